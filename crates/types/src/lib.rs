@@ -1,0 +1,18 @@
+//! The words every other crate speaks: ids, policy versions, turns, trajectories, outcomes.
+//!
+//! No I/O and no async here. The one invariant of this crate: a [`Trajectory`] whose arrays
+//! disagree in length cannot be built ([`Trajectory::new`]). Read [`outcome`] next.
+
+mod clock;
+mod duration;
+mod id;
+mod model;
+mod outcome;
+mod trajectory;
+
+pub use clock::unix_micros;
+pub use duration::{ByteSize, HumanDuration, ParseUnitError};
+pub use id::{AttemptId, EpisodeId, GroupId, IdError, PolicyVersion, RequestId, RunId, TokenId};
+pub use model::ModelShape;
+pub use outcome::{AbortCause, Limit, Outcome, Retry, Stage};
+pub use trajectory::{LengthMismatch, Trajectory, TurnSpan};
