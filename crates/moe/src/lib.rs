@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 mod config;
+pub mod infer;
 pub mod weights;
 
 pub use checkpoint::{StoredType, save_checkpoint};

@@ -4,15 +4,25 @@
 //! request is a list of slots, so a shared prefix is shared slots, and its routing rows come with
 //! it: a prefix hit never runs the router again.
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over checked shapes")]
+#![expect(clippy::cast_possible_truncation, reason = "constants of the model are used in f32")]
 
 use super::kernels::{
     BLOCK, Dense, KvView, Level, Quantized, attend, exp_shifted, gated_silu, rms_norm,
 };
-use crate::config::{CheckpointError, ModelConfig};
+use crate::{CheckpointError, ModelConfig, Weights};
 
 /// How weight matrices are held and multiplied.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
-#[derive(schemars::JsonSchema)]
+#[derive(
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Default,
+    serde::Serialize,
+    serde::Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum WeightFormat {
     /// 32-bit floats.
@@ -72,10 +82,6 @@ struct Layer {
     router: Dense,
     experts: Vec<Expert>,
 }
-
-/// Reads a weight by name; `len` is the number of values it must have.
-pub(crate) type WeightSource<'a> =
-    &'a mut dyn FnMut(&str, usize) -> Result<Vec<f32>, CheckpointError>;
 
 /// A loaded model. Immutable; all state is in the [`KvPool`] and [`Scratch`] of the caller.
 #[derive(Debug)]
@@ -173,55 +179,55 @@ fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
 
 impl Model {
     /// Builds the model from checkpoint weights.
-    pub(crate) fn build(
-        config: ModelConfig,
-        format: WeightFormat,
-        weight: WeightSource<'_>,
-    ) -> Result<Self, CheckpointError> {
+    pub(crate) fn build(weights: &Weights, format: WeightFormat) -> Result<Self, CheckpointError> {
+        let config = weights.config().clone();
         let c = &config;
+        let weight = |name: &str| {
+            let missing = || CheckpointError::new(name.into(), "the weights lack this tensor");
+            weights.get(name).ok_or_else(missing)
+        };
         let (d, f) = (c.hidden_size, c.moe_intermediate_size);
         let q_width = c.num_attention_heads * c.head_dim;
         let kv_width = c.num_key_value_heads * c.head_dim;
         let mut layers = Vec::with_capacity(c.num_hidden_layers);
         for i in 0..c.num_hidden_layers {
-            let mut get = |name: &str, len: usize| weight(&format!("model.layers.{i}.{name}"), len);
-            let mut qkv = get("self_attn.q_proj.weight", q_width * d)?;
-            qkv.extend(get("self_attn.k_proj.weight", kv_width * d)?);
-            qkv.extend(get("self_attn.v_proj.weight", kv_width * d)?);
+            let get = |name: &str| weight(&format!("model.layers.{i}.{name}"));
+            let qkv = [
+                get("self_attn.q_proj.weight")?,
+                get("self_attn.k_proj.weight")?,
+                get("self_attn.v_proj.weight")?,
+            ]
+            .concat();
             let mut experts = Vec::with_capacity(c.num_experts);
             for e in 0..c.num_experts {
-                let mut gate_up = get(&format!("mlp.experts.{e}.gate_proj.weight"), f * d)?;
-                gate_up.extend(get(&format!("mlp.experts.{e}.up_proj.weight"), f * d)?);
-                let down = get(&format!("mlp.experts.{e}.down_proj.weight"), d * f)?;
+                let gate = get(&format!("mlp.experts.{e}.gate_proj.weight"))?;
+                let up = get(&format!("mlp.experts.{e}.up_proj.weight"))?;
+                let down = get(&format!("mlp.experts.{e}.down_proj.weight"))?;
                 experts.push(Expert {
-                    gate_up: Matrix::pack(format, &gate_up, 2 * f, d),
-                    down: Matrix::pack(format, &down, d, f),
+                    gate_up: Matrix::pack(format, &[gate, up].concat(), 2 * f, d),
+                    down: Matrix::pack(format, down, d, f),
                 });
             }
-            let output = get("self_attn.o_proj.weight", d * q_width)?;
             layers.push(Layer {
-                input_norm: get("input_layernorm.weight", d)?,
+                input_norm: get("input_layernorm.weight")?.to_vec(),
                 qkv: Matrix::pack(format, &qkv, q_width + 2 * kv_width, d),
-                q_norm: get("self_attn.q_norm.weight", c.head_dim)?,
-                k_norm: get("self_attn.k_norm.weight", c.head_dim)?,
-                output: Matrix::pack(format, &output, d, q_width),
-                post_norm: get("post_attention_layernorm.weight", d)?,
-                router: Dense::pack(&get("mlp.gate.weight", c.num_experts * d)?, c.num_experts, d),
+                q_norm: get("self_attn.q_norm.weight")?.to_vec(),
+                k_norm: get("self_attn.k_norm.weight")?.to_vec(),
+                output: Matrix::pack(format, get("self_attn.o_proj.weight")?, d, q_width),
+                post_norm: get("post_attention_layernorm.weight")?.to_vec(),
+                router: Dense::pack(get("mlp.gate.weight")?, c.num_experts, d),
                 experts,
             });
         }
-        let embedding = weight("model.embed_tokens.weight", c.vocab_size * d)?;
-        let head = if c.tie_word_embeddings {
-            Matrix::pack(format, &embedding, c.vocab_size, d)
-        } else {
-            Matrix::pack(format, &weight("lm_head.weight", c.vocab_size * d)?, c.vocab_size, d)
-        };
-        let embedding = match Matrix::pack(format, &embedding, c.vocab_size, d) {
-            Matrix::Dense(_) => Embedding::Rows(embedding),
+        let embedding = weight("model.embed_tokens.weight")?;
+        let head = if c.tie_word_embeddings { embedding } else { weight("lm_head.weight")? };
+        let head = Matrix::pack(format, head, c.vocab_size, d);
+        let embedding = match Matrix::pack(format, embedding, c.vocab_size, d) {
+            Matrix::Dense(_) => Embedding::Rows(embedding.to_vec()),
             Matrix::Quantized(_) if c.tie_word_embeddings => Embedding::Quantized(None),
             Matrix::Quantized(rows) => Embedding::Quantized(Some(rows)),
         };
-        let norm = weight("model.norm.weight", d)?;
+        let norm = weight("model.norm.weight")?.to_vec();
         let inverse_frequencies = rope_frequencies(c);
         Ok(Self {
             config,
@@ -302,7 +308,8 @@ impl Model {
                 }
                 let (heads, value) = row.split_at_mut(q_width + pool.kv_width);
                 for (i, head) in heads.chunks_exact_mut(hd).enumerate() {
-                    let norm = if i < c.num_attention_heads { &layer.q_norm } else { &layer.k_norm };
+                    let norm =
+                        if i < c.num_attention_heads { &layer.q_norm } else { &layer.k_norm };
                     rms_norm(level, head, norm, eps, &mut normed);
                     rotate(&normed, &angles, head);
                 }
@@ -430,9 +437,7 @@ impl Model {
 
 fn rope_frequencies(config: &ModelConfig) -> Vec<f32> {
     let half = config.head_dim / 2;
-    (0..half)
-        .map(|i| config.rope_base().powf(-(i as f64) / half as f64) as f32)
-        .collect()
+    (0..half).map(|i| config.rope_base().powf(-(i as f64) / half as f64) as f32).collect()
 }
 
 fn add(x: &mut [f32], y: &[f32]) {
