@@ -498,4 +498,4 @@ fn choose(
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
