@@ -110,7 +110,7 @@ impl Trajectory {
 
     /// Number of tokens the policy wrote.
     pub fn response_tokens(&self) -> usize {
-        self.loss_mask.iter().filter(|&&m| m == 1).count()
+        self.loss_mask.iter().map(|&m| usize::from(m == 1)).sum()
     }
 }
 
