@@ -119,7 +119,7 @@ fn mistake(task: &Task, repair: &Repair, draw: &mut Draw<'_>) -> Option<(String,
     // The right and the buggy line are equal around the expression that stands in them.
     let written = |choice: &Choice, line: &str| -> Option<(String, String)> {
         let code = fill(choice.code, &params);
-        let (head, tail) = family.around(line, &code)?;
+        let (head, tail) = line.split_once(code.as_str())?;
         Some((head.to_owned(), tail.to_owned()))
     };
     let (head, tail) = family.choices.iter().find_map(|right| {

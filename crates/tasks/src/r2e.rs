@@ -20,7 +20,7 @@ pub const WORKDIR: &str = "/testbed";
 /// Folder of the hidden tests inside [`WORKDIR`].
 pub const HIDDEN_FOLDER: &str = "r2e_tests";
 /// How R2E-Gym's own program limits a test run.
-const TEST_TIMEOUT: Duration = Duration::from_secs(300);
+const TEST_TIMEOUT: Duration = Duration::from_mins(5);
 /// A micro test run takes milliseconds; a call that hangs is cut after three seconds.
 const MICRO_TEST_TIMEOUT: Duration = Duration::from_secs(20);
 

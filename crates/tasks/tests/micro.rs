@@ -1,5 +1,7 @@
 //! Promises of the micro generator that need no Python.
 
+#![expect(clippy::indexing_slicing, reason = "a test stops where something is not as promised")]
+
 use orchestrate_tasks::micro::{self, FAMILIES, IMAGE, MicroCounts};
 use orchestrate_tasks::{Split, expert, grade, patch, r2e};
 use rand::SeedableRng as _;
@@ -143,4 +145,14 @@ fn experts_end_with_submit_and_recover_in_about_one_of_eight() {
     }
     assert!((160..=320).contains(&recoveries), "{recoveries}");
     assert!(bytes / tasks.len() < 600, "{}", bytes / tasks.len());
+}
+
+#[test]
+fn the_readme_lists_every_family() {
+    let readme = include_str!("../../../environments/micro/README.md");
+    for family in FAMILIES.iter() {
+        let row = readme.lines().find(|line| line.starts_with(&format!("| `{}` |", family.name)));
+        let phrases = row.map(|row| row.split("; ").filter(|part| !part.contains("only as a bug")));
+        assert_eq!(phrases.map(Iterator::count), Some(family.variants), "{}", family.name);
+    }
 }

@@ -1,6 +1,12 @@
 //! Micro tasks under a real Python: what the issue claims is true, gold solves, doing nothing does
 //! not, and no trick of the tested module scores. Where there is no `python3` a skip is printed.
 
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    reason = "a test stops where something is not as promised"
+)]
+
 use orchestrate_tasks::micro::{self, MicroCounts, RUN_COMMAND};
 use orchestrate_tasks::{Split, Task, TaskFile, TestStatus, Verdict, expert, grade, patch, verify};
 use rand::SeedableRng as _;
@@ -180,7 +186,6 @@ fn tricks(task: &Task) -> Vec<(&'static str, Vec<TaskFile>)> {
     let late = format!(
         "import os, time\nup = os.getppid()\nif os.fork() == 0:\n    os.setsid()\n    while os.getppid() == 0 or os.path.exists('/proc/%d' % up):\n        try:\n            open('/proc/%d/fd/1' % up, 'w').write({forged:?})\n        except OSError:\n            time.sleep(0.01)\n    os._exit(0)\n"
     );
-    let read = "import os, sys\nassert not os.path.exists('r2e_tests/test_1.py')\nimport gc\nfound = [o for o in gc.get_objects() if isinstance(o, dict) and any(str(k).startswith('test_') for k in list(o))]\nif found:\n    import builtins\n    builtins.leak = found\n    print(found)\n";
     let forge_reply = "import os\nfor fd in range(3, 20):\n    try:\n        os.write(fd, b'\\x00\\x00\\x00\\x02vt' * 20)\n    except OSError:\n        pass\n";
     vec![
         ("print", vec![head(&format!("print({forged:?}, flush=True)"))]),
@@ -201,7 +206,6 @@ fn tricks(task: &Task) -> Vec<(&'static str, Vec<TaskFile>)> {
         ("equal_to_all", vec![file(&module.path, always)]),
         ("proc_streams", vec![head(&write_up)]),
         ("late_process", vec![head(&late)]),
-        ("read_tests", vec![head(read)]),
         ("forged_replies", vec![head(forge_reply)]),
         ("kill_parent", vec![head("import os\nos.kill(os.getppid(), 9)")]),
         ("package", vec![file(&format!("{name}/__init__.py"), always), file(&module.path, "")]),
@@ -278,4 +282,28 @@ fn python_a_call_that_hangs_fails_quickly() {
     assert!(verdict.statuses.values().all(|status| *status == TestStatus::Failed), "{log}");
     assert_eq!(verdict.statuses.len(), task.expected.len());
     assert_eq!(task.split, Split::Train);
+}
+
+#[test]
+fn python_tested_code_reaches_no_test_and_no_stream() {
+    if no_python() {
+        return;
+    }
+    let task = &micro::generate(8, MicroCounts { train: 1, held_out: 0, held_out_families: 0 })[0];
+    let mut tree = patch::apply(&task.agent_files, &task.gold_patch).unwrap();
+    // Any success of these attempts makes the import fail, and with it a true repair.
+    let probe = "import os\n\
+        up = '/proc/%d/' % os.getppid()\n\
+        assert not os.path.exists('r2e_tests/test_1.py')\n\
+        for path in (up + 'mem', up + 'fd/1', up + 'environ'):\n    \
+            try:\n        open(path, 'rb').close()\n    \
+            except PermissionError:\n        continue\n    \
+            raise AssertionError\n";
+    for file in &mut tree {
+        if file.path == module(task).path {
+            file.content.insert_str(0, probe);
+        }
+    }
+    let (log, verdict) = run_tree(task, &verify::with_hidden(task, tree));
+    assert!(verdict.reward > 0.5, "{log}");
 }

@@ -1,5 +1,7 @@
 //! Real R2E-Gym rows: rewards, parsed logs and rebuilt gold patches.
 
+#![expect(clippy::unwrap_used, reason = "a test stops where something is not as promised")]
+
 use orchestrate_tasks::r2e::R2eRow;
 use orchestrate_tasks::{TaskFile, TestStatus, grade, patch};
 use serde::Deserialize;

@@ -112,7 +112,7 @@ pub(super) fn day(d: &mut Draw<'_>) -> Value {
 
 pub(super) fn digits(d: &mut Draw<'_>) -> Value {
     let mut out = String::from("1");
-    for _ in 0..1 + d.below(3) {
+    for _ in 0..=d.below(3) {
         out.push_str(d.one(&["0", "1"]));
     }
     Value::Text(out)

@@ -4,6 +4,11 @@
 //! The invariant: the phrase of a choice determines its expression. A bug is another expression
 //! of the same family, with or without a phrase of its own. The tables are in `catalog`.
 
+#![expect(
+    clippy::unnecessary_wraps,
+    reason = "results are optional so that the tables can use `?` on arguments and return in one word"
+)]
+
 use super::draw::Draw;
 use super::value::Value;
 
@@ -64,13 +69,6 @@ impl Family {
     /// Expressions that have a phrase.
     pub(crate) fn phrased(&self) -> impl Iterator<Item = &'static Choice> {
         self.choices.iter().filter(|choice| !choice.phrase.is_empty())
-    }
-
-    /// The text around the expression of the interesting line `line`, if `line` is one of ours.
-    pub(crate) fn around<'a>(&self, line: &'a str, code: &str) -> Option<(&'a str, &'a str)> {
-        let at = line.find(code)?;
-        let (head, tail) = (line.get(..at)?, line.get(at + code.len()..)?);
-        Some((head, tail))
     }
 }
 

@@ -86,9 +86,8 @@ impl Function {
             }
             let before = left.len();
             left.retain(|other| (other.run)(&case.args).as_ref() == Some(&case.want));
-            if left.len() < before || cases.len() < *TESTS.start() - 1 {
-                cases.push(case);
-            } else if left.is_empty() {
+            // Room is kept for the cases that tell the rest apart.
+            if left.len() < before || left.is_empty() || cases.len() + 1 < *TESTS.start() {
                 cases.push(case);
             }
         }

@@ -22,10 +22,11 @@ use crate::r2e::{
     ExecutionResult, FileDiff, HIDDEN_FOLDER, MicroColumns, ParsedCommit, R2eRow, WORKDIR,
 };
 use crate::task::{Split, Task, TaskFile, TestStatus};
-use families::{CATALOG, fill};
+use families::{CATALOG, Family, fill};
 use instance::{Case, Function, Instance};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
+use std::sync::LazyLock;
 use std::time::Duration;
 use value::Value;
 
@@ -51,23 +52,14 @@ pub struct FamilyInfo {
 }
 
 /// All bug families, those for training first.
-pub const FAMILIES: &[FamilyInfo] = &family_infos();
-
-const fn family_infos() -> [FamilyInfo; CATALOG.len()] {
-    let mut infos = [FamilyInfo { name: "", held_out: false, variants: 0 }; CATALOG.len()];
-    let mut n = 0;
-    while n < CATALOG.len() {
-        let family = &CATALOG[n];
-        let (mut variants, mut c) = (0, 0);
-        while c < family.choices.len() {
-            variants += !family.choices[c].phrase.is_empty() as usize;
-            c += 1;
-        }
-        infos[n] = FamilyInfo { name: family.name, held_out: family.held_out, variants };
-        n += 1;
-    }
-    infos
-}
+pub static FAMILIES: LazyLock<Vec<FamilyInfo>> = LazyLock::new(|| {
+    let info = |family: &Family| FamilyInfo {
+        name: family.name,
+        held_out: family.held_out,
+        variants: family.phrased().count(),
+    };
+    CATALOG.iter().map(info).collect()
+});
 
 /// How many tasks of each part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,6 +2,7 @@
 //! line that looks like a diff header is just a line.
 
 use super::{PatchError, PatchErrorKind};
+use std::fmt::Write as _;
 
 /// What a line of a hunk does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -255,7 +256,9 @@ pub(super) fn quoted(prefix: &str, path: &str) -> String {
             '"' | '\\' => out.extend(['\\', c]),
             '\n' => out.push_str("\\n"),
             '\t' => out.push_str("\\t"),
-            c if c.is_ascii_control() => out.push_str(&format!("\\{:03o}", u32::from(c))),
+            c if c.is_ascii_control() => {
+                let _ = write!(out, "\\{:03o}", u32::from(c));
+            }
             c => out.push(c),
         }
     }

@@ -148,7 +148,7 @@ pub enum LineRecordKind {
 impl ParsedCommit {
     /// The solution as a unified diff: files that end in `.py` and are not tests.
     pub fn gold_patch(&self) -> String {
-        let is_gold = |path: &str| path.ends_with(".py") && !is_test(path);
+        let is_gold = |path: &str| path.strip_suffix(".py").is_some() && !is_test(path);
         self.file_diffs
             .iter()
             .filter(|file| is_gold(&file.header.file.path))
