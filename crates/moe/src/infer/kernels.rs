@@ -333,8 +333,19 @@ fn exp_shifted_body<const FUSED: bool, const WIDE: bool>(
     scale: f32,
     stats: &mut [f32; 2],
 ) {
-    let mut max = f32::NEG_INFINITY;
-    for v in x.iter_mut() {
+    let (lanes, rest) = x.as_chunks_mut::<LANES>();
+    let mut largest = Lanes([f32::NEG_INFINITY; LANES]);
+    for lane in lanes {
+        let mut j = 0;
+        while j < LANES {
+            lane[j] *= scale;
+            let keep = largest.0[j];
+            largest.0[j] = if lane[j] > keep { lane[j] } else { keep };
+            j += 1;
+        }
+    }
+    let mut max = largest.0.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    for v in rest {
         *v *= scale;
         max = max.max(*v);
     }
@@ -402,23 +413,43 @@ fn attend_body<const FUSED: bool, const WIDE: bool>(
         }
         for (g, out) in outs.chunks_exact_mut(head_dim).enumerate() {
             let weights = &scores[g * slots.len()..(g + 1) * slots.len()];
-            let (lanes, rest) = out.as_chunks_mut::<LANES>();
-            for (part, out) in lanes.iter_mut().enumerate() {
-                let mut sums = Lanes::ZERO;
-                for (&slot, &weight) in slots.iter().zip(weights) {
-                    let start = slot as usize * stride + head * head_dim + part * LANES;
-                    let mut value = [0.0; LANES];
-                    value.copy_from_slice(&values[start..start + LANES]);
-                    sums = sums.add_scaled::<FUSED>(weight, Lanes(value));
-                }
-                *out = sums.0;
+            let offset = head * head_dim;
+            let mut done = 0;
+            while done + PANEL <= head_dim {
+                let start = offset + done;
+                let sums = weighted::<2, FUSED>(values, slots, weights, stride, start);
+                out[done..done + PANEL].copy_from_slice(sums.map(|s| s.0).as_flattened());
+                done += PANEL;
             }
-            let part = lanes.len() * LANES;
-            for (i, out) in rest.iter_mut().enumerate() {
-                let at = |slot: u32| slot as usize * stride + head * head_dim + part + i;
-                let pairs = slots.iter().zip(weights);
-                *out = pairs.map(|(&slot, &weight)| weight * values[at(slot)]).sum();
+            if done + LANES <= head_dim {
+                let [sum] = weighted::<1, FUSED>(values, slots, weights, stride, offset + done);
+                out[done..done + LANES].copy_from_slice(&sum.0);
+                done += LANES;
+            }
+            for (i, out) in out.iter_mut().enumerate().skip(done) {
+                let value = |slot: u32| values[slot as usize * stride + offset + i];
+                *out = slots.iter().zip(weights).map(|(&s, &w)| w * value(s)).sum();
             }
         }
     }
+}
+
+/// Weighted sum of `PARTS` registers of each position's value, from `start` on.
+#[inline(always)]
+fn weighted<const PARTS: usize, const FUSED: bool>(
+    values: &[f32],
+    slots: &[u32],
+    weights: &[f32],
+    stride: usize,
+    start: usize,
+) -> [Lanes; PARTS] {
+    let mut sums = [Lanes::ZERO; PARTS];
+    for (&slot, &weight) in slots.iter().zip(weights) {
+        let at = slot as usize * stride + start;
+        let (lanes, _) = values[at..at + PARTS * LANES].as_chunks::<LANES>();
+        for part in 0..PARTS {
+            sums[part] = sums[part].add_scaled::<FUSED>(weight, Lanes(lanes[part]));
+        }
+    }
+    sums
 }
