@@ -266,3 +266,6 @@ fn versions(meta: &MetaInfo<'_>, outputs: usize) -> Result<Vec<VersionSpan>, Eng
     }
     Ok(covered)
 }
+
+#[cfg(test)]
+mod tests;
