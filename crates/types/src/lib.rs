@@ -8,6 +8,7 @@ mod duration;
 mod id;
 mod model;
 mod outcome;
+mod problem;
 mod trajectory;
 
 pub use clock::unix_micros;
@@ -15,4 +16,5 @@ pub use duration::{ByteSize, HumanDuration, ParseUnitError};
 pub use id::{AttemptId, EpisodeId, GroupId, IdError, PolicyVersion, RequestId, RunId, TokenId};
 pub use model::ModelShape;
 pub use outcome::{AbortCause, Limit, Outcome, Retry, Stage};
+pub use problem::ConfigProblem;
 pub use trajectory::{LengthMismatch, Trajectory, TurnSpan};
