@@ -123,3 +123,21 @@ pub trait Episodes: Send + Sync + std::fmt::Debug {
     /// cancelled it ends at the next turn border with `Aborted{Shutdown}`, sandboxes closed.
     async fn run(&self, request: EpisodeRequest, stop: &CancellationToken) -> EpisodeReport;
 }
+
+/// The opening messages of a task: the run's system prompt, if any, and the task's words.
+pub fn opening_messages(system_prompt: Option<&str>, problem_statement: &str) -> Vec<Message> {
+    let mut messages = Vec::new();
+    if let Some(text) = system_prompt {
+        messages.push(Message {
+            role: "system".to_owned(),
+            content: text.to_owned(),
+            tool_calls: Vec::new(),
+        });
+    }
+    messages.push(Message {
+        role: "user".to_owned(),
+        content: problem_statement.to_owned(),
+        tool_calls: Vec::new(),
+    });
+    messages
+}

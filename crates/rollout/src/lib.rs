@@ -4,5 +4,15 @@
 //! environment's new text is tokenised.
 
 mod api;
+mod chat;
+mod supervised;
+mod template;
+mod vocabulary;
 
-pub use api::{Action, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog};
+pub use api::{
+    Action, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog, opening_messages,
+};
+pub use chat::{ChatError, ChatErrorKind, ChatModel};
+pub use supervised::{ExpertEpisode, ExpertTurn, Supervised};
+pub use template::ChatTemplate;
+pub use vocabulary::{CONTROL_TOKENS, MICRO_CHAT_TEMPLATE, train_tokenizer};

@@ -2,9 +2,20 @@
 //!
 //! Row `t` of a sequence is `[moe layers, top_k]` logical expert ids, chosen when *input* token
 //! `t` was processed. The one invariant: no row is ever invented; absence is a bit, not a value.
+//!
+//! [`decode_sglang`] turns one engine reply into [`RoutedRows`]; [`MaskBuilder`] places the rows
+//! of all replies of an episode by absolute position and ends in a [`RoutingMask`].
 
+mod builder;
+mod check;
+mod error;
+mod format;
 mod mask;
 mod rows;
+mod sglang;
 
+pub use builder::{MaskBuilder, PushReport};
+pub use error::RoutingError;
 pub use mask::{RoutingMask, RowVersion};
-pub use rows::RoutedRows;
+pub use rows::{PayloadForm, RoutedRows};
+pub use sglang::{decode_sglang, encode_sglang};

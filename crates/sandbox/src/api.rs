@@ -123,7 +123,11 @@ impl ExecResult {
         let head = String::from_utf8_lossy(&self.head);
         let tail = String::from_utf8_lossy(&self.tail);
         let cut = self.total_bytes.saturating_sub(kept);
-        if cut == 0 { format!("{head}{tail}") } else { format!("{head}\n[{cut} bytes cut]\n{tail}") }
+        if cut == 0 {
+            format!("{head}{tail}")
+        } else {
+            format!("{head}\n[{cut} bytes cut]\n{tail}")
+        }
     }
 }
 

@@ -42,7 +42,8 @@ impl From<HumanDuration> for Duration {
 impl FromStr for HumanDuration {
     type Err = ParseUnitError;
     fn from_str(text: &str) -> Result<Self, ParseUnitError> {
-        let error = || ParseUnitError { kind: "duration", example: "\"90s\"", text: text.to_owned() };
+        let error =
+            || ParseUnitError { kind: "duration", example: "\"90s\"", text: text.to_owned() };
         let (number, unit) = split_unit(text).ok_or_else(error)?;
         let seconds = match unit {
             "ms" => number / 1000.0,
@@ -58,7 +59,7 @@ impl FromStr for HumanDuration {
 impl fmt::Display for HumanDuration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let millis = self.0.as_millis();
-        if millis % 1000 == 0 {
+        if millis.is_multiple_of(1000) {
             write!(f, "{}s", millis / 1000)
         } else {
             write!(f, "{millis}ms")
@@ -94,7 +95,10 @@ impl FromStr for ByteSize {
 
 impl fmt::Display for ByteSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let unit = BYTE_UNITS.iter().rev().find(|(_, shift)| self.0 != 0 && self.0 % (1 << shift) == 0);
+        let unit = BYTE_UNITS
+            .iter()
+            .rev()
+            .find(|(_, shift)| self.0 != 0 && self.0.is_multiple_of(1 << shift));
         match unit {
             Some((name, shift)) => write!(f, "{} {name}", self.0 >> shift),
             None => write!(f, "{} B", self.0),

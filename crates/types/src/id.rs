@@ -164,7 +164,8 @@ impl fmt::Display for AttemptId {
 impl FromStr for AttemptId {
     type Err = IdError;
     fn from_str(text: &str) -> Result<Self, IdError> {
-        let error = || IdError { kind: "attempt", example: "t000012.03-a01", text: text.to_owned() };
+        let error =
+            || IdError { kind: "attempt", example: "t000012.03-a01", text: text.to_owned() };
         let (episode, attempt) = text.rsplit_once("-a").ok_or_else(error)?;
         Ok(Self {
             episode: episode.parse().map_err(|_| error())?,

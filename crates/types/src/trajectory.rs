@@ -110,7 +110,7 @@ impl Trajectory {
 
     /// Number of tokens the policy wrote.
     pub fn response_tokens(&self) -> usize {
-        self.loss_mask.iter().filter(|&&m| m == 1).count()
+        self.loss_mask.iter().map(|&m| usize::from(m == 1)).sum()
     }
 }
 
@@ -121,6 +121,9 @@ mod tests {
     #[test]
     fn arrays_of_unequal_length_are_refused() {
         let error = Trajectory::new(vec![1, 2], vec![0], vec![0.0; 2], vec![0; 2], vec![]);
-        assert_eq!(error.unwrap_err().to_string(), "trajectory array `loss_mask` has length 1, expected 2");
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "trajectory array `loss_mask` has length 1, expected 2"
+        );
     }
 }

@@ -1,0 +1,368 @@
+//! A model's tokenizer and chat template: prompt, delta, assistant text.
+//!
+//! The invariant: token in, token out. What the policy sampled is never rendered again; only the
+//! *delta* (the environment's new messages and the next assistant header) becomes tokens. It is
+//! what a conversation has after a placeholder that stands for the sampled text. Read
+//! [`crate::supervised`] next: it builds training data through the same functions.
+
+use crate::api::{Action, Message};
+use crate::template::ChatTemplate;
+use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_types::TokenId;
+use tokenizers::Tokenizer;
+
+/// Stands for the sampled text while a delta is derived; no template changes it.
+const MARK: &str = "ORCHESTRATE-SAMPLED-TEXT";
+
+/// What is wrong with a model's tokenizer, template or their use.
+#[derive(Debug, thiserror::Error)]
+pub enum ChatErrorKind {
+    /// A file cannot be read or written.
+    #[error("{0}")]
+    Io(#[from] std::io::Error),
+    /// A file does not hold what it must.
+    #[error("{file}: {problem}")]
+    Invalid {
+        /// File name.
+        file: &'static str,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The template failed on a conversation.
+    #[error("the chat template failed: {0}")]
+    Template(#[from] minijinja::Error),
+    /// The tokenizer failed on a text.
+    #[error("the tokenizer failed: {0}")]
+    Tokenizer(String),
+    /// The template rewrites or drops earlier turns.
+    #[error(
+        "the chat template does not keep earlier turns as they were ({0}); training token by token \
+         needs a template that only appends: remove the part that drops or rewrites earlier text"
+    )]
+    NotAppendOnly(String),
+}
+
+/// A chat error: which model folder, and why.
+#[derive(Debug, thiserror::Error)]
+#[error("chat model {folder}: {kind}")]
+pub struct ChatError {
+    /// Folder of the model.
+    pub folder: Utf8PathBuf,
+    /// What happened.
+    pub kind: ChatErrorKind,
+}
+
+/// A tokenizer with its chat template.
+#[derive(Debug)]
+pub struct ChatModel {
+    folder: Utf8PathBuf,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    tools: Vec<serde_json::Value>,
+    end_of_turn: TokenId,
+    end_of_turn_text: String,
+    stop_token_ids: Vec<TokenId>,
+    control_texts: Vec<String>,
+}
+
+impl ChatModel {
+    /// Loads `tokenizer.json`, the chat template (`chat_template.jinja`, else the field
+    /// `chat_template` of `tokenizer_config.json`) and the end tokens (`generation_config.json`,
+    /// else `eos_token` of `tokenizer_config.json`) of a Hugging Face folder, and checks that the
+    /// template only appends.
+    ///
+    /// # Errors
+    /// When a file is absent or malformed, or the template fails [`Self::check_prefix`].
+    pub fn load(folder: &Utf8Path) -> Result<Self, ChatError> {
+        Self::load_with_tools(folder, Vec::new())
+    }
+
+    /// As [`Self::load`]; `tools` are JSON schemas that the template shows to the model.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn load_with_tools(
+        folder: &Utf8Path,
+        tools: Vec<serde_json::Value>,
+    ) -> Result<Self, ChatError> {
+        let at = |kind| ChatError { folder: folder.to_owned(), kind };
+        let model = Self::read(folder, tools).map_err(at)?;
+        model.check_prefix()?;
+        Ok(model)
+    }
+
+    fn read(folder: &Utf8Path, tools: Vec<serde_json::Value>) -> Result<Self, ChatErrorKind> {
+        let tokenizer = Tokenizer::from_bytes(fs_err::read(folder.join("tokenizer.json"))?)
+            .map_err(|e| invalid("tokenizer.json", e.to_string()))?;
+        let config = json_file(folder, "tokenizer_config.json")?;
+        let template = ChatTemplate::new(&template_source(folder, &config)?)?;
+
+        let mut stop_token_ids = Vec::new();
+        if folder.join("generation_config.json").is_file() {
+            let eos = json_file(folder, "generation_config.json")?["eos_token_id"].clone();
+            let ids = eos.as_array().cloned().unwrap_or_else(|| vec![eos]);
+            stop_token_ids.extend(
+                ids.iter().filter_map(|id| id.as_u64().and_then(|i| u32::try_from(i).ok())),
+            );
+        }
+        let eos = &config["eos_token"];
+        let eos = eos.as_str().or_else(|| eos["content"].as_str());
+        if let Some(id) = eos.and_then(|text| tokenizer.token_to_id(text))
+            && !stop_token_ids.contains(&id)
+        {
+            stop_token_ids.push(id);
+        }
+
+        let control_texts = tokenizer
+            .get_added_tokens_decoder()
+            .values()
+            .filter(|t| t.special || t.content.contains("tool") || t.content.contains("think"))
+            .map(|t| t.content.clone())
+            .filter(|text| text.chars().count() > 1)
+            .collect();
+        let mut model = Self {
+            folder: folder.to_owned(),
+            tokenizer,
+            template,
+            tools,
+            end_of_turn: 0,
+            end_of_turn_text: String::new(),
+            stop_token_ids,
+            control_texts,
+        };
+        let closing = model.after_mark(&[message("tool", "x")])?;
+        let found = model.stop_token_ids.iter().find_map(|&id| {
+            let text = model.tokenizer.id_to_token(id)?;
+            closing.starts_with(&text).then_some((id, text))
+        });
+        (model.end_of_turn, model.end_of_turn_text) = found.ok_or_else(|| {
+            invalid(
+                "generation_config.json",
+                "no eos token closes an assistant turn in the chat template; name the token that \
+                 does as eos_token_id"
+                    .to_owned(),
+            )
+        })?;
+        Ok(model)
+    }
+
+    /// Token that closes an assistant turn in the template.
+    pub fn end_of_turn(&self) -> TokenId {
+        self.end_of_turn
+    }
+
+    /// Tokens at which sampling stops; [`Self::end_of_turn`] is one of them.
+    pub fn stop_token_ids(&self) -> &[TokenId] {
+        &self.stop_token_ids
+    }
+
+    /// Number of entries of the tokenizer, added tokens included.
+    pub fn vocab_size(&self) -> usize {
+        self.tokenizer.get_vocab_size(true)
+    }
+
+    /// Tokens of `text`, nothing added.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn encode(&self, text: &str) -> Result<Vec<TokenId>, ChatError> {
+        self.encode_inner(text).map_err(|kind| self.error(kind))
+    }
+
+    /// Tokens of the opening messages and the header of the first assistant turn.
+    ///
+    /// # Errors
+    /// When the template or the tokenizer fails.
+    pub fn prompt(&self, messages: &[Message]) -> Result<Vec<TokenId>, ChatError> {
+        let run = || self.encode_inner(&self.render(messages)?);
+        run().map_err(|kind| self.error(kind))
+    }
+
+    /// Tokens to append after a sampled turn: the environment's new messages and the header of
+    /// the next assistant turn. `last_sampled` is the last token of the reply: unless it is
+    /// [`Self::end_of_turn`], the closing token is part of the delta (which nobody sampled).
+    ///
+    /// # Errors
+    /// When the template or the tokenizer fails.
+    pub fn delta(
+        &self,
+        new_messages: &[Message],
+        last_sampled: Option<TokenId>,
+    ) -> Result<Vec<TokenId>, ChatError> {
+        let run = || {
+            let text = self.after_mark(new_messages)?;
+            let closed = last_sampled == Some(self.end_of_turn);
+            let rest = if closed { text.strip_prefix(&self.end_of_turn_text) } else { None };
+            self.encode_inner(rest.unwrap_or(&text))
+        };
+        run().map_err(|kind| self.error(kind))
+    }
+
+    /// Text of sampled ids, a closing end token left out. Bytes that are no UTF-8 become U+FFFD.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn decode(&self, ids: &[TokenId]) -> Result<String, ChatError> {
+        let ids = match ids.split_last() {
+            Some((last, rest)) if self.stop_token_ids.contains(last) => rest,
+            Some(_) | None => ids,
+        };
+        self.tokenizer
+            .decode(ids, false)
+            .map_err(|e| self.error(ChatErrorKind::Tokenizer(e.to_string())))
+    }
+
+    /// Tokens of an assistant turn as the model's own format writes it, closing token included.
+    /// For supervised data; a sampled turn is never built this way.
+    ///
+    /// # Errors
+    /// When the template or the tokenizer fails, or the template does not show the turn.
+    pub fn assistant(&self, content: &str, calls: &[Action]) -> Result<Vec<TokenId>, ChatError> {
+        let run = || {
+            let mut ids = self.encode_inner(&self.assistant_text(content, calls)?)?;
+            ids.push(self.end_of_turn);
+            Ok(ids)
+        };
+        run().map_err(|kind| self.error(kind))
+    }
+
+    /// Checks that the template only appends: what it renders for two finished turns is the
+    /// prompt, the first turn as it was written, the delta, the second turn, the next delta.
+    /// Both plain turns and, where the template knows them, thinking turns are tried.
+    ///
+    /// # Errors
+    /// [`ChatErrorKind::NotAppendOnly`] when a turn is dropped or rewritten.
+    pub fn check_prefix(&self) -> Result<(), ChatError> {
+        self.check_prefix_inner().map_err(|kind| self.error(kind))
+    }
+
+    fn check_prefix_inner(&self) -> Result<(), ChatErrorKind> {
+        const THINK: &str = "<think>\n";
+        let opening = [message("system", "probe system"), message("user", "probe question")];
+        let prompt = self.render(&opening)?;
+        let thinks_first = prompt.ends_with(THINK);
+        let mut probes = Vec::new();
+        if !thinks_first {
+            probes.push(("plain turns", ["alpha one", "beta two"]));
+        }
+        if self.template.source().contains("think") {
+            probes.push((
+                "turns with thinking",
+                ["<think>\nalpha\n</think>\n\none", "<think>\nbeta\n</think>\n\ntwo"],
+            ));
+        }
+        for (what, turns) in probes {
+            let mut messages = opening.to_vec();
+            let mut expected = prompt.clone();
+            for (index, turn) in turns.into_iter().enumerate() {
+                let observation = message("tool", &format!("probe result {index}"));
+                let sampled = if thinks_first { turn.strip_prefix(THINK) } else { Some(turn) };
+                expected.push_str(sampled.unwrap_or(turn));
+                expected.push_str(&self.after_mark(std::slice::from_ref(&observation))?);
+                messages.extend([message("assistant", turn), observation]);
+                let rendered = self.render(&messages)?;
+                if rendered != expected {
+                    let differs =
+                        rendered.bytes().zip(expected.bytes()).take_while(|(a, b)| a == b).count();
+                    return Err(ChatErrorKind::NotAppendOnly(format!(
+                        "{what}, after turn {}: rendered text differs from byte {differs} of {}",
+                        index + 1,
+                        expected.len()
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What the template writes after an assistant turn when `new_messages` follow it.
+    fn after_mark(&self, new_messages: &[Message]) -> Result<String, ChatErrorKind> {
+        let mut messages = vec![message("user", "x"), message("assistant", MARK)];
+        messages.extend_from_slice(new_messages);
+        let text = self.render(&messages)?;
+        match text.split_once(MARK) {
+            Some((_, after)) => Ok(after.to_owned()),
+            None => Err(ChatErrorKind::NotAppendOnly("an assistant turn is not shown".to_owned())),
+        }
+    }
+
+    /// An assistant turn's text. A tool message follows it, because some templates treat the last
+    /// message of a conversation differently.
+    fn assistant_text(&self, content: &str, calls: &[Action]) -> Result<String, ChatErrorKind> {
+        let opening = message("user", "x");
+        let before = self.render(std::slice::from_ref(&opening))?;
+        let turn = Message {
+            role: "assistant".to_owned(),
+            content: content.to_owned(),
+            tool_calls: calls.to_vec(),
+        };
+        let text = self.render(&[opening, turn, message("tool", "x")])?;
+        let shown = text.strip_prefix(&before).and_then(|t| t.split_once(&self.end_of_turn_text));
+        match shown {
+            Some((turn, _)) => Ok(turn.to_owned()),
+            None => Err(ChatErrorKind::NotAppendOnly("an assistant turn is not shown".to_owned())),
+        }
+    }
+
+    fn render(&self, messages: &[Message]) -> Result<String, ChatErrorKind> {
+        let safe: Vec<Message> = messages.iter().map(|m| self.without_control_texts(m)).collect();
+        Ok(self.template.render(&safe, &self.tools, true)?)
+    }
+
+    /// Text from outside must not become control tokens: a file that holds the model's
+    /// end-of-turn text would otherwise write turns of its own. Such text gets a space after its
+    /// first character.
+    fn without_control_texts(&self, message: &Message) -> Message {
+        let mut message = message.clone();
+        if message.role != "assistant" {
+            for text in &self.control_texts {
+                if message.content.contains(text.as_str()) {
+                    let mut broken = text.clone();
+                    broken.insert(text.chars().next().map_or(0, char::len_utf8), ' ');
+                    message.content = message.content.replace(text.as_str(), &broken);
+                }
+            }
+        }
+        message
+    }
+
+    fn encode_inner(&self, text: &str) -> Result<Vec<TokenId>, ChatErrorKind> {
+        let encoding = self.tokenizer.encode_fast(text, false);
+        encoding.map(|e| e.get_ids().to_vec()).map_err(|e| ChatErrorKind::Tokenizer(e.to_string()))
+    }
+
+    fn error(&self, kind: ChatErrorKind) -> ChatError {
+        ChatError { folder: self.folder.clone(), kind }
+    }
+}
+
+pub(crate) fn message(role: &str, content: &str) -> Message {
+    Message { role: role.to_owned(), content: content.to_owned(), tool_calls: Vec::new() }
+}
+
+fn invalid(file: &'static str, problem: String) -> ChatErrorKind {
+    ChatErrorKind::Invalid { file, problem }
+}
+
+fn json_file(folder: &Utf8Path, name: &'static str) -> Result<serde_json::Value, ChatErrorKind> {
+    let text = fs_err::read_to_string(folder.join(name))?;
+    serde_json::from_str(&text).map_err(|e| invalid(name, e.to_string()))
+}
+
+fn template_source(folder: &Utf8Path, config: &serde_json::Value) -> Result<String, ChatErrorKind> {
+    let file = folder.join("chat_template.jinja");
+    if file.is_file() {
+        return Ok(fs_err::read_to_string(file)?);
+    }
+    let template = &config["chat_template"];
+    let named = || {
+        let list = template.as_array()?;
+        list.iter().find(|entry| entry["name"] == "default")?["template"].as_str()
+    };
+    template.as_str().or_else(named).map(ToOwned::to_owned).ok_or_else(|| {
+        invalid(
+            "tokenizer_config.json",
+            "has no chat_template, and there is no chat_template.jinja".to_owned(),
+        )
+    })
+}

@@ -1,0 +1,155 @@
+//! A model's chat template, rendered as Hugging Face renders it.
+//!
+//! The invariant: text only. Which tokens the text becomes is [`crate::ChatModel`]'s business.
+
+use crate::api::Message;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Serde};
+use minijinja::{Environment, Error, ErrorKind, Value, context};
+use serde::Serialize;
+use std::io;
+
+const NAME: &str = "chat";
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    env: Environment<'static>,
+    source: String,
+}
+
+impl ChatTemplate {
+    /// Compiles `source`, a Jinja template as found in `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// When the text is not a template.
+    pub fn new(source: &str) -> Result<Self, Error> {
+        let mut env = Environment::new();
+        // Hugging Face compiles chat templates with these two settings.
+        env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        env.add_filter("tojson", python_json);
+        env.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        env.add_template_owned(NAME, source.to_owned())?;
+        Ok(Self { env, source: source.to_owned() })
+    }
+
+    /// The template's text.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Renders a conversation; `add_generation_prompt` appends the header of the next assistant
+    /// turn. `tools` are JSON schemas, left out of the template's view when empty.
+    ///
+    /// # Errors
+    /// When the template refuses the conversation.
+    pub fn render(
+        &self,
+        messages: &[Message],
+        tools: &[serde_json::Value],
+        add_generation_prompt: bool,
+    ) -> Result<String, Error> {
+        let messages: Vec<_> = messages.iter().map(view).collect();
+        let tools = if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
+        self.env.get_template(NAME)?.render(context! {
+            messages => Value::from(Serde(messages)),
+            tools => tools,
+            add_generation_prompt => add_generation_prompt,
+        })
+    }
+}
+
+/// A message in the form chat templates expect: calls wrapped as `{type, function}`.
+fn view(message: &Message) -> serde_json::Value {
+    let mut view = serde_json::json!({"role": message.role, "content": message.content});
+    if !message.tool_calls.is_empty() {
+        let calls: Vec<_> = message
+            .tool_calls
+            .iter()
+            .map(|call| serde_json::json!({"type": "function", "function": call}))
+            .collect();
+        if let Some(map) = view.as_object_mut() {
+            map.insert("tool_calls".to_owned(), calls.into());
+        }
+    }
+    view
+}
+
+/// The `tojson` filter of chat templates: Python's `json.dumps(…, ensure_ascii=False)`. The usual
+/// Jinja filter escapes `<`, `>`, `&` and `'` for HTML, which no model has seen in training.
+fn python_json(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
+    let indent: Option<usize> = kwargs.get("indent")?;
+    let fail = |e: serde_json::Error| Error::new(ErrorKind::InvalidOperation, e.to_string());
+    let mut out = Vec::new();
+    match indent {
+        Some(width) => {
+            let indent = vec![b' '; width];
+            let formatter = serde_json::ser::PrettyFormatter::with_indent(&indent);
+            value
+                .serialize(&mut serde_json::Serializer::with_formatter(&mut out, formatter))
+                .map_err(fail)?;
+        }
+        None => value
+            .serialize(&mut serde_json::Serializer::with_formatter(&mut out, PythonFormatter))
+            .map_err(fail)?,
+    }
+    String::from_utf8(out).map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))
+}
+
+/// Separators `", "` and `": "`.
+struct PythonFormatter;
+
+impl serde_json::ser::Formatter for PythonFormatter {
+    fn begin_array_value<W: ?Sized + io::Write>(
+        &mut self,
+        w: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        if first { Ok(()) } else { w.write_all(b", ") }
+    }
+    fn begin_object_key<W: ?Sized + io::Write>(
+        &mut self,
+        w: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        if first { Ok(()) } else { w.write_all(b", ") }
+    }
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, w: &mut W) -> io::Result<()> {
+        w.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::Action;
+
+    #[test]
+    fn json_is_written_as_python_writes_it() {
+        let template = ChatTemplate::new(
+            "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
+        )
+        .unwrap();
+        let arguments =
+            serde_json::json!({"new": "a < b & 'c' \"é\"", "line": 3, "all": [1, true]});
+        let message = Message {
+            role: "assistant".to_owned(),
+            content: String::new(),
+            tool_calls: vec![Action { name: "edit".to_owned(), arguments }],
+        };
+        assert_eq!(
+            template.render(&[message], &[], false).unwrap(),
+            r#"{"name": "edit", "arguments": {"new": "a < b & 'c' \"é\"", "line": 3, "all": [1, true]}}"#
+        );
+    }
+
+    #[test]
+    fn a_template_can_refuse_a_conversation() {
+        let template = ChatTemplate::new("{{ raise_exception('roles must alternate') }}").unwrap();
+        let error = template.render(&[], &[], false).unwrap_err().to_string();
+        assert!(error.contains("roles must alternate"), "{error}");
+    }
+}

@@ -1,0 +1,109 @@
+//! Training the byte-level tokenizer of our own small models.
+
+use crate::chat::{ChatError, ChatErrorKind};
+use camino::Utf8Path;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::{
+    AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, SplitDelimiterBehavior,
+    Tokenizer, TokenizerBuilder,
+};
+
+/// Chat template of the `micro` family's small models.
+pub const MICRO_CHAT_TEMPLATE: &str =
+    include_str!("../../../environments/micro/chat_template.jinja");
+
+/// Control tokens of our own small models; they get the ids from 0 in this order.
+pub const CONTROL_TOKENS: [&str; 5] =
+    ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"];
+
+/// Trains a byte-level BPE tokenizer of at most `vocab_size` entries on rendered conversations
+/// and writes `tokenizer.json`, `tokenizer_config.json` (with `chat_template`) and
+/// `generation_config.json` into `folder`. Returns the number of entries, which is smaller than
+/// asked for only if the corpus has too few distinct pieces.
+///
+/// Text is first cut into letters, digits and everything else, so that a word is the same token
+/// after a space, a bracket or an underscore.
+///
+/// # Errors
+/// When training fails or a file cannot be written.
+pub fn train_tokenizer(
+    corpus: impl Iterator<Item = String> + Send,
+    vocab_size: usize,
+    chat_template: &str,
+    folder: &Utf8Path,
+) -> Result<usize, ChatError> {
+    train(corpus, vocab_size, chat_template, folder)
+        .map_err(|kind| ChatError { folder: folder.to_owned(), kind })
+}
+
+fn train(
+    corpus: impl Iterator<Item = String> + Send,
+    vocab_size: usize,
+    chat_template: &str,
+    folder: &Utf8Path,
+) -> Result<usize, ChatErrorKind> {
+    let failed = |e: tokenizers::Error| ChatErrorKind::Tokenizer(e.to_string());
+    let pattern = SplitPattern::Regex(r"\p{L}+|\p{N}+|[^\p{L}\p{N}]+".to_owned());
+    let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false).map_err(failed)?;
+    let pre_tokenizer = Sequence::new(vec![
+        PreTokenizerWrapper::Split(split),
+        PreTokenizerWrapper::ByteLevel(ByteLevel::new(false, false, false)),
+    ]);
+    let mut tokenizer = TokenizerBuilder::<
+        BPE,
+        NormalizerWrapper,
+        PreTokenizerWrapper,
+        PostProcessorWrapper,
+        DecoderWrapper,
+    >::new()
+    .with_model(BPE::default())
+    .with_pre_tokenizer(Some(PreTokenizerWrapper::Sequence(pre_tokenizer)))
+    .with_decoder(Some(DecoderWrapper::ByteLevel(ByteLevel::new(false, false, false))))
+    .build()
+    .map_err(failed)?;
+    let mut trainer = BpeTrainer::builder()
+        .show_progress(false)
+        .vocab_size(vocab_size)
+        .min_frequency(2)
+        .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+        .special_tokens(CONTROL_TOKENS.iter().map(|t| AddedToken::from(*t, true)).collect())
+        .build();
+    // Control tokens in the corpus are cut out: their letters must not become words.
+    let pieces = corpus.flat_map(|text| without_control_tokens(&text));
+    tokenizer.train(&mut trainer, pieces).map_err(failed)?;
+
+    let text =
+        serde_json::to_string(&tokenizer).map_err(|e| ChatErrorKind::Tokenizer(e.to_string()))?;
+    let tokenizer: Tokenizer =
+        serde_json::from_str(&text).map_err(|e| ChatErrorKind::Tokenizer(e.to_string()))?;
+    let [end_of_text, _, end_of_turn, _, _] = CONTROL_TOKENS;
+    let config = serde_json::json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end_of_turn,
+        "pad_token": end_of_text,
+        "clean_up_tokenization_spaces": false,
+        "chat_template": chat_template,
+    });
+    let generation = serde_json::json!({
+        "eos_token_id": tokenizer.token_to_id(end_of_turn),
+        "pad_token_id": tokenizer.token_to_id(end_of_text),
+    });
+    fs_err::create_dir_all(folder)?;
+    fs_err::write(folder.join("tokenizer.json"), text)?;
+    fs_err::write(folder.join("tokenizer_config.json"), format!("{config:#}\n"))?;
+    fs_err::write(folder.join("generation_config.json"), format!("{generation:#}\n"))?;
+    Ok(tokenizer.get_vocab_size(true))
+}
+
+fn without_control_tokens(text: &str) -> Vec<String> {
+    let mut pieces = vec![text.to_owned()];
+    for token in CONTROL_TOKENS {
+        pieces = pieces.iter().flat_map(|p| p.split(token)).map(ToOwned::to_owned).collect();
+    }
+    pieces.retain(|piece| !piece.is_empty());
+    pieces
+}

@@ -1,0 +1,308 @@
+//! Decoding of one reply: what is accepted, and that everything else is refused with its place.
+
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
+
+use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError, decode_sglang, encode_sglang};
+use orchestrate_types::ModelShape;
+use proptest::prelude::*;
+
+fn shape(hidden_layers: usize, moe_layers: &[usize], experts: usize, top_k: usize) -> ModelShape {
+    let moe_layers = moe_layers.to_vec();
+    ModelShape { hidden_layers, moe_layers, experts, top_k, vocab: 100, context: 1000 }
+}
+
+/// `[rows, layers, k]` distinct ids that differ from row to row and layer to layer.
+fn varied(shape: &ModelShape, rows: usize) -> Vec<u16> {
+    let mut ids = Vec::new();
+    for row in 0..rows {
+        for layer in 0..shape.moe_layers.len() {
+            for slot in 0..shape.top_k {
+                let id = (row * 7 + layer * 3 + row * layer + slot) % shape.experts;
+                ids.push(u16::try_from(id).unwrap());
+            }
+        }
+    }
+    ids
+}
+
+/// The wire form, written independently of `encode_sglang`.
+fn wire(shape: &ModelShape, ids: &[u16]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for row in ids.chunks(shape.ids_per_row()) {
+        let mut cells = row.chunks(shape.top_k);
+        for layer in 0..shape.hidden_layers {
+            if shape.moe_layers.contains(&layer) {
+                for &id in cells.next().unwrap() {
+                    bytes.extend_from_slice(&i32::from(id).to_le_bytes());
+                }
+            } else {
+                bytes.extend(std::iter::repeat_n(0u8, 4 * shape.top_k));
+            }
+        }
+    }
+    bytes
+}
+
+fn text(bytes: &[u8]) -> String {
+    base64_simd::STANDARD.encode_to_string(bytes)
+}
+
+fn patched(shape: &ModelShape, rows: usize, at_id: usize, id: i32) -> String {
+    let mut bytes = wire(shape, &varied(shape, rows));
+    bytes[4 * at_id..4 * at_id + 4].copy_from_slice(&id.to_le_bytes());
+    text(&bytes)
+}
+
+#[test]
+fn published_example_decodes() {
+    let shape = shape(2, &[0, 1], 8, 2);
+    let payload = "AQAAAAIAAAADAAAABAAAAAUAAAAGAAAABwAAAAAAAAA=";
+    let rows = decode_sglang(payload, &shape, 3, 6).unwrap();
+    assert_eq!((rows.start(), rows.rows(), rows.form()), (3, 2, PayloadForm::Exact));
+    assert_eq!(rows.data(), [1, 2, 3, 4, 5, 6, 7, 0]);
+    assert_eq!(rows.row(4).unwrap(), [5, 6, 7, 0]);
+    assert_eq!(rows.row(5), None);
+    assert_eq!(encode_sglang(&rows, &shape).unwrap(), payload);
+}
+
+#[test]
+fn no_rows_are_an_empty_text() {
+    let shape = shape(2, &[0, 1], 8, 2);
+    for (start, total) in [(0, 0), (0, 1), (4, 5), (5, 5)] {
+        assert_eq!(decode_sglang("", &shape, start, total).unwrap().rows(), 0);
+    }
+    assert!(matches!(
+        decode_sglang("", &shape, 6, 5),
+        Err(RoutingError::StartBeyondEnd { start: 6, tokens: 5 })
+    ));
+    assert!(decode_sglang("", &shape, 0, 5).is_err());
+}
+
+#[test]
+fn t7_one_surplus_row_at_the_end_is_dropped_and_reported() {
+    let shape = shape(2, &[0, 1], 8, 2);
+    let ids = varied(&shape, 10);
+    for start in [0, 3, 5] {
+        let payload = text(&wire(&shape, &ids[start * shape.ids_per_row()..]));
+        let rows = decode_sglang(&payload, &shape, start, 10).unwrap();
+        assert_eq!((rows.rows(), rows.form()), (9 - start, PayloadForm::SurplusRow));
+        let exact = RoutedRows::from_ids(&shape, start, &ids[start * 4..9 * 4]).unwrap();
+        assert_eq!(rows.data(), exact.data());
+        assert!(decode_sglang(&payload, &shape, start, 9).is_err(), "two surplus rows");
+    }
+}
+
+#[test]
+fn t1_only_the_tail_is_decoded_when_the_engine_ignores_the_start() {
+    let shape = shape(2, &[0, 1], 8, 2);
+    let ids = varied(&shape, 20);
+    for start in 2..20 {
+        let payload = text(&wire(&shape, &ids));
+        let rows = decode_sglang(&payload, &shape, start, 21).unwrap();
+        assert_eq!((rows.start(), rows.rows()), (start, 20 - start));
+        assert_eq!(rows.form(), PayloadForm::WholeSequence);
+        let tail = RoutedRows::from_ids(&shape, start, &ids[start * 4..]).unwrap();
+        assert_eq!(rows.data(), tail.data());
+    }
+    // One row more than asked for from start 1 may be either deviation.
+    let payload = text(&wire(&shape, &ids));
+    let error = decode_sglang(&payload, &shape, 1, 21).unwrap_err();
+    assert!(error.to_string().contains("cannot tell apart"), "{error}");
+}
+
+#[test]
+fn t9_all_zero_captures_are_refused() {
+    for (experts, top_k) in [(8, 2), (300, 2), (8, 1)] {
+        let shape = shape(2, &[0, 1], experts, top_k);
+        let payload = text(&wire(&shape, &vec![0; 10 * shape.ids_per_row()]));
+        let error = decode_sglang(&payload, &shape, 0, 11).unwrap_err();
+        assert_eq!(error, RoutingError::NotCaptured { position: 0, layer: 0 });
+    }
+    // A layer of zeros at top-1 is a coincidence in few rows.
+    let shape = shape(2, &[0, 1], 8, 1);
+    let payload = text(&wire(&shape, &[0; 6]));
+    assert_eq!(decode_sglang(&payload, &shape, 0, 4).unwrap().rows(), 3);
+}
+
+#[test]
+fn t9_one_layer_sent_for_all_is_refused() {
+    let shape = shape(4, &[0, 1, 2, 3], 64, 2);
+    let ids: Vec<u16> =
+        (0..20u16).flat_map(|row| (0..4).flat_map(move |_| [row, row + 1])).collect();
+    let error = decode_sglang(&text(&wire(&shape, &ids)), &shape, 0, 21).unwrap_err();
+    assert_eq!(error, RoutingError::LayersIdentical { rows: 20, layers: 4 });
+    assert!(decode_sglang(&text(&wire(&shape, &ids[..80])), &shape, 0, 11).is_ok(), "few rows");
+}
+
+#[test]
+fn repeated_tokens_in_two_layers_are_not_mistaken_for_a_fault() {
+    let shape = shape(2, &[0, 1], 8, 2);
+    let ids = [3u16, 4, 3, 4].repeat(20);
+    assert_eq!(decode_sglang(&text(&wire(&shape, &ids)), &shape, 0, 21).unwrap().rows(), 20);
+}
+
+#[test]
+fn ids_are_checked_with_position_and_global_layer() {
+    let shape = shape(3, &[1, 2], 8, 2);
+    // Row 2 on the wire: 6 ids; dense layer 0 is ids 0..2, layer 1 ids 2..4.
+    let at = 2 * 6;
+    for (slot, id, expected) in [
+        (2, 8, RoutingError::ExpertRange { position: 7, layer: 1, id: 8, experts: 8 }),
+        (5, -1, RoutingError::ExpertRange { position: 7, layer: 2, id: -1, experts: 8 }),
+        (2, 70_000, RoutingError::ExpertRange { position: 7, layer: 1, id: 70_000, experts: 8 }),
+        (0, 1, RoutingError::DenseLayer { position: 7, layer: 0 }),
+    ] {
+        let payload = patched(&shape, 5, at + slot, id);
+        assert_eq!(decode_sglang(&payload, &shape, 5, 11).unwrap_err(), expected);
+    }
+    let first = i32::from(varied(&shape, 5)[2 * 4]);
+    let payload = patched(&shape, 5, at + 3, first);
+    assert_eq!(
+        decode_sglang(&payload, &shape, 5, 11).unwrap_err(),
+        RoutingError::Repeated { position: 7, layer: 1, id: usize::try_from(first).unwrap() }
+    );
+}
+
+#[test]
+fn t16_dense_layers_are_dropped_by_number() {
+    let shape = shape(5, &[1, 3], 8, 2);
+    let ids = varied(&shape, 6);
+    let rows = decode_sglang(&text(&wire(&shape, &ids)), &shape, 0, 7).unwrap();
+    let plain: Vec<u16> = rows.data().iter().map(|&id| u16::from(id)).collect();
+    assert_eq!(plain, ids);
+    let shifted = ModelShape { moe_layers: vec![1, 2], ..shape.clone() };
+    let error = decode_sglang(&text(&wire(&shape, &ids)), &shifted, 0, 7).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            RoutingError::NotCaptured { layer: 2, .. } | RoutingError::DenseLayer { layer: 3, .. }
+        ),
+        "{error}"
+    );
+}
+
+#[test]
+fn t21_id_width_follows_the_model_not_the_data() {
+    let narrow = shape(1, &[0], 256, 2);
+    let wide = shape(1, &[0], 257, 2);
+    let payload = text(&wire(&narrow, &[1, 2, 3, 4]));
+    assert_eq!(decode_sglang(&payload, &narrow, 0, 3).unwrap().data(), [1, 2, 3, 4]);
+    assert_eq!(decode_sglang(&payload, &wide, 0, 3).unwrap().data(), [1, 0, 2, 0, 3, 0, 4, 0]);
+    let error = RoutedRows::from_ids(&narrow, 4, &[1, 2, 3, 256]).unwrap_err();
+    assert_eq!(error, RoutingError::ExpertRange { position: 5, layer: 0, id: 256, experts: 256 });
+}
+
+#[test]
+fn t22_extra_columns_are_refused_with_the_flag_to_turn_off() {
+    let served = shape(2, &[0, 1], 9, 3);
+    let configured = ModelShape { top_k: 2, ..served.clone() };
+    let payload = text(&wire(&served, &varied(&served, 5)));
+    let error = decode_sglang(&payload, &configured, 0, 6).unwrap_err();
+    assert!(error.to_string().contains("--disable-shared-experts-fusion"), "{error}");
+}
+
+#[test]
+fn every_prefix_and_every_cut_group_of_a_valid_payload_is_refused() {
+    let shape = shape(2, &[1], 8, 2);
+    let payload = text(&wire(&shape, &varied(&shape, 7)));
+    for end in 0..payload.len() {
+        assert!(decode_sglang(&payload[..end], &shape, 3, 11).is_err(), "prefix of {end}");
+    }
+    for at in (0..payload.len()).step_by(4) {
+        let cut = format!("{}{}", &payload[..at], &payload[(at + 4).min(payload.len())..]);
+        assert!(decode_sglang(&cut, &shape, 3, 11).is_err(), "without group at {at}");
+    }
+}
+
+#[test]
+fn other_alphabets_white_space_and_inner_padding_are_refused() {
+    let shape = shape(1, &[0], 256, 2);
+    let payload = text(&wire(&shape, &[62 << 2, 255, 3, 4, 5, 6]));
+    assert!(decode_sglang(&payload, &shape, 0, 4).is_ok());
+    for wrong in ["\n", " ", "-", "_", "=", "\u{e9}", "\0"] {
+        for at in 0..payload.len() - wrong.len() {
+            let mut bad = payload.clone();
+            bad.replace_range(at..at + wrong.len(), wrong);
+            assert!(decode_sglang(&bad, &shape, 0, 4).is_err(), "{wrong:?} at {at}");
+        }
+    }
+    let trailing_bits = format!("{}//", &payload[..payload.len() - 2]);
+    assert!(decode_sglang(&trailing_bits, &shape, 0, 4).is_err());
+}
+
+#[test]
+fn large_payloads_decode_across_blocks() {
+    let layers: Vec<usize> = (0..48).collect();
+    let shape = shape(48, &layers, 128, 8);
+    let ids = varied(&shape, 200);
+    let payload = text(&wire(&shape, &ids));
+    let rows = decode_sglang(&payload, &shape, 0, 201).unwrap();
+    assert!(rows.data().iter().map(|&id| u16::from(id)).eq(ids.iter().copied()));
+    let tail = decode_sglang(&payload, &shape, 131, 201).unwrap();
+    assert_eq!(tail.data(), &rows.data()[131 * shape.row_bytes()..]);
+    assert_eq!(encode_sglang(&rows, &shape).unwrap(), payload);
+}
+
+#[test]
+fn shapes_without_rows_are_refused() {
+    let good = shape(2, &[0, 1], 8, 2);
+    for bad in [
+        ModelShape { moe_layers: vec![], ..good.clone() },
+        ModelShape { moe_layers: vec![1, 0], ..good.clone() },
+        ModelShape { moe_layers: vec![0, 2], ..good.clone() },
+        ModelShape { top_k: 0, ..good.clone() },
+        ModelShape { top_k: 9, ..good.clone() },
+        ModelShape { experts: 65_537, ..good.clone() },
+        ModelShape { hidden_layers: usize::MAX, ..good.clone() },
+    ] {
+        assert!(matches!(decode_sglang("", &bad, 0, 0), Err(RoutingError::Shape(_))), "{bad:?}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn prop_encoding_and_decoding_give_the_rows_back(
+        dense in 0usize..3,
+        moe in 1usize..4,
+        top_k in 1usize..4,
+        experts in prop_oneof![4usize..20, 250usize..400],
+        rows in 0usize..8,
+        start in 0usize..50,
+    ) {
+        let layers: Vec<usize> = (dense..dense + moe).collect();
+        let shape = shape(dense + moe, &layers, experts, top_k);
+        let ids: Vec<u16> = varied(&shape, rows).iter().map(|id| id + 1)
+            .map(|id| if usize::from(id) == experts { 0 } else { id }).collect();
+        let made = RoutedRows::from_ids(&shape, start, &ids).unwrap();
+        let payload = encode_sglang(&made, &shape).unwrap();
+        prop_assert_eq!(&payload, &text(&wire(&shape, &ids)));
+        let read = decode_sglang(&payload, &shape, start, start + rows + 1).unwrap();
+        prop_assert_eq!(read, made);
+    }
+
+    #[test]
+    fn prop_no_text_makes_the_decoder_panic(
+        payload in "[A-Za-z0-9+/=]{0,80}",
+        start in 0usize..10,
+        total in 0usize..12,
+        hidden in 1usize..4,
+        top_k in 1usize..3,
+    ) {
+        let shape = shape(hidden, &[hidden - 1], 4, top_k);
+        if let Ok(rows) = decode_sglang(&payload, &shape, start, total) {
+            prop_assert_eq!(rows.rows(), total.saturating_sub(1).saturating_sub(start));
+        }
+    }
+
+    #[test]
+    fn prop_swapped_layers_and_top_k_are_refused_or_valid(
+        rows in 1usize..8,
+    ) {
+        // 4 layers × top-2 and 2 layers × top-4 have the same product: ids then repeat.
+        let served = shape(4, &[0, 1, 2, 3], 8, 2);
+        let configured = shape(2, &[0, 1], 8, 4);
+        let ids: Vec<u16> = [1u16, 2, 2, 3, 4, 5, 5, 6].repeat(rows);
+        let error = decode_sglang(&text(&wire(&served, &ids)), &configured, 0, rows + 1).unwrap_err();
+        prop_assert_eq!(error, RoutingError::Repeated { position: 0, layer: 0, id: 2 });
+    }
+}
