@@ -262,13 +262,11 @@ impl Store {
             Ok((blobs.write(&bytes)?, bytes.len()))
         })
         .await;
-        let (blob, bytes) = match written {
-            Ok(result) => result?,
-            Err(_) => {
-                let detail = "the encoder panicked".to_owned();
-                return Err(StoreError::Refused { what, detail });
-            }
+        let Ok(written) = written else {
+            let detail = "the encoder panicked".to_owned();
+            return Err(StoreError::Refused { what, detail });
         };
+        let (blob, bytes) = written?;
         self.reach(what, "file_written").await;
         Ok(StoredFile {
             outcome: to_json(what, &record.outcome)?,

@@ -6,11 +6,11 @@ use camino::{Utf8Path, Utf8PathBuf};
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
 };
-use sqlx::{Sqlite, Transaction};
+use sqlx::{Connection, Sqlite, Transaction};
 use std::time::Duration;
 
 /// Longest wait for another process (a backup, a viewer) that holds the database.
-const BUSY_TIMEOUT: Duration = Duration::from_secs(60);
+const BUSY_TIMEOUT: Duration = Duration::from_mins(1);
 /// Readers: the run loop asks one thing at a time, `orchestrate show` a few.
 const READERS: u32 = 4;
 
@@ -32,6 +32,9 @@ pub(crate) async fn writer(journal: &Utf8Path, create: bool) -> Result<SqlitePoo
         .max_connections(1)
         .idle_timeout(None)
         .max_lifetime(None)
+        // SQLite ends a transaction by itself when the disk is full; the driver does not notice
+        // and would refuse every later transaction on that connection.
+        .after_release(|connection, _| Box::pin(async move { Ok(!connection.is_in_transaction()) }))
         .connect_with(options(journal).create_if_missing(create))
         .await
         .map_err(|e| StoreError::from_db(journal, "open", e))
@@ -124,5 +127,37 @@ impl Write {
     pub(crate) async fn commit(self) -> Result<(), StoreError> {
         let (journal, what) = (self.journal, self.what);
         self.tx.commit().await.map_err(|e| StoreError::from_db(&journal, what, e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sqlx::{Executor, SqlSafeStr};
+
+    #[tokio::test]
+    async fn every_statement_fits_the_migrated_schema() {
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Utf8PathBuf::from_path_buf(folder.path().join("j.db")).unwrap();
+        let pool = writer(&journal, true).await.unwrap();
+        migrate(&pool, &journal).await.unwrap();
+        for statement in sql::ALL {
+            if let Err(error) = pool.prepare(statement.into_sql_str()).await {
+                panic!("{statement}: {error}");
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_newer_schema_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Utf8PathBuf::from_path_buf(folder.path().join("j.db")).unwrap();
+        let pool = writer(&journal, true).await.unwrap();
+        migrate(&pool, &journal).await.unwrap();
+        let newer = "INSERT INTO _sqlx_migrations (version, description, success, checksum, \
+                     execution_time) VALUES (999, 'future', 1, x'00', 0)";
+        sqlx::query(newer).execute(&pool).await.unwrap();
+        let error = migrate(&pool, &journal).await.unwrap_err();
+        assert!(matches!(error, StoreError::Newer { .. }), "{error}");
     }
 }

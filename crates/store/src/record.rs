@@ -243,7 +243,7 @@ mod tests {
             outcome: Outcome::Scored { reward: 1.0 },
             routing: routing.then(|| StoredRouting {
                 row_bytes: 6,
-                data: (0..(tokens - 1) * 6).map(|i| (i % 251) as u8).collect(),
+                data: (0u8..=250).cycle().take((tokens - 1) * 6).collect(),
                 versions: vec![RowSpan { start: 0, end: tokens - 1, version }],
             }),
             trajectory: Some(trajectory),
