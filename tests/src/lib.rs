@@ -1,1 +1,90 @@
-//! e2e
+//! Helpers of the end-to-end tests: the built program, run folders, containers.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// The project's root folder.
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// The built `orchestrate`, beside this test's own executable.
+///
+/// # Errors
+/// If it was not built: `cargo build -p orchestrate-cli` first.
+pub fn program() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe()?;
+    let folder = own.ancestors().nth(2).unwrap_or(Path::new("."));
+    let program = folder.join("orchestrate");
+    anyhow::ensure!(
+        program.exists(),
+        "{} is missing; hint: cargo build -p orchestrate-cli",
+        program.display()
+    );
+    Ok(program)
+}
+
+/// A command line of the built program, run from the project's root.
+///
+/// # Errors
+/// If the program was not built.
+pub fn orchestrate(args: &[&str]) -> anyhow::Result<Command> {
+    let mut command = Command::new(program()?);
+    command.args(args).current_dir(root());
+    Ok(command)
+}
+
+/// Runs the program to its end.
+///
+/// # Errors
+/// If it was not built or cannot be started.
+pub fn run(args: &[&str]) -> anyhow::Result<Output> {
+    Ok(orchestrate(args)?.output()?)
+}
+
+/// Standard error as text.
+pub fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Whether tests that need Docker can run; an absence is said, and an error where the
+/// environment requires Docker.
+///
+/// # Errors
+/// If `ORCHESTRATE_REQUIRE` names `docker` and no daemon answers.
+pub fn docker_or_skip(test: &str) -> anyhow::Result<bool> {
+    let answers = Command::new("docker").arg("info").output().is_ok_and(|o| o.status.success());
+    if !answers {
+        let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
+        anyhow::ensure!(!required.contains("docker"), "no Docker daemon answers, and it is required");
+        say(&format!("skipped: {test}: no Docker daemon answers"));
+    }
+    Ok(answers)
+}
+
+/// A line on standard error, where test runners show it.
+#[expect(clippy::print_stderr, reason = "a skip must be visible in the test's output")]
+pub fn say(line: &str) {
+    eprintln!("{line}");
+}
+
+/// Names of containers that belong to the run in `run_dir`.
+///
+/// # Errors
+/// If Docker cannot be asked.
+pub fn containers_of(run_id: &str) -> anyhow::Result<Vec<String>> {
+    let filter = format!("label=orchestrate.run={run_id}");
+    let output =
+        Command::new("docker").args(["ps", "-a", "--filter", &filter, "--format", "{{.Names}}"]).output()?;
+    anyhow::ensure!(output.status.success(), "docker ps failed: {}", stderr(&output));
+    Ok(String::from_utf8(output.stdout)?.lines().map(str::to_owned).collect())
+}
+
+/// All lines of a run's `metrics.jsonl`.
+///
+/// # Errors
+/// If the file is missing or a line is not JSON.
+pub fn metrics(run_dir: &Path) -> anyhow::Result<Vec<serde_json::Value>> {
+    let text = std::fs::read_to_string(run_dir.join("metrics.jsonl"))?;
+    text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
+}

@@ -2,5 +2,20 @@
 //!
 //! The invariant: a batch folder is complete or absent (manifest last), and its bytes never
 //! change once published.
+//!
+//! [`group_advantages`] → [`write_batch`] → [`TrainerClient::apply_step`]; a trainer reads with
+//! [`Batch::open`], or any safetensors reader by the layout in [`batch`].
 
+mod advantage;
+pub mod batch;
+mod client;
+mod config;
 pub mod protocol;
+
+pub use advantage::{AdvantageNorm, GroupAdvantages, GroupSignal, group_advantages};
+pub use batch::{
+    Batch, BatchError, BatchErrorKind, BatchMeta, BatchSample, Manifest, Sequence, ShardEntry,
+    write_batch,
+};
+pub use client::{TrainerClient, TrainerError, TrainerErrorKind};
+pub use config::{Algorithm, AlgorithmSection, TrainerPlan, TrainerSection, TruncatedEpisodes};

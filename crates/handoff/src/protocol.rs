@@ -178,7 +178,7 @@ pub struct StepResult {
 /// batch was sampled with.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Mismatch {
-    /// k3 estimate: mean of `ρ − 1 − ln ρ`, ρ = p_train / p_infer.
+    /// k3 estimate: mean of `ρ − 1 − ln ρ`, `ρ = p_train / p_infer`.
     pub kl_k3: f64,
     /// Mean `|ln ρ|`.
     pub mean_abs_logprob_diff: f64,

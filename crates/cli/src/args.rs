@@ -1,0 +1,320 @@
+//! The command line. No setting of a run is a flag: settings live in config files and `--set`.
+
+use camino::Utf8PathBuf;
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+
+/// Reinforcement learning of Mixture-of-Experts coding agents with Rollout Routing Replay.
+#[derive(Debug, Parser)]
+#[command(name = "orchestrate", version, about, propagate_version = true)]
+#[command(after_help = "\
+Examples:
+  orchestrate run --config configs/quickstart.toml --run-dir runs/first
+  orchestrate run --run-dir runs/first --resume
+  orchestrate show runs/first t000003.01
+  orchestrate config check --config configs/micro-learn.toml --set rollout.group_size=16
+
+Exit codes:
+  0 done   1 bug   2 usage   3 config   4 engine   5 sandbox   6 store   7 trainer   130 stopped")]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+    /// Say more on standard error (-v: debug, -vv: trace).
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub(crate) verbose: u8,
+    /// Log filter, like `orchestrate_sandbox=debug,info` (overrides -v).
+    #[arg(long, global = true, value_name = "FILTER")]
+    pub(crate) log: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Train: rollouts, updates, weight sync and evaluation, until `run.steps` are done.
+    Run(RunArgs),
+    /// Measure Pass@1 (and pass@k) of a checkpoint on held-out tasks.
+    Eval(EvalArgs),
+    /// List, show, import or verify tasks.
+    Tasks(TasksArgs),
+    /// Check config files, show the merged plan, or print the JSON schema.
+    Config(ConfigArgs),
+    /// Check that this machine can run: Docker, image, policy, engine.
+    Doctor(DoctorArgs),
+    /// Show a run, or one episode turn by turn.
+    Show(ShowArgs),
+    /// Remove containers that runs left behind.
+    Gc(GcArgs),
+    /// Train the starting policy on scripted expert episodes.
+    WarmStart(WarmStartArgs),
+    /// Serve a checkpoint by SGLang's HTTP interface, on the CPU.
+    ServeEngine(ServeEngineArgs),
+    /// Serve the trainer protocol, on the CPU.
+    ServeTrainer(ServeTrainerArgs),
+    /// Print a completion script for a shell.
+    Completions(CompletionsArgs),
+}
+
+/// Where settings come from.
+#[derive(Debug, Clone, Default, Args)]
+pub(crate) struct ConfigSource {
+    /// Config file (TOML); may be given more than once, later files win.
+    #[arg(long = "config", value_name = "FILE")]
+    pub(crate) files: Vec<Utf8PathBuf>,
+    /// One setting, like `rollout.group_size=8`; wins over files.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub(crate) sets: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate run --config configs/quickstart.toml --run-dir runs/first
+  orchestrate run --config configs/micro-learn.toml --set run.seed=2 --run-dir runs/seed2
+  orchestrate run --run-dir runs/first --resume      # after a crash, a kill or Ctrl-C
+
+One Ctrl-C ends episodes at their next turn and leaves the run resumable; a second one ends at once.")]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    pub(crate) source: ConfigSource,
+    /// Folder of the run: plan, journal, metrics, batches, checkpoints, report.
+    #[arg(long, value_name = "DIR", overrides_with = "run_dir")]
+    pub(crate) run_dir: Utf8PathBuf,
+    /// Go on with the run in this folder (its stored plan is used).
+    #[arg(long)]
+    pub(crate) resume: bool,
+    /// Print the final summary as JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate eval --config configs/quickstart.toml --run-dir runs/eval-start
+  orchestrate eval --config configs/micro-learn.toml --checkpoint runs/first/checkpoints/v000040 \\
+      --run-dir runs/eval-40 --set run.eval_tasks=400 --set run.eval_samples=4")]
+pub(crate) struct EvalArgs {
+    #[command(flatten)]
+    pub(crate) source: ConfigSource,
+    /// Checkpoint to measure (Hugging Face layout); default: the config's `policy.checkpoint`.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) checkpoint: Option<Utf8PathBuf>,
+    /// Folder for the journal and predictions.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) run_dir: Utf8PathBuf,
+    /// Print the result as JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TasksArgs {
+    #[command(subcommand)]
+    pub(crate) command: TasksCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum TasksCommand {
+    /// List tasks of an environment.
+    List(TaskSelection),
+    /// Show one task: issue, files, hidden tests, gold patch.
+    Show {
+        /// Task id, as `tasks list` prints it.
+        id: String,
+        #[command(flatten)]
+        selection: TaskSelection,
+    },
+    /// Read task rows (JSON lines) and check that they can be used.
+    Import {
+        /// File with one row per line.
+        file: Utf8PathBuf,
+    },
+    /// Check in real sandboxes that the gold patch scores 1 and no patch scores 0.
+    Verify {
+        #[command(flatten)]
+        selection: TaskSelection,
+        /// How many tasks to check, drawn by the seed; 0 = all.
+        #[arg(long, default_value_t = 200)]
+        sample: usize,
+        /// Check all of them.
+        #[arg(long, conflicts_with = "sample")]
+        all: bool,
+    },
+}
+
+/// Which tasks.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct TaskSelection {
+    /// Environment.
+    #[arg(default_value = "micro")]
+    pub(crate) environment: String,
+    #[command(flatten)]
+    pub(crate) source: ConfigSource,
+    /// Part of the environment.
+    #[arg(long, value_enum)]
+    pub(crate) split: Option<SplitArg>,
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SplitArg {
+    /// Training tasks.
+    Train,
+    /// Unseen identifiers.
+    HeldOut,
+    /// Unseen bug families.
+    HeldOutFamilies,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ConfigArgs {
+    #[command(subcommand)]
+    pub(crate) command: ConfigCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ConfigCommand {
+    /// Report every problem in the config, with key, value and remedy.
+    Check(ConfigSource),
+    /// Print the merged plan with all defaults (TOML).
+    Show(ConfigSource),
+    /// Print the JSON schema of config files.
+    Schema,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    #[command(flatten)]
+    pub(crate) source: ConfigSource,
+    /// Also probe this inference server.
+    #[arg(long, value_name = "URL")]
+    pub(crate) engine: Option<String>,
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate show runs/first                 # steps, evaluations, episodes
+  orchestrate show runs/first t000003.01      # one episode, turn by turn
+  orchestrate show runs/first v00000-00012.00 # an evaluation episode")]
+pub(crate) struct ShowArgs {
+    /// Run folder.
+    pub(crate) run_dir: Utf8PathBuf,
+    /// Episode id.
+    pub(crate) episode: Option<String>,
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GcArgs {
+    /// Only containers of the run in this folder.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) run_dir: Option<Utf8PathBuf>,
+    /// Also containers whose deadline has not passed (their run must not be alive).
+    #[arg(long)]
+    pub(crate) all: bool,
+    /// Only say what would be removed.
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate warm-start --out environments/micro/policy
+  orchestrate warm-start --out /tmp/policy --tokens 2400000 --seed 1")]
+pub(crate) struct WarmStartArgs {
+    /// Folder for the checkpoint (Hugging Face layout, bf16).
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: Utf8PathBuf,
+    /// Tokens to train on.
+    #[arg(long, default_value_t = 2_400_000)]
+    pub(crate) tokens: usize,
+    /// Seed of weights, tasks and order.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Peak learning rate of `AdamW`.
+    #[arg(long, default_value_t = 3e-3)]
+    pub(crate) learning_rate: f64,
+    /// Scripted expert tasks to draw episodes from.
+    #[arg(long, default_value_t = 12_000)]
+    pub(crate) tasks: usize,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate serve-engine --model environments/micro/policy --listen 127.0.0.1:30000
+  curl -s 127.0.0.1:30000/generate -H 'content-type: application/json' \\
+      -d '{\"input_ids\":[1,2,3],\"sampling_params\":{\"max_new_tokens\":4},\"return_routed_experts\":true}'")]
+pub(crate) struct ServeEngineArgs {
+    /// Checkpoint folder (Hugging Face layout).
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Utf8PathBuf,
+    /// Address to listen on.
+    #[arg(long, default_value = "127.0.0.1:30000", value_name = "ADDR")]
+    pub(crate) listen: std::net::SocketAddr,
+    /// `q8_0` (quantised) or `f32`.
+    #[arg(long, default_value = "q8_0")]
+    pub(crate) weight_format: String,
+    /// Requests decoded together.
+    #[arg(long, default_value_t = 32)]
+    pub(crate) max_running: usize,
+    /// Tokens the prefix cache holds.
+    #[arg(long, default_value_t = 65_536)]
+    pub(crate) cache_tokens: usize,
+    /// Version name of the weights at start.
+    #[arg(long, default_value = "0")]
+    pub(crate) weight_version: String,
+    /// Environment variable with the API key clients must send; none = open.
+    #[arg(long, value_name = "VAR")]
+    pub(crate) api_key_env: Option<String>,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate serve-trainer --model environments/micro/policy --checkpoints /tmp/ckpt --listen 127.0.0.1:30100")]
+pub(crate) struct ServeTrainerArgs {
+    /// Starting checkpoint (Hugging Face layout); ignored once `--checkpoints` holds a newer one.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Utf8PathBuf,
+    /// Folder for checkpoints: weights, optimizer state and position.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) checkpoints: Utf8PathBuf,
+    /// Address to listen on.
+    #[arg(long, default_value = "127.0.0.1:30100", value_name = "ADDR")]
+    pub(crate) listen: std::net::SocketAddr,
+    /// Newest checkpoints to keep.
+    #[arg(long, default_value_t = 3)]
+    pub(crate) keep: usize,
+    /// Environment variable with the bearer token clients must send; none = open.
+    #[arg(long, value_name = "VAR")]
+    pub(crate) token_env: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CompletionsArgs {
+    /// Which shell.
+    pub(crate) shell: clap_complete::Shell,
+}
+
+/// Writes a completion script to standard output.
+pub(crate) fn write_completions(shell: clap_complete::Shell) {
+    clap_complete::generate(shell, &mut Cli::command(), "orchestrate", &mut std::io::stdout());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+}

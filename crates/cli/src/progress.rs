@@ -1,0 +1,52 @@
+//! Live progress on standard error: a bar on a terminal, plain lines elsewhere.
+
+use crate::output;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::io::IsTerminal;
+use std::time::Duration;
+
+/// One moving line for work of known length, plus finished lines above it.
+#[derive(Debug, Clone)]
+pub(crate) struct Progress {
+    bar: ProgressBar,
+    terminal: bool,
+}
+
+impl Progress {
+    /// A bar over `total` units of work.
+    pub(crate) fn new(total: u64) -> Self {
+        let terminal = std::io::stderr().is_terminal();
+        let target =
+            if terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let bar = ProgressBar::with_draw_target(Some(total), target);
+        let template = "{elapsed_precise} [{bar:24}] {pos}/{len} {wide_msg}";
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            bar.set_style(style.progress_chars("=> "));
+        }
+        if terminal {
+            bar.enable_steady_tick(Duration::from_millis(500));
+        }
+        Self { bar, terminal }
+    }
+
+    /// Where the work stands, and what is happening.
+    pub(crate) fn update(&self, done: u64, total: u64, message: String) {
+        self.bar.set_length(total);
+        self.bar.set_position(done);
+        self.bar.set_message(message);
+    }
+
+    /// A line that stays.
+    pub(crate) fn line(&self, text: &str) {
+        if self.terminal {
+            self.bar.println(text);
+        } else {
+            output::say(text);
+        }
+    }
+
+    /// Removes the bar.
+    pub(crate) fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}

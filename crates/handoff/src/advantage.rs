@@ -1,0 +1,159 @@
+//! Group-relative advantages over trusted rewards.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Added to the standard deviation before dividing by it.
+const STD_EPSILON: f64 = 1e-6;
+
+/// How rewards of one group become advantages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum AdvantageNorm {
+    /// (reward − mean) / (unbiased standard deviation + 1e-6).
+    Std,
+    /// reward − mean.
+    None,
+    /// reward − mean of the other members (leave one out).
+    Rloo,
+}
+
+/// Whether a group says anything about its policy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupSignal {
+    /// Trusted rewards differ.
+    Usable,
+    /// All trusted rewards are equal: every advantage is 0.
+    Degenerate,
+    /// Fewer than two members have a trusted reward: there is no baseline.
+    TooFewTrusted,
+}
+
+/// Advantages of one group, by member.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GroupAdvantages {
+    /// Per member; `None` for a member without a trusted reward, and for all of them under
+    /// [`GroupSignal::TooFewTrusted`]. Such members are not trained on.
+    pub values: Vec<Option<f64>>,
+    /// Whether dynamic sampling keeps the group.
+    pub signal: GroupSignal,
+}
+
+/// Advantages over the members with a trusted reward; the others neither get one nor count in
+/// the baseline. `rewards` has one entry per *rollout*: the samples of a forked rollout share
+/// its entry, so that a fork does not count twice. A reward that is not finite is not trusted.
+pub fn group_advantages(rewards: &[Option<f64>], norm: AdvantageNorm) -> GroupAdvantages {
+    let trusted: Vec<f64> =
+        rewards.iter().flatten().copied().filter(|reward| reward.is_finite()).collect();
+    if trusted.len() < 2 {
+        let values = vec![None; rewards.len()];
+        return GroupAdvantages { values, signal: GroupSignal::TooFewTrusted };
+    }
+    let count = trusted.len() as f64;
+    let mean = trusted.iter().sum::<f64>() / count;
+    let low = trusted.iter().copied().fold(f64::INFINITY, f64::min);
+    let high = trusted.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let differ = high > low;
+    let scale = match norm {
+        AdvantageNorm::Std => {
+            let squares: f64 = trusted.iter().map(|reward| (reward - mean).powi(2)).sum();
+            1.0 / ((squares / (count - 1.0)).sqrt() + STD_EPSILON)
+        }
+        AdvantageNorm::None => 1.0,
+        AdvantageNorm::Rloo => count / (count - 1.0),
+    };
+    let advantage = |reward: f64| {
+        let value = if differ { (reward - mean) * scale } else { 0.0 };
+        reward.is_finite().then_some(value)
+    };
+    GroupAdvantages {
+        values: rewards.iter().map(|reward| reward.and_then(advantage)).collect(),
+        signal: if differ { GroupSignal::Usable } else { GroupSignal::Degenerate },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn t23_a_failed_sandbox_is_not_a_reward_of_zero() {
+        let group = [Some(1.0), Some(1.0), Some(1.0), None];
+        let got = group_advantages(&group, AdvantageNorm::None);
+        assert_eq!(got.values, [Some(0.0), Some(0.0), Some(0.0), None]);
+        assert_eq!(got.signal, GroupSignal::Degenerate);
+    }
+
+    #[test]
+    fn t23_an_infrastructure_failure_does_not_move_the_baseline() {
+        let with = group_advantages(&[Some(1.0), None, Some(0.0), Some(0.0)], AdvantageNorm::Std);
+        let without = group_advantages(&[Some(1.0), Some(0.0), Some(0.0)], AdvantageNorm::Std);
+        let trusted: Vec<f64> = with.values.iter().flatten().copied().collect();
+        let same: Vec<f64> = without.values.iter().flatten().copied().collect();
+        assert_eq!(with.values.iter().position(Option::is_none), Some(1));
+        assert!(trusted.iter().zip(&same).all(|(a, b)| (a - b).abs() < 1e-12));
+    }
+
+    #[test]
+    fn t23_fewer_than_two_trusted_members_give_no_gradient() {
+        for group in [vec![], vec![None; 4], vec![None, Some(1.0)], vec![Some(1.0)]] {
+            for norm in [AdvantageNorm::Std, AdvantageNorm::None, AdvantageNorm::Rloo] {
+                let got = group_advantages(&group, norm);
+                assert_eq!(got.signal, GroupSignal::TooFewTrusted);
+                assert_eq!(got.values, vec![None; group.len()]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_reward_that_is_not_a_number_is_not_trusted() {
+        let got = group_advantages(&[Some(f64::NAN), Some(1.0), Some(0.0)], AdvantageNorm::None);
+        assert_eq!(got.values, [None, Some(0.5), Some(-0.5)]);
+        let got = group_advantages(&[Some(f64::INFINITY), Some(1.0)], AdvantageNorm::None);
+        assert_eq!(got.signal, GroupSignal::TooFewTrusted);
+    }
+
+    #[test]
+    fn equal_rewards_that_are_no_binary_fractions_are_degenerate() {
+        let got = group_advantages(&[Some(0.1); 7], AdvantageNorm::Std);
+        assert_eq!(got.signal, GroupSignal::Degenerate);
+        assert_eq!(got.values, [Some(0.0); 7]);
+    }
+
+    #[test]
+    fn golden_group_advantages() {
+        let file = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../../shared/data/golden/group_advantage.json"
+        );
+        let Ok(text) = fs_err::read_to_string(file) else {
+            skip();
+            return;
+        };
+        let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let floats = |value: &serde_json::Value| -> Vec<f64> {
+            value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
+        };
+        for case in golden["cases"].as_array().unwrap() {
+            let rewards: Vec<Option<f64>> =
+                floats(&case["inputs"]["rewards"]).into_iter().map(Some).collect();
+            for (norm, key) in [
+                (AdvantageNorm::Std, "grpo_unbiased_std"),
+                (AdvantageNorm::None, "drgrpo_mean_only"),
+                (AdvantageNorm::Rloo, "rloo"),
+            ] {
+                let got = group_advantages(&rewards, norm);
+                for (got, want) in got.values.iter().zip(floats(&case["expected"][key])) {
+                    assert!((got.unwrap() - want).abs() <= 1e-9 + 1e-9 * want.abs(), "{key}");
+                }
+                let kept = case["expected"]["kept_by_dynamic_sampling"].as_bool().unwrap();
+                assert_eq!(got.signal == GroupSignal::Usable, kept);
+            }
+        }
+    }
+
+    #[expect(clippy::print_stderr, reason = "a skipped test says so")]
+    fn skip() {
+        eprintln!("skipped: test data absent");
+    }
+}

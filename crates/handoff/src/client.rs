@@ -1,0 +1,400 @@
+//! Client of the trainer protocol.
+
+use crate::protocol::{
+    CheckpointReply, ErrorBody, LogprobsReply, LogprobsRequest, PROTOCOL_VERSION, StepRequest,
+    StepResult, StepState, StepStatus, TrainerInfo,
+};
+use backon::{ExponentialBuilder, Retryable};
+use orchestrate_types::Retry;
+use reqwest::{Method, StatusCode};
+use serde::de::DeserializeOwned;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// Time for one connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for a call that only asks or accepts.
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+/// Pause between two looks at a running step, at first and at most.
+const POLL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
+/// Largest answer read: the log-probs of a large batch as JSON.
+const BODY_LIMIT: usize = 512 << 20;
+/// Tries of one call before its error is handed on.
+const TRIES: usize = 6;
+
+/// What went wrong with a trainer call.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainerErrorKind {
+    /// No connection, or it broke.
+    #[error("cannot reach it: {0}")]
+    Unreachable(String),
+    /// No complete answer, or no end of the step, in time.
+    #[error("no answer within {0:?}")]
+    TimedOut(Duration),
+    /// It answered with an HTTP error.
+    #[error("answered {status} ({code}): {message}")]
+    Refused {
+        /// HTTP status.
+        status: u16,
+        /// Its word for it; empty if it gave none.
+        code: String,
+        /// Its own words.
+        message: String,
+    },
+    /// The answer is not what the protocol says.
+    #[error("sent an invalid answer: {0}")]
+    InvalidReply(String),
+    /// The step was refused or failed; the weights are as before.
+    #[error("step {step_id} failed: {error}")]
+    StepFailed {
+        /// Which.
+        step_id: String,
+        /// Why.
+        error: String,
+    },
+    /// It speaks another version of the protocol.
+    #[error("speaks protocol version {0}, this program {PROTOCOL_VERSION}")]
+    Protocol(u32),
+}
+
+/// A trainer error: which trainer, doing what, and why.
+#[derive(Debug, thiserror::Error)]
+#[error("trainer {trainer} ({call}): {kind}")]
+pub struct TrainerError {
+    /// Base URL.
+    pub trainer: String,
+    /// The call.
+    pub call: &'static str,
+    /// What happened.
+    pub kind: TrainerErrorKind,
+}
+
+impl TrainerError {
+    /// What the caller may do. Steps are idempotent, so a retry never trains twice.
+    pub fn retry(&self) -> Retry {
+        match &self.kind {
+            TrainerErrorKind::Unreachable(_) | TrainerErrorKind::TimedOut(_) => {
+                Retry::After(Duration::from_secs(1))
+            }
+            TrainerErrorKind::Refused { status, .. } => match status {
+                408 | 429 | 500 | 502 | 503 | 504 => Retry::After(Duration::from_secs(1)),
+                _ => Retry::Never,
+            },
+            TrainerErrorKind::InvalidReply(_)
+            | TrainerErrorKind::StepFailed { .. }
+            | TrainerErrorKind::Protocol(_) => Retry::Never,
+        }
+    }
+
+    fn is_unknown_step(&self) -> bool {
+        matches!(self.kind, TrainerErrorKind::Refused { status: 404, .. })
+    }
+}
+
+/// A trainer behind an URL.
+#[derive(Debug, Clone)]
+pub struct TrainerClient {
+    base: String,
+    token: Option<String>,
+    http: reqwest::Client,
+}
+
+impl TrainerClient {
+    /// A client of the trainer at `base` (e.g. `http://127.0.0.1:7070`), with its bearer token
+    /// where it asks for one. Connects on the first call. Proxies of the environment are ignored.
+    ///
+    /// # Errors
+    /// [`TrainerErrorKind::Unreachable`] when the HTTP client cannot be set up.
+    pub fn new(base: &str, token: Option<String>) -> Result<Self, TrainerError> {
+        let base = base.trim_end_matches('/').to_owned();
+        let http = reqwest::Client::builder()
+            .no_proxy()
+            .connect_timeout(CONNECT_TIMEOUT)
+            .redirect(reqwest::redirect::Policy::none())
+            .build();
+        match http {
+            Ok(http) => Ok(Self { base, token, http }),
+            Err(error) => Err(TrainerError {
+                trainer: base,
+                call: "connect",
+                kind: TrainerErrorKind::Unreachable(chain(&error)),
+            }),
+        }
+    }
+
+    /// Base URL.
+    pub fn url(&self) -> &str {
+        &self.base
+    }
+
+    /// Asks what the trainer is and where it stands.
+    ///
+    /// # Errors
+    /// [`TrainerError`]; [`TrainerErrorKind::Protocol`] for another protocol version.
+    pub async fn info(&self) -> Result<TrainerInfo, TrainerError> {
+        let call = Call { name: "GET /v1/info", method: Method::GET, path: "/v1/info", body: None };
+        let info: TrainerInfo = self.call(&call, CALL_TIMEOUT).await?;
+        if info.protocol_version == PROTOCOL_VERSION {
+            Ok(info)
+        } else {
+            Err(self.error(call.name, TrainerErrorKind::Protocol(info.protocol_version)))
+        }
+    }
+
+    /// Hands over a step. The same `step_id` again answers with where that step stands.
+    ///
+    /// # Errors
+    /// [`TrainerError`] after retries of what may pass.
+    pub async fn submit_step(&self, request: &StepRequest) -> Result<StepStatus, TrainerError> {
+        let name = "POST /v1/steps";
+        let body = self.encode(name, request)?;
+        let call = Call { name, method: Method::POST, path: "/v1/steps", body: Some(body) };
+        let status: StepStatus = self.call(&call, CALL_TIMEOUT).await?;
+        self.same_step(name, &request.step_id, status)
+    }
+
+    /// Asks where a step stands.
+    ///
+    /// # Errors
+    /// [`TrainerError`]; a step the trainer does not know is refused with 404.
+    pub async fn step_status(&self, step_id: &str) -> Result<StepStatus, TrainerError> {
+        let name = "GET /v1/steps/{step_id}";
+        let path = format!("/v1/steps/{step_id}");
+        let call = Call { name, method: Method::GET, path: &path, body: None };
+        let status: StepStatus = self.call(&call, CALL_TIMEOUT).await?;
+        self.same_step(name, step_id, status)
+    }
+
+    /// Waits until a submitted step is done, at most for `deadline`; `progress` sees every state
+    /// on the way.
+    ///
+    /// # Errors
+    /// [`TrainerErrorKind::StepFailed`], [`TrainerErrorKind::TimedOut`], or what
+    /// [`TrainerClient::step_status`] says.
+    pub async fn wait_step(
+        &self,
+        step_id: &str,
+        deadline: Duration,
+        progress: impl FnMut(&StepState),
+    ) -> Result<StepResult, TrainerError> {
+        self.wait_until(step_id, (Instant::now(), deadline), progress).await
+    }
+
+    /// Submits a step and waits for its end. A trainer that restarted and no longer knows the
+    /// step gets it again; one that already applied it answers with the stored result.
+    ///
+    /// # Errors
+    /// As [`TrainerClient::wait_step`].
+    pub async fn apply_step(
+        &self,
+        request: &StepRequest,
+        deadline: Duration,
+        mut progress: impl FnMut(&StepState),
+    ) -> Result<StepResult, TrainerError> {
+        let begun = Instant::now();
+        let submitted = async {
+            loop {
+                match self.submit_step(request).await {
+                    Ok(status) => {
+                        if let Some(result) = self.finished(status, &mut progress)? {
+                            return Ok(result);
+                        }
+                    }
+                    Err(error) if error.retry() != Retry::Never => {
+                        self.warn(&request.step_id, &error);
+                        tokio::time::sleep(POLL.1).await;
+                        continue;
+                    }
+                    Err(error) => return Err(error),
+                }
+                match self.wait_until(&request.step_id, (begun, deadline), &mut progress).await {
+                    Err(error) if error.is_unknown_step() => self.warn(&request.step_id, &error),
+                    other => return other,
+                }
+            }
+        };
+        tokio::time::timeout_at(begun + deadline, submitted).await.unwrap_or_else(|_| {
+            Err(self.error("POST /v1/steps", TrainerErrorKind::TimedOut(deadline)))
+        })
+    }
+
+    /// Recomputes log-probabilities of a batch; nothing changes. May take as long as `deadline`.
+    ///
+    /// # Errors
+    /// [`TrainerError`].
+    pub async fn logprobs(
+        &self,
+        request: &LogprobsRequest,
+        deadline: Duration,
+    ) -> Result<LogprobsReply, TrainerError> {
+        let name = "POST /v1/logprobs";
+        let body = self.encode(name, request)?;
+        let call = Call { name, method: Method::POST, path: "/v1/logprobs", body: Some(body) };
+        self.call(&call, deadline).await
+    }
+
+    /// Has the trainer write a checkpoint. May take as long as `deadline`.
+    ///
+    /// # Errors
+    /// [`TrainerError`].
+    pub async fn checkpoint(&self, deadline: Duration) -> Result<CheckpointReply, TrainerError> {
+        let call = Call {
+            name: "POST /v1/checkpoints",
+            method: Method::POST,
+            path: "/v1/checkpoints",
+            body: Some(b"{}".to_vec()),
+        };
+        self.call(&call, deadline).await
+    }
+
+    async fn wait_until(
+        &self,
+        step_id: &str,
+        (begun, deadline): (Instant, Duration),
+        mut progress: impl FnMut(&StepState),
+    ) -> Result<StepResult, TrainerError> {
+        let name = "GET /v1/steps/{step_id}";
+        let waited = async {
+            let mut pause = POLL.0;
+            loop {
+                match self.step_status(step_id).await {
+                    Ok(status) => {
+                        if let Some(result) = self.finished(status, &mut progress)? {
+                            return Ok(result);
+                        }
+                    }
+                    // A trainer that restarts comes back with its steps; the deadline is ours.
+                    Err(error) if error.retry() != Retry::Never => self.warn(step_id, &error),
+                    Err(error) => return Err(error),
+                }
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(POLL.1);
+            }
+        };
+        tokio::time::timeout_at(begun + deadline, waited)
+            .await
+            .unwrap_or_else(|_| Err(self.error(name, TrainerErrorKind::TimedOut(deadline))))
+    }
+
+    fn finished(
+        &self,
+        status: StepStatus,
+        progress: &mut impl FnMut(&StepState),
+    ) -> Result<Option<StepResult>, TrainerError> {
+        progress(&status.state);
+        match status.state {
+            StepState::Queued | StepState::Running { .. } => Ok(None),
+            StepState::Done { result } => Ok(Some(result)),
+            StepState::Failed { error } => Err(self.error(
+                "POST /v1/steps",
+                TrainerErrorKind::StepFailed { step_id: status.step_id, error },
+            )),
+        }
+    }
+
+    fn warn(&self, step_id: &str, error: &TrainerError) {
+        tracing::warn!(trainer = self.base, step_id, %error, "step is not confirmed, asking again");
+    }
+
+    fn same_step(
+        &self,
+        call: &'static str,
+        step_id: &str,
+        status: StepStatus,
+    ) -> Result<StepStatus, TrainerError> {
+        if status.step_id == step_id {
+            return Ok(status);
+        }
+        let words = format!("asked for step {step_id}, it answers for {}", status.step_id);
+        Err(self.error(call, TrainerErrorKind::InvalidReply(words)))
+    }
+
+    fn encode(
+        &self,
+        call: &'static str,
+        body: &impl serde::Serialize,
+    ) -> Result<Vec<u8>, TrainerError> {
+        serde_json::to_vec(body).map_err(|error| {
+            let words = format!("the request cannot be written as JSON: {error}");
+            self.error(call, TrainerErrorKind::InvalidReply(words))
+        })
+    }
+
+    /// One call with retries. Every call of the protocol may be repeated: reads change nothing,
+    /// steps have their id, a checkpoint written twice is the same checkpoint.
+    async fn call<T: DeserializeOwned>(
+        &self,
+        call: &Call<'_>,
+        timeout: Duration,
+    ) -> Result<T, TrainerError> {
+        let backoff = ExponentialBuilder::default()
+            .with_min_delay(Duration::from_millis(100))
+            .with_max_delay(Duration::from_secs(5))
+            .with_max_times(TRIES - 1)
+            .with_jitter();
+        let tries = || async {
+            tokio::time::timeout(timeout, self.call_once(call))
+                .await
+                .unwrap_or_else(|_| Err(self.error(call.name, TrainerErrorKind::TimedOut(timeout))))
+        };
+        let body = tries.retry(backoff).when(|error| error.retry() != Retry::Never).await?;
+        serde_json::from_slice(&body).map_err(|error| {
+            self.error(call.name, TrainerErrorKind::InvalidReply(error.to_string()))
+        })
+    }
+
+    async fn call_once(&self, call: &Call<'_>) -> Result<Vec<u8>, TrainerError> {
+        let fail = |kind| self.error(call.name, kind);
+        let unreachable =
+            |error: reqwest::Error| fail(TrainerErrorKind::Unreachable(chain(&error)));
+        let mut request =
+            self.http.request(call.method.clone(), format!("{}{}", self.base, call.path));
+        if let Some(token) = &self.token {
+            request = request.bearer_auth(token);
+        }
+        if let Some(body) = &call.body {
+            request = request.header("content-type", "application/json").body(body.clone());
+        }
+        let mut response = request.send().await.map_err(unreachable)?;
+        let status = response.status();
+        let mut body = Vec::new();
+        while let Some(chunk) = response.chunk().await.map_err(unreachable)? {
+            if body.len() + chunk.len() > BODY_LIMIT {
+                let words = format!("its answer is longer than {BODY_LIMIT} bytes");
+                return Err(fail(TrainerErrorKind::InvalidReply(words)));
+            }
+            body.extend_from_slice(&chunk);
+        }
+        if status.is_success() { Ok(body) } else { Err(fail(refused(status, &body))) }
+    }
+
+    fn error(&self, call: &'static str, kind: TrainerErrorKind) -> TrainerError {
+        TrainerError { trainer: self.base.clone(), call, kind }
+    }
+}
+
+struct Call<'a> {
+    name: &'static str,
+    method: Method,
+    path: &'a str,
+    body: Option<Vec<u8>>,
+}
+
+fn refused(status: StatusCode, body: &[u8]) -> TrainerErrorKind {
+    let (code, message) = serde_json::from_slice::<ErrorBody>(body).map_or_else(
+        |_| (String::new(), String::from_utf8_lossy(body).chars().take(300).collect()),
+        |body| (body.error.code, body.error.message),
+    );
+    TrainerErrorKind::Refused { status: status.as_u16(), code, message }
+}
+
+/// An error with its causes; reqwest's own text names only the URL.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut words = error.to_string();
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        words = format!("{words}: {inner}");
+        cause = inner.source();
+    }
+    words
+}

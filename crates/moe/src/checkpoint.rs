@@ -1,0 +1,354 @@
+//! Checkpoint folders in the Hugging Face layout: `config.json`, `model.safetensors` (or shards
+//! with `model.safetensors.index.json`), tokenizer files.
+//!
+//! The invariant: a folder is complete or absent. It is written under a temporary name, synced,
+//! and renamed ([`PendingFolder`]).
+
+use crate::weights::{Tensor, Weights};
+use crate::{CheckpointError, ModelConfig};
+use camino::{Utf8Path, Utf8PathBuf};
+use safetensors::{Dtype, SafeTensors, View};
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Files that travel with a model unchanged.
+pub const COMPANION_FILES: [&str; 4] =
+    ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"];
+
+/// Type of the stored values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoredType {
+    /// 4 bytes, exact.
+    F32,
+    /// 2 bytes, rounded to nearest even.
+    Bf16,
+}
+
+#[derive(serde::Deserialize)]
+struct ShardIndex {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Weights {
+    /// Reads a checkpoint folder. Values in f32, bf16 and f16 are accepted and become f32.
+    ///
+    /// # Errors
+    /// If a file is missing or damaged, or a tensor is missing or has the wrong shape or type; the
+    /// error names file and tensor.
+    pub fn load(folder: &Utf8Path) -> Result<Self, CheckpointError> {
+        let config = ModelConfig::load(folder)?;
+        let single = folder.join("model.safetensors");
+        let index = folder.join("model.safetensors.index.json");
+        if single.exists() || !index.exists() {
+            return Self::from_tensors(config, read_tensors(&single)?, &single);
+        }
+        let text = fs_err::read(&index).map_err(|e| CheckpointError::new(&index, e))?;
+        let parsed: ShardIndex =
+            serde_json::from_slice(&text).map_err(|e| CheckpointError::new(&index, e))?;
+        let mut tensors = BTreeMap::new();
+        for shard in parsed.weight_map.into_values().collect::<BTreeSet<_>>() {
+            if shard.contains(['/', '\\']) {
+                let problem = format!("shard name `{shard}` leaves the folder");
+                return Err(CheckpointError::new(&index, problem));
+            }
+            tensors.extend(read_tensors(&folder.join(shard))?);
+        }
+        Self::from_tensors(config, tensors, &index)
+    }
+
+    /// Writes `config.json` and `model.safetensors` into an existing folder. Not atomic by itself:
+    /// use [`save_checkpoint`], or write into a [`PendingFolder`].
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn write(&self, folder: &Utf8Path, stored: StoredType) -> Result<(), CheckpointError> {
+        let mut config = self.config().clone();
+        config.torch_dtype = match stored {
+            StoredType::F32 => "float32".into(),
+            StoredType::Bf16 => "bfloat16".into(),
+        };
+        write_json(&folder.join("config.json"), &config)?;
+        let views = self.tensors().iter().map(|(name, tensor)| {
+            let view = StoredTensor { shape: &tensor.shape, data: &tensor.data, stored };
+            (name.as_str(), view)
+        });
+        write_tensors(&folder.join("model.safetensors"), views)
+    }
+}
+
+/// Writes a whole checkpoint folder atomically. With `companions`, the [`COMPANION_FILES`] found
+/// in that folder are copied along.
+///
+/// # Errors
+/// If `target` exists already, or a file cannot be written.
+pub fn save_checkpoint(
+    target: &Utf8Path,
+    weights: &Weights,
+    stored: StoredType,
+    companions: Option<&Utf8Path>,
+) -> Result<(), CheckpointError> {
+    let pending = PendingFolder::create(target)?;
+    weights.write(pending.path(), stored)?;
+    if let Some(source) = companions {
+        copy_companions(source, pending.path())?;
+    }
+    pending.publish()
+}
+
+/// Copies those of [`COMPANION_FILES`] that exist in `source`.
+///
+/// # Errors
+/// If one exists but cannot be copied.
+pub fn copy_companions(source: &Utf8Path, target: &Utf8Path) -> Result<(), CheckpointError> {
+    for name in COMPANION_FILES {
+        let from = source.join(name);
+        if from.exists() {
+            let bytes = fs_err::read(&from).map_err(|e| CheckpointError::new(&from, e))?;
+            let to = target.join(name);
+            fs_err::write(&to, bytes).map_err(|e| CheckpointError::new(&to, e))?;
+        }
+    }
+    Ok(())
+}
+
+/// A folder being written under a temporary name beside its final one. Dropped without
+/// [`PendingFolder::publish`], it is removed.
+#[derive(Debug)]
+pub struct PendingFolder {
+    temporary: Utf8PathBuf,
+    target: Utf8PathBuf,
+    published: bool,
+}
+
+impl PendingFolder {
+    /// Makes the temporary folder.
+    ///
+    /// # Errors
+    /// If `target` exists already, or the folder cannot be made.
+    pub fn create(target: &Utf8Path) -> Result<Self, CheckpointError> {
+        if target.exists() {
+            return Err(CheckpointError::new(target, "exists already: remove it, or name another"));
+        }
+        let name = target.file_name().unwrap_or("checkpoint");
+        let temporary = target.with_file_name(format!(".{name}.partial"));
+        if temporary.exists() {
+            fs_err::remove_dir_all(&temporary).map_err(|e| CheckpointError::new(&temporary, e))?;
+        }
+        fs_err::create_dir_all(&temporary).map_err(|e| CheckpointError::new(&temporary, e))?;
+        Ok(Self { temporary, target: target.to_owned(), published: false })
+    }
+
+    /// Where to write.
+    pub fn path(&self) -> &Utf8Path {
+        &self.temporary
+    }
+
+    /// Syncs all files and the folder, then gives the folder its name.
+    ///
+    /// # Errors
+    /// If syncing or renaming fails; nothing appears under the final name then.
+    pub fn publish(mut self) -> Result<(), CheckpointError> {
+        let fail = |e: std::io::Error| CheckpointError::new(&self.target, e);
+        for entry in fs_err::read_dir(&self.temporary).map_err(fail)? {
+            let path = entry.map_err(fail)?.path();
+            fs_err::File::open(path).and_then(|f| f.sync_all()).map_err(fail)?;
+        }
+        sync_folder(&self.temporary).map_err(fail)?;
+        fs_err::rename(&self.temporary, &self.target).map_err(fail)?;
+        if let Some(parent) = self.target.parent().filter(|p| !p.as_str().is_empty()) {
+            sync_folder(parent).map_err(fail)?;
+        }
+        self.published = true;
+        Ok(())
+    }
+}
+
+impl Drop for PendingFolder {
+    fn drop(&mut self) {
+        if !self.published {
+            // Best effort: the name is reused, and cleared, by the next attempt.
+            drop(fs_err::remove_dir_all(&self.temporary));
+        }
+    }
+}
+
+fn sync_folder(path: &Utf8Path) -> std::io::Result<()> {
+    fs_err::File::open(path)?.sync_all()
+}
+
+/// Writes pretty JSON.
+pub(crate) fn write_json<T: serde::Serialize>(
+    path: &Utf8Path,
+    value: &T,
+) -> Result<(), CheckpointError> {
+    let mut text = serde_json::to_vec_pretty(value).map_err(|e| CheckpointError::new(path, e))?;
+    text.push(b'\n');
+    fs_err::write(path, text).map_err(|e| CheckpointError::new(path, e))
+}
+
+/// Reads every floating-point tensor of one safetensors file as f32.
+pub(crate) fn read_tensors(path: &Utf8Path) -> Result<BTreeMap<String, Tensor>, CheckpointError> {
+    let bytes = fs_err::read(path).map_err(|e| CheckpointError::new(path, e))?;
+    let damaged = |e| CheckpointError::new(path, format!("not a whole safetensors file: {e}"));
+    let file = SafeTensors::deserialize(&bytes).map_err(damaged)?;
+    let mut tensors = BTreeMap::new();
+    for (name, view) in file.iter() {
+        let raw = view.data();
+        let data = match view.dtype() {
+            Dtype::F32 => words(raw).map(f32::from_le_bytes).collect(),
+            Dtype::BF16 => words(raw).map(|w| half::bf16::from_le_bytes(w).to_f32()).collect(),
+            Dtype::F16 => words(raw).map(|w| half::f16::from_le_bytes(w).to_f32()).collect(),
+            other => {
+                let problem =
+                    format!("tensor `{name}` has type {other:?}; f32, bf16 or f16 needed");
+                return Err(CheckpointError::new(path, problem));
+            }
+        };
+        tensors.insert(name.to_owned(), Tensor { shape: view.shape().to_vec(), data });
+    }
+    Ok(tensors)
+}
+
+fn words<const N: usize>(raw: &[u8]) -> impl Iterator<Item = [u8; N]> + '_ {
+    raw.as_chunks::<N>().0.iter().copied()
+}
+
+/// A tensor about to be stored.
+pub(crate) struct StoredTensor<'a> {
+    pub(crate) shape: &'a [usize],
+    pub(crate) data: &'a [f32],
+    pub(crate) stored: StoredType,
+}
+
+impl View for StoredTensor<'_> {
+    fn dtype(&self) -> Dtype {
+        match self.stored {
+            StoredType::F32 => Dtype::F32,
+            StoredType::Bf16 => Dtype::BF16,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        Cow::Owned(match self.stored {
+            StoredType::F32 => self.data.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            StoredType::Bf16 => {
+                self.data.iter().flat_map(|&v| half::bf16::from_f32(v).to_le_bytes()).collect()
+            }
+        })
+    }
+
+    fn data_len(&self) -> usize {
+        self.data.len()
+            * match self.stored {
+                StoredType::F32 => 4,
+                StoredType::Bf16 => 2,
+            }
+    }
+}
+
+/// Writes one safetensors file.
+pub(crate) fn write_tensors<'a>(
+    path: &Utf8Path,
+    views: impl Iterator<Item = (&'a str, StoredTensor<'a>)>,
+) -> Result<(), CheckpointError> {
+    let metadata = [("format".to_owned(), "pt".to_owned())].into();
+    safetensors::serialize_to_file(views, Some(metadata), path.as_std_path())
+        .map_err(|e| CheckpointError::new(path, e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config() -> ModelConfig {
+        serde_json::from_value(serde_json::json!({
+            "model_type": "qwen3_moe", "hidden_size": 8, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+            "moe_intermediate_size": 4, "num_experts": 3, "num_experts_per_tok": 2,
+            "norm_topk_prob": true, "vocab_size": 11, "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": true, "max_position_embeddings": 32, "rope_theta": 1e4
+        }))
+        .unwrap()
+    }
+
+    fn scratch() -> (tempfile::TempDir, Utf8PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = Utf8PathBuf::from_path_buf(dir.path().to_owned()).unwrap();
+        (dir, path)
+    }
+
+    #[test]
+    fn a_saved_model_loads_back_the_same() {
+        let (_guard, root) = scratch();
+        fs_err::write(root.join("tokenizer.json"), "{}").unwrap();
+        let weights = Weights::random(config(), 7);
+        assert_eq!(weights, Weights::random(config(), 7));
+        let target = root.join("v0");
+        save_checkpoint(&target, &weights, StoredType::F32, Some(&root)).unwrap();
+        assert_eq!(Weights::load(&target).unwrap().tensors(), weights.tensors());
+        assert!(target.join("tokenizer.json").exists());
+        let again = save_checkpoint(&target, &weights, StoredType::F32, None).unwrap_err();
+        assert!(again.to_string().contains("exists already"), "{again}");
+
+        let small = root.join("bf16");
+        save_checkpoint(&small, &weights, StoredType::Bf16, None).unwrap();
+        let rounded = Weights::load(&small).unwrap();
+        assert_eq!(rounded.config().torch_dtype, "bfloat16");
+        for (name, tensor) in weights.tensors() {
+            for (a, b) in tensor.data.iter().zip(rounded.get(name).unwrap()) {
+                assert!((a - b).abs() <= a.abs() / 128.0, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn errors_name_the_file_and_the_tensor() {
+        let (_guard, root) = scratch();
+        let weights = Weights::random(config(), 7);
+        let target = root.join("m");
+        save_checkpoint(&target, &weights, StoredType::F32, None).unwrap();
+        let file = target.join("model.safetensors");
+        let whole = fs_err::read(&file).unwrap();
+
+        fs_err::write(&file, &whole[..whole.len() / 2]).unwrap();
+        let error = Weights::load(&target).unwrap_err().to_string();
+        assert!(error.contains("model.safetensors") && error.contains("not a whole"), "{error}");
+
+        let mut tensors = weights.tensors().clone();
+        tensors.remove("model.norm.weight");
+        let error = Weights::from_tensors(config(), tensors, &file).unwrap_err().to_string();
+        assert!(error.contains("`model.norm.weight` is missing"), "{error}");
+
+        let mut tensors = weights.tensors().clone();
+        tensors.get_mut("model.norm.weight").unwrap().shape = vec![9];
+        let error = Weights::from_tensors(config(), tensors, &file).unwrap_err().to_string();
+        assert!(error.contains("has shape [9]") && error.contains("[8]"), "{error}");
+
+        fs_err::remove_file(&file).unwrap();
+        assert!(Weights::load(&target).unwrap_err().to_string().contains("model.safetensors"));
+    }
+
+    #[test]
+    fn shards_are_found_through_the_index() {
+        let (_guard, root) = scratch();
+        let weights = Weights::random(config(), 3);
+        write_json(&root.join("config.json"), weights.config()).unwrap();
+        let mut map = serde_json::Map::new();
+        for (part, odd) in [("a.safetensors", false), ("b.safetensors", true)] {
+            let views = weights.tensors().iter().enumerate().filter(|(i, _)| (i % 2 == 1) == odd);
+            let views = views.map(|(_, (name, t))| {
+                map.insert(name.clone(), part.into());
+                let stored = StoredType::F32;
+                (name.as_str(), StoredTensor { shape: &t.shape, data: &t.data, stored })
+            });
+            write_tensors(&root.join(part), views).unwrap();
+        }
+        let index = serde_json::json!({ "weight_map": map });
+        write_json(&root.join("model.safetensors.index.json"), &index).unwrap();
+        assert_eq!(Weights::load(&root).unwrap(), weights);
+    }
+}

@@ -1,0 +1,147 @@
+//! The parameters of a Qwen3-MoE by their Hugging Face names, in f32.
+//!
+//! The invariant: a [`Weights`] holds every tensor its configuration asks for, in the shape it
+//! asks for ([`tensor_shapes`]). Files are read by [`crate::checkpoint`].
+
+use crate::{CheckpointError, ModelConfig};
+use camino::Utf8Path;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use std::collections::BTreeMap;
+
+/// One parameter tensor, row-major.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tensor {
+    /// Dimensions, outermost first.
+    pub shape: Vec<usize>,
+    /// Values; their number is the product of `shape`.
+    pub data: Vec<f32>,
+}
+
+/// All parameters of one model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Weights {
+    config: ModelConfig,
+    tensors: BTreeMap<String, Tensor>,
+}
+
+/// Names and shapes of all parameters a model of this configuration has, in network order:
+/// embedding, layers, final norm, and `lm_head.weight` unless it is tied to the embedding.
+pub fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
+    let (hidden, head) = (config.hidden_size, config.head_dim);
+    let (wide, narrow) = (config.num_attention_heads * head, config.num_key_value_heads * head);
+    let width = config.moe_intermediate_size;
+    let mut all = vec![("model.embed_tokens.weight".to_owned(), vec![config.vocab_size, hidden])];
+    for layer in 0..config.num_hidden_layers {
+        let mut put = |name: &str, shape: Vec<usize>| {
+            all.push((format!("model.layers.{layer}.{name}"), shape))
+        };
+        put("input_layernorm.weight", vec![hidden]);
+        put("self_attn.q_proj.weight", vec![wide, hidden]);
+        put("self_attn.k_proj.weight", vec![narrow, hidden]);
+        put("self_attn.v_proj.weight", vec![narrow, hidden]);
+        put("self_attn.o_proj.weight", vec![hidden, wide]);
+        put("self_attn.q_norm.weight", vec![head]);
+        put("self_attn.k_norm.weight", vec![head]);
+        put("post_attention_layernorm.weight", vec![hidden]);
+        put("mlp.gate.weight", vec![config.num_experts, hidden]);
+        for expert in 0..config.num_experts {
+            put(&format!("mlp.experts.{expert}.gate_proj.weight"), vec![width, hidden]);
+            put(&format!("mlp.experts.{expert}.up_proj.weight"), vec![width, hidden]);
+            put(&format!("mlp.experts.{expert}.down_proj.weight"), vec![hidden, width]);
+        }
+    }
+    all.push(("model.norm.weight".to_owned(), vec![hidden]));
+    if !config.tie_word_embeddings {
+        all.push(("lm_head.weight".to_owned(), vec![config.vocab_size, hidden]));
+    }
+    all
+}
+
+impl Weights {
+    /// Takes the tensors a model of this configuration needs out of `tensors`; others are dropped.
+    ///
+    /// # Errors
+    /// If one is missing or has another shape; `path` says where they came from.
+    pub fn from_tensors(
+        config: ModelConfig,
+        mut tensors: BTreeMap<String, Tensor>,
+        path: &Utf8Path,
+    ) -> Result<Self, CheckpointError> {
+        let mut taken = BTreeMap::new();
+        for (name, shape) in tensor_shapes(&config) {
+            let tensor = tensors
+                .remove(&name)
+                .ok_or_else(|| CheckpointError::new(path, format!("tensor `{name}` is missing")))?;
+            if tensor.shape != shape {
+                let problem = format!(
+                    "tensor `{name}` has shape {:?}, but config.json asks for {shape:?}",
+                    tensor.shape
+                );
+                return Err(CheckpointError::new(path, problem));
+            }
+            taken.insert(name, tensor);
+        }
+        Ok(Self { config, tensors: taken })
+    }
+
+    /// A new model: normal values of deviation 0.02, projections back into the residual stream
+    /// scaled down by `sqrt(2 × layers)`, norms at 1. The same seed gives the same model.
+    pub fn random(config: ModelConfig, seed: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let residual = 0.02 / (2.0 * config.num_hidden_layers as f64).sqrt();
+        let mut tensors = BTreeMap::new();
+        for (name, shape) in tensor_shapes(&config) {
+            let count = shape.iter().product();
+            let data = if name.ends_with("norm.weight") {
+                vec![1.0; count]
+            } else if name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") {
+                normal(&mut rng, count, residual)
+            } else {
+                normal(&mut rng, count, 0.02)
+            };
+            tensors.insert(name, Tensor { shape, data });
+        }
+        Self { config, tensors }
+    }
+
+    /// The architecture.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Values of one tensor, row-major; `None` if the model has none of that name.
+    pub fn get(&self, name: &str) -> Option<&[f32]> {
+        self.tensors.get(name).map(|t| t.data.as_slice())
+    }
+
+    /// All tensors by name.
+    pub fn tensors(&self) -> &BTreeMap<String, Tensor> {
+        &self.tensors
+    }
+
+    /// The parts, for a caller that rearranges them.
+    pub fn into_parts(self) -> (ModelConfig, BTreeMap<String, Tensor>) {
+        (self.config, self.tensors)
+    }
+
+    /// Number of parameters.
+    pub fn parameters(&self) -> usize {
+        self.tensors.values().map(|t| t.data.len()).sum()
+    }
+}
+
+/// Box–Muller, because it is short and the same on every machine.
+#[expect(clippy::cast_possible_truncation, reason = "weights are stored in f32")]
+fn normal(rng: &mut ChaCha8Rng, count: usize, deviation: f64) -> Vec<f32> {
+    let mut values = Vec::with_capacity(count + 1);
+    while values.len() < count {
+        let (a, b): (f64, f64) = (rng.random(), rng.random());
+        let radius = deviation * (-2.0 * (1.0 - a).ln()).sqrt();
+        let angle = std::f64::consts::TAU * b;
+        values.push((radius * angle.cos()) as f32);
+        values.push((radius * angle.sin()) as f32);
+    }
+    values.truncate(count);
+    values
+}
