@@ -99,14 +99,15 @@ impl ChatModel {
 
         let mut stop_token_ids = Vec::new();
         if folder.join("generation_config.json").is_file() {
-            let eos = json_file(folder, "generation_config.json")?["eos_token_id"].clone();
+            let generation = json_file(folder, "generation_config.json")?;
+            let eos = generation.get("eos_token_id").cloned().unwrap_or_default();
             let ids = eos.as_array().cloned().unwrap_or_else(|| vec![eos]);
             stop_token_ids.extend(
                 ids.iter().filter_map(|id| id.as_u64().and_then(|i| u32::try_from(i).ok())),
             );
         }
-        let eos = &config["eos_token"];
-        let eos = eos.as_str().or_else(|| eos["content"].as_str());
+        let eos = config.get("eos_token");
+        let eos = eos.and_then(|eos| eos.as_str().or_else(|| eos.get("content")?.as_str()));
         if let Some(id) = eos.and_then(|text| tokenizer.token_to_id(text))
             && !stop_token_ids.contains(&id)
         {
@@ -354,12 +355,14 @@ fn template_source(folder: &Utf8Path, config: &serde_json::Value) -> Result<Stri
     if file.is_file() {
         return Ok(fs_err::read_to_string(file)?);
     }
-    let template = &config["chat_template"];
+    let template = config.get("chat_template");
     let named = || {
-        let list = template.as_array()?;
-        list.iter().find(|entry| entry["name"] == "default")?["template"].as_str()
+        let list = template?.as_array()?;
+        let default =
+            |entry: &&serde_json::Value| entry.get("name").is_some_and(|name| name == "default");
+        list.iter().find(default)?.get("template")?.as_str()
     };
-    template.as_str().or_else(named).map(ToOwned::to_owned).ok_or_else(|| {
+    template.and_then(|t| t.as_str()).or_else(named).map(ToOwned::to_owned).ok_or_else(|| {
         invalid(
             "tokenizer_config.json",
             "has no chat_template, and there is no chat_template.jinja".to_owned(),

@@ -2,17 +2,35 @@
 //!
 //! The invariant: token in, token out. What the policy sampled is never rendered again; only the
 //! environment's new text is tokenised.
+//!
+//! [`EpisodeRunner`] is the way in; it performs the commands of the pure [`EpisodeMachine`].
 
+mod actions;
 mod api;
+mod attempt;
+mod buffer;
 mod chat;
+mod config;
+mod grading;
+mod machine;
+mod runner;
 mod supervised;
 mod template;
+mod toolbox;
+mod tree;
 mod vocabulary;
 
+pub use actions::{Call, Change, parse_calls, tool_schemas};
 pub use api::{
     Action, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog, opening_messages,
 };
+pub use buffer::TokenBuffer;
 pub use chat::{ChatError, ChatErrorKind, ChatModel};
+pub use config::{RolloutConfig, RolloutPlan};
+pub use grading::Judge;
+pub use machine::{Command, EpisodeLimits, EpisodeMachine, Event, IllegalTransition, State};
+pub use runner::EpisodeRunner;
 pub use supervised::{ExpertEpisode, ExpertTurn, Supervised};
 pub use template::ChatTemplate;
+pub use tree::{TreeChange, compare_trees};
 pub use vocabulary::{CONTROL_TOKENS, MICRO_CHAT_TEMPLATE, train_tokenizer};

@@ -28,7 +28,9 @@ impl ChatTemplate {
         // Hugging Face compiles chat templates with these two settings.
         env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
         env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        env.add_filter("tojson", python_json);
+        env.add_filter("tojson", |value: &Value, kwargs: Kwargs| {
+            python_json(value, kwargs.get("indent")?)
+        });
         env.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
@@ -80,8 +82,7 @@ fn view(message: &Message) -> serde_json::Value {
 
 /// The `tojson` filter of chat templates: Python's `json.dumps(…, ensure_ascii=False)`. The usual
 /// Jinja filter escapes `<`, `>`, `&` and `'` for HTML, which no model has seen in training.
-fn python_json(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
-    let indent: Option<usize> = kwargs.get("indent")?;
+fn python_json(value: &Value, indent: Option<usize>) -> Result<String, Error> {
     let fail = |e: serde_json::Error| Error::new(ErrorKind::InvalidOperation, e.to_string());
     let mut out = Vec::new();
     match indent {

@@ -1,1 +1,12 @@
-//! testkit
+//! Fakes for tests: [`FakeEngine`], [`FakeSandboxes`], and a [`toy_task`] to solve with them.
+//!
+//! Never part of the shipped program. The invariant: what a fake gives passes the same checks as
+//! the real thing (routing rows have distinct ids in range, sandboxes must be closed).
+
+mod engine;
+mod sandbox;
+mod world;
+
+pub use engine::{EngineScript, FakeEngine, FakeReply, toy_shape};
+pub use sandbox::{FakeExec, FakeSandboxes, FakeTree, Operation, ScriptedSandbox, Shell};
+pub use world::{TOY_FIX, judge_toy, toy_shell, toy_task};

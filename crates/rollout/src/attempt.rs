@@ -1,0 +1,433 @@
+//! What one attempt has gathered so far, and its two repeated steps: sample a turn, act on it.
+
+use crate::actions::{Call, parse_calls};
+use crate::api::{EpisodeReport, EpisodeRequest, Message, Timings, TurnLog};
+use crate::buffer::TokenBuffer;
+use crate::chat::message;
+use crate::machine::Event;
+use crate::runner::{EpisodeRunner, failed};
+use crate::toolbox::Toolbox;
+use orchestrate_engine::{Finish, GenerateRequest, Generation, Sampling};
+use orchestrate_routing::MaskBuilder;
+use orchestrate_sandbox::Sandbox;
+use orchestrate_tasks::Verdict;
+use orchestrate_types::{ModelShape, Outcome, PolicyVersion, RequestId, Retry, Stage};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
+
+/// Engine calls tried for one generation before the attempt is given up.
+const GENERATE_TRIES: u32 = 4;
+
+/// Of these, how many may end in routing rows that cannot be used.
+const ROUTING_TRIES: u32 = 2;
+
+/// A running attempt.
+#[derive(Debug)]
+pub(crate) struct Attempt<'a> {
+    runner: &'a EpisodeRunner,
+    stop: &'a CancellationToken,
+    pub(crate) request: EpisodeRequest,
+    pub(crate) buffer: TokenBuffer,
+    rows: Option<MaskBuilder>,
+    routing_problem: Option<String>,
+    version: PolicyVersion,
+    deadline: Option<Instant>,
+    turns: Vec<TurnLog>,
+    /// Calls made in the current turn: part of the request id, never used twice.
+    tries: u32,
+    /// Whether the last stored reply was aborted, so that the next one belongs to its turn.
+    turn_is_open: bool,
+    pub(crate) patch: String,
+    pub(crate) verdict: Option<Verdict>,
+    pub(crate) timings: Timings,
+    counters: Counters,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    routing_drift: u64,
+    routing_wire_bytes: u64,
+    routing_rows_reused: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    cacheable_tokens: u64,
+}
+
+/// Why a generation did not come about.
+enum NoReply {
+    Event(Event),
+    /// No try is left, or none would help.
+    Failed(String),
+}
+
+impl<'a> Attempt<'a> {
+    pub(crate) fn new(
+        runner: &'a EpisodeRunner,
+        request: EpisodeRequest,
+        stop: &'a CancellationToken,
+        shape: Arc<ModelShape>,
+    ) -> Self {
+        let (mut rows, mut routing_problem) = (None, None);
+        if request.want_routing {
+            match MaskBuilder::new(shape) {
+                Ok(builder) => rows = Some(builder),
+                Err(error) => routing_problem = Some(error.to_string()),
+            }
+        }
+        Self {
+            runner,
+            stop,
+            version: request.policy_version,
+            request,
+            buffer: TokenBuffer::default(),
+            rows,
+            routing_problem,
+            deadline: None,
+            turns: Vec::new(),
+            tries: 0,
+            turn_is_open: false,
+            patch: String::new(),
+            verdict: None,
+            timings: Timings::default(),
+            counters: Counters::default(),
+        }
+    }
+
+    /// From now on the agent's time runs.
+    pub(crate) fn start_clock(&mut self, time: Duration) {
+        self.deadline = Some(Instant::now() + time);
+    }
+
+    fn remaining(&self) -> Duration {
+        self.deadline.map_or(Duration::ZERO, |end| end.saturating_duration_since(Instant::now()))
+    }
+
+    /// Samples one turn, or goes on with one that was aborted.
+    pub(crate) async fn generate(
+        &mut self,
+        turn: u32,
+        resumed: bool,
+        max_new_tokens: usize,
+    ) -> Event {
+        if let (true, Some(problem)) = (self.request.want_routing, &self.routing_problem) {
+            return failed(Stage::Generate, problem);
+        }
+        if self.stop.is_cancelled() {
+            return Event::StopRequested;
+        }
+        if !resumed {
+            self.tries = 0;
+        }
+        let started = Instant::now();
+        let reply = self.try_generate(turn, max_new_tokens).await;
+        let elapsed = started.elapsed();
+        self.timings.generate_s += elapsed.as_secs_f64();
+        let reply = match reply {
+            Ok(reply) => reply,
+            Err(NoReply::Event(event)) => return event,
+            Err(NoReply::Failed(error)) => return failed(Stage::Generate, error),
+        };
+        if reply.output_ids.is_empty() {
+            // Aborted before its first token: nothing happened, and nothing is stored.
+            return Event::Generated {
+                finish: reply.finish,
+                sampled: 0,
+                total_tokens: self.buffer.prompt_len(),
+            };
+        }
+        let resumed = self.turn_is_open;
+        self.count(&reply, turn, resumed);
+        self.buffer.push_reply(&reply, resumed, self.version);
+        self.turn_is_open = reply.finish == Finish::Abort;
+        if let Some(last) = reply.versions.last() {
+            self.version = last.version;
+        }
+        match self.runner.chat.decode(self.buffer.last_turn()) {
+            Ok(text) => self.log_turn(text, elapsed, resumed),
+            Err(error) => return failed(Stage::Generate, error),
+        }
+        Event::Generated {
+            finish: reply.finish,
+            sampled: reply.output_ids.len(),
+            total_tokens: self.buffer.prompt_len(),
+        }
+    }
+
+    async fn try_generate(
+        &mut self,
+        turn: u32,
+        max_new_tokens: usize,
+    ) -> Result<Generation, NoReply> {
+        let Some(deadline) = self.deadline else {
+            return Err(NoReply::Failed("the episode's clock was not started".to_owned()));
+        };
+        let prompt = self.buffer.prompt_for_turn();
+        let (mut tries, mut routing_failures) = (0, 0);
+        loop {
+            if self.stop.is_cancelled() {
+                return Err(NoReply::Event(Event::StopRequested));
+            }
+            if self.remaining().is_zero() {
+                return Err(NoReply::Event(Event::TimeUp));
+            }
+            let request = self.engine_request(turn, max_new_tokens, prompt.clone());
+            self.tries += 1;
+            tries += 1;
+            // The engine keeps its own deadline; this one is for an engine that does not.
+            let Ok(result) = timeout_at(deadline, self.runner.engine.generate(request)).await
+            else {
+                return Err(NoReply::Event(Event::TimeUp));
+            };
+            let (error, retry) = match result {
+                Ok(reply) => match self.accept(&reply, prompt.len(), max_new_tokens) {
+                    Ok(()) => return Ok(reply),
+                    Err(Refusal::Reply(problem)) => (problem, Retry::Now),
+                    Err(Refusal::Routing(problem)) => {
+                        routing_failures += 1;
+                        if routing_failures >= ROUTING_TRIES {
+                            self.routing_problem = Some(problem.clone());
+                        }
+                        (problem, Retry::Now)
+                    }
+                },
+                Err(error) => (error.to_string(), error.retry()),
+            };
+            if tries >= GENERATE_TRIES || self.routing_problem.is_some() {
+                return Err(NoReply::Failed(format!("{error} (after {tries} tries)")));
+            }
+            tracing::debug!(error, turn, tries, "generation failed, trying again");
+            match retry {
+                Retry::Never => return Err(NoReply::Failed(error)),
+                Retry::Now => {}
+                Retry::After(time) => tokio::select! {
+                    biased;
+                    () = self.stop.cancelled() => {}
+                    () = tokio::time::sleep(time.min(self.remaining())) => {}
+                },
+            }
+        }
+    }
+
+    fn engine_request(
+        &self,
+        turn: u32,
+        max_new_tokens: usize,
+        token_ids: Vec<u32>,
+    ) -> GenerateRequest {
+        let EpisodeRequest { run, attempt, seed, temperature, .. } = self.request;
+        let plan = &self.runner.plan;
+        GenerateRequest {
+            request_id: RequestId::new(run, attempt, turn, self.tries),
+            session: format!("{}-{attempt}", run.short()),
+            sampling: Sampling {
+                temperature,
+                top_p: plan.top_p,
+                max_new_tokens,
+                stop_token_ids: self.runner.chat.stop_token_ids().to_vec(),
+                seed: call_seed(seed, turn, token_ids.len()),
+            },
+            token_ids,
+            routed_experts_start: self.rows.as_ref().map(MaskBuilder::next_start),
+            cache_namespace: self.version,
+            priority: i32::try_from(turn).unwrap_or(i32::MAX),
+            deadline: plan.generate_timeout.0.min(self.remaining()),
+        }
+    }
+
+    /// Checks a reply against what was asked, and takes its rows. A refused reply leaves no trace.
+    fn accept(
+        &mut self,
+        reply: &Generation,
+        prompt: usize,
+        max_new_tokens: usize,
+    ) -> Result<(), Refusal> {
+        let sampled = reply.output_ids.len();
+        if reply.logprobs.len() != sampled {
+            let found = reply.logprobs.len();
+            return Err(Refusal::Reply(format!("{found} log-probs for {sampled} tokens")));
+        }
+        if sampled > max_new_tokens {
+            return Err(Refusal::Reply(format!("{sampled} tokens, {max_new_tokens} asked for")));
+        }
+        if sampled == 0 && reply.finish != Finish::Abort {
+            return Err(Refusal::Reply("no tokens, and not aborted".to_owned()));
+        }
+        if reply.versions.last().map_or(0, |span| span.end) != sampled {
+            return Err(Refusal::Reply(format!("policy versions do not cover {sampled} tokens")));
+        }
+        let Some(builder) = self.rows.as_mut().filter(|_| sampled > 0) else { return Ok(()) };
+        let total = prompt + sampled;
+        let Some(rows) = &reply.routed_experts else {
+            return Err(Refusal::Routing("routing rows were asked for, none came".to_owned()));
+        };
+        let end = rows.start() + rows.rows();
+        let needed = total.saturating_sub(1);
+        if end != needed {
+            return Err(Refusal::Routing(format!("routing rows end at {end}, needed {needed}")));
+        }
+        let version = reply.versions.first().map_or(self.version, |span| span.version);
+        let pushed = builder
+            .push(rows, total, version)
+            .map_err(|error| Refusal::Routing(error.to_string()))?;
+        self.counters.routing_drift += pushed.drift_rows as u64;
+        let reused = reply.cached_tokens.min(end).saturating_sub(rows.start());
+        self.counters.routing_rows_reused += reused as u64;
+        Ok(())
+    }
+
+    fn count(&mut self, reply: &Generation, turn: u32, resumed: bool) {
+        let counters = &mut self.counters;
+        counters.prompt_tokens += self.buffer.prompt_len() as u64;
+        counters.cached_tokens += reply.cached_tokens as u64;
+        counters.routing_wire_bytes += reply.routing_wire_bytes as u64;
+        if turn > 0 && !resumed {
+            counters.cacheable_tokens += self.buffer.len().saturating_sub(1) as u64;
+        }
+    }
+
+    fn log_turn(&mut self, text: String, elapsed: Duration, resumed: bool) {
+        let generate_ms = millis(elapsed);
+        match self.turns.last_mut() {
+            Some(turn) if resumed => {
+                turn.text = text;
+                turn.generate_ms += generate_ms;
+            }
+            Some(_) | None => self.turns.push(TurnLog {
+                text,
+                actions: Vec::new(),
+                observation: String::new(),
+                generate_ms,
+                exec_ms: 0,
+            }),
+        }
+    }
+
+    /// Performs the calls of the last turn, and prepares the tokens that answer them.
+    pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> Event {
+        let started = Instant::now();
+        let calls = parse_calls(self.turns.last().map_or("", |turn| turn.text.as_str()));
+        let event = self.perform(sandbox, calls).await;
+        self.timings.exec_s += started.elapsed().as_secs_f64();
+        if let Some(turn) = self.turns.last_mut() {
+            turn.exec_ms = millis(started.elapsed());
+        }
+        event
+    }
+
+    async fn perform(
+        &mut self,
+        sandbox: &mut dyn Sandbox,
+        calls: Vec<Result<(crate::Action, Call), String>>,
+    ) -> Event {
+        let task = Arc::clone(&self.request.task);
+        let plan = &self.runner.plan;
+        let mut new_messages: Vec<Message> = Vec::new();
+        let mut submitted = false;
+        for call in calls {
+            let remaining = self.remaining();
+            if remaining.is_zero() {
+                return Event::TimeUp;
+            }
+            let toolbox = Toolbox {
+                workdir: &task.workdir,
+                command_timeout: plan.command_timeout.0.min(remaining),
+                observation_chars: plan.observation_chars,
+            };
+            let observation = match call {
+                Ok((action, call)) => {
+                    if let Some(turn) = self.turns.last_mut() {
+                        turn.actions.push(action);
+                    }
+                    match toolbox.perform(sandbox, &call).await {
+                        Ok(observation) => observation,
+                        Err(error) => return failed(Stage::Exec, error),
+                    }
+                }
+                Err(observation) => Some(observation),
+            };
+            let Some(observation) = observation else {
+                submitted = true;
+                break;
+            };
+            if let Some(turn) = self.turns.last_mut() {
+                if !turn.observation.is_empty() {
+                    turn.observation.push('\n');
+                }
+                turn.observation.push_str(&observation);
+            }
+            new_messages.push(message("tool", &observation));
+        }
+        if !submitted {
+            match self.runner.chat.delta(&new_messages, self.buffer.last()) {
+                Ok(delta) => self.buffer.add_pending(&delta),
+                Err(error) => return failed(Stage::Exec, error),
+            }
+        }
+        Event::Acted { submitted, next_prompt_tokens: self.buffer.prompt_len() }
+    }
+
+    /// The report. Routing that does not cover the whole trajectory is left out, with the reason.
+    pub(crate) fn report(self, outcome: Outcome) -> EpisodeReport {
+        let mut routing_problem = self.routing_problem;
+        let trajectory = self.buffer.into_trajectory().unwrap_or_else(|error| {
+            routing_problem = Some(error.to_string());
+            None
+        });
+        let mut routing = None;
+        if let (Some(builder), Some(trajectory)) = (self.rows, &trajectory) {
+            match builder.finish(trajectory.len()) {
+                Ok(mask) => routing = Some(mask),
+                Err(error) => routing_problem = routing_problem.or(Some(error.to_string())),
+            }
+        }
+        let Counters {
+            routing_drift,
+            routing_wire_bytes,
+            routing_rows_reused,
+            prompt_tokens,
+            cached_tokens,
+            cacheable_tokens,
+        } = self.counters;
+        EpisodeReport {
+            attempt: self.request.attempt,
+            outcome,
+            trajectory,
+            routing,
+            routing_problem,
+            turns: self.turns,
+            patch: self.patch,
+            verdict: self.verdict,
+            routing_drift,
+            routing_wire_bytes,
+            routing_rows_reused,
+            prompt_tokens,
+            cached_tokens,
+            cacheable_tokens,
+            timings: self.timings,
+        }
+    }
+}
+
+/// What is wrong with a reply.
+enum Refusal {
+    Reply(String),
+    Routing(String),
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Seed of one call: the same for every try of the same part of the same turn, different for any
+/// other (`SplitMix64` of the three).
+fn call_seed(episode: u64, turn: u32, prompt_tokens: usize) -> u64 {
+    let mix = |value: u64| {
+        let value = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let value = (value ^ (value >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        value ^ (value >> 31)
+    };
+    mix(mix(mix(episode) ^ u64::from(turn)) ^ prompt_tokens as u64)
+}

@@ -1,0 +1,174 @@
+//! From a test log to a verdict, with R2E-Gym's own rule and with a strict one beside it.
+//!
+//! The invariant: [`Verdict::official_reward`] is what R2E-Gym gives for the same log, hole for
+//! hole; [`Verdict::reward`] is 1.0 only if every expected test is there with its status and
+//! nothing else is.
+
+use crate::task::{TestStatus, Verdict};
+use std::collections::BTreeMap;
+
+/// The line that pytest and R2E-Gym's runners print in front of the results.
+const SUMMARY: &str = "short test summary info";
+
+/// Statuses by test key.
+type Statuses = BTreeMap<String, TestStatus>;
+
+/// Judges the merged stdout and stderr of the hidden tests against `expected`.
+///
+/// The official reward reads the first summary block and skips an empty key when it compares. The
+/// strict one reads the last block (what a test prints cannot replace the real results), treats an
+/// empty key like any other, and gives 0.0 where there is no block at all.
+pub fn grade(log: &str, expected: &BTreeMap<String, TestStatus>) -> Verdict {
+    let log = without_colour(log, true).replace('\r', "");
+    let blocks: Vec<&str> = log.split(SUMMARY).skip(1).collect();
+    let expected = normalised(expected.clone());
+    let first = normalised(blocks.first().map(|block| parse(block)).unwrap_or_default());
+    let statuses = normalised(blocks.last().map(|block| parse(block)).unwrap_or_default());
+
+    let official = first.len() == expected.len()
+        && first.iter().all(|(key, status)| key.is_empty() || expected.get(key) == Some(status));
+    let mut differing: Vec<String> = expected
+        .iter()
+        .filter(|(key, status)| statuses.get(*key) != Some(*status))
+        .map(|(key, _)| key.clone())
+        .chain(statuses.keys().filter(|key| !expected.contains_key(*key)).cloned())
+        .collect();
+    differing.sort_unstable();
+    let strict = differing.is_empty() && !blocks.is_empty();
+    Verdict {
+        reward: f64::from(u8::from(strict)),
+        official_reward: f64::from(u8::from(official)),
+        statuses,
+        differing,
+    }
+}
+
+/// Statuses of one summary block. The tests for the three words are plain substring tests and
+/// their order matters: a failing test whose name holds `PASSED` counts as passed upstream.
+fn parse(block: &str) -> Statuses {
+    let mut statuses = Statuses::new();
+    for line in block.trim_matches(is_python_space).split('\n') {
+        let tail = line.split("::").skip(1).collect::<Vec<_>>().join(".");
+        if line.contains("PASSED") {
+            statuses.insert(tail, TestStatus::Passed);
+        } else if line.contains("FAILED") {
+            statuses.insert(before_reason(&tail), TestStatus::Failed);
+        } else if line.contains("ERROR") {
+            statuses.insert(before_reason(&tail), TestStatus::Error);
+        }
+    }
+    statuses
+}
+
+/// Keys without colour and without ` - reason`; where two fall together the later one in key
+/// order wins, as upstream.
+fn normalised(statuses: Statuses) -> Statuses {
+    let plain: Statuses =
+        statuses.into_iter().map(|(key, status)| (without_colour(&key, false), status)).collect();
+    plain.into_iter().map(|(key, status)| (before_reason(&key), status)).collect()
+}
+
+fn before_reason(key: &str) -> String {
+    key.split(" - ").next().unwrap_or_default().to_owned()
+}
+
+/// `str.strip()` of Python also takes the four ASCII separators.
+fn is_python_space(c: char) -> bool {
+    c.is_whitespace() || ('\x1c'..='\x1f').contains(&c)
+}
+
+/// `text` without colour escapes: `ESC [ digits m`, in a log (`many`) also with `;` and with no
+/// digits at all.
+fn without_colour(text: &str, many: bool) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((head, tail)) = rest.split_once("\x1b[") {
+        out.push_str(head);
+        let end = tail.find(|c: char| !(c.is_ascii_digit() || many && c == ';'));
+        let code = end.and_then(|end| tail.split_at_checked(end));
+        match code.and_then(|(digits, after)| Some((digits, after.strip_prefix('m')?))) {
+            Some((digits, after)) if many || !digits.is_empty() => rest = after,
+            Some(_) | None => {
+                out.push_str("\x1b[");
+                rest = tail;
+            }
+        }
+    }
+    out.push_str(rest);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(pairs: &[(&str, TestStatus)]) -> Statuses {
+        pairs.iter().map(|(key, status)| ((*key).to_owned(), *status)).collect()
+    }
+
+    fn rewards(log: &str, expected: &[(&str, TestStatus)]) -> (bool, bool) {
+        let verdict = grade(log, &map(expected));
+        (verdict.reward > 0.5, verdict.official_reward > 0.5)
+    }
+
+    #[test]
+    fn the_file_path_is_dropped_and_classes_are_joined_by_dots() {
+        let verdict = grade(
+            "x\n== short test summary info ==\nPASSED a/t.py::C::test_a\nFAILED t.py::test_b - assert 1\r\n\
+             ERROR \x1b[1mt.py\x1b[0m::test_c - boom - bang\nSKIPPED [1] t.py:3: no\n1 passed",
+            &map(&[]),
+        );
+        let want = [
+            ("C.test_a", TestStatus::Passed),
+            ("test_b", TestStatus::Failed),
+            ("test_c", TestStatus::Error),
+        ];
+        assert_eq!(verdict.statuses, map(&want));
+        assert_eq!(verdict.differing, ["C.test_a", "test_b", "test_c"]);
+    }
+
+    #[test]
+    fn expected_failures_count_like_any_status() {
+        let log = "short test summary info\nPASSED t::a\nFAILED t::b - x";
+        assert_eq!(
+            rewards(log, &[("a", TestStatus::Passed), ("b", TestStatus::Failed)]),
+            (true, true)
+        );
+        assert_eq!(
+            rewards(log, &[("a", TestStatus::Passed), ("b", TestStatus::Passed)]),
+            (false, false)
+        );
+    }
+
+    #[test]
+    fn the_empty_key_hole_is_official_only() {
+        let log = "short test summary info\nERROR t.py - ImportError";
+        assert_eq!(rewards(log, &[("a", TestStatus::Passed)]), (false, true));
+    }
+
+    #[test]
+    fn a_forged_first_block_is_official_only() {
+        let log = "short test summary info\nPASSED t::a\nshort test summary info\nFAILED t::a";
+        assert_eq!(rewards(log, &[("a", TestStatus::Passed)]), (false, true));
+    }
+
+    #[test]
+    fn a_log_without_summary_never_scores() {
+        assert_eq!(rewards("PASSED t::a", &[("a", TestStatus::Passed)]), (false, false));
+        assert_eq!(rewards("", &[]), (false, true));
+    }
+
+    #[test]
+    fn extra_tests_do_not_score() {
+        let log = "short test summary info\nPASSED t::a\nPASSED t::b";
+        assert_eq!(rewards(log, &[("a", TestStatus::Passed)]), (false, false));
+    }
+
+    #[test]
+    fn coloured_keys_match_on_both_sides() {
+        let log = "short test summary info\nPASSED t::a[\x1b[31mx\x1b[0m]";
+        assert_eq!(rewards(log, &[("a[\x1b[31mx\x1b[0m]", TestStatus::Passed)]), (true, true));
+        assert_eq!(without_colour("a\x1b[1;2mb\x1b[mc\x1b[Kd", true), "abc\x1b[Kd");
+        assert_eq!(without_colour("a\x1b[mc\x1b[1;2md\x1b[3me", false), "a\x1b[mc\x1b[1;2mde");
+    }
+}

@@ -1,0 +1,292 @@
+//! R2E-Gym's rows: read, written, and turned into [`Task`]s.
+//!
+//! The invariant: the gold patch of a row is rebuilt from its parsed commit by R2E-Gym's rule
+//! (Python files that are not tests), never taken from elsewhere. Rows of the `micro` family have
+//! the same columns and one more, [`MicroColumns`].
+
+mod commit;
+
+pub use commit::{FileDiff, FilePath, Header, HunkRecord, IndexLine, LineRecord, ParsedCommit};
+
+use crate::task::{Split, Task, TaskFile, TestStatus};
+use camino::{Utf8Path, Utf8PathBuf};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io::{BufRead as _, BufWriter, Write as _};
+use std::time::Duration;
+
+/// Where the repository is in R2E-Gym's images, and in ours.
+pub const WORKDIR: &str = "/testbed";
+/// Folder of the hidden tests inside [`WORKDIR`].
+pub const HIDDEN_FOLDER: &str = "r2e_tests";
+/// How R2E-Gym's own program limits a test run.
+const TEST_TIMEOUT: Duration = Duration::from_mins(5);
+/// A micro test run takes milliseconds; a call that hangs is cut after three seconds.
+const MICRO_TEST_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// One row of an R2E-Gym data set. JSON columns are read from a text or a decoded object and
+/// written as a text; unknown columns are ignored.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct R2eRow {
+    /// Short name of the repository, e.g. `aiohttp`.
+    pub repo_name: String,
+    /// Image, one per row.
+    pub docker_image: String,
+    /// The commit that solves the task.
+    pub commit_hash: String,
+    /// That commit. Holds the gold patch.
+    #[serde(with = "json_column")]
+    pub parsed_commit_content: ParsedCommit,
+    /// The hidden tests and their recorded logs.
+    #[serde(with = "json_column")]
+    pub execution_result_content: ExecutionResult,
+    /// Files of the commit.
+    #[serde(default)]
+    pub modified_files: Vec<String>,
+    /// Changed Python files that are not tests.
+    #[serde(default)]
+    pub relevant_files: Vec<String>,
+    /// Number of changed files that are not tests.
+    #[serde(default)]
+    pub num_non_test_files: i64,
+    /// Number of functions and methods changed there.
+    #[serde(default)]
+    pub num_non_test_func_methods: i64,
+    /// Number of lines changed there.
+    #[serde(default)]
+    pub num_non_test_lines: i64,
+    /// The issue, between `[ISSUE]` and `[/ISSUE]`.
+    pub problem_statement: String,
+    /// Status that each hidden test must have.
+    #[serde(with = "json_column")]
+    pub expected_output_json: BTreeMap<String, TestStatus>,
+    /// What only rows of the micro family have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub micro: Option<MicroColumns>,
+}
+
+/// What a micro row says beyond R2E-Gym's columns, as its files are in no image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MicroColumns {
+    /// Task id.
+    pub id: String,
+    /// Bug family.
+    pub family: String,
+    /// Part of the family.
+    pub split: Split,
+    /// Files the agent finds.
+    pub agent_files: Vec<TaskFile>,
+}
+
+/// Hidden tests of a row, and the logs of its two commits.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ExecutionResult {
+    /// Repository.
+    #[serde(default)]
+    pub repo_name: String,
+    /// The solving commit.
+    #[serde(default)]
+    pub new_commit_hash: String,
+    /// Test files, relative to [`HIDDEN_FOLDER`].
+    pub test_file_names: Vec<String>,
+    /// Their contents, in the same order.
+    pub test_file_codes: Vec<String>,
+    /// Log of the tests on the solving commit.
+    #[serde(default)]
+    pub new_commit_res_stdout: String,
+    /// Log of the tests on its parent.
+    #[serde(default)]
+    pub old_commit_res_stdout: String,
+}
+
+/// A row that is no task, or a file of rows that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum RowError {
+    /// Reading or writing failed.
+    #[error("cannot use the rows file")]
+    Io(#[from] std::io::Error),
+    /// A line is not a row.
+    #[error("line {line} is not an R2E-Gym row: check that the file has one JSON object per line")]
+    Json {
+        /// Line, from 1.
+        line: usize,
+        /// What the parser says.
+        source: serde_json::Error,
+    },
+    /// Names and contents of the hidden tests do not pair up.
+    #[error("row {row}: {names} test file names but {codes} test file contents")]
+    Tests {
+        /// Id of the row.
+        row: String,
+        /// Number of names.
+        names: usize,
+        /// Number of contents.
+        codes: usize,
+    },
+    /// A hidden test would lie outside its folder.
+    #[error("row {row}: test file name `{name}` is not a plain file name")]
+    TestName {
+        /// Id of the row.
+        row: String,
+        /// The name.
+        name: String,
+    },
+    /// There is nothing to grade by.
+    #[error("row {row}: no expected test results")]
+    NothingExpected {
+        /// Id of the row.
+        row: String,
+    },
+}
+
+impl R2eRow {
+    /// Its id: that of the micro task, else `REPO__COMMIT`, as rows have none of their own.
+    pub fn id(&self) -> String {
+        match &self.micro {
+            Some(micro) => micro.id.clone(),
+            None => format!("{}__{}", self.repo_name, self.commit_hash),
+        }
+    }
+
+    /// The task of this row. Tasks of real repositories have no [`Task::agent_files`]: their tree
+    /// is in the image.
+    ///
+    /// # Errors
+    /// If the hidden tests are incomplete or misnamed, or no result is expected.
+    pub fn to_task(&self) -> Result<Task, RowError> {
+        let result = &self.execution_result_content;
+        let (names, codes) = (&result.test_file_names, &result.test_file_codes);
+        if names.len() != codes.len() {
+            return Err(RowError::Tests { row: self.id(), names: names.len(), codes: codes.len() });
+        }
+        if let Some(name) = names.iter().find(|name| name.contains('/') || name.starts_with('.')) {
+            return Err(RowError::TestName { row: self.id(), name: name.clone() });
+        }
+        if self.expected_output_json.is_empty() {
+            return Err(RowError::NothingExpected { row: self.id() });
+        }
+        let hidden_files = names
+            .iter()
+            .zip(codes)
+            .map(|(name, code)| TaskFile {
+                path: format!("{HIDDEN_FOLDER}/{name}"),
+                content: code.clone(),
+            })
+            .collect();
+        let (environment, family, split, agent_files, test_timeout) = match &self.micro {
+            Some(micro) => (
+                "micro",
+                micro.family.clone(),
+                micro.split,
+                micro.agent_files.clone(),
+                MICRO_TEST_TIMEOUT,
+            ),
+            None => ("r2e", self.repo_name.clone(), Split::Train, Vec::new(), TEST_TIMEOUT),
+        };
+        Ok(Task {
+            id: self.id(),
+            environment: environment.to_owned(),
+            family,
+            split,
+            problem_statement: issue(&self.problem_statement).to_owned(),
+            image: self.docker_image.clone(),
+            workdir: WORKDIR.to_owned(),
+            agent_files,
+            hidden_files,
+            test_command: test_command(&self.repo_name, names),
+            test_timeout,
+            expected: self.expected_output_json.clone(),
+            gold_patch: self.parsed_commit_content.gold_patch(),
+        })
+    }
+}
+
+/// What stands between `[ISSUE]` and the last `[/ISSUE]`; all of it if there is no wrapper.
+fn issue(statement: &str) -> &str {
+    statement
+        .split_once("[ISSUE]")
+        .and_then(|(_, rest)| rest.rsplit_once("[/ISSUE]"))
+        .map_or(statement, |(inside, _)| inside)
+        .trim()
+}
+
+/// The command in the images' own test script, by repository and kind of test files.
+fn test_command(repo_name: &str, names: &[String]) -> String {
+    let has = |name: &str| names.iter().any(|known| known == name);
+    let pytest = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' .venv/bin/python -W ignore -m pytest -rA";
+    if repo_name == "micro" {
+        crate::micro::TEST_COMMAND.to_owned()
+    } else if has("tornado_unittest_runner.py") {
+        format!(".venv/bin/python -W ignore {HIDDEN_FOLDER}/tornado_unittest_runner.py")
+    } else if has("unittest_custom_runner.py") {
+        format!(".venv/bin/python -W ignore {HIDDEN_FOLDER}/unittest_custom_runner.py")
+    } else if repo_name.starts_with("orange3") {
+        let pytest = pytest.replacen(" .venv", " xvfb-run --auto-servernum .venv", 1);
+        format!("QT_QPA_PLATFORM=minimal {pytest} {HIDDEN_FOLDER}")
+    } else {
+        format!("{pytest} {HIDDEN_FOLDER}")
+    }
+}
+
+/// Reads rows, one JSON object per line; empty lines are skipped.
+///
+/// # Errors
+/// If the file cannot be read or a line is not a row.
+pub fn read_rows(path: &Utf8Path) -> Result<Vec<R2eRow>, RowError> {
+    let file = std::io::BufReader::new(fs_err::File::open(path)?);
+    let mut rows = Vec::new();
+    for (n, line) in file.lines().enumerate() {
+        let line = line?;
+        if !line.trim().is_empty() {
+            rows.push(
+                serde_json::from_str(&line)
+                    .map_err(|source| RowError::Json { line: n + 1, source })?,
+            );
+        }
+    }
+    Ok(rows)
+}
+
+/// Writes rows, one JSON object per line. The file is complete or not there: it is written under
+/// a temporary name beside `path` and then renamed.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn write_rows(path: &Utf8Path, rows: &[R2eRow]) -> Result<(), RowError> {
+    let partial = Utf8PathBuf::from(format!("{path}.partial"));
+    let mut file = BufWriter::new(fs_err::File::create(&partial)?);
+    for (n, row) in rows.iter().enumerate() {
+        serde_json::to_writer(&mut file, row)
+            .map_err(|source| RowError::Json { line: n + 1, source })?;
+        file.write_all(b"\n")?;
+    }
+    let file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
+    file.sync_all()?;
+    fs_err::rename(&partial, path)?;
+    Ok(())
+}
+
+/// A column that holds JSON: as a text, or already decoded.
+mod json_column {
+    use serde::de::{DeserializeOwned, Error as _};
+    use serde::ser::Error as _;
+    use serde::{Deserialize as _, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<T: Serialize, S: Serializer>(
+        value: &T,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&serde_json::to_string(value).map_err(S::Error::custom)?)
+    }
+
+    pub(super) fn deserialize<'de, T: DeserializeOwned, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<T, D::Error> {
+        match serde_json::Value::deserialize(from)? {
+            serde_json::Value::String(text) => {
+                serde_json::from_str(&text).map_err(D::Error::custom)
+            }
+            value => serde_json::from_value(value).map_err(D::Error::custom),
+        }
+    }
+}

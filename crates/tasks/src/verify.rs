@@ -1,0 +1,94 @@
+//! Building blocks for grading a patch and for checking a task: which files the hidden tests run
+//! on, and what a healthy task scores.
+//!
+//! The invariant: in a graded tree everything under the hidden tests' folder is ours.
+
+use crate::patch::{self, PatchError};
+use crate::task::{Task, TaskFile, Verdict};
+
+/// The files in which `task`'s hidden tests judge `patch`: the agent's files, patched; then
+/// whatever the patch put where hidden tests live taken away; then the hidden files.
+///
+/// # Errors
+/// If the patch does not apply to [`Task::agent_files`].
+pub fn graded_tree(task: &Task, patch: &str) -> Result<Vec<TaskFile>, PatchError> {
+    let patched = patch::apply(&task.agent_files, patch)?;
+    Ok(with_hidden(task, patched))
+}
+
+/// `tree` with `task`'s hidden files as its only content in their folders.
+pub fn with_hidden(task: &Task, mut tree: Vec<TaskFile>) -> Vec<TaskFile> {
+    let taken = |path: &str| {
+        task.hidden_files.iter().any(|hidden| match hidden.path.split_once('/') {
+            Some((folder, _)) => path.split('/').next() == Some(folder),
+            None => path == hidden.path,
+        })
+    };
+    tree.retain(|file| !taken(&file.path));
+    tree.extend(task.hidden_files.iter().cloned());
+    tree
+}
+
+/// Verdicts of the gold patch and of no patch at all.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Check {
+    /// With [`Task::gold_patch`].
+    pub gold: Verdict,
+    /// With an empty patch.
+    pub noop: Verdict,
+}
+
+impl Check {
+    /// Why the task should not be used; empty if it is healthy.
+    pub fn problems(&self) -> Vec<String> {
+        let mut problems = Vec::new();
+        if self.gold.reward < 1.0 {
+            let tests = self.gold.differing.join(", ");
+            problems.push(format!("the gold patch scores 0; tests that differ: {tests}"));
+        }
+        if self.noop.reward > 0.0 {
+            problems.push("doing nothing scores 1".to_owned());
+        }
+        problems
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::micro::{MicroCounts, generate};
+
+    fn task() -> Task {
+        let counts = MicroCounts { train: 1, held_out: 0, held_out_families: 0 };
+        generate(1, counts).remove(0)
+    }
+
+    #[test]
+    fn files_beside_the_hidden_tests_are_taken_away() {
+        let task = task();
+        let mut tree = task.agent_files.clone();
+        for path in ["r2e_tests/test_2.py", "r2e_tests/runner.py", "r2e_tests", "notes/r2e_tests"] {
+            tree.push(TaskFile { path: path.into(), content: "x".into() });
+        }
+        let patch = patch::diff(&task.agent_files, &tree);
+        let graded = graded_tree(&task, &patch).unwrap();
+        let paths: Vec<_> = graded.iter().map(|file| file.path.as_str()).collect();
+        assert_eq!(paths.iter().filter(|path| path.starts_with("r2e_tests")).count(), 2);
+        assert!(paths.contains(&"notes/r2e_tests"));
+        assert!(task.hidden_files.iter().all(|hidden| graded.contains(hidden)));
+    }
+
+    #[test]
+    fn a_check_names_both_kinds_of_problem() {
+        let task = task();
+        let bad = Check {
+            gold: crate::grade("", &task.expected),
+            noop: crate::grade("", &task.expected),
+        };
+        assert_eq!(bad.problems().len(), 1);
+        let log = "short test summary info\nPASSED x::a";
+        let expected = [("a".to_owned(), crate::TestStatus::Passed)].into();
+        let good = crate::grade(log, &expected);
+        assert_eq!(Check { gold: good.clone(), noop: good }.problems(), ["doing nothing scores 1"]);
+    }
+}

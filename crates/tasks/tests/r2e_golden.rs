@@ -1,0 +1,96 @@
+//! Real R2E-Gym rows: rewards, parsed logs and rebuilt gold patches.
+
+#![expect(clippy::unwrap_used, reason = "a test stops where something is not as promised")]
+
+use orchestrate_tasks::r2e::R2eRow;
+use orchestrate_tasks::{TaskFile, TestStatus, grade, patch};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::process::Command;
+
+const ROWS: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/data/swe/r2e/rows.jsonl.gz");
+
+#[derive(Deserialize)]
+struct Entry {
+    row: R2eRow,
+    computed: Computed,
+}
+
+#[derive(Deserialize)]
+struct Computed {
+    reward_new_log: f64,
+    reward_old_log: f64,
+    n_expected: usize,
+    parsed_new: BTreeMap<String, TestStatus>,
+    parsed_old: BTreeMap<String, TestStatus>,
+}
+
+#[expect(clippy::print_stderr, reason = "a skipped test must say so")]
+fn entries() -> Vec<Entry> {
+    let present = std::path::Path::new(ROWS).exists();
+    let text = Command::new("gzip").args(["-dc", ROWS]).output().ok().filter(|_| present);
+    let Some(text) = text else {
+        eprintln!("skipped: test data absent");
+        return Vec::new();
+    };
+    let text = String::from_utf8(text.stdout).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn real_logs_get_their_official_rewards_and_maps() {
+    for Entry { row, computed } in entries() {
+        let task = row.to_task().unwrap();
+        assert_eq!(task.expected.len(), computed.n_expected);
+        let result = &row.execution_result_content;
+        let new = grade(&result.new_commit_res_stdout, &task.expected);
+        let old = grade(&result.old_commit_res_stdout, &task.expected);
+        for (verdict, reward) in [(&new, computed.reward_new_log), (&old, computed.reward_old_log)]
+        {
+            assert!((verdict.official_reward - reward).abs() < 1e-9, "{}", task.id);
+            assert!((verdict.reward - reward).abs() < 1e-9, "{}: {:?}", task.id, verdict.differing);
+        }
+        assert_eq!(new.statuses, computed.parsed_new, "{}", task.id);
+        assert_eq!(old.statuses, computed.parsed_old, "{}", task.id);
+    }
+}
+
+#[test]
+fn rebuilt_gold_patches_turn_the_old_files_into_the_new_ones() {
+    for Entry { row, .. } in entries() {
+        let task = row.to_task().unwrap();
+        let commit = &row.parsed_commit_content;
+        let changed = patch::parse(&task.gold_patch).unwrap();
+        let paths: Vec<_> = changed.iter().map(patch::FilePatch::path).collect();
+        assert!(
+            row.relevant_files.iter().all(|file| paths.contains(&file.as_str())),
+            "{}",
+            task.id
+        );
+        let gold =
+            commit.file_diffs.iter().filter(|file| paths.contains(&file.header.file.path.as_str()));
+        let side = |text: fn(&orchestrate_tasks::r2e::FileDiff) -> &String| -> Vec<TaskFile> {
+            let file = |diff: &orchestrate_tasks::r2e::FileDiff| TaskFile {
+                path: diff.header.file.path.clone(),
+                content: text(diff).clone(),
+            };
+            let mut tree: Vec<_> =
+                gold.clone().map(file).filter(|file| !file.content.is_empty()).collect();
+            tree.sort_by(|a, b| a.path.cmp(&b.path));
+            tree
+        };
+        let (old, new) = (side(|diff| &diff.old_file_content), side(|diff| &diff.new_file_content));
+        assert_eq!(patch::apply(&old, &task.gold_patch).unwrap(), new, "{}", task.id);
+    }
+}
+
+#[test]
+fn real_rows_survive_being_written_and_read() {
+    for Entry { row, .. } in entries() {
+        let text = serde_json::to_string(&row).unwrap();
+        assert_eq!(serde_json::from_str::<R2eRow>(&text).unwrap(), row);
+        assert!(row.to_task().unwrap().test_command.contains("r2e_tests"));
+        assert!(!row.to_task().unwrap().problem_statement.contains("[ISSUE]"));
+    }
+}
