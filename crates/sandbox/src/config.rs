@@ -1,21 +1,9 @@
 //! The `[sandbox]` section: as written ([`RawSandboxConfig`]), and checked ([`SandboxConfig`]).
 
 use crate::api::Limits;
-use orchestrate_types::{ByteSize, HumanDuration};
+use orchestrate_types::{ByteSize, ConfigProblem, HumanDuration};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
-
-/// One thing wrong in the config: which key, what it says, what to do.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{key} = {value}: {remedy}")]
-pub struct ConfigProblem {
-    /// Full key, like `sandbox.max_containers`.
-    pub key: String,
-    /// Value as understood.
-    pub value: String,
-    /// What to write instead.
-    pub remedy: String,
-}
 
 /// The `[sandbox]` section of a run file; what is absent gets its default.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]

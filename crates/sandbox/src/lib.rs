@@ -21,7 +21,7 @@ pub use api::{
     Command, ExecResult, Exit, FileEntry, Limits, Owner, Purpose, Sandbox, SandboxError,
     SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
-pub use config::{ConfigProblem, RawSandboxConfig, SandboxConfig};
+pub use config::{RawSandboxConfig, SandboxConfig};
 pub use doctor::{DaemonReport, ProbeReport};
 pub use provider::{DockerProvider, ProviderStats};
 pub use sweep::{ContainerInfo, GcScope};
