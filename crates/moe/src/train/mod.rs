@@ -18,6 +18,8 @@ pub mod server;
 pub mod service;
 pub mod sft;
 pub mod step;
+#[cfg(test)]
+mod step_tests;
 pub mod store;
 
 pub use batch::{BatchError, PackedBatch, Routes};
