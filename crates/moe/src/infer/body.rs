@@ -16,6 +16,7 @@ enum OneOrMany<T> {
 }
 
 /// The body of `/generate`. Unknown top-level keys are ignored, as SGLang does.
+#[expect(clippy::struct_excessive_bools, reason = "the wire form has them")]
 #[derive(Debug, Deserialize)]
 pub(crate) struct GenerateBody {
     text: Option<OneOrMany<String>>,
@@ -135,6 +136,7 @@ pub(crate) struct Prompt {
 }
 
 /// What the reply shall contain.
+#[expect(clippy::struct_excessive_bools, reason = "independent switches of the wire form")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Show {
     pub(crate) logprobs: bool,

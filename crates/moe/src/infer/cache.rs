@@ -203,14 +203,11 @@ impl PrefixCache {
     fn walk(&mut self, namespace: &Namespace, tokens: &[u32]) -> (usize, Vec<u32>) {
         self.clock += 1;
         let clock = self.clock;
-        let mut node = match self.roots.get(namespace) {
-            Some(&root) => root,
-            None => {
-                let root = self.add(Node::default());
-                self.roots.insert(namespace.clone(), root);
-                root
-            }
-        };
+        let mut node = self.roots.get(namespace).copied().unwrap_or_else(|| {
+            let root = self.add(Node::default());
+            self.roots.insert(namespace.clone(), root);
+            root
+        });
         let mut slots = Vec::new();
         loop {
             let Some(here) = self.node_mut(node) else { return (node, slots) };

@@ -10,12 +10,18 @@
     reason = "dense numeric code; lengths are asserted at the entry of each kernel"
 )]
 #![expect(unsafe_code, reason = "calling code compiled for a wider instruction set than the base")]
+#![expect(
+    clippy::inline_always,
+    reason = "a body is compiled for an instruction set only where it is inlined into its wrapper"
+)]
 
 use candle_core::quantized::GgmlType;
 use candle_core::quantized::k_quants::BlockQ8_0;
 
+/// Values in one [`Lanes`].
+const LANES: usize = 16;
 /// Columns computed together; a panel of this many columns and 128 rows fits the L1 cache.
-const PANEL: usize = 32;
+const PANEL: usize = 2 * LANES;
 /// Values in one quantised block, as GGML defines `Q8_0`.
 pub(crate) const BLOCK: usize = 32;
 
@@ -86,6 +92,68 @@ fn madd<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FUSED { a.mul_add(b, c) } else { a * b + c }
 }
 
+/// A register's worth of values. Index loops over its array are what compiles to vector code;
+/// iterator chains do not, reliably.
+#[derive(Clone, Copy)]
+struct Lanes([f32; LANES]);
+
+impl Lanes {
+    const ZERO: Self = Self([0.0; LANES]);
+
+    #[inline(always)]
+    fn pair(values: &[f32; PANEL]) -> (Self, Self) {
+        let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
+        a.copy_from_slice(&values[..LANES]);
+        b.copy_from_slice(&values[LANES..]);
+        (Self(a), Self(b))
+    }
+
+    /// At most [`LANES`] values, the rest zero.
+    #[inline(always)]
+    fn partial(values: &[f32]) -> Self {
+        let mut all = [0.0; LANES];
+        all[..values.len()].copy_from_slice(values);
+        Self(all)
+    }
+
+    /// `self + value * other`.
+    #[inline(always)]
+    fn add_scaled<const FUSED: bool>(mut self, value: f32, other: Self) -> Self {
+        let mut j = 0;
+        while j < LANES {
+            self.0[j] = madd::<FUSED>(value, other.0[j], self.0[j]);
+            j += 1;
+        }
+        self
+    }
+
+    /// `self + a * b`.
+    #[inline(always)]
+    fn add_product<const FUSED: bool>(mut self, a: Self, b: Self) -> Self {
+        let mut j = 0;
+        while j < LANES {
+            self.0[j] = madd::<FUSED>(a.0[j], b.0[j], self.0[j]);
+            j += 1;
+        }
+        self
+    }
+
+    /// The sum, folded by halves.
+    #[inline(always)]
+    fn sum(mut self) -> f32 {
+        let mut half = LANES / 2;
+        while half > 0 {
+            let mut j = 0;
+            while j < half {
+                self.0[j] += self.0[j + half];
+                j += 1;
+            }
+            half /= 2;
+        }
+        self.0[0]
+    }
+}
+
 /// A weight matrix `[n, k]` in f32, stored as panels of [`PANEL`] columns of its transpose.
 #[derive(Debug)]
 pub(crate) struct Dense {
@@ -151,6 +219,7 @@ fn tiles<const ROWS: usize, const FUSED: bool>(
     }
 }
 
+/// Some output columns of a few rows; all partial sums stay in registers.
 #[inline(always)]
 fn tile<const ROWS: usize, const FUSED: bool>(
     x: &[f32],
@@ -161,19 +230,22 @@ fn tile<const ROWS: usize, const FUSED: bool>(
     column: usize,
 ) {
     let rows: [&[f32]; ROWS] = std::array::from_fn(|r| &x[r * k..(r + 1) * k]);
-    let mut sums = [[0.0f32; PANEL]; ROWS];
-    for (i, weights) in panel.chunks_exact(PANEL).enumerate().take(k) {
-        for (row, sum) in rows.iter().zip(&mut sums) {
-            let value = row[i];
-            for (s, &w) in sum.iter_mut().zip(weights) {
-                *s = madd::<FUSED>(value, w, *s);
-            }
+    let mut low = [Lanes::ZERO; ROWS];
+    let mut high = [Lanes::ZERO; ROWS];
+    let (weights, _) = panel.as_chunks::<PANEL>();
+    for (i, weights) in weights[..k].iter().enumerate() {
+        let (first, second) = Lanes::pair(weights);
+        for r in 0..ROWS {
+            let value = rows[r][i];
+            low[r] = low[r].add_scaled::<FUSED>(value, first);
+            high[r] = high[r].add_scaled::<FUSED>(value, second);
         }
     }
     let width = PANEL.min(n - column);
-    for (r, sum) in sums.iter().enumerate() {
+    for r in 0..ROWS {
         let start = r * n + column;
-        out[start..start + width].copy_from_slice(&sum[..width]);
+        let both = [low[r].0, high[r].0];
+        out[start..start + width].copy_from_slice(&both.as_flattened()[..width]);
     }
 }
 
@@ -187,14 +259,14 @@ pub(crate) struct Quantized {
 
 impl std::fmt::Debug for Quantized {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Quantized").field("n", &self.n).field("k", &self.k).finish()
+        f.debug_struct("Quantized").field("n", &self.n).field("k", &self.k).finish_non_exhaustive()
     }
 }
 
 impl Quantized {
     /// Quantises `rows`, `[n, k]`; `k` must be a multiple of [`BLOCK`].
     pub(crate) fn pack(rows: &[f32], n: usize, k: usize) -> Self {
-        assert!(rows.len() == n * k && k % BLOCK == 0);
+        assert!(rows.len() == n * k && k.is_multiple_of(BLOCK));
         let mut blocks = vec![BlockQ8_0::zeros(); rows.len() / BLOCK];
         BlockQ8_0::from_float(rows, &mut blocks);
         Self { n, k, blocks }
@@ -232,7 +304,7 @@ fn exp<const FUSED: bool>(x: f32) -> f32 {
     let r = madd::<FUSED>(power, -0.693_359_4, x);
     let r = madd::<FUSED>(power, 2.121_944_4e-4, r);
     let mut p = 1.987_569_1e-4;
-    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.000_000_1e-1] {
+    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
         p = madd::<FUSED>(p, r, c);
     }
     let e = madd::<FUSED>(p * r, r, r) + 1.0;
@@ -260,25 +332,19 @@ fn rms_norm_body<const FUSED: bool, const WIDE: bool>(
     }
 }
 
-/// Dot product over 16 independent sums, folded in a fixed order.
+/// Dot product over [`LANES`] independent sums.
 #[inline(always)]
 fn dot<const FUSED: bool>(a: &[f32], b: &[f32]) -> f32 {
-    let (mut xs, mut ys) = (a.chunks_exact(16), b.chunks_exact(16));
-    let mut sums = [0.0f32; 16];
-    for (x, y) in xs.by_ref().zip(ys.by_ref()) {
-        for ((s, &x), &y) in sums.iter_mut().zip(x).zip(y) {
-            *s = madd::<FUSED>(x, y, *s);
-        }
+    let (xs, x_rest) = a.as_chunks::<LANES>();
+    let (ys, y_rest) = b.as_chunks::<LANES>();
+    let mut sums = Lanes::ZERO;
+    for (x, y) in xs.iter().zip(ys) {
+        sums = sums.add_product::<FUSED>(Lanes(*x), Lanes(*y));
     }
-    for ((s, &x), &y) in sums.iter_mut().zip(xs.remainder()).zip(ys.remainder()) {
-        *s = madd::<FUSED>(x, y, *s);
+    if !x_rest.is_empty() {
+        sums = sums.add_product::<FUSED>(Lanes::partial(x_rest), Lanes::partial(y_rest));
     }
-    for half in [8, 4, 2, 1] {
-        for i in 0..half {
-            sums[i] += sums[i + half];
-        }
-    }
-    sums[0]
+    sums.sum()
 }
 
 dispatch!(
@@ -312,14 +378,15 @@ fn exp_shifted_body<const FUSED: bool, const WIDE: bool>(
         *v *= scale;
         max = max.max(*v);
     }
-    let mut sums = [0.0f32; 16];
-    for chunk in x.chunks_mut(16) {
-        for (v, s) in chunk.iter_mut().zip(&mut sums) {
-            *v = exp::<FUSED>(*v - max);
-            *s += *v;
-        }
+    for v in x.iter_mut() {
+        *v = exp::<FUSED>(*v - max);
     }
-    *stats = [max, sums.iter().sum()];
+    let (lanes, rest) = x.as_chunks::<LANES>();
+    let mut sums = Lanes::partial(rest);
+    for lane in lanes {
+        sums = sums.add_scaled::<false>(1.0, Lanes(*lane));
+    }
+    *stats = [max, sums.sum()];
 }
 
 /// Where attention reads keys and values: pages of one position, `[slots, kv_heads * head_dim]`.
@@ -373,15 +440,16 @@ fn attend_body<const FUSED: bool, const WIDE: bool>(
                 *w *= inverse;
             }
         }
-        outs.fill(0.0);
-        for (position, &slot) in slots.iter().enumerate() {
-            let start = slot as usize * stride + head * head_dim;
-            let value = &values[start..start + head_dim];
-            for (g, out) in outs.chunks_exact_mut(head_dim).enumerate() {
-                let weight = scores[g * slots.len() + position];
-                for (o, &v) in out.iter_mut().zip(value) {
-                    *o = madd::<FUSED>(weight, v, *o);
+        for (g, out) in outs.chunks_exact_mut(head_dim).enumerate() {
+            let weights = &scores[g * slots.len()..(g + 1) * slots.len()];
+            for (part, out) in out.chunks_mut(LANES).enumerate() {
+                let mut sums = Lanes::ZERO;
+                for (&slot, &weight) in slots.iter().zip(weights) {
+                    let start = slot as usize * stride + head * head_dim + part * LANES;
+                    let value = Lanes::partial(&values[start..start + out.len()]);
+                    sums = sums.add_scaled::<FUSED>(weight, value);
                 }
+                out.copy_from_slice(&sums.0[..out.len()]);
             }
         }
     }

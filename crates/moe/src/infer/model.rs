@@ -9,6 +9,7 @@
 use super::kernels::{
     BLOCK, Dense, KvView, Level, Quantized, attend, exp_shifted, gated_silu, rms_norm,
 };
+use crate::router::RouterFamily;
 use crate::{CheckpointError, ModelConfig, Weights};
 
 /// How weight matrices are held and multiplied.
@@ -44,7 +45,9 @@ enum Matrix {
 impl Matrix {
     fn pack(format: WeightFormat, rows: &[f32], n: usize, k: usize) -> Self {
         match format {
-            WeightFormat::Q8_0 if k % BLOCK == 0 => Self::Quantized(Quantized::pack(rows, n, k)),
+            WeightFormat::Q8_0 if k.is_multiple_of(BLOCK) => {
+                Self::Quantized(Quantized::pack(rows, n, k))
+            }
             WeightFormat::Q8_0 | WeightFormat::F32 => Self::Dense(Dense::pack(rows, n, k)),
         }
     }
@@ -92,7 +95,8 @@ pub(crate) struct Model {
     layers: Vec<Layer>,
     norm: Vec<f32>,
     head: Matrix,
-    inverse_frequencies: Vec<f32>,
+    inverse_frequencies: Vec<f64>,
+    family: RouterFamily,
 }
 
 /// Tokens of one request to run: `tokens` follow what `slots` already holds.
@@ -152,21 +156,19 @@ pub(crate) struct Scratch {
     attended: Vec<f32>,
     projected: Vec<f32>,
     router: Vec<f32>,
-    choices: Vec<Choice>,
+    ids: Vec<u16>,
+    gates: Vec<f32>,
+    order: Vec<usize>,
     gathered: Vec<f32>,
     gate_up: Vec<f32>,
     activated: Vec<f32>,
     expert_out: Vec<f32>,
     per_choice: Vec<f32>,
     scores: Vec<f32>,
+    /// Sine and cosine of every frequency, for every new token.
+    angles: Vec<(f32, f32)>,
     /// Logits of the wanted tokens in order of chunks, `[wanted, vocab]`.
     pub(crate) logits: Vec<f32>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Choice {
-    expert: u16,
-    weight: f32,
 }
 
 /// The same buffer with exactly `len` values; the contents are unspecified.
@@ -229,6 +231,11 @@ impl Model {
         };
         let norm = weight("model.norm.weight")?.to_vec();
         let inverse_frequencies = rope_frequencies(c);
+        let family = if c.norm_topk_prob {
+            RouterFamily::SoftmaxRenormalised
+        } else {
+            RouterFamily::Softmax
+        };
         Ok(Self {
             config,
             level: Level::detect(),
@@ -237,6 +244,7 @@ impl Model {
             norm,
             head,
             inverse_frequencies,
+            family,
         })
     }
 
@@ -254,6 +262,16 @@ impl Model {
         let x = sized(&mut scratch.x, rows * d);
         for (out, &token) in x.chunks_exact_mut(d).zip(tokens) {
             self.embed(token, out);
+        }
+        scratch.angles.clear();
+        for chunk in chunks {
+            for position in chunk.slots.len() - chunk.tokens.len()..chunk.slots.len() {
+                // In f64, as the trainer does it: in f32 the angle itself would be off.
+                scratch.angles.extend(self.inverse_frequencies.iter().map(|f| {
+                    let (sin, cos) = (position as f64 * f).sin_cos();
+                    (sin as f32, cos as f32)
+                }));
+            }
         }
         for index in 0..self.layers.len() {
             self.attention(index, pool, chunks, rows, scratch);
@@ -297,26 +315,18 @@ impl Model {
 
         let (keys, values) = (&mut pool.keys[index], &mut pool.values[index]);
         let mut normed = vec![0.0; hd];
-        let mut angles = vec![(0.0, 0.0); hd / 2];
-        let mut each = qkv.chunks_exact_mut(width);
-        for chunk in chunks {
-            let first = chunk.slots.len() - chunk.tokens.len();
-            for (position, &slot) in chunk.slots.iter().enumerate().skip(first) {
-                let Some(row) = each.next() else { break };
-                for (angle, &frequency) in angles.iter_mut().zip(&self.inverse_frequencies) {
-                    *angle = (position as f32 * frequency).sin_cos();
-                }
-                let (heads, value) = row.split_at_mut(q_width + pool.kv_width);
-                for (i, head) in heads.chunks_exact_mut(hd).enumerate() {
-                    let norm =
-                        if i < c.num_attention_heads { &layer.q_norm } else { &layer.k_norm };
-                    rms_norm(level, head, norm, eps, &mut normed);
-                    rotate(&normed, &angles, head);
-                }
-                let at = slot as usize * pool.kv_width;
-                keys[at..at + pool.kv_width].copy_from_slice(&heads[q_width..]);
-                values[at..at + pool.kv_width].copy_from_slice(value);
+        let angles = scratch.angles.chunks_exact(hd / 2);
+        for ((row, angles), &slot) in qkv.chunks_exact_mut(width).zip(angles).zip(new_slots(chunks))
+        {
+            let (heads, value) = row.split_at_mut(q_width + pool.kv_width);
+            for (i, head) in heads.chunks_exact_mut(hd).enumerate() {
+                let norm = if i < c.num_attention_heads { &layer.q_norm } else { &layer.k_norm };
+                rms_norm(level, head, norm, eps, &mut normed);
+                rotate(&normed, angles, head);
             }
+            let at = slot as usize * pool.kv_width;
+            keys[at..at + pool.kv_width].copy_from_slice(&heads[q_width..]);
+            values[at..at + pool.kv_width].copy_from_slice(value);
         }
 
         let attended = sized(&mut scratch.attended, rows * q_width);
@@ -348,58 +358,58 @@ impl Model {
         rows: usize,
         scratch: &mut Scratch,
     ) {
-        let c = &self.config;
+        let config = &self.config;
         let (layer, level) = (&self.layers[index], self.level);
-        let (d, f, top_k) = (c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok);
+        let (d, inner) = (config.hidden_size, config.moe_intermediate_size);
+        let top_k = config.num_experts_per_tok;
         let x = sized(&mut scratch.x, rows * d);
         let h = sized(&mut scratch.h, rows * d);
-        rms_norm(level, x, &layer.post_norm, c.rms_norm_eps as f32, h);
-        let router = sized(&mut scratch.router, rows * c.num_experts);
+        rms_norm(level, x, &layer.post_norm, config.rms_norm_eps as f32, h);
+        let router = sized(&mut scratch.router, rows * config.num_experts);
         layer.router.apply(level, h, router);
-        scratch.choices.clear();
-        for logits in router.chunks_exact_mut(c.num_experts) {
-            choose(level, logits, top_k, c.norm_topk_prob, &mut scratch.choices);
+        let (ids, gates) = (&mut scratch.ids, &mut scratch.gates);
+        ids.resize(rows * top_k, 0);
+        gates.resize(rows * top_k, 0.0);
+        let chosen = ids.chunks_exact_mut(top_k).zip(gates.chunks_exact_mut(top_k));
+        for (logits, (ids, gates)) in router.chunks_exact(config.num_experts).zip(chosen) {
+            self.family.select(logits, ids);
+            self.family.gates(logits, ids, gates);
         }
-        let slots = chunks.iter().flat_map(|c| &c.slots[c.slots.len() - c.tokens.len()..]);
-        for (chosen, &slot) in scratch.choices.chunks_exact(top_k).zip(slots) {
+        for (ids, &slot) in ids.chunks_exact(top_k).zip(new_slots(chunks)) {
             let at = slot as usize * pool.row_width + index * top_k;
-            for (route, choice) in pool.routes[at..at + top_k].iter_mut().zip(chosen) {
-                *route = choice.expert;
-            }
+            pool.routes[at..at + top_k].copy_from_slice(ids);
         }
 
+        // Each expert runs once, over all tokens that chose it.
+        let order = &mut scratch.order;
+        order.clear();
+        order.extend(0..ids.len());
+        order.sort_by_key(|&i| ids[i]);
         let per_choice = sized(&mut scratch.per_choice, rows * top_k * d);
-        for (e, expert) in layer.experts.iter().enumerate() {
-            let mine = || {
-                let choices = scratch.choices.iter().enumerate();
-                choices.filter(move |(_, c)| usize::from(c.expert) == e).map(|(i, _)| i)
-            };
-            let count = mine().count();
-            if count == 0 {
-                continue;
-            }
-            let gathered = sized(&mut scratch.gathered, count * d);
-            for (out, i) in gathered.chunks_exact_mut(d).zip(mine()) {
-                let row = i / top_k;
+        for mine in order.chunk_by(|&a, &b| ids[a] == ids[b]) {
+            let expert = &layer.experts[usize::from(ids[mine[0]])];
+            let gathered = sized(&mut scratch.gathered, mine.len() * d);
+            for (out, &choice) in gathered.chunks_exact_mut(d).zip(mine) {
+                let row = choice / top_k;
                 out.copy_from_slice(&h[row * d..(row + 1) * d]);
             }
-            let gate_up = sized(&mut scratch.gate_up, count * 2 * f);
+            let gate_up = sized(&mut scratch.gate_up, mine.len() * 2 * inner);
             expert.gate_up.apply(level, gathered, gate_up);
-            let activated = sized(&mut scratch.activated, count * f);
-            gated_silu(level, gate_up, f, activated);
-            let out = sized(&mut scratch.expert_out, count * d);
+            let activated = sized(&mut scratch.activated, mine.len() * inner);
+            gated_silu(level, gate_up, inner, activated);
+            let out = sized(&mut scratch.expert_out, mine.len() * d);
             expert.down.apply(level, activated, out);
-            for (out, i) in out.chunks_exact(d).zip(mine()) {
-                per_choice[i * d..(i + 1) * d].copy_from_slice(out);
+            for (out, &choice) in out.chunks_exact(d).zip(mine) {
+                per_choice[choice * d..(choice + 1) * d].copy_from_slice(out);
             }
         }
         // Summed in the order of choice, so that the grouping by expert leaves no trace.
-        let choices = scratch.choices.chunks_exact(top_k);
+        let gates = gates.chunks_exact(top_k);
         let outputs = per_choice.chunks_exact(top_k * d);
-        for ((x, outputs), choices) in x.chunks_exact_mut(d).zip(outputs).zip(choices) {
-            for (output, choice) in outputs.chunks_exact(d).zip(choices) {
+        for ((x, outputs), gates) in x.chunks_exact_mut(d).zip(outputs).zip(gates) {
+            for (output, &gate) in outputs.chunks_exact(d).zip(gates) {
                 for (x, &o) in x.iter_mut().zip(output) {
-                    *x += choice.weight * o;
+                    *x += gate * o;
                 }
             }
         }
@@ -435,9 +445,14 @@ impl Model {
     }
 }
 
-fn rope_frequencies(config: &ModelConfig) -> Vec<f32> {
+fn rope_frequencies(config: &ModelConfig) -> Vec<f64> {
     let half = config.head_dim / 2;
-    (0..half).map(|i| config.rope_base().powf(-(i as f64) / half as f64) as f32).collect()
+    (0..half).map(|i| config.rope_base().powf(-(i as f64) / half as f64)).collect()
+}
+
+/// Slots of the new tokens of all chunks.
+fn new_slots<'a>(chunks: &'a [Chunk<'a>]) -> impl Iterator<Item = &'a u32> {
+    chunks.iter().flat_map(|c| &c.slots[c.slots.len() - c.tokens.len()..])
 }
 
 fn add(x: &mut [f32], y: &[f32]) {
@@ -453,47 +468,6 @@ fn rotate(x: &[f32], angles: &[(f32, f32)], out: &mut [f32]) {
     for (i, &(sin, cos)) in angles.iter().enumerate() {
         out_low[i] = low[i] * cos - high[i] * sin;
         out_high[i] = high[i] * cos + low[i] * sin;
-    }
-}
-
-/// Appends the `top_k` experts of one token, larger logit first and the lower id on ties, with
-/// their gate weights: softmax over the chosen, or over all if `renormalise` is false.
-fn choose(
-    level: Level,
-    logits: &mut [f32],
-    top_k: usize,
-    renormalise: bool,
-    choices: &mut Vec<Choice>,
-) {
-    let start = choices.len();
-    for _ in 0..top_k {
-        let mut best = None;
-        for (expert, &logit) in (0u16..).zip(logits.iter()) {
-            let taken = choices[start..].iter().any(|c| c.expert == expert);
-            if !taken && best.is_none_or(|(_, b)| logit > b) {
-                best = Some((expert, logit));
-            }
-        }
-        let (expert, weight) = best.unwrap_or((0, 0.0));
-        choices.push(Choice { expert, weight });
-    }
-    let chosen = &mut choices[start..];
-    if renormalise {
-        let max = chosen.first().map_or(0.0, |c| c.weight);
-        let mut sum = 0.0;
-        for c in chosen.iter_mut() {
-            c.weight = (c.weight - max).exp();
-            sum += c.weight;
-        }
-        for c in chosen {
-            c.weight /= sum;
-        }
-    } else {
-        let mut stats = [0.0; 2];
-        exp_shifted(level, logits, 1.0, &mut stats);
-        for c in chosen {
-            c.weight = logits[usize::from(c.expert)] / stats[1];
-        }
     }
 }
 

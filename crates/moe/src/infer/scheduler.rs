@@ -78,6 +78,8 @@ fn eos_tokens(folder: &Utf8Path) -> Result<Vec<u32>, CheckpointError> {
     Ok(Vec::new())
 }
 
+type Answer = Result<Finished, Refusal>;
+
 #[derive(Debug)]
 struct Request {
     job: Job,
@@ -148,7 +150,7 @@ pub(crate) struct Scheduler {
     paused: bool,
     stopped: bool,
     sequence: u64,
-    answers: Vec<(oneshot::Sender<Result<Finished, Refusal>>, Result<Finished, Refusal>)>,
+    answers: Vec<(oneshot::Sender<Answer>, Answer)>,
     status: Arc<Mutex<Status>>,
     totals: Status,
     window: (Instant, u64),

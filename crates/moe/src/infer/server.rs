@@ -17,6 +17,7 @@ use camino::Utf8PathBuf;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::HashSet;
+use std::fmt::Write;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokenizers::Tokenizer;
 use tokio::net::TcpListener;
@@ -654,10 +655,13 @@ async fn metrics(State(engine): State<Arc<Engine>>) -> impl IntoResponse {
     ];
     let label = status.model_path.replace('\\', "\\\\").replace('"', "\\\"");
     for (name, kind, help, value) in rows {
-        text += &format!(
+        // Writing to a string cannot fail.
+        write!(
+            text,
             "# HELP sglang:{name} {help}\n# TYPE sglang:{name} {kind}\n\
              sglang:{name}{{model_name=\"{label}\"}} {value}\n"
-        );
+        )
+        .ok();
     }
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
 }
