@@ -34,6 +34,10 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
     sys::harden()?;
     let children = sys::child_signal()?;
     let alarm = Alarm::start(options.lifetime)?;
+    if !options.reusable {
+        // Where the root can be written, the image need not have the folder.
+        std::fs::create_dir_all(&options.workdir)?;
+    }
     let baseline = options.reusable.then(|| Baseline::take(&options));
     let mut server = Server {
         options,
