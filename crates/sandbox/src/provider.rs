@@ -11,7 +11,7 @@ use crate::guard::{Guard, Job, QUEUE, Remover};
 use crate::image::{self, Images};
 use crate::link::Link;
 use crate::sandbox::DockerSandbox;
-use crate::slots::{Key, Slot, Slots, Taken};
+use crate::slots::{Idle, Key, Slot, Slots, Taken};
 use bollard::models::ContainerCreateBody;
 use bollard::query_parameters::CreateContainerOptions;
 use orchestrate_types::{ByteSize, RunId};
@@ -183,7 +183,11 @@ impl Shared {
         }
         let link = self.launch(&name).await?;
         self.counters.started.fetch_add(1, Ordering::Relaxed);
-        Ok(DockerSandbox::new(link, guard, Arc::clone(self), key, ends))
+        let mut sandbox = DockerSandbox::new(link, guard, Arc::clone(self), key, ends);
+        if spec.reusable {
+            sandbox.set_deadline(spec.deadline).await?;
+        }
+        Ok(sandbox)
     }
 
     /// Creates the container in the background, so that the request is never dropped half-way: the
@@ -218,6 +222,23 @@ impl Shared {
         match answered.await {
             Ok((guard, outcome)) => outcome.map(|()| guard),
             Err(_) => Err(closed),
+        }
+    }
+
+    /// Removes an idle container and waits until its slot is free, so that one request evicts one.
+    async fn evict(&self, idle: Idle) {
+        let Idle { link, guard, .. } = idle;
+        let Some(doomed) = guard.into_doomed() else { return };
+        let (done, gone) = oneshot::channel::<()>();
+        let remover = Arc::clone(&self.remover);
+        let work = async move {
+            drop(link);
+            remover.remove(doomed).await;
+            drop(done);
+        };
+        // A closed queue drops the work, and the slot with it.
+        if self.jobs.send(Job::Finish(Box::pin(work))).await.is_ok() {
+            let _ = gone.await;
         }
     }
 
@@ -294,8 +315,7 @@ impl SandboxProvider for DockerProvider {
                     let key = pooled.then(|| key.clone());
                     return Ok(Box::new(shared.start(spec, key, slot).await?));
                 }
-                // Its slot comes free when it is gone, and wakes us.
-                Taken::Evict(idle) => drop(idle),
+                Taken::Evict(idle) => shared.evict(*idle).await,
             }
         }
     }

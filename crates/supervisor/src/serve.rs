@@ -120,6 +120,8 @@ impl Server {
     fn reset(&mut self) -> Result<(), String> {
         self.kill_everything(None).map_err(|error| error.to_string())?;
         self.write_failure = None;
+        // The deadline was that of the attempt; what remains is the container's own.
+        self.alarm.set(Duration::MAX);
         match &self.baseline {
             Some(Ok(baseline)) => baseline.restore(&self.options),
             Some(Err(reason)) => Err(reason.clone()),
