@@ -102,7 +102,7 @@ _import_with_debootstrap() {
     _say "no registry is reachable, and building $reference without one needs root (debootstrap)"
     return 1
   fi
-  _need debootstrap tar -- debootstrap tar || return 1
+  _need debootstrap tar -- debootstrap tar debian-archive-keyring || return 1
   root=$(mktemp -d "${TMPDIR:-/tmp}/orchestrate-image.XXXXXX") || return 1
   packages=$(grep -v '^#' "$recipe/image/packages.txt" | paste -sd, -)
   _say "no registry is reachable: building $reference from Debian packages (debootstrap, a minute or two)"

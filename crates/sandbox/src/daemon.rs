@@ -126,3 +126,23 @@ fn with_sources(error: &DriverError) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_daemon_that_accepts_and_never_answers_is_given_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("docker.sock");
+        let _listener = tokio::net::UnixListener::bind(&path).unwrap();
+        let host = format!("unix://{}", path.display());
+        let after = Duration::from_millis(200);
+        let error = Daemon::connect(Some(&host), after).await.unwrap_err();
+        assert_eq!(error.sandbox, host);
+        assert!(
+            matches!(error.kind, SandboxErrorKind::TimedOut { call: "version", .. }),
+            "{error}"
+        );
+    }
+}

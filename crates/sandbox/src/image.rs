@@ -116,10 +116,10 @@ async fn derive(daemon: &Daemon, image: &str, id: &str) -> Result<String, Sandbo
         return Ok(reference);
     }
     tracing::info!(image, derived = %reference, "adding the supervisor to an image");
-    let name = format!("orch-derive-{tag}");
+    let name = format!("orch-derive-{tag}-{}", std::process::id());
     let failed = |call| move |error: CallError| error.at(image, call);
-    // A container of this name is the remainder of an attempt that failed, or of another program
-    // that makes the same image; both may lose it.
+    // A container of this name is the remainder of an attempt that failed. Should another program
+    // make the same image now, the later one gets the tag, and both images are good.
     daemon.remove(&name).await.map_err(failed("remove"))?;
     let deadline = unix_micros() / 1_000_000 + DERIVE_SECONDS;
     let body = ContainerCreateBody {

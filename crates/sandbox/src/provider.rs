@@ -7,18 +7,18 @@ use crate::config::SandboxConfig;
 use crate::container::{attempt_name, check_spec, create_body, pooled_name};
 use crate::daemon::{CallError, Daemon};
 use crate::doctor;
-use crate::guard::{Doomed, Guard, QUEUE, Reaper};
+use crate::guard::{Guard, Job, QUEUE, Remover};
 use crate::image::{self, Images};
 use crate::link::Link;
 use crate::sandbox::DockerSandbox;
-use crate::slots::{Key, Slot, Slots, Taken};
+use crate::slots::{Idle, Key, Slot, Slots, Taken};
 use bollard::models::ContainerCreateBody;
 use bollard::query_parameters::CreateContainerOptions;
 use orchestrate_types::{ByteSize, RunId};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -62,11 +62,10 @@ pub(crate) struct Shared {
     pub(crate) config: SandboxConfig,
     pub(crate) slots: Arc<Slots>,
     pub(crate) counters: Counters,
-    images: Images,
+    images: Arc<Images>,
     starts: Semaphore,
-    removals: mpsc::Sender<Doomed>,
-    removed: Arc<AtomicU64>,
-    failed: Arc<Mutex<Vec<String>>>,
+    jobs: mpsc::Sender<Job>,
+    remover: Arc<Remover>,
     next_number: AtomicU32,
     disk: Mutex<Option<(Instant, Option<ByteSize>)>>,
 }
@@ -89,26 +88,19 @@ impl DockerProvider {
     /// [`SandboxErrorKind::NoDaemon`] with a hint where none answers.
     pub async fn connect(config: SandboxConfig) -> Result<Self, SandboxError> {
         let daemon = Daemon::connect(config.docker_host.as_deref(), config.call_timeout.0).await?;
-        let (removals, queue) = mpsc::channel(QUEUE);
-        let (removed, failed) = (Arc::default(), Arc::default());
-        let reaper = Reaper {
-            daemon: daemon.clone(),
-            parallelism: config.remove_parallelism,
-            removed: Arc::clone(&removed),
-            failed: Arc::clone(&failed),
-        };
+        let (jobs, queue) = mpsc::channel(QUEUE);
         let stop = CancellationToken::new();
+        let remover = Remover::new(daemon.clone(), config.remove_parallelism, stop.clone());
         let mut tasks = JoinSet::new();
-        tasks.spawn(reaper.run(queue, stop.clone()));
+        tasks.spawn(Arc::clone(&remover).run(queue));
         let shared = Arc::new(Shared {
             daemon,
             slots: Slots::new(config.max_containers),
             counters: Counters::default(),
-            images: Images::default(),
+            images: Arc::default(),
             starts: Semaphore::new(config.start_parallelism),
-            removals,
-            removed,
-            failed,
+            jobs,
+            remover,
             next_number: AtomicU32::new(0),
             disk: Mutex::default(),
             config,
@@ -129,7 +121,7 @@ impl DockerProvider {
             started: shared.counters.started.load(Ordering::Relaxed),
             reused: shared.counters.reused.load(Ordering::Relaxed),
             resets_refused: shared.counters.resets_refused.load(Ordering::Relaxed),
-            removed: shared.removed.load(Ordering::Relaxed),
+            removed: shared.remover.removed.load(Ordering::Relaxed),
             open,
             idle,
         }
@@ -182,44 +174,71 @@ impl Shared {
         };
         let name = slot.name(&wanted);
         // From here on the container may exist, even if this future is dropped.
-        let guard = Guard::new(name.clone(), slot, self.removals.clone());
+        let guard = Guard::new(name.clone(), slot, self.jobs.clone());
         let ends = Instant::now() + lifetime;
-        self.create(&name, spec, create_body(spec, &self.config, &image, lifetime)).await?;
+        let body = create_body(spec, &self.config, &image, lifetime);
+        let guard = self.create(guard, spec.image.clone(), body).await?;
         if !spec.reusable {
             image::install(&self.daemon, &name).await?;
         }
         let link = self.launch(&name).await?;
         self.counters.started.fetch_add(1, Ordering::Relaxed);
-        Ok(DockerSandbox::new(link, guard, Arc::clone(self), key, ends))
+        let mut sandbox = DockerSandbox::new(link, guard, Arc::clone(self), key, ends);
+        if spec.reusable {
+            sandbox.set_deadline(spec.deadline).await?;
+        }
+        Ok(sandbox)
     }
 
+    /// Creates the container in the background, so that the request is never dropped half-way: the
+    /// daemon would finish it all the same, after we had looked for something to remove.
     async fn create(
         &self,
-        name: &str,
-        spec: &SandboxSpec,
+        guard: Guard,
+        image: String,
         body: ContainerCreateBody,
-    ) -> Result<(), SandboxError> {
-        let mut tries = 0;
-        loop {
-            tries += 1;
-            let options =
-                CreateContainerOptions { name: Some(name.to_owned()), ..Default::default() };
-            let create = self.daemon.docker.create_container(Some(options), body.clone());
-            match self.daemon.call(create).await {
-                Ok(_) => return Ok(()),
-                // The name says that it is ours, and we know that we do not use it: the remainder
-                // of a create whose answer was lost, or of a coordinator that died.
-                Err(CallError::Status(409, _)) if tries < CREATE_TRIES => {
-                    tracing::info!(container = name, "removing a leftover of the same name");
-                    self.daemon.remove(name).await.map_err(|error| error.at(name, "remove"))?;
-                }
-                Err(CallError::Status(404, _)) => {
-                    self.images.forget(&spec.image).await;
-                    let kind = SandboxErrorKind::ImageMissing(spec.image.clone());
-                    return Err(SandboxError { sandbox: name.to_owned(), kind });
-                }
-                Err(error) => return Err(error.at(name, "create")),
+    ) -> Result<Guard, SandboxError> {
+        let closed = SandboxError {
+            sandbox: guard.name().to_owned(),
+            kind: SandboxErrorKind::Refused {
+                call: "open",
+                message: "the provider was shut down".to_owned(),
+            },
+        };
+        let (answer, answered) = oneshot::channel();
+        let (daemon, remover) = (self.daemon.clone(), Arc::clone(&self.remover));
+        let images = Arc::clone(&self.images);
+        let work = async move {
+            let outcome = create(&daemon, &images, guard.name(), image, body).await;
+            if let Err((guard, _)) = answer.send((guard, outcome))
+                && let Some(doomed) = guard.into_doomed()
+            {
+                remover.remove(doomed).await;
             }
+        };
+        if self.jobs.send(Job::Finish(Box::pin(work))).await.is_err() {
+            return Err(closed);
+        }
+        match answered.await {
+            Ok((guard, outcome)) => outcome.map(|()| guard),
+            Err(_) => Err(closed),
+        }
+    }
+
+    /// Removes an idle container and waits until its slot is free, so that one request evicts one.
+    async fn evict(&self, idle: Idle) {
+        let Idle { link, guard, .. } = idle;
+        let Some(doomed) = guard.into_doomed() else { return };
+        let (done, gone) = oneshot::channel::<()>();
+        let remover = Arc::clone(&self.remover);
+        let work = async move {
+            drop(link);
+            remover.remove(doomed).await;
+            drop(done);
+        };
+        // A closed queue drops the work, and the slot with it.
+        if self.jobs.send(Job::Finish(Box::pin(work))).await.is_ok() {
+            let _ = gone.await;
         }
     }
 
@@ -236,6 +255,35 @@ impl Shared {
                 sandbox: name.to_owned(),
                 kind: SandboxErrorKind::TimedOut { call: "greeting", after },
             }),
+        }
+    }
+}
+
+async fn create(
+    daemon: &Daemon,
+    images: &Images,
+    name: &str,
+    image: String,
+    body: ContainerCreateBody,
+) -> Result<(), SandboxError> {
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        let options = CreateContainerOptions { name: Some(name.to_owned()), ..Default::default() };
+        match daemon.call(daemon.docker.create_container(Some(options), body.clone())).await {
+            Ok(_) => return Ok(()),
+            // The name says that it is ours, and we know that we do not use it: the remainder
+            // of a create whose answer was lost, or of a coordinator that died.
+            Err(CallError::Status(409, _)) if tries < CREATE_TRIES => {
+                tracing::info!(container = name, "removing a leftover of the same name");
+                daemon.remove(name).await.map_err(|error| error.at(name, "remove"))?;
+            }
+            Err(CallError::Status(404, _)) => {
+                images.forget(&image).await;
+                let kind = SandboxErrorKind::ImageMissing(image);
+                return Err(SandboxError { sandbox: name.to_owned(), kind });
+            }
+            Err(error) => return Err(error.at(name, "create")),
         }
     }
 }
@@ -267,8 +315,7 @@ impl SandboxProvider for DockerProvider {
                     let key = pooled.then(|| key.clone());
                     return Ok(Box::new(shared.start(spec, key, slot).await?));
                 }
-                // Its slot comes free when it is gone, and wakes us.
-                Taken::Evict(idle) => drop(idle),
+                Taken::Evict(idle) => shared.evict(*idle).await,
             }
         }
     }
@@ -285,7 +332,8 @@ impl SandboxProvider for DockerProvider {
             while tasks.join_next().await.is_some() {}
         });
         let in_time = finished.await.is_ok();
-        let failed = self.shared.failed.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let failed =
+            self.shared.remover.failed.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let kind = match (in_time, failed.is_empty()) {
             (true, true) => return Ok(()),
             (false, _) => SandboxErrorKind::TimedOut { call: "shutdown", after: SHUTDOWN_WITHIN },

@@ -187,7 +187,7 @@ async fn docker_output_is_kept_at_both_ends_and_counted() {
 async fn docker_process_one_cannot_be_killed_read_or_imitated() {
     let Some(bench) = Bench::new().await else { return };
     let mut sandbox = bench.open().await;
-    assert_eq!(run(&mut sandbox, "kill -9 -1; sleep 5").await.exit, Exit::Signal(9));
+    assert_eq!(run(&mut sandbox, "sh -c 'kill -9 -1; :'; sleep 5").await.exit, Exit::Signal(9));
     check_alive(&mut sandbox).await;
     for script in
         ["kill -TERM 1", "kill -9 1", "kill -INT 1; kill -HUP 1; kill -STOP 1; kill -SEGV 1"]
@@ -328,6 +328,7 @@ async fn docker_what_a_reset_cannot_undo_costs_the_container() {
     let Some(bench) = Bench::new().await else { return };
     for (count, script) in [
         "rm /dev/null; echo x > /dev/null",
+        "chmod 777 /dev/shm",
         "python3 -c 'import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (100, 100))'",
         "echo 900 > /proc/1/oom_score_adj",
         "renice -n 10 -p 1 || python3 -c 'import os; os.setpriority(os.PRIO_PROCESS, 1, 10)'",
@@ -397,6 +398,19 @@ async fn docker_the_deadline_ends_the_container_without_us() {
     let text = ended.to_string();
     assert!(matches!(ended.kind, SandboxErrorKind::Gone(_)) && text.contains("deadline"), "{text}");
     drop(sandbox);
+    // A pooled container's end is that of its attempt while it serves one, and its own afterwards.
+    let spec = SandboxSpec { deadline: Duration::from_secs(1), ..bench.spec(true) };
+    let sandbox = bench.provider.open(&spec).await.unwrap();
+    let name = sandbox.name().to_owned();
+    sandbox.close().await.unwrap();
+    let mut again = bench.open().await;
+    assert_eq!(again.name(), name);
+    assert_eq!(run(&mut again, "sleep 1.5").await.exit, Exit::Code(0));
+    again.close().await.unwrap();
+    let mut hurried = bench.provider.open(&spec).await.unwrap();
+    let ended = hurried.exec(&Command::shell("sleep 100", SHORT)).await.unwrap_err();
+    assert!(ended.to_string().contains("deadline"), "{ended}");
+    drop(hurried);
     bench.finish().await;
 }
 
@@ -497,6 +511,33 @@ async fn docker_missing_images_and_absent_daemons_say_what_to_do() {
         assert!(matches!(error.kind, SandboxErrorKind::NoDaemon(_)), "{error}");
         assert!(error.to_string().contains("start Docker"), "{error}");
     }
+}
+
+#[tokio::test]
+async fn docker_nothing_starts_below_the_floor_of_free_disk() {
+    let floor = ByteSize(1 << 50);
+    let raw = RawSandboxConfig { min_free_disk: Some(floor), ..RawSandboxConfig::default() };
+    let Some(bench) = Bench::with(raw).await else { return };
+    let error = bench.provider.open(&bench.spec(true)).await.unwrap_err();
+    assert!(error.to_string().contains("sandbox.min_free_disk"), "{error}");
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_an_idle_sandbox_of_another_kind_makes_room() {
+    let raw = RawSandboxConfig { max_containers: Some(2), ..RawSandboxConfig::default() };
+    let Some(bench) = Bench::with(raw).await else { return };
+    let grader = SandboxSpec { purpose: Purpose::Grader, ..bench.spec(true) };
+    bench.open().await.close().await.unwrap();
+    bench.provider.open(&grader).await.unwrap().close().await.unwrap();
+    assert_eq!(bench.provider.stats().idle, 2);
+    let other = SandboxSpec { workdir: "/other".into(), ..bench.spec(true) };
+    let mut sandbox = bench.provider.open(&other).await.unwrap();
+    assert_eq!(run(&mut sandbox, "pwd").await.text(), "/other\n");
+    let stats = bench.provider.stats();
+    assert_eq!((stats.open, stats.idle, stats.removed), (1, 1, 1));
+    sandbox.close().await.unwrap();
+    bench.finish().await;
 }
 
 #[tokio::test]

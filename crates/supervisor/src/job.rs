@@ -202,7 +202,8 @@ impl Job {
 
 /// Kills by the kernel for memory so far, of this container (both control group versions).
 pub(crate) fn oom_kills() -> u32 {
-    ["/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"]
+    // Version 1 first: there a command could make a file where version 2 has its own.
+    ["/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events"]
         .iter()
         .filter_map(|path| std::fs::read_to_string(path).ok())
         .find_map(|text| {

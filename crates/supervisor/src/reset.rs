@@ -7,7 +7,9 @@ use std::io;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-const DEV: &str = "/dev";
+/// Folders that Docker leaves writable beside the wiped ones: few entries, none of them plain files,
+/// so they are compared one by one. The second is so with control groups of version 1 only.
+const COMPARED: [&str; 2] = ["/dev", "/sys/fs/cgroup"];
 const IPC_LISTS: [(Ipc, &str); 3] = [
     (Ipc::Shm, "/proc/sysvipc/shm"),
     (Ipc::Sem, "/proc/sysvipc/sem"),
@@ -29,7 +31,7 @@ pub(crate) struct Baseline {
     mounts: String,
     process: ProcessState,
     oom_score: String,
-    dev: BTreeMap<PathBuf, Entry>,
+    compared: BTreeMap<PathBuf, Entry>,
     roots: BTreeMap<PathBuf, Entry>,
 }
 
@@ -39,16 +41,31 @@ fn entry(path: &Path) -> io::Result<Entry> {
     Ok(Entry { mode: meta.mode(), owner: (meta.uid(), meta.gid()), device: meta.rdev(), target })
 }
 
+/// The folder and everything below it, without the control groups mounted there: those are
+/// read-only, and their content is the kernel's.
 fn snapshot(folder: &Path, into: &mut BTreeMap<PathBuf, Entry>) -> io::Result<()> {
+    into.insert(folder.to_owned(), entry(folder)?);
+    let home = std::fs::symlink_metadata(folder)?.dev();
     for found in std::fs::read_dir(folder)? {
         let path = found?.path();
-        let entry = entry(&path)?;
-        if std::fs::symlink_metadata(&path)?.is_dir() {
+        let meta = std::fs::symlink_metadata(&path)?;
+        if meta.is_dir() && (meta.dev() == home || path.starts_with("/dev")) {
             snapshot(&path, into)?;
+        } else {
+            into.insert(path.clone(), entry(&path)?);
         }
-        into.insert(path, entry);
     }
     Ok(())
+}
+
+fn compared() -> io::Result<BTreeMap<PathBuf, Entry>> {
+    let mut found = BTreeMap::new();
+    for folder in COMPARED.map(Path::new) {
+        if folder.exists() {
+            snapshot(folder, &mut found)?;
+        }
+    }
+    Ok(found)
 }
 
 /// The folders that are wiped: they, and nothing else, may be writable.
@@ -64,7 +81,8 @@ fn unwiped_mount(mountinfo: &str, wiped: &[PathBuf]) -> Option<String> {
         let (point, flags) = (fields.nth(4)?, fields.next()?);
         let read_only = flags.split(',').any(|flag| flag == "ro");
         let known = wiped.iter().any(|path| path == Path::new(point))
-            || Path::new(point).starts_with(DEV)
+            || COMPARED.contains(&point)
+            || Path::new(point).starts_with("/dev")
             || Path::new(point).starts_with("/proc");
         (!read_only && !known).then(|| format!("{point} is writable and would outlive a reset"))
     })
@@ -79,11 +97,8 @@ impl Baseline {
         if let Some(problem) = unwiped_mount(&mounts, &wiped) {
             return Err(problem);
         }
-        let mut dev = BTreeMap::new();
-        snapshot(Path::new(DEV), &mut dev).map_err(text)?;
         let roots = wiped
             .into_iter()
-            .chain([PathBuf::from(DEV)])
             .map(|path| Ok((path.clone(), entry(&path)?)))
             .collect::<io::Result<_>>()
             .map_err(text)?;
@@ -91,7 +106,7 @@ impl Baseline {
             mounts,
             process: sys::process_state().map_err(text)?,
             oom_score: std::fs::read_to_string("/proc/self/oom_score_adj").map_err(text)?,
-            dev,
+            compared: compared().map_err(text)?,
             roots,
         })
     }
@@ -108,10 +123,9 @@ impl Baseline {
             let mode = std::fs::Permissions::from_mode(was.mode & 0o7777);
             std::fs::set_permissions(&path, mode).map_err(text)?;
         }
-        let mut dev = BTreeMap::new();
-        snapshot(Path::new(DEV), &mut dev).map_err(text)?;
+        let found = compared().map_err(text)?;
         // Children sort after their parents: once a folder is gone, so are they.
-        for path in dev.keys().filter(|path| !self.dev.contains_key(*path)) {
+        for path in found.keys().filter(|path| !self.compared.contains_key(*path)) {
             if std::fs::symlink_metadata(path).is_ok() {
                 tree::remove_entry(path).map_err(text)?;
             }
@@ -147,7 +161,7 @@ impl Baseline {
             ("mounts", now.mounts == self.mounts),
             ("limits, priority or CPUs of process 1", now.process == self.process),
             ("oom score of process 1", now.oom_score == self.oom_score),
-            ("/dev", now.dev == self.dev),
+            ("/dev or the control groups' folder", now.compared == self.compared),
             ("owner or mode of a writable folder", now.roots == self.roots),
         ];
         match same.iter().find(|(_, same)| !same) {
@@ -183,9 +197,10 @@ mod tests {
                      2 1 0:2 / /proc rw,nosuid - proc proc rw\n\
                      3 1 0:3 / /dev rw - tmpfs tmpfs rw\n\
                      4 1 0:4 / /testbed rw - tmpfs tmpfs rw\n\
+                     6 1 0:6 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n\
                      5 1 0:5 / /etc/hosts ro - ext4 /dev/vda rw\n";
         assert_eq!(unwiped_mount(clean, &wiped), None);
-        let volume = format!("{clean}6 1 0:6 / /data rw - ext4 /dev/vda rw\n");
+        let volume = format!("{clean}7 1 0:7 / /data rw - ext4 /dev/vda rw\n");
         assert!(unwiped_mount(&volume, &wiped).unwrap().starts_with("/data"));
         assert!(unwiped_mount("1 2 0:1 / / rw - overlay overlay rw", &wiped).is_some());
     }

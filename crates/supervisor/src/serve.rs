@@ -34,6 +34,10 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
     sys::harden()?;
     let children = sys::child_signal()?;
     let alarm = Alarm::start(options.lifetime)?;
+    if !options.reusable {
+        // Where the root can be written, the image need not have the folder.
+        std::fs::create_dir_all(&options.workdir)?;
+    }
     let baseline = options.reusable.then(|| Baseline::take(&options));
     let mut server = Server {
         options,
@@ -116,6 +120,8 @@ impl Server {
     fn reset(&mut self) -> Result<(), String> {
         self.kill_everything(None).map_err(|error| error.to_string())?;
         self.write_failure = None;
+        // The deadline was that of the attempt; what remains is the container's own.
+        self.alarm.set(Duration::MAX);
         match &self.baseline {
             Some(Ok(baseline)) => baseline.restore(&self.options),
             Some(Err(reason)) => Err(reason.clone()),
