@@ -205,6 +205,7 @@ async fn a_stop_request_drains_and_the_run_continues_later() {
     assert!(matches!(end.unwrap(), RunEnd::Stopped(_)));
     assert_eq!(world.sandboxes.shut_down.load(Ordering::SeqCst), 1);
     assert!(world.sealed().await.is_empty());
+    assert!(world.events.lock().unwrap().contains(&Event::Draining));
 
     world.episodes.hold.store(false, Ordering::SeqCst);
     world.finish().await;
