@@ -137,7 +137,7 @@ impl ModelConfig {
             return Err("num_experts_per_tok must lie in 1..=num_experts".into());
         }
         let heads = (self.num_attention_heads, self.num_key_value_heads);
-        if heads.1 == 0 || heads.0 % heads.1 != 0 || self.head_dim % 2 != 0 {
+        if heads.1 == 0 || !heads.0.is_multiple_of(heads.1) || !self.head_dim.is_multiple_of(2) {
             return Err("query heads must be a multiple of key heads, and head_dim even".into());
         }
         Ok(())

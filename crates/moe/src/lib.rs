@@ -2,6 +2,13 @@
 
 pub mod checkpoint;
 mod config;
+pub mod diagnostics;
+#[cfg(test)]
+mod golden;
+pub mod infer;
+pub mod loss;
+pub mod router;
+pub mod train;
 pub mod weights;
 
 pub use checkpoint::{StoredType, save_checkpoint};

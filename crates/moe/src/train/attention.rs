@@ -1,0 +1,195 @@
+//! Causal attention with grouped key heads over packed sequences of unequal length.
+//!
+//! Queries are taken in blocks, so that nothing larger than `[block, keys so far]` exists; the
+//! backward pass computes the probabilities again from the stored log-sum-exp.
+#![expect(clippy::inline_always, reason = "loops must inline into `simd` to be vectorised")]
+#![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
+
+use super::linalg::{View, ViewMut, dot, largest, matmul, simd, sum};
+use super::norm::HeadShape;
+use super::real::Real;
+use std::ops::Range;
+
+/// Rows of queries handled at once: small enough that their scores stay in cache.
+const BLOCK: usize = 64;
+
+/// `qkv [N, width]` → `out [N, query_heads · head_dim]` and `lse [N, query_heads]`, for each
+/// sequence (a range of rows) by itself.
+pub(crate) fn attention<T: Real>(
+    shape: HeadShape,
+    sequences: &[Range<usize>],
+    qkv: &[T],
+    out: &mut [T],
+    lse: &mut [T],
+) {
+    let scale = 1.0 / (shape.head_dim as f64).sqrt();
+    let mut scores = Vec::new();
+    for sequence in sequences {
+        for head in 0..shape.query_heads {
+            let at = Places::new(shape, sequence.start, head);
+            for block in blocks(sequence.len()) {
+                let (rows, keys) = (block.len(), block.end);
+                scores.resize(rows * keys, T::ZERO);
+                at.scores(qkv, &block, &mut scores, scale);
+                let first = sequence.start + block.start;
+                simd(|| {
+                    for (i, row) in scores.chunks_exact_mut(keys).enumerate() {
+                        let (seen, hidden) = row.split_at_mut(block.start + i + 1);
+                        let total = exponentials(seen);
+                        lse[(first + i) * shape.query_heads + head] = total.1 + total.0.ln();
+                        let inverse = T::ONE / total.0;
+                        for p in seen {
+                            *p = *p * inverse;
+                        }
+                        hidden.fill(T::ZERO);
+                    }
+                });
+                matmul(
+                    at.out_mut(out, &block),
+                    false,
+                    1.0,
+                    View::new(&scores, rows, keys),
+                    at.values(qkv, keys),
+                );
+            }
+        }
+    }
+}
+
+/// Adds the gradient of `qkv` to `d_qkv`, given that of `out`.
+pub(crate) fn attention_backward<T: Real>(
+    shape: HeadShape,
+    sequences: &[Range<usize>],
+    (qkv, out, lse): (&[T], &[T], &[T]),
+    d_out: &[T],
+    d_qkv: &mut [T],
+) {
+    let scale = 1.0 / (shape.head_dim as f64).sqrt();
+    let (dim, heads) = (shape.head_dim, shape.query_heads);
+    let (mut p, mut ds) = (Vec::new(), Vec::new());
+    for sequence in sequences {
+        for head in 0..heads {
+            let at = Places::new(shape, sequence.start, head);
+            for block in blocks(sequence.len()) {
+                let (rows, keys) = (block.len(), block.end);
+                p.resize(rows * keys, T::ZERO);
+                ds.resize(rows * keys, T::ZERO);
+                at.scores(qkv, &block, &mut p, scale);
+                let d_rows = at.out(d_out, &block);
+                matmul(
+                    ViewMut::new(&mut ds, rows, keys),
+                    false,
+                    1.0,
+                    d_rows,
+                    at.values(qkv, keys).t(),
+                );
+                let first = sequence.start + block.start;
+                simd(|| {
+                    let both = p.chunks_exact_mut(keys).zip(ds.chunks_exact_mut(keys));
+                    for (i, (p, ds)) in both.enumerate() {
+                        let flat = ((first + i) * heads + head) * dim;
+                        let own = flat..flat + dim;
+                        let delta = dot(&d_out[own.clone()], &out[own]);
+                        let row_lse = lse[(first + i) * heads + head];
+                        let seen = block.start + i + 1;
+                        for (p, ds) in p[..seen].iter_mut().zip(&mut ds[..seen]) {
+                            *p = (*p - row_lse).exp();
+                            *ds = *p * (*ds - delta);
+                        }
+                        p[seen..].fill(T::ZERO);
+                        ds[seen..].fill(T::ZERO);
+                    }
+                });
+                let (p, ds) = (View::new(&p, rows, keys), View::new(&ds, rows, keys));
+                matmul(at.queries_mut(d_qkv, &block), false, scale, ds, at.keys(qkv, keys));
+                matmul(at.keys_mut(d_qkv, keys), true, scale, ds.t(), at.queries(qkv, &block));
+                matmul(at.values_mut(d_qkv, keys), true, 1.0, p.t(), d_rows);
+            }
+        }
+    }
+}
+
+/// Exponentials relative to the largest, in place; returns their sum and the largest.
+#[inline(always)]
+fn exponentials<T: Real>(row: &mut [T]) -> (T, T) {
+    let top = largest(row);
+    for s in &mut *row {
+        *s = (*s - top).exp();
+    }
+    (sum(row), top)
+}
+
+fn blocks(rows: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..rows).step_by(BLOCK).map(move |start| start..(start + BLOCK).min(rows))
+}
+
+/// Where one head of one sequence lies.
+#[derive(Clone, Copy)]
+struct Places {
+    width: usize,
+    dim: usize,
+    out_width: usize,
+    query: usize,
+    key: usize,
+    value: usize,
+    out: usize,
+}
+
+impl Places {
+    fn new(shape: HeadShape, first_row: usize, head: usize) -> Self {
+        let (dim, width) = (shape.head_dim, shape.width());
+        let key_head = head / (shape.query_heads / shape.key_heads);
+        let base = first_row * width;
+        let out_width = shape.query_heads * dim;
+        Self {
+            width,
+            dim,
+            out_width,
+            query: base + head * dim,
+            key: base + (shape.query_heads + key_head) * dim,
+            value: base + (shape.query_heads + shape.key_heads + key_head) * dim,
+            out: first_row * out_width + head * dim,
+        }
+    }
+
+    fn scores<T: Real>(self, qkv: &[T], block: &Range<usize>, into: &mut [T], scale: f64) {
+        let into = ViewMut::new(into, block.len(), block.end);
+        matmul(into, false, scale, self.queries(qkv, block), self.keys(qkv, block.end).t());
+    }
+
+    fn queries<'a, T>(self, qkv: &'a [T], block: &Range<usize>) -> View<'a, T> {
+        let from = self.query + block.start * self.width;
+        View::strided(&qkv[from..], block.len(), self.dim, self.width)
+    }
+
+    fn keys<T>(self, qkv: &[T], keys: usize) -> View<'_, T> {
+        View::strided(&qkv[self.key..], keys, self.dim, self.width)
+    }
+
+    fn values<T>(self, qkv: &[T], keys: usize) -> View<'_, T> {
+        View::strided(&qkv[self.value..], keys, self.dim, self.width)
+    }
+
+    fn out<'a, T>(self, out: &'a [T], block: &Range<usize>) -> View<'a, T> {
+        let from = self.out + block.start * self.out_width;
+        View::strided(&out[from..], block.len(), self.dim, self.out_width)
+    }
+
+    fn queries_mut<'a, T>(self, qkv: &'a mut [T], block: &Range<usize>) -> ViewMut<'a, T> {
+        let from = self.query + block.start * self.width;
+        ViewMut::strided(&mut qkv[from..], block.len(), self.dim, self.width)
+    }
+
+    fn keys_mut<T>(self, qkv: &mut [T], keys: usize) -> ViewMut<'_, T> {
+        ViewMut::strided(&mut qkv[self.key..], keys, self.dim, self.width)
+    }
+
+    fn values_mut<T>(self, qkv: &mut [T], keys: usize) -> ViewMut<'_, T> {
+        ViewMut::strided(&mut qkv[self.value..], keys, self.dim, self.width)
+    }
+
+    fn out_mut<'a, T>(self, out: &'a mut [T], block: &Range<usize>) -> ViewMut<'a, T> {
+        let from = self.out + block.start * self.out_width;
+        ViewMut::strided(&mut out[from..], block.len(), self.dim, self.out_width)
+    }
+}

@@ -1,0 +1,137 @@
+//! Output head: log-probabilities and entropy of given next tokens, and their backward pass.
+//! Logits exist for [`CHUNK`] rows at a time only.
+#![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
+
+use super::linalg::{View, ViewMut, add_scaled, largest, matmul, simd, sum};
+use super::real::Real;
+
+/// Rows of logits that exist at once.
+const CHUNK: usize = 128;
+
+/// Rows of the final hidden states `[N, hidden]` that are scored, and the token each predicts.
+#[derive(Debug, Default)]
+pub(crate) struct Targets {
+    pub(crate) rows: Vec<usize>,
+    pub(crate) tokens: Vec<u32>,
+}
+
+/// Per target: log-prob and entropy (nats, at the temperature) and the log-sum-exp of its logits.
+#[derive(Debug)]
+pub(crate) struct HeadTrace<T> {
+    pub(crate) logprobs: Vec<T>,
+    pub(crate) entropy: Vec<T>,
+    lse: Vec<T>,
+}
+
+/// `head [V, hidden]` and the inverse of the temperature.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Head<'a, T> {
+    pub(crate) weight: &'a [T],
+    pub(crate) hidden: usize,
+    pub(crate) sharpness: f64,
+}
+
+impl<T: Real> Head<'_, T> {
+    fn vocab(&self) -> usize {
+        self.weight.len() / self.hidden
+    }
+
+    /// Log-probs of the targets.
+    pub(crate) fn forward(&self, x: &[T], targets: &Targets) -> HeadTrace<T> {
+        let count = targets.rows.len();
+        let mut trace = HeadTrace {
+            logprobs: Vec::with_capacity(count),
+            entropy: Vec::with_capacity(count),
+            lse: Vec::with_capacity(count),
+        };
+        let mut logits = Vec::new();
+        for (rows, tokens) in targets.rows.chunks(CHUNK).zip(targets.tokens.chunks(CHUNK)) {
+            self.logits(&self.pick(x, rows), rows.len(), &mut logits);
+            simd(|| {
+                for (row, &token) in logits.chunks_exact_mut(self.vocab()).zip(tokens) {
+                    let top = largest(row);
+                    let chosen = row[token as usize] - top;
+                    // The shifted logit is weighted by its exponential in the same sweep.
+                    let mut weighted = [T::ZERO; 16];
+                    let (lanes, rest) = row.as_chunks_mut::<16>();
+                    for lane in lanes {
+                        for i in 0..16 {
+                            let z = lane[i] - top;
+                            lane[i] = z.exp();
+                            weighted[i] += lane[i] * z;
+                        }
+                    }
+                    let mut inner: T = weighted.into_iter().sum();
+                    for value in rest {
+                        let z = *value - top;
+                        *value = z.exp();
+                        inner += *value * z;
+                    }
+                    let total = sum(row);
+                    let log_total = total.ln();
+                    trace.logprobs.push(chosen - log_total);
+                    trace.entropy.push(log_total - inner / total);
+                    trace.lse.push(top + log_total);
+                }
+            });
+        }
+        trace
+    }
+
+    /// Adds the gradients of `x` and of the weight, given `coefficients = dL/dlogprob` per target.
+    /// Targets with coefficient 0 cost nothing.
+    pub(crate) fn backward(
+        &self,
+        x: &[T],
+        (targets, trace): (&Targets, &HeadTrace<T>),
+        coefficients: &[T],
+        dx: &mut [T],
+        d_weight: &mut [T],
+    ) {
+        let active: Vec<usize> =
+            (0..coefficients.len()).filter(|&i| coefficients[i] != T::ZERO).collect();
+        let mut logits = Vec::new();
+        let mut d_rows = Vec::new();
+        for chunk in active.chunks(CHUNK) {
+            let rows: Vec<usize> = chunk.iter().map(|&i| targets.rows[i]).collect();
+            let picked = self.pick(x, &rows);
+            self.logits(&picked, rows.len(), &mut logits);
+            simd(|| {
+                for (row, &i) in logits.chunks_exact_mut(self.vocab()).zip(chunk) {
+                    let c = coefficients[i] * T::from_f64(self.sharpness);
+                    let lse = trace.lse[i];
+                    for value in &mut *row {
+                        *value = -c * (*value - lse).exp();
+                    }
+                    row[targets.tokens[i] as usize] += c;
+                }
+            });
+            let d_logits = View::new(&logits, rows.len(), self.vocab());
+            d_rows.resize(rows.len() * self.hidden, T::ZERO);
+            let weight = View::new(self.weight, self.vocab(), self.hidden);
+            let into = ViewMut::new(&mut d_rows, rows.len(), self.hidden);
+            matmul(into, false, 1.0, d_logits, weight);
+            let into = ViewMut::new(d_weight, self.vocab(), self.hidden);
+            matmul(into, true, 1.0, d_logits.t(), View::new(&picked, rows.len(), self.hidden));
+            for (&row, d) in rows.iter().zip(d_rows.chunks_exact(self.hidden)) {
+                add_scaled(&mut dx[row * self.hidden..(row + 1) * self.hidden], T::ONE, d);
+            }
+        }
+    }
+
+    fn pick(&self, x: &[T], rows: &[usize]) -> Vec<T> {
+        let hidden = self.hidden;
+        rows.iter().flat_map(|&row| &x[row * hidden..(row + 1) * hidden]).copied().collect()
+    }
+
+    fn logits(&self, picked: &[T], rows: usize, logits: &mut Vec<T>) {
+        logits.resize(rows * self.vocab(), T::ZERO);
+        matmul(
+            ViewMut::new(logits, rows, self.vocab()),
+            false,
+            self.sharpness,
+            View::new(picked, rows, self.hidden),
+            View::new(self.weight, self.vocab(), self.hidden).t(),
+        );
+    }
+}

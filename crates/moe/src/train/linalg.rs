@@ -1,0 +1,180 @@
+//! Matrix products and vectorised loops: the only module of the trainer with `unsafe`.
+#![expect(unsafe_code, reason = "the matrix library takes raw pointers; CPU features are checked")]
+#![expect(clippy::inline_always, reason = "loops must inline into `simd` to be vectorised")]
+#![expect(clippy::indexing_slicing, reason = "dense numeric code over fixed-size lanes")]
+
+use super::real::Real;
+
+/// A read-only matrix inside a slice.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct View<'a, T> {
+    data: &'a [T],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a, T> View<'a, T> {
+    /// Row-major, rows adjacent.
+    pub(crate) fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
+        Self::strided(data, rows, cols, cols)
+    }
+
+    /// Row-major, rows `row_stride` apart; starts at the first element of `data`.
+    pub(crate) fn strided(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
+        assert!(fits(data.len(), rows, cols, row_stride), "matrix leaves its buffer");
+        Self { data, rows, cols, row_stride, col_stride: 1 }
+    }
+
+    /// The transposed matrix; nothing moves.
+    pub(crate) fn t(self) -> Self {
+        Self {
+            rows: self.cols,
+            cols: self.rows,
+            row_stride: self.col_stride,
+            col_stride: self.row_stride,
+            ..self
+        }
+    }
+}
+
+/// A row-major matrix to write into.
+#[derive(Debug)]
+pub(crate) struct ViewMut<'a, T> {
+    data: &'a mut [T],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+}
+
+impl<'a, T> ViewMut<'a, T> {
+    /// Rows adjacent.
+    pub(crate) fn new(data: &'a mut [T], rows: usize, cols: usize) -> Self {
+        Self::strided(data, rows, cols, cols)
+    }
+
+    /// Rows `row_stride` apart.
+    pub(crate) fn strided(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
+        assert!(fits(data.len(), rows, cols, row_stride), "matrix leaves its buffer");
+        Self { data, rows, cols, row_stride }
+    }
+}
+
+fn fits(len: usize, rows: usize, cols: usize, row_stride: usize) -> bool {
+    rows == 0 || cols == 0 || (cols <= row_stride && (rows - 1) * row_stride + cols <= len)
+}
+
+/// `dst = scale · a·b`, or `dst += scale · a·b`. One thread: work is divided by sequences above.
+#[expect(clippy::needless_pass_by_value, reason = "a view is borrowed for one product")]
+pub(crate) fn matmul<T: Real>(
+    dst: ViewMut<'_, T>,
+    add: bool,
+    scale: f64,
+    a: View<'_, T>,
+    b: View<'_, T>,
+) {
+    assert!(
+        dst.rows == a.rows && dst.cols == b.cols && a.cols == b.rows,
+        "shapes of a matrix product disagree"
+    );
+    if dst.rows == 0 || dst.cols == 0 || a.cols == 0 {
+        return;
+    }
+    // Strides come from slice lengths, which never exceed isize::MAX.
+    let stride = |s: usize| s.cast_signed();
+    // SAFETY: each view was checked to lie inside its slice when it was made, with its strides;
+    // `dst` is a unique borrow, so it overlaps neither operand; T is f32 or f64 (`Real` has no
+    // other implementations), both of which the library dispatches on.
+    unsafe {
+        gemm::gemm(
+            dst.rows,
+            dst.cols,
+            a.cols,
+            dst.data.as_mut_ptr(),
+            1,
+            stride(dst.row_stride),
+            add,
+            a.data.as_ptr(),
+            stride(a.col_stride),
+            stride(a.row_stride),
+            b.data.as_ptr(),
+            stride(b.col_stride),
+            stride(b.row_stride),
+            T::ONE,
+            T::from_f64(scale),
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// Runs a loop compiled for AVX2 where the CPU has it. The binary stays runnable anywhere, and
+/// the loop must be inlined into the closure to profit.
+pub(crate) fn simd<R>(work: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
+        // SAFETY: the features were just detected on this CPU.
+        return unsafe { on_avx2(work) };
+    }
+    work()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn on_avx2<R>(work: impl FnOnce() -> R) -> R {
+    work()
+}
+
+const LANES: usize = 16;
+
+/// Inner product, summed in fixed lanes so that the compiler may vectorise it.
+#[inline(always)]
+pub(crate) fn dot<T: Real>(a: &[T], b: &[T]) -> T {
+    let (a_lanes, a_rest) = a.as_chunks::<LANES>();
+    let (b_lanes, b_rest) = b.as_chunks::<LANES>();
+    let mut sums = [T::ZERO; LANES];
+    for (x, y) in a_lanes.iter().zip(b_lanes) {
+        for i in 0..LANES {
+            sums[i] += x[i] * y[i];
+        }
+    }
+    let rest: T = a_rest.iter().zip(b_rest).map(|(&x, &y)| x * y).sum();
+    sums.into_iter().sum::<T>() + rest
+}
+
+/// Largest value, [`Real::LOWEST`] of an empty slice.
+#[inline(always)]
+pub(crate) fn largest<T: Real>(values: &[T]) -> T {
+    let (lanes, rest) = values.as_chunks::<LANES>();
+    let mut tops = [T::LOWEST; LANES];
+    for x in lanes {
+        for i in 0..LANES {
+            tops[i] = tops[i].max(x[i]);
+        }
+    }
+    tops.iter().chain(rest).copied().fold(T::LOWEST, Real::max)
+}
+
+/// Sum in fixed lanes.
+#[inline(always)]
+pub(crate) fn sum<T: Real>(values: &[T]) -> T {
+    let (lanes, rest) = values.as_chunks::<LANES>();
+    let mut sums = [T::ZERO; LANES];
+    for x in lanes {
+        for i in 0..LANES {
+            sums[i] += x[i];
+        }
+    }
+    sums.into_iter().chain(rest.iter().copied()).sum()
+}
+
+/// `dst += a · src`.
+#[inline(always)]
+pub(crate) fn add_scaled<T: Real>(dst: &mut [T], a: T, src: &[T]) {
+    for (d, &s) in dst.iter_mut().zip(src) {
+        *d += a * s;
+    }
+}

@@ -1,0 +1,535 @@
+//! The trainer's model: forward over packed sequences, and backward of `Σ c · logp`.
+//!
+//! Written out by hand over flat buffers instead of on a tensor library: there is one fixed
+//! architecture, its backward pass is short, and no operation's gradient can stop silently. Each
+//! lane (one per thread) runs its own sequences through the whole model, with its own gradient
+//! buffer, so no operation needs threads inside. Losses never appear here: a caller turns the
+//! log-probs of one sequence into `dL/dlogp` ([`crate::loss`]).
+//!
+//! The invariant: with replay, [`RouterFamily::select`] is not called for tokens that have a row.
+#![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
+
+use super::attention::{attention, attention_backward};
+use super::batch::{PackedBatch, Routes};
+use super::experts::{Balance, MoeShape, MoeTrace, balance_loss, moe, moe_backward, router_logits};
+use super::head::{Head, Targets};
+use super::layout::Layout;
+use super::linalg::{View, ViewMut, matmul};
+use super::norm::{
+    HeadShape, Rope, add, norm_and_rotate, norm_and_rotate_backward, rms_norm, rms_norm_backward,
+};
+use super::real::Real;
+use crate::router::RouterFamily;
+use crate::{CheckpointError, ModelConfig, Weights};
+use camino::Utf8Path;
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Most tokens a lane holds activations of, whatever the caller allows: beyond this, larger parts
+/// only cost memory.
+const PART_TOKENS: usize = 1024;
+
+/// A model that can be trained.
+#[derive(Debug)]
+pub struct TrainModel<T> {
+    config: ModelConfig,
+    layout: Layout,
+    params: Vec<T>,
+    heads: HeadShape,
+    moe: MoeShape,
+}
+
+/// How to run the model over a batch.
+#[derive(Debug, Clone, Copy)]
+pub struct Pass<'a> {
+    /// Which sequences of the batch.
+    pub sequences: &'a [usize],
+    /// Routes to execute; tokens without a row use the model's own choice. `None` = always own.
+    pub replay: Option<&'a Routes>,
+    /// Temperature of log-probs and entropy, > 0.
+    pub temperature: f64,
+    /// Most tokens whose activations are held at once, all lanes together.
+    pub micro_batch_tokens: usize,
+    /// Factor on the balance loss of each token; 0 outside supervised training.
+    pub balance_per_token: f64,
+    /// Added to the router logits `[N, layers, experts]`: a stand-in for another engine's noise.
+    #[cfg(test)]
+    pub router_shift: Option<&'a [f64]>,
+}
+
+impl<'a> Pass<'a> {
+    /// Own routes, temperature 1.
+    pub fn new(sequences: &'a [usize]) -> Self {
+        Self {
+            sequences,
+            replay: None,
+            temperature: 1.0,
+            micro_batch_tokens: usize::MAX,
+            balance_per_token: 0.0,
+            #[cfg(test)]
+            router_shift: None,
+        }
+    }
+}
+
+/// What the model says about one sequence of `T` tokens.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SequenceOutput<T> {
+    /// Its number in the batch.
+    pub sequence: usize,
+    /// Log-prob of each scored token given those before, nats; 0.0 elsewhere. `[T]`
+    pub logprobs: Vec<T>,
+    /// Entropy of the distribution each scored token was drawn from, nats; 0.0 elsewhere. `[T]`
+    pub entropy: Vec<T>,
+    /// Executed experts `[T, layers, top_k]`.
+    pub routes: Vec<u16>,
+}
+
+/// `dL/dlogp [T]` of one sequence, from what the model says about it. Called on worker threads.
+pub type LossGradient<'a, T> = dyn Fn(&SequenceOutput<T>) -> Vec<T> + Sync + 'a;
+
+/// A part of a lane's work: sequences whose activations are held together.
+struct Part {
+    sequences: Vec<usize>,
+    /// Rows of each sequence.
+    ranges: Vec<Range<usize>>,
+    /// Row → place in the packed batch.
+    places: Vec<usize>,
+    /// Row → position in its sequence.
+    positions: Vec<usize>,
+}
+
+struct LayerTrace<T> {
+    x: Vec<T>,
+    normed: Vec<T>,
+    raw: Vec<T>,
+    qkv: Vec<T>,
+    out: Vec<T>,
+    lse: Vec<T>,
+    middle: Vec<T>,
+    moe_input: Vec<T>,
+    moe: MoeTrace<T>,
+}
+
+/// Everything one part's work needs.
+struct Work<'a, T> {
+    batch: &'a PackedBatch,
+    pass: Pass<'a>,
+    rope: &'a Rope<T>,
+}
+
+struct LaneResult<T> {
+    outputs: Vec<SequenceOutput<T>>,
+    balance: f64,
+    grads: Vec<T>,
+}
+
+impl<T: Real> TrainModel<T> {
+    /// Takes over weights.
+    pub fn new(weights: &Weights) -> Self {
+        let config = weights.config().clone();
+        let layout = Layout::new(&config);
+        let params = layout.flatten(weights);
+        let heads = HeadShape {
+            query_heads: config.num_attention_heads,
+            key_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+            eps: config.rms_norm_eps,
+        };
+        let moe = MoeShape {
+            hidden: config.hidden_size,
+            width: config.moe_intermediate_size,
+            experts: config.num_experts,
+            top_k: config.num_experts_per_tok,
+            family: if config.norm_topk_prob {
+                RouterFamily::SoftmaxRenormalised
+            } else {
+                RouterFamily::Softmax
+            },
+        };
+        Self { config, layout, params, heads, moe }
+    }
+
+    /// Reads a checkpoint folder.
+    ///
+    /// # Errors
+    /// As [`Weights::load`].
+    pub fn load(folder: &Utf8Path) -> Result<Self, CheckpointError> {
+        Ok(Self::new(&Weights::load(folder)?))
+    }
+
+    /// The architecture.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Where each parameter lies in [`TrainModel::params`].
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// All parameters, flat.
+    pub fn params(&self) -> &[T] {
+        &self.params
+    }
+
+    /// All parameters, to be updated.
+    pub fn params_mut(&mut self) -> &mut [T] {
+        &mut self.params
+    }
+
+    /// The parameters as weights to save.
+    ///
+    /// # Errors
+    /// Never for a model made from weights of its own configuration.
+    pub fn weights(&self) -> Result<Weights, CheckpointError> {
+        self.layout.weights(&self.config, &self.params)
+    }
+
+    /// Log-probs, entropy and executed routes, in the order of `pass.sequences`.
+    pub fn forward(&self, batch: &PackedBatch, pass: Pass<'_>) -> Vec<SequenceOutput<T>> {
+        self.run(batch, pass, None).0
+    }
+
+    /// Forward and backward: adds `Σ_t c_t · dlogp_t/dθ` to `grads` (laid out as the parameters),
+    /// with `c` from `loss`. Returns what the forward said, and the balance loss (mean over
+    /// tokens, sum over layers; 0 when `balance_per_token` is).
+    pub fn forward_backward(
+        &self,
+        batch: &PackedBatch,
+        pass: Pass<'_>,
+        loss: &LossGradient<'_, T>,
+        grads: &mut [T],
+    ) -> (Vec<SequenceOutput<T>>, f64) {
+        let (outputs, balance, lanes) = self.run(batch, pass, Some(loss));
+        for lane in lanes {
+            add(grads, &lane);
+        }
+        (outputs, balance)
+    }
+
+    fn run(
+        &self,
+        batch: &PackedBatch,
+        pass: Pass<'_>,
+        loss: Option<&LossGradient<'_, T>>,
+    ) -> (Vec<SequenceOutput<T>>, f64, Vec<Vec<T>>) {
+        let longest = pass.sequences.iter().map(|&s| batch.range(s).len()).max().unwrap_or(0);
+        let rope = Rope::new(self.config.rope_base(), self.config.head_dim, longest);
+        let work = Work { batch, pass, rope: &rope };
+        let results: Vec<LaneResult<T>> = lanes(batch, pass)
+            .into_par_iter()
+            .map(|parts| {
+                let mut grads = match loss {
+                    Some(_) => vec![T::ZERO; self.params.len()],
+                    None => Vec::new(),
+                };
+                let (mut outputs, mut balance) = (Vec::new(), 0.0);
+                for part in parts {
+                    let backward = loss.map(|loss| (loss, grads.as_mut_slice()));
+                    balance += self.run_part(&work, &part, backward, &mut outputs);
+                }
+                LaneResult { outputs, balance, grads }
+            })
+            .collect();
+        let mut outputs = Vec::with_capacity(pass.sequences.len());
+        let (mut balance, mut grads) = (0.0, Vec::new());
+        for result in results {
+            outputs.extend(result.outputs);
+            balance += result.balance;
+            grads.push(result.grads);
+        }
+        let mut order = vec![0; batch.sequences()];
+        for (rank, &sequence) in pass.sequences.iter().enumerate() {
+            order[sequence] = rank;
+        }
+        outputs.sort_by_key(|o| order[o.sequence]);
+        (outputs, balance, grads)
+    }
+
+    fn run_part(
+        &self,
+        work: &Work<'_, T>,
+        part: &Part,
+        backward: Option<(&LossGradient<'_, T>, &mut [T])>,
+        outputs: &mut Vec<SequenceOutput<T>>,
+    ) -> f64 {
+        let hidden = self.config.hidden_size;
+        let embedding = &self.params[self.layout.embedding.clone()];
+        let mut x = Vec::with_capacity(part.places.len() * hidden);
+        for &place in &part.places {
+            let token = work.batch.tokens()[place] as usize;
+            x.extend_from_slice(&embedding[token * hidden..(token + 1) * hidden]);
+        }
+        let (layers, top_k) = (self.config.num_hidden_layers, self.moe.top_k);
+        let mut routes = vec![0; part.places.len() * layers * top_k];
+        let mut traces = Vec::new();
+        let mut balance = 0.0;
+        for layer in 0..layers {
+            let trace = self.layer_forward(work, part, layer, &mut x);
+            let rows = routes.chunks_exact_mut(layers * top_k);
+            for (row, ids) in rows.zip(trace.moe.ids.chunks_exact(top_k)) {
+                row[layer * top_k..(layer + 1) * top_k].copy_from_slice(ids);
+            }
+            if backward.is_some() {
+                if work.pass.balance_per_token > 0.0 {
+                    balance += balance_loss(&self.moe, &trace.moe) * part.places.len() as f64;
+                }
+                traces.push(trace);
+            }
+        }
+        let norm = &self.params[self.layout.norm.clone()];
+        let mut last = vec![T::ZERO; x.len()];
+        rms_norm(&x, norm, self.config.rms_norm_eps, &mut last);
+        let head = Head {
+            weight: &self.params[self.layout.head.clone()],
+            hidden,
+            sharpness: 1.0 / work.pass.temperature,
+        };
+        let targets = part.targets(work.batch);
+        let scores = head.forward(&last, &targets);
+
+        let first = outputs.len();
+        part.collect(&targets, (&scores.logprobs, &scores.entropy), &routes, outputs);
+        if let Some((loss, grads)) = backward {
+            let coefficients: Vec<Vec<T>> = outputs[first..].iter().map(loss).collect();
+            let coefficients = part.gather(&targets, &coefficients);
+            let mut d_last = vec![T::ZERO; x.len()];
+            let d_head = &mut grads[self.layout.head.clone()];
+            head.backward(&last, (&targets, &scores), &coefficients, &mut d_last, d_head);
+            let mut dx = vec![T::ZERO; x.len()];
+            let d_norm = &mut grads[self.layout.norm.clone()];
+            rms_norm_backward(&x, norm, self.config.rms_norm_eps, &d_last, &mut dx, d_norm);
+            for (layer, trace) in traces.iter().enumerate().rev() {
+                self.layer_backward(work, part, (layer, trace), &mut dx, grads);
+            }
+            let d_embedding = &mut grads[self.layout.embedding.clone()];
+            for (&place, d) in part.places.iter().zip(dx.chunks_exact(hidden)) {
+                let token = work.batch.tokens()[place] as usize;
+                add(&mut d_embedding[token * hidden..(token + 1) * hidden], d);
+            }
+        }
+        balance
+    }
+
+    fn layer_forward(
+        &self,
+        work: &Work<'_, T>,
+        part: &Part,
+        layer: usize,
+        x: &mut Vec<T>,
+    ) -> LayerTrace<T> {
+        let slots = &self.layout.layers[layer];
+        let (params, eps, heads) = (&self.params, self.config.rms_norm_eps, self.heads);
+        let (rows, hidden, width) = (part.places.len(), self.config.hidden_size, heads.width());
+        let out_width = heads.query_heads * heads.head_dim;
+
+        let mut normed = vec![T::ZERO; x.len()];
+        rms_norm(x, &params[slots.attention_norm.clone()], eps, &mut normed);
+        let mut raw = vec![T::ZERO; rows * width];
+        matmul(
+            ViewMut::new(&mut raw, rows, width),
+            false,
+            1.0,
+            View::new(&normed, rows, hidden),
+            View::new(&params[slots.qkv.clone()], width, hidden).t(),
+        );
+        let mut qkv = vec![T::ZERO; raw.len()];
+        let norms = (&params[slots.query_norm.clone()], &params[slots.key_norm.clone()]);
+        norm_and_rotate(heads, work.rope, &part.positions, norms, &raw, &mut qkv);
+        let mut out = vec![T::ZERO; rows * out_width];
+        let mut lse = vec![T::ZERO; rows * heads.query_heads];
+        attention(heads, &part.ranges, &qkv, &mut out, &mut lse);
+        let mut middle = x.clone();
+        matmul(
+            ViewMut::new(&mut middle, rows, hidden),
+            true,
+            1.0,
+            View::new(&out, rows, out_width),
+            View::new(&params[slots.output.clone()], hidden, out_width).t(),
+        );
+
+        let mut moe_input = vec![T::ZERO; middle.len()];
+        rms_norm(&middle, &params[slots.moe_norm.clone()], eps, &mut moe_input);
+        #[cfg_attr(not(test), expect(unused_mut, reason = "tests shift the logits"))]
+        let mut logits = router_logits(&self.moe, &params[slots.router.clone()], &moe_input);
+        #[cfg(test)]
+        part.shift(&self.moe, layer, work, &mut logits);
+        let ids = self.choose(work, part, layer, &logits);
+        let mut next = middle.clone();
+        let moe = moe(&self.moe, (params, slots), &moe_input, (logits, ids), &mut next);
+        let x = std::mem::replace(x, next);
+        LayerTrace { x, normed, raw, qkv, out, lse, middle, moe_input, moe }
+    }
+
+    /// Experts to execute `[rows, top_k]`: the recorded ones where there is a row.
+    fn choose(&self, work: &Work<'_, T>, part: &Part, layer: usize, logits: &[T]) -> Vec<u16> {
+        let mut ids = vec![0; part.places.len() * self.moe.top_k];
+        let rows = logits.chunks_exact(self.moe.experts).zip(ids.chunks_exact_mut(self.moe.top_k));
+        for ((logits, ids), &place) in rows.zip(&part.places) {
+            match work.pass.replay.filter(|routes| routes.is_valid(place)) {
+                Some(routes) => ids.copy_from_slice(routes.layer(place, layer)),
+                None => self.moe.family.select(logits, ids),
+            }
+        }
+        ids
+    }
+
+    /// Turns the gradient of a layer's output into that of its input, in place.
+    fn layer_backward(
+        &self,
+        work: &Work<'_, T>,
+        part: &Part,
+        (layer, trace): (usize, &LayerTrace<T>),
+        dx: &mut [T],
+        grads: &mut [T],
+    ) {
+        let slots = &self.layout.layers[layer];
+        let (params, eps, heads) = (&self.params, self.config.rms_norm_eps, self.heads);
+        let (rows, hidden, width) = (part.places.len(), self.config.hidden_size, heads.width());
+        let out_width = heads.query_heads * heads.head_dim;
+
+        let per_token = work.pass.balance_per_token;
+        let balance = (per_token > 0.0).then_some(Balance { per_token });
+        let mut d_input = vec![T::ZERO; dx.len()];
+        moe_backward(
+            &self.moe,
+            (params, slots, grads),
+            (&trace.moe, &trace.moe_input),
+            (dx, balance),
+            &mut d_input,
+        );
+        let weight = &params[slots.moe_norm.clone()];
+        let d_weight = &mut grads[slots.moe_norm.clone()];
+        rms_norm_backward(&trace.middle, weight, eps, &d_input, dx, d_weight);
+
+        let mut d_out = vec![T::ZERO; rows * out_width];
+        let d_rows = View::new(dx, rows, hidden);
+        let output = View::new(&params[slots.output.clone()], hidden, out_width);
+        matmul(ViewMut::new(&mut d_out, rows, out_width), false, 1.0, d_rows, output);
+        let into = ViewMut::new(&mut grads[slots.output.clone()], hidden, out_width);
+        matmul(into, true, 1.0, d_rows.t(), View::new(&trace.out, rows, out_width));
+
+        let mut d_qkv = vec![T::ZERO; trace.qkv.len()];
+        let forward = (&trace.qkv[..], &trace.out[..], &trace.lse[..]);
+        attention_backward(heads, &part.ranges, forward, &d_out, &mut d_qkv);
+        let norms = &mut grads[slots.query_norm.start..slots.key_norm.end];
+        let (d_query, d_key) = norms.split_at_mut(heads.head_dim);
+        let query = &params[slots.query_norm.clone()];
+        let key = &params[slots.key_norm.clone()];
+        let norms = (query, key, d_query, d_key);
+        norm_and_rotate_backward(heads, work.rope, &part.positions, norms, &trace.raw, &mut d_qkv);
+
+        let mut d_normed = vec![T::ZERO; dx.len()];
+        let d_raw = View::new(&d_qkv, rows, width);
+        let projection = View::new(&params[slots.qkv.clone()], width, hidden);
+        matmul(ViewMut::new(&mut d_normed, rows, hidden), false, 1.0, d_raw, projection);
+        let into = ViewMut::new(&mut grads[slots.qkv.clone()], width, hidden);
+        matmul(into, true, 1.0, d_raw.t(), View::new(&trace.normed, rows, hidden));
+        let weight = &params[slots.attention_norm.clone()];
+        let d_weight = &mut grads[slots.attention_norm.clone()];
+        rms_norm_backward(&trace.x, weight, eps, &d_normed, dx, d_weight);
+    }
+}
+
+/// Sequences over lanes (one per thread, longest first to the emptiest), each lane cut into parts.
+fn lanes(batch: &PackedBatch, pass: Pass<'_>) -> Vec<Vec<Part>> {
+    let count = rayon::current_num_threads().min(pass.sequences.len()).max(1);
+    let limit = (pass.micro_batch_tokens / count).clamp(1, PART_TOKENS);
+    let mut sequences = pass.sequences.to_vec();
+    sequences.sort_by_key(|&s| std::cmp::Reverse(batch.range(s).len()));
+    let mut loads = vec![(0, Vec::new()); count];
+    for sequence in sequences {
+        let tokens = batch.range(sequence).len();
+        if let Some(lane) = loads.iter_mut().min_by_key(|lane| lane.0) {
+            lane.0 += tokens;
+            lane.1.push(sequence);
+        }
+    }
+    let cut = |sequences: Vec<usize>| {
+        let mut parts: Vec<Part> = Vec::new();
+        for sequence in sequences {
+            let tokens = batch.range(sequence).len();
+            if parts.last().is_none_or(|part| part.places.len() + tokens > limit) {
+                parts.push(Part::empty());
+            }
+            if let Some(part) = parts.last_mut() {
+                part.push(batch, sequence);
+            }
+        }
+        parts
+    };
+    loads.into_iter().map(|(_, sequences)| cut(sequences)).collect()
+}
+
+impl Part {
+    fn empty() -> Self {
+        Self { sequences: vec![], ranges: vec![], places: vec![], positions: vec![] }
+    }
+
+    fn push(&mut self, batch: &PackedBatch, sequence: usize) {
+        let range = batch.range(sequence);
+        let start = self.places.len();
+        self.sequences.push(sequence);
+        self.ranges.push(start..start + range.len());
+        self.positions.extend(0..range.len());
+        self.places.extend(range);
+    }
+
+    /// Token `p` is predicted by row `p − 1` of its sequence.
+    fn targets(&self, batch: &PackedBatch) -> Targets {
+        let mut targets = Targets::default();
+        for range in &self.ranges {
+            for row in range.clone().skip(1).filter(|&row| batch.scored()[self.places[row]]) {
+                targets.rows.push(row - 1);
+                targets.tokens.push(batch.tokens()[self.places[row]]);
+            }
+        }
+        targets
+    }
+
+    fn collect<T: Real>(
+        &self,
+        targets: &Targets,
+        (logprobs, entropy): (&[T], &[T]),
+        routes: &[u16],
+        outputs: &mut Vec<SequenceOutput<T>>,
+    ) {
+        let spread = |values: &[T]| {
+            let mut rows = vec![T::ZERO; self.places.len()];
+            for (&row, &value) in targets.rows.iter().zip(values) {
+                rows[row + 1] = value;
+            }
+            rows
+        };
+        let (logprobs, entropy) = (spread(logprobs), spread(entropy));
+        let width = routes.len() / self.places.len();
+        for (&sequence, range) in self.sequences.iter().zip(&self.ranges) {
+            outputs.push(SequenceOutput {
+                sequence,
+                logprobs: logprobs[range.clone()].to_vec(),
+                entropy: entropy[range.clone()].to_vec(),
+                routes: routes[range.start * width..range.end * width].to_vec(),
+            });
+        }
+    }
+
+    /// Per-sequence coefficients → one per target.
+    fn gather<T: Real>(&self, targets: &Targets, coefficients: &[Vec<T>]) -> Vec<T> {
+        let rows: Vec<T> = coefficients.iter().flatten().copied().collect();
+        assert!(rows.len() == self.places.len(), "a loss gave not one coefficient per token");
+        targets.rows.iter().map(|&row| rows[row + 1]).collect()
+    }
+
+    #[cfg(test)]
+    fn shift<T: Real>(&self, shape: &MoeShape, layer: usize, work: &Work<'_, T>, logits: &mut [T]) {
+        let Some(shift) = work.pass.router_shift else { return };
+        let layers = shift.len() / work.batch.tokens().len() / shape.experts;
+        for (row, &place) in logits.chunks_exact_mut(shape.experts).zip(&self.places) {
+            let at = (place * layers + layer) * shape.experts;
+            for (logit, &by) in row.iter_mut().zip(&shift[at..]) {
+                *logit += T::from_f64(by);
+            }
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! The two float types the trainer's code is written for: f32 to train, f64 for sharp tests.
+
+use std::fmt::Debug;
+use std::iter::Sum;
+use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
+
+mod sealed {
+    /// Keeps [`super::Real`] to the types the matrix library knows.
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for f64 {}
+}
+
+/// f32 or f64, and nothing else: unsafe code relies on it.
+pub trait Real:
+    sealed::Sealed
+    + Copy
+    + Debug
+    + Default
+    + PartialOrd
+    + Send
+    + Sync
+    + Sum
+    + Add<Output = Self>
+    + AddAssign
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + Neg<Output = Self>
+    + 'static
+{
+    /// 0.
+    const ZERO: Self;
+    /// 1.
+    const ONE: Self;
+    /// The lowest finite value.
+    const LOWEST: Self;
+    /// Rounds to this type.
+    fn from_f64(value: f64) -> Self;
+    /// Exact.
+    fn to_f64(self) -> f64;
+    /// `e^self`; in f32 a polynomial within 2 units in the last place that the compiler can
+    /// vectorise, saturating outside `[-87, 88]`.
+    #[must_use]
+    fn exp(self) -> Self;
+    /// Natural logarithm.
+    #[must_use]
+    fn ln(self) -> Self;
+    /// Square root.
+    #[must_use]
+    fn sqrt(self) -> Self;
+    /// The larger.
+    #[must_use]
+    #[inline]
+    fn max(self, other: Self) -> Self {
+        if other > self { other } else { self }
+    }
+}
+
+impl Real for f64 {
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+    const LOWEST: Self = Self::MIN;
+    #[inline]
+    fn from_f64(value: f64) -> Self {
+        value
+    }
+    #[inline]
+    fn to_f64(self) -> f64 {
+        self
+    }
+    #[inline]
+    fn exp(self) -> Self {
+        self.exp()
+    }
+    #[inline]
+    fn ln(self) -> Self {
+        self.ln()
+    }
+    #[inline]
+    fn sqrt(self) -> Self {
+        self.sqrt()
+    }
+}
+
+impl Real for f32 {
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+    const LOWEST: Self = Self::MIN;
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "rounding is the purpose")]
+    fn from_f64(value: f64) -> Self {
+        value as Self
+    }
+    #[inline]
+    fn to_f64(self) -> f64 {
+        f64::from(self)
+    }
+    #[inline]
+    fn exp(self) -> Self {
+        // 1.5 × 2^23: adding it leaves the rounded integer in the low bits of the mantissa.
+        const MAGIC: f32 = 12_582_912.0;
+        const LN2_HIGH: f32 = 0.693_359_4;
+        const LN2_LOW: f32 = -2.121_944_4e-4;
+        // Written as comparisons, not `clamp`, so that NaN stays NaN and the loop vectorises.
+        let x = if self > 88.0 { 88.0 } else { self };
+        let x = if x < -87.0 { -87.0 } else { x };
+        let shifted = x * std::f32::consts::LOG2_E + MAGIC;
+        let n = shifted - MAGIC;
+        let r = x - n * LN2_HIGH - n * LN2_LOW;
+        let p = 1.987_569_1e-4;
+        let p = p * r + 1.398_199_9e-3;
+        let p = p * r + 8.333_452e-3;
+        let p = p * r + 4.166_579_6e-2;
+        let p = p * r + 1.666_666_5e-1;
+        let p = p * r + 0.5;
+        let value = p * r * r + r + 1.0;
+        value * f32::from_bits(shifted.to_bits().wrapping_add(127) << 23)
+    }
+    #[inline]
+    fn ln(self) -> Self {
+        self.ln()
+    }
+    #[inline]
+    fn sqrt(self) -> Self {
+        self.sqrt()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fast_exponential_is_close_and_keeps_nan() {
+        let mut x = -86.9_f32;
+        while x < 87.9 {
+            let (ours, exact) = (Real::exp(x), x.exp());
+            assert!((ours - exact).abs() <= 3e-7 * exact, "{x}: {ours} {exact}");
+            x += 0.0137;
+        }
+        assert!(Real::exp(-1e30_f32) < 1e-37);
+        assert!(Real::exp(f32::NAN).is_nan());
+        assert!((Real::exp(0.0_f32) - 1.0).abs() < f32::EPSILON);
+    }
+}
