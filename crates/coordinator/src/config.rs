@@ -24,7 +24,7 @@ pub struct RunSection {
     pub eval_samples: Option<u16>,
     /// Sampling temperature of evaluations; 0 = greedy. Default 0.
     pub eval_temperature: Option<f32>,
-    /// Newest checkpoints kept in the run folder. Default 3.
+    /// Newest checkpoints the embedded trainer keeps in the run folder. Default 3.
     pub keep_checkpoints: Option<u32>,
     /// Newest batch folders kept after they were applied. Default 2.
     pub keep_batches: Option<u32>,

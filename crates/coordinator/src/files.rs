@@ -89,17 +89,6 @@ impl RunFolder {
         }
     }
 
-    /// Removes a checkpoint if it lies in this run's `checkpoints/`; any other is not ours.
-    pub(crate) fn remove_own_checkpoint(&self, checkpoint: &Utf8Path) -> Result<(), RunError> {
-        let own = self.absolute(Utf8Path::new("checkpoints"))?;
-        match checkpoint.strip_prefix(&own) {
-            Ok(inside) if inside.file_name() == Some(inside.as_str()) => {
-                self.remove_folder(&Utf8Path::new("checkpoints").join(inside))
-            }
-            Ok(_) | Err(_) => Ok(()),
-        }
-    }
-
     fn replace(&self, path: &Utf8Path, bytes: &[u8]) -> Result<(), RunError> {
         let io = |source| RunError::File { path: path.to_owned(), source };
         let temporary = Utf8PathBuf::from(format!("{path}.tmp"));
@@ -139,19 +128,5 @@ mod tests {
             folder.write_metrics(&lines).unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), whole, "{damaged:?}");
         }
-    }
-
-    #[test]
-    fn only_checkpoints_of_this_run_are_removed() {
-        let (_temp, folder) = folder();
-        let own = folder.path(Utf8Path::new("checkpoints/000001"));
-        let other = folder.path(Utf8Path::new("elsewhere"));
-        fs::create_dir_all(&own).unwrap();
-        fs::create_dir_all(&other).unwrap();
-        for path in [&own, &other, &folder.path(Utf8Path::new("checkpoints"))] {
-            folder.remove_own_checkpoint(path).unwrap();
-        }
-        folder.remove_own_checkpoint(&own.join("..").join("..")).unwrap();
-        assert!(!own.exists() && other.exists());
     }
 }

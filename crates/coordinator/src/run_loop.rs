@@ -40,6 +40,10 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+/// Time for removing the containers that are still open at the end; the next start removes the
+/// rest.
+const SANDBOX_SHUTDOWN: Duration = Duration::from_secs(30);
+
 /// How a run is asked to end early.
 #[derive(Debug, Clone, Default)]
 pub struct Stop {
@@ -50,10 +54,12 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Resolves when the run must end at once: on the second request, or `grace` after the first.
-    async fn immediately(&self, grace: Duration) {
+    /// Resolves when the run must end at once: on the second request, or `grace` after the first,
+    /// at which `draining` is called.
+    async fn immediately(&self, grace: Duration, draining: impl Fn()) {
         let out_of_grace = async {
             self.drain.cancelled().await;
+            draining();
             tokio::time::sleep(grace).await;
         };
         tokio::select! {
@@ -135,14 +141,20 @@ impl Coordinator {
                 stop: stop.clone(),
             }),
         };
+        let draining = || driver.context.report(&Event::Draining);
         // Dropping `drive` at any point is as good as a kill, and that is what the journal is for.
         let driven = tokio::select! {
             biased;
-            () = stop.immediately(grace) => Err(RunError::Stopped),
+            () = stop.immediately(grace, draining) => Err(RunError::Stopped),
             driven = Box::pin(driver.drive()) => driven,
         };
-        if let Err(error) = sandboxes.shutdown().await {
-            driver.context.warn(format!("some containers may be left for the next start: {error}"));
+        let left = match tokio::time::timeout(SANDBOX_SHUTDOWN, sandboxes.shutdown()).await {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(error.to_string()),
+            Err(_) => Some(format!("no answer within {SANDBOX_SHUTDOWN:?}")),
+        };
+        if let Some(why) = left {
+            driver.context.warn(format!("some containers may be left for the next start: {why}"));
         }
         let finished = match driven {
             Ok(()) => true,

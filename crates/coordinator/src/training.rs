@@ -211,8 +211,8 @@ impl Driver {
         self.retire_folders().await
     }
 
-    /// Deletes batch folders and checkpoints beyond what the plan keeps. The journal allows it
-    /// first, so a folder that is missing is never one that is still needed.
+    /// Deletes batch folders beyond what the plan keeps. The journal allows it first, so a folder
+    /// that is missing is never one that is still needed. Checkpoints are the trainer's to delete.
     pub(crate) async fn retire_folders(&self) -> Result<(), RunError> {
         let batches = self.store().reader().batches().await?;
         let keep = self.plan().run.keep_batches as usize;
@@ -223,12 +223,6 @@ impl Driver {
         }
         for batch in batches.iter().filter(|b| b.state == BatchState::Retired) {
             self.folder.remove_folder(&batch.folder)?;
-        }
-        let versions = self.store().reader().versions().await?;
-        let keep = self.plan().run.keep_checkpoints as usize;
-        // The first version is what everything started from; it is never ours to delete.
-        for version in versions.iter().skip(1).rev().skip(keep) {
-            self.folder.remove_own_checkpoint(&version.checkpoint)?;
         }
         Ok(())
     }
