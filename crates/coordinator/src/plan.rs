@@ -3,6 +3,7 @@
 use crate::config::{DiagnosticsSettings, RunSettings};
 use orchestrate_handoff::Algorithm;
 use orchestrate_handoff::protocol::RoutingReplay;
+use orchestrate_rollout::RolloutPlan;
 use orchestrate_tasks::Task;
 use std::sync::Arc;
 
@@ -21,6 +22,20 @@ pub struct SamplingPlan {
     pub max_attempts: u16,
     /// Temperature of training episodes.
     pub temperature: f32,
+}
+
+impl From<&RolloutPlan> for SamplingPlan {
+    fn from(rollout: &RolloutPlan) -> Self {
+        Self {
+            // Member numbers are 16 bits wide in every id.
+            group_size: u16::try_from(rollout.group_size).unwrap_or(u16::MAX),
+            groups_per_step: rollout.groups_per_step,
+            max_groups_per_step: rollout.max_groups_per_step,
+            max_in_flight: rollout.max_in_flight,
+            max_attempts: rollout.max_attempts,
+            temperature: rollout.temperature,
+        }
+    }
 }
 
 /// Everything the run loop decides by.
