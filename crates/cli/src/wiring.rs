@@ -5,7 +5,7 @@ use crate::config::Settings;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{
-    Coordinator, HttpTrainer, Plan, Reporter, SamplingPlan, TaskSet, TrainerSink,
+    Coordinator, HttpTrainer, Plan, Reporter, TaskSet, TrainerSink,
 };
 use orchestrate_engine::{Engine, SglangClient, SglangOptions};
 use orchestrate_handoff::TrainerClient;
@@ -180,17 +180,9 @@ pub(crate) fn limits(settings: &Settings) -> Limits {
 
 /// What the run loop decides by.
 fn plan(settings: &Settings) -> Plan {
-    let rollout = &settings.rollout;
     Plan {
         run: settings.run.clone(),
-        sampling: SamplingPlan {
-            group_size: u16::try_from(rollout.group_size).unwrap_or(u16::MAX),
-            groups_per_step: rollout.groups_per_step,
-            max_groups_per_step: rollout.max_groups_per_step,
-            max_in_flight: rollout.max_in_flight,
-            max_attempts: rollout.max_attempts,
-            temperature: rollout.temperature,
-        },
+        sampling: (&settings.rollout).into(),
         algorithm: settings.algorithm.clone(),
         diagnostics: settings.diagnostics.clone(),
         model_name: settings.engine.model.file_name().unwrap_or("policy").to_owned(),

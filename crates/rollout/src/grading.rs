@@ -4,6 +4,7 @@ use crate::tree::TreeChange;
 use orchestrate_sandbox::{
     Command, Exit, FileEntry, Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
 };
+use orchestrate_tasks::patch::{self, PatchError};
 use orchestrate_tasks::{Task, TaskFile, Verdict};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -37,6 +38,38 @@ pub(crate) async fn grade(
     let log = run_tests(sandbox.as_mut(), task, change).await;
     close(sandbox).await;
     Ok(judge(task, &log?))
+}
+
+/// Grades a text patch against a task that brings its own files, as an episode's change is graded.
+///
+/// # Errors
+/// [`GradeError::Patch`] if the patch does not apply to the task's files, [`GradeError::Sandbox`]
+/// if the sandbox fails.
+pub async fn grade_patch(
+    provider: &dyn SandboxProvider,
+    spec: &SandboxSpec,
+    task: &Task,
+    patch: &str,
+    judge: Judge,
+) -> Result<Verdict, GradeError> {
+    let patched = patch::apply(&task.agent_files, patch)?;
+    let paths: BTreeSet<&str> = patched.iter().map(|file| file.path.as_str()).collect();
+    let removed = task.agent_files.iter().map(|file| &file.path);
+    let removed = removed.filter(|path| !paths.contains(path.as_str())).cloned().collect();
+    let written = patched.iter().filter(|file| !task.agent_files.contains(file)).map(entry);
+    let change = TreeChange { written: written.collect(), removed, ..TreeChange::default() };
+    Ok(grade(provider, spec, task, &change, judge).await?)
+}
+
+/// A patch that was not graded.
+#[derive(Debug, thiserror::Error)]
+pub enum GradeError {
+    /// It does not apply.
+    #[error("the patch does not apply")]
+    Patch(#[from] PatchError),
+    /// The sandbox failed.
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
 }
 
 /// Closes a sandbox. A failure is the sandbox room's own to clean up, and no reason to lose a
