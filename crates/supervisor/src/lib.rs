@@ -11,6 +11,7 @@ mod reset;
 mod serve;
 mod sys;
 mod tree;
+mod wire;
 
 use std::io::Write as _;
 use std::process::ExitCode;

@@ -3,6 +3,7 @@
 //!
 //! The decoder is bounded: a frame above [`MAX_FRAME`] is an error before a byte of it is stored.
 
+use crate::wire::{HEADER, Reader, Writer};
 use std::fmt;
 
 /// Version spoken; said in [`Reply::Hello`].
@@ -11,7 +12,6 @@ pub const VERSION: u32 = 1;
 pub const MAX_FRAME: usize = 1 << 20;
 /// Bytes of file or output content put into one frame.
 pub const CHUNK: usize = 256 * 1024;
-const HEADER: usize = 13;
 
 /// Bytes that are no valid frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -174,86 +174,6 @@ pub fn is_safe_path(path: &str) -> bool {
         && path.split('/').all(|part| !matches!(part, "" | "." | "..") && part.len() < 256)
 }
 
-struct Writer(Vec<u8>);
-
-impl Writer {
-    fn new() -> Self {
-        Self(vec![0; HEADER])
-    }
-    fn u8(mut self, value: u8) -> Self {
-        self.0.push(value);
-        self
-    }
-    fn u32(mut self, value: u32) -> Self {
-        self.0.extend_from_slice(&value.to_le_bytes());
-        self
-    }
-    fn u64(mut self, value: u64) -> Self {
-        self.0.extend_from_slice(&value.to_le_bytes());
-        self
-    }
-    fn rest(mut self, bytes: &[u8]) -> Self {
-        self.0.extend_from_slice(bytes);
-        self
-    }
-    fn text(self, text: &str) -> Self {
-        self.u64(text.len() as u64).rest(text.as_bytes())
-    }
-    fn frame(mut self, id: u64, kind: u8) -> Result<Vec<u8>, ProtocolError> {
-        let length = self.0.len() - HEADER;
-        let wire = u32::try_from(length).map_err(|_| ProtocolError::TooLong(length))?;
-        if length > MAX_FRAME {
-            return Err(ProtocolError::TooLong(length));
-        }
-        let header = wire.to_le_bytes().into_iter().chain(id.to_le_bytes()).chain([kind]);
-        for (slot, byte) in self.0.iter_mut().zip(header) {
-            *slot = byte;
-        }
-        Ok(self.0)
-    }
-}
-
-struct Reader<'a>(&'a [u8]);
-
-impl<'a> Reader<'a> {
-    fn take(&mut self, count: u64) -> Option<&'a [u8]> {
-        let (head, rest) = self.0.split_at_checked(usize::try_from(count).ok()?)?;
-        self.0 = rest;
-        Some(head)
-    }
-    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        let (head, rest) = self.0.split_first_chunk()?;
-        self.0 = rest;
-        Some(*head)
-    }
-    fn u8(&mut self) -> Option<u8> {
-        self.array::<1>().map(|[byte]| byte)
-    }
-    fn u32(&mut self) -> Option<u32> {
-        self.array().map(u32::from_le_bytes)
-    }
-    fn i32(&mut self) -> Option<i32> {
-        self.array().map(i32::from_le_bytes)
-    }
-    fn u64(&mut self) -> Option<u64> {
-        self.array().map(u64::from_le_bytes)
-    }
-    fn flag(&mut self) -> Option<bool> {
-        match self.u8()? {
-            0 => Some(false),
-            1 => Some(true),
-            _ => None,
-        }
-    }
-    fn text(&mut self) -> Option<String> {
-        let length = self.u64()?;
-        String::from_utf8(self.take(length)?.to_vec()).ok()
-    }
-    fn rest(&mut self) -> Vec<u8> {
-        std::mem::take(&mut self.0).to_vec()
-    }
-}
-
 impl Request {
     /// The frame with this id.
     ///
@@ -290,7 +210,7 @@ impl Request {
     /// # Errors
     /// Unknown kinds, and payloads that do not fit their kind.
     pub fn decode(kind: u8, payload: &[u8]) -> Result<Self, ProtocolError> {
-        let r = &mut Reader(payload);
+        let r = &mut Reader::new(payload);
         let request = match kind {
             1 => Self::decode_exec(r),
             2 => Some(Self::Ping),
@@ -358,7 +278,7 @@ impl Reply {
     /// # Errors
     /// Unknown kinds, and payloads that do not fit their kind.
     pub fn decode(kind: u8, payload: &[u8]) -> Result<Self, ProtocolError> {
-        let r = &mut Reader(payload);
+        let r = &mut Reader::new(payload);
         let reply = match kind {
             64 => r.u32().map(|version| Self::Hello { version }),
             65 => r.flag().map(|tail| Self::Output { tail, data: r.rest() }),
@@ -399,7 +319,7 @@ impl Reply {
 }
 
 fn complete<T>(value: Option<T>, r: &Reader<'_>, kind: u8) -> Result<T, ProtocolError> {
-    value.filter(|_| r.0.is_empty()).ok_or(ProtocolError::Malformed(kind))
+    value.filter(|_| r.is_empty()).ok_or(ProtocolError::Malformed(kind))
 }
 
 /// One undecoded frame.
@@ -435,7 +355,7 @@ impl FrameBuffer {
     /// # Errors
     /// [`ProtocolError::TooLong`]; the stream is then lost.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, ProtocolError> {
-        let mut r = Reader(self.bytes.get(self.start..).unwrap_or_default());
+        let mut r = Reader::new(self.bytes.get(self.start..).unwrap_or_default());
         let (Some(length), Some(id), Some(kind)) = (r.u32(), r.u64(), r.u8()) else {
             return Ok(None);
         };
