@@ -6,7 +6,7 @@ use orchestrate_coordinator::{EvalPoint, Gain, RunReport};
 /// A table in the house's look.
 pub(crate) fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
-    table.load_preset(presets::UTF8_BORDERS_ONLY).set_header(header);
+    table.load_style(presets::UTF8_BORDERS_ONLY).set_header(header);
     table
 }
 

@@ -113,7 +113,7 @@ fn outcome(outcome: &Outcome) -> String {
 }
 
 fn routing_rows(routing: &orchestrate_store::StoredRouting) -> usize {
-    routing.rows.len() / routing.row_bytes.max(1)
+    routing.data.len() / routing.row_bytes.max(1)
 }
 
 /// How much of the trajectory the routing mask covers; all but the last token is complete.
