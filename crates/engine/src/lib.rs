@@ -4,8 +4,14 @@
 //! log-probabilities, routing rows); a bad reply is an [`EngineError`], never padded.
 
 mod api;
+mod config;
+mod http;
+mod reply;
+mod sglang;
 
 pub use api::{
     Engine, EngineError, EngineErrorKind, EngineInfo, Finish, GenerateRequest, Generation,
     Sampling, VersionSpan,
 };
+pub use config::{EnginePlan, EngineSection};
+pub use sglang::{SglangClient, SglangOptions};

@@ -34,7 +34,7 @@ pub fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     let mut all = vec![("model.embed_tokens.weight".to_owned(), vec![config.vocab_size, hidden])];
     for layer in 0..config.num_hidden_layers {
         let mut put = |name: &str, shape: Vec<usize>| {
-            all.push((format!("model.layers.{layer}.{name}"), shape))
+            all.push((format!("model.layers.{layer}.{name}"), shape));
         };
         put("input_layernorm.weight", vec![hidden]);
         put("self_attn.q_proj.weight", vec![wide, hidden]);

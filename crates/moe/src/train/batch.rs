@@ -104,6 +104,13 @@ impl PackedBatch {
         Ok(())
     }
 
+    /// The same tokens, every one of them scored.
+    #[must_use]
+    pub fn with_all_scored(&self) -> Self {
+        let scored = vec![true; self.tokens.len()];
+        Self { tokens: self.tokens.clone(), offsets: self.offsets.clone(), scored }
+    }
+
     /// Number of sequences `S`.
     pub fn sequences(&self) -> usize {
         self.offsets.len().saturating_sub(1)
@@ -159,6 +166,11 @@ impl Routes {
             }
         }
         Ok(routes)
+    }
+
+    /// Number of rows `N`, invalid ones included.
+    pub fn rows(&self) -> usize {
+        self.valid.len()
     }
 
     /// Whether a token has a row.

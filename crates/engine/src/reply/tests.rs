@@ -1,0 +1,303 @@
+//! Malformed replies, by table and at random: each is an error with its reason, none a panic.
+
+use super::*;
+use orchestrate_routing::{RoutedRows, encode_sglang};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+fn shape() -> ModelShape {
+    ModelShape {
+        hidden_layers: 3,
+        moe_layers: vec![1, 2],
+        experts: 8,
+        top_k: 2,
+        vocab: 50,
+        context: 100,
+    }
+}
+
+fn expected() -> Expected {
+    Expected {
+        request_id: "r-1".to_owned(),
+        prompt_tokens: 4,
+        max_new_tokens: 8,
+        routed_experts_start: Some(2),
+        shape: Arc::new(shape()),
+    }
+}
+
+/// Rows of positions 2..6 of a sequence of 4 + 3 tokens.
+fn routing(rows: u16) -> String {
+    let ids: Vec<u16> =
+        (0..rows).flat_map(|r| [r % 8, (r + 1) % 8, (r + 3) % 8, (r + 5) % 8]).collect();
+    encode_sglang(&RoutedRows::from_ids(&shape(), 2, &ids).unwrap(), &shape()).unwrap()
+}
+
+fn reply() -> Value {
+    json!({
+        "text": "ok",
+        "output_ids": [7, 8, 9],
+        "meta_info": {
+            "id": "r-1",
+            "finish_reason": {"type": "stop", "matched": 9},
+            "prompt_tokens": 4,
+            "completion_tokens": 3,
+            "cached_tokens": 3,
+            "num_retractions": 0,
+            "weight_version": "12",
+            "weight_versions": [{"version": "12", "start": 0, "end": 3}],
+            "output_token_logprobs": [[-0.5, 7, null], [5e-7, 8, null], [0.0, 9, "x"]],
+            "routed_experts": routing(4),
+            "a_field_of_tomorrow": {"deep": [1, 2, 3]},
+        },
+    })
+}
+
+fn check(reply: &Value) -> Result<Generation, EngineErrorKind> {
+    check_reply(reply.to_string().as_bytes(), &expected())
+}
+
+#[test]
+fn a_right_reply_is_handed_on_in_full() {
+    let got = check(&reply()).unwrap();
+    assert_eq!(got.output_ids, [7, 8, 9]);
+    assert_eq!(got.logprobs, [-0.5, 0.0, 0.0]);
+    assert_eq!(got.finish, Finish::Stop);
+    assert_eq!((got.cached_tokens, got.num_retractions), (3, 0));
+    let version = PolicyVersion(12);
+    assert_eq!(got.versions, [VersionSpan { version, start: 0, end: 3 }]);
+    let rows = got.routed_experts.unwrap();
+    assert_eq!((rows.start(), rows.rows()), (2, 4));
+    assert_eq!(got.routing_wire_bytes, routing(4).len());
+}
+
+#[test]
+fn a_version_change_inside_one_reply_is_kept_by_token() {
+    let mut reply = reply();
+    reply["meta_info"]["weight_versions"] = json!([
+        {"version": "default", "start": 0, "end": 1},
+        {"version": "1", "start": 1, "end": 1},
+        {"version": "1", "start": 1, "end": 3},
+    ]);
+    let got = check(&reply).unwrap();
+    assert_eq!(
+        got.versions,
+        [
+            VersionSpan { version: PolicyVersion(0), start: 0, end: 1 },
+            VersionSpan { version: PolicyVersion(1), start: 1, end: 3 },
+        ]
+    );
+}
+
+#[test]
+fn spans_are_not_needed_where_the_server_has_none() {
+    let mut reply = reply();
+    reply["meta_info"].as_object_mut().unwrap().remove("weight_versions");
+    assert_eq!(check(&reply).unwrap().versions.len(), 1);
+}
+
+#[test]
+fn a_request_aborted_in_the_queue_is_an_abort_without_tokens() {
+    let reply = json!({
+        "output_ids": [],
+        "meta_info": {
+            "id": "r-1",
+            "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+        },
+    });
+    let got = check(&reply).unwrap();
+    assert_eq!((got.finish, got.output_ids.len()), (Finish::Abort, 0));
+    assert!(got.routed_experts.is_none());
+}
+
+#[test]
+fn e5_bodies_that_are_no_reply_are_refused() {
+    for body in [
+        &b""[..],
+        b"<html><body>Bad Gateway</body></html>",
+        b"null",
+        b"[]",
+        b"{}",
+        b"\x1f\x8b\x08\x00\x00\x00",
+        b"{\"output_ids\":[1,2",
+        b"\xff\xfe\x00",
+    ] {
+        let error = check_reply(body, &expected()).unwrap_err();
+        assert!(matches!(error, EngineErrorKind::InvalidReply(_)), "{error}");
+    }
+    let inside = check_reply(br#"{"error":{"message":"out of memory"}}"#, &expected());
+    assert!(inside.unwrap_err().to_string().contains("out of memory"));
+}
+
+#[test]
+fn e6_hostile_json_is_refused_without_a_panic() {
+    let deep = format!(r#"{{"meta_info":{}{}}}"#, "[".repeat(10_000), "]".repeat(10_000));
+    let text = reply().to_string();
+    for body in [
+        deep,
+        text.replace("-0.5", "NaN"),
+        text.replace("-0.5", "-Infinity"),
+        text.replace("-0.5", "-1e400"),
+        text.replace("-0.5", "-1e39"),
+        text.replace(r#""output_ids""#, r#""output_ids":[1],"output_ids""#),
+        text.replace("[7,8,9]", "[7,8,99999999999999999999]"),
+        format!("{text}{text}"),
+    ] {
+        assert!(check_reply(body.as_bytes(), &expected()).is_err(), "{}", &body[..60]);
+    }
+}
+
+/// `(what, path into the reply, its new value or none to remove it, word of the error)`
+type Mutation = (&'static str, &'static [&'static str], Option<Value>, &'static str);
+
+fn mutations() -> Vec<Mutation> {
+    const META: &str = "meta_info";
+    const ROUTING: &[&str] = &[META, "routed_experts"];
+    const LOGPROBS: &[&str] = &[META, "output_token_logprobs"];
+    const SPANS: &[&str] = &[META, "weight_versions"];
+    const FINISH: &[&str] = &[META, "finish_reason"];
+    let span = |start: u32, end: u32| json!({"version": "12", "start": start, "end": end});
+    vec![
+        ("e7 another request's", &[META, "id"], Some(json!("r-2")), "r-2"),
+        ("e7 no id", &[META, "id"], None, "id"),
+        ("e7 another prompt", &[META, "prompt_tokens"], Some(json!(5)), "5 tokens"),
+        ("no prompt count", &[META, "prompt_tokens"], None, "prompt_tokens"),
+        ("wrong count", &[META, "completion_tokens"], Some(json!(2)), "completion_tokens"),
+        ("cached too many", &[META, "cached_tokens"], Some(json!(5)), "cached_tokens"),
+        ("e8 beyond vocabulary", &["output_ids"], Some(json!([7, 8, 50])), "vocabulary"),
+        ("e8 negative id", &["output_ids"], Some(json!([7, 8, -1])), "-1"),
+        ("e8 float id", &["output_ids"], Some(json!([7, 8, 9.0])), "9.0"),
+        ("e8 null id", &["output_ids"], Some(json!([7, 8, null])), "null"),
+        ("e8 ids missing", &["output_ids"], None, "output_ids"),
+        ("e8 more than asked", &["output_ids"], Some(json!([1, 1, 1, 1, 1, 1, 1, 1, 1])), ""),
+        ("e8 logprobs missing", LOGPROBS, None, "0 log-prob"),
+        ("e8 logprobs null", LOGPROBS, Some(json!(null)), "0 log-prob"),
+        ("e8 too few", LOGPROBS, Some(json!([[-0.5, 7, null]])), "1 log-prob"),
+        ("e8 no id", LOGPROBS, Some(json!([[-0.5], [-0.1], [-0.1]])), ""),
+        (
+            "e8 of another token",
+            LOGPROBS,
+            Some(json!([[-0.5, 7, null], [-0.1, 9, null], [-0.1, 9, null]])),
+            "token 9",
+        ),
+        (
+            "e8 null value",
+            LOGPROBS,
+            Some(json!([[null, 7, null], [-0.1, 8, null], [-0.1, 9, null]])),
+            "null",
+        ),
+        (
+            "e8 positive",
+            LOGPROBS,
+            Some(json!([[0.5, 7, null], [-0.1, 8, null], [-0.1, 9, null]])),
+            "0.5",
+        ),
+        (
+            "e8 floor",
+            LOGPROBS,
+            Some(json!([[-9999.0, 7, null], [-0.1, 8, null], [-0.1, 9, null]])),
+            "-9999",
+        ),
+        ("e9 missing", ROUTING, None, "missing"),
+        ("e9 null", ROUTING, Some(json!(null)), "missing"),
+        ("e9 empty", ROUTING, Some(json!("")), "0 base64"),
+        ("e9 a number", ROUTING, Some(json!(7)), ""),
+        ("e9 a list", ROUTING, Some(json!([[1, 2]])), ""),
+        ("e9 no base64", ROUTING, Some(json!("!".repeat(routing(4).len()))), "base64"),
+        ("e9 white space", ROUTING, Some(json!(format!(" {}", routing(4)))), "base64"),
+        ("e9 cut off", ROUTING, Some(json!(routing(4)[..126])), "cut off"),
+        ("e10 one row short", ROUTING, Some(json!(routing(3))), "base64"),
+        ("e10 two rows long", ROUTING, Some(json!(routing(7))), "base64"),
+        ("e11 nothing captured", ROUTING, Some(json!("A".repeat(128))), "captured nothing"),
+        ("e15 no version", SPANS, Some(json!([])), "0 of 3"),
+        ("e15 no number", SPANS, Some(json!([{"version": "b", "start": 0, "end": 3}])), "`b`"),
+        ("e15 gap", SPANS, Some(json!([span(0, 1), span(2, 3)])), "gap"),
+        ("e15 overlap", SPANS, Some(json!([span(0, 2), span(1, 3)])), "gap"),
+        ("e15 backwards", SPANS, Some(json!([span(0, 2), span(2, 1)])), "gap"),
+        ("e15 short", SPANS, Some(json!([span(0, 2)])), "2 of 3"),
+        ("e15 long", SPANS, Some(json!([span(0, 4)])), "4 of 3"),
+        ("no finish", FINISH, Some(json!(null)), ""),
+        ("unknown finish", FINISH, Some(json!({"type": "tired"})), "tired"),
+        (
+            "logits were not numbers",
+            FINISH,
+            Some(json!({"type": "stop", "matched": "NaN happened"})),
+            "NaN",
+        ),
+        (
+            "e14 abort without rows",
+            &[META],
+            Some(json!({
+                "id": "r-1",
+                "finish_reason": {"type": "abort", "message": "Aborted", "status_code": null},
+                "prompt_tokens": 4,
+                "weight_version": "12",
+                "output_token_logprobs": [[-0.5, 7, null], [-0.1, 8, null], [-0.1, 9, null]],
+            })),
+            "missing",
+        ),
+    ]
+}
+
+#[test]
+fn e7_to_e15_every_wrong_field_is_a_typed_error_with_its_reason() {
+    for (what, path, value, word) in mutations() {
+        let mut reply = reply();
+        let (last, parents) = path.split_last().unwrap();
+        let parent = parents.iter().fold(&mut reply, |value, key| &mut value[*key]);
+        match value {
+            Some(value) => parent[*last] = value,
+            None => {
+                parent.as_object_mut().unwrap().remove(*last);
+            }
+        }
+        let error = check(&reply).expect_err(what);
+        assert!(matches!(error, EngineErrorKind::InvalidReply(_)), "{what}: {error}");
+        assert!(error.to_string().contains(word), "{what}: {error}");
+    }
+}
+
+#[test]
+fn an_abort_with_a_status_is_that_error() {
+    let mut reply = reply();
+    reply["meta_info"]["finish_reason"] =
+        json!({"type": "abort", "message": "queue is full", "status_code": 503});
+    let error = check(&reply).unwrap_err();
+    assert!(
+        matches!(&error, EngineErrorKind::Refused { status: 503, message } if message == "queue is full")
+    );
+}
+
+#[test]
+fn a_mask_is_borrowed_or_unescaped_but_never_misread() {
+    // "\/" is the same character in JSON.
+    let text = reply().to_string().replace('/', "\\/");
+    let got = check_reply(text.as_bytes(), &expected()).unwrap();
+    assert_eq!(got.routed_experts, check(&reply()).unwrap().routed_experts);
+}
+
+#[test]
+fn every_prefix_of_a_right_reply_is_refused() {
+    let text = reply().to_string();
+    for end in 0..text.len() {
+        assert!(check_reply(&text.as_bytes()[..end], &expected()).is_err(), "{end}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn prop_changed_bytes_never_panic(
+        changes in proptest::collection::vec((any::<proptest::sample::Index>(), any::<u8>()), 1..4),
+    ) {
+        let mut body = reply().to_string().into_bytes();
+        for (index, byte) in changes {
+            let at = index.index(body.len());
+            body[at] = byte;
+        }
+        if let Ok(got) = check_reply(&body, &expected()) {
+            prop_assert_eq!(got.output_ids.len(), got.logprobs.len());
+            prop_assert!(got.output_ids.iter().all(|&id| id < 50));
+            prop_assert!(got.logprobs.iter().all(|lp| lp.is_finite() && *lp <= 0.0));
+        }
+    }
+}
