@@ -158,12 +158,13 @@ fn event(data: &str) -> Bytes {
 
 /// Errors of a stream arrive inside it, after HTTP 200.
 fn failure_event(failure: &Failure) -> Bytes {
+    let code = failure.status();
     let error = serde_json::json!({
         "error": {
             "message": failure.message(),
-            "type": "invalid_request_error",
-            "code": 400,
-            "retryable": false,
+            "type": if code.is_client_error() { "invalid_request_error" } else { "server_error" },
+            "code": code.as_u16(),
+            "retryable": code == StatusCode::SERVICE_UNAVAILABLE,
         }
     });
     event(&error.to_string())

@@ -10,6 +10,7 @@ use super::kernels::{Dense, KvView, Level, attend, exp_shifted, gated_silu, rms_
 use super::quantized::{BLOCK, Quantized};
 use crate::router::RouterFamily;
 use crate::{CheckpointError, ModelConfig, Weights};
+use std::sync::Arc;
 
 /// How weight matrices are held and multiplied.
 #[derive(
@@ -38,14 +39,15 @@ pub enum WeightFormat {
 #[derive(Debug)]
 enum Matrix {
     Dense(Dense),
-    Quantized(Quantized),
+    /// Shared with the embedding where that is tied to the output head.
+    Quantized(Arc<Quantized>),
 }
 
 impl Matrix {
     fn pack(format: WeightFormat, rows: &[f32], n: usize, k: usize) -> Self {
         match format {
             WeightFormat::Q8_0 if k.is_multiple_of(BLOCK) => {
-                Self::Quantized(Quantized::pack(rows, n, k))
+                Self::Quantized(Arc::new(Quantized::pack(rows, n, k)))
             }
             WeightFormat::Q8_0 | WeightFormat::F32 => Self::Dense(Dense::pack(rows, n, k)),
         }
@@ -63,8 +65,7 @@ impl Matrix {
 #[derive(Debug)]
 enum Embedding {
     Rows(Vec<f32>),
-    /// The quantised rows of its own matrix, or of the tied output head.
-    Quantized(Option<Quantized>),
+    Quantized(Arc<Quantized>),
 }
 
 #[derive(Debug)]
@@ -221,12 +222,21 @@ impl Model {
             });
         }
         let embedding = weight("model.embed_tokens.weight")?;
-        let head = if c.tie_word_embeddings { embedding } else { weight("lm_head.weight")? };
-        let head = Matrix::pack(format, head, c.vocab_size, d);
-        let embedding = match Matrix::pack(format, embedding, c.vocab_size, d) {
-            Matrix::Dense(_) => Embedding::Rows(embedding.to_vec()),
-            Matrix::Quantized(_) if c.tie_word_embeddings => Embedding::Quantized(None),
-            Matrix::Quantized(rows) => Embedding::Quantized(Some(rows)),
+        let table = Matrix::pack(format, embedding, c.vocab_size, d);
+        let (head, embedding) = match (c.tie_word_embeddings, table) {
+            (true, Matrix::Quantized(table)) => {
+                (Matrix::Quantized(Arc::clone(&table)), Embedding::Quantized(table))
+            }
+            (true, Matrix::Dense(table)) => {
+                (Matrix::Dense(table), Embedding::Rows(embedding.to_vec()))
+            }
+            (false, table) => {
+                let head = Matrix::pack(format, weight("lm_head.weight")?, c.vocab_size, d);
+                match table {
+                    Matrix::Quantized(table) => (head, Embedding::Quantized(table)),
+                    Matrix::Dense(_) => (head, Embedding::Rows(embedding.to_vec())),
+                }
+            }
         };
         let norm = weight("model.norm.weight")?.to_vec();
         let inverse_frequencies = rope_frequencies(c);
@@ -281,15 +291,11 @@ impl Model {
 
     fn embed(&self, token: u32, out: &mut [f32]) {
         let token = token as usize;
-        match (&self.embedding, &self.head) {
-            (Embedding::Rows(rows), _) => {
+        match &self.embedding {
+            Embedding::Rows(rows) => {
                 out.copy_from_slice(&rows[token * out.len()..(token + 1) * out.len()]);
             }
-            (Embedding::Quantized(Some(rows)), _)
-            | (Embedding::Quantized(None), Matrix::Quantized(rows)) => rows.row(token, out),
-            (Embedding::Quantized(None), Matrix::Dense(_)) => {
-                unreachable!("a tied quantised embedding has a quantised head")
-            }
+            Embedding::Quantized(rows) => rows.row(token, out),
         }
     }
 

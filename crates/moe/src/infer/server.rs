@@ -19,7 +19,7 @@ use axum::serve::ListenerExt;
 use axum::{Json, Router};
 use camino::Utf8PathBuf;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokenizers::Tokenizer;
@@ -188,32 +188,34 @@ pub(crate) enum Failure {
 
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
-        let coded = |status: StatusCode, kind: &str, message: &str| {
-            let code = status.as_u16();
-            let body = json!({
+        let (status, message) = (self.status(), self.message());
+        let code = status.as_u16();
+        let coded = |kind: &str| {
+            json!({
                 "object": "error", "message": message, "type": kind, "param": null, "code": code
-            });
-            (status, Json(body)).into_response()
+            })
         };
-        let bad = |body: Value| (StatusCode::BAD_REQUEST, Json(body)).into_response();
-        match self {
-            Self::Malformed(message) => coded(StatusCode::BAD_REQUEST, "Bad Request", &message),
-            Self::Gate(message) => bad(json!({ "error": message })),
-            Self::Invalid(message) => bad(json!({ "error": { "message": message } })),
-            Self::QueueFull => {
-                coded(StatusCode::SERVICE_UNAVAILABLE, "503", "The request queue is full.")
-            }
-            Self::Stopped => {
-                coded(StatusCode::SERVICE_UNAVAILABLE, "503", "The engine is shutting down.")
-            }
-            Self::Internal(message) => {
-                coded(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", &message)
-            }
-        }
+        let body = match &self {
+            Self::Malformed(_) => coded("Bad Request"),
+            Self::Gate(message) => json!({ "error": message }),
+            Self::Invalid(message) => json!({ "error": { "message": message } }),
+            Self::QueueFull | Self::Stopped => coded("503"),
+            Self::Internal(_) => coded("InternalServerError"),
+        };
+        (status, Json(body)).into_response()
     }
 }
 
 impl Failure {
+    /// HTTP status of the reply.
+    pub(crate) fn status(&self) -> StatusCode {
+        match self {
+            Self::Malformed(_) | Self::Gate(_) | Self::Invalid(_) => StatusCode::BAD_REQUEST,
+            Self::QueueFull | Self::Stopped => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+
     /// The words inside the reply.
     pub(crate) fn message(&self) -> &str {
         match self {

@@ -4,6 +4,7 @@ use crate::infer::model::tests::small_config;
 use crate::{CheckpointError, Weights};
 use camino::Utf8Path;
 use reqwest::Client;
+use serde_json::Value;
 use std::collections::BTreeSet;
 
 /// A served engine; dropped, it is cancelled.
@@ -316,7 +317,14 @@ async fn a_missing_model_is_an_error_that_names_it() {
 #[expect(clippy::print_stderr, reason = "prints what it measured")]
 async fn measure_turns_over_http() {
     for format in [WeightFormat::F32, WeightFormat::Q8_0] {
-        let served = serve(|o| o.weight_format = format).await;
+        let root = tempfile::tempdir().unwrap();
+        let weights = Weights::random(small_config(4), 1);
+        save_checkpoint(&folder(&root, "m"), &weights, StoredType::F32, None).unwrap();
+        let served = serve(|o| {
+            o.weight_format = format;
+            o.model_path = folder(&root, "m");
+        });
+        let served = served.await;
         let started = std::time::Instant::now();
         let mut tasks = JoinSet::new();
         for seed in 0..16u32 {
@@ -347,4 +355,39 @@ async fn measure_turns_over_http() {
         eprintln!("{format:?}, 16 episodes of 4 turns: {rate:.0} sampled tokens/s");
         served.stop().await.unwrap();
     }
+}
+
+#[tokio::test]
+async fn text_goes_in_and_comes_out_where_there_is_a_tokenizer() {
+    let vocab: serde_json::Map<String, Value> =
+        (0..1024).map(|i| (format!("t{i}"), json!(i))).collect();
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+        "normalizer": null, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null,
+        "decoder": null, "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"}
+    });
+    let served = serve(|o| {
+        fs_err::write(o.model_path.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    });
+    let served = served.await;
+    let asked = |more: Value| {
+        let mut sampling = json!({"max_new_tokens": 6, "temperature": 1.0, "sampling_seed": 1});
+        sampling.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        json!({"text": "t5 t6", "sampling_params": sampling})
+    };
+    let plain = served.generate(asked(json!({}))).await;
+    assert_eq!(plain["meta_info"]["prompt_tokens"], 2);
+    let words: Vec<&str> = plain["text"].as_str().unwrap().split(' ').collect();
+    assert_eq!(words.len(), 6);
+    let stopped = served.generate(asked(json!({"stop": words[2]}))).await;
+    let finish = json!({"type": "stop", "matched": words[2]});
+    assert_eq!(stopped["meta_info"]["finish_reason"], finish);
+    assert_eq!(stopped["text"], format!("{} {} ", words[0], words[1]));
+    assert_eq!(stopped["output_ids"].as_array().unwrap().len(), 3);
+    let id = plain["output_ids"][1].clone();
+    let stopped = served.generate(asked(json!({"stop_token_ids": [id]}))).await;
+    assert_eq!(stopped["text"], words[0]);
+    let ignored = served.generate(asked(json!({"stop_token_ids": [id], "ignore_eos": true}))).await;
+    assert_eq!(ignored["output_ids"], plain["output_ids"]);
+    served.stop().await.unwrap();
 }
