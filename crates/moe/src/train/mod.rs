@@ -6,6 +6,8 @@ mod attention;
 mod batch;
 mod experts;
 mod head;
+#[cfg(target_arch = "x86_64")]
+mod kernel;
 mod layout;
 mod linalg;
 pub mod model;
