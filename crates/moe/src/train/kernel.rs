@@ -53,24 +53,29 @@ pub(super) fn available() -> bool {
 /// # Safety
 /// [`available`] must hold; both operands must be readable and `c` writable over their whole
 /// extent, and `c` must overlap neither.
-pub(super) unsafe fn multiply((m, n, k): (usize, usize, usize), c: Target, a: Operand, b: Operand) {
+pub(super) unsafe fn multiply(
+    (rows, columns, summands): (usize, usize, usize),
+    c: Target,
+    a: Operand,
+    b: Operand,
+) {
     SCRATCH.with_borrow_mut(|(panels, strip)| {
-        let count = n.div_ceil(COLUMNS);
-        let depth = DEPTH.min(k);
+        let count = columns.div_ceil(COLUMNS);
+        let depth = DEPTH.min(summands);
         if panels.len() < count * COLUMNS * depth {
             panels.resize(count * COLUMNS * depth, 0.0);
         }
         strip.resize(ROWS * DEPTH, 0.0);
         let mut done = 0;
-        while done < k {
-            let depth = DEPTH.min(k - done);
+        while done < summands {
+            let depth = DEPTH.min(summands - done);
             // SAFETY: the caller vouches for operands and CPU; the scratch buffers were just made
             // large enough for this depth.
             unsafe {
                 let b = Operand { at: b.at.wrapping_add(done * b.row_stride), ..b };
                 let a = Operand { at: a.at.wrapping_add(done * a.col_stride), ..a };
                 let c = Target { add: c.add || done > 0, ..c };
-                block((m, n, depth), c, a, b, (panels.as_mut_ptr(), strip.as_mut_ptr()));
+                block((rows, columns, depth), c, a, b, (panels.as_mut_ptr(), strip.as_mut_ptr()));
             }
             done += depth;
         }
@@ -80,112 +85,123 @@ pub(super) unsafe fn multiply((m, n, k): (usize, usize, usize), c: Target, a: Op
 /// One block of at most [`DEPTH`] summands.
 #[target_feature(enable = "avx512f")]
 unsafe fn block(
-    (m, n, depth): (usize, usize, usize),
-    c: Target,
-    a: Operand,
-    b: Operand,
+    (rows, columns, depth): (usize, usize, usize),
+    target: Target,
+    left: Operand,
+    right: Operand,
     (panels, strip): (*mut f32, *mut f32),
 ) {
     let panel_size = COLUMNS * depth;
-    for panel in 0..n.div_ceil(COLUMNS) {
+    for panel in 0..columns.div_ceil(COLUMNS) {
         let first = panel * COLUMNS;
-        let part = Operand { at: b.at.wrapping_add(first * b.col_stride), ..b };
+        let part = Operand { at: right.at.wrapping_add(first * right.col_stride), ..right };
+        let into = panels.wrapping_add(panel * panel_size);
         // SAFETY: reads `depth` rows of the columns that exist, writes one panel.
-        unsafe {
-            pack(depth, COLUMNS.min(n - first), part, panels.wrapping_add(panel * panel_size))
-        };
+        unsafe { pack(depth, COLUMNS.min(columns - first), part, into) };
     }
     let mut row = 0;
-    while row < m {
-        let rows = ROWS.min(m - row);
-        let mut left = Operand { at: a.at.wrapping_add(row * a.row_stride), ..a };
-        if a.col_stride != 1 && rows == ROWS {
-            for i in 0..depth {
-                for r in 0..ROWS {
-                    // SAFETY: element (row + r, i) of `a`; the strip has ROWS · DEPTH places.
-                    unsafe {
-                        let from = left.at.wrapping_add(i * a.col_stride + r * a.row_stride);
-                        strip.wrapping_add(i * ROWS + r).write(from.read());
-                    }
-                }
-            }
-            left = Operand { at: strip, row_stride: 1, col_stride: ROWS };
+    while row < rows {
+        let height = ROWS.min(rows - row);
+        let mut part = Operand { at: left.at.wrapping_add(row * left.row_stride), ..left };
+        if left.col_stride != 1 || height < ROWS {
+            // SAFETY: `height` rows are there, and the strip has ROWS · DEPTH places.
+            unsafe { pack_strip((height, depth), part, strip) };
+            part = Operand { at: strip, row_stride: 1, col_stride: ROWS };
         }
-        for panel in 0..n.div_ceil(COLUMNS) {
+        for panel in 0..columns.div_ceil(COLUMNS) {
             let first = panel * COLUMNS;
-            let at = c.at.wrapping_add(row * c.row_stride + first);
-            let columns = COLUMNS.min(n - first);
-            let right = panels.wrapping_add(panel * panel_size);
-            // SAFETY: `rows` rows of the left operand, a packed panel, and the part of `c` at this
-            // row and column, all inside their buffers.
-            unsafe { tile((rows, columns, depth), Target { at, ..c }, left, right) };
+            let at = target.at.wrapping_add(row * target.row_stride + first);
+            let width = COLUMNS.min(columns - first);
+            let packed = panels.wrapping_add(panel * panel_size);
+            // SAFETY: `height` rows of the left operand, a packed panel, and the part of the
+            // target at this row and column, all inside their buffers.
+            unsafe { tile((height, width, depth), Target { at, ..target }, part, packed) };
         }
-        row += rows;
+        row += height;
+    }
+}
+
+/// Copies the rows of a transposed or too low operand side by side: `[depth, 8]`. Rows that are
+/// not there stay as they are: their sums are never stored.
+#[inline]
+unsafe fn pack_strip((rows, depth): (usize, usize), a: Operand, strip: *mut f32) {
+    let (mut from, mut to) = (a.at, strip);
+    for _ in 0..depth {
+        for r in 0..rows {
+            // SAFETY: the caller vouches for the rows and the strip.
+            unsafe { to.wrapping_add(r).write(from.wrapping_add(r * a.row_stride).read()) };
+        }
+        from = from.wrapping_add(a.col_stride);
+        to = to.wrapping_add(ROWS);
     }
 }
 
 /// Copies `columns` columns into a panel `[depth, 32]`, the rest of which becomes 0.
 #[inline]
 unsafe fn pack(depth: usize, columns: usize, b: Operand, panel: *mut f32) {
-    for j in columns..COLUMNS {
-        for i in 0..depth {
-            // SAFETY: place (i, j) of the panel.
-            unsafe { panel.wrapping_add(i * COLUMNS + j).write(0.0) };
-        }
-    }
+    // Pointers are stepped instead of computed: no multiplication is checked in the inner loops.
     if b.col_stride == 1 {
-        for i in 0..depth {
-            let from = b.at.wrapping_add(i * b.row_stride);
-            for j in 0..columns {
-                // SAFETY: element (i, j) of `b` and of the panel.
-                unsafe { panel.wrapping_add(i * COLUMNS + j).write(from.wrapping_add(j).read()) };
+        let (mut from, mut to) = (b.at, panel);
+        for _ in 0..depth {
+            // SAFETY: one row of `b` and of the panel, which do not overlap.
+            unsafe {
+                from.copy_to_nonoverlapping(to, columns);
+                to.wrapping_add(columns).write_bytes(0, COLUMNS - columns);
             }
+            from = from.wrapping_add(b.row_stride);
+            to = to.wrapping_add(COLUMNS);
         }
-    } else {
-        for j in 0..columns {
-            let from = b.at.wrapping_add(j * b.col_stride);
-            for i in 0..depth {
-                let value = from.wrapping_add(i * b.row_stride);
-                // SAFETY: element (i, j) of `b` and of the panel.
-                unsafe { panel.wrapping_add(i * COLUMNS + j).write(value.read()) };
-            }
+        return;
+    }
+    for j in 0..COLUMNS {
+        let mut from = b.at.wrapping_add(j * b.col_stride);
+        let mut to = panel.wrapping_add(j);
+        for _ in 0..depth {
+            // SAFETY: element of column `j` of `b`, if it exists, and of the panel.
+            unsafe { to.write(if j < columns { from.read() } else { 0.0 }) };
+            from = from.wrapping_add(b.row_stride);
+            to = to.wrapping_add(COLUMNS);
         }
     }
 }
 
-/// One tile of at most 8 × 32 sums.
+/// One tile of at most 8 × 32 sums. Not inlined: inside the caller's loops the compiler runs out of
+/// registers and moves a sum through memory at every step.
+#[inline(never)]
 #[target_feature(enable = "avx512f")]
 unsafe fn tile(
     (rows, columns, depth): (usize, usize, usize),
-    c: Target,
-    a: Operand,
+    target: Target,
+    left: Operand,
     panel: *const f32,
 ) {
     let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
-    // Rows beyond the last repeat it; their sums are not stored.
-    let starts: [*const f32; ROWS] =
-        std::array::from_fn(|r| a.at.wrapping_add(r.min(rows - 1) * a.row_stride));
-    for i in 0..depth {
-        let right = panel.wrapping_add(i * COLUMNS);
-        // SAFETY: row `i` of the panel.
+    let (mut start, mut right) = (left.at, panel);
+    for _ in 0..depth {
+        // SAFETY: a row of the panel.
         let (low, high) =
             unsafe { (_mm512_loadu_ps(right), _mm512_loadu_ps(right.wrapping_add(16))) };
-        for (sum, start) in sums.iter_mut().zip(starts) {
-            // SAFETY: element (row, i) of the left operand.
-            let left = _mm512_set1_ps(unsafe { start.wrapping_add(i * a.col_stride).read() });
-            sum[0] = _mm512_fmadd_ps(left, low, sum[0]);
-            sum[1] = _mm512_fmadd_ps(left, high, sum[1]);
+        let mut row = start;
+        for sum in &mut sums {
+            // SAFETY: an element of the left operand, which has all ROWS rows.
+            let value = _mm512_set1_ps(unsafe { row.read() });
+            row = row.wrapping_add(left.row_stride);
+            sum[0] = _mm512_fmadd_ps(value, low, sum[0]);
+            sum[1] = _mm512_fmadd_ps(value, high, sum[1]);
         }
+        start = start.wrapping_add(left.col_stride);
+        right = right.wrapping_add(COLUMNS);
     }
     let mask = |columns: usize| if columns >= 16 { u16::MAX } else { (1_u16 << columns) - 1 };
     let masks = [mask(columns), mask(columns.saturating_sub(16))];
-    let scale = _mm512_set1_ps(c.scale);
+    let scale = _mm512_set1_ps(target.scale);
     for (r, sum) in sums.iter().enumerate().take(rows) {
         for (half, (&sum, mask)) in sum.iter().zip(masks).enumerate() {
-            let at = c.at.wrapping_add(r * c.row_stride + half * 16);
+            let at = target.at.wrapping_add(r * target.row_stride + half * 16);
             // SAFETY: masked-off columns are neither read nor written.
             unsafe {
-                let old = if c.add { _mm512_maskz_loadu_ps(mask, at) } else { _mm512_setzero_ps() };
+                let zero = _mm512_setzero_ps();
+                let old = if target.add { _mm512_maskz_loadu_ps(mask, at) } else { zero };
                 _mm512_mask_storeu_ps(at, mask, _mm512_fmadd_ps(scale, sum, old));
             }
         }

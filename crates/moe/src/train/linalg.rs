@@ -69,7 +69,6 @@ fn fits(len: usize, rows: usize, cols: usize, row_stride: usize) -> bool {
 }
 
 /// `dst = scale · a·b`, or `dst += scale · a·b`. One thread: work is divided by sequences above.
-#[expect(clippy::needless_pass_by_value, reason = "a view is borrowed for one product")]
 pub(crate) fn matmul<T: Real>(
     dst: ViewMut<'_, T>,
     add: bool,

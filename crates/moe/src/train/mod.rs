@@ -15,6 +15,7 @@ pub mod model;
 mod model_tests;
 mod norm;
 pub mod optimizer;
+mod part;
 pub mod real;
 pub mod server;
 pub mod service;
