@@ -9,7 +9,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("supervisor", &[]),
     ("routing", &["types"]),
     ("engine", &["routing", "types"]),
-    ("sandbox", &["types"]),
+    ("sandbox", &["supervisor", "types"]),
     ("tasks", &["types"]),
     ("rollout", &["engine", "routing", "sandbox", "tasks", "types"]),
     ("store", &["types"]),

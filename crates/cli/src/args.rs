@@ -215,8 +215,8 @@ pub(crate) struct GcArgs {
     /// Only containers of the run in this folder.
     #[arg(long, value_name = "DIR")]
     pub(crate) run_dir: Option<Utf8PathBuf>,
-    /// Also containers whose deadline has not passed (their run must not be alive).
-    #[arg(long)]
+    /// With --run-dir: also that run's containers whose deadline has not passed.
+    #[arg(long, requires = "run_dir")]
     pub(crate) all: bool,
     /// Only say what would be removed.
     #[arg(long)]

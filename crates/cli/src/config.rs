@@ -8,9 +8,17 @@ use camino::Utf8PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use orchestrate_coordinator::{
+    DiagnosticsSection, DiagnosticsSettings, RunSection, RunSettings, TasksSection, TasksSettings,
+};
+use orchestrate_engine::{EnginePlan, EngineSection};
+use orchestrate_handoff::{Algorithm, AlgorithmSection, TrainerPlan, TrainerSection};
+use orchestrate_moe::infer::WeightFormat;
+use orchestrate_rollout::{RolloutConfig, RolloutPlan};
+use orchestrate_sandbox::{RawSandboxConfig, SandboxConfig};
+use orchestrate_types::ConfigProblem;
 use toml::{Table, Value};
 
-use orchestrate_types::ConfigProblem;
 
 /// What is wrong with the settings. Exit code 3.
 #[derive(Debug)]
@@ -33,7 +41,7 @@ impl fmt::Display for ConfigError {
             Self::Problems(problems) => {
                 write!(f, "the config has {} problem(s):", problems.len())?;
                 for problem in problems {
-                    write!(f, "\n  {} = {}: {}", problem.key, problem.value, problem.remedy)?;
+                    write!(f, "\n  {problem}")?;
                 }
                 Ok(())
             }
@@ -99,17 +107,6 @@ fn merge(into: &mut Table, from: Table) {
     }
 }
 
-/// `[policy]`: where training starts.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct RawPolicy {
-    /// Starting checkpoint: folder in the Hugging Face layout, tokenizer and chat template
-    /// included. Default: the policy shipped for the `micro` environment.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "Option<String>")]
-    pub(crate) checkpoint: Option<Utf8PathBuf>,
-}
-
 /// `[embedded]`: the engine and trainer inside this program (used where `engine.url` or
 /// `trainer.url` is absent).
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -124,6 +121,193 @@ pub(crate) struct RawEmbedded {
     /// Tokens its prefix cache holds. Default 65536.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cache_tokens: Option<usize>,
+}
+
+/// A run file. Every section and every field may be left out.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct RawConfig {
+    /// Length of the run, and when it is measured.
+    pub(crate) run: RunSection,
+    /// What is trained and evaluated on.
+    pub(crate) tasks: TasksSection,
+    /// How episodes are made.
+    pub(crate) rollout: RolloutConfig,
+    /// The inference server and the starting policy.
+    pub(crate) engine: EngineSection,
+    /// The trainer.
+    pub(crate) trainer: TrainerSection,
+    /// How rewards become an update.
+    pub(crate) algorithm: AlgorithmSection,
+    /// Containers.
+    pub(crate) sandbox: RawSandboxConfig,
+    /// The engine and trainer inside this program.
+    pub(crate) embedded: RawEmbedded,
+    /// What is measured beside.
+    pub(crate) diagnostics: DiagnosticsSection,
+}
+
+/// All sections, checked.
+#[derive(Debug, Clone)]
+pub(crate) struct Settings {
+    pub(crate) run: RunSettings,
+    pub(crate) tasks: TasksSettings,
+    pub(crate) rollout: RolloutPlan,
+    pub(crate) engine: EnginePlan,
+    pub(crate) trainer: TrainerPlan,
+    pub(crate) algorithm: Algorithm,
+    pub(crate) sandbox: SandboxConfig,
+    pub(crate) embedded: Embedded,
+    pub(crate) diagnostics: DiagnosticsSettings,
+}
+
+/// The checked `[embedded]` section.
+#[derive(Debug, Clone)]
+pub(crate) struct Embedded {
+    pub(crate) weight_format: WeightFormat,
+    pub(crate) max_running: usize,
+    pub(crate) cache_tokens: usize,
+}
+
+/// Policy shipped for the `micro` environment, relative to the project's root.
+const MICRO_POLICY: &str = "environments/micro/policy";
+
+impl RawConfig {
+    /// Fills in defaults and checks everything.
+    pub(crate) fn check(&self) -> Result<Settings, ConfigError> {
+        let mut problems = Vec::new();
+        let mut engine = self.engine.clone();
+        engine.model.get_or_insert_with(|| MICRO_POLICY.into());
+        let run = keep(&mut problems, self.run.check());
+        let tasks = keep(&mut problems, self.tasks.check());
+        let rollout = keep(&mut problems, self.rollout.check());
+        let engine = keep(&mut problems, engine.check());
+        let trainer = keep(&mut problems, self.trainer.check());
+        let algorithm = keep(&mut problems, self.algorithm.check());
+        let sandbox = keep(&mut problems, self.sandbox.check());
+        let embedded = keep(&mut problems, self.embedded.check());
+        let diagnostics = keep(&mut problems, self.diagnostics.check());
+        if let Some(tasks) = &tasks
+            && tasks.environment != "micro"
+        {
+            problems.push(ConfigProblem::new(
+                "tasks.environment",
+                &tasks.environment,
+                "use \"micro\", the environment this version has",
+            ));
+        }
+        match (run, tasks, rollout, engine, trainer, algorithm, sandbox, embedded, diagnostics) {
+            (
+                Some(run),
+                Some(tasks),
+                Some(rollout),
+                Some(engine),
+                Some(trainer),
+                Some(algorithm),
+                Some(sandbox),
+                Some(embedded),
+                Some(diagnostics),
+            ) if problems.is_empty() => Ok(Settings {
+                run,
+                tasks,
+                rollout,
+                engine,
+                trainer,
+                algorithm,
+                sandbox,
+                embedded,
+                diagnostics,
+            }),
+            _ => Err(ConfigError::Problems(problems)),
+        }
+    }
+
+    /// The same settings with every default written out, as the run folder keeps them: a later
+    /// version with other defaults still continues this run as it began.
+    pub(crate) fn with_defaults(&self) -> Result<Self, ConfigError> {
+        let settings = self.check()?;
+        let hyper = settings.algorithm.hyperparameters(1.0, false);
+        Ok(Self {
+            run: restate(&settings.run)?,
+            tasks: restate(&settings.tasks)?,
+            rollout: restate(&settings.rollout)?,
+            engine: EngineSection {
+                model: Some(settings.engine.model.to_string()),
+                ..self.engine.clone()
+            },
+            trainer: self.trainer.clone(),
+            algorithm: AlgorithmSection {
+                policy_loss: Some(hyper.policy_loss),
+                clip_low: Some(hyper.clip_low),
+                clip_high: Some(hyper.clip_high),
+                dual_clip: Some(hyper.dual_clip.unwrap_or(0.0)),
+                aggregation: Some(hyper.aggregation),
+                loss_norm_tokens: Some(hyper.loss_norm_tokens),
+                advantage_normalisation: Some(settings.algorithm.advantage),
+                routing_replay: Some(hyper.routing_replay),
+                mini_steps: Some(hyper.mini_steps),
+                learning_rate: Some(hyper.learning_rate),
+                betas: Some([hyper.betas.0, hyper.betas.1]),
+                adam_eps: Some(hyper.adam_eps),
+                weight_decay: Some(hyper.weight_decay),
+                max_grad_norm: Some(hyper.max_grad_norm),
+                micro_batch_tokens: Some(hyper.micro_batch_tokens),
+                truncated: Some(settings.algorithm.truncated),
+            },
+            sandbox: restate(&settings.sandbox)?,
+            embedded: RawEmbedded {
+                weight_format: Some(self.embedded.weight_format.clone().unwrap_or("q8_0".into())),
+                max_running: Some(settings.embedded.max_running),
+                cache_tokens: Some(settings.embedded.cache_tokens),
+            },
+            diagnostics: restate(&settings.diagnostics)?,
+        })
+    }
+}
+
+fn keep<T>(problems: &mut Vec<ConfigProblem>, checked: Result<T, Vec<ConfigProblem>>) -> Option<T> {
+    checked.map_err(|found| problems.extend(found)).ok()
+}
+
+/// A checked section in its written form; both have the same keys.
+fn restate<T: Serialize, R: for<'de> Deserialize<'de>>(checked: &T) -> Result<R, ConfigError> {
+    let table = Table::try_from(checked).map_err(|e| layer_error("plan", e))?;
+    table.try_into().map_err(|e: toml::de::Error| layer_error("plan", e))
+}
+
+impl RawEmbedded {
+    fn check(&self) -> Result<Embedded, Vec<ConfigProblem>> {
+        let mut problems = Vec::new();
+        let format = self.weight_format.as_deref().unwrap_or("q8_0");
+        let weight_format = weight_format(format).unwrap_or_else(|| {
+            let remedy = "use \"q8_0\" or \"f32\"";
+            problems.push(ConfigProblem::new("embedded.weight_format", format, remedy));
+            WeightFormat::default()
+        });
+        let embedded = Embedded {
+            weight_format,
+            max_running: self.max_running.unwrap_or(32),
+            cache_tokens: self.cache_tokens.unwrap_or(65_536),
+        };
+        for (key, value) in [
+            ("embedded.max_running", embedded.max_running),
+            ("embedded.cache_tokens", embedded.cache_tokens),
+        ] {
+            if value == 0 {
+                problems.push(ConfigProblem::new(key, value, "use at least 1"));
+            }
+        }
+        if problems.is_empty() { Ok(embedded) } else { Err(problems) }
+    }
+}
+
+/// A weight format by its name in configs and on the command line.
+pub(crate) fn weight_format(name: &str) -> Option<WeightFormat> {
+    match name {
+        "q8_0" => Some(WeightFormat::Q8_0),
+        "f32" => Some(WeightFormat::F32),
+        _ => None,
+    }
 }
 
 #[cfg(test)]

@@ -2,9 +2,15 @@
 
 use crate::config::ConfigError;
 use crate::output;
+use orchestrate_coordinator::{FailureClass, RunError};
 use orchestrate_engine::{EngineError, EngineErrorKind};
+use orchestrate_handoff::TrainerError;
 use orchestrate_moe::CheckpointError;
+use orchestrate_moe::infer::EngineServeError;
+use orchestrate_moe::train::ServeTrainerError;
+use orchestrate_rollout::ChatError;
 use orchestrate_sandbox::{SandboxError, SandboxErrorKind};
+use orchestrate_store::StoreError;
 use std::process::ExitCode;
 
 /// 1: a bug, or something nobody foresaw.
@@ -28,4 +34,92 @@ pub(crate) const STOPPED: u8 = 130;
 pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     let _ = error.print();
     if error.use_stderr() { ExitCode::from(USAGE) } else { ExitCode::SUCCESS }
+}
+
+/// Prints the error with its causes and, where there is one, a hint; answers its exit code.
+pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
+    output::say(format!("error: {}", with_causes(error)));
+    if let Some(hint) = hint(error) {
+        output::say(format!("hint: {hint}"));
+    }
+    ExitCode::from(code(error))
+}
+
+/// The message and its causes, each once.
+fn with_causes(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+fn code(error: &anyhow::Error) -> u8 {
+    for cause in error.chain() {
+        if let Some(run) = cause.downcast_ref::<RunError>() {
+            return match run.class() {
+                FailureClass::Config => CONFIG,
+                FailureClass::Engine => ENGINE,
+                FailureClass::Sandbox => SANDBOX,
+                FailureClass::Store => STORE,
+                FailureClass::Trainer => TRAINER,
+                FailureClass::Bug => BUG,
+            };
+        }
+        if cause.is::<ConfigError>() || cause.is::<CheckpointError>() || cause.is::<ChatError>() {
+            return CONFIG;
+        }
+        if cause.is::<EngineError>() || cause.is::<EngineServeError>() {
+            return ENGINE;
+        }
+        if cause.is::<SandboxError>() {
+            return SANDBOX;
+        }
+        if cause.is::<StoreError>() {
+            return STORE;
+        }
+        if cause.is::<TrainerError>() || cause.is::<ServeTrainerError>() {
+            return TRAINER;
+        }
+    }
+    BUG
+}
+
+fn hint(error: &anyhow::Error) -> Option<&'static str> {
+    for cause in error.chain() {
+        if let Some(sandbox) = cause.downcast_ref::<SandboxError>() {
+            return match &sandbox.kind {
+                SandboxErrorKind::NoDaemon(_) => {
+                    Some("start Docker (scripts/quickstart does), or set DOCKER_HOST")
+                }
+                SandboxErrorKind::ImageMissing(_) => {
+                    Some("build the sandbox image: scripts/quickstart does, or docker pull it")
+                }
+                SandboxErrorKind::TimedOut { .. }
+                | SandboxErrorKind::Refused { .. }
+                | SandboxErrorKind::Gone(_)
+                | SandboxErrorKind::Protocol(_)
+                | SandboxErrorKind::NotClean(_)
+                | SandboxErrorKind::TooLarge { .. } => Some("orchestrate doctor checks the daemon"),
+            };
+        }
+        if let Some(engine) = cause.downcast_ref::<EngineError>() {
+            return match &engine.kind {
+                EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => {
+                    Some("is the server up? check engine.url; orchestrate doctor --engine URL probes it")
+                }
+                EngineErrorKind::Refused { .. }
+                | EngineErrorKind::InvalidReply(_)
+                | EngineErrorKind::Unfit(_) => None,
+            };
+        }
+        if let Some(StoreError::Exists { .. }) = cause.downcast_ref::<StoreError>() {
+            return Some("add --resume to go on with it, or choose another --run-dir");
+        }
+    }
+    None
 }

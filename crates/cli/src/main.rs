@@ -7,8 +7,10 @@ mod args;
 mod commands;
 mod config;
 mod exit;
+mod live;
 mod output;
 mod progress;
+mod tables;
 mod wiring;
 
 use args::{Cli, Command};

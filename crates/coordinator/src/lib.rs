@@ -1,1 +1,34 @@
-//! coordinator
+//! The run: which episodes are made, what is trained on, when weights change, what is measured.
+//!
+//! The invariant: every decision is in the journal before its effect, so a run that died at any
+//! instant continues from the journal alone. Start reading at `run_loop.rs`.
+
+mod config;
+mod error;
+mod evaluation;
+mod events;
+mod files;
+mod groups;
+mod metrics;
+mod monitor;
+mod plan;
+mod pool;
+mod record;
+mod report;
+mod run_loop;
+mod schedule;
+mod svg;
+mod trainer;
+mod training;
+
+pub use config::{
+    DiagnosticsSection, DiagnosticsSettings, RunSection, RunSettings, TasksSection, TasksSettings,
+};
+pub use error::{FailureClass, RunError};
+pub use events::{Event, Reporter};
+pub use plan::{Plan, SamplingPlan, TaskSet};
+pub use record::{EpisodeDetail, EpisodeSummary};
+pub use report::{EvalPoint, Gain, RunReport, write_html};
+pub use run_loop::{Coordinator, RunEnd, Stop};
+pub use schedule::{episode_seed, task_index};
+pub use trainer::{HttpTrainer, StepProgress, TrainerSink};

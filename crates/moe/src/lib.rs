@@ -5,6 +5,7 @@ mod config;
 pub mod diagnostics;
 #[cfg(test)]
 mod golden;
+pub mod infer;
 pub mod loss;
 pub mod router;
 pub mod train;

@@ -17,8 +17,15 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
-/// Engine calls tried for one generation before the attempt is given up.
-const GENERATE_TRIES: u32 = 4;
+/// Engine calls tried for one generation before the attempt is given up. With the pauses below an
+/// engine may be away for about a minute, long enough for a restart.
+const GENERATE_TRIES: u32 = 8;
+
+/// Of these, how many may end in a reply that is late or invalid.
+const REPLY_TRIES: u32 = 3;
+
+/// Longest pause before another try; pauses double until then.
+const MAX_PAUSE: Duration = Duration::from_secs(30);
 
 /// Of these, how many may end in routing rows that cannot be used.
 const ROUTING_TRIES: u32 = 2;
@@ -164,7 +171,7 @@ impl<'a> Attempt<'a> {
             return Err(NoReply::Failed("the episode's clock was not started".to_owned()));
         };
         let prompt = self.buffer.prompt_for_turn();
-        let (mut tries, mut routing_failures) = (0, 0);
+        let (mut tries, mut pauses, mut routing_failures) = (0, 0, 0);
         loop {
             if self.stop.is_cancelled() {
                 return Err(NoReply::Event(Event::StopRequested));
@@ -194,18 +201,23 @@ impl<'a> Attempt<'a> {
                 },
                 Err(error) => (error.to_string(), error.retry()),
             };
-            if tries >= GENERATE_TRIES || self.routing_problem.is_some() {
+            let is_last = tries >= GENERATE_TRIES || tries - pauses >= REPLY_TRIES;
+            if is_last || self.routing_problem.is_some() {
                 return Err(NoReply::Failed(format!("{error} (after {tries} tries)")));
             }
             tracing::debug!(error, turn, tries, "generation failed, trying again");
             match retry {
                 Retry::Never => return Err(NoReply::Failed(error)),
                 Retry::Now => {}
-                Retry::After(time) => tokio::select! {
-                    biased;
-                    () = self.stop.cancelled() => {}
-                    () = tokio::time::sleep(time.min(self.remaining())) => {}
-                },
+                Retry::After(time) => {
+                    let time = time.saturating_mul(1 << pauses).min(MAX_PAUSE);
+                    pauses += 1;
+                    tokio::select! {
+                        biased;
+                        () = self.stop.cancelled() => {}
+                        () = tokio::time::sleep(time.min(self.remaining())) => {}
+                    }
+                }
             }
         }
     }

@@ -27,7 +27,7 @@ pub use api::{
 pub use buffer::TokenBuffer;
 pub use chat::{ChatError, ChatErrorKind, ChatModel};
 pub use config::{RolloutConfig, RolloutPlan};
-pub use grading::Judge;
+pub use grading::{GradeError, Judge, grade_patch, judge_by_summary};
 pub use machine::{Command, EpisodeLimits, EpisodeMachine, Event, IllegalTransition, State};
 pub use runner::EpisodeRunner;
 pub use supervised::{ExpertEpisode, ExpertTurn, Supervised};

@@ -10,8 +10,6 @@ use std::collections::BTreeMap;
 pub struct TreeChange {
     /// Files with new content or mode, sorted by path.
     pub written: Vec<FileEntry>,
-    /// Paths of those of them that were not there before, sorted.
-    pub added: Vec<String>,
     /// Paths of files that are gone, sorted.
     pub removed: Vec<String>,
     /// Unified diff, git style; files that are not text appear by name only.
@@ -36,12 +34,7 @@ pub fn compare_trees(before: &[FileEntry], after: &[FileEntry]) -> TreeChange {
         }
         change.patch.push_str(&describe(path, old, new));
         match new {
-            Some(file) => {
-                change.written.push(file.clone());
-                if old.is_none() {
-                    change.added.push(path.clone());
-                }
-            }
+            Some(file) => change.written.push(file.clone()),
             None => change.removed.push(path.clone()),
         }
     }
@@ -108,7 +101,6 @@ mod tests {
         let change = compare_trees(&before, &after);
         let written: Vec<&str> = change.written.iter().map(|f| f.path.as_str()).collect();
         assert_eq!(written, ["a.py", "blob"]);
-        assert_eq!(change.added, ["blob"]);
         assert_eq!(change.removed, ["gone.py"]);
         assert!(change.patch.starts_with(
             "diff --git a/a.py b/a.py\nold mode 100644\nnew mode 100755\n--- a/a.py\n+++ b/a.py\n"

@@ -176,3 +176,32 @@ proptest! {
         prop_assert_eq!(chat.decode(&ids).unwrap(), text);
     }
 }
+
+/// Expected texts were written by Jinja2 3.1.6 as Hugging Face sets it up (`trim_blocks`,
+/// `lstrip_blocks`, `tojson` by `json.dumps(ensure_ascii=False)`).
+#[test]
+fn templates_render_as_python_renders_them() {
+    let mut messages = opening_messages(None, "x");
+    messages.push(Message {
+        role: "assistant".to_owned(),
+        content: "look".to_owned(),
+        tool_calls: vec![bash("ls <a>")],
+    });
+    messages.extend([tool("a"), tool("b")]);
+    let tools = [json!({"type": "function", "function": {"name": "bash"}})];
+    let render = |t: &str| ChatTemplate::new(t).unwrap().render(&messages, &tools, true).unwrap();
+    assert_eq!(
+        render(MICRO_CHAT_TEMPLATE),
+        "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nlook<tool_call>{\"name\": \"bash\", \
+         \"arguments\": {\"command\": \"ls <a>\"}}</tool_call><|im_end|>\n<|im_start|>tool\na\
+         <|im_end|>\n<|im_start|>tool\nb<|im_end|>\n<|im_start|>assistant\n"
+    );
+    assert_eq!(
+        render(QWEN3),
+        "<|im_start|>system\n# Tools\n\n<tools>\n{\"type\": \"function\", \"function\": {\"name\": \
+         \"bash\"}}\n</tools><|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nlook\n\
+         <tool_call>\n{\"name\": \"bash\", \"arguments\": {\"command\": \"ls <a>\"}}\n</tool_call>\
+         <|im_end|>\n<|im_start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n\
+         </tool_response><|im_end|>\n<|im_start|>assistant\n"
+    );
+}

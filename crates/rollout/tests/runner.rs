@@ -277,7 +277,11 @@ async fn an_engine_that_stays_away_breaks_the_episode() {
     let world = world(|_| FakeReply::Fail(EngineErrorKind::Unreachable("refused".to_owned())));
     let report = world.run().await;
     assert!(matches!(report.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
-    assert_eq!(world.engine.requests().len(), 4);
+    assert_eq!(world.engine.requests().len(), 8);
+    let late = || FakeReply::Fail(EngineErrorKind::TimedOut(Duration::from_secs(1)));
+    let world = self::world(move |_| late());
+    assert!(matches!(world.run().await.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
+    assert_eq!(world.engine.requests().len(), 3, "late replies are not waited for again and again");
     let world = self::world(|_| FakeReply::Fail(EngineErrorKind::Unfit("no".to_owned())));
     assert!(matches!(world.run().await.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
     assert_eq!(world.engine.requests().len(), 1, "a hopeless error is not retried");

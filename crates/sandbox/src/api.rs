@@ -65,7 +65,7 @@ pub struct Command {
     pub env: Vec<(String, String)>,
     /// The process tree is killed after this time.
     pub timeout: Duration,
-    /// Bytes of merged stdout and stderr kept at the head and, again, at the tail.
+    /// Bytes of merged stdout and stderr kept at the head and, again, at the tail; 16 MiB at most.
     pub keep_bytes: usize,
 }
 

@@ -1,11 +1,27 @@
 //! Sandboxes: where model-written commands run. Never a bare host process.
 //!
 //! The invariant: a result counts only when the supervisor inside the container reported the
-//! command's end; an end of stream is never taken for success.
+//! command's end; an end of stream is never taken for success. Read `api.rs` for the seam, then
+//! `provider.rs` for its Docker implementation.
 
 mod api;
+mod config;
+mod container;
+mod daemon;
+mod doctor;
+mod guard;
+mod image;
+mod link;
+mod provider;
+mod sandbox;
+mod slots;
+mod sweep;
 
 pub use api::{
     Command, ExecResult, Exit, FileEntry, Limits, Owner, Purpose, Sandbox, SandboxError,
     SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
+pub use config::{RawSandboxConfig, SandboxConfig};
+pub use doctor::{DaemonReport, ProbeReport};
+pub use provider::{DockerProvider, ProviderStats};
+pub use sweep::{ContainerInfo, GcScope};

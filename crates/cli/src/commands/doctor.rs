@@ -1,0 +1,128 @@
+//! `orchestrate doctor`: is everything there that a run needs?
+
+use crate::args::DoctorArgs;
+use crate::config::{self, RawConfig, Settings};
+use crate::{output, tables, wiring};
+use orchestrate_engine::{Engine, SglangClient, SglangOptions};
+use orchestrate_moe::ModelConfig;
+use orchestrate_rollout::ChatModel;
+use orchestrate_sandbox::{DockerProvider, Owner, Purpose, SandboxProvider, SandboxSpec};
+use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
+use serde::Serialize;
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// One thing that was looked at.
+#[derive(Debug, Serialize)]
+struct Finding {
+    what: &'static str,
+    ok: bool,
+    detail: String,
+    #[serde(skip)]
+    error: Option<anyhow::Error>,
+}
+
+/// Runs the command; the exit code is that of the first thing that is not as it should be.
+pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
+    let settings = config::load::<RawConfig>(&args.source)?.check()?;
+    let mut findings = vec![finding("policy", policy(&settings))];
+    findings.push(finding("docker", docker(&settings).await));
+    if findings.iter().all(|f| f.ok) {
+        findings.push(finding("sandbox", sandbox(&settings).await));
+    }
+    if let Some(url) = args.engine.clone().or_else(|| settings.engine.url.clone()) {
+        findings.push(finding("engine", engine(&settings, url).await));
+    }
+    if args.json {
+        output::json(&findings)?;
+    } else {
+        let mut table = tables::table(&["check", "", "detail"]);
+        for finding in &findings {
+            let state = if finding.ok { "ok" } else { "FAILED" };
+            table.add_row([finding.what, state, finding.detail.as_str()]);
+        }
+        output::data(table);
+    }
+    match findings.into_iter().find_map(|f| f.error) {
+        Some(error) => Err(error),
+        None => Ok(ExitCode::SUCCESS),
+    }
+}
+
+fn finding(what: &'static str, result: anyhow::Result<String>) -> Finding {
+    match result {
+        Ok(detail) => Finding { what, ok: true, detail, error: None },
+        Err(error) => Finding { what, ok: false, detail: format!("{error:#}"), error: Some(error) },
+    }
+}
+
+fn policy(settings: &Settings) -> anyhow::Result<String> {
+    let config = ModelConfig::load(&settings.engine.model)?;
+    let chat = ChatModel::load(&settings.engine.tokenizer)?;
+    Ok(format!(
+        "{}: {} layers, {} experts top-{}, vocabulary {}",
+        settings.engine.model,
+        config.num_hidden_layers,
+        config.num_experts,
+        config.num_experts_per_tok,
+        chat.vocab_size()
+    ))
+}
+
+async fn docker(settings: &Settings) -> anyhow::Result<String> {
+    let provider = DockerProvider::connect(settings.sandbox.clone()).await?;
+    let report = provider.doctor().await?;
+    provider.shutdown().await?;
+    let disk = report.free_disk.map_or_else(|| "unknown".to_owned(), |d| format!("{} GiB", d.0 >> 30));
+    Ok(format!(
+        "Docker {} at {}, cgroup v{}, {}, {} cores, free disk {disk}",
+        report.version, report.host, report.cgroup_version, report.storage_driver, report.cores
+    ))
+}
+
+async fn sandbox(settings: &Settings) -> anyhow::Result<String> {
+    let Some(task) = wiring::all_tasks(settings).into_iter().next() else {
+        anyhow::bail!("the settings make no tasks");
+    };
+    let group = GroupId::Eval { round: 0, index: 0 };
+    let spec = SandboxSpec {
+        image: task.image.clone(),
+        purpose: Purpose::Grader,
+        owner: Owner {
+            run: RunId::generate(),
+            epoch: 0,
+            attempt: AttemptId { episode: EpisodeId { group, member: 0 }, attempt: 1 },
+        },
+        workdir: task.workdir,
+        limits: wiring::limits(settings),
+        deadline: Duration::from_mins(2),
+        reusable: true,
+    };
+    let provider = DockerProvider::connect(settings.sandbox.clone()).await?;
+    let probe = provider.probe(&spec).await;
+    provider.shutdown().await?;
+    let probe = probe?;
+    Ok(format!(
+        "image {}: open {:.0?}, command {:.1?}, proved clean {:.1?}",
+        task.image, probe.open, probe.command, probe.close
+    ))
+}
+
+async fn engine(settings: &Settings, url: String) -> anyhow::Result<String> {
+    let options = SglangOptions {
+        url: url.clone(),
+        api_key: settings.engine.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?,
+        shape: ModelConfig::load(&settings.engine.model)?.shape(),
+        max_in_flight: 1,
+        require_routed_experts: settings.engine.require_routed_experts,
+        sync_timeout: settings.engine.sync_timeout,
+    };
+    let info = SglangClient::new(options)?.info().await?;
+    let version = info.policy_version.map_or_else(|| "unnumbered".to_owned(), |v| v.to_string());
+    Ok(format!(
+        "{} at {url}: model {}, weights {version}, routed experts {}",
+        info.engine,
+        info.model_path,
+        if info.routed_experts { "on" } else { "off" }
+    ))
+}

@@ -1,0 +1,11 @@
+//! One module per command.
+
+pub(crate) mod config;
+pub(crate) mod doctor;
+pub(crate) mod eval;
+pub(crate) mod gc;
+pub(crate) mod run;
+pub(crate) mod serve;
+pub(crate) mod show;
+pub(crate) mod tasks;
+pub(crate) mod warm_start;

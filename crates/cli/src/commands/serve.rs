@@ -1,0 +1,79 @@
+//! `orchestrate serve-engine` and `serve-trainer`: the embedded parts as processes of their own.
+
+use crate::args::{ServeEngineArgs, ServeTrainerArgs};
+use crate::config::{ConfigError, weight_format};
+use crate::{output, wiring};
+use anyhow::Context;
+use orchestrate_moe::infer::{EngineOptions, serve_engine};
+use orchestrate_moe::train::{TrainerOptions, serve_trainer};
+use orchestrate_types::ConfigProblem;
+use std::process::ExitCode;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+/// Serves a checkpoint until a signal comes.
+pub(crate) async fn engine(args: ServeEngineArgs) -> anyhow::Result<ExitCode> {
+    let weight_format = weight_format(&args.weight_format).ok_or_else(|| {
+        problem("--weight-format", &args.weight_format, "use \"q8_0\" or \"f32\"")
+    })?;
+    let options = EngineOptions {
+        weight_format,
+        weight_version: args.weight_version,
+        max_running: args.max_running,
+        cache_tokens: args.cache_tokens,
+        api_key: args.api_key_env.as_deref().map(secret).transpose()?,
+        ..EngineOptions::new(wiring::absolute(&args.model)?)
+    };
+    let listener = listen(args.listen).await?;
+    output::say(format!("serving {} on http://{}", args.model, listener.local_addr()?));
+    let stop = CancellationToken::new();
+    let server = serve_engine(options, listener, stop.clone());
+    until_signal(async { Ok(server.await?) }, stop).await
+}
+
+/// Serves the trainer protocol until a signal comes.
+pub(crate) async fn trainer(args: ServeTrainerArgs) -> anyhow::Result<ExitCode> {
+    let options = TrainerOptions {
+        policy: wiring::absolute(&args.model)?,
+        checkpoints: wiring::absolute(&args.checkpoints)?,
+        keep: args.keep,
+        batch_root: None,
+        token: args.token_env.as_deref().map(secret).transpose()?,
+    };
+    let listener = listen(args.listen).await?;
+    output::say(format!("training {} on http://{}", args.model, listener.local_addr()?));
+    let stop = CancellationToken::new();
+    let server = serve_trainer(options, listener, stop.clone());
+    until_signal(async { Ok(server.await?) }, stop).await
+}
+
+async fn listen(address: std::net::SocketAddr) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address).await.with_context(|| format!("listen on {address}"))
+}
+
+fn problem(key: &str, value: &str, remedy: &str) -> ConfigError {
+    ConfigError::Problems(vec![ConfigProblem::new(key, value, remedy)])
+}
+
+fn secret(variable: &str) -> Result<String, ConfigError> {
+    std::env::var(variable)
+        .ok()
+        .filter(|value| !value.is_empty())
+        .ok_or_else(|| problem("environment variable", variable, "set it to the secret"))
+}
+
+async fn until_signal(
+    server: impl Future<Output = anyhow::Result<()>>,
+    stop: CancellationToken,
+) -> anyhow::Result<ExitCode> {
+    let mut terminate =
+        tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+    let mut server = std::pin::pin!(server);
+    // The server is polled again after a signal, so that it can end what it has begun.
+    tokio::select! {
+        ended = &mut server => ended?,
+        _ = tokio::signal::ctrl_c() => { stop.cancel(); server.await?; }
+        _ = terminate.recv() => { stop.cancel(); server.await?; }
+    }
+    Ok(ExitCode::SUCCESS)
+}

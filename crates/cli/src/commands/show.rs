@@ -1,0 +1,137 @@
+//! `orchestrate show`: a run as a table, or one episode turn by turn.
+
+use crate::args::ShowArgs;
+use crate::{output, tables, wiring};
+use anyhow::Context;
+use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary, RunReport};
+use orchestrate_store::{EpisodeRecord, Reader, StoredEpisode};
+use orchestrate_types::{EpisodeId, Outcome};
+use serde_json::{Value, json};
+use std::process::ExitCode;
+
+/// Runs the command.
+pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {
+    let reader = Reader::open(&wiring::absolute(&args.run_dir)?).await?;
+    match &args.episode {
+        None => overview(&reader, args.json).await?,
+        Some(id) => {
+            let id: EpisodeId = id.parse().context("orchestrate show RUN lists the episodes")?;
+            episode(&reader.load_episode(id).await?, args.json)?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn overview(reader: &Reader, json: bool) -> anyhow::Result<()> {
+    let metrics = reader.metrics().await?;
+    let episodes = reader.episodes().await?;
+    let report = RunReport::from_journal(reader).await?;
+    if json {
+        let list: Vec<Value> = episodes
+            .iter()
+            .map(|e| json!({"id": e.id.to_string(), "task": e.task_id, "state": format!("{:?}", e.state).to_lowercase()}))
+            .collect();
+        return output::json(&json!({"report": report, "metrics": metrics, "episodes": list}));
+    }
+    let mut steps = tables::table(&["step", "version", "reward", "solve rate", "KL", "KL no replay", "Pass@1"]);
+    for line in &metrics {
+        let cell = |key: &str| match line.get(key).and_then(Value::as_f64) {
+            Some(number) if number != 0.0 && number.abs() < 1e-3 => format!("{number:.2e}"),
+            Some(number) => format!("{:.4}", number).trim_end_matches('0').trim_end_matches('.').to_owned(),
+            None => String::new(),
+        };
+        steps.add_row([
+            cell("global_step"),
+            cell("policy_version"),
+            cell("reward_mean"),
+            cell("solve_rate"),
+            cell("kl_train_infer"),
+            cell("kl_train_infer_no_replay"),
+            cell("eval_pass_at_1"),
+        ]);
+    }
+    output::data(steps);
+    output::data(tables::final_table(&report));
+    let mut last = tables::table(&["newest episodes", "task", "state", "attempts"]);
+    for row in episodes.iter().rev().take(12) {
+        let state = format!("{:?}", row.state).to_lowercase();
+        last.add_row([row.id.to_string(), row.task_id.clone(), state, row.attempts.to_string()]);
+    }
+    output::data(last);
+    Ok(())
+}
+
+fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
+    let Some(record) = &stored.record else {
+        output::data(format!("{}: {:?}, nothing recorded yet", stored.episode.id, stored.episode.state));
+        return Ok(());
+    };
+    let detail: EpisodeDetail = serde_json::from_value(record.detail.clone())?;
+    if json {
+        let trajectory = serde_json::to_value(&record.trajectory)?;
+        return output::json(&json!({
+            "attempt": record.attempt.to_string(),
+            "outcome": record.outcome,
+            "detail": detail,
+            "trajectory": trajectory,
+            "mask_rows": record.routing.as_ref().map(routing_rows),
+        }));
+    }
+    output::data(format!(
+        "episode {} of task {}: {}",
+        record.attempt,
+        detail.task_id,
+        outcome(&record.outcome)
+    ));
+    output::data(coverage(record, stored)?);
+    for (index, turn) in detail.turns.iter().enumerate() {
+        output::data(format!(
+            "\n── turn {} ({} ms in the engine, {} ms in the sandbox)\n{}\n── answer\n{}",
+            index + 1,
+            turn.generate_ms,
+            turn.exec_ms,
+            turn.text.trim_end(),
+            turn.observation.trim_end()
+        ));
+    }
+    if !detail.patch.is_empty() {
+        output::data(format!("\n── patch\n{}", detail.patch.trim_end()));
+    }
+    if let Some(verdict) = &detail.verdict {
+        output::data(format!("\n── verdict: reward {} {:?}", verdict.reward, verdict.statuses));
+    }
+    Ok(())
+}
+
+fn outcome(outcome: &Outcome) -> String {
+    match outcome {
+        Outcome::Scored { reward } => format!("scored {reward}"),
+        Outcome::Truncated { limit, reward } => format!("cut short by {limit:?}, scored {reward}"),
+        Outcome::Aborted { by } => format!("aborted: {by:?}"),
+        Outcome::Broken { stage, error } => format!("broken in {stage}: {error}"),
+    }
+}
+
+fn routing_rows(routing: &orchestrate_store::StoredRouting) -> usize {
+    routing.data.len() / routing.row_bytes.max(1)
+}
+
+/// How much of the trajectory the routing mask covers; all but the last token is complete.
+fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<String> {
+    let summary = stored.attempts.iter().find(|a| a.id == record.attempt).map(|a| a.summary.clone());
+    let summary: Option<EpisodeSummary> =
+        summary.filter(|s| !s.is_null()).map(serde_json::from_value).transpose()?;
+    let tokens = record.trajectory.as_ref().map_or(0, orchestrate_types::Trajectory::len);
+    let written = record.trajectory.as_ref().map_or(0, orchestrate_types::Trajectory::response_tokens);
+    let mask = match &record.routing {
+        Some(routing) => {
+            let rows = routing_rows(routing);
+            format!("routing mask: {rows} of {} rows", tokens.saturating_sub(1))
+        }
+        None => "routing mask: not collected".to_owned(),
+    };
+    let cache = summary.map_or_else(String::new, |s| {
+        format!("; prefix cache {} of {} prompt tokens", s.cached_tokens, s.prompt_tokens)
+    });
+    Ok(format!("{tokens} tokens, {written} by the policy; {mask}{cache}"))
+}

@@ -1,0 +1,51 @@
+//! Tables for people.
+
+use comfy_table::{Table, presets};
+use orchestrate_coordinator::{EvalPoint, Gain, RunReport};
+
+/// A table in the house's look.
+pub(crate) fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY).set_header(header);
+    table
+}
+
+fn point(point: &EvalPoint) -> String {
+    format!("{:.4} ± {:.4} ({} tasks)", point.pass_at_1, point.pass_at_1_se, point.tasks)
+}
+
+fn gain(gain: &Gain) -> String {
+    format!("{:+.4} ± {:.4} ({} tasks)", gain.pass_at_1, gain.se, gain.tasks)
+}
+
+/// The end of a run, with standard errors: a small gain is not to be taken for a large one.
+pub(crate) fn final_table(report: &RunReport) -> Table {
+    let mut table = table(&["", "held-out tasks"]);
+    let mut row = |name: &str, value: Option<String>| {
+        if let Some(value) = value {
+            table.add_row([name.to_owned(), value]);
+        }
+    };
+    row("Pass@1 before", report.baseline.as_ref().map(point));
+    row("Pass@1 after", report.last.as_ref().map(point));
+    row("gain (paired, ± standard error)", report.gain.as_ref().map(gain));
+    for (name, eval) in [("before", &report.baseline), ("after", &report.last)] {
+        let Some(eval) = eval else { continue };
+        row(
+            &format!("Pass@{} {name}", eval.k),
+            eval.pass_at_k.filter(|_| eval.k > 1).map(|p| format!("{p:.4}")),
+        );
+        row(
+            &format!("Pass@1 on unseen families, {name}"),
+            eval.held_out_families_pass_at_1.map(|p| format!("{p:.4}")),
+        );
+    }
+    row("gain on unseen families", report.held_out_families_gain.as_ref().map(gain));
+    row("global steps", Some(format!("{} ({} skipped)", report.steps_applied, report.steps_skipped)));
+    row("training episodes", Some(report.episodes.to_string()));
+    row("tokens trained on", Some(report.train_tokens.to_string()));
+    row("KL train/infer (mean)", report.kl_train_infer.map(|kl| format!("{kl:.2e}")));
+    row("KL without replay / with", report.kl_ratio.map(|r| format!("{r:.2}")));
+    row("time", Some(format!("{:.0} s", report.seconds)));
+    table
+}

@@ -1,0 +1,250 @@
+//! Builds the parts of a run from its settings. Engine and trainer are always reached over HTTP;
+//! the embedded ones are served on loopback by tasks of this process.
+
+use crate::config::Settings;
+use anyhow::Context;
+use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_coordinator::{
+    Coordinator, HttpTrainer, Plan, Reporter, TaskSet, TrainerSink,
+};
+use orchestrate_engine::{Engine, SglangClient, SglangOptions};
+use orchestrate_handoff::TrainerClient;
+use orchestrate_moe::ModelConfig;
+use orchestrate_moe::infer::{EngineOptions, serve_engine};
+use orchestrate_moe::train::{TrainerOptions, serve_trainer};
+use orchestrate_rollout::{ChatModel, EpisodeRunner, judge_by_summary, tool_schemas};
+use orchestrate_sandbox::{DockerProvider, Limits, SandboxProvider};
+use orchestrate_store::Store;
+use orchestrate_tasks::{Split, Task, micro};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+/// Image of the micro environment where the settings name none.
+const MICRO_IMAGE: &str = "orchestrate/micro:latest";
+/// Time for embedded servers to end their work after a run.
+const SERVER_GRACE: std::time::Duration = std::time::Duration::from_secs(10);
+
+/// Tasks that serve the embedded engine and trainer.
+#[derive(Debug)]
+pub(crate) struct Servers {
+    tasks: JoinSet<anyhow::Result<()>>,
+    cancel: CancellationToken,
+    _guard: DropGuard,
+}
+
+impl Servers {
+    fn new() -> Self {
+        let cancel = CancellationToken::new();
+        Self { tasks: JoinSet::new(), _guard: cancel.clone().drop_guard(), cancel }
+    }
+
+    /// Runs `work`, unless a server ends first: that is a failure of the server.
+    pub(crate) async fn during<T>(
+        &mut self,
+        work: impl Future<Output = anyhow::Result<T>>,
+    ) -> anyhow::Result<T> {
+        tokio::select! {
+            biased;
+            result = work => result,
+            Some(ended) = self.tasks.join_next() => {
+                ended.context("embedded server")??;
+                anyhow::bail!("an embedded server ended by itself")
+            }
+        }
+    }
+
+    /// Ends all servers.
+    pub(crate) async fn shutdown(mut self) {
+        self.cancel.cancel();
+        let drained = async { while self.tasks.join_next().await.is_some() {} };
+        if tokio::time::timeout(SERVER_GRACE, drained).await.is_err() {
+            tracing::warn!("an embedded server did not end in time");
+        }
+    }
+}
+
+async fn loopback() -> anyhow::Result<(TcpListener, String)> {
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let listener = TcpListener::bind(address).await.context("listen on loopback")?;
+    let url = format!("http://{}", listener.local_addr()?);
+    Ok((listener, url))
+}
+
+/// The configured engine, or an embedded one started on `model`.
+pub(crate) async fn engine(
+    settings: &Settings,
+    servers: &mut Servers,
+    model: &Utf8Path,
+) -> anyhow::Result<SglangClient> {
+    let plan = &settings.engine;
+    let shape = ModelConfig::load(model)?.shape();
+    let url = if let Some(url) = &plan.url {
+        url.clone()
+    } else {
+        let (listener, url) = loopback().await?;
+        let options = EngineOptions {
+            weight_format: settings.embedded.weight_format,
+            weight_version: "0".into(),
+            max_running: settings.embedded.max_running,
+            cache_tokens: settings.embedded.cache_tokens,
+            ..EngineOptions::new(model)
+        };
+        let cancel = servers.cancel.clone();
+        servers.tasks.spawn(async move { Ok(serve_engine(options, listener, cancel).await?) });
+        url
+    };
+    let options = SglangOptions {
+        url,
+        api_key: plan.api_key().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?,
+        shape,
+        max_in_flight: plan.max_in_flight,
+        require_routed_experts: plan.require_routed_experts,
+        sync_timeout: plan.sync_timeout,
+    };
+    let patience = plan.start_timeout;
+    let connected = async { Ok(SglangClient::connect(options, patience).await?) };
+    let (client, info) = servers.during(connected).await?;
+    tracing::info!(engine = info.engine, model = info.model_path, "engine is up");
+    Ok(client)
+}
+
+/// The configured trainer, or an embedded one with its checkpoints in the run folder.
+async fn trainer(
+    settings: &Settings,
+    servers: &mut Servers,
+    folder: &Utf8Path,
+) -> anyhow::Result<HttpTrainer> {
+    let plan = &settings.trainer;
+    let url = if let Some(url) = &plan.url {
+        url.clone()
+    } else {
+        let (listener, url) = loopback().await?;
+        let options = TrainerOptions {
+            policy: settings.engine.model.clone(),
+            checkpoints: folder.join("checkpoints"),
+            keep: settings.run.keep_checkpoints as usize,
+            batch_root: Some(folder.to_owned()),
+            token: None,
+        };
+        let cancel = servers.cancel.clone();
+        servers.tasks.spawn(async move { Ok(serve_trainer(options, listener, cancel).await?) });
+        url
+    };
+    let token = plan.token().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?;
+    let client = TrainerClient::new(&url, token)?;
+    Ok(HttpTrainer { client, step_timeout: plan.step_timeout })
+}
+
+/// The tasks of a run, by the settings' seed and counts.
+pub(crate) fn task_set(settings: &Settings) -> TaskSet {
+    let mut set = TaskSet::default();
+    for task in all_tasks(settings) {
+        match task.split {
+            Split::Train => set.train.push(Arc::new(task)),
+            Split::HeldOut => set.held_out.push(Arc::new(task)),
+            Split::HeldOutFamilies => set.held_out_families.push(Arc::new(task)),
+        }
+    }
+    set
+}
+
+/// Every task of the configured environment.
+pub(crate) fn all_tasks(settings: &Settings) -> Vec<Task> {
+    let count = |n: u32| n as usize;
+    let counts = micro::MicroCounts {
+        train: count(settings.tasks.train),
+        held_out: count(settings.tasks.held_out),
+        held_out_families: count(settings.tasks.held_out),
+    };
+    let image = settings.tasks.image.clone().unwrap_or_else(|| MICRO_IMAGE.into());
+    let mut tasks = micro::generate(settings.tasks.seed, counts);
+    for task in &mut tasks {
+        task.image.clone_from(&image);
+    }
+    tasks
+}
+
+/// The container limits of the settings, as sandboxes are opened with them.
+pub(crate) fn limits(settings: &Settings) -> Limits {
+    let sandbox = &settings.sandbox;
+    Limits {
+        memory: sandbox.memory,
+        cpu_millis: sandbox.cpu_millis,
+        pids: sandbox.pids,
+        tmpfs: sandbox.tmpfs,
+    }
+}
+
+/// What the run loop decides by.
+fn plan(settings: &Settings) -> Plan {
+    Plan {
+        run: settings.run.clone(),
+        sampling: (&settings.rollout).into(),
+        algorithm: settings.algorithm.clone(),
+        diagnostics: settings.diagnostics.clone(),
+        model_name: settings.engine.model.file_name().unwrap_or("policy").to_owned(),
+    }
+}
+
+/// Who makes new weights.
+pub(crate) enum Training {
+    /// The configured trainer.
+    Trainer,
+    /// Nobody: the run only evaluates this.
+    Fixed(Arc<dyn TrainerSink>),
+}
+
+/// Builds a coordinator around an open journal.
+pub(crate) async fn coordinator(
+    settings: &Settings,
+    folder: &Utf8Path,
+    store: Store,
+    training: Training,
+    servers: &mut Servers,
+    reporter: Arc<dyn Reporter>,
+) -> anyhow::Result<Coordinator> {
+    let sandboxes: Arc<dyn SandboxProvider> =
+        Arc::new(DockerProvider::connect(settings.sandbox.clone()).await?);
+    let engine: Arc<dyn Engine> =
+        Arc::new(engine(settings, servers, &settings.engine.model).await?);
+    let trainer: Arc<dyn TrainerSink> = match training {
+        Training::Trainer => Arc::new(trainer(settings, servers, folder).await?),
+        Training::Fixed(sink) => sink,
+    };
+    let tools = if settings.rollout.show_tools { tool_schemas() } else { Vec::new() };
+    let chat = Arc::new(ChatModel::load_with_tools(&settings.engine.tokenizer, tools)?);
+    let episodes = Arc::new(EpisodeRunner {
+        engine: engine.clone(),
+        sandboxes: sandboxes.clone(),
+        chat,
+        plan: settings.rollout.clone(),
+        container_limits: limits(settings),
+        judge: judge_by_summary,
+    });
+    Ok(Coordinator {
+        folder: folder.to_owned(),
+        store,
+        episodes,
+        engine,
+        trainer,
+        sandboxes,
+        tasks: task_set(settings),
+        plan: plan(settings),
+        reporter,
+    })
+}
+
+/// Starts the place where embedded servers live.
+pub(crate) fn servers() -> Servers {
+    Servers::new()
+}
+
+/// A folder's absolute path: engine and trainer may run elsewhere in the file system.
+pub(crate) fn absolute(folder: &Utf8Path) -> anyhow::Result<Utf8PathBuf> {
+    let path = std::path::absolute(folder).with_context(|| format!("find folder {folder}"))?;
+    Utf8PathBuf::from_path_buf(path)
+        .map_err(|path| anyhow::anyhow!("{} is not a UTF-8 path", path.display()))
+}

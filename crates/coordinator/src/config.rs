@@ -1,0 +1,274 @@
+//! The `[run]`, `[tasks]` and `[diagnostics]` sections.
+
+use orchestrate_types::{ConfigProblem, HumanDuration};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// How long the run is, and when it is measured. Every field may be left out.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RunSection {
+    /// Seed of task order and of every episode. Default 0.
+    pub seed: Option<u64>,
+    /// Global steps. Default 100.
+    pub steps: Option<u32>,
+    /// Evaluate before training, after every so many steps, and after the last. 0 = never.
+    /// Default 10.
+    pub eval_every: Option<u32>,
+    /// Held-out tasks per evaluation. Default 100.
+    pub eval_tasks: Option<u32>,
+    /// Held-out tasks of unseen families per evaluation. Default 0.
+    pub eval_held_out_families: Option<u32>,
+    /// Episodes per evaluation task; above 1, Pass@k is reported for k = this. Default 1.
+    pub eval_samples: Option<u16>,
+    /// Sampling temperature of evaluations; 0 = greedy. Default 0.
+    pub eval_temperature: Option<f32>,
+    /// Newest checkpoints the embedded trainer keeps in the run folder. Default 3.
+    pub keep_checkpoints: Option<u32>,
+    /// Newest batch folders kept after they were applied. Default 2.
+    pub keep_batches: Option<u32>,
+    /// Time for running episodes to reach a turn border after the first Ctrl-C. Default "60s".
+    pub shutdown_grace: Option<HumanDuration>,
+    /// Pause before an episode is tried again after its infrastructure failed. Default "2s".
+    pub retry_pause: Option<HumanDuration>,
+    /// The run stops once more than this share of a stage's episodes failed in every attempt.
+    /// Default 0.25.
+    pub max_broken_share: Option<f64>,
+}
+
+/// The checked `[run]` section.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RunSettings {
+    /// Seed.
+    pub seed: u64,
+    /// Global steps, at least 1.
+    pub steps: u32,
+    /// Evaluation interval in steps; 0 = never.
+    pub eval_every: u32,
+    /// Held-out tasks per evaluation.
+    pub eval_tasks: u32,
+    /// Held-out tasks of unseen families per evaluation.
+    pub eval_held_out_families: u32,
+    /// Episodes per evaluation task, at least 1.
+    pub eval_samples: u16,
+    /// Evaluation temperature, ≥ 0.
+    pub eval_temperature: f32,
+    /// Checkpoints kept, at least 1.
+    pub keep_checkpoints: u32,
+    /// Applied batch folders kept.
+    pub keep_batches: u32,
+    /// Grace after the first stop signal.
+    pub shutdown_grace: HumanDuration,
+    /// Pause before a retry.
+    pub retry_pause: HumanDuration,
+    /// Share of episodes that may be given up, 0 to 1.
+    pub max_broken_share: f64,
+}
+
+impl RunSection {
+    /// Fills in the defaults.
+    ///
+    /// # Errors
+    /// All problems of the section at once.
+    pub fn check(&self) -> Result<RunSettings, Vec<ConfigProblem>> {
+        let settings = RunSettings {
+            seed: self.seed.unwrap_or(0),
+            steps: self.steps.unwrap_or(100),
+            eval_every: self.eval_every.unwrap_or(10),
+            eval_tasks: self.eval_tasks.unwrap_or(100),
+            eval_held_out_families: self.eval_held_out_families.unwrap_or(0),
+            eval_samples: self.eval_samples.unwrap_or(1),
+            eval_temperature: self.eval_temperature.unwrap_or(0.0),
+            keep_checkpoints: self.keep_checkpoints.unwrap_or(3),
+            keep_batches: self.keep_batches.unwrap_or(2),
+            shutdown_grace: self.shutdown_grace.unwrap_or(HumanDuration::secs(60)),
+            retry_pause: self.retry_pause.unwrap_or(HumanDuration::secs(2)),
+            max_broken_share: self.max_broken_share.unwrap_or(0.25),
+        };
+        let s = &settings;
+        let mut problems = Problems::default();
+        problems.require(s.steps > 0, "run.steps", s.steps, "use at least 1");
+        problems.require(s.eval_samples > 0, "run.eval_samples", s.eval_samples, "use at least 1");
+        problems.require(
+            s.eval_every == 0 || s.eval_tasks + s.eval_held_out_families > 0,
+            "run.eval_tasks",
+            s.eval_tasks,
+            "evaluate at least 1 task, or set run.eval_every = 0",
+        );
+        problems.require(
+            s.eval_temperature.is_finite() && (0.0..=10.0).contains(&s.eval_temperature),
+            "run.eval_temperature",
+            s.eval_temperature,
+            "use a number from 0 (greedy) to 10",
+        );
+        problems.require(
+            s.eval_samples <= 1 || s.eval_temperature > 0.0,
+            "run.eval_samples",
+            s.eval_samples,
+            "greedy samples are all alike: set run.eval_temperature above 0, or use 1",
+        );
+        problems.require(
+            s.keep_checkpoints > 0,
+            "run.keep_checkpoints",
+            s.keep_checkpoints,
+            "keep at least 1, the run continues from it",
+        );
+        problems.require(
+            (0.0..=1.0).contains(&s.max_broken_share),
+            "run.max_broken_share",
+            s.max_broken_share,
+            "use a share from 0 to 1",
+        );
+        problems.require(
+            s.shutdown_grace.0 <= Duration::from_hours(1),
+            "run.shutdown_grace",
+            s.shutdown_grace,
+            "use at most \"1h\"; a second Ctrl-C stops at once",
+        );
+        problems.into_result(settings)
+    }
+}
+
+/// Where tasks come from. Every field may be left out.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TasksSection {
+    /// Task family. Default "micro".
+    pub environment: Option<String>,
+    /// Training tasks. Default 1000.
+    pub train: Option<u32>,
+    /// Held-out tasks (of each held-out part). Default 200.
+    pub held_out: Option<u32>,
+    /// Seed of generated tasks. Default 0.
+    pub seed: Option<u64>,
+    /// Container image, where the family does not name one per task. Default: the family's own.
+    pub image: Option<String>,
+}
+
+/// The checked `[tasks]` section.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TasksSettings {
+    /// Task family.
+    pub environment: String,
+    /// Training tasks, at least 1.
+    pub train: u32,
+    /// Held-out tasks of each held-out part.
+    pub held_out: u32,
+    /// Seed of generated tasks.
+    pub seed: u64,
+    /// Container image.
+    pub image: Option<String>,
+}
+
+impl TasksSection {
+    /// Fills in the defaults.
+    ///
+    /// # Errors
+    /// All problems of the section at once.
+    pub fn check(&self) -> Result<TasksSettings, Vec<ConfigProblem>> {
+        let settings = TasksSettings {
+            environment: self.environment.clone().unwrap_or_else(|| "micro".to_owned()),
+            train: self.train.unwrap_or(1000),
+            held_out: self.held_out.unwrap_or(200),
+            seed: self.seed.unwrap_or(0),
+            image: self.image.clone(),
+        };
+        let mut problems = Problems::default();
+        problems.require(settings.train > 0, "tasks.train", settings.train, "use at least 1");
+        problems.require(
+            !settings.environment.trim().is_empty(),
+            "tasks.environment",
+            "\"\"",
+            "name a task family, e.g. \"micro\"",
+        );
+        if let Some(image) = &settings.image {
+            problems.require(
+                !image.trim().is_empty(),
+                "tasks.image",
+                "\"\"",
+                "name an image, or leave it out",
+            );
+        }
+        problems.into_result(settings)
+    }
+}
+
+/// What is measured beyond what training needs. Every field may be left out.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DiagnosticsSection {
+    /// Measure the train-inference mismatch without replay too, at the first step and then every
+    /// so many. 0 = never. Default 10.
+    pub no_replay_every: Option<u32>,
+}
+
+/// The checked `[diagnostics]` section.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiagnosticsSettings {
+    /// Interval in steps; 0 = never.
+    pub no_replay_every: u32,
+}
+
+impl DiagnosticsSection {
+    /// Fills in the defaults.
+    ///
+    /// # Errors
+    /// None at present; a list like the other sections'.
+    pub fn check(&self) -> Result<DiagnosticsSettings, Vec<ConfigProblem>> {
+        Ok(DiagnosticsSettings { no_replay_every: self.no_replay_every.unwrap_or(10) })
+    }
+}
+
+#[derive(Default)]
+struct Problems(Vec<ConfigProblem>);
+
+impl Problems {
+    fn require(&mut self, holds: bool, key: &str, value: impl std::fmt::Display, remedy: &str) {
+        if !holds {
+            self.0.push(ConfigProblem::new(key, value, remedy));
+        }
+    }
+
+    fn into_result<T>(self, value: T) -> Result<T, Vec<ConfigProblem>> {
+        if self.0.is_empty() { Ok(value) } else { Err(self.0) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn empty_sections_are_whole() {
+        assert_eq!(RunSection::default().check().unwrap().steps, 100);
+        assert_eq!(TasksSection::default().check().unwrap().environment, "micro");
+        assert_eq!(DiagnosticsSection::default().check().unwrap().no_replay_every, 10);
+    }
+
+    #[test]
+    fn all_problems_are_reported_at_once() {
+        let text = "steps = 0\neval_samples = 4\nkeep_checkpoints = 0\nmax_broken_share = 2.0\n\
+                    eval_tasks = 0\nshutdown_grace = \"2h\"";
+        let section: RunSection = toml::from_str(text).unwrap();
+        let keys: Vec<String> = section.check().unwrap_err().into_iter().map(|p| p.key).collect();
+        assert_eq!(
+            keys,
+            [
+                "run.steps",
+                "run.eval_tasks",
+                "run.eval_samples",
+                "run.keep_checkpoints",
+                "run.max_broken_share",
+                "run.shutdown_grace"
+            ]
+        );
+        let tasks: TasksSection = toml::from_str("train = 0\nimage = \"\"").unwrap();
+        assert_eq!(tasks.check().unwrap_err().len(), 2);
+    }
+
+    #[test]
+    fn unknown_keys_are_refused() {
+        assert!(toml::from_str::<RunSection>("stepz = 1").is_err());
+    }
+}

@@ -1,0 +1,255 @@
+//! Pass@1 on held-out tasks, the same tasks under the same seeds every time.
+
+use crate::error::RunError;
+use crate::events::Event;
+use crate::files::Prediction;
+use crate::groups::{Decision, SealedGroup};
+use crate::metrics::SOLVED;
+use crate::pool::{Pool, StageSettings};
+use crate::record::EpisodeDetail;
+use crate::report::RunReport;
+use crate::run_loop::Driver;
+use orchestrate_store::{GroupState, Reader};
+use orchestrate_tasks::Task;
+use orchestrate_types::{GroupId, PolicyVersion};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use tokio::time::Instant;
+
+/// What the episodes of one evaluation task say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TaskScore {
+    pub(crate) solved: usize,
+    pub(crate) trusted: usize,
+    pub(crate) broken: usize,
+}
+
+impl TaskScore {
+    /// Share of solved episodes; `None` when no episode has a trusted outcome.
+    pub(crate) fn rate(&self) -> Option<f64> {
+        (self.trusted > 0).then(|| self.solved as f64 / self.trusted as f64)
+    }
+
+    /// Unbiased estimate of the chance that one of `k` samples solves the task,
+    /// `1 − C(n−c, k) / C(n, k)`; `None` with fewer than `k` trusted samples.
+    fn pass_at(&self, k: usize) -> Option<f64> {
+        let (n, failed) = (self.trusted, self.trusted - self.solved);
+        if n < k {
+            return None;
+        }
+        let missed: f64 =
+            (0..k).map(|i| failed.saturating_sub(i) as f64 / (n - i) as f64).product();
+        Some(1.0 - missed)
+    }
+}
+
+/// Mean and standard error of the mean over tasks; `None` without values.
+pub(crate) fn mean_and_se(values: &[f64]) -> Option<(f64, f64)> {
+    if values.is_empty() {
+        return None;
+    }
+    let n = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / n;
+    let squares: f64 = values.iter().map(|v| (v - mean).powi(2)).sum();
+    let se = if values.len() < 2 { 0.0 } else { (squares / (n - 1.0) / n).sqrt() };
+    Some((mean, se))
+}
+
+/// Scores of an evaluation round, by task index.
+pub(crate) async fn scores(reader: &Reader, round: u32) -> Result<Vec<TaskScore>, RunError> {
+    let mut scores = Vec::new();
+    for group in reader.groups_of_eval(round).await? {
+        let sealed = SealedGroup::load(reader, group.id, group.size).await?;
+        let rewards = sealed.rewards();
+        let trusted = rewards.iter().flatten().count();
+        scores.push(TaskScore {
+            solved: rewards.iter().flatten().filter(|&&r| r >= SOLVED).count(),
+            trusted,
+            broken: rewards.len() - trusted,
+        });
+    }
+    Ok(scores)
+}
+
+impl Driver {
+    /// Evaluates after global step `round` if the plan says so and it is not done yet.
+    pub(crate) async fn evaluate_after(
+        &self,
+        round: u32,
+        version: PolicyVersion,
+    ) -> Result<(), RunError> {
+        let evals = self.store().reader().evals().await?;
+        let done = evals.iter().any(|e| e.round == round && e.metrics.is_some());
+        if done || !self.plan().evaluates_after(round) {
+            return Ok(());
+        }
+        let begun = Instant::now();
+        let tasks = self.eval_tasks()?;
+        let held_out = tasks.len() - self.family_tasks();
+        let size = self.plan().run.eval_samples;
+        self.store().open_eval(round, version).await?;
+        self.run_eval_groups(round, version, &tasks).await?;
+
+        let scores = scores(self.store().reader(), round).await?;
+        let mut line = eval_line(&scores, held_out, usize::from(size));
+        if let Value::Object(map) = &mut line {
+            map.insert("time_eval_s".to_owned(), json!(begun.elapsed().as_secs_f64()));
+            let mut named = serde_json::Map::new();
+            named.insert("global_step".to_owned(), json!(round));
+            named.insert("policy_version".to_owned(), json!(version));
+            named.append(map);
+            *map = named;
+        }
+        self.write_predictions(round, version, &tasks).await?;
+        self.store().finish_eval(round, &line).await?;
+        self.folder.write_metrics(&self.store().reader().metrics().await?)?;
+        self.context.report(&Event::EvalFinished { line });
+        let report = RunReport::from_journal(self.store().reader()).await?;
+        self.folder.write_report(&report, &self.store().reader().metrics().await?)
+    }
+
+    async fn run_eval_groups(
+        &self,
+        round: u32,
+        version: PolicyVersion,
+        tasks: &[Arc<Task>],
+    ) -> Result<(), RunError> {
+        let size = self.plan().run.eval_samples;
+        let planned = tasks.len() * usize::from(size);
+        self.context.report(&Event::EvalStarted { round, episodes: planned });
+        let settings = StageSettings {
+            version,
+            temperature: self.plan().run.eval_temperature,
+            want_routing: false,
+            planned,
+        };
+        let mut pool = Pool::new(self.context.clone(), settings);
+        for (index, task) in (0u32..).zip(tasks) {
+            let id = GroupId::Eval { round, index };
+            let known = self.store().reader().group(id).await?;
+            match known.map(|group| group.state) {
+                None => self.store().open_group(id, round, &task.id, size).await?,
+                Some(GroupState::Filling) => {}
+                Some(GroupState::Kept | GroupState::Dropped) => continue,
+            }
+            pool.add(id, task).await?;
+        }
+        let mut complete = Vec::new();
+        while let Some(id) = pool.next_group().await? {
+            complete.push(id);
+        }
+        // Decided only now: if broken machinery ends the round, the next start tries its episodes
+        // again, and no task is counted as broken for ever.
+        for id in complete {
+            let group = SealedGroup::load(self.store().reader(), id, size).await?;
+            let decision = if group.rewards().iter().flatten().next().is_some() {
+                Decision::Keep
+            } else {
+                Decision::Drop("no episode has a trusted reward".to_owned())
+            };
+            self.decide(id, &decision).await?;
+        }
+        Ok(())
+    }
+
+    /// Held-out tasks first, then those of unseen families.
+    fn eval_tasks(&self) -> Result<Vec<Arc<Task>>, RunError> {
+        let run = &self.plan().run;
+        let held_out = self.tasks.held_out.iter().take(run.eval_tasks as usize);
+        let families = self.tasks.held_out_families.iter().take(self.family_tasks());
+        let tasks: Vec<_> = held_out.chain(families).cloned().collect();
+        if tasks.is_empty() { Err(RunError::NoTasks { part: "held-out" }) } else { Ok(tasks) }
+    }
+
+    fn family_tasks(&self) -> usize {
+        let wanted = self.plan().run.eval_held_out_families as usize;
+        wanted.min(self.tasks.held_out_families.len())
+    }
+
+    async fn write_predictions(
+        &self,
+        round: u32,
+        version: PolicyVersion,
+        tasks: &[Arc<Task>],
+    ) -> Result<(), RunError> {
+        let reader = self.store().reader();
+        let mut lines = Vec::new();
+        for (index, task) in (0u32..).zip(tasks) {
+            let sealed = reader.sealed_of_group(GroupId::Eval { round, index }).await?;
+            let Some(attempt) = sealed.first() else { continue };
+            let detail = reader.load_record(attempt).await?.detail;
+            let detail: EpisodeDetail = serde_json::from_value(detail)
+                .map_err(|e| RunError::stored(format!("detail of attempt {}", attempt.id), e))?;
+            lines.push(Prediction {
+                instance_id: task.id.clone(),
+                model_name_or_path: format!("{}@{version}", self.plan().model_name),
+                model_patch: detail.patch,
+            });
+        }
+        self.folder.write_predictions(&lines)
+    }
+}
+
+/// The numbers of a round whose first `held_out` tasks are of known families.
+fn eval_line(scores: &[TaskScore], held_out: usize, samples: usize) -> Value {
+    let (known, families) = scores.split_at_checked(held_out).unwrap_or((scores, &[]));
+    let rates =
+        |part: &[TaskScore]| -> Vec<f64> { part.iter().filter_map(TaskScore::rate).collect() };
+    let (pass, se) = unzip(mean_and_se(&rates(known)));
+    let (family_pass, family_se) = unzip(mean_and_se(&rates(families)));
+    let at_k: Vec<f64> = known.iter().filter_map(|s| s.pass_at(samples)).collect();
+    let pass_at_k = if samples > 1 { unzip(mean_and_se(&at_k)).0 } else { None };
+    json!({
+        "eval_pass_at_1": pass,
+        "eval_pass_at_1_se": se,
+        "eval_pass_at_k": pass_at_k,
+        "eval_k": samples,
+        "eval_tasks": known.len(),
+        "eval_held_out_families_pass_at_1": family_pass,
+        "eval_held_out_families_pass_at_1_se": family_se,
+        "eval_held_out_families_tasks": families.len(),
+        "eval_broken": scores.iter().map(|s| s.broken).sum::<usize>(),
+    })
+}
+
+fn unzip(pair: Option<(f64, f64)>) -> (Option<f64>, Option<f64>) {
+    (pair.map(|p| p.0), pair.map(|p| p.1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn score(solved: usize, trusted: usize, broken: usize) -> TaskScore {
+        TaskScore { solved, trusted, broken }
+    }
+
+    #[test]
+    fn broken_episodes_neither_pass_nor_fail() {
+        let line = eval_line(&[score(1, 1, 0), score(0, 1, 0), score(0, 0, 1)], 3, 1);
+        assert_eq!(line["eval_pass_at_1"], json!(0.5));
+        assert_eq!(line["eval_broken"], json!(1));
+        assert_eq!(line["eval_tasks"], json!(3));
+        assert_eq!(line["eval_pass_at_k"], Value::Null);
+        assert_eq!(line["eval_held_out_families_pass_at_1"], Value::Null);
+    }
+
+    #[test]
+    fn pass_at_k_is_the_unbiased_estimate() {
+        let near = |a: Option<f64>, b: f64| (a.unwrap() - b).abs() < 1e-12;
+        assert!(near(score(1, 4, 0).pass_at(1), 0.25));
+        assert!(near(score(1, 4, 0).pass_at(2), 0.5));
+        assert!(near(score(2, 4, 0).pass_at(2), 1.0 - 1.0 / 6.0));
+        assert!(near(score(4, 4, 0).pass_at(4), 1.0));
+        assert!(near(score(0, 4, 0).pass_at(4), 0.0));
+        assert_eq!(score(1, 3, 1).pass_at(4), None);
+    }
+
+    #[test]
+    fn families_are_reported_beside() {
+        let line = eval_line(&[score(2, 2, 0), score(1, 2, 0)], 1, 2);
+        assert_eq!(line["eval_pass_at_1"], json!(1.0));
+        assert_eq!(line["eval_held_out_families_pass_at_1"], json!(0.5));
+        assert_eq!(line["eval_pass_at_k"], json!(1.0));
+    }
+}

@@ -1,0 +1,132 @@
+//! The run folder's files. All of them repeat the journal, so each may be written again.
+
+use crate::error::RunError;
+use crate::report::{RunReport, write_html};
+use camino::{Utf8Path, Utf8PathBuf};
+use fs_err as fs;
+use serde::Serialize;
+use serde_json::Value;
+use std::io::Write;
+
+/// One line of `predictions.jsonl`, in the form SWE-bench's harness reads.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Prediction {
+    pub(crate) instance_id: String,
+    pub(crate) model_name_or_path: String,
+    pub(crate) model_patch: String,
+}
+
+/// Folder of a step's batch, relative to the run folder.
+pub(crate) fn batch_name(step: u32) -> Utf8PathBuf {
+    Utf8PathBuf::from(format!("batches/{step:06}"))
+}
+
+/// Paths and writers of one run folder.
+#[derive(Debug)]
+pub(crate) struct RunFolder {
+    root: Utf8PathBuf,
+}
+
+impl RunFolder {
+    pub(crate) fn new(root: Utf8PathBuf) -> Self {
+        Self { root }
+    }
+
+    pub(crate) fn path(&self, relative: &Utf8Path) -> Utf8PathBuf {
+        self.root.join(relative)
+    }
+
+    /// As the trainer sees it: it may run in another directory.
+    pub(crate) fn absolute(&self, relative: &Utf8Path) -> Result<Utf8PathBuf, RunError> {
+        let path = self.path(relative);
+        camino::absolute_utf8(&path).map_err(|source| RunError::File { path, source })
+    }
+
+    /// Makes `metrics.jsonl` hold exactly `lines`: appends what is missing at its end, or, when
+    /// it differs (a crash, an edit, another start), replaces it.
+    pub(crate) fn write_metrics(&self, lines: &[Value]) -> Result<(), RunError> {
+        let path = self.root.join("metrics.jsonl");
+        let mut wanted = String::new();
+        for line in lines {
+            wanted.push_str(&line.to_string());
+            wanted.push('\n');
+        }
+        let io = |source| RunError::File { path: path.clone(), source };
+        let found = fs::read_to_string(&path).unwrap_or_default();
+        match wanted.strip_prefix(&found) {
+            Some("") if path.exists() => Ok(()),
+            Some(rest) if found.is_empty() || found.ends_with('\n') => {
+                let mut file =
+                    fs::OpenOptions::new().create(true).append(true).open(&path).map_err(io)?;
+                file.write_all(rest.as_bytes()).and_then(|()| file.sync_data()).map_err(io)
+            }
+            Some(_) | None => self.replace(&path, wanted.as_bytes()),
+        }
+    }
+
+    pub(crate) fn write_predictions(&self, lines: &[Prediction]) -> Result<(), RunError> {
+        let path = self.root.join("predictions.jsonl");
+        let mut text = String::new();
+        for line in lines {
+            let line = serde_json::to_string(line).map_err(|e| RunError::stored("patch", e))?;
+            text.push_str(&line);
+            text.push('\n');
+        }
+        self.replace(&path, text.as_bytes())
+    }
+
+    pub(crate) fn write_report(&self, report: &RunReport, lines: &[Value]) -> Result<(), RunError> {
+        self.replace(&self.root.join("report.html"), write_html(report, lines).as_bytes())
+    }
+
+    /// Removes a folder of the run; one that is gone already is fine.
+    pub(crate) fn remove_folder(&self, relative: &Utf8Path) -> Result<(), RunError> {
+        let path = self.path(relative);
+        match fs::remove_dir_all(&path) {
+            Ok(()) => Ok(()),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(source) => Err(RunError::File { path, source }),
+        }
+    }
+
+    fn replace(&self, path: &Utf8Path, bytes: &[u8]) -> Result<(), RunError> {
+        let io = |source| RunError::File { path: path.to_owned(), source };
+        let temporary = Utf8PathBuf::from(format!("{path}.tmp"));
+        let mut file = fs::File::create(&temporary).map_err(io)?;
+        file.write_all(bytes).and_then(|()| file.sync_all()).map_err(io)?;
+        fs::rename(&temporary, path).map_err(io)?;
+        fs::File::open(&self.root).and_then(|folder| folder.sync_all()).map_err(io)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn folder() -> (tempfile::TempDir, RunFolder) {
+        let temp = tempfile::tempdir().unwrap();
+        let root = Utf8PathBuf::from_path_buf(temp.path().to_owned()).unwrap();
+        (temp, RunFolder::new(root))
+    }
+
+    #[test]
+    fn metrics_are_appended_and_repaired() {
+        let (_temp, folder) = folder();
+        let path = folder.path(Utf8Path::new("metrics.jsonl"));
+        let lines: Vec<Value> = (0..3).map(|i| json!({"global_step": i})).collect();
+        let whole = "{\"global_step\":0}\n{\"global_step\":1}\n{\"global_step\":2}\n";
+        for damaged in [
+            "",
+            "{\"global_step\":0}\n",
+            "{\"global_step\":0}\n{\"glo",
+            "{\"global_step\":0}\n{\"global_step\":0}\n",
+            "\u{0}\u{0}",
+            "{\"global_step\":0}\n{\"global_step\":1}\n{\"global_step\":2}\n{\"global_step\":3}\n",
+        ] {
+            fs::write(&path, damaged).unwrap();
+            folder.write_metrics(&lines).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), whole, "{damaged:?}");
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Deciding about groups: pure, and a function of what is sealed, so that a resumed run decides
+//! the same.
+
+use crate::error::RunError;
+use crate::plan::Plan;
+use crate::record::{EpisodeSummary, summary_of};
+use orchestrate_handoff::{GroupSignal, TruncatedEpisodes, group_advantages};
+use orchestrate_store::{AttemptRow, Reader, StoreError};
+use orchestrate_types::{GroupId, Outcome};
+
+/// A sealed attempt with its numbers.
+#[derive(Debug, Clone)]
+pub(crate) struct SealedMember {
+    pub(crate) row: AttemptRow,
+    pub(crate) outcome: Outcome,
+    pub(crate) summary: EpisodeSummary,
+}
+
+/// A group with what is sealed of it, by member.
+#[derive(Debug, Clone)]
+pub(crate) struct SealedGroup {
+    pub(crate) members: Vec<Option<SealedMember>>,
+}
+
+/// What becomes of a complete group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Decision {
+    Keep,
+    Drop(String),
+}
+
+impl SealedGroup {
+    pub(crate) async fn load(reader: &Reader, id: GroupId, size: u16) -> Result<Self, RunError> {
+        let mut members = vec![None; usize::from(size)];
+        for row in reader.sealed_of_group(id).await? {
+            let outcome = row.outcome.clone().ok_or_else(|| StoreError::Absent {
+                what: format!("the outcome of attempt {}", row.id),
+            })?;
+            let summary = summary_of(&row)?;
+            if let Some(slot) = members.get_mut(usize::from(row.id.episode.member)) {
+                *slot = Some(SealedMember { row, outcome, summary });
+            }
+        }
+        Ok(Self { members })
+    }
+
+    /// Rewards by member; `None` = not trusted.
+    pub(crate) fn rewards(&self) -> Vec<Option<f64>> {
+        self.members.iter().map(|m| m.as_ref()?.outcome.trusted_reward()).collect()
+    }
+
+    /// The members to train on, with their advantages. The baseline is taken over every trusted
+    /// reward, also of members that are not trained on themselves.
+    pub(crate) fn trained(&self, plan: &Plan) -> Vec<(&SealedMember, f64)> {
+        let advantages = group_advantages(&self.rewards(), plan.algorithm.advantage);
+        self.members
+            .iter()
+            .zip(advantages.values)
+            .filter_map(|(member, advantage)| Some((member.as_ref()?, advantage?)))
+            .filter(|(member, _)| is_trainable(plan, member))
+            .collect()
+    }
+
+    /// Whether the group goes into the step's batch (dynamic sampling).
+    pub(crate) fn decide(&self, plan: &Plan) -> Decision {
+        let rewards = self.rewards();
+        match group_advantages(&rewards, plan.algorithm.advantage).signal {
+            GroupSignal::TooFewTrusted => {
+                Decision::Drop("fewer than two episodes have a trusted reward".to_owned())
+            }
+            GroupSignal::Degenerate => {
+                let reward = rewards.iter().flatten().next().copied().unwrap_or_default();
+                Decision::Drop(format!("all rewards are {reward}"))
+            }
+            GroupSignal::Usable => {
+                if self.trained(plan).is_empty() {
+                    Decision::Drop("no episode of it may be trained on".to_owned())
+                } else {
+                    Decision::Keep
+                }
+            }
+        }
+    }
+}
+
+fn is_trainable(plan: &Plan, member: &SealedMember) -> bool {
+    let routed = !plan.needs_routing() || !member.summary.routing_missing;
+    let whole = match (&member.outcome, plan.algorithm.truncated) {
+        (Outcome::Scored { .. }, _) | (Outcome::Truncated { .. }, TruncatedEpisodes::Train) => true,
+        (Outcome::Truncated { .. }, TruncatedEpisodes::Mask)
+        | (Outcome::Aborted { .. } | Outcome::Broken { .. }, _) => false,
+    };
+    routed && whole && member.summary.response_tokens > 0
+}
+
+/// How many groups of a step are where. Groups are opened one after the other and a dropped one
+/// is replaced, so the groups of a finished step are the shortest row that has enough kept ones:
+/// the same row whatever the order in which episodes end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ledger {
+    pub(crate) wanted: u32,
+    pub(crate) at_most: u32,
+    pub(crate) filling: u32,
+    pub(crate) kept: u32,
+    pub(crate) dropped: u32,
+}
+
+impl Ledger {
+    /// Whether another group should be opened now.
+    pub(crate) fn may_open(&self) -> bool {
+        self.filling + self.kept < self.wanted
+            && self.filling + self.kept + self.dropped < self.at_most
+    }
+
+    pub(crate) fn opened(&mut self) {
+        self.filling += 1;
+    }
+
+    pub(crate) fn decided(&mut self, decision: &Decision) {
+        self.filling = self.filling.saturating_sub(1);
+        match decision {
+            Decision::Keep => self.kept += 1,
+            Decision::Drop(_) => self.dropped += 1,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn prop_the_opened_groups_do_not_depend_on_the_order_of_their_ends(
+            kept in proptest::collection::vec(any::<bool>(), 40),
+            order in proptest::collection::vec(0usize..8, 80),
+            wanted in 1u32..6,
+        ) {
+            let mut ledger = Ledger { wanted, at_most: 20, filling: 0, kept: 0, dropped: 0 };
+            let mut open: Vec<usize> = Vec::new();
+            let mut next = 0usize;
+            let mut picks = order.into_iter();
+            loop {
+                while ledger.may_open() {
+                    open.push(next);
+                    next += 1;
+                    ledger.opened();
+                    prop_assert!(ledger.filling + ledger.kept <= wanted);
+                }
+                if open.is_empty() {
+                    break;
+                }
+                let pick = picks.next().unwrap_or(0) % open.len();
+                let seq = open.remove(pick);
+                let drop = Decision::Drop(String::new());
+                ledger.decided(if kept[seq] { &Decision::Keep } else { &drop });
+            }
+            let expected = (1..=20)
+                .find(|&n| kept.iter().take(n).filter(|&&k| k).count() == wanted as usize)
+                .unwrap_or(20);
+            prop_assert_eq!(next, expected);
+        }
+    }
+}

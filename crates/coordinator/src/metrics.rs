@@ -1,0 +1,125 @@
+//! One global step as one line of `metrics.jsonl`, computed from the journal.
+
+use crate::error::RunError;
+use crate::groups::{SealedGroup, SealedMember};
+use orchestrate_handoff::protocol::{Mismatch, StepMetrics, StepResult};
+use orchestrate_store::{AttemptState, EpisodeState, GroupState, Reader, StepRow};
+use orchestrate_types::Outcome;
+use serde_json::{Map, Value, json};
+use std::time::Duration;
+
+/// A reward from here on counts as solved; graders give exactly 0 or 1, or a share.
+pub(crate) const SOLVED: f64 = 1.0 - 1e-9;
+
+/// Wall time a step spent, by this coordinator: what an earlier one did is not in it.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct StepTimes {
+    pub(crate) rollout: Duration,
+    pub(crate) train: Duration,
+    pub(crate) sync: Duration,
+}
+
+/// The line of a step. Values that do not exist (a skipped step has no loss) are null.
+pub(crate) async fn step_line(
+    reader: &Reader,
+    row: &StepRow,
+    result: Option<&StepResult>,
+    times: &StepTimes,
+) -> Result<Value, RunError> {
+    let groups = reader.groups_of_step(row.step).await?;
+    let mut members: Vec<SealedMember> = Vec::new();
+    let mut given_up = 0;
+    for group in &groups {
+        let sealed = SealedGroup::load(reader, group.id, group.size).await?;
+        members.extend(sealed.members.into_iter().flatten());
+        let episodes = reader.group_of(group.id).await?;
+        given_up += episodes.iter().filter(|e| e.state == EpisodeState::Quarantined).count();
+    }
+    let count = |state| groups.iter().filter(|g| g.state == state).count();
+    let mut line = Map::new();
+    let mut put = |key: &str, value: Value| line.insert(key.to_owned(), value);
+    put("global_step", json!(row.step));
+    put("policy_version", json!(result.map_or(row.base_version, |r| r.policy_version)));
+
+    // Rewards of every sampled group: the kept ones alone would be biased towards the middle.
+    let rewards: Vec<f64> = members.iter().filter_map(|m| m.outcome.trusted_reward()).collect();
+    put("reward_mean", mean(rewards.iter().copied()));
+    put("solve_rate", mean(rewards.iter().map(|&r| f64::from(u8::from(r >= SOLVED)))));
+    put("groups_kept", json!(count(GroupState::Kept)));
+    put("groups_dropped", json!(count(GroupState::Dropped)));
+    put("episodes", json!(members.len()));
+    put("broken_episodes", json!(given_up));
+    put("broken_attempts", json!(reader.attempts_of_step(row.step, AttemptState::Broken).await?));
+    let truncated = members.iter().filter(|m| is_truncated(&m.outcome)).count();
+    put("truncated_episodes", json!(truncated));
+    put("turns_mean", mean(members.iter().map(|m| m.summary.turns as f64)));
+    let responses = members.iter().map(|m| m.summary.response_tokens as f64);
+    put("response_tokens_mean", mean(responses));
+
+    put_trainer(&mut put, result.map(|r| &r.metrics));
+
+    let sum = |of: fn(&SealedMember) -> u64| members.iter().map(of).sum::<u64>();
+    put("routing_bytes_wire", json!(sum(|m| m.summary.routing_wire_bytes)));
+    put("routing_bytes_held", json!(sum(|m| m.summary.routing_bytes)));
+    put("routing_rows_reused", json!(sum(|m| m.summary.routing_rows_reused)));
+    put("routing_drift", json!(sum(|m| m.summary.routing_drift)));
+    put("routing_missing", json!(sum(|m| u64::from(m.summary.routing_missing))));
+    let prompt = sum(|m| m.summary.prompt_tokens);
+    put("prefix_cache_hit_rate", share(sum(|m| m.summary.cached_tokens), prompt));
+    put("prefix_cache_hit_rate_possible", share(sum(|m| m.summary.cacheable_tokens), prompt));
+
+    let sandbox = |m: &SealedMember| {
+        let t = m.summary.timings;
+        t.setup_s + t.exec_s + t.grade_s
+    };
+    put("time_rollout_s", json!(times.rollout.as_secs_f64()));
+    put("time_train_s", json!(times.train.as_secs_f64()));
+    put("time_sync_s", json!(times.sync.as_secs_f64()));
+    // Of all episodes together; they overlap, so it may exceed the wall time.
+    put("time_sandbox_s", json!(members.iter().map(sandbox).sum::<f64>()));
+    let tokens = sum(|m| m.summary.response_tokens) as f64;
+    let seconds = times.rollout.as_secs_f64();
+    put("tokens_per_s", if seconds > 0.0 { json!(tokens / seconds) } else { Value::Null });
+    Ok(Value::Object(line))
+}
+
+fn put_trainer(put: &mut impl FnMut(&str, Value) -> Option<Value>, metrics: Option<&StepMetrics>) {
+    let of = |pick: fn(&StepMetrics) -> Value| metrics.map_or(Value::Null, pick);
+    put("entropy", of(|m| json!(m.entropy)));
+    put("grad_norm", of(|m| json!(m.grad_norm)));
+    put("loss", of(|m| json!(m.loss)));
+    put("clip_fraction", of(|m| json!(m.clip_fraction)));
+    put("loss_tokens", of(|m| json!(m.loss_tokens)));
+    put("train_tokens", of(|m| json!(m.tokens)));
+    put("routing_missing_pairs", of(|m| json!(m.routing_missing)));
+    let mismatches = [
+        ("", metrics.map(|m| &m.mismatch)),
+        ("_no_replay", metrics.and_then(|m| m.mismatch_no_replay.as_ref())),
+    ];
+    for (suffix, mismatch) in mismatches {
+        let of = |pick: fn(&Mismatch) -> Value| mismatch.map_or(Value::Null, pick);
+        put(&format!("kl_train_infer{suffix}"), of(|m| json!(m.kl_k3)));
+        put(&format!("logprob_diff_mean{suffix}"), of(|m| json!(m.mean_abs_logprob_diff)));
+        put(&format!("extreme_token_fraction{suffix}"), of(|m| json!(m.extreme_token_fraction)));
+    }
+    let disagreement = metrics.and_then(|m| m.disagreement.as_ref());
+    put("router_disagreement", json!(disagreement.map(|d| d.router)));
+    put("token_disagreement", json!(disagreement.map(|d| d.token)));
+    put("sequence_disagreement_mean", json!(disagreement.map(|d| d.sequence_mean)));
+}
+
+fn is_truncated(outcome: &Outcome) -> bool {
+    match outcome {
+        Outcome::Truncated { .. } => true,
+        Outcome::Scored { .. } | Outcome::Aborted { .. } | Outcome::Broken { .. } => false,
+    }
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> Value {
+    let (sum, count) = values.fold((0.0, 0u32), |(sum, count), v| (sum + v, count + 1));
+    if count == 0 { Value::Null } else { json!(sum / f64::from(count)) }
+}
+
+fn share(part: u64, whole: u64) -> Value {
+    if whole == 0 { Value::Null } else { json!(part as f64 / whole as f64) }
+}

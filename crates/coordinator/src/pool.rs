@@ -1,0 +1,274 @@
+//! Running the episodes of many groups side by side, within `max_in_flight`.
+
+use crate::error::RunError;
+use crate::events::{Event, Reporter};
+use crate::plan::Plan;
+use crate::record::{broken_report, to_record};
+use crate::run_loop::Stop;
+use crate::schedule::episode_seed;
+use futures::FutureExt;
+use orchestrate_rollout::{EpisodeReport, EpisodeRequest, Episodes};
+use orchestrate_store::{AfterBreak, Claim, EpisodeState, Store};
+use orchestrate_tasks::Task;
+use orchestrate_types::{
+    AbortCause, AttemptId, EpisodeId, GroupId, Outcome, PolicyVersion, RunId, Stage,
+};
+use std::collections::{BTreeMap, VecDeque};
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+
+/// Silence after which a person is told what the run waits for.
+const STALL_REPORT: Duration = Duration::from_mins(10);
+
+/// What every task of the run shares.
+pub(crate) struct Context {
+    pub(crate) run: RunId,
+    pub(crate) store: Store,
+    pub(crate) episodes: Arc<dyn Episodes>,
+    pub(crate) plan: Plan,
+    pub(crate) reporter: Arc<dyn Reporter>,
+    pub(crate) stop: Stop,
+    pub(crate) in_flight: Semaphore,
+}
+
+impl Context {
+    pub(crate) fn report(&self, event: &Event) {
+        self.reporter.report(event);
+    }
+
+    pub(crate) fn warn(&self, message: String) {
+        tracing::warn!("{message}");
+        self.report(&Event::Warning { message });
+    }
+}
+
+/// How the episodes of one stage are made.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StageSettings {
+    pub(crate) version: PolicyVersion,
+    pub(crate) temperature: f32,
+    pub(crate) want_routing: bool,
+    /// Episodes the stage is to make, as far as known at its start.
+    pub(crate) planned: usize,
+}
+
+enum EpisodeEnd {
+    Sealed,
+    GivenUp { stage: Stage, error: String },
+    Stopped,
+}
+
+/// The episodes under way of one stage (the sampling of a step, or an evaluation).
+pub(crate) struct Pool {
+    context: Arc<Context>,
+    settings: StageSettings,
+    tasks: JoinSet<(EpisodeId, Result<EpisodeEnd, RunError>)>,
+    open: BTreeMap<GroupId, Vec<EpisodeId>>,
+    complete: VecDeque<GroupId>,
+    given_up: usize,
+    stopped: bool,
+}
+
+impl Pool {
+    pub(crate) fn new(context: Arc<Context>, settings: StageSettings) -> Self {
+        Self {
+            context,
+            settings,
+            tasks: JoinSet::new(),
+            open: BTreeMap::new(),
+            complete: VecDeque::new(),
+            given_up: 0,
+            stopped: false,
+        }
+    }
+
+    /// Starts every episode of `group` that has no outcome yet.
+    pub(crate) async fn add(&mut self, group: GroupId, task: &Arc<Task>) -> Result<(), RunError> {
+        let members = self.context.store.reader().group_of(group).await?;
+        let mut open = Vec::new();
+        for member in members {
+            match member.state {
+                EpisodeState::Open => open.push(member.id),
+                EpisodeState::Quarantined => self.given_up += 1,
+                EpisodeState::Sealed => {}
+            }
+        }
+        if open.is_empty() {
+            self.complete.push_back(group);
+            return Ok(());
+        }
+        for &episode in &open {
+            let (context, settings) = (self.context.clone(), self.settings);
+            let task = task.clone();
+            self.tasks.spawn(async move {
+                (episode, run_episode(&context, settings, episode, task).await)
+            });
+        }
+        self.open.insert(group, open);
+        Ok(())
+    }
+
+    /// Waits for the next group of which every episode has ended; `None` when there is none left.
+    /// After a stop request it waits for all running episodes and then fails with
+    /// [`RunError::Stopped`]. Dropping the future loses nothing.
+    pub(crate) async fn next_group(&mut self) -> Result<Option<GroupId>, RunError> {
+        loop {
+            if let Some(group) = self.complete.pop_front() {
+                return Ok(Some(group));
+            }
+            let joined = match tokio::time::timeout(STALL_REPORT, self.tasks.join_next()).await {
+                Ok(Some(joined)) => joined,
+                Ok(None) if self.stopped => return Err(RunError::Stopped),
+                Ok(None) => return Ok(None),
+                Err(_) => {
+                    self.report_stall();
+                    continue;
+                }
+            };
+            let (episode, end) = joined.map_err(|e| RunError::Panicked {
+                task: "episode bookkeeping",
+                detail: e.to_string(),
+            })?;
+            self.ended(episode, end?)?;
+        }
+    }
+
+    fn ended(&mut self, episode: EpisodeId, end: EpisodeEnd) -> Result<(), RunError> {
+        match end {
+            EpisodeEnd::Stopped => {
+                self.stopped = true;
+                return Ok(());
+            }
+            EpisodeEnd::GivenUp { stage, error } => {
+                self.given_up += 1;
+                self.context.report(&Event::EpisodeGivenUp { episode, error: error.clone() });
+                self.check_broken(stage, error)?;
+            }
+            EpisodeEnd::Sealed => {}
+        }
+        if let Some(open) = self.open.get_mut(&episode.group) {
+            open.retain(|id| *id != episode);
+            if open.is_empty() {
+                self.open.remove(&episode.group);
+                self.complete.push_back(episode.group);
+            }
+        }
+        Ok(())
+    }
+
+    /// One broken episode leaves its group; many mean that something outside is broken, and
+    /// going on would only burn attempts.
+    fn check_broken(&self, stage: Stage, error: String) -> Result<(), RunError> {
+        let planned = self.settings.planned;
+        let allowed = self.context.plan.run.max_broken_share * planned as f64;
+        if self.given_up as f64 > allowed {
+            let given_up = self.given_up;
+            return Err(RunError::TooManyBroken { given_up, planned, stage, error });
+        }
+        Ok(())
+    }
+
+    fn report_stall(&self) {
+        let open: Vec<String> = self.open.values().flatten().map(ToString::to_string).collect();
+        let (count, first) = (open.len(), open.iter().take(8));
+        let names = first.cloned().collect::<Vec<_>>().join(", ");
+        self.context.warn(format!(
+            "no episode ended for {} minutes; waiting for {count}: {names}",
+            STALL_REPORT.as_secs() / 60
+        ));
+    }
+}
+
+/// Tries an episode until it has an outcome, is given up, or the run stops.
+async fn run_episode(
+    context: &Context,
+    settings: StageSettings,
+    episode: EpisodeId,
+    task: Arc<Task>,
+) -> Result<EpisodeEnd, RunError> {
+    let mut last = (Stage::Setup, "given up before".to_owned());
+    loop {
+        let permit = tokio::select! {
+            biased;
+            () = context.stop.drain.cancelled() => return Ok(EpisodeEnd::Stopped),
+            permit = context.in_flight.acquire() => permit,
+        };
+        let attempt = match context.store.claim_attempt(episode).await? {
+            Claim::Attempt(attempt) => attempt,
+            Claim::Sealed => return Ok(EpisodeEnd::Sealed),
+            Claim::Quarantined => {
+                let (stage, error) = last;
+                return Ok(EpisodeEnd::GivenUp { stage, error });
+            }
+        };
+        context.report(&Event::AttemptStarted { attempt });
+        let report = run_attempt(context, settings, attempt, task.clone()).await;
+        drop(permit);
+        context.report(&Event::AttemptEnded {
+            attempt,
+            outcome: report.outcome.clone(),
+            turns: report.turns.len(),
+        });
+        let outcome = report.outcome.clone();
+        let record = to_record(report, &task.id, settings.want_routing)?;
+        match outcome {
+            Outcome::Scored { .. } | Outcome::Truncated { .. } => {
+                context.store.seal_attempt(&record).await?;
+                return Ok(EpisodeEnd::Sealed);
+            }
+            Outcome::Aborted { by } => {
+                context.store.abort_attempt(attempt).await?;
+                match by {
+                    AbortCause::Shutdown => return Ok(EpisodeEnd::Stopped),
+                    AbortCause::StalePolicy => {}
+                }
+            }
+            Outcome::Broken { stage, error } => {
+                tracing::warn!(%attempt, %stage, error, "attempt broken");
+                let limit = context.plan.sampling.max_attempts;
+                match context.store.break_attempt(&record, limit).await? {
+                    AfterBreak::Quarantined => return Ok(EpisodeEnd::GivenUp { stage, error }),
+                    AfterBreak::Retry => last = (stage, error),
+                }
+                tokio::select! {
+                    () = context.stop.drain.cancelled() => {}
+                    () = tokio::time::sleep(context.plan.run.retry_pause.0) => {}
+                }
+            }
+        }
+    }
+}
+
+async fn run_attempt(
+    context: &Context,
+    settings: StageSettings,
+    attempt: AttemptId,
+    task: Arc<Task>,
+) -> EpisodeReport {
+    let request = EpisodeRequest {
+        run: context.run,
+        epoch: context.store.epoch(),
+        attempt,
+        task,
+        policy_version: settings.version,
+        seed: episode_seed(context.plan.run.seed, attempt.episode),
+        temperature: settings.temperature,
+        want_routing: settings.want_routing,
+    };
+    let running = context.episodes.run(request, &context.stop.drain);
+    match AssertUnwindSafe(running).catch_unwind().await {
+        Ok(report) => report,
+        Err(panic) => {
+            let said = panic
+                .downcast_ref::<String>()
+                .cloned()
+                .or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()))
+                .unwrap_or_else(|| "no message".to_owned());
+            let error = format!("internal error, please report it: {said}");
+            broken_report(attempt, Outcome::Broken { stage: Stage::Record, error })
+        }
+    }
+}

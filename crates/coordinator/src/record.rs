@@ -1,0 +1,180 @@
+//! From an episode's report to the journal, and from the journal to a training sample.
+
+use crate::error::RunError;
+use orchestrate_handoff::BatchSample;
+use orchestrate_rollout::{EpisodeReport, Timings, TurnLog};
+use orchestrate_routing::{RoutingMask, RowVersion};
+use orchestrate_store::{AttemptRow, EpisodeRecord, RowSpan, StoredRouting};
+use orchestrate_tasks::Verdict;
+use orchestrate_types::{GroupId, ModelShape, Outcome};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// What is kept of an attempt for people: the `detail` of its record.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EpisodeDetail {
+    /// Task id.
+    pub task_id: String,
+    /// Turn by turn.
+    pub turns: Vec<TurnLog>,
+    /// Unified diff of the agent's work.
+    pub patch: String,
+    /// The judge's verdict.
+    pub verdict: Option<Verdict>,
+    /// Why routing rows are missing.
+    pub routing_problem: Option<String>,
+}
+
+/// The numbers metrics are computed from: the `summary` of an attempt's row.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct EpisodeSummary {
+    /// All tokens.
+    pub tokens: u64,
+    /// Tokens the policy wrote.
+    pub response_tokens: u64,
+    /// Generations.
+    pub turns: u64,
+    /// Bytes of routing rows held.
+    pub routing_bytes: u64,
+    /// Whether rows were asked for but are not complete.
+    pub routing_missing: bool,
+    /// Rows received again that differ.
+    pub routing_drift: u64,
+    /// Bytes of routing payloads on the wire.
+    pub routing_wire_bytes: u64,
+    /// Rows answered from the engine's prefix cache.
+    pub routing_rows_reused: u64,
+    /// Prompt tokens sent, over all turns.
+    pub prompt_tokens: u64,
+    /// Of these, answered from the prefix cache.
+    pub cached_tokens: u64,
+    /// Of these, those a perfect cache would have answered.
+    pub cacheable_tokens: u64,
+    /// Where the time went.
+    pub timings: Timings,
+}
+
+/// The report as stored. `want_routing` says whether rows were asked for.
+pub(crate) fn to_record(
+    report: EpisodeReport,
+    task_id: &str,
+    want_routing: bool,
+) -> Result<EpisodeRecord, RunError> {
+    let bytes = report.routing.as_ref().map_or(0, |mask| mask.data().len());
+    let trajectory = report.trajectory;
+    let summary = EpisodeSummary {
+        tokens: trajectory.as_ref().map_or(0, |t| t.len() as u64),
+        response_tokens: trajectory.as_ref().map_or(0, |t| t.response_tokens() as u64),
+        turns: report.turns.len() as u64,
+        routing_bytes: bytes as u64,
+        routing_missing: want_routing && report.routing.is_none(),
+        routing_drift: report.routing_drift,
+        routing_wire_bytes: report.routing_wire_bytes,
+        routing_rows_reused: report.routing_rows_reused,
+        prompt_tokens: report.prompt_tokens,
+        cached_tokens: report.cached_tokens,
+        cacheable_tokens: report.cacheable_tokens,
+        timings: report.timings,
+    };
+    let detail = EpisodeDetail {
+        task_id: task_id.to_owned(),
+        turns: report.turns,
+        patch: report.patch,
+        verdict: report.verdict,
+        routing_problem: report.routing_problem,
+    };
+    let json = |e| RunError::stored(format!("record of attempt {}", report.attempt), e);
+    Ok(EpisodeRecord {
+        attempt: report.attempt,
+        outcome: report.outcome,
+        trajectory,
+        routing: report.routing.map(|mask| StoredRouting {
+            row_bytes: mask.row_bytes(),
+            data: mask.data().to_vec(),
+            versions: mask
+                .versions()
+                .iter()
+                .map(|v| RowSpan { start: v.start, end: v.end, version: v.version })
+                .collect(),
+        }),
+        detail: serde_json::to_value(detail).map_err(json)?,
+        summary: serde_json::to_value(summary).map_err(json)?,
+    })
+}
+
+/// The report of an attempt whose task panicked.
+pub(crate) fn broken_report(
+    attempt: orchestrate_types::AttemptId,
+    outcome: Outcome,
+) -> EpisodeReport {
+    EpisodeReport {
+        attempt,
+        outcome,
+        trajectory: None,
+        routing: None,
+        routing_problem: None,
+        turns: Vec::new(),
+        patch: String::new(),
+        verdict: None,
+        routing_drift: 0,
+        routing_wire_bytes: 0,
+        routing_rows_reused: 0,
+        prompt_tokens: 0,
+        cached_tokens: 0,
+        cacheable_tokens: 0,
+        timings: Timings::default(),
+    }
+}
+
+/// The numbers of a stored attempt.
+pub(crate) fn summary_of(row: &AttemptRow) -> Result<EpisodeSummary, RunError> {
+    serde_json::from_value(row.summary.clone())
+        .map_err(|e| RunError::stored(format!("summary of attempt {}", row.id), e))
+}
+
+/// A stored episode as a training sample. Every row is checked again against the model's shape.
+pub(crate) fn to_sample(
+    record: EpisodeRecord,
+    advantage: f64,
+    shape: &Arc<ModelShape>,
+) -> Result<BatchSample, RunError> {
+    let episode_id = record.attempt.episode;
+    let what = || format!("episode {episode_id}");
+    let trajectory =
+        record.trajectory.ok_or_else(|| RunError::stored(what(), "it has no trajectory"))?;
+    let reward = record
+        .outcome
+        .trusted_reward()
+        .ok_or_else(|| RunError::stored(what(), "it has no trusted reward"))?;
+    let routing = match record.routing {
+        None => None,
+        Some(rows) => {
+            let versions = rows
+                .versions
+                .iter()
+                .map(|v| RowVersion { start: v.start, end: v.end, version: v.version })
+                .collect();
+            let mask = RoutingMask::new(shape.clone(), rows.data, versions);
+            Some(mask.map_err(|e| RunError::stored(what(), e))?)
+        }
+    };
+    let group = match episode_id.group {
+        GroupId::Train { seq } => i64::from(seq),
+        GroupId::Eval { .. } => {
+            return Err(RunError::stored(what(), "evaluation episodes are not trained on"));
+        }
+    };
+    Ok(BatchSample {
+        episode_id,
+        group,
+        trajectory,
+        routing,
+        advantage: to_f32(advantage),
+        reward: to_f32(reward),
+    })
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the hand-off format stores f32")]
+fn to_f32(value: f64) -> f32 {
+    value as f32
+}

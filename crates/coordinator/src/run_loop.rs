@@ -1,0 +1,374 @@
+//! The run, from its first step to its last. Read [`Coordinator::run`], then `drive`, then
+//! `global_step`: the rest of the crate is what they call.
+//!
+//! A step goes `sampling → training → trained → applied` (or `skipped`). Each arrow is one
+//! committed journal write, and `global_step` does nothing but look at the journal and do what
+//! the state asks for. So there is no recovery code: a run that was killed anywhere is opened
+//! again and continues with the same loop.
+//!
+//! | Killed while | Found at the next start | What happens |
+//! |---|---|---|
+//! | episodes run | attempts `lost`, containers of an older epoch | containers swept, next attempts |
+//! | groups fill | some episodes sealed | sealed ones count, open ones run |
+//! | the batch is written | step `sampling`, batch `assembling` | same members, same bytes, again |
+//! | the trainer works | step `training` | same step id again: applied once |
+//! | weights spread | step `trained` | announced and synced again |
+//! | metrics are written | step `applied` | `metrics.jsonl` is repaired from the journal |
+
+use crate::error::RunError;
+use crate::events::{Event, Reporter};
+use crate::files::RunFolder;
+use crate::groups::{Decision, Ledger, SealedGroup};
+use crate::metrics::StepTimes;
+use crate::monitor::Monitor;
+use crate::plan::{Plan, TaskSet};
+use crate::pool::{Context, Pool, StageSettings};
+use crate::report::RunReport;
+use crate::schedule::task_index;
+use crate::trainer::TrainerSink;
+use crate::training::result_of;
+use camino::Utf8PathBuf;
+use orchestrate_engine::Engine;
+use orchestrate_rollout::Episodes;
+use orchestrate_sandbox::SandboxProvider;
+use orchestrate_store::{GroupState, StepRow, StepState, Store, StoreError};
+use orchestrate_tasks::Task;
+use orchestrate_types::{GroupId, PolicyVersion};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// Time for removing the containers that are still open at the end; the next start removes the
+/// rest.
+const SANDBOX_SHUTDOWN: Duration = Duration::from_secs(30);
+
+/// How a run is asked to end early.
+#[derive(Debug, Clone, Default)]
+pub struct Stop {
+    /// First request: begin no more episodes, end running ones at their next turn border.
+    pub drain: CancellationToken,
+    /// Second request: end now. Nothing finished is lost.
+    pub now: CancellationToken,
+}
+
+impl Stop {
+    /// Resolves when the run must end at once: on the second request, or `grace` after the first,
+    /// at which `draining` is called.
+    async fn immediately(&self, grace: Duration, draining: impl Fn()) {
+        let out_of_grace = async {
+            self.drain.cancelled().await;
+            draining();
+            tokio::time::sleep(grace).await;
+        };
+        tokio::select! {
+            () = self.now.cancelled() => {}
+            () = out_of_grace => {}
+        }
+    }
+
+    fn check(&self) -> Result<(), RunError> {
+        if self.drain.is_cancelled() || self.now.is_cancelled() {
+            Err(RunError::Stopped)
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq)]
+pub enum RunEnd {
+    /// Every step and evaluation is done.
+    Finished(RunReport),
+    /// Stopped on request; `--resume` continues it.
+    Stopped(RunReport),
+}
+
+/// One run and everything it needs. Build it, then [`Coordinator::run`] it.
+pub struct Coordinator {
+    /// The run folder: metrics, batches, reports go there.
+    pub folder: Utf8PathBuf,
+    /// Its journal, freshly created or opened.
+    pub store: Store,
+    /// Runs attempts.
+    pub episodes: Arc<dyn Episodes>,
+    /// Gets new weights.
+    pub engine: Arc<dyn Engine>,
+    /// Makes new weights.
+    pub trainer: Arc<dyn TrainerSink>,
+    /// Swept at the start, shut down at the end.
+    pub sandboxes: Arc<dyn SandboxProvider>,
+    /// What is trained and evaluated on.
+    pub tasks: TaskSet,
+    /// What was configured.
+    pub plan: Plan,
+    /// Told what happens.
+    pub reporter: Arc<dyn Reporter>,
+}
+
+impl std::fmt::Debug for Coordinator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Coordinator").field("folder", &self.folder).finish_non_exhaustive()
+    }
+}
+
+impl Coordinator {
+    /// Runs to the end, or until stopped. May be called again on a store opened after any end,
+    /// a kill included; it continues where the journal ends.
+    ///
+    /// # Errors
+    /// [`RunError`] says what must be put right; all that was finished stays.
+    pub async fn run(self, stop: Stop) -> Result<RunEnd, RunError> {
+        let run = self.store.reader().run().await?.run;
+        let grace = self.plan.run.shutdown_grace.0;
+        let sandboxes = self.sandboxes.clone();
+        let driver = Driver {
+            folder: RunFolder::new(self.folder),
+            engine: self.engine,
+            trainer: self.trainer,
+            sandboxes: self.sandboxes,
+            tasks: self.tasks,
+            monitor: Mutex::new(Monitor::default()),
+            context: Arc::new(Context {
+                run,
+                store: self.store,
+                episodes: self.episodes,
+                in_flight: Semaphore::new(self.plan.sampling.max_in_flight as usize),
+                plan: self.plan,
+                reporter: self.reporter,
+                stop: stop.clone(),
+            }),
+        };
+        let draining = || driver.context.report(&Event::Draining);
+        // Dropping `drive` at any point is as good as a kill, and that is what the journal is for.
+        let driven = tokio::select! {
+            biased;
+            () = stop.immediately(grace, draining) => Err(RunError::Stopped),
+            driven = Box::pin(driver.drive()) => driven,
+        };
+        let left = match tokio::time::timeout(SANDBOX_SHUTDOWN, sandboxes.shutdown()).await {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(error.to_string()),
+            Err(_) => Some(format!("no answer within {SANDBOX_SHUTDOWN:?}")),
+        };
+        if let Some(why) = left {
+            driver.context.warn(format!("some containers may be left for the next start: {why}"));
+        }
+        let finished = match driven {
+            Ok(()) => true,
+            Err(RunError::Stopped) => false,
+            Err(error) => return Err(error),
+        };
+        let report = driver.write_report().await?;
+        Ok(if finished { RunEnd::Finished(report) } else { RunEnd::Stopped(report) })
+    }
+}
+
+/// The running coordinator.
+pub(crate) struct Driver {
+    pub(crate) context: Arc<Context>,
+    pub(crate) folder: RunFolder,
+    pub(crate) engine: Arc<dyn Engine>,
+    pub(crate) trainer: Arc<dyn TrainerSink>,
+    pub(crate) sandboxes: Arc<dyn SandboxProvider>,
+    pub(crate) tasks: TaskSet,
+    pub(crate) monitor: Mutex<Monitor>,
+}
+
+impl Driver {
+    pub(crate) fn store(&self) -> &Store {
+        &self.context.store
+    }
+
+    pub(crate) fn plan(&self) -> &Plan {
+        &self.context.plan
+    }
+
+    async fn drive(&self) -> Result<(), RunError> {
+        let steps = self.plan().run.steps;
+        self.announce_start().await?;
+        self.bring_files_up_to_date().await?;
+        if self.is_finished().await? {
+            return Ok(());
+        }
+        if self.tasks.train.is_empty() {
+            return Err(RunError::NoTasks { part: "training" });
+        }
+        self.sweep_containers().await?;
+        let mut version = self.agree_with_trainer().await?;
+        self.evaluate_after(0, version).await?;
+        for step in 1..=steps {
+            version = self.global_step(step, version).await?;
+            self.evaluate_after(step, version).await?;
+        }
+        Ok(())
+    }
+
+    /// One global step, from wherever the journal says it stands. Returns the version that is
+    /// live after it.
+    async fn global_step(
+        &self,
+        step: u32,
+        version: PolicyVersion,
+    ) -> Result<PolicyVersion, RunError> {
+        let mut times = StepTimes::default();
+        let mut row = self.store().open_step(step, &self.step_id(step), version).await?;
+        loop {
+            match row.state {
+                StepState::Sampling => {
+                    self.context.stop.check()?;
+                    self.sample(&row, &mut times).await?;
+                    self.publish_or_skip(&row, &times).await?;
+                }
+                StepState::Training => self.train(&row, &mut times).await?,
+                StepState::Trained => self.go_live(&row, &times).await?,
+                StepState::Applied => return Ok(result_of(&row)?.policy_version),
+                StepState::Skipped => return Ok(row.base_version),
+            }
+            row = self.step_row(step).await?;
+        }
+    }
+
+    /// Makes groups until enough of them have a gradient: a group whose rewards are all equal is
+    /// replaced by a further one, up to `max_groups_per_step`.
+    async fn sample(&self, row: &StepRow, times: &mut StepTimes) -> Result<(), RunError> {
+        let begun = Instant::now();
+        let sampling = &self.plan().sampling;
+        let (step, group_size) = (row.step, sampling.group_size);
+        let groups = self.store().reader().groups_of_step(step).await?;
+        let count = |state| {
+            u32::try_from(groups.iter().filter(|g| g.state == state).count()).unwrap_or(u32::MAX)
+        };
+        let mut ledger = Ledger {
+            wanted: sampling.groups_per_step,
+            at_most: sampling.max_groups_per_step,
+            filling: count(GroupState::Filling),
+            kept: count(GroupState::Kept),
+            dropped: count(GroupState::Dropped),
+        };
+        self.context.report(&Event::StepSampling { step, groups: ledger.wanted, group_size });
+        let mut pool = Pool::new(
+            self.context.clone(),
+            StageSettings {
+                version: row.base_version,
+                temperature: sampling.temperature,
+                want_routing: self.plan().want_routing(),
+                planned: ledger.wanted as usize * usize::from(group_size),
+            },
+        );
+        for group in groups.iter().filter(|g| g.state == GroupState::Filling) {
+            pool.add(group.id, &self.train_task(group.id)?).await?;
+        }
+        loop {
+            while ledger.may_open() {
+                let seq = self.store().reader().train_groups().await?;
+                let id = GroupId::Train { seq };
+                let task = self.train_task(id)?;
+                self.store().open_group(id, step, &task.id, group_size).await?;
+                self.context.report(&Event::GroupOpened { group: id, task_id: task.id.clone() });
+                pool.add(id, &task).await?;
+                ledger.opened();
+            }
+            let Some(id) = pool.next_group().await? else { break };
+            let group = SealedGroup::load(self.store().reader(), id, group_size).await?;
+            let decision = group.decide(self.plan());
+            self.decide(id, &decision).await?;
+            ledger.decided(&decision);
+        }
+        times.rollout += begun.elapsed();
+        Ok(())
+    }
+
+    pub(crate) async fn decide(&self, id: GroupId, decision: &Decision) -> Result<(), RunError> {
+        let dropped = match decision {
+            Decision::Keep => {
+                self.store().keep_group(id).await?;
+                None
+            }
+            Decision::Drop(reason) => {
+                self.store().drop_group(id, reason).await?;
+                Some(reason.clone())
+            }
+        };
+        self.context.report(&Event::GroupDecided { group: id, dropped });
+        Ok(())
+    }
+
+    fn train_task(&self, id: GroupId) -> Result<Arc<Task>, RunError> {
+        let train = &self.tasks.train;
+        let index = match id {
+            GroupId::Train { seq } => task_index(self.plan().run.seed, seq, train.len()),
+            GroupId::Eval { index, .. } => index as usize,
+        };
+        train.get(index).cloned().ok_or(RunError::NoTasks { part: "training" })
+    }
+
+    /// Idempotency key of a step at the trainer.
+    fn step_id(&self, step: u32) -> String {
+        format!("{}-{step:06}", self.context.run)
+    }
+
+    async fn step_row(&self, step: u32) -> Result<StepRow, RunError> {
+        let row = self.store().reader().step(step).await?;
+        Ok(row.ok_or_else(|| StoreError::Absent { what: format!("step {step}") })?)
+    }
+
+    async fn announce_start(&self) -> Result<(), RunError> {
+        let rows = self.store().reader().steps().await?;
+        let closed = |s: &&StepRow| match s.state {
+            StepState::Applied | StepState::Skipped => true,
+            StepState::Sampling | StepState::Training | StepState::Trained => false,
+        };
+        let done = rows.iter().filter(closed).map(|s| s.step).max().unwrap_or(0);
+        self.context.report(&Event::Started {
+            run: self.context.run,
+            epoch: self.store().epoch(),
+            next_step: done + 1,
+            steps: self.plan().run.steps,
+        });
+        Ok(())
+    }
+
+    async fn is_finished(&self) -> Result<bool, RunError> {
+        let last = self.plan().run.steps;
+        let closed = match self.store().reader().step(last).await?.map(|row| row.state) {
+            Some(StepState::Applied | StepState::Skipped) => true,
+            Some(StepState::Sampling | StepState::Training | StepState::Trained) | None => false,
+        };
+        let evals = self.store().reader().evals().await?;
+        let evaluated = evals.iter().any(|e| e.round == last && e.metrics.is_some());
+        Ok(closed && (evaluated || !self.plan().evaluates_after(last)))
+    }
+
+    async fn sweep_containers(&self) -> Result<(), RunError> {
+        let swept = self.sandboxes.sweep(self.context.run, self.store().epoch()).await?;
+        for (name, why) in &swept.kept {
+            tracing::debug!(name, why, "container left alone");
+        }
+        self.context.report(&Event::Swept { removed: swept.removed.len() });
+        Ok(())
+    }
+
+    async fn write_report(&self) -> Result<RunReport, RunError> {
+        let report = RunReport::from_journal(self.store().reader()).await?;
+        let lines = self.store().reader().metrics().await?;
+        self.folder.write_report(&report, &lines)?;
+        Ok(report)
+    }
+
+    /// Files that only repeat the journal are made to agree with it.
+    pub(crate) async fn bring_files_up_to_date(&self) -> Result<(), RunError> {
+        let lines = self.store().reader().metrics().await?;
+        self.folder.write_metrics(&lines)?;
+        let mut monitor = Monitor::default();
+        for line in &lines {
+            monitor.observe(line);
+        }
+        if let Ok(mut held) = self.monitor.lock() {
+            *held = monitor;
+        }
+        self.retire_folders().await
+    }
+}

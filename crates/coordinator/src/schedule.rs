@@ -1,0 +1,71 @@
+//! Which task a group gets and which seed an episode: functions of the run seed alone.
+
+use orchestrate_types::{EpisodeId, GroupId};
+use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// What a random stream is for; keeps streams of one run apart.
+#[derive(Clone, Copy)]
+enum Purpose {
+    TaskOrder = 1,
+    TrainEpisode = 2,
+    EvalEpisode = 3,
+}
+
+fn stream(run_seed: u64, purpose: Purpose, first: u64, second: u64) -> ChaCha8Rng {
+    let mut seed = [0; 32];
+    let words = [run_seed, purpose as u64, first, second];
+    for (chunk, word) in seed.chunks_exact_mut(8).zip(words) {
+        chunk.copy_from_slice(&word.to_le_bytes());
+    }
+    ChaCha8Rng::from_seed(seed)
+}
+
+/// Index of the training task of group `seq`, below `tasks`: every pass over the set visits each
+/// task once, in an order of its own. `tasks` must not be 0.
+pub fn task_index(run_seed: u64, seq: u32, tasks: usize) -> usize {
+    let (pass, place) = (seq as usize / tasks, seq as usize % tasks);
+    let mut order: Vec<usize> = (0..tasks).collect();
+    order.shuffle(&mut stream(run_seed, Purpose::TaskOrder, pass as u64, 0));
+    order.get(place).copied().unwrap_or(0)
+}
+
+/// Seed of an episode. A retry repeats it. An evaluation episode's seed depends on task and
+/// sample but not on the round, so that rounds are compared under the same random numbers.
+pub fn episode_seed(run_seed: u64, episode: EpisodeId) -> u64 {
+    let member = u64::from(episode.member);
+    let mut stream = match episode.group {
+        GroupId::Train { seq } => stream(run_seed, Purpose::TrainEpisode, u64::from(seq), member),
+        GroupId::Eval { round: _, index } => {
+            stream(run_seed, Purpose::EvalEpisode, u64::from(index), member)
+        }
+    };
+    stream.next_u64()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn each_pass_visits_every_task_once_in_another_order() {
+        let pass = |n: u32| -> Vec<usize> { (0..7).map(|i| task_index(5, n * 7 + i, 7)).collect() };
+        let (first, second) = (pass(0), pass(1));
+        assert_ne!(first, second);
+        for order in [first, second] {
+            assert_eq!(order.into_iter().collect::<BTreeSet<_>>().len(), 7);
+        }
+    }
+
+    #[test]
+    fn evaluation_seeds_do_not_depend_on_the_round() {
+        let id = |round, index, member| EpisodeId { group: GroupId::Eval { round, index }, member };
+        assert_eq!(episode_seed(1, id(0, 4, 0)), episode_seed(1, id(50, 4, 0)));
+        assert_ne!(episode_seed(1, id(0, 4, 0)), episode_seed(1, id(0, 4, 1)));
+        assert_ne!(episode_seed(1, id(0, 4, 0)), episode_seed(2, id(0, 4, 0)));
+        let train = EpisodeId { group: GroupId::Train { seq: 4 }, member: 0 };
+        assert_ne!(episode_seed(1, id(0, 4, 0)), episode_seed(1, train));
+    }
+}

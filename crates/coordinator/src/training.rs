@@ -1,0 +1,236 @@
+//! From kept groups to live weights.
+
+use crate::error::RunError;
+use crate::events::Event;
+use crate::files::batch_name;
+use crate::groups::SealedGroup;
+use crate::metrics::{StepTimes, step_line};
+use crate::record::to_sample;
+use crate::run_loop::Driver;
+use orchestrate_handoff::batch::{BatchMeta, MANIFEST_FILE};
+use orchestrate_handoff::protocol::{StepRequest, StepResult, TrainerInfo};
+use orchestrate_handoff::write_batch;
+use orchestrate_store::{BatchMember, BatchState, GroupState, StepRow, StepState};
+use orchestrate_types::PolicyVersion;
+use std::sync::Arc;
+use tokio::time::Instant;
+
+/// Tensor data per shard: large enough for few files, small enough to map and check quickly.
+const SHARD_BYTES: u64 = 1 << 30;
+
+impl Driver {
+    /// Finds out where the trainer stands and gives engines its weights. Returns the version that
+    /// the next step begins with.
+    pub(crate) async fn agree_with_trainer(&self) -> Result<PolicyVersion, RunError> {
+        let info = self.trainer.info().await?;
+        self.check_trainer(&info)?;
+        let steps = self.store().reader().steps().await?;
+        let versions = self.store().reader().versions().await?;
+        let under_way = steps.last().filter(|row| match row.state {
+            StepState::Training | StepState::Trained => true,
+            StepState::Sampling | StepState::Applied | StepState::Skipped => false,
+        });
+        let journal = match steps.last() {
+            None => versions.last().map_or(info.policy_version, |v| v.version),
+            Some(row) => match &row.result {
+                Some(_) => result_of(row)?.policy_version,
+                None => row.base_version,
+            },
+        };
+        // A step may have been applied without our hearing of it: its result is asked for again.
+        let applied_unheard =
+            under_way.is_some_and(|row| info.last_step_id.as_deref() == Some(row.step_id.as_str()));
+        if info.policy_version != journal && !applied_unheard {
+            let known = versions.iter().find(|v| v.version == journal);
+            return Err(RunError::TrainerElsewhere {
+                trainer: info.policy_version,
+                journal,
+                checkpoint: known.map_or("unknown", |v| v.checkpoint.as_str()).to_owned(),
+            });
+        }
+        if let Some(row) = under_way {
+            // Weights follow when that step goes live; nothing generates before.
+            return Ok(row.base_version);
+        }
+        self.spread(&info, journal).await?;
+        Ok(journal)
+    }
+
+    async fn spread(&self, info: &TrainerInfo, version: PolicyVersion) -> Result<(), RunError> {
+        self.store().announce_version(version, info.lineage, &info.checkpoint).await?;
+        self.engine.sync_weights(&info.checkpoint, version).await?;
+        self.store().version_live(version).await?;
+        self.context.report(&Event::WeightsLive { version });
+        Ok(())
+    }
+
+    fn check_trainer(&self, info: &TrainerInfo) -> Result<(), RunError> {
+        let (engine, trainer) = (self.engine.shape(), &info.model);
+        let pairs = [
+            ("MoE layers", format!("{:?}", engine.moe_layers), format!("{:?}", trainer.moe_layers)),
+            ("experts", engine.experts.to_string(), trainer.experts.to_string()),
+            ("experts per token", engine.top_k.to_string(), trainer.top_k.to_string()),
+        ];
+        for (name, engine, trainer) in pairs {
+            if engine != trainer {
+                let what = format!("{name} are {engine} in the engine, {trainer} in the trainer");
+                return Err(RunError::ModelMismatch { what });
+            }
+        }
+        let loss = self.plan().algorithm.hyperparameters(1.0, false).policy_loss;
+        let loss = serde_json::to_value(loss)
+            .map_err(|e| RunError::stored("policy loss", e))?
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
+        if !info.algorithms.contains(&loss) {
+            return Err(RunError::UnknownLoss { loss, known: info.algorithms.join(", ") });
+        }
+        Ok(())
+    }
+
+    /// Writes the batch of a sampled step, or closes the step if no group has a gradient.
+    pub(crate) async fn publish_or_skip(
+        &self,
+        row: &StepRow,
+        times: &StepTimes,
+    ) -> Result<(), RunError> {
+        let step = row.step;
+        let reader = self.store().reader();
+        let groups = reader.groups_of_step(step).await?;
+        let mut attempts = Vec::new();
+        for group in groups.iter().filter(|g| g.state == GroupState::Kept) {
+            let sealed = SealedGroup::load(reader, group.id, group.size).await?;
+            let trained = sealed.trained(self.plan());
+            attempts.extend(trained.into_iter().map(|(member, a)| (member.row.clone(), a)));
+        }
+        if attempts.is_empty() {
+            let reason = format!("none of {} groups has a gradient", groups.len());
+            let line = step_line(reader, row, None, times).await?;
+            self.store().skip_step(step, &reason, &line).await?;
+            self.context.report(&Event::StepSkipped { step, reason });
+            self.step_closed(&line).await?;
+            return Ok(());
+        }
+        let members: Vec<BatchMember> = attempts
+            .iter()
+            .map(|(attempt, advantage)| BatchMember {
+                episode: attempt.id.episode,
+                advantage: *advantage,
+            })
+            .collect();
+        let relative = batch_name(step);
+        self.store().assemble_batch(step, &relative, &members).await?;
+
+        let shape = Arc::new(self.engine.shape().clone());
+        let mut samples = Vec::with_capacity(attempts.len());
+        for (attempt, advantage) in &attempts {
+            let record = reader.load_record(attempt).await?;
+            samples.push(to_sample(record, *advantage, &shape)?);
+        }
+        let meta = BatchMeta {
+            run: self.context.run.to_string(),
+            step_id: row.step_id.clone(),
+            global_step: u64::from(step),
+            base_version: row.base_version,
+            shape: shape.as_ref().clone(),
+            max_shard_bytes: SHARD_BYTES,
+        };
+        let folder = self.folder.path(&relative);
+        let written = tokio::task::spawn_blocking(move || {
+            write_batch(&folder, &meta, &samples)?;
+            let manifest = folder.join(MANIFEST_FILE);
+            let bytes = fs_err::read(&manifest)
+                .map_err(|source| RunError::File { path: manifest, source })?;
+            Ok::<_, RunError>(blake3::hash(&bytes).to_hex().to_string())
+        });
+        let digest = written
+            .await
+            .map_err(|e| RunError::Panicked { task: "batch writer", detail: e.to_string() })??;
+        self.store().publish_batch(step, &digest).await?;
+        Ok(())
+    }
+
+    /// Has the trainer apply the published batch. Handing it over again is harmless.
+    pub(crate) async fn train(&self, row: &StepRow, times: &mut StepTimes) -> Result<(), RunError> {
+        let step = row.step;
+        let begun = Instant::now();
+        let plan = self.plan();
+        let temperature = f64::from(plan.sampling.temperature);
+        let request = StepRequest {
+            step_id: row.step_id.clone(),
+            base_version: row.base_version,
+            manifest: self.folder.absolute(&batch_name(step))?.join(MANIFEST_FILE),
+            hyperparameters: plan
+                .algorithm
+                .hyperparameters(temperature, plan.measures_no_replay(step)),
+        };
+        let context = self.context.clone();
+        let progress = move |state: &orchestrate_handoff::protocol::StepState| {
+            context.report(&Event::Training { step, state: state.clone() });
+        };
+        let result = tokio::select! {
+            biased;
+            // The trainer goes on by itself; the next start asks for the result.
+            () = self.context.stop.drain.cancelled() => return Err(RunError::Stopped),
+            result = self.trainer.apply(&request, &progress) => result?,
+        };
+        if result.policy_version <= row.base_version {
+            let (base, found) = (row.base_version, result.policy_version);
+            return Err(RunError::BadResult { step, base, found });
+        }
+        times.train += begun.elapsed();
+        let result = serde_json::to_value(&result).map_err(|e| RunError::stored("result", e))?;
+        self.store().record_result(step, &result).await?;
+        Ok(())
+    }
+
+    /// Gives engines the new weights and closes the step.
+    pub(crate) async fn go_live(&self, row: &StepRow, times: &StepTimes) -> Result<(), RunError> {
+        let begun = Instant::now();
+        let result = result_of(row)?;
+        let mut info = self.trainer.info().await?;
+        info.checkpoint = result.checkpoint.clone();
+        self.spread(&info, result.policy_version).await?;
+        let times = StepTimes { sync: begun.elapsed(), ..*times };
+        let line = step_line(self.store().reader(), row, Some(&result), &times).await?;
+        self.store().finish_step(row.step, &line).await?;
+        self.step_closed(&line).await
+    }
+
+    async fn step_closed(&self, line: &serde_json::Value) -> Result<(), RunError> {
+        self.folder.write_metrics(&self.store().reader().metrics().await?)?;
+        self.context.report(&Event::StepFinished { line: line.clone() });
+        let warnings = match self.monitor.lock() {
+            Ok(mut monitor) => monitor.observe(line),
+            Err(_) => Vec::new(),
+        };
+        for warning in warnings {
+            self.context.warn(warning);
+        }
+        self.retire_folders().await
+    }
+
+    /// Deletes batch folders beyond what the plan keeps. The journal allows it first, so a folder
+    /// that is missing is never one that is still needed. Checkpoints are the trainer's to delete.
+    pub(crate) async fn retire_folders(&self) -> Result<(), RunError> {
+        let batches = self.store().reader().batches().await?;
+        let keep = self.plan().run.keep_batches as usize;
+        let applied: Vec<_> = batches.iter().filter(|b| b.state == BatchState::Applied).collect();
+        for batch in applied.iter().rev().skip(keep) {
+            self.store().retire_batch(batch.step).await?;
+            self.folder.remove_folder(&batch.folder)?;
+        }
+        for batch in batches.iter().filter(|b| b.state == BatchState::Retired) {
+            self.folder.remove_folder(&batch.folder)?;
+        }
+        Ok(())
+    }
+}
+
+/// The trainer's result of a trained step.
+pub(crate) fn result_of(row: &StepRow) -> Result<StepResult, RunError> {
+    let value = row.result.clone().unwrap_or_default();
+    serde_json::from_value(value)
+        .map_err(|e| RunError::stored(format!("result of step {}", row.step), e))
+}

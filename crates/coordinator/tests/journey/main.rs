@@ -1,0 +1,8 @@
+//! Whole runs against a scripted world: what they do, and what a kill at any point leaves behind.
+
+#[cfg(test)]
+mod recovery;
+#[cfg(test)]
+mod run;
+#[cfg(test)]
+mod support;

@@ -1,0 +1,100 @@
+//! Killed at any point, a run ends as if nothing had happened.
+
+use crate::support::{Kill, World, plan, usual};
+use orchestrate_coordinator::RunEnd;
+
+/// The faulted run's result must be that of the run without faults.
+async fn assert_same(world: &World, reference: &World, what: &str) {
+    let (got, want) = (
+        world.trainer.state.lock().unwrap().clone(),
+        reference.trainer.state.lock().unwrap().clone(),
+    );
+    assert_eq!(got.applied, want.applied, "{what}: steps applied once, in order (INV-5)");
+    assert_eq!(got.trained, want.trained, "{what}: same episodes in the same batches");
+    assert_eq!(got.digest, want.digest, "{what}: bit-equal weights");
+    assert_eq!(world.metrics(), reference.metrics(), "{what}: one line per step");
+    assert_eq!(world.sealed().await, reference.sealed().await, "{what}: INV-12");
+    let mut seen = std::collections::BTreeSet::new();
+    for episode in got.trained.iter().flatten() {
+        assert!(seen.insert(episode.clone()), "{what}: {episode} is in two batches (INV-4)");
+    }
+}
+
+async fn reference() -> World {
+    let world = World::new(plan(2), usual);
+    assert!(matches!(world.finish().await, RunEnd::Finished(_)));
+    world
+}
+
+#[tokio::test]
+async fn killed_at_every_point_the_run_ends_as_without_faults() {
+    let reference = reference().await;
+    let mut points = 0;
+    let mut names = std::collections::BTreeSet::new();
+    loop {
+        let world = World::new(plan(2), usual);
+        let kill = Kill::after(points + 1);
+        let end = world.start(&kill).await;
+        names.append(&mut kill.names.lock().unwrap().clone());
+        if let Some(end) = end {
+            end.unwrap();
+            break;
+        }
+        points += 1;
+        world.finish().await;
+        assert_same(&world, &reference, &format!("killed at point {points}")).await;
+    }
+    assert!(points > 150, "only {points} points");
+    for transition in [
+        "open_step",
+        "open_group",
+        "claim_attempt",
+        "seal_attempt",
+        "break_attempt",
+        "decide_group",
+        "assemble_batch",
+        "publish_batch",
+        "record_result",
+        "announce_version",
+        "version_live",
+        "finish_step",
+        "open_eval",
+        "finish_eval",
+        "trainer",
+        "engine",
+    ] {
+        for side in ["before", "after"] {
+            assert!(names.contains(&format!("{transition}.{side}")), "{transition}.{side}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn killed_again_and_again_also_while_recovering() {
+    let reference = reference().await;
+    for stride in [23, 41, 67] {
+        let world = World::new(plan(2), usual);
+        let mut starts = 0;
+        let end = loop {
+            starts += 1;
+            assert!(starts < 100, "no progress with a kill every {stride} points");
+            if let Some(end) = world.start(&Kill::after(stride)).await {
+                break end;
+            }
+        };
+        end.unwrap();
+        assert!(starts > 2);
+        assert_same(&world, &reference, &format!("{starts} starts")).await;
+    }
+}
+
+#[tokio::test]
+async fn a_finished_run_started_again_does_nothing() {
+    let world = reference().await;
+    let requests = world.episodes.requests.lock().unwrap().len();
+    let before = fs_err::read(world.folder.join("metrics.jsonl")).unwrap();
+    fs_err::write(world.folder.join("metrics.jsonl"), "{\"damaged").unwrap();
+    assert!(matches!(world.finish().await, RunEnd::Finished(_)));
+    assert_eq!(world.episodes.requests.lock().unwrap().len(), requests);
+    assert_eq!(fs_err::read(world.folder.join("metrics.jsonl")).unwrap(), before);
+}

@@ -1,0 +1,171 @@
+//! A scripted server, and requests and replies to send through it.
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use orchestrate_engine::{GenerateRequest, Sampling, SglangClient, SglangOptions};
+use orchestrate_types::{ModelShape, PolicyVersion, RequestId, RunId};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
+
+pub(crate) fn shape() -> ModelShape {
+    ModelShape {
+        hidden_layers: 4,
+        moe_layers: vec![0, 1, 2, 3],
+        experts: 8,
+        top_k: 2,
+        vocab: 1024,
+        context: 1024,
+    }
+}
+
+/// What the server saw.
+#[derive(Debug)]
+pub(crate) struct Seen {
+    pub(crate) path: String,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Value,
+}
+
+pub(crate) type Script = dyn Fn(&str, &Value) -> Reply + Send + Sync;
+
+pub(crate) enum Reply {
+    Now(u16, String),
+    /// Answers when the sender is used; dropped connections are told to `closed`.
+    When(oneshot::Receiver<String>, Option<mpsc::Sender<()>>),
+    Never(Option<mpsc::Sender<()>>),
+}
+
+#[derive(Clone)]
+pub(crate) struct Server {
+    script: Arc<Script>,
+    seen: mpsc::Sender<Seen>,
+}
+
+/// A server on a free port; it ends with the set.
+pub(crate) async fn serve(
+    tasks: &mut JoinSet<()>,
+    script: impl Fn(&str, &Value) -> Reply + Send + Sync + 'static,
+) -> (String, mpsc::Receiver<Seen>) {
+    let (seen, receiver) = mpsc::channel(64);
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let server = Server { script: Arc::new(script), seen };
+    let app = Router::new().fallback(handle).with_state(server);
+    tasks.spawn(async move { axum::serve(listener, app).await.unwrap() });
+    (url, receiver)
+}
+
+/// Tells when the handler is dropped because the client went away.
+pub(crate) struct OnDrop(Option<mpsc::Sender<()>>);
+
+impl Drop for OnDrop {
+    fn drop(&mut self) {
+        if let Some(closed) = self.0.take() {
+            closed.try_send(()).ok();
+        }
+    }
+}
+
+async fn handle(State(server): State<Server>, request: Request<Body>) -> Response {
+    let (parts, body) = request.into_parts();
+    let body: Bytes = axum::body::to_bytes(body, 64 << 20).await.unwrap();
+    let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+    let path = parts.uri.path().to_owned();
+    let reply = (server.script)(&path, &body);
+    server.seen.try_send(Seen { path, headers: parts.headers, body }).ok();
+    match reply {
+        Reply::Now(status, text) => (StatusCode::from_u16(status).unwrap(), text).into_response(),
+        Reply::When(gate, closed) => {
+            let mut guard = OnDrop(closed);
+            let text = gate.await.unwrap();
+            guard.0 = None;
+            text.into_response()
+        }
+        Reply::Never(closed) => {
+            let _guard = OnDrop(closed);
+            std::future::pending().await
+        }
+    }
+}
+
+pub(crate) fn options(url: &str) -> SglangOptions {
+    SglangOptions {
+        url: format!("{url}/"),
+        api_key: Some("key-1".to_owned()),
+        shape: shape(),
+        max_in_flight: 8,
+        require_routed_experts: true,
+        sync_timeout: Duration::from_secs(10),
+    }
+}
+
+pub(crate) fn request(
+    token_ids: Vec<u32>,
+    max_new_tokens: usize,
+    start: Option<usize>,
+) -> GenerateRequest {
+    let attempt = "t000001.02-a01".parse().unwrap();
+    GenerateRequest {
+        request_id: RequestId::new(RunId::generate(), attempt, 3, 0),
+        session: "t000001.02-a01".to_owned(),
+        token_ids,
+        sampling: Sampling {
+            temperature: 1.0,
+            top_p: 1.0,
+            max_new_tokens,
+            stop_token_ids: vec![2],
+            seed: u64::MAX,
+        },
+        routed_experts_start: start,
+        cache_namespace: PolicyVersion(12),
+        priority: 3,
+        deadline: Duration::from_secs(10),
+    }
+}
+
+/// A right reply of one token to any request without rows.
+pub(crate) fn one_token(request: &Value, version: &str) -> String {
+    json!({
+        "output_ids": [5],
+        "meta_info": {
+            "id": request["rid"],
+            "finish_reason": {"type": "length", "length": 1},
+            "prompt_tokens": request["input_ids"].as_array().unwrap().len(),
+            "weight_version": version,
+            "output_token_logprobs": [[-0.5, 5, null]],
+        },
+    })
+    .to_string()
+}
+
+pub(crate) fn server_info() -> Value {
+    json!({
+        "version": "0.5.23", "model_path": "m", "page_size": 1, "pp_size": 1,
+        "context_length": 1024, "enable_return_routed_experts": true,
+        "enable_priority_scheduling": true, "enable_hierarchical_cache": false,
+        "moe_runner_backend": "auto",
+    })
+}
+
+/// A server that answers `/generate` with a recorded body under the asker's request id.
+pub(crate) async fn replay(tasks: &mut JoinSet<()>, status: u16, body: String) -> SglangClient {
+    let (url, _) = serve(tasks, move |path, asked| {
+        assert_eq!(path, "/generate");
+        let id = serde_json::from_str::<Value>(&body)
+            .ok()
+            .and_then(|body| Some(body["meta_info"]["id"].as_str()?.to_owned()));
+        let text = match id {
+            Some(id) => body.replace(&id, asked["rid"].as_str().unwrap()),
+            None => body.clone(),
+        };
+        Reply::Now(status, text)
+    })
+    .await;
+    SglangClient::new(options(&url)).unwrap()
+}

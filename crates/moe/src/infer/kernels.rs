@@ -1,0 +1,456 @@
+//! Number kernels of the engine: matrix products, attention, norms.
+//!
+//! The one invariant: a row of a result is computed from its own input row by a fixed sequence of
+//! operations, whatever else is in the batch. That is what makes a request independent of its
+//! neighbours, a cached prefix equal to a computed one, and a seed repeat an episode bit by bit.
+//! Each kernel is written once and compiled for several instruction sets; the widest one the CPU
+//! has is chosen at start-up.
+#![expect(
+    clippy::indexing_slicing,
+    reason = "dense numeric code; lengths are asserted at the entry of each kernel"
+)]
+#![expect(unsafe_code, reason = "calling code compiled for a wider instruction set than the base")]
+#![expect(
+    clippy::inline_always,
+    reason = "a body is compiled for an instruction set only where it is inlined into its wrapper"
+)]
+
+use candle_core::quantized::GgmlType;
+use candle_core::quantized::k_quants::BlockQ8_0;
+
+/// Values in one [`Lanes`].
+const LANES: usize = 16;
+/// Columns computed together; a panel of this many columns and 128 rows fits the L1 cache.
+const PANEL: usize = 2 * LANES;
+/// Values in one quantised block, as GGML defines `Q8_0`.
+pub(crate) const BLOCK: usize = 32;
+
+/// The instruction set in use. Made by [`Level::detect`] only, so that holding one proves support.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Level(Isa);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Isa {
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    Base,
+}
+
+impl Level {
+    /// The widest set this CPU has.
+    pub(crate) fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("fma")
+            {
+                return Self(Isa::Avx512);
+            }
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                return Self(Isa::Avx2);
+            }
+        }
+        Self(Isa::Base)
+    }
+}
+
+/// Compiles `$body::<FUSED, WIDE>` for every instruction set and calls the one in `level`.
+macro_rules! dispatch {
+    ($(#[$doc:meta])* $name:ident => $body:ident ( $($arg:ident : $ty:ty),* $(,)? )) => {
+        $(#[$doc])*
+        pub(crate) fn $name(level: Level, $($arg: $ty),*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+            fn wide($($arg: $ty),*) {
+                $body::<true, true>($($arg),*);
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn middle($($arg: $ty),*) {
+                $body::<true, false>($($arg),*);
+            }
+            match level.0 {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: a `Level` of this kind exists only where the CPU has the features.
+                Isa::Avx512 => unsafe { wide($($arg),*) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: as above.
+                Isa::Avx2 => unsafe { middle($($arg),*) },
+                Isa::Base => $body::<{ cfg!(target_arch = "aarch64") }, false>($($arg),*),
+            }
+        }
+    };
+}
+
+/// `a * b + c`, fused where the hardware does it (elsewhere the library call is far too slow).
+#[inline(always)]
+fn madd<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FUSED { a.mul_add(b, c) } else { a * b + c }
+}
+
+/// A register's worth of values. Index loops over its array are what compiles to vector code;
+/// iterator chains do not, reliably.
+#[derive(Clone, Copy)]
+struct Lanes([f32; LANES]);
+
+impl Lanes {
+    const ZERO: Self = Self([0.0; LANES]);
+
+    #[inline(always)]
+    fn pair(values: &[f32; PANEL]) -> (Self, Self) {
+        let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
+        a.copy_from_slice(&values[..LANES]);
+        b.copy_from_slice(&values[LANES..]);
+        (Self(a), Self(b))
+    }
+
+    /// At most [`LANES`] values, the rest zero.
+    #[inline(always)]
+    fn partial(values: &[f32]) -> Self {
+        let mut all = [0.0; LANES];
+        all[..values.len()].copy_from_slice(values);
+        Self(all)
+    }
+
+    /// `self + value * other`.
+    #[inline(always)]
+    fn add_scaled<const FUSED: bool>(mut self, value: f32, other: Self) -> Self {
+        let mut j = 0;
+        while j < LANES {
+            self.0[j] = madd::<FUSED>(value, other.0[j], self.0[j]);
+            j += 1;
+        }
+        self
+    }
+
+    /// `self + a * b`.
+    #[inline(always)]
+    fn add_product<const FUSED: bool>(mut self, a: Self, b: Self) -> Self {
+        let mut j = 0;
+        while j < LANES {
+            self.0[j] = madd::<FUSED>(a.0[j], b.0[j], self.0[j]);
+            j += 1;
+        }
+        self
+    }
+
+    /// The sum, folded by halves.
+    #[inline(always)]
+    fn sum(mut self) -> f32 {
+        let mut half = LANES / 2;
+        while half > 0 {
+            let mut j = 0;
+            while j < half {
+                self.0[j] += self.0[j + half];
+                j += 1;
+            }
+            half /= 2;
+        }
+        self.0[0]
+    }
+}
+
+/// A weight matrix `[n, k]` in f32, stored as panels of [`PANEL`] columns of its transpose.
+#[derive(Debug)]
+pub(crate) struct Dense {
+    n: usize,
+    k: usize,
+    panels: Vec<f32>,
+}
+
+impl Dense {
+    /// Packs `rows`, `[n, k]` row-major as in a checkpoint.
+    pub(crate) fn pack(rows: &[f32], n: usize, k: usize) -> Self {
+        assert_eq!(rows.len(), n * k);
+        let mut panels = vec![0.0; n.div_ceil(PANEL) * PANEL * k];
+        for (column, row) in rows.chunks_exact(k.max(1)).enumerate() {
+            let base = column / PANEL * PANEL * k + column % PANEL;
+            for (i, &value) in row.iter().enumerate() {
+                panels[base + i * PANEL] = value;
+            }
+        }
+        Self { n, k, panels }
+    }
+
+    /// `out[r] = W · x[r]` for rows of `x`, `[rows, k]`; `out` is `[rows, n]`.
+    pub(crate) fn apply(&self, level: Level, x: &[f32], out: &mut [f32]) {
+        assert_eq!(x.len() / self.k.max(1), out.len() / self.n.max(1));
+        dense(level, self, x, out);
+    }
+}
+
+dispatch!(dense => dense_body(matrix: &Dense, x: &[f32], out: &mut [f32]));
+
+#[inline(always)]
+fn dense_body<const FUSED: bool, const WIDE: bool>(matrix: &Dense, x: &[f32], out: &mut [f32]) {
+    let (n, k) = (matrix.n, matrix.k);
+    for (index, panel) in matrix.panels.chunks_exact(PANEL * k).enumerate() {
+        let column = index * PANEL;
+        // More rows at once need more registers than the narrower sets have.
+        if WIDE {
+            tiles::<4, FUSED>(x, k, panel, out, n, column);
+        } else {
+            tiles::<2, FUSED>(x, k, panel, out, n, column);
+        }
+    }
+}
+
+#[inline(always)]
+fn tiles<const ROWS: usize, const FUSED: bool>(
+    x: &[f32],
+    k: usize,
+    panel: &[f32],
+    out: &mut [f32],
+    n: usize,
+    column: usize,
+) {
+    let mut xs = x.chunks_exact(ROWS * k);
+    let mut outs = out.chunks_exact_mut(ROWS * n);
+    for (x, out) in xs.by_ref().zip(outs.by_ref()) {
+        tile::<ROWS, FUSED>(x, k, panel, out, n, column);
+    }
+    let rest = outs.into_remainder();
+    for (x, out) in xs.remainder().chunks_exact(k).zip(rest.chunks_exact_mut(n)) {
+        tile::<1, FUSED>(x, k, panel, out, n, column);
+    }
+}
+
+/// Some output columns of a few rows; all partial sums stay in registers.
+#[inline(always)]
+fn tile<const ROWS: usize, const FUSED: bool>(
+    x: &[f32],
+    k: usize,
+    panel: &[f32],
+    out: &mut [f32],
+    n: usize,
+    column: usize,
+) {
+    let rows: [&[f32]; ROWS] = std::array::from_fn(|r| &x[r * k..(r + 1) * k]);
+    let mut low = [Lanes::ZERO; ROWS];
+    let mut high = [Lanes::ZERO; ROWS];
+    let (weights, _) = panel.as_chunks::<PANEL>();
+    for (i, weights) in weights[..k].iter().enumerate() {
+        let (first, second) = Lanes::pair(weights);
+        for r in 0..ROWS {
+            let value = rows[r][i];
+            low[r] = low[r].add_scaled::<FUSED>(value, first);
+            high[r] = high[r].add_scaled::<FUSED>(value, second);
+        }
+    }
+    let width = PANEL.min(n - column);
+    for r in 0..ROWS {
+        let start = r * n + column;
+        let both = [low[r].0, high[r].0];
+        out[start..start + width].copy_from_slice(&both.as_flattened()[..width]);
+    }
+}
+
+/// A weight matrix `[n, k]` in GGML's `Q8_0` (32 signed bytes and an f16 scale per block). The
+/// product quantises its input row the same way and multiplies integers.
+pub(crate) struct Quantized {
+    n: usize,
+    k: usize,
+    blocks: Vec<BlockQ8_0>,
+}
+
+impl std::fmt::Debug for Quantized {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Quantized").field("n", &self.n).field("k", &self.k).finish_non_exhaustive()
+    }
+}
+
+impl Quantized {
+    /// Quantises `rows`, `[n, k]`; `k` must be a multiple of [`BLOCK`].
+    pub(crate) fn pack(rows: &[f32], n: usize, k: usize) -> Self {
+        assert!(rows.len() == n * k && k.is_multiple_of(BLOCK));
+        let mut blocks = vec![BlockQ8_0::zeros(); rows.len() / BLOCK];
+        BlockQ8_0::from_float(rows, &mut blocks);
+        Self { n, k, blocks }
+    }
+
+    /// As [`Dense::apply`].
+    pub(crate) fn apply(&self, x: &[f32], out: &mut [f32]) {
+        let per_row = self.k / BLOCK;
+        let mut input = vec![BlockQ8_0::zeros(); x.len() / BLOCK];
+        BlockQ8_0::from_float(x, &mut input);
+        for (column, weights) in self.blocks.chunks_exact(per_row).enumerate() {
+            for (row, x) in input.chunks_exact(per_row).enumerate() {
+                out[row * self.n + column] = BlockQ8_0::vec_dot(self.k, weights, x);
+            }
+        }
+    }
+
+    /// Row `index` in f32, as the embedding look-up needs it.
+    pub(crate) fn row(&self, index: usize, out: &mut [f32]) {
+        let per_row = self.k / BLOCK;
+        BlockQ8_0::to_float(&self.blocks[index * per_row..(index + 1) * per_row], out);
+    }
+}
+
+/// `eˣ` to about 2 units in the last place, written so that loops over it vectorise. Inputs are
+/// clamped to ±87; `NaN` stays `NaN`.
+#[inline(always)]
+fn exp<const FUSED: bool>(x: f32) -> f32 {
+    /// Adding it leaves the integer nearest to the summand in the low mantissa bits.
+    const ROUND: f32 = 12_582_912.0;
+    let x = if x < -87.0 { -87.0 } else { x };
+    let x = if x > 87.0 { 87.0 } else { x };
+    let shifted = madd::<FUSED>(x, std::f32::consts::LOG2_E, ROUND);
+    let power = shifted - ROUND;
+    let r = madd::<FUSED>(power, -0.693_359_4, x);
+    let r = madd::<FUSED>(power, 2.121_944_4e-4, r);
+    let mut p = 1.987_569_1e-4;
+    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+        p = madd::<FUSED>(p, r, c);
+    }
+    let e = madd::<FUSED>(p * r, r, r) + 1.0;
+    f32::from_bits(e.to_bits().wrapping_add(shifted.to_bits() << 23))
+}
+
+dispatch!(
+    /// RMSNorm of every row of `x` (`[rows, weight.len()]`) into `out`.
+    rms_norm => rms_norm_body(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32])
+);
+
+#[inline(always)]
+fn rms_norm_body<const FUSED: bool, const WIDE: bool>(
+    x: &[f32],
+    weight: &[f32],
+    eps: f32,
+    out: &mut [f32],
+) {
+    let width = weight.len();
+    for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+        let scale = 1.0 / (dot::<FUSED>(x, x) / width as f32 + eps).sqrt();
+        for ((o, &v), &w) in out.iter_mut().zip(x).zip(weight) {
+            *o = v * scale * w;
+        }
+    }
+}
+
+/// Dot product over [`LANES`] independent sums.
+#[inline(always)]
+fn dot<const FUSED: bool>(a: &[f32], b: &[f32]) -> f32 {
+    let (xs, x_rest) = a.as_chunks::<LANES>();
+    let (ys, y_rest) = b.as_chunks::<LANES>();
+    let mut sums = Lanes::ZERO;
+    for (x, y) in xs.iter().zip(ys) {
+        sums = sums.add_product::<FUSED>(Lanes(*x), Lanes(*y));
+    }
+    if !x_rest.is_empty() {
+        sums = sums.add_product::<FUSED>(Lanes::partial(x_rest), Lanes::partial(y_rest));
+    }
+    sums.sum()
+}
+
+dispatch!(
+    /// `silu(gate) * up` for rows `[gate | up]` of `x`, `[rows, 2 * width]`; `out` is `[rows, width]`.
+    gated_silu => gated_silu_body(x: &[f32], width: usize, out: &mut [f32])
+);
+
+#[inline(always)]
+fn gated_silu_body<const FUSED: bool, const WIDE: bool>(x: &[f32], width: usize, out: &mut [f32]) {
+    for (x, out) in x.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)) {
+        let (gate, up) = x.split_at(width);
+        for ((o, &g), &u) in out.iter_mut().zip(gate).zip(up) {
+            *o = g / (1.0 + exp::<FUSED>(-g)) * u;
+        }
+    }
+}
+
+dispatch!(
+    /// Replaces logits by `exp(logit - max)` after scaling and writes `[max, sum]` to `stats`.
+    exp_shifted => exp_shifted_body(x: &mut [f32], scale: f32, stats: &mut [f32; 2])
+);
+
+#[inline(always)]
+fn exp_shifted_body<const FUSED: bool, const WIDE: bool>(
+    x: &mut [f32],
+    scale: f32,
+    stats: &mut [f32; 2],
+) {
+    let mut max = f32::NEG_INFINITY;
+    for v in x.iter_mut() {
+        *v *= scale;
+        max = max.max(*v);
+    }
+    for v in x.iter_mut() {
+        *v = exp::<FUSED>(*v - max);
+    }
+    let (lanes, rest) = x.as_chunks::<LANES>();
+    let mut sums = Lanes::partial(rest);
+    for lane in lanes {
+        sums = sums.add_scaled::<false>(1.0, Lanes(*lane));
+    }
+    *stats = [max, sums.sum()];
+}
+
+/// Where attention reads keys and values: pages of one position, `[slots, kv_heads * head_dim]`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct KvView<'a> {
+    /// Keys after RoPE.
+    pub(crate) keys: &'a [f32],
+    /// Values.
+    pub(crate) values: &'a [f32],
+    /// Slot of position `i` at index `i`; its length is the number of attended positions.
+    pub(crate) slots: &'a [u32],
+    /// Key and value heads.
+    pub(crate) kv_heads: usize,
+    /// Width of a head.
+    pub(crate) head_dim: usize,
+}
+
+dispatch!(
+    /// Attention of one token: `query` and `out` are `[heads * head_dim]`; `scores` is scratch.
+    attend => attend_body(kv: KvView<'_>, query: &[f32], scores: &mut Vec<f32>, out: &mut [f32])
+);
+
+#[inline(always)]
+fn attend_body<const FUSED: bool, const WIDE: bool>(
+    kv: KvView<'_>,
+    query: &[f32],
+    scores: &mut Vec<f32>,
+    out: &mut [f32],
+) {
+    let KvView { keys, values, slots, kv_heads, head_dim } = kv;
+    let stride = kv_heads * head_dim;
+    let group = query.len() / stride;
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    let mut stats = [0.0; 2];
+    scores.resize(group * slots.len(), 0.0);
+    for head in 0..kv_heads {
+        let from = head * group * head_dim;
+        let queries = &query[from..from + group * head_dim];
+        let outs = &mut out[from..from + group * head_dim];
+        for (position, &slot) in slots.iter().enumerate() {
+            let start = slot as usize * stride + head * head_dim;
+            let key = &keys[start..start + head_dim];
+            for (g, query) in queries.chunks_exact(head_dim).enumerate() {
+                scores[g * slots.len() + position] = dot::<FUSED>(query, key);
+            }
+        }
+        for weights in scores.chunks_exact_mut(slots.len()) {
+            exp_shifted_body::<FUSED, WIDE>(weights, scale, &mut stats);
+            let inverse = 1.0 / stats[1];
+            for w in weights {
+                *w *= inverse;
+            }
+        }
+        for (g, out) in outs.chunks_exact_mut(head_dim).enumerate() {
+            let weights = &scores[g * slots.len()..(g + 1) * slots.len()];
+            for (part, out) in out.chunks_mut(LANES).enumerate() {
+                let mut sums = Lanes::ZERO;
+                for (&slot, &weight) in slots.iter().zip(weights) {
+                    let start = slot as usize * stride + head * head_dim + part * LANES;
+                    let value = Lanes::partial(&values[start..start + out.len()]);
+                    sums = sums.add_scaled::<FUSED>(weight, value);
+                }
+                out.copy_from_slice(&sums.0[..out.len()]);
+            }
+        }
+    }
+}

@@ -1,0 +1,152 @@
+use super::*;
+use camino::Utf8Path;
+use serde_json::{Value, json};
+
+#[expect(clippy::print_stderr, reason = "a skipped test says so")]
+fn golden() -> Option<(Weights, Value)> {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/data/golden");
+    let folder = Utf8Path::new(root);
+    if !folder.exists() {
+        eprintln!("skipped: test data absent");
+        return None;
+    }
+    let weights = Weights::load(&folder.join("qwen3_moe_tiny")).unwrap();
+    let text = fs_err::read_to_string(folder.join("qwen3_moe_tiny.json")).unwrap();
+    let cases: Value = serde_json::from_str(&text).unwrap();
+    Some((weights, cases["cases"][0].clone()))
+}
+
+fn numbers(value: &Value) -> Vec<f32> {
+    serde_json::from_value(value.clone()).unwrap()
+}
+
+/// The shape the bundled policy has.
+pub(crate) fn small_config(layers: usize) -> ModelConfig {
+    serde_json::from_value(json!({
+        "model_type": "qwen3_moe", "hidden_size": 128, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
+        "norm_topk_prob": true, "vocab_size": 1024, "rope_theta": 1e4, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": true, "max_position_embeddings": 1024
+    }))
+    .unwrap()
+}
+
+fn run(model: &Model, pool: &mut KvPool, tokens: &[u32], slots: &[u32]) -> Vec<f32> {
+    let mut scratch = Scratch::default();
+    model.forward(pool, &[Chunk { tokens, slots, logits_from: 0 }], &mut scratch);
+    scratch.logits
+}
+
+#[test]
+fn f32_forward_matches_the_reference_logits_and_routes() {
+    let Some((weights, case)) = golden() else { return };
+    let model = Model::build(&weights, WeightFormat::F32).unwrap();
+    let tokens: Vec<u32> = serde_json::from_value(case["inputs"]["input_ids"].clone()).unwrap();
+    let slots: Vec<u32> = (0u32..).take(tokens.len()).collect();
+    let mut pool = KvPool::new(model.config(), 64);
+    let logits = run(&model, &mut pool, &tokens, &slots);
+    let vocab = model.config().vocab_size;
+    let expected = &case["expected"];
+    let close = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 1e-4);
+    assert!(close(&logits[..vocab], &numbers(&expected["logits_first_row"])));
+    let last = &logits[logits.len() - vocab..];
+    assert!(close(last, &numbers(&expected["logits_last_row"])));
+    let routes: Vec<Vec<Vec<u16>>> = serde_json::from_value(expected["idx_own"].clone()).unwrap();
+    for (&slot, route) in slots.iter().zip(&routes) {
+        assert_eq!(pool.route(slot), route.concat());
+    }
+    let lps = numbers(&expected["token_logprobs"]);
+    for (i, &lp) in lps.iter().enumerate() {
+        let mut row = logits[i * vocab..(i + 1) * vocab].to_vec();
+        let logit = row[tokens[i + 1] as usize];
+        let normaliser = model.probabilities(&mut row, 1.0);
+        assert!((logit - normaliser - lp).abs() < 1e-4);
+    }
+}
+
+#[test]
+fn rows_do_not_depend_on_chunking_or_on_neighbours() {
+    for format in [WeightFormat::F32, WeightFormat::Q8_0] {
+        let model = Model::build(&Weights::random(small_config(2), 7), format).unwrap();
+        let tokens: Vec<u32> = (0..40).map(|i| i * 23 % 1024).collect();
+        let slots: Vec<u32> = (0..40).rev().collect();
+        let mut pool = KvPool::new(model.config(), 512);
+        let whole = run(&model, &mut pool, &tokens, &slots);
+        let routes: Vec<u16> = slots.iter().flat_map(|&s| pool.route(s).to_vec()).collect();
+
+        let mut pool = KvPool::new(model.config(), 512);
+        let mut scratch = Scratch::default();
+        let others: Vec<u32> = (0..9).collect();
+        let mut pieces = Vec::new();
+        for (from, to) in [(0, 1), (1, 4), (4, 11), (11, 40)] {
+            let spare: Vec<u32> = (100..100 + 9).collect();
+            let chunks = [
+                Chunk { tokens: &others, slots: &spare, logits_from: 9 },
+                Chunk { tokens: &tokens[from..to], slots: &slots[..to], logits_from: 0 },
+            ];
+            model.forward(&mut pool, &chunks, &mut scratch);
+            pieces.extend_from_slice(&scratch.logits);
+        }
+        assert_eq!(bits(&whole), bits(&pieces));
+        let again: Vec<u16> = slots.iter().flat_map(|&s| pool.route(s).to_vec()).collect();
+        assert_eq!(routes, again);
+    }
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+#[test]
+fn q8_stays_close_to_f32() {
+    let weights = Weights::random(small_config(4), 7);
+    let tokens: Vec<u32> = (0..64).map(|i| i * 37 % 1024).collect();
+    let slots: Vec<u32> = (0..64).collect();
+    let [a, b] = [WeightFormat::F32, WeightFormat::Q8_0].map(|format| {
+        let model = Model::build(&weights, format).unwrap();
+        run(&model, &mut KvPool::new(model.config(), 64), &tokens, &slots)
+    });
+    let worst = a.iter().zip(&b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(worst > 0.0 && worst < 0.05, "{worst}");
+}
+
+/// Seconds this thread has been on a CPU, so that a busy machine does not blur the result.
+fn busy_seconds() -> f64 {
+    let text = fs_err::read_to_string("/proc/thread-self/schedstat").unwrap();
+    text.split(' ').next().unwrap().parse::<f64>().unwrap() / 1e9
+}
+
+#[test]
+#[ignore = "a measurement, not a promise"]
+#[expect(clippy::print_stderr, reason = "prints what it measured")]
+fn measure_decode_and_prefill() {
+    let weights = Weights::random(small_config(4), 7);
+    for format in [WeightFormat::F32, WeightFormat::Q8_0] {
+        let model = Model::build(&weights, format).unwrap();
+        let mut pool = KvPool::new(model.config(), 32 * 320);
+        let mut scratch = Scratch::default();
+        for batch in [1u32, 16, 32] {
+            let slots: Vec<Vec<u32>> =
+                (0..batch).map(|b| (b * 320..b * 320 + 300).collect()).collect();
+            let started = busy_seconds();
+            for position in 150..300 {
+                let chunks: Vec<Chunk<'_>> = slots
+                    .iter()
+                    .map(|s| Chunk { tokens: &[5], slots: &s[..position], logits_from: 0 })
+                    .collect();
+                model.forward(&mut pool, &chunks, &mut scratch);
+            }
+            let rate = 150.0 * f64::from(batch) / (busy_seconds() - started);
+            eprintln!("{format:?} decode, batch {batch}: {rate:.0} tokens/s");
+        }
+        let tokens: Vec<u32> = (0..200).collect();
+        let started = busy_seconds();
+        for _ in 0..20 {
+            let chunk = Chunk { tokens: &tokens, slots: &tokens, logits_from: 199 };
+            model.forward(&mut pool, &[chunk], &mut scratch);
+        }
+        let rate = 20.0 * 200.0 / (busy_seconds() - started);
+        eprintln!("{format:?} prefill of 200: {rate:.0} tokens/s");
+    }
+}

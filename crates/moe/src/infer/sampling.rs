@@ -1,0 +1,193 @@
+//! How one token is drawn from logits, and the log-probability that is reported for it.
+
+use super::model::Model;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// Below this temperature sampling is greedy, as in SGLang.
+const GREEDY: f32 = 1e-6;
+
+/// Checked sampling parameters of one sequence.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Sampling {
+    /// Most tokens to sample.
+    pub(crate) max_new_tokens: usize,
+    /// Stop tokens have no effect before this many tokens.
+    pub(crate) min_new_tokens: usize,
+    pub(crate) temperature: f32,
+    /// Most tokens considered; `None` = all.
+    pub(crate) top_k: Option<usize>,
+    pub(crate) top_p: f32,
+    pub(crate) min_p: f32,
+    /// Seed of the stream; `None` = one derived from the engine's.
+    pub(crate) seed: Option<u64>,
+    /// Stream of this sequence among the `n` of one request.
+    pub(crate) stream: u64,
+    pub(crate) stop_token_ids: Vec<u32>,
+    /// Stop strings; need a tokenizer.
+    pub(crate) stop: Vec<String>,
+    /// Disables end-of-sequence and stop tokens alike.
+    pub(crate) ignore_eos: bool,
+}
+
+/// A sampled token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Drawn {
+    pub(crate) token: u32,
+    /// `ln p` under the softmax at the given temperature (1 when greedy), before any cut.
+    pub(crate) logprob: f32,
+}
+
+impl Sampling {
+    /// Draws output token `position`. The random number depends on seed, stream and position
+    /// only, so a sequence repeats whatever happened around it. `None` if a logit is NaN.
+    pub(crate) fn draw(
+        &self,
+        model: &Model,
+        logits: &[f32],
+        seed: u64,
+        position: usize,
+    ) -> Option<Drawn> {
+        let greedy = self.temperature < GREEDY;
+        let scale = if greedy { 1.0 } else { 1.0 / self.temperature };
+        let mut p = logits.to_vec();
+        let normaliser = model.probabilities(&mut p, scale);
+        if normaliser.is_nan() {
+            return None;
+        }
+        let index = if greedy {
+            largest(logits)
+        } else {
+            let mut rng = ChaCha8Rng::seed_from_u64(self.seed.unwrap_or(seed));
+            rng.set_stream(self.stream);
+            // One draw takes two 32-bit words.
+            rng.set_word_pos(2 * position as u128);
+            let u: f64 = rng.random();
+            if self.top_k.is_none_or(|k| k >= p.len()) && self.top_p >= 1.0 && self.min_p <= 0.0 {
+                invert(p.iter().copied().enumerate(), u)
+            } else {
+                invert(self.kept(&p).into_iter(), u)
+            }
+        };
+        let logit = logits.get(index)?;
+        let token = u32::try_from(index).ok()?;
+        Some(Drawn { token, logprob: (logit * scale - normaliser).min(0.0) })
+    }
+
+    /// The tokens left by top-k, top-p and min-p, most likely first; at least one.
+    fn kept(&self, p: &[f32]) -> Vec<(usize, f32)> {
+        let mut order: Vec<(usize, f32)> = p.iter().copied().enumerate().collect();
+        order.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        order.truncate(self.top_k.unwrap_or(usize::MAX).max(1));
+        let least = order.first().map_or(0.0, |&(_, most)| most * self.min_p);
+        let mut before = 0.0;
+        let cut = order.iter().position(|&(_, p)| {
+            let out = before > f64::from(self.top_p) || p < least;
+            before += f64::from(p);
+            out
+        });
+        order.truncate(cut.unwrap_or(usize::MAX).max(1));
+        order
+    }
+}
+
+fn largest(values: &[f32]) -> usize {
+    let mut best = (0, f32::NEG_INFINITY);
+    for (i, &v) in values.iter().enumerate() {
+        if v > best.1 {
+            best = (i, v);
+        }
+    }
+    best.0
+}
+
+/// The index at which the running sum of weights passes `u` times their total.
+fn invert(weights: impl Iterator<Item = (usize, f32)> + Clone, u: f64) -> usize {
+    let total: f64 = weights.clone().map(|(_, w)| f64::from(w)).sum();
+    let mut left = u * total;
+    let mut last = 0;
+    for (index, weight) in weights {
+        if weight > 0.0 {
+            last = index;
+            left -= f64::from(weight);
+            if left < 0.0 {
+                break;
+            }
+        }
+    }
+    last
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Weights;
+    use crate::infer::WeightFormat;
+    use crate::infer::model::tests::small_config;
+
+    fn sampling() -> Sampling {
+        Sampling {
+            max_new_tokens: 1,
+            min_new_tokens: 0,
+            temperature: 1.0,
+            top_k: None,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: Some(3),
+            stream: 0,
+            stop_token_ids: Vec::new(),
+            stop: Vec::new(),
+            ignore_eos: false,
+        }
+    }
+
+    fn model() -> Model {
+        Model::build(&Weights::random(small_config(1), 1), WeightFormat::F32).unwrap()
+    }
+
+    #[test]
+    fn frequencies_follow_the_distribution_and_its_log_probs() {
+        let model = model();
+        let logits = [0.5f32.ln(), 0.3f32.ln(), 0.2f32.ln()];
+        let mut counts = [0u32; 3];
+        for position in 0..20_000 {
+            let drawn = sampling().draw(&model, &logits, 0, position).unwrap();
+            counts[drawn.token as usize] += 1;
+            let expected = logits[drawn.token as usize];
+            assert!((drawn.logprob - expected).abs() < 1e-6);
+        }
+        for (count, p) in counts.iter().zip([0.5, 0.3, 0.2]) {
+            assert!((f64::from(*count) / 20_000.0 - p).abs() < 0.015);
+        }
+    }
+
+    #[test]
+    fn cuts_leave_the_most_likely_tokens() {
+        let p = [0.1, 0.4, 0.3, 0.2];
+        let ids = |s: &Sampling| s.kept(&p).iter().map(|k| k.0).collect::<Vec<_>>();
+        assert_eq!(ids(&Sampling { top_k: Some(2), ..sampling() }), [1, 2]);
+        assert_eq!(ids(&Sampling { top_p: 0.5, ..sampling() }), [1, 2]);
+        assert_eq!(ids(&Sampling { min_p: 0.6, ..sampling() }), [1, 2]);
+        assert_eq!(ids(&Sampling { top_p: 1e-9, ..sampling() }), [1]);
+    }
+
+    #[test]
+    fn temperature_zero_takes_the_largest_and_reports_the_raw_log_softmax() {
+        let greedy = Sampling { temperature: 0.0, ..sampling() };
+        let drawn = greedy.draw(&model(), &[1.0, 3.0, 3.0], 0, 0).unwrap();
+        let expected = 3.0 - (1f32.exp() + 2.0 * 3f32.exp()).ln();
+        assert_eq!(drawn.token, 1);
+        assert!((drawn.logprob - expected).abs() < 1e-6);
+        assert!(greedy.draw(&model(), &[1.0, f32::NAN], 0, 0).is_none());
+    }
+
+    #[test]
+    fn the_same_seed_stream_and_position_draw_the_same_token() {
+        let model = model();
+        let logits: Vec<f32> = (0..1000u16).map(|i| f32::from(i % 7)).collect();
+        let draw = |s: &Sampling, at| s.draw(&model, &logits, 0, at).unwrap().token;
+        assert_eq!(draw(&sampling(), 5), draw(&sampling(), 5));
+        assert_ne!(draw(&sampling(), 5), draw(&sampling(), 6));
+        assert_ne!(draw(&sampling(), 5), draw(&Sampling { stream: 1, ..sampling() }, 5));
+    }
+}

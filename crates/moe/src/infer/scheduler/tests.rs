@@ -1,0 +1,407 @@
+use super::*;
+use crate::checkpoint::{StoredType, save_checkpoint};
+use crate::infer::cache::Namespace;
+use crate::infer::model::tests::small_config;
+use crate::infer::sampling::Sampling;
+use camino::Utf8PathBuf;
+use std::thread::JoinHandle;
+
+const LIMITS: Limits = Limits {
+    max_running: 16,
+    max_queued: 100,
+    chunked_prefill: 64,
+    cache_tokens: 4096,
+    random_seed: 5,
+};
+
+/// A scheduler on a thread, and two folders with different weights of the same form.
+struct Bench {
+    commands: mpsc::Sender<Command>,
+    status: Arc<Mutex<Status>>,
+    thread: Option<JoinHandle<()>>,
+    folder: tempfile::TempDir,
+}
+
+type Reply = oneshot::Receiver<Result<Finished, Refusal>>;
+
+impl Bench {
+    fn new(limits: Limits, format: WeightFormat) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, seed) in [("a", 1), ("b", 2)] {
+            let target = Utf8PathBuf::try_from(folder.path().join(name)).unwrap();
+            let mut weights = Weights::random(small_config(2), seed);
+            sharpen(&mut weights);
+            save_checkpoint(&target, &weights, StoredType::F32, None).unwrap();
+        }
+        let first = Utf8PathBuf::try_from(folder.path().join("a")).unwrap();
+        let loaded = Loaded::read(&first, format).unwrap();
+        let status = Arc::new(Mutex::new(Status::default()));
+        let names = (first.to_string(), "1".into());
+        let scheduler = Scheduler::new(loaded, format, limits, None, names, Arc::clone(&status));
+        let (commands, inbox) = mpsc::channel(100);
+        let thread = Some(std::thread::spawn(move || scheduler.run(inbox)));
+        Self { commands, status, thread, folder }
+    }
+
+    fn path(&self, name: &str) -> Utf8PathBuf {
+        Utf8PathBuf::try_from(self.folder.path().join(name)).unwrap()
+    }
+
+    fn send(&self, command: Command) {
+        self.commands.blocking_send(command).unwrap();
+    }
+
+    fn ask<T>(&self, make: impl FnOnce(oneshot::Sender<T>) -> Command) -> T {
+        let (reply, answer) = oneshot::channel();
+        self.send(make(reply));
+        answer.blocking_recv().unwrap()
+    }
+
+    fn submit(&self, ask: Ask) -> (Reply, mpsc::Receiver<Progress>) {
+        let (reply, answer) = oneshot::channel();
+        let (progress, seen) = mpsc::channel(ask.tokens.max(1));
+        self.send(Command::Generate(Box::new(Job {
+            rid: ask.rid,
+            input_ids: ask.prompt,
+            sampling: Sampling {
+                max_new_tokens: ask.tokens,
+                min_new_tokens: 0,
+                temperature: ask.temperature,
+                top_k: None,
+                top_p: 1.0,
+                min_p: 0.0,
+                seed: Some(ask.seed),
+                stream: 0,
+                stop_token_ids: Vec::new(),
+                stop: Vec::new(),
+                ignore_eos: false,
+            },
+            logprob_start: ask.logprob_start,
+            routed_start: Some(ask.start),
+            namespace: Namespace { extra_key: ask.extra_key, ..Namespace::default() },
+            priority: 0,
+            progress: Some(progress),
+            reply,
+            received: Instant::now(),
+        })));
+        (answer, seen)
+    }
+
+    fn run(&self, ask: Ask) -> Finished {
+        self.submit(ask).0.blocking_recv().unwrap().unwrap()
+    }
+
+    fn status(&self) -> Status {
+        self.status.lock().unwrap().clone()
+    }
+
+    fn update(&self, folder: &str, version: &str, flush: bool) -> UpdateResult {
+        let (model_path, version) = (self.path(folder), Some(version.to_owned()));
+        self.ask(|reply| {
+            Command::Update(Update { model_path, version, abort_all: false, flush, reply })
+        })
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.commands.blocking_send(Command::Stop).unwrap();
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+/// Larger embeddings, so that tokens differ and the routing is not a coin toss.
+fn sharpen(weights: &mut Weights) {
+    let (config, mut tensors) = weights.clone().into_parts();
+    for (name, tensor) in &mut tensors {
+        if !name.ends_with("norm.weight") {
+            tensor.data.iter_mut().for_each(|v| *v *= 5.0);
+        }
+    }
+    *weights = Weights::from_tensors(config, tensors, Utf8Path::new("sharpened")).unwrap();
+}
+
+#[derive(Clone)]
+struct Ask {
+    rid: String,
+    prompt: Vec<u32>,
+    tokens: usize,
+    temperature: f32,
+    seed: u64,
+    start: usize,
+    logprob_start: Option<usize>,
+    extra_key: String,
+}
+
+fn ask(prompt: &[u32], tokens: usize) -> Ask {
+    Ask {
+        rid: "r".into(),
+        prompt: prompt.to_vec(),
+        tokens,
+        temperature: 1.0,
+        seed: 11,
+        start: 0,
+        logprob_start: None,
+        extra_key: String::new(),
+    }
+}
+
+fn prompt(seed: u32, len: u32) -> Vec<u32> {
+    (0..len).map(|i| (seed * 311 + i * 37 + i * i) % 1024).collect()
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+#[track_caller]
+fn assert_same(a: &Finished, b: &Finished) {
+    assert_eq!(a.output_ids, b.output_ids);
+    assert_eq!(bits(&a.logprobs), bits(&b.logprobs));
+    assert_eq!(a.rows, b.rows);
+}
+
+#[test]
+fn a_prefix_hit_gives_the_cold_result_and_its_rows_come_from_the_cache() {
+    for format in [WeightFormat::F32, WeightFormat::Q8_0] {
+        let bench = Bench::new(LIMITS, format);
+        let prompt = prompt(1, 100);
+        let cold = bench.run(ask(&prompt, 20));
+        assert_eq!(cold.cached_tokens, 0);
+        assert_eq!(bench.status().prefilled_tokens_total, 100);
+        let hit = bench.run(ask(&prompt, 20));
+        assert_eq!(hit.cached_tokens, 99);
+        // One token ran through the model; the other 99 rows were stored.
+        assert_eq!(bench.status().prefilled_tokens_total, 101);
+        assert_same(&cold, &hit);
+    }
+}
+
+#[test]
+fn the_next_turn_finds_all_of_the_previous_one_but_its_last_token() {
+    let bench = Bench::new(LIMITS, WeightFormat::Q8_0);
+    let mut tokens = prompt(2, 50);
+    let first = bench.run(ask(&tokens, 17));
+    tokens.extend(&first.output_ids);
+    let total = tokens.len();
+    tokens.extend(prompt(3, 9));
+    let second = bench.run(ask(&tokens, 5));
+    assert_eq!(second.cached_tokens, total - 1);
+    let rows = first.rows.unwrap();
+    assert_eq!(second.rows.unwrap()[..rows.len()], rows);
+}
+
+#[test]
+fn rows_are_prompt_plus_output_minus_one_minus_start() {
+    let bench = Bench::new(LIMITS, WeightFormat::F32);
+    let prompt = prompt(4, 12);
+    let width = 2 * 2;
+    for tokens in [0, 1, 6] {
+        let all = bench.run(ask(&prompt, tokens)).rows.unwrap();
+        assert_eq!(all.len(), (12 + tokens - 1) * width);
+        for start in 0..=12 {
+            let rows = bench.run(Ask { start, ..ask(&prompt, tokens) }).rows.unwrap();
+            let from = (start * width).min(all.len());
+            assert_eq!(rows, all[from..], "start {start}, {tokens} tokens");
+        }
+    }
+}
+
+#[test]
+fn a_request_does_not_depend_on_its_neighbours() {
+    for format in [WeightFormat::F32, WeightFormat::Q8_0] {
+        let wanted = ask(&prompt(5, 70), 30);
+        let alone = Bench::new(LIMITS, format).run(wanted.clone());
+        let bench = Bench::new(LIMITS, format);
+        let others: Vec<_> = (6u32..14)
+            .map(|i| bench.submit(Ask { seed: i.into(), ..ask(&prompt(i, 40 + i), 60) }))
+            .collect();
+        let among = bench.run(wanted);
+        assert_same(&alone, &among);
+        for (reply, _) in others {
+            assert_eq!(reply.blocking_recv().unwrap().unwrap().output_ids.len(), 60);
+        }
+    }
+}
+
+#[test]
+fn a_tight_pool_retracts_and_still_gives_the_same_results() {
+    let asks: Vec<Ask> =
+        (0u32..6).map(|i| Ask { seed: i.into(), ..ask(&prompt(i, 60), 150) }).collect();
+    let roomy = Bench::new(LIMITS, WeightFormat::F32);
+    let tight = Bench::new(Limits { cache_tokens: 600, ..LIMITS }, WeightFormat::F32);
+    let [expected, got] = [&roomy, &tight].map(|bench| {
+        let replies: Vec<_> = asks.iter().map(|a| bench.submit(a.clone())).collect();
+        let done = |(reply, _): (Reply, _)| reply.blocking_recv().unwrap().unwrap();
+        replies.into_iter().map(done).collect::<Vec<_>>()
+    });
+    for (expected, got) in expected.iter().zip(&got) {
+        assert_same(expected, got);
+    }
+    assert!(tight.status().retracted_total > 0);
+    assert_eq!(roomy.status().retracted_total, 0);
+}
+
+#[test]
+fn members_of_a_group_share_one_prefill() {
+    let bench = Bench::new(LIMITS, WeightFormat::F32);
+    let shared = prompt(7, 300);
+    bench.ask(|reply| Command::Pause(PauseMode::InPlace, reply));
+    let replies: Vec<_> =
+        (0..8).map(|seed| bench.submit(Ask { seed, ..ask(&shared, 4) })).collect();
+    bench.ask(Command::Continue);
+    let done = |(reply, _): (Reply, _)| reply.blocking_recv().unwrap().unwrap();
+    let cached: Vec<usize> = replies.into_iter().map(done).map(|f| f.cached_tokens).collect();
+    assert_eq!(cached.iter().filter(|&&c| c == 299).count(), 7);
+    assert_eq!(bench.status().prefilled_tokens_total, 307);
+}
+
+#[test]
+fn name_spaces_do_not_share_their_prefixes() {
+    let bench = Bench::new(LIMITS, WeightFormat::F32);
+    bench.run(ask(&prompt(8, 40), 2));
+    let other = Ask { extra_key: "2".into(), ..ask(&prompt(8, 40), 2) };
+    assert_eq!(bench.run(other).cached_tokens, 0);
+}
+
+#[test]
+fn an_abort_by_prefix_returns_what_is_there_and_leaves_the_rest() {
+    let bench = Bench::new(LIMITS, WeightFormat::F32);
+    let (cut, mut seen) = bench.submit(Ask { rid: "job-1".into(), ..ask(&prompt(9, 30), 900) });
+    let (other, _) = bench.submit(Ask { rid: "keep".into(), ..ask(&prompt(10, 30), 40) });
+    for _ in 0..5 {
+        seen.blocking_recv().unwrap();
+    }
+    bench.send(Command::Abort(Which::Prefix("job".into())));
+    let cut = cut.blocking_recv().unwrap().unwrap();
+    assert_eq!(cut.finish, Finish::Aborted("Aborted"));
+    let outputs = cut.output_ids.len();
+    assert!((5..900).contains(&outputs));
+    assert_eq!(cut.rows.unwrap().len(), (30 + outputs - 1) * 4);
+    assert_eq!(other.blocking_recv().unwrap().unwrap().finish, Finish::Length(40));
+}
+
+#[test]
+fn a_caller_that_leaves_frees_its_slots() {
+    let bench = Bench::new(LIMITS, WeightFormat::F32);
+    let (reply, mut seen) = bench.submit(ask(&prompt(9, 30), 900));
+    seen.blocking_recv().unwrap();
+    drop(reply);
+    // The channel closes when the engine lets the request go.
+    while seen.blocking_recv().is_some() {}
+    assert!(bench.ask(Command::Flush));
+    assert_eq!((bench.status().held_tokens, bench.status().aborted_total), (0, 1));
+}
+
+#[test]
+fn a_pause_stops_requests_and_continuing_gives_the_undisturbed_result() {
+    let wanted = ask(&prompt(12, 64), 100);
+    let undisturbed = Bench::new(LIMITS, WeightFormat::F32).run(wanted.clone());
+    for (mode, retractions) in [(PauseMode::InPlace, 0), (PauseMode::Retract, 1)] {
+        let bench = Bench::new(LIMITS, WeightFormat::F32);
+        let (reply, mut seen) = bench.submit(wanted.clone());
+        seen.blocking_recv().unwrap();
+        bench.ask(|reply| Command::Pause(mode, reply));
+        let generated = bench.status().generated_tokens_total;
+        let (late, _) = bench.submit(ask(&prompt(13, 20), 3));
+        // Retracted requests hold no KV, so a flush is in order; running ones forbid it.
+        assert_eq!(bench.ask(Command::Flush), mode == PauseMode::Retract);
+        assert_eq!(bench.status().generated_tokens_total, generated);
+        bench.ask(Command::Continue);
+        let got = reply.blocking_recv().unwrap().unwrap();
+        assert_same(&undisturbed, &got);
+        assert_eq!(got.retractions, retractions);
+        assert_eq!(late.blocking_recv().unwrap().unwrap().output_ids.len(), 3);
+    }
+}
+
+#[test]
+fn a_pause_with_abort_ends_running_requests() {
+    let bench = Bench::new(LIMITS, WeightFormat::F32);
+    let (reply, mut seen) = bench.submit(ask(&prompt(14, 20), 900));
+    seen.blocking_recv().unwrap();
+    bench.ask(|reply| Command::Pause(PauseMode::Abort, reply));
+    assert_eq!(reply.blocking_recv().unwrap().unwrap().finish, Finish::Aborted("Aborted"));
+}
+
+#[test]
+fn an_update_waits_for_running_requests_then_flushes_and_changes_the_version() {
+    let bench = Bench::new(LIMITS, WeightFormat::F32);
+    let wanted = ask(&prompt(15, 40), 60);
+    let (reply, mut seen) = bench.submit(wanted.clone());
+    seen.blocking_recv().unwrap();
+    let result = bench.update("b", "2", true);
+    assert!(result.success);
+    assert_eq!(result.message, "Succeeded to update model weights. Weight version updated to 2.");
+    let old = reply.blocking_recv().unwrap().unwrap();
+    assert_eq!(old.finish, Finish::Length(60));
+    assert!(old.spans.iter().all(|s| &*s.version == "1"));
+    assert_eq!(bench.status().weight_version, "2");
+    let new = bench.run(wanted);
+    assert_eq!((new.cached_tokens, &*new.weight_version), (0, "2"));
+    assert_ne!(new.rows, old.rows);
+}
+
+#[test]
+fn a_failed_update_keeps_weights_version_and_cache() {
+    let bench = Bench::new(LIMITS, WeightFormat::F32);
+    let before = bench.run(ask(&prompt(16, 40), 10));
+    let result = bench.update("absent", "2", true);
+    assert!(!result.success && result.message.contains("absent"));
+    let after = bench.run(ask(&prompt(16, 40), 10));
+    assert_same(&before, &after);
+    assert_eq!((after.cached_tokens, &*after.weight_version), (39, "1"));
+}
+
+#[test]
+fn an_update_during_a_pause_splits_the_version_spans() {
+    for (mode, flush, success) in [
+        (PauseMode::InPlace, false, true),
+        (PauseMode::InPlace, true, false),
+        (PauseMode::Retract, true, true),
+    ] {
+        let bench = Bench::new(LIMITS, WeightFormat::F32);
+        let (reply, mut seen) = bench.submit(ask(&prompt(17, 40), 200));
+        seen.blocking_recv().unwrap();
+        bench.ask(|reply| Command::Pause(mode, reply));
+        assert_eq!(bench.update("b", "2", flush).success, success);
+        bench.ask(Command::Continue);
+        let done = reply.blocking_recv().unwrap().unwrap();
+        let versions: Vec<&str> = done.spans.iter().map(|s| &*s.version).collect();
+        assert_eq!(versions, ["1", "2"]);
+        assert_eq!((done.spans[0].start, done.spans[1].end), (0, 200));
+        assert_eq!(done.spans[0].end, done.spans[1].start);
+        assert_eq!(done.rows.unwrap().len(), 239 * 4);
+    }
+}
+
+#[test]
+fn prompt_log_probs_agree_with_sampled_ones() {
+    let bench = Bench::new(LIMITS, WeightFormat::F32);
+    let start = prompt(18, 30);
+    let sampled = bench.run(ask(&start, 10));
+    let mut whole = start.clone();
+    whole.extend(&sampled.output_ids);
+    let scored = bench.run(Ask { logprob_start: Some(29), ..ask(&whole, 0) });
+    assert_eq!(scored.cached_tokens, 29);
+    assert_eq!(scored.input_logprobs.len(), 11);
+    assert_eq!(scored.input_logprobs[0], None);
+    for (a, b) in scored.input_logprobs[1..].iter().zip(&sampled.logprobs) {
+        assert!((a.unwrap() - b).abs() < 1e-6);
+    }
+}
+
+#[test]
+fn higher_priority_runs_first_and_a_full_queue_refuses() {
+    let limits = Limits { max_running: 1, max_queued: 2, ..LIMITS };
+    let bench = Bench::new(limits, WeightFormat::F32);
+    bench.ask(|reply| Command::Pause(PauseMode::InPlace, reply));
+    let (first, _) = bench.submit(ask(&prompt(19, 10), 5));
+    let (second, _) = bench.submit(ask(&prompt(20, 10), 5));
+    let (third, _) = bench.submit(ask(&prompt(21, 10), 5));
+    assert_eq!(third.blocking_recv().unwrap().unwrap_err(), Refusal::QueueFull);
+    bench.ask(Command::Continue);
+    let a = first.blocking_recv().unwrap().unwrap();
+    let b = second.blocking_recv().unwrap().unwrap();
+    assert!(a.queue_seconds <= b.queue_seconds);
+}

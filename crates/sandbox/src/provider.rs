@@ -1,0 +1,347 @@
+//! The Docker implementation of the seam.
+
+use crate::api::{
+    Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
+};
+use crate::config::SandboxConfig;
+use crate::container::{attempt_name, check_spec, create_body, pooled_name};
+use crate::daemon::{CallError, Daemon};
+use crate::doctor;
+use crate::guard::{Guard, Job, QUEUE, Remover};
+use crate::image::{self, Images};
+use crate::link::Link;
+use crate::sandbox::DockerSandbox;
+use crate::slots::{Idle, Key, Slot, Slots, Taken};
+use bollard::models::ContainerCreateBody;
+use bollard::query_parameters::CreateContainerOptions;
+use orchestrate_types::{ByteSize, RunId};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// Times a name that is taken by a leftover is freed and tried again.
+const CREATE_TRIES: u32 = 3;
+/// Free disk is looked at no more often than this.
+const DISK_EVERY: Duration = Duration::from_secs(5);
+/// Shutdown waits this long for removals, then names what is left.
+const SHUTDOWN_WITHIN: Duration = Duration::from_mins(2);
+
+/// Counts since the provider was made.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    started: AtomicU64,
+    reused: AtomicU64,
+    pub(crate) resets_refused: AtomicU64,
+}
+
+/// How many containers there are and were.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProviderStats {
+    /// Containers started.
+    pub started: u64,
+    /// Times a clean container served another attempt.
+    pub reused: u64,
+    /// Containers that could not be proved clean, and were thrown away.
+    pub resets_refused: u64,
+    /// Containers removed.
+    pub removed: u64,
+    /// In use now, being started and being removed included.
+    pub open: usize,
+    /// Clean and waiting now.
+    pub idle: usize,
+}
+
+/// What open sandboxes share with their provider.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) daemon: Daemon,
+    pub(crate) config: SandboxConfig,
+    pub(crate) slots: Arc<Slots>,
+    pub(crate) counters: Counters,
+    images: Arc<Images>,
+    starts: Semaphore,
+    jobs: mpsc::Sender<Job>,
+    remover: Arc<Remover>,
+    next_number: AtomicU32,
+    disk: Mutex<Option<(Instant, Option<ByteSize>)>>,
+}
+
+/// Sandboxes from one Docker daemon.
+///
+/// Dropping it without [`SandboxProvider::shutdown`] ends all containers too (their streams close),
+/// but does not wait for that.
+#[derive(Debug)]
+pub struct DockerProvider {
+    pub(crate) shared: Arc<Shared>,
+    stop: CancellationToken,
+    tasks: tokio::sync::Mutex<JoinSet<()>>,
+}
+
+impl DockerProvider {
+    /// Connects to the daemon. Must be called within a Tokio runtime, in which removals then run.
+    ///
+    /// # Errors
+    /// [`SandboxErrorKind::NoDaemon`] with a hint where none answers.
+    pub async fn connect(config: SandboxConfig) -> Result<Self, SandboxError> {
+        let daemon = Daemon::connect(config.docker_host.as_deref(), config.call_timeout.0).await?;
+        let (jobs, queue) = mpsc::channel(QUEUE);
+        let stop = CancellationToken::new();
+        let remover = Remover::new(daemon.clone(), config.remove_parallelism, stop.clone());
+        let mut tasks = JoinSet::new();
+        tasks.spawn(Arc::clone(&remover).run(queue));
+        let shared = Arc::new(Shared {
+            daemon,
+            slots: Slots::new(config.max_containers),
+            counters: Counters::default(),
+            images: Arc::default(),
+            starts: Semaphore::new(config.start_parallelism),
+            jobs,
+            remover,
+            next_number: AtomicU32::new(0),
+            disk: Mutex::default(),
+            config,
+        });
+        Ok(Self { shared, stop, tasks: tokio::sync::Mutex::new(tasks) })
+    }
+
+    /// The config in force.
+    pub fn config(&self) -> &SandboxConfig {
+        &self.shared.config
+    }
+
+    /// Counts for metrics and reports.
+    pub fn stats(&self) -> ProviderStats {
+        let shared = &self.shared;
+        let (open, idle) = shared.slots.counts();
+        ProviderStats {
+            started: shared.counters.started.load(Ordering::Relaxed),
+            reused: shared.counters.reused.load(Ordering::Relaxed),
+            resets_refused: shared.counters.resets_refused.load(Ordering::Relaxed),
+            removed: shared.remover.removed.load(Ordering::Relaxed),
+            open,
+            idle,
+        }
+    }
+}
+
+impl Shared {
+    /// Refuses to start below the floor of free disk. A host whose disk we cannot see passes.
+    async fn check_disk(&self) -> Result<(), SandboxError> {
+        let known = *self.disk.lock().unwrap_or_else(PoisonError::into_inner);
+        let free = match known {
+            Some((at, free)) if at.elapsed() < DISK_EVERY => free,
+            Some(_) | None => {
+                let free = doctor::free_disk(&self.daemon).await?;
+                *self.disk.lock().unwrap_or_else(PoisonError::into_inner) =
+                    Some((Instant::now(), free));
+                free
+            }
+        };
+        let floor = self.config.min_free_disk;
+        match free.filter(|free| *free < floor) {
+            Some(free) => {
+                let message = format!(
+                    "the Docker host has {} MiB free, less than sandbox.min_free_disk = {floor}; free some or lower the floor",
+                    free.0 >> 20
+                );
+                let kind = SandboxErrorKind::Refused { call: "open", message };
+                Err(SandboxError { sandbox: self.daemon.host.clone(), kind })
+            }
+            None => Ok(()),
+        }
+    }
+
+    async fn start(
+        self: &Arc<Self>,
+        spec: &SandboxSpec,
+        key: Option<Key>,
+        mut slot: Slot,
+    ) -> Result<DockerSandbox, SandboxError> {
+        // Never closed; an error would only mean no limit.
+        let _permit = self.starts.acquire().await;
+        self.check_disk().await?;
+        let image = self.images.resolve(&self.daemon, &spec.image, spec.reusable).await?;
+        let (wanted, lifetime) = if spec.reusable {
+            let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+            let lifetime = self.config.reuse_lifetime.0.max(spec.deadline);
+            (pooled_name(&spec.owner, spec.purpose, number), lifetime)
+        } else {
+            (attempt_name(&spec.owner, spec.purpose), spec.deadline)
+        };
+        let name = slot.name(&wanted);
+        // From here on the container may exist, even if this future is dropped.
+        let guard = Guard::new(name.clone(), slot, self.jobs.clone());
+        let ends = Instant::now() + lifetime;
+        let body = create_body(spec, &self.config, &image, lifetime);
+        let guard = self.create(guard, spec.image.clone(), body).await?;
+        if !spec.reusable {
+            image::install(&self.daemon, &name).await?;
+        }
+        let link = self.launch(&name).await?;
+        self.counters.started.fetch_add(1, Ordering::Relaxed);
+        let mut sandbox = DockerSandbox::new(link, guard, Arc::clone(self), key, ends);
+        if spec.reusable {
+            sandbox.set_deadline(spec.deadline).await?;
+        }
+        Ok(sandbox)
+    }
+
+    /// Creates the container in the background, so that the request is never dropped half-way: the
+    /// daemon would finish it all the same, after we had looked for something to remove.
+    async fn create(
+        &self,
+        guard: Guard,
+        image: String,
+        body: ContainerCreateBody,
+    ) -> Result<Guard, SandboxError> {
+        let closed = SandboxError {
+            sandbox: guard.name().to_owned(),
+            kind: SandboxErrorKind::Refused {
+                call: "open",
+                message: "the provider was shut down".to_owned(),
+            },
+        };
+        let (answer, answered) = oneshot::channel();
+        let (daemon, remover) = (self.daemon.clone(), Arc::clone(&self.remover));
+        let images = Arc::clone(&self.images);
+        let work = async move {
+            let outcome = create(&daemon, &images, guard.name(), image, body).await;
+            if let Err((guard, _)) = answer.send((guard, outcome))
+                && let Some(doomed) = guard.into_doomed()
+            {
+                remover.remove(doomed).await;
+            }
+        };
+        if self.jobs.send(Job::Finish(Box::pin(work))).await.is_err() {
+            return Err(closed);
+        }
+        match answered.await {
+            Ok((guard, outcome)) => outcome.map(|()| guard),
+            Err(_) => Err(closed),
+        }
+    }
+
+    /// Removes an idle container and waits until its slot is free, so that one request evicts one.
+    async fn evict(&self, idle: Idle) {
+        let Idle { link, guard, .. } = idle;
+        let Some(doomed) = guard.into_doomed() else { return };
+        let (done, gone) = oneshot::channel::<()>();
+        let remover = Arc::clone(&self.remover);
+        let work = async move {
+            drop(link);
+            remover.remove(doomed).await;
+            drop(done);
+        };
+        // A closed queue drops the work, and the slot with it.
+        if self.jobs.send(Job::Finish(Box::pin(work))).await.is_ok() {
+            let _ = gone.await;
+        }
+    }
+
+    async fn launch(&self, name: &str) -> Result<Link, SandboxError> {
+        let mut link = Link::attach(&self.daemon, name).await?;
+        self.daemon
+            .call(self.daemon.docker.start_container(name, None))
+            .await
+            .map_err(|error| error.at(name, "start"))?;
+        let after = self.config.call_timeout.0;
+        match tokio::time::timeout(after, link.hello()).await {
+            Ok(greeted) => greeted.map(|()| link),
+            Err(_) => Err(SandboxError {
+                sandbox: name.to_owned(),
+                kind: SandboxErrorKind::TimedOut { call: "greeting", after },
+            }),
+        }
+    }
+}
+
+async fn create(
+    daemon: &Daemon,
+    images: &Images,
+    name: &str,
+    image: String,
+    body: ContainerCreateBody,
+) -> Result<(), SandboxError> {
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        let options = CreateContainerOptions { name: Some(name.to_owned()), ..Default::default() };
+        match daemon.call(daemon.docker.create_container(Some(options), body.clone())).await {
+            Ok(_) => return Ok(()),
+            // The name says that it is ours, and we know that we do not use it: the remainder
+            // of a create whose answer was lost, or of a coordinator that died.
+            Err(CallError::Status(409, _)) if tries < CREATE_TRIES => {
+                tracing::info!(container = name, "removing a leftover of the same name");
+                daemon.remove(name).await.map_err(|error| error.at(name, "remove"))?;
+            }
+            Err(CallError::Status(404, _)) => {
+                images.forget(&image).await;
+                let kind = SandboxErrorKind::ImageMissing(image);
+                return Err(SandboxError { sandbox: name.to_owned(), kind });
+            }
+            Err(error) => return Err(error.at(name, "create")),
+        }
+    }
+}
+
+#[async_trait::async_trait]
+impl SandboxProvider for DockerProvider {
+    async fn open(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
+        check_spec(spec)?;
+        let shared = &self.shared;
+        let key = Key::of(spec);
+        let pooled = spec.reusable && shared.config.reuse;
+        loop {
+            let until = Instant::now() + spec.deadline;
+            match shared.slots.take(&key, pooled, until).await {
+                Taken::Idle(idle) => {
+                    let (link, guard, ends) = (idle.link, idle.guard, idle.ends);
+                    let key = Some(key.clone());
+                    let mut sandbox =
+                        DockerSandbox::new(link, guard, Arc::clone(shared), key, ends);
+                    match sandbox.set_deadline(spec.deadline).await {
+                        Ok(()) => {
+                            shared.counters.reused.fetch_add(1, Ordering::Relaxed);
+                            return Ok(Box::new(sandbox));
+                        }
+                        Err(error) => tracing::warn!(%error, "an idle sandbox was lost"),
+                    }
+                }
+                Taken::Room(slot) => {
+                    let key = pooled.then(|| key.clone());
+                    return Ok(Box::new(shared.start(spec, key, slot).await?));
+                }
+                Taken::Evict(idle) => shared.evict(*idle).await,
+            }
+        }
+    }
+
+    async fn sweep(&self, run: RunId, epoch: i64) -> Result<SweepReport, SandboxError> {
+        self.sweep_epochs(run, epoch).await
+    }
+
+    async fn shutdown(&self) -> Result<(), SandboxError> {
+        drop(self.shared.slots.close());
+        self.stop.cancel();
+        let mut tasks = self.tasks.lock().await;
+        let finished = tokio::time::timeout(SHUTDOWN_WITHIN, async {
+            while tasks.join_next().await.is_some() {}
+        });
+        let in_time = finished.await.is_ok();
+        let failed =
+            self.shared.remover.failed.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let kind = match (in_time, failed.is_empty()) {
+            (true, true) => return Ok(()),
+            (false, _) => SandboxErrorKind::TimedOut { call: "shutdown", after: SHUTDOWN_WITHIN },
+            (true, false) => SandboxErrorKind::Refused {
+                call: "remove",
+                message: format!("left behind: {}; try `orchestrate gc`", failed.join(", ")),
+            },
+        };
+        Err(SandboxError { sandbox: self.shared.daemon.host.clone(), kind })
+    }
+}

@@ -1,0 +1,224 @@
+//! Containers that nobody owns any more: found by label, removed by rule, never by guess.
+
+use crate::api::{Purpose, SandboxError, SweepReport};
+use crate::container::{
+    LABEL_ATTEMPT, LABEL_DEADLINE, LABEL_EPOCH, LABEL_PURPOSE, LABEL_RUN, purpose_letter,
+};
+use crate::provider::DockerProvider;
+use bollard::query_parameters::ListContainersOptions;
+use futures::StreamExt as _;
+use orchestrate_types::{RunId, unix_micros};
+use std::collections::HashMap;
+
+/// What the labels of a container of ours say; `None` where a label is absent or unreadable.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerInfo {
+    /// Container name.
+    pub name: String,
+    /// Its run.
+    pub run: Option<RunId>,
+    /// Its attempt, or `pooled`.
+    pub attempt: Option<String>,
+    /// The coordinator's epoch.
+    pub epoch: Option<i64>,
+    /// Agent or grader.
+    pub purpose: Option<Purpose>,
+    /// Unix seconds after which nobody can need it.
+    pub deadline: Option<i64>,
+    /// Docker's word for its state, like `running`.
+    pub state: String,
+}
+
+/// Which containers [`DockerProvider::sweep_all_orphans`] removes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GcScope {
+    /// Those whose deadline has passed, of any run. Safe while other runs are alive.
+    Expired,
+    /// Those, and all of this run. Only for a run whose coordinator is dead.
+    Run(RunId),
+}
+
+enum Verdict {
+    Remove,
+    Keep(&'static str),
+}
+
+/// Older coordinators of the same run are gone for good; anything else is not ours to judge.
+fn verdict_for_sweep(info: &ContainerInfo, run: RunId, epoch: i64) -> Verdict {
+    match (info.run, info.epoch) {
+        (Some(owner), _) if owner != run => Verdict::Keep("belongs to another run"),
+        (Some(_), Some(theirs)) if theirs < epoch => Verdict::Remove,
+        (Some(_), Some(_)) => Verdict::Keep("belongs to this or a later coordinator"),
+        (None, _) | (Some(_), None) => Verdict::Keep("its labels cannot be read"),
+    }
+}
+
+fn verdict_for_gc(info: &ContainerInfo, scope: GcScope, now: i64) -> Verdict {
+    let named = match scope {
+        GcScope::Expired => false,
+        GcScope::Run(run) => info.run == Some(run),
+    };
+    match info.deadline {
+        _ if named => Verdict::Remove,
+        Some(deadline) if deadline < now => Verdict::Remove,
+        Some(_) => Verdict::Keep("its deadline has not passed"),
+        None => Verdict::Keep("its labels cannot be read"),
+    }
+}
+
+fn read_labels(name: String, state: String, labels: &HashMap<String, String>) -> ContainerInfo {
+    let get = |key: &str| labels.get(key).map(String::as_str);
+    let purpose = match get(LABEL_PURPOSE) {
+        Some("agent") => Some(Purpose::Agent),
+        Some("grader") => Some(Purpose::Grader),
+        Some(_) | None => None,
+    };
+    ContainerInfo {
+        name,
+        run: get(LABEL_RUN).and_then(|text| text.parse().ok()),
+        attempt: get(LABEL_ATTEMPT).map(str::to_owned),
+        epoch: get(LABEL_EPOCH).and_then(|text| text.parse().ok()),
+        purpose,
+        deadline: get(LABEL_DEADLINE).and_then(|text| text.parse().ok()),
+        state,
+    }
+}
+
+impl DockerProvider {
+    /// All containers with our label on this host, of any run, in order of name.
+    ///
+    /// # Errors
+    /// When the daemon does not list them in time.
+    pub async fn list(&self) -> Result<Vec<ContainerInfo>, SandboxError> {
+        let daemon = &self.shared.daemon;
+        let options = ListContainersOptions {
+            all: true,
+            filters: Some(HashMap::from([("label".to_owned(), vec![LABEL_RUN.to_owned()])])),
+            ..Default::default()
+        };
+        let listed = daemon
+            .call(daemon.docker.list_containers(Some(options)))
+            .await
+            .map_err(|error| error.at(&daemon.host, "list"))?;
+        let mut found: Vec<ContainerInfo> = listed
+            .into_iter()
+            .filter_map(|container| {
+                let name = container.names?.first()?.trim_start_matches('/').to_owned();
+                let state = container.state.map(|state| state.to_string()).unwrap_or_default();
+                Some(read_labels(name, state, &container.labels.unwrap_or_default()))
+            })
+            .collect();
+        found.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(found)
+    }
+
+    /// Removes what dead programs left behind, for `orchestrate gc`.
+    ///
+    /// # Errors
+    /// When the daemon does not list containers; a failed removal is told in the report.
+    pub async fn sweep_all_orphans(&self, scope: GcScope) -> Result<SweepReport, SandboxError> {
+        let now = unix_micros() / 1_000_000;
+        self.remove_where(|info| verdict_for_gc(info, scope, now)).await
+    }
+
+    pub(crate) async fn sweep_epochs(
+        &self,
+        run: RunId,
+        epoch: i64,
+    ) -> Result<SweepReport, SandboxError> {
+        self.remove_where(|info| verdict_for_sweep(info, run, epoch)).await
+    }
+
+    async fn remove_where(
+        &self,
+        verdict: impl Fn(&ContainerInfo) -> Verdict,
+    ) -> Result<SweepReport, SandboxError> {
+        let mut report = SweepReport::default();
+        let mut doomed = Vec::new();
+        for info in self.list().await? {
+            match verdict(&info) {
+                Verdict::Remove => doomed.push(info.name),
+                Verdict::Keep(reason) => report.kept.push((info.name, reason.to_owned())),
+            }
+        }
+        let removals = futures::stream::iter(doomed).map(|name| async {
+            let outcome = self.shared.daemon.remove(&name).await;
+            (name, outcome)
+        });
+        let mut removals = removals.buffer_unordered(self.shared.config.remove_parallelism);
+        while let Some((name, outcome)) = removals.next().await {
+            match outcome {
+                Ok(()) => report.removed.push(name),
+                Err(error) => {
+                    let reason = error.at(&name, "remove").kind.to_string();
+                    report.kept.push((name, reason));
+                }
+            }
+        }
+        report.removed.sort();
+        Ok(report)
+    }
+}
+
+impl std::fmt::Display for ContainerInfo {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let run = self.run.map_or_else(|| "?".to_owned(), |run| run.to_string());
+        let purpose = self.purpose.map_or('?', purpose_letter);
+        write!(f, "{} run={run} purpose={purpose} state={}", self.name, self.state)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn info(run: Option<RunId>, epoch: Option<i64>, deadline: Option<i64>) -> ContainerInfo {
+        ContainerInfo {
+            name: "x".into(),
+            run,
+            attempt: None,
+            epoch,
+            purpose: None,
+            deadline,
+            state: String::new(),
+        }
+    }
+
+    #[test]
+    fn only_older_epochs_of_the_same_run_are_swept() {
+        let (ours, other) = (RunId::generate(), RunId::generate());
+        let removed = |run, epoch| {
+            matches!(verdict_for_sweep(&info(run, epoch, Some(0)), ours, 5), Verdict::Remove)
+        };
+        assert!(removed(Some(ours), Some(4)));
+        assert!(!removed(Some(ours), Some(5)));
+        assert!(!removed(Some(ours), Some(6)));
+        assert!(!removed(Some(ours), None));
+        assert!(!removed(Some(other), Some(4)));
+        assert!(!removed(None, Some(4)));
+    }
+
+    #[test]
+    fn gc_takes_what_expired_and_what_it_was_told() {
+        let run = RunId::generate();
+        let removed = |info: &ContainerInfo, scope| {
+            matches!(verdict_for_gc(info, scope, 100), Verdict::Remove)
+        };
+        assert!(removed(&info(None, None, Some(99)), GcScope::Expired));
+        assert!(!removed(&info(Some(run), None, Some(101)), GcScope::Expired));
+        assert!(!removed(&info(Some(run), None, None), GcScope::Expired));
+        assert!(removed(&info(Some(run), None, Some(101)), GcScope::Run(run)));
+        assert!(!removed(&info(None, None, Some(101)), GcScope::Run(run)));
+    }
+
+    #[test]
+    fn labels_that_make_no_sense_read_as_absent() {
+        let labels = HashMap::from([
+            (LABEL_RUN.to_owned(), "none".to_owned()),
+            (LABEL_EPOCH.to_owned(), "x".to_owned()),
+            (LABEL_PURPOSE.to_owned(), "agent".to_owned()),
+        ]);
+        let info = read_labels("n".into(), "running".into(), &labels);
+        assert_eq!((info.run, info.epoch, info.purpose), (None, None, Some(Purpose::Agent)));
+    }
+}

@@ -1,0 +1,600 @@
+//! The battery on a real Docker daemon: every hostile command has a typed outcome and a time bound,
+//! and afterwards the next command, or the next sandbox, works.
+#![expect(clippy::unwrap_used, reason = "a helper of a test may fail as the test may")]
+#![expect(clippy::print_stderr, reason = "a skipped test says so, and measurements are shown")]
+
+use orchestrate_sandbox::{
+    Command, DockerProvider, ExecResult, Exit, FileEntry, GcScope, Limits, Owner, Purpose,
+    RawSandboxConfig, Sandbox, SandboxErrorKind, SandboxProvider as _, SandboxSpec,
+};
+use orchestrate_types::{ByteSize, HumanDuration, RunId};
+use std::time::{Duration, Instant};
+
+const IMAGE: &str = "orchestrate/micro:latest";
+const SHORT: Duration = Duration::from_secs(20);
+
+/// One provider and one run per test, so that tests do not see each other's containers.
+struct Bench {
+    provider: DockerProvider,
+    run: RunId,
+}
+
+impl Bench {
+    async fn new() -> Option<Self> {
+        Self::with(RawSandboxConfig::default()).await
+    }
+
+    async fn with(raw: RawSandboxConfig) -> Option<Self> {
+        match DockerProvider::connect(raw.check().unwrap()).await {
+            Ok(provider) => Some(Self { provider, run: RunId::generate() }),
+            Err(error) => {
+                let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
+                assert!(!required.contains("docker"), "{error}");
+                eprintln!("skipped: {error}");
+                None
+            }
+        }
+    }
+
+    fn spec(&self, reusable: bool) -> SandboxSpec {
+        SandboxSpec {
+            image: IMAGE.into(),
+            purpose: Purpose::Agent,
+            owner: Owner { run: self.run, epoch: 1, attempt: "t000001.00-a01".parse().unwrap() },
+            workdir: "/testbed".into(),
+            limits: Limits {
+                memory: ByteSize::mib(256),
+                cpu_millis: 2000,
+                pids: 64,
+                tmpfs: ByteSize::mib(64),
+            },
+            deadline: Duration::from_mins(5),
+            reusable,
+        }
+    }
+
+    async fn open(&self) -> Box<dyn Sandbox> {
+        self.provider.open(&self.spec(true)).await.unwrap()
+    }
+
+    async fn names(&self) -> Vec<String> {
+        let all = self.provider.list().await.unwrap();
+        all.into_iter().filter(|info| info.run == Some(self.run)).map(|info| info.name).collect()
+    }
+
+    /// Ends the test: nothing may be left.
+    async fn finish(self) {
+        self.provider.shutdown().await.unwrap();
+        assert_eq!(self.names().await, Vec::<String>::new());
+    }
+}
+
+async fn run(sandbox: &mut Box<dyn Sandbox>, script: &str) -> ExecResult {
+    sandbox.exec(&Command::shell(script, SHORT)).await.unwrap()
+}
+
+/// The sandbox still works, and nothing but process 1 and this command is alive in it.
+async fn check_alive(sandbox: &mut Box<dyn Sandbox>) {
+    let result = run(sandbox, "echo alive; ls -d /proc/[0-9]* | wc -l").await;
+    let text = result.text();
+    let count: u32 = text.lines().nth(1).unwrap().trim().parse().unwrap();
+    assert!(text.starts_with("alive\n") && count <= 4, "{text}");
+}
+
+fn docker(args: &[&str]) -> String {
+    let output = std::process::Command::new("docker").args(args).output().unwrap();
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[tokio::test]
+async fn docker_ordinary_commands_report_their_end() {
+    let Some(bench) = Bench::new().await else { return };
+    let mut sandbox = bench.open().await;
+    assert_eq!(run(&mut sandbox, "true").await.exit, Exit::Code(0));
+    assert_eq!(run(&mut sandbox, "exit 3").await.exit, Exit::Code(3));
+    assert_eq!(run(&mut sandbox, "kill -9 $$").await.exit, Exit::Signal(9));
+    let both = run(&mut sandbox, "pwd; id -u; echo err >&2; echo $PAGER $LANG").await;
+    assert_eq!(both.text(), "/testbed\n0\nerr\ncat C.UTF-8\n");
+    let mut direct = Command::shell("", SHORT);
+    direct.argv = vec!["no-such-program".into()];
+    let absent = sandbox.exec(&direct).await.unwrap();
+    assert_eq!(absent.exit, Exit::NotStarted);
+    assert!(absent.text().contains("no-such-program"), "{}", absent.text());
+    direct.argv = vec!["/etc".into()];
+    assert_eq!(sandbox.exec(&direct).await.unwrap().exit, Exit::NotStarted);
+    direct.argv = vec!["printenv".into(), "X".into()];
+    direct.env = vec![("X".into(), "a b".into())];
+    assert_eq!(sandbox.exec(&direct).await.unwrap().text(), "a b\n");
+    let python = run(
+        &mut sandbox,
+        "python3 -c 'import json,re,datetime,collections,importlib,unittest,hashlib,subprocess; print(1+1)'",
+    )
+    .await;
+    assert_eq!(python.text(), "2\n");
+    // Reads of stdin end at once instead of waiting.
+    assert_eq!(run(&mut sandbox, "cat; read x; echo $?").await.text(), "1\n");
+    sandbox.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_deadlines_hold_against_every_way_of_living_on() {
+    let Some(bench) = Bench::new().await else { return };
+    let mut sandbox = bench.open().await;
+    for script in [
+        "sleep 100",
+        "trap '' TERM INT HUP; while :; do sleep 0.1; done",
+        "setsid sleep 100 & sleep 100",
+        "echo before; kill -STOP $$",
+    ] {
+        let started = Instant::now();
+        let command = Command::shell(script, Duration::from_millis(300));
+        let result = sandbox.exec(&command).await.unwrap();
+        assert_eq!(result.exit, Exit::TimedOut, "{script}");
+        assert!(started.elapsed() < Duration::from_secs(4), "{script}: {:?}", started.elapsed());
+        check_alive(&mut sandbox).await;
+    }
+    for script in [
+        "sleep 100 & echo done",
+        "setsid sleep 100 & echo done",
+        "(setsid sh -c 'trap \"\" TERM; sleep 100; echo late' &) ; echo done",
+        "python3 -c 'import os,time\nif os.fork()==0:\n os.setsid()\n if os.fork()==0: time.sleep(100)\n os._exit(0)'; echo done",
+    ] {
+        let started = Instant::now();
+        let result = run(&mut sandbox, script).await;
+        assert_eq!((result.exit, result.text().as_str()), (Exit::Code(0), "done\n"), "{script}");
+        assert!(started.elapsed() < Duration::from_secs(2), "{script}: {:?}", started.elapsed());
+        check_alive(&mut sandbox).await;
+    }
+    sandbox.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_output_is_kept_at_both_ends_and_counted() {
+    let Some(bench) = Bench::new().await else { return };
+    let mut sandbox = bench.open().await;
+    let started = Instant::now();
+    let yes = run(&mut sandbox, "yes").await;
+    assert_eq!(yes.exit, Exit::Signal(9));
+    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    assert_eq!((yes.head.len(), yes.tail.len()), (64 * 1024, 64 * 1024));
+    assert!(yes.total_bytes > 64 << 20);
+    check_alive(&mut sandbox).await;
+
+    let zeros = run(&mut sandbox, "head -c 1073741824 /dev/zero; echo end").await;
+    assert!(matches!(zeros.exit, Exit::Code(0) | Exit::Signal(9)), "{:?}", zeros.exit);
+    check_alive(&mut sandbox).await;
+
+    let lines = run(&mut sandbox, "seq 1 100000; seq 1 100000 >&2; echo last").await;
+    assert_eq!((lines.exit, lines.total_bytes), (Exit::Code(0), 2 * 588_895 + 5));
+    assert!(lines.text().starts_with("1\n2\n") && lines.text().ends_with("\nlast\n"));
+
+    let bytes = run(&mut sandbox, "printf '\\377\\000\\376end'").await;
+    assert_eq!(bytes.head, b"\xff\0\xfeend");
+    let random = run(&mut sandbox, "head -c 100000 /dev/urandom").await;
+    assert_eq!((random.head.len(), random.tail.len()), (65536, 34464));
+    let mut long = Command::shell("seq 1 1000000", SHORT);
+    long.keep_bytes = 4 << 20;
+    let kept = sandbox.exec(&long).await.unwrap();
+    assert_eq!((kept.total_bytes, kept.head.len()), (6_888_896, 4 << 20));
+    assert_eq!(kept.head.len() + kept.tail.len(), 6_888_896);
+    sandbox.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_process_one_cannot_be_killed_read_or_imitated() {
+    let Some(bench) = Bench::new().await else { return };
+    let mut sandbox = bench.open().await;
+    assert_eq!(run(&mut sandbox, "sh -c 'kill -9 -1; :'; sleep 5").await.exit, Exit::Signal(9));
+    check_alive(&mut sandbox).await;
+    for script in
+        ["kill -TERM 1", "kill -9 1", "kill -INT 1; kill -HUP 1; kill -STOP 1; kill -SEGV 1"]
+    {
+        assert_eq!(run(&mut sandbox, script).await.exit, Exit::Code(0), "{script}");
+        check_alive(&mut sandbox).await;
+    }
+    for script in [
+        "echo FORGED > /proc/1/fd/1",
+        "cat /proc/1/environ",
+        "head -c 1 /proc/1/mem",
+        "touch /etc/x",
+        "touch /x",
+        "touch /root/x",
+        "mount -t tmpfs none /mnt",
+        "mknod /tmp/disk b 8 0",
+        "python3 -c 'import socket; socket.create_connection((\"10.0.0.1\", 80), 2)'",
+    ] {
+        let result = run(&mut sandbox, script).await;
+        assert!(matches!(result.exit, Exit::Code(code) if code != 0), "{script}: {result:?}");
+    }
+    let uring = "python3 -c 'import ctypes,os; l=ctypes.CDLL(None,use_errno=True); print(l.syscall(425,1,0), os.strerror(ctypes.get_errno()))'";
+    assert_eq!(run(&mut sandbox, uring).await.text(), "-1 Function not implemented\n");
+    sandbox.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_exhaustion_of_processes_and_memory_ends_with_the_command() {
+    let Some(bench) = Bench::new().await else { return };
+    let mut sandbox = bench.open().await;
+    let orphans = run(&mut sandbox, "for i in $(seq 60); do (sleep 100 &); done; echo made").await;
+    assert!(orphans.text().contains("made"), "{}", orphans.text());
+    check_alive(&mut sandbox).await;
+    let storm = Command::shell("f() { f | f & }; f; sleep 100", Duration::from_secs(2));
+    let started = Instant::now();
+    let ended = sandbox.exec(&storm).await.unwrap();
+    assert!(matches!(ended.exit, Exit::TimedOut | Exit::Code(_)), "{ended:?}");
+    assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
+    check_alive(&mut sandbox).await;
+    let hog = "import ctypes; x = bytearray(1 << 30)";
+    let mut direct = Command::shell("", SHORT);
+    direct.argv = vec!["python3".into(), "-c".into(), hog.into()];
+    let hogged = sandbox.exec(&direct).await.unwrap();
+    assert_eq!(hogged.exit, Exit::Signal(9));
+    assert!(hogged.oom_kills >= 1, "{hogged:?}");
+    check_alive(&mut sandbox).await;
+    let under_shell = run(&mut sandbox, &format!("python3 -c '{hog}'; echo rc=$?")).await;
+    assert!(under_shell.text().contains("rc=137") && under_shell.oom_kills >= 1);
+    assert_eq!(run(&mut sandbox, "true").await.oom_kills, 0);
+    let full = run(&mut sandbox, "head -c 200M /dev/zero > big; echo rc=$?; rm big").await;
+    assert!(full.text().contains("rc=1"), "{}", full.text());
+    check_alive(&mut sandbox).await;
+    sandbox.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_trees_hold_regular_files_only_and_are_capped() {
+    let Some(bench) = Bench::new().await else { return };
+    let mut sandbox = bench.open().await;
+    let file = |path: &str, mode, content: &[u8]| FileEntry {
+        path: path.into(),
+        mode,
+        content: content.to_vec(),
+    };
+    let big = vec![7; 700_000];
+    let files = [
+        file("a.py", 0o644, b"print(1)\n"),
+        file("deep/er/run.sh", 0o755, b"#!/bin/sh\n"),
+        file("z", 0o600, &big),
+    ];
+    sandbox.write_files(&files).await.unwrap();
+    let script = "ln -s /etc/passwd link; mkfifo fifo; mkdir __pycache__; echo x > __pycache__/x; \
+                  echo secret > closed; chmod 000 closed; ln a.py hard; ls -l deep/er/run.sh";
+    assert!(run(&mut sandbox, script).await.text().starts_with("-rwxr-xr-x"));
+    let tree = sandbox.read_tree(ByteSize::mib(8)).await.unwrap();
+    let names: Vec<&str> = tree.iter().map(|file| file.path.as_str()).collect();
+    assert_eq!(names, ["a.py", "closed", "deep/er/run.sh", "hard", "z"]);
+    assert_eq!((&tree[0], &tree[2], &tree[4]), (&files[0], &files[1], &files[2]));
+    assert_eq!((tree[1].content.as_slice(), tree[1].mode), (b"secret\n".as_slice(), 0));
+
+    run(&mut sandbox, "truncate -s 1G sparse").await;
+    let refused = sandbox.read_tree(ByteSize::mib(8)).await.unwrap_err();
+    assert!(
+        matches!(refused.kind, SandboxErrorKind::TooLarge { ref what, .. } if what == "sparse")
+    );
+    // A refusal leaves the sandbox usable.
+    for path in ["../x", "/etc/x", "link/../x", "deep"] {
+        let refused = sandbox.write_files(&[file(path, 0o644, b"x")]).await.unwrap_err();
+        assert!(matches!(refused.kind, SandboxErrorKind::Refused { .. }), "{path}: {refused}");
+    }
+    run(&mut sandbox, "ln -s /tmp outside").await;
+    assert!(sandbox.write_files(&[file("outside/x", 0o644, b"x")]).await.is_err());
+    assert_eq!(run(&mut sandbox, "ls /tmp").await.text(), "");
+    check_alive(&mut sandbox).await;
+    sandbox.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_a_reused_sandbox_holds_nothing_of_the_attempt_before() {
+    let Some(bench) = Bench::new().await else { return };
+    let mut sandbox = bench.open().await;
+    let name = sandbox.name().to_owned();
+    let dirty = "mkdir -p a/b; echo x > a/b/c; chmod 000 a; chmod 777 .; echo x > /tmp/x; echo x > /dev/shm/x; \
+                 echo x > /dev/hidden; mkdir -p /tmp/d/e; \
+                 python3 -c 'import ctypes; l=ctypes.CDLL(None); print(l.shmget(1234,4096,0o1666)>=0, l.semget(1234,1,0o1666)>=0, l.msgget(1234,0o1666)>=0)'; \
+                 setsid sleep 1000 & echo ok";
+    let result = run(&mut sandbox, dirty).await;
+    assert!(
+        result.text().contains("ok") && result.text().contains("True True True"),
+        "{}",
+        result.text()
+    );
+    sandbox.close().await.unwrap();
+
+    let mut again = bench.open().await;
+    assert_eq!(again.name(), name);
+    let look = "find /testbed /tmp /dev/shm -mindepth 1; ls /dev/hidden; stat -c %a /testbed; \
+                cat /proc/sysvipc/shm /proc/sysvipc/sem /proc/sysvipc/msg | wc -l";
+    let seen = run(&mut again, look).await.text();
+    assert_eq!(seen, "ls: cannot access '/dev/hidden': No such file or directory\n755\n3\n");
+    check_alive(&mut again).await;
+    again.close().await.unwrap();
+    assert_eq!((bench.provider.stats().started, bench.provider.stats().reused), (1, 1));
+
+    // Agent and grader never share one.
+    let grader = SandboxSpec { purpose: Purpose::Grader, ..bench.spec(true) };
+    let other = bench.provider.open(&grader).await.unwrap();
+    assert_ne!(other.name(), name);
+    other.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_what_a_reset_cannot_undo_costs_the_container() {
+    let Some(bench) = Bench::new().await else { return };
+    for (count, script) in [
+        "rm /dev/null; echo x > /dev/null",
+        "chmod 777 /dev/shm",
+        "python3 -c 'import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (100, 100))'",
+        "echo 900 > /proc/1/oom_score_adj",
+        "renice -n 10 -p 1 || python3 -c 'import os; os.setpriority(os.PRIO_PROCESS, 1, 10)'",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut sandbox = bench.open().await;
+        let name = sandbox.name().to_owned();
+        let result = run(&mut sandbox, script).await;
+        assert_eq!(result.exit, Exit::Code(0), "{script}: {}", result.text());
+        sandbox.close().await.unwrap();
+        assert_eq!(bench.provider.stats().resets_refused, count as u64 + 1, "{script}");
+        let next = bench.open().await;
+        assert_ne!(next.name(), name);
+        next.close().await.unwrap();
+    }
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_a_container_that_vanishes_is_gone_and_never_a_result() {
+    let Some(bench) = Bench::new().await else { return };
+    for (args, reusable) in [(["kill"].as_slice(), true), (["rm", "-f"].as_slice(), false)] {
+        let mut sandbox = bench.provider.open(&bench.spec(reusable)).await.unwrap();
+        let name = sandbox.name().to_owned();
+        let started = Instant::now();
+        let command = Command::shell("echo partial; touch started; sleep 100", SHORT);
+        let args: Vec<String> = args.iter().map(ToString::to_string).chain([name]).collect();
+        let kill = tokio::task::spawn_blocking(move || {
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            docker(&args)
+        });
+        let (ended, _) = tokio::join!(sandbox.exec(&command), kill);
+        assert!(matches!(ended.unwrap_err().kind, SandboxErrorKind::Gone(_)));
+        assert!(started.elapsed() < Duration::from_secs(10));
+        let next = sandbox.exec(&Command::shell("true", SHORT)).await.unwrap_err();
+        assert!(matches!(next.kind, SandboxErrorKind::Gone(_)), "{next}");
+        sandbox.close().await.unwrap();
+        let mut replacement = bench.provider.open(&bench.spec(reusable)).await.unwrap();
+        check_alive(&mut replacement).await;
+        replacement.close().await.unwrap();
+    }
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_an_idle_sandbox_that_died_is_replaced() {
+    let Some(bench) = Bench::new().await else { return };
+    let sandbox = bench.open().await;
+    let name = sandbox.name().to_owned();
+    sandbox.close().await.unwrap();
+    docker(&["rm", "-f", &name]);
+    let mut next = bench.open().await;
+    check_alive(&mut next).await;
+    assert_ne!(next.name(), name);
+    next.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_the_deadline_ends_the_container_without_us() {
+    let Some(bench) = Bench::new().await else { return };
+    let spec = SandboxSpec { deadline: Duration::from_secs(2), ..bench.spec(false) };
+    let mut sandbox = bench.provider.open(&spec).await.unwrap();
+    let ended = sandbox.exec(&Command::shell("sleep 100", SHORT)).await.unwrap_err();
+    let text = ended.to_string();
+    assert!(matches!(ended.kind, SandboxErrorKind::Gone(_)) && text.contains("deadline"), "{text}");
+    drop(sandbox);
+    // A pooled container's end is that of its attempt while it serves one, and its own afterwards.
+    let spec = SandboxSpec { deadline: Duration::from_secs(1), ..bench.spec(true) };
+    let sandbox = bench.provider.open(&spec).await.unwrap();
+    let name = sandbox.name().to_owned();
+    sandbox.close().await.unwrap();
+    let mut again = bench.open().await;
+    assert_eq!(again.name(), name);
+    assert_eq!(run(&mut again, "sleep 1.5").await.exit, Exit::Code(0));
+    again.close().await.unwrap();
+    let mut hurried = bench.provider.open(&spec).await.unwrap();
+    let ended = hurried.exec(&Command::shell("sleep 100", SHORT)).await.unwrap_err();
+    assert!(ended.to_string().contains("deadline"), "{ended}");
+    drop(hurried);
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_a_dropped_sandbox_or_a_dropped_call_leaves_no_container() {
+    let Some(bench) = Bench::new().await else { return };
+    drop(bench.open().await);
+    let mut sandbox = bench.open().await;
+    let long = Command::shell("sleep 100", SHORT);
+    let abandoned = tokio::time::timeout(Duration::from_millis(200), sandbox.exec(&long)).await;
+    assert!(abandoned.is_err());
+    let next = sandbox.exec(&Command::shell("true", SHORT)).await.unwrap_err();
+    assert!(matches!(next.kind, SandboxErrorKind::Protocol(_)), "{next}");
+    sandbox.close().await.unwrap();
+    // A start that is dropped half-way, at several points.
+    for millis in [0, 5, 20, 60, 120, 200] {
+        let spec = bench.spec(millis % 2 == 0);
+        let open = bench.provider.open(&spec);
+        let _ = tokio::time::timeout(Duration::from_millis(millis), open).await;
+    }
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_a_provider_that_dies_takes_its_containers_along() {
+    let Some(bench) = Bench::new().await else { return };
+    let Some(witness) = Bench::new().await else { return };
+    let mut open = bench.open().await;
+    check_alive(&mut open).await;
+    let run = bench.run;
+    let name = open.name().to_owned();
+    drop((open, bench));
+    // Not removed by us: the stream's end ends process 1, and the daemon removes the container.
+    tokio::task::spawn_blocking(move || docker(&["wait", &name])).await.unwrap();
+    let mut left = 1;
+    let started = Instant::now();
+    while left > 0 && started.elapsed() < SHORT {
+        let all = witness.provider.list().await.unwrap();
+        left = all.iter().filter(|info| info.run == Some(run)).count();
+    }
+    assert_eq!(left, 0);
+    witness.finish().await;
+}
+
+#[tokio::test]
+async fn docker_sweep_takes_older_epochs_of_its_run_only() {
+    let Some(bench) = Bench::new().await else { return };
+    let mut spec = bench.spec(false);
+    let old = bench.provider.open(&spec).await.unwrap();
+    spec.owner.epoch = 2;
+    spec.owner.attempt = "t000001.01-a01".parse().unwrap();
+    let mut current = bench.provider.open(&spec).await.unwrap();
+    let report = bench.provider.sweep(bench.run, 2).await.unwrap();
+    assert_eq!(report.removed, [old.name()]);
+    assert!(report.kept.iter().any(|(name, _)| name == current.name()));
+    check_alive(&mut current).await;
+    let report = bench.provider.sweep_all_orphans(GcScope::Run(bench.run)).await.unwrap();
+    assert!(report.removed.contains(&current.name().to_owned()), "{report:?}");
+    drop((old, current));
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_a_leftover_of_the_same_name_is_replaced() {
+    let Some(bench) = Bench::new().await else { return };
+    let short = bench.run.short();
+    let name = format!("orch-{short}-t000001.00-a01-a");
+    docker(&["create", "--name", &name, IMAGE, "true"]);
+    let mut sandbox = bench.provider.open(&bench.spec(false)).await.unwrap();
+    assert_eq!(sandbox.name(), name);
+    check_alive(&mut sandbox).await;
+    // A second sandbox of the same attempt does not take the first one's place.
+    let mut second = bench.provider.open(&bench.spec(false)).await.unwrap();
+    assert_eq!(second.name(), format!("{name}-2"));
+    check_alive(&mut second).await;
+    check_alive(&mut sandbox).await;
+    sandbox.close().await.unwrap();
+    second.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_missing_images_and_absent_daemons_say_what_to_do() {
+    let Some(bench) = Bench::new().await else { return };
+    for reusable in [true, false] {
+        let spec = SandboxSpec { image: "orchestrate/no-such:1".into(), ..bench.spec(reusable) };
+        let error = bench.provider.open(&spec).await.unwrap_err();
+        assert!(matches!(error.kind, SandboxErrorKind::ImageMissing(_)), "{error}");
+    }
+    bench.finish().await;
+    for host in ["unix:///no/such/socket", "tcp://127.0.0.1:1"] {
+        let raw = RawSandboxConfig {
+            docker_host: Some(host.into()),
+            call_timeout: Some(HumanDuration::secs(5)),
+            ..RawSandboxConfig::default()
+        };
+        let error = DockerProvider::connect(raw.check().unwrap()).await.unwrap_err();
+        assert!(matches!(error.kind, SandboxErrorKind::NoDaemon(_)), "{error}");
+        assert!(error.to_string().contains("start Docker"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn docker_nothing_starts_below_the_floor_of_free_disk() {
+    let floor = ByteSize(1 << 50);
+    let raw = RawSandboxConfig { min_free_disk: Some(floor), ..RawSandboxConfig::default() };
+    let Some(bench) = Bench::with(raw).await else { return };
+    let error = bench.provider.open(&bench.spec(true)).await.unwrap_err();
+    assert!(error.to_string().contains("sandbox.min_free_disk"), "{error}");
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_an_idle_sandbox_of_another_kind_makes_room() {
+    let raw = RawSandboxConfig { max_containers: Some(2), ..RawSandboxConfig::default() };
+    let Some(bench) = Bench::with(raw).await else { return };
+    let grader = SandboxSpec { purpose: Purpose::Grader, ..bench.spec(true) };
+    bench.open().await.close().await.unwrap();
+    bench.provider.open(&grader).await.unwrap().close().await.unwrap();
+    assert_eq!(bench.provider.stats().idle, 2);
+    let other = SandboxSpec { workdir: "/other".into(), ..bench.spec(true) };
+    let mut sandbox = bench.provider.open(&other).await.unwrap();
+    assert_eq!(run(&mut sandbox, "pwd").await.text(), "/other\n");
+    let stats = bench.provider.stats();
+    assert_eq!((stats.open, stats.idle, stats.removed), (1, 1, 1));
+    sandbox.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_twenty_sandboxes_work_at_once_within_the_limit() {
+    let raw = RawSandboxConfig { max_containers: Some(8), ..RawSandboxConfig::default() };
+    let Some(bench) = Bench::with(raw).await else { return };
+    let works = (0..20).map(|number| {
+        let bench = &bench;
+        async move {
+            let purpose = if number % 2 == 0 { Purpose::Agent } else { Purpose::Grader };
+            let spec = SandboxSpec { purpose, ..bench.spec(number % 3 != 0) };
+            let mut sandbox = bench.provider.open(&spec).await.unwrap();
+            let stats = bench.provider.stats();
+            assert!(stats.open + stats.idle <= 8, "{stats:?}");
+            let text =
+                run(&mut sandbox, &format!("echo {number} > f; cat f; ls | wc -l")).await.text();
+            assert_eq!(text, format!("{number}\n1\n"));
+            sandbox.close().await.unwrap();
+        }
+    });
+    futures::future::join_all(works).await;
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_small_things_cost_milliseconds() {
+    let Some(bench) = Bench::new().await else { return };
+    eprintln!("{:?}", bench.provider.doctor().await.unwrap());
+    let median = |mut times: Vec<Duration>| {
+        times.sort_unstable();
+        times[times.len() / 2]
+    };
+    let mut starts = Vec::new();
+    for _ in 0..11 {
+        let started = Instant::now();
+        let sandbox = bench.provider.open(&bench.spec(false)).await.unwrap();
+        starts.push(started.elapsed());
+        sandbox.close().await.unwrap();
+    }
+    bench.open().await.close().await.unwrap();
+    let (mut commands, mut cycles, mut probes) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..100 {
+        let started = Instant::now();
+        let mut sandbox = bench.open().await;
+        let opened = Instant::now();
+        sandbox.exec(&Command::shell(":", SHORT)).await.unwrap();
+        let ran = Instant::now();
+        sandbox.close().await.unwrap();
+        commands.push(ran - opened);
+        cycles.push((opened - started) + ran.elapsed());
+    }
+    probes.push(bench.provider.probe(&bench.spec(true)).await.unwrap());
+    let (start, command, cycle) = (median(starts), median(commands), median(cycles));
+    eprintln!(
+        "p50: start {start:?}, command {command:?}, open and close with reuse {cycle:?}; {probes:?}"
+    );
+    // Loose: other work runs beside the tests. An exec of Docker's own would take 50 ms and more.
+    assert!(command < Duration::from_millis(40), "{command:?}");
+    bench.finish().await;
+}

@@ -1,0 +1,86 @@
+//! Files named by the blake3 digest of their bytes: `blobs/<2 hex>/<64 hex>.zst`.
+
+use crate::error::StoreError;
+use camino::{Utf8Path, Utf8PathBuf};
+use fs_err as fs;
+use std::collections::HashSet;
+use std::io::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The folder of all stored trajectories of a run.
+#[derive(Debug)]
+pub(crate) struct Blobs {
+    folder: Utf8PathBuf,
+    written: AtomicU64,
+}
+
+impl Blobs {
+    pub(crate) fn new(run_folder: &Utf8Path) -> Self {
+        Self { folder: run_folder.join("blobs"), written: AtomicU64::new(0) }
+    }
+
+    /// Where the blob with this digest lies. The digest must be lower-case hexadecimal; anything
+    /// else (a damaged row) maps to a name that cannot exist, never to a path outside.
+    pub(crate) fn path(&self, digest: &str) -> Utf8PathBuf {
+        let safe = digest.len() == 64 && digest.bytes().all(|b| b.is_ascii_hexdigit());
+        match digest.get(..2) {
+            Some(prefix) if safe => self.folder.join(prefix).join(format!("{digest}.zst")),
+            _ => self.folder.join("invalid-digest"),
+        }
+    }
+
+    /// Writes `bytes` durably and returns their digest. Temporary name, fsync, rename, fsync of
+    /// the folder: after this returns a row may point at it. Blocking.
+    pub(crate) fn write(&self, bytes: &[u8]) -> Result<String, StoreError> {
+        let digest = blake3::hash(bytes).to_hex().to_string();
+        let target = self.path(&digest);
+        let folder = target.parent().unwrap_or(&self.folder).to_owned();
+        let number = self.written.fetch_add(1, Ordering::Relaxed);
+        let temporary = self.folder.join(format!("{}-{number}.tmp", std::process::id()));
+        let io = |e| StoreError::from_io(&target, e);
+        fs::create_dir_all(&folder).map_err(io)?;
+        let written = (|| {
+            let mut file = fs::File::create(&temporary)?;
+            file.write_all(bytes)?;
+            file.sync_all()?;
+            fs::rename(&temporary, &target)?;
+            sync_folder(&folder)?;
+            sync_folder(&self.folder)
+        })();
+        if let Err(e) = written {
+            // A full disk must not stay full because of the half file; if this fails too, the
+            // next start collects it.
+            let _ = fs::remove_file(&temporary);
+            return Err(io(e));
+        }
+        Ok(digest)
+    }
+
+    /// Removes what no row names: temporary files of writers that died, and files whose row was
+    /// never committed. Only while the run lock is held. Returns how many.
+    pub(crate) fn collect_garbage(&self, named: &HashSet<String>) -> Result<usize, StoreError> {
+        let io = |e| StoreError::from_io(&self.folder, e);
+        let mut removed = 0;
+        if !self.folder.exists() {
+            return Ok(0);
+        }
+        let mut pending = vec![self.folder.clone()];
+        while let Some(folder) = pending.pop() {
+            for entry in folder.read_dir_utf8().map_err(io)? {
+                let entry = entry.map_err(io)?;
+                let path = entry.path();
+                if entry.file_type().map_err(io)?.is_dir() {
+                    pending.push(path.to_owned());
+                } else if !path.file_stem().is_some_and(|stem| named.contains(stem)) {
+                    fs::remove_file(path).map_err(io)?;
+                    removed += 1;
+                }
+            }
+        }
+        Ok(removed)
+    }
+}
+
+fn sync_folder(folder: &Utf8Path) -> std::io::Result<()> {
+    fs::File::open(folder)?.sync_all()
+}

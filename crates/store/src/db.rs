@@ -1,0 +1,163 @@
+//! Connections, and the one way to write: a transaction that begins with the epoch check.
+
+use crate::error::StoreError;
+use crate::sql;
+use camino::{Utf8Path, Utf8PathBuf};
+use sqlx::sqlite::{
+    SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
+};
+use sqlx::{Connection, Sqlite, Transaction};
+use std::time::Duration;
+
+/// Longest wait for another process (a backup, a viewer) that holds the database.
+const BUSY_TIMEOUT: Duration = Duration::from_mins(1);
+/// Readers: the run loop asks one thing at a time, `orchestrate show` a few.
+const READERS: u32 = 4;
+
+pub(crate) static MIGRATIONS: sqlx::migrate::Migrator = sqlx::migrate!("../../migrations/sqlite");
+
+fn options(journal: &Utf8Path) -> SqliteConnectOptions {
+    SqliteConnectOptions::new()
+        .filename(journal)
+        .foreign_keys(true)
+        .journal_mode(SqliteJournalMode::Wal)
+        // FULL: a commit that was answered survives a power cut, not only a crash.
+        .synchronous(SqliteSynchronous::Full)
+        .busy_timeout(BUSY_TIMEOUT)
+}
+
+/// The single write connection.
+pub(crate) async fn writer(journal: &Utf8Path, create: bool) -> Result<SqlitePool, StoreError> {
+    SqlitePoolOptions::new()
+        .max_connections(1)
+        .idle_timeout(None)
+        .max_lifetime(None)
+        // SQLite ends a transaction by itself when the disk is full; the driver does not notice
+        // and would refuse every later transaction on that connection.
+        .after_release(|connection, _| Box::pin(async move { Ok(!connection.is_in_transaction()) }))
+        .connect_with(options(journal).create_if_missing(create))
+        .await
+        .map_err(|e| StoreError::from_db(journal, "open", e))
+}
+
+/// Connections that cannot write.
+pub(crate) async fn readers(journal: &Utf8Path) -> Result<SqlitePool, StoreError> {
+    let options = SqliteConnectOptions::new()
+        .filename(journal)
+        .busy_timeout(BUSY_TIMEOUT)
+        .pragma("query_only", "ON");
+    SqlitePoolOptions::new()
+        .max_connections(READERS)
+        .connect_with(options)
+        .await
+        .map_err(|e| StoreError::from_db(journal, "open", e))
+}
+
+/// Brings the schema up to date (one transaction per migration) or refuses a newer one.
+pub(crate) async fn migrate(pool: &SqlitePool, journal: &Utf8Path) -> Result<(), StoreError> {
+    use sqlx::migrate::MigrateError;
+    MIGRATIONS.run(pool).await.map_err(|e| match e {
+        MigrateError::VersionMissing(_) | MigrateError::VersionMismatch(_) => {
+            StoreError::Newer { journal: journal.to_owned(), detail: e.to_string() }
+        }
+        MigrateError::Execute(e) | MigrateError::ExecuteMigration(e, _) => {
+            StoreError::from_db(journal, "migrate", e)
+        }
+        other => StoreError::Db { what: "migrate", source: sqlx::Error::Migrate(Box::new(other)) },
+    })
+}
+
+/// Fails with [`StoreError::Corrupt`] if the file is not a sound database.
+pub(crate) async fn check(pool: &SqlitePool, journal: &Utf8Path) -> Result<(), StoreError> {
+    let (verdict,): (String,) = sqlx::query_as("PRAGMA quick_check(1)")
+        .fetch_one(pool)
+        .await
+        .map_err(|e| StoreError::from_db(journal, "check", e))?;
+    if verdict == "ok" {
+        Ok(())
+    } else {
+        Err(StoreError::Corrupt { journal: journal.to_owned(), detail: verdict })
+    }
+}
+
+/// A write under way. Dropping it without [`Write::commit`] changes nothing.
+pub(crate) struct Write {
+    pub(crate) tx: Transaction<'static, Sqlite>,
+    pub(crate) epoch: i64,
+    pub(crate) now: i64,
+    what: &'static str,
+    journal: Utf8PathBuf,
+}
+
+impl Write {
+    /// Begins. `BEGIN IMMEDIATE` takes the write lock first, so that the epoch cannot change
+    /// between its check and the commit: a replaced coordinator gets [`StoreError::Fenced`].
+    pub(crate) async fn begin(
+        pool: &SqlitePool,
+        journal: &Utf8Path,
+        what: &'static str,
+        epoch: i64,
+    ) -> Result<Self, StoreError> {
+        let fail = |e| StoreError::from_db(journal, what, e);
+        let mut tx = pool.begin_with("BEGIN IMMEDIATE").await.map_err(fail)?;
+        let mine: Option<(i64,)> = sqlx::query_as(sql::CHECK_EPOCH)
+            .bind(epoch)
+            .fetch_optional(&mut *tx)
+            .await
+            .map_err(fail)?;
+        if mine.is_none() {
+            return Err(StoreError::Fenced { epoch });
+        }
+        let now = orchestrate_types::unix_micros();
+        Ok(Self { tx, epoch, now, what, journal: journal.to_owned() })
+    }
+
+    /// Translates a driver error of this write.
+    pub(crate) fn fail(&self) -> impl Fn(sqlx::Error) -> StoreError + use<> {
+        let (journal, what) = (self.journal.clone(), self.what);
+        move |e| StoreError::from_db(&journal, what, e)
+    }
+
+    /// The transition is not possible from the row's present state.
+    pub(crate) fn refuse(&self, detail: impl Into<String>) -> StoreError {
+        StoreError::Refused { what: self.what, detail: detail.into() }
+    }
+
+    /// Makes it durable.
+    pub(crate) async fn commit(self) -> Result<(), StoreError> {
+        let (journal, what) = (self.journal, self.what);
+        self.tx.commit().await.map_err(|e| StoreError::from_db(&journal, what, e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sqlx::{Executor, SqlSafeStr};
+
+    #[tokio::test]
+    async fn every_statement_fits_the_migrated_schema() {
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Utf8PathBuf::from_path_buf(folder.path().join("j.db")).unwrap();
+        let pool = writer(&journal, true).await.unwrap();
+        migrate(&pool, &journal).await.unwrap();
+        for statement in sql::ALL {
+            if let Err(error) = pool.prepare(statement.into_sql_str()).await {
+                panic!("{statement}: {error}");
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_newer_schema_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Utf8PathBuf::from_path_buf(folder.path().join("j.db")).unwrap();
+        let pool = writer(&journal, true).await.unwrap();
+        migrate(&pool, &journal).await.unwrap();
+        let newer = "INSERT INTO _sqlx_migrations (version, description, success, checksum, \
+                     execution_time) VALUES (999, 'future', 1, x'00', 0)";
+        sqlx::query(newer).execute(&pool).await.unwrap();
+        let error = migrate(&pool, &journal).await.unwrap_err();
+        assert!(matches!(error, StoreError::Newer { .. }), "{error}");
+    }
+}

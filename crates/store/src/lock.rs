@@ -1,0 +1,72 @@
+//! The run folder's lock: one coordinator per run on this machine.
+
+use crate::error::StoreError;
+use camino::{Utf8Path, Utf8PathBuf};
+use fs_err::{File, OpenOptions};
+use std::fs::TryLockError;
+use std::io::{Read, Seek, SeekFrom, Write};
+
+const LOCK_FILE: &str = "run.lock";
+
+/// An exclusive operating-system lock on `run.lock`; the kernel frees it when the process ends,
+/// however it ends. The file's text names the holder and the highest epoch of the run.
+#[derive(Debug)]
+pub(crate) struct RunLock {
+    file: File,
+    path: Utf8PathBuf,
+    epoch_before: i64,
+}
+
+impl RunLock {
+    /// Takes the lock or fails at once with [`StoreError::Locked`].
+    pub(crate) fn take(folder: &Utf8Path) -> Result<Self, StoreError> {
+        let path = folder.join(LOCK_FILE);
+        let io = |e| StoreError::from_io(&path, e);
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(io)?;
+        let locked = file.file().try_lock();
+        let mut text = String::new();
+        // The text is advice for people and a check against old copies; a torn one is no error.
+        let _ = file.read_to_string(&mut text);
+        match locked {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let holder = text.lines().next().unwrap_or("another process").to_owned();
+                return Err(StoreError::Locked { folder: folder.to_owned(), holder });
+            }
+            Err(TryLockError::Error(e)) => return Err(io(e)),
+        }
+        let epoch_before = text
+            .lines()
+            .find_map(|line| line.strip_prefix("epoch "))
+            .and_then(|n| n.trim().parse().ok())
+            .unwrap_or(0);
+        let mut lock = Self { file, path, epoch_before };
+        lock.write(epoch_before)?;
+        Ok(lock)
+    }
+
+    /// Highest epoch that was ever written into this lock file.
+    pub(crate) fn epoch_before(&self) -> i64 {
+        self.epoch_before
+    }
+
+    /// Writes holder and epoch. Called after the journal committed that epoch.
+    pub(crate) fn write(&mut self, epoch: i64) -> Result<(), StoreError> {
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let text = format!("pid {} on host {host}\nepoch {epoch}\n", std::process::id());
+        let path = &self.path;
+        let file = &mut self.file;
+        let length = text.len() as u64;
+        file.seek(SeekFrom::Start(0))
+            .and_then(|_| file.write_all(text.as_bytes()))
+            .and_then(|()| file.set_len(length))
+            .and_then(|()| file.sync_all())
+            .map_err(|e| StoreError::from_io(path, e))
+    }
+}

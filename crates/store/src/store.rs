@@ -1,0 +1,182 @@
+//! Opening a journal for writing.
+
+use crate::JOURNAL_FILE;
+use crate::blob::Blobs;
+use crate::db::{self, Write};
+use crate::error::StoreError;
+#[cfg(feature = "failpoints")]
+use crate::failpoint::Failpoint;
+use crate::lock::RunLock;
+use crate::read::Reader;
+use crate::sql;
+use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_types::RunId;
+use sqlx::sqlite::SqlitePool;
+use std::sync::Arc;
+
+/// What is fixed when a run is created.
+#[derive(Debug, Clone)]
+pub struct NewRun {
+    /// Its id.
+    pub run: RunId,
+    /// Digest of the recorded plan; compared by the caller on resume.
+    pub plan_digest: String,
+}
+
+/// The journal of one run, open for writing. One per run folder at a time, over all processes of
+/// this machine; dropping it (or dying) frees the folder.
+#[derive(Debug)]
+pub struct Store {
+    pub(crate) journal: Utf8PathBuf,
+    pub(crate) pool: SqlitePool,
+    pub(crate) blobs: Arc<Blobs>,
+    pub(crate) epoch: i64,
+    reader: Reader,
+    _lock: RunLock,
+    #[cfg(feature = "failpoints")]
+    failpoint: Option<Arc<dyn Failpoint>>,
+}
+
+impl Store {
+    /// Creates the journal of a new run in `folder` (made if absent) and begins its first epoch.
+    ///
+    /// # Errors
+    /// [`StoreError::Exists`] if there is one already, [`StoreError::Locked`] if another process
+    /// works there, and any file or database error.
+    pub async fn create(folder: &Utf8Path, new: &NewRun) -> Result<Self, StoreError> {
+        fs_err::create_dir_all(folder).map_err(|e| StoreError::from_io(folder, e))?;
+        let lock = RunLock::take(folder)?;
+        let journal = folder.join(JOURNAL_FILE);
+        let pool = db::writer(&journal, true).await?;
+        db::migrate(&pool, &journal).await?;
+        // A creation that died before this row is begun again; one that got further is not.
+        let inserted = sqlx::query(sql::INSERT_RUN)
+            .bind(new.run.to_string())
+            .bind(&new.plan_digest)
+            .bind(orchestrate_types::unix_micros())
+            .execute(&pool)
+            .await
+            .map_err(|e| StoreError::from_db(&journal, "create", e));
+        match inserted {
+            Ok(_) => {}
+            Err(StoreError::Refused { .. }) => return Err(StoreError::Exists { journal }),
+            Err(e) => return Err(e),
+        }
+        Self::begin_epoch(folder, journal, pool, lock).await
+    }
+
+    /// Opens the journal in `folder` to continue its run: checks the database, collects half
+    /// written files, begins the next epoch, and marks attempts of the last one as lost.
+    ///
+    /// # Errors
+    /// [`StoreError::Missing`], [`StoreError::Locked`], [`StoreError::Corrupt`],
+    /// [`StoreError::OldCopy`], [`StoreError::Newer`], and any file or database error.
+    pub async fn open(folder: &Utf8Path) -> Result<Self, StoreError> {
+        let journal = folder.join(JOURNAL_FILE);
+        if !journal.exists() {
+            return Err(StoreError::Missing { journal });
+        }
+        let lock = RunLock::take(folder)?;
+        let pool = db::writer(&journal, false).await?;
+        db::check(&pool, &journal).await?;
+        db::migrate(&pool, &journal).await?;
+        Self::begin_epoch(folder, journal, pool, lock).await
+    }
+
+    async fn begin_epoch(
+        folder: &Utf8Path,
+        journal: Utf8PathBuf,
+        pool: SqlitePool,
+        mut lock: RunLock,
+    ) -> Result<Self, StoreError> {
+        let reader = Reader::open(folder).await?;
+        let before = reader.run().await?.epoch;
+        if before < lock.epoch_before() {
+            let lock_epoch = lock.epoch_before();
+            return Err(StoreError::OldCopy { journal, journal_epoch: before, lock_epoch });
+        }
+        let mut write = Write::begin(&pool, &journal, "begin_epoch", before).await?;
+        let fail = write.fail();
+        let (epoch,): (i64,) =
+            sqlx::query_as(sql::NEXT_EPOCH).fetch_one(&mut *write.tx).await.map_err(&fail)?;
+        let now = write.now;
+        sqlx::query(sql::LOSE_ATTEMPTS)
+            .bind(epoch)
+            .bind(now)
+            .execute(&mut *write.tx)
+            .await
+            .map_err(&fail)?;
+        sqlx::query(sql::REOPEN_QUARANTINED)
+            .bind(epoch)
+            .execute(&mut *write.tx)
+            .await
+            .map_err(&fail)?;
+        write.commit().await?;
+        lock.write(epoch)?;
+
+        let blobs = Arc::new(Blobs::new(folder));
+        let named = reader.named_blobs().await?;
+        let removed = blobs.collect_garbage(&named)?;
+        if removed > 0 {
+            tracing::info!(removed, "removed files that no journal row names");
+        }
+        Ok(Self {
+            journal,
+            pool,
+            blobs,
+            epoch,
+            reader,
+            _lock: lock,
+            #[cfg(feature = "failpoints")]
+            failpoint: None,
+        })
+    }
+
+    /// This coordinator's epoch: 1 at the first start of the run, then counting up.
+    pub fn epoch(&self) -> i64 {
+        self.epoch
+    }
+
+    /// The reading half.
+    pub fn reader(&self) -> &Reader {
+        &self.reader
+    }
+
+    /// Begins a fenced write named `what`.
+    pub(crate) async fn begin(&self, what: &'static str) -> Result<Write, StoreError> {
+        self.reach(what, "before").await;
+        Write::begin(&self.pool, &self.journal, what, self.epoch).await
+    }
+
+    /// Commits it.
+    pub(crate) async fn commit(&self, write: Write, what: &'static str) -> Result<(), StoreError> {
+        write.commit().await?;
+        self.reach(what, "after").await;
+        Ok(())
+    }
+
+    /// Installs a failpoint that every later write passes.
+    #[cfg(feature = "failpoints")]
+    pub fn set_failpoint(&mut self, failpoint: Arc<dyn Failpoint>) {
+        self.failpoint = Some(failpoint);
+    }
+
+    /// Lets the database file grow to `pages` pages of 4 KiB at most, as a full disk would.
+    #[cfg(feature = "failpoints")]
+    pub async fn limit_pages(&self, pages: u32) {
+        let pragma = format!("PRAGMA max_page_count = {pages}");
+        let _ = sqlx::query(sqlx::AssertSqlSafe(pragma)).execute(&self.pool).await;
+    }
+
+    #[cfg(feature = "failpoints")]
+    pub(crate) async fn reach(&self, what: &str, side: &str) {
+        if let Some(failpoint) = &self.failpoint {
+            failpoint.reach(&format!("{what}.{side}")).await;
+        }
+    }
+
+    #[cfg(not(feature = "failpoints"))]
+    pub(crate) fn reach(&self, _what: &str, _side: &str) -> std::future::Ready<()> {
+        std::future::ready(())
+    }
+}

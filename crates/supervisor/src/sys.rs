@@ -1,0 +1,266 @@
+//! The C library calls that the standard library does not offer. All unsafe code is here.
+#![expect(unsafe_code, reason = "process control needs system calls that std does not wrap")]
+
+use std::ffi::{c_int, c_long, c_short, c_ulong, c_ushort, c_void};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _};
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::process::{Command, ExitStatus};
+use std::time::Duration;
+
+pub(crate) const SIGTERM: c_int = 15;
+pub(crate) const SIGKILL: c_int = 9;
+pub(crate) const O_NOFOLLOW: c_int =
+    if cfg!(any(target_arch = "aarch64", target_arch = "arm")) { 0o100_000 } else { 0o400_000 };
+pub(crate) const O_NONBLOCK: c_int = 0o4000;
+const SIGHUP: c_int = 1;
+const SIGINT: c_int = 2;
+const SIGCHLD: c_int = 17;
+const O_CLOEXEC: c_int = 0o2_000_000;
+const O_WRONLY: c_int = 1;
+const SIG_DFL: usize = 0;
+const SIG_IGN: usize = 1;
+const ESRCH: i32 = 3;
+const ECHILD: i32 = 10;
+const EINTR: i32 = 4;
+/// Number of `RLIMIT_*` kinds on Linux.
+const RLIMITS: c_int = 16;
+
+/// As large as glibc's and musl's `sigset_t`.
+#[repr(C)]
+struct SigSet([u64; 16]);
+
+static NO_SIGNALS: SigSet = SigSet([0; 16]);
+static CHILD_SIGNAL: SigSet =
+    SigSet([1 << (SIGCHLD - 1), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+
+#[repr(C)]
+struct PollFd {
+    fd: c_int,
+    events: c_short,
+    revents: c_short,
+}
+
+#[repr(C)]
+struct RLimit {
+    soft: u64,
+    hard: u64,
+}
+
+#[repr(C)]
+struct SockFilter {
+    code: c_ushort,
+    jump_true: u8,
+    jump_false: u8,
+    k: u32,
+}
+
+#[repr(C)]
+struct SockProgram {
+    length: c_ushort,
+    filter: *const SockFilter,
+}
+
+unsafe extern "C" {
+    fn prctl(option: c_int, ...) -> c_int;
+    fn signal(number: c_int, handler: usize) -> usize;
+    fn kill(pid: c_int, number: c_int) -> c_int;
+    fn waitpid(pid: c_int, status: *mut c_int, options: c_int) -> c_int;
+    fn signalfd(fd: c_int, mask: *const SigSet, flags: c_int) -> c_int;
+    fn sigprocmask(how: c_int, set: *const SigSet, old: *mut SigSet) -> c_int;
+    fn poll(fds: *mut PollFd, count: c_ulong, timeout_ms: c_int) -> c_int;
+    fn fcntl(fd: c_int, command: c_int, ...) -> c_int;
+    fn setsid() -> c_int;
+    fn open(path: *const u8, flags: c_int, ...) -> c_int;
+    fn write(fd: c_int, bytes: *const c_void, count: usize) -> isize;
+    fn close(fd: c_int) -> c_int;
+    fn getrlimit(kind: c_int, limit: *mut RLimit) -> c_int;
+    fn getpriority(which: c_int, who: u32) -> c_int;
+    fn sched_getaffinity(pid: c_int, size: usize, mask: *mut u64) -> c_int;
+    fn sched_getscheduler(pid: c_int) -> c_int;
+    fn shmctl(id: c_int, command: c_int, ...) -> c_int;
+    fn msgctl(id: c_int, command: c_int, ...) -> c_int;
+    fn semctl(id: c_int, index: c_int, command: c_int, ...) -> c_int;
+}
+
+fn check(result: c_int) -> io::Result<c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// Makes this process hard to reach from the commands: not dumpable (so `/proc/1/fd` and `mem` are
+/// closed to them), deaf to the usual signals, the parent of every orphan; and refuses `io_uring`,
+/// which Docker's own seccomp profile of some versions allows.
+pub(crate) fn harden() -> io::Result<()> {
+    const PR_SET_DUMPABLE: c_int = 4;
+    const PR_SET_SECCOMP: c_int = 22;
+    const PR_SET_CHILD_SUBREAPER: c_int = 36;
+    const PR_SET_NO_NEW_PRIVS: c_int = 38;
+    const FILTER_MODE: c_ulong = 2;
+    const ON: c_ulong = 1;
+    const OFF: c_ulong = 0;
+    // SAFETY: these operations take plain integers.
+    unsafe {
+        check(prctl(PR_SET_DUMPABLE, OFF, OFF, OFF, OFF))?;
+        check(prctl(PR_SET_CHILD_SUBREAPER, ON, OFF, OFF, OFF))?;
+        check(prctl(PR_SET_NO_NEW_PRIVS, ON, OFF, OFF, OFF))?;
+    }
+    for number in [SIGTERM, SIGINT, SIGHUP] {
+        // SAFETY: SIG_IGN is a valid disposition and installs no handler.
+        unsafe { signal(number, SIG_IGN) };
+    }
+    // Load the call's number, drop the x32 bit, answer ENOSYS for 425 to 427, else allow.
+    let step = |code, jump_true, jump_false, k| SockFilter { code, jump_true, jump_false, k };
+    let filter = [
+        step(0x20, 0, 0, 0),
+        step(0x54, 0, 0, 0xbfff_ffff),
+        step(0x35, 0, 2, 425),
+        step(0x25, 1, 0, 427),
+        step(0x06, 0, 0, 0x0005_0026),
+        step(0x06, 0, 0, 0x7fff_0000),
+    ];
+    let program = SockProgram { length: 6, filter: filter.as_ptr() };
+    // SAFETY: the program outlives the call, which copies it; its length is that of the array.
+    check(unsafe { prctl(PR_SET_SECCOMP, FILTER_MODE, &raw const program, OFF, OFF) })?;
+    Ok(())
+}
+
+/// A descriptor that becomes readable when a child has ended; the signal itself is blocked.
+pub(crate) fn child_signal() -> io::Result<File> {
+    // SAFETY: the mask is as large as the C library's type; a fresh descriptor is ours alone.
+    unsafe {
+        check(sigprocmask(0, &raw const CHILD_SIGNAL, std::ptr::null_mut()))?;
+        let fd = check(signalfd(-1, &raw const CHILD_SIGNAL, O_CLOEXEC | O_NONBLOCK))?;
+        Ok(File::from_raw_fd(fd))
+    }
+}
+
+/// Gives the command its own session, default signals and the first place in the kernel's choice
+/// when memory runs out (so that process 1 is not the one that dies).
+pub(crate) fn isolate(command: &mut Command) {
+    let setup = || {
+        // SAFETY: only async-signal-safe calls, on constants with a final NUL, between fork and exec.
+        unsafe {
+            check(setsid())?;
+            for number in [SIGTERM, SIGINT, SIGHUP] {
+                signal(number, SIG_DFL);
+            }
+            check(sigprocmask(2, &raw const NO_SIGNALS, std::ptr::null_mut()))?;
+            let fd = open(c"/proc/self/oom_score_adj".as_ptr().cast(), O_WRONLY | O_CLOEXEC);
+            if fd >= 0 {
+                write(fd, b"1000".as_ptr().cast(), 4);
+                close(fd);
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: the closure makes async-signal-safe calls only and allocates nothing.
+    unsafe { command.pre_exec(setup) };
+}
+
+/// Sends a signal to a process group; that it is already gone is no news.
+pub(crate) fn signal_group(group: i32, number: c_int) {
+    // SAFETY: plain integers.
+    unsafe { kill(-group, number) };
+}
+
+/// Kills every process but this one. `false` when there was none.
+pub(crate) fn kill_all() -> io::Result<bool> {
+    // SAFETY: plain integers. Only process 1 of a pid namespace gets here, so -1 is the container.
+    match check(unsafe { kill(-1, SIGKILL) }) {
+        Ok(_) => Ok(true),
+        Err(error) if error.raw_os_error() == Some(ESRCH) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Collects one ended child, if there is one.
+pub(crate) fn reap() -> io::Result<Option<(i32, ExitStatus)>> {
+    let mut status = 0;
+    // SAFETY: `status` is a valid place for the call's result; 1 is WNOHANG.
+    match check(unsafe { waitpid(-1, &raw mut status, 1) }) {
+        Ok(0) => Ok(None),
+        Ok(pid) => Ok(Some((pid, ExitStatus::from_raw(status)))),
+        Err(error) if error.raw_os_error() == Some(ECHILD) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Waits until one of the descriptors can be read or has ended; says which.
+pub(crate) fn wait<const N: usize>(
+    fds: [Option<BorrowedFd<'_>>; N],
+    timeout: Option<Duration>,
+) -> io::Result<[bool; N]> {
+    const POLLIN: c_short = 1;
+    // A negative descriptor is skipped. One millisecond is added: a wait must not end just early.
+    let mut polled =
+        fds.map(|fd| PollFd { fd: fd.map_or(-1, |fd| fd.as_raw_fd()), events: POLLIN, revents: 0 });
+    let millis = timeout.map_or(-1, |t| c_int::try_from(t.as_millis() + 1).unwrap_or(c_int::MAX));
+    // SAFETY: the array is valid for N entries while the call runs.
+    match check(unsafe { poll(polled.as_mut_ptr(), N as c_ulong, millis) }) {
+        Ok(_) => Ok(polled.map(|entry| entry.revents != 0)),
+        Err(error) if error.raw_os_error() == Some(EINTR) => Ok([false; N]),
+        Err(error) => Err(error),
+    }
+}
+
+/// Makes reads of a pipe return at once, and the pipe as large as an ordinary user may.
+pub(crate) fn prepare_pipe(fd: BorrowedFd<'_>) -> io::Result<()> {
+    const F_SETFL: c_int = 4;
+    const F_SETPIPE_SZ: c_int = 1031;
+    // SAFETY: the descriptor is borrowed, so open; the arguments are plain integers.
+    unsafe {
+        check(fcntl(fd.as_raw_fd(), F_SETFL, O_NONBLOCK))?;
+        // A small pipe is only slower.
+        fcntl(fd.as_raw_fd(), F_SETPIPE_SZ, 1 << 20);
+    }
+    Ok(())
+}
+
+/// What a command running as our user can change about this process: limits, priority, CPUs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ProcessState {
+    limits: Vec<(u64, u64)>,
+    priority: i32,
+    scheduler: i32,
+    cpus: [u64; 64],
+}
+
+pub(crate) fn process_state() -> io::Result<ProcessState> {
+    let mut limits = Vec::new();
+    for kind in 0..RLIMITS {
+        let mut limit = RLimit { soft: 0, hard: 0 };
+        // SAFETY: `limit` is a valid place for the result.
+        check(unsafe { getrlimit(kind, &raw mut limit) })?;
+        limits.push((limit.soft, limit.hard));
+    }
+    let mut cpus = [0; 64];
+    // SAFETY: the mask has the size that is given; the other calls take plain integers.
+    let (priority, scheduler) = unsafe {
+        check(sched_getaffinity(0, size_of_val(&cpus), cpus.as_mut_ptr()))?;
+        (getpriority(0, 0), sched_getscheduler(0))
+    };
+    Ok(ProcessState { limits, priority, scheduler, cpus })
+}
+
+/// System V objects outlive processes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Ipc {
+    Shm,
+    Sem,
+    Msg,
+}
+
+/// Removes one; that it is already gone shows later, when the list is read again.
+pub(crate) fn remove_ipc(kind: Ipc, id: c_int) {
+    const IPC_RMID: c_int = 0;
+    const UNUSED: c_long = 0;
+    // SAFETY: plain integers; removal reads no further argument.
+    unsafe {
+        match kind {
+            Ipc::Shm => shmctl(id, IPC_RMID, UNUSED),
+            Ipc::Sem => semctl(id, 0, IPC_RMID, UNUSED),
+            Ipc::Msg => msgctl(id, IPC_RMID, UNUSED),
+        };
+    }
+}

@@ -1,0 +1,227 @@
+//! Reading and wiping folders that a command has left behind. No process of the sandbox is alive
+//! meanwhile, so what was looked at does not change; still no symlink is ever followed.
+
+use crate::protocol::{CHUNK, Reply, TreeEnd, is_safe_path};
+use crate::sys;
+use std::fs::{File, Metadata, OpenOptions, Permissions};
+use std::io::{self, Read as _};
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+/// Folders within folders; a deeper tree is refused.
+const MAX_DEPTH: usize = 128;
+/// Counted per file on top of its content, so that empty files are not free.
+const FILE_COST: u64 = 64;
+
+struct Found {
+    path: String,
+    mode: u32,
+    size: u64,
+}
+
+/// Sends all regular files below `root`, sorted by path, or why not. Fails only when sending fails.
+pub(crate) fn send(
+    root: &Path,
+    cap: u64,
+    mut emit: impl FnMut(Reply) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut found = Vec::new();
+    let mut left = cap;
+    let end = match list(root, "", 0, &mut left, &mut found) {
+        Ok(()) => {
+            found.sort_unstable_by(|a, b| a.path.cmp(&b.path));
+            let mut end = TreeEnd::Complete { files: found.len() as u64 };
+            for file in &found {
+                if let Err(error) = send_file(root, file, &mut emit)? {
+                    end = TreeEnd::Failed(format!("{}: {error}", file.path));
+                    break;
+                }
+            }
+            end
+        }
+        Err(end) => end,
+    };
+    emit(Reply::TreeEnd(end))
+}
+
+fn list(
+    root: &Path,
+    prefix: &str,
+    depth: usize,
+    left: &mut u64,
+    found: &mut Vec<Found>,
+) -> Result<(), TreeEnd> {
+    let folder = root.join(prefix);
+    let failed = |error: io::Error| TreeEnd::Failed(format!("{}: {error}", folder.display()));
+    if depth > MAX_DEPTH {
+        return Err(TreeEnd::TooLarge(prefix.to_owned()));
+    }
+    let entries =
+        with_access(&folder, 0o500, || std::fs::read_dir(&folder)?.collect::<io::Result<Vec<_>>>())
+            .map_err(failed)?;
+    for entry in entries {
+        // A name that is no UTF-8 cannot be told to the host and is left out, as special files are.
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        let path = if prefix.is_empty() { name.clone() } else { format!("{prefix}/{name}") };
+        let meta = with_access(&folder, 0o500, || std::fs::symlink_metadata(root.join(&path)))
+            .map_err(failed)?;
+        if meta.is_dir() {
+            if name != "__pycache__" {
+                list(root, &path, depth + 1, left, found)?;
+            }
+        } else if meta.is_file() && is_safe_path(&path) {
+            let cost = meta.len() + path.len() as u64 + FILE_COST;
+            *left = left.checked_sub(cost).ok_or_else(|| TreeEnd::TooLarge(path.clone()))?;
+            found.push(Found { path, mode: meta.permissions().mode() & 0o7777, size: meta.len() });
+        }
+    }
+    Ok(())
+}
+
+fn send_file(
+    root: &Path,
+    file: &Found,
+    emit: &mut impl FnMut(Reply) -> io::Result<()>,
+) -> io::Result<io::Result<()>> {
+    let path = root.join(&file.path);
+    let parent = path.parent().unwrap_or(root).to_owned();
+    let open = || {
+        OpenOptions::new().read(true).custom_flags(sys::O_NOFOLLOW | sys::O_NONBLOCK).open(&path)
+    };
+    let handle = match with_access(&parent, 0o500, || with_access(&path, 0o400, open)) {
+        Ok(handle) => handle,
+        Err(error) => return Ok(Err(error)),
+    };
+    emit(Reply::TreeFile { path: file.path.clone(), mode: file.mode, size: file.size })?;
+    send_content(handle, file.size, emit)
+}
+
+fn send_content(
+    handle: File,
+    size: u64,
+    emit: &mut impl FnMut(Reply) -> io::Result<()>,
+) -> io::Result<io::Result<()>> {
+    let mut handle = handle.take(size);
+    let mut sent = 0;
+    while sent < size {
+        let mut data = Vec::with_capacity(CHUNK);
+        match handle.by_ref().take(CHUNK as u64).read_to_end(&mut data) {
+            Ok(0) => return Ok(Err(io::ErrorKind::UnexpectedEof.into())),
+            Ok(count) => sent += count as u64,
+            Err(error) => return Ok(Err(error)),
+        }
+        emit(Reply::TreeData { data })?;
+    }
+    Ok(Ok(()))
+}
+
+/// Root without capabilities cannot read what its owner forbade itself: grants the bits for the
+/// time of the action, then takes them back.
+fn with_access<T>(path: &Path, bits: u32, action: impl Fn() -> io::Result<T>) -> io::Result<T> {
+    match action() {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            let meta: Metadata = std::fs::symlink_metadata(path)?;
+            if meta.is_symlink() {
+                return Err(error);
+            }
+            let mode = meta.permissions().mode();
+            std::fs::set_permissions(path, Permissions::from_mode(mode | bits))?;
+            let result = action();
+            std::fs::set_permissions(path, Permissions::from_mode(mode))?;
+            result
+        }
+        result => result,
+    }
+}
+
+/// Removes everything below `folder`, not the folder itself.
+pub(crate) fn wipe(folder: &Path) -> io::Result<()> {
+    wipe_at(folder, 0)
+}
+
+fn wipe_at(folder: &Path, depth: usize) -> io::Result<()> {
+    if depth > MAX_DEPTH {
+        return Err(io::Error::other(format!("{} is too deep", folder.display())));
+    }
+    for entry in std::fs::read_dir(folder)? {
+        let path: PathBuf = entry?.path();
+        remove(&path, depth + 1)?;
+    }
+    Ok(())
+}
+
+fn remove(path: &Path, depth: usize) -> io::Result<()> {
+    if std::fs::symlink_metadata(path)?.is_dir() {
+        std::fs::set_permissions(path, Permissions::from_mode(0o700))?;
+        wipe_at(path, depth)?;
+        std::fs::remove_dir(path)
+    } else {
+        std::fs::remove_file(path)
+    }
+    .map_err(|error| io::Error::other(format!("{}: {error}", path.display())))
+}
+
+/// Removes one entry with everything below it.
+pub(crate) fn remove_entry(path: &Path) -> io::Result<()> {
+    remove(path, 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    fn read(root: &Path, cap: u64) -> (Vec<(String, Vec<u8>)>, TreeEnd) {
+        let (mut files, mut end) = (Vec::<(String, Vec<u8>)>::new(), None);
+        send(root, cap, |reply| {
+            match reply {
+                Reply::TreeFile { path, .. } => files.push((path, Vec::new())),
+                Reply::TreeData { data } => files.last_mut().unwrap().1.extend(data),
+                Reply::TreeEnd(e) => end = Some(e),
+                Reply::Hello { .. } | Reply::Output { .. } | Reply::Done(_) | Reply::Ack(_) => {
+                    panic!("no reply to a tree")
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+        (files, end.unwrap())
+    }
+
+    #[test]
+    fn only_regular_files_are_read_in_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        std::fs::create_dir_all(root.join("b/__pycache__")).unwrap();
+        std::fs::write(root.join("b/__pycache__/x.pyc"), "no").unwrap();
+        std::fs::write(root.join("b/one"), "1").unwrap();
+        std::fs::write(root.join("a"), vec![5; CHUNK + 3]).unwrap();
+        std::fs::write(root.join("empty"), "").unwrap();
+        symlink("/etc/passwd", root.join("link")).unwrap();
+        let (files, end) = read(root, 1 << 30);
+        let names: Vec<&str> = files.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["a", "b/one", "empty"]);
+        assert_eq!(files[0].1, vec![5; CHUNK + 3]);
+        assert_eq!(end, TreeEnd::Complete { files: 3 });
+    }
+
+    #[test]
+    fn a_sparse_giant_is_refused_before_it_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        File::create(dir.path().join("big")).unwrap().set_len(3 << 30).unwrap();
+        let (files, end) = read(dir.path(), 1 << 20);
+        assert_eq!((files.len(), end), (0, TreeEnd::TooLarge("big".into())));
+    }
+
+    #[test]
+    fn wiping_leaves_the_target_of_a_symlink_alone() {
+        let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        std::fs::write(outside.path().join("keep"), "x").unwrap();
+        symlink(outside.path(), dir.path().join("link")).unwrap();
+        std::fs::create_dir_all(dir.path().join("a/b")).unwrap();
+        std::fs::set_permissions(dir.path().join("a"), Permissions::from_mode(0o000)).unwrap();
+        wipe(dir.path()).unwrap();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+        assert!(outside.path().join("keep").exists());
+    }
+}

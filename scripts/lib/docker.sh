@@ -1,0 +1,143 @@
+# Docker set-up for quickstart and tests. To be sourced by a bash script:
+#
+#   . scripts/lib/docker.sh
+#   ensure_docker                  # a daemon answers, or the function fails and says what to do
+#   image=$(ensure_image micro)    # the image exists; its reference is on stdout
+#
+# Both may be called again and again. Whatever they change they announce on stderr first.
+
+ORCHESTRATE_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+
+_say() { printf 'docker: %s\n' "$*" >&2; }
+
+_docker_answers() { timeout 10 docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
+
+# Succeeds when the commands named are all installed; otherwise installs the Debian packages after `--`.
+_need() {
+  local commands=() missing=()
+  while [ "$1" != -- ]; do commands+=("$1"); shift; done
+  shift
+  local command
+  for command in "${commands[@]}"; do
+    command -v "$command" >/dev/null 2>&1 || missing+=("$command")
+  done
+  [ ${#missing[@]} -eq 0 ] && return 0
+  if ! command -v apt-get >/dev/null 2>&1; then
+    _say "missing: ${missing[*]}; this machine has no apt-get, so install them by hand and run this again"
+    return 1
+  fi
+  if [ "$(id -u)" -ne 0 ]; then
+    _say "missing: ${missing[*]}; install them with: sudo apt-get install -y --no-install-recommends $*"
+    return 1
+  fi
+  _say "installing $* with apt-get (missing: ${missing[*]})"
+  DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >&2 ||
+    { apt-get update >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >&2; }
+}
+
+# Starts dockerd, detached from this shell, and waits for it. Fails when it ends or stays silent for 60 s.
+_start_dockerd() {
+  local log=$1 pid i
+  setsid -f bash -c 'echo $$ >"$1"; exec dockerd >>"$2" 2>&1 </dev/null' _ "$log.pid" "$log"
+  for ((i = 0; i < 600; i++)); do
+    _docker_answers && return 0
+    if [ "$i" -gt 5 ]; then
+      pid=$(cat "$log.pid" 2>/dev/null || true)
+      [ -n "$pid" ] && ! kill -0 "$pid" 2>/dev/null && return 1
+    fi
+    sleep 0.1
+  done
+  return 1
+}
+
+ensure_docker() {
+  local log=/var/log/orchestrate-dockerd.log attempt
+  if command -v docker >/dev/null 2>&1 && _docker_answers; then return 0; fi
+  if [ -n "${DOCKER_HOST:-}" ]; then
+    _say "no daemon answers at DOCKER_HOST=$DOCKER_HOST; start it, or unset DOCKER_HOST to use this machine's"
+    return 1
+  fi
+  _need docker dockerd containerd -- docker.io || return 1
+  _docker_answers && return 0
+  if [ "$(id -u)" -ne 0 ]; then
+    _say "no Docker daemon answers; start it (sudo systemctl start docker) and add yourself to the group \`docker\`"
+    return 1
+  fi
+  if [ -d /run/systemd/system ] && command -v systemctl >/dev/null 2>&1; then
+    _say "starting the docker service with systemctl"
+    systemctl start docker >&2 && _docker_answers && return 0
+  fi
+  if ! grep -q ' /sys/fs/cgroup' /proc/mounts; then
+    _need cgroupfs-mount -- cgroupfs-mount || return 1
+    _say "mounting the control groups (cgroupfs-mount)"
+    cgroupfs-mount >&2 || return 1
+  fi
+  for attempt in 1 2; do
+    _say "starting dockerd in the background, log in $log"
+    : >"$log"
+    _start_dockerd "$log" && return 0
+    # A start soon after a crash can give up on its containerd; the second try then works.
+    grep -q 'timeout waiting for containerd' "$log" || break
+    _say "dockerd gave up waiting for containerd (try $attempt)"
+  done
+  _say "dockerd did not start; the end of $log:"
+  tail -n 5 "$log" >&2
+  return 1
+}
+
+# Prints the tag of an environment's image: 12 digits of a hash over its recipe and this machine's architecture.
+_recipe_tag() {
+  local recipe=$1 file
+  { uname -m
+    for file in "$recipe/Dockerfile" "$recipe"/image/*; do
+      printf '%s\n' "${file#"$recipe"/}"
+      cat "$file"
+    done
+  } | sha256sum | cut -c1-12
+}
+
+_import_with_debootstrap() {
+  local recipe=$1 reference=$2 root packages status=0
+  if [ "$(id -u)" -ne 0 ]; then
+    _say "no registry is reachable, and building $reference without one needs root (debootstrap)"
+    return 1
+  fi
+  _need debootstrap tar -- debootstrap tar debian-archive-keyring || return 1
+  root=$(mktemp -d "${TMPDIR:-/tmp}/orchestrate-image.XXXXXX") || return 1
+  packages=$(grep -v '^#' "$recipe/image/packages.txt" | paste -sd, -)
+  _say "no registry is reachable: building $reference from Debian packages (debootstrap, a minute or two)"
+  { debootstrap --variant=minbase --include="$packages" bookworm "$root/fs" \
+      "${ORCHESTRATE_DEBIAN_MIRROR:-http://deb.debian.org/debian}" >"$root/log" 2>&1 &&
+    sh "$recipe/image/trim.sh" "$root/fs" >>"$root/log" 2>&1 &&
+    tar -C "$root/fs" --numeric-owner --exclude='./dev/*' --exclude='./proc/*' --exclude='./sys/*' -c . |
+      docker import --change 'CMD ["/bin/sh"]' - "$reference" >/dev/null
+  } || status=1
+  if [ "$status" -ne 0 ]; then
+    _say "building $reference failed; the end of its log:"
+    tail -n 5 "$root/log" >&2
+  fi
+  rm -rf "$root"
+  return "$status"
+}
+
+# ensure_image NAME: builds orchestrate/NAME from environments/NAME if this host lacks it; prints the reference.
+ensure_image() {
+  local name=$1 recipe reference
+  recipe=$ORCHESTRATE_ROOT/environments/$name
+  if [ ! -f "$recipe/Dockerfile" ]; then
+    _say "no image recipe in $recipe"
+    return 1
+  fi
+  reference=orchestrate/$name:$(_recipe_tag "$recipe")
+  if ! docker image inspect "$reference" >/dev/null 2>&1; then
+    _say "image $reference is not here yet; asking the registry for its base"
+    if timeout 20 docker pull -q "$(sed -n 's/^FROM //p' "$recipe/Dockerfile")" >/dev/null 2>&1; then
+      _say "building $reference from $recipe/Dockerfile"
+      docker build -q -t "$reference" -f "$recipe/Dockerfile" "$recipe/image" >/dev/null || return 1
+    else
+      _import_with_debootstrap "$recipe" "$reference" || return 1
+    fi
+  fi
+  docker tag "$reference" "orchestrate/$name:latest" || return 1
+  printf '%s\n' "$reference"
+}
