@@ -15,22 +15,21 @@
     reason = "a body is compiled for an instruction set only where it is inlined into its wrapper"
 )]
 
-use candle_core::quantized::GgmlType;
-use candle_core::quantized::k_quants::BlockQ8_0;
-
 /// Values in one [`Lanes`].
 const LANES: usize = 16;
 /// Columns computed together; a panel of this many columns and 128 rows fits the L1 cache.
 const PANEL: usize = 2 * LANES;
-/// Values in one quantised block, as GGML defines `Q8_0`.
-pub(crate) const BLOCK: usize = 32;
-
 /// The instruction set in use. Made by [`Level::detect`] only, so that holding one proves support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Level(Isa);
+pub(crate) struct Level {
+    pub(super) isa: Isa,
+    /// Byte dot products in 512-bit registers.
+    pub(super) byte_dots: bool,
+}
 
+/// Instruction sets that kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Isa {
+pub(super) enum Isa {
     #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
@@ -48,21 +47,22 @@ impl Level {
                 && is_x86_feature_detected!("avx512vl")
                 && is_x86_feature_detected!("fma")
             {
-                return Self(Isa::Avx512);
+                let byte_dots = is_x86_feature_detected!("avx512vnni");
+                return Self { isa: Isa::Avx512, byte_dots };
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                return Self(Isa::Avx2);
+                return Self { isa: Isa::Avx2, byte_dots: false };
             }
         }
-        Self(Isa::Base)
+        Self { isa: Isa::Base, byte_dots: false }
     }
 }
 
 /// Compiles `$body::<FUSED, WIDE>` for every instruction set and calls the one in `level`.
 macro_rules! dispatch {
-    ($(#[$doc:meta])* $name:ident => $body:ident ( $($arg:ident : $ty:ty),* $(,)? )) => {
+    ($(#[$doc:meta])* $vis:vis $name:ident => $body:ident ( $($arg:ident : $ty:ty),* $(,)? )) => {
         $(#[$doc])*
-        pub(crate) fn $name(level: Level, $($arg: $ty),*) {
+        $vis fn $name(level: Level, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
             fn wide($($arg: $ty),*) {
@@ -73,22 +73,24 @@ macro_rules! dispatch {
             fn middle($($arg: $ty),*) {
                 $body::<true, false>($($arg),*);
             }
-            match level.0 {
+            match level.isa {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: a `Level` of this kind exists only where the CPU has the features.
-                Isa::Avx512 => unsafe { wide($($arg),*) },
+                $crate::infer::kernels::Isa::Avx512 => unsafe { wide($($arg),*) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
-                Isa::Avx2 => unsafe { middle($($arg),*) },
-                Isa::Base => $body::<{ cfg!(target_arch = "aarch64") }, false>($($arg),*),
+                $crate::infer::kernels::Isa::Avx2 => unsafe { middle($($arg),*) },
+                $crate::infer::kernels::Isa::Base => $body::<{ cfg!(target_arch = "aarch64") }, false>($($arg),*),
             }
         }
     };
 }
 
+pub(super) use dispatch;
+
 /// `a * b + c`, fused where the hardware does it (elsewhere the library call is far too slow).
 #[inline(always)]
-fn madd<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
+pub(super) fn madd<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FUSED { a.mul_add(b, c) } else { a * b + c }
 }
 
@@ -249,48 +251,6 @@ fn tile<const ROWS: usize, const FUSED: bool>(
     }
 }
 
-/// A weight matrix `[n, k]` in GGML's `Q8_0` (32 signed bytes and an f16 scale per block). The
-/// product quantises its input row the same way and multiplies integers.
-pub(crate) struct Quantized {
-    n: usize,
-    k: usize,
-    blocks: Vec<BlockQ8_0>,
-}
-
-impl std::fmt::Debug for Quantized {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Quantized").field("n", &self.n).field("k", &self.k).finish_non_exhaustive()
-    }
-}
-
-impl Quantized {
-    /// Quantises `rows`, `[n, k]`; `k` must be a multiple of [`BLOCK`].
-    pub(crate) fn pack(rows: &[f32], n: usize, k: usize) -> Self {
-        assert!(rows.len() == n * k && k.is_multiple_of(BLOCK));
-        let mut blocks = vec![BlockQ8_0::zeros(); rows.len() / BLOCK];
-        BlockQ8_0::from_float(rows, &mut blocks);
-        Self { n, k, blocks }
-    }
-
-    /// As [`Dense::apply`].
-    pub(crate) fn apply(&self, x: &[f32], out: &mut [f32]) {
-        let per_row = self.k / BLOCK;
-        let mut input = vec![BlockQ8_0::zeros(); x.len() / BLOCK];
-        BlockQ8_0::from_float(x, &mut input);
-        for (column, weights) in self.blocks.chunks_exact(per_row).enumerate() {
-            for (row, x) in input.chunks_exact(per_row).enumerate() {
-                out[row * self.n + column] = BlockQ8_0::vec_dot(self.k, weights, x);
-            }
-        }
-    }
-
-    /// Row `index` in f32, as the embedding look-up needs it.
-    pub(crate) fn row(&self, index: usize, out: &mut [f32]) {
-        let per_row = self.k / BLOCK;
-        BlockQ8_0::to_float(&self.blocks[index * per_row..(index + 1) * per_row], out);
-    }
-}
-
 /// `eˣ` to about 2 units in the last place, written so that loops over it vectorise. Inputs are
 /// clamped to ±87; `NaN` stays `NaN`.
 #[inline(always)]
@@ -313,7 +273,7 @@ fn exp<const FUSED: bool>(x: f32) -> f32 {
 
 dispatch!(
     /// RMSNorm of every row of `x` (`[rows, weight.len()]`) into `out`.
-    rms_norm => rms_norm_body(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32])
+    pub(crate) rms_norm => rms_norm_body(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32])
 );
 
 #[inline(always)]
@@ -349,7 +309,7 @@ fn dot<const FUSED: bool>(a: &[f32], b: &[f32]) -> f32 {
 
 dispatch!(
     /// `silu(gate) * up` for rows `[gate | up]` of `x`, `[rows, 2 * width]`; `out` is `[rows, width]`.
-    gated_silu => gated_silu_body(x: &[f32], width: usize, out: &mut [f32])
+    pub(crate) gated_silu => gated_silu_body(x: &[f32], width: usize, out: &mut [f32])
 );
 
 #[inline(always)]
@@ -364,7 +324,7 @@ fn gated_silu_body<const FUSED: bool, const WIDE: bool>(x: &[f32], width: usize,
 
 dispatch!(
     /// Replaces logits by `exp(logit - max)` after scaling and writes `[max, sum]` to `stats`.
-    exp_shifted => exp_shifted_body(x: &mut [f32], scale: f32, stats: &mut [f32; 2])
+    pub(crate) exp_shifted => exp_shifted_body(x: &mut [f32], scale: f32, stats: &mut [f32; 2])
 );
 
 #[inline(always)]
@@ -373,8 +333,19 @@ fn exp_shifted_body<const FUSED: bool, const WIDE: bool>(
     scale: f32,
     stats: &mut [f32; 2],
 ) {
-    let mut max = f32::NEG_INFINITY;
-    for v in x.iter_mut() {
+    let (lanes, rest) = x.as_chunks_mut::<LANES>();
+    let mut largest = Lanes([f32::NEG_INFINITY; LANES]);
+    for lane in lanes {
+        let mut j = 0;
+        while j < LANES {
+            lane[j] *= scale;
+            let keep = largest.0[j];
+            largest.0[j] = if lane[j] > keep { lane[j] } else { keep };
+            j += 1;
+        }
+    }
+    let mut max = largest.0.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    for v in rest {
         *v *= scale;
         max = max.max(*v);
     }
@@ -406,7 +377,7 @@ pub(crate) struct KvView<'a> {
 
 dispatch!(
     /// Attention of one token: `query` and `out` are `[heads * head_dim]`; `scores` is scratch.
-    attend => attend_body(kv: KvView<'_>, query: &[f32], scores: &mut Vec<f32>, out: &mut [f32])
+    pub(crate) attend => attend_body(kv: KvView<'_>, query: &[f32], scores: &mut Vec<f32>, out: &mut [f32])
 );
 
 #[inline(always)]
@@ -442,15 +413,43 @@ fn attend_body<const FUSED: bool, const WIDE: bool>(
         }
         for (g, out) in outs.chunks_exact_mut(head_dim).enumerate() {
             let weights = &scores[g * slots.len()..(g + 1) * slots.len()];
-            for (part, out) in out.chunks_mut(LANES).enumerate() {
-                let mut sums = Lanes::ZERO;
-                for (&slot, &weight) in slots.iter().zip(weights) {
-                    let start = slot as usize * stride + head * head_dim + part * LANES;
-                    let value = Lanes::partial(&values[start..start + out.len()]);
-                    sums = sums.add_scaled::<FUSED>(weight, value);
-                }
-                out.copy_from_slice(&sums.0[..out.len()]);
+            let offset = head * head_dim;
+            let mut done = 0;
+            while done + PANEL <= head_dim {
+                let start = offset + done;
+                let sums = weighted::<2, FUSED>(values, slots, weights, stride, start);
+                out[done..done + PANEL].copy_from_slice(sums.map(|s| s.0).as_flattened());
+                done += PANEL;
+            }
+            if done + LANES <= head_dim {
+                let [sum] = weighted::<1, FUSED>(values, slots, weights, stride, offset + done);
+                out[done..done + LANES].copy_from_slice(&sum.0);
+                done += LANES;
+            }
+            for (i, out) in out.iter_mut().enumerate().skip(done) {
+                let value = |slot: u32| values[slot as usize * stride + offset + i];
+                *out = slots.iter().zip(weights).map(|(&s, &w)| w * value(s)).sum();
             }
         }
     }
+}
+
+/// Weighted sum of `PARTS` registers of each position's value, from `start` on.
+#[inline(always)]
+fn weighted<const PARTS: usize, const FUSED: bool>(
+    values: &[f32],
+    slots: &[u32],
+    weights: &[f32],
+    stride: usize,
+    start: usize,
+) -> [Lanes; PARTS] {
+    let mut sums = [Lanes::ZERO; PARTS];
+    for (&slot, &weight) in slots.iter().zip(weights) {
+        let at = slot as usize * stride + start;
+        let (lanes, _) = values[at..at + PARTS * LANES].as_chunks::<LANES>();
+        for part in 0..PARTS {
+            sums[part] = sums[part].add_scaled::<FUSED>(weight, Lanes(lanes[part]));
+        }
+    }
+    sums
 }

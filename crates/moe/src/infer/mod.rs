@@ -2,7 +2,7 @@
 //!
 //! [`serve_engine`] runs it in-process or stand-alone. HTTP handlers (`server`, `generate`) check
 //! bodies (`body`) and pass sequences (`request`) to one engine thread (`scheduler`), which batches
-//! them through the model (`model`, `kernels`) over the prefix cache (`cache`), samples
+//! them through the model (`model`, `kernels`, `quantized`) over the prefix cache (`cache`), samples
 //! (`sampling`) and answers (`reply`). The one invariant: every routing row returned is the choice
 //! made when that token was processed; it is stored beside its key and value and never recomputed.
 
@@ -11,6 +11,7 @@ mod cache;
 mod generate;
 mod kernels;
 mod model;
+mod quantized;
 mod reply;
 mod request;
 mod sampling;

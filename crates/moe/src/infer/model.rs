@@ -6,9 +6,8 @@
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over checked shapes")]
 #![expect(clippy::cast_possible_truncation, reason = "constants of the model are used in f32")]
 
-use super::kernels::{
-    BLOCK, Dense, KvView, Level, Quantized, attend, exp_shifted, gated_silu, rms_norm,
-};
+use super::kernels::{Dense, KvView, Level, attend, exp_shifted, gated_silu, rms_norm};
+use super::quantized::{BLOCK, Quantized};
 use crate::router::RouterFamily;
 use crate::{CheckpointError, ModelConfig, Weights};
 
@@ -55,7 +54,7 @@ impl Matrix {
     fn apply(&self, level: Level, x: &[f32], out: &mut [f32]) {
         match self {
             Self::Dense(matrix) => matrix.apply(level, x, out),
-            Self::Quantized(matrix) => matrix.apply(x, out),
+            Self::Quantized(matrix) => matrix.apply(level, x, out),
         }
     }
 }
