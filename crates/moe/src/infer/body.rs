@@ -66,7 +66,7 @@ struct RawSampling {
     top_k: Option<i64>,
     min_p: Option<f64>,
     n: Option<i64>,
-    sampling_seed: Option<i64>,
+    sampling_seed: Option<i128>,
     stop: Option<OneOrMany<String>>,
     stop_token_ids: Option<Vec<i64>>,
     ignore_eos: Option<bool>,
@@ -335,6 +335,11 @@ impl RawSampling {
                 "stop needs a tokenizer.json in the model folder; use stop_token_ids.".into()
             );
         }
+        let seed = self.sampling_seed.map(|seed| {
+            let wide = || format!("sampling_seed must fit 64 bits, got {seed}.");
+            i64::try_from(seed).map(i64::cast_unsigned).or(u64::try_from(seed)).map_err(|_| wide())
+        });
+        let seed = seed.transpose()?;
         let ids = self.stop_token_ids.unwrap_or_default();
         let narrow =
             |id| u32::try_from(id).map_err(|_| format!("stop token id {id} is no token id."));
@@ -347,7 +352,7 @@ impl RawSampling {
             top_k: usize::try_from(top_k).ok(),
             top_p: f32(top_p),
             min_p: f32(min_p),
-            seed: self.sampling_seed.map(i64::cast_unsigned),
+            seed,
             stream: 0,
             stop_token_ids: ids.into_iter().map(narrow).collect::<Result<_, _>>()?,
             stop,

@@ -1,6 +1,6 @@
 //! The embedded inference engine: Qwen3-MoE on CPU behind SGLang's HTTP form.
 //!
-//! [`serve_engine`] runs it in-process or stand-alone. HTTP handlers (`server`, `generate`) check
+//! [`serve_engine`] runs it in-process or stand-alone. HTTP handlers (`server`, `control`, `generate`) check
 //! bodies (`body`) and pass sequences (`request`) to one engine thread (`scheduler`), which batches
 //! them through the model (`model`, `kernels`, `quantized`) over the prefix cache (`cache`), samples
 //! (`sampling`) and answers (`reply`). The one invariant: every routing row returned is the choice
@@ -8,8 +8,10 @@
 
 mod body;
 mod cache;
+mod control;
 mod generate;
 mod kernels;
+mod loaded;
 mod model;
 mod quantized;
 mod reply;

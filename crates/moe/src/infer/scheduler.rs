@@ -4,24 +4,19 @@
 //! are row-wise, so what a request gets does not depend on its batch. The invariant over slots is
 //! that of [`PrefixCache`]; a request gives its own back in [`Scheduler::let_go`].
 
+mod batch;
+
 use super::cache::{Pin, PrefixCache};
-use super::model::{Chunk, KvPool, Model, Scratch, WeightFormat};
+use super::loaded::{Loaded, same_form};
+use super::model::{KvPool, Scratch, WeightFormat};
 use super::request::{
-    Command, Finish, Finished, Job, PauseMode, Progress, Refusal, Span, Status, Update,
-    UpdateResult, Which,
+    Command, Finish, Finished, Job, PauseMode, Refusal, Span, Status, Update, UpdateResult, Which,
 };
-use crate::{CheckpointError, ModelConfig, Weights};
-use camino::Utf8Path;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokenizers::Tokenizer;
 use tokio::sync::{mpsc, oneshot};
-
-/// A request waits for another one's prefill if that saves it at least this many tokens.
-const WORTH_WAITING_TOKENS: usize = 32;
-/// Slots kept back per request when another one is admitted.
-const RESERVED_TOKENS: usize = 32;
 
 /// Limits of a scheduler.
 #[derive(Debug, Clone, Copy)]
@@ -36,46 +31,6 @@ pub(crate) struct Limits {
     pub(crate) cache_tokens: u32,
     /// Seed of requests that bring none.
     pub(crate) random_seed: u64,
-}
-
-/// A model folder, loaded.
-#[derive(Debug)]
-pub(crate) struct Loaded {
-    pub(crate) model: Model,
-    /// Tokens that end a sequence by themselves.
-    pub(crate) eos: Vec<u32>,
-}
-
-impl Loaded {
-    /// Reads weights and the end-of-sequence tokens.
-    pub(crate) fn read(folder: &Utf8Path, format: WeightFormat) -> Result<Self, CheckpointError> {
-        let model = Model::build(&Weights::load(folder)?, format)?;
-        Ok(Self { model, eos: eos_tokens(folder)? })
-    }
-}
-
-/// `eos_token_id` of `generation_config.json`, or else of `config.json`; one number or a list.
-fn eos_tokens(folder: &Utf8Path) -> Result<Vec<u32>, CheckpointError> {
-    #[derive(serde::Deserialize)]
-    struct Config {
-        eos_token_id: Option<serde_json::Value>,
-    }
-    for name in ["generation_config.json", "config.json"] {
-        let path = folder.join(name);
-        if !path.exists() {
-            continue;
-        }
-        let text = fs_err::read(&path).map_err(|e| CheckpointError::new(&path, e))?;
-        let config: Config =
-            serde_json::from_slice(&text).map_err(|e| CheckpointError::new(&path, e))?;
-        let list = match config.eos_token_id {
-            None | Some(serde_json::Value::Null) => continue,
-            Some(list @ serde_json::Value::Array(_)) => list,
-            Some(one) => serde_json::Value::Array(vec![one]),
-        };
-        return serde_json::from_value(list).map_err(|e| CheckpointError::new(&path, e));
-    }
-    Ok(Vec::new())
 }
 
 type Answer = Result<Finished, Refusal>;
@@ -116,7 +71,7 @@ impl Request {
     /// Slots it will ask for before long.
     fn soon_needed(&self) -> usize {
         let left = self.job.sampling.max_new_tokens.saturating_sub(self.output().len());
-        left.min(RESERVED_TOKENS)
+        left.min(batch::RESERVED_TOKENS)
     }
 
     fn prefilling(&self) -> bool {
@@ -399,221 +354,6 @@ impl Scheduler {
         reply.send(result).ok();
     }
 
-    /// Moves waiting requests into the batch, highest priority first, then oldest.
-    fn admit(&mut self) {
-        self.waiting.sort_by_key(|r| (std::cmp::Reverse(r.job.priority), r.sequence));
-        let mut index = 0;
-        while self.running.len() < self.limits.max_running && index < self.waiting.len() {
-            let Some(request) = self.waiting.get(index) else { break };
-            if self.prefill_soon_shared(request) {
-                index += 1;
-                continue;
-            }
-            let mut request = self.waiting.remove(index);
-            if !self.place(&mut request) {
-                self.waiting.insert(index, request);
-                break;
-            }
-            self.running.push(request);
-        }
-    }
-
-    /// Whether a running prefill is about to cache more of this prompt than the cache has.
-    fn prefill_soon_shared(&self, request: &Request) -> bool {
-        let mut cached = None;
-        self.running
-            .iter()
-            .filter(|r| r.prefilling() && r.job.namespace == request.job.namespace)
-            .any(|r| {
-                let pairs = r.job.input_ids.iter().zip(&request.tokens);
-                let common = pairs.take_while(|(a, b)| a == b).count();
-                let cached = *cached.get_or_insert_with(|| {
-                    self.cache.cached_len(&request.job.namespace, &request.tokens)
-                });
-                common >= cached + WORTH_WAITING_TOKENS
-            })
-    }
-
-    /// Gives a request its slots: those of the cached prefix, and own ones for the rest.
-    fn place(&mut self, request: &mut Request) -> bool {
-        let last = request.tokens.len() - 1;
-        let reusable = request.job.logprob_start.map_or(last, |start| start.min(last));
-        let prefix = request.tokens.get(..reusable).unwrap_or(&[]);
-        let (mut slots, pin) = self.cache.lookup(&request.job.namespace, prefix);
-        let cached = slots.len();
-        let needed = request.tokens.len() - cached;
-        // Room for the next tokens of all, or the newcomer would be sent back in a moment.
-        let reserve: usize = self.running.iter().chain([&*request]).map(Request::soon_needed).sum();
-        let fits = self.running.is_empty() || self.cache.available() >= needed + reserve;
-        let Some(own) = fits.then(|| self.cache.allocate(needed)).flatten() else {
-            self.cache.unpin(pin);
-            return false;
-        };
-        slots.extend(own);
-        request.slots = slots;
-        request.pin = Some(pin);
-        request.in_tree = cached;
-        request.computed = cached;
-        if request.cached_tokens.is_none() {
-            request.cached_tokens = Some(cached);
-            request.queue_seconds = request.job.received.elapsed().as_secs_f64();
-            self.totals.cached_tokens_total += cached as u64;
-        }
-        true
-    }
-
-    /// Runs one batch and deals out its results.
-    fn step(&mut self) {
-        self.make_room();
-        let mut budget = self.limits.chunked_prefill;
-        let mut plan = Vec::with_capacity(self.running.len());
-        for request in &self.running {
-            let left = request.tokens.len() - request.computed;
-            let take = if left == 1 { 1 } else { left.min(budget) };
-            budget -= if left == 1 { 0 } else { take };
-            plan.push((request.computed, take));
-        }
-        let mut chunks = Vec::with_capacity(plan.len());
-        for (request, &(computed, take)) in self.running.iter().zip(&plan) {
-            let end = computed + take;
-            let tokens = request.tokens.get(computed..end).unwrap_or(&[]);
-            let slots = request.slots.get(..end).unwrap_or(&[]);
-            let logits_from = request.first_logit().saturating_sub(computed).min(tokens.len());
-            chunks.push(Chunk { tokens, slots, logits_from });
-        }
-        if chunks.iter().all(|c| c.tokens.is_empty()) {
-            return;
-        }
-        self.loaded.model.forward(&mut self.pool, &chunks, &mut self.scratch);
-
-        let vocab = self.loaded.model.config().vocab_size;
-        let logits = std::mem::take(&mut self.scratch.logits);
-        let mut rows = logits.chunks_exact(vocab);
-        let wanted: Vec<usize> = chunks.iter().map(|c| c.tokens.len() - c.logits_from).collect();
-        let mut going = Vec::with_capacity(self.running.len());
-        let batch = std::mem::take(&mut self.running);
-        for ((mut request, (_, take)), wanted) in batch.into_iter().zip(plan).zip(wanted) {
-            let prompt_left = request.prompt_len().saturating_sub(request.computed);
-            self.totals.prefilled_tokens_total += take.min(prompt_left) as u64;
-            request.computed += take;
-            let mine: Vec<&[f32]> = rows.by_ref().take(wanted).collect();
-            self.score_prompt(&mut request, &mine);
-            let last = mine.last().copied();
-            match last.filter(|_| request.computed == request.tokens.len()) {
-                None => going.push(request),
-                Some(logits) => match self.extend(&mut request, logits) {
-                    None => going.push(request),
-                    Some(finish) => self.finish(request, finish),
-                },
-            }
-        }
-        self.running = going;
-        self.scratch.logits = logits;
-    }
-
-    /// Makes sure every request has a slot for its newest token, sending the youngest back to the
-    /// queue while there are too few.
-    fn make_room(&mut self) {
-        let lacking = |r: &Request| r.slots.len() < r.tokens.len();
-        loop {
-            let need = self.running.iter().filter(|r| lacking(r)).count();
-            if let Some(slots) = self.cache.allocate(need) {
-                for (request, slot) in self.running.iter_mut().filter(|r| lacking(r)).zip(slots) {
-                    request.slots.push(slot);
-                }
-                return;
-            }
-            match self.running.pop() {
-                Some(youngest) => self.retract(youngest),
-                None => return,
-            }
-        }
-    }
-
-    /// Log-probs of prompt tokens, from the logits of the tokens before them.
-    fn score_prompt(&mut self, request: &mut Request, logits: &[&[f32]]) {
-        let Some(start) = request.job.logprob_start else { return };
-        let first = request.computed - logits.len();
-        request.input_logprobs.resize(request.prompt_len().saturating_sub(start), None);
-        for (position, logits) in (first..).zip(logits) {
-            let Some(&token) = request.job.input_ids.get(position + 1) else { break };
-            let mut p = logits.to_vec();
-            let normaliser = self.loaded.model.probabilities(&mut p, 1.0);
-            let logit = logits.get(token as usize).copied();
-            if let Some(place) = request.input_logprobs.get_mut(position + 1 - start) {
-                *place = logit.map(|l| l - normaliser);
-            }
-        }
-    }
-
-    /// Samples the next token of a request whose tokens are all computed.
-    fn extend(&mut self, request: &mut Request, logits: &[f32]) -> Option<Finish> {
-        if request.output().is_empty() {
-            self.share_prompt(request);
-        }
-        let sampling = &request.job.sampling;
-        if request.output().len() >= sampling.max_new_tokens {
-            return Some(Finish::Length(request.output().len()));
-        }
-        let position = request.output().len();
-        let stops = || sampling.stop_token_ids.iter().chain(&self.loaded.eos);
-        let masked: Option<Vec<f32>> = (position < sampling.min_new_tokens).then(|| {
-            let mut masked = logits.to_vec();
-            for &stop in stops() {
-                if let Some(logit) = masked.get_mut(stop as usize) {
-                    *logit = f32::NEG_INFINITY;
-                }
-            }
-            masked
-        });
-        let logits = masked.as_deref().unwrap_or(logits);
-        let seed = self.limits.random_seed.wrapping_add(request.sequence);
-        let Some(drawn) = sampling.draw(&self.loaded.model, logits, seed, position) else {
-            return Some(Finish::NotANumber);
-        };
-        let stopped = !sampling.ignore_eos && stops().any(|&s| s == drawn.token);
-        request.tokens.push(drawn.token);
-        request.logprobs.push(drawn.logprob);
-        self.totals.generated_tokens_total += 1;
-        match request.spans.last_mut() {
-            Some(span) if span.version == self.version => span.end += 1,
-            _ => request.spans.push(Span {
-                version: Arc::clone(&self.version),
-                start: position,
-                end: position + 1,
-            }),
-        }
-        if position == 0 {
-            request.first_token_seconds = request.job.received.elapsed().as_secs_f64();
-        }
-        if let Some(progress) = &request.job.progress {
-            let cached_tokens = request.cached_tokens.unwrap_or(0);
-            let event = Progress { token: drawn.token, logprob: drawn.logprob, cached_tokens };
-            // Has room for every token; fails only if the caller is gone, which `sweep` handles.
-            progress.try_send(event).ok();
-        }
-        if stopped {
-            return Some(Finish::Token(drawn.token));
-        }
-        if let Some(text) = self.stop_text(request) {
-            return Some(Finish::Text(text));
-        }
-        let budget = request.job.sampling.max_new_tokens;
-        (position + 1 >= budget).then_some(Finish::Length(position + 1))
-    }
-
-    /// The stop string that the newest token completed.
-    fn stop_text(&self, request: &Request) -> Option<String> {
-        let stops = &request.job.sampling.stop;
-        let longest = stops.iter().map(String::len).max()?;
-        let tokenizer = self.tokenizer.as_ref()?;
-        // A token is at least one byte, so a match that ends in the newest token starts here.
-        let output = request.output();
-        let tail = output.get(output.len().saturating_sub(longest + 1)..).unwrap_or(&[]);
-        let text = tokenizer.decode(tail, false).ok()?;
-        stops.iter().find(|s| text.contains(s.as_str())).cloned()
-    }
-
     /// Puts a finished prefill into the tree, so that others share it at once.
     fn share_prompt(&mut self, request: &mut Request) {
         let len = request.prompt_len().min(request.slots.len());
@@ -719,12 +459,6 @@ impl Scheduler {
             reply.send(answer).ok();
         }
     }
-}
-
-/// Whether weights of one can take the place of the other's without touching the KV pool.
-fn same_form(a: &ModelConfig, b: &ModelConfig) -> bool {
-    let heads = |c: &ModelConfig| (c.num_key_value_heads, c.head_dim);
-    a.shape() == b.shape() && heads(a) == heads(b)
 }
 
 #[cfg(test)]

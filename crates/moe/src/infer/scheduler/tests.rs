@@ -1,9 +1,12 @@
 use super::*;
+use crate::Weights;
 use crate::checkpoint::{StoredType, save_checkpoint};
 use crate::infer::cache::Namespace;
 use crate::infer::model::tests::small_config;
+use crate::infer::request::Progress;
 use crate::infer::sampling::Sampling;
-use camino::Utf8PathBuf;
+use crate::train::{PackedBatch, Pass, TrainModel};
+use camino::{Utf8Path, Utf8PathBuf};
 use std::thread::JoinHandle;
 
 const LIMITS: Limits = Limits {
@@ -404,4 +407,23 @@ fn higher_priority_runs_first_and_a_full_queue_refuses() {
     let a = first.blocking_recv().unwrap().unwrap();
     let b = second.blocking_recv().unwrap().unwrap();
     assert!(a.queue_seconds <= b.queue_seconds);
+}
+
+#[test]
+fn the_trainer_sees_the_log_probs_and_routes_of_an_f32_engine() {
+    let bench = Bench::new(LIMITS, WeightFormat::F32);
+    let start = prompt(22, 90);
+    let got = bench.run(Ask { temperature: 0.7, ..ask(&start, 120) });
+    let trainer = TrainModel::<f32>::load(&bench.path("a")).unwrap();
+    let tokens = [start.clone(), got.output_ids].concat();
+    let scored = (0..tokens.len()).map(|i| i >= start.len()).collect();
+    let end = tokens.len();
+    let batch = PackedBatch::new(tokens, vec![0, end], scored).unwrap();
+    let pass = Pass { temperature: 0.7, ..Pass::new(&[0]) };
+    let seen = trainer.forward(&batch, pass).remove(0);
+    let pairs = seen.logprobs[start.len()..].iter().zip(&got.logprobs);
+    let worst = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(worst < 1e-5, "{worst}");
+    let rows = got.rows.unwrap();
+    assert_eq!(seen.routes[..rows.len()], rows);
 }

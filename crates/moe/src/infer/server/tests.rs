@@ -310,3 +310,41 @@ async fn a_missing_model_is_an_error_that_names_it() {
     assert!(matches!(error, EngineServeError::Model(CheckpointError { ref path, .. })
         if path.contains("/no/such/model")));
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "a measurement, not a promise"]
+#[expect(clippy::print_stderr, reason = "prints what it measured")]
+async fn measure_turns_over_http() {
+    for format in [WeightFormat::F32, WeightFormat::Q8_0] {
+        let served = serve(|o| o.weight_format = format).await;
+        let started = std::time::Instant::now();
+        let mut tasks = JoinSet::new();
+        for seed in 0..16u32 {
+            let (client, url) = (served.client.clone(), format!("{}/generate", served.url));
+            tasks.spawn(async move {
+                let (mut tokens, mut have, mut sampled) = (vec![seed + 1; 100], 0, 0);
+                for _ in 0..4 {
+                    let asked = json!({
+                        "input_ids": tokens, "return_logprob": true,
+                        "return_routed_experts": true, "routed_experts_start_len": have,
+                        "sampling_params": {"max_new_tokens": 25, "sampling_seed": seed},
+                    });
+                    let sent = client.post(&url).body(asked.to_string()).send().await;
+                    let reply: Value =
+                        serde_json::from_str(&sent.unwrap().text().await.unwrap()).unwrap();
+                    let ids: Vec<u32> =
+                        serde_json::from_value(reply["output_ids"].clone()).unwrap();
+                    sampled += ids.len();
+                    tokens.extend(ids);
+                    have = tokens.len() - 1;
+                    tokens.extend([seed + 2; 30]);
+                }
+                sampled
+            });
+        }
+        let sampled: usize = tasks.join_all().await.into_iter().sum();
+        let rate = sampled as f64 / started.elapsed().as_secs_f64();
+        eprintln!("{format:?}, 16 episodes of 4 turns: {rate:.0} sampled tokens/s");
+        served.stop().await.unwrap();
+    }
+}
