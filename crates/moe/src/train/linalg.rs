@@ -3,7 +3,10 @@
 #![expect(clippy::inline_always, reason = "loops must inline into `simd` to be vectorised")]
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over fixed-size lanes")]
 
+#[cfg(target_arch = "x86_64")]
+use super::kernel;
 use super::real::Real;
+use std::any::TypeId;
 
 /// A read-only matrix inside a slice.
 #[derive(Clone, Copy, Debug)]
@@ -66,7 +69,6 @@ fn fits(len: usize, rows: usize, cols: usize, row_stride: usize) -> bool {
 }
 
 /// `dst = scale · a·b`, or `dst += scale · a·b`. One thread: work is divided by sequences above.
-#[expect(clippy::needless_pass_by_value, reason = "a view is borrowed for one product")]
 pub(crate) fn matmul<T: Real>(
     dst: ViewMut<'_, T>,
     add: bool,
@@ -81,6 +83,31 @@ pub(crate) fn matmul<T: Real>(
     if dst.rows == 0 || dst.cols == 0 || a.cols == 0 {
         return;
     }
+    #[cfg(target_arch = "x86_64")]
+    if TypeId::of::<T>() == TypeId::of::<f32>() && kernel::available() {
+        let shape = (dst.rows, dst.cols, a.cols);
+        let operand = |view: View<'_, T>| kernel::Operand {
+            at: view.data.as_ptr().cast(),
+            row_stride: view.row_stride,
+            col_stride: view.col_stride,
+        };
+        let target = kernel::Target {
+            at: dst.data.as_mut_ptr().cast(),
+            row_stride: dst.row_stride,
+            add,
+            scale: Real::from_f64(scale),
+        };
+        // SAFETY: T is f32, the CPU has the features, and the views lie inside their slices, as
+        // for the library below.
+        unsafe { kernel::multiply(shape, target, operand(a), operand(b)) };
+        return;
+    }
+    library(dst, add, scale, a, b);
+}
+
+/// The general matrix library: any CPU, and f64.
+#[expect(clippy::needless_pass_by_value, reason = "a view is borrowed for one product")]
+fn library<T: Real>(dst: ViewMut<'_, T>, add: bool, scale: f64, a: View<'_, T>, b: View<'_, T>) {
     // Strides come from slice lengths, which never exceed isize::MAX.
     let stride = |s: usize| s.cast_signed();
     // SAFETY: each view was checked to lie inside its slice when it was made, with its strides;
@@ -176,5 +203,64 @@ pub(crate) fn sum<T: Real>(values: &[T]) -> T {
 pub(crate) fn add_scaled<T: Real>(dst: &mut [T], a: T, src: &[T]) {
     for (d, &s) in dst.iter_mut().zip(src) {
         *d += a * s;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Product by definition, in f64.
+    fn plain(a: View<'_, f32>, b: View<'_, f32>, i: usize, j: usize) -> f64 {
+        let element = |v: View<'_, f32>, r: usize, c: usize| {
+            f64::from(v.data[r * v.row_stride + c * v.col_stride])
+        };
+        (0..a.cols).map(|k| element(a, i, k) * element(b, k, j)).sum()
+    }
+
+    #[test]
+    fn products_of_every_shape_and_layout_are_right() {
+        let noise = |count: usize, seed: usize| -> Vec<f32> {
+            (0..count).map(|i| ((i * 7919 + seed * 31) % 101) as f32 / 50.0 - 1.0).collect()
+        };
+        let shapes = [
+            (1, 1, 1),
+            (3, 5, 7),
+            (8, 32, 16),
+            (9, 33, 300),
+            (64, 47, 32),
+            (17, 16, 513),
+            (5, 90, 2),
+        ];
+        for (m, n, k) in shapes {
+            let (x, y) = (noise(m * k + k + m, 1), noise(n * k + n + k, 2));
+            // Rows one longer than needed, so that strides differ from widths.
+            let lefts =
+                [View::strided(&x[..], m, k, k + 1 - usize::from(m == 1)), View::new(&x, k, m).t()];
+            let rights = [View::new(&y[..], k, n), View::new(&y, n, k).t()];
+            for (a, b) in lefts.into_iter().flat_map(|a| rights.map(|b| (a, b))) {
+                for add in [false, true] {
+                    let before = noise(m * (n + 2), 3);
+                    let (mut ours, mut theirs) = (before.clone(), before.clone());
+                    matmul(ViewMut::strided(&mut ours, m, n, n + 2), add, 0.5, a, b);
+                    library(ViewMut::strided(&mut theirs, m, n, n + 2), add, 0.5, a, b);
+                    for i in 0..m {
+                        for j in 0..n + 2 {
+                            let at = i * (n + 2) + j;
+                            let kept = f64::from(before[at]);
+                            let expected = match (j < n, add) {
+                                (true, true) => kept + 0.5 * plain(a, b, i, j),
+                                (true, false) => 0.5 * plain(a, b, i, j),
+                                (false, _) => kept,
+                            };
+                            for found in [ours[at], theirs[at]] {
+                                let error = (f64::from(found) - expected).abs();
+                                assert!(error < 1e-4, "{m}×{n}×{k} at {i},{j}: {found} {expected}");
+                            }
+                        }
+                    }
+                }
+            }
+        }
     }
 }

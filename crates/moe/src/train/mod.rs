@@ -6,6 +6,8 @@ mod attention;
 mod batch;
 mod experts;
 mod head;
+#[cfg(target_arch = "x86_64")]
+mod kernel;
 mod layout;
 mod linalg;
 pub mod model;
@@ -13,6 +15,7 @@ pub mod model;
 mod model_tests;
 mod norm;
 pub mod optimizer;
+mod part;
 pub mod real;
 pub mod server;
 pub mod service;

@@ -12,22 +12,18 @@
 use super::attention::{attention, attention_backward};
 use super::batch::{PackedBatch, Routes};
 use super::experts::{Balance, MoeShape, MoeTrace, balance_loss, moe, moe_backward, router_logits};
-use super::head::{Head, Targets};
+use super::head::Head;
 use super::layout::Layout;
 use super::linalg::{View, ViewMut, matmul};
 use super::norm::{
     HeadShape, Rope, add, norm_and_rotate, norm_and_rotate_backward, rms_norm, rms_norm_backward,
 };
+use super::part::{Part, lanes};
 use super::real::Real;
 use crate::router::RouterFamily;
 use crate::{CheckpointError, ModelConfig, Weights};
 use camino::Utf8Path;
 use rayon::prelude::*;
-use std::ops::Range;
-
-/// Most tokens a lane holds activations of, whatever the caller allows: beyond this, larger parts
-/// only cost memory.
-const PART_TOKENS: usize = 1024;
 
 /// A model that can be trained.
 #[derive(Debug)]
@@ -87,17 +83,6 @@ pub struct SequenceOutput<T> {
 
 /// `dL/dlogp [T]` of one sequence, from what the model says about it. Called on worker threads.
 pub type LossGradient<'a, T> = dyn Fn(&SequenceOutput<T>) -> Vec<T> + Sync + 'a;
-
-/// A part of a lane's work: sequences whose activations are held together.
-struct Part {
-    sequences: Vec<usize>,
-    /// Rows of each sequence.
-    ranges: Vec<Range<usize>>,
-    /// Row → place in the packed batch.
-    places: Vec<usize>,
-    /// Row → position in its sequence.
-    positions: Vec<usize>,
-}
 
 struct LayerTrace<T> {
     x: Vec<T>,
@@ -354,7 +339,7 @@ impl<T: Real> TrainModel<T> {
         #[cfg_attr(not(test), expect(unused_mut, reason = "tests shift the logits"))]
         let mut logits = router_logits(&self.moe, &params[slots.router.clone()], &moe_input);
         #[cfg(test)]
-        part.shift(&self.moe, layer, work, &mut logits);
+        part.shift(&self.moe, layer, (work.batch, work.pass), &mut logits);
         let ids = self.choose(work, part, layer, &logits);
         let mut next = middle.clone();
         let moe = moe(&self.moe, (params, slots), &moe_input, (logits, ids), &mut next);
@@ -429,107 +414,5 @@ impl<T: Real> TrainModel<T> {
         let weight = &params[slots.attention_norm.clone()];
         let d_weight = &mut grads[slots.attention_norm.clone()];
         rms_norm_backward(&trace.x, weight, eps, &d_normed, dx, d_weight);
-    }
-}
-
-/// Sequences over lanes (one per thread, longest first to the emptiest), each lane cut into parts.
-fn lanes(batch: &PackedBatch, pass: Pass<'_>) -> Vec<Vec<Part>> {
-    let count = rayon::current_num_threads().min(pass.sequences.len()).max(1);
-    let limit = (pass.micro_batch_tokens / count).clamp(1, PART_TOKENS);
-    let mut sequences = pass.sequences.to_vec();
-    sequences.sort_by_key(|&s| std::cmp::Reverse(batch.range(s).len()));
-    let mut loads = vec![(0, Vec::new()); count];
-    for sequence in sequences {
-        let tokens = batch.range(sequence).len();
-        if let Some(lane) = loads.iter_mut().min_by_key(|lane| lane.0) {
-            lane.0 += tokens;
-            lane.1.push(sequence);
-        }
-    }
-    let cut = |sequences: Vec<usize>| {
-        let mut parts: Vec<Part> = Vec::new();
-        for sequence in sequences {
-            let tokens = batch.range(sequence).len();
-            if parts.last().is_none_or(|part| part.places.len() + tokens > limit) {
-                parts.push(Part::empty());
-            }
-            if let Some(part) = parts.last_mut() {
-                part.push(batch, sequence);
-            }
-        }
-        parts
-    };
-    loads.into_iter().map(|(_, sequences)| cut(sequences)).collect()
-}
-
-impl Part {
-    fn empty() -> Self {
-        Self { sequences: vec![], ranges: vec![], places: vec![], positions: vec![] }
-    }
-
-    fn push(&mut self, batch: &PackedBatch, sequence: usize) {
-        let range = batch.range(sequence);
-        let start = self.places.len();
-        self.sequences.push(sequence);
-        self.ranges.push(start..start + range.len());
-        self.positions.extend(0..range.len());
-        self.places.extend(range);
-    }
-
-    /// Token `p` is predicted by row `p − 1` of its sequence.
-    fn targets(&self, batch: &PackedBatch) -> Targets {
-        let mut targets = Targets::default();
-        for range in &self.ranges {
-            for row in range.clone().skip(1).filter(|&row| batch.scored()[self.places[row]]) {
-                targets.rows.push(row - 1);
-                targets.tokens.push(batch.tokens()[self.places[row]]);
-            }
-        }
-        targets
-    }
-
-    fn collect<T: Real>(
-        &self,
-        targets: &Targets,
-        (logprobs, entropy): (&[T], &[T]),
-        routes: &[u16],
-        outputs: &mut Vec<SequenceOutput<T>>,
-    ) {
-        let spread = |values: &[T]| {
-            let mut rows = vec![T::ZERO; self.places.len()];
-            for (&row, &value) in targets.rows.iter().zip(values) {
-                rows[row + 1] = value;
-            }
-            rows
-        };
-        let (logprobs, entropy) = (spread(logprobs), spread(entropy));
-        let width = routes.len() / self.places.len();
-        for (&sequence, range) in self.sequences.iter().zip(&self.ranges) {
-            outputs.push(SequenceOutput {
-                sequence,
-                logprobs: logprobs[range.clone()].to_vec(),
-                entropy: entropy[range.clone()].to_vec(),
-                routes: routes[range.start * width..range.end * width].to_vec(),
-            });
-        }
-    }
-
-    /// Per-sequence coefficients → one per target.
-    fn gather<T: Real>(&self, targets: &Targets, coefficients: &[Vec<T>]) -> Vec<T> {
-        let rows: Vec<T> = coefficients.iter().flatten().copied().collect();
-        assert!(rows.len() == self.places.len(), "a loss gave not one coefficient per token");
-        targets.rows.iter().map(|&row| rows[row + 1]).collect()
-    }
-
-    #[cfg(test)]
-    fn shift<T: Real>(&self, shape: &MoeShape, layer: usize, work: &Work<'_, T>, logits: &mut [T]) {
-        let Some(shift) = work.pass.router_shift else { return };
-        let layers = shift.len() / work.batch.tokens().len() / shape.experts;
-        for (row, &place) in logits.chunks_exact_mut(shape.experts).zip(&self.places) {
-            let at = (place * layers + layer) * shape.experts;
-            for (logit, &by) in row.iter_mut().zip(&shift[at..]) {
-                *logit += T::from_f64(by);
-            }
-        }
     }
 }

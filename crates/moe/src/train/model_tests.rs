@@ -372,3 +372,20 @@ fn routes_with_repeated_or_unknown_experts_are_refused() {
     }
     assert!(Routes::new(vec![1, 1], vec![false], (1, 2, 4)).is_ok());
 }
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn with_our_kernel_a_sequence_has_the_same_bits_in_every_batch() {
+    if !super::kernel::available() {
+        return;
+    }
+    let mut model: TrainModel<f32> = TrainModel::new(&Weights::random(small(true, true), 11));
+    for p in model.params_mut() {
+        *p *= 12.0;
+    }
+    let batch = ragged();
+    let together = model.forward(&batch, Pass::new(&[0, 1, 2]));
+    for alone in 0..3 {
+        assert_eq!(model.forward(&batch, Pass::new(&[alone])), together[alone..=alone]);
+    }
+}
