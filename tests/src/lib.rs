@@ -56,7 +56,10 @@ pub fn docker_or_skip(test: &str) -> anyhow::Result<bool> {
     let answers = Command::new("docker").arg("info").output().is_ok_and(|o| o.status.success());
     if !answers {
         let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-        anyhow::ensure!(!required.contains("docker"), "no Docker daemon answers, and it is required");
+        anyhow::ensure!(
+            !required.contains("docker"),
+            "no Docker daemon answers, and it is required"
+        );
         say(&format!("skipped: {test}: no Docker daemon answers"));
     }
     Ok(answers)
@@ -74,8 +77,9 @@ pub fn say(line: &str) {
 /// If Docker cannot be asked.
 pub fn containers_of(run_id: &str) -> anyhow::Result<Vec<String>> {
     let filter = format!("label=orchestrate.run={run_id}");
-    let output =
-        Command::new("docker").args(["ps", "-a", "--filter", &filter, "--format", "{{.Names}}"]).output()?;
+    let output = Command::new("docker")
+        .args(["ps", "-a", "--filter", &filter, "--format", "{{.Names}}"])
+        .output()?;
     anyhow::ensure!(output.status.success(), "docker ps failed: {}", stderr(&output));
     Ok(String::from_utf8(output.stdout)?.lines().map(str::to_owned).collect())
 }

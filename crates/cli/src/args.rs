@@ -239,7 +239,7 @@ pub(crate) struct WarmStartArgs {
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// Peak learning rate of `AdamW`.
-    #[arg(long, default_value_t = 3e-3)]
+    #[arg(long, default_value_t = 1.5e-3)]
     pub(crate) learning_rate: f64,
     /// Scripted expert tasks to draw episodes from.
     #[arg(long, default_value_t = 12_000)]

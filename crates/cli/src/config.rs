@@ -5,9 +5,6 @@
 
 use crate::args::ConfigSource;
 use camino::Utf8PathBuf;
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-use std::fmt;
 use orchestrate_coordinator::{
     DiagnosticsSection, DiagnosticsSettings, RunSection, RunSettings, TasksSection, TasksSettings,
 };
@@ -17,8 +14,10 @@ use orchestrate_moe::infer::WeightFormat;
 use orchestrate_rollout::{RolloutConfig, RolloutPlan};
 use orchestrate_sandbox::{RawSandboxConfig, SandboxConfig};
 use orchestrate_types::ConfigProblem;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::fmt;
 use toml::{Table, Value};
-
 
 /// What is wrong with the settings. Exit code 3.
 #[derive(Debug)]
@@ -36,7 +35,9 @@ impl std::error::Error for ConfigError {}
 impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Unreadable { file, error } => write!(f, "cannot read config file {file}: {error}"),
+            Self::Unreadable { file, error } => {
+                write!(f, "cannot read config file {file}: {error}")
+            }
             Self::Layer { name, error } => write!(f, "{name}: {}", error.trim_end()),
             Self::Problems(problems) => {
                 write!(f, "the config has {} problem(s):", problems.len())?;
@@ -337,8 +338,7 @@ mod tests {
     #[test]
     fn later_layers_win_and_lists_are_replaced() {
         let merged = sets(&["a.x=1", "a.y=word with spaces", "a.z=[1,2]", "a.z=[3]", "a.x=2"]);
-        let inner =
-            Inner { x: Some(2), y: Some("word with spaces".into()), z: Some(vec![3]) };
+        let inner = Inner { x: Some(2), y: Some("word with spaces".into()), z: Some(vec![3]) };
         assert_eq!(merged.unwrap().a, Some(inner));
     }
 

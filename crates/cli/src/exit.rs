@@ -109,9 +109,9 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
         }
         if let Some(engine) = cause.downcast_ref::<EngineError>() {
             return match &engine.kind {
-                EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => {
-                    Some("is the server up? check engine.url; orchestrate doctor --engine URL probes it")
-                }
+                EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => Some(
+                    "is the server up? check engine.url; orchestrate doctor --engine URL probes it",
+                ),
                 EngineErrorKind::Refused { .. }
                 | EngineErrorKind::InvalidReply(_)
                 | EngineErrorKind::Unfit(_) => None,

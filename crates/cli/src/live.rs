@@ -86,9 +86,12 @@ impl View {
                 stage.in_flight += 1;
                 tracing::debug!(%attempt, "attempt started");
             }
-            Event::AttemptEnded { attempt, outcome, turns } => stage.ended(attempt, outcome, *turns),
+            Event::AttemptEnded { attempt, outcome, turns } => {
+                stage.ended(attempt, outcome, *turns)
+            }
             Event::EpisodeGivenUp { episode, error } => {
-                self.progress.line(&format!("warning: episode {episode} failed in every attempt: {error}"));
+                self.progress
+                    .line(&format!("warning: episode {episode} failed in every attempt: {error}"));
             }
             Event::GroupDecided { dropped, .. } => {
                 if dropped.is_some() {
@@ -108,7 +111,8 @@ impl View {
             Event::EvalFinished { line } => self.progress.line(&eval_line(line)),
             Event::Warning { message } => self.progress.line(&format!("warning: {message}")),
             Event::Draining => {
-                self.progress.line("stopping: episodes end at their next turn (Ctrl-C again: at once)");
+                self.progress
+                    .line("stopping: episodes end at their next turn (Ctrl-C again: at once)");
             }
         }
         self.progress.update(stage.ended, stage.planned.max(stage.ended).max(1), stage.message());
@@ -194,13 +198,14 @@ fn eval_line(line: &Value) -> String {
 
 /// Turns the first Ctrl-C (or SIGTERM) into a drain, the second into an end at once.
 pub(crate) async fn watch_signals(stop: Stop) {
-    let mut terminate = match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
-        Ok(signal) => signal,
-        Err(error) => {
-            output::say(format!("warning: cannot listen for SIGTERM: {error}"));
-            return std::future::pending().await;
-        }
-    };
+    let mut terminate =
+        match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
+            Ok(signal) => signal,
+            Err(error) => {
+                output::say(format!("warning: cannot listen for SIGTERM: {error}"));
+                return std::future::pending().await;
+            }
+        };
     loop {
         tokio::select! {
             _ = tokio::signal::ctrl_c() => {}

@@ -25,7 +25,9 @@ fn main() -> ExitCode {
     output::init_logging(cli.verbose, cli.log.as_deref());
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return exit::report(&anyhow::Error::from(error).context("start the runtime")),
+        Err(error) => {
+            return exit::report(&anyhow::Error::from(error).context("start the runtime"));
+        }
     };
     let result = runtime.block_on(Box::pin(dispatch(cli.command)));
     // Engine and trainer threads may still hold a blocking task; nobody waits for them.

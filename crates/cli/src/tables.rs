@@ -41,7 +41,10 @@ pub(crate) fn final_table(report: &RunReport) -> Table {
         );
     }
     row("gain on unseen families", report.held_out_families_gain.as_ref().map(gain));
-    row("global steps", Some(format!("{} ({} skipped)", report.steps_applied, report.steps_skipped)));
+    row(
+        "global steps",
+        Some(format!("{} ({} skipped)", report.steps_applied, report.steps_skipped)),
+    );
     row("training episodes", Some(report.episodes.to_string()));
     row("tokens trained on", Some(report.train_tokens.to_string()));
     row("KL train/infer (mean)", report.kl_train_infer.map(|kl| format!("{kl:.2e}")));

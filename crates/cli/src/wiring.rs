@@ -4,9 +4,7 @@
 use crate::config::Settings;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_coordinator::{
-    Coordinator, HttpTrainer, Plan, Reporter, TaskSet, TrainerSink,
-};
+use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TaskSet, TrainerSink};
 use orchestrate_engine::{Engine, SglangClient, SglangOptions};
 use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;

@@ -73,7 +73,8 @@ async fn docker(settings: &Settings) -> anyhow::Result<String> {
     let provider = DockerProvider::connect(settings.sandbox.clone()).await?;
     let report = provider.doctor().await?;
     provider.shutdown().await?;
-    let disk = report.free_disk.map_or_else(|| "unknown".to_owned(), |d| format!("{} GiB", d.0 >> 30));
+    let disk =
+        report.free_disk.map_or_else(|| "unknown".to_owned(), |d| format!("{} GiB", d.0 >> 30));
     Ok(format!(
         "Docker {} at {}, cgroup v{}, {}, {} cores, free disk {disk}",
         report.version, report.host, report.cgroup_version, report.storage_driver, report.cores

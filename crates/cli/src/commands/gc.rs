@@ -33,7 +33,11 @@ pub(crate) async fn run(args: GcArgs) -> anyhow::Result<ExitCode> {
         for name in &report.removed {
             output::data(name);
         }
-        output::say(format!("removed {} containers, kept {}", report.removed.len(), report.kept.len()));
+        output::say(format!(
+            "removed {} containers, kept {}",
+            report.removed.len(),
+            report.kept.len()
+        ));
         for (name, reason) in &report.kept {
             output::say(format!("kept {name}: {reason}"));
         }

@@ -59,7 +59,9 @@ async fn resume(folder: &Utf8Path, source: &ConfigSource) -> anyhow::Result<(Set
         source.files.is_empty() && source.sets.is_empty(),
         ConfigError::Layer {
             name: "--resume".into(),
-            error: format!("a resumed run keeps the plan in {folder}/{PLAN_FILE}; drop --config and --set"),
+            error: format!(
+                "a resumed run keeps the plan in {folder}/{PLAN_FILE}; drop --config and --set"
+            ),
         }
     );
     let path = folder.join(PLAN_FILE);
@@ -125,7 +127,9 @@ pub(crate) async fn finish(
         }
         RunEnd::Stopped(report) => {
             conclude(&report, folder, json)?;
-            output::say(format!("stopped; go on with: orchestrate run --run-dir {folder} --resume"));
+            output::say(format!(
+                "stopped; go on with: orchestrate run --run-dir {folder} --resume"
+            ));
             Ok(ExitCode::from(STOPPED))
         }
     }

@@ -66,8 +66,7 @@ async fn until_signal(
     server: impl Future<Output = anyhow::Result<()>>,
     stop: CancellationToken,
 ) -> anyhow::Result<ExitCode> {
-    let mut terminate =
-        tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+    let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
     let mut server = std::pin::pin!(server);
     // The server is polled again after a signal, so that it can end what it has begun.
     tokio::select! {

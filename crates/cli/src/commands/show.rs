@@ -33,11 +33,14 @@ async fn overview(reader: &Reader, json: bool) -> anyhow::Result<()> {
             .collect();
         return output::json(&json!({"report": report, "metrics": metrics, "episodes": list}));
     }
-    let mut steps = tables::table(&["step", "version", "reward", "solve rate", "KL", "KL no replay", "Pass@1"]);
+    let mut steps =
+        tables::table(&["step", "version", "reward", "solve rate", "KL", "KL no replay", "Pass@1"]);
     for line in &metrics {
         let cell = |key: &str| match line.get(key).and_then(Value::as_f64) {
             Some(number) if number != 0.0 && number.abs() < 1e-3 => format!("{number:.2e}"),
-            Some(number) => format!("{:.4}", number).trim_end_matches('0').trim_end_matches('.').to_owned(),
+            Some(number) => {
+                format!("{:.4}", number).trim_end_matches('0').trim_end_matches('.').to_owned()
+            }
             None => String::new(),
         };
         steps.add_row([
@@ -63,7 +66,10 @@ async fn overview(reader: &Reader, json: bool) -> anyhow::Result<()> {
 
 fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
     let Some(record) = &stored.record else {
-        output::data(format!("{}: {:?}, nothing recorded yet", stored.episode.id, stored.episode.state));
+        output::data(format!(
+            "{}: {:?}, nothing recorded yet",
+            stored.episode.id, stored.episode.state
+        ));
         return Ok(());
     };
     let detail: EpisodeDetail = serde_json::from_value(record.detail.clone())?;
@@ -118,11 +124,13 @@ fn routing_rows(routing: &orchestrate_store::StoredRouting) -> usize {
 
 /// How much of the trajectory the routing mask covers; all but the last token is complete.
 fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<String> {
-    let summary = stored.attempts.iter().find(|a| a.id == record.attempt).map(|a| a.summary.clone());
+    let summary =
+        stored.attempts.iter().find(|a| a.id == record.attempt).map(|a| a.summary.clone());
     let summary: Option<EpisodeSummary> =
         summary.filter(|s| !s.is_null()).map(serde_json::from_value).transpose()?;
     let tokens = record.trajectory.as_ref().map_or(0, orchestrate_types::Trajectory::len);
-    let written = record.trajectory.as_ref().map_or(0, orchestrate_types::Trajectory::response_tokens);
+    let written =
+        record.trajectory.as_ref().map_or(0, orchestrate_types::Trajectory::response_tokens);
     let mask = match &record.routing {
         Some(routing) => {
             let rows = routing_rows(routing);

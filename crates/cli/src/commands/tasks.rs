@@ -62,7 +62,8 @@ fn list(selection: &TaskSelection) -> anyhow::Result<ExitCode> {
     let (_, tasks) = select(selection)?;
     if selection.json {
         for task in &tasks {
-            let line = serde_json::json!({"id": task.id, "family": task.family, "split": task.split});
+            let line =
+                serde_json::json!({"id": task.id, "family": task.family, "split": task.split});
             output::data(line);
         }
         return Ok(ExitCode::SUCCESS);
@@ -85,7 +86,10 @@ fn show(id: &str, selection: &TaskSelection) -> anyhow::Result<ExitCode> {
         output::json(task)?;
         return Ok(ExitCode::SUCCESS);
     }
-    output::data(format!("{} ({}, image {})\n\n{}", task.id, task.family, task.image, task.problem_statement));
+    output::data(format!(
+        "{} ({}, image {})\n\n{}",
+        task.id, task.family, task.image, task.problem_statement
+    ));
     for (title, files) in [("given", &task.agent_files), ("hidden", &task.hidden_files)] {
         for file in files {
             output::data(format!("\n--- {title}: {}\n{}", file.path, file.content.trim_end()));

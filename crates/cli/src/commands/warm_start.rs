@@ -5,16 +5,16 @@ use crate::output;
 use crate::progress::Progress;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_moe::train::sft::{self, SftOptions, SftSequence};
 use orchestrate_moe::train::model::TrainModel;
+use orchestrate_moe::train::sft::{self, SftOptions, SftSequence};
 use orchestrate_moe::{ModelConfig, StoredType, Weights, save_checkpoint};
 use orchestrate_rollout::{
-    Action, ChatModel, ChatTemplate, ExpertEpisode, ExpertTurn, MICRO_CHAT_TEMPLATE,
-    opening_messages, train_tokenizer,
+    Action, CONTROL_TOKENS, ChatModel, ChatTemplate, ExpertEpisode, ExpertTurn,
+    MICRO_CHAT_TEMPLATE, opening_messages, train_tokenizer,
 };
 use orchestrate_tasks::{Task, expert, micro};
-use rand::SeedableRng;
 use rand::seq::SliceRandom;
+use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::ops::ControlFlow;
 use std::process::ExitCode;
@@ -23,6 +23,9 @@ const VOCABULARY: usize = 1024;
 /// Loss weight of tokens the policy never has to write: enough to learn what tasks look like.
 const OTHER_WEIGHT: f32 = 0.25;
 
+/// Copying drills before the demonstrations.
+const DRILLS: usize = 6000;
+
 /// Runs the command.
 pub(crate) async fn run(args: WarmStartArgs) -> anyhow::Result<ExitCode> {
     tokio::task::spawn_blocking(move || train(&args)).await??;
@@ -30,7 +33,11 @@ pub(crate) async fn run(args: WarmStartArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn train(args: &WarmStartArgs) -> anyhow::Result<()> {
-    anyhow::ensure!(!args.out.exists(), "{} exists already\nhint: remove it or choose another --out", args.out);
+    anyhow::ensure!(
+        !args.out.exists(),
+        "{} exists already\nhint: remove it or choose another --out",
+        args.out
+    );
     output::say(format!("writing {} scripted expert episodes", args.tasks));
     let counts = micro::MicroCounts { train: args.tasks, held_out: 0, held_out_families: 0 };
     let tasks = micro::generate(args.seed, counts);
@@ -109,7 +116,10 @@ fn expert_episodes(tasks: &[Task], seed: u64) -> Vec<ExpertEpisode> {
         .collect()
 }
 
-fn demonstrations(episodes: &[ExpertEpisode], chat: &ChatModel) -> anyhow::Result<Vec<SftSequence>> {
+fn demonstrations(
+    episodes: &[ExpertEpisode],
+    chat: &ChatModel,
+) -> anyhow::Result<Vec<SftSequence>> {
     episodes
         .iter()
         .map(|episode| {
@@ -119,7 +129,29 @@ fn demonstrations(episodes: &[ExpertEpisode], chat: &ChatModel) -> anyhow::Resul
         .collect()
 }
 
-fn fit(model: &mut TrainModel<f32>, data: Vec<SftSequence>, args: &WarmStartArgs) -> anyhow::Result<()> {
+/// Random tokens, then the same ones again, which alone are scored. Repairs are mostly copying (a
+/// file name from the issue, a parameter from the listing), and a small model finds out how to
+/// copy far sooner where nothing else can be learned.
+fn copying_drills(vocabulary: usize, seed: u64) -> Vec<SftSequence> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed ^ 0x0000_c0b7);
+    let last = u32::try_from(vocabulary).unwrap_or(u32::MAX);
+    let first = u32::try_from(CONTROL_TOKENS.len()).unwrap_or(0);
+    let drill = || {
+        let half: Vec<u32> =
+            (0..rng.random_range(16..60)).map(|_| rng.random_range(first..last)).collect();
+        // The first repeated token cannot be foreseen.
+        let scored = |i: usize| if i > half.len() { 1.0 } else { 0.0 };
+        let weights = (0..2 * half.len()).map(scored).collect();
+        SftSequence { tokens: half.repeat(2), weights }
+    };
+    std::iter::repeat_with(drill).take(DRILLS).collect()
+}
+
+fn fit(
+    model: &mut TrainModel<f32>,
+    data: Vec<SftSequence>,
+    args: &WarmStartArgs,
+) -> anyhow::Result<()> {
     let options = SftOptions {
         token_budget: args.tokens as u64,
         learning_rate: args.learning_rate,
@@ -127,6 +159,7 @@ fn fit(model: &mut TrainModel<f32>, data: Vec<SftSequence>, args: &WarmStartArgs
     };
     let progress = Progress::new(options.token_budget);
     let mut rng = ChaCha8Rng::seed_from_u64(args.seed);
+    let drills = copying_drills(model.config().vocab_size, args.seed);
     // Every pass over the data has its own order.
     let passes = std::iter::repeat_with(move || {
         let mut pass = data.clone();
@@ -134,9 +167,12 @@ fn fit(model: &mut TrainModel<f32>, data: Vec<SftSequence>, args: &WarmStartArgs
         pass
     })
     .flatten();
-    let last = sft::train(model, passes, &options, |now, _| {
-        let message =
-            format!("loss {:.4}  {:.0} tokens/s  lr {:.1e}", now.loss, now.tokens_per_second, now.learning_rate);
+    let lessons = drills.into_iter().chain(passes);
+    let last = sft::train(model, lessons, &options, |now, _| {
+        let message = format!(
+            "loss {:.4}  {:.0} tokens/s  lr {:.1e}",
+            now.loss, now.tokens_per_second, now.learning_rate
+        );
         if now.step % 100 == 0 {
             progress.line(&format!("{} tokens: {message}", now.tokens));
         }

@@ -1,0 +1,246 @@
+//! Whole runs of the built program against real Docker: train, kill, resume, separate processes.
+
+use orchestrate_e2e::{containers_of, docker_or_skip, metrics, orchestrate, say, stderr};
+use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Settings of a run that ends within a minute.
+const SMALL: &[&str] = &[
+    "--config",
+    "configs/quickstart.toml",
+    "--set",
+    "run.steps=3",
+    "--set",
+    "run.eval_every=3",
+    "--set",
+    "run.eval_tasks=6",
+    "--set",
+    "rollout.group_size=4",
+    "--set",
+    "rollout.groups_per_step=3",
+    "--set",
+    "rollout.max_groups_per_step=6",
+    "--set",
+    "rollout.max_in_flight=8",
+    "--set",
+    "sandbox.max_containers=6",
+    "--set",
+    "run.keep_batches=100",
+    "--set",
+    "tasks.held_out=50",
+];
+
+fn start(run_dir: &Path, more: &[&str]) -> Command {
+    let mut args = vec!["run", "--run-dir", run_dir.to_str().unwrap(), "--json"];
+    args.extend(more);
+    orchestrate(&args).unwrap()
+}
+
+fn finished(command: &mut Command) -> Value {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn steps(run_dir: &Path) -> Vec<Value> {
+    metrics(run_dir).unwrap().into_iter().filter(|l| l.get("loss").is_some()).collect()
+}
+
+/// Every episode id in every published batch, in order.
+fn trained_episodes(run_dir: &Path) -> Vec<String> {
+    let mut ids = Vec::new();
+    for entry in std::fs::read_dir(run_dir.join("batches")).unwrap() {
+        let folder = entry.unwrap().path();
+        for shard in std::fs::read_dir(&folder).unwrap().map(|e| e.unwrap().path()) {
+            if shard.extension().is_none_or(|e| e != "safetensors") {
+                continue;
+            }
+            let bytes = std::fs::read(&shard).unwrap();
+            let length = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+            let end = 8 + usize::try_from(length).unwrap();
+            let header: Value = serde_json::from_slice(&bytes[8..end]).unwrap();
+            let list = header["__metadata__"]["episode_ids"].as_str().unwrap();
+            ids.extend(serde_json::from_str::<Vec<String>>(list).unwrap());
+        }
+    }
+    ids.sort();
+    ids
+}
+
+fn assert_once(ids: &[String]) {
+    let mut unique = ids.to_vec();
+    unique.dedup();
+    assert_eq!(unique.len(), ids.len(), "an episode was trained on twice: {ids:?}");
+}
+
+#[test]
+fn docker_a_run_trains_evaluates_and_leaves_nothing_behind() {
+    if !docker_or_skip("docker_a_run").unwrap() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let run_dir = folder.path().join("run");
+    let report = finished(&mut start(&run_dir, SMALL));
+    let lines = steps(&run_dir);
+    let count = |key: &str| report[key].as_u64().unwrap();
+    assert_eq!(count("steps_applied") + count("steps_skipped"), 3);
+    for line in &lines {
+        assert_eq!(line["routing_missing"], 0, "{line}");
+        assert_eq!(line["broken_episodes"], 0, "{line}");
+        let hit = line["prefix_cache_hit_rate"].as_f64().unwrap();
+        let possible = line["prefix_cache_hit_rate_possible"].as_f64().unwrap();
+        assert!(hit >= 0.98 * possible, "{line}");
+        assert!(line["router_disagreement"].as_f64().unwrap() > 0.0, "{line}");
+    }
+    assert_once(&trained_episodes(&run_dir));
+    assert!(run_dir.join("report.html").exists());
+    let run = report["run"].as_str().unwrap();
+    assert_eq!(containers_of(run).unwrap(), Vec::<String>::new());
+
+    // Seen by `show`: every row of the mask is there.
+    let id = trained_episodes(&run_dir).first().cloned();
+    if let Some(id) = id {
+        let shown = orchestrate_e2e::run(&["show", run_dir.to_str().unwrap(), &id]).unwrap();
+        let text = String::from_utf8(shown.stdout).unwrap();
+        assert!(text.contains("routing mask:") && text.contains("turn 1"), "{text}");
+    }
+    // A second run in the same folder is refused; resuming a finished one only reports.
+    let again = start(&run_dir, SMALL).output().unwrap();
+    assert_eq!(again.status.code(), Some(6), "{}", stderr(&again));
+    assert_eq!(finished(&mut start(&run_dir, &["--resume"]))["run"], report["run"]);
+}
+
+#[test]
+fn docker_equal_f32_engines_do_not_differ() {
+    if !docker_or_skip("docker_equal_f32_engines").unwrap() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let run_dir = folder.path().join("run");
+    let mut settings = SMALL.to_vec();
+    settings.extend(["--set", "embedded.weight_format=f32", "--set", "run.eval_every=0"]);
+    finished(&mut start(&run_dir, &settings));
+    for line in steps(&run_dir) {
+        let kl = line["kl_train_infer"].as_f64().unwrap();
+        let without = line["kl_train_infer_no_replay"].as_f64().unwrap();
+        assert!(kl.abs() <= 1e-8 && without.abs() <= 1e-8, "{line}");
+    }
+}
+
+#[test]
+fn docker_kills_at_any_moment_lose_and_double_nothing() {
+    if !docker_or_skip("docker_kills").unwrap() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let run_dir = folder.path().join("run");
+    let kills: u64 =
+        std::env::var("ORCHESTRATE_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(6);
+    let mut moment = 0x9e37_79b9_u64;
+    let mut interrupted = 0;
+    for round in 0..kills {
+        let more: &[&str] =
+            if run_dir.join("orchestrate.db").exists() { &["--resume"] } else { SMALL };
+        let mut child =
+            start(&run_dir, more).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        moment = moment.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(round);
+        if !ends_within(&mut child, Duration::from_millis(600 + (moment >> 40) % 5000)) {
+            interrupted += 1;
+        }
+        child.kill().ok();
+        child.wait().unwrap();
+    }
+    say(&format!("{interrupted} of {kills} starts were killed before their end"));
+    assert!(interrupted > 0, "every start ended before its kill: the run is too short");
+    let report = finished(&mut start(&run_dir, &["--resume"]));
+    let count = |key: &str| report[key].as_u64().unwrap();
+    assert_eq!(count("steps_applied") + count("steps_skipped"), 3);
+    let lines = steps(&run_dir);
+    let mut numbers: Vec<u64> = lines.iter().map(|l| l["global_step"].as_u64().unwrap()).collect();
+    numbers.dedup();
+    assert_eq!(numbers.len(), lines.len(), "a step has two lines");
+    assert_once(&trained_episodes(&run_dir));
+    assert_eq!(containers_of(report["run"].as_str().unwrap()).unwrap(), Vec::<String>::new());
+}
+
+fn ends_within(child: &mut Child, time: Duration) -> bool {
+    let begun = Instant::now();
+    let (sender, receiver) = std::sync::mpsc::channel::<()>();
+    while begun.elapsed() < time {
+        if child.try_wait().unwrap().is_some() {
+            return true;
+        }
+        // Nobody sends: this is a wait with a deadline.
+        let _ = receiver.recv_timeout(Duration::from_millis(20));
+    }
+    drop(sender);
+    false
+}
+
+/// A server of ours on a port the system chose.
+struct Server {
+    child: Child,
+    url: String,
+}
+
+impl Server {
+    fn start(args: &[&str]) -> Self {
+        let mut child = orchestrate(args).unwrap().stderr(Stdio::piped()).spawn().unwrap();
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        let line = stderr
+            .lines()
+            .map_while(Result::ok)
+            .find(|line| line.contains("http://"))
+            .expect("the server says where it listens");
+        let url = line[line.find("http://").unwrap()..].trim().to_owned();
+        Self { child, url }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
+
+#[test]
+fn docker_separate_processes_give_the_same_run_as_one() {
+    if !docker_or_skip("docker_separate_processes").unwrap() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let one = folder.path().join("one");
+    finished(&mut start(&one, SMALL));
+
+    let policy = "environments/micro/policy";
+    let checkpoints = folder.path().join("checkpoints");
+    let engine = Server::start(&["serve-engine", "--model", policy, "--listen", "127.0.0.1:0"]);
+    let trainer = Server::start(&[
+        "serve-trainer",
+        "--model",
+        policy,
+        "--checkpoints",
+        checkpoints.to_str().unwrap(),
+        "--listen",
+        "127.0.0.1:0",
+    ]);
+    let several = folder.path().join("several");
+    let engine_url = format!("engine.url=\"{}\"", engine.url);
+    let trainer_url = format!("trainer.url=\"{}\"", trainer.url);
+    let mut settings = SMALL.to_vec();
+    settings.extend(["--set", &engine_url, "--set", &trainer_url]);
+    finished(&mut start(&several, &settings));
+
+    assert_eq!(trained_episodes(&one), trained_episodes(&several));
+    let (one, several) = (steps(&one), steps(&several));
+    assert_eq!(one.len(), several.len());
+    for (a, b) in one.iter().zip(&several) {
+        for key in ["reward_mean", "loss", "kl_train_infer", "response_tokens_mean"] {
+            assert_eq!(a[key], b[key], "{key} of step {}", a["global_step"]);
+        }
+    }
+}
