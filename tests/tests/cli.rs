@@ -1,5 +1,7 @@
 //! Bad input has clear ends: each exits with its documented code, names the thing and a remedy.
 
+#![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
+
 use orchestrate_e2e::{run, stderr};
 
 fn fails(args: &[&str], code: i32, words: &[&str]) {

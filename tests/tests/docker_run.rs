@@ -1,5 +1,12 @@
 //! Whole runs of the built program against real Docker: train, kill, resume, separate processes.
 
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    reason = "a failure is the verdict of a test"
+)]
+
 use orchestrate_e2e::{containers_of, docker_or_skip, metrics, orchestrate, say, stderr};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};

@@ -87,7 +87,7 @@ impl View {
                 tracing::debug!(%attempt, "attempt started");
             }
             Event::AttemptEnded { attempt, outcome, turns } => {
-                stage.ended(attempt, outcome, *turns)
+                stage.ended(attempt, outcome, *turns);
             }
             Event::EpisodeGivenUp { episode, error } => {
                 self.progress

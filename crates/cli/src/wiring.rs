@@ -2,6 +2,7 @@
 //! the embedded ones are served on loopback by tasks of this process.
 
 use crate::config::Settings;
+use crate::output;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TaskSet, TrainerSink};
@@ -204,6 +205,14 @@ pub(crate) async fn coordinator(
     servers: &mut Servers,
     reporter: Arc<dyn Reporter>,
 ) -> anyhow::Result<Coordinator> {
+    let (containers, episodes) = (settings.sandbox.max_containers, settings.rollout.max_in_flight);
+    if settings.sandbox.reuse && containers < 2 * episodes as usize {
+        output::say(format!(
+            "note: {containers} containers for {episodes} episodes in flight: idle ones are \
+             restarted as agents and graders take turns (sandbox.max_containers = {} avoids it)",
+            2 * episodes
+        ));
+    }
     let sandboxes: Arc<dyn SandboxProvider> =
         Arc::new(DockerProvider::connect(settings.sandbox.clone()).await?);
     let engine: Arc<dyn Engine> =

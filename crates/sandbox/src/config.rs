@@ -12,7 +12,8 @@ pub struct RawSandboxConfig {
     /// Docker daemon, like `unix:///var/run/docker.sock` or `tcp://host:2375`. Default: the
     /// environment's `DOCKER_HOST`, else the usual socket.
     pub docker_host: Option<String>,
-    /// Containers alive at once, agent and grader together, idle ones included. Default 16.
+    /// Containers alive at once, agent and grader together, idle ones included. Twice the episodes
+    /// in flight keeps reusable ones from being restarted. Default 16.
     pub max_containers: Option<usize>,
     /// Containers being started at once; more than two per core only queue. Default 4.
     pub start_parallelism: Option<usize>,

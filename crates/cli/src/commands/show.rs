@@ -39,7 +39,7 @@ async fn overview(reader: &Reader, json: bool) -> anyhow::Result<()> {
         let cell = |key: &str| match line.get(key).and_then(Value::as_f64) {
             Some(number) if number != 0.0 && number.abs() < 1e-3 => format!("{number:.2e}"),
             Some(number) => {
-                format!("{:.4}", number).trim_end_matches('0').trim_end_matches('.').to_owned()
+                format!("{number:.4}").trim_end_matches('0').trim_end_matches('.').to_owned()
             }
             None => String::new(),
         };

@@ -108,11 +108,11 @@ async fn verify(settings: &Settings, tasks: Vec<Task>, json: bool) -> anyhow::Re
         .map(|(index, task)| check(&provider, settings, owner, index, task))
         .buffer_unordered(settings.sandbox.max_containers);
     let mut checks = std::pin::pin!(checks);
-    let (mut done, mut bad) = (0, Vec::new());
+    let (mut done, mut bad) = (0_usize, Vec::new());
     let mut failure = None;
     while let Some((task, result)) = checks.next().await {
         done += 1;
-        progress.update(done, total, format!("{} unhealthy", bad.len()));
+        progress.update(done as u64, total, format!("{} unhealthy", bad.len()));
         match result {
             Ok(check) => {
                 let problems = check.problems();
@@ -137,7 +137,7 @@ async fn verify(settings: &Settings, tasks: Vec<Task>, json: bool) -> anyhow::Re
     } else {
         output::data(format!(
             "{done} tasks checked in real sandboxes: gold patch = 1.0 and no patch = 0.0 for {}",
-            done as usize - bad.len()
+            done - bad.len()
         ));
     }
     anyhow::ensure!(bad.is_empty(), "{} of {done} tasks are unhealthy", bad.len());

@@ -104,7 +104,7 @@ fn expert_episodes(tasks: &[Task], seed: u64) -> Vec<ExpertEpisode> {
                 .map(|turn| ExpertTurn {
                     content: String::new(),
                     calls: vec![Action {
-                        name: turn.action.name.to_owned(),
+                        name: turn.action.name,
                         arguments: turn.action.arguments,
                     }],
                     observations: vec![turn.observation],
