@@ -53,7 +53,7 @@ fn finished(command: &mut Command) -> Value {
 }
 
 fn steps(run_dir: &Path) -> Vec<Value> {
-    metrics(run_dir).unwrap().into_iter().filter(|l| l.get("loss").is_some()).collect()
+    metrics(run_dir).unwrap().into_iter().filter(|l| l["loss"].is_number()).collect()
 }
 
 /// Every episode id in every published batch, in order.

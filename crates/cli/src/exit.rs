@@ -59,6 +59,13 @@ fn with_causes(error: &anyhow::Error) -> String {
 }
 
 fn code(error: &anyhow::Error) -> u8 {
+    // A server that could not load its model failed by the model, not by serving.
+    let by_settings = |cause: &(dyn std::error::Error + 'static)| {
+        cause.is::<ConfigError>() || cause.is::<CheckpointError>() || cause.is::<ChatError>()
+    };
+    if error.chain().any(by_settings) {
+        return CONFIG;
+    }
     for cause in error.chain() {
         if let Some(run) = cause.downcast_ref::<RunError>() {
             return match run.class() {
@@ -69,9 +76,6 @@ fn code(error: &anyhow::Error) -> u8 {
                 FailureClass::Trainer => TRAINER,
                 FailureClass::Bug => BUG,
             };
-        }
-        if cause.is::<ConfigError>() || cause.is::<CheckpointError>() || cause.is::<ChatError>() {
-            return CONFIG;
         }
         if cause.is::<EngineError>() || cause.is::<EngineServeError>() {
             return ENGINE;
