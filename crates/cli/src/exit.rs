@@ -58,7 +58,13 @@ fn with_causes(error: &anyhow::Error) -> String {
     text
 }
 
+/// The system's words for a full disk, wherever in the program (or in a trainer's answer) it was met.
+const DISK_FULL: &str = "No space left on device";
+
 fn code(error: &anyhow::Error) -> u8 {
+    if with_causes(error).contains(DISK_FULL) {
+        return STORE;
+    }
     // A server that could not load its model failed by the model, not by serving.
     let by_settings = |cause: &(dyn std::error::Error + 'static)| {
         cause.is::<ConfigError>() || cause.is::<CheckpointError>() || cause.is::<ChatError>()
@@ -94,6 +100,9 @@ fn code(error: &anyhow::Error) -> u8 {
 }
 
 fn hint(error: &anyhow::Error) -> Option<&'static str> {
+    if with_causes(error).contains(DISK_FULL) {
+        return Some("free some space there, then go on with --resume: nothing finished is lost");
+    }
     for cause in error.chain() {
         if let Some(sandbox) = cause.downcast_ref::<SandboxError>() {
             return match &sandbox.kind {

@@ -1,6 +1,6 @@
 //! The one place that prints. Data goes to standard output, everything else to standard error.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use tracing_subscriber::EnvFilter;
 
 /// Starts logging to standard error.
@@ -16,6 +16,7 @@ pub(crate) fn init_logging(verbose: u8, filter: Option<&str>) {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_target(verbose > 0)
         .init();
 }
