@@ -227,14 +227,18 @@ pub(crate) struct GcArgs {
 #[command(after_help = "\
 Examples:
   orchestrate warm-start --out environments/micro/policy
-  orchestrate warm-start --out /tmp/policy --tokens 2400000 --seed 1")]
+  orchestrate warm-start --out /tmp/policy --stop-after 2100000 --seed 1")]
 pub(crate) struct WarmStartArgs {
     /// Folder for the checkpoint (Hugging Face layout, bf16).
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Utf8PathBuf,
-    /// Tokens to train on.
-    #[arg(long, default_value_t = 2_400_000)]
+    /// Tokens over which the learning rate falls.
+    #[arg(long, default_value_t = 3_500_000)]
     pub(crate) tokens: usize,
+    /// End after so many tokens, before the schedule does: success rises steeply from here on, and
+    /// reinforcement learning is to have something left to find.
+    #[arg(long, default_value_t = 1_800_000)]
+    pub(crate) stop_after: usize,
     /// Seed of weights, tasks and order.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
@@ -242,7 +246,7 @@ pub(crate) struct WarmStartArgs {
     #[arg(long, default_value_t = 1.5e-3)]
     pub(crate) learning_rate: f64,
     /// Scripted expert tasks to draw episodes from.
-    #[arg(long, default_value_t = 12_000)]
+    #[arg(long, default_value_t = 16_000)]
     pub(crate) tasks: usize,
 }
 

@@ -157,7 +157,9 @@ fn fit(
         learning_rate: args.learning_rate,
         ..SftOptions::default()
     };
-    let progress = Progress::new(options.token_budget);
+    let stop_after = args.stop_after as u64;
+    let length = options.token_budget.min(stop_after);
+    let progress = Progress::new(length);
     let mut rng = ChaCha8Rng::seed_from_u64(args.seed);
     let drills = copying_drills(model.config().vocab_size, args.seed);
     // Every pass over the data has its own order.
@@ -176,8 +178,8 @@ fn fit(
         if now.step % 100 == 0 {
             progress.line(&format!("{} tokens: {message}", now.tokens));
         }
-        progress.update(now.tokens, options.token_budget, message);
-        ControlFlow::Continue(())
+        progress.update(now.tokens, length, message);
+        if now.tokens >= stop_after { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })
     .context("supervised training")?;
     progress.finish();
