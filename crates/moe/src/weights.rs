@@ -85,11 +85,30 @@ impl Weights {
         Ok(Self { config, tensors: taken })
     }
 
-    /// A new model: normal values of deviation `0.5 / sqrt(inputs)`, half of that for projections
-    /// back into the residual stream, 0.1 for embeddings, norms at 1. At the widths of our small
-    /// models the usual 0.02 leaves attention too faint to learn to copy. The same seed gives the
-    /// same model.
+    /// A new model: normal values of deviation 0.02, projections back into the residual stream
+    /// scaled down by `sqrt(2 × layers)`, norms at 1. The same seed gives the same model.
     pub fn random(config: ModelConfig, seed: u64) -> Self {
+        let residual = 0.02 / (2.0 * config.num_hidden_layers as f64).sqrt();
+        Self::drawn(config, seed, |name, _| if is_residual(name) { residual } else { 0.02 })
+    }
+
+    /// A new model of small width: deviation `0.5 / sqrt(inputs)`, half of that for projections
+    /// back into the residual stream, 0.1 for embeddings, norms at 1. With the usual 0.02 a model
+    /// a hundred wide has attention too faint to learn to copy from.
+    pub fn random_by_width(config: ModelConfig, seed: u64) -> Self {
+        Self::drawn(config, seed, |name, inputs| {
+            if name.ends_with("embed_tokens.weight") {
+                0.1
+            } else if is_residual(name) {
+                0.25 / inputs.sqrt()
+            } else {
+                0.5 / inputs.sqrt()
+            }
+        })
+    }
+
+    /// Draws every tensor with the deviation that its name and number of inputs ask for.
+    fn drawn(config: ModelConfig, seed: u64, deviation: impl Fn(&str, f64) -> f64) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut tensors = BTreeMap::new();
         for (name, shape) in tensor_shapes(&config) {
@@ -97,12 +116,8 @@ impl Weights {
             let inputs = shape.last().map_or(1.0, |&n| n as f64);
             let data = if name.ends_with("norm.weight") {
                 vec![1.0; count]
-            } else if name.ends_with("embed_tokens.weight") {
-                normal(&mut rng, count, 0.1)
-            } else if name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") {
-                normal(&mut rng, count, 0.25 / inputs.sqrt())
             } else {
-                normal(&mut rng, count, 0.5 / inputs.sqrt())
+                normal(&mut rng, count, deviation(&name, inputs))
             };
             tensors.insert(name, Tensor { shape, data });
         }
@@ -133,6 +148,10 @@ impl Weights {
     pub fn parameters(&self) -> usize {
         self.tensors.values().map(|t| t.data.len()).sum()
     }
+}
+
+fn is_residual(name: &str) -> bool {
+    name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight")
 }
 
 /// Box–Muller, because it is short and the same on every machine.

@@ -55,7 +55,7 @@ fn train(args: &WarmStartArgs) -> anyhow::Result<()> {
         data.len(),
         tokens as f64 / data.len() as f64
     ));
-    let weights = Weights::random(small_model(entries), args.seed);
+    let weights = Weights::random_by_width(small_model(entries), args.seed);
     output::say(format!("model: {} parameters", weights.parameters()));
     let mut model = TrainModel::<f32>::new(&weights);
     fit(&mut model, data, args)?;
