@@ -137,6 +137,60 @@ fn docker_equal_f32_engines_do_not_differ() {
     }
 }
 
+/// A small disk of its own at `at`, unmounted when dropped; `None` where mounting is not allowed.
+struct SmallDisk {
+    at: std::path::PathBuf,
+}
+
+impl SmallDisk {
+    fn mount(at: &Path, size: &str) -> Option<Self> {
+        std::fs::create_dir_all(at).unwrap();
+        let options = format!("size={size}");
+        let mount = ["-t", "tmpfs", "-o", options.as_str(), "orchestrate-test"];
+        let done = Command::new("mount").args(mount).arg(at).stderr(Stdio::null()).status();
+        done.is_ok_and(|status| status.success()).then(|| Self { at: at.to_path_buf() })
+    }
+
+    fn grow(&self, size: &str) {
+        let options = format!("remount,size={size}");
+        let status = Command::new("mount").args(["-o", &options]).arg(&self.at).status().unwrap();
+        assert!(status.success());
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.at).status();
+    }
+}
+
+#[test]
+fn docker_a_full_disk_exits_with_6_and_the_run_resumes_when_there_is_space() {
+    if !docker_or_skip("docker_a_full_disk").unwrap() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    // Room for the journal and some episodes, not for a checkpoint with its optimizer (23 MB).
+    let Some(disk) = SmallDisk::mount(&folder.path().join("disk"), "12m") else {
+        say("skipped: docker_a_full_disk (no right to mount a tmpfs)");
+        return;
+    };
+    let run_dir = disk.at.join("run");
+    let stopped = start(&run_dir, SMALL).output().unwrap();
+    let words = stderr(&stopped);
+    assert_eq!(stopped.status.code(), Some(6), "{words}");
+    assert!(words.contains("No space left on device"), "{words}");
+    assert!(words.contains(run_dir.to_str().unwrap()), "the file is not named: {words}");
+    assert!(words.contains("hint:") && words.contains("--resume"), "{words}");
+
+    disk.grow("400m");
+    let report = finished(&mut start(&run_dir, &["--resume"]));
+    let count = |key: &str| report[key].as_u64().unwrap();
+    assert_eq!(count("steps_applied") + count("steps_skipped"), 3);
+    assert_once(&trained_episodes(&run_dir));
+    assert_eq!(containers_of(report["run"].as_str().unwrap()).unwrap(), Vec::<String>::new());
+}
+
 #[test]
 fn docker_kills_at_any_moment_lose_and_double_nothing() {
     if !docker_or_skip("docker_kills").unwrap() {

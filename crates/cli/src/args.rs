@@ -227,7 +227,7 @@ pub(crate) struct GcArgs {
 #[command(after_help = "\
 Examples:
   orchestrate warm-start --out environments/micro/policy
-  orchestrate warm-start --out /tmp/policy --stop-after 2100000 --seed 1")]
+  orchestrate warm-start --out /tmp/policy --stop-after 1950000 --seed 2")]
 pub(crate) struct WarmStartArgs {
     /// Folder for the checkpoint (Hugging Face layout, bf16).
     #[arg(long, value_name = "DIR")]
@@ -237,7 +237,7 @@ pub(crate) struct WarmStartArgs {
     pub(crate) tokens: usize,
     /// End after so many tokens, before the schedule does: success rises steeply from here on, and
     /// reinforcement learning is to have something left to find.
-    #[arg(long, default_value_t = 1_800_000)]
+    #[arg(long, default_value_t = 2_040_000)]
     pub(crate) stop_after: usize,
     /// Seed of weights, tasks and order.
     #[arg(long, default_value_t = 1)]
