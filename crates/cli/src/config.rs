@@ -9,7 +9,9 @@ use orchestrate_coordinator::{
     DiagnosticsSection, DiagnosticsSettings, RunSection, RunSettings, TasksSection, TasksSettings,
 };
 use orchestrate_engine::{EnginePlan, EngineSection};
-use orchestrate_handoff::{Algorithm, AlgorithmSection, TrainerPlan, TrainerSection};
+use orchestrate_handoff::{
+    Algorithm, AlgorithmSection, HandoffPlan, HandoffSection, TrainerPlan, TrainerSection,
+};
 use orchestrate_moe::infer::WeightFormat;
 use orchestrate_rollout::{RolloutConfig, RolloutPlan};
 use orchestrate_sandbox::{RawSandboxConfig, SandboxConfig};
@@ -140,6 +142,8 @@ pub(crate) struct RawConfig {
     pub(crate) trainer: TrainerSection,
     /// How rewards become an update.
     pub(crate) algorithm: AlgorithmSection,
+    /// How batches are written.
+    pub(crate) handoff: HandoffSection,
     /// Containers.
     pub(crate) sandbox: RawSandboxConfig,
     /// The engine and trainer inside this program.
@@ -157,6 +161,7 @@ pub(crate) struct Settings {
     pub(crate) engine: EnginePlan,
     pub(crate) trainer: TrainerPlan,
     pub(crate) algorithm: Algorithm,
+    pub(crate) handoff: HandoffPlan,
     pub(crate) sandbox: SandboxConfig,
     pub(crate) embedded: Embedded,
     pub(crate) diagnostics: DiagnosticsSettings,
@@ -215,6 +220,7 @@ impl RawConfig {
                 engine,
                 trainer,
                 algorithm,
+                handoff: self.handoff.plan(),
                 sandbox,
                 embedded,
                 diagnostics,
@@ -255,6 +261,7 @@ impl RawConfig {
                 micro_batch_tokens: Some(hyper.micro_batch_tokens),
                 truncated: Some(settings.algorithm.truncated),
             },
+            handoff: restate(&settings.handoff)?,
             sandbox: restate(&settings.sandbox)?,
             embedded: RawEmbedded {
                 weight_format: Some(self.embedded.weight_format.clone().unwrap_or("q8_0".into())),

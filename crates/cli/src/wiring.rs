@@ -183,6 +183,7 @@ fn plan(settings: &Settings) -> Plan {
         run: settings.run.clone(),
         sampling: (&settings.rollout).into(),
         algorithm: settings.algorithm.clone(),
+        handoff: settings.handoff,
         diagnostics: settings.diagnostics.clone(),
         model_name: settings.engine.model.file_name().unwrap_or("policy").to_owned(),
     }

@@ -1,8 +1,8 @@
 //! What a coordinator is told, all checked before.
 
 use crate::config::{DiagnosticsSettings, RunSettings};
-use orchestrate_handoff::Algorithm;
 use orchestrate_handoff::protocol::RoutingReplay;
+use orchestrate_handoff::{Algorithm, HandoffPlan};
 use orchestrate_rollout::RolloutPlan;
 use orchestrate_tasks::Task;
 use std::sync::Arc;
@@ -47,6 +47,8 @@ pub struct Plan {
     pub sampling: SamplingPlan,
     /// `[algorithm]`.
     pub algorithm: Algorithm,
+    /// `[handoff]`.
+    pub handoff: HandoffPlan,
     /// `[diagnostics]`.
     pub diagnostics: DiagnosticsSettings,
     /// Name of the model in `predictions.jsonl`.

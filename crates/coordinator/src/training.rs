@@ -7,16 +7,20 @@ use crate::groups::SealedGroup;
 use crate::metrics::{StepTimes, step_line};
 use crate::record::to_sample;
 use crate::run_loop::Driver;
-use orchestrate_handoff::batch::{BatchMeta, MANIFEST_FILE};
+use orchestrate_handoff::batch::{BatchMeta, MANIFEST_FILE, Planned, stream_batch};
 use orchestrate_handoff::protocol::{StepRequest, StepResult, TrainerInfo};
-use orchestrate_handoff::write_batch;
 use orchestrate_store::{BatchMember, BatchState, GroupState, StepRow, StepState};
 use orchestrate_types::PolicyVersion;
 use std::sync::Arc;
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-/// Tensor data per shard: large enough for few files, small enough to map and check quickly.
-const SHARD_BYTES: u64 = 1 << 30;
+/// Tensor data per shard: large enough for few files, small enough that most of a batch's
+/// syncing and digesting happens while the next shard is written.
+const SHARD_BYTES: u64 = 256 << 20;
+/// Samples that wait for the batch writer, so that loading and writing overlap. Each holds its
+/// whole routing mask.
+const LOADED_AHEAD: usize = 1;
 
 impl Driver {
     /// Finds out where the trainer stands and gives engines its weights. Returns the version that
@@ -98,11 +102,15 @@ impl Driver {
         let step = row.step;
         let reader = self.store().reader();
         let groups = reader.groups_of_step(step).await?;
-        let mut attempts = Vec::new();
+        let (mut attempts, mut planned) = (Vec::new(), Vec::new());
         for group in groups.iter().filter(|g| g.state == GroupState::Kept) {
             let sealed = SealedGroup::load(reader, group.id, group.size).await?;
-            let trained = sealed.trained(self.plan());
-            attempts.extend(trained.into_iter().map(|(member, a)| (member.row.clone(), a)));
+            for (member, advantage) in sealed.trained(self.plan()) {
+                let tokens = usize::try_from(member.summary.tokens)
+                    .map_err(|e| RunError::stored(format!("attempt {}", member.row.id), e))?;
+                planned.push(Planned { episode_id: member.row.id.episode, tokens });
+                attempts.push((member.row.clone(), advantage));
+            }
         }
         if attempts.is_empty() {
             let reason = format!("none of {} groups has a gradient", groups.len());
@@ -123,11 +131,6 @@ impl Driver {
         self.store().assemble_batch(step, &relative, &members).await?;
 
         let shape = Arc::new(self.engine.shape().clone());
-        let mut samples = Vec::with_capacity(attempts.len());
-        for (attempt, advantage) in &attempts {
-            let record = reader.load_record(attempt).await?;
-            samples.push(to_sample(record, *advantage, &shape)?);
-        }
         let meta = BatchMeta {
             run: self.context.run.to_string(),
             step_id: row.step_id.clone(),
@@ -135,18 +138,35 @@ impl Driver {
             base_version: row.base_version,
             shape: shape.as_ref().clone(),
             max_shard_bytes: SHARD_BYTES,
+            share_prefix_rows: self.plan().handoff.share_prefix_rows,
         };
         let folder = self.folder.path(&relative);
+        let (loaded, mut samples) = mpsc::channel(LOADED_AHEAD);
         let written = tokio::task::spawn_blocking(move || {
-            write_batch(&folder, &meta, &samples)?;
+            let samples = std::iter::from_fn(|| samples.blocking_recv());
+            stream_batch(&folder, &meta, &planned, samples)?;
             let manifest = folder.join(MANIFEST_FILE);
             let bytes = fs_err::read(&manifest)
                 .map_err(|source| RunError::File { path: manifest, source })?;
             Ok::<_, RunError>(blake3::hash(&bytes).to_hex().to_string())
         });
-        let digest = written
+        let loading = async move {
+            for (attempt, advantage) in &attempts {
+                let record = reader.load_record(attempt).await?;
+                if loaded.send(to_sample(record, *advantage, &shape)?).await.is_err() {
+                    // The writer gave up, and says why itself.
+                    break;
+                }
+            }
+            Ok::<_, RunError>(())
+        };
+        let loaded = loading.await;
+        let written = written
             .await
-            .map_err(|e| RunError::Panicked { task: "batch writer", detail: e.to_string() })??;
+            .map_err(|e| RunError::Panicked { task: "batch writer", detail: e.to_string() })?;
+        // A sample that could not be loaded is the cause of what the writer then misses.
+        loaded?;
+        let digest = written?;
         self.store().publish_batch(step, &digest).await?;
         Ok(())
     }

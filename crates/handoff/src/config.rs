@@ -1,4 +1,4 @@
-//! The sections `[algorithm]` and `[trainer]`.
+//! The sections `[algorithm]`, `[handoff]` and `[trainer]`.
 
 use crate::AdvantageNorm;
 use crate::protocol::{Hyperparameters, LossAggregation, PolicyLoss, RoutingReplay};
@@ -172,6 +172,30 @@ impl AlgorithmSection {
         } else {
             Err(problems.0)
         }
+    }
+}
+
+/// How batches are written.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct HandoffSection {
+    /// Write routing rows that members of a group have in common once, and a number per token
+    /// that says which row it has. Saves space where prompts are long; readers then see a
+    /// sequence's rows in two pieces. Default: false.
+    pub share_prefix_rows: Option<bool>,
+}
+
+/// A checked `[handoff]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HandoffPlan {
+    /// Whether equal prefix rows of a group are written once.
+    pub share_prefix_rows: bool,
+}
+
+impl HandoffSection {
+    /// Fills in defaults; no value of this section can be wrong.
+    pub fn plan(&self) -> HandoffPlan {
+        HandoffPlan { share_prefix_rows: self.share_prefix_rows.unwrap_or(false) }
     }
 }
 

@@ -14,8 +14,11 @@ pub mod protocol;
 
 pub use advantage::{AdvantageNorm, GroupAdvantages, GroupSignal, group_advantages};
 pub use batch::{
-    Batch, BatchError, BatchErrorKind, BatchMeta, BatchSample, Manifest, Sequence, ShardEntry,
-    write_batch,
+    Batch, BatchError, BatchErrorKind, BatchMeta, BatchSample, Manifest, Planned, RecordEntry,
+    Rows, Sequence, ShardEntry, stream_batch, write_batch,
 };
 pub use client::{TrainerClient, TrainerError, TrainerErrorKind};
-pub use config::{Algorithm, AlgorithmSection, TrainerPlan, TrainerSection, TruncatedEpisodes};
+pub use config::{
+    Algorithm, AlgorithmSection, HandoffPlan, HandoffSection, TrainerPlan, TrainerSection,
+    TruncatedEpisodes,
+};

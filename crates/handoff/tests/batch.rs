@@ -1,8 +1,16 @@
 //! Batch folders: what is written is read back, anything else is refused with its file.
-#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::print_stderr,
+    reason = "helpers of tests; a skip must be visible"
+)]
 
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_handoff::{Batch, BatchErrorKind, BatchMeta, BatchSample, Manifest, write_batch};
+use orchestrate_handoff::{
+    Batch, BatchErrorKind, BatchMeta, BatchSample, Manifest, Planned, RecordEntry, stream_batch,
+    write_batch,
+};
 use orchestrate_routing::{RoutedRows, RoutingMask, RowVersion};
 use orchestrate_types::{ModelShape, PolicyVersion, Trajectory};
 use proptest::prelude::*;
@@ -57,6 +65,7 @@ fn meta(shape: ModelShape) -> BatchMeta {
         base_version: PolicyVersion(3),
         shape,
         max_shard_bytes: 400,
+        share_prefix_rows: false,
     }
 }
 
@@ -91,6 +100,7 @@ fn assert_same(dir: &Utf8Path, shape: &ModelShape, samples: &[BatchSample]) {
     let batch = Batch::open(&dir.join("manifest.json")).unwrap();
     assert_eq!(batch.len(), samples.len());
     for (got, sample) in batch.sequences().zip(samples) {
+        let got = got.unwrap();
         let trajectory = &sample.trajectory;
         assert_eq!(got.episode_id, sample.episode_id.to_string());
         assert_eq!(got.group, sample.group);
@@ -102,19 +112,20 @@ fn assert_same(dir: &Utf8Path, shape: &ModelShape, samples: &[BatchSample]) {
         assert_eq!(got.reward.to_bits(), sample.reward.to_bits());
         let held = sample.routing.as_ref().map_or(0, RoutingMask::rows);
         let (held_bytes, row_bytes) = (held * shape.row_bytes(), shape.row_bytes());
+        let rows = got.routed_experts.to_vec();
         if let Some(mask) = &sample.routing {
-            assert_eq!(&got.routed_experts[..held_bytes], mask.data());
+            assert_eq!(rows[..held_bytes], mask.chunks().collect::<Vec<_>>().concat());
         }
         let absent: Vec<u8> =
             if shape.id_bytes() == 1 { vec![0, 1, 0, 1] } else { vec![0, 0, 1, 0, 0, 0, 1, 0] };
-        for row in got.routed_experts[held_bytes..].chunks(row_bytes) {
+        for row in rows[held_bytes..].chunks(row_bytes) {
             assert_eq!(row, absent, "a row that nobody chose holds ids 0..K");
         }
         let valid: Vec<u8> = (0..trajectory.len()).map(|t| u8::from(t < held)).collect();
         assert_eq!(got.routing_valid, valid);
         assert_eq!(got.routing_valid.last(), Some(&0));
     }
-    assert!(batch.sequence(samples.len()).is_none());
+    assert!(batch.sequence(samples.len()).is_err());
 }
 
 #[test]
@@ -125,7 +136,7 @@ fn what_is_written_is_read_back_over_several_shards() {
         assert_same(&dir, &shape(experts), &samples);
         assert!(manifest.shards.len() > 1);
         assert_eq!((manifest.sequences, manifest.tokens), (5, 58));
-        assert_eq!(manifest.id_dtype, if experts == 8 { "u8" } else { "u16" });
+        assert_eq!(manifest.records[0].dtype, if experts == 8 { "u8" } else { "u16" });
         // A sequence without routing is written, and says so row by row.
         samples[1].routing = None;
         let (_keep, dir) = folder();
@@ -250,9 +261,9 @@ fn values_out_of_range_are_refused_even_with_a_right_digest() {
     let rewards = advantages + 2 * 4;
     let logprobs = rewards + 2 * 4;
     let tokens = logprobs + 5 * 4;
-    let routed = tokens + 5 * 4;
-    let loss = routed + 5 * 4;
+    let loss = tokens + 5 * 4;
     let valid = loss + 5;
+    let routed = valid + 5;
     let nan = f32::NAN.to_le_bytes().to_vec();
     let cases: Vec<(&str, usize, Vec<u8>)> = vec![
         ("cu_seqlens", cu, 1i64.to_le_bytes().to_vec()),
@@ -320,7 +331,7 @@ fn manifests_that_lie_or_lead_away_are_refused() {
     for (from, to) in [
         ("\"format_version\": 1", "\"format_version\": 2"),
         ("\"tokens\": 5,\n  \"shards\"", "\"tokens\": 6,\n  \"shards\""),
-        ("\"id_dtype\": \"u8\"", "\"id_dtype\": \"u16\""),
+        ("\"dtype\": \"u8\"", "\"dtype\": \"u16\""),
         ("\"0000.safetensors\"", "\"../x.safetensors\""),
         ("\"0000.safetensors\"", "\"0001.safetensors\""),
         ("\"top_k\": 2", "\"top_k\": 0"),
@@ -368,6 +379,214 @@ fn samples_that_must_not_be_trained_on_are_refused_before_anything_is_written() 
     assert!(write_batch(&dir, &meta(shape), &[]).is_err());
 }
 
+/// Members of one group: `prompt` tokens and rows in common, the rest of each its own.
+fn group_of(shape: &ModelShape, prompt: usize, lengths: &[usize]) -> Vec<BatchSample> {
+    let common = sample(shape, 0, prompt.max(1));
+    lengths
+        .iter()
+        .zip(1u16..)
+        .map(|(&tokens, index)| {
+            let mut own = sample(shape, index, tokens);
+            let ids: Vec<u32> = (common.trajectory.token_ids().iter().take(prompt.min(tokens)))
+                .chain(own.trajectory.token_ids().iter().skip(prompt))
+                .copied()
+                .collect();
+            let (mask, logprobs) =
+                (own.trajectory.loss_mask().to_vec(), own.trajectory.rollout_logprobs().to_vec());
+            own.trajectory = Trajectory::new(ids, mask, logprobs, vec![3; tokens], vec![]).unwrap();
+            own
+        })
+        .collect()
+}
+
+#[test]
+fn a_groups_common_prompt_is_written_once_when_rows_are_shared() {
+    for experts in [8, 300] {
+        let shape = shape(experts);
+        // Rows are the same function of the position in all of them; tokens are not.
+        let mut samples = group_of(&shape, 20, &[30, 41, 20, 25]);
+        let mut other = sample(&shape, 9, 12);
+        other.group = 13;
+        samples.push(other);
+        let whole = BatchMeta { max_shard_bytes: u64::MAX, ..meta(shape.clone()) };
+        let shared = BatchMeta { share_prefix_rows: true, ..whole.clone() };
+        let ((_a, plain_dir), (_b, shared_dir)) = (folder(), folder());
+        let plain = write_batch(&plain_dir, &whole, &samples).unwrap();
+        let manifest = write_batch(&shared_dir, &shared, &samples).unwrap();
+        assert_same(&plain_dir, &shape, &samples);
+        assert_same(&shared_dir, &shape, &samples);
+        assert!(manifest.shares_rows() && !plain.shares_rows());
+        // 20 rows of the second and fourth; 19 of the third, whose last token has no row.
+        assert_eq!((plain.shards[0].rows, manifest.shards[0].rows), (128, 128 - 20 - 19 - 20));
+        assert_eq!(write_batch(&shared_dir, &shared, &samples).unwrap(), manifest);
+    }
+}
+
+#[test]
+fn rows_are_shared_only_where_tokens_and_bytes_agree() {
+    let shape = shape(8);
+    let meta =
+        BatchMeta { max_shard_bytes: u64::MAX, share_prefix_rows: true, ..meta(shape.clone()) };
+    let rows = |samples: &[BatchSample]| {
+        let (_keep, dir) = folder();
+        let manifest = write_batch(&dir, &meta, samples).unwrap();
+        assert_same(&dir, &shape, samples);
+        manifest.shards[0].rows
+    };
+    let samples = group_of(&shape, 10, &[16, 16]);
+    assert_eq!(rows(&samples), 32 - 10);
+    // Another choice of experts at row 4: the rows from there on are this member's own.
+    let mut drifted = samples.clone();
+    let mut data = mask(&shape, 16).data().to_vec();
+    data.swap(4 * 4, 4 * 4 + 1);
+    let versions = vec![RowVersion { start: 0, end: 15, version: PolicyVersion(3) }];
+    drifted[1].routing = Some(RoutingMask::new(Arc::new(shape.clone()), data, versions).unwrap());
+    assert_eq!(rows(&drifted), 32 - 4);
+    let mut foreign = samples.clone();
+    foreign[1].group = 13;
+    assert_eq!(rows(&foreign), 32);
+    let mut unrouted = samples.clone();
+    unrouted[0].routing = None;
+    assert_eq!(rows(&unrouted), 32, "nothing is shared with rows that nobody chose");
+    let three = group_of(&shape, 10, &[16, 16, 16]);
+    let mut first_unrouted = three.clone();
+    first_unrouted[0].routing = None;
+    assert_eq!(rows(&first_unrouted), 48 - 10, "the first with rows leads");
+}
+
+#[test]
+fn a_shared_row_that_does_not_exist_is_refused() {
+    let shape = shape(8);
+    let (_keep, dir) = folder();
+    let meta = BatchMeta { share_prefix_rows: true, ..meta(shape.clone()) };
+    write_batch(&dir, &meta, &[sample(&shape, 0, 2), sample(&shape, 1, 3)]).unwrap();
+    // Offsets, groups, versions, advantages, rewards, log-probs and tokens come before.
+    let at = 3 * 8 + 2 * 8 + 5 * 8 + 2 * 4 + 2 * 4 + 5 * 4 + 5 * 4;
+    let kind =
+        forge(&dir, |file, data| file[data + at..data + at + 4].copy_from_slice(&[5, 0, 0, 0]));
+    assert!(matches!(kind, BatchErrorKind::Value { name: "routed_row", index: 0, .. }), "{kind}");
+}
+
+#[test]
+fn samples_are_taken_one_at_a_time_and_must_be_the_planned_ones() {
+    let shape = shape(8);
+    let samples: Vec<BatchSample> = (0..3).map(|i| sample(&shape, i, 6)).collect();
+    let planned: Vec<Planned> = samples
+        .iter()
+        .map(|s| Planned { episode_id: s.episode_id, tokens: s.trajectory.len() })
+        .collect();
+    let (_keep, dir) = folder();
+    let meta = meta(shape.clone());
+    let manifest = stream_batch(&dir, &meta, &planned, samples.clone()).unwrap();
+    assert_eq!(write_batch(&dir, &meta, &samples).unwrap(), manifest);
+
+    let mut swapped = samples.clone();
+    swapped.swap(1, 2);
+    let mut longer = samples.clone();
+    longer[2] = sample(&shape, 2, 7);
+    for wrong in [samples[..2].to_vec(), swapped, longer] {
+        let (_keep, dir) = folder();
+        let error = stream_batch(&dir, &meta, &planned, wrong).unwrap_err();
+        assert!(matches!(error.kind, BatchErrorKind::Sample { .. }), "{error}");
+        assert!(!dir.exists(), "nothing is left");
+    }
+}
+
+#[test]
+fn a_lazily_opened_batch_checks_the_shards_that_are_read() {
+    let (_keep, dir) = folder();
+    let (samples, manifest) = batch(&dir, 8, &[5, 9, 1, 40, 3]);
+    let damaged = dir.join(&manifest.shards.last().unwrap().file);
+    let mut bytes = std::fs::read(&damaged).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&damaged, bytes).unwrap();
+    let path = dir.join("manifest.json");
+    assert_eq!(Batch::open(&path).unwrap_err().file, damaged);
+    let batch = Batch::open_lazily(&path).unwrap();
+    let first = batch.sequence(0).unwrap();
+    assert_eq!(first.token_ids, samples[0].trajectory.token_ids());
+    let error = batch.sequence(4).unwrap_err();
+    assert!(matches!(error.kind, BatchErrorKind::Digest), "{error}");
+    assert_eq!(error.file, damaged);
+}
+
+#[test]
+fn a_batch_of_another_model_is_refused_by_name() {
+    let (_keep, dir) = folder();
+    batch(&dir, 8, &[5]);
+    let batch = Batch::open(&dir.join("manifest.json")).unwrap();
+    let own = shape(8);
+    batch.require_model(&own).unwrap();
+    batch.require_model(&ModelShape { context: 5, ..own.clone() }).unwrap();
+    for (field, other) in [
+        ("moe_layers", ModelShape { moe_layers: vec![1, 2], ..own.clone() }),
+        ("experts", ModelShape { experts: 16, ..own.clone() }),
+        ("top_k", ModelShape { top_k: 3, ..own.clone() }),
+        ("hidden_layers", ModelShape { hidden_layers: 4, ..own.clone() }),
+        ("vocab", ModelShape { vocab: 101, ..own.clone() }),
+    ] {
+        let error = batch.require_model(&other).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(&format!("another model: {field} is")), "{text}");
+    }
+}
+
+#[test]
+fn records_of_unknown_kinds_are_passed_over() {
+    let (_keep, dir) = folder();
+    let (samples, mut manifest) = batch(&dir, 8, &[5]);
+    let other = RecordEntry {
+        kind: "indexer".to_owned(),
+        tensor: "indexer_ids".to_owned(),
+        ..manifest.records[0].clone()
+    };
+    manifest.records.insert(0, other);
+    std::fs::write(dir.join("manifest.json"), serde_json::to_vec(&manifest).unwrap()).unwrap();
+    assert_same(&dir, &shape(8), &samples);
+}
+
+/// Set in the copy of this test that runs on a disk of a quarter mebibyte.
+const SMALL_DISK: &str = "ORCHESTRATE_TEST_SMALL_DISK";
+
+#[test]
+fn a_full_disk_publishes_nothing_and_says_so() {
+    if let Some(disk) = std::env::var_os(SMALL_DISK) {
+        let disk = Utf8PathBuf::from_path_buf(disk.into()).unwrap();
+        return on_a_small_disk(&disk.join("batch"));
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let script = r#"mount -t tmpfs -o size=256k none "$1" || exit 75; exec "$2" --exact "$3""#;
+    let status = std::process::Command::new("unshare")
+        .args(["--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"])
+        .arg(folder.path())
+        .arg(std::env::current_exe().unwrap())
+        .arg("a_full_disk_publishes_nothing_and_says_so")
+        .env(SMALL_DISK, folder.path())
+        .output();
+    match status {
+        Ok(output) if output.status.success() => {}
+        Ok(output) if output.status.code() == Some(101) => {
+            panic!("{}", String::from_utf8_lossy(&output.stdout))
+        }
+        Ok(_) | Err(_) => eprintln!("skipped: no small disk can be mounted here"),
+    }
+}
+
+fn on_a_small_disk(dir: &Utf8Path) {
+    let shape = shape(8);
+    let samples: Vec<BatchSample> = (0..8).map(|i| sample(&shape, i, 3000)).collect();
+    // Two shards fit, the rest does not.
+    let meta = BatchMeta { max_shard_bytes: 80_000, ..meta(shape.clone()) };
+    let error = write_batch(dir, &meta, &samples).unwrap_err();
+    assert!(matches!(error.kind, BatchErrorKind::Full(_)), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("No space left on device") && text.contains("ENOSPC"), "{text}");
+    assert!(text.contains("free some space"), "{text}");
+    assert!(!dir.exists(), "nothing is left");
+    write_batch(dir, &meta, &samples[..2]).unwrap();
+    assert_same(dir, &shape, &samples[..2]);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
@@ -375,12 +594,12 @@ proptest! {
         lengths in proptest::collection::vec(1usize..30, 1..8),
         max_shard_bytes in 1u64..2000,
         wide in any::<bool>(),
+        (share_prefix_rows, prompt) in (any::<bool>(), 0usize..20),
     ) {
         let (_keep, dir) = folder();
         let shape = shape(if wide { 300 } else { 8 });
-        let samples: Vec<BatchSample> =
-            lengths.iter().zip(0u16..).map(|(&n, index)| sample(&shape, index, n)).collect();
-        let meta = BatchMeta { max_shard_bytes, ..meta(shape.clone()) };
+        let samples = group_of(&shape, prompt, &lengths);
+        let meta = BatchMeta { max_shard_bytes, share_prefix_rows, ..meta(shape.clone()) };
         write_batch(&dir, &meta, &samples).unwrap();
         assert_same(&dir, &shape, &samples);
     }

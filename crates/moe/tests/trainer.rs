@@ -145,6 +145,7 @@ impl World {
             base_version: version,
             shape: config().shape(),
             max_shard_bytes: 600,
+            share_prefix_rows: false,
         };
         write_batch(&folder, &meta, &samples).unwrap();
         StepRequest {

@@ -73,6 +73,11 @@ impl RoutingMask {
         &self.data
     }
 
+    /// The bytes of [`data`](Self::data) in order, as the pieces they are held in.
+    pub fn chunks(&self) -> impl Iterator<Item = &[u8]> {
+        std::iter::once(self.data.as_slice())
+    }
+
     /// Bytes of row `t`, `[moe layers, top_k]`; `None` from `T − 1` on.
     pub fn row(&self, t: usize) -> Option<&[u8]> {
         let at = t.checked_mul(self.row_bytes)?;

@@ -12,7 +12,9 @@ use orchestrate_engine::{
 use orchestrate_handoff::protocol::{
     Mismatch, PROTOCOL_VERSION, StepMetrics, StepRequest, StepResult, TrainerInfo,
 };
-use orchestrate_handoff::{AlgorithmSection, Batch, TrainerError, TrainerErrorKind};
+use orchestrate_handoff::{
+    AlgorithmSection, Batch, HandoffSection, TrainerError, TrainerErrorKind,
+};
 use orchestrate_rollout::{EpisodeReport, EpisodeRequest, Episodes, Timings, TurnLog};
 use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, SweepReport};
@@ -434,6 +436,7 @@ pub(crate) fn plan(steps: u32) -> Plan {
             temperature: 1.0,
         },
         algorithm: AlgorithmSection::default().check().unwrap(),
+        handoff: HandoffSection::default().plan(),
         diagnostics: DiagnosticsSection { no_replay_every: Some(2) }.check().unwrap(),
         model_name: "toy-model".into(),
     }

@@ -21,14 +21,9 @@ pub enum StepError {
     /// The batch does not fit together or the model.
     #[error("the batch does not fit the model")]
     Batch(#[from] BatchError),
-    /// The batch was made for another model.
-    #[error("the batch has routes of {found:?} (layers, top-k, experts), the model {expected:?}")]
-    Shape {
-        /// Layers, top-k, experts of the batch.
-        found: (usize, usize, usize),
-        /// Those of the model.
-        expected: (usize, usize, usize),
-    },
+    /// The batch was made for another model, or cannot be read.
+    #[error(transparent)]
+    Files(#[from] orchestrate_handoff::BatchError),
     /// Nothing to learn from.
     #[error("the batch has no loss tokens")]
     Empty,
@@ -90,18 +85,14 @@ impl TrainBatch {
     /// # Errors
     /// If it was made for another model, or holds values the model cannot take.
     pub fn from_files(files: &Batch, config: &ModelConfig) -> Result<Self, StepError> {
-        let of = |shape: &orchestrate_types::ModelShape| {
-            (shape.moe_layers.len(), shape.top_k, shape.experts)
-        };
-        let (found, expected) = (of(&files.manifest().model), of(&config.shape()));
-        if found != expected {
-            return Err(StepError::Shape { found, expected });
-        }
-        let wide = files.manifest().model.id_bytes() == 2;
+        let shape = config.shape();
+        files.require_model(&shape)?;
+        let wide = shape.id_bytes() == 2;
         let (mut tokens, mut mask, mut offsets) = (Vec::new(), Vec::new(), vec![0]);
         let (mut logprobs, mut advantages) = (Vec::new(), Vec::new());
         let (mut ids, mut valid) = (Vec::new(), Vec::new());
         for sequence in files.sequences() {
+            let sequence = sequence?;
             tokens.extend_from_slice(sequence.token_ids);
             logprobs.extend_from_slice(sequence.rollout_logprobs);
             // Nothing comes before the first token, so it never has a log-prob.
@@ -110,15 +101,18 @@ impl TrainBatch {
             offsets.push(tokens.len());
             advantages.push(f64::from(sequence.advantage));
             valid.extend(sequence.routing_valid.iter().map(|&v| v == 1));
-            if wide {
-                let pairs = sequence.routed_experts.as_chunks::<2>().0;
-                ids.extend(pairs.iter().map(|&pair| u16::from_le_bytes(pair)));
-            } else {
-                ids.extend(sequence.routed_experts.iter().map(|&id| u16::from(id)));
+            for piece in sequence.routed_experts.pieces() {
+                if wide {
+                    let pairs = piece.as_chunks::<2>().0;
+                    ids.extend(pairs.iter().map(|&pair| u16::from_le_bytes(pair)));
+                } else {
+                    ids.extend(piece.iter().map(|&id| u16::from(id)));
+                }
             }
         }
         let packed = PackedBatch::new(tokens, offsets, mask)?;
-        let routes = Routes::new(ids, valid, expected)?;
+        let dims = (shape.moe_layers.len(), shape.top_k, shape.experts);
+        let routes = Routes::new(ids, valid, dims)?;
         Ok(Self::new(packed, logprobs, advantages, routes, config)?)
     }
 

@@ -1,0 +1,294 @@
+//! A mapped shard and the views into it.
+
+use super::manifest::{Extent, Manifest, ROW_INDEX, ShardEntry, tensors};
+use super::{BatchErrorKind, FORMAT_VERSION};
+use camino::Utf8Path;
+use memmap2::Mmap;
+use orchestrate_types::{ModelShape, TokenId};
+use safetensors::SafeTensors;
+use safetensors::tensor::Metadata;
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// Ids looked at together when they are checked: long enough for vector instructions.
+const CHECKED_TOGETHER: usize = 4096;
+
+/// One shard, checked.
+#[derive(Debug)]
+pub(super) struct Shard {
+    map: Mmap,
+    routed_experts: Range<usize>,
+    /// Row of each token, where rows are shared.
+    routed_row: Option<Vec<u32>>,
+    episode_ids: Vec<String>,
+    starts: Vec<usize>,
+    group_ids: Vec<i64>,
+    policy_versions: Vec<i64>,
+    advantages: Vec<f32>,
+    rewards: Vec<f32>,
+    rollout_logprobs: Vec<f32>,
+    token_ids: Vec<TokenId>,
+    loss_mask: Vec<u8>,
+    routing_valid: Vec<u8>,
+}
+
+/// One sequence of `T` tokens.
+#[derive(Debug, Clone, Copy)]
+pub struct Sequence<'a> {
+    /// Where it comes from, e.g. `t000012.03`.
+    pub episode_id: &'a str,
+    /// Number of its group.
+    pub group: i64,
+    /// Token ids `[T]`, each below the vocabulary size.
+    pub token_ids: &'a [TokenId],
+    /// Loss mask `[T]`, 0 or 1.
+    pub loss_mask: &'a [u8],
+    /// Log-probabilities of the rollout `[T]`, nats, finite and ≤ 0 where the mask is 1.
+    pub rollout_logprobs: &'a [f32],
+    /// Policy version per token `[T]`.
+    pub policy_versions: &'a [i64],
+    /// Expert ids `[T, moe layers, top_k]`, all in range.
+    pub routed_experts: Rows<'a>,
+    /// Which rows were chosen by the engine `[T]`, 0 or 1; the last is always 0.
+    pub routing_valid: &'a [u8],
+    /// Advantage of the whole sequence.
+    pub advantage: f32,
+    /// Verifier's reward.
+    pub reward: f32,
+}
+
+/// Rows of a sequence in the mapped file: `[T, moe layers, top_k]`, 1 or 2 little-endian bytes
+/// per id.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows<'a> {
+    bytes: &'a [u8],
+    /// Row of each token in `bytes`; `None`: token `t` has row `t`.
+    index: Option<&'a [u32]>,
+    row_bytes: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// Row of token `t`, `[moe layers, top_k]`; `None` past the end.
+    pub fn row(&self, t: usize) -> Option<&'a [u8]> {
+        let row = match self.index {
+            Some(index) => usize::try_from(*index.get(t)?).ok()?,
+            None => t,
+        };
+        self.span(row, 1)
+    }
+
+    /// The rows in order, as the pieces that lie together in the file: one, or with shared prefix
+    /// rows at most two.
+    pub fn pieces(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
+        let rows = *self;
+        let whole = rows.index.is_none().then_some(rows.bytes);
+        let runs = rows.index.unwrap_or_default();
+        let runs = runs.chunk_by(|a, b| a.checked_add(1) == Some(*b));
+        let shared =
+            runs.filter_map(move |run| rows.span(usize::try_from(*run.first()?).ok()?, run.len()));
+        whole.into_iter().chain(shared)
+    }
+
+    /// A copy in one piece.
+    pub fn to_vec(&self) -> Vec<u8> {
+        self.pieces().flatten().copied().collect()
+    }
+
+    fn span(&self, row: usize, rows: usize) -> Option<&'a [u8]> {
+        let start = row.checked_mul(self.row_bytes)?;
+        self.bytes.get(start..start.checked_add(rows.checked_mul(self.row_bytes)?)?)
+    }
+}
+
+impl Shard {
+    /// Maps a shard and checks size, digest, header and values.
+    pub(super) fn open(
+        path: &Utf8Path,
+        entry: &ShardEntry,
+        manifest: &Manifest,
+    ) -> Result<Self, BatchErrorKind> {
+        let shape = &manifest.model;
+        let shared = manifest.shares_rows();
+        let map = map_file(path)?;
+        if map.len() as u64 != entry.bytes || digest(&map) != entry.blake3 {
+            return Err(BatchErrorKind::Digest);
+        }
+        let (header_bytes, header) =
+            SafeTensors::read_metadata(&map).map_err(BatchErrorKind::Header)?;
+        let &ShardEntry { sequences, tokens, rows, .. } = entry;
+        let episode_ids = check_metadata(header.metadata().as_ref(), sequences, shape)?;
+        let expected = Extent { sequences, tokens, rows, shared };
+        let places = places(&header, size_of::<u64>() + header_bytes, shape, expected)?;
+        let bytes = |name: &str| {
+            places.get(name).and_then(|place| map.get(place.clone())).unwrap_or_default()
+        };
+        let starts = check_offsets(&elements(bytes("cu_seqlens"), i64::from_le_bytes), tokens)?;
+        let shard = Self {
+            episode_ids,
+            starts,
+            group_ids: elements(bytes("group_ids"), i64::from_le_bytes),
+            policy_versions: elements(bytes("policy_versions"), i64::from_le_bytes),
+            advantages: elements(bytes("advantages"), f32::from_le_bytes),
+            rewards: elements(bytes("rewards"), f32::from_le_bytes),
+            rollout_logprobs: elements(bytes("rollout_logprobs"), f32::from_le_bytes),
+            token_ids: elements(bytes("token_ids"), u32::from_le_bytes),
+            routed_row: shared.then(|| elements(bytes(ROW_INDEX), u32::from_le_bytes)),
+            loss_mask: bytes("loss_mask").to_vec(),
+            routing_valid: bytes("routing_valid").to_vec(),
+            routed_experts: places.get("routed_experts").cloned().unwrap_or_default(),
+            map,
+        };
+        shard.check(shape, rows)?;
+        Ok(shard)
+    }
+
+    fn check(&self, shape: &ModelShape, rows: usize) -> Result<(), BatchErrorKind> {
+        let all = |name, bad: Option<usize>, problem| match bad {
+            Some(index) => Err(BatchErrorKind::Value { name, index, problem }),
+            None => Ok(()),
+        };
+        let finite = |values: &[f32]| values.iter().position(|value| !value.is_finite());
+        all("advantages", finite(&self.advantages), "it is not finite")?;
+        all("rewards", finite(&self.rewards), "it is not finite")?;
+        let flag = |values: &[u8]| values.iter().position(|&value| value > 1);
+        all("loss_mask", flag(&self.loss_mask), "it is neither 0 nor 1")?;
+        all("routing_valid", flag(&self.routing_valid), "it is neither 0 nor 1")?;
+        let token = self.token_ids.iter().position(|&id| id as usize >= shape.vocab);
+        all("token_ids", token, "it is not in the vocabulary")?;
+        let sampled = self.loss_mask.iter().zip(&self.rollout_logprobs);
+        let logprob =
+            sampled.clone().position(|(&m, lp)| m == 1 && !(lp.is_finite() && *lp <= 0.0));
+        all("rollout_logprobs", logprob, "it is not finite and ≤ 0 under the loss mask")?;
+        let index = self.routed_row.as_deref().unwrap_or_default();
+        let lost = index.iter().position(|&row| usize::try_from(row).is_ok_and(|row| row >= rows));
+        all(ROW_INDEX, lost, "there is no such row")?;
+        let routed = self.map.get(self.routed_experts.clone()).unwrap_or_default();
+        all("routed_experts", unknown_expert(routed, shape), "no expert has this id")?;
+        let ends = self.starts.iter().skip(1).map(|end| end - 1);
+        let last = ends.clone().find(|&end| self.routing_valid.get(end) != Some(&0));
+        all("routing_valid", last, "the last token of a sequence has no row")
+    }
+
+    /// Sequence `i` of this shard.
+    pub(super) fn sequence(&self, i: usize, shape: &ModelShape) -> Option<Sequence<'_>> {
+        let span = *self.starts.get(i)?..*self.starts.get(i + 1)?;
+        let all = self.map.get(self.routed_experts.clone())?;
+        let row_bytes = shape.row_bytes();
+        let routed_experts = if let Some(index) = &self.routed_row {
+            Rows { bytes: all, index: Some(index.get(span.clone())?), row_bytes }
+        } else {
+            let bytes = all.get(span.start * row_bytes..span.end * row_bytes)?;
+            Rows { bytes, index: None, row_bytes }
+        };
+        Some(Sequence {
+            episode_id: self.episode_ids.get(i)?,
+            group: *self.group_ids.get(i)?,
+            token_ids: self.token_ids.get(span.clone())?,
+            loss_mask: self.loss_mask.get(span.clone())?,
+            rollout_logprobs: self.rollout_logprobs.get(span.clone())?,
+            policy_versions: self.policy_versions.get(span.clone())?,
+            routed_experts,
+            routing_valid: self.routing_valid.get(span)?,
+            advantage: *self.advantages.get(i)?,
+            reward: *self.rewards.get(i)?,
+        })
+    }
+}
+
+#[expect(unsafe_code, reason = "memory maps are the point of the format")]
+fn map_file(path: &Utf8Path) -> Result<Mmap, BatchErrorKind> {
+    let file = fs_err::File::open(path)?;
+    // SAFETY: published batches never change (they are renamed into place and not written to
+    // again), so the mapped bytes stay what the digest was computed over.
+    let map = unsafe { Mmap::map(file.file()) }?;
+    Ok(map)
+}
+
+fn digest(bytes: &[u8]) -> String {
+    blake3::Hasher::new().update_rayon(bytes).finalize().to_hex().to_string()
+}
+
+/// Checks the header metadata and answers the episode ids.
+fn check_metadata(
+    metadata: Option<&HashMap<String, String>>,
+    sequences: usize,
+    shape: &ModelShape,
+) -> Result<Vec<String>, BatchErrorKind> {
+    let field = |name: &str| metadata.and_then(|metadata| metadata.get(name));
+    if field("format_version") != Some(&FORMAT_VERSION.to_string()) {
+        return Err(BatchErrorKind::Inconsistent("its format_version is not the manifest's"));
+    }
+    let layers: Option<Vec<usize>> =
+        field("moe_layers").and_then(|text| serde_json::from_str(text).ok());
+    if layers.as_ref() != Some(&shape.moe_layers) {
+        return Err(BatchErrorKind::Inconsistent("its moe_layers are not the manifest's"));
+    }
+    let ids: Option<Vec<String>> =
+        field("episode_ids").and_then(|text| serde_json::from_str(text).ok());
+    ids.filter(|ids| ids.len() == sequences)
+        .ok_or(BatchErrorKind::Inconsistent("its episode_ids are not one per sequence"))
+}
+
+/// Where each expected tensor lies in the file. The header's own consistency (ranges without gap
+/// or overlap, as long as dtype and shape say, up to the end of the file) was checked when it was
+/// read.
+fn places(
+    header: &Metadata,
+    data_at: usize,
+    shape: &ModelShape,
+    extent: Extent,
+) -> Result<HashMap<&'static str, Range<usize>>, BatchErrorKind> {
+    let mut places = HashMap::new();
+    for (name, dtype, dims) in tensors(shape, extent) {
+        let expected = format!("{dtype:?} {dims:?}");
+        let Some(info) = header.info(name) else {
+            return Err(BatchErrorKind::Tensor { name, found: "absent".to_owned(), expected });
+        };
+        if info.dtype != dtype || info.shape != dims {
+            let found = format!("{:?} {:?}", info.dtype, info.shape);
+            return Err(BatchErrorKind::Tensor { name, found, expected });
+        }
+        let (start, end) = info.data_offsets;
+        places.insert(name, data_at + start..data_at + end);
+    }
+    Ok(places)
+}
+
+fn check_offsets(offsets: &[i64], tokens: usize) -> Result<Vec<usize>, BatchErrorKind> {
+    let value = |index, problem| BatchErrorKind::Value { name: "cu_seqlens", index, problem };
+    let mut starts = Vec::with_capacity(offsets.len());
+    for (index, &offset) in offsets.iter().enumerate() {
+        let start = usize::try_from(offset).map_err(|_| value(index, "it is negative"))?;
+        let rises = starts.last().is_none_or(|&before| start > before);
+        if !rises || (index == 0 && start != 0) {
+            return Err(value(index, "offsets must rise from 0"));
+        }
+        starts.push(start);
+    }
+    if starts.last() != Some(&tokens) {
+        return Err(value(offsets.len().saturating_sub(1), "the last must be the token count"));
+    }
+    Ok(starts)
+}
+
+/// Index of the first id that is not below the number of experts.
+fn unknown_expert(ids: &[u8], shape: &ModelShape) -> Option<usize> {
+    let experts = shape.experts;
+    if shape.id_bytes() == 1 {
+        first_above(ids, |id| usize::from(*id) >= experts)
+    } else {
+        first_above(ids.as_chunks::<2>().0, |id| usize::from(u16::from_le_bytes(*id)) >= experts)
+    }
+}
+
+/// Like `position`, but without a branch per element while nothing is found.
+fn first_above<T>(values: &[T], bad: impl Fn(&T) -> bool) -> Option<usize> {
+    let mut chunks = values.chunks(CHECKED_TOGETHER);
+    let chunk = chunks.position(|chunk| chunk.iter().fold(false, |any, v| any | bad(v)))?;
+    let start = chunk * CHECKED_TOGETHER;
+    Some(start + values.get(start..)?.iter().position(bad)?)
+}
+
+fn elements<T, const N: usize>(bytes: &[u8], read: fn([u8; N]) -> T) -> Vec<T> {
+    bytes.as_chunks::<N>().0.iter().map(|bytes| read(*bytes)).collect()
+}

@@ -1,0 +1,368 @@
+//! Writing one shard: rows go from the masks' own memory to the file, the rest follows when the
+//! last sequence is known.
+
+use super::manifest::{EXPERTS, Extent, ShardEntry, tensor_bytes, tensors};
+use super::write::Planned;
+use super::{BatchSample, FORMAT_VERSION};
+use camino::{Utf8Path, Utf8PathBuf};
+use fs_err::File;
+use orchestrate_routing::RoutingMask;
+use orchestrate_types::ModelShape;
+use serde_json::{Map, Value, json};
+use std::borrow::Borrow;
+use std::io::{self, IoSlice, Seek, SeekFrom, Write};
+
+/// Slices handed to the system in one call; Linux takes at most 1024.
+const SLICES: usize = 512;
+/// Rows that nobody chose are written this many at a time.
+const ABSENT_ROWS: usize = 256;
+
+/// A shard under way. `S` is the sample, owned or borrowed.
+pub(super) struct ShardWriter<'a, S> {
+    file: File,
+    temporary: Utf8PathBuf,
+    shape: &'a ModelShape,
+    planned: &'a [Planned],
+    share: bool,
+    /// File offset of the first row.
+    rows_at: u64,
+    /// Rows written.
+    rows: usize,
+    tokens: usize,
+    columns: Columns,
+    /// The group's first sequence with rows, and its first row in the file.
+    leader: Option<(S, usize)>,
+    absent: Vec<u8>,
+}
+
+/// Everything but the rows, as the file holds it: a few bytes per token.
+#[derive(Default)]
+struct Columns {
+    cu_seqlens: Vec<u8>,
+    group_ids: Vec<u8>,
+    policy_versions: Vec<u8>,
+    advantages: Vec<u8>,
+    rewards: Vec<u8>,
+    rollout_logprobs: Vec<u8>,
+    token_ids: Vec<u8>,
+    routed_row: Vec<u8>,
+    loss_mask: Vec<u8>,
+    routing_valid: Vec<u8>,
+}
+
+/// A written shard that is neither synced nor digested yet.
+#[derive(Debug)]
+pub(super) struct Unsealed {
+    file: File,
+    temporary: Utf8PathBuf,
+    entry: ShardEntry,
+}
+
+impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
+    /// Creates `temporary` for the sequences `planned`.
+    pub(super) fn create(
+        temporary: Utf8PathBuf,
+        shape: &'a ModelShape,
+        planned: &'a [Planned],
+        share: bool,
+    ) -> io::Result<Self> {
+        let tokens = planned.iter().map(|sequence| sequence.tokens).sum();
+        let extent = Extent { sequences: planned.len(), tokens, rows: tokens, shared: share };
+        // With fewer rows the header's text can only become shorter; spaces make up for it.
+        let mut front = size_of::<u64>() + header(shape, planned, extent)?.len();
+        front = front.next_multiple_of(size_of::<u64>());
+        let plan = tensors(shape, extent);
+        front += plan.iter().rev().skip(1).map(tensor_bytes).sum::<usize>();
+        let rows_at = front as u64;
+        let mut file = File::create(&temporary)?;
+        file.seek(SeekFrom::Start(rows_at))?;
+        let mut columns = Columns::default();
+        columns.cu_seqlens.extend(0i64.to_le_bytes());
+        let absent = absent_row(shape).repeat(ABSENT_ROWS);
+        Ok(Self {
+            file,
+            temporary,
+            shape,
+            planned,
+            share,
+            rows_at,
+            rows: 0,
+            tokens: 0,
+            columns,
+            leader: None,
+            absent,
+        })
+    }
+
+    /// Writes the rows of the next sequence and keeps the rest of it for the end.
+    pub(super) fn push(&mut self, sample: S) -> io::Result<()> {
+        let sequence: &BatchSample = sample.borrow();
+        let tokens = sequence.trajectory.len();
+        let held = sequence.routing.as_ref().map_or(0, RoutingMask::rows);
+        let (shared, leader_row) = match &self.leader {
+            Some((leader, row)) if self.share => (equal_rows(leader.borrow(), sequence), *row),
+            Some(_) | None => (0, 0),
+        };
+        if let Some(mask) = &sequence.routing {
+            let skip = shared * mask.row_bytes();
+            write_chunks(&mut self.file, skip_bytes(mask.chunks(), skip))?;
+        }
+        let absent_bytes = (tokens - held) * self.shape.row_bytes();
+        let whole = self.absent.len().max(1);
+        let full = std::iter::repeat_n(self.absent.as_slice(), absent_bytes / whole);
+        let rest = self.absent.get(..absent_bytes % whole);
+        write_chunks(&mut self.file, full.chain(rest))?;
+
+        let first = self.rows;
+        self.rows += tokens - shared;
+        self.tokens += tokens;
+        if self.share {
+            let own = first..self.rows;
+            for row in (leader_row..leader_row + shared).chain(own) {
+                let row = u32::try_from(row).map_err(io::Error::other)?;
+                self.columns.routed_row.extend(row.to_le_bytes());
+            }
+        }
+        let end = i64::try_from(self.tokens).map_err(io::Error::other)?;
+        self.columns.push(sequence, held, end);
+        let led = self.leader.as_ref().is_some_and(|(l, _)| l.borrow().group == sequence.group);
+        if self.share && !led {
+            self.leader = (held > 0).then_some((sample, first));
+        }
+        Ok(())
+    }
+
+    /// Writes header and columns in front of the rows.
+    pub(super) fn finish(mut self, file_name: String) -> io::Result<Unsealed> {
+        let (shape, sequences, share) = (self.shape, self.planned.len(), self.share);
+        let extent = Extent { sequences, tokens: self.tokens, rows: self.rows, shared: share };
+        let columns = self.columns.in_file_order(share);
+        let column_bytes: usize = columns.iter().map(|column| column.len()).sum();
+        let mut header = header(shape, self.planned, extent)?;
+        let front = usize::try_from(self.rows_at).map_err(io::Error::other)?;
+        let header_bytes = front - column_bytes - size_of::<u64>();
+        header.resize(header_bytes, b' ');
+        let length = (header_bytes as u64).to_le_bytes();
+        self.file.seek(SeekFrom::Start(0))?;
+        let parts = [length.as_slice(), header.as_slice()].into_iter().chain(columns);
+        write_chunks(&mut self.file, parts)?;
+        let entry = ShardEntry {
+            file: file_name,
+            sequences,
+            tokens: self.tokens,
+            rows: self.rows,
+            bytes: self.rows_at + (self.rows * shape.row_bytes()) as u64,
+            blake3: String::new(),
+        };
+        Ok(Unsealed { file: self.file, temporary: self.temporary, entry })
+    }
+}
+
+impl Unsealed {
+    /// Puts the shard on the disk and digests what lies there, both at the same time.
+    pub(super) fn seal(mut self) -> io::Result<ShardEntry> {
+        let Self { file, temporary, entry } = &mut self;
+        let (synced, digest) = std::thread::scope(|scope| {
+            let sync = scope.spawn(|| file.sync_all());
+            let digest = digest(temporary);
+            (sync.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), digest)
+        });
+        synced?;
+        let (bytes, digest) = digest?;
+        if bytes != entry.bytes {
+            return Err(io::Error::new(
+                io::ErrorKind::WriteZero,
+                format!("{bytes} of {} bytes arrived in {temporary}", entry.bytes),
+            ));
+        }
+        entry.blake3 = digest.to_hex().to_string();
+        Ok(self.entry)
+    }
+}
+
+/// Size and BLAKE3 of a file.
+fn digest(path: &Utf8Path) -> io::Result<(u64, blake3::Hash)> {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update_mmap_rayon(path)?;
+    Ok((hasher.count(), hasher.finalize()))
+}
+
+impl Columns {
+    fn push(&mut self, sample: &BatchSample, held: usize, end: i64) {
+        let trajectory = &sample.trajectory;
+        self.cu_seqlens.extend(end.to_le_bytes());
+        self.group_ids.extend(sample.group.to_le_bytes());
+        let versions = trajectory.policy_versions().iter();
+        self.policy_versions.extend(versions.flat_map(|version| version.to_le_bytes()));
+        self.advantages.extend(sample.advantage.to_le_bytes());
+        self.rewards.extend(sample.reward.to_le_bytes());
+        let logprobs = trajectory.rollout_logprobs().iter();
+        self.rollout_logprobs.extend(logprobs.flat_map(|logprob| logprob.to_le_bytes()));
+        self.token_ids.extend(trajectory.token_ids().iter().flat_map(|id| id.to_le_bytes()));
+        self.loss_mask.extend_from_slice(trajectory.loss_mask());
+        self.routing_valid.extend(std::iter::repeat_n(1, held));
+        self.routing_valid.extend(std::iter::repeat_n(0, trajectory.len() - held));
+    }
+
+    /// In the order of [`tensors`].
+    fn in_file_order(&self, shared: bool) -> Vec<&[u8]> {
+        let mut columns: Vec<&[u8]> = vec![
+            &self.cu_seqlens,
+            &self.group_ids,
+            &self.policy_versions,
+            &self.advantages,
+            &self.rewards,
+            &self.rollout_logprobs,
+            &self.token_ids,
+        ];
+        if shared {
+            columns.push(&self.routed_row);
+        }
+        columns.extend([self.loss_mask.as_slice(), self.routing_valid.as_slice()]);
+        columns
+    }
+}
+
+/// Text of the safetensors header, not padded.
+fn header(shape: &ModelShape, planned: &[Planned], extent: Extent) -> io::Result<Vec<u8>> {
+    let episodes: Vec<String> =
+        planned.iter().map(|sequence| sequence.episode_id.to_string()).collect();
+    let mut header = Map::new();
+    header.insert(
+        "__metadata__".to_owned(),
+        json!({
+            "format_version": FORMAT_VERSION.to_string(),
+            "kind": EXPERTS,
+            "episode_ids": serde_json::to_string(&episodes)?,
+            "moe_layers": serde_json::to_string(&shape.moe_layers)?,
+        }),
+    );
+    let mut offset = 0;
+    for tensor in tensors(shape, extent) {
+        let end = offset + tensor_bytes(&tensor);
+        let (name, dtype, dims) = tensor;
+        let entry = json!({ "dtype": dtype, "shape": dims, "data_offsets": [offset, end] });
+        header.insert(name.to_owned(), entry);
+        offset = end;
+    }
+    Ok(serde_json::to_vec(&Value::Object(header))?)
+}
+
+/// Leading rows that two members of a group have in common: same tokens, same bytes.
+fn equal_rows(leader: &BatchSample, member: &BatchSample) -> usize {
+    let (Some(first), Some(second)) = (&leader.routing, &member.routing) else { return 0 };
+    if leader.group != member.group {
+        return 0;
+    }
+    let tokens = leader.trajectory.token_ids().iter().zip(member.trajectory.token_ids());
+    let common = tokens.take_while(|(a, b)| a == b).count();
+    (0..common).take_while(|&t| second.row(t).is_some() && first.row(t) == second.row(t)).count()
+}
+
+/// The chunks without their first `skip` bytes.
+fn skip_bytes<'c>(
+    chunks: impl Iterator<Item = &'c [u8]>,
+    mut skip: usize,
+) -> impl Iterator<Item = &'c [u8]> {
+    chunks.filter_map(move |chunk| {
+        let passed = skip.min(chunk.len());
+        skip -= passed;
+        chunk.get(passed..).filter(|rest| !rest.is_empty())
+    })
+}
+
+/// Writes borrowed pieces in order, many in one call to the system, however few bytes it takes at
+/// a time.
+fn write_chunks<'c>(
+    out: &mut impl Write,
+    chunks: impl IntoIterator<Item = &'c [u8]>,
+) -> io::Result<()> {
+    let mut chunks = chunks.into_iter().filter(|chunk| !chunk.is_empty());
+    let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(SLICES);
+    loop {
+        slices.clear();
+        slices.extend(chunks.by_ref().take(SLICES).map(IoSlice::new));
+        if slices.is_empty() {
+            return Ok(());
+        }
+        let mut rest = slices.as_mut_slice();
+        while !rest.is_empty() {
+            match out.write_vectored(rest) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => IoSlice::advance_slices(&mut rest, written),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// Ids `0..K` in every layer: distinct and in range, so that any consumer can process the row
+/// that nobody chose.
+fn absent_row(shape: &ModelShape) -> Vec<u8> {
+    let mut row = Vec::with_capacity(shape.row_bytes());
+    for _ in &shape.moe_layers {
+        for slot in 0..shape.top_k {
+            row.extend((slot as u64).to_le_bytes().iter().take(shape.id_bytes()));
+        }
+    }
+    row
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Takes `step` bytes per call, interrupts now and then, and is full after `room` bytes.
+    struct Trickle {
+        taken: Vec<u8>,
+        step: usize,
+        room: usize,
+        calls: usize,
+    }
+
+    impl Write for Trickle {
+        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+            self.calls += 1;
+            if self.calls.is_multiple_of(3) {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            let room = self.room - self.taken.len();
+            if room == 0 {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            let taken = data.len().min(self.step).min(room);
+            self.taken.extend_from_slice(&data[..taken]);
+            Ok(taken)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn short_and_interrupted_writes_lose_nothing_and_a_full_disk_is_told() {
+        let data: Vec<u8> = (0..=255).cycle().take(3000).collect();
+        for (chunk, step) in [(1, 7), (100, 1), (64, 64), (3000, 999)] {
+            let mut out = Trickle { taken: vec![], step, room: 3000, calls: 0 };
+            write_chunks(&mut out, data.chunks(chunk)).unwrap();
+            assert_eq!(out.taken, data);
+            let mut out = Trickle { taken: vec![], step, room: 2999, calls: 0 };
+            let error = write_chunks(&mut out, data.chunks(chunk)).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        }
+    }
+
+    #[test]
+    fn skipping_bytes_crosses_chunk_borders() {
+        let data: Vec<u8> = (0..100).collect();
+        for chunk in [1, 3, 64, 100] {
+            for skip in 0..=100 {
+                let rest: Vec<u8> =
+                    skip_bytes(data.chunks(chunk), skip).flatten().copied().collect();
+                assert_eq!(rest, data[skip..]);
+            }
+        }
+    }
+}
