@@ -30,7 +30,7 @@ fn mask(shape: &ModelShape, tokens: usize) -> RoutingMask {
     } else {
         vec![]
     };
-    RoutingMask::new(Arc::new(shape.clone()), rows.data().to_vec(), versions).unwrap()
+    RoutingMask::new(Arc::new(shape.clone()), rows.to_vec(), versions).unwrap()
 }
 
 fn sample(shape: &ModelShape, index: u16, tokens: usize) -> BatchSample {

@@ -76,7 +76,8 @@ impl MaskBuilder {
             return Err(RoutingError::BeyondEnd { end, tokens: total_tokens });
         }
         let overlap_rows = (have - start).min(rows.rows());
-        let (overlap, new) = rows.data().split_at(overlap_rows * row_bytes);
+        let bytes = rows.to_vec();
+        let (overlap, new) = bytes.split_at(overlap_rows * row_bytes);
         let held = self.data.get(start * row_bytes..).unwrap_or_default();
         let drift_rows = overlap
             .chunks_exact(row_bytes)

@@ -17,5 +17,5 @@ mod sglang;
 pub use builder::{MaskBuilder, PushReport};
 pub use error::RoutingError;
 pub use mask::{RoutingMask, RowVersion};
-pub use rows::{PayloadForm, RoutedRows};
+pub use rows::{BLOCK_ROWS, PayloadForm, RoutedRows};
 pub use sglang::{decode_sglang, encode_sglang};

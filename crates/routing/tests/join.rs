@@ -48,7 +48,7 @@ fn t4_a_whole_sequence_payload_after_a_resume_is_not_appended_twice() {
     assert_eq!(builder.push(&rows(&shape, 0, 39), 40, V).unwrap().new_rows, 0);
     let mask = builder.finish(40).unwrap();
     assert_eq!(mask.rows(), 39);
-    assert_eq!(mask.data(), rows(&shape, 0, 39).data());
+    assert_eq!(mask.data(), rows(&shape, 0, 39).to_vec());
 }
 
 #[test]
@@ -63,7 +63,7 @@ fn t5_a_later_prefill_does_not_overwrite_and_is_counted() {
     let report = builder.push(&later, 15, PolicyVersion(2)).unwrap();
     assert_eq!(report, PushReport { new_rows: 5, overlap_rows: 9, drift_rows: 1 });
     let mask = builder.finish(15).unwrap();
-    assert_eq!(mask.data(), rows(&shape, 0, 14).data());
+    assert_eq!(mask.data(), rows(&shape, 0, 14).to_vec());
     assert_eq!(
         mask.versions(),
         [
@@ -90,7 +90,7 @@ fn t7_the_row_of_the_last_sampled_token_waits_for_the_next_turn() {
     );
     let report = builder.push(&rows(&shape, 6, 11), 12, V).unwrap();
     assert_eq!(report, PushReport { new_rows: 4, overlap_rows: 1, drift_rows: 0 });
-    assert_eq!(builder.finish(12).unwrap().data(), rows(&shape, 0, 11).data());
+    assert_eq!(builder.finish(12).unwrap().data(), rows(&shape, 0, 11).to_vec());
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn rows_are_read_by_position_and_global_layer() {
 #[test]
 fn masks_are_built_from_valid_parts_only() {
     let shape = shape(8);
-    let data = rows(&shape, 0, 5).data().to_vec();
+    let data = rows(&shape, 0, 5).to_vec();
     let range = |start, end| RowVersion { start, end, version: V };
     let build = |data: &[u8], versions: &[RowVersion]| {
         RoutingMask::new(shape.clone(), data.to_vec(), versions.to_vec())
@@ -244,7 +244,7 @@ proptest! {
         }
         let mask = builder.finish(total).unwrap();
         let whole = rows(&shape, 0, total - 1);
-        prop_assert_eq!(mask.data(), whole.data());
+        prop_assert_eq!(mask.data(), whole.to_vec());
         prop_assert_eq!(mask.versions().last().unwrap().end, total - 1);
         prop_assert_eq!(RoutingMask::from_bytes(&mask.to_bytes()).unwrap(), mask);
     }
@@ -271,6 +271,6 @@ proptest! {
         let report = builder.push(&again, 11, V).unwrap();
         prop_assert_eq!(report.drift_rows, changes.iter().filter(|&&c| c).count());
         let (mask, first) = (builder.finish(11).unwrap(), rows(&shape, 0, 10));
-        prop_assert_eq!(mask.data(), first.data());
+        prop_assert_eq!(mask.data(), first.to_vec());
     }
 }

@@ -150,7 +150,9 @@ impl FakeEngine {
             logprobs,
             finish,
             cached_tokens,
-            routing_wire_bytes: routed_experts.as_ref().map_or(0, |rows| rows.data().len() * 4),
+            routing_wire_bytes: routed_experts
+                .as_ref()
+                .map_or(0, |rows| rows.rows() * rows.row_bytes() * 4),
             routed_experts,
             versions: vec![VersionSpan { version, start: 0, end: ids.len() }],
             num_retractions: 0,
