@@ -60,7 +60,7 @@ pub(crate) fn to_record(
     task_id: &str,
     want_routing: bool,
 ) -> Result<EpisodeRecord, RunError> {
-    let bytes = report.routing.as_ref().map_or(0, |mask| mask.data().len());
+    let bytes = report.routing.as_ref().map_or(0, |mask| mask.rows() * mask.row_bytes());
     let trajectory = report.trajectory;
     let summary = EpisodeSummary {
         tokens: trajectory.as_ref().map_or(0, |t| t.len() as u64),
@@ -90,7 +90,7 @@ pub(crate) fn to_record(
         trajectory,
         routing: report.routing.map(|mask| StoredRouting {
             row_bytes: mask.row_bytes(),
-            data: mask.data().to_vec(),
+            data: mask.to_vec(),
             versions: mask
                 .versions()
                 .iter()

@@ -103,7 +103,7 @@ fn assert_same(dir: &Utf8Path, shape: &ModelShape, samples: &[BatchSample]) {
         let held = sample.routing.as_ref().map_or(0, RoutingMask::rows);
         let (held_bytes, row_bytes) = (held * shape.row_bytes(), shape.row_bytes());
         if let Some(mask) = &sample.routing {
-            assert_eq!(&got.routed_experts[..held_bytes], mask.data());
+            assert_eq!(&got.routed_experts[..held_bytes], mask.to_vec());
         }
         let absent: Vec<u8> =
             if shape.id_bytes() == 1 { vec![0, 1, 0, 1] } else { vec![0, 0, 1, 0, 0, 0, 1, 0] };

@@ -188,7 +188,7 @@ impl<'a> Attempt<'a> {
                 return Err(NoReply::Event(Event::TimeUp));
             };
             let (error, retry) = match result {
-                Ok(reply) => match self.accept(&reply, prompt.len(), max_new_tokens) {
+                Ok(mut reply) => match self.accept(&mut reply, prompt.len(), max_new_tokens) {
                     Ok(()) => return Ok(reply),
                     Err(Refusal::Reply(problem)) => (problem, Retry::Now),
                     Err(Refusal::Routing(problem)) => {
@@ -251,7 +251,7 @@ impl<'a> Attempt<'a> {
     /// Checks a reply against what was asked, and takes its rows. A refused reply leaves no trace.
     fn accept(
         &mut self,
-        reply: &Generation,
+        reply: &mut Generation,
         prompt: usize,
         max_new_tokens: usize,
     ) -> Result<(), Refusal> {
@@ -271,10 +271,10 @@ impl<'a> Attempt<'a> {
         }
         let Some(builder) = self.rows.as_mut().filter(|_| sampled > 0) else { return Ok(()) };
         let total = prompt + sampled;
-        let Some(rows) = &reply.routed_experts else {
+        let Some(rows) = reply.routed_experts.take() else {
             return Err(Refusal::Routing("routing rows were asked for, none came".to_owned()));
         };
-        let end = rows.start() + rows.rows();
+        let (start, end) = (rows.start(), rows.start() + rows.rows());
         let needed = total.saturating_sub(1);
         if end != needed {
             return Err(Refusal::Routing(format!("routing rows end at {end}, needed {needed}")));
@@ -284,7 +284,7 @@ impl<'a> Attempt<'a> {
             .push(rows, total, version)
             .map_err(|error| Refusal::Routing(error.to_string()))?;
         self.counters.routing_drift += pushed.drift_rows as u64;
-        let reused = reply.cached_tokens.min(end).saturating_sub(rows.start());
+        let reused = reply.cached_tokens.min(end).saturating_sub(start);
         self.counters.routing_rows_reused += reused as u64;
         Ok(())
     }

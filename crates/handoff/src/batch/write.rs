@@ -266,7 +266,7 @@ fn write_tensors(
     for sample in samples {
         let held = sample.routing.as_ref().map_or(0, RoutingMask::rows);
         if let Some(mask) = &sample.routing {
-            out.write_all(mask.data())?;
+            mask.chunks().try_for_each(|rows| out.write_all(rows))?;
         }
         for _ in held..sample.trajectory.len() {
             out.write_all(&absent)?;
