@@ -66,6 +66,8 @@ pub struct PrefixChain {
     shape: ModelShape,
     last: BlockKey,
     keys: Vec<BlockKey>,
+    /// Leading blocks that were compared with the cache's: each is counted once.
+    compared: usize,
 }
 
 impl PrefixChain {
@@ -82,7 +84,7 @@ impl PrefixChain {
             hasher.update(&(*number as u64).to_le_bytes());
         }
         let last = BlockKey(*hasher.finalize().as_bytes());
-        Self { version, shape: shape.clone(), last, keys: Vec::new() }
+        Self { version, shape: shape.clone(), last, keys: Vec::new(), compared: 0 }
     }
 
     /// The version its rows were computed under.
@@ -138,6 +140,15 @@ pub struct CacheMetrics {
     pub reloads: u64,
     /// Files that could not be written, or not be used.
     pub spill_failures: u64,
+}
+
+/// What [`PrefixCache::insert`] found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Inserted {
+    /// Rows that are shared with an earlier sequence from now on.
+    pub merged_rows: usize,
+    /// Rows that differ, as sets per layer, from those held for the same tokens.
+    pub drift_rows: usize,
 }
 
 /// Blocks by token prefix. Calls hash, compare, and may write and read files: make them where
@@ -232,36 +243,37 @@ impl PrefixCache {
     }
 
     /// Takes in what a sequence has collected: its full blocks of one clean run under the chain's
-    /// version. Blocks held already are compared, and shared from now on where they are equal;
-    /// gives the number of rows that differ (as sets per layer).
-    pub fn insert(&self, chain: &PrefixChain, builder: &mut MaskBuilder) -> usize {
+    /// version. Blocks held already are compared, and shared from now on where they are equal.
+    pub fn insert(&self, chain: &mut PrefixChain, builder: &mut MaskBuilder) -> Inserted {
         let blocks: Vec<Block> = builder.clean_blocks(chain.version).to_vec();
-        let mut drift = 0;
+        let mut inserted = Inserted::default();
         let mut state = self.lock();
         let keyed = chain.keys.iter().zip(&blocks).enumerate().collect::<Vec<_>>();
         for (index, (key, block)) in keyed.into_iter().rev() {
             let held = state.memory.peek(key).map(|entry| entry.block.clone());
             match held {
-                Some(held) if held.address() == block.address() => {
+                Some(held) if index < chain.compared || held.address() == block.address() => {
                     state.memory.promote(key);
                 }
                 Some(held) if held == *block => {
                     builder.share(index, &held);
                     state.counts.blocks_merged += 1;
+                    inserted.merged_rows += BLOCK_ROWS;
                     state.put(*key, &held, chain.version, true);
                 }
                 Some(held) => {
-                    drift += differing(&held, block, &chain.shape);
+                    inserted.drift_rows += differing(&held, block, &chain.shape);
                     state.put(*key, &held, chain.version, true);
                 }
                 None => state.put(*key, block, chain.version, false),
             }
         }
-        state.counts.drift_rows += drift as u64;
+        chain.compared = chain.compared.max(blocks.len().min(chain.keys.len()));
+        state.counts.drift_rows += inserted.drift_rows as u64;
         let victims = state.evict();
         drop(state);
         self.spill(victims);
-        drift
+        inserted
     }
 
     fn load(&self, keys: &[BlockKey], chain: &PrefixChain) -> HashMap<BlockKey, Block> {

@@ -118,7 +118,8 @@ mod tests {
 
     #[test]
     fn frames_give_their_bytes_back_in_pieces() {
-        let noise: Vec<u8> = (0..400u32).map(|i| (i * i * 2_654_435 >> 13) as u8).collect();
+        let noise: Vec<u8> =
+            (0..400u64).map(|i| ((i * i * 2_654_435) >> 13).to_le_bytes()[0]).collect();
         for data in [vec![], vec![1], vec![5; 5000], noise] {
             let frame = packed(&data);
             let pieces = unpack(&frame, b"name", data.len(), 64).unwrap();

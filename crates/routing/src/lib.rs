@@ -11,6 +11,7 @@ mod builder;
 mod cache;
 mod check;
 mod codec;
+mod config;
 mod error;
 mod format;
 mod mask;
@@ -20,7 +21,8 @@ mod spill;
 
 pub use blocks::{Block, HeldBytes};
 pub use builder::{MaskBuilder, Passes, PushReport};
-pub use cache::{CacheMetrics, CacheOptions, PrefixCache, PrefixChain};
+pub use cache::{CacheMetrics, CacheOptions, Inserted, PrefixCache, PrefixChain};
+pub use config::{MixedRows, RoutingPlan, RoutingSection, SharingScope};
 pub use error::RoutingError;
 pub use mask::{RoutingMask, RowVersion};
 pub use rows::{BLOCK_ROWS, PayloadForm, RoutedRows};

@@ -198,6 +198,43 @@ fn every_prefix_of_a_stored_mask_is_refused() {
     assert!(RoutingMask::from_bytes(&[&bytes[..], &[0]].concat()).is_err());
 }
 
+/// What version 1 wrote: bare rows, and blake3 of everything before at the end.
+fn version_one(mask: &RoutingMask) -> Vec<u8> {
+    let shape = mask.shape();
+    let mut out = b"ORMK\x01\0\0\0".to_vec();
+    out.extend((mask.rows() as u64).to_le_bytes());
+    for n in [shape.hidden_layers, shape.moe_layers.len(), shape.experts, shape.top_k] {
+        out.extend(u32::try_from(n).unwrap().to_le_bytes());
+    }
+    out.extend((shape.vocab as u64).to_le_bytes());
+    out.extend((shape.context as u64).to_le_bytes());
+    out.extend(u32::try_from(mask.versions().len()).unwrap().to_le_bytes());
+    for &layer in &shape.moe_layers {
+        out.extend(u32::try_from(layer).unwrap().to_le_bytes());
+    }
+    for range in mask.versions() {
+        out.extend((range.end as u64).to_le_bytes());
+        out.extend(range.version.0.to_le_bytes());
+    }
+    out.extend(mask.to_vec());
+    let digest = blake3::hash(&out);
+    out.extend(digest.as_bytes());
+    out
+}
+
+#[test]
+fn masks_stored_by_version_one_are_still_read_and_its_damage_still_found() {
+    let (mask, _) = stored();
+    let old = version_one(&mask);
+    assert_eq!(RoutingMask::from_bytes(&old).unwrap(), mask);
+    for at in 0..old.len() {
+        let mut bad = old.clone();
+        bad[at] ^= 1;
+        assert!(RoutingMask::from_bytes(&bad).is_err(), "byte {at}");
+        assert!(RoutingMask::from_bytes(&old[..at]).is_err(), "prefix {at}");
+    }
+}
+
 #[test]
 fn a_newer_major_version_is_refused_by_name() {
     let (_, mut bytes) = stored();
