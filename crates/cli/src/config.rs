@@ -14,6 +14,7 @@ use orchestrate_handoff::{
 };
 use orchestrate_moe::infer::WeightFormat;
 use orchestrate_rollout::{RolloutConfig, RolloutPlan};
+use orchestrate_routing::{RoutingPlan, RoutingSection};
 use orchestrate_sandbox::{RawSandboxConfig, SandboxConfig};
 use orchestrate_types::ConfigProblem;
 use schemars::JsonSchema;
@@ -136,6 +137,8 @@ pub(crate) struct RawConfig {
     pub(crate) tasks: TasksSection,
     /// How episodes are made.
     pub(crate) rollout: RolloutConfig,
+    /// How routing rows are kept and shared.
+    pub(crate) routing: RoutingSection,
     /// The inference server and the starting policy.
     pub(crate) engine: EngineSection,
     /// The trainer.
@@ -158,6 +161,7 @@ pub(crate) struct Settings {
     pub(crate) run: RunSettings,
     pub(crate) tasks: TasksSettings,
     pub(crate) rollout: RolloutPlan,
+    pub(crate) routing: RoutingPlan,
     pub(crate) engine: EnginePlan,
     pub(crate) trainer: TrainerPlan,
     pub(crate) algorithm: Algorithm,
@@ -187,6 +191,7 @@ impl RawConfig {
         let run = keep(&mut problems, self.run.check());
         let tasks = keep(&mut problems, self.tasks.check());
         let rollout = keep(&mut problems, self.rollout.check());
+        let routing = keep(&mut problems, self.routing.check());
         let engine = keep(&mut problems, engine.check());
         let trainer = keep(&mut problems, self.trainer.check());
         let algorithm = keep(&mut problems, self.algorithm.check());
@@ -202,21 +207,26 @@ impl RawConfig {
                 "use \"micro\", the environment this version has",
             ));
         }
-        match (run, tasks, rollout, engine, trainer, algorithm, sandbox, embedded, diagnostics) {
+        let parts = (run, tasks, rollout, routing, engine, trainer, algorithm, sandbox);
+        match (parts, embedded, diagnostics) {
             (
-                Some(run),
-                Some(tasks),
-                Some(rollout),
-                Some(engine),
-                Some(trainer),
-                Some(algorithm),
-                Some(sandbox),
+                (
+                    Some(run),
+                    Some(tasks),
+                    Some(rollout),
+                    Some(routing),
+                    Some(engine),
+                    Some(trainer),
+                    Some(algorithm),
+                    Some(sandbox),
+                ),
                 Some(embedded),
                 Some(diagnostics),
             ) if problems.is_empty() => Ok(Settings {
                 run,
                 tasks,
                 rollout,
+                routing,
                 engine,
                 trainer,
                 algorithm,
@@ -238,6 +248,7 @@ impl RawConfig {
             run: restate(&settings.run)?,
             tasks: restate(&settings.tasks)?,
             rollout: restate(&settings.rollout)?,
+            routing: restate(&settings.routing)?,
             engine: EngineSection {
                 model: Some(settings.engine.model.to_string()),
                 ..self.engine.clone()

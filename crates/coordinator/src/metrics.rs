@@ -62,6 +62,7 @@ pub(crate) async fn step_line(
     put("routing_bytes_wire", json!(sum(|m| m.summary.routing_wire_bytes)));
     put("routing_bytes_held", json!(sum(|m| m.summary.routing_bytes)));
     put("routing_rows_reused", json!(sum(|m| m.summary.routing_rows_reused)));
+    put("routing_rows_mixed", json!(sum(|m| m.summary.routing_rows_mixed)));
     put("routing_drift", json!(sum(|m| m.summary.routing_drift)));
     put("routing_missing", json!(sum(|m| u64::from(m.summary.routing_missing))));
     let prompt = sum(|m| m.summary.prompt_tokens);

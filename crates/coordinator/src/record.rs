@@ -34,7 +34,7 @@ pub struct EpisodeSummary {
     pub response_tokens: u64,
     /// Generations.
     pub turns: u64,
-    /// Bytes of routing rows held.
+    /// Bytes of routing rows held, those shared with an earlier episode left out.
     pub routing_bytes: u64,
     /// Whether rows were asked for but are not complete.
     pub routing_missing: bool,
@@ -42,8 +42,11 @@ pub struct EpisodeSummary {
     pub routing_drift: u64,
     /// Bytes of routing payloads on the wire.
     pub routing_wire_bytes: u64,
-    /// Rows answered from the engine's prefix cache.
+    /// Rows taken from the prefix cache of rows, or sent by the engine from its own.
     pub routing_rows_reused: u64,
+    /// Rows of turns during which weights or KV changed.
+    #[serde(default)]
+    pub routing_rows_mixed: u64,
     /// Prompt tokens sent, over all turns.
     pub prompt_tokens: u64,
     /// Of these, answered from the prefix cache.
@@ -60,7 +63,11 @@ pub(crate) fn to_record(
     task_id: &str,
     want_routing: bool,
 ) -> Result<EpisodeRecord, RunError> {
-    let bytes = report.routing.as_ref().map_or(0, |mask| mask.data().len());
+    // Rows shared with other episodes are counted where they were held first.
+    let bytes = report.routing.as_ref().map_or(0, |mask| {
+        let shared = usize::try_from(report.routing_rows_shared).unwrap_or(usize::MAX);
+        mask.rows().saturating_sub(shared) * mask.row_bytes()
+    });
     let trajectory = report.trajectory;
     let summary = EpisodeSummary {
         tokens: trajectory.as_ref().map_or(0, |t| t.len() as u64),
@@ -71,6 +78,7 @@ pub(crate) fn to_record(
         routing_drift: report.routing_drift,
         routing_wire_bytes: report.routing_wire_bytes,
         routing_rows_reused: report.routing_rows_reused,
+        routing_rows_mixed: report.routing_rows_mixed,
         prompt_tokens: report.prompt_tokens,
         cached_tokens: report.cached_tokens,
         cacheable_tokens: report.cacheable_tokens,
@@ -90,7 +98,7 @@ pub(crate) fn to_record(
         trajectory,
         routing: report.routing.map(|mask| StoredRouting {
             row_bytes: mask.row_bytes(),
-            data: mask.data().to_vec(),
+            data: mask.to_vec(),
             versions: mask
                 .versions()
                 .iter()
@@ -119,6 +127,8 @@ pub(crate) fn broken_report(
         routing_drift: 0,
         routing_wire_bytes: 0,
         routing_rows_reused: 0,
+        routing_rows_shared: 0,
+        routing_rows_mixed: 0,
         prompt_tokens: 0,
         cached_tokens: 0,
         cacheable_tokens: 0,

@@ -82,6 +82,8 @@ pub struct Generation {
     pub num_retractions: u32,
     /// Bytes of the routing payload on the wire.
     pub routing_wire_bytes: usize,
+    /// Base URL of the worker that answered; its KV cache holds this conversation.
+    pub worker: String,
 }
 
 /// What a probe of an engine found.
@@ -161,6 +163,13 @@ pub trait Engine: Send + Sync + std::fmt::Debug {
 
     /// Shape of the served model, as rows are checked against it.
     fn shape(&self) -> &ModelShape;
+
+    /// The worker that would answer a conversation's next call, by the name its replies carry;
+    /// `None` where that is not known before the call.
+    fn worker_of(&self, session: &str) -> Option<String> {
+        let _ = session;
+        None
+    }
 
     /// Samples one turn. Dropping the future aborts the request on the engine.
     async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError>;

@@ -142,6 +142,8 @@ pub(crate) fn check_reply(body: &[u8], expected: &Expected) -> Result<Generation
     Ok(Generation {
         routing_wire_bytes: meta.routed_experts.as_ref().map_or(0, |text| text.len()),
         routed_experts: routed,
+        // Who sends the request knows it.
+        worker: String::new(),
         cached_tokens: meta.cached_tokens.unwrap_or(0),
         num_retractions: meta.num_retractions.unwrap_or(0),
         output_ids,

@@ -362,6 +362,10 @@ impl Engine for SglangClient {
         &self.shape
     }
 
+    fn worker_of(&self, _session: &str) -> Option<String> {
+        Some(self.base.clone())
+    }
+
     async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
         let call = "/generate";
         let prompt = request.token_ids.len();
@@ -429,9 +433,10 @@ impl Engine for SglangClient {
         }
         drop(permit);
         let body = answer.map_err(|kind| self.error(call, kind))?;
-        let generation =
+        let mut generation =
             self.checked(body, expected).await.map_err(|kind| self.error(call, kind))?;
         self.check_versions(&generation.versions, before).map_err(|kind| self.error(call, kind))?;
+        generation.worker.clone_from(&self.base);
         Ok(generation)
     }
 

@@ -79,6 +79,16 @@ pub struct Timings {
     pub grade_s: f64,
 }
 
+/// What happened to the routing rows of an attempt, in rows unless said otherwise.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct RowCounts {
+    pub(crate) drift: u64,
+    pub(crate) wire_bytes: u64,
+    pub(crate) reused: u64,
+    pub(crate) shared: u64,
+    pub(crate) mixed: u64,
+}
+
 /// Everything known about an attempt after its end.
 #[derive(Debug, Clone)]
 pub struct EpisodeReport {
@@ -103,8 +113,13 @@ pub struct EpisodeReport {
     pub routing_drift: u64,
     /// Bytes of routing payloads on the wire.
     pub routing_wire_bytes: u64,
-    /// Rows answered from the engine's prefix cache instead of computed.
+    /// Rows that were not computed for this episode: taken from the prefix cache of rows, or sent
+    /// by the engine from its own.
     pub routing_rows_reused: u64,
+    /// Rows held together with other episodes, and counted as held by the first of them.
+    pub routing_rows_shared: u64,
+    /// Rows that are mixed: weights or KV changed while they were computed.
+    pub routing_rows_mixed: u64,
     /// Prompt tokens sent, over all turns.
     pub prompt_tokens: u64,
     /// Of these, answered from the prefix cache.

@@ -5,10 +5,11 @@ use crate::api::{EpisodeReport, EpisodeRequest, Message, Timings, TurnLog};
 use crate::buffer::TokenBuffer;
 use crate::chat::message;
 use crate::machine::Event;
+use crate::rows::{EpisodeRows, RowsRefused};
 use crate::runner::{EpisodeRunner, failed};
 use crate::toolbox::Toolbox;
 use orchestrate_engine::{Finish, GenerateRequest, Generation, Sampling};
-use orchestrate_routing::MaskBuilder;
+use orchestrate_routing::MixedRows;
 use orchestrate_sandbox::Sandbox;
 use orchestrate_tasks::Verdict;
 use orchestrate_types::{ModelShape, Outcome, PolicyVersion, RequestId, Retry, Stage};
@@ -35,9 +36,10 @@ const ROUTING_TRIES: u32 = 2;
 pub(crate) struct Attempt<'a> {
     runner: &'a EpisodeRunner,
     stop: &'a CancellationToken,
+    session: String,
     pub(crate) request: EpisodeRequest,
     pub(crate) buffer: TokenBuffer,
-    rows: Option<MaskBuilder>,
+    rows: Option<EpisodeRows>,
     routing_problem: Option<String>,
     version: PolicyVersion,
     deadline: Option<Instant>,
@@ -54,9 +56,6 @@ pub(crate) struct Attempt<'a> {
 
 #[derive(Debug, Default)]
 struct Counters {
-    routing_drift: u64,
-    routing_wire_bytes: u64,
-    routing_rows_reused: u64,
     prompt_tokens: u64,
     cached_tokens: u64,
     cacheable_tokens: u64,
@@ -78,8 +77,8 @@ impl<'a> Attempt<'a> {
     ) -> Self {
         let (mut rows, mut routing_problem) = (None, None);
         if request.want_routing {
-            match MaskBuilder::new(shape) {
-                Ok(builder) => rows = Some(builder),
+            match EpisodeRows::new(shape, request.run.to_string(), runner.rows.clone()) {
+                Ok(begun) => rows = Some(begun),
                 Err(error) => routing_problem = Some(error.to_string()),
             }
         }
@@ -87,6 +86,7 @@ impl<'a> Attempt<'a> {
             runner,
             stop,
             version: request.policy_version,
+            session: format!("{}-{}", request.run.short(), request.attempt),
             request,
             buffer: TokenBuffer::default(),
             rows,
@@ -148,6 +148,9 @@ impl<'a> Attempt<'a> {
         self.count(&reply, turn, resumed);
         self.buffer.push_reply(&reply, resumed, self.version);
         self.turn_is_open = reply.finish == Finish::Abort;
+        if let (Some(rows), Some(span)) = (&mut self.rows, reply.versions.first()) {
+            rows.offer(self.buffer.ids(), span.version, &reply.worker).await;
+        }
         if let Some(last) = reply.versions.last() {
             self.version = last.version;
         }
@@ -171,6 +174,11 @@ impl<'a> Attempt<'a> {
             return Err(NoReply::Failed("the episode's clock was not started".to_owned()));
         };
         let prompt = self.buffer.prompt_for_turn();
+        if let Some(rows) = self.rows.as_mut().filter(|_| self.buffer.is_empty() && self.tries == 0)
+        {
+            let worker = self.runner.engine.worker_of(&self.session);
+            rows.seed(&prompt, self.version, worker).await;
+        }
         let (mut tries, mut pauses, mut routing_failures) = (0, 0, 0);
         loop {
             if self.stop.is_cancelled() {
@@ -188,7 +196,7 @@ impl<'a> Attempt<'a> {
                 return Err(NoReply::Event(Event::TimeUp));
             };
             let (error, retry) = match result {
-                Ok(reply) => match self.accept(&reply, prompt.len(), max_new_tokens) {
+                Ok(mut reply) => match self.accept(&mut reply, prompt.len(), max_new_tokens) {
                     Ok(()) => return Ok(reply),
                     Err(Refusal::Reply(problem)) => (problem, Retry::Now),
                     Err(Refusal::Routing(problem)) => {
@@ -232,7 +240,7 @@ impl<'a> Attempt<'a> {
         let plan = &self.runner.plan;
         GenerateRequest {
             request_id: RequestId::new(run, attempt, turn, self.tries),
-            session: format!("{}-{attempt}", run.short()),
+            session: self.session.clone(),
             sampling: Sampling {
                 temperature,
                 top_p: plan.top_p,
@@ -241,7 +249,7 @@ impl<'a> Attempt<'a> {
                 seed: call_seed(seed, turn, token_ids.len()),
             },
             token_ids,
-            routed_experts_start: self.rows.as_ref().map(MaskBuilder::next_start),
+            routed_experts_start: self.rows.as_ref().map(EpisodeRows::next_start),
             cache_namespace: self.version,
             priority: i32::try_from(turn).unwrap_or(i32::MAX),
             deadline: plan.generate_timeout.0.min(self.remaining()),
@@ -251,7 +259,7 @@ impl<'a> Attempt<'a> {
     /// Checks a reply against what was asked, and takes its rows. A refused reply leaves no trace.
     fn accept(
         &mut self,
-        reply: &Generation,
+        reply: &mut Generation,
         prompt: usize,
         max_new_tokens: usize,
     ) -> Result<(), Refusal> {
@@ -269,31 +277,19 @@ impl<'a> Attempt<'a> {
         if reply.versions.last().map_or(0, |span| span.end) != sampled {
             return Err(Refusal::Reply(format!("policy versions do not cover {sampled} tokens")));
         }
-        let Some(builder) = self.rows.as_mut().filter(|_| sampled > 0) else { return Ok(()) };
-        let total = prompt + sampled;
-        let Some(rows) = &reply.routed_experts else {
-            return Err(Refusal::Routing("routing rows were asked for, none came".to_owned()));
-        };
-        let end = rows.start() + rows.rows();
-        let needed = total.saturating_sub(1);
-        if end != needed {
-            return Err(Refusal::Routing(format!("routing rows end at {end}, needed {needed}")));
-        }
-        let version = reply.versions.first().map_or(self.version, |span| span.version);
-        let pushed = builder
-            .push(rows, total, version)
-            .map_err(|error| Refusal::Routing(error.to_string()))?;
-        self.counters.routing_drift += pushed.drift_rows as u64;
-        let reused = reply.cached_tokens.min(end).saturating_sub(rows.start());
-        self.counters.routing_rows_reused += reused as u64;
-        Ok(())
+        let Some(rows) = self.rows.as_mut().filter(|_| sampled > 0) else { return Ok(()) };
+        rows.accept(reply, prompt, self.version).map_err(|refused| match refused {
+            RowsRefused::Rows(words) => Refusal::Routing(words),
+            RowsRefused::Seed => {
+                Refusal::Reply("weights changed under rows of the prefix cache".to_owned())
+            }
+        })
     }
 
     fn count(&mut self, reply: &Generation, turn: u32, resumed: bool) {
         let counters = &mut self.counters;
         counters.prompt_tokens += self.buffer.prompt_len() as u64;
         counters.cached_tokens += reply.cached_tokens as u64;
-        counters.routing_wire_bytes += reply.routing_wire_bytes as u64;
         if turn > 0 && !resumed {
             counters.cacheable_tokens += self.buffer.len().saturating_sub(1) as u64;
         }
@@ -381,27 +377,36 @@ impl<'a> Attempt<'a> {
     }
 
     /// The report. Routing that does not cover the whole trajectory is left out, with the reason.
-    pub(crate) fn report(self, outcome: Outcome) -> EpisodeReport {
-        let mut routing_problem = self.routing_problem;
+    pub(crate) fn report(mut self, outcome: Outcome) -> EpisodeReport {
+        let mut routing_problem = self.routing_problem.take();
+        let routing_rows = self.rows.as_ref().map(|rows| rows.counts).unwrap_or_default();
+        if let Some(rows) = self.rows.take_if(|rows| !rows.mixed_tokens().is_empty()) {
+            self.rows = match rows.mixed_policy() {
+                MixedRows::Keep => Some(rows),
+                MixedRows::Mask => {
+                    rows.mixed_tokens().into_iter().for_each(|range| self.buffer.exclude(range));
+                    Some(rows)
+                }
+                MixedRows::Drop => {
+                    let count = routing_rows.mixed;
+                    routing_problem =
+                        Some(format!("{count} rows are mixed (routing.mixed = drop)"));
+                    None
+                }
+            };
+        }
         let trajectory = self.buffer.into_trajectory().unwrap_or_else(|error| {
             routing_problem = Some(error.to_string());
             None
         });
         let mut routing = None;
-        if let (Some(builder), Some(trajectory)) = (self.rows, &trajectory) {
-            match builder.finish(trajectory.len()) {
+        if let (Some(rows), Some(trajectory)) = (self.rows, &trajectory) {
+            match rows.finish(trajectory.len()) {
                 Ok(mask) => routing = Some(mask),
                 Err(error) => routing_problem = routing_problem.or(Some(error.to_string())),
             }
         }
-        let Counters {
-            routing_drift,
-            routing_wire_bytes,
-            routing_rows_reused,
-            prompt_tokens,
-            cached_tokens,
-            cacheable_tokens,
-        } = self.counters;
+        let Counters { prompt_tokens, cached_tokens, cacheable_tokens } = self.counters;
         EpisodeReport {
             attempt: self.request.attempt,
             outcome,
@@ -411,9 +416,11 @@ impl<'a> Attempt<'a> {
             turns: self.turns,
             patch: self.patch,
             verdict: self.verdict,
-            routing_drift,
-            routing_wire_bytes,
-            routing_rows_reused,
+            routing_drift: routing_rows.drift,
+            routing_wire_bytes: routing_rows.wire_bytes,
+            routing_rows_reused: routing_rows.reused,
+            routing_rows_shared: routing_rows.shared,
+            routing_rows_mixed: routing_rows.mixed,
             prompt_tokens,
             cached_tokens,
             cacheable_tokens,

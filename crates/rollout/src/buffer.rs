@@ -86,6 +86,21 @@ impl TokenBuffer {
         }
     }
 
+    /// All committed tokens.
+    pub fn ids(&self) -> &[TokenId] {
+        &self.ids
+    }
+
+    /// Takes the loss from committed tokens: they are context from now on.
+    pub fn exclude(&mut self, range: std::ops::Range<usize>) {
+        for at in range {
+            if let (Some(mask), Some(logprob)) = (self.mask.get_mut(at), self.logprobs.get_mut(at))
+            {
+                (*mask, *logprob) = (0, 0.0);
+            }
+        }
+    }
+
     /// Sampled tokens of the last turn.
     pub fn last_turn(&self) -> &[TokenId] {
         let range = self.turns.last().map_or(0..0, |turn| turn.prompt_end..turn.output_end);
@@ -135,6 +150,7 @@ mod tests {
                 .collect(),
             num_retractions: 0,
             routing_wire_bytes: 0,
+            worker: "fake".to_owned(),
         }
     }
 

@@ -10,6 +10,7 @@ use crate::chat::ChatModel;
 use crate::config::RolloutPlan;
 use crate::grading::{self, Judge, close, entry};
 use crate::machine::{Command, EpisodeMachine, Event};
+use crate::rows::RowSharing;
 use crate::tree::{TreeChange, compare_trees};
 use orchestrate_engine::Engine;
 use orchestrate_sandbox::{
@@ -46,6 +47,8 @@ pub struct EpisodeRunner {
     pub container_limits: Limits,
     /// Judges a test log.
     pub judge: Judge,
+    /// How routing rows are shared, and what is done with mixed ones.
+    pub rows: RowSharing,
 }
 
 #[async_trait::async_trait]

@@ -6,7 +6,7 @@ use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     Action, ChatModel, ChatTemplate, EpisodeRequest, EpisodeRunner, Episodes, ExpertEpisode,
-    ExpertTurn, MICRO_CHAT_TEMPLATE, RolloutConfig, judge_by_summary, opening_messages,
+    ExpertTurn, MICRO_CHAT_TEMPLATE, RolloutConfig, RowSharing, judge_by_summary, opening_messages,
     train_tokenizer,
 };
 use orchestrate_sandbox::Limits;
@@ -99,6 +99,7 @@ async fn micro_experts_replayed_by_the_runner_give_their_own_tokens_and_the_gold
                 tmpfs: ByteSize::mib(64),
             },
             judge: judge_by_summary,
+            rows: RowSharing::default(),
         };
         let request = EpisodeRequest {
             run: RunId::generate(),

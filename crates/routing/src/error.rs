@@ -134,7 +134,7 @@ pub enum RoutingError {
     #[error("stored routing mask is not readable: {0}")]
     Stored(&'static str),
     /// Stored by a newer program.
-    #[error("stored routing mask has format {major}.{minor}, this program reads 1.x")]
+    #[error("stored routing mask has format {major}.{minor}, this program reads 1.x and 2.x")]
     StoredVersion {
         /// Major version found.
         major: u16,

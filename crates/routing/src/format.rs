@@ -1,17 +1,26 @@
-//! A mask at rest: `ORMK`, version 1.0.
+//! A mask at rest: `ORMK`, version 2.0; 1.x is still read.
 //!
 //! All numbers little-endian. `magic [4] | major u16 | minor u16 | rows u64 | hidden_layers u32 |
 //! moe_layers u32 | experts u32 | top_k u32 | vocab u64 | context u64 | version ranges u32 |
-//! moe layer numbers u32 × n | (end u64, version u64) × n | rows | blake3 of all before [32]`.
+//! mixed ranges u32 | moe layer numbers u32 × n | (end u64, version u64) × n |
+//! (start u64, end u64) × n | frame of the rows` ([`crate::codec`]), whose checksum covers all
+//! before it. Version 1 had no mixed ranges, bare rows, and blake3 of all before at its end.
 
-use crate::{RoutingError, RoutingMask, RowVersion};
+use crate::blocks::Blocks;
+use crate::check::{check_rows, check_shape};
+use crate::codec::{pack, unpack};
+use crate::mask::{check_mixed, check_versions};
+use crate::{BLOCK_ROWS, RoutingError, RoutingMask, RowVersion};
 use orchestrate_types::{ModelShape, PolicyVersion};
+use std::ops::Range;
 use std::sync::Arc;
 
 const MAGIC: [u8; 4] = *b"ORMK";
-const MAJOR: u16 = 1;
+const MAJOR: u16 = 2;
 const MINOR: u16 = 0;
 const DIGEST_BYTES: usize = 32;
+/// Bytes of rows beyond any trajectory: a million tokens of 128 layers, top-16.
+const MAX_BYTES: usize = 4 << 30;
 
 impl RoutingMask {
     /// The mask as a self-describing block with a checksum; equal masks give equal bytes.
@@ -19,9 +28,8 @@ impl RoutingMask {
         let shape = &*self.shape;
         let wide = |value: usize| (value as u64).to_le_bytes();
         let narrow = |value: usize| u32::try_from(value).unwrap_or(u32::MAX).to_le_bytes();
-        let mut out = Vec::with_capacity(
-            self.data.len() + 64 + 4 * shape.moe_layers.len() + 16 * self.versions.len() + 32,
-        );
+        let raw_bytes = self.rows() * self.row_bytes();
+        let mut out = Vec::with_capacity(128 + 4 * shape.moe_layers.len() + raw_bytes / 2);
         out.extend_from_slice(&MAGIC);
         out.extend_from_slice(&MAJOR.to_le_bytes());
         out.extend_from_slice(&MINOR.to_le_bytes());
@@ -32,6 +40,7 @@ impl RoutingMask {
         out.extend_from_slice(&wide(shape.vocab));
         out.extend_from_slice(&wide(shape.context));
         out.extend_from_slice(&narrow(self.versions.len()));
+        out.extend_from_slice(&narrow(self.mixed.len()));
         for &layer in &shape.moe_layers {
             out.extend_from_slice(&narrow(layer));
         }
@@ -39,32 +48,63 @@ impl RoutingMask {
             out.extend_from_slice(&wide(range.end));
             out.extend_from_slice(&range.version.0.to_le_bytes());
         }
-        out.extend_from_slice(&self.data);
-        let digest = blake3::hash(&out);
-        out.extend_from_slice(digest.as_bytes());
+        for range in &self.mixed {
+            out.extend_from_slice(&wide(range.start));
+            out.extend_from_slice(&wide(range.end));
+        }
+        let header = out.clone();
+        pack(&mut out, self.blocks.iter().map(crate::Block::bytes), raw_bytes, &header);
         out
     }
 
-    /// Reads what [`RoutingMask::to_bytes`] wrote.
+    /// Reads what [`RoutingMask::to_bytes`] wrote, now or in version 1.
     ///
     /// # Errors
     /// [`RoutingError::StoredVersion`] for a newer major version, [`RoutingError::Stored`] when
     /// any byte was changed, cut off or added.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, RoutingError> {
-        let short = RoutingError::Stored("it is cut off");
-        let at = bytes.len().checked_sub(DIGEST_BYTES).ok_or_else(|| short.clone())?;
-        let (body, digest) = bytes.split_at(at);
-        let mut reader = Reader { rest: body };
+        let mut reader = Reader { rest: bytes };
         if reader.take(4)? != MAGIC {
             return Err(RoutingError::Stored("it does not begin with ORMK"));
         }
         let (major, minor) = (reader.u16()?, reader.u16()?);
-        if major != MAJOR {
-            return Err(RoutingError::StoredVersion { major, minor });
-        }
-        if blake3::hash(body).as_bytes().as_slice() != digest {
-            return Err(RoutingError::Stored("its checksum does not match"));
-        }
+        let (header, pieces) = match major {
+            1 => {
+                let at = reader.rest.len().checked_sub(DIGEST_BYTES).ok_or(CUT_OFF)?;
+                let (body, digest) = bytes.split_at(bytes.len() - DIGEST_BYTES);
+                if blake3::hash(body).as_bytes().as_slice() != digest {
+                    return Err(RoutingError::Stored("its checksum does not match"));
+                }
+                reader.rest = reader.rest.get(..at).unwrap_or_default();
+                let header = Header::read(&mut reader, false)?;
+                if reader.rest.len() != header.raw_bytes()? {
+                    return Err(RoutingError::Stored("its row count does not match its length"));
+                }
+                let pieces = reader.rest.chunks(header.piece_bytes()).map(<[u8]>::to_vec).collect();
+                (header, pieces)
+            }
+            MAJOR => {
+                let header = Header::read(&mut reader, true)?;
+                let (before, frame) = bytes.split_at(bytes.len() - reader.rest.len());
+                let pieces = unpack(frame, before, header.raw_bytes()?, header.piece_bytes())?;
+                (header, pieces)
+            }
+            _ => return Err(RoutingError::StoredVersion { major, minor }),
+        };
+        header.into_mask(pieces)
+    }
+}
+
+/// What stands before the rows.
+struct Header {
+    rows: usize,
+    shape: ModelShape,
+    versions: Vec<RowVersion>,
+    mixed: Vec<Range<usize>>,
+}
+
+impl Header {
+    fn read(reader: &mut Reader<'_>, has_mixed: bool) -> Result<Self, RoutingError> {
         let rows = reader.wide()?;
         let hidden_layers = reader.narrow()?;
         let moe_count = reader.narrow()?;
@@ -73,6 +113,7 @@ impl RoutingMask {
         let vocab = reader.wide()?;
         let context = reader.wide()?;
         let ranges = reader.narrow()?;
+        let mixed_ranges = if has_mixed { reader.narrow()? } else { 0 };
         // Collecting stops at the end of the bytes, so a count alone allocates nothing.
         let moe_layers: Vec<usize> =
             (0..moe_count).map(|_| reader.narrow()).collect::<Result<_, _>>()?;
@@ -83,12 +124,34 @@ impl RoutingMask {
             versions.push(RowVersion { start, end, version });
             start = end;
         }
-        let shape = ModelShape { hidden_layers, moe_layers, experts, top_k, vocab, context };
-        let mask = Self::new(Arc::new(shape), reader.rest.to_vec(), versions)?;
-        if mask.rows() != rows {
-            return Err(RoutingError::Stored("its row count does not match its length"));
+        let mut mixed = Vec::new();
+        for _ in 0..mixed_ranges {
+            mixed.push(reader.wide()?..reader.wide()?);
         }
-        Ok(mask)
+        let shape = ModelShape { hidden_layers, moe_layers, experts, top_k, vocab, context };
+        check_shape(&shape)?;
+        Ok(Self { rows, shape, versions, mixed })
+    }
+
+    fn raw_bytes(&self) -> Result<usize, RoutingError> {
+        let bytes = self.rows.checked_mul(self.shape.row_bytes());
+        bytes.filter(|&bytes| bytes <= MAX_BYTES).ok_or(TOO_LARGE)
+    }
+
+    fn piece_bytes(&self) -> usize {
+        BLOCK_ROWS * self.shape.row_bytes()
+    }
+
+    fn into_mask(self, pieces: Vec<Vec<u8>>) -> Result<RoutingMask, RoutingError> {
+        let Self { rows, shape, versions, mixed } = self;
+        check_versions(&versions, rows)?;
+        check_mixed(&mixed, rows)?;
+        let mut blocks = Blocks::new(shape.row_bytes());
+        for (index, piece) in pieces.into_iter().enumerate() {
+            check_rows(&piece, &shape, index * BLOCK_ROWS)?;
+            blocks.append(piece, 0);
+        }
+        Ok(RoutingMask { shape: Arc::new(shape), rows, blocks: blocks.finish(), versions, mixed })
     }
 }
 
@@ -98,15 +161,13 @@ struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     fn take(&mut self, count: usize) -> Result<&'a [u8], RoutingError> {
-        let (taken, rest) =
-            self.rest.split_at_checked(count).ok_or(RoutingError::Stored("it is cut off"))?;
+        let (taken, rest) = self.rest.split_at_checked(count).ok_or(CUT_OFF)?;
         self.rest = rest;
         Ok(taken)
     }
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N], RoutingError> {
-        let (taken, rest) =
-            self.rest.split_first_chunk().ok_or(RoutingError::Stored("it is cut off"))?;
+        let (taken, rest) = self.rest.split_first_chunk().ok_or(CUT_OFF)?;
         self.rest = rest;
         Ok(*taken)
     }
@@ -128,4 +189,5 @@ impl<'a> Reader<'a> {
     }
 }
 
+const CUT_OFF: RoutingError = RoutingError::Stored("it is cut off");
 const TOO_LARGE: RoutingError = RoutingError::Stored("a number in it is too large");

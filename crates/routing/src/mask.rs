@@ -1,8 +1,11 @@
 //! The joined routing mask of one whole trajectory.
 
-use crate::RoutingError;
+use crate::blocks::{Block, Blocks, HeldBytes, held};
 use crate::check::{check_rows, id_at};
+use crate::{BLOCK_ROWS, RoutingError};
 use orchestrate_types::{ModelShape, PolicyVersion};
+use std::collections::HashSet;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Rows `start..end` were produced under `version`.
@@ -18,17 +21,20 @@ pub struct RowVersion {
 
 /// Routing rows of one trajectory of `T` tokens: `T − 1` rows (INV-3), row `t` belongs to input
 /// token `t`. The last token was never an input and has none.
+///
+/// Rows lie in blocks of [`BLOCK_ROWS`] that other masks may share; a clone copies none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RoutingMask {
     pub(crate) shape: Arc<ModelShape>,
-    pub(crate) row_bytes: usize,
-    pub(crate) data: Vec<u8>,
+    pub(crate) rows: usize,
+    pub(crate) blocks: Vec<Block>,
     pub(crate) versions: Vec<RowVersion>,
+    pub(crate) mixed: Vec<Range<usize>>,
 }
 
 impl RoutingMask {
     /// A mask from rows in stored form, `[T − 1, moe layers, top_k]`, and the version of each
-    /// range of rows.
+    /// range of rows; none of them mixed.
     ///
     /// # Errors
     /// [`RoutingError`] when a row is not valid for `shape`, or the versions do not cover the rows.
@@ -40,27 +46,22 @@ impl RoutingMask {
         check_rows(&data, &shape, 0)?;
         let row_bytes = shape.row_bytes();
         let rows = data.len() / row_bytes;
-        let mut next = 0;
-        for range in &versions {
-            if range.start != next || range.end <= range.start {
-                return Err(RoutingError::Versions { rows });
-            }
-            next = range.end;
+        check_versions(&versions, rows)?;
+        let mut blocks = Blocks::new(row_bytes);
+        for piece in data.chunks(BLOCK_ROWS * row_bytes) {
+            blocks.append(piece.to_vec(), 0);
         }
-        if next != rows {
-            return Err(RoutingError::Versions { rows });
-        }
-        Ok(Self { shape, row_bytes, data, versions })
+        Ok(Self { shape, rows, blocks: blocks.finish(), versions, mixed: Vec::new() })
     }
 
     /// Number of rows, `T − 1`.
     pub fn rows(&self) -> usize {
-        self.data.len() / self.row_bytes
+        self.rows
     }
 
     /// Bytes of one row: MoE layers × top-k × id width.
     pub fn row_bytes(&self) -> usize {
-        self.row_bytes
+        self.shape.row_bytes()
     }
 
     /// Shape of the model the rows belong to; its `moe_layers` number the parts of a row.
@@ -68,20 +69,23 @@ impl RoutingMask {
         &self.shape
     }
 
-    /// Row-major bytes `[T − 1, moe layers, top_k]`, id width 1 or 2 (little-endian).
-    pub fn data(&self) -> &[u8] {
-        &self.data
+    /// Row-major bytes `[T − 1, moe layers, top_k]`, id width 1 or 2 (little-endian), in order and
+    /// in slices of [`BLOCK_ROWS`] rows (the last may have fewer).
+    pub fn chunks(&self) -> impl Iterator<Item = &[u8]> {
+        self.blocks.iter().map(Block::bytes)
     }
 
-    /// The bytes of [`data`](Self::data) in order, as the pieces they are held in.
-    pub fn chunks(&self) -> impl Iterator<Item = &[u8]> {
-        std::iter::once(self.data.as_slice())
+    /// The bytes of [`RoutingMask::chunks`] copied into one vector.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(self.rows * self.row_bytes());
+        self.chunks().for_each(|chunk| bytes.extend_from_slice(chunk));
+        bytes
     }
 
     /// Bytes of row `t`, `[moe layers, top_k]`; `None` from `T − 1` on.
     pub fn row(&self, t: usize) -> Option<&[u8]> {
-        let at = t.checked_mul(self.row_bytes)?;
-        self.data.get(at..at.checked_add(self.row_bytes)?)
+        let at = t % BLOCK_ROWS * self.row_bytes();
+        self.blocks.get(t / BLOCK_ROWS)?.bytes().get(at..at + self.row_bytes())
     }
 
     /// Expert ids `[top_k]` of row `t` in the MoE layer with global number `layer`, in the
@@ -97,4 +101,46 @@ impl RoutingMask {
     pub fn versions(&self) -> &[RowVersion] {
         &self.versions
     }
+
+    /// Ranges of rows that may not be the choices behind the log-probabilities of their tokens
+    /// (weights changed inside a turn, or its KV was dropped and computed again); ascending and
+    /// apart.
+    pub fn mixed(&self) -> &[Range<usize>] {
+        &self.mixed
+    }
+
+    /// Bytes in memory, by whether others hold them, too.
+    pub fn held(&self) -> HeldBytes {
+        held(&self.blocks)
+    }
+
+    /// Bytes that several masks hold together, every shared block counted once.
+    pub fn held_together<'a>(masks: impl IntoIterator<Item = &'a Self>) -> usize {
+        let mut seen = HashSet::new();
+        masks
+            .into_iter()
+            .flat_map(|mask| &mask.blocks)
+            .filter(|block| seen.insert(block.address()))
+            .map(|block| block.bytes().len())
+            .sum()
+    }
+}
+
+/// Refuses ranges that do not cover rows `0..rows` in order.
+pub(crate) fn check_versions(versions: &[RowVersion], rows: usize) -> Result<(), RoutingError> {
+    let mut next = 0;
+    for range in versions {
+        if range.start != next || range.end <= range.start {
+            return Err(RoutingError::Versions { rows });
+        }
+        next = range.end;
+    }
+    if next == rows { Ok(()) } else { Err(RoutingError::Versions { rows }) }
+}
+
+/// Refuses mixed ranges that are empty, beyond the rows, or not in order and apart.
+pub(crate) fn check_mixed(mixed: &[Range<usize>], rows: usize) -> Result<(), RoutingError> {
+    let fits = mixed.iter().all(|range| range.start < range.end && range.end <= rows);
+    let apart = mixed.is_sorted_by(|a, b| a.end < b.start);
+    if fits && apart { Ok(()) } else { Err(RoutingError::Versions { rows }) }
 }

@@ -15,37 +15,52 @@ pub enum PayloadForm {
     WholeSequence,
 }
 
+/// Rows per block. Row `p` of a sequence lives in block `p / BLOCK_ROWS`, whatever reply it came in.
+pub const BLOCK_ROWS: usize = 64;
+
 /// Rows of positions `start .. start + rows`, row-major `[rows, moe layers, top_k]`, one byte per
 /// id up to 256 experts, else two (little-endian).
+///
+/// The bytes lie in pieces, cut wherever an absolute position is a multiple of [`BLOCK_ROWS`], so
+/// that who joins replies takes whole blocks by move. A piece that begins a block has room for
+/// the whole of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RoutedRows {
     start: usize,
+    rows: usize,
     row_bytes: usize,
-    data: Vec<u8>,
+    pieces: Vec<Vec<u8>>,
     form: PayloadForm,
 }
 
 impl RoutedRows {
-    /// Wraps checked bytes; `data.len()` must be a multiple of `row_bytes`.
-    pub(crate) fn from_checked(
-        start: usize,
-        row_bytes: usize,
-        data: Vec<u8>,
-        form: PayloadForm,
-    ) -> Self {
-        debug_assert!(row_bytes > 0 && data.len().is_multiple_of(row_bytes));
-        Self { start, row_bytes, data, form }
-    }
-
     /// Rows in stored form: `data` is `[rows, moe layers, top_k]` of `shape.id_bytes()` bytes
     /// each, little-endian.
     ///
     /// # Errors
     /// [`RoutingError`] when the length is no whole number of rows, an id is out of range, or a
     /// choice repeats an expert.
-    pub fn new(shape: &ModelShape, start: usize, data: Vec<u8>) -> Result<Self, RoutingError> {
-        check_rows(&data, shape, start)?;
-        Ok(Self::from_checked(start, shape.row_bytes(), data, PayloadForm::Exact))
+    pub fn new(shape: &ModelShape, start: usize, data: &[u8]) -> Result<Self, RoutingError> {
+        check_rows(data, shape, start)?;
+        Ok(Self::from_checked(shape, start, data, PayloadForm::Exact))
+    }
+
+    /// Cuts checked rows into pieces.
+    pub(crate) fn from_checked(
+        shape: &ModelShape,
+        start: usize,
+        data: &[u8],
+        form: PayloadForm,
+    ) -> Self {
+        let row_bytes = shape.row_bytes();
+        let mut pieces = PieceWriter::new(start, data.len() / row_bytes, row_bytes);
+        let mut rest = data;
+        while let Some(piece) = pieces.next_piece() {
+            let (taken, later) = rest.split_at(piece.rows * row_bytes);
+            piece.bytes.extend_from_slice(taken);
+            rest = later;
+        }
+        pieces.finish(form)
     }
 
     /// Rows from plain ids `[rows, moe layers, top_k]`, narrowed to the model's width.
@@ -69,7 +84,7 @@ impl RoutedRows {
                 data.extend_from_slice(&id.to_le_bytes());
             }
         }
-        Self::new(shape, start, data)
+        Self::new(shape, start, &data)
     }
 
     /// Absolute position of the first row.
@@ -79,7 +94,7 @@ impl RoutedRows {
 
     /// Number of rows.
     pub fn rows(&self) -> usize {
-        self.data.len() / self.row_bytes
+        self.rows
     }
 
     /// Bytes of one row: MoE layers × top-k × id width.
@@ -87,19 +102,81 @@ impl RoutedRows {
         self.row_bytes
     }
 
-    /// The bytes.
-    pub fn data(&self) -> &[u8] {
-        &self.data
+    /// The bytes in order, one slice per block touched; every slice holds whole rows.
+    pub fn chunks(&self) -> impl Iterator<Item = &[u8]> {
+        self.pieces.iter().map(Vec::as_slice)
+    }
+
+    /// The bytes in order, one vector per block touched. The first one holds what its block has
+    /// from `start` on, the last one what its block has up to the end; one that begins a block
+    /// has capacity for [`BLOCK_ROWS`] rows.
+    pub fn into_pieces(self) -> Vec<Vec<u8>> {
+        self.pieces
+    }
+
+    /// A copy of the bytes in one vector.
+    pub fn to_vec(&self) -> Vec<u8> {
+        self.pieces.concat()
     }
 
     /// The row of absolute position `position`, if it is among these.
     pub fn row(&self, position: usize) -> Option<&[u8]> {
-        let at = position.checked_sub(self.start)?.checked_mul(self.row_bytes)?;
-        self.data.get(at..at.checked_add(self.row_bytes)?)
+        position.checked_sub(self.start)?;
+        let piece = (position / BLOCK_ROWS).checked_sub(self.start / BLOCK_ROWS)?;
+        let first = (position - position % BLOCK_ROWS).max(self.start);
+        let at = (position - first).checked_mul(self.row_bytes)?;
+        self.pieces.get(piece)?.get(at..at.checked_add(self.row_bytes)?)
     }
 
     /// How the payload related to what was asked for.
     pub fn form(&self) -> PayloadForm {
         self.form
+    }
+}
+
+/// Hands out the pieces of rows `start .. start + rows` one after the other, to be filled.
+#[derive(Debug)]
+pub(crate) struct PieceWriter {
+    start: usize,
+    rows: usize,
+    row_bytes: usize,
+    given: usize,
+    pieces: Vec<Vec<u8>>,
+}
+
+/// An empty piece and what has to go into it.
+#[derive(Debug)]
+pub(crate) struct EmptyPiece<'a> {
+    /// Rows it must get.
+    pub(crate) rows: usize,
+    /// Where they go; has the capacity.
+    pub(crate) bytes: &'a mut Vec<u8>,
+}
+
+impl PieceWriter {
+    pub(crate) fn new(start: usize, rows: usize, row_bytes: usize) -> Self {
+        let blocks = (start % BLOCK_ROWS + rows).div_ceil(BLOCK_ROWS);
+        Self { start, rows, row_bytes, given: 0, pieces: Vec::with_capacity(blocks) }
+    }
+
+    /// The next piece; `None` after the last one. Its caller fills it before asking again.
+    pub(crate) fn next_piece(&mut self) -> Option<EmptyPiece<'_>> {
+        let position = self.start + self.given;
+        let to_border = BLOCK_ROWS - position % BLOCK_ROWS;
+        let rows = to_border.min(self.rows - self.given);
+        if rows == 0 {
+            return None;
+        }
+        self.given += rows;
+        self.pieces.push(Vec::with_capacity(to_border * self.row_bytes));
+        self.pieces.last_mut().map(|bytes| EmptyPiece { rows, bytes })
+    }
+
+    /// The rows; every piece was asked for and filled.
+    pub(crate) fn finish(self, form: PayloadForm) -> RoutedRows {
+        let Self { start, rows, row_bytes, pieces, given } = self;
+        debug_assert_eq!(given, rows);
+        debug_assert_eq!(pieces.iter().map(Vec::len).sum::<usize>(), rows * row_bytes);
+        RoutedRows { start, rows, row_bytes, pieces, form }
     }
 }

@@ -62,7 +62,7 @@ pub fn decode_sglang(
         }
     }
     check_block(&data, shape, start)?;
-    Ok(RoutedRows::from_checked(start, shape.row_bytes(), data, form))
+    Ok(RoutedRows::from_checked(shape, start, &data, form))
 }
 
 /// Which form the payload has by its length alone: `(form, rows in it, index of the first wanted)`.
@@ -163,7 +163,7 @@ pub fn encode_sglang(rows: &RoutedRows, shape: &ModelShape) -> Result<String, Ro
     let block_rows = (BLOCK_BYTES / (wire_row * ROWS_PER_GROUP)).max(1) * ROWS_PER_GROUP;
     let mut text = String::with_capacity((rows.rows() * wire_row).div_ceil(3) * 4);
     let mut wire = Vec::with_capacity(block_rows.min(rows.rows()) * wire_row);
-    for block in rows.data().chunks(block_rows * shape.row_bytes()) {
+    for block in rows.to_vec().chunks(block_rows * shape.row_bytes()) {
         wire.clear();
         for row in block.chunks_exact(shape.row_bytes()) {
             let mut cells = row.chunks_exact(k * width);

@@ -59,7 +59,7 @@ fn published_example_decodes() {
     let payload = "AQAAAAIAAAADAAAABAAAAAUAAAAGAAAABwAAAAAAAAA=";
     let rows = decode_sglang(payload, &shape, 3, 6).unwrap();
     assert_eq!((rows.start(), rows.rows(), rows.form()), (3, 2, PayloadForm::Exact));
-    assert_eq!(rows.data(), [1, 2, 3, 4, 5, 6, 7, 0]);
+    assert_eq!(rows.to_vec(), [1, 2, 3, 4, 5, 6, 7, 0]);
     assert_eq!(rows.row(4).unwrap(), [5, 6, 7, 0]);
     assert_eq!(rows.row(5), None);
     assert_eq!(encode_sglang(&rows, &shape).unwrap(), payload);
@@ -87,7 +87,7 @@ fn t7_one_surplus_row_at_the_end_is_dropped_and_reported() {
         let rows = decode_sglang(&payload, &shape, start, 10).unwrap();
         assert_eq!((rows.rows(), rows.form()), (9 - start, PayloadForm::SurplusRow));
         let exact = RoutedRows::from_ids(&shape, start, &ids[start * 4..9 * 4]).unwrap();
-        assert_eq!(rows.data(), exact.data());
+        assert_eq!(rows.to_vec(), exact.to_vec());
         assert!(decode_sglang(&payload, &shape, start, 9).is_err(), "two surplus rows");
     }
 }
@@ -102,7 +102,7 @@ fn t1_only_the_tail_is_decoded_when_the_engine_ignores_the_start() {
         assert_eq!((rows.start(), rows.rows()), (start, 20 - start));
         assert_eq!(rows.form(), PayloadForm::WholeSequence);
         let tail = RoutedRows::from_ids(&shape, start, &ids[start * 4..]).unwrap();
-        assert_eq!(rows.data(), tail.data());
+        assert_eq!(rows.to_vec(), tail.to_vec());
     }
     // One row more than asked for from start 1 may be either deviation.
     let payload = text(&wire(&shape, &ids));
@@ -168,7 +168,7 @@ fn t16_dense_layers_are_dropped_by_number() {
     let shape = shape(5, &[1, 3], 8, 2);
     let ids = varied(&shape, 6);
     let rows = decode_sglang(&text(&wire(&shape, &ids)), &shape, 0, 7).unwrap();
-    let plain: Vec<u16> = rows.data().iter().map(|&id| u16::from(id)).collect();
+    let plain: Vec<u16> = rows.to_vec().iter().map(|&id| u16::from(id)).collect();
     assert_eq!(plain, ids);
     let shifted = ModelShape { moe_layers: vec![1, 2], ..shape.clone() };
     let error = decode_sglang(&text(&wire(&shape, &ids)), &shifted, 0, 7).unwrap_err();
@@ -186,8 +186,8 @@ fn t21_id_width_follows_the_model_not_the_data() {
     let narrow = shape(1, &[0], 256, 2);
     let wide = shape(1, &[0], 257, 2);
     let payload = text(&wire(&narrow, &[1, 2, 3, 4]));
-    assert_eq!(decode_sglang(&payload, &narrow, 0, 3).unwrap().data(), [1, 2, 3, 4]);
-    assert_eq!(decode_sglang(&payload, &wide, 0, 3).unwrap().data(), [1, 0, 2, 0, 3, 0, 4, 0]);
+    assert_eq!(decode_sglang(&payload, &narrow, 0, 3).unwrap().to_vec(), [1, 2, 3, 4]);
+    assert_eq!(decode_sglang(&payload, &wide, 0, 3).unwrap().to_vec(), [1, 0, 2, 0, 3, 0, 4, 0]);
     let error = RoutedRows::from_ids(&narrow, 4, &[1, 2, 3, 256]).unwrap_err();
     assert_eq!(error, RoutingError::ExpertRange { position: 5, layer: 0, id: 256, experts: 256 });
 }
@@ -237,9 +237,9 @@ fn large_payloads_decode_across_blocks() {
     let ids = varied(&shape, 200);
     let payload = text(&wire(&shape, &ids));
     let rows = decode_sglang(&payload, &shape, 0, 201).unwrap();
-    assert!(rows.data().iter().map(|&id| u16::from(id)).eq(ids.iter().copied()));
+    assert!(rows.to_vec().iter().map(|&id| u16::from(id)).eq(ids.iter().copied()));
     let tail = decode_sglang(&payload, &shape, 131, 201).unwrap();
-    assert_eq!(tail.data(), &rows.data()[131 * shape.row_bytes()..]);
+    assert_eq!(tail.to_vec(), &rows.to_vec()[131 * shape.row_bytes()..]);
     assert_eq!(encode_sglang(&rows, &shape).unwrap(), payload);
 }
 

@@ -51,7 +51,7 @@ fn golden_mask_stitching_over_three_turns() {
             let start = number(&call["routes_start"]);
             let rows = RoutedRows::from_ids(&shape, start, &flat(&call["routes"])).unwrap();
             let version = PolicyVersion(call["weight_version"].as_u64().unwrap());
-            match builder.push(&rows, total, version) {
+            match builder.push(rows, total, version) {
                 Ok(report) => drift += report.drift_rows,
                 Err(error) => {
                     outcome = Err(error);

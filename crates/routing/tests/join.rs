@@ -42,28 +42,28 @@ const V: PolicyVersion = PolicyVersion(3);
 fn t4_a_whole_sequence_payload_after_a_resume_is_not_appended_twice() {
     let shape = shape(8);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
-    builder.push(&rows(&shape, 0, 19), 20, V).unwrap();
-    let report = builder.push(&rows(&shape, 0, 39), 40, V).unwrap();
-    assert_eq!(report, PushReport { new_rows: 20, overlap_rows: 19, drift_rows: 0 });
-    assert_eq!(builder.push(&rows(&shape, 0, 39), 40, V).unwrap().new_rows, 0);
+    builder.push(rows(&shape, 0, 19), 20, V).unwrap();
+    let report = builder.push(rows(&shape, 0, 39), 40, V).unwrap();
+    assert_eq!(report, PushReport { new_rows: 20, overlap_rows: 19, drift_rows: 0, mixed_rows: 0 });
+    assert_eq!(builder.push(rows(&shape, 0, 39), 40, V).unwrap().new_rows, 0);
     let mask = builder.finish(40).unwrap();
     assert_eq!(mask.rows(), 39);
-    assert_eq!(mask.data(), rows(&shape, 0, 39).data());
+    assert_eq!(mask.to_vec(), rows(&shape, 0, 39).to_vec());
 }
 
 #[test]
 fn t5_a_later_prefill_does_not_overwrite_and_is_counted() {
     let shape = shape(8);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
-    builder.push(&rows(&shape, 0, 9), 10, PolicyVersion(1)).unwrap();
+    builder.push(rows(&shape, 0, 9), 10, PolicyVersion(1)).unwrap();
     let mut later = ids(&shape, 0, 14);
     later[4 * 4] = (0..8).find(|id| *id != later[16] && *id != later[17]).unwrap();
     later.swap(6 * 4, 6 * 4 + 1); // another slot order is the same choice
     let later = RoutedRows::from_ids(&shape, 0, &later).unwrap();
-    let report = builder.push(&later, 15, PolicyVersion(2)).unwrap();
-    assert_eq!(report, PushReport { new_rows: 5, overlap_rows: 9, drift_rows: 1 });
+    let report = builder.push(later, 15, PolicyVersion(2)).unwrap();
+    assert_eq!(report, PushReport { new_rows: 5, overlap_rows: 9, drift_rows: 1, mixed_rows: 0 });
     let mask = builder.finish(15).unwrap();
-    assert_eq!(mask.data(), rows(&shape, 0, 14).data());
+    assert_eq!(mask.to_vec(), rows(&shape, 0, 14).to_vec());
     assert_eq!(
         mask.versions(),
         [
@@ -78,26 +78,26 @@ fn t7_the_row_of_the_last_sampled_token_waits_for_the_next_turn() {
     let shape = shape(8);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
     assert_eq!(builder.next_start(), 0);
-    builder.push(&rows(&shape, 0, 7), 8, V).unwrap();
+    builder.push(rows(&shape, 0, 7), 8, V).unwrap();
     assert_eq!((builder.rows(), builder.next_start()), (7, 6));
     assert_eq!(
-        builder.push(&rows(&shape, 8, 11), 12, V).unwrap_err(),
+        builder.push(rows(&shape, 8, 11), 12, V).unwrap_err(),
         RoutingError::Gap { have: 7, start: 8 }
     );
     assert_eq!(
-        builder.push(&rows(&shape, 6, 12), 12, V).unwrap_err(),
+        builder.push(rows(&shape, 6, 12), 12, V).unwrap_err(),
         RoutingError::BeyondEnd { end: 12, tokens: 12 }
     );
-    let report = builder.push(&rows(&shape, 6, 11), 12, V).unwrap();
-    assert_eq!(report, PushReport { new_rows: 4, overlap_rows: 1, drift_rows: 0 });
-    assert_eq!(builder.finish(12).unwrap().data(), rows(&shape, 0, 11).data());
+    let report = builder.push(rows(&shape, 6, 11), 12, V).unwrap();
+    assert_eq!(report, PushReport { new_rows: 4, overlap_rows: 1, drift_rows: 0, mixed_rows: 0 });
+    assert_eq!(builder.finish(12).unwrap().to_vec(), rows(&shape, 0, 11).to_vec());
 }
 
 #[test]
 fn inv3_a_mask_with_any_other_number_of_rows_than_tokens_less_one_is_refused() {
     let shape = shape(8);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
-    builder.push(&rows(&shape, 0, 7), 8, V).unwrap();
+    builder.push(rows(&shape, 0, 7), 8, V).unwrap();
     for tokens in [0, 1, 7, 9] {
         assert_eq!(
             builder.clone().finish(tokens).unwrap_err(),
@@ -111,8 +111,8 @@ fn inv3_a_mask_with_any_other_number_of_rows_than_tokens_less_one_is_refused() {
 fn truncation_cuts_rows_and_makes_the_new_last_token_pending() {
     let shape = shape(8);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
-    builder.push(&rows(&shape, 0, 4), 5, PolicyVersion(1)).unwrap();
-    builder.push(&rows(&shape, 4, 9), 10, PolicyVersion(2)).unwrap();
+    builder.push(rows(&shape, 0, 4), 5, PolicyVersion(1)).unwrap();
+    builder.push(rows(&shape, 4, 9), 10, PolicyVersion(2)).unwrap();
     builder.truncate(4);
     assert_eq!(builder.rows(), 3);
     builder.truncate(100);
@@ -124,7 +124,7 @@ fn truncation_cuts_rows_and_makes_the_new_last_token_pending() {
 fn t21_rows_of_another_width_do_not_mix() {
     let (narrow, wide) = (shape(8), shape(300));
     let mut builder = MaskBuilder::new(narrow.clone()).unwrap();
-    let error = builder.push(&rows(&wide, 0, 3), 4, V).unwrap_err();
+    let error = builder.push(rows(&wide, 0, 3), 4, V).unwrap_err();
     assert_eq!(error, RoutingError::RowBytes { found: 8, expected: 4 });
 }
 
@@ -132,7 +132,7 @@ fn t21_rows_of_another_width_do_not_mix() {
 fn rows_are_read_by_position_and_global_layer() {
     let shape = shape(300);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
-    builder.push(&rows(&shape, 0, 70), 71, V).unwrap();
+    builder.push(rows(&shape, 0, 70), 71, V).unwrap();
     let mask = builder.finish(71).unwrap();
     let expected: Vec<usize> = cell(61 * 2 + 1, 300).iter().map(|&id| usize::from(id)).collect();
     assert_eq!(mask.experts(61, 2).unwrap(), expected);
@@ -144,7 +144,7 @@ fn rows_are_read_by_position_and_global_layer() {
 #[test]
 fn masks_are_built_from_valid_parts_only() {
     let shape = shape(8);
-    let data = rows(&shape, 0, 5).data().to_vec();
+    let data = rows(&shape, 0, 5).to_vec();
     let range = |start, end| RowVersion { start, end, version: V };
     let build = |data: &[u8], versions: &[RowVersion]| {
         RoutingMask::new(shape.clone(), data.to_vec(), versions.to_vec())
@@ -168,8 +168,8 @@ fn masks_are_built_from_valid_parts_only() {
 fn stored() -> (RoutingMask, Vec<u8>) {
     let shape = shape(300);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
-    builder.push(&rows(&shape, 0, 4), 5, PolicyVersion(1)).unwrap();
-    builder.push(&rows(&shape, 3, 9), 10, PolicyVersion(2)).unwrap();
+    builder.push(rows(&shape, 0, 4), 5, PolicyVersion(1)).unwrap();
+    builder.push(rows(&shape, 3, 9), 10, PolicyVersion(2)).unwrap();
     let mask = builder.finish(10).unwrap();
     let bytes = mask.to_bytes();
     (mask, bytes)
@@ -198,13 +198,50 @@ fn every_prefix_of_a_stored_mask_is_refused() {
     assert!(RoutingMask::from_bytes(&[&bytes[..], &[0]].concat()).is_err());
 }
 
+/// What version 1 wrote: bare rows, and blake3 of everything before at the end.
+fn version_one(mask: &RoutingMask) -> Vec<u8> {
+    let shape = mask.shape();
+    let mut out = b"ORMK\x01\0\0\0".to_vec();
+    out.extend((mask.rows() as u64).to_le_bytes());
+    for n in [shape.hidden_layers, shape.moe_layers.len(), shape.experts, shape.top_k] {
+        out.extend(u32::try_from(n).unwrap().to_le_bytes());
+    }
+    out.extend((shape.vocab as u64).to_le_bytes());
+    out.extend((shape.context as u64).to_le_bytes());
+    out.extend(u32::try_from(mask.versions().len()).unwrap().to_le_bytes());
+    for &layer in &shape.moe_layers {
+        out.extend(u32::try_from(layer).unwrap().to_le_bytes());
+    }
+    for range in mask.versions() {
+        out.extend((range.end as u64).to_le_bytes());
+        out.extend(range.version.0.to_le_bytes());
+    }
+    out.extend(mask.to_vec());
+    let digest = blake3::hash(&out);
+    out.extend(digest.as_bytes());
+    out
+}
+
+#[test]
+fn masks_stored_by_version_one_are_still_read_and_its_damage_still_found() {
+    let (mask, _) = stored();
+    let old = version_one(&mask);
+    assert_eq!(RoutingMask::from_bytes(&old).unwrap(), mask);
+    for at in 0..old.len() {
+        let mut bad = old.clone();
+        bad[at] ^= 1;
+        assert!(RoutingMask::from_bytes(&bad).is_err(), "byte {at}");
+        assert!(RoutingMask::from_bytes(&old[..at]).is_err(), "prefix {at}");
+    }
+}
+
 #[test]
 fn a_newer_major_version_is_refused_by_name() {
     let (_, mut bytes) = stored();
-    bytes[4] = 2;
+    bytes[4] = 3;
     assert_eq!(
         RoutingMask::from_bytes(&bytes).unwrap_err(),
-        RoutingError::StoredVersion { major: 2, minor: 0 }
+        RoutingError::StoredVersion { major: 3, minor: 0 }
     );
 }
 
@@ -236,7 +273,7 @@ proptest! {
             let payload = rows(&shape, start, (total - 1).max(start));
             let version = PolicyVersion(turn as u64 / 2);
             for _ in 0..=call.repeats {
-                let report = builder.push(&payload, total, version).unwrap();
+                let report = builder.push(payload.clone(), total, version).unwrap();
                 prop_assert_eq!(report.drift_rows, 0);
                 prop_assert_eq!(report.new_rows + report.overlap_rows, payload.rows());
             }
@@ -244,7 +281,7 @@ proptest! {
         }
         let mask = builder.finish(total).unwrap();
         let whole = rows(&shape, 0, total - 1);
-        prop_assert_eq!(mask.data(), whole.data());
+        prop_assert_eq!(mask.to_vec(), whole.to_vec());
         prop_assert_eq!(mask.versions().last().unwrap().end, total - 1);
         prop_assert_eq!(RoutingMask::from_bytes(&mask.to_bytes()).unwrap(), mask);
     }
@@ -256,7 +293,7 @@ proptest! {
     ) {
         let shape = shape(8);
         let mut builder = MaskBuilder::new(shape.clone()).unwrap();
-        builder.push(&rows(&shape, 0, 10), 11, V).unwrap();
+        builder.push(rows(&shape, 0, 10), 11, V).unwrap();
         let mut again = ids(&shape, 0, 10);
         for row in 0..10 {
             if swaps[row] {
@@ -268,9 +305,9 @@ proptest! {
             }
         }
         let again = RoutedRows::from_ids(&shape, 0, &again).unwrap();
-        let report = builder.push(&again, 11, V).unwrap();
+        let report = builder.push(again, 11, V).unwrap();
         prop_assert_eq!(report.drift_rows, changes.iter().filter(|&&c| c).count());
         let (mask, first) = (builder.finish(11).unwrap(), rows(&shape, 0, 10));
-        prop_assert_eq!(mask.data(), first.data());
+        prop_assert_eq!(mask.to_vec(), first.to_vec());
     }
 }

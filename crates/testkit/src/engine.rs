@@ -10,6 +10,9 @@ use orchestrate_types::{ModelShape, PolicyVersion, RequestId, TokenId};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
+/// Name of the only worker.
+const WORKER: &str = "fake";
+
 /// What the fake answers to one call.
 #[derive(Debug)]
 pub enum FakeReply {
@@ -27,6 +30,11 @@ pub enum FakeReply {
     },
     /// These tokens, ended by a stop token, without routing rows.
     NoRows {
+        /// Sampled ids.
+        ids: Vec<TokenId>,
+    },
+    /// These tokens, ended by a stop token, whose KV was dropped and computed again on the way.
+    Retracted {
         /// Sampled ids.
         ids: Vec<TokenId>,
     },
@@ -150,10 +158,13 @@ impl FakeEngine {
             logprobs,
             finish,
             cached_tokens,
-            routing_wire_bytes: routed_experts.as_ref().map_or(0, |rows| rows.data().len() * 4),
+            routing_wire_bytes: routed_experts
+                .as_ref()
+                .map_or(0, |rows| rows.rows() * rows.row_bytes() * 4),
             routed_experts,
             versions: vec![VersionSpan { version, start: 0, end: ids.len() }],
             num_retractions: 0,
+            worker: WORKER.to_owned(),
             output_ids: ids,
         })
     }
@@ -180,6 +191,10 @@ impl Engine for FakeEngine {
         &self.shape
     }
 
+    fn worker_of(&self, _session: &str) -> Option<String> {
+        Some(WORKER.to_owned())
+    }
+
     async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
         let call = {
             let mut state = self.lock();
@@ -192,6 +207,10 @@ impl Engine for FakeEngine {
             FakeReply::Tokens { ids, finish } => self.reply(&request, ids, finish, Some(0)),
             FakeReply::ShortRows { ids } => self.reply(&request, ids, Finish::Stop, Some(1)),
             FakeReply::NoRows { ids } => self.reply(&request, ids, Finish::Stop, None),
+            FakeReply::Retracted { ids } => {
+                let reply = self.reply(&request, ids, Finish::Stop, Some(0))?;
+                Ok(Generation { num_retractions: 1, ..reply })
+            }
             FakeReply::Fail(kind) => Err(Self::error(kind)),
             FakeReply::Hang => std::future::pending().await,
         }

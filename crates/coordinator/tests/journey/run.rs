@@ -66,6 +66,7 @@ async fn a_run_trains_evaluates_and_reports() {
         "routing_bytes_wire",
         "routing_bytes_held",
         "routing_rows_reused",
+        "routing_rows_mixed",
         "routing_drift",
         "routing_missing",
         "prefix_cache_hit_rate",

@@ -187,6 +187,8 @@ fn report(request: &EpisodeRequest, outcome: Outcome) -> EpisodeReport {
         routing_drift: 0,
         routing_wire_bytes: 10,
         routing_rows_reused: 1,
+        routing_rows_shared: 0,
+        routing_rows_mixed: 0,
         prompt_tokens: 20,
         cached_tokens: 5,
         cacheable_tokens: 10,

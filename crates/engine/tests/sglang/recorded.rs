@@ -65,10 +65,10 @@ async fn recorded_turns_join_into_one_mask_however_the_rows_were_asked_for() {
             assert_eq!(got.routed_experts.is_some(), wants.is_some());
             let Some(rows) = got.routed_experts else { continue };
             if rows.start() <= full.rows() {
-                full.push(&rows, now, PolicyVersion(0)).unwrap();
+                full.push(rows.clone(), now, PolicyVersion(0)).unwrap();
             }
             if rows.start() <= delta.rows() && now > total {
-                let report = delta.push(&rows, now, PolicyVersion(0)).unwrap();
+                let report = delta.push(rows, now, PolicyVersion(0)).unwrap();
                 assert_eq!(report.drift_rows, 0, "cached rows equal computed ones");
                 total = now;
             }
@@ -76,7 +76,7 @@ async fn recorded_turns_join_into_one_mask_however_the_rows_were_asked_for() {
         last = Some((full.finish(total).unwrap(), delta.clone().finish(total).unwrap()));
     }
     let (full, delta) = last.unwrap();
-    assert_eq!(full.data(), delta.data());
+    assert_eq!(full, delta);
     assert_eq!(full.rows(), total - 1);
 }
 

@@ -1,0 +1,352 @@
+//! Random histories of an episode against a map from position to row.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::cast_possible_truncation,
+    reason = "helpers of tests"
+)]
+
+use orchestrate_routing::{MaskBuilder, Passes, RoutedRows, RoutingMask, RowVersion};
+use orchestrate_types::{ModelShape, PolicyVersion};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+fn shape() -> Arc<ModelShape> {
+    Arc::new(ModelShape {
+        hidden_layers: 3,
+        moe_layers: vec![0, 2],
+        experts: 8,
+        top_k: 2,
+        vocab: 100,
+        context: 10_000,
+    })
+}
+
+/// Four ids of one row; every salt gives other sets.
+fn row(position: usize, salt: u64) -> [u8; 4] {
+    let mix = (position as u64 * 31 + salt * 7 + 5) % 56;
+    let cell = |n: u64| {
+        let first = n % 8;
+        [first as u8, ((first + 1 + n / 8) % 8) as u8]
+    };
+    let [a, b] = cell(mix);
+    let [c, d] = cell((mix + salt) % 56);
+    [a, b, c, d]
+}
+
+fn payload(start: usize, end: usize, salt: u64) -> RoutedRows {
+    let bytes: Vec<u8> = (start..end).flat_map(|position| row(position, salt)).collect();
+    RoutedRows::new(&shape(), start, &bytes).unwrap()
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    /// Environment text and a reply; rows from some way before the last one held.
+    Turn {
+        observation: usize,
+        output: usize,
+        overlap: usize,
+    },
+    /// A reply cut short, its resume, and both payloads once more.
+    Abort {
+        output: usize,
+        resumed: usize,
+    },
+    /// Another worker prefills everything again, and chooses otherwise in places.
+    Failover {
+        output: usize,
+    },
+    /// New weights between turns.
+    Update,
+    /// New weights while a reply is sampled, its KV kept or computed again.
+    UpdateInside {
+        before: usize,
+        after: usize,
+        retracted: bool,
+    },
+    /// A second branch goes on, the first one is finished as it is.
+    Fork {
+        at: usize,
+    },
+    Truncate {
+        at: usize,
+    },
+    /// Payloads that must be refused.
+    Wrong {
+        by: usize,
+    },
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        4 => (0usize..90, 1usize..90, 0usize..200)
+            .prop_map(|(observation, output, overlap)| Step::Turn { observation, output, overlap }),
+        2 => (1usize..70, 1usize..70).prop_map(|(output, resumed)| Step::Abort { output, resumed }),
+        2 => (1usize..40).prop_map(|output| Step::Failover { output }),
+        1 => Just(Step::Update),
+        2 => (1usize..70, 1usize..70, any::<bool>()).prop_map(|(before, after, retracted)| {
+            Step::UpdateInside { before, after, retracted }
+        }),
+        1 => (0usize..500).prop_map(|at| Step::Fork { at }),
+        1 => (1usize..500).prop_map(|at| Step::Truncate { at }),
+        1 => (1usize..100).prop_map(|by| Step::Wrong { by }),
+    ];
+    proptest::collection::vec(step, 1..14)
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Held {
+    row: [u8; 4],
+    version: u64,
+    mixed: bool,
+}
+
+/// The builder, and what a map by position says it must hold.
+#[derive(Debug, Clone)]
+struct Both {
+    builder: MaskBuilder,
+    naive: BTreeMap<usize, Held>,
+    tokens: usize,
+    version: u64,
+    /// Choices of the current worker and weights.
+    salt: u64,
+}
+
+impl Both {
+    fn new() -> Self {
+        let builder = MaskBuilder::new(shape()).unwrap();
+        Self { builder, naive: BTreeMap::new(), tokens: 3, version: 0, salt: 1 }
+    }
+
+    fn reply(
+        &mut self,
+        start: usize,
+        version: impl Fn(usize) -> u64,
+        mixed: impl Fn(usize) -> bool,
+        retracted: bool,
+    ) {
+        let end = self.tokens - 1;
+        let start = start.min(self.naive.len());
+        let mut versions: Vec<RowVersion> = Vec::new();
+        for position in start..end.max(start) {
+            let v = PolicyVersion(version(position));
+            match versions.last_mut() {
+                Some(last) if last.version == v => last.end += 1,
+                _ => versions.push(RowVersion { start: position, end: position + 1, version: v }),
+            }
+        }
+        let rows = payload(start, end.max(start), self.salt);
+        let passes = Passes { versions: &versions, retracted };
+        let report = self.builder.push_passes(rows, self.tokens, passes).unwrap();
+        let last = versions.last().map_or(0, |range| range.version.0);
+        let (mut new, mut overlap, mut drift) = (0, 0, 0);
+        for position in start..end.max(start) {
+            let offered = row(position, self.salt);
+            if let Some(held) = self.naive.get(&position) {
+                overlap += 1;
+                let sets =
+                    |r: [u8; 4]| [r[0].min(r[1]), r[0].max(r[1]), r[2].min(r[3]), r[2].max(r[3])];
+                drift += usize::from(sets(held.row) != sets(offered));
+            } else {
+                new += 1;
+                let version = if retracted { last } else { version(position) };
+                let mixed = retracted || mixed(position);
+                self.naive.insert(position, Held { row: offered, version, mixed });
+            }
+        }
+        assert_eq!(
+            (report.new_rows, report.overlap_rows, report.drift_rows),
+            (new, overlap, drift)
+        );
+    }
+
+    fn plain(&mut self, start: usize) {
+        let version = self.version;
+        self.reply(start, |_| version, |_| false, false);
+    }
+
+    fn cut(&mut self, tokens: usize) {
+        self.tokens = tokens.clamp(1, self.tokens);
+        self.naive.retain(|&position, _| position + 1 < self.tokens);
+    }
+
+    fn check(&self) {
+        let mask = self.builder.clone().finish(self.tokens);
+        if self.naive.len() + 1 != self.tokens {
+            assert!(mask.is_err());
+            return;
+        }
+        let mask = mask.unwrap();
+        assert_eq!(mask.rows(), self.naive.len());
+        for (&position, held) in &self.naive {
+            assert_eq!(mask.row(position).unwrap(), held.row, "row {position}");
+            let range = mask.versions().iter().find(|r| (r.start..r.end).contains(&position));
+            assert_eq!(range.unwrap().version.0, held.version, "version of row {position}");
+            let mixed = mask.mixed().iter().any(|range| range.contains(&position));
+            assert_eq!(mixed, held.mixed, "row {position} mixed");
+        }
+        let bytes: Vec<u8> = self.naive.values().flat_map(|held| held.row).collect();
+        assert_eq!(mask.to_vec(), bytes);
+        let held = mask.held();
+        assert_eq!(held.own + held.shared, bytes.len());
+        assert_eq!(RoutingMask::from_bytes(&mask.to_bytes()).unwrap(), mask);
+    }
+
+    fn step(&mut self, step: &Step, finished: &mut Vec<Both>) {
+        match *step {
+            Step::Turn { observation, output, overlap } => {
+                self.tokens += observation + output;
+                self.plain(self.builder.next_start().saturating_sub(overlap));
+            }
+            Step::Abort { output, resumed } => {
+                self.tokens += output;
+                self.plain(self.builder.next_start());
+                self.tokens += resumed;
+                self.plain(0);
+                self.plain(0);
+            }
+            Step::Failover { output } => {
+                self.tokens += output;
+                self.salt += 1;
+                self.plain(0);
+            }
+            Step::Update => {
+                self.version += 1;
+                self.salt += 1;
+            }
+            Step::UpdateInside { before, after, retracted } => {
+                let start = self.builder.next_start();
+                let change = self.tokens + before - 1;
+                self.tokens += before + after;
+                let (old, new) = (self.version, self.version + 1);
+                self.version = new;
+                let version = |position| if position < change { old } else { new };
+                self.reply(start, version, |position| position >= change, retracted);
+            }
+            Step::Fork { at } => {
+                let mut branch = self.clone();
+                branch.builder = self.builder.fork(at);
+                branch.cut(at);
+                finished.push(std::mem::replace(self, branch));
+            }
+            Step::Truncate { at } => {
+                self.builder.truncate(at);
+                self.cut(at);
+            }
+            Step::Wrong { by } => {
+                let before = format!("{:?}", self.builder);
+                let have = self.builder.rows();
+                let gap = payload(have + by, have + by + 1, self.salt);
+                let v = PolicyVersion(self.version);
+                assert!(self.builder.push(gap, have + by + 10, v).is_err());
+                let long = payload(have, have + by, self.salt);
+                assert!(self.builder.push(long, have + by, v).is_err());
+                let unversioned = payload(have, have + by, self.salt);
+                let passes = Passes { versions: &[], retracted: false };
+                assert!(self.builder.push_passes(unversioned, have + by + 1, passes).is_err());
+                assert_eq!(format!("{:?}", self.builder), before, "a refusal changes nothing");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+    #[test]
+    fn prop_any_history_of_turns_aborts_failovers_updates_forks_and_cuts_equals_a_map(
+        steps in steps(),
+    ) {
+        let mut both = Both::new();
+        let mut finished = Vec::new();
+        for step in &steps {
+            both.step(step, &mut finished);
+            both.check();
+        }
+        for branch in finished {
+            branch.check();
+        }
+    }
+}
+
+#[test]
+fn two_aborts_then_a_resume_hold_every_row_once() {
+    let mut both = Both::new();
+    for output in [20, 13, 7] {
+        both.tokens += output;
+        both.plain(0);
+    }
+    assert_eq!(both.builder.clone().finish(43).unwrap().rows(), 42);
+    both.check();
+}
+
+#[test]
+fn the_boundary_row_of_twenty_turns_is_the_next_turns_never_a_copy() {
+    let mut both = Both::new();
+    for turn in 0..20 {
+        both.tokens += 5 + turn;
+        let before = both.builder.rows();
+        both.plain(both.builder.next_start());
+        // The row of the turn before's last token came with this one.
+        assert_eq!(both.builder.rows(), both.tokens - 1);
+        assert_eq!(both.naive[&before].row, row(before, both.salt));
+        both.check();
+        both.tokens += 3; // the observation
+    }
+    both.cut(both.tokens - 3);
+    both.check();
+}
+
+#[test]
+fn after_an_engine_died_between_turns_held_rows_stand_and_differences_are_counted() {
+    let mut both = Both::new();
+    both.tokens = 100;
+    both.plain(0);
+    both.salt += 1; // another worker, whose near ties fall otherwise
+    both.tokens = 130;
+    let report = both.builder.clone().push(payload(0, 129, both.salt), 130, PolicyVersion(0));
+    let report = report.unwrap();
+    assert_eq!((report.new_rows, report.overlap_rows), (30, 99));
+    assert!(report.drift_rows > 90);
+    both.plain(0);
+    both.check();
+}
+
+#[test]
+fn a_weight_update_between_turns_starts_a_version_at_the_boundary_row_and_mixes_nothing() {
+    let mut both = Both::new();
+    both.tokens = 50;
+    both.plain(0);
+    both.version = 1;
+    both.salt = 2;
+    both.tokens = 80;
+    both.plain(48);
+    both.check();
+    let mask = both.builder.finish(80).unwrap();
+    let range = |start, end, version| RowVersion { start, end, version: PolicyVersion(version) };
+    assert_eq!(mask.versions(), [range(0, 49, 0), range(49, 79, 1)]);
+    assert_eq!(mask.mixed(), []);
+}
+
+#[test]
+fn t6_weights_changed_inside_a_turn_mix_from_the_change_on_and_a_retraction_mixes_all_of_it() {
+    let built = |retracted| {
+        let mut builder = MaskBuilder::new(shape()).unwrap();
+        builder.push(payload(0, 9, 1), 10, PolicyVersion(1)).unwrap();
+        let range = |start, end, v| RowVersion { start, end, version: PolicyVersion(v) };
+        let versions = [range(8, 20, 1), range(20, 29, 2)];
+        let passes = Passes { versions: &versions, retracted };
+        let report = builder.push_passes(payload(8, 29, 1), 30, passes).unwrap();
+        (builder.finish(30).unwrap(), report.mixed_rows)
+    };
+    let (kept, mixed) = built(false);
+    assert_eq!((kept.mixed(), mixed), (&[20..29][..], 9));
+    assert_eq!(kept.versions().iter().map(|r| r.end).collect::<Vec<_>>(), [20, 29]);
+    let (again, mixed) = built(true);
+    assert_eq!((again.mixed(), mixed), (&[9..29][..], 20));
+    assert_eq!(
+        again.versions().iter().map(|r| (r.end, r.version.0)).collect::<Vec<_>>(),
+        [(9, 1), (29, 2)]
+    );
+}
