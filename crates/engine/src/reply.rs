@@ -2,7 +2,7 @@
 
 use crate::http::{error_message, excerpt};
 use crate::{EngineErrorKind, Finish, Generation, VersionSpan};
-use orchestrate_routing::{PayloadForm, decode_sglang};
+use orchestrate_routing::{PayloadForm, WireForm, decode};
 use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -126,7 +126,8 @@ pub(crate) fn check_reply(body: &[u8], expected: &Expected) -> Result<Generation
             return Err(invalid("routed experts were asked for and are missing"));
         }
         (Some(start), Some(text)) => {
-            let rows = decode_sglang(text, &expected.shape, start, tokens)
+            let form = WireForm::SglangI32;
+            let rows = decode(form, text.as_bytes(), &expected.shape, start, tokens)
                 .map_err(|error| invalid(error.to_string()))?;
             match rows.form() {
                 PayloadForm::Exact => {}

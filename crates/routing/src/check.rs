@@ -1,9 +1,12 @@
-//! The checks every row passes, whatever its source. Hot: one call per (row, layer).
+//! The checks every row passes, whatever its source.
 #![expect(clippy::indexing_slicing, reason = "indices are bounded by the id range checked before")]
 
-use crate::RoutingError;
+use crate::kernels::{Repeats, WireId, any_above, any_set};
+use crate::{BLOCK_ROWS, RoutingError};
 use orchestrate_types::ModelShape;
 
+/// The cost of looking for a repeated expert grows with the square of top-k.
+const MAX_TOP_K: usize = 256;
 /// Rows from which a layer of nothing but zeros is no coincidence at top-1.
 const ZERO_LAYER_ROWS: usize = 8;
 /// Rows from which equal layers are looked for.
@@ -22,6 +25,8 @@ pub(crate) fn check_shape(shape: &ModelShape) -> Result<(), RoutingError> {
         Some("its MoE layer numbers are not ascending")
     } else if shape.top_k == 0 || shape.top_k > shape.experts {
         Some("top-k must be at least 1 and at most the number of experts")
+    } else if shape.top_k > MAX_TOP_K {
+        Some("top-k is beyond any model")
     } else if shape.experts > 1 << 16 {
         Some("it has more than 65536 experts")
     } else if shape.hidden_layers.checked_mul(shape.top_k).is_none_or(|ids| ids > 1 << 24) {
@@ -41,105 +46,146 @@ pub(crate) fn id_at(cell: &[u8], slot: usize, id_bytes: usize) -> usize {
     }
 }
 
-/// Checks one router's choice, in stored form: ids in range and distinct.
-pub(crate) fn check_cell(
+/// Says what is wrong with whole wire rows, the first one of absolute position `position`, by
+/// walking them id by id. Nothing wrong is no error: who calls may have been overcautious.
+pub(crate) fn explain(
+    wire: &[u8],
+    ids: WireId,
+    shape: &ModelShape,
+    position: usize,
+) -> Result<(), RoutingError> {
+    let cell_bytes = shape.top_k * ids.bytes();
+    for (row, wire_row) in wire.chunks_exact(shape.hidden_layers * cell_bytes).enumerate() {
+        let mut moe_layers = shape.moe_layers.iter().copied().peekable();
+        for (layer, cell) in wire_row.chunks_exact(cell_bytes).enumerate() {
+            if moe_layers.next_if_eq(&layer).is_some() {
+                explain_cell(cell, ids, shape, position + row, layer)?;
+            } else if any_set(cell) {
+                return Err(RoutingError::DenseLayer { position: position + row, layer });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Says what is wrong with one router's choice: an id out of range, or twice.
+fn explain_cell(
     cell: &[u8],
+    ids: WireId,
     shape: &ModelShape,
     position: usize,
     layer: usize,
 ) -> Result<(), RoutingError> {
-    let (width, k) = (shape.id_bytes(), shape.top_k);
-    if width == 1 {
-        let mut seen = [0u64; 4];
-        for &byte in cell {
-            let id = usize::from(byte);
-            if id >= shape.experts {
-                return Err(out_of_range(shape, position, layer, id));
-            }
-            let bit = 1u64 << (id & 63);
-            if seen[id >> 6] & bit != 0 {
-                return Err(repeated(cell, position, layer, id));
-            }
-            seen[id >> 6] |= bit;
+    let mut seen = Vec::with_capacity(shape.top_k);
+    for id in cell.chunks_exact(ids.bytes()).map(|id| ids.read(id)) {
+        let experts = shape.experts;
+        let Some(expert) = usize::try_from(id).ok().filter(|&id| id < experts) else {
+            return Err(RoutingError::ExpertRange { position, layer, id, experts });
+        };
+        if seen.contains(&expert) {
+            return Err(if any_set(cell) {
+                RoutingError::Repeated { position, layer, id: expert }
+            } else {
+                RoutingError::NotCaptured { position, layer }
+            });
         }
-    } else {
-        for slot in 0..k {
-            let id = id_at(cell, slot, width);
-            if id >= shape.experts {
-                return Err(out_of_range(shape, position, layer, id));
-            }
-            if (0..slot).any(|before| id_at(cell, before, width) == id) {
-                return Err(repeated(cell, position, layer, id));
-            }
-        }
+        seen.push(expert);
     }
     Ok(())
 }
 
-fn out_of_range(shape: &ModelShape, position: usize, layer: usize, id: usize) -> RoutingError {
-    let id = i64::try_from(id).unwrap_or(i64::MAX);
-    RoutingError::ExpertRange { position, layer, id, experts: shape.experts }
-}
-
-fn repeated(cell: &[u8], position: usize, layer: usize, id: usize) -> RoutingError {
-    if cell.iter().all(|&byte| byte == 0) {
-        RoutingError::NotCaptured { position, layer }
-    } else {
-        RoutingError::Repeated { position, layer, id }
-    }
-}
-
-/// Checks what only shows over many rows: a layer never captured, one layer sent for all.
-pub(crate) fn check_block(
-    data: &[u8],
-    shape: &ModelShape,
+/// Checks what only shows over many rows: a layer never captured, one layer sent for all. Both
+/// are settled by the first few rows of a sound payload, and cost nothing from then on.
+#[derive(Debug)]
+pub(crate) struct LayerWatch<'a> {
+    shape: &'a ModelShape,
     start: usize,
-) -> Result<(), RoutingError> {
-    let (row_bytes, cell_bytes) = (shape.row_bytes(), shape.top_k * shape.id_bytes());
-    let rows = data.len() / row_bytes;
-    let layers = shape.moe_layers.len();
-    // With top-k ≥ 2 an all-zero choice repeats expert 0 and was refused cell by cell.
-    if shape.top_k == 1 && shape.experts > 1 && rows >= ZERO_LAYER_ROWS {
-        for (index, &layer) in shape.moe_layers.iter().enumerate() {
-            let at = index * cell_bytes;
-            let zero = |row: &[u8]| row[at..at + cell_bytes].iter().all(|&byte| byte == 0);
-            if data.chunks_exact(row_bytes).all(zero) {
-                return Err(RoutingError::NotCaptured { position: start, layer });
-            }
-        }
-    }
-    if layers >= 2 && shape.experts > shape.top_k && rows >= EQUAL_LAYER_ROWS {
-        let equal =
-            |row: &[u8]| row.chunks_exact(cell_bytes).all(|cell| *cell == row[..cell_bytes]);
-        if data.chunks_exact(row_bytes).all(equal) {
-            let rows_by_order = data.chunks_exact(row_bytes);
-            let changes = rows_by_order.clone().zip(rows_by_order.skip(1)).filter(|(a, b)| a != b);
-            if (layers - 1) * (changes.count() + 1) >= EQUAL_LAYER_EVIDENCE {
-                return Err(RoutingError::LayersIdentical { rows, layers });
-            }
-        }
-    }
-    Ok(())
+    rows: usize,
+    /// Indices of the MoE layers that were zero in every row; only watched for at top-1, since
+    /// else an all-zero choice repeats expert 0 and was refused.
+    zero: Vec<usize>,
+    /// Whether in every row all layers had the same ids.
+    equal: bool,
+    /// How often a row differed from the one before, while `equal`.
+    changes: usize,
+    last: Vec<u8>,
 }
 
-/// Checks stored rows as a whole: length, every cell, and the block.
+impl<'a> LayerWatch<'a> {
+    pub(crate) fn new(shape: &'a ModelShape, start: usize) -> Self {
+        let layers = shape.moe_layers.len();
+        let zero = if shape.top_k == 1 && shape.experts > 1 { 0..layers } else { 0..0 };
+        let equal = layers >= 2 && shape.experts > shape.top_k;
+        let zero = zero.collect();
+        Self { shape, start, rows: 0, zero, equal, changes: 0, last: Vec::new() }
+    }
+
+    /// Takes the next rows, in stored form.
+    pub(crate) fn observe(&mut self, stored: &[u8]) {
+        let row_bytes = self.shape.row_bytes();
+        self.rows += stored.len() / row_bytes;
+        let cell_bytes = self.shape.top_k * self.shape.id_bytes();
+        for row in stored.chunks_exact(row_bytes) {
+            if self.zero.is_empty() && !self.equal {
+                break;
+            }
+            self.zero.retain(|index| {
+                let at = index * cell_bytes;
+                !any_set(&row[at..at + cell_bytes])
+            });
+            self.equal &= row.chunks_exact(cell_bytes).all(|cell| *cell == row[..cell_bytes]);
+            if self.equal && self.last != row {
+                self.changes += usize::from(!self.last.is_empty());
+                row.clone_into(&mut self.last);
+            }
+        }
+    }
+
+    /// After the last row.
+    pub(crate) fn finish(self) -> Result<(), RoutingError> {
+        let (rows, layers) = (self.rows, self.shape.moe_layers.len());
+        if rows >= ZERO_LAYER_ROWS
+            && let Some(&index) = self.zero.first()
+        {
+            let layer = self.shape.moe_layers[index];
+            return Err(RoutingError::NotCaptured { position: self.start, layer });
+        }
+        let evidence = (layers - 1) * (self.changes + 1);
+        if self.equal && rows >= EQUAL_LAYER_ROWS && evidence >= EQUAL_LAYER_EVIDENCE {
+            return Err(RoutingError::LayersIdentical { rows, layers });
+        }
+        Ok(())
+    }
+}
+
+/// Checks stored rows as a whole: length, every id and choice, and the layers over all rows.
 pub(crate) fn check_rows(
     data: &[u8],
     shape: &ModelShape,
     start: usize,
 ) -> Result<(), RoutingError> {
     check_shape(shape)?;
-    let row_bytes = shape.row_bytes();
+    let (row_bytes, width) = (shape.row_bytes(), shape.id_bytes());
     if !data.len().is_multiple_of(row_bytes) {
         return Err(RoutingError::RowBytes { found: data.len(), expected: row_bytes });
     }
-    let cell_bytes = shape.top_k * shape.id_bytes();
-    for (row, bytes) in data.chunks_exact(row_bytes).enumerate() {
-        for (cell, &layer) in bytes.chunks_exact(cell_bytes).zip(&shape.moe_layers) {
-            check_cell(cell, shape, start + row, layer)?;
+    let repeats = Repeats::new(shape);
+    let mut watch = LayerWatch::new(shape, start);
+    let mut position = start;
+    for block in data.chunks(BLOCK_ROWS * row_bytes) {
+        if any_above(block, width, shape.experts - 1) || repeats.any(block) {
+            let ids = if width == 1 { WireId::U8 } else { WireId::U16 };
+            let cell_bytes = shape.top_k * width;
+            for (row, bytes) in block.chunks_exact(row_bytes).enumerate() {
+                for (cell, &layer) in bytes.chunks_exact(cell_bytes).zip(&shape.moe_layers) {
+                    explain_cell(cell, ids, shape, position + row, layer)?;
+                }
+            }
         }
+        watch.observe(block);
+        position += block.len() / row_bytes;
     }
-    check_block(data, shape, start)
+    watch.finish()
 }
 
 /// Whether two stored rows choose the same experts in every layer, in any order.

@@ -33,6 +33,28 @@ pub enum RoutingError {
         /// What it looks like instead, or nothing.
         hint: &'static str,
     },
+    /// The payload is not the `.npy` file that was announced.
+    #[error("routing payload is not a usable .npy file: {0}")]
+    Npy(&'static str),
+    /// The dimensions in a `.npy` header are not those of the rows asked for.
+    #[error(
+        "routing payload has the shape {found:?}, expected is [{rows}, {layers}, {top_k}]{hint}"
+    )]
+    NpyShape {
+        /// Rows, layers and columns found.
+        found: [usize; 3],
+        /// Rows asked for.
+        rows: usize,
+        /// Hidden layers by the model's configuration.
+        layers: usize,
+        /// Experts per token by the model's configuration.
+        top_k: usize,
+        /// What it looks like instead, or nothing.
+        hint: &'static str,
+    },
+    /// The routed experts cannot be cut out of the reply's body.
+    #[error("reply's routed experts are not base64 in a JSON string: {0}")]
+    Body(&'static str),
     /// The payload is not standard, padded base64.
     #[error(
         "routing payload is not standard padded base64 in the rows from position {position} on"

@@ -1,50 +1,17 @@
-//! Decoding of one reply: what is accepted, and that everything else is refused with its place.
+//! SGLang's int32 form: what is accepted, and that everything else is refused with its place.
 
-#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
-
-use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError, decode_sglang, encode_sglang};
+use super::{shape, text, varied, wire};
+use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError, WireForm, decode, encode_sglang};
 use orchestrate_types::ModelShape;
 use proptest::prelude::*;
 
-fn shape(hidden_layers: usize, moe_layers: &[usize], experts: usize, top_k: usize) -> ModelShape {
-    let moe_layers = moe_layers.to_vec();
-    ModelShape { hidden_layers, moe_layers, experts, top_k, vocab: 100, context: 1000 }
-}
-
-/// `[rows, layers, k]` distinct ids that differ from row to row and layer to layer.
-fn varied(shape: &ModelShape, rows: usize) -> Vec<u16> {
-    let mut ids = Vec::new();
-    for row in 0..rows {
-        for layer in 0..shape.moe_layers.len() {
-            for slot in 0..shape.top_k {
-                let id = (row * 7 + layer * 3 + row * layer + slot) % shape.experts;
-                ids.push(u16::try_from(id).unwrap());
-            }
-        }
-    }
-    ids
-}
-
-/// The wire form, written independently of `encode_sglang`.
-fn wire(shape: &ModelShape, ids: &[u16]) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    for row in ids.chunks(shape.ids_per_row()) {
-        let mut cells = row.chunks(shape.top_k);
-        for layer in 0..shape.hidden_layers {
-            if shape.moe_layers.contains(&layer) {
-                for &id in cells.next().unwrap() {
-                    bytes.extend_from_slice(&i32::from(id).to_le_bytes());
-                }
-            } else {
-                bytes.extend(std::iter::repeat_n(0u8, 4 * shape.top_k));
-            }
-        }
-    }
-    bytes
-}
-
-fn text(bytes: &[u8]) -> String {
-    base64_simd::STANDARD.encode_to_string(bytes)
+fn decode_sglang(
+    base64: &str,
+    shape: &ModelShape,
+    start: usize,
+    tokens_total: usize,
+) -> Result<RoutedRows, RoutingError> {
+    decode(WireForm::SglangI32, base64.as_bytes(), shape, start, tokens_total)
 }
 
 fn patched(shape: &ModelShape, rows: usize, at_id: usize, id: i32) -> String {

@@ -1,0 +1,177 @@
+//! The header of a `.npy` file, as vLLM wraps its routed experts in: parsed strictly, and written.
+//!
+//! `\x93NUMPY | major u8 | minor u8 | header length u16 (version 1) or u32 (2 and 3) | header`,
+//! the header a Python dict of three entries, padded with spaces to a multiple of 64 and ended by
+//! a newline; then the data.
+
+use crate::RoutingError;
+use crate::kernels::WireId;
+
+const MAGIC: &[u8] = b"\x93NUMPY";
+
+/// Header and what comes before it are at most this long; real ones have 128 bytes.
+pub(crate) const MAX_HEADER_BYTES: usize = 4096;
+
+/// The data of the file.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct NpyHeader {
+    /// Byte at which it begins.
+    pub(crate) data_at: usize,
+    pub(crate) ids: WireId,
+    /// Its three dimensions, the first one varying slowest.
+    pub(crate) dims: [usize; 3],
+}
+
+/// Reads the header at the begin of `file`, of which at least [`MAX_HEADER_BYTES`] are given
+/// unless it is shorter.
+pub(crate) fn parse(file: &[u8]) -> Result<NpyHeader, RoutingError> {
+    let mut reader = Literal { rest: file };
+    reader.expect(MAGIC, "it does not begin as a .npy file does")?;
+    let cut_off = RoutingError::Npy("its header is cut off, or longer than 4096 bytes");
+    let (version, rest) = reader.rest.split_first_chunk::<2>().ok_or_else(|| cut_off.clone())?;
+    let (length, rest) = match *version {
+        [1, 0] => rest
+            .split_first_chunk()
+            .map(|(length, rest)| (u32::from(u16::from_le_bytes(*length)), rest)),
+        [2 | 3, 0] => {
+            rest.split_first_chunk().map(|(length, rest)| (u32::from_le_bytes(*length), rest))
+        }
+        _ => return Err(RoutingError::Npy("its version is none of 1.0, 2.0 and 3.0")),
+    }
+    .ok_or_else(|| cut_off.clone())?;
+    let header_at = file.len() - rest.len();
+    let length = usize::try_from(length).unwrap_or(usize::MAX);
+    let data_at = header_at.saturating_add(length);
+    if data_at > MAX_HEADER_BYTES {
+        return Err(cut_off);
+    }
+    let header = rest.get(..length).ok_or(cut_off)?;
+    let (ids, dims) = parse_dict(header)?;
+    Ok(NpyHeader { data_at, ids, dims })
+}
+
+/// Reads `{'descr': '|u1', 'fortran_order': False, 'shape': (78, 4, 2), }`, entries in any order.
+fn parse_dict(header: &[u8]) -> Result<(WireId, [usize; 3]), RoutingError> {
+    const SYNTAX: &str = "its header is not the dict that numpy writes";
+    let mut reader = Literal { rest: header };
+    let (mut ids, mut order, mut dims) = (None, None, None);
+    reader.expect(b"{", SYNTAX)?;
+    while !reader.accept(b"}") {
+        let twice = match reader.quoted().ok_or(RoutingError::Npy(SYNTAX))? {
+            b"descr" => {
+                reader.expect(b":", SYNTAX)?;
+                let name = reader.quoted();
+                ids.replace(id_type(name.ok_or(RoutingError::Npy(SYNTAX))?)?).is_some()
+            }
+            b"fortran_order" => {
+                reader.expect(b":", SYNTAX)?;
+                reader.expect(b"False", "its order is not the one of C (`fortran_order`)")?;
+                order.replace(()).is_some()
+            }
+            b"shape" => {
+                reader.expect(b":", SYNTAX)?;
+                dims.replace(reader.dims()?).is_some()
+            }
+            _ => return Err(RoutingError::Npy(SYNTAX)),
+        };
+        if twice {
+            return Err(RoutingError::Npy(SYNTAX));
+        }
+        if !reader.accept(b",") {
+            reader.expect(b"}", SYNTAX)?;
+            break;
+        }
+    }
+    if !reader.rest.iter().all(|&byte| matches!(byte, b' ' | b'\n')) {
+        return Err(RoutingError::Npy(SYNTAX));
+    }
+    match (ids, order, dims) {
+        (Some(ids), Some(()), Some(dims)) => Ok((ids, dims)),
+        (None | Some(_), None | Some(()), None | Some(_)) => Err(RoutingError::Npy(SYNTAX)),
+    }
+}
+
+fn id_type(descr: &[u8]) -> Result<WireId, RoutingError> {
+    match descr {
+        b"|u1" | b"<u1" => Ok(WireId::U8),
+        b"<u2" => Ok(WireId::U16),
+        b"<i2" => Ok(WireId::I16),
+        b"<i4" => Ok(WireId::I32),
+        _ => Err(RoutingError::Npy("its `descr` is none of |u1, <u2, <i2 and <i4")),
+    }
+}
+
+/// The few Python literals of a header.
+struct Literal<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Literal<'a> {
+    fn accept(&mut self, word: &[u8]) -> bool {
+        let trimmed = self.rest.trim_ascii_start();
+        let Some(rest) = trimmed.strip_prefix(word) else { return false };
+        self.rest = rest;
+        true
+    }
+
+    fn expect(&mut self, word: &[u8], otherwise: &'static str) -> Result<(), RoutingError> {
+        if self.accept(word) { Ok(()) } else { Err(RoutingError::Npy(otherwise)) }
+    }
+
+    /// A string without escapes, in either kind of quotes.
+    fn quoted(&mut self) -> Option<&'a [u8]> {
+        let (&quote, rest) = self.rest.trim_ascii_start().split_first()?;
+        if !matches!(quote, b'\'' | b'"') {
+            return None;
+        }
+        let (word, _) = rest.split_at_checked(rest.iter().position(|&byte| byte == quote)?)?;
+        self.rest = rest.get(word.len() + 1..)?;
+        Some(word)
+    }
+
+    fn dims(&mut self) -> Result<[usize; 3], RoutingError> {
+        const DIMS: &str = "its `shape` is not (rows, layers, top-k)";
+        let mut dims = [0; 3];
+        self.expect(b"(", DIMS)?;
+        for (index, dim) in dims.iter_mut().enumerate() {
+            if index > 0 {
+                self.expect(b",", DIMS)?;
+            }
+            *dim = self.number().ok_or(RoutingError::Npy(DIMS))?;
+        }
+        self.accept(b",");
+        self.expect(b")", DIMS)?;
+        Ok(dims)
+    }
+
+    fn number(&mut self) -> Option<usize> {
+        let text = self.rest.trim_ascii_start();
+        let digits = text.iter().take_while(|byte| byte.is_ascii_digit()).count();
+        let (digits, rest) = text.split_at(digits);
+        self.rest = rest;
+        // Python writes numbers without leading zeros; without digits, parsing fails.
+        if digits.len() > 1 && digits.starts_with(b"0") {
+            return None;
+        }
+        std::str::from_utf8(digits).ok()?.parse().ok()
+    }
+}
+
+/// The begin of a file of `dims`, as numpy writes it, up to the data.
+pub(crate) fn header(width: usize, dims: [usize; 3]) -> Vec<u8> {
+    let [rows, layers, top_k] = dims;
+    let descr = if width == 1 { "|u1" } else { "<u2" };
+    let mut header = format!(
+        "{{'descr': '{descr}', 'fortran_order': False, 'shape': ({rows}, {layers}, {top_k}), }}"
+    );
+    let before = MAGIC.len() + 4;
+    while !(before + header.len() + 1).is_multiple_of(64) {
+        header.push(' ');
+    }
+    header.push('\n');
+    let mut file = MAGIC.to_vec();
+    file.extend_from_slice(&[1, 0]);
+    file.extend_from_slice(&u16::try_from(header.len()).unwrap_or(u16::MAX).to_le_bytes());
+    file.extend_from_slice(header.as_bytes());
+    file
+}

@@ -1,0 +1,337 @@
+//! From the base64 text of a reply to checked rows, in one pass.
+//!
+//! The text is decoded in blocks small enough for the first-level cache; each block is narrowed
+//! into its final piece and checked while it is there. Only the rows asked for are decoded, also
+//! where the engine sent the whole sequence: base64 can be entered at every third byte.
+
+use crate::check::{LayerWatch, check_shape, explain};
+use crate::kernels::{Repeats, WireId, any_set, narrow};
+use crate::npy::{self, NpyHeader};
+use crate::rows::PieceWriter;
+use crate::{PayloadForm, RoutedRows, RoutingError};
+use base64_simd::{Out, STANDARD};
+use orchestrate_types::ModelShape;
+use std::ops::Range;
+
+/// Wire bytes decoded at a time: with their text and their narrowed form they fit a first-level
+/// cache of 48 KiB, so between the steps nothing travels further.
+const SCRATCH_BYTES: usize = 16 << 10;
+
+/// How an engine writes routed experts. Both send a part for every hidden layer, dense ones as
+/// zeros, in row-major order `[rows, hidden layers, top_k]`, little-endian.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WireForm {
+    /// SGLang, `meta_info.routed_experts` and `sglext.routed_experts`: base64 of plain int32.
+    SglangI32,
+    /// vLLM, `choices[i].routed_experts`: base64 of a `.npy` file; its header says the id type
+    /// (`u1`, `u2`, `i2` or `i4`) and the number of rows.
+    VllmNpy,
+}
+
+/// Decodes the routed experts of a reply whose prompt and output have `tokens_total` tokens and
+/// for which rows from position `start` were asked; `base64` is borrowed from the body.
+///
+/// Expected are `tokens_total − 1 − start` rows. Two documented deviations are accepted and
+/// reported by [`RoutedRows::form`]: one surplus row at the end, and all rows from position 0.
+/// Dense layers are dropped, ids narrowed to the model's width. The expected length is compared
+/// before anything is allocated.
+///
+/// # Errors
+/// [`RoutingError`], with the absolute position and global layer, when the length, the header,
+/// the text, or any id is not what it must be. Nothing is padded.
+pub fn decode(
+    form: WireForm,
+    base64: &[u8],
+    shape: &ModelShape,
+    start: usize,
+    tokens_total: usize,
+) -> Result<RoutedRows, RoutingError> {
+    check_shape(shape)?;
+    if start > tokens_total {
+        return Err(RoutingError::StartBeyondEnd { start, tokens: tokens_total });
+    }
+    let asked = Asked { start, all: tokens_total.saturating_sub(1) };
+    let text = Base64Text::new(base64);
+    let payload = match form {
+        WireForm::SglangI32 => sglang_payload(&text, shape, asked)?,
+        WireForm::VllmNpy => npy_payload(&text, shape, asked)?,
+    };
+    decode_rows(&text, &payload, shape, asked)
+}
+
+/// Which rows were asked for.
+#[derive(Clone, Copy)]
+struct Asked {
+    /// First position.
+    start: usize,
+    /// Rows of the whole sequence.
+    all: usize,
+}
+
+impl Asked {
+    fn rows(self) -> usize {
+        self.all.saturating_sub(self.start)
+    }
+
+    /// What a payload of `found` rows is: its form, and the index of the first row asked for.
+    fn classify(self, found: usize) -> Result<(PayloadForm, usize), Mismatch> {
+        let rows = self.rows();
+        if found == rows {
+            return Ok((PayloadForm::Exact, 0));
+        }
+        // From start 1 on, one row more can be either deviation: rows would be misplaced by a guess.
+        if self.start == 1 && found == rows + 1 {
+            return Err(Mismatch::Ambiguous);
+        }
+        if found == rows + 1 && rows > 0 {
+            return Ok((PayloadForm::SurplusRow, 0));
+        }
+        if self.start > 1 && found == self.all {
+            return Ok((PayloadForm::WholeSequence, self.start));
+        }
+        Err(Mismatch::Rows)
+    }
+}
+
+/// Why a number of rows is none of the known forms.
+enum Mismatch {
+    Ambiguous,
+    Rows,
+}
+
+const AMBIGUOUS: &str = "; it may start at 0 or end one row late, which start 1 cannot tell apart";
+
+/// Where the rows lie in the decoded bytes.
+struct Payload {
+    form: PayloadForm,
+    ids: WireId,
+    /// Byte at which the first row asked for begins.
+    at: usize,
+}
+
+fn sglang_payload(
+    text: &Base64Text<'_>,
+    shape: &ModelShape,
+    asked: Asked,
+) -> Result<Payload, RoutingError> {
+    let row_bytes = shape.hidden_layers * shape.top_k * 4;
+    let rows = asked.rows();
+    let whole = text.decoded.is_multiple_of(row_bytes) && text.is_whole();
+    let hint = match whole.then(|| asked.classify(text.decoded / row_bytes)) {
+        Some(Ok((form, first))) => {
+            return Ok(Payload { form, ids: WireId::I32, at: first * row_bytes });
+        }
+        Some(Err(Mismatch::Ambiguous)) => AMBIGUOUS,
+        Some(Err(Mismatch::Rows)) | None => {
+            let is = |ids: usize| rows > 0 && Some(text.decoded) == (rows * 4).checked_mul(ids);
+            if !text.is_whole() {
+                "; it was cut off or is not padded"
+            } else if (1..=4).any(|more| is(shape.hidden_layers * (shape.top_k + more))) {
+                "; it has more columns than top-k: serve with --disable-shared-experts-fusion"
+            } else if is(shape.moe_layers.len() * shape.top_k) {
+                "; it has the MoE layers only, but a part for every hidden layer is expected"
+            } else {
+                ""
+            }
+        }
+    };
+    Err(RoutingError::Length {
+        found: text.chars.len(),
+        expected: rows.saturating_mul(row_bytes).div_ceil(3).saturating_mul(4),
+        rows,
+        layers: shape.hidden_layers,
+        top_k: shape.top_k,
+        hint,
+    })
+}
+
+fn npy_payload(
+    text: &Base64Text<'_>,
+    shape: &ModelShape,
+    asked: Asked,
+) -> Result<Payload, RoutingError> {
+    if !text.is_whole() {
+        return Err(RoutingError::Npy("its base64 text was cut off or is not padded"));
+    }
+    let mut scratch = vec![0; text.decoded.min(npy::MAX_HEADER_BYTES) + GROUP_BYTES];
+    let head = text
+        .decode(0..text.decoded.min(npy::MAX_HEADER_BYTES), &mut scratch)
+        .ok_or(RoutingError::Npy("its base64 text is not valid where its header should be"))?;
+    let NpyHeader { data_at, ids, dims } = npy::parse(head)?;
+    let [found, layers, top_k] = dims;
+    let hint = if (layers, top_k) == (shape.hidden_layers, shape.top_k) {
+        match asked.classify(found) {
+            Ok((form, first)) => {
+                if ids.bytes() < shape.id_bytes() {
+                    return Err(RoutingError::Npy("ids of one byte cannot name all experts"));
+                }
+                let row_bytes = layers * top_k * ids.bytes();
+                // `decoded` is the length of a text that exists, so neither side overflows.
+                if found.checked_mul(row_bytes).and_then(|bytes| bytes.checked_add(data_at))
+                    != Some(text.decoded)
+                {
+                    return Err(RoutingError::Npy("it is not as long as its header says"));
+                }
+                return Ok(Payload { form, ids, at: data_at + first * row_bytes });
+            }
+            Err(Mismatch::Ambiguous) => AMBIGUOUS,
+            Err(Mismatch::Rows) => "",
+        }
+    } else if top_k > shape.top_k {
+        "; it has more columns than top-k: serve without fused shared experts"
+    } else if layers == shape.moe_layers.len() {
+        "; it has the MoE layers only, but a part for every hidden layer is expected"
+    } else {
+        "; it is another model's"
+    };
+    Err(RoutingError::NpyShape {
+        found: dims,
+        rows: asked.rows(),
+        layers: shape.hidden_layers,
+        top_k: shape.top_k,
+        hint,
+    })
+}
+
+fn decode_rows(
+    text: &Base64Text<'_>,
+    payload: &Payload,
+    shape: &ModelShape,
+    asked: Asked,
+) -> Result<RoutedRows, RoutingError> {
+    let narrower = Narrower::new(payload.ids, shape);
+    let wire_row = narrower.wire_row;
+    let block_rows = (SCRATCH_BYTES / wire_row).clamp(1, crate::BLOCK_ROWS);
+    let rows = asked.rows();
+    let mut scratch = vec![0; block_rows.min(rows) * wire_row + 2 * GROUP_BYTES];
+    let mut watch = LayerWatch::new(shape, asked.start);
+    let mut pieces = PieceWriter::new(asked.start, rows, shape.row_bytes());
+    let mut at = payload.at;
+    let mut position = asked.start;
+    while let Some(piece) = pieces.next_piece() {
+        let end = position + piece.rows;
+        while position < end {
+            let count = block_rows.min(end - position);
+            let wire = text
+                .decode(at..at + count * wire_row, &mut scratch)
+                .ok_or(RoutingError::Base64 { position })?;
+            watch.observe(narrower.rows(wire, position, piece.bytes)?);
+            at += count * wire_row;
+            position += count;
+        }
+    }
+    watch.finish()?;
+    Ok(pieces.finish(payload.form))
+}
+
+/// Narrows and checks whole wire rows.
+struct Narrower<'a> {
+    shape: &'a ModelShape,
+    ids: WireId,
+    wire_row: usize,
+    repeats: Repeats,
+    /// Bytes of each run of layers of one kind, in order; a row is their sum. One run for many
+    /// rows where no layer is dense.
+    runs: Vec<Run>,
+}
+
+struct Run {
+    moe: bool,
+    wire_bytes: usize,
+}
+
+impl<'a> Narrower<'a> {
+    fn new(ids: WireId, shape: &'a ModelShape) -> Self {
+        let cell = shape.top_k * ids.bytes();
+        let mut runs: Vec<Run> = Vec::new();
+        let mut moe_layers = shape.moe_layers.iter().copied().peekable();
+        for layer in 0..shape.hidden_layers {
+            let moe = moe_layers.next_if_eq(&layer).is_some();
+            match runs.last_mut() {
+                Some(run) if run.moe == moe => run.wire_bytes += cell,
+                Some(_) | None => runs.push(Run { moe, wire_bytes: cell }),
+            }
+        }
+        let wire_row = shape.hidden_layers * cell;
+        Self { shape, ids, wire_row, repeats: Repeats::new(shape), runs }
+    }
+
+    /// Appends the MoE layers of whole wire rows, the first one of absolute position `position`,
+    /// to `bytes`, which has the capacity; gives back what was appended.
+    fn rows<'b>(
+        &self,
+        wire: &[u8],
+        position: usize,
+        bytes: &'b mut Vec<u8>,
+    ) -> Result<&'b [u8], RoutingError> {
+        let before = bytes.len();
+        let added = wire.len() / self.wire_row * self.shape.row_bytes();
+        bytes.resize(before + added, 0);
+        let stored = bytes.get_mut(before..).unwrap_or_default();
+        let (width, limit) = (self.shape.id_bytes(), self.shape.experts - 1);
+        let mut suspicious = false;
+        if let [Run { moe: true, .. }] = *self.runs {
+            suspicious |= narrow(self.ids, wire, width, stored, limit);
+        } else {
+            let mut wire = wire;
+            let mut rest = &mut *stored;
+            while !wire.is_empty() {
+                for run in &self.runs {
+                    let (part, later) = wire.split_at(run.wire_bytes.min(wire.len()));
+                    wire = later;
+                    if run.moe {
+                        let ids = part.len() / self.ids.bytes();
+                        let (out, later) = std::mem::take(&mut rest).split_at_mut(ids * width);
+                        rest = later;
+                        suspicious |= narrow(self.ids, part, width, out, limit);
+                    } else {
+                        suspicious |= any_set(part);
+                    }
+                }
+            }
+        }
+        suspicious |= self.repeats.any(stored);
+        if suspicious {
+            explain(wire, self.ids, self.shape, position)?;
+        }
+        Ok(stored)
+    }
+}
+
+/// Bytes of a base64 group of four characters.
+const GROUP_BYTES: usize = 3;
+const GROUP_CHARS: usize = 4;
+
+/// A base64 text that is decoded in parts.
+struct Base64Text<'a> {
+    chars: &'a [u8],
+    /// Bytes it stands for, if its padding is right.
+    decoded: usize,
+}
+
+impl<'a> Base64Text<'a> {
+    fn new(chars: &'a [u8]) -> Self {
+        let padding = chars.iter().rev().take(2).take_while(|&&c| c == b'=').count();
+        let decoded = (chars.len() / GROUP_CHARS * GROUP_BYTES).saturating_sub(padding);
+        Self { chars, decoded }
+    }
+
+    fn is_whole(&self) -> bool {
+        self.chars.len().is_multiple_of(GROUP_CHARS)
+    }
+
+    /// The decoded bytes `range`, which lie in the text. `scratch` has room for them and for two
+    /// groups more. `None` when a group of theirs is not standard padded base64.
+    fn decode<'b>(&self, range: Range<usize>, scratch: &'b mut [u8]) -> Option<&'b [u8]> {
+        let first = range.start / GROUP_BYTES;
+        let end = range.end.div_ceil(GROUP_BYTES);
+        let chars = self.chars.get(first * GROUP_CHARS..end * GROUP_CHARS)?;
+        let bytes = STANDARD.decode(chars, Out::from_slice(scratch)).ok()?;
+        // Padding in the middle of the text makes fewer bytes than its length promises.
+        let promised = self.decoded.min(end * GROUP_BYTES) - first * GROUP_BYTES;
+        if bytes.len() != promised {
+            return None;
+        }
+        bytes.get(range.start - first * GROUP_BYTES..range.end - first * GROUP_BYTES)
+    }
+}
