@@ -8,7 +8,6 @@
 #![expect(
     clippy::unwrap_used,
     clippy::print_stderr,
-    clippy::disallowed_methods,
     reason = "a benchmark measures wall time, prints it, and stops where it fails"
 )]
 

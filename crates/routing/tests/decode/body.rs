@@ -50,14 +50,10 @@ fn text_of_the_model_is_never_taken_for_a_payload() {
         let body = reply.to_string();
         let split = split_body(body.as_bytes()).unwrap();
         let mut rest: Value = serde_json::from_slice(&split.json).unwrap();
-        let expected = 1 + if text == "routed_experts" { 1 } else { 0 };
-        assert_eq!(split.payloads.len(), expected, "{body}");
-        let last = split.payloads.last().unwrap().clone();
-        if expected == 1 {
-            assert_eq!(&body[last], "QUJD");
-            rest["routed_experts"] = json!("QUJD");
-            assert_eq!(rest, reply);
-        }
+        assert_eq!(split.payloads.len(), 1, "{body}");
+        assert_eq!(&body[split.payloads[0].clone()], "QUJD");
+        rest["routed_experts"] = json!("QUJD");
+        assert_eq!(rest, reply);
     }
 }
 
