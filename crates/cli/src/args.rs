@@ -337,10 +337,10 @@ What is measured:
   allocator; memory that the benchmark itself needs is outside.
 
 Limits (the column `verdict`, and `ok` in JSON):
-  delta and cache cases: 1.5 x floor; conversations of 32768 tokens also 30 ms
+  delta and groups: 1.5 x floor; the conversations of up to 32768 tokens also 30 ms
   full: 1.3 x the scan of the bytes
   batch_write: floor / 0.7
-  peak_extra_bytes of conversations: one body + 5 % of kept_bytes")]
+  peak_extra_bytes of conversations, groups and load: one body + 5 % of kept_bytes")]
 pub(crate) struct BenchRoutingArgs {
     /// Only cases whose name fits; `*` stands for any text.
     #[arg(long = "case", value_name = "GLOB", default_value = "*")]
@@ -366,8 +366,8 @@ pub(crate) struct BenchRoutingArgs {
     /// Seed of the experts.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Folder for files that cases write and remove again; default: the system's for temporary
-    /// files.
+    /// Folder for files that cases write and remove again; default: /dev/shm where there is one,
+    /// so that the disk is not measured, else the system's for temporary files.
     #[arg(long, value_name = "DIR")]
     pub(crate) dir: Option<Utf8PathBuf>,
     /// Print JSON on standard output.

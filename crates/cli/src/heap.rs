@@ -3,6 +3,7 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicBool, AtomicIsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 
 #[global_allocator]
 static HEAP: CountingHeap = CountingHeap;
@@ -25,6 +26,8 @@ pub(crate) struct HeapUse {
 
 /// Does `work` and counts the heap of the whole program meanwhile. One at a time.
 pub(crate) fn measure<T>(work: impl FnOnce() -> T) -> (T, HeapUse) {
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     HELD.store(0, Relaxed);
     PEAK.store(0, Relaxed);
     COUNTING.store(true, Relaxed);

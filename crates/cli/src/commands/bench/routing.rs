@@ -1,37 +1,58 @@
 //! `orchestrate bench routing`: routing masks against the least work the machine needs for them.
 
+mod batch;
 mod conversation;
 mod floors;
+mod group;
 mod measure;
+mod rest;
 mod workload;
 
 use super::machine::Machine;
 use crate::args::BenchRoutingArgs;
 use crate::{output, tables};
 use anyhow::ensure;
+use camino::{Utf8Path, Utf8PathBuf};
 use conversation::Kind;
+use group::Groups;
 use measure::Case;
 use std::process::ExitCode;
 use workload::Mode::{self, Delta, Full};
 use workload::Size;
 use workload::Wire::{self, SglangI32, VllmU8, VllmU16};
 
-/// What a case does.
+/// What is measured together.
 #[derive(Debug, Clone, Copy)]
 enum Work {
     Conversation(Kind),
+    Groups(Groups),
+    /// Eviction to files, and back.
+    Spill(Size),
+    /// A whole mask to its stored form, and back.
+    Store(Size),
+    Batch(Size),
 }
 
 impl Work {
-    fn name(&self) -> &'static str {
+    fn names(&self) -> Vec<&'static str> {
         match self {
-            Self::Conversation(kind) => kind.name,
+            Self::Conversation(kind) => vec![kind.name],
+            Self::Groups(groups) => vec![groups.name],
+            Self::Spill(_) => vec!["spill", "reload"],
+            Self::Store(_) => vec!["store", "load"],
+            Self::Batch(_) => vec!["batch_write", "batch_read"],
         }
     }
 
-    fn measure(&self, args: &BenchRoutingArgs) -> anyhow::Result<Case> {
+    fn measure(&self, args: &BenchRoutingArgs, dir: &Utf8Path) -> anyhow::Result<Vec<Case>> {
+        let (rounds, seed) = (args.repeat, args.seed);
+        let pair = |(a, b)| vec![a, b];
         match self {
-            Self::Conversation(kind) => conversation::measure(kind, args.repeat, args.seed),
+            Self::Conversation(kind) => Ok(vec![conversation::measure(kind, rounds, seed)?]),
+            Self::Groups(groups) => Ok(vec![group::measure(groups, rounds, seed)?]),
+            Self::Spill(size) => rest::spill(size, dir, rounds, seed).map(pair),
+            Self::Store(size) => rest::store(size, rounds, seed).map(pair),
+            Self::Batch(size) => batch::measure(size, dir, rounds, seed).map(pair),
         }
     }
 }
@@ -46,22 +67,25 @@ struct Report {
 pub(super) fn run(args: &BenchRoutingArgs) -> anyhow::Result<ExitCode> {
     ensure!(args.top_k <= args.experts, "--top-k is more than --experts");
     ensure!(args.turns <= args.tokens / 4, "--turns needs at least 4 of --tokens each");
-    let chosen: Vec<Work> =
-        works(args).into_iter().filter(|work| fits(&args.pattern, work.name())).collect();
+    let fit = |name: &&str| fits(&args.pattern, name);
+    let works = works(args);
+    let chosen: Vec<&Work> = works.iter().filter(|work| work.names().iter().any(fit)).collect();
     ensure!(
         !chosen.is_empty(),
         "no case fits `{}`; there are: {}",
         args.pattern,
-        works(args).iter().map(Work::name).collect::<Vec<_>>().join(", ")
+        works.iter().flat_map(Work::names).collect::<Vec<_>>().join(", ")
     );
     let machine = Machine::look();
     if cfg!(debug_assertions) {
         output::say("this is a debug build: its numbers say nothing about a release");
     }
+    let dir = folder(args)?;
     let mut cases = Vec::with_capacity(chosen.len());
     for work in chosen {
-        tracing::info!(case = work.name(), "measuring");
-        cases.push(work.measure(args)?);
+        output::say(format!("measuring {}", work.names().join(" and ")));
+        let measured = work.measure(args, &dir)?;
+        cases.extend(measured.into_iter().filter(|case| fit(&case.name.as_str())));
     }
     if args.json {
         output::json(&Report { cases, machine })?;
@@ -74,6 +98,16 @@ pub(super) fn run(args: &BenchRoutingArgs) -> anyhow::Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Where files go: memory if there is such a place, because the disk is not what is measured.
+fn folder(args: &BenchRoutingArgs) -> anyhow::Result<Utf8PathBuf> {
+    let memory = Utf8Path::new("/dev/shm");
+    match &args.dir {
+        Some(dir) => Ok(dir.clone()),
+        None if memory.is_dir() => Ok(memory.to_owned()),
+        None => Ok(Utf8PathBuf::try_from(std::env::temp_dir())?),
+    }
 }
 
 fn works(args: &BenchRoutingArgs) -> Vec<Work> {
@@ -98,13 +132,26 @@ fn works(args: &BenchRoutingArgs) -> Vec<Work> {
         ("growth_65k_50_full", SglangI32, Full, grown(65_536, 50)),
         ("growth_131k_200", SglangI32, Delta, grown(131_072, 200)),
     ];
-    conversations
+    let conversations = conversations
         .into_iter()
-        .filter(|&(_, wire, ..)| wire == SglangI32)
-        .map(|(name, wire, mode, size): (_, Wire, Mode, _)| {
-            Work::Conversation(Kind { name, wire, mode, size })
-        })
-        .collect()
+        .map(|(name, wire, mode, size)| Work::Conversation(Kind { name, wire, mode, size }));
+    let step =
+        Groups { name: "step_64x16", groups: 64, members: 16, prompt: 256, size: grown(512, 4) };
+    let group = Groups {
+        name: "group_prompt_8k",
+        groups: 1,
+        members: 8,
+        prompt: 8192,
+        size: grown(8192 + 512, 4),
+    };
+    let others = [
+        Work::Groups(step),
+        Work::Groups(group),
+        Work::Spill(size),
+        Work::Store(size),
+        Work::Batch(size),
+    ];
+    conversations.chain(others).collect()
 }
 
 fn table(cases: &[Case]) -> comfy_table::Table {
@@ -125,10 +172,10 @@ fn table(cases: &[Case]) -> comfy_table::Table {
     for case in cases {
         let milliseconds = |seconds: f64| format!("{:.2}", seconds * 1e3);
         let megabytes = |bytes: u64| format!("{:.2}", bytes as f64 / 1e6);
-        let limit = case.seconds_limit.map_or_else(
-            || format!("{:.2}", case.ratio_limit),
-            |seconds| format!("{:.2}, {:.0} ms", case.ratio_limit, seconds * 1e3),
-        );
+        let ratio = case.ratio_limit.map(|limit| format!("{limit:.2}"));
+        let time = case.seconds_limit.map(|limit| format!("{:.0} ms", limit * 1e3));
+        let limit = ratio.into_iter().chain(time).collect::<Vec<_>>().join(", ");
+        let limited = !limit.is_empty() || case.peak_extra_limit_bytes.is_some();
         table.add_row([
             case.name.clone(),
             megabytes(case.bytes_in),
@@ -141,7 +188,12 @@ fn table(cases: &[Case]) -> comfy_table::Table {
             megabytes(case.kept_bytes),
             megabytes(case.peak_extra_bytes),
             case.peak_extra_limit_bytes.map_or_else(String::new, megabytes),
-            if case.ok { "ok" } else { "over" }.to_owned(),
+            match (limited, case.ok) {
+                (false, _) => "",
+                (true, true) => "ok",
+                (true, false) => "over",
+            }
+            .to_owned(),
         ]);
     }
     table

@@ -4,7 +4,7 @@ use super::floors::{self, Floor};
 use super::measure::{Case, Limits, Meter};
 use super::workload::{Conversation, Mode, Size, Wire};
 use anyhow::{Context as _, ensure};
-use orchestrate_routing::{MaskBuilder, RoutingMask, decode_sglang};
+use orchestrate_routing::{MaskBuilder, RoutingMask, decode, split_body};
 use orchestrate_types::{ModelShape, PolicyVersion};
 
 /// Time allowed for the standard conversation with deltas, whatever the floor.
@@ -62,12 +62,13 @@ pub(super) fn measure(kind: &Kind, rounds: u32, seed: u64) -> anyhow::Result<Cas
         (Mode::Delta, Wire::VllmU8 | Wire::VllmU16) => (floors::DELTA_COPY, 1.5),
     };
     let standard = kind.mode == Mode::Delta && kind.size.tokens <= DELTA_TOKENS;
-    let limits = Limits { ratio, seconds: standard.then_some(DELTA_SECONDS), memory: true };
+    let limits =
+        Limits { ratio: Some(ratio), seconds: standard.then_some(DELTA_SECONDS), memory: true };
     Ok(meter.finish(kind.name, floor, conversation.mask_bytes(), limits))
 }
 
-/// What the engine client and the episode do with a reply's mask.
-fn absorb(
+/// What the engine client and the episode do with a reply's rows.
+pub(super) fn absorb(
     wire: Wire,
     body: &[u8],
     start: usize,
@@ -75,17 +76,20 @@ fn absorb(
     shape: &ModelShape,
     builder: &mut MaskBuilder,
 ) -> anyhow::Result<()> {
-    ensure!(wire == Wire::SglangI32, "only SGLang's form can be decoded");
-    let reply: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(body)?;
-    let text = reply.get("meta_info").and_then(|meta| meta.get("routed_experts"));
-    let text = text.and_then(|text| text.as_str()).context("no rows")?;
-    let rows = decode_sglang(text, shape, start, total)?;
-    builder.push(&rows, total, PolicyVersion(0))?;
+    let split = split_body(body)?;
+    let payload = split.payloads.into_iter().next().context("a body without rows")?;
+    let text = body.get(payload).unwrap_or_default();
+    let rows = decode(wire.form(), text, shape, start, total)?;
+    builder.push(rows, total, PolicyVersion(0))?;
     Ok(())
 }
 
 /// Refuses numbers for rows that are not the drawn ones.
 pub(super) fn check(mask: &RoutingMask, conversation: &Conversation) -> anyhow::Result<()> {
-    ensure!(mask.data() == conversation.rows, "the finished mask is not what was drawn: a bug");
+    let mut rest = conversation.rows.as_slice();
+    for chunk in mask.chunks() {
+        rest = rest.strip_prefix(chunk).context("the mask is not what was drawn: a bug")?;
+    }
+    ensure!(rest.is_empty(), "the mask has fewer rows than were drawn: a bug");
     Ok(())
 }

@@ -3,6 +3,8 @@
 use super::workload::Wire;
 use anyhow::{Context as _, ensure};
 use base64_simd::{Out, STANDARD};
+use std::io::{Read as _, Write as _};
+use std::path::Path;
 
 /// Characters decoded at a time: the scratch stays in the L2 cache.
 const BLOCK_CHARS: usize = 64 << 10;
@@ -61,4 +63,36 @@ fn decode(text: &[u8], target: &mut [u8]) -> anyhow::Result<usize> {
         .decode(text, Out::from_slice(target))
         .map_err(|_| anyhow::anyhow!("the benchmark made a body that is not base64: a bug"))?;
     Ok(decoded.len())
+}
+
+pub(super) const WRITE_FILE: &str =
+    "write of the same number of bytes to one file in the page cache of the same folder";
+pub(super) const READ_FILE: &str =
+    "read of the same number of bytes from one file in the page cache of the same folder";
+pub(super) const COPY: &str = "copy of the same bytes to fresh memory";
+
+/// Bytes per call: large enough that calls do not count.
+const CALL_BYTES: usize = 1 << 20;
+
+/// Writes `bytes` bytes that are not zero to a new file.
+pub(super) fn write_file(path: &Path, bytes: u64) -> anyhow::Result<()> {
+    let part = vec![0x5a; CALL_BYTES];
+    let mut file = fs_err::File::create(path)?;
+    let mut left = bytes;
+    while left > 0 {
+        let count = usize::try_from(left).unwrap_or(CALL_BYTES).min(CALL_BYTES);
+        file.write_all(part.get(..count).unwrap_or_default())?;
+        left -= count as u64;
+    }
+    Ok(())
+}
+
+/// Reads a file to its end.
+pub(super) fn read_file(path: &Path) -> anyhow::Result<()> {
+    let mut part = vec![0; CALL_BYTES];
+    let mut file = fs_err::File::open(path)?;
+    while file.read(&mut part)? > 0 {
+        std::hint::black_box(&part);
+    }
+    Ok(())
 }

@@ -27,8 +27,8 @@ pub(super) struct Case {
     pub(super) floor_seconds_median: f64,
     /// `seconds` by `floor_seconds`.
     pub(super) ratio: f64,
-    /// Limit of `ratio`.
-    pub(super) ratio_limit: f64,
+    /// Limit of `ratio`, where there is one.
+    pub(super) ratio_limit: Option<f64>,
     /// Limit of `seconds`, where there is one.
     pub(super) seconds_limit: Option<f64>,
     pub(super) rounds: usize,
@@ -40,9 +40,9 @@ pub(super) struct Case {
 }
 
 /// The limits of a case.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Limits {
-    pub(super) ratio: f64,
+    pub(super) ratio: Option<f64>,
     pub(super) seconds: Option<f64>,
     /// Whether peak memory must stay below the largest body and 5 % of what is kept.
     pub(super) memory: bool,
@@ -117,7 +117,7 @@ impl Meter {
         let peak = u64::try_from(self.peak).unwrap_or(0);
         let peak_extra_bytes = peak.saturating_sub(kept_bytes);
         let memory = limits.memory.then(|| self.largest_body + kept_bytes / 20);
-        let ok = ratio <= limits.ratio
+        let ok = limits.ratio.is_none_or(|limit| ratio <= limit)
             && limits.seconds.is_none_or(|limit| seconds <= limit)
             && memory.is_none_or(|limit| peak_extra_bytes <= limit);
         Case {
@@ -151,7 +151,7 @@ fn least_and_median(values: &mut [f64]) -> (f64, f64) {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits { ratio: f64::INFINITY, seconds: None, memory: true };
+    const LIMITS: Limits = Limits { ratio: None, seconds: None, memory: true };
 
     #[test]
     fn what_is_held_over_parts_counts_to_the_peak_and_the_body_too() {

@@ -1,6 +1,7 @@
 //! Conversations from a seed, and the reply bodies an engine would send for them.
 
 use base64_simd::STANDARD;
+use orchestrate_routing::WireForm;
 use orchestrate_types::ModelShape;
 use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
@@ -20,6 +21,15 @@ pub(super) enum Wire {
     VllmU8,
     /// vLLM above: base64 of a `.npy` file of little-endian 16-bit ids.
     VllmU16,
+}
+
+impl Wire {
+    pub(super) fn form(self) -> WireForm {
+        match self {
+            Self::SglangI32 => WireForm::SglangI32,
+            Self::VllmU8 | Self::VllmU16 => WireForm::VllmNpy,
+        }
+    }
 }
 
 /// What is asked of the engine in each turn.
@@ -55,7 +65,7 @@ impl Size {
 }
 
 /// Vocabulary of the drawn token ids, about that of the models in question.
-const VOCAB: u32 = 151_936;
+pub(super) const VOCAB: u32 = 151_936;
 
 /// One generation: the sequence has `prompt` tokens before it and `total` after.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,15 +86,24 @@ pub(super) struct Conversation {
 impl Conversation {
     /// Draws a conversation of equal turns, half observation and half generation.
     pub(super) fn draw(size: &Size, seed: u64) -> Self {
+        Self::draw_after(size, 0, &[], seed)
+    }
+
+    /// Draws a conversation that begins with a prompt of `prompt` tokens, whose rows are at the
+    /// begin of `shared`; equal turns follow. No prompt: the first turn brings one.
+    pub(super) fn draw_after(size: &Size, prompt: usize, shared: &[u8], seed: u64) -> Self {
         let shape = Arc::new(size.shape());
         let mut turns = Vec::with_capacity(size.turns);
-        let mut before = 0;
+        let mut before = prompt;
         for turn in 1..=size.turns {
-            let total = size.tokens * turn / size.turns;
-            turns.push(Turn { prompt: before + (total - before) / 2, total });
+            let total = prompt + (size.tokens - prompt) * turn / size.turns;
+            let observed = if before == prompt && prompt > 0 { 0 } else { (total - before) / 2 };
+            turns.push(Turn { prompt: before + observed, total });
             before = total;
         }
-        let rows = draw_rows(&shape, size.tokens.saturating_sub(1), seed);
+        let (row_bytes, all) = (shape.row_bytes(), size.tokens.saturating_sub(1));
+        let mut rows = shared.get(..prompt.min(all) * row_bytes).unwrap_or_default().to_vec();
+        rows.extend(draw_rows(&shape, all - rows.len() / row_bytes, seed));
         Self { shape, turns, rows }
     }
 
