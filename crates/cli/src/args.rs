@@ -48,6 +48,8 @@ pub(crate) enum Command {
     ServeEngine(ServeEngineArgs),
     /// Serve the trainer protocol, on the CPU.
     ServeTrainer(ServeTrainerArgs),
+    /// Measure this machine: how close the program is to what the hardware needs.
+    Bench(BenchArgs),
     /// Print a completion script for a shell.
     Completions(CompletionsArgs),
 }
@@ -300,6 +302,77 @@ pub(crate) struct ServeTrainerArgs {
     /// Environment variable with the bearer token clients must send; none = open.
     #[arg(long, value_name = "VAR")]
     pub(crate) token_env: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) command: BenchCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Routing masks: from reply bodies to checked rows, the prefix cache, at rest, the batch.
+    Routing(BenchRoutingArgs),
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate bench routing
+  orchestrate bench routing --case 'sglang_*' --repeat 9
+  orchestrate bench routing --tokens 4096 --turns 8 --experts 512 --json
+
+What is measured:
+  A conversation is one trajectory of equal turns, half observation and half generation, whose
+  experts are drawn uniformly and distinct from --seed. Each turn's reply is a whole JSON body, as
+  the engine sends it. seconds is the time from body bytes to checked blocks in the mask, by the
+  functions that a run uses, summed over the turns; making bodies and comparing the finished mask
+  with what was drawn is not in it. Floor and case alternate on the same bodies, and each is the
+  least of --repeat rounds; medians are given beside them. floor says in words what the floor does.
+
+  kept_bytes is the finished mask (or what the case keeps): rows x bytes of a row, each block once.
+  peak_extra_bytes is the most the heap held at any moment of the case, above what it held before,
+  with the reply body that is being read, less kept_bytes. Counted are bytes asked of the
+  allocator; memory that the benchmark itself needs is outside.
+
+Limits (the column `verdict`, and `ok` in JSON):
+  delta and groups: 1.5 x floor; the conversations of up to 32768 tokens also 30 ms
+  full: 1.3 x the scan of the bytes
+  batch_write: floor / 0.7
+  peak_extra_bytes of conversations, groups and load: one body + 5 % of kept_bytes")]
+pub(crate) struct BenchRoutingArgs {
+    /// Only cases whose name fits; `*` stands for any text.
+    #[arg(long = "case", value_name = "GLOB", default_value = "*")]
+    pub(crate) pattern: String,
+    /// Tokens of the conversation.
+    #[arg(long, default_value_t = 32_768, value_parser = clap::value_parser!(u32).range(64..))]
+    pub(crate) tokens: u32,
+    /// Turns of the conversation.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) turns: u32,
+    /// `MoE` layers; all hidden layers are.
+    #[arg(long, default_value_t = 48, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) layers: u32,
+    /// Experts per layer.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(2..=65_536))]
+    pub(crate) experts: u32,
+    /// Experts per token and layer.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) top_k: u32,
+    /// Rounds per case.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) repeat: u32,
+    /// Seed of the experts.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Folder for files that cases write and remove again; default: /dev/shm where there is one,
+    /// so that the disk is not measured, else the system's for temporary files.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) dir: Option<Utf8PathBuf>,
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]

@@ -7,6 +7,7 @@ mod args;
 mod commands;
 mod config;
 mod exit;
+mod heap;
 mod live;
 mod output;
 mod progress;
@@ -47,6 +48,7 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         Command::Doctor(args) => commands::doctor::run(args).await,
         Command::Show(args) => commands::show::run(args).await,
         Command::Gc(args) => commands::gc::run(args).await,
+        Command::Bench(args) => commands::bench::run(args.command).await,
         Command::WarmStart(args) => commands::warm_start::run(args).await,
         Command::ServeEngine(args) => commands::serve::engine(args).await,
         Command::ServeTrainer(args) => commands::serve::trainer(args).await,

@@ -164,7 +164,7 @@ pub(crate) fn to_sample(
                 .iter()
                 .map(|v| RowVersion { start: v.start, end: v.end, version: v.version })
                 .collect();
-            let mask = RoutingMask::new(shape.clone(), rows.data, versions);
+            let mask = RoutingMask::new(shape.clone(), &rows.data, versions);
             Some(mask.map_err(|e| RunError::stored(what(), e))?)
         }
     };

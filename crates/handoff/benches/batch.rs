@@ -58,7 +58,7 @@ fn sample(shape: &Arc<ModelShape>, member: u16) -> BatchSample {
         episode_id: format!("t000001.{member:02}").parse().unwrap(),
         group: 1,
         trajectory: trajectory.unwrap(),
-        routing: Some(RoutingMask::new(shape.clone(), rows.data().to_vec(), versions).unwrap()),
+        routing: Some(RoutingMask::new(shape.clone(), &rows.to_vec(), versions).unwrap()),
         advantage: 0.5,
         reward: 1.0,
     }

@@ -38,7 +38,7 @@ fn mask(shape: &ModelShape, tokens: usize) -> RoutingMask {
     } else {
         vec![]
     };
-    RoutingMask::new(Arc::new(shape.clone()), rows.to_vec(), versions).unwrap()
+    RoutingMask::new(Arc::new(shape.clone()), &rows.to_vec(), versions).unwrap()
 }
 
 fn sample(shape: &ModelShape, index: u16, tokens: usize) -> BatchSample {
@@ -440,7 +440,7 @@ fn rows_are_shared_only_where_tokens_and_bytes_agree() {
     let mut data = mask(&shape, 16).to_vec();
     data.swap(4 * 4, 4 * 4 + 1);
     let versions = vec![RowVersion { start: 0, end: 15, version: PolicyVersion(3) }];
-    drifted[1].routing = Some(RoutingMask::new(Arc::new(shape.clone()), data, versions).unwrap());
+    drifted[1].routing = Some(RoutingMask::new(Arc::new(shape.clone()), &data, versions).unwrap());
     assert_eq!(rows(&drifted), 32 - 4);
     let mut foreign = samples.clone();
     foreign[1].group = 13;

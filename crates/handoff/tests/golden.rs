@@ -73,7 +73,7 @@ fn sample(shape: &ModelShape, index: usize) -> BatchSample {
         1 => vec![],
         _ => vec![RowVersion { start: 0, end: tokens - 1, version }],
     };
-    let mask = RoutingMask::new(Arc::new(shape.clone()), rows.to_vec(), versions).unwrap();
+    let mask = RoutingMask::new(Arc::new(shape.clone()), &rows.to_vec(), versions).unwrap();
     BatchSample {
         episode_id: format!("t{group:06}.{:02}", index % 4).parse().unwrap(),
         group: i64::from(group),

@@ -114,9 +114,9 @@ impl World {
             let range = packed.range(output.sequence);
             let length = range.len();
             let ids = &output.routes[..(length - 1) * 4];
-            let rows = ids.iter().map(|&id| u8::try_from(id).unwrap()).collect();
+            let rows: Vec<u8> = ids.iter().map(|&id| u8::try_from(id).unwrap()).collect();
             let versions = vec![RowVersion { start: 0, end: length - 1, version }];
-            let routing = RoutingMask::new(Arc::clone(&shape), rows, versions).unwrap();
+            let routing = RoutingMask::new(Arc::clone(&shape), &rows, versions).unwrap();
             let mask = (0..length).map(|p| u8::from(p >= 3)).collect();
             let trajectory = Trajectory::new(
                 tokens[range].to_vec(),

@@ -56,9 +56,9 @@ pub(crate) struct Attempt<'a> {
 
 #[derive(Debug, Default)]
 struct Counters {
-    prompt_tokens: u64,
-    cached_tokens: u64,
-    cacheable_tokens: u64,
+    prompt: u64,
+    cached: u64,
+    cacheable: u64,
 }
 
 /// Why a generation did not come about.
@@ -288,10 +288,10 @@ impl<'a> Attempt<'a> {
 
     fn count(&mut self, reply: &Generation, turn: u32, resumed: bool) {
         let counters = &mut self.counters;
-        counters.prompt_tokens += self.buffer.prompt_len() as u64;
-        counters.cached_tokens += reply.cached_tokens as u64;
+        counters.prompt += self.buffer.prompt_len() as u64;
+        counters.cached += reply.cached_tokens as u64;
         if turn > 0 && !resumed {
-            counters.cacheable_tokens += self.buffer.len().saturating_sub(1) as u64;
+            counters.cacheable += self.buffer.len().saturating_sub(1) as u64;
         }
     }
 
@@ -406,7 +406,7 @@ impl<'a> Attempt<'a> {
                 Err(error) => routing_problem = routing_problem.or(Some(error.to_string())),
             }
         }
-        let Counters { prompt_tokens, cached_tokens, cacheable_tokens } = self.counters;
+        let Counters { prompt, cached, cacheable } = self.counters;
         EpisodeReport {
             attempt: self.request.attempt,
             outcome,
@@ -421,9 +421,9 @@ impl<'a> Attempt<'a> {
             routing_rows_reused: routing_rows.reused,
             routing_rows_shared: routing_rows.shared,
             routing_rows_mixed: routing_rows.mixed,
-            prompt_tokens,
-            cached_tokens,
-            cacheable_tokens,
+            prompt_tokens: prompt,
+            cached_tokens: cached,
+            cacheable_tokens: cacheable,
             timings: self.timings,
         }
     }

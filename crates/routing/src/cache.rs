@@ -98,9 +98,9 @@ impl PrefixChain {
         for block in blocks.iter().skip(self.keys.len()) {
             let mut hasher = blake3::Hasher::new();
             hasher.update(&self.last.0);
-            block.iter().for_each(|token| {
+            for token in block {
                 hasher.update(&token.to_le_bytes());
-            });
+            }
             self.last = BlockKey(*hasher.finalize().as_bytes());
             self.keys.push(self.last);
         }
@@ -314,7 +314,9 @@ impl PrefixCache {
                 }
             };
             drop(state);
-            gone.iter().for_each(|key| folder.delete(key));
+            for key in &gone {
+                folder.delete(key);
+            }
         }
     }
 }

@@ -165,14 +165,25 @@ pub(crate) fn check_rows(
     start: usize,
 ) -> Result<(), RoutingError> {
     check_shape(shape)?;
-    let (row_bytes, width) = (shape.row_bytes(), shape.id_bytes());
+    let row_bytes = shape.row_bytes();
     if !data.len().is_multiple_of(row_bytes) {
         return Err(RoutingError::RowBytes { found: data.len(), expected: row_bytes });
     }
+    check_pieces(data.chunks(BLOCK_ROWS * row_bytes), shape, start)
+}
+
+/// As [`check_rows`], for rows in pieces of whole rows: what is suspicious only in many rows is
+/// judged over all of them.
+pub(crate) fn check_pieces<'a>(
+    pieces: impl Iterator<Item = &'a [u8]>,
+    shape: &ModelShape,
+    start: usize,
+) -> Result<(), RoutingError> {
+    let (row_bytes, width) = (shape.row_bytes(), shape.id_bytes());
     let repeats = Repeats::new(shape);
     let mut watch = LayerWatch::new(shape, start);
     let mut position = start;
-    for block in data.chunks(BLOCK_ROWS * row_bytes) {
+    for block in pieces {
         if any_above(block, width, shape.experts - 1) || repeats.any(block) {
             let ids = if width == 1 { WireId::U8 } else { WireId::U16 };
             let cell_bytes = shape.top_k * width;

@@ -14,6 +14,8 @@ use std::io::{Read, Write};
 const LEVEL: i32 = 1;
 /// Largest zstd window accepted, as a power of two; level 1 writes far smaller ones.
 const WINDOW_LOG: u32 = 23;
+/// Bytes allocated before any of them has come.
+const MOST_AT_ONCE: usize = 1 << 20;
 const RAW: u8 = 0;
 const ZSTD: u8 = 1;
 const CHECKSUM_BYTES: usize = 16;
@@ -28,7 +30,7 @@ pub(crate) fn pack<'a>(
     let start = out.len();
     out.push(ZSTD);
     let compressed = compress(out, chunks.clone()).is_ok();
-    if !compressed || out.len() - start - 1 >= raw_bytes {
+    if !compressed || out.len() - start > raw_bytes {
         out.truncate(start);
         out.push(RAW);
         chunks.for_each(|chunk| out.extend_from_slice(chunk));
@@ -83,7 +85,7 @@ fn read_pieces(
     let mut left = raw_bytes;
     while left > 0 {
         let want = left.min(piece_bytes.max(1));
-        let mut piece = Vec::with_capacity(want);
+        let mut piece = Vec::with_capacity(want.min(MOST_AT_ONCE));
         let got = from.by_ref().take(want as u64).read_to_end(&mut piece).map_err(unreadable)?;
         if got != want {
             return Err(RoutingError::Stored("it has fewer rows than it says"));

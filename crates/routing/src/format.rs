@@ -7,7 +7,7 @@
 //! before it. Version 1 had no mixed ranges, bare rows, and blake3 of all before at its end.
 
 use crate::blocks::Blocks;
-use crate::check::{check_rows, check_shape};
+use crate::check::{check_pieces, check_shape};
 use crate::codec::{pack, unpack};
 use crate::mask::{check_mixed, check_versions};
 use crate::{BLOCK_ROWS, RoutingError, RoutingMask, RowVersion};
@@ -147,8 +147,8 @@ impl Header {
         check_versions(&versions, rows)?;
         check_mixed(&mixed, rows)?;
         let mut blocks = Blocks::new(shape.row_bytes());
-        for (index, piece) in pieces.into_iter().enumerate() {
-            check_rows(&piece, &shape, index * BLOCK_ROWS)?;
+        check_pieces(pieces.iter().map(Vec::as_slice), &shape, 0)?;
+        for piece in pieces {
             blocks.append(piece, 0);
         }
         Ok(RoutingMask { shape: Arc::new(shape), rows, blocks: blocks.finish(), versions, mixed })

@@ -39,10 +39,9 @@ pub(crate) fn narrow(ids: WireId, wire: &[u8], width: usize, out: &mut [u8], lim
     let limit16 = u16::try_from(limit).unwrap_or(u16::MAX);
     match (ids, width) {
         (WireId::U8, _) => copy_u8(wire, out, u8::try_from(limit).unwrap_or(u8::MAX)),
-        (WireId::U16, 1) => narrow_16_to_8(wire, out, limit16),
-        (WireId::U16, _) => copy_u16(wire, out, limit16),
         // As unsigned numbers, negative ones are above every limit up to the largest signed one.
-        (WireId::I16, 1) => narrow_16_to_8(wire, out, limit16),
+        (WireId::U16 | WireId::I16, 1) => narrow_16_to_8(wire, out, limit16),
+        (WireId::U16, _) => copy_u16(wire, out, limit16),
         (WireId::I16, _) => copy_u16(wire, out, limit16.min(i16::MAX.unsigned_abs())),
         (WireId::I32, 1) => narrow_32_to_8(wire, out, limit),
         (WireId::I32, _) => narrow_32_to_16(wire, out, limit),

@@ -40,10 +40,10 @@ impl RoutingMask {
     /// [`RoutingError`] when a row is not valid for `shape`, or the versions do not cover the rows.
     pub fn new(
         shape: Arc<ModelShape>,
-        data: Vec<u8>,
+        data: &[u8],
         versions: Vec<RowVersion>,
     ) -> Result<Self, RoutingError> {
-        check_rows(&data, &shape, 0)?;
+        check_rows(data, &shape, 0)?;
         let row_bytes = shape.row_bytes();
         let rows = data.len() / row_bytes;
         check_versions(&versions, rows)?;

@@ -147,7 +147,7 @@ fn masks_are_built_from_valid_parts_only() {
     let data = rows(&shape, 0, 5).to_vec();
     let range = |start, end| RowVersion { start, end, version: V };
     let build = |data: &[u8], versions: &[RowVersion]| {
-        RoutingMask::new(shape.clone(), data.to_vec(), versions.to_vec())
+        RoutingMask::new(shape.clone(), data, versions.to_vec())
     };
     assert_eq!(build(&data, &[range(0, 2), range(2, 5)]).unwrap().rows(), 5);
     for versions in [

@@ -167,7 +167,7 @@ fn report(request: &EpisodeRequest, outcome: Outcome) -> EpisodeReport {
     let versions = vec![RowVersion { start: 0, end: tokens - 1, version }];
     let missing = request.task.id.contains("unrouted");
     let routing = (request.want_routing && !missing)
-        .then(|| RoutingMask::new(Arc::new(shape()), rows, versions).unwrap());
+        .then(|| RoutingMask::new(Arc::new(shape()), &rows, versions).unwrap());
     let turn = TurnLog {
         text: "ls".into(),
         actions: Vec::new(),

@@ -53,14 +53,14 @@ fn files_of_numpy_decode() {
     let small = shape(2, &[0, 1], 8, 2);
     let u8_file = "k05VTVBZAQB2AHsnZGVzY3InOiAnfHUxJywgJ2ZvcnRyYW5fb3JkZXInOiBGYWxzZSwgJ3No\
                    YXBlJzogKDEsIDIsIDIpLCB9ICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAg\
-                   ICAgICAgICAgICAgICAgICAgICAgIAoBAgME";
+                   ICAgICAgICAgICAgICAgICAgIAoBAgME";
     let rows = decode_npy(u8_file, &small, 4, 6).unwrap();
     assert_eq!((rows.start(), rows.to_vec()), (4, vec![1, 2, 3, 4]));
     assert_eq!(encode_npy(&rows, &small).unwrap(), u8_file);
     let wide = shape(2, &[0, 1], 300, 2);
     let u16_file = "k05VTVBZAQB2AHsnZGVzY3InOiAnPHUyJywgJ2ZvcnRyYW5fb3JkZXInOiBGYWxzZSwgJ3No\
                     YXBlJzogKDEsIDIsIDIpLCB9ICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAg\
-                    ICAgICAgICAgICAgICAgICAgICAgIAoBAAIAAwAEAA==";
+                    ICAgICAgICAgICAgICAgICAgIAoBAAIAAwAEAA==";
     let rows = decode_npy(u16_file, &wide, 0, 2).unwrap();
     assert_eq!(rows.to_vec(), [1, 0, 2, 0, 3, 0, 4, 0]);
     assert_eq!(encode_npy(&rows, &wide).unwrap(), u16_file);

@@ -1,0 +1,92 @@
+//! The program's allocator: the system's, and a count of what is held while a benchmark asks.
+#![expect(unsafe_code, reason = "an allocator is unsafe by its interface; it only passes calls on")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicBool, AtomicIsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+#[global_allocator]
+static HEAP: CountingHeap = CountingHeap;
+
+static COUNTING: AtomicBool = AtomicBool::new(false);
+/// Bytes allocated less bytes freed since counting began; negative when older memory was freed.
+static HELD: AtomicIsize = AtomicIsize::new(0);
+static PEAK: AtomicIsize = AtomicIsize::new(0);
+
+struct CountingHeap;
+
+/// What a piece of work did to the heap, in bytes asked for (not pages).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct HeapUse {
+    /// Held after the work, less held before it.
+    pub(crate) grown: isize,
+    /// Most held at any moment of the work, less held before it.
+    pub(crate) peak: isize,
+}
+
+/// Does `work` and counts the heap of the whole program meanwhile. One at a time.
+pub(crate) fn measure<T>(work: impl FnOnce() -> T) -> (T, HeapUse) {
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    HELD.store(0, Relaxed);
+    PEAK.store(0, Relaxed);
+    COUNTING.store(true, Relaxed);
+    let result = work();
+    COUNTING.store(false, Relaxed);
+    (result, HeapUse { grown: HELD.load(Relaxed), peak: PEAK.load(Relaxed) })
+}
+
+#[inline]
+fn count(taken: usize, given_back: usize) {
+    // Outside a benchmark an allocation costs one load of a byte that nobody writes.
+    if COUNTING.load(Relaxed) {
+        let change = taken.cast_signed().wrapping_sub(given_back.cast_signed());
+        let held = HELD.fetch_add(change, Relaxed).wrapping_add(change);
+        PEAK.fetch_max(held, Relaxed);
+    }
+}
+
+// SAFETY: every call is passed on to the system's allocator with the arguments it came with, and
+// its answer is returned as it is; counting touches atomics only and cannot allocate or unwind.
+unsafe impl GlobalAlloc for CountingHeap {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size(), 0);
+        // SAFETY: the caller keeps `alloc`'s contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size(), 0);
+        // SAFETY: the caller keeps `alloc_zeroed`'s contract.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(0, layout.size());
+        // SAFETY: the pointer came from the system's allocator with this layout.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        count(new_size, layout.size());
+        // SAFETY: the pointer came from the system's allocator with this layout.
+        unsafe { System.realloc(pointer, layout, new_size) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peak_and_growth_are_told_apart() {
+        // Other tests of this process allocate too, so the bounds leave them room.
+        let (kept, heap) = measure(|| {
+            drop(std::hint::black_box(vec![1u8; 64 << 20]));
+            std::hint::black_box(vec![1u8; 16 << 20])
+        });
+        assert_eq!(kept.len(), 16 << 20);
+        assert!((60 << 20..72 << 20).contains(&heap.peak), "{heap:?}");
+        assert!((12 << 20..24 << 20).contains(&heap.grown), "{heap:?}");
+    }
+}
