@@ -3,7 +3,6 @@
 //! The folder is `ORCHESTRATE_BENCH_DIR`, or a temporary one. On a memory file system (`/dev/shm`)
 //! syncing costs nothing, so that the page-cache ratio is seen alone.
 #![expect(
-    missing_docs,
     clippy::unwrap_used,
     clippy::print_stderr,
     reason = "a benchmark: setup may fail, and the ratio is for people"

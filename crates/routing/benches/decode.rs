@@ -6,6 +6,7 @@
 //! minimum times, case and floor by turns, which a busy machine disturbs least.
 
 #![expect(
+    clippy::indexing_slicing,
     clippy::unwrap_used,
     clippy::print_stderr,
     reason = "a benchmark measures wall time, prints it, and stops where it fails"

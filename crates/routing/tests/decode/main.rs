@@ -1,6 +1,11 @@
 //! Decoding of replies: what is accepted, and that everything else is refused with its place.
 
-#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::panic,
+    reason = "helpers of tests"
+)]
 
 mod body;
 mod captures;

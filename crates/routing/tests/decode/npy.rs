@@ -128,8 +128,8 @@ fn header_of_anything_else_is_refused_by_name() {
         ([1, 0], good.replace("(1, 2, 2)", "(01, 2, 2)"), "`shape`"),
         ([1, 0], good.replace("(1, 2, 2)", "(99999999999999999999, 2, 2)"), "`shape`"),
         ([1, 0], good.replace("'shape': (1, 2, 2), ", ""), "not the dict"),
-        ([1, 0], good.replace("}", "'shape': (1, 2, 2)}"), "not the dict"),
-        ([1, 0], good.replace("}", "'more': 1}"), "not the dict"),
+        ([1, 0], good.replace('}', "'shape': (1, 2, 2)}"), "not the dict"),
+        ([1, 0], good.replace('}', "'more': 1}"), "not the dict"),
         ([1, 0], good.replace('}', ""), "not the dict"),
         ([1, 0], format!("{good} x"), "not the dict"),
         ([2, 0], format!("{good}{}", " ".repeat(5000)), "longer than 4096"),
@@ -255,9 +255,10 @@ proptest! {
         let mut cells = ids.chunks(top_k);
         let mut wire: Vec<i64> = Vec::new();
         for layer in (0..rows).flat_map(|_| 0..hidden) {
-            match moe.contains(&layer) {
-                true => wire.extend(cells.next().unwrap().iter().map(|&id| i64::from(id))),
-                false => wire.extend(std::iter::repeat_n(0, top_k)),
+            if moe.contains(&layer) {
+                wire.extend(cells.next().unwrap().iter().map(|&id| i64::from(id)));
+            } else {
+                wire.extend(std::iter::repeat_n(0, top_k));
             }
         }
         let descr = ["<u2", "<i2", "<i4"][kind];
