@@ -153,7 +153,7 @@ fn bitmaps(data: &[u8], shape: Shape) -> Vec<u8> {
 fn codecs(shape: Shape) -> Vec<Codec> {
     let row = shape.layers * shape.k;
     let mut list: Vec<Codec> =
-        vec![("raw".into(), true, Box::new(|d| d.to_vec()), Box::new(|d, _| d.to_vec()))];
+        vec![("raw".into(), true, Box::new(<[u8]>::to_vec), Box::new(|d, _| d.to_vec()))];
     for level in [-1, 1, 3, 9, 19] {
         list.push(zstd_codec(level, "", same, same, row));
     }

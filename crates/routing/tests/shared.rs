@@ -1,14 +1,9 @@
 //! Blocks shared by forks, by a group and through the prefix cache, and what spills.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
-    clippy::cast_possible_truncation,
-    reason = "helpers of tests"
-)]
+#![expect(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "helpers of tests")]
 
 use orchestrate_routing::{
-    BLOCK_ROWS, CacheOptions, HeldBytes, Inserted, MaskBuilder, PrefixCache, PrefixChain,
+    BLOCK_ROWS, Block, CacheOptions, HeldBytes, Inserted, MaskBuilder, PrefixCache, PrefixChain,
     RoutedRows, RoutingMask,
 };
 use orchestrate_types::{ModelShape, PolicyVersion};
@@ -239,7 +234,7 @@ fn evicted_blocks_that_were_shared_come_back_from_files() {
     let on_disk: u64 = files(folder.path()).iter().map(|f| f.metadata().unwrap().len()).sum();
     assert_eq!(metrics.bytes_spilled, on_disk);
     let blocks = cache.lookup(&chain(&small(), &prompt, V, "w"));
-    let bytes: Vec<u8> = blocks.iter().flat_map(|block| block.bytes()).copied().collect();
+    let bytes: Vec<u8> = blocks.iter().flat_map(Block::bytes).copied().collect();
     assert_eq!(bytes, mask.to_vec()[..bytes.len()]);
     assert_eq!(blocks.len(), 4);
     assert_eq!((cache.metrics().reloads, cache.metrics().spill_failures), (4, 0));
@@ -270,7 +265,9 @@ fn a_missing_damaged_or_foreign_file_is_a_miss_and_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
         let (cache, prompt, _) = spilled(folder.path(), 1 << 20);
         let all = files(folder.path());
-        all.iter().for_each(|file| hurt(file));
+        for file in &all {
+            hurt(file);
+        }
         if all.iter().all(|file| !file.exists()) {
             assert_eq!(cache.lookup(&chain(&small(), &prompt, V, "w")).len(), 0);
         }
