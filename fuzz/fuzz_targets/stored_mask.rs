@@ -45,7 +45,7 @@ fuzz_target!(|input: Input| {
         versions.push(RowVersion { start, end: (start + cut).min(rows), version });
     }
     let shape = Arc::new(shape);
-    let mask = RoutingMask::new(shape, stored, versions).expect("rows were checked");
+    let mask = RoutingMask::new(shape, &stored, versions).expect("rows were checked");
     let whole = mask.to_bytes();
     assert_eq!(RoutingMask::from_bytes(&whole).as_ref(), Ok(&mask));
 

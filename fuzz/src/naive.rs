@@ -152,7 +152,7 @@ pub fn compare(
 pub fn npy_header(bytes: &[Option<u8>]) -> Option<(usize, Ids, [usize; 3])> {
     let bytes: Vec<u8> = bytes.iter().map_while(|byte| *byte).take(1 << 13).collect();
     let rest = bytes.strip_prefix(b"\x93NUMPY")?;
-    let (preamble, length) = match *rest {
+    let (preamble, length): (usize, usize) = match *rest {
         [1, 0, a, b, ..] => (10, usize::from(u16::from_le_bytes([a, b]))),
         [2 | 3, 0, a, b, c, d, ..] => (12, u32::from_le_bytes([a, b, c, d]) as usize),
         _ => return None,
