@@ -162,15 +162,15 @@ impl EpisodeRows {
             self.sharing.cache = None;
             return;
         }
-        let Some(mut chain) = self.chain.take() else { return };
+        let Some(mut chain) = self.chain.clone() else { return };
         chain.extend_to(tokens);
-        let Ok(empty) = MaskBuilder::new(Arc::clone(&self.shape)) else { return };
-        let mut builder = std::mem::replace(&mut self.builder, empty);
+        // A copy shares its blocks and costs little; an episode that is stopped meanwhile keeps
+        // its rows.
+        let mut builder = self.builder.clone();
         let offered = tokio::task::spawn_blocking(move || {
             let inserted = cache.insert(&mut chain, &mut builder);
             (builder, chain, inserted)
         });
-        // Were the task lost, so were the rows: the next reply brings them all once more.
         if let Ok((builder, chain, inserted)) = offered.await {
             self.builder = builder;
             self.chain = Some(chain);

@@ -1,7 +1,13 @@
 //! The inner loops over ids: plain Rust over fixed-size chunks, which the compiler turns into
-//! vector code. They only say *that* something is wrong; [`crate::check::explain`] says what.
+//! vector code, once for each kind of vector unit; `pulp` chooses when the program runs. They only
+//! say *that* something is wrong; [`crate::check::explain`] says what.
+#![expect(
+    clippy::inline_always,
+    reason = "a loop that is not part of one of pulp's versions is compiled for the oldest unit"
+)]
 
 use orchestrate_types::ModelShape;
+use pulp::{Arch, NullaryFnOnce};
 
 /// Type of an id on the wire, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,18 +42,37 @@ impl WireId {
 /// Writes the ids of `wire` to `out` in `width` bytes each (1 or 2), cutting what does not fit.
 /// Whether some id is negative or above `limit`; then `out` is not to be used.
 pub(crate) fn narrow(ids: WireId, wire: &[u8], width: usize, out: &mut [u8], limit: usize) -> bool {
-    let limit16 = u16::try_from(limit).unwrap_or(u16::MAX);
-    match (ids, width) {
-        (WireId::U8, _) => copy_u8(wire, out, u8::try_from(limit).unwrap_or(u8::MAX)),
-        // As unsigned numbers, negative ones are above every limit up to the largest signed one.
-        (WireId::U16 | WireId::I16, 1) => narrow_16_to_8(wire, out, limit16),
-        (WireId::U16, _) => copy_u16(wire, out, limit16),
-        (WireId::I16, _) => copy_u16(wire, out, limit16.min(i16::MAX.unsigned_abs())),
-        (WireId::I32, 1) => narrow_32_to_8(wire, out, limit),
-        (WireId::I32, _) => narrow_32_to_16(wire, out, limit),
+    Arch::new().dispatch(Narrow { ids, wire, width, out, limit })
+}
+
+struct Narrow<'a> {
+    ids: WireId,
+    wire: &'a [u8],
+    width: usize,
+    out: &'a mut [u8],
+    limit: usize,
+}
+
+impl NullaryFnOnce for Narrow<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn call(self) -> bool {
+        let Self { ids, wire, width, out, limit } = self;
+        let limit16 = u16::try_from(limit).unwrap_or(u16::MAX);
+        match (ids, width) {
+            (WireId::U8, _) => copy_u8(wire, out, u8::try_from(limit).unwrap_or(u8::MAX)),
+            // Negative ones are, as unsigned numbers, above every limit up to the largest signed.
+            (WireId::U16 | WireId::I16, 1) => narrow_16_to_8(wire, out, limit16),
+            (WireId::U16, _) => copy_u16(wire, out, limit16),
+            (WireId::I16, _) => copy_u16(wire, out, limit16.min(i16::MAX.unsigned_abs())),
+            (WireId::I32, 1) => narrow_32_to_8(wire, out, limit),
+            (WireId::I32, _) => narrow_32_to_16(wire, out, limit),
+        }
     }
 }
 
+#[inline(always)]
 fn copy_u8(wire: &[u8], out: &mut [u8], limit: u8) -> bool {
     let mut above = 0;
     for (out, &id) in out.iter_mut().zip(wire) {
@@ -57,6 +82,7 @@ fn copy_u8(wire: &[u8], out: &mut [u8], limit: u8) -> bool {
     above != 0
 }
 
+#[inline(always)]
 fn copy_u16(wire: &[u8], out: &mut [u8], limit: u16) -> bool {
     let mut above = 0;
     for (out, id) in out.as_chunks_mut::<2>().0.iter_mut().zip(wire.as_chunks::<2>().0) {
@@ -66,6 +92,7 @@ fn copy_u16(wire: &[u8], out: &mut [u8], limit: u16) -> bool {
     above != 0
 }
 
+#[inline(always)]
 fn narrow_16_to_8(wire: &[u8], out: &mut [u8], limit: u16) -> bool {
     let mut above = 0;
     for (out, id) in out.iter_mut().zip(wire.as_chunks::<2>().0) {
@@ -77,12 +104,14 @@ fn narrow_16_to_8(wire: &[u8], out: &mut [u8], limit: u16) -> bool {
 
 /// The highest bit of `id | (limit − id)` is set exactly when `id` is negative or above `limit`;
 /// unlike a comparison this is two operations on every processor.
+#[inline(always)]
 fn outside(id: u32, limit: u32) -> u32 {
     id | limit.wrapping_sub(id)
 }
 
 const HIGHEST: u32 = 1 << 31;
 
+#[inline(always)]
 fn narrow_32_to_8(wire: &[u8], out: &mut [u8], limit: usize) -> bool {
     let limit = u32::try_from(limit).unwrap_or(0);
     let mut bits = 0;
@@ -93,6 +122,7 @@ fn narrow_32_to_8(wire: &[u8], out: &mut [u8], limit: usize) -> bool {
     bits & HIGHEST != 0
 }
 
+#[inline(always)]
 fn narrow_32_to_16(wire: &[u8], out: &mut [u8], limit: usize) -> bool {
     let limit = u32::try_from(limit).unwrap_or(0);
     let mut bits = 0;
@@ -110,13 +140,29 @@ pub(crate) fn any_set(bytes: &[u8]) -> bool {
 
 /// Whether a stored id is above `limit`.
 pub(crate) fn any_above(stored: &[u8], width: usize, limit: usize) -> bool {
-    if width == 1 {
-        let limit = u8::try_from(limit).unwrap_or(u8::MAX);
-        stored.iter().fold(0, |above, id| above | id.saturating_sub(limit)) != 0
-    } else {
-        let limit = u16::try_from(limit).unwrap_or(u16::MAX);
-        let ids = stored.as_chunks::<2>().0;
-        ids.iter().fold(0, |above, id| above | u16::from_le_bytes(*id).saturating_sub(limit)) != 0
+    Arch::new().dispatch(AnyAbove { stored, width, limit })
+}
+
+struct AnyAbove<'a> {
+    stored: &'a [u8],
+    width: usize,
+    limit: usize,
+}
+
+impl NullaryFnOnce for AnyAbove<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn call(self) -> bool {
+        let Self { stored, width, limit } = self;
+        if width == 1 {
+            let limit = u8::try_from(limit).unwrap_or(u8::MAX);
+            stored.iter().fold(0, |above, id| above | id.saturating_sub(limit)) != 0
+        } else {
+            let limit = u16::try_from(limit).unwrap_or(u16::MAX);
+            let above = |id: &[u8; 2]| u16::from_le_bytes(*id).saturating_sub(limit);
+            stored.as_chunks().0.iter().fold(0, |all, id| all | above(id)) != 0
+        }
     }
 }
 
@@ -124,21 +170,19 @@ pub(crate) fn any_above(stored: &[u8], width: usize, limit: usize) -> bool {
 const SPAN_IDS: usize = 4096;
 
 /// Looks for an expert that is twice in one choice.
-///
-/// Every id is compared with the one `distance` further on, for all distances below top-k; what
-/// crosses the border of a choice is masked out. No shuffles, any top-k, any width.
 #[derive(Debug)]
 pub(crate) struct Repeats {
     top_k: usize,
     width: usize,
-    /// The slot of each id of a span, as wide as an id.
+    /// The slot of each id of a span, as wide as an id; empty for choices of 8.
     slots: Vec<u8>,
 }
 
 impl Repeats {
     pub(crate) fn new(shape: &ModelShape) -> Self {
         let (top_k, width) = (shape.top_k, shape.id_bytes());
-        let slots = (0..(SPAN_IDS / top_k).max(1) * top_k)
+        let slots = if top_k == 8 { 0 } else { (SPAN_IDS / top_k).max(1) * top_k };
+        let slots = (0..slots)
             .map(|id| id % top_k)
             .flat_map(|slot| {
                 let [low, high, ..] = slot.to_le_bytes();
@@ -150,16 +194,75 @@ impl Repeats {
 
     /// Whether some choice in `stored`, whole choices in stored form, repeats an expert.
     pub(crate) fn any(&self, stored: &[u8]) -> bool {
-        stored.chunks(self.slots.len()).any(|span| {
-            if self.width == 1 {
-                repeats_u8(span, &self.slots, self.top_k)
-            } else {
-                repeats_u16(span.as_chunks().0, self.slots.as_chunks().0, self.top_k)
-            }
-        })
+        Arch::new().dispatch(AnyRepeats { repeats: self, stored })
     }
 }
 
+struct AnyRepeats<'a> {
+    repeats: &'a Repeats,
+    stored: &'a [u8],
+}
+
+impl NullaryFnOnce for AnyRepeats<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn call(self) -> bool {
+        let Self { repeats: Repeats { top_k, width, slots }, stored } = self;
+        match (*top_k, *width) {
+            (8, 1) => repeats_8_of_u8(stored.as_chunks().0),
+            (8, _) => repeats_8_of_u16(stored.as_chunks().0.as_chunks().0),
+            (_, 1) => stored.chunks(slots.len()).any(|span| repeats_u8(span, slots, *top_k)),
+            (_, _) => stored
+                .chunks(slots.len())
+                .any(|span| repeats_u16(span.as_chunks().0, slots.as_chunks().0, *top_k)),
+        }
+    }
+}
+
+/// The commonest choice, 8 ids of a byte, as one word: turned by 1, 2, 3 and 4 bytes it puts every
+/// id upon every other one.
+#[inline(always)]
+fn repeats_8_of_u8(choices: &[[u8; 8]]) -> bool {
+    const LOWEST: u64 = u64::from_le_bytes([0x01; 8]);
+    let mut zero = 0;
+    for choice in choices {
+        let ids = u64::from_le_bytes(*choice);
+        for bits in [8, 16, 24, 32] {
+            zero |= zero_lanes(ids ^ ids.rotate_left(bits), LOWEST);
+        }
+    }
+    zero & (LOWEST << 7) != 0
+}
+
+/// 8 ids of two bytes as two words: each is turned upon itself and upon the other one.
+#[inline(always)]
+fn repeats_8_of_u16(choices: &[[[u8; 8]; 2]]) -> bool {
+    const LOWEST: u64 = u64::from_le_bytes([1, 0, 1, 0, 1, 0, 1, 0]);
+    let mut zero = 0;
+    for choice in choices {
+        let [first, second] = choice.map(u64::from_le_bytes);
+        for bits in [16, 32] {
+            zero |= zero_lanes(first ^ first.rotate_left(bits), LOWEST);
+            zero |= zero_lanes(second ^ second.rotate_left(bits), LOWEST);
+        }
+        for bits in [0, 16, 32, 48] {
+            zero |= zero_lanes(first ^ second.rotate_left(bits), LOWEST);
+        }
+    }
+    zero & (LOWEST << 15) != 0
+}
+
+/// Sets the highest bit of some lane if, and only if, a lane of `word` is zero; `lowest` has the
+/// lowest bit of every lane. Only a lane of zeros borrows into a highest bit that was not set.
+#[inline(always)]
+fn zero_lanes(word: u64, lowest: u64) -> u64 {
+    word.wrapping_sub(lowest) & !word
+}
+
+/// Every id is compared with the one `distance` further on, for all distances below top-k; what
+/// crosses the border of a choice is masked out. No shuffles, any top-k, any width.
+#[inline(always)]
 fn repeats_u8(ids: &[u8], slots: &[u8], top_k: usize) -> bool {
     let mut repeated = 0;
     for distance in 1..top_k {
@@ -172,6 +275,8 @@ fn repeats_u8(ids: &[u8], slots: &[u8], top_k: usize) -> bool {
     repeated != 0
 }
 
+/// As [`repeats_u8`], for ids of two bytes.
+#[inline(always)]
 fn repeats_u16(ids: &[[u8; 2]], slots: &[[u8; 2]], top_k: usize) -> bool {
     let mut repeated = 0;
     for distance in 1..top_k {

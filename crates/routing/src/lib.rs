@@ -7,6 +7,7 @@
 //! [`MaskBuilder`] places the rows of all replies of an episode by absolute position and ends in
 //! a [`RoutingMask`].
 
+mod base64;
 mod blocks;
 mod body;
 mod builder;

@@ -4,12 +4,12 @@
 //! into its final piece and checked while it is there. Only the rows asked for are decoded, also
 //! where the engine sent the whole sequence: base64 can be entered at every third byte.
 
+use crate::base64::{self, GROUP_BYTES, GROUP_CHARS};
 use crate::check::{LayerWatch, check_shape, explain};
-use crate::kernels::{Repeats, WireId, any_set, narrow};
+use crate::kernels::{Repeats, WireId, any_above, any_set, narrow};
 use crate::npy::{self, NpyHeader};
 use crate::rows::PieceWriter;
 use crate::{PayloadForm, RoutedRows, RoutingError};
-use base64_simd::{Out, STANDARD};
 use orchestrate_types::ModelShape;
 use std::ops::Range;
 
@@ -153,7 +153,7 @@ fn npy_payload(
     if !text.is_whole() {
         return Err(RoutingError::Npy("its base64 text was cut off or is not padded"));
     }
-    let mut scratch = vec![0; text.decoded.min(npy::MAX_HEADER_BYTES) + GROUP_BYTES];
+    let mut scratch = Vec::new();
     let head = text
         .decode(0..text.decoded.min(npy::MAX_HEADER_BYTES), &mut scratch)
         .ok_or(RoutingError::Npy("its base64 text is not valid where its header should be"))?;
@@ -203,7 +203,7 @@ fn decode_rows(
     let wire_row = narrower.wire_row;
     let block_rows = (SCRATCH_BYTES / wire_row).clamp(1, crate::BLOCK_ROWS);
     let rows = asked.rows();
-    let mut scratch = vec![0; block_rows.min(rows) * wire_row + 2 * GROUP_BYTES];
+    let mut scratch = Vec::new();
     let mut watch = LayerWatch::new(shape, asked.start);
     let mut pieces = PieceWriter::new(asked.start, rows, shape.row_bytes());
     let mut at = payload.at;
@@ -212,10 +212,19 @@ fn decode_rows(
         let end = position + piece.rows;
         while position < end {
             let count = block_rows.min(end - position);
-            let wire = text
-                .decode(at..at + count * wire_row, &mut scratch)
-                .ok_or(RoutingError::Base64 { position })?;
-            watch.observe(narrower.rows(wire, position, piece.bytes)?);
+            let range = at..at + count * wire_row;
+            let stored = if narrower.copies() {
+                let before = piece.bytes.len();
+                text.append(range, piece.bytes).ok_or(RoutingError::Base64 { position })?;
+                let stored = piece.bytes.get(before..).unwrap_or_default();
+                narrower.check(stored, position)?;
+                stored
+            } else {
+                let wire =
+                    text.decode(range, &mut scratch).ok_or(RoutingError::Base64 { position })?;
+                narrower.rows(wire, position, piece.bytes)?
+            };
+            watch.observe(stored);
             at += count * wire_row;
             position += count;
         }
@@ -254,6 +263,25 @@ impl<'a> Narrower<'a> {
         }
         let wire_row = shape.hidden_layers * cell;
         Self { shape, ids, wire_row, repeats: Repeats::new(shape), runs }
+    }
+
+    /// Whether rows are stored just as they come.
+    fn copies(&self) -> bool {
+        let same = match self.ids {
+            WireId::U8 => self.shape.id_bytes() == 1,
+            WireId::U16 => self.shape.id_bytes() == 2,
+            WireId::I16 | WireId::I32 => false,
+        };
+        same && matches!(*self.runs, [Run { moe: true, .. }])
+    }
+
+    /// Checks rows that are stored as they came, the first one of absolute position `position`.
+    fn check(&self, stored: &[u8], position: usize) -> Result<(), RoutingError> {
+        let (width, limit) = (self.shape.id_bytes(), self.shape.experts - 1);
+        if any_above(stored, width, limit) || self.repeats.any(stored) {
+            explain(stored, self.ids, self.shape, position)?;
+        }
+        Ok(())
     }
 
     /// Appends the MoE layers of whole wire rows, the first one of absolute position `position`,
@@ -298,10 +326,6 @@ impl<'a> Narrower<'a> {
     }
 }
 
-/// Bytes of a base64 group of four characters.
-const GROUP_BYTES: usize = 3;
-const GROUP_CHARS: usize = 4;
-
 /// A base64 text that is decoded in parts.
 struct Base64Text<'a> {
     chars: &'a [u8],
@@ -320,18 +344,32 @@ impl<'a> Base64Text<'a> {
         self.chars.len().is_multiple_of(GROUP_CHARS)
     }
 
-    /// The decoded bytes `range`, which lie in the text. `scratch` has room for them and for two
-    /// groups more. `None` when a group of theirs is not standard padded base64.
-    fn decode<'b>(&self, range: Range<usize>, scratch: &'b mut [u8]) -> Option<&'b [u8]> {
-        let first = range.start / GROUP_BYTES;
-        let end = range.end.div_ceil(GROUP_BYTES);
-        let chars = self.chars.get(first * GROUP_CHARS..end * GROUP_CHARS)?;
-        let bytes = STANDARD.decode(chars, Out::from_slice(scratch)).ok()?;
+    /// The decoded bytes `range`, which lie in the text, in `scratch`. `None` when a group of theirs
+    /// is not standard padded base64.
+    fn decode<'b>(&self, range: Range<usize>, scratch: &'b mut Vec<u8>) -> Option<&'b [u8]> {
+        let groups = range.start / GROUP_BYTES..range.end.div_ceil(GROUP_BYTES);
+        let lead = range.start - groups.start * GROUP_BYTES;
+        scratch.clear();
+        self.append_groups(groups, scratch)?;
+        scratch.get(lead..lead + range.len())
+    }
+
+    /// As [`Base64Text::decode`], to the end of `out`: whole groups go straight there.
+    fn append(&self, range: Range<usize>, out: &mut Vec<u8>) -> Option<()> {
+        let first = range.start.next_multiple_of(GROUP_BYTES).min(range.end);
+        let last = (range.end - range.end % GROUP_BYTES).max(first);
+        let mut scratch = Vec::with_capacity(GROUP_BYTES);
+        out.extend_from_slice(self.decode(range.start..first, &mut scratch)?);
+        self.append_groups(first / GROUP_BYTES..last / GROUP_BYTES, out)?;
+        out.extend_from_slice(self.decode(last..range.end, &mut scratch)?);
+        Some(())
+    }
+
+    fn append_groups(&self, groups: Range<usize>, out: &mut Vec<u8>) -> Option<()> {
+        let promised = self.decoded.min(groups.end * GROUP_BYTES) - groups.start * GROUP_BYTES;
+        let before = out.len();
+        base64::append(self.chars.get(groups.start * GROUP_CHARS..groups.end * GROUP_CHARS)?, out)?;
         // Padding in the middle of the text makes fewer bytes than its length promises.
-        let promised = self.decoded.min(end * GROUP_BYTES) - first * GROUP_BYTES;
-        if bytes.len() != promised {
-            return None;
-        }
-        bytes.get(range.start - first * GROUP_BYTES..range.end - first * GROUP_BYTES)
+        (out.len() - before == promised).then_some(())
     }
 }

@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 /// Sequences of the batch.
 const SEQUENCES: usize = 8;
-/// Shards as large as by default.
-const SHARD_BYTES: u64 = 512 << 20;
+/// Shards as large as in a run.
+const SHARD_BYTES: u64 = 256 << 20;
 
 /// Measures writing a batch of conversations (`batch_write`), and opening it with every check and
 /// visiting all its rows (`batch_read`).

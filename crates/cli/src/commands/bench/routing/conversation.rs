@@ -28,6 +28,7 @@ pub(super) fn measure(kind: &Kind, rounds: u32, seed: u64) -> anyhow::Result<Cas
     let mut body = Vec::new();
     for round in 0..rounds {
         let mut builder = MaskBuilder::new(conversation.shape.clone())?;
+        floor.rewind();
         for &turn in &conversation.turns {
             let asked = builder.next_start();
             let start = if kind.mode == Mode::Full { 0 } else { asked };

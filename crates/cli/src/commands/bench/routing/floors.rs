@@ -3,6 +3,7 @@
 use super::workload::Wire;
 use anyhow::{Context as _, ensure};
 use base64_simd::{Out, STANDARD};
+use pulp::{Arch, NullaryFnOnce};
 use std::io::{Read as _, Write as _};
 use std::path::Path;
 
@@ -15,14 +16,22 @@ pub(super) const DELTA_COPY: &str =
     "scan of the payload for its closing quote and one base64 pass over it";
 pub(super) const FULL: &str = "scan of the payload for its closing quote";
 
-/// What a floor decodes into. Kept over the rounds, so that its pages are there already.
+/// What a floor decodes into. Rows of a round stay, each in its own place, as those of the case do;
+/// the memory is kept over the rounds, so that its pages are there already.
 #[derive(Debug, Default)]
 pub(super) struct Floor {
     scratch: Vec<u8>,
     rows: Vec<u8>,
+    /// Bytes of `rows` that are taken.
+    taken: usize,
 }
 
 impl Floor {
+    /// Begins another round.
+    pub(super) fn rewind(&mut self) {
+        self.taken = 0;
+    }
+
     /// Finds the closing quote of the text that begins at `begin`.
     pub(super) fn scan(body: &[u8], begin: usize) -> anyhow::Result<&[u8]> {
         let text = body.get(begin..).unwrap_or_default();
@@ -35,18 +44,19 @@ impl Floor {
         let text = Self::scan(body, begin)?;
         let width = if wire == Wire::SglangI32 { 4 } else { 1 };
         self.scratch.resize(BLOCK_CHARS / 4 * 3, 0);
-        let bytes = text.len() / 4 * 3 / width;
-        if self.rows.len() < bytes {
-            self.rows.resize(bytes, 0);
+        let end = self.taken + text.len() / 4 * 3 / width;
+        if self.rows.len() < end {
+            self.rows.resize(end, 0);
         }
-        let mut rest = self.rows.as_mut_slice();
+        let mut rest = self.rows.get_mut(self.taken..end).unwrap_or_default();
+        self.taken = end;
         for block in text.chunks(BLOCK_CHARS) {
             let taken = if width == 1 {
                 decode(block, rest)?
             } else {
                 let decoded = decode(block, &mut self.scratch)?;
                 let words = self.scratch.get(..decoded).unwrap_or_default().as_chunks::<4>().0;
-                rest.iter_mut().zip(words).for_each(|(to, &[low, ..])| *to = low);
+                Arch::new().dispatch(Narrow { words, rows: &mut *rest });
                 words.len()
             };
             rest = rest.split_at_mut(taken).1;
@@ -54,6 +64,22 @@ impl Floor {
         ensure!(text.len() >= 4, "a body without rows");
         std::hint::black_box(&self.rows);
         Ok(())
+    }
+}
+
+/// Takes the lowest byte of each word, by the widest vectors there are.
+struct Narrow<'a> {
+    words: &'a [[u8; 4]],
+    rows: &'a mut [u8],
+}
+
+impl NullaryFnOnce for Narrow<'_> {
+    type Output = ();
+
+    #[expect(clippy::inline_always, reason = "the loop must be compiled with the caller's vectors")]
+    #[inline(always)]
+    fn call(self) {
+        self.rows.iter_mut().zip(self.words).for_each(|(to, &[low, ..])| *to = low);
     }
 }
 

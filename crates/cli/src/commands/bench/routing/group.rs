@@ -32,6 +32,7 @@ pub(super) fn measure(groups: &Groups, rounds: u32, seed: u64) -> anyhow::Result
     let (mut meter, mut floor) = (Meter::new(), Floor::default());
     let (mut body, mut kept_bytes) = (Vec::new(), 0);
     for round in 0..rounds {
+        floor.rewind();
         let cache =
             meter.case(0, || PrefixCache::open(CacheOptions { bytes: u64::MAX, spill: None }))?;
         // Room for the masks is the benchmark's own.
