@@ -71,7 +71,7 @@ impl RoutingMask {
 
     /// Row-major bytes `[T − 1, moe layers, top_k]`, id width 1 or 2 (little-endian), in order and
     /// in slices of [`BLOCK_ROWS`] rows (the last may have fewer).
-    pub fn chunks(&self) -> impl Iterator<Item = &[u8]> {
+    pub fn chunks(&self) -> impl Iterator<Item = &[u8]> + Clone {
         self.blocks.iter().map(Block::bytes)
     }
 

@@ -35,9 +35,10 @@
 //!
 //! # Publishing
 //!
-//! Shards are written under a temporary name, synced, digested and renamed; the manifest comes
-//! last. A folder without a manifest is no batch.
+//! Shards are written under a temporary name and digested meanwhile, synced and renamed; the
+//! manifest comes last. A folder without a manifest is no batch.
 
+mod digest;
 mod error;
 mod manifest;
 mod mapped;

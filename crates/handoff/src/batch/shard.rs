@@ -1,10 +1,11 @@
 //! Writing one shard: rows go from the masks' own memory to the file, the rest follows when the
 //! last sequence is known.
 
+use super::digest::FileDigest;
 use super::manifest::{EXPERTS, Extent, ShardEntry, tensor_bytes, tensors};
 use super::write::Planned;
 use super::{BatchSample, FORMAT_VERSION};
-use camino::{Utf8Path, Utf8PathBuf};
+use camino::Utf8PathBuf;
 use fs_err::File;
 use orchestrate_routing::RoutingMask;
 use orchestrate_types::ModelShape;
@@ -20,6 +21,7 @@ const ABSENT_ROWS: usize = 256;
 /// A shard under way. `S` is the sample, owned or borrowed.
 pub(super) struct ShardWriter<'a, S> {
     file: File,
+    digest: FileDigest,
     temporary: Utf8PathBuf,
     shape: &'a ModelShape,
     planned: &'a [Planned],
@@ -50,7 +52,7 @@ struct Columns {
     routing_valid: Vec<u8>,
 }
 
-/// A written shard that is neither synced nor digested yet.
+/// A written shard that is not synced yet.
 #[derive(Debug)]
 pub(super) struct Unsealed {
     file: File,
@@ -81,6 +83,7 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
         let absent = absent_row(shape).repeat(ABSENT_ROWS);
         Ok(Self {
             file,
+            digest: FileDigest::new(rows_at),
             temporary,
             shape,
             planned,
@@ -103,15 +106,8 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
             Some((leader, row)) if self.share => (equal_rows(leader.borrow(), sequence), *row),
             Some(_) | None => (0, 0),
         };
-        if let Some(mask) = &sequence.routing {
-            let skip = shared * mask.row_bytes();
-            write_chunks(&mut self.file, skip_bytes(mask.chunks(), skip))?;
-        }
-        let absent_bytes = (tokens - held) * self.shape.row_bytes();
-        let whole = self.absent.len().max(1);
-        let full = std::iter::repeat_n(self.absent.as_slice(), absent_bytes / whole);
-        let rest = self.absent.get(..absent_bytes % whole);
-        write_chunks(&mut self.file, full.chain(rest))?;
+        let absent = (tokens - held) * self.shape.row_bytes();
+        self.write_rows(sequence.routing.as_ref(), shared, absent)?;
 
         let first = self.rows;
         self.rows += tokens - shared;
@@ -132,6 +128,29 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
         Ok(())
     }
 
+    /// Writes and digests a mask's rows from row `skip` on, then `absent` bytes of rows that nobody
+    /// chose.
+    fn write_rows(
+        &mut self,
+        mask: Option<&RoutingMask>,
+        skip: usize,
+        absent: usize,
+    ) -> io::Result<()> {
+        let whole = self.absent.len().max(1);
+        let absent = std::iter::repeat_n(self.absent.as_slice(), absent / whole)
+            .chain(self.absent.get(..absent % whole));
+        let held =
+            mask.into_iter().flat_map(|mask| skip_bytes(mask.chunks(), skip * mask.row_bytes()));
+        let chunks = held.chain(absent);
+        // Two cores do both in the time of the longer one.
+        let (file, digest) = (&mut self.file, &mut self.digest);
+        let (written, ()) = rayon::join(
+            || write_chunks(file, chunks.clone()),
+            || chunks.clone().for_each(|chunk| digest.update(chunk)),
+        );
+        written
+    }
+
     /// Writes header and columns in front of the rows.
     pub(super) fn finish(mut self, file_name: String) -> io::Result<Unsealed> {
         let (shape, sequences, share) = (self.shape, self.planned.len(), self.share);
@@ -145,46 +164,33 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
         let length = (header_bytes as u64).to_le_bytes();
         self.file.seek(SeekFrom::Start(0))?;
         let parts = [length.as_slice(), header.as_slice()].into_iter().chain(columns);
-        write_chunks(&mut self.file, parts)?;
+        write_chunks(&mut self.file, parts.clone())?;
         let entry = ShardEntry {
             file: file_name,
             sequences,
             tokens: self.tokens,
             rows: self.rows,
             bytes: self.rows_at + (self.rows * shape.row_bytes()) as u64,
-            blake3: String::new(),
+            blake3: self.digest.finish(parts).to_hex().to_string(),
         };
         Ok(Unsealed { file: self.file, temporary: self.temporary, entry })
     }
 }
 
 impl Unsealed {
-    /// Puts the shard on the disk and digests what lies there, both at the same time.
-    pub(super) fn seal(mut self) -> io::Result<ShardEntry> {
-        let Self { file, temporary, entry } = &mut self;
-        let (synced, digest) = std::thread::scope(|scope| {
-            let sync = scope.spawn(|| file.sync_all());
-            let digest = digest(temporary);
-            (sync.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), digest)
-        });
-        synced?;
-        let (bytes, digest) = digest?;
-        if bytes != entry.bytes {
+    /// Puts the shard on the disk.
+    pub(super) fn seal(self) -> io::Result<ShardEntry> {
+        self.file.sync_all()?;
+        let bytes = self.file.metadata()?.len();
+        if bytes != self.entry.bytes {
+            let Self { temporary, entry, .. } = self;
             return Err(io::Error::new(
                 io::ErrorKind::WriteZero,
                 format!("{bytes} of {} bytes arrived in {temporary}", entry.bytes),
             ));
         }
-        entry.blake3 = digest.to_hex().to_string();
         Ok(self.entry)
     }
-}
-
-/// Size and BLAKE3 of a file.
-fn digest(path: &Utf8Path) -> io::Result<(u64, blake3::Hash)> {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update_mmap_rayon(path)?;
-    Ok((hasher.count(), hasher.finalize()))
 }
 
 impl Columns {
@@ -261,9 +267,9 @@ fn equal_rows(leader: &BatchSample, member: &BatchSample) -> usize {
 
 /// The chunks without their first `skip` bytes.
 fn skip_bytes<'c>(
-    chunks: impl Iterator<Item = &'c [u8]>,
+    chunks: impl Iterator<Item = &'c [u8]> + Clone,
     mut skip: usize,
-) -> impl Iterator<Item = &'c [u8]> {
+) -> impl Iterator<Item = &'c [u8]> + Clone {
     chunks.filter_map(move |chunk| {
         let passed = skip.min(chunk.len());
         skip -= passed;

@@ -41,7 +41,7 @@ pub fn write_batch(
 /// `samples` yields the sequences of `planned` in that order. One is asked for at a time and let
 /// go once its rows are in the file; where prefix rows are shared, the group's first is kept
 /// beside it. Of earlier ones only tokens, masks and log-probs of the shard under way are held,
-/// about 20 bytes per token. While a shard is written, the one before it is synced and digested.
+/// about 20 bytes per token. While a shard is written, the one before it is synced.
 ///
 /// Shards have temporary names until all are synced; the manifest comes last. A folder without a
 /// manifest is the rest of an interrupted write and is replaced. Where the same batch is already
