@@ -223,8 +223,7 @@ impl<D: Dialect> Client<D> {
                 return Err(EngineErrorKind::Unfit(words.to_owned()).into());
             }
         };
-        let limits =
-            Limits { max_new_tokens, priorities: self.priorities.load(Ordering::Relaxed) };
+        let limits = Limits { max_new_tokens, priorities: self.priorities.load(Ordering::Relaxed) };
         let post = self.wire.post(D::GENERATE, D::body(request, &limits), &request.session);
         let expected = Expected {
             request_id: request.request_id.as_str().to_owned(),

@@ -3,7 +3,9 @@
 use crate::client::Client;
 use crate::dialect::Dialect;
 use crate::reply::{Fault, Reading};
-use crate::{EngineError, EngineErrorKind, EngineInfo, Finding, GenerateRequest, Sampling, Severity};
+use crate::{
+    EngineError, EngineErrorKind, EngineInfo, Finding, GenerateRequest, Sampling, Severity,
+};
 use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError};
 use orchestrate_types::{
     AttemptId, EpisodeId, GroupId, ModelShape, PolicyVersion, RequestId, RunId, TokenId,
@@ -102,25 +104,22 @@ fn unfit<D: Dialect>(fault: &Fault) -> Finding {
         (Some(RoutingError::DenseLayer { .. }), _) => {
             ("dense-layers", "make engine.model the folder of the model that is served")
         }
-        (
-            Some(
-                RoutingError::Length { hint, .. }
-                | RoutingError::NpyShape { hint, .. },
-            ),
-            _,
-        ) if hint.contains("columns") => (
-            "fused-shared-experts",
-            "serve without fused shared experts (SGLang: --disable-shared-experts-fusion)",
-        ),
+        (Some(RoutingError::Length { hint, .. } | RoutingError::NpyShape { hint, .. }), _)
+            if hint.contains("columns") =>
+        {
+            (
+                "fused-shared-experts",
+                "serve without fused shared experts (SGLang: --disable-shared-experts-fusion)",
+            )
+        }
         (Some(_), _) => (
             "routed-experts",
             "make engine.model the folder of the model that is served, and serve it without \
              options that change its experts",
         ),
-        (None, EngineErrorKind::Refused { status: 401 | 403, .. }) => (
-            "closed-route",
-            "set engine.api_key_env, and start vLLM with --enable-scale-out",
-        ),
+        (None, EngineErrorKind::Refused { status: 401 | 403, .. }) => {
+            ("closed-route", "set engine.api_key_env, and start vLLM with --enable-scale-out")
+        }
         (None, EngineErrorKind::Refused { status: 404, .. }) => {
             ("no-token-route", crate::kind::NEEDED)
         }
@@ -172,9 +171,8 @@ impl<D: Dialect> Probe<'_, D> {
         let have = longer.len() - 1;
         longer.extend(self.tokens(OBSERVATION, 7));
         let turn = self.generate(&longer, Some(have), 1.0).await?;
-        let boundary = turn.generation.routed_experts.as_ref().is_some_and(|rows| {
-            rows.row(have).is_some()
-        });
+        let boundary =
+            turn.generation.routed_experts.as_ref().is_some_and(|rows| rows.row(have).is_some());
         if !boundary {
             self.findings.push(Finding::refusal(
                 "boundary-row",

@@ -204,9 +204,7 @@ pub(crate) fn check_tokens(
     }
     let vocab = expected.shape.vocab;
     match ids.iter().find(|&&id| id as usize >= vocab) {
-        Some(id) => {
-            Err(wrong(field, format!("token id {id} is not in the vocabulary of {vocab}")))
-        }
+        Some(id) => Err(wrong(field, format!("token id {id} is not in the vocabulary of {vocab}"))),
         None => Ok(()),
     }
 }

@@ -167,9 +167,8 @@ impl Dialect for Vllm {
         // Nothing is flushed by itself: cached rows would stay those of the old weights.
         let reset = "/reset_prefix_cache";
         let body = wire.tell(reset, reset, &json!({}), CALL_TIMEOUT).await?;
-        let reply: Success = serde_json::from_slice(&body).map_err(|error| {
-            wire.error(reset, EngineErrorKind::InvalidReply(error.to_string()))
-        })?;
+        let reply: Success = serde_json::from_slice(&body)
+            .map_err(|error| wire.error(reset, EngineErrorKind::InvalidReply(error.to_string())))?;
         if !reply.success {
             let words = "it kept its prefix cache, whose rows are those of the old weights";
             return Err(wire.error(reset, EngineErrorKind::InvalidReply(words.to_owned())));

@@ -106,7 +106,9 @@ impl ServerInfo {
         if let Some(algorithm) = &self.speculative_algorithm {
             findings.push(Finding::warning(
                 "speculative-decoding",
-                format!("it speculates ({algorithm}), which returned surplus rows in some releases"),
+                format!(
+                    "it speculates ({algorithm}), which returned surplus rows in some releases"
+                ),
                 "start it without --speculative-algorithm if routing rows are refused",
             ));
         }

@@ -39,8 +39,7 @@ struct MetaInfo<'a> {
     output_token_logprobs: Option<Vec<(Option<f32>, TokenId, IgnoredAny)>>,
     dp_rank: Option<u32>,
     // Empty: its text was cut out before. Borrowed, so that its place can be compared.
-    #[serde(borrow)]
-    routed_experts: Option<Cow<'a, str>>,
+    routed_experts: Option<&'a str>,
 }
 
 #[derive(Deserialize)]
@@ -85,7 +84,7 @@ pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
     let given = given.iter().map(|(logprob, id, _)| (*id, *logprob));
     let logprobs = check_logprobs(LOGPROBS, given, &output_ids)?;
     let versions = versions(&meta, outputs)?;
-    let payload = cut.payload(ROUTED, meta.routed_experts.as_deref())?;
+    let payload = cut.payload(ROUTED, meta.routed_experts)?;
     let form = WireForm::SglangI32;
     let rows = routed_rows(form, ROUTED, payload, expected, outputs, never_ran)?;
     Ok(Reading {

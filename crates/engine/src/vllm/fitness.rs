@@ -129,9 +129,11 @@ fn in_text<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     loop {
         let begin = from + text.get(from..)?.find(name)?;
         let end = begin + name.len();
-        let alone = text.get(..begin)?.chars().next_back().is_none_or(|before| {
-            !(before.is_alphanumeric() || before == '_')
-        });
+        let alone = text
+            .get(..begin)?
+            .chars()
+            .next_back()
+            .is_none_or(|before| !(before.is_alphanumeric() || before == '_'));
         if alone && let Some(value) = text.get(end..)?.strip_prefix('=') {
             let stop = value.find([',', ')']).unwrap_or(value.len());
             return value.get(..stop).map(|value| value.trim_matches('\''));

@@ -47,8 +47,7 @@ struct Choice<'a> {
     logprobs: Option<Logprobs>,
     weight_versions: Option<Vec<Span>>,
     // Empty: its text was cut out before. Borrowed, so that its place can be compared.
-    #[serde(borrow)]
-    routed_experts: Option<Cow<'a, str>>,
+    routed_experts: Option<&'a str>,
 }
 
 #[derive(Deserialize)]
@@ -102,7 +101,7 @@ pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
         Some(spans) => check_spans(VERSIONS, spans, outputs)?,
         None => one_span(expected.serving, outputs),
     };
-    let payload = cut.payload(ROUTED, choice.routed_experts.as_deref())?;
+    let payload = cut.payload(ROUTED, choice.routed_experts)?;
     let form = WireForm::VllmNpy;
     let rows = routed_rows(form, ROUTED, payload, expected, outputs, never_ran)?;
     Ok(Reading {

@@ -423,7 +423,11 @@ async fn e6_bodies_that_no_parser_should_swallow_are_refused() {
 }
 
 /// The error of a client that gets these bytes.
-async fn raw(body: Vec<u8>, vllm: bool, request: GenerateRequest) -> orchestrate_engine::EngineError {
+async fn raw(
+    body: Vec<u8>,
+    vllm: bool,
+    request: GenerateRequest,
+) -> orchestrate_engine::EngineError {
     use axum::Router;
     use axum::body::Bytes;
     let mut tasks = JoinSet::new();

@@ -215,10 +215,7 @@ async fn the_six_steps_are_taken_in_order() {
             assert!(ids.insert(call.body["rid"].as_str().unwrap().to_owned()), "a new id per try");
         }
     }
-    assert_eq!(
-        asked,
-        [(48, Some(0)), (48, Some(0)), (48, Some(47)), (55, Some(49)), (48, None)]
-    );
+    assert_eq!(asked, [(48, Some(0)), (48, Some(0)), (48, Some(47)), (55, Some(49)), (48, None)]);
 }
 
 #[tokio::test]
@@ -264,8 +261,7 @@ async fn a_server_without_rows_is_looked_at_all_the_same() {
             Reply::Now(200, info.to_string())
         }
         "/generate" => {
-            let mut toy =
-                Toy { vllm: false, broken: Broken::Nothing, calls: 0, seen: Vec::new() };
+            let mut toy = Toy { vllm: false, broken: Broken::Nothing, calls: 0, seen: Vec::new() };
             Reply::Now(200, toy.generate(asked).to_string())
         }
         _ => Reply::Now(200, json!({"weight_version": "default"}).to_string()),

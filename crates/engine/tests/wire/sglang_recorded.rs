@@ -103,7 +103,8 @@ async fn recorded_refusals_are_typed_and_never_retried() {
 
 #[tokio::test]
 async fn recorded_server_info_is_understood() {
-    let (Some(server), Some(model)) = (recording(SGLANG, "info_server_info"), recording(SGLANG, "info_model_info"))
+    let (Some(server), Some(model)) =
+        (recording(SGLANG, "info_server_info"), recording(SGLANG, "info_model_info"))
     else {
         return;
     };
@@ -129,13 +130,34 @@ async fn recorded_server_info_is_understood() {
 /// Every recorded reply to token ids, with numbers in place of the words that name weights.
 fn all_replies() -> Option<Vec<(String, Recorded)>> {
     let names = [
-        "abort_all", "abort_by_rid", "bad_requests", "chunked_prefill", "cold_turn1",
-        "cold_turn2", "cold_turn3", "cold_turn4", "concurrent8", "logprob_start_len",
-        "max_new_tokens_0_1", "midflight_update_in_place_flush",
-        "midflight_update_in_place_noflush", "midflight_update_retract_flush", "overlong",
-        "pause_abort", "pause_in_place", "pause_retract", "retraction_kv_pressure", "stop",
-        "stop_no_ignore_eos", "turn1", "turn2", "turn3", "turn4", "weight_update",
-        "weight_update_abort_all", "weight_update_inflight",
+        "abort_all",
+        "abort_by_rid",
+        "bad_requests",
+        "chunked_prefill",
+        "cold_turn1",
+        "cold_turn2",
+        "cold_turn3",
+        "cold_turn4",
+        "concurrent8",
+        "logprob_start_len",
+        "max_new_tokens_0_1",
+        "midflight_update_in_place_flush",
+        "midflight_update_in_place_noflush",
+        "midflight_update_retract_flush",
+        "overlong",
+        "pause_abort",
+        "pause_in_place",
+        "pause_retract",
+        "retraction_kv_pressure",
+        "stop",
+        "stop_no_ignore_eos",
+        "turn1",
+        "turn2",
+        "turn3",
+        "turn4",
+        "weight_update",
+        "weight_update_abort_all",
+        "weight_update_inflight",
     ];
     let mut replies = Vec::new();
     for name in names {
@@ -145,8 +167,14 @@ fn all_replies() -> Option<Vec<(String, Recorded)>> {
                 continue;
             }
             for (number, word) in [
-                "b-noflush", "a-flush", "a-abortall", "b-inplace-flush", "b-inplace", "a-retract",
-                "b-inflight", "a-final",
+                "b-noflush",
+                "a-flush",
+                "a-abortall",
+                "b-inplace-flush",
+                "b-inplace",
+                "a-retract",
+                "b-inflight",
+                "a-final",
             ]
             .iter()
             .enumerate()

@@ -48,10 +48,29 @@ async fn every_recorded_reply_has_a_row_for_each_input_from_the_start_on() {
     let mut tasks = JoinSet::new();
     let (mut replies, mut aborted, mut stopped, mut clamped) = (0, 0, 0, 0);
     for name in [
-        "abort_all", "abort_by_id", "abort_by_prefixed_id", "abort_scaleout", "bad_requests",
-        "chunked_prefill", "cold_turn1", "cold_turn2", "cold_turn3", "cold_turn4", "concurrent8",
-        "midflight_update_keep", "midflight_update_keep_reset_running", "overlong", "pause_abort",
-        "pause_keep", "pause_wait", "stop", "turn1", "turn2", "turn3", "turn4", "variants",
+        "abort_all",
+        "abort_by_id",
+        "abort_by_prefixed_id",
+        "abort_scaleout",
+        "bad_requests",
+        "chunked_prefill",
+        "cold_turn1",
+        "cold_turn2",
+        "cold_turn3",
+        "cold_turn4",
+        "concurrent8",
+        "midflight_update_keep",
+        "midflight_update_keep_reset_running",
+        "overlong",
+        "pause_abort",
+        "pause_keep",
+        "pause_wait",
+        "stop",
+        "turn1",
+        "turn2",
+        "turn3",
+        "turn4",
+        "variants",
         "weight_update",
     ] {
         let Some(exchanges) = recording(VLLM, name) else { return };

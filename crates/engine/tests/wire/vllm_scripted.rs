@@ -67,7 +67,11 @@ async fn an_abort_names_the_request_as_the_server_does() {
     ] {
         let mut tasks = JoinSet::new();
         let (url, mut seen) = serve(&mut tasks, move |path, _| {
-            if path == known { Reply::Now(200, String::new()) } else { Reply::Now(404, "{}".into()) }
+            if path == known {
+                Reply::Now(200, String::new())
+            } else {
+                Reply::Now(404, "{}".into())
+            }
         })
         .await;
         let client = VllmClient::new(options(&url)).unwrap();

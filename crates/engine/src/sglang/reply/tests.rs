@@ -165,22 +165,52 @@ fn mutations() -> Vec<Mutation> {
     const FINISH: &[&str] = &[META, "finish_reason"];
     let span = |start: u32, end: u32| json!({"version": "12", "start": start, "end": end});
     vec![
-        ("e7 another request's", &[META, "id"], Some(json!("r-2")), "`meta_info.id`: it answers request `r-2`"),
+        (
+            "e7 another request's",
+            &[META, "id"],
+            Some(json!("r-2")),
+            "`meta_info.id`: it answers request `r-2`",
+        ),
         ("e7 no id", &[META, "id"], None, "`meta_info`: missing field `id`"),
-        ("e7 another prompt", &[META, "prompt_tokens"], Some(json!(5)), "`meta_info.prompt_tokens`: 5 tokens"),
+        (
+            "e7 another prompt",
+            &[META, "prompt_tokens"],
+            Some(json!(5)),
+            "`meta_info.prompt_tokens`: 5 tokens",
+        ),
         ("no prompt count", &[META, "prompt_tokens"], None, "`meta_info.prompt_tokens`"),
-        ("wrong count", &[META, "completion_tokens"], Some(json!(2)), "`meta_info.completion_tokens`"),
+        (
+            "wrong count",
+            &[META, "completion_tokens"],
+            Some(json!(2)),
+            "`meta_info.completion_tokens`",
+        ),
         ("cached too many", &[META, "cached_tokens"], Some(json!(5)), "`meta_info.cached_tokens`"),
-        ("e8 beyond vocabulary", &["output_ids"], Some(json!([7, 8, 50])), "`output_ids`: token id 50"),
+        (
+            "e8 beyond vocabulary",
+            &["output_ids"],
+            Some(json!([7, 8, 50])),
+            "`output_ids`: token id 50",
+        ),
         ("e8 negative id", &["output_ids"], Some(json!([7, 8, -1])), "`output_ids[2]`"),
         ("e8 float id", &["output_ids"], Some(json!([7, 8, 9.0])), "`output_ids[2]`"),
         ("e8 null id", &["output_ids"], Some(json!([7, 8, null])), "`output_ids[2]`"),
         ("e8 ids missing", &["output_ids"], None, "missing field `output_ids`"),
-        ("e8 more than asked", &["output_ids"], Some(json!(vec![1; 9])), "`meta_info.completion_tokens`"),
+        (
+            "e8 more than asked",
+            &["output_ids"],
+            Some(json!(vec![1; 9])),
+            "`meta_info.completion_tokens`",
+        ),
         ("e8 logprobs missing", LOGPROBS, None, "`meta_info.output_token_logprobs`: 0 entries"),
         ("e8 logprobs null", LOGPROBS, Some(json!(null)), "0 entries"),
         ("e8 too few", LOGPROBS, Some(json!([[-0.5, 7, null]])), "1 entries"),
-        ("e8 no id", LOGPROBS, Some(json!([[-0.5], [-0.1], [-0.1]])), "`meta_info.output_token_logprobs[0]"),
+        (
+            "e8 no id",
+            LOGPROBS,
+            Some(json!([[-0.5], [-0.1], [-0.1]])),
+            "`meta_info.output_token_logprobs[0]",
+        ),
         (
             "e8 of another token",
             LOGPROBS,
@@ -224,7 +254,12 @@ fn mutations() -> Vec<Mutation> {
         ("e15 short", SPANS, Some(json!([span(0, 2)])), "2 of 3"),
         ("e15 long", SPANS, Some(json!([span(0, 4)])), "4 of 3"),
         ("no finish", FINISH, Some(json!(null)), "`meta_info.finish_reason`"),
-        ("unknown finish", FINISH, Some(json!({"type": "tired"})), "`meta_info.finish_reason`: `tired`"),
+        (
+            "unknown finish",
+            FINISH,
+            Some(json!({"type": "tired"})),
+            "`meta_info.finish_reason`: `tired`",
+        ),
         (
             "logits were not numbers",
             FINISH,
