@@ -7,7 +7,6 @@ use crate::{
     Vllm,
 };
 use async_trait::async_trait;
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fmt;
@@ -15,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// The dialect of an inference server.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EngineKind {
     /// SGLang 0.5.12 and later, and the embedded engine.

@@ -203,7 +203,9 @@ pub async fn turns_join_however_their_rows_are_asked_for(subject: &Subject) -> K
         for start in [so_far.len(), length] {
             let part = subject.generate(subject.request(&prompt, Some(start))).await?;
             promise!(part.output_ids == whole.output_ids, "greedy tokens differ when repeated");
-            promise!(part.cached_tokens > 0, "a repeated prompt of {length} is not cached");
+            // The first prompt may be shorter than a block of the cache.
+            let cached = turn == 0 || part.cached_tokens > 0;
+            promise!(cached, "a repeated prompt of {length} is not cached");
             let close = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-2;
             promise!(
                 part.logprobs.iter().zip(&whole.logprobs).all(close),

@@ -273,7 +273,7 @@ fn rows(start: usize, count: usize) -> RoutedRows {
 fn by_hand(vllm: bool) -> Vec<Base> {
     let mut bases = Vec::new();
     for (prompt, outputs, start, finish) in
-        [(6, 3, 0, "length"), (9, 8, 4, "stop"), (20, 1, 2, "length"), (12, 5, 9, "abort")]
+        [(6, 3, 0, "length"), (9, 8, 4, "stop"), (20, 1, 3, "length"), (12, 5, 9, "abort")]
     {
         let request = request((1..=prompt).collect(), 8, Some(start));
         let id = request.request_id.as_str();
