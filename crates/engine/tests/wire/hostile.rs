@@ -352,7 +352,8 @@ async fn refuse_all<D: Dialect>(bases: Vec<Base>, spoils: &[Spoil]) -> usize {
             count += 1;
             *answer.lock().unwrap() = spoilt.to_string();
             let taken = client.generate(request.clone()).await.map(|got| got.output_ids);
-            let error = taken.expect_err(&format!("{index} {field}"));
+            assert!(taken.is_err(), "{index} {field}: {taken:?}");
+            let error = taken.unwrap_err();
             assert!(matches!(error.kind, EngineErrorKind::InvalidReply(_)), "{index}: {error}");
             assert!(error.to_string().contains(field), "{index} {field}: {error}");
         }
