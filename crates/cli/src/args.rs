@@ -188,7 +188,7 @@ pub(crate) enum ConfigCommand {
 pub(crate) struct DoctorArgs {
     #[command(flatten)]
     pub(crate) source: ConfigSource,
-    /// Also probe this inference server.
+    /// Also probe this inference server (SGLang or vLLM): samples a few tokens from it.
     #[arg(long, value_name = "URL")]
     pub(crate) engine: Option<String>,
     /// Print JSON on standard output.

@@ -251,6 +251,7 @@ impl RawConfig {
             routing: restate(&settings.routing)?,
             engine: EngineSection {
                 model: Some(settings.engine.model.to_string()),
+                kind: Some(settings.engine.kind.to_string()),
                 ..self.engine.clone()
             },
             trainer: self.trainer.clone(),

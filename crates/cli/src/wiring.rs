@@ -6,7 +6,7 @@ use crate::output;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TaskSet, TrainerSink};
-use orchestrate_engine::{Engine, SglangClient, SglangOptions};
+use orchestrate_engine::{ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, Worker};
 use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
@@ -77,11 +77,11 @@ pub(crate) async fn engine(
     settings: &Settings,
     servers: &mut Servers,
     model: &Utf8Path,
-) -> anyhow::Result<SglangClient> {
+) -> anyhow::Result<Arc<dyn Worker>> {
     let plan = &settings.engine;
     let shape = ModelConfig::load(model)?.shape();
-    let url = if let Some(url) = &plan.url {
-        url.clone()
+    let (kind, url) = if let Some(url) = &plan.url {
+        (plan.kind, url.clone())
     } else {
         let (listener, url) = loopback().await?;
         let options = EngineOptions {
@@ -93,9 +93,9 @@ pub(crate) async fn engine(
         };
         let cancel = servers.cancel.clone();
         servers.tasks.spawn(async move { Ok(serve_engine(options, listener, cancel).await?) });
-        url
+        (EngineKind::Sglang, url)
     };
-    let options = SglangOptions {
+    let options = ClientOptions {
         url,
         api_key: plan.api_key().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?,
         shape,
@@ -104,10 +104,32 @@ pub(crate) async fn engine(
         sync_timeout: plan.sync_timeout,
     };
     let patience = plan.start_timeout;
-    let connected = async { Ok(SglangClient::connect(options, patience).await?) };
-    let (client, info) = servers.during(connected).await?;
-    tracing::info!(engine = info.engine, model = info.model_path, "engine is up");
-    Ok(client)
+    let looked_at = async {
+        let (client, info) = kind.connect(options, patience).await?;
+        tracing::info!(engine = info.engine, model = info.model_path, "engine is up");
+        inspect(settings, client.as_ref()).await?;
+        Ok(client)
+    };
+    servers.during(Box::pin(looked_at)).await
+}
+
+/// Samples a few tokens before a run trusts the engine: what is unfit ends it here, with the
+/// remedy, and not in the middle of the first step.
+async fn inspect(settings: &Settings, engine: &dyn Worker) -> anyhow::Result<()> {
+    let report = engine.probe().await?;
+    let unfit: Vec<String> = report.refusals().map(ToString::to_string).collect();
+    for warning in report.warnings() {
+        output::say(format!("warning: engine: {warning}"));
+    }
+    if unfit.is_empty() {
+        return Ok(());
+    }
+    if !settings.engine.require_routed_experts {
+        output::say(format!("warning: engine: unfit for training: {}", unfit.join("; ")));
+        return Ok(());
+    }
+    let kind = EngineErrorKind::Unfit(unfit.join("; "));
+    Err(EngineError { engine: report.info.engine, call: "probe", kind }.into())
 }
 
 /// The configured trainer, or an embedded one with its checkpoints in the run folder.
@@ -216,8 +238,7 @@ pub(crate) async fn coordinator(
     }
     let sandboxes: Arc<dyn SandboxProvider> =
         Arc::new(DockerProvider::connect(settings.sandbox.clone()).await?);
-    let engine: Arc<dyn Engine> =
-        Arc::new(engine(settings, servers, &settings.engine.model).await?);
+    let engine: Arc<dyn Engine> = engine(settings, servers, &settings.engine.model).await?;
     let trainer: Arc<dyn TrainerSink> = match training {
         Training::Trainer => Arc::new(trainer(settings, servers, folder).await?),
         Training::Fixed(sink) => sink,

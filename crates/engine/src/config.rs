@@ -1,5 +1,7 @@
 //! The section `[engine]`.
 
+use crate::EngineKind;
+use crate::kind::NEEDED;
 use camino::Utf8PathBuf;
 use orchestrate_types::{ConfigProblem, HumanDuration};
 use schemars::JsonSchema;
@@ -10,8 +12,12 @@ use std::time::Duration;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EngineSection {
-    /// Base URL of an SGLang server, e.g. `http://127.0.0.1:30000`. Absent: the embedded engine.
+    /// Base URL of an inference server, e.g. `http://127.0.0.1:30000`. Absent: the embedded
+    /// engine.
     pub url: Option<String>,
+    /// What the server at `url` speaks: "sglang" (0.5.12 and later, the default) or "vllm" (0.31
+    /// and later).
+    pub kind: Option<String>,
     /// Folder of the starting checkpoint in Hugging Face layout (config, weights, tokenizer,
     /// chat template).
     pub model: Option<String>,
@@ -36,6 +42,8 @@ pub struct EngineSection {
 pub struct EnginePlan {
     /// Base URL; `None` = the embedded engine.
     pub url: Option<String>,
+    /// What the server speaks.
+    pub kind: EngineKind,
     /// Folder of the starting checkpoint.
     pub model: Utf8PathBuf,
     /// Folder of the tokenizer.
@@ -70,6 +78,11 @@ impl EngineSection {
                 problems.push(ConfigProblem::new("engine.url", url, remedy));
             }
         }
+        let kind = check_kind(self.kind.as_deref(), self.url.is_some());
+        let kind = kind.unwrap_or_else(|problem| {
+            problems.push(problem);
+            EngineKind::default()
+        });
         let model = self.model.as_deref().filter(|model| !model.trim().is_empty());
         if model.is_none() {
             let remedy = "name the folder of the starting checkpoint (Hugging Face layout)";
@@ -104,6 +117,7 @@ impl EngineSection {
         let model = Utf8PathBuf::from(model.unwrap_or_default());
         Ok(EnginePlan {
             url: self.url.clone(),
+            kind,
             tokenizer: self.tokenizer.as_ref().map_or_else(|| model.clone(), Utf8PathBuf::from),
             model,
             api_key_env: self.api_key_env.clone(),
@@ -113,6 +127,23 @@ impl EngineSection {
             max_in_flight,
             require_routed_experts: self.require_routed_experts.unwrap_or(true),
         })
+    }
+}
+
+fn check_kind(kind: Option<&str>, has_url: bool) -> Result<EngineKind, ConfigProblem> {
+    let key = "engine.kind";
+    match kind {
+        None | Some("sglang") => Ok(EngineKind::Sglang),
+        Some("vllm") if has_url => Ok(EngineKind::Vllm),
+        Some("vllm") => {
+            let remedy = "set engine.url to the vLLM server: the embedded engine is \"sglang\"";
+            Err(ConfigProblem::new(key, "vllm", remedy))
+        }
+        Some(openai @ ("openai" | "openai-chat")) => {
+            let remedy = format!("OpenAI-compatible chat servers hide token ids; {NEEDED}");
+            Err(ConfigProblem::new(key, openai, remedy))
+        }
+        Some(other) => Err(ConfigProblem::new(key, other, "use \"sglang\" or \"vllm\"")),
     }
 }
 
@@ -145,6 +176,26 @@ mod tests {
         assert_eq!((plan.url.as_deref(), plan.tokenizer.as_str()), (None, "models/tiny"));
         assert!(plan.require_routed_experts);
         assert_eq!(plan.api_key(), Ok(None));
+    }
+
+    #[test]
+    fn the_kind_of_server_is_named_or_refused_with_what_would_be_needed() {
+        let plan = |kind: &str, url: Option<&str>| {
+            let section = EngineSection {
+                kind: Some(kind.to_owned()),
+                url: url.map(str::to_owned),
+                model: Some("m".to_owned()),
+                ..Default::default()
+            };
+            section.check().map(|plan| plan.kind).map_err(|problems| problems[0].to_string())
+        };
+        let url = Some("http://127.0.0.1:1");
+        assert_eq!(plan("sglang", None), Ok(EngineKind::Sglang));
+        assert_eq!(plan("vllm", url), Ok(EngineKind::Vllm));
+        assert!(plan("vllm", None).unwrap_err().contains("engine.url"));
+        let refused = plan("openai", url).unwrap_err();
+        assert!(refused.contains("/inference/v1/generate") && refused.contains("/generate"));
+        assert!(plan("triton", url).unwrap_err().contains("vllm"));
     }
 
     #[test]

@@ -1,14 +1,140 @@
 //! One HTTP exchange with an engine: bounded in time and bytes, errors in our words.
 
-use crate::EngineErrorKind;
+use crate::{EngineError, EngineErrorKind};
 use bytes::Bytes;
-use reqwest::RequestBuilder;
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
+use reqwest::{Method, RequestBuilder};
+use serde::de::DeserializeOwned;
 use std::time::Duration;
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Questions about the engine, and aborts.
+pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(20);
+/// Shorter than the 5 s after which the servers close idle connections, so that no request is
+/// sent on one that is being closed.
+const POOL_IDLE: Duration = Duration::from_secs(2);
+const KEEP_ALIVE: Duration = Duration::from_secs(30);
+/// Most bytes of an answer that is no generation; `/server_info` has about 40 KB, `/metrics` 100.
+const INFO_LIMIT: usize = 8 << 20;
 
 /// Most bytes of an error answer that are read.
 const ERROR_LIMIT: usize = 64 << 10;
 /// Most characters of a foreign message that are handed on.
 const MESSAGE_CHARS: usize = 500;
+
+/// One server: where it is, how to reach it, and who asks.
+#[derive(Debug)]
+pub struct Wire {
+    base: String,
+    api_key: Option<HeaderValue>,
+    http: reqwest::Client,
+}
+
+impl Wire {
+    /// Connects on the first call. Proxies of the environment are ignored.
+    pub(crate) fn new(url: &str, api_key: Option<&str>) -> Result<Self, EngineError> {
+        let base = url.trim_end_matches('/').to_owned();
+        let unfit = |words: String| EngineError {
+            engine: base.clone(),
+            call: "connect",
+            kind: EngineErrorKind::Unfit(words),
+        };
+        let api_key = api_key
+            .map(|key| {
+                let mut value = HeaderValue::from_str(&format!("Bearer {key}"))
+                    .map_err(|_| unfit("its API key cannot be sent in a header".to_owned()))?;
+                value.set_sensitive(true);
+                Ok::<_, EngineError>(value)
+            })
+            .transpose()?;
+        let http = reqwest::Client::builder()
+            .no_proxy()
+            .connect_timeout(CONNECT_TIMEOUT)
+            .pool_idle_timeout(POOL_IDLE)
+            .tcp_keepalive(KEEP_ALIVE)
+            .redirect(reqwest::redirect::Policy::none())
+            .build()
+            .map_err(|error| unfit(unreachable(error).to_string()))?;
+        Ok(Self { base, api_key, http })
+    }
+
+    pub(crate) fn base(&self) -> &str {
+        &self.base
+    }
+
+    pub(crate) fn error(&self, call: &'static str, kind: EngineErrorKind) -> EngineError {
+        EngineError { engine: self.base.clone(), call, kind }
+    }
+
+    fn request(&self, method: Method, path: &str) -> RequestBuilder {
+        let request = self.http.request(method, format!("{}{path}", self.base));
+        match &self.api_key {
+            Some(key) => request.header(AUTHORIZATION, key),
+            None => request,
+        }
+    }
+
+    /// A request to sample, with the conversation named for routers that may stand in between.
+    pub(crate) fn post(&self, call: &'static str, body: Vec<u8>, session: &str) -> RequestBuilder {
+        let json = HeaderValue::from_static("application/json");
+        let post = self.request(Method::POST, call).header(CONTENT_TYPE, json).body(body);
+        match HeaderValue::from_str(session) {
+            Ok(session) => {
+                post.header("x-smg-routing-key", &session).header("x-session-id", session)
+            }
+            Err(_) => post,
+        }
+    }
+
+    /// The JSON answer to a question.
+    pub(crate) async fn ask<T: DeserializeOwned>(
+        &self,
+        call: &'static str,
+    ) -> Result<T, EngineError> {
+        let body = self.read(call).await?;
+        serde_json::from_slice(&body).map_err(|error| {
+            let words = format!("{error}; it begins `{}`", excerpt(&body));
+            self.error(call, EngineErrorKind::InvalidReply(words))
+        })
+    }
+
+    /// As [`Wire::ask`]; `None` where the server has no such route.
+    pub(crate) async fn ask_if_known<T: DeserializeOwned>(
+        &self,
+        call: &'static str,
+    ) -> Result<Option<T>, EngineError> {
+        if_known(self.ask(call).await)
+    }
+
+    /// The bytes of an answer to a question.
+    pub(crate) async fn read(&self, call: &'static str) -> Result<Bytes, EngineError> {
+        let answer = exchange(self.request(Method::GET, call), CALL_TIMEOUT, INFO_LIMIT).await;
+        answer.map_err(|kind| self.error(call, kind))
+    }
+
+    /// Sends a command. `call` is the route as errors name it; its query may be in `path`.
+    pub(crate) async fn tell(
+        &self,
+        call: &'static str,
+        path: &str,
+        body: &serde_json::Value,
+        timeout: Duration,
+    ) -> Result<Bytes, EngineError> {
+        let request = self.request(Method::POST, path).json(body);
+        exchange(request, timeout, INFO_LIMIT).await.map_err(|kind| self.error(call, kind))
+    }
+}
+
+/// Turns "there is no such route" into `None`.
+pub(crate) fn if_known<T>(answer: Result<T, EngineError>) -> Result<Option<T>, EngineError> {
+    match answer {
+        Ok(answer) => Ok(Some(answer)),
+        Err(EngineError { kind: EngineErrorKind::Refused { status: 404 | 405, .. }, .. }) => {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
 
 /// Sends a request and reads a successful answer of at most `limit` bytes, within `timeout`.
 /// Dropping the future closes the connection, which aborts the request on the engine.

@@ -1,12 +1,13 @@
-//! Checking one `/generate` reply. Everything here is hostile input until it has passed.
+//! What every reply is checked for, whatever its form. Everything here is hostile input until it
+//! has passed.
 
 use crate::http::{error_message, excerpt};
-use crate::{EngineErrorKind, Finish, Generation, VersionSpan};
-use orchestrate_routing::{PayloadForm, WireForm, decode, split_body};
+use crate::{EngineErrorKind, Generation, VersionSpan};
+use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError, WireForm, decode, split_body};
 use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
 use serde::Deserialize;
-use serde::de::IgnoredAny;
-use std::borrow::Cow;
+use std::fmt::Display;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// How far above 0 a log-probability may be by rounding.
@@ -16,12 +17,19 @@ const LOGPROB_FLOOR: f32 = -9999.0;
 
 /// What a reply is checked against.
 #[derive(Debug, Clone)]
-pub(crate) struct Expected {
-    pub(crate) request_id: String,
-    pub(crate) prompt_tokens: usize,
-    pub(crate) max_new_tokens: usize,
-    pub(crate) routed_experts_start: Option<usize>,
-    pub(crate) shape: Arc<ModelShape>,
+pub struct Expected {
+    /// The id that was sent.
+    pub request_id: String,
+    /// Tokens that were sent.
+    pub prompt_tokens: usize,
+    /// Tokens that may come.
+    pub max_new_tokens: usize,
+    /// First position whose row was asked for; `None` = no rows.
+    pub routed_experts_start: Option<usize>,
+    /// The model.
+    pub shape: Arc<ModelShape>,
+    /// The version of tokens whose version the server cannot name.
+    pub serving: PolicyVersion,
 }
 
 impl Expected {
@@ -30,215 +38,245 @@ impl Expected {
         let shape = &self.shape;
         let row_text = (shape.hidden_layers * shape.top_k * 4).div_ceil(3) * 4 + 4;
         let tokens = self.prompt_tokens.saturating_add(self.max_new_tokens);
-        // Ids, log-prob triples and text of one token stay far below 512 bytes.
+        // Ids, log-probs and text of one token stay far below 512 bytes.
         tokens.saturating_mul(row_text + 512).saturating_add(4 << 20)
     }
 }
 
-#[derive(Deserialize)]
-struct Reply<'a> {
-    output_ids: Vec<TokenId>,
-    #[serde(borrow)]
-    meta_info: MetaInfo<'a>,
+/// A checked reply, and which optional things it had.
+#[derive(Debug)]
+pub struct Reading {
+    /// What it said.
+    pub generation: Generation,
+    /// Whether it told the weight version of each token.
+    pub versions_by_token: bool,
+    /// Whether it told how much of the prompt was cached.
+    pub cached_tokens: bool,
+    /// The data-parallel replica that answered, where it said so.
+    pub dp_rank: Option<u32>,
 }
 
-#[derive(Deserialize)]
-struct MetaInfo<'a> {
-    #[serde(borrow)]
-    id: Cow<'a, str>,
-    finish_reason: FinishReason,
-    prompt_tokens: Option<usize>,
-    completion_tokens: Option<usize>,
-    cached_tokens: Option<usize>,
-    num_retractions: Option<u32>,
-    weight_version: Option<String>,
-    weight_versions: Option<Vec<Span>>,
-    output_token_logprobs: Option<Vec<(Option<f32>, TokenId, IgnoredAny)>>,
-    // Empty by now: the payload was cut out, so that no parser ever walks over a mask.
-    #[serde(borrow)]
-    routed_experts: Option<Cow<'a, str>>,
+/// Why a reply was refused.
+#[derive(Debug)]
+pub struct Fault {
+    /// In the words of the seam.
+    pub kind: EngineErrorKind,
+    /// The routing rows' own error, where they were at fault.
+    pub routing: Option<RoutingError>,
 }
 
-#[derive(Deserialize)]
-struct FinishReason {
-    #[serde(rename = "type")]
-    kind: String,
-    matched: Option<Matched>,
-    message: Option<String>,
-    status_code: Option<u16>,
-}
-
-/// What ended the text; only its one bad form matters.
-struct Matched {
-    not_a_number: bool,
-}
-
-impl<'de> Deserialize<'de> for Matched {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let value = serde_json::Value::deserialize(deserializer)?;
-        let not_a_number = value.as_str().is_some_and(|text| text.starts_with("NaN happened"));
-        Ok(Self { not_a_number })
+impl From<EngineErrorKind> for Fault {
+    fn from(kind: EngineErrorKind) -> Self {
+        Self { kind, routing: None }
     }
 }
 
-#[derive(Deserialize)]
-struct Span {
-    version: String,
-    start: usize,
-    end: usize,
+/// An invalid reply, by the field at fault.
+pub(crate) fn wrong(field: &str, words: impl Display) -> EngineErrorKind {
+    EngineErrorKind::InvalidReply(format!("`{field}`: {words}"))
 }
 
-fn invalid(words: impl Into<String>) -> EngineErrorKind {
-    EngineErrorKind::InvalidReply(words.into())
+/// A body without its routed experts, which no JSON parser has to see.
+pub(crate) struct Cut<'a> {
+    body: &'a [u8],
+    json: Vec<u8>,
+    /// Where they lay in the body; in `json`, an empty string begins at the same place.
+    payload: Option<Range<usize>>,
 }
 
-/// Checks a reply in full.
-pub(crate) fn check_reply(body: &[u8], expected: &Expected) -> Result<Generation, EngineErrorKind> {
-    let split = split_body(body).map_err(|error| invalid(error.to_string()))?;
-    let reply: Reply<'_> = serde_json::from_slice(&split.json).map_err(|error| {
-        let words = error_message(&split.json).map_or_else(
-            || format!("{error}; it begins `{}`", excerpt(body)),
-            |message| format!("success with an error inside: {message}"),
-        );
-        invalid(words)
-    })?;
-    let (output_ids, meta) = (reply.output_ids, reply.meta_info);
-    if meta.id != expected.request_id.as_str() {
-        return Err(invalid(format!(
-            "it answers request `{}`, asked was `{}`",
-            meta.id, expected.request_id
-        )));
-    }
-    let finish = finish(&meta.finish_reason)?;
-    // A request aborted in the waiting queue has no counters; it has no tokens either.
-    let never_ran = finish == Finish::Abort && output_ids.is_empty();
-    check_counts(&meta, output_ids.len(), expected, never_ran)?;
-    let vocab = expected.shape.vocab;
-    if let Some(id) = output_ids.iter().find(|&&id| id as usize >= vocab) {
-        return Err(invalid(format!("token id {id} is not in the vocabulary of {vocab}")));
-    }
-    let logprobs = logprobs(meta.output_token_logprobs.as_deref(), &output_ids)?;
-    let versions = versions(&meta, output_ids.len())?;
-    let tokens = expected.prompt_tokens + output_ids.len();
-    let payload = match (meta.routed_experts.as_deref(), split.payloads.as_slice()) {
-        (None, []) => None,
-        (Some(""), [payload]) => body.get(payload.clone()),
-        // Under an escaped key, or besides the one in `meta_info`: whose rows are these?
-        (None | Some(_), _) => {
-            return Err(invalid("routed_experts is not one plain string in meta_info"));
+const ROUTED: &str = "routed_experts";
+
+impl<'a> Cut<'a> {
+    /// Takes the body apart. A reply to one prompt has at most one payload.
+    pub(crate) fn new(body: &'a [u8]) -> Result<Self, Fault> {
+        let split = split_body(body).map_err(|error| routing_fault(ROUTED, error))?;
+        if let [_, second, ..] = split.payloads.as_slice() {
+            let words = format!("a second payload begins at byte {}", second.start);
+            return Err(wrong(ROUTED, words).into());
         }
-    };
-    let routed = match (expected.routed_experts_start, payload) {
-        (None, _) => None,
-        (Some(_), None) if never_ran => None,
-        (Some(_), None) => {
-            return Err(invalid("routed experts were asked for and are missing"));
+        Ok(Self { body, json: split.json, payload: split.payloads.into_iter().next() })
+    }
+
+    /// Parses the rest; an error names the field.
+    pub(crate) fn parse<'de, T: Deserialize<'de>>(&'de self) -> Result<T, Fault> {
+        serde_json::from_slice(&self.json).map_err(|error| self.explain::<T>(&error).into())
+    }
+
+    fn explain<'de, T: Deserialize<'de>>(&'de self, error: &serde_json::Error) -> EngineErrorKind {
+        if let Some(message) = error_message(&self.json) {
+            let words = format!("success with an error inside: {message}");
+            return EngineErrorKind::InvalidReply(words);
         }
-        (Some(start), Some(text)) => {
-            let form = WireForm::SglangI32;
-            let rows = decode(form, text, &expected.shape, start, tokens)
-                .map_err(|error| invalid(error.to_string()))?;
-            match rows.form() {
-                PayloadForm::Exact => {}
-                PayloadForm::SurplusRow | PayloadForm::WholeSequence => tracing::debug!(
-                    request_id = expected.request_id,
-                    form = ?rows.form(),
-                    "routing payload deviates from what was asked for"
-                ),
+        if error.is_data() {
+            // Read again with an eye on the path: right replies need none.
+            let mut json = serde_json::Deserializer::from_slice(&self.json);
+            if let Err(error) = serde_path_to_error::deserialize::<_, T>(&mut json) {
+                return wrong(&short(&error.path().to_string()), short(&error.inner().to_string()));
             }
-            Some(rows)
         }
-    };
-    Ok(Generation {
-        routing_wire_bytes: payload.map_or(0, <[u8]>::len),
-        routed_experts: routed,
-        // Who sends the request knows it.
-        worker: String::new(),
-        cached_tokens: meta.cached_tokens.unwrap_or(0),
-        num_retractions: meta.num_retractions.unwrap_or(0),
-        output_ids,
-        logprobs,
-        finish,
-        versions,
-    })
-}
+        let words = format!("it is no JSON: {error}; it begins `{}`", excerpt(self.body));
+        EngineErrorKind::InvalidReply(words)
+    }
 
-fn finish(reason: &FinishReason) -> Result<Finish, EngineErrorKind> {
-    match reason.kind.as_str() {
-        "stop" if reason.matched.as_ref().is_some_and(|matched| matched.not_a_number) => {
-            Err(invalid("its logits were not numbers (\"NaN happened\")"))
-        }
-        "stop" => Ok(Finish::Stop),
-        "length" => Ok(Finish::Length),
-        "abort" => match reason.status_code {
-            None => Ok(Finish::Abort),
-            Some(status) => {
-                let message = reason.message.clone().unwrap_or_default();
-                Err(EngineErrorKind::Refused { status, message })
+    /// The payload that belongs to `value`, a borrowed string of the parsed rest: empty where one
+    /// was cut out. One that stands under any other key, or under an escaped one, is refused.
+    pub(crate) fn payload(
+        &self,
+        field: &str,
+        value: Option<&str>,
+    ) -> Result<Option<&'a [u8]>, Fault> {
+        match (value, &self.payload) {
+            (None, None) => Ok(None),
+            (None, Some(_)) => Err(wrong(field, "a payload is elsewhere in the reply").into()),
+            (Some(value), Some(at))
+                if value.is_empty() && self.position(value) == Some(at.start) =>
+            {
+                Ok(self.body.get(at.clone()))
             }
-        },
-        other => Err(invalid(format!("finish reason `{other}` is unknown"))),
+            (Some(_), _) => Err(wrong(field, "its key is escaped, which no server does").into()),
+        }
+    }
+
+    /// Where in the parsed rest a string begins that borrows from it.
+    fn position(&self, value: &str) -> Option<usize> {
+        let begin = self.json.as_ptr().addr();
+        let at = value.as_ptr().addr().checked_sub(begin)?;
+        (at <= self.json.len()).then_some(at)
     }
 }
 
-fn check_counts(
-    meta: &MetaInfo<'_>,
-    outputs: usize,
+/// Decodes the payload for what was asked; `None` where no rows were asked for, or none can be.
+pub(crate) fn routed_rows(
+    form: WireForm,
+    field: &str,
+    payload: Option<&[u8]>,
     expected: &Expected,
+    outputs: usize,
     never_ran: bool,
-) -> Result<(), EngineErrorKind> {
-    let prompt = expected.prompt_tokens;
-    match meta.prompt_tokens {
-        Some(found) if found != prompt => {
-            return Err(invalid(format!("it had a prompt of {found} tokens, sent were {prompt}")));
-        }
-        Some(_) => {}
-        None if never_ran => {}
-        None => return Err(invalid("prompt_tokens is missing")),
+) -> Result<Option<RoutedRows>, Fault> {
+    let (start, text) = match (expected.routed_experts_start, payload) {
+        (None, _) => return Ok(None),
+        (Some(_), None) if never_ran => return Ok(None),
+        (Some(_), None) => return Err(wrong(field, "asked for, and missing").into()),
+        (Some(start), Some(text)) => (start, text),
+    };
+    let tokens = expected.prompt_tokens + outputs;
+    let rows = decode(form, text, &expected.shape, start, tokens)
+        .map_err(|error| routing_fault(field, error))?;
+    match rows.form() {
+        PayloadForm::Exact => {}
+        PayloadForm::SurplusRow | PayloadForm::WholeSequence => tracing::debug!(
+            request_id = expected.request_id,
+            form = ?rows.form(),
+            "routing payload deviates from what was asked for"
+        ),
     }
-    if meta.completion_tokens.is_some_and(|count| count != outputs) {
-        return Err(invalid("completion_tokens is not the number of output_ids"));
-    }
-    if outputs > expected.max_new_tokens {
-        let limit = expected.max_new_tokens;
-        return Err(invalid(format!("it has {outputs} output tokens, allowed were {limit}")));
-    }
-    if meta.cached_tokens.is_some_and(|cached| cached > prompt) {
-        return Err(invalid("cached_tokens is more than the prompt has"));
-    }
-    Ok(())
+    Ok(Some(rows))
 }
 
-fn logprobs(
-    triples: Option<&[(Option<f32>, TokenId, IgnoredAny)]>,
-    output_ids: &[TokenId],
-) -> Result<Vec<f32>, EngineErrorKind> {
-    let triples = triples.unwrap_or_default();
-    if triples.len() != output_ids.len() {
-        let (found, wanted) = (triples.len(), output_ids.len());
-        return Err(invalid(format!("{found} log-probabilities for {wanted} output tokens")));
+fn routing_fault(field: &str, error: RoutingError) -> Fault {
+    Fault { kind: wrong(field, &error), routing: Some(error) }
+}
+
+/// Checks who is answered.
+pub(crate) fn check_id(field: &str, found: &str, sent: &str) -> Result<(), EngineErrorKind> {
+    if found == sent {
+        return Ok(());
     }
-    let mut logprobs = Vec::with_capacity(triples.len());
-    for (index, ((logprob, id, _), output)) in triples.iter().zip(output_ids).enumerate() {
+    Err(wrong(field, format!("it answers request `{}`, asked was `{sent}`", short(found))))
+}
+
+/// A foreign word, cut to what a message can bear.
+pub(crate) fn short(word: &str) -> String {
+    word.chars().take(80).collect::<String>().escape_debug().to_string()
+}
+
+/// Checks the sampled tokens themselves.
+pub(crate) fn check_tokens(
+    field: &str,
+    ids: &[TokenId],
+    expected: &Expected,
+) -> Result<(), EngineErrorKind> {
+    let limit = expected.max_new_tokens;
+    if ids.len() > limit {
+        let words = format!("it has {} tokens, allowed were {limit}", ids.len());
+        return Err(wrong(field, words));
+    }
+    let vocab = expected.shape.vocab;
+    match ids.iter().find(|&&id| id as usize >= vocab) {
+        Some(id) => Err(wrong(field, format!("token id {id} is not in the vocabulary of {vocab}"))),
+        None => Ok(()),
+    }
+}
+
+/// How many tokens an engine says it saw, wrote, and found cached.
+pub(crate) struct Counts<'a> {
+    /// Each as its field's name and value.
+    pub(crate) prompt: (&'a str, Option<usize>),
+    pub(crate) outputs: (&'a str, Option<usize>),
+    pub(crate) cached: (&'a str, Option<usize>),
+}
+
+impl Counts<'_> {
+    /// Compares with what was sent and came. A request that never ran may have none.
+    pub(crate) fn check(
+        &self,
+        outputs: usize,
+        expected: &Expected,
+        never_ran: bool,
+    ) -> Result<(), EngineErrorKind> {
+        let prompt = expected.prompt_tokens;
+        match self.prompt {
+            (field, Some(found)) if found != prompt => {
+                return Err(wrong(field, format!("{found} tokens, sent were {prompt}")));
+            }
+            (field, None) if !never_ran => return Err(wrong(field, "it is missing")),
+            (_, Some(_) | None) => {}
+        }
+        match self.outputs {
+            (field, Some(found)) if found != outputs => {
+                return Err(wrong(field, format!("{found} tokens, sent back are {outputs}")));
+            }
+            (_, Some(_) | None) => {}
+        }
+        match self.cached {
+            (field, Some(found)) if found > prompt => {
+                Err(wrong(field, format!("{found} tokens of a prompt of {prompt}")))
+            }
+            (_, Some(_) | None) => Ok(()),
+        }
+    }
+}
+
+/// Checks log-probabilities, each with the token it says it belongs to.
+pub(crate) fn check_logprobs(
+    field: &str,
+    given: impl ExactSizeIterator<Item = (TokenId, Option<f32>)>,
+    outputs: &[TokenId],
+) -> Result<Vec<f32>, EngineErrorKind> {
+    if given.len() != outputs.len() {
+        let words = format!("{} entries for {} output tokens", given.len(), outputs.len());
+        return Err(wrong(field, words));
+    }
+    let mut logprobs = Vec::with_capacity(outputs.len());
+    for (index, ((id, logprob), &output)) in given.zip(outputs).enumerate() {
         if id != output {
-            return Err(invalid(format!(
-                "log-probability {index} belongs to token {id}, the output token is {output}"
-            )));
+            let words = format!("entry {index} is of token {id}, the output token is {output}");
+            return Err(wrong(field, words));
         }
         match logprob {
-            Some(value) if *value > LOGPROB_FLOOR && *value <= LOGPROB_TOLERANCE => {
+            Some(value) if value > LOGPROB_FLOOR && value <= LOGPROB_TOLERANCE => {
                 logprobs.push(value.min(0.0));
             }
-            Some(value) => {
-                return Err(invalid(format!("log-probability {index} is {value}")));
-            }
-            None => return Err(invalid(format!("log-probability {index} is null"))),
+            Some(value) => return Err(wrong(field, format!("entry {index} is {value}"))),
+            None => return Err(wrong(field, format!("entry {index} is null"))),
         }
     }
     Ok(logprobs)
 }
 
-/// The policy version an engine's word stands for; it says `default` for the weights it began with.
+/// The policy version an engine's word stands for; both say `default` for the weights they began
+/// with.
 pub(crate) fn parse_version(word: &str) -> Option<PolicyVersion> {
     if word == "default" {
         return Some(PolicyVersion(0));
@@ -246,38 +284,44 @@ pub(crate) fn parse_version(word: &str) -> Option<PolicyVersion> {
     word.parse().ok().map(PolicyVersion)
 }
 
-fn versions(meta: &MetaInfo<'_>, outputs: usize) -> Result<Vec<VersionSpan>, EngineErrorKind> {
-    let number = |word: &str| {
-        parse_version(word).ok_or_else(|| {
-            invalid(format!("weight version `{word}` is not a number: weights must be synced"))
-        })
-    };
-    if outputs == 0 {
-        return Ok(Vec::new());
-    }
-    let Some(spans) = &meta.weight_versions else {
-        let word = meta.weight_version.as_deref();
-        let version = number(word.ok_or_else(|| invalid("weight_version is missing"))?)?;
-        return Ok(vec![VersionSpan { version, start: 0, end: outputs }]);
-    };
+/// As [`parse_version`], of a reply.
+pub(crate) fn version(field: &str, word: &str) -> Result<PolicyVersion, EngineErrorKind> {
+    parse_version(word).ok_or_else(|| {
+        wrong(field, format!("`{}` is not a number: weights must be synced", short(word)))
+    })
+}
+
+/// `[{version, start, end}]` over the output tokens, as both engines send it.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Span {
+    version: String,
+    start: usize,
+    end: usize,
+}
+
+/// Checks that spans cover all output tokens, in order.
+pub(crate) fn check_spans(
+    field: &str,
+    spans: &[Span],
+    outputs: usize,
+) -> Result<Vec<VersionSpan>, EngineErrorKind> {
     let mut covered: Vec<VersionSpan> = Vec::new();
     let mut next = 0;
     for span in spans.iter().filter(|span| span.start != span.end) {
         if span.start != next || span.end < span.start {
-            return Err(invalid("weight_versions has a gap or an overlap"));
+            return Err(wrong(field, "it has a gap or an overlap"));
         }
         next = span.end;
-        covered.push(VersionSpan {
-            version: number(&span.version)?,
-            start: span.start,
-            end: span.end,
-        });
+        let version = version(field, &span.version)?;
+        covered.push(VersionSpan { version, start: span.start, end: span.end });
     }
     if next != outputs {
-        return Err(invalid(format!("weight_versions covers {next} of {outputs} output tokens")));
+        return Err(wrong(field, format!("it covers {next} of {outputs} output tokens")));
     }
     Ok(covered)
 }
 
-#[cfg(test)]
-mod tests;
+/// All output tokens under one version.
+pub(crate) fn one_span(version: PolicyVersion, outputs: usize) -> Vec<VersionSpan> {
+    if outputs == 0 { Vec::new() } else { vec![VersionSpan { version, start: 0, end: outputs }] }
+}

@@ -4,7 +4,7 @@
 //! The invariant: a folder is complete or absent. It is written under a temporary name, synced,
 //! and renamed ([`PendingFolder`]).
 
-use crate::weights::{Tensor, Weights};
+use crate::weights::{EMBEDDING, HEAD, Tensor, Weights};
 use crate::{CheckpointError, ModelConfig};
 use camino::{Utf8Path, Utf8PathBuf};
 use safetensors::{Dtype, SafeTensors, View};
@@ -56,7 +56,8 @@ impl Weights {
         Self::from_tensors(config, tensors, &index)
     }
 
-    /// Writes `config.json` and `model.safetensors` into an existing folder. Not atomic by itself:
+    /// Writes `config.json` and `model.safetensors` into an existing folder. The output head is
+    /// written also where it is the embedding, for engines that ask for it. Not atomic by itself:
     /// use [`save_checkpoint`], or write into a [`PendingFolder`].
     ///
     /// # Errors
@@ -68,9 +69,12 @@ impl Weights {
             StoredType::Bf16 => "bfloat16".into(),
         };
         write_json(&folder.join("config.json"), &config)?;
-        let views = self.tensors().iter().map(|(name, tensor)| {
-            let view = StoredTensor { shape: &tensor.shape, data: &tensor.data, stored };
-            (name.as_str(), view)
+        // SGLang 0.5.23 builds an output head of its own and looks for its weights, tied or not.
+        let tied = self.config().tie_word_embeddings.then(|| self.tensors().get(EMBEDDING));
+        let head = tied.flatten().map(|tensor| (HEAD, tensor));
+        let named = self.tensors().iter().map(|(name, tensor)| (name.as_str(), tensor));
+        let views = named.chain(head).map(|(name, tensor)| {
+            (name, StoredTensor { shape: &tensor.shape, data: &tensor.data, stored })
         });
         write_tensors(&folder.join("model.safetensors"), views)
     }
@@ -303,6 +307,30 @@ mod tests {
                 assert!((a - b).abs() <= a.abs() / 128.0, "{name}");
             }
         }
+    }
+
+    #[test]
+    fn a_tied_head_is_written_for_engines_that_ask_for_it_and_must_be_the_embedding() {
+        let (_guard, root) = scratch();
+        let weights = Weights::random(config(), 7);
+        let embedding = weights.get(EMBEDDING).unwrap();
+        for stored in [StoredType::F32, StoredType::Bf16] {
+            let target = root.join(format!("{stored:?}"));
+            save_checkpoint(&target, &weights, stored, None).unwrap();
+            let file = read_tensors(&target.join("model.safetensors")).unwrap();
+            assert_eq!(file[HEAD], file[EMBEDDING]);
+            let read = Weights::load(&target).unwrap();
+            assert!(read.get(HEAD).is_none(), "it is no parameter of its own");
+            assert_eq!(read.parameters(), weights.parameters());
+        }
+        let mut tensors = weights.tensors().clone();
+        let mut other = Tensor { shape: vec![11, 8], data: embedding.to_vec() };
+        tensors.insert(HEAD.to_owned(), other.clone());
+        assert_eq!(Weights::from_tensors(config(), tensors.clone(), &root).unwrap(), weights);
+        other.data[5] += 1.0;
+        tensors.insert(HEAD.to_owned(), other);
+        let error = Weights::from_tensors(config(), tensors, &root).unwrap_err().to_string();
+        assert!(error.contains("`lm_head.weight`") && error.contains("tied"), "{error}");
     }
 
     #[test]

@@ -9,6 +9,11 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::collections::BTreeMap;
 
+/// Name of the token embedding.
+pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
+/// Name of the output head.
+pub(crate) const HEAD: &str = "lm_head.weight";
+
 /// One parameter tensor, row-major.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tensor {
@@ -16,6 +21,13 @@ pub struct Tensor {
     pub shape: Vec<usize>,
     /// Values; their number is the product of `shape`.
     pub data: Vec<f32>,
+}
+
+impl Tensor {
+    fn same_bits(&self, other: &Self) -> bool {
+        let equal = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
+        self.shape == other.shape && self.data.iter().zip(&other.data).all(equal)
+    }
 }
 
 /// All parameters of one model.
@@ -31,7 +43,7 @@ pub fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     let (hidden, head) = (config.hidden_size, config.head_dim);
     let (wide, narrow) = (config.num_attention_heads * head, config.num_key_value_heads * head);
     let width = config.moe_intermediate_size;
-    let mut all = vec![("model.embed_tokens.weight".to_owned(), vec![config.vocab_size, hidden])];
+    let mut all = vec![(EMBEDDING.to_owned(), vec![config.vocab_size, hidden])];
     for layer in 0..config.num_hidden_layers {
         let mut put = |name: &str, shape: Vec<usize>| {
             all.push((format!("model.layers.{layer}.{name}"), shape));
@@ -53,7 +65,7 @@ pub fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     }
     all.push(("model.norm.weight".to_owned(), vec![hidden]));
     if !config.tie_word_embeddings {
-        all.push(("lm_head.weight".to_owned(), vec![config.vocab_size, hidden]));
+        all.push((HEAD.to_owned(), vec![config.vocab_size, hidden]));
     }
     all
 }
@@ -62,7 +74,8 @@ impl Weights {
     /// Takes the tensors a model of this configuration needs out of `tensors`; others are dropped.
     ///
     /// # Errors
-    /// If one is missing or has another shape; `path` says where they came from.
+    /// If one is missing or has another shape, or a head that is tied to the embedding differs
+    /// from it, which engines would disagree about; `path` says where they came from.
     pub fn from_tensors(
         config: ModelConfig,
         mut tensors: BTreeMap<String, Tensor>,
@@ -81,6 +94,16 @@ impl Weights {
                 return Err(CheckpointError::new(path, problem));
             }
             taken.insert(name, tensor);
+        }
+        if config.tie_word_embeddings
+            && let (Some(head), Some(embedding)) = (tensors.get(HEAD), taken.get(EMBEDDING))
+            && !head.same_bits(embedding)
+        {
+            let problem = format!(
+                "tensor `{HEAD}` differs from the embedding it is tied to: leave it out, or set \
+                 tie_word_embeddings to false"
+            );
+            return Err(CheckpointError::new(path, problem));
         }
         Ok(Self { config, tensors: taken })
     }

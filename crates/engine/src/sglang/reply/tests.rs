@@ -1,9 +1,11 @@
 //! Malformed replies, by table and at random: each is an error with its reason, none a panic.
 
 use super::*;
-use orchestrate_routing::{RoutedRows, encode_sglang};
+use orchestrate_routing::{RoutedRows, RoutingError, encode_sglang};
+use orchestrate_types::{ModelShape, PolicyVersion};
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use std::sync::Arc;
 
 fn shape() -> ModelShape {
     ModelShape {
@@ -23,7 +25,12 @@ fn expected() -> Expected {
         max_new_tokens: 8,
         routed_experts_start: Some(2),
         shape: Arc::new(shape()),
+        serving: PolicyVersion(3),
     }
+}
+
+fn check_reply(body: &[u8], expected: &Expected) -> Result<Generation, EngineErrorKind> {
+    read(body, expected).map(|reading| reading.generation).map_err(|fault| fault.kind)
 }
 
 /// Rows of positions 2..6 of a sequence of 4 + 3 tokens.
@@ -147,7 +154,7 @@ fn e6_hostile_json_is_refused_without_a_panic() {
     }
 }
 
-/// `(what, path into the reply, its new value or none to remove it, word of the error)`
+/// `(what, path into the reply, its new value or none to remove it, words of the error)`
 type Mutation = (&'static str, &'static [&'static str], Option<Value>, &'static str);
 
 fn mutations() -> Vec<Mutation> {
@@ -158,22 +165,52 @@ fn mutations() -> Vec<Mutation> {
     const FINISH: &[&str] = &[META, "finish_reason"];
     let span = |start: u32, end: u32| json!({"version": "12", "start": start, "end": end});
     vec![
-        ("e7 another request's", &[META, "id"], Some(json!("r-2")), "r-2"),
-        ("e7 no id", &[META, "id"], None, "id"),
-        ("e7 another prompt", &[META, "prompt_tokens"], Some(json!(5)), "5 tokens"),
-        ("no prompt count", &[META, "prompt_tokens"], None, "prompt_tokens"),
-        ("wrong count", &[META, "completion_tokens"], Some(json!(2)), "completion_tokens"),
-        ("cached too many", &[META, "cached_tokens"], Some(json!(5)), "cached_tokens"),
-        ("e8 beyond vocabulary", &["output_ids"], Some(json!([7, 8, 50])), "vocabulary"),
-        ("e8 negative id", &["output_ids"], Some(json!([7, 8, -1])), "-1"),
-        ("e8 float id", &["output_ids"], Some(json!([7, 8, 9.0])), "9.0"),
-        ("e8 null id", &["output_ids"], Some(json!([7, 8, null])), "null"),
-        ("e8 ids missing", &["output_ids"], None, "output_ids"),
-        ("e8 more than asked", &["output_ids"], Some(json!([1, 1, 1, 1, 1, 1, 1, 1, 1])), ""),
-        ("e8 logprobs missing", LOGPROBS, None, "0 log-prob"),
-        ("e8 logprobs null", LOGPROBS, Some(json!(null)), "0 log-prob"),
-        ("e8 too few", LOGPROBS, Some(json!([[-0.5, 7, null]])), "1 log-prob"),
-        ("e8 no id", LOGPROBS, Some(json!([[-0.5], [-0.1], [-0.1]])), ""),
+        (
+            "e7 another request's",
+            &[META, "id"],
+            Some(json!("r-2")),
+            "`meta_info.id`: it answers request `r-2`",
+        ),
+        ("e7 no id", &[META, "id"], None, "`meta_info`: missing field `id`"),
+        (
+            "e7 another prompt",
+            &[META, "prompt_tokens"],
+            Some(json!(5)),
+            "`meta_info.prompt_tokens`: 5 tokens",
+        ),
+        ("no prompt count", &[META, "prompt_tokens"], None, "`meta_info.prompt_tokens`"),
+        (
+            "wrong count",
+            &[META, "completion_tokens"],
+            Some(json!(2)),
+            "`meta_info.completion_tokens`",
+        ),
+        ("cached too many", &[META, "cached_tokens"], Some(json!(5)), "`meta_info.cached_tokens`"),
+        (
+            "e8 beyond vocabulary",
+            &["output_ids"],
+            Some(json!([7, 8, 50])),
+            "`output_ids`: token id 50",
+        ),
+        ("e8 negative id", &["output_ids"], Some(json!([7, 8, -1])), "`output_ids[2]`"),
+        ("e8 float id", &["output_ids"], Some(json!([7, 8, 9.0])), "`output_ids[2]`"),
+        ("e8 null id", &["output_ids"], Some(json!([7, 8, null])), "`output_ids[2]`"),
+        ("e8 ids missing", &["output_ids"], None, "missing field `output_ids`"),
+        (
+            "e8 more than asked",
+            &["output_ids"],
+            Some(json!(vec![1; 9])),
+            "`meta_info.completion_tokens`",
+        ),
+        ("e8 logprobs missing", LOGPROBS, None, "`meta_info.output_token_logprobs`: 0 entries"),
+        ("e8 logprobs null", LOGPROBS, Some(json!(null)), "0 entries"),
+        ("e8 too few", LOGPROBS, Some(json!([[-0.5, 7, null]])), "1 entries"),
+        (
+            "e8 no id",
+            LOGPROBS,
+            Some(json!([[-0.5], [-0.1], [-0.1]])),
+            "`meta_info.output_token_logprobs[0]",
+        ),
         (
             "e8 of another token",
             LOGPROBS,
@@ -198,11 +235,11 @@ fn mutations() -> Vec<Mutation> {
             Some(json!([[-9999.0, 7, null], [-0.1, 8, null], [-0.1, 9, null]])),
             "-9999",
         ),
-        ("e9 missing", ROUTING, None, "missing"),
+        ("e9 missing", ROUTING, None, "`meta_info.routed_experts`: asked for, and missing"),
         ("e9 null", ROUTING, Some(json!(null)), "missing"),
         ("e9 empty", ROUTING, Some(json!("")), "0 base64"),
-        ("e9 a number", ROUTING, Some(json!(7)), ""),
-        ("e9 a list", ROUTING, Some(json!([[1, 2]])), ""),
+        ("e9 a number", ROUTING, Some(json!(7)), "`meta_info.routed_experts`"),
+        ("e9 a list", ROUTING, Some(json!([[1, 2]])), "`meta_info.routed_experts`"),
         ("e9 no base64", ROUTING, Some(json!("!".repeat(routing(4).len()))), "base64"),
         ("e9 white space", ROUTING, Some(json!(format!(" {}", routing(4)))), "base64"),
         ("e9 cut off", ROUTING, Some(json!(routing(4)[..126])), "cut off"),
@@ -216,8 +253,13 @@ fn mutations() -> Vec<Mutation> {
         ("e15 backwards", SPANS, Some(json!([span(0, 2), span(2, 1)])), "gap"),
         ("e15 short", SPANS, Some(json!([span(0, 2)])), "2 of 3"),
         ("e15 long", SPANS, Some(json!([span(0, 4)])), "4 of 3"),
-        ("no finish", FINISH, Some(json!(null)), ""),
-        ("unknown finish", FINISH, Some(json!({"type": "tired"})), "tired"),
+        ("no finish", FINISH, Some(json!(null)), "`meta_info.finish_reason`"),
+        (
+            "unknown finish",
+            FINISH,
+            Some(json!({"type": "tired"})),
+            "`meta_info.finish_reason`: `tired`",
+        ),
         (
             "logits were not numbers",
             FINISH,
@@ -269,11 +311,49 @@ fn an_abort_with_a_status_is_that_error() {
 }
 
 #[test]
-fn a_mask_is_borrowed_or_unescaped_but_never_misread() {
-    // "\/" is the same character in JSON.
-    let text = reply().to_string().replace('/', "\\/");
-    let got = check_reply(text.as_bytes(), &expected()).unwrap();
-    assert_eq!(got.routed_experts, check(&reply()).unwrap().routed_experts);
+fn a_payload_with_escapes_or_under_another_key_is_refused() {
+    let text = reply().to_string();
+    let payload = routing(4);
+    assert!(payload.contains('/') || payload.contains('A'));
+    let spellings = [
+        // Legal JSON for the same characters, which no engine writes: it would have to be copied.
+        text.replace(&payload, &payload.replacen('A', "\\u0041", 1)),
+        text.replace("\"routed_experts\"", "\"routed\\u005fexperts\""),
+        // Twice: which one is meant?
+        text.replace("\"text\":\"ok\"", &format!("\"routed_experts\":\"{payload}\"")),
+        // Not where it belongs.
+        text.replace("\"meta_info\":{", "\"meta_info\":{\"a\":{").replace(
+            &format!("\"routed_experts\":\"{payload}\""),
+            &format!("\"b\":1}},\"c\":{{\"routed_experts\":\"{payload}\"}}"),
+        ),
+        // An empty one under an escaped key does not make the other one right.
+        text.replace(
+            "\"meta_info\":{",
+            &format!("\"x\":{{\"routed_experts\":\"{payload}\"}},\"meta_info\":{{"),
+        )
+        .replace(
+            &format!(",\"routed_experts\":\"{payload}\",\"a_field"),
+            ",\"routed\\u005fexperts\":\"\",\"a_field",
+        ),
+    ];
+    for body in spellings {
+        assert_ne!(body, text);
+        assert!(check_reply(body.as_bytes(), &expected()).is_err(), "{body}");
+    }
+    // The words of a reply may speak of them.
+    let quoted = text.replace("\"ok\"", r#""say \"routed_experts\":\"x\"""#);
+    assert_eq!(check_reply(quoted.as_bytes(), &expected()).unwrap().output_ids, [7, 8, 9]);
+}
+
+#[test]
+fn a_refused_payload_keeps_its_own_error() {
+    let mut reply = reply();
+    reply["meta_info"]["routed_experts"] = json!("A".repeat(128));
+    let fault = read(reply.to_string().as_bytes(), &expected()).unwrap_err();
+    assert!(matches!(fault.routing, Some(RoutingError::NotCaptured { .. })), "{fault:?}");
+    let mut reply = self::reply();
+    reply["output_ids"] = json!(7);
+    assert!(read(reply.to_string().as_bytes(), &expected()).unwrap_err().routing.is_none());
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! What is sent, and what becomes of faults.
 
 use crate::server::{Reply, one_token, options, replay, request, serve, server_info};
-use orchestrate_engine::{Engine, EngineErrorKind, GenerateRequest, SglangClient, SglangOptions};
+use orchestrate_engine::{
+    ClientOptions, Engine, EngineErrorKind, GenerateRequest, Sglang, SglangClient,
+};
 use orchestrate_types::Retry;
 use serde_json::{Value, json};
 use std::sync::Mutex;
@@ -15,6 +17,7 @@ async fn a_request_says_all_that_the_server_must_know() {
     let (url, mut seen) = serve(&mut tasks, |path, asked| match path {
         "/server_info" => Reply::Now(200, server_info().to_string()),
         "/model_info" => Reply::Now(200, json!({"weight_version": "12"}).to_string()),
+        "/abort_request" => Reply::Now(200, String::new()),
         _ => Reply::Now(200, one_token(asked, "12")),
     })
     .await;
@@ -91,7 +94,7 @@ async fn a_server_that_is_unfit_for_replay_is_refused_with_the_flag_to_change() 
         let error = refused.unwrap_err();
         assert!(matches!(&error.kind, EngineErrorKind::Unfit(words) if words.contains(flag)));
         assert_eq!(error.retry(), Retry::Never);
-        let relaxed = SglangOptions { require_routed_experts: false, ..options(&url) };
+        let relaxed = ClientOptions { require_routed_experts: false, ..options(&url) };
         SglangClient::connect(relaxed, Duration::from_secs(5)).await.unwrap();
     }
 }
@@ -154,7 +157,7 @@ async fn e4_status_classes_decide_about_a_retry() {
     ] {
         let mut tasks = JoinSet::new();
         let body = json!({"error": "busy"}).to_string();
-        let client = replay(&mut tasks, status, body).await;
+        let client = replay::<Sglang>(&mut tasks, status, body).await;
         let error = client.generate(request(vec![1], 4, None)).await.unwrap_err();
         assert_eq!(error.retry() != Retry::Never, again, "{status}");
         assert!(error.to_string().contains("busy"), "{error}");
@@ -164,7 +167,7 @@ async fn e4_status_classes_decide_about_a_retry() {
 #[tokio::test]
 async fn e6_a_body_beyond_what_the_reply_can_have_is_refused() {
     let mut tasks = JoinSet::new();
-    let client = replay(&mut tasks, 200, " ".repeat(6 << 20)).await;
+    let client = replay::<Sglang>(&mut tasks, 200, " ".repeat(6 << 20)).await;
     let error = client.generate(request(vec![1], 4, None)).await.unwrap_err();
     assert!(matches!(&error.kind, EngineErrorKind::InvalidReply(w) if w.contains("longer")));
 }
@@ -179,7 +182,7 @@ async fn dropping_a_generation_closes_its_connection_and_frees_its_permit() {
         None => Reply::Now(200, one_token(asked, "0")),
     })
     .await;
-    let client = SglangClient::new(SglangOptions { max_in_flight: 1, ..options(&url) }).unwrap();
+    let client = SglangClient::new(ClientOptions { max_in_flight: 1, ..options(&url) }).unwrap();
     let mut generation = Box::pin(client.generate(request(vec![1], 4, None)));
     tokio::select! {
         _ = &mut generation => panic!("the server does not answer"),
@@ -200,7 +203,7 @@ async fn no_more_than_the_permitted_generations_are_under_way() {
         None => Reply::Now(200, one_token(asked, "0")),
     })
     .await;
-    let client = SglangClient::new(SglangOptions { max_in_flight: 1, ..options(&url) }).unwrap();
+    let client = SglangClient::new(ClientOptions { max_in_flight: 1, ..options(&url) }).unwrap();
     let (a, b) = (request(vec![1], 4, None), request(vec![1, 2], 4, None));
     let answer = one_token(&json!({"rid": a.request_id.as_str(), "input_ids": [1]}), "0");
     let both = futures_of(&client, a, b);

@@ -1,0 +1,234 @@
+//! What vLLM's questions say about a server, judged for training with routing replay.
+
+use crate::Finding;
+use crate::fitness::{Release, check_version};
+use serde_json::Value;
+
+/// The first release whose rows come with the KV blocks they were computed with.
+const OLDEST: Release = (0, 31, 0);
+/// Settings worth showing, by their name there.
+const FACTS: [(&str, &str); 5] = [
+    ("tensor parallel", "tensor_parallel_size"),
+    ("data parallel", "data_parallel_size"),
+    ("pipeline parallel", "pipeline_parallel_size"),
+    ("prefix cache", "enable_prefix_caching"),
+    ("MoE backend", "moe_backend"),
+];
+
+/// The settings in `/server_info`: one Python text by default, an object where asked for.
+#[derive(Debug)]
+pub(super) struct Settings(Value);
+
+impl Settings {
+    pub(super) fn new(mut reply: Value) -> Self {
+        Self(reply.get_mut("vllm_config").map(Value::take).unwrap_or_default())
+    }
+
+    /// A setting's value as text, wherever it stands; `None` where it is absent or none.
+    fn get(&self, name: &str) -> Option<String> {
+        let found = match &self.0 {
+            Value::String(text) => in_text(text, name)?.to_owned(),
+            object => match in_object(object, name)? {
+                Value::String(text) => text.clone(),
+                other => other.to_string(),
+            },
+        };
+        (!matches!(found.as_str(), "None" | "null" | "")).then_some(found)
+    }
+
+    fn is_on(&self, name: &str) -> Option<bool> {
+        self.get(name).map(|value| value.eq_ignore_ascii_case("true"))
+    }
+
+    fn many(&self, name: &str) -> bool {
+        self.get(name).and_then(|value| value.parse::<usize>().ok()).is_some_and(|size| size > 1)
+    }
+
+    pub(super) fn returns_routed_experts(&self) -> bool {
+        self.is_on("enable_return_routed_experts").unwrap_or(false)
+    }
+
+    pub(super) fn facts(&self) -> Vec<(&'static str, String)> {
+        FACTS.iter().filter_map(|(shown, name)| Some((*shown, self.get(name)?))).collect()
+    }
+
+    fn judge(&self, findings: &mut Vec<Finding>) {
+        if !self.returns_routed_experts() {
+            findings.push(Finding::refusal(
+                "routing-off",
+                "it does not return routed experts",
+                "start it with --enable-return-routed-experts",
+            ));
+        }
+        if self.is_on("enable_prefix_caching") == Some(false) {
+            findings.push(Finding::warning(
+                "prefix-cache-off",
+                "every turn prefills its whole conversation again",
+                "start it with --enable-prefix-caching",
+            ));
+        }
+        if self.many("pipeline_parallel_size") {
+            findings.push(Finding::refusal(
+                "pipeline-parallel",
+                "rows of other pipeline stages are missing",
+                "start it with --pipeline-parallel-size 1",
+            ));
+        }
+        if self.many("decode_context_parallel_size") {
+            findings.push(Finding::refusal(
+                "context-parallel",
+                "rows are not gathered over context-parallel ranks",
+                "start it with --decode-context-parallel-size 1",
+            ));
+        }
+        if self.many("data_parallel_size") {
+            findings.push(Finding::warning(
+                "data-parallel",
+                "each replica has its own prefix cache, and a conversation may change replica",
+                "start one server per replica if cached tokens stay low",
+            ));
+        }
+        if self.is_on("enable_eplb") == Some(true) {
+            findings.push(Finding::warning(
+                "expert-load-balancing",
+                "experts are moved or copied: replay needs their logical ids, not physical ones",
+                "start it without --enable-eplb, unless the trainer's own routing agrees with \
+                 the rows",
+            ));
+        }
+        if self.get("kv_transfer_config").is_some() || self.get("kv_connector").is_some() {
+            findings.push(Finding::refusal(
+                "disaggregation",
+                "KV that comes from another worker comes without its routed experts",
+                "start it without --kv-transfer-config",
+            ));
+        }
+    }
+}
+
+/// Everything that is unfit or doubtful, by name, with its remedy.
+pub(super) fn findings(version: Option<&str>, settings: Option<&Settings>) -> Vec<Finding> {
+    let why = "routed experts could be lost with the prefix cache";
+    let mut findings: Vec<Finding> =
+        check_version("vLLM", version, OLDEST, why).into_iter().collect();
+    match settings {
+        Some(settings) => settings.judge(&mut findings),
+        None => findings.push(Finding::refusal(
+            "developer-mode-off",
+            "its weights cannot be replaced and its settings cannot be read",
+            "start it with VLLM_SERVER_DEV_MODE=1 in its environment, in a network of its own: \
+             these routes ask for no key",
+        )),
+    }
+    findings
+}
+
+/// `name=value` in the text of a Python object, up to the next separator.
+fn in_text<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    let mut from = 0;
+    loop {
+        let begin = from + text.get(from..)?.find(name)?;
+        let end = begin + name.len();
+        let alone = text
+            .get(..begin)?
+            .chars()
+            .next_back()
+            .is_none_or(|before| !(before.is_alphanumeric() || before == '_'));
+        if alone && let Some(value) = text.get(end..)?.strip_prefix('=') {
+            let stop = value.find([',', ')']).unwrap_or(value.len());
+            return value.get(..stop).map(|value| value.trim_matches('\''));
+        }
+        from = end;
+    }
+}
+
+/// The first value under this key, at any depth.
+fn in_object<'a>(value: &'a Value, name: &str) -> Option<&'a Value> {
+    match value {
+        Value::Object(map) => {
+            map.get(name).or_else(|| map.values().find_map(|inner| in_object(inner, name)))
+        }
+        Value::Array(list) => list.iter().find_map(|inner| in_object(inner, name)),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => None,
+    }
+}
+
+/// Tokens per block of the prefix cache, which only the metrics tell.
+pub(super) fn block_size(metrics: &[u8]) -> Option<usize> {
+    let text = std::str::from_utf8(metrics).ok()?;
+    let line = text.lines().find(|line| line.starts_with("vllm:cache_config_info{"))?;
+    let labels = line.split_once('{')?.1.split(',');
+    let rest = labels.into_iter().find_map(|label| label.strip_prefix("block_size=\""))?;
+    rest.split('"').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Severity;
+    use serde_json::json;
+
+    const TEXT: &str = "model='m', pipeline_parallel_size=1, data_parallel_size=1, \
+        aux_output_config=AuxOutputConfig(enable_return_routed_experts=True, max_bytes=None), \
+        enable_prefix_caching=True, kernel_config=KernelConfig(moe_backend='auto')";
+
+    fn named(version: &str, text: &str) -> Vec<(&'static str, Severity)> {
+        let settings = Settings::new(json!({"vllm_config": text}));
+        let found = findings(Some(version), Some(&settings));
+        assert!(found.iter().all(|f| !f.remedy.is_empty() && !f.words.is_empty()));
+        found.into_iter().map(|finding| (finding.name, finding.severity)).collect()
+    }
+
+    #[test]
+    fn every_unfit_mode_is_named() {
+        use Severity::{Refusal, Warning};
+        assert_eq!(named("0.32.0", TEXT), []);
+        assert_eq!(named("0.28.1", TEXT), [("version", Refusal)]);
+        for (old, new, name, severity) in [
+            ("experts=True", "experts=False", "routing-off", Refusal),
+            ("pipeline_parallel_size=1", "pipeline_parallel_size=2", "pipeline-parallel", Refusal),
+            ("model='m'", "decode_context_parallel_size=4", "context-parallel", Refusal),
+            ("data_parallel_size=1", "data_parallel_size=2", "data-parallel", Warning),
+            ("caching=True", "caching=False", "prefix-cache-off", Warning),
+            ("model='m'", "enable_eplb=True", "expert-load-balancing", Warning),
+            ("model='m'", "kv_transfer_config=KVTransferConfig()", "disaggregation", Refusal),
+        ] {
+            assert!(TEXT.contains(old));
+            assert_eq!(named("0.32.0", &TEXT.replace(old, new)), [(name, severity)], "{new}");
+        }
+        assert_eq!(named("0.32.0", &TEXT.replace("model='m'", "kv_transfer_config=None")), []);
+        let closed = findings(Some("0.32.0"), None);
+        assert_eq!((closed.len(), closed[0].name), (1, "developer-mode-off"));
+    }
+
+    #[test]
+    fn settings_are_found_in_text_and_in_objects() {
+        let text = Settings::new(json!({"vllm_config": TEXT}));
+        let object = Settings::new(json!({"vllm_config": {
+            "parallel_config": {"pipeline_parallel_size": 1},
+            "aux": [{"enable_return_routed_experts": true}],
+            "kernel_config": {"moe_backend": "auto"},
+        }}));
+        for settings in [text, object] {
+            assert!(settings.returns_routed_experts());
+            assert!(!settings.many("pipeline_parallel_size"));
+            assert_eq!(settings.get("moe_backend").as_deref(), Some("auto"));
+            // Part of another name.
+            assert_eq!(settings.get("parallel_size"), None);
+            assert_eq!(settings.get("max_bytes"), None);
+        }
+        assert!(!Settings::new(json!([])).returns_routed_experts());
+    }
+
+    #[test]
+    fn the_block_size_is_read_from_the_metrics() {
+        let line = |labels: &str| format!("# HELP x\nvllm:cache_config_info{{{labels}}} 1.0\n");
+        let labels = r#"a_block_size="8",block_size="32",effective_attention_block_size="64""#;
+        assert_eq!(block_size(line(labels).as_bytes()), Some(32));
+        assert_eq!(block_size(line(r#"block_size="16""#).as_bytes()), Some(16));
+        for strange in [line(""), line(r#"block_size="None""#), String::new()] {
+            assert_eq!(block_size(strange.as_bytes()), None);
+        }
+        assert_eq!(block_size(b"\xff"), None);
+    }
+}

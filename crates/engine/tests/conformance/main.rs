@@ -1,0 +1,105 @@
+//! Every engine keeps the same promises: the fake, the clients over recorded traffic, and real
+//! servers where they are.
+//!
+//! A real server is one at `ORCHESTRATE_SGLANG_URL`, or one started here by the shell command
+//! `ORCHESTRATE_SGLANG_START`, in which `{port}` is replaced; `ORCHESTRATE_SGLANG_MODEL` is the
+//! folder of its model (the same with `VLLM`). `ORCHESTRATE_REQUIRE=sglang,vllm` makes a missing
+//! one a failure.
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
+
+mod recorded;
+
+use camino::Utf8PathBuf;
+use orchestrate_engine::{ClientOptions, EngineKind};
+use orchestrate_testkit::conformance::{Subject, all, made_up_prompts};
+use orchestrate_testkit::{FakeEngine, engine_conformance, toy_shape, well_behaved};
+use orchestrate_types::ModelShape;
+use serde_json::Value;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::process::{Child, Command};
+
+engine_conformance!(fake, crate::fake_subject);
+engine_conformance!(recorded_sglang, crate::recorded::sglang);
+engine_conformance!(recorded_vllm, crate::recorded::vllm);
+
+#[expect(clippy::unused_async, reason = "the form that the suite asks for")]
+async fn fake_subject() -> Option<Subject> {
+    let shape = toy_shape(1024);
+    let engine = FakeEngine::new(shape.clone(), well_behaved(1024, 100));
+    let subject = Subject::new(Arc::new(engine), made_up_prompts(&shape), ());
+    Some(subject.with_checkpoints("/any".into(), None))
+}
+
+/// Loading everything a server needs takes minutes on small machines.
+const PATIENCE: Duration = Duration::from_mins(10);
+
+#[tokio::test]
+async fn engine_sglang_keeps_every_promise() {
+    real(EngineKind::Sglang, "SGLANG").await;
+}
+
+#[tokio::test]
+async fn engine_vllm_keeps_every_promise() {
+    real(EngineKind::Vllm, "VLLM").await;
+}
+
+async fn real(kind: EngineKind, name: &str) {
+    let setting = |what: &str| std::env::var(format!("ORCHESTRATE_{name}_{what}")).ok();
+    let started = match (setting("URL"), setting("START")) {
+        (Some(url), _) => Some((url, None)),
+        (None, Some(command)) => Some(start(&command)),
+        (None, None) => None,
+    };
+    let Some(((url, server), model)) = started.zip(setting("MODEL")) else {
+        let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
+        assert!(!required.split(',').any(|word| word == kind.to_string()), "no {kind} server");
+        skip(name);
+        return;
+    };
+    let model = Utf8PathBuf::from(model).canonicalize_utf8().unwrap();
+    let options = ClientOptions {
+        url,
+        api_key: setting("KEY"),
+        shape: shape(&model),
+        max_in_flight: 8,
+        require_routed_experts: true,
+        sync_timeout: PATIENCE,
+    };
+    let prompts = made_up_prompts(&options.shape);
+    let (engine, info) = kind.connect(options, PATIENCE).await.unwrap();
+    let report = engine.probe().await.unwrap();
+    assert_eq!(report.refusals().collect::<Vec<_>>(), Vec::<&_>::new(), "{info:?}");
+    let missing = model.with_file_name("no-such-checkpoint");
+    let subject = Subject::new(engine, prompts, server).with_checkpoints(model, Some(missing));
+    all(&subject).await.unwrap();
+}
+
+#[expect(clippy::print_stderr, reason = "a skipped test says so")]
+fn skip(name: &str) {
+    eprintln!("skipped: no server; set ORCHESTRATE_{name}_URL or _START, and _MODEL");
+}
+
+/// Starts a server on a free port. It is killed with the subject.
+fn start(command: &str) -> (String, Option<Child>) {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let command = command.replace("{port}", &free.to_string());
+    let mut shell = Command::new("sh");
+    let server = shell.arg("-c").arg(command).kill_on_drop(true).spawn().unwrap();
+    (format!("http://127.0.0.1:{free}"), Some(server))
+}
+
+/// The shape of a model whose layers are all MoE.
+fn shape(model: &Utf8PathBuf) -> ModelShape {
+    let text = std::fs::read_to_string(model.join("config.json")).unwrap();
+    let config: Value = serde_json::from_str(&text).unwrap();
+    let number = |key: &str| usize::try_from(config[key].as_u64().unwrap()).unwrap();
+    ModelShape {
+        hidden_layers: number("num_hidden_layers"),
+        moe_layers: (0..number("num_hidden_layers")).collect(),
+        experts: number("num_experts"),
+        top_k: number("num_experts_per_tok"),
+        vocab: number("vocab_size"),
+        context: number("max_position_embeddings"),
+    }
+}

@@ -1,0 +1,76 @@
+//! Servers of another kind than the settings say are refused with what would be needed.
+
+use crate::server::{Reply, options, serve, server_info};
+use orchestrate_engine::{EngineErrorKind, EngineKind};
+use orchestrate_types::Retry;
+use serde_json::{Value, json};
+use std::time::Duration;
+use tokio::task::JoinSet;
+
+/// A server of a kind that only answers questions.
+async fn server(tasks: &mut JoinSet<()>, kind: &'static str) -> String {
+    let missing = || Reply::Now(404, json!({"detail": "Not Found"}).to_string());
+    let models = json!({"object": "list", "data": [{"id": "m", "max_model_len": 1024}]});
+    let (url, _) = serve(tasks, move |path, _: &Value| match (kind, path) {
+        ("sglang", "/server_info") => Reply::Now(200, server_info().to_string()),
+        ("sglang", "/model_info") => Reply::Now(200, json!({"model_path": "m"}).to_string()),
+        ("vllm", "/version") => Reply::Now(200, json!({"version": "0.32.0"}).to_string()),
+        ("vllm", "/server_info") => {
+            let text = "enable_return_routed_experts=True, pipeline_parallel_size=1";
+            Reply::Now(200, json!({"vllm_config": text}).to_string())
+        }
+        ("vllm" | "chat", "/v1/models") => Reply::Now(200, models.to_string()),
+        ("page", _) => Reply::Now(200, "<html>hello</html>".to_owned()),
+        _ => missing(),
+    })
+    .await;
+    url
+}
+
+#[tokio::test]
+async fn each_kind_is_recognised() {
+    for (kind, expected) in [("sglang", EngineKind::Sglang), ("vllm", EngineKind::Vllm)] {
+        let mut tasks = JoinSet::new();
+        let url = server(&mut tasks, kind).await;
+        assert_eq!(EngineKind::detect(&url, None).await.unwrap(), expected);
+        let (_, info) = expected.connect(options(&url), Duration::ZERO).await.unwrap();
+        assert!(info.routed_experts && info.engine.starts_with(kind), "{info:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_server_of_the_other_kind_is_refused_with_the_setting_to_change() {
+    for (kind, said) in [("vllm", EngineKind::Sglang), ("sglang", EngineKind::Vllm)] {
+        let mut tasks = JoinSet::new();
+        let url = server(&mut tasks, kind).await;
+        let error = said.connect(options(&url), Duration::ZERO).await.unwrap_err();
+        assert!(matches!(error.kind, EngineErrorKind::Unfit(_)), "{error}");
+        assert!(error.to_string().contains(&format!("engine.kind = \"{kind}\"")), "{error}");
+        assert_eq!(error.retry(), Retry::Never);
+    }
+}
+
+#[tokio::test]
+async fn a_chat_server_without_token_ids_is_refused_with_what_training_needs() {
+    for (kind, words) in [("chat", "OpenAI-compatible"), ("page", "no inference server")] {
+        let mut tasks = JoinSet::new();
+        let url = server(&mut tasks, kind).await;
+        for said in [EngineKind::Sglang, EngineKind::Vllm] {
+            let error = said.connect(options(&url), Duration::ZERO).await.unwrap_err();
+            assert!(matches!(error.kind, EngineErrorKind::Unfit(_)), "{error}");
+            let error = error.to_string();
+            for needed in [words, "routed experts", "/generate", "/inference/v1/generate"] {
+                assert!(error.contains(needed), "{said}: {error}");
+            }
+        }
+        let error = EngineKind::detect(&url, None).await.unwrap_err();
+        assert!(error.to_string().contains(words), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_is_not_there_is_not_taken_for_another() {
+    let url = "http://127.0.0.1:9";
+    let error = EngineKind::Vllm.connect(options(url), Duration::ZERO).await.unwrap_err();
+    assert!(matches!(error.kind, EngineErrorKind::Unreachable(_)), "{error}");
+}

@@ -1,0 +1,296 @@
+//! The probe against a small server that can be broken in every way it has to notice.
+
+use crate::server::{Reply, Seen, options, serve, server_info, shape};
+use orchestrate_engine::{ClientOptions, EngineErrorKind, EngineKind, ProbeReport, Severity};
+use orchestrate_routing::{RoutedRows, encode_npy, encode_sglang};
+use orchestrate_types::ModelShape;
+use serde_json::{Value, json};
+use std::sync::Mutex;
+use std::time::Duration;
+use tokio::sync::mpsc::Receiver;
+use tokio::task::JoinSet;
+
+/// How the server is broken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Broken {
+    Nothing,
+    IgnoresStart,
+    CapturesNothing,
+    PhysicalExperts,
+    FusedSharedExperts,
+    OtherModel,
+    StaleRows,
+    ForgetsPrompts,
+    RawLogprobs,
+    OldFields,
+    ClosedRoute,
+    NoTokenRoute,
+    NoRows,
+    ShortContext,
+    Hangs,
+}
+
+fn numbers(value: &Value) -> Vec<u32> {
+    let list = value.as_array().unwrap().iter();
+    list.map(|id| u32::try_from(id.as_u64().unwrap()).unwrap()).collect()
+}
+
+/// Experts of a token at a position; `call` where rows are stale.
+fn ids(model: &ModelShape, tokens: &[u32], start: usize, call: usize) -> Vec<u16> {
+    let row = |(position, token): (usize, &u32)| {
+        let (experts, top_k, token) = (model.experts, model.top_k, *token as usize);
+        (0..model.hidden_layers).flat_map(move |layer| {
+            let first = position * 5 + token * 3 + layer * 2 + call;
+            (0..top_k).map(move |slot| (first + slot * (1 + token % 2)) % experts)
+        })
+    };
+    let inputs = &tokens[..tokens.len() - 1];
+    let ids = inputs.iter().enumerate().skip(start).flat_map(row);
+    ids.map(|id| u16::try_from(id).unwrap()).collect()
+}
+
+struct Toy {
+    vllm: bool,
+    broken: Broken,
+    calls: usize,
+    seen: Vec<Vec<u32>>,
+}
+
+impl Toy {
+    fn payload(&self, tokens: &[u32], start: usize) -> String {
+        let mut model = shape();
+        let mut start = start;
+        match self.broken {
+            Broken::PhysicalExperts => model.experts = 64,
+            Broken::FusedSharedExperts => model.top_k = 3,
+            Broken::OtherModel => (model.hidden_layers, model.moe_layers) = (3, vec![0, 1, 2]),
+            Broken::IgnoresStart => start = 0,
+            _ => {}
+        }
+        let call = if self.broken == Broken::StaleRows { self.calls } else { 0 };
+        let ids = ids(&model, tokens, start, call);
+        let rows = RoutedRows::from_ids(&model, start, &ids).unwrap();
+        let text = if self.vllm { encode_npy(&rows, &model) } else { encode_sglang(&rows, &model) };
+        let text = text.unwrap();
+        if self.broken != Broken::CapturesNothing {
+            return text;
+        }
+        let mut bytes = base64_simd::STANDARD.decode_to_vec(&text).unwrap();
+        let data = if self.vllm { 128 } else { 0 };
+        bytes[data..].fill(0);
+        base64_simd::STANDARD.encode_to_string(&bytes)
+    }
+
+    fn generate(&mut self, asked: &Value) -> Value {
+        self.calls += 1;
+        let key = if self.vllm { "token_ids" } else { "input_ids" };
+        let prompt = numbers(&asked[key]);
+        let params = &asked["sampling_params"];
+        let budget = if self.vllm { &params["max_tokens"] } else { &params["max_new_tokens"] };
+        let outputs: Vec<u32> = (0..budget.as_u64().unwrap())
+            .map(|n| (prompt.iter().sum::<u32>() + u32::try_from(n).unwrap()) % 1024)
+            .collect();
+        let tokens = [prompt.as_slice(), &outputs].concat();
+        let common = |seen: &Vec<u32>| seen.iter().zip(&prompt).take_while(|(a, b)| a == b).count();
+        let longest = self.seen.iter().map(common).max().unwrap_or(0);
+        let cached = match self.broken {
+            Broken::ForgetsPrompts => 0,
+            _ => longest.min(prompt.len() - 1) / 4 * 4,
+        };
+        self.seen.push(tokens[..tokens.len() - 1].to_vec());
+        let temperature = params["temperature"].as_f64().unwrap();
+        let cold = temperature < 0.5 && self.broken != Broken::RawLogprobs;
+        let logprob = if cold { 0.0 } else { -2.5 };
+        let start = if self.vllm {
+            params["routed_experts_prompt_start"].as_u64()
+        } else {
+            asked["routed_experts_start_len"].as_u64()
+        };
+        let start = start.map(|start| usize::try_from(start).unwrap());
+        let rows = start
+            .filter(|_| self.broken != Broken::NoRows)
+            .map(|start| self.payload(&tokens, start));
+        let new = self.broken != Broken::OldFields;
+        let spans = new.then(|| json!([{"version": "default", "start": 0, "end": outputs.len()}]));
+        if self.vllm {
+            let content: Vec<Value> =
+                outputs.iter().map(|id| json!({"token_id": id, "logprob": logprob})).collect();
+            return json!({
+                "request_id": format!("generate-tokens-{}", asked["request_id"].as_str().unwrap()),
+                "usage": {"prompt_tokens": prompt.len(),
+                          "prompt_tokens_details": new.then(|| json!({"cached_tokens": cached}))},
+                "choices": [{
+                    "index": 0, "finish_reason": "length", "token_ids": outputs,
+                    "routed_experts": rows, "weight_versions": spans,
+                    "logprobs": {"content": content},
+                }],
+            });
+        }
+        let triples: Vec<Value> = outputs.iter().map(|id| json!([logprob, id, null])).collect();
+        json!({
+            "output_ids": outputs,
+            "meta_info": {
+                "id": asked["rid"], "finish_reason": {"type": "length"},
+                "prompt_tokens": prompt.len(), "cached_tokens": new.then_some(cached),
+                "weight_version": "default", "weight_versions": spans, "dp_rank": 0,
+                "output_token_logprobs": triples, "routed_experts": rows,
+            },
+        })
+    }
+}
+
+/// A server broken in one way; what it is asked can be listened to.
+async fn toy(tasks: &mut JoinSet<()>, vllm: bool, broken: Broken) -> (String, Receiver<Seen>) {
+    let toy = Mutex::new(Toy { vllm, broken, calls: 0, seen: Vec::new() });
+    serve(tasks, move |path, asked| {
+        let context = if broken == Broken::ShortContext { 256 } else { 1024 };
+        let models = json!({"data": [{"id": "m", "max_model_len": context}]});
+        let answer = |value: Value| Reply::Now(200, value.to_string());
+        match path {
+            "/generate" | "/inference/v1/generate" => match broken {
+                Broken::ClosedRoute => {
+                    Reply::Now(403, json!({"error": {"message": "not enabled"}}).to_string())
+                }
+                Broken::NoTokenRoute => Reply::Now(404, json!({"detail": "x"}).to_string()),
+                Broken::Hangs => Reply::Now(503, json!({"error": "starting"}).to_string()),
+                _ => answer(toy.lock().unwrap().generate(asked)),
+            },
+            "/server_info" if vllm => {
+                answer(json!({"vllm_config": "enable_return_routed_experts=True"}))
+            }
+            "/server_info" => {
+                let mut info = server_info();
+                info["context_length"] = json!(context);
+                info["page_size"] = json!(4);
+                answer(info)
+            }
+            "/model_info" => answer(json!({"model_path": "m", "weight_version": "default"})),
+            "/version" => answer(json!({"version": "0.33.0"})),
+            "/v1/models" => answer(models),
+            "/weight_info" => answer(json!({"weight_version": "default"})),
+            "/metrics" => {
+                let text = "vllm:cache_config_info{block_size=\"4\",engine=\"0\"} 1.0\n";
+                Reply::Now(200, text.to_owned())
+            }
+            _ => Reply::Now(404, json!({"detail": "Not Found"}).to_string()),
+        }
+    })
+    .await
+}
+
+async fn probe(vllm: bool, broken: Broken) -> ProbeReport {
+    let mut tasks = JoinSet::new();
+    let (url, _) = toy(&mut tasks, vllm, broken).await;
+    let kind = if vllm { EngineKind::Vllm } else { EngineKind::Sglang };
+    kind.client(options(&url)).unwrap().probe().await.unwrap()
+}
+
+#[tokio::test]
+async fn a_fit_server_passes_with_its_facts() {
+    for vllm in [false, true] {
+        let report = probe(vllm, Broken::Nothing).await;
+        assert_eq!(report.findings, [], "vllm: {vllm}");
+        let fact = |name: &str| {
+            report.facts.iter().find(|(n, _)| *n == name).map(|(_, value)| value.as_str())
+        };
+        assert_eq!(fact("versions by token"), Some("yes"));
+        assert_eq!(fact("cached tokens told"), Some("yes"));
+        assert_eq!(fact("rows that differ when cached"), Some("0 of 48"));
+        assert_eq!(fact("data-parallel rank"), (!vllm).then_some("0"));
+        assert_eq!(report.info.page_size, 4);
+    }
+}
+
+#[tokio::test]
+async fn the_six_steps_are_taken_in_order() {
+    let mut tasks = JoinSet::new();
+    let (url, mut seen) = toy(&mut tasks, false, Broken::Nothing).await;
+    EngineKind::Sglang.client(options(&url)).unwrap().probe().await.unwrap();
+    let mut asked = Vec::new();
+    let mut ids = std::collections::BTreeSet::new();
+    while let Ok(call) = seen.try_recv() {
+        if call.path == "/generate" {
+            let prompt = numbers(&call.body["input_ids"]).len();
+            asked.push((prompt, call.body["routed_experts_start_len"].as_u64()));
+            assert!(ids.insert(call.body["rid"].as_str().unwrap().to_owned()), "a new id per try");
+        }
+    }
+    assert_eq!(asked, [(48, Some(0)), (48, Some(0)), (48, Some(47)), (55, Some(49)), (48, None)]);
+}
+
+#[tokio::test]
+async fn every_fault_is_found_by_name_with_a_remedy() {
+    use Severity::{Refusal, Warning};
+    for (broken, name, severity, remedy) in [
+        (Broken::IgnoresStart, "start-ignored", Refusal, "upgrade"),
+        (Broken::CapturesNothing, "moe-backend", Refusal, "--moe-runner-backend"),
+        (Broken::PhysicalExperts, "physical-experts", Refusal, "load balancing"),
+        (Broken::FusedSharedExperts, "fused-shared-experts", Refusal, "fusion"),
+        (Broken::OtherModel, "routed-experts", Refusal, "engine.model"),
+        (Broken::StaleRows, "stale-rows", Refusal, "HiCache"),
+        (Broken::ForgetsPrompts, "prefix-cache", Warning, "prefix cache"),
+        (Broken::RawLogprobs, "raw-logprobs", Warning, "temperature 1"),
+        (Broken::OldFields, "versions", Warning, "upgrade"),
+        (Broken::ClosedRoute, "closed-route", Refusal, "--enable-scale-out"),
+        (Broken::NoTokenRoute, "no-token-route", Refusal, "/inference/v1/generate"),
+        (Broken::NoRows, "generation", Refusal, "log"),
+        (Broken::ShortContext, "context", Warning, "max_sequence_tokens"),
+        (Broken::Hangs, "generation", Refusal, "log"),
+    ] {
+        for vllm in [false, true] {
+            let report = probe(vllm, broken).await;
+            let found = report.findings.iter().find(|finding| finding.name == name);
+            let found = found.unwrap_or_else(|| panic!("{broken:?} {vllm}: {report:?}"));
+            assert_eq!(found.severity, severity, "{broken:?}");
+            assert!(found.remedy.contains(remedy), "{broken:?}: {found}");
+            assert_eq!(report.refusals().next().is_some(), severity == Refusal, "{report:?}");
+            if broken == Broken::OldFields {
+                assert!(report.warnings().any(|finding| finding.name == "cached-tokens"));
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_server_without_rows_is_looked_at_all_the_same() {
+    let mut tasks = JoinSet::new();
+    let (url, mut seen) = serve(&mut tasks, |path, asked| match path {
+        "/server_info" => {
+            let mut info = server_info();
+            info["enable_return_routed_experts"] = json!(false);
+            Reply::Now(200, info.to_string())
+        }
+        "/generate" => {
+            let mut toy = Toy { vllm: false, broken: Broken::Nothing, calls: 0, seen: Vec::new() };
+            Reply::Now(200, toy.generate(asked).to_string())
+        }
+        _ => Reply::Now(200, json!({"weight_version": "default"}).to_string()),
+    })
+    .await;
+    let options = ClientOptions { require_routed_experts: false, ..options(&url) };
+    let report = EngineKind::Sglang.client(options).unwrap().probe().await.unwrap();
+    let names: Vec<_> = report.findings.iter().map(|finding| finding.name).collect();
+    assert_eq!(names, ["routing-off"]);
+    let mut generations = 0;
+    while let Ok(call) = seen.try_recv() {
+        generations += u32::from(call.path == "/generate");
+    }
+    assert_eq!(generations, 1);
+}
+
+#[tokio::test]
+async fn a_server_that_is_gone_is_no_finding() {
+    let client = EngineKind::Sglang.client(options("http://127.0.0.1:9")).unwrap();
+    let error = client.probe().await.unwrap_err();
+    assert!(matches!(error.kind, EngineErrorKind::Unreachable(_)), "{error}");
+    let mut tasks = JoinSet::new();
+    let (url, _) = serve(&mut tasks, |path, _| match path {
+        "/generate" => Reply::Never(None),
+        "/server_info" => Reply::Now(200, server_info().to_string()),
+        _ => Reply::Now(200, json!({}).to_string()),
+    })
+    .await;
+    let client = EngineKind::Sglang.client(options(&url)).unwrap();
+    let probe = tokio::time::timeout(Duration::from_millis(200), client.probe());
+    assert!(probe.await.is_err(), "it waits for a server that warms up");
+}
