@@ -5,13 +5,19 @@ use crate::config::Settings;
 use crate::output;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
+use futures::future::join_all;
 use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TaskSet, TrainerSink};
-use orchestrate_engine::{Engine, SglangClient, SglangOptions};
+use orchestrate_engine::{
+    Engine, EngineErrorKind, Fleet, FleetMember, FleetOptions, SglangClient, SglangOptions,
+    discover,
+};
 use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
-use orchestrate_rollout::{ChatModel, EpisodeRunner, RowSharing, judge_by_summary, tool_schemas};
+use orchestrate_rollout::{
+    ChatModel, EpisodeRunner, RowSharing, judge_by_summary, tool_schemas,
+};
 use orchestrate_sandbox::{DockerProvider, Limits, SandboxProvider};
 use orchestrate_store::Store;
 use orchestrate_tasks::{Split, Task, micro};
@@ -72,17 +78,19 @@ async fn loopback() -> anyhow::Result<(TcpListener, String)> {
     Ok((listener, url))
 }
 
-/// The configured engine, or an embedded one started on `model`.
+/// The configured servers as one engine, or an embedded one started on `model`.
 pub(crate) async fn engine(
     settings: &Settings,
     servers: &mut Servers,
     model: &Utf8Path,
-) -> anyhow::Result<SglangClient> {
+) -> anyhow::Result<Fleet> {
     let plan = &settings.engine;
     let shape = ModelConfig::load(model)?.shape();
-    let url = if let Some(url) = &plan.url {
-        url.clone()
-    } else {
+    let mut urls = match &plan.discover {
+        Some(name) => discover(name).await?,
+        None => plan.urls.clone(),
+    };
+    if urls.is_empty() {
         let (listener, url) = loopback().await?;
         let options = EngineOptions {
             weight_format: settings.embedded.weight_format,
@@ -93,21 +101,55 @@ pub(crate) async fn engine(
         };
         let cancel = servers.cancel.clone();
         servers.tasks.spawn(async move { Ok(serve_engine(options, listener, cancel).await?) });
-        url
-    };
-    let options = SglangOptions {
-        url,
-        api_key: plan.api_key().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?,
-        shape,
-        max_in_flight: plan.max_in_flight,
-        require_routed_experts: plan.require_routed_experts,
-        sync_timeout: plan.sync_timeout,
-    };
+        urls.push(url);
+    }
+    let api_key = plan.api_key().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?;
     let patience = plan.start_timeout;
-    let connected = async { Ok(SglangClient::connect(options, patience).await?) };
-    let (client, info) = servers.during(connected).await?;
-    tracing::info!(engine = info.engine, model = info.model_path, "engine is up");
-    Ok(client)
+    let connecting = urls.into_iter().map(|url| {
+        let options = SglangOptions {
+            url: url.clone(),
+            api_key: api_key.clone(),
+            shape: shape.clone(),
+            max_in_flight: plan.max_in_flight,
+            require_routed_experts: plan.require_routed_experts,
+            sync_timeout: plan.sync_timeout,
+        };
+        async move { (url, SglangClient::connect(options.clone(), patience).await, options) }
+    });
+    let connected = servers.during(async { Ok(join_all(connecting).await) }).await?;
+    let (mut members, mut absent) = (Vec::new(), Vec::new());
+    for (name, result, options) in connected {
+        match result {
+            Ok((client, info)) => {
+                tracing::info!(engine = info.engine, name, model = info.model_path, "engine is up");
+                members.push(FleetMember { name, engine: Arc::new(client), is_up: true });
+            }
+            // A server that cannot be used is a mistake; one that is late may still come.
+            Err(error) => match error.kind {
+                EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => {
+                    absent.push((name, options, error));
+                }
+                EngineErrorKind::Refused { .. }
+                | EngineErrorKind::InvalidReply(_)
+                | EngineErrorKind::Unfit(_) => return Err(error.into()),
+            },
+        }
+    }
+    let nobody_came = members.is_empty();
+    for (name, options, error) in absent {
+        if nobody_came {
+            return Err(error.into());
+        }
+        output::say(format!("note: {error}; the run begins without it"));
+        let engine = Arc::new(SglangClient::new(options)?);
+        members.push(FleetMember { name, engine, is_up: false });
+    }
+    let options = FleetOptions {
+        max_in_flight: plan.max_in_flight,
+        probe_interval: plan.probe_interval,
+        away_timeout: plan.away_timeout,
+    };
+    Ok(Fleet::start(members, options)?)
 }
 
 /// The configured trainer, or an embedded one with its checkpoints in the run folder.

@@ -30,7 +30,8 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
     if findings.iter().all(|f| f.ok) {
         findings.push(finding("sandbox", sandbox(&settings).await));
     }
-    if let Some(url) = args.engine.clone().or_else(|| settings.engine.url.clone()) {
+    let urls = args.engine.clone().map_or_else(|| settings.engine.urls.clone(), |url| vec![url]);
+    for url in urls {
         findings.push(finding("engine", engine(&settings, url).await));
     }
     if args.json {
