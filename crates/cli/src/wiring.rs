@@ -16,7 +16,7 @@ use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{
-    ChatModel, EpisodeRunner, RowSharing, judge_by_summary, tool_schemas,
+    ChatModel, EpisodeRunner, Leads, RowSharing, judge_by_summary, tool_schemas,
 };
 use orchestrate_sandbox::{DockerProvider, Limits, SandboxProvider};
 use orchestrate_store::Store;
@@ -278,6 +278,7 @@ pub(crate) async fn coordinator(
             scope: settings.routing.scope,
             mixed: settings.routing.mixed,
         },
+        leads: Leads::default(),
     });
     Ok(Coordinator {
         folder: folder.to_owned(),
