@@ -15,6 +15,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("store", &["types"]),
     ("handoff", &["routing", "types"]),
     ("moe", &["handoff", "routing", "types"]),
+    ("synthetic", &["routing", "sandbox", "tasks", "types"]),
     (
         "coordinator",
         &["engine", "handoff", "rollout", "routing", "sandbox", "store", "tasks", "types"],

@@ -50,6 +50,9 @@ pub(crate) enum Command {
     ServeTrainer(ServeTrainerArgs),
     /// Measure this machine: how close the program is to what the hardware needs.
     Bench(BenchArgs),
+    /// Serve an engine that computes nothing, for `bench rollout`, until standard input closes.
+    #[command(hide = true)]
+    SyntheticEngine(SyntheticEngineArgs),
     /// Print a completion script for a shell.
     Completions(CompletionsArgs),
 }
@@ -314,6 +317,68 @@ pub(crate) struct BenchArgs {
 pub(crate) enum BenchCommand {
     /// Routing masks: from reply bodies to checked rows, the prefix cache, at rest, the batch.
     Routing(BenchRoutingArgs),
+    /// Rollouts: many conversations on fleets of engines that compute nothing, some of which die.
+    Rollout(BenchRolloutArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SyntheticEngineArgs {
+    /// What it serves (JSON, as `bench rollout` writes it).
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plan: Utf8PathBuf,
+    /// Address to listen on; port 0 = any, printed as JSON.
+    #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
+    pub(crate) listen: std::net::SocketAddr,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate bench rollout
+  orchestrate bench rollout --case 'workers_4*' --json
+  orchestrate bench rollout --case open_4096
+
+What is measured:
+  Episodes as `run` makes them, through the same runner, fleet, client and routing masks. Engines
+  are processes of their own, reached by HTTP, that only keep a prefix cache's book and sleep;
+  sandboxes answer at once. Every routing row is a function of the tokens before it, and every row
+  of every finished episode is compared with what it must be.
+
+  workers_N has all conversations on N engines at once; in workers_N_kill the first engine is killed
+  when half of the turns are done (a single one is started again a second later). open_4096 has
+  4,096 conversations open on 4 engines at a pace of 500 turns per second.
+
+  CPU is this process's processor time by turn, over the second half of the turns. KiB/episode is heap per open episode, without its
+  tokens (17 bytes each) and rows, when half of the turns are done. added is the time from an
+  engine's handing out a reply to its having read that conversation's next request, both ends of
+  HTTP included. hits is the share of prompt tokens answered by the engines' prefix caches, of
+  those that could have been: all earlier tokens of the conversation, and the prompt of a group for
+  all but its first member on an engine, in whole pages; unmoved leaves out conversations that went
+  on at another engine. lag is how late a timer of the event loop fires.
+
+Limits (the column `verdict`, and `ok` in JSON):
+  all cases: no episode lost, no row wrong; and unless the only engine is killed, 0.99 of possible
+  hits for unmoved conversations
+  open_4096: 250 µs CPU per turn, 64 KiB per open episode, 5 ms added (p99), 10 ms lag (max)")]
+pub(crate) struct BenchRolloutArgs {
+    /// Only cases whose name fits; `*` stands for any text.
+    #[arg(long = "case", value_name = "GLOB", default_value = "*")]
+    pub(crate) pattern: String,
+    /// Conversations of the cases `workers_N`.
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) conversations: u32,
+    /// Their turns.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=128))]
+    pub(crate) turns: u32,
+    /// Conversations with a common prompt.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) group_size: u32,
+    /// Turns of each conversation of `open_4096`.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=128))]
+    pub(crate) open_turns: u32,
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]

@@ -34,6 +34,31 @@ pub(crate) struct HeapUse {
     pub(crate) peak: isize,
 }
 
+/// Counts the heap of the whole program from its beginning until it is dropped. One at a time, and
+/// not together with [`measure`].
+#[derive(Debug)]
+pub(crate) struct Counting {
+    before: isize,
+}
+
+impl Counting {
+    pub(crate) fn begin() -> Self {
+        COUNTING.store(true, Relaxed);
+        Self { before: HELD.load(Relaxed) }
+    }
+
+    /// Bytes held now, less those held at the beginning.
+    pub(crate) fn grown(&self) -> isize {
+        HELD.load(Relaxed) - self.before
+    }
+}
+
+impl Drop for Counting {
+    fn drop(&mut self) {
+        COUNTING.store(false, Relaxed);
+    }
+}
+
 /// Does `work` and counts the heap of the whole program meanwhile. One at a time.
 pub(crate) fn measure<T>(work: impl FnOnce() -> T) -> (T, HeapUse) {
     static ONE: Mutex<()> = Mutex::new(());

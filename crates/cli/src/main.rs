@@ -8,6 +8,7 @@ mod commands;
 mod config;
 mod exit;
 mod heap;
+mod limits;
 mod live;
 mod output;
 mod progress;
@@ -24,6 +25,7 @@ fn main() -> ExitCode {
         Err(error) => return exit::usage(&error),
     };
     output::init_logging(cli.verbose, cli.log.as_deref());
+    limits::raise_open_files();
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -52,6 +54,7 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         Command::WarmStart(args) => commands::warm_start::run(args).await,
         Command::ServeEngine(args) => commands::serve::engine(args).await,
         Command::ServeTrainer(args) => commands::serve::trainer(args).await,
+        Command::SyntheticEngine(args) => commands::synthetic::run(args).await,
         Command::Completions(args) => {
             args::write_completions(args.shell);
             Ok(ExitCode::SUCCESS)

@@ -5,13 +5,19 @@ use crate::config::Settings;
 use crate::output;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
+use futures::future::join_all;
 use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TaskSet, TrainerSink};
-use orchestrate_engine::{ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, Worker};
+use orchestrate_engine::{
+    ClientOptions, Engine, EngineError, EngineErrorKind, Fleet, FleetMember, FleetOptions, Worker,
+    discover,
+};
 use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
-use orchestrate_rollout::{ChatModel, EpisodeRunner, RowSharing, judge_by_summary, tool_schemas};
+use orchestrate_rollout::{
+    ChatModel, EpisodeRunner, Leads, RowSharing, judge_by_summary, tool_schemas,
+};
 use orchestrate_sandbox::{DockerProvider, Limits, SandboxProvider};
 use orchestrate_store::Store;
 use orchestrate_tasks::{Split, Task, micro};
@@ -72,17 +78,19 @@ async fn loopback() -> anyhow::Result<(TcpListener, String)> {
     Ok((listener, url))
 }
 
-/// The configured engine, or an embedded one started on `model`.
+/// The configured servers as one engine, or an embedded one started on `model`.
 pub(crate) async fn engine(
     settings: &Settings,
     servers: &mut Servers,
     model: &Utf8Path,
-) -> anyhow::Result<Arc<dyn Worker>> {
+) -> anyhow::Result<Fleet> {
     let plan = &settings.engine;
     let shape = ModelConfig::load(model)?.shape();
-    let (kind, url) = if let Some(url) = &plan.url {
-        (plan.kind, url.clone())
-    } else {
+    let mut urls = match &plan.discover {
+        Some(name) => discover(name).await?,
+        None => plan.urls.clone(),
+    };
+    if urls.is_empty() {
         let (listener, url) = loopback().await?;
         let options = EngineOptions {
             weight_format: settings.embedded.weight_format,
@@ -93,24 +101,58 @@ pub(crate) async fn engine(
         };
         let cancel = servers.cancel.clone();
         servers.tasks.spawn(async move { Ok(serve_engine(options, listener, cancel).await?) });
-        (EngineKind::Sglang, url)
-    };
-    let options = ClientOptions {
-        url,
-        api_key: plan.api_key().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?,
-        shape,
-        max_in_flight: plan.max_in_flight,
-        require_routed_experts: plan.require_routed_experts,
-        sync_timeout: plan.sync_timeout,
-    };
-    let patience = plan.start_timeout;
+        urls.push(url);
+    }
+    let api_key = plan.api_key().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?;
+    let (kind, patience) = (plan.kind, plan.start_timeout);
+    let connecting = urls.into_iter().map(|url| {
+        let options = ClientOptions {
+            url: url.clone(),
+            api_key: api_key.clone(),
+            shape: shape.clone(),
+            max_in_flight: plan.max_in_flight,
+            require_routed_experts: plan.require_routed_experts,
+            sync_timeout: plan.sync_timeout,
+        };
+        async move { (url, kind.connect(options.clone(), patience).await, options) }
+    });
     let looked_at = async {
-        let (client, info) = kind.connect(options, patience).await?;
-        tracing::info!(engine = info.engine, model = info.model_path, "engine is up");
-        inspect(settings, client.as_ref()).await?;
-        Ok(client)
+        let (mut members, mut absent) = (Vec::new(), Vec::new());
+        for (name, connected, options) in join_all(connecting).await {
+            match connected {
+                Ok((client, info)) => {
+                    tracing::info!(engine = info.engine, name, model = info.model_path, "is up");
+                    inspect(settings, client.as_ref()).await?;
+                    members.push(FleetMember { name, engine: client, is_up: true });
+                }
+                // A server that cannot be used is a mistake; one that is late may still come.
+                Err(error) => match error.kind {
+                    EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => {
+                        absent.push((name, options, error));
+                    }
+                    EngineErrorKind::Refused { .. }
+                    | EngineErrorKind::InvalidReply(_)
+                    | EngineErrorKind::Unfit(_) => return Err(error.into()),
+                },
+            }
+        }
+        Ok((members, absent))
     };
-    servers.during(Box::pin(looked_at)).await
+    let (mut members, absent) = servers.during(Box::pin(looked_at)).await?;
+    let nobody_came = members.is_empty();
+    for (name, options, error) in absent {
+        if nobody_came {
+            return Err(error.into());
+        }
+        output::say(format!("note: {error}; the run begins without it"));
+        members.push(FleetMember { name, engine: kind.client(options)?, is_up: false });
+    }
+    let options = FleetOptions {
+        max_in_flight: plan.max_in_flight,
+        probe_interval: plan.probe_interval,
+        away_timeout: plan.away_timeout,
+    };
+    Ok(Fleet::start(members, options)?)
 }
 
 /// Samples a few tokens before a run trusts the engine: what is unfit ends it here, with the
@@ -238,7 +280,8 @@ pub(crate) async fn coordinator(
     }
     let sandboxes: Arc<dyn SandboxProvider> =
         Arc::new(DockerProvider::connect(settings.sandbox.clone()).await?);
-    let engine: Arc<dyn Engine> = engine(settings, servers, &settings.engine.model).await?;
+    let engine: Arc<dyn Engine> =
+        Arc::new(engine(settings, servers, &settings.engine.model).await?);
     let trainer: Arc<dyn TrainerSink> = match training {
         Training::Trainer => Arc::new(trainer(settings, servers, folder).await?),
         Training::Fixed(sink) => sink,
@@ -257,6 +300,7 @@ pub(crate) async fn coordinator(
             scope: settings.routing.scope,
             mixed: settings.routing.mixed,
         },
+        leads: Leads::default(),
     });
     Ok(Coordinator {
         folder: folder.to_owned(),

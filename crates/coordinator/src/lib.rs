@@ -9,6 +9,7 @@ mod evaluation;
 mod events;
 mod files;
 mod groups;
+mod lag;
 mod metrics;
 mod monitor;
 mod plan;
@@ -26,6 +27,7 @@ pub use config::{
 };
 pub use error::{FailureClass, RunError};
 pub use events::{Event, Reporter};
+pub use lag::{LagSummary, LoopLag};
 pub use plan::{Plan, SamplingPlan, TaskSet};
 pub use record::{EpisodeDetail, EpisodeSummary};
 pub use report::{EvalPoint, Gain, RunReport, write_html};

@@ -2,6 +2,7 @@
 
 use crate::error::RunError;
 use crate::groups::{SealedGroup, SealedMember};
+use crate::lag::LagSummary;
 use orchestrate_handoff::protocol::{Mismatch, StepMetrics, StepResult};
 use orchestrate_store::{AttemptState, EpisodeState, GroupState, Reader, StepRow};
 use orchestrate_types::Outcome;
@@ -17,6 +18,8 @@ pub(crate) struct StepTimes {
     pub(crate) rollout: Duration,
     pub(crate) train: Duration,
     pub(crate) sync: Duration,
+    /// How late the event loop was, over the whole step.
+    pub(crate) lag: LagSummary,
 }
 
 /// The line of a step. Values that do not exist (a skipped step has no loss) are null.
@@ -76,6 +79,8 @@ pub(crate) async fn step_line(
     put("time_rollout_s", json!(times.rollout.as_secs_f64()));
     put("time_train_s", json!(times.train.as_secs_f64()));
     put("time_sync_s", json!(times.sync.as_secs_f64()));
+    put("loop_lag_p99_ms", json!(times.lag.p99.as_secs_f64() * 1e3));
+    put("loop_lag_max_ms", json!(times.lag.max.as_secs_f64() * 1e3));
     // Of all episodes together; they overlap, so it may exceed the wall time.
     put("time_sandbox_s", json!(members.iter().map(sandbox).sum::<f64>()));
     let tokens = sum(|m| m.summary.response_tokens) as f64;

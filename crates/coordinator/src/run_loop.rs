@@ -19,6 +19,7 @@ use crate::error::RunError;
 use crate::events::{Event, Reporter};
 use crate::files::RunFolder;
 use crate::groups::{Decision, Ledger, SealedGroup};
+use crate::lag::LoopLag;
 use crate::metrics::StepTimes;
 use crate::monitor::Monitor;
 use crate::plan::{Plan, TaskSet};
@@ -131,6 +132,7 @@ impl Coordinator {
             sandboxes: self.sandboxes,
             tasks: self.tasks,
             monitor: Mutex::new(Monitor::default()),
+            lag: LoopLag::default(),
             context: Arc::new(Context {
                 run,
                 store: self.store,
@@ -147,6 +149,7 @@ impl Coordinator {
             biased;
             () = stop.immediately(grace, draining) => Err(RunError::Stopped),
             driven = Box::pin(driver.drive()) => driven,
+            never = driver.lag.watch() => match never {},
         };
         let left = match tokio::time::timeout(SANDBOX_SHUTDOWN, sandboxes.shutdown()).await {
             Ok(Ok(())) => None,
@@ -175,6 +178,7 @@ pub(crate) struct Driver {
     pub(crate) sandboxes: Arc<dyn SandboxProvider>,
     pub(crate) tasks: TaskSet,
     pub(crate) monitor: Mutex<Monitor>,
+    pub(crate) lag: LoopLag,
 }
 
 impl Driver {

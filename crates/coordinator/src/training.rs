@@ -114,7 +114,8 @@ impl Driver {
         }
         if attempts.is_empty() {
             let reason = format!("none of {} groups has a gradient", groups.len());
-            let line = step_line(reader, row, None, times).await?;
+            let times = StepTimes { lag: self.lag.take(), ..*times };
+            let line = step_line(reader, row, None, &times).await?;
             self.store().skip_step(step, &reason, &line).await?;
             self.context.report(&Event::StepSkipped { step, reason });
             self.step_closed(&line).await?;
@@ -212,7 +213,7 @@ impl Driver {
         let mut info = self.trainer.info().await?;
         info.checkpoint = result.checkpoint.clone();
         self.spread(&info, result.policy_version).await?;
-        let times = StepTimes { sync: begun.elapsed(), ..*times };
+        let times = StepTimes { sync: begun.elapsed(), lag: self.lag.take(), ..*times };
         let line = step_line(self.store().reader(), row, Some(&result), &times).await?;
         self.store().finish_step(row.step, &line).await?;
         self.step_closed(&line).await

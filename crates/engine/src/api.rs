@@ -41,6 +41,17 @@ pub struct GenerateRequest {
     pub deadline: Duration,
 }
 
+/// A conversation that is about to begin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SessionOpening<'a> {
+    /// The conversation, as its requests will name it.
+    pub session: &'a str,
+    /// Conversations of equal group begin with the same prompt.
+    pub group: Option<&'a str>,
+    /// Tokens of that prompt.
+    pub prompt_tokens: usize,
+}
+
 /// Why the engine stopped sampling.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Finish {
@@ -169,6 +180,33 @@ pub trait Engine: Send + Sync + std::fmt::Debug {
     fn worker_of(&self, session: &str) -> Option<String> {
         let _ = session;
         None
+    }
+
+    /// A conversation is about to begin: where there is a choice of workers, it is made now, and
+    /// [`Engine::worker_of`] knows it. Without this call it is made at the first request.
+    fn open_session(&self, opening: &SessionOpening<'_>) {
+        let _ = opening;
+    }
+
+    /// The conversation is over: nothing of it need be remembered.
+    fn close_session(&self, session: &str) {
+        let _ = session;
+    }
+
+    /// Data-parallel ranks behind this one address, at least 1; each has a prefix cache of its own.
+    fn data_parallel_ranks(&self) -> usize {
+        1
+    }
+
+    /// As [`Engine::generate`], on one data-parallel rank, below
+    /// [`Engine::data_parallel_ranks`]; `None` leaves the choice to the engine.
+    async fn generate_on(
+        &self,
+        request: GenerateRequest,
+        rank: Option<usize>,
+    ) -> Result<Generation, EngineError> {
+        let _ = rank;
+        self.generate(request).await
     }
 
     /// Samples one turn. Dropping the future aborts the request on the engine.

@@ -73,6 +73,8 @@ pub struct Client<D> {
     sync_timeout: Duration,
     /// The server refuses priorities unless it was started with them.
     priorities: AtomicBool,
+    /// Data-parallel ranks behind this one address.
+    ranks: AtomicUsize,
     /// The longest sequence, by the model's configuration and the server's word.
     context: AtomicUsize,
     serving: Mutex<Serving>,
@@ -94,6 +96,7 @@ impl<D: Dialect> Client<D> {
             require_routed_experts: options.require_routed_experts,
             sync_timeout: options.sync_timeout,
             priorities: AtomicBool::new(false),
+            ranks: AtomicUsize::new(1),
             serving: Mutex::new(Serving::Untouched),
             syncing: tokio::sync::Mutex::new(()),
             dialect: PhantomData,
@@ -136,6 +139,7 @@ impl<D: Dialect> Client<D> {
     pub(crate) async fn survey(&self) -> Result<Survey, EngineError> {
         let survey = D::survey(&self.wire, &self.shape).await?;
         self.priorities.store(survey.priorities, Ordering::Relaxed);
+        self.ranks.store(survey.ranks.max(1), Ordering::Relaxed);
         let context = survey.info.context.unwrap_or(usize::MAX).min(self.shape.context);
         self.context.store(context, Ordering::Relaxed);
         Ok(survey)
@@ -210,7 +214,11 @@ impl<D: Dialect> Client<D> {
     }
 
     /// Samples once; the fault of a bad reply is kept in full.
-    pub(crate) async fn sample(&self, request: &GenerateRequest) -> Result<Reading, Fault> {
+    pub(crate) async fn sample(
+        &self,
+        request: &GenerateRequest,
+        rank: Option<usize>,
+    ) -> Result<Reading, Fault> {
         let max_new_tokens = self.check_request(request)?;
         // A closed semaphore cannot be: it is never closed.
         let permit = self.permits.acquire().await;
@@ -223,8 +231,12 @@ impl<D: Dialect> Client<D> {
                 return Err(EngineErrorKind::Unfit(words.to_owned()).into());
             }
         };
-        let limits = Limits { max_new_tokens, priorities: self.priorities.load(Ordering::Relaxed) };
-        let post = self.wire.post(D::GENERATE, D::body(request, &limits), &request.session);
+        let priorities = self.priorities.load(Ordering::Relaxed);
+        let limits = Limits { max_new_tokens, priorities, rank };
+        let mut post = self.wire.post(D::GENERATE, D::body(request, &limits), &request.session);
+        if let (Some(header), Some(rank)) = (D::RANK_HEADER, rank) {
+            post = post.header(header, rank);
+        }
         let expected = Expected {
             request_id: request.request_id.as_str().to_owned(),
             prompt_tokens: request.token_ids.len(),
@@ -280,8 +292,20 @@ impl<D: Dialect> Engine for Client<D> {
         Some(self.worker())
     }
 
+    fn data_parallel_ranks(&self) -> usize {
+        self.ranks.load(Ordering::Relaxed)
+    }
+
     async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
-        match self.sample(&request).await {
+        self.generate_on(request, None).await
+    }
+
+    async fn generate_on(
+        &self,
+        request: GenerateRequest,
+        rank: Option<usize>,
+    ) -> Result<Generation, EngineError> {
+        match self.sample(&request, rank).await {
             Ok(reading) => Ok(reading.generation),
             Err(fault) => Err(self.wire.error(D::GENERATE, fault.kind)),
         }

@@ -18,6 +18,11 @@ pub struct EngineSection {
     /// What the server at `url` speaks: "sglang" (0.5.12 and later, the default) or "vllm" (0.31
     /// and later).
     pub kind: Option<String>,
+    /// Base URLs of several servers of the same model: a fleet. Instead of `url`.
+    pub urls: Option<Vec<String>>,
+    /// Base URL whose host name stands for several servers: each of its addresses is one, looked
+    /// up when the run starts. `http` only. Instead of `url`.
+    pub discover: Option<String>,
     /// Folder of the starting checkpoint in Hugging Face layout (config, weights, tokenizer,
     /// chat template).
     pub model: Option<String>,
@@ -31,8 +36,12 @@ pub struct EngineSection {
     pub sync_timeout: Option<HumanDuration>,
     /// How long to wait for the server to come up. Default: "2m".
     pub start_timeout: Option<HumanDuration>,
-    /// Most generations under way at once. Default: 64.
+    /// Most generations under way at once, on each server. Default: 64.
     pub max_in_flight: Option<usize>,
+    /// Time between two looks at a server; three without an answer take it out. Default: "10s".
+    pub probe_interval: Option<HumanDuration>,
+    /// How long calls wait for a server while none is up. Default: "10m".
+    pub away_timeout: Option<HumanDuration>,
     /// Whether a server that does not return routed experts is refused. Default: true.
     pub require_routed_experts: Option<bool>,
 }
@@ -40,9 +49,11 @@ pub struct EngineSection {
 /// A checked `[engine]`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EnginePlan {
-    /// Base URL; `None` = the embedded engine.
-    pub url: Option<String>,
-    /// What the server speaks.
+    /// Base URLs of the servers, all different; none = the embedded engine.
+    pub urls: Vec<String>,
+    /// Base URL whose host name stands for the servers.
+    pub discover: Option<String>,
+    /// What the servers speak.
     pub kind: EngineKind,
     /// Folder of the starting checkpoint.
     pub model: Utf8PathBuf,
@@ -56,8 +67,12 @@ pub struct EnginePlan {
     pub sync_timeout: Duration,
     /// How long to wait for the server to come up.
     pub start_timeout: Duration,
-    /// Most generations under way at once.
+    /// Most generations under way at once, on each server.
     pub max_in_flight: usize,
+    /// Time between two looks at a server.
+    pub probe_interval: Duration,
+    /// How long calls wait for a server while none is up.
+    pub away_timeout: Duration,
     /// Whether routed experts are required.
     pub require_routed_experts: bool,
 }
@@ -69,16 +84,8 @@ impl EngineSection {
     /// All problems at once.
     pub fn check(&self) -> Result<EnginePlan, Vec<ConfigProblem>> {
         let mut problems = Vec::new();
-        if let Some(url) = &self.url {
-            let usable = reqwest::Url::parse(url)
-                .is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
-            if !usable {
-                let remedy = "write a URL like \"http://127.0.0.1:30000\", or leave it out for \
-                              the embedded engine";
-                problems.push(ConfigProblem::new("engine.url", url, remedy));
-            }
-        }
-        let kind = check_kind(self.kind.as_deref(), self.url.is_some());
+        let urls = self.check_urls(&mut problems);
+        let kind = check_kind(self.kind.as_deref(), !urls.is_empty() || self.discover.is_some());
         let kind = kind.unwrap_or_else(|problem| {
             problems.push(problem);
             EngineKind::default()
@@ -106,6 +113,8 @@ impl EngineSection {
         let request_timeout = time("engine.request_timeout", self.request_timeout, 20 * 60);
         let sync_timeout = time("engine.sync_timeout", self.sync_timeout, 10 * 60);
         let start_timeout = time("engine.start_timeout", self.start_timeout, 120);
+        let probe_interval = time("engine.probe_interval", self.probe_interval, 10);
+        let away_timeout = time("engine.away_timeout", self.away_timeout, 10 * 60);
         let max_in_flight = self.max_in_flight.unwrap_or(64);
         if !(1..=65_536).contains(&max_in_flight) {
             let remedy = "use a number from 1 to 65536";
@@ -116,7 +125,8 @@ impl EngineSection {
         }
         let model = Utf8PathBuf::from(model.unwrap_or_default());
         Ok(EnginePlan {
-            url: self.url.clone(),
+            urls,
+            discover: self.discover.clone(),
             kind,
             tokenizer: self.tokenizer.as_ref().map_or_else(|| model.clone(), Utf8PathBuf::from),
             model,
@@ -125,8 +135,49 @@ impl EngineSection {
             sync_timeout,
             start_timeout,
             max_in_flight,
+            probe_interval,
+            away_timeout,
             require_routed_experts: self.require_routed_experts.unwrap_or(true),
         })
+    }
+
+    /// The servers' URLs without a slash at the end, which is how their replies name them.
+    fn check_urls(&self, problems: &mut Vec<ConfigProblem>) -> Vec<String> {
+        if let (Some(url), Some(_)) = (&self.url, &self.urls) {
+            let remedy = "put it into engine.urls, and leave engine.url out";
+            problems.push(ConfigProblem::new("engine.url", url, remedy));
+        }
+        if let Some(url) = &self.discover {
+            if self.url.is_some() || self.urls.is_some() {
+                let remedy = "name servers by engine.url, by engine.urls or by this, not by two";
+                problems.push(ConfigProblem::new("engine.discover", url, remedy));
+            } else if !reqwest::Url::parse(url).is_ok_and(|u| u.scheme() == "http" && u.has_host())
+            {
+                let remedy = "write a URL like \"http://engines.example:30000\"";
+                problems.push(ConfigProblem::new("engine.discover", url, remedy));
+            }
+        }
+        let listed = self.urls.iter().flatten().map(|url| ("engine.urls", url));
+        let mut urls: Vec<String> = Vec::new();
+        for (key, url) in self.url.iter().map(|url| ("engine.url", url)).chain(listed) {
+            let usable = reqwest::Url::parse(url)
+                .is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
+            let base = url.trim_end_matches('/').to_owned();
+            if !usable {
+                let remedy = "write a URL like \"http://127.0.0.1:30000\", or leave it out for \
+                              the embedded engine";
+                problems.push(ConfigProblem::new(key, url, remedy));
+            } else if urls.contains(&base) {
+                problems.push(ConfigProblem::new(key, url, "name each server once"));
+            } else {
+                urls.push(base);
+            }
+        }
+        if self.urls.as_ref().is_some_and(Vec::is_empty) {
+            let remedy = "name at least one server, or leave it out for the embedded engine";
+            problems.push(ConfigProblem::new("engine.urls", "[]", remedy));
+        }
+        urls
     }
 }
 
@@ -173,7 +224,7 @@ mod tests {
     fn a_model_folder_is_all_that_is_needed() {
         let section = EngineSection { model: Some("models/tiny".to_owned()), ..Default::default() };
         let plan = section.check().unwrap();
-        assert_eq!((plan.url.as_deref(), plan.tokenizer.as_str()), (None, "models/tiny"));
+        assert_eq!((plan.urls.len(), plan.tokenizer.as_str()), (0, "models/tiny"));
         assert!(plan.require_routed_experts);
         assert_eq!(plan.api_key(), Ok(None));
     }
@@ -196,6 +247,33 @@ mod tests {
         let refused = plan("openai", url).unwrap_err();
         assert!(refused.contains("/inference/v1/generate") && refused.contains("/generate"));
         assert!(plan("triton", url).unwrap_err().contains("vllm"));
+    }
+
+    #[test]
+    fn servers_are_one_or_many_and_each_is_named_once() {
+        let section = |url: Option<&str>, urls: Option<&[&str]>| EngineSection {
+            model: Some("m".to_owned()),
+            url: url.map(ToOwned::to_owned),
+            urls: urls.map(|urls| urls.iter().map(|url| (*url).to_owned()).collect()),
+            ..Default::default()
+        };
+        let one = section(Some("http://a:1/"), None).check().unwrap();
+        assert_eq!(one.urls, ["http://a:1"]);
+        let two = section(None, Some(&["http://a:1", "http://b:1"])).check().unwrap();
+        assert_eq!(two.urls, ["http://a:1", "http://b:1"]);
+        for wrong in [
+            section(Some("http://a:1"), Some(&["http://b:1"])),
+            section(None, Some(&["http://a:1", "http://a:1/"])),
+            section(None, Some(&["b:1"])),
+            section(None, Some(&[])),
+            EngineSection {
+                discover: Some("http://c:1".to_owned()),
+                ..section(Some("http://a:1"), None)
+            },
+            EngineSection { discover: Some("https://c:1".to_owned()), ..section(None, None) },
+        ] {
+            assert_eq!(wrong.check().unwrap_err().len(), 1, "{wrong:?}");
+        }
     }
 
     #[test]

@@ -12,6 +12,8 @@ use std::time::Duration;
 pub trait Dialect: Debug + Send + Sync + Sized + 'static {
     /// Route that samples.
     const GENERATE: &'static str;
+    /// Header that names the data-parallel rank, for servers that do not read it from the body.
+    const RANK_HEADER: Option<&'static str>;
 
     /// The body of a request that samples, as JSON.
     fn body(request: &GenerateRequest, limits: &Limits) -> Vec<u8>;
@@ -59,6 +61,8 @@ pub struct Limits {
     pub max_new_tokens: usize,
     /// Whether the server takes priorities; it refuses them unless it was started for them.
     pub priorities: bool,
+    /// The data-parallel rank that is to answer; `None` leaves the choice to the server.
+    pub rank: Option<usize>,
 }
 
 /// What a server said about itself.
@@ -72,4 +76,6 @@ pub struct Survey {
     pub facts: Vec<(&'static str, String)>,
     /// Whether it takes priorities, larger first.
     pub priorities: bool,
+    /// Data-parallel ranks that can be named in a request, at least 1.
+    pub ranks: usize,
 }

@@ -1,4 +1,5 @@
-//! Inference engines: the [`Engine`] seam, and the clients of SGLang and vLLM behind it.
+//! Inference engines: the [`Engine`] seam, the clients of SGLang and vLLM behind it, and a
+//! [`Fleet`] of them.
 //!
 //! One [`Client`] has everything that two servers have in common; a [`Dialect`] has the rest.
 //! [`EngineKind`] chooses one by settings, and [`Worker::probe`] finds out whether a server is fit.
@@ -11,6 +12,7 @@ mod client;
 mod config;
 mod dialect;
 mod fitness;
+mod fleet;
 mod http;
 mod kind;
 mod probe;
@@ -20,12 +22,13 @@ mod vllm;
 
 pub use api::{
     Engine, EngineError, EngineErrorKind, EngineInfo, Finish, GenerateRequest, Generation,
-    Sampling, VersionSpan,
+    Sampling, SessionOpening, VersionSpan,
 };
 pub use client::{Client, ClientOptions};
 pub use config::{EnginePlan, EngineSection};
 pub use dialect::Dialect;
 pub use fitness::{Finding, Severity};
+pub use fleet::{Fleet, FleetMember, FleetOptions, WorkerStatus, discover};
 pub use kind::{EngineKind, Worker};
 pub use probe::ProbeReport;
 pub use sglang::Sglang;

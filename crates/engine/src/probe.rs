@@ -4,7 +4,8 @@ use crate::client::Client;
 use crate::dialect::Dialect;
 use crate::reply::{Fault, Reading};
 use crate::{
-    EngineError, EngineErrorKind, EngineInfo, Finding, GenerateRequest, Sampling, Severity,
+    Engine as _, EngineError, EngineErrorKind, EngineInfo, Finding, GenerateRequest, Sampling,
+    Severity,
 };
 use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError};
 use orchestrate_types::{
@@ -237,7 +238,9 @@ impl<D: Dialect> Probe<'_, D> {
             priority: 0,
             deadline: DEADLINE,
         };
-        self.client.sample(&request).await
+        // Every look at one replica: each has a prefix cache of its own.
+        let rank = (self.client.data_parallel_ranks() > 1).then_some(0);
+        self.client.sample(&request, rank).await
     }
 
     fn judge_form(&mut self, rows: &RoutedRows) {

@@ -33,6 +33,8 @@ struct GenerateBody<'a> {
     extra_key: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     priority: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    routed_dp_rank: Option<usize>,
     stream: bool,
 }
 
@@ -76,6 +78,7 @@ struct UpdateReply {
 
 impl Dialect for Sglang {
     const GENERATE: &'static str = "/generate";
+    const RANK_HEADER: Option<&'static str> = None;
 
     fn body(request: &GenerateRequest, limits: &Limits) -> Vec<u8> {
         let sampling = &request.sampling;
@@ -101,6 +104,7 @@ impl Dialect for Sglang {
             session_id: &request.session,
             extra_key: format!("w{}", request.cache_namespace),
             priority: limits.priorities.then_some(request.priority),
+            routed_dp_rank: limits.rank,
             stream: false,
         };
         // Numbers, text and lists only: this cannot fail.
@@ -132,6 +136,7 @@ impl Dialect for Sglang {
             },
             facts: server.facts(),
             priorities: server.takes_priorities(),
+            ranks: server.ranks(),
             findings,
         })
     }

@@ -79,6 +79,7 @@ struct Success {
 
 impl Dialect for Vllm {
     const GENERATE: &'static str = "/inference/v1/generate";
+    const RANK_HEADER: Option<&'static str> = Some("x-data-parallel-rank");
 
     fn body(request: &GenerateRequest, limits: &Limits) -> Vec<u8> {
         let sampling = &request.sampling;
@@ -142,6 +143,7 @@ impl Dialect for Vllm {
             facts,
             // Taken only with another scheduling policy, which the server does not tell.
             priorities: false,
+            ranks: settings.as_ref().map_or(1, Settings::ranks),
             findings,
         })
     }

@@ -4,11 +4,12 @@ use crate::actions::{Call, parse_calls};
 use crate::api::{EpisodeReport, EpisodeRequest, Message, Timings, TurnLog};
 use crate::buffer::TokenBuffer;
 use crate::chat::message;
+use crate::leads::{LeadKey, Leading, Part};
 use crate::machine::Event;
 use crate::rows::{EpisodeRows, RowsRefused};
 use crate::runner::{EpisodeRunner, failed};
 use crate::toolbox::Toolbox;
-use orchestrate_engine::{Finish, GenerateRequest, Generation, Sampling};
+use orchestrate_engine::{Engine, Finish, GenerateRequest, Generation, Sampling, SessionOpening};
 use orchestrate_routing::MixedRows;
 use orchestrate_sandbox::Sandbox;
 use orchestrate_tasks::Verdict;
@@ -36,7 +37,9 @@ const ROUTING_TRIES: u32 = 2;
 pub(crate) struct Attempt<'a> {
     runner: &'a EpisodeRunner,
     stop: &'a CancellationToken,
-    session: String,
+    session: Session,
+    /// Held until the first reply is stored, where this attempt goes first of its group.
+    leading: Option<Leading>,
     pub(crate) request: EpisodeRequest,
     pub(crate) buffer: TokenBuffer,
     rows: Option<EpisodeRows>,
@@ -52,6 +55,19 @@ pub(crate) struct Attempt<'a> {
     pub(crate) verdict: Option<Verdict>,
     pub(crate) timings: Timings,
     counters: Counters,
+}
+
+/// The conversation's name at the engine, which may forget it when this is dropped.
+#[derive(Debug)]
+struct Session {
+    engine: Arc<dyn Engine>,
+    name: String,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.engine.close_session(&self.name);
+    }
 }
 
 #[derive(Debug, Default)]
@@ -86,7 +102,11 @@ impl<'a> Attempt<'a> {
             runner,
             stop,
             version: request.policy_version,
-            session: format!("{}-{}", request.run.short(), request.attempt),
+            session: Session {
+                engine: Arc::clone(&runner.engine),
+                name: format!("{}-{}", request.run.short(), request.attempt),
+            },
+            leading: None,
             request,
             buffer: TokenBuffer::default(),
             rows,
@@ -151,6 +171,9 @@ impl<'a> Attempt<'a> {
         if let (Some(rows), Some(span)) = (&mut self.rows, reply.versions.first()) {
             rows.offer(self.buffer.ids(), span.version, &reply.worker).await;
         }
+        if let Some(leading) = self.leading.take() {
+            leading.done();
+        }
         if let Some(last) = reply.versions.last() {
             self.version = last.version;
         }
@@ -173,11 +196,10 @@ impl<'a> Attempt<'a> {
         let Some(deadline) = self.deadline else {
             return Err(NoReply::Failed("the episode's clock was not started".to_owned()));
         };
-        let prompt = self.buffer.prompt_for_turn();
-        if let Some(rows) = self.rows.as_mut().filter(|_| self.buffer.is_empty() && self.tries == 0)
-        {
-            let worker = self.runner.engine.worker_of(&self.session);
-            rows.seed(&prompt, self.version, worker).await;
+        let prompt_tokens = self.buffer.prompt_len();
+        if self.buffer.is_empty() && self.tries == 0 {
+            let prompt = self.buffer.prompt_for_turn();
+            self.begin(&prompt).await;
         }
         let (mut tries, mut pauses, mut routing_failures) = (0, 0, 0);
         loop {
@@ -187,7 +209,9 @@ impl<'a> Attempt<'a> {
             if self.remaining().is_zero() {
                 return Err(NoReply::Event(Event::TimeUp));
             }
-            let request = self.engine_request(turn, max_new_tokens, prompt.clone());
+            // Gathered anew for each try: nobody holds a second copy while the engine works.
+            let prompt = self.buffer.prompt_for_turn();
+            let request = self.engine_request(turn, max_new_tokens, prompt);
             self.tries += 1;
             tries += 1;
             // The engine keeps its own deadline; this one is for an engine that does not.
@@ -196,7 +220,7 @@ impl<'a> Attempt<'a> {
                 return Err(NoReply::Event(Event::TimeUp));
             };
             let (error, retry) = match result {
-                Ok(mut reply) => match self.accept(&mut reply, prompt.len(), max_new_tokens) {
+                Ok(mut reply) => match self.accept(&mut reply, prompt_tokens, max_new_tokens) {
                     Ok(()) => return Ok(reply),
                     Err(Refusal::Reply(problem)) => (problem, Retry::Now),
                     Err(Refusal::Routing(problem)) => {
@@ -230,6 +254,37 @@ impl<'a> Attempt<'a> {
         }
     }
 
+    /// Before the first call: finds a place, goes first or waits for who does, and takes the rows
+    /// that are there for this prompt.
+    async fn begin(&mut self, prompt: &[u32]) {
+        let EpisodeRequest { run, attempt, .. } = self.request;
+        let engine = &self.runner.engine;
+        let group = attempt.episode.group;
+        engine.open_session(&SessionOpening {
+            session: &self.session.name,
+            group: Some(&format!("{}-{group}", run.short())),
+            prompt_tokens: prompt.len(),
+        });
+        let worker = engine.worker_of(&self.session.name);
+        let key = LeadKey { group, version: self.version, worker };
+        let patience = self.runner.plan.follow_wait.0.min(self.remaining());
+        let part = tokio::select! {
+            biased;
+            () = self.stop.cancelled() => Part::GoesAlone,
+            part = self.runner.leads.join(key, patience) => part,
+        };
+        match part {
+            Part::Leads(leading) => self.leading = Some(leading),
+            Part::Follows => {}
+            Part::GoesAlone => tracing::debug!("did not wait for the group's first reply"),
+        }
+        if let Some(rows) = &mut self.rows {
+            // It may have changed since: a worker can go away while one waits.
+            let worker = engine.worker_of(&self.session.name);
+            rows.seed(prompt, self.version, worker).await;
+        }
+    }
+
     fn engine_request(
         &self,
         turn: u32,
@@ -240,7 +295,7 @@ impl<'a> Attempt<'a> {
         let plan = &self.runner.plan;
         GenerateRequest {
             request_id: RequestId::new(run, attempt, turn, self.tries),
-            session: self.session.clone(),
+            session: self.session.name.clone(),
             sampling: Sampling {
                 temperature,
                 top_p: plan.top_p,

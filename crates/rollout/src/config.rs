@@ -35,6 +35,9 @@ pub struct RolloutConfig {
     /// Time from the opened sandbox to the end of the last turn; grading is not part of it.
     /// Default "90m".
     pub episode_timeout: Option<HumanDuration>,
+    /// Longest time a group's members wait for the first reply to the first of them, after which
+    /// their common prompt is cached; "0s" has all of them ask at once. Default "60s".
+    pub follow_wait: Option<HumanDuration>,
     /// Sampling temperature of training episodes. Default 1.0, the policy itself.
     pub temperature: Option<f32>,
     /// Nucleus mass kept, 0 < `top_p` ≤ 1. Default 1.0, the policy itself.
@@ -73,6 +76,8 @@ pub struct RolloutPlan {
     pub generate_timeout: HumanDuration,
     /// Time for one episode, without grading.
     pub episode_timeout: HumanDuration,
+    /// Longest wait for a group's first reply.
+    pub follow_wait: HumanDuration,
     /// Temperature, > 0.
     pub temperature: f32,
     /// Nucleus mass, 0 < `top_p` ≤ 1.
@@ -106,6 +111,7 @@ impl RolloutConfig {
             command_timeout: self.command_timeout.unwrap_or(HumanDuration::secs(90)),
             generate_timeout: self.generate_timeout.unwrap_or(HumanDuration::secs(600)),
             episode_timeout: self.episode_timeout.unwrap_or(HumanDuration::secs(5400)),
+            follow_wait: self.follow_wait.unwrap_or(HumanDuration::secs(60)),
             temperature: self.temperature.unwrap_or(1.0),
             top_p: self.top_p.unwrap_or(1.0),
             observation_chars: self.observation_chars.unwrap_or(10_000),

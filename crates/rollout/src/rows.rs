@@ -1,8 +1,8 @@
 //! The routing rows of one attempt: begun with rows other episodes fetched, filled by replies,
 //! and finished or refused.
 //!
-//! The invariant: a seed from the cache stands only once a reply under the seed's policy version
-//! has joined it.
+//! The invariant: a seed from the cache stands only once a reply under the seed's policy version,
+//! and in the scope of one worker from that worker, has joined it.
 
 use crate::api::RowCounts;
 use orchestrate_engine::Generation;
@@ -29,7 +29,8 @@ pub struct RowSharing {
 pub(crate) enum RowsRefused {
     /// The rows themselves are at fault.
     Rows(String),
-    /// The seed is of other weights than the reply; it is gone, and another try begins at row 0.
+    /// The seed is of other weights than the reply, or of a worker that did not answer; it is
+    /// gone, and another try begins at row 0.
     Seed,
 }
 
@@ -118,7 +119,9 @@ impl EpisodeRows {
             return Err(RowsRefused::Rows(words));
         }
         let first = reply.versions.first().map_or(version, |span| span.version);
-        let seed_is_other = self.chain.as_ref().is_some_and(|chain| chain.version() != first);
+        let moved = self.sharing.scope == SharingScope::Worker && self.worker != reply.worker;
+        let seed_is_other =
+            self.chain.as_ref().is_some_and(|chain| moved || chain.version() != first);
         if self.seeded > 0 && self.builder.rows() == self.seeded && seed_is_other {
             self.builder.truncate(0);
             self.seeded = 0;

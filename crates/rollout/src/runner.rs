@@ -9,6 +9,7 @@ use crate::attempt::Attempt;
 use crate::chat::ChatModel;
 use crate::config::RolloutPlan;
 use crate::grading::{self, Judge, close, entry};
+use crate::leads::Leads;
 use crate::machine::{Command, EpisodeMachine, Event};
 use crate::rows::RowSharing;
 use crate::tree::{TreeChange, compare_trees};
@@ -49,6 +50,8 @@ pub struct EpisodeRunner {
     pub judge: Judge,
     /// How routing rows are shared, and what is done with mixed ones.
     pub rows: RowSharing,
+    /// Who of each group goes first.
+    pub leads: Leads,
 }
 
 #[async_trait::async_trait]

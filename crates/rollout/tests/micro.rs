@@ -6,8 +6,8 @@ use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     Action, ChatModel, ChatTemplate, EpisodeRequest, EpisodeRunner, Episodes, ExpertEpisode,
-    ExpertTurn, MICRO_CHAT_TEMPLATE, RolloutConfig, RowSharing, judge_by_summary, opening_messages,
-    train_tokenizer,
+    ExpertTurn, Leads, MICRO_CHAT_TEMPLATE, RolloutConfig, RowSharing, judge_by_summary,
+    opening_messages, train_tokenizer,
 };
 use orchestrate_sandbox::Limits;
 use orchestrate_tasks::{Task, expert, micro, patch};
@@ -100,6 +100,7 @@ async fn micro_experts_replayed_by_the_runner_give_their_own_tokens_and_the_gold
             },
             judge: judge_by_summary,
             rows: RowSharing::default(),
+            leads: Leads::default(),
         };
         let request = EpisodeRequest {
             run: RunId::generate(),

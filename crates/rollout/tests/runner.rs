@@ -7,10 +7,12 @@
 )]
 
 use camino::Utf8Path;
-use orchestrate_engine::{EngineErrorKind, Finish};
+use orchestrate_engine::{
+    Engine, EngineError, EngineErrorKind, EngineInfo, Finish, GenerateRequest, Generation,
+};
 use orchestrate_rollout::{
     Action, CONTROL_TOKENS, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner,
-    Episodes, ExpertEpisode, ExpertTurn, MICRO_CHAT_TEMPLATE, RolloutConfig, RowSharing,
+    Episodes, ExpertEpisode, ExpertTurn, Leads, MICRO_CHAT_TEMPLATE, RolloutConfig, RowSharing,
     opening_messages, train_tokenizer,
 };
 use orchestrate_routing::{
@@ -22,7 +24,8 @@ use orchestrate_testkit::{
     toy_task,
 };
 use orchestrate_types::{
-    AbortCause, ByteSize, HumanDuration, Limit, Outcome, PolicyVersion, RunId, Stage,
+    AbortCause, ByteSize, HumanDuration, Limit, ModelShape, Outcome, PolicyVersion, RequestId,
+    RunId, Stage,
 };
 use serde_json::json;
 use std::sync::{Arc, OnceLock};
@@ -120,6 +123,7 @@ fn world_with(
         },
         judge: judge_toy,
         rows: RowSharing::default(),
+        leads: Leads::default(),
     };
     World { engine, sandboxes, runner }
 }
@@ -542,6 +546,90 @@ async fn a_groups_prompt_rows_are_asked_for_and_held_once() {
     assert_eq!(shared, [0, whole as u64, whole as u64]);
     assert!(reports[1].routing_wire_bytes < reports[0].routing_wire_bytes);
     assert!(reports[1].routing_rows_reused >= blocks as u64);
+}
+
+#[tokio::test(start_paused = true)]
+async fn members_that_start_together_fetch_their_prompts_rows_once() {
+    let (world, _) = shared_world(MixedRows::Mask, solving());
+    let stop = CancellationToken::new();
+    let run = |number| world.runner.run(member(number), &stop);
+    let (a, b, c, d) = tokio::join!(run(0), run(1), run(2), run(3));
+    let requests = world.engine.requests();
+    let prompt = requests[0].token_ids.len();
+    let blocks = prompt / BLOCK_ROWS * BLOCK_ROWS;
+    let mut starts: Vec<usize> = requests
+        .iter()
+        .filter(|request| request.token_ids.len() == prompt)
+        .map(|request| request.routed_experts_start.unwrap())
+        .collect();
+    starts.sort_unstable();
+    assert_eq!(starts, [0, blocks - 1, blocks - 1, blocks - 1]);
+    assert_eq!(requests[0].routed_experts_start, Some(0), "who goes first asks for all of them");
+    for report in [&a, &b, &c, &d] {
+        assert_whole(report);
+        assert_eq!(report.routing, a.routing, "the same tokens, the same rows");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn members_ask_at_once_where_the_plan_has_nobody_wait() {
+    let (mut world, _) = shared_world(MixedRows::Mask, solving());
+    world.runner.plan.follow_wait = HumanDuration::secs(0);
+    let stop = CancellationToken::new();
+    let (a, b) =
+        tokio::join!(world.runner.run(member(0), &stop), world.runner.run(member(1), &stop));
+    assert_whole(&a);
+    assert_whole(&b);
+    let requests = world.engine.requests();
+    assert_eq!([0, 1].map(|i| requests[i].routed_experts_start), [Some(0); 2]);
+}
+
+/// Answers in the name of another worker than it promised.
+#[derive(Debug)]
+struct Moved(Arc<FakeEngine>);
+
+#[async_trait::async_trait]
+impl Engine for Moved {
+    async fn info(&self) -> Result<EngineInfo, EngineError> {
+        self.0.info().await
+    }
+
+    fn shape(&self) -> &ModelShape {
+        self.0.shape()
+    }
+
+    fn worker_of(&self, session: &str) -> Option<String> {
+        self.0.worker_of(session)
+    }
+
+    async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
+        let reply = self.0.generate(request).await?;
+        Ok(Generation { worker: "another".to_owned(), ..reply })
+    }
+
+    async fn sync_weights(&self, _: &Utf8Path, _: PolicyVersion) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    async fn abort(&self, _: &RequestId) -> Result<(), EngineError> {
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn rows_of_one_workers_cache_do_not_begin_a_mask_of_another() {
+    let (mut world, _) = shared_world(MixedRows::Mask, solving());
+    let stop = CancellationToken::new();
+    world.runner.run(member(0), &stop).await;
+    let before = world.engine.requests().len();
+    world.runner.engine = Arc::new(Moved(Arc::clone(&world.engine)));
+    let report = world.runner.run(member(1), &stop).await;
+    assert_whole(&report);
+    let starts: Vec<Option<usize>> =
+        world.engine.requests()[before..].iter().map(|r| r.routed_experts_start).collect();
+    assert!(starts[0] > Some(0), "its worker's cache had them");
+    assert_eq!(starts[1], Some(0), "the worker that answered is asked for all");
+    assert_eq!(report.routing_rows_shared, 0);
 }
 
 #[tokio::test(start_paused = true)]

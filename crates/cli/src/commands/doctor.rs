@@ -34,7 +34,8 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
     if findings.iter().all(|f| f.ok) {
         findings.push(finding("sandbox", sandbox(&settings).await));
     }
-    if let Some(url) = args.engine.clone().or_else(|| settings.engine.url.clone()) {
+    let urls = args.engine.clone().map_or_else(|| settings.engine.urls.clone(), |url| vec![url]);
+    for url in urls {
         findings.extend(engine(&settings, url).await);
     }
     if args.json {
@@ -169,7 +170,7 @@ async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
         require_routed_experts: plan.require_routed_experts,
         sync_timeout: plan.sync_timeout,
     };
-    if plan.url.as_deref() == Some(url) && plan.kind != kind {
+    if plan.urls.iter().any(|own| own == url.trim_end_matches('/')) && plan.kind != kind {
         anyhow::bail!(EngineError {
             engine: url.to_owned(),
             call: "probe",

@@ -8,5 +8,6 @@ pub(crate) mod gc;
 pub(crate) mod run;
 pub(crate) mod serve;
 pub(crate) mod show;
+pub(crate) mod synthetic;
 pub(crate) mod tasks;
 pub(crate) mod warm_start;

@@ -75,6 +75,8 @@ async fn a_run_trains_evaluates_and_reports() {
         "time_train_s",
         "time_sync_s",
         "time_sandbox_s",
+        "loop_lag_p99_ms",
+        "loop_lag_max_ms",
         "tokens_per_s",
     ] {
         assert!(step.contains(&format!("\"{key}\":")), "{key}");

@@ -62,6 +62,11 @@ impl ServerInfo {
         on(self.enable_priority_scheduling) && !on(self.schedule_low_priority_values_first)
     }
 
+    /// Data-parallel ranks that a request can name.
+    pub(super) fn ranks(&self) -> usize {
+        self.dp_size.filter(|_| on(self.enable_dp_attention)).unwrap_or(1)
+    }
+
     pub(super) fn facts(&self) -> Vec<(&'static str, String)> {
         let size = |size: Option<usize>| size.map(|size| size.to_string());
         let backend = self.moe_runner_backend.clone();
@@ -161,12 +166,6 @@ impl ServerInfo {
                 "weights cannot be updated in more than one data-parallel replica",
                 "start one server per replica with --dp-size 1, or add --enable-dp-attention",
             ));
-        } else if many(self.dp_size) {
-            findings.push(Finding::warning(
-                "data-parallel",
-                "each replica has its own prefix cache, and a conversation may change replica",
-                "start one server per replica with --dp-size 1 if cached tokens stay low",
-            ));
         }
     }
 
@@ -234,7 +233,6 @@ mod tests {
             (json!({"pp_size": 2}), "pipeline-parallel", Refusal),
             (json!({"disaggregation_mode": "decode"}), "disaggregation", Refusal),
             (json!({"dp_size": 2}), "data-parallel", Refusal),
-            (json!({"dp_size": 2, "enable_dp_attention": true}), "data-parallel", Warning),
             (json!({"enable_hierarchical_cache": true}), "hierarchical-cache", Refusal),
             (json!({"enable_lmcache": true}), "external-cache", Refusal),
             (json!({"flexkv_config_file": "f"}), "external-cache", Refusal),

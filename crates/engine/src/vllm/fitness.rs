@@ -40,8 +40,17 @@ impl Settings {
         self.get(name).map(|value| value.eq_ignore_ascii_case("true"))
     }
 
+    fn size(&self, name: &str) -> Option<usize> {
+        self.get(name)?.parse().ok()
+    }
+
     fn many(&self, name: &str) -> bool {
-        self.get(name).and_then(|value| value.parse::<usize>().ok()).is_some_and(|size| size > 1)
+        self.size(name).is_some_and(|size| size > 1)
+    }
+
+    /// Data-parallel ranks behind its one address.
+    pub(super) fn ranks(&self) -> usize {
+        self.size("data_parallel_size").unwrap_or(1)
     }
 
     pub(super) fn returns_routed_experts(&self) -> bool {
@@ -79,13 +88,6 @@ impl Settings {
                 "context-parallel",
                 "rows are not gathered over context-parallel ranks",
                 "start it with --decode-context-parallel-size 1",
-            ));
-        }
-        if self.many("data_parallel_size") {
-            findings.push(Finding::warning(
-                "data-parallel",
-                "each replica has its own prefix cache, and a conversation may change replica",
-                "start one server per replica if cached tokens stay low",
             ));
         }
         if self.is_on("enable_eplb") == Some(true) {
@@ -188,7 +190,6 @@ mod tests {
             ("experts=True", "experts=False", "routing-off", Refusal),
             ("pipeline_parallel_size=1", "pipeline_parallel_size=2", "pipeline-parallel", Refusal),
             ("model='m'", "decode_context_parallel_size=4", "context-parallel", Refusal),
-            ("data_parallel_size=1", "data_parallel_size=2", "data-parallel", Warning),
             ("caching=True", "caching=False", "prefix-cache-off", Warning),
             ("model='m'", "enable_eplb=True", "expert-load-balancing", Warning),
             ("model='m'", "kv_transfer_config=KVTransferConfig()", "disaggregation", Refusal),

@@ -66,6 +66,36 @@ async fn a_request_says_all_that_the_server_must_know() {
 }
 
 #[tokio::test]
+async fn one_data_parallel_rank_can_be_named() {
+    let mut tasks = JoinSet::new();
+    let (url, mut seen) = serve(&mut tasks, |path, asked| match path {
+        "/server_info" => {
+            let mut info = server_info();
+            info["dp_size"] = json!(2);
+            info["enable_dp_attention"] = json!(true);
+            Reply::Now(200, info.to_string())
+        }
+        "/model_info" => Reply::Now(200, json!({"weight_version": "12"}).to_string()),
+        _ => Reply::Now(200, one_token(asked, "12")),
+    })
+    .await;
+    let client = SglangClient::new(options(&url)).unwrap();
+    assert_eq!(client.data_parallel_ranks(), 1, "it was not asked yet");
+    client.info().await.unwrap();
+    assert_eq!(client.data_parallel_ranks(), 2);
+    for (rank, sent) in [(Some(1), json!(1)), (None, Value::Null)] {
+        client.generate_on(request(vec![1, 2, 3], 4, None), rank).await.unwrap();
+        let body = loop {
+            let seen = seen.recv().await.unwrap();
+            if seen.path == "/generate" {
+                break seen.body;
+            }
+        };
+        assert_eq!(body["routed_dp_rank"], sent);
+    }
+}
+
+#[tokio::test]
 async fn prompts_that_would_hurt_the_server_are_not_sent() {
     let client = SglangClient::new(options("http://127.0.0.1:9")).unwrap();
     for ids in [vec![], vec![1024], vec![1; 1024]] {

@@ -8,6 +8,7 @@ mod measure;
 mod rest;
 mod workload;
 
+use super::fits;
 use super::machine::Machine;
 use crate::args::BenchRoutingArgs;
 use crate::{output, tables};
@@ -197,30 +198,4 @@ fn table(cases: &[Case]) -> comfy_table::Table {
         ]);
     }
     table
-}
-
-/// Whether `name` fits `pattern`, in which `*` stands for any text.
-fn fits(pattern: &str, name: &str) -> bool {
-    match pattern.split_once('*') {
-        None => pattern == name,
-        Some((before, after)) => name.strip_prefix(before).is_some_and(|rest| {
-            rest.char_indices()
-                .map(|(at, _)| rest.split_at(at).1)
-                .chain([""])
-                .any(|rest| fits(after, rest))
-        }),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn globs_choose_cases() {
-        assert!(fits("*", "sglang_i32_delta") && fits("", ""));
-        assert!(fits("sglang_*", "sglang_i32_delta") && fits("*_full", "vllm_u8_full"));
-        assert!(fits("*u8*", "vllm_u8_full") && !fits("*u8", "vllm_u8_full"));
-        assert!(!fits("spill", "spill_2"));
-    }
 }

@@ -1,0 +1,357 @@
+//! One case: its processes and episodes, and the numbers that come of them.
+
+use super::engines::Engines;
+use super::observed::Observed;
+use super::world::World;
+use crate::heap::Counting;
+use anyhow::Context;
+use camino::Utf8Path;
+use orchestrate_coordinator::LoopLag;
+use orchestrate_engine::{Engine, Fleet, FleetMember, FleetOptions, SglangClient, SglangOptions};
+use orchestrate_rollout::{
+    EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes, Leads, RowSharing,
+};
+use orchestrate_routing::{CacheOptions, MixedRows, PrefixCache, SharingScope};
+use orchestrate_sandbox::Limits as ContainerLimits;
+use orchestrate_synthetic::{Latency, SyntheticSandboxes, expected_rows, judge};
+use orchestrate_types::{
+    AttemptId, ByteSize, EpisodeId, GroupId, ModelShape, Outcome, PolicyVersion, RunId,
+};
+use rustix::time::{ClockId, clock_gettime};
+use serde::Serialize;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// Bytes of one token in an episode: id, mask, log-probability, version.
+const TOKEN_BYTES: usize = 4 + 1 + 4 + 8;
+/// Weights that all rows are of.
+const VERSION: PolicyVersion = PolicyVersion(1);
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// What happens to the first worker when half of all turns are done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fate {
+    Lives,
+    /// SIGKILL, and nothing after it.
+    Dies,
+    /// SIGKILL, and a process at the same address so much later.
+    DiesAndReturns(Duration),
+}
+
+/// What to measure.
+#[derive(Debug, Clone)]
+pub(super) struct Kind {
+    pub(super) name: &'static str,
+    pub(super) conversations: usize,
+    pub(super) group_size: usize,
+    pub(super) turns: usize,
+    pub(super) workers: usize,
+    pub(super) fate: Fate,
+    pub(super) latency: Latency,
+    /// Episodes begin over this time.
+    pub(super) ramp: Duration,
+    pub(super) limits: Limits,
+}
+
+/// What a case must keep to, where it says so. No episode may be lost, and no row wrong, in any.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub(super) struct Limits {
+    /// Least share of possible prefix-cache hits, of conversations that stayed on their worker.
+    pub(super) hit_share: Option<f64>,
+    pub(super) cpu_us_per_turn: Option<f64>,
+    pub(super) bytes_per_open_episode: Option<f64>,
+    pub(super) added_p99_ms: Option<f64>,
+    pub(super) loop_lag_max_ms: Option<f64>,
+}
+
+/// What one case was measured to do.
+#[derive(Debug, Serialize)]
+pub(super) struct Case {
+    pub(super) name: String,
+    pub(super) conversations: usize,
+    pub(super) workers: usize,
+    /// Turns that were answered.
+    pub(super) turns: usize,
+    pub(super) seconds: f64,
+    pub(super) turns_per_s: f64,
+    /// Processor time of this process, engines left out, by turn of the second half.
+    pub(super) cpu_us_per_turn: f64,
+    /// Conversations that were open when memory was looked at.
+    pub(super) open_episodes: usize,
+    /// Heap beyond what was there before, by open episode.
+    pub(super) heap_per_open_episode: f64,
+    /// The same without tokens and rows.
+    pub(super) bytes_per_open_episode: f64,
+    /// Between a reply and the same conversation's next request, as engines see it.
+    pub(super) added_p50_ms: f64,
+    pub(super) added_p99_ms: f64,
+    /// Of the prompt tokens that the engines' prefix caches could have answered.
+    pub(super) hit_share: f64,
+    /// The same of conversations that stayed on their worker.
+    pub(super) hit_share_unmoved: f64,
+    pub(super) loop_lag_p99_ms: f64,
+    pub(super) loop_lag_max_ms: f64,
+    /// Conversations that went on at another worker.
+    pub(super) moved_episodes: usize,
+    /// Episodes that did not end with a reward, or not with all rows.
+    pub(super) lost_episodes: usize,
+    pub(super) rows_checked: usize,
+    pub(super) wrong_rows: usize,
+    /// Rows that came from another episode, and were not sent again.
+    pub(super) shared_rows: u64,
+    pub(super) routing_wire_bytes: u64,
+    pub(super) limits: Limits,
+    pub(super) ok: bool,
+    /// Why the first lost episode was lost.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub(super) note: String,
+}
+
+/// Runs a case.
+pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> anyhow::Result<Case> {
+    let plan = world.engine_plan(kind.turns, kind.latency)?;
+    let mut engines = Engines::start(kind.workers, &plan, folder).await?;
+    let fleet = Arc::new(fleet(kind, world, &engines.urls()).await?);
+    let observed = Arc::new(Observed::new(Arc::clone(&fleet), world.page_tokens));
+    observed.sync_weights(Utf8Path::new("/synthetic"), VERSION).await?;
+    let runner = Arc::new(runner(kind, world, Arc::clone(&observed) as Arc<dyn Engine>)?);
+    let run = RunId::generate();
+    let requests: Vec<EpisodeRequest> =
+        (0..kind.conversations).map(|index| request(kind, run, index)).collect();
+
+    let lag = LoopLag::default();
+    let heap = Counting::begin();
+    let begun = Instant::now();
+    let mut episodes = JoinSet::new();
+    for (index, request) in requests.into_iter().enumerate() {
+        let runner = Arc::clone(&runner);
+        let start = begun + kind.ramp.mul_f64(index as f64 / kind.conversations as f64);
+        episodes.spawn(async move {
+            tokio::time::sleep_until(start).await;
+            runner.run(request, &CancellationToken::new()).await
+        });
+    }
+    let all_turns = kind.conversations * kind.turns;
+    let halfway = async {
+        reached(observed.turns(), all_turns / 2).await;
+        let (grown, summary) = (heap.grown(), observed.summary());
+        // Counting allocations costs time that no run spends: the processor's is taken without.
+        drop(heap);
+        let before = (cpu_time(), *observed.turns().borrow());
+        meet(kind.fate, &mut engines).await?;
+        anyhow::Ok((grown, summary, before))
+    };
+    let finished = async {
+        let mut reports = Vec::with_capacity(kind.conversations);
+        while let Some(report) = episodes.join_next().await {
+            reports.push(report?);
+        }
+        anyhow::Ok(reports)
+    };
+    let ((grown, halfway, (cpu, turns_before)), reports) = tokio::select! {
+        both = async { tokio::try_join!(halfway, finished) } => both?,
+        never = lag.watch() => match never {},
+    };
+    let (seconds, cpu) = (begun.elapsed().as_secs_f64(), cpu_time().saturating_sub(cpu));
+    let lag = lag.take();
+    let mut stats = engines.stats().await?;
+    stats.gaps_us.sort_unstable();
+    let checked = check(&world.shape, &reports)?;
+    let summary = observed.summary();
+    let turns = *observed.turns().borrow();
+    let open = halfway.open_sessions.max(1) as f64;
+    let own = halfway.open_tokens * (TOKEN_BYTES + world.shape.row_bytes());
+    let sum = |of: fn(&EpisodeReport) -> u64| reports.iter().map(of).sum::<u64>();
+    let case = Case {
+        name: kind.name.to_owned(),
+        conversations: kind.conversations,
+        workers: kind.workers,
+        turns,
+        seconds,
+        turns_per_s: turns as f64 / seconds,
+        cpu_us_per_turn: cpu.as_secs_f64() * 1e6 / (turns - turns_before).max(1) as f64,
+        open_episodes: halfway.open_sessions,
+        heap_per_open_episode: grown as f64 / open,
+        bytes_per_open_episode: (grown as f64 - own as f64) / open,
+        added_p50_ms: quantile_ms(&stats.gaps_us, 50),
+        added_p99_ms: quantile_ms(&stats.gaps_us, 99),
+        hit_share: summary.all.share(),
+        hit_share_unmoved: summary.unmoved.share(),
+        loop_lag_p99_ms: lag.p99.as_secs_f64() * 1e3,
+        loop_lag_max_ms: lag.max.as_secs_f64() * 1e3,
+        moved_episodes: summary.moved_sessions,
+        lost_episodes: checked.lost,
+        rows_checked: checked.rows,
+        wrong_rows: checked.wrong,
+        shared_rows: sum(|report| report.routing_rows_shared),
+        routing_wire_bytes: sum(|report| report.routing_wire_bytes),
+        limits: kind.limits,
+        ok: false,
+        note: checked.note,
+    };
+    let ok = case.keeps_limits() && reports.len() == kind.conversations;
+    Ok(Case { ok, ..case })
+}
+
+impl Case {
+    fn keeps_limits(&self) -> bool {
+        let Limits {
+            hit_share,
+            cpu_us_per_turn,
+            bytes_per_open_episode,
+            added_p99_ms,
+            loop_lag_max_ms,
+        } = self.limits;
+        let below = |value: f64, limit: Option<f64>| limit.is_none_or(|limit| value <= limit);
+        self.lost_episodes == 0
+            && self.wrong_rows == 0
+            && hit_share.is_none_or(|least| self.hit_share_unmoved >= least)
+            && below(self.cpu_us_per_turn, cpu_us_per_turn)
+            && below(self.bytes_per_open_episode, bytes_per_open_episode)
+            && below(self.added_p99_ms, added_p99_ms)
+            && below(self.loop_lag_max_ms, loop_lag_max_ms)
+    }
+}
+
+async fn fleet(kind: &Kind, world: &World, urls: &[String]) -> anyhow::Result<Fleet> {
+    let mut members = Vec::with_capacity(urls.len());
+    for url in urls {
+        let options = SglangOptions {
+            url: url.clone(),
+            api_key: None,
+            shape: world.shape.clone(),
+            max_in_flight: kind.conversations,
+            require_routed_experts: true,
+            sync_timeout: PATIENCE,
+        };
+        let (client, _) = SglangClient::connect(options, PATIENCE).await?;
+        members.push(FleetMember { name: url.clone(), engine: Arc::new(client), is_up: true });
+    }
+    let options = FleetOptions {
+        max_in_flight: kind.conversations,
+        probe_interval: Duration::from_secs(1),
+        away_timeout: PATIENCE,
+    };
+    Ok(Fleet::start(members, options)?)
+}
+
+fn runner(kind: &Kind, world: &World, engine: Arc<dyn Engine>) -> anyhow::Result<EpisodeRunner> {
+    let cache = PrefixCache::open(CacheOptions { bytes: ByteSize::mib(512).0, spill: None })?;
+    Ok(EpisodeRunner {
+        engine,
+        sandboxes: Arc::new(SyntheticSandboxes { output: world.observation.to_owned() }),
+        chat: Arc::clone(&world.chat),
+        plan: World::rollout_plan(kind.turns)?,
+        container_limits: ContainerLimits {
+            memory: ByteSize::mib(1),
+            cpu_millis: 1,
+            pids: 1,
+            tmpfs: ByteSize::mib(1),
+        },
+        judge,
+        rows: RowSharing {
+            cache: Some(Arc::new(cache)),
+            scope: SharingScope::Worker,
+            mixed: MixedRows::Mask,
+        },
+        leads: Leads::default(),
+    })
+}
+
+fn request(kind: &Kind, run: RunId, index: usize) -> EpisodeRequest {
+    let (group, member) = (index / kind.group_size, index % kind.group_size);
+    let group_id = GroupId::Train { seq: u32::try_from(group).unwrap_or(u32::MAX) };
+    let member = u16::try_from(member).unwrap_or(u16::MAX);
+    EpisodeRequest {
+        run,
+        epoch: 1,
+        attempt: AttemptId { episode: EpisodeId { group: group_id, member }, attempt: 1 },
+        task: World::task(group),
+        policy_version: VERSION,
+        seed: index as u64,
+        temperature: 1.0,
+        want_routing: true,
+    }
+}
+
+async fn reached(mut turns: watch::Receiver<usize>, count: usize) {
+    // The sender lives with the caller.
+    let _ = turns.wait_for(|turns| *turns >= count).await;
+}
+
+async fn meet(fate: Fate, engines: &mut Engines) -> anyhow::Result<()> {
+    match fate {
+        Fate::Lives => Ok(()),
+        Fate::Dies => engines.kill(0).await,
+        Fate::DiesAndReturns(pause) => {
+            engines.kill(0).await?;
+            tokio::time::sleep(pause).await;
+            engines.restart(0).await
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Checked {
+    lost: usize,
+    rows: usize,
+    wrong: usize,
+    note: String,
+}
+
+/// Compares every row of every mask with what it must be.
+fn check(shape: &ModelShape, reports: &[EpisodeReport]) -> anyhow::Result<Checked> {
+    let mut checked = Checked::default();
+    for report in reports {
+        let scored = matches!(report.outcome, Outcome::Scored { .. });
+        let (Some(trajectory), Some(mask), true) = (&report.trajectory, &report.routing, scored)
+        else {
+            checked.lost += 1;
+            if checked.note.is_empty() {
+                checked.note = format!("{:?} {:?}", report.outcome, report.routing_problem);
+            }
+            continue;
+        };
+        let tokens = trajectory.token_ids();
+        let rows = tokens.len().checked_sub(1).context("an empty trajectory")?;
+        let expected = expected_rows(shape, VERSION, tokens, 0..rows)?;
+        let expected: Vec<u8> = expected.chunks().flatten().copied().collect();
+        let found = mask.to_vec();
+        let row = shape.row_bytes();
+        let pairs = expected.chunks(row).zip(found.chunks(row));
+        checked.wrong += pairs.filter(|(expected, found)| expected != found).count();
+        checked.wrong += expected.len().abs_diff(found.len()) / row;
+        checked.rows += rows;
+    }
+    Ok(checked)
+}
+
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+/// So many of a hundred sorted values are not above it.
+fn quantile_ms(sorted_us: &[u32], percent: usize) -> f64 {
+    let last = sorted_us.len().saturating_sub(1);
+    let index = (sorted_us.len() * percent).div_ceil(100).saturating_sub(1).min(last);
+    sorted_us.get(index).map_or(f64::NAN, |us| f64::from(*us) / 1e3)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_of_sorted_values() {
+        let values: Vec<u32> = (1..=200).map(|ms| ms * 1000).collect();
+        let found = [50, 99, 100].map(|percent| quantile_ms(&values, percent).to_string());
+        assert_eq!(found, ["100", "198", "200"]);
+        assert!(quantile_ms(&[], 50).is_nan());
+    }
+}

@@ -1,0 +1,106 @@
+//! Synthetic engines, each a process of its own.
+
+use anyhow::Context;
+use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_synthetic::{EnginePlan, EngineStats};
+use serde::{Deserialize, Serialize};
+use std::process::Stdio;
+use std::time::Duration;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
+
+/// Time for one of them to come up: no weights are loaded.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+const STATS_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What an engine process prints when it listens.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Listening {
+    pub(crate) address: std::net::SocketAddr,
+}
+
+/// The processes; they end when this is dropped.
+#[derive(Debug)]
+pub(super) struct Engines {
+    plan: Utf8PathBuf,
+    processes: Vec<Process>,
+}
+
+#[derive(Debug)]
+struct Process {
+    child: Child,
+    address: std::net::SocketAddr,
+}
+
+impl Engines {
+    /// Starts `count` engines on free ports; `folder` takes the plan's file.
+    pub(super) async fn start(
+        count: usize,
+        plan: &EnginePlan,
+        folder: &Utf8Path,
+    ) -> anyhow::Result<Self> {
+        let file = folder.join("engine.json");
+        fs_err::write(&file, serde_json::to_vec(plan)?)?;
+        let mut engines = Self { plan: file, processes: Vec::with_capacity(count) };
+        for _ in 0..count {
+            let any_port = (std::net::Ipv4Addr::LOCALHOST, 0).into();
+            engines.processes.push(start(&engines.plan, any_port).await?);
+        }
+        Ok(engines)
+    }
+
+    pub(super) fn urls(&self) -> Vec<String> {
+        self.processes.iter().map(|process| format!("http://{}", process.address)).collect()
+    }
+
+    /// Kills a process with SIGKILL, and waits until it is gone.
+    pub(super) async fn kill(&mut self, index: usize) -> anyhow::Result<()> {
+        let process = self.processes.get_mut(index).context("no such engine")?;
+        process.child.kill().await.context("kill an engine process")
+    }
+
+    /// Starts a killed one again, at its old address, with nothing in its cache.
+    pub(super) async fn restart(&mut self, index: usize) -> anyhow::Result<()> {
+        let process = self.processes.get_mut(index).context("no such engine")?;
+        *process = start(&self.plan, process.address).await?;
+        Ok(())
+    }
+
+    /// What all that still live have seen.
+    pub(super) async fn stats(&mut self) -> anyhow::Result<EngineStats> {
+        let http = reqwest::Client::builder().no_proxy().timeout(STATS_TIMEOUT).build()?;
+        let mut all = EngineStats::default();
+        for process in &mut self.processes {
+            if process.child.try_wait()?.is_some() {
+                continue;
+            }
+            let url = format!("http://{}/synthetic/stats", process.address);
+            let body = http.get(url).send().await?.error_for_status()?.bytes().await?;
+            let stats: EngineStats = serde_json::from_slice(&body)?;
+            all.answered += stats.answered;
+            all.gaps_us.extend(stats.gaps_us);
+        }
+        Ok(all)
+    }
+}
+
+async fn start(plan: &Utf8Path, address: std::net::SocketAddr) -> anyhow::Result<Process> {
+    let program = std::env::current_exe().context("find this program")?;
+    let mut child = Command::new(program)
+        .args(["synthetic-engine", "--plan", plan.as_str(), "--listen", &address.to_string()])
+        // It ends when this pipe closes, however this process ends.
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .context("start an engine process")?;
+    let stdout = child.stdout.take().context("an engine process without output")?;
+    let mut line = String::new();
+    let mut stdout = BufReader::new(stdout);
+    tokio::time::timeout(START_TIMEOUT, stdout.read_line(&mut line))
+        .await
+        .context("an engine process does not come up")??;
+    let listening: Listening =
+        serde_json::from_str(&line).with_context(|| format!("an engine process says {line:?}"))?;
+    Ok(Process { child, address: listening.address })
+}

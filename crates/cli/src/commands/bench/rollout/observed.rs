@@ -1,0 +1,169 @@
+//! The fleet, and a note of what passes between it and the episodes.
+
+use async_trait::async_trait;
+use camino::Utf8Path;
+use orchestrate_engine::{
+    Engine, EngineError, EngineInfo, Fleet, GenerateRequest, Generation, SessionOpening,
+};
+use orchestrate_types::{ModelShape, PolicyVersion, RequestId};
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::watch;
+
+/// Passes every call on.
+#[derive(Debug)]
+pub(super) struct Observed {
+    fleet: Arc<Fleet>,
+    page_tokens: usize,
+    notes: Mutex<Notes>,
+    turns: watch::Sender<usize>,
+}
+
+#[derive(Debug, Default)]
+struct Notes {
+    sessions: HashMap<String, Seen>,
+    /// Prompts that a worker has answered: group and worker.
+    led: HashSet<(String, String)>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    group: String,
+    worker: String,
+    has_moved: bool,
+    is_open: bool,
+    tokens: usize,
+    hits: Hits,
+}
+
+/// Prompt tokens that the engine's prefix cache answered, of those it could have.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Hits {
+    pub(super) hit: u64,
+    pub(super) possible: u64,
+}
+
+impl Hits {
+    /// `1` where nothing was possible.
+    pub(super) fn share(self) -> f64 {
+        if self.possible == 0 { 1.0 } else { self.hit as f64 / self.possible as f64 }
+    }
+}
+
+/// What was seen of all conversations.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Summary {
+    pub(super) all: Hits,
+    /// Of conversations that stayed on one worker.
+    pub(super) unmoved: Hits,
+    pub(super) moved_sessions: usize,
+    pub(super) open_sessions: usize,
+    /// Tokens of open conversations.
+    pub(super) open_tokens: usize,
+}
+
+impl Observed {
+    pub(super) fn new(fleet: Arc<Fleet>, page_tokens: usize) -> Self {
+        let turns = watch::Sender::new(0);
+        Self { fleet, page_tokens, notes: Mutex::default(), turns }
+    }
+
+    /// Turns so far, as they come.
+    pub(super) fn turns(&self) -> watch::Receiver<usize> {
+        self.turns.subscribe()
+    }
+
+    pub(super) fn summary(&self) -> Summary {
+        let notes = self.lock();
+        let mut summary = Summary::default();
+        for seen in notes.sessions.values() {
+            summary.all.hit += seen.hits.hit;
+            summary.all.possible += seen.hits.possible;
+            summary.moved_sessions += usize::from(seen.has_moved);
+            if !seen.has_moved {
+                summary.unmoved.hit += seen.hits.hit;
+                summary.unmoved.possible += seen.hits.possible;
+            }
+            if seen.is_open {
+                summary.open_sessions += 1;
+                summary.open_tokens += seen.tokens;
+            }
+        }
+        summary
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note(&self, session: &str, prompt: usize, reply: &Generation) {
+        let whole_pages = |tokens: usize| tokens / self.page_tokens * self.page_tokens;
+        let mut notes = self.lock();
+        let Notes { sessions, led } = &mut *notes;
+        let seen = sessions.entry(session.to_owned()).or_default();
+        let is_first = seen.tokens == 0;
+        let leads = led.insert((seen.group.clone(), reply.worker.clone()));
+        let held = match (is_first, leads) {
+            // The first of a group on a worker finds nothing of its prompt there.
+            (true, true) => 0,
+            (true, false) => prompt - 1,
+            // The last token sampled has no KV yet.
+            (false, _) => seen.tokens - 1,
+        };
+        let possible = whole_pages(held.min(prompt - 1));
+        seen.hits.possible += possible as u64;
+        seen.hits.hit += possible.min(reply.cached_tokens) as u64;
+        seen.has_moved |= !is_first && seen.worker != reply.worker;
+        seen.worker.clone_from(&reply.worker);
+        seen.tokens = prompt + reply.output_ids.len();
+    }
+}
+
+#[async_trait]
+impl Engine for Observed {
+    async fn info(&self) -> Result<EngineInfo, EngineError> {
+        self.fleet.info().await
+    }
+
+    fn shape(&self) -> &ModelShape {
+        self.fleet.shape()
+    }
+
+    fn open_session(&self, opening: &SessionOpening<'_>) {
+        self.fleet.open_session(opening);
+        let group = opening.group.unwrap_or(opening.session).to_owned();
+        let seen = Seen { group, is_open: true, ..Seen::default() };
+        self.lock().sessions.insert(opening.session.to_owned(), seen);
+    }
+
+    fn worker_of(&self, session: &str) -> Option<String> {
+        self.fleet.worker_of(session)
+    }
+
+    fn close_session(&self, session: &str) {
+        self.fleet.close_session(session);
+        if let Some(seen) = self.lock().sessions.get_mut(session) {
+            seen.is_open = false;
+        }
+    }
+
+    async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
+        let (session, prompt) = (request.session.clone(), request.token_ids.len());
+        let reply = self.fleet.generate(request).await?;
+        self.note(&session, prompt, &reply);
+        self.turns.send_modify(|turns| *turns += 1);
+        Ok(reply)
+    }
+
+    async fn sync_weights(
+        &self,
+        checkpoint: &Utf8Path,
+        version: PolicyVersion,
+    ) -> Result<(), EngineError> {
+        self.fleet.sync_weights(checkpoint, version).await
+    }
+
+    async fn abort(&self, request_id: &RequestId) -> Result<(), EngineError> {
+        self.fleet.abort(request_id).await
+    }
+}

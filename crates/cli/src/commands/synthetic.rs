@@ -1,0 +1,23 @@
+//! `orchestrate synthetic-engine`: an engine process of `bench rollout`.
+
+use super::bench::Listening;
+use crate::args::SyntheticEngineArgs;
+use crate::output;
+use anyhow::Context;
+use std::process::ExitCode;
+use tokio::net::TcpListener;
+
+/// Says where it listens, and serves until standard input closes.
+pub(crate) async fn run(args: SyntheticEngineArgs) -> anyhow::Result<ExitCode> {
+    let plan = fs_err::read(&args.plan)?;
+    let plan = serde_json::from_slice(&plan).with_context(|| format!("read {}", args.plan))?;
+    let listener = TcpListener::bind(args.listen).await.context("listen")?;
+    output::data(serde_json::to_string(&Listening { address: listener.local_addr()? })?);
+    let closed =
+        tokio::task::spawn_blocking(|| std::io::copy(&mut std::io::stdin(), &mut std::io::sink()));
+    tokio::select! {
+        ended = orchestrate_synthetic::serve(plan, listener) => ended.context("serve")?,
+        closed = closed => { closed?.context("read standard input")?; }
+    }
+    Ok(ExitCode::SUCCESS)
+}

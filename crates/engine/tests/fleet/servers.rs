@@ -1,0 +1,216 @@
+//! Real servers over HTTP, killed in the middle and started again.
+
+use camino::Utf8Path;
+use orchestrate_engine::{
+    Engine, Fleet, FleetMember, FleetOptions, GenerateRequest, SglangClient, SglangOptions,
+};
+use orchestrate_routing::MaskBuilder;
+use orchestrate_synthetic::{EnginePlan, Latency, Script, expected_rows, serve};
+use orchestrate_types::{ModelShape, PolicyVersion, RequestId, RunId};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+const TURNS: usize = 6;
+const OBSERVATION: [u32; 6] = [1, 40, 41, 2, 1, 7];
+
+fn shape() -> ModelShape {
+    ModelShape {
+        hidden_layers: 3,
+        moe_layers: vec![1, 2],
+        experts: 16,
+        top_k: 2,
+        vocab: 64,
+        context: 4096,
+    }
+}
+
+fn plan() -> EnginePlan {
+    let script = Script {
+        end_of_message: 2,
+        header: vec![1, 7],
+        ends_before: 1,
+        ends_per_turn: 2,
+        turns: TURNS,
+        call_head: vec![10],
+        drawn: (20..30).collect(),
+        drawn_tokens: 20,
+        call_tail: vec![11, 2],
+        submit: vec![12, 2],
+    };
+    let latency = Latency { base_ms: 20.0, prefill_ms_per_1k: 0.0, decode_ms: 0.0, jitter: 0.5 };
+    EnginePlan { shape: shape(), script, latency, page_tokens: 4, cache_tokens: 0, update_ms: 5 }
+}
+
+/// A server with a runtime of its own: without it, nothing of it is left, open connections
+/// included.
+struct Server {
+    runtime: Option<Runtime>,
+    address: SocketAddr,
+}
+
+impl Server {
+    fn start(address: Option<SocketAddr>) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let address = address.unwrap_or_else(|| ([127, 0, 0, 1], 0).into());
+        let listener = std::net::TcpListener::bind(address).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let address = listener.local_addr().unwrap();
+        runtime.spawn(async move {
+            serve(plan(), TcpListener::from_std(listener).unwrap()).await.unwrap();
+        });
+        Self { runtime: Some(runtime), address }
+    }
+
+    /// Returns when its sockets are closed.
+    fn kill(&mut self) {
+        let runtime = self.runtime.take().unwrap();
+        tokio::task::block_in_place(|| runtime.shutdown_timeout(Duration::from_secs(5)));
+    }
+
+    fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+fn fleet(servers: &[Server]) -> Arc<Fleet> {
+    let member = |server: &Server| {
+        let options = SglangOptions {
+            url: server.url(),
+            api_key: None,
+            shape: shape(),
+            max_in_flight: 64,
+            require_routed_experts: true,
+            sync_timeout: Duration::from_secs(10),
+        };
+        let engine = Arc::new(SglangClient::new(options).unwrap());
+        FleetMember { name: server.url(), engine, is_up: true }
+    };
+    let options = FleetOptions {
+        max_in_flight: 64,
+        probe_interval: Duration::from_millis(200),
+        away_timeout: Duration::from_secs(20),
+    };
+    Arc::new(Fleet::start(servers.iter().map(member).collect(), options).unwrap())
+}
+
+fn request(session: usize, turn: u32, tokens: &[u32], start: usize, tries: u32) -> GenerateRequest {
+    let attempt = format!("t{session:06}.00-a01").parse().unwrap();
+    let mut request = crate::scripted::request(&format!("s{session}"), 0);
+    request.request_id = RequestId::new(RunId::generate(), attempt, turn, tries);
+    request.token_ids = tokens.to_vec();
+    request.routed_experts_start = Some(start);
+    request.sampling.seed = session as u64;
+    request
+}
+
+/// What one conversation came to.
+struct Talk {
+    tokens: Vec<u32>,
+    rows: Vec<u8>,
+    drift: usize,
+    workers: Vec<String>,
+}
+
+/// Plays one conversation and joins its rows, as an episode does.
+async fn talk(fleet: Arc<Fleet>, session: usize, turns: watch::Sender<usize>) -> Talk {
+    let id = u32::try_from(session).unwrap() % 10;
+    let mut tokens = vec![1, 50 + id, 51, 52, 53, 2, 1, 7];
+    let mut rows = MaskBuilder::new(Arc::new(shape())).unwrap();
+    let (mut drift, mut workers) = (0, Vec::new());
+    for turn in 0..TURNS {
+        let mut tries = 0;
+        let mut reply = loop {
+            let number = u32::try_from(turn).unwrap();
+            let asked = request(session, number, &tokens, rows.next_start(), tries);
+            match fleet.generate(asked).await {
+                Ok(reply) => break reply,
+                Err(error) => assert!(tries < 5, "{error}"),
+            }
+            tries += 1;
+        };
+        tokens.extend(&reply.output_ids);
+        let version = reply.versions[0].version;
+        let part = reply.routed_experts.take().unwrap();
+        drift += rows.push(part, tokens.len(), version).unwrap().drift_rows;
+        workers.push(reply.worker);
+        turns.send_modify(|turns| *turns += 1);
+        if turn + 1 < TURNS {
+            tokens.extend(OBSERVATION);
+        }
+    }
+    let mask = rows.finish(tokens.len()).unwrap();
+    Talk { tokens, rows: mask.to_vec(), drift, workers }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_server_costs_no_conversation_and_no_row() {
+    const TALKS: usize = 24;
+    let mut servers: Vec<Server> = (0..3).map(|_| Server::start(None)).collect();
+    let fleet = fleet(&servers);
+    fleet.sync_weights(Utf8Path::new("/c"), PolicyVersion(1)).await.unwrap();
+    let turns = watch::Sender::new(0);
+    let mut talks = JoinSet::new();
+    for session in 0..TALKS {
+        talks.spawn(talk(Arc::clone(&fleet), session, turns.clone()));
+    }
+    turns.subscribe().wait_for(|turns| *turns >= TALKS * TURNS / 2).await.unwrap();
+    let killed = servers[0].url();
+    servers[0].kill();
+    let mut moved = 0;
+    for talk in talks.join_all().await {
+        let end = talk.tokens.len() - 1;
+        let expected = expected_rows(&shape(), PolicyVersion(1), &talk.tokens, 0..end).unwrap();
+        assert!(expected.chunks().flatten().eq(&talk.rows), "every row is the right one");
+        assert_eq!(talk.drift, 0, "what is prefilled again has the same rows");
+        let mut places = talk.workers.clone();
+        places.dedup();
+        assert!(places.len() <= 2, "at most one move: {places:?}");
+        assert!(places.len() == 1 || places[0] == killed, "nobody else moves");
+        moved += places.len() - 1;
+    }
+    assert!(moved > 0, "the killed server had conversations");
+    assert_eq!(fleet.moves(), moved as u64);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_returns_serves_only_the_weights_it_missed() {
+    let mut servers: Vec<Server> = (0..2).map(|_| Server::start(None)).collect();
+    let fleet = fleet(&servers);
+    fleet.sync_weights(Utf8Path::new("/c/3"), PolicyVersion(3)).await.unwrap();
+    servers[0].kill();
+    fleet.sync_weights(Utf8Path::new("/c/4"), PolicyVersion(4)).await.unwrap();
+    let (url, address) = (servers[0].url(), servers[0].address);
+    // It begins with weights called `default`, as after any restart.
+    servers[0] = Server::start(Some(address));
+    let turns = watch::Sender::new(0);
+    let mut answered = false;
+    for session in 0..200 {
+        let talk = talk(Arc::clone(&fleet), session, turns.clone()).await;
+        let end = talk.tokens.len() - 1;
+        let expected = expected_rows(&shape(), PolicyVersion(4), &talk.tokens, 0..end).unwrap();
+        assert!(expected.chunks().flatten().eq(&talk.rows), "rows of version 4 alone");
+        fleet.close_session(&format!("s{session}"));
+        if talk.workers.contains(&url) {
+            answered = true;
+            break;
+        }
+    }
+    assert!(answered, "it came back: {:?}", fleet.status());
+}

@@ -1,0 +1,110 @@
+//! New weights, for all workers or for those that can have them.
+
+use crate::scripted::{Mood, fleet, request, settle, states};
+use camino::Utf8Path;
+use orchestrate_engine::Engine;
+use orchestrate_types::PolicyVersion;
+use std::time::Duration;
+use tokio::task::JoinSet;
+
+const CHECKPOINT: &str = "/checkpoints/7";
+
+async fn sync(fleet: &dyn Engine, version: u64) -> Result<(), orchestrate_engine::EngineError> {
+    fleet.sync_weights(Utf8Path::new(CHECKPOINT), PolicyVersion(version)).await
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_workers_are_synced_side_by_side_and_calls_wait_meanwhile() {
+    let (fleet, workers) = fleet(3, 8);
+    let begun = tokio::time::Instant::now();
+    let mut syncing = JoinSet::new();
+    let other = fleet.clone();
+    syncing.spawn(async move { sync(other.as_ref(), 7).await.unwrap() });
+    settle().await;
+    assert_eq!(states(&fleet), ["syncing"; 3]);
+    let reply = fleet.generate(request("a", 10)).await.unwrap();
+    assert_eq!(reply.versions[0].version, PolicyVersion(7));
+    syncing.join_all().await;
+    assert!(begun.elapsed() < Duration::from_millis(100), "50 ms each");
+    let requests = workers[0].notes().requests.clone();
+    assert_eq!(requests.len(), 1, "nothing was sent before the weights were there");
+    assert_eq!(requests[0].0.cache_namespace, PolicyVersion(7), "KV of other weights is apart");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_cannot_have_the_weights_serves_nothing_until_it_has_them() {
+    let (fleet, workers) = fleet(2, 8);
+    workers[0].notes().failing_syncs = 2;
+    sync(fleet.as_ref(), 7).await.unwrap();
+    assert_eq!(states(&fleet), ["away", "up"]);
+    for session in ["a", "b", "c"] {
+        let reply = fleet.generate(request(session, 10)).await.unwrap();
+        assert_eq!(reply.versions[0].version, PolicyVersion(7));
+    }
+    assert!(workers[0].sessions().is_empty());
+    // The next look fails to wake it, the one after the backoff succeeds.
+    tokio::time::sleep(Duration::from_secs(45)).await;
+    assert_eq!(states(&fleet), ["up", "up"]);
+    assert_eq!(workers[0].notes().syncs, [PolicyVersion(7); 3]);
+    let reply = fleet.generate(request("d", 1)).await.unwrap();
+    assert_eq!((reply.worker.as_str(), reply.versions[0].version), ("w0", PolicyVersion(7)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn weights_that_all_workers_refuse_are_an_error_at_once() {
+    let (fleet, workers) = fleet(2, 8);
+    for worker in &workers {
+        worker.notes().failing_syncs = 1;
+    }
+    let begun = tokio::time::Instant::now();
+    let error = sync(fleet.as_ref(), 7).await.unwrap_err();
+    assert!(error.to_string().contains("half done"), "{error}");
+    assert!(begun.elapsed() < Duration::from_secs(1));
+    assert_eq!(states(&fleet), ["away", "away"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sync_waits_for_a_worker_while_all_are_away() {
+    let (fleet, workers) = fleet(1, 8);
+    workers[0].is(Mood::Gone);
+    let mut syncing = JoinSet::new();
+    let other = fleet.clone();
+    syncing.spawn(async move { sync(other.as_ref(), 7).await });
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    assert!(syncing.try_join_next().is_none());
+    workers[0].is(Mood::Well);
+    syncing.join_all().await.remove(0).unwrap();
+    assert_eq!(workers[0].notes().version, PolicyVersion(7));
+    assert_eq!(states(&fleet), ["up"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_restarted_unseen_is_taken_out_and_synced() {
+    let (fleet, workers) = fleet(2, 8);
+    sync(fleet.as_ref(), 7).await.unwrap();
+    workers[0].notes().version = PolicyVersion(0);
+    tokio::time::sleep(Duration::from_secs(25)).await;
+    assert_eq!(workers[0].notes().version, PolicyVersion(7));
+    assert_eq!(workers[0].notes().syncs, [PolicyVersion(7); 2]);
+    assert_eq!((states(&fleet), fleet.status()[0].ejected), (vec!["up", "up"], 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sync_that_is_dropped_half_way_leaves_nobody_serving() {
+    let (fleet, workers) = fleet(2, 8);
+    let dropped = tokio::time::timeout(Duration::from_millis(20), sync(fleet.as_ref(), 7)).await;
+    dropped.unwrap_err();
+    assert_eq!(states(&fleet), ["away", "away"]);
+    // Their care goes on where it broke off.
+    tokio::time::sleep(Duration::from_secs(15)).await;
+    assert_eq!(states(&fleet), ["up", "up"]);
+    assert!(workers.iter().all(|worker| worker.notes().version == PolicyVersion(7)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn versions_of_a_fleet_are_one_or_none() {
+    let (fleet, workers) = fleet(2, 8);
+    assert_eq!(fleet.info().await.unwrap().policy_version, Some(PolicyVersion(0)));
+    workers[1].notes().version = PolicyVersion(3);
+    assert_eq!(fleet.info().await.unwrap().policy_version, None);
+}

@@ -1,0 +1,298 @@
+//! The engine process: SGLang's routes over a page cache, a script and a clock.
+
+use crate::cache::PageCache;
+use crate::latency::Latency;
+use crate::rows::expected_rows;
+use crate::script::Script;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use bytes::Bytes;
+use orchestrate_routing::encode_sglang;
+use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+/// Largest request body: token ids as text.
+const BODY_LIMIT: usize = 16 << 20;
+
+/// What an engine serves. One file of this describes a whole fleet.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EnginePlan {
+    /// The model its rows are of.
+    pub shape: ModelShape,
+    /// What it writes.
+    pub script: Script,
+    /// How long that takes.
+    pub latency: Latency,
+    /// Granularity of its prefix cache, in tokens.
+    pub page_tokens: usize,
+    /// Tokens its prefix cache holds; 0 = no bound.
+    pub cache_tokens: usize,
+    /// Time a weight update takes, in milliseconds.
+    pub update_ms: u64,
+}
+
+/// What an engine saw.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct EngineStats {
+    /// Generations answered.
+    pub answered: u64,
+    /// Microseconds from handing out a reply to having read the same conversation's next request:
+    /// what the other side, and both ends of HTTP, add to a turn.
+    pub gaps_us: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct Engine {
+    plan: EnginePlan,
+    state: Mutex<Inner>,
+    /// Whether generation is paused, and how often it was: a pause cuts off what runs.
+    pause: watch::Sender<(bool, u64)>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    version: String,
+    cache: PageCache,
+    /// When the last reply of each conversation was handed out.
+    replied: HashMap<String, Instant>,
+    stats: EngineStats,
+}
+
+#[derive(Deserialize)]
+struct GenerateBody<'a> {
+    #[serde(borrow)]
+    rid: Cow<'a, str>,
+    input_ids: Vec<TokenId>,
+    sampling_params: SamplingParams,
+    #[serde(default)]
+    return_routed_experts: bool,
+    #[serde(default)]
+    routed_experts_start_len: usize,
+    #[serde(borrow, default)]
+    session_id: Cow<'a, str>,
+    #[serde(borrow, default)]
+    extra_key: Cow<'a, str>,
+}
+
+#[derive(Deserialize)]
+struct SamplingParams {
+    max_new_tokens: usize,
+    #[serde(default)]
+    sampling_seed: u64,
+}
+
+/// Serves until dropped. The weights it begins with are `default`, as SGLang's are.
+///
+/// # Errors
+/// When the listener fails.
+pub async fn serve(plan: EnginePlan, listener: TcpListener) -> std::io::Result<()> {
+    let inner = Inner {
+        version: "default".to_owned(),
+        cache: PageCache::new(plan.page_tokens, plan.cache_tokens),
+        replied: HashMap::new(),
+        stats: EngineStats::default(),
+    };
+    let engine = Engine { plan, state: Mutex::new(inner), pause: watch::Sender::new((false, 0)) };
+    let app = Router::new()
+        .route("/generate", post(generate))
+        .route("/server_info", get(server_info))
+        .route("/model_info", get(model_info))
+        .route("/health", get(|| async { StatusCode::OK }))
+        .route("/abort_request", post(|| async { StatusCode::OK }))
+        .route("/flush_cache", post(flush))
+        .route("/pause_generation", post(pause))
+        .route("/continue_generation", post(resume))
+        .route("/update_weights_from_disk", post(update))
+        .route("/synthetic/stats", get(stats))
+        .layer(DefaultBodyLimit::max(BODY_LIMIT))
+        .with_state(Arc::new(engine));
+    axum::serve(listener, app).await
+}
+
+impl Engine {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn refused(status: StatusCode, message: impl std::fmt::Display) -> Response {
+    (status, Json(json!({"error": {"message": message.to_string()}}))).into_response()
+}
+
+async fn generate(State(engine): State<Arc<Engine>>, body: Bytes) -> Response {
+    let arrived = Instant::now();
+    let request: GenerateBody<'_> = match serde_json::from_slice(&body) {
+        Ok(request) => request,
+        Err(error) => return refused(StatusCode::BAD_REQUEST, error),
+    };
+    let plan = &engine.plan;
+    let prompt = request.input_ids.len();
+    if prompt + request.sampling_params.max_new_tokens > plan.shape.context {
+        return refused(StatusCode::BAD_REQUEST, "Requested token count exceeds the context");
+    }
+    let cached = {
+        let mut inner = engine.lock();
+        if let Some(before) = inner.replied.remove(request.session_id.as_ref()) {
+            let gap = arrived.saturating_duration_since(before).as_micros();
+            inner.stats.gaps_us.push(u32::try_from(gap).unwrap_or(u32::MAX));
+        }
+        inner.cache.held(&request.extra_key, &request.input_ids)
+    };
+    let SamplingParams { max_new_tokens, sampling_seed } = request.sampling_params;
+    let mut output = plan.script.continuation(&request.input_ids, sampling_seed);
+    let finished = output.len() <= max_new_tokens;
+    output.truncate(max_new_tokens);
+
+    let mut pauses = engine.pause.subscribe();
+    // A paused engine takes no request; the sender lives as long as the engine.
+    let Ok((_, before)) = pauses.wait_for(|(paused, _)| !paused).await.map(|state| *state) else {
+        return refused(StatusCode::SERVICE_UNAVAILABLE, "it ends");
+    };
+    let version = engine.lock().version.clone();
+    let time = plan.latency.time(prompt - cached, output.len(), sampling_seed);
+    let begun = Instant::now();
+    let cut = tokio::select! {
+        biased;
+        () = tokio::time::sleep(time) => false,
+        _ = pauses.wait_for(|(_, count)| *count != before) => true,
+    };
+    if cut {
+        let share = begun.elapsed().as_secs_f64() / time.as_secs_f64().max(f64::MIN_POSITIVE);
+        output.truncate(part(output.len(), share));
+    }
+    let finish = match (cut, finished) {
+        (true, _) => json!({"type": "abort", "message": "Aborted", "status_code": null}),
+        (false, true) => json!({"type": "stop", "matched": output.last()}),
+        (false, false) => json!({"type": "length", "length": output.len()}),
+    };
+    answer(&engine, &request, &output, &version, &finish, cached)
+}
+
+/// So much of `whole`, rounded down.
+fn part(whole: usize, share: f64) -> usize {
+    (0..whole).take_while(|done| ((*done + 1) as f64) <= whole as f64 * share).count()
+}
+
+fn answer(
+    engine: &Engine,
+    request: &GenerateBody<'_>,
+    output: &[TokenId],
+    version: &str,
+    finish: &Value,
+    cached: usize,
+) -> Response {
+    let plan = &engine.plan;
+    let prompt = request.input_ids.len();
+    let mut tokens = request.input_ids.clone();
+    tokens.extend(output);
+    let computed = tokens.len().saturating_sub(1);
+    let number = PolicyVersion(version.parse().unwrap_or(0));
+    let mut meta = json!({
+        "id": request.rid,
+        "finish_reason": finish,
+        "prompt_tokens": prompt,
+        "completion_tokens": output.len(),
+        "cached_tokens": cached,
+        "weight_version": version,
+        "weight_versions": [{"version": version, "start": 0, "end": output.len()}],
+        "num_retractions": 0,
+        "output_token_logprobs":
+            output.iter().map(|id| (-0.5, *id, Value::Null)).collect::<Vec<_>>(),
+    });
+    if request.return_routed_experts {
+        let start = request.routed_experts_start_len;
+        if start > prompt {
+            return refused(
+                StatusCode::BAD_REQUEST,
+                "routed_experts_start_len is beyond the prompt",
+            );
+        }
+        let rows = expected_rows(&plan.shape, number, &tokens, start..computed)
+            .and_then(|rows| encode_sglang(&rows, &plan.shape));
+        match (rows, meta.as_object_mut()) {
+            (Ok(text), Some(meta)) => {
+                meta.insert("routed_experts".to_owned(), Value::String(text));
+            }
+            (Err(error), _) => return refused(StatusCode::INTERNAL_SERVER_ERROR, error),
+            (Ok(_), None) => {}
+        }
+    }
+    let body = json!({"output_ids": output, "meta_info": meta}).to_string();
+    let mut inner = engine.lock();
+    // Nothing of it is reused under other weights, even if they changed while it ran.
+    if inner.version == version {
+        inner.cache.hold(&request.extra_key, tokens.get(..computed).unwrap_or_default());
+    }
+    inner.stats.answered += 1;
+    inner.replied.insert(request.session_id.clone().into_owned(), Instant::now());
+    drop(inner);
+    ([(header::CONTENT_TYPE, "application/json")], body).into_response()
+}
+
+async fn server_info(State(engine): State<Arc<Engine>>) -> Json<Value> {
+    Json(json!({
+        "engine": "synthetic",
+        "version": env!("CARGO_PKG_VERSION"),
+        "model_path": "synthetic",
+        "context_length": engine.plan.shape.context,
+        "page_size": engine.plan.page_tokens,
+        "pp_size": 1,
+        "enable_return_routed_experts": true,
+        "enable_priority_scheduling": true,
+    }))
+}
+
+async fn model_info(State(engine): State<Arc<Engine>>) -> Json<Value> {
+    Json(json!({"model_path": "synthetic", "weight_version": engine.lock().version}))
+}
+
+async fn flush(State(engine): State<Arc<Engine>>) -> StatusCode {
+    engine.lock().cache.clear();
+    StatusCode::OK
+}
+
+async fn pause(State(engine): State<Arc<Engine>>) -> Json<Value> {
+    engine.pause.send_modify(|(paused, count)| {
+        *paused = true;
+        *count += 1;
+    });
+    Json(json!({"status": "ok"}))
+}
+
+async fn resume(State(engine): State<Arc<Engine>>) -> Json<Value> {
+    engine.pause.send_modify(|(paused, _)| *paused = false);
+    Json(json!({"status": "ok"}))
+}
+
+#[derive(Deserialize)]
+struct UpdateBody {
+    weight_version: String,
+}
+
+async fn update(State(engine): State<Arc<Engine>>, body: Bytes) -> Response {
+    let update: UpdateBody = match serde_json::from_slice(&body) {
+        Ok(update) => update,
+        Err(error) => return refused(StatusCode::BAD_REQUEST, error),
+    };
+    tokio::time::sleep(Duration::from_millis(engine.plan.update_ms)).await;
+    let mut inner = engine.lock();
+    inner.version = update.weight_version;
+    inner.cache.clear();
+    drop(inner);
+    Json(json!({"success": true, "message": "Succeeded to update model weights."})).into_response()
+}
+
+async fn stats(State(engine): State<Arc<Engine>>) -> Json<EngineStats> {
+    Json(engine.lock().stats.clone())
+}

@@ -1,0 +1,69 @@
+//! Sandboxes that hold no process and cost no time.
+
+use async_trait::async_trait;
+use orchestrate_sandbox::{
+    Command, ExecResult, Exit, FileEntry, Sandbox, SandboxError, SandboxProvider, SandboxSpec,
+    SweepReport,
+};
+use orchestrate_types::{ByteSize, RunId};
+use std::time::Duration;
+
+/// Sandboxes that answer every command with the same text.
+#[derive(Debug, Clone)]
+pub struct SyntheticSandboxes {
+    /// What commands print.
+    pub output: String,
+}
+
+#[async_trait]
+impl SandboxProvider for SyntheticSandboxes {
+    async fn open(&self, _spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
+        Ok(Box::new(SyntheticSandbox { files: Vec::new(), output: self.output.clone() }))
+    }
+
+    async fn sweep(&self, _run: RunId, _epoch: i64) -> Result<SweepReport, SandboxError> {
+        Ok(SweepReport::default())
+    }
+
+    async fn shutdown(&self) -> Result<(), SandboxError> {
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct SyntheticSandbox {
+    files: Vec<FileEntry>,
+    output: String,
+}
+
+#[async_trait]
+impl Sandbox for SyntheticSandbox {
+    fn name(&self) -> &'static str {
+        "synthetic"
+    }
+
+    async fn exec(&mut self, command: &Command) -> Result<ExecResult, SandboxError> {
+        let output = self.output.as_bytes();
+        Ok(ExecResult {
+            exit: Exit::Code(0),
+            head: output.get(..output.len().min(command.keep_bytes)).unwrap_or_default().to_vec(),
+            tail: Vec::new(),
+            total_bytes: output.len() as u64,
+            oom_kills: 0,
+            elapsed: Duration::ZERO,
+        })
+    }
+
+    async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError> {
+        self.files.extend_from_slice(files);
+        Ok(())
+    }
+
+    async fn read_tree(&mut self, _cap: ByteSize) -> Result<Vec<FileEntry>, SandboxError> {
+        Ok(self.files.clone())
+    }
+
+    async fn close(self: Box<Self>) -> Result<(), SandboxError> {
+        Ok(())
+    }
+}

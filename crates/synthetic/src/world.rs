@@ -1,0 +1,31 @@
+//! A task that any episode solves by submitting.
+
+use orchestrate_tasks::{Split, Task, TaskFile, Verdict};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Task number `index`, whose problem statement has about `words` words of its own: tasks differ
+/// from their first words on, so that only a group's members share a prompt.
+pub fn task(index: usize, words: usize) -> Task {
+    let statement: Vec<String> = (0..words.max(1)).map(|word| format!("w{index}x{word}")).collect();
+    Task {
+        id: format!("synthetic__{index:06}"),
+        environment: "synthetic".to_owned(),
+        family: "synthetic".to_owned(),
+        split: Split::Train,
+        problem_statement: statement.join(" "),
+        image: "none".to_owned(),
+        workdir: "/testbed".to_owned(),
+        agent_files: vec![TaskFile { path: "a.py".to_owned(), content: "pass\n".to_owned() }],
+        hidden_files: Vec::new(),
+        test_command: "true".to_owned(),
+        test_timeout: Duration::from_mins(1),
+        expected: BTreeMap::new(),
+        gold_patch: String::new(),
+    }
+}
+
+/// Who submits has solved it.
+pub fn judge(_task: &Task, _log: &str) -> Verdict {
+    Verdict { reward: 1.0, official_reward: 1.0, statuses: BTreeMap::new(), differing: Vec::new() }
+}
