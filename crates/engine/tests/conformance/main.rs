@@ -97,7 +97,12 @@ fn shape(model: &Utf8PathBuf) -> ModelShape {
     ModelShape {
         hidden_layers: number("num_hidden_layers"),
         moe_layers: (0..number("num_hidden_layers")).collect(),
-        experts: number("num_experts"),
+        // Newer versions of transformers write the second name.
+        experts: number(if config["num_experts"].is_u64() {
+            "num_experts"
+        } else {
+            "num_local_experts"
+        }),
         top_k: number("num_experts_per_tok"),
         vocab: number("vocab_size"),
         context: number("max_position_embeddings"),
