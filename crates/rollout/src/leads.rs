@@ -136,6 +136,7 @@ mod tests {
         let leads = Leads::default();
         let leader = leading(&leads, 1).await;
         assert!(matches!(leads.join(key(1), PATIENCE).await, Part::GoesAlone));
+        assert!(matches!(leads.join(key(1), Duration::ZERO).await, Part::GoesAlone));
         leader.done();
         assert!(leads.by_key.lock().unwrap().is_empty());
     }

@@ -571,19 +571,6 @@ async fn members_that_start_together_fetch_their_prompts_rows_once() {
     }
 }
 
-#[tokio::test(start_paused = true)]
-async fn members_ask_at_once_where_the_plan_has_nobody_wait() {
-    let (mut world, _) = shared_world(MixedRows::Mask, solving());
-    world.runner.plan.follow_wait = HumanDuration::secs(0);
-    let stop = CancellationToken::new();
-    let (a, b) =
-        tokio::join!(world.runner.run(member(0), &stop), world.runner.run(member(1), &stop));
-    assert_whole(&a);
-    assert_whole(&b);
-    let requests = world.engine.requests();
-    assert_eq!([0, 1].map(|i| requests[i].routed_experts_start), [Some(0); 2]);
-}
-
 /// Answers in the name of another worker than it promised.
 #[derive(Debug)]
 struct Moved(Arc<FakeEngine>);
