@@ -157,6 +157,7 @@ fn e6_hostile_json_is_refused_without_a_panic() {
 /// `(what, path into the reply, its new value or none to remove it, words of the error)`
 type Mutation = (&'static str, &'static [&'static str], Option<Value>, &'static str);
 
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn mutations() -> Vec<Mutation> {
     const META: &str = "meta_info";
     const ROUTING: &[&str] = &[META, "routed_experts"];
