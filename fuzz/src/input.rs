@@ -46,12 +46,13 @@ pub struct Sent {
 impl Sent {
     /// First position asked for.
     pub fn start(&self) -> usize {
-        usize::from(self.start) % 200
+        // Up to behind the border of the second block.
+        usize::from(self.start) % 72
     }
 
     /// Tokens after the generation.
     pub fn tokens(&self) -> usize {
-        self.start() + usize::from(self.rows) % 24 + usize::from(self.seed % 16 != 0)
+        self.start() + usize::from(self.rows) % 16 + usize::from(self.seed % 16 != 0)
     }
 
     /// Rows in the payload.
