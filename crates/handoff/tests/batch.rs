@@ -199,8 +199,9 @@ fn sequences_of_any_length_are_packed_without_a_padding_token_or_row() {
     let batch = Batch::open(&dir.join("manifest.json")).unwrap();
     let mut absent = 0;
     for sequence in batch.sequences() {
-        let valid = sequence.unwrap().routing_valid.to_vec();
-        absent += valid.iter().filter(|&&valid| valid == 0).count();
+        let sequence = sequence.unwrap();
+        absent +=
+            sequence.routing_valid.iter().map(|&valid| usize::from(valid == 0)).sum::<usize>();
     }
     assert_eq!(absent, sequences);
 }
