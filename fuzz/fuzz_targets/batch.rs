@@ -70,7 +70,7 @@ fn template(shape: &ModelShape, sent: &Sent, share: bool) -> Template {
             }
             let versions =
                 vec![RowVersion { start: 0, end: tokens - 1, version: PolicyVersion(3) }];
-            let mask = RoutingMask::new(Arc::new(shape.clone()), rows, versions).expect("right");
+            let mask = RoutingMask::new(Arc::new(shape.clone()), &rows, versions).expect("right");
             BatchSample {
                 episode_id: EpisodeId { group: GroupId::Train { seq: 1 }, member },
                 group: 1,

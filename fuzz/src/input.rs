@@ -46,12 +46,13 @@ pub struct Sent {
 impl Sent {
     /// First position asked for.
     pub fn start(&self) -> usize {
-        usize::from(self.start) % 200
+        // Up to behind the border of the second block.
+        usize::from(self.start) % 72
     }
 
     /// Tokens after the generation.
     pub fn tokens(&self) -> usize {
-        self.start() + usize::from(self.rows) % 24 + usize::from(self.seed % 16 != 0)
+        self.start() + usize::from(self.rows) % 16 + usize::from(self.seed % 16 != 0)
     }
 
     /// Rows in the payload.
@@ -101,6 +102,28 @@ impl Sent {
         }
         ids
     }
+}
+
+/// Rows in stored form, `[rows, moe layers, top_k]`, that repeat after `period` rows (0: never).
+pub fn rows(shape: &ModelShape, rows: usize, seed: u32, period: usize) -> Vec<u8> {
+    let mut stored: Vec<u8> = Vec::with_capacity(rows * shape.row_bytes());
+    let mut state = u64::from(seed) << 1 | 1;
+    for row in 0..rows {
+        if period > 0 && row >= period {
+            let at = (row - period) * shape.row_bytes();
+            stored.extend_from_within(at..at + shape.row_bytes());
+            continue;
+        }
+        for _ in &shape.moe_layers {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let first = (state >> 33) as usize;
+            for slot in 0..shape.top_k {
+                let id = (first + slot) % shape.experts;
+                stored.extend(id.to_le_bytes().iter().take(shape.id_bytes()));
+            }
+        }
+    }
+    stored
 }
 
 /// One change of bytes.

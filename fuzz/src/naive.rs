@@ -5,6 +5,17 @@ use orchestrate_types::ModelShape;
 
 pub const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
+/// Value of each character; 64 for those that are none of [`ALPHABET`].
+const VALUES: [u8; 256] = {
+    let mut values = [64; 256];
+    let mut value = 0;
+    while value < 64 {
+        values[ALPHABET[value] as usize] = value as u8;
+        value += 1;
+    }
+    values
+};
+
 /// The bytes a base64 text stands for; `None` for those of a group that is not standard. No value
 /// at all where the text is no whole number of groups.
 pub fn base64(text: &[u8]) -> Option<Vec<Option<u8>>> {
@@ -20,10 +31,9 @@ pub fn base64(text: &[u8]) -> Option<Vec<Option<u8>>> {
         let mut word = 0u32;
         let mut right = true;
         for &c in &group[..4 - padding] {
-            match ALPHABET.iter().position(|&a| a == c) {
-                Some(six) => word = word << 6 | six as u32,
-                None => right = false,
-            }
+            let six = VALUES[usize::from(c)];
+            right &= six < 64;
+            word = word << 6 | u32::from(six & 63);
         }
         word <<= 6 * padding;
         // Bits beyond the last byte must be zero.

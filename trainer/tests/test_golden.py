@@ -44,7 +44,7 @@ def test_every_sequence_is_as_listed(golden):
         assert by_index.episode_id == sequence.episode_id
 
 
-def test_t16_layers_are_chosen_by_their_global_number(golden):
+def test_layers_are_chosen_by_their_global_number(golden):
     folder, expected = golden
     batch = Batch.open(folder)
     stored = expected["model"]["moe_layers"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import write_sparse
+from conftest import change_manifest, write_sparse
 from orchestrate_trainer import Batch
 
 LAYERS, TOP_K = 48, 8
@@ -66,7 +66,7 @@ def test_writing_to_an_array_does_not_reach_the_file(copied):
     assert (Batch.open(copied).sequence(0).routed_experts != 7).any()
 
 
-def test_t3_opening_and_slicing_reads_no_rows(large):
+def test_opening_and_slicing_reads_no_rows(large):
     tracemalloc.start()
     held, resident = tracemalloc.get_traced_memory()[0], resident_kib()
     sequences = Batch.open(large, verify="never").rank(3, 8, layers=range(24))
@@ -81,7 +81,7 @@ def test_t3_opening_and_slicing_reads_no_rows(large):
     assert grown < 4 << 10, f"resident memory grew by {grown} KiB"
 
 
-def test_t3_reading_one_rank_touches_its_rows_alone(large):
+def test_reading_one_rank_touches_its_rows_alone(large):
     sequences = Batch.open(large, verify="never").rank(0, 8)
     own = sum(sequence.routed_experts.nbytes for sequence in sequences)
     tracemalloc.start()
@@ -92,6 +92,34 @@ def test_t3_reading_one_rank_touches_its_rows_alone(large):
     tracemalloc.stop()
     assert total == 0
     assert allocated < 1 << 20
+    assert grown > own // 2, "the measurement sees the pages that were read"
     # The system may map some neighbours of a page along.
     assert grown < own * 1.25 + (8 << 20), f"{grown} of {own} bytes"
     assert own * 8 == sum(LENGTHS) * LAYERS * TOP_K
+
+
+def test_tensors_of_one_rank_are_made_without_reading_a_row(large):
+    torch = pytest.importorskip("torch")
+    torch.from_numpy(np.zeros(1))  # whatever loads on the first use is loaded
+    sequences = Batch.open(large, verify="never").rank(3, 8, layers=range(24))
+    resident = resident_kib()
+    tensors = [sequence.torch()["routed_experts"] for sequence in sequences]
+    grown = resident_kib() - resident
+    assert sum(tensor.numel() for tensor in tensors) == sum(LENGTHS) // 8 * 24 * TOP_K
+    assert all(np.shares_memory(t.numpy(), s._rows) for t, s in zip(tensors, sequences))
+    assert grown < 4 << 10, f"resident memory grew by {grown} KiB"
+
+
+def test_checking_a_digest_holds_a_few_mebibytes_of_a_shard(large):
+    blake3 = pytest.importorskip("blake3")
+    digest = blake3.blake3((large / "0000.safetensors").read_bytes()).hexdigest()
+    change_manifest(large, lambda m: m["shards"][0].update(blake3=digest))
+    batch = Batch.open(large)
+    tracemalloc.start()
+    resident = resident_kib()
+    batch.verify()
+    allocated = tracemalloc.get_traced_memory()[1]
+    grown = resident_kib() - resident
+    tracemalloc.stop()
+    assert allocated < 8 << 20
+    assert grown < 16 << 10, f"resident memory grew by {grown} KiB"

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn t23_a_failed_sandbox_is_not_a_reward_of_zero() {
+    fn a_failed_sandbox_is_not_a_reward_of_zero() {
         let group = [Some(1.0), Some(1.0), Some(1.0), None];
         let got = group_advantages(&group, AdvantageNorm::None);
         assert_eq!(got.values, [Some(0.0), Some(0.0), Some(0.0), None]);
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn t23_an_infrastructure_failure_does_not_move_the_baseline() {
+    fn an_infrastructure_failure_does_not_move_the_baseline() {
         let with = group_advantages(&[Some(1.0), None, Some(0.0), Some(0.0)], AdvantageNorm::Std);
         let without = group_advantages(&[Some(1.0), Some(0.0), Some(0.0)], AdvantageNorm::Std);
         let trusted: Vec<f64> = with.values.iter().flatten().copied().collect();
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn t23_fewer_than_two_trusted_members_give_no_gradient() {
+    fn fewer_than_two_trusted_members_give_no_gradient() {
         for group in [vec![], vec![None; 4], vec![None, Some(1.0)], vec![Some(1.0)]] {
             for norm in [AdvantageNorm::Std, AdvantageNorm::None, AdvantageNorm::Rloo] {
                 let got = group_advantages(&group, norm);
@@ -103,6 +103,20 @@ mod tests {
                 assert_eq!(got.values, vec![None; group.len()]);
             }
         }
+    }
+
+    #[test]
+    fn groups_of_uneven_size_have_baselines_of_their_own() {
+        // A batch-wide baseline would be 4/7 for all of them.
+        let groups: [&[Option<f64>]; 3] = [
+            &[Some(1.0), Some(1.0), Some(1.0), Some(0.0)],
+            &[Some(1.0), Some(0.0), None],
+            &[Some(0.0), None, None],
+        ];
+        let got = groups.map(|group| group_advantages(group, AdvantageNorm::None));
+        assert_eq!(got[0].values, [Some(0.25), Some(0.25), Some(0.25), Some(-0.75)]);
+        assert_eq!(got[1].values, [Some(0.5), Some(-0.5), None]);
+        assert_eq!(got[2].signal, GroupSignal::TooFewTrusted);
     }
 
     #[test]

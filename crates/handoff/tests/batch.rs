@@ -179,7 +179,35 @@ fn a_shard_is_plain_safetensors_with_the_documented_tensors() {
 }
 
 #[test]
-fn t3_the_same_input_gives_the_same_bytes() {
+fn sequences_of_any_length_are_packed_without_a_padding_token_or_row() {
+    let (_keep, dir) = folder();
+    let lengths = [1, 700, 2, 3, 90];
+    let shape = shape(8);
+    let samples: Vec<BatchSample> =
+        lengths.iter().zip(0u16..).map(|(&tokens, index)| sample(&shape, index, tokens)).collect();
+    let meta = BatchMeta { max_shard_bytes: u64::MAX, ..meta(shape.clone()) };
+    let manifest = write_batch(&dir, &meta, &samples).unwrap();
+    let (tokens, sequences) = (lengths.iter().sum::<usize>(), lengths.len());
+    let shard = &manifest.shards[0];
+    assert_eq!((shard.tokens, shard.rows, shard.sequences), (tokens, tokens, sequences));
+    // 8 bytes of header length, the header, and per token: id, version, log-prob, two masks, row.
+    let bytes = std::fs::read(dir.join(&shard.file)).unwrap();
+    let header = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().unwrap())).unwrap();
+    let per_token = 4 + 8 + 4 + 2 + shape.row_bytes();
+    assert_eq!(bytes.len(), 8 + header + tokens * per_token + 8 + sequences * (8 + 8 + 4 + 4));
+    // The only rows that nobody chose are those of last tokens, one per sequence.
+    let batch = Batch::open(&dir.join("manifest.json")).unwrap();
+    let mut absent = 0;
+    for sequence in batch.sequences() {
+        let sequence = sequence.unwrap();
+        absent +=
+            sequence.routing_valid.iter().map(|&valid| usize::from(valid == 0)).sum::<usize>();
+    }
+    assert_eq!(absent, sequences);
+}
+
+#[test]
+fn the_same_input_gives_the_same_bytes() {
     let ((_a, first), (_b, second)) = (folder(), folder());
     batch(&first, 8, &[5, 9, 1, 40]);
     batch(&second, 8, &[5, 9, 1, 40]);
@@ -216,7 +244,7 @@ fn the_rest_of_an_interrupted_write_is_replaced() {
 }
 
 #[test]
-fn t5_every_changed_byte_of_a_shard_is_detected_and_the_file_named() {
+fn every_changed_byte_of_a_shard_is_detected_and_the_file_named() {
     let (_keep, dir) = folder();
     let (_, manifest) = batch(&dir, 8, &[3, 2]);
     let path = dir.join(&manifest.shards[0].file);

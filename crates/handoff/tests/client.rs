@@ -139,7 +139,7 @@ async fn a_trainer_that_restarted_and_forgot_the_step_gets_it_again() {
 }
 
 #[tokio::test]
-async fn t7_a_failed_step_is_an_error_that_is_not_retried() {
+async fn a_failed_step_is_an_error_that_is_not_retried() {
     let mut tasks = JoinSet::new();
     let failed = json!({"step_id": "s1", "state": "failed", "error": "loss is not finite"});
     let (client, _) = serve(&mut tasks, vec![(200, queued()), (200, failed)]).await;

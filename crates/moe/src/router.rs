@@ -254,6 +254,27 @@ mod tests {
     }
 
     #[test]
+    fn replayed_gates_are_gathered_from_all_logits_and_their_gradient_reaches_each() {
+        let logits = [1.0_f64, 2.0, 3.0, 4.0];
+        let total: f64 = logits.iter().map(|logit| logit.exp()).sum();
+        let all = logits.map(|logit| logit.exp() / total);
+        // Experts that this router would not have chosen.
+        let replayed = [0, 1];
+        let mut gates = [0.0; 2];
+        RouterFamily::Softmax.gates(&logits, &replayed, &mut gates);
+        close(&gates, &all[..2], 1e-12);
+        let mut d_logits = [0.0; 4];
+        RouterFamily::Softmax.gates_backward(&logits, &replayed, &[1.0, 0.0], &mut d_logits);
+        let expected: Vec<f64> =
+            (0..4).map(|e| all[0] * (if e == 0 { 1.0 } else { 0.0 } - all[e])).collect();
+        close(&d_logits, &expected, 1e-12);
+        // Renormalised over the chosen: still this router's own logits, and they add up to one.
+        RouterFamily::SoftmaxRenormalised.gates(&logits, &replayed, &mut gates);
+        let chosen = all[0] + all[1];
+        close(&gates, &[all[0] / chosen, all[1] / chosen], 1e-12);
+    }
+
+    #[test]
     fn ties_go_to_the_lower_id() {
         let mut ids = [0; 3];
         RouterFamily::Softmax.select(&[1.0, 2.0, 2.0, 1.0, 2.0_f32], &mut ids);

@@ -281,6 +281,83 @@ async fn engine_errors_are_retried_under_a_new_request_id() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_engine_that_dies_between_turns_costs_no_row_and_doubles_none() {
+    let engine: Arc<OnceLock<Arc<FakeEngine>>> = Arc::default();
+    let handle = Arc::clone(&engine);
+    let world = world(move |call| match call {
+        0 => stop(turn_ids(&[bash("cat total.py")])),
+        1 => FakeReply::Fail(EngineErrorKind::Unreachable("connection reset".to_owned())),
+        2 => {
+            // Back under the same weights, all its KV gone.
+            handle.get().unwrap().set_version(PolicyVersion(0));
+            stop(turn_ids(&[fix()]))
+        }
+        _ => stop(turn_ids(&[submit()])),
+    });
+    engine.set(Arc::clone(&world.engine)).unwrap();
+    let report = world.run().await;
+    assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 });
+    assert_whole(&report);
+    let requests = world.engine.requests();
+    let first = requests[0].token_ids.len() + turn_ids(&[bash("cat total.py")]).len();
+    assert_eq!(requests[1].routed_experts_start, Some(first - 2), "the last row held");
+    assert_eq!(requests[2].routed_experts_start, Some(first - 2));
+    assert_eq!(requests[2].token_ids, requests[1].token_ids);
+    assert_eq!(report.routing_drift, 0);
+    assert!(report.cached_tokens < report.cacheable_tokens, "it was prefilled again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn rows_sent_grow_with_the_tokens_of_an_episode_and_not_with_its_turns() {
+    let world = world(|call| {
+        let last = call == 20;
+        stop(turn_ids(&[if last { submit() } else { bash("cat total.py") }]))
+    });
+    let report = world.run().await;
+    assert_whole(&report);
+    let mask = report.routing.unwrap();
+    let turns = report.trajectory.as_ref().unwrap().turns();
+    assert_eq!(turns.len(), 21);
+    // Every row once, and one row of overlap per turn after the first.
+    let row_text = mask.row_bytes() * 4;
+    let sent = mask.rows() + turns.len() - 1;
+    assert_eq!(report.routing_wire_bytes, (sent * row_text) as u64);
+    let prefixes: usize = turns.iter().map(|turn| turn.output_end - 1).sum();
+    assert!(prefixes > 8 * sent, "whole prefixes would be {prefixes} rows");
+}
+
+#[tokio::test(start_paused = true)]
+async fn sampled_tokens_are_sent_back_as_they_were_sampled_though_their_text_encodes_otherwise() {
+    /// The same text in one token per letter, as a policy may well sample it.
+    fn spelled(call: Action) -> Vec<u32> {
+        let letters = |id: u32| -> Vec<u32> {
+            let text = chat().decode(&[id]).unwrap();
+            let kept = CONTROL_TOKENS.contains(&text.as_str()) || text.is_empty();
+            let each = text.chars().map(|letter| chat().encode(&letter.to_string()).unwrap());
+            if kept { vec![id] } else { each.flatten().collect() }
+        };
+        turn_ids(&[call]).into_iter().flat_map(letters).collect()
+    }
+    let canonical = turn_ids(&[fix()]);
+    let sampled = spelled(fix());
+    assert_eq!(chat().decode(&sampled).unwrap(), chat().decode(&canonical).unwrap());
+    assert!(sampled.len() > canonical.len());
+
+    let turns = [fix(), bash("run-tests"), submit()];
+    let world = world(move |call| stop(spelled(turns[call.min(2)].clone())));
+    let report = world.run().await;
+    assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 });
+    assert_whole(&report);
+    let trajectory = report.trajectory.unwrap();
+    let span = &trajectory.turns()[0];
+    assert_eq!(trajectory.token_ids()[span.prompt_end..span.output_end], sampled);
+    for (turn, request) in world.engine.requests().iter().enumerate() {
+        let end = trajectory.turns()[turn].prompt_end;
+        assert_eq!(request.token_ids, trajectory.token_ids()[..end], "turn {turn}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_engine_that_stays_away_breaks_the_episode() {
     let world = world(|_| FakeReply::Fail(EngineErrorKind::Unreachable("refused".to_owned())));
     let report = world.run().await;

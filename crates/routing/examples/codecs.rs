@@ -1,7 +1,9 @@
 //! Compares ways to store routing rows: bytes per row, ratio, and speed both ways.
 //!
-//! `cargo run --release --example codecs -- NAME LAYERS EXPERTS TOP_K FILE …` reads files of bare
-//! rows, `u8 [rows, layers, top_k]`; without arguments it makes uniform random sets.
+//! `cargo run --release --example codecs -- NAME LAYERS EXPERTS TOP_K PATH …` reads a file of bare
+//! rows, `u8 [rows, layers, top_k]`, or a folder of recorded traffic with SGLang or vLLM: JSON
+//! files with a list `exchanges` of `request.body_raw` and `response.body_raw`. Without arguments it
+//! makes uniform random sets.
 #![expect(
     clippy::unwrap_used,
     clippy::indexing_slicing,
@@ -10,6 +12,8 @@
     reason = "a measuring program, not a part of the library"
 )]
 
+use serde_json::Value;
+use std::path::Path;
 use std::time::Instant;
 
 #[derive(Clone, Copy)]
@@ -194,18 +198,35 @@ fn codecs(shape: Shape) -> Vec<Codec> {
     list
 }
 
-fn table(name: &str, shape: Shape, data: &[u8], block_rows: usize) {
+/// Bytes of rows, `[rows, layers, top_k]`, of each sequence of a source.
+struct Source {
+    name: String,
+    shape: Shape,
+    sequences: Vec<Vec<u8>>,
+}
+
+fn table(source: &Source, block_rows: usize) {
+    let Source { name, shape, sequences } = source;
+    let shape = *shape;
     let row = shape.layers * shape.k;
-    let rows = data.len() / row;
+    let data_bytes: usize = sequences.iter().map(Vec::len).sum();
+    let rows = data_bytes / row;
     println!(
-        "\n{name}: {rows} rows of {} layers, {} of {} experts, blocks of {block_rows} rows",
-        shape.layers, shape.k, shape.experts
+        "\n{name}: {rows} rows of {} layers, {} of {} experts, in {} sequences, blocks of {} rows",
+        shape.layers,
+        shape.k,
+        shape.experts,
+        sequences.len(),
+        if block_rows == WHOLE { "all".to_owned() } else { block_rows.to_string() }
     );
     println!(
         "| codec | order | bytes/row | of raw | write MB/s | read MB/s |\n|---|---|---|---|---|---|"
     );
+    let block_bytes = block_rows.saturating_mul(row);
+    let blocks: Vec<&[u8]> = sequences.iter().flat_map(|data| data.chunks(block_bytes)).collect();
+    // A measurement takes a megabyte, however few there are.
+    let repeats = (1_000_000 / data_bytes).max(1);
     for (codec, ordered, encode, decode) in codecs(shape) {
-        let blocks: Vec<&[u8]> = data.chunks(block_rows * row).collect();
         let time = |work: &mut dyn FnMut()| {
             (0..3)
                 .map(|_| {
@@ -216,10 +237,16 @@ fn table(name: &str, shape: Shape, data: &[u8], block_rows: usize) {
                 .fold(f64::MAX, f64::min)
         };
         let mut packed: Vec<Vec<u8>> = Vec::new();
-        let write = time(&mut || packed = blocks.iter().map(|b| encode(b)).collect());
+        let write = time(&mut || {
+            for _ in 0..repeats {
+                packed = blocks.iter().map(|b| encode(b)).collect();
+            }
+        });
         let mut back: Vec<Vec<u8>> = Vec::new();
         let read = time(&mut || {
-            back = packed.iter().zip(&blocks).map(|(p, b)| decode(p, b.len())).collect();
+            for _ in 0..repeats {
+                back = packed.iter().zip(&blocks).map(|(p, b)| decode(p, b.len())).collect();
+            }
         });
         if !codec.starts_with("bitmaps") {
             for (found, block) in back.iter().zip(&blocks) {
@@ -232,12 +259,12 @@ fn table(name: &str, shape: Shape, data: &[u8], block_rows: usize) {
             }
         }
         let bytes: usize = packed.iter().map(Vec::len).sum();
-        let megabytes = data.len() as f64 / 1e6;
+        let megabytes = (repeats * data_bytes) as f64 / 1e6;
         println!(
             "| {codec} | {} | {:.1} | {:.3} | {:.0} | {:.0} |",
             if ordered { "kept" } else { "lost" },
             bytes as f64 / rows as f64,
-            bytes as f64 / data.len() as f64,
+            bytes as f64 / data_bytes as f64,
             megabytes / write,
             megabytes / read,
         );
@@ -266,21 +293,93 @@ fn uniform(shape: Shape, rows: usize) -> Vec<u8> {
     data
 }
 
+/// Rows of all sequences in a folder of recordings whose rows were sent from the first on; those
+/// that only begin another one are left out.
+fn recorded(folder: &Path, row: usize) -> Vec<Vec<u8>> {
+    let mut files: Vec<_> =
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    let mut found: Vec<Vec<u8>> = Vec::new();
+    for file in files {
+        let name = file.file_stem().unwrap().to_string_lossy().into_owned();
+        // Recordings of models with dense layers have rows of another shape.
+        if file.extension().is_none_or(|ext| ext != "json") || name.starts_with("dense_layers") {
+            continue;
+        }
+        let recording: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+        for exchange in recording["exchanges"].as_array().into_iter().flatten() {
+            let body = |side: &str| exchange[side]["body_raw"].as_str().unwrap_or_default();
+            let asked: Value = serde_json::from_str(body("request")).unwrap_or_default();
+            let Ok(reply) = serde_json::from_str::<Value>(body("response")) else { continue };
+            let starts = [
+                &asked["routed_experts_start_len"],
+                &asked["routed_experts_prompt_start"],
+                &asked["sampling_params"]["routed_experts_prompt_start"],
+            ];
+            if starts.iter().all(|start| start.as_u64().unwrap_or(0) == 0) {
+                payloads(&reply, &mut |text| found.push(stored(text)));
+            }
+        }
+    }
+    assert!(found.iter().all(|rows| rows.len() % row == 0), "rows of another shape");
+    found.sort();
+    let begins_next =
+        |at: usize| found.get(at + 1).is_some_and(|next| next.starts_with(&found[at]));
+    (0..found.len()).filter(|&at| !begins_next(at)).map(|at| found[at].clone()).collect()
+}
+
+/// Every text under the key `routed_experts`.
+fn payloads(value: &Value, take: &mut impl FnMut(&str)) {
+    match value {
+        Value::Object(entries) => {
+            for (key, value) in entries {
+                match value.as_str() {
+                    Some(text) if key == "routed_experts" => take(text),
+                    _ => payloads(value, take),
+                }
+            }
+        }
+        Value::Array(items) => items.iter().for_each(|item| payloads(item, take)),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
+}
+
+/// One byte per id, of either engine's form.
+fn stored(base64: &str) -> Vec<u8> {
+    let bytes = base64_simd::STANDARD.decode_to_vec(base64).unwrap();
+    if bytes.starts_with(b"\x93NUMPY") {
+        let data_at = 10 + usize::from(u16::from_le_bytes([bytes[8], bytes[9]]));
+        return bytes[data_at..].to_vec();
+    }
+    let ids = bytes.as_chunks::<4>().0.iter().map(|id| i32::from_le_bytes(*id));
+    ids.map(|id| u8::try_from(id).unwrap()).collect()
+}
+
+/// More rows than any sequence has.
+const WHOLE: usize = 1 << 40;
+
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let mut sources = Vec::new();
     if args.is_empty() {
         let shape = Shape { layers: 48, experts: 128, k: 8 };
-        sources.push(("uniform".to_owned(), shape, uniform(shape, 8192)));
+        let sequences = vec![uniform(shape, 8192)];
+        sources.push(Source { name: "uniform".to_owned(), shape, sequences });
     }
     for source in args.chunks_exact(5) {
         let number = |i: usize| source[i].parse().unwrap();
         let shape = Shape { layers: number(1), experts: number(2), k: number(3) };
-        sources.push((source[0].clone(), shape, std::fs::read(&source[4]).unwrap()));
+        let (path, row) = (Path::new(&source[4]), shape.layers * shape.k);
+        let sequences = if path.is_dir() {
+            recorded(path, row)
+        } else {
+            std::fs::read(path).unwrap().chunks(8192 * row).map(<[u8]>::to_vec).collect()
+        };
+        sources.push(Source { name: source[0].clone(), shape, sequences });
     }
-    for (name, shape, data) in sources {
-        for block_rows in [64, 8192] {
-            table(&name, shape, &data, block_rows);
+    for source in &sources {
+        for block_rows in [64, WHOLE] {
+            table(source, block_rows);
         }
     }
 }

@@ -72,7 +72,10 @@ pub enum RoutingError {
         layer: usize,
     },
     /// An id that no expert has (physical ids of a load balancer look like this, too).
-    #[error("position {position}, layer {layer}: expert {id} does not exist among {experts}")]
+    #[error(
+        "position {position}, layer {layer}: expert {id} does not exist among {experts}{}",
+        places_hint(*id, *experts)
+    )]
     ExpertRange {
         /// Absolute token position.
         position: usize,
@@ -163,4 +166,14 @@ pub enum RoutingError {
         /// Minor version found.
         minor: u16,
     },
+}
+
+/// Load balancers copy experts to spare places, of which there are fewer than experts.
+fn places_hint(id: i64, experts: usize) -> &'static str {
+    match usize::try_from(id) {
+        Ok(id) if (experts..2 * experts).contains(&id) => {
+            "; if experts are load-balanced (EPLB), these are places: serve the logical ids"
+        }
+        Ok(_) | Err(_) => "",
+    }
 }

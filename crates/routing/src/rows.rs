@@ -11,7 +11,8 @@ pub enum PayloadForm {
     Exact,
     /// One row too many at the end (engines that speculate, at a stop edge); it was dropped.
     SurplusRow,
-    /// All rows from position 0 although later ones were asked for; only the tail was decoded.
+    /// All rows from position 0 although later ones were asked for; only the tail was decoded, and
+    /// what lies before it was not looked at.
     WholeSequence,
 }
 

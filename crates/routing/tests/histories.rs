@@ -1,11 +1,15 @@
-//! Random histories of an episode against a map from position to row.
+//! Random histories of an episode and its group against a map from position to row. Every reply
+//! goes through the text an engine would send.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
 
-use orchestrate_routing::{MaskBuilder, Passes, RoutedRows, RoutingMask, RowVersion};
+use orchestrate_routing::{
+    CacheOptions, MaskBuilder, Passes, PayloadForm, PrefixCache, PrefixChain, RoutedRows,
+    RoutingMask, RowVersion, WireForm, decode, encode_npy, encode_sglang,
+};
 use orchestrate_types::{ModelShape, PolicyVersion};
 use proptest::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 fn shape() -> Arc<ModelShape> {
@@ -34,6 +38,34 @@ fn row(position: usize, salt: u64) -> [u8; 4] {
 fn payload(start: usize, end: usize, salt: u64) -> RoutedRows {
     let bytes: Vec<u8> = (start..end).flat_map(|position| row(position, salt)).collect();
     RoutedRows::new(&shape(), start, &bytes).unwrap()
+}
+
+/// The rows `start..end` as one of five ways to send them makes them: as they are, in the text of
+/// either engine, and in the two deviations (all rows although a tail was asked for, one too many).
+fn received(start: usize, end: usize, salt: u64, way: usize) -> RoutedRows {
+    let shape = shape();
+    let through = |form: WireForm, from: usize, to: usize| {
+        let rows = payload(from, to, salt);
+        let text = match form {
+            WireForm::SglangI32 => encode_sglang(&rows, &shape),
+            WireForm::VllmNpy => encode_npy(&rows, &shape),
+        };
+        decode(form, text.unwrap().as_bytes(), &shape, start, end + 1).unwrap()
+    };
+    let rows = match way % 5 {
+        1 => through(WireForm::SglangI32, start, end),
+        2 => through(WireForm::VllmNpy, start, end),
+        3 if start > 1 && end > start => through(WireForm::SglangI32, 0, end),
+        4 if start > 1 && end > start => through(WireForm::VllmNpy, start, end + 1),
+        _ => payload(start, end, salt),
+    };
+    let form = match way % 5 {
+        3 if start > 1 && end > start => PayloadForm::WholeSequence,
+        4 if start > 1 && end > start => PayloadForm::SurplusRow,
+        _ => PayloadForm::Exact,
+    };
+    assert_eq!((rows.form(), rows.start(), rows.rows()), (form, start, end - start));
+    rows
 }
 
 #[derive(Debug, Clone)]
@@ -65,6 +97,11 @@ enum Step {
     Fork {
         at: usize,
     },
+    /// Another episode that begins with the same tokens and the rows the cache has of them.
+    Member {
+        prompt: usize,
+        output: usize,
+    },
     Truncate {
         at: usize,
     },
@@ -85,6 +122,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             Step::UpdateInside { before, after, retracted }
         }),
         1 => (0usize..500).prop_map(|at| Step::Fork { at }),
+        2 => (1usize..300, 1usize..70)
+            .prop_map(|(prompt, output)| Step::Member { prompt, output }),
         1 => (1usize..500).prop_map(|at| Step::Truncate { at }),
         1 => (1usize..100).prop_map(|by| Step::Wrong { by }),
     ];
@@ -103,16 +142,82 @@ struct Held {
 struct Both {
     builder: MaskBuilder,
     naive: BTreeMap<usize, Held>,
-    tokens: usize,
+    /// The sequence. A token is used once, so it stands for all that is before it, too.
+    ids: Vec<u32>,
+    next_id: u32,
     version: u64,
     /// Choices of the current worker and weights.
     salt: u64,
+    replies: usize,
+}
+
+/// What all episodes of a history have in common.
+struct Group {
+    cache: PrefixCache,
+    /// Token, version and row of every row that was chosen in a clean pass.
+    chosen: HashSet<(u32, u64, [u8; 4])>,
+    finished: Vec<Both>,
+}
+
+impl Group {
+    fn new() -> Self {
+        let options = CacheOptions { bytes: 1 << 20, spill: None };
+        let cache = PrefixCache::open(options).unwrap();
+        Self { cache, chosen: HashSet::new(), finished: Vec::new() }
+    }
+
+    fn chain(ids: &[u32], version: u64) -> PrefixChain {
+        let mut chain = PrefixChain::new(&shape(), "run", PolicyVersion(version), "worker");
+        chain.extend_to(ids);
+        chain
+    }
+
+    /// Rows that the cache has for a sequence under a version.
+    fn found(&self, ids: &[u32], version: u64) -> Vec<[u8; 4]> {
+        let blocks = self.cache.lookup(&Self::chain(ids, version));
+        let rows: Vec<[u8; 4]> =
+            blocks.iter().flat_map(|block| block.bytes().as_chunks().0).copied().collect();
+        for (id, row) in ids.iter().zip(&rows) {
+            assert!(self.chosen.contains(&(*id, version, *row)), "no engine chose {row:?}");
+        }
+        rows
+    }
+
+    /// Takes in what an episode holds, which must change nothing for it.
+    fn offer(&mut self, both: &mut Both) {
+        for (&position, held) in both.naive.iter().filter(|(_, held)| !held.mixed) {
+            self.chosen.insert((both.ids[position], held.version, held.row));
+        }
+        let Some(first) = both.naive.get(&0) else { return };
+        let mut chain = Self::chain(&both.ids, first.version);
+        self.cache.insert(&mut chain, &mut both.builder);
+        both.check();
+    }
 }
 
 impl Both {
     fn new() -> Self {
         let builder = MaskBuilder::new(shape()).unwrap();
-        Self { builder, naive: BTreeMap::new(), tokens: 3, version: 0, salt: 1 }
+        Self {
+            builder,
+            naive: BTreeMap::new(),
+            ids: vec![0, 1, 2],
+            next_id: 3,
+            version: 0,
+            salt: 1,
+            replies: 0,
+        }
+    }
+
+    fn tokens(&self) -> usize {
+        self.ids.len()
+    }
+
+    fn grow(&mut self, tokens: usize) {
+        for _ in 0..tokens {
+            self.ids.push(self.next_id);
+            self.next_id += 1;
+        }
     }
 
     fn reply(
@@ -122,7 +227,7 @@ impl Both {
         mixed: impl Fn(usize) -> bool,
         retracted: bool,
     ) {
-        let end = self.tokens - 1;
+        let end = self.tokens() - 1;
         let start = start.min(self.naive.len());
         let mut versions: Vec<RowVersion> = Vec::new();
         for position in start..end.max(start) {
@@ -132,9 +237,10 @@ impl Both {
                 _ => versions.push(RowVersion { start: position, end: position + 1, version: v }),
             }
         }
-        let rows = payload(start, end.max(start), self.salt);
+        self.replies += 1;
+        let rows = received(start, end.max(start), self.salt, self.replies);
         let passes = Passes { versions: &versions, retracted };
-        let report = self.builder.push_passes(rows, self.tokens, passes).unwrap();
+        let report = self.builder.push_passes(rows, self.tokens(), passes).unwrap();
         let last = versions.last().map_or(0, |range| range.version.0);
         let (mut new, mut overlap, mut drift) = (0, 0, 0);
         for position in start..end.max(start) {
@@ -163,13 +269,14 @@ impl Both {
     }
 
     fn cut(&mut self, tokens: usize) {
-        self.tokens = tokens.clamp(1, self.tokens);
-        self.naive.retain(|&position, _| position + 1 < self.tokens);
+        self.ids.truncate(tokens.max(1));
+        let last = self.tokens() - 1;
+        self.naive.retain(|&position, _| position < last);
     }
 
     fn check(&self) {
-        let mask = self.builder.clone().finish(self.tokens);
-        if self.naive.len() + 1 != self.tokens {
+        let mask = self.builder.clone().finish(self.tokens());
+        if self.naive.len() + 1 != self.tokens() {
             assert!(mask.is_err());
             return;
         }
@@ -189,21 +296,21 @@ impl Both {
         assert_eq!(RoutingMask::from_bytes(&mask.to_bytes()).unwrap(), mask);
     }
 
-    fn step(&mut self, step: &Step, finished: &mut Vec<Both>) {
+    fn step(&mut self, step: &Step, group: &mut Group) {
         match *step {
             Step::Turn { observation, output, overlap } => {
-                self.tokens += observation + output;
+                self.grow(observation + output);
                 self.plain(self.builder.next_start().saturating_sub(overlap));
             }
             Step::Abort { output, resumed } => {
-                self.tokens += output;
+                self.grow(output);
                 self.plain(self.builder.next_start());
-                self.tokens += resumed;
+                self.grow(resumed);
                 self.plain(0);
                 self.plain(0);
             }
             Step::Failover { output } => {
-                self.tokens += output;
+                self.grow(output);
                 self.salt += 1;
                 self.plain(0);
             }
@@ -213,8 +320,8 @@ impl Both {
             }
             Step::UpdateInside { before, after, retracted } => {
                 let start = self.builder.next_start();
-                let change = self.tokens + before - 1;
-                self.tokens += before + after;
+                let change = self.tokens() + before - 1;
+                self.grow(before + after);
                 let (old, new) = (self.version, self.version + 1);
                 self.version = new;
                 let version = |position| if position < change { old } else { new };
@@ -224,7 +331,21 @@ impl Both {
                 let mut branch = self.clone();
                 branch.builder = self.builder.fork(at);
                 branch.cut(at);
-                finished.push(std::mem::replace(self, branch));
+                group.finished.push(std::mem::replace(self, branch));
+            }
+            Step::Member { prompt, output } => {
+                let mut member = self.clone();
+                member.cut(prompt);
+                member.builder = MaskBuilder::new(shape()).unwrap();
+                let version = self.version;
+                let blocks = group.cache.lookup(&Group::chain(&member.ids, version));
+                member.builder.seed(blocks, PolicyVersion(version));
+                let held = |row: &[u8; 4]| Held { row: *row, version, mixed: false };
+                let found = group.found(&member.ids, version);
+                member.naive = found.iter().map(held).enumerate().collect();
+                member.grow(output);
+                member.plain(member.builder.next_start());
+                group.finished.push(std::mem::replace(self, member));
             }
             Step::Truncate { at } => {
                 self.builder.truncate(at);
@@ -250,17 +371,22 @@ impl Both {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
     #[test]
-    fn prop_any_history_of_turns_aborts_failovers_updates_forks_and_cuts_equals_a_map(
+    fn prop_any_history_of_turns_aborts_failovers_updates_forks_members_and_cuts_equals_a_map(
         steps in steps(),
     ) {
         let mut both = Both::new();
-        let mut finished = Vec::new();
+        let mut group = Group::new();
         for step in &steps {
-            both.step(step, &mut finished);
+            both.step(step, &mut group);
             both.check();
+            group.offer(&mut both);
         }
-        for branch in finished {
+        group.finished.push(both);
+        for branch in &group.finished {
             branch.check();
+            for version in 0..=branch.version {
+                group.found(&branch.ids, version);
+            }
         }
     }
 }
@@ -269,7 +395,7 @@ proptest! {
 fn two_aborts_then_a_resume_hold_every_row_once() {
     let mut both = Both::new();
     for output in [20, 13, 7] {
-        both.tokens += output;
+        both.grow(output);
         both.plain(0);
     }
     assert_eq!(both.builder.clone().finish(43).unwrap().rows(), 42);
@@ -280,26 +406,26 @@ fn two_aborts_then_a_resume_hold_every_row_once() {
 fn the_boundary_row_of_twenty_turns_is_the_next_turns_never_a_copy() {
     let mut both = Both::new();
     for turn in 0..20 {
-        both.tokens += 5 + turn;
+        both.grow(5 + turn);
         let before = both.builder.rows();
         both.plain(both.builder.next_start());
         // The row of the turn before's last token came with this one.
-        assert_eq!(both.builder.rows(), both.tokens - 1);
+        assert_eq!(both.builder.rows(), both.tokens() - 1);
         assert_eq!(both.naive[&before].row, row(before, both.salt));
         both.check();
-        both.tokens += 3; // the observation
+        both.grow(3); // the observation
     }
-    both.cut(both.tokens - 3);
+    both.cut(both.tokens() - 3);
     both.check();
 }
 
 #[test]
 fn after_an_engine_died_between_turns_held_rows_stand_and_differences_are_counted() {
     let mut both = Both::new();
-    both.tokens = 100;
+    both.grow(97);
     both.plain(0);
     both.salt += 1; // another worker, whose near ties fall otherwise
-    both.tokens = 130;
+    both.grow(30);
     let report = both.builder.clone().push(payload(0, 129, both.salt), 130, PolicyVersion(0));
     let report = report.unwrap();
     assert_eq!((report.new_rows, report.overlap_rows), (30, 99));
@@ -311,11 +437,11 @@ fn after_an_engine_died_between_turns_held_rows_stand_and_differences_are_counte
 #[test]
 fn a_weight_update_between_turns_starts_a_version_at_the_boundary_row_and_mixes_nothing() {
     let mut both = Both::new();
-    both.tokens = 50;
+    both.grow(47);
     both.plain(0);
     both.version = 1;
     both.salt = 2;
-    both.tokens = 80;
+    both.grow(30);
     both.plain(48);
     both.check();
     let mask = both.builder.finish(80).unwrap();
@@ -325,7 +451,7 @@ fn a_weight_update_between_turns_starts_a_version_at_the_boundary_row_and_mixes_
 }
 
 #[test]
-fn t6_weights_changed_inside_a_turn_mix_from_the_change_on_and_a_retraction_mixes_all_of_it() {
+fn weights_changed_inside_a_turn_mix_from_the_change_on_and_a_retraction_mixes_all_of_it() {
     let built = |retracted| {
         let mut builder = MaskBuilder::new(shape()).unwrap();
         builder.push(payload(0, 9, 1), 10, PolicyVersion(1)).unwrap();

@@ -39,7 +39,7 @@ fn rows(shape: &ModelShape, start: usize, end: usize) -> RoutedRows {
 const V: PolicyVersion = PolicyVersion(3);
 
 #[test]
-fn t4_a_whole_sequence_payload_after_a_resume_is_not_appended_twice() {
+fn a_whole_sequence_payload_after_a_resume_is_not_appended_twice() {
     let shape = shape(8);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
     builder.push(rows(&shape, 0, 19), 20, V).unwrap();
@@ -52,7 +52,7 @@ fn t4_a_whole_sequence_payload_after_a_resume_is_not_appended_twice() {
 }
 
 #[test]
-fn t5_a_later_prefill_does_not_overwrite_and_is_counted() {
+fn a_later_prefill_under_new_weights_does_not_overwrite_and_is_counted() {
     let shape = shape(8);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
     builder.push(rows(&shape, 0, 9), 10, PolicyVersion(1)).unwrap();
@@ -74,7 +74,28 @@ fn t5_a_later_prefill_does_not_overwrite_and_is_counted() {
 }
 
 #[test]
-fn t7_the_row_of_the_last_sampled_token_waits_for_the_next_turn() {
+fn stale_rows_of_a_prefix_loaded_from_elsewhere_are_counted_and_never_replace_held_ones() {
+    // The KV of the prefix came back from an offload tier into slots with other requests' rows.
+    let shape = shape(8);
+    let mut builder = MaskBuilder::new(shape.clone()).unwrap();
+    builder.push(rows(&shape, 0, 19), 20, V).unwrap();
+    let mut stale = ids(&shape, 100, 119);
+    stale.extend(ids(&shape, 19, 29));
+    let start = builder.next_start();
+    for from in [start, 0] {
+        let reply = RoutedRows::from_ids(&shape, from, &stale[from * 4..]).unwrap();
+        let report = builder.clone().push(reply, 30, V).unwrap();
+        assert_eq!((report.new_rows, report.overlap_rows), (10, 19 - from));
+        // The one row of overlap is enough to see it.
+        assert!(report.drift_rows > 0 && report.drift_rows + 3 > report.overlap_rows);
+    }
+    let reply = RoutedRows::from_ids(&shape, start, &stale[start * 4..]).unwrap();
+    builder.push(reply, 30, V).unwrap();
+    assert_eq!(builder.finish(30).unwrap().to_vec(), rows(&shape, 0, 29).to_vec());
+}
+
+#[test]
+fn the_row_of_the_last_sampled_token_waits_for_the_next_turn() {
     let shape = shape(8);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
     assert_eq!(builder.next_start(), 0);
@@ -121,7 +142,7 @@ fn truncation_cuts_rows_and_makes_the_new_last_token_pending() {
 }
 
 #[test]
-fn t21_rows_of_another_width_do_not_mix() {
+fn rows_of_another_width_do_not_mix() {
     let (narrow, wide) = (shape(8), shape(300));
     let mut builder = MaskBuilder::new(narrow.clone()).unwrap();
     let error = builder.push(rows(&wide, 0, 3), 4, V).unwrap_err();

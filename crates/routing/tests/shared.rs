@@ -129,7 +129,7 @@ fn members_that_started_together_share_the_prompt_after_their_first_turn() {
 }
 
 #[test]
-fn t13_blocks_of_another_version_model_scope_or_prefix_are_never_found() {
+fn blocks_of_another_version_model_scope_or_prefix_are_never_found() {
     let shape = small();
     let cache = cache(1 << 20, None);
     let prompt = tokens(300, 0);
@@ -152,7 +152,7 @@ fn t13_blocks_of_another_version_model_scope_or_prefix_are_never_found() {
 }
 
 #[test]
-fn t6_rows_that_are_mixed_or_follow_a_change_of_version_are_not_shared() {
+fn rows_that_are_mixed_or_follow_a_change_of_version_are_not_shared() {
     use orchestrate_routing::{Passes, RowVersion};
     let shape = small();
     let all = tokens(400, 0);
@@ -334,7 +334,7 @@ fn a_folder_that_cannot_be_written_costs_only_reuse() {
 }
 
 #[test]
-fn t14_a_fork_shares_the_blocks_of_the_common_prefix() {
+fn a_fork_shares_the_blocks_of_the_common_prefix() {
     let shape = small();
     let row = shape.row_bytes();
     let all = tokens(300, 0);

@@ -67,8 +67,7 @@ fn files_of_numpy_decode() {
 }
 
 #[test]
-fn stored_width_follows_the_model_whatever_the_id_type_of_the_file() {
-    // T21: never from the largest id of the data.
+fn the_stored_width_is_the_models_whatever_the_id_type_of_the_file() {
     for experts in [8, 256, 257, 600] {
         let shape = shape(3, &[0, 1, 2], experts, 2);
         let ids = varied(&shape, 150);
@@ -186,7 +185,7 @@ fn surplus_and_whole_sequence_deviations_are_known_here_too() {
 
 #[test]
 fn dense_layers_of_a_file_must_be_zero_and_are_dropped() {
-    // T16: rows go by the global layer numbers.
+    // Rows go by the global layer numbers.
     let dense = shape(4, &[1, 3], 8, 2);
     let bytes = [0, 0, 1, 2, 0, 0, 3, 4, 0, 0, 5, 6, 0, 0, 7, 0];
     let payload = text(&file([1, 0], &header("|u1", [2, 4, 2]), &bytes));

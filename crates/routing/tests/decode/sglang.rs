@@ -1,9 +1,13 @@
 //! SGLang's int32 form: what is accepted, and that everything else is refused with its place.
 
 use super::{shape, text, varied, wire};
-use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError, WireForm, decode, encode_sglang};
-use orchestrate_types::ModelShape;
+use orchestrate_routing::{
+    MaskBuilder, PayloadForm, PushReport, RoutedRows, RoutingError, WireForm, decode, encode_npy,
+    encode_sglang,
+};
+use orchestrate_types::{ModelShape, PolicyVersion};
 use proptest::prelude::*;
+use std::sync::Arc;
 
 fn decode_sglang(
     base64: &str,
@@ -46,7 +50,7 @@ fn no_rows_are_an_empty_text() {
 }
 
 #[test]
-fn t7_one_surplus_row_at_the_end_is_dropped_and_reported() {
+fn one_surplus_row_at_the_end_is_dropped_and_reported() {
     let shape = shape(2, &[0, 1], 8, 2);
     let ids = varied(&shape, 10);
     for start in [0, 3, 5] {
@@ -60,7 +64,7 @@ fn t7_one_surplus_row_at_the_end_is_dropped_and_reported() {
 }
 
 #[test]
-fn t1_only_the_tail_is_decoded_when_the_engine_ignores_the_start() {
+fn only_the_tail_is_decoded_when_the_engine_ignores_the_start() {
     let shape = shape(2, &[0, 1], 8, 2);
     let ids = varied(&shape, 20);
     for start in 2..20 {
@@ -78,7 +82,85 @@ fn t1_only_the_tail_is_decoded_when_the_engine_ignores_the_start() {
 }
 
 #[test]
-fn t9_all_zero_captures_are_refused() {
+fn of_a_whole_sequence_nothing_before_the_overlap_row_is_looked_at_and_that_row_is_compared() {
+    let shape = Arc::new(shape(2, &[0, 1], 8, 2));
+    let ids = varied(&shape, 40);
+    let row_ids = shape.ids_per_row();
+    let rows = |start: usize, end: usize| {
+        RoutedRows::from_ids(&shape, start, &ids[start * row_ids..end * row_ids]).unwrap()
+    };
+    let mut held = MaskBuilder::new(shape.clone()).unwrap();
+    held.push(rows(0, 19), 20, PolicyVersion(0)).unwrap();
+    let start = held.next_start();
+    assert_eq!(start, 18);
+    let joined = |payload: &str| {
+        let rows = decode_sglang(payload, &shape, start, 40)?;
+        assert_eq!(rows.form(), PayloadForm::WholeSequence);
+        let mut builder = held.clone();
+        let report = builder.push(rows, 40, PolicyVersion(0))?;
+        Ok::<_, RoutingError>((report, builder.finish(40)?.to_vec()))
+    };
+    let right = (
+        PushReport { new_rows: 20, overlap_rows: 1, drift_rows: 0, mixed_rows: 0 },
+        rows(0, 39).to_vec(),
+    );
+    let whole = wire(&shape, &ids[..39 * row_ids]);
+    assert_eq!(joined(&text(&whole)).unwrap(), right);
+
+    // What nobody needs may be anything: the rows held were checked when they came.
+    let skipped = start * row_ids * 4;
+    let mut noise = whole.clone();
+    noise[..skipped].fill(0xff);
+    let mut noise = text(&noise);
+    noise.replace_range(0..4, "!!!!");
+    assert_eq!(joined(&noise).unwrap(), right);
+
+    // From the overlap row on everything is checked.
+    let mut bad = whole.clone();
+    bad[skipped..skipped + 4].copy_from_slice(&8i32.to_le_bytes());
+    assert_eq!(
+        joined(&text(&bad)).unwrap_err(),
+        RoutingError::ExpertRange { position: 18, layer: 0, id: 8, experts: 8 }
+    );
+
+    // Rows of other positions are noticed, and the row that was held stands.
+    let shifted = wire(&shape, &ids[row_ids..40 * row_ids]);
+    let (report, bytes) = joined(&text(&shifted)).unwrap();
+    assert_eq!((report.overlap_rows, report.drift_rows), (1, 1));
+    assert_eq!(bytes[..19 * shape.row_bytes()], right.1[..19 * shape.row_bytes()]);
+}
+
+#[test]
+fn physical_ids_of_a_load_balancer_with_spare_experts_are_refused() {
+    // 64 experts of the model in 72 places: ids of places reach beyond the model's.
+    let model = shape(2, &[0, 1], 64, 2);
+    let places = ModelShape { experts: 72, ..model.clone() };
+    let payload = text(&wire(&places, &varied(&places, 40)));
+    let error = decode_sglang(&payload, &model, 0, 41).unwrap_err();
+    let RoutingError::ExpertRange { id: 64..72, experts: 64, .. } = error else {
+        panic!("{error}");
+    };
+    assert!(error.to_string().contains("EPLB"), "{error}");
+    let error = RoutingError::ExpertRange { position: 0, layer: 0, id: -1, experts: 64 };
+    assert!(!error.to_string().contains("EPLB"), "{error}");
+}
+
+#[test]
+fn rows_past_the_end_of_a_capture_buffer_are_refused_and_never_filled_up() {
+    // A prefill of 600 tokens through a buffer of 512: the rest never came, or came as zeros.
+    let shape = shape(2, &[0, 1], 8, 2);
+    let ids = varied(&shape, 600);
+    let short = text(&wire(&shape, &ids[..512 * shape.ids_per_row()]));
+    let error = decode_sglang(&short, &shape, 0, 601).unwrap_err();
+    assert!(matches!(error, RoutingError::Length { rows: 600, .. }), "{error}");
+    let mut zeros = ids;
+    zeros[512 * shape.ids_per_row()..].fill(0);
+    let error = decode_sglang(&text(&wire(&shape, &zeros)), &shape, 0, 601).unwrap_err();
+    assert_eq!(error, RoutingError::NotCaptured { position: 512, layer: 0 });
+}
+
+#[test]
+fn all_zero_captures_are_refused() {
     for (experts, top_k) in [(8, 2), (300, 2), (8, 1)] {
         let shape = shape(2, &[0, 1], experts, top_k);
         let payload = text(&wire(&shape, &vec![0; 10 * shape.ids_per_row()]));
@@ -92,7 +174,7 @@ fn t9_all_zero_captures_are_refused() {
 }
 
 #[test]
-fn t9_one_layer_sent_for_all_is_refused() {
+fn one_layer_sent_for_all_is_refused() {
     let shape = shape(4, &[0, 1, 2, 3], 64, 2);
     let ids: Vec<u16> =
         (0..20u16).flat_map(|row| (0..4).flat_map(move |_| [row, row + 1])).collect();
@@ -131,7 +213,7 @@ fn ids_are_checked_with_position_and_global_layer() {
 }
 
 #[test]
-fn t16_dense_layers_are_dropped_by_number() {
+fn dense_layers_are_dropped_by_number() {
     let shape = shape(5, &[1, 3], 8, 2);
     let ids = varied(&shape, 6);
     let rows = decode_sglang(&text(&wire(&shape, &ids)), &shape, 0, 7).unwrap();
@@ -149,7 +231,7 @@ fn t16_dense_layers_are_dropped_by_number() {
 }
 
 #[test]
-fn t21_id_width_follows_the_model_not_the_data() {
+fn id_width_follows_the_model_not_the_data() {
     let narrow = shape(1, &[0], 256, 2);
     let wide = shape(1, &[0], 257, 2);
     let payload = text(&wire(&narrow, &[1, 2, 3, 4]));
@@ -160,7 +242,7 @@ fn t21_id_width_follows_the_model_not_the_data() {
 }
 
 #[test]
-fn t22_extra_columns_are_refused_with_the_flag_to_turn_off() {
+fn extra_columns_are_refused_with_the_flag_to_turn_off() {
     let served = shape(2, &[0, 1], 9, 3);
     let configured = ModelShape { top_k: 2, ..served.clone() };
     let payload = text(&wire(&served, &varied(&served, 5)));
@@ -245,6 +327,32 @@ proptest! {
         prop_assert_eq!(&payload, &text(&wire(&shape, &ids)));
         let read = decode_sglang(&payload, &shape, start, start + rows + 1).unwrap();
         prop_assert_eq!(read, made);
+    }
+
+    #[test]
+    fn prop_no_proper_prefix_of_a_right_payload_is_accepted(
+        hidden in 1usize..4,
+        experts in prop_oneof![4usize..20, 250usize..400],
+        top_k in 1usize..4,
+        rows in 1usize..70,
+        start in 0usize..90,
+        cut in any::<prop::sample::Index>(),
+        npy in any::<bool>(),
+    ) {
+        let layers: Vec<usize> = (0..hidden).collect();
+        let shape = shape(hidden, &layers, experts, top_k);
+        let made = RoutedRows::from_ids(&shape, start, &varied(&shape, rows));
+        prop_assume!(made.is_ok());
+        let made = made.unwrap();
+        let (form, payload) = if npy {
+            (WireForm::VllmNpy, encode_npy(&made, &shape).unwrap())
+        } else {
+            (WireForm::SglangI32, encode_sglang(&made, &shape).unwrap())
+        };
+        let tokens = start + rows + 1;
+        prop_assert_eq!(decode(form, payload.as_bytes(), &shape, start, tokens).unwrap(), made);
+        let prefix = &payload.as_bytes()[..cut.index(payload.len())];
+        prop_assert!(decode(form, prefix, &shape, start, tokens).is_err(), "{} bytes", prefix.len());
     }
 
     #[test]
