@@ -66,14 +66,9 @@ async fn serve() -> Option<Served> {
     let mut tasks = JoinSet::new();
     let server = serve_engine(options, listener, stop.clone());
     tasks.spawn(async move { server.await.unwrap() });
-    Some(Served {
-        url,
-        client: Client::new(),
-        root,
-        _folder: folder,
-        _tasks: tasks,
-        _stop: stop.drop_guard(),
-    })
+    let client = Client::new();
+    let guard = stop.drop_guard();
+    Some(Served { url, client, root, _folder: folder, _tasks: tasks, _stop: guard })
 }
 
 fn recording(name: &str) -> Vec<Value> {

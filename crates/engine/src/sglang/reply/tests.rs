@@ -157,14 +157,13 @@ fn e6_hostile_json_is_refused_without_a_panic() {
 /// `(what, path into the reply, its new value or none to remove it, words of the error)`
 type Mutation = (&'static str, &'static [&'static str], Option<Value>, &'static str);
 
-#[expect(clippy::too_many_lines, reason = "a table")]
-fn mutations() -> Vec<Mutation> {
-    const META: &str = "meta_info";
-    const ROUTING: &[&str] = &[META, "routed_experts"];
-    const LOGPROBS: &[&str] = &[META, "output_token_logprobs"];
-    const SPANS: &[&str] = &[META, "weight_versions"];
-    const FINISH: &[&str] = &[META, "finish_reason"];
-    let span = |start: u32, end: u32| json!({"version": "12", "start": start, "end": end});
+const META: &str = "meta_info";
+const ROUTING: &[&str] = &[META, "routed_experts"];
+const LOGPROBS: &[&str] = &[META, "output_token_logprobs"];
+const SPANS: &[&str] = &[META, "weight_versions"];
+const FINISH: &[&str] = &[META, "finish_reason"];
+
+fn mutations_of_tokens() -> Vec<Mutation> {
     vec![
         (
             "e7 another request's",
@@ -236,6 +235,12 @@ fn mutations() -> Vec<Mutation> {
             Some(json!([[-9999.0, 7, null], [-0.1, 8, null], [-0.1, 9, null]])),
             "-9999",
         ),
+    ]
+}
+
+fn mutations_of_rows_and_ends() -> Vec<Mutation> {
+    let span = |start: u32, end: u32| json!({"version": "12", "start": start, "end": end});
+    vec![
         ("e9 missing", ROUTING, None, "`meta_info.routed_experts`: asked for, and missing"),
         ("e9 null", ROUTING, Some(json!(null)), "missing"),
         ("e9 empty", ROUTING, Some(json!("")), "0 base64"),
@@ -284,7 +289,9 @@ fn mutations() -> Vec<Mutation> {
 
 #[test]
 fn e7_to_e15_every_wrong_field_is_a_typed_error_with_its_reason() {
-    for (what, path, value, word) in mutations() {
+    for (what, path, value, word) in
+        mutations_of_tokens().into_iter().chain(mutations_of_rows_and_ends())
+    {
         let mut reply = reply();
         let (last, parents) = path.split_last().unwrap();
         let parent = parents.iter().fold(&mut reply, |value, key| &mut value[*key]);
