@@ -551,7 +551,8 @@ impl World {
         let strip = |line: &str| {
             let mut line: serde_json::Value = serde_json::from_str(line).unwrap();
             line.as_object_mut().unwrap().retain(|key, _| {
-                !key.starts_with("time_") && key != "tokens_per_s" && key != "broken_attempts"
+                let of_the_clock = ["time_", "loop_lag_", "tokens_per_s"];
+                !of_the_clock.iter().any(|name| key.starts_with(name)) && key != "broken_attempts"
             });
             line
         };

@@ -8,13 +8,12 @@ use serde::Deserialize;
 const OLDEST: Release = (0, 5, 12);
 /// MoE backends that hide the chosen experts and report zeros.
 const BLIND_BACKENDS: [&str; 3] = ["flashinfer_trtllm", "flashinfer_mxfp4", "triton_kernel"];
-/// The embedded engine's word for itself.
-const EMBEDDED: &str = "orchestrate";
 
 /// The part of `/server_info` that matters here. All of it may be absent: old servers know less.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct ServerInfo {
+    /// Not in SGLang's own answer: what other servers of its dialect call themselves.
     pub(super) engine: Option<String>,
     pub(super) version: Option<String>,
     pub(super) model_path: Option<String>,
@@ -87,7 +86,7 @@ impl ServerInfo {
     /// Everything that is unfit or doubtful, by name, with its remedy.
     pub(super) fn findings(&self) -> Vec<Finding> {
         let mut findings = Vec::new();
-        if self.engine.as_deref() != Some(EMBEDDED) {
+        if self.engine.is_none() {
             let why = "the start of the routing rows is accepted and ignored";
             findings.extend(check_version("SGLang", self.version.as_deref(), OLDEST, why));
         }
