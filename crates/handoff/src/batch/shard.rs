@@ -199,12 +199,12 @@ impl Columns {
         self.cu_seqlens.extend(end.to_le_bytes());
         self.group_ids.extend(sample.group.to_le_bytes());
         let versions = trajectory.policy_versions().iter();
-        self.policy_versions.extend(versions.flat_map(|version| version.to_le_bytes()));
+        append(&mut self.policy_versions, versions.map(|version| version.to_le_bytes()));
         self.advantages.extend(sample.advantage.to_le_bytes());
         self.rewards.extend(sample.reward.to_le_bytes());
         let logprobs = trajectory.rollout_logprobs().iter();
-        self.rollout_logprobs.extend(logprobs.flat_map(|logprob| logprob.to_le_bytes()));
-        self.token_ids.extend(trajectory.token_ids().iter().flat_map(|id| id.to_le_bytes()));
+        append(&mut self.rollout_logprobs, logprobs.map(|logprob| logprob.to_le_bytes()));
+        append(&mut self.token_ids, trajectory.token_ids().iter().map(|id| id.to_le_bytes()));
         self.loss_mask.extend_from_slice(trajectory.loss_mask());
         self.routing_valid.extend(std::iter::repeat_n(1, held));
         self.routing_valid.extend(std::iter::repeat_n(0, trajectory.len() - held));
@@ -226,6 +226,16 @@ impl Columns {
         }
         columns.extend([self.loss_mask.as_slice(), self.routing_valid.as_slice()]);
         columns
+    }
+}
+
+/// Appends values of `N` bytes, at the speed of a copy.
+fn append<const N: usize>(column: &mut Vec<u8>, values: impl ExactSizeIterator<Item = [u8; N]>) {
+    let before = column.len();
+    column.resize(before + N * values.len(), 0);
+    let added = column.get_mut(before..).unwrap_or_default();
+    for (place, value) in added.as_chunks_mut().0.iter_mut().zip(values) {
+        *place = value;
     }
 }
 
