@@ -78,9 +78,12 @@ mod wide {
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vbmi");
         let blocks = if available { chars.len().saturating_sub(1) / BLOCK_CHARS } else { 0 };
+        if blocks == 0 {
+            return Some(chars);
+        }
         let (wide, rest) = chars.split_at(blocks * BLOCK_CHARS);
         out.reserve(chars.len() / super::GROUP_CHARS * super::GROUP_BYTES);
-        // SAFETY: the processor was asked for all of the function's features.
+        // SAFETY: there are blocks only where the processor has all of the function's features.
         let valid = unsafe { decode(wide.as_chunks().0, out.spare_capacity_mut()) };
         if !valid {
             return None;
