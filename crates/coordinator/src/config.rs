@@ -5,6 +5,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
+/// Each step ahead holds its open groups, so that the limit is also one of memory.
+const MAX_STALENESS: u32 = 64;
+
 /// How long the run is, and when it is measured. Every field may be left out.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -13,6 +16,10 @@ pub struct RunSection {
     pub seed: Option<u64>,
     /// Global steps. Default 100.
     pub steps: Option<u32>,
+    /// Global steps that sampling may be ahead of training: by so many policy versions a token may
+    /// be older than the weights it trains. Weights then change while episodes run. 0 = each step
+    /// samples with the weights it trains (synchronous). Default 0.
+    pub max_staleness: Option<u32>,
     /// Evaluate before training, after every so many steps, and after the last. 0 = never.
     /// Default 10.
     pub eval_every: Option<u32>,
@@ -44,6 +51,8 @@ pub struct RunSettings {
     pub seed: u64,
     /// Global steps, at least 1.
     pub steps: u32,
+    /// Steps that sampling may be ahead of training; 0 = synchronous.
+    pub max_staleness: u32,
     /// Evaluation interval in steps; 0 = never.
     pub eval_every: u32,
     /// Held-out tasks per evaluation.
@@ -75,6 +84,7 @@ impl RunSection {
         let settings = RunSettings {
             seed: self.seed.unwrap_or(0),
             steps: self.steps.unwrap_or(100),
+            max_staleness: self.max_staleness.unwrap_or(0),
             eval_every: self.eval_every.unwrap_or(10),
             eval_tasks: self.eval_tasks.unwrap_or(100),
             eval_held_out_families: self.eval_held_out_families.unwrap_or(0),
@@ -89,6 +99,12 @@ impl RunSection {
         let s = &settings;
         let mut problems = Problems::default();
         problems.require(s.steps > 0, "run.steps", s.steps, "use at least 1");
+        problems.require(
+            s.max_staleness <= MAX_STALENESS,
+            "run.max_staleness",
+            s.max_staleness,
+            format!("use at most {MAX_STALENESS}; samples that old teach little"),
+        );
         problems.require(s.eval_samples > 0, "run.eval_samples", s.eval_samples, "use at least 1");
         problems.require(
             s.eval_every == 0 || s.eval_tasks + s.eval_held_out_families > 0,
@@ -224,7 +240,13 @@ impl DiagnosticsSection {
 struct Problems(Vec<ConfigProblem>);
 
 impl Problems {
-    fn require(&mut self, holds: bool, key: &str, value: impl std::fmt::Display, remedy: &str) {
+    fn require(
+        &mut self,
+        holds: bool,
+        key: &str,
+        value: impl std::fmt::Display,
+        remedy: impl Into<String>,
+    ) {
         if !holds {
             self.0.push(ConfigProblem::new(key, value, remedy));
         }
@@ -248,7 +270,7 @@ mod tests {
 
     #[test]
     fn all_problems_are_reported_at_once() {
-        let text = "steps = 0\neval_samples = 4\nkeep_checkpoints = 0\nmax_broken_share = 2.0\n\
+        let text = "steps = 0\nmax_staleness = 65\neval_samples = 4\nkeep_checkpoints = 0\nmax_broken_share = 2.0\n\
                     eval_tasks = 0\nshutdown_grace = \"2h\"";
         let section: RunSection = toml::from_str(text).unwrap();
         let keys: Vec<String> = section.check().unwrap_err().into_iter().map(|p| p.key).collect();
@@ -256,6 +278,7 @@ mod tests {
             keys,
             [
                 "run.steps",
+                "run.max_staleness",
                 "run.eval_tasks",
                 "run.eval_samples",
                 "run.keep_checkpoints",

@@ -88,7 +88,7 @@ impl Driver {
         let held_out = tasks.len() - self.family_tasks();
         let size = self.plan().run.eval_samples;
         self.store().open_eval(round, version).await?;
-        self.run_eval_groups(round, version, &tasks).await?;
+        self.run_eval_groups(round, &tasks).await?;
 
         let scores = scores(self.store().reader(), round).await?;
         let mut line = eval_line(&scores, held_out, usize::from(size));
@@ -108,17 +108,11 @@ impl Driver {
         self.folder.write_report(&report, &self.store().reader().metrics().await?)
     }
 
-    async fn run_eval_groups(
-        &self,
-        round: u32,
-        version: PolicyVersion,
-        tasks: &[Arc<Task>],
-    ) -> Result<(), RunError> {
+    async fn run_eval_groups(&self, round: u32, tasks: &[Arc<Task>]) -> Result<(), RunError> {
         let size = self.plan().run.eval_samples;
         let planned = tasks.len() * usize::from(size);
         self.context.report(&Event::EvalStarted { round, episodes: planned });
         let settings = StageSettings {
-            version,
             temperature: self.plan().run.eval_temperature,
             want_routing: false,
             planned,

@@ -4,8 +4,8 @@ use crate::error::RunError;
 use crate::groups::{SealedGroup, SealedMember};
 use crate::lag::LagSummary;
 use orchestrate_handoff::protocol::{Mismatch, StepMetrics, StepResult};
-use orchestrate_store::{AttemptState, EpisodeState, GroupState, Reader, StepRow};
-use orchestrate_types::Outcome;
+use orchestrate_store::{AttemptState, EpisodeState, GroupRow, GroupState, Reader, StepRow};
+use orchestrate_types::{Outcome, PolicyVersion};
 use serde_json::{Map, Value, json};
 use std::time::Duration;
 
@@ -55,6 +55,9 @@ pub(crate) async fn step_line(
     put("broken_attempts", json!(reader.attempts_of_step(row.step, AttemptState::Broken).await?));
     let truncated = members.iter().filter(|m| is_truncated(&m.outcome)).count();
     put("truncated_episodes", json!(truncated));
+    let ages = trained_ages(&groups, &members, row.base_version);
+    put("staleness_mean", mean(ages.iter().map(|&age| age as f64)));
+    put("staleness_max", json!(ages.iter().max()));
     put("turns_mean", mean(members.iter().map(|m| m.summary.turns as f64)));
     let responses = members.iter().map(|m| m.summary.response_tokens as f64);
     put("response_tokens_mean", mean(responses));
@@ -112,6 +115,16 @@ fn put_trainer(put: &mut impl FnMut(&str, Value) -> Option<Value>, metrics: Opti
     put("router_disagreement", json!(disagreement.map(|d| d.router)));
     put("token_disagreement", json!(disagreement.map(|d| d.token)));
     put("sequence_disagreement_mean", json!(disagreement.map(|d| d.sequence_mean)));
+}
+
+/// By how many policy versions the oldest token of each episode in a kept group is behind `base`.
+fn trained_ages(groups: &[GroupRow], members: &[SealedMember], base: PolicyVersion) -> Vec<u64> {
+    let kept = |member: &&SealedMember| {
+        let group = groups.iter().find(|group| group.id == member.row.id.episode.group);
+        group.is_some_and(|group| group.state == GroupState::Kept)
+    };
+    let oldest = members.iter().filter(kept).filter_map(|member| member.summary.oldest_version);
+    oldest.map(|version| base.0.saturating_sub(version.0)).collect()
 }
 
 fn is_truncated(outcome: &Outcome) -> bool {

@@ -16,6 +16,7 @@ use orchestrate_types::{
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
@@ -32,6 +33,21 @@ pub(crate) struct Context {
     pub(crate) reporter: Arc<dyn Reporter>,
     pub(crate) stop: Stop,
     pub(crate) in_flight: Semaphore,
+    pub(crate) live: LiveVersion,
+}
+
+/// The weights that engines serve: what an episode that begins now is sampled with.
+#[derive(Debug, Default)]
+pub(crate) struct LiveVersion(AtomicU64);
+
+impl LiveVersion {
+    pub(crate) fn get(&self) -> PolicyVersion {
+        PolicyVersion(self.0.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn set(&self, version: PolicyVersion) {
+        self.0.store(version.0, Ordering::Release);
+    }
 }
 
 impl Context {
@@ -48,7 +64,6 @@ impl Context {
 /// How the episodes of one stage are made.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StageSettings {
-    pub(crate) version: PolicyVersion,
     pub(crate) temperature: f32,
     pub(crate) want_routing: bool,
     /// Episodes the stage is to make, as far as known at its start.
@@ -253,7 +268,7 @@ async fn run_attempt(
         epoch: context.store.epoch(),
         attempt,
         task,
-        policy_version: settings.version,
+        policy_version: context.live.get(),
         seed: episode_seed(context.plan.run.seed, attempt.episode),
         temperature: settings.temperature,
         want_routing: settings.want_routing,

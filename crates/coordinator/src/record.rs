@@ -6,7 +6,7 @@ use orchestrate_rollout::{EpisodeReport, Timings, TurnLog};
 use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_store::{AttemptRow, EpisodeRecord, RowSpan, StoredRouting};
 use orchestrate_tasks::Verdict;
-use orchestrate_types::{GroupId, ModelShape, Outcome};
+use orchestrate_types::{GroupId, ModelShape, Outcome, PolicyVersion, Trajectory};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -47,6 +47,9 @@ pub struct EpisodeSummary {
     /// Rows of turns during which weights or KV changed.
     #[serde(default)]
     pub routing_rows_mixed: u64,
+    /// Oldest policy version that sampled one of its tokens.
+    #[serde(default)]
+    pub oldest_version: Option<PolicyVersion>,
     /// Prompt tokens sent, over all turns.
     pub prompt_tokens: u64,
     /// Of these, answered from the prefix cache.
@@ -55,6 +58,11 @@ pub struct EpisodeSummary {
     pub cacheable_tokens: u64,
     /// Where the time went.
     pub timings: Timings,
+}
+
+fn oldest_version(trajectory: &Trajectory) -> Option<PolicyVersion> {
+    let oldest = trajectory.policy_versions().iter().min()?;
+    u64::try_from(*oldest).ok().map(PolicyVersion)
 }
 
 /// The report as stored. `want_routing` says whether rows were asked for.
@@ -79,6 +87,7 @@ pub(crate) fn to_record(
         routing_wire_bytes: report.routing_wire_bytes,
         routing_rows_reused: report.routing_rows_reused,
         routing_rows_mixed: report.routing_rows_mixed,
+        oldest_version: trajectory.as_ref().and_then(oldest_version),
         prompt_tokens: report.prompt_tokens,
         cached_tokens: report.cached_tokens,
         cacheable_tokens: report.cacheable_tokens,

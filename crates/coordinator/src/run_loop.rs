@@ -1,10 +1,14 @@
 //! The run, from its first step to its last. Read [`Coordinator::run`], then `drive`, then
-//! `global_step`: the rest of the crate is what they call.
+//! `sample_all` and `train_all`: the rest of the crate is what they call.
 //!
 //! A step goes `sampling → training → trained → applied` (or `skipped`). Each arrow is one
-//! committed journal write, and `global_step` does nothing but look at the journal and do what
+//! committed journal write, and `close_step` does nothing but look at the journal and do what
 //! the state asks for. So there is no recovery code: a run that was killed anywhere is opened
 //! again and continues with the same loop.
+//!
+//! Sampling and training are two streams over the same steps. Sampling may be `max_staleness`
+//! steps ahead of the last closed one; with 0 they take turns. As a step begins to sample only
+//! then, no token of its batch is older by more versions than that.
 //!
 //! | Killed while | Found at the next start | What happens |
 //! |---|---|---|
@@ -23,12 +27,13 @@ use crate::lag::LoopLag;
 use crate::metrics::StepTimes;
 use crate::monitor::Monitor;
 use crate::plan::{Plan, TaskSet};
-use crate::pool::{Context, Pool, StageSettings};
+use crate::pool::{Context, LiveVersion, Pool, StageSettings};
 use crate::report::RunReport;
 use crate::schedule::task_index;
 use crate::trainer::TrainerSink;
 use crate::training::result_of;
 use camino::Utf8PathBuf;
+use futures::stream::{self, StreamExt};
 use orchestrate_engine::Engine;
 use orchestrate_rollout::Episodes;
 use orchestrate_sandbox::SandboxProvider;
@@ -37,7 +42,7 @@ use orchestrate_tasks::Task;
 use orchestrate_types::{GroupId, PolicyVersion};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -133,11 +138,13 @@ impl Coordinator {
             tasks: self.tasks,
             monitor: Mutex::new(Monitor::default()),
             lag: LoopLag::default(),
+            opening: tokio::sync::Mutex::new(()),
             context: Arc::new(Context {
                 run,
                 store: self.store,
                 episodes: self.episodes,
                 in_flight: Semaphore::new(self.plan.sampling.max_in_flight as usize),
+                live: LiveVersion::default(),
                 plan: self.plan,
                 reporter: self.reporter,
                 stop: stop.clone(),
@@ -179,6 +186,8 @@ pub(crate) struct Driver {
     pub(crate) tasks: TaskSet,
     pub(crate) monitor: Mutex<Monitor>,
     pub(crate) lag: LoopLag,
+    /// Held while a training group gets its number.
+    opening: tokio::sync::Mutex<()>,
 }
 
 impl Driver {
@@ -191,7 +200,6 @@ impl Driver {
     }
 
     async fn drive(&self) -> Result<(), RunError> {
-        let steps = self.plan().run.steps;
         self.announce_start().await?;
         self.bring_files_up_to_date().await?;
         if self.is_finished().await? {
@@ -202,45 +210,96 @@ impl Driver {
         }
         self.sweep_containers().await?;
         let mut version = self.agree_with_trainer().await?;
+        if let Some(step) = self.step_in_training().await? {
+            // Its weights are to be served before anything generates.
+            version = self.close_step(step, version, StepTimes::default()).await?;
+        }
         self.evaluate_after(0, version).await?;
-        for step in 1..=steps {
-            version = self.global_step(step, version).await?;
-            self.evaluate_after(step, version).await?;
+        let (closed, closed_steps) = watch::channel(0);
+        let (sampled, sampled_steps) = mpsc::channel(1);
+        tokio::try_join!(
+            self.sample_all(closed_steps, sampled),
+            self.train_all(version, closed, sampled_steps),
+        )?;
+        Ok(())
+    }
+
+    /// Samples every step, in order, some of them side by side; tells how long each took.
+    async fn sample_all(
+        &self,
+        closed: watch::Receiver<u32>,
+        sampled: mpsc::Sender<Duration>,
+    ) -> Result<(), RunError> {
+        let run = &self.plan().run;
+        let ahead = run.max_staleness;
+        let steps = stream::iter(1..=run.steps).map(|step| {
+            let mut closed = closed.clone();
+            async move {
+                // Fails when training ended; that is what the caller hears of, then.
+                let _ = closed.wait_for(|&last| step <= last + 1 + ahead).await;
+                self.sample(step).await
+            }
+        });
+        let mut steps = std::pin::pin!(steps.buffered(ahead as usize + 1));
+        while let Some(took) = steps.next().await {
+            // As above.
+            let _ = sampled.send(took?).await;
         }
         Ok(())
     }
 
-    /// One global step, from wherever the journal says it stands. Returns the version that is
-    /// live after it.
-    async fn global_step(
+    /// Trains on, and evaluates after, every step that is sampled.
+    async fn train_all(
+        &self,
+        mut version: PolicyVersion,
+        closed: watch::Sender<u32>,
+        mut sampled: mpsc::Receiver<Duration>,
+    ) -> Result<(), RunError> {
+        for step in 1..=self.plan().run.steps {
+            // Nothing comes where sampling failed; that is what the caller hears of, then.
+            let Some(rollout) = sampled.recv().await else { return Ok(()) };
+            let times = StepTimes { rollout, ..StepTimes::default() };
+            version = self.close_step(step, version, times).await?;
+            self.evaluate_after(step, version).await?;
+            closed.send_replace(step);
+        }
+        Ok(())
+    }
+
+    /// Brings a sampled step to its end, from wherever the journal says it stands. Returns the
+    /// version that is live after it.
+    async fn close_step(
         &self,
         step: u32,
         version: PolicyVersion,
+        mut times: StepTimes,
     ) -> Result<PolicyVersion, RunError> {
-        let mut times = StepTimes::default();
-        let mut row = self.store().open_step(step, &self.step_id(step), version).await?;
         loop {
+            let row = self.step_row(step).await?;
             match row.state {
                 StepState::Sampling => {
-                    self.context.stop.check()?;
-                    self.sample(&row, &mut times).await?;
+                    let row = StepRow { base_version: version, ..row };
                     self.publish_or_skip(&row, &times).await?;
                 }
                 StepState::Training => self.train(&row, &mut times).await?,
                 StepState::Trained => self.go_live(&row, &times).await?,
                 StepState::Applied => return Ok(result_of(&row)?.policy_version),
-                StepState::Skipped => return Ok(row.base_version),
+                StepState::Skipped => return Ok(version),
             }
-            row = self.step_row(step).await?;
         }
     }
 
     /// Makes groups until enough of them have a gradient: a group whose rewards are all equal is
-    /// replaced by a further one, up to `max_groups_per_step`.
-    async fn sample(&self, row: &StepRow, times: &mut StepTimes) -> Result<(), RunError> {
+    /// replaced by a further one, up to `max_groups_per_step`. Returns how long it took.
+    async fn sample(&self, step: u32) -> Result<Duration, RunError> {
+        let (id, live) = (self.step_id(step), self.context.live.get());
+        if self.store().open_step(step, &id, live).await?.state != StepState::Sampling {
+            return Ok(Duration::ZERO);
+        }
+        self.context.stop.check()?;
         let begun = Instant::now();
         let sampling = &self.plan().sampling;
-        let (step, group_size) = (row.step, sampling.group_size);
+        let group_size = sampling.group_size;
         let groups = self.store().reader().groups_of_step(step).await?;
         let count = |state| {
             u32::try_from(groups.iter().filter(|g| g.state == state).count()).unwrap_or(u32::MAX)
@@ -256,7 +315,6 @@ impl Driver {
         let mut pool = Pool::new(
             self.context.clone(),
             StageSettings {
-                version: row.base_version,
                 temperature: sampling.temperature,
                 want_routing: self.plan().want_routing(),
                 planned: ledger.wanted as usize * usize::from(group_size),
@@ -267,6 +325,7 @@ impl Driver {
         }
         loop {
             while ledger.may_open() {
+                let _one_at_a_time = self.opening.lock().await;
                 let seq = self.store().reader().train_groups().await?;
                 let id = GroupId::Train { seq };
                 let task = self.train_task(id)?;
@@ -281,8 +340,7 @@ impl Driver {
             self.decide(id, &decision).await?;
             ledger.decided(&decision);
         }
-        times.rollout += begun.elapsed();
-        Ok(())
+        Ok(begun.elapsed())
     }
 
     pub(crate) async fn decide(&self, id: GroupId, decision: &Decision) -> Result<(), RunError> {
@@ -312,6 +370,12 @@ impl Driver {
     /// Idempotency key of a step at the trainer.
     fn step_id(&self, step: u32) -> String {
         format!("{}-{step:06}", self.context.run)
+    }
+
+    /// The step that was handed to the trainer and is not closed, if any.
+    async fn step_in_training(&self) -> Result<Option<u32>, RunError> {
+        let steps = self.store().reader().steps().await?;
+        Ok(steps.iter().find(|row| row.state.is_in_training()).map(|row| row.step))
     }
 
     async fn step_row(&self, step: u32) -> Result<StepRow, RunError> {

@@ -9,7 +9,7 @@ use crate::record::to_sample;
 use crate::run_loop::Driver;
 use orchestrate_handoff::batch::{BatchMeta, MANIFEST_FILE, Planned, stream_batch};
 use orchestrate_handoff::protocol::{StepRequest, StepResult, TrainerInfo};
-use orchestrate_store::{BatchMember, BatchState, GroupState, StepRow, StepState};
+use orchestrate_store::{BatchMember, BatchState, GroupState, StepRow};
 use orchestrate_types::PolicyVersion;
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -30,16 +30,12 @@ impl Driver {
         self.check_trainer(&info)?;
         let steps = self.store().reader().steps().await?;
         let versions = self.store().reader().versions().await?;
-        let under_way = steps.last().filter(|row| match row.state {
-            StepState::Training | StepState::Trained => true,
-            StepState::Sampling | StepState::Applied | StepState::Skipped => false,
-        });
-        let journal = match steps.last() {
-            None => versions.last().map_or(info.policy_version, |v| v.version),
-            Some(row) => match &row.result {
-                Some(_) => result_of(row)?.policy_version,
-                None => row.base_version,
-            },
+        let under_way = steps.iter().find(|row| row.state.is_in_training());
+        // Steps after it may have begun to sample; only training makes weights.
+        let journal = match (steps.iter().rev().find(|row| row.result.is_some()), steps.first()) {
+            (Some(trained), _) => result_of(trained)?.policy_version,
+            (None, Some(first)) => first.base_version,
+            (None, None) => versions.last().map_or(info.policy_version, |v| v.version),
         };
         // A step may have been applied without our hearing of it: its result is asked for again.
         let applied_unheard =
@@ -63,6 +59,7 @@ impl Driver {
     async fn spread(&self, info: &TrainerInfo, version: PolicyVersion) -> Result<(), RunError> {
         self.store().announce_version(version, info.lineage, &info.checkpoint).await?;
         self.engine.sync_weights(&info.checkpoint, version).await?;
+        self.context.live.set(version);
         self.store().version_live(version).await?;
         self.context.report(&Event::WeightsLive { version });
         Ok(())
@@ -129,7 +126,7 @@ impl Driver {
             })
             .collect();
         let relative = batch_name(step);
-        self.store().assemble_batch(step, &relative, &members).await?;
+        self.store().assemble_batch(step, row.base_version, &relative, &members).await?;
 
         let shape = Arc::new(self.engine.shape().clone());
         let meta = BatchMeta {

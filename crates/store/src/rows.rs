@@ -90,6 +90,16 @@ state_enum! {
     }
 }
 
+impl StepState {
+    /// Whether the trainer has, or gets, its batch, and the step is not closed.
+    pub fn is_in_training(self) -> bool {
+        match self {
+            Self::Training | Self::Trained => true,
+            Self::Sampling | Self::Applied | Self::Skipped => false,
+        }
+    }
+}
+
 /// A group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupRow {
@@ -150,7 +160,8 @@ pub struct StepRow {
     pub step_id: String,
     /// State.
     pub state: StepState,
-    /// Version its episodes are sampled with.
+    /// Version whose weights it trains; until its batch is assembled, the one that was live when
+    /// it was opened.
     pub base_version: PolicyVersion,
     /// The trainer's result, JSON.
     pub result: Option<serde_json::Value>,

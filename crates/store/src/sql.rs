@@ -80,6 +80,8 @@ pub(crate) const SELECT_STEP: &str = "SELECT step, step_id, state, base_version,
      metrics, reason FROM steps WHERE step = $1";
 pub(crate) const SELECT_STEPS: &str = "SELECT step, step_id, state, base_version, result, \
      metrics, reason FROM steps ORDER BY step";
+pub(crate) const STEP_BASE: &str = "UPDATE steps SET base_version = $2, epoch = $3 \
+     WHERE step = $1 AND state = 'sampling'";
 pub(crate) const STEP_TRAINING: &str =
     "UPDATE steps SET state = 'training', epoch = $2 WHERE step = $1 AND state = 'sampling'";
 pub(crate) const STEP_TRAINED: &str = "UPDATE steps SET state = 'trained', result = $2, \
@@ -146,6 +148,7 @@ pub(crate) const ALL: &[&str] = &[
     INSERT_STEP,
     SELECT_STEP,
     SELECT_STEPS,
+    STEP_BASE,
     STEP_TRAINING,
     STEP_TRAINED,
     STEP_APPLIED,

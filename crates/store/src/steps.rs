@@ -57,8 +57,8 @@ impl Store {
         row.ok_or_else(|| StoreError::Absent { what: format!("step {step}") })
     }
 
-    /// Decides which episodes a step trains on, before the first byte of its batch is written.
-    /// May be repeated until the batch is published.
+    /// Decides which episodes a step trains on and from which weights, before the first byte of its
+    /// batch is written. May be repeated until the batch is published.
     ///
     /// # Errors
     /// [`StoreError::Refused`] if an episode is in another batch (INV-4) or the batch is
@@ -66,6 +66,7 @@ impl Store {
     pub async fn assemble_batch(
         &self,
         step: u32,
+        base_version: PolicyVersion,
         folder: &Utf8Path,
         members: &[BatchMember],
     ) -> Result<(), StoreError> {
@@ -83,6 +84,14 @@ impl Store {
         if changed != 1 {
             return Err(write.refuse(format!("the batch of step {step} is published")));
         }
+        let base = to_i64(&write, base_version.0)?;
+        sqlx::query(sql::STEP_BASE)
+            .bind(step)
+            .bind(base)
+            .bind(write.epoch)
+            .execute(&mut *write.tx)
+            .await
+            .map_err(&fail)?;
         sqlx::query(sql::CLEAR_MEMBERS).bind(step).execute(&mut *write.tx).await.map_err(&fail)?;
         for (position, member) in members.iter().enumerate() {
             let position = to_i64(&write, position as u64)?;

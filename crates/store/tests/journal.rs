@@ -219,14 +219,16 @@ async fn a_step_goes_its_way_once() {
         (0..2).map(|m| BatchMember { episode: episode(m), advantage: f64::from(m) }).collect();
     let folder = Utf8Path::new("batches/000001");
     assert!(store.publish_batch(1, "digest").await.is_err());
-    store.assemble_batch(1, folder, &members[..1]).await.unwrap();
-    store.assemble_batch(1, folder, &members).await.unwrap();
+    store.assemble_batch(1, PolicyVersion(0), folder, &members[..1]).await.unwrap();
+    store.assemble_batch(1, PolicyVersion(0), folder, &members).await.unwrap();
     store.publish_batch(1, "digest").await.unwrap();
-    assert!(store.assemble_batch(1, folder, &members).await.is_err());
+    assert!(store.assemble_batch(1, PolicyVersion(0), folder, &members).await.is_err());
     assert_eq!(store.reader().batch_members(1).await.unwrap()[1], (episode(1), 1.0));
 
     store.open_step(2, "run-00002", PolicyVersion(1)).await.unwrap();
-    let twice = store.assemble_batch(2, Utf8Path::new("batches/000002"), &members[..1]).await;
+    let twice = store
+        .assemble_batch(2, PolicyVersion(1), Utf8Path::new("batches/000002"), &members[..1])
+        .await;
     assert!(matches!(twice, Err(StoreError::Refused { .. })), "INV-4");
 
     assert!(store.finish_step(1, &json!({})).await.is_err());

@@ -88,6 +88,41 @@ async fn killed_again_and_again_also_while_recovering() {
     }
 }
 
+/// Which weights an episode sees depends on when it begins, so two runs are not alike; what is
+/// applied, and how often, is.
+#[tokio::test]
+async fn killed_at_every_point_while_sampling_is_ahead() {
+    const STEPS: usize = 3;
+    let ahead = || {
+        let mut plan = plan(3);
+        plan.run.max_staleness = 1;
+        let world = World::new(plan, usual);
+        world.trainer.yields.store(50, std::sync::atomic::Ordering::SeqCst);
+        world
+    };
+    for point in (1..).step_by(3) {
+        let world = ahead();
+        if let Some(end) = world.start(&Kill::after(point)).await {
+            end.unwrap();
+            assert!(point > 300, "only {point} points");
+            return;
+        }
+        world.finish().await;
+        let weights = world.trainer.state.lock().unwrap().clone();
+        assert_eq!(weights.applied.len(), STEPS, "killed at {point}: each step once");
+        let mut seen = std::collections::BTreeSet::new();
+        for episode in weights.trained.iter().flatten() {
+            assert!(seen.insert(episode.clone()), "killed at {point}: {episode} in two batches");
+        }
+        let lines = world.metrics();
+        let steps: Vec<_> = lines.iter().filter(|line| line.get("episodes").is_some()).collect();
+        assert_eq!(steps.len(), STEPS, "killed at {point}: one line per step");
+        for line in steps {
+            assert!(line["staleness_max"].as_u64().unwrap() <= 1, "killed at {point}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_finished_run_started_again_does_nothing() {
     let world = reference().await;

@@ -51,6 +51,8 @@ async fn a_run_trains_evaluates_and_reports() {
         "episodes",
         "broken_episodes",
         "truncated_episodes",
+        "staleness_mean",
+        "staleness_max",
         "turns_mean",
         "response_tokens_mean",
         "entropy",
@@ -95,6 +97,41 @@ async fn a_run_trains_evaluates_and_reports() {
     assert!(fs_err::read_to_string(world.folder.join("report.html")).unwrap().contains("<svg"));
     assert!(world.episodes.most_running.load(Ordering::SeqCst) <= 4);
     assert_eq!(world.sandboxes.shut_down.load(Ordering::SeqCst), 1);
+}
+
+/// Steps whose sampling began while an earlier one was open, and the most versions by which a
+/// trained episode was behind.
+async fn overlap(max_staleness: u32) -> (usize, u64) {
+    let mut plan = plan(5);
+    plan.run.max_staleness = max_staleness;
+    plan.run.eval_every = 0;
+    let world = World::new(plan, usual);
+    world.trainer.yields.store(2000, Ordering::SeqCst);
+    assert_eq!(report(&world.finish().await).steps_applied, 5);
+    let (mut open, mut overlapping) = (0, 0);
+    for event in world.events.lock().unwrap().iter() {
+        match event {
+            Event::StepSampling { .. } => {
+                overlapping += usize::from(open > 0);
+                open += 1;
+            }
+            Event::StepFinished { .. } => open -= 1,
+            _ => {}
+        }
+    }
+    let ages = world.metrics();
+    let ages = ages.iter().map(|line| line["staleness_max"].as_u64().unwrap());
+    (overlapping, ages.max().unwrap())
+}
+
+#[tokio::test]
+async fn sampling_goes_ahead_of_training_by_as_much_as_it_may() {
+    assert_eq!(overlap(0).await, (0, 0));
+    for ahead in [1, 2, 3] {
+        let (overlapping, oldest) = overlap(ahead).await;
+        assert_eq!(overlapping, 4, "every step but the first begins early");
+        assert_eq!(oldest, u64::from(ahead), "and is as old as it may be, and no older");
+    }
 }
 
 #[tokio::test]

@@ -247,6 +247,7 @@ pub(crate) struct ToyTrainer {
     pub(crate) state: Mutex<ToyWeights>,
     pub(crate) requests: Mutex<Vec<StepRequest>>,
     pub(crate) fail: AtomicBool,
+    pub(crate) yields: AtomicUsize,
     kill: Mutex<Arc<Kill>>,
 }
 
@@ -288,6 +289,10 @@ impl TrainerSink for ToyTrainer {
             let (step_id, error) = (request.step_id.clone(), "loss is NaN".to_owned());
             let kind = TrainerErrorKind::StepFailed { step_id, error };
             return Err(TrainerError { trainer: "toy".into(), call: "apply", kind });
+        }
+        // Long enough for episodes of a later step to begin, where they may.
+        for _ in 0..self.yields.load(Ordering::SeqCst) {
+            tokio::task::yield_now().await;
         }
         let result = self.apply_once(request);
         kill.pass("trainer.after").await;
@@ -479,6 +484,7 @@ impl World {
                 state: Mutex::default(),
                 requests: Mutex::default(),
                 fail: AtomicBool::new(false),
+                yields: AtomicUsize::new(0),
                 kill: Mutex::new(kill),
             }),
             sandboxes: Arc::default(),
