@@ -244,6 +244,9 @@ pub(crate) struct WarmStartArgs {
     /// reinforcement learning is to have something left to find.
     #[arg(long, default_value_t = 2_040_000)]
     pub(crate) stop_after: usize,
+    /// Copying drills of 72 tokens before the episodes.
+    #[arg(long, default_value_t = 12_000)]
+    pub(crate) drills: usize,
     /// Seed of weights, tasks and order.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,

@@ -23,8 +23,7 @@ const VOCABULARY: usize = 1024;
 /// Loss weight of tokens the policy never has to write: enough to learn what tasks look like.
 const OTHER_WEIGHT: f32 = 0.25;
 
-/// Copying drills before the demonstrations.
-const DRILLS: usize = 6000;
+const DRILL_TOKENS: usize = 72;
 
 /// Runs the command.
 pub(crate) async fn run(args: WarmStartArgs) -> anyhow::Result<ExitCode> {
@@ -129,22 +128,22 @@ fn demonstrations(
         .collect()
 }
 
-/// Random tokens, then the same ones again, which alone are scored. Repairs are mostly copying (a
-/// file name from the issue, a parameter from the listing), and a small model finds out how to
-/// copy far sooner where nothing else can be learned.
-fn copying_drills(vocabulary: usize, seed: u64) -> Vec<SftSequence> {
+/// A few random tokens again and again; all but the first round are scored. Repairs are mostly
+/// copying (a file name from the issue, a parameter from the listing), and a small model finds out
+/// how to copy far sooner where nothing else can be learned, from short rounds soonest of all.
+fn copying_drills(count: usize, vocabulary: usize, seed: u64) -> Vec<SftSequence> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ 0x0000_c0b7);
     let last = u32::try_from(vocabulary).unwrap_or(u32::MAX);
     let first = u32::try_from(CONTROL_TOKENS.len()).unwrap_or(0);
     let drill = || {
-        let half: Vec<u32> =
-            (0..rng.random_range(16..60)).map(|_| rng.random_range(first..last)).collect();
+        let length = rng.random_range(4..24);
+        let round: Vec<u32> = (0..length).map(|_| rng.random_range(first..last)).collect();
+        let tokens: Vec<u32> = round.into_iter().cycle().take(DRILL_TOKENS).collect();
         // The first repeated token cannot be foreseen.
-        let scored = |i: usize| if i > half.len() { 1.0 } else { 0.0 };
-        let weights = (0..2 * half.len()).map(scored).collect();
-        SftSequence { tokens: half.repeat(2), weights }
+        let scored = |i: usize| if i > length { 1.0 } else { 0.0 };
+        SftSequence { tokens, weights: (0..DRILL_TOKENS).map(scored).collect() }
     };
-    std::iter::repeat_with(drill).take(DRILLS).collect()
+    std::iter::repeat_with(drill).take(count).collect()
 }
 
 fn fit(
@@ -161,7 +160,7 @@ fn fit(
     let length = options.token_budget.min(stop_after);
     let progress = Progress::new(length);
     let mut rng = ChaCha8Rng::seed_from_u64(args.seed);
-    let drills = copying_drills(model.config().vocab_size, args.seed);
+    let drills = copying_drills(args.drills, model.config().vocab_size, args.seed);
     // Every pass over the data has its own order.
     let passes = std::iter::repeat_with(move || {
         let mut pass = data.clone();
