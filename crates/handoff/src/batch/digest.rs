@@ -2,13 +2,16 @@
 //!
 //! Rows are written, and digested, as they come; header and columns in front of them are complete
 //! only with the last sequence. BLAKE3 is a tree over the file, so the branches that lie within
-//! the rows can be made first.
+//! the rows can be made first, and side by side: whoever writes a branch digests it while it is in
+//! that core's cache.
 
 use blake3::hazmat::{
     ChainingValue, HasherExt as _, Mode, left_subtree_len, merge_subtrees_non_root,
     merge_subtrees_root,
 };
 use blake3::{Hash, Hasher};
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use std::io;
 
 /// Bytes of a branch: a power of two of BLAKE3's chunks.
 const BRANCH_BYTES: u64 = 1 << 20;
@@ -16,6 +19,7 @@ const BRANCH_BYTES: u64 = 1 << 20;
 /// Digests a file from byte `front` on, then what is before it.
 #[derive(Debug)]
 pub(super) struct FileDigest {
+    front: u64,
     /// Bytes from `front` up to the first border of a branch: they share one with the front.
     head: Vec<u8>,
     head_bytes: usize,
@@ -26,14 +30,36 @@ impl FileDigest {
     pub(super) fn new(front: u64) -> Self {
         let border = front.next_multiple_of(BRANCH_BYTES);
         let head_bytes = usize::try_from(border - front).unwrap_or(usize::MAX);
-        Self { head: Vec::new(), head_bytes, rest: Branches::new(border) }
+        Self { front, head: Vec::new(), head_bytes, rest: Branches::new(border) }
     }
 
-    /// Takes the next bytes after the front.
-    pub(super) fn update(&mut self, bytes: &[u8]) {
-        let (head, rest) = bytes.split_at(bytes.len().min(self.head_bytes - self.head.len()));
-        self.head.extend_from_slice(head);
-        self.rest.update(rest);
+    /// Takes the next bytes after the front, and has each written once to where it belongs in the
+    /// file, by any thread and in any order.
+    pub(super) fn write<'c>(
+        &mut self,
+        chunks: impl IntoIterator<Item = &'c [u8]>,
+        write_at: impl Fn(u64, &[u8]) -> io::Result<()> + Sync,
+    ) -> io::Result<()> {
+        let head = self.head.len() as u64;
+        let start = if head < self.head_bytes as u64 { self.front + head } else { self.rest.end };
+        let pieces = pieces(start, chunks);
+        let done: io::Result<Vec<_>> = pieces
+            .par_iter()
+            .map(|piece| {
+                piece.write(&write_at)?;
+                Ok(piece.is_branch().then(|| piece.digest()))
+            })
+            .collect();
+        for (piece, value) in pieces.iter().zip(done?) {
+            match value {
+                _ if piece.at < self.front + self.head_bytes as u64 => {
+                    piece.parts.iter().for_each(|part| self.head.extend_from_slice(part));
+                }
+                Some(value) => self.rest.push(value),
+                None => piece.parts.iter().for_each(|part| self.rest.update(part)),
+            }
+        }
+        Ok(())
     }
 
     /// Takes the front, in parts, and gives the digest of the whole file.
@@ -43,14 +69,12 @@ impl FileDigest {
             begin.update(part);
         }
         begin.update(&self.head);
-        if self.rest.open.count() == 0 && begin.closed.is_empty() {
+        if self.rest.is_empty() && begin.closed.is_empty() {
             return begin.open.finalize();
         }
         let bytes = begin.end.max(self.rest.end);
         let mut values = begin.close();
-        if self.rest.open.count() > 0 {
-            values.extend(self.rest.close());
-        }
+        values.extend(self.rest.close());
         let Some((left, right, left_bytes)) = halves(&values, bytes) else {
             // One branch alone was returned above.
             return Hash::from_bytes(values.first().copied().unwrap_or_default());
@@ -58,6 +82,63 @@ impl FileDigest {
         let right = merge(right, bytes - left_bytes);
         merge_subtrees_root(&merge(left, left_bytes), &right, Mode::Hash)
     }
+}
+
+/// Bytes that follow each other in the file, within one branch.
+#[derive(Debug)]
+struct Piece<'c> {
+    at: u64,
+    bytes: u64,
+    parts: Vec<&'c [u8]>,
+}
+
+impl Piece<'_> {
+    fn is_branch(&self) -> bool {
+        self.bytes == BRANCH_BYTES
+    }
+
+    fn write(&self, write_at: impl Fn(u64, &[u8]) -> io::Result<()>) -> io::Result<()> {
+        let mut at = self.at;
+        for part in &self.parts {
+            write_at(at, part)?;
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn digest(&self) -> ChainingValue {
+        let mut hasher = Hasher::new();
+        hasher.set_input_offset(self.at);
+        for part in &self.parts {
+            hasher.update(part);
+        }
+        hasher.finalize_non_root()
+    }
+}
+
+/// Cuts bytes that begin at `start` in the file where a branch ends.
+fn pieces<'c>(start: u64, chunks: impl IntoIterator<Item = &'c [u8]>) -> Vec<Piece<'c>> {
+    let mut pieces: Vec<Piece<'c>> = Vec::new();
+    let mut at = start;
+    for mut chunk in chunks {
+        while !chunk.is_empty() {
+            let in_branch = at % BRANCH_BYTES;
+            let room = usize::try_from(BRANCH_BYTES - in_branch).unwrap_or(usize::MAX);
+            let (part, rest) = chunk.split_at(chunk.len().min(room));
+            match pieces.last_mut().filter(|_| in_branch > 0) {
+                Some(piece) => {
+                    piece.bytes += part.len() as u64;
+                    piece.parts.push(part);
+                }
+                None => {
+                    pieces.push(Piece { at, bytes: part.len() as u64, parts: vec![part] });
+                }
+            }
+            at += part.len() as u64;
+            chunk = rest;
+        }
+    }
+    pieces
 }
 
 /// Consecutive branches, the last one open.
@@ -76,12 +157,31 @@ impl Branches {
         Self { closed: Vec::new(), open, end: start }
     }
 
+    fn is_empty(&self) -> bool {
+        self.closed.is_empty() && self.open.count() == 0
+    }
+
+    /// Closes the open branch, if it has a byte; the next one begins at the end.
+    fn next(&mut self) {
+        if self.open.count() > 0 {
+            self.closed.push(self.open.finalize_non_root());
+        }
+        self.open = Hasher::new();
+        self.open.set_input_offset(self.end);
+    }
+
+    /// Takes a whole branch, made elsewhere.
+    fn push(&mut self, branch: ChainingValue) {
+        self.next();
+        self.closed.push(branch);
+        self.end += BRANCH_BYTES;
+        self.open.set_input_offset(self.end);
+    }
+
     fn update(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             if self.open.count() == BRANCH_BYTES {
-                self.closed.push(self.open.finalize_non_root());
-                self.open = Hasher::new();
-                self.open.set_input_offset(self.end);
+                self.next();
             }
             let room = usize::try_from(BRANCH_BYTES - self.open.count()).unwrap_or(usize::MAX);
             let (part, rest) = bytes.split_at(bytes.len().min(room));
@@ -91,9 +191,11 @@ impl Branches {
         }
     }
 
-    /// All values; there was a byte.
+    /// All values.
     fn close(mut self) -> Vec<ChainingValue> {
-        self.closed.push(self.open.finalize_non_root());
+        if self.open.count() > 0 {
+            self.closed.push(self.open.finalize_non_root());
+        }
         self.closed
     }
 }
@@ -125,6 +227,19 @@ fn merge(values: &[ChainingValue], bytes: u64) -> ChainingValue {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Mutex;
+
+    #[test]
+    fn a_failed_write_is_told() {
+        let mut digest = FileDigest::new(10);
+        let full = |at, _: &[u8]| match at {
+            0..2_000_000 => Ok(()),
+            _ => Err(io::ErrorKind::StorageFull.into()),
+        };
+        let rows = vec![7; 3_000_000];
+        let error = digest.write(rows.chunks(1000), full).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+    }
 
     #[test]
     fn is_the_digest_of_the_whole_wherever_the_front_ends_and_however_parts_come() {
@@ -136,9 +251,20 @@ mod tests {
             let file = &file[..length];
             for front in [1, 1000, MIB - 1, MIB, MIB + 1, 2 * MIB + 5, length] {
                 let (front, rows) = file.split_at(front.min(length));
-                for part in [9_999, MIB, usize::MAX] {
+                for (part, call) in [(9_999, 7), (9_999, usize::MAX), (MIB, 2), (usize::MAX, 1)] {
                     let mut digest = FileDigest::new(front.len() as u64);
-                    rows.chunks(part).for_each(|part| digest.update(part));
+                    let written = Mutex::new(front.to_vec());
+                    written.lock().unwrap().resize(length, 0);
+                    let parts: Vec<&[u8]> = rows.chunks(part).collect();
+                    for parts in parts.chunks(call) {
+                        let write_at = |at, bytes: &[u8]| {
+                            let at = usize::try_from(at).unwrap();
+                            written.lock().unwrap()[at..at + bytes.len()].copy_from_slice(bytes);
+                            Ok(())
+                        };
+                        digest.write(parts.iter().copied(), write_at).unwrap();
+                    }
+                    assert!(written.into_inner().unwrap() == file, "{length} {part}");
                     let digest = digest.finish(front.chunks(part.min(70_000)));
                     assert_eq!(digest, blake3::hash(file), "{length} {} {part}", front.len());
                 }

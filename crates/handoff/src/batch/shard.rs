@@ -11,7 +11,8 @@ use orchestrate_routing::RoutingMask;
 use orchestrate_types::ModelShape;
 use serde_json::{Map, Value, json};
 use std::borrow::Borrow;
-use std::io::{self, IoSlice, Seek, SeekFrom, Write};
+use std::io::{self, IoSlice, Write};
+use std::os::unix::fs::FileExt;
 
 /// Slices handed to the system in one call; Linux takes at most 1024.
 const SLICES: usize = 512;
@@ -76,8 +77,7 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
         let plan = tensors(shape, extent);
         front += plan.iter().rev().skip(1).map(tensor_bytes).sum::<usize>();
         let rows_at = front as u64;
-        let mut file = File::create(&temporary)?;
-        file.seek(SeekFrom::Start(rows_at))?;
+        let file = File::create(&temporary)?;
         let mut columns = Columns::default();
         columns.cu_seqlens.extend(0i64.to_le_bytes());
         let absent = absent_row(shape).repeat(ABSENT_ROWS);
@@ -141,14 +141,8 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
             .chain(self.absent.get(..absent % whole));
         let held =
             mask.into_iter().flat_map(|mask| skip_bytes(mask.chunks(), skip * mask.row_bytes()));
-        let chunks = held.chain(absent);
-        // Two cores do both in the time of the longer one.
-        let (file, digest) = (&mut self.file, &mut self.digest);
-        let (written, ()) = rayon::join(
-            || write_chunks(file, chunks.clone()),
-            || chunks.clone().for_each(|chunk| digest.update(chunk)),
-        );
-        written
+        let file = self.file.file();
+        self.digest.write(held.chain(absent), |at, bytes| file.write_all_at(bytes, at))
     }
 
     /// Writes header and columns in front of the rows.
@@ -162,7 +156,6 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
         let header_bytes = front - column_bytes - size_of::<u64>();
         header.resize(header_bytes, b' ');
         let length = (header_bytes as u64).to_le_bytes();
-        self.file.seek(SeekFrom::Start(0))?;
         let parts = [length.as_slice(), header.as_slice()].into_iter().chain(columns);
         write_chunks(&mut self.file, parts.clone())?;
         let entry = ShardEntry {
