@@ -232,11 +232,15 @@ pub(crate) struct GcArgs {
 #[command(after_help = "\
 Examples:
   orchestrate warm-start --out environments/micro/policy
-  orchestrate warm-start --out /tmp/policy --stop-after 1950000 --seed 2")]
+  orchestrate warm-start --out /tmp/policy --stop-after 1950000 --seed 2
+  orchestrate warm-start --from /tmp/policy --out /tmp/longer --stop-after 200000 --seed 3")]
 pub(crate) struct WarmStartArgs {
     /// Folder for the checkpoint (Hugging Face layout, bf16).
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Utf8PathBuf,
+    /// Goes on from this checkpoint, with its tokenizer and without drills.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) from: Option<Utf8PathBuf>,
     /// Tokens over which the learning rate falls.
     #[arg(long, default_value_t = 3_500_000)]
     pub(crate) tokens: usize,

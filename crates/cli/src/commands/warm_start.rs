@@ -41,21 +41,32 @@ fn train(args: &WarmStartArgs) -> anyhow::Result<()> {
     let counts = micro::MicroCounts { train: args.tasks, held_out: 0, held_out_families: 0 };
     let tasks = micro::generate(args.seed, counts);
     let episodes = expert_episodes(&tasks, args.seed);
-    let tokenizer = tempfile::tempdir()?;
-    let folder = Utf8PathBuf::try_from(tokenizer.path().to_owned())?;
-    let template = ChatTemplate::new(MICRO_CHAT_TEMPLATE)?;
-    let corpus = episodes.iter().map(|e| e.text(&template)).collect::<Result<Vec<_>, _>>()?;
-    let entries = train_tokenizer(corpus.into_iter(), VOCABULARY, MICRO_CHAT_TEMPLATE, &folder)?;
+    let temporary = tempfile::tempdir()?;
+    let (weights, folder) = match &args.from {
+        Some(from) => {
+            let weights = Weights::load(from).with_context(|| format!("--from {from}"))?;
+            (weights, from.clone())
+        }
+        None => {
+            let folder = Utf8PathBuf::try_from(temporary.path().to_owned())?;
+            let template = ChatTemplate::new(MICRO_CHAT_TEMPLATE)?;
+            let corpus =
+                episodes.iter().map(|e| e.text(&template)).collect::<Result<Vec<_>, _>>()?;
+            let corpus = corpus.into_iter();
+            let entries = train_tokenizer(corpus, VOCABULARY, MICRO_CHAT_TEMPLATE, &folder)?;
+            output::say(format!("tokenizer: {entries} entries"));
+            (Weights::random_by_width(small_model(entries), args.seed), folder)
+        }
+    };
+    output::say(format!("model: {} parameters", weights.parameters()));
     let chat = ChatModel::load(&folder)?;
     let data = demonstrations(&episodes, &chat)?;
     let tokens: usize = data.iter().map(|d| d.tokens.len()).sum();
     output::say(format!(
-        "tokenizer: {entries} entries; {} episodes, {:.0} tokens each",
+        "{} episodes, {:.0} tokens each",
         data.len(),
         tokens as f64 / data.len() as f64
     ));
-    let weights = Weights::random_by_width(small_model(entries), args.seed);
-    output::say(format!("model: {} parameters", weights.parameters()));
     let mut model = TrainModel::<f32>::new(&weights);
     fit(&mut model, data, args)?;
     save(&model, &folder, &args.out)?;
@@ -160,7 +171,8 @@ fn fit(
     let length = options.token_budget.min(stop_after);
     let progress = Progress::new(length);
     let mut rng = ChaCha8Rng::seed_from_u64(args.seed);
-    let drills = copying_drills(args.drills, model.config().vocab_size, args.seed);
+    let drills = if args.from.is_some() { 0 } else { args.drills };
+    let drills = copying_drills(drills, model.config().vocab_size, args.seed);
     // Every pass over the data has its own order.
     let passes = std::iter::repeat_with(move || {
         let mut pass = data.clone();
