@@ -130,6 +130,8 @@ pub enum EngineErrorKind {
         status: u16,
         /// Its own words.
         message: String,
+        /// The pause it asks for.
+        retry_after: Option<Duration>,
     },
     /// The reply does not hold what it must; nothing of it was used.
     #[error("sent an invalid reply: {0}")]
@@ -151,14 +153,23 @@ pub struct EngineError {
     pub kind: EngineErrorKind,
 }
 
+impl EngineErrorKind {
+    /// A refusal in `message`'s words, without a pause to keep.
+    pub fn refused(status: u16, message: impl Into<String>) -> Self {
+        Self::Refused { status, message: message.into(), retry_after: None }
+    }
+}
+
 impl EngineError {
     /// What the caller may do.
     pub fn retry(&self) -> Retry {
         match &self.kind {
             EngineErrorKind::Unreachable(_) => Retry::After(Duration::from_millis(500)),
             EngineErrorKind::TimedOut(_) | EngineErrorKind::InvalidReply(_) => Retry::Now,
-            EngineErrorKind::Refused { status, .. } => match status {
-                408 | 429 | 500 | 502 | 503 | 504 => Retry::After(Duration::from_secs(1)),
+            EngineErrorKind::Refused { status, retry_after, .. } => match status {
+                408 | 429 | 500 | 502 | 503 | 504 => {
+                    Retry::After(retry_after.unwrap_or(Duration::from_secs(1)))
+                }
                 _ => Retry::Never,
             },
             EngineErrorKind::Unfit(_) => Retry::Never,

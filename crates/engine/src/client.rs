@@ -197,17 +197,17 @@ impl<D: Dialect> Client<D> {
         let room = context.saturating_sub(prompt);
         if prompt == 0 || room == 0 {
             let message = format!("a prompt of {prompt} tokens in a context of {context}");
-            return Err(EngineErrorKind::Refused { status: 400, message });
+            return Err(EngineErrorKind::refused(400, message));
         }
         // An id beyond the vocabulary takes the whole server down with some backends.
         if let Some(id) = request.token_ids.iter().find(|&&id| id as usize >= self.shape.vocab) {
             let message = format!("prompt token {id} is not in the vocabulary");
-            return Err(EngineErrorKind::Refused { status: 400, message });
+            return Err(EngineErrorKind::refused(400, message));
         }
         let start = request.routed_experts_start.unwrap_or(0);
         if start > prompt {
             let message = format!("rows from position {start} of a prompt of {prompt} tokens");
-            return Err(EngineErrorKind::Refused { status: 400, message });
+            return Err(EngineErrorKind::refused(400, message));
         }
         // One server refuses longer requests, another one cuts them.
         Ok(request.sampling.max_new_tokens.min(room))

@@ -2,7 +2,7 @@
 
 use crate::{EngineError, EngineErrorKind};
 use bytes::Bytes;
-use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use reqwest::{Method, RequestBuilder};
 use serde::de::DeserializeOwned;
 use std::time::Duration;
@@ -165,6 +165,7 @@ async fn read(request: RequestBuilder, limit: usize) -> Result<Bytes, EngineErro
         }
         return Ok(Bytes::from(body));
     }
+    let retry_after = response.headers().get(RETRY_AFTER).and_then(pause);
     let mut body = Vec::new();
     while body.len() < ERROR_LIMIT {
         match response.chunk().await {
@@ -174,7 +175,13 @@ async fn read(request: RequestBuilder, limit: usize) -> Result<Bytes, EngineErro
         }
     }
     let message = error_message(&body).unwrap_or_else(|| excerpt(&body));
-    Err(EngineErrorKind::Refused { status: status.as_u16(), message })
+    Err(EngineErrorKind::Refused { status: status.as_u16(), message, retry_after })
+}
+
+/// The pause a server asks for: seconds, as servers and proxies under load send it. A date, the
+/// other form, needs clocks that agree, and is left out.
+fn pause(value: &HeaderValue) -> Option<Duration> {
+    value.to_str().ok()?.trim().parse().ok().map(Duration::from_secs)
 }
 
 fn too_long(limit: usize) -> EngineErrorKind {

@@ -161,7 +161,7 @@ impl FakeEngine {
         let start = request.routed_experts_start.unwrap_or(0);
         if prompt == 0 || prompt >= shape.context || outside || start > prompt {
             let message = "a prompt that cannot be served".to_owned();
-            return Err(Self::error(EngineErrorKind::Refused { status: 400, message }));
+            return Err(Self::error(EngineErrorKind::refused(400, message)));
         }
         Ok(())
     }

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Pauses between attempts to wake a worker double up to so many probe intervals: each attempt
-/// loads weights.
+/// Pauses between attempts to wake a worker double up to so many probe intervals, whether it could
+/// not be woken or did not stay: each attempt loads weights, and moves conversations. They begin
+/// anew once it has stayed for so long.
 const MAX_BACKOFF: u32 = 16;
 
 /// Looks after worker `index` until dropped.
@@ -18,8 +19,9 @@ pub(super) async fn run(shared: Arc<Shared>, index: usize) {
     let interval = shared.options.probe_interval;
     let mut doubts = worker.doubts();
     let mut settled = 0;
-    let mut failed_wakes = 0;
+    let mut wakes = 0;
     let mut next = Instant::now() + interval;
+    let (mut woken, mut rested) = (Instant::now(), Instant::now());
     loop {
         // Neither branch loses anything: a doubt is kept until it is looked at.
         tokio::select! {
@@ -33,20 +35,23 @@ pub(super) async fn run(shared: Arc<Shared>, index: usize) {
         match worker.circuit() {
             Circuit::Closed { .. } => {
                 look(&shared, index, worker, doubted > settled).await;
-                failed_wakes = 0;
-            }
-            Circuit::Open => {
-                if probe(worker, interval).await.is_some() {
-                    let woke = sync::wake(&shared, index).await;
-                    let more = (failed_wakes + 1).min(MAX_BACKOFF.ilog2());
-                    failed_wakes = if woke { 0 } else { more };
+                if woken.elapsed() >= interval * MAX_BACKOFF {
+                    wakes = 0;
                 }
             }
-            // Whoever exchanges its weights says how that ended.
-            Circuit::Syncing | Circuit::Waking => {}
+            Circuit::Open if begun >= rested => {
+                if probe(worker, interval).await.is_some() {
+                    sync::wake(&shared, index).await;
+                    woken = Instant::now();
+                    rested = woken + interval * (1 << wakes);
+                    wakes = (wakes + 1).min(MAX_BACKOFF.ilog2());
+                }
+            }
+            // It rests; or whoever exchanges its weights says how that ended.
+            Circuit::Open | Circuit::Syncing | Circuit::Waking => {}
         }
         // From beginning to beginning: a worker that does not answer is found in three intervals.
-        next = begun + interval.saturating_mul(1 << failed_wakes);
+        next = begun + interval;
         settled = doubted;
         worker.settle(settled);
     }

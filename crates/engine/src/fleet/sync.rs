@@ -100,11 +100,11 @@ async fn wait_for_one(shared: &Shared, last: Option<EngineError>) -> Result<(), 
     }
 }
 
-/// Gives a worker that answers again the weights it missed, and lets it serve. `false` if that
-/// failed.
-pub(super) async fn wake(shared: &Shared, index: usize) -> bool {
+/// Gives a worker that answers again the weights it missed, and lets it serve. If that fails it is
+/// away again.
+pub(super) async fn wake(shared: &Shared, index: usize) {
     let _one_at_a_time = shared.syncing.lock().await;
-    let Some(worker) = shared.workers.get(index) else { return false };
+    let Some(worker) = shared.workers.get(index) else { return };
     shared.step(index, Event::Returned);
     let mut unfinished = Unfinished { shared, workers: vec![index] };
     let result = match shared.target() {
@@ -113,14 +113,10 @@ pub(super) async fn wake(shared: &Shared, index: usize) -> bool {
         None => Ok(()),
     };
     match result {
-        Ok(()) => {
-            unfinished.end(index, Event::Synced);
-            true
-        }
+        Ok(()) => unfinished.end(index, Event::Synced),
         Err(error) => {
             tracing::warn!(engine = worker.name(), %error, "worker cannot be given its weights");
             unfinished.end(index, Event::SyncFailed);
-            false
         }
     }
 }

@@ -117,7 +117,7 @@ fn finish(reason: &FinishReason) -> Result<Finish, EngineErrorKind> {
             None => Ok(Finish::Abort),
             Some(status) => {
                 let message = reason.message.clone().unwrap_or_default();
-                Err(EngineErrorKind::Refused { status, message })
+                Err(EngineErrorKind::refused(status, message))
             }
         },
         other => Err(wrong(FINISH, format!("`{}` is unknown", short(other)))),

@@ -90,6 +90,28 @@ async fn a_worker_that_restarted_unseen_is_taken_out_and_synced() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_worker_that_does_not_stay_is_woken_less_and_less_often() {
+    let (fleet, workers) = fleet(2, 8);
+    sync(fleet.as_ref(), 7).await.unwrap();
+    let restarts_for = async |minutes: u64| {
+        let before = workers[0].notes().syncs.len();
+        for _ in 0..minutes * 60 {
+            workers[0].notes().version = PolicyVersion(0);
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        workers[0].notes().syncs.len() - before
+    };
+    // With a look every ten seconds it could have been woken 90 times in half an hour.
+    let woken = restarts_for(30).await;
+    assert!((10..=18).contains(&woken), "{woken}");
+    // Once it stays it is as good as any other.
+    tokio::time::sleep(Duration::from_mins(10)).await;
+    assert_eq!(states(&fleet), ["up", "up"]);
+    let woken = restarts_for(2).await;
+    assert!((2..=4).contains(&woken), "{woken}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_sync_that_is_dropped_half_way_leaves_nobody_serving() {
     let (fleet, workers) = fleet(2, 8);
     let dropped = tokio::time::timeout(Duration::from_millis(20), sync(fleet.as_ref(), 7)).await;

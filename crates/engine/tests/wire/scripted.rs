@@ -96,6 +96,24 @@ async fn one_data_parallel_rank_can_be_named() {
 }
 
 #[tokio::test]
+async fn a_busy_server_says_how_long_to_wait() {
+    let second = Retry::After(Duration::from_secs(1));
+    for (status, words, expected) in [
+        (503, "7", Retry::After(Duration::from_secs(7))),
+        (429, " 0 ", Retry::After(Duration::ZERO)),
+        (503, "Fri, 31 Dec 1999 23:59:59 GMT", second),
+        (503, "-1", second),
+        (400, "7", Retry::Never),
+    ] {
+        let mut tasks = JoinSet::new();
+        let (url, _seen) = serve(&mut tasks, move |_, _| Reply::Busy(status, words)).await;
+        let client = SglangClient::new(options(&url)).unwrap();
+        let error = client.generate(request(vec![1, 2, 3], 4, None)).await.unwrap_err();
+        assert_eq!(error.retry(), expected, "{status} {words}: {error}");
+    }
+}
+
+#[tokio::test]
 async fn prompts_that_would_hurt_the_server_are_not_sent() {
     let client = SglangClient::new(options("http://127.0.0.1:9")).unwrap();
     for ids in [vec![], vec![1024], vec![1; 1024]] {

@@ -36,6 +36,8 @@ pub(crate) type Script = dyn Fn(&str, &Value) -> Reply + Send + Sync;
 
 pub(crate) enum Reply {
     Now(u16, String),
+    /// An error that asks for a pause, in the words of `Retry-After`.
+    Busy(u16, &'static str),
     /// Answers when the sender is used; dropped connections are told to `closed`.
     When(oneshot::Receiver<String>, Option<mpsc::Sender<()>>),
     Never(Option<mpsc::Sender<()>>),
@@ -81,6 +83,10 @@ async fn handle(State(server): State<Server>, request: Request<Body>) -> Respons
     server.seen.try_send(Seen { path, headers: parts.headers, body }).ok();
     match reply {
         Reply::Now(status, text) => (StatusCode::from_u16(status).unwrap(), text).into_response(),
+        Reply::Busy(status, pause) => {
+            let header = [("retry-after", pause)];
+            (StatusCode::from_u16(status).unwrap(), header, "full").into_response()
+        }
         Reply::When(gate, closed) => {
             let mut guard = OnDrop(closed);
             let text = gate.await.unwrap();

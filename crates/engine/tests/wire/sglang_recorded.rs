@@ -91,7 +91,7 @@ async fn recorded_refusals_are_typed_and_never_retried() {
             let error = client.generate(request(vec![1, 2, 3], 4, Some(0))).await.unwrap_err();
             assert_eq!(error.retry(), Retry::Never, "{error}");
             match &error.kind {
-                EngineErrorKind::Refused { status: found, message } => {
+                EngineErrorKind::Refused { status: found, message, .. } => {
                     assert_eq!(*found, status);
                     assert!(!message.is_empty() && !message.starts_with('{'), "{message}");
                 }

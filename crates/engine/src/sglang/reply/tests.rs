@@ -314,7 +314,7 @@ fn an_abort_with_a_status_is_that_error() {
         json!({"type": "abort", "message": "queue is full", "status_code": 503});
     let error = check(&reply).unwrap_err();
     assert!(
-        matches!(&error, EngineErrorKind::Refused { status: 503, message } if message == "queue is full")
+        matches!(&error, EngineErrorKind::Refused { status: 503, message, .. } if message == "queue is full")
     );
 }
 
