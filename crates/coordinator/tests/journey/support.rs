@@ -247,6 +247,8 @@ pub(crate) struct ToyTrainer {
     pub(crate) state: Mutex<ToyWeights>,
     pub(crate) requests: Mutex<Vec<StepRequest>>,
     pub(crate) fail: AtomicBool,
+    /// Its probabilities are far from the engine's.
+    pub(crate) sick: AtomicBool,
     kill: Mutex<Arc<Kill>>,
 }
 
@@ -310,10 +312,12 @@ impl ToyTrainer {
             blake3::hash(&[state.digest.as_bytes(), &manifest].concat()).to_hex().to_string();
         state.trained.push(episodes_of(folder));
         state.version += 1;
+        let extreme = if self.sick.load(Ordering::SeqCst) { 0.5 } else { 1e-4 };
         let mismatch = Mismatch {
             kl_k3: 1e-3,
             mean_abs_logprob_diff: 1e-2,
-            extreme_token_fraction: BTreeMap::from([("2".to_owned(), 1e-4)]),
+            mean_abs_prob_diff: 2e-3,
+            extreme_token_fraction: BTreeMap::from([("2".to_owned(), extreme)]),
         };
         let result = StepResult {
             policy_version: PolicyVersion(state.version),
@@ -439,7 +443,9 @@ pub(crate) fn plan(steps: u32) -> Plan {
         },
         algorithm: AlgorithmSection::default().check().unwrap(),
         handoff: HandoffSection::default().plan(),
-        diagnostics: DiagnosticsSection { no_replay_every: Some(2) }.check().unwrap(),
+        diagnostics: DiagnosticsSection { no_replay_every: Some(2), on_collapse: None }
+            .check()
+            .unwrap(),
         model_name: "toy-model".into(),
     }
 }
@@ -479,6 +485,7 @@ impl World {
                 state: Mutex::default(),
                 requests: Mutex::default(),
                 fail: AtomicBool::new(false),
+                sick: AtomicBool::new(false),
                 kill: Mutex::new(kill),
             }),
             sandboxes: Arc::default(),
