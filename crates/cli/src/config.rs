@@ -9,6 +9,7 @@ use orchestrate_coordinator::{
     DiagnosticsSection, DiagnosticsSettings, RunSection, RunSettings, TasksSection, TasksSettings,
 };
 use orchestrate_engine::{EnginePlan, EngineSection};
+use orchestrate_handoff::protocol::RoutingReplay;
 use orchestrate_handoff::{
     Algorithm, AlgorithmSection, HandoffPlan, HandoffSection, TrainerPlan, TrainerSection,
 };
@@ -207,6 +208,17 @@ impl RawConfig {
                 "use \"micro\", the environment this version has",
             ));
         }
+        if let (Some(engine), Some(algorithm)) = (&engine, &algorithm)
+            && algorithm.routing_replay() == RoutingReplay::Predictive
+            && !(engine.urls.is_empty() && engine.discover.is_none())
+        {
+            problems.push(ConfigProblem::new(
+                "algorithm.routing_replay",
+                "predictive",
+                "only the embedded engine routes by the trainer's prediction: use \"rollout\" with \
+                 an inference server",
+            ));
+        }
         let parts = (run, tasks, rollout, routing, engine, trainer, algorithm, sandbox);
         match (parts, embedded, diagnostics) {
             (
@@ -243,7 +255,6 @@ impl RawConfig {
     /// version with other defaults still continues this run as it began.
     pub(crate) fn with_defaults(&self) -> Result<Self, ConfigError> {
         let settings = self.check()?;
-        let hyper = settings.algorithm.hyperparameters(1.0, false);
         Ok(Self {
             run: restate(&settings.run)?,
             tasks: restate(&settings.tasks)?,
@@ -255,24 +266,7 @@ impl RawConfig {
                 ..self.engine.clone()
             },
             trainer: self.trainer.clone(),
-            algorithm: AlgorithmSection {
-                policy_loss: Some(hyper.policy_loss),
-                clip_low: Some(hyper.clip_low),
-                clip_high: Some(hyper.clip_high),
-                dual_clip: Some(hyper.dual_clip.unwrap_or(0.0)),
-                aggregation: Some(hyper.aggregation),
-                loss_norm_tokens: Some(hyper.loss_norm_tokens),
-                advantage_normalisation: Some(settings.algorithm.advantage),
-                routing_replay: Some(hyper.routing_replay),
-                mini_steps: Some(hyper.mini_steps),
-                learning_rate: Some(hyper.learning_rate),
-                betas: Some([hyper.betas.0, hyper.betas.1]),
-                adam_eps: Some(hyper.adam_eps),
-                weight_decay: Some(hyper.weight_decay),
-                max_grad_norm: Some(hyper.max_grad_norm),
-                micro_batch_tokens: Some(hyper.micro_batch_tokens),
-                truncated: Some(settings.algorithm.truncated),
-            },
+            algorithm: settings.algorithm.section(),
             handoff: restate(&settings.handoff)?,
             sandbox: restate(&settings.sandbox)?,
             embedded: RawEmbedded {

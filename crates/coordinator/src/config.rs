@@ -217,6 +217,19 @@ pub struct DiagnosticsSection {
     /// Measure the train-inference mismatch without replay too, at the first step and then every
     /// so many. 0 = never. Default 10.
     pub no_replay_every: Option<u32>,
+    /// What becomes of a run whose training collapses: "warn" or "stop". Default "warn".
+    pub on_collapse: Option<OnCollapse>,
+}
+
+/// What becomes of a run whose training collapses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnCollapse {
+    /// It goes on, and a person is told.
+    #[default]
+    Warn,
+    /// It ends; the error names the last weights before.
+    Stop,
 }
 
 /// The checked `[diagnostics]` section.
@@ -224,6 +237,9 @@ pub struct DiagnosticsSection {
 pub struct DiagnosticsSettings {
     /// Interval in steps; 0 = never.
     pub no_replay_every: u32,
+    /// What becomes of a run that collapses.
+    #[serde(default)]
+    pub on_collapse: OnCollapse,
 }
 
 impl DiagnosticsSection {
@@ -232,7 +248,10 @@ impl DiagnosticsSection {
     /// # Errors
     /// None at present; a list like the other sections'.
     pub fn check(&self) -> Result<DiagnosticsSettings, Vec<ConfigProblem>> {
-        Ok(DiagnosticsSettings { no_replay_every: self.no_replay_every.unwrap_or(10) })
+        Ok(DiagnosticsSettings {
+            no_replay_every: self.no_replay_every.unwrap_or(10),
+            on_collapse: self.on_collapse.unwrap_or_default(),
+        })
     }
 }
 

@@ -1,5 +1,6 @@
 //! Why a run ends before its last step.
 
+use crate::collapse::Symptom;
 use camino::Utf8PathBuf;
 use orchestrate_engine::EngineError;
 use orchestrate_handoff::{BatchError, TrainerError};
@@ -107,6 +108,20 @@ pub enum RunError {
         /// Version answered.
         found: PolicyVersion,
     },
+    /// Training has collapsed.
+    #[error(
+        "training collapsed at step {step}: {symptom} (the last weights before are {good}: begin a \
+         new run with engine.model set to them and a gentler [algorithm], or continue as it is \
+         with --resume)"
+    )]
+    Collapsed {
+        /// First step that shows it.
+        step: u32,
+        /// How it shows.
+        symptom: Symptom,
+        /// The last weights before, in words.
+        good: String,
+    },
     /// There is nothing to train or evaluate on.
     #[error("the task set has no {part} tasks (check the [tasks] section)")]
     NoTasks {
@@ -142,9 +157,10 @@ impl RunError {
                 FailureClass::Store
             }
             Self::Engine(_) => FailureClass::Engine,
-            Self::Trainer(_) | Self::TrainerElsewhere { .. } | Self::BadResult { .. } => {
-                FailureClass::Trainer
-            }
+            Self::Trainer(_)
+            | Self::TrainerElsewhere { .. }
+            | Self::BadResult { .. }
+            | Self::Collapsed { .. } => FailureClass::Trainer,
             Self::Sandbox(_) => FailureClass::Sandbox,
             Self::TooManyBroken { stage, .. } => match stage {
                 Stage::Generate => FailureClass::Engine,

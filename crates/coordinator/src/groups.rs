@@ -49,10 +49,23 @@ impl SealedGroup {
         self.members.iter().map(|m| m.as_ref()?.outcome.trusted_reward()).collect()
     }
 
+    /// Rewards less what it costs to be long.
+    fn shaped_rewards(&self, plan: &Plan) -> Vec<Option<f64>> {
+        let cost = |member: &SealedMember| {
+            let overlong = plan.algorithm.overlong;
+            overlong.map_or(0.0, |o| o.penalty(member.summary.response_tokens))
+        };
+        let shaped = |m: &Option<SealedMember>| {
+            let member = m.as_ref()?;
+            Some(member.outcome.trusted_reward()? + cost(member))
+        };
+        self.members.iter().map(shaped).collect()
+    }
+
     /// The members to train on, with their advantages. The baseline is taken over every trusted
     /// reward, also of members that are not trained on themselves.
     pub(crate) fn trained(&self, plan: &Plan) -> Vec<(&SealedMember, f64)> {
-        let advantages = group_advantages(&self.rewards(), plan.algorithm.advantage);
+        let advantages = group_advantages(&self.shaped_rewards(plan), plan.algorithm.advantage);
         self.members
             .iter()
             .zip(advantages.values)
@@ -61,7 +74,8 @@ impl SealedGroup {
             .collect()
     }
 
-    /// Whether the group goes into the step's batch (dynamic sampling).
+    /// Whether the group goes into the step's batch (dynamic sampling). Rewards of the task
+    /// decide: a group that is all right or all wrong is not kept for its lengths.
     pub(crate) fn decide(&self, plan: &Plan) -> Decision {
         let rewards = self.rewards();
         match group_advantages(&rewards, plan.algorithm.advantage).signal {
@@ -73,8 +87,11 @@ impl SealedGroup {
                 Decision::Drop(format!("all rewards are {reward}"))
             }
             GroupSignal::Usable => {
-                if self.trained(plan).is_empty() {
+                let trained = self.trained(plan);
+                if trained.is_empty() {
                     Decision::Drop("no episode of it may be trained on".to_owned())
+                } else if trained.iter().all(|(_, advantage)| *advantage == 0.0) {
+                    Decision::Drop("long episodes lose what sets them apart".to_owned())
                 } else {
                     Decision::Keep
                 }

@@ -3,6 +3,7 @@
 //! The invariant: every decision is in the journal before its effect, so a run that died at any
 //! instant continues from the journal alone. Start reading at `run_loop.rs`.
 
+pub mod collapse;
 mod config;
 mod error;
 mod evaluation;
@@ -11,7 +12,6 @@ mod files;
 mod groups;
 mod lag;
 mod metrics;
-mod monitor;
 mod plan;
 mod pool;
 mod record;
@@ -23,7 +23,8 @@ mod trainer;
 mod training;
 
 pub use config::{
-    DiagnosticsSection, DiagnosticsSettings, RunSection, RunSettings, TasksSection, TasksSettings,
+    DiagnosticsSection, DiagnosticsSettings, OnCollapse, RunSection, RunSettings, TasksSection,
+    TasksSettings,
 };
 pub use error::{FailureClass, RunError};
 pub use events::{Event, Reporter};

@@ -98,9 +98,20 @@ fn put_trainer(put: &mut impl FnMut(&str, Value) -> Option<Value>, metrics: Opti
     put("grad_norm", of(|m| json!(m.grad_norm)));
     put("loss", of(|m| json!(m.loss)));
     put("clip_fraction", of(|m| json!(m.clip_fraction)));
+    put("router_grad_norm", of(|m| json!(m.router_grad_norm)));
+    put("learning_rate", of(|m| json!(m.learning_rate)));
+    put("ratio", of(|m| json!(m.ratio)));
+    put("rollout_ratio", of(|m| json!(m.rollout_ratio)));
+    put("kl_reference", of(|m| json!(m.kl_reference)));
+    put("router_shift", of(|m| json!(m.router_shift)));
+    put("predictor_loss", of(|m| json!(m.predictor_loss)));
+    put("value", of(|m| json!(m.value)));
+    put("expert_load_entropy", of(|m| json!(m.expert_load_entropy)));
+    put("route_drift", of(|m| json!(m.route_drift)));
     put("loss_tokens", of(|m| json!(m.loss_tokens)));
     put("train_tokens", of(|m| json!(m.tokens)));
     put("routing_missing_pairs", of(|m| json!(m.routing_missing)));
+    put("routing_missing_fraction", of(|m| json!(m.routing_missing_fraction)));
     let mismatches = [
         ("", metrics.map(|m| &m.mismatch)),
         ("_no_replay", metrics.and_then(|m| m.mismatch_no_replay.as_ref())),
@@ -109,12 +120,16 @@ fn put_trainer(put: &mut impl FnMut(&str, Value) -> Option<Value>, metrics: Opti
         let of = |pick: fn(&Mismatch) -> Value| mismatch.map_or(Value::Null, pick);
         put(&format!("kl_train_infer{suffix}"), of(|m| json!(m.kl_k3)));
         put(&format!("logprob_diff_mean{suffix}"), of(|m| json!(m.mean_abs_logprob_diff)));
+        put(&format!("prob_diff_mean{suffix}"), of(|m| json!(m.mean_abs_prob_diff)));
         put(&format!("extreme_token_fraction{suffix}"), of(|m| json!(m.extreme_token_fraction)));
     }
     let disagreement = metrics.and_then(|m| m.disagreement.as_ref());
     put("router_disagreement", json!(disagreement.map(|d| d.router)));
     put("token_disagreement", json!(disagreement.map(|d| d.token)));
     put("sequence_disagreement_mean", json!(disagreement.map(|d| d.sequence_mean)));
+    let experts = disagreement.map(|d| d.sequence_mean_experts);
+    put("sequence_disagreement_experts", json!(experts));
+    put("router_disagreement_histogram", json!(disagreement.map(|d| &d.histogram)));
 }
 
 /// By how many policy versions the oldest token of each episode in a kept group is behind `base`.

@@ -1,7 +1,6 @@
 //! What a coordinator is told, all checked before.
 
 use crate::config::{DiagnosticsSettings, RunSettings};
-use orchestrate_handoff::protocol::RoutingReplay;
 use orchestrate_handoff::{Algorithm, HandoffPlan};
 use orchestrate_rollout::RolloutPlan;
 use orchestrate_tasks::Task;
@@ -59,18 +58,12 @@ impl Plan {
     /// Whether training episodes collect routing rows: to replay them, or to measure how far the
     /// trainer's own routes are from them.
     pub fn want_routing(&self) -> bool {
-        match self.algorithm.routing_replay() {
-            RoutingReplay::Rollout => true,
-            RoutingReplay::None | RoutingReplay::Recompute => self.diagnostics.no_replay_every > 0,
-        }
+        self.needs_routing() || self.diagnostics.no_replay_every > 0
     }
 
     /// Whether a trajectory without routing rows may be trained on.
     pub fn needs_routing(&self) -> bool {
-        match self.algorithm.routing_replay() {
-            RoutingReplay::Rollout => true,
-            RoutingReplay::None | RoutingReplay::Recompute => false,
-        }
+        self.algorithm.routing_replay().replays_rollout()
     }
 
     /// Whether `step` also measures the mismatch without replay.

@@ -1,7 +1,7 @@
 //! From an episode's report to the journal, and from the journal to a training sample.
 
 use crate::error::RunError;
-use orchestrate_handoff::BatchSample;
+use orchestrate_handoff::{BatchSample, Overlong};
 use orchestrate_rollout::{EpisodeReport, Timings, TurnLog};
 use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_store::{AttemptRow, EpisodeRecord, RowSpan, StoredRouting};
@@ -151,10 +151,11 @@ pub(crate) fn summary_of(row: &AttemptRow) -> Result<EpisodeSummary, RunError> {
         .map_err(|e| RunError::stored(format!("summary of attempt {}", row.id), e))
 }
 
-/// A stored episode as a training sample. Every row is checked again against the model's shape.
+/// A stored episode as a training sample, its reward less what it costs to be long. Every row is checked again against the model's shape.
 pub(crate) fn to_sample(
     record: EpisodeRecord,
     advantage: f64,
+    overlong: Option<Overlong>,
     shape: &Arc<ModelShape>,
 ) -> Result<BatchSample, RunError> {
     let episode_id = record.attempt.episode;
@@ -165,6 +166,8 @@ pub(crate) fn to_sample(
         .outcome
         .trusted_reward()
         .ok_or_else(|| RunError::stored(what(), "it has no trusted reward"))?;
+    let response_tokens = trajectory.response_tokens() as u64;
+    let reward = reward + overlong.map_or(0.0, |o| o.penalty(response_tokens));
     let routing = match record.routing {
         None => None,
         Some(rows) => {

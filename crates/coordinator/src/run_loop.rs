@@ -19,13 +19,13 @@
 //! | weights spread | step `trained` | announced and synced again |
 //! | metrics are written | step `applied` | `metrics.jsonl` is repaired from the journal |
 
+use crate::collapse::Detector;
 use crate::error::RunError;
 use crate::events::{Event, Reporter};
 use crate::files::RunFolder;
 use crate::groups::{Decision, Ledger, SealedGroup};
 use crate::lag::LoopLag;
 use crate::metrics::StepTimes;
-use crate::monitor::Monitor;
 use crate::plan::{Plan, TaskSet};
 use crate::pool::{Context, LiveVersion, Pool, StageSettings};
 use crate::report::RunReport;
@@ -136,7 +136,7 @@ impl Coordinator {
             trainer: self.trainer,
             sandboxes: self.sandboxes,
             tasks: self.tasks,
-            monitor: Mutex::new(Monitor::default()),
+            detector: Mutex::new(Detector::default()),
             lag: LoopLag::default(),
             opening: tokio::sync::Mutex::new(()),
             context: Arc::new(Context {
@@ -184,7 +184,7 @@ pub(crate) struct Driver {
     pub(crate) trainer: Arc<dyn TrainerSink>,
     pub(crate) sandboxes: Arc<dyn SandboxProvider>,
     pub(crate) tasks: TaskSet,
-    pub(crate) monitor: Mutex<Monitor>,
+    pub(crate) detector: Mutex<Detector>,
     pub(crate) lag: LoopLag,
     /// Held while a training group gets its number.
     opening: tokio::sync::Mutex<()>,
@@ -430,12 +430,12 @@ impl Driver {
     pub(crate) async fn bring_files_up_to_date(&self) -> Result<(), RunError> {
         let lines = self.store().reader().metrics().await?;
         self.folder.write_metrics(&lines)?;
-        let mut monitor = Monitor::default();
+        let mut detector = Detector::default();
         for line in &lines {
-            monitor.observe(line);
+            detector.observe(line);
         }
-        if let Ok(mut held) = self.monitor.lock() {
-            *held = monitor;
+        if let Ok(mut held) = self.detector.lock() {
+            *held = detector;
         }
         self.retire_folders().await
     }

@@ -1,5 +1,7 @@
 //! From kept groups to live weights.
 
+use crate::collapse::{Collapse, Finding};
+use crate::config::OnCollapse;
 use crate::error::RunError;
 use crate::events::Event;
 use crate::files::batch_name;
@@ -78,12 +80,7 @@ impl Driver {
                 return Err(RunError::ModelMismatch { what });
             }
         }
-        let loss = self.plan().algorithm.hyperparameters(1.0, false).policy_loss;
-        let loss = serde_json::to_value(loss)
-            .map_err(|e| RunError::stored("policy loss", e))?
-            .as_str()
-            .unwrap_or_default()
-            .to_owned();
+        let loss = self.plan().algorithm.policy_loss().name().to_owned();
         if !info.algorithms.contains(&loss) {
             return Err(RunError::UnknownLoss { loss, known: info.algorithms.join(", ") });
         }
@@ -148,10 +145,11 @@ impl Driver {
                 .map_err(|source| RunError::File { path: manifest, source })?;
             Ok::<_, RunError>(blake3::hash(&bytes).to_hex().to_string())
         });
+        let overlong = self.plan().algorithm.overlong;
         let loading = async move {
             for (attempt, advantage) in &attempts {
                 let record = reader.load_record(attempt).await?;
-                if loaded.send(to_sample(record, *advantage, &shape)?).await.is_err() {
+                if loaded.send(to_sample(record, *advantage, overlong, &shape)?).await.is_err() {
                     // The writer gave up, and says why itself.
                     break;
                 }
@@ -219,14 +217,43 @@ impl Driver {
     async fn step_closed(&self, line: &serde_json::Value) -> Result<(), RunError> {
         self.folder.write_metrics(&self.store().reader().metrics().await?)?;
         self.context.report(&Event::StepFinished { line: line.clone() });
-        let warnings = match self.monitor.lock() {
-            Ok(mut monitor) => monitor.observe(line),
+        self.retire_folders().await?;
+        let findings = match self.detector.lock() {
+            Ok(mut detector) => detector.observe(line),
             Err(_) => Vec::new(),
         };
-        for warning in warnings {
-            self.context.warn(warning);
+        for finding in findings {
+            match finding {
+                Finding::Warning(text) => self.context.warn(text),
+                Finding::Collapse(collapse) => self.collapsed(&collapse).await?,
+            }
         }
-        self.retire_folders().await
+        Ok(())
+    }
+
+    /// Tells of a collapse, or ends the run, as the plan says. The step is closed by then:
+    /// whoever continues the run goes on with the next one.
+    async fn collapsed(&self, collapse: &Collapse) -> Result<(), RunError> {
+        let versions = self.store().reader().versions().await?;
+        let good = versions.iter().find(|v| Some(v.version.0) == collapse.last_good);
+        let good = match good {
+            Some(version) if version.checkpoint.exists() => {
+                format!("policy version {} in {}", version.version, version.checkpoint)
+            }
+            Some(version) => format!(
+                "policy version {}, which is not kept any more (raise run.keep_checkpoints)",
+                version.version
+            ),
+            None => "the starting policy".to_owned(),
+        };
+        let error = RunError::Collapsed { step: collapse.step, symptom: collapse.symptom, good };
+        match self.plan().diagnostics.on_collapse {
+            OnCollapse::Warn => {
+                self.context.warn(error.to_string());
+                Ok(())
+            }
+            OnCollapse::Stop => Err(error),
+        }
     }
 
     /// Deletes batch folders beyond what the plan keeps. The journal allows it first, so a folder

@@ -12,10 +12,17 @@ const STD_EPSILON: f64 = 1e-6;
 pub enum AdvantageNorm {
     /// (reward − mean) / (unbiased standard deviation + 1e-6).
     Std,
-    /// reward − mean.
+    /// (reward − mean) / (population standard deviation + 1e-6).
+    PopulationStd,
+    /// reward − mean (Dr. GRPO).
     None,
     /// reward − mean of the other members (leave one out).
     Rloo,
+}
+
+impl AdvantageNorm {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Std, Self::PopulationStd, Self::None, Self::Rloo];
 }
 
 /// Whether a group says anything about its policy.
@@ -54,11 +61,10 @@ pub fn group_advantages(rewards: &[Option<f64>], norm: AdvantageNorm) -> GroupAd
     let low = trusted.iter().copied().fold(f64::INFINITY, f64::min);
     let high = trusted.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let differ = high > low;
+    let squares: f64 = trusted.iter().map(|reward| (reward - mean).powi(2)).sum();
     let scale = match norm {
-        AdvantageNorm::Std => {
-            let squares: f64 = trusted.iter().map(|reward| (reward - mean).powi(2)).sum();
-            1.0 / ((squares / (count - 1.0)).sqrt() + STD_EPSILON)
-        }
+        AdvantageNorm::Std => 1.0 / ((squares / (count - 1.0)).sqrt() + STD_EPSILON),
+        AdvantageNorm::PopulationStd => 1.0 / ((squares / count).sqrt() + STD_EPSILON),
         AdvantageNorm::None => 1.0,
         AdvantageNorm::Rloo => count / (count - 1.0),
     };
@@ -70,6 +76,19 @@ pub fn group_advantages(rewards: &[Option<f64>], norm: AdvantageNorm) -> GroupAd
         values: rewards.iter().map(|reward| reward.and_then(advantage)).collect(),
         signal: if differ { GroupSignal::Usable } else { GroupSignal::Degenerate },
     }
+}
+
+/// The cases of a golden file; `None`, with a note on stderr, where the test data is absent.
+#[cfg(test)]
+#[expect(clippy::print_stderr, reason = "a skipped test says so")]
+pub(crate) fn golden(name: &str) -> Option<Vec<serde_json::Value>> {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/data/golden");
+    let Ok(text) = fs_err::read_to_string(format!("{folder}/{name}.json")) else {
+        eprintln!("skipped: test data absent");
+        return None;
+    };
+    let file: serde_json::Value = serde_json::from_str(&text).unwrap();
+    Some(file["cases"].as_array().unwrap().clone())
 }
 
 #[cfg(test)]
@@ -97,7 +116,7 @@ mod tests {
     #[test]
     fn fewer_than_two_trusted_members_give_no_gradient() {
         for group in [vec![], vec![None; 4], vec![None, Some(1.0)], vec![Some(1.0)]] {
-            for norm in [AdvantageNorm::Std, AdvantageNorm::None, AdvantageNorm::Rloo] {
+            for norm in AdvantageNorm::ALL {
                 let got = group_advantages(&group, norm);
                 assert_eq!(got.signal, GroupSignal::TooFewTrusted);
                 assert_eq!(got.values, vec![None; group.len()]);
@@ -136,23 +155,16 @@ mod tests {
 
     #[test]
     fn golden_group_advantages() {
-        let file = concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/../../../shared/data/golden/group_advantage.json"
-        );
-        let Ok(text) = fs_err::read_to_string(file) else {
-            skip();
-            return;
-        };
-        let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let Some(cases) = golden("group_advantage") else { return };
         let floats = |value: &serde_json::Value| -> Vec<f64> {
             value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
         };
-        for case in golden["cases"].as_array().unwrap() {
+        for case in cases {
             let rewards: Vec<Option<f64>> =
                 floats(&case["inputs"]["rewards"]).into_iter().map(Some).collect();
             for (norm, key) in [
                 (AdvantageNorm::Std, "grpo_unbiased_std"),
+                (AdvantageNorm::PopulationStd, "grpo_population_std"),
                 (AdvantageNorm::None, "drgrpo_mean_only"),
                 (AdvantageNorm::Rloo, "rloo"),
             ] {
@@ -164,10 +176,5 @@ mod tests {
                 assert_eq!(got.signal == GroupSignal::Usable, kept);
             }
         }
-    }
-
-    #[expect(clippy::print_stderr, reason = "a skipped test says so")]
-    fn skip() {
-        eprintln!("skipped: test data absent");
     }
 }

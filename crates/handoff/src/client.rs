@@ -284,7 +284,7 @@ impl TrainerClient {
         progress(&status.state);
         match status.state {
             StepState::Queued | StepState::Running { .. } => Ok(None),
-            StepState::Done { result } => Ok(Some(result)),
+            StepState::Done { result } => Ok(Some(*result)),
             StepState::Failed { error } => Err(self.error(
                 "POST /v1/steps",
                 TrainerErrorKind::StepFailed { step_id: status.step_id, error },

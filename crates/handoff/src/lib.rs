@@ -7,18 +7,22 @@
 //! [`Batch::open`], or any safetensors reader by the layout in [`batch`].
 
 mod advantage;
+mod algorithm;
 pub mod batch;
 mod client;
 mod config;
+mod hyperparameters;
+mod metrics;
+mod overlong;
 pub mod protocol;
+pub mod rules;
 
 pub use advantage::{AdvantageNorm, GroupAdvantages, GroupSignal, group_advantages};
+pub use algorithm::{Algorithm, AlgorithmSection, TruncatedEpisodes};
 pub use batch::{
     Batch, BatchError, BatchErrorKind, BatchMeta, BatchSample, Manifest, Planned, RecordEntry,
     Rows, Sequence, ShardEntry, stream_batch, write_batch,
 };
 pub use client::{TrainerClient, TrainerError, TrainerErrorKind};
-pub use config::{
-    Algorithm, AlgorithmSection, HandoffPlan, HandoffSection, TrainerPlan, TrainerSection,
-    TruncatedEpisodes,
-};
+pub use config::{HandoffPlan, HandoffSection, TrainerPlan, TrainerSection};
+pub use overlong::Overlong;

@@ -10,11 +10,16 @@
 //!
 //! Errors are `{"error": {"code", "message"}}` with a 4xx or 5xx status.
 
+pub use crate::hyperparameters::{
+    Hyperparameters, ImportanceCorrection, ImportanceLevel, KlEstimator, LossAggregation,
+    PolicyLoss, RouterShift, RoutingReplay,
+};
+pub use crate::metrics::{
+    Disagreement, Mismatch, PolicyRatio, RolloutRatio, RouterShiftStats, StepMetrics, ValueStats,
+};
 use camino::Utf8PathBuf;
 use orchestrate_types::{ModelShape, PolicyVersion};
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 
 /// Version of this protocol.
 pub const PROTOCOL_VERSION: u32 = 1;
@@ -42,77 +47,6 @@ pub struct TrainerInfo {
     pub world_size: u32,
     /// Devices, for people.
     pub devices: Vec<String>,
-}
-
-/// Which loss the update minimises.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum PolicyLoss {
-    /// Clipped surrogate with group-relative advantages.
-    Grpo,
-}
-
-/// How token losses become one number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum LossAggregation {
-    /// Sum over all tokens / number of loss tokens.
-    TokenMean,
-    /// Mean over sequences of their token mean.
-    SeqMeanTokenMean,
-    /// Mean over sequences of their token sum.
-    SeqMeanTokenSum,
-    /// Sum over all tokens / (sequences × `loss_norm_tokens`).
-    TokenSumNorm,
-}
-
-/// Whose routes the trainer's forward passes use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum RoutingReplay {
-    /// Its own, in every pass.
-    None,
-    /// Its own of the recompute pass, in the update passes (R2).
-    Recompute,
-    /// The inference engine's, in recompute and update (R3).
-    Rollout,
-}
-
-/// Everything the update depends on beside the batch.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Hyperparameters {
-    /// The loss.
-    pub policy_loss: PolicyLoss,
-    /// Lower clip ε: ratios below `1 - clip_low` stop pushing down.
-    pub clip_low: f64,
-    /// Upper clip ε (Clip-Higher when above `clip_low`).
-    pub clip_high: f64,
-    /// Dual-clip constant `c` for negative advantages; `None` = off.
-    pub dual_clip: Option<f64>,
-    /// Aggregation.
-    pub aggregation: LossAggregation,
-    /// Constant `C` of `token-sum-norm`, in tokens.
-    pub loss_norm_tokens: f64,
-    /// Routes.
-    pub routing_replay: RoutingReplay,
-    /// Optimizer steps this batch is split into.
-    pub mini_steps: u32,
-    /// Most tokens in one forward and backward pass; gradients accumulate beyond.
-    pub micro_batch_tokens: usize,
-    /// AdamW learning rate.
-    pub learning_rate: f64,
-    /// AdamW decay rates.
-    pub betas: (f64, f64),
-    /// AdamW ε.
-    pub adam_eps: f64,
-    /// Decoupled weight decay.
-    pub weight_decay: f64,
-    /// Global L2 norm the gradient is clipped to.
-    pub max_grad_norm: f64,
-    /// Sampling temperature of the rollouts; log-probs are taken at it.
-    pub temperature: f64,
-    /// Also measure the mismatch in a forward without replay.
-    pub measure_no_replay: bool,
 }
 
 /// `POST /v1/steps`.
@@ -144,7 +78,7 @@ pub enum StepState {
     /// Applied, and part of a checkpoint on disk.
     Done {
         /// What it did.
-        result: StepResult,
+        result: Box<StepResult>,
     },
     /// Refused or failed; weights are as before.
     Failed {
@@ -172,57 +106,6 @@ pub struct StepResult {
     pub checkpoint: Utf8PathBuf,
     /// Measurements.
     pub metrics: StepMetrics,
-}
-
-/// Mismatch between sampler and trainer on the loss tokens of one batch, at the weights the
-/// batch was sampled with.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-pub struct Mismatch {
-    /// k3 estimate: mean of `ρ − 1 − ln ρ`, `ρ = p_train / p_infer`.
-    pub kl_k3: f64,
-    /// Mean `|ln ρ|`.
-    pub mean_abs_logprob_diff: f64,
-    /// F(τ): share of tokens with `max(ρ, 1/ρ) > τ`, by τ as text.
-    pub extreme_token_fraction: BTreeMap<String, f64>,
-}
-
-/// How far the trainer's own routes are from the engine's; measured without replay, over all
-/// tokens that have a row.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-pub struct Disagreement {
-    /// Share of (token, layer) pairs whose expert sets differ.
-    pub router: f64,
-    /// Share of tokens with at least one differing layer.
-    pub token: f64,
-    /// Mean over sequences of the mean number of differing routers per token.
-    pub sequence_mean: f64,
-}
-
-/// Measurements of one applied step.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-pub struct StepMetrics {
-    /// Mean loss over mini steps.
-    pub loss: f64,
-    /// Mean global gradient norm before clipping.
-    pub grad_norm: f64,
-    /// Mean entropy at the loss tokens, nats, at the rollout temperature.
-    pub entropy: f64,
-    /// Share of loss tokens whose update was clipped.
-    pub clip_fraction: f64,
-    /// Mismatch with the run's replay.
-    pub mismatch: Mismatch,
-    /// Mismatch in a forward without replay, when asked for.
-    pub mismatch_no_replay: Option<Mismatch>,
-    /// Route disagreement, when a forward without replay was made.
-    pub disagreement: Option<Disagreement>,
-    /// (token, layer) pairs that had no row and fell back to the trainer's own choice.
-    pub routing_missing: u64,
-    /// Loss tokens.
-    pub loss_tokens: u64,
-    /// All tokens.
-    pub tokens: u64,
-    /// Seconds for recompute, update and checkpoint together.
-    pub seconds: f64,
 }
 
 /// `POST /v1/logprobs`: forward only, nothing changes.

@@ -258,13 +258,13 @@ fn all_problems_of_a_section_are_reported_at_once_with_their_remedies() {
             "clip_low",
             "clip_high",
             "dual_clip",
-            "loss_norm_tokens",
             "mini_steps",
             "betas",
             "weight_decay",
             "micro_batch_tokens",
-            "learning_rate",
-            "max_grad_norm"
+            "max_grad_norm",
+            "loss_norm_tokens",
+            "learning_rate"
         ]
     );
     assert!(problems.iter().all(|problem| !problem.remedy.is_empty()));

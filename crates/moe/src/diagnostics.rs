@@ -1,7 +1,7 @@
 //! How far the trainer is from the sampler: probabilities ([`MismatchSum`]) and routes
 //! ([`DisagreementSum`]). Both are sums that grow sequence by sequence.
 
-use orchestrate_handoff::protocol::{Disagreement, Mismatch};
+use orchestrate_handoff::protocol::{Disagreement, Mismatch, RolloutRatio};
 use std::collections::BTreeMap;
 
 /// Thresholds τ of the extreme-token share.
@@ -24,6 +24,7 @@ pub struct MismatchSum {
     tokens: u64,
     k3: f64,
     absolute: f64,
+    probabilities: f64,
     extreme: [u64; EXTREME_RATIOS.len()],
 }
 
@@ -33,6 +34,7 @@ impl MismatchSum {
         self.tokens += 1;
         self.k3 += k3(trainer, sampler);
         self.absolute += (trainer - sampler).abs();
+        self.probabilities += (trainer.exp() - sampler.exp()).abs();
         for (count, tau) in self.extreme.iter_mut().zip(EXTREME_RATIOS) {
             *count += u64::from(is_extreme(trainer, sampler, tau));
         }
@@ -45,6 +47,7 @@ impl MismatchSum {
         Mismatch {
             kl_k3: self.k3 / tokens,
             mean_abs_logprob_diff: self.absolute / tokens,
+            mean_abs_prob_diff: self.probabilities / tokens,
             extreme_token_fraction: shares
                 .map(|(tau, count)| (tau.to_string(), count as f64 / tokens))
                 .collect::<BTreeMap<_, _>>(),
@@ -67,6 +70,9 @@ pub struct DisagreementSum {
     tokens_differing: u64,
     sequences: u64,
     sequence_means: f64,
+    sequence_expert_means: f64,
+    /// (token, layer) pairs by the number of experts that differ.
+    histogram: Vec<u64>,
 }
 
 impl DisagreementSum {
@@ -77,11 +83,19 @@ impl DisagreementSum {
         rows: impl Iterator<Item = (&'a [u16], &'a [u16])>,
         top_k: usize,
     ) {
-        let (mut tokens, mut differing_in_sequence) = (0, 0);
+        self.histogram.resize(top_k + 1, 0);
+        let (mut tokens, mut differing_in_sequence, mut experts) = (0, 0, 0);
         for (sampler, trainer) in rows {
             let layers = sampler.chunks_exact(top_k).zip(trainer.chunks_exact(top_k));
-            self.routers += sampler.len().checked_div(top_k).unwrap_or(0) as u64;
-            let differing = layers.filter(|(s, t)| differing_experts(s, t) > 0).count() as u64;
+            let mut differing = 0;
+            for count in layers.map(|(s, t)| differing_experts(s, t)) {
+                self.routers += 1;
+                differing += u64::from(count > 0);
+                experts += count;
+                if let Some(pairs) = self.histogram.get_mut(count) {
+                    *pairs += 1;
+                }
+            }
             self.routers_differing += differing;
             self.tokens_differing += u64::from(differing > 0);
             differing_in_sequence += differing;
@@ -91,6 +105,7 @@ impl DisagreementSum {
         if tokens > 0 {
             self.sequences += 1;
             self.sequence_means += differing_in_sequence as f64 / tokens as f64;
+            self.sequence_expert_means += experts as f64 / tokens as f64;
         }
     }
 
@@ -101,6 +116,75 @@ impl DisagreementSum {
             router: share(self.routers_differing, self.routers),
             token: share(self.tokens_differing, self.tokens),
             sequence_mean: self.sequence_means / self.sequences.max(1) as f64,
+            sequence_mean_experts: self.sequence_expert_means / self.sequences.max(1) as f64,
+            histogram: self.histogram.iter().map(|&n| share(n, self.routers)).collect(),
+        }
+    }
+}
+
+/// Entropy of the experts' shares of all assignments, per layer, over `ln experts`: 1 = evenly
+/// used. `rows` are executed experts `[layers · top_k]`.
+pub fn load_entropy<'a>(
+    rows: impl Iterator<Item = &'a [u16]>,
+    layers: usize,
+    experts: usize,
+) -> Vec<f64> {
+    let mut counts = vec![vec![0u64; experts]; layers];
+    for row in rows {
+        let top_k = row.len() / layers.max(1);
+        for (counts, ids) in counts.iter_mut().zip(row.chunks_exact(top_k.max(1))) {
+            for &id in ids {
+                if let Some(count) = counts.get_mut(usize::from(id)) {
+                    *count += 1;
+                }
+            }
+        }
+    }
+    let entropy = |counts: &Vec<u64>| {
+        let all = counts.iter().sum::<u64>().max(1) as f64;
+        let shares = counts.iter().filter(|&&n| n > 0).map(|&n| n as f64 / all);
+        let nats: f64 = shares.map(|p| -p * p.ln()).sum();
+        nats / (experts.max(2) as f64).ln()
+    };
+    counts.iter().map(entropy).collect()
+}
+
+/// Ratio of trainer to sampler over the loss tokens of a batch.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct RolloutRatioSum {
+    tokens: u64,
+    sum: f64,
+    squares: f64,
+    max: f64,
+    weights: f64,
+    corrected: u64,
+}
+
+impl RolloutRatioSum {
+    /// Adds the loss tokens of one sequence: their ln ρ, their importance weights, and how many of
+    /// them the correction changed.
+    pub fn add(&mut self, log_ratios: &[f64], weights: &[f64], corrected: usize) {
+        for log in log_ratios {
+            let ratio = log.exp();
+            self.sum += ratio;
+            self.squares += ratio * ratio;
+            self.max = self.max.max(ratio);
+        }
+        self.tokens += log_ratios.len() as u64;
+        self.weights += weights.iter().sum::<f64>();
+        self.corrected += corrected as u64;
+    }
+
+    /// Statistics over what was added; zeros if there was nothing.
+    pub fn finish(&self) -> RolloutRatio {
+        let tokens = self.tokens.max(1) as f64;
+        let spread = self.squares * tokens;
+        RolloutRatio {
+            mean: self.sum / tokens,
+            max: self.max,
+            effective_share: if spread > 0.0 { self.sum * self.sum / spread } else { 0.0 },
+            weight_mean: self.weights / tokens,
+            corrected: self.corrected as f64 / tokens,
         }
     }
 }
@@ -136,6 +220,8 @@ mod tests {
                     close(&[mismatch.kl_k3], &[typed(&expected["kl_k3"])], 1e-9);
                     let absolute = typed(&expected["mean_abs_logp_diff"]);
                     close(&[mismatch.mean_abs_logprob_diff], &[absolute], 1e-9);
+                    let probabilities = typed(&expected["mean_abs_prob_diff"]);
+                    close(&[mismatch.mean_abs_prob_diff], &[probabilities], 1e-9);
                     let shares: Vec<f64> = numbers(&inputs["taus"])
                         .into_iter()
                         .map(|tau| {
@@ -180,6 +266,32 @@ mod tests {
             close(&[found.token], &[typed(&expected["token_any_mismatch_fraction"])], 1e-9);
             let means = numbers(&expected["sequence_mean_routers"]);
             close(&[found.sequence_mean], &[means.iter().sum::<f64>() / 2.0], 1e-9);
+            let experts = numbers(&expected["sequence_mean_experts"]);
+            close(&[found.sequence_mean_experts], &[experts.iter().sum::<f64>() / 2.0], 1e-9);
+            let histogram = numbers(&expected["router_histogram_0..K"]);
+            let shares: Vec<f64> = histogram.iter().map(|n| n / 12.0).collect();
+            close(&found.histogram, &shares, 1e-9);
         }
+    }
+
+    #[test]
+    fn evenly_used_experts_have_entropy_one() {
+        let rows: [[u16; 4]; 2] = [[0, 1, 0, 1], [2, 3, 0, 1]];
+        let found = load_entropy(rows.iter().map(|r| &r[..]), 2, 4);
+        close(&found, &[1.0, 0.5], 1e-12);
+    }
+
+    #[test]
+    fn equal_ratios_are_worth_all_their_tokens_and_one_large_one_is_not() {
+        let mut even = RolloutRatioSum::default();
+        even.add(&[0.1; 4], &[1.0; 4], 0);
+        close(&[even.finish().effective_share], &[1.0], 1e-12);
+        let mut odd = RolloutRatioSum::default();
+        odd.add(&[0.0, 0.0, 0.0, 3.0_f64.ln()], &[1.0, 1.0, 1.0, 2.0], 1);
+        let found = odd.finish();
+        // Mean 1.5, mean square 3: 1.5² / 3.
+        let all =
+            [found.mean, found.max, found.effective_share, found.weight_mean, found.corrected];
+        close(&all, &[1.5, 3.0, 0.75, 1.25, 0.25], 1e-12);
     }
 }

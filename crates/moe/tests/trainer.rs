@@ -2,9 +2,7 @@
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests fail loudly")]
 
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_handoff::protocol::{
-    Hyperparameters, LogprobsRequest, LossAggregation, PolicyLoss, RoutingReplay, StepRequest,
-};
+use orchestrate_handoff::protocol::{Hyperparameters, LogprobsRequest, StepRequest};
 use orchestrate_handoff::{BatchMeta, BatchSample, TrainerClient, TrainerErrorKind, write_batch};
 use orchestrate_moe::train::{
     PackedBatch, Pass, ServeTrainerError, TrainModel, TrainerOptions, serve_trainer,
@@ -33,22 +31,15 @@ fn config() -> ModelConfig {
 
 fn settings() -> Hyperparameters {
     Hyperparameters {
-        policy_loss: PolicyLoss::Grpo,
-        clip_low: 0.2,
-        clip_high: 0.28,
         dual_clip: None,
-        aggregation: LossAggregation::TokenMean,
         loss_norm_tokens: 32.0,
-        routing_replay: RoutingReplay::Rollout,
         mini_steps: 2,
         micro_batch_tokens: 24,
         learning_rate: 1e-3,
         betas: (0.9, 0.95),
-        adam_eps: 1e-8,
         weight_decay: 0.0,
-        max_grad_norm: 1.0,
-        temperature: 1.0,
         measure_no_replay: true,
+        ..Hyperparameters::default()
     }
 }
 

@@ -1,12 +1,12 @@
 //! What a run does while nothing kills it.
 
 use crate::support::{Kill, World, mix, plan, task, usual};
-use orchestrate_coordinator::{Event, FailureClass, RunEnd, RunError, Stop};
-use orchestrate_handoff::AlgorithmSection;
+use orchestrate_coordinator::{Event, FailureClass, OnCollapse, RunEnd, RunError, Stop};
+use orchestrate_handoff::{AdvantageNorm, AlgorithmSection, Batch, group_advantages};
 use orchestrate_store::{BatchState, GroupState, Reader, StepState, StoreError};
 use orchestrate_tasks::Split;
 use orchestrate_types::{GroupId, Outcome, PolicyVersion, Stage};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -362,6 +362,63 @@ async fn masked_truncated_episodes_count_in_the_baseline_only() {
     assert_eq!(trained.len(), 4);
     assert!(trained.iter().all(|id| !id.ends_with(".00")));
     assert_eq!(world.metrics()[1]["truncated_episodes"], 2);
+}
+
+#[tokio::test]
+async fn long_episodes_lose_reward_in_the_batch_but_not_in_the_metrics() {
+    let script = |r: &orchestrate_rollout::EpisodeRequest| scored(r.attempt.episode.member == 1);
+    let mut world = World::new(plan(1), script);
+    let shaped = "overlong_max_tokens = 6\noverlong_cache_tokens = 4";
+    let section: AlgorithmSection = toml::from_str(shaped).unwrap();
+    world.plan.algorithm = section.check().unwrap();
+    world.finish().await;
+    let batch = Batch::open(&world.folder.join("batches/000001/manifest.json")).unwrap();
+    let mut groups: BTreeMap<i64, Vec<(f64, f64)>> = BTreeMap::new();
+    let mut punished = 0;
+    for sequence in batch.sequences().map(Result::unwrap) {
+        let solved = sequence.episode_id.ends_with(".01");
+        let written = sequence.loss_mask.iter().filter(|&&m| m == 1).count();
+        let penalty = if written > 2 { (written as f64 - 2.0) / 4.0 } else { 0.0 };
+        punished += u32::from(penalty > 0.0);
+        let (reward, advantage) = (f64::from(sequence.reward), f64::from(sequence.advantage));
+        assert!((reward - (f64::from(u8::from(solved)) - penalty)).abs() < 1e-6);
+        groups.entry(sequence.group).or_default().push((reward, advantage));
+    }
+    assert!(punished > 0 && groups.len() == 2);
+    for members in groups.values() {
+        let rewards: Vec<Option<f64>> = members.iter().map(|m| Some(m.0)).collect();
+        let expected = group_advantages(&rewards, AdvantageNorm::Std).values;
+        for ((_, found), expected) in members.iter().zip(expected) {
+            assert!((found - expected.unwrap()).abs() < 1e-5);
+        }
+    }
+    let line = &world.metrics()[1];
+    assert!((line["solve_rate"].as_f64().unwrap() - 1.0 / 3.0).abs() < 1e-9);
+    assert_eq!(line["reward_mean"], line["solve_rate"]);
+}
+
+#[tokio::test]
+async fn a_collapse_ends_the_run_where_that_is_wanted_and_can_be_overruled() {
+    let told = |world: &World| {
+        let events = world.events.lock().unwrap();
+        events.iter().filter(|event| format!("{event:?}").contains("training collapsed")).count()
+    };
+    let world = World::new(plan(7), usual);
+    world.trainer.sick.store(true, Ordering::SeqCst);
+    world.finish().await;
+    assert_eq!(told(&world), 1, "a warning, once");
+
+    let mut world = World::new(plan(7), usual);
+    world.plan.diagnostics.on_collapse = OnCollapse::Stop;
+    world.trainer.sick.store(true, Ordering::SeqCst);
+    let error = world.start(&Kill::never()).await.unwrap().unwrap_err();
+    assert!(matches!(error, RunError::Collapsed { step: 1, .. }), "{error:?}");
+    assert_eq!(error.class(), FailureClass::Trainer);
+    assert!(error.to_string().contains("the starting policy"), "{error}");
+    assert_eq!(world.trainer.state.lock().unwrap().version, 5);
+    // Whoever continues the run has seen the symptom: it is not held against it again.
+    world.finish().await;
+    assert_eq!(world.trainer.state.lock().unwrap().version, 7);
 }
 
 #[tokio::test]

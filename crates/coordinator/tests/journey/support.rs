@@ -248,6 +248,8 @@ pub(crate) struct ToyTrainer {
     pub(crate) requests: Mutex<Vec<StepRequest>>,
     pub(crate) fail: AtomicBool,
     pub(crate) yields: AtomicUsize,
+    /// Its probabilities are far from the engine's.
+    pub(crate) sick: AtomicBool,
     kill: Mutex<Arc<Kill>>,
 }
 
@@ -315,10 +317,12 @@ impl ToyTrainer {
             blake3::hash(&[state.digest.as_bytes(), &manifest].concat()).to_hex().to_string();
         state.trained.push(episodes_of(folder));
         state.version += 1;
+        let extreme = if self.sick.load(Ordering::SeqCst) { 0.5 } else { 1e-4 };
         let mismatch = Mismatch {
             kl_k3: 1e-3,
             mean_abs_logprob_diff: 1e-2,
-            extreme_token_fraction: BTreeMap::from([("2".to_owned(), 1e-4)]),
+            mean_abs_prob_diff: 2e-3,
+            extreme_token_fraction: BTreeMap::from([("2".to_owned(), extreme)]),
         };
         let result = StepResult {
             policy_version: PolicyVersion(state.version),
@@ -444,7 +448,9 @@ pub(crate) fn plan(steps: u32) -> Plan {
         },
         algorithm: AlgorithmSection::default().check().unwrap(),
         handoff: HandoffSection::default().plan(),
-        diagnostics: DiagnosticsSection { no_replay_every: Some(2) }.check().unwrap(),
+        diagnostics: DiagnosticsSection { no_replay_every: Some(2), on_collapse: None }
+            .check()
+            .unwrap(),
         model_name: "toy-model".into(),
     }
 }
@@ -485,6 +491,7 @@ impl World {
                 requests: Mutex::default(),
                 fail: AtomicBool::new(false),
                 yields: AtomicUsize::new(0),
+                sick: AtomicBool::new(false),
                 kill: Mutex::new(kill),
             }),
             sandboxes: Arc::default(),

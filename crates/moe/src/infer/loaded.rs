@@ -1,6 +1,7 @@
 //! A checkpoint folder as the engine serves it.
 
 use super::model::{Model, WeightFormat};
+use crate::train::side::Side;
 use crate::{CheckpointError, ModelConfig, Weights};
 use camino::Utf8Path;
 
@@ -13,9 +14,12 @@ pub(crate) struct Loaded {
 }
 
 impl Loaded {
-    /// Reads weights and the end-of-sequence tokens.
+    /// Reads weights, the router predictor if there is one, and the end-of-sequence tokens.
     pub(crate) fn read(folder: &Utf8Path, format: WeightFormat) -> Result<Self, CheckpointError> {
-        let model = Model::build(&Weights::load(folder)?, format)?;
+        let mut model = Model::build(&Weights::load(folder)?, format)?;
+        if let Some(predictor) = Side::load(folder, model.config())?.predictor {
+            model.predict_routes(predictor.weights());
+        }
         Ok(Self { model, eos: eos_tokens(folder)? })
     }
 }

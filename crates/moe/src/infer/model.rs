@@ -83,6 +83,8 @@ struct Layer {
     output: Matrix,
     post_norm: Vec<f32>,
     router: Dense,
+    /// What is added to the router's logits to choose experts, not to weigh them.
+    predictor: Option<Dense>,
     experts: Vec<Expert>,
 }
 
@@ -156,6 +158,7 @@ pub(crate) struct Scratch {
     attended: Vec<f32>,
     projected: Vec<f32>,
     router: Vec<f32>,
+    predicted: Vec<f32>,
     ids: Vec<u16>,
     gates: Vec<f32>,
     order: Vec<usize>,
@@ -218,6 +221,7 @@ impl Model {
                 output: Matrix::pack(format, get("self_attn.o_proj.weight")?, d, q_width),
                 post_norm: get("post_attention_layernorm.weight")?.to_vec(),
                 router: Dense::pack(get("mlp.gate.weight")?, c.num_experts, d),
+                predictor: None,
                 experts,
             });
         }
@@ -255,6 +259,15 @@ impl Model {
             inverse_frequencies,
             family,
         })
+    }
+
+    /// Lets experts be chosen by the routers' predicted logits: `weights [layers, experts, hidden]`
+    /// of a linear predictor on the routers' inputs.
+    pub(crate) fn predict_routes(&mut self, weights: &[f32]) {
+        let (experts, hidden) = (self.config.num_experts, self.config.hidden_size);
+        for (layer, weights) in self.layers.iter_mut().zip(weights.chunks_exact(experts * hidden)) {
+            layer.predictor = Some(Dense::pack(weights, experts, hidden));
+        }
     }
 
     /// The architecture.
@@ -372,12 +385,23 @@ impl Model {
         rms_norm(level, x, &layer.post_norm, config.rms_norm_eps as f32, h);
         let router = sized(&mut scratch.router, rows * config.num_experts);
         layer.router.apply(level, h, router);
+        let keys = match &layer.predictor {
+            None => &*router,
+            Some(predictor) => {
+                let keys = sized(&mut scratch.predicted, rows * config.num_experts);
+                predictor.apply(level, h, keys);
+                add(keys, router);
+                &*keys
+            }
+        };
         let (ids, gates) = (&mut scratch.ids, &mut scratch.gates);
         ids.resize(rows * top_k, 0);
         gates.resize(rows * top_k, 0.0);
         let chosen = ids.chunks_exact_mut(top_k).zip(gates.chunks_exact_mut(top_k));
-        for (logits, (ids, gates)) in router.chunks_exact(config.num_experts).zip(chosen) {
-            self.family.select(logits, ids);
+        let logits = router.chunks_exact(config.num_experts);
+        let keys = keys.chunks_exact(config.num_experts);
+        for ((logits, keys), (ids, gates)) in logits.zip(keys).zip(chosen) {
+            self.family.select(keys, ids);
             self.family.gates(logits, ids, gates);
         }
         for (ids, &slot) in ids.chunks_exact(top_k).zip(new_slots(chunks)) {

@@ -2,7 +2,7 @@
 //! Logits exist for [`CHUNK`] rows at a time only.
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
-use super::linalg::{View, ViewMut, add_scaled, largest, matmul, simd, sum};
+use super::linalg::{View, ViewMut, add_scaled, dot, largest, matmul, simd, sum};
 use super::real::Real;
 
 /// Rows of logits that exist at once.
@@ -133,5 +133,43 @@ impl<T: Real> Head<'_, T> {
             View::new(picked, rows, self.hidden),
             View::new(self.weight, self.vocab(), self.hidden).t(),
         );
+    }
+}
+
+/// A linear value head on the final hidden states: `[hidden]` weights, then the bias.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ValueHead<'a, T> {
+    pub(crate) weights: &'a [T],
+}
+
+impl<T: Real> ValueHead<'_, T> {
+    fn hidden(&self) -> usize {
+        self.weights.len() - 1
+    }
+
+    /// Value at each target's row.
+    pub(crate) fn forward(&self, x: &[T], targets: &Targets) -> Vec<T> {
+        let hidden = self.hidden();
+        let (weights, bias) = self.weights.split_at(hidden);
+        let value = |&row: &usize| dot(&x[row * hidden..(row + 1) * hidden], weights) + bias[0];
+        targets.rows.iter().map(value).collect()
+    }
+
+    /// Adds the gradients of `x` and of the weights, given `dL/dvalue` per target.
+    pub(crate) fn backward(
+        &self,
+        x: &[T],
+        targets: &Targets,
+        slopes: &[T],
+        dx: &mut [T],
+        d_weights: &mut [T],
+    ) {
+        let hidden = self.hidden();
+        for (&row, &slope) in targets.rows.iter().zip(slopes) {
+            let place = row * hidden..(row + 1) * hidden;
+            add_scaled(&mut dx[place.clone()], slope, &self.weights[..hidden]);
+            add_scaled(&mut d_weights[..hidden], slope, &x[place]);
+            d_weights[hidden] += slope;
+        }
     }
 }

@@ -9,6 +9,7 @@ mod head;
 #[cfg(target_arch = "x86_64")]
 mod kernel;
 mod layout;
+pub mod learner;
 mod linalg;
 pub mod model;
 #[cfg(test)]
@@ -16,17 +17,18 @@ mod model_tests;
 mod norm;
 pub mod optimizer;
 mod part;
+pub mod pass;
 pub mod real;
 pub mod server;
 pub mod service;
 pub mod sft;
+pub mod side;
 pub mod step;
-#[cfg(test)]
-mod step_tests;
 pub mod store;
 
 pub use batch::{BatchError, PackedBatch, Routes};
 pub use layout::Layout;
-pub use model::{LossGradient, Pass, SequenceOutput, TrainModel};
+pub use model::TrainModel;
+pub use pass::{LossGradient, Pass, SequenceOutput, TokenGradient};
 pub use server::{ServeTrainerError, serve_trainer};
 pub use service::TrainerOptions;

@@ -10,15 +10,16 @@
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
 use super::attention::{attention, attention_backward};
-use super::batch::{PackedBatch, Routes};
+use super::batch::PackedBatch;
 use super::experts::{Balance, MoeShape, MoeTrace, balance_loss, moe, moe_backward, router_logits};
-use super::head::Head;
+use super::head::{Head, ValueHead};
 use super::layout::Layout;
 use super::linalg::{View, ViewMut, matmul};
 use super::norm::{
     HeadShape, Rope, add, norm_and_rotate, norm_and_rotate_backward, rms_norm, rms_norm_backward,
 };
-use super::part::{Part, lanes};
+use super::part::{Captured, Part, lanes};
+use super::pass::{LossGradient, Pass, SequenceOutput};
 use super::real::Real;
 use crate::router::RouterFamily;
 use crate::{CheckpointError, ModelConfig, Weights};
@@ -35,55 +36,6 @@ pub struct TrainModel<T> {
     moe: MoeShape,
 }
 
-/// How to run the model over a batch.
-#[derive(Debug, Clone, Copy)]
-pub struct Pass<'a> {
-    /// Which sequences of the batch.
-    pub sequences: &'a [usize],
-    /// Routes to execute; tokens without a row use the model's own choice. `None` = always own.
-    pub replay: Option<&'a Routes>,
-    /// Temperature of log-probs and entropy, > 0.
-    pub temperature: f64,
-    /// Most tokens whose activations are held at once, all lanes together.
-    pub micro_batch_tokens: usize,
-    /// Factor on the balance loss of each token; 0 outside supervised training.
-    pub balance_per_token: f64,
-    /// Added to the router logits `[N, layers, experts]`: a stand-in for another engine's noise.
-    #[cfg(test)]
-    pub router_shift: Option<&'a [f64]>,
-}
-
-impl<'a> Pass<'a> {
-    /// Own routes, temperature 1.
-    pub fn new(sequences: &'a [usize]) -> Self {
-        Self {
-            sequences,
-            replay: None,
-            temperature: 1.0,
-            micro_batch_tokens: usize::MAX,
-            balance_per_token: 0.0,
-            #[cfg(test)]
-            router_shift: None,
-        }
-    }
-}
-
-/// What the model says about one sequence of `T` tokens.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SequenceOutput<T> {
-    /// Its number in the batch.
-    pub sequence: usize,
-    /// Log-prob of each scored token given those before, nats; 0.0 elsewhere. `[T]`
-    pub logprobs: Vec<T>,
-    /// Entropy of the distribution each scored token was drawn from, nats; 0.0 elsewhere. `[T]`
-    pub entropy: Vec<T>,
-    /// Executed experts `[T, layers, top_k]`.
-    pub routes: Vec<u16>,
-}
-
-/// `dL/dlogp [T]` of one sequence, from what the model says about it. Called on worker threads.
-pub type LossGradient<'a, T> = dyn Fn(&SequenceOutput<T>) -> Vec<T> + Sync + 'a;
-
 struct LayerTrace<T> {
     x: Vec<T>,
     normed: Vec<T>,
@@ -99,7 +51,7 @@ struct LayerTrace<T> {
 /// Everything one part's work needs.
 struct Work<'a, T> {
     batch: &'a PackedBatch,
-    pass: Pass<'a>,
+    pass: Pass<'a, T>,
     rope: &'a Rope<T>,
 }
 
@@ -148,6 +100,11 @@ impl<T: Real> TrainModel<T> {
         &self.config
     }
 
+    /// How its routers choose experts.
+    pub(crate) fn family(&self) -> &RouterFamily {
+        &self.moe.family
+    }
+
     /// Where each parameter lies in [`TrainModel::params`].
     pub fn layout(&self) -> &Layout {
         &self.layout
@@ -172,17 +129,17 @@ impl<T: Real> TrainModel<T> {
     }
 
     /// Log-probs, entropy and executed routes, in the order of `pass.sequences`.
-    pub fn forward(&self, batch: &PackedBatch, pass: Pass<'_>) -> Vec<SequenceOutput<T>> {
+    pub fn forward(&self, batch: &PackedBatch, pass: Pass<'_, T>) -> Vec<SequenceOutput<T>> {
         self.run(batch, pass, None).0
     }
 
-    /// Forward and backward: adds `Σ_t c_t · dlogp_t/dθ` to `grads` (laid out as the parameters),
-    /// with `c` from `loss`. Returns what the forward said, and the balance loss (mean over
+    /// Forward and backward: adds `Σ_t c_t · dlogp_t/dθ` to `grads` (laid out as the parameters,
+    /// followed by the value head's where there is one), with `c` from `loss`. Returns what the forward said, and the balance loss (mean over
     /// tokens, sum over layers; 0 when `balance_per_token` is).
     pub fn forward_backward(
         &self,
         batch: &PackedBatch,
-        pass: Pass<'_>,
+        pass: Pass<'_, T>,
         loss: &LossGradient<'_, T>,
         grads: &mut [T],
     ) -> (Vec<SequenceOutput<T>>, f64) {
@@ -196,17 +153,18 @@ impl<T: Real> TrainModel<T> {
     fn run(
         &self,
         batch: &PackedBatch,
-        pass: Pass<'_>,
+        pass: Pass<'_, T>,
         loss: Option<&LossGradient<'_, T>>,
     ) -> (Vec<SequenceOutput<T>>, f64, Vec<Vec<T>>) {
         let longest = pass.sequences.iter().map(|&s| batch.range(s).len()).max().unwrap_or(0);
         let rope = Rope::new(self.config.rope_base(), self.config.head_dim, longest);
         let work = Work { batch, pass, rope: &rope };
-        let results: Vec<LaneResult<T>> = lanes(batch, pass)
+        let value_weights = pass.value_head.map_or(0, <[T]>::len);
+        let results: Vec<LaneResult<T>> = lanes(batch, &pass)
             .into_par_iter()
             .map(|parts| {
                 let mut grads = match loss {
-                    Some(_) => vec![T::ZERO; self.params.len()],
+                    Some(_) => vec![T::ZERO; self.params.len() + value_weights],
                     None => Vec::new(),
                 };
                 let (mut outputs, mut balance) = (Vec::new(), 0.0);
@@ -246,16 +204,13 @@ impl<T: Real> TrainModel<T> {
             let token = work.batch.tokens()[place] as usize;
             x.extend_from_slice(&embedding[token * hidden..(token + 1) * hidden]);
         }
-        let (layers, top_k) = (self.config.num_hidden_layers, self.moe.top_k);
-        let mut routes = vec![0; part.places.len() * layers * top_k];
+        let layers = self.config.num_hidden_layers;
+        let mut captured = Captured::new(part, layers, &self.moe, work.pass);
         let mut traces = Vec::new();
         let mut balance = 0.0;
         for layer in 0..layers {
             let trace = self.layer_forward(work, part, layer, &mut x);
-            let rows = routes.chunks_exact_mut(layers * top_k);
-            for (row, ids) in rows.zip(trace.moe.ids.chunks_exact(top_k)) {
-                row[layer * top_k..(layer + 1) * top_k].copy_from_slice(ids);
-            }
+            captured.take(layer, (&trace.moe.ids, &trace.moe.logits, &trace.moe_input));
             if backward.is_some() {
                 if work.pass.balance_per_token > 0.0 {
                     balance += balance_loss(&self.moe, &trace.moe) * part.places.len() as f64;
@@ -273,13 +228,25 @@ impl<T: Real> TrainModel<T> {
         };
         let targets = part.targets(work.batch);
         let scores = head.forward(&last, &targets);
+        let value_head = work.pass.value_head.map(|weights| ValueHead { weights });
+        let values = value_head.map(|head| head.forward(&last, &targets));
 
         let first = outputs.len();
-        part.collect(&targets, (&scores.logprobs, &scores.entropy), &routes, outputs);
+        let scored = (&scores.logprobs[..], &scores.entropy[..], values.as_deref());
+        part.collect(&targets, scored, captured, outputs);
         if let Some((loss, grads)) = backward {
-            let coefficients: Vec<Vec<T>> = outputs[first..].iter().map(loss).collect();
-            let coefficients = part.gather(&targets, &coefficients);
+            let (mut by_logprob, mut by_value) = (Vec::new(), Vec::new());
+            for gradient in outputs[first..].iter().map(loss) {
+                by_logprob.extend(gradient.logprobs);
+                by_value.extend(gradient.values);
+            }
+            let coefficients = part.gather(&targets, &by_logprob);
+            let (grads, d_value_head) = grads.split_at_mut(self.params.len());
             let mut d_last = vec![T::ZERO; x.len()];
+            if let Some(head) = value_head {
+                let slopes = part.gather(&targets, &by_value);
+                head.backward(&last, &targets, &slopes, &mut d_last, d_value_head);
+            }
             let d_head = &mut grads[self.layout.head.clone()];
             head.backward(&last, (&targets, &scores), &coefficients, &mut d_last, d_head);
             let mut dx = vec![T::ZERO; x.len()];

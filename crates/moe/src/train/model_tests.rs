@@ -3,13 +3,13 @@
 use super::experts::{MoeShape, moe, moe_backward, router_logits};
 use super::layout::{ExpertSlots, LayerSlots};
 use super::real::Real;
-use super::{PackedBatch, Pass, Routes, SequenceOutput, TrainModel};
+use super::{PackedBatch, Pass, Routes, SequenceOutput, TokenGradient, TrainModel};
 use crate::diagnostics::{DisagreementSum, MismatchSum, is_extreme};
 use crate::golden::{cases, close, folder, ids, numbers, typed};
-use crate::loss::{Surrogate, TokenLogprobs, Totals};
+use crate::loss::{Advantages, Objective, SequenceTokens, Totals};
 use crate::router::RouterFamily;
 use crate::{ModelConfig, Weights};
-use orchestrate_handoff::protocol::LossAggregation;
+use orchestrate_handoff::protocol::Hyperparameters;
 use serde_json::Value;
 
 fn case(name: &str) -> Value {
@@ -39,7 +39,7 @@ fn wide<T: Real>(values: &[T]) -> Vec<f64> {
 fn forward<T: Real>(
     model: &TrainModel<T>,
     batch: &PackedBatch,
-    pass: Pass<'_>,
+    pass: Pass<'_, T>,
 ) -> SequenceOutput<T> {
     model.forward(batch, pass).remove(0)
 }
@@ -123,24 +123,31 @@ fn policy_step_matches<T: Real>(tolerance: f64) {
     let mask: Vec<bool> = (0..count).map(|p| p >= prompt).collect();
     let mut old = vec![0.0];
     old.extend(numbers(&inputs["logp_old"]));
-    let surrogate = Surrogate {
+    let settings = Hyperparameters {
         clip_low: typed(&inputs["eps_low"]),
         clip_high: typed(&inputs["eps_high"]),
         dual_clip: None,
-        aggregation: LossAggregation::TokenMean,
-        norm_tokens: 1.0,
+        ..Hyperparameters::default()
     };
     let totals = Totals { sequences: 1, loss_tokens: count - prompt };
     let advantage: f64 = typed(&inputs["advantage"]);
     let loss = |output: &SequenceOutput<T>| {
         let new = wide(&output.logprobs);
-        let tokens = TokenLogprobs { new: &new, old: &old, mask: &mask };
-        surrogate.sequence(totals, tokens, advantage)
+        Objective::new(&settings, totals).sequence(SequenceTokens {
+            new: &new,
+            old: &old,
+            sampler: &old,
+            reference: None,
+            shift: None,
+            mask: &mask,
+            advantages: Advantages::Sequence(advantage),
+        })
     };
     let mut grads = vec![T::ZERO; model.params().len()];
     let pass = Pass { replay: Some(&routes), ..Pass::new(&[0]) };
-    let coefficients =
-        |o: &SequenceOutput<T>| loss(o).gradient.into_iter().map(T::from_f64).collect();
+    let coefficients = |o: &SequenceOutput<T>| {
+        TokenGradient::from(loss(o).gradient.into_iter().map(T::from_f64).collect::<Vec<T>>())
+    };
     let (outputs, _) = model.forward_backward(&batch, pass, &coefficients, &mut grads);
     close(&[loss(&outputs[0]).value], &[typed(&expected["loss"])], tolerance);
 
@@ -277,6 +284,8 @@ fn coefficient(sequence: usize, position: usize) -> f64 {
 fn every_gradient_agrees_with_finite_differences() {
     for (tied, renormalised, balance) in [(true, true, 0.0), (false, false, 0.3)] {
         let mut model = lively(small(tied, renormalised));
+        let width = model.config().hidden_size;
+        let head: Vec<f64> = (0..=width).map(|i| coefficient(i, 3)).collect();
         let batch = ragged();
         let all = [0, 1, 2];
         let own: Vec<u16> =
@@ -288,21 +297,27 @@ fn every_gradient_agrees_with_finite_differences() {
             replay: Some(&routes),
             temperature: 1.3,
             balance_per_token: balance / count as f64,
+            value_head: Some(&head),
             ..Pass::new(&all)
         };
-        let weigh = |o: &SequenceOutput<f64>| -> Vec<f64> {
-            (0..o.logprobs.len()).map(|p| coefficient(o.sequence, p)).collect()
+        let weigh = |o: &SequenceOutput<f64>| TokenGradient {
+            logprobs: (0..o.logprobs.len()).map(|p| coefficient(o.sequence, p)).collect(),
+            values: (0..o.values.len()).map(|p| coefficient(p, o.sequence)).collect(),
         };
-        let mut grads = vec![0.0; model.params().len()];
+        let mut grads = vec![0.0; model.params().len() + head.len()];
         model.forward_backward(&batch, pass, &weigh, &mut grads);
 
-        let objective = |model: &TrainModel<f64>| {
-            let mut unused = vec![0.0; model.params().len()];
+        let objective = |model: &TrainModel<f64>, head: &[f64]| {
+            let pass = Pass { value_head: Some(head), ..pass };
+            let mut unused = vec![0.0; model.params().len() + head.len()];
             let (outputs, spread) = model.forward_backward(&batch, pass, &weigh, &mut unused);
+            let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
             let policy: f64 = outputs
                 .iter()
-                .flat_map(|o| weigh(o).into_iter().zip(o.logprobs.clone()))
-                .map(|(c, l)| c * l)
+                .map(|o| {
+                    let c = weigh(o);
+                    dot(&c.logprobs, &o.logprobs) + dot(&c.values, &o.values)
+                })
                 .sum();
             policy + balance * spread / count as f64
         };
@@ -314,9 +329,9 @@ fn every_gradient_agrees_with_finite_differences() {
             for at in [range.start, range.start + range.len() / 2 + 1] {
                 let (kept, step) = (model.params()[at], 1e-6);
                 model.params_mut()[at] = kept + step;
-                let above = objective(&model);
+                let above = objective(&model, &head);
                 model.params_mut()[at] = kept - step;
-                let below = objective(&model);
+                let below = objective(&model, &head);
                 model.params_mut()[at] = kept;
                 let numeric = (above - below) / (2.0 * step);
                 let exact = grads[at];
@@ -325,6 +340,15 @@ fn every_gradient_agrees_with_finite_differences() {
                     "{name}[{at}]: {exact} by backward, {numeric} by differences"
                 );
             }
+        }
+        for at in [0, head.len() / 2, head.len() - 1] {
+            let mut moved = head.clone();
+            moved[at] += 1e-6;
+            let above = objective(&model, &moved);
+            moved[at] -= 2e-6;
+            let numeric = (above - objective(&model, &moved)) / 2e-6;
+            let exact = grads[model.params().len() + at];
+            assert!((numeric - exact).abs() < 2e-6 * (1.0 + exact.abs()), "value head {at}");
         }
     }
 }

@@ -44,6 +44,16 @@ impl AdamW {
         self.steps
     }
 
+    /// First and second moments.
+    pub(crate) fn moments(&self) -> [&[f32]; 2] {
+        [&self.first, &self.second]
+    }
+
+    /// From stored moments; `None` if `steps` is no count.
+    pub(crate) fn from_parts(first: Vec<f32>, second: Vec<f32>, steps: f32) -> Option<Self> {
+        Some(Self { first, second, steps: whole(steps)? })
+    }
+
     /// One update. Parameters without gradient carry zeros and move by momentum and decay only.
     #[expect(clippy::cast_possible_truncation, reason = "parameters are f32")]
     pub fn update(&mut self, settings: AdamSettings, params: &mut [f32], grads: &[f32]) {

@@ -3,10 +3,9 @@
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
 use super::batch::PackedBatch;
-#[cfg(test)]
 use super::experts::MoeShape;
 use super::head::Targets;
-use super::model::{Pass, SequenceOutput};
+use super::pass::{Pass, SequenceOutput, spread};
 use super::real::Real;
 use std::ops::Range;
 
@@ -27,7 +26,7 @@ pub(super) struct Part {
 }
 
 /// Sequences over lanes (one per thread, longest first to the emptiest), each lane cut into parts.
-pub(super) fn lanes(batch: &PackedBatch, pass: Pass<'_>) -> Vec<Vec<Part>> {
+pub(super) fn lanes<T>(batch: &PackedBatch, pass: &Pass<'_, T>) -> Vec<Vec<Part>> {
     let count = rayon::current_num_threads().min(pass.sequences.len()).max(1);
     let limit = (pass.micro_batch_tokens / count).clamp(1, PART_TOKENS);
     let mut sequences = pass.sequences.to_vec();
@@ -85,8 +84,8 @@ impl Part {
     pub(super) fn collect<T: Real>(
         &self,
         targets: &Targets,
-        (logprobs, entropy): (&[T], &[T]),
-        routes: &[u16],
+        (logprobs, entropy, values): (&[T], &[T], Option<&[T]>),
+        captured: Captured<T>,
         outputs: &mut Vec<SequenceOutput<T>>,
     ) {
         let spread = |values: &[T]| {
@@ -96,21 +95,26 @@ impl Part {
             }
             rows
         };
-        let (logprobs, entropy) = (spread(logprobs), spread(entropy));
-        let width = routes.len() / self.places.len();
+        let (logprobs, entropy, values) = (spread(logprobs), spread(entropy), values.map(spread));
+        let mut inputs = captured.inputs.into_iter();
         for (&sequence, range) in self.sequences.iter().zip(&self.ranges) {
+            let rows =
+                |all: &[u16], width: usize| all[range.start * width..range.end * width].to_vec();
+            let logits = captured.logits_width;
             outputs.push(SequenceOutput {
                 sequence,
                 logprobs: logprobs[range.clone()].to_vec(),
                 entropy: entropy[range.clone()].to_vec(),
-                routes: routes[range.start * width..range.end * width].to_vec(),
+                values: values.as_ref().map_or_else(Vec::new, |v| v[range.clone()].to_vec()),
+                routes: rows(&captured.routes, captured.routes_width),
+                router_logits: captured.logits[range.start * logits..range.end * logits].to_vec(),
+                router_inputs: inputs.next().unwrap_or_default(),
             });
         }
     }
 
-    /// Per-sequence coefficients → one per target.
-    pub(super) fn gather<T: Real>(&self, targets: &Targets, coefficients: &[Vec<T>]) -> Vec<T> {
-        let rows: Vec<T> = coefficients.iter().flatten().copied().collect();
+    /// Coefficients of the part's tokens → one per target.
+    pub(super) fn gather<T: Real>(&self, targets: &Targets, rows: &[T]) -> Vec<T> {
         assert!(rows.len() == self.places.len(), "a loss gave not one coefficient per token");
         targets.rows.iter().map(|&row| rows[row + 1]).collect()
     }
@@ -120,7 +124,7 @@ impl Part {
         &self,
         shape: &MoeShape,
         layer: usize,
-        (batch, pass): (&PackedBatch, Pass<'_>),
+        (batch, pass): (&PackedBatch, Pass<'_, T>),
         logits: &mut [T],
     ) {
         let Some(shift) = pass.router_shift else { return };
@@ -129,6 +133,75 @@ impl Part {
             let at = (place * layers + layer) * shape.experts;
             for (logit, &by) in row.iter_mut().zip(&shift[at..]) {
                 *logit += T::from_f64(by);
+            }
+        }
+    }
+}
+
+/// What is kept of the routers, layer by layer.
+#[derive(Debug)]
+pub(super) struct Captured<T> {
+    routes: Vec<u16>,
+    routes_width: usize,
+    top_k: usize,
+    /// `[rows, layers, experts]`, or empty.
+    logits: Vec<T>,
+    logits_width: usize,
+    experts: usize,
+    /// Rows of each sequence whose router inputs are kept.
+    input_rows: Vec<Vec<usize>>,
+    /// Per sequence `[rows, layers, hidden]`.
+    inputs: Vec<Vec<T>>,
+    layers: usize,
+    hidden: usize,
+}
+
+impl<T: Real> Captured<T> {
+    pub(super) fn new(part: &Part, layers: usize, shape: &MoeShape, pass: Pass<'_, T>) -> Self {
+        let rows = part.places.len();
+        let routes_width = layers * shape.top_k;
+        let logits_width = if pass.router_logits { layers * shape.experts } else { 0 };
+        let input_rows: Vec<Vec<usize>> = part
+            .ranges
+            .iter()
+            .map(|range| {
+                spread(range.len(), pass.router_inputs).map(|row| range.start + row).collect()
+            })
+            .collect();
+        let inputs = input_rows
+            .iter()
+            .map(|rows| vec![T::ZERO; rows.len() * layers * shape.hidden])
+            .collect();
+        Self {
+            routes: vec![0; rows * routes_width],
+            routes_width,
+            top_k: shape.top_k,
+            logits: vec![T::ZERO; rows * logits_width],
+            logits_width,
+            experts: shape.experts,
+            input_rows,
+            inputs,
+            layers,
+            hidden: shape.hidden,
+        }
+    }
+
+    /// Executed experts, logits and inputs of one layer's router.
+    pub(super) fn take(&mut self, layer: usize, (ids, logits, inputs): (&[u16], &[T], &[T])) {
+        let rows = self.routes.chunks_exact_mut(self.routes_width);
+        for (row, ids) in rows.zip(ids.chunks_exact(self.top_k)) {
+            row[layer * self.top_k..(layer + 1) * self.top_k].copy_from_slice(ids);
+        }
+        if self.logits_width > 0 {
+            let rows = self.logits.chunks_exact_mut(self.logits_width);
+            for (row, logits) in rows.zip(logits.chunks_exact(self.experts)) {
+                row[layer * self.experts..(layer + 1) * self.experts].copy_from_slice(logits);
+            }
+        }
+        for (rows, kept) in self.input_rows.iter().zip(&mut self.inputs) {
+            for (slot, &row) in kept.chunks_exact_mut(self.layers * self.hidden).zip(rows) {
+                let from = &inputs[row * self.hidden..(row + 1) * self.hidden];
+                slot[layer * self.hidden..(layer + 1) * self.hidden].copy_from_slice(from);
             }
         }
     }

@@ -3,15 +3,15 @@
 //! The invariant: a step is `Done` only when its checkpoint is on disk; a step that fails leaves
 //! weights and optimizer as they were. Read [`super::step`] for what a step does.
 
+use super::learner::Learner;
 use super::model::TrainModel;
-use super::optimizer::AdamW;
 use super::step::{Measured, StepError, TrainBatch, apply, check_settings, measure};
 use super::store::{AppliedStep, CheckpointStore, Restored, TrainerState};
 use crate::{CheckpointError, ModelConfig};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_handoff::protocol::{
-    CheckpointReply, LogprobsReply, LogprobsRequest, PROTOCOL_VERSION, StepRequest, StepResult,
-    StepState, StepStatus, TrainerInfo,
+    CheckpointReply, LogprobsReply, LogprobsRequest, PROTOCOL_VERSION, PolicyLoss, StepRequest,
+    StepResult, StepState, StepStatus, TrainerInfo,
 };
 use orchestrate_handoff::{Batch, BatchError};
 use orchestrate_types::PolicyVersion;
@@ -142,13 +142,13 @@ pub fn start(options: &TrainerOptions) -> Result<(TrainerHandle, TrainerThread),
         CheckpointStore::open(&options.checkpoints, &options.policy, options.keep)?;
     let checkpoint = store.folder(restored.state.policy_version);
     let shared = Arc::new(Shared {
-        config: restored.model.config().clone(),
+        config: restored.learner.model.config().clone(),
         batch_root: options.batch_root.clone(),
         stopping: AtomicBool::new(false),
         board: Mutex::new(Board { state: restored.state.clone(), checkpoint, current: None }),
     });
     let (jobs, queue) = sync_channel(QUEUE);
-    let worker = Worker { shared: Arc::clone(&shared), store, restored };
+    let worker = Worker { shared: Arc::clone(&shared), store, restored, reference: None };
     let thread = std::thread::Builder::new()
         .name("trainer".into())
         .spawn(move || worker.run(&queue))
@@ -178,7 +178,7 @@ impl Shared {
 impl Board {
     fn known(&self, step_id: &str) -> Option<StepStatus> {
         if let Some(step) = self.state.applied(step_id) {
-            let state = StepState::Done { result: step.result.clone() };
+            let state = StepState::Done { result: Box::new(step.result.clone()) };
             return Some(StepStatus { step_id: step_id.to_owned(), state });
         }
         self.current.clone().filter(|current| current.step_id == step_id)
@@ -200,7 +200,7 @@ impl TrainerHandle {
             protocol_version: PROTOCOL_VERSION,
             trainer: concat!("orchestrate-moe ", env!("CARGO_PKG_VERSION")).to_owned(),
             model: self.shared.config.shape(),
-            algorithms: vec!["grpo".to_owned()],
+            algorithms: PolicyLoss::ALL.iter().map(|loss| loss.name().to_owned()).collect(),
             policy_version: board.state.policy_version,
             lineage: board.state.lineage,
             last_step_id: board.state.steps.last().map(|step| step.step_id.clone()),
@@ -273,7 +273,8 @@ impl TrainerHandle {
         request: &LogprobsRequest,
     ) -> Result<oneshot::Receiver<LogprobsReply>, TrainerRefusal> {
         if !(request.temperature.is_finite() && request.temperature > 0.0) {
-            return Err(StepError::Setting("temperature must be > 0").into());
+            let problem = format!("`temperature` = {}: use a number above 0", request.temperature);
+            return Err(StepError::Setting(problem).into());
         }
         let (_, batch) = self.read(&request.manifest)?;
         let (reply, answer) = oneshot::channel();
@@ -346,6 +347,8 @@ struct Worker {
     shared: Arc<Shared>,
     store: CheckpointStore,
     restored: Restored,
+    /// The starting policy, read when a step first asks for it.
+    reference: Option<TrainModel<f32>>,
 }
 
 impl Worker {
@@ -355,7 +358,7 @@ impl Worker {
                 Job::Step(job) => self.step(&job),
                 Job::Logprobs { batch, replay, temperature, reply } => {
                     let Measured { logprobs, mismatch, disagreement } =
-                        measure(&self.restored.model, &batch, replay, temperature);
+                        measure(&self.restored.learner.model, &batch, replay, temperature);
                     let policy_version = self.restored.state.policy_version;
                     // A caller that went away does not want its answer.
                     drop(reply.send(LogprobsReply {
@@ -370,7 +373,7 @@ impl Worker {
     }
 
     fn step(&mut self, job: &StepJob) {
-        let before = (self.restored.model.params().to_vec(), self.restored.adam.clone());
+        let before = self.restored.learner.snapshot();
         let done = catch_unwind(AssertUnwindSafe(|| self.apply_and_save(job)));
         let done = done.unwrap_or_else(|_| Err("the trainer panicked; see its log".to_owned()));
         let step_id = job.request.step_id.clone();
@@ -396,9 +399,7 @@ impl Worker {
                 }
             }
             Err(error) => {
-                let (params, adam) = before;
-                self.restored.model.params_mut().copy_from_slice(&params);
-                self.restored.adam = adam;
+                self.restored.learner.restore(before);
                 tracing::warn!(step_id, error, "step failed, weights are as before");
                 let state = StepState::Failed { error };
                 self.shared.board().current = Some(StepStatus { step_id, state });
@@ -408,7 +409,15 @@ impl Worker {
 
     fn apply_and_save(&mut self, job: &StepJob) -> Result<TrainerState, String> {
         let started = Instant::now();
-        let Restored { model, adam, state } = &mut self.restored;
+        let settings = &job.request.hyperparameters;
+        if settings.kl_coefficient > 0.0 && self.reference.is_none() {
+            let folder = self.store.folder(PolicyVersion(0));
+            let model = TrainModel::load(&folder).map_err(|error| {
+                format!("the reference policy cannot be read: {}", chain(&error))
+            })?;
+            self.reference = Some(model);
+        }
+        let Restored { learner, state } = &mut self.restored;
         let shared = Arc::clone(&self.shared);
         let step_id = job.request.step_id.clone();
         let mut progress = |phase: &'static str, share: f64| {
@@ -417,12 +426,12 @@ impl Worker {
             shared.board().current = Some(StepStatus { step_id, state });
             !shared.stopping.load(Ordering::Relaxed)
         };
-        let settings = &job.request.hyperparameters;
-        let mut metrics = apply((model, adam), &job.batch, settings, &mut progress)
+        let reference = self.reference.as_ref();
+        let mut metrics = apply(learner, reference, &job.batch, settings, &mut progress)
             .map_err(|error| chain(&error))?;
         progress("checkpoint", 1.0);
         let version = state.policy_version.next();
-        save(&self.store, (model, adam), (state, version), || {
+        save(&self.store, learner, (state, version), || {
             metrics.seconds = started.elapsed().as_secs_f64();
             AppliedStep {
                 step_id: job.request.step_id.clone(),
@@ -440,12 +449,12 @@ impl Worker {
 
 fn save(
     store: &CheckpointStore,
-    (model, adam): (&TrainModel<f32>, &AdamW),
+    learner: &Learner,
     (state, version): (&TrainerState, PolicyVersion),
     step: impl FnOnce() -> AppliedStep,
 ) -> Result<TrainerState, CheckpointError> {
     let companions = store.folder(state.policy_version);
-    store.save(model, adam, version, &companions, || state.after(step()))
+    store.save(learner, version, &companions, || state.after(step()))
 }
 
 /// An error with its causes, for an answer that has no other place for them.

@@ -1,8 +1,9 @@
 //! Supervised training of a starting policy: weighted next-token loss plus expert balancing.
 
 use super::batch::{BatchError, PackedBatch};
-use super::model::{Pass, SequenceOutput, TrainModel};
+use super::model::TrainModel;
 use super::optimizer::{AdamSettings, AdamW, clip_global_norm};
+use super::pass::{Pass, SequenceOutput, TokenGradient};
 use std::ops::ControlFlow;
 use std::time::Instant;
 
@@ -237,7 +238,8 @@ fn gradients(
     let pass = Pass { balance_per_token: balance / tokens, ..Pass::new(&all) };
     let coefficients = |output: &SequenceOutput<f32>| {
         let weights = packed.weights.get(packed.batch.range(output.sequence));
-        weights.unwrap_or_default().iter().map(|w| w * scale).collect()
+        let slopes = weights.unwrap_or_default().iter().map(|w| w * scale);
+        TokenGradient::from(slopes.collect::<Vec<f32>>())
     };
     let (outputs, balance) = model.forward_backward(&packed.batch, pass, &coefficients, grads);
     let loss = weighted_loss(packed, &outputs) / total.max(f64::MIN_POSITIVE);

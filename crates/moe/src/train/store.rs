@@ -3,8 +3,10 @@
 //! The newest complete folder is the trainer's whole state: weights, optimizer, and the results of
 //! the steps that led there ([`TrainerState`]). Losing everything after it loses nothing else.
 
+use super::learner::Learner;
 use super::model::TrainModel;
 use super::optimizer::AdamW;
+use super::side::Side;
 use crate::CheckpointError;
 use crate::checkpoint::{PendingFolder, StoredType, copy_companions, write_json};
 use camino::{Utf8Path, Utf8PathBuf};
@@ -75,10 +77,8 @@ pub struct CheckpointStore {
 /// What a trainer starts from.
 #[derive(Debug)]
 pub struct Restored {
-    /// Weights.
-    pub model: TrainModel<f32>,
-    /// Optimizer.
-    pub adam: AdamW,
+    /// Weights and optimizer.
+    pub learner: Learner,
     /// Where it stands.
     pub state: TrainerState,
 }
@@ -116,15 +116,15 @@ impl CheckpointStore {
     /// If anything cannot be written; nothing is published then.
     pub fn save(
         &self,
-        model: &TrainModel<f32>,
-        adam: &AdamW,
+        learner: &Learner,
         version: PolicyVersion,
         companions: &Utf8Path,
         state: impl FnOnce() -> TrainerState,
     ) -> Result<TrainerState, CheckpointError> {
         let pending = PendingFolder::create(&self.folder(version))?;
-        model.weights()?.write(pending.path(), StoredType::F32)?;
-        adam.write(model.layout(), pending.path())?;
+        learner.model.weights()?.write(pending.path(), StoredType::F32)?;
+        learner.adam.write(learner.model.layout(), pending.path())?;
+        learner.side.write(pending.path())?;
         copy_companions(companions, pending.path())?;
         let state = state();
         write_json(&pending.path().join(STATE_FILE), &state)?;
@@ -137,14 +137,13 @@ impl CheckpointStore {
     }
 
     fn begin(&self, policy: &Utf8Path) -> Result<Restored, CheckpointError> {
-        let model = TrainModel::load(policy)?;
-        let adam = AdamW::new(model.layout().total());
+        let learner = Learner::new(TrainModel::load(policy)?);
         let version = PolicyVersion(0);
         // All checkpoints were taken away: that is a restoration too.
         let lineage = self.history()?.map_or(0, |history| history.lineage + 1);
         let state = TrainerState { lineage, policy_version: version, steps: Vec::new() };
-        let state = self.save(&model, &adam, version, policy, || state)?;
-        Ok(Restored { model, adam, state })
+        let state = self.save(&learner, version, policy, || state)?;
+        Ok(Restored { learner, state })
     }
 
     fn restore(&self, version: PolicyVersion) -> Result<Restored, CheckpointError> {
@@ -161,7 +160,8 @@ impl CheckpointStore {
         self.note(&state)?;
         let model = TrainModel::load(&folder)?;
         let adam = AdamW::load(model.layout(), &folder)?;
-        Ok(Restored { model, adam, state })
+        let side = Side::load(&folder, model.config())?;
+        Ok(Restored { learner: Learner { model, adam, side }, state })
     }
 
     fn history(&self) -> Result<Option<History>, CheckpointError> {

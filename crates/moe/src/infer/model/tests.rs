@@ -150,3 +150,50 @@ fn measure_decode_and_prefill() {
         eprintln!("{format:?} prefill of 200: {rate:.0} tokens/s");
     }
 }
+
+#[test]
+fn predicted_logits_choose_the_experts_and_the_routers_own_weigh_them() {
+    use crate::loss::predictor::add_prediction;
+    use crate::train::{PackedBatch, Pass, Routes, TrainModel};
+    let config = small_config(3);
+    let weights = Weights::random(config.clone(), 7);
+    let mut model = Model::build(&weights, WeightFormat::F32).unwrap();
+    let tokens: Vec<u32> = (0..24).map(|i| i * 37 % 1024).collect();
+    let slots: Vec<u32> = (0..24).collect();
+    let route = |model: &Model| -> (Vec<u16>, Vec<f32>) {
+        let mut pool = KvPool::new(model.config(), 64);
+        let logits = run(model, &mut pool, &tokens, &slots);
+        (slots.iter().flat_map(|&s| pool.route(s).to_vec()).collect(), logits)
+    };
+    let (own, _) = route(&model);
+    let count = 3 * config.num_experts * config.hidden_size;
+    let predictor: Vec<f32> =
+        (0u8..=250).cycle().take(count).map(|i| (f32::from(i) - 125.0) / 4000.0).collect();
+    model.predict_routes(&predictor);
+    let (chosen, logits) = route(&model);
+    assert_ne!(chosen, own);
+
+    // The trainer replays them, and says what its routers saw.
+    let routes = Routes::new(chosen.clone(), vec![true; 24], (3, 2, 8)).unwrap();
+    let batch = PackedBatch::new(tokens.clone(), vec![0, 24], vec![true; 24]).unwrap();
+    let trainer: TrainModel<f32> = TrainModel::new(&weights);
+    let pass =
+        Pass { replay: Some(&routes), router_logits: true, router_inputs: 24, ..Pass::new(&[0]) };
+    let seen = trainer.forward(&batch, pass).remove(0);
+    let per_layer = predictor.chunks(config.num_experts * config.hidden_size);
+    let layers: Vec<&[f32]> = per_layer.collect();
+    let rows = seen.router_logits.chunks(8).zip(seen.router_inputs.chunks(128));
+    for (i, ((logits, inputs), chosen)) in rows.zip(chosen.chunks(2)).enumerate() {
+        let mut predicted = logits.to_vec();
+        add_prediction(layers[i % 3], inputs, &mut predicted);
+        let mut ids = [0; 2];
+        trainer.family().select(&predicted, &mut ids);
+        assert_eq!(ids, chosen, "router {i}");
+    }
+    for (t, expected) in seen.logprobs.iter().enumerate().skip(1) {
+        let mut row = logits[(t - 1) * 1024..t * 1024].to_vec();
+        let logit = row[tokens[t] as usize];
+        let found = logit - model.probabilities(&mut row, 1.0);
+        assert!((found - expected).abs() < 1e-4, "{t}: {found} {expected}");
+    }
+}

@@ -1,0 +1,190 @@
+//! All pairs of algorithm options: either they work together, or the refusal names one of them
+//! and says what to do.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use orchestrate_handoff::protocol::Hyperparameters;
+use orchestrate_handoff::rules::refusals;
+use orchestrate_handoff::{Algorithm, AlgorithmSection};
+use serde_json::{Map, Value, json};
+
+/// Options that can be combined; each value with what it needs beside itself.
+fn options() -> Vec<(&'static str, Vec<Value>)> {
+    let losses = ["grpo", "gspo", "gmpo", "rspo", "cispo", "minirl", "sapo", "ppo"];
+    let corrections = ["none", "tis", "mis", "icepop", "geometric_mask"];
+    let sums = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-norm"];
+    let words = |words: &[&str]| words.iter().map(|w| json!(w)).collect::<Vec<_>>();
+    vec![
+        ("policy_loss", words(&losses)),
+        ("aggregation", words(&sums)),
+        ("dual_clip", vec![json!(0.0), json!(3.0)]),
+        ("router_shift", words(&["none", "before_clip", "after_clip"])),
+        ("importance_correction", words(&corrections)),
+        ("importance_level", words(&["token", "sequence"])),
+        ("off_policy_delta", vec![json!(0.0), json!(0.1)]),
+        ("kl_estimator", words(&["k1", "k2", "k3", "k3_plus"])),
+        ("kl_unbiased", vec![json!(false), json!(true)]),
+        ("routing_replay", words(&["none", "recompute", "rollout", "predictive"])),
+        ("mini_steps", vec![json!(1), json!(4)]),
+        ("advantage_normalisation", words(&["std", "population_std", "none", "rloo"])),
+        ("warmup_steps", vec![json!(0), json!(20)]),
+        ("truncated", words(&["train", "mask"])),
+        ("overlong_max_tokens", vec![json!(100)]),
+    ]
+}
+
+fn set(section: &mut Map<String, Value>, key: &str, value: &Value) {
+    section.insert(key.to_owned(), value.clone());
+    // What a value cannot do without; not what another option may contradict.
+    let also: &[(&str, Value)] = match (key, value.as_str()) {
+        ("aggregation", Some("token-sum-norm")) => &[("loss_norm_tokens", json!(100.0))],
+        ("kl_estimator" | "kl_unbiased", _) => &[("kl_coefficient", json!(0.1))],
+        ("overlong_max_tokens", _) => &[("overlong_cache_tokens", json!(20))],
+        _ => &[],
+    };
+    for (key, value) in also {
+        section.insert((*key).to_owned(), value.clone());
+    }
+}
+
+fn check(section: &Map<String, Value>) -> Result<Algorithm, Vec<(String, String)>> {
+    let section: AlgorithmSection = serde_json::from_value(section.clone().into()).unwrap();
+    let checked = section.check();
+    checked.map_err(|found| found.into_iter().map(|p| (p.key, p.remedy)).collect())
+}
+
+/// What the papers rule out, said once more and in other words than the rules themselves.
+fn is_contradiction(section: &Map<String, Value>) -> bool {
+    let given = |key: &str| section.get(key);
+    let is = |key: &str, default: &str, one_of: &[&str]| {
+        one_of.contains(&given(key).and_then(Value::as_str).unwrap_or(default))
+    };
+    let number = |key: &str| given(key).and_then(Value::as_f64).unwrap_or(0.0);
+    let loss = |one_of: &[&str]| is("policy_loss", "grpo", one_of);
+    let corrects = !is("importance_correction", "none", &["none"]);
+    let shifts = is("router_shift", "none", &["before_clip", "after_clip"]);
+    [
+        // Defined as a mean over sequences.
+        given("aggregation").is_some()
+            && !is("aggregation", "", &["seq-mean-token-mean"])
+            && loss(&["gspo", "gmpo", "rspo"]),
+        number("dual_clip") > 0.0 && !loss(&["grpo", "ppo"]),
+        // Rspo is gmpo with router shift, and only its first form has the weight after the clip.
+        loss(&["rspo"]) && is("router_shift", "before_clip", &["none"]),
+        shifts && loss(&["gmpo", "cispo", "minirl", "sapo"]),
+        is("router_shift", "", &["after_clip"]) && !loss(&["rspo"]),
+        // A level without a correction, or not the correction's own.
+        given("importance_level").is_some() && !corrects,
+        is("importance_correction", "", &["icepop"])
+            && is("importance_level", "token", &["sequence"]),
+        is("importance_correction", "", &["geometric_mask"])
+            && is("importance_level", "sequence", &["token"]),
+        is("importance_correction", "", &["icepop"]) && loss(&["gmpo", "rspo"]),
+        corrects && loss(&["minirl"]),
+        number("off_policy_delta") > 0.0 && loss(&["ppo"]),
+        is("kl_estimator", "k3", &["k1"]) && !loss(&["ppo"]),
+        given("kl_unbiased") == Some(&json!(true)) && !is("kl_estimator", "k3", &["k3"]),
+        is("routing_replay", "", &["predictive"]) && number("mini_steps") < 2.0,
+        given("advantage_normalisation").is_some() && loss(&["ppo"]),
+    ]
+    .contains(&true)
+}
+
+#[test]
+fn every_pair_of_options_works_or_is_refused_by_name() {
+    let options = options();
+    let (mut worked, mut refused) = (0, 0);
+    for (i, (a, a_values)) in options.iter().enumerate() {
+        for (b, b_values) in options.iter().skip(i + 1) {
+            for (va, vb) in a_values.iter().flat_map(|va| b_values.iter().map(move |vb| (va, vb))) {
+                let mut section = Map::new();
+                set(&mut section, a, va);
+                set(&mut section, b, vb);
+                let contradicts = is_contradiction(&section);
+                assert_eq!(check(&section).is_err(), contradicts, "{a}={va} {b}={vb}");
+                match check(&section) {
+                    Ok(algorithm) => {
+                        // What is written out says the same when it is read again.
+                        assert_eq!(algorithm.section().check().unwrap(), algorithm);
+                        worked += 1;
+                    }
+                    Err(problems) => {
+                        for (key, remedy) in &problems {
+                            let key = key.strip_prefix("algorithm.").unwrap();
+                            assert!(section.contains_key(key), "{a}={va} {b}={vb}: {problems:?}");
+                            assert!(remedy.len() > 10);
+                        }
+                        refused += 1;
+                    }
+                }
+            }
+        }
+    }
+    assert!(worked > 600 && refused > 200, "{worked} worked, {refused} refused");
+}
+
+#[test]
+fn a_setting_without_effect_is_refused_and_so_is_half_of_a_pair() {
+    for (section, key) in [
+        (json!({"importance_high": 3.0}), "importance_high"),
+        (json!({"importance_correction": "tis", "importance_low": 0.1}), "importance_low"),
+        (json!({"router_shift_floor": 0.9}), "router_shift_floor"),
+        (json!({"kl_estimator": "k2"}), "kl_estimator"),
+        (json!({"gae_lambda": 0.9}), "gae_lambda"),
+        (json!({"predictor_rate": 10.0}), "predictor_rate"),
+        (json!({"policy_loss": "sapo", "clip_high": 0.3}), "clip_high"),
+        (json!({"sapo_tau": [1.0, 1.0]}), "sapo_tau"),
+        (json!({"overlong_max_tokens": 100}), "overlong_cache_tokens"),
+        (json!({"overlong_cache_tokens": 100}), "overlong_max_tokens"),
+        (
+            json!({"overlong_max_tokens": 100, "overlong_cache_tokens": 101}),
+            "overlong_cache_tokens",
+        ),
+        (json!({"importance_correction": "icepop", "importance_low": 6.0}), "importance_low"),
+        // A floor that alone would pass the lower clip.
+        (
+            json!({"policy_loss": "gspo", "router_shift": "before_clip", "clip_low": 3e-4}),
+            "router_shift_floor",
+        ),
+        (json!({"policy_loss": "rspo", "router_shift_floor": 0.5}), "router_shift_floor"),
+    ] {
+        let found = check(section.as_object().unwrap()).unwrap_err();
+        let keys: Vec<&str> = found.iter().map(|(key, _)| key.as_str()).collect();
+        assert_eq!(keys, [format!("algorithm.{key}")], "{section}");
+    }
+}
+
+#[test]
+fn defaults_are_the_published_values_of_each_loss() {
+    for (section, clip, high) in [
+        (json!({}), (0.2, 0.28), 2.0),
+        (json!({"policy_loss": "gspo"}), (3e-4, 4e-4), 2.0),
+        (json!({"policy_loss": "rspo"}), (0.4, 0.4), 2.0),
+        (json!({"policy_loss": "cispo"}), (1.0, 4.0), 2.0),
+        (json!({"policy_loss": "minirl"}), (0.2, 0.27), 5.0),
+        (json!({"importance_correction": "icepop"}), (0.2, 0.28), 5.0),
+        (json!({"importance_correction": "geometric_mask"}), (0.2, 0.28), 1.01),
+    ] {
+        let h = check(section.as_object().unwrap()).unwrap().hyperparameters(1.0, false);
+        assert_eq!(((h.clip_low, h.clip_high), h.importance_high), (clip, high), "{section}");
+    }
+}
+
+#[test]
+fn a_request_from_before_these_options_is_still_understood() {
+    let old = json!({
+        "policy_loss": "grpo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": null,
+        "aggregation": "token-mean", "loss_norm_tokens": 1.0, "routing_replay": "rollout",
+        "mini_steps": 1, "micro_batch_tokens": 100, "learning_rate": 1e-6, "betas": [0.9, 0.999],
+        "adam_eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0,
+        "measure_no_replay": false,
+    });
+    let read: Hyperparameters = serde_json::from_value(old).unwrap();
+    let expected = Hyperparameters {
+        dual_clip: None,
+        micro_batch_tokens: 100,
+        weight_decay: 0.0,
+        ..Hyperparameters::default()
+    };
+    assert_eq!(read, expected);
+    assert_eq!(refusals(&read), []);
+}

@@ -1,0 +1,29 @@
+//! The router-shift weight of RSPO: how far the router moved away from the experts that were
+//! executed.
+
+use crate::router::softmax;
+use crate::train::real::Real;
+
+/// Router probabilities are not taken smaller than this.
+const LEAST_PROBABILITY: f64 = 1e-8;
+
+/// `exp(−mean |Δ ln p|)` over all layers and the experts `ids [layers · K]` executed at the old
+/// weights, from old and new router logits `[layers · E]` of one token.
+pub fn gamma<T: Real>(old: &[T], new: &[T], ids: &[u16], layers: usize) -> f64 {
+    let layers = layers.max(1);
+    let (experts, top_k) = (old.len() / layers, ids.len() / layers);
+    if experts == 0 || top_k == 0 {
+        return 1.0;
+    }
+    let rows = old.chunks_exact(experts).zip(new.chunks_exact(experts));
+    let mut total = 0.0;
+    for ((old, new), ids) in rows.zip(ids.chunks_exact(top_k)) {
+        let (old, new) = (softmax(old), softmax(new));
+        let log = |p: &[T], e: u16| {
+            let p = p.get(usize::from(e)).map_or(0.0, |p| p.to_f64());
+            p.max(LEAST_PROBABILITY).ln()
+        };
+        total += ids.iter().map(|&e| (log(&new, e) - log(&old, e)).abs()).sum::<f64>();
+    }
+    (-total / ids.len() as f64).exp()
+}

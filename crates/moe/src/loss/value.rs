@@ -1,0 +1,51 @@
+//! Advantages from a value head, and its loss.
+
+/// Values at the weights of the rollout and what became of them, for one sequence. All `[T]`, 0
+/// where there is no loss.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Estimates {
+    /// Generalised advantage estimates.
+    pub advantages: Vec<f64>,
+    /// What the value head should have said.
+    pub returns: Vec<f64>,
+}
+
+/// Advantages over the loss tokens of one sequence; tokens without a loss are passed over, so
+/// that a discount counts loss tokens only. `rewards`, `values` and `mask` are `[T]`; values at
+/// other tokens are not read.
+pub fn estimates(rewards: &[f64], values: &[f64], mask: &[bool], rates: (f64, f64)) -> Estimates {
+    let (gamma, lambda) = rates;
+    let mut advantages = vec![0.0; mask.len()];
+    let mut returns = vec![0.0; mask.len()];
+    let (mut next_value, mut carried) = (0.0, 0.0);
+    let slots = advantages.iter_mut().zip(&mut returns);
+    let tokens = slots.zip(rewards.iter().zip(values).zip(mask)).rev();
+    for ((advantage, due), ((&reward, &value), _)) in tokens.filter(|(_, (_, m))| **m) {
+        carried = reward + gamma * next_value - value + gamma * lambda * carried;
+        next_value = value;
+        *advantage = carried;
+        *due = carried + value;
+    }
+    Estimates { advantages, returns }
+}
+
+/// Shifts and scales advantages to mean 0 and unbiased variance 1 over the loss tokens of the
+/// whole batch. Each entry is one loss token.
+pub fn whiten(advantages: &mut [&mut f64]) {
+    let count = advantages.len() as f64;
+    let mean = advantages.iter().map(|a| **a).sum::<f64>() / count.max(1.0);
+    let squares: f64 = advantages.iter().map(|a| (**a - mean).powi(2)).sum();
+    let scale = 1.0 / (squares / (count - 1.0).max(1.0) + 1e-8).sqrt();
+    for advantage in advantages {
+        **advantage = (**advantage - mean) * scale;
+    }
+}
+
+/// `½ max((V − R)², (clip(V) − R)²)` of one token, with V kept within `range` of the old value,
+/// and its derivative by V.
+pub fn loss(value: f64, old: f64, due: f64, range: f64) -> (f64, f64) {
+    let held = value.clamp(old - range, old + range);
+    let (free, clipped) = ((value - due).powi(2), (held - due).powi(2));
+    // Where the held value is the worse one, it does not depend on the new value.
+    if clipped > free { (clipped / 2.0, 0.0) } else { (free / 2.0, value - due) }
+}

@@ -1,0 +1,372 @@
+//! Steps on a small model: what mini steps, micro batches and replay must and must not change.
+
+use super::{StepError, TrainBatch, apply, check_settings, measure};
+use crate::train::learner::Learner;
+use crate::train::optimizer::AdamW;
+use crate::train::side::Side;
+use crate::train::{PackedBatch, Pass, Routes, TrainModel};
+use crate::{ModelConfig, Weights};
+use orchestrate_handoff::AlgorithmSection;
+use orchestrate_handoff::protocol::{
+    Hyperparameters, ImportanceCorrection, KlEstimator, LossAggregation, PolicyLoss, RouterShift,
+    RoutingReplay, StepMetrics,
+};
+
+const LENGTHS: [usize; 5] = [12, 7, 19, 10, 5];
+
+fn config() -> ModelConfig {
+    serde_json::from_value(serde_json::json!({
+        "model_type": "qwen3_moe", "hidden_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+        "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "norm_topk_prob": true, "vocab_size": 23, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": true, "max_position_embeddings": 64, "rope_theta": 1e4
+    }))
+    .unwrap()
+}
+
+fn model() -> TrainModel<f32> {
+    let mut model = TrainModel::new(&Weights::random(config(), 3));
+    for p in model.params_mut() {
+        *p *= 8.0;
+    }
+    model
+}
+
+fn settings() -> Hyperparameters {
+    Hyperparameters {
+        dual_clip: None,
+        loss_norm_tokens: 32.0,
+        micro_batch_tokens: 4096,
+        learning_rate: 1e-3,
+        betas: (0.9, 0.95),
+        weight_decay: 0.0,
+        measure_no_replay: true,
+        ..Hyperparameters::default()
+    }
+}
+
+/// A batch sampled by the model with noisy routers: every third row's experts are others.
+fn batch(model: &TrainModel<f32>) -> TrainBatch {
+    let count: usize = LENGTHS.iter().sum();
+    let tokens: Vec<u32> = (0..count).map(|i| u32::try_from(i * 5 % 23).unwrap()).collect();
+    let mut offsets = vec![0];
+    for length in LENGTHS {
+        offsets.push(offsets[offsets.len() - 1] + length);
+    }
+    let mut scored: Vec<bool> = (0..count).map(|i| i % 4 != 1).collect();
+    for start in &offsets[..5] {
+        scored[*start] = false;
+    }
+    let packed = PackedBatch::new(tokens, offsets, scored).unwrap();
+    let all = [0, 1, 2, 3, 4];
+    let own = model.forward(&packed, Pass::new(&all));
+    let mut ids: Vec<u16> = own.into_iter().flat_map(|o| o.routes).collect();
+    for row in ids.chunks_mut(4).step_by(3) {
+        row[0] = (0..4).find(|e| !row[..2].contains(e)).unwrap();
+    }
+    let mut valid = vec![true; count];
+    valid[2] = false;
+    let routes = Routes::new(ids, valid, (2, 2, 4)).unwrap();
+    let pass = Pass { replay: Some(&routes), ..Pass::new(&all) };
+    let rollout: Vec<f32> =
+        model.forward(&packed, pass).into_iter().flat_map(|o| o.logprobs).collect();
+    let advantages = vec![1.0, -0.5, 0.75, -1.0, 0.25];
+    let rewards = vec![1.0, 0.0, 1.0, 0.0, 0.5];
+    TrainBatch::new(packed, rollout, (advantages, rewards), routes, &config()).unwrap()
+}
+
+fn step(settings: &Hyperparameters) -> (TrainModel<f32>, StepMetrics) {
+    let model = model();
+    let batch = batch(&model);
+    let mut learner = Learner::new(model);
+    let metrics = apply(&mut learner, None, &batch, settings, &mut |_, _| true).unwrap();
+    (learner.model, metrics)
+}
+
+#[test]
+fn replay_removes_the_mismatch_that_routes_cause() {
+    let (_, metrics) = step(&settings());
+    assert!(metrics.mismatch.kl_k3.abs() < 1e-9, "{metrics:?}");
+    let free = metrics.mismatch_no_replay.unwrap();
+    assert!(free.kl_k3 > 1e-6, "{free:?}");
+    let disagreement = metrics.disagreement.unwrap();
+    assert!(disagreement.token > 0.2 && disagreement.router > 0.1, "{disagreement:?}");
+    assert_eq!(metrics.routing_missing, 2);
+
+    let none = Hyperparameters { routing_replay: RoutingReplay::None, ..settings() };
+    let (_, without) = step(&none);
+    assert!((without.mismatch.kl_k3 - free.kl_k3).abs() < 1e-12);
+    assert_eq!(without.disagreement, Some(disagreement));
+    assert_eq!(without.routing_missing, 0);
+}
+
+#[test]
+fn the_first_look_at_unchanged_weights_has_ratio_one() {
+    for replay in [RoutingReplay::None, RoutingReplay::Recompute, RoutingReplay::Rollout] {
+        for mini_steps in [1, 3] {
+            let still = Hyperparameters {
+                learning_rate: 0.0,
+                routing_replay: replay,
+                mini_steps,
+                aggregation: LossAggregation::SeqMeanTokenMean,
+                ..settings()
+            };
+            let (model_after, metrics) = step(&still);
+            assert_eq!(model_after.params(), model().params());
+            assert!(metrics.clip_fraction.abs() < f64::MIN_POSITIVE);
+            if mini_steps == 1 {
+                // Ratio 1 everywhere: the loss is minus the mean advantage.
+                assert!((metrics.loss + 0.1).abs() < 1e-6, "{replay:?}: {}", metrics.loss);
+            }
+        }
+    }
+}
+
+#[test]
+fn micro_batches_and_recompute_do_not_change_the_step() {
+    let (whole, metrics) = step(&settings());
+    let small = Hyperparameters { micro_batch_tokens: 8, ..settings() };
+    let (parts, again) = step(&small);
+    assert!((metrics.loss - again.loss).abs() < 1e-7);
+    let (norm, other) = (metrics.grad_norm, again.grad_norm);
+    assert!((norm - other).abs() < 1e-5 * norm, "{norm} {other}");
+    for (a, b) in whole.params().iter().zip(parts.params()) {
+        assert!((a - b).abs() < 2e-4, "{a} {b}");
+    }
+}
+
+#[test]
+fn a_step_makes_good_sequences_likelier_and_bad_ones_rarer() {
+    let before = model();
+    let batch = batch(&before);
+    let learning = Hyperparameters { learning_rate: 3e-3, mini_steps: 2, ..settings() };
+    let (after, metrics) = step(&learning);
+    assert!(metrics.grad_norm > 0.0);
+    let gain = |sequence: usize| {
+        let of =
+            |model| -> f32 { measure(model, &batch, true, 1.0).logprobs[sequence].iter().sum() };
+        of(&after) - of(&before)
+    };
+    assert!(gain(0) > 0.0 && gain(3) < 0.0, "{} {}", gain(0), gain(3));
+}
+
+#[test]
+fn a_step_can_be_stopped_and_settings_are_checked() {
+    let mut learner = Learner::new(model());
+    let batch = batch(&learner.model);
+    let stopped = apply(&mut learner, None, &batch, &settings(), &mut |_, _| false);
+    assert!(matches!(stopped, Err(StepError::Stopped)));
+    let bad = Hyperparameters { learning_rate: f64::NAN, ..settings() };
+    assert!(check_settings(&bad).unwrap_err().to_string().contains("learning_rate"));
+    assert!(check_settings(&settings()).is_ok());
+}
+
+/// Applies a step with a reference policy that differs from the model.
+fn applied(settings: &Hyperparameters) -> (Learner, StepMetrics) {
+    let model = model();
+    let batch = batch(&model);
+    let mut learner = Learner::new(model);
+    let reference = TrainModel::new(&Weights::random(config(), 3));
+    let metrics = apply(&mut learner, Some(&reference), &batch, settings, &mut |_, _| true);
+    (learner, metrics.unwrap_or_else(|error| panic!("{settings:?}: {error}")))
+}
+
+/// Settings of every option, by what they change.
+fn options() -> Vec<(&'static str, Box<dyn Fn(&mut AlgorithmSection)>)> {
+    let mut all: Vec<(&'static str, Box<dyn Fn(&mut AlgorithmSection)>)> = Vec::new();
+    for loss in PolicyLoss::ALL {
+        all.push(("loss", Box::new(move |s| s.policy_loss = Some(loss))));
+    }
+    for shift in [RouterShift::BeforeClip, RouterShift::AfterClip] {
+        all.push(("shift", Box::new(move |s| s.router_shift = Some(shift))));
+    }
+    for correction in [
+        ImportanceCorrection::Tis,
+        ImportanceCorrection::Mis,
+        ImportanceCorrection::Icepop,
+        ImportanceCorrection::GeometricMask,
+    ] {
+        all.push(("correction", Box::new(move |s| s.importance_correction = Some(correction))));
+    }
+    for estimator in [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::K3Plus] {
+        all.push((
+            "kl",
+            Box::new(move |s| {
+                s.kl_coefficient = Some(0.1);
+                s.kl_estimator = Some(estimator);
+            }),
+        ));
+    }
+    for replay in [RoutingReplay::None, RoutingReplay::Recompute, RoutingReplay::Predictive] {
+        all.push(("replay", Box::new(move |s| s.routing_replay = Some(replay))));
+    }
+    for sum in [LossAggregation::SeqMeanTokenMean, LossAggregation::SeqMeanTokenSum] {
+        all.push(("sum", Box::new(move |s| s.aggregation = Some(sum))));
+    }
+    all.push(("delta", Box::new(|s| s.off_policy_delta = Some(0.05))));
+    all.push(("warm-up", Box::new(|s| s.warmup_steps = Some(4))));
+    all
+}
+
+#[test]
+fn every_pair_of_options_that_is_not_refused_trains() {
+    let options = options();
+    let (mut worked, mut refused) = (0, 0);
+    for (i, (a, first)) in options.iter().enumerate() {
+        for (b, second) in options.iter().skip(i + 1).filter(|(b, _)| b != a) {
+            let mut section = AlgorithmSection {
+                mini_steps: Some(3),
+                learning_rate: Some(1e-3),
+                ..AlgorithmSection::default()
+            };
+            first(&mut section);
+            second(&mut section);
+            let Ok(algorithm) = section.check() else {
+                refused += 1;
+                continue;
+            };
+            let h = algorithm.hyperparameters(1.0, false);
+            let (learner, metrics) = applied(&h);
+            assert!(learner.model.params().iter().all(|p| p.is_finite()), "{a} {b} {h:?}");
+            assert_ne!(learner.model.params(), model().params(), "{a} {b} {h:?}");
+            assert!(metrics.grad_norm > 0.0 && metrics.loss.is_finite(), "{metrics:?}");
+            assert!(metrics.router_grad_norm > 0.0 && metrics.router_grad_norm < metrics.grad_norm);
+            assert_eq!(metrics.kl_reference.is_some(), h.kl_coefficient > 0.0);
+            assert_eq!(metrics.router_shift.is_some(), h.router_shift != RouterShift::None);
+            assert_eq!(metrics.value.is_some(), h.policy_loss == PolicyLoss::Ppo);
+            let predictive = h.routing_replay == RoutingReplay::Predictive;
+            assert_eq!(metrics.predictor_loss.is_some(), predictive);
+            assert_eq!(metrics.route_drift.is_some(), h.routing_replay != RoutingReplay::None);
+            worked += 1;
+        }
+    }
+    assert!(worked > 150 && refused > 20, "{worked} {refused}");
+}
+
+#[test]
+fn with_ratio_one_every_loss_has_the_gradient_of_its_advantages() {
+    // At unchanged weights no clip acts: all losses of the same aggregation agree.
+    let norm = |policy_loss| {
+        let h = Hyperparameters {
+            policy_loss,
+            clip_low: 0.4,
+            clip_high: 0.4,
+            aggregation: LossAggregation::SeqMeanTokenMean,
+            ..settings()
+        };
+        step(&h).1.grad_norm
+    };
+    let grpo = norm(PolicyLoss::Grpo);
+    for loss in [PolicyLoss::Gspo, PolicyLoss::Gmpo, PolicyLoss::Cispo, PolicyLoss::Sapo] {
+        let other = norm(loss);
+        assert!((other - grpo).abs() < 1e-5 * grpo, "{loss:?}: {other} {grpo}");
+    }
+}
+
+#[test]
+fn the_learning_rate_rises_over_the_optimizers_own_steps() {
+    let h = Hyperparameters { warmup_steps: 4, mini_steps: 3, ..settings() };
+    let (mut learner, metrics) = applied(&h);
+    assert!((metrics.learning_rate - 0.75e-3).abs() < 1e-12);
+    let batch = batch(&model());
+    // A second batch goes on where the optimizer stands, also after it was saved and read.
+    let folder = tempfile::tempdir().unwrap();
+    let folder = camino::Utf8Path::from_path(folder.path()).unwrap();
+    learner.adam.write(learner.model.layout(), folder).unwrap();
+    learner.adam = AdamW::load(learner.model.layout(), folder).unwrap();
+    let one = Hyperparameters { mini_steps: 1, ..h };
+    let metrics = apply(&mut learner, None, &batch, &one, &mut |_, _| true).unwrap();
+    assert!((metrics.learning_rate - 1e-3).abs() < 1e-12);
+}
+
+#[test]
+fn the_divergence_pulls_towards_the_reference() {
+    let pulled = |beta| {
+        let mut h = Hyperparameters { kl_coefficient: beta, mini_steps: 2, ..settings() };
+        h.learning_rate = 3e-3;
+        let (mut learner, first) = applied(&h);
+        let (batch, reference) = (batch(&model()), TrainModel::new(&Weights::random(config(), 3)));
+        for _ in 0..6 {
+            apply(&mut learner, Some(&reference), &batch, &h, &mut |_, _| true).unwrap();
+        }
+        let last = apply(&mut learner, Some(&reference), &batch, &h, &mut |_, _| true).unwrap();
+        (first.kl_reference, last.kl_reference)
+    };
+    let (first, last) = pulled(20.0);
+    assert!(last.unwrap() < 0.7 * first.unwrap(), "{first:?} {last:?}");
+    assert_eq!(pulled(0.0), (None, None));
+    let h = Hyperparameters { kl_coefficient: 0.1, ..settings() };
+    let mut learner = Learner::new(model());
+    let missing = apply(&mut learner, None, &batch(&model()), &h, &mut |_, _| true);
+    assert!(matches!(missing, Err(StepError::NoReference)));
+}
+
+#[test]
+fn a_value_head_learns_the_returns() {
+    let h = Hyperparameters {
+        policy_loss: PolicyLoss::Ppo,
+        value_rate: 30.0,
+        value_coefficient: 1e-6,
+        learning_rate: 1e-3,
+        mini_steps: 2,
+        ..settings()
+    };
+    let (mut learner, first) = applied(&h);
+    let batch = batch(&model());
+    let mut last = first.clone();
+    for _ in 0..40 {
+        last = apply(&mut learner, None, &batch, &h, &mut |_, _| true).unwrap();
+    }
+    let (first, last) = (first.value.unwrap(), last.value.unwrap());
+    assert!(last.loss < 0.5 * first.loss, "{first:?} {last:?}");
+    assert!(last.explained_variance > first.explained_variance, "{first:?} {last:?}");
+}
+
+#[test]
+fn the_router_predictor_learns_where_the_routers_go() {
+    let h = Hyperparameters {
+        routing_replay: RoutingReplay::Predictive,
+        predictor_rate: 1.0,
+        predictor_tokens: 8,
+        mini_steps: 4,
+        learning_rate: 3e-3,
+        ..settings()
+    };
+    let (learner, metrics) = applied(&h);
+    let predictor = learner.side.predictor.as_ref().unwrap();
+    assert_eq!(predictor.weights().len(), 2 * 4 * 16);
+    assert!(predictor.weights().iter().any(|w| w.abs() > 0.0));
+    let loss = metrics.predictor_loss.unwrap();
+    assert!(loss > 0.0 && loss.is_finite());
+    // It changes nothing in the model: the policy's step is that of R3.
+    let plain = Hyperparameters { routing_replay: RoutingReplay::Rollout, ..h };
+    assert_eq!(applied(&plain).0.model.params(), learner.model.params());
+    // It survives a checkpoint.
+    let folder = tempfile::tempdir().unwrap();
+    let folder = camino::Utf8Path::from_path(folder.path()).unwrap();
+    learner.side.write(folder).unwrap();
+    assert_eq!(Side::load(folder, &config()).unwrap(), learner.side);
+}
+
+#[test]
+fn router_shift_weighs_down_tokens_whose_routers_moved() {
+    let h = Hyperparameters {
+        policy_loss: PolicyLoss::Rspo,
+        router_shift: RouterShift::BeforeClip,
+        clip_low: 0.4,
+        clip_high: 0.4,
+        aggregation: LossAggregation::SeqMeanTokenMean,
+        mini_steps: 3,
+        learning_rate: 3e-2,
+        ..settings()
+    };
+    for replay in [RoutingReplay::None, RoutingReplay::Recompute, RoutingReplay::Rollout] {
+        let moved = applied(&Hyperparameters { routing_replay: replay, ..h.clone() }).1;
+        let shift = moved.router_shift.unwrap();
+        assert!(shift.mean < 0.999 && shift.mean >= 0.8, "{replay:?} {shift:?}");
+        let still = Hyperparameters { routing_replay: replay, learning_rate: 0.0, ..h.clone() };
+        let shift = applied(&still).1.router_shift.unwrap();
+        assert!((shift.mean - 1.0).abs() < 1e-9 && shift.floored.abs() < 1e-9, "{shift:?}");
+    }
+}
