@@ -6,7 +6,6 @@ so that routers, in float32, see the values that an export in that dtype carries
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -124,7 +123,7 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
     if options.cpu_offload and world.device.type != "cuda":
         raise UnusableModel("CPU offload needs a CUDA device: leave --cpu-offload out")
     config = _config(folder)
-    source = _read(folder) if world.leads else None
+    source = _read(folder, world)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention.NAME
@@ -152,7 +151,7 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
 
 def refill(policy: Policy, folder: Path, world: World) -> None:
     """Puts the weights of ``folder`` back into the policy."""
-    _fill(policy, _read(folder) if world.leads else None, world)
+    _fill(policy, _read(folder, world), world)
 
 
 def _config(folder: Path) -> Any:
@@ -170,12 +169,27 @@ def _config(folder: Path) -> Any:
     return config
 
 
-def _read(folder: Path) -> PreTrainedModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", local_files_only=True, attn_implementation="eager"
-        )
+def _read(folder: Path, world: World) -> PreTrainedModel | None:
+    """The whole model, in the leader. Raises :class:`UnusableModel` everywhere."""
+    model = problem = None
+    if world.leads:
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype="auto",
+                local_files_only=True,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
+            lacking = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
+            if lacking:
+                problem = f"tensor `{lacking[0]}` is missing or misshapen"
+        except (OSError, ValueError, RuntimeError) as error:
+            problem = str(error)
+    problem = world.share(problem)
+    if problem is not None:
+        raise UnusableModel(f"{folder}: {problem}")
+    return model
 
 
 def _shard(policy: Policy, dtype: torch.dtype, options: ModelOptions, world: World) -> None:

@@ -30,14 +30,15 @@ class _Router:
         self.module = module
         self.spec = spec
         self.layer = layer
-        self.recorded: tuple[Tensor, Tensor] | None = None
+        self.begin()
+
+    def begin(
+        self, recorded: tuple[Tensor, Tensor] | None = None, watch: Tensor | bool = False
+    ) -> None:
+        self.recorded, self.watch = recorded, watch
+        self.own: Tensor | None = None
         self.chosen: Tensor | None = None
         self.log_probs: Tensor | None = None
-        self.watch = False
-
-    def begin(self, recorded: tuple[Tensor, Tensor] | None, watch: bool) -> None:
-        self.recorded, self.watch = recorded, watch
-        self.chosen = self.log_probs = None
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         module = self.module
@@ -53,15 +54,16 @@ class _Router:
 
     def _choose(self, logits: Tensor) -> None:
         correction = getattr(self.module, "e_score_correction_bias", None)
-        own = self.spec.select(logits, correction)
+        self.own = own = self.spec.select(logits, correction)
         if self.recorded is None:
             self.chosen = own
         else:
             rows, valid = self.recorded
             self.chosen = torch.where(valid.unsqueeze(-1), rows.to(own), own)
-        if self.watch:
+        if self.watch is not False:
+            watched = self.chosen if self.watch is True else self.watch.to(own)
             with torch.no_grad():
-                self.log_probs = log_router_probs(self.spec, logits, self.chosen)
+                self.log_probs = log_router_probs(self.spec, logits, watched)
 
 
 class Routing:
@@ -91,28 +93,38 @@ class Routing:
 
     @contextmanager
     def micro_batch(
-        self, rows: Tensor | None = None, valid: Tensor | None = None, watch: bool = False
+        self,
+        rows: Tensor | None = None,
+        valid: Tensor | None = None,
+        watch: Tensor | bool = False,
     ) -> Iterator[None]:
         """Forward and backward passes of one micro-batch of ``T`` tokens.
 
         ``rows`` ``[T, L, K]`` are recorded experts, used where ``valid`` bool ``[T]`` is set;
         elsewhere, and everywhere without rows, the routers choose. ``watch`` also keeps the
-        routers' log-probs of the chosen experts.
+        routers' log-probs: ``True`` those of the experts that run, ``[T, L, K]`` those of these.
         """
         for place, router in enumerate(self._routers):
-            router.begin(None if rows is None else (rows[:, place], valid), watch)
+            router.begin(
+                None if rows is None else (rows[:, place], valid),
+                watch if isinstance(watch, bool) else watch[:, place],
+            )
         try:
             yield
         finally:
             for router in self._routers:
-                router.begin(None, False)
+                router.begin()
 
     def executed(self) -> Tensor:
         """Experts of this micro-batch's first forward, int16 ``[T, L, K]``."""
         return torch.stack([router.chosen.to(torch.int16) for router in self._routers], dim=1)
 
+    def own(self) -> Tensor:
+        """Experts that the routers themselves would have chosen in it, int16 ``[T, L, K]``."""
+        return torch.stack([router.own.to(torch.int16) for router in self._routers], dim=1)
+
     def watched(self) -> Tensor:
-        """Log-probs of :meth:`executed` in the routers' full distributions, ``[T, L, K]``."""
+        """Log-probs of the watched experts in the routers' full distributions, ``[T, L, K]``."""
         return torch.stack([router.log_probs for router in self._routers], dim=1)
 
     def parameters(self) -> list[nn.Parameter]:

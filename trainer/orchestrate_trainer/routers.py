@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 __all__ = ["FAMILIES", "RouterSpec", "UnknownRouter", "log_router_probs", "spec_of"]
 
-Kind = Literal["softmax", "softmax_renormalised", "softmax_of_chosen", "sigmoid"]
+Kind = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 
 class UnknownRouter(ValueError):
@@ -25,7 +25,11 @@ class UnknownRouter(ValueError):
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """One router: ``experts`` scores per token, ``top_k`` of them chosen."""
+    """One router: ``experts`` scores per token, ``top_k`` of them chosen.
+
+    A softmax over all experts that is renormalised over the chosen is the softmax of the chosen
+    logits; computed so, logits of other experts get a gradient of exactly 0.
+    """
 
     kind: Kind
     experts: int
@@ -64,10 +68,7 @@ class RouterSpec:
             if self.renormalise:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
             return weights * self.scale
-        weights = F.softmax(logits, dim=-1).gather(-1, chosen)
-        if self.kind == "softmax_renormalised":
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights * self.scale
+        return F.softmax(logits, dim=-1).gather(-1, chosen) * self.scale
 
     def _keys(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -96,7 +97,7 @@ def _first(key: Tensor, count: int) -> Tensor:
 
 
 def _softmax(router: nn.Module) -> dict[str, Any]:
-    return {"kind": "softmax_renormalised" if router.norm_topk_prob else "softmax"}
+    return {"kind": "softmax_of_chosen" if router.norm_topk_prob else "softmax"}
 
 
 def _deepseek_v2(router: nn.Module) -> dict[str, Any]:
@@ -121,7 +122,7 @@ FAMILIES = {
     "Qwen3MoeTopKRouter": _softmax,
     "Qwen2MoeTopKRouter": _softmax,
     "OlmoeTopKRouter": _softmax,
-    "MixtralTopKRouter": lambda _: {"kind": "softmax_renormalised"},
+    "MixtralTopKRouter": lambda _: {"kind": "softmax_of_chosen"},
     "GptOssTopKRouter": lambda _: {"kind": "softmax_of_chosen"},
     "DeepseekV2TopkRouter": _deepseek_v2,
     "DeepseekV3TopkRouter": _sigmoid,

@@ -7,7 +7,6 @@ takes: a trainer may be idle for hours between two steps.
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,8 +42,7 @@ class World:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timedelta(hours=1))
         else:
-            store = dist.FileStore(tempfile.mktemp(prefix="orchestrate-trainer-"), 1)
-            dist.init_process_group(backend, rank=0, world_size=1, store=store)
+            dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
         size = dist.get_world_size()
         current = torch.device(kind, torch.cuda.current_device()) if cuda else torch.device(kind)
         return cls(
