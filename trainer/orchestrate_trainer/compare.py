@@ -20,6 +20,9 @@ from typing import Any
 
 __all__ = ["main"]
 
+#: Smallest size that differences are relative to.
+FLOOR = 0.1
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 1 where a difference is above ``--tolerance``."""
@@ -68,15 +71,18 @@ def _step(url: str, manifest: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(title: str, one: Any, two: Any) -> float:
-    """Prints the largest relative difference of each measurement that both have."""
-    found: dict[str, float] = {}
+    """Prints the largest difference of each measurement that both have, absolute and relative, and
+    answers with the largest that counts: relative to the value, or to :data:`FLOOR` if that is
+    more, since log-probs near 0 are what rounding leaves of numbers around 10."""
+    found: dict[str, list[float]] = {}
     for name, a, b in _pairs(one, two):
-        scale = max(abs(a), abs(b), 1e-3)
-        found[name] = max(found.get(name, 0.0), abs(a - b) / scale)
-    print(f"{title}:")
-    for name, difference in found.items():
-        print(f"  {name:32} {difference:.2e}")
-    return max(found.values(), default=0.0)
+        size, difference = max(abs(a), abs(b)), abs(a - b)
+        row = (difference, difference / size if size else 0.0, difference / max(size, FLOOR))
+        found[name] = [max(pair) for pair in zip(found.get(name, row), row)]
+    print(f"{title:40} {'absolute':>10} {'relative':>10}")
+    for name, (absolute, relative, _) in found.items():
+        print(f"  {name:38} {absolute:10.2e} {relative:10.2e}")
+    return max((counted for _, _, counted in found.values()), default=0.0)
 
 
 def _pairs(one: Any, two: Any, name: str = "") -> Iterator[tuple[str, float, float]]:

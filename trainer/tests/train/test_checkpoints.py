@@ -27,6 +27,10 @@ from orchestrate_trainer.store import CheckpointStore, Position
 OPTIONS = ModelOptions(experts="eager")
 
 
+class Death(BaseException):
+    """A process that is killed."""
+
+
 def weights_of(trainer: Trainer) -> list[torch.Tensor]:
     return [p.full_tensor().detach().clone() for p in trainer.policy.parameters()]
 
@@ -113,13 +117,10 @@ def test_a_half_written_checkpoint_is_none(
     update(trainer, manifest, "s1")
     kept = weights_of(trainer)
 
-    class Death(BaseException):
-        pass
-
     def dies(*_: Any, **__: Any) -> None:
         raise Death
 
-    for victim in ("dcp.save", "write_weights", "_write_json", "_publish", "os.rename"):
+    for victim in ("dcp.save", "write_weights", "_write_json", "_publish", "_sync"):
         trainer = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
         with monkeypatch.context() as patch:
             patch.setattr(f"orchestrate_trainer.store.{victim}", dies)
