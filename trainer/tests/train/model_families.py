@@ -105,7 +105,7 @@ def write_batch(
     mask = (draw.random(n) > 0.4).astype("u1")
     arrays = {
         "policy_versions": np.zeros(n, "<i8"),
-        "rollout_logprobs": -draw.random(n).astype("<f4") * 3,
+        "rollout_logprobs": -1 - 6 * draw.random(n).astype("<f4"),
         "token_ids": draw.integers(0, shape["vocab"], n).astype("<u4"),
         "loss_mask": mask,
         "routing_valid": valid,
