@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import logging
 import os
 import signal
@@ -46,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     exported = {"bf16": torch.bfloat16, "f32": torch.float32}
     dtype = exported.get(given.export, options.dtype(world))
     store = CheckpointStore(given.checkpoint_dir, world, given.keep, dtype)
+    _end_with_launcher()
     try:
+        store.claim()
         trainer = Trainer.open(given.model, store, options, world)
     except (OSError, UnusableModel, UnknownRouter) as error:
         if world.leads:
@@ -67,6 +70,14 @@ def main(arguments: list[str] | None = None) -> int:
         server.close()
     world.leave()
     return 0
+
+
+def _end_with_launcher() -> None:
+    """Has this process told to end when ``torchrun`` dies without a word, which would leave it
+    behind: a session of its own keeps it from the launcher's signals."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _parser() -> argparse.ArgumentParser:

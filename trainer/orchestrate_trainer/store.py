@@ -8,13 +8,14 @@ publishes nothing that was not applied.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import IO, Any, Callable
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -68,10 +69,27 @@ class CheckpointStore:
         self._world = world
         self._keep = max(keep, 1)
         self._dtype = dtype
+        self._claim: IO[str] | None = None
 
     def folder(self, version: int) -> Path:
         """Folder of a version."""
         return self.root / f"v{version:06}"
+
+    def claim(self) -> None:
+        """Makes the folder this trainer's alone until its process ends. Raises
+        :class:`UnusableModel` if another one has it."""
+
+        def lock() -> None:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._claim = open(self.root / ".lock", "w")
+            try:
+                fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UnusableModel(
+                    f"{self.root}: another trainer uses this folder: end it, or take another one"
+                ) from None
+
+        self._led(lock)
 
     def begin(self, model: Path) -> Position:
         """Where the newest checkpoint stands; without one, ``model`` becomes ``v000000``."""

@@ -141,6 +141,15 @@ def test_a_half_written_checkpoint_is_none(
     assert final.position.applied("s2")["policy_version"] == 2
 
 
+def test_a_folder_belongs_to_one_trainer(world: Any, tmp_path: Path) -> None:
+    first, second = (CheckpointStore(tmp_path / "ckpt", world) for _ in range(2))
+    first.claim()
+    with pytest.raises(UnusableModel, match="another trainer uses this folder"):
+        second.claim()
+    first._claim.close()
+    second.claim()
+
+
 def test_an_older_checkpoint_opens_a_new_lineage(
     folders: dict[str, Path], world: Any, tmp_path: Path
 ) -> None:
