@@ -203,6 +203,11 @@ class Batch:
         """Global numbers of the model's MoE layers, ascending."""
         return self._rows.layers
 
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence, int64 ``[len(batch)]``; reads no more than the offsets."""
+        shards = (self._shard(number) for number in range(len(self._infos)))
+        return np.concatenate([np.diff(shard.cu_seqlens) for shard in shards])
+
     def require_model(self, model: dict[str, Any]) -> None:
         """Raises :class:`BatchError` where ``model`` (see :meth:`open`) differs from the batch's."""
         for field, expected in model.items():
@@ -248,8 +253,7 @@ class Batch:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in 0..{world_size}")
         selected = self._select(layers)
-        lengths = [np.diff(self._shard(number).cu_seqlens) for number in range(len(self._infos))]
-        own = _share_out(np.concatenate(lengths), world_size)[rank]
+        own = _share_out(self.lengths(), world_size)[rank]
         sequences = []
         first = 0
         for number, info in enumerate(self._infos):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,31 @@ def golden(request: pytest.FixtureRequest) -> tuple[Path, dict[str, Any]]:
 def copied(tmp_path: Path) -> Path:
     """A copy of a golden batch that a test may damage."""
     return Path(shutil.copytree(GOLDEN / "u8", tmp_path / "batch"))
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Any]:
+    """A world of one process on the CPU, for tests of the trainer."""
+    import torch
+
+    from orchestrate_trainer.world import World
+
+    torch.set_num_threads(1)
+    os.environ.pop("RANK", None)
+    world = World.join("cpu")
+    yield world
+    world.leave()
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folder of a tiny model of each family, weights drawn at random."""
+    from model_families import TINY, tiny_model
+
+    root = tmp_path_factory.mktemp("models")
+    for name in TINY:
+        tiny_model(name).save_pretrained(root / name)
+    return {name: root / name for name in TINY}
 
 
 def change_manifest(folder: Path, change: Any) -> None:

@@ -1,0 +1,176 @@
+"""A batch as one process trains on it: its share of every mini step, in packed micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batch import Batch, Sequence
+
+__all__ = ["BadBatch", "MicroBatch", "OwnSequence", "check", "pack", "share_out"]
+
+
+class BadBatch(ValueError):
+    """A batch with values that the model cannot take."""
+
+
+def share_out(lengths: list[int], parts: int) -> list[list[int]]:
+    """Numbers of the sequences of each part: longest first, each to the part with the fewest tokens
+    so far; ascending within a part."""
+    totals = [0] * parts
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        part = totals.index(min(totals))
+        totals[part] += lengths[number]
+        shares[part].append(number)
+    return [sorted(share) for share in shares]
+
+
+def check(sequence: Sequence, shape: dict[str, Any]) -> None:
+    """Raises :class:`BadBatch` if the sequence does not fit a model of ``shape``."""
+    name = f"sequence {sequence.index} ({sequence.episode_id})"
+    tokens = len(sequence)
+    if tokens > shape["context"]:
+        context = shape["context"]
+        raise BadBatch(f"{name} has {tokens} tokens, more than the model's context of {context}")
+    outside = np.flatnonzero(sequence.token_ids >= shape["vocab"])
+    if len(outside):
+        place, vocab = int(outside[0]), shape["vocab"]
+        token = int(sequence.token_ids[place])
+        raise BadBatch(f"{name}: token id {token} at {place} is outside the vocabulary of {vocab}")
+    scored = sequence.loss_mask == 1
+    if not np.isfinite(sequence.rollout_logprobs[scored]).all():
+        raise BadBatch(f"{name}: a rollout log-prob is not finite")
+    if not np.isfinite(sequence.advantage):
+        raise BadBatch(f"{name}: its advantage is not finite")
+    for first, rows in sequence.pieces():
+        valid = sequence.routing_valid[first : first + len(rows)] == 1
+        ordered = np.sort(rows[valid], axis=-1)
+        repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        wrong = repeated | (ordered[..., -1] >= shape["experts"])
+        if wrong.any():
+            row, layer = (int(n) for n in np.argwhere(wrong)[0])
+            token = first + int(np.flatnonzero(valid)[row])
+            raise BadBatch(
+                f"{name}: routing row of token {token}, layer {sequence.layers[layer]}: ids must "
+                f"be distinct and below {shape['experts']}"
+            )
+
+
+@dataclass(frozen=True)
+class OwnSequence:
+    """A sequence that this process trains on."""
+
+    index: int
+    advantage: float
+    #: int64 ``[T]``
+    tokens: Tensor
+    #: float32 ``[T]``
+    rollout: Tensor
+    #: Positions of loss tokens, int64 ``[n]``; the first token of a sequence is never among them.
+    scored: Tensor
+    #: uint8 or int16 ``[T, L, K]``, the batch's own memory.
+    routes: Tensor
+    #: bool ``[T]``
+    valid: Tensor
+
+    @classmethod
+    def read(cls, batch: Batch, index: int) -> "OwnSequence":
+        """Sequence ``index`` of ``batch``."""
+        sequence = batch.sequence(index)
+        arrays = sequence.torch()
+        masked = arrays["loss_mask"] == 1
+        masked[0] = False
+        return cls(
+            index=index,
+            advantage=sequence.advantage,
+            tokens=arrays["token_ids"].long(),
+            rollout=arrays["rollout_logprobs"],
+            scored=masked.nonzero().squeeze(-1),
+            routes=arrays["routed_experts"],
+            valid=arrays["routing_valid"] == 1,
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class MicroBatch:
+    """Sequences one after the other: ``T`` tokens, ``n`` of them scored, ``S`` sequences.
+
+    One without sequences keeps this process in step with those that have more.
+    """
+
+    sequences: list[OwnSequence]
+    #: Score every token that can be, not only those with a loss.
+    every_token: bool = False
+    #: Whether anything is scored. If not, one placeholder is, so that all processes run the same
+    #: passes; it means nothing.
+    live: bool = field(init=False)
+    tokens: Tensor = field(init=False)
+    positions: Tensor = field(init=False)
+    lengths: tuple[int, ...] = field(init=False)
+    rows: Tensor = field(init=False)
+    targets: Tensor = field(init=False)
+    #: Number of its sequence within the micro-batch, int64 ``[n]``.
+    owner: Tensor = field(init=False)
+    #: float32 ``[n]``
+    rollout: Tensor = field(init=False)
+    #: float32 ``[S]``
+    advantages: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        own = self.sequences
+        places, owners, start = [], [], 0
+        for number, sequence in enumerate(own):
+            scored = self._scored(sequence)
+            places.append(scored + start)
+            owners.append(torch.full_like(scored, number))
+            start += len(sequence)
+        self.live = any(len(scored) for scored in places)
+        flat = torch.cat([s.tokens for s in own]) if own else torch.zeros(1, dtype=torch.long)
+        place, owner = torch.tensor([0]), torch.tensor([0])
+        if self.live:
+            place, owner = torch.cat(places), torch.cat(owners)
+        self.lengths = tuple(len(s) for s in own) or (1,)
+        self.tokens = flat.unsqueeze(0)
+        self.positions = torch.cat([torch.arange(n) for n in self.lengths]).unsqueeze(0)
+        self.targets, self.rows, self.owner = flat[place], (place - 1).clamp(min=0), owner
+        rollout = torch.cat([s.rollout for s in own]) if own else torch.zeros(1)
+        self.rollout = rollout[place]
+        self.advantages = torch.tensor([s.advantage for s in own] or [0.0])
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same with its tensors on ``device``."""
+        moved = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(moved, name, value.to(device, non_blocking=True))
+        return moved
+
+    def recorded(self) -> tuple[Tensor, Tensor]:
+        """Recorded experts ``[T, L, K]`` and which rows there are, bool ``[T]``."""
+        rows = torch.cat([s.routes for s in self.sequences])
+        return rows, torch.cat([s.valid for s in self.sequences])
+
+    def _scored(self, sequence: OwnSequence) -> Tensor:
+        return torch.arange(1, len(sequence)) if self.every_token else sequence.scored
+
+
+def pack(sequences: list[OwnSequence], budget: int, every_token: bool = False) -> list[MicroBatch]:
+    """Micro-batches of at most ``budget`` tokens, in order; a longer sequence is one by itself."""
+    packs: list[list[OwnSequence]] = []
+    held = 0
+    for sequence in sequences:
+        if not packs or held + len(sequence) > budget:
+            packs.append([])
+            held = 0
+        packs[-1].append(sequence)
+        held += len(sequence)
+    return [MicroBatch(pack, every_token) for pack in packs]

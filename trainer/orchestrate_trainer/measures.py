@@ -1,0 +1,178 @@
+"""Diagnostics of a step: how far the trainer is from the sampler, in probabilities and in routes.
+
+Each class adds up one process's share; :meth:`finish` combines the processes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .corrections import LOG_RATIO_LIMIT
+from .world import World
+
+__all__ = ["Disagreement", "Load", "Mismatch", "Ratio", "differing", "k3"]
+
+#: Thresholds of the extreme-token share, as text and number.
+TAUS = {"1.05": 1.05, "1.2": 1.2, "1.5": 1.5, "2": 2.0, "5": 5.0, "10": 10.0}
+
+
+def k3(trainer: Tensor, sampler: Tensor) -> Tensor:
+    """``ρ − 1 − ln ρ`` with ``ln ρ = trainer − sampler``."""
+    log_ratio = trainer - sampler
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def extreme(trainer: Tensor, sampler: Tensor, tau: float) -> Tensor:
+    """Whether ``max(ρ, 1/ρ) > tau``, strictly, decided in log space."""
+    return (trainer - sampler).abs() > math.log(tau)
+
+
+def differing(sampler: Tensor, trainer: Tensor) -> Tensor:
+    """Experts in ``sampler`` ``[..., K]`` that ``trainer`` lacks, int64 ``[...]``; the order within
+    K says nothing."""
+    same = sampler.unsqueeze(-1) == trainer.unsqueeze(-2)
+    return sampler.shape[-1] - same.any(-1).sum(-1)
+
+
+class Mismatch:
+    """Sampler against trainer, over loss tokens."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(6 + len(TAUS), dtype=torch.float64)
+        self._largest = 0.0
+
+    def add(self, trainer: Tensor, sampler: Tensor) -> None:
+        """Log-probs of loss tokens, nats, ``[n]``."""
+        trainer, sampler = trainer.detach().double(), sampler.double()
+        # A square beyond this is infinite, and no number in JSON.
+        sampler = sampler.clamp(trainer - 300, trainer + 300)
+        ratio = (trainer - sampler).exp()
+        parts = [
+            torch.ones_like(ratio),
+            k3(trainer, sampler),
+            (trainer - sampler).abs(),
+            (trainer.exp() - sampler.exp()).abs(),
+            ratio,
+            ratio * ratio,
+            *(extreme(trainer, sampler, tau) for tau in TAUS.values()),
+        ]
+        self._sums += torch.stack([part.double().sum() for part in parts]).cpu()
+        if len(ratio):
+            self._largest = max(self._largest, float(ratio.max()))
+
+    def finish(self, world: World) -> tuple[dict[str, Any], dict[str, float]]:
+        """The protocol's ``Mismatch`` and the moments of ρ for its ``RolloutRatio``."""
+        count, *sums = world.sum(self._sums.tolist())
+        divergence, difference, probability, first, second, *beyond = (
+            value / max(count, 1) for value in sums
+        )
+        mismatch = {
+            "kl_k3": divergence,
+            "mean_abs_logprob_diff": difference,
+            "mean_abs_prob_diff": probability,
+            "extreme_token_fraction": dict(zip(TAUS, beyond)),
+        }
+        ratio = {
+            "mean": first,
+            "max": max(world.gather(self._largest)),
+            "effective_share": first * first / second if second > 0 else 0.0,
+        }
+        return mismatch, ratio
+
+
+class Disagreement:
+    """Recorded experts against the trainer's own, over tokens that have a row."""
+
+    def __init__(self, top_k: int) -> None:
+        self._histogram = torch.zeros(top_k + 1, dtype=torch.float64)
+        self._sums = [0.0] * 5
+
+    def add(self, recorded: Tensor, own: Tensor) -> None:
+        """One sequence: experts ``[t, L, K]`` of its tokens that have a row."""
+        if len(recorded) == 0:
+            return
+        found = differing(recorded.to(torch.int16), own.to(torch.int16))
+        self._histogram += torch.bincount(
+            found.flatten(), minlength=len(self._histogram)
+        ).cpu()
+        routers = (found > 0).sum(-1).double()
+        parts = [
+            len(recorded),
+            float((routers > 0).sum()),
+            1.0,
+            float(routers.mean()),
+            float(found.sum(-1).double().mean()),
+        ]
+        self._sums = [a + b for a, b in zip(self._sums, parts)]
+
+    def finish(self, world: World) -> dict[str, Any]:
+        """The protocol's ``Disagreement``."""
+        histogram = world.sum(self._histogram.tolist())
+        tokens, touched, sequences, routers, experts = world.sum(self._sums)
+        pairs = max(sum(histogram), 1)
+        return {
+            "router": (sum(histogram) - histogram[0]) / pairs,
+            "token": touched / max(tokens, 1),
+            "sequence_mean": routers / max(sequences, 1),
+            "sequence_mean_experts": experts / max(sequences, 1),
+            "histogram": [count / pairs for count in histogram],
+        }
+
+
+class Load:
+    """How evenly the executed experts are used, per MoE layer."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self._counts = torch.zeros(layers, experts, dtype=torch.float64)
+
+    def add(self, executed: Tensor) -> None:
+        """Experts of some tokens, ``[T, L, K]``."""
+        layers, experts = self._counts.shape
+        offsets = torch.arange(layers, device=executed.device).view(1, -1, 1) * experts
+        places = (executed.long() + offsets).flatten()
+        self._counts += torch.bincount(places, minlength=layers * experts).view(layers, -1).cpu()
+
+    def finish(self, world: World) -> list[float]:
+        """Entropy of the shares per layer; 1 = all experts equally used."""
+        counts = torch.tensor(world.sum(self._counts.flatten().tolist()), dtype=torch.float64)
+        shares = counts.view(self._counts.shape)
+        shares = shares / shares.sum(-1, keepdim=True).clamp(min=1)
+        entropy = -torch.special.xlogy(shares, shares).sum(-1)
+        return (entropy / math.log(max(shares.shape[1], 2))).tolist()
+
+
+class Ratio:
+    """The updated policy against the one at the weights of the rollout, over loss tokens."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 4
+        self._largest = 0.0
+
+    def add(self, log_ratio: Tensor, clipped_high: Tensor, clipped_low: Tensor) -> None:
+        """Loss tokens of one mini step, ``[n]``."""
+        if len(log_ratio) == 0:
+            return
+        ratio = log_ratio.detach().double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        parts = [len(ratio), ratio.sum(), clipped_high.sum(), clipped_low.sum()]
+        self._sums = [a + float(b) for a, b in zip(self._sums, parts)]
+        self._largest = max(self._largest, float(ratio.max()))
+
+    @property
+    def count(self) -> int:
+        """Tokens of this process."""
+        return int(self._sums[0])
+
+    def finish(self, world: World) -> dict[str, float]:
+        """The protocol's ``PolicyRatio``."""
+        count, total, high, low = world.sum(self._sums)
+        count = max(count, 1)
+        return {
+            "mean": total / count,
+            "max": max(world.gather(self._largest)),
+            "clipped_high": high / count,
+            "clipped_low": low / count,
+        }

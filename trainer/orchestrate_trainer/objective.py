@@ -1,0 +1,147 @@
+"""What an update minimises: a policy loss with its weights and penalties, on one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import losses
+from .corrections import Tokens, correction, off_policy_keep
+from .data import MicroBatch
+from .losses import Loss, Totals
+from .measures import Ratio
+from .settings import Hyperparameters
+from .world import World
+
+__all__ = ["Objective", "Shift"]
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Log-probs of the routers at the rows of the loss tokens, ``[n, L, K]``, for the experts that
+    were executed at the old weights."""
+
+    new: Tensor
+    old: Tensor
+
+
+class Objective:
+    """The loss of one step's micro-batches, and what is to be known of it."""
+
+    def __init__(self, settings: Hyperparameters) -> None:
+        self.settings = settings
+        self._ratio = Ratio()
+        #: Sums over loss tokens: importance weight and whether it corrects, divergence from the
+        #: reference; γ, whether it is at the floor, and tokens that have a γ.
+        names = ("weight", "corrected", "kl", "gamma", "floored", "shifted")
+        self._sums = dict.fromkeys(names, 0.0)
+
+    def loss(
+        self,
+        micro: MicroBatch,
+        logp: Tensor,
+        old: Tensor,
+        totals: Totals,
+        reference: Tensor | None = None,
+        shift: Shift | None = None,
+    ) -> Tensor:
+        """The micro-batch's summand of the mini step's loss. ``logp``, ``old`` and ``reference``
+        are ``[n]``; only ``logp`` gets a gradient."""
+        settings = self.settings
+        if not micro.live:
+            return 0.0 * logp.sum()
+        tokens = Tokens(micro.owner, len(micro.sequences))
+        log_shift = None
+        if shift is not None:
+            floor = settings.router_shift_floor
+            log_shift, raw = losses.router_shift(shift.new, shift.old, floor)
+            self._note(gamma=log_shift.exp().sum(), floored=(raw < floor).sum(), shifted=len(raw))
+        loss = self._policy_loss(micro, tokens, logp, old, log_shift)
+        self._ratio.add(logp.detach() - old, loss.clipped_high, loss.clipped_low)
+        weight = self._weight(micro, tokens, logp, old)
+        if loss.per_sequence:
+            total = (loss.terms * tokens.means(weight)).sum() / max(totals.sequences, 1)
+        else:
+            total = losses.aggregate(loss.terms * weight, tokens, totals, settings.aggregation)
+        if reference is not None:
+            log_ratio = logp - old if settings.kl_unbiased else None
+            penalty = losses.kl_penalty(logp, reference, settings.kl_estimator, log_ratio)
+            self._note(kl=penalty.detach().sum())
+            share = losses.aggregate(penalty, tokens, totals, settings.aggregation)
+            total = total + settings.kl_coefficient * share
+        return total
+
+    def finish(self, world: World) -> dict[str, object]:
+        """Its part of the protocol's ``StepMetrics``; ``rollout_ratio`` has what is its own."""
+        count, *values = world.sum([float(self._ratio.count), *self._sums.values()])
+        sums = dict(zip(self._sums, values))
+        count = max(count, 1)
+        ratio = self._ratio.finish(world)
+        gamma = None
+        if sums["shifted"] > 0:
+            mean, floored = (sums[name] / sums["shifted"] for name in ("gamma", "floored"))
+            gamma = {"mean": mean, "floored": floored}
+        return {
+            "clip_fraction": ratio["clipped_high"] + ratio["clipped_low"],
+            "ratio": ratio,
+            "rollout_ratio": {
+                "weight_mean": sums["weight"] / count,
+                "corrected": sums["corrected"] / count,
+            },
+            "kl_reference": sums["kl"] / count if self.settings.kl_coefficient > 0 else None,
+            "router_shift": gamma,
+        }
+
+    def _note(self, **values: Tensor | int) -> None:
+        for name, value in values.items():
+            self._sums[name] += float(value)
+
+    def _weight(self, micro: MicroBatch, tokens: Tokens, logp: Tensor, old: Tensor) -> Tensor:
+        settings = self.settings
+        weight, changed = correction(
+            old,
+            micro.rollout,
+            tokens,
+            settings.importance_correction,
+            settings.importance_level,
+            settings.importance_low,
+            settings.importance_high,
+        )
+        self._note(weight=weight.sum(), corrected=changed.sum())
+        if settings.off_policy_delta is None:
+            return weight
+        delta = settings.off_policy_delta
+        return weight * off_policy_keep(logp, old, tokens, micro.advantages, delta)
+
+    def _policy_loss(
+        self,
+        micro: MicroBatch,
+        tokens: Tokens,
+        logp: Tensor,
+        old: Tensor,
+        log_shift: Tensor | None,
+    ) -> Loss:
+        settings = self.settings
+        low, high = settings.clip_low, settings.clip_high
+        advantage, each = micro.advantages, micro.advantages[micro.owner]
+        log_ratio = logp - old
+        before = log_shift is not None and settings.router_shift == "before_clip"
+        shifted = log_ratio + log_shift if before else log_ratio
+        match settings.policy_loss:
+            case "grpo":
+                return losses.surrogate(shifted, each, low, high, settings.dual_clip)
+            case "gspo":
+                return losses.sequence_surrogate(shifted, tokens, advantage, low, high)
+            case "gmpo" | "rspo":
+                after = None if before else log_shift
+                return losses.geometric_mean(shifted, tokens, advantage, low, high, after)
+            case "cispo":
+                return losses.cispo(logp, old, each, low, high)
+            case "minirl":
+                cap = settings.importance_high
+                return losses.minirl(logp, old, micro.rollout, each, low, high, cap)
+            case "sapo":
+                return losses.sapo(log_ratio, each, *settings.sapo_tau)
+        raise ValueError(f"unknown policy loss {settings.policy_loss!r}")

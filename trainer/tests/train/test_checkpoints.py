@@ -1,0 +1,225 @@
+"""Checkpoints: exact, whole, and in the layout that inference servers load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import needs  # noqa: F401
+import pytest
+
+import torch  # isort: skip
+from model_families import TINY, draw_tokens, hyperparameters, write_batch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from orchestrate_trainer import export
+from orchestrate_trainer.batch import Batch
+from orchestrate_trainer.policy import ModelOptions, UnusableModel
+from orchestrate_trainer.service import Trainer
+from orchestrate_trainer.settings import Hyperparameters
+from orchestrate_trainer.step import apply
+from orchestrate_trainer.store import CheckpointStore, Position
+
+OPTIONS = ModelOptions(experts="eager")
+
+
+class Death(BaseException):
+    """A process that is killed."""
+
+
+def weights_of(trainer: Trainer) -> list[torch.Tensor]:
+    return [p.full_tensor().detach().clone() for p in trainer.policy.parameters()]
+
+
+def moments_of(trainer: Trainer) -> list[torch.Tensor]:
+    states = (trainer.optimizer.state[p] for p in trainer.policy.parameters())
+    return [state[name].full_tensor() for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+def update(trainer: Trainer, manifest: Path, name: str) -> Position:
+    settings = Hyperparameters.parse(hyperparameters(mini_steps=2))
+    batch = Batch.open(manifest)
+    parts = (trainer.policy, trainer.optimizer, trainer.reference, batch, settings, trainer.world)
+    metrics = apply(*parts, lambda *_: True)
+    version = trainer.position.policy_version + 1
+    result = {"policy_version": version, "checkpoint": "", "metrics": metrics}
+    step = {"step_id": name, "batch_digest": "", "result": result}
+    trainer.position = trainer.store.save(
+        trainer.policy, trainer.optimizer, version, lambda: trainer.position.after(step)
+    )
+    return trainer.position
+
+
+@pytest.mark.parametrize("family", list(TINY))
+def test_an_export_is_the_model_in_its_own_layout(
+    family: str, folders: dict[str, Path], world: Any, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path / "ckpt", world)
+    trainer = Trainer.open(folders[family], store, OPTIONS, world)
+    manifest = write_batch(tmp_path / "batch", trainer.policy.shape, (9, 12, 6))
+    before = export.tensor_files(store.folder(0)).keys()
+    update(trainer, manifest, "s1")
+    assert export.tensor_files(store.folder(1)).keys() == before
+    config = (store.folder(1) / "config.json").read_bytes()
+    assert config == (folders[family] / "config.json").read_bytes()
+    # What a server loads computes what the trainer computes.
+    served = AutoModelForCausalLM.from_pretrained(
+        store.folder(1), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    start = AutoModelForCausalLM.from_pretrained(
+        store.folder(0), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokens = draw_tokens((11,))
+    with torch.no_grad(), trainer.policy.routing.micro_batch():
+        wanted, _ = trainer.policy(
+            tokens[None], torch.arange(11)[None], (11,), torch.arange(10), tokens[1:], 1.0
+        )
+        rows = [
+            model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+            for model in (served, start)
+        ]
+    found, old = (row.gather(-1, tokens[1:, None]).squeeze(-1) for row in rows)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(old, wanted, atol=1e-3)
+
+
+def test_a_restored_trainer_goes_on_as_if_nothing_had_happened(
+    folders: dict[str, Path], world: Any, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path / "ckpt", world, dtype=torch.bfloat16)
+    trainer = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+    manifest = write_batch(tmp_path / "batch", trainer.policy.shape, (9, 12, 6))
+    update(trainer, manifest, "s1")
+    again = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+    assert again.position == trainer.position and again.position.policy_version == 1
+    # Exact, although the exported weights are bf16.
+    assert all(map(torch.equal, weights_of(trainer), weights_of(again)))
+    assert all(map(torch.equal, moments_of(trainer), moments_of(again)))
+    update(trainer, manifest, "s2")
+    second = shutil.move(store.folder(2), tmp_path / "aside")
+    update(again, manifest, "s2")
+    assert all(map(torch.equal, weights_of(trainer), weights_of(again)))
+    exported = load_file(Path(second) / "model.safetensors")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in exported.values())
+
+
+def test_a_half_written_checkpoint_is_none(
+    folders: dict[str, Path], world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Death at each point of the writing leaves the checkpoint before as the newest."""
+    store = CheckpointStore(tmp_path / "ckpt", world)
+    trainer = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+    manifest = write_batch(tmp_path / "batch", trainer.policy.shape, (9, 12))
+    update(trainer, manifest, "s1")
+    kept = weights_of(trainer)
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise Death
+
+    for victim in ("dcp.save", "write_weights", "_write_json", "_publish", "_sync"):
+        trainer = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"orchestrate_trainer.store.{victim}", dies)
+            with pytest.raises(Death):
+                update(trainer, manifest, "s2")
+        assert not store.folder(2).exists()
+        again = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+        assert again.position.policy_version == 1 and again.position.lineage == 0
+        assert again.position.applied("s2") is None
+        assert all(map(torch.equal, kept, weights_of(again)))
+    assert not list(store.root.glob(".v*"))
+    # Death after the rename: the step is applied, and known.
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_note", dies)
+        with pytest.raises(Death):
+            update(again, manifest, "s2")
+    final = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+    assert final.position.applied("s2")["policy_version"] == 2
+
+
+def test_a_folder_belongs_to_one_trainer(world: Any, tmp_path: Path) -> None:
+    first, second = (CheckpointStore(tmp_path / "ckpt", world) for _ in range(2))
+    first.claim()
+    with pytest.raises(UnusableModel, match="another trainer uses this folder"):
+        second.claim()
+    first._claim.close()
+    second.claim()
+
+
+def test_an_older_checkpoint_opens_a_new_lineage(
+    folders: dict[str, Path], world: Any, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path / "ckpt", world, keep=2)
+    trainer = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+    manifest = write_batch(tmp_path / "batch", trainer.policy.shape, (9, 12))
+    for name in ("s1", "s2", "s3"):
+        update(trainer, manifest, name)
+    kept = sorted(path.name for path in store.root.glob("v*"))
+    assert kept == ["v000000", "v000002", "v000003"]
+    assert store.begin(folders["qwen3_moe"]).lineage == 0
+    shutil.rmtree(store.folder(3))
+    reopened = store.begin(folders["qwen3_moe"])
+    assert (reopened.policy_version, reopened.lineage) == (2, 1)
+    assert reopened.applied("s2") and reopened.applied("s3") is None
+    assert store.begin(folders["qwen3_moe"]).lineage == 1
+    (store.folder(2)).rename(store.folder(7))
+    with pytest.raises(UnusableModel, match="was the folder renamed"):
+        store.begin(folders["qwen3_moe"])
+
+
+def test_untrained_tensors_are_carried_over(
+    folders: dict[str, Path], world: Any, tmp_path: Path
+) -> None:
+    """DeepSeek-V3 and GLM-4.5 have a prediction layer beyond the last, which is not trained."""
+    model = Path(shutil.copytree(folders["glm4_moe"], tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    extra = "model.layers.92.eh_proj.weight"
+    weights[extra] = torch.randn(4, 4)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    store = CheckpointStore(tmp_path / "ckpt", world)
+    trainer = Trainer.open(model, store, OPTIONS, world)
+    manifest = write_batch(tmp_path / "batch", trainer.policy.shape, (9, 12))
+    update(trainer, manifest, "s1")
+    with safe_open(store.folder(1) / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor(extra), weights[extra])
+
+
+def test_large_exports_are_split(
+    folders: dict[str, Path], world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
+    store = CheckpointStore(tmp_path / "ckpt", world)
+    trainer = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+    manifest = write_batch(tmp_path / "batch", trainer.policy.shape, (9, 12))
+    update(trainer, manifest, "s1")
+    index = json.loads((store.folder(1) / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    again = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+    assert all(map(torch.equal, weights_of(trainer), weights_of(again)))
+    update(again, manifest, "s2")
+
+
+def test_models_that_cannot_be_trained_are_refused(
+    folders: dict[str, Path], world: Any, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UnusableModel, match="no safetensors weights here"):
+        Trainer.open(empty, CheckpointStore(tmp_path / "a", world), OPTIONS, world)
+    for name, problem in (("quantised", "convert them to bf16"), ("cut", "gate.weight")):
+        model = Path(shutil.copytree(folders["qwen3_moe"], tmp_path / name))
+        if name == "quantised":
+            config = json.loads((model / "config.json").read_text())
+            config["quantization_config"] = {"quant_method": "fp8"}
+            (model / "config.json").write_text(json.dumps(config))
+        else:
+            weights = load_file(model / "model.safetensors")
+            del weights["model.layers.1.mlp.gate.weight"]
+            save_file(weights, model / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UnusableModel, match=problem):
+            Trainer.open(model, CheckpointStore(tmp_path / f"c-{name}", world), OPTIONS, world)

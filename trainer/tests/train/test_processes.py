@@ -1,0 +1,163 @@
+"""Real processes: two that train together equal one, and death at any moment loses nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import needs  # noqa: F401
+import pytest
+
+import torch  # isort: skip
+from model_families import write_batch
+from safetensors.torch import load_file
+from test_service import Client, request
+
+LENGTHS = (12, 7, 19, 10, 5)
+PACKAGE = Path(__file__).parents[2]
+
+
+class Process:
+    """A trainer as it is started in earnest, with ``size`` processes."""
+
+    def __init__(self, model: Path, checkpoints: Path, size: int) -> None:
+        start = [sys.executable, "-m"]
+        if size > 1:
+            start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "-m"]
+        self._log = open(checkpoints.with_suffix(".log"), "a+")
+        self._process = subprocess.Popen(
+            [
+                *(*start, "orchestrate_trainer.serve", "--model", str(model)),
+                *("--checkpoint-dir", str(checkpoints), "--port", "0", "--device", "cpu"),
+                *("--threads", "1", "--experts", "eager"),
+            ],
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, "PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        self.client = Client(self._port())
+
+    def _port(self) -> int:
+        skip = len(re.findall("listening", self.log()))
+        for _ in range(6000):
+            found = re.findall(r"listening on http://127.0.0.1:(\d+)", self.log())
+            if len(found) > skip:
+                return int(found[-1])
+            assert self._process.poll() is None, self.log()
+            time.sleep(0.1)
+        raise AssertionError(self.log())
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def pids(self) -> list[int]:
+        """All processes: the launcher, if there is one, and those that train."""
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [pid, *map(int, children)]
+
+    def kill(self) -> None:
+        """As a machine that loses power."""
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def end(self) -> int:
+        """Exit status after a polite request."""
+        self._process.terminate()
+        return self._process.wait(timeout=300)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def submitted(process: Process, body: dict[str, Any]) -> dict[str, Any]:
+    assert process.client.call("/v1/steps", body)[0] == 200
+    answer = process.client.finished(body["step_id"])
+    assert answer["state"] == "done", answer
+    return answer["result"]
+
+
+def test_two_processes_equal_one_and_death_changes_nothing(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = folders["qwen3_moe"]
+    alone = Process(model, tmp_path / "one", 1)
+    shape = alone.client.call("/v1/info")[1]["model"]
+    # The second batch leaves a process without sequences in some mini steps.
+    batches = [
+        write_batch(tmp_path / "b1", shape, LENGTHS, "s1"),
+        write_batch(tmp_path / "b2", shape, (8, 9, 7), "s2", seed=3),
+    ]
+    settings = {"mini_steps": 2, "micro_batch_tokens": 20, "kl_coefficient": 0.1}
+    steps = [
+        request(manifest, f"s{number + 1}", number, **settings)
+        for number, manifest in enumerate(batches)
+    ]
+    wanted = [submitted(alone, step) for step in steps]
+    assert alone.end() == 0
+
+    together = Process(model, tmp_path / "two", 2)
+    assert together.client.call("/v1/info")[1]["world_size"] == 2
+    found = [submitted(together, steps[0])]
+    # Death in the middle of the second step, at a moment that varies.
+    together.client.call("/v1/steps", steps[1])
+    for _ in range(2000):
+        state = together.client.call("/v1/steps/s2")[1]
+        if state["state"] != "queued":
+            break
+        time.sleep(0.002)
+    together.kill()
+    with pytest.raises(urllib.error.URLError):
+        together.client.call("/v1/info")
+    again = Process(model, tmp_path / "two", 2)
+    info = again.client.call("/v1/info")[1]
+    assert info["policy_version"] in (1, 2) and info["lineage"] == 0
+    found.append(submitted(again, steps[1]))
+    measure = {"manifest": str(batches[0]), "replay": True, "temperature": 1.0}
+    status, answer = again.client.call("/v1/logprobs", measure)
+    assert status == 200 and [len(row) for row in answer["logprobs"]] == list(LENGTHS)
+    workers = again.pids()[1:]
+    # The launcher dies without a word; the processes that train end by themselves.
+    os.kill(again.pids()[0], signal.SIGKILL)
+    for _ in range(1200):
+        if not any(map(alive, workers)):
+            break
+        time.sleep(0.1)
+    assert not any(map(alive, workers))
+
+    for one, two in zip(wanted, found):
+        assert one["policy_version"] == two["policy_version"]
+        compare(one["metrics"], two["metrics"])
+        weights = [
+            load_file(Path(result["checkpoint"]) / "model.safetensors") for result in (one, two)
+        ]
+        assert weights[0].keys() == weights[1].keys()
+        for name, tensor in weights[0].items():
+            torch.testing.assert_close(weights[1][name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def compare(one: Any, two: Any, name: str = "") -> None:
+    """Metrics of the same step, within 1e-5; how long it took may differ."""
+    if isinstance(one, dict):
+        assert one.keys() == two.keys()
+        for key in one.keys() - {"seconds"}:
+            compare(one[key], two[key], key)
+    elif isinstance(one, list):
+        for pair in zip(one, two, strict=True):
+            compare(*pair, name)
+    else:
+        assert two == (one if one is None else pytest.approx(one, rel=1e-5, abs=1e-5)), name

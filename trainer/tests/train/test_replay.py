@@ -1,0 +1,185 @@
+"""Replay in models of every router family of transformers."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import needs  # noqa: F401
+import pytest
+
+import torch  # isort: skip
+from model_families import EXPERTS, TINY, TOP_K, draw_routes, draw_tokens
+from transformers import AutoModelForCausalLM
+
+from orchestrate_trainer.policy import ModelOptions, Policy, load_policy
+
+LENGTHS = (9, 14, 5)
+#: Experts one after the other: transformers' other kernels sum in an order of their own.
+OPTIONS = ModelOptions(experts="eager")
+
+pytestmark = pytest.mark.parametrize("family", list(TINY))
+
+
+def run(policy: Policy, tokens: torch.Tensor, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+    """Log-probs of every token that has one before it in the pack."""
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    rows = torch.arange(len(tokens) - 1)
+    logp, _ = policy(tokens[None], positions[None], lengths, rows, tokens[1:], 1.0)
+    return logp
+
+
+@contextmanager
+def replaying(policy: Policy, routes: Any = None) -> Any:
+    if routes is None:
+        with policy.routing.micro_batch():
+            yield
+        return
+    rows = torch.as_tensor(routes)
+    with policy.routing.micro_batch(rows, torch.ones(len(rows), dtype=torch.bool)):
+        yield
+
+
+@pytest.fixture
+def policy(family: str, folders: dict[str, Path], world: Any) -> Policy:
+    return load_policy(folders[family], OPTIONS, world)
+
+
+def test_own_routes_replayed_change_no_bit(policy: Policy) -> None:
+    tokens = draw_tokens(LENGTHS)
+    with replaying(policy):
+        plain = run(policy, tokens)
+        plain.sum().backward()
+        own = policy.routing.executed()
+    gradients = [p.grad.full_tensor().clone() for p in policy.parameters()]
+    policy.zero_grad()
+    with replaying(policy, own):
+        replayed = run(policy, tokens)
+        replayed.sum().backward()
+        assert torch.equal(policy.routing.executed(), own)
+    assert torch.equal(plain, replayed)
+    for before, parameter in zip(gradients, policy.parameters()):
+        assert torch.equal(before, parameter.grad.full_tensor())
+
+
+def test_the_hooked_model_is_the_model(
+    policy: Policy, family: str, folders: dict[str, Path]
+) -> None:
+    tokens = draw_tokens(LENGTHS)
+    plain = AutoModelForCausalLM.from_pretrained(
+        folders[family], dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad(), replaying(policy):
+        found = run(policy, tokens)
+        each = [plain(input_ids=part[None]).logits[0] for part in tokens.split(LENGTHS)]
+    wanted = torch.cat(each).log_softmax(-1)[:-1].gather(-1, tokens[1:, None]).squeeze(-1)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_other_routes_are_used(policy: Policy) -> None:
+    tokens = draw_tokens(LENGTHS)
+    routes = draw_routes(len(tokens), len(policy.routing.layers), seed=1)
+    with torch.no_grad():
+        with replaying(policy):
+            plain = run(policy, tokens)
+        with replaying(policy, routes):
+            other = run(policy, tokens)
+            assert policy.routing.executed().tolist() == routes.tolist()
+        # Only the routes of tokens up to the one scored matter, and only of its own sequence.
+        changed = routes.copy()
+        changed[LENGTHS[0]] = changed[LENGTHS[0], :, ::-1]
+        changed[12] = (changed[12] + 1) % EXPERTS
+        with replaying(policy, changed):
+            third = run(policy, tokens)
+    assert not torch.allclose(plain, other, atol=1e-3)
+    torch.testing.assert_close(third[:12], other[:12], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(third[23:], other[23:], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(third[12:22], other[12:22], atol=1e-4)
+
+
+def test_rows_that_are_missing_fall_back(policy: Policy) -> None:
+    tokens = draw_tokens(LENGTHS)
+    routes = torch.as_tensor(draw_routes(len(tokens), len(policy.routing.layers)))
+    valid = torch.arange(len(tokens)) % 3 > 0
+    with torch.no_grad(), policy.routing.micro_batch(routes, valid):
+        run(policy, tokens)
+        executed, own = policy.routing.executed(), policy.routing.own()
+    assert torch.equal(executed[valid], routes[valid].short())
+    assert torch.equal(executed[~valid], own[~valid])
+
+
+def test_gradients_reach_the_routers_of_replayed_experts(policy: Policy, family: str) -> None:
+    """Every token runs experts 0 and 1: families that renormalise leave the other rows of the
+    router without gradient, the others do not."""
+    tokens = draw_tokens(LENGTHS)
+    layers = len(policy.routing.layers)
+    routes = torch.arange(TOP_K).repeat(len(tokens), layers, 1)
+    with replaying(policy, routes):
+        run(policy, tokens).sum().backward()
+    reaches_all = family in ("qwen2_moe", "olmoe", "deepseek_v2")
+    for router in policy.routing.parameters():
+        rows = router.grad.full_tensor().flatten(1) if router.dim() > 1 else None
+        if rows is None:
+            continue
+        touched = rows.abs().sum(-1) > 0
+        assert touched[:TOP_K].all()
+        assert touched[TOP_K:].all() if reaches_all else not touched[TOP_K:].any()
+
+
+def test_the_forward_that_runs_again_takes_the_same_experts(
+    family: str, folders: dict[str, Path], world: Any
+) -> None:
+    """With activation checkpointing layers run twice; even if the routers meanwhile prefer other
+    experts, gradients are those of a forward that kept its activations."""
+    tokens = draw_tokens(LENGTHS)
+    gradients, flipped = [], []
+    for checkpointing in (False, True):
+        options = ModelOptions(experts="eager", activation_checkpointing=checkpointing)
+        policy = load_policy(folders[family], options, world)
+        calls = []
+        for router in policy.routing._routers:
+            spec = router.spec
+
+            def select(logits: Any, bias: Any = None, spec: Any = spec) -> torch.Tensor:
+                calls.append(1)
+                return type(spec).select(spec, logits if len(calls) <= layers else -logits, bias)
+
+            layers = len(policy.routing._routers)
+            router.spec = _Preferring(spec, select)
+        with replaying(policy):
+            run(policy, tokens).sum().backward()
+        flipped.append(len(calls))
+        gradients.append([p.grad.full_tensor() for p in policy.parameters()])
+    assert flipped[0] == flipped[1] == layers, "a choice was made again in backward"
+    for kept, again in zip(*gradients):
+        torch.testing.assert_close(kept, again, rtol=1e-4, atol=1e-5)
+
+
+class _Preferring:
+    """A router family whose choice is another function."""
+
+    def __init__(self, spec: Any, select: Any) -> None:
+        self.select, self.weights, self.kind = select, spec.weights, spec.kind
+
+
+def test_bf16_computes_with_f32_routers(
+    family: str, folders: dict[str, Path], world: Any
+) -> None:
+    policy = load_policy(folders[family], ModelOptions(compute="bf16"), world)
+    seen = []
+    router = policy.routing._routers[0]
+    weights = router.spec.weights
+    spec = _Preferring(router.spec, router.spec.select)
+    spec.weights = lambda logits, chosen: seen.append(logits.dtype) or weights(logits, chosen)
+    router.spec = spec
+    tokens = draw_tokens(LENGTHS)
+    with replaying(policy):
+        logp = run(policy, tokens)
+        logp.sum().backward()
+    assert set(seen) == {torch.float32} and logp.dtype == torch.float32
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in policy.parameters())
+    exact = load_policy(folders[family], OPTIONS, world)
+    with torch.no_grad(), replaying(exact):
+        wanted = run(exact, tokens)
+    assert 0 < (logp - wanted).abs().mean() < 0.3

@@ -1,0 +1,274 @@
+"""Whole steps on a tiny model: what must not change the result, and what must."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import needs  # noqa: F401
+import numpy as np
+import pytest
+
+import torch  # isort: skip
+from model_families import hyperparameters, write_batch
+
+from orchestrate_trainer.batch import Batch
+from orchestrate_trainer.data import share_out
+from orchestrate_trainer.passes import StepError, measure
+from orchestrate_trainer.policy import ModelOptions, Policy, load_policy
+from orchestrate_trainer.settings import Hyperparameters, Unusable
+from orchestrate_trainer.step import apply
+
+LENGTHS = (12, 7, 19, 10, 5)
+
+
+@dataclasses.dataclass
+class Bench:
+    """A policy and its optimizer, made anew by :meth:`step`."""
+
+    folder: Path
+    batch: Batch
+    world: Any
+
+    def open(self) -> tuple[Policy, torch.optim.Optimizer]:
+        policy = load_policy(self.folder, ModelOptions(experts="eager"), self.world)
+        return policy, torch.optim.AdamW(policy.parameters(), lr=0.0, foreach=True)
+
+    def step(
+        self, progress: Callable[[str, float], bool] = lambda *_: True, **changed: Any
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Metrics of one step from the starting weights, and the weights after it."""
+        policy, optimizer = self.open()
+        settings = Hyperparameters.parse(hyperparameters(**changed))
+        start = lambda: load_policy(self.folder, ModelOptions(experts="eager"), self.world)  # noqa: E731
+        metrics = apply(policy, optimizer, start, self.batch, settings, self.world, progress)
+        return metrics, [p.full_tensor().detach() for p in policy.parameters()]
+
+
+@pytest.fixture
+def bench(folders: dict[str, Path], world: Any, tmp_path: Path) -> Bench:
+    shape = load_policy(folders["qwen3_moe"], ModelOptions(), world).shape
+    manifest = write_batch(tmp_path / "batch", shape, LENGTHS)
+    return Bench(folders["qwen3_moe"], Batch.open(manifest), world)
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(one, other))
+
+
+def test_micro_batches_change_nothing(bench: Bench) -> None:
+    whole, weights = bench.step(micro_batch_tokens=10_000)
+    for tokens in (1, 20):
+        parts, others = bench.step(micro_batch_tokens=tokens)
+        assert same(weights, others)
+        for name in ("loss", "grad_norm", "entropy", "clip_fraction"):
+            assert parts[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-7), name
+
+
+def test_the_first_mini_step_is_on_policy(bench: Bench) -> None:
+    """With a learning rate of 0 every mini step has the weights of the rollout, so each ratio is
+    exactly 1: recompute and update are the same computation."""
+    for replay in ("none", "recompute", "rollout"):
+        metrics, _ = bench.step(mini_steps=3, learning_rate=0.0, routing_replay=replay)
+        assert metrics["ratio"]["mean"] == metrics["ratio"]["max"] == 1.0
+        assert metrics["clip_fraction"] == 0.0
+    moved, _ = bench.step(mini_steps=3)
+    assert moved["ratio"]["max"] != 1.0
+
+
+def test_replay_shows_in_the_measurements(bench: Bench) -> None:
+    metrics, _ = bench.step()
+    sequences = [bench.batch.sequence(n) for n in range(len(LENGTHS))]
+    missing = sum(int((s.routing_valid[:-1] == 0).sum()) for s in sequences)
+    assert metrics["routing_missing"] == missing * 2 > 0
+    assert metrics["mismatch"] != metrics["mismatch_no_replay"]
+    assert metrics["tokens"] == sum(LENGTHS)
+    loss_tokens = sum(int(s.loss_mask[1:].sum()) for s in sequences)
+    assert metrics["loss_tokens"] == loss_tokens
+    # Routes drawn at random: about 1 - 1/28 of the choices of 2 from 8 differ.
+    assert 0.7 < metrics["disagreement"]["router"] <= 1
+    assert sum(metrics["disagreement"]["histogram"]) == pytest.approx(1)
+    assert all(0 < load <= 1 for load in metrics["expert_load_entropy"])
+    own, _ = bench.step(routing_replay="recompute")
+    assert own["mismatch"] == own["mismatch_no_replay"]
+    assert own["disagreement"]["router"] == pytest.approx(metrics["disagreement"]["router"])
+    assert own["routing_missing"] == 0
+
+
+def test_measuring_agrees_with_the_step(bench: Bench) -> None:
+    policy, _ = bench.open()
+    metrics, _ = bench.step()
+    for replay, name in ((True, "mismatch"), (False, "mismatch_no_replay")):
+        found = measure(policy, bench.batch, replay, 1.0, 30, bench.world)
+        assert [len(row) for row in found["logprobs"]] == list(LENGTHS)
+        assert all(row[0] == 0.0 for row in found["logprobs"])
+        assert found["mismatch"]["kl_k3"] == pytest.approx(metrics[name]["kl_k3"], rel=1e-4)
+        assert (found["disagreement"] is None) == replay
+
+
+ALGORITHMS = [
+    {"policy_loss": "grpo", "dual_clip": 3.0, "aggregation": "seq-mean-token-mean"},
+    {"policy_loss": "grpo", "aggregation": "token-sum-norm", "loss_norm_tokens": 20.0},
+    {"policy_loss": "grpo", "router_shift": "before_clip", "router_shift_floor": 0.9},
+    {"policy_loss": "grpo", "importance_correction": "tis"},
+    {"policy_loss": "grpo", "importance_correction": "icepop", "importance_high": 5.0},
+    {"policy_loss": "grpo", "importance_correction": "mis", "importance_level": "sequence"},
+    {"policy_loss": "grpo", "kl_coefficient": 0.5},
+    {"policy_loss": "grpo", "kl_coefficient": 0.5, "kl_unbiased": True},
+    {"policy_loss": "gspo", "aggregation": "seq-mean-token-mean", "clip_low": 3e-4,
+     "clip_high": 4e-4, "importance_correction": "geometric_mask",
+     "importance_level": "sequence", "importance_low": 0.0, "importance_high": 10.0},
+    {"policy_loss": "gmpo", "aggregation": "seq-mean-token-mean", "clip_low": 0.4,
+     "clip_high": 0.4},
+    {"policy_loss": "rspo", "aggregation": "seq-mean-token-mean", "clip_low": 0.4,
+     "clip_high": 0.4, "router_shift": "before_clip"},
+    {"policy_loss": "rspo", "aggregation": "seq-mean-token-mean", "clip_low": 0.4,
+     "clip_high": 0.4, "router_shift": "after_clip"},
+    {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    {"policy_loss": "minirl", "aggregation": "seq-mean-token-sum", "importance_high": 5.0},
+    {"policy_loss": "sapo"},
+]  # fmt: skip
+
+
+def test_every_algorithm_trains_and_differs(bench: Bench) -> None:
+    """Each setting reaches the weights: no two give the same ones."""
+    base, reached = bench.step(mini_steps=2)
+    results = [reached]
+    for settings in ALGORITHMS:
+        metrics, weights = bench.step(mini_steps=2, **settings)
+        assert np.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0, settings
+        assert 0 < metrics["router_grad_norm"] < metrics["grad_norm"]
+        assert not any(all(map(torch.equal, weights, other)) for other in results), settings
+        results.append(weights)
+        shifted = settings.get("router_shift", "none") != "none"
+        assert (metrics["router_shift"] is not None) == shifted
+        assert (metrics["kl_reference"] is not None) == ("kl_coefficient" in settings)
+    assert base["kl_reference"] is None
+
+
+def test_sequences_that_moved_away_are_left_out(bench: Bench) -> None:
+    """One sequence to a mini step, and steps so large that log-probs move far."""
+    large = {"mini_steps": len(LENGTHS), "learning_rate": 0.1}
+    _, plain = bench.step(**large)
+    _, masked = bench.step(**large, off_policy_delta=1e-6)
+    _, lenient = bench.step(**large, off_policy_delta=1e6)
+    assert not all(map(torch.equal, plain, masked))
+    assert all(map(torch.equal, plain, lenient))
+
+
+def test_the_reference_is_the_start(bench: Bench) -> None:
+    """Without replay and before any update the divergence from the start is zero."""
+    metrics, _ = bench.step(kl_coefficient=1.0, routing_replay="none")
+    assert metrics["kl_reference"] == pytest.approx(0.0, abs=1e-9)
+    later, _ = bench.step(kl_coefficient=1.0, routing_replay="none", mini_steps=3)
+    assert later["kl_reference"] > 1e-6
+
+
+def test_warm_up_counts_optimizer_steps(bench: Bench) -> None:
+    metrics, _ = bench.step(mini_steps=3, warmup_steps=6, learning_rate=0.6)
+    assert metrics["learning_rate"] == pytest.approx(0.3)
+
+
+def test_a_stop_between_phases_is_heard(bench: Bench) -> None:
+    for stop, moved in ((("recompute", 0.0), False), (("update", 0.5), True)):
+        with pytest.raises(StepError, match="shutting down") as caught:
+            bench.step(lambda phase, share, at=stop: (phase, share) != at, mini_steps=2)
+        assert caught.value.moved == moved
+
+
+def test_a_loss_that_is_no_number_stops_before_the_weights_move(bench: Bench) -> None:
+    policy, optimizer = bench.open()
+    with torch.no_grad():
+        next(iter(policy.parameters())).to_local().fill_(float("nan"))
+    settings = Hyperparameters.parse(hyperparameters())
+    with pytest.raises(StepError, match="the loss of mini step 1 is not finite") as caught:
+        apply(policy, optimizer, None, bench.batch, settings, bench.world, lambda *_: True)
+    assert not caught.value.moved
+
+
+@pytest.mark.parametrize(
+    ("array", "value", "problem"),
+    [
+        ("token_ids", 61, "outside the vocabulary of 61"),
+        ("rollout_logprobs", np.nan, "rollout log-prob is not finite"),
+        ("routed_experts", 8, "ids must be distinct and below 8"),
+        ("routed_experts", "repeated", "ids must be distinct and below 8"),
+    ],
+)
+def test_values_that_no_model_can_take(
+    bench: Bench, tmp_path: Path, array: str, value: Any, problem: str
+) -> None:
+    shape = bench.batch.manifest["model"]
+    manifest = write_batch(tmp_path / "good", shape, LENGTHS)
+    sequences = [Batch.open(manifest).sequence(n) for n in range(len(LENGTHS))]
+    values = np.concatenate([getattr(s, array) for s in sequences])
+    valid = np.concatenate([s.routing_valid for s in sequences])
+    mask = np.concatenate([s.loss_mask for s in sequences])
+    at = int(np.flatnonzero((valid == 1) & (mask == 1))[3])
+    if value == "repeated":
+        values[at, 1] = values[at, 1, 0]
+    elif array == "routed_experts":
+        values[at, 1, 0] = value
+    else:
+        values[at] = value
+    bad = write_batch(tmp_path / "bad", shape, LENGTHS, **{array: values})
+    with pytest.raises(StepError, match=problem):
+        dataclasses.replace(bench, batch=Batch.open(bad)).step()
+
+
+def test_a_batch_without_loss_tokens_is_refused(bench: Bench, tmp_path: Path) -> None:
+    mask = np.zeros(sum(LENGTHS), "u1")
+    # A first token has nothing before it to be predicted from.
+    mask[0] = 1
+    shape = bench.batch.manifest["model"]
+    empty = Batch.open(write_batch(tmp_path / "empty", shape, LENGTHS, loss_mask=mask))
+    with pytest.raises(StepError, match="no loss tokens"):
+        dataclasses.replace(bench, batch=empty).step()
+
+
+def test_sequences_go_to_the_emptiest_part_longest_first() -> None:
+    assert share_out([5, 9, 2, 9, 4], 2) == [[0, 1], [2, 3, 4]]
+    assert share_out([3, 3], 2) == [[0], [1]]
+    assert share_out([1], 1) == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"policy_loss": "ppo"}, "policy_loss"),
+        ({"routing_replay": "predictive"}, "routing_replay"),
+        ({"clip_low": 1.5}, "clip_low"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"learning_rate": "1e-6"}, "learning_rate"),
+        ({"mini_steps": 0}, "mini_steps"),
+        ({"mini_steps": True}, "mini_steps"),
+        ({"betas": [0.9, 1.0]}, "betas"),
+        ({"dual_clip": 1.0}, "dual_clip"),
+        ({"policy_loss": "sapo", "dual_clip": 3.0}, "dual_clip"),
+        ({"policy_loss": "gspo"}, "aggregation"),
+        ({"policy_loss": "cispo", "clip_low": 1.0, "router_shift": "before_clip"}, "router_shift"),
+        ({"router_shift": "before_clip", "router_shift_floor": 0.5}, "router_shift_floor"),
+        ({"importance_correction": "icepop", "importance_level": "sequence"}, "importance_level"),
+        ({"importance_correction": "geometric_mask"}, "importance_level"),
+        ({"importance_correction": "icepop", "importance_low": 3.0}, "importance_low"),
+        ({"policy_loss": "minirl", "importance_correction": "tis"}, "importance_correction"),
+        ({"kl_coefficient": 1.0, "kl_estimator": "k1"}, "kl_estimator"),
+        ({"kl_estimator": "k2", "kl_unbiased": True}, "kl_unbiased"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(changed: dict[str, Any], field: str) -> None:
+    with pytest.raises(Unusable, match=field):
+        Hyperparameters.parse(hyperparameters(**changed))
+
+
+def test_settings_that_are_missing_are_named() -> None:
+    for field in ("policy_loss", "learning_rate", "measure_no_replay"):
+        given = hyperparameters()
+        del given[field]
+        with pytest.raises(Unusable, match=field):
+            Hyperparameters.parse(given)
+    given = hyperparameters()
+    del given["dual_clip"]
+    assert Hyperparameters.parse(given).dual_clip is None
