@@ -202,6 +202,7 @@ fn importance(h: &Hyperparameters, r: &mut Refusals) {
                   importance_high";
     r.require(h.policy_loss != PolicyLoss::Minirl, "importance_correction", &name, remedy);
     let level = word(&h.importance_level);
+    let by_sequence = matches!(h.policy_loss, PolicyLoss::Gmpo | PolicyLoss::Rspo);
     match (correction, h.importance_level) {
         (ImportanceCorrection::Icepop, ImportanceLevel::Sequence) => {
             let remedy = "icepop looks at each token: use \"token\", or the correction \
@@ -212,10 +213,13 @@ fn importance(h: &Hyperparameters, r: &mut Refusals) {
             let remedy = "geometric_mask looks at whole sequences: use \"sequence\"";
             r.require(false, "importance_level", level, remedy);
         }
+        (ImportanceCorrection::Icepop, ImportanceLevel::Token) => {
+            let remedy = "icepop looks at each token, gmpo and rspo have one factor per sequence: \
+                          use tis, mis or geometric_mask";
+            r.require(!by_sequence, "importance_correction", name, remedy);
+        }
         (_, ImportanceLevel::Token) => {
-            let by_sequence = matches!(h.policy_loss, PolicyLoss::Gmpo | PolicyLoss::Rspo);
-            let remedy = "gmpo and rspo have one factor per sequence: use tis, mis or \
-                          geometric_mask with importance_level = \"sequence\"";
+            let remedy = "gmpo and rspo have one factor per sequence: use \"sequence\"";
             r.require(!by_sequence, "importance_level", level, remedy);
         }
         (_, ImportanceLevel::Sequence) => {}
