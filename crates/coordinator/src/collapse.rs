@@ -247,11 +247,13 @@ mod tests {
         assert!(detector.observe(&skipped).is_empty());
     }
 
+    /// Lines that show a symptom, which one, since which step, and when it is told.
+    type Sick = (fn(u32) -> Value, fn(&Symptom) -> bool, u32, u32);
+
     #[test]
     fn each_symptom_is_told_once_with_its_first_step_and_the_weights_before() {
         let healthy = |step| line(step, 0.8, 0.0, 0.5, 1e-3);
-        type Sick = fn(u32) -> Value;
-        let sick: [(Sick, fn(&Symptom) -> bool, u32, u32); 4] = [
+        let sick: [Sick; 4] = [
             (
                 |s| line(s, 0.0, 0.0, 0.5, 1e-3),
                 |s| matches!(s, Symptom::LowReward { best } if (best - 0.8).abs() < 1e-9),

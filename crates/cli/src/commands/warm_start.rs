@@ -42,21 +42,16 @@ fn train(args: &WarmStartArgs) -> anyhow::Result<()> {
     let tasks = micro::generate(args.seed, counts);
     let episodes = expert_episodes(&tasks, args.seed);
     let temporary = tempfile::tempdir()?;
-    let (weights, folder) = match &args.from {
-        Some(from) => {
-            let weights = Weights::load(from).with_context(|| format!("--from {from}"))?;
-            (weights, from.clone())
-        }
-        None => {
-            let folder = Utf8PathBuf::try_from(temporary.path().to_owned())?;
-            let template = ChatTemplate::new(MICRO_CHAT_TEMPLATE)?;
-            let corpus =
-                episodes.iter().map(|e| e.text(&template)).collect::<Result<Vec<_>, _>>()?;
-            let corpus = corpus.into_iter();
-            let entries = train_tokenizer(corpus, VOCABULARY, MICRO_CHAT_TEMPLATE, &folder)?;
-            output::say(format!("tokenizer: {entries} entries"));
-            (Weights::random_by_width(small_model(entries), args.seed), folder)
-        }
+    let (weights, folder) = if let Some(from) = &args.from {
+        (Weights::load(from).with_context(|| format!("--from {from}"))?, from.clone())
+    } else {
+        let folder = Utf8PathBuf::try_from(temporary.path().to_owned())?;
+        let template = ChatTemplate::new(MICRO_CHAT_TEMPLATE)?;
+        let corpus = episodes.iter().map(|e| e.text(&template)).collect::<Result<Vec<_>, _>>()?;
+        let corpus = corpus.into_iter();
+        let entries = train_tokenizer(corpus, VOCABULARY, MICRO_CHAT_TEMPLATE, &folder)?;
+        output::say(format!("tokenizer: {entries} entries"));
+        (Weights::random_by_width(small_model(entries), args.seed), folder)
     };
     output::say(format!("model: {} parameters", weights.parameters()));
     let chat = ChatModel::load(&folder)?;

@@ -377,8 +377,8 @@ async fn long_episodes_lose_reward_in_the_batch_but_not_in_the_metrics() {
     let mut punished = 0;
     for sequence in batch.sequences().map(Result::unwrap) {
         let solved = sequence.episode_id.ends_with(".01");
-        let written = sequence.loss_mask.iter().filter(|&&m| m == 1).count();
-        let penalty = if written > 2 { (written as f64 - 2.0) / 4.0 } else { 0.0 };
+        let written: u32 = sequence.loss_mask.iter().map(|&m| u32::from(m)).sum();
+        let penalty = if written > 2 { (f64::from(written) - 2.0) / 4.0 } else { 0.0 };
         punished += u32::from(penalty > 0.0);
         let (reward, advantage) = (f64::from(sequence.reward), f64::from(sequence.advantage));
         assert!((reward - (f64::from(u8::from(solved)) - penalty)).abs() < 1e-6);

@@ -82,13 +82,13 @@ fn of(policy_loss: PolicyLoss) -> Hyperparameters {
 }
 
 /// With the clips a case names.
-fn clipped(h: Hyperparameters, inputs: &Value) -> Hyperparameters {
+fn clipped(h: &Hyperparameters, inputs: &Value) -> Hyperparameters {
     let read = |key: &str, default: f64| inputs.get(key).map_or(default, typed);
     let (low, high) = match inputs.get("log_clip") {
         Some(e) => (typed(e), typed(e)),
         None => (read("eps_low", h.clip_low), read("eps_high", h.clip_high)),
     };
-    Hyperparameters { clip_low: low, clip_high: high, ..h }
+    Hyperparameters { clip_low: low, clip_high: high, ..h.clone() }
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn grpo_matches_the_golden_file_in_every_aggregation() {
             dual_clip: typed(&inputs["dual_clip_c"]),
             aggregation: typed(&inputs["agg"]),
             loss_norm_tokens: typed(&inputs["norm_constant"]),
-            ..clipped(of(PolicyLoss::Grpo), inputs)
+            ..clipped(&of(PolicyLoss::Grpo), inputs)
         };
         let batch = Batch::new(inputs);
         batch.matches(&h, expected);
@@ -116,7 +116,7 @@ fn grpo_matches_the_golden_file_in_every_aggregation() {
 fn gspo_matches_the_golden_file() {
     for case in cases("gspo_loss") {
         let (inputs, expected) = (&case["inputs"], &case["expected"]);
-        let (h, batch) = (clipped(of(PolicyLoss::Gspo), inputs), Batch::new(inputs));
+        let (h, batch) = (clipped(&of(PolicyLoss::Gspo), inputs), Batch::new(inputs));
         batch.matches(&h, expected);
         let clipped: Vec<bool> =
             batch.parts(&h).iter().map(|p| p.clipped.0 + p.clipped.1 > 0).collect();
@@ -144,7 +144,7 @@ fn corrections_match_the_golden_file() {
             importance_level: level,
             importance_low: low,
             importance_high: high,
-            ..clipped(of(PolicyLoss::Grpo), inputs)
+            ..clipped(&of(PolicyLoss::Grpo), inputs)
         };
         let batch = Batch::new(inputs);
         batch.matches(&h, expected);
@@ -182,10 +182,10 @@ fn other_policy_losses_match_the_golden_file() {
                 clip_high: typed(&inputs["eps_high_is"]),
                 ..of(PolicyLoss::Cispo)
             },
-            "gmpo_0.4" => clipped(of(PolicyLoss::Gmpo), inputs),
+            "gmpo_0.4" => clipped(&of(PolicyLoss::Gmpo), inputs),
             "minirl" => Hyperparameters {
                 importance_high: typed(&inputs["is_cap"]),
-                ..clipped(of(PolicyLoss::Minirl), inputs)
+                ..clipped(&of(PolicyLoss::Minirl), inputs)
             },
             "sapo" => Hyperparameters {
                 sapo_tau: (typed(&inputs["tau_pos"]), typed(&inputs["tau_neg"])),
@@ -237,7 +237,7 @@ fn router_shift_matches_the_golden_file_in_every_loss_that_takes_it() {
             router_shift: place,
             router_shift_floor: floor,
             aggregation: LossAggregation::SeqMeanTokenMean,
-            ..clipped(of(loss), inputs)
+            ..clipped(&of(loss), inputs)
         };
         assert_eq!(refusals(&h), []);
         batch.matches(&h, expected);
@@ -404,7 +404,7 @@ fn gradients_are_those_of_the_loss() {
                         batch.shift = None;
                     }
                     let gradients = batch.parts(&h);
-                    for i in 0..2 {
+                    for (i, gradient) in gradients.iter().enumerate() {
                         for t in 0..5 {
                             let at = batch.new[i][t];
                             batch.new[i][t] = at + 1e-6;
@@ -413,7 +413,7 @@ fn gradients_are_those_of_the_loss() {
                             let below = batch.value(&h);
                             batch.new[i][t] = at;
                             let slope = (above - below) / 2e-6;
-                            let found = gradients[i].gradient[t];
+                            let found = gradient.gradient[t];
                             assert!((slope - found).abs() < 1e-7, "{h:?} {i} {t}: {slope} {found}");
                         }
                     }

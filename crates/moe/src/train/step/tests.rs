@@ -172,9 +172,11 @@ fn applied(settings: &Hyperparameters) -> (Learner, StepMetrics) {
     (learner, metrics.unwrap_or_else(|error| panic!("{settings:?}: {error}")))
 }
 
-/// Settings of every option, by what they change.
-fn options() -> Vec<(&'static str, Box<dyn Fn(&mut AlgorithmSection)>)> {
-    let mut all: Vec<(&'static str, Box<dyn Fn(&mut AlgorithmSection)>)> = Vec::new();
+/// A setting, and the option it is of.
+type Choice = (&'static str, Box<dyn Fn(&mut AlgorithmSection)>);
+
+fn options() -> Vec<Choice> {
+    let mut all: Vec<Choice> = Vec::new();
     for loss in PolicyLoss::ALL {
         all.push(("loss", Box::new(move |s| s.policy_loss = Some(loss))));
     }
