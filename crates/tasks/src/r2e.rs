@@ -12,7 +12,7 @@ use crate::task::{Split, Task, TaskFile, TestStatus};
 use camino::{Utf8Path, Utf8PathBuf};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::io::{BufRead as _, BufWriter, Write as _};
+use std::io::{BufWriter, Write as _};
 use std::time::Duration;
 
 /// Where the repository is in R2E-Gym's images, and in ours.
@@ -226,25 +226,6 @@ fn test_command(repo_name: &str, names: &[String]) -> String {
     } else {
         format!("{pytest} {HIDDEN_FOLDER}")
     }
-}
-
-/// Reads rows, one JSON object per line; empty lines are skipped.
-///
-/// # Errors
-/// If the file cannot be read or a line is not a row.
-pub fn read_rows(path: &Utf8Path) -> Result<Vec<R2eRow>, RowError> {
-    let file = std::io::BufReader::new(fs_err::File::open(path)?);
-    let mut rows = Vec::new();
-    for (n, line) in file.lines().enumerate() {
-        let line = line?;
-        if !line.trim().is_empty() {
-            rows.push(
-                serde_json::from_str(&line)
-                    .map_err(|source| RowError::Json { line: n + 1, source })?,
-            );
-        }
-    }
-    Ok(rows)
 }
 
 /// Writes rows, one JSON object per line. The file is complete or not there: it is written under

@@ -61,8 +61,8 @@ fn row(repo: &str, test: &str) -> SweRow {
 
 #[test]
 fn a_large_log_is_graded_in_bounded_memory_by_every_parser() {
-    const LINES: u64 = 120_000;
-    let long = "x".repeat(8 * LINE_BYTES);
+    const LINES: u64 = 40_000;
+    let long = "x".repeat(12 * LINE_BYTES);
     let head = format!("{long}\n+ : '>>>>> Start Test Output'\n{long}\n");
     let tail = "PASSED t::wanted\n+ : '>>>>> End Test Output'\n";
     let (mut parsers, mut most) = (HashSet::new(), 0);
@@ -76,14 +76,14 @@ fn a_large_log_is_graded_in_bounded_memory_by_every_parser() {
                 BufReader::with_capacity(1 << 16, &mut log),
             );
             let grown = peak_bytes() - before;
-            assert!(grown < 24 << 20, "{}: {grown} bytes", spec.repo);
+            assert!(grown < 16 << 20, "{}: {grown} bytes", spec.repo);
             most = most.max(log.given);
             assert_eq!(log.at, log.ready.len(), "all of the log was read");
             let finds = !matches!(spec.parser, LogParser::Sympy | LogParser::Django);
             assert_eq!(report.unwrap().resolved, finds, "{}", spec.repo);
         }
     }
-    assert!(most > 20 << 20 && parsers.len() == 7);
+    assert!(most > 24 << 20 && parsers.len() == 7);
 }
 
 #[test]

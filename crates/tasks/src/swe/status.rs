@@ -162,11 +162,11 @@ mod tests {
     #[test]
     fn wanted_names_are_kept_when_there_is_no_more_room() {
         let mut map = StatusMap::for_tests(["a"]);
-        let long = "x".repeat(1 << 20);
-        for n in 0..100 {
+        let long = "x".repeat(4 << 20);
+        for n in 0..20 {
             map.insert(&format!("{n}{long}"), Status::Failed);
         }
-        assert_eq!(map.len(), 63);
+        assert_eq!(map.len(), 15);
         map.insert("a", Status::Failed);
         map.insert("a", Status::of("ERROR:"));
         assert_eq!(map.get("a"), Some(&Status::Other("ERROR:".into())));

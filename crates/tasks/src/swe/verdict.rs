@@ -191,10 +191,9 @@ impl Rules {
         match (status, self.harness) {
             (Some(Status::Passed | Status::Xfail), _) => Some(true),
             (None | Some(Status::Failed | Status::Error), _) => Some(false),
-            // Version 4 counts a skipped test nowhere, so that skipping all of them resolves.
-            (Some(Status::Skipped), Harness::V4_1_0) => None,
             (Some(Status::Skipped), Harness::V5_0_2) => Some(list == List::PassToPass),
-            (Some(Status::Other(_)), _) => None,
+            // To version 4 a skipped test is no result, so that skipping all of them resolves.
+            (Some(Status::Skipped), Harness::V4_1_0) | (Some(Status::Other(_)), _) => None,
         }
     }
 
