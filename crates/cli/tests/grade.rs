@@ -1,5 +1,11 @@
 //! Files of rows and recorded logs, through the program. Needs no Docker.
 
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    reason = "a test stops where something is not as promised"
+)]
+
 use serde_json::{Value, json};
 use std::process::{Command, Output};
 

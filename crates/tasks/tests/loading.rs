@@ -88,7 +88,8 @@ fn r2e_row(commit: &str) -> Value {
 }
 
 fn json_lines(rows: &[Value]) -> String {
-    rows.iter().map(|row| format!("{row}\n")).collect()
+    let lines: Vec<String> = rows.iter().map(|row| format!("{row}\n")).collect();
+    lines.concat()
 }
 
 #[test]
@@ -211,16 +212,15 @@ fn parquet(rows: &[SweRow], lists: bool, compression: Compression) -> Vec<u8> {
         "patch",
         "test_patch",
     ];
-    let mut schema: String =
-        texts.iter().map(|name| format!("optional binary {name} (UTF8);\n")).collect();
-    for name in ["FAIL_TO_PASS", "PASS_TO_PASS"] {
-        schema += &if lists {
-            let item = "repeated group list { optional binary element (UTF8); }";
-            format!("optional group {name} (LIST) {{ {item} }}\n")
-        } else {
-            format!("optional binary {name} (UTF8);\n")
-        };
-    }
+    let text = |name: &str| format!("optional binary {name} (UTF8);");
+    let list = |name: &str| {
+        let item = "repeated group list { optional binary element (UTF8); }";
+        format!("optional group {name} (LIST) {{ {item} }}")
+    };
+    let mut schema: Vec<String> = texts.into_iter().map(text).collect();
+    let tests = ["FAIL_TO_PASS", "PASS_TO_PASS"].into_iter();
+    schema.extend(tests.map(|name| if lists { list(name) } else { text(name) }));
+    let schema = schema.concat();
     let schema = Arc::new(parse_message_type(&format!("message row {{ {schema} }}")).unwrap());
     let properties = Arc::new(WriterProperties::builder().set_compression(compression).build());
     let mut writer = SerializedFileWriter::new(Vec::new(), schema, properties).unwrap();

@@ -1,6 +1,10 @@
 //! Logs of any size and content: read once, in bounded memory, without a panic.
 
-#![expect(clippy::unwrap_used, reason = "a test stops where something is not as promised")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    reason = "a test stops where something is not as promised"
+)]
 
 use orchestrate_tasks::swe::{Harness, LogParser, SPECS, SweRow, grade};
 use orchestrate_tasks::{LINE_BYTES, TestStatus, grade_log};
