@@ -23,7 +23,7 @@ pub(crate) struct Cli {
     pub(crate) verbose: u8,
     /// Log filter, like `orchestrate_sandbox=debug,info` (overrides -v).
     #[arg(long, global = true, value_name = "FILTER")]
-    pub(crate) log: Option<String>,
+    pub(crate) log_filter: Option<String>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -32,6 +32,8 @@ pub(crate) enum Command {
     Run(RunArgs),
     /// Measure Pass@1 (and pass@k) of a checkpoint on held-out tasks.
     Eval(EvalArgs),
+    /// Judge a recorded test log; needs no Docker.
+    Grade(GradeArgs),
     /// List, show, import or verify tasks.
     Tasks(TasksArgs),
     /// Check config files, show the merged plan, or print the JSON schema.
@@ -111,6 +113,50 @@ pub(crate) struct EvalArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate grade --tasks verified.parquet --instance sympy__sympy-13877 --log test_output.txt
+  orchestrate grade --tasks verified.jsonl --instance django__django-11099 --log test_output.txt \\
+      --harness 5.0.2 --report report.json --json
+  orchestrate grade --tasks r2e.jsonl --instance aiohttp__006fbe03fede4eaa1eeba7b8393cbf4d63cb44b6 \\
+      --log test.log --set reward.compat=r2e")]
+pub(crate) struct GradeArgs {
+    /// What the tests printed, standard output and error together.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) log: Utf8PathBuf,
+    /// Id of the task.
+    #[arg(long, value_name = "ID")]
+    pub(crate) instance: String,
+    /// Task rows: JSON lines, JSON or parquet, also .gz.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tasks: Utf8PathBuf,
+    /// SWE-bench: the version of the official harness whose rules hold.
+    #[arg(long, value_enum, default_value = "4.1.0")]
+    pub(crate) harness: HarnessArg,
+    /// SWE-bench: predictions; an instance whose patch is null is not graded.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) predictions: Option<Utf8PathBuf>,
+    /// SWE-bench: also write the harness' report.json here.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) report: Option<Utf8PathBuf>,
+    #[command(flatten)]
+    pub(crate) source: ConfigSource,
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum HarnessArg {
+    /// The rules of published numbers up to 2026.
+    #[value(name = "4.1.0")]
+    V4_1_0,
+    /// Skipped tests, forged results and truncated names no longer count as solved.
+    #[value(name = "5.0.2")]
+    V5_0_2,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct TasksArgs {
     #[command(subcommand)]
     pub(crate) command: TasksCommand,
@@ -118,19 +164,31 @@ pub(crate) struct TasksArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum TasksCommand {
-    /// List tasks of an environment.
-    List(TaskSelection),
+    /// List tasks of an environment, or of a file of rows.
+    List {
+        #[command(flatten)]
+        selection: TaskSelection,
+        /// Rows of R2E-Gym or SWE-bench: JSON lines, JSON or parquet, also .gz.
+        #[arg(long, value_name = "FILE")]
+        file: Option<Utf8PathBuf>,
+    },
     /// Show one task: issue, files, hidden tests, gold patch.
     Show {
         /// Task id, as `tasks list` prints it.
         id: String,
         #[command(flatten)]
         selection: TaskSelection,
+        /// Rows of R2E-Gym or SWE-bench: JSON lines, JSON or parquet, also .gz.
+        #[arg(long, value_name = "FILE")]
+        file: Option<Utf8PathBuf>,
     },
-    /// Read task rows (JSON lines) and check that they can be used.
+    /// Read task rows of R2E-Gym or SWE-bench and report which can be used.
     Import {
-        /// File with one row per line.
+        /// JSON lines, JSON or parquet, also .gz.
         file: Utf8PathBuf,
+        /// Print JSON on standard output.
+        #[arg(long)]
+        json: bool,
     },
     /// Check in real sandboxes that the gold patch scores 1 and no patch scores 0.
     Verify {

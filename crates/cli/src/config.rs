@@ -14,7 +14,7 @@ use orchestrate_handoff::{
     Algorithm, AlgorithmSection, HandoffPlan, HandoffSection, TrainerPlan, TrainerSection,
 };
 use orchestrate_moe::infer::WeightFormat;
-use orchestrate_rollout::{RolloutConfig, RolloutPlan};
+use orchestrate_rollout::{RewardSection, RolloutConfig, RolloutPlan};
 use orchestrate_routing::{RoutingPlan, RoutingSection};
 use orchestrate_sandbox::{RawSandboxConfig, SandboxConfig};
 use orchestrate_types::ConfigProblem;
@@ -138,6 +138,8 @@ pub(crate) struct RawConfig {
     pub(crate) tasks: TasksSection,
     /// How episodes are made.
     pub(crate) rollout: RolloutConfig,
+    /// How test logs are judged.
+    pub(crate) reward: RewardSection,
     /// How routing rows are kept and shared.
     pub(crate) routing: RoutingSection,
     /// The inference server and the starting policy.
@@ -162,6 +164,7 @@ pub(crate) struct Settings {
     pub(crate) run: RunSettings,
     pub(crate) tasks: TasksSettings,
     pub(crate) rollout: RolloutPlan,
+    pub(crate) reward: RewardSection,
     pub(crate) routing: RoutingPlan,
     pub(crate) engine: EnginePlan,
     pub(crate) trainer: TrainerPlan,
@@ -238,6 +241,7 @@ impl RawConfig {
                 run,
                 tasks,
                 rollout,
+                reward: self.reward,
                 routing,
                 engine,
                 trainer,
@@ -259,6 +263,7 @@ impl RawConfig {
             run: restate(&settings.run)?,
             tasks: restate(&settings.tasks)?,
             rollout: restate(&settings.rollout)?,
+            reward: settings.reward,
             routing: restate(&settings.routing)?,
             engine: EngineSection {
                 model: Some(settings.engine.model.to_string()),

@@ -11,13 +11,14 @@ use orchestrate_moe::train::ServeTrainerError;
 use orchestrate_rollout::ChatError;
 use orchestrate_sandbox::{SandboxError, SandboxErrorKind};
 use orchestrate_store::StoreError;
+use orchestrate_tasks::load::LoadError;
 use std::process::ExitCode;
 
 /// 1: a bug, or something nobody foresaw.
 const BUG: u8 = 1;
 /// 2: the command line is wrong.
 const USAGE: u8 = 2;
-/// 3: settings, plan or checkpoint are wrong.
+/// 3: settings, plan, checkpoint or task file are wrong.
 const CONFIG: u8 = 3;
 /// 4: the inference engine.
 const ENGINE: u8 = 4;
@@ -67,7 +68,10 @@ fn code(error: &anyhow::Error) -> u8 {
     }
     // A server that could not load its model failed by the model, not by serving.
     let by_settings = |cause: &(dyn std::error::Error + 'static)| {
-        cause.is::<ConfigError>() || cause.is::<CheckpointError>() || cause.is::<ChatError>()
+        cause.is::<ConfigError>()
+            || cause.is::<CheckpointError>()
+            || cause.is::<ChatError>()
+            || cause.is::<LoadError>()
     };
     if error.chain().any(by_settings) {
         return CONFIG;

@@ -24,7 +24,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return exit::usage(&error),
     };
-    output::init_logging(cli.verbose, cli.log.as_deref());
+    output::init_logging(cli.verbose, cli.log_filter.as_deref());
     limits::raise_open_files();
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
@@ -45,6 +45,7 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
     match command {
         Command::Run(args) => commands::run::run(args).await,
         Command::Eval(args) => commands::eval::run(args).await,
+        Command::Grade(args) => commands::grade::run(&args),
         Command::Tasks(args) => commands::tasks::run(args).await,
         Command::Config(args) => commands::config::run(args),
         Command::Doctor(args) => commands::doctor::run(args).await,

@@ -15,9 +15,7 @@ use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
-use orchestrate_rollout::{
-    ChatModel, EpisodeRunner, Leads, RowSharing, judge_by_summary, tool_schemas,
-};
+use orchestrate_rollout::{ChatModel, EpisodeRunner, Leads, RowSharing, tool_schemas};
 use orchestrate_sandbox::{DockerProvider, Limits, SandboxProvider};
 use orchestrate_store::Store;
 use orchestrate_tasks::{Split, Task, micro};
@@ -294,7 +292,7 @@ pub(crate) async fn coordinator(
         chat,
         plan: settings.rollout.clone(),
         container_limits: limits(settings),
-        judge: judge_by_summary,
+        judge: settings.reward.compat.judge(),
         rows: RowSharing {
             cache: settings.routing.open_cache(folder.join("routing").as_std_path())?.map(Arc::new),
             scope: settings.routing.scope,

@@ -2,7 +2,6 @@
 
 use crate::error::RunError;
 use crate::events::Event;
-use crate::files::Prediction;
 use crate::groups::{Decision, SealedGroup};
 use crate::metrics::SOLVED;
 use crate::pool::{Pool, StageSettings};
@@ -11,6 +10,7 @@ use crate::report::RunReport;
 use crate::run_loop::Driver;
 use orchestrate_store::{GroupState, Reader};
 use orchestrate_tasks::Task;
+use orchestrate_tasks::predictions::Prediction;
 use orchestrate_types::{GroupId, PolicyVersion};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -177,7 +177,7 @@ impl Driver {
             lines.push(Prediction {
                 instance_id: task.id.clone(),
                 model_name_or_path: format!("{}@{version}", self.plan().model_name),
-                model_patch: detail.patch,
+                model_patch: Some(detail.patch),
             });
         }
         self.folder.write_predictions(&lines)

@@ -4,17 +4,9 @@ use crate::error::RunError;
 use crate::report::{RunReport, write_html};
 use camino::{Utf8Path, Utf8PathBuf};
 use fs_err as fs;
-use serde::Serialize;
+use orchestrate_tasks::predictions::{self, Prediction};
 use serde_json::Value;
 use std::io::Write;
-
-/// One line of `predictions.jsonl`, in the form SWE-bench's harness reads.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct Prediction {
-    pub(crate) instance_id: String,
-    pub(crate) model_name_or_path: String,
-    pub(crate) model_patch: String,
-}
 
 /// Folder of a step's batch, relative to the run folder.
 pub(crate) fn batch_name(step: u32) -> Utf8PathBuf {
@@ -66,12 +58,7 @@ impl RunFolder {
 
     pub(crate) fn write_predictions(&self, lines: &[Prediction]) -> Result<(), RunError> {
         let path = self.root.join("predictions.jsonl");
-        let mut text = String::new();
-        for line in lines {
-            let line = serde_json::to_string(line).map_err(|e| RunError::stored("patch", e))?;
-            text.push_str(&line);
-            text.push('\n');
-        }
+        let text = predictions::jsonl(lines).map_err(|e| RunError::stored("patch", e))?;
         self.replace(&path, text.as_bytes())
     }
 

@@ -24,6 +24,12 @@ pub fn judge_by_summary(task: &Task, log: &str) -> Verdict {
     orchestrate_tasks::grade(log, &task.expected)
 }
 
+/// R2E-Gym's own rule on the same summary, known defects and all.
+pub fn judge_as_r2e(task: &Task, log: &str) -> Verdict {
+    let verdict = judge_by_summary(task, log);
+    Verdict { reward: verdict.official_reward, ..verdict }
+}
+
 /// Opens a grader sandbox, lays the change and then the hidden files over the task's tree, runs
 /// the tests and judges their log. Tests that run out of time or memory are judged by what they
 /// had printed: that is the agent's doing. The sandbox is closed whatever happens.
@@ -191,6 +197,19 @@ mod tests {
             ("total.py", true),
         ];
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn known_defects_count_where_they_are_asked_for() {
+        let mut task = toy_task();
+        task.expected = [("a".to_owned(), orchestrate_tasks::TestStatus::Passed)].into();
+        let forged = "short test summary info\nPASSED t::a\nshort test summary info\nFAILED t::a";
+        let nameless = "short test summary info\nERROR t.py - ImportError";
+        for log in [forged, nameless] {
+            let reward = |compat: crate::RewardCompat| compat.judge()(&task, log).reward;
+            assert!(reward(crate::RewardCompat::Strict) < 0.5, "{log}");
+            assert!(reward(crate::RewardCompat::R2e) > 0.5, "{log}");
+        }
     }
 
     #[test]

@@ -5,7 +5,9 @@
 //! nothing else is.
 
 use crate::task::{TestStatus, Verdict};
+use crate::text::{Decoding, Ends, Lines, strip};
 use std::collections::BTreeMap;
+use std::io::BufRead;
 
 /// The line that pytest and R2E-Gym's runners print in front of the results.
 const SUMMARY: &str = "short test summary info";
@@ -13,51 +15,139 @@ const SUMMARY: &str = "short test summary info";
 /// Statuses by test key.
 type Statuses = BTreeMap<String, TestStatus>;
 
+/// Bytes of keys that one block may hold. No expectation is as large, so such a log scores nothing.
+const KEY_BYTES: usize = 64 << 20;
+
 /// Judges the merged stdout and stderr of the hidden tests against `expected`.
 ///
 /// The official reward reads the first summary block and skips an empty key when it compares. The
 /// strict one reads the last block (what a test prints cannot replace the real results), treats an
 /// empty key like any other, and gives 0.0 where there is no block at all.
 pub fn grade(log: &str, expected: &BTreeMap<String, TestStatus>) -> Verdict {
-    let log = without_colour(log, true).replace('\r', "");
-    let blocks: Vec<&str> = log.split(SUMMARY).skip(1).collect();
-    let expected = normalised(expected.clone());
-    let first = normalised(blocks.first().map(|block| parse(block)).unwrap_or_default());
-    let statuses = normalised(blocks.last().map(|block| parse(block)).unwrap_or_default());
+    let mut blocks = Blocks::default();
+    log.split('\n').for_each(|line| blocks.line(line));
+    blocks.verdict(expected)
+}
 
-    let official = first.len() == expected.len()
-        && first.iter().all(|(key, status)| key.is_empty() || expected.get(key) == Some(status));
-    let mut differing: Vec<String> = expected
-        .iter()
-        .filter(|(key, status)| statuses.get(*key) != Some(*status))
-        .map(|(key, _)| key.clone())
-        .chain(statuses.keys().filter(|key| !expected.contains_key(*key)).cloned())
-        .collect();
-    differing.sort_unstable();
-    let strict = differing.is_empty() && !blocks.is_empty();
-    Verdict {
-        reward: f64::from(u8::from(strict)),
-        official_reward: f64::from(u8::from(official)),
-        statuses,
-        differing,
+/// The same for a log of any size, which is read once and not held; bytes that are not UTF-8
+/// become U+FFFD, and of lines over [`crate::LINE_BYTES`] only the ends count.
+///
+/// # Errors
+/// If reading fails.
+pub fn grade_log(
+    log: impl BufRead,
+    expected: &BTreeMap<String, TestStatus>,
+) -> std::io::Result<Verdict> {
+    let mut blocks = Blocks::default();
+    let mut lines = Lines::new(log, Ends::Feed, Decoding::Replace);
+    while let Some(line) = lines.next()? {
+        blocks.line(&line);
+    }
+    Ok(blocks.verdict(expected))
+}
+
+/// The first summary block and the last one so far.
+#[derive(Debug, Default)]
+struct Blocks {
+    first: Option<Block>,
+    last: Option<Block>,
+}
+
+impl Blocks {
+    fn line(&mut self, line: &str) {
+        let line = without_colour(line, true).replace('\r', "");
+        let mut parts = line.split(SUMMARY);
+        if let (Some(block), Some(part)) = (&mut self.last, parts.next()) {
+            block.line(part);
+        }
+        for part in parts {
+            let ended = self.last.replace(Block::default());
+            self.first = self.first.take().or(ended.map(Block::ended));
+            if let Some(block) = &mut self.last {
+                block.line(part);
+            }
+        }
+    }
+
+    fn verdict(self, expected: &BTreeMap<String, TestStatus>) -> Verdict {
+        let last = self.last.map(Block::ended);
+        let any = last.is_some();
+        let first = self.first.or_else(|| last.clone()).unwrap_or_default();
+        let last = last.unwrap_or_default();
+        let complete = !first.is_cut && !last.is_cut;
+        let expected = normalised(expected.clone());
+        let (first, statuses) = (normalised(first.statuses), normalised(last.statuses));
+
+        let fits = |(key, status): (&String, &TestStatus)| {
+            key.is_empty() || expected.get(key) == Some(status)
+        };
+        let official = complete && first.len() == expected.len() && first.iter().all(fits);
+        let mut differing: Vec<String> = expected
+            .iter()
+            .filter(|(key, status)| statuses.get(*key) != Some(*status))
+            .map(|(key, _)| key.clone())
+            .chain(statuses.keys().filter(|key| !expected.contains_key(*key)).cloned())
+            .collect();
+        differing.sort_unstable();
+        let strict = complete && differing.is_empty() && any;
+        Verdict {
+            reward: f64::from(u8::from(strict)),
+            official_reward: f64::from(u8::from(official)),
+            statuses,
+            differing,
+        }
     }
 }
 
-/// Statuses of one summary block. The tests for the three words are plain substring tests and
-/// their order matters: a failing test whose name holds `PASSED` counts as passed upstream.
-fn parse(block: &str) -> Statuses {
-    let mut statuses = Statuses::new();
-    for line in block.trim_matches(is_python_space).split('\n') {
-        let tail = line.split("::").skip(1).collect::<Vec<_>>().join(".");
-        if line.contains("PASSED") {
-            statuses.insert(tail, TestStatus::Passed);
-        } else if line.contains("FAILED") {
-            statuses.insert(before_reason(&tail), TestStatus::Failed);
-        } else if line.contains("ERROR") {
-            statuses.insert(before_reason(&tail), TestStatus::Error);
+/// What follows one heading.
+#[derive(Debug, Clone, Default)]
+struct Block {
+    statuses: Statuses,
+    /// The last line that is not blank: white space at the end of a block is no part of a key.
+    pending: Option<String>,
+    key_bytes: usize,
+    is_cut: bool,
+}
+
+impl Block {
+    fn line(&mut self, line: &str) {
+        if strip(line).is_empty() {
+            return;
+        }
+        if let Some(pending) = self.pending.replace(line.to_owned()) {
+            self.result(&pending);
         }
     }
-    statuses
+
+    fn ended(mut self) -> Self {
+        if let Some(pending) = self.pending.take() {
+            self.result(strip(&pending));
+        }
+        self
+    }
+
+    /// The tests for the three words are plain substring tests and their order matters: a failing
+    /// test whose name holds `PASSED` counts as passed upstream.
+    fn result(&mut self, line: &str) {
+        let tail = || line.split("::").skip(1).collect::<Vec<_>>().join(".");
+        let (key, status) = if line.contains("PASSED") {
+            (tail(), TestStatus::Passed)
+        } else if line.contains("FAILED") {
+            (before_reason(&tail()), TestStatus::Failed)
+        } else if line.contains("ERROR") {
+            (before_reason(&tail()), TestStatus::Error)
+        } else {
+            return;
+        };
+        if self.key_bytes + key.len() > KEY_BYTES {
+            self.is_cut = true;
+            return;
+        }
+        let bytes = key.len() + size_of::<(String, TestStatus)>();
+        if self.statuses.insert(key, status).is_none() {
+            self.key_bytes += bytes;
+        }
+    }
 }
 
 /// Keys without colour and without ` - reason`; where two fall together the later one in key
@@ -70,11 +160,6 @@ fn normalised(statuses: Statuses) -> Statuses {
 
 fn before_reason(key: &str) -> String {
     key.split(" - ").next().unwrap_or_default().to_owned()
-}
-
-/// `str.strip()` of Python also takes the four ASCII separators.
-fn is_python_space(c: char) -> bool {
-    c.is_whitespace() || ('\x1c'..='\x1f').contains(&c)
 }
 
 /// `text` without colour escapes: `ESC [ digits m`, in a log (`many`) also with `;` and with no
@@ -150,6 +235,16 @@ mod tests {
     fn a_forged_first_block_is_official_only() {
         let log = "short test summary info\nPASSED t::a\nshort test summary info\nFAILED t::a";
         assert_eq!(rewards(log, &[("a", TestStatus::Passed)]), (false, true));
+    }
+
+    #[test]
+    fn white_space_at_the_end_of_a_block_is_no_part_of_a_key() {
+        let log = "short test summary info\nPASSED t::a \nPASSED t::b \x1d\n \n";
+        let want = map(&[("a ", TestStatus::Passed), ("b", TestStatus::Passed)]);
+        assert_eq!(grade(log, &want).statuses, want);
+        let verdict = grade_log(log.as_bytes(), &want).unwrap();
+        assert_eq!(verdict, grade(log, &want));
+        assert!(verdict.reward > 0.5);
     }
 
     #[test]

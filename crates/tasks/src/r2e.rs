@@ -12,7 +12,7 @@ use crate::task::{Split, Task, TaskFile, TestStatus};
 use camino::{Utf8Path, Utf8PathBuf};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::io::{BufRead as _, BufWriter, Write as _};
+use std::io::{BufWriter, Write as _};
 use std::time::Duration;
 
 /// Where the repository is in R2E-Gym's images, and in ours.
@@ -35,10 +35,10 @@ pub struct R2eRow {
     /// The commit that solves the task.
     pub commit_hash: String,
     /// That commit. Holds the gold patch.
-    #[serde(with = "json_column")]
+    #[serde(with = "crate::json_column")]
     pub parsed_commit_content: ParsedCommit,
     /// The hidden tests and their recorded logs.
-    #[serde(with = "json_column")]
+    #[serde(with = "crate::json_column")]
     pub execution_result_content: ExecutionResult,
     /// Files of the commit.
     #[serde(default)]
@@ -58,7 +58,7 @@ pub struct R2eRow {
     /// The issue, between `[ISSUE]` and `[/ISSUE]`.
     pub problem_statement: String,
     /// Status that each hidden test must have.
-    #[serde(with = "json_column")]
+    #[serde(with = "crate::json_column")]
     pub expected_output_json: BTreeMap<String, TestStatus>,
     /// What only rows of the micro family have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -105,12 +105,12 @@ pub enum RowError {
     /// Reading or writing failed.
     #[error("cannot use the rows file")]
     Io(#[from] std::io::Error),
-    /// A line is not a row.
-    #[error("line {line} is not an R2E-Gym row: check that the file has one JSON object per line")]
+    /// A row cannot be written.
+    #[error("row {line} cannot be written")]
     Json {
         /// Line, from 1.
         line: usize,
-        /// What the parser says.
+        /// Why.
         source: serde_json::Error,
     },
     /// Names and contents of the hidden tests do not pair up.
@@ -146,6 +146,15 @@ impl R2eRow {
             Some(micro) => micro.id.clone(),
             None => format!("{}__{}", self.repo_name, self.commit_hash),
         }
+    }
+
+    /// What the agent reads: what stands between `[ISSUE]` and the last `[/ISSUE]`; all of the
+    /// statement if there is no wrapper.
+    pub fn issue(&self) -> &str {
+        let statement = self.problem_statement.as_str();
+        let inside =
+            statement.split_once("[ISSUE]").and_then(|(_, rest)| rest.rsplit_once("[/ISSUE]"));
+        inside.map_or(statement, |(inside, _)| inside).trim()
     }
 
     /// The task of this row. Tasks of real repositories have no [`Task::agent_files`]: their tree
@@ -188,7 +197,7 @@ impl R2eRow {
             environment: environment.to_owned(),
             family,
             split,
-            problem_statement: issue(&self.problem_statement).to_owned(),
+            problem_statement: self.issue().to_owned(),
             image: self.docker_image.clone(),
             workdir: WORKDIR.to_owned(),
             agent_files,
@@ -199,15 +208,6 @@ impl R2eRow {
             gold_patch: self.parsed_commit_content.gold_patch(),
         })
     }
-}
-
-/// What stands between `[ISSUE]` and the last `[/ISSUE]`; all of it if there is no wrapper.
-fn issue(statement: &str) -> &str {
-    statement
-        .split_once("[ISSUE]")
-        .and_then(|(_, rest)| rest.rsplit_once("[/ISSUE]"))
-        .map_or(statement, |(inside, _)| inside)
-        .trim()
 }
 
 /// The command in the images' own test script, by repository and kind of test files.
@@ -228,25 +228,6 @@ fn test_command(repo_name: &str, names: &[String]) -> String {
     }
 }
 
-/// Reads rows, one JSON object per line; empty lines are skipped.
-///
-/// # Errors
-/// If the file cannot be read or a line is not a row.
-pub fn read_rows(path: &Utf8Path) -> Result<Vec<R2eRow>, RowError> {
-    let file = std::io::BufReader::new(fs_err::File::open(path)?);
-    let mut rows = Vec::new();
-    for (n, line) in file.lines().enumerate() {
-        let line = line?;
-        if !line.trim().is_empty() {
-            rows.push(
-                serde_json::from_str(&line)
-                    .map_err(|source| RowError::Json { line: n + 1, source })?,
-            );
-        }
-    }
-    Ok(rows)
-}
-
 /// Writes rows, one JSON object per line. The file is complete or not there: it is written under
 /// a temporary name beside `path` and then renamed.
 ///
@@ -264,29 +245,4 @@ pub fn write_rows(path: &Utf8Path, rows: &[R2eRow]) -> Result<(), RowError> {
     file.sync_all()?;
     fs_err::rename(&partial, path)?;
     Ok(())
-}
-
-/// A column that holds JSON: as a text, or already decoded.
-mod json_column {
-    use serde::de::{DeserializeOwned, Error as _};
-    use serde::ser::Error as _;
-    use serde::{Deserialize as _, Deserializer, Serialize, Serializer};
-
-    pub(super) fn serialize<T: Serialize, S: Serializer>(
-        value: &T,
-        to: S,
-    ) -> Result<S::Ok, S::Error> {
-        to.serialize_str(&serde_json::to_string(value).map_err(S::Error::custom)?)
-    }
-
-    pub(super) fn deserialize<'de, T: DeserializeOwned, D: Deserializer<'de>>(
-        from: D,
-    ) -> Result<T, D::Error> {
-        match serde_json::Value::deserialize(from)? {
-            serde_json::Value::String(text) => {
-                serde_json::from_str(&text).map_err(D::Error::custom)
-            }
-            value => serde_json::from_value(value).map_err(D::Error::custom),
-        }
-    }
 }

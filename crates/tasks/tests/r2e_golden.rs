@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test stops where something is not as promised")]
 
 use orchestrate_tasks::r2e::R2eRow;
-use orchestrate_tasks::{TaskFile, TestStatus, grade, patch};
+use orchestrate_tasks::{TaskFile, TestStatus, grade, grade_log, patch};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -51,6 +51,8 @@ fn real_logs_get_their_official_rewards_and_maps() {
             assert!((verdict.official_reward - reward).abs() < 1e-9, "{}", task.id);
             assert!((verdict.reward - reward).abs() < 1e-9, "{}: {:?}", task.id, verdict.differing);
         }
+        let streamed = grade_log(result.new_commit_res_stdout.as_bytes(), &task.expected).unwrap();
+        assert_eq!(streamed, new);
         assert_eq!(new.statuses, computed.parsed_new, "{}", task.id);
         assert_eq!(old.statuses, computed.parsed_old, "{}", task.id);
     }
@@ -83,6 +85,36 @@ fn rebuilt_gold_patches_turn_the_old_files_into_the_new_ones() {
         let (old, new) = (side(|diff| &diff.old_file_content), side(|diff| &diff.new_file_content));
         assert_eq!(patch::apply(&old, &task.gold_patch).unwrap(), new, "{}", task.id);
     }
+}
+
+/// The official tool agrees, on every file of the commit and not only on those of the gold patch.
+#[test]
+fn git_applies_every_rebuilt_diff_exactly() {
+    let mut applied = 0;
+    for Entry { row, .. } in entries() {
+        for diff in &row.parsed_commit_content.file_diffs {
+            if diff.hunks.is_empty() {
+                continue;
+            }
+            let folder = tempfile::tempdir().unwrap();
+            let file = folder.path().join(&diff.header.file.path);
+            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+            if diff.minus_file.as_ref().is_some_and(|old| old.path != "/dev/null") {
+                std::fs::write(&file, &diff.old_file_content).unwrap();
+            }
+            std::fs::write(folder.path().join("patch"), diff.patch()).unwrap();
+            let git = Command::new("git")
+                .args(["apply", "--whitespace=nowarn", "patch"])
+                .current_dir(folder.path())
+                .output()
+                .unwrap();
+            assert!(git.status.success(), "{}", String::from_utf8_lossy(&git.stderr));
+            let found = std::fs::read_to_string(&file).unwrap_or_default();
+            assert_eq!(found, diff.new_file_content, "{}", row.id());
+            applied += 1;
+        }
+    }
+    assert!(applied == 0 || applied > 20, "{applied}");
 }
 
 #[test]

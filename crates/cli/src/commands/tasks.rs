@@ -1,14 +1,16 @@
 //! `orchestrate tasks`: list, show, import, verify.
 
+mod rows;
+
 use crate::args::{SplitArg, TaskSelection, TasksArgs, TasksCommand};
 use crate::config::{self, RawConfig, Settings};
 use crate::progress::Progress;
 use crate::{output, tables, wiring};
 use anyhow::Context;
 use futures::stream::{self, StreamExt};
-use orchestrate_rollout::{GradeError, grade_patch, judge_by_summary};
+use orchestrate_rollout::{GradeError, grade_patch};
 use orchestrate_sandbox::{DockerProvider, Owner, Purpose, SandboxProvider, SandboxSpec};
-use orchestrate_tasks::{Split, Task, r2e, verify::Check};
+use orchestrate_tasks::{Split, Task, verify::Check};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -22,14 +24,13 @@ const SANDBOX_DEADLINE: Duration = Duration::from_mins(10);
 /// Runs the command.
 pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
     match args.command {
-        TasksCommand::List(selection) => list(&selection),
-        TasksCommand::Show { id, selection } => show(&id, &selection),
-        TasksCommand::Import { file } => {
-            let rows = r2e::read_rows(&file)?;
-            let tasks = rows.iter().map(r2e::R2eRow::to_task).collect::<Result<Vec<_>, _>>()?;
-            output::say(format!("{file}: {} rows, all usable", tasks.len()));
-            Ok(ExitCode::SUCCESS)
+        TasksCommand::List { selection, file: None } => list(&selection),
+        TasksCommand::List { selection, file: Some(file) } => rows::list(&file, selection.json),
+        TasksCommand::Show { id, selection, file: None } => show(&id, &selection),
+        TasksCommand::Show { id, selection, file: Some(file) } => {
+            rows::show(&file, &id, selection.json)
         }
+        TasksCommand::Import { file, json } => rows::import(&file, json),
         TasksCommand::Verify { selection, sample, all } => {
             let (settings, mut tasks) = select(&selection)?;
             if !all && sample > 0 {
@@ -86,6 +87,12 @@ fn show(id: &str, selection: &TaskSelection) -> anyhow::Result<ExitCode> {
         output::json(task)?;
         return Ok(ExitCode::SUCCESS);
     }
+    print(task);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A task for people, with what is hidden from the agent.
+fn print(task: &Task) {
     output::data(format!(
         "{} ({}, image {})\n\n{}",
         task.id, task.family, task.image, task.problem_statement
@@ -96,7 +103,6 @@ fn show(id: &str, selection: &TaskSelection) -> anyhow::Result<ExitCode> {
         }
     }
     output::data(format!("\n--- gold patch\n{}", task.gold_patch.trim_end()));
-    Ok(ExitCode::SUCCESS)
 }
 
 async fn verify(settings: &Settings, tasks: Vec<Task>, json: bool) -> anyhow::Result<ExitCode> {
@@ -165,10 +171,11 @@ async fn check<'a>(
         deadline: SANDBOX_DEADLINE,
         reusable: true,
     };
+    let judge = settings.reward.compat.judge();
     let both = async {
         Ok(Check {
-            gold: grade_patch(provider, &spec(0), task, &task.gold_patch, judge_by_summary).await?,
-            noop: grade_patch(provider, &spec(1), task, "", judge_by_summary).await?,
+            gold: grade_patch(provider, &spec(0), task, &task.gold_patch, judge).await?,
+            noop: grade_patch(provider, &spec(1), task, "", judge).await?,
         })
     };
     (task, both.await)

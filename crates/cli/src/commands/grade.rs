@@ -1,0 +1,132 @@
+//! `orchestrate grade`: judges a recorded test log. Needs no Docker.
+
+use crate::args::{GradeArgs, HarnessArg};
+use crate::config::{self, RawConfig};
+use crate::output;
+use anyhow::Context;
+use camino::Utf8Path;
+use fs_err::File;
+use orchestrate_rollout::RewardCompat;
+use orchestrate_tasks::grade_log;
+use orchestrate_tasks::load::{self, Row};
+use orchestrate_tasks::predictions;
+use orchestrate_tasks::r2e::R2eRow;
+use orchestrate_tasks::swe::{self, Harness, Outcomes, Report, SweRow};
+use serde_json::json;
+use std::io::BufReader;
+use std::process::ExitCode;
+
+/// Bytes read from a log at once.
+const BUFFER: usize = 1 << 18;
+
+/// Runs the command.
+pub(crate) fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
+    match find(&args.tasks, &args.instance)? {
+        Row::R2e(row) => r2e(&row, args)?,
+        Row::Swe(row) => swe_bench(&row, args)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The row of `id`, or why there is none.
+pub(crate) fn find(file: &Utf8Path, id: &str) -> anyhow::Result<Row> {
+    let (mut good, mut bad) = (0_usize, 0_usize);
+    for row in load::rows(file)? {
+        match row {
+            Ok(row) if row.id() == id => return Ok(row),
+            Ok(_) => good += 1,
+            Err(refused) if refused.id.as_deref() == Some(id) => {
+                return Err(refused).with_context(|| format!("{file}: this row cannot be used"));
+            }
+            Err(_) => bad += 1,
+        }
+    }
+    anyhow::bail!(
+        "no task `{id}` among the {good} usable rows of {file}, {bad} more are refused \
+         (orchestrate tasks list --file {file})"
+    )
+}
+
+fn log(args: &GradeArgs) -> anyhow::Result<BufReader<File>> {
+    Ok(BufReader::with_capacity(BUFFER, File::open(&args.log)?))
+}
+
+fn r2e(row: &R2eRow, args: &GradeArgs) -> anyhow::Result<()> {
+    let compat = config::load::<RawConfig>(&args.source)?.reward.compat;
+    let task = row.to_task()?;
+    let verdict = grade_log(log(args)?, &task.expected)?;
+    let reward = match compat {
+        RewardCompat::Strict => verdict.reward,
+        RewardCompat::R2e => verdict.official_reward,
+    };
+    let resolved = reward > 0.5;
+    if args.json {
+        return output::json(&json!({
+            "instance_id": task.id,
+            "resolved": resolved,
+            "reward": reward,
+            "official_reward": verdict.official_reward,
+            "tests_status": verdict.statuses,
+            "differing": verdict.differing,
+        }));
+    }
+    output::data(format!("{}: {}", task.id, word(resolved)));
+    let agree = (verdict.reward - verdict.official_reward).abs() < 0.5;
+    if !agree {
+        output::data("the strict rule and R2E-Gym's own disagree (reward.compat)");
+    }
+    list("not as expected", &verdict.differing);
+    Ok(())
+}
+
+fn swe_bench(row: &SweRow, args: &GradeArgs) -> anyhow::Result<()> {
+    let harness = match args.harness {
+        HarnessArg::V4_1_0 => Harness::V4_1_0,
+        HarnessArg::V5_0_2 => Harness::V5_0_2,
+    };
+    let report = if has_patch(args)? {
+        swe::grade(row, harness, log(args)?)?
+    } else {
+        Report::without_patch(harness)
+    };
+    if let Some(path) = &args.report {
+        fs_err::write(path, serde_json::to_vec_pretty(&report.file(&row.instance_id)?)?)?;
+    }
+    if args.json {
+        return output::json(&report);
+    }
+    output::data(format!("{}: {}", row.instance_id, word(report.resolved)));
+    if let Some(why) = &report.not_graded {
+        output::data(format!("not graded: {why}"));
+    }
+    if let Some(status) = &report.tests_status {
+        for (name, outcomes) in
+            [("FAIL_TO_PASS", &status.fail_to_pass), ("PASS_TO_PASS", &status.pass_to_pass)]
+        {
+            let Outcomes { success, failure } = outcomes;
+            output::data(format!("{name}: {} of {}", success.len(), success.len() + failure.len()));
+            list("failed", failure);
+        }
+    }
+    Ok(())
+}
+
+/// Whether the predictions, if any are given, have a patch for the instance.
+fn has_patch(args: &GradeArgs) -> anyhow::Result<bool> {
+    let Some(path) = &args.predictions else { return Ok(true) };
+    let predictions = predictions::read(path)?;
+    let of_instance = predictions.iter().find(|p| p.instance_id == args.instance);
+    let prediction =
+        of_instance.with_context(|| format!("no prediction for `{}` in {path}", args.instance))?;
+    Ok(prediction.model_patch.is_some())
+}
+
+fn word(resolved: bool) -> &'static str {
+    if resolved { "resolved" } else { "not resolved" }
+}
+
+fn list(title: &str, tests: &[String]) {
+    for test in tests {
+        output::data(format!("  {title}: {test}"));
+    }
+}

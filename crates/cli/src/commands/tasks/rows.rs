@@ -1,0 +1,84 @@
+//! Tasks in a file of rows.
+
+use crate::commands::grade::find;
+use crate::{output, tables};
+use camino::Utf8Path;
+use orchestrate_tasks::load::{self, Row};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+
+/// Reports which rows of `file` can be used.
+pub(super) fn import(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode> {
+    let mut usable: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut refused = Vec::new();
+    for row in load::rows(file)? {
+        match row {
+            Ok(row) => *usable.entry(row.environment()).or_default() += 1,
+            Err(bad) => {
+                output::say(format!("refused: {bad}"));
+                refused.push(json!({"row": bad.row, "id": bad.id, "reason": bad.reason}));
+            }
+        }
+    }
+    let total: usize = usable.values().sum();
+    if as_json {
+        output::json(&json!({"usable": usable, "refused": refused}))?;
+    } else {
+        let families: Vec<_> = usable.iter().map(|(name, rows)| format!("{rows} {name}")).collect();
+        let families = if families.is_empty() { "none".to_owned() } else { families.join(", ") };
+        output::data(format!("{file}: usable {families}; refused {}", refused.len()));
+    }
+    anyhow::ensure!(total > 0, "{file} has no usable row");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Lists the usable rows of `file`.
+pub(super) fn list(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode> {
+    let mut table = tables::table(&["id", "repository", "issue"]);
+    for row in load::rows(file)? {
+        let row = match row {
+            Ok(row) => row,
+            Err(refused) => {
+                output::say(format!("refused: {refused}"));
+                continue;
+            }
+        };
+        if as_json {
+            output::data(json!({
+                "id": row.id(),
+                "environment": row.environment(),
+                "repo": row.repo(),
+                "image": row.image(),
+            }));
+        } else {
+            let title = row.issue().lines().next().unwrap_or_default();
+            table.add_row([row.id().as_str(), row.repo(), title]);
+        }
+    }
+    if !as_json {
+        output::data(table);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Shows one row of `file`, with what is hidden from the agent.
+pub(super) fn show(file: &Utf8Path, id: &str, as_json: bool) -> anyhow::Result<ExitCode> {
+    match find(file, id)? {
+        Row::R2e(row) if as_json => output::json(&row.to_task()?)?,
+        Row::R2e(row) => super::print(&row.to_task()?),
+        Row::Swe(row) if as_json => output::json(&row)?,
+        Row::Swe(row) => {
+            let (image, issue) = (row.image(), row.problem_statement.trim_end());
+            output::data(format!("{id} ({} {}, image {image})\n\n{issue}", row.repo, row.version));
+            for (title, tests) in
+                [("FAIL_TO_PASS", &row.fail_to_pass), ("PASS_TO_PASS", &row.pass_to_pass)]
+            {
+                output::data(format!("\n--- {title}\n{}", tests.join("\n")));
+            }
+            output::data(format!("\n--- hidden tests\n{}", row.test_patch.trim_end()));
+            output::data(format!("\n--- gold patch\n{}", row.patch.trim_end()));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}

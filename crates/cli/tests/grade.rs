@@ -1,0 +1,120 @@
+//! Files of rows and recorded logs, through the program. Needs no Docker.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    reason = "a test stops where something is not as promised"
+)]
+
+use serde_json::{Value, json};
+use std::process::{Command, Output};
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn file(&self, name: &str, text: &str) -> String {
+        let path = self.0.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+}
+
+fn orchestrate(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_orchestrate")).args(arguments).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// What a command that succeeds prints, as JSON.
+fn printed(arguments: &[&str]) -> Value {
+    let output = orchestrate(arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn rows() -> String {
+    let swe = json!({
+        "instance_id": "pallets__flask-1", "repo": "pallets/flask", "version": "2.0",
+        "base_commit": "c0", "problem_statement": "It breaks.\nBadly.", "patch": "the solution",
+        "test_patch": "the tests", "FAIL_TO_PASS": ["t::a"], "PASS_TO_PASS": "[\"t::b\"]",
+    });
+    let mut unknown = swe.clone();
+    unknown["instance_id"] = json!("bad-1");
+    unknown["version"] = json!("0.1");
+    let r2e = json!({
+        "repo_name": "aiohttp", "docker_image": "i", "commit_hash": "abc",
+        "parsed_commit_content": "{\"file_diffs\": []}",
+        "execution_result_content": {"test_file_names": ["test_1.py"], "test_file_codes": ["x"]},
+        "problem_statement": "[ISSUE] It breaks. [/ISSUE]",
+        "expected_output_json": {"a": "PASSED"},
+    });
+    format!("{swe}\n{unknown}\n{r2e}\n")
+}
+
+#[test]
+fn a_file_of_rows_is_imported_listed_and_shown() {
+    let folder = Folder::new();
+    let file = folder.file("rows.jsonl", &rows());
+    let report = printed(&["tasks", "import", &file, "--json"]);
+    assert_eq!(report["usable"], json!({"r2e": 1, "swe-bench": 1}));
+    assert_eq!(report["refused"][0]["id"], "bad-1");
+    assert!(report["refused"][0]["reason"].as_str().unwrap().contains("known: 2.0"));
+
+    let list = orchestrate(&["tasks", "list", "--file", &file, "--json"]);
+    let ids: Vec<_> = text(&list.stdout)
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap()["id"].clone())
+        .collect();
+    assert_eq!(ids, ["pallets__flask-1", "aiohttp__abc"]);
+    assert!(text(&list.stderr).contains("refused: row 2 (bad-1)"));
+
+    let shown = text(&orchestrate(&["tasks", "show", "pallets__flask-1", "--file", &file]).stdout);
+    for part in
+        ["sweb.eval.x86_64.pallets_1776_flask-1", "Badly.", "t::b", "the tests", "the solution"]
+    {
+        assert!(shown.contains(part), "{part}");
+    }
+    let missing = orchestrate(&["tasks", "show", "nobody", "--file", &file]);
+    assert!(!missing.status.success() && text(&missing.stderr).contains("no task `nobody`"));
+    let refused = orchestrate(&["tasks", "show", "bad-1", "--file", &file]);
+    assert!(text(&refused.stderr).contains("known: 2.0"));
+    assert_eq!(orchestrate(&["tasks", "import", "no/such.jsonl"]).status.code(), Some(3));
+}
+
+#[test]
+fn a_recorded_log_is_graded_by_the_rules_that_are_asked_for() {
+    let folder = Folder::new();
+    let file = folder.file("rows.jsonl", &rows());
+    let grade = |id: &str, log: &str, more: &[&str]| {
+        let log = folder.file("log", log);
+        let arguments = ["grade", "--tasks", &file, "--instance", id, "--log", &log, "--json"];
+        printed(&[&arguments, more].concat())
+    };
+    let skipped = ">>>>> Start Test Output\nSKIPPED t::a\nPASSED t::b\n>>>>> End Test Output\n";
+    let old = grade("pallets__flask-1", skipped, &[]);
+    assert_eq!(old["resolved"], true);
+    assert_eq!(old["harness"], "swebench-4.1.0");
+    assert_eq!(old["tests_status"]["FAIL_TO_PASS"], json!({"success": [], "failure": []}));
+    let path = folder.file("report.json", "");
+    let new = grade("pallets__flask-1", skipped, &["--harness", "5.0.2", "--report", &path]);
+    assert_eq!(new["resolved"], false);
+    assert_eq!(new["tests_status"]["FAIL_TO_PASS"]["failure"], json!(["t::a"]));
+    assert_eq!(new["tests_status"]["PASS_TO_PASS"]["success"], json!(["t::b"]));
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    assert_eq!(report, json!({"pallets__flask-1": new}));
+    let predictions = json!({"pallets__flask-1": {"model_name_or_path": "m", "model_patch": null}});
+    let predictions = folder.file("preds.json", &predictions.to_string());
+    let none = grade("pallets__flask-1", skipped, &["--predictions", &predictions]);
+    assert_eq!((&none["patch_is_None"], &none["resolved"]), (&json!(true), &json!(false)));
+
+    let forged = "short test summary info\nPASSED t::a\nshort test summary info\nFAILED t::a";
+    assert_eq!(grade("aiohttp__abc", forged, &[])["resolved"], false);
+    let official = grade("aiohttp__abc", forged, &["--set", "reward.compat=r2e"]);
+    assert_eq!(official["resolved"], true);
+}

@@ -1,0 +1,35 @@
+//! The `[reward]` section: how the log of the hidden tests becomes a reward.
+
+use crate::grading::{Judge, judge_as_r2e, judge_by_summary};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// How test logs are judged. Every field may be left out.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct RewardSection {
+    /// Whose rule gives the reward on pytest's short summary. Default "strict".
+    pub compat: RewardCompat,
+}
+
+/// Whose rule gives the reward.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RewardCompat {
+    /// Every expected test with its status and nothing else, by the last summary of the log.
+    #[default]
+    Strict,
+    /// R2E-Gym's own, to the letter: the first summary counts, which a test may print, and a
+    /// result without a test's name counts as any test. For comparison with published numbers.
+    R2e,
+}
+
+impl RewardCompat {
+    /// The rule.
+    pub fn judge(self) -> Judge {
+        match self {
+            Self::Strict => judge_by_summary,
+            Self::R2e => judge_as_r2e,
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! Predictions: one patch per task, in the files that SWE-bench's harness and agents exchange.
+//!
+//! The invariant: a patch is passed on byte for byte. Without its last line end neither `git
+//! apply` nor `patch` takes it.
+
+use crate::load::{self, LoadError};
+use camino::Utf8Path;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+/// One patch for one task.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Prediction {
+    /// The task.
+    pub instance_id: String,
+    /// Who made it.
+    #[serde(default)]
+    pub model_name_or_path: String,
+    /// The patch; `None` if the agent made none. The harness does not run an empty one either.
+    pub model_patch: Option<String>,
+}
+
+/// Reads `predictions.jsonl` (a prediction per line), or JSON: a list, or an object by instance id
+/// like mini-swe-agent's `preds.json`. Any may be compressed by gzip.
+///
+/// # Errors
+/// If the file cannot be read or an entry is not a prediction.
+pub fn read(path: &Utf8Path) -> Result<Vec<Prediction>, LoadError> {
+    let mut predictions = Vec::new();
+    for (n, entry) in load::values(path)?.enumerate() {
+        let entry = entry.map_err(|reason| LoadError::entry(path, n + 1, reason))?;
+        let keyed = match entry {
+            Value::Object(entry) if !entry.contains_key("instance_id") => by_id(entry),
+            entry => vec![entry],
+        };
+        for entry in keyed {
+            let prediction = serde_path_to_error::deserialize(entry)
+                .map_err(|error| LoadError::entry(path, n + 1, error.to_string()))?;
+            predictions.push(prediction);
+        }
+    }
+    Ok(predictions)
+}
+
+/// The entries of an object keyed by instance id; an entry may leave its id out.
+fn by_id(entries: Map<String, Value>) -> Vec<Value> {
+    let with_id = |(id, mut entry): (String, Value)| {
+        if let Value::Object(fields) = &mut entry {
+            fields.entry("instance_id").or_insert(Value::String(id));
+        }
+        entry
+    };
+    entries.into_iter().map(with_id).collect()
+}
+
+/// The content of `predictions.jsonl`.
+///
+/// # Errors
+/// Never in practice: every prediction can be written.
+pub fn jsonl(predictions: &[Prediction]) -> serde_json::Result<String> {
+    let mut text = String::new();
+    for prediction in predictions {
+        text.push_str(&serde_json::to_string(prediction)?);
+        text.push('\n');
+    }
+    Ok(text)
+}
+
+/// The content of mini-swe-agent's `preds.json`: an object by instance id. Of two predictions for
+/// one task the later one stands.
+///
+/// # Errors
+/// Never in practice: every prediction can be written.
+pub fn preds_json(predictions: &[Prediction]) -> serde_json::Result<String> {
+    let mut entries = Map::new();
+    for prediction in predictions {
+        entries.insert(prediction.instance_id.clone(), serde_json::to_value(prediction)?);
+    }
+    serde_json::to_string_pretty(&entries)
+}

@@ -1,0 +1,112 @@
+//! The harness' log parsers: one per test runner, each reading a log line by line.
+//!
+//! The invariant: for the same text a parser gives the status map of SWE-bench's own parser of
+//! that version, key by key, whatever one thinks of it; what a parser holds does not grow with
+//! the log.
+
+mod django;
+mod pytest;
+mod sympy;
+
+use super::status::StatusMap;
+use super::{Harness, LogError};
+use crate::text::{Decoding, Ends, Lines};
+use serde::{Deserialize, Serialize};
+use std::io::BufRead;
+
+/// Which parser reads the logs of a repository.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LogParser {
+    /// pytest's summary: lines that begin with a status.
+    Pytest,
+    /// The same, paths in test parameters shortened.
+    PytestOptions,
+    /// The same for matplotlib, whose test ids held unstable names.
+    Matplotlib,
+    /// pytest's summary with colours, or a status at the end of lines.
+    PytestV2,
+    /// seaborn's own choice of lines.
+    Seaborn,
+    /// sympy's test runner.
+    Sympy,
+    /// Django's test runner.
+    Django,
+}
+
+/// Reads one log. Lines come in order, without their ends.
+pub(super) trait ReadLines: std::fmt::Debug {
+    /// Takes the next line.
+    ///
+    /// # Errors
+    /// Where the harness raises.
+    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare>;
+
+    /// After the last line.
+    fn finish(&mut self, map: &mut StatusMap);
+}
+
+/// A line on which the harness itself fails: a status and nothing after it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Bare;
+
+impl LogParser {
+    /// The parser called `name` in a row's `log_parser` column, like `parse_log_pytest_v2`; some
+    /// repositories' names are aliases.
+    pub fn named(name: &str) -> Option<Self> {
+        Some(match name.strip_prefix("parse_log_").unwrap_or(name) {
+            "pytest" | "astroid" | "flask" | "marshmallow" | "pvlib" | "pyvista" | "sqlfluff"
+            | "xarray" => Self::Pytest,
+            "pytest_options" | "pydicom" | "requests" | "pylint" => Self::PytestOptions,
+            "matplotlib" => Self::Matplotlib,
+            "pytest_v2" | "astropy" | "scikit" | "sphinx" => Self::PytestV2,
+            "seaborn" => Self::Seaborn,
+            "sympy" => Self::Sympy,
+            "django" => Self::Django,
+            _ => return None,
+        })
+    }
+
+    pub(super) fn start(self, harness: Harness) -> Box<dyn ReadLines> {
+        match self {
+            Self::Pytest => Box::new(pytest::Summary::plain(harness)),
+            Self::PytestOptions => Box::new(pytest::Summary::with_options(harness)),
+            Self::Matplotlib => Box::new(pytest::Summary::of_matplotlib(harness)),
+            Self::PytestV2 => Box::new(pytest::Coloured(harness)),
+            Self::Seaborn => Box::new(pytest::Seaborn(harness)),
+            Self::Sympy => Box::<sympy::Sympy>::default(),
+            Self::Django => Box::<django::Django>::default(),
+        }
+    }
+
+    /// The statuses in all of `log`, as the harness' parser returns them for it.
+    ///
+    /// # Errors
+    /// If reading fails, or the harness' parser would raise.
+    pub fn parse(self, harness: Harness, log: impl BufRead) -> Result<StatusMap, LogError> {
+        let mut map = StatusMap::new();
+        let mut parser = self.start(harness);
+        let mut lines = Lines::new(log, Ends::Universal, harness.decoding());
+        while let Some(line) = lines.next()? {
+            parser.line(&line, &mut map).map_err(|Bare| LogError::Bare)?;
+        }
+        parser.finish(&mut map);
+        Ok(map)
+    }
+}
+
+impl Harness {
+    /// How this version reads what a container printed.
+    pub(super) fn decoding(self) -> Decoding {
+        match self {
+            Self::V4_1_0 => Decoding::Strict,
+            Self::V5_0_2 => Decoding::Replace,
+        }
+    }
+}
+
+/// A constant pattern, compiled.
+#[expect(clippy::expect_used, reason = "patterns are constants, and each is used by a test")]
+pub(super) fn pattern(text: &str) -> regex::Regex {
+    regex::Regex::new(text).expect("a pattern of this crate")
+}

@@ -1,0 +1,178 @@
+//! Parsers of what pytest prints with `-rA`.
+
+use super::{Bare, Harness, ReadLines, pattern};
+use crate::swe::status::{Status, StatusMap, WORDS};
+use crate::text::tokens;
+use regex::Regex;
+use std::borrow::Cow;
+use std::sync::LazyLock;
+
+fn begins_with_status(line: &str) -> bool {
+    WORDS.iter().any(|word| line.starts_with(word))
+}
+
+/// pytest's count of skipped tests, `SKIPPED [3] file:line: reason`: no test, for version 5.
+fn is_skip_count(harness: Harness, status: &str, name: &str) -> bool {
+    let count = name.strip_prefix('[').and_then(|name| name.strip_suffix(']'));
+    let is_count = |count: &str| !count.is_empty() && count.chars().all(char::is_numeric);
+    harness == Harness::V5_0_2 && status == "SKIPPED" && count.is_some_and(is_count)
+}
+
+/// Lines that begin with a status: status, then name.
+#[derive(Debug)]
+pub(super) struct Summary {
+    harness: Harness,
+    /// Parameters that are paths lose their folders.
+    short_paths: bool,
+    /// Names of mouse buttons become their numbers.
+    mouse_buttons: bool,
+}
+
+impl Summary {
+    pub(super) fn plain(harness: Harness) -> Self {
+        Self { harness, short_paths: false, mouse_buttons: false }
+    }
+
+    pub(super) fn with_options(harness: Harness) -> Self {
+        Self { short_paths: true, ..Self::plain(harness) }
+    }
+
+    pub(super) fn of_matplotlib(harness: Harness) -> Self {
+        Self { mouse_buttons: true, ..Self::plain(harness) }
+    }
+}
+
+impl ReadLines for Summary {
+    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare> {
+        let mut line = Cow::Borrowed(line);
+        if self.mouse_buttons && line.contains("MouseButton.") {
+            let named = line.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3");
+            line = Cow::Owned(named);
+        }
+        if !begins_with_status(&line) {
+            return Ok(());
+        }
+        if line.starts_with("FAILED") {
+            line = Cow::Owned(line.replace(" - ", " "));
+        }
+        let mut words = tokens(&line);
+        let (Some(status), Some(name)) = (words.next(), words.next()) else { return Ok(()) };
+        if is_skip_count(self.harness, status, name) {
+            return Ok(());
+        }
+        let name = if self.short_paths { with_short_path(name) } else { Cow::Borrowed(name) };
+        map.insert(&name, Status::of(status));
+        Ok(())
+    }
+
+    fn finish(&mut self, _: &mut StatusMap) {}
+}
+
+/// `test[/a/b/c]` as `test[/c]`; what follows the last bracket is dropped.
+fn with_short_path(name: &str) -> Cow<'_, str> {
+    let Some((test, rest)) = name.split_once('[') else { return Cow::Borrowed(name) };
+    let Some((option, _)) = rest.rsplit_once(']') else { return Cow::Borrowed(name) };
+    let is_path = option.starts_with('/') && !option.starts_with("//") && !option.contains('*');
+    match option.rsplit_once('/').filter(|_| is_path) {
+        Some((_, last)) => Cow::Owned(format!("{test}[/{last}]")),
+        None => Cow::Owned(format!("{test}[{option}]")),
+    }
+}
+
+/// Lines that begin with a status or, of older pytest, end with one; colours taken away.
+#[derive(Debug)]
+pub(super) struct Coloured(pub(super) Harness);
+
+impl ReadLines for Coloured {
+    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare> {
+        let line = without_colour(line);
+        if begins_with_status(&line) {
+            self.begins(&line, map);
+        } else if WORDS.iter().any(|word| line.ends_with(word)) {
+            self.ends(&line, map);
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, _: &mut StatusMap) {}
+}
+
+impl Coloured {
+    fn begins(&self, line: &str, map: &mut StatusMap) {
+        let failed = line.starts_with("FAILED");
+        match self.0 {
+            Harness::V4_1_0 => {
+                let line = if failed { Cow::Owned(line.replace(" - ", " ")) } else { line.into() };
+                let mut words = tokens(&line);
+                if let (Some(status), Some(name)) = (words.next(), words.next()) {
+                    map.insert(name, Status::of(status));
+                }
+            }
+            Harness::V5_0_2 => {
+                let reason = if failed { line.split_once(" - ") } else { None };
+                let mut words = tokens(reason.map_or(line, |(line, _)| line));
+                let (Some(status), Some(name)) = (words.next(), words.next()) else { return };
+                if !is_skip_count(self.0, status, name) {
+                    let name = words.fold(name.to_owned(), |name, word| name + " " + word);
+                    map.insert(&name, Status::of(status));
+                }
+            }
+        }
+    }
+
+    fn ends(&self, line: &str, map: &mut StatusMap) {
+        let mut words = tokens(line);
+        let (Some(first), Some(second)) = (words.next(), words.next()) else { return };
+        match self.0 {
+            Harness::V4_1_0 => map.insert(first, Status::of(second)),
+            Harness::V5_0_2 => {
+                let (mut name, mut last) = (first.to_owned(), second);
+                for word in words {
+                    name = name + " " + std::mem::replace(&mut last, word);
+                }
+                map.insert(&name, Status::of(last));
+            }
+        }
+    }
+}
+
+/// `line` without `[31m` and the like, and without control characters: so goes what stood before
+/// the bracket, and tabs.
+fn without_colour(line: &str) -> Cow<'_, str> {
+    static COLOUR: LazyLock<Regex> = LazyLock::new(|| pattern(r"\[\d+m"));
+    let plain = if line.contains('[') { COLOUR.replace_all(line, "") } else { line.into() };
+    let is_control = |c: char| ('\x01'..='\x1f').contains(&c);
+    if plain.contains(is_control) {
+        return Cow::Owned(plain.replace(is_control, ""));
+    }
+    plain
+}
+
+/// seaborn: results at the ends of lines that go on, or at their beginning.
+#[derive(Debug)]
+pub(super) struct Seaborn(pub(super) Harness);
+
+impl ReadLines for Seaborn {
+    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare> {
+        let mut words = tokens(line);
+        let (first, second) = (words.next(), words.next());
+        let failed = line.starts_with("FAILED");
+        let inside = !failed && line.contains(" PASSED ");
+        if !failed && !inside && !line.starts_with("PASSED") {
+            return Ok(());
+        }
+        let (Some(first), Some(second)) = (first, second) else {
+            return if self.0 == Harness::V4_1_0 { Err(Bare) } else { Ok(()) };
+        };
+        if failed {
+            map.insert(second, Status::Failed);
+        } else if !inside {
+            map.insert(second, Status::Passed);
+        } else if second == "PASSED" {
+            map.insert(first, Status::Passed);
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, _: &mut StatusMap) {}
+}

@@ -1,0 +1,40 @@
+//! sympy's own test runner.
+
+use super::{Bare, ReadLines};
+use crate::swe::status::{Status, StatusMap};
+use crate::text::{strip, tokens};
+
+/// Headings of tracebacks name failed tests, `____ sympy/a/test_b.py:test_c ____`; results stand
+/// at the end of a test's line, and win over a heading wherever it stands.
+#[derive(Debug, Default)]
+pub(super) struct Sympy;
+
+impl ReadLines for Sympy {
+    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare> {
+        if let Some(name) = heading(line)
+            && map.get(name).is_none()
+        {
+            map.insert(name, Status::Failed);
+        }
+        let line = strip(line);
+        if !line.starts_with("test_") {
+            return Ok(());
+        }
+        let ends = [(" E", Status::Error), (" F", Status::Failed), (" ok", Status::Passed)];
+        let status = ends.into_iter().find(|(end, _)| line.ends_with(end));
+        if let (Some((_, status)), Some(name)) = (status, tokens(line).next()) {
+            map.insert(name, status);
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, _: &mut StatusMap) {}
+}
+
+/// What stands between the first and the last space of a line, if it looks like `file.py:name`.
+/// That is all that the harness' pattern comes to: its runs of underscores may be empty.
+fn heading(line: &str) -> Option<&str> {
+    let (_, rest) = line.split_once(' ')?;
+    let (name, _) = rest.rsplit_once(' ')?;
+    name.contains(".py:").then_some(name)
+}

@@ -1,0 +1,167 @@
+//! The script that a grading container runs, byte for byte as the harness writes it.
+
+use super::parsers::pattern;
+use super::spec::{SpecError, spec};
+use super::{Harness, SweRow};
+use regex::Regex;
+use std::sync::LazyLock;
+
+/// Ends the test patch inside the script.
+const HEREDOC: &str = "EOF_114329324912";
+const END_MARKER: &str = ">>>>> End Test Output";
+/// Files that test runners are not given. Without its dot, `csv` also holds for other endings.
+const NO_TESTS: [&str; 11] =
+    [".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"];
+
+/// The script `eval.sh` for `row`.
+///
+/// Version 5 takes it from the row's `eval_script` column and adds the test command's exit code; a
+/// row without that column gets the script of version 4 with the same addition.
+///
+/// # Errors
+/// If the row's repository or version is unknown.
+pub fn eval_script(row: &SweRow, harness: Harness) -> Result<String, SpecError> {
+    let lines = match (harness, &row.eval_script) {
+        (Harness::V5_0_2, Some(script)) => {
+            let is_line = |line: &&str| !matches!(*line, "#!/bin/bash" | "set -uxo pipefail");
+            crate::text::strip(script).split('\n').filter(is_line).map(ToOwned::to_owned).collect()
+        }
+        _ => lines(row)?,
+    };
+    let mut script = "#!/bin/bash\nset -uxo pipefail\n".to_owned();
+    let mut recorded = harness == Harness::V4_1_0;
+    for line in lines {
+        let records = !recorded && line.contains(END_MARKER);
+        recorded |= records;
+        if records {
+            script.push_str("SWEBENCH_TEST_EXIT_CODE=$?\n");
+        }
+        script.push_str(&line);
+        script.push('\n');
+        if records {
+            script.push_str("echo \">>>>> Test Exit Code: $SWEBENCH_TEST_EXIT_CODE\"\n");
+        }
+    }
+    Ok(script)
+}
+
+fn lines(row: &SweRow) -> Result<Vec<String>, SpecError> {
+    let spec = spec(&row.repo, &row.version)?;
+    let base = &row.base_commit;
+    let restore = format!("git checkout {base} {}", test_files(&row.test_patch).join(" "));
+    let mut test = vec![spec.test_command.to_owned()];
+    test.extend(test_directives(&row.repo, &row.test_patch));
+
+    let activate = ["source /opt/miniconda3/bin/activate", "conda activate testbed"];
+    let mut lines: Vec<String> = activate.map(Into::into).into();
+    lines.push("cd /testbed".into());
+    lines.extend(spec.setup.iter().map(|&line| line.into()));
+    lines.push("git config --global --add safe.directory /testbed".into());
+    lines.push("cd /testbed".into());
+    lines.extend(["git status", "git show"].map(Into::into));
+    lines.push(format!("git -c core.fileMode=false diff {base}"));
+    lines.extend(activate.map(Into::into));
+    lines.push(spec.install.into());
+    lines.push(restore.clone());
+    lines.push(format!("git apply -v - <<'{HEREDOC}'\n{}\n{HEREDOC}", row.test_patch));
+    lines.push(": '>>>>> Start Test Output'".into());
+    lines.push(test.join(" "));
+    lines.push(format!(": '{END_MARKER}'"));
+    lines.push(restore);
+    Ok(lines)
+}
+
+/// What the test command is given for `test_patch`: its files, but for data files; Django's as
+/// module names.
+pub fn test_directives(repo: &str, test_patch: &str) -> Vec<String> {
+    static HEADER: LazyLock<Regex> = LazyLock::new(|| pattern("diff --git a/.* b/(.*)"));
+    let headers = HEADER.captures_iter(test_patch);
+    let paths = headers.filter_map(|found| found.get(1)).map(|path| path.as_str());
+    let paths = paths.filter(|path| !NO_TESTS.iter().any(|end| path.ends_with(end)));
+    let directive = |path: &str| {
+        if repo != "django/django" {
+            return path.to_owned();
+        }
+        let path = path.strip_suffix(".py").unwrap_or(path);
+        path.strip_prefix("tests/").unwrap_or(path).replace('/', ".")
+    };
+    paths.map(directive).collect()
+}
+
+/// Old paths of the files that `test_patch` changes, in order; those that it creates have none.
+pub fn test_files(test_patch: &str) -> Vec<String> {
+    static HEADER: LazyLock<Regex> =
+        LazyLock::new(|| pattern(r#"^diff --git ("?a/[^\t\n]+"?) "?b/[^\t\n]+"?"#));
+    static HUNK: LazyLock<Regex> =
+        LazyLock::new(|| pattern(r"^@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@"));
+    let mut files: Vec<&str> = Vec::new();
+    // In a git header the lines `---` and `+++` only repeat its names.
+    let (mut in_header, mut old_name) = (false, None);
+    let (mut old_left, mut new_left) = (0_u64, 0_u64);
+    for line in test_patch.split('\n') {
+        if old_left + new_left > 0 {
+            let (old, new) = match line.as_bytes().first() {
+                Some(b'-') => (1, 0),
+                Some(b'+') => (0, 1),
+                Some(b'\\') => (0, 0),
+                _ => (1, 1),
+            };
+            old_left = old_left.saturating_sub(old);
+            new_left = new_left.saturating_sub(new);
+        } else if let Some(source) = HEADER.captures(line).and_then(|found| found.get(1)) {
+            files.push(source.as_str());
+            in_header = true;
+        } else if line.starts_with("new file mode ") {
+            files.pop();
+        } else if let Some(name) = line.strip_prefix("--- ") {
+            old_name = (!in_header).then(|| name.split('\t').next().unwrap_or(name));
+        } else if line.starts_with("+++ ") {
+            files.extend(old_name.take());
+        } else if let Some(found) = HUNK.captures(line) {
+            let length = |group| {
+                found.get(group).map_or(1, |text| text.as_str().parse().unwrap_or_default())
+            };
+            (old_left, new_left, in_header) = (length(1), length(2), false);
+        }
+    }
+    files.iter().filter_map(|file| file.strip_prefix("a/")).map(ToOwned::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATCH: &str = "diff --git a/tests/a/test_b.py b/tests/a/test_b.py\n\
+        index 1..2 100644\n--- a/tests/a/test_b.py\n+++ b/tests/a/test_b.py\n\
+        @@ -1,2 +1,2 @@\n-- a/not/a/header.py\n+++ b/not/a/header.py\n context\n\
+        diff --git a/tests/data.csv b/tests/data.csv\nnew file mode 100644\n--- /dev/null\n\
+        +++ b/tests/data.csv\n@@ -0,0 +1 @@\n+x\n\
+        diff --git a/tests/old.py b/tests/new.py\nsimilarity index 100%\n\
+        rename from tests/old.py\nrename to tests/new.py\n\
+        diff --git a/x.png b/x.png\nindex 3..4 100644\nBinary files a/x.png and b/x.png differ\n";
+
+    #[test]
+    fn files_are_those_that_exist_before_the_test_patch() {
+        assert_eq!(test_files(PATCH), ["tests/a/test_b.py", "tests/old.py", "x.png"]);
+        let plain =
+            "--- a/one.py\t2020\n+++ b/one.py\n@@ -1 +1 @@\n-a\n+b\n--- a/two.py\n+++ b/two.py\n";
+        assert_eq!(test_files(plain), ["one.py", "two.py"]);
+    }
+
+    #[test]
+    fn directives_are_tests_only() {
+        assert_eq!(test_directives("a/b", PATCH), ["tests/a/test_b.py", "tests/new.py"]);
+        assert_eq!(test_directives("django/django", PATCH), ["a.test_b", "new"]);
+    }
+
+    #[test]
+    fn version_five_records_the_exit_code_outside_the_results() {
+        let script =
+            "#!/bin/bash\nset -uxo pipefail\npytest\n: '>>>>> End Test Output'\ngit checkout x";
+        let row = SweRow { eval_script: Some(script.into()), ..SweRow::default() };
+        let want = "#!/bin/bash\nset -uxo pipefail\npytest\nSWEBENCH_TEST_EXIT_CODE=$?\n\
+            : '>>>>> End Test Output'\necho \">>>>> Test Exit Code: $SWEBENCH_TEST_EXIT_CODE\"\n\
+            git checkout x\n";
+        assert_eq!(eval_script(&row, Harness::V5_0_2).unwrap(), want);
+    }
+}

@@ -1,0 +1,355 @@
+//! Rows and predictions from files of every shape that is about.
+
+#![expect(clippy::unwrap_used, reason = "a test stops where something is not as promised")]
+
+use camino::{Utf8Path, Utf8PathBuf};
+use flate2::Compression as GzipStrength;
+use flate2::read::MultiGzDecoder;
+use flate2::write::GzEncoder;
+use orchestrate_tasks::load::{self, Refused, Row};
+use orchestrate_tasks::predictions::{self, Prediction};
+use orchestrate_tasks::swe::SweRow;
+use parquet::basic::{Compression, GzipLevel, ZstdLevel};
+use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use std::io::{Read, Write};
+use std::sync::Arc;
+
+const DATA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/data/swe");
+
+/// The path of a file of test data; `None`, said once, where there is none.
+#[expect(clippy::print_stderr, reason = "a skipped test must say so")]
+fn data(name: &str) -> Option<Utf8PathBuf> {
+    let path = Utf8PathBuf::from(format!("{DATA}/{name}"));
+    if !path.exists() {
+        eprintln!("skipped: test data absent");
+        return None;
+    }
+    Some(path)
+}
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn file(&self, name: &str, bytes: &[u8]) -> Utf8PathBuf {
+        let path = Utf8PathBuf::from_path_buf(self.0.path().join(name)).unwrap();
+        std::fs::write(&path, bytes).unwrap();
+        path
+    }
+}
+
+fn rows(path: &Utf8Path) -> (Vec<Row>, Vec<Refused>) {
+    let (mut good, mut bad) = (Vec::new(), Vec::new());
+    for row in load::rows(path).unwrap() {
+        match row {
+            Ok(row) => good.push(row),
+            Err(refused) => bad.push(refused),
+        }
+    }
+    (good, bad)
+}
+
+fn loaded(bytes: &[u8]) -> (Vec<Row>, Vec<Refused>) {
+    let folder = Folder::new();
+    rows(&folder.file("rows", bytes))
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), GzipStrength::fast());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn swe_row(id: &str) -> Value {
+    json!({
+        "instance_id": id, "repo": "pallets/flask", "version": "2.0", "base_commit": "c0",
+        "problem_statement": "It breaks.", "patch": "", "test_patch": "diff",
+        "FAIL_TO_PASS": "[\"t::a\"]", "PASS_TO_PASS": "[]",
+    })
+}
+
+fn r2e_row(commit: &str) -> Value {
+    json!({
+        "repo_name": "aiohttp", "docker_image": "i", "commit_hash": commit,
+        "parsed_commit_content": "{\"file_diffs\": []}",
+        "execution_result_content":
+            {"test_file_names": ["test_1.py"], "test_file_codes": ["x"]},
+        "problem_statement": "[ISSUE] It breaks. [/ISSUE]",
+        "expected_output_json": "{\"a\": \"PASSED\"}",
+    })
+}
+
+fn json_lines(rows: &[Value]) -> String {
+    let lines: Vec<String> = rows.iter().map(|row| format!("{row}\n")).collect();
+    lines.concat()
+}
+
+#[test]
+fn every_real_row_of_swe_bench_loads() {
+    for (name, want, repos) in [
+        ("rows/verified_100_full.jsonl.gz", 100, vec!["astropy/astropy", "django/django"]),
+        ("rows/lite_5_list_typed.json", 5, vec!["django/django"]),
+    ] {
+        let Some(path) = data(name) else { continue };
+        let (good, bad) = rows(&path);
+        assert!(bad.is_empty(), "{bad:?}");
+        assert_eq!(good.len(), want);
+        let known = good.iter().filter(|row| repos.contains(&row.repo())).count();
+        assert!(known > 0 && good.iter().all(|row| row.environment() == "swe-bench"));
+        let image = good[0].image();
+        assert!(image.starts_with("swebench/sweb.eval.x86_64.") && image.contains("_1776_"));
+    }
+}
+
+#[test]
+fn every_real_row_of_r2e_loads_bare_and_repackaged() {
+    let Some(path) = data("r2e/rows.jsonl.gz") else { return };
+    let mut text = String::new();
+    let file = std::fs::File::open(path).unwrap();
+    MultiGzDecoder::new(file).read_to_string(&mut text).unwrap();
+    let bare: Vec<Value> = text
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap()["row"].take())
+        .collect();
+    let (good, bad) = loaded(json_lines(&bare).as_bytes());
+    assert_eq!((good.len(), bad), (11, Vec::new()));
+    let repackaged = bare.iter().map(|row| {
+        json!({"prompt": [{"role": "user", "content": "placeholder"}], "ability": "swe",
+               "extra_info": {"extra_info": row.to_string()}})
+    });
+    let repackaged: Vec<Value> = repackaged.collect();
+    assert_eq!(loaded(json_lines(&repackaged).as_bytes()).0, good);
+}
+
+#[test]
+fn bad_rows_are_refused_by_id_and_reason_and_the_rest_go_on() {
+    let changed = |column: &str, value: Value| {
+        let mut row = swe_row(&format!("bad-{column}"));
+        row[column] = value;
+        row.to_string()
+    };
+    let mut unequal = r2e_row("u");
+    unequal["execution_result_content"]["test_file_codes"] = json!([]);
+    let mut outside = r2e_row("o");
+    outside["execution_result_content"]["test_file_names"] = json!(["../x.py"]);
+    let lines = [
+        swe_row("good-1").to_string(),
+        changed("version", json!("9.9")),
+        changed("repo", json!("a/b")),
+        changed("FAIL_TO_PASS", json!("[\"a\"")),
+        changed("PASS_TO_PASS", json!(["a", 1])),
+        changed("base_commit", Value::Null),
+        changed("test_patch", json!("")),
+        "{\"instance_id\": \"cut".to_owned(),
+        String::new(),
+        "{\"instance_id\": \"other\"}".to_owned(),
+        r2e_row("g").to_string(),
+        unequal.to_string(),
+        outside.to_string(),
+        swe_row("good-1").to_string(),
+        swe_row("good-2").to_string(),
+    ];
+    let (good, bad) = loaded(lines.join("\n").as_bytes());
+    let ids: Vec<_> = good.iter().map(Row::id).collect();
+    assert_eq!(ids, ["good-1", "aiohttp__g", "good-2"]);
+    let found: Vec<_> =
+        bad.iter().map(|bad| (bad.id.as_deref().unwrap_or("-"), &bad.reason)).collect();
+    let want = [
+        ("bad-version", "known: 2.0 2.1"),
+        ("bad-repo", "no log parser for `a/b`"),
+        ("bad-FAIL_TO_PASS", "EOF while parsing a list"),
+        ("bad-PASS_TO_PASS", "expected a string"),
+        ("bad-base_commit", "base_commit"),
+        ("bad-test_patch", "`test_patch` is empty"),
+        ("-", "is not JSON"),
+        ("other", "nor `FAIL_TO_PASS`"),
+        ("aiohttp__u", "1 test file names but 0"),
+        ("aiohttp__o", "not a plain file name"),
+        ("good-1", "has the id of row 1"),
+    ];
+    assert_eq!(found.len(), want.len(), "{found:?}");
+    for ((id, reason), (want_id, part)) in found.into_iter().zip(want) {
+        assert!(id == want_id && reason.contains(part), "{id}: {reason}; not {part}");
+    }
+    assert_eq!(bad[0].row, 2);
+}
+
+#[test]
+fn compressed_files_and_json_documents_load_alike() {
+    let values = [swe_row("a-1"), r2e_row("b")];
+    let lines = json_lines(&values);
+    let want = loaded(lines.as_bytes());
+    assert_eq!((want.0.len(), want.1.len()), (2, 0));
+    let list = serde_json::to_string_pretty(&values).unwrap();
+    let gzipped = [gzip(lines.as_bytes()), gzip(list.as_bytes())];
+    for bytes in [list.as_bytes(), &gzipped[0], &gzipped[1], format!("\n\n {lines}").as_bytes()] {
+        assert_eq!(loaded(bytes), want);
+    }
+    assert_eq!(loaded(b""), (vec![], vec![]));
+    let (good, bad) = loaded(&gzipped[0][..gzipped[0].len() / 2]);
+    assert!(
+        good.is_empty() && bad.len() == 1 && bad[0].reason.contains("cannot be read"),
+        "{bad:?}"
+    );
+}
+
+/// The columns of SWE-bench rows as Hugging Face stores them; test lists as text or as lists.
+fn parquet(rows: &[SweRow], lists: bool, compression: Compression) -> Vec<u8> {
+    let texts = [
+        "instance_id",
+        "repo",
+        "version",
+        "base_commit",
+        "problem_statement",
+        "patch",
+        "test_patch",
+    ];
+    let text = |name: &str| format!("optional binary {name} (UTF8);");
+    let list = |name: &str| {
+        let item = "repeated group list { optional binary element (UTF8); }";
+        format!("optional group {name} (LIST) {{ {item} }}")
+    };
+    let mut schema: Vec<String> = texts.into_iter().map(text).collect();
+    let tests = ["FAIL_TO_PASS", "PASS_TO_PASS"].into_iter();
+    schema.extend(tests.map(|name| if lists { list(name) } else { text(name) }));
+    let schema = schema.concat();
+    let schema = Arc::new(parse_message_type(&format!("message row {{ {schema} }}")).unwrap());
+    let properties = Arc::new(WriterProperties::builder().set_compression(compression).build());
+    let mut writer = SerializedFileWriter::new(Vec::new(), schema, properties).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let values: Vec<Value> = rows.iter().map(|row| serde_json::to_value(row).unwrap()).collect();
+    let mut columns = texts.into_iter().chain(["FAIL_TO_PASS", "PASS_TO_PASS"]);
+    while let Some(mut column) = group.next_column().unwrap() {
+        let name = columns.next().unwrap();
+        let (mut items, mut present, mut nested) = (Vec::new(), Vec::new(), Vec::new());
+        for value in &values {
+            let text = value[name].as_str().unwrap();
+            if lists && name.contains("_TO_") {
+                let list: Vec<String> = serde_json::from_str(text).unwrap();
+                present.extend(if list.is_empty() { vec![1] } else { vec![3; list.len()] });
+                nested.extend((0..list.len().max(1)).map(|n| i16::from(n > 0)));
+                items.extend(list.iter().map(|item| ByteArray::from(item.as_str())));
+            } else {
+                items.push(ByteArray::from(text));
+                present.push(1);
+                nested.push(0);
+            }
+        }
+        let nested = (lists && name.contains("_TO_")).then_some(nested.as_slice());
+        column.typed::<ByteArrayType>().write_batch(&items, Some(&present), nested).unwrap();
+        column.close().unwrap();
+    }
+    group.close().unwrap();
+    writer.into_inner().unwrap()
+}
+
+#[test]
+fn parquet_files_load_like_json_lines() {
+    let mut rows: Vec<SweRow> = ["a-1", "a-2", "a-3"]
+        .into_iter()
+        .map(|id| serde_json::from_value(swe_row(id)).unwrap())
+        .collect();
+    rows[1].fail_to_pass.push("t::b[é]".into());
+    rows[2].pass_to_pass = (0..2000).map(|n| format!("t::c[{n}]")).collect();
+    let mut want: Vec<Row> = rows.iter().cloned().map(|row| Row::Swe(Box::new(row))).collect();
+    let compressions = [
+        Compression::SNAPPY,
+        Compression::UNCOMPRESSED,
+        Compression::ZSTD(ZstdLevel::default()),
+        Compression::GZIP(GzipLevel::default()),
+    ];
+    for compression in compressions {
+        for lists in [false, true] {
+            assert_eq!(loaded(&parquet(&rows, lists, compression)), (want.clone(), vec![]));
+        }
+    }
+    rows[1].test_patch.clear();
+    want.remove(1);
+    let (good, bad) = loaded(&parquet(&rows, true, Compression::SNAPPY));
+    assert_eq!(good, want);
+    assert_eq!((bad[0].row, bad[0].id.as_deref()), (2, Some("a-2")));
+}
+
+#[test]
+fn predictions_of_real_tools_are_read() {
+    for (name, count, empty) in [
+        ("preds_49.jsonl", 50, 0),
+        ("preds_verified_3.jsonl", 3, 0),
+        ("swe_agent_all_preds_1.jsonl", 1, 0),
+        ("mini_preds_dict_groupA.json.gz", 101, 15),
+    ] {
+        let Some(path) = data(&format!("predictions/{name}")) else { continue };
+        let found = predictions::read(&path).unwrap();
+        let missing = |p: &&Prediction| p.model_patch.as_deref().unwrap_or_default().is_empty();
+        assert_eq!((found.len(), found.iter().filter(missing).count()), (count, empty), "{name}");
+        let folder = Folder::new();
+        for text in [predictions::jsonl(&found).unwrap(), predictions::preds_json(&found).unwrap()]
+        {
+            let again = predictions::read(&folder.file("again", text.as_bytes())).unwrap();
+            assert_eq!(again, found, "{name}");
+        }
+    }
+}
+
+#[test]
+fn predictions_keep_every_byte_of_a_patch() {
+    let folder = Folder::new();
+    let prediction = |id: &str, patch: Option<&str>| Prediction {
+        instance_id: id.into(),
+        model_name_or_path: "m/n".into(),
+        model_patch: patch.map(Into::into),
+    };
+    let want = [prediction("a", Some("\ndiff \u{1f}\r\n\n")), prediction("b", None)];
+    for text in [predictions::jsonl(&want).unwrap(), predictions::preds_json(&want).unwrap()] {
+        assert_eq!(predictions::read(&folder.file("p", text.as_bytes())).unwrap(), want);
+    }
+    let list = serde_json::to_string(&want).unwrap();
+    assert_eq!(predictions::read(&folder.file("p", list.as_bytes())).unwrap(), want);
+    let text = b"{\"instance_id\": \"a\"}\n{\"instance_id\": \"b\", \"model_patch\": 1}";
+    let bad = predictions::read(&folder.file("p", text)).unwrap_err().to_string();
+    assert!(bad.contains("entry 2") && bad.contains("model_patch"), "{bad}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    #[test]
+    fn prop_no_bytes_make_a_loader_panic(
+        base in 0_usize..6, at in prop::collection::vec((0.0..1.0_f64, any::<u8>()), 0..4),
+        cut in 0.0..1.3_f64,
+    ) {
+        let lines = json_lines(&[swe_row("a-1"), r2e_row("b")]);
+        let rows: Vec<SweRow> = vec![serde_json::from_value(swe_row("a-1")).unwrap()];
+        let mut bytes = match base {
+            0 => lines.into_bytes(),
+            1 => gzip(lines.as_bytes()),
+            2 => format!("[{}]", swe_row("a-1")).into_bytes(),
+            3 => parquet(&rows, true, Compression::SNAPPY),
+            4 => parquet(&rows, false, Compression::UNCOMPRESSED),
+            _ => Vec::new(),
+        };
+        for (place, byte) in at {
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a place")]
+            let index = (place * bytes.len() as f64) as usize;
+            match bytes.get_mut(index) {
+                Some(old) => *old = byte,
+                None => bytes.push(byte),
+            }
+        }
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a place")]
+        bytes.truncate((cut * bytes.len() as f64) as usize);
+        let folder = Folder::new();
+        let path = folder.file("any", &bytes);
+        let found = load::rows(&path).map_or(0, |rows| rows.take(1000).count());
+        prop_assert!(found < 1000);
+        let _ = predictions::read(&path);
+    }
+}
