@@ -23,6 +23,8 @@ fn every_command_has_help_with_its_arguments() {
         "config",
         "doctor",
         "show",
+        "analyze",
+        "compare",
         "gc",
         "warm-start",
         "serve-engine",
@@ -39,6 +41,10 @@ fn every_command_has_help_with_its_arguments() {
 fn wrong_command_lines_exit_with_2() {
     fails(&["run"], 2, &["--run-dir"]);
     fails(&["dance"], 2, &["dance"]);
+    fails(&["compare"], 2, &["CONFIG", "--seeds", "--out"]);
+    let mild = "configs/compare/mild.toml";
+    let named = ["compare", mild, "--seeds", "1", "--out", "x", "--variant", "a/b:c=1"];
+    fails(&named, 2, &["a/b", "NAME:KEY=VALUE"]);
 }
 
 #[test]
@@ -54,11 +60,42 @@ fn wrong_settings_exit_with_3_and_name_key_and_remedy() {
     let file = folder.path().join("broken.toml");
     std::fs::write(&file, "[run]\nsteps = = 3\n").unwrap();
     fails(&["config", "check", "--config", file.to_str().unwrap()], 3, &["broken.toml", "2"]);
+    // Nothing of a comparison is begun when one of its settings is wrong.
+    let out = folder.path().join("out");
+    let compare = ["compare", "configs/compare/mild.toml", "--seeds", "1", "--out"];
+    let mut args = compare.to_vec();
+    args.extend([
+        out.to_str().unwrap(),
+        "--variant",
+        "fine",
+        "--variant",
+        "odd:algorithm.clip_low=7",
+    ]);
+    fails(&args, 3, &["\"odd\"", "algorithm.clip_low"]);
+    assert!(!out.exists());
+}
+
+#[test]
+fn the_comparison_of_the_docs_has_sound_settings() {
+    let folder = tempfile::tempdir().unwrap();
+    for setting in ["mild", "coarse"] {
+        let out = folder.path().join(setting);
+        let output = std::process::Command::new("scripts/compare-micro")
+            .args([setting, "--dry-run", "--out", out.to_str().unwrap()])
+            .current_dir(orchestrate_e2e::root())
+            .env("ORCHESTRATE", orchestrate_e2e::program().unwrap())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let listed = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(listed.matches("begins").count(), 13 * 3, "{listed}");
+    }
 }
 
 #[test]
 fn all_shipped_configs_are_sound_and_the_schema_is_current() {
-    for entry in std::fs::read_dir(orchestrate_e2e::root().join("configs")).unwrap() {
+    let files = |folder: &str| std::fs::read_dir(orchestrate_e2e::root().join(folder)).unwrap();
+    for entry in files("configs").chain(files("configs/compare")) {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|e| e == "toml") {
             let output = run(&["config", "check", "--config", path.to_str().unwrap()]).unwrap();
@@ -115,4 +152,6 @@ fn resuming_nothing_exits_with_6() {
     let folder = tempfile::tempdir().unwrap();
     fails(&["run", "--resume", "--run-dir", folder.path().to_str().unwrap()], 6, &["--run-dir"]);
     fails(&["show", folder.path().to_str().unwrap()], 6, &["orchestrate.db"]);
+    fails(&["analyze", folder.path().to_str().unwrap()], 6, &["orchestrate.db"]);
+    fails(&["compare", "--runs", folder.path().to_str().unwrap()], 6, &["orchestrate.db"]);
 }

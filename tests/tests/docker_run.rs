@@ -232,6 +232,35 @@ fn docker_kills_at_any_moment_lose_and_double_nothing() {
     assert_eq!(containers_of(report["run"].as_str().unwrap()).unwrap(), Vec::<String>::new());
 }
 
+#[test]
+fn docker_sampling_ahead_keeps_its_bound_through_a_kill() {
+    if !docker_or_skip("docker_sampling_ahead").unwrap() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let run_dir = folder.path().join("run");
+    let mut settings = SMALL.to_vec();
+    settings.extend(["--set", "run.steps=6", "--set", "run.max_staleness=2"]);
+    let mut child =
+        start(&run_dir, &settings).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    ends_within(&mut child, Duration::from_secs(4));
+    child.kill().ok();
+    child.wait().unwrap();
+    let report = finished(&mut start(&run_dir, &["--resume"]));
+
+    let lines = steps(&run_dir);
+    let stale = |line: &Value| line["staleness_max"].as_u64().unwrap();
+    assert!(lines.iter().all(|line| stale(line) <= 2), "{lines:?}");
+    assert!(lines.iter().any(|line| stale(line) > 0), "nothing was sampled ahead: {lines:?}");
+    for line in &lines {
+        assert_eq!(line["routing_missing"], 0, "{line}");
+        // Rows of other weights than the log-probs beside them would show here.
+        assert!(line["kl_train_infer"].as_f64().unwrap() < 1e-2, "{line}");
+    }
+    assert_once(&trained_episodes(&run_dir));
+    assert_eq!(containers_of(report["run"].as_str().unwrap()).unwrap(), Vec::<String>::new());
+}
+
 fn ends_within(child: &mut Child, time: Duration) -> bool {
     let begun = Instant::now();
     let (sender, receiver) = std::sync::mpsc::channel::<()>();

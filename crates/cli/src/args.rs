@@ -11,6 +11,7 @@ Examples:
   orchestrate run --config configs/quickstart.toml --run-dir runs/first
   orchestrate run --run-dir runs/first --resume
   orchestrate show runs/first t000003.01
+  orchestrate analyze runs/first
   orchestrate config check --config configs/micro-learn.toml --set rollout.group_size=16
 
 Exit codes:
@@ -32,7 +33,7 @@ pub(crate) enum Command {
     Run(RunArgs),
     /// Measure Pass@1 (and pass@k) of a checkpoint on held-out tasks.
     Eval(EvalArgs),
-    /// Judge a recorded test log; needs no Docker.
+    /// Judge patches in real sandboxes, or a recorded test log without Docker.
     Grade(GradeArgs),
     /// List, show, import or verify tasks.
     Tasks(TasksArgs),
@@ -42,6 +43,10 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Show a run, or one episode turn by turn.
     Show(ShowArgs),
+    /// How training went: report.html with every chart, and whether it collapsed.
+    Analyze(AnalyzeArgs),
+    /// Run settings against each other over several seeds, and report; or report on given runs.
+    Compare(CompareArgs),
     /// Remove containers that runs left behind.
     Gc(GcArgs),
     /// Train the starting policy on scripted expert episodes.
@@ -76,17 +81,26 @@ Examples:
   orchestrate run --config configs/quickstart.toml --run-dir runs/first
   orchestrate run --config configs/micro-learn.toml --set run.seed=2 --run-dir runs/seed2
   orchestrate run --run-dir runs/first --resume      # after a crash, a kill or Ctrl-C
+  orchestrate run --config configs/r3-qwen3-30b-a3b-r2e.toml --dry-run
 
 One Ctrl-C ends episodes at their next turn and leaves the run resumable; a second one ends at once.")]
 pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) source: ConfigSource,
     /// Folder of the run: plan, journal, metrics, batches, checkpoints, report.
-    #[arg(long, value_name = "DIR", overrides_with = "run_dir")]
-    pub(crate) run_dir: Utf8PathBuf,
+    #[arg(
+        long,
+        value_name = "DIR",
+        overrides_with = "run_dir",
+        required_unless_present = "dry_run"
+    )]
+    pub(crate) run_dir: Option<Utf8PathBuf>,
     /// Go on with the run in this folder (its stored plan is used).
-    #[arg(long)]
+    #[arg(long, requires = "run_dir")]
     pub(crate) resume: bool,
+    /// Only say what the run would need: episodes, tokens, bytes, images, containers.
+    #[arg(long, conflicts_with = "resume")]
+    pub(crate) dry_run: bool,
     /// Print the final summary as JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,
@@ -97,7 +111,8 @@ pub(crate) struct RunArgs {
 Examples:
   orchestrate eval --config configs/quickstart.toml --run-dir runs/eval-start
   orchestrate eval --config configs/micro-learn.toml --checkpoint runs/first/checkpoints/v000040 \\
-      --run-dir runs/eval-40 --set run.eval_tasks=400 --set run.eval_samples=4")]
+      --run-dir runs/eval-40 --set run.eval_tasks=400 --set run.eval_samples=4
+  orchestrate eval --run-dir runs/eval-40 --resume")]
 pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) source: ConfigSource,
@@ -107,6 +122,12 @@ pub(crate) struct EvalArgs {
     /// Folder for the journal and predictions.
     #[arg(long, value_name = "DIR")]
     pub(crate) run_dir: Utf8PathBuf,
+    /// Go on with the evaluation in this folder: what is scored is not run again.
+    #[arg(long, conflicts_with = "checkpoint")]
+    pub(crate) resume: bool,
+    /// Give a headline number even if more than 1 % of the episodes are broken.
+    #[arg(long)]
+    pub(crate) allow_broken: bool,
     /// Print the result as JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,
@@ -115,35 +136,60 @@ pub(crate) struct EvalArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
+  orchestrate grade --tasks verified.parquet --predictions preds.jsonl --run-id first --out graded
   orchestrate grade --tasks verified.parquet --instance sympy__sympy-13877 --log test_output.txt
   orchestrate grade --tasks verified.jsonl --instance django__django-11099 --log test_output.txt \\
       --harness 5.0.2 --report report.json --json
   orchestrate grade --tasks r2e.jsonl --instance aiohttp__006fbe03fede4eaa1eeba7b8393cbf4d63cb44b6 \\
-      --log test.log --set reward.compat=r2e")]
+      --log test.log --set reward.compat=r2e
+
+Without --log every patch of --predictions is graded in a fresh sandbox of its task's image. Below
+--out lie then logs/run_evaluation/RUN/MODEL/INSTANCE and MODEL.RUN.json, as SWE-bench's own
+harness leaves them; what has a report there is not graded again.")]
 pub(crate) struct GradeArgs {
     /// What the tests printed, standard output and error together.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) log: Utf8PathBuf,
-    /// Id of the task.
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "instance",
+        required_unless_present = "predictions"
+    )]
+    pub(crate) log: Option<Utf8PathBuf>,
+    /// Id of the task; without --log only its patch is graded.
     #[arg(long, value_name = "ID")]
-    pub(crate) instance: String,
+    pub(crate) instance: Option<String>,
     /// Task rows: JSON lines, JSON or parquet, also .gz.
     #[arg(long, value_name = "FILE")]
     pub(crate) tasks: Utf8PathBuf,
     /// SWE-bench: the version of the official harness whose rules hold.
     #[arg(long, value_enum, default_value = "4.1.0")]
     pub(crate) harness: HarnessArg,
-    /// SWE-bench: predictions; an instance whose patch is null is not graded.
+    /// Predictions (JSON lines, or JSON); an instance whose patch is null is not graded.
     #[arg(long, value_name = "FILE")]
     pub(crate) predictions: Option<Utf8PathBuf>,
-    /// SWE-bench: also write the harness' report.json here.
-    #[arg(long, value_name = "FILE")]
+    /// SWE-bench, with --log: also write the harness' report.json here.
+    #[arg(long, value_name = "FILE", requires = "log")]
     pub(crate) report: Option<Utf8PathBuf>,
+    /// Without --log: name of this grading.
+    #[arg(long, value_name = "NAME", default_value = "orchestrate", conflicts_with = "log")]
+    pub(crate) run_id: String,
+    /// Without --log: folder for logs and reports.
+    #[arg(long, value_name = "DIR", default_value = ".", conflicts_with = "log")]
+    pub(crate) out: Utf8PathBuf,
     #[command(flatten)]
     pub(crate) source: ConfigSource,
     /// Print JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+impl From<HarnessArg> for orchestrate_tasks::swe::Harness {
+    fn from(version: HarnessArg) -> Self {
+        match version {
+            HarnessArg::V4_1_0 => Self::V4_1_0,
+            HarnessArg::V5_0_2 => Self::V5_0_2,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -190,10 +236,14 @@ pub(crate) enum TasksCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Check in real sandboxes that the gold patch scores 1 and no patch scores 0.
+    /// Check in real sandboxes, twice, that the gold patch scores 1 and no patch scores 0. Instead of
+    /// an environment a file of rows may be named.
     Verify {
         #[command(flatten)]
         selection: TaskSelection,
+        /// Only these tasks.
+        #[arg(long, value_name = "ID", value_delimiter = ',', num_args = 1..)]
+        ids: Vec<String>,
         /// How many tasks to check, drawn by the seed; 0 = all.
         #[arg(long, default_value_t = 200)]
         sample: usize,
@@ -252,6 +302,13 @@ pub(crate) struct DoctorArgs {
     /// Also probe this inference server (SGLang or vLLM): samples a few tokens from it.
     #[arg(long, value_name = "URL")]
     pub(crate) engine: Option<String>,
+    /// Also run hostile commands in sandboxes and take their containers away, about a minute of it;
+    /// with a glob only the cases whose name fits.
+    #[arg(long, value_name = "GLOB", num_args = 0..=1, default_missing_value = "*")]
+    pub(crate) battery: Option<String>,
+    /// With --battery: write its results here as JSON.
+    #[arg(long, value_name = "FILE", requires = "battery")]
+    pub(crate) save: Option<Utf8PathBuf>,
     /// Print JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,
@@ -269,6 +326,75 @@ pub(crate) struct ShowArgs {
     /// Episode id.
     pub(crate) episode: Option<String>,
     /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate analyze runs/first                      # writes runs/first/report.html
+  orchestrate analyze runs/first --out first.html
+  orchestrate analyze runs/first --json | jq .collapse
+
+A run that is still going on may be looked at, too; it writes the same page at its end.")]
+pub(crate) struct AnalyzeArgs {
+    /// Run folder.
+    pub(crate) run_dir: Utf8PathBuf,
+    /// Where the page goes; default: report.html in the run folder.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: Option<Utf8PathBuf>,
+    /// Print the numbers as JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate compare a.toml b.toml --seeds 1,2,3 --out compare/a-b
+  orchestrate compare configs/compare/mild.toml --seeds 1,2,3 --out compare/mild \\
+      --variant 'none:algorithm.routing_replay=none' \\
+      --variant 'gspo+r3:algorithm.policy_loss=gspo,algorithm.routing_replay=rollout'
+  orchestrate compare --runs runs/first runs/seed2 --out compare/two
+
+Every config times every variant times every seed is a run of its own in DIR/NAME/seed-N, made like
+those of `orchestrate run`, one after the other, seed by seed. The same command again goes on where
+it was stopped: finished runs stay, an interrupted one is resumed. A run that
+`diagnostics.on_collapse = \"stop\"` ended is finished.
+
+After every run, report.html, report.json and report.md in DIR tell what there is so far.")]
+pub(crate) struct CompareArgs {
+    /// Config files (TOML); each is a configuration of its own.
+    #[arg(value_name = "CONFIG", required_unless_present = "runs", conflicts_with = "runs")]
+    pub(crate) configs: Vec<Utf8PathBuf>,
+    /// Settings that make a configuration of each config, like
+    /// `gspo:algorithm.policy_loss=gspo,algorithm.mini_steps=4`; a name alone takes the config as
+    /// it is.
+    #[arg(long = "variant", value_name = "NAME[:KEY=VALUE,...]", conflicts_with = "runs")]
+    pub(crate) variants: Vec<crate::commands::compare::Variant>,
+    /// Values of `run.seed`.
+    #[arg(
+        long,
+        value_name = "N,...",
+        value_delimiter = ',',
+        required_unless_present = "runs",
+        conflicts_with = "runs"
+    )]
+    pub(crate) seeds: Vec<u64>,
+    /// One setting for all of them, like `run.steps=60`; variants win over it.
+    #[arg(long = "set", value_name = "KEY=VALUE", conflicts_with = "runs")]
+    pub(crate) sets: Vec<String>,
+    /// Only report on these run folders; runs that differ in nothing but the seed belong together.
+    #[arg(long, value_name = "DIR", num_args = 1..)]
+    pub(crate) runs: Vec<Utf8PathBuf>,
+    /// Folder of the runs and of the report.
+    #[arg(long, value_name = "DIR", required_unless_present = "runs")]
+    pub(crate) out: Option<Utf8PathBuf>,
+    /// Check all settings and list the runs there are to make, but make none.
+    #[arg(long, conflicts_with_all = ["runs", "json"])]
+    pub(crate) dry_run: bool,
+    /// Print the report as JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -333,7 +459,7 @@ pub(crate) struct ServeEngineArgs {
     /// Address to listen on.
     #[arg(long, default_value = "127.0.0.1:30000", value_name = "ADDR")]
     pub(crate) listen: std::net::SocketAddr,
-    /// `q8_0` (quantised) or `f32`.
+    /// `q8_0` (quantised), `q4_0` (coarse on purpose) or `f32`.
     #[arg(long, default_value = "q8_0")]
     pub(crate) weight_format: String,
     /// Requests decoded together.
@@ -384,6 +510,8 @@ pub(crate) enum BenchCommand {
     Routing(BenchRoutingArgs),
     /// Rollouts: many conversations on fleets of engines that compute nothing, some of which die.
     Rollout(BenchRolloutArgs),
+    /// Sandboxes: starting, commands, reuse and memory, beside what Docker asks by itself.
+    Sandbox(BenchSandboxArgs),
 }
 
 #[derive(Debug, Args)]
@@ -500,6 +628,52 @@ pub(crate) struct BenchRoutingArgs {
     /// so that the disk is not measured, else the system's for temporary files.
     #[arg(long, value_name = "DIR")]
     pub(crate) dir: Option<Utf8PathBuf>,
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate bench sandbox
+  orchestrate bench sandbox --case 'command*' --json
+  orchestrate bench sandbox --case 'held_*' --held 200
+
+What is measured:
+  Real containers of the tasks' image, opened as `run` opens them. All times are seen from here.
+
+  start          from the request to a sandbox whose supervisor has greeted; clean ones are not used
+                 again. start_writable is that of tasks whose repository is in the image.
+  start_floor    create and start of a bare container of the same image, without network
+  remove         from giving it back until the daemon has removed it
+  command        `true` in an open sandbox
+  exec_floor     `true` by an exec of Docker's own in a bare container
+  commands_parallel  the same as command, in 4 sandboxes at once
+  parallel_start_16  16 starts at once, sandbox.start_parallelism of them under way
+  reuse          from the end of one attempt's work to a sandbox proved clean for the next one
+  held_N         N sandboxes open at once: a command in each, and memory by sandbox (its control
+                 group, Docker's process beside it, and this process)
+
+  A floor and what is compared with it are measured in turn, in the same minutes.
+
+Limits (the column `verdict`, and `ok` in JSON):
+  start: 1.15 x start_floor   command: p50 5 ms, p99 20 ms   commands_parallel: 200 per s")]
+pub(crate) struct BenchSandboxArgs {
+    /// Only cases whose name fits; `*` stands for any text.
+    #[arg(long = "case", value_name = "GLOB", default_value = "*")]
+    pub(crate) pattern: String,
+    #[command(flatten)]
+    pub(crate) source: ConfigSource,
+    /// Starts of each kind.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub(crate) starts: u32,
+    /// Commands; a tenth as many execs of Docker's own, a fifth as many reuses.
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) commands: u32,
+    /// Sandboxes held open at once.
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=3000))]
+    pub(crate) held: u32,
     /// Print JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,

@@ -117,7 +117,8 @@ fn merge(into: &mut Table, from: Table) {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RawEmbedded {
-    /// Weights of the embedded engine: `q8_0` (quantised, the default) or `f32`.
+    /// Weights of the embedded engine: `q8_0` (quantised, the default), `f32`, or `q4_0` (coarse on
+    /// purpose, to study the distance between sampler and trainer).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) weight_format: Option<String>,
     /// Requests the embedded engine decodes together. Default 32.
@@ -208,7 +209,18 @@ impl RawConfig {
             problems.push(ConfigProblem::new(
                 "tasks.environment",
                 &tasks.environment,
-                "use \"micro\", the environment this version has",
+                "use \"micro\", or name files of rows by tasks.file and tasks.held_out_file",
+            ));
+        }
+        if let (Some(tasks), Some(run)) = (&tasks, &run)
+            && tasks.file.is_some()
+            && tasks.held_out_file.is_none()
+            && run.eval_every > 0
+        {
+            problems.push(ConfigProblem::new(
+                "run.eval_every",
+                run.eval_every,
+                "name rows to evaluate on by tasks.held_out_file, or use 0",
             ));
         }
         if let (Some(engine), Some(algorithm)) = (&engine, &algorithm)
@@ -299,7 +311,7 @@ impl RawEmbedded {
         let mut problems = Vec::new();
         let format = self.weight_format.as_deref().unwrap_or("q8_0");
         let weight_format = weight_format(format).unwrap_or_else(|| {
-            let remedy = "use \"q8_0\" or \"f32\"";
+            let remedy = "use \"q8_0\", \"q4_0\" or \"f32\"";
             problems.push(ConfigProblem::new("embedded.weight_format", format, remedy));
             WeightFormat::default()
         });
@@ -324,6 +336,7 @@ impl RawEmbedded {
 pub(crate) fn weight_format(name: &str) -> Option<WeightFormat> {
     match name {
         "q8_0" => Some(WeightFormat::Q8_0),
+        "q4_0" => Some(WeightFormat::Q4_0),
         "f32" => Some(WeightFormat::F32),
         _ => None,
     }

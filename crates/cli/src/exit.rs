@@ -27,7 +27,7 @@ const SANDBOX: u8 = 5;
 /// 6: run folder, journal or blobs.
 const STORE: u8 = 6;
 /// 7: the trainer.
-const TRAINER: u8 = 7;
+pub(crate) const TRAINER: u8 = 7;
 /// 130: stopped by a signal; the run can be resumed.
 pub(crate) const STOPPED: u8 = 130;
 
@@ -115,6 +115,9 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
                 }
                 SandboxErrorKind::ImageMissing(_) => {
                     Some("build the sandbox image: scripts/quickstart does, or docker pull it")
+                }
+                SandboxErrorKind::Unfit(_) => {
+                    Some("orchestrate doctor --battery says which outcome differs, and how")
                 }
                 SandboxErrorKind::TimedOut { .. }
                 | SandboxErrorKind::Refused { .. }

@@ -196,8 +196,20 @@ fn eval_line(line: &Value) -> String {
     )
 }
 
+/// Does `work`, which looks at `stop`, while signals are heard.
+pub(crate) async fn until_stopped<T>(
+    stop: Stop,
+    work: impl Future<Output = anyhow::Result<T>>,
+) -> anyhow::Result<T> {
+    tokio::select! {
+        biased;
+        done = work => done,
+        () = watch_signals(stop) => anyhow::bail!("the signal handler ended"),
+    }
+}
+
 /// Turns the first Ctrl-C (or SIGTERM) into a drain, the second into an end at once.
-pub(crate) async fn watch_signals(stop: Stop) {
+async fn watch_signals(stop: Stop) {
     let mut terminate =
         match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
             Ok(signal) => signal,

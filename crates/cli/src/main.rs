@@ -7,12 +7,14 @@ mod args;
 mod commands;
 mod config;
 mod exit;
+mod grader;
 mod heap;
 mod limits;
 mod live;
 mod output;
 mod progress;
 mod tables;
+mod task_source;
 mod wiring;
 
 use args::{Cli, Command};
@@ -45,11 +47,13 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
     match command {
         Command::Run(args) => commands::run::run(args).await,
         Command::Eval(args) => commands::eval::run(args).await,
-        Command::Grade(args) => commands::grade::run(&args),
+        Command::Grade(args) => commands::grade::run(args).await,
         Command::Tasks(args) => commands::tasks::run(args).await,
         Command::Config(args) => commands::config::run(args),
         Command::Doctor(args) => commands::doctor::run(args).await,
         Command::Show(args) => commands::show::run(args).await,
+        Command::Analyze(args) => commands::analyze::run(args).await,
+        Command::Compare(args) => commands::compare::run(args).await,
         Command::Gc(args) => commands::gc::run(args).await,
         Command::Bench(args) => commands::bench::run(args.command).await,
         Command::WarmStart(args) => commands::warm_start::run(args).await,

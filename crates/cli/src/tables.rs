@@ -28,6 +28,8 @@ pub(crate) fn final_table(report: &RunReport) -> Table {
     };
     row("Pass@1 before", report.baseline.as_ref().map(point));
     row("Pass@1 after", report.last.as_ref().map(point));
+    let best = report.best.as_ref().filter(|best| Some(*best) != report.newest());
+    row("highest Pass@1", best.map(|b| format!("{}, after step {}", point(b), b.global_step)));
     row("gain (paired, ± standard error)", report.gain.as_ref().map(gain));
     for (name, eval) in [("before", &report.baseline), ("after", &report.last)] {
         let Some(eval) = eval else { continue };
@@ -49,6 +51,8 @@ pub(crate) fn final_table(report: &RunReport) -> Table {
     row("tokens trained on", Some(report.train_tokens.to_string()));
     row("KL train/infer (mean)", report.kl_train_infer.map(|kl| format!("{kl:.2e}")));
     row("KL without replay / with", report.kl_ratio.map(|r| format!("{r:.2}")));
+    let collapse = report.collapse.as_ref();
+    row("collapsed", collapse.map(|c| format!("at step {}: {}", c.step, c.symptom)));
     row("time", Some(format!("{:.0} s", report.seconds)));
     table
 }

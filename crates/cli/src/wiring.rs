@@ -2,11 +2,11 @@
 //! the embedded ones are served on loopback by tasks of this process.
 
 use crate::config::Settings;
-use crate::output;
+use crate::{output, task_source};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use futures::future::join_all;
-use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TaskSet, TrainerSink};
+use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TrainerSink};
 use orchestrate_engine::{
     ClientOptions, Engine, EngineError, EngineErrorKind, Fleet, FleetMember, FleetOptions, Worker,
     discover,
@@ -15,18 +15,16 @@ use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
-use orchestrate_rollout::{ChatModel, EpisodeRunner, Leads, RowSharing, tool_schemas};
+use orchestrate_rollout::{ChatModel, EpisodeRunner, GradeLogs, Leads, RowSharing, tool_schemas};
 use orchestrate_sandbox::{DockerProvider, Limits, SandboxProvider};
 use orchestrate_store::Store;
-use orchestrate_tasks::{Split, Task, micro};
+use orchestrate_tasks::Task;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// Image of the micro environment where the settings name none.
-const MICRO_IMAGE: &str = "orchestrate/micro:latest";
 /// Time for embedded servers to end their work after a run.
 const SERVER_GRACE: std::time::Duration = std::time::Duration::from_secs(10);
 
@@ -199,33 +197,9 @@ async fn trainer(
     Ok(HttpTrainer { client, step_timeout: plan.step_timeout })
 }
 
-/// The tasks of a run, by the settings' seed and counts.
-pub(crate) fn task_set(settings: &Settings) -> TaskSet {
-    let mut set = TaskSet::default();
-    for task in all_tasks(settings) {
-        match task.split {
-            Split::Train => set.train.push(Arc::new(task)),
-            Split::HeldOut => set.held_out.push(Arc::new(task)),
-            Split::HeldOutFamilies => set.held_out_families.push(Arc::new(task)),
-        }
-    }
-    set
-}
-
 /// Every task of the configured environment.
 pub(crate) fn all_tasks(settings: &Settings) -> Vec<Task> {
-    let count = |n: u32| n as usize;
-    let counts = micro::MicroCounts {
-        train: count(settings.tasks.train),
-        held_out: count(settings.tasks.held_out),
-        held_out_families: count(settings.tasks.held_out),
-    };
-    let image = settings.tasks.image.clone().unwrap_or_else(|| MICRO_IMAGE.into());
-    let mut tasks = micro::generate(settings.tasks.seed, counts);
-    for task in &mut tasks {
-        task.image.clone_from(&image);
-    }
-    tasks
+    task_source::generated(settings)
 }
 
 /// The container limits of the settings, as sandboxes are opened with them.
@@ -239,6 +213,11 @@ pub(crate) fn limits(settings: &Settings) -> Limits {
     }
 }
 
+/// The model's name in predictions.
+fn model_name(settings: &Settings) -> String {
+    settings.engine.model.file_name().unwrap_or("policy").to_owned()
+}
+
 /// What the run loop decides by.
 fn plan(settings: &Settings) -> Plan {
     Plan {
@@ -247,7 +226,7 @@ fn plan(settings: &Settings) -> Plan {
         algorithm: settings.algorithm.clone(),
         handoff: settings.handoff,
         diagnostics: settings.diagnostics.clone(),
-        model_name: settings.engine.model.file_name().unwrap_or("policy").to_owned(),
+        model_name: model_name(settings),
     }
 }
 
@@ -292,7 +271,8 @@ pub(crate) async fn coordinator(
         chat,
         plan: settings.rollout.clone(),
         container_limits: limits(settings),
-        judge: settings.reward.compat.judge(),
+        rules: settings.reward.rules(),
+        logs: Some(GradeLogs { root: folder.to_owned(), model: model_name(settings) }),
         rows: RowSharing {
             cache: settings.routing.open_cache(folder.join("routing").as_std_path())?.map(Arc::new),
             scope: settings.routing.scope,
@@ -307,7 +287,7 @@ pub(crate) async fn coordinator(
         engine,
         trainer,
         sandboxes,
-        tasks: task_set(settings),
+        tasks: task_source::task_set(settings)?,
         plan: plan(settings),
         reporter,
     })

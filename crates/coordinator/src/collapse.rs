@@ -1,6 +1,7 @@
 //! Notices a run that collapses. Pure: lines of `metrics.jsonl` in, findings out. Reward, extreme
 //! tokens and gradient norm are watched, because the KL alone can stay flat while a run dies.
 
+use serde::{Serialize, Serializer};
 use serde_json::Value;
 use std::collections::VecDeque;
 use std::fmt;
@@ -52,8 +53,15 @@ impl fmt::Display for Symptom {
     }
 }
 
+/// In words.
+impl Serialize for Symptom {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
 /// Training that has collapsed.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Collapse {
     /// First global step of the window that shows it.
     pub step: u32,
@@ -201,6 +209,23 @@ impl Detector {
     }
 }
 
+/// What lines of a whole run show: the collapse that begins first, and all warnings.
+pub fn judge(lines: &[Value]) -> (Option<Collapse>, Vec<String>) {
+    let mut detector = Detector::default();
+    let (mut first, mut warnings) = (None::<Collapse>, Vec::new());
+    for finding in lines.iter().flat_map(|line| detector.observe(line)) {
+        match finding {
+            Finding::Warning(text) => warnings.push(text),
+            Finding::Collapse(collapse) => {
+                if first.as_ref().is_none_or(|first| collapse.step < first.step) {
+                    first = Some(collapse);
+                }
+            }
+        }
+    }
+    (first, warnings)
+}
+
 fn push(window: &mut VecDeque<f64>, value: f64, length: usize) {
     if window.len() == length {
         window.pop_front();
@@ -287,6 +312,22 @@ mod tests {
             assert_eq!((*step, collapse.step), (told_at, first), "{collapse:?}");
             assert_eq!(collapse.last_good, Some(u64::from(first) - 1));
         }
+    }
+
+    #[test]
+    fn of_several_symptoms_the_first_to_begin_counts() {
+        let lines: Vec<Value> = (1..60)
+            .map(|s| match s {
+                1..30 => line(s, 0.8, 0.0, 0.5, 1e-3),
+                30..34 => line(s, 0.0, 0.0, 0.5, 0.02),
+                _ => line(s, 0.0, 0.2, 0.5, 0.02),
+            })
+            .collect();
+        let (collapse, warnings) = judge(&lines);
+        let collapse = collapse.unwrap();
+        assert_eq!((collapse.step, warnings.len()), (32, 30));
+        assert!(serde_json::to_string(&collapse).unwrap().contains("below half of its best"));
+        assert_eq!(judge(&lines[..30]).0, None);
     }
 
     #[test]

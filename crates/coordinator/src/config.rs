@@ -75,6 +75,14 @@ pub struct RunSettings {
     pub max_broken_share: f64,
 }
 
+impl RunSettings {
+    /// Whether an evaluation follows global step `step` (0 = before training).
+    pub fn evaluates_after(&self, step: u32) -> bool {
+        let every = self.eval_every;
+        every > 0 && (step.is_multiple_of(every) || step == self.steps)
+    }
+}
+
 impl RunSection {
     /// Fills in the defaults.
     ///
@@ -152,9 +160,16 @@ impl RunSection {
 pub struct TasksSection {
     /// Task family. Default "micro".
     pub environment: Option<String>,
-    /// Training tasks. Default 1000.
+    /// Rows of R2E-Gym or SWE-bench to train on (JSON lines, JSON or parquet, also .gz) instead of
+    /// an environment's own tasks. Images are those of the rows.
+    pub file: Option<String>,
+    /// Rows to evaluate on, in the order of the file.
+    pub held_out_file: Option<String>,
+    /// Ids of rows that are left out, such as those that `orchestrate tasks verify` found unsound.
+    pub skip: Option<Vec<String>>,
+    /// Training tasks. Default 1000; of a file all.
     pub train: Option<u32>,
-    /// Held-out tasks (of each held-out part). Default 200.
+    /// Held-out tasks (of each held-out part). Default 200; of a file all.
     pub held_out: Option<u32>,
     /// Seed of generated tasks. Default 0.
     pub seed: Option<u64>,
@@ -167,10 +182,21 @@ pub struct TasksSection {
 pub struct TasksSettings {
     /// Task family.
     pub environment: String,
-    /// Training tasks, at least 1.
-    pub train: u32,
-    /// Held-out tasks of each held-out part.
-    pub held_out: u32,
+    /// File of rows to train on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
+    /// File of rows to evaluate on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_out_file: Option<String>,
+    /// Ids of rows that are left out.
+    #[serde(default)]
+    pub skip: Vec<String>,
+    /// Training tasks, at least 1; `None` where a file has as many as it has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub train: Option<u32>,
+    /// Held-out tasks of each held-out part; `None` likewise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_out: Option<u32>,
     /// Seed of generated tasks.
     pub seed: u64,
     /// Container image.
@@ -183,15 +209,25 @@ impl TasksSection {
     /// # Errors
     /// All problems of the section at once.
     pub fn check(&self) -> Result<TasksSettings, Vec<ConfigProblem>> {
+        let generated = (self.file.is_none() && self.held_out_file.is_none()).then_some(());
         let settings = TasksSettings {
             environment: self.environment.clone().unwrap_or_else(|| "micro".to_owned()),
-            train: self.train.unwrap_or(1000),
-            held_out: self.held_out.unwrap_or(200),
+            file: self.file.clone(),
+            held_out_file: self.held_out_file.clone(),
+            skip: self.skip.clone().unwrap_or_default(),
+            train: self.train.or(generated.map(|()| 1000)),
+            held_out: self.held_out.or(generated.map(|()| 200)),
             seed: self.seed.unwrap_or(0),
             image: self.image.clone(),
         };
         let mut problems = Problems::default();
-        problems.require(settings.train > 0, "tasks.train", settings.train, "use at least 1");
+        problems.require(settings.train != Some(0), "tasks.train", 0, "use at least 1");
+        for (key, path) in
+            [("tasks.file", &settings.file), ("tasks.held_out_file", &settings.held_out_file)]
+        {
+            let empty = path.as_ref().is_some_and(|path| path.trim().is_empty());
+            problems.require(!empty, key, "\"\"", "name a file of rows, or leave it out");
+        }
         problems.require(
             !settings.environment.trim().is_empty(),
             "tasks.environment",

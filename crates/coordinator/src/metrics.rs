@@ -107,6 +107,7 @@ fn put_trainer(put: &mut impl FnMut(&str, Value) -> Option<Value>, metrics: Opti
     put("predictor_loss", of(|m| json!(m.predictor_loss)));
     put("value", of(|m| json!(m.value)));
     put("expert_load_entropy", of(|m| json!(m.expert_load_entropy)));
+    put("expert_load", of(|m| json!(m.expert_load)));
     put("route_drift", of(|m| json!(m.route_drift)));
     put("loss_tokens", of(|m| json!(m.loss_tokens)));
     put("train_tokens", of(|m| json!(m.tokens)));
@@ -122,6 +123,10 @@ fn put_trainer(put: &mut impl FnMut(&str, Value) -> Option<Value>, metrics: Opti
         put(&format!("logprob_diff_mean{suffix}"), of(|m| json!(m.mean_abs_logprob_diff)));
         put(&format!("prob_diff_mean{suffix}"), of(|m| json!(m.mean_abs_prob_diff)));
         put(&format!("extreme_token_fraction{suffix}"), of(|m| json!(m.extreme_token_fraction)));
+        put(&format!("logprob_diff_histogram{suffix}"), of(|m| json!(m.token_histogram)));
+        let of_sequences = of(|m| json!(m.sequence_histogram));
+        put(&format!("sequence_logprob_diff_histogram{suffix}"), of_sequences);
+        put(&format!("probability_grid{suffix}"), of(|m| json!(m.probability_grid)));
     }
     let disagreement = metrics.and_then(|m| m.disagreement.as_ref());
     put("router_disagreement", json!(disagreement.map(|d| d.router)));
@@ -130,6 +135,9 @@ fn put_trainer(put: &mut impl FnMut(&str, Value) -> Option<Value>, metrics: Opti
     let experts = disagreement.map(|d| d.sequence_mean_experts);
     put("sequence_disagreement_experts", json!(experts));
     put("router_disagreement_histogram", json!(disagreement.map(|d| &d.histogram)));
+    put("router_disagreement_by_layer", json!(disagreement.map(|d| &d.by_layer)));
+    put("token_disagreement_histogram", json!(disagreement.map(|d| &d.token_histogram)));
+    put("sequence_disagreement_histogram", json!(disagreement.map(|d| &d.sequence_histogram)));
 }
 
 /// By how many policy versions the oldest token of each episode in a kept group is behind `base`.

@@ -74,8 +74,7 @@ impl Plan {
 
     /// Whether an evaluation follows global step `step` (0 = before training).
     pub fn evaluates_after(&self, step: u32) -> bool {
-        let every = self.run.eval_every;
-        every > 0 && (step.is_multiple_of(every) || step == self.run.steps)
+        self.run.evaluates_after(step)
     }
 }
 

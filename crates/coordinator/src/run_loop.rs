@@ -28,7 +28,7 @@ use crate::lag::LoopLag;
 use crate::metrics::StepTimes;
 use crate::plan::{Plan, TaskSet};
 use crate::pool::{Context, LiveVersion, Pool, StageSettings};
-use crate::report::RunReport;
+use crate::report::{RunReport, is_finished};
 use crate::schedule::task_index;
 use crate::trainer::TrainerSink;
 use crate::training::result_of;
@@ -202,10 +202,10 @@ impl Driver {
     async fn drive(&self) -> Result<(), RunError> {
         self.announce_start().await?;
         self.bring_files_up_to_date().await?;
-        if self.is_finished().await? {
+        if is_finished(self.store().reader(), &self.plan().run).await? {
             return Ok(());
         }
-        if self.tasks.train.is_empty() {
+        if self.tasks.train.is_empty() && self.plan().run.steps > 0 {
             return Err(RunError::NoTasks { part: "training" });
         }
         self.sweep_containers().await?;
@@ -397,17 +397,6 @@ impl Driver {
             steps: self.plan().run.steps,
         });
         Ok(())
-    }
-
-    async fn is_finished(&self) -> Result<bool, RunError> {
-        let last = self.plan().run.steps;
-        let closed = match self.store().reader().step(last).await?.map(|row| row.state) {
-            Some(StepState::Applied | StepState::Skipped) => true,
-            Some(StepState::Sampling | StepState::Training | StepState::Trained) | None => false,
-        };
-        let evals = self.store().reader().evals().await?;
-        let evaluated = evals.iter().any(|e| e.round == last && e.metrics.is_some());
-        Ok(closed && (evaluated || !self.plan().evaluates_after(last)))
     }
 
     async fn sweep_containers(&self) -> Result<(), RunError> {

@@ -3,6 +3,7 @@
 use camino::Utf8Path;
 use orchestrate_routing::RoutedRows;
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, Retry, TokenId};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How to sample. Temperature and top-p apply to the distribution the log-probs describe.
@@ -27,8 +28,8 @@ pub struct GenerateRequest {
     pub request_id: RequestId,
     /// The conversation; calls of one session go to the worker that holds its KV cache.
     pub session: String,
-    /// All tokens so far, `[P]`.
-    pub token_ids: Vec<TokenId>,
+    /// All tokens so far, `[P]`; shared, since a fleet keeps them for another worker.
+    pub token_ids: Arc<[TokenId]>,
     /// How to sample.
     pub sampling: Sampling,
     /// First absolute position whose routing row is wanted; `None` = no rows at all.

@@ -16,7 +16,7 @@ pub trait Dialect: Debug + Send + Sync + Sized + 'static {
     const RANK_HEADER: Option<&'static str>;
 
     /// The body of a request that samples, as JSON.
-    fn body(request: &GenerateRequest, limits: &Limits) -> Vec<u8>;
+    fn body(request: &GenerateRequest, limits: &Limits) -> String;
 
     /// Checks a successful answer in full.
     ///

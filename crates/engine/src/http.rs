@@ -53,6 +53,7 @@ impl Wire {
             .pool_idle_timeout(POOL_IDLE)
             .tcp_keepalive(KEEP_ALIVE)
             .redirect(reqwest::redirect::Policy::none())
+            .retry(reqwest::retry::never())
             .build()
             .map_err(|error| unfit(unreachable(error).to_string()))?;
         Ok(Self { base, api_key, http })
@@ -75,7 +76,10 @@ impl Wire {
     }
 
     /// A request to sample, with the conversation named for routers that may stand in between.
-    pub(crate) fn post(&self, call: &'static str, body: Vec<u8>, session: &str) -> RequestBuilder {
+    pub(crate) fn post(&self, call: &'static str, body: String, session: &str) -> RequestBuilder {
+        // Wrapped, it cannot be cloned: the client would hold a second body until the answer is
+        // there, to send it again where a redirect or a retry asks for it. Both are ours to decide.
+        let body = reqwest::Body::wrap(body);
         let json = HeaderValue::from_static("application/json");
         let post = self.request(Method::POST, call).header(CONTENT_TYPE, json).body(body);
         match HeaderValue::from_str(session) {

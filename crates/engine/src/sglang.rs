@@ -80,7 +80,7 @@ impl Dialect for Sglang {
     const GENERATE: &'static str = "/generate";
     const RANK_HEADER: Option<&'static str> = None;
 
-    fn body(request: &GenerateRequest, limits: &Limits) -> Vec<u8> {
+    fn body(request: &GenerateRequest, limits: &Limits) -> String {
         let sampling = &request.sampling;
         let body = GenerateBody {
             rid: request.request_id.as_str(),
@@ -108,7 +108,7 @@ impl Dialect for Sglang {
             stream: false,
         };
         // Numbers, text and lists only: this cannot fail.
-        serde_json::to_vec(&body).unwrap_or_default()
+        serde_json::to_string(&body).unwrap_or_default()
     }
 
     fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {

@@ -81,7 +81,7 @@ impl Dialect for Vllm {
     const GENERATE: &'static str = "/inference/v1/generate";
     const RANK_HEADER: Option<&'static str> = Some("x-data-parallel-rank");
 
-    fn body(request: &GenerateRequest, limits: &Limits) -> Vec<u8> {
+    fn body(request: &GenerateRequest, limits: &Limits) -> String {
         let sampling = &request.sampling;
         let body = GenerateBody {
             request_id: request.request_id.as_str(),
@@ -108,7 +108,7 @@ impl Dialect for Vllm {
             stream: false,
         };
         // Numbers, text and lists only: this cannot fail.
-        serde_json::to_vec(&body).unwrap_or_default()
+        serde_json::to_string(&body).unwrap_or_default()
     }
 
     fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {

@@ -4,6 +4,85 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
+const ROOT_OF_TEN: f64 = 3.162_277_660_168_379_5;
+
+/// How many values are how large, in half decades: bounded in size, whatever the scale. 18 counts:
+/// below 1e-7 (zero included), from there to [`HalfDecades::EDGES`]' next, …, 10 and above. Empty
+/// where a trainer does not count.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct HalfDecades(Vec<u64>);
+
+impl HalfDecades {
+    /// Where one count ends and the next begins.
+    pub const EDGES: [f64; 17] = [
+        1e-7,
+        ROOT_OF_TEN * 1e-7,
+        1e-6,
+        ROOT_OF_TEN * 1e-6,
+        1e-5,
+        ROOT_OF_TEN * 1e-5,
+        1e-4,
+        ROOT_OF_TEN * 1e-4,
+        1e-3,
+        ROOT_OF_TEN * 1e-3,
+        1e-2,
+        ROOT_OF_TEN * 1e-2,
+        1e-1,
+        ROOT_OF_TEN * 1e-1,
+        1.0,
+        ROOT_OF_TEN,
+        10.0,
+    ];
+
+    /// Counts a value, at least 0.
+    pub fn add(&mut self, value: f64) {
+        self.0.resize(Self::EDGES.len() + 1, 0);
+        if let Some(count) = self.0.get_mut(Self::EDGES.partition_point(|edge| *edge <= value)) {
+            *count += 1;
+        }
+    }
+
+    /// The counts.
+    pub fn counts(&self) -> &[u64] {
+        &self.0
+    }
+}
+
+/// Tokens by their probability under sampler and trainer: the scatter of one against the other in
+/// bounded size. Bin `b` of an axis holds `−ln p` from `(b / 8)²` to `((b + 1) / 8)²`, the last of 32
+/// bins all that is above: fine where probabilities are high, as most are. Each entry is (sampler's
+/// bin, trainer's bin, tokens); pairs of bins without a token are left out.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ProbabilityGrid(Vec<(u8, u8, u64)>);
+
+impl ProbabilityGrid {
+    /// Bins of an axis.
+    pub const BINS: u8 = 32;
+
+    /// From counted pairs.
+    pub fn new(counts: &BTreeMap<(u8, u8), u64>) -> Self {
+        Self(
+            counts
+                .iter()
+                .map(|(&(sampler, trainer), &tokens)| (sampler, trainer, tokens))
+                .collect(),
+        )
+    }
+
+    /// The bin of a log-prob, nats.
+    pub fn bin(logprob: f64) -> u8 {
+        let below = |bin: &u8| -logprob < (f64::from(*bin) / 8.0).powi(2);
+        (1..Self::BINS).find(below).unwrap_or(Self::BINS) - 1
+    }
+
+    /// Its entries.
+    pub fn entries(&self) -> &[(u8, u8, u64)] {
+        &self.0
+    }
+}
+
 /// Mismatch between sampler and trainer on the loss tokens of one batch, at the weights the
 /// batch was sampled with.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -17,6 +96,15 @@ pub struct Mismatch {
     pub mean_abs_prob_diff: f64,
     /// F(τ): share of tokens with `max(ρ, 1/ρ) > τ`, by τ as text.
     pub extreme_token_fraction: BTreeMap<String, f64>,
+    /// Tokens by `|ln ρ|`.
+    #[serde(default)]
+    pub token_histogram: HalfDecades,
+    /// Sequences by their mean `|ln ρ|`.
+    #[serde(default)]
+    pub sequence_histogram: HalfDecades,
+    /// Tokens by both probabilities.
+    #[serde(default)]
+    pub probability_grid: ProbabilityGrid,
 }
 
 /// How far the trainer's own routes are from the engine's; measured without replay, over all
@@ -35,6 +123,15 @@ pub struct Disagreement {
     /// Share of (token, layer) pairs by the number of experts that differ, 0 to `top_k`.
     #[serde(default)]
     pub histogram: Vec<f64>,
+    /// Share of tokens whose expert sets differ, per `MoE` layer.
+    #[serde(default)]
+    pub by_layer: Vec<f64>,
+    /// Share of tokens by the number of their layers that differ, 0 to all.
+    #[serde(default)]
+    pub token_histogram: Vec<f64>,
+    /// Sequences by the share of their (token, layer) pairs that differ.
+    #[serde(default)]
+    pub sequence_histogram: HalfDecades,
 }
 
 /// Ratio of the updated policy to the one at the weights of the rollout, over the loss tokens of
@@ -122,6 +219,10 @@ pub struct StepMetrics {
     /// Entropy of the executed experts' shares per MoE layer, 1 = all experts equally used.
     #[serde(default)]
     pub expert_load_entropy: Vec<f64>,
+    /// Per `MoE` layer, use of its experts from the busiest to the idlest, 1 = even: experts in at
+    /// most 16 groups of equal size, means of each.
+    #[serde(default)]
+    pub expert_load: Vec<Vec<f64>>,
     /// Share of (token, layer) pairs of the last mini step whose own choice has left the replayed
     /// one; absent where nothing is replayed.
     #[serde(default)]
@@ -143,4 +244,38 @@ pub struct StepMetrics {
     pub tokens: u64,
     /// Seconds for recompute, update and checkpoint together.
     pub seconds: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_fall_into_half_decades() {
+        let mut sizes = HalfDecades::default();
+        assert!(sizes.counts().is_empty());
+        for value in [0.0, 9e-8, 1e-7, 3e-3, 3.2e-3, 9.9, 10.0, 1e9] {
+            sizes.add(value);
+        }
+        let mut expected = [0; 18];
+        for bin in [0, 0, 1, 9, 10, 16, 17, 17] {
+            expected[bin] += 1;
+        }
+        assert_eq!(sizes.counts(), expected);
+    }
+
+    #[test]
+    fn probabilities_fall_into_bins_that_are_finest_near_one() {
+        let bins = [0.0, -0.015, -0.016, -1.0, -4.0, -15.5, -1e9, f64::NEG_INFINITY];
+        assert_eq!(bins.map(ProbabilityGrid::bin), [0, 0, 1, 8, 16, 31, 31, 31]);
+        let grid = ProbabilityGrid::new(&BTreeMap::from([((0, 1), 7), ((31, 0), 2)]));
+        assert_eq!(serde_json::to_string(&grid).unwrap(), "[[0,1,7],[31,0,2]]");
+    }
+
+    #[test]
+    fn results_of_trainers_that_count_less_are_read() {
+        let old = r#"{"kl_k3": 1e-3, "mean_abs_logprob_diff": 0.1, "extreme_token_fraction": {}}"#;
+        let read: Mismatch = serde_json::from_str(old).unwrap();
+        assert!(read.probability_grid.entries().is_empty());
+    }
 }

@@ -15,7 +15,8 @@ pub use crate::hyperparameters::{
     PolicyLoss, RouterShift, RoutingReplay,
 };
 pub use crate::metrics::{
-    Disagreement, Mismatch, PolicyRatio, RolloutRatio, RouterShiftStats, StepMetrics, ValueStats,
+    Disagreement, HalfDecades, Mismatch, PolicyRatio, ProbabilityGrid, RolloutRatio,
+    RouterShiftStats, StepMetrics, ValueStats,
 };
 use camino::Utf8PathBuf;
 use orchestrate_types::{ModelShape, PolicyVersion};

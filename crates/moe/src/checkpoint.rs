@@ -10,6 +10,7 @@ use camino::{Utf8Path, Utf8PathBuf};
 use safetensors::{Dtype, SafeTensors, View};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::PermissionsExt;
 
 /// Files that travel with a model unchanged.
 pub const COMPANION_FILES: [&str; 4] =
@@ -261,6 +262,9 @@ pub(crate) fn write_tensors<'a>(
 ) -> Result<(), CheckpointError> {
     let metadata = [("format".to_owned(), "pt".to_owned())].into();
     safetensors::serialize_to_file(views, Some(metadata), path.as_std_path())
+        .map_err(|e| CheckpointError::new(path, e))?;
+    // The file began as a private one; engines that read weights may be another user's.
+    fs_err::set_permissions(path, std::fs::Permissions::from_mode(0o644))
         .map_err(|e| CheckpointError::new(path, e))
 }
 
@@ -295,6 +299,8 @@ mod tests {
         save_checkpoint(&target, &weights, StoredType::F32, Some(&root)).unwrap();
         assert_eq!(Weights::load(&target).unwrap().tensors(), weights.tensors());
         assert!(target.join("tokenizer.json").exists());
+        let weights_file = fs_err::metadata(target.join("model.safetensors")).unwrap();
+        assert_eq!(weights_file.permissions().mode() & 0o777, 0o644, "engines of others read it");
         let again = save_checkpoint(&target, &weights, StoredType::F32, None).unwrap_err();
         assert!(again.to_string().contains("exists already"), "{again}");
 

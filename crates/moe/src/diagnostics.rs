@@ -1,7 +1,9 @@
 //! How far the trainer is from the sampler: probabilities ([`MismatchSum`]) and routes
 //! ([`DisagreementSum`]). Both are sums that grow sequence by sequence.
 
-use orchestrate_handoff::protocol::{Disagreement, Mismatch, RolloutRatio};
+use orchestrate_handoff::protocol::{
+    Disagreement, HalfDecades, Mismatch, ProbabilityGrid, RolloutRatio,
+};
 use std::collections::BTreeMap;
 
 /// Thresholds τ of the extreme-token share.
@@ -26,6 +28,11 @@ pub struct MismatchSum {
     absolute: f64,
     probabilities: f64,
     extreme: [u64; EXTREME_RATIOS.len()],
+    by_size: HalfDecades,
+    grid: BTreeMap<(u8, u8), u64>,
+    /// Tokens and sum of `|ln ρ|` of the sequence under way.
+    sequence: (u64, f64),
+    sequences: HalfDecades,
 }
 
 impl MismatchSum {
@@ -37,6 +44,19 @@ impl MismatchSum {
         self.probabilities += (trainer.exp() - sampler.exp()).abs();
         for (count, tau) in self.extreme.iter_mut().zip(EXTREME_RATIOS) {
             *count += u64::from(is_extreme(trainer, sampler, tau));
+        }
+        self.by_size.add((trainer - sampler).abs());
+        let bins = (ProbabilityGrid::bin(sampler), ProbabilityGrid::bin(trainer));
+        *self.grid.entry(bins).or_default() += 1;
+        self.sequence.0 += 1;
+        self.sequence.1 += (trainer - sampler).abs();
+    }
+
+    /// The tokens added since the last call are one sequence.
+    pub fn end_sequence(&mut self) {
+        let (tokens, absolute) = std::mem::take(&mut self.sequence);
+        if tokens > 0 {
+            self.sequences.add(absolute / tokens as f64);
         }
     }
 
@@ -51,6 +71,9 @@ impl MismatchSum {
             extreme_token_fraction: shares
                 .map(|(tau, count)| (tau.to_string(), count as f64 / tokens))
                 .collect::<BTreeMap<_, _>>(),
+            token_histogram: self.by_size.clone(),
+            sequence_histogram: self.sequences.clone(),
+            probability_grid: ProbabilityGrid::new(&self.grid),
         }
     }
 }
@@ -73,6 +96,11 @@ pub struct DisagreementSum {
     sequence_expert_means: f64,
     /// (token, layer) pairs by the number of experts that differ.
     histogram: Vec<u64>,
+    /// Tokens that differ, by layer.
+    by_layer: Vec<u64>,
+    /// Tokens by the number of layers that differ.
+    token_histogram: Vec<u64>,
+    sequence_histogram: HalfDecades,
 }
 
 impl DisagreementSum {
@@ -85,25 +113,35 @@ impl DisagreementSum {
     ) {
         self.histogram.resize(top_k + 1, 0);
         let (mut tokens, mut differing_in_sequence, mut experts) = (0, 0, 0);
+        let before = self.routers;
         for (sampler, trainer) in rows {
             let layers = sampler.chunks_exact(top_k).zip(trainer.chunks_exact(top_k));
+            self.by_layer.resize(layers.len(), 0);
+            self.token_histogram.resize(layers.len() + 1, 0);
             let mut differing = 0;
-            for count in layers.map(|(s, t)| differing_experts(s, t)) {
+            for ((s, t), of_layer) in layers.zip(&mut self.by_layer) {
+                let count = differing_experts(s, t);
                 self.routers += 1;
-                differing += u64::from(count > 0);
+                differing += usize::from(count > 0);
+                *of_layer += u64::from(count > 0);
                 experts += count;
                 if let Some(pairs) = self.histogram.get_mut(count) {
                     *pairs += 1;
                 }
             }
-            self.routers_differing += differing;
             self.tokens_differing += u64::from(differing > 0);
-            differing_in_sequence += differing;
+            if let Some(tokens) = self.token_histogram.get_mut(differing) {
+                *tokens += 1;
+            }
+            differing_in_sequence += differing as u64;
             tokens += 1;
         }
         self.tokens += tokens;
+        self.routers_differing += differing_in_sequence;
         if tokens > 0 {
             self.sequences += 1;
+            let pairs = self.routers - before;
+            self.sequence_histogram.add(differing_in_sequence as f64 / pairs.max(1) as f64);
             self.sequence_means += differing_in_sequence as f64 / tokens as f64;
             self.sequence_expert_means += experts as f64 / tokens as f64;
         }
@@ -118,35 +156,62 @@ impl DisagreementSum {
             sequence_mean: self.sequence_means / self.sequences.max(1) as f64,
             sequence_mean_experts: self.sequence_expert_means / self.sequences.max(1) as f64,
             histogram: self.histogram.iter().map(|&n| share(n, self.routers)).collect(),
+            by_layer: self.by_layer.iter().map(|&n| share(n, self.tokens)).collect(),
+            token_histogram: self.token_histogram.iter().map(|&n| share(n, self.tokens)).collect(),
+            sequence_histogram: self.sequence_histogram.clone(),
         }
     }
 }
 
-/// Entropy of the experts' shares of all assignments, per layer, over `ln experts`: 1 = evenly
-/// used. `rows` are executed experts `[layers · top_k]`.
-pub fn load_entropy<'a>(
-    rows: impl Iterator<Item = &'a [u16]>,
-    layers: usize,
-    experts: usize,
-) -> Vec<f64> {
-    let mut counts = vec![vec![0u64; experts]; layers];
-    for row in rows {
-        let top_k = row.len() / layers.max(1);
-        for (counts, ids) in counts.iter_mut().zip(row.chunks_exact(top_k.max(1))) {
-            for &id in ids {
-                if let Some(count) = counts.get_mut(usize::from(id)) {
-                    *count += 1;
+/// Most values of [`ExpertLoad::curves`] per layer.
+const CURVE_POINTS: usize = 16;
+
+/// How often the experts of each layer were executed. `[layers][experts]`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExpertLoad(Vec<Vec<u64>>);
+
+impl ExpertLoad {
+    /// Counts `rows` of executed experts, each `[layers · top_k]`.
+    pub fn count<'a>(rows: impl Iterator<Item = &'a [u16]>, layers: usize, experts: usize) -> Self {
+        let mut counts = vec![vec![0u64; experts]; layers];
+        for row in rows {
+            let top_k = row.len() / layers.max(1);
+            for (counts, ids) in counts.iter_mut().zip(row.chunks_exact(top_k.max(1))) {
+                for &id in ids {
+                    if let Some(count) = counts.get_mut(usize::from(id)) {
+                        *count += 1;
+                    }
                 }
             }
         }
+        Self(counts)
     }
-    let entropy = |counts: &Vec<u64>| {
-        let all = counts.iter().sum::<u64>().max(1) as f64;
-        let shares = counts.iter().filter(|&&n| n > 0).map(|&n| n as f64 / all);
-        let nats: f64 = shares.map(|p| -p * p.ln()).sum();
-        nats / (experts.max(2) as f64).ln()
-    };
-    counts.iter().map(entropy).collect()
+
+    /// Entropy of the experts' shares of all assignments, per layer, over `ln experts`: 1 = evenly
+    /// used.
+    pub fn entropy(&self) -> Vec<f64> {
+        let entropy = |counts: &Vec<u64>| {
+            let all = counts.iter().sum::<u64>().max(1) as f64;
+            let shares = counts.iter().filter(|&&n| n > 0).map(|&n| n as f64 / all);
+            let nats: f64 = shares.map(|p| -p * p.ln()).sum();
+            nats / (counts.len().max(2) as f64).ln()
+        };
+        self.0.iter().map(entropy).collect()
+    }
+
+    /// Per layer, use of the experts from the busiest to the idlest, 1 = even: at most 16 groups of
+    /// equal size, the mean of each, to three decimals.
+    pub fn curves(&self) -> Vec<Vec<f64>> {
+        let curve = |counts: &Vec<u64>| {
+            let even = counts.iter().sum::<u64>().max(1) as f64 / counts.len().max(1) as f64;
+            let mut sorted = counts.clone();
+            sorted.sort_unstable_by(|a, b| b.cmp(a));
+            let groups = sorted.chunks(counts.len().div_ceil(CURVE_POINTS).max(1));
+            let mean = |group: &[u64]| group.iter().sum::<u64>() as f64 / group.len() as f64;
+            groups.map(|group| (mean(group) / even * 1e3).round() / 1e3).collect()
+        };
+        self.0.iter().map(curve).collect()
+    }
 }
 
 /// Ratio of trainer to sampler over the loss tokens of a batch.
@@ -216,7 +281,15 @@ mod tests {
                     for &(trainer, sampler) in &live {
                         sum.add(trainer, sampler);
                     }
+                    sum.end_sequence();
                     let mismatch = sum.finish();
+                    let tokens = live.len() as u64;
+                    assert_eq!(mismatch.token_histogram.counts().iter().sum::<u64>(), tokens);
+                    let grid = mismatch.probability_grid.entries();
+                    assert_eq!(grid.iter().map(|cell| cell.2).sum::<u64>(), tokens);
+                    let mut one = HalfDecades::default();
+                    one.add(typed(&expected["mean_abs_logp_diff"]));
+                    assert_eq!(mismatch.sequence_histogram, one);
                     close(&[mismatch.kl_k3], &[typed(&expected["kl_k3"])], 1e-9);
                     let absolute = typed(&expected["mean_abs_logp_diff"]);
                     close(&[mismatch.mean_abs_logprob_diff], &[absolute], 1e-9);
@@ -271,14 +344,35 @@ mod tests {
             let histogram = numbers(&expected["router_histogram_0..K"]);
             let shares: Vec<f64> = histogram.iter().map(|n| n / 12.0).collect();
             close(&found.histogram, &shares, 1e-9);
+            let per_layer: Vec<f64> = (0..3)
+                .map(|layer| {
+                    d.iter().skip(layer).step_by(3).filter(|&&d| d > 0).count() as f64 / 4.0
+                })
+                .collect();
+            close(&found.by_layer, &per_layer, 1e-9);
+            let differing = |t: &[usize]| t.iter().filter(|&&d| d > 0).count();
+            let per_token: Vec<f64> = (0..=3)
+                .map(|n| d.chunks(3).filter(|t| differing(t) == n).count() as f64 / 4.0)
+                .collect();
+            close(&found.token_histogram, &per_token, 1e-9);
+            assert_eq!(found.sequence_histogram.counts().iter().sum::<u64>(), 2);
         }
     }
 
     #[test]
-    fn evenly_used_experts_have_entropy_one() {
+    fn evenly_used_experts_have_entropy_one_and_a_flat_curve() {
         let rows: [[u16; 4]; 2] = [[0, 1, 0, 1], [2, 3, 0, 1]];
-        let found = load_entropy(rows.iter().map(|r| &r[..]), 2, 4);
-        close(&found, &[1.0, 0.5], 1e-12);
+        let load = ExpertLoad::count(rows.iter().map(|r| &r[..]), 2, 4);
+        close(&load.entropy(), &[1.0, 0.5], 1e-12);
+        assert_eq!(load.curves(), [[1.0; 4], [2.0, 2.0, 0.0, 0.0]]);
+    }
+
+    #[test]
+    fn the_curve_of_many_experts_is_one_of_few_groups() {
+        let row: Vec<u16> = (0..64).collect();
+        let load = ExpertLoad::count(std::iter::once(&row[..]), 1, 128);
+        let expected: Vec<f64> = [[2.0; 8], [0.0; 8]].concat();
+        assert_eq!(load.curves(), [expected]);
     }
 
     #[test]

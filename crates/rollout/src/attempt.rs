@@ -289,7 +289,7 @@ impl<'a> Attempt<'a> {
         &self,
         turn: u32,
         max_new_tokens: usize,
-        token_ids: Vec<u32>,
+        token_ids: Arc<[u32]>,
     ) -> GenerateRequest {
         let EpisodeRequest { run, attempt, seed, temperature, .. } = self.request;
         let plan = &self.runner.plan;
@@ -395,6 +395,7 @@ impl<'a> Attempt<'a> {
             }
             let toolbox = Toolbox {
                 workdir: &task.workdir,
+                programs: task.programs(),
                 command_timeout: plan.command_timeout.0.min(remaining),
                 observation_chars: plan.observation_chars,
             };

@@ -6,6 +6,7 @@
 
 use orchestrate_engine::{Finish, Generation};
 use orchestrate_types::{LengthMismatch, PolicyVersion, TokenId, Trajectory, TurnSpan};
+use std::sync::Arc;
 
 /// Token ids, mask, log-probabilities and versions of an episode while it grows.
 #[derive(Debug, Clone, Default)]
@@ -45,8 +46,8 @@ impl TokenBuffer {
     }
 
     /// All tokens to send for the next generation.
-    pub fn prompt_for_turn(&self) -> Vec<TokenId> {
-        [self.ids.as_slice(), self.pending.as_slice()].concat()
+    pub fn prompt_for_turn(&self) -> Arc<[TokenId]> {
+        self.ids.iter().chain(&self.pending).copied().collect()
     }
 
     /// Commits the pending tokens (mask 0) and a reply's tokens (mask 1). A reply that `resumes`
@@ -158,7 +159,7 @@ mod tests {
     fn pending_text_is_committed_only_with_the_next_reply() {
         let mut buffer = TokenBuffer::default();
         buffer.add_pending(&[1, 2]);
-        assert_eq!(buffer.prompt_for_turn(), [1, 2]);
+        assert_eq!(*buffer.prompt_for_turn(), [1, 2]);
         assert!(buffer.is_empty());
         buffer.push_reply(&reply(&[3, 4], Finish::Stop, &[(5, 0, 2)]), false, PolicyVersion(0));
         buffer.add_pending(&[9]);

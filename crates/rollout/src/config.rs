@@ -49,6 +49,9 @@ pub struct RolloutConfig {
     /// Whether the chat template is given the tools' JSON schemas. Default true; false for models
     /// trained on the scaffold, which know them.
     pub show_tools: Option<bool>,
+    /// Whether an agent finds its repository without its history, which may hold the solution:
+    /// with one commit, the tree as it is given. Default true.
+    pub hide_history: Option<bool>,
 }
 
 /// The checked section, with defaults filled in.
@@ -88,6 +91,8 @@ pub struct RolloutPlan {
     pub system_prompt: Option<String>,
     /// Whether templates are given the tools' schemas.
     pub show_tools: bool,
+    /// Whether repositories are given without their history.
+    pub hide_history: bool,
 }
 
 impl RolloutConfig {
@@ -117,6 +122,7 @@ impl RolloutConfig {
             observation_chars: self.observation_chars.unwrap_or(10_000),
             system_prompt: self.system_prompt.clone(),
             show_tools: self.show_tools.unwrap_or(true),
+            hide_history: self.hide_history.unwrap_or(true),
         };
         let problems = plan.problems();
         if problems.is_empty() { Ok(plan) } else { Err(problems) }

@@ -14,6 +14,7 @@ mod config;
 mod grading;
 mod leads;
 mod machine;
+mod repository;
 mod reward;
 mod rows;
 mod runner;
@@ -30,10 +31,13 @@ pub use api::{
 pub use buffer::TokenBuffer;
 pub use chat::{ChatError, ChatErrorKind, ChatModel};
 pub use config::{RolloutConfig, RolloutPlan};
-pub use grading::{GradeError, Judge, grade_patch, judge_as_r2e, judge_by_summary};
+pub use grading::{
+    GradeError, GradeLogs, Graded, Judge, Rules, grade_patch, judge_as_r2e, judge_by_summary,
+    write_log_folder,
+};
 pub use leads::Leads;
 pub use machine::{Command, EpisodeLimits, EpisodeMachine, Event, IllegalTransition, State};
-pub use reward::{RewardCompat, RewardSection};
+pub use reward::{HarnessVersion, RewardCompat, RewardSection};
 pub use rows::RowSharing;
 pub use runner::EpisodeRunner;
 pub use supervised::{ExpertEpisode, ExpertTurn, Supervised};

@@ -1,6 +1,7 @@
 //! The `[reward]` section: how the log of the hidden tests becomes a reward.
 
-use crate::grading::{Judge, judge_as_r2e, judge_by_summary};
+use crate::grading::{Judge, Rules, judge_as_r2e, judge_by_summary};
+use orchestrate_tasks::swe::Harness;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -10,13 +11,48 @@ use serde::{Deserialize, Serialize};
 pub struct RewardSection {
     /// Whose rule gives the reward on pytest's short summary. Default "strict".
     pub compat: RewardCompat,
+    /// Which version of SWE-bench's harness judges SWE-bench tasks. Default "4.1.0".
+    pub harness: HarnessVersion,
+}
+
+impl RewardSection {
+    /// The rules.
+    pub fn rules(self) -> Rules {
+        Rules {
+            judge: self.compat.judge(),
+            harness: self.harness.into(),
+            tests_are_ours: self.compat == RewardCompat::Strict,
+        }
+    }
+}
+
+/// A version of SWE-bench's harness.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum HarnessVersion {
+    /// The rules of published numbers up to 2026.
+    #[default]
+    #[serde(rename = "4.1.0")]
+    V4_1_0,
+    /// Skipped tests, forged results and truncated names no longer count as solved.
+    #[serde(rename = "5.0.2")]
+    V5_0_2,
+}
+
+impl From<HarnessVersion> for Harness {
+    fn from(version: HarnessVersion) -> Self {
+        match version {
+            HarnessVersion::V4_1_0 => Self::V4_1_0,
+            HarnessVersion::V5_0_2 => Self::V5_0_2,
+        }
+    }
 }
 
 /// Whose rule gives the reward.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RewardCompat {
-    /// Every expected test with its status and nothing else, by the last summary of the log.
+    /// Every expected test with its status and nothing else, by the last summary of the log; changes
+    /// that an agent makes to tests or to pytest's own files do not reach them.
     #[default]
     Strict,
     /// R2E-Gym's own, to the letter: the first summary counts, which a test may print, and a

@@ -165,20 +165,18 @@ impl EpisodeRows {
             self.sharing.cache = None;
             return;
         }
-        let Some(mut chain) = self.chain.clone() else { return };
+        let Some(chain) = &mut self.chain else { return };
         chain.extend_to(tokens);
-        // A copy shares its blocks and costs little; an episode that is stopped meanwhile keeps
-        // its rows.
-        let mut builder = self.builder.clone();
-        let offered = tokio::task::spawn_blocking(move || {
-            let inserted = cache.insert(&mut chain, &mut builder);
-            (builder, chain, inserted)
-        });
-        if let Ok((builder, chain, inserted)) = offered.await {
-            self.builder = builder;
-            self.chain = Some(chain);
-            self.counts.shared += inserted.merged_rows as u64;
-            self.counts.drift += inserted.drift_rows as u64;
+        let (inserted, evicted) = cache.insert_in_memory(chain, &mut self.builder);
+        self.counts.shared += inserted.merged_rows as u64;
+        self.counts.drift += inserted.drift_rows as u64;
+        if !evicted.is_empty() {
+            // Written by another thread; waited for, so that no more waits to be written than
+            // there are episodes.
+            let written = tokio::task::spawn_blocking(move || cache.write(evicted)).await;
+            if let Err(error) = written {
+                tracing::error!(%error, "writing evicted routing blocks failed");
+            }
         }
     }
 

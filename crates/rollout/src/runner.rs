@@ -8,16 +8,18 @@ use crate::api::{EpisodeReport, EpisodeRequest, Episodes, opening_messages};
 use crate::attempt::Attempt;
 use crate::chat::ChatModel;
 use crate::config::RolloutPlan;
-use crate::grading::{self, Judge, close, entry};
+use crate::grading::{self, GradeError, GradeLogs, Graded, Rules, close, entry, write_log_folder};
 use crate::leads::Leads;
 use crate::machine::{Command, EpisodeMachine, Event};
+use crate::repository::{self, Given};
 use crate::rows::RowSharing;
 use crate::tree::{TreeChange, compare_trees};
 use orchestrate_engine::Engine;
 use orchestrate_sandbox::{
     FileEntry, Limits, Owner, Purpose, Sandbox, SandboxError, SandboxProvider, SandboxSpec,
 };
-use orchestrate_types::{ByteSize, Outcome, Retry, Stage};
+use orchestrate_tasks::{Origin, Task};
+use orchestrate_types::{ByteSize, GroupId, Outcome, Retry, Stage};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -46,8 +48,11 @@ pub struct EpisodeRunner {
     pub plan: RolloutPlan,
     /// Limits of every container.
     pub container_limits: Limits,
-    /// Judges a test log.
-    pub judge: Judge,
+    /// Whose rules turn a test log into a verdict.
+    pub rules: Rules,
+    /// Where graded changes of evaluation episodes are kept; `None`: nowhere. Tasks that bring
+    /// their own files have no such logs.
+    pub logs: Option<GradeLogs>,
     /// How routing rows are shared, and what is done with mixed ones.
     pub rows: RowSharing,
     /// Who of each group goes first.
@@ -112,7 +117,7 @@ impl EpisodeRunner {
         let mut tries = 0;
         let opened = loop {
             tries += 1;
-            match self.open_and_fill(&spec, &files).await {
+            match self.open_and_fill(&spec, &task, &files).await {
                 Ok(opened) => break Ok(opened),
                 Err(error) if tries < SANDBOX_TRIES && pause(error.retry()).await => {
                     tracing::debug!(%error, "sandbox setup failed, trying another");
@@ -134,14 +139,20 @@ impl EpisodeRunner {
     async fn open_and_fill(
         &self,
         spec: &SandboxSpec,
+        task: &Task,
         files: &[FileEntry],
-    ) -> Result<(Box<dyn Sandbox>, Vec<FileEntry>), SandboxError> {
+    ) -> Result<(Box<dyn Sandbox>, Baseline), SandboxError> {
         let mut sandbox = self.sandboxes.open(spec).await?;
         let filled = async {
+            if task.origin != Origin::Files {
+                let hide_history = self.plan.hide_history;
+                let given = repository::reset(sandbox.as_mut(), task, hide_history).await?;
+                return Ok(Baseline::Repository(given));
+            }
             if !files.is_empty() {
                 sandbox.write_files(files).await?;
             }
-            sandbox.read_tree(TREE_CAP).await
+            sandbox.read_tree(TREE_CAP).await.map(Baseline::Files)
         };
         match filled.await {
             Ok(baseline) => Ok((sandbox, baseline)),
@@ -171,10 +182,19 @@ impl EpisodeRunner {
             return failed(Stage::Collect, "no sandbox is open");
         };
         let started = Instant::now();
-        let tree = sandbox.read_tree(TREE_CAP).await;
+        let change = match &agent.baseline {
+            Baseline::Files(before) => {
+                let after = sandbox.read_tree(TREE_CAP).await;
+                after.map(|after| compare_trees(before, &after))
+            }
+            Baseline::Repository(given) => {
+                let patch = repository::collect(sandbox.as_mut(), given).await;
+                patch.map(|patch| TreeChange { patch, ..TreeChange::default() })
+            }
+        };
         close(sandbox).await;
-        let event = match tree {
-            Ok(tree) => self.judge(attempt, compare_trees(&agent.baseline, &tree)).await,
+        let event = match change {
+            Ok(change) => self.judge(attempt, change).await,
             Err(error) => failed(Stage::Collect, error),
         };
         attempt.timings.grade_s += started.elapsed().as_secs_f64();
@@ -185,25 +205,54 @@ impl EpisodeRunner {
         let task = Arc::clone(&attempt.request.task);
         let spec = self.spec(&attempt.request, Purpose::Grader, task.test_timeout);
         let mut tries = 0;
-        let verdict = loop {
+        let graded = loop {
             tries += 1;
             let provider = self.sandboxes.as_ref();
-            match grading::grade(provider, &spec, &task, &change, self.judge).await {
-                Ok(verdict) => break Ok(verdict),
-                Err(error) if tries < SANDBOX_TRIES && pause(error.retry()).await => {
+            match grading::grade(provider, &spec, &task, &change, self.rules).await {
+                Ok(graded) => break Ok(graded),
+                Err(GradeError::Sandbox(error))
+                    if tries < SANDBOX_TRIES && pause(error.retry()).await =>
+                {
                     tracing::debug!(%error, "grading failed, trying another sandbox");
                 }
                 Err(error) => break Err(error),
             }
         };
         attempt.patch = change.patch;
-        match verdict {
-            Ok(verdict) => {
-                let reward = verdict.reward;
-                attempt.verdict = Some(verdict);
+        match graded {
+            Ok(graded) => {
+                self.keep_log(&attempt.request, &graded).await;
+                let reward = graded.verdict.reward;
+                attempt.verdict = Some(graded.verdict);
                 Event::Graded { reward }
             }
             Err(error) => failed(Stage::Grade, error),
+        }
+    }
+
+    /// Keeps what proves an evaluation's verdict: one run of the harness per round and sample, one
+    /// model per version.
+    async fn keep_log(&self, request: &EpisodeRequest, graded: &Graded) {
+        let (Some(logs), GroupId::Eval { round, .. }) = (&self.logs, request.attempt.episode.group)
+        else {
+            return;
+        };
+        let task = Arc::clone(&request.task);
+        if task.origin == Origin::Files {
+            return;
+        }
+        let model = format!("{}@{}", logs.model, request.policy_version);
+        let logs = GradeLogs { root: logs.root.clone(), model };
+        let run = format!("v{round:05}.{:02}", request.attempt.episode.member);
+        let graded = graded.clone();
+        let written = tokio::task::spawn_blocking(move || {
+            write_log_folder(&logs, &run, &task, &graded).map(drop)
+        });
+        // The verdict stands without its log.
+        match written.await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(%error, "a test log was not kept"),
+            Err(error) => tracing::warn!(%error, "a test log was not kept"),
         }
     }
 
@@ -218,7 +267,7 @@ impl EpisodeRunner {
             deadline: time + SANDBOX_SLACK,
             // A task that brings all of its files starts from an empty folder, which can be
             // emptied again; one whose repository is in the image needs a fresh container.
-            reusable: !task.agent_files.is_empty(),
+            reusable: task.origin == Origin::Files && !task.agent_files.is_empty(),
         }
     }
 }
@@ -227,7 +276,19 @@ impl EpisodeRunner {
 #[derive(Debug, Default)]
 struct Agent {
     sandbox: Option<Box<dyn Sandbox>>,
-    baseline: Vec<FileEntry>,
+    baseline: Baseline,
+}
+
+#[derive(Debug)]
+enum Baseline {
+    Files(Vec<FileEntry>),
+    Repository(Given),
+}
+
+impl Default for Baseline {
+    fn default() -> Self {
+        Self::Files(Vec::new())
+    }
 }
 
 /// Waits as an error's advice says; `false` if trying again is useless.

@@ -11,6 +11,9 @@ const MAX_EDIT_BYTES: usize = 1 << 20;
 /// an absent file fails.
 const READ_SCRIPT: &str = r#"stat -c %a -- "$1" && exec cat -- "$1""#;
 
+/// Runs a command by bash, with one more folder in front of the image's `PATH`.
+const IN_BASH: [&str; 4] = ["/bin/bash", "-c", r#"PATH=$1:$PATH exec /bin/bash -c "$2""#, "bash"];
+
 /// Time for the short helper commands.
 const HELPER_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -19,6 +22,8 @@ const HELPER_TIMEOUT: Duration = Duration::from_secs(30);
 pub(crate) struct Toolbox<'a> {
     /// Working directory of the task.
     pub(crate) workdir: &'a str,
+    /// Folder that comes first in `PATH`; where there is one, commands are run by bash.
+    pub(crate) programs: Option<&'a str>,
     /// Time for one command.
     pub(crate) command_timeout: Duration,
     /// Characters of one observation.
@@ -35,6 +40,10 @@ impl Toolbox<'_> {
         let observation = match call {
             Call::Bash { command } => {
                 let mut run = Command::shell(command.as_str(), self.command_timeout);
+                if let Some(folder) = self.programs {
+                    run.argv =
+                        IN_BASH.iter().chain(&[folder, command]).map(|&a| a.into()).collect();
+                }
                 // Characters are at most four bytes; more than this is cut again below.
                 run.keep_bytes = self.observation_chars.saturating_mul(4).max(1024);
                 bash_observation(&sandbox.exec(&run).await?, self.command_timeout)
@@ -108,6 +117,7 @@ mod tests {
     fn paths_stay_in_the_working_directory() {
         let toolbox = Toolbox {
             workdir: "/testbed",
+            programs: None,
             command_timeout: Duration::from_secs(1),
             observation_chars: 10,
         };

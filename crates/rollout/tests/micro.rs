@@ -6,7 +6,7 @@ use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     Action, ChatModel, ChatTemplate, EpisodeRequest, EpisodeRunner, Episodes, ExpertEpisode,
-    ExpertTurn, Leads, MICRO_CHAT_TEMPLATE, RolloutConfig, RowSharing, judge_by_summary,
+    ExpertTurn, Leads, MICRO_CHAT_TEMPLATE, RolloutConfig, RowSharing, Rules, judge_by_summary,
     opening_messages, train_tokenizer,
 };
 use orchestrate_sandbox::Limits;
@@ -98,7 +98,8 @@ async fn micro_experts_replayed_by_the_runner_give_their_own_tokens_and_the_gold
                 pids: 64,
                 tmpfs: ByteSize::mib(64),
             },
-            judge: judge_by_summary,
+            rules: Rules::new(judge_by_summary),
+            logs: None,
             rows: RowSharing::default(),
             leads: Leads::default(),
         };

@@ -13,7 +13,7 @@ use orchestrate_engine::{
 use orchestrate_rollout::{
     Action, CONTROL_TOKENS, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner,
     Episodes, ExpertEpisode, ExpertTurn, Leads, MICRO_CHAT_TEMPLATE, RolloutConfig, RowSharing,
-    opening_messages, train_tokenizer,
+    Rules, opening_messages, train_tokenizer,
 };
 use orchestrate_routing::{
     BLOCK_ROWS, CacheOptions, MixedRows, PrefixCache, RoutingMask, SharingScope,
@@ -121,7 +121,8 @@ fn world_with(
             pids: 64,
             tmpfs: ByteSize::mib(64),
         },
-        judge: judge_toy,
+        rules: Rules::new(judge_toy),
+        logs: None,
         rows: RowSharing::default(),
         leads: Leads::default(),
     };
@@ -188,7 +189,7 @@ async fn a_solved_task_is_scored_with_a_row_for_every_token_but_the_last() {
     let mut cacheable = 0;
     for (turn, request) in requests.iter().enumerate() {
         let span = &trajectory.turns()[turn];
-        assert_eq!(request.token_ids, trajectory.token_ids()[..span.prompt_end]);
+        assert_eq!(*request.token_ids, trajectory.token_ids()[..span.prompt_end]);
         assert_eq!(request.priority, i32::try_from(turn).unwrap());
         let before = turn.checked_sub(1).map(|t| trajectory.turns()[t].output_end);
         let start = before.map_or(0, |total| total - 2);
@@ -353,7 +354,7 @@ async fn sampled_tokens_are_sent_back_as_they_were_sampled_though_their_text_enc
     assert_eq!(trajectory.token_ids()[span.prompt_end..span.output_end], sampled);
     for (turn, request) in world.engine.requests().iter().enumerate() {
         let end = trajectory.turns()[turn].prompt_end;
-        assert_eq!(request.token_ids, trajectory.token_ids()[..end], "turn {turn}");
+        assert_eq!(*request.token_ids, trajectory.token_ids()[..end], "turn {turn}");
     }
 }
 

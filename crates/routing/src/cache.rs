@@ -151,8 +151,20 @@ pub struct Inserted {
     pub drift_rows: usize,
 }
 
-/// Blocks by token prefix. Calls hash, compare, and may write and read files: make them where
-/// blocking is allowed.
+/// Blocks that had to give way to newer ones and are worth a file each.
+#[derive(Debug, Default)]
+#[must_use = "they are lost unless they are written"]
+pub struct Evicted(Vec<(BlockKey, Block)>);
+
+impl Evicted {
+    /// Whether there is nothing to write.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// Blocks by token prefix. Calls may write and read files, all but
+/// [`PrefixCache::insert_in_memory`]: make them where blocking is allowed.
 #[derive(Debug)]
 pub struct PrefixCache {
     state: Mutex<State>,
@@ -236,15 +248,28 @@ impl PrefixCache {
         counts.rows_reused += (found.len() * BLOCK_ROWS) as u64;
         counts.reloads += loaded.len() as u64;
         *(if found.is_empty() { &mut counts.misses } else { &mut counts.hits }) += 1;
-        let victims = state.evict();
+        let evicted = state.evict();
         drop(state);
-        self.spill(victims);
+        self.write(evicted);
         found.into_iter().map(|(_, block)| block).collect()
     }
 
     /// Takes in what a sequence has collected: its full blocks of one clean run under the chain's
     /// version. Blocks held already are compared, and shared from now on where they are equal.
+    /// Writes to files what had to give way.
     pub fn insert(&self, chain: &mut PrefixChain, builder: &mut MaskBuilder) -> Inserted {
+        let (inserted, evicted) = self.insert_in_memory(chain, builder);
+        self.write(evicted);
+        inserted
+    }
+
+    /// As [`PrefixCache::insert`], without touching a file: what had to give way is for
+    /// [`PrefixCache::write`].
+    pub fn insert_in_memory(
+        &self,
+        chain: &mut PrefixChain,
+        builder: &mut MaskBuilder,
+    ) -> (Inserted, Evicted) {
         let blocks: Vec<Block> = builder.clean_blocks(chain.version).to_vec();
         let mut inserted = Inserted::default();
         let mut state = self.lock();
@@ -270,10 +295,7 @@ impl PrefixCache {
         }
         chain.compared = chain.compared.max(blocks.len().min(chain.keys.len()));
         state.counts.drift_rows += inserted.drift_rows as u64;
-        let victims = state.evict();
-        drop(state);
-        self.spill(victims);
-        inserted
+        (inserted, state.evict())
     }
 
     fn load(&self, keys: &[BlockKey], chain: &PrefixChain) -> HashMap<BlockKey, Block> {
@@ -296,10 +318,10 @@ impl PrefixCache {
         loaded
     }
 
-    /// Writes evicted blocks, outside of the lock.
-    fn spill(&self, victims: Vec<(BlockKey, Block)>) {
+    /// Writes blocks that had to give way, and deletes the oldest files for them.
+    pub fn write(&self, evicted: Evicted) {
         let Some(folder) = &self.folder else { return };
-        for (key, block) in victims {
+        for (key, block) in evicted.0 {
             let written = folder.write(&key, block.bytes());
             let mut state = self.lock();
             let gone = match written {
@@ -339,7 +361,7 @@ impl State {
     }
 
     /// Takes out what is too much; gives the blocks worth a file.
-    fn evict(&mut self) -> Vec<(BlockKey, Block)> {
+    fn evict(&mut self) -> Evicted {
         let mut victims = Vec::new();
         while self.bytes > self.limit {
             let Some((key, entry)) = self.memory.pop_lru() else { break };
@@ -349,7 +371,7 @@ impl State {
                 victims.push((key, entry.block));
             }
         }
-        victims
+        Evicted(victims)
     }
 }
 

@@ -181,14 +181,16 @@ pub(crate) struct Repeats {
 impl Repeats {
     pub(crate) fn new(shape: &ModelShape) -> Self {
         let (top_k, width) = (shape.top_k, shape.id_bytes());
-        let slots = if top_k == 8 { 0 } else { (SPAN_IDS / top_k).max(1) * top_k };
-        let slots = (0..slots)
-            .map(|id| id % top_k)
-            .flat_map(|slot| {
-                let [low, high, ..] = slot.to_le_bytes();
-                [low, high].into_iter().take(width)
-            })
-            .collect();
+        // For choices of 8 there are quicker ways. The pattern is copied, not computed: short
+        // payloads would spend most of their time on it.
+        let ids = if top_k == 8 { 0 } else { (SPAN_IDS / top_k).max(1) * top_k };
+        let mut slots = Vec::with_capacity(ids * width);
+        if ids > 0 {
+            slots.extend((0..top_k).flat_map(|slot| slot.to_le_bytes().into_iter().take(width)));
+        }
+        while slots.len() < ids * width {
+            slots.extend_from_within(..slots.len().min(ids * width - slots.len()));
+        }
         Self { top_k, width, slots }
     }
 

@@ -26,7 +26,7 @@ mod spill;
 
 pub use blocks::{Block, HeldBytes};
 pub use builder::{MaskBuilder, Passes, PushReport};
-pub use cache::{CacheMetrics, CacheOptions, Inserted, PrefixCache, PrefixChain};
+pub use cache::{CacheMetrics, CacheOptions, Evicted, Inserted, PrefixCache, PrefixChain};
 pub use config::{MixedRows, RoutingPlan, RoutingSection, SharingScope};
 mod wire;
 

@@ -184,6 +184,9 @@ pub enum SandboxErrorKind {
         /// The cap.
         cap: ByteSize,
     },
+    /// Commands do not end here as they must; rewards of such a host would mean nothing.
+    #[error("cases of the battery went wrong: {0}")]
+    Unfit(String),
 }
 
 /// A sandbox error: which sandbox, and why.
@@ -200,7 +203,7 @@ impl SandboxError {
     /// What the caller may do (with a *new* sandbox).
     pub fn retry(&self) -> Retry {
         match &self.kind {
-            SandboxErrorKind::ImageMissing(_) => Retry::Never,
+            SandboxErrorKind::ImageMissing(_) | SandboxErrorKind::Unfit(_) => Retry::Never,
             SandboxErrorKind::NoDaemon(_) => Retry::After(Duration::from_secs(2)),
             SandboxErrorKind::TimedOut { .. }
             | SandboxErrorKind::Refused { .. }

@@ -5,6 +5,21 @@ use orchestrate_types::{ByteSize, ConfigProblem, HumanDuration};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
+/// Which system calls a sandbox may make.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Seccomp {
+    /// Those of our own list: what Docker allows without capabilities, less `io_uring`, BPF, kernel
+    /// keys, performance events, the mount calls, other processes' memory, sockets of rare
+    /// families, and everything of foreign instruction sets.
+    #[default]
+    Strict,
+    /// Those that the daemon allows by itself; some versions allow `io_uring`.
+    Daemon,
+}
+
 /// The `[sandbox]` section of a run file; what is absent gets its default.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -31,6 +46,8 @@ pub struct RawSandboxConfig {
     pub pids: Option<u32>,
     /// Size of each writable tmpfs (working directory, /tmp) of a reusable container. Default `"128 MiB"`.
     pub tmpfs: Option<ByteSize>,
+    /// Which system calls are allowed: our own list, or the daemon's. Default `"strict"`.
+    pub seccomp: Option<Seccomp>,
     /// Size of /dev/shm. Default `"64 MiB"`.
     pub shm: Option<ByteSize>,
     /// Largest file a command may write. Default `"2 GiB"`.
@@ -70,6 +87,8 @@ pub struct SandboxConfig {
     pub pids: u32,
     /// Each writable tmpfs.
     pub tmpfs: ByteSize,
+    /// System calls.
+    pub seccomp: Seccomp,
     /// /dev/shm.
     pub shm: ByteSize,
     /// Largest file.
@@ -115,6 +134,7 @@ impl RawSandboxConfig {
             cpu_millis: self.cpu_millis.unwrap_or(1000),
             pids: self.pids.unwrap_or(256),
             tmpfs: self.tmpfs.unwrap_or(ByteSize::mib(128)),
+            seccomp: self.seccomp.unwrap_or_default(),
             shm: self.shm.unwrap_or(ByteSize::mib(64)),
             file_size: self.file_size.unwrap_or(ByteSize::mib(2048)),
             open_files: self.open_files.unwrap_or(4096),

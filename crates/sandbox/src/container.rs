@@ -1,7 +1,7 @@
 //! How a container looks to Docker: flags, labels, names.
 
 use crate::api::{Owner, Purpose, SandboxError, SandboxErrorKind, SandboxSpec};
-use crate::config::SandboxConfig;
+use crate::config::{SandboxConfig, Seccomp};
 use bollard::models::{
     ContainerCreateBody, HealthConfig, HostConfig, HostConfigLogConfig, ResourcesUlimits,
 };
@@ -20,6 +20,10 @@ pub(crate) const LABEL_PURPOSE: &str = "orchestrate.purpose";
 const POOLED: &str = "pooled";
 /// Between the end that process 1 makes of itself and the one that others may make of it.
 const DEADLINE_SLACK: Duration = Duration::from_mins(1);
+
+/// Allowed system calls, in the daemon's words; anything else fails, calls of another instruction set
+/// end the caller.
+const SECCOMP: &str = include_str!("seccomp.json");
 
 /// One letter for names.
 pub(crate) fn purpose_letter(purpose: Purpose) -> char {
@@ -105,11 +109,16 @@ pub(crate) fn create_body(
             |mode: &str| format!("rw,exec,nosuid,nodev,size={},mode={mode}", spec.limits.tmpfs.0);
         HashMap::from([(spec.workdir.clone(), mount("0755")), ("/tmp".to_owned(), mount("1777"))])
     });
+    let mut security = vec!["no-new-privileges".to_owned()];
+    match config.seccomp {
+        Seccomp::Strict => security.push(format!("seccomp={SECCOMP}")),
+        Seccomp::Daemon => {}
+    }
     let host = HostConfig {
         network_mode: Some("none".to_owned()),
         ipc_mode: Some("private".to_owned()),
         cap_drop: Some(vec!["ALL".to_owned()]),
-        security_opt: Some(vec!["no-new-privileges".to_owned()]),
+        security_opt: Some(security),
         memory: Some(memory),
         memory_swap: Some(memory),
         nano_cpus: Some(i64::from(spec.limits.cpu_millis) * 1_000_000),
@@ -190,6 +199,61 @@ mod tests {
         }
         for bad in ["", "/", "w", "/tmp", "/tmp/x", "/dev/shm", "/a/../b", "/a:b", "/proc"] {
             assert!(check_spec(&spec(bad, true)).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_allowed_calls_hold_none_that_reach_the_kernels_depths() {
+        let profile: serde_json::Value = serde_json::from_str(SECCOMP).unwrap();
+        assert_eq!(profile["defaultAction"], "SCMP_ACT_ERRNO");
+        let rules = profile["syscalls"].as_array().unwrap();
+        let allowed: Vec<&str> = rules
+            .iter()
+            .filter(|rule| rule["action"] == "SCMP_ACT_ALLOW" && rule.get("args").is_none())
+            .flat_map(|rule| rule["names"].as_array().unwrap())
+            .map(|name| name.as_str().unwrap())
+            .collect();
+        assert!(allowed.is_sorted() && allowed.contains(&"execve") && allowed.len() > 250);
+        let refused = [
+            "add_key",
+            "bpf",
+            "clone",
+            "clone3",
+            "delete_module",
+            "finit_module",
+            "fsconfig",
+            "fsmount",
+            "fsopen",
+            "fspick",
+            "init_module",
+            "io_uring_enter",
+            "io_uring_register",
+            "io_uring_setup",
+            "kexec_load",
+            "keyctl",
+            "mount",
+            "mount_setattr",
+            "move_mount",
+            "open_by_handle_at",
+            "open_tree",
+            "perf_event_open",
+            "personality",
+            "pivot_root",
+            "process_vm_readv",
+            "process_vm_writev",
+            "quotactl",
+            "reboot",
+            "request_key",
+            "setns",
+            "socket",
+            "swapon",
+            "syslog",
+            "umount2",
+            "unshare",
+            "userfaultfd",
+        ];
+        for name in refused {
+            assert!(!allowed.contains(&name), "{name}");
         }
     }
 

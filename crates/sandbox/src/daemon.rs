@@ -5,6 +5,7 @@ use bollard::Docker;
 use bollard::errors::Error as DriverError;
 use bollard::query_parameters::RemoveContainerOptions;
 use std::time::Duration;
+use tokio::time::Instant;
 
 const DEFAULT_HOST: &str = "unix:///var/run/docker.sock";
 const HINT: &str = "start Docker (on Debian as root: `. scripts/lib/docker.sh && ensure_docker`), or say \
@@ -12,6 +13,8 @@ const HINT: &str = "start Docker (on Debian as root: `. scripts/lib/docker.sh &&
 /// Waits between looks at a removal that the daemon says is under way.
 const REMOVAL_LOOK: Duration = Duration::from_millis(50);
 const REMOVAL_LOOKS: u32 = 100;
+/// Waits between looks for a daemon that is away.
+const RETURN_LOOK: Duration = Duration::from_millis(500);
 
 /// How a call to the daemon failed.
 #[derive(Debug)]
@@ -72,6 +75,17 @@ impl Daemon {
         future: impl Future<Output = Result<T, DriverError>>,
     ) -> Result<T, CallError> {
         deadline(self.timeout, future).await
+    }
+
+    /// Waits for a daemon that is away, as it is while it restarts; whether it answers before `until`.
+    pub(crate) async fn returns(&self, until: Instant) -> bool {
+        while Instant::now() < until {
+            tokio::time::sleep(RETURN_LOOK).await;
+            if self.call(self.docker.ping()).await.is_ok() {
+                return true;
+            }
+        }
+        false
     }
 
     /// Whether this daemon shares our file system (and its disk can be looked at).

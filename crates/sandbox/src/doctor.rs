@@ -14,8 +14,18 @@ pub struct DaemonReport {
     pub host: String,
     /// Engine version, like `20.10.24`.
     pub version: String,
+    /// Version of its interface that we agreed on, like `1.41`.
+    pub api: String,
     /// Control group version, `1` or `2`.
     pub cgroup_version: String,
+    /// Who manages the control groups, `cgroupfs` or `systemd`.
+    pub cgroup_driver: String,
+    /// What runs containers where nothing else is asked for, like `runc`.
+    pub runtime: String,
+    /// What the daemon says about its defences, like `name=seccomp,profile=default`.
+    pub security: Vec<String>,
+    /// Whether containers outlive the daemon.
+    pub live_restore: bool,
     /// Storage driver, like `overlay2`.
     pub storage_driver: String,
     /// Kernel of the host.
@@ -26,6 +36,15 @@ pub struct DaemonReport {
     pub memory: ByteSize,
     /// Free disk under its data folder; `None` where that is another machine's.
     pub free_disk: Option<ByteSize>,
+}
+
+impl DaemonReport {
+    /// Whether a container's root has the host's user id 0, with no kernel of its own.
+    pub fn root_is_the_hosts(&self) -> bool {
+        let mapped =
+            |option: &String| option.contains("name=userns") || option.contains("name=rootless");
+        !self.security.iter().any(mapped) && !self.runtime.starts_with("runsc")
+    }
 }
 
 /// Times of one sandbox, measured.
@@ -67,9 +86,15 @@ impl DockerProvider {
             .await
             .map_err(|error| error.at(&daemon.host, "info"))?;
         let local = daemon.is_local();
+        let api = daemon.docker.client_version();
         Ok(DaemonReport {
             host: daemon.host.clone(),
             version: info.server_version.unwrap_or_default(),
+            api: format!("{}.{}", api.major_version, api.minor_version),
+            cgroup_driver: info.cgroup_driver.map(|d| d.to_string()).unwrap_or_default(),
+            runtime: info.default_runtime.unwrap_or_default(),
+            security: info.security_options.unwrap_or_default(),
+            live_restore: info.live_restore_enabled.unwrap_or(false),
             cgroup_version: info.cgroup_version.map(|v| v.to_string()).unwrap_or_default(),
             storage_driver: info.driver.unwrap_or_default(),
             kernel: info.kernel_version.unwrap_or_default(),

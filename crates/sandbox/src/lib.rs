@@ -5,13 +5,16 @@
 //! `provider.rs` for its Docker implementation.
 
 mod api;
+mod battery;
 mod config;
 mod container;
 mod daemon;
 mod doctor;
+mod floor;
 mod guard;
 mod image;
 mod link;
+mod memory;
 mod provider;
 mod sandbox;
 mod slots;
@@ -21,7 +24,10 @@ pub use api::{
     Command, ExecResult, Exit, FileEntry, Limits, Owner, Purpose, Sandbox, SandboxError,
     SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
-pub use config::{RawSandboxConfig, SandboxConfig};
+pub use battery::{BatteryResult, battery_cases, run_battery};
+pub use config::{RawSandboxConfig, SandboxConfig, Seccomp};
 pub use doctor::{DaemonReport, ProbeReport};
+pub use floor::BareContainer;
+pub use memory::MemoryUse;
 pub use provider::{DockerProvider, ProviderStats};
 pub use sweep::{ContainerInfo, GcScope};

@@ -15,6 +15,7 @@ use crate::slots::{Idle, Key, Slot, Slots, Taken};
 use bollard::models::ContainerCreateBody;
 use bollard::query_parameters::CreateContainerOptions;
 use orchestrate_types::{ByteSize, RunId};
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -25,6 +26,8 @@ use tokio_util::sync::CancellationToken;
 
 /// Times a name that is taken by a leftover is freed and tried again.
 const CREATE_TRIES: u32 = 3;
+/// A daemon that restarts is waited for so long, and then given up.
+const PATIENCE: Duration = Duration::from_mins(1);
 /// Free disk is looked at no more often than this.
 const DISK_EVERY: Duration = Duration::from_secs(5);
 /// Shutdown waits this long for removals, then names what is left.
@@ -68,6 +71,8 @@ pub(crate) struct Shared {
     remover: Arc<Remover>,
     next_number: AtomicU32,
     disk: Mutex<Option<(Instant, Option<ByteSize>)>>,
+    /// Runs, with epoch, for which containers were asked.
+    pub(crate) owners: Mutex<HashSet<(RunId, i64)>>,
 }
 
 /// Sandboxes from one Docker daemon.
@@ -103,6 +108,7 @@ impl DockerProvider {
             remover,
             next_number: AtomicU32::new(0),
             disk: Mutex::default(),
+            owners: Mutex::default(),
             config,
         });
         Ok(Self { shared, stop, tasks: tokio::sync::Mutex::new(tasks) })
@@ -294,7 +300,10 @@ impl SandboxProvider for DockerProvider {
         check_spec(spec)?;
         let shared = &self.shared;
         let key = Key::of(spec);
+        let owner = (spec.owner.run, spec.owner.epoch);
+        shared.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
         let pooled = spec.reusable && shared.config.reuse;
+        let mut patience = None;
         loop {
             let until = Instant::now() + spec.deadline;
             match shared.slots.take(&key, pooled, until).await {
@@ -313,7 +322,17 @@ impl SandboxProvider for DockerProvider {
                 }
                 Taken::Room(slot) => {
                     let key = pooled.then(|| key.clone());
-                    return Ok(Box::new(shared.start(spec, key, slot).await?));
+                    match shared.start(spec, key, slot).await {
+                        Ok(sandbox) => return Ok(Box::new(sandbox)),
+                        Err(error) if matches!(error.kind, SandboxErrorKind::NoDaemon(_)) => {
+                            let until = *patience.get_or_insert_with(|| Instant::now() + PATIENCE);
+                            tracing::warn!(%error, "waiting for the daemon");
+                            if !shared.daemon.returns(until).await {
+                                return Err(error);
+                            }
+                        }
+                        Err(error) => return Err(error),
+                    }
                 }
                 Taken::Evict(idle) => shared.evict(*idle).await,
             }
@@ -332,8 +351,13 @@ impl SandboxProvider for DockerProvider {
             while tasks.join_next().await.is_some() {}
         });
         let in_time = finished.await.is_ok();
-        let failed =
-            self.shared.remover.failed.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let failed = match self.remove_own().await {
+            Ok(left) => left,
+            Err(error) => {
+                tracing::warn!(%error, "cannot look for what is left");
+                self.shared.remover.failed.lock().unwrap_or_else(PoisonError::into_inner).clone()
+            }
+        };
         let kind = match (in_time, failed.is_empty()) {
             (true, true) => return Ok(()),
             (false, _) => SandboxErrorKind::TimedOut { call: "shutdown", after: SHUTDOWN_WITHIN },

@@ -90,7 +90,8 @@ impl DockerSandbox {
                 | SandboxErrorKind::TimedOut { .. }
                 | SandboxErrorKind::Gone(_)
                 | SandboxErrorKind::Protocol(_)
-                | SandboxErrorKind::NotClean(_) => State::Lost(error.kind.to_string()),
+                | SandboxErrorKind::NotClean(_)
+                | SandboxErrorKind::Unfit(_) => State::Lost(error.kind.to_string()),
             },
         };
         result

@@ -9,11 +9,14 @@ use bollard::query_parameters::ListContainersOptions;
 use futures::StreamExt as _;
 use orchestrate_types::{RunId, unix_micros};
 use std::collections::HashMap;
+use std::sync::PoisonError;
 
 /// What the labels of a container of ours say; `None` where a label is absent or unreadable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerInfo {
-    /// Container name.
+    /// Docker's id.
+    pub id: String,
+    /// Container name; the id where it has none, as after a daemon was killed while removing it.
     pub name: String,
     /// Its run.
     pub run: Option<RunId>,
@@ -66,7 +69,12 @@ fn verdict_for_gc(info: &ContainerInfo, scope: GcScope, now: i64) -> Verdict {
     }
 }
 
-fn read_labels(name: String, state: String, labels: &HashMap<String, String>) -> ContainerInfo {
+fn read_labels(
+    id: String,
+    name: String,
+    state: String,
+    labels: &HashMap<String, String>,
+) -> ContainerInfo {
     let get = |key: &str| labels.get(key).map(String::as_str);
     let purpose = match get(LABEL_PURPOSE) {
         Some("agent") => Some(Purpose::Agent),
@@ -74,6 +82,7 @@ fn read_labels(name: String, state: String, labels: &HashMap<String, String>) ->
         Some(_) | None => None,
     };
     ContainerInfo {
+        id,
         name,
         run: get(LABEL_RUN).and_then(|text| text.parse().ok()),
         attempt: get(LABEL_ATTEMPT).map(str::to_owned),
@@ -103,9 +112,12 @@ impl DockerProvider {
         let mut found: Vec<ContainerInfo> = listed
             .into_iter()
             .filter_map(|container| {
-                let name = container.names?.first()?.trim_start_matches('/').to_owned();
+                let id = container.id?;
+                let name = container.names.unwrap_or_default().into_iter().next();
+                let name = name.map(|name| name.trim_start_matches('/').to_owned());
+                let name = name.filter(|name| !name.is_empty()).unwrap_or_else(|| id.clone());
                 let state = container.state.map(|state| state.to_string()).unwrap_or_default();
-                Some(read_labels(name, state, &container.labels.unwrap_or_default()))
+                Some(read_labels(id, name, state, &container.labels.unwrap_or_default()))
             })
             .collect();
         found.sort_by(|a, b| a.name.cmp(&b.name));
@@ -129,6 +141,21 @@ impl DockerProvider {
         self.remove_where(|info| verdict_for_sweep(info, run, epoch)).await
     }
 
+    /// Removes what is left of the containers that this provider was asked for, after their own
+    /// removals: a daemon that was killed meanwhile may have forgotten a name and kept the rest.
+    /// Answers names of those that stay.
+    pub(crate) async fn remove_own(&self) -> Result<Vec<String>, SandboxError> {
+        let owners = self.shared.owners.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut found = self.list().await?;
+        found.retain(|info| info.run.zip(info.epoch).is_some_and(|owner| owners.contains(&owner)));
+        let outcomes = self.remove_all(found).await;
+        Ok(outcomes
+            .into_iter()
+            .filter(|(_, error)| error.is_some())
+            .map(|(name, _)| name)
+            .collect())
+    }
+
     async fn remove_where(
         &self,
         verdict: impl Fn(&ContainerInfo) -> Verdict,
@@ -137,26 +164,28 @@ impl DockerProvider {
         let mut doomed = Vec::new();
         for info in self.list().await? {
             match verdict(&info) {
-                Verdict::Remove => doomed.push(info.name),
+                Verdict::Remove => doomed.push(info),
                 Verdict::Keep(reason) => report.kept.push((info.name, reason.to_owned())),
             }
         }
-        let removals = futures::stream::iter(doomed).map(|name| async {
-            let outcome = self.shared.daemon.remove(&name).await;
-            (name, outcome)
-        });
-        let mut removals = removals.buffer_unordered(self.shared.config.remove_parallelism);
-        while let Some((name, outcome)) = removals.next().await {
-            match outcome {
-                Ok(()) => report.removed.push(name),
-                Err(error) => {
-                    let reason = error.at(&name, "remove").kind.to_string();
-                    report.kept.push((name, reason));
-                }
+        for (name, error) in self.remove_all(doomed).await {
+            match error {
+                None => report.removed.push(name),
+                Some(reason) => report.kept.push((name, reason)),
             }
         }
         report.removed.sort();
         Ok(report)
+    }
+
+    /// Names, each with the reason where it could not be removed.
+    async fn remove_all(&self, doomed: Vec<ContainerInfo>) -> Vec<(String, Option<String>)> {
+        let removals = futures::stream::iter(doomed).map(|info| async move {
+            let outcome = self.shared.daemon.remove(&info.id).await;
+            let reason = outcome.err().map(|e| e.at(&info.name, "remove").kind.to_string());
+            (info.name, reason)
+        });
+        removals.buffer_unordered(self.shared.config.remove_parallelism).collect().await
     }
 }
 
@@ -174,6 +203,7 @@ mod tests {
 
     fn info(run: Option<RunId>, epoch: Option<i64>, deadline: Option<i64>) -> ContainerInfo {
         ContainerInfo {
+            id: "0".into(),
             name: "x".into(),
             run,
             attempt: None,
@@ -218,7 +248,7 @@ mod tests {
             (LABEL_EPOCH.to_owned(), "x".to_owned()),
             (LABEL_PURPOSE.to_owned(), "agent".to_owned()),
         ]);
-        let info = read_labels("n".into(), "running".into(), &labels);
+        let info = read_labels("0".into(), "n".into(), "running".into(), &labels);
         assert_eq!((info.run, info.epoch, info.purpose), (None, None, Some(Purpose::Agent)));
     }
 }

@@ -1,7 +1,7 @@
 //! The C library calls that the standard library does not offer. All unsafe code is here.
 #![expect(unsafe_code, reason = "process control needs system calls that std does not wrap")]
 
-use std::ffi::{c_int, c_long, c_short, c_ulong, c_ushort, c_void};
+use std::ffi::{c_int, c_long, c_short, c_ulong, c_void};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _};
@@ -48,20 +48,6 @@ struct RLimit {
     hard: u64,
 }
 
-#[repr(C)]
-struct SockFilter {
-    code: c_ushort,
-    jump_true: u8,
-    jump_false: u8,
-    k: u32,
-}
-
-#[repr(C)]
-struct SockProgram {
-    length: c_ushort,
-    filter: *const SockFilter,
-}
-
 unsafe extern "C" {
     fn prctl(option: c_int, ...) -> c_int;
     fn signal(number: c_int, handler: usize) -> usize;
@@ -89,39 +75,21 @@ fn check(result: c_int) -> io::Result<c_int> {
 }
 
 /// Makes this process hard to reach from the commands: not dumpable (so `/proc/1/fd` and `mem` are
-/// closed to them), deaf to the usual signals, the parent of every orphan; and refuses `io_uring`,
-/// which Docker's own seccomp profile of some versions allows.
+/// closed to them), deaf to the usual signals, and the parent of every orphan.
 pub(crate) fn harden() -> io::Result<()> {
     const PR_SET_DUMPABLE: c_int = 4;
-    const PR_SET_SECCOMP: c_int = 22;
     const PR_SET_CHILD_SUBREAPER: c_int = 36;
-    const PR_SET_NO_NEW_PRIVS: c_int = 38;
-    const FILTER_MODE: c_ulong = 2;
     const ON: c_ulong = 1;
     const OFF: c_ulong = 0;
     // SAFETY: these operations take plain integers.
     unsafe {
         check(prctl(PR_SET_DUMPABLE, OFF, OFF, OFF, OFF))?;
         check(prctl(PR_SET_CHILD_SUBREAPER, ON, OFF, OFF, OFF))?;
-        check(prctl(PR_SET_NO_NEW_PRIVS, ON, OFF, OFF, OFF))?;
     }
     for number in [SIGTERM, SIGINT, SIGHUP] {
         // SAFETY: SIG_IGN is a valid disposition and installs no handler.
         unsafe { signal(number, SIG_IGN) };
     }
-    // Load the call's number, drop the x32 bit, answer ENOSYS for 425 to 427, else allow.
-    let step = |code, jump_true, jump_false, k| SockFilter { code, jump_true, jump_false, k };
-    let filter = [
-        step(0x20, 0, 0, 0),
-        step(0x54, 0, 0, 0xbfff_ffff),
-        step(0x35, 0, 2, 425),
-        step(0x25, 1, 0, 427),
-        step(0x06, 0, 0, 0x0005_0026),
-        step(0x06, 0, 0, 0x7fff_0000),
-    ];
-    let program = SockProgram { length: 6, filter: filter.as_ptr() };
-    // SAFETY: the program outlives the call, which copies it; its length is that of the array.
-    check(unsafe { prctl(PR_SET_SECCOMP, FILTER_MODE, &raw const program, OFF, OFF) })?;
     Ok(())
 }
 

@@ -22,5 +22,5 @@ mod text;
 pub mod verify;
 
 pub use log::{grade, grade_log};
-pub use task::{Split, Task, TaskFile, TestStatus, Verdict};
+pub use task::{Origin, Split, Task, TaskFile, TestStatus, Verdict};
 pub use text::LINE_BYTES;

@@ -6,8 +6,9 @@
 
 mod parquet_file;
 
-use crate::r2e::R2eRow;
+use crate::r2e::{R2eRow, RowError};
 use crate::swe::SweRow;
+use crate::task::Task;
 use camino::{Utf8Path, Utf8PathBuf};
 use flate2::read::MultiGzDecoder;
 use serde::Deserialize;
@@ -68,6 +69,17 @@ impl Row {
         match self {
             Self::R2e(row) => row.docker_image.clone(),
             Self::Swe(row) => row.image(),
+        }
+    }
+
+    /// Its task.
+    ///
+    /// # Errors
+    /// Never for a row that was loaded: loading checks it.
+    pub fn to_task(&self) -> Result<Task, RowError> {
+        match self {
+            Self::R2e(row) => row.to_task(),
+            Self::Swe(row) => Ok(row.to_task()),
         }
     }
 

@@ -95,6 +95,7 @@ impl Blocks {
             official_reward: f64::from(u8::from(official)),
             statuses,
             differing,
+            report: None,
         }
     }
 }

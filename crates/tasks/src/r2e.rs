@@ -8,7 +8,7 @@ mod commit;
 
 pub use commit::{FileDiff, FilePath, Header, HunkRecord, IndexLine, LineRecord, ParsedCommit};
 
-use crate::task::{Split, Task, TaskFile, TestStatus};
+use crate::task::{Origin, Split, Task, TaskFile, TestStatus};
 use camino::{Utf8Path, Utf8PathBuf};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -182,31 +182,31 @@ impl R2eRow {
                 content: code.clone(),
             })
             .collect();
-        let (environment, family, split, agent_files, test_timeout) = match &self.micro {
-            Some(micro) => (
-                "micro",
-                micro.family.clone(),
-                micro.split,
-                micro.agent_files.clone(),
-                MICRO_TEST_TIMEOUT,
-            ),
-            None => ("r2e", self.repo_name.clone(), Split::Train, Vec::new(), TEST_TIMEOUT),
-        };
-        Ok(Task {
+        let mut task = Task {
             id: self.id(),
-            environment: environment.to_owned(),
-            family,
-            split,
+            environment: "r2e".to_owned(),
+            family: self.repo_name.clone(),
+            split: Split::Train,
             problem_statement: self.issue().to_owned(),
             image: self.docker_image.clone(),
             workdir: WORKDIR.to_owned(),
-            agent_files,
+            agent_files: Vec::new(),
             hidden_files,
             test_command: test_command(&self.repo_name, names),
-            test_timeout,
+            test_timeout: TEST_TIMEOUT,
             expected: self.expected_output_json.clone(),
             gold_patch: self.parsed_commit_content.gold_patch(),
-        })
+            origin: Origin::R2e,
+        };
+        if let Some(micro) = &self.micro {
+            "micro".clone_into(&mut task.environment);
+            task.family.clone_from(&micro.family);
+            task.split = micro.split;
+            task.agent_files.clone_from(&micro.agent_files);
+            task.test_timeout = MICRO_TEST_TIMEOUT;
+            task.origin = Origin::Files;
+        }
+        Ok(task)
     }
 }
 

@@ -1,5 +1,6 @@
 //! One task, whatever family it comes from.
 
+use crate::swe::{Report, SweRow};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -37,6 +38,25 @@ pub enum TestStatus {
     Error,
 }
 
+/// Where a task's tree comes from, and with it how a change to it is taken and judged.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Origin {
+    /// [`Task::agent_files`], in a folder that is empty otherwise.
+    #[default]
+    Files,
+    /// A git repository in an image of R2E-Gym's, with its hidden tests.
+    R2e,
+    /// A git repository in an image of SWE-bench's; the row says how it is tested.
+    SweBench(Box<SweRow>),
+}
+
+impl Origin {
+    fn is_files(&self) -> bool {
+        *self == Self::Files
+    }
+}
+
 /// One problem with its environment and its judge.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Task {
@@ -66,6 +86,21 @@ pub struct Task {
     pub expected: BTreeMap<String, TestStatus>,
     /// A unified diff that solves the task. Never shown to the agent.
     pub gold_patch: String,
+    /// Where the tree comes from.
+    #[serde(default, skip_serializing_if = "Origin::is_files")]
+    pub origin: Origin,
+}
+
+impl Task {
+    /// Folder of the repository's own programs, which come first in a command's `PATH`; `None`
+    /// where the image needs no such help.
+    pub fn programs(&self) -> Option<&'static str> {
+        match self.origin {
+            Origin::Files => None,
+            Origin::R2e => Some("/testbed/.venv/bin"),
+            Origin::SweBench(_) => Some("/opt/miniconda3/envs/testbed/bin"),
+        }
+    }
 }
 
 /// What the judge says about one log.
@@ -79,4 +114,8 @@ pub struct Verdict {
     pub statuses: BTreeMap<String, TestStatus>,
     /// Tests whose status differs from what was expected (missing ones included).
     pub differing: Vec<String>,
+    /// SWE-bench's entry of `report.json`; `None` for other families, and where its harness leaves
+    /// none (no command applies the patch, the tests ran out of time, the log cannot be read).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub report: Option<Report>,
 }

@@ -29,6 +29,9 @@ pub fn with_hidden(task: &Task, mut tree: Vec<TaskFile>) -> Vec<TaskFile> {
     tree
 }
 
+/// Tests that a problem names; all of them may be thousands.
+const NAMED: usize = 5;
+
 /// Verdicts of the gold patch and of no patch at all.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Check {
@@ -43,13 +46,59 @@ impl Check {
     pub fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
         if self.gold.reward < 1.0 {
-            let tests = self.gold.differing.join(", ");
-            problems.push(format!("the gold patch scores 0; tests that differ: {tests}"));
+            let differing = &self.gold.differing;
+            let tests: Vec<&str> = differing.iter().take(NAMED).map(String::as_str).collect();
+            let more = match differing.len().saturating_sub(NAMED) {
+                0 => String::new(),
+                more => format!(" and {more} more"),
+            };
+            let tests = tests.join(", ");
+            problems.push(format!("the gold patch scores 0; tests that differ: {tests}{more}"));
         }
         if self.noop.reward > 0.0 {
             problems.push("doing nothing scores 1".to_owned());
         }
         problems
+    }
+}
+
+/// What repeated checks say about a task.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Health {
+    /// The gold patch scores 1 and no patch scores 0, each time.
+    Sound,
+    /// It does not, each time in the same way.
+    Unsound(Vec<String>),
+    /// Checks differ: what does.
+    Flaky(Vec<String>),
+}
+
+impl Health {
+    /// The verdict on `rounds` of the same task.
+    pub fn of(rounds: &[Check]) -> Self {
+        let scores = |part: fn(&Check) -> &Verdict| -> Vec<bool> {
+            rounds.iter().map(|check| part(check).reward > 0.5).collect()
+        };
+        let parts = [
+            ("the gold patch", scores(|check| &check.gold)),
+            ("doing nothing", scores(|check| &check.noop)),
+        ];
+        let differs = |scores: &[bool]| scores.windows(2).any(|pair| pair.first() != pair.last());
+        let flaky: Vec<String> = parts
+            .iter()
+            .filter(|(_, scores)| differs(scores))
+            .map(|(who, scores)| {
+                let solved = scores.iter().filter(|&&solved| solved).count();
+                format!("{who} scores 1 in {solved} of {} checks", scores.len())
+            })
+            .collect();
+        if !flaky.is_empty() {
+            return Self::Flaky(flaky);
+        }
+        match rounds.first().map(Check::problems).unwrap_or_default() {
+            problems if problems.is_empty() => Self::Sound,
+            problems => Self::Unsound(problems),
+        }
     }
 }
 
@@ -89,6 +138,13 @@ mod tests {
         let log = "short test summary info\nPASSED x::a";
         let expected = [("a".to_owned(), crate::TestStatus::Passed)].into();
         let good = crate::grade(log, &expected);
-        assert_eq!(Check { gold: good.clone(), noop: good }.problems(), ["doing nothing scores 1"]);
+        let solved = Check { gold: good.clone(), noop: good.clone() };
+        assert_eq!(solved.problems(), ["doing nothing scores 1"]);
+
+        let sound = Check { gold: good, noop: bad.noop.clone() };
+        assert_eq!(Health::of(&[sound.clone(), sound.clone()]), Health::Sound);
+        assert!(matches!(Health::of(&[bad.clone(), bad.clone()]), Health::Unsound(_)));
+        let Health::Flaky(what) = Health::of(&[sound, bad]) else { unreachable!() };
+        assert_eq!(what, ["the gold patch scores 1 in 1 of 2 checks"]);
     }
 }

@@ -191,12 +191,12 @@ impl FakeEngine {
         let mut state = self.lock();
         let version = state.version;
         let cached = state.sessions.entry(request.session.clone()).or_default();
-        let all = [request.token_ids.as_slice(), ids.as_slice()].concat();
+        let all = [&*request.token_ids, ids.as_slice()].concat();
         // The last prompt token is always computed: its logits are needed.
         let cached_tokens = cached
             .0
             .iter()
-            .zip(&request.token_ids)
+            .zip(request.token_ids.iter())
             .take_while(|(a, b)| a == b)
             .count()
             .min(request.token_ids.len().saturating_sub(1));

@@ -1,7 +1,7 @@
 //! A world small enough to hold in the head: one file, one bug, one test.
 
 use crate::sandbox::{FakeExec, FakeTree};
-use orchestrate_tasks::{Split, Task, TaskFile, TestStatus, Verdict};
+use orchestrate_tasks::{Origin, Split, Task, TaskFile, TestStatus, Verdict};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -32,6 +32,7 @@ pub fn toy_task() -> Task {
         test_timeout: Duration::from_secs(30),
         expected: BTreeMap::from([(TEST.to_owned(), TestStatus::Passed)]),
         gold_patch: String::new(),
+        origin: Origin::Files,
     }
 }
 
@@ -83,5 +84,5 @@ pub fn judge_toy(task: &Task, log: &str) -> Verdict {
         .map(|(name, _)| name.clone())
         .collect();
     let reward = if differing.is_empty() { 1.0 } else { 0.0 };
-    Verdict { reward, official_reward: reward, statuses, differing }
+    Verdict { reward, official_reward: reward, statuses, differing, report: None }
 }

@@ -1,14 +1,20 @@
 //! `orchestrate doctor`: is everything there that a run needs?
 
 use crate::args::DoctorArgs;
+use crate::commands::bench::fits;
 use crate::config::{self, RawConfig, Settings};
+use crate::progress::Progress;
 use crate::{output, tables, wiring};
+use anyhow::{Context, ensure};
 use orchestrate_engine::{
     ClientOptions, EngineError, EngineErrorKind, EngineKind, ProbeReport, Severity,
 };
 use orchestrate_moe::ModelConfig;
 use orchestrate_rollout::ChatModel;
-use orchestrate_sandbox::{DockerProvider, Owner, Purpose, SandboxProvider, SandboxSpec};
+use orchestrate_sandbox::{
+    DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
+    battery_cases, run_battery,
+};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
 use serde::Serialize;
 use std::process::ExitCode;
@@ -30,9 +36,12 @@ struct Finding {
 pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
     let settings = config::load::<RawConfig>(&args.source)?.check()?;
     let mut findings = vec![finding("policy", policy(&settings))];
-    findings.push(finding("docker", docker(&settings).await));
+    findings.extend(docker(&settings).await);
     if findings.iter().all(|f| f.ok) {
         findings.push(finding("sandbox", sandbox(&settings).await));
+    }
+    if let Some(pattern) = args.battery.as_deref().filter(|_| findings.iter().all(|f| f.ok)) {
+        findings.push(finding("sandbox battery", battery(&settings, pattern, &args).await));
     }
     let urls = args.engine.clone().map_or_else(|| settings.engine.urls.clone(), |url| vec![url]);
     for url in urls {
@@ -81,16 +90,38 @@ fn policy(settings: &Settings) -> anyhow::Result<String> {
     ))
 }
 
-async fn docker(settings: &Settings) -> anyhow::Result<String> {
-    let provider = DockerProvider::connect(settings.sandbox.clone()).await?;
-    let report = provider.doctor().await?;
-    provider.shutdown().await?;
+/// The daemon; and whether one wall more could stand between its containers and the host.
+async fn docker(settings: &Settings) -> Vec<Finding> {
+    let report = async {
+        let provider = DockerProvider::connect(settings.sandbox.clone()).await?;
+        let report = provider.doctor().await?;
+        provider.shutdown().await?;
+        anyhow::Ok(report)
+    };
+    let report = match report.await {
+        Ok(report) => report,
+        Err(error) => return vec![finding("docker", Err(error))],
+    };
     let disk =
         report.free_disk.map_or_else(|| "unknown".to_owned(), |d| format!("{} GiB", d.0 >> 30));
-    Ok(format!(
-        "Docker {} at {}, cgroup v{}, {}, {} cores, free disk {disk}",
-        report.version, report.host, report.cgroup_version, report.storage_driver, report.cores
-    ))
+    let mut findings = vec![finding(
+        "docker",
+        Ok(format!(
+            "Docker {} (API {}) at {}, cgroup v{}, {}, {} cores, free disk {disk}",
+            report.version,
+            report.api,
+            report.host,
+            report.cgroup_version,
+            report.storage_driver,
+            report.cores
+        )),
+    )];
+    if report.root_is_the_hosts() {
+        let detail = "root in a container is root of the host: nothing but the kernel stands \
+                      between them; set userns-remap in the daemon's settings, or use gVisor";
+        findings.push(Finding { warning: true, ..finding("docker", Ok(detail.to_owned())) });
+    }
+    findings
 }
 
 async fn sandbox(settings: &Settings) -> anyhow::Result<String> {
@@ -119,6 +150,39 @@ async fn sandbox(settings: &Settings) -> anyhow::Result<String> {
         "image {}: open {:.0?}, command {:.1?}, proved clean {:.1?}",
         task.image, probe.open, probe.command, probe.close
     ))
+}
+
+/// Hostile commands and sick containers, case by case; the results as JSON where they are wanted.
+async fn battery(settings: &Settings, pattern: &str, args: &DoctorArgs) -> anyhow::Result<String> {
+    let chosen = battery_cases().into_iter().filter(|name| fits(pattern, name)).count();
+    ensure!(chosen > 0, "no case fits `{pattern}`; there are: {}", battery_cases().join(", "));
+    let task = wiring::all_tasks(settings).into_iter().next();
+    let image = task.context("the settings make no tasks")?.image;
+    let (progress, mut done) = (Progress::new(chosen as u64), 0);
+    let results = run_battery(
+        &settings.sandbox,
+        &image,
+        |name| fits(pattern, name),
+        |result| {
+            done += 1;
+            progress.update(done, chosen as u64, result.name.to_owned());
+            if let Some(problem) = &result.problem {
+                progress.line(&format!("{}: {problem}, got {}", result.name, result.outcome));
+            }
+        },
+    )
+    .await?;
+    progress.finish();
+    if let Some(path) = &args.save {
+        fs_err::write(path, serde_json::to_vec_pretty(&results)?)?;
+    }
+    let wrong: Vec<&str> = results.iter().filter(|r| !r.ok).map(|r| r.name).collect();
+    if let [_, ..] = wrong.as_slice() {
+        let kind = SandboxErrorKind::Unfit(wrong.join(", "));
+        return Err(SandboxError { sandbox: image, kind }.into());
+    }
+    let slowest = results.iter().map(|r| r.elapsed_ms).max().unwrap_or(0);
+    Ok(format!("{chosen} of {chosen} cases as they must be, the slowest in {slowest} ms"))
 }
 
 /// What the server is, and each thing about it that a run would stumble over.

@@ -1,6 +1,8 @@
-//! `orchestrate grade`: judges a recorded test log. Needs no Docker.
+//! `orchestrate grade`: judges a recorded test log, or predictions in sandboxes.
 
-use crate::args::{GradeArgs, HarnessArg};
+mod patches;
+
+use crate::args::GradeArgs;
 use crate::config::{self, RawConfig};
 use crate::output;
 use anyhow::Context;
@@ -11,7 +13,7 @@ use orchestrate_tasks::grade_log;
 use orchestrate_tasks::load::{self, Row};
 use orchestrate_tasks::predictions;
 use orchestrate_tasks::r2e::R2eRow;
-use orchestrate_tasks::swe::{self, Harness, Outcomes, Report, SweRow};
+use orchestrate_tasks::swe::{self, Outcomes, Report, SweRow};
 use serde_json::json;
 use std::io::BufReader;
 use std::process::ExitCode;
@@ -20,10 +22,13 @@ use std::process::ExitCode;
 const BUFFER: usize = 1 << 18;
 
 /// Runs the command.
-pub(crate) fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
-    match find(&args.tasks, &args.instance)? {
-        Row::R2e(row) => r2e(&row, args)?,
-        Row::Swe(row) => swe_bench(&row, args)?,
+pub(crate) async fn run(args: GradeArgs) -> anyhow::Result<ExitCode> {
+    let (Some(log), Some(instance)) = (&args.log, &args.instance) else {
+        return Box::pin(patches::run(&args)).await;
+    };
+    match find(&args.tasks, instance)? {
+        Row::R2e(row) => r2e(&row, log, &args)?,
+        Row::Swe(row) => swe_bench(&row, log, &args)?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -47,14 +52,14 @@ pub(crate) fn find(file: &Utf8Path, id: &str) -> anyhow::Result<Row> {
     )
 }
 
-fn log(args: &GradeArgs) -> anyhow::Result<BufReader<File>> {
-    Ok(BufReader::with_capacity(BUFFER, File::open(&args.log)?))
+fn open(log: &Utf8Path) -> anyhow::Result<BufReader<File>> {
+    Ok(BufReader::with_capacity(BUFFER, File::open(log)?))
 }
 
-fn r2e(row: &R2eRow, args: &GradeArgs) -> anyhow::Result<()> {
+fn r2e(row: &R2eRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<()> {
     let compat = config::load::<RawConfig>(&args.source)?.reward.compat;
     let task = row.to_task()?;
-    let verdict = grade_log(log(args)?, &task.expected)?;
+    let verdict = grade_log(open(log)?, &task.expected)?;
     let reward = match compat {
         RewardCompat::Strict => verdict.reward,
         RewardCompat::R2e => verdict.official_reward,
@@ -79,13 +84,10 @@ fn r2e(row: &R2eRow, args: &GradeArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn swe_bench(row: &SweRow, args: &GradeArgs) -> anyhow::Result<()> {
-    let harness = match args.harness {
-        HarnessArg::V4_1_0 => Harness::V4_1_0,
-        HarnessArg::V5_0_2 => Harness::V5_0_2,
-    };
-    let report = if has_patch(args)? {
-        swe::grade(row, harness, log(args)?)?
+fn swe_bench(row: &SweRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<()> {
+    let harness = args.harness.into();
+    let report = if has_patch(row, args)? {
+        swe::grade(row, harness, open(log)?)?
     } else {
         Report::without_patch(harness)
     };
@@ -112,12 +114,12 @@ fn swe_bench(row: &SweRow, args: &GradeArgs) -> anyhow::Result<()> {
 }
 
 /// Whether the predictions, if any are given, have a patch for the instance.
-fn has_patch(args: &GradeArgs) -> anyhow::Result<bool> {
+fn has_patch(row: &SweRow, args: &GradeArgs) -> anyhow::Result<bool> {
     let Some(path) = &args.predictions else { return Ok(true) };
     let predictions = predictions::read(path)?;
-    let of_instance = predictions.iter().find(|p| p.instance_id == args.instance);
-    let prediction =
-        of_instance.with_context(|| format!("no prediction for `{}` in {path}", args.instance))?;
+    let of_instance = predictions.iter().find(|p| p.instance_id == row.instance_id);
+    let prediction = of_instance
+        .with_context(|| format!("no prediction for `{}` in {path}", row.instance_id))?;
     Ok(prediction.model_patch.is_some())
 }
 

@@ -1,6 +1,8 @@
 //! One module per command.
 
+pub(crate) mod analyze;
 pub(crate) mod bench;
+pub(crate) mod compare;
 pub(crate) mod config;
 pub(crate) mod doctor;
 pub(crate) mod eval;

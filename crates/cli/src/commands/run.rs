@@ -1,5 +1,7 @@
 //! `orchestrate run`: create or open the run folder, wire the parts, follow the coordinator.
 
+mod forecast;
+
 use crate::args::{ConfigSource, RunArgs};
 use crate::config::{self, ConfigError, RawConfig, Settings};
 use crate::exit::STOPPED;
@@ -13,11 +15,15 @@ use orchestrate_types::RunId;
 use std::process::ExitCode;
 
 /// The recorded plan inside a run folder.
-const PLAN_FILE: &str = "plan.toml";
+pub(crate) const PLAN_FILE: &str = "plan.toml";
 
 /// Runs the command.
 pub(crate) async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
-    let folder = wiring::absolute(&args.run_dir)?;
+    if args.dry_run {
+        return forecast::run(&args.source, args.json);
+    }
+    let Some(run_dir) = &args.run_dir else { anyhow::bail!("name a folder by --run-dir") };
+    let folder = wiring::absolute(run_dir)?;
     let (settings, store) = if args.resume {
         resume(&folder, &args.source).await?
     } else {
@@ -46,15 +52,16 @@ pub(crate) async fn create_from(
     let new = NewRun { run: RunId::generate(), plan_digest: digest(&plan) };
     // The plan comes first, so that a journal never lacks it; a plan alone is no run yet.
     if !folder.join(JOURNAL_FILE).exists() {
-        let path = folder.join(PLAN_FILE);
-        let written = write_whole(folder, &path, &plan);
-        written.map_err(|source| RunError::File { path, source })?;
+        write_whole(&folder.join(PLAN_FILE), &plan)?;
     }
     Ok((settings, Store::create(folder, &new).await?))
 }
 
-/// Opens a run that was stopped, killed or finished.
-async fn resume(folder: &Utf8Path, source: &ConfigSource) -> anyhow::Result<(Settings, Store)> {
+/// Opens a run that was stopped, killed or finished; `source` must be empty.
+pub(crate) async fn resume(
+    folder: &Utf8Path,
+    source: &ConfigSource,
+) -> anyhow::Result<(Settings, Store)> {
     anyhow::ensure!(
         source.files.is_empty() && source.sets.is_empty(),
         ConfigError::Layer {
@@ -89,12 +96,16 @@ fn digest(plan: &str) -> String {
     blake3::hash(plan.as_bytes()).to_hex().to_string()
 }
 
-fn write_whole(folder: &Utf8Path, path: &Utf8Path, text: &str) -> std::io::Result<()> {
-    fs_err::create_dir_all(folder)?;
-    let temporary = path.with_extension("tmp");
-    fs_err::write(&temporary, text)?;
-    fs_err::File::open(&temporary)?.sync_all()?;
-    fs_err::rename(&temporary, path)
+/// Writes a file that is there as a whole or not at all, and the folders it lies in.
+pub(crate) fn write_whole(path: &Utf8Path, text: &str) -> Result<(), RunError> {
+    let write = || {
+        fs_err::create_dir_all(path.parent().unwrap_or(path))?;
+        let temporary = path.with_extension("tmp");
+        fs_err::write(&temporary, text)?;
+        fs_err::File::open(&temporary)?.sync_all()?;
+        fs_err::rename(&temporary, path)
+    };
+    write().map_err(|source| RunError::File { path: path.to_owned(), source })
 }
 
 /// Wires and drives a run to its end, and prints what came of it.
@@ -105,22 +116,9 @@ pub(crate) async fn finish(
     training: Training,
     json: bool,
 ) -> anyhow::Result<ExitCode> {
-    let view = live::View::new(settings.run.steps);
-    let mut servers = wiring::servers();
-    let reporter = view.reporter();
-    let built = wiring::coordinator(settings, folder, store, training, &mut servers, reporter);
-    let coordinator = Box::pin(built).await?;
     let stop = Stop::default();
-    let signals = live::watch_signals(stop.clone());
-    let driven = async { Ok(coordinator.run(stop).await?) };
-    let end = tokio::select! {
-        biased;
-        end = servers.during(Box::pin(driven)) => end,
-        () = signals => anyhow::bail!("the signal handler ended"),
-    };
-    view.finish();
-    servers.shutdown().await;
-    match end? {
+    let driven = Box::pin(drive(settings, folder, store, training, stop.clone()));
+    match live::until_stopped(stop, driven).await? {
         RunEnd::Finished(report) => {
             conclude(&report, folder, json)?;
             Ok(ExitCode::SUCCESS)
@@ -133,6 +131,26 @@ pub(crate) async fn finish(
             Ok(ExitCode::from(STOPPED))
         }
     }
+}
+
+/// Wires and drives a run to its end, or until `stop` says so.
+pub(crate) async fn drive(
+    settings: &Settings,
+    folder: &Utf8Path,
+    store: Store,
+    training: Training,
+    stop: Stop,
+) -> anyhow::Result<RunEnd> {
+    let view = live::View::new(settings.run.steps);
+    let mut servers = wiring::servers();
+    let reporter = view.reporter();
+    let built = wiring::coordinator(settings, folder, store, training, &mut servers, reporter);
+    let coordinator = Box::pin(built).await?;
+    let driven = async { Ok(coordinator.run(stop).await?) };
+    let end = servers.during(Box::pin(driven)).await;
+    view.finish();
+    servers.shutdown().await;
+    end
 }
 
 fn conclude(report: &RunReport, folder: &Utf8Path, json: bool) -> anyhow::Result<()> {

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 /// Serves a checkpoint until a signal comes.
 pub(crate) async fn engine(args: ServeEngineArgs) -> anyhow::Result<ExitCode> {
     let weight_format = weight_format(&args.weight_format).ok_or_else(|| {
-        problem("--weight-format", &args.weight_format, "use \"q8_0\" or \"f32\"")
+        problem("--weight-format", &args.weight_format, "use \"q8_0\", \"q4_0\" or \"f32\"")
     })?;
     let options = EngineOptions {
         weight_format,

@@ -1,25 +1,19 @@
 //! `orchestrate tasks`: list, show, import, verify.
 
 mod rows;
+mod verify;
 
 use crate::args::{SplitArg, TaskSelection, TasksArgs, TasksCommand};
 use crate::config::{self, RawConfig, Settings};
-use crate::progress::Progress;
-use crate::{output, tables, wiring};
+use crate::{output, tables, task_source, wiring};
 use anyhow::Context;
-use futures::stream::{self, StreamExt};
-use orchestrate_rollout::{GradeError, grade_patch};
-use orchestrate_sandbox::{DockerProvider, Owner, Purpose, SandboxProvider, SandboxSpec};
-use orchestrate_tasks::{Split, Task, verify::Check};
-use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
+use camino::Utf8Path;
+use orchestrate_tasks::{Split, Task};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
+use std::collections::HashSet;
 use std::process::ExitCode;
-use std::time::Duration;
-
-/// Longest life of a sandbox that checks one task.
-const SANDBOX_DEADLINE: Duration = Duration::from_mins(10);
 
 /// Runs the command.
 pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
@@ -31,13 +25,22 @@ pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
             rows::show(&file, &id, selection.json)
         }
         TasksCommand::Import { file, json } => rows::import(&file, json),
-        TasksCommand::Verify { selection, sample, all } => {
-            let (settings, mut tasks) = select(&selection)?;
-            if !all && sample > 0 {
+        TasksCommand::Verify { selection, ids, sample, all } => {
+            let (settings, mut tasks) = to_verify(&selection)?;
+            if !ids.is_empty() {
+                let known: HashSet<&str> = tasks.iter().map(|task| task.id.as_str()).collect();
+                if let Some(id) = ids.iter().find(|id| !known.contains(id.as_str())) {
+                    anyhow::bail!(
+                        "no task `{id}` among {} tasks (orchestrate tasks list)",
+                        tasks.len()
+                    );
+                }
+                tasks.retain(|task| ids.contains(&task.id));
+            } else if !all && sample > 0 {
                 tasks.shuffle(&mut ChaCha8Rng::seed_from_u64(settings.tasks.seed));
                 tasks.truncate(sample);
             }
-            Box::pin(verify(&settings, tasks, selection.json)).await
+            Box::pin(verify::verify(&settings, &tasks, selection.json)).await
         }
     }
 }
@@ -56,6 +59,17 @@ fn select(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
     });
     let mut tasks = wiring::all_tasks(&settings);
     tasks.retain(|task| wanted.is_none_or(|split| task.split == split));
+    Ok((settings, tasks))
+}
+
+/// The tasks of an environment, or of a file of rows where that is what is named.
+fn to_verify(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
+    let file = Utf8Path::new(&selection.environment);
+    if !file.is_file() {
+        return select(selection);
+    }
+    let settings = config::load::<RawConfig>(&selection.source)?.check()?;
+    let tasks = task_source::of_file(file, &settings.tasks.skip)?;
     Ok((settings, tasks))
 }
 
@@ -103,80 +117,4 @@ fn print(task: &Task) {
         }
     }
     output::data(format!("\n--- gold patch\n{}", task.gold_patch.trim_end()));
-}
-
-async fn verify(settings: &Settings, tasks: Vec<Task>, json: bool) -> anyhow::Result<ExitCode> {
-    let provider = DockerProvider::connect(settings.sandbox.clone()).await?;
-    let owner = RunId::generate();
-    let progress = Progress::new(tasks.len() as u64);
-    let total = tasks.len() as u64;
-    let checks = stream::iter(tasks.iter().enumerate())
-        .map(|(index, task)| check(&provider, settings, owner, index, task))
-        .buffer_unordered(settings.sandbox.max_containers);
-    let mut checks = std::pin::pin!(checks);
-    let (mut done, mut bad) = (0_usize, Vec::new());
-    let mut failure = None;
-    while let Some((task, result)) = checks.next().await {
-        done += 1;
-        progress.update(done as u64, total, format!("{} unhealthy", bad.len()));
-        match result {
-            Ok(check) => {
-                let problems = check.problems();
-                if !problems.is_empty() {
-                    progress.line(&format!("{}: {}", task.id, problems.join("; ")));
-                    bad.push(task.id.clone());
-                }
-            }
-            Err(error) => {
-                failure = Some(error);
-                break;
-            }
-        }
-    }
-    progress.finish();
-    provider.shutdown().await?;
-    if let Some(error) = failure {
-        return Err(error.into());
-    }
-    if json {
-        output::json(&serde_json::json!({"checked": done, "unhealthy": bad}))?;
-    } else {
-        output::data(format!(
-            "{done} tasks checked in real sandboxes: gold patch = 1.0 and no patch = 0.0 for {}",
-            done - bad.len()
-        ));
-    }
-    anyhow::ensure!(bad.is_empty(), "{} of {done} tasks are unhealthy", bad.len());
-    Ok(ExitCode::SUCCESS)
-}
-
-async fn check<'a>(
-    provider: &DockerProvider,
-    settings: &Settings,
-    run: RunId,
-    index: usize,
-    task: &'a Task,
-) -> (&'a Task, Result<Check, GradeError>) {
-    let group = GroupId::Eval { round: 0, index: u32::try_from(index).unwrap_or(u32::MAX) };
-    let spec = |member| SandboxSpec {
-        image: task.image.clone(),
-        purpose: Purpose::Grader,
-        owner: Owner {
-            run,
-            epoch: 0,
-            attempt: AttemptId { episode: EpisodeId { group, member }, attempt: 1 },
-        },
-        workdir: task.workdir.clone(),
-        limits: wiring::limits(settings),
-        deadline: SANDBOX_DEADLINE,
-        reusable: true,
-    };
-    let judge = settings.reward.compat.judge();
-    let both = async {
-        Ok(Check {
-            gold: grade_patch(provider, &spec(0), task, &task.gold_patch, judge).await?,
-            noop: grade_patch(provider, &spec(1), task, "", judge).await?,
-        })
-    };
-    (task, both.await)
 }

@@ -323,6 +323,7 @@ impl ToyTrainer {
             mean_abs_logprob_diff: 1e-2,
             mean_abs_prob_diff: 2e-3,
             extreme_token_fraction: BTreeMap::from([("2".to_owned(), extreme)]),
+            ..Mismatch::default()
         };
         let result = StepResult {
             policy_version: PolicyVersion(state.version),
@@ -422,6 +423,7 @@ pub(crate) fn task(id: &str, split: Split) -> Arc<Task> {
         test_timeout: Duration::from_secs(1),
         expected: BTreeMap::new(),
         gold_patch: String::new(),
+        origin: orchestrate_tasks::Origin::Files,
     })
 }
 

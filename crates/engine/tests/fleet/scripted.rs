@@ -235,7 +235,7 @@ pub(crate) fn request(session: &str, tokens: usize) -> GenerateRequest {
     GenerateRequest {
         request_id: RequestId::new(RunId::generate(), attempt, 0, 0),
         session: session.to_owned(),
-        token_ids: vec![7; tokens],
+        token_ids: vec![7; tokens].into(),
         sampling: Sampling {
             temperature: 1.0,
             top_p: 1.0,

@@ -120,7 +120,7 @@ pub(crate) fn request(
     GenerateRequest {
         request_id: RequestId::new(RunId::generate(), attempt, 3, 0),
         session: "t000001.02-a01".to_owned(),
-        token_ids,
+        token_ids: token_ids.into(),
         sampling: Sampling {
             temperature: 1.0,
             top_p: 1.0,

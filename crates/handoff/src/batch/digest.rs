@@ -2,8 +2,7 @@
 //!
 //! Rows are written, and digested, as they come; header and columns in front of them are complete
 //! only with the last sequence. BLAKE3 is a tree over the file, so the branches that lie within
-//! the rows can be made first, and side by side: whoever writes a branch digests it while it is in
-//! that core's cache.
+//! the rows can be made first, side by side, and while the rows are written.
 
 use blake3::hazmat::{
     ChainingValue, HasherExt as _, Mode, left_subtree_len, merge_subtrees_non_root,
@@ -34,7 +33,7 @@ impl FileDigest {
     }
 
     /// Takes the next bytes after the front, and has each written once to where it belongs in the
-    /// file, by any thread and in any order.
+    /// file.
     pub(super) fn write<'c>(
         &mut self,
         chunks: impl IntoIterator<Item = &'c [u8]>,
@@ -43,14 +42,18 @@ impl FileDigest {
         let head = self.head.len() as u64;
         let start = if head < self.head_bytes as u64 { self.front + head } else { self.rest.end };
         let pieces = pieces(start, chunks);
-        let done: io::Result<Vec<_>> = pieces
-            .par_iter()
-            .map(|piece| {
-                piece.write(&write_at)?;
-                Ok(piece.is_branch().then(|| piece.digest()))
-            })
-            .collect();
-        for (piece, value) in pieces.iter().zip(done?) {
+        // One thread writes: a file takes one write at a time, and others would only wait for it.
+        let (written, digests) = rayon::join(
+            || pieces.iter().try_for_each(|piece| piece.write(&write_at)),
+            || -> Vec<_> {
+                let digest = |whole: &mut Vec<u8>, piece: &Piece<'_>| {
+                    piece.is_branch().then(|| piece.digest(whole))
+                };
+                pieces.par_iter().map_init(Vec::new, digest).collect()
+            },
+        );
+        written?;
+        for (piece, value) in pieces.iter().zip(digests) {
             match value {
                 _ if piece.at < self.front + self.head_bytes as u64 => {
                     piece.parts.iter().for_each(|part| self.head.extend_from_slice(part));
@@ -106,12 +109,13 @@ impl Piece<'_> {
         Ok(())
     }
 
-    fn digest(&self) -> ChainingValue {
+    /// `whole` is memory to use: a block of rows is short and lies across BLAKE3's chunks, of which
+    /// many at a time are quicker than the copy costs.
+    fn digest(&self, whole: &mut Vec<u8>) -> ChainingValue {
+        whole.clear();
+        self.parts.iter().for_each(|part| whole.extend_from_slice(part));
         let mut hasher = Hasher::new();
-        hasher.set_input_offset(self.at);
-        for part in &self.parts {
-            hasher.update(part);
-        }
+        hasher.set_input_offset(self.at).update(whole);
         hasher.finalize_non_root()
     }
 }

@@ -5,13 +5,15 @@ use super::{BatchErrorKind, FORMAT_VERSION};
 use camino::Utf8Path;
 use memmap2::Mmap;
 use orchestrate_types::{ModelShape, TokenId};
+use rayon::iter::IndexedParallelIterator;
+use rayon::slice::ParallelSlice;
 use safetensors::SafeTensors;
 use safetensors::tensor::Metadata;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Ids looked at together when they are checked: long enough for vector instructions.
-const CHECKED_TOGETHER: usize = 4096;
+/// Ids looked at together when they are checked.
+const CHECKED_TOGETHER: usize = 1 << 16;
 
 /// One shard, checked.
 #[derive(Debug)]
@@ -273,20 +275,26 @@ fn check_offsets(offsets: &[i64], tokens: usize) -> Result<Vec<usize>, BatchErro
 
 /// Index of the first id that is not below the number of experts.
 fn unknown_expert(ids: &[u8], shape: &ModelShape) -> Option<usize> {
-    let experts = shape.experts;
+    let last = shape.experts.saturating_sub(1);
     if shape.id_bytes() == 1 {
-        first_above(ids, |id| usize::from(*id) >= experts)
+        first_above(ids, |id| *id, u8::try_from(last).unwrap_or(u8::MAX))
     } else {
-        first_above(ids.as_chunks::<2>().0, |id| usize::from(u16::from_le_bytes(*id)) >= experts)
+        let last = u16::try_from(last).unwrap_or(u16::MAX);
+        first_above(ids.as_chunks::<2>().0, |id| u16::from_le_bytes(*id), last)
     }
 }
 
-/// Like `position`, but without a branch per element while nothing is found.
-fn first_above<T>(values: &[T], bad: impl Fn(&T) -> bool) -> Option<usize> {
-    let mut chunks = values.chunks(CHECKED_TOGETHER);
-    let chunk = chunks.position(|chunk| chunk.iter().fold(false, |any, v| any | bad(v)))?;
-    let start = chunk * CHECKED_TOGETHER;
-    Some(start + values.get(start..)?.iter().position(bad)?)
+/// Index of the first value above `last`: by the greatest of each part, which needs no branch per
+/// value, and vectors no wider than the values.
+fn first_above<T: Sync, V: Ord + Default + Copy + Sync>(
+    values: &[T],
+    read: impl Fn(&T) -> V + Sync,
+    last: V,
+) -> Option<usize> {
+    let greatest = |part: &[T]| part.iter().fold(V::default(), |most, v| most.max(read(v)));
+    let part = values.par_chunks(CHECKED_TOGETHER).position_first(|part| greatest(part) > last)?;
+    let start = part * CHECKED_TOGETHER;
+    Some(start + values.get(start..)?.iter().position(|value| read(value) > last)?)
 }
 
 fn elements<T, const N: usize>(bytes: &[u8], read: fn([u8; N]) -> T) -> Vec<T> {

@@ -157,6 +157,7 @@ pub(super) async fn server_info(State(engine): State<Arc<Engine>>) -> Json<Value
     let quantization = match options.weight_format {
         WeightFormat::F32 => Value::Null,
         WeightFormat::Q8_0 => "q8_0".into(),
+        WeightFormat::Q4_0 => "q4_0".into(),
     };
     Json(json!({
         "engine": "orchestrate",

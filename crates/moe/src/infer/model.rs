@@ -7,7 +7,7 @@
 #![expect(clippy::cast_possible_truncation, reason = "constants of the model are used in f32")]
 
 use super::kernels::{Dense, KvView, Level, attend, exp_shifted, gated_silu, rms_norm};
-use super::quantized::{BLOCK, Quantized};
+use super::quantized::{BLOCK, Bits, Quantized};
 use crate::router::RouterFamily;
 use crate::{CheckpointError, ModelConfig, Weights};
 use std::sync::Arc;
@@ -34,6 +34,9 @@ pub enum WeightFormat {
     /// is not a multiple of 32.
     #[default]
     Q8_0,
+    /// As `Q8_0`, but weights have only the 16 values of GGML's `Q4_0`: a coarse sampler, to study
+    /// what its distance from the trainer does. It saves neither memory nor time.
+    Q4_0,
 }
 
 #[derive(Debug)]
@@ -47,9 +50,14 @@ impl Matrix {
     fn pack(format: WeightFormat, rows: &[f32], n: usize, k: usize) -> Self {
         match format {
             WeightFormat::Q8_0 if k.is_multiple_of(BLOCK) => {
-                Self::Quantized(Arc::new(Quantized::pack(rows, n, k)))
+                Self::Quantized(Arc::new(Quantized::pack(Bits::Eight, rows, n, k)))
             }
-            WeightFormat::Q8_0 | WeightFormat::F32 => Self::Dense(Dense::pack(rows, n, k)),
+            WeightFormat::Q4_0 if k.is_multiple_of(BLOCK) => {
+                Self::Quantized(Arc::new(Quantized::pack(Bits::Four, rows, n, k)))
+            }
+            WeightFormat::Q8_0 | WeightFormat::Q4_0 | WeightFormat::F32 => {
+                Self::Dense(Dense::pack(rows, n, k))
+            }
         }
     }
 

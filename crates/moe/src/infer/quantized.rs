@@ -1,4 +1,5 @@
-//! Matrices in GGML's `Q8_0`: blocks of 32 signed bytes with one f16 scale.
+//! Matrices in GGML's `Q8_0`: blocks of 32 signed bytes with one f16 scale. Values of its `Q4_0` are
+//! such bytes, too, and are held as such: they are coarser, not smaller.
 //!
 //! The product quantises its input rows the same way, multiplies and sums bytes exactly in
 //! integers, and scales the sum of each block. Bytes are stored four values of sixteen columns at
@@ -55,9 +56,18 @@ struct Input {
     scales: Vec<f32>,
 }
 
+/// How finely weights are told apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Bits {
+    /// 255 values: `Q8_0`.
+    Eight,
+    /// 16 values: `Q4_0`.
+    Four,
+}
+
 impl Quantized {
     /// Quantises `rows`, `[n, k]`; `k` must be a multiple of [`BLOCK`].
-    pub(crate) fn pack(rows: &[f32], n: usize, k: usize) -> Self {
+    pub(crate) fn pack(bits: Bits, rows: &[f32], n: usize, k: usize) -> Self {
         assert!(rows.len() == n * k && k > 0 && k.is_multiple_of(BLOCK));
         let blocks = k / BLOCK;
         let empty = Tile {
@@ -70,10 +80,16 @@ impl Quantized {
             for (block, values) in row.as_chunks::<BLOCK>().0.iter().enumerate() {
                 let tile = &mut tiles[column / COLUMNS * blocks + block];
                 let at = column % COLUMNS;
-                let (scale, inverse) = scale_of(values);
+                let (scale, inverse) = match bits {
+                    Bits::Eight => scale_of(values),
+                    Bits::Four => coarse_scale_of(values),
+                };
                 tile.scales[at] = scale;
                 for (i, &value) in values.iter().enumerate() {
-                    let byte = round(value * inverse) as i8;
+                    let byte = match bits {
+                        Bits::Eight => round(value * inverse),
+                        Bits::Four => (value * inverse + 8.5).trunc().min(15.0) - 8.0,
+                    } as i8;
                     tile.bytes[i / QUAD][at][i % QUAD] = byte;
                     tile.excess[at] += SHIFT * i32::from(byte);
                 }
@@ -123,6 +139,15 @@ fn scale_of(values: &[f32; BLOCK]) -> (f32, f32) {
     }
     let scale = largest / 127.0;
     let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
+    (f16::from_f32(scale).to_f32(), inverse)
+}
+
+/// As [`scale_of`], for −8 to 7: the value that is farthest from 0 becomes −8, so that the scale has
+/// the other sign.
+fn coarse_scale_of(values: &[f32; BLOCK]) -> (f32, f32) {
+    let farther = |a: f32, b: &f32| if b.abs() > a.abs() { *b } else { a };
+    let scale = values.iter().fold(0.0, farther) / -8.0;
+    let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
     (f16::from_f32(scale).to_f32(), inverse)
 }
 
@@ -279,7 +304,7 @@ mod vnni {
 mod tests {
     use super::*;
     use candle_core::quantized::GgmlType;
-    use candle_core::quantized::k_quants::BlockQ8_0;
+    use candle_core::quantized::k_quants::{BlockQ4_0, BlockQ8_0};
 
     fn values(seed: u32, len: u32) -> Vec<f32> {
         let noise = |i: u32| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 8) as f32;
@@ -291,7 +316,7 @@ mod tests {
         let (n, k, rows) = (37, 96, 6);
         let weights = values(1, 37 * 96);
         let x = values(2, 6 * 96);
-        let matrix = Quantized::pack(&weights, n, k);
+        let matrix = Quantized::pack(Bits::Eight, &weights, n, k);
         let mut out = vec![0.0; rows * n];
         matrix.apply(Level::detect(), &x, &mut out);
 
@@ -314,8 +339,26 @@ mod tests {
     }
 
     #[test]
+    fn four_bits_are_those_of_ggml_blocks() {
+        let k = 64;
+        let mut weights = values(5, 3 * 64);
+        // A block of zeros, and one whose farthest value is there with both signs.
+        weights[..BLOCK].fill(0.0);
+        (weights[40], weights[50]) = (0.75, -0.75);
+        let matrix = Quantized::pack(Bits::Four, &weights, 3, k);
+        let mut blocks = vec![BlockQ4_0::zeros(); weights.len() / BLOCK];
+        BlockQ4_0::from_float(&weights, &mut blocks);
+        let (mut mine, mut theirs) = (vec![0.0; k], vec![0.0; k]);
+        for (row, blocks) in blocks.chunks_exact(k / BLOCK).enumerate() {
+            matrix.row(row, &mut mine);
+            BlockQ4_0::to_float(blocks, &mut theirs);
+            assert_eq!(mine, theirs, "row {row}");
+        }
+    }
+
+    #[test]
     fn every_instruction_set_gives_the_same_bits() {
-        let matrix = Quantized::pack(&values(3, 48 * 64), 48, 64);
+        let matrix = Quantized::pack(Bits::Eight, &values(3, 48 * 64), 48, 64);
         let x = values(4, 5 * 64);
         let detected = Level::detect();
         let [a, b] = [detected, Level { byte_dots: false, ..detected }].map(|level| {

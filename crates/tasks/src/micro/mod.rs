@@ -21,7 +21,7 @@ use crate::patch;
 use crate::r2e::{
     ExecutionResult, FileDiff, HIDDEN_FOLDER, MicroColumns, ParsedCommit, R2eRow, WORKDIR,
 };
-use crate::task::{Split, Task, TaskFile, TestStatus};
+use crate::task::{Origin, Split, Task, TaskFile, TestStatus};
 use families::{CATALOG, Family, fill};
 use instance::{Case, Function, Instance};
 use std::collections::{BTreeMap, HashSet};
@@ -198,6 +198,7 @@ impl Instance {
             test_timeout: Duration::from_secs(20),
             expected: tests.into_iter().map(|(name, _)| (name, TestStatus::Passed)).collect(),
             gold_patch: patch::file_diff(&self.file, Some(&old), Some(&new)).to_string(),
+            origin: Origin::Files,
         }
     }
 

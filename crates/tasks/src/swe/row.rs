@@ -1,9 +1,16 @@
 //! Rows of the SWE-bench family.
 
-use super::Harness;
 use super::parsers::LogParser;
 use super::spec::{self, spec};
+use super::{Harness, Report};
+use crate::r2e::WORKDIR;
+use crate::task::{Origin, Split, Task, TestStatus, Verdict};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How long the harness lets an evaluation script run.
+const TEST_TIMEOUT: Duration = Duration::from_mins(30);
 
 /// A row of SWE-bench (full, Lite or Verified), in the columns of harness 4 or 5. Columns that no
 /// part of this program needs are ignored.
@@ -100,6 +107,42 @@ impl SweRow {
             Some(name) => LogParser::named(name),
             None => spec::parser(&self.repo),
         }
+    }
+
+    /// The task of this row.
+    pub fn to_task(&self) -> Task {
+        let tests = self.fail_to_pass.iter().chain(&self.pass_to_pass);
+        Task {
+            id: self.instance_id.clone(),
+            environment: "swe-bench".to_owned(),
+            family: self.repo.clone(),
+            split: Split::HeldOut,
+            problem_statement: self.problem_statement.clone(),
+            image: self.image(),
+            workdir: WORKDIR.to_owned(),
+            agent_files: Vec::new(),
+            hidden_files: Vec::new(),
+            test_command: "/bin/bash /eval.sh".to_owned(),
+            test_timeout: TEST_TIMEOUT,
+            expected: tests.map(|test| (test.clone(), TestStatus::Passed)).collect(),
+            gold_patch: self.patch.clone(),
+            origin: Origin::SweBench(Box::new(self.clone())),
+        }
+    }
+
+    /// The harness' report as a verdict; without one nothing passed.
+    pub fn verdict(&self, report: Option<Report>) -> Verdict {
+        let outcomes = report.as_ref().and_then(|report| report.tests_status.as_ref());
+        let lists = || outcomes.into_iter().flat_map(|o| [&o.fail_to_pass, &o.pass_to_pass]);
+        let passed = lists().flat_map(|list| &list.success).map(|test| (test, TestStatus::Passed));
+        let failed = lists().flat_map(|list| &list.failure).map(|test| (test, TestStatus::Failed));
+        let statuses: BTreeMap<String, TestStatus> =
+            passed.chain(failed).map(|(test, status)| (test.clone(), status)).collect();
+        let wanted = self.fail_to_pass.iter().chain(&self.pass_to_pass);
+        let is_missing = |test: &&String| statuses.get(*test) != Some(&TestStatus::Passed);
+        let differing = wanted.filter(is_missing).cloned().collect();
+        let reward = f64::from(u8::from(report.as_ref().is_some_and(|report| report.resolved)));
+        Verdict { reward, official_reward: reward, statuses, differing, report }
     }
 
     /// What its tests report. Version 4 knows the repositories that report failures only, none of

@@ -3,6 +3,7 @@
 mod machine;
 mod rollout;
 mod routing;
+mod sandbox;
 
 use crate::args::BenchCommand;
 pub(crate) use rollout::Listening;
@@ -15,11 +16,12 @@ pub(crate) async fn run(command: BenchCommand) -> anyhow::Result<ExitCode> {
             tokio::task::spawn_blocking(move || routing::run(&args)).await?
         }
         BenchCommand::Rollout(args) => rollout::run(&args).await,
+        BenchCommand::Sandbox(args) => Box::pin(sandbox::run(&args)).await,
     }
 }
 
 /// Whether `name` fits `pattern`, in which `*` stands for any text.
-fn fits(pattern: &str, name: &str) -> bool {
+pub(crate) fn fits(pattern: &str, name: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == name,
         Some((before, after)) => name.strip_prefix(before).is_some_and(|rest| {

@@ -99,16 +99,20 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 #[test]
-fn q8_stays_close_to_f32() {
+fn q8_stays_close_to_f32_and_q4_is_coarser() {
     let weights = Weights::random(small_config(4), 7);
     let tokens: Vec<u32> = (0..64).map(|i| i * 37 % 1024).collect();
     let slots: Vec<u32> = (0..64).collect();
-    let [a, b] = [WeightFormat::F32, WeightFormat::Q8_0].map(|format| {
+    let formats = [WeightFormat::F32, WeightFormat::Q8_0, WeightFormat::Q4_0];
+    let [exact, fine, coarse] = formats.map(|format| {
         let model = Model::build(&weights, format).unwrap();
         run(&model, &mut KvPool::new(model.config(), 64), &tokens, &slots)
     });
-    let worst = a.iter().zip(&b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    assert!(worst > 0.0 && worst < 0.05, "{worst}");
+    let worst =
+        |found: &[f32]| exact.iter().zip(found).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let (fine, coarse) = (worst(&fine), worst(&coarse));
+    assert!(fine > 0.0 && fine < 0.05, "{fine}");
+    assert!(coarse > 4.0 * fine && coarse < 1.0, "{coarse} beside {fine}");
 }
 
 /// Seconds this thread has been on a CPU, so that a busy machine does not blur the result.

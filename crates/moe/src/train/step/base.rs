@@ -199,7 +199,9 @@ impl<'a> Base<'a> {
         let (batch, h) = (self.batch, self.settings);
         metrics.entropy = batch.entropy(outputs);
         metrics.mismatch = batch.mismatch(outputs);
-        metrics.expert_load_entropy = batch.load_entropy(outputs, model.config().num_experts);
+        let load = batch.load(outputs, model.config().num_experts);
+        metrics.expert_load_entropy = load.entropy();
+        metrics.expert_load = load.curves();
         let mut ratios = RolloutRatioSum::default();
         let (mut divergence, mut tokens) = (0.0, 0.0);
         for output in outputs {

@@ -2,7 +2,7 @@
 
 use super::StepError;
 use crate::ModelConfig;
-use crate::diagnostics::{DisagreementSum, MismatchSum, load_entropy};
+use crate::diagnostics::{DisagreementSum, ExpertLoad, MismatchSum};
 use crate::train::batch::{BatchError, PackedBatch, Routes};
 use crate::train::pass::SequenceOutput;
 use orchestrate_handoff::Batch;
@@ -127,6 +127,7 @@ impl TrainBatch {
             {
                 sum.add(f64::from(trainer), f64::from(sampler));
             }
+            sum.end_sequence();
         }
         sum.finish()
     }
@@ -159,14 +160,14 @@ impl TrainBatch {
         total / f64::from(count.max(1))
     }
 
-    /// How evenly the experts of each layer are used, last tokens excepted.
-    pub(super) fn load_entropy(&self, outputs: &[SequenceOutput<f32>], experts: usize) -> Vec<f64> {
+    /// How the experts of each layer are used, last tokens excepted.
+    pub(super) fn load(&self, outputs: &[SequenceOutput<f32>], experts: usize) -> ExpertLoad {
         let (layers, top_k) = (self.routes.layers(), self.routes.top_k());
         let rows = outputs.iter().flat_map(|output| {
             let rows = output.routes.chunks_exact(layers * top_k);
             let inputs = rows.len().saturating_sub(1);
             rows.take(inputs)
         });
-        load_entropy(rows, layers, experts)
+        ExpertLoad::count(rows, layers, experts)
     }
 }

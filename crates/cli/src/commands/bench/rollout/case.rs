@@ -9,7 +9,7 @@ use camino::Utf8Path;
 use orchestrate_coordinator::LoopLag;
 use orchestrate_engine::{Engine, Fleet, FleetMember, FleetOptions, SglangClient, SglangOptions};
 use orchestrate_rollout::{
-    EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes, Leads, RowSharing,
+    EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes, Leads, RowSharing, Rules,
 };
 use orchestrate_routing::{CacheOptions, MixedRows, PrefixCache, SharingScope};
 use orchestrate_sandbox::Limits as ContainerLimits;
@@ -252,7 +252,8 @@ fn runner(kind: &Kind, world: &World, engine: Arc<dyn Engine>) -> anyhow::Result
             pids: 1,
             tmpfs: ByteSize::mib(1),
         },
-        judge,
+        rules: Rules::new(judge),
+        logs: None,
         rows: RowSharing {
             cache: Some(Arc::new(cache)),
             scope: SharingScope::Worker,

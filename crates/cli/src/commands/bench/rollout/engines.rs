@@ -86,7 +86,10 @@ impl Engines {
 
 async fn start(plan: &Utf8Path, address: std::net::SocketAddr) -> anyhow::Result<Process> {
     let program = std::env::current_exe().context("find this program")?;
-    let mut child = Command::new(program)
+    // In a run engines have processors of their own; here they get what the coordinator leaves.
+    let mut child = Command::new("nice")
+        .args(["-n", "10"])
+        .arg(program)
         .args(["synthetic-engine", "--plan", plan.as_str(), "--listen", &address.to_string()])
         // It ends when this pipe closes, however this process ends.
         .stdin(Stdio::piped())

@@ -1,96 +1,32 @@
-//! Judging a change in a fresh sandbox that the agent never touched.
+//! Grading where a task brings its own files.
 
+use super::{LOG_BYTES, entry, refused};
 use crate::tree::TreeChange;
-use orchestrate_sandbox::{
-    Command, Exit, FileEntry, Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
-};
+use orchestrate_sandbox::{Command, ExecResult, FileEntry, Sandbox, SandboxError};
+use orchestrate_tasks::Task;
 use orchestrate_tasks::patch::{self, PatchError};
-use orchestrate_tasks::{Task, TaskFile, Verdict};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-
-/// Bytes of the test log kept at its head and at its tail.
-const LOG_BYTES: usize = 1 << 20;
 
 /// Time for removing files.
 const HELPER_TIMEOUT: Duration = Duration::from_mins(1);
 
-/// Turns a test log into a verdict. [`judge_by_summary`] fits all families that print pytest's
-/// short test summary.
-pub type Judge = fn(&Task, &str) -> Verdict;
-
-/// The strict rule on pytest's short test summary: every expected test with its expected status.
-pub fn judge_by_summary(task: &Task, log: &str) -> Verdict {
-    orchestrate_tasks::grade(log, &task.expected)
-}
-
-/// R2E-Gym's own rule on the same summary, known defects and all.
-pub fn judge_as_r2e(task: &Task, log: &str) -> Verdict {
-    let verdict = judge_by_summary(task, log);
-    Verdict { reward: verdict.official_reward, ..verdict }
-}
-
-/// Opens a grader sandbox, lays the change and then the hidden files over the task's tree, runs
-/// the tests and judges their log. Tests that run out of time or memory are judged by what they
-/// had printed: that is the agent's doing. The sandbox is closed whatever happens.
-pub(crate) async fn grade(
-    provider: &dyn SandboxProvider,
-    spec: &SandboxSpec,
-    task: &Task,
-    change: &TreeChange,
-    judge: Judge,
-) -> Result<Verdict, SandboxError> {
-    let mut sandbox = provider.open(spec).await?;
-    let log = run_tests(sandbox.as_mut(), task, change).await;
-    close(sandbox).await;
-    Ok(judge(task, &log?))
-}
-
-/// Grades a text patch against a task that brings its own files, as an episode's change is graded.
-///
-/// # Errors
-/// [`GradeError::Patch`] if the patch does not apply to the task's files, [`GradeError::Sandbox`]
-/// if the sandbox fails.
-pub async fn grade_patch(
-    provider: &dyn SandboxProvider,
-    spec: &SandboxSpec,
-    task: &Task,
-    patch: &str,
-    judge: Judge,
-) -> Result<Verdict, GradeError> {
+/// The change that a text patch makes to the task's files.
+pub(super) fn change(task: &Task, patch: &str) -> Result<TreeChange, PatchError> {
     let patched = patch::apply(&task.agent_files, patch)?;
     let paths: BTreeSet<&str> = patched.iter().map(|file| file.path.as_str()).collect();
     let removed = task.agent_files.iter().map(|file| &file.path);
     let removed = removed.filter(|path| !paths.contains(path.as_str())).cloned().collect();
     let written = patched.iter().filter(|file| !task.agent_files.contains(file)).map(entry);
-    let change = TreeChange { written: written.collect(), removed, ..TreeChange::default() };
-    Ok(grade(provider, spec, task, &change, judge).await?)
+    Ok(TreeChange { written: written.collect(), removed, patch: patch.to_owned() })
 }
 
-/// A patch that was not graded.
-#[derive(Debug, thiserror::Error)]
-pub enum GradeError {
-    /// It does not apply.
-    #[error("the patch does not apply")]
-    Patch(#[from] PatchError),
-    /// The sandbox failed.
-    #[error(transparent)]
-    Sandbox(#[from] SandboxError),
-}
-
-/// Closes a sandbox. A failure is the sandbox room's own to clean up, and no reason to lose a
-/// result; it is only reported.
-pub(crate) async fn close(sandbox: Box<dyn Sandbox>) {
-    if let Err(error) = sandbox.close().await {
-        tracing::warn!(%error, "sandbox was not closed cleanly");
-    }
-}
-
-async fn run_tests(
+/// Lays the change and then the hidden files over the task's tree, and runs the tests.
+pub(super) async fn run_tests(
     sandbox: &mut dyn Sandbox,
     task: &Task,
     change: &TreeChange,
-) -> Result<String, SandboxError> {
+) -> Result<ExecResult, SandboxError> {
     let given: BTreeSet<&str> = task.agent_files.iter().map(|file| file.path.as_str()).collect();
     let in_image: Vec<&String> =
         change.removed.iter().filter(|path| !given.contains(path.as_str())).collect();
@@ -106,20 +42,7 @@ async fn run_tests(
     sandbox.write_files(&graded_files(task, change)).await?;
     let mut tests = Command::shell(task.test_command.as_str(), task.test_timeout);
     tests.keep_bytes = LOG_BYTES;
-    let result = sandbox.exec(&tests).await?;
-    match result.exit {
-        Exit::Code(_) | Exit::Signal(_) | Exit::TimedOut => Ok(result.text()),
-        Exit::NotStarted => {
-            Err(refused(sandbox, "test command", "the shell could not be started".to_owned()))
-        }
-    }
-}
-
-fn refused(sandbox: &dyn Sandbox, call: &'static str, message: String) -> SandboxError {
-    SandboxError {
-        sandbox: sandbox.name().to_owned(),
-        kind: SandboxErrorKind::Refused { call, message },
-    }
+    sandbox.exec(&tests).await
 }
 
 /// All files to write, by path: the task's own, the agent's over them, the hidden ones over all.
@@ -134,9 +57,14 @@ fn graded_files(task: &Task, change: &TreeChange) -> Vec<FileEntry> {
     }
     let test_folders: BTreeSet<&str> =
         task.hidden_files.iter().filter_map(|file| test_folder(&file.path)).collect();
+    let leads = |folder: &str, path: &str| {
+        path.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/'))
+    };
+    // A file where a hidden one needs a folder, or the other way round, would end the grading as a
+    // failure of ours: a way out for an agent that has nothing to show.
     let planted = |path: &str| {
-        let inside = |folder: &&str| path.strip_prefix(*folder).is_some_and(|p| p.starts_with('/'));
-        test_folders.iter().any(inside)
+        test_folders.iter().any(|folder| leads(folder, path))
+            || task.hidden_files.iter().any(|h| leads(path, &h.path) || leads(&h.path, path))
     };
     for file in change.written.iter().filter(|file| !planted(&file.path)) {
         put(file.clone());
@@ -153,11 +81,6 @@ fn test_folder(path: &str) -> Option<&str> {
     let slashes = path.match_indices('/').map(|(at, _)| at);
     let folders = slashes.filter_map(|at| path.get(..at));
     folders.into_iter().find(|f| f.rsplit('/').next().is_some_and(|name| name.contains("test")))
-}
-
-/// A task's text file as the sandbox takes it.
-pub(crate) fn entry(file: &TaskFile) -> FileEntry {
-    FileEntry { path: file.path.clone(), mode: 0o644, content: file.content.clone().into_bytes() }
 }
 
 #[cfg(test)]
@@ -179,8 +102,11 @@ mod tests {
             "total.py",
             "r2e_tests/deep/x.py",
             "r2e_tests/test_1.py",
+            "r2e_tests",
+            "src",
             "src/new.py",
             "src/check.py",
+            "src/check.py/x",
         ];
         let change = TreeChange {
             written: written.map(file).to_vec(),
@@ -197,19 +123,6 @@ mod tests {
             ("total.py", true),
         ];
         assert_eq!(found, expected);
-    }
-
-    #[test]
-    fn known_defects_count_where_they_are_asked_for() {
-        let mut task = toy_task();
-        task.expected = [("a".to_owned(), orchestrate_tasks::TestStatus::Passed)].into();
-        let forged = "short test summary info\nPASSED t::a\nshort test summary info\nFAILED t::a";
-        let nameless = "short test summary info\nERROR t.py - ImportError";
-        for log in [forged, nameless] {
-            let reward = |compat: crate::RewardCompat| compat.judge()(&task, log).reward;
-            assert!(reward(crate::RewardCompat::Strict) < 0.5, "{log}");
-            assert!(reward(crate::RewardCompat::R2e) > 0.5, "{log}");
-        }
     }
 
     #[test]

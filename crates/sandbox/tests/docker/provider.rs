@@ -1,90 +1,12 @@
-//! The battery on a real Docker daemon: every hostile command has a typed outcome and a time bound,
-//! and afterwards the next command, or the next sandbox, works.
-#![expect(clippy::unwrap_used, reason = "a helper of a test may fail as the test may")]
-#![expect(clippy::print_stderr, reason = "a skipped test says so, and measurements are shown")]
+//! The provider on a real Docker daemon. Hostile commands are in `battery.rs`.
 
+use crate::common::{Bench, IMAGE, SHORT, check_alive, docker, run};
 use orchestrate_sandbox::{
-    Command, DockerProvider, ExecResult, Exit, FileEntry, GcScope, Limits, Owner, Purpose,
-    RawSandboxConfig, Sandbox, SandboxErrorKind, SandboxProvider as _, SandboxSpec,
+    Command, DockerProvider, Exit, FileEntry, GcScope, Purpose, RawSandboxConfig, SandboxErrorKind,
+    SandboxProvider as _, SandboxSpec,
 };
-use orchestrate_types::{ByteSize, HumanDuration, RunId};
+use orchestrate_types::{ByteSize, HumanDuration};
 use std::time::{Duration, Instant};
-
-const IMAGE: &str = "orchestrate/micro:latest";
-const SHORT: Duration = Duration::from_secs(20);
-
-/// One provider and one run per test, so that tests do not see each other's containers.
-struct Bench {
-    provider: DockerProvider,
-    run: RunId,
-}
-
-impl Bench {
-    async fn new() -> Option<Self> {
-        Self::with(RawSandboxConfig::default()).await
-    }
-
-    async fn with(raw: RawSandboxConfig) -> Option<Self> {
-        match DockerProvider::connect(raw.check().unwrap()).await {
-            Ok(provider) => Some(Self { provider, run: RunId::generate() }),
-            Err(error) => {
-                let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-                assert!(!required.contains("docker"), "{error}");
-                eprintln!("skipped: {error}");
-                None
-            }
-        }
-    }
-
-    fn spec(&self, reusable: bool) -> SandboxSpec {
-        SandboxSpec {
-            image: IMAGE.into(),
-            purpose: Purpose::Agent,
-            owner: Owner { run: self.run, epoch: 1, attempt: "t000001.00-a01".parse().unwrap() },
-            workdir: "/testbed".into(),
-            limits: Limits {
-                memory: ByteSize::mib(256),
-                cpu_millis: 2000,
-                pids: 64,
-                tmpfs: ByteSize::mib(64),
-            },
-            deadline: Duration::from_mins(5),
-            reusable,
-        }
-    }
-
-    async fn open(&self) -> Box<dyn Sandbox> {
-        self.provider.open(&self.spec(true)).await.unwrap()
-    }
-
-    async fn names(&self) -> Vec<String> {
-        let all = self.provider.list().await.unwrap();
-        all.into_iter().filter(|info| info.run == Some(self.run)).map(|info| info.name).collect()
-    }
-
-    /// Ends the test: nothing may be left.
-    async fn finish(self) {
-        self.provider.shutdown().await.unwrap();
-        assert_eq!(self.names().await, Vec::<String>::new());
-    }
-}
-
-async fn run(sandbox: &mut Box<dyn Sandbox>, script: &str) -> ExecResult {
-    sandbox.exec(&Command::shell(script, SHORT)).await.unwrap()
-}
-
-/// The sandbox still works, and nothing but process 1 and this command is alive in it.
-async fn check_alive(sandbox: &mut Box<dyn Sandbox>) {
-    let result = run(sandbox, "echo alive; ls -d /proc/[0-9]* | wc -l").await;
-    let text = result.text();
-    let count: u32 = text.lines().nth(1).unwrap().trim().parse().unwrap();
-    assert!(text.starts_with("alive\n") && count <= 4, "{text}");
-}
-
-fn docker(args: &[&str]) -> String {
-    let output = std::process::Command::new("docker").args(args).output().unwrap();
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
 
 #[tokio::test]
 async fn docker_ordinary_commands_report_their_end() {
@@ -118,58 +40,9 @@ async fn docker_ordinary_commands_report_their_end() {
 }
 
 #[tokio::test]
-async fn docker_deadlines_hold_against_every_way_of_living_on() {
-    let Some(bench) = Bench::new().await else { return };
-    let mut sandbox = bench.open().await;
-    for script in [
-        "sleep 100",
-        "trap '' TERM INT HUP; while :; do sleep 0.1; done",
-        "setsid sleep 100 & sleep 100",
-        "echo before; kill -STOP $$",
-    ] {
-        let started = Instant::now();
-        let command = Command::shell(script, Duration::from_millis(300));
-        let result = sandbox.exec(&command).await.unwrap();
-        assert_eq!(result.exit, Exit::TimedOut, "{script}");
-        assert!(started.elapsed() < Duration::from_secs(4), "{script}: {:?}", started.elapsed());
-        check_alive(&mut sandbox).await;
-    }
-    for script in [
-        "sleep 100 & echo done",
-        "setsid sleep 100 & echo done",
-        "(setsid sh -c 'trap \"\" TERM; sleep 100; echo late' &) ; echo done",
-        "python3 -c 'import os,time\nif os.fork()==0:\n os.setsid()\n if os.fork()==0: time.sleep(100)\n os._exit(0)'; echo done",
-    ] {
-        let started = Instant::now();
-        let result = run(&mut sandbox, script).await;
-        assert_eq!((result.exit, result.text().as_str()), (Exit::Code(0), "done\n"), "{script}");
-        assert!(started.elapsed() < Duration::from_secs(2), "{script}: {:?}", started.elapsed());
-        check_alive(&mut sandbox).await;
-    }
-    sandbox.close().await.unwrap();
-    bench.finish().await;
-}
-
-#[tokio::test]
 async fn docker_output_is_kept_at_both_ends_and_counted() {
     let Some(bench) = Bench::new().await else { return };
     let mut sandbox = bench.open().await;
-    let started = Instant::now();
-    let yes = run(&mut sandbox, "yes").await;
-    assert_eq!(yes.exit, Exit::Signal(9));
-    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
-    assert_eq!((yes.head.len(), yes.tail.len()), (64 * 1024, 64 * 1024));
-    assert!(yes.total_bytes > 64 << 20);
-    check_alive(&mut sandbox).await;
-
-    let zeros = run(&mut sandbox, "head -c 1073741824 /dev/zero; echo end").await;
-    assert!(matches!(zeros.exit, Exit::Code(0) | Exit::Signal(9)), "{:?}", zeros.exit);
-    check_alive(&mut sandbox).await;
-
-    let lines = run(&mut sandbox, "seq 1 100000; seq 1 100000 >&2; echo last").await;
-    assert_eq!((lines.exit, lines.total_bytes), (Exit::Code(0), 2 * 588_895 + 5));
-    assert!(lines.text().starts_with("1\n2\n") && lines.text().ends_with("\nlast\n"));
-
     let bytes = run(&mut sandbox, "printf '\\377\\000\\376end'").await;
     assert_eq!(bytes.head, b"\xff\0\xfeend");
     let random = run(&mut sandbox, "head -c 100000 /dev/urandom").await;
@@ -179,68 +52,6 @@ async fn docker_output_is_kept_at_both_ends_and_counted() {
     let kept = sandbox.exec(&long).await.unwrap();
     assert_eq!((kept.total_bytes, kept.head.len()), (6_888_896, 4 << 20));
     assert_eq!(kept.head.len() + kept.tail.len(), 6_888_896);
-    sandbox.close().await.unwrap();
-    bench.finish().await;
-}
-
-#[tokio::test]
-async fn docker_process_one_cannot_be_killed_read_or_imitated() {
-    let Some(bench) = Bench::new().await else { return };
-    let mut sandbox = bench.open().await;
-    assert_eq!(run(&mut sandbox, "sh -c 'kill -9 -1; :'; sleep 5").await.exit, Exit::Signal(9));
-    check_alive(&mut sandbox).await;
-    for script in
-        ["kill -TERM 1", "kill -9 1", "kill -INT 1; kill -HUP 1; kill -STOP 1; kill -SEGV 1"]
-    {
-        assert_eq!(run(&mut sandbox, script).await.exit, Exit::Code(0), "{script}");
-        check_alive(&mut sandbox).await;
-    }
-    for script in [
-        "echo FORGED > /proc/1/fd/1",
-        "cat /proc/1/environ",
-        "head -c 1 /proc/1/mem",
-        "touch /etc/x",
-        "touch /x",
-        "touch /root/x",
-        "mount -t tmpfs none /mnt",
-        "mknod /tmp/disk b 8 0",
-        "python3 -c 'import socket; socket.create_connection((\"10.0.0.1\", 80), 2)'",
-    ] {
-        let result = run(&mut sandbox, script).await;
-        assert!(matches!(result.exit, Exit::Code(code) if code != 0), "{script}: {result:?}");
-    }
-    let uring = "python3 -c 'import ctypes,os; l=ctypes.CDLL(None,use_errno=True); print(l.syscall(425,1,0), os.strerror(ctypes.get_errno()))'";
-    assert_eq!(run(&mut sandbox, uring).await.text(), "-1 Function not implemented\n");
-    sandbox.close().await.unwrap();
-    bench.finish().await;
-}
-
-#[tokio::test]
-async fn docker_exhaustion_of_processes_and_memory_ends_with_the_command() {
-    let Some(bench) = Bench::new().await else { return };
-    let mut sandbox = bench.open().await;
-    let orphans = run(&mut sandbox, "for i in $(seq 60); do (sleep 100 &); done; echo made").await;
-    assert!(orphans.text().contains("made"), "{}", orphans.text());
-    check_alive(&mut sandbox).await;
-    let storm = Command::shell("f() { f | f & }; f; sleep 100", Duration::from_secs(2));
-    let started = Instant::now();
-    let ended = sandbox.exec(&storm).await.unwrap();
-    assert!(matches!(ended.exit, Exit::TimedOut | Exit::Code(_)), "{ended:?}");
-    assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
-    check_alive(&mut sandbox).await;
-    let hog = "import ctypes; x = bytearray(1 << 30)";
-    let mut direct = Command::shell("", SHORT);
-    direct.argv = vec!["python3".into(), "-c".into(), hog.into()];
-    let hogged = sandbox.exec(&direct).await.unwrap();
-    assert_eq!(hogged.exit, Exit::Signal(9));
-    assert!(hogged.oom_kills >= 1, "{hogged:?}");
-    check_alive(&mut sandbox).await;
-    let under_shell = run(&mut sandbox, &format!("python3 -c '{hog}'; echo rc=$?")).await;
-    assert!(under_shell.text().contains("rc=137") && under_shell.oom_kills >= 1);
-    assert_eq!(run(&mut sandbox, "true").await.oom_kills, 0);
-    let full = run(&mut sandbox, "head -c 200M /dev/zero > big; echo rc=$?; rm big").await;
-    assert!(full.text().contains("rc=1"), "{}", full.text());
-    check_alive(&mut sandbox).await;
     sandbox.close().await.unwrap();
     bench.finish().await;
 }

@@ -1,0 +1,234 @@
+//! `orchestrate compare`: settings against each other over several seeds, each a run of its own.
+
+mod existing;
+mod matrix;
+
+use super::run::{self, write_whole};
+use crate::args::{CompareArgs, ConfigSource};
+use crate::config::{self, ConfigError, RawConfig};
+use crate::exit::{STOPPED, TRAINER};
+use crate::wiring::{self, Training};
+use crate::{live, output, tables};
+use camino::Utf8Path;
+use matrix::{Cell, Matrix};
+use orchestrate_coordinator::{
+    ComparedRun, Comparison, ConfigRuns, OnCollapse, RunEnd, RunError, Stop,
+};
+use orchestrate_handoff::{TrainerError, TrainerErrorKind};
+use orchestrate_store::JOURNAL_FILE;
+use std::process::ExitCode;
+
+pub(crate) use matrix::Variant;
+
+/// Runs the command.
+pub(crate) async fn run(args: CompareArgs) -> anyhow::Result<ExitCode> {
+    let out = args.out.as_deref().map(wiring::absolute).transpose()?;
+    if !args.runs.is_empty() {
+        let comparison = Comparison::new(existing::read(&args.runs).await?);
+        if let Some(out) = &out {
+            write_reports(&comparison, out)?;
+        }
+        show(&comparison, args.json)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let out = out.unwrap_or_default();
+    // Every setting is checked before the first run begins.
+    let matrix = Matrix::new(&args, &out)?;
+    if args.dry_run {
+        list(&matrix).await?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let stop = Stop::default();
+    let mut results = Results { matrix: &matrix, runs: Vec::new() };
+    let made = Box::pin(make_all(&matrix, &mut results, &out, &stop));
+    let finished = live::until_stopped(stop.clone(), made).await?;
+    let comparison = results.comparison()?;
+    show(&comparison, args.json)?;
+    output::say(format!("report: {out}/report.html"));
+    if !finished {
+        output::say("stopped; the same command goes on");
+        return Ok(ExitCode::from(STOPPED));
+    }
+    let failed = comparison.failures().count();
+    if failed > 0 {
+        output::say(format!("error: {failed} run(s) ended in the trainer, see the report"));
+        output::say("hint: the same command tries them again; a gentler [algorithm] may end well");
+        return Ok(ExitCode::from(TRAINER));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs there are so far, each with its cell's place in the matrix.
+struct Results<'a> {
+    matrix: &'a Matrix,
+    runs: Vec<(usize, ComparedRun)>,
+}
+
+impl Results<'_> {
+    fn comparison(&self) -> anyhow::Result<Comparison> {
+        let mut configs: Vec<ConfigRuns> = Vec::new();
+        for (place, run) in &self.runs {
+            let Some(cell) = self.matrix.cells.get(*place) else { continue };
+            match configs.iter_mut().find(|config| config.name == cell.name) {
+                Some(config) => config.runs.push(run.clone()),
+                None => configs.push(ConfigRuns {
+                    name: cell.name.clone(),
+                    plan: serde_json::to_value(&cell.raw)?,
+                    runs: vec![run.clone()],
+                }),
+            }
+        }
+        Ok(Comparison::new(configs))
+    }
+}
+
+/// Makes what is missing; answers whether it came to the end.
+async fn make_all(
+    matrix: &Matrix,
+    results: &mut Results<'_>,
+    out: &Utf8Path,
+    stop: &Stop,
+) -> anyhow::Result<bool> {
+    for (place, cell) in matrix.cells.iter().enumerate() {
+        if stop.drain.is_cancelled() {
+            return Ok(false);
+        }
+        let (number, all) = (place + 1, matrix.cells.len());
+        let title = format!("[{number}/{all}] {}, seed {}", cell.name, cell.seed);
+        let made = Box::pin(make(cell, &title, stop)).await;
+        let made = made.inspect_err(|_| {
+            output::say(format!("{title}: ended in {}; the same command goes on", cell.folder));
+        })?;
+        let mut run = ComparedRun::read(&cell.folder, &cell.settings()?.run).await?;
+        let ended = match made {
+            Made::Done => true,
+            Made::Stopped => false,
+            Made::Failed(why) => {
+                output::say(format!("{title}: {why}"));
+                run.failure = Some(why);
+                true
+            }
+        };
+        results.runs.push((place, run));
+        write_reports(&results.comparison()?, out)?;
+        if !ended {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// How one run ended.
+enum Made {
+    /// There is nothing left to do for it.
+    Done,
+    /// On request.
+    Stopped,
+    /// The trainer could not apply a step, and would not the next time: a result, like a collapse.
+    Failed(String),
+}
+
+async fn make(cell: &Cell, title: &str, stop: &Stop) -> anyhow::Result<Made> {
+    let state = State::of(cell).await?;
+    output::say(format!("{title}: {}", state.words()));
+    let (settings, store) = match state {
+        State::Done => return Ok(Made::Done),
+        State::Begun => run::resume(&cell.folder, &ConfigSource::default()).await?,
+        State::New => run::create_from(&cell.folder, &cell.raw).await?,
+    };
+    let training = Training::Trainer;
+    let driven = run::drive(&settings, &cell.folder, store, training, stop.clone());
+    match Box::pin(driven).await {
+        Ok(RunEnd::Finished(_)) => Ok(Made::Done),
+        Ok(RunEnd::Stopped(_)) => Ok(Made::Stopped),
+        Err(error) => match error.downcast_ref::<RunError>() {
+            Some(RunError::Collapsed { .. }) => {
+                output::say(format!("{title}: {error}"));
+                Ok(Made::Done)
+            }
+            Some(RunError::Trainer(TrainerError {
+                kind: TrainerErrorKind::StepFailed { error, .. },
+                ..
+            })) => Ok(Made::Failed(error.clone())),
+            Some(_) | None => Err(error),
+        },
+    }
+}
+
+/// How far a run was brought before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    New,
+    Begun,
+    Done,
+}
+
+impl State {
+    /// Looks at the folder of a cell.
+    ///
+    /// # Errors
+    /// If a run with other settings is in it.
+    async fn of(cell: &Cell) -> anyhow::Result<Self> {
+        if !cell.folder.join(JOURNAL_FILE).exists() {
+            return Ok(Self::New);
+        }
+        let path = cell.folder.join(run::PLAN_FILE);
+        let text = fs_err::read_to_string(&path)
+            .map_err(|error| ConfigError::Unreadable { file: path.clone(), error })?;
+        // With the defaults of this version, that a plan of an earlier one may lack.
+        let stored: RawConfig = config::parse_layer(path.as_str(), &text)?;
+        anyhow::ensure!(
+            stored.with_defaults()? == cell.raw,
+            ConfigError::Layer {
+                name: path.into(),
+                error:
+                    "is of a run with other settings; choose another --out, or remove its folder"
+                        .into(),
+            }
+        );
+        let settings = cell.settings()?;
+        let run = ComparedRun::read(&cell.folder, &settings.run).await?;
+        let ends = settings.diagnostics.on_collapse == OnCollapse::Stop;
+        let done = run.finished || (ends && run.report.collapse.is_some());
+        Ok(if done { Self::Done } else { Self::Begun })
+    }
+
+    fn words(self) -> &'static str {
+        match self {
+            Self::New => "begins",
+            Self::Begun => "goes on",
+            Self::Done => "is done",
+        }
+    }
+}
+
+async fn list(matrix: &Matrix) -> anyhow::Result<()> {
+    let mut table = tables::table(&["config", "seed", "folder", "run"]);
+    for cell in &matrix.cells {
+        let state = State::of(cell).await?.words();
+        let (name, seed, folder) = (cell.name.clone(), cell.seed.to_string(), cell.folder.clone());
+        table.add_row([name, seed, folder.into_string(), state.to_owned()]);
+    }
+    output::data(table);
+    Ok(())
+}
+
+fn write_reports(comparison: &Comparison, out: &Utf8Path) -> anyhow::Result<()> {
+    write_whole(&out.join("report.html"), &comparison.html())?;
+    let json = serde_json::to_string_pretty(comparison)?;
+    write_whole(&out.join("report.json"), &format!("{json}\n"))?;
+    write_whole(&out.join("report.md"), &comparison.markdown())?;
+    Ok(())
+}
+
+fn show(comparison: &Comparison, json: bool) -> anyhow::Result<()> {
+    if json {
+        return output::json(comparison);
+    }
+    let (header, rows) = comparison.table();
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let mut table = tables::table(&header);
+    table.add_rows(rows);
+    output::data(table);
+    Ok(())
+}

@@ -1,0 +1,202 @@
+//! Which runs a comparison consists of: configs × variants × seeds.
+
+use crate::args::{CompareArgs, ConfigSource};
+use crate::config::{self, ConfigError, RawConfig, Settings};
+use anyhow::Context;
+use camino::{Utf8Path, Utf8PathBuf};
+use std::str::FromStr;
+
+/// Settings with a name, as `--variant` gives them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Variant {
+    name: String,
+    /// As `--set` takes them.
+    sets: Vec<String>,
+}
+
+impl FromStr for Variant {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (name, sets) = text.split_once(':').unwrap_or((text, ""));
+        let usable = |c: char| c.is_ascii_alphanumeric() || "._+-".contains(c);
+        if name.is_empty() || name.starts_with('.') || !name.chars().all(usable) {
+            return Err(ConfigError::Layer {
+                name: format!("variant {name:?}"),
+                error: "expected NAME:KEY=VALUE,… with a name of letters, digits, . _ + -".into(),
+            });
+        }
+        Ok(Self { name: name.to_owned(), sets: at_commas(sets) })
+    }
+}
+
+/// Splits at commas that are not part of a value.
+fn at_commas(text: &str) -> Vec<String> {
+    let (mut depth, mut quote, mut parts) = (0u32, None, vec![String::new()]);
+    for c in text.chars() {
+        match quote {
+            Some(open) if open == c => quote = None,
+            None if matches!(c, '"' | '\'') => quote = Some(c),
+            None if matches!(c, '[' | '{') => depth += 1,
+            None if matches!(c, ']' | '}') => depth = depth.saturating_sub(1),
+            None if c == ',' && depth == 0 => {
+                parts.push(String::new());
+                continue;
+            }
+            Some(_) | None => {}
+        }
+        if let Some(part) = parts.last_mut() {
+            part.push(c);
+        }
+    }
+    let trimmed = parts.iter().map(|part| part.trim().to_owned());
+    trimmed.filter(|part| !part.is_empty()).collect()
+}
+
+/// One run of the comparison.
+#[derive(Debug)]
+pub(super) struct Cell {
+    /// The configuration it belongs to.
+    pub(super) name: String,
+    pub(super) seed: u64,
+    /// Its settings, every default written out.
+    pub(super) raw: RawConfig,
+    pub(super) folder: Utf8PathBuf,
+}
+
+impl Cell {
+    /// The checked settings.
+    pub(super) fn settings(&self) -> Result<Settings, ConfigError> {
+        self.raw.check()
+    }
+}
+
+/// All of them, seed by seed: long before the end, there is something of every configuration.
+#[derive(Debug)]
+pub(super) struct Matrix {
+    pub(super) cells: Vec<Cell>,
+}
+
+impl Matrix {
+    /// Reads and checks every combination; folders lie in `out`.
+    ///
+    /// # Errors
+    /// Settings that cannot be used, and two configurations of the same name.
+    pub(super) fn new(args: &CompareArgs, out: &Utf8Path) -> anyhow::Result<Self> {
+        let mut seeds = args.seeds.clone();
+        seeds.sort_unstable();
+        seeds.dedup();
+        let mut cells: Vec<Cell> = Vec::new();
+        for file in &args.configs {
+            let stem = file.file_stem().unwrap_or("config");
+            for (name, sets) in configurations(stem, args) {
+                if cells.iter().any(|cell| cell.name == name) {
+                    anyhow::bail!(ConfigError::Layer {
+                        name: format!("configuration {name:?}"),
+                        error: "is there twice; give files and variants names of their own".into(),
+                    });
+                }
+                for &seed in &seeds {
+                    let sets = args.sets.iter().chain(sets).cloned();
+                    let sets = sets.chain(std::iter::once(format!("run.seed={seed}"))).collect();
+                    let source = ConfigSource { files: vec![file.clone()], sets };
+                    let raw = config::load(&source).and_then(|raw: RawConfig| raw.with_defaults());
+                    let raw = raw.with_context(|| format!("configuration {name:?}"))?;
+                    let folder = out.join(&name).join(format!("seed-{seed}"));
+                    cells.push(Cell { name: name.clone(), seed, raw, folder });
+                }
+            }
+        }
+        cells.sort_by_key(|cell| cell.seed);
+        Ok(Self { cells })
+    }
+}
+
+/// Names and settings of the configurations that a file stands for.
+fn configurations<'a>(stem: &str, args: &'a CompareArgs) -> Vec<(String, &'a [String])> {
+    if args.variants.is_empty() {
+        return vec![(stem.to_owned(), &[])];
+    }
+    let name = |variant: &Variant| match args.configs.len() {
+        1 => variant.name.clone(),
+        _ => format!("{stem}-{}", variant.name),
+    };
+    args.variants.iter().map(|variant| (name(variant), variant.sets.as_slice())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: CompareArgs,
+    }
+
+    fn matrix(arguments: &[&str]) -> anyhow::Result<Matrix> {
+        let line = ["compare", "--out", "out"].iter().chain(arguments);
+        Matrix::new(&Line::try_parse_from(line)?.args, Utf8Path::new("/out"))
+    }
+
+    #[test]
+    fn a_variant_is_split_at_commas_outside_of_values() {
+        let variant: Variant =
+            "gspo+r3: a.b=gspo, a.betas=[0.9, 0.95],c.d=\"x,y\" ,e.f={ g = 1, h = 2 }"
+                .parse()
+                .unwrap();
+        assert_eq!(variant.name, "gspo+r3");
+        let sets = ["a.b=gspo", "a.betas=[0.9, 0.95]", "c.d=\"x,y\"", "e.f={ g = 1, h = 2 }"];
+        assert_eq!(variant.sets, sets);
+        assert_eq!("as-it-is".parse::<Variant>().unwrap().sets, [] as [String; 0]);
+        for bad in [":a.b=1", "a/b:c.d=1", "..", ""] {
+            assert!(bad.parse::<Variant>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn every_combination_is_a_run_of_its_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            path.to_str().unwrap().to_owned()
+        };
+        let (a, b) = (file("a.toml", "[run]\nsteps = 7\n"), file("b.toml", ""));
+        let variants = ["--variant", "none:algorithm.routing_replay=none", "--variant", "r3"];
+        let mut arguments =
+            vec![a.as_str(), b.as_str(), "--seeds", "2,1,2", "--set", "run.steps=3"];
+        arguments.extend(variants);
+        let found = matrix(&arguments).unwrap().cells;
+        let folders: Vec<&str> = found.iter().map(|cell| cell.folder.as_str()).collect();
+        let names = ["a-none", "a-r3", "b-none", "b-r3"];
+        let expected =
+            [1, 2].iter().flat_map(|seed| names.map(|name| format!("/out/{name}/seed-{seed}")));
+        assert_eq!(folders, expected.collect::<Vec<_>>());
+        for cell in &found {
+            let settings = cell.settings().unwrap();
+            assert_eq!((settings.run.steps, settings.run.seed), (3, cell.seed));
+            assert_eq!(
+                settings.algorithm.routing_replay().replays_rollout(),
+                cell.name.ends_with("r3")
+            );
+        }
+        // With one file, a variant's name is enough; without variants, the file's.
+        assert_eq!(matrix(&[&a, "--seeds", "1", "--variant", "x"]).unwrap().cells[0].name, "x");
+        assert_eq!(matrix(&[&a, "--seeds", "1"]).unwrap().cells[0].name, "a");
+    }
+
+    #[test]
+    fn wrong_settings_name_their_configuration() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.toml");
+        std::fs::write(&path, "").unwrap();
+        let file = path.to_str().unwrap();
+        let said = |arguments: &[&str]| format!("{:#}", matrix(arguments).unwrap_err());
+        let bad = said(&[file, "--seeds", "1", "--variant", "odd:algorithm.mini_steps=0"]);
+        assert!(bad.contains("\"odd\"") && bad.contains("algorithm.mini_steps"), "{bad}");
+        let twice = said(&[file, file, "--seeds", "1"]);
+        assert!(twice.contains("\"a\"") && twice.contains("twice"), "{twice}");
+    }
+}

@@ -1,0 +1,196 @@
+//! `orchestrate run --dry-run`: what a run would need at most, from its settings alone.
+
+use crate::args::ConfigSource;
+use crate::config::{self, RawConfig, Settings};
+use crate::{output, tables, task_source};
+use orchestrate_engine::EngineKind;
+use orchestrate_moe::ModelConfig;
+use orchestrate_types::ModelShape;
+use serde::Serialize;
+use std::collections::BTreeSet;
+use std::process::ExitCode;
+
+/// Bytes of a token beside its routing row: id, mask, log-prob, version, validity.
+const TOKEN_BYTES: u64 = 4 + 1 + 4 + 8 + 1;
+const GIB: f64 = (1_u64 << 30) as f64;
+
+/// The upper bounds of a run. Steps that sample further groups, because some have no gradient, need
+/// up to `rollout.max_groups_per_step` instead of `rollout.groups_per_step`.
+#[derive(Debug, Serialize)]
+struct Forecast {
+    steps: u64,
+    episodes_per_step: u64,
+    most_episodes_per_step: u64,
+    training_episodes: u64,
+    evaluations: u64,
+    evaluation_episodes: u64,
+    /// Tokens of a step's batch, if every episode is as long as it may be.
+    batch_tokens: u64,
+    training_tokens: u64,
+    /// Routing rows of a step on the wire; absent where the model's folder is not here.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mask_wire_bytes_per_step: Option<u64>,
+    /// A step's batch on disk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    batch_disk_bytes: Option<u64>,
+    /// Different images of the tasks; absent where a file of rows is not here.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    images: Option<u64>,
+    containers: u64,
+    container_memory_bytes: u64,
+    /// What could not be looked at.
+    notes: Vec<String>,
+}
+
+/// Runs the command.
+pub(super) fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<ExitCode> {
+    let settings = config::load::<RawConfig>(source)?.check()?;
+    let mut notes = Vec::new();
+    let shape = match ModelConfig::load(&settings.engine.model) {
+        Ok(model) => Some(model.shape()),
+        Err(error) => {
+            notes.push(format!("sizes of routing rows are unknown: {error}"));
+            None
+        }
+    };
+    let tasks = match task_source::task_set(&settings) {
+        Ok(set) => {
+            let all = set.train.iter().chain(&set.held_out).chain(&set.held_out_families);
+            let images: BTreeSet<&str> = all.map(|task| task.image.as_str()).collect();
+            let held_out = (set.held_out.len() as u64, set.held_out_families.len() as u64);
+            Some((images.len() as u64, held_out))
+        }
+        Err(error) => {
+            notes.push(format!("images are unknown: {error:#}"));
+            None
+        }
+    };
+    let forecast = forecast(&settings, shape.as_ref(), tasks, notes);
+    if as_json {
+        output::json(&forecast)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    show(&forecast);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn forecast(
+    settings: &Settings,
+    shape: Option<&ModelShape>,
+    tasks: Option<(u64, (u64, u64))>,
+    notes: Vec<String>,
+) -> Forecast {
+    let (run, rollout) = (&settings.run, &settings.rollout);
+    let steps = u64::from(run.steps);
+    let episodes = |groups: u32| u64::from(groups) * u64::from(rollout.group_size);
+    let evaluations = match u64::from(run.eval_every) {
+        0 => 0,
+        // Before the first step, at each multiple, and after the last step.
+        every => 1 + steps / every + u64::from(!steps.is_multiple_of(every)),
+    };
+    let (held_out, families) = tasks.map_or((u64::MAX, u64::MAX), |(_, parts)| parts);
+    let evaluated = u64::from(run.eval_tasks).min(held_out)
+        + u64::from(run.eval_held_out_families).min(families);
+    let context = shape.map_or(usize::MAX, |shape| shape.context);
+    let episode_tokens = rollout.max_sequence_tokens.min(context) as u64;
+    let per_step = episodes(rollout.groups_per_step);
+    let batch_tokens = per_step * episode_tokens;
+    let ids = |shape: &ModelShape| match settings.engine.kind {
+        // Four bytes for every layer, those without experts too.
+        EngineKind::Sglang => (shape.hidden_layers * shape.top_k * 4) as u64,
+        EngineKind::Vllm => (shape.hidden_layers * shape.top_k * shape.id_bytes()) as u64,
+    };
+    let row = |shape: &ModelShape| (shape.ids_per_row() * shape.id_bytes()) as u64;
+    let in_flight = u64::from(rollout.max_in_flight);
+    let of_files = settings.tasks.file.is_some() || settings.tasks.held_out_file.is_some();
+    // Containers of repositories end with their use; others stay for the next agent or grader.
+    let wanted = if of_files { in_flight } else { 2 * in_flight };
+    let containers = (settings.sandbox.max_containers as u64).min(wanted);
+    Forecast {
+        steps,
+        episodes_per_step: per_step,
+        most_episodes_per_step: episodes(rollout.max_groups_per_step),
+        training_episodes: steps * per_step,
+        evaluations,
+        evaluation_episodes: evaluations * evaluated * u64::from(run.eval_samples),
+        batch_tokens,
+        training_tokens: steps * batch_tokens,
+        // Base64 makes four bytes of three.
+        mask_wire_bytes_per_step: shape.map(|shape| batch_tokens * ids(shape) / 3 * 4),
+        batch_disk_bytes: shape.map(|shape| batch_tokens * (row(shape) + TOKEN_BYTES)),
+        images: tasks.map(|(images, _)| images),
+        containers,
+        container_memory_bytes: containers * settings.sandbox.memory.0,
+        notes,
+    }
+}
+
+fn show(forecast: &Forecast) {
+    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / GIB);
+    let mut table = tables::table(&["at most", ""]);
+    let mut row = |name: &str, value: String| {
+        table.add_row([name.to_owned(), value]);
+    };
+    row("global steps", forecast.steps.to_string());
+    row(
+        "training episodes",
+        format!(
+            "{} ({} a step, {} where groups without a gradient are sampled again)",
+            forecast.training_episodes, forecast.episodes_per_step, forecast.most_episodes_per_step
+        ),
+    );
+    row(
+        "evaluation episodes",
+        format!("{} ({} evaluations)", forecast.evaluation_episodes, forecast.evaluations),
+    );
+    row(
+        "tokens trained on",
+        format!("{} ({} a step)", forecast.training_tokens, forecast.batch_tokens),
+    );
+    if let Some(bytes) = forecast.mask_wire_bytes_per_step {
+        row("routing rows on the wire, a step", gib(bytes));
+    }
+    if let Some(bytes) = forecast.batch_disk_bytes {
+        row("batch on disk, a step", gib(bytes));
+    }
+    if let Some(images) = forecast.images {
+        row("images", images.to_string());
+    }
+    row(
+        "containers at once",
+        format!("{} ({} memory)", forecast.containers, gib(forecast.container_memory_bytes)),
+    );
+    output::data(table);
+    for note in &forecast.notes {
+        output::say(format!("note: {note}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bounds_follow_from_settings_and_shape() {
+        let text = "[run]\nsteps = 25\neval_every = 10\neval_tasks = 500\neval_samples = 1\n\
+            [rollout]\ngroup_size = 8\ngroups_per_step = 4\nmax_sequence_tokens = 1000\n\
+            max_in_flight = 3\n[sandbox]\nmax_containers = 16\nmemory = \"1 GiB\"\n";
+        let raw: RawConfig = config::parse_layer("test", text).unwrap();
+        let settings = raw.check().unwrap();
+        let shape = ModelShape {
+            hidden_layers: 48,
+            moe_layers: (0..48).collect(),
+            experts: 128,
+            top_k: 8,
+            vocab: 10,
+            context: 40_960,
+        };
+        let made = forecast(&settings, Some(&shape), Some((7, (300, 9))), Vec::new());
+        assert_eq!((made.episodes_per_step, made.most_episodes_per_step), (32, 128));
+        assert_eq!((made.evaluations, made.evaluation_episodes), (4, 1200));
+        assert_eq!(made.batch_tokens, 32_000);
+        assert_eq!(made.mask_wire_bytes_per_step, Some(32_000 * 48 * 8 * 4 / 3 * 4));
+        assert_eq!(made.batch_disk_bytes, Some(32_000 * (384 + 18)));
+        assert_eq!((made.containers, made.container_memory_bytes), (6, 6 << 30));
+    }
+}

@@ -1,0 +1,110 @@
+//! `orchestrate tasks verify`: gold = 1 and no-op = 0, each twice, in real sandboxes.
+
+use crate::config::Settings;
+use crate::grader::Grader;
+use crate::output;
+use crate::progress::Progress;
+use futures::stream::{self, StreamExt};
+use orchestrate_rollout::GradeError;
+use orchestrate_tasks::Task;
+use orchestrate_tasks::verify::{Check, Health};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+
+/// Checks of each task: two tell a flaky one from a sound one more often than not.
+const ROUNDS: usize = 2;
+
+/// What became of one task.
+enum Finding {
+    Known(Health),
+    /// Reasons that are ours: nothing is known about the task.
+    Broken(String),
+}
+
+/// Checks `tasks`, and lists those that should not be used.
+pub(super) async fn verify(
+    settings: &Settings,
+    tasks: &[Task],
+    as_json: bool,
+) -> anyhow::Result<ExitCode> {
+    let grader = Grader::connect(settings, settings.reward.rules()).await?;
+    let total = tasks.len() as u64;
+    let progress = Progress::new(total);
+    let checks = stream::iter(tasks)
+        .map(|task| {
+            let checked = check(&grader, task);
+            async move { (task, checked.await) }
+        })
+        .buffer_unordered(grader.width());
+    let mut checks = Box::pin(checks);
+    let mut lists: BTreeMap<&str, BTreeMap<&str, String>> =
+        ["unsound", "flaky", "broken"].map(|kind| (kind, BTreeMap::new())).into();
+    let mut sound = Vec::new();
+    let mut done = 0;
+    while let Some((task, finding)) = checks.next().await {
+        done += 1;
+        let (kind, why) = match finding {
+            Finding::Known(Health::Sound) => {
+                sound.push(task.id.as_str());
+                progress.update(done, total, format!("{} sound", sound.len()));
+                continue;
+            }
+            Finding::Known(Health::Unsound(problems)) => ("unsound", problems.join("; ")),
+            Finding::Known(Health::Flaky(problems)) => ("flaky", problems.join("; ")),
+            Finding::Broken(why) => ("broken", why),
+        };
+        progress.line(&format!("{}: {kind}: {why}", task.id));
+        lists.entry(kind).or_default().insert(&task.id, why);
+        progress.update(done, total, format!("{} sound", sound.len()));
+    }
+    drop(checks);
+    progress.finish();
+    grader.shutdown().await?;
+    sound.sort_unstable();
+    if as_json {
+        let list = |kind: &str| lists.get(kind);
+        output::json(&json!({
+            "checked": done,
+            "sound": sound,
+            "unsound": list("unsound"),
+            "flaky": list("flaky"),
+            "broken": list("broken"),
+        }))?;
+    } else {
+        output::data(format!(
+            "{done} tasks checked in real sandboxes, twice each: gold patch = 1.0 and no patch = \
+             0.0 for {}",
+            sound.len()
+        ));
+    }
+    let count = |kind: &str| lists.get(kind).map_or(0, BTreeMap::len);
+    anyhow::ensure!(
+        sound.len() == tasks.len(),
+        "{} of {done} tasks are unsound, {} flaky, {} could not be checked",
+        count("unsound"),
+        count("flaky"),
+        count("broken")
+    );
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn check(grader: &Grader<'_>, task: &Task) -> Finding {
+    let mut rounds = Vec::new();
+    for _ in 0..ROUNDS {
+        let both = async {
+            Ok::<_, GradeError>(Check {
+                gold: grader.grade(task, &task.gold_patch).await?.verdict,
+                noop: grader.grade(task, "").await?.verdict,
+            })
+        };
+        match both.await {
+            Ok(check) => rounds.push(check),
+            Err(error @ (GradeError::Patch(_) | GradeError::NotApplied(_))) => {
+                return Finding::Known(Health::Unsound(vec![format!("gold: {error}")]));
+            }
+            Err(GradeError::Sandbox(error)) => return Finding::Broken(error.to_string()),
+        }
+    }
+    Finding::Known(Health::of(&rounds))
+}

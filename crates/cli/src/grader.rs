@@ -1,0 +1,74 @@
+//! Grading patches in sandboxes, outside of a run.
+
+use crate::config::Settings;
+use crate::wiring;
+use orchestrate_rollout::{GradeError, Graded, Rules, grade_patch};
+use orchestrate_sandbox::{DockerProvider, Owner, Purpose, SandboxProvider, SandboxSpec};
+use orchestrate_tasks::{Origin, Task};
+use orchestrate_types::{AttemptId, EpisodeId, GroupId, Retry, RunId};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+/// Sandboxes tried for one patch before it is given up.
+const TRIES: u32 = 2;
+/// Time a sandbox may live beyond the tests it is opened for.
+const SLACK: Duration = Duration::from_mins(5);
+
+/// Grades patches, each in a sandbox of its own.
+#[derive(Debug)]
+pub(crate) struct Grader<'a> {
+    settings: &'a Settings,
+    provider: DockerProvider,
+    rules: Rules,
+    run: RunId,
+    count: AtomicU32,
+}
+
+impl<'a> Grader<'a> {
+    /// Connects to Docker.
+    pub(crate) async fn connect(settings: &'a Settings, rules: Rules) -> anyhow::Result<Self> {
+        let provider = DockerProvider::connect(settings.sandbox.clone()).await?;
+        Ok(Self { settings, provider, rules, run: RunId::generate(), count: AtomicU32::new(0) })
+    }
+
+    /// Patches that may be graded at once.
+    pub(crate) fn width(&self) -> usize {
+        self.settings.sandbox.max_containers
+    }
+
+    /// Grades `patch`, in another sandbox where the first one fails.
+    pub(crate) async fn grade(&self, task: &Task, patch: &str) -> Result<Graded, GradeError> {
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let spec = self.spec(task);
+            match grade_patch(&self.provider, &spec, task, patch, self.rules).await {
+                Err(GradeError::Sandbox(error)) if tries < TRIES => match error.retry() {
+                    Retry::Never => return Err(error.into()),
+                    Retry::Now => {}
+                    Retry::After(time) => tokio::time::sleep(time).await,
+                },
+                result => return result,
+            }
+        }
+    }
+
+    /// Removes what is left of the sandboxes.
+    pub(crate) async fn shutdown(self) -> anyhow::Result<()> {
+        Ok(self.provider.shutdown().await?)
+    }
+
+    fn spec(&self, task: &Task) -> SandboxSpec {
+        let index = self.count.fetch_add(1, Ordering::Relaxed);
+        let episode = EpisodeId { group: GroupId::Eval { round: 0, index }, member: 0 };
+        SandboxSpec {
+            image: task.image.clone(),
+            purpose: Purpose::Grader,
+            owner: Owner { run: self.run, epoch: 0, attempt: AttemptId { episode, attempt: 1 } },
+            workdir: task.workdir.clone(),
+            limits: wiring::limits(self.settings),
+            deadline: task.test_timeout + SLACK,
+            reusable: task.origin == Origin::Files,
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! Where tasks come from: an environment that generates them, or files of rows.
+
+use crate::config::Settings;
+use crate::output;
+use camino::Utf8Path;
+use orchestrate_coordinator::TaskSet;
+use orchestrate_tasks::{Split, Task, load, micro};
+use std::collections::HashSet;
+use std::sync::Arc;
+
+/// Image of the micro environment where the settings name none.
+const MICRO_IMAGE: &str = "orchestrate/micro:latest";
+
+/// The tasks of a run.
+///
+/// # Errors
+/// If a file cannot be read, or has no usable row.
+pub(crate) fn task_set(settings: &Settings) -> anyhow::Result<TaskSet> {
+    let tasks = &settings.tasks;
+    if tasks.file.is_none() && tasks.held_out_file.is_none() {
+        let mut set = TaskSet::default();
+        for task in generated(settings) {
+            match task.split {
+                Split::Train => set.train.push(Arc::new(task)),
+                Split::HeldOut => set.held_out.push(Arc::new(task)),
+                Split::HeldOutFamilies => set.held_out_families.push(Arc::new(task)),
+            }
+        }
+        return Ok(set);
+    }
+    let part = |file: &Option<String>, split, count: Option<u32>| -> anyhow::Result<Vec<_>> {
+        let Some(file) = file else { return Ok(Vec::new()) };
+        let mut rows = of_file(Utf8Path::new(file), &tasks.skip)?;
+        rows.truncate(count.map_or(usize::MAX, |count| count as usize));
+        Ok(rows.into_iter().map(|task| Arc::new(Task { split, ..task })).collect())
+    };
+    Ok(TaskSet {
+        train: part(&tasks.file, Split::Train, tasks.train)?,
+        held_out: part(&tasks.held_out_file, Split::HeldOut, tasks.held_out)?,
+        held_out_families: Vec::new(),
+    })
+}
+
+/// The usable rows of `file` as tasks, but for those whose id is in `skip`; the others are named.
+///
+/// # Errors
+/// If the file cannot be read, or has no usable row.
+pub(crate) fn of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Task>> {
+    let skip: HashSet<&str> = skip.iter().map(String::as_str).collect();
+    let (mut tasks, mut refused) = (Vec::new(), 0_usize);
+    for row in load::rows(file)? {
+        match row {
+            Ok(row) if skip.contains(row.id().as_str()) => {}
+            Ok(row) => tasks.push(row.to_task()?),
+            Err(bad) => {
+                refused += 1;
+                output::say(format!("note: {file}: refused: {bad}"));
+            }
+        }
+    }
+    anyhow::ensure!(
+        !tasks.is_empty(),
+        "{file} has no usable row: {refused} are refused, {} names are in tasks.skip",
+        skip.len()
+    );
+    Ok(tasks)
+}
+
+/// Every task that the configured environment generates.
+pub(crate) fn generated(settings: &Settings) -> Vec<Task> {
+    let count = |n: Option<u32>| n.unwrap_or_default() as usize;
+    let counts = micro::MicroCounts {
+        train: count(settings.tasks.train),
+        held_out: count(settings.tasks.held_out),
+        held_out_families: count(settings.tasks.held_out),
+    };
+    let image = settings.tasks.image.clone().unwrap_or_else(|| MICRO_IMAGE.into());
+    let mut tasks = micro::generate(settings.tasks.seed, counts);
+    for task in &mut tasks {
+        task.image.clone_from(&image);
+    }
+    tasks
+}

@@ -1,0 +1,146 @@
+//! A comparison as tables: cells for whoever draws them, and Markdown.
+
+use super::{Comparison, ConfigResult, Estimate};
+use serde_json::Value;
+use std::fmt::Write;
+
+/// What the columns of the table mean.
+pub(crate) const LEGEND: &str = "\
+Means ± standard error over seeds. Pass@1 is that of the newest evaluation; best is the highest of \
+each run's evaluations, too high by chance the more of them there are. Best and crash steps are by \
+seed (– = none). \"vs first\" is the final Pass@1 in points less that of the first row, paired by \
+seed. KL, F(2), entropy and gradient norm are means over steps.";
+
+impl Comparison {
+    /// The table: header and one row per configuration.
+    pub fn table(&self) -> (Vec<String>, Vec<Vec<String>>) {
+        let header = [
+            "config",
+            "seeds",
+            "Pass@1 (%)",
+            "best (%)",
+            "best step",
+            "vs first",
+            "crash step",
+            "KL",
+            "KL no replay",
+            "F(2)",
+            "entropy",
+            "grad norm",
+        ];
+        let row = |config: &ConfigResult| {
+            let percent = |e: Option<Estimate>| with_error(e, |v| format!("{:.1}", v * 100.0));
+            let signed = |e: Option<Estimate>| {
+                let mean = e.map_or_else(absent, |e| format!("{:+.1}", e.mean * 100.0));
+                let se = e.and_then(|e| e.se).map(|se| format!(" ± {:.1}", se * 100.0));
+                format!("{mean}{}", se.unwrap_or_default())
+            };
+            let small = |e: Option<Estimate>| {
+                with_error(e, |v| if v > 0.0 { format!("{v:.1e}") } else { "0".to_owned() })
+            };
+            let plain = |e: Option<Estimate>| with_error(e, |v| format!("{v:.3}"));
+            let finished = config.runs.iter().filter(|run| run.finished).count();
+            let seeds = match config.runs.len() {
+                all if all == finished => all.to_string(),
+                all => format!("{finished} of {all} finished"),
+            };
+            vec![
+                config.name.clone(),
+                seeds,
+                percent(config.final_pass_at_1),
+                percent(config.best_pass_at_1),
+                steps(&config.best_steps),
+                signed(config.against_first),
+                steps(&config.crash_steps),
+                small(config.kl_train_infer),
+                small(config.kl_train_infer_no_replay),
+                small(config.extreme_tokens),
+                plain(config.entropy),
+                plain(config.grad_norm),
+            ]
+        };
+        (header.map(str::to_owned).into(), self.configs.iter().map(row).collect())
+    }
+
+    /// What distinguishes the configurations: header and one row for each.
+    pub fn settings_table(&self) -> (Vec<String>, Vec<Vec<String>>) {
+        let keys: Vec<&String> =
+            self.configs.first().map(|c| c.settings.keys().collect()).unwrap_or_default();
+        let header = std::iter::once("config").chain(keys.iter().map(|k| k.as_str()));
+        let row = |config: &ConfigResult| {
+            let values = config.settings.values().map(|value| match value {
+                Value::Null => absent(),
+                Value::String(text) => text.clone(),
+                other => other.to_string(),
+            });
+            std::iter::once(config.name.clone()).chain(values).collect()
+        };
+        (header.map(str::to_owned).collect(), self.configs.iter().map(row).collect())
+    }
+
+    /// Both tables as Markdown, with what the columns mean.
+    pub fn markdown(&self) -> String {
+        let mut out = markdown_table(self.table());
+        out.push('\n');
+        out.push_str(LEGEND);
+        out.push_str("\n\n");
+        if self.configs.iter().any(|config| !config.settings.is_empty()) {
+            out.push_str(&markdown_table(self.settings_table()));
+        }
+        for (run, why) in self.failures() {
+            let _ = writeln!(out, "\n{run}: {why}");
+        }
+        out
+    }
+}
+
+fn absent() -> String {
+    "–".to_owned()
+}
+
+fn with_error(estimate: Option<Estimate>, write: impl Fn(f64) -> String) -> String {
+    let Some(estimate) = estimate else { return absent() };
+    match estimate.se {
+        Some(se) => format!("{} ± {}", write(estimate.mean), write(se)),
+        None => write(estimate.mean),
+    }
+}
+
+fn steps(steps: &[Option<u32>]) -> String {
+    if steps.iter().all(Option::is_none) {
+        return absent();
+    }
+    let words: Vec<String> =
+        steps.iter().map(|step| step.map_or_else(absent, |s| s.to_string())).collect();
+    words.join(", ")
+}
+
+fn markdown_table((header, rows): (Vec<String>, Vec<Vec<String>>)) -> String {
+    let line = |cells: &[String]| {
+        let cells: Vec<String> = cells.iter().map(|cell| cell.replace('|', "\\|")).collect();
+        format!("| {} |\n", cells.join(" | "))
+    };
+    let rule = format!("|{}\n", "---|".repeat(header.len()));
+    let rows: String = rows.iter().map(|row| line(row)).collect();
+    format!("{}{rule}{rows}", line(&header))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::comparison::tests::comparison;
+
+    #[test]
+    fn markdown_has_a_row_per_configuration_and_tells_of_failures() {
+        let text = comparison().markdown();
+        let cells = |name: &str| {
+            let row = text.lines().find(|line| line.starts_with(name)).unwrap();
+            row.replace("\\|", "").split('|').map(|c| c.trim().to_owned()).collect::<Vec<_>>()
+        };
+        let none = cells("| none ");
+        assert_eq!(none[2..8], ["2", "45.0 ± 5.0", "50.0 ± 10.0", "2, 1", "–", "–"]);
+        let other = cells("| a\\|b ");
+        assert_eq!(other[2], "2 of 3 finished");
+        assert_eq!(other[6..8], ["+5.0 ± 15.0", "–, 60, –"]);
+        assert!(text.contains("a|b, seed 2: the loss of mini step 1 is not finite"), "{text}");
+    }
+}

@@ -1,0 +1,33 @@
+# Applies the diff .grading/patch as SWE-bench's harness does, in the order of version $1, and
+# brings eval.sh to its place. Exit code 3: no command applies it.
+set -u
+mv .grading/patch /tmp/patch.diff && mv .grading/eval.sh /eval.sh && rmdir .grading || exit 1
+git config --global --add safe.directory '*'
+attempt() {
+  echo "$ $*"
+  "$@" 2>&1
+}
+again() {
+  git checkout -- . 2>&1
+  git clean -fd 2>&1
+}
+patch=/tmp/patch.diff
+case $1 in
+  4)
+    attempt git apply --verbose $patch && exit 0
+    attempt git apply --verbose --reject $patch && exit 0
+    attempt patch --batch --fuzz=5 -p1 -i $patch && exit 0
+    ;;
+  5)
+    attempt git apply --verbose $patch && exit 0
+    again
+    attempt git apply --verbose --3way $patch && exit 0
+    again
+    attempt git apply --verbose --reject $patch && exit 0
+    again
+    attempt patch --batch --forward --fuzz=5 -p1 -i $patch && exit 0
+    attempt git apply --check --reverse $patch && exit 0
+    ;;
+  none) exit 0 ;;
+esac
+exit 3

@@ -1,0 +1,85 @@
+//! Graded changes on disk, in the folders of SWE-bench's harness.
+
+use super::Graded;
+use camino::{Utf8Path, Utf8PathBuf};
+use fs_err as fs;
+use orchestrate_tasks::{Origin, Task};
+use std::fmt::Write as _;
+use std::io;
+
+/// Where graded changes are kept, and under which name.
+#[derive(Debug, Clone)]
+pub struct GradeLogs {
+    /// Folder in which `logs/run_evaluation` begins.
+    pub root: Utf8PathBuf,
+    /// The model, as in predictions.
+    pub model: String,
+}
+
+impl GradeLogs {
+    /// The folder of one graded change.
+    pub fn folder(&self, run_id: &str, task: &Task) -> Utf8PathBuf {
+        let model = self.model.replace('/', "__");
+        self.root.join("logs/run_evaluation").join(run_id).join(model).join(&task.id)
+    }
+}
+
+/// Writes `logs/run_evaluation/RUN/MODEL/INSTANCE` as the harness does: `patch.diff`, `eval.sh`,
+/// `test_output.txt`, `report.json` and `run_instance.log`, with `/` in the model's name written
+/// `__`. What there is nothing of is not written. Other families than SWE-bench have their verdict
+/// as `report.json`.
+///
+/// # Errors
+/// If a file cannot be written.
+pub fn write_log_folder(
+    logs: &GradeLogs,
+    run_id: &str,
+    task: &Task,
+    graded: &Graded,
+) -> io::Result<Utf8PathBuf> {
+    let folder = logs.folder(run_id, task);
+    fs::create_dir_all(&folder)?;
+    fs::write(folder.join("patch.diff"), &graded.patch)?;
+    if let Some(script) = &graded.eval_script {
+        fs::write(folder.join("eval.sh"), script)?;
+    }
+    if !graded.test_time.is_zero() {
+        fs::write(folder.join("test_output.txt"), &graded.log)?;
+    }
+    let report = match (&task.origin, &graded.verdict.report) {
+        (Origin::SweBench(_), report) => report.as_ref().map(|r| r.file(&task.id)).transpose()?,
+        (Origin::R2e | Origin::Files, _) => Some(serde_json::to_value(&graded.verdict)?),
+    };
+    let path = folder.join("report.json");
+    match report {
+        Some(report) => fs::write(path, format!("{report:#}"))?,
+        // An earlier try may have left one.
+        None if path.exists() => fs::remove_file(path)?,
+        None => {}
+    }
+    fs::write(folder.join("run_instance.log"), told(&folder, task, graded))?;
+    Ok(folder)
+}
+
+/// What happened, in the words that readers of the harness' logs look for.
+fn told(folder: &Utf8Path, task: &Task, graded: &Graded) -> String {
+    let (id, image) = (&task.id, &task.image);
+    let mut text = format!("Container for {id} started from {image}\n");
+    let failed = graded.problem.as_deref() == Some(APPLY_FAILED);
+    let heading = if failed { APPLY_FAILED } else { ">>>>> Applied Patch" };
+    let _ = writeln!(text, "{heading}:\n{}", graded.apply_log);
+    if !graded.test_time.is_zero() {
+        let _ = writeln!(text, "Test runtime: {:.2} seconds", graded.test_time.as_secs_f64());
+        let _ = writeln!(text, "Test output for {id} written to {folder}/test_output.txt");
+    }
+    if let Some(problem) = &graded.problem {
+        let _ = writeln!(text, "Error in evaluating model for {id}: {problem}");
+    } else {
+        let resolved = if graded.verdict.reward > 0.5 { "True" } else { "False" };
+        let _ = writeln!(text, "Result for {id}: resolved: {resolved}");
+    }
+    text
+}
+
+/// The harness' words for a patch that no command applies.
+pub(super) const APPLY_FAILED: &str = ">>>>> Patch Apply Failed";

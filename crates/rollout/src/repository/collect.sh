@@ -1,0 +1,8 @@
+# Prints what an agent changed: the diff from the tree $2 to the files as they are now, with every
+# byte. $3 = binary: files that hold other texts than UTF-8 are written as git writes binary ones.
+set -eu
+@GIT@
+[ "$3" = text ] || echo '* -text -filter -ident -working-tree-encoding -diff' >"$GIT_DIR/info/attributes"
+git diff-tree -r -p --binary --full-index --no-renames --no-color --no-ext-diff --no-textconv \
+  "$2" "$(current_tree)" >"$GIT_DIR/patch"
+cat "$GIT_DIR/patch"

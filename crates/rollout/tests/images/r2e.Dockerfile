@@ -1,0 +1,19 @@
+# A repository as R2E-Gym's images have it: checked out before the fix, which its history holds;
+# with changes that are not committed; tests and runner within reach.
+FROM orchestrate/repository:latest
+WORKDIR /testbed
+ENV GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a@b GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a@b
+ENV PATH=/testbed/.venv/bin:/usr/local/bin:/usr/bin:/bin
+RUN set -eu; git init -q -b main; mkdir -p tests .venv/bin; \
+  printf 'def total(items):\n    return sum(items[:-1])\n' > calc.py; \
+  printf 'def near(a, b):\n    return a == b\n' > tests/helper.py; \
+  printf 'a\r\nb\r\n' > windows.txt; printf 'caf\351\n' > latin.txt; echo x > gone.txt; \
+  printf '*.txt text=auto\n' > .gitattributes; printf '*.log\nkept.log\n' > .gitignore; \
+  echo 1 > kept.log; git add -A; git add -f kept.log; git commit -qm old; \
+  printf 'def total(items):\n    return sum(items)\n' > calc.py; git commit -qam 'the fix'; \
+  git checkout -q HEAD~1; echo '# needed here' >> tests/helper.py; echo built > untracked.cfg; \
+  ln -s /usr/bin/python3 .venv/bin/python; echo '*' > .venv/.gitignore
+RUN set -eu; mkdir /r2e_tests; \
+  printf '.venv/bin/python -W ignore r2e_tests/unittest_custom_runner.py\n' > run_tests.sh; \
+  printf 'tests = ["the image has its own"]\n' > /r2e_tests/test_1.py
+COPY unittest_custom_runner.py /r2e_tests/

@@ -1,0 +1,376 @@
+//! Tasks whose repository is in an image, on real Docker: what the agent finds, what is taken from
+//! it, and how that is graded. The images are made here, from `orchestrate/repository`.
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::print_stderr,
+    reason = "a failed step fails the test, and a skipped test says so"
+)]
+
+use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_engine::Finish;
+use orchestrate_rollout::{
+    Action, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes,
+    GradeError, GradeLogs, Graded, Leads, MICRO_CHAT_TEMPLATE, Message, RewardCompat,
+    RewardSection, RolloutConfig, RowSharing, grade_patch, opening_messages, train_tokenizer,
+};
+use orchestrate_sandbox::{
+    DockerProvider, Owner, Purpose, RawSandboxConfig, SandboxProvider as _, SandboxSpec,
+};
+use orchestrate_tasks::r2e::R2eRow;
+use orchestrate_tasks::swe::{Harness, SweRow};
+use orchestrate_tasks::{Task, patch};
+use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
+use orchestrate_types::{Outcome, PolicyVersion, RunId};
+use serde_json::json;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+use tokio_util::sync::CancellationToken;
+
+const GOLD: &str = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n\
+    @@ -1,2 +1,2 @@\n def total(items):\n-    return sum(items[:-1])\n+    return sum(items)\n";
+
+fn docker(args: &[&str]) -> Option<String> {
+    let output = Command::new("docker").args(args).stderr(Stdio::inherit()).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// The image of `images/NAME.Dockerfile`, made once; `None` where there is no Docker, or not the
+/// image it begins with.
+fn image(name: &str) -> Option<String> {
+    static MAKING: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _one = MAKING.lock().unwrap();
+    if docker(&["image", "inspect", "-f", "{{.Id}}", "orchestrate/repository:latest"]).is_none() {
+        let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
+        assert!(!required.contains("docker"), "no image orchestrate/repository:latest");
+        eprintln!("skipped: no image orchestrate/repository:latest (scripts/test makes it)");
+        return None;
+    }
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/images");
+    let (tag, file) =
+        (format!("orchestrate/test-{name}:latest"), format!("{folder}/{name}.Dockerfile"));
+    let built = docker(&["build", "-q", "--network=none", "-t", &tag, "-f", &file, folder]);
+    assert!(built.is_some(), "docker build failed");
+    Some(tag)
+}
+
+fn r2e_task() -> Option<Task> {
+    let line = |kind: &str, text: &str| json!({"content": text, "type": kind});
+    let row: R2eRow = serde_json::from_value(json!({
+        "repo_name": "tests", "docker_image": image("r2e")?, "commit_hash": "c0ffee",
+        "parsed_commit_content": {"file_diffs": [{
+            "header": {"file": {"path": "calc.py"}},
+            "minus_file": {"path": "a/calc.py"}, "plus_file": {"path": "b/calc.py"},
+            "hunks": [{
+                "descriptor": {
+                    "old_range": {"start": 1, "length": 2}, "new_range": {"start": 1, "length": 2},
+                    "section": "",
+                },
+                "line_group": {"all_lines": [
+                    line("context", "def total(items):"),
+                    line("deleted", "    return sum(items[:-1])"),
+                    line("added", "    return sum(items)"),
+                ]},
+            }],
+        }]},
+        "execution_result_content": {
+            "test_file_names": ["unittest_custom_runner.py"], "test_file_codes": ["print('not me')"],
+        },
+        "problem_statement": "[ISSUE] total forgets the last item. [/ISSUE]",
+        "expected_output_json": {"test_total": "PASSED"},
+    }))
+    .unwrap();
+    Some(row.to_task().unwrap())
+}
+
+fn swe_task() -> Option<Task> {
+    let image = image("swe")?;
+    let base = docker(&["run", "--rm", "--network=none", &image, "git", "rev-parse", "HEAD~1"])?;
+    let row = SweRow {
+        instance_id: "pytest-dev__pytest-1".into(),
+        repo: "pytest-dev/pytest".into(),
+        version: "7.0".into(),
+        base_commit: base,
+        problem_statement: "total forgets the last item.".into(),
+        patch: GOLD
+            .replace("@@ -1,2 +1,2 @@\n def total(items):\n", "@@ -4,2 +4,2 @@\n     # three\n"),
+        test_patch: "diff --git a/tests/test_calc.py b/tests/test_calc.py\n\
+            --- a/tests/test_calc.py\n+++ b/tests/test_calc.py\n@@ -3,3 +3,7 @@\n \n \
+            def test_empty():\n     assert total([]) == 0\n+\n+\n+def test_total():\n\
+            +    assert total([1, 2]) == 3\n"
+            .into(),
+        fail_to_pass: vec!["tests/test_calc.py::test_total".into()],
+        pass_to_pass: vec!["tests/test_calc.py::test_empty".into()],
+        docker_image: Some(image),
+        ..SweRow::default()
+    };
+    Some(row.to_task())
+}
+
+fn chat() -> Arc<ChatModel> {
+    static CHAT: OnceLock<Arc<ChatModel>> = OnceLock::new();
+    let make = || {
+        let folder = tempfile::tempdir().unwrap();
+        let path = Utf8Path::from_path(folder.path()).unwrap();
+        let mut messages = opening_messages(None, "total forgets the last item.");
+        messages.push(Message {
+            role: "assistant".into(),
+            content: String::new(),
+            tool_calls: vec![bash("git status")],
+        });
+        let template = ChatTemplate::new(MICRO_CHAT_TEMPLATE).unwrap();
+        let text = template.render(&messages, &[], false).unwrap();
+        train_tokenizer(std::iter::repeat_n(text, 3), 400, MICRO_CHAT_TEMPLATE, path).unwrap();
+        Arc::new(ChatModel::load(path).unwrap())
+    };
+    Arc::clone(CHAT.get_or_init(make))
+}
+
+fn bash(command: &str) -> Action {
+    Action { name: "bash".into(), arguments: json!({"command": command}) }
+}
+
+async fn provider() -> DockerProvider {
+    let config = RawSandboxConfig { max_containers: Some(2), ..RawSandboxConfig::default() };
+    DockerProvider::connect(config.check().unwrap()).await.unwrap()
+}
+
+/// Plays `commands`, then submits; logs go to `folder`.
+async fn episode(
+    task: &Task,
+    commands: &[&str],
+    config: &RolloutConfig,
+    reward: RewardSection,
+    folder: &Utf8Path,
+) -> EpisodeReport {
+    let mut turns: Vec<Action> = commands.iter().map(|command| bash(command)).collect();
+    turns.push(Action { name: "submit".into(), arguments: json!({}) });
+    let turns: Vec<Vec<u32>> = turns
+        .iter()
+        .map(|call| chat().assistant("", std::slice::from_ref(call)).unwrap())
+        .collect();
+    let mut shape = toy_shape(chat().vocab_size());
+    shape.context = 65_536;
+    let engine = FakeEngine::new(shape, move |_, call| FakeReply::Tokens {
+        ids: turns[call].clone(),
+        finish: Finish::Stop,
+    });
+    let sandboxes = Arc::new(provider().await);
+    let runner = EpisodeRunner {
+        engine: Arc::new(engine),
+        sandboxes: sandboxes.clone(),
+        chat: chat(),
+        plan: config.check().unwrap(),
+        container_limits: sandboxes.config().limits(),
+        rules: reward.rules(),
+        logs: Some(GradeLogs { root: folder.to_owned(), model: "org/policy".into() }),
+        rows: RowSharing::default(),
+        leads: Leads::default(),
+    };
+    let request = EpisodeRequest {
+        run: RunId::generate(),
+        epoch: 1,
+        attempt: "v00003-00000.00-a01".parse().unwrap(),
+        task: Arc::new(task.clone()),
+        policy_version: PolicyVersion(3),
+        seed: 1,
+        temperature: 1.0,
+        want_routing: false,
+    };
+    let report = runner.run(request, &CancellationToken::new()).await;
+    sandboxes.shutdown().await.unwrap();
+    report
+}
+
+fn folder() -> (tempfile::TempDir, Utf8PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = Utf8PathBuf::from_path_buf(folder.path().to_owned()).unwrap();
+    (folder, path)
+}
+
+const FIX: &str = "sed -i 's/\\[:-1\\]//' calc.py";
+
+fn scored(report: &EpisodeReport) -> f64 {
+    let Outcome::Scored { reward } = report.outcome else {
+        unreachable!("not scored: {:?}", report.outcome);
+    };
+    reward
+}
+
+#[tokio::test]
+async fn docker_r2e_the_agent_finds_no_tests_and_no_future_and_is_judged_by_both() {
+    let Some(task) = r2e_task() else { return };
+    let (_kept, logs) = folder();
+    let looks = [
+        "ls -d /r2e_tests /root/r2e_tests r2e_tests run_tests.sh /root/run_tests.sh 2>&1 | grep -vc 'No such'; \
+         git log --all --format=%s; git status --short; tail -1 tests/helper.py; ls untracked.cfg; \
+         which python; echo ${BASH_VERSION:+bash}",
+        FIX,
+        "python -c 'import calc; print(calc.total([1, 2]))'; git diff --stat | tail -1",
+    ];
+    let report =
+        episode(&task, &looks, &RolloutConfig::default(), RewardSection::default(), &logs).await;
+    let found = "0\nThe repository as it is given\n# needed here\nuntracked.cfg\n\
+        /testbed/.venv/bin/python\nbash";
+    assert!(report.turns[0].observation.contains(found), "{}", report.turns[0].observation);
+    assert!(report.turns[2].observation.contains("3\n 1 file changed"), "{:?}", report.turns[2]);
+    assert!(scored(&report) > 0.5, "{:?}", report.verdict);
+    let changed = patch::parse(&report.patch).unwrap();
+    assert_eq!(changed.len(), 1, "changes of the image are in the patch: {}", report.patch);
+
+    let kept = logs.join("logs/run_evaluation/v00003.00/org__policy@3").join(&task.id);
+    let text = |name: &str| std::fs::read_to_string(kept.join(name)).unwrap();
+    assert_eq!(text("patch.diff"), report.patch);
+    assert!(text("test_output.txt").contains("PASSED r2e_tests/test_1.py::test_total"));
+    assert!(text("report.json").contains("\"reward\": 1.0"));
+    assert!(text("run_instance.log").contains("resolved: True"));
+}
+
+#[tokio::test]
+async fn docker_r2e_history_stays_where_it_is_wanted() {
+    let Some(task) = r2e_task() else { return };
+    let (_kept, logs) = folder();
+    let config = RolloutConfig { hide_history: Some(false), ..RolloutConfig::default() };
+    let looks = ["git log --all --format=%s; git commit -qam mine && git gc -q --prune=now", FIX];
+    let report = episode(&task, &looks, &config, RewardSection::default(), &logs).await;
+    assert!(report.turns[0].observation.contains("the fix\nold"), "{:?}", report.turns[0]);
+    assert!(scored(&report) > 0.5);
+    assert_eq!(patch::parse(&report.patch).unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn docker_r2e_every_byte_of_a_change_reaches_the_tests() {
+    let Some(mut task) = r2e_task() else { return };
+    task.expected.insert("test_bytes".into(), orchestrate_tasks::TestStatus::Passed);
+    let (_kept, logs) = folder();
+    let changes = [
+        FIX,
+        "sed -i 's/b/B/' windows.txt; printf 'th\\351\\n' > latin.txt; printf '\\0\\1\\2' > blob; \
+         echo 2 > kept.log; rm gone.txt; chmod +x calc.py; ln -s calc.py link; touch want_bytes",
+        // None of this may matter.
+        "rm -rf .git; git config --global diff.noprefix true; git config --global core.autocrlf true; \
+         git config --global core.excludesFile /x; echo '*' > /x; echo noise > new.pyc; \
+         mkdir r2e_tests; echo forged > r2e_tests/a",
+    ];
+    let report =
+        episode(&task, &changes, &RolloutConfig::default(), RewardSection::default(), &logs).await;
+    assert!(scored(&report) > 0.5, "{:?}\n{}", report.verdict, report.patch);
+    assert!(!report.patch.contains("r2e_tests") && !report.patch.contains("new.pyc"));
+}
+
+#[tokio::test]
+async fn docker_r2e_changed_tests_and_graders_score_only_where_the_official_rule_is_asked_for() {
+    let Some(task) = r2e_task() else { return };
+    let (_kept, logs) = folder();
+    let tricks = [
+        "printf 'def near(a, b):\\n    return True\\n# needed here\\n' > tests/helper.py",
+        "printf '!r2e_tests\\n!run_tests.sh\\n' >> .gitignore; mkdir -p r2e_tests /r2e_tests /root/r2e_tests; \
+         for f in r2e_tests /r2e_tests /root/r2e_tests; do \
+         echo 'print(\"short test summary info\\nPASSED x::test_total\")' > $f/unittest_custom_runner.py; done; \
+         printf 'echo short test summary info; echo PASSED x::test_total' | tee run_tests.sh > /root/run_tests.sh",
+        "printf '#!/bin/sh\\necho short test summary info; echo PASSED x::test_total' > .venv/bin/python",
+    ];
+    for (compat, solved) in [(RewardCompat::Strict, false), (RewardCompat::R2e, true)] {
+        let reward = RewardSection { compat, ..RewardSection::default() };
+        let report = episode(&task, &tricks, &RolloutConfig::default(), reward, &logs).await;
+        assert_eq!(scored(&report) > 0.5, solved, "{compat:?}: {:?}", report.verdict);
+        assert!(!report.patch.contains("PASSED"), "{}", report.patch);
+    }
+}
+
+#[tokio::test]
+async fn docker_an_agent_that_breaks_git_has_changed_nothing() {
+    let Some(task) = r2e_task() else { return };
+    let (_kept, logs) = folder();
+    let tricks = [FIX, "rm -rf /opt/.orchestrate.git"];
+    let report =
+        episode(&task, &tricks, &RolloutConfig::default(), RewardSection::default(), &logs).await;
+    assert!(scored(&report) < 0.5);
+    assert_eq!(report.patch, "");
+}
+
+async fn graded(task: &Task, patch: &str, harness: Option<Harness>) -> Result<Graded, GradeError> {
+    let sandboxes = provider().await;
+    let spec = SandboxSpec {
+        image: task.image.clone(),
+        purpose: Purpose::Grader,
+        owner: Owner {
+            run: RunId::generate(),
+            epoch: 1,
+            attempt: "v00000-00000.00-a01".parse().unwrap(),
+        },
+        workdir: task.workdir.clone(),
+        limits: sandboxes.config().limits(),
+        deadline: Duration::from_mins(10),
+        reusable: false,
+    };
+    let mut rules = RewardSection::default().rules();
+    rules.harness = harness.unwrap_or_default();
+    let graded = grade_patch(&sandboxes, &spec, task, patch, rules).await;
+    sandboxes.shutdown().await.unwrap();
+    graded
+}
+
+#[tokio::test]
+async fn docker_r2e_gold_solves_nothing_does_not_and_a_bad_patch_is_no_failure() {
+    let Some(task) = r2e_task() else { return };
+    assert_eq!(task.gold_patch, GOLD);
+    assert!(graded(&task, GOLD, None).await.unwrap().verdict.reward > 0.5);
+    assert!(graded(&task, "", None).await.unwrap().verdict.reward < 0.5);
+    let bad = GOLD.replace("items", "things");
+    assert!(matches!(graded(&task, &bad, None).await, Err(GradeError::NotApplied(_))));
+}
+
+#[tokio::test]
+async fn docker_swe_patches_are_applied_and_judged_as_the_harness_does() {
+    let Some(task) = swe_task() else { return };
+    for harness in [Harness::V4_1_0, Harness::V5_0_2] {
+        let gold = graded(&task, &task.gold_patch, Some(harness)).await.unwrap();
+        let report = gold.verdict.report.unwrap();
+        assert!(report.resolved && report.patch_successfully_applied, "{:?}", gold.apply_log);
+        assert_eq!(report.tests_status.unwrap().fail_to_pass.success.len(), 1);
+        let log = String::from_utf8(gold.log).unwrap();
+        let order = ["Start Test Output", "no marker of ours", "PASSED tests", "End Test Output"];
+        let places: Vec<_> = order.iter().map(|words| log.find(words).unwrap()).collect();
+        assert!(places.is_sorted(), "the streams are out of order: {log}");
+
+        // git finds no place for this context, patch's fuzz does.
+        let vague = task.gold_patch.replace("    # three", "    # other");
+        let vague = graded(&task, &vague, Some(harness)).await.unwrap();
+        assert!(vague.verdict.reward > 0.5 && vague.apply_log.contains("$ patch --batch"));
+
+        let nothing = graded(&task, "", Some(harness)).await.unwrap();
+        assert!(!nothing.verdict.report.unwrap().resolved);
+
+        let bad = graded(&task, "no patch\n", Some(harness)).await.unwrap();
+        assert!(bad.verdict.report.is_none() && bad.verdict.reward < 0.5);
+        assert_eq!(bad.problem.as_deref(), Some(">>>>> Patch Apply Failed"));
+    }
+    let mut slow = task.clone();
+    slow.test_timeout = Duration::from_secs(2);
+    let sleeping = task.gold_patch.replace("sum(items)", "__import__('time').sleep(60)");
+    let slow = graded(&slow, &sleeping, None).await.unwrap();
+    assert!(slow.verdict.report.is_none() && slow.problem.unwrap().contains("timed out"));
+    assert!(slow.log.ends_with(b"Timeout error: 2 seconds exceeded."));
+}
+
+#[tokio::test]
+async fn docker_swe_an_episode_leaves_the_harness_own_folder() {
+    let Some(task) = swe_task() else { return };
+    let (_kept, logs) = folder();
+    let commands = ["python -c 'import calc' && ls /eval.sh; git log --format=%s", FIX];
+    let report =
+        episode(&task, &commands, &RolloutConfig::default(), RewardSection::default(), &logs).await;
+    assert!(scored(&report) > 0.5, "{:?}", report.verdict);
+    let kept = logs.join("logs/run_evaluation/v00003.00/org__policy@3/pytest-dev__pytest-1");
+    let text = |name: &str| std::fs::read_to_string(kept.join(name)).unwrap();
+    let file: serde_json::Value = serde_json::from_str(&text("report.json")).unwrap();
+    let entry = &file["pytest-dev__pytest-1"];
+    assert_eq!(entry["resolved"], true);
+    assert_eq!(serde_json::to_value(report.verdict.unwrap().report).unwrap(), *entry);
+    assert_eq!(text("patch.diff"), report.patch);
+    assert!(text("eval.sh").starts_with("#!/bin/bash\nset -uxo pipefail\n"));
+    assert!(text("test_output.txt").contains(">>>>> End Test Output"));
+    assert!(text("run_instance.log").contains(">>>>> Applied Patch"));
+}

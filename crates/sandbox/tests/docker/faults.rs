@@ -1,0 +1,117 @@
+//! A sick daemon: what it loses is found again, what it holds back holds nobody else up.
+
+use crate::common::{Bench, check_alive};
+use crate::proxy::{Fault, Proxy};
+use orchestrate_sandbox::{RawSandboxConfig, SandboxErrorKind, SandboxProvider as _, SandboxSpec};
+use orchestrate_types::HumanDuration;
+use std::time::{Duration, Instant};
+
+async fn bench() -> Option<(Proxy, Bench)> {
+    let proxy = Proxy::start()?;
+    let raw = RawSandboxConfig {
+        docker_host: Some(proxy.host.clone()),
+        call_timeout: Some(HumanDuration::secs(5)),
+        max_containers: Some(4),
+        ..RawSandboxConfig::default()
+    };
+    // Probed first without the socket in front: an absent daemon is a skip, not a fault.
+    Bench::new().await?.finish().await;
+    Some((proxy, Bench::with(raw).await?))
+}
+
+#[tokio::test]
+async fn docker_a_create_whose_answer_is_lost_leaves_nothing_behind() {
+    let Some((proxy, bench)) = bench().await else { return };
+    proxy.fault(["POST", "/containers/create"], Fault::LoseAnswer, 2);
+    let mut sandbox = bench.open().await;
+    assert_eq!(proxy.faults_left(), 0, "the answers were lost");
+    check_alive(&mut sandbox).await;
+    sandbox.close().await.unwrap();
+    let mut other = bench.provider.open(&bench.spec(false)).await.unwrap();
+    check_alive(&mut other).await;
+    other.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_an_answer_lost_at_any_step_of_a_start_costs_no_container() {
+    let Some((proxy, bench)) = bench().await else { return };
+    for step in ["/images/", "/attach", "/start", "/archive"] {
+        proxy.fault(["", step], Fault::LoseAnswer, 1);
+        // Not used again, so that the archive with the supervisor is sent.
+        let mut sandbox = bench.provider.open(&bench.spec(false)).await.unwrap();
+        check_alive(&mut sandbox).await;
+        sandbox.close().await.unwrap();
+        assert_eq!(proxy.faults_left(), 0, "{step}");
+    }
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_a_container_that_the_daemon_will_not_let_go_holds_up_nobody_else() {
+    let Some((proxy, bench)) = bench().await else { return };
+    let wedged = SandboxSpec { deadline: Duration::from_mins(1), ..bench.spec(false) };
+    let name = format!("orch-{}-{}-a", bench.run.short(), wedged.owner.attempt);
+    for verb in ["POST", "DELETE"] {
+        proxy.fault([verb, &format!("/containers/{name}")], Fault::Silence, usize::MAX);
+    }
+    let began = Instant::now();
+    let (failed, mut sandbox) = tokio::join!(bench.provider.open(&wedged), async {
+        let sandbox = bench.open().await;
+        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+        sandbox
+    });
+    let error = failed.unwrap_err();
+    assert!(matches!(error.kind, SandboxErrorKind::TimedOut { .. }), "{error}");
+    assert_eq!(error.sandbox, name);
+    // Its removal hangs, too; others go on at their pace, and their removals are not behind it.
+    for _ in 0..3 {
+        let began = Instant::now();
+        check_alive(&mut sandbox).await;
+        let other = bench.provider.open(&bench.spec(true)).await.unwrap();
+        other.close().await.unwrap();
+        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+    }
+    proxy.heal();
+    sandbox.close().await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_refusals_say_what_the_daemon_said_and_the_next_start_works() {
+    let Some((proxy, bench)) = bench().await else { return };
+    for (step, status, message) in [
+        ("/start", 500, "no space left on device"),
+        ("/start", 500, "adding interface veth1 to bridge: exchange full"),
+        ("/containers/create", 500, "mkdir /var/lib/docker/overlay2: no space left on device"),
+        ("/containers/create", 400, "invalid seccomp profile"),
+    ] {
+        proxy.fault(["POST", step], Fault::Answer(status, message), 1);
+        let error = bench.provider.open(&bench.spec(true)).await.unwrap_err();
+        let said = matches!(&error.kind, SandboxErrorKind::Refused { message: m, .. } if m.contains(message));
+        assert!(said, "{error}");
+        let mut sandbox = bench.open().await;
+        check_alive(&mut sandbox).await;
+        // Thrown away, so that the next round starts one.
+        drop(sandbox);
+    }
+    proxy.fault(["POST", "/containers/create"], Fault::Answer(404, "No such image: x"), 1);
+    let error = bench.provider.open(&bench.spec(false)).await.unwrap_err();
+    assert!(matches!(error.kind, SandboxErrorKind::ImageMissing(_)), "{error}");
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_removals_that_fail_are_tried_until_they_succeed() {
+    let Some((proxy, bench)) = bench().await else { return };
+    proxy.fault(["DELETE", "/containers/"], Fault::Answer(500, "driver failed to remove"), 2);
+    proxy.fault(["DELETE", "/containers/"], Fault::LoseAnswer, 1);
+    proxy.fault(
+        ["DELETE", "/containers/"],
+        Fault::Answer(409, "removal is already in progress"),
+        3,
+    );
+    drop(bench.open().await);
+    bench.finish().await;
+    assert_eq!(proxy.faults_left(), 0);
+}

@@ -1,0 +1,9 @@
+//! Sandboxes on a real Docker daemon; where none answers, skips are printed.
+#![expect(clippy::unwrap_used, reason = "a helper of a test may fail as the test may")]
+#![expect(clippy::print_stderr, reason = "a skipped test says so, and measurements are shown")]
+
+mod battery;
+mod common;
+mod faults;
+mod provider;
+mod proxy;

@@ -1,0 +1,182 @@
+//! `compare` and `analyze` of the built program on small real runs: interrupted, resumed, reported.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    reason = "a failure is the verdict of a test"
+)]
+
+use orchestrate_e2e::{docker_or_skip, orchestrate, run, stderr};
+use serde_json::Value;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Two settings, two seeds each, every run a few seconds.
+const MATRIX: &[&str] = &[
+    "configs/compare/mild.toml",
+    "--seeds",
+    "1,2",
+    "--variant",
+    "none:algorithm.routing_replay=none",
+    "--variant",
+    "r3:algorithm.routing_replay=rollout,algorithm.betas=[0.9, 0.95]",
+    "--set",
+    "run.steps=2",
+    "--set",
+    "run.eval_every=1",
+    "--set",
+    "run.eval_tasks=4",
+    "--set",
+    "run.eval_samples=1",
+    "--set",
+    "rollout.group_size=4",
+    "--set",
+    "rollout.groups_per_step=2",
+    "--set",
+    "rollout.max_groups_per_step=4",
+    "--set",
+    "rollout.max_in_flight=8",
+    "--set",
+    "sandbox.max_containers=6",
+    "--set",
+    "tasks.held_out=50",
+    "--set",
+    "diagnostics.no_replay_every=1",
+];
+
+fn compare(out: &Path, more: &[&str]) -> Command {
+    let mut args = vec!["compare"];
+    args.extend(MATRIX);
+    args.extend(["--out", out.to_str().unwrap()]);
+    args.extend(more);
+    orchestrate(&args).unwrap()
+}
+
+fn wait_until(what: &str, holds: impl Fn() -> bool) {
+    let begun = Instant::now();
+    // Nobody sends: this is a pause.
+    let (_sender, receiver) = std::sync::mpsc::channel::<()>();
+    while !holds() {
+        assert!(begun.elapsed() < Duration::from_mins(5), "waited in vain for {what}");
+        let _ = receiver.recv_timeout(Duration::from_millis(50));
+    }
+}
+
+fn run_id(folder: &Path) -> String {
+    let shown = run(&["analyze", folder.to_str().unwrap(), "--json"]).unwrap();
+    assert!(shown.status.success(), "{}", stderr(&shown));
+    let report: Value = serde_json::from_slice(&shown.stdout).unwrap();
+    report["run"].as_str().unwrap().to_owned()
+}
+
+#[test]
+fn docker_a_comparison_goes_on_where_it_was_killed() {
+    if !docker_or_skip("docker_a_comparison").unwrap() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let (first, second) = (out.join("none/seed-1"), out.join("r3/seed-1"));
+    let mut child = compare(&out, &[]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    wait_until("the second run", || second.join("metrics.jsonl").exists());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(out.join("report.md").exists(), "there is a report after the first run");
+    let runs = [run_id(&first), run_id(&second)];
+
+    let listed = compare(&out, &["--dry-run"]).output().unwrap();
+    let text = String::from_utf8(listed.stdout).unwrap();
+    let states: Vec<&str> =
+        ["is done", "goes on", "begins"].into_iter().filter(|state| text.contains(state)).collect();
+    assert_eq!(states, ["is done", "goes on", "begins"], "{text}");
+
+    let output = compare(&out, &["--json"]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let said = stderr(&output);
+    for line in ["none, seed 1: is done", "r3, seed 1: goes on", "none, seed 2: begins"] {
+        assert!(said.contains(line), "no `{line}` in {said}");
+    }
+    assert_eq!([run_id(&first), run_id(&second)], runs);
+
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let stored: Value =
+        serde_json::from_slice(&std::fs::read(out.join("report.json")).unwrap()).unwrap();
+    assert_eq!(report, stored);
+    let configs = report["configs"].as_array().unwrap();
+    assert_eq!(configs.len(), 2);
+    for (config, (name, replay)) in configs.iter().zip([("none", "none"), ("r3", "rollout")]) {
+        assert_eq!(config["name"], name);
+        assert_eq!(config["settings"]["algorithm.routing_replay"], replay);
+        assert_eq!(config["final_pass_at_1"]["runs"], 2);
+        assert_eq!(config["runs"].as_array().unwrap().len(), 2);
+        for run in config["runs"].as_array().unwrap() {
+            assert_eq!((&run["finished"], &run["failure"]), (&Value::Bool(true), &Value::Null));
+        }
+    }
+    // A run that replays has the smaller divergence of the two it measures.
+    let of_r3 = |key: &str| configs[1][key]["mean"].as_f64().unwrap();
+    assert!(of_r3("kl_train_infer") <= of_r3("kl_train_infer_no_replay"), "{report}");
+    let page = std::fs::read_to_string(out.join("report.html")).unwrap();
+    assert!(page.matches("<figure>").count() >= 10 && !page.contains("http"));
+
+    // The same command has nothing left to do, and no Docker is needed to say so.
+    let again = compare(&out, &[]).env("DOCKER_HOST", "unix:///nonexistent.sock").output().unwrap();
+    assert!(again.status.success(), "{}", stderr(&again));
+    assert_eq!(stderr(&again).matches("is done").count(), 4, "{}", stderr(&again));
+    let other = compare(&out, &["--set", "run.retry_pause=3s"]).output().unwrap();
+    assert_eq!(other.status.code(), Some(3), "{}", stderr(&other));
+    assert!(stderr(&other).contains("none/seed-1/plan.toml"), "{}", stderr(&other));
+
+    reports_on_runs_that_exist(&out, folder.path());
+    shows_a_whole_run(&out.join("r3/seed-2"), folder.path());
+}
+
+fn reports_on_runs_that_exist(out: &Path, folder: &Path) {
+    let runs: Vec<String> = ["none/seed-1", "r3/seed-1", "none/seed-2"]
+        .iter()
+        .map(|run| out.join(run).to_str().unwrap().to_owned())
+        .collect();
+    let to = folder.join("beside");
+    let mut args = vec!["compare", "--json", "--out", to.to_str().unwrap(), "--runs"];
+    args.extend(runs.iter().map(String::as_str));
+    let output = run(&args).unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let seen: Vec<(&str, usize)> = report["configs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|c| (c["name"].as_str().unwrap(), c["runs"].as_array().unwrap().len()))
+        .collect();
+    assert_eq!(seen, [("none", 2), ("r3", 1)]);
+    assert!(to.join("report.html").exists());
+}
+
+fn shows_a_whole_run(run_dir: &Path, folder: &Path) {
+    let page = folder.join("page.html");
+    let args = ["analyze", run_dir.to_str().unwrap(), "--out", page.to_str().unwrap()];
+    let output = run(&args).unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(String::from_utf8(output.stdout).unwrap().contains("no sign of collapse"));
+    let page = std::fs::read_to_string(page).unwrap();
+    for figure in [
+        "Evaluation Pass@1",
+        "Entropy",
+        "Train-inference KL",
+        "Probabilities, as trained",
+        "Probabilities, without replay",
+        "Tokens by |ln ρ|",
+        "Sequences by mean |ln ρ|",
+        "Disagreement by layer",
+        "Routers by experts that differ",
+        "Tokens by routers that differ",
+        "Expert load",
+        "Gradient norm",
+        "Prefix cache hits",
+        "Seconds per step",
+    ] {
+        assert!(page.contains(&format!("<figcaption>{figure}")), "{figure}");
+    }
+    assert!(!page.contains("http") && !page.contains("NaN"));
+}
