@@ -60,6 +60,7 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         Command::ServeEngine(args) => commands::serve::engine(args).await,
         Command::ServeTrainer(args) => commands::serve::trainer(args).await,
         Command::SyntheticEngine(args) => commands::synthetic::run(args).await,
+        Command::RemoveUnstarted(args) => commands::remove_unstarted::run(args).await,
         Command::Completions(args) => {
             args::write_completions(args.shell);
             Ok(ExitCode::SUCCESS)

@@ -216,7 +216,9 @@ impl Driver {
         }
         self.evaluate_after(0, version).await?;
         let (closed, closed_steps) = watch::channel(0);
-        let (sampled, sampled_steps) = mpsc::channel(1);
+        // Room for every step that may be sampled before the one in training is closed: a sender
+        // that waited would keep the steps behind it from going on.
+        let (sampled, sampled_steps) = mpsc::channel(self.plan().run.max_staleness as usize + 1);
         tokio::try_join!(
             self.sample_all(closed_steps, sampled),
             self.train_all(version, closed, sampled_steps),

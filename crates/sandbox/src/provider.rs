@@ -340,7 +340,10 @@ impl SandboxProvider for DockerProvider {
     }
 
     async fn sweep(&self, run: RunId, epoch: i64) -> Result<SweepReport, SandboxError> {
-        self.sweep_epochs(run, epoch).await
+        let swept = self.shared.sweep_epochs(run, epoch).await?;
+        let again = Arc::clone(&self.shared).keep_sweeping(run, epoch, self.stop.clone());
+        self.tasks.lock().await.spawn(again);
+        Ok(swept)
     }
 
     async fn shutdown(&self) -> Result<(), SandboxError> {
@@ -351,7 +354,7 @@ impl SandboxProvider for DockerProvider {
             while tasks.join_next().await.is_some() {}
         });
         let in_time = finished.await.is_ok();
-        let failed = match self.remove_own().await {
+        let failed = match self.shared.remove_own().await {
             Ok(left) => left,
             Err(error) => {
                 tracing::warn!(%error, "cannot look for what is left");

@@ -4,12 +4,20 @@ use crate::api::{Purpose, SandboxError, SweepReport};
 use crate::container::{
     LABEL_ATTEMPT, LABEL_DEADLINE, LABEL_EPOCH, LABEL_PURPOSE, LABEL_RUN, purpose_letter,
 };
-use crate::provider::DockerProvider;
+use crate::provider::{DockerProvider, Shared};
 use bollard::query_parameters::ListContainersOptions;
 use futures::StreamExt as _;
 use orchestrate_types::{RunId, unix_micros};
 use std::collections::HashMap;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+use tokio_util::sync::CancellationToken;
+
+/// Between looks for what appears after its coordinator is gone.
+const AGAIN_EVERY: Duration = Duration::from_secs(10);
+
+/// Docker's word for a container that was never started.
+const CREATED: &str = "created";
 
 /// What the labels of a container of ours say; `None` where a label is absent or unreadable.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,6 +64,14 @@ fn verdict_for_sweep(info: &ContainerInfo, run: RunId, epoch: i64) -> Verdict {
     }
 }
 
+/// What was created and never started has no process that could end by itself.
+fn verdict_for_unstarted(info: &ContainerInfo, run: RunId, epoch: i64) -> Verdict {
+    if info.state != CREATED {
+        return Verdict::Keep("it was started, and ends by itself");
+    }
+    verdict_for_sweep(info, run, epoch.saturating_add(1))
+}
+
 fn verdict_for_gc(info: &ContainerInfo, scope: GcScope, now: i64) -> Verdict {
     let named = match scope {
         GcScope::Expired => false,
@@ -99,7 +115,35 @@ impl DockerProvider {
     /// # Errors
     /// When the daemon does not list them in time.
     pub async fn list(&self) -> Result<Vec<ContainerInfo>, SandboxError> {
-        let daemon = &self.shared.daemon;
+        self.shared.list().await
+    }
+
+    /// Removes what dead programs left behind, for `orchestrate gc`.
+    ///
+    /// # Errors
+    /// When the daemon does not list containers; a failed removal is told in the report.
+    pub async fn sweep_all_orphans(&self, scope: GcScope) -> Result<SweepReport, SandboxError> {
+        let now = unix_micros() / 1_000_000;
+        self.shared.remove_where(|info| verdict_for_gc(info, scope, now)).await
+    }
+
+    /// Removes what a dead coordinator of `run`, or one before it, created and never started. Only
+    /// for a coordinator that is dead: a live one is about to start them.
+    ///
+    /// # Errors
+    /// When the daemon does not list containers; a failed removal is told in the report.
+    pub async fn sweep_unstarted(
+        &self,
+        run: RunId,
+        epoch: i64,
+    ) -> Result<SweepReport, SandboxError> {
+        self.shared.remove_where(|info| verdict_for_unstarted(info, run, epoch)).await
+    }
+}
+
+impl Shared {
+    async fn list(&self) -> Result<Vec<ContainerInfo>, SandboxError> {
+        let daemon = &self.daemon;
         let options = ListContainersOptions {
             all: true,
             filters: Some(HashMap::from([("label".to_owned(), vec![LABEL_RUN.to_owned()])])),
@@ -124,15 +168,6 @@ impl DockerProvider {
         Ok(found)
     }
 
-    /// Removes what dead programs left behind, for `orchestrate gc`.
-    ///
-    /// # Errors
-    /// When the daemon does not list containers; a failed removal is told in the report.
-    pub async fn sweep_all_orphans(&self, scope: GcScope) -> Result<SweepReport, SandboxError> {
-        let now = unix_micros() / 1_000_000;
-        self.remove_where(|info| verdict_for_gc(info, scope, now)).await
-    }
-
     pub(crate) async fn sweep_epochs(
         &self,
         run: RunId,
@@ -141,13 +176,33 @@ impl DockerProvider {
         self.remove_where(|info| verdict_for_sweep(info, run, epoch)).await
     }
 
-    /// Removes what is left of the containers that this provider was asked for, after their own
-    /// removals: a daemon that was killed meanwhile may have forgotten a name and kept the rest.
-    /// Answers names of those that stay.
+    /// Sweeps again and again: the daemon may still be creating what a coordinator asked for that
+    /// was killed since, and tells of it only when it is done.
+    pub(crate) async fn keep_sweeping(
+        self: Arc<Self>,
+        run: RunId,
+        epoch: i64,
+        stop: CancellationToken,
+    ) {
+        while stop.run_until_cancelled(tokio::time::sleep(AGAIN_EVERY)).await.is_some() {
+            match self.sweep_epochs(run, epoch).await {
+                Ok(swept) if swept.removed.is_empty() => {}
+                Ok(swept) => tracing::info!(removed = ?swept.removed, "an earlier coordinator's"),
+                Err(error) => tracing::warn!(%error, "cannot look for containers left behind"),
+            }
+        }
+    }
+
+    /// Removes what is left of the containers that this provider was asked for, and of earlier
+    /// coordinators of the same runs, after their own removals: a daemon that was killed meanwhile
+    /// may have forgotten a name and kept the rest. Answers names of those that stay.
     pub(crate) async fn remove_own(&self) -> Result<Vec<String>, SandboxError> {
-        let owners = self.shared.owners.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let ours = |(run, epoch): (RunId, i64)| {
+            owners.iter().any(|&(owner, last)| run == owner && epoch <= last)
+        };
         let mut found = self.list().await?;
-        found.retain(|info| info.run.zip(info.epoch).is_some_and(|owner| owners.contains(&owner)));
+        found.retain(|info| info.run.zip(info.epoch).is_some_and(ours));
         let outcomes = self.remove_all(found).await;
         Ok(outcomes
             .into_iter()
@@ -181,11 +236,11 @@ impl DockerProvider {
     /// Names, each with the reason where it could not be removed.
     async fn remove_all(&self, doomed: Vec<ContainerInfo>) -> Vec<(String, Option<String>)> {
         let removals = futures::stream::iter(doomed).map(|info| async move {
-            let outcome = self.shared.daemon.remove(&info.id).await;
+            let outcome = self.daemon.remove(&info.id).await;
             let reason = outcome.err().map(|e| e.at(&info.name, "remove").kind.to_string());
             (info.name, reason)
         });
-        removals.buffer_unordered(self.shared.config.remove_parallelism).collect().await
+        removals.buffer_unordered(self.config.remove_parallelism).collect().await
     }
 }
 
@@ -226,6 +281,18 @@ mod tests {
         assert!(!removed(Some(ours), None));
         assert!(!removed(Some(other), Some(4)));
         assert!(!removed(None, Some(4)));
+    }
+
+    #[test]
+    fn of_the_dead_only_what_never_started_is_taken() {
+        let run = RunId::generate();
+        let removed = |epoch, state: &str| {
+            let info = ContainerInfo { state: state.into(), ..info(Some(run), Some(epoch), None) };
+            matches!(verdict_for_unstarted(&info, run, 5), Verdict::Remove)
+        };
+        assert!(removed(5, CREATED) && removed(4, CREATED));
+        assert!(!removed(6, CREATED), "a later coordinator is about to start it");
+        assert!(!removed(5, "running"));
     }
 
     #[test]

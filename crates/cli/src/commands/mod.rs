@@ -8,6 +8,7 @@ pub(crate) mod doctor;
 pub(crate) mod eval;
 pub(crate) mod gc;
 pub(crate) mod grade;
+pub(crate) mod remove_unstarted;
 pub(crate) mod run;
 pub(crate) mod serve;
 pub(crate) mod show;

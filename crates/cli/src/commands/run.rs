@@ -2,6 +2,7 @@
 
 mod forecast;
 
+use super::remove_unstarted::Helper;
 use crate::args::{ConfigSource, RunArgs};
 use crate::config::{self, ConfigError, RawConfig, Settings};
 use crate::exit::STOPPED;
@@ -141,6 +142,7 @@ pub(crate) async fn drive(
     training: Training,
     stop: Stop,
 ) -> anyhow::Result<RunEnd> {
+    let helper = Helper::start(settings, store.reader().run().await?.run, store.epoch());
     let view = live::View::new(settings.run.steps);
     let mut servers = wiring::servers();
     let reporter = view.reporter();
@@ -150,6 +152,9 @@ pub(crate) async fn drive(
     let end = servers.during(Box::pin(driven)).await;
     view.finish();
     servers.shutdown().await;
+    if let (Some(helper), Ok(_)) = (helper, &end) {
+        helper.dismiss();
+    }
     end
 }
 

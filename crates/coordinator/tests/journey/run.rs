@@ -9,6 +9,7 @@ use orchestrate_types::{GroupId, Outcome, PolicyVersion, Stage};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 fn scored(solved: bool) -> Outcome {
     Outcome::Scored { reward: f64::from(u8::from(solved)) }
@@ -99,6 +100,24 @@ async fn a_run_trains_evaluates_and_reports() {
     assert_eq!(world.sandboxes.shut_down.load(Ordering::SeqCst), 1);
 }
 
+/// Waits until a step has all the groups that it is to be trained on.
+async fn until_sampled(world: &World, step: u32) {
+    let sampling = &world.plan.sampling;
+    loop {
+        let groups = match Reader::open(&world.folder).await {
+            Ok(reader) => reader.groups_of_step(step).await.unwrap_or_default(),
+            Err(_) => Vec::new(),
+        };
+        let count = |state| groups.iter().filter(|g| g.state == state).count();
+        let (kept, dropped) = (count(GroupState::Kept), count(GroupState::Dropped));
+        let (wanted, most) = (sampling.groups_per_step, sampling.max_groups_per_step);
+        if kept == wanted as usize || kept + dropped == most as usize {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
 /// Steps whose sampling began while an earlier one was open, and the most versions by which a
 /// trained episode was behind.
 async fn overlap(max_staleness: u32) -> (usize, u64) {
@@ -106,8 +125,17 @@ async fn overlap(max_staleness: u32) -> (usize, u64) {
     plan.run.max_staleness = max_staleness;
     plan.run.eval_every = 0;
     let world = World::new(plan, usual);
-    world.trainer.yields.store(2000, Ordering::SeqCst);
-    assert_eq!(report(&world.finish().await).steps_applied, 5);
+    world.trainer.may_finish.send_replace(0);
+    // Each step is held in training until the last one that may be sampled meanwhile is.
+    let holding = async {
+        for step in 1..=5 {
+            until_sampled(&world, 5.min(step + max_staleness)).await;
+            world.trainer.may_finish.send_replace(step);
+        }
+    };
+    let both = async { tokio::join!(world.finish(), holding) };
+    let (end, ()) = tokio::time::timeout(Duration::from_mins(1), both).await.unwrap();
+    assert_eq!(report(&end).steps_applied, 5);
     let (mut open, mut overlapping) = (0, 0);
     for event in world.events.lock().unwrap().iter() {
         match event {

@@ -248,6 +248,8 @@ pub(crate) struct ToyTrainer {
     pub(crate) requests: Mutex<Vec<StepRequest>>,
     pub(crate) fail: AtomicBool,
     pub(crate) yields: AtomicUsize,
+    /// It finishes no later step than this.
+    pub(crate) may_finish: tokio::sync::watch::Sender<u32>,
     /// Its probabilities are far from the engine's.
     pub(crate) sick: AtomicBool,
     kill: Mutex<Arc<Kill>>,
@@ -292,7 +294,8 @@ impl TrainerSink for ToyTrainer {
             let kind = TrainerErrorKind::StepFailed { step_id, error };
             return Err(TrainerError { trainer: "toy".into(), call: "apply", kind });
         }
-        // Long enough for episodes of a later step to begin, where they may.
+        let step: u32 = request.step_id.rsplit('-').next().unwrap().parse().unwrap();
+        self.may_finish.subscribe().wait_for(|&last| step <= last).await.unwrap();
         for _ in 0..self.yields.load(Ordering::SeqCst) {
             tokio::task::yield_now().await;
         }
@@ -493,6 +496,7 @@ impl World {
                 requests: Mutex::default(),
                 fail: AtomicBool::new(false),
                 yields: AtomicUsize::new(0),
+                may_finish: tokio::sync::watch::Sender::new(u32::MAX),
                 sick: AtomicBool::new(false),
                 kill: Mutex::new(kill),
             }),

@@ -1,0 +1,135 @@
+//! Engines and sandboxes that fail.
+
+use crate::world::*;
+use orchestrate_engine::EngineErrorKind;
+use orchestrate_rollout::Episodes;
+use orchestrate_sandbox::Purpose;
+use orchestrate_testkit::{FakeEngine, FakeReply, Operation};
+use orchestrate_types::{Outcome, PolicyVersion, Stage};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+#[tokio::test(start_paused = true)]
+async fn a_broken_sandbox_is_broken_at_its_stage_and_never_a_reward() {
+    use Operation::{Exec, Open, ReadTree, Write};
+    use Purpose::{Agent, Grader};
+    let cases = [
+        (Open, Agent, 0, Stage::Setup),
+        (Write, Agent, 0, Stage::Setup),
+        (ReadTree, Agent, 0, Stage::Setup),
+        (Exec, Agent, 0, Stage::Exec),
+        (Write, Agent, 1, Stage::Exec),
+        (ReadTree, Agent, 1, Stage::Collect),
+        (Open, Grader, 0, Stage::Grade),
+        (Write, Grader, 0, Stage::Grade),
+        (Exec, Grader, 0, Stage::Grade),
+    ];
+    for (operation, purpose, skip, expected) in cases {
+        let world = world(solving());
+        world.sandboxes.fail(operation, purpose, skip, u32::MAX);
+        let report = world.run().await;
+        let Outcome::Broken { stage, error } = &report.outcome else {
+            panic!("{operation:?} of {purpose:?}: {:?}", report.outcome);
+        };
+        assert_eq!(*stage, expected, "{operation:?} of {purpose:?}");
+        assert!(error.contains("planned fault"), "{error}");
+        assert_eq!(report.outcome.trusted_reward(), None);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sandbox_that_fails_once_at_setup_or_grading_is_replaced() {
+    let world = world(solving());
+    world.sandboxes.fail(Operation::Write, Purpose::Agent, 0, 1);
+    world.sandboxes.fail(Operation::Exec, Purpose::Grader, 0, 1);
+    world.sandboxes.fail(Operation::Close, Purpose::Agent, 0, 1);
+    assert_eq!(world.run().await.outcome, Outcome::Scored { reward: 1.0 });
+    assert_eq!(world.sandboxes.opened().len(), 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn engine_errors_are_retried_under_a_new_request_id() {
+    let world = world(|call| match call {
+        0 => FakeReply::Fail(EngineErrorKind::Unreachable("refused".to_owned())),
+        1 => FakeReply::Fail(EngineErrorKind::TimedOut(Duration::from_secs(1))),
+        2 => stop(turn_ids(&[fix()])),
+        _ => stop(turn_ids(&[submit()])),
+    });
+    let report = world.run().await;
+    assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 });
+    assert_whole(&report);
+    let ids: Vec<String> =
+        world.engine.requests().iter().map(|r| r.request_id.to_string()).collect();
+    let ends: Vec<&str> = ids.iter().map(|id| id.rsplit_once("-a01-").unwrap().1).collect();
+    assert_eq!(ends, ["n000-r00", "n000-r01", "n000-r02", "n001-r00"]);
+    let seeds: Vec<u64> = world.engine.requests().iter().map(|r| r.sampling.seed).collect();
+    assert_eq!(seeds[0], seeds[2]);
+    assert_ne!(seeds[2], seeds[3]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_engine_that_dies_between_turns_costs_no_row_and_doubles_none() {
+    let engine: Arc<OnceLock<Arc<FakeEngine>>> = Arc::default();
+    let handle = Arc::clone(&engine);
+    let world = world(move |call| match call {
+        0 => stop(turn_ids(&[bash("cat total.py")])),
+        1 => FakeReply::Fail(EngineErrorKind::Unreachable("connection reset".to_owned())),
+        2 => {
+            // Back under the same weights, all its KV gone.
+            handle.get().unwrap().set_version(PolicyVersion(0));
+            stop(turn_ids(&[fix()]))
+        }
+        _ => stop(turn_ids(&[submit()])),
+    });
+    engine.set(Arc::clone(&world.engine)).unwrap();
+    let report = world.run().await;
+    assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 });
+    assert_whole(&report);
+    let requests = world.engine.requests();
+    let first = requests[0].token_ids.len() + turn_ids(&[bash("cat total.py")]).len();
+    assert_eq!(requests[1].routed_experts_start, Some(first - 2), "the last row held");
+    assert_eq!(requests[2].routed_experts_start, Some(first - 2));
+    assert_eq!(requests[2].token_ids, requests[1].token_ids);
+    assert_eq!(report.routing_drift, 0);
+    assert!(report.cached_tokens < report.cacheable_tokens, "it was prefilled again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_engine_that_stays_away_breaks_the_episode() {
+    let world = world(|_| FakeReply::Fail(EngineErrorKind::Unreachable("refused".to_owned())));
+    let report = world.run().await;
+    assert!(matches!(report.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
+    assert_eq!(world.engine.requests().len(), 8);
+    let late = || FakeReply::Fail(EngineErrorKind::TimedOut(Duration::from_secs(1)));
+    let world = self::world(move |_| late());
+    assert!(matches!(world.run().await.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
+    assert_eq!(world.engine.requests().len(), 3, "late replies are not waited for again and again");
+    let world = self::world(|_| FakeReply::Fail(EngineErrorKind::Unfit("no".to_owned())));
+    assert!(matches!(world.run().await.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
+    assert_eq!(world.engine.requests().len(), 1, "a hopeless error is not retried");
+}
+
+#[tokio::test(start_paused = true)]
+async fn bad_routing_rows_are_retried_once_then_break_the_episode() {
+    for missing in [false, true] {
+        let bad = move || {
+            let ids = turn_ids(&[fix()]);
+            if missing { FakeReply::NoRows { ids } } else { FakeReply::ShortRows { ids } }
+        };
+        let world = world(move |call| match call {
+            0 => bad(),
+            1 => stop(turn_ids(&[fix()])),
+            _ => stop(turn_ids(&[submit()])),
+        });
+        let report = world.run().await;
+        assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 });
+        assert_whole(&report);
+
+        let world = self::world(move |_| bad());
+        let report = world.run().await;
+        assert!(matches!(report.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
+        assert!(report.routing_problem.unwrap().contains("routing rows"));
+        assert!(report.routing.is_none());
+        assert_eq!(world.engine.requests().len(), 2);
+    }
+}

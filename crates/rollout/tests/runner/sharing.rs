@@ -1,0 +1,199 @@
+//! Rows that members of a group share, and rows of changing weights.
+
+use crate::world::*;
+use camino::Utf8Path;
+use orchestrate_engine::{Engine, EngineError, EngineInfo, GenerateRequest, Generation};
+use orchestrate_rollout::{EpisodeRequest, Episodes, RolloutConfig, RowSharing};
+use orchestrate_routing::{
+    BLOCK_ROWS, CacheOptions, MixedRows, PrefixCache, RoutingMask, SharingScope,
+};
+use orchestrate_testkit::{FakeEngine, FakeReply};
+use orchestrate_types::{ModelShape, Outcome, PolicyVersion, RequestId};
+use std::sync::Arc;
+use tokio_util::sync::CancellationToken;
+
+fn shared_world(
+    mixed: MixedRows,
+    script: impl Fn(usize) -> FakeReply + Send + Sync + 'static,
+) -> (World, Arc<PrefixCache>) {
+    let config = RolloutConfig {
+        system_prompt: Some("fix the program, then submit ".repeat(30)),
+        ..RolloutConfig::default()
+    };
+    let cache = PrefixCache::open(CacheOptions { bytes: 1 << 20, spill: None }).unwrap();
+    let cache = Arc::new(cache);
+    let mut world = world_with(&config, script);
+    world.runner.rows =
+        RowSharing { cache: Some(Arc::clone(&cache)), scope: SharingScope::Worker, mixed };
+    (world, cache)
+}
+
+fn member(number: u16) -> EpisodeRequest {
+    EpisodeRequest { attempt: format!("t000001.{number:02}-a01").parse().unwrap(), ..request() }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_groups_prompt_rows_are_asked_for_and_held_once() {
+    let (world, cache) = shared_world(MixedRows::Mask, solving());
+    let stop = CancellationToken::new();
+    let mut reports = Vec::new();
+    for number in 0..3 {
+        reports.push(world.runner.run(member(number), &stop).await);
+    }
+    let requests = world.engine.requests();
+    let prompt = requests[0].token_ids.len();
+    let blocks = prompt / BLOCK_ROWS * BLOCK_ROWS;
+    assert!(blocks >= BLOCK_ROWS, "a prompt of {prompt} tokens");
+    let starts: Vec<usize> = requests
+        .iter()
+        .filter(|request| request.token_ids.len() == prompt)
+        .map(|request| request.routed_experts_start.unwrap())
+        .collect();
+    assert_eq!(starts, [0, blocks - 1, blocks - 1], "one row of overlap");
+    for report in &reports {
+        assert_whole(report);
+        assert_eq!(report.routing_drift, 0);
+        assert_eq!(report.routing, reports[0].routing, "the same tokens, the same rows");
+    }
+    let masks: Vec<&RoutingMask> = reports.iter().map(|r| r.routing.as_ref().unwrap()).collect();
+    // The three played the same turns, so that whole conversations are held once.
+    let whole = masks[0].rows() / BLOCK_ROWS * BLOCK_ROWS;
+    let tails = 3 * (masks[0].rows() - whole);
+    let row_bytes = masks[0].row_bytes();
+    assert_eq!(RoutingMask::held_together(masks.iter().copied()), (whole + tails) * row_bytes);
+    assert_eq!(cache.metrics().bytes_held, (whole * row_bytes) as u64);
+    let shared: Vec<u64> = reports.iter().map(|r| r.routing_rows_shared).collect();
+    assert_eq!(shared, [0, whole as u64, whole as u64]);
+    assert!(reports[1].routing_wire_bytes < reports[0].routing_wire_bytes);
+    assert!(reports[1].routing_rows_reused >= blocks as u64);
+}
+
+#[tokio::test(start_paused = true)]
+async fn members_that_start_together_fetch_their_prompts_rows_once() {
+    let (world, _) = shared_world(MixedRows::Mask, solving());
+    let stop = CancellationToken::new();
+    let run = |number| world.runner.run(member(number), &stop);
+    let (a, b, c, d) = tokio::join!(run(0), run(1), run(2), run(3));
+    let requests = world.engine.requests();
+    let prompt = requests[0].token_ids.len();
+    let blocks = prompt / BLOCK_ROWS * BLOCK_ROWS;
+    let mut starts: Vec<usize> = requests
+        .iter()
+        .filter(|request| request.token_ids.len() == prompt)
+        .map(|request| request.routed_experts_start.unwrap())
+        .collect();
+    starts.sort_unstable();
+    assert_eq!(starts, [0, blocks - 1, blocks - 1, blocks - 1]);
+    assert_eq!(requests[0].routed_experts_start, Some(0), "who goes first asks for all of them");
+    for report in [&a, &b, &c, &d] {
+        assert_whole(report);
+        assert_eq!(report.routing, a.routing, "the same tokens, the same rows");
+    }
+}
+
+/// Answers in the name of another worker than it promised.
+#[derive(Debug)]
+struct Moved(Arc<FakeEngine>);
+
+#[async_trait::async_trait]
+impl Engine for Moved {
+    async fn info(&self) -> Result<EngineInfo, EngineError> {
+        self.0.info().await
+    }
+
+    fn shape(&self) -> &ModelShape {
+        self.0.shape()
+    }
+
+    fn worker_of(&self, session: &str) -> Option<String> {
+        self.0.worker_of(session)
+    }
+
+    async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
+        let reply = self.0.generate(request).await?;
+        Ok(Generation { worker: "another".to_owned(), ..reply })
+    }
+
+    async fn sync_weights(&self, _: &Utf8Path, _: PolicyVersion) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    async fn abort(&self, _: &RequestId) -> Result<(), EngineError> {
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn rows_of_one_workers_cache_do_not_begin_a_mask_of_another() {
+    let (mut world, _) = shared_world(MixedRows::Mask, solving());
+    let stop = CancellationToken::new();
+    world.runner.run(member(0), &stop).await;
+    let before = world.engine.requests().len();
+    world.runner.engine = Arc::new(Moved(Arc::clone(&world.engine)));
+    let report = world.runner.run(member(1), &stop).await;
+    assert_whole(&report);
+    let starts: Vec<Option<usize>> =
+        world.engine.requests()[before..].iter().map(|r| r.routed_experts_start).collect();
+    assert!(starts[0] > Some(0), "its worker's cache had them");
+    assert_eq!(starts[1], Some(0), "the worker that answered is asked for all");
+    assert_eq!(report.routing_rows_shared, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn rows_of_the_cache_are_thrown_away_when_the_weights_changed_before_the_first_reply() {
+    let (world, _) = shared_world(MixedRows::Mask, solving());
+    let stop = CancellationToken::new();
+    world.runner.run(member(0), &stop).await;
+    let before = world.engine.requests().len();
+    // The coordinator's word is still version 0.
+    world.engine.set_version(PolicyVersion(1));
+    let report = world.runner.run(member(1), &stop).await;
+    assert_whole(&report);
+    assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 });
+    let starts: Vec<Option<usize>> =
+        world.engine.requests()[before..].iter().map(|r| r.routed_experts_start).collect();
+    assert!(starts[0] > Some(0));
+    assert_eq!(starts[1], Some(0), "another try fetches every row");
+    let versions = report.routing.unwrap().versions().to_vec();
+    assert_eq!((versions.len(), versions[0].version), (1, PolicyVersion(1)));
+    assert_eq!(report.routing_rows_shared, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn mixed_rows_are_kept_masked_or_dropped_as_the_plan_says() {
+    let script = |call| {
+        let turn = |call| turn_ids(&[call]);
+        match call {
+            0 => stop(turn(bash("cat total.py"))),
+            1 => FakeReply::Retracted { ids: turn(fix()) },
+            _ => stop(turn(submit())),
+        }
+    };
+    let run = |mixed| async move {
+        let (world, _) = shared_world(mixed, script);
+        world.run().await
+    };
+    let kept = run(MixedRows::Keep).await;
+    assert_whole(&kept);
+    let trajectory = kept.trajectory.unwrap();
+    let mixed = kept.routing.unwrap().mixed().to_vec();
+    let spans = trajectory.turns();
+    assert_eq!(mixed.len(), 1);
+    assert_eq!(mixed[0], spans[0].output_end - 1..spans[1].output_end - 1);
+    assert_eq!(kept.routing_rows_mixed, mixed[0].len() as u64);
+
+    let masked = run(MixedRows::Mask).await;
+    assert_whole(&masked);
+    let masked = masked.trajectory.unwrap();
+    assert_eq!(masked.token_ids(), trajectory.token_ids());
+    for (t, (&before, &after)) in trajectory.loss_mask().iter().zip(masked.loss_mask()).enumerate()
+    {
+        let turn_two = (spans[1].prompt_end..spans[1].output_end).contains(&t);
+        assert_eq!(after, if turn_two { 0 } else { before }, "token {t}");
+    }
+
+    let dropped = run(MixedRows::Drop).await;
+    assert!(dropped.routing.is_none());
+    assert!(dropped.routing_problem.unwrap().contains("mixed"));
+    assert_eq!(dropped.trajectory.unwrap().loss_mask(), trajectory.loss_mask());
+}

@@ -1,0 +1,151 @@
+//! The runner in a world of fakes, and scripts of what its engine says.
+
+use camino::Utf8Path;
+use orchestrate_engine::Finish;
+use orchestrate_rollout::{
+    Action, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes,
+    ExpertEpisode, ExpertTurn, Leads, MICRO_CHAT_TEMPLATE, RolloutConfig, RowSharing, Rules,
+    opening_messages, train_tokenizer,
+};
+use orchestrate_sandbox::Limits;
+use orchestrate_testkit::{
+    FakeEngine, FakeReply, FakeSandboxes, TOY_FIX, judge_toy, toy_shape, toy_shell, toy_task,
+};
+use orchestrate_types::{ByteSize, PolicyVersion, RunId};
+use serde_json::json;
+use std::sync::{Arc, OnceLock};
+use tokio_util::sync::CancellationToken;
+
+pub(crate) fn action(name: &str, arguments: serde_json::Value) -> Action {
+    Action { name: name.to_owned(), arguments }
+}
+
+pub(crate) fn bash(command: &str) -> Action {
+    action("bash", json!({"command": command}))
+}
+
+pub(crate) fn fix() -> Action {
+    action("edit", json!({"path": "total.py", "line": 2, "new": TOY_FIX}))
+}
+
+pub(crate) fn submit() -> Action {
+    action("submit", json!({}))
+}
+
+/// The episode that solves the toy, with what the environment answers.
+pub(crate) fn expert() -> ExpertEpisode {
+    let turn = |call: Action, observation: &str| ExpertTurn {
+        content: String::new(),
+        calls: vec![call],
+        observations: vec![observation.to_owned()],
+        weight: 1.0,
+    };
+    ExpertEpisode {
+        prompt: opening_messages(None, &toy_task().problem_statement),
+        turns: vec![
+            turn(bash("cat total.py"), "def total(items):\n    return sum(items[:-1])"),
+            turn(fix(), "ok"),
+            turn(bash("run-tests"), "exit 2\nno tests"),
+            turn(submit(), ""),
+        ],
+    }
+}
+
+pub(crate) fn chat() -> Arc<ChatModel> {
+    static CHAT: OnceLock<Arc<ChatModel>> = OnceLock::new();
+    let make = || {
+        let folder = tempfile::tempdir().unwrap();
+        let path = Utf8Path::from_path(folder.path()).unwrap();
+        let text = expert().text(&ChatTemplate::new(MICRO_CHAT_TEMPLATE).unwrap()).unwrap();
+        let corpus = std::iter::repeat_n(text, 3);
+        train_tokenizer(corpus, 400, MICRO_CHAT_TEMPLATE, path).unwrap();
+        Arc::new(ChatModel::load(path).unwrap())
+    };
+    Arc::clone(CHAT.get_or_init(make))
+}
+
+pub(crate) fn turn_ids(calls: &[Action]) -> Vec<u32> {
+    chat().assistant("", calls).unwrap()
+}
+
+pub(crate) fn stop(ids: Vec<u32>) -> FakeReply {
+    FakeReply::Tokens { ids, finish: Finish::Stop }
+}
+
+/// Replies that play `turns`, one call per turn.
+pub(crate) fn playing(turns: Vec<Action>) -> impl Fn(usize) -> FakeReply + Send + Sync + 'static {
+    move |call| stop(turn_ids(std::slice::from_ref(&turns[call.min(turns.len() - 1)])))
+}
+
+pub(crate) fn solving() -> impl Fn(usize) -> FakeReply + Send + Sync + 'static {
+    playing(vec![bash("cat total.py"), fix(), bash("run-tests"), submit()])
+}
+
+pub(crate) struct World {
+    pub(crate) engine: Arc<FakeEngine>,
+    pub(crate) sandboxes: FakeSandboxes,
+    pub(crate) runner: EpisodeRunner,
+}
+
+pub(crate) fn world_with(
+    config: &RolloutConfig,
+    script: impl Fn(usize) -> FakeReply + Send + Sync + 'static,
+) -> World {
+    let shape = toy_shape(chat().vocab_size());
+    let engine = Arc::new(FakeEngine::new(shape, move |_, call| script(call)));
+    let sandboxes = FakeSandboxes::new(toy_shell);
+    let runner = EpisodeRunner {
+        engine: Arc::clone(&engine) as _,
+        sandboxes: Arc::new(sandboxes.clone()),
+        chat: chat(),
+        plan: config.check().unwrap(),
+        container_limits: Limits {
+            memory: ByteSize::mib(256),
+            cpu_millis: 500,
+            pids: 64,
+            tmpfs: ByteSize::mib(64),
+        },
+        rules: Rules::new(judge_toy),
+        logs: None,
+        rows: RowSharing::default(),
+        leads: Leads::default(),
+    };
+    World { engine, sandboxes, runner }
+}
+
+pub(crate) fn world(script: impl Fn(usize) -> FakeReply + Send + Sync + 'static) -> World {
+    world_with(&RolloutConfig::default(), script)
+}
+
+pub(crate) fn request() -> EpisodeRequest {
+    EpisodeRequest {
+        run: "01900000-0000-7000-8000-000000000000".parse::<RunId>().unwrap(),
+        epoch: 1,
+        attempt: "t000001.02-a01".parse().unwrap(),
+        task: Arc::new(toy_task()),
+        policy_version: PolicyVersion(0),
+        seed: 7,
+        temperature: 1.0,
+        want_routing: true,
+    }
+}
+
+impl World {
+    pub(crate) async fn run(&self) -> EpisodeReport {
+        self.run_until(&CancellationToken::new()).await
+    }
+
+    pub(crate) async fn run_until(&self, stop: &CancellationToken) -> EpisodeReport {
+        let report = self.runner.run(request(), stop).await;
+        assert_eq!(self.sandboxes.still_open(), 0, "a sandbox was left open");
+        assert_eq!(self.sandboxes.dropped(), 0, "a sandbox was dropped instead of closed");
+        report
+    }
+}
+
+pub(crate) fn assert_whole(report: &EpisodeReport) {
+    let trajectory = report.trajectory.as_ref().unwrap();
+    assert_eq!(report.routing_problem, None);
+    assert_eq!(report.routing.as_ref().unwrap().rows(), trajectory.len() - 1);
+    assert_eq!(trajectory.loss_mask().last(), Some(&1));
+}
