@@ -2,7 +2,6 @@
 
 use crate::world::*;
 use orchestrate_engine::EngineErrorKind;
-use orchestrate_rollout::Episodes;
 use orchestrate_sandbox::Purpose;
 use orchestrate_testkit::{FakeEngine, FakeReply, Operation};
 use orchestrate_types::{Outcome, PolicyVersion, Stage};
