@@ -158,7 +158,7 @@ def test_a_step_that_fails_half_way_leaves_the_weights(
     client.call("/v1/steps", steps[0])
     client.finished("s1")
     before = [p.full_tensor().detach().clone() for p in trainer.policy.parameters()]
-    real = trainer.optimizer.step
+    real = trainer.learner.optimizer.step
     count = []
 
     def broken() -> None:
@@ -167,7 +167,7 @@ def test_a_step_that_fails_half_way_leaves_the_weights(
         if len(count) == 2:
             raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(trainer.optimizer, "step", broken)
+    monkeypatch.setattr(trainer.learner.optimizer, "step", broken)
     client.call("/v1/steps", steps[1])
     failed = client.finished("s2")
     assert failed["state"] == "failed" and "the device is gone" in failed["error"]
@@ -265,7 +265,7 @@ def test_refusals_by_name(start: Any, tmp_path: Path) -> None:
         assert "another model" in message and field in message
     status, code, message = refusal(good, hyperparameters=hyperparameters(clip_low=7))
     assert (status, code) == (422, "does_not_fit") and "clip_low" in message
-    status, code, message = refusal(good, hyperparameters=hyperparameters(policy_loss="ppo"))
+    status, code, message = refusal(good, hyperparameters=hyperparameters(policy_loss="x"))
     assert (status, code) == (422, "does_not_fit") and "policy_loss" in message
     assert client.call("/v1/info")[1]["policy_version"] == 0
     assert client.refused("/v1/steps/s1")[:2] == (404, "unknown_step")
