@@ -8,6 +8,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,8 +22,8 @@ import needs  # noqa: F401
 import torch  # isort: skip
 from model_families import write_batch
 from safetensors.torch import load_file
-from test_processes import Process, submitted
-from test_service import request
+from test_processes import PACKAGE, alive, submitted
+from test_service import Client, request
 
 KILLS = int(os.environ.get("ORCHESTRATE_KILLS", "4"))
 SEED = int(os.environ.get("ORCHESTRATE_KILL_SEED", "1"))
@@ -30,16 +34,104 @@ SETTINGS = {"policy_loss": "ppo", "routing_replay": "predictive", "mini_steps": 
 START_UP = 5
 
 
+#: A process that has imported everything and becomes a trainer as often as it is asked to: what is
+#: killed is a process of its own, but need not spend its short life on imports.
+BREEDER = """
+import json, os, signal, sys
+import transformers.models.qwen3_moe.modeling_qwen3_moe
+from orchestrate_trainer import serve
+
+# Nobody waits for those that are born here.
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    log, arguments = json.loads(line)
+    born = os.fork()
+    if born:
+        print(born, flush=True)
+        continue
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    status = serve.main(arguments)
+    print("ended with", status, flush=True)
+    os._exit(status)
+"""
+
+
+class Breeder:
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BREEDER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1"},
+        )
+
+    def bear(self, log: Path, arguments: list[str]) -> int:
+        """Number of a new process."""
+        print(json.dumps([str(log), arguments]), file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+    def end(self) -> None:
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+class Life:
+    """One trainer, from its start to its end."""
+
+    def __init__(self, breeder: Breeder, log: Path, arguments: list[str]) -> None:
+        self._log = log
+        log.unlink(missing_ok=True)
+        self._pid = breeder.bear(log, arguments)
+
+    def listen(self) -> "Life":
+        while True:
+            found = re.search(r"listening on http://127.0.0.1:(\d+)\s", self.log())
+            if found:
+                self.client = Client(int(found[1]))
+                return self
+            assert alive(self._pid), self.log()
+            time.sleep(0.02)
+
+    def log(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        self._gone()
+
+    def end(self) -> None:
+        """Ends it politely."""
+        os.kill(self._pid, signal.SIGTERM)
+        self._gone()
+        assert "ended with 0" in self.log(), self.log()
+
+    def _gone(self) -> None:
+        # A zombie may have threads that still run, and with them the lock on its folder.
+        while Path(f"/proc/{self._pid}").exists():
+            time.sleep(0.005)
+
+
 class Run:
     """Steps 1, 2, 3 … of one trainer's folder."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        self.model, self.folder = model, folder
+    def __init__(self, model: Path, folder: Path, breeder: Breeder) -> None:
+        self.model, self.folder, self._breeder = model, folder, breeder
         self.checkpoints = folder / "checkpoints"
         folder.mkdir()
 
-    def start(self) -> Process:
-        return Process(self.model, self.checkpoints, 1)
+    def bear(self) -> Life:
+        arguments = ["--model", str(self.model), "--checkpoint-dir", str(self.checkpoints)]
+        fixed = ["--port", "0", "--device", "cpu", "--threads", "1", "--experts", "eager"]
+        return Life(self._breeder, self.folder / "log", arguments + fixed)
+
+    def start(self) -> Life:
+        return self.bear().listen()
 
     def step(self, number: int, shape: dict[str, Any]) -> dict[str, Any]:
         """The request for a step; the batch depends on its number alone."""
@@ -54,7 +146,9 @@ def test_death_at_any_moment_loses_no_step_and_applies_none_twice(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     draw = random.Random(SEED)
-    run = Run(folders["qwen3_moe"], tmp_path / "killed")
+    breeder = Breeder()
+    run = Run(folders["qwen3_moe"], tmp_path / "killed", breeder)
+    run.start().kill()
     begun = time.monotonic()
     process = run.start()
     start_up = time.monotonic() - begun
@@ -78,7 +172,7 @@ def test_death_at_any_moment_loses_no_step_and_applies_none_twice(
             assert state["result"]["policy_version"] == applied + 1
             applied += 1
         if life % START_UP == START_UP - 1:
-            process = Process(run.model, run.checkpoints, 1, wait=False)
+            process = run.bear()
             time.sleep(draw.uniform(0, start_up))
             process.kill()
             moments["start-up"] += 1
@@ -94,15 +188,16 @@ def test_death_at_any_moment_loses_no_step_and_applies_none_twice(
     for number in (applied + 1, applied + 2):
         result = submitted(process, run.step(number, shape))
         assert result["policy_version"] == number
-    assert process.end() == 0
+    process.end()
     last = applied + 2
     print(f"killed {sum(moments.values())} times over {last} steps: {dict(moments)}")
 
-    calm = Run(run.model, tmp_path / "calm")
+    calm = Run(run.model, tmp_path / "calm", breeder)
     process = calm.start()
     for number in range(1, last + 1):
         submitted(process, calm.step(number, shape))
-    assert process.end() == 0
+    process.end()
+    breeder.end()
     found, wanted = (each.checkpoints / f"v{last:06}" for each in (run, calm))
     steps = json.loads((found / "trainer.json").read_text())["steps"]
     expected = [f"s{number}" for number in range(1, last + 1)][-len(steps) :]
