@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import needs  # noqa: F401
-import pytest
 from model_families import write_batch
 from test_processes import LENGTHS, Process, submitted
 from test_service import request
@@ -95,9 +94,8 @@ def free_port() -> str:
     raise AssertionError("no free port")
 
 
-@pytest.mark.parametrize("replicas", [1])
 def test_two_machines_train_together_and_number_0_answers(
-    folders: dict[str, Path], tmp_path: Path, replicas: int
+    folders: dict[str, Path], tmp_path: Path
 ) -> None:
     model, checkpoints = folders["qwen3_moe"], tmp_path / "ckpt"
     common: dict[str, Any] = {
