@@ -48,7 +48,7 @@ pub fn split_body(body: &[u8]) -> Result<SplitBody, RoutingError> {
         }
         let Some(begin) = string_value(body, searched) else { continue };
         let text = body.get(begin..).unwrap_or_default();
-        let length = closing_quote(text).ok_or(RoutingError::Body("it ends inside them"))?;
+        let length = memchr(b'"', text).ok_or(RoutingError::Body("it ends inside them"))?;
         let end = begin + length;
         if body.get(begin..end).is_some_and(|text| text.last() == Some(&b'\\')) {
             return Err(RoutingError::Body("a backslash is in them"));
@@ -62,34 +62,6 @@ pub fn split_body(body: &[u8]) -> Result<SplitBody, RoutingError> {
     }
     split.json.extend_from_slice(body.get(copied..).unwrap_or_default());
     Ok(split)
-}
-
-/// Where the first quote is. Payloads have megabytes that no cache holds; the processor's own
-/// look-ahead stops at each page's end, so that the next block is asked for before one is searched.
-fn closing_quote(text: &[u8]) -> Option<usize> {
-    const BLOCK: usize = 2048;
-    text.chunks(BLOCK).enumerate().find_map(|(number, block)| {
-        let begin = number * BLOCK;
-        prefetch(text, begin + BLOCK, BLOCK);
-        memchr(b'"', block).map(|at| begin + at)
-    })
-}
-
-/// Asks for the cache lines of `bytes` bytes from `begin` on; of no effect but on time.
-fn prefetch(text: &[u8], begin: usize, bytes: usize) {
-    const LINE: usize = 64;
-    #[cfg(target_arch = "x86_64")]
-    for line in (begin..begin + bytes).step_by(LINE) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let address = text.as_ptr().wrapping_add(line);
-        #[expect(unsafe_code, reason = "the instruction has no safe name")]
-        // SAFETY: it reads nothing, and takes any address.
-        unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(address.cast());
-        }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (text, begin, bytes, LINE);
 }
 
 /// Where the text of the string begins that is the value of the key ending at `at`, if it is one.
