@@ -357,7 +357,7 @@ impl SandboxProvider for DockerProvider {
         let owner = (spec.owner.run, spec.owner.epoch);
         shared.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
         let pooled = spec.reusable && shared.config.reuse;
-        let mut patience = None;
+        let (mut patience, mut looked_again) = (None, false);
         loop {
             let until = Instant::now() + spec.deadline;
             match shared.slots.take(&key, pooled, until).await {
@@ -384,6 +384,13 @@ impl SandboxProvider for DockerProvider {
                             if !shared.daemon.returns(until).await {
                                 return Err(error);
                             }
+                        }
+                        // Another program removed it since we looked; it may be pulled again.
+                        Err(error)
+                            if matches!(error.kind, SandboxErrorKind::ImageMissing(_))
+                                && !looked_again =>
+                        {
+                            looked_again = true;
                         }
                         Err(error) => return Err(error),
                     }

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 const MAX_DEPTH: usize = 128;
 /// Entries of all folders together. Looking at more would take memory that the container may not
 /// have left.
-const MAX_ENTRIES: usize = 100_000;
+const MAX_ENTRIES: usize = 50_000;
 /// Counted per file on top of its content, so that empty files are not free.
 const FILE_COST: u64 = 64;
 

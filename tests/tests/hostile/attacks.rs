@@ -188,7 +188,7 @@ fn attacks(target: &Target) -> Vec<Attack> {
         // Making the host sick, or the grading slow.
         attack("full_disks", "armed", "head -c 1G /dev/zero > /testbed/big; head -c 1G /dev/zero > /tmp/big; head -c 1G /dev/zero > /dev/shm/big; echo armed"),
         attack("sparse_file", "armed", "truncate -s 700M sparse; echo armed"),
-        attack("many_files", "armed", "mkdir many; cd many; python3 -c 'for n in range(110000): open(str(n), \"x\").close()'; echo armed"),
+        attack("many_files", "armed", "mkdir many; cd many; python3 -c 'for n in range(51000): open(str(n), \"x\").close()'; echo armed"),
         attack("deep_folders", "armed", "for n in $(seq 200); do mkdir d; cd d; done; echo armed"),
         attack("no_workdir", "armed", "rm -rf /testbed; cd /; echo armed"),
         attack("hang_while_graded", "armed", target.head("while True: pass")),

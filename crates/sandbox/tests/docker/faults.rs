@@ -95,7 +95,7 @@ async fn docker_refusals_say_what_the_daemon_said_and_the_next_start_works() {
         // Thrown away, so that the next round starts one.
         drop(sandbox);
     }
-    proxy.fault(["POST", "/containers/create"], Fault::Answer(404, "No such image: x"), 1);
+    proxy.fault(["POST", "/containers/create"], Fault::Answer(404, "No such image: x"), 2);
     let error = bench.provider.open(&bench.spec(false)).await.unwrap_err();
     assert!(matches!(error.kind, SandboxErrorKind::ImageMissing(_)), "{error}");
     bench.finish().await;

