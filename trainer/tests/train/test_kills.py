@@ -112,8 +112,7 @@ class Life:
         assert "ended with 0" in self.log(), self.log()
 
     def _gone(self) -> None:
-        # A zombie may have threads that still run, and with them the lock on its folder.
-        while Path(f"/proc/{self._pid}").exists():
+        while alive(self._pid):
             time.sleep(0.005)
 
 
