@@ -22,8 +22,8 @@ from test_service import Client, request
 
 LENGTHS = (12, 7, 19, 10, 5)
 PACKAGE = Path(__file__).parents[2]
-#: The launcher's own patience is for machines that answer: a busy one may hold all of these processes
-#: up for minutes, which must not look like a lost machine.
+#: The launcher gives up on machines that do not answer; a busy one may hold all of these processes up
+#: for minutes, which must not look like a lost machine.
 PATIENCE = "timeout=86400,join_timeout=86400,read_timeout=86400,keep_alive_max_attempt=17280"
 ENVIRONMENT = {"PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1", "PET_RDZV_CONF": PATIENCE}
 
