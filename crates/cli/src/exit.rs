@@ -117,7 +117,8 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
                     Some("build the sandbox image: scripts/quickstart does, or docker pull it")
                 }
                 SandboxErrorKind::NotPulled { .. } => Some(
-                    "pull it by hand, or load it (docker load); sandbox.mirror names another registry",
+                    "images of this project are built by scripts/quickstart; others can be loaded \
+                     (docker load), or come from the registry that sandbox.mirror names",
                 ),
                 // Both say themselves what to do.
                 SandboxErrorKind::ImageChanged { .. } | SandboxErrorKind::NotRecorded { .. } => {

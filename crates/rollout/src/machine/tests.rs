@@ -195,7 +195,7 @@ fn every_pair_outside_the_table_is_refused_and_changes_nothing() {
             events.push(event.clone());
         }
     }
-    assert_eq!((states.len(), events.len()), (6, 8), "a state or event has no row");
+    assert_eq!((states.len(), events.len()), (6, 9), "a state or event has no row");
     for state in &states {
         for event in &events {
             let listed =

@@ -2,8 +2,8 @@
 
 use crate::common::{Bench, IMAGE, SHORT, check_alive, docker, run};
 use orchestrate_sandbox::{
-    Command, DockerProvider, Exit, FileEntry, GcScope, Purpose, RawSandboxConfig, SandboxErrorKind,
-    SandboxProvider as _, SandboxSpec,
+    Command, DockerProvider, Exit, FileEntry, GcScope, PullPolicy, Purpose, RawSandboxConfig,
+    SandboxErrorKind, SandboxProvider as _, SandboxSpec,
 };
 use orchestrate_types::{ByteSize, HumanDuration};
 use std::time::{Duration, Instant};
@@ -305,7 +305,8 @@ async fn docker_a_leftover_of_the_same_name_is_replaced() {
 
 #[tokio::test]
 async fn docker_missing_images_and_absent_daemons_say_what_to_do() {
-    let Some(bench) = Bench::new().await else { return };
+    let raw = RawSandboxConfig { pull: Some(PullPolicy::Never), ..RawSandboxConfig::default() };
+    let Some(bench) = Bench::with(raw).await else { return };
     for reusable in [true, false] {
         let spec = SandboxSpec { image: "orchestrate/no-such:1".into(), ..bench.spec(reusable) };
         let error = bench.provider.open(&spec).await.unwrap_err();
