@@ -303,3 +303,6 @@ fn failures(log: &[u8]) -> Vec<Failure> {
     let lines = text.lines().filter_map(|line| line.strip_prefix(FAILURE));
     lines.filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
+
+#[cfg(test)]
+mod tests;
