@@ -1,12 +1,12 @@
-"""From rewards to advantages. The orchestrator computes those of a batch; trainers with a value
-model need the last two here."""
+"""From rewards to advantages. The orchestrator computes those of a batch; those of a value head
+are computed here."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["gae", "group_advantages", "overlong_penalty", "value_loss", "whiten"]
+__all__ = ["gae", "group_advantages", "overlong_penalty", "value_terms"]
 
 
 def group_advantages(rewards: Tensor, norm: str, eps: float = 1e-6) -> Tensor:
@@ -50,16 +50,7 @@ def gae(
     return advantages, (advantages + values) * (mask > 0)
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` with masked mean 0 and unbiased masked variance 1."""
-    count = mask.sum()
-    mean = (values * mask).sum() / count
-    variance = ((values - mean) ** 2 * mask).sum() / (count - 1)
-    return (values - mean) * torch.rsqrt(variance + 1e-8) * mask
-
-
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float) -> Tensor:
-    """Half the masked mean of the larger of the plain and the clipped squared error."""
+def value_terms(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Half the larger of the plain and the clipped squared error of each token; minimise it."""
     clipped = torch.clamp(values, old - clip, old + clip)
-    worst = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
-    return 0.5 * (worst * mask).sum() / mask.sum()
+    return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)

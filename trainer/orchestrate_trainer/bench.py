@@ -29,6 +29,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .batch import Sequence
+from .learner import Learner
 from .policy import ModelOptions, load_policy
 from .routers import spec_of
 from .settings import Hyperparameters
@@ -264,7 +265,7 @@ def _trainer(
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     device = world.device
     policy = load_policy(folder, ModelOptions(experts=given.kernel), world)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, foreach=True)
+    learner = Learner.of(policy, world)
 
     def step(replay: str, **changed: Any) -> tuple[dict[str, Any], dict[str, float]]:
         settings = Hyperparameters(
@@ -293,7 +294,7 @@ def _trainer(
             begun.setdefault(phase, time.perf_counter())
             return True
 
-        metrics = apply(policy, optimizer, lambda: policy, batch, settings, world, progress)
+        metrics = apply(learner, lambda: policy, batch, settings, world, progress)
         _wait(device)
         begun["end"] = time.perf_counter()
         return metrics, begun

@@ -46,8 +46,9 @@ def check(sequence: Sequence, shape: dict[str, Any]) -> None:
     scored = sequence.loss_mask == 1
     if not np.isfinite(sequence.rollout_logprobs[scored]).all():
         raise BadBatch(f"{name}: a rollout log-prob is not finite")
-    if not np.isfinite(sequence.advantage):
-        raise BadBatch(f"{name}: its advantage is not finite")
+    for what in ("advantage", "reward"):
+        if not np.isfinite(getattr(sequence, what)):
+            raise BadBatch(f"{name}: its {what} is not finite")
     for first, rows in sequence.pieces():
         valid = sequence.routing_valid[first : first + len(rows)] == 1
         ordered = np.sort(rows[valid], axis=-1)
@@ -68,6 +69,7 @@ class OwnSequence:
 
     index: int
     advantage: float
+    reward: float
     #: int64 ``[T]``
     tokens: Tensor
     #: float32 ``[T]``
@@ -89,6 +91,7 @@ class OwnSequence:
         return cls(
             index=index,
             advantage=sequence.advantage,
+            reward=sequence.reward,
             tokens=arrays["token_ids"].long(),
             rollout=arrays["rollout_logprobs"],
             scored=masked.nonzero().squeeze(-1),
@@ -124,6 +127,8 @@ class MicroBatch:
     rollout: Tensor = field(init=False)
     #: float32 ``[S]``
     advantages: Tensor = field(init=False)
+    #: float32 ``[S]``
+    rewards: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         own = self.sequences
@@ -145,6 +150,7 @@ class MicroBatch:
         rollout = torch.cat([s.rollout for s in own]) if own else torch.zeros(1)
         self.rollout = rollout[place]
         self.advantages = torch.tensor([s.advantage for s in own] or [0.0])
+        self.rewards = torch.tensor([s.reward for s in own] or [0.0])
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same with its tensors on ``device``."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .corrections import LOG_RATIO_LIMIT
+from .corrections import LOG_RATIO_LIMIT, Tokens
+from .counts import HalfDecades, ProbabilityGrid, load_curve
 from .world import World
 
 __all__ = ["Disagreement", "Load", "Mismatch", "Ratio", "differing", "k3"]
@@ -44,10 +45,13 @@ class Mismatch:
     def __init__(self) -> None:
         self._sums = torch.zeros(6 + len(TAUS), dtype=torch.float64)
         self._largest = 0.0
+        self._by_token, self._by_sequence = HalfDecades(), HalfDecades()
+        self._grid = ProbabilityGrid()
 
-    def add(self, trainer: Tensor, sampler: Tensor) -> None:
-        """Log-probs of loss tokens, nats, ``[n]``."""
+    def add(self, trainer: Tensor, sampler: Tensor, tokens: Tokens) -> None:
+        """Log-probs of loss tokens, nats, ``[n]``; of whole sequences."""
         trainer, sampler = trainer.detach().double(), sampler.double()
+        self._grid.add(sampler, trainer)
         # A square beyond this is infinite, and no number in JSON.
         sampler = sampler.clamp(trainer - 300, trainer + 300)
         ratio = (trainer - sampler).exp()
@@ -63,6 +67,9 @@ class Mismatch:
         self._sums += torch.stack([part.double().sum() for part in parts]).cpu()
         if len(ratio):
             self._largest = max(self._largest, float(ratio.max()))
+        sizes = (trainer - sampler).abs()
+        self._by_token.add(sizes)
+        self._by_sequence.add(tokens.means(sizes)[tokens.present])
 
     def finish(self, world: World) -> tuple[dict[str, Any], dict[str, float]]:
         """The protocol's ``Mismatch`` and the moments of ρ for its ``RolloutRatio``."""
@@ -75,6 +82,9 @@ class Mismatch:
             "mean_abs_logprob_diff": difference,
             "mean_abs_prob_diff": probability,
             "extreme_token_fraction": dict(zip(TAUS, beyond)),
+            "token_histogram": self._by_token.finish(world),
+            "sequence_histogram": self._by_sequence.finish(world),
+            "probability_grid": self._grid.finish(world),
         }
         ratio = {
             "mean": first,
@@ -87,39 +97,43 @@ class Mismatch:
 class Disagreement:
     """Recorded experts against the trainer's own, over tokens that have a row."""
 
-    def __init__(self, top_k: int) -> None:
-        self._histogram = torch.zeros(top_k + 1, dtype=torch.float64)
-        self._sums = [0.0] * 5
+    def __init__(self, layers: int, top_k: int) -> None:
+        self._pairs = torch.zeros(top_k + 1, dtype=torch.float64)
+        self._by_layer = torch.zeros(layers, dtype=torch.float64)
+        self._tokens = torch.zeros(layers + 1, dtype=torch.float64)
+        self._sequences = HalfDecades()
+        #: Sequences, and sums over them of the mean number of differing routers and experts.
+        self._sums = [0.0] * 3
 
     def add(self, recorded: Tensor, own: Tensor) -> None:
         """One sequence: experts ``[t, L, K]`` of its tokens that have a row."""
         if len(recorded) == 0:
             return
-        found = differing(recorded.to(torch.int16), own.to(torch.int16))
-        self._histogram += torch.bincount(
-            found.flatten(), minlength=len(self._histogram)
-        ).cpu()
-        routers = (found > 0).sum(-1).double()
-        parts = [
-            len(recorded),
-            float((routers > 0).sum()),
-            1.0,
-            float(routers.mean()),
-            float(found.sum(-1).double().mean()),
-        ]
-        self._sums = [a + b for a, b in zip(self._sums, parts)]
+        found = differing(recorded.to(torch.int16), own.to(torch.int16)).cpu()
+        routers = (found > 0).sum(-1)
+        self._pairs += torch.bincount(found.flatten(), minlength=len(self._pairs))
+        self._by_layer += (found > 0).sum(0)
+        self._tokens += torch.bincount(routers, minlength=len(self._tokens))
+        self._sequences.add(routers.sum(0, keepdim=True) / found.numel())
+        means = (1.0, float(routers.double().mean()), float(found.sum(-1).double().mean()))
+        self._sums = [a + b for a, b in zip(self._sums, means)]
 
     def finish(self, world: World) -> dict[str, Any]:
         """The protocol's ``Disagreement``."""
-        histogram = world.sum(self._histogram.tolist())
-        tokens, touched, sequences, routers, experts = world.sum(self._sums)
-        pairs = max(sum(histogram), 1)
+        pairs = world.sum(self._pairs.tolist())
+        by_layer = world.sum(self._by_layer.tolist())
+        by_token = world.sum(self._tokens.tolist())
+        sequences, routers, experts = world.sum(self._sums)
+        tokens = max(sum(by_token), 1)
         return {
-            "router": (sum(histogram) - histogram[0]) / pairs,
-            "token": touched / max(tokens, 1),
+            "router": sum(pairs[1:]) / max(sum(pairs), 1),
+            "token": sum(by_token[1:]) / tokens,
             "sequence_mean": routers / max(sequences, 1),
             "sequence_mean_experts": experts / max(sequences, 1),
-            "histogram": [count / pairs for count in histogram],
+            "histogram": [count / max(sum(pairs), 1) for count in pairs],
+            "by_layer": [count / tokens for count in by_layer],
+            "token_histogram": [count / tokens for count in by_token],
+            "sequence_histogram": self._sequences.finish(world),
         }
 
 
@@ -136,13 +150,16 @@ class Load:
         places = (executed.long() + offsets).flatten()
         self._counts += torch.bincount(places, minlength=layers * experts).view(layers, -1).cpu()
 
-    def finish(self, world: World) -> list[float]:
-        """Entropy of the shares per layer; 1 = all experts equally used."""
+    def finish(self, world: World) -> dict[str, Any]:
+        """Per layer: entropy of the shares, 1 = all experts equally used, and their curve."""
         counts = torch.tensor(world.sum(self._counts.flatten().tolist()), dtype=torch.float64)
-        shares = counts.view(self._counts.shape)
-        shares = shares / shares.sum(-1, keepdim=True).clamp(min=1)
+        counts = counts.view(self._counts.shape)
+        shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
         entropy = -torch.special.xlogy(shares, shares).sum(-1)
-        return (entropy / math.log(max(shares.shape[1], 2))).tolist()
+        return {
+            "expert_load_entropy": (entropy / math.log(max(shares.shape[1], 2))).tolist(),
+            "expert_load": [load_curve(layer) for layer in counts],
+        }
 
 
 class Ratio:

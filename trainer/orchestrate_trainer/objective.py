@@ -13,9 +13,10 @@ from .data import MicroBatch
 from .losses import Loss, Totals
 from .measures import Ratio
 from .settings import Hyperparameters
+from .values import Returns
 from .world import World
 
-__all__ = ["Objective", "Shift"]
+__all__ = ["Critic", "Objective", "Shift"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,23 @@ class Shift:
     old: Tensor
 
 
+@dataclass(frozen=True)
+class Critic:
+    """The value head's values of the loss tokens, ``[n]``, and what they are to be."""
+
+    values: Tensor
+    returns: Returns
+
+
 class Objective:
     """The loss of one step's micro-batches, and what is to be known of it."""
 
     def __init__(self, settings: Hyperparameters) -> None:
         self.settings = settings
         self._ratio = Ratio()
-        #: Sums over loss tokens: importance weight and whether it corrects, divergence from the
-        #: reference; γ, whether it is at the floor, and tokens that have a γ.
-        names = ("weight", "corrected", "kl", "gamma", "floored", "shifted")
+        #: Sums over loss tokens: importance weight and whether it corrects; γ, whether it is at the
+        #: floor, and tokens that have a γ. Sum over mini steps: the value loss.
+        names = ("weight", "corrected", "gamma", "floored", "shifted", "value")
         self._sums = dict.fromkeys(names, 0.0)
 
     def loss(
@@ -46,9 +55,10 @@ class Objective:
         totals: Totals,
         reference: Tensor | None = None,
         shift: Shift | None = None,
+        critic: Critic | None = None,
     ) -> Tensor:
         """The micro-batch's summand of the mini step's loss. ``logp``, ``old`` and ``reference``
-        are ``[n]``; only ``logp`` gets a gradient."""
+        are ``[n]``; only ``logp`` and the critic's values get a gradient."""
         settings = self.settings
         if not micro.live:
             return 0.0 * logp.sum()
@@ -58,23 +68,29 @@ class Objective:
             floor = settings.router_shift_floor
             log_shift, raw = losses.router_shift(shift.new, shift.old, floor)
             self._note(gamma=log_shift.exp().sum(), floored=(raw < floor).sum(), shifted=len(raw))
-        loss = self._policy_loss(micro, tokens, logp, old, log_shift)
+        advantages = micro.advantages[micro.owner] if critic is None else critic.returns.advantages
+        loss = self._policy_loss(micro, tokens, logp, old, advantages, log_shift)
         self._ratio.add(logp.detach() - old, loss.clipped_high, loss.clipped_low)
         weight = self._weight(micro, tokens, logp, old)
         if loss.per_sequence:
             total = (loss.terms * tokens.means(weight)).sum() / max(totals.sequences, 1)
         else:
             total = losses.aggregate(loss.terms * weight, tokens, totals, settings.aggregation)
-        if reference is not None:
+        if reference is not None and not settings.kl_in_reward:
             log_ratio = logp - old if settings.kl_unbiased else None
             penalty = losses.kl_penalty(logp, reference, settings.kl_estimator, log_ratio)
-            self._note(kl=penalty.detach().sum())
             share = losses.aggregate(penalty, tokens, totals, settings.aggregation)
             total = total + settings.kl_coefficient * share
+        if critic is not None:
+            clip, count = settings.value_clip, totals.loss_tokens
+            value = critic.returns.loss(critic.values, clip, count)
+            self._note(value=value.detach())
+            total = total + settings.value_coefficient * value
         return total
 
     def finish(self, world: World) -> dict[str, object]:
-        """Its part of the protocol's ``StepMetrics``; ``rollout_ratio`` has what is its own."""
+        """Its part of the protocol's ``StepMetrics``; ``rollout_ratio`` has what is its own,
+        ``value_loss`` is a sum over mini steps."""
         count, *values = world.sum([float(self._ratio.count), *self._sums.values()])
         sums = dict(zip(self._sums, values))
         count = max(count, 1)
@@ -90,8 +106,8 @@ class Objective:
                 "weight_mean": sums["weight"] / count,
                 "corrected": sums["corrected"] / count,
             },
-            "kl_reference": sums["kl"] / count if self.settings.kl_coefficient > 0 else None,
             "router_shift": gamma,
+            "value_loss": sums["value"],
         }
 
     def _note(self, **values: Tensor | int) -> None:
@@ -121,16 +137,18 @@ class Objective:
         tokens: Tokens,
         logp: Tensor,
         old: Tensor,
+        each: Tensor,
         log_shift: Tensor | None,
     ) -> Loss:
+        """``each`` is every token's advantage, ``[n]``."""
         settings = self.settings
         low, high = settings.clip_low, settings.clip_high
-        advantage, each = micro.advantages, micro.advantages[micro.owner]
+        advantage = micro.advantages
         log_ratio = logp - old
         before = log_shift is not None and settings.router_shift == "before_clip"
         shifted = log_ratio + log_shift if before else log_ratio
         match settings.policy_loss:
-            case "grpo":
+            case "grpo" | "ppo":
                 return losses.surrogate(shifted, each, low, high, settings.dual_clip)
             case "gspo":
                 return losses.sequence_surrogate(shifted, tokens, advantage, low, high)

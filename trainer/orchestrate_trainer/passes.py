@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
+from .corrections import Tokens
 from .data import MicroBatch, OwnSequence, check, pack, share_out
 from .measures import Disagreement, Mismatch
 from .policy import Policy
@@ -37,6 +38,8 @@ class Outcome:
 
     logp: Tensor
     entropy: Tensor
+    #: Final hidden states that the scored tokens were predicted from, ``[n, d]``.
+    hidden: Tensor
     micro: MicroBatch
 
 
@@ -48,17 +51,19 @@ def forward(
     device: torch.device,
     replay: tuple[Tensor, Tensor] | None = None,
     watch: Tensor | bool = False,
+    keep: Tensor | None = None,
 ) -> Iterator[Outcome]:
     """Runs ``micro``; its backward belongs inside the block."""
     at = micro.to(device)
     rows, valid = (None, None) if replay is None else (part.to(device) for part in replay)
     if isinstance(watch, Tensor):
         watch = watch.to(device)
-    with policy.routing.micro_batch(rows, valid, watch):
-        logp, entropy = policy(
+    keep = None if keep is None else keep.to(device)
+    with policy.routing.micro_batch(rows, valid, watch, keep):
+        logp, entropy, hidden = policy(
             at.tokens, at.positions, at.lengths, at.rows, at.targets, temperature
         )
-        yield Outcome(logp, entropy, at)
+        yield Outcome(logp, entropy, hidden, at)
 
 
 def mini_steps(batch: Batch, count: int, policy: Policy, world: World) -> list[list[OwnSequence]]:
@@ -96,7 +101,7 @@ class Disagreements:
     """Splits a micro-batch's own routes into sequences for :class:`Disagreement`."""
 
     def __init__(self, policy: Policy) -> None:
-        self._sums = Disagreement(policy.shape["top_k"])
+        self._sums = Disagreement(len(policy.shape["moe_layers"]), policy.shape["top_k"])
 
     def add(self, micro: MicroBatch, own: Tensor) -> None:
         for sequence, chosen in zip(micro.sequences, own.cpu().split(micro.lengths)):
@@ -123,7 +128,9 @@ def measure(
             for number, sequence in enumerate(micro.sequences):
                 scored = logp[micro.owner == number] if micro.live else logp[:0]
                 padded = torch.cat([torch.zeros(1), scored])
-                mismatch.add(padded[sequence.scored], sequence.rollout[sequence.scored])
+                places = sequence.scored
+                whose = Tokens(torch.zeros_like(places), 1)
+                mismatch.add(padded[places], sequence.rollout[places], whose)
                 found[sequence.index] = padded.tolist()
     merged = {index: values for share in world.gather(found) for index, values in share.items()}
     return {

@@ -84,9 +84,9 @@ class Policy(nn.Module):
         rows: Tensor,
         targets: Tensor,
         temperature: float,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs and entropies, nats, float32 ``[M]``, of ``targets`` ``[M]`` after the tokens
-        at ``rows`` ``[M]``.
+        at ``rows`` ``[M]``, and the final hidden states there, ``[M, d]``.
 
         ``tokens`` and ``positions`` are ``[1, T]``: packed sequences of ``lengths`` tokens each,
         positions counting from 0 in every one.
@@ -101,7 +101,7 @@ class Policy(nn.Module):
             for part, target in zip(picked.split(step), targets.split(step))
         ]
         logprobs, entropies = zip(*parts)
-        return torch.cat(logprobs), torch.cat(entropies)
+        return torch.cat(logprobs), torch.cat(entropies), picked
 
     def _head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         logits = self.model.lm_head(hidden).float() / temperature

@@ -33,9 +33,13 @@ class _Router:
         self.begin()
 
     def begin(
-        self, recorded: tuple[Tensor, Tensor] | None = None, watch: Tensor | bool = False
+        self,
+        recorded: tuple[Tensor, Tensor] | None = None,
+        watch: Tensor | bool = False,
+        keep: Tensor | None = None,
     ) -> None:
-        self.recorded, self.watch = recorded, watch
+        self.recorded, self.watch, self.keep = recorded, watch, keep
+        self.kept: tuple[Tensor, Tensor] | None = None
         self.own: Tensor | None = None
         self.chosen: Tensor | None = None
         self.log_probs: Tensor | None = None
@@ -50,6 +54,9 @@ class _Router:
         )
         if self.chosen is None:
             self._choose(logits)
+            if self.keep is not None:
+                with torch.no_grad():
+                    self.kept = hidden[self.keep], logits[self.keep]
         return logits, self.spec.weights(logits, self.chosen), self.chosen
 
     def _choose(self, logits: Tensor) -> None:
@@ -97,17 +104,20 @@ class Routing:
         rows: Tensor | None = None,
         valid: Tensor | None = None,
         watch: Tensor | bool = False,
+        keep: Tensor | None = None,
     ) -> Iterator[None]:
         """Forward and backward passes of one micro-batch of ``T`` tokens.
 
         ``rows`` ``[T, L, K]`` are recorded experts, used where ``valid`` bool ``[T]`` is set;
         elsewhere, and everywhere without rows, the routers choose. ``watch`` also keeps the
         routers' log-probs: ``True`` those of the experts that run, ``[T, L, K]`` those of these.
+        ``keep`` int64 ``[R]`` are rows whose inputs and logits are kept.
         """
         for place, router in enumerate(self._routers):
             router.begin(
                 None if rows is None else (rows[:, place], valid),
                 watch if isinstance(watch, bool) else watch[:, place],
+                keep,
             )
         try:
             yield
@@ -126,6 +136,11 @@ class Routing:
     def watched(self) -> Tensor:
         """Log-probs of the watched experts in the routers' full distributions, ``[T, L, K]``."""
         return torch.stack([router.log_probs for router in self._routers], dim=1)
+
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """Inputs ``[R, L, d]`` and logits ``[R, L, E]`` of the rows that are kept."""
+        inputs, logits = zip(*(router.kept for router in self._routers))
+        return torch.stack(inputs, dim=1), torch.stack(logits, dim=1)
 
     def parameters(self) -> list[nn.Parameter]:
         """The routers' own weights."""

@@ -24,6 +24,7 @@ import torch
 from blake3 import blake3
 
 from .batch import Batch, BatchError
+from .learner import Learner
 from .passes import StepError, measure
 from .policy import ModelOptions, Policy, load_policy
 from .settings import ALGORITHMS, Hyperparameters, Unusable
@@ -57,8 +58,7 @@ class Trainer:
 
     world: World
     store: CheckpointStore
-    policy: Policy
-    optimizer: torch.optim.Optimizer
+    learner: Learner
     position: Position
     options: ModelOptions
     _reference: Policy | None = None
@@ -71,10 +71,15 @@ class Trainer:
         position = store.begin(model)
         version = position.policy_version
         policy = load_policy(store.folder(version), options, world)
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, foreach=True)
+        learner = Learner.of(policy, world)
         if version > 0:
-            store.restore(policy, optimizer, version)
-        return cls(world, store, policy, optimizer, position, options)
+            store.restore(learner, version)
+        return cls(world, store, learner, position, options)
+
+    @property
+    def policy(self) -> Policy:
+        """The model."""
+        return self.learner.policy
 
     def reference(self) -> Policy:
         """The starting weights, frozen; read when a loss first asks for them."""
@@ -304,8 +309,7 @@ def _step(trainer: Trainer, desk: Desk | None, job: dict[str, Any]) -> None:
     try:
         try:
             metrics = apply(
-                trainer.policy,
-                trainer.optimizer,
+                trainer.learner,
                 trainer.reference,
                 _open(job),
                 job["settings"],
@@ -326,9 +330,7 @@ def _step(trainer: Trainer, desk: Desk | None, job: dict[str, Any]) -> None:
         if not isinstance(error, StepError):
             log.exception("step %s failed", step_id)
         if moved:
-            trainer.store.restore(
-                trainer.policy, trainer.optimizer, trainer.position.policy_version
-            )
+            trainer.store.restore(trainer.learner, trainer.position.policy_version)
         if desk is not None:
             log.warning("step %s failed, weights are as before: %s", step_id, error)
             desk.note(step_id, {"state": "failed", "error": str(error) or repr(error)})
@@ -367,4 +369,4 @@ def _save(
         step = {"step_id": job["step_id"], "batch_digest": job["digest"], "result": result}
         return trainer.position.after(step)
 
-    return store.save(trainer.policy, trainer.optimizer, version, position)
+    return store.save(trainer.learner, version, position)

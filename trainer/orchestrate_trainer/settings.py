@@ -7,19 +7,20 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from .rules import refusals
+
 __all__ = ["ALGORITHMS", "Hyperparameters", "Unusable"]
 
 #: Policy losses this trainer has.
-ALGORITHMS = ("grpo", "gspo", "gmpo", "rspo", "cispo", "minirl", "sapo")
-PER_SEQUENCE = ("gspo", "gmpo", "rspo")
+ALGORITHMS = ("grpo", "gspo", "gmpo", "rspo", "cispo", "minirl", "sapo", "ppo")
 CHOICES = {
     "policy_loss": ALGORITHMS,
     "aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-norm"),
-    "routing_replay": ("none", "recompute", "rollout"),
+    "routing_replay": ("none", "recompute", "rollout", "predictive"),
     "router_shift": ("none", "before_clip", "after_clip"),
     "importance_correction": ("none", "tis", "mis", "icepop", "geometric_mask"),
     "importance_level": ("token", "sequence"),
-    "kl_estimator": ("k2", "k3", "k3_plus"),
+    "kl_estimator": ("k1", "k2", "k3", "k3_plus"),
 }
 
 
@@ -59,12 +60,19 @@ class Hyperparameters:
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
     kl_unbiased: bool = False
+    gae_gamma: float = 1.0
+    gae_lambda: float = 1.0
+    value_clip: float = 0.2
+    value_coefficient: float = 0.1
+    value_rate: float = 10.0
+    predictor_rate: float = 100.0
+    predictor_tokens: int = 2048
     warmup_steps: int = 0
 
     @classmethod
     def parse(cls, given: Any) -> "Hyperparameters":
-        """Reads and checks a request's ``hyperparameters``. Fields that only algorithms of other
-        trainers read are passed over. Raises :class:`Unusable`, naming the field."""
+        """Reads and checks a request's ``hyperparameters``; fields unknown here are passed over.
+        Raises :class:`Unusable`, naming the field."""
         if not isinstance(given, dict):
             raise Unusable("hyperparameters must be an object")
         values = {}
@@ -84,7 +92,22 @@ class Hyperparameters:
     @property
     def replays_rollout(self) -> bool:
         """Whether the engine's rows are executed."""
-        return self.routing_replay == "rollout"
+        return self.routing_replay in ("rollout", "predictive")
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the router predictor learns (PR2)."""
+        return self.routing_replay == "predictive"
+
+    @property
+    def values(self) -> bool:
+        """Whether advantages come from a value head."""
+        return self.policy_loss == "ppo"
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the divergence is taken off the rewards and is no part of the loss."""
+        return self.kl_coefficient > 0 and self.kl_estimator == "k1"
 
     def rate(self, step: int) -> float:
         """Learning rate of optimizer step ``step``, counted from 1 over the trainer's life."""
@@ -96,86 +119,11 @@ class Hyperparameters:
             if value not in choices:
                 known = ", ".join(choices)
                 raise Unusable(f"hyperparameter `{name}`: this trainer knows {known}, not {value!r}")
-        for fine, problem in [*self._ranges(), *self._combinations()]:
-            if not fine:
-                raise Unusable(f"hyperparameter {problem}")
-
-    def _ranges(self) -> list[tuple[bool, str]]:
-        loss = self.policy_loss
-        reads_low = loss != "sapo"
-        most = {"gmpo": math.inf, "rspo": math.inf, "cispo": 1.0}.get(loss, 1 - 1e-12)
-        bounded = self.importance_correction in ("icepop", "geometric_mask")
-        return [
-            (not reads_low or 0 < self.clip_low <= most, f"clip_low is out of range for {loss}"),
-            (not reads_low or self.clip_high > 0, "clip_high must be > 0"),
-            (self.dual_clip is None or self.dual_clip > 1, "dual_clip must be > 1"),
-            (self.loss_norm_tokens > 0, "loss_norm_tokens must be > 0"),
-            (self.mini_steps >= 1, "mini_steps must be >= 1"),
-            (self.micro_batch_tokens >= 1, "micro_batch_tokens must be >= 1"),
-            (self.learning_rate >= 0, "learning_rate must be >= 0"),
-            (self.warmup_steps >= 0, "warmup_steps must be >= 0"),
-            (all(0 <= beta < 1 for beta in self.betas), "betas must lie in [0, 1)"),
-            (self.adam_eps > 0, "adam_eps must be > 0"),
-            (self.weight_decay >= 0, "weight_decay must be >= 0"),
-            (self.max_grad_norm > 0, "max_grad_norm must be > 0"),
-            (self.temperature > 0, "temperature must be > 0"),
-            (all(tau > 0 for tau in self.sapo_tau), "sapo_tau must be two numbers > 0"),
-            (0 < self.router_shift_floor <= 1, "router_shift_floor must lie in (0, 1]"),
-            (self.importance_low >= 0, "importance_low must be >= 0"),
-            (self.importance_high > 0, "importance_high must be > 0"),
-            (
-                not bounded or self.importance_low < self.importance_high,
-                "importance_low must be below importance_high",
-            ),
-            (
-                self.off_policy_delta is None or self.off_policy_delta > 0,
-                "off_policy_delta must be > 0",
-            ),
-            (self.kl_coefficient >= 0, "kl_coefficient must be >= 0"),
-        ]
-
-    def _combinations(self) -> list[tuple[bool, str]]:
-        loss, shift = self.policy_loss, self.router_shift
-        correction, level = self.importance_correction, self.importance_level
-        allowed = {"rspo": ("before_clip", "after_clip")}
-        allowed |= dict.fromkeys(("grpo", "gspo"), ("none", "before_clip"))
-        floor = self.router_shift_floor
-        reach = -math.log(floor) if loss == "rspo" else 1 - floor
-        return [
-            (self.dual_clip is None or loss == "grpo", f"dual_clip does not go with {loss}"),
-            (
-                loss not in PER_SEQUENCE or self.aggregation == "seq-mean-token-mean",
-                f"aggregation must be seq-mean-token-mean with {loss}",
-            ),
-            (
-                shift in allowed.get(loss, ("none",)),
-                f"router_shift `{shift}` does not go with {loss}",
-            ),
-            (
-                shift != "before_clip" or reach <= self.clip_low + 1e-9,
-                "router_shift_floor alone would pass the lower clip: raise it or clip_low",
-            ),
-            (
-                loss != "minirl" or correction == "none",
-                "importance_correction must be none with minirl, whose ratio has it",
-            ),
-            (
-                correction != "icepop" or level == "token",
-                "importance_level must be token with icepop",
-            ),
-            (
-                correction != "geometric_mask" or level == "sequence",
-                "importance_level must be sequence with geometric_mask",
-            ),
-            (
-                correction == "none" or level == "sequence" or loss not in ("gmpo", "rspo"),
-                f"importance_level must be sequence with {loss}",
-            ),
-            (
-                not self.kl_unbiased or self.kl_estimator == "k3",
-                "kl_unbiased goes with kl_estimator k3",
-            ),
-        ]
+        if self.warmup_steps < 0:
+            raise Unusable("hyperparameter `warmup_steps` must be 0 or more")
+        problems = refusals(self)
+        if problems:
+            raise Unusable(f"hyperparameter {'; '.join(problems)}")
 
 
 def _typed(name: str, kind: str, value: Any) -> Any:

@@ -22,7 +22,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from .export import INDEX, tensor_files, write_weights
-from .policy import Policy, UnusableModel, refill
+from .learner import Learner
+from .policy import UnusableModel, refill
+from .side import UnusableSide
 from .world import World
 
 __all__ = ["CheckpointStore", "Position"]
@@ -95,14 +97,17 @@ class CheckpointStore:
         """Where the newest checkpoint stands; without one, ``model`` becomes ``v000000``."""
         return self._led(lambda: self._begin(model))
 
-    def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, version: int) -> None:
-        """Puts the weights and optimizer state of ``version`` into policy and optimizer."""
+    def restore(self, learner: Learner, version: int) -> None:
+        """Puts the weights and optimizer states of ``version`` into the learner."""
+        policy, optimizer = learner.policy, learner.optimizer
         optimizer.zero_grad(set_to_none=True)
+        learner.side.clear()
         state = self.folder(version) / "state"
         if not state.exists():
             optimizer.state.clear()
             refill(policy, self.folder(version), self._world)
             return
+        self._alike(lambda: learner.side.load(self.folder(version)))
         weights, moments = get_state_dict(policy, optimizer)
         held = {"model": weights, "optimizer": moments}
         dcp.load(held, checkpoint_id=state, process_group=self._world.control)
@@ -115,13 +120,13 @@ class CheckpointStore:
 
     def save(
         self,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
+        learner: Learner,
         version: int,
         position: Callable[[], Position],
     ) -> Position:
         """Writes a checkpoint whole. ``position`` is asked for last, in the leader, when everything
         else is on disk."""
+        policy, optimizer = learner.policy, learner.optimizer
         target = self.folder(version)
         partial = self.root / f".{target.name}.partial"
         base = self.folder(0)
@@ -139,6 +144,7 @@ class CheckpointStore:
         write_weights(policy, base, partial, self._dtype, self._world)
 
         def publish() -> Position:
+            learner.side.write(partial)
             reached = position()
             _write_json(partial / POSITION_FILE, vars(reached))
             _publish(partial, target)
@@ -164,6 +170,17 @@ class CheckpointStore:
         if error is not None:
             raise error
         return result
+
+    def _alike(self, work: Callable[[], None]) -> None:
+        """Every process's ``work``; an error of one is everybody's."""
+        problem = None
+        try:
+            work()
+        except UnusableSide as error:
+            problem = str(error)
+        found = next((each for each in self._world.gather(problem) if each is not None), None)
+        if found is not None:
+            raise UnusableModel(found)
 
     def _begin(self, model: Path) -> Position:
         self.root.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ use crate::{EngineError, EngineErrorKind};
 use bytes::Bytes;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use reqwest::{Method, RequestBuilder};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::time::Duration;
 
@@ -126,6 +127,19 @@ impl Wire {
     ) -> Result<Bytes, EngineError> {
         let request = self.request(Method::POST, path).json(body);
         exchange(request, timeout, INFO_LIMIT).await.map_err(|kind| self.error(call, kind))
+    }
+}
+
+/// The JSON text of a request with `tokens` token ids, in memory that need not grow.
+pub(crate) fn json(body: &impl Serialize, tokens: usize) -> String {
+    const OTHERS: usize = 1024;
+    /// Digits of the largest vocabularies, and a comma.
+    const PER_TOKEN: usize = 7;
+    let mut text = Vec::with_capacity(OTHERS + PER_TOKEN * tokens);
+    // Numbers, text and lists only: neither can fail.
+    match serde_json::to_writer(&mut text, body) {
+        Ok(()) => String::from_utf8(text).unwrap_or_default(),
+        Err(_) => String::new(),
     }
 }
 

@@ -107,8 +107,7 @@ impl Dialect for Sglang {
             routed_dp_rank: limits.rank,
             stream: false,
         };
-        // Numbers, text and lists only: this cannot fail.
-        serde_json::to_string(&body).unwrap_or_default()
+        crate::http::json(&body, request.token_ids.len())
     }
 
     fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {

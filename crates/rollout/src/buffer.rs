@@ -4,19 +4,35 @@
 //! as *pending* until the engine has processed it, so that every committed token but the last has
 //! a routing row.
 
-use orchestrate_engine::{Finish, Generation};
+use orchestrate_engine::{Finish, Generation, VersionSpan};
 use orchestrate_types::{LengthMismatch, PolicyVersion, TokenId, Trajectory, TurnSpan};
+use std::ops::Range;
 use std::sync::Arc;
 
-/// Token ids, mask, log-probabilities and versions of an episode while it grows.
+/// Token ids of an episode while it grows, and what is known of the sampled ones.
+///
+/// Of most tokens only the id is to be held: they are the environment's, and have the mask, the
+/// log-probability and the version that all of their kind have. The arrays over all tokens are
+/// made once, at the end.
 #[derive(Debug, Clone, Default)]
 pub struct TokenBuffer {
     ids: Vec<TokenId>,
-    mask: Vec<u8>,
-    logprobs: Vec<f32>,
-    versions: Vec<i64>,
+    replies: Vec<Sampled>,
     turns: Vec<TurnSpan>,
+    /// Sampled ranges that became context.
+    excluded: Vec<Range<usize>>,
     pending: Vec<TokenId>,
+}
+
+/// The sampled tokens of one reply.
+#[derive(Debug, Clone)]
+struct Sampled {
+    range: Range<usize>,
+    logprobs: Box<[f32]>,
+    /// Of the environment's tokens before it, and of its own that no span covers.
+    version: PolicyVersion,
+    /// Counted from the begin of `range`.
+    spans: Box<[VersionSpan]>,
 }
 
 impl TokenBuffer {
@@ -54,33 +70,27 @@ impl TokenBuffer {
     /// an aborted one extends its turn; any other opens a turn. `version` stands for tokens that
     /// no span of the reply covers.
     pub fn push_reply(&mut self, reply: &Generation, resumes: bool, version: PolicyVersion) {
-        let first = reply.versions.first().map_or(version, |span| span.version);
+        let version = reply.versions.first().map_or(version, |span| span.version);
         self.ids.append(&mut self.pending);
-        self.mask.resize(self.ids.len(), 0);
-        self.logprobs.resize(self.ids.len(), 0.0);
-        self.versions.resize(self.ids.len(), number(first));
         let prompt_end = self.ids.len();
-
         self.ids.extend_from_slice(&reply.output_ids);
-        self.mask.resize(self.ids.len(), 1);
-        self.logprobs.extend_from_slice(&reply.logprobs);
-        self.versions.resize(self.ids.len(), number(first));
-        for span in &reply.versions {
-            let range = prompt_end + span.start..prompt_end + span.end;
-            if let Some(versions) = self.versions.get_mut(range) {
-                versions.fill(number(span.version));
-            }
-        }
+        let output_end = self.ids.len();
+        self.replies.push(Sampled {
+            range: prompt_end..output_end,
+            logprobs: reply.logprobs.as_slice().into(),
+            version,
+            spans: reply.versions.as_slice().into(),
+        });
         let finish = finish_word(&reply.finish).to_owned();
         match self.turns.last_mut() {
             Some(turn) if resumes => {
-                turn.output_end = self.ids.len();
+                turn.output_end = output_end;
                 turn.finish = finish;
             }
             Some(_) | None => self.turns.push(TurnSpan {
                 prompt_end,
-                output_end: self.ids.len(),
-                policy_version: first,
+                output_end,
+                policy_version: version,
                 cached_tokens: reply.cached_tokens,
                 finish,
             }),
@@ -93,13 +103,8 @@ impl TokenBuffer {
     }
 
     /// Takes the loss from committed tokens: they are context from now on.
-    pub fn exclude(&mut self, range: std::ops::Range<usize>) {
-        for at in range {
-            if let (Some(mask), Some(logprob)) = (self.mask.get_mut(at), self.logprobs.get_mut(at))
-            {
-                (*mask, *logprob) = (0, 0.0);
-            }
-        }
+    pub fn exclude(&mut self, range: Range<usize>) {
+        self.excluded.push(range);
     }
 
     /// Sampled tokens of the last turn.
@@ -116,7 +121,30 @@ impl TokenBuffer {
         if self.turns.is_empty() {
             return Ok(None);
         }
-        Trajectory::new(self.ids, self.mask, self.logprobs, self.versions, self.turns).map(Some)
+        let tokens = self.ids.len();
+        let (mut mask, mut logprobs) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
+        let mut versions = Vec::with_capacity(tokens);
+        for reply in &self.replies {
+            let Range { start, end } = reply.range;
+            mask.resize(start, 0);
+            mask.resize(end, 1);
+            // Nothing is cut off: a reply with too many of them is found out by the length.
+            logprobs.resize(start.max(logprobs.len()), 0.0);
+            logprobs.extend_from_slice(&reply.logprobs);
+            versions.resize(end, number(reply.version));
+            for span in &reply.spans {
+                let range = start + span.start..start + span.end;
+                if let Some(versions) = versions.get_mut(range) {
+                    versions.fill(number(span.version));
+                }
+            }
+        }
+        for at in self.excluded.into_iter().flatten() {
+            if let (Some(mask), Some(logprob)) = (mask.get_mut(at), logprobs.get_mut(at)) {
+                (*mask, *logprob) = (0, 0.0);
+            }
+        }
+        Trajectory::new(self.ids, mask, logprobs, versions, self.turns).map(Some)
     }
 }
 
@@ -136,7 +164,6 @@ pub(crate) fn finish_word(finish: &Finish) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use orchestrate_engine::VersionSpan;
 
     fn reply(ids: &[u32], finish: Finish, spans: &[(u64, usize, usize)]) -> Generation {
         Generation {
@@ -181,5 +208,29 @@ mod tests {
         assert_eq!(trajectory.turns().len(), 1);
         assert_eq!(trajectory.turns()[0].finish, "stop");
         assert_eq!(trajectory.policy_versions(), [1, 1, 1, 2]);
+    }
+
+    #[test]
+    fn what_was_excluded_is_context() {
+        let mut buffer = TokenBuffer::default();
+        buffer.add_pending(&[1]);
+        buffer.push_reply(&reply(&[2, 3, 4], Finish::Stop, &[]), false, PolicyVersion(7));
+        buffer.exclude(1..3);
+        let trajectory = buffer.into_trajectory().unwrap().unwrap();
+        assert_eq!(trajectory.loss_mask(), [0, 0, 0, 1]);
+        assert_eq!(trajectory.rollout_logprobs(), [0.0, 0.0, 0.0, -0.5]);
+        assert_eq!(trajectory.policy_versions(), [7; 4]);
+    }
+
+    #[test]
+    fn log_probabilities_of_another_number_are_refused() {
+        for found in [1, 3] {
+            let mut buffer = TokenBuffer::default();
+            buffer.add_pending(&[1]);
+            let wrong =
+                Generation { logprobs: vec![-0.5; found], ..reply(&[2, 3], Finish::Stop, &[]) };
+            buffer.push_reply(&wrong, false, PolicyVersion(0));
+            assert!(buffer.into_trajectory().is_err(), "{found}");
+        }
     }
 }

@@ -35,7 +35,7 @@ mod wide {
 
     /// Bytes ahead of the store whose cache line is asked for: rows go to memory that no cache
     /// holds, and without this every other store waits for it.
-    const AHEAD: usize = 1024;
+    const AHEAD: usize = 4096;
 
     /// What no character of the alphabet stands for.
     const NONE: u8 = 0x80;

@@ -270,16 +270,19 @@ impl PrefixCache {
         chain: &mut PrefixChain,
         builder: &mut MaskBuilder,
     ) -> (Inserted, Evicted) {
-        let blocks: Vec<Block> = builder.clean_blocks(chain.version).to_vec();
+        let blocks = builder.clean_blocks(chain.version);
+        let clean = blocks.len().min(chain.keys.len());
+        let compared = chain.compared.min(clean);
+        let new: Vec<Block> = blocks.get(compared..clean).unwrap_or_default().to_vec();
         let mut inserted = Inserted::default();
         let mut state = self.lock();
-        let keyed = chain.keys.iter().zip(&blocks).enumerate().collect::<Vec<_>>();
-        for (index, (key, block)) in keyed.into_iter().rev() {
-            let held = state.memory.peek(key).map(|entry| entry.block.clone());
+        // From the end, so that what is needed for all that follows gives way last.
+        for (at, block) in new.iter().enumerate().rev() {
+            let index = compared + at;
+            let Some(key) = chain.keys.get(index) else { continue };
+            let held = state.memory.get(key).map(|entry| entry.block.clone());
             match held {
-                Some(held) if index < chain.compared || held.address() == block.address() => {
-                    state.memory.promote(key);
-                }
+                Some(held) if held.address() == block.address() => {}
                 Some(held) if held == *block => {
                     builder.share(index, &held);
                     state.counts.blocks_merged += 1;
@@ -293,7 +296,13 @@ impl PrefixCache {
                 None => state.put(*key, block, chain.version, false),
             }
         }
-        chain.compared = chain.compared.max(blocks.len().min(chain.keys.len()));
+        let known = chain.keys.iter().zip(builder.clean_blocks(chain.version)).take(compared);
+        for (key, block) in known.collect::<Vec<_>>().into_iter().rev() {
+            if state.memory.get(key).is_none() {
+                state.put(*key, block, chain.version, false);
+            }
+        }
+        chain.compared = chain.compared.max(clean);
         state.counts.drift_rows += inserted.drift_rows as u64;
         (inserted, state.evict())
     }

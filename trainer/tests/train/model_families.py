@@ -152,7 +152,9 @@ def write_batch(
     }
     manifest = {
         "format_version": 1,
-        "run_id": "test",
+        "run": "test",
+        "global_step": 1,
+        "base_version": 0,
         "step_id": step_id,
         "model": shape,
         "records": [record],

@@ -36,20 +36,27 @@ def weights_of(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def moments_of(trainer: Trainer) -> list[torch.Tensor]:
-    states = (trainer.optimizer.state[p] for p in trainer.policy.parameters())
+    states = (trainer.learner.optimizer.state[p] for p in trainer.policy.parameters())
     return [state[name].full_tensor() for state in states for name in ("exp_avg", "exp_avg_sq")]
 
 
-def update(trainer: Trainer, manifest: Path, name: str) -> Position:
-    settings = Hyperparameters.parse(hyperparameters(mini_steps=2))
+def side_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    side = trainer.learner.side
+    held = side.predictor().tensors("router_predictor")
+    held |= {f"head.{k}": t for k, t in side.value_head().tensors("value_head").items()}
+    return {name: tensor.clone() for name, tensor in held.items()}
+
+
+def update(trainer: Trainer, manifest: Path, name: str, **changed: Any) -> Position:
+    settings = Hyperparameters.parse(hyperparameters(mini_steps=2, **changed))
     batch = Batch.open(manifest)
-    parts = (trainer.policy, trainer.optimizer, trainer.reference, batch, settings, trainer.world)
+    parts = (trainer.learner, trainer.reference, batch, settings, trainer.world)
     metrics = apply(*parts, lambda *_: True)
     version = trainer.position.policy_version + 1
     result = {"policy_version": version, "checkpoint": "", "metrics": metrics}
     step = {"step_id": name, "batch_digest": "", "result": result}
     trainer.position = trainer.store.save(
-        trainer.policy, trainer.optimizer, version, lambda: trainer.position.after(step)
+        trainer.learner, version, lambda: trainer.position.after(step)
     )
     return trainer.position
 
@@ -75,7 +82,7 @@ def test_an_export_is_the_model_in_its_own_layout(
     ).eval()
     tokens = draw_tokens((11,))
     with torch.no_grad(), trainer.policy.routing.micro_batch():
-        wanted, _ = trainer.policy(
+        wanted, *_ = trainer.policy(
             tokens[None], torch.arange(11)[None], (11,), torch.arange(10), tokens[1:], 1.0
         )
         rows = [
@@ -105,6 +112,38 @@ def test_a_restored_trainer_goes_on_as_if_nothing_had_happened(
     assert all(map(torch.equal, weights_of(trainer), weights_of(again)))
     exported = load_file(Path(second) / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in exported.values())
+
+
+def test_weights_beside_the_model_are_part_of_a_checkpoint(
+    folders: dict[str, Path], world: Any, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path / "ckpt", world)
+    trainer = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+    manifest = write_batch(tmp_path / "batch", trainer.policy.shape, (9, 12, 6))
+    both = {"policy_loss": "ppo", "routing_replay": "predictive"}
+    update(trainer, manifest, "s1")
+    assert not [*store.folder(1).glob("value*"), *store.folder(1).glob("router*")]
+    update(trainer, manifest, "s2", **both)
+    kept = side_of(trainer)
+    assert kept["step"] == 1 and kept["head.step"] == 2
+    assert kept["router_predictor"].abs().max() > 0 and kept["head.value_head"].abs().max() > 0
+    again = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in side_of(again).items())
+    update(trainer, manifest, "s3", **both)
+    shutil.move(store.folder(3), tmp_path / "aside")
+    update(again, manifest, "s3", **both)
+    other = side_of(trainer)
+    assert not torch.equal(other["router_predictor"], kept["router_predictor"])
+    assert all(torch.equal(tensor, other[name]) for name, tensor in side_of(again).items())
+    assert all(map(torch.equal, weights_of(trainer), weights_of(again)))
+    # A step that fails puts them back.
+    trainer.store.restore(trainer.learner, 2)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in side_of(trainer).items())
+    store.restore(trainer.learner, 0)
+    assert side_of(trainer)["step"] == 0 and not side_of(trainer)["head.value_head"].any()
+    save_file({"value_head": torch.zeros(3)}, store.folder(3) / "value_head.safetensors")
+    with pytest.raises(UnusableModel, match="`value_head` is missing or misshapen"):
+        Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
 
 
 def test_a_half_written_checkpoint_is_none(

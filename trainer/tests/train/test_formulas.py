@@ -13,6 +13,7 @@ from orchestrate_trainer import advantages, losses, measures
 from orchestrate_trainer.corrections import Tokens, correction, off_policy_keep
 from orchestrate_trainer.losses import Totals
 from orchestrate_trainer.prediction import predicted_route, predictor_loss
+from orchestrate_trainer.values import Returns, whiten
 from orchestrate_trainer.routers import RouterSpec, log_router_probs
 
 
@@ -208,8 +209,10 @@ def test_mismatch_of_the_protocol(world: Any) -> None:
     sums = measures.Mismatch()
     # In two parts: a micro-batch more or less changes nothing.
     trainer, sampler = tensor(inputs["logp_train"])[mask], tensor(inputs["logp_infer"])[mask]
-    sums.add(trainer[:3], sampler[:3])
-    sums.add(trainer[3:], sampler[3:])
+    one = Tokens(torch.zeros(3, dtype=torch.long), 1)
+    rest = torch.zeros(len(trainer) - 3, dtype=torch.long)
+    sums.add(trainer[:3], sampler[:3], one)
+    sums.add(trainer[3:], sampler[3:], Tokens(rest, 1))
     found, ratio = sums.finish(world)
     close(found["kl_k3"], expected["kl_k3"])
     close(found["mean_abs_logprob_diff"], expected["mean_abs_logp_diff"])
@@ -225,7 +228,7 @@ def test_route_disagreement(world: Any) -> None:
     inputs, expected = case["inputs"], case["expected"]
     sampler, trainer = torch.tensor(inputs["idx_infer"]), torch.tensor(inputs["idx_train"])
     assert measures.differing(sampler, trainer).tolist() == expected["d"]
-    sums = measures.Disagreement(2)
+    sums = measures.Disagreement(3, 2)
     for half in (slice(0, 2), slice(2, 4)):
         sums.add(sampler[half], trainer[half])
     found = sums.finish(world)
@@ -235,6 +238,11 @@ def test_route_disagreement(world: Any) -> None:
     close(found["sequence_mean_experts"], tensor(expected["sequence_mean_experts"]).mean().item())
     pairs = sum(expected["router_histogram_0..K"])
     close(found["histogram"], [count / pairs for count in expected["router_histogram_0..K"]])
+    differs = torch.tensor(expected["d"]) > 0
+    close(found["by_layer"], differs.double().mean(0).tolist())
+    shares = [(differs.sum(-1) == n).double().mean() for n in range(4)]
+    close(found["token_histogram"], torch.stack(shares).tolist())
+    assert sum(found["sequence_histogram"]) == 2
 
 
 def test_predictive_routes() -> None:
@@ -278,7 +286,7 @@ def test_advantages() -> None:
     assert advantages.group_advantages(tensor([1.0]), "std").tolist() == [0.0]
 
 
-def test_values() -> None:
+def test_values(world: Any) -> None:
     for case in golden_cases("ppo_gae_value"):
         inputs, expected = case["inputs"], case["expected"]
         rewards, old, mask, new = (
@@ -287,9 +295,12 @@ def test_values() -> None:
         found, returns = advantages.gae(rewards, old, mask, inputs["gamma"], inputs["lambda"])
         close(found, expected["advantages_at_mask"])
         close(returns, expected["returns_at_mask"])
-        close(advantages.whiten(found, mask), expected["whitened_at_mask"])
-        clip = inputs["cliprange_value"]
-        close(advantages.value_loss(new, old, returns, mask, clip), expected["value_loss"])
+        live = mask > 0
+        whitened = torch.zeros_like(found).masked_scatter(live, whiten(found[live], world))
+        close(whitened, expected["whitened_at_mask"])
+        critic = Returns(found[live], returns[live], old[live])
+        loss = critic.loss(new[live], inputs["cliprange_value"], int(live.sum()))
+        close(loss, expected["value_loss"])
 
 
 def test_a_sequence_without_loss_tokens_contributes_nothing() -> None:

@@ -17,7 +17,8 @@ from model_families import hyperparameters, write_batch
 from orchestrate_trainer.batch import Batch
 from orchestrate_trainer.data import share_out
 from orchestrate_trainer.passes import StepError, measure
-from orchestrate_trainer.policy import ModelOptions, Policy, load_policy
+from orchestrate_trainer.learner import Learner
+from orchestrate_trainer.policy import ModelOptions, load_policy
 from orchestrate_trainer.settings import Hyperparameters, Unusable
 from orchestrate_trainer.step import apply
 
@@ -26,25 +27,34 @@ LENGTHS = (12, 7, 19, 10, 5)
 
 @dataclasses.dataclass
 class Bench:
-    """A policy and its optimizer, made anew by :meth:`step`."""
+    """A learner, made anew by :meth:`step`."""
 
     folder: Path
     batch: Batch
     world: Any
 
-    def open(self) -> tuple[Policy, torch.optim.Optimizer]:
+    def open(self) -> Learner:
         policy = load_policy(self.folder, ModelOptions(experts="eager"), self.world)
-        return policy, torch.optim.AdamW(policy.parameters(), lr=0.0, foreach=True)
+        return Learner.of(policy, self.world)
 
     def step(
         self, progress: Callable[[str, float], bool] = lambda *_: True, **changed: Any
     ) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """Metrics of one step from the starting weights, and the weights after it."""
-        policy, optimizer = self.open()
+        learner = self.open()
+        metrics = self.apply(learner, progress, **changed)
+        return metrics, [p.full_tensor().detach() for p in learner.policy.parameters()]
+
+    def apply(
+        self,
+        learner: Learner,
+        progress: Callable[[str, float], bool] = lambda *_: True,
+        **changed: Any,
+    ) -> dict[str, Any]:
+        """One step of a learner."""
         settings = Hyperparameters.parse(hyperparameters(**changed))
-        start = lambda: load_policy(self.folder, ModelOptions(experts="eager"), self.world)  # noqa: E731
-        metrics = apply(policy, optimizer, start, self.batch, settings, self.world, progress)
-        return metrics, [p.full_tensor().detach() for p in policy.parameters()]
+        start = lambda: self.open().policy  # noqa: E731
+        return apply(learner, start, self.batch, settings, self.world, progress)
 
 
 @pytest.fixture
@@ -91,6 +101,14 @@ def test_replay_shows_in_the_measurements(bench: Bench) -> None:
     assert 0.7 < metrics["disagreement"]["router"] <= 1
     assert sum(metrics["disagreement"]["histogram"]) == pytest.approx(1)
     assert all(0 < load <= 1 for load in metrics["expert_load_entropy"])
+    assert [len(curve) for curve in metrics["expert_load"]] == [8, 8]
+    for name in ("mismatch", "mismatch_no_replay"):
+        counts = metrics[name]
+        assert sum(counts["token_histogram"]) == loss_tokens
+        assert sum(cell[2] for cell in counts["probability_grid"]) == loss_tokens
+        assert sum(counts["sequence_histogram"]) == len(LENGTHS)
+    assert sum(metrics["disagreement"]["token_histogram"]) == pytest.approx(1)
+    assert sum(metrics["disagreement"]["sequence_histogram"]) == len(LENGTHS)
     own, _ = bench.step(routing_replay="recompute")
     assert own["mismatch"] == own["mismatch_no_replay"]
     assert own["disagreement"]["router"] == pytest.approx(metrics["disagreement"]["router"])
@@ -98,7 +116,7 @@ def test_replay_shows_in_the_measurements(bench: Bench) -> None:
 
 
 def test_measuring_agrees_with_the_step(bench: Bench) -> None:
-    policy, _ = bench.open()
+    policy = bench.open().policy
     metrics, _ = bench.step()
     for replay, name in ((True, "mismatch"), (False, "mismatch_no_replay")):
         found = measure(policy, bench.batch, replay, 1.0, 30, bench.world)
@@ -129,6 +147,11 @@ ALGORITHMS = [
     {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     {"policy_loss": "minirl", "aggregation": "seq-mean-token-sum", "importance_high": 5.0},
     {"policy_loss": "sapo"},
+    {"policy_loss": "ppo", "dual_clip": 3.0},
+    {"policy_loss": "ppo", "gae_gamma": 0.9, "gae_lambda": 0.8},
+    {"policy_loss": "ppo", "kl_coefficient": 0.5, "kl_estimator": "k1"},
+    {"policy_loss": "ppo", "value_coefficient": 10.0, "value_clip": 0.01},
+    {"policy_loss": "ppo", "router_shift": "before_clip"},
 ]  # fmt: skip
 
 
@@ -145,7 +168,65 @@ def test_every_algorithm_trains_and_differs(bench: Bench) -> None:
         shifted = settings.get("router_shift", "none") != "none"
         assert (metrics["router_shift"] is not None) == shifted
         assert (metrics["kl_reference"] is not None) == ("kl_coefficient" in settings)
+        assert (metrics["value"] is not None) == (settings["policy_loss"] == "ppo")
+        assert metrics["predictor_loss"] is None
     assert base["kl_reference"] is None
+
+
+def test_a_value_head_learns_the_returns(bench: Bench) -> None:
+    """With a coefficient so small that the model is trained by the policy loss alone."""
+    changed = {
+        "policy_loss": "ppo",
+        "mini_steps": 2,
+        "learning_rate": 1e-3,
+        "value_rate": 30.0,
+        "value_coefficient": 1e-6,
+    }
+    learner = bench.open()
+    first = bench.apply(learner, **changed)["value"]
+    for _ in range(40):
+        last = bench.apply(learner, **changed)["value"]
+    assert last["loss"] < 0.5 * first["loss"]
+    assert last["explained_variance"] > max(first["explained_variance"], 0.1)
+
+
+def test_one_mini_step_of_ppo_is_on_policy(bench: Bench) -> None:
+    """Old values are the new ones, too: the clip of the value loss does nothing."""
+    one, weights = bench.step(policy_loss="ppo", value_clip=1e-6)
+    two, others = bench.step(policy_loss="ppo", value_clip=1e6)
+    assert one["ratio"]["max"] == 1.0 and one["value"] == two["value"]
+    assert all(map(torch.equal, weights, others))
+
+
+def test_a_router_predictor_learns_where_the_routers_go(bench: Bench) -> None:
+    changed = {"mini_steps": 4, "predictor_rate": 1.0, "predictor_tokens": 8}
+    learner = bench.open()
+    metrics = bench.apply(learner, routing_replay="predictive", **changed)
+    predictor = learner.side.predictor().weights
+    assert predictor.shape == (2, 8, 16) and predictor.abs().max() > 0
+    assert metrics["predictor_loss"] > 0
+    # It changes nothing in the model: the policy's step is that of R3.
+    plain, weights = bench.step(routing_replay="rollout", **changed)
+    after = [p.full_tensor().detach() for p in learner.policy.parameters()]
+    assert all(map(torch.equal, weights, after)) and plain["predictor_loss"] is None
+
+
+def test_predictions_beat_standing_still(bench: Bench) -> None:
+    """The same batch again and again, from the same weights: what moves is known in advance."""
+    learner = bench.open()
+    changed = {
+        "routing_replay": "predictive",
+        "mini_steps": 3,
+        "learning_rate": 1e-4,
+        "predictor_rate": 10.0,
+    }
+    losses = [bench.apply(learner, **changed)["predictor_loss"]]
+    start = [p.full_tensor().detach().clone() for p in bench.open().policy.parameters()]
+    for _ in range(30):
+        fresh = dataclasses.replace(bench.open(), side=learner.side)
+        assert all(map(torch.equal, start, (p.full_tensor() for p in fresh.policy.parameters())))
+        losses.append(bench.apply(fresh, **changed)["predictor_loss"])
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_sequences_that_moved_away_are_left_out(bench: Bench) -> None:
@@ -159,11 +240,14 @@ def test_sequences_that_moved_away_are_left_out(bench: Bench) -> None:
 
 
 def test_the_reference_is_the_start(bench: Bench) -> None:
-    """Without replay and before any update the divergence from the start is zero."""
-    metrics, _ = bench.step(kl_coefficient=1.0, routing_replay="none")
-    assert metrics["kl_reference"] == pytest.approx(0.0, abs=1e-9)
-    later, _ = bench.step(kl_coefficient=1.0, routing_replay="none", mini_steps=3)
-    assert later["kl_reference"] > 1e-6
+    """Without replay and before any update the divergence from the start is zero. It is measured
+    at the weights of the rollout, however many mini steps follow."""
+    for mini_steps in (1, 3):
+        learner = bench.open()
+        changed = {"kl_coefficient": 1.0, "routing_replay": "none", "mini_steps": mini_steps}
+        first = bench.apply(learner, **changed)
+        assert first["kl_reference"] == pytest.approx(0.0, abs=1e-9)
+        assert bench.apply(learner, **changed)["kl_reference"] > 1e-6
 
 
 def test_warm_up_counts_optimizer_steps(bench: Bench) -> None:
@@ -179,12 +263,11 @@ def test_a_stop_between_phases_is_heard(bench: Bench) -> None:
 
 
 def test_a_loss_that_is_no_number_stops_before_the_weights_move(bench: Bench) -> None:
-    policy, optimizer = bench.open()
+    learner = bench.open()
     with torch.no_grad():
-        next(iter(policy.parameters())).to_local().fill_(float("nan"))
-    settings = Hyperparameters.parse(hyperparameters())
+        next(iter(learner.policy.parameters())).to_local().fill_(float("nan"))
     with pytest.raises(StepError, match="the loss of mini step 1 is not finite") as caught:
-        apply(policy, optimizer, None, bench.batch, settings, bench.world, lambda *_: True)
+        bench.apply(learner)
     assert not caught.value.moved
 
 
@@ -237,8 +320,11 @@ def test_sequences_go_to_the_emptiest_part_longest_first() -> None:
 @pytest.mark.parametrize(
     ("changed", "field"),
     [
-        ({"policy_loss": "ppo"}, "policy_loss"),
-        ({"routing_replay": "predictive"}, "routing_replay"),
+        ({"policy_loss": "reinforce"}, "policy_loss"),
+        ({"routing_replay": "record"}, "routing_replay"),
+        ({"routing_replay": "predictive", "mini_steps": 1}, "mini_steps"),
+        ({"policy_loss": "ppo", "gae_lambda": 1.5}, "gae_lambda"),
+        ({"policy_loss": "ppo", "value_rate": 0.0}, "value_rate"),
         ({"clip_low": 1.5}, "clip_low"),
         ({"learning_rate": float("nan")}, "learning_rate"),
         ({"learning_rate": "1e-6"}, "learning_rate"),
@@ -255,7 +341,7 @@ def test_sequences_go_to_the_emptiest_part_longest_first() -> None:
         ({"importance_correction": "icepop", "importance_low": 3.0}, "importance_low"),
         ({"policy_loss": "minirl", "importance_correction": "tis"}, "importance_correction"),
         ({"kl_coefficient": 1.0, "kl_estimator": "k1"}, "kl_estimator"),
-        ({"kl_estimator": "k2", "kl_unbiased": True}, "kl_unbiased"),
+        ({"kl_coefficient": 1.0, "kl_estimator": "k2", "kl_unbiased": True}, "kl_unbiased"),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(changed: dict[str, Any], field: str) -> None:

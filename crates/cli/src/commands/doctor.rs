@@ -4,7 +4,7 @@ use crate::args::DoctorArgs;
 use crate::commands::bench::fits;
 use crate::config::{self, RawConfig, Settings};
 use crate::progress::Progress;
-use crate::{output, tables, wiring};
+use crate::{output, tables, task_source, wiring};
 use anyhow::{Context, ensure};
 use orchestrate_engine::{
     ClientOptions, EngineError, EngineErrorKind, EngineKind, ProbeReport, Severity,
@@ -15,9 +15,11 @@ use orchestrate_sandbox::{
     DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
     battery_cases, run_battery,
 };
+use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
 use serde::Serialize;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// One thing that was looked at.
@@ -125,9 +127,8 @@ async fn docker(settings: &Settings) -> Vec<Finding> {
 }
 
 async fn sandbox(settings: &Settings) -> anyhow::Result<String> {
-    let Some(task) = wiring::all_tasks(settings).into_iter().next() else {
-        anyhow::bail!("the settings make no tasks");
-    };
+    let task = first_task(settings)?;
+    let reusable = task.origin == Origin::Files;
     let group = GroupId::Eval { round: 0, index: 0 };
     let spec = SandboxSpec {
         image: task.image.clone(),
@@ -137,27 +138,34 @@ async fn sandbox(settings: &Settings) -> anyhow::Result<String> {
             epoch: 0,
             attempt: AttemptId { episode: EpisodeId { group, member: 0 }, attempt: 1 },
         },
-        workdir: task.workdir,
+        workdir: task.workdir.clone(),
         limits: wiring::limits(settings),
         deadline: Duration::from_mins(2),
-        reusable: true,
+        reusable,
     };
     let provider = DockerProvider::connect(settings.sandbox.clone()).await?;
     let probe = provider.probe(&spec).await;
     provider.shutdown().await?;
     let probe = probe?;
+    let closed = if reusable { "proved clean" } else { "given back" };
     Ok(format!(
-        "image {}: open {:.0?}, command {:.1?}, proved clean {:.1?}",
+        "image {}: open {:.0?}, command {:.1?}, {closed} {:.1?}",
         task.image, probe.open, probe.command, probe.close
     ))
+}
+
+/// The first task that a run with these settings would open a sandbox for.
+fn first_task(settings: &Settings) -> anyhow::Result<Arc<Task>> {
+    let set = task_source::task_set(settings)?;
+    let parts = [set.train, set.held_out, set.held_out_families];
+    parts.into_iter().flatten().next().context("the settings make no tasks")
 }
 
 /// Hostile commands and sick containers, case by case; the results as JSON where they are wanted.
 async fn battery(settings: &Settings, pattern: &str, args: &DoctorArgs) -> anyhow::Result<String> {
     let chosen = battery_cases().into_iter().filter(|name| fits(pattern, name)).count();
     ensure!(chosen > 0, "no case fits `{pattern}`; there are: {}", battery_cases().join(", "));
-    let task = wiring::all_tasks(settings).into_iter().next();
-    let image = task.context("the settings make no tasks")?.image;
+    let image = first_task(settings)?.image.clone();
     let (progress, mut done) = (Progress::new(chosen as u64), 0);
     let results = run_battery(
         &settings.sandbox,

@@ -37,6 +37,20 @@ fn payloads_are_cut_out_wherever_engines_put_them() {
 }
 
 #[test]
+fn a_payload_ends_at_its_quote_whatever_its_length() {
+    let borders = (1..=3).flat_map(|block| block * 2048 - 2..=block * 2048 + 2);
+    for length in borders.chain([0, 1, 100_000]) {
+        let payload = "A".repeat(length);
+        let body = format!(r#"{{"routed_experts":"{payload}","id":"x"}}"#);
+        let rest = r#"{"routed_experts":"","id":"x"}"#.to_owned();
+        assert_eq!(split(&body), (rest, vec![payload.as_str()]));
+        let cut_off = format!(r#"{{"routed_experts":"{payload}"#);
+        let error = split_body(cut_off.as_bytes()).unwrap_err();
+        assert_eq!(error, RoutingError::Body("it ends inside them"), "{length}");
+    }
+}
+
+#[test]
 fn text_of_the_model_is_never_taken_for_a_payload() {
     let words = [
         "\"routed_experts\":\"AAAA\"",

@@ -100,9 +100,11 @@ impl Observed {
         let whole_pages = |tokens: usize| tokens / self.page_tokens * self.page_tokens;
         let mut notes = self.lock();
         let Notes { sessions, led } = &mut *notes;
-        let seen = sessions.entry(session.to_owned()).or_default();
+        let Some(seen) = sessions.get_mut(session) else { return };
         let is_first = seen.tokens == 0;
-        let leads = led.insert((seen.group.clone(), reply.worker.clone()));
+        // Who stays where it was has led there, or followed.
+        let arrives = is_first || seen.worker != reply.worker;
+        let leads = arrives && led.insert((seen.group.clone(), reply.worker.clone()));
         let held = match (is_first, leads) {
             // The first of a group on a worker finds nothing of its prompt there.
             (true, true) => 0,

@@ -1,0 +1,78 @@
+"""Distributions of the metrics: the bins are the embedded trainer's, and counts add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import needs  # noqa: F401
+import pytest
+
+import torch  # isort: skip
+
+from orchestrate_trainer.corrections import Tokens
+from orchestrate_trainer.counts import HalfDecades, ProbabilityGrid, load_curve
+from orchestrate_trainer.measures import Load, Mismatch
+
+
+class Copies:
+    """A world of processes that all measured the same."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def sum(self, values: list[float]) -> list[float]:
+        return [value * self._size for value in values]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self._size
+
+
+def test_sizes_fall_into_half_decades(world: Any) -> None:
+    sizes = HalfDecades()
+    assert sizes.finish(world) == []
+    root = 3.1622776601683795
+    values = [0.0, 9e-8, 1e-7, 3e-3, root * 1e-3, 3.2e-3, 9.9, 10.0, 1e9]
+    sizes.add(torch.tensor(values[:4], dtype=torch.float64))
+    sizes.add(torch.tensor(values[4:], dtype=torch.float64))
+    expected = [0] * 18
+    for place in (0, 0, 1, 9, 10, 10, 16, 17, 17):
+        expected[place] += 1
+    assert sizes.finish(world) == expected
+    assert sizes.finish(Copies(2)) == [2 * count for count in expected]
+
+
+def test_probabilities_fall_into_bins_that_are_finest_near_one(world: Any) -> None:
+    grid = ProbabilityGrid()
+    logprobs = [0.0, -0.015, -1 / 64, -0.016, -1.0, -4.0, -15.5, -1e9, -float("inf")]
+    bins = [0, 0, 1, 1, 8, 16, 31, 31, 31]
+    for logprob, place in zip(logprobs, bins):
+        grid = ProbabilityGrid()
+        grid.add(torch.tensor([logprob] * 3), torch.tensor([-1.0, 0.0, -1.0]))
+        assert grid.finish(world) == [[place, 0, 1], [place, 8, 2]], logprob
+    assert grid.finish(Copies(2)) == [[31, 0, 2], [31, 8, 4]]
+
+
+def test_sequences_are_counted_by_their_mean(world: Any) -> None:
+    sums = Mismatch()
+    trainer, sampler = torch.zeros(3), torch.tensor([-1.0, -3.0, -0.5])
+    # The second of three sequences has no loss tokens.
+    sums.add(trainer, sampler, Tokens(torch.tensor([0, 0, 2]), 3))
+    found = sums.finish(world)[0]
+    filled = {
+        name: {place: count for place, count in enumerate(found[name]) if count}
+        for name in ("sequence_histogram", "token_histogram")
+    }
+    assert filled == {"sequence_histogram": {14: 1, 15: 1}, "token_histogram": {14: 1, 15: 2}}
+    both = sums.finish(Copies(2))[0]
+    assert both["token_histogram"] == [2 * count for count in found["token_histogram"]]
+    assert both["kl_k3"] == pytest.approx(found["kl_k3"])
+
+
+def test_expert_use_from_the_busiest_to_the_idlest(world: Any) -> None:
+    load = Load(2, 4)
+    load.add(torch.tensor([[[0, 1], [0, 1]], [[2, 3], [0, 1]]]))
+    found = load.finish(world)
+    assert found["expert_load"] == [[1.0] * 4, [2.0, 2.0, 0.0, 0.0]]
+    assert found["expert_load_entropy"] == pytest.approx([1.0, 0.5])
+    many = torch.cat([torch.ones(64), torch.zeros(64)]).double()
+    assert load_curve(many) == [2.0] * 8 + [0.0] * 8
