@@ -1,5 +1,9 @@
 //! Helpers of the end-to-end tests: the built program, run folders, containers.
 
+mod daemon;
+
+pub use daemon::{Daemon, docker, pause};
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 

@@ -196,6 +196,36 @@ fn docker_a_full_disk_exits_with_6_and_the_run_resumes_when_there_is_space() {
 }
 
 #[test]
+fn docker_a_run_is_not_continued_on_another_image_of_the_same_name() {
+    if !docker_or_skip("docker_a_run_is_not_continued").unwrap() {
+        return;
+    }
+    let name = format!("orchestrate/test-moving:{}", std::process::id());
+    let docker = |args: &[&str]| {
+        let output = orchestrate_e2e::docker(None, args).unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    };
+    docker(&["tag", "orchestrate/micro:latest", &name]);
+    let id = docker(&["image", "inspect", "-f", "{{.Id}}", &name]);
+    let folder = tempfile::tempdir().unwrap();
+    let run_dir = folder.path().join("run");
+    let image = format!("tasks.image=\"{name}\"");
+    let mut settings = SMALL.to_vec();
+    settings.extend(["--set", "run.steps=1", "--set", "run.eval_every=0", "--set", &image]);
+    finished(&mut start(&run_dir, &settings));
+    // The name now means an image with one more layer.
+    let container = docker(&["create", &name]);
+    docker(&["commit", "-m", "another", &container, &name]);
+    docker(&["rm", &container]);
+    let output = start(&run_dir, &["--resume"]).output().unwrap();
+    docker(&["rmi", &name]);
+    assert_eq!(output.status.code(), Some(5), "{}", stderr(&output));
+    let said = stderr(&output);
+    assert!(said.contains(&name) && said.contains(&id) && said.contains("new run"), "{said}");
+}
+
+#[test]
 fn docker_kills_at_any_moment_lose_and_double_nothing() {
     if !docker_or_skip("docker_kills").unwrap() {
         return;

@@ -343,6 +343,9 @@ pub(crate) struct GcArgs {
     /// With --run-dir: also that run's containers whose deadline has not passed.
     #[arg(long, requires = "run_dir")]
     pub(crate) all: bool,
+    /// Also the images that runs pulled, of any run, but for those that a container uses.
+    #[arg(long)]
+    pub(crate) images: bool,
     /// Only say what would be removed.
     #[arg(long)]
     pub(crate) dry_run: bool,

@@ -116,6 +116,13 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
                 SandboxErrorKind::ImageMissing(_) => {
                     Some("build the sandbox image: scripts/quickstart does, or docker pull it")
                 }
+                SandboxErrorKind::NotPulled { .. } => Some(
+                    "pull it by hand, or load it (docker load); sandbox.mirror names another registry",
+                ),
+                // Both say themselves what to do.
+                SandboxErrorKind::ImageChanged { .. } | SandboxErrorKind::NotRecorded { .. } => {
+                    None
+                }
                 SandboxErrorKind::Unfit(_) => {
                     Some("orchestrate doctor --battery says which outcome differs, and how")
                 }

@@ -4,6 +4,7 @@ use crate::output;
 use crate::progress::Progress;
 use orchestrate_coordinator::{Event, Reporter, Stop};
 use orchestrate_handoff::protocol::StepState;
+use orchestrate_sandbox::Listener;
 use orchestrate_types::Outcome;
 use serde_json::Value;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -40,6 +41,12 @@ impl View {
     pub(crate) fn reporter(&self) -> Arc<dyn Reporter> {
         let view = self.clone();
         Arc::new(move |event: &Event| view.show(event))
+    }
+
+    /// The end that hears of images.
+    pub(crate) fn image_listener(&self) -> Listener {
+        let progress = self.progress.clone();
+        Listener::new(move |news| progress.line(&news.to_string()))
     }
 
     /// Removes the moving line.

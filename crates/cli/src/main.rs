@@ -9,6 +9,7 @@ mod config;
 mod exit;
 mod grader;
 mod heap;
+mod images;
 mod limits;
 mod live;
 mod output;

@@ -53,6 +53,9 @@ pub(crate) fn final_table(report: &RunReport) -> Table {
     row("KL without replay / with", report.kl_ratio.map(|r| format!("{r:.2}")));
     let collapse = report.collapse.as_ref();
     row("collapsed", collapse.map(|c| format!("at step {}: {}", c.step, c.symptom)));
+    for container in &report.quarantined {
+        row("container left behind", Some(container.clone()));
+    }
     row("time", Some(format!("{:.0} s", report.seconds)));
     table
 }

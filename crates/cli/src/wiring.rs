@@ -2,7 +2,7 @@
 //! the embedded ones are served on loopback by tasks of this process.
 
 use crate::config::Settings;
-use crate::{output, task_source};
+use crate::{images, output, task_source};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use futures::future::join_all;
@@ -16,7 +16,7 @@ use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{ChatModel, EpisodeRunner, GradeLogs, Leads, RowSharing, tool_schemas};
-use orchestrate_sandbox::{DockerProvider, Limits, SandboxProvider};
+use orchestrate_sandbox::{DockerProvider, Limits, Listener, SandboxProvider, Surroundings};
 use orchestrate_store::Store;
 use orchestrate_tasks::Task;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -245,7 +245,7 @@ pub(crate) async fn coordinator(
     store: Store,
     training: Training,
     servers: &mut Servers,
-    reporter: Arc<dyn Reporter>,
+    (reporter, image_listener): (Arc<dyn Reporter>, Listener),
 ) -> anyhow::Result<Coordinator> {
     let (containers, episodes) = (settings.sandbox.max_containers, settings.rollout.max_in_flight);
     if settings.sandbox.reuse && containers < 2 * episodes as usize {
@@ -255,8 +255,15 @@ pub(crate) async fn coordinator(
             2 * episodes
         ));
     }
-    let sandboxes: Arc<dyn SandboxProvider> =
-        Arc::new(DockerProvider::connect(settings.sandbox.clone()).await?);
+    let around = Surroundings {
+        book: Some(Arc::new(images::Journal(store.image_records()))),
+        listener: image_listener,
+    };
+    let provider = DockerProvider::connect_with(settings.sandbox.clone(), around).await?;
+    let known = store.reader().images().await?.into_iter();
+    let known: Vec<_> = known.map(|row| (row.name.clone(), images::identity(row))).collect();
+    provider.check_images(&known).await?;
+    let sandboxes: Arc<dyn SandboxProvider> = Arc::new(provider);
     let engine: Arc<dyn Engine> =
         Arc::new(engine(settings, servers, &settings.engine.model).await?);
     let trainer: Arc<dyn TrainerSink> = match training {

@@ -245,6 +245,7 @@ pub(crate) mod tests {
         ];
         let symptom = Symptom::ExtremeTokens;
         let report = RunReport {
+            quarantined: Vec::new(),
             run: RunId::generate(),
             steps_applied: 2,
             steps_skipped: 0,

@@ -117,6 +117,8 @@ impl Driver {
             want_routing: false,
             planned,
         };
+        let images: Vec<String> = tasks.iter().map(|task| task.image.clone()).collect();
+        self.sandboxes.expect_images(&images);
         let mut pool = Pool::new(self.context.clone(), settings);
         for (index, task) in (0u32..).zip(tasks) {
             let id = GroupId::Eval { round, index };

@@ -130,6 +130,9 @@ pub struct RunReport {
     pub collapse: Option<Collapse>,
     /// How training went on average.
     pub means: StepMeans,
+    /// Containers that could not be removed by the end, each with the reason.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub quarantined: Vec<String>,
 }
 
 impl RunReport {
@@ -175,6 +178,7 @@ impl RunReport {
             .filter_map(|line| eval_point(line))
             .reduce(|best, point| if point.pass_at_1 > best.pass_at_1 { point } else { best });
         Ok(Self {
+            quarantined: Vec::new(),
             run: reader.run().await?.run,
             steps_applied: count(StepState::Applied),
             steps_skipped: count(StepState::Skipped),

@@ -50,6 +50,9 @@ use tokio_util::sync::CancellationToken;
 /// rest.
 const SANDBOX_SHUTDOWN: Duration = Duration::from_secs(30);
 
+/// Groups whose images are told to the sandboxes ahead of time; these choose how many to pull.
+const GROUPS_AHEAD: u32 = 16;
+
 /// How a run is asked to end early.
 #[derive(Debug, Clone, Default)]
 pub struct Stop {
@@ -171,7 +174,9 @@ impl Coordinator {
             Err(RunError::Stopped) => false,
             Err(error) => return Err(error),
         };
-        let report = driver.write_report().await?;
+        let mut report = driver.write_report().await?;
+        let quarantined = sandboxes.quarantined();
+        report.quarantined = quarantined.iter().map(ToString::to_string).collect();
         Ok(if finished { RunEnd::Finished(report) } else { RunEnd::Stopped(report) })
     }
 }
@@ -331,6 +336,7 @@ impl Driver {
                 let seq = self.store().reader().train_groups().await?;
                 let id = GroupId::Train { seq };
                 let task = self.train_task(id)?;
+                self.expect_images_after(seq)?;
                 self.store().open_group(id, step, &task.id, group_size).await?;
                 self.context.report(&Event::GroupOpened { group: id, task_id: task.id.clone() });
                 pool.add(id, &task).await?;
@@ -357,6 +363,15 @@ impl Driver {
             }
         };
         self.context.report(&Event::GroupDecided { group: id, dropped });
+        Ok(())
+    }
+
+    /// Tells the sandboxes which images the next groups need.
+    fn expect_images_after(&self, seq: u32) -> Result<(), RunError> {
+        let groups = (seq..seq.saturating_add(GROUPS_AHEAD)).map(|seq| GroupId::Train { seq });
+        let images: Result<Vec<String>, RunError> =
+            groups.map(|id| Ok(self.train_task(id)?.image.clone())).collect();
+        self.sandboxes.expect_images(&images?);
         Ok(())
     }
 

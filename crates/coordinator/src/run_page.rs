@@ -184,6 +184,7 @@ mod tests {
 
     fn report() -> RunReport {
         RunReport {
+            quarantined: Vec::new(),
             run: RunId::generate(),
             steps_applied: 2,
             steps_skipped: 1,

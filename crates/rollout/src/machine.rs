@@ -17,6 +17,7 @@
 //! | `Generating`, `Acting` | `TimeUp` | `Grading` cut by `EpisodeTime` | `Grade` |
 //! | `Created`, `SandboxReady`, `Generating`, `Acting` | `StopRequested` | `Ended` `Aborted{Shutdown}` | `Finish` |
 //! | `Grading` | `Graded` | `Ended` `Scored` or `Truncated` | `Finish` |
+//! | `Grading` | `ChangeTooLarge` | `Ended` `Truncated{ChangeSize}`, reward 0 | `Finish` |
 //! | all but `Ended` | `Failed` | `Ended` `Broken` | `Finish` |
 //!
 //! Everything else is an [`IllegalTransition`]. A stop request does not interrupt grading: the
@@ -100,6 +101,8 @@ pub enum Event {
         /// 0.0 to 1.0.
         reward: f64,
     },
+    /// What the agent left is more than a grader can be given: nothing is graded.
+    ChangeTooLarge,
     /// The episode's time is used up.
     TimeUp,
     /// The run is shutting down.
@@ -198,6 +201,10 @@ impl EpisodeMachine {
                 None => Outcome::Scored { reward: *reward },
                 Some(limit) => Outcome::Truncated { limit, reward: *reward },
             }),
+            // Whatever else had ended the episode, this decides the reward.
+            (State::Grading { .. }, Event::ChangeTooLarge) => {
+                end(Outcome::Truncated { limit: Limit::ChangeSize, reward: 0.0 })
+            }
             (
                 State::Created
                 | State::SandboxReady
@@ -218,6 +225,7 @@ impl EpisodeMachine {
                 | Event::Generated { .. }
                 | Event::Acted { .. }
                 | Event::Graded { .. }
+                | Event::ChangeTooLarge
                 | Event::TimeUp
                 | Event::StopRequested
                 | Event::Failed { .. },

@@ -16,7 +16,8 @@ use crate::rows::RowSharing;
 use crate::tree::{TreeChange, compare_trees};
 use orchestrate_engine::Engine;
 use orchestrate_sandbox::{
-    FileEntry, Limits, Owner, Purpose, Sandbox, SandboxError, SandboxProvider, SandboxSpec,
+    FileEntry, Limits, Owner, Purpose, Sandbox, SandboxError, SandboxErrorKind, SandboxProvider,
+    SandboxSpec,
 };
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{ByteSize, GroupId, Outcome, Retry, Stage};
@@ -184,17 +185,28 @@ impl EpisodeRunner {
         let started = Instant::now();
         let change = match &agent.baseline {
             Baseline::Files(before) => {
-                let after = sandbox.read_tree(TREE_CAP).await;
-                after.map(|after| compare_trees(before, &after))
+                match sandbox.read_tree(TREE_CAP).await {
+                    Ok(after) => Ok(Some(compare_trees(before, &after))),
+                    // The tree that it was given was read within the same bounds.
+                    Err(SandboxError {
+                        kind: SandboxErrorKind::TooLarge { what, cap }, ..
+                    }) => {
+                        tracing::warn!(what, %cap, "the agent's tree is too large to grade");
+                        Ok(None)
+                    }
+                    Err(error) => Err(error),
+                }
             }
             Baseline::Repository(given) => {
                 let patch = repository::collect(sandbox.as_mut(), given).await;
-                patch.map(|patch| TreeChange { patch, ..TreeChange::default() })
+                let change = |patch| TreeChange { patch, ..TreeChange::default() };
+                patch.map(|patch| patch.map(change))
             }
         };
         close(sandbox).await;
         let event = match change {
-            Ok(change) => self.judge(attempt, change).await,
+            Ok(Some(change)) => self.judge(attempt, change).await,
+            Ok(None) => Event::ChangeTooLarge,
             Err(error) => failed(Stage::Collect, error),
         };
         attempt.timings.grade_s += started.elapsed().as_secs_f64();
@@ -225,6 +237,10 @@ impl EpisodeRunner {
                 let reward = graded.verdict.reward;
                 attempt.verdict = Some(graded.verdict);
                 Event::Graded { reward }
+            }
+            Err(error @ GradeError::TooLarge { .. }) => {
+                tracing::warn!(%error, "the agent's change is too large to grade");
+                Event::ChangeTooLarge
             }
             Err(error) => failed(Stage::Grade, error),
         }

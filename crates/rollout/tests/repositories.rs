@@ -21,7 +21,7 @@ use orchestrate_tasks::r2e::R2eRow;
 use orchestrate_tasks::swe::{Harness, SweRow};
 use orchestrate_tasks::{Task, patch};
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
-use orchestrate_types::{Outcome, PolicyVersion, RunId};
+use orchestrate_types::{Limit, Outcome, PolicyVersion, RunId};
 use serde_json::json;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, OnceLock};
@@ -288,6 +288,30 @@ async fn docker_an_agent_that_breaks_git_has_changed_nothing() {
         episode(&task, &tricks, &RolloutConfig::default(), RewardSection::default(), &logs).await;
     assert!(scored(&report) < 0.5);
     assert_eq!(report.patch, "");
+}
+
+#[tokio::test]
+async fn docker_a_blown_up_tree_is_cut_short_and_not_tried_again() {
+    let Some(task) = r2e_task() else { return };
+    let (_kept, logs) = folder();
+    // Sparse files that no container could hold, and a text larger than any graded change.
+    let sparse =
+        "for n in 1 2 3; do truncate -s 1900M sparse$n; done; ls -l sparse3 | cut -d' ' -f5";
+    let text = "yes 'a line of text' | head -c 20000000 > text; wc -c < text";
+    for blow_up in [sparse, text] {
+        let (config, reward) = (RolloutConfig::default(), RewardSection::default());
+        let report = episode(&task, &[FIX, blow_up], &config, reward, &logs).await;
+        assert!(report.turns[1].observation.contains("00"), "{:?}", report.turns);
+        let cut = Outcome::Truncated { limit: Limit::ChangeSize, reward: 0.0 };
+        assert_eq!(report.outcome, cut, "{blow_up}");
+        assert!(report.trajectory.is_some());
+    }
+    // The whole folder may go: then nothing was changed that could be graded.
+    let config = RolloutConfig::default();
+    let gone = ["cd /; rm -rf /testbed; ls -d /testbed 2>&1"];
+    let report = episode(&task, &gone, &config, RewardSection::default(), &logs).await;
+    assert!(report.turns[0].observation.contains("No such file"), "{:?}", report.turns);
+    assert!(scored(&report).abs() < 0.5);
 }
 
 async fn graded(task: &Task, patch: &str, harness: Option<Harness>) -> Result<Graded, GradeError> {

@@ -1,5 +1,6 @@
 //! The seam: what the rest of the program asks of a sandbox. No Docker types here.
 
+use crate::guard::Quarantined;
 use orchestrate_types::{AttemptId, ByteSize, Retry, RunId};
 use std::time::Duration;
 
@@ -39,7 +40,7 @@ pub struct Limits {
 /// What to open.
 #[derive(Debug, Clone)]
 pub struct SandboxSpec {
-    /// Image reference, present on the Docker host.
+    /// Image reference; pulled where it is not on the Docker host and may be pulled.
     pub image: String,
     /// Agent or grader.
     pub purpose: Purpose,
@@ -143,7 +144,7 @@ pub struct FileEntry {
 }
 
 /// What went wrong with a sandbox. All of these are ours, never the agent's.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 pub enum SandboxErrorKind {
     /// The Docker daemon cannot be reached.
     #[error("cannot reach the Docker daemon: {0}")]
@@ -151,6 +152,35 @@ pub enum SandboxErrorKind {
     /// The image is not on the host.
     #[error("image `{0}` is not on the Docker host")]
     ImageMissing(String),
+    /// The image is not on the host, and could not be brought there.
+    #[error("image `{image}` is not on the Docker host and cannot be pulled: {message}")]
+    NotPulled {
+        /// Which image.
+        image: String,
+        /// Why not.
+        message: String,
+    },
+    /// The name means another image than when the run began.
+    #[error(
+        "image `{image}` is {found} here, and was {recorded} when the run began; bring that image \
+         back under its name, or begin a new run"
+    )]
+    ImageChanged {
+        /// Its name.
+        image: String,
+        /// What the run began with.
+        recorded: String,
+        /// What is here.
+        found: String,
+    },
+    /// It could not be written down what an image is.
+    #[error("cannot record image `{image}`: {reason}")]
+    NotRecorded {
+        /// Its name.
+        image: String,
+        /// Why not.
+        reason: String,
+    },
     /// A call to the daemon took too long.
     #[error("{call} gave no answer within {after:?}")]
     TimedOut {
@@ -203,7 +233,11 @@ impl SandboxError {
     /// What the caller may do (with a *new* sandbox).
     pub fn retry(&self) -> Retry {
         match &self.kind {
-            SandboxErrorKind::ImageMissing(_) | SandboxErrorKind::Unfit(_) => Retry::Never,
+            SandboxErrorKind::ImageMissing(_)
+            | SandboxErrorKind::NotPulled { .. }
+            | SandboxErrorKind::ImageChanged { .. }
+            | SandboxErrorKind::NotRecorded { .. }
+            | SandboxErrorKind::Unfit(_) => Retry::Never,
             SandboxErrorKind::NoDaemon(_) => Retry::After(Duration::from_secs(2)),
             SandboxErrorKind::TimedOut { .. }
             | SandboxErrorKind::Refused { .. }
@@ -222,6 +256,8 @@ pub struct SweepReport {
     pub removed: Vec<String>,
     /// Containers with our label that were left alone, and why.
     pub kept: Vec<(String, String)>,
+    /// Containers that the daemon did not remove, and its words.
+    pub failed: Vec<(String, String)>,
 }
 
 /// One open sandbox. Close it; dropping only queues it for removal.
@@ -250,8 +286,16 @@ pub trait SandboxProvider: Send + Sync + std::fmt::Debug {
     /// Opens a sandbox, waiting for a free slot.
     async fn open(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError>;
 
+    /// Says which images are asked for next, the nearest first, so that they can be there in time.
+    fn expect_images(&self, _images: &[String]) {}
+
     /// Removes containers of `run` with an epoch below `epoch`.
     async fn sweep(&self, run: RunId, epoch: i64) -> Result<SweepReport, SandboxError>;
+
+    /// Containers that their daemon does not let go; they hold nobody up.
+    fn quarantined(&self) -> Vec<Quarantined> {
+        Vec::new()
+    }
 
     /// Removes everything this provider still holds (idle containers, queued removals).
     async fn shutdown(&self) -> Result<(), SandboxError>;

@@ -361,6 +361,9 @@ fn fault(kind: &SandboxErrorKind) -> Option<Fault> {
         SandboxErrorKind::Protocol(_) => Some(Fault::Protocol),
         SandboxErrorKind::NoDaemon(_)
         | SandboxErrorKind::ImageMissing(_)
+        | SandboxErrorKind::NotPulled { .. }
+        | SandboxErrorKind::ImageChanged { .. }
+        | SandboxErrorKind::NotRecorded { .. }
         | SandboxErrorKind::NotClean(_)
         | SandboxErrorKind::Unfit(_) => None,
     }

@@ -20,6 +20,19 @@ pub enum Seccomp {
     Daemon,
 }
 
+/// What happens with an image that is not on the Docker host.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum PullPolicy {
+    /// It is pulled.
+    #[default]
+    Missing,
+    /// What needs it fails.
+    Never,
+}
+
 /// The `[sandbox]` section of a run file; what is absent gets its default.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -62,6 +75,19 @@ pub struct RawSandboxConfig {
     pub reuse_lifetime: Option<HumanDuration>,
     /// No container is started with less free disk than this on the Docker host. Default `"2 GiB"`.
     pub min_free_disk: Option<ByteSize>,
+    /// Whether images that are not on the Docker host are pulled. Default `"missing"`.
+    pub pull: Option<PullPolicy>,
+    /// Registry, like `mirror.local:5000`, from which images whose name names no registry are
+    /// pulled. Default: Docker's own.
+    pub mirror: Option<String>,
+    /// Images being pulled at once. Default 2.
+    pub pull_parallelism: Option<usize>,
+    /// Images of the tasks that come next that are pulled before they are asked for. Default 4.
+    pub pull_ahead: Option<usize>,
+    /// Bytes of images that this program pulled (on this daemon, in any run) above which those used
+    /// longest ago are removed; images in use, those of the next tasks, and such as have a name of
+    /// somebody else's stay. Layers that images share count for each. Default: nothing is removed.
+    pub image_cache: Option<ByteSize>,
 }
 
 /// The checked `[sandbox]` section.
@@ -103,6 +129,16 @@ pub struct SandboxConfig {
     pub reuse_lifetime: HumanDuration,
     /// Floor of free disk.
     pub min_free_disk: ByteSize,
+    /// Whether absent images are pulled.
+    pub pull: PullPolicy,
+    /// Registry before names without one.
+    pub mirror: Option<String>,
+    /// Images being pulled at once, at least 1.
+    pub pull_parallelism: usize,
+    /// Images pulled before they are asked for.
+    pub pull_ahead: usize,
+    /// Bytes of images that we pulled, at most; `None`: any.
+    pub image_cache: Option<ByteSize>,
 }
 
 impl Default for SandboxConfig {
@@ -142,6 +178,11 @@ impl RawSandboxConfig {
             reuse: self.reuse.unwrap_or(true),
             reuse_lifetime: self.reuse_lifetime.unwrap_or(HumanDuration::secs(7200)),
             min_free_disk: self.min_free_disk.unwrap_or(ByteSize::mib(2048)),
+            pull: self.pull.unwrap_or_default(),
+            mirror: self.mirror,
+            pull_parallelism: self.pull_parallelism.unwrap_or(2),
+            pull_ahead: self.pull_ahead.unwrap_or(4),
+            image_cache: self.image_cache,
         }
     }
 }
@@ -180,6 +221,7 @@ impl SandboxConfig {
         for (key, value) in [
             ("start_parallelism", self.start_parallelism),
             ("remove_parallelism", self.remove_parallelism),
+            ("pull_parallelism", self.pull_parallelism),
         ] {
             demand((1..=256).contains(&value), key, value.to_string(), "use 1 to 256");
         }
@@ -190,6 +232,18 @@ impl SandboxConfig {
         ] {
             let fits = (Duration::from_secs(1)..=Duration::from_hours(720)).contains(&value.0);
             demand(fits, key, value.to_string(), "use \"1s\" to \"720h\"");
+        }
+        let ahead = self.pull_ahead;
+        demand(ahead <= 16, "pull_ahead", ahead.to_string(), "use 0 to 16");
+        if let Some(mirror) = &self.mirror {
+            let host = mirror.split('/').next().unwrap_or_default();
+            let is_host = host.contains(['.', ':']) || host == "localhost";
+            demand(
+                is_host && !mirror.contains("://") && !mirror.ends_with('/'),
+                "mirror",
+                mirror.clone(),
+                "name a registry as in an image's name, like \"mirror.local:5000\"",
+            );
         }
         let fits = self.memory >= ByteSize::mib(32) && self.memory.0 <= 1 << 50;
         demand(fits, "memory", self.memory.to_string(), "use at least \"32 MiB\"");
@@ -230,6 +284,8 @@ mod tests {
             start_parallelism: Some(0),
             tmpfs: Some(ByteSize::mib(600)),
             call_timeout: Some(HumanDuration::secs(0)),
+            pull_parallelism: Some(0),
+            mirror: Some("https://mirror.local".into()),
             ..RawSandboxConfig::default()
         };
         let problems = raw.check().unwrap_err();
@@ -240,7 +296,9 @@ mod tests {
                 "sandbox.docker_host",
                 "sandbox.max_containers",
                 "sandbox.start_parallelism",
+                "sandbox.pull_parallelism",
                 "sandbox.call_timeout",
+                "sandbox.mirror",
                 "sandbox.tmpfs"
             ]
         );

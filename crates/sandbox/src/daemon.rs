@@ -28,6 +28,27 @@ pub(crate) enum CallError {
 }
 
 impl CallError {
+    /// What the driver says, after waiting so long.
+    pub(crate) fn from_driver(error: DriverError, waited: Duration) -> Self {
+        match error {
+            DriverError::DockerResponseServerError { status_code, message } => {
+                Self::Status(status_code, message)
+            }
+            // In the middle of an answer that had begun well.
+            DriverError::DockerStreamError { error } => Self::Status(500, error),
+            DriverError::RequestTimeoutError => Self::TimedOut(waited),
+            other => Self::Lost(with_sources(&other)),
+        }
+    }
+
+    /// For a person.
+    pub(crate) fn words(self) -> String {
+        match self {
+            Self::TimedOut(after) => format!("no answer within {after:?}"),
+            Self::Status(_, words) | Self::Lost(words) => words,
+        }
+    }
+
     /// In the words of the seam.
     pub(crate) fn at(self, sandbox: &str, call: &'static str) -> SandboxError {
         let kind = match self {
@@ -118,12 +139,8 @@ async fn deadline<T>(
     future: impl Future<Output = Result<T, DriverError>>,
 ) -> Result<T, CallError> {
     match tokio::time::timeout(after, future).await {
-        Ok(Ok(value)) => Ok(value),
-        Ok(Err(DriverError::DockerResponseServerError { status_code, message })) => {
-            Err(CallError::Status(status_code, message))
-        }
-        Ok(Err(DriverError::RequestTimeoutError)) | Err(_) => Err(CallError::TimedOut(after)),
-        Ok(Err(other)) => Err(CallError::Lost(with_sources(&other))),
+        Ok(result) => result.map_err(|error| CallError::from_driver(error, after)),
+        Err(_) => Err(CallError::TimedOut(after)),
     }
 }
 

@@ -25,9 +25,11 @@ pub use api::{
     SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
 pub use battery::{BatteryResult, battery_cases, run_battery};
-pub use config::{RawSandboxConfig, SandboxConfig, Seccomp};
+pub use config::{PullPolicy, RawSandboxConfig, SandboxConfig, Seccomp};
 pub use doctor::{DaemonReport, ProbeReport};
 pub use floor::BareContainer;
+pub use guard::Quarantined;
+pub use image::{ImageBook, ImageIdentity, ImageNews, Listener, PulledImage};
 pub use memory::MemoryUse;
-pub use provider::{DockerProvider, ProviderStats};
+pub use provider::{DockerProvider, ProviderStats, Surroundings};
 pub use sweep::{ContainerInfo, GcScope};

@@ -7,8 +7,8 @@ use crate::config::SandboxConfig;
 use crate::container::{attempt_name, check_spec, create_body, pooled_name};
 use crate::daemon::{CallError, Daemon};
 use crate::doctor;
-use crate::guard::{Guard, Job, QUEUE, Remover};
-use crate::image::{self, Images};
+use crate::guard::{Guard, Job, QUEUE, Quarantined, Remover};
+use crate::image::{self, ImageBook, ImageIdentity, Images, Listener, MemoryBook, PulledImage};
 use crate::link::Link;
 use crate::sandbox::DockerSandbox;
 use crate::slots::{Idle, Key, Slot, Slots, Taken};
@@ -52,6 +52,8 @@ pub struct ProviderStats {
     pub resets_refused: u64,
     /// Containers removed.
     pub removed: u64,
+    /// Containers that the daemon does not let go now.
+    pub quarantined: usize,
     /// In use now, being started and being removed included.
     pub open: usize,
     /// Clean and waiting now.
@@ -65,14 +67,23 @@ pub(crate) struct Shared {
     pub(crate) config: SandboxConfig,
     pub(crate) slots: Arc<Slots>,
     pub(crate) counters: Counters,
-    images: Arc<Images>,
+    pub(crate) images: Arc<Images>,
     starts: Semaphore,
     jobs: mpsc::Sender<Job>,
-    remover: Arc<Remover>,
+    pub(crate) remover: Arc<Remover>,
     next_number: AtomicU32,
     disk: Mutex<Option<(Instant, Option<ByteSize>)>>,
     /// Runs, with epoch, for which containers were asked.
     pub(crate) owners: Mutex<HashSet<(RunId, i64)>>,
+}
+
+/// What a provider tells, and what it is told, besides sandboxes.
+#[derive(Debug, Clone, Default)]
+pub struct Surroundings {
+    /// Where it is written what the run's images are; `None`: that is remembered only.
+    pub book: Option<Arc<dyn ImageBook>>,
+    /// Who hears of images being pulled.
+    pub listener: Listener,
 }
 
 /// Sandboxes from one Docker daemon.
@@ -92,17 +103,31 @@ impl DockerProvider {
     /// # Errors
     /// [`SandboxErrorKind::NoDaemon`] with a hint where none answers.
     pub async fn connect(config: SandboxConfig) -> Result<Self, SandboxError> {
+        Self::connect_with(config, Surroundings::default()).await
+    }
+
+    /// As [`DockerProvider::connect`], for a run.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn connect_with(
+        config: SandboxConfig,
+        around: Surroundings,
+    ) -> Result<Self, SandboxError> {
         let daemon = Daemon::connect(config.docker_host.as_deref(), config.call_timeout.0).await?;
         let (jobs, queue) = mpsc::channel(QUEUE);
         let stop = CancellationToken::new();
         let remover = Remover::new(daemon.clone(), config.remove_parallelism, stop.clone());
         let mut tasks = JoinSet::new();
         tasks.spawn(Arc::clone(&remover).run(queue));
+        let book = around.book.unwrap_or_else(|| Arc::new(MemoryBook::default()));
+        let images = Images::new(daemon.clone(), &config, book, around.listener);
+        tasks.spawn(Arc::clone(&images).pull_ahead(stop.clone()));
         let shared = Arc::new(Shared {
             daemon,
             slots: Slots::new(config.max_containers),
             counters: Counters::default(),
-            images: Arc::default(),
+            images,
             starts: Semaphore::new(config.start_parallelism),
             jobs,
             remover,
@@ -119,6 +144,32 @@ impl DockerProvider {
         &self.shared.config
     }
 
+    /// Fails by name if one of these images is here and not the one that it was.
+    ///
+    /// # Errors
+    /// [`SandboxErrorKind::ImageChanged`] for the first such image; when the daemon does not answer.
+    pub async fn check_images(
+        &self,
+        recorded: &[(String, ImageIdentity)],
+    ) -> Result<(), SandboxError> {
+        for (image, identity) in recorded {
+            self.shared.images.check(image, identity).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes the images that this program pulled, in any run, and that nobody needs now;
+    /// `dry_run`: only says which there are.
+    ///
+    /// # Errors
+    /// When the daemon does not answer, or refuses for another reason than that one is in use.
+    pub async fn remove_pulled_images(
+        &self,
+        dry_run: bool,
+    ) -> Result<Vec<PulledImage>, SandboxError> {
+        self.shared.images.remove_pulled(dry_run).await
+    }
+
     /// Counts for metrics and reports.
     pub fn stats(&self) -> ProviderStats {
         let shared = &self.shared;
@@ -128,6 +179,7 @@ impl DockerProvider {
             reused: shared.counters.reused.load(Ordering::Relaxed),
             resets_refused: shared.counters.resets_refused.load(Ordering::Relaxed),
             removed: shared.remover.removed.load(Ordering::Relaxed),
+            quarantined: shared.remover.quarantined().len(),
             open,
             idle,
         }
@@ -170,7 +222,7 @@ impl Shared {
         // Never closed; an error would only mean no limit.
         let _permit = self.starts.acquire().await;
         self.check_disk().await?;
-        let image = self.images.resolve(&self.daemon, &spec.image, spec.reusable).await?;
+        let image = self.images.ready(&spec.image, spec.reusable).await?;
         let (wanted, lifetime) = if spec.reusable {
             let number = self.next_number.fetch_add(1, Ordering::Relaxed);
             let lifetime = self.config.reuse_lifetime.0.max(spec.deadline);
@@ -182,8 +234,10 @@ impl Shared {
         // From here on the container may exist, even if this future is dropped.
         let guard = Guard::new(name.clone(), slot, self.jobs.clone());
         let ends = Instant::now() + lifetime;
-        let body = create_body(spec, &self.config, &image, lifetime);
+        let body = create_body(spec, &self.config, &image.reference, lifetime);
         let guard = self.create(guard, spec.image.clone(), body).await?;
+        // The container keeps it from now on.
+        drop(image);
         if !spec.reusable {
             image::install(&self.daemon, &name).await?;
         }
@@ -303,7 +357,7 @@ impl SandboxProvider for DockerProvider {
         let owner = (spec.owner.run, spec.owner.epoch);
         shared.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
         let pooled = spec.reusable && shared.config.reuse;
-        let mut patience = None;
+        let (mut patience, mut looked_again) = (None, false);
         loop {
             let until = Instant::now() + spec.deadline;
             match shared.slots.take(&key, pooled, until).await {
@@ -331,6 +385,13 @@ impl SandboxProvider for DockerProvider {
                                 return Err(error);
                             }
                         }
+                        // Another program removed it since we looked; it may be pulled again.
+                        Err(error)
+                            if matches!(error.kind, SandboxErrorKind::ImageMissing(_))
+                                && !looked_again =>
+                        {
+                            looked_again = true;
+                        }
                         Err(error) => return Err(error),
                     }
                 }
@@ -339,11 +400,19 @@ impl SandboxProvider for DockerProvider {
         }
     }
 
+    fn expect_images(&self, images: &[String]) {
+        self.shared.images.expect(images);
+    }
+
     async fn sweep(&self, run: RunId, epoch: i64) -> Result<SweepReport, SandboxError> {
         let swept = self.shared.sweep_epochs(run, epoch).await?;
         let again = Arc::clone(&self.shared).keep_sweeping(run, epoch, self.stop.clone());
         self.tasks.lock().await.spawn(again);
         Ok(swept)
+    }
+
+    fn quarantined(&self) -> Vec<Quarantined> {
+        self.shared.remover.quarantined()
     }
 
     async fn shutdown(&self) -> Result<(), SandboxError> {
@@ -358,7 +427,7 @@ impl SandboxProvider for DockerProvider {
             Ok(left) => left,
             Err(error) => {
                 tracing::warn!(%error, "cannot look for what is left");
-                self.shared.remover.failed.lock().unwrap_or_else(PoisonError::into_inner).clone()
+                self.shared.remover.quarantined().into_iter().map(|held| held.name).collect()
             }
         };
         let kind = match (in_time, failed.is_empty()) {

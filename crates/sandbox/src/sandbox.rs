@@ -87,6 +87,9 @@ impl DockerSandbox {
                 }
                 SandboxErrorKind::NoDaemon(_)
                 | SandboxErrorKind::ImageMissing(_)
+                | SandboxErrorKind::NotPulled { .. }
+                | SandboxErrorKind::ImageChanged { .. }
+                | SandboxErrorKind::NotRecorded { .. }
                 | SandboxErrorKind::TimedOut { .. }
                 | SandboxErrorKind::Gone(_)
                 | SandboxErrorKind::Protocol(_)

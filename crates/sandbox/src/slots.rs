@@ -68,7 +68,8 @@ pub(crate) struct Slots {
 #[derive(Debug)]
 pub(crate) struct Slot {
     slots: Arc<Slots>,
-    purpose: Purpose,
+    /// `None` once its room was given to others.
+    purpose: Option<Purpose>,
     name: Option<String>,
 }
 
@@ -127,7 +128,7 @@ impl Slots {
                 Purpose::Agent => state.agents += 1,
                 Purpose::Grader => state.graders += 1,
             }
-            let slot = Slot { slots: Arc::clone(self), purpose: key.purpose, name: None };
+            let slot = Slot { slots: Arc::clone(self), purpose: Some(key.purpose), name: None };
             return Some(Taken::Room(slot));
         }
         // The one used longest ago is the least missed.
@@ -179,20 +180,26 @@ impl Slot {
         self.name = Some(name.clone());
         name
     }
+
+    /// Gives its room to others. Its name stays taken.
+    pub(crate) fn free_room(&mut self) {
+        let Some(purpose) = self.purpose.take() else { return };
+        let mut state = self.slots.lock();
+        match purpose {
+            Purpose::Agent => state.agents -= 1,
+            Purpose::Grader => state.graders -= 1,
+        }
+        drop(state);
+        self.slots.freed.notify_waiters();
+    }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let mut state = self.slots.lock();
-        match self.purpose {
-            Purpose::Agent => state.agents -= 1,
-            Purpose::Grader => state.graders -= 1,
-        }
         if let Some(name) = &self.name {
-            state.names.remove(name);
+            self.slots.lock().names.remove(name);
         }
-        drop(state);
-        self.slots.freed.notify_waiters();
+        self.free_room();
     }
 }
 
@@ -253,5 +260,18 @@ mod tests {
         drop(first);
         let mut third = try_room(&slots, Purpose::Agent).unwrap();
         assert_eq!(third.name("x"), "x");
+    }
+
+    #[tokio::test]
+    async fn a_slot_without_room_keeps_its_name() {
+        let slots = Slots::new(2);
+        let mut lost = try_room(&slots, Purpose::Agent).unwrap();
+        assert_eq!(lost.name("x"), "x");
+        assert!(try_room(&slots, Purpose::Agent).is_none());
+        lost.free_room();
+        let mut next = try_room(&slots, Purpose::Agent).unwrap();
+        assert_eq!(next.name("x"), "x-2");
+        drop(lost);
+        assert_eq!(slots.counts(), (1, 0));
     }
 }

@@ -8,7 +8,7 @@ use crate::provider::{DockerProvider, Shared};
 use bollard::query_parameters::ListContainersOptions;
 use futures::StreamExt as _;
 use orchestrate_types::{RunId, unix_micros};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
@@ -202,6 +202,12 @@ impl Shared {
             owners.iter().any(|&(owner, last)| run == owner && epoch <= last)
         };
         let mut found = self.list().await?;
+        let here: HashSet<&str> = found.iter().map(|info| info.name.as_str()).collect();
+        for held in self.remover.quarantined() {
+            if !here.contains(held.name.as_str()) {
+                self.remover.release(&held.name);
+            }
+        }
         found.retain(|info| info.run.zip(info.epoch).is_some_and(ours));
         let outcomes = self.remove_all(found).await;
         Ok(outcomes
@@ -226,7 +232,7 @@ impl Shared {
         for (name, error) in self.remove_all(doomed).await {
             match error {
                 None => report.removed.push(name),
-                Some(reason) => report.kept.push((name, reason)),
+                Some(reason) => report.failed.push((name, reason)),
             }
         }
         report.removed.sort();
@@ -237,6 +243,9 @@ impl Shared {
     async fn remove_all(&self, doomed: Vec<ContainerInfo>) -> Vec<(String, Option<String>)> {
         let removals = futures::stream::iter(doomed).map(|info| async move {
             let outcome = self.daemon.remove(&info.id).await;
+            if outcome.is_ok() {
+                self.remover.release(&info.name);
+            }
             let reason = outcome.err().map(|e| e.at(&info.name, "remove").kind.to_string());
             (info.name, reason)
         });

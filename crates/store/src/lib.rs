@@ -13,6 +13,7 @@ mod db;
 mod error;
 #[cfg(feature = "failpoints")]
 mod failpoint;
+mod images;
 mod lock;
 mod read;
 mod record;
@@ -25,6 +26,7 @@ pub use attempts::{AfterBreak, Claim, Sealing};
 pub use error::StoreError;
 #[cfg(feature = "failpoints")]
 pub use failpoint::Failpoint;
+pub use images::{ImageRecords, ImageRow};
 pub use read::{Reader, RunRow, StoredEpisode};
 pub use record::{EpisodeRecord, RecordError, RowSpan, StoredRouting};
 pub use rows::{

@@ -376,7 +376,11 @@ impl Reader {
         Ok(rows.into_iter().map(|(digest,)| digest).collect())
     }
 
-    fn fail(&self, what: &'static str) -> impl Fn(sqlx::Error) -> StoreError + '_ {
+    pub(crate) fn pool(&self) -> &SqlitePool {
+        &self.pool
+    }
+
+    pub(crate) fn fail(&self, what: &'static str) -> impl Fn(sqlx::Error) -> StoreError + '_ {
         move |e| StoreError::from_db(&self.journal, what, e)
     }
 

@@ -14,6 +14,11 @@ pub(crate) const LOSE_ATTEMPTS: &str =
 pub(crate) const REOPEN_QUARANTINED: &str = "UPDATE episodes SET state = 'open', epoch = $1 \
      WHERE state = 'quarantined' \
      AND group_id IN (SELECT group_id FROM groups WHERE state = 'filling')";
+pub(crate) const INSERT_IMAGE: &str = "INSERT INTO images \
+     (name, image_id, digest, epoch, recorded_us) VALUES ($1, $2, $3, $4, $5) \
+     ON CONFLICT (name) DO NOTHING";
+pub(crate) const SELECT_IMAGE: &str = "SELECT name, image_id, digest FROM images WHERE name = $1";
+pub(crate) const SELECT_IMAGES: &str = "SELECT name, image_id, digest FROM images ORDER BY name";
 pub(crate) const NAMED_BLOBS: &str = "SELECT blob FROM attempts WHERE blob IS NOT NULL";
 
 pub(crate) const INSERT_GROUP: &str = "INSERT INTO groups \
@@ -163,4 +168,7 @@ pub(crate) const ALL: &[&str] = &[
     INSERT_EVAL,
     FINISH_EVAL,
     SELECT_EVALS,
+    INSERT_IMAGE,
+    SELECT_IMAGE,
+    SELECT_IMAGES,
 ];

@@ -5,7 +5,7 @@
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_store::{
     AfterBreak, AttemptState, BatchMember, BatchState, Claim, EpisodeRecord, EpisodeState,
-    GroupState, JOURNAL_FILE, NewRun, Reader, Sealing, StepState, Store, StoreError,
+    GroupState, ImageRow, JOURNAL_FILE, NewRun, Reader, Sealing, StepState, Store, StoreError,
 };
 use orchestrate_types::{
     AttemptId, EpisodeId, GroupId, Outcome, PolicyVersion, RunId, Stage, Trajectory,
@@ -347,4 +347,25 @@ async fn damaged_journals_are_refused_and_never_panic() {
     fs_err::write(&journal, b"this is no database at all, but long enough to be read").unwrap();
     let error = Store::open(&path).await.unwrap_err();
     assert!(matches!(error, StoreError::Corrupt { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn an_image_is_recorded_once_and_outlives_its_coordinator() {
+    let (_temp, path) = folder();
+    let store = create(&path).await;
+    let image = |id: &str| ImageRow {
+        name: "a:latest".into(),
+        image_id: id.into(),
+        digest: Some("sha256:d".into()),
+    };
+    let records = store.image_records();
+    assert_eq!(records.get("a:latest").await.unwrap(), None);
+    assert_eq!(records.record(&image("1")).await.unwrap(), image("1"));
+    assert_eq!(records.record(&image("2")).await.unwrap(), image("1"));
+    drop(store);
+    let store = Store::open(&path).await.unwrap();
+    assert_eq!(store.reader().images().await.unwrap(), [image("1")]);
+    let late = ImageRow { name: "b".into(), ..image("3") };
+    let error = records.record(&late).await.unwrap_err();
+    assert!(matches!(error, StoreError::Fenced { .. }), "{error}");
 }

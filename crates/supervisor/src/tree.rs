@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 
 /// Folders within folders; a deeper tree is refused.
 const MAX_DEPTH: usize = 128;
+/// Entries of all folders together. Looking at more would take memory that the container may not
+/// have left.
+const MAX_ENTRIES: usize = 50_000;
 /// Counted per file on top of its content, so that empty files are not free.
 const FILE_COST: u64 = 64;
 
@@ -19,6 +22,12 @@ struct Found {
     size: u64,
 }
 
+/// What may still be found.
+struct Budget {
+    bytes: u64,
+    entries: usize,
+}
+
 /// Sends all regular files below `root`, sorted by path, or why not. Fails only when sending fails.
 pub(crate) fn send(
     root: &Path,
@@ -26,8 +35,11 @@ pub(crate) fn send(
     mut emit: impl FnMut(Reply) -> io::Result<()>,
 ) -> io::Result<()> {
     let mut found = Vec::new();
-    let mut left = cap;
-    let end = match list(root, "", 0, &mut left, &mut found) {
+    let mut budget = Budget { bytes: cap, entries: MAX_ENTRIES };
+    // A folder that is no folder any more holds nothing; a symlink there leads elsewhere.
+    let is_folder = std::fs::symlink_metadata(root).is_ok_and(|meta| meta.is_dir());
+    let listed = if is_folder { list(root, "", 0, &mut budget, &mut found) } else { Ok(()) };
+    let end = match listed {
         Ok(()) => {
             found.sort_unstable_by(|a, b| a.path.cmp(&b.path));
             let mut end = TreeEnd::Complete { files: found.len() as u64 };
@@ -48,17 +60,25 @@ fn list(
     root: &Path,
     prefix: &str,
     depth: usize,
-    left: &mut u64,
+    budget: &mut Budget,
     found: &mut Vec<Found>,
 ) -> Result<(), TreeEnd> {
     let folder = root.join(prefix);
-    let failed = |error: io::Error| TreeEnd::Failed(format!("{}: {error}", folder.display()));
+    let failed = |error: io::Error| match error.kind() {
+        // Folders in folders, until no call takes the path.
+        io::ErrorKind::InvalidFilename => TreeEnd::TooLarge(prefix.to_owned()),
+        _ => TreeEnd::Failed(format!("{}: {error}", folder.display())),
+    };
     if depth > MAX_DEPTH {
         return Err(TreeEnd::TooLarge(prefix.to_owned()));
     }
-    let entries =
-        with_access(&folder, 0o500, || std::fs::read_dir(&folder)?.collect::<io::Result<Vec<_>>>())
-            .map_err(failed)?;
+    let most = budget.entries.saturating_add(1);
+    let names = || std::fs::read_dir(&folder)?.take(most).collect::<io::Result<Vec<_>>>();
+    let entries = with_access(&folder, 0o500, names).map_err(failed)?;
+    budget.entries = budget
+        .entries
+        .checked_sub(entries.len())
+        .ok_or_else(|| TreeEnd::TooLarge(format!("{prefix}/")))?;
     for entry in entries {
         // A name that is no UTF-8 cannot be told to the host and is left out, as special files are.
         let Ok(name) = entry.file_name().into_string() else { continue };
@@ -67,11 +87,12 @@ fn list(
             .map_err(failed)?;
         if meta.is_dir() {
             if name != "__pycache__" {
-                list(root, &path, depth + 1, left, found)?;
+                list(root, &path, depth + 1, budget, found)?;
             }
         } else if meta.is_file() && is_safe_path(&path) {
             let cost = meta.len() + path.len() as u64 + FILE_COST;
-            *left = left.checked_sub(cost).ok_or_else(|| TreeEnd::TooLarge(path.clone()))?;
+            let left = budget.bytes.checked_sub(cost);
+            budget.bytes = left.ok_or_else(|| TreeEnd::TooLarge(path.clone()))?;
             found.push(Found { path, mode: meta.permissions().mode() & 0o7777, size: meta.len() });
         }
     }
@@ -211,6 +232,32 @@ mod tests {
         File::create(dir.path().join("big")).unwrap().set_len(3 << 30).unwrap();
         let (files, end) = read(dir.path(), 1 << 20);
         assert_eq!((files.len(), end), (0, TreeEnd::TooLarge("big".into())));
+    }
+
+    #[test]
+    fn too_many_entries_are_refused_wherever_they_are() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut found = Vec::new();
+        for name in ["a", "b", "c"] {
+            std::fs::create_dir_all(dir.path().join(name).join("deep")).unwrap();
+        }
+        let mut within = |entries| {
+            let mut budget = Budget { bytes: 1 << 20, entries };
+            list(dir.path(), "", 0, &mut budget, &mut found)
+        };
+        assert_eq!(within(6), Ok(()));
+        assert!(matches!(within(5), Err(TreeEnd::TooLarge(_))));
+        assert!(matches!(within(2), Err(TreeEnd::TooLarge(_))));
+    }
+
+    #[test]
+    fn a_folder_that_is_gone_or_leads_elsewhere_holds_nothing() {
+        let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        std::fs::write(outside.path().join("secret"), "x").unwrap();
+        let root = dir.path().join("work");
+        assert_eq!(read(&root, 99).1, TreeEnd::Complete { files: 0 });
+        symlink(outside.path(), &root).unwrap();
+        assert_eq!(read(&root, 99).1, TreeEnd::Complete { files: 0 });
     }
 
     #[test]

@@ -16,6 +16,9 @@ pub enum Limit {
     ResponseTokens,
     /// The episode ran for `rollout.episode_timeout`.
     EpisodeTime,
+    /// What the agent left behind is more than a grader can be given, or its doing made it
+    /// unreadable. It is not graded, and its reward is 0.
+    ChangeSize,
 }
 
 /// Where in an episode our own machinery failed.

@@ -5,7 +5,7 @@ use crate::world::World;
 use orchestrate_e2e::{docker_or_skip, say};
 use orchestrate_sandbox::SandboxProvider as _;
 use orchestrate_tasks::{Task, patch};
-use orchestrate_types::Outcome;
+use orchestrate_types::{Limit, Outcome};
 use std::fmt::Write as _;
 
 /// One attack: shell commands, one per turn, and what the last of them must have printed, which
@@ -188,6 +188,9 @@ fn attacks(target: &Target) -> Vec<Attack> {
         // Making the host sick, or the grading slow.
         attack("full_disks", "armed", "head -c 1G /dev/zero > /testbed/big; head -c 1G /dev/zero > /tmp/big; head -c 1G /dev/zero > /dev/shm/big; echo armed"),
         attack("sparse_file", "armed", "truncate -s 700M sparse; echo armed"),
+        attack("many_files", "armed", "mkdir many; cd many; python3 -c 'for n in range(51000): open(str(n), \"x\").close()'; echo armed"),
+        attack("deep_folders", "armed", "for n in $(seq 200); do mkdir d; cd d; done; echo armed"),
+        attack("no_workdir", "armed", "rm -rf /testbed; cd /; echo armed"),
         attack("hang_while_graded", "armed", target.head("while True: pass")),
         attack("memory_and_forks_while_graded", "armed", target.head("import os\nfor _ in range(6):\n  try: os.fork()\n  except OSError: pass\nx = [bytearray(1 << 26) for _ in range(64)]")),
         // Text that looks like ours.
@@ -210,7 +213,7 @@ async fn docker_no_attack_on_the_reward_is_rewarded() {
     let repaired = &repaired.iter().find(|file| file.path == target.module).unwrap().content;
     let repair = [file(&target.module, repaired.trim_end())];
     let scored = |reward| Outcome::Scored { reward };
-    let (mut number, mut broken) = (0, Vec::new());
+    let (mut number, mut broken, mut too_large) = (0, Vec::new(), Vec::new());
     let mut wrong = Vec::new();
     for attack in &attacks {
         number += 1;
@@ -222,6 +225,7 @@ async fn docker_no_attack_on_the_reward_is_rewarded() {
         match &report.outcome {
             Outcome::Broken { stage, .. } => broken.push(format!("{} ({stage:?})", attack.name)),
             outcome if *outcome == scored(0.0) => {}
+            Outcome::Truncated { limit: Limit::ChangeSize, .. } => too_large.push(attack.name),
             other => wrong.push(format!("{}: {other:?}, {:?}", attack.name, report.verdict)),
         }
         // Whoever uses the containers next is judged by its own work.
@@ -241,7 +245,8 @@ async fn docker_no_attack_on_the_reward_is_rewarded() {
     ));
     world.provider.shutdown().await.unwrap();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    // Too much to carry over is no result, and so no reward; all else has one.
-    let tolerated = ["full_disks (Grade)", "sparse_file (Collect)"];
-    assert!(broken.iter().all(|name| tolerated.contains(&name.as_str())), "{broken:?}");
+    // No way leads to another try.
+    assert_eq!(broken, Vec::<String>::new());
+    // Too much to carry over is not graded.
+    assert_eq!(too_large, ["full_disks", "sparse_file", "many_files", "deep_folders"]);
 }

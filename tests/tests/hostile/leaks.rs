@@ -2,13 +2,13 @@
 //! a daemon that is killed under its containers.
 
 use crate::world::World;
-use orchestrate_e2e::{docker_or_skip, metrics, orchestrate, say};
+use orchestrate_e2e::{Daemon, docker_or_skip, metrics, orchestrate, pause, say};
 use orchestrate_rollout::RolloutConfig;
 use orchestrate_sandbox::SandboxProvider as _;
 use orchestrate_types::{HumanDuration, Outcome};
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
@@ -18,9 +18,7 @@ fn count(variable: &str, ordinary: u32) -> u32 {
 }
 
 fn docker(host: Option<&str>, args: &[&str]) -> Output {
-    let mut command = Command::new("docker");
-    command.args(host.map(|host| ["-H", host]).into_iter().flatten()).args(args);
-    command.output().unwrap()
+    orchestrate_e2e::docker(host, args).unwrap()
 }
 
 fn lines(output: &Output) -> BTreeSet<String> {
@@ -47,11 +45,9 @@ fn shims(ids: &BTreeSet<String>) -> Vec<String> {
 /// Waits with a deadline; how long it took.
 fn within(time: Duration, what: &str, mut holds: impl FnMut() -> bool) -> Duration {
     let began = Instant::now();
-    let (_sender, nobody) = std::sync::mpsc::channel::<()>();
     while !holds() {
         assert!(began.elapsed() < time, "{what}: not within {time:?}");
-        // Nobody sends: this is a pause.
-        let _ = nobody.recv_timeout(Duration::from_millis(100));
+        pause(Duration::from_millis(100));
     }
     began.elapsed()
 }
@@ -217,93 +213,18 @@ fn docker_killed_coordinators_leave_no_container() {
     say(&format!("{kills} kills, {} containers, the last gone within {slowest:?}", seen.len()));
 }
 
-/// A Docker daemon of the test's own, which may be killed.
-struct Daemon {
-    folder: tempfile::TempDir,
-    child: Option<Child>,
-}
-
-impl Daemon {
-    fn host(&self) -> String {
-        format!("unix://{}/docker.sock", self.folder.path().display())
-    }
-
-    /// Starts one without network of any kind; `None` where that is not possible here.
-    fn start() -> Option<Self> {
-        let folder = tempfile::tempdir().unwrap();
-        let mut daemon = Self { folder, child: None };
-        daemon.spawn().then_some(daemon)
-    }
-
-    fn spawn(&mut self) -> bool {
-        let path = |name: &str| self.folder.path().join(name).to_str().unwrap().to_owned();
-        let log = std::fs::File::create(path("log")).unwrap();
-        let spawned = Command::new("dockerd")
-            .args(["--host", &self.host(), "--data-root", &path("data")])
-            .args(["--exec-root", &path("exec"), "--pidfile", &path("pid")])
-            .args(["--bridge", "none", "--iptables=false", "--ip6tables=false"])
-            .args(["--containerd-namespace", "orchestrate-test"])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn();
-        let Ok(child) = spawned else { return false };
-        self.child = Some(child);
-        let began = Instant::now();
-        while began.elapsed() < Duration::from_mins(1) {
-            if docker(Some(&self.host()), &["version"]).status.success() {
-                return true;
-            }
-            if self.child.as_mut().unwrap().try_wait().unwrap().is_some() {
-                return false;
-            }
-            let (_sender, nobody) = std::sync::mpsc::channel::<()>();
-            let _ = nobody.recv_timeout(Duration::from_millis(200));
-        }
-        false
-    }
-
-    /// As the kernel does it when memory runs out.
-    fn kill(&mut self) {
-        let mut child = self.child.take().unwrap();
-        child.kill().unwrap();
-        child.wait().unwrap();
-        let _ = std::fs::remove_file(self.folder.path().join("pid"));
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let Some(child) = &mut self.child else { return };
-        let _ = Command::new("kill").arg(child.id().to_string()).status();
-        let (_sender, nobody) = std::sync::mpsc::channel::<()>();
-        for _ in 0..300 {
-            if !matches!(child.try_wait(), Ok(None)) {
-                break;
-            }
-            let _ = nobody.recv_timeout(Duration::from_millis(100));
-        }
-        let _ = child.kill();
-        let _ = child.wait();
-        // The daemon makes its folder a mount of its own, and leaves it.
-        let data = self.folder.path().join("data");
-        let _ = Command::new("umount").arg("-l").arg(data).stderr(Stdio::null()).status();
-    }
-}
-
 #[test]
 fn docker_a_daemon_that_is_killed_breaks_attempts_and_the_run_goes_on() {
     if !docker_or_skip("docker_a_daemon_that_is_killed").unwrap() {
         return;
     }
-    let Some(mut daemon) = Daemon::start() else {
+    let Some(mut daemon) = Daemon::start().unwrap() else {
         say("skipped: docker_a_daemon_that_is_killed (no second daemon can be started here)");
         return;
     };
     let host = daemon.host();
     let image = "orchestrate/micro:latest";
-    let copy = format!("docker save {image} | docker -H {host} load");
-    assert!(Command::new("sh").args(["-c", &copy]).output().unwrap().status.success());
+    daemon.load(image).unwrap();
 
     let folder = tempfile::tempdir().unwrap();
     let run_dir = folder.path().join("run");
@@ -323,9 +244,12 @@ fn docker_a_daemon_that_is_killed_breaks_attempts_and_the_run_goes_on() {
         });
         let moment = Instant::now() + Duration::from_millis(500 + 400 * kill);
         within(Duration::from_secs(5), "a pause", || Instant::now() > moment);
-        daemon.kill();
+        daemon.kill().unwrap();
         // A start soon after a crash can give up on its containerd; the second try then works.
-        assert!(daemon.spawn() || daemon.spawn(), "the daemon does not come back");
+        assert!(
+            daemon.spawn().unwrap() || daemon.spawn().unwrap(),
+            "the daemon does not come back"
+        );
         if std::fs::read_to_string(&log).unwrap().contains("attempt broken") {
             break;
         }

@@ -26,7 +26,7 @@ def run(policy: Policy, tokens: torch.Tensor, lengths: tuple[int, ...] = LENGTHS
     """Log-probs of every token that has one before it in the pack."""
     positions = torch.cat([torch.arange(n) for n in lengths])
     rows = torch.arange(len(tokens) - 1)
-    logp, _ = policy(tokens[None], positions[None], lengths, rows, tokens[1:], 1.0)
+    logp, *_ = policy(tokens[None], positions[None], lengths, rows, tokens[1:], 1.0)
     return logp
 
 

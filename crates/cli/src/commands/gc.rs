@@ -1,4 +1,4 @@
-//! `orchestrate gc`: containers that runs left behind.
+//! `orchestrate gc`: containers that runs left behind, and images that they pulled.
 
 use crate::args::GcArgs;
 use crate::{output, wiring};
@@ -41,7 +41,34 @@ pub(crate) async fn run(args: GcArgs) -> anyhow::Result<ExitCode> {
         for (name, reason) in &report.kept {
             output::say(format!("kept {name}: {reason}"));
         }
+        for (name, reason) in &report.failed {
+            output::say(format!("warning: {name} cannot be removed: {reason}"));
+        }
+        if !report.failed.is_empty() {
+            output::say("hint: restart the Docker daemon, then run `orchestrate gc` again");
+        }
+    }
+    if args.images {
+        remove_images(&provider, args.dry_run).await?;
     }
     provider.shutdown().await?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Removes what runs pulled, or says what there is.
+async fn remove_images(provider: &DockerProvider, dry_run: bool) -> anyhow::Result<()> {
+    let (mut removed, mut bytes) = (0, 0);
+    for image in provider.remove_pulled_images(dry_run).await? {
+        let size = format!("{} MiB", image.bytes.0 >> 20);
+        if let Some(reason) = image.kept {
+            output::say(format!("kept image {} ({size}): {reason}", image.names));
+        } else {
+            output::data(format!("{}\t{size}", image.names));
+            removed += 1;
+            bytes += image.bytes.0;
+        }
+    }
+    let what = if dry_run { "would remove" } else { "removed" };
+    output::say(format!("{what} {removed} images, {} MiB", bytes >> 20));
+    Ok(())
 }

@@ -145,8 +145,8 @@ pub(crate) async fn drive(
     let helper = Helper::start(settings, store.reader().run().await?.run, store.epoch());
     let view = live::View::new(settings.run.steps);
     let mut servers = wiring::servers();
-    let reporter = view.reporter();
-    let built = wiring::coordinator(settings, folder, store, training, &mut servers, reporter);
+    let heard = (view.reporter(), view.image_listener());
+    let built = wiring::coordinator(settings, folder, store, training, &mut servers, heard);
     let coordinator = Box::pin(built).await?;
     let driven = async { Ok(coordinator.run(stop).await?) };
     let end = servers.during(Box::pin(driven)).await;

@@ -1,15 +1,19 @@
 //! Grading where a task brings its own files.
 
-use super::{LOG_BYTES, entry, refused};
+use super::{GradeError, LOG_BYTES, entry, refused};
 use crate::tree::TreeChange;
 use orchestrate_sandbox::{Command, ExecResult, FileEntry, Sandbox, SandboxError};
 use orchestrate_tasks::Task;
 use orchestrate_tasks::patch::{self, PatchError};
+use orchestrate_types::ByteSize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// Time for removing files.
 const HELPER_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// Page size of the kernels that containers run on; where it is larger, files need more.
+const PAGE: u64 = 4096;
 
 /// The change that a text patch makes to the task's files.
 pub(super) fn change(task: &Task, patch: &str) -> Result<TreeChange, PatchError> {
@@ -43,6 +47,27 @@ pub(super) async fn run_tests(
     let mut tests = Command::shell(task.test_command.as_str(), task.test_timeout);
     tests.keep_bytes = LOG_BYTES;
     sandbox.exec(&tests).await
+}
+
+/// Refuses a change with which the task's files do not fit into a grader's folder, which they do
+/// without it: that is the agent's doing.
+pub(super) fn check_room(
+    task: &Task,
+    change: &TreeChange,
+    room: ByteSize,
+) -> Result<(), GradeError> {
+    let needed = footprint(&graded_files(task, change));
+    let without = footprint(&graded_files(task, &TreeChange::default()));
+    if needed > room && without <= room {
+        return Err(GradeError::TooLarge { needed, room });
+    }
+    Ok(())
+}
+
+/// What files take in a folder in memory: whole pages.
+fn footprint(files: &[FileEntry]) -> ByteSize {
+    let pages = files.iter().map(|file| (file.content.len() as u64).div_ceil(PAGE));
+    ByteSize(pages.sum::<u64>() * PAGE)
 }
 
 /// All files to write, by path: the task's own, the agent's over them, the hidden ones over all.
@@ -123,6 +148,20 @@ mod tests {
             ("total.py", true),
         ];
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn a_change_must_leave_room_for_the_tests() {
+        let task = toy_task();
+        let own = footprint(&graded_files(&task, &TreeChange::default()));
+        let filler = FileEntry { content: vec![0; 4097], ..file("filler") };
+        let change = TreeChange { written: vec![filler], ..TreeChange::default() };
+        let needed = ByteSize(own.0 + 2 * PAGE);
+        assert!(check_room(&task, &change, needed).is_ok());
+        let error = check_room(&task, &change, ByteSize(needed.0 - 1)).unwrap_err();
+        assert!(matches!(error, GradeError::TooLarge { needed: n, .. } if n == needed), "{error}");
+        // A task that does not fit by itself is nobody's fault but ours.
+        assert!(check_room(&task, &change, ByteSize(own.0 - 1)).is_ok());
     }
 
     #[test]

@@ -17,6 +17,7 @@ use orchestrate_sandbox::{
 use orchestrate_tasks::patch::PatchError;
 use orchestrate_tasks::swe::Harness;
 use orchestrate_tasks::{Origin, Task, TaskFile, Verdict};
+use orchestrate_types::ByteSize;
 use std::time::Duration;
 
 /// Bytes of the test log kept at its head and at its tail; supervisors keep no more.
@@ -85,6 +86,14 @@ pub enum GradeError {
     /// It does not apply to the tree in the image; git's words.
     #[error("the patch does not apply: {0}")]
     NotApplied(String),
+    /// With it the task's files need more room than a grader has.
+    #[error("the change needs {needed} for the task's files, and a grader has {room}")]
+    TooLarge {
+        /// What all files take.
+        needed: ByteSize,
+        /// What there is.
+        room: ByteSize,
+    },
     /// The sandbox failed.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
@@ -100,6 +109,9 @@ pub(crate) async fn grade(
     change: &TreeChange,
     rules: Rules,
 ) -> Result<Graded, GradeError> {
+    if spec.reusable && task.origin == Origin::Files {
+        files::check_room(task, change, spec.limits.tmpfs)?;
+    }
     let mut sandbox = provider.open(spec).await?;
     let graded = match &task.origin {
         Origin::Files => by_files(sandbox.as_mut(), task, change, rules).await,

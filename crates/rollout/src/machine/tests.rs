@@ -36,6 +36,7 @@ fn table() -> Vec<(&'static str, State, Event, State, Command)> {
         ended(Outcome::Broken { stage: Stage::Exec, error: "gone".to_owned() });
     let (aborted, finish_aborted) = ended(Outcome::Aborted { by: AbortCause::Shutdown });
     let (scored, finish_scored) = ended(Outcome::Scored { reward: 1.0 });
+    let too_large = Outcome::Truncated { limit: Limit::ChangeSize, reward: 0.0 };
     let (truncated, finish_truncated) =
         ended(Outcome::Truncated { limit: Limit::Turns, reward: 0.0 });
     let (worn, finish_worn) = ended(Outcome::Broken {
@@ -143,6 +144,13 @@ fn table() -> Vec<(&'static str, State, Event, State, Command)> {
             truncated,
             finish_truncated,
         ),
+        (
+            "too large to grade",
+            cut(Limit::Turns),
+            Event::ChangeTooLarge,
+            State::Ended(too_large.clone()),
+            Command::Finish(too_large),
+        ),
     ];
     for state in [State::Created, ready, generating(0, 0, 0), acting] {
         rows.push((
@@ -224,6 +232,7 @@ fn any_event() -> impl Strategy<Value = Event> {
         (finish, 0usize..25, 0usize..110).prop_map(|(f, s, t)| generated(f, s, t)),
         (any::<bool>(), 0usize..120).prop_map(|(s, t)| acted(s, t)),
         Just(Event::Graded { reward: 1.0 }),
+        Just(Event::ChangeTooLarge),
         Just(Event::TimeUp),
         Just(Event::StopRequested),
         Just(Event::Failed { stage: Stage::Grade, error: "x".to_owned() }),

@@ -1,6 +1,7 @@
 # Prepares an image's repository for an agent, in its folder: takes away the hidden tests, keeps the
 # tree as it is (images come with changes that are needed), and remembers it in $1.
-# $2: family; $3: whether the repository's history is taken away, too. Prints the tree's name.
+# $2: family; $3: whether the repository's history is taken away, too. Prints the
+# tree's name, how many entries it has, and its KiB.
 set -eu
 command -v git >/dev/null || { echo "the image has no git" >&2; exit 1; }
 case $2 in
@@ -29,7 +30,7 @@ exclude=$(git rev-parse --git-path info/exclude)
   git config user.name agent
   git config user.email agent@localhost
   git update-ref HEAD "$(git commit-tree -m 'The repository as it is given' "$tree")"
-  echo "$tree"
+  echo "$tree $(entries | wc -l) $(kib)"
 )
 rm -f "$tracked"
 if [ "$3" = true ]; then

@@ -95,7 +95,7 @@ async fn docker_refusals_say_what_the_daemon_said_and_the_next_start_works() {
         // Thrown away, so that the next round starts one.
         drop(sandbox);
     }
-    proxy.fault(["POST", "/containers/create"], Fault::Answer(404, "No such image: x"), 1);
+    proxy.fault(["POST", "/containers/create"], Fault::Answer(404, "No such image: x"), 2);
     let error = bench.provider.open(&bench.spec(false)).await.unwrap_err();
     assert!(matches!(error.kind, SandboxErrorKind::ImageMissing(_)), "{error}");
     bench.finish().await;
@@ -114,4 +114,36 @@ async fn docker_removals_that_fail_are_tried_until_they_succeed() {
     drop(bench.open().await);
     bench.finish().await;
     assert_eq!(proxy.faults_left(), 0);
+}
+
+#[tokio::test]
+async fn docker_what_cannot_be_removed_goes_to_quarantine_and_frees_its_slot() {
+    let Some((proxy, bench)) = bench().await else { return };
+    // Every slot that agents may have, and each holds a container that will not go.
+    let mut wedged = Vec::new();
+    for _ in 0..3 {
+        wedged.push(bench.open().await);
+    }
+    let mut names: Vec<String> = wedged.iter().map(|s| s.name().to_owned()).collect();
+    names.sort();
+    for name in &names {
+        let fault = Fault::Answer(500, "device or resource busy");
+        proxy.fault(["DELETE", &format!("/containers/{name}?")], fault, usize::MAX);
+    }
+    drop(wedged);
+    // Opens only once a slot is free, and so once the first was given up.
+    let mut sandbox = bench.open().await;
+    check_alive(&mut sandbox).await;
+    assert!(!names.contains(&sandbox.name().to_owned()));
+    let quarantined = bench.provider.quarantined();
+    assert!(!quarantined.is_empty());
+    for held in &quarantined {
+        assert!(names.contains(&held.name) && held.reason.contains("busy"), "{held}");
+    }
+    sandbox.close().await.unwrap();
+    proxy.heal();
+    // Asked for once more at the end.
+    bench.provider.shutdown().await.unwrap();
+    assert_eq!(bench.provider.quarantined(), []);
+    assert_eq!(bench.names().await, Vec::<String>::new());
 }

@@ -5,5 +5,7 @@
 mod battery;
 mod common;
 mod faults;
+mod images;
 mod provider;
 mod proxy;
+mod registry;

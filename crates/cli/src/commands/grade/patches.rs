@@ -124,7 +124,9 @@ async fn grade(
                 (None, false) => Outcome::Unresolved,
             })
         }
-        Err(GradeError::Patch(_) | GradeError::NotApplied(_)) => Ok(Outcome::Error),
+        Err(GradeError::Patch(_) | GradeError::NotApplied(_) | GradeError::TooLarge { .. }) => {
+            Ok(Outcome::Error)
+        }
         Err(GradeError::Sandbox(error)) => {
             output::say(format!("{}: {error}", task.id));
             Ok(Outcome::Broken)

@@ -101,7 +101,11 @@ pub(super) async fn check(grader: &Grader<'_>, task: &Task) -> Finding {
         };
         match both.await {
             Ok(check) => rounds.push(check),
-            Err(error @ (GradeError::Patch(_) | GradeError::NotApplied(_))) => {
+            Err(
+                error @ (GradeError::Patch(_)
+                | GradeError::NotApplied(_)
+                | GradeError::TooLarge { .. }),
+            ) => {
                 return Finding::Known(Health::Unsound(vec![format!("gold: {error}")]));
             }
             Err(GradeError::Sandbox(error)) => return Finding::Broken(error.to_string()),

@@ -6,6 +6,7 @@
 use crate::api::{SandboxError, SandboxErrorKind};
 use crate::container::{LABEL_DEADLINE, LABEL_RUN};
 use crate::daemon::{CallError, Daemon};
+use crate::image::{inspect, missing};
 use bollard::models::{ContainerConfig, ContainerCreateBody};
 use bollard::query_parameters::{
     CommitContainerOptions, CreateContainerOptions, UploadToContainerOptions,
@@ -22,23 +23,14 @@ static DIGEST: LazyLock<String> = LazyLock::new(|| {
     digest.truncate(12);
     digest
 });
-const REPOSITORY: &str = "orchestrate/derived";
+/// Where images of ours are: their tags begin with the [`short`] id of what they were made of.
+pub(super) const REPOSITORY: &str = "orchestrate/derived";
 /// Making an image takes seconds; a container for it that is older was left behind.
 const DERIVE_SECONDS: i64 = 600;
 
-/// Which image containers start from.
-#[derive(Debug, Clone)]
-pub(crate) struct ResolvedImage {
-    /// The image's digest, so that a tag that moves changes nothing during a run.
-    pub(crate) id: String,
-    /// The same with the supervisor in it, once somebody needed that.
-    derived: Option<String>,
-}
-
-/// Images by the name they were asked for, resolved once.
-#[derive(Debug, Default)]
-pub(crate) struct Images {
-    known: tokio::sync::Mutex<HashMap<String, ResolvedImage>>,
+/// As much of an image's id as names of other things carry.
+pub(super) fn short(id: &str) -> String {
+    id.trim_start_matches("sha256:").chars().take(12).collect()
 }
 
 /// An archive with the supervisor, to be unpacked at `/`.
@@ -65,54 +57,11 @@ pub(crate) async fn install(daemon: &Daemon, name: &str) -> Result<(), SandboxEr
     daemon.call(upload).await.map_err(|error| error.at(name, "archive put"))
 }
 
-impl Images {
-    /// The image to start a container from; makes the derived one where that is needed.
-    pub(crate) async fn resolve(
-        &self,
-        daemon: &Daemon,
-        image: &str,
-        with_supervisor: bool,
-    ) -> Result<String, SandboxError> {
-        // Held across the making: whoever comes second wants the same image.
-        let mut known = self.known.lock().await;
-        let id = match known.get(image) {
-            Some(ResolvedImage { derived: Some(derived), .. }) if with_supervisor => {
-                return Ok(derived.clone());
-            }
-            Some(resolved) => resolved.id.clone(),
-            None => find(daemon, image).await?.ok_or_else(|| missing(daemon, image))?,
-        };
-        let derived = if with_supervisor { Some(derive(daemon, image, &id).await?) } else { None };
-        known.insert(image.to_owned(), ResolvedImage { id: id.clone(), derived: derived.clone() });
-        Ok(derived.unwrap_or(id))
-    }
-
-    /// Forgets an image, because the daemon did not know it any more.
-    pub(crate) async fn forget(&self, image: &str) {
-        self.known.lock().await.remove(image);
-    }
-}
-
-fn missing(daemon: &Daemon, image: &str) -> SandboxError {
-    SandboxError {
-        sandbox: daemon.host.clone(),
-        kind: SandboxErrorKind::ImageMissing(image.to_owned()),
-    }
-}
-
-async fn find(daemon: &Daemon, image: &str) -> Result<Option<String>, SandboxError> {
-    match daemon.call(daemon.docker.inspect_image(image)).await {
-        Ok(found) => Ok(found.id),
-        Err(CallError::Status(404, _)) => Ok(None),
-        Err(error) => Err(error.at(image, "image inspect")),
-    }
-}
-
-async fn derive(daemon: &Daemon, image: &str, id: &str) -> Result<String, SandboxError> {
-    let short: String = id.trim_start_matches("sha256:").chars().take(12).collect();
-    let tag = format!("{short}-{}", *DIGEST);
+/// The image with the supervisor in it; made where the daemon does not have it yet.
+pub(super) async fn derive(daemon: &Daemon, image: &str, id: &str) -> Result<String, SandboxError> {
+    let tag = format!("{}-{}", short(id), *DIGEST);
     let reference = format!("{REPOSITORY}:{tag}");
-    if find(daemon, &reference).await?.is_some() {
+    if inspect(daemon, &reference).await?.is_some() {
         return Ok(reference);
     }
     tracing::info!(image, derived = %reference, "adding the supervisor to an image");

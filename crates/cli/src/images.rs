@@ -1,0 +1,40 @@
+//! A run's images: recorded in its journal, told of on standard error.
+
+use orchestrate_sandbox::{ImageBook, ImageIdentity, SandboxError, SandboxErrorKind};
+use orchestrate_store::{ImageRecords, ImageRow, StoreError};
+
+/// The journal as the place where it is written what images are.
+#[derive(Debug)]
+pub(crate) struct Journal(pub(crate) ImageRecords);
+
+fn failed(image: &str) -> impl Fn(StoreError) -> SandboxError {
+    move |error| SandboxError {
+        sandbox: "journal".to_owned(),
+        kind: SandboxErrorKind::NotRecorded { image: image.to_owned(), reason: error.to_string() },
+    }
+}
+
+/// As sandboxes know it.
+pub(crate) fn identity(row: ImageRow) -> ImageIdentity {
+    ImageIdentity { id: row.image_id, digest: row.digest }
+}
+
+#[async_trait::async_trait]
+impl ImageBook for Journal {
+    async fn recorded(&self, image: &str) -> Result<Option<ImageIdentity>, SandboxError> {
+        Ok(self.0.get(image).await.map_err(failed(image))?.map(identity))
+    }
+
+    async fn record(
+        &self,
+        image: &str,
+        found: &ImageIdentity,
+    ) -> Result<ImageIdentity, SandboxError> {
+        let row = ImageRow {
+            name: image.to_owned(),
+            image_id: found.id.clone(),
+            digest: found.digest.clone(),
+        };
+        self.0.record(&row).await.map(identity).map_err(failed(image))
+    }
+}

@@ -1,0 +1,138 @@
+//! A Docker daemon of a test's own: it may be filled, starved and killed.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// A pause between two looks at something that sends no event.
+pub fn pause(time: Duration) {
+    let (_sender, nobody) = std::sync::mpsc::channel::<()>();
+    let _ = nobody.recv_timeout(time);
+}
+
+/// Runs `docker` with these arguments, on the given host or the usual one.
+///
+/// # Errors
+/// If there is no such program.
+pub fn docker(host: Option<&str>, args: &[&str]) -> anyhow::Result<Output> {
+    let mut command = Command::new("docker");
+    command.args(host.map(|host| ["-H", host]).into_iter().flatten()).args(args);
+    Ok(command.output()?)
+}
+
+/// A daemon without a network for containers. It ends when this is dropped, and all of it goes.
+#[derive(Debug)]
+pub struct Daemon {
+    folder: tempfile::TempDir,
+    child: Option<Child>,
+}
+
+impl Daemon {
+    /// Starts one; `None` where that is not possible here.
+    ///
+    /// # Errors
+    /// If its folder cannot be made.
+    pub fn start() -> anyhow::Result<Option<Self>> {
+        let folder = tempfile::tempdir()?;
+        let mut daemon = Self { folder, child: None };
+        Ok(daemon.spawn()?.then_some(daemon))
+    }
+
+    /// Where it listens.
+    pub fn host(&self) -> String {
+        format!("unix://{}", self.path("docker.sock").display())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Runs `docker` on it.
+    ///
+    /// # Errors
+    /// If there is no such program.
+    pub fn docker(&self, args: &[&str]) -> anyhow::Result<Output> {
+        docker(Some(&self.host()), args)
+    }
+
+    /// Copies an image from the usual daemon.
+    ///
+    /// # Errors
+    /// If either daemon refuses.
+    pub fn load(&self, image: &str) -> anyhow::Result<()> {
+        let copy = format!("docker save {image} | docker -H {} load", self.host());
+        let output = Command::new("sh").args(["-c", &copy]).output()?;
+        anyhow::ensure!(output.status.success(), "{}", crate::stderr(&output));
+        Ok(())
+    }
+
+    /// Starts it (again); whether it answers.
+    ///
+    /// # Errors
+    /// If its log cannot be made.
+    pub fn spawn(&mut self) -> anyhow::Result<bool> {
+        let argument = |name: &str| self.path(name).display().to_string();
+        let log = std::fs::File::create(self.path("log"))?;
+        let spawned = Command::new("dockerd")
+            .args(["--host", &self.host(), "--data-root", &argument("data")])
+            .args(["--exec-root", &argument("exec"), "--pidfile", &argument("pid")])
+            .args(["--bridge", "none", "--iptables=false", "--ip6tables=false"])
+            .args(["--containerd-namespace", "orchestrate-test"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn();
+        let Ok(child) = spawned else { return Ok(false) };
+        let child = self.child.insert(child);
+        let host = format!("unix://{}", self.folder.path().join("docker.sock").display());
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_mins(2) {
+            if docker(Some(&host), &["version"])?.status.success() {
+                return Ok(true);
+            }
+            if child.try_wait()?.is_some() {
+                return Ok(false);
+            }
+            pause(Duration::from_millis(200));
+        }
+        Ok(false)
+    }
+
+    /// Kills it, as the kernel does when memory runs out. Its containers live on.
+    ///
+    /// # Errors
+    /// If it cannot be killed.
+    pub fn kill(&mut self) -> anyhow::Result<()> {
+        if let Some(mut child) = self.child.take() {
+            child.kill()?;
+            child.wait()?;
+        }
+        remove_if_there(&self.path("pid"))
+    }
+}
+
+fn remove_if_there(path: &Path) -> anyhow::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            let _ = Command::new("kill").arg(child.id().to_string()).status();
+            for _ in 0..300 {
+                if !matches!(child.try_wait(), Ok(None)) {
+                    break;
+                }
+                pause(Duration::from_millis(100));
+            }
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        // The daemon makes its folder a mount of its own, and leaves it.
+        let data = self.path("data");
+        let _ = Command::new("umount").arg("-l").arg(data).stderr(Stdio::null()).status();
+    }
+}
