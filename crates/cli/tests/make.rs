@@ -2,7 +2,6 @@
 
 #![expect(
     clippy::unwrap_used,
-    clippy::indexing_slicing,
     clippy::print_stderr,
     reason = "a test stops where something is not as promised, and says when it is skipped"
 )]

@@ -437,11 +437,8 @@ fn is_read(node: Node<'_>) -> bool {
     let is = |field: &str| parent.child_by_field_name(field) == Some(node);
     match parent.kind() {
         "attribute" => is("object"),
-        "keyword_argument" => is("value"),
-        "call" => false,
-        "assignment" | "augmented_assignment" => is("right"),
-        "for_statement" | "for_in_clause" => is("right"),
-        "default_parameter" | "typed_default_parameter" => is("value"),
+        "keyword_argument" | "default_parameter" | "typed_default_parameter" => is("value"),
+        "assignment" | "augmented_assignment" | "for_statement" | "for_in_clause" => is("right"),
         "comparison_operator"
         | "binary_operator"
         | "boolean_operator"

@@ -97,12 +97,17 @@ impl Repository {
         }
         repository.files.sort_by(|a, b| a.path.cmp(&b.path));
         repository.left_out.sort_unstable();
-        if repository.files.iter().any(|file| file.path.ends_with(".py")) {
+        if repository.files.iter().any(|file| is_python(&file.path)) {
             Ok(repository)
         } else {
             Err(TreeError::NoPython(root.to_owned()))
         }
     }
+}
+
+/// Whether Python would import it: extensions count as they are written.
+fn is_python(path: &str) -> bool {
+    Utf8Path::new(path).extension() == Some("py")
 }
 
 /// `python-slugify` of `python-slugify-8.0.4`: a version is no part of a name.
@@ -152,7 +157,7 @@ pub fn is_source(path: &str) -> bool {
     let named =
         matches!(name, "setup.py" | "noxfile.py" | "fabfile.py" | "tasks.py" | "versioneer.py");
     let is_version = name.trim_start_matches('_').starts_with("version");
-    name.ends_with(".py")
+    is_python(name)
         && !is_test(path)
         && !named
         && !is_version
