@@ -1,11 +1,14 @@
 //! The command line. No setting of a run is a flag: settings live in config files and `--set`.
 
 mod bench;
+mod tasks;
 
 pub(crate) use bench::{
     BenchArgs, BenchCommand, BenchRolloutArgs, BenchRoutingArgs, BenchSandboxArgs,
     SyntheticEngineArgs,
 };
+
+pub(crate) use tasks::{MakeArgs, SplitArg, TaskSelection, TasksArgs, TasksCommand};
 
 use camino::Utf8PathBuf;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
@@ -42,7 +45,7 @@ pub(crate) enum Command {
     Eval(EvalArgs),
     /// Judge patches in real sandboxes, or a recorded test log without Docker.
     Grade(GradeArgs),
-    /// List, show, import or verify tasks.
+    /// List, show, import, make or verify tasks.
     Tasks(TasksArgs),
     /// Check config files, show the merged plan, or print the JSON schema.
     Config(ConfigArgs),
@@ -210,83 +213,6 @@ pub(crate) enum HarnessArg {
     /// Skipped tests, forged results and truncated names no longer count as solved.
     #[value(name = "5.0.2")]
     V5_0_2,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct TasksArgs {
-    #[command(subcommand)]
-    pub(crate) command: TasksCommand,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum TasksCommand {
-    /// List tasks of an environment, or of a file of rows.
-    List {
-        #[command(flatten)]
-        selection: TaskSelection,
-        /// Rows of R2E-Gym or SWE-bench: JSON lines, JSON or parquet, also .gz.
-        #[arg(long, value_name = "FILE")]
-        file: Option<Utf8PathBuf>,
-    },
-    /// Show one task: issue, files, hidden tests, gold patch.
-    Show {
-        /// Task id, as `tasks list` prints it.
-        id: String,
-        #[command(flatten)]
-        selection: TaskSelection,
-        /// Rows of R2E-Gym or SWE-bench: JSON lines, JSON or parquet, also .gz.
-        #[arg(long, value_name = "FILE")]
-        file: Option<Utf8PathBuf>,
-    },
-    /// Read task rows of R2E-Gym or SWE-bench and report which can be used.
-    Import {
-        /// JSON lines, JSON or parquet, also .gz.
-        file: Utf8PathBuf,
-        /// Print JSON on standard output.
-        #[arg(long)]
-        json: bool,
-    },
-    /// Check in real sandboxes, twice, that the gold patch scores 1 and no patch scores 0. Instead of
-    /// an environment a file of rows may be named.
-    Verify {
-        #[command(flatten)]
-        selection: TaskSelection,
-        /// Only these tasks.
-        #[arg(long, value_name = "ID", value_delimiter = ',', num_args = 1..)]
-        ids: Vec<String>,
-        /// How many tasks to check, drawn by the seed; 0 = all.
-        #[arg(long, default_value_t = 200)]
-        sample: usize,
-        /// Check all of them.
-        #[arg(long, conflicts_with = "sample")]
-        all: bool,
-    },
-}
-
-/// Which tasks.
-#[derive(Debug, Clone, Args)]
-pub(crate) struct TaskSelection {
-    /// Environment.
-    #[arg(default_value = "micro")]
-    pub(crate) environment: String,
-    #[command(flatten)]
-    pub(crate) source: ConfigSource,
-    /// Part of the environment.
-    #[arg(long, value_enum)]
-    pub(crate) split: Option<SplitArg>,
-    /// Print JSON on standard output.
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum SplitArg {
-    /// Training tasks.
-    Train,
-    /// Unseen identifiers.
-    HeldOut,
-    /// Unseen bug families.
-    HeldOutFamilies,
 }
 
 #[derive(Debug, Args)]

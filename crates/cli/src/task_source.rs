@@ -34,8 +34,12 @@ pub(crate) fn task_set(settings: &Settings) -> anyhow::Result<TaskSet> {
         rows.truncate(count.map_or(usize::MAX, |count| count as usize));
         Ok(rows.into_iter().map(|task| Arc::new(Task { split, ..task })).collect())
     };
+    let mut train = part(&tasks.file, Split::Train, tasks.train)?;
+    // Where they stand does not matter: a run draws its own order.
+    let mix = micro::MicroCounts { train: tasks.mix as usize, held_out: 0, held_out_families: 0 };
+    train.extend(of_environment(settings, mix).into_iter().map(Arc::new));
     Ok(TaskSet {
-        train: part(&tasks.file, Split::Train, tasks.train)?,
+        train,
         held_out: part(&tasks.held_out_file, Split::HeldOut, tasks.held_out)?,
         held_out_families: Vec::new(),
     })
@@ -74,6 +78,10 @@ pub(crate) fn generated(settings: &Settings) -> Vec<Task> {
         held_out: count(settings.tasks.held_out),
         held_out_families: count(settings.tasks.held_out),
     };
+    of_environment(settings, counts)
+}
+
+fn of_environment(settings: &Settings, counts: micro::MicroCounts) -> Vec<Task> {
     let image = settings.tasks.image.clone().unwrap_or_else(|| MICRO_IMAGE.into());
     let mut tasks = micro::generate(settings.tasks.seed, counts);
     for task in &mut tasks {

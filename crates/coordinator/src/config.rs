@@ -165,6 +165,8 @@ pub struct TasksSection {
     pub file: Option<String>,
     /// Rows to evaluate on, in the order of the file.
     pub held_out_file: Option<String>,
+    /// Tasks of the environment to train on beside those of `file`. Default 0.
+    pub mix: Option<u32>,
     /// Ids of rows that are left out, such as those that `orchestrate tasks verify` found unsound.
     pub skip: Option<Vec<String>>,
     /// Training tasks. Default 1000; of a file all.
@@ -188,6 +190,9 @@ pub struct TasksSettings {
     /// File of rows to evaluate on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_out_file: Option<String>,
+    /// Tasks of the environment among those of `file`.
+    #[serde(default)]
+    pub mix: u32,
     /// Ids of rows that are left out.
     #[serde(default)]
     pub skip: Vec<String>,
@@ -214,6 +219,7 @@ impl TasksSection {
             environment: self.environment.clone().unwrap_or_else(|| "micro".to_owned()),
             file: self.file.clone(),
             held_out_file: self.held_out_file.clone(),
+            mix: self.mix.unwrap_or(0),
             skip: self.skip.clone().unwrap_or_default(),
             train: self.train.or(generated.map(|()| 1000)),
             held_out: self.held_out.or(generated.map(|()| 200)),
@@ -222,6 +228,12 @@ impl TasksSection {
         };
         let mut problems = Problems::default();
         problems.require(settings.train != Some(0), "tasks.train", 0, "use at least 1");
+        problems.require(
+            settings.mix == 0 || settings.file.is_some(),
+            "tasks.mix",
+            settings.mix,
+            "name rows to mix them with by tasks.file, or say by tasks.train how many tasks there are",
+        );
         for (key, path) in
             [("tasks.file", &settings.file), ("tasks.held_out_file", &settings.held_out_file)]
         {

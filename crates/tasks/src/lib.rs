@@ -3,7 +3,8 @@
 //! The invariant: hidden tests and the gold patch live in fields that nothing puts into the
 //! agent's sandbox ([`Task::agent_files`] are the only files it gets).
 //!
-//! [`micro`] writes the bundled tasks, [`expert`] solves them by script. [`load`] reads rows of
+//! [`micro`] writes the bundled tasks, [`expert`] solves them by script, and [`repair`] makes tasks
+//! from any Python repository with tests. [`load`] reads rows of
 //! [`r2e`] (R2E-Gym) and of [`swe`] (SWE-bench, with its scripts, log parsers and verdicts) from
 //! files, [`predictions`] the patches that agents made. [`patch`] makes and applies unified diffs,
 //! [`verify`] builds the trees a grader needs, and [`grade`] turns a test log into a [`Verdict`].
@@ -16,6 +17,7 @@ pub mod micro;
 pub mod patch;
 pub mod predictions;
 pub mod r2e;
+pub mod repair;
 pub mod swe;
 mod task;
 mod text;

@@ -7,6 +7,7 @@
 mod parquet_file;
 
 use crate::r2e::{R2eRow, RowError};
+use crate::repair;
 use crate::swe::SweRow;
 use crate::task::Task;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -39,10 +40,11 @@ impl Row {
         }
     }
 
-    /// Its family: `micro`, `r2e` or `swe-bench`.
+    /// Its family: `micro`, `repair`, `r2e` or `swe-bench`.
     pub fn environment(&self) -> &'static str {
         match self {
             Self::R2e(row) if row.micro.is_some() => "micro",
+            Self::R2e(row) if row.repair.is_some() => repair::ENVIRONMENT,
             Self::R2e(_) => "r2e",
             Self::Swe(_) => "swe-bench",
         }

@@ -1,13 +1,16 @@
 //! R2E-Gym's rows: read, written, and turned into [`Task`]s.
 //!
 //! The invariant: the gold patch of a row is rebuilt from its parsed commit by R2E-Gym's rule
-//! (Python files that are not tests), never taken from elsewhere. Rows of the `micro` family have
-//! the same columns and one more, [`MicroColumns`].
+//! (Python files that are not tests), never taken from elsewhere. Rows of the `micro` family and
+//! rows made from a repository have the same columns and one more, [`MicroColumns`] or
+//! [`RepairColumns`].
 
 mod commit;
 
 pub use commit::{FileDiff, FilePath, Header, HunkRecord, IndexLine, LineRecord, ParsedCommit};
 
+use crate::patch::is_inside;
+use crate::repair::{self, RepairColumns};
 use crate::task::{Origin, Split, Task, TaskFile, TestStatus};
 use camino::{Utf8Path, Utf8PathBuf};
 use serde::{Deserialize, Serialize};
@@ -63,6 +66,9 @@ pub struct R2eRow {
     /// What only rows of the micro family have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub micro: Option<MicroColumns>,
+    /// What only rows made from a repository have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub repair: Option<RepairColumns>,
 }
 
 /// What a micro row says beyond R2E-Gym's columns, as its files are in no image.
@@ -87,7 +93,7 @@ pub struct ExecutionResult {
     /// The solving commit.
     #[serde(default)]
     pub new_commit_hash: String,
-    /// Test files, relative to [`HIDDEN_FOLDER`].
+    /// Test files, relative to [`HIDDEN_FOLDER`]; in a row made from a repository to that.
     pub test_file_names: Vec<String>,
     /// Their contents, in the same order.
     pub test_file_codes: Vec<String>,
@@ -124,7 +130,7 @@ pub enum RowError {
         codes: usize,
     },
     /// A hidden test would lie outside its folder.
-    #[error("row {row}: test file name `{name}` is not a plain file name")]
+    #[error("row {row}: test file name `{name}` is not a plain file name inside the repository")]
     TestName {
         /// Id of the row.
         row: String,
@@ -168,7 +174,11 @@ impl R2eRow {
         if names.len() != codes.len() {
             return Err(RowError::Tests { row: self.id(), names: names.len(), codes: codes.len() });
         }
-        if let Some(name) = names.iter().find(|name| name.contains('/') || name.starts_with('.')) {
+        let is_made = self.repair.is_some();
+        let is_wrong = |name: &&String| {
+            if is_made { !is_inside(name) } else { name.contains('/') || name.starts_with('.') }
+        };
+        if let Some(name) = names.iter().find(is_wrong) {
             return Err(RowError::TestName { row: self.id(), name: name.clone() });
         }
         if self.expected_output_json.is_empty() {
@@ -178,7 +188,7 @@ impl R2eRow {
             .iter()
             .zip(codes)
             .map(|(name, code)| TaskFile {
-                path: format!("{HIDDEN_FOLDER}/{name}"),
+                path: if is_made { name.clone() } else { format!("{HIDDEN_FOLDER}/{name}") },
                 content: code.clone(),
             })
             .collect();
@@ -204,6 +214,14 @@ impl R2eRow {
             task.split = micro.split;
             task.agent_files.clone_from(&micro.agent_files);
             task.test_timeout = MICRO_TEST_TIMEOUT;
+            task.origin = Origin::Files;
+        }
+        if let Some(repair) = &self.repair {
+            repair::ENVIRONMENT.clone_into(&mut task.environment);
+            task.family.clone_from(&repair.family);
+            task.agent_files.clone_from(&repair.agent_files);
+            task.test_command.clone_from(&repair.test_command);
+            task.test_timeout = Duration::from_secs(repair.test_timeout_s);
             task.origin = Origin::Files;
         }
         Ok(task)

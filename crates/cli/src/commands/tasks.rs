@@ -1,5 +1,6 @@
-//! `orchestrate tasks`: list, show, import, verify.
+//! `orchestrate tasks`: list, show, import, make, verify.
 
+mod make;
 mod rows;
 mod verify;
 
@@ -25,6 +26,7 @@ pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
             rows::show(&file, &id, selection.json)
         }
         TasksCommand::Import { file, json } => rows::import(&file, json),
+        TasksCommand::Make(args) => Box::pin(make::make(args)).await,
         TasksCommand::Verify { selection, ids, sample, all } => {
             let (settings, mut tasks) = to_verify(&selection)?;
             if !ids.is_empty() {

@@ -248,6 +248,7 @@ impl Instance {
                 split,
                 agent_files,
             }),
+            repair: None,
         }
     }
 }

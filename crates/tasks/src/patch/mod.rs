@@ -186,7 +186,7 @@ fn apply_hunks(before: &str, hunks: &[Hunk]) -> Result<String, PatchErrorKind> {
     Ok(out)
 }
 
-fn is_inside(path: &str) -> bool {
+pub(crate) fn is_inside(path: &str) -> bool {
     !path.contains('\0') && path.split('/').all(|part| !matches!(part, "" | "." | ".."))
 }
 

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 const ROUNDS: usize = 2;
 
 /// What became of one task.
-enum Finding {
+pub(super) enum Finding {
     Known(Health),
     /// Reasons that are ours: nothing is known about the task.
     Broken(String),
@@ -89,7 +89,8 @@ pub(super) async fn verify(
     Ok(ExitCode::SUCCESS)
 }
 
-async fn check(grader: &Grader<'_>, task: &Task) -> Finding {
+/// Checks one task, twice.
+pub(super) async fn check(grader: &Grader<'_>, task: &Task) -> Finding {
     let mut rounds = Vec::new();
     for _ in 0..ROUNDS {
         let both = async {

@@ -1,0 +1,200 @@
+use super::*;
+use proptest::prelude::*;
+
+/// What each mutant of `fault` makes of the body of a function.
+fn changed(fault: Fault, parameters: &str, body: &str) -> Vec<String> {
+    let body = body.replace('\n', "\n    ");
+    let source = format!("def f({parameters}):\n    {body}\n");
+    let head = source.find(":\n    ").unwrap() + ":\n    ".len();
+    let of_fault = mutants(&source).into_iter().filter(|mutant| mutant.fault == fault);
+    of_fault
+        .map(|mutant| {
+            let text = mutant.apply(&source).unwrap();
+            assert_eq!(text[..mutant.span.start], source[..mutant.span.start]);
+            assert!(text.ends_with(&source[mutant.span.end..]));
+            text[head..].trim_end().replace("\n    ", "\n")
+        })
+        .collect()
+}
+
+#[test]
+fn comparisons_turn_round() {
+    let found = changed(Fault::Comparison, "", "return g() < 1 or h() == 2 in k()");
+    assert_eq!(
+        found,
+        [
+            "return g() > 1 or h() == 2 in k()",
+            "return g() < 1 or h() != 2 in k()",
+            "return g() < 1 or h() == 2 not in k()",
+        ]
+    );
+    assert_eq!(changed(Fault::Comparison, "", "return g() is not None"), ["return g() is None"]);
+}
+
+#[test]
+fn boundaries_gain_or_lose_the_equal_case() {
+    assert_eq!(
+        changed(Fault::Boundary, "", "return 0 < g() <= 9"),
+        ["return 0 <= g() <= 9", "return 0 < g() < 9"]
+    );
+    assert!(changed(Fault::Boundary, "", "return g() == 1").is_empty());
+}
+
+#[test]
+fn arithmetic_takes_another_operator_and_leaves_formatting_alone() {
+    assert_eq!(
+        changed(Fault::Arithmetic, "", "return g() + h() * 2"),
+        ["return g() - h() * 2", "return g() + h() // 2"]
+    );
+    assert_eq!(changed(Fault::Arithmetic, "n", "n += 1"), ["n -= 1"]);
+    assert_eq!(changed(Fault::Arithmetic, "n", "n //= 2"), ["n %= 2"]);
+    assert!(changed(Fault::Arithmetic, "", "return '%s' % g()").is_empty());
+}
+
+#[test]
+fn boolean_operators_are_exchanged() {
+    assert_eq!(
+        changed(Fault::BooleanOperator, "", "return g() and h() or k()"),
+        ["return g() or h() or k()", "return g() and h() and k()"]
+    );
+}
+
+#[test]
+fn places_are_off_by_one_and_other_numbers_are_constants() {
+    let body = "return [g[1:-2], range(3), 4.5, True]";
+    assert_eq!(
+        changed(Fault::OffByOne, "g", body),
+        [
+            "return [g[0:-2], range(3), 4.5, True]",
+            "return [g[2:-2], range(3), 4.5, True]",
+            "return [g[1:-1], range(3), 4.5, True]",
+            "return [g[1:-3], range(3), 4.5, True]",
+            "return [g[1:-2], range(2), 4.5, True]",
+            "return [g[1:-2], range(4), 4.5, True]",
+        ]
+    );
+    assert_eq!(
+        changed(Fault::Constant, "g", body),
+        ["return [g[1:-2], range(3), (4.5 + 1), True]", "return [g[1:-2], range(3), 4.5, False]",]
+    );
+    assert_eq!(changed(Fault::Constant, "", "return 0x1F"), ["return (0x1F + 1)"]);
+}
+
+#[test]
+fn the_first_two_arguments_change_places() {
+    assert_eq!(changed(Fault::SwappedArguments, "", "g(h(1),  k, 3)"), ["g(k,  h(1), 3)"]);
+    for body in ["g(a, *b)", "g(1, key=2)", "g(a, a)", "g(a)"] {
+        assert!(changed(Fault::SwappedArguments, "", body).is_empty(), "{body}");
+    }
+}
+
+#[test]
+fn conditions_are_negated() {
+    assert_eq!(
+        changed(Fault::NegatedCondition, "", "if g():\n    return 1\nelif not h():\n    return 2"),
+        [
+            "if not (g()):\n    return 1\nelif not h():\n    return 2",
+            "if g():\n    return 1\nelif h():\n    return 2",
+        ]
+    );
+    assert_eq!(
+        changed(Fault::NegatedCondition, "", "return 1 if g() else 2"),
+        ["return 1 if not (g()) else 2"]
+    );
+    assert!(changed(Fault::NegatedCondition, "", "while g():\n    h()").is_empty());
+}
+
+#[test]
+fn branches_are_dropped_whole() {
+    let body = "if g():\n    return 1\nelif h():\n    return 2\nelse:\n    return 3";
+    assert_eq!(
+        changed(Fault::DroppedBranch, "", body),
+        [
+            "if g():\n    return 1\nelse:\n    return 3",
+            "if g():\n    return 1\nelif h():\n    return 2",
+        ]
+    );
+    assert_eq!(changed(Fault::DroppedBranch, "", "if g():\n    h()\nk()"), ["pass\nk()"]);
+    assert!(changed(Fault::DroppedBranch, "", "for a in b:\n    c()\nelse:\n    d()").is_empty());
+}
+
+#[test]
+fn a_variable_is_taken_for_another_that_has_a_value() {
+    assert_eq!(
+        changed(Fault::WrongVariable, "self, a, b=1", "c = a + 1\nreturn self.a(c)"),
+        [
+            "c = b + 1\nreturn self.a(c)",
+            "c = a + 1\nreturn self.a(a)",
+            "c = a + 1\nreturn self.a(b)"
+        ]
+    );
+    // Neither what a name is given to, nor names of keywords, attributes and functions.
+    assert!(changed(Fault::WrongVariable, "a, b", "a = 1\ng(a=1)\nx.a\na()").is_empty());
+}
+
+#[test]
+fn a_return_is_dropped_and_its_value_still_computed() {
+    assert_eq!(changed(Fault::DroppedReturn, "", "return g(\n  1)"), ["g(\n  1)"]);
+    assert!(changed(Fault::DroppedReturn, "", "return").is_empty());
+}
+
+#[test]
+fn statements_that_change_something_are_dropped() {
+    assert_eq!(
+        changed(Fault::DroppedStatement, "n", "n += 1\ng(n)\nx = 1"),
+        ["pass\ng(n)\nx = 1", "n += 1\npass\nx = 1"]
+    );
+    assert!(changed(Fault::DroppedStatement, "", "'''what it does'''").is_empty());
+}
+
+#[test]
+fn a_loop_is_left_instead_of_continued() {
+    assert_eq!(
+        changed(Fault::LoopControl, "", "for a in b:\n    continue"),
+        ["for a in b:\n    break"]
+    );
+}
+
+#[test]
+fn every_fault_has_a_name_of_its_own() {
+    let names: BTreeSet<&str> = Fault::ALL.iter().map(|fault| fault.name()).collect();
+    assert_eq!(names.len(), Fault::ALL.len());
+}
+
+#[test]
+fn nothing_outside_of_functions_and_in_annotations_decorators_or_texts_is_touched() {
+    let source = "LIMIT = 1 + 2\nclass A:\n    n = 3\n\n    @mark(1 < 2)\n    def f(self, a: x[1]) -> y[2]:\n        return f'{1 + 2}'\n";
+    let found = mutants(source);
+    assert!(found.iter().all(|mutant| mutant.fault == Fault::DroppedReturn), "{found:?}");
+    assert_eq!(found[0].function, "A.f");
+    assert_eq!(found[0].line, 6);
+}
+
+#[test]
+fn text_that_is_not_python_has_no_mutants() {
+    assert!(mutants("def f(:\n  return 1 +").is_empty());
+    assert!(mutants("\u{0}\u{feff}}{").is_empty());
+}
+
+proptest! {
+    #[test]
+    fn prop_any_text_is_survived_and_changed_in_one_place(
+        pieces in proptest::collection::vec(
+            prop_oneof![
+                "[ -~\n]{0,12}",
+                Just("def f(a, b):\n    ".to_owned()),
+                Just("if a < b:\n        return 1\n    else:\n        g(a, b)\n    ".to_owned()),
+                Just("é += a[1:]\n".to_owned()),
+            ],
+            0..8,
+        )
+    ) {
+        let source = pieces.concat();
+        for mutant in mutants(&source) {
+            let changed = mutant.apply(&source).unwrap();
+            prop_assert_ne!(&changed, &source);
+            prop_assert_eq!(&changed[..mutant.span.start], &source[..mutant.span.start]);
+            prop_assert!(changed.ends_with(&source[mutant.span.end..]));
+        }
+    }
+}
