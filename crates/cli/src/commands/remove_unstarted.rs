@@ -6,7 +6,7 @@
 use crate::args::RemoveUnstartedArgs;
 use crate::config::Settings;
 use anyhow::Context;
-use orchestrate_sandbox::{DockerProvider, SandboxConfig, SandboxProvider};
+use orchestrate_sandbox::{DockerProvider, SandboxConfig, SandboxError, SandboxProvider};
 use orchestrate_types::RunId;
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
@@ -30,14 +30,21 @@ pub(crate) async fn run(args: RemoveUnstartedArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let config = SandboxConfig { docker_host: args.docker_host, ..SandboxConfig::default() };
-    let provider = DockerProvider::connect(config).await?;
     let until = Instant::now() + LOOK_FOR;
+    // What may have ended the coordinator, a daemon in trouble, is no reason to give up at once.
     while Instant::now() < until {
-        provider.sweep_unstarted(args.run, args.epoch).await?;
+        if let Err(error) = look(&config, args.run, args.epoch).await {
+            tracing::debug!(%error, "cannot look for unstarted containers");
+        }
         tokio::time::sleep(LOOK_EVERY).await;
     }
-    provider.shutdown().await?;
     Ok(ExitCode::SUCCESS)
+}
+
+async fn look(config: &SandboxConfig, run: RunId, epoch: i64) -> Result<(), SandboxError> {
+    let provider = DockerProvider::connect(config.clone()).await?;
+    provider.sweep_unstarted(run, epoch).await?;
+    provider.shutdown().await
 }
 
 /// Such a process, seen from the coordinator.
