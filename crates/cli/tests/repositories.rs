@@ -40,28 +40,9 @@ fn rows() -> Option<Vec<Value>> {
     let (r2e_image, swe_image) = (image("r2e")?, image("swe")?);
     let base =
         docker(&["run", "--rm", "--network=none", &swe_image, "git", "rev-parse", "HEAD~1"])?;
-    let line = |kind: &str, text: &str| json!({"content": text, "type": kind});
-    let r2e = json!({
-        "repo_name": "adder", "docker_image": r2e_image, "commit_hash": "c0ffee",
-        "parsed_commit_content": {"file_diffs": [{
-            "header": {"file": {"path": "calc.py"}},
-            "minus_file": {"path": "a/calc.py"}, "plus_file": {"path": "b/calc.py"},
-            "hunks": [{
-                "descriptor": {
-                    "old_range": {"start": 1, "length": 2}, "new_range": {"start": 1, "length": 2},
-                    "section": "",
-                },
-                "line_group": {"all_lines": [
-                    line("context", "def total(items):"),
-                    line("deleted", "    return sum(items[:-1])"),
-                    line("added", "    return sum(items)"),
-                ]},
-            }],
-        }]},
-        "execution_result_content": {"test_file_names": ["test_1.py"], "test_file_codes": [""]},
-        "problem_statement": "[ISSUE] total forgets the last item. [/ISSUE]",
-        "expected_output_json": {"test_total": "PASSED"},
-    });
+    let row = include_str!("../../rollout/tests/images/r2e_row.json");
+    let mut r2e: Value = serde_json::from_str(row).unwrap();
+    r2e["docker_image"] = json!(r2e_image);
     let swe = json!({
         "instance_id": "pytest-dev__pytest-1", "repo": "pytest-dev/pytest", "version": "7.0",
         "base_commit": base, "problem_statement": "total forgets the last item.", "patch": GOLD,

@@ -56,31 +56,10 @@ fn image(name: &str) -> Option<String> {
 }
 
 fn r2e_task() -> Option<Task> {
-    let line = |kind: &str, text: &str| json!({"content": text, "type": kind});
-    let row: R2eRow = serde_json::from_value(json!({
-        "repo_name": "tests", "docker_image": image("r2e")?, "commit_hash": "c0ffee",
-        "parsed_commit_content": {"file_diffs": [{
-            "header": {"file": {"path": "calc.py"}},
-            "minus_file": {"path": "a/calc.py"}, "plus_file": {"path": "b/calc.py"},
-            "hunks": [{
-                "descriptor": {
-                    "old_range": {"start": 1, "length": 2}, "new_range": {"start": 1, "length": 2},
-                    "section": "",
-                },
-                "line_group": {"all_lines": [
-                    line("context", "def total(items):"),
-                    line("deleted", "    return sum(items[:-1])"),
-                    line("added", "    return sum(items)"),
-                ]},
-            }],
-        }]},
-        "execution_result_content": {
-            "test_file_names": ["unittest_custom_runner.py"], "test_file_codes": ["print('not me')"],
-        },
-        "problem_statement": "[ISSUE] total forgets the last item. [/ISSUE]",
-        "expected_output_json": {"test_total": "PASSED"},
-    }))
-    .unwrap();
+    let mut row: serde_json::Value =
+        serde_json::from_str(include_str!("images/r2e_row.json")).unwrap();
+    row["docker_image"] = image("r2e")?.into();
+    let row: R2eRow = serde_json::from_value(row).unwrap();
     Some(row.to_task().unwrap())
 }
 
