@@ -1,5 +1,7 @@
 //! A Docker daemon of a test's own: it may be filled, starved and killed.
 
+use crate::certificates;
+use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -20,11 +22,16 @@ pub fn docker(host: Option<&str>, args: &[&str]) -> anyhow::Result<Output> {
     Ok(command.output()?)
 }
 
+/// Files that a small disk has room for.
+pub const SMALL_DISK_FILES: u32 = 100_000;
+
 /// A daemon without a network for containers. It ends when this is dropped, and all of it goes.
 #[derive(Debug)]
 pub struct Daemon {
     folder: tempfile::TempDir,
     child: Option<Child>,
+    /// Where it also listens, for whoever has a certificate.
+    tls_port: Option<u16>,
 }
 
 impl Daemon {
@@ -34,8 +41,57 @@ impl Daemon {
     /// If its folder cannot be made.
     pub fn start() -> anyhow::Result<Option<Self>> {
         let folder = tempfile::tempdir()?;
-        let mut daemon = Self { folder, child: None };
+        let mut daemon = Self { folder, child: None, tls_port: None };
         Ok(daemon.spawn()?.then_some(daemon))
+    }
+
+    /// As [`Daemon::start`], and it also listens on a port of loopback, with TLS; `None`, too, where
+    /// no certificates can be made.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn start_with_tls() -> anyhow::Result<Option<Self>> {
+        let folder = tempfile::tempdir()?;
+        if !certificates::make(folder.path())? {
+            return Ok(None);
+        }
+        let mut daemon = Self { folder, child: None, tls_port: Some(free_port()?) };
+        Ok(daemon.spawn()?.then_some(daemon))
+    }
+
+    /// As [`Daemon::start_with_tls`], with all that it keeps on a file system of its own, of so
+    /// many MiB and [`SMALL_DISK_FILES`]: ext4 in a file.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn start_small(mib: u32) -> anyhow::Result<Option<Self>> {
+        let folder = tempfile::tempdir()?;
+        if !certificates::make(folder.path())? {
+            return Ok(None);
+        }
+        let (disk, data) = (folder.path().join("disk"), folder.path().join("data"));
+        std::fs::File::create(&disk)?.set_len(u64::from(mib) << 20)?;
+        std::fs::create_dir(&data)?;
+        let done = |command: &mut Command| {
+            command.stderr(Stdio::null()).status().is_ok_and(|status| status.success())
+        };
+        let files = SMALL_DISK_FILES.to_string();
+        let made = done(Command::new("mkfs.ext4").args(["-q", "-m0", "-N", &files]).arg(&disk));
+        if !made || !done(Command::new("mount").args(["-o", "loop"]).args([&disk, &data])) {
+            return Ok(None);
+        }
+        let mut daemon = Self { folder, child: None, tls_port: Some(free_port()?) };
+        Ok(daemon.spawn()?.then_some(daemon))
+    }
+
+    /// Where it listens with TLS.
+    pub fn tls_host(&self) -> Option<String> {
+        self.tls_port.map(|port| format!("tcp://127.0.0.1:{port}"))
+    }
+
+    /// The folder with a client's certificates, by Docker's names.
+    pub fn certificates(&self) -> &Path {
+        self.folder.path()
     }
 
     /// Where it listens.
@@ -73,7 +129,16 @@ impl Daemon {
     pub fn spawn(&mut self) -> anyhow::Result<bool> {
         let argument = |name: &str| self.path(name).display().to_string();
         let log = std::fs::File::create(self.path("log"))?;
-        let spawned = Command::new("dockerd")
+        let mut command = Command::new("dockerd");
+        if let Some(host) = self.tls_host() {
+            command.args(["--host", &host, "--tlsverify"]);
+            for (option, file) in
+                [("cacert", "ca.pem"), ("cert", "server-cert.pem"), ("key", "server-key.pem")]
+            {
+                command.arg(format!("--tls{option}")).arg(self.path(file));
+            }
+        }
+        let spawned = command
             .args(["--host", &self.host(), "--data-root", &argument("data")])
             .args(["--exec-root", &argument("exec"), "--pidfile", &argument("pid")])
             .args(["--bridge", "none", "--iptables=false", "--ip6tables=false"])
@@ -111,6 +176,10 @@ impl Daemon {
     }
 }
 
+fn free_port() -> anyhow::Result<u16> {
+    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
+}
+
 fn remove_if_there(path: &Path) -> anyhow::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
@@ -131,8 +200,9 @@ impl Drop for Daemon {
             let _ = child.kill();
             let _ = child.wait();
         }
-        // The daemon makes its folder a mount of its own, and leaves it.
+        // The daemon makes its folder a mount of its own, and leaves it; a small disk is one more.
         let data = self.path("data");
-        let _ = Command::new("umount").arg("-l").arg(data).stderr(Stdio::null()).status();
+        let unmount = || Command::new("umount").arg("-l").arg(&data).stderr(Stdio::null()).status();
+        while unmount().is_ok_and(|status| status.success()) {}
     }
 }

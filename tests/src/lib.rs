@@ -1,8 +1,9 @@
 //! Helpers of the end-to-end tests: the built program, run folders, containers.
 
+mod certificates;
 mod daemon;
 
-pub use daemon::{Daemon, docker, pause};
+pub use daemon::{Daemon, SMALL_DISK_FILES, docker, pause};
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -10,7 +10,7 @@
 use orchestrate_e2e::{containers_of, docker_or_skip, metrics, orchestrate, say, stderr};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -324,7 +324,11 @@ struct Server {
 
 impl Server {
     fn start(args: &[&str]) -> Self {
-        let mut child = orchestrate(args).unwrap().stderr(Stdio::piped()).spawn().unwrap();
+        Self::of(&mut orchestrate(args).unwrap())
+    }
+
+    fn of(command: &mut Command) -> Self {
+        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let stderr = BufReader::new(child.stderr.take().unwrap());
         let line = stderr
             .lines()
@@ -378,5 +382,96 @@ fn docker_separate_processes_give_the_same_run_as_one() {
         for key in ["reward_mean", "loss", "kl_train_infer", "response_tokens_mean"] {
             assert_eq!(a[key], b[key], "{key} of step {}", a["global_step"]);
         }
+    }
+}
+
+const SECRET: &str = "canary-4f1d9c";
+
+/// Bytes of files below `folder` that hold the secret.
+fn betrayals(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(betrayals(&path));
+        } else if memchr::memmem::find(&std::fs::read(&path).unwrap(), SECRET.as_bytes()).is_some()
+        {
+            found.push(path);
+        }
+    }
+    found
+}
+
+/// Everything that Docker and the kernel tell of a run's containers: settings, labels, environment,
+/// and once the files.
+fn told_of_containers(export: bool) -> Option<Vec<u8>> {
+    let docker = |args: &[&str]| Command::new("docker").args(args).output().unwrap().stdout;
+    let ids = docker(&["ps", "-q", "--filter", "label=orchestrate.run"]);
+    let ids = String::from_utf8(ids).unwrap();
+    let first = ids.lines().next()?;
+    let mut told = docker(&["inspect", first]);
+    let inspected: Value = serde_json::from_slice(&told).ok()?;
+    let process = inspected[0]["State"]["Pid"].to_string();
+    for file in ["environ", "cmdline"] {
+        told.extend(std::fs::read(format!("/proc/{process}/{file}")).unwrap_or_default());
+    }
+    if export {
+        told.extend(docker(&["export", first]));
+    }
+    Some(told)
+}
+
+#[test]
+fn docker_secrets_stay_out_of_sandboxes_files_and_logs() {
+    if !docker_or_skip("docker_secrets").unwrap() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let policy = "environments/micro/policy";
+    let checkpoints = folder.path().join("checkpoints");
+    let serve = |args: &[&str]| {
+        let mut command = orchestrate(args).unwrap();
+        Server::of(command.args(["--listen", "127.0.0.1:0"]).env("CANARY", SECRET))
+    };
+    let engine = serve(&["serve-engine", "--model", policy, "--api-key-env", "CANARY"]);
+    let checkpoints = checkpoints.to_str().unwrap();
+    let trainer = ["serve-trainer", "--model", policy, "--checkpoints", checkpoints];
+    let trainer = serve(&[&trainer[..], &["--token-env", "CANARY"]].concat());
+    let (engine_url, trainer_url) =
+        (format!("engine.url=\"{}\"", engine.url), format!("trainer.url=\"{}\"", trainer.url));
+    let run_dir = folder.path().join("run");
+    let mut command = start(&run_dir, SMALL);
+    command.env("CANARY", SECRET).args(["--set", &engine_url, "--set", &trainer_url]);
+    command.args(["--set", "engine.api_key_env=CANARY", "--set", "trainer.token_env=CANARY"]);
+    command.args(["--set", "run.steps=1", "--log-filter", "trace"]);
+    let log = folder.path().join("log");
+    let output = std::fs::File::create(&log).unwrap();
+    let mut child = command.stdout(output.try_clone().unwrap()).stderr(output).spawn().unwrap();
+    let mut looks = 0;
+    while !ends_within(&mut child, Duration::from_millis(200)) {
+        let Some(told) = told_of_containers(looks == 3) else { continue };
+        assert!(memchr::memmem::find(&told, SECRET.as_bytes()).is_none());
+        looks += 1;
+    }
+    let text = std::fs::read_to_string(&log).unwrap();
+    assert!(child.wait().unwrap().success(), "{text}");
+    assert!(looks > 3, "no container was seen");
+    assert_eq!(steps(&run_dir).len(), 1);
+    assert_eq!(betrayals(folder.path()), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn docker_a_dry_run_says_which_images_are_there_and_which_must_be_pulled() {
+    if !docker_or_skip("docker_a_dry_run").unwrap() {
+        return;
+    }
+    for (image, there) in [("orchestrate/micro", 1), ("nobody.example/nothing:1", 0)] {
+        let image = format!("tasks.image=\"{image}\"");
+        let args = ["run", "--dry-run", "--json", "--set", &image];
+        let planned = finished(&mut orchestrate(&args).unwrap());
+        let host = &planned["docker_hosts"][0];
+        assert_eq!((&planned["images"], &host["images"]), (&1.into(), &there.into()), "{planned}");
+        assert_eq!(planned["image_pulls"], 1 - there, "{planned}");
+        assert_eq!(host["image_bytes"].as_u64() > Some(0), there == 1, "{planned}");
     }
 }

@@ -128,4 +128,5 @@ class Side:
 
 
 def _file(name: str) -> str:
-    return f"{name}.safetensors"
+    # Not as the form would have it: inference servers load every *.safetensors of a folder.
+    return f"{name}.state"

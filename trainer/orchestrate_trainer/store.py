@@ -240,7 +240,7 @@ class CheckpointStore:
 def _companions(folder: Path) -> list[Path]:
     """Configuration, tokenizer and whatever else belongs to a model beside its weights."""
     files = (path for path in sorted(folder.iterdir()) if path.is_file())
-    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".state")
     return [
         path
         for path in files

@@ -336,10 +336,15 @@ pub(crate) struct CompareArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Without --run-dir and settings, the Docker host is that of DOCKER_HOST, else this machine's.")]
 pub(crate) struct GcArgs {
-    /// Only containers of the run in this folder.
+    /// Only containers of the run in this folder, on the Docker hosts of its plan.
     #[arg(long, value_name = "DIR")]
     pub(crate) run_dir: Option<Utf8PathBuf>,
+    /// Whose Docker hosts are looked at.
+    #[command(flatten)]
+    pub(crate) source: ConfigSource,
     /// With --run-dir: also that run's containers whose deadline has not passed.
     #[arg(long, requires = "run_dir")]
     pub(crate) all: bool,
@@ -445,9 +450,9 @@ pub(crate) struct RemoveUnstartedArgs {
     /// Its coordinator's epoch.
     #[arg(long, value_name = "N")]
     pub(crate) epoch: i64,
-    /// Its Docker daemon; default: as for `run`.
-    #[arg(long, value_name = "URL")]
-    pub(crate) docker_host: Option<String>,
+    /// Its Docker hosts, as JSON; default: that of the environment.
+    #[arg(long, value_name = "JSON")]
+    pub(crate) hosts: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -110,9 +110,9 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
     for cause in error.chain() {
         if let Some(sandbox) = cause.downcast_ref::<SandboxError>() {
             return match &sandbox.kind {
-                SandboxErrorKind::NoDaemon(_) => {
-                    Some("start Docker (scripts/quickstart does), or set DOCKER_HOST")
-                }
+                SandboxErrorKind::NoDaemon(_) => Some(
+                    "start Docker (scripts/quickstart does), or set DOCKER_HOST or sandbox.hosts",
+                ),
                 SandboxErrorKind::ImageMissing(_) => {
                     Some("build the sandbox image: scripts/quickstart does, or docker pull it")
                 }
@@ -124,6 +124,9 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
                 SandboxErrorKind::ImageChanged { .. } | SandboxErrorKind::NotRecorded { .. } => {
                     None
                 }
+                SandboxErrorKind::DiskFull(_) => Some(
+                    "free some space on the Docker host, or bound what is kept there by sandbox.image_cache",
+                ),
                 SandboxErrorKind::Unfit(_) => {
                     Some("orchestrate doctor --battery says which outcome differs, and how")
                 }

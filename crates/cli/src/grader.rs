@@ -3,7 +3,9 @@
 use crate::config::Settings;
 use crate::wiring;
 use orchestrate_rollout::{GradeError, Graded, Rules, grade_patch};
-use orchestrate_sandbox::{DockerProvider, Owner, Purpose, SandboxProvider, SandboxSpec};
+use orchestrate_sandbox::{
+    DockerHosts, Owner, Purpose, SandboxProvider, SandboxSpec, Surroundings,
+};
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, Retry, RunId};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,7 +20,7 @@ const SLACK: Duration = Duration::from_mins(5);
 #[derive(Debug)]
 pub(crate) struct Grader<'a> {
     settings: &'a Settings,
-    provider: DockerProvider,
+    provider: DockerHosts,
     rules: Rules,
     run: RunId,
     count: AtomicU32,
@@ -27,13 +29,13 @@ pub(crate) struct Grader<'a> {
 impl<'a> Grader<'a> {
     /// Connects to Docker.
     pub(crate) async fn connect(settings: &'a Settings, rules: Rules) -> anyhow::Result<Self> {
-        let provider = DockerProvider::connect(settings.sandbox.clone()).await?;
+        let provider = DockerHosts::connect(&settings.sandbox, Surroundings::default()).await?;
         Ok(Self { settings, provider, rules, run: RunId::generate(), count: AtomicU32::new(0) })
     }
 
     /// Patches that may be graded at once.
     pub(crate) fn width(&self) -> usize {
-        self.settings.sandbox.max_containers
+        self.settings.sandbox.capacity()
     }
 
     /// Grades `patch`, in another sandbox where the first one fails.

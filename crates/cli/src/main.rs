@@ -29,7 +29,11 @@ fn main() -> ExitCode {
     };
     output::init_logging(cli.verbose, cli.log_filter.as_deref());
     limits::raise_open_files();
-    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(async_threads())
+        .enable_all()
+        .build();
+    let runtime = match runtime {
         Ok(runtime) => runtime,
         Err(error) => {
             return exit::report(&anyhow::Error::from(error).context("start the runtime"));
@@ -42,6 +46,14 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) => exit::report(&error),
     }
+}
+
+/// Threads for what waits: a quarter of the processors. A turn is some hundred small steps, and with
+/// a thread per processor the steps wander: each is begun where nothing of its episode is in the
+/// cache, after a thread was woken for it. With 4,096 open episodes on two processors one thread
+/// took 390 and 470 µs of processor time per turn, two took 540 and 610. What computes has threads of its own.
+fn async_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, |processors| processors.get().div_ceil(4))
 }
 
 async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {

@@ -15,8 +15,8 @@ use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
-use orchestrate_rollout::{ChatModel, EpisodeRunner, GradeLogs, Leads, RowSharing, tool_schemas};
-use orchestrate_sandbox::{DockerProvider, Limits, Listener, SandboxProvider, Surroundings};
+use orchestrate_rollout::{ChatModel, EpisodeRunner, GradeLogs, History, Leads, RowSharing};
+use orchestrate_sandbox::{DockerHosts, Limits, Listener, SandboxProvider, Surroundings};
 use orchestrate_store::Store;
 use orchestrate_tasks::Task;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -247,11 +247,12 @@ pub(crate) async fn coordinator(
     servers: &mut Servers,
     (reporter, image_listener): (Arc<dyn Reporter>, Listener),
 ) -> anyhow::Result<Coordinator> {
-    let (containers, episodes) = (settings.sandbox.max_containers, settings.rollout.max_in_flight);
+    let (containers, episodes) = (settings.sandbox.capacity(), settings.rollout.max_in_flight);
     if settings.sandbox.reuse && containers < 2 * episodes as usize {
         output::say(format!(
             "note: {containers} containers for {episodes} episodes in flight: idle ones are \
-             restarted as agents and graders take turns (sandbox.max_containers = {} avoids it)",
+             restarted as agents and graders take turns (room for {} in all avoids it: \
+             sandbox.max_containers is that of each Docker host)",
             2 * episodes
         ));
     }
@@ -259,19 +260,25 @@ pub(crate) async fn coordinator(
         book: Some(Arc::new(images::Journal(store.image_records()))),
         listener: image_listener,
     };
-    let provider = DockerProvider::connect_with(settings.sandbox.clone(), around).await?;
+    let provider = DockerHosts::connect(&settings.sandbox, around).await?;
     let known = store.reader().images().await?.into_iter();
     let known: Vec<_> = known.map(|row| (row.name.clone(), images::identity(row))).collect();
     provider.check_images(&known).await?;
     let sandboxes: Arc<dyn SandboxProvider> = Arc::new(provider);
     let engine: Arc<dyn Engine> =
         Arc::new(engine(settings, servers, &settings.engine.model).await?);
+    if settings.rollout.history == History::Template && matches!(training, Training::Trainer) {
+        output::say(
+            "warning: rollout.history = \"template\": episodes are trained on behind their last fork \
+             only, which may be their last turn",
+        );
+    }
     let trainer: Arc<dyn TrainerSink> = match training {
         Training::Trainer => Arc::new(trainer(settings, servers, folder).await?),
         Training::Fixed(sink) => sink,
     };
-    let tools = if settings.rollout.show_tools { tool_schemas() } else { Vec::new() };
-    let chat = Arc::new(ChatModel::load_with_tools(&settings.engine.tokenizer, tools)?);
+    let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_use())?;
+    let chat = Arc::new(chat);
     let episodes = Arc::new(EpisodeRunner {
         engine: engine.clone(),
         sandboxes: sandboxes.clone(),

@@ -160,8 +160,9 @@ impl RunSection {
 pub struct TasksSection {
     /// Task family. Default "micro".
     pub environment: Option<String>,
-    /// Rows of R2E-Gym or SWE-bench to train on (JSON lines, JSON or parquet, also .gz) instead of
-    /// an environment's own tasks. Images are those of the rows.
+    /// Rows of R2E-Gym or SWE-bench to train on (JSON lines, JSON or parquet, also .gz; or
+    /// `hf://datasets/OWNER/NAME[@REVISION][/PATH]` on Hugging Face) instead of an environment's own
+    /// tasks. Images are those of the rows.
     pub file: Option<String>,
     /// Rows to evaluate on, in the order of the file.
     pub held_out_file: Option<String>,

@@ -4,6 +4,7 @@ use crate::error::RunError;
 use crate::groups::{SealedGroup, SealedMember};
 use crate::lag::LagSummary;
 use orchestrate_handoff::protocol::{Mismatch, StepMetrics, StepResult};
+use orchestrate_sandbox::HostUse;
 use orchestrate_store::{AttemptState, EpisodeState, GroupRow, GroupState, Reader, StepRow};
 use orchestrate_types::{Outcome, PolicyVersion};
 use serde_json::{Map, Value, json};
@@ -22,12 +23,14 @@ pub(crate) struct StepTimes {
     pub(crate) lag: LagSummary,
 }
 
-/// The line of a step. Values that do not exist (a skipped step has no loss) are null.
+/// The line of a step. Values that do not exist (a skipped step has no loss) are null. The hosts of
+/// its sandboxes are as they are now, at its end.
 pub(crate) async fn step_line(
     reader: &Reader,
     row: &StepRow,
     result: Option<&StepResult>,
     times: &StepTimes,
+    hosts: &[HostUse],
 ) -> Result<Value, RunError> {
     let groups = reader.groups_of_step(row.step).await?;
     let mut members: Vec<SealedMember> = Vec::new();
@@ -86,6 +89,7 @@ pub(crate) async fn step_line(
     put("loop_lag_max_ms", json!(times.lag.max.as_secs_f64() * 1e3));
     // Of all episodes together; they overlap, so it may exceed the wall time.
     put("time_sandbox_s", json!(members.iter().map(sandbox).sum::<f64>()));
+    put("sandbox_hosts", json!(hosts));
     let tokens = sum(|m| m.summary.response_tokens) as f64;
     let seconds = times.rollout.as_secs_f64();
     put("tokens_per_s", if seconds > 0.0 { json!(tokens / seconds) } else { Value::Null });

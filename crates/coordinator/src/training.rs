@@ -109,7 +109,7 @@ impl Driver {
         if attempts.is_empty() {
             let reason = format!("none of {} groups has a gradient", groups.len());
             let times = StepTimes { lag: self.lag.take(), ..*times };
-            let line = step_line(reader, row, None, &times).await?;
+            let line = step_line(reader, row, None, &times, &self.sandboxes.hosts()).await?;
             self.store().skip_step(step, &reason, &line).await?;
             self.context.report(&Event::StepSkipped { step, reason });
             self.step_closed(&line).await?;
@@ -209,7 +209,8 @@ impl Driver {
         info.checkpoint = result.checkpoint.clone();
         self.spread(&info, result.policy_version).await?;
         let times = StepTimes { sync: begun.elapsed(), lag: self.lag.take(), ..*times };
-        let line = step_line(self.store().reader(), row, Some(&result), &times).await?;
+        let (reader, hosts) = (self.store().reader(), self.sandboxes.hosts());
+        let line = step_line(reader, row, Some(&result), &times, &hosts).await?;
         self.store().finish_step(row.step, &line).await?;
         self.step_closed(&line).await
     }

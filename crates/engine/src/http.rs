@@ -2,6 +2,7 @@
 
 use crate::{EngineError, EngineErrorKind};
 use bytes::Bytes;
+use orchestrate_types::TokenId;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use reqwest::{Method, RequestBuilder};
 use serde::Serialize;
@@ -130,17 +131,29 @@ impl Wire {
     }
 }
 
-/// The JSON text of a request with `tokens` token ids, in memory that need not grow.
-pub(crate) fn json(body: &impl Serialize, tokens: usize) -> String {
-    const OTHERS: usize = 1024;
+/// The JSON text of a request: token ids under `key`, then the fields of `others`, an object.
+///
+/// The ids are nearly all of it and are sent again with every turn, so they are not passed one by
+/// one through the serializer, and the text does not grow meanwhile.
+pub(crate) fn json(key: &str, ids: &[TokenId], others: &impl Serialize) -> String {
     /// Digits of the largest vocabularies, and a comma.
     const PER_TOKEN: usize = 7;
-    let mut text = Vec::with_capacity(OTHERS + PER_TOKEN * tokens);
-    // Numbers, text and lists only: neither can fail.
-    match serde_json::to_writer(&mut text, body) {
-        Ok(()) => String::from_utf8(text).unwrap_or_default(),
-        Err(_) => String::new(),
+    // Numbers, text and lists only: it cannot fail.
+    let others = serde_json::to_string(others).unwrap_or_default();
+    let mut text = String::with_capacity(key.len() + 8 + PER_TOKEN * ids.len() + others.len());
+    text.push_str("{\"");
+    text.push_str(key);
+    text.push_str("\":[");
+    let mut digits = itoa::Buffer::new();
+    for (at, id) in ids.iter().enumerate() {
+        if at > 0 {
+            text.push(',');
+        }
+        text.push_str(digits.format(*id));
     }
+    text.push_str("],");
+    text.push_str(others.strip_prefix('{').unwrap_or(&others));
+    text
 }
 
 /// Turns "there is no such route" into `None`.
@@ -240,6 +253,15 @@ pub(crate) fn unreachable(error: reqwest::Error) -> EngineErrorKind {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ids_and_other_fields_are_one_object() {
+        for ids in [&[][..], &[7], &[0, 151_935, u32::MAX]] {
+            let text = json("ids", ids, &serde_json::json!({"a": "b", "c": [1]}));
+            let read: serde_json::Value = serde_json::from_str(&text).unwrap();
+            assert_eq!(read, serde_json::json!({"ids": ids, "a": "b", "c": [1]}));
+        }
+    }
 
     #[test]
     fn every_form_of_an_error_body_is_understood() {

@@ -21,7 +21,6 @@ pub struct Sglang;
 #[derive(Serialize)]
 struct GenerateBody<'a> {
     rid: &'a str,
-    input_ids: &'a [TokenId],
     sampling_params: SamplingParams<'a>,
     return_logprob: bool,
     logprob_start_len: i32,
@@ -84,7 +83,6 @@ impl Dialect for Sglang {
         let sampling = &request.sampling;
         let body = GenerateBody {
             rid: request.request_id.as_str(),
-            input_ids: &request.token_ids,
             sampling_params: SamplingParams {
                 max_new_tokens: limits.max_new_tokens,
                 temperature: sampling.temperature,
@@ -107,7 +105,7 @@ impl Dialect for Sglang {
             routed_dp_rank: limits.rank,
             stream: false,
         };
-        crate::http::json(&body, request.token_ids.len())
+        crate::http::json("input_ids", &request.token_ids, &body)
     }
 
     fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {

@@ -24,7 +24,6 @@ pub struct Vllm;
 #[derive(Serialize)]
 struct GenerateBody<'a> {
     request_id: &'a str,
-    token_ids: &'a [TokenId],
     sampling_params: SamplingParams<'a>,
     cache_salt: String,
     stream: bool,
@@ -85,7 +84,6 @@ impl Dialect for Vllm {
         let sampling = &request.sampling;
         let body = GenerateBody {
             request_id: request.request_id.as_str(),
-            token_ids: &request.token_ids,
             sampling_params: SamplingParams {
                 n: 1,
                 max_tokens: limits.max_new_tokens,
@@ -107,7 +105,7 @@ impl Dialect for Vllm {
             cache_salt: format!("w{}", request.cache_namespace),
             stream: false,
         };
-        crate::http::json(&body, request.token_ids.len())
+        crate::http::json("token_ids", &request.token_ids, &body)
     }
 
     fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {

@@ -166,9 +166,13 @@ async fn a_step_is_applied_once_even_over_a_restart() {
     let request = world.request(1, &info.checkpoint, 1.0);
     let result = server.client.apply_step(&request, DEADLINE, |_| {}).await.unwrap();
     assert_eq!(result.policy_version, PolicyVersion(1));
-    for file in ["model.safetensors", "optimizer.safetensors", "trainer.json", "tokenizer.json"] {
+    for file in ["model.safetensors", "optimizer.state", "trainer.json", "tokenizer.json"] {
         assert!(result.checkpoint.join(file).exists(), "{file}");
     }
+    // An inference server loads whatever has this ending.
+    let files = result.checkpoint.read_dir_utf8().unwrap().map(|entry| entry.unwrap());
+    let weights = files.filter(|file| file.path().extension() == Some("safetensors"));
+    assert_eq!(weights.count(), 1);
     let metrics = &result.metrics;
     // Sampler and trainer are the same code, so nothing but rounding lies between them.
     assert!(metrics.mismatch.kl_k3.abs() < 1e-9, "{metrics:?}");

@@ -1,5 +1,6 @@
 //! What an episode is asked and what it reports.
 
+use crate::buffer::Fork;
 use orchestrate_routing::RoutingMask;
 use orchestrate_tasks::{Task, Verdict};
 use orchestrate_types::{AttemptId, Outcome, PolicyVersion, RunId, Trajectory};
@@ -45,7 +46,7 @@ pub struct Message {
 /// A native tool call.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Action {
-    /// `bash`, `edit` or `submit`.
+    /// `bash`, `edit` or `submit`; of other scaffolds `view` and `search` as well.
     pub name: String,
     /// Its arguments, a JSON object.
     pub arguments: serde_json::Value,
@@ -64,6 +65,9 @@ pub struct TurnLog {
     pub generate_ms: u64,
     /// Milliseconds in the sandbox.
     pub exec_ms: u64,
+    /// Where the next turn left the tokens of this one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fork: Option<Fork>,
 }
 
 /// Where an episode's time went, in seconds.

@@ -1,17 +1,16 @@
 //! What one attempt has gathered so far, and its two repeated steps: sample a turn, act on it.
 
-use crate::actions::{Call, parse_calls};
-use crate::api::{EpisodeReport, EpisodeRequest, Message, Timings, TurnLog};
+mod act;
+
+use crate::api::{EpisodeReport, EpisodeRequest, Timings, TurnLog};
 use crate::buffer::TokenBuffer;
-use crate::chat::message;
+use crate::editor::Editor;
 use crate::leads::{LeadKey, Leading, Part};
 use crate::machine::Event;
 use crate::rows::{EpisodeRows, RowsRefused};
 use crate::runner::{EpisodeRunner, failed};
-use crate::toolbox::Toolbox;
 use orchestrate_engine::{Engine, Finish, GenerateRequest, Generation, Sampling, SessionOpening};
 use orchestrate_routing::MixedRows;
-use orchestrate_sandbox::Sandbox;
 use orchestrate_tasks::Verdict;
 use orchestrate_types::{ModelShape, Outcome, PolicyVersion, RequestId, Retry, Stage};
 use std::sync::Arc;
@@ -47,6 +46,7 @@ pub(crate) struct Attempt<'a> {
     version: PolicyVersion,
     deadline: Option<Instant>,
     turns: Vec<TurnLog>,
+    editor: Editor,
     /// Calls made in the current turn: part of the request id, never used twice.
     tries: u32,
     /// Whether the last stored reply was aborted, so that the next one belongs to its turn.
@@ -113,6 +113,7 @@ impl<'a> Attempt<'a> {
             routing_problem,
             deadline: None,
             turns: Vec::new(),
+            editor: Editor::default(),
             tries: 0,
             turn_is_open: false,
             patch: String::new(),
@@ -166,6 +167,9 @@ impl<'a> Attempt<'a> {
         }
         let resumed = self.turn_is_open;
         self.count(&reply, turn, resumed);
+        if let Some(last) = self.turns.last_mut() {
+            last.fork = self.buffer.fork().or(last.fork);
+        }
         self.buffer.push_reply(&reply, resumed, self.version);
         self.turn_is_open = reply.finish == Finish::Abort;
         if let (Some(rows), Some(span)) = (&mut self.rows, reply.versions.first()) {
@@ -346,7 +350,7 @@ impl<'a> Attempt<'a> {
         counters.prompt += self.buffer.prompt_len() as u64;
         counters.cached += reply.cached_tokens as u64;
         if turn > 0 && !resumed {
-            counters.cacheable += self.buffer.len().saturating_sub(1) as u64;
+            counters.cacheable += self.buffer.common_len().saturating_sub(1) as u64;
         }
     }
 
@@ -363,73 +367,9 @@ impl<'a> Attempt<'a> {
                 observation: String::new(),
                 generate_ms,
                 exec_ms: 0,
+                fork: None,
             }),
         }
-    }
-
-    /// Performs the calls of the last turn, and prepares the tokens that answer them.
-    pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> Event {
-        let started = Instant::now();
-        let calls = parse_calls(self.turns.last().map_or("", |turn| turn.text.as_str()));
-        let event = self.perform(sandbox, calls).await;
-        self.timings.exec_s += started.elapsed().as_secs_f64();
-        if let Some(turn) = self.turns.last_mut() {
-            turn.exec_ms = millis(started.elapsed());
-        }
-        event
-    }
-
-    async fn perform(
-        &mut self,
-        sandbox: &mut dyn Sandbox,
-        calls: Vec<Result<(crate::Action, Call), String>>,
-    ) -> Event {
-        let task = Arc::clone(&self.request.task);
-        let plan = &self.runner.plan;
-        let mut new_messages: Vec<Message> = Vec::new();
-        let mut submitted = false;
-        for call in calls {
-            let remaining = self.remaining();
-            if remaining.is_zero() {
-                return Event::TimeUp;
-            }
-            let toolbox = Toolbox {
-                workdir: &task.workdir,
-                programs: task.programs(),
-                command_timeout: plan.command_timeout.0.min(remaining),
-                observation_chars: plan.observation_chars,
-            };
-            let observation = match call {
-                Ok((action, call)) => {
-                    if let Some(turn) = self.turns.last_mut() {
-                        turn.actions.push(action);
-                    }
-                    match toolbox.perform(sandbox, &call).await {
-                        Ok(observation) => observation,
-                        Err(error) => return failed(Stage::Exec, error),
-                    }
-                }
-                Err(observation) => Some(observation),
-            };
-            let Some(observation) = observation else {
-                submitted = true;
-                break;
-            };
-            if let Some(turn) = self.turns.last_mut() {
-                if !turn.observation.is_empty() {
-                    turn.observation.push('\n');
-                }
-                turn.observation.push_str(&observation);
-            }
-            new_messages.push(message("tool", &observation));
-        }
-        if !submitted {
-            match self.runner.chat.delta(&new_messages, self.buffer.last()) {
-                Ok(delta) => self.buffer.add_pending(&delta),
-                Err(error) => return failed(Stage::Exec, error),
-            }
-        }
-        Event::Acted { submitted, next_prompt_tokens: self.buffer.prompt_len() }
     }
 
     /// The report. Routing that does not cover the whole trajectory is left out, with the reason.

@@ -2,10 +2,12 @@
 //!
 //! The invariant: the committed tokens always end with a sampled one. New environment text waits
 //! as *pending* until the engine has processed it, so that every committed token but the last has
-//! a routing row.
+//! a routing row. Tokens that were sampled are never written anew: where a template leaves some out of
+//! what follows, that is a [`Fork`].
 
 use orchestrate_engine::{Finish, Generation, VersionSpan};
 use orchestrate_types::{LengthMismatch, PolicyVersion, TokenId, Trajectory, TurnSpan};
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -21,7 +23,22 @@ pub struct TokenBuffer {
     turns: Vec<TurnSpan>,
     /// Sampled ranges that became context.
     excluded: Vec<Range<usize>>,
+    /// What the next prompt leaves out of the committed tokens.
+    fork: Option<Fork>,
     pending: Vec<TokenId>,
+}
+
+/// Where a conversation leaves the tokens that it had: the next prompt is not what was processed and
+/// sampled with new text after it.
+///
+/// The tokens behind the fork that stay are context from then on: they were sampled after others
+/// than those that are in front of them now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fork {
+    /// Tokens that both have in common.
+    pub at: usize,
+    /// Tokens behind these that are left out.
+    pub left_out: usize,
 }
 
 /// The sampled tokens of one reply.
@@ -46,9 +63,29 @@ impl TokenBuffer {
         self.ids.is_empty()
     }
 
-    /// Committed and pending tokens together: the length of the next prompt.
+    /// The length of the next prompt: committed and pending tokens together, less what a fork leaves
+    /// out.
     pub fn prompt_len(&self) -> usize {
-        self.ids.len() + self.pending.len()
+        self.ids.len() + self.pending.len() - self.fork.map_or(0, |fork| fork.left_out)
+    }
+
+    /// Tokens with which the next prompt begins that the last one, or its reply, had as well.
+    pub fn common_len(&self) -> usize {
+        self.fork.map_or(self.ids.len(), |fork| fork.at)
+    }
+
+    /// Leaves tokens out of all that follows: `header` before the last turn and `thinking` at its
+    /// begin. It happens with the next reply; if none comes, nothing has changed.
+    pub fn fork_last_turn(&mut self, header: usize, thinking: usize) {
+        let last = self.turns.last().map_or(0..0, |turn| turn.prompt_end..turn.output_end);
+        let at = last.start.saturating_sub(header);
+        let left_out = last.start - at + thinking.min(last.len());
+        self.fork = (left_out > 0).then_some(Fork { at, left_out });
+    }
+
+    /// What the next reply makes of the committed tokens.
+    pub fn fork(&self) -> Option<Fork> {
+        self.fork
     }
 
     /// The last committed token.
@@ -63,7 +100,25 @@ impl TokenBuffer {
 
     /// All tokens to send for the next generation.
     pub fn prompt_for_turn(&self) -> Arc<[TokenId]> {
-        self.ids.iter().chain(&self.pending).copied().collect()
+        let (head, tail) = self.kept();
+        head.iter().chain(tail).chain(&self.pending).copied().collect()
+    }
+
+    /// The committed tokens that the next prompt has: those before a fork, and those after what it
+    /// leaves out.
+    fn kept(&self) -> (&[TokenId], &[TokenId]) {
+        let fork = self.fork.unwrap_or(Fork { at: self.ids.len(), left_out: 0 });
+        let (head, rest) = self.ids.split_at(fork.at.min(self.ids.len()));
+        (head, rest.get(fork.left_out..).unwrap_or_default())
+    }
+
+    /// Performs the fork that waits.
+    fn take_fork(&mut self) {
+        let Some(Fork { at, left_out }) = self.fork.take() else { return };
+        self.ids.drain(at..at + left_out);
+        self.replies.retain(|reply| reply.range.end <= at);
+        self.turns.retain(|turn| turn.output_end <= at);
+        self.excluded.retain(|range| range.end <= at);
     }
 
     /// Commits the pending tokens (mask 0) and a reply's tokens (mask 1). A reply that `resumes`
@@ -71,6 +126,7 @@ impl TokenBuffer {
     /// no span of the reply covers.
     pub fn push_reply(&mut self, reply: &Generation, resumes: bool, version: PolicyVersion) {
         let version = reply.versions.first().map_or(version, |span| span.version);
+        self.take_fork();
         self.ids.append(&mut self.pending);
         let prompt_end = self.ids.len();
         self.ids.extend_from_slice(&reply.output_ids);
@@ -220,6 +276,31 @@ mod tests {
         assert_eq!(trajectory.loss_mask(), [0, 0, 0, 1]);
         assert_eq!(trajectory.rollout_logprobs(), [0.0, 0.0, 0.0, -0.5]);
         assert_eq!(trajectory.policy_versions(), [7; 4]);
+    }
+
+    #[test]
+    fn a_fork_leaves_tokens_out_and_makes_context_of_the_rest_of_their_turn() {
+        let mut buffer = TokenBuffer::default();
+        let version = PolicyVersion(0);
+        buffer.add_pending(&[1, 2]);
+        buffer.push_reply(&reply(&[3, 4, 5], Finish::Stop, &[]), false, version);
+        buffer.add_pending(&[6, 90]);
+        buffer.push_reply(&reply(&[91, 92, 7, 8], Finish::Stop, &[]), false, version);
+        buffer.add_pending(&[9]);
+        let whole = buffer.clone();
+        buffer.fork_last_turn(1, 2);
+        assert_eq!(buffer.fork(), Some(Fork { at: 6, left_out: 3 }));
+        assert_eq!(*buffer.prompt_for_turn(), [1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        assert_eq!((buffer.prompt_len(), buffer.common_len(), buffer.len()), (9, 6, 11));
+        let unanswered = buffer.clone().into_trajectory().unwrap();
+        assert_eq!(unanswered, whole.into_trajectory().unwrap(), "nothing happened yet");
+        buffer.push_reply(&reply(&[10], Finish::Stop, &[]), false, version);
+        assert_eq!(buffer.fork(), None);
+        let trajectory = buffer.into_trajectory().unwrap().unwrap();
+        assert_eq!(trajectory.token_ids(), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+        assert_eq!(trajectory.loss_mask(), [0, 0, 1, 1, 1, 0, 0, 0, 0, 1]);
+        let spans: Vec<_> = trajectory.turns().iter().map(|t| t.prompt_end..t.output_end).collect();
+        assert_eq!(spans, [2..5, 9..10]);
     }
 
     #[test]

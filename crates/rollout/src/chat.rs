@@ -3,9 +3,12 @@
 //! The invariant: token in, token out. What the policy sampled is never rendered again; only the
 //! *delta* (the environment's new messages and the next assistant header) becomes tokens. It is
 //! what a conversation has after a placeholder that stands for the sampled text. Read
-//! [`crate::supervised`] next: it builds training data through the same functions.
+//! [`crate::prefix`] next (what templates do with earlier turns), then [`crate::supervised`], which
+//! builds training data through the same functions.
 
 use crate::api::{Action, Message};
+use crate::prefix::{History, Thinking};
+use crate::scaffold::Scaffold;
 use crate::template::ChatTemplate;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_types::TokenId;
@@ -37,9 +40,16 @@ pub enum ChatErrorKind {
     /// The template rewrites or drops earlier turns.
     #[error(
         "the chat template does not keep earlier turns as they were ({0}); training token by token \
-         needs a template that only appends: remove the part that drops or rewrites earlier text"
+         needs a template that appends, and drops nothing but the thinking of earlier turns: remove \
+         the part that drops or rewrites other text"
     )]
     NotAppendOnly(String),
+    /// Thinking cannot be left out of earlier turns as the template does it.
+    #[error(
+        "the chat template drops the thinking of earlier turns, and {0} is not one token of the \
+         tokenizer, at which it could be cut; use rollout.history = \"sampled\""
+    )]
+    ThinkingIsNoToken(&'static str),
 }
 
 /// A chat error: which model folder, and why.
@@ -52,13 +62,25 @@ pub struct ChatError {
     pub kind: ChatErrorKind,
 }
 
+/// What a chat model is for.
+#[derive(Debug, Clone, Default)]
+pub struct ChatUse {
+    /// JSON schemas of tools that the template shows to the model.
+    pub tools: Vec<serde_json::Value>,
+    /// Whose observations the template is to render.
+    pub scaffold: Scaffold,
+    /// What becomes of earlier turns.
+    pub history: History,
+}
+
 /// A tokenizer with its chat template.
 #[derive(Debug)]
 pub struct ChatModel {
     folder: Utf8PathBuf,
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    tools: Vec<serde_json::Value>,
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) template: ChatTemplate,
+    pub(crate) purpose: ChatUse,
+    pub(crate) thinking: Thinking,
     end_of_turn: TokenId,
     end_of_turn_text: String,
     stop_token_ids: Vec<TokenId>,
@@ -66,32 +88,33 @@ pub struct ChatModel {
 }
 
 impl ChatModel {
+    /// Loads the model of a folder for the scaffold of native tool calls; as [`Self::load_for`].
+    ///
+    /// # Errors
+    /// As [`Self::load_for`].
+    pub fn load(folder: &Utf8Path) -> Result<Self, ChatError> {
+        Self::load_for(folder, ChatUse::default())
+    }
+
     /// Loads `tokenizer.json`, the chat template (`chat_template.jinja`, else the field
     /// `chat_template` of `tokenizer_config.json`) and the end tokens (`generation_config.json`,
     /// else `eos_token` of `tokenizer_config.json`) of a Hugging Face folder, and checks that the
-    /// template only appends.
+    /// template keeps earlier turns: what it renders for two finished turns is the prompt, the first
+    /// turn as it was written, the delta, the second turn, the next delta. Only the thinking of
+    /// earlier turns may be dropped; `purpose.history` says what becomes of it then.
     ///
     /// # Errors
-    /// When a file is absent or malformed, or the template fails [`Self::check_prefix`].
-    pub fn load(folder: &Utf8Path) -> Result<Self, ChatError> {
-        Self::load_with_tools(folder, Vec::new())
+    /// When a file is absent or malformed, or the template drops or rewrites other text.
+    pub fn load_for(folder: &Utf8Path, purpose: ChatUse) -> Result<Self, ChatError> {
+        let run = || {
+            let mut model = Self::read(folder, purpose)?;
+            model.thinking = model.find_thinking()?;
+            Ok(model)
+        };
+        run().map_err(|kind| ChatError { folder: folder.to_owned(), kind })
     }
 
-    /// As [`Self::load`]; `tools` are JSON schemas that the template shows to the model.
-    ///
-    /// # Errors
-    /// As [`Self::load`].
-    pub fn load_with_tools(
-        folder: &Utf8Path,
-        tools: Vec<serde_json::Value>,
-    ) -> Result<Self, ChatError> {
-        let at = |kind| ChatError { folder: folder.to_owned(), kind };
-        let model = Self::read(folder, tools).map_err(at)?;
-        model.check_prefix()?;
-        Ok(model)
-    }
-
-    fn read(folder: &Utf8Path, tools: Vec<serde_json::Value>) -> Result<Self, ChatErrorKind> {
+    fn read(folder: &Utf8Path, purpose: ChatUse) -> Result<Self, ChatErrorKind> {
         let tokenizer = Tokenizer::from_bytes(fs_err::read(folder.join("tokenizer.json"))?)
             .map_err(|e| invalid("tokenizer.json", e.to_string()))?;
         let config = json_file(folder, "tokenizer_config.json")?;
@@ -117,21 +140,23 @@ impl ChatModel {
         let control_texts = tokenizer
             .get_added_tokens_decoder()
             .values()
-            .filter(|t| t.special || t.content.contains("tool") || t.content.contains("think"))
-            .map(|t| t.content.clone())
+            .filter(|token| token.special || is_tag(&token.content))
+            .map(|token| token.content.clone())
             .filter(|text| text.chars().count() > 1)
             .collect();
         let mut model = Self {
             folder: folder.to_owned(),
             tokenizer,
             template,
-            tools,
+            purpose,
+            thinking: Thinking::Kept,
             end_of_turn: 0,
             end_of_turn_text: String::new(),
             stop_token_ids,
             control_texts,
         };
-        let closing = model.after_mark(&[message("tool", "x")])?;
+        let role = model.purpose.scaffold.observation_role();
+        let closing = model.after_mark(&[message(role, "x")])?;
         let found = model.stop_token_ids.iter().find_map(|&id| {
             let text = model.tokenizer.id_to_token(id)?;
             closing.starts_with(&text).then_some((id, text))
@@ -227,57 +252,8 @@ impl ChatModel {
         run().map_err(|kind| self.error(kind))
     }
 
-    /// Checks that the template only appends: what it renders for two finished turns is the
-    /// prompt, the first turn as it was written, the delta, the second turn, the next delta.
-    /// Both plain turns and, where the template knows them, thinking turns are tried.
-    ///
-    /// # Errors
-    /// [`ChatErrorKind::NotAppendOnly`] when a turn is dropped or rewritten.
-    pub fn check_prefix(&self) -> Result<(), ChatError> {
-        self.check_prefix_inner().map_err(|kind| self.error(kind))
-    }
-
-    fn check_prefix_inner(&self) -> Result<(), ChatErrorKind> {
-        const THINK: &str = "<think>\n";
-        let opening = [message("system", "probe system"), message("user", "probe question")];
-        let prompt = self.render(&opening)?;
-        let thinks_first = prompt.ends_with(THINK);
-        let mut probes = Vec::new();
-        if !thinks_first {
-            probes.push(("plain turns", ["alpha one", "beta two"]));
-        }
-        if self.template.source().contains("think") {
-            probes.push((
-                "turns with thinking",
-                ["<think>\nalpha\n</think>\n\none", "<think>\nbeta\n</think>\n\ntwo"],
-            ));
-        }
-        for (what, turns) in probes {
-            let mut messages = opening.to_vec();
-            let mut expected = prompt.clone();
-            for (index, turn) in turns.into_iter().enumerate() {
-                let observation = message("tool", &format!("probe result {index}"));
-                let sampled = if thinks_first { turn.strip_prefix(THINK) } else { Some(turn) };
-                expected.push_str(sampled.unwrap_or(turn));
-                expected.push_str(&self.after_mark(std::slice::from_ref(&observation))?);
-                messages.extend([message("assistant", turn), observation]);
-                let rendered = self.render(&messages)?;
-                if rendered != expected {
-                    let differs =
-                        rendered.bytes().zip(expected.bytes()).take_while(|(a, b)| a == b).count();
-                    return Err(ChatErrorKind::NotAppendOnly(format!(
-                        "{what}, after turn {}: rendered text differs from byte {differs} of {}",
-                        index + 1,
-                        expected.len()
-                    )));
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// What the template writes after an assistant turn when `new_messages` follow it.
-    fn after_mark(&self, new_messages: &[Message]) -> Result<String, ChatErrorKind> {
+    pub(crate) fn after_mark(&self, new_messages: &[Message]) -> Result<String, ChatErrorKind> {
         let mut messages = vec![message("user", "x"), message("assistant", MARK)];
         messages.extend_from_slice(new_messages);
         let text = self.render(&messages)?;
@@ -305,9 +281,9 @@ impl ChatModel {
         }
     }
 
-    fn render(&self, messages: &[Message]) -> Result<String, ChatErrorKind> {
+    pub(crate) fn render(&self, messages: &[Message]) -> Result<String, ChatErrorKind> {
         let safe: Vec<Message> = messages.iter().map(|m| self.without_control_texts(m)).collect();
-        Ok(self.template.render(&safe, &self.tools, true)?)
+        Ok(self.template.render(&safe, &self.purpose.tools, true)?)
     }
 
     /// Text from outside must not become control tokens: a file that holds the model's
@@ -327,7 +303,7 @@ impl ChatModel {
         message
     }
 
-    fn encode_inner(&self, text: &str) -> Result<Vec<TokenId>, ChatErrorKind> {
+    pub(crate) fn encode_inner(&self, text: &str) -> Result<Vec<TokenId>, ChatErrorKind> {
         let encoding = self.tokenizer.encode_fast(text, false);
         encoding.map(|e| e.get_ids().to_vec()).map_err(|e| ChatErrorKind::Tokenizer(e.to_string()))
     }
@@ -335,6 +311,11 @@ impl ChatModel {
     fn error(&self, kind: ChatErrorKind) -> ChatError {
         ChatError { folder: self.folder.clone(), kind }
     }
+}
+
+/// Whether an added token is markup, like `<think>`, and no word or run of blanks.
+fn is_tag(token: &str) -> bool {
+    token.starts_with('<') && token.ends_with('>')
 }
 
 pub(crate) fn message(role: &str, content: &str) -> Message {

@@ -1,6 +1,11 @@
 //! The `[rollout]` section.
 
+use crate::api::Message;
+use crate::chat::ChatUse;
 use crate::machine::EpisodeLimits;
+use crate::prefix::History;
+use crate::scaffold::{Prompts, Scaffold};
+use orchestrate_tasks::Task;
 use orchestrate_types::{ConfigProblem, HumanDuration};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -44,8 +49,20 @@ pub struct RolloutConfig {
     pub top_p: Option<f32>,
     /// Characters of one observation; longer ones lose their middle. Default 10000.
     pub observation_chars: Option<usize>,
-    /// Text of a system message before the task. Default: none.
+    /// In which form the policy acts: `tools` (native tool calls), `r2e-xml` (R2E-Gym's functions) or
+    /// `mini` (bash blocks, as mini-swe-agent has them). Default `tools`.
+    pub scaffold: Option<Scaffold>,
+    /// What a prompt has of earlier turns where the chat template drops their thinking: all that was
+    /// `sampled`, or what the `template` leaves. Then every turn that had thinking forks the
+    /// conversation, and only what was sampled behind the last fork can be trained on. Default
+    /// `sampled`.
+    pub history: Option<History>,
+    /// Text of the system message before the task; `{workdir}` is the repository's folder. Default:
+    /// the scaffold's own, which `tools` has not.
     pub system_prompt: Option<String>,
+    /// Text of the task's message, with `{problem_statement}` and `{workdir}`. Default: the
+    /// scaffold's own, which for `tools` is the problem statement alone.
+    pub task_prompt: Option<String>,
     /// Whether the chat template is given the tools' JSON schemas. Default true; false for models
     /// trained on the scaffold, which know them.
     pub show_tools: Option<bool>,
@@ -87,8 +104,14 @@ pub struct RolloutPlan {
     pub top_p: f32,
     /// Characters per observation.
     pub observation_chars: usize,
-    /// System message.
+    /// Form of actions.
+    pub scaffold: Scaffold,
+    /// What prompts have of earlier turns.
+    pub history: History,
+    /// System message, in place of the scaffold's.
     pub system_prompt: Option<String>,
+    /// Task's message, in place of the scaffold's.
+    pub task_prompt: Option<String>,
     /// Whether templates are given the tools' schemas.
     pub show_tools: bool,
     /// Whether repositories are given without their history.
@@ -120,7 +143,10 @@ impl RolloutConfig {
             temperature: self.temperature.unwrap_or(1.0),
             top_p: self.top_p.unwrap_or(1.0),
             observation_chars: self.observation_chars.unwrap_or(10_000),
+            scaffold: self.scaffold.unwrap_or_default(),
+            history: self.history.unwrap_or_default(),
             system_prompt: self.system_prompt.clone(),
+            task_prompt: self.task_prompt.clone(),
             show_tools: self.show_tools.unwrap_or(true),
             hide_history: self.hide_history.unwrap_or(true),
         };
@@ -137,6 +163,19 @@ impl RolloutPlan {
             max_sequence_tokens: self.max_sequence_tokens.min(context),
             max_response_tokens: self.max_response_tokens,
         }
+    }
+
+    /// What the chat model of a run is for.
+    pub fn chat_use(&self) -> ChatUse {
+        let tools = if self.show_tools { self.scaffold.tool_schemas() } else { Vec::new() };
+        ChatUse { tools, scaffold: self.scaffold, history: self.history }
+    }
+
+    /// The opening messages of a task.
+    pub fn opening(&self, task: &Task) -> Vec<Message> {
+        let prompts =
+            Prompts { system: self.system_prompt.as_deref(), task: self.task_prompt.as_deref() };
+        self.scaffold.opening(prompts, task, self.max_turns)
     }
 
     fn problems(&self) -> Vec<ConfigProblem> {
@@ -168,6 +207,12 @@ impl RolloutPlan {
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
             let remedy = "use a number above 0, at most 1; 1.0 keeps every token";
             problems.push(problem("top_p", self.top_p, remedy));
+        }
+        if let Some(words) = &self.task_prompt
+            && !words.contains("{problem_statement}")
+        {
+            let remedy = "name the place of the issue by {problem_statement}";
+            problems.push(problem("task_prompt", words, remedy));
         }
         let times = [
             ("command_timeout", self.command_timeout),
@@ -210,14 +255,21 @@ mod tests {
             max_groups_per_step: Some(3),
             temperature: Some(0.0),
             top_p: Some(f32::NAN),
+            task_prompt: Some("fix it".to_owned()),
             command_timeout: Some(HumanDuration::secs(20)),
             episode_timeout: Some(HumanDuration::secs(10)),
             ..RolloutConfig::default()
         };
         let problems = config.check().unwrap_err();
         let keys: Vec<&str> = problems.iter().map(|p| p.key.as_str()).collect();
-        let expected =
-            ["group_size", "max_groups_per_step", "temperature", "top_p", "command_timeout"];
+        let expected = [
+            "group_size",
+            "max_groups_per_step",
+            "temperature",
+            "top_p",
+            "task_prompt",
+            "command_timeout",
+        ];
         assert_eq!(keys, expected.map(|key| format!("rollout.{key}")));
     }
 

@@ -5,31 +5,32 @@
 //!
 //! [`EpisodeRunner`] is the way in; it performs the commands of the pure [`EpisodeMachine`].
 
-mod actions;
 mod api;
 mod attempt;
 mod buffer;
 mod chat;
 mod config;
+mod editor;
 mod grading;
 mod leads;
 mod machine;
+mod prefix;
 mod repository;
 mod reward;
 mod rows;
 mod runner;
+mod scaffold;
 mod supervised;
 mod template;
 mod toolbox;
 mod tree;
 mod vocabulary;
 
-pub use actions::{Call, Change, parse_calls, tool_schemas};
 pub use api::{
     Action, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog, opening_messages,
 };
-pub use buffer::TokenBuffer;
-pub use chat::{ChatError, ChatErrorKind, ChatModel};
+pub use buffer::{Fork, TokenBuffer};
+pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatUse};
 pub use config::{RolloutConfig, RolloutPlan};
 pub use grading::{
     GradeError, GradeLogs, Graded, Judge, Rules, grade_patch, judge_as_r2e, judge_by_summary,
@@ -37,9 +38,11 @@ pub use grading::{
 };
 pub use leads::Leads;
 pub use machine::{Command, EpisodeLimits, EpisodeMachine, Event, IllegalTransition, State};
+pub use prefix::History;
 pub use reward::{HarnessVersion, RewardCompat, RewardSection};
 pub use rows::RowSharing;
 pub use runner::EpisodeRunner;
+pub use scaffold::{Call, Change, EditorCommand, Prompts, Scaffold};
 pub use supervised::{ExpertEpisode, ExpertTurn, Supervised};
 pub use template::ChatTemplate;
 pub use tree::{TreeChange, compare_trees};

@@ -41,6 +41,8 @@ pub(crate) struct EpisodeRows {
     model: String,
     sharing: RowSharing,
     builder: MaskBuilder,
+    /// The rows without a fork, until a reply to the forked prompt has come.
+    unforked: Option<MaskBuilder>,
     chain: Option<PrefixChain>,
     /// Worker of the chain's scope; empty for the fleet.
     worker: String,
@@ -57,6 +59,7 @@ impl EpisodeRows {
     ) -> Result<Self, RoutingError> {
         Ok(Self {
             builder: MaskBuilder::new(Arc::clone(&shape))?,
+            unforked: None,
             shape,
             model,
             sharing,
@@ -70,6 +73,14 @@ impl EpisodeRows {
     /// First row to ask the next reply for.
     pub(crate) fn next_start(&self) -> usize {
         self.builder.next_start()
+    }
+
+    /// The next prompt has only the first `tokens` tokens in common with what there is.
+    pub(crate) fn fork(&mut self, tokens: usize) {
+        let forked = self.builder.fork(tokens);
+        self.unforked = Some(std::mem::replace(&mut self.builder, forked));
+        self.seeded = 0;
+        self.chain = None;
     }
 
     fn begin_chain(&mut self, version: PolicyVersion, worker: Option<String>) {
@@ -145,6 +156,7 @@ impl EpisodeRows {
     ) -> Result<(), RoutingError> {
         let passes = Passes { versions, retracted: retractions > 0 };
         let report = self.builder.push_passes(rows, total, passes)?;
+        self.unforked = None;
         self.counts.drift += report.drift_rows as u64;
         self.counts.mixed += report.mixed_rows as u64;
         if self.seeded > 0 && self.counts.shared == 0 {
@@ -182,7 +194,13 @@ impl EpisodeRows {
 
     /// Tokens whose row is mixed.
     pub(crate) fn mixed_tokens(&self) -> Vec<Range<usize>> {
-        self.builder.mixed().iter().map(|rows| rows.start + 1..rows.end + 1).collect()
+        self.unforked
+            .as_ref()
+            .unwrap_or(&self.builder)
+            .mixed()
+            .iter()
+            .map(|rows| rows.start + 1..rows.end + 1)
+            .collect()
     }
 
     pub(crate) fn mixed_policy(&self) -> MixedRows {
@@ -194,7 +212,7 @@ impl EpisodeRows {
     /// # Errors
     /// [`RoutingError::Incomplete`] when rows are missing.
     pub(crate) fn finish(self, tokens: usize) -> Result<RoutingMask, RoutingError> {
-        self.builder.finish(tokens)
+        self.unforked.unwrap_or(self.builder).finish(tokens)
     }
 }
 

@@ -4,7 +4,7 @@
 //! pushed only with the reply it belongs to; every sandbox that was opened is closed before the
 //! report is given; no engine call is under way while a tool runs.
 
-use crate::api::{EpisodeReport, EpisodeRequest, Episodes, opening_messages};
+use crate::api::{EpisodeReport, EpisodeRequest, Episodes};
 use crate::attempt::Attempt;
 use crate::chat::ChatModel;
 use crate::config::RolloutPlan;
@@ -165,9 +165,7 @@ impl EpisodeRunner {
     }
 
     fn render_prompt(&self, attempt: &mut Attempt<'_>) -> Event {
-        let task = &attempt.request.task;
-        let messages =
-            opening_messages(self.plan.system_prompt.as_deref(), &task.problem_statement);
+        let messages = self.plan.opening(&attempt.request.task);
         match self.chat.prompt(&messages) {
             Ok(ids) => {
                 attempt.buffer.add_pending(&ids);

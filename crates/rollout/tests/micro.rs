@@ -2,17 +2,17 @@
 //! runner reads, and what they were told is what the runner answers.
 #![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
 
+mod common;
+
 use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
-    Action, ChatModel, ChatTemplate, EpisodeRequest, EpisodeRunner, Episodes, ExpertEpisode,
-    ExpertTurn, Leads, MICRO_CHAT_TEMPLATE, RolloutConfig, RowSharing, Rules, judge_by_summary,
-    opening_messages, train_tokenizer,
+    Action, ChatModel, ChatTemplate, Episodes, ExpertEpisode, ExpertTurn, MICRO_CHAT_TEMPLATE,
+    RolloutConfig, Rules, judge_by_summary, opening_messages, train_tokenizer,
 };
-use orchestrate_sandbox::Limits;
 use orchestrate_tasks::{Task, expert, micro, patch};
 use orchestrate_testkit::{FakeEngine, FakeExec, FakeReply, FakeSandboxes, FakeTree, toy_shape};
-use orchestrate_types::{ByteSize, Outcome, PolicyVersion, RunId};
+use orchestrate_types::Outcome;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 use std::sync::Arc;
@@ -87,33 +87,14 @@ async fn micro_experts_replayed_by_the_runner_give_their_own_tokens_and_the_gold
                 }
                 None => FakeExec::new(1, "no summary\n"),
             });
-        let runner = EpisodeRunner {
-            engine: Arc::new(engine),
-            sandboxes: Arc::new(sandboxes),
-            chat: Arc::clone(&chat),
-            plan: RolloutConfig::default().check().unwrap(),
-            container_limits: Limits {
-                memory: ByteSize::mib(256),
-                cpu_millis: 500,
-                pids: 64,
-                tmpfs: ByteSize::mib(64),
-            },
-            rules: Rules::new(judge_by_summary),
-            logs: None,
-            rows: RowSharing::default(),
-            leads: Leads::default(),
-        };
-        let request = EpisodeRequest {
-            run: RunId::generate(),
-            epoch: 1,
-            attempt: "t000000.00-a01".parse().unwrap(),
-            task: Arc::new(task.clone()),
-            policy_version: PolicyVersion(0),
-            seed: 1,
-            temperature: 1.0,
-            want_routing: true,
-        };
-        let report = runner.run(request, &CancellationToken::new()).await;
+        let plan = RolloutConfig::default().check().unwrap();
+        let runner = common::runner(
+            Arc::new(engine),
+            Arc::new(sandboxes),
+            (Arc::clone(&chat), plan),
+            Rules::new(judge_by_summary),
+        );
+        let report = runner.run(common::request(task.clone()), &CancellationToken::new()).await;
         // The fake cannot run the hidden tests; all else is as in a real episode.
         assert_eq!(report.outcome, Outcome::Scored { reward: 0.0 });
         assert_eq!(report.trajectory.unwrap().token_ids(), data.token_ids, "{}", task.id);

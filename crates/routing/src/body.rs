@@ -7,8 +7,13 @@
 //! one, the string is exactly `routed_experts`, since the byte before its last quote is no
 //! backslash either; and a string before a colon is a key. The payload ends at the next quote:
 //! base64 has neither quotes nor backslashes, and a quote with a backslash before it is refused.
+//!
+//! A payload that is a `.npy` file says itself how long it is. Where a quote stands just there, the
+//! bytes before it are not searched for one: of a whole sequence sent again with every turn this is
+//! nearly all there is to read. The decoder refuses a quote among the rows that it takes, and of
+//! those before them nobody reads any.
 
-use crate::RoutingError;
+use crate::{RoutingError, npy};
 use memchr::memchr;
 use memchr::memmem::Finder;
 use std::ops::Range;
@@ -30,7 +35,7 @@ pub struct SplitBody {
 }
 
 /// Cuts every string under a key `routed_experts`, at whatever depth, out of a JSON text. The
-/// strings are passed once, in search of their end, and neither copied nor looked at.
+/// strings are passed at most once, in search of their end, and neither copied nor looked at.
 ///
 /// # Errors
 /// [`RoutingError::Body`] when such a string does not end, ends in an escaped quote, or when
@@ -48,7 +53,7 @@ pub fn split_body(body: &[u8]) -> Result<SplitBody, RoutingError> {
         }
         let Some(begin) = string_value(body, searched) else { continue };
         let text = body.get(begin..).unwrap_or_default();
-        let length = memchr(b'"', text).ok_or(RoutingError::Body("it ends inside them"))?;
+        let length = length(text).ok_or(RoutingError::Body("it ends inside them"))?;
         let end = begin + length;
         if body.get(begin..end).is_some_and(|text| text.last() == Some(&b'\\')) {
             return Err(RoutingError::Body("a backslash is in them"));
@@ -72,6 +77,12 @@ fn string_value(body: &[u8], at: usize) -> Option<usize> {
         _ => return None,
     };
     (body.get(value) == Some(&b'"')).then_some(value + 1)
+}
+
+/// How many bytes of `text` are before the quote that ends the string it begins with.
+fn length(text: &[u8]) -> Option<usize> {
+    let said = npy::chars(text).filter(|&chars| text.get(chars) == Some(&b'"'));
+    said.or_else(|| memchr(b'"', text))
 }
 
 /// White space, as JSON defines it, at the begin of `text`.

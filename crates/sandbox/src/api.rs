@@ -4,6 +4,9 @@ use crate::guard::Quarantined;
 use orchestrate_types::{AttemptId, ByteSize, Retry, RunId};
 use std::time::Duration;
 
+/// Removing what filled a disk takes seconds; attempts are not to be used up by then.
+const DISK_PAUSE: Duration = Duration::from_secs(10);
+
 /// What a sandbox is for. Agent and grader sandboxes never share a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Purpose {
@@ -197,6 +200,10 @@ pub enum SandboxErrorKind {
         /// The daemon's words.
         message: String,
     },
+    /// The Docker host's disk is full, or nearly: nothing is started there, and what ran there may
+    /// have failed for that alone.
+    #[error("the Docker host's disk is full: {0}")]
+    DiskFull(String),
     /// The container ended or was removed under us.
     #[error("the container is gone: {0}")]
     Gone(String),
@@ -239,6 +246,7 @@ impl SandboxError {
             | SandboxErrorKind::NotRecorded { .. }
             | SandboxErrorKind::Unfit(_) => Retry::Never,
             SandboxErrorKind::NoDaemon(_) => Retry::After(Duration::from_secs(2)),
+            SandboxErrorKind::DiskFull(_) => Retry::After(DISK_PAUSE),
             SandboxErrorKind::TimedOut { .. }
             | SandboxErrorKind::Refused { .. }
             | SandboxErrorKind::Gone(_)
@@ -258,6 +266,25 @@ pub struct SweepReport {
     pub kept: Vec<(String, String)>,
     /// Containers that the daemon did not remove, and its words.
     pub failed: Vec<(String, String)>,
+}
+
+/// One host of sandboxes as it is now, for metrics.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct HostUse {
+    /// Its name.
+    pub host: String,
+    /// Whether new sandboxes are opened there.
+    pub in_service: bool,
+    /// Times it was taken out of service.
+    pub taken_out: u64,
+    /// Containers that may be alive at once.
+    pub capacity: usize,
+    /// In use now, being started and being removed included.
+    pub open: usize,
+    /// Clean and waiting now.
+    pub idle: usize,
+    /// Containers started.
+    pub started: u64,
 }
 
 /// One open sandbox. Close it; dropping only queues it for removal.
@@ -294,6 +321,11 @@ pub trait SandboxProvider: Send + Sync + std::fmt::Debug {
 
     /// Containers that their daemon does not let go; they hold nobody up.
     fn quarantined(&self) -> Vec<Quarantined> {
+        Vec::new()
+    }
+
+    /// The hosts of its sandboxes; none where that means nothing.
+    fn hosts(&self) -> Vec<HostUse> {
         Vec::new()
     }
 

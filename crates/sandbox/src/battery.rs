@@ -360,6 +360,7 @@ fn fault(kind: &SandboxErrorKind) -> Option<Fault> {
         SandboxErrorKind::TimedOut { .. } => Some(Fault::TimedOut),
         SandboxErrorKind::Protocol(_) => Some(Fault::Protocol),
         SandboxErrorKind::NoDaemon(_)
+        | SandboxErrorKind::DiskFull(_)
         | SandboxErrorKind::ImageMissing(_)
         | SandboxErrorKind::NotPulled { .. }
         | SandboxErrorKind::ImageChanged { .. }

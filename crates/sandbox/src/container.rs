@@ -115,6 +115,7 @@ pub(crate) fn create_body(
         Seccomp::Daemon => {}
     }
     let host = HostConfig {
+        runtime: config.runtime.clone(),
         network_mode: Some("none".to_owned()),
         ipc_mode: Some("private".to_owned()),
         cap_drop: Some(vec!["ALL".to_owned()]),

@@ -1,15 +1,18 @@
 //! The Docker daemon: every call has a deadline, every error becomes ours here.
 
 use crate::api::{SandboxError, SandboxErrorKind};
-use bollard::Docker;
+use crate::host::{CERTIFICATES, DockerHost, Transport};
+use crate::ssh::Tunnel;
 use bollard::errors::Error as DriverError;
 use bollard::query_parameters::RemoveContainerOptions;
+use bollard::{API_DEFAULT_VERSION, Docker};
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-const DEFAULT_HOST: &str = "unix:///var/run/docker.sock";
 const HINT: &str = "start Docker (on Debian as root: `. scripts/lib/docker.sh && ensure_docker`), or say \
-                    where it is in sandbox.docker_host or DOCKER_HOST";
+                    where it is in sandbox.docker_host, sandbox.hosts or DOCKER_HOST";
 /// Waits between looks at a removal that the daemon says is under way.
 const REMOVAL_LOOK: Duration = Duration::from_millis(50);
 const REMOVAL_LOOKS: u32 = 100;
@@ -64,38 +67,96 @@ impl CallError {
 #[derive(Debug, Clone)]
 pub(crate) struct Daemon {
     pub(crate) docker: Docker,
-    /// Where it is.
+    /// What its host is called.
     pub(crate) host: String,
+    local: bool,
+    tunnel: Option<Arc<Tunnel>>,
     timeout: Duration,
 }
 
 impl Daemon {
     /// Connects and agrees on an API version.
     pub(crate) async fn connect(
-        host: Option<&str>,
+        host: &DockerHost,
         timeout: Duration,
     ) -> Result<Self, SandboxError> {
-        let host = host
-            .map(str::to_owned)
-            .or_else(|| std::env::var("DOCKER_HOST").ok().filter(|host| !host.is_empty()))
-            .unwrap_or_else(|| DEFAULT_HOST.to_owned());
-        let lost =
-            |error: &dyn std::fmt::Display| CallError::Lost(error.to_string()).at(&host, "connect");
-        let docker = Docker::connect_with_host(&host).map_err(|e| lost(&e))?;
+        let refused = |message: String| SandboxError {
+            sandbox: host.title().to_owned(),
+            kind: SandboxErrorKind::Refused { call: "connect", message },
+        };
+        let (docker, tunnel) = match host.transport().map_err(refused)? {
+            Transport::Plain => (Docker::connect_with_host(&host.url), None),
+            Transport::Tls(folder) => {
+                let [ca, cert, key] = certificates(&folder).map_err(refused)?;
+                // The driver asks for the process's provider and panics where two are compiled in,
+                // as they are by way of other crates. An error: somebody has chosen already.
+                let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+                let whole = timeout.as_secs();
+                (
+                    Docker::connect_with_ssl(
+                        &host.url,
+                        &key,
+                        &cert,
+                        &ca,
+                        whole,
+                        API_DEFAULT_VERSION,
+                    ),
+                    None,
+                )
+            }
+            Transport::Ssh(to) => {
+                let tunnel = Tunnel::new(to).map_err(|error| refused(error.to_string()))?;
+                deadline(timeout, async { tunnel.up().await.map_err(CallError::Lost) })
+                    .await
+                    .map_err(|error| error.at(host.title(), "connect"))?;
+                let socket = tunnel.socket();
+                let socket = socket.to_string_lossy();
+                let docker =
+                    Docker::connect_with_unix(&socket, timeout.as_secs(), API_DEFAULT_VERSION);
+                (docker, Some(Arc::new(tunnel)))
+            }
+        };
+        let docker = docker
+            .map_err(|error| CallError::Lost(with_sources(&error)).at(host.title(), "connect"))?;
         // The driver's own time-out covers the wait for headers only, and ours must come first.
         let docker = docker.with_timeout(timeout + Duration::from_secs(5));
-        let docker = deadline(timeout, docker.negotiate_version())
-            .await
-            .map_err(|error| error.at(&host, "version"))?;
-        Ok(Self { docker, host, timeout })
+        let agreed = async {
+            let agreed = docker.negotiate_version().await;
+            agreed.map_err(|error| CallError::from_driver(error, timeout))
+        };
+        let docker =
+            deadline(timeout, agreed).await.map_err(|error| error.at(host.title(), "version"))?;
+        let (host, local) = (host.title().to_owned(), host.is_local());
+        Ok(Self { docker, host, local, tunnel, timeout })
     }
 
     /// Waits for one call, at most the deadline.
-    pub(crate) async fn call<T>(
+    pub(crate) fn call<T>(
         &self,
         future: impl Future<Output = Result<T, DriverError>>,
-    ) -> Result<T, CallError> {
-        deadline(self.timeout, future).await
+    ) -> impl Future<Output = Result<T, CallError>> {
+        self.call_within(self.timeout, future)
+    }
+
+    /// The driver's futures are large, and would be in those of all who call.
+    fn call_within<T>(
+        &self,
+        within: Duration,
+        future: impl Future<Output = Result<T, DriverError>>,
+    ) -> impl Future<Output = Result<T, CallError>> {
+        let future = Box::pin(future);
+        deadline(within, async move {
+            if let Some(tunnel) = &self.tunnel {
+                tunnel.up().await.map_err(CallError::Lost)?;
+            }
+            future.await.map_err(|error| CallError::from_driver(error, within))
+        })
+    }
+
+    /// Whether it answers, and soon.
+    pub(crate) async fn ping(&self, within: Duration) -> Result<(), SandboxError> {
+        let answer = self.call_within(within.min(self.timeout), self.docker.ping()).await;
+        answer.map(|_| ()).map_err(|error| error.at(&self.host, "ping"))
     }
 
     /// Waits for a daemon that is away, as it is while it restarts; whether it answers before `until`.
@@ -111,7 +172,7 @@ impl Daemon {
 
     /// Whether this daemon shares our file system (and its disk can be looked at).
     pub(crate) fn is_local(&self) -> bool {
-        self.host.starts_with("unix://")
+        self.local
     }
 
     /// Removes a container by force. That it is gone already, or going, is success.
@@ -136,12 +197,22 @@ impl Daemon {
 
 async fn deadline<T>(
     after: Duration,
-    future: impl Future<Output = Result<T, DriverError>>,
+    future: impl Future<Output = Result<T, CallError>>,
 ) -> Result<T, CallError> {
     match tokio::time::timeout(after, future).await {
-        Ok(result) => result.map_err(|error| CallError::from_driver(error, after)),
+        Ok(result) => result,
         Err(_) => Err(CallError::TimedOut(after)),
     }
+}
+
+/// The three files of a folder of certificates. The driver reads two of them only when it connects,
+/// and then does not say that one is missing.
+fn certificates(folder: &Path) -> Result<[std::path::PathBuf; 3], String> {
+    let paths = CERTIFICATES.map(|name| folder.join(name));
+    for path in &paths {
+        std::fs::File::open(path).map_err(|error| format!("{}: {error}", path.display()))?;
+    }
+    Ok(paths)
 }
 
 /// The driver hides the reason ("connection refused") in its sources.
@@ -167,10 +238,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("docker.sock");
         let _listener = tokio::net::UnixListener::bind(&path).unwrap();
-        let host = format!("unix://{}", path.display());
+        let host = DockerHost::single(Some(&format!("unix://{}", path.display())));
         let after = Duration::from_millis(200);
-        let error = Daemon::connect(Some(&host), after).await.unwrap_err();
-        assert_eq!(error.sandbox, host);
+        let error = Daemon::connect(&host, after).await.unwrap_err();
+        assert_eq!(error.sandbox, host.url);
         assert!(
             matches!(error.kind, SandboxErrorKind::TimedOut { call: "version", .. }),
             "{error}"

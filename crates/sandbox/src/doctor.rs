@@ -2,6 +2,7 @@
 
 use crate::api::{Command, SandboxError, SandboxProvider as _, SandboxSpec};
 use crate::daemon::Daemon;
+use crate::isolation::{self, maps_users};
 use crate::provider::DockerProvider;
 use orchestrate_types::ByteSize;
 use std::time::Duration;
@@ -22,6 +23,8 @@ pub struct DaemonReport {
     pub cgroup_driver: String,
     /// What runs containers where nothing else is asked for, like `runc`.
     pub runtime: String,
+    /// All that it offers to run containers.
+    pub runtimes: Vec<String>,
     /// What the daemon says about its defences, like `name=seccomp,profile=default`.
     pub security: Vec<String>,
     /// Whether containers outlive the daemon.
@@ -39,11 +42,10 @@ pub struct DaemonReport {
 }
 
 impl DaemonReport {
-    /// Whether a container's root has the host's user id 0, with no kernel of its own.
-    pub fn root_is_the_hosts(&self) -> bool {
-        let mapped =
-            |option: &String| option.contains("name=userns") || option.contains("name=rootless");
-        !self.security.iter().any(mapped) && !self.runtime.starts_with("runsc")
+    /// Whether a container's root has the host's user id 0, with no kernel of its own; `runtime` is
+    /// what runs it, if not the default.
+    pub fn root_is_the_hosts(&self, runtime: Option<&str>) -> bool {
+        !maps_users(&self.security) && !runtime.unwrap_or(&self.runtime).starts_with("runsc")
     }
 }
 
@@ -85,13 +87,14 @@ impl DockerProvider {
             .call(daemon.docker.info())
             .await
             .map_err(|error| error.at(&daemon.host, "info"))?;
-        let local = daemon.is_local();
+        let (local, runtimes) = (daemon.is_local(), isolation::runtimes(&info));
         let api = daemon.docker.client_version();
         Ok(DaemonReport {
             host: daemon.host.clone(),
             version: info.server_version.unwrap_or_default(),
             api: format!("{}.{}", api.major_version, api.minor_version),
             cgroup_driver: info.cgroup_driver.map(|d| d.to_string()).unwrap_or_default(),
+            runtimes,
             runtime: info.default_runtime.unwrap_or_default(),
             security: info.security_options.unwrap_or_default(),
             live_restore: info.live_restore_enabled.unwrap_or(false),

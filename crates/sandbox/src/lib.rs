@@ -2,26 +2,31 @@
 //!
 //! The invariant: a result counts only when the supervisor inside the container reported the
 //! command's end; an end of stream is never taken for success. Read `api.rs` for the seam, then
-//! `provider.rs` for its Docker implementation.
+//! `provider.rs` for one Docker host, and `hosts/mod.rs` for several of them.
 
 mod api;
 mod battery;
 mod config;
 mod container;
 mod daemon;
+mod disk;
 mod doctor;
 mod floor;
 mod guard;
+mod host;
+mod hosts;
 mod image;
+mod isolation;
 mod link;
 mod memory;
 mod provider;
 mod sandbox;
 mod slots;
+mod ssh;
 mod sweep;
 
 pub use api::{
-    Command, ExecResult, Exit, FileEntry, Limits, Owner, Purpose, Sandbox, SandboxError,
+    Command, ExecResult, Exit, FileEntry, HostUse, Limits, Owner, Purpose, Sandbox, SandboxError,
     SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
 pub use battery::{BatteryResult, battery_cases, run_battery};
@@ -29,7 +34,12 @@ pub use config::{PullPolicy, RawSandboxConfig, SandboxConfig, Seccomp};
 pub use doctor::{DaemonReport, ProbeReport};
 pub use floor::BareContainer;
 pub use guard::Quarantined;
-pub use image::{ImageBook, ImageIdentity, ImageNews, Listener, PulledImage};
+pub use host::{DockerHost, RawDockerHost};
+pub use hosts::DockerHosts;
+pub use image::{
+    ImageBook, ImageIdentity, ImageNews, ImagesOnHost, Listener, PulledImage, images_on_hosts,
+};
+pub use isolation::UserNamespace;
 pub use memory::MemoryUse;
 pub use provider::{DockerProvider, ProviderStats, Surroundings};
 pub use sweep::{ContainerInfo, GcScope};

@@ -6,6 +6,7 @@ use bollard::container::LogOutput;
 use bollard::errors::Error as DriverError;
 use bollard::query_parameters::AttachContainerOptions;
 use futures::{Stream, StreamExt as _};
+use orchestrate_supervisor::Free;
 use orchestrate_supervisor::protocol::{FrameBuffer, Reply, Request, VERSION};
 use std::pin::Pin;
 use std::time::Duration;
@@ -74,10 +75,10 @@ impl Link {
         self.error(SandboxErrorKind::Gone(text))
     }
 
-    /// Waits for the supervisor's first frame.
-    pub(crate) async fn hello(&mut self) -> Result<(), SandboxError> {
+    /// Waits for the supervisor's first frame, which says what is left of the host's disk.
+    pub(crate) async fn hello(&mut self) -> Result<Free, SandboxError> {
         match self.receive().await? {
-            (0, Reply::Hello { version: VERSION }) => Ok(()),
+            (0, Reply::Hello { version: VERSION, free }) => Ok(free),
             (_, other) => Err(self.protocol(format!("expected a greeting, got {other:?}"))),
         }
     }
@@ -105,12 +106,17 @@ impl Link {
         written.await.map_err(|error| self.gone(&format!("the stream broke: {error}")))
     }
 
-    /// The next frame. Cancel-safe: a frame is taken whole or stays.
+    /// The next frame. Cancel-safe: a frame is taken whole or stays. That the host's disk is full is
+    /// an error wherever it comes: what the container answers after that is worth nothing.
     pub(crate) async fn receive(&mut self) -> Result<(u64, Reply), SandboxError> {
         loop {
             if let Some(frame) = self.frames.next_frame().map_err(|e| self.protocol(e))? {
                 let reply =
                     Reply::decode(frame.kind, &frame.payload).map_err(|e| self.protocol(e))?;
+                if let Reply::DiskFull(free) = reply {
+                    let words = format!("{free}, so no result of this sandbox counts");
+                    return Err(self.error(SandboxErrorKind::DiskFull(words)));
+                }
                 return Ok((frame.id, reply));
             }
             match self.output.next().await {

@@ -6,9 +6,10 @@ use crate::api::{
 use crate::config::SandboxConfig;
 use crate::container::{attempt_name, check_spec, create_body, pooled_name};
 use crate::daemon::{CallError, Daemon};
-use crate::doctor;
+use crate::disk::Disk;
 use crate::guard::{Guard, Job, QUEUE, Quarantined, Remover};
 use crate::image::{self, ImageBook, ImageIdentity, Images, Listener, MemoryBook, PulledImage};
+use crate::isolation;
 use crate::link::Link;
 use crate::sandbox::DockerSandbox;
 use crate::slots::{Idle, Key, Slot, Slots, Taken};
@@ -19,7 +20,7 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -27,9 +28,7 @@ use tokio_util::sync::CancellationToken;
 /// Times a name that is taken by a leftover is freed and tried again.
 const CREATE_TRIES: u32 = 3;
 /// A daemon that restarts is waited for so long, and then given up.
-const PATIENCE: Duration = Duration::from_mins(1);
-/// Free disk is looked at no more often than this.
-const DISK_EVERY: Duration = Duration::from_secs(5);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
 /// Shutdown waits this long for removals, then names what is left.
 const SHUTDOWN_WITHIN: Duration = Duration::from_mins(2);
 
@@ -72,7 +71,7 @@ pub(crate) struct Shared {
     jobs: mpsc::Sender<Job>,
     pub(crate) remover: Arc<Remover>,
     next_number: AtomicU32,
-    disk: Mutex<Option<(Instant, Option<ByteSize>)>>,
+    pub(crate) disk: Disk,
     /// Runs, with epoch, for which containers were asked.
     pub(crate) owners: Mutex<HashSet<(RunId, i64)>>,
 }
@@ -98,10 +97,12 @@ pub struct DockerProvider {
 }
 
 impl DockerProvider {
-    /// Connects to the daemon. Must be called within a Tokio runtime, in which removals then run.
+    /// Connects to the daemon of settings with one host. Must be called within a Tokio runtime, in
+    /// which removals then run.
     ///
     /// # Errors
-    /// [`SandboxErrorKind::NoDaemon`] with a hint where none answers.
+    /// [`SandboxErrorKind::NoDaemon`] with a hint where none answers; `Refused` for settings with
+    /// several hosts, which [`DockerHosts`](crate::DockerHosts) serves.
     pub async fn connect(config: SandboxConfig) -> Result<Self, SandboxError> {
         Self::connect_with(config, Surroundings::default()).await
     }
@@ -114,7 +115,29 @@ impl DockerProvider {
         config: SandboxConfig,
         around: Surroundings,
     ) -> Result<Self, SandboxError> {
-        let daemon = Daemon::connect(config.docker_host.as_deref(), config.call_timeout.0).await?;
+        Self::join(&config, around, Arc::default()).await
+    }
+
+    /// As [`DockerProvider::connect_with`]; `freed` is told whenever a slot or an idle container is
+    /// there to be taken.
+    pub(crate) async fn join(
+        config: &SandboxConfig,
+        around: Surroundings,
+        freed: Arc<Notify>,
+    ) -> Result<Self, SandboxError> {
+        let hosts = config.docker_hosts();
+        let [host] = hosts.as_slice() else {
+            let message = format!(
+                "this works on one Docker host, and the settings name {}; choose one by \
+                 --set 'sandbox.hosts=[{{url=\"…\"}}]'",
+                hosts.len()
+            );
+            let kind = SandboxErrorKind::Refused { call: "connect", message };
+            return Err(SandboxError { sandbox: "sandbox.hosts".to_owned(), kind });
+        };
+        let config = config.on(host);
+        let daemon = Daemon::connect(host, config.call_timeout.0).await?;
+        isolation::check(&daemon, &config).await?;
         let (jobs, queue) = mpsc::channel(QUEUE);
         let stop = CancellationToken::new();
         let remover = Remover::new(daemon.clone(), config.remove_parallelism, stop.clone());
@@ -125,14 +148,14 @@ impl DockerProvider {
         tasks.spawn(Arc::clone(&images).pull_ahead(stop.clone()));
         let shared = Arc::new(Shared {
             daemon,
-            slots: Slots::new(config.max_containers),
+            slots: Slots::new(config.max_containers, freed),
             counters: Counters::default(),
             images,
             starts: Semaphore::new(config.start_parallelism),
             jobs,
             remover,
             next_number: AtomicU32::new(0),
-            disk: Mutex::default(),
+            disk: Disk::new(config.min_free_disk),
             owners: Mutex::default(),
             config,
         });
@@ -186,30 +209,38 @@ impl DockerProvider {
     }
 }
 
+/// What becomes of one request, on one host.
 impl Shared {
-    /// Refuses to start below the floor of free disk. A host whose disk we cannot see passes.
-    async fn check_disk(&self) -> Result<(), SandboxError> {
-        let known = *self.disk.lock().unwrap_or_else(PoisonError::into_inner);
-        let free = match known {
-            Some((at, free)) if at.elapsed() < DISK_EVERY => free,
-            Some(_) | None => {
-                let free = doctor::free_disk(&self.daemon).await?;
-                *self.disk.lock().unwrap_or_else(PoisonError::into_inner) =
-                    Some((Instant::now(), free));
-                free
+    /// The key of sandboxes that are used again, where this one may be.
+    fn key(&self, spec: &SandboxSpec) -> Option<Key> {
+        (spec.reusable && self.config.reuse).then(|| Key::of(spec))
+    }
+
+    /// Makes a sandbox of what was taken. `None`: that made room, or was lost; take again.
+    pub(crate) async fn serve(
+        self: &Arc<Self>,
+        spec: &SandboxSpec,
+        taken: Taken,
+    ) -> Result<Option<DockerSandbox>, SandboxError> {
+        let owner = (spec.owner.run, spec.owner.epoch);
+        self.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
+        match taken {
+            Taken::Idle(idle) => {
+                let Idle { key, link, guard, ends } = *idle;
+                let mut sandbox =
+                    DockerSandbox::new(link, guard, Arc::clone(self), Some(key), ends);
+                if let Err(error) = sandbox.set_deadline(spec.deadline).await {
+                    tracing::warn!(%error, "an idle sandbox was lost");
+                    return Ok(None);
+                }
+                self.counters.reused.fetch_add(1, Ordering::Relaxed);
+                Ok(Some(sandbox))
             }
-        };
-        let floor = self.config.min_free_disk;
-        match free.filter(|free| *free < floor) {
-            Some(free) => {
-                let message = format!(
-                    "the Docker host has {} MiB free, less than sandbox.min_free_disk = {floor}; free some or lower the floor",
-                    free.0 >> 20
-                );
-                let kind = SandboxErrorKind::Refused { call: "open", message };
-                Err(SandboxError { sandbox: self.daemon.host.clone(), kind })
+            Taken::Room(slot) => self.start(spec, self.key(spec), slot).await.map(Some),
+            Taken::Evict(idle) => {
+                self.evict(*idle).await;
+                Ok(None)
             }
-            None => Ok(()),
         }
     }
 
@@ -221,7 +252,7 @@ impl Shared {
     ) -> Result<DockerSandbox, SandboxError> {
         // Never closed; an error would only mean no limit.
         let _permit = self.starts.acquire().await;
-        self.check_disk().await?;
+        self.disk.check(&self.daemon).await?;
         let image = self.images.ready(&spec.image, spec.reusable).await?;
         let (wanted, lifetime) = if spec.reusable {
             let number = self.next_number.fetch_add(1, Ordering::Relaxed);
@@ -244,6 +275,7 @@ impl Shared {
         let link = self.launch(&name).await?;
         self.counters.started.fetch_add(1, Ordering::Relaxed);
         let mut sandbox = DockerSandbox::new(link, guard, Arc::clone(self), key, ends);
+        sandbox.on_disk = !spec.reusable;
         if spec.reusable {
             sandbox.set_deadline(spec.deadline).await?;
         }
@@ -310,7 +342,11 @@ impl Shared {
             .map_err(|error| error.at(name, "start"))?;
         let after = self.config.call_timeout.0;
         match tokio::time::timeout(after, link.hello()).await {
-            Ok(greeted) => greeted.map(|()| link),
+            Ok(greeted) => {
+                // For a host whose folders we cannot see this is the first that we hear of its disk.
+                self.disk.check_free(&self.daemon, ByteSize(greeted?.bytes))?;
+                Ok(link)
+            }
             Err(_) => Err(SandboxError {
                 sandbox: name.to_owned(),
                 kind: SandboxErrorKind::TimedOut { call: "greeting", after },
@@ -353,49 +389,28 @@ impl SandboxProvider for DockerProvider {
     async fn open(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
         check_spec(spec)?;
         let shared = &self.shared;
-        let key = Key::of(spec);
-        let owner = (spec.owner.run, spec.owner.epoch);
-        shared.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
-        let pooled = spec.reusable && shared.config.reuse;
         let (mut patience, mut looked_again) = (None, false);
         loop {
             let until = Instant::now() + spec.deadline;
-            match shared.slots.take(&key, pooled, until).await {
-                Taken::Idle(idle) => {
-                    let (link, guard, ends) = (idle.link, idle.guard, idle.ends);
-                    let key = Some(key.clone());
-                    let mut sandbox =
-                        DockerSandbox::new(link, guard, Arc::clone(shared), key, ends);
-                    match sandbox.set_deadline(spec.deadline).await {
-                        Ok(()) => {
-                            shared.counters.reused.fetch_add(1, Ordering::Relaxed);
-                            return Ok(Box::new(sandbox));
-                        }
-                        Err(error) => tracing::warn!(%error, "an idle sandbox was lost"),
+            let reusable = spec.reusable && shared.config.reuse;
+            let taken = shared.slots.take(&Key::of(spec), reusable, until).await;
+            match shared.serve(spec, taken).await {
+                Ok(Some(sandbox)) => return Ok(Box::new(sandbox)),
+                Ok(None) => {}
+                Err(error) if matches!(error.kind, SandboxErrorKind::NoDaemon(_)) => {
+                    let until = *patience.get_or_insert_with(|| Instant::now() + PATIENCE);
+                    tracing::warn!(%error, "waiting for the daemon");
+                    if !shared.daemon.returns(until).await {
+                        return Err(error);
                     }
                 }
-                Taken::Room(slot) => {
-                    let key = pooled.then(|| key.clone());
-                    match shared.start(spec, key, slot).await {
-                        Ok(sandbox) => return Ok(Box::new(sandbox)),
-                        Err(error) if matches!(error.kind, SandboxErrorKind::NoDaemon(_)) => {
-                            let until = *patience.get_or_insert_with(|| Instant::now() + PATIENCE);
-                            tracing::warn!(%error, "waiting for the daemon");
-                            if !shared.daemon.returns(until).await {
-                                return Err(error);
-                            }
-                        }
-                        // Another program removed it since we looked; it may be pulled again.
-                        Err(error)
-                            if matches!(error.kind, SandboxErrorKind::ImageMissing(_))
-                                && !looked_again =>
-                        {
-                            looked_again = true;
-                        }
-                        Err(error) => return Err(error),
-                    }
+                // Another program removed it since we looked; it may be pulled again.
+                Err(error)
+                    if matches!(error.kind, SandboxErrorKind::ImageMissing(_)) && !looked_again =>
+                {
+                    looked_again = true;
                 }
-                Taken::Evict(idle) => shared.evict(*idle).await,
+                Err(error) => return Err(error),
             }
         }
     }

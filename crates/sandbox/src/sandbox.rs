@@ -40,6 +40,8 @@ pub(crate) struct DockerSandbox {
     /// `None` where the container is for one attempt only.
     pub(crate) key: Option<Key>,
     pub(crate) ends: Instant,
+    /// Whether what runs in it can write to the host's disk.
+    pub(crate) on_disk: bool,
     state: State,
 }
 
@@ -51,7 +53,7 @@ impl DockerSandbox {
         key: Option<Key>,
         ends: Instant,
     ) -> Self {
-        Self { link, guard, shared, key, ends, state: State::Ready }
+        Self { link, guard, shared, key, ends, on_disk: false, state: State::Ready }
     }
 
     fn error(&self, kind: SandboxErrorKind) -> SandboxError {
@@ -91,6 +93,7 @@ impl DockerSandbox {
                 | SandboxErrorKind::ImageChanged { .. }
                 | SandboxErrorKind::NotRecorded { .. }
                 | SandboxErrorKind::TimedOut { .. }
+                | SandboxErrorKind::DiskFull(_)
                 | SandboxErrorKind::Gone(_)
                 | SandboxErrorKind::Protocol(_)
                 | SandboxErrorKind::NotClean(_)
@@ -107,11 +110,33 @@ impl DockerSandbox {
         work: impl AsyncFnOnce(&mut Self) -> Result<T, SandboxError>,
     ) -> Result<T, SandboxError> {
         self.begin()?;
+        let fills = self.shared.disk.fills();
         let result = match tokio::time::timeout(after, work(self)).await {
             Ok(result) => result,
             Err(_) => Err(self.error(SandboxErrorKind::TimedOut { call, after })),
         };
+        let result = self.unless_filled(fills, result);
         self.end(result)
+    }
+
+    /// A result counts only where no sandbox on this host met a full disk meanwhile: the one that
+    /// filled it is removed at once, perhaps before the next look of the others.
+    fn unless_filled<T>(
+        &self,
+        fills: u64,
+        result: Result<T, SandboxError>,
+    ) -> Result<T, SandboxError> {
+        match &result {
+            Err(SandboxError { kind: SandboxErrorKind::DiskFull(_), .. }) => {
+                self.shared.disk.note_full();
+            }
+            Ok(_) | Err(_) if self.on_disk && self.shared.disk.fills() != fills => {
+                let words = "another sandbox on it met that while this one worked".to_owned();
+                return Err(self.error(SandboxErrorKind::DiskFull(words)));
+            }
+            Ok(_) | Err(_) => {}
+        }
+        result
     }
 
     async fn run(&mut self, command: &Command) -> Result<ExecResult, SandboxError> {

@@ -5,6 +5,7 @@
 
 use crate::api::{Limits, Purpose, SandboxSpec};
 use crate::guard::Guard;
+use crate::hosts::Offer;
 use crate::link::Link;
 use orchestrate_types::RunId;
 use std::collections::HashSet;
@@ -46,6 +47,18 @@ pub(crate) struct Idle {
     pub(crate) ends: Instant,
 }
 
+impl Idle {
+    /// Whether an attempt that may last `until` then can have it.
+    fn serves(&self, key: &Key, until: Instant) -> bool {
+        self.key == *key && self.ends > until
+    }
+
+    /// Whether its removal makes room.
+    fn helps(&self, agents_full: bool) -> bool {
+        !agents_full || self.key.purpose == Purpose::Agent
+    }
+}
+
 #[derive(Debug, Default)]
 struct State {
     agents: usize,
@@ -59,7 +72,7 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct Slots {
     state: Mutex<State>,
-    freed: Notify,
+    freed: Arc<Notify>,
     max: usize,
     max_agents: usize,
 }
@@ -85,11 +98,12 @@ pub(crate) enum Taken {
 }
 
 impl Slots {
-    pub(crate) fn new(max: usize) -> Arc<Self> {
+    /// `freed` is told of all that becomes free.
+    pub(crate) fn new(max: usize, freed: Arc<Notify>) -> Arc<Self> {
         let reserved_for_graders = (max / 8).max(1);
         Arc::new(Self {
             state: Mutex::default(),
-            freed: Notify::new(),
+            freed,
             max,
             max_agents: max.saturating_sub(reserved_for_graders).max(1),
         })
@@ -114,16 +128,20 @@ impl Slots {
         }
     }
 
-    fn try_take(self: &Arc<Self>, key: &Key, reusable: bool, until: Instant) -> Option<Taken> {
+    /// As [`Slots::take`], without waiting.
+    pub(crate) fn try_take(
+        self: &Arc<Self>,
+        key: &Key,
+        reusable: bool,
+        until: Instant,
+    ) -> Option<Taken> {
         let mut state = self.lock();
         // The one used last is the warmest.
-        let fits = |idle: &Idle| reusable && idle.key == *key && idle.ends > until;
-        if let Some(at) = state.idle.iter().rposition(fits) {
+        if let Some(at) = state.idle.iter().rposition(|idle| reusable && idle.serves(key, until)) {
             return Some(Taken::Idle(Box::new(state.idle.remove(at))));
         }
-        let total_full = state.agents + state.graders >= self.max;
-        let agents_full = key.purpose == Purpose::Agent && state.agents >= self.max_agents;
-        if !total_full && !agents_full {
+        let agents_full = self.agents_full(&state, key.purpose);
+        if state.agents + state.graders < self.max && !agents_full {
             match key.purpose {
                 Purpose::Agent => state.agents += 1,
                 Purpose::Grader => state.graders += 1,
@@ -132,9 +150,28 @@ impl Slots {
             return Some(Taken::Room(slot));
         }
         // The one used longest ago is the least missed.
-        let helps = |idle: &Idle| !agents_full || idle.key.purpose == Purpose::Agent;
-        let at = state.idle.iter().position(helps)?;
+        let at = state.idle.iter().position(|idle| idle.helps(agents_full))?;
         Some(Taken::Evict(Box::new(state.idle.remove(at))))
+    }
+
+    fn agents_full(&self, state: &State, purpose: Purpose) -> bool {
+        purpose == Purpose::Agent && state.agents >= self.max_agents
+    }
+
+    /// What [`Slots::try_take`] would find; `None` where that is nothing.
+    pub(crate) fn offer(&self, key: &Key, reusable: bool, until: Instant) -> Option<Offer> {
+        let state = self.lock();
+        let held = state.agents + state.graders;
+        let agents_full = self.agents_full(&state, key.purpose);
+        let idle = state.idle.iter().any(|idle| reusable && idle.serves(key, until));
+        let room = held < self.max && !agents_full;
+        let found = idle || room || state.idle.iter().any(|idle| idle.helps(agents_full));
+        found.then(|| Offer {
+            idle,
+            image: false,
+            used: held.saturating_sub(state.idle.len()),
+            capacity: self.max,
+        })
     }
 
     /// Takes a clean container back. After [`Slots::close`] it is dropped instead.
@@ -230,7 +267,7 @@ mod tests {
 
     #[tokio::test]
     async fn agents_leave_room_for_a_grader() {
-        let slots = Slots::new(4);
+        let slots = Slots::new(4, Arc::default());
         let agents: Vec<_> = (0..3).map(|_| try_room(&slots, Purpose::Agent).unwrap()).collect();
         assert!(try_room(&slots, Purpose::Agent).is_none());
         let grader = try_room(&slots, Purpose::Grader).unwrap();
@@ -241,7 +278,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_waiter_gets_the_slot_that_is_freed() {
-        let slots = Slots::new(2);
+        let slots = Slots::new(2, Arc::default());
         let held = try_room(&slots, Purpose::Agent).unwrap();
         let agent = key(Purpose::Agent);
         let mut waiting = std::pin::pin!(slots.take(&agent, false, Instant::now()));
@@ -252,7 +289,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_name_is_given_once_while_its_container_lives() {
-        let slots = Slots::new(8);
+        let slots = Slots::new(8, Arc::default());
         let mut first = try_room(&slots, Purpose::Agent).unwrap();
         let mut second = try_room(&slots, Purpose::Agent).unwrap();
         assert_eq!(first.name("x"), "x");
@@ -264,7 +301,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_slot_without_room_keeps_its_name() {
-        let slots = Slots::new(2);
+        let slots = Slots::new(2, Arc::default());
         let mut lost = try_room(&slots, Purpose::Agent).unwrap();
         assert_eq!(lost.name("x"), "x");
         assert!(try_room(&slots, Purpose::Agent).is_none());

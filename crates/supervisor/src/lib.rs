@@ -4,6 +4,7 @@
 //! runs in its own session with its output read here. The invariant: when a command's end is
 //! reported, no process but this one is alive in the container. Read [`protocol`], then `serve.rs`.
 
+mod disk;
 mod files;
 mod job;
 pub mod protocol;
@@ -12,6 +13,8 @@ mod serve;
 mod sys;
 mod tree;
 mod wire;
+
+pub use disk::Free;
 
 use std::io::Write as _;
 use std::process::ExitCode;

@@ -3,11 +3,12 @@
 //!
 //! The decoder is bounded: a frame above [`MAX_FRAME`] is an error before a byte of it is stored.
 
+use crate::disk::Free;
 use crate::wire::{HEADER, Reader, Writer};
 use std::fmt;
 
 /// Version spoken; said in [`Reply::Hello`].
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Largest payload of one frame, in bytes. Anything longer travels in several.
 pub const MAX_FRAME: usize = 1 << 20;
 /// Bytes of file or output content put into one frame.
@@ -92,7 +93,12 @@ pub enum Reply {
     Hello {
         /// Protocol version.
         version: u32,
+        /// What is left of the disk under the container's root.
+        free: Free,
     },
+    /// The disk under the container's root is full, and the root can be written: no result of this
+    /// container means anything any more. Said once, id 0, whatever is under way.
+    DiskFull(Free),
     /// A piece of a command's output.
     Output {
         /// Whether it belongs to the tail (after what was cut) or to the head.
@@ -245,7 +251,10 @@ impl Reply {
     pub fn encode(&self, id: u64) -> Result<Vec<u8>, ProtocolError> {
         let w = Writer::new();
         match self {
-            Self::Hello { version } => w.u32(*version).frame(id, 64),
+            Self::Hello { version, free } => {
+                w.u32(*version).u64(free.bytes).u64(free.files).frame(id, 64)
+            }
+            Self::DiskFull(free) => w.u64(free.bytes).u64(free.files).frame(id, 71),
             Self::Output { tail, data } => w.u8(u8::from(*tail)).rest(data).frame(id, 65),
             Self::Done(done) => {
                 let (tag, value) = match done.end {
@@ -280,7 +289,7 @@ impl Reply {
     pub fn decode(kind: u8, payload: &[u8]) -> Result<Self, ProtocolError> {
         let r = &mut Reader::new(payload);
         let reply = match kind {
-            64 => r.u32().map(|version| Self::Hello { version }),
+            64 => (|| Some(Self::Hello { version: r.u32()?, free: free(r)? }))(),
             65 => r.flag().map(|tail| Self::Output { tail, data: r.rest() }),
             66 => Self::decode_done(r),
             67 => (|| {
@@ -297,6 +306,7 @@ impl Reply {
                     _ => return None,
                 }))
             })(),
+            71 => free(r).map(Self::DiskFull),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(reply, r, kind)
@@ -316,6 +326,10 @@ impl Reply {
         let (total_bytes, oom_kills, elapsed_us) = (r.u64()?, r.u32()?, r.u64()?);
         Some(Self::Done(Done { end, total_bytes, oom_kills, elapsed_us }))
     }
+}
+
+fn free(r: &mut Reader<'_>) -> Option<Free> {
+    Some(Free { bytes: r.u64()?, files: r.u64()? })
 }
 
 fn complete<T>(value: Option<T>, r: &Reader<'_>, kind: u8) -> Result<T, ProtocolError> {
@@ -370,129 +384,4 @@ impl FrameBuffer {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn text() -> impl Strategy<Value = String> {
-        "\\PC{0,40}"
-    }
-
-    fn request() -> impl Strategy<Value = Request> {
-        let exec = (
-            proptest::collection::vec(text(), 0..4),
-            proptest::collection::vec((text(), text()), 0..3),
-            any::<[u64; 3]>(),
-        );
-        prop_oneof![
-            exec.prop_map(|(argv, env, [timeout_ms, keep, max_output])| Request::Exec(
-                ExecRequest { argv, env, timeout_ms, keep, max_output }
-            )),
-            Just(Request::Ping),
-            (text(), any::<u32>(), any::<bool>(), any::<Vec<u8>>())
-                .prop_map(|(path, mode, first, data)| Request::Write { path, mode, first, data }),
-            Just(Request::WriteEnd),
-            any::<u64>().prop_map(|cap| Request::ReadTree { cap }),
-            Just(Request::Reset),
-            any::<u64>().prop_map(|millis| Request::Deadline { millis }),
-        ]
-    }
-
-    fn reply() -> impl Strategy<Value = Reply> {
-        let end = prop_oneof![
-            any::<i32>().prop_map(End::Code),
-            any::<i32>().prop_map(End::Signal),
-            Just(End::TimedOut),
-            Just(End::NotStarted),
-            Just(End::Flooded),
-            Just(End::Abandoned),
-        ];
-        prop_oneof![
-            any::<u32>().prop_map(|version| Reply::Hello { version }),
-            (any::<bool>(), any::<Vec<u8>>()).prop_map(|(tail, data)| Reply::Output { tail, data }),
-            (end, any::<u64>(), any::<u32>(), any::<u64>()).prop_map(
-                |(end, total_bytes, oom_kills, elapsed_us)| Reply::Done(Done {
-                    end,
-                    total_bytes,
-                    oom_kills,
-                    elapsed_us
-                })
-            ),
-            Just(Reply::Ack(Ok(()))),
-            text().prop_map(|reason| Reply::Ack(Err(reason))),
-            (text(), any::<u32>(), any::<u64>()).prop_map(|(path, mode, size)| Reply::TreeFile {
-                path,
-                mode,
-                size
-            }),
-            any::<Vec<u8>>().prop_map(|data| Reply::TreeData { data }),
-            any::<u64>().prop_map(|files| Reply::TreeEnd(TreeEnd::Complete { files })),
-            text().prop_map(|path| Reply::TreeEnd(TreeEnd::TooLarge(path))),
-            text().prop_map(|reason| Reply::TreeEnd(TreeEnd::Failed(reason))),
-        ]
-    }
-
-    proptest! {
-        #[test]
-        fn prop_requests_survive_the_wire(requests in proptest::collection::vec(request(), 1..5), cut in 1_usize..50) {
-            let mut stream = Vec::new();
-            for (id, request) in (0..).zip(&requests) {
-                stream.extend(request.encode(id).unwrap());
-            }
-            let (mut frames, mut seen) = (FrameBuffer::default(), Vec::new());
-            for piece in stream.chunks(cut) {
-                frames.push(piece);
-                while let Some(frame) = frames.next_frame().unwrap() {
-                    assert_eq!(frame.id, seen.len() as u64);
-                    seen.push(Request::decode(frame.kind, &frame.payload).unwrap());
-                }
-            }
-            assert_eq!(seen, requests);
-        }
-
-        #[test]
-        fn prop_replies_survive_the_wire(reply in reply()) {
-            let mut frames = FrameBuffer::default();
-            frames.push(&reply.encode(7).unwrap());
-            let frame = frames.next_frame().unwrap().unwrap();
-            assert_eq!(Reply::decode(frame.kind, &frame.payload).unwrap(), reply);
-        }
-
-        #[test]
-        fn prop_any_bytes_are_refused_without_a_crash(kind: u8, payload: Vec<u8>, stream: Vec<u8>) {
-            let _ = Request::decode(kind, &payload);
-            let _ = Reply::decode(kind, &payload);
-            let mut frames = FrameBuffer::default();
-            frames.push(&stream);
-            while let Ok(Some(_)) = frames.next_frame() {}
-        }
-    }
-
-    #[test]
-    fn a_four_gigabyte_length_is_refused_at_once() {
-        let mut frames = FrameBuffer::default();
-        frames.push(&[0xff; 13]);
-        assert_eq!(frames.next_frame(), Err(ProtocolError::TooLong(u32::MAX as usize)));
-        let big =
-            Request::Write { path: "a".into(), mode: 0, first: true, data: vec![0; MAX_FRAME] };
-        assert!(matches!(big.encode(1), Err(ProtocolError::TooLong(_))));
-    }
-
-    #[test]
-    fn bytes_left_over_are_malformed() {
-        assert_eq!(Request::decode(2, &[0]), Err(ProtocolError::Malformed(2)));
-        assert_eq!(Reply::decode(65, &[2]), Err(ProtocolError::Malformed(65)));
-        assert_eq!(Request::decode(99, &[]), Err(ProtocolError::UnknownKind(99)));
-    }
-
-    #[test]
-    fn only_plain_relative_paths_are_safe() {
-        for good in ["a", "a/b.py", "..a/b..", "ä/ö"] {
-            assert!(is_safe_path(good), "{good}");
-        }
-        for bad in ["", "/a", "a/", "a//b", "..", "a/../b", "./a", "a\0b"] {
-            assert!(!is_safe_path(bad), "{bad}");
-        }
-        assert!(!is_safe_path(&"x".repeat(300)));
-    }
-}
+mod tests;

@@ -1,6 +1,7 @@
 //! The loop of process 1: one request after the other, in one thread; a second thread does nothing
 //! but end the process at its deadline, even while the first is stuck writing to nobody.
 
+use crate::disk::LOOK_EVERY;
 use crate::job::{Job, StartError, TERM_GRACE, oom_kills};
 use crate::protocol::{CHUNK, Done, End, ExecRequest, Frame, FrameBuffer, Reply, Request, VERSION};
 use crate::reset::Baseline;
@@ -14,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// With a command running and no frame from the host for this long, the host is gone.
 const HOST_SILENCE: Duration = Duration::from_mins(1);
+/// On the host's disk, as is whatever commands can write to where this one can be written.
+const ROOT: &std::ffi::CStr = c"/";
 /// Dying may take a while with a gigabyte to free; longer than this is a stuck process.
 const DEATH_PATIENCE: Duration = Duration::from_secs(15);
 
@@ -27,6 +30,8 @@ struct Server {
     heard: Instant,
     baseline: Option<Result<Baseline, String>>,
     write_failure: Option<String>,
+    /// Whether commands can write to the host's disk, and it was not full yet.
+    watches_disk: bool,
 }
 
 /// Serves until the host closes the stream. Fails when the stream or a system call fails.
@@ -39,7 +44,10 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
         std::fs::create_dir_all(&options.workdir)?;
     }
     let baseline = options.reusable.then(|| Baseline::take(&options));
+    let free = sys::free_space(ROOT)?;
     let mut server = Server {
+        // A read-only root leaves only folders in memory, each with a size of its own.
+        watches_disk: !options.reusable,
         options,
         input: File::from(io::stdin().as_fd().try_clone_to_owned()?),
         output: File::from(io::stdout().as_fd().try_clone_to_owned()?),
@@ -50,7 +58,7 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
         baseline,
         write_failure: None,
     };
-    server.reply(0, &Reply::Hello { version: VERSION })?;
+    server.reply(0, &Reply::Hello { version: VERSION, free })?;
     loop {
         while let Some(frame) = server.next_frame()? {
             server.answer(&frame)?;
@@ -94,7 +102,7 @@ impl Server {
                     let root = Path::new(&self.options.workdir);
                     self.write_failure = files::write(root, &path, mode, first, &data).err();
                 }
-                Ok(())
+                self.look_at_disk()
             }
             Request::WriteEnd => {
                 let result = self.write_failure.take().map_or(Ok(()), Err);
@@ -117,6 +125,19 @@ impl Server {
         }
     }
 
+    /// Tells the host, once, that its disk is full: what is under way may fail for that alone.
+    fn look_at_disk(&mut self) -> io::Result<()> {
+        if !self.watches_disk {
+            return Ok(());
+        }
+        let free = sys::free_space(ROOT)?;
+        if !free.is_exhausted() {
+            return Ok(());
+        }
+        self.watches_disk = false;
+        self.reply(0, &Reply::DiskFull(free))
+    }
+
     fn reset(&mut self) -> Result<(), String> {
         self.kill_everything(None).map_err(|error| error.to_string())?;
         self.write_failure = None;
@@ -135,6 +156,8 @@ impl Server {
             Ok(mut job) => {
                 self.heard = Instant::now();
                 let cause = self.watch(&mut job)?;
+                // First, for files that were removed while open make room once their holders are dead.
+                self.look_at_disk()?;
                 self.kill_everything(Some(&mut job))?;
                 while job.read_some()? {}
                 let elapsed = job.started.elapsed();
@@ -165,6 +188,7 @@ impl Server {
         let mut killing_at = None;
         loop {
             let now = Instant::now();
+            self.look_at_disk()?;
             if job.flooded(now) {
                 return Ok(Some(End::Flooded));
             }
@@ -179,7 +203,10 @@ impl Server {
                 Some(at) if now >= at => return Ok(Some(End::TimedOut)),
                 None | Some(_) => {}
             }
-            let until = killing_at.unwrap_or(job.next_check()).min(self.heard + HOST_SILENCE);
+            let mut until = killing_at.unwrap_or(job.next_check()).min(self.heard + HOST_SILENCE);
+            if self.watches_disk {
+                until = until.min(now + LOOK_EVERY);
+            }
             let fds = [Some(self.input.as_fd()), Some(self.children.as_fd()), job.output()];
             let [input, child, output] =
                 sys::wait(fds, Some(until.saturating_duration_since(now)))?;

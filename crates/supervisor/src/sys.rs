@@ -1,7 +1,8 @@
 //! The C library calls that the standard library does not offer. All unsafe code is here.
 #![expect(unsafe_code, reason = "process control needs system calls that std does not wrap")]
 
-use std::ffi::{c_int, c_long, c_short, c_ulong, c_void};
+use crate::disk::Free;
+use std::ffi::{CStr, c_char, c_int, c_long, c_short, c_ulong, c_void};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _};
@@ -42,6 +43,21 @@ struct PollFd {
     revents: c_short,
 }
 
+/// How the C libraries' `statvfs` begins where addresses have 64 bits.
+#[repr(C)]
+#[derive(Default)]
+struct StatVfs {
+    block: u64,
+    fragment: u64,
+    blocks: u64,
+    blocks_free: u64,
+    blocks_available: u64,
+    files: u64,
+    files_free: u64,
+    files_available: u64,
+    rest: [u64; 16],
+}
+
 #[repr(C)]
 struct RLimit {
     soft: u64,
@@ -57,6 +73,7 @@ unsafe extern "C" {
     fn sigprocmask(how: c_int, set: *const SigSet, old: *mut SigSet) -> c_int;
     fn poll(fds: *mut PollFd, count: c_ulong, timeout_ms: c_int) -> c_int;
     fn fcntl(fd: c_int, command: c_int, ...) -> c_int;
+    fn statvfs(path: *const c_char, into: *mut StatVfs) -> c_int;
     fn setsid() -> c_int;
     fn open(path: *const u8, flags: c_int, ...) -> c_int;
     fn write(fd: c_int, bytes: *const c_void, count: usize) -> isize;
@@ -185,6 +202,18 @@ pub(crate) fn prepare_pipe(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
+/// What is left of the file system of a path.
+pub(crate) fn free_space(path: &CStr) -> io::Result<Free> {
+    let mut stat = StatVfs::default();
+    // SAFETY: the path ends with a NUL, and `stat` is larger than the C library's type.
+    check(unsafe { statvfs(path.as_ptr(), &raw mut stat) })?;
+    let counted = |total: u64, free: u64| if total == 0 { u64::MAX } else { free };
+    Ok(Free {
+        bytes: counted(stat.blocks, stat.blocks_available.saturating_mul(stat.fragment)),
+        files: counted(stat.files, stat.files_available),
+    })
+}
+
 /// What a command running as our user can change about this process: limits, priority, CPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ProcessState {
@@ -230,5 +259,25 @@ pub(crate) fn remove_ipc(kind: Ipc, id: c_int) {
             Ipc::Sem => semctl(id, 0, IPC_RMID, UNUSED),
             Ipc::Msg => msgctl(id, IPC_RMID, UNUSED),
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn free_space_is_what_df_says() {
+        let df = |what: &str| -> u64 {
+            let output = Command::new("df").args(["--block-size=1", what, "/"]).output().unwrap();
+            let text = String::from_utf8(output.stdout).unwrap();
+            text.lines().nth(1).unwrap().trim().parse().unwrap()
+        };
+        let free = free_space(c"/").unwrap();
+        // Others write meanwhile.
+        assert!(free.bytes.abs_diff(df("--output=avail")) < 4 << 30, "{free:?}");
+        let inodes = df("--output=iavail");
+        assert!(inodes == 0 || free.files.abs_diff(inodes) < 1 << 20, "{free:?} {inodes}");
+        assert!(free_space(c"/no/such/path").is_err());
     }
 }

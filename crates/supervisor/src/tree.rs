@@ -199,7 +199,11 @@ mod tests {
                 Reply::TreeFile { path, .. } => files.push((path, Vec::new())),
                 Reply::TreeData { data } => files.last_mut().unwrap().1.extend(data),
                 Reply::TreeEnd(e) => end = Some(e),
-                Reply::Hello { .. } | Reply::Output { .. } | Reply::Done(_) | Reply::Ack(_) => {
+                Reply::Hello { .. }
+                | Reply::DiskFull(_)
+                | Reply::Output { .. }
+                | Reply::Done(_)
+                | Reply::Ack(_) => {
                     panic!("no reply to a tree")
                 }
             }

@@ -4,6 +4,7 @@
 //! and its reason; rows are read one by one, so a file may be larger than memory (but for JSON
 //! that is one document).
 
+mod hub;
 mod parquet_file;
 
 use crate::r2e::{R2eRow, RowError};
@@ -12,6 +13,8 @@ use crate::swe::SweRow;
 use crate::task::Task;
 use camino::{Utf8Path, Utf8PathBuf};
 use flate2::read::MultiGzDecoder;
+pub use hub::HubError;
+use hub::HubSource;
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -134,6 +137,9 @@ pub enum LoadError {
         /// What the system says.
         source: std::io::Error,
     },
+    /// A data set of the Hugging Face hub cannot be had.
+    #[error(transparent)]
+    Hub(#[from] HubError),
     /// An entry is not what the file should hold.
     #[error("{path}, entry {entry}: {reason}")]
     Entry {
@@ -152,15 +158,34 @@ impl LoadError {
     }
 }
 
-/// The rows of `path`, good and bad. The format is known by the file's first bytes.
+/// `path` as it is, or, where it names a data set of the Hugging Face hub, at the commit that it has
+/// now: rows loaded by the answer stay the same. Blocking.
 ///
 /// # Errors
-/// If the file cannot be opened.
+/// If the hub does not know the data set, or cannot be reached.
+pub fn pinned(path: &str) -> Result<String, LoadError> {
+    match HubSource::parse(path) {
+        None => Ok(path.to_owned()),
+        Some(source) => Ok(source?.pinned()?),
+    }
+}
+
+/// The rows of `path`, good and bad. The format is known by the file's first bytes. A path may name
+/// a data set of the Hugging Face hub, `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, whose files are
+/// fetched to its cache. Blocking.
+///
+/// # Errors
+/// If the file cannot be opened, or fetched.
 pub fn rows(
     path: &Utf8Path,
 ) -> Result<impl Iterator<Item = Result<Row, Refused>> + use<>, LoadError> {
+    let files = match HubSource::parse(path.as_str()) {
+        None => vec![path.to_owned()],
+        Some(source) => source?.fetch()?,
+    };
+    let files = files.iter().map(|file| values(file)).collect::<Result<Vec<_>, _>>()?;
     let mut seen = HashMap::new();
-    Ok(values(path)?.enumerate().map(move |(n, value)| {
+    Ok(files.into_iter().flatten().enumerate().map(move |(n, value)| {
         let row = n + 1;
         let value = value.map_err(|reason| Refused { row, id: None, reason })?;
         let value = unwrapped(value, WRAPPERS);

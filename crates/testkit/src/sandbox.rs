@@ -166,7 +166,8 @@ impl SandboxProvider for FakeSandboxes {
 
 /// One in-memory sandbox. Two kinds of command are built in: the file reader of the `edit` tool
 /// (five arguments, `sh` the fourth, the path the fifth) and `rm -f --`; shell scripts go to the
-/// provider's shell.
+/// provider's shell, those that are run with their streams apart (`split` the fourth, the script the
+/// fifth of more) included.
 pub struct ScriptedSandbox {
     name: String,
     purpose: Purpose,
@@ -197,7 +198,7 @@ impl ScriptedSandbox {
                 }
                 Some(FakeExec::new(0, ""))
             }
-            [_, "-c", script] => {
+            [_, "-c", script] | [_, "-c", _, "split", script, ..] => {
                 let shell = Arc::clone(&self.shell);
                 Some(shell(&mut self.tree, script))
             }

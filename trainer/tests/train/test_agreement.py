@@ -132,7 +132,7 @@ def moments_here(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def moments_there(checkpoint: Path) -> dict[str, torch.Tensor]:
-    held = load_file(checkpoint / "optimizer.safetensors")
+    held = load_file(checkpoint / "optimizer.state")
     prefix = "exp_avg."
     return {name.removeprefix(prefix): t for name, t in held.items() if name.startswith(prefix)}
 
@@ -199,7 +199,7 @@ def test_a_step_is_the_embedded_trainers(
     for key in there:
         assert there[key].shape == here[key].shape and cosine(there[key], here[key]) >= 0.9999, key
     # The files beside the model have the same names and tensors.
-    sides = ("value_head.safetensors", "router_predictor.safetensors")
+    sides = ("value_head.state", "router_predictor.state")
     for side in sides:
         paths = [Path(result["checkpoint"]) / side for result in results]
         assert paths[0].exists() == paths[1].exists(), side
@@ -212,8 +212,8 @@ def test_a_step_is_the_embedded_trainers(
             assert cosine(there[key], here[key]) >= 0.9999, f"{side} {key}"
             torch.testing.assert_close(here[key], there[key], rtol=1e-2, atol=1e-6)
     seen = {side for side in sides if (checkpoint / side).exists()}
-    assert ("value_head.safetensors" in seen) == name.startswith("ppo")
-    assert ("router_predictor.safetensors" in seen) == ("pr2" in name)
+    assert ("value_head.state" in seen) == name.startswith("ppo")
+    assert ("router_predictor.state" in seen) == ("pr2" in name)
 
 
 REFUSED: list[dict[str, Any]] = [

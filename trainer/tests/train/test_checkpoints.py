@@ -141,7 +141,7 @@ def test_weights_beside_the_model_are_part_of_a_checkpoint(
     assert all(torch.equal(tensor, kept[name]) for name, tensor in side_of(trainer).items())
     store.restore(trainer.learner, 0)
     assert side_of(trainer)["step"] == 0 and not side_of(trainer)["head.value_head"].any()
-    save_file({"value_head": torch.zeros(3)}, store.folder(3) / "value_head.safetensors")
+    save_file({"value_head": torch.zeros(3)}, store.folder(3) / "value_head.state")
     with pytest.raises(UnusableModel, match="`value_head` is missing or misshapen"):
         Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
 

@@ -16,7 +16,7 @@ pub(crate) enum TasksCommand {
     List {
         #[command(flatten)]
         selection: TaskSelection,
-        /// Rows of R2E-Gym or SWE-bench: JSON lines, JSON or parquet, also .gz.
+        /// Rows of R2E-Gym or SWE-bench: JSON lines, JSON or parquet, also .gz; or `hf://datasets/OWNER/NAME`.
         #[arg(long, value_name = "FILE")]
         file: Option<Utf8PathBuf>,
     },
@@ -26,13 +26,13 @@ pub(crate) enum TasksCommand {
         id: String,
         #[command(flatten)]
         selection: TaskSelection,
-        /// Rows of R2E-Gym or SWE-bench: JSON lines, JSON or parquet, also .gz.
+        /// Rows of R2E-Gym or SWE-bench: JSON lines, JSON or parquet, also .gz; or `hf://datasets/OWNER/NAME`.
         #[arg(long, value_name = "FILE")]
         file: Option<Utf8PathBuf>,
     },
     /// Read task rows of R2E-Gym or SWE-bench and report which can be used.
     Import {
-        /// JSON lines, JSON or parquet, also .gz.
+        /// JSON lines, JSON or parquet, also .gz; or `hf://datasets/OWNER/NAME[@REVISION][/PATH]`.
         file: Utf8PathBuf,
         /// Print JSON on standard output.
         #[arg(long)]

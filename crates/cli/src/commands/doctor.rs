@@ -12,15 +12,19 @@ use orchestrate_engine::{
 use orchestrate_moe::ModelConfig;
 use orchestrate_rollout::ChatModel;
 use orchestrate_sandbox::{
-    DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
-    battery_cases, run_battery,
+    BatteryResult, DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider,
+    SandboxSpec, battery_cases, run_battery,
 };
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Results of the battery by Docker host.
+type Saved = BTreeMap<String, Vec<BatteryResult>>;
 
 /// One thing that was looked at.
 #[derive(Debug, Serialize)]
@@ -38,12 +42,23 @@ struct Finding {
 pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
     let settings = config::load::<RawConfig>(&args.source)?.check()?;
     let mut findings = vec![finding("policy", policy(&settings))];
-    findings.extend(docker(&settings).await);
-    if findings.iter().all(|f| f.ok) {
-        findings.push(finding("sandbox", sandbox(&settings).await));
+    let (hosts, mut saved) = (settings.sandbox.docker_hosts(), BTreeMap::new());
+    for host in &hosts {
+        let on_host = Settings { sandbox: settings.sandbox.on(host), ..settings.clone() };
+        let mut found = docker_host(&on_host, &args, host.title(), &mut saved).await;
+        if hosts.len() > 1 {
+            for finding in &mut found {
+                finding.detail = format!("{}: {}", host.title(), finding.detail);
+            }
+        }
+        findings.extend(found);
     }
-    if let Some(pattern) = args.battery.as_deref().filter(|_| findings.iter().all(|f| f.ok)) {
-        findings.push(finding("sandbox battery", battery(&settings, pattern, &args).await));
+    if let Some(path) = args.save.as_ref().filter(|_| !saved.is_empty()) {
+        let results = match saved.first_key_value() {
+            Some((_, only)) if hosts.len() == 1 => serde_json::to_vec_pretty(only)?,
+            Some(_) | None => serde_json::to_vec_pretty(&saved)?,
+        };
+        fs_err::write(path, results)?;
     }
     let urls = args.engine.clone().map_or_else(|| settings.engine.urls.clone(), |url| vec![url]);
     for url in urls {
@@ -81,7 +96,7 @@ fn finding(what: &'static str, result: anyhow::Result<String>) -> Finding {
 
 fn policy(settings: &Settings) -> anyhow::Result<String> {
     let config = ModelConfig::load(&settings.engine.model)?;
-    let chat = ChatModel::load(&settings.engine.tokenizer)?;
+    let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_use())?;
     Ok(format!(
         "{}: {} layers, {} experts top-{}, vocabulary {}",
         settings.engine.model,
@@ -90,6 +105,28 @@ fn policy(settings: &Settings) -> anyhow::Result<String> {
         config.num_experts_per_tok,
         chat.vocab_size()
     ))
+}
+
+/// One Docker host: its daemon, a sandbox on it, and the battery where that is wanted.
+async fn docker_host(
+    settings: &Settings,
+    args: &DoctorArgs,
+    title: &str,
+    saved: &mut Saved,
+) -> Vec<Finding> {
+    let mut findings = docker(settings).await;
+    if findings.iter().all(|f| f.ok) {
+        findings.push(finding("sandbox", sandbox(settings).await));
+    }
+    if let Some(pattern) = args.battery.as_deref().filter(|_| findings.iter().all(|f| f.ok)) {
+        let results = battery(settings, pattern).await.and_then(|(image, results)| {
+            let summary = summary(image, &results);
+            saved.insert(title.to_owned(), results);
+            summary
+        });
+        findings.push(finding("sandbox battery", results));
+    }
+    findings
 }
 
 /// The daemon; and whether one wall more could stand between its containers and the host.
@@ -104,23 +141,27 @@ async fn docker(settings: &Settings) -> Vec<Finding> {
         Ok(report) => report,
         Err(error) => return vec![finding("docker", Err(error))],
     };
+    let runtime = settings.sandbox.runtime.as_deref();
     let disk =
         report.free_disk.map_or_else(|| "unknown".to_owned(), |d| format!("{} GiB", d.0 >> 30));
     let mut findings = vec![finding(
         "docker",
         Ok(format!(
-            "Docker {} (API {}) at {}, cgroup v{}, {}, {} cores, free disk {disk}",
+            "Docker {} (API {}) at {}, runtime {} of {}, cgroup v{}, {}, {} cores, free disk {disk}",
             report.version,
             report.api,
             report.host,
+            runtime.unwrap_or(&report.runtime),
+            report.runtimes.join(", "),
             report.cgroup_version,
             report.storage_driver,
             report.cores
         )),
     )];
-    if report.root_is_the_hosts() {
+    if report.root_is_the_hosts(runtime) {
         let detail = "root in a container is root of the host: nothing but the kernel stands \
-                      between them; set userns-remap in the daemon's settings, or use gVisor";
+                      between them; set userns-remap in the daemon's settings (and \
+                      sandbox.user_namespace), or use gVisor (sandbox.runtime)";
         findings.push(Finding { warning: true, ..finding("docker", Ok(detail.to_owned())) });
     }
     findings
@@ -161,8 +202,11 @@ fn first_task(settings: &Settings) -> anyhow::Result<Arc<Task>> {
     parts.into_iter().flatten().next().context("the settings make no tasks")
 }
 
-/// Hostile commands and sick containers, case by case; the results as JSON where they are wanted.
-async fn battery(settings: &Settings, pattern: &str, args: &DoctorArgs) -> anyhow::Result<String> {
+/// Hostile commands and sick containers, case by case; with the image that they ran in.
+async fn battery(
+    settings: &Settings,
+    pattern: &str,
+) -> anyhow::Result<(String, Vec<BatteryResult>)> {
     let chosen = battery_cases().into_iter().filter(|name| fits(pattern, name)).count();
     ensure!(chosen > 0, "no case fits `{pattern}`; there are: {}", battery_cases().join(", "));
     let image = first_task(settings)?.image.clone();
@@ -181,15 +225,18 @@ async fn battery(settings: &Settings, pattern: &str, args: &DoctorArgs) -> anyho
     )
     .await?;
     progress.finish();
-    if let Some(path) = &args.save {
-        fs_err::write(path, serde_json::to_vec_pretty(&results)?)?;
-    }
+    Ok((image, results))
+}
+
+/// One line about the results; an error where one is not as it must be.
+fn summary(image: String, results: &[BatteryResult]) -> anyhow::Result<String> {
     let wrong: Vec<&str> = results.iter().filter(|r| !r.ok).map(|r| r.name).collect();
     if let [_, ..] = wrong.as_slice() {
         let kind = SandboxErrorKind::Unfit(wrong.join(", "));
         return Err(SandboxError { sandbox: image, kind }.into());
     }
-    let slowest = results.iter().map(|r| r.elapsed_ms).max().unwrap_or(0);
+    let (chosen, slowest) =
+        (results.len(), results.iter().map(|r| r.elapsed_ms).max().unwrap_or(0));
     Ok(format!("{chosen} of {chosen} cases as they must be, the slowest in {slowest} ms"))
 }
 

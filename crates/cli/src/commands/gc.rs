@@ -1,74 +1,131 @@
 //! `orchestrate gc`: containers that runs left behind, and images that they pulled.
 
-use crate::args::GcArgs;
+use crate::args::{ConfigSource, GcArgs};
+use crate::commands::run::PLAN_FILE;
+use crate::config::{self, ConfigError, RawConfig};
 use crate::{output, wiring};
-use orchestrate_sandbox::{DockerProvider, GcScope, SandboxConfig, SandboxProvider};
+use camino::Utf8Path;
+use orchestrate_sandbox::{
+    DockerProvider, GcScope, SandboxConfig, SandboxError, SandboxProvider, SweepReport,
+};
 use orchestrate_store::{Reader, Store};
+use orchestrate_types::RunId;
 use std::process::ExitCode;
 
-/// Runs the command.
+/// Runs the command, on every Docker host. One that does not answer holds up no other.
 pub(crate) async fn run(args: GcArgs) -> anyhow::Result<ExitCode> {
-    let scope = match &args.run_dir {
-        Some(run_dir) if args.all => {
-            let folder = wiring::absolute(run_dir)?;
-            // Opening takes the run's lock: a live coordinator keeps its containers.
-            let store = Store::open(&folder).await?;
-            GcScope::Run(store.reader().run().await?.run)
-        }
-        Some(_) | None => GcScope::Expired,
-    };
-    let only = match &args.run_dir {
-        Some(run_dir) => Some(Reader::open(&wiring::absolute(run_dir)?).await?.run().await?.run),
+    let folder = args.run_dir.as_deref().map(wiring::absolute).transpose()?;
+    let config = settings(folder.as_deref(), &args.source)?;
+    let only = match &folder {
+        Some(folder) => Some(Reader::open(folder).await?.run().await?.run),
         None => None,
     };
-    let provider = DockerProvider::connect(SandboxConfig::default()).await?;
+    // Opening takes the run's lock: a live coordinator keeps its containers.
+    let dead = match &folder {
+        Some(folder) if args.all => Some(Store::open(folder).await?),
+        Some(_) | None => None,
+    };
+    let scope = match (only, &dead) {
+        (Some(run), Some(_)) => GcScope::Run(run),
+        (Some(_) | None, _) => GcScope::Expired,
+    };
+    let hosts = config.docker_hosts();
+    let mut failed = None;
+    for host in &hosts {
+        let title = (hosts.len() > 1).then(|| host.title());
+        if let Err(error) = on_host(config.on(host), title, &args, scope, only).await {
+            output::say(format!("warning: {error}"));
+            failed = failed.or(Some(error));
+        }
+    }
+    match failed {
+        Some(error) => Err(error.into()),
+        None => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// The settings that say which hosts there are: a run's plan, or those of the command line.
+fn settings(folder: Option<&Utf8Path>, source: &ConfigSource) -> anyhow::Result<SandboxConfig> {
+    let plan = folder.map(|folder| folder.join(PLAN_FILE));
+    let raw: RawConfig = match plan {
+        Some(plan) if !source.files.is_empty() || !source.sets.is_empty() => {
+            let error = "already says where its containers are; drop --config and --set".to_owned();
+            anyhow::bail!(ConfigError::Layer { name: plan.into_string(), error });
+        }
+        Some(plan) => config::load(&ConfigSource { files: vec![plan], sets: Vec::new() })?,
+        None => config::load(source)?,
+    };
+    let sandbox = raw.sandbox.check().map_err(ConfigError::Problems)?;
+    // Not what else the settings ask of a host: what is on it can be removed all the same.
+    let SandboxConfig { docker_host, hosts, call_timeout, .. } = sandbox;
+    Ok(SandboxConfig { docker_host, hosts, call_timeout, ..SandboxConfig::default() })
+}
+
+/// The work on one host, told with its name where there are several.
+async fn on_host(
+    config: SandboxConfig,
+    title: Option<&str>,
+    args: &GcArgs,
+    scope: GcScope,
+    only: Option<RunId>,
+) -> Result<(), SandboxError> {
+    let at = title.map(|title| format!(" on {title}")).unwrap_or_default();
+    let column = title.map(|title| format!("\t{title}")).unwrap_or_default();
+    let provider = DockerProvider::connect(config).await?;
     if args.dry_run {
         for container in provider.list().await? {
             if only.is_none() || container.run == only {
-                output::data(format!("{}\t{}", container.name, container.state));
+                output::data(format!("{}\t{}{column}", container.name, container.state));
             }
         }
     } else {
-        let report = provider.sweep_all_orphans(scope).await?;
-        for name in &report.removed {
-            output::data(name);
-        }
-        output::say(format!(
-            "removed {} containers, kept {}",
-            report.removed.len(),
-            report.kept.len()
-        ));
-        for (name, reason) in &report.kept {
-            output::say(format!("kept {name}: {reason}"));
-        }
-        for (name, reason) in &report.failed {
-            output::say(format!("warning: {name} cannot be removed: {reason}"));
-        }
-        if !report.failed.is_empty() {
-            output::say("hint: restart the Docker daemon, then run `orchestrate gc` again");
-        }
+        tell(&provider.sweep_all_orphans(scope).await?, &at, &column);
     }
     if args.images {
-        remove_images(&provider, args.dry_run).await?;
+        remove_images(&provider, args.dry_run, &at, &column).await?;
     }
-    provider.shutdown().await?;
-    Ok(ExitCode::SUCCESS)
+    provider.shutdown().await
+}
+
+fn tell(report: &SweepReport, at: &str, column: &str) {
+    for name in &report.removed {
+        output::data(format!("{name}{column}"));
+    }
+    output::say(format!(
+        "removed {} containers{at}, kept {}",
+        report.removed.len(),
+        report.kept.len()
+    ));
+    for (name, reason) in &report.kept {
+        output::say(format!("kept {name}{at}: {reason}"));
+    }
+    for (name, reason) in &report.failed {
+        output::say(format!("warning: {name}{at} cannot be removed: {reason}"));
+    }
+    if !report.failed.is_empty() {
+        output::say("hint: restart the Docker daemon, then run `orchestrate gc` again");
+    }
 }
 
 /// Removes what runs pulled, or says what there is.
-async fn remove_images(provider: &DockerProvider, dry_run: bool) -> anyhow::Result<()> {
+async fn remove_images(
+    provider: &DockerProvider,
+    dry_run: bool,
+    at: &str,
+    column: &str,
+) -> Result<(), SandboxError> {
     let (mut removed, mut bytes) = (0, 0);
     for image in provider.remove_pulled_images(dry_run).await? {
         let size = format!("{} MiB", image.bytes.0 >> 20);
         if let Some(reason) = image.kept {
-            output::say(format!("kept image {} ({size}): {reason}", image.names));
+            output::say(format!("kept image {}{at} ({size}): {reason}", image.names));
         } else {
-            output::data(format!("{}\t{size}", image.names));
+            output::data(format!("{}\t{size}{column}", image.names));
             removed += 1;
             bytes += image.bytes.0;
         }
     }
     let what = if dry_run { "would remove" } else { "removed" };
-    output::say(format!("{what} {removed} images, {} MiB", bytes >> 20));
+    output::say(format!("{what} {removed} images{at}, {} MiB", bytes >> 20));
     Ok(())
 }

@@ -6,6 +6,7 @@
 use crate::args::RemoveUnstartedArgs;
 use crate::config::Settings;
 use anyhow::Context;
+use futures::future::join_all;
 use orchestrate_sandbox::{DockerProvider, SandboxConfig, SandboxError, SandboxProvider};
 use orchestrate_types::RunId;
 use std::io::{Read, Write};
@@ -29,11 +30,15 @@ pub(crate) async fn run(args: RemoveUnstartedArgs) -> anyhow::Result<ExitCode> {
     if heard.await?.context("read standard input")? == DISMISSED {
         return Ok(ExitCode::SUCCESS);
     }
-    let config = SandboxConfig { docker_host: args.docker_host, ..SandboxConfig::default() };
+    let hosts = args.hosts.as_deref().map_or(Ok(Vec::new()), serde_json::from_str);
+    let config =
+        SandboxConfig { hosts: hosts.context("read --hosts")?, ..SandboxConfig::default() };
     let until = Instant::now() + LOOK_FOR;
     // What may have ended the coordinator, a daemon in trouble, is no reason to give up at once.
     while Instant::now() < until {
-        if let Err(error) = look(&config, args.run, args.epoch).await {
+        let each = config.docker_hosts();
+        let looks = each.iter().map(|host| look(config.on(host), args.run, args.epoch));
+        for error in join_all(looks).await.into_iter().filter_map(Result::err) {
             tracing::debug!(%error, "cannot look for unstarted containers");
         }
         tokio::time::sleep(LOOK_EVERY).await;
@@ -41,8 +46,8 @@ pub(crate) async fn run(args: RemoveUnstartedArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-async fn look(config: &SandboxConfig, run: RunId, epoch: i64) -> Result<(), SandboxError> {
-    let provider = DockerProvider::connect(config.clone()).await?;
+async fn look(config: SandboxConfig, run: RunId, epoch: i64) -> Result<(), SandboxError> {
+    let provider = DockerProvider::connect(config).await?;
     provider.sweep_unstarted(run, epoch).await?;
     provider.shutdown().await
 }
@@ -60,9 +65,7 @@ impl Helper {
             let mut command = Command::new(std::env::current_exe()?);
             command.args(["remove-unstarted", "--run", &run.to_string()]);
             command.args(["--epoch", &epoch.to_string()]);
-            if let Some(host) = &settings.sandbox.docker_host {
-                command.args(["--docker-host", host]);
-            }
+            command.args(["--hosts", &serde_json::to_string(&settings.sandbox.docker_hosts())?]);
             // A group of its own: what ends the coordinator by the keyboard is not to end it.
             command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null());
             command.stderr(Stdio::null()).spawn()

@@ -12,6 +12,7 @@ use anyhow::Context;
 use camino::Utf8Path;
 use orchestrate_coordinator::{RunEnd, RunError, RunReport, Stop};
 use orchestrate_store::{JOURNAL_FILE, NewRun, Store};
+use orchestrate_tasks::load;
 use orchestrate_types::RunId;
 use std::process::ExitCode;
 
@@ -21,7 +22,7 @@ pub(crate) const PLAN_FILE: &str = "plan.toml";
 /// Runs the command.
 pub(crate) async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     if args.dry_run {
-        return forecast::run(&args.source, args.json);
+        return forecast::run(&args.source, args.json).await;
     }
     let Some(run_dir) = &args.run_dir else { anyhow::bail!("name a folder by --run-dir") };
     let folder = wiring::absolute(run_dir)?;
@@ -47,7 +48,8 @@ pub(crate) async fn create_from(
     folder: &Utf8Path,
     raw: &RawConfig,
 ) -> anyhow::Result<(Settings, Store)> {
-    let raw = raw.with_defaults()?;
+    let mut raw = raw.with_defaults()?;
+    pin_data_sets(&mut raw).await?;
     let settings = raw.check()?;
     let plan = toml::to_string(&raw).context("write the plan")?;
     let new = NewRun { run: RunId::generate(), plan_digest: digest(&plan) };
@@ -56,6 +58,15 @@ pub(crate) async fn create_from(
         write_whole(&folder.join(PLAN_FILE), &plan)?;
     }
     Ok((settings, Store::create(folder, &new).await?))
+}
+
+/// A data set on a hub may change while a run goes on; the plan names its commit.
+async fn pin_data_sets(raw: &mut RawConfig) -> anyhow::Result<()> {
+    for file in [&mut raw.tasks.file, &mut raw.tasks.held_out_file].into_iter().flatten() {
+        let named = file.clone();
+        *file = tokio::task::spawn_blocking(move || load::pinned(&named)).await??;
+    }
+    Ok(())
 }
 
 /// Opens a run that was stopped, killed or finished; `source` must be empty.

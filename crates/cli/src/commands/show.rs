@@ -4,6 +4,7 @@ use crate::args::ShowArgs;
 use crate::{output, tables, wiring};
 use anyhow::Context;
 use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary, RunReport};
+use orchestrate_rollout::{Action, TurnLog};
 use orchestrate_store::{EpisodeRecord, Reader, StoredEpisode};
 use orchestrate_types::{EpisodeId, Outcome};
 use serde_json::{Value, json};
@@ -91,14 +92,7 @@ fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
     ));
     output::data(coverage(record, stored)?);
     for (index, turn) in detail.turns.iter().enumerate() {
-        output::data(format!(
-            "\n── turn {} ({} ms in the engine, {} ms in the sandbox)\n{}\n── answer\n{}",
-            index + 1,
-            turn.generate_ms,
-            turn.exec_ms,
-            turn.text.trim_end(),
-            turn.observation.trim_end()
-        ));
+        output::data(turn_text(index + 1, turn));
     }
     if !detail.patch.is_empty() {
         output::data(format!("\n── patch\n{}", detail.patch.trim_end()));
@@ -107,6 +101,42 @@ fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
         output::data(format!("\n── verdict: reward {} {:?}", verdict.reward, verdict.statuses));
     }
     Ok(())
+}
+
+/// A turn as a person reads it: what the policy wrote, which calls that made (in the same words for
+/// every scaffold), what it was told.
+fn turn_text(number: usize, turn: &TurnLog) -> String {
+    let mut lines = vec![
+        format!(
+            "\n── turn {number} ({} ms in the engine, {} ms in the sandbox)",
+            turn.generate_ms, turn.exec_ms
+        ),
+        turn.text.trim_end().to_owned(),
+        "── calls".to_owned(),
+    ];
+    if turn.actions.is_empty() {
+        lines.push("none".to_owned());
+    }
+    lines.extend(turn.actions.iter().map(call_text));
+    if !turn.observation.is_empty() {
+        lines.extend(["── answer".to_owned(), turn.observation.trim_end().to_owned()]);
+    }
+    if let Some(fork) = turn.fork {
+        lines.push(format!(
+            "── fork: the next turn leaves {} tokens out, from token {} on",
+            fork.left_out, fork.at
+        ));
+    }
+    lines.join("\n")
+}
+
+fn call_text(action: &Action) -> String {
+    let word = |key: &str| action.arguments.get(key).and_then(Value::as_str).unwrap_or_default();
+    match action.name.as_str() {
+        "bash" => format!("$ {}", word("command")),
+        "search" => format!("search \"{}\" in {}", word("search_term"), word("path")),
+        name => format!("{name} {}", word("path")).trim_end().to_owned(),
+    }
 }
 
 fn outcome(outcome: &Outcome) -> String {
@@ -142,4 +172,78 @@ fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<St
         format!("; prefix cache {} of {} prompt tokens", s.cached_tokens, s.prompt_tokens)
     });
     Ok(format!("{tokens} tokens, {written} by the policy; {mask}{cache}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use orchestrate_rollout::{Fork, Scaffold};
+
+    fn shown(scaffold: Scaffold, text: &str) -> String {
+        let calls = scaffold.parse(text).into_iter().flatten();
+        let turn = TurnLog {
+            text: text.to_owned(),
+            actions: calls.map(|(action, _)| action).collect(),
+            observation: "seen\n".to_owned(),
+            generate_ms: 5,
+            exec_ms: 7,
+            fork: None,
+        };
+        turn_text(2, &turn)
+    }
+
+    #[test]
+    fn turns_of_all_scaffolds_are_shown_alike() {
+        let head = "\n── turn 2 (5 ms in the engine, 7 ms in the sandbox)\n";
+        for (scaffold, text, calls) in [
+            (
+                Scaffold::Tools,
+                r#"<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>"#,
+                "$ ls",
+            ),
+            (
+                Scaffold::R2eXml,
+                "<function=execute_bash><parameter=cmd>ls</parameter></function>",
+                "$ ls",
+            ),
+            (Scaffold::Mini, "look\n```bash\nls\n```", "$ ls"),
+            (Scaffold::Mini, "look", "none"),
+            (
+                Scaffold::Tools,
+                r#"<tool_call>{"name": "edit", "arguments": {"path": "a.py", "line": 1, "new": ""}}</tool_call><tool_call>{"name": "submit", "arguments": {}}</tool_call>"#,
+                "edit a.py\nsubmit",
+            ),
+            (
+                Scaffold::R2eXml,
+                "<function=file_editor><parameter=command>str_replace</parameter>\
+                 <parameter=path>a.py</parameter><parameter=old_str>x</parameter></function>",
+                "edit a.py",
+            ),
+            (
+                Scaffold::R2eXml,
+                "<function=search><parameter=search_term>x y</parameter></function>",
+                "search \"x y\" in .",
+            ),
+            (Scaffold::R2eXml, "<function=finish></function>", "submit"),
+        ] {
+            let expected = format!("{head}{text}\n── calls\n{calls}\n── answer\nseen");
+            assert_eq!(shown(scaffold, text), expected);
+        }
+    }
+
+    #[test]
+    fn a_fork_is_shown_where_it_happened() {
+        let turn = TurnLog {
+            text: "hm".to_owned(),
+            actions: Vec::new(),
+            observation: String::new(),
+            generate_ms: 0,
+            exec_ms: 0,
+            fork: Some(Fork { at: 12, left_out: 3 }),
+        };
+        let text = turn_text(1, &turn);
+        assert!(
+            text.ends_with("none\n── fork: the next turn leaves 3 tokens out, from token 12 on")
+        );
+    }
 }

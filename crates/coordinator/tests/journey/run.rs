@@ -80,6 +80,7 @@ async fn a_run_trains_evaluates_and_reports() {
         "time_sandbox_s",
         "loop_lag_p99_ms",
         "loop_lag_max_ms",
+        "sandbox_hosts",
         "tokens_per_s",
     ] {
         assert!(step.contains(&format!("\"{key}\":")), "{key}");

@@ -174,6 +174,7 @@ fn report(request: &EpisodeRequest, outcome: Outcome) -> EpisodeReport {
         observation: "files".into(),
         generate_ms: 1,
         exec_ms: 1,
+        fork: None,
     };
     EpisodeReport {
         attempt: request.attempt,

@@ -6,8 +6,9 @@ use crate::checkpoint::{StoredTensor, StoredType, read_tensors, write_tensors};
 use camino::Utf8Path;
 use rayon::prelude::*;
 
-/// File of the optimizer's state inside a checkpoint folder.
-pub const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+/// File of the optimizer's state inside a checkpoint folder: safetensors under another ending, because
+/// servers load every `*.safetensors` of a folder.
+pub const OPTIMIZER_FILE: &str = "optimizer.state";
 
 /// Parameters a thread updates at a time.
 const CHUNK: usize = 1 << 16;

@@ -1,5 +1,6 @@
 //! Weights beside the model, with an optimizer of their own: PR2's router predictor and PPO's
-//! value head. They lie in files of their own in a checkpoint and are no part of the model.
+//! value head. They lie in files of their own in a checkpoint and are no part of the model. The files
+//! have the form of safetensors and not its ending: servers load every `*.safetensors` of a folder.
 
 use super::optimizer::{AdamSettings, AdamW, clip_global_norm};
 use crate::checkpoint::{StoredTensor, StoredType, read_tensors, write_tensors};
@@ -7,10 +8,10 @@ use crate::{CheckpointError, ModelConfig};
 use camino::Utf8Path;
 
 /// File of the router predictor.
-pub const PREDICTOR_FILE: &str = "router_predictor.safetensors";
+pub const PREDICTOR_FILE: &str = "router_predictor.state";
 /// Its weights in that file, `[layers, experts, hidden]`.
 pub const PREDICTOR_WEIGHTS: &str = "router_predictor";
-const VALUE_FILE: &str = "value_head.safetensors";
+const VALUE_FILE: &str = "value_head.state";
 const VALUE_WEIGHTS: &str = "value_head";
 
 /// One flat tensor and its moments.

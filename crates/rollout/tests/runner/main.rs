@@ -5,6 +5,8 @@
     clippy::panic,
     reason = "a failed step fails the test"
 )]
+#[path = "../common/mod.rs"]
+mod common;
 mod faults;
 mod sharing;
 mod world;

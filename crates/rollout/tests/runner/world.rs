@@ -1,17 +1,17 @@
 //! The runner in a world of fakes, and scripts of what its engine says.
 
+use crate::common;
 use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     Action, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes,
-    ExpertEpisode, ExpertTurn, Leads, MICRO_CHAT_TEMPLATE, RolloutConfig, RowSharing, Rules,
-    opening_messages, train_tokenizer,
+    ExpertEpisode, ExpertTurn, MICRO_CHAT_TEMPLATE, RolloutConfig, Rules, opening_messages,
+    train_tokenizer,
 };
-use orchestrate_sandbox::Limits;
 use orchestrate_testkit::{
     FakeEngine, FakeReply, FakeSandboxes, TOY_FIX, judge_toy, toy_shape, toy_shell, toy_task,
 };
-use orchestrate_types::{ByteSize, PolicyVersion, RunId};
+use orchestrate_types::RunId;
 use serde_json::json;
 use std::sync::{Arc, OnceLock};
 use tokio_util::sync::CancellationToken;
@@ -94,22 +94,12 @@ pub(crate) fn world_with(
     let shape = toy_shape(chat().vocab_size());
     let engine = Arc::new(FakeEngine::new(shape, move |_, call| script(call)));
     let sandboxes = FakeSandboxes::new(toy_shell);
-    let runner = EpisodeRunner {
-        engine: Arc::clone(&engine) as _,
-        sandboxes: Arc::new(sandboxes.clone()),
-        chat: chat(),
-        plan: config.check().unwrap(),
-        container_limits: Limits {
-            memory: ByteSize::mib(256),
-            cpu_millis: 500,
-            pids: 64,
-            tmpfs: ByteSize::mib(64),
-        },
-        rules: Rules::new(judge_toy),
-        logs: None,
-        rows: RowSharing::default(),
-        leads: Leads::default(),
-    };
+    let runner = common::runner(
+        Arc::clone(&engine) as _,
+        Arc::new(sandboxes.clone()),
+        (chat(), config.check().unwrap()),
+        Rules::new(judge_toy),
+    );
     World { engine, sandboxes, runner }
 }
 
@@ -120,13 +110,9 @@ pub(crate) fn world(script: impl Fn(usize) -> FakeReply + Send + Sync + 'static)
 pub(crate) fn request() -> EpisodeRequest {
     EpisodeRequest {
         run: "01900000-0000-7000-8000-000000000000".parse::<RunId>().unwrap(),
-        epoch: 1,
         attempt: "t000001.02-a01".parse().unwrap(),
-        task: Arc::new(toy_task()),
-        policy_version: PolicyVersion(0),
         seed: 7,
-        temperature: 1.0,
-        want_routing: true,
+        ..common::request(toy_task())
     }
 }
 

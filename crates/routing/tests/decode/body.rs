@@ -1,6 +1,7 @@
 //! Cutting the routed experts out of a reply.
 
-use orchestrate_routing::{RoutingError, split_body};
+use crate::{shape, varied};
+use orchestrate_routing::{RoutedRows, RoutingError, encode_npy, split_body};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -47,6 +48,26 @@ fn a_payload_ends_at_its_quote_whatever_its_length() {
         let cut_off = format!(r#"{{"routed_experts":"{payload}"#);
         let error = split_body(cut_off.as_bytes()).unwrap_err();
         assert_eq!(error, RoutingError::Body("it ends inside them"), "{length}");
+    }
+}
+
+#[test]
+fn a_file_ends_where_its_header_says_and_at_the_next_quote_where_it_does_not() {
+    let shape = shape(6, &[0, 1, 2, 3, 4, 5], 256, 8);
+    for count in [0, 1, 82, 83, 84, 400] {
+        let ids = varied(&shape, count);
+        let rows = RoutedRows::from_ids(&shape, 0, &ids).unwrap();
+        let file = encode_npy(&rows, &shape).unwrap();
+        let body = format!("{{\"routed_experts\": \"{file}\", \"b\": \"{file}\"}}");
+        assert_eq!(split(&body).1, [file.as_str()], "{count}");
+        // One that is shorter or longer than it says ends at its quote all the same.
+        for wrong in
+            [file.get(..file.len().saturating_sub(4)).unwrap().to_owned(), file.clone() + "AAAA"]
+        {
+            let body = format!("{{\"routed_experts\": \"{wrong}\", \"b\": \"{file}\"}}");
+            assert_eq!(split(&body).1, [wrong.as_str()], "{count}");
+            assert!(split_body(format!("{{\"routed_experts\": \"{wrong}").as_bytes()).is_err());
+        }
     }
 }
 

@@ -6,6 +6,8 @@
 
 mod book;
 mod cache;
+mod census;
+mod locality;
 mod name;
 mod news;
 mod pull;
@@ -13,6 +15,7 @@ mod supervisor;
 
 pub(crate) use book::MemoryBook;
 pub use book::{ImageBook, ImageIdentity};
+pub use census::{ImagesOnHost, images_on_hosts};
 pub use news::{ImageNews, Listener};
 pub(crate) use supervisor::install;
 
@@ -58,6 +61,8 @@ struct Entry {
     state: Arc<tokio::sync::Mutex<State>>,
     /// Containers being made of it.
     users: AtomicUsize,
+    /// Whether the daemon had it when it was asked, and nothing is known to have changed since.
+    seen: tokio::sync::Mutex<Option<bool>>,
 }
 
 /// An image that stays while this is held: long enough to make a container, which then keeps it.
@@ -163,6 +168,7 @@ impl Images {
                 Ok(Ready { reference, entry })
             }
             Err(error) => {
+                *entry.seen.lock().await = None;
                 if matches!(error.kind, SandboxErrorKind::NotPulled { .. }) {
                     state.failed = Some((Instant::now(), error.kind.clone()));
                 }
@@ -351,7 +357,7 @@ impl Images {
             let entry = self.entry(&Name::parse(name));
             // Held until the end: who comes now finds the image gone, and pulls it.
             match Arc::clone(&entry.state).try_lock_owned() {
-                Ok(state) if entry.users.load(Ordering::Acquire) == 0 => held.push(state),
+                Ok(state) if entry.users.load(Ordering::Acquire) == 0 => held.push((state, entry)),
                 Ok(_) | Err(_) => return Ok(Some("a container is made of it now".to_owned())),
             }
         }
@@ -360,8 +366,9 @@ impl Images {
         }
         match cache::remove(&self.daemon, image).await {
             Ok(()) => {
-                for state in &mut held {
+                for (state, entry) in &mut held {
                     state.resolved = None;
+                    *entry.seen.lock().await = None;
                 }
                 Ok(None)
             }
@@ -400,7 +407,7 @@ impl Images {
     }
 
     /// One is not to come any more: it is here.
-    fn is_asked_for(&self, image: &str) {
+    pub(crate) fn is_asked_for(&self, image: &str) {
         let mut expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(at) = expected.iter().position(|name| name == image) {
             expected.remove(at);
@@ -442,6 +449,7 @@ impl Images {
     /// Forgets an image, because the daemon did not know it any more.
     pub(crate) async fn forget(&self, image: &str) {
         let entry = self.entry(&Name::parse(image));
+        *entry.seen.lock().await = None;
         entry.state.lock().await.resolved = None;
     }
 

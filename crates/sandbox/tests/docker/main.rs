@@ -4,8 +4,11 @@
 
 mod battery;
 mod common;
+mod disk;
 mod faults;
+mod hosts;
 mod images;
 mod provider;
 mod proxy;
 mod registry;
+mod ssh_server;

@@ -410,3 +410,32 @@ async fn docker_small_things_cost_milliseconds() {
     assert!(command < Duration::from_millis(40), "{command:?}");
     bench.finish().await;
 }
+
+#[tokio::test]
+async fn docker_a_runtime_is_used_where_it_is_and_asked_for_by_name_where_not() {
+    let Some(bench) = Bench::new().await else { return };
+    let report = bench.provider.doctor().await.unwrap();
+    assert!(report.runtimes.contains(&report.runtime), "{report:?}");
+    bench.finish().await;
+    let with = |runtime: &str| {
+        let runtime = Some(runtime.to_owned());
+        RawSandboxConfig { runtime, ..RawSandboxConfig::default() }
+    };
+    for runtime in &report.runtimes {
+        // The oldest kind of runtime is named, and is not there any more.
+        if runtime.contains("runtime.v1") {
+            continue;
+        }
+        let bench = Bench::with(with(runtime)).await.unwrap();
+        let mut sandbox = bench.open().await;
+        check_alive(&mut sandbox).await;
+        let used = docker(&["inspect", "-f", "{{.HostConfig.Runtime}}", sandbox.name()]);
+        assert_eq!(used.trim(), runtime);
+        sandbox.close().await.unwrap();
+        bench.finish().await;
+    }
+    let absent = with("no-such-runtime").check().unwrap();
+    let error = DockerProvider::connect(absent).await.unwrap_err();
+    let words = error.to_string();
+    assert!(words.contains("no-such-runtime") && words.contains(&report.runtime), "{words}");
+}

@@ -82,9 +82,15 @@ pub(super) async fn run(args: &BenchSandboxArgs) -> anyhow::Result<ExitCode> {
     let settings = config::load::<RawConfig>(&args.source)?.check()?;
     let task = wiring::all_tasks(&settings).into_iter().next();
     let task = task.context("the settings make no tasks")?;
+    let config = match settings.sandbox.docker_hosts().as_slice() {
+        // Its own capacity is not that of a measurement.
+        [only] => settings.sandbox.on(only),
+        // Refused below, with the remedy.
+        _ => settings.sandbox.clone(),
+    };
     let world = World {
         limits: wiring::limits(&settings),
-        config: settings.sandbox,
+        config,
         image: task.image,
         workdir: task.workdir,
         run: RunId::generate(),

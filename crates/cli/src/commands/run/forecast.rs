@@ -5,9 +5,10 @@ use crate::config::{self, RawConfig, Settings};
 use crate::{output, tables, task_source};
 use orchestrate_engine::EngineKind;
 use orchestrate_moe::ModelConfig;
+use orchestrate_sandbox::images_on_hosts;
 use orchestrate_types::ModelShape;
 use serde::Serialize;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::process::ExitCode;
 
 /// Bytes of a token beside its routing row: id, mask, log-prob, version, validity.
@@ -36,14 +37,32 @@ struct Forecast {
     /// Different images of the tasks; absent where a file of rows is not here.
     #[serde(skip_serializing_if = "Option::is_none")]
     images: Option<u64>,
+    /// Of these, images that no host has; absent where a host does not answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    image_pulls: Option<u64>,
     containers: u64,
     container_memory_bytes: u64,
+    /// Containers that each Docker host may hold.
+    docker_hosts: Vec<HostRoom>,
     /// What could not be looked at.
     notes: Vec<String>,
 }
 
+#[derive(Debug, Serialize)]
+struct HostRoom {
+    host: String,
+    max_containers: u64,
+    memory_bytes: u64,
+    /// The tasks' images that are there; absent where the host does not answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    images: Option<u64>,
+    /// Their sizes together; layers that several share count for each.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    image_bytes: Option<u64>,
+}
+
 /// Runs the command.
-pub(super) fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<ExitCode> {
+pub(super) async fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<ExitCode> {
     let settings = config::load::<RawConfig>(source)?.check()?;
     let mut notes = Vec::new();
     let shape = match ModelConfig::load(&settings.engine.model) {
@@ -53,25 +72,51 @@ pub(super) fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<ExitCo
             None
         }
     };
+    let mut images = None;
     let tasks = match task_source::task_set(&settings) {
         Ok(set) => {
             let all = set.train.iter().chain(&set.held_out).chain(&set.held_out_families);
-            let images: BTreeSet<&str> = all.map(|task| task.image.as_str()).collect();
+            let names: BTreeSet<&str> = all.map(|task| task.image.as_str()).collect();
             let held_out = (set.held_out.len() as u64, set.held_out_families.len() as u64);
-            Some((images.len() as u64, held_out))
+            let names = images.insert(names.into_iter().map(ToOwned::to_owned).collect::<Vec<_>>());
+            Some((names.len() as u64, held_out))
         }
         Err(error) => {
             notes.push(format!("images are unknown: {error:#}"));
             None
         }
     };
-    let forecast = forecast(&settings, shape.as_ref(), tasks, notes);
+    let mut forecast = forecast(&settings, shape.as_ref(), tasks, notes);
+    if let Some(images) = images {
+        look_for(&images, &settings, &mut forecast).await;
+    }
     if as_json {
         output::json(&forecast)?;
         return Ok(ExitCode::SUCCESS);
     }
     show(&forecast);
     Ok(ExitCode::SUCCESS)
+}
+
+/// Adds which images the hosts have, and how many must be pulled.
+async fn look_for(images: &[String], settings: &Settings, forecast: &mut Forecast) {
+    let mut present = HashSet::new();
+    let mut all_answer = true;
+    let found = images_on_hosts(&settings.sandbox, images).await;
+    for (room, found) in forecast.docker_hosts.iter_mut().zip(found) {
+        match found {
+            Ok(found) => {
+                room.images = Some(found.present.len() as u64);
+                room.image_bytes = Some(found.bytes);
+                present.extend(found.present);
+            }
+            Err(error) => {
+                all_answer = false;
+                forecast.notes.push(format!("images on {} are unknown: {error:#}", room.host));
+            }
+        }
+    }
+    forecast.image_pulls = all_answer.then(|| (images.len() - present.len()) as u64);
 }
 
 fn forecast(
@@ -105,7 +150,14 @@ fn forecast(
     let of_files = settings.tasks.file.is_some() || settings.tasks.held_out_file.is_some();
     // Containers of repositories end with their use; others stay for the next agent or grader.
     let wanted = if of_files { in_flight } else { 2 * in_flight };
-    let containers = (settings.sandbox.max_containers as u64).min(wanted);
+    let sandbox = &settings.sandbox;
+    let containers = (sandbox.capacity() as u64).min(wanted);
+    let docker_hosts = sandbox.docker_hosts().into_iter().map(|host| {
+        let max_containers = sandbox.on(&host).max_containers as u64;
+        let memory_bytes = max_containers.min(wanted) * sandbox.memory.0;
+        let host = host.title().to_owned();
+        HostRoom { host, max_containers, memory_bytes, images: None, image_bytes: None }
+    });
     Forecast {
         steps,
         episodes_per_step: per_step,
@@ -119,8 +171,10 @@ fn forecast(
         mask_wire_bytes_per_step: shape.map(|shape| batch_tokens * ids(shape) / 3 * 4),
         batch_disk_bytes: shape.map(|shape| batch_tokens * (row(shape) + TOKEN_BYTES)),
         images: tasks.map(|(images, _)| images),
+        image_pulls: None,
         containers,
-        container_memory_bytes: containers * settings.sandbox.memory.0,
+        container_memory_bytes: containers * sandbox.memory.0,
+        docker_hosts: docker_hosts.collect(),
         notes,
     }
 }
@@ -154,12 +208,27 @@ fn show(forecast: &Forecast) {
         row("batch on disk, a step", gib(bytes));
     }
     if let Some(images) = forecast.images {
-        row("images", images.to_string());
+        let pulls = forecast.image_pulls.map(|pulls| format!(" ({pulls} to pull)"));
+        row("images", format!("{images}{}", pulls.unwrap_or_default()));
+    }
+    for room in &forecast.docker_hosts {
+        if let (Some(images), Some(bytes)) = (room.images, room.image_bytes) {
+            row(&format!("images on {}", room.host), format!("{images} ({})", gib(bytes)));
+        }
     }
     row(
         "containers at once",
         format!("{} ({} memory)", forecast.containers, gib(forecast.container_memory_bytes)),
     );
+    if forecast.docker_hosts.len() > 1 {
+        for room in &forecast.docker_hosts {
+            let memory = gib(room.memory_bytes);
+            row(
+                &format!("containers on {}", room.host),
+                format!("{} ({memory} memory)", room.max_containers),
+            );
+        }
+    }
     output::data(table);
     for note in &forecast.notes {
         output::say(format!("note: {note}"));
@@ -174,7 +243,9 @@ mod tests {
     fn bounds_follow_from_settings_and_shape() {
         let text = "[run]\nsteps = 25\neval_every = 10\neval_tasks = 500\neval_samples = 1\n\
             [rollout]\ngroup_size = 8\ngroups_per_step = 4\nmax_sequence_tokens = 1000\n\
-            max_in_flight = 3\n[sandbox]\nmax_containers = 16\nmemory = \"1 GiB\"\n";
+            max_in_flight = 3\n[sandbox]\nmax_containers = 16\nmemory = \"1 GiB\"\n\
+            [[sandbox.hosts]]\nurl = \"ssh://a\"\nmax_containers = 4\n\
+            [[sandbox.hosts]]\nurl = \"ssh://b\"\n";
         let raw: RawConfig = config::parse_layer("test", text).unwrap();
         let settings = raw.check().unwrap();
         let shape = ModelShape {
@@ -192,5 +263,7 @@ mod tests {
         assert_eq!(made.mask_wire_bytes_per_step, Some(32_000 * 48 * 8 * 4 / 3 * 4));
         assert_eq!(made.batch_disk_bytes, Some(32_000 * (384 + 18)));
         assert_eq!((made.containers, made.container_memory_bytes), (6, 6 << 30));
+        let rooms = made.docker_hosts.iter().map(|room| (room.max_containers, room.memory_bytes));
+        assert_eq!(rooms.collect::<Vec<_>>(), [(4, 4 << 30), (16, 6 << 30)]);
     }
 }

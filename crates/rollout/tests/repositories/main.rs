@@ -7,6 +7,8 @@
     reason = "a failed step fails the test, and a skipped test says so"
 )]
 
+mod disk;
+
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
@@ -57,7 +59,7 @@ fn image(name: &str) -> Option<String> {
 
 fn r2e_task() -> Option<Task> {
     let mut row: serde_json::Value =
-        serde_json::from_str(include_str!("images/r2e_row.json")).unwrap();
+        serde_json::from_str(include_str!("../images/r2e_row.json")).unwrap();
     row["docker_image"] = image("r2e")?.into();
     let row: R2eRow = serde_json::from_value(row).unwrap();
     Some(row.to_task().unwrap())
@@ -110,9 +112,13 @@ fn bash(command: &str) -> Action {
     Action { name: "bash".into(), arguments: json!({"command": command}) }
 }
 
-async fn provider() -> DockerProvider {
+fn submit() -> Action {
+    Action { name: "submit".into(), arguments: json!({}) }
+}
+
+async fn provider() -> Arc<DockerProvider> {
     let config = RawSandboxConfig { max_containers: Some(2), ..RawSandboxConfig::default() };
-    DockerProvider::connect(config.check().unwrap()).await.unwrap()
+    Arc::new(DockerProvider::connect(config.check().unwrap()).await.unwrap())
 }
 
 /// Plays `commands`, then submits; logs go to `folder`.
@@ -124,8 +130,23 @@ async fn episode(
     folder: &Utf8Path,
 ) -> EpisodeReport {
     let mut turns: Vec<Action> = commands.iter().map(|command| bash(command)).collect();
-    turns.push(Action { name: "submit".into(), arguments: json!({}) });
-    let turns: Vec<Vec<u32>> = turns
+    turns.push(submit());
+    let sandboxes = provider().await;
+    let report = play(&sandboxes, task, &turns, config, reward, folder).await;
+    sandboxes.shutdown().await.unwrap();
+    report
+}
+
+/// An episode of these calls, one a turn.
+async fn play(
+    sandboxes: &Arc<DockerProvider>,
+    task: &Task,
+    calls: &[Action],
+    config: &RolloutConfig,
+    reward: RewardSection,
+    folder: &Utf8Path,
+) -> EpisodeReport {
+    let turns: Vec<Vec<u32>> = calls
         .iter()
         .map(|call| chat().assistant("", std::slice::from_ref(call)).unwrap())
         .collect();
@@ -135,7 +156,6 @@ async fn episode(
         ids: turns[call].clone(),
         finish: Finish::Stop,
     });
-    let sandboxes = Arc::new(provider().await);
     let runner = EpisodeRunner {
         engine: Arc::new(engine),
         sandboxes: sandboxes.clone(),
@@ -157,9 +177,7 @@ async fn episode(
         temperature: 1.0,
         want_routing: false,
     };
-    let report = runner.run(request, &CancellationToken::new()).await;
-    sandboxes.shutdown().await.unwrap();
-    report
+    runner.run(request, &CancellationToken::new()).await
 }
 
 fn folder() -> (tempfile::TempDir, Utf8PathBuf) {
@@ -310,7 +328,7 @@ async fn graded(task: &Task, patch: &str, harness: Option<Harness>) -> Result<Gr
     };
     let mut rules = RewardSection::default().rules();
     rules.harness = harness.unwrap_or_default();
-    let graded = grade_patch(&sandboxes, &spec, task, patch, rules).await;
+    let graded = grade_patch(sandboxes.as_ref(), &spec, task, patch, rules).await;
     sandboxes.shutdown().await.unwrap();
     graded
 }

@@ -1,0 +1,116 @@
+//! The second step of a turn: its calls are performed, and what answers them becomes tokens.
+
+use super::{Attempt, millis};
+use crate::api::{Action, Message};
+use crate::chat::message;
+use crate::machine::Event;
+use crate::runner::failed;
+use crate::scaffold::{Call, Terms, capped};
+use crate::toolbox::Toolbox;
+use orchestrate_sandbox::{Sandbox, SandboxError};
+use orchestrate_types::{Stage, TokenId};
+use std::sync::Arc;
+use tokio::time::Instant;
+
+impl Attempt<'_> {
+    /// Performs the calls of the last turn, and prepares the tokens that answer them.
+    pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> Event {
+        let started = Instant::now();
+        let text = self.turns.last().map_or("", |turn| turn.text.as_str());
+        let calls = self.runner.plan.scaffold.parse(text);
+        let event = self.perform(sandbox, calls).await;
+        self.timings.exec_s += started.elapsed().as_secs_f64();
+        if let Some(turn) = self.turns.last_mut() {
+            turn.exec_ms = millis(started.elapsed());
+        }
+        event
+    }
+
+    async fn perform(
+        &mut self,
+        sandbox: &mut dyn Sandbox,
+        calls: Vec<Result<(Action, Call), String>>,
+    ) -> Event {
+        let plan = &self.runner.plan;
+        let scaffold = plan.scaffold;
+        let turns = u32::try_from(self.turns.len()).unwrap_or(u32::MAX);
+        let turns_left = plan.max_turns.saturating_sub(turns);
+        let mut new_messages: Vec<Message> = Vec::new();
+        let mut submitted = false;
+        for call in calls {
+            if self.remaining().is_zero() {
+                return Event::TimeUp;
+            }
+            let observation = match call {
+                Ok((action, call)) => match self.perform_one(sandbox, action, &call).await {
+                    Ok(observation) => observation,
+                    Err(error) => return failed(Stage::Exec, error),
+                },
+                Err(mistake) => Some(capped(mistake, plan.observation_chars)),
+            };
+            let Some(observation) = observation else {
+                submitted = true;
+                break;
+            };
+            let observation = scaffold.framed(observation, turns_left);
+            if let Some(turn) = self.turns.last_mut() {
+                if !turn.observation.is_empty() {
+                    turn.observation.push('\n');
+                }
+                turn.observation.push_str(&observation);
+            }
+            new_messages.push(message(scaffold.observation_role(), &observation));
+        }
+        if !submitted {
+            match self.runner.chat.delta(&new_messages, self.buffer.last()) {
+                Ok(delta) => self.go_on(&delta),
+                Err(error) => return failed(Stage::Exec, error),
+            }
+        }
+        Event::Acted { submitted, next_prompt_tokens: self.buffer.prompt_len() }
+    }
+
+    /// What the policy is told about one call; `None` if it was its last.
+    async fn perform_one(
+        &mut self,
+        sandbox: &mut dyn Sandbox,
+        action: Action,
+        call: &Call,
+    ) -> Result<Option<String>, SandboxError> {
+        let task = Arc::clone(&self.request.task);
+        let plan = &self.runner.plan;
+        let terms = Terms {
+            command_timeout: plan.command_timeout.0.min(self.remaining()),
+            observation_chars: plan.observation_chars,
+        };
+        let toolbox = Toolbox {
+            scaffold: plan.scaffold,
+            workdir: &task.workdir,
+            programs: task.programs(),
+            terms,
+        };
+        if let Some(turn) = self.turns.last_mut() {
+            turn.actions.push(action);
+        }
+        let done = toolbox.perform(sandbox, call, &mut self.editor).await?;
+        let observation = plan.scaffold.observation(call, done, terms);
+        if observation.is_none()
+            && *call != Call::Submit
+            && let Some(turn) = self.turns.last_mut()
+        {
+            // The command was the scaffold's way to submit.
+            turn.actions.push(Call::Submit.action());
+        }
+        Ok(observation)
+    }
+
+    /// Adds what follows the last turn, and leaves out what the next prompt has no more.
+    fn go_on(&mut self, delta: &[TokenId]) {
+        self.buffer.add_pending(delta);
+        let (header, thinking) = self.runner.chat.left_out(self.buffer.last_turn());
+        self.buffer.fork_last_turn(header, thinking);
+        if let (Some(fork), Some(rows)) = (self.buffer.fork(), &mut self.rows) {
+            rows.fork(fork.at);
+        }
+    }
+}

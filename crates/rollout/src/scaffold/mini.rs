@@ -1,0 +1,181 @@
+//! The `mini` scaffold: mini-swe-agent's protocol. One bash block in a turn; a command whose output
+//! begins with a fixed line submits.
+
+use super::{Call, Terms, ends};
+use crate::api::Action;
+use orchestrate_sandbox::{ExecResult, Exit};
+
+pub(super) const SYSTEM: &str = include_str!("mini_system.txt");
+pub(super) const TASK: &str = include_str!("mini_task.txt");
+
+/// First line that the output of the submitting command has.
+const SUBMIT: &str = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT";
+
+/// Keeps programs from waiting for a reader or drawing bars.
+pub(super) const ENVIRONMENT: [(&str, &str); 5] = [
+    ("PAGER", "cat"),
+    ("MANPAGER", "cat"),
+    ("LESS", "-R"),
+    ("PIP_PROGRESS_BAR", "off"),
+    ("TQDM_DISABLE", "1"),
+];
+
+/// What opens a block: mini-swe-agent's own word, which leaves `bash` for what is only shown, and
+/// the common one, which counts where there is no block of the other kind.
+const FENCES: [&str; 2] = ["```mswea_bash_command", "```bash"];
+
+const CLOSE: &str = "\n```";
+
+/// The only command of a text.
+pub(super) fn parse(text: &str) -> Result<(Action, Call), String> {
+    let blocks = FENCES.iter().map(|fence| blocks(text, fence)).find(|found| !found.is_empty());
+    match blocks.unwrap_or_default().as_slice() {
+        [command] => {
+            let call = Call::Bash { command: (*command).to_owned() };
+            Ok((call.action(), call))
+        }
+        others => Err(format_error(others.len())),
+    }
+}
+
+/// The blocks that `fence` opens, blank ones left out. The fence ends its line.
+fn blocks<'a>(text: &'a str, fence: &str) -> Vec<&'a str> {
+    let mut found = Vec::new();
+    let mut rest = text;
+    while let Some((_, after)) = rest.split_once(fence) {
+        rest = after;
+        let blank = after.len() - after.trim_start().len();
+        let line_end = after.get(..blank).and_then(|blank| blank.rfind('\n'));
+        let Some(body) = line_end.and_then(|end| after.get(end + 1..)) else { continue };
+        let Some((block, after)) = body.split_once(CLOSE) else { continue };
+        rest = after;
+        if !block.trim().is_empty() {
+            found.push(block.trim());
+        }
+    }
+    found
+}
+
+fn format_error(found: usize) -> String {
+    format!(
+        "Format error:\n\n<error>\nfound {found} bash blocks, expected exactly 1\n</error>\n\n\
+         Reply with a THOUGHT in plain words and exactly one command in a bash block:\n\n\
+         <response_example>\nTHOUGHT: why this command comes next\n\n\
+         ```bash\nyour_command_here\n```\n</response_example>\n\n\
+         If the work is done, submit it as the first message says."
+    )
+}
+
+/// A command's result as the policy reads it; `None` if it submitted.
+pub(super) fn observation(result: &ExecResult, terms: Terms) -> Option<String> {
+    let output = result.text();
+    if result.success() && output.trim_start().lines().next().map(str::trim_end) == Some(SUBMIT) {
+        return None;
+    }
+    let (exception, code) = match result.exit {
+        Exit::Code(code) => (None, code),
+        // A shell would say the same of a program that a signal killed.
+        Exit::Signal(signal) => (None, 128 + signal),
+        Exit::TimedOut => {
+            let time = terms.command_timeout.as_secs_f64();
+            (Some(format!("the command timed out after {time} seconds")), -1)
+        }
+        Exit::NotStarted => (Some("the shell could not be started".to_owned()), -1),
+    };
+    let exception = exception.map_or_else(String::new, |e| format!("<exception>{e}</exception>\n"));
+    let output = shown(&output, terms.observation_chars);
+    Some(format!("{exception}<returncode>{code}</returncode>\n{output}"))
+}
+
+/// Output as it is, or its ends and a warning.
+fn shown(output: &str, cap: usize) -> String {
+    let count = output.chars().count();
+    if count < cap {
+        return format!("<output>\n{output}</output>");
+    }
+    let (head, tail) = ends(output, count, cap);
+    format!(
+        "<warning>\nThe command printed too much; its output is shown in part.\nUse a command that \
+         prints less: head, tail or sed for some lines of a file, a narrower pattern for grep or \
+         find.\nIf all of it is needed, write it to a file and search there.\n</warning>\
+         <output_head>\n{head}\n</output_head>\n<elided_chars>\n{} characters elided\n\
+         </elided_chars>\n<output_tail>\n{tail}\n</output_tail>",
+        count - cap
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::ran;
+    use super::*;
+    use std::time::Duration;
+
+    const TERMS: Terms = Terms { command_timeout: Duration::from_secs(5), observation_chars: 100 };
+
+    fn said(exit: Exit, output: &str) -> Option<String> {
+        observation(&ran(exit, output), TERMS)
+    }
+
+    #[test]
+    fn exactly_one_block_is_a_command() {
+        let command = |text: &str| match parse(text) {
+            Ok((_, Call::Bash { command })) => Ok(command),
+            Ok(other) => unreachable!("{other:?}"),
+            Err(error) => Err(error),
+        };
+        for (text, expected) in [
+            ("THOUGHT: x\n\n```bash\nls -l\n```\n", "ls -l"),
+            ("```mswea_bash_command  \n\n  ls\npwd\n```", "ls\npwd"),
+            ("```bash\ncat <<'E'\n``\nE\n```", "cat <<'E'\n``\nE"),
+            ("like\n```bash\nshown\n```\nso\n```mswea_bash_command\nls\n```", "ls"),
+            ("```python\nx\n```\n```bash\nls\n```", "ls"),
+        ] {
+            assert_eq!(command(text).as_deref(), Ok(expected), "{text}");
+        }
+        for (text, found) in [
+            ("ls", 0),
+            ("", 0),
+            ("```bash\nls", 0),
+            ("```bash ls\n```", 0),
+            ("```bash\n\n```", 0),
+            ("```\nls\n```", 0),
+            ("```bash\na\n```\n```bash\nb\n```", 2),
+        ] {
+            let error = command(text).unwrap_err();
+            assert!(error.contains(&format!("found {found} bash blocks")), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn results_read_as_mini_swe_agent_writes_them() {
+        let text = |exit, output| said(exit, output).unwrap();
+        assert_eq!(
+            text(Exit::Code(0), "a\n"),
+            "<returncode>0</returncode>\n<output>\na\n</output>"
+        );
+        assert_eq!(text(Exit::Code(2), ""), "<returncode>2</returncode>\n<output>\n</output>");
+        assert_eq!(
+            text(Exit::TimedOut, "x"),
+            "<exception>the command timed out after 5 seconds</exception>\n\
+             <returncode>-1</returncode>\n<output>\nx</output>"
+        );
+        assert!(text(Exit::Signal(9), "").starts_with("<returncode>137</returncode>"));
+        let long = text(Exit::Code(0), &format!("{}{}", "é".repeat(75), "z".repeat(75)));
+        assert!(long.contains("</warning><output_head>\n"), "{long}");
+        assert!(long.contains(&format!("\n{}\n</output_head>", "é".repeat(50))), "{long}");
+        assert!(long.contains("\n50 characters elided\n"), "{long}");
+        assert!(long.ends_with(&format!("\n{}\n</output_tail>", "z".repeat(50))), "{long}");
+    }
+
+    #[test]
+    fn the_fixed_line_submits_only_as_the_first_one_of_a_command_that_succeeds() {
+        assert_eq!(said(Exit::Code(0), "\n COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT \npatch"), None);
+        for (exit, output) in [
+            (Exit::Code(1), "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n"),
+            (Exit::Code(0), "x\nCOMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n"),
+            (Exit::Code(0), "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT!\n"),
+        ] {
+            assert!(said(exit, output).is_some(), "{output}");
+        }
+    }
+}

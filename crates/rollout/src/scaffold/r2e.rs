@@ -1,0 +1,327 @@
+//! The `r2e-xml` scaffold: R2E-Gym's functions, called in XML, one in a turn.
+
+use super::{Call, EditorCommand, Terms, capped};
+use crate::api::Action;
+use crate::toolbox::{Done, ERRORS_BEGIN};
+use orchestrate_sandbox::{ExecResult, Exit};
+
+pub(super) const SYSTEM: &str = include_str!("r2e_system.txt");
+pub(super) const TASK: &str = include_str!("r2e_task.txt");
+
+const CLOSE: &str = "</function>";
+
+/// Answer to a turn without a call.
+const NO_CALL: &str = "No function call found. Each reply must hold exactly one function call, in \
+                       the form <function=...> ... </function>.";
+
+/// Programs that a command may not begin with.
+const BLOCKED: [&str; 4] = ["git", "ipython", "jupyter", "nohup"];
+
+/// Lines of a command's output that are shown at its begin and, again, at its end.
+const SHOWN_LINES: usize = 40;
+
+/// The first call of a text.
+pub(super) fn parse(text: &str) -> Result<(Action, Call), String> {
+    let Some((name, rest)) = tag(text, "<function") else { return Err(NO_CALL.to_owned()) };
+    let Some((body, _)) = rest.split_once(CLOSE) else {
+        return Err(format!("The function call is not closed: {CLOSE} is missing."));
+    };
+    let parameters = parameters(body);
+    let call = match name {
+        "execute_bash" | "bash" => bash(&parameters)?,
+        "file_editor" => editor(&parameters)?,
+        "search" => search(&parameters)?,
+        "finish" | "submit" => finish(&parameters)?,
+        other => {
+            return Err(format!(
+                "There is no function {other}: use file_editor, execute_bash, search or finish."
+            ));
+        }
+    };
+    Ok((call.action(), call))
+}
+
+/// Text between the `=` after `open` and the next `>`, and what follows it.
+fn tag<'a>(text: &'a str, open: &str) -> Option<(&'a str, &'a str)> {
+    let mut rest = text;
+    while let Some((_, after)) = rest.split_once(open) {
+        if let Some(value) = after.trim_start().strip_prefix('=')
+            && let Some((name, rest)) = value.split_once('>')
+            && !name.trim().is_empty()
+        {
+            return Some((name.trim(), rest));
+        }
+        rest = after;
+    }
+    None
+}
+
+/// Names and values of a call's parameters, without blanks around them.
+fn parameters(body: &str) -> Vec<(&str, &str)> {
+    let mut found = Vec::new();
+    let mut rest = body;
+    while let Some((name, after)) = tag(rest, "<parameter") {
+        let Some((value, after)) = after.split_once("</parameter>") else { break };
+        found.push((name, value.trim()));
+        rest = after;
+    }
+    found
+}
+
+/// The last value of a parameter.
+fn value<'a>(parameters: &[(&str, &'a str)], name: &str) -> Option<&'a str> {
+    parameters.iter().rev().find(|(found, _)| *found == name).map(|(_, value)| *value)
+}
+
+fn required(function: &str, parameters: &[(&str, &str)], name: &str) -> Result<String, String> {
+    let missing = || format!("The call of {function} lacks the required parameter {name}.");
+    value(parameters, name).map(ToOwned::to_owned).ok_or_else(missing)
+}
+
+fn number(parameters: &[(&str, &str)], name: &str) -> Result<Option<i64>, String> {
+    let read = |text: &str| text.parse().map_err(|_| format!("{name} must be a whole number."));
+    value(parameters, name).map(read).transpose()
+}
+
+fn bash(parameters: &[(&str, &str)]) -> Result<Call, String> {
+    let command = match value(parameters, "command") {
+        Some(command) if value(parameters, "cmd").is_none() => command.to_owned(),
+        Some(_) | None => required("execute_bash", parameters, "cmd")?,
+    };
+    match command.split_whitespace().next() {
+        None => Err("The parameter cmd is empty.".to_owned()),
+        Some(program) if BLOCKED.contains(&program) => Err(framed_bash(
+            "Error: Exit code 1",
+            &format!("Bash command '{program}' is not allowed. Use another command or function."),
+        )),
+        Some(_) => Ok(Call::Bash { command }),
+    }
+}
+
+fn search(parameters: &[(&str, &str)]) -> Result<Call, String> {
+    let term = required("search", parameters, "search_term")?;
+    let path = value(parameters, "path").filter(|path| !path.is_empty()).unwrap_or(".");
+    Ok(Call::Search { term, path: path.to_owned() })
+}
+
+fn finish(parameters: &[(&str, &str)]) -> Result<Call, String> {
+    match value(parameters, "command") {
+        None | Some("submit") => Ok(Call::Submit),
+        Some(other) => Err(format!("Unknown command {other} of finish: the only one is submit.")),
+    }
+}
+
+fn editor(parameters: &[(&str, &str)]) -> Result<Call, String> {
+    let required = |name| required("file_editor", parameters, name);
+    let text = |name| value(parameters, name).unwrap_or_default().to_owned();
+    let path = required("path")?;
+    let command = match required("command")?.as_str() {
+        "view" => EditorCommand::View {
+            range: value(parameters, "view_range").map(range).transpose()?,
+            concise: value(parameters, "concise").is_some_and(|v| v.eq_ignore_ascii_case("true")),
+        },
+        "create" => EditorCommand::Create { text: required("file_text")? },
+        "str_replace" => EditorCommand::Replace { old: required("old_str")?, new: text("new_str") },
+        "insert" => EditorCommand::Insert {
+            line: number(parameters, "insert_line")?
+                .ok_or_else(|| required("insert_line").err().unwrap_or_default())?,
+            text: required("new_str")?,
+        },
+        "undo_edit" => EditorCommand::Undo,
+        other => {
+            return Err(format!(
+                "Unknown command {other} of file_editor: use view, create, str_replace, insert or \
+                 undo_edit."
+            ));
+        }
+    };
+    Ok(Call::Editor { path, command })
+}
+
+/// Two numbers, in brackets or not, with a comma between them or not.
+fn range(text: &str) -> Result<(i64, i64), String> {
+    let inside = text.trim_matches(|c: char| "[]()".contains(c) || c.is_whitespace());
+    let numbers: Vec<Option<i64>> = inside
+        .split(|c: char| c == ',' || c.is_whitespace())
+        .filter(|part| !part.is_empty())
+        .map(|part| part.parse().ok())
+        .collect();
+    match numbers.as_slice() {
+        &[Some(first), Some(last)] => Ok((first, last)),
+        _ => Err("view_range must be two line numbers, like [11, 12].".to_owned()),
+    }
+}
+
+/// A performed call's result as the policy reads it.
+pub(super) fn observation(call: &Call, done: Done, terms: Terms) -> String {
+    let name = match call {
+        Call::Search { .. } => "search",
+        Call::Bash { .. } | Call::Edit { .. } | Call::Editor { .. } | Call::Submit => "file_editor",
+    };
+    match done {
+        Done::Ran(result) => ran(&result, terms),
+        Done::Said(text) => {
+            let text = capped(text, terms.observation_chars);
+            format!("Execution output of [{name}]:\n{text}")
+        }
+        Done::Submitted => String::new(),
+    }
+}
+
+fn ran(result: &ExecResult, terms: Terms) -> String {
+    let code = match result.exit {
+        Exit::Code(0) => 0,
+        Exit::Code(code) => code,
+        Exit::Signal(signal) => 128 + signal,
+        Exit::NotStarted => 127,
+        Exit::TimedOut => {
+            let time = terms.command_timeout.as_secs();
+            return framed_bash("-1", &format!("The command took too long to execute (>{time}s)"));
+        }
+    };
+    let text = result.text();
+    let (out, errors) = text.split_once(ERRORS_BEGIN).unwrap_or((&text, ""));
+    let streams = format!("[STDOUT]\n\n{} \n\n[STDERR]\n\n{}", out.trim(), errors.trim());
+    let (code, output) = if code == 0 {
+        ("0".to_owned(), without_colours(&streams))
+    } else {
+        (format!("Error: Exit code {code}"), format!("Error executing command:\n\n{streams}"))
+    };
+    framed_bash(&code, &capped(middle_cut(output), terms.observation_chars))
+}
+
+fn framed_bash(code: &str, output: &str) -> String {
+    format!("Exit code: {code}\nExecution output of [execute_bash]:\n{output}")
+}
+
+/// Text without carriage returns and the escape sequences that set colours.
+fn without_colours(text: &str) -> String {
+    let mut clean = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("\u{1b}[") {
+        clean.push_str(before);
+        let end = after.trim_start_matches(|c: char| c.is_ascii_digit() || c == ';');
+        if let Some(after) = end.strip_prefix('m') {
+            rest = after;
+        } else {
+            clean.push_str("\u{1b}[");
+            rest = after;
+        }
+    }
+    clean.push_str(rest);
+    clean.replace('\r', "")
+}
+
+/// Output of many lines, without those in its middle.
+fn middle_cut(output: String) -> String {
+    let lines: Vec<&str> = output.lines().collect();
+    if lines.len() <= 2 * SHOWN_LINES {
+        return output;
+    }
+    let head = lines.iter().take(SHOWN_LINES);
+    let tail = lines.iter().skip(lines.len() - SHOWN_LINES);
+    let rule = "-".repeat(50);
+    let note = "<Observation truncated in middle for saving context>";
+    let cut = [rule.as_str(), note, rule.as_str()];
+    head.chain(&cut).chain(tail).copied().collect::<Vec<_>>().join("\n")
+}
+
+/// What a policy reads, with the number of turns that it still has.
+pub(super) fn with_turns_left(text: &str, turns_left: u32) -> String {
+    format!("{text}\nSteps Remaining: {turns_left}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::ran;
+    use super::*;
+    use std::time::Duration;
+
+    const TERMS: Terms =
+        Terms { command_timeout: Duration::from_secs(90), observation_chars: 1000 };
+
+    fn call(body: &str) -> Result<Call, String> {
+        parse(&format!("why\n<function={body}</function> rest")).map(|(_, call)| call)
+    }
+
+    fn said(exit: Exit, output: &str) -> String {
+        observation(&Call::Bash { command: "x".to_owned() }, Done::Ran(ran(exit, output)), TERMS)
+    }
+
+    #[test]
+    fn the_first_call_counts_and_its_values_have_no_blanks_around_them() {
+        let text = "<function = search >\n<parameter=search_term>\n a  b \n</parameter>\n\
+                    <parameter = path>./x</parameter></function>\n<function=finish></function>";
+        let expected = Call::Search { term: "a  b".to_owned(), path: "./x".to_owned() };
+        assert_eq!(parse(text).unwrap().1, expected);
+        assert_eq!(call("finish>").unwrap(), Call::Submit);
+        let insert = "file_editor><parameter=command>insert</parameter><parameter=path>a.py\
+                      </parameter><parameter=insert_line>3</parameter><parameter=new_str>\n    x\n\
+                      </parameter>";
+        let command = EditorCommand::Insert { line: 3, text: "x".to_owned() };
+        assert_eq!(call(insert).unwrap(), Call::Editor { path: "a.py".to_owned(), command });
+    }
+
+    #[test]
+    fn ranges_are_read_in_every_form() {
+        for text in ["[1, 20]", "1 20", "(1,20)", " [ 1 , 20 ] "] {
+            assert_eq!(range(text), Ok((1, 20)), "{text}");
+        }
+        assert_eq!(range("[3, -1]"), Ok((3, -1)));
+        for text in ["[1]", "a b", "1 2 3", ""] {
+            assert!(range(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_mistake_is_an_observation_that_says_why() {
+        let editor = |rest: &str| format!("file_editor><parameter=path>a</parameter>{rest}");
+        let view = "<parameter=command>view</parameter>";
+        let cases = [
+            ("search>".to_owned(), "lacks the required parameter search_term"),
+            ("rm>".to_owned(), "no function rm"),
+            ("execute_bash><parameter=cmd> </parameter>".to_owned(), "cmd is empty"),
+            ("execute_bash><parameter=cmd>git log</parameter>".to_owned(), "'git' is not allowed"),
+            ("finish><parameter=command>stop</parameter>".to_owned(), "the only one is submit"),
+            (editor(""), "parameter command"),
+            (editor("<parameter=command>cut</parameter>"), "Unknown command cut"),
+            (editor("<parameter=command>create</parameter>"), "parameter file_text"),
+            (editor("<parameter=command>insert</parameter>"), "parameter insert_line"),
+            (editor(&format!("{view}<parameter=view_range>x</parameter>")), "two line numbers"),
+        ];
+        for (body, words) in cases {
+            let error = call(&body).unwrap_err();
+            assert!(error.contains(words), "{body}: {error}");
+        }
+        assert!(parse("just words").unwrap_err().starts_with("No function call found"));
+        assert!(parse("<function=>x</function>").unwrap_err().starts_with("No function call"));
+        assert!(parse("<function=finish>").unwrap_err().contains("not closed"));
+    }
+
+    #[test]
+    fn results_read_as_r2e_gym_writes_them() {
+        let both = format!("\u{1b}[31ma\u{1b}[0m\r\n{ERRORS_BEGIN}oops\n");
+        assert_eq!(
+            said(Exit::Code(0), &both),
+            "Exit code: 0\nExecution output of [execute_bash]:\n[STDOUT]\n\na \n\n[STDERR]\n\noops"
+        );
+        assert_eq!(
+            said(Exit::Code(2), "x"),
+            "Exit code: Error: Exit code 2\nExecution output of [execute_bash]:\nError executing \
+             command:\n\n[STDOUT]\n\nx \n\n[STDERR]\n\n"
+        );
+        assert_eq!(
+            said(Exit::TimedOut, "x"),
+            "Exit code: -1\nExecution output of [execute_bash]:\nThe command took too long to \
+             execute (>90s)"
+        );
+        let many: Vec<String> = (0..100).map(|n| format!("{n}\n")).collect();
+        let cut = said(Exit::Code(0), &many.concat());
+        assert!(cut.contains("\n37\n------") && cut.contains("------\n63\n"), "{cut}");
+        assert!(said(Exit::Code(0), &"x".repeat(9000)).chars().count() < 1200);
+        let search = Call::Search { term: String::new(), path: String::new() };
+        let found = observation(&search, Done::Said("none".to_owned()), TERMS);
+        assert_eq!(found, "Execution output of [search]:\nnone");
+        assert_eq!(without_colours("\u{1b}[1;3Kx\u{1b}["), "\u{1b}[1;3Kx\u{1b}[");
+    }
+}

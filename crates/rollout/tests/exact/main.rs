@@ -1,0 +1,318 @@
+//! Tokens are exact over turns: what is sent for a turn is what was sent for the one before, what
+//! was sampled, and the template's own rendering of what is new; or there is a fork, and it is told.
+//! Random conversations go through the runner with every scaffold.
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::print_stderr,
+    reason = "a failed step fails the test, and a skipped test says so"
+)]
+
+#[path = "../common/mod.rs"]
+mod common;
+mod draw;
+mod models;
+
+use draw::{Draw, Reply};
+use models::Model;
+use orchestrate_engine::{Finish, GenerateRequest};
+use orchestrate_rollout::{
+    ChatModel, EpisodeReport, EpisodeRequest, Episodes, History, Message, RolloutConfig,
+    RolloutPlan, Rules, Scaffold,
+};
+use orchestrate_sandbox::Exit;
+use orchestrate_testkit::{
+    FakeEngine, FakeExec, FakeReply, FakeSandboxes, judge_toy, toy_shape, toy_task,
+};
+use orchestrate_types::ModelShape;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio_util::sync::CancellationToken;
+
+const SCAFFOLDS: [Scaffold; 3] = [Scaffold::Tools, Scaffold::R2eXml, Scaffold::Mini];
+
+/// Conversations with each scaffold and model.
+const CONVERSATIONS: u64 = 1000;
+
+/// The same where others of the same scaffold differ in little.
+const FEWER: u64 = 300;
+
+const TURNS: u32 = 5;
+
+/// What the conversations of one kind had in them, so that none of it is missing unseen.
+#[derive(Debug, Default)]
+struct Seen {
+    turns: usize,
+    forks: usize,
+    lookalikes: usize,
+    cut: usize,
+    aborted: usize,
+    unclosed: usize,
+    unusual: usize,
+    mistakes: usize,
+    submitted: usize,
+}
+
+struct Played {
+    report: EpisodeReport,
+    requests: Vec<GenerateRequest>,
+    replies: Vec<Reply>,
+}
+
+fn plan(scaffold: Scaffold, history: History) -> RolloutPlan {
+    let config = RolloutConfig {
+        scaffold: Some(scaffold),
+        history: Some(history),
+        max_turns: Some(TURNS),
+        observation_chars: Some(150),
+        system_prompt: Some("You repair <|im_end|> programs.".to_owned()),
+        ..RolloutConfig::default()
+    };
+    config.check().unwrap()
+}
+
+async fn play(chat: &Arc<ChatModel>, plan: &RolloutPlan, replies: Vec<Reply>, seed: u64) -> Played {
+    let script = replies.clone();
+    let shape = ModelShape { context: 1 << 20, ..toy_shape(chat.vocab_size()) };
+    let engine = Arc::new(FakeEngine::new(shape, move |_, call| FakeReply::Tokens {
+        ids: script[call].ids.clone(),
+        finish: script[call].finish.clone(),
+    }));
+    let draw = Mutex::new(Draw::new(!seed));
+    let sandboxes = FakeSandboxes::new(move |_, script| {
+        if script == "submit" {
+            return FakeExec::new(0, "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n");
+        }
+        let mut draw = draw.lock().unwrap();
+        let takes = if draw.one_in(20) { Duration::MAX } else { Duration::ZERO };
+        let exit = Exit::Code(i32::try_from(draw.below(3)).unwrap());
+        FakeExec { exit, output: draw.output(), takes }
+    });
+    let runner = common::runner(
+        Arc::clone(&engine) as _,
+        Arc::new(sandboxes),
+        (Arc::clone(chat), plan.clone()),
+        Rules::new(judge_toy),
+    );
+    let request = EpisodeRequest { seed, ..common::request(toy_task()) };
+    let report = runner.run(request, &CancellationToken::new()).await;
+    Played { report, requests: engine.requests(), replies }
+}
+
+fn message(role: &str, content: &str) -> Message {
+    Message { role: role.to_owned(), content: content.to_owned(), tool_calls: Vec::new() }
+}
+
+/// Text without the spaces after each `<`.
+fn unspaced(text: &str) -> String {
+    text.split('<').map(|part| part.trim_start_matches(' ')).collect::<Vec<_>>().join("<")
+}
+
+/// Text without its white space.
+fn dense(text: &str) -> String {
+    text.split_whitespace().collect()
+}
+
+/// The conversation as it is checked: what was seen of it so far.
+struct Walk<'a> {
+    model: &'a Model,
+    chat: &'a ChatModel,
+    scaffold: Scaffold,
+    /// What the template is given; sampled turns are names that it does not change.
+    messages: Vec<Message>,
+    /// The same with the text that was sampled.
+    spoken: Vec<Message>,
+}
+
+impl Walk<'_> {
+    fn name(turn: usize) -> String {
+        format!("SAMPLED-{turn}-HERE")
+    }
+
+    /// Texts of the messages in the tokens that follow a turn.
+    fn contents(&self, delta: &str) -> Vec<String> {
+        let (open, close) = match self.scaffold {
+            Scaffold::Tools => self.model.tool,
+            Scaffold::R2eXml | Scaffold::Mini => ("<|im_start|>user\n", "<|im_end|>"),
+        };
+        let parts = delta.split(open).skip(1);
+        parts.map(|part| part.split_once(close).unwrap().0.to_owned()).collect()
+    }
+
+    /// Checks the tokens between a turn and the next one: exactly what the template writes there
+    /// in the whole conversation, with no control token that a message brought along.
+    fn delta(&mut self, turn: usize, ids: &[u32], closed: bool, told: &str) {
+        let text = self.chat.decode(ids).unwrap();
+        let role = self.scaffold.observation_role();
+        let contents = self.contents(&text);
+        self.messages.push(message("assistant", &Self::name(turn)));
+        let skeleton: Vec<Message> = contents.iter().map(|_| message(role, "x")).collect();
+        let bare = self.after(turn, &[self.messages.clone(), skeleton].concat());
+        self.messages.extend(contents.iter().map(|content| message(role, content)));
+        let expected = self.after(turn, &self.messages);
+        let strip = |text: &str| {
+            let rest = if closed { text.strip_prefix("<|im_end|>") } else { Some(text) };
+            rest.unwrap().to_owned()
+        };
+        assert_eq!(ids, self.chat.encode(&strip(&expected)).unwrap(), "{text}");
+        let control: Vec<u32> = draw::TAGS
+            .iter()
+            .filter_map(|tag| match self.chat.encode(tag).unwrap()[..] {
+                [id] => Some(id),
+                _ => None,
+            })
+            .collect();
+        let only = |ids: &[u32]| ids.iter().copied().filter(|i| control.contains(i)).collect();
+        let (found, due): (Vec<u32>, Vec<u32>) =
+            (only(ids), only(&self.chat.encode(&strip(&bare)).unwrap()));
+        assert_eq!(found, due, "{text}");
+
+        // Nothing is lost of what the policy is told; only control tokens are broken, by a space.
+        let broken = self.chat.encode(&told.replace('<', "< ")).unwrap();
+        let told = self.chat.decode(&broken).unwrap();
+        assert_eq!(unspaced(&contents.join("\n")), unspaced(&told));
+    }
+
+    /// What the template writes after a turn.
+    fn after(&self, turn: usize, messages: &[Message]) -> String {
+        let text = self.model.template.render(messages, &[], true).unwrap();
+        text.split_once(&Self::name(turn)).unwrap().1.to_owned()
+    }
+}
+
+fn check(model: &Model, chat: &ChatModel, plan: &RolloutPlan, played: &Played, seen: &mut Seen) {
+    let Played { report, requests, replies } = played;
+    let opening = plan.opening(&toy_task());
+    let mut walk =
+        Walk { model, chat, scaffold: plan.scaffold, messages: opening.clone(), spoken: opening };
+    // Words from outside have no control tokens in them.
+    for message in walk.messages.iter_mut().chain(&mut walk.spoken) {
+        message.content = message.content.replace("<|im_end|>", "< |im_end|>");
+    }
+    let first = model.template.render(&walk.messages, &[], true).unwrap();
+    assert_eq!(*requests[0].token_ids, chat.encode(&first).unwrap());
+
+    let mut turn = 0;
+    let mut begin = 0;
+    let mut sampled: Vec<(usize, Vec<u32>)> = Vec::new();
+    for (index, request) in requests.iter().enumerate() {
+        let prompt = &request.token_ids;
+        let reply = &replies[index];
+        let whole = [&**prompt, &reply.ids].concat();
+        seen.aborted += usize::from(reply.finish == Finish::Abort);
+        if reply.finish == Finish::Abort {
+            assert_eq!(*requests[index + 1].token_ids, whole, "the same turn goes on");
+            continue;
+        }
+        let first = replies[begin..=index].iter().flat_map(|r| r.ids.iter().copied());
+        let ids: Vec<u32> = first.collect();
+        let start = whole.len() - ids.len();
+        let log = &report.turns[turn];
+        assert_eq!(log.text, chat.decode(&ids).unwrap());
+        sampled.push((start, ids.clone()));
+        let Some(next) = requests.get(index + 1) else { break };
+
+        let closed = reply.ids.last() == Some(&chat.end_of_turn());
+        let mut kept = whole.clone();
+        if let Some(fork) = log.fork {
+            // Only the policy's own thinking goes, and what the prompt had of it.
+            assert!(fork.at <= start && fork.at + fork.left_out <= whole.len());
+            kept.drain(fork.at..fork.at + fork.left_out);
+            let gone = chat.decode(&whole[fork.at..fork.at + fork.left_out]).unwrap();
+            assert!(gone.trim_end().ends_with("think>"), "{gone}");
+            sampled.retain(|(from, _)| *from < fork.at);
+            seen.forks += 1;
+        }
+        assert_eq!(next.token_ids[..kept.len()], kept, "turn {turn} of {:?}", report.attempt);
+        walk.delta(turn, &next.token_ids[kept.len()..], closed, &log.observation);
+        seen.unclosed += usize::from(!closed);
+        if plan.history == History::Template && plan.scaffold != Scaffold::Tools {
+            // The prompt reads as the template renders the whole conversation, but for line ends
+            // that are one token with what follows.
+            let delta = walk.messages[walk.spoken.len() + 1..].to_vec();
+            walk.spoken.push(message("assistant", &log.text));
+            walk.spoken.extend(delta);
+            let text = model.template.render(&walk.spoken, &[], true).unwrap();
+            assert_eq!(dense(&chat.decode(&next.token_ids).unwrap()), dense(&text));
+        }
+        seen.cut += usize::from(log.observation.contains("characters"));
+        let is_mistake = log.actions.is_empty() && !log.observation.is_empty();
+        seen.mistakes += usize::from(is_mistake);
+        seen.lookalikes +=
+            usize::from(draw::LOOKALIKES[..9].iter().any(|word| log.observation.contains(word)));
+        turn += 1;
+        begin = index + 1;
+    }
+    seen.turns += report.turns.len();
+    let last = report.turns.last().unwrap();
+    seen.submitted += usize::from(last.actions.last().is_some_and(|a| a.name == "submit"));
+
+    let trajectory = report.trajectory.as_ref().unwrap();
+    let end = requests.len() - 1;
+    let whole = [&*requests[end].token_ids, &replies[end].ids].concat();
+    assert_eq!(trajectory.token_ids(), whole);
+    let mut mask = vec![0; whole.len()];
+    for (start, ids) in sampled {
+        mask[start..start + ids.len()].fill(1);
+    }
+    assert_eq!(trajectory.loss_mask(), mask);
+    assert_eq!(report.routing_problem, None);
+    assert_eq!(report.routing.as_ref().unwrap().rows(), whole.len() - 1);
+    assert_eq!(report.routing_drift, 0);
+}
+
+async fn conversations(model: &Model, history: History, count: u64) {
+    for scaffold in SCAFFOLDS {
+        let chat = Arc::new(model.chat(scaffold, history));
+        let plan = plan(scaffold, history);
+        let mut seen = Seen::default();
+        for seed in 0..count {
+            let turns = usize::try_from(TURNS).unwrap();
+            let (replies, unusual) = Draw::new(seed).replies(&chat, scaffold, turns, model.thinks);
+            seen.unusual += unusual;
+            let played = play(&chat, &plan, replies, seed).await;
+            check(model, &chat, &plan, &played, &mut seen);
+        }
+        eprintln!("{count} conversations with {scaffold:?}, {history:?}: {seen:?}");
+        let least = usize::try_from(count / 50).unwrap();
+        let Seen { turns, forks, lookalikes, cut, aborted, unclosed, unusual, mistakes, submitted } =
+            seen;
+        for found in [turns, lookalikes, cut, aborted, unclosed, unusual, mistakes, submitted] {
+            assert!(found >= least, "too little to see");
+        }
+        let forking = history == History::Template && scaffold != Scaffold::Tools;
+        assert_eq!(forks > least, forking, "{forks} forks");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn random_conversations_of_the_shipped_policy_are_exact() {
+    conversations(&models::micro(), History::Sampled, CONVERSATIONS).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn random_conversations_with_thinking_are_exact() {
+    conversations(&models::qwen3_like(false), History::Sampled, CONVERSATIONS).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn random_conversations_whose_prompts_open_the_thinking_are_exact() {
+    conversations(&models::qwen3_like(true), History::Sampled, FEWER).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn random_conversations_whose_thinking_is_dropped_fork_and_say_so() {
+    conversations(&models::qwen3_like(false), History::Template, FEWER).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn random_conversations_whose_opened_thinking_is_dropped_fork_and_say_so() {
+    conversations(&models::qwen3_like(true), History::Template, FEWER).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn random_conversations_of_qwen3_itself_are_exact() {
+    let Some(model) = models::qwen3() else { return };
+    conversations(&model, History::Sampled, CONVERSATIONS).await;
+    conversations(&model, History::Template, CONVERSATIONS).await;
+}

@@ -1,0 +1,182 @@
+//! Commands that look after Docker hosts look after all of them, and say which one they mean.
+
+#![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
+
+use orchestrate_e2e::{
+    Daemon, docker, docker_or_skip, metrics, orchestrate, pause, run, say, stderr,
+};
+use std::process::{Output, Stdio};
+use std::time::{Duration, Instant};
+
+const IMAGE: &str = "orchestrate/micro:latest";
+/// Long ago, so that nobody can need the container.
+const EXPIRED: &str = "orchestrate.deadline=1000000000";
+
+fn printed(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// The usual daemon, as one of a list.
+fn near(max_containers: u32) -> String {
+    let usual = std::env::var("DOCKER_HOST").ok().filter(|host| !host.is_empty());
+    let usual = usual.unwrap_or_else(|| "unix:///var/run/docker.sock".to_owned());
+    format!("{{url=\"{usual}\", name=\"near\", max_containers={max_containers}}}")
+}
+
+/// A daemon of a test's own, by TLS.
+fn far(daemon: &Daemon) -> String {
+    format!(
+        "{{url=\"{}\", name=\"far\", certificates=\"{}\"}}",
+        daemon.tls_host().unwrap(),
+        daemon.certificates().display()
+    )
+}
+
+#[test]
+fn gc_of_a_run_asks_the_hosts_of_its_plan() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("run");
+    let dir = dir.to_str().unwrap();
+    let nowhere = "unix:///nonexistent/of-the-plan.sock";
+    let set = format!("sandbox.docker_host=\"{nowhere}\"");
+    let output = run(&["run", "--run-dir", dir, "--set", &set]).unwrap();
+    assert_eq!(output.status.code(), Some(5), "{}", stderr(&output));
+    let gc = |more: &[&str]| {
+        let mut command = orchestrate(&[&["gc", "--run-dir", dir], more].concat()).unwrap();
+        command.env("DOCKER_HOST", "unix:///nonexistent/of-the-environment.sock").output().unwrap()
+    };
+    for more in [&[][..], &["--all"], &["--dry-run"]] {
+        let output = gc(more);
+        assert_eq!(output.status.code(), Some(5), "{}", stderr(&output));
+        assert!(stderr(&output).contains(nowhere), "{}", stderr(&output));
+    }
+    let both = gc(&["--set", "sandbox.docker_host=\"unix:///x\""]);
+    assert_eq!(both.status.code(), Some(3), "{}", stderr(&both));
+    // Without a run it is the environment's.
+    let mut command = orchestrate(&["gc"]).unwrap();
+    let nobody = "unix:///nonexistent/of-the-environment.sock";
+    let output = command.env("DOCKER_HOST", nobody).output().unwrap();
+    assert!(stderr(&output).contains(nobody), "{}", stderr(&output));
+}
+
+#[test]
+fn docker_gc_and_doctor_go_over_all_hosts() {
+    let test = "docker_gc_and_doctor_go_over_all_hosts";
+    if !docker_or_skip(test).unwrap() {
+        return;
+    }
+    let Some(daemon) = Daemon::start_with_tls().unwrap() else {
+        say(&format!("skipped: {test} (no second daemon with TLS here)"));
+        return;
+    };
+    daemon.load(IMAGE).unwrap();
+    let name = format!("orch-expired-{}", std::process::id());
+    for host in [None, Some(daemon.host())] {
+        let labels = ["--label", "orchestrate.run=none", "--label", EXPIRED];
+        let create =
+            [&["create", "--name", &name, "--network=none"][..], &labels, &[IMAGE]].concat();
+        let output = docker(host.as_deref(), &create).unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+    let (near, far) = (near(2), far(&daemon));
+    let gone = "{url=\"unix:///nonexistent.sock\", name=\"gone\"}";
+    let both = format!("sandbox.hosts=[{near}, {far}]");
+
+    let listed = printed(&run(&["gc", "--dry-run", "--set", &both]).unwrap());
+    for host in ["near", "far"] {
+        assert!(listed.contains(&format!("{name}\tcreated\t{host}\n")), "{listed}");
+    }
+    // A host that is away holds up no other, and is told.
+    let with_gone = format!("sandbox.hosts=[{gone}, {near}, {far}]");
+    let swept = run(&["gc", "--set", &with_gone]).unwrap();
+    assert_eq!(swept.status.code(), Some(5), "{}", stderr(&swept));
+    assert!(stderr(&swept).contains("sandbox gone:"), "{}", stderr(&swept));
+    for host in ["near", "far"] {
+        assert!(printed(&swept).contains(&format!("{name}\t{host}\n")), "{}", printed(&swept));
+    }
+    let left = |host: Option<&str>| {
+        let filter = format!("name={name}");
+        printed(&docker(host, &["ps", "-aq", "--filter", &filter]).unwrap())
+    };
+    assert_eq!((left(None), left(Some(&daemon.host()))), (String::new(), String::new()));
+
+    let seen = run(&["doctor", "--json", "--set", &both]).unwrap();
+    let findings: serde_json::Value = serde_json::from_slice(&seen.stdout).unwrap();
+    for host in ["near", "far"] {
+        for what in ["docker", "sandbox"] {
+            let found = findings.as_array().unwrap().iter().any(|finding| {
+                let detail = finding["detail"].as_str().unwrap();
+                finding["what"] == what
+                    && finding["ok"] == true
+                    && detail.starts_with(&format!("{host}: "))
+            });
+            assert!(found, "{what} of {host} in {findings:#}");
+        }
+    }
+}
+
+#[test]
+fn docker_a_run_on_two_hosts_survives_the_death_of_one() {
+    let test = "docker_a_run_on_two_hosts_survives_the_death_of_one";
+    if !docker_or_skip(test).unwrap() {
+        return;
+    }
+    let Some(mut daemon) = Daemon::start_with_tls().unwrap() else {
+        say(&format!("skipped: {test} (no second daemon with TLS here)"));
+        return;
+    };
+    daemon.load(IMAGE).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let (dir, log) = (folder.path().join("run"), folder.path().join("log"));
+    let hosts = format!("sandbox.hosts=[{}, {}]", near(6), far(&daemon));
+    let mut command = orchestrate(&["run", "--config", "configs/quickstart.toml"]).unwrap();
+    command.arg("--run-dir").arg(&dir).args(["--json", "--set", &hosts]);
+    for set in [
+        "run.steps=4",
+        "run.eval_every=0",
+        "rollout.group_size=4",
+        "rollout.groups_per_step=4",
+        "rollout.max_in_flight=8",
+        "tasks.held_out=10",
+    ] {
+        command.args(["--set", set]);
+    }
+    let written = std::fs::File::create(&log).unwrap();
+    let mut child = command.stdout(Stdio::piped()).stderr(written).spawn().unwrap();
+    let told = || std::fs::read_to_string(&log).unwrap();
+    let all = ["ps", "-aq", "--filter", "label=orchestrate.epoch"];
+    let far_host = daemon.host();
+    let held = || printed(&docker(Some(&far_host), &all).unwrap()).lines().count();
+    let began = Instant::now();
+    // In the middle: after the first step, with sandboxes open there.
+    while !dir.join("metrics.jsonl").exists() || held() < 4 {
+        let runs = child.try_wait().unwrap().is_none();
+        assert!(runs && began.elapsed() < Duration::from_mins(3), "{}", told());
+        pause(Duration::from_millis(50));
+    }
+    daemon.kill().unwrap();
+    let began = Instant::now();
+    while !told().contains("out of service") {
+        assert!(began.elapsed() < Duration::from_mins(1), "{}", told());
+        pause(Duration::from_millis(50));
+    }
+    assert!(daemon.spawn().unwrap() || daemon.spawn().unwrap(), "the daemon does not come back");
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", told());
+
+    let lines = metrics(&dir).unwrap();
+    let sum = |key: &str| lines.iter().filter_map(|line| line[key].as_u64()).sum::<u64>();
+    assert_eq!(sum("broken_episodes"), 0, "{}", told());
+    let last = lines.last().unwrap()["sandbox_hosts"].as_array().unwrap().clone();
+    assert_eq!((&last[0]["host"], &last[1]["host"]), (&"near".into(), &"far".into()));
+    assert!(last.iter().all(|host| host["started"].as_u64().unwrap() > 0), "{last:?}");
+    assert!(last[1]["taken_out"].as_u64().unwrap() >= 1, "{last:?}");
+    say(&format!("{} attempts broken and tried again; {last:?}", sum("broken_attempts")));
+    let id: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let id = id["run"].as_str().unwrap();
+    for host in [None, Some(daemon.host())] {
+        let filter = format!("label=orchestrate.run={id}");
+        let left = printed(&docker(host.as_deref(), &["ps", "-aq", "--filter", &filter]).unwrap());
+        assert_eq!(left, "", "on {host:?}");
+    }
+}
