@@ -8,7 +8,7 @@
 
 use orchestrate_e2e::{docker_or_skip, orchestrate, run, stderr};
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -133,24 +133,39 @@ fn docker_a_comparison_goes_on_where_it_was_killed() {
 }
 
 fn reports_on_runs_that_exist(out: &Path, folder: &Path) {
-    let runs: Vec<String> = ["none/seed-1", "r3/seed-1", "none/seed-2"]
-        .iter()
-        .map(|run| out.join(run).to_str().unwrap().to_owned())
-        .collect();
-    let to = folder.join("beside");
-    let mut args = vec!["compare", "--json", "--out", to.to_str().unwrap(), "--runs"];
-    args.extend(runs.iter().map(String::as_str));
-    let output = run(&args).unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let seen: Vec<(&str, usize)> = report["configs"]
+    let of = |to: &Path, runs: &[PathBuf]| {
+        let mut args = vec!["compare", "--json", "--out", to.to_str().unwrap(), "--runs"];
+        args.extend(runs.iter().map(|run| run.to_str().unwrap()));
+        run(&args).unwrap()
+    };
+    let report = |to: &Path, runs: &[PathBuf]| -> Value {
+        let output = of(to, runs);
+        assert!(output.status.success(), "{}", stderr(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let (beside, joined) = (folder.join("beside"), folder.join("joined"));
+    let runs = ["none/seed-1", "r3/seed-1", "none/seed-2"].map(|run| out.join(run));
+    let three = report(&beside, &runs);
+    let seen: Vec<(&str, usize)> = three["configs"]
         .as_array()
         .unwrap()
         .iter()
         .map(|c| (c["name"].as_str().unwrap(), c["runs"].as_array().unwrap().len()))
         .collect();
     assert_eq!(seen, [("none", 2), ("r3", 1)]);
-    assert!(to.join("report.html").exists());
+    assert!(beside.join("report.html").exists());
+
+    // What one machine has of three runs and another of the fourth is the whole again.
+    let file = |folder: &Path| folder.join("runs.jsonl.zst");
+    let all = report(&joined, &[file(&beside), out.join("r3/seed-2")]);
+    let whole = std::fs::read_to_string(out.join("report.md")).unwrap();
+    assert_eq!(std::fs::read_to_string(joined.join("report.md")).unwrap(), whole);
+    assert_eq!(all["configs"][1]["runs"].as_array().unwrap().len(), 2);
+    let twice = of(&folder.join("twice"), &[file(&beside), out.join("none/seed-2")]);
+    assert!(!twice.status.success());
+    assert!(stderr(&twice).contains("seed 2 of none is there twice"), "{}", stderr(&twice));
+    let other = of(&folder.join("other"), &[out.join("report.md")]);
+    assert!(stderr(&other).contains("report.md is no runs.jsonl.zst"), "{}", stderr(&other));
 }
 
 fn shows_a_whole_run(run_dir: &Path, folder: &Path) {

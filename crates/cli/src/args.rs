@@ -321,8 +321,9 @@ pub(crate) struct CompareArgs {
     /// One setting for all of them, like `run.steps=60`; variants win over it.
     #[arg(long = "set", value_name = "KEY=VALUE", conflicts_with = "runs")]
     pub(crate) sets: Vec<String>,
-    /// Only report on these run folders; runs that differ in nothing but the seed belong together.
-    #[arg(long, value_name = "DIR", num_args = 1..)]
+    /// Only report on these run folders, or on the runs.jsonl.zst that comparisons on other machines
+    /// wrote; runs that differ in nothing but the seed belong together.
+    #[arg(long, value_name = "DIR|FILE", num_args = 1..)]
     pub(crate) runs: Vec<Utf8PathBuf>,
     /// Folder of the runs and of the report.
     #[arg(long, value_name = "DIR", required_unless_present = "runs")]

@@ -2,7 +2,10 @@
 //! looks is in the modules below.
 
 mod page;
+mod record;
 mod table;
+
+pub use record::{read_runs, write_runs};
 
 use crate::config::RunSettings;
 use crate::error::RunError;
@@ -10,12 +13,12 @@ use crate::evaluation::mean_and_se;
 use crate::report::{RunReport, is_finished};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_store::Reader;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// One run of a comparison.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ComparedRun {
     /// `run.seed`.
     pub seed: u64,

@@ -26,7 +26,9 @@ mod series;
 mod trainer;
 mod training;
 
-pub use comparison::{ComparedRun, Comparison, ConfigResult, ConfigRuns, Estimate};
+pub use comparison::{
+    ComparedRun, Comparison, ConfigResult, ConfigRuns, Estimate, read_runs, write_runs,
+};
 pub use config::{
     DiagnosticsSection, DiagnosticsSettings, OnCollapse, RunSection, RunSettings, TasksSection,
     TasksSettings,

@@ -7,11 +7,11 @@ use crate::evaluation::{TaskScore, mean_and_se, scores};
 use crate::series::{Read, mean, number, step_seconds, truncated};
 use orchestrate_store::{Reader, StepState};
 use orchestrate_types::{PolicyVersion, RunId};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// One evaluation.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct EvalPoint {
     /// Global step after which it ran; 0 = before training.
     pub global_step: u32,
@@ -34,7 +34,7 @@ pub struct EvalPoint {
 }
 
 /// A difference of two evaluations on the same tasks.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Gain {
     /// Last minus first Pass@1.
     pub pass_at_1: f64,
@@ -45,7 +45,7 @@ pub struct Gain {
 }
 
 /// Means over the steps of a run that have the value.
-#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepMeans {
     /// Train-inference KL without replay, nats.
     pub kl_train_infer_no_replay: Option<f64>,
@@ -97,7 +97,7 @@ impl StepMeans {
 }
 
 /// The result of a run so far.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunReport {
     /// The run.
     pub run: RunId,
@@ -126,12 +126,14 @@ pub struct RunReport {
     pub kl_ratio: Option<f64>,
     /// Seconds spent in rollouts, training and weight updates together.
     pub seconds: f64,
-    /// The first step from which on training had collapsed.
+    /// The first step from which on training had collapsed. Written in words, so it is not read back
+    /// but judged again.
+    #[serde(skip_deserializing)]
     pub collapse: Option<Collapse>,
     /// How training went on average.
     pub means: StepMeans,
     /// Containers that could not be removed by the end, each with the reason.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub quarantined: Vec<String>,
 }
 

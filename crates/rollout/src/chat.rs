@@ -11,11 +11,17 @@ use crate::prefix::{History, Thinking};
 use crate::scaffold::Scaffold;
 use crate::template::ChatTemplate;
 use camino::{Utf8Path, Utf8PathBuf};
+use lru::LruCache;
 use orchestrate_types::TokenId;
+use std::num::NonZeroUsize;
+use std::sync::{Arc, Mutex, PoisonError};
 use tokenizers::Tokenizer;
 
 /// Stands for the sampled text while a delta is derived; no template changes it.
 const MARK: &str = "ORCHESTRATE-SAMPLED-TEXT";
+
+/// Opening prompts whose tokens are kept: those of the groups that begin at about the same time.
+const KEPT_PROMPTS: NonZeroUsize = NonZeroUsize::new(256).unwrap();
 
 /// What is wrong with a model's tokenizer, template or their use.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +83,9 @@ pub struct ChatUse {
 #[derive(Debug)]
 pub struct ChatModel {
     folder: Utf8PathBuf,
+    /// Tokens by rendered text. All members of a group open with the same one, and to cut it into
+    /// tokens takes as long as several turns.
+    prompts: Mutex<LruCache<String, Arc<[TokenId]>>>,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) template: ChatTemplate,
     pub(crate) purpose: ChatUse,
@@ -146,6 +155,7 @@ impl ChatModel {
             .collect();
         let mut model = Self {
             folder: folder.to_owned(),
+            prompts: Mutex::new(LruCache::new(KEPT_PROMPTS)),
             tokenizer,
             template,
             purpose,
@@ -199,8 +209,17 @@ impl ChatModel {
     ///
     /// # Errors
     /// When the template or the tokenizer fails.
-    pub fn prompt(&self, messages: &[Message]) -> Result<Vec<TokenId>, ChatError> {
-        let run = || self.encode_inner(&self.render(messages)?);
+    pub fn prompt(&self, messages: &[Message]) -> Result<Arc<[TokenId]>, ChatError> {
+        let run = || {
+            let text = self.render(messages)?;
+            let prompts = || self.prompts.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(known) = prompts().get(&text) {
+                return Ok(Arc::clone(known));
+            }
+            let ids: Arc<[TokenId]> = self.encode_inner(&text)?.into();
+            prompts().put(text, Arc::clone(&ids));
+            Ok(ids)
+        };
         run().map_err(|kind| self.error(kind))
     }
 

@@ -64,7 +64,7 @@ impl ExpertEpisode {
     /// # Errors
     /// When the template or the tokenizer fails.
     pub fn supervised(&self, chat: &ChatModel, other_weight: f32) -> Result<Supervised, ChatError> {
-        let mut token_ids = chat.prompt(&self.prompt)?;
+        let mut token_ids = chat.prompt(&self.prompt)?.to_vec();
         let mut weights = vec![other_weight; token_ids.len()];
         for (index, turn) in self.turns.iter().enumerate() {
             token_ids.extend(chat.assistant(&turn.content, &turn.calls)?);

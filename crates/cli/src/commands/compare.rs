@@ -24,10 +24,11 @@ pub(crate) use matrix::Variant;
 pub(crate) async fn run(args: CompareArgs) -> anyhow::Result<ExitCode> {
     let out = args.out.as_deref().map(wiring::absolute).transpose()?;
     if !args.runs.is_empty() {
-        let comparison = Comparison::new(existing::read(&args.runs).await?);
+        let runs = existing::read(&args.runs).await?;
         if let Some(out) = &out {
-            write_reports(&comparison, out)?;
+            write_reports(&runs, out)?;
         }
+        let comparison = Comparison::new(runs);
         show(&comparison, args.json)?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -42,7 +43,7 @@ pub(crate) async fn run(args: CompareArgs) -> anyhow::Result<ExitCode> {
     let mut results = Results { matrix: &matrix, runs: Vec::new() };
     let made = Box::pin(make_all(&matrix, &mut results, &out, &stop));
     let finished = live::until_stopped(stop.clone(), made).await?;
-    let comparison = results.comparison()?;
+    let comparison = Comparison::new(results.configs()?);
     show(&comparison, args.json)?;
     output::say(format!("report: {out}/report.html"));
     if !finished {
@@ -65,7 +66,7 @@ struct Results<'a> {
 }
 
 impl Results<'_> {
-    fn comparison(&self) -> anyhow::Result<Comparison> {
+    fn configs(&self) -> anyhow::Result<Vec<ConfigRuns>> {
         let mut configs: Vec<ConfigRuns> = Vec::new();
         for (place, run) in &self.runs {
             let Some(cell) = self.matrix.cells.get(*place) else { continue };
@@ -73,12 +74,12 @@ impl Results<'_> {
                 Some(config) => config.runs.push(run.clone()),
                 None => configs.push(ConfigRuns {
                     name: cell.name.clone(),
-                    plan: serde_json::to_value(&cell.raw)?,
+                    plan: existing::plan(&cell.raw)?,
                     runs: vec![run.clone()],
                 }),
             }
         }
-        Ok(Comparison::new(configs))
+        Ok(configs)
     }
 }
 
@@ -110,7 +111,7 @@ async fn make_all(
             }
         };
         results.runs.push((place, run));
-        write_reports(&results.comparison()?, out)?;
+        write_reports(&results.configs()?, out)?;
         if !ended {
             return Ok(false);
         }
@@ -213,12 +214,13 @@ async fn list(matrix: &Matrix) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn write_reports(comparison: &Comparison, out: &Utf8Path) -> anyhow::Result<()> {
+fn write_reports(configs: &[ConfigRuns], out: &Utf8Path) -> anyhow::Result<()> {
+    let comparison = Comparison::new(configs.to_vec());
     write_whole(&out.join("report.html"), &comparison.html())?;
-    let json = serde_json::to_string_pretty(comparison)?;
+    let json = serde_json::to_string_pretty(&comparison)?;
     write_whole(&out.join("report.json"), &format!("{json}\n"))?;
     write_whole(&out.join("report.md"), &comparison.markdown())?;
-    Ok(())
+    existing::write(configs, out)
 }
 
 fn show(comparison: &Comparison, json: bool) -> anyhow::Result<()> {

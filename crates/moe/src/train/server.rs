@@ -9,6 +9,7 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use futures::StreamExt;
 use orchestrate_handoff::protocol::{ErrorBody, ErrorDetail, LogprobsRequest, StepRequest};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -18,6 +19,10 @@ use tokio_util::sync::CancellationToken;
 
 /// Largest request body: requests name files, they carry no data.
 const BODY_LIMIT: usize = 1 << 20;
+
+/// Of a larger body so much is read and dropped: to a client that is still sending, a closed
+/// connection would hide the answer that says why.
+const DRAIN_LIMIT: usize = 64 << 20;
 
 /// A trainer that cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -129,12 +134,23 @@ fn is_plain_id(id: &str) -> bool {
 }
 
 async fn parse<T: DeserializeOwned>(body: Body) -> Result<T, Response> {
-    let bytes = axum::body::to_bytes(body, BODY_LIMIT).await.map_err(|_| {
-        let message = format!("the body must be whole and at most {BODY_LIMIT} bytes");
-        problem(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", &message)
-    })?;
-    serde_json::from_slice(&bytes)
-        .map_err(|e| problem(StatusCode::BAD_REQUEST, "bad_request", &e.to_string()))
+    let bad = |message: &str| problem(StatusCode::BAD_REQUEST, "bad_request", message);
+    let mut chunks = body.into_data_stream();
+    let (mut bytes, mut length) = (Vec::new(), 0);
+    while let Some(chunk) = chunks.next().await {
+        let chunk = chunk.map_err(|e| bad(&format!("the body broke off: {e}")))?;
+        length += chunk.len();
+        if length <= BODY_LIMIT {
+            bytes.extend_from_slice(&chunk);
+        } else if length > DRAIN_LIMIT {
+            break;
+        }
+    }
+    if length > BODY_LIMIT {
+        let message = format!("the body may have at most {BODY_LIMIT} bytes");
+        return Err(problem(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", &message));
+    }
+    serde_json::from_slice(&bytes).map_err(|e| bad(&e.to_string()))
 }
 
 fn answer<T: Serialize>(

@@ -21,7 +21,6 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -116,7 +115,8 @@ pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> an
     let plan = world.engine_plan(kind.turns, kind.latency)?;
     let mut engines = Engines::start(kind.workers, &plan, folder).await?;
     let fleet = Arc::new(fleet(kind, world, &engines.urls()).await?);
-    let observed = Arc::new(Observed::new(Arc::clone(&fleet), world.page_tokens));
+    let half = kind.conversations * kind.turns / 2;
+    let observed = Arc::new(Observed::new(Arc::clone(&fleet), world.page_tokens, half));
     observed.sync_weights(Utf8Path::new("/synthetic"), VERSION).await?;
     let runner = Arc::new(runner(kind, world, Arc::clone(&observed) as Arc<dyn Engine>)?);
     let run = RunId::generate();
@@ -135,13 +135,12 @@ pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> an
             runner.run(request, &CancellationToken::new()).await
         });
     }
-    let all_turns = kind.conversations * kind.turns;
     let halfway = async {
-        reached(observed.turns(), all_turns / 2).await;
+        observed.half_way().await;
         let (grown, summary) = (heap.grown(), observed.summary());
         // Counting allocations costs time that no run spends: the processor's is taken without.
         drop(heap);
-        let before = (cpu_time(), *observed.turns().borrow());
+        let before = (cpu_time(), observed.turns());
         meet(kind.fate, &mut engines).await?;
         anyhow::Ok((grown, summary, before))
     };
@@ -162,7 +161,7 @@ pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> an
     stats.gaps_us.sort_unstable();
     let checked = check(&world.shape, &reports)?;
     let summary = observed.summary();
-    let turns = *observed.turns().borrow();
+    let turns = observed.turns();
     let open = halfway.open_sessions.max(1) as f64;
     let own = halfway.open_tokens * (TOKEN_BYTES + world.shape.row_bytes());
     let sum = |of: fn(&EpisodeReport) -> u64| reports.iter().map(of).sum::<u64>();
@@ -277,11 +276,6 @@ fn request(kind: &Kind, run: RunId, index: usize) -> EpisodeRequest {
         temperature: 1.0,
         want_routing: true,
     }
-}
-
-async fn reached(mut turns: watch::Receiver<usize>, count: usize) {
-    // The sender lives with the caller.
-    let _ = turns.wait_for(|turns| *turns >= count).await;
 }
 
 async fn meet(fate: Fate, engines: &mut Engines) -> anyhow::Result<()> {

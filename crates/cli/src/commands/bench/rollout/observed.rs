@@ -7,8 +7,9 @@ use orchestrate_engine::{
 };
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId};
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tokio::sync::watch;
+use tokio::sync::Notify;
 
 /// Passes every call on.
 #[derive(Debug)]
@@ -16,7 +17,10 @@ pub(super) struct Observed {
     fleet: Arc<Fleet>,
     page_tokens: usize,
     notes: Mutex<Notes>,
-    turns: watch::Sender<usize>,
+    turns: AtomicUsize,
+    /// Turns of the first half.
+    half: usize,
+    half_way: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -63,14 +67,19 @@ pub(super) struct Summary {
 }
 
 impl Observed {
-    pub(super) fn new(fleet: Arc<Fleet>, page_tokens: usize) -> Self {
-        let turns = watch::Sender::new(0);
-        Self { fleet, page_tokens, notes: Mutex::default(), turns }
+    pub(super) fn new(fleet: Arc<Fleet>, page_tokens: usize, half: usize) -> Self {
+        let turns = AtomicUsize::new(0);
+        Self { fleet, page_tokens, notes: Mutex::default(), turns, half, half_way: Notify::new() }
     }
 
-    /// Turns so far, as they come.
-    pub(super) fn turns(&self) -> watch::Receiver<usize> {
-        self.turns.subscribe()
+    /// Turns so far.
+    pub(super) fn turns(&self) -> usize {
+        self.turns.load(Relaxed)
+    }
+
+    /// Waits until half of the turns are done. For one caller.
+    pub(super) async fn half_way(&self) {
+        self.half_way.notified().await;
     }
 
     pub(super) fn summary(&self) -> Summary {
@@ -153,7 +162,10 @@ impl Engine for Observed {
         let (session, prompt) = (request.session.clone(), request.token_ids.len());
         let reply = self.fleet.generate(request).await?;
         self.note(&session, prompt, &reply);
-        self.turns.send_modify(|turns| *turns += 1);
+        // Whoever waits is woken once, not with each turn: that would be measured, too.
+        if self.turns.fetch_add(1, Relaxed) + 1 == self.half {
+            self.half_way.notify_one();
+        }
         Ok(reply)
     }
 
