@@ -22,6 +22,9 @@ use std::time::Duration;
 pub const WORKDIR: &str = "/testbed";
 /// Folder of the hidden tests inside [`WORKDIR`].
 pub const HIDDEN_FOLDER: &str = "r2e_tests";
+
+/// Runners among a row's test files that find the others with `unittest`.
+const UNITTEST_RUNNERS: &[&str] = &["tornado_unittest_runner.py", "unittest_custom_runner.py"];
 /// How R2E-Gym's own program limits a test run.
 const TEST_TIMEOUT: Duration = Duration::from_mins(5);
 /// A micro test run takes milliseconds; a call that hangs is cut after three seconds.
@@ -184,7 +187,7 @@ impl R2eRow {
         if self.expected_output_json.is_empty() {
             return Err(RowError::NothingExpected { row: self.id() });
         }
-        let hidden_files = names
+        let mut hidden_files: Vec<TaskFile> = names
             .iter()
             .zip(codes)
             .map(|(name, code)| TaskFile {
@@ -192,6 +195,13 @@ impl R2eRow {
                 content: code.clone(),
             })
             .collect();
+        // These runners look for tests with `unittest`, which enters packages only.
+        let package = "__init__.py";
+        let runs_unittest = names.iter().any(|name| UNITTEST_RUNNERS.contains(&name.as_str()));
+        if !is_made && runs_unittest && !names.iter().any(|name| name == package) {
+            let path = format!("{HIDDEN_FOLDER}/{package}");
+            hidden_files.push(TaskFile { path, content: String::new() });
+        }
         let mut task = Task {
             id: self.id(),
             environment: "r2e".to_owned(),
@@ -230,14 +240,12 @@ impl R2eRow {
 
 /// The command in the images' own test script, by repository and kind of test files.
 fn test_command(repo_name: &str, names: &[String]) -> String {
-    let has = |name: &str| names.iter().any(|known| known == name);
+    let unittest = UNITTEST_RUNNERS.iter().find(|runner| names.iter().any(|name| name == *runner));
     let pytest = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' .venv/bin/python -W ignore -m pytest -rA";
     if repo_name == "micro" {
         crate::micro::TEST_COMMAND.to_owned()
-    } else if has("tornado_unittest_runner.py") {
-        format!(".venv/bin/python -W ignore {HIDDEN_FOLDER}/tornado_unittest_runner.py")
-    } else if has("unittest_custom_runner.py") {
-        format!(".venv/bin/python -W ignore {HIDDEN_FOLDER}/unittest_custom_runner.py")
+    } else if let Some(runner) = unittest {
+        format!(".venv/bin/python -W ignore {HIDDEN_FOLDER}/{runner}")
     } else if repo_name.starts_with("orange3") {
         let pytest = pytest.replacen(" .venv", " xvfb-run --auto-servernum .venv", 1);
         format!("QT_QPA_PLATFORM=minimal {pytest} {HIDDEN_FOLDER}")

@@ -59,6 +59,25 @@ fn real_logs_get_their_official_rewards_and_maps() {
 }
 
 #[test]
+fn runners_that_look_for_tests_find_a_package() {
+    let runners = ["tornado_unittest_runner.py", "unittest_custom_runner.py"];
+    for (other, marker) in [(runners[0], true), (runners[1], true), ("conftest.py", false)] {
+        let row: R2eRow = serde_json::from_value(serde_json::json!({
+            "repo_name": "tornado", "docker_image": "i", "commit_hash": "c",
+            "parsed_commit_content": {"file_diffs": []},
+            "execution_result_content":
+                {"test_file_names": ["test_1.py", other], "test_file_codes": ["x", "y"]},
+            "problem_statement": "It breaks.", "expected_output_json": {"a": "PASSED"},
+        }))
+        .unwrap();
+        let task = row.to_task().unwrap();
+        let paths: Vec<_> = task.hidden_files.iter().map(|file| file.path.as_str()).collect();
+        assert_eq!(paths.contains(&"r2e_tests/__init__.py"), marker, "{other}: {paths:?}");
+        assert_eq!(task.test_command.ends_with(other), marker, "{}", task.test_command);
+    }
+}
+
+#[test]
 fn rebuilt_gold_patches_turn_the_old_files_into_the_new_ones() {
     for Entry { row, .. } in entries() {
         let task = row.to_task().unwrap();
