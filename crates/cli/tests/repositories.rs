@@ -83,13 +83,20 @@ fn docker_verify_tells_sound_unsound_and_broken_tasks_apart() {
     let Some(rows) = rows() else { return };
     let folder = tempfile::tempdir().unwrap();
     let file = write(&folder.path().join("rows.jsonl"), &rows);
-    let output = orchestrate(&["tasks", "verify", &file, "--json"]);
+    let logs = folder.path().join("logs-of-checks");
+    let output =
+        orchestrate(&["tasks", "verify", &file, "--json", "--out", logs.to_str().unwrap()]);
     assert!(!output.status.success());
     let found = json_of(&output);
     assert_eq!(found["sound"], json!(["adder__c0ffee", "pytest-dev__pytest-1"]));
     assert!(found["unsound"]["pytest-dev__pytest-2"].as_str().unwrap().contains("test_absent"));
     assert!(found["broken"]["pytest-dev__pytest-3"].as_str().unwrap().contains("no-such-image"));
     assert_eq!(found["flaky"], json!({}));
+    for (round, model) in [(1, "gold"), (1, "nothing"), (2, "gold"), (2, "nothing")] {
+        let kept = format!("logs/run_evaluation/round-{round}/{model}/pytest-dev__pytest-2");
+        let log = std::fs::read_to_string(logs.join(kept).join("test_output.txt")).unwrap();
+        assert!(log.contains("test_total"), "{model}: {log}");
+    }
 
     let ids = "adder__c0ffee,pytest-dev__pytest-1";
     let sound = orchestrate(&["tasks", "verify", &file, "--ids", ids, "--json"]);

@@ -54,6 +54,10 @@ pub(crate) enum TasksCommand {
         /// Check all of them.
         #[arg(long, conflicts_with = "sample")]
         all: bool,
+        /// Keep patch, test log and verdict of every check below this folder, as `grade` does: what
+        /// went on in a task that is not sound.
+        #[arg(long, value_name = "DIR")]
+        out: Option<Utf8PathBuf>,
     },
 }
 

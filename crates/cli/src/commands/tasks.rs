@@ -27,7 +27,7 @@ pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
         }
         TasksCommand::Import { file, json } => rows::import(&file, json),
         TasksCommand::Make(args) => Box::pin(make::make(args)).await,
-        TasksCommand::Verify { selection, ids, sample, all } => {
+        TasksCommand::Verify { selection, ids, sample, all, out } => {
             let (settings, mut tasks) = to_verify(&selection)?;
             if !ids.is_empty() {
                 let known: HashSet<&str> = tasks.iter().map(|task| task.id.as_str()).collect();
@@ -42,7 +42,7 @@ pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
                 tasks.shuffle(&mut ChaCha8Rng::seed_from_u64(settings.tasks.seed));
                 tasks.truncate(sample);
             }
-            Box::pin(verify::verify(&settings, &tasks, selection.json)).await
+            Box::pin(verify::verify(&settings, &tasks, out.as_deref(), selection.json)).await
         }
     }
 }

@@ -267,7 +267,7 @@ impl Maker<'_> {
             }
         };
         let task = row.to_task()?;
-        match Box::pin(check(self.grader, &task)).await {
+        match Box::pin(check(self.grader, &task, None)).await {
             Finding::Known(Health::Sound) => Ok(Outcome::Row(Box::new(row))),
             Finding::Known(Health::Unsound(why) | Health::Flaky(why)) => {
                 Ok(Outcome::Unproved { id: task.id, why: why.join("; ") })

@@ -4,8 +4,9 @@ use crate::config::Settings;
 use crate::grader::Grader;
 use crate::output;
 use crate::progress::Progress;
+use camino::Utf8Path;
 use futures::stream::{self, StreamExt};
-use orchestrate_rollout::GradeError;
+use orchestrate_rollout::{GradeError, GradeLogs, write_log_folder};
 use orchestrate_tasks::Task;
 use orchestrate_tasks::verify::{Check, Health};
 use serde_json::json;
@@ -22,10 +23,11 @@ pub(super) enum Finding {
     Broken(String),
 }
 
-/// Checks `tasks`, and lists those that should not be used.
+/// Checks `tasks`, and lists those that should not be used. What was graded is kept in `out`.
 pub(super) async fn verify(
     settings: &Settings,
     tasks: &[Task],
+    out: Option<&Utf8Path>,
     as_json: bool,
 ) -> anyhow::Result<ExitCode> {
     let grader = Grader::connect(settings, settings.reward.rules()).await?;
@@ -33,7 +35,7 @@ pub(super) async fn verify(
     let progress = Progress::new(total);
     let checks = stream::iter(tasks)
         .map(|task| {
-            let checked = check(&grader, task);
+            let checked = check(&grader, task, out);
             async move { (task, checked.await) }
         })
         .buffer_unordered(grader.width());
@@ -89,15 +91,27 @@ pub(super) async fn verify(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Checks one task, twice.
-pub(super) async fn check(grader: &Grader<'_>, task: &Task) -> Finding {
+/// Checks one task, twice. In `out` the rounds are runs, `round-1` and on, with two models: `gold`
+/// and `nothing`.
+pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Path>) -> Finding {
     let mut rounds = Vec::new();
-    for _ in 0..ROUNDS {
+    for round in 1..=ROUNDS {
+        let grade = async |model: &str, patch: &str| {
+            let graded = grader.grade(task, patch).await?;
+            if let Some(root) = out {
+                let logs = GradeLogs { root: root.to_owned(), model: model.to_owned() };
+                // What was found stands without its log.
+                if let Err(error) =
+                    write_log_folder(&logs, &format!("round-{round}"), task, &graded)
+                {
+                    output::say(format!("{}: a test log was not kept: {error}", task.id));
+                }
+            }
+            Ok::<_, GradeError>(graded.verdict)
+        };
         let both = async {
-            Ok::<_, GradeError>(Check {
-                gold: grader.grade(task, &task.gold_patch).await?.verdict,
-                noop: grader.grade(task, "").await?.verdict,
-            })
+            let gold = grade("gold", &task.gold_patch).await?;
+            Ok::<_, GradeError>(Check { gold, noop: grade("nothing", "").await? })
         };
         match both.await {
             Ok(check) => rounds.push(check),
