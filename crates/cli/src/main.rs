@@ -51,7 +51,8 @@ fn main() -> ExitCode {
 /// Threads for what waits: a quarter of the processors. A turn is some hundred small steps, and with
 /// a thread per processor the steps wander: each is begun where nothing of its episode is in the
 /// cache, after a thread was woken for it. With 4,096 open episodes on two processors one thread
-/// took 390 and 470 µs of processor time per turn, two took 540 and 610. What computes has threads of its own.
+/// took 390 and 470 µs of processor time per turn, two took 540 and 610. What computes has threads of
+/// its own.
 fn async_threads() -> usize {
     std::thread::available_parallelism().map_or(1, |processors| processors.get().div_ceil(4))
 }
