@@ -13,8 +13,8 @@ use std::io::{BufReader, BufWriter};
 /// In the folder of a comparison: its runs, to be given to `--runs` on another machine.
 pub(super) const RUNS_FILE: &str = "runs.jsonl.zst";
 
-/// Reads the runs of `paths`, folders of one run or files as [`write`] makes them; those that differ
-/// only in their seed are one configuration.
+/// Reads the runs of `paths`, folders of one run or files as [`write()`] makes them; those that
+/// differ only in their seed are one configuration.
 ///
 /// # Errors
 /// A folder without a journal or plan, a file that is none of runs, and a run that is there twice.
