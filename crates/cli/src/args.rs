@@ -299,7 +299,8 @@ those of `orchestrate run`, one after the other, seed by seed. The same command 
 it was stopped: finished runs stay, an interrupted one is resumed. A run that
 `diagnostics.on_collapse = \"stop\"` ended is finished.
 
-After every run, report.html, report.json and report.md in DIR tell what there is so far.")]
+After every run, report.html, report.json and report.md in DIR tell what there is so far;
+runs.jsonl.zst has what they were made of, for `--runs` on another machine.")]
 pub(crate) struct CompareArgs {
     /// Config files (TOML); each is a configuration of its own.
     #[arg(value_name = "CONFIG", required_unless_present = "runs", conflicts_with = "runs")]

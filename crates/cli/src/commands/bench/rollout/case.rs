@@ -115,7 +115,7 @@ pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> an
     let plan = world.engine_plan(kind.turns, kind.latency)?;
     let mut engines = Engines::start(kind.workers, &plan, folder).await?;
     let fleet = Arc::new(fleet(kind, world, &engines.urls()).await?);
-    let half = kind.conversations * kind.turns / 2;
+    let half = (kind.conversations * kind.turns / 2).max(1);
     let observed = Arc::new(Observed::new(Arc::clone(&fleet), world.page_tokens, half));
     observed.sync_weights(Utf8Path::new("/synthetic"), VERSION).await?;
     let runner = Arc::new(runner(kind, world, Arc::clone(&observed) as Arc<dyn Engine>)?);
