@@ -34,7 +34,20 @@ impl Bench {
     }
 
     pub(crate) fn spec(&self, reusable: bool) -> SandboxSpec {
-        SandboxSpec { reusable, ..spec(self.run, Purpose::Agent) }
+        SandboxSpec {
+            image: IMAGE.into(),
+            purpose: Purpose::Agent,
+            owner: Owner { run: self.run, epoch: 1, attempt: "t000001.00-a01".parse().unwrap() },
+            workdir: "/testbed".into(),
+            limits: Limits {
+                memory: ByteSize::mib(256),
+                cpu_millis: 2000,
+                pids: 64,
+                tmpfs: ByteSize::mib(64),
+            },
+            deadline: Duration::from_mins(5),
+            reusable,
+        }
     }
 
     pub(crate) async fn open(&self) -> Box<dyn Sandbox> {
@@ -68,22 +81,4 @@ pub(crate) async fn check_alive(sandbox: &mut Box<dyn Sandbox>) {
 pub(crate) fn docker(args: &[&str]) -> String {
     let output = std::process::Command::new("docker").args(args).output().unwrap();
     String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
-/// A sandbox of the first episode of `run`.
-pub(crate) fn spec(run: RunId, purpose: Purpose) -> SandboxSpec {
-    SandboxSpec {
-        image: IMAGE.into(),
-        purpose,
-        owner: Owner { run, epoch: 1, attempt: "t000001.00-a01".parse().unwrap() },
-        workdir: "/testbed".into(),
-        limits: Limits {
-            memory: ByteSize::mib(256),
-            cpu_millis: 2000,
-            pids: 64,
-            tmpfs: ByteSize::mib(64),
-        },
-        deadline: Duration::from_mins(10),
-        reusable: true,
-    }
 }

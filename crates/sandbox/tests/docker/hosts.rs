@@ -1,17 +1,17 @@
 //! Two Docker hosts behind one scheduler: the usual daemon by its socket, and one of the test's own
 //! over TCP with TLS.
 
-use crate::common::{IMAGE, check_alive, docker, spec as spec_of};
+use crate::common::{IMAGE, check_alive, docker};
 use crate::registry::Registry;
 use crate::ssh_server::Sshd;
 use futures::FutureExt as _;
 use futures::future::join_all;
 use orchestrate_e2e::Daemon;
 use orchestrate_sandbox::{
-    Command, DockerHosts, HostUse, PullPolicy, Purpose, RawDockerHost, RawSandboxConfig, Sandbox,
-    SandboxErrorKind, SandboxProvider as _, SandboxSpec, Surroundings,
+    Command, DockerHosts, HostUse, Limits, Owner, PullPolicy, Purpose, RawDockerHost,
+    RawSandboxConfig, Sandbox, SandboxErrorKind, SandboxProvider as _, SandboxSpec, Surroundings,
 };
-use orchestrate_types::{HumanDuration, RunId};
+use orchestrate_types::{ByteSize, HumanDuration, RunId};
 use std::time::{Duration, Instant};
 
 const NEAR: &str = "near";
@@ -69,7 +69,7 @@ impl World {
     }
 
     fn spec(&self) -> SandboxSpec {
-        spec_of(self.run, Purpose::Agent)
+        spec(self.run, Purpose::Agent)
     }
 
     /// Names of the run's containers: on the usual daemon, and on the other one.
@@ -110,6 +110,23 @@ impl World {
     }
 }
 
+fn spec(run: RunId, purpose: Purpose) -> SandboxSpec {
+    SandboxSpec {
+        image: IMAGE.into(),
+        purpose,
+        owner: Owner { run, epoch: 1, attempt: "t000001.00-a01".parse().unwrap() },
+        workdir: "/testbed".into(),
+        limits: Limits {
+            memory: ByteSize::mib(256),
+            cpu_millis: 2000,
+            pids: 64,
+            tmpfs: ByteSize::mib(64),
+        },
+        deadline: Duration::from_mins(10),
+        reusable: true,
+    }
+}
+
 fn host(hosts: &DockerHosts, name: &str) -> HostUse {
     hosts.hosts().into_iter().find(|host| host.host == name).unwrap()
 }
@@ -145,7 +162,7 @@ async fn docker_sandboxes_go_where_the_image_and_room_are() {
     let waited = tokio::time::timeout(Duration::from_secs(3), &mut waiting).await;
     assert!(waited.is_err(), "there is no room for a fourth");
     // A grader does not wait behind an agent.
-    let grader = hosts.open(&spec_of(world.run, Purpose::Grader)).await.unwrap();
+    let grader = hosts.open(&self::spec(world.run, Purpose::Grader)).await.unwrap();
     grader.close().await.unwrap();
     near.pop().unwrap().close().await.unwrap();
     let mut fourth = waiting.await.unwrap();
@@ -313,7 +330,7 @@ async fn docker_an_image_is_the_same_on_all_hosts() {
     let spec = |name: &str| SandboxSpec {
         image: image(name),
         reusable: false,
-        ..spec_of(run, Purpose::Agent)
+        ..spec(run, Purpose::Agent)
     };
     let images = |daemon: &Daemon| {
         let ids = daemon.docker(&["ps", "-q", "--no-trunc"]).unwrap().stdout;
@@ -374,7 +391,7 @@ async fn docker_a_host_by_ssh_serves_and_survives_its_connection() {
     let config = raw.check().unwrap();
     let hosts = DockerHosts::connect(&config, Surroundings::default()).await.unwrap();
     let run = RunId::generate();
-    let spec = spec_of(run, Purpose::Agent);
+    let spec = spec(run, Purpose::Agent);
     let opened = join_all((0..8).map(|_| hosts.open(&spec))).await;
     let mut sandboxes: Vec<Box<dyn Sandbox>> = opened.into_iter().map(Result::unwrap).collect();
     assert_eq!(server.connections(), 1, "one connection for all");
