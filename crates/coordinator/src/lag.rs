@@ -1,9 +1,9 @@
 //! How late the event loop is: the longest time any task of it may have waited to be run.
 
-use std::convert::Infallible;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 
 /// Time between two looks.
 const PERIOD: Duration = Duration::from_millis(10);
@@ -13,10 +13,12 @@ const PER_DOUBLING: f64 = 4.0;
 const BUCKETS: usize = 88;
 
 /// Delays of a timer that fires all the time. A task that does not yield, or a queue of ready
-/// tasks, holds it up like everything else.
+/// tasks, holds it up like everything else. It is a task of its own, so that it runs where the
+/// episodes run; it ends when this is dropped.
 #[derive(Debug)]
 pub struct LoopLag {
-    delays: Mutex<Delays>,
+    delays: Arc<Mutex<Delays>>,
+    _watch: AbortOnDropHandle<()>,
 }
 
 #[derive(Debug)]
@@ -36,30 +38,32 @@ pub struct LagSummary {
     pub max: Duration,
 }
 
-impl Default for LoopLag {
-    fn default() -> Self {
-        Self { delays: Mutex::new(Delays::NONE) }
-    }
-}
-
 impl LoopLag {
-    /// Looks until dropped.
-    pub async fn watch(&self) -> Infallible {
-        loop {
-            let due = Instant::now() + PERIOD;
-            tokio::time::sleep_until(due).await;
-            self.lock().add(due.elapsed());
-        }
+    /// Begins to look.
+    ///
+    /// # Panics
+    /// Outside of a Tokio runtime.
+    pub fn begin() -> Self {
+        let delays = Arc::new(Mutex::new(Delays::NONE));
+        let seen = Arc::clone(&delays);
+        let watch = tokio::spawn(async move {
+            loop {
+                let due = Instant::now() + PERIOD;
+                tokio::time::sleep_until(due).await;
+                lock(&seen).add(due.elapsed());
+            }
+        });
+        Self { delays, _watch: AbortOnDropHandle::new(watch) }
     }
 
     /// What was seen since the last call.
     pub fn take(&self) -> LagSummary {
-        std::mem::replace(&mut *self.lock(), Delays::NONE).summary()
+        std::mem::replace(&mut *lock(&self.delays), Delays::NONE).summary()
     }
+}
 
-    fn lock(&self) -> MutexGuard<'_, Delays> {
-        self.delays.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+fn lock(delays: &Mutex<Delays>) -> MutexGuard<'_, Delays> {
+    delays.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Delays {
@@ -96,35 +100,30 @@ mod tests {
 
     #[test]
     fn the_summary_tells_the_longest_and_all_but_one_in_a_hundred() {
-        let lag = LoopLag::default();
+        let mut delays = Delays::NONE;
         for _ in 0..990 {
-            lag.lock().add(Duration::from_micros(100));
+            delays.add(Duration::from_micros(100));
         }
         for _ in 0..10 {
-            lag.lock().add(Duration::from_millis(20));
+            delays.add(Duration::from_millis(20));
         }
-        let seen = lag.take();
+        let seen = delays.summary();
         assert_eq!((seen.samples, seen.max), (1000, Duration::from_millis(20)));
         assert!((100..=119).contains(&seen.p99.as_micros()), "{seen:?}");
-        assert_eq!(lag.take(), LagSummary::default());
+        assert_eq!(Delays::NONE.summary(), LagSummary::default());
     }
 
     #[tokio::test]
-    async fn a_task_that_does_not_yield_is_seen() {
-        let lag = LoopLag::default();
-        let blocked = async {
-            tokio::time::sleep(Duration::from_millis(30)).await;
-            let begun = std::time::Instant::now();
-            while begun.elapsed() < Duration::from_millis(60) {
-                std::hint::spin_loop();
-            }
-            tokio::time::sleep(Duration::from_millis(30)).await;
-        };
-        tokio::select! {
-            never = lag.watch() => match never {},
-            () = blocked => {}
+    async fn a_task_that_does_not_yield_is_seen_once() {
+        let lag = LoopLag::begin();
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        let begun = std::time::Instant::now();
+        while begun.elapsed() < Duration::from_millis(60) {
+            std::hint::spin_loop();
         }
+        tokio::time::sleep(Duration::from_millis(30)).await;
         let seen = lag.take();
         assert!(seen.max >= Duration::from_millis(40), "{seen:?}");
+        assert_eq!(lag.take(), LagSummary::default());
     }
 }

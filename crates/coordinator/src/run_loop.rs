@@ -140,7 +140,7 @@ impl Coordinator {
             sandboxes: self.sandboxes,
             tasks: self.tasks,
             detector: Mutex::new(Detector::default()),
-            lag: LoopLag::default(),
+            lag: LoopLag::begin(),
             opening: tokio::sync::Mutex::new(()),
             context: Arc::new(Context {
                 run,
@@ -159,7 +159,6 @@ impl Coordinator {
             biased;
             () = stop.immediately(grace, draining) => Err(RunError::Stopped),
             driven = Box::pin(driver.drive()) => driven,
-            never = driver.lag.watch() => match never {},
         };
         let left = match tokio::time::timeout(SANDBOX_SHUTDOWN, sandboxes.shutdown()).await {
             Ok(Ok(())) => None,

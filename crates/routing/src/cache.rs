@@ -296,10 +296,13 @@ impl PrefixCache {
                 None => state.put(*key, block, chain.version, false),
             }
         }
-        let known = chain.keys.iter().zip(builder.clean_blocks(chain.version)).take(compared);
-        for (key, block) in known.collect::<Vec<_>>().into_iter().rev() {
-            if state.memory.get(key).is_none() {
-                state.put(*key, block, chain.version, false);
+        // Who was used last matters when something must give way soon; until then nothing has gone.
+        if state.bytes > state.limit / 2 {
+            let known = chain.keys.iter().zip(builder.clean_blocks(chain.version)).take(compared);
+            for (key, block) in known.collect::<Vec<_>>().into_iter().rev() {
+                if state.memory.get(key).is_none() {
+                    state.put(*key, block, chain.version, false);
+                }
             }
         }
         chain.compared = chain.compared.max(clean);

@@ -1,6 +1,7 @@
 //! Killed at any point, a run ends as if nothing had happened.
 
-use crate::support::{Kill, World, plan, usual};
+use crate::parts::Kill;
+use crate::support::{World, plan, usual};
 use orchestrate_coordinator::RunEnd;
 
 /// The faulted run's result must be that of the run without faults.

@@ -1,6 +1,7 @@
 //! What a run does while nothing kills it.
 
-use crate::support::{Kill, World, mix, plan, task, usual};
+use crate::parts::{Kill, mix};
+use crate::support::{World, plan, task, usual};
 use orchestrate_coordinator::{Event, FailureClass, OnCollapse, RunEnd, RunError, Stop};
 use orchestrate_handoff::{AdvantageNorm, AlgorithmSection, Batch, group_advantages};
 use orchestrate_store::{BatchState, GroupState, Reader, StepState, StoreError};

@@ -1,6 +1,6 @@
 //! Every route but `/generate`: health, information, cache, pause, abort and weight updates.
 
-use super::model::WeightFormat;
+use super::matrix::WeightFormat;
 use super::reply::now_seconds;
 use super::request::{Command, PauseMode, Status, Update, Which};
 use super::server::{Engine, Failure, parse};

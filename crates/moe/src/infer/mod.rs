@@ -12,6 +12,7 @@ mod control;
 mod generate;
 mod kernels;
 mod loaded;
+mod matrix;
 mod model;
 mod quantized;
 mod reply;
@@ -20,5 +21,5 @@ mod sampling;
 mod scheduler;
 mod server;
 
-pub use model::WeightFormat;
+pub use matrix::WeightFormat;
 pub use server::{EngineOptions, EngineServeError, serve_engine};

@@ -7,67 +7,11 @@
 #![expect(clippy::cast_possible_truncation, reason = "constants of the model are used in f32")]
 
 use super::kernels::{Dense, KvView, Level, attend, exp_shifted, gated_silu, rms_norm};
-use super::quantized::{BLOCK, Bits, Quantized};
+use super::matrix::{Matrix, WeightFormat};
+use super::quantized::Quantized;
 use crate::router::RouterFamily;
 use crate::{CheckpointError, ModelConfig, Weights};
 use std::sync::Arc;
-
-/// How weight matrices are held and multiplied.
-#[derive(
-    Debug,
-    Clone,
-    Copy,
-    PartialEq,
-    Eq,
-    Default,
-    serde::Serialize,
-    serde::Deserialize,
-    schemars::JsonSchema,
-)]
-#[serde(rename_all = "snake_case")]
-pub enum WeightFormat {
-    /// 32-bit floats.
-    F32,
-    /// GGML block quantisation: blocks of 32 signed bytes with one f16 scale, for projections,
-    /// experts, embedding and output head; activations are quantised per block as well. The router,
-    /// norms, RoPE, attention and softmax stay f32, and so does any matrix whose inner dimension
-    /// is not a multiple of 32.
-    #[default]
-    Q8_0,
-    /// As `Q8_0`, but weights have only the 16 values of GGML's `Q4_0`: a coarse sampler, to study
-    /// what its distance from the trainer does. It saves neither memory nor time.
-    Q4_0,
-}
-
-#[derive(Debug)]
-enum Matrix {
-    Dense(Dense),
-    /// Shared with the embedding where that is tied to the output head.
-    Quantized(Arc<Quantized>),
-}
-
-impl Matrix {
-    fn pack(format: WeightFormat, rows: &[f32], n: usize, k: usize) -> Self {
-        match format {
-            WeightFormat::Q8_0 if k.is_multiple_of(BLOCK) => {
-                Self::Quantized(Arc::new(Quantized::pack(Bits::Eight, rows, n, k)))
-            }
-            WeightFormat::Q4_0 if k.is_multiple_of(BLOCK) => {
-                Self::Quantized(Arc::new(Quantized::pack(Bits::Four, rows, n, k)))
-            }
-            WeightFormat::Q8_0 | WeightFormat::Q4_0 | WeightFormat::F32 => {
-                Self::Dense(Dense::pack(rows, n, k))
-            }
-        }
-    }
-
-    fn apply(&self, level: Level, x: &[f32], out: &mut [f32]) {
-        match self {
-            Self::Dense(matrix) => matrix.apply(level, x, out),
-            Self::Quantized(matrix) => matrix.apply(level, x, out),
-        }
-    }
-}
 
 /// Embedding table, read row by row.
 #[derive(Debug)]

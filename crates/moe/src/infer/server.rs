@@ -7,7 +7,7 @@ use super::control::{
 };
 use super::generate::{generate, health_generate};
 use super::loaded::Loaded;
-use super::model::WeightFormat;
+use super::matrix::WeightFormat;
 use super::request::{Command, Status};
 use super::scheduler::{Limits, Scheduler};
 use axum::extract::{DefaultBodyLimit, Request, State};

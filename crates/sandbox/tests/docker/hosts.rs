@@ -215,9 +215,14 @@ async fn docker_a_host_that_dies_is_left_out_until_it_returns() {
     world.daemon.load(IMAGE).unwrap();
     let left = [world.leave_behind("0", None), world.leave_behind("0", Some(&world.daemon))];
     let (hosts, spec) = (world.hosts().await, world.spec());
+    // A host that is slow to answer is swept when it does.
+    for name in [NEAR, FAR] {
+        until_in_service(&hosts, name, true).await;
+    }
     let mut swept = hosts.sweep(world.run, 1).await.unwrap();
     swept.removed.sort();
-    assert_eq!(swept.removed, [format!("{} on {FAR}", left[1]), format!("{} on {NEAR}", left[0])]);
+    let all = [format!("{} on {FAR}", left[1]), format!("{} on {NEAR}", left[0])];
+    assert_eq!(swept.removed, all, "{swept:?}");
 
     let mut sandboxes = Vec::new();
     for _ in 0..6 {

@@ -123,7 +123,7 @@ pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> an
     let requests: Vec<EpisodeRequest> =
         (0..kind.conversations).map(|index| request(kind, run, index)).collect();
 
-    let lag = LoopLag::default();
+    let lag = LoopLag::begin();
     let heap = Counting::begin();
     let begun = Instant::now();
     let mut episodes = JoinSet::new();
@@ -151,10 +151,7 @@ pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> an
         }
         anyhow::Ok(reports)
     };
-    let ((grown, halfway, (cpu, turns_before)), reports) = tokio::select! {
-        both = async { tokio::try_join!(halfway, finished) } => both?,
-        never = lag.watch() => match never {},
-    };
+    let ((grown, halfway, (cpu, turns_before)), reports) = tokio::try_join!(halfway, finished)?;
     let (seconds, cpu) = (begun.elapsed().as_secs_f64(), cpu_time().saturating_sub(cpu));
     let lag = lag.take();
     let mut stats = engines.stats().await?;

@@ -1,0 +1,63 @@
+//! Weight matrices in the format that the engine holds them in.
+
+use super::kernels::{Dense, Level};
+use super::quantized::{BLOCK, Bits, Quantized};
+use std::sync::Arc;
+
+/// How weight matrices are held and multiplied.
+#[derive(
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Default,
+    serde::Serialize,
+    serde::Deserialize,
+    schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightFormat {
+    /// 32-bit floats.
+    F32,
+    /// GGML block quantisation: blocks of 32 signed bytes with one f16 scale, for projections,
+    /// experts, embedding and output head; activations are quantised per block as well. The router,
+    /// norms, RoPE, attention and softmax stay f32, and so does any matrix whose inner dimension
+    /// is not a multiple of 32.
+    #[default]
+    Q8_0,
+    /// As `Q8_0`, but weights have only the 16 values of GGML's `Q4_0`: a coarse sampler, to study
+    /// what its distance from the trainer does. It saves neither memory nor time.
+    Q4_0,
+}
+
+/// A weight matrix, ready to be multiplied with.
+#[derive(Debug)]
+pub(super) enum Matrix {
+    Dense(Dense),
+    /// Shared with the embedding where that is tied to the output head.
+    Quantized(Arc<Quantized>),
+}
+
+impl Matrix {
+    pub(super) fn pack(format: WeightFormat, rows: &[f32], n: usize, k: usize) -> Self {
+        match format {
+            WeightFormat::Q8_0 if k.is_multiple_of(BLOCK) => {
+                Self::Quantized(Arc::new(Quantized::pack(Bits::Eight, rows, n, k)))
+            }
+            WeightFormat::Q4_0 if k.is_multiple_of(BLOCK) => {
+                Self::Quantized(Arc::new(Quantized::pack(Bits::Four, rows, n, k)))
+            }
+            WeightFormat::Q8_0 | WeightFormat::Q4_0 | WeightFormat::F32 => {
+                Self::Dense(Dense::pack(rows, n, k))
+            }
+        }
+    }
+
+    pub(super) fn apply(&self, level: Level, x: &[f32], out: &mut [f32]) {
+        match self {
+            Self::Dense(matrix) => matrix.apply(level, x, out),
+            Self::Quantized(matrix) => matrix.apply(level, x, out),
+        }
+    }
+}
