@@ -1,6 +1,7 @@
 //! A checkpoint folder as the engine serves it.
 
-use super::model::{Model, WeightFormat};
+use super::matrix::WeightFormat;
+use super::model::Model;
 use crate::train::side::Side;
 use crate::{CheckpointError, ModelConfig, Weights};
 use camino::Utf8Path;

@@ -8,7 +8,8 @@ mod batch;
 
 use super::cache::{Pin, PrefixCache};
 use super::loaded::{Loaded, same_form};
-use super::model::{KvPool, Scratch, WeightFormat};
+use super::matrix::WeightFormat;
+use super::model::{KvPool, Scratch};
 use super::request::{
     Command, Finish, Finished, Job, PauseMode, Refusal, Span, Status, Update, UpdateResult, Which,
 };

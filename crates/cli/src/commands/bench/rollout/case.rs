@@ -149,6 +149,8 @@ pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> an
         while let Some(report) = episodes.join_next().await {
             reports.push(report?);
         }
+        // Episodes that fail make fewer turns than they were to.
+        observed.end_first_half();
         anyhow::Ok(reports)
     };
     let ((grown, halfway, (cpu, turns_before)), reports) = tokio::try_join!(halfway, finished)?;

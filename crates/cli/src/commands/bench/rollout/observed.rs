@@ -82,6 +82,11 @@ impl Observed {
         self.half_way.notified().await;
     }
 
+    /// Lets [`Observed::half_way`] go on, however few turns there were.
+    pub(super) fn end_first_half(&self) {
+        self.half_way.notify_one();
+    }
+
     pub(super) fn summary(&self) -> Summary {
         let notes = self.lock();
         let mut summary = Summary::default();
@@ -164,7 +169,7 @@ impl Engine for Observed {
         self.note(&session, prompt, &reply);
         // Whoever waits is woken once, not with each turn: that would be measured, too.
         if self.turns.fetch_add(1, Relaxed) + 1 == self.half {
-            self.half_way.notify_one();
+            self.end_first_half();
         }
         Ok(reply)
     }
