@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use tokio::task::JoinSet;
 use tokio::time::Instant;
-use tokio_util::task::AbortOnDropHandle;
 
 /// Time between two looks.
 const PERIOD: Duration = Duration::from_millis(10);
@@ -18,7 +18,7 @@ const BUCKETS: usize = 88;
 #[derive(Debug)]
 pub struct LoopLag {
     delays: Arc<Mutex<Delays>>,
-    _watch: AbortOnDropHandle<()>,
+    _watch: JoinSet<()>,
 }
 
 #[derive(Debug)]
@@ -46,14 +46,15 @@ impl LoopLag {
     pub fn begin() -> Self {
         let delays = Arc::new(Mutex::new(Delays::NONE));
         let seen = Arc::clone(&delays);
-        let watch = tokio::spawn(async move {
+        let mut watch = JoinSet::new();
+        watch.spawn(async move {
             loop {
                 let due = Instant::now() + PERIOD;
                 tokio::time::sleep_until(due).await;
                 lock(&seen).add(due.elapsed());
             }
         });
-        Self { delays, _watch: AbortOnDropHandle::new(watch) }
+        Self { delays, _watch: watch }
     }
 
     /// What was seen since the last call.

@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 pub(crate) struct Kill {
     left: AtomicUsize,
     dead: AtomicBool,
-    died: Notify,
+    pub(crate) died: Notify,
     pub(crate) names: Mutex<BTreeSet<String>>,
 }
 
@@ -189,9 +189,9 @@ fn report(request: &EpisodeRequest, outcome: Outcome) -> EpisodeReport {
 
 #[derive(Debug)]
 pub(crate) struct ToyEngine {
-    shape: ModelShape,
-    version: Mutex<Option<PolicyVersion>>,
-    kill: Mutex<Arc<Kill>>,
+    pub(crate) shape: ModelShape,
+    pub(crate) version: Mutex<Option<PolicyVersion>>,
+    pub(crate) kill: Mutex<Arc<Kill>>,
 }
 
 impl ToyEngine {
@@ -243,7 +243,7 @@ pub(crate) struct ToyTrainer {
     pub(crate) may_finish: tokio::sync::watch::Sender<u32>,
     /// Its probabilities are far from the engine's.
     pub(crate) sick: AtomicBool,
-    kill: Mutex<Arc<Kill>>,
+    pub(crate) kill: Mutex<Arc<Kill>>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq)]

@@ -170,6 +170,19 @@ fn samples_that_must_not_be_trained_on_are_refused_before_anything_is_written() 
 }
 
 #[test]
+fn a_shared_row_that_does_not_exist_is_refused() {
+    let shape = shape(8);
+    let (_keep, dir) = folder();
+    let meta = BatchMeta { share_prefix_rows: true, ..meta(shape.clone()) };
+    write_batch(&dir, &meta, &[sample(&shape, 0, 2), sample(&shape, 1, 3)]).unwrap();
+    // Offsets, groups, versions, advantages, rewards, log-probs and tokens come before.
+    let at = 3 * 8 + 2 * 8 + 5 * 8 + 2 * 4 + 2 * 4 + 5 * 4 + 5 * 4;
+    let kind =
+        forge(&dir, |file, data| file[data + at..data + at + 4].copy_from_slice(&[5, 0, 0, 0]));
+    assert!(matches!(kind, BatchErrorKind::Value { name: "routed_row", index: 0, .. }), "{kind}");
+}
+
+#[test]
 fn a_batch_of_another_model_is_refused_by_name() {
     let (_keep, dir) = folder();
     batch(&dir, 8, &[5]);
@@ -205,11 +218,14 @@ fn a_full_disk_publishes_nothing_and_says_so() {
         .args(["--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"])
         .arg(folder.path())
         .arg(std::env::current_exe().unwrap())
-        .arg("a_full_disk_publishes_nothing_and_says_so")
+        .arg("refused::a_full_disk_publishes_nothing_and_says_so")
         .env(SMALL_DISK, folder.path())
         .output();
     match status {
-        Ok(output) if output.status.success() => {}
+        Ok(output) if output.status.success() => {
+            let told = String::from_utf8_lossy(&output.stdout).into_owned();
+            assert!(told.contains("1 passed"), "{told}");
+        }
         Ok(output) if output.status.code() == Some(101) => {
             panic!("{}", String::from_utf8_lossy(&output.stdout))
         }
