@@ -61,12 +61,8 @@ impl Inner {
     async fn sweep_late(&self, host: &Host) {
         let due = *self.sweeping();
         let (Some((run, epoch)), Some(provider)) = (due, host.in_service()) else { return };
-        match host.sweep(provider, run, epoch).await {
-            Ok(swept) if swept.removed.is_empty() => {}
-            Ok(swept) => {
-                tracing::info!(host = host.title, removed = ?swept.removed, "an earlier coordinator's");
-            }
-            Err(error) => tracing::warn!(%error, "cannot look for containers left behind"),
+        if let Err(error) = host.sweep_late(provider, run, epoch).await {
+            tracing::warn!(%error, "cannot look for containers left behind");
         }
     }
 }

@@ -35,6 +35,15 @@ pub(super) enum Standing {
     Lacks(SandboxErrorKind),
 }
 
+/// The last sweep.
+#[derive(Debug)]
+struct Swept {
+    run: RunId,
+    epoch: i64,
+    /// What it found and nobody was told yet.
+    untold: SweepReport,
+}
+
 #[derive(Debug)]
 pub(super) struct Host {
     pub(super) title: String,
@@ -45,8 +54,8 @@ pub(super) struct Host {
     /// Connected once; it stays the same while the daemon goes and comes.
     provider: OnceLock<DockerProvider>,
     state: Mutex<State>,
-    /// The run and epoch for which it was swept; held while it is.
-    swept: tokio::sync::Mutex<Option<(RunId, i64)>>,
+    /// Held while it is swept.
+    swept: tokio::sync::Mutex<Option<Swept>>,
     /// Told when the host was taken out.
     pub(super) left: Notify,
 }
@@ -179,20 +188,36 @@ impl Host {
         }
     }
 
-    /// Removes what earlier coordinators of a run left, now and from time to time; once.
+    /// Removes what earlier coordinators of a run left, now and from time to time; once. Gives what
+    /// was found, also where the host's own care was faster.
     pub(super) async fn sweep(
         &self,
         provider: &DockerProvider,
         run: RunId,
         epoch: i64,
     ) -> Result<SweepReport, SandboxError> {
+        self.sweep_late(provider, run, epoch).await?;
         let mut done = self.swept.lock().await;
-        if *done == Some((run, epoch)) {
-            return Ok(SweepReport::default());
+        Ok(done.as_mut().map(|swept| std::mem::take(&mut swept.untold)).unwrap_or_default())
+    }
+
+    /// As [`Host::sweep`] where nobody waits for the report.
+    pub(super) async fn sweep_late(
+        &self,
+        provider: &DockerProvider,
+        run: RunId,
+        epoch: i64,
+    ) -> Result<(), SandboxError> {
+        let mut done = self.swept.lock().await;
+        if done.as_ref().is_some_and(|swept| (swept.run, swept.epoch) == (run, epoch)) {
+            return Ok(());
         }
-        let swept = provider.sweep(run, epoch).await?;
-        *done = Some((run, epoch));
-        Ok(swept)
+        let untold = provider.sweep(run, epoch).await?;
+        if !untold.removed.is_empty() {
+            tracing::info!(host = self.title, removed = ?untold.removed, "an earlier coordinator's");
+        }
+        *done = Some(Swept { run, epoch, untold });
+        Ok(())
     }
 
     pub(super) fn usage(&self) -> HostUse {
