@@ -4,8 +4,8 @@
 //! gives such memory back to the system at once, and a page that is new again costs more than all
 //! the work on the rows in it; jemalloc keeps freed pages, here for a minute: turns are seconds
 //! apart, and after its own ten most pages would be given back and taken again. It is not told to
-//! take huge pages: the system clears each of them in one go, and one conversation in fifty waited
-//! some milliseconds for that, while the work on routing rows is as fast without.
+//! take huge pages: the system clears each of them in one go, and more than one turn in a hundred
+//! waited some milliseconds for that, while the work on routing rows gains nothing by them.
 //! Blocks that are freed together become one large piece, and by default jemalloc takes new pages
 //! rather than cut a piece that is 64 times larger than what is asked for: that limit is lifted.
 #![expect(unsafe_code, reason = "an allocator is unsafe by its interface; it only passes calls on")]

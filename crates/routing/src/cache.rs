@@ -296,7 +296,8 @@ impl PrefixCache {
                 None => state.put(*key, block, chain.version, false),
             }
         }
-        // Who was used last matters when something must give way soon; until then nothing has gone.
+        // Who was used last matters when something must give way soon. Until then nothing has gone: a
+        // cache that ever was full stays so.
         if state.bytes > state.limit / 2 {
             let known = chain.keys.iter().zip(builder.clean_blocks(chain.version)).take(compared);
             for (key, block) in known.collect::<Vec<_>>().into_iter().rev() {

@@ -50,10 +50,11 @@ What is measured:
   CPU is this process's processor time by turn, over the second half of the turns. KiB/episode is
   heap per open episode, without its tokens (17 bytes each) and rows, when half of the turns are
   done. added is the time from an engine's handing out a reply to its having read that
-  conversation's next request, both ends of HTTP included. hits is the share of prompt tokens answered by the engines' prefix caches, of
-  those that could have been: all earlier tokens of the conversation, and the prompt of a group for
-  all but its first member on an engine, in whole pages; unmoved leaves out conversations that went
-  on at another engine. lag is how late a timer of the event loop fires.
+  conversation's next request, both ends of HTTP included. hits is the share of prompt tokens
+  answered by the engines' prefix caches, of those that could have been: all earlier tokens of the
+  conversation, and the prompt of a group for all but its first member on an engine, in whole
+  pages; unmoved leaves out conversations that went on at another engine. lag is how late a timer
+  of the event loop fires.
 
 Limits (the column `verdict`, and `ok` in JSON):
   all cases: no episode lost, no row wrong; and unless the only engine is killed, 0.99 of possible
