@@ -7,6 +7,7 @@
 //! builds training data through the same functions.
 
 use crate::api::{Action, Message};
+use crate::codec::Codec;
 use crate::prefix::{History, Thinking};
 use crate::scaffold::Scaffold;
 use crate::template::ChatTemplate;
@@ -86,7 +87,7 @@ pub struct ChatModel {
     /// Tokens by rendered text. All members of a group open with the same one, and to cut it into
     /// tokens takes as long as several turns.
     prompts: Mutex<LruCache<String, Arc<[TokenId]>>>,
-    pub(crate) tokenizer: Tokenizer,
+    pub(crate) codec: Codec,
     pub(crate) template: ChatTemplate,
     pub(crate) purpose: ChatUse,
     pub(crate) thinking: Thinking,
@@ -156,7 +157,7 @@ impl ChatModel {
         let mut model = Self {
             folder: folder.to_owned(),
             prompts: Mutex::new(LruCache::new(KEPT_PROMPTS)),
-            tokenizer,
+            codec: Codec::new(tokenizer),
             template,
             purpose,
             thinking: Thinking::Kept,
@@ -168,7 +169,7 @@ impl ChatModel {
         let role = model.purpose.scaffold.observation_role();
         let closing = model.after_mark(&[message(role, "x")])?;
         let found = model.stop_token_ids.iter().find_map(|&id| {
-            let text = model.tokenizer.id_to_token(id)?;
+            let text = model.codec.tokenizer().id_to_token(id)?;
             closing.starts_with(&text).then_some((id, text))
         });
         (model.end_of_turn, model.end_of_turn_text) = found.ok_or_else(|| {
@@ -194,7 +195,7 @@ impl ChatModel {
 
     /// Number of entries of the tokenizer, added tokens included.
     pub fn vocab_size(&self) -> usize {
-        self.tokenizer.get_vocab_size(true)
+        self.codec.tokenizer().get_vocab_size(true)
     }
 
     /// Tokens of `text`, nothing added.
@@ -252,9 +253,7 @@ impl ChatModel {
             Some((last, rest)) if self.stop_token_ids.contains(last) => rest,
             Some(_) | None => ids,
         };
-        self.tokenizer
-            .decode(ids, false)
-            .map_err(|e| self.error(ChatErrorKind::Tokenizer(e.to_string())))
+        self.codec.decode(ids).map_err(|e| self.error(ChatErrorKind::Tokenizer(e.to_string())))
     }
 
     /// Tokens of an assistant turn as the model's own format writes it, closing token included.
@@ -323,8 +322,7 @@ impl ChatModel {
     }
 
     pub(crate) fn encode_inner(&self, text: &str) -> Result<Vec<TokenId>, ChatErrorKind> {
-        let encoding = self.tokenizer.encode_fast(text, false);
-        encoding.map(|e| e.get_ids().to_vec()).map_err(|e| ChatErrorKind::Tokenizer(e.to_string()))
+        self.codec.encode(text).map_err(|e| ChatErrorKind::Tokenizer(e.to_string()))
     }
 
     fn error(&self, kind: ChatErrorKind) -> ChatError {

@@ -9,6 +9,7 @@ mod api;
 mod attempt;
 mod buffer;
 mod chat;
+mod codec;
 mod config;
 mod editor;
 mod grading;

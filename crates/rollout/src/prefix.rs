@@ -76,7 +76,7 @@ impl ChatModel {
         if self.try_turns(&THOUGHTFUL, &THOUGHTFUL.dropped, &prompt, header).is_err() {
             return kept.map(|()| Thinking::Kept);
         }
-        let token = |text| self.tokenizer.token_to_id(text);
+        let token = |text| self.codec.tokenizer().token_to_id(text);
         if self.purpose.history == History::Template {
             if token(CLOSE).is_none() {
                 return Err(ChatErrorKind::ThinkingIsNoToken(CLOSE));
@@ -145,7 +145,7 @@ impl ChatModel {
     }
 
     fn is_line_ends(&self, id: TokenId) -> bool {
-        let text = self.tokenizer.decode(&[id], false).unwrap_or_default();
+        let text = self.codec.decode(&[id]).unwrap_or_default();
         !text.is_empty() && text.bytes().all(|byte| byte == b'\n')
     }
 }

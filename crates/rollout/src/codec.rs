@@ -1,0 +1,355 @@
+//! Text to tokens and back.
+//!
+//! The library keeps, for each character of a text, where it came from, and passes text between its
+//! steps in pieces that carry this along: most of the time it takes goes there. Nobody here asks for
+//! it. So where a tokenizer is of the usual kind (words cut by expressions, then byte-level), its
+//! parts are called one after the other without; any other goes the library's own way.
+
+use orchestrate_types::TokenId;
+use std::collections::HashMap;
+use tokenizers::decoders::DecoderWrapper;
+use tokenizers::normalizers::NormalizerWrapper;
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::{Model, OffsetReferential, OffsetType, SplitDelimiterBehavior, Tokenizer};
+
+/// What the byte-level step cuts words by, where it is told to: the expression of GPT-2.
+const GPT2_WORDS: &str =
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+
+/// Both ways must agree on this: words, numbers, runs of blanks and ends of lines, letters of two to
+/// four bytes, one that is not composed, and something like a control token.
+const PROBE: &str =
+    "def f(x):\n    return  x+12345 # it's\t\r\n\n  é e\u{301} 漢字 🦀 <|im_start|>\u{a0}end ";
+
+/// A tokenizer.
+#[derive(Debug)]
+pub(crate) struct Codec {
+    tokenizer: Tokenizer,
+    words: Option<Words>,
+    bytes: Option<TokenBytes>,
+}
+
+impl Codec {
+    pub(crate) fn new(tokenizer: Tokenizer) -> Self {
+        let words = Words::of(&tokenizer).filter(|words| {
+            let other_way = tokenizer.encode_fast(PROBE, false);
+            other_way.is_ok_and(|other_way| {
+                words.encode(&tokenizer, PROBE).is_ok_and(|ids| ids == other_way.get_ids())
+            })
+        });
+        if words.is_none() {
+            tracing::debug!("a tokenizer of an unusual kind: long texts take longer");
+        }
+        let bytes = TokenBytes::of(&tokenizer);
+        Self { tokenizer, words, bytes }
+    }
+
+    /// The library's tokenizer, for all but [`Self::encode`] and [`Self::decode`].
+    pub(crate) fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// Tokens of `text`, nothing added.
+    pub(crate) fn encode(&self, text: &str) -> tokenizers::Result<Vec<TokenId>> {
+        match &self.words {
+            Some(words) => words.encode(&self.tokenizer, text),
+            None => Ok(self.tokenizer.encode_fast(text, false)?.get_ids().to_vec()),
+        }
+    }
+
+    /// Text of `ids`, control tokens included. Bytes that are no UTF-8 become U+FFFD, and ids that
+    /// are none are left out.
+    pub(crate) fn decode(&self, ids: &[TokenId]) -> tokenizers::Result<String> {
+        match &self.bytes {
+            Some(bytes) => Ok(bytes.text(ids)),
+            None => self.tokenizer.decode(ids, false),
+        }
+    }
+}
+
+/// How a byte-level tokenizer cuts text into the words that its model sees.
+#[derive(Debug)]
+struct Words {
+    /// Each cuts what the one before it left whole. Matches and what lies between them are words.
+    cuts: Vec<Split>,
+    /// Text of ASCII is normal as it is.
+    ascii_is_normal: bool,
+    letters: [char; 256],
+}
+
+impl Words {
+    /// `None` where the tokenizer does more to a text than this.
+    fn of(tokenizer: &Tokenizer) -> Option<Self> {
+        if tokenizer.get_truncation().is_some() || tokenizer.get_padding().is_some() {
+            return None;
+        }
+        let steps = match tokenizer.get_pre_tokenizer()? {
+            PreTokenizerWrapper::Sequence(steps) => steps.as_ref(),
+            step => std::slice::from_ref(step),
+        };
+        let (last, steps) = steps.split_last()?;
+        let mut cuts = Vec::new();
+        for step in steps {
+            match step {
+                PreTokenizerWrapper::Split(split)
+                    if split.behavior == SplitDelimiterBehavior::Isolated =>
+                {
+                    cuts.push(split.clone());
+                }
+                _ => return None,
+            }
+        }
+        match last {
+            PreTokenizerWrapper::ByteLevel(ByteLevel {
+                add_prefix_space: false,
+                use_regex,
+                ..
+            }) => {
+                if *use_regex {
+                    let pattern = SplitPattern::Regex(GPT2_WORDS.to_owned());
+                    cuts.push(Split::new(pattern, SplitDelimiterBehavior::Isolated, false).ok()?);
+                }
+            }
+            _ => return None,
+        }
+        let ascii_is_normal =
+            matches!(tokenizer.get_normalizer(), None | Some(NormalizerWrapper::NFC(_)));
+        Some(Self { cuts, ascii_is_normal, letters: byte_letters() })
+    }
+
+    fn encode(&self, tokenizer: &Tokenizer, text: &str) -> tokenizers::Result<Vec<TokenId>> {
+        let is_normal = self.ascii_is_normal && text.is_ascii();
+        let normalizer = if is_normal { None } else { tokenizer.get_normalizer() };
+        let pieces = tokenizer.get_added_vocabulary().extract_and_normalize(normalizer, text);
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        let mut letters = String::new();
+        for (piece, _, added) in pieces.get_splits(OffsetReferential::Normalized, OffsetType::None)
+        {
+            if let Some(added) = added {
+                ids.extend(added.iter().map(|token| token.id));
+                continue;
+            }
+            cut(piece, &self.cuts, &mut |word| {
+                letters.clear();
+                letters.extend(word.bytes().filter_map(|byte| self.letters.get(usize::from(byte))));
+                let tokens = tokenizer.get_model().tokenize(&letters)?;
+                ids.extend(tokens.iter().map(|token| token.id));
+                Ok(())
+            })?;
+        }
+        Ok(ids)
+    }
+}
+
+/// Hands each word of `text` to `take`, in order.
+fn cut(
+    text: &str,
+    cuts: &[Split],
+    take: &mut dyn FnMut(&str) -> tokenizers::Result<()>,
+) -> tokenizers::Result<()> {
+    if text.is_empty() {
+        return Ok(());
+    }
+    let Some((first, rest)) = cuts.split_first() else { return take(text) };
+    let mut done = 0;
+    for (start, end) in first.regex.find_iter(text) {
+        cut(text.get(done..start).unwrap_or_default(), rest, take)?;
+        cut(text.get(start..end).unwrap_or_default(), rest, take)?;
+        done = end;
+    }
+    cut(text.get(done..).unwrap_or_default(), rest, take)
+}
+
+/// The bytes of each token of a byte-level tokenizer.
+#[derive(Debug)]
+struct TokenBytes {
+    bytes: Vec<u8>,
+    /// By id: where its bytes end. They begin where those of the id before it end; of an id that is
+    /// none there are none.
+    ends: Vec<usize>,
+}
+
+impl TokenBytes {
+    /// `None` where tokens become text in another way.
+    fn of(tokenizer: &Tokenizer) -> Option<Self> {
+        let Some(DecoderWrapper::ByteLevel(_)) = tokenizer.get_decoder() else { return None };
+        let bytes_of: HashMap<char, u8> = byte_letters().into_iter().zip(0..=u8::MAX).collect();
+        let last = tokenizer.get_vocab(true).into_values().max()?;
+        let mut table = Self { bytes: Vec::new(), ends: Vec::new() };
+        for id in 0..=last {
+            let token = tokenizer.id_to_token(id).unwrap_or_default();
+            let bytes: Option<Vec<u8>> =
+                token.chars().map(|letter| bytes_of.get(&letter).copied()).collect();
+            // A token that was added may be written as it is.
+            table.bytes.extend(bytes.unwrap_or_else(|| token.into_bytes()));
+            table.ends.push(table.bytes.len());
+        }
+        Some(table)
+    }
+
+    fn text(&self, ids: &[TokenId]) -> String {
+        let mut bytes = Vec::with_capacity(4 * ids.len());
+        for &id in ids {
+            let id = id as usize;
+            let begin = id.checked_sub(1).and_then(|before| self.ends.get(before));
+            let end = self.ends.get(id).copied().unwrap_or(0);
+            let of_id = self.bytes.get(begin.copied().unwrap_or(0)..end);
+            bytes.extend_from_slice(of_id.unwrap_or_default());
+        }
+        String::from_utf8(bytes)
+            .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())
+    }
+}
+
+/// The letter that stands for each byte in the tokens of byte-level tokenizers: itself where it can
+/// be seen, else one beyond those.
+fn byte_letters() -> [char; 256] {
+    let mut beyond = (0x100..).filter_map(char::from_u32);
+    std::array::from_fn(|byte| match u8::try_from(byte) {
+        Ok(byte @ (b'!'..=b'~' | 0xA1..=0xAC | 0xAE..)) => char::from(byte),
+        _ => beyond.next().unwrap_or_default(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+    use std::sync::LazyLock;
+
+    /// A tokenizer of all bytes and some words of them, with these steps before.
+    fn tokenizer(normalizer: &Value, pre_tokenizer: &Value) -> Tokenizer {
+        let letters = byte_letters().map(String::from);
+        let merged = ["re", "ret", "in", "  ", "    ", "12", "é", "漢", "'s", "\n\n", "x+"];
+        let mut vocab: Vec<String> = letters.to_vec();
+        let mut merges = Vec::new();
+        for word in merged {
+            let word: Vec<&str> =
+                word.bytes().map(|byte| letters[usize::from(byte)].as_str()).collect();
+            for end in 2..=word.len() {
+                let (head, last) = (word[..end - 1].concat(), word[end - 1]);
+                if !vocab.contains(&format!("{head}{last}")) {
+                    vocab.push(format!("{head}{last}"));
+                    merges.push(format!("{head} {last}"));
+                }
+            }
+        }
+        let first_added = vocab.len();
+        let vocab: serde_json::Map<String, Value> =
+            vocab.into_iter().enumerate().map(|(id, token)| (token, json!(id))).collect();
+        let added = |index: usize, content: &str, normalized: bool| {
+            json!({"id": first_added + index, "content": content, "normalized": normalized,
+                   "special": !normalized, "single_word": false, "lstrip": false, "rstrip": false})
+        };
+        let file = json!({
+            "version": "1.0", "truncation": null, "padding": null, "post_processor": null,
+            "added_tokens": [added(0, "<|im_start|>", false), added(1, "<think>", true),
+                             added(5, "é漢", true)],
+            "normalizer": normalizer,
+            "pre_tokenizer": pre_tokenizer,
+            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false,
+                        "use_regex": false},
+            "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+        });
+        Tokenizer::from_bytes(file.to_string()).unwrap()
+    }
+
+    fn byte_level(use_regex: bool) -> Value {
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false,
+               "use_regex": use_regex})
+    }
+
+    fn split(pattern: &str) -> Value {
+        json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
+               "invert": false})
+    }
+
+    fn sequence(steps: &[Value]) -> Value {
+        json!({"type": "Sequence", "pretokenizers": steps})
+    }
+
+    /// As models of these families have them.
+    static FAMILIES: LazyLock<Vec<(&'static str, Codec)>> = LazyLock::new(|| {
+        let nfc = json!({"type": "NFC"});
+        let qwen = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        let deepseek = [
+            split(r"\p{N}{1,3}"),
+            split(r"[一-龥぀-ゟ゠-ヿ]+"),
+            split(r"[!-/:-~]?[A-Za-z]+|\s+(?!\S)|\s+"),
+            byte_level(false),
+        ];
+        [
+            ("qwen", tokenizer(&nfc, &sequence(&[split(qwen), byte_level(false)]))),
+            (
+                "deepseek",
+                tokenizer(&json!({"type": "Sequence", "normalizers": []}), &sequence(&deepseek)),
+            ),
+            ("gpt-2", tokenizer(&Value::Null, &byte_level(true))),
+        ]
+        .map(|(name, tokenizer)| (name, Codec::new(tokenizer)))
+        .into()
+    });
+
+    fn text() -> impl Strategy<Value = String> {
+        let piece = prop_oneof![
+            Just("return".to_owned()),
+            Just("    ".to_owned()),
+            Just("\n\n".to_owned()),
+            Just("it's".to_owned()),
+            Just("<|im_start|>".to_owned()),
+            Just("<think>".to_owned()),
+            Just("é漢".to_owned()),
+            Just("e\u{301}漢".to_owned()),
+            Just("1234567".to_owned()),
+            "[ -~]{0,12}",
+            r"\s{0,4}",
+            r"\PC{0,6}",
+            any::<String>(),
+        ];
+        proptest::collection::vec(piece, 0..12).prop_map(|pieces| pieces.concat())
+    }
+
+    proptest! {
+        #[test]
+        fn both_ways_give_the_same_tokens(text in text()) {
+            for (family, codec) in &*FAMILIES {
+                prop_assert!(codec.words.is_some(), "{family}");
+                let whole = codec.tokenizer.encode_fast(text.as_str(), false).unwrap();
+                prop_assert_eq!(codec.encode(&text).unwrap(), whole.get_ids(), "{}", family);
+            }
+        }
+
+        #[test]
+        fn both_ways_give_the_same_text(ids in proptest::collection::vec(0..320_u32, 0..40)) {
+            for (family, codec) in &*FAMILIES {
+                prop_assert!(codec.bytes.is_some(), "{family}");
+                let text = codec.tokenizer.decode(&ids, false).unwrap();
+                prop_assert_eq!(codec.decode(&ids).unwrap(), text, "{}", family);
+            }
+        }
+    }
+
+    #[test]
+    fn other_kinds_go_the_librarys_way() {
+        let prefixed = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false,
+                              "use_regex": true});
+        let removing = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "Removed",
+                              "invert": false});
+        let others = [
+            prefixed,
+            sequence(&[removing, byte_level(false)]),
+            sequence(&[byte_level(false), split(" ")]),
+            json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always",
+                   "split": true}),
+        ];
+        for other in others {
+            let codec = Codec::new(tokenizer(&Value::Null, &other));
+            assert!(codec.words.is_none(), "{other}");
+            let whole = codec.tokenizer.encode_fast(PROBE, false).unwrap();
+            assert_eq!(codec.encode(PROBE).unwrap(), whole.get_ids());
+        }
+    }
+}
