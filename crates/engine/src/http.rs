@@ -136,24 +136,41 @@ impl Wire {
 /// The ids are nearly all of it and are sent again with every turn, so they are not passed one by
 /// one through the serializer, and the text does not grow meanwhile.
 pub(crate) fn json(key: &str, ids: &[TokenId], others: &impl Serialize) -> String {
-    /// Digits of the largest vocabularies, and a comma.
-    const PER_TOKEN: usize = 7;
     // Numbers, text and lists only: it cannot fail.
     let others = serde_json::to_string(others).unwrap_or_default();
-    let mut text = String::with_capacity(key.len() + 8 + PER_TOKEN * ids.len() + others.len());
-    text.push_str("{\"");
-    text.push_str(key);
-    text.push_str("\":[");
-    let mut digits = itoa::Buffer::new();
-    for (at, id) in ids.iter().enumerate() {
-        if at > 0 {
-            text.push(',');
-        }
-        text.push_str(digits.format(*id));
+    let mut text = Vec::with_capacity(key.len() + 16 + ID_BYTES * ids.len() + others.len());
+    text.extend_from_slice(format!("{{\"{key}\":[").as_bytes());
+    for id in ids {
+        write_id(&mut text, *id);
     }
-    text.push_str("],");
-    text.push_str(others.strip_prefix('{').unwrap_or(&others));
-    text
+    // The comma after the last id.
+    text.truncate(text.len() - usize::from(!ids.is_empty()));
+    text.extend_from_slice(b"],");
+    text.extend_from_slice(others.strip_prefix('{').unwrap_or(&others).as_bytes());
+    String::from_utf8(text).unwrap_or_default()
+}
+
+/// The digits of the largest vocabularies, and a comma.
+const ID_BYTES: usize = 8;
+
+/// Appends an id and a comma: always the same number of bytes, and then those that are none of it go
+/// again, which takes a third of the time of copying as many as there are.
+fn write_id(text: &mut Vec<u8>, id: TokenId) {
+    let (mut rest, mut bytes, mut unused) = (id, u64::from(b','), ID_BYTES - 1);
+    loop {
+        if unused == 0 {
+            text.extend_from_slice(format!("{id},").as_bytes());
+            return;
+        }
+        bytes = bytes << 8 | u64::from(b'0') + u64::from(rest % 10);
+        unused -= 1;
+        rest /= 10;
+        if rest == 0 {
+            break;
+        }
+    }
+    text.extend_from_slice(&bytes.to_le_bytes());
+    text.truncate(text.len() - unused);
 }
 
 /// Turns "there is no such route" into `None`.
@@ -256,10 +273,12 @@ mod tests {
 
     #[test]
     fn ids_and_other_fields_are_one_object() {
-        for ids in [&[][..], &[7], &[0, 151_935, u32::MAX]] {
+        let of_each_length: Vec<u32> =
+            (0..10).map(|digits| 10_u32.pow(digits)).flat_map(|id| [id - 1, id]).collect();
+        for ids in [&[][..], &[7], &[0, 151_935, u32::MAX], &of_each_length] {
             let text = json("ids", ids, &serde_json::json!({"a": "b", "c": [1]}));
-            let read: serde_json::Value = serde_json::from_str(&text).unwrap();
-            assert_eq!(read, serde_json::json!({"ids": ids, "a": "b", "c": [1]}));
+            let listed: Vec<String> = ids.iter().map(ToString::to_string).collect();
+            assert_eq!(text, format!(r#"{{"ids":[{}],"a":"b","c":[1]}}"#, listed.join(",")));
         }
     }
 
