@@ -156,21 +156,17 @@ const ID_BYTES: usize = 8;
 /// Appends an id and a comma: always the same number of bytes, and then those that are none of it go
 /// again, which takes a third of the time of copying as many as there are.
 fn write_id(text: &mut Vec<u8>, id: TokenId) {
-    let (mut rest, mut bytes, mut unused) = (id, u64::from(b','), ID_BYTES - 1);
-    loop {
-        if unused == 0 {
-            text.extend_from_slice(format!("{id},").as_bytes());
-            return;
-        }
-        bytes = bytes << 8 | u64::from(b'0') + u64::from(rest % 10);
-        unused -= 1;
+    let (mut rest, mut bytes) = (id, u64::from(b','));
+    for unused in (0..ID_BYTES - 1).rev() {
+        bytes = (bytes << 8) | u64::from(u32::from(b'0') | (rest % 10));
         rest /= 10;
         if rest == 0 {
-            break;
+            text.extend_from_slice(&bytes.to_le_bytes());
+            text.truncate(text.len() - unused);
+            return;
         }
     }
-    text.extend_from_slice(&bytes.to_le_bytes());
-    text.truncate(text.len() - unused);
+    text.extend_from_slice(format!("{id},").as_bytes());
 }
 
 /// Turns "there is no such route" into `None`.

@@ -45,7 +45,8 @@ What is measured:
 
   workers_N has all conversations on N engines at once; in workers_N_kill the first engine is killed
   when half of the turns are done (a single one is started again a second later). open_4096 has
-  4,096 conversations open on 4 engines at a pace of 500 turns per second.
+  4,096 conversations open on 4 engines at a pace of 500 turns per second, busy_4096 at 1,500: a turn
+  that comes to a processor at rest, with nothing in its caches, costs it more.
 
   CPU is this process's processor time by turn, over the second half of the turns. KiB/episode is
   heap per open episode, without its tokens (17 bytes each) and rows, when half of the turns are
@@ -59,7 +60,8 @@ What is measured:
 Limits (the column `verdict`, and `ok` in JSON):
   all cases: no episode lost, no row wrong; and unless the only engine is killed, 0.99 of possible
   hits for unmoved conversations
-  open_4096: 250 µs CPU per turn, 64 KiB per open episode, 5 ms added (p99), 10 ms lag (max)")]
+  open_4096, busy_4096: 250 µs CPU per turn
+  open_4096: 64 KiB per open episode, 5 ms added (p99), 10 ms lag (max)")]
 pub(crate) struct BenchRolloutArgs {
     /// Only cases whose name fits; `*` stands for any text.
     #[arg(long = "case", value_name = "GLOB", default_value = "*")]
@@ -73,7 +75,7 @@ pub(crate) struct BenchRolloutArgs {
     /// Conversations with a common prompt.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) group_size: u32,
-    /// Turns of each conversation of `open_4096`.
+    /// Turns of each conversation of `open_4096` and `busy_4096`.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=128))]
     pub(crate) open_turns: u32,
     /// Print JSON on standard output.

@@ -19,9 +19,10 @@ use std::process::ExitCode;
 use std::time::Duration;
 use world::World;
 
-/// Open conversations of the large case, and its pace.
+/// Open conversations of the large cases, and their paces.
 const OPEN: usize = 4096;
 const OPEN_TURNS_PER_S: f64 = 500.0;
+const BUSY_TURNS_PER_S: f64 = 1500.0;
 
 #[derive(serde::Serialize)]
 struct Report {
@@ -76,26 +77,23 @@ fn kinds(args: &BenchRolloutArgs) -> Vec<Kind> {
         ramp: Duration::ZERO,
         limits: Limits { hit_share: Some(0.99), ..Limits::default() },
     };
-    let turn = OPEN as f64 / OPEN_TURNS_PER_S;
-    let open = Kind {
-        name: "open_4096",
-        conversations: OPEN,
-        turns: wide(args.open_turns),
-        latency: Latency {
-            base_ms: turn * 1e3,
-            prefill_ms_per_1k: 0.0,
-            decode_ms: 0.0,
-            jitter: 0.5,
-        },
-        ramp: Duration::from_secs_f64(turn),
-        limits: Limits {
-            hit_share: Some(0.99),
-            cpu_us_per_turn: Some(250.0),
-            bytes_per_open_episode: Some(65_536.0),
-            added_p99_ms: Some(5.0),
-            loop_lag_max_ms: Some(10.0),
-        },
-        ..kind("open_4096", 4, Fate::Lives)
+    let open = |name, turns_per_s, limits| {
+        let turn = OPEN as f64 / turns_per_s;
+        let base_ms = turn * 1e3;
+        Kind {
+            conversations: OPEN,
+            turns: wide(args.open_turns),
+            latency: Latency { base_ms, prefill_ms_per_1k: 0.0, decode_ms: 0.0, jitter: 0.5 },
+            ramp: Duration::from_secs_f64(turn),
+            limits: Limits { hit_share: Some(0.99), cpu_us_per_turn: Some(250.0), ..limits },
+            ..kind(name, 4, Fate::Lives)
+        }
+    };
+    let waiting = Limits {
+        bytes_per_open_episode: Some(65_536.0),
+        added_p99_ms: Some(5.0),
+        loop_lag_max_ms: Some(10.0),
+        ..Limits::default()
     };
     vec![
         kind("workers_1", 1, Fate::Lives),
@@ -106,7 +104,8 @@ fn kinds(args: &BenchRolloutArgs) -> Vec<Kind> {
         },
         kind("workers_4", 4, Fate::Lives),
         kind("workers_4_kill", 4, Fate::Dies),
-        open,
+        open("open_4096", OPEN_TURNS_PER_S, waiting),
+        open("busy_4096", BUSY_TURNS_PER_S, Limits::default()),
     ]
 }
 
