@@ -177,6 +177,10 @@ impl TokenBytes {
         let Some(DecoderWrapper::ByteLevel(_)) = tokenizer.get_decoder() else { return None };
         let bytes_of: HashMap<char, u8> = byte_letters().into_iter().zip(0..=u8::MAX).collect();
         let last = tokenizer.get_vocab(true).into_values().max()?;
+        // Ids far apart would make a table of nothing.
+        if last as usize > 2 * tokenizer.get_vocab_size(true) {
+            return None;
+        }
         let mut table = Self { bytes: Vec::new(), ends: Vec::new() };
         for id in 0..=last {
             let token = tokenizer.id_to_token(id).unwrap_or_default();
