@@ -147,6 +147,7 @@ pub(crate) fn json(key: &str, ids: &[TokenId], others: &impl Serialize) -> Strin
     text.truncate(text.len() - usize::from(!ids.is_empty()));
     text.extend_from_slice(b"],");
     text.extend_from_slice(others.strip_prefix('{').unwrap_or(&others).as_bytes());
+    // Digits and the text of a serializer: it cannot fail.
     String::from_utf8(text).unwrap_or_default()
 }
 
@@ -154,7 +155,7 @@ pub(crate) fn json(key: &str, ids: &[TokenId], others: &impl Serialize) -> Strin
 const ID_BYTES: usize = 8;
 
 /// Appends an id and a comma: always the same number of bytes, and then those that are none of it go
-/// again, which takes a third of the time of copying as many as there are.
+/// again. To copy as many as there are calls a function for each id.
 fn write_id(text: &mut Vec<u8>, id: TokenId) {
     let (mut rest, mut bytes) = (id, u64::from(b','));
     for unused in (0..ID_BYTES - 1).rev() {

@@ -101,7 +101,7 @@ impl TokenBuffer {
     /// All tokens to send for the next generation.
     pub fn prompt_for_turn(&self) -> Arc<[TokenId]> {
         let (head, tail) = self.kept();
-        // Copied twice, as whole slices: one by one takes ten times as long.
+        // Copied twice, but as whole slices: to collect ids one by one takes ten times the instructions.
         [head, tail, &self.pending].concat().into()
     }
 

@@ -33,16 +33,16 @@ pub(crate) struct Codec {
 
 impl Codec {
     pub(crate) fn new(tokenizer: Tokenizer) -> Self {
-        let words = Words::of(&tokenizer).filter(|words| {
-            let other_way = tokenizer.encode_fast(PROBE, false);
-            other_way.is_ok_and(|other_way| {
-                words.encode(&tokenizer, PROBE).is_ok_and(|ids| ids == other_way.get_ids())
-            })
+        let ids = tokenizer.encode_fast(PROBE, false).map(|probe| probe.get_ids().to_vec());
+        let ids = ids.unwrap_or_default();
+        let words = Words::of(&tokenizer)
+            .filter(|words| words.encode(&tokenizer, PROBE).is_ok_and(|found| found == ids));
+        let bytes = TokenBytes::of(&tokenizer).filter(|bytes| {
+            tokenizer.decode(&ids, false).is_ok_and(|text| text == bytes.text(&ids))
         });
-        if words.is_none() {
+        if words.is_none() || bytes.is_none() {
             tracing::debug!("a tokenizer of an unusual kind: long texts take longer");
         }
-        let bytes = TokenBytes::of(&tokenizer);
         Self { tokenizer, words, bytes }
     }
 
@@ -334,6 +334,17 @@ mod tests {
                 prop_assert_eq!(codec.decode(&ids).unwrap(), text, "{}", family);
             }
         }
+    }
+
+    #[test]
+    fn ids_far_apart_have_no_table() {
+        let tokenizer = tokenizer(&Value::Null, &byte_level(true));
+        let mut file: Value = serde_json::from_str(&tokenizer.to_string(false).unwrap()).unwrap();
+        file["model"]["vocab"]["far"] = json!(1_000_000);
+        let codec = Codec::new(Tokenizer::from_bytes(file.to_string()).unwrap());
+        assert!(codec.words.is_some() && codec.bytes.is_none());
+        let ids = codec.encode(PROBE).unwrap();
+        assert_eq!(codec.decode(&ids).unwrap(), PROBE);
     }
 
     #[test]
