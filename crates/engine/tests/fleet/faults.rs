@@ -2,6 +2,8 @@
 
 use crate::scripted::{Mood, all_are, fleet, request, settle, states};
 use orchestrate_engine::{Engine, EngineErrorKind};
+use std::future::poll_fn;
+use std::pin::pin;
 use std::time::Duration;
 use tokio::task::JoinSet;
 
@@ -58,6 +60,21 @@ async fn a_stopped_worker_is_found_by_probes_and_its_calls_move() {
     // The first look comes after an interval of 10 s, and three in a row have 10 s each.
     assert!(begun.elapsed() <= Duration::from_secs(41), "{:?}", begun.elapsed());
     assert_eq!(states(&fleet), ["away", "up"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn probes_without_news_wake_no_call() {
+    let (fleet, workers) = fleet(1, 8);
+    workers[0].is(Mood::Slow);
+    let mut call = pin!(fleet.generate(request("a", 10)));
+    let mut polls = 0;
+    let counted = poll_fn(|context| {
+        polls += 1;
+        call.as_mut().poll(context)
+    });
+    tokio::time::timeout(Duration::from_secs(95), counted).await.unwrap_err();
+    // To begin, after its own yield, and when time is up; nine probes lay between.
+    assert!(polls <= 3, "polled {polls} times");
 }
 
 #[tokio::test(start_paused = true)]
