@@ -28,8 +28,9 @@ pub struct GenerateRequest {
     pub request_id: RequestId,
     /// The conversation; calls of one session go to the worker that holds its KV cache.
     pub session: String,
-    /// All tokens so far, `[P]`; shared, since a fleet keeps them for another worker.
-    pub token_ids: Arc<[TokenId]>,
+    /// All tokens so far, `[P]`; shared with the episode that they grow in, and with a fleet that
+    /// keeps them for another worker.
+    pub token_ids: Arc<Vec<TokenId>>,
     /// How to sample.
     pub sampling: Sampling,
     /// First absolute position whose routing row is wanted; `None` = no rows at all.

@@ -4,7 +4,7 @@ use crate::{EngineError, EngineErrorKind};
 use bytes::Bytes;
 use orchestrate_types::TokenId;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
-use reqwest::{Method, RequestBuilder};
+use reqwest::{Method, RequestBuilder, Url};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::time::Duration;
@@ -28,6 +28,8 @@ const MESSAGE_CHARS: usize = 500;
 #[derive(Debug)]
 pub struct Wire {
     base: String,
+    /// The same, taken apart.
+    root: Url,
     api_key: Option<HeaderValue>,
     http: reqwest::Client,
 }
@@ -41,6 +43,7 @@ impl Wire {
             call: "connect",
             kind: EngineErrorKind::Unfit(words),
         };
+        let root = Url::parse(&base).map_err(|error| unfit(format!("its URL is none: {error}")))?;
         let api_key = api_key
             .map(|key| {
                 let mut value = HeaderValue::from_str(&format!("Bearer {key}"))
@@ -58,7 +61,7 @@ impl Wire {
             .retry(reqwest::retry::never())
             .build()
             .map_err(|error| unfit(unreachable(error).to_string()))?;
-        Ok(Self { base, api_key, http })
+        Ok(Self { base, root, api_key, http })
     }
 
     pub(crate) fn base(&self) -> &str {
@@ -70,7 +73,10 @@ impl Wire {
     }
 
     fn request(&self, method: Method, path: &str) -> RequestBuilder {
-        let request = self.http.request(method, format!("{}{path}", self.base));
+        self.with_key(self.http.request(method, format!("{}{path}", self.base)))
+    }
+
+    fn with_key(&self, request: RequestBuilder) -> RequestBuilder {
         match &self.api_key {
             Some(key) => request.header(AUTHORIZATION, key),
             None => request,
@@ -83,7 +89,11 @@ impl Wire {
         // there, to send it again where a redirect or a retry asks for it. Both are ours to decide.
         let body = reqwest::Body::wrap(body);
         let json = HeaderValue::from_static("application/json");
-        let post = self.request(Method::POST, call).header(CONTENT_TYPE, json).body(body);
+        // Only the path is parsed: this is done for every turn.
+        let mut url = self.root.clone();
+        url.set_path(&format!("{}{call}", self.root.path().trim_end_matches('/')));
+        let post = self.with_key(self.http.request(Method::POST, url));
+        let post = post.header(CONTENT_TYPE, json).body(body);
         match HeaderValue::from_str(session) {
             Ok(session) => {
                 post.header("x-smg-routing-key", &session).header("x-session-id", session)
@@ -155,19 +165,32 @@ pub(crate) fn json(key: &str, ids: &[TokenId], others: &impl Serialize) -> Strin
 const ID_BYTES: usize = 8;
 
 /// Appends an id and a comma: always the same number of bytes, and then those that are none of it go
-/// again. To copy as many as there are calls a function for each id.
+/// again. Nothing depends on how many digits there are, which no processor can guess: all places are
+/// computed side by side in one word, halves of it first.
 fn write_id(text: &mut Vec<u8>, id: TokenId) {
-    let (mut rest, mut bytes) = (id, u64::from(b','));
-    for unused in (0..ID_BYTES - 1).rev() {
-        bytes = (bytes << 8) | u64::from(u32::from(b'0') | (rest % 10));
-        rest /= 10;
-        if rest == 0 {
-            text.extend_from_slice(&bytes.to_le_bytes());
-            text.truncate(text.len() - unused);
-            return;
-        }
+    let Some(ones) = seven_digits(id) else {
+        text.extend_from_slice(format!("{id},").as_bytes());
+        return;
+    };
+    // Bytes are in the order of the text; zeros in front are not written, but for the last.
+    let zeros = (ones.trailing_zeros() / 8).min(7);
+    let digits = (ones | u64::from_le_bytes([b'0'; 8])) >> (8 * zeros);
+    let bytes = digits | (u64::from(b',') << (64 - 8 * zeros));
+    text.extend_from_slice(&bytes.to_le_bytes());
+    text.truncate(text.len() - (zeros as usize - 1));
+}
+
+/// The decimal places of a number below ten million, one per byte, the first one a zero.
+fn seven_digits(id: TokenId) -> Option<u64> {
+    if id >= 10_u32.pow(7) {
+        return None;
     }
-    text.extend_from_slice(format!("{id},").as_bytes());
+    // Division by a constant as multiplication and shift, exact for values of a lane's size.
+    let lanes = u64::from(id / 10_000) | (u64::from(id % 10_000) << 32);
+    let hundreds = ((lanes * 10_486) >> 20) & 0x7f_0000_007f;
+    let lanes = hundreds | ((lanes - 100 * hundreds) << 16);
+    let tens = ((lanes * 103) >> 10) & 0xf_000f_000f_000f;
+    Some(tens | ((lanes - 10 * tens) << 8))
 }
 
 /// Turns "there is no such route" into `None`.
@@ -277,6 +300,16 @@ mod tests {
             let listed: Vec<String> = ids.iter().map(ToString::to_string).collect();
             assert_eq!(text, format!(r#"{{"ids":[{}],"a":"b","c":[1]}}"#, listed.join(",")));
         }
+    }
+
+    #[test]
+    fn each_number_has_its_digits() {
+        for id in (0..10_000_000).step_by(37).chain(0..20_000).chain(9_980_000..10_000_000) {
+            let places = seven_digits(id).unwrap().to_le_bytes();
+            let value = places.iter().fold(0, |value, place| 10 * value + u32::from(*place));
+            assert!(value == id && places.iter().all(|place| *place < 10), "{id} {places:?}");
+        }
+        assert_eq!(seven_digits(10_000_000), None);
     }
 
     #[test]

@@ -225,7 +225,7 @@ impl<D: Dialect> Probe<'_, D> {
         let request = GenerateRequest {
             request_id: RequestId::new(self.run, attempt, self.calls, 0),
             session: format!("probe-{}", self.run.short()),
-            token_ids: tokens.into(),
+            token_ids: tokens.to_vec().into(),
             sampling: Sampling {
                 temperature,
                 top_p: 1.0,

@@ -12,7 +12,7 @@ use crate::runner::{EpisodeRunner, failed};
 use orchestrate_engine::{Engine, Finish, GenerateRequest, Generation, Sampling, SessionOpening};
 use orchestrate_routing::MixedRows;
 use orchestrate_tasks::Verdict;
-use orchestrate_types::{ModelShape, Outcome, PolicyVersion, RequestId, Retry, Stage};
+use orchestrate_types::{ModelShape, Outcome, PolicyVersion, RequestId, Retry, Stage, TokenId};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
@@ -213,7 +213,6 @@ impl<'a> Attempt<'a> {
             if self.remaining().is_zero() {
                 return Err(NoReply::Event(Event::TimeUp));
             }
-            // Gathered anew for each try: nobody holds a second copy while the engine works.
             let prompt = self.buffer.prompt_for_turn();
             let request = self.engine_request(turn, max_new_tokens, prompt);
             self.tries += 1;
@@ -293,7 +292,7 @@ impl<'a> Attempt<'a> {
         &self,
         turn: u32,
         max_new_tokens: usize,
-        token_ids: Arc<[u32]>,
+        token_ids: Arc<Vec<TokenId>>,
     ) -> GenerateRequest {
         let EpisodeRequest { run, attempt, seed, temperature, .. } = self.request;
         let plan = &self.runner.plan;

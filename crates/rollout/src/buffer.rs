@@ -18,14 +18,16 @@ use std::sync::Arc;
 /// made once, at the end.
 #[derive(Debug, Clone, Default)]
 pub struct TokenBuffer {
-    ids: Vec<TokenId>,
+    /// Committed tokens, then pending ones: the next prompt. Shared with the request while the
+    /// engine works, and grown in place when that is gone.
+    ids: Arc<Vec<TokenId>>,
+    committed: usize,
     replies: Vec<Sampled>,
     turns: Vec<TurnSpan>,
     /// Sampled ranges that became context.
     excluded: Vec<Range<usize>>,
     /// What the next prompt leaves out of the committed tokens.
     fork: Option<Fork>,
-    pending: Vec<TokenId>,
 }
 
 /// Where a conversation leaves the tokens that it had: the next prompt is not what was processed and
@@ -55,23 +57,23 @@ struct Sampled {
 impl TokenBuffer {
     /// Tokens the engine has processed or sampled.
     pub fn len(&self) -> usize {
-        self.ids.len()
+        self.committed
     }
 
     /// Whether nothing was sampled yet.
     pub fn is_empty(&self) -> bool {
-        self.ids.is_empty()
+        self.committed == 0
     }
 
     /// The length of the next prompt: committed and pending tokens together, less what a fork leaves
     /// out.
     pub fn prompt_len(&self) -> usize {
-        self.ids.len() + self.pending.len() - self.fork.map_or(0, |fork| fork.left_out)
+        self.ids.len() - self.fork.map_or(0, |fork| fork.left_out)
     }
 
     /// Tokens with which the next prompt begins that the last one, or its reply, had as well.
     pub fn common_len(&self) -> usize {
-        self.fork.map_or(self.ids.len(), |fork| fork.at)
+        self.fork.map_or(self.committed, |fork| fork.at)
     }
 
     /// Leaves tokens out of all that follows: `header` before the last turn and `thinking` at its
@@ -90,33 +92,25 @@ impl TokenBuffer {
 
     /// The last committed token.
     pub fn last(&self) -> Option<TokenId> {
-        self.ids.last().copied()
+        self.ids().last().copied()
     }
 
     /// Adds environment tokens that the next prompt carries.
     pub fn add_pending(&mut self, tokens: &[TokenId]) {
-        self.pending.extend_from_slice(tokens);
+        Arc::make_mut(&mut self.ids).extend_from_slice(tokens);
     }
 
     /// All tokens to send for the next generation.
-    pub fn prompt_for_turn(&self) -> Arc<[TokenId]> {
-        let (head, tail) = self.kept();
-        // Copied twice, but as whole slices: to collect ids one by one takes ten times the instructions.
-        [head, tail, &self.pending].concat().into()
-    }
-
-    /// The committed tokens that the next prompt has: those before a fork, and those after what it
-    /// leaves out.
-    fn kept(&self) -> (&[TokenId], &[TokenId]) {
-        let fork = self.fork.unwrap_or(Fork { at: self.ids.len(), left_out: 0 });
-        let (head, rest) = self.ids.split_at(fork.at.min(self.ids.len()));
-        (head, rest.get(fork.left_out..).unwrap_or_default())
+    pub fn prompt_for_turn(&self) -> Arc<Vec<TokenId>> {
+        let Some(Fork { at, left_out }) = self.fork else { return Arc::clone(&self.ids) };
+        let (head, rest) = self.ids.split_at(at.min(self.ids.len()));
+        Arc::new([head, rest.get(left_out..).unwrap_or_default()].concat())
     }
 
     /// Performs the fork that waits.
     fn take_fork(&mut self) {
         let Some(Fork { at, left_out }) = self.fork.take() else { return };
-        self.ids.drain(at..at + left_out);
+        Arc::make_mut(&mut self.ids).drain(at..at + left_out);
         self.replies.retain(|reply| reply.range.end <= at);
         self.turns.retain(|turn| turn.output_end <= at);
         self.excluded.retain(|range| range.end <= at);
@@ -128,10 +122,10 @@ impl TokenBuffer {
     pub fn push_reply(&mut self, reply: &Generation, resumes: bool, version: PolicyVersion) {
         let version = reply.versions.first().map_or(version, |span| span.version);
         self.take_fork();
-        self.ids.append(&mut self.pending);
         let prompt_end = self.ids.len();
-        self.ids.extend_from_slice(&reply.output_ids);
+        Arc::make_mut(&mut self.ids).extend_from_slice(&reply.output_ids);
         let output_end = self.ids.len();
+        self.committed = output_end;
         self.replies.push(Sampled {
             range: prompt_end..output_end,
             logprobs: reply.logprobs.as_slice().into(),
@@ -156,7 +150,7 @@ impl TokenBuffer {
 
     /// All committed tokens.
     pub fn ids(&self) -> &[TokenId] {
-        &self.ids
+        self.ids.get(..self.committed).unwrap_or_default()
     }
 
     /// Takes the loss from committed tokens: they are context from now on.
@@ -178,7 +172,9 @@ impl TokenBuffer {
         if self.turns.is_empty() {
             return Ok(None);
         }
-        let tokens = self.ids.len();
+        let tokens = self.committed;
+        let mut ids = Arc::unwrap_or_clone(self.ids);
+        ids.truncate(tokens);
         let (mut mask, mut logprobs) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
         let mut versions = Vec::with_capacity(tokens);
         for reply in &self.replies {
@@ -201,7 +197,7 @@ impl TokenBuffer {
                 (*mask, *logprob) = (0, 0.0);
             }
         }
-        Trajectory::new(self.ids, mask, logprobs, versions, self.turns).map(Some)
+        Trajectory::new(ids, mask, logprobs, versions, self.turns).map(Some)
     }
 }
 

@@ -5,14 +5,20 @@
 //! it. So where a tokenizer is of the usual kind (words cut by expressions, then byte-level), its
 //! parts are called one after the other without; any other goes the library's own way.
 
+use aho_corasick::{AhoCorasick, MatchKind};
 use orchestrate_types::TokenId;
+use regex_automata::meta::Regex;
+use regex_automata::{Anchored, Input};
 use std::collections::HashMap;
+use std::ops::Range;
 use tokenizers::decoders::DecoderWrapper;
 use tokenizers::normalizers::NormalizerWrapper;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
-use tokenizers::{Model, OffsetReferential, OffsetType, SplitDelimiterBehavior, Tokenizer};
+use tokenizers::{
+    AddedToken, Model, OffsetReferential, OffsetType, SplitDelimiterBehavior, Tokenizer,
+};
 
 /// What the byte-level step cuts words by, where it is told to: the expression of GPT-2.
 const GPT2_WORDS: &str =
@@ -72,11 +78,19 @@ impl Codec {
 /// How a byte-level tokenizer cuts text into the words that its model sees.
 #[derive(Debug)]
 struct Words {
+    added: Option<Vec<Added>>,
     /// Each cuts what the one before it left whole. Matches and what lies between them are words.
-    cuts: Vec<Split>,
-    /// Text of ASCII is normal as it is.
-    ascii_is_normal: bool,
+    cuts: Vec<Cut>,
+    /// Which texts are normal as they are.
+    normal: Normal,
     letters: [char; 256],
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Normal {
+    All,
+    Ascii,
+    None,
 }
 
 impl Words {
@@ -96,7 +110,7 @@ impl Words {
                 PreTokenizerWrapper::Split(split)
                     if split.behavior == SplitDelimiterBehavior::Isolated =>
                 {
-                    cuts.push(split.clone());
+                    cuts.push(Cut::of(split.clone()));
                 }
                 _ => return None,
             }
@@ -109,57 +123,209 @@ impl Words {
             }) => {
                 if *use_regex {
                     let pattern = SplitPattern::Regex(GPT2_WORDS.to_owned());
-                    cuts.push(Split::new(pattern, SplitDelimiterBehavior::Isolated, false).ok()?);
+                    let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false);
+                    cuts.push(Cut::of(split.ok()?));
                 }
             }
             _ => return None,
         }
-        let ascii_is_normal =
-            matches!(tokenizer.get_normalizer(), None | Some(NormalizerWrapper::NFC(_)));
-        Some(Self { cuts, ascii_is_normal, letters: byte_letters() })
+        let normal = match tokenizer.get_normalizer() {
+            None => Normal::All,
+            Some(NormalizerWrapper::Sequence(steps)) if steps.as_ref().is_empty() => Normal::All,
+            Some(NormalizerWrapper::NFC(_)) => Normal::Ascii,
+            Some(_) => Normal::None,
+        };
+        let added = Added::of(tokenizer, normal);
+        Some(Self { added, cuts, normal, letters: byte_letters() })
     }
 
     fn encode(&self, tokenizer: &Tokenizer, text: &str) -> tokenizers::Result<Vec<TokenId>> {
-        let is_normal = self.ascii_is_normal && text.is_ascii();
-        let normalizer = if is_normal { None } else { tokenizer.get_normalizer() };
-        let pieces = tokenizer.get_added_vocabulary().extract_and_normalize(normalizer, text);
-        let mut ids = Vec::with_capacity(text.len() / 3);
-        let mut letters = String::new();
-        for (piece, _, added) in pieces.get_splits(OffsetReferential::Normalized, OffsetType::None)
-        {
-            if let Some(added) = added {
-                ids.extend(added.iter().map(|token| token.id));
-                continue;
-            }
-            cut(piece, &self.cuts, &mut |word| {
-                letters.clear();
-                letters.extend(word.bytes().filter_map(|byte| self.letters.get(usize::from(byte))));
-                let tokens = tokenizer.get_model().tokenize(&letters)?;
-                ids.extend(tokens.iter().map(|token| token.id));
-                Ok(())
-            })?;
+        let mut encoding = Encoding {
+            tokenizer,
+            words: self,
+            ids: Vec::with_capacity(text.len() / 3),
+            letters: String::new(),
+        };
+        let is_normal = match self.normal {
+            Normal::All => true,
+            Normal::Ascii => text.is_ascii(),
+            Normal::None => false,
+        };
+        match &self.added {
+            Some(added) if is_normal => encoding.text(text, added)?,
+            Some(_) | None => encoding.any_text(text, is_normal)?,
         }
-        Ok(ids)
+        Ok(encoding.ids)
     }
 }
 
-/// Hands each word of `text` to `take`, in order.
-fn cut(
-    text: &str,
-    cuts: &[Split],
-    take: &mut dyn FnMut(&str) -> tokenizers::Result<()>,
-) -> tokenizers::Result<()> {
-    if text.is_empty() {
-        return Ok(());
+/// Tokens beside the model's vocabulary, which are found in a text before it is cut.
+#[derive(Debug)]
+struct Added {
+    search: AhoCorasick,
+    ids: Vec<TokenId>,
+}
+
+impl Added {
+    /// Those that are looked for first, and those that are looked for in what lies between them.
+    /// `None` where more is asked for than that the token stands there.
+    fn of(tokenizer: &Tokenizer, normal: Normal) -> Option<Vec<Self>> {
+        let vocabulary = tokenizer.get_added_vocabulary();
+        let mut tokens: Vec<_> = vocabulary.get_added_tokens_decoder().iter().collect();
+        tokens.sort_unstable_by_key(|(id, _)| **id);
+        let is_plain = |token: &AddedToken| {
+            let is_normal = !token.normalized || normal == Normal::All || token.content.is_ascii();
+            is_normal
+                && !token.content.is_empty()
+                && !token.single_word
+                && !token.lstrip
+                && !token.rstrip
+        };
+        if vocabulary.get_encode_special_tokens()
+            || !tokens.iter().all(|(_, token)| is_plain(token))
+        {
+            return None;
+        }
+        let search = |normalized: bool| {
+            let tokens = tokens.iter().filter(|(_, token)| token.normalized == normalized);
+            let (ids, contents): (Vec<TokenId>, Vec<&str>) =
+                tokens.map(|(id, token)| (**id, token.content.as_str())).unzip();
+            let mut search = AhoCorasick::builder();
+            let search = search.match_kind(MatchKind::LeftmostLongest).build(contents).ok()?;
+            Some(Self { search, ids })
+        };
+        Some(vec![search(false)?, search(true)?])
     }
-    let Some((first, rest)) = cuts.split_first() else { return take(text) };
-    let mut done = 0;
-    for (start, end) in first.regex.find_iter(text) {
-        cut(text.get(done..start).unwrap_or_default(), rest, take)?;
-        cut(text.get(start..end).unwrap_or_default(), rest, take)?;
-        done = end;
+}
+
+/// One expression that words are cut by.
+#[derive(Debug)]
+enum Cut {
+    /// What an automaton can do by itself.
+    Automaton(Regex),
+    Library(Box<Split>),
+}
+
+/// How the expressions of most families end: the last of several blanks goes to the word after them.
+/// Looking ahead is all that no automaton can do.
+const BLANKS: &str = r"|\s+(?!\S)|\s+";
+/// The place of `\s+` among an automaton's expressions.
+const BLANKS_ID: usize = 1;
+
+impl Cut {
+    fn of(split: Split) -> Self {
+        let automaton = match &split.pattern {
+            SplitPattern::Regex(pattern) => match pattern.strip_suffix(BLANKS) {
+                Some(words) => Regex::new_many(&[words, r"\s+"]).ok(),
+                None => Regex::new(pattern).ok(),
+            },
+            SplitPattern::String(_) => None,
+        };
+        automaton.map_or_else(|| Self::Library(Box::new(split)), Self::Automaton)
     }
-    cut(text.get(done..).unwrap_or_default(), rest, take)
+
+    /// Hands each match in `text` to `take`, in order.
+    fn each(
+        &self,
+        text: &str,
+        mut take: impl FnMut(Range<usize>) -> tokenizers::Result<()>,
+    ) -> tokenizers::Result<()> {
+        let regex = match self {
+            Self::Automaton(regex) => regex,
+            Self::Library(split) => {
+                return split.regex.find_iter(text).try_for_each(|(start, end)| take(start..end));
+            }
+        };
+        let mut at = 0;
+        while at < text.len() {
+            let input = Input::new(text).range(at..);
+            // Nearly always a word begins where the last one ended: then there is nothing to search.
+            let here = regex.search(&input.clone().anchored(Anchored::Yes));
+            let Some(found) = here.or_else(|| regex.search(&input)) else { break };
+            let mut end = found.end();
+            if found.pattern().as_usize() == BLANKS_ID && end < text.len() {
+                let blanks = text.get(found.range()).unwrap_or_default();
+                let last = blanks.chars().next_back().map_or(0, char::len_utf8);
+                if last < blanks.len() {
+                    end -= last;
+                }
+            }
+            if end > found.start() {
+                take(found.start()..end)?;
+                at = end;
+            } else {
+                // A match of nothing: the next one begins behind this character.
+                at = end
+                    + text
+                        .get(end..)
+                        .and_then(|rest| rest.chars().next())
+                        .map_or(1, char::len_utf8);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One text on its way to tokens.
+struct Encoding<'a> {
+    tokenizer: &'a Tokenizer,
+    words: &'a Words,
+    ids: Vec<TokenId>,
+    letters: String,
+}
+
+impl Encoding<'_> {
+    /// A normal text; `added` is still to be looked for.
+    fn text(&mut self, text: &str, added: &[Added]) -> tokenizers::Result<()> {
+        let Some((first, rest)) = added.split_first() else {
+            return self.piece(text, &self.words.cuts);
+        };
+        let mut done = 0;
+        for found in first.search.find_iter(text) {
+            self.text(text.get(done..found.start()).unwrap_or_default(), rest)?;
+            self.ids.extend(first.ids.get(found.pattern().as_usize()));
+            done = found.end();
+        }
+        self.text(text.get(done..).unwrap_or_default(), rest)
+    }
+
+    /// Any text: the library makes it normal and finds the added tokens.
+    fn any_text(&mut self, text: &str, is_normal: bool) -> tokenizers::Result<()> {
+        let normalizer = if is_normal { None } else { self.tokenizer.get_normalizer() };
+        let pieces = self.tokenizer.get_added_vocabulary().extract_and_normalize(normalizer, text);
+        for (piece, _, added) in pieces.get_splits(OffsetReferential::Normalized, OffsetType::None)
+        {
+            match added {
+                Some(added) => self.ids.extend(added.iter().map(|token| token.id)),
+                None => self.piece(piece, &self.words.cuts)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// What lies between added tokens; `cuts` are still to be made.
+    fn piece(&mut self, text: &str, cuts: &[Cut]) -> tokenizers::Result<()> {
+        if text.is_empty() {
+            return Ok(());
+        }
+        let Some((first, rest)) = cuts.split_first() else { return self.word(text) };
+        let mut done = 0;
+        first.each(text, |found| {
+            self.piece(text.get(done..found.start).unwrap_or_default(), rest)?;
+            done = found.end;
+            self.piece(text.get(found).unwrap_or_default(), rest)
+        })?;
+        self.piece(text.get(done..).unwrap_or_default(), rest)
+    }
+
+    fn word(&mut self, word: &str) -> tokenizers::Result<()> {
+        let letters = &self.words.letters;
+        self.letters.clear();
+        self.letters.extend(word.bytes().filter_map(|byte| letters.get(usize::from(byte))));
+        let tokens = self.tokenizer.get_model().tokenize(&self.letters)?;
+        self.ids.extend(tokens.iter().map(|token| token.id));
+        Ok(())
+    }
 }
 
 /// The bytes of each token of a byte-level tokenizer.

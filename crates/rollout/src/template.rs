@@ -2,7 +2,7 @@
 //!
 //! The invariant: text only. Which tokens the text becomes is [`crate::ChatModel`]'s business.
 
-use crate::api::Message;
+use crate::api::{Action, Message};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, Error, ErrorKind, Value, context};
@@ -54,7 +54,7 @@ impl ChatTemplate {
         tools: &[serde_json::Value],
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        let messages: Vec<_> = messages.iter().map(view).collect();
+        let messages: Vec<_> = messages.iter().map(View::from).collect();
         let tools = if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
         self.env.get_template(NAME)?.render(context! {
             messages => Value::from(Serde(messages)),
@@ -65,19 +65,26 @@ impl ChatTemplate {
 }
 
 /// A message in the form chat templates expect: calls wrapped as `{type, function}`.
-fn view(message: &Message) -> serde_json::Value {
-    let mut view = serde_json::json!({"role": message.role, "content": message.content});
-    if !message.tool_calls.is_empty() {
-        let calls: Vec<_> = message
-            .tool_calls
-            .iter()
-            .map(|call| serde_json::json!({"type": "function", "function": call}))
-            .collect();
-        if let Some(map) = view.as_object_mut() {
-            map.insert("tool_calls".to_owned(), calls.into());
-        }
+#[derive(Serialize)]
+struct View<'a> {
+    role: &'a str,
+    content: &'a str,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<CallView<'a>>,
+}
+
+#[derive(Serialize)]
+struct CallView<'a> {
+    r#type: &'static str,
+    function: &'a Action,
+}
+
+impl<'a> From<&'a Message> for View<'a> {
+    fn from(message: &'a Message) -> Self {
+        let Message { role, content, tool_calls } = message;
+        let calls = tool_calls.iter().map(|function| CallView { r#type: "function", function });
+        Self { role, content, tool_calls: calls.collect() }
     }
-    view
 }
 
 /// The `tojson` filter of chat templates: Python's `json.dumps(…, ensure_ascii=False)`. The usual
@@ -126,7 +133,6 @@ impl serde_json::ser::Formatter for PythonFormatter {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::Action;
 
     #[test]
     fn json_is_written_as_python_writes_it() {

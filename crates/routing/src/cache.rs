@@ -34,9 +34,9 @@
 
 use crate::blocks::Block;
 use crate::check::same_sets;
+use crate::recent::Recent;
 use crate::spill::{SpillFolder, SpillIndex};
 use crate::{BLOCK_ROWS, MaskBuilder};
-use lru::LruCache;
 use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
 use std::collections::HashMap;
 use std::fmt;
@@ -50,6 +50,11 @@ pub(crate) struct BlockKey([u8; 32]);
 impl BlockKey {
     pub(crate) fn as_bytes(&self) -> &[u8] {
         &self.0
+    }
+
+    #[cfg(test)]
+    pub(crate) fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
     }
 }
 
@@ -175,7 +180,7 @@ pub struct PrefixCache {
 
 #[derive(Debug)]
 struct State {
-    memory: LruCache<BlockKey, Entry>,
+    memory: Recent<Entry>,
     bytes: u64,
     limit: u64,
     spilled: SpillIndex,
@@ -202,7 +207,7 @@ impl PrefixCache {
             None => (None, 0),
         };
         let state = State {
-            memory: LruCache::unbounded(),
+            memory: Recent::new(),
             bytes: 0,
             limit: options.bytes,
             spilled: SpillIndex::new(limit),
@@ -366,7 +371,7 @@ impl State {
     fn put(&mut self, key: BlockKey, block: &Block, version: PolicyVersion, reused: bool) {
         self.newest = self.newest.max(version);
         self.spilled.touch(&key);
-        let known = self.memory.get_mut(&key);
+        let known = self.memory.get(&key);
         if let Some(entry) = known {
             entry.reused |= reused;
             return;
@@ -379,7 +384,7 @@ impl State {
     fn evict(&mut self) -> Evicted {
         let mut victims = Vec::new();
         while self.bytes > self.limit {
-            let Some((key, entry)) = self.memory.pop_lru() else { break };
+            let Some((key, entry)) = self.memory.pop_oldest() else { break };
             self.bytes -= entry.block.bytes().len() as u64;
             let useful = entry.reused && entry.version >= self.newest;
             if useful && !self.spilled.contains(&key) {

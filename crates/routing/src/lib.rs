@@ -21,6 +21,7 @@ mod format;
 mod kernels;
 mod mask;
 mod npy;
+mod recent;
 mod rows;
 mod spill;
 

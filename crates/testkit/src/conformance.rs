@@ -110,7 +110,7 @@ impl Subject {
         GenerateRequest {
             request_id: RequestId::new(self.run, attempt, call % 1000, 0),
             session: format!("conformance-{}", self.run.short()),
-            token_ids: tokens.into(),
+            token_ids: tokens.to_vec().into(),
             sampling: Sampling {
                 temperature: 0.0,
                 top_p: 1.0,

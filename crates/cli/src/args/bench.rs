@@ -28,6 +28,9 @@ pub(crate) struct SyntheticEngineArgs {
     /// Address to listen on; port 0 = any, printed as JSON.
     #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDR")]
     pub(crate) listen: std::net::SocketAddr,
+    /// Processors to keep to; without it, any.
+    #[arg(long, value_name = "N,…", value_delimiter = ',')]
+    pub(crate) processors: Vec<usize>,
 }
 
 #[derive(Debug, Args)]
@@ -40,7 +43,8 @@ Examples:
 What is measured:
   Episodes as `run` makes them, through the same runner, fleet, client and routing masks. Engines
   are processes of their own, reached by HTTP, that only keep a prefix cache's book and sleep;
-  sandboxes answer at once. Every routing row is a function of the tokens before it, and every row
+  sandboxes answer at once. Both sides have half of the processors each, as engines do not run where
+  the coordinator does. Every routing row is a function of the tokens before it, and every row
   of every finished episode is compared with what it must be.
 
   workers_N has all conversations on N engines at once; in workers_N_kill the first engine is killed
@@ -55,7 +59,9 @@ What is measured:
   answered by the engines' prefix caches, of those that could have been: all earlier tokens of the
   conversation, and the prompt of a group for all but its first member on an engine, in whole
   pages; unmoved leaves out conversations that went on at another engine. lag is how late a timer
-  of the event loop fires.
+  of the event loop fires, sleeper the longest delay of a thread that only sleeps: where a machine
+  stands still now and then, both are late. poll is the processor time of the longest poll of an
+  episode.
 
 Limits (the column `verdict`, and `ok` in JSON):
   all cases: no episode lost, no row wrong; and unless the only engine is killed, 0.99 of possible

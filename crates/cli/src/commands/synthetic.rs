@@ -1,6 +1,6 @@
 //! `orchestrate synthetic-engine`: an engine process of `bench rollout`.
 
-use super::bench::Listening;
+use super::bench::{Listening, keep_to};
 use crate::args::SyntheticEngineArgs;
 use crate::output;
 use anyhow::Context;
@@ -9,6 +9,9 @@ use tokio::net::TcpListener;
 
 /// Says where it listens, and serves until standard input closes.
 pub(crate) async fn run(args: SyntheticEngineArgs) -> anyhow::Result<ExitCode> {
+    if !args.processors.is_empty() {
+        keep_to(&args.processors)?;
+    }
     let plan = fs_err::read(&args.plan)?;
     let plan = serde_json::from_slice(&plan).with_context(|| format!("read {}", args.plan))?;
     let listener = TcpListener::bind(args.listen).await.context("listen")?;

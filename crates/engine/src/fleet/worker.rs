@@ -111,7 +111,8 @@ impl Worker {
     /// A probe ended that began after `doubts` doubts; its verdict is in the circuit.
     pub(super) fn settle(&self, doubts: u64) {
         // Every call under way watches this: without news none of them may be woken.
-        self.state.send_if_modified(|state| std::mem::replace(&mut state.settled, doubts) != doubts);
+        self.state
+            .send_if_modified(|state| std::mem::replace(&mut state.settled, doubts) != doubts);
     }
 
     /// Resolves when it is not a member any more.

@@ -114,7 +114,7 @@ fn request(session: usize, turn: u32, tokens: &[u32], start: usize, tries: u32) 
     let attempt = format!("t{session:06}.00-a01").parse().unwrap();
     let mut request = crate::scripted::request(&format!("s{session}"), 0);
     request.request_id = RequestId::new(RunId::generate(), attempt, turn, tries);
-    request.token_ids = tokens.into();
+    request.token_ids = tokens.to_vec().into();
     request.routed_experts_start = Some(start);
     request.sampling.seed = session as u64;
     request

@@ -198,7 +198,7 @@ fn check(model: &Model, chat: &ChatModel, plan: &RolloutPlan, played: &Played, s
     for (index, request) in requests.iter().enumerate() {
         let prompt = &request.token_ids;
         let reply = &replies[index];
-        let whole = [&**prompt, &reply.ids].concat();
+        let whole = [prompt.as_slice(), &reply.ids].concat();
         seen.aborted += usize::from(reply.finish == Finish::Abort);
         if reply.finish == Finish::Abort {
             assert_eq!(*requests[index + 1].token_ids, whole, "the same turn goes on");
@@ -249,7 +249,7 @@ fn check(model: &Model, chat: &ChatModel, plan: &RolloutPlan, played: &Played, s
 
     let trajectory = report.trajectory.as_ref().unwrap();
     let end = requests.len() - 1;
-    let whole = [&*requests[end].token_ids, &replies[end].ids].concat();
+    let whole = [requests[end].token_ids.as_slice(), &replies[end].ids].concat();
     assert_eq!(trajectory.token_ids(), whole);
     let mut mask = vec![0; whole.len()];
     for (start, ids) in sampled {

@@ -6,7 +6,7 @@ mod routing;
 mod sandbox;
 
 use crate::args::BenchCommand;
-pub(crate) use rollout::Listening;
+pub(crate) use rollout::{Listening, keep_to};
 use std::process::ExitCode;
 
 /// Runs the command.

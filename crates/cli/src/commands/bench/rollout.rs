@@ -4,6 +4,8 @@
 mod case;
 mod engines;
 mod observed;
+mod polls;
+mod processors;
 mod world;
 
 use super::fits;
@@ -15,6 +17,8 @@ use camino::Utf8Path;
 use case::{Case, Fate, Kind, Limits};
 pub(crate) use engines::Listening;
 use orchestrate_synthetic::Latency;
+use processors::Processors;
+pub(crate) use processors::keep_to;
 use std::process::ExitCode;
 use std::time::Duration;
 use world::World;
@@ -28,6 +32,7 @@ const BUSY_TURNS_PER_S: f64 = 1500.0;
 struct Report {
     cases: Vec<Case>,
     machine: Machine,
+    processors: Processors,
 }
 
 /// Runs the command.
@@ -44,15 +49,18 @@ pub(super) async fn run(args: &BenchRolloutArgs) -> anyhow::Result<ExitCode> {
     let folder = tempfile::tempdir().context("make a temporary folder")?;
     let folder = Utf8Path::from_path(folder.path()).context("a temporary folder of odd name")?;
     let world = World::make(folder)?;
+    let processors = Processors::share()?;
+    keep_to(&processors.coordinator)?;
     let mut cases = Vec::with_capacity(chosen.len());
     for kind in &chosen {
         output::say(format!("measuring {}", kind.name));
-        cases.push(Box::pin(case::measure(kind, &world, folder)).await?);
+        cases.push(Box::pin(case::measure(kind, &world, &processors, folder)).await?);
     }
     if args.json {
-        output::json(&Report { cases, machine })?;
+        output::json(&Report { cases, machine, processors })?;
     } else {
         output::data(machine.line());
+        output::data(processors.line());
         output::data(table(&cases));
         for case in cases.iter().filter(|case| !case.note.is_empty()) {
             output::data(format!("{}: {}", case.name, case.note));
@@ -124,6 +132,8 @@ fn table(cases: &[Case]) -> comfy_table::Table {
         "unmoved",
         "lag p99 ms",
         "max",
+        "sleeper",
+        "poll ms",
         "moved",
         "lost",
         "wrong rows",
@@ -144,6 +154,8 @@ fn table(cases: &[Case]) -> comfy_table::Table {
             format!("{:.4}", case.hit_share_unmoved),
             format!("{:.2}", case.loop_lag_p99_ms),
             format!("{:.2}", case.loop_lag_max_ms),
+            format!("{:.2}", case.sleeper_lag_max_ms),
+            format!("{:.2}", case.longest_poll_ms),
             case.moved_episodes.to_string(),
             case.lost_episodes.to_string(),
             format!("{} of {}", case.wrong_rows, case.rows_checked),

@@ -2,6 +2,8 @@
 
 use super::engines::Engines;
 use super::observed::Observed;
+use super::polls::{LongestPoll, Sleeper};
+use super::processors::Processors;
 use super::world::World;
 use crate::heap::Counting;
 use anyhow::Context;
@@ -94,6 +96,10 @@ pub(super) struct Case {
     pub(super) hit_share_unmoved: f64,
     pub(super) loop_lag_p99_ms: f64,
     pub(super) loop_lag_max_ms: f64,
+    /// The same of a thread that only sleeps.
+    pub(super) sleeper_lag_max_ms: f64,
+    /// Processor time of the longest poll of an episode.
+    pub(super) longest_poll_ms: f64,
     /// Conversations that went on at another worker.
     pub(super) moved_episodes: usize,
     /// Episodes that did not end with a reward, or not with all rows.
@@ -111,9 +117,14 @@ pub(super) struct Case {
 }
 
 /// Runs a case.
-pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> anyhow::Result<Case> {
+pub(super) async fn measure(
+    kind: &Kind,
+    world: &World,
+    processors: &Processors,
+    folder: &Utf8Path,
+) -> anyhow::Result<Case> {
     let plan = world.engine_plan(kind.turns, kind.latency)?;
-    let mut engines = Engines::start(kind.workers, &plan, folder).await?;
+    let mut engines = Engines::start(kind.workers, &plan, &processors.engines, folder).await?;
     let fleet = Arc::new(fleet(kind, world, &engines.urls()).await?);
     let half = (kind.conversations * kind.turns / 2).max(1);
     let observed = Arc::new(Observed::new(Arc::clone(&fleet), world.page_tokens, half));
@@ -124,15 +135,17 @@ pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> an
         (0..kind.conversations).map(|index| request(kind, run, index)).collect();
 
     let lag = LoopLag::begin();
+    let longest_poll = Arc::new(LongestPoll::default());
+    let sleeper = Sleeper::begin();
     let heap = Counting::begin();
     let begun = Instant::now();
     let mut episodes = JoinSet::new();
     for (index, request) in requests.into_iter().enumerate() {
-        let runner = Arc::clone(&runner);
+        let (runner, longest_poll) = (Arc::clone(&runner), Arc::clone(&longest_poll));
         let start = begun + kind.ramp.mul_f64(index as f64 / kind.conversations as f64);
         episodes.spawn(async move {
             tokio::time::sleep_until(start).await;
-            runner.run(request, &CancellationToken::new()).await
+            longest_poll.watch(runner.run(request, &CancellationToken::new())).await
         });
     }
     let halfway = async {
@@ -155,7 +168,7 @@ pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> an
     };
     let ((grown, halfway, (cpu, turns_before)), reports) = tokio::try_join!(halfway, finished)?;
     let (seconds, cpu) = (begun.elapsed().as_secs_f64(), cpu_time().saturating_sub(cpu));
-    let lag = lag.take();
+    let (lag, sleeper_late) = (lag.take(), sleeper.end());
     let mut stats = engines.stats().await?;
     stats.gaps_us.sort_unstable();
     let checked = check(&world.shape, &reports)?;
@@ -181,6 +194,8 @@ pub(super) async fn measure(kind: &Kind, world: &World, folder: &Utf8Path) -> an
         hit_share_unmoved: summary.unmoved.share(),
         loop_lag_p99_ms: lag.p99.as_secs_f64() * 1e3,
         loop_lag_max_ms: lag.max.as_secs_f64() * 1e3,
+        sleeper_lag_max_ms: sleeper_late.as_secs_f64() * 1e3,
+        longest_poll_ms: longest_poll.milliseconds(),
         moved_episodes: summary.moved_sessions,
         lost_episodes: checked.lost,
         rows_checked: checked.rows,

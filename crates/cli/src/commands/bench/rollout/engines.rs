@@ -1,5 +1,6 @@
 //! Synthetic engines, each a process of its own.
 
+use super::processors::list;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_synthetic::{EnginePlan, EngineStats};
@@ -23,6 +24,8 @@ pub(crate) struct Listening {
 #[derive(Debug)]
 pub(super) struct Engines {
     plan: Utf8PathBuf,
+    /// Where they run.
+    processors: String,
     processes: Vec<Process>,
 }
 
@@ -37,14 +40,16 @@ impl Engines {
     pub(super) async fn start(
         count: usize,
         plan: &EnginePlan,
+        processors: &[usize],
         folder: &Utf8Path,
     ) -> anyhow::Result<Self> {
         let file = folder.join("engine.json");
         fs_err::write(&file, serde_json::to_vec(plan)?)?;
-        let mut engines = Self { plan: file, processes: Vec::with_capacity(count) };
+        let processes = Vec::with_capacity(count);
+        let mut engines = Self { plan: file, processors: list(processors), processes };
         for _ in 0..count {
             let any_port = (std::net::Ipv4Addr::LOCALHOST, 0).into();
-            engines.processes.push(start(&engines.plan, any_port).await?);
+            engines.processes.push(start(&engines.plan, &engines.processors, any_port).await?);
         }
         Ok(engines)
     }
@@ -62,7 +67,7 @@ impl Engines {
     /// Starts a killed one again, at its old address, with nothing in its cache.
     pub(super) async fn restart(&mut self, index: usize) -> anyhow::Result<()> {
         let process = self.processes.get_mut(index).context("no such engine")?;
-        *process = start(&self.plan, process.address).await?;
+        *process = start(&self.plan, &self.processors, process.address).await?;
         Ok(())
     }
 
@@ -84,13 +89,18 @@ impl Engines {
     }
 }
 
-async fn start(plan: &Utf8Path, address: std::net::SocketAddr) -> anyhow::Result<Process> {
+async fn start(
+    plan: &Utf8Path,
+    processors: &str,
+    address: std::net::SocketAddr,
+) -> anyhow::Result<Process> {
     let program = std::env::current_exe().context("find this program")?;
-    // In a run engines have processors of their own; here they get what the coordinator leaves.
+    // Where there is one processor for all, they get what the coordinator leaves.
     let mut child = Command::new("nice")
         .args(["-n", "10"])
         .arg(program)
         .args(["synthetic-engine", "--plan", plan.as_str(), "--listen", &address.to_string()])
+        .args(["--processors", processors])
         // It ends when this pipe closes, however this process ends.
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
