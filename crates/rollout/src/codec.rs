@@ -250,17 +250,11 @@ impl Cut {
                     end -= last;
                 }
             }
-            if end > found.start() {
-                take(found.start()..end)?;
-                at = end;
-            } else {
-                // A match of nothing: the next one begins behind this character.
-                at = end
-                    + text
-                        .get(end..)
-                        .and_then(|rest| rest.chars().next())
-                        .map_or(1, char::len_utf8);
-            }
+            let is_nothing = end == found.start();
+            take(found.start()..end)?;
+            // Behind a match of nothing the next one begins a character later.
+            let next = text.get(end..).and_then(|rest| rest.chars().next()).filter(|_| is_nothing);
+            at = end + next.map_or(usize::from(is_nothing), char::len_utf8);
         }
         Ok(())
     }
@@ -392,6 +386,11 @@ mod tests {
 
     /// A tokenizer of all bytes and some words of them, with these steps before.
     fn tokenizer(normalizer: &Value, pre_tokenizer: &Value) -> Tokenizer {
+        tokenizer_with("é漢", normalizer, pre_tokenizer)
+    }
+
+    /// The same with another token that is found in normal text.
+    fn tokenizer_with(token: &str, normalizer: &Value, pre_tokenizer: &Value) -> Tokenizer {
         let letters = byte_letters().map(String::from);
         let merged = ["re", "ret", "in", "  ", "    ", "12", "é", "漢", "'s", "\n\n", "x+"];
         let mut vocab: Vec<String> = letters.to_vec();
@@ -417,7 +416,7 @@ mod tests {
         let file = json!({
             "version": "1.0", "truncation": null, "padding": null, "post_processor": null,
             "added_tokens": [added(0, "<|im_start|>", false), added(1, "<think>", true),
-                             added(5, "é漢", true)],
+                             added(5, token, true)],
             "normalizer": normalizer,
             "pre_tokenizer": pre_tokenizer,
             "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false,
@@ -444,24 +443,48 @@ mod tests {
     /// As models of these families have them.
     static FAMILIES: LazyLock<Vec<(&'static str, Codec)>> = LazyLock::new(|| {
         let nfc = json!({"type": "NFC"});
+        let nothing = json!({"type": "Sequence", "normalizers": []});
         let qwen = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
         let deepseek = [
             split(r"\p{N}{1,3}"),
             split(r"[一-龥぀-ゟ゠-ヿ]+"),
-            split(r"[!-/:-~]?[A-Za-z]+|\s+(?!\S)|\s+"),
+            split(
+                r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##,
+            ),
             byte_level(false),
         ];
+        let gpt_oss = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        let words_of_a_text = json!({"type": "Split", "pattern": {"String": "re"},
+                                     "behavior": "Isolated", "invert": false});
+        let odd = [
+            // Matches of nothing, and a look behind.
+            split("x*"),
+            split(r"\b"),
+            split("(?<=e)t+"),
+            words_of_a_text,
+            byte_level(true),
+        ];
         [
-            ("qwen", tokenizer(&nfc, &sequence(&[split(qwen), byte_level(false)]))),
-            (
-                "deepseek",
-                tokenizer(&json!({"type": "Sequence", "normalizers": []}), &sequence(&deepseek)),
-            ),
+            ("qwen", tokenizer_with("[x]", &nfc, &sequence(&[split(qwen), byte_level(false)]))),
+            ("deepseek", tokenizer(&nothing, &sequence(&deepseek))),
+            ("gpt-oss", tokenizer(&Value::Null, &sequence(&[split(gpt_oss), byte_level(false)]))),
             ("gpt-2", tokenizer(&Value::Null, &byte_level(true))),
+            ("odd", tokenizer(&nfc, &sequence(&odd))),
         ]
         .map(|(name, tokenizer)| (name, Codec::new(tokenizer)))
         .into()
     });
+
+    #[test]
+    fn families_are_cut_by_automata() {
+        for (family, codec) in &*FAMILIES {
+            let words = codec.words.as_ref().unwrap();
+            let by_library = words.cuts.iter().filter(|cut| matches!(cut, Cut::Library(_))).count();
+            assert_eq!(by_library, if *family == "odd" { 2 } else { 0 }, "{family}");
+            // Of the odd one an added token has letters that are not normal.
+            assert_eq!(words.added.is_some(), *family != "odd", "{family}");
+        }
+    }
 
     fn text() -> impl Strategy<Value = String> {
         let piece = prop_oneof![
@@ -471,6 +494,7 @@ mod tests {
             Just("it's".to_owned()),
             Just("<|im_start|>".to_owned()),
             Just("<think>".to_owned()),
+            Just("[x]".to_owned()),
             Just("é漢".to_owned()),
             Just("e\u{301}漢".to_owned()),
             Just("1234567".to_owned()),
