@@ -150,11 +150,7 @@ pub(crate) fn json(key: &str, ids: &[TokenId], others: &impl Serialize) -> Strin
     let others = serde_json::to_string(others).unwrap_or_default();
     let mut text = Vec::with_capacity(key.len() + 16 + ID_BYTES * ids.len() + others.len());
     text.extend_from_slice(format!("{{\"{key}\":[").as_bytes());
-    for id in ids {
-        write_id(&mut text, *id);
-    }
-    // The comma after the last id.
-    text.truncate(text.len() - usize::from(!ids.is_empty()));
+    write_ids(&mut text, ids);
     text.extend_from_slice(b"],");
     text.extend_from_slice(others.strip_prefix('{').unwrap_or(&others).as_bytes());
     // Digits and the text of a serializer: it cannot fail.
@@ -164,33 +160,44 @@ pub(crate) fn json(key: &str, ids: &[TokenId], others: &impl Serialize) -> Strin
 /// The digits of the largest vocabularies, and a comma.
 const ID_BYTES: usize = 8;
 
-/// Appends an id and a comma: always the same number of bytes, and then those that are none of it go
-/// again. Nothing depends on how many digits there are, which no processor can guess: all places are
-/// computed side by side in one word, halves of it first.
-fn write_id(text: &mut Vec<u8>, id: TokenId) {
-    let Some(ones) = seven_digits(id) else {
-        text.extend_from_slice(format!("{id},").as_bytes());
+/// Appends ids with commas between them. Each is written as the same number of bytes, of which the
+/// next one overwrites those that are none of it: nothing depends on how many digits there are, which
+/// no processor can guess.
+fn write_ids(text: &mut Vec<u8>, ids: &[TokenId]) {
+    if ids.iter().any(|id| *id >= SEVEN_DIGITS) {
+        let words: Vec<String> = ids.iter().map(ToString::to_string).collect();
+        text.extend_from_slice(words.join(",").as_bytes());
         return;
-    };
-    // Bytes are in the order of the text; zeros in front are not written, but for the last.
-    let zeros = (ones.trailing_zeros() / 8).min(7);
-    let digits = (ones | u64::from_le_bytes([b'0'; 8])) >> (8 * zeros);
-    let bytes = digits | (u64::from(b',') << (64 - 8 * zeros));
-    text.extend_from_slice(&bytes.to_le_bytes());
-    text.truncate(text.len() - (zeros as usize - 1));
+    }
+    let mut end = text.len();
+    text.resize(end + ID_BYTES * ids.len(), 0);
+    for id in ids {
+        let places = seven_digits(*id);
+        // Bytes are in the order of the text; zeros in front are not written, but for the last.
+        let zeros = (places.trailing_zeros() / 8).min(7);
+        let digits = (places | u64::from_le_bytes([b'0'; 8])) >> (8 * zeros);
+        let bytes = digits | (u64::from(b',') << (64 - 8 * zeros));
+        // There is room for all of them.
+        if let Some(room) = text.get_mut(end..end + ID_BYTES) {
+            room.copy_from_slice(&bytes.to_le_bytes());
+        }
+        end += ID_BYTES + 1 - zeros as usize;
+    }
+    // The comma after the last id.
+    text.truncate(end - usize::from(!ids.is_empty()));
 }
 
-/// The decimal places of a number below ten million, one per byte, the first one a zero.
-fn seven_digits(id: TokenId) -> Option<u64> {
-    if id >= 10_u32.pow(7) {
-        return None;
-    }
+const SEVEN_DIGITS: TokenId = 10_000_000;
+
+/// The decimal places of a number below ten million, one per byte, the first one a zero: computed side
+/// by side in one word, halves of it first.
+fn seven_digits(id: TokenId) -> u64 {
     // Division by a constant as multiplication and shift, exact for values of a lane's size.
     let lanes = u64::from(id / 10_000) | (u64::from(id % 10_000) << 32);
     let hundreds = ((lanes * 10_486) >> 20) & 0x7f_0000_007f;
     let lanes = hundreds | ((lanes - 100 * hundreds) << 16);
     let tens = ((lanes * 103) >> 10) & 0xf_000f_000f_000f;
-    Some(tens | ((lanes - 10 * tens) << 8))
+    tens | ((lanes - 10 * tens) << 8)
 }
 
 /// Turns "there is no such route" into `None`.
@@ -224,14 +231,24 @@ async fn read(request: RequestBuilder, limit: usize) -> Result<Bytes, EngineErro
         if announced > limit as u64 {
             return Err(too_long(limit));
         }
-        let mut body = Vec::with_capacity(usize::try_from(announced).unwrap_or(0));
+        // Nearly always the first piece is all of it.
+        let mut first = Bytes::new();
+        let mut body = Vec::new();
         while let Some(chunk) = response.chunk().await.map_err(unreachable)? {
-            if body.len() + chunk.len() > limit {
+            if first.len().max(body.len()) + chunk.len() > limit {
                 return Err(too_long(limit));
+            }
+            if first.is_empty() {
+                first = chunk;
+                continue;
+            }
+            if body.is_empty() {
+                body.reserve_exact(usize::try_from(announced).unwrap_or(0));
+                body.extend_from_slice(&first);
             }
             body.extend_from_slice(&chunk);
         }
-        return Ok(Bytes::from(body));
+        return Ok(if body.is_empty() { first } else { Bytes::from(body) });
     }
     let retry_after = response.headers().get(RETRY_AFTER).and_then(pause);
     let mut body = Vec::new();
@@ -305,11 +322,10 @@ mod tests {
     #[test]
     fn each_number_has_its_digits() {
         for id in (0..10_000_000).step_by(37).chain(0..20_000).chain(9_980_000..10_000_000) {
-            let places = seven_digits(id).unwrap().to_le_bytes();
+            let places = seven_digits(id).to_le_bytes();
             let value = places.iter().fold(0, |value, place| 10 * value + u32::from(*place));
             assert!(value == id && places.iter().all(|place| *place < 10), "{id} {places:?}");
         }
-        assert_eq!(seven_digits(10_000_000), None);
     }
 
     #[test]

@@ -5,8 +5,10 @@ use crate::http::{error_message, excerpt};
 use crate::{EngineErrorKind, Generation, VersionSpan};
 use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError, WireForm, decode, split_body};
 use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
-use serde::Deserialize;
-use std::fmt::Display;
+use serde::de::{SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+use std::fmt::{self, Display};
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -82,6 +84,33 @@ pub(crate) struct Cut<'a> {
     json: Vec<u8>,
     /// Where they lay in the body; in `json`, an empty string begins at the same place.
     payload: Option<Range<usize>>,
+}
+
+/// A list with one element per sampled token. It has room for those of most turns from the begin.
+pub(crate) struct PerToken<T>(pub(crate) Vec<T>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for PerToken<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Elements<T>(PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Elements<T> {
+            type Value = Vec<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a sequence")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<Vec<T>, A::Error> {
+                let mut list = Vec::with_capacity(256);
+                while let Some(element) = elements.next_element()? {
+                    list.push(element);
+                }
+                Ok(list)
+            }
+        }
+
+        deserializer.deserialize_seq(Elements(PhantomData)).map(Self)
+    }
 }
 
 const ROUTED: &str = "routed_experts";

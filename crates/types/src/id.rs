@@ -2,7 +2,7 @@
 //! name again, so unique constraints and deterministic container names can do their work.
 
 use serde::{Deserialize, Serialize};
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::str::FromStr;
 
 /// A vocabulary index, as every tokenizer and engine counts it.
@@ -184,7 +184,11 @@ pub struct RequestId(String);
 impl RequestId {
     /// The id of try `tries` (from 0) of turn `turn` (from 0) of one attempt.
     pub fn new(run: RunId, attempt: AttemptId, turn: u32, tries: u32) -> Self {
-        Self(format!("{}-{attempt}-n{turn:03}-r{tries:02}", run.short()))
+        // Made for every turn: the text does not grow meanwhile.
+        let mut id = String::with_capacity(64);
+        // Writing to text cannot fail.
+        let _ = write!(id, "{}-{attempt}-n{turn:03}-r{tries:02}", run.short());
+        Self(id)
     }
 
     /// The id as sent.

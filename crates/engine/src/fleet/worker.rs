@@ -124,6 +124,9 @@ impl Worker {
 
     /// Resolves when a request may be sent: `true`; or when it was taken out: `false`.
     async fn ready(&self) -> bool {
+        if self.circuit().is_closed() {
+            return true;
+        }
         let mut state = self.state.subscribe();
         let found = state.wait_for(|state| state.circuit != Circuit::Syncing).await;
         found.is_ok_and(|state| state.circuit.is_closed())

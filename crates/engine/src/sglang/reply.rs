@@ -1,7 +1,7 @@
 //! One reply of `/generate`.
 
 use crate::reply::{
-    Counts, Cut, Expected, Fault, Reading, Span, check_id, check_logprobs, check_spans,
+    Counts, Cut, Expected, Fault, PerToken, Reading, Span, check_id, check_logprobs, check_spans,
     check_tokens, one_span, routed_rows, short, version, wrong,
 };
 use crate::{EngineErrorKind, Finish, Generation, VersionSpan};
@@ -20,7 +20,7 @@ const ROUTED: &str = "meta_info.routed_experts";
 
 #[derive(Deserialize)]
 struct Reply<'a> {
-    output_ids: Vec<TokenId>,
+    output_ids: PerToken<TokenId>,
     #[serde(borrow)]
     meta_info: MetaInfo<'a>,
 }
@@ -36,7 +36,7 @@ struct MetaInfo<'a> {
     num_retractions: Option<u32>,
     weight_version: Option<String>,
     weight_versions: Option<Vec<Span>>,
-    output_token_logprobs: Option<Vec<(Option<f32>, TokenId, IgnoredAny)>>,
+    output_token_logprobs: Option<PerToken<(Option<f32>, TokenId, IgnoredAny)>>,
     dp_rank: Option<u32>,
     // Empty: its text was cut out before. Borrowed, so that its place can be compared.
     routed_experts: Option<&'a str>,
@@ -67,7 +67,7 @@ impl<'de> Deserialize<'de> for Matched {
 /// Checks a reply in full.
 pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
     let cut = Cut::new(body)?;
-    let Reply { output_ids, meta_info: meta } = cut.parse()?;
+    let Reply { output_ids: PerToken(output_ids), meta_info: meta } = cut.parse()?;
     check_id("meta_info.id", &meta.id, &expected.request_id)?;
     let finish = finish(&meta.finish_reason)?;
     // A request aborted in the waiting queue has no counters; it has no tokens either.
@@ -80,7 +80,7 @@ pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
     };
     counts.check(outputs, expected, never_ran)?;
     check_tokens(OUTPUTS, &output_ids, expected)?;
-    let given = meta.output_token_logprobs.as_deref().unwrap_or_default();
+    let given = meta.output_token_logprobs.as_ref().map_or(&[][..], |PerToken(given)| given);
     let given = given.iter().map(|(logprob, id, _)| (*id, *logprob));
     let logprobs = check_logprobs(LOGPROBS, given, &output_ids)?;
     let versions = versions(&meta, outputs)?;
