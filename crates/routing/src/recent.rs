@@ -46,11 +46,15 @@ impl<V> Recent<V> {
         Some(&mut used.value)
     }
 
-    pub(crate) fn put(&mut self, key: BlockKey, value: V) {
+    /// Gives the value that was there before.
+    pub(crate) fn put(&mut self, key: BlockKey, value: V) -> Option<V> {
         self.uses += 1;
-        if let Some(table) = self.tables.get_mut(table(&key)) {
-            table.put(key, Used { value, at: self.uses });
-        }
+        let used = Used { value, at: self.uses };
+        Some(self.tables.get_mut(table(&key))?.put(key, used)?.value)
+    }
+
+    pub(crate) fn remove(&mut self, key: &BlockKey) -> Option<V> {
+        Some(self.tables.get_mut(table(key))?.pop(key)?.value)
     }
 
     /// Takes out what was not used for the longest time.
@@ -76,6 +80,7 @@ mod tests {
         Put(u8),
         Get(u8),
         Peek(u8),
+        Remove(u8),
         Pop,
     }
 
@@ -84,6 +89,7 @@ mod tests {
             4 => any::<u8>().prop_map(Use::Put),
             3 => any::<u8>().prop_map(Use::Get),
             1 => any::<u8>().prop_map(Use::Peek),
+            1 => any::<u8>().prop_map(Use::Remove),
             2 => Just(Use::Pop),
         ];
         proptest::collection::vec(one, 0..200)
@@ -98,11 +104,13 @@ mod tests {
             for (index, step) in uses.into_iter().enumerate() {
                 match step {
                     Use::Put(byte) => {
-                        one.put(key(byte), index);
-                        many.put(key(byte), index);
+                        prop_assert_eq!(one.put(key(byte), index), many.put(key(byte), index));
                     }
                     Use::Get(byte) => prop_assert_eq!(one.get_mut(&key(byte)), many.get(&key(byte))),
                     Use::Peek(byte) => prop_assert_eq!(one.peek(&key(byte)), many.peek(&key(byte))),
+                    Use::Remove(byte) => {
+                        prop_assert_eq!(one.pop(&key(byte)), many.remove(&key(byte)));
+                    }
                     Use::Pop => prop_assert_eq!(one.pop_lru(), many.pop_oldest()),
                 }
             }

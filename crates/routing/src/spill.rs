@@ -7,8 +7,8 @@
 
 use crate::cache::BlockKey;
 use crate::codec::{pack, unpack};
+use crate::recent::Recent;
 use crate::{BLOCK_ROWS, RoutingError};
-use lru::LruCache;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -19,14 +19,14 @@ const TEMPORARY: &str = ".ormb-new";
 /// Which files there are, by use. Knows nothing of their content and touches none.
 #[derive(Debug)]
 pub(crate) struct SpillIndex {
-    files: LruCache<BlockKey, u64>,
+    files: Recent<u64>,
     bytes: u64,
     limit: u64,
 }
 
 impl SpillIndex {
     pub(crate) fn new(limit: u64) -> Self {
-        Self { files: LruCache::unbounded(), bytes: 0, limit }
+        Self { files: Recent::new(), bytes: 0, limit }
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -38,7 +38,7 @@ impl SpillIndex {
     }
 
     pub(crate) fn touch(&mut self, key: &BlockKey) {
-        self.files.promote(key);
+        self.files.get(key);
     }
 
     /// Notes a written file; gives the keys of files that must go.
@@ -49,7 +49,7 @@ impl SpillIndex {
         }
         let mut gone = Vec::new();
         while self.bytes > self.limit {
-            let Some((key, bytes)) = self.files.pop_lru() else { break };
+            let Some((key, bytes)) = self.files.pop_oldest() else { break };
             self.bytes -= bytes;
             gone.push(key);
         }
@@ -57,7 +57,7 @@ impl SpillIndex {
     }
 
     pub(crate) fn remove(&mut self, key: &BlockKey) {
-        if let Some(bytes) = self.files.pop(key) {
+        if let Some(bytes) = self.files.remove(key) {
             self.bytes -= bytes;
         }
     }

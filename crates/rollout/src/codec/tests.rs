@@ -1,0 +1,178 @@
+use super::*;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use std::sync::LazyLock;
+
+/// A tokenizer of all bytes and some words of them, with these steps before.
+fn tokenizer(normalizer: &Value, pre_tokenizer: &Value) -> Tokenizer {
+    tokenizer_with("é漢", normalizer, pre_tokenizer)
+}
+
+/// The same with another token that is found in normal text.
+fn tokenizer_with(token: &str, normalizer: &Value, pre_tokenizer: &Value) -> Tokenizer {
+    let letters = byte_letters().map(String::from);
+    let merged = ["re", "ret", "in", "  ", "    ", "12", "é", "漢", "'s", "\n\n", "x+"];
+    let mut vocab: Vec<String> = letters.to_vec();
+    let mut merges = Vec::new();
+    for word in merged {
+        let word: Vec<&str> =
+            word.bytes().map(|byte| letters[usize::from(byte)].as_str()).collect();
+        for end in 2..=word.len() {
+            let (head, last) = (word[..end - 1].concat(), word[end - 1]);
+            if !vocab.contains(&format!("{head}{last}")) {
+                vocab.push(format!("{head}{last}"));
+                merges.push(format!("{head} {last}"));
+            }
+        }
+    }
+    let first_added = vocab.len();
+    let vocab: serde_json::Map<String, Value> =
+        vocab.into_iter().enumerate().map(|(id, token)| (token, json!(id))).collect();
+    let added = |index: usize, content: &str, normalized: bool| {
+        json!({"id": first_added + index, "content": content, "normalized": normalized,
+               "special": !normalized, "single_word": false, "lstrip": false, "rstrip": false})
+    };
+    let file = json!({
+        "version": "1.0", "truncation": null, "padding": null, "post_processor": null,
+        "added_tokens": [added(0, "<|im_start|>", false), added(1, "<think>", true),
+                         added(5, token, true)],
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false,
+                    "use_regex": false},
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    });
+    Tokenizer::from_bytes(file.to_string()).unwrap()
+}
+
+fn byte_level(use_regex: bool) -> Value {
+    json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false,
+           "use_regex": use_regex})
+}
+
+fn split(pattern: &str) -> Value {
+    json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
+           "invert": false})
+}
+
+fn sequence(steps: &[Value]) -> Value {
+    json!({"type": "Sequence", "pretokenizers": steps})
+}
+
+/// As models of these families have them.
+static FAMILIES: LazyLock<Vec<(&'static str, Codec)>> = LazyLock::new(|| {
+    let nfc = json!({"type": "NFC"});
+    let nothing = json!({"type": "Sequence", "normalizers": []});
+    let qwen = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    let deepseek = [
+        split(r"\p{N}{1,3}"),
+        split(r"[一-龥぀-ゟ゠-ヿ]+"),
+        split(
+            r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##,
+        ),
+        byte_level(false),
+    ];
+    let gpt_oss = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    let words_of_a_text = json!({"type": "Split", "pattern": {"String": "re"},
+                                 "behavior": "Isolated", "invert": false});
+    let odd = [
+        // Matches of nothing, and a look behind.
+        split("x*"),
+        split(r"\b"),
+        split("(?<=e)t+"),
+        words_of_a_text,
+        byte_level(true),
+    ];
+    [
+        ("qwen", tokenizer_with("[x]", &nfc, &sequence(&[split(qwen), byte_level(false)]))),
+        ("deepseek", tokenizer(&nothing, &sequence(&deepseek))),
+        ("gpt-oss", tokenizer(&Value::Null, &sequence(&[split(gpt_oss), byte_level(false)]))),
+        ("gpt-2", tokenizer(&Value::Null, &byte_level(true))),
+        ("odd", tokenizer(&nfc, &sequence(&odd))),
+    ]
+    .map(|(name, tokenizer)| (name, Codec::new(tokenizer)))
+    .into()
+});
+
+#[test]
+fn families_are_cut_by_automata() {
+    for (family, codec) in &*FAMILIES {
+        let words = codec.words.as_ref().unwrap();
+        let by_library = words.cuts.iter().filter(|cut| matches!(cut, Cut::Library(_))).count();
+        assert_eq!(by_library, if *family == "odd" { 2 } else { 0 }, "{family}");
+        // Of the odd one an added token has letters that are not normal.
+        assert_eq!(words.added.is_some(), *family != "odd", "{family}");
+    }
+}
+
+fn text() -> impl Strategy<Value = String> {
+    let piece = prop_oneof![
+        Just("return".to_owned()),
+        Just("    ".to_owned()),
+        Just("\n\n".to_owned()),
+        Just("it's".to_owned()),
+        Just("<|im_start|>".to_owned()),
+        Just("<think>".to_owned()),
+        Just("[x]".to_owned()),
+        Just("é漢".to_owned()),
+        Just("e\u{301}漢".to_owned()),
+        Just("1234567".to_owned()),
+        "[ -~]{0,12}",
+        r"\s{0,4}",
+        r"\PC{0,6}",
+        any::<String>(),
+    ];
+    proptest::collection::vec(piece, 0..12).prop_map(|pieces| pieces.concat())
+}
+
+proptest! {
+    #[test]
+    fn both_ways_give_the_same_tokens(text in text()) {
+        for (family, codec) in &*FAMILIES {
+            prop_assert!(codec.words.is_some(), "{family}");
+            let whole = codec.tokenizer.encode_fast(text.as_str(), false).unwrap();
+            prop_assert_eq!(codec.encode(&text).unwrap(), whole.get_ids(), "{}", family);
+        }
+    }
+
+    #[test]
+    fn both_ways_give_the_same_text(ids in proptest::collection::vec(0..320_u32, 0..40)) {
+        for (family, codec) in &*FAMILIES {
+            prop_assert!(codec.bytes.is_some(), "{family}");
+            let text = codec.tokenizer.decode(&ids, false).unwrap();
+            prop_assert_eq!(codec.decode(&ids).unwrap(), text, "{}", family);
+        }
+    }
+}
+
+#[test]
+fn ids_far_apart_have_no_table() {
+    let tokenizer = tokenizer(&Value::Null, &byte_level(true));
+    let mut file: Value = serde_json::from_str(&tokenizer.to_string(false).unwrap()).unwrap();
+    file["model"]["vocab"]["far"] = json!(1_000_000);
+    let codec = Codec::new(Tokenizer::from_bytes(file.to_string()).unwrap());
+    assert!(codec.words.is_some() && codec.bytes.is_none());
+    let ids = codec.encode(PROBE).unwrap();
+    assert_eq!(codec.decode(&ids).unwrap(), PROBE);
+}
+
+#[test]
+fn other_kinds_go_the_librarys_way() {
+    let prefixed = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false,
+                          "use_regex": true});
+    let removing = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "Removed",
+                          "invert": false});
+    let others = [
+        prefixed,
+        sequence(&[removing, byte_level(false)]),
+        sequence(&[byte_level(false), split(" ")]),
+        json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always",
+               "split": true}),
+    ];
+    for other in others {
+        let codec = Codec::new(tokenizer(&Value::Null, &other));
+        assert!(codec.words.is_none(), "{other}");
+        let whole = codec.tokenizer.encode_fast(PROBE, false).unwrap();
+        assert_eq!(codec.encode(PROBE).unwrap(), whole.get_ids());
+    }
+}
