@@ -189,6 +189,12 @@ fn remove_if_there(path: &Path) -> anyhow::Result<()> {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
+        // Containers that outlived a kill of the daemon would outlive this one as well.
+        if let Ok(left) = self.docker(&["ps", "--all", "--quiet", "--no-trunc"]) {
+            let left = String::from_utf8_lossy(&left.stdout).into_owned();
+            let ids = left.split_whitespace();
+            let _ = self.docker(&["rm", "--force"].into_iter().chain(ids).collect::<Vec<_>>());
+        }
         if let Some(child) = &mut self.child {
             let _ = Command::new("kill").arg(child.id().to_string()).status();
             for _ in 0..300 {
@@ -200,6 +206,9 @@ impl Drop for Daemon {
             let _ = child.kill();
             let _ = child.wait();
         }
+        // Whatever it started has this folder among its arguments.
+        let folder = self.folder.path().display().to_string();
+        let _ = Command::new("pkill").args(["-KILL", "-f", &folder]).status();
         // The daemon makes its folder a mount of its own, and leaves it; a small disk is one more.
         let data = self.path("data");
         let unmount = || Command::new("umount").arg("-l").arg(&data).stderr(Stdio::null()).status();
