@@ -43,7 +43,11 @@ impl Wire {
             call: "connect",
             kind: EngineErrorKind::Unfit(words),
         };
-        let root = Url::parse(&base).map_err(|error| unfit(format!("its URL is none: {error}")))?;
+        // `localhost:30000` is a URL, too: of the scheme `localhost`.
+        let root = Url::parse(&base).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
+        let root = root.ok_or_else(|| {
+            unfit(format!("`{base}` is no HTTP address; one is like http://127.0.0.1:30000"))
+        })?;
         let api_key = api_key
             .map(|key| {
                 let mut value = HeaderValue::from_str(&format!("Bearer {key}"))
@@ -307,15 +311,75 @@ pub(crate) fn unreachable(error: reqwest::Error) -> EngineErrorKind {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[test]
     fn ids_and_other_fields_are_one_object() {
         let of_each_length: Vec<u32> =
             (0..10).map(|digits| 10_u32.pow(digits)).flat_map(|id| [id - 1, id]).collect();
-        for ids in [&[][..], &[7], &[0, 151_935, u32::MAX], &of_each_length] {
+        let seven_digits_at_most: Vec<u32> =
+            of_each_length.iter().copied().filter(|id| *id < SEVEN_DIGITS).collect();
+        assert_eq!(seven_digits_at_most.len(), 15);
+        for ids in [&[][..], &[7], &[0, 151_935, u32::MAX], &of_each_length, &seven_digits_at_most]
+        {
             let text = json("ids", ids, &serde_json::json!({"a": "b", "c": [1]}));
             let listed: Vec<String> = ids.iter().map(ToString::to_string).collect();
             assert_eq!(text, format!(r#"{{"ids":[{}],"a":"b","c":[1]}}"#, listed.join(",")));
+        }
+    }
+
+    #[test]
+    fn a_request_goes_below_the_path_of_its_server() {
+        for (url, path) in [
+            ("http://one:1", "http://one:1/generate"),
+            ("http://one:1/", "http://one:1/generate"),
+            ("https://one/models/a/", "https://one/models/a/generate"),
+        ] {
+            let wire = Wire::new(url, Some("key")).unwrap();
+            let post = wire.post("/generate", String::new(), "session").build().unwrap();
+            assert_eq!(post.url().as_str(), path);
+            assert_eq!(post.headers()[AUTHORIZATION], "Bearer key");
+        }
+        for url in ["", "/one", "localhost:30000", "unix:///one"] {
+            let error = Wire::new(url, None).unwrap_err().to_string();
+            assert!(error.contains("is no HTTP address; one is like http://"), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_body_in_pieces_is_put_together_within_its_limit() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let serve = async {
+            loop {
+                let (mut socket, _) = listener.accept().await.unwrap();
+                let mut asked = [0; 1024];
+                assert!(socket.read(&mut asked).await.unwrap() > 0);
+                let head = "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n";
+                for piece in [head, "3\r\nabc\r\n", "2\r\nde\r\n", "4\r\nfghi\r\n", "0\r\n\r\n"] {
+                    // Who has read too much goes away.
+                    if socket.write_all(piece.as_bytes()).await.is_err() {
+                        break;
+                    }
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+            }
+        };
+        let ask = async {
+            let read = async |limit| {
+                // Each on a connection of its own: the server closes it after one answer.
+                let wire = Wire::new(&url, None).unwrap();
+                exchange(wire.request(Method::GET, "/"), CALL_TIMEOUT, limit).await
+            };
+            assert_eq!(read(9).await.unwrap(), "abcdefghi");
+            for limit in [2, 4, 8] {
+                let error = read(limit).await.unwrap_err();
+                assert!(matches!(error, EngineErrorKind::InvalidReply(_)), "{limit}: {error:?}");
+            }
+        };
+        tokio::select! {
+            () = serve => {}
+            () = ask => {}
         }
     }
 
