@@ -44,6 +44,14 @@ impl LoopLag {
     /// # Panics
     /// Outside of a Tokio runtime.
     pub fn begin() -> Self {
+        Self::begin_with(|_, _| {})
+    }
+
+    /// Begins to look, and tells each time at which the timer was due with its delay.
+    ///
+    /// # Panics
+    /// Outside of a Tokio runtime.
+    pub fn begin_with(tell: impl Fn(Instant, Duration) + Send + 'static) -> Self {
         let delays = Arc::new(Mutex::new(Delays::NONE));
         let seen = Arc::clone(&delays);
         let mut watch = JoinSet::new();
@@ -51,7 +59,9 @@ impl LoopLag {
             loop {
                 let due = Instant::now() + PERIOD;
                 tokio::time::sleep_until(due).await;
-                lock(&seen).add(due.elapsed());
+                let delay = due.elapsed();
+                lock(&seen).add(delay);
+                tell(due, delay);
             }
         });
         Self { delays, _watch: watch }

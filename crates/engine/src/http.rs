@@ -152,7 +152,7 @@ impl Wire {
 pub(crate) fn json(key: &str, ids: &[TokenId], others: &impl Serialize) -> String {
     // Numbers, text and lists only: it cannot fail.
     let others = serde_json::to_string(others).unwrap_or_default();
-    let mut text = Vec::with_capacity(key.len() + 16 + ID_BYTES * ids.len() + others.len());
+    let mut text = Vec::with_capacity(key.len() + 32 + room_for(ids) + others.len());
     text.extend_from_slice(format!("{{\"{key}\":[").as_bytes());
     write_ids(&mut text, ids);
     text.extend_from_slice(b"],");
@@ -161,8 +161,14 @@ pub(crate) fn json(key: &str, ids: &[TokenId], others: &impl Serialize) -> Strin
     String::from_utf8(text).unwrap_or_default()
 }
 
-/// The digits of the largest vocabularies, and a comma.
-const ID_BYTES: usize = 8;
+/// Bytes that some ids take at most, if each has as many digits as the largest, and a comma.
+fn room_for(ids: &[TokenId]) -> usize {
+    let largest = ids.iter().max().copied().unwrap_or(0);
+    ids.len() * (largest.checked_ilog10().unwrap_or(0) as usize + 2)
+}
+
+/// Bytes that are written at once: seven digits and a comma.
+const WORD: usize = 8;
 
 /// Appends ids with commas between them. Each is written as the same number of bytes, of which the
 /// next one overwrites those that are none of it: nothing depends on how many digits there are, which
@@ -174,18 +180,19 @@ fn write_ids(text: &mut Vec<u8>, ids: &[TokenId]) {
         return;
     }
     let mut end = text.len();
-    text.resize(end + ID_BYTES * ids.len(), 0);
+    // What is written of the last one may be more than it has.
+    text.resize(end + room_for(ids) + WORD, 0);
     for id in ids {
         let places = seven_digits(*id);
         // Bytes are in the order of the text; zeros in front are not written, but for the last.
         let zeros = (places.trailing_zeros() / 8).min(7);
-        let digits = (places | u64::from_le_bytes([b'0'; 8])) >> (8 * zeros);
+        let digits = (places | u64::from_le_bytes([b'0'; WORD])) >> (8 * zeros);
         let bytes = digits | (u64::from(b',') << (64 - 8 * zeros));
         // There is room for all of them.
-        if let Some(room) = text.get_mut(end..end + ID_BYTES) {
+        if let Some(room) = text.get_mut(end..end + WORD) {
             room.copy_from_slice(&bytes.to_le_bytes());
         }
-        end += ID_BYTES + 1 - zeros as usize;
+        end += WORD + 1 - zeros as usize;
     }
     // The comma after the last id.
     text.truncate(end - usize::from(!ids.is_empty()));

@@ -203,14 +203,21 @@ impl Shared {
 
     /// Waits for a place for the conversation's next call, as long as all workers may be away.
     async fn place(&self, request: &GenerateRequest) -> Result<CallPlace<'_>, EngineError> {
+        let begin = || {
+            let begun = self.placement().begin_call(&request.session, request.token_ids.len());
+            begun.map(|place| CallPlace { shared: self, place })
+        };
+        if let Some(place) = begin() {
+            return Ok(place);
+        }
         let mut roster = self.roster.subscribe();
         let patience = self.options.away_timeout;
         let end = Instant::now() + patience;
         loop {
+            // Who joins from now on is seen below, who has joined before is there.
             roster.mark_unchanged();
-            let begun = self.placement().begin_call(&request.session, request.token_ids.len());
-            if let Some(place) = begun {
-                return Ok(CallPlace { shared: self, place });
+            if let Some(place) = begin() {
+                return Ok(place);
             }
             // The sender lives in `self`: the only error is the end of patience.
             if !matches!(tokio::time::timeout_at(end, roster.changed()).await, Ok(Ok(()))) {

@@ -45,6 +45,15 @@ struct Session {
     group: Option<String>,
 }
 
+impl Session {
+    fn grow(&mut self, slots: &mut [Slot], tokens: usize) {
+        let before = std::mem::replace(&mut self.tokens, tokens as u64);
+        if let Some(load) = self.place.and_then(|place| slots.load(place)) {
+            load.tokens = load.tokens.saturating_sub(before) + tokens as u64;
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 struct Group {
     lead: Option<Place>,
@@ -116,14 +125,18 @@ impl Placement {
     /// A call begins: gives the conversation's place, a new one where its worker is away, `None`
     /// while none is up. A place that is given is to be followed by [`Placement::end_call`].
     pub(crate) fn begin_call(&mut self, session: &str, tokens: usize) -> Option<Place> {
-        let place = self.open(session, None, tokens)?;
+        // Nearly always it is known, and has its place.
+        let place = match self.place(session) {
+            Some(place) => place,
+            None => self.open(session, None, tokens)?,
+        };
         let known = self.sessions.get_mut(session)?;
         let slot = self.slots.get_mut(place.worker)?;
         slot.calls += 1;
         if !std::mem::replace(&mut known.has_called, true) {
             slot.expected = slot.expected.saturating_sub(1);
         }
-        self.grow(session, tokens);
+        known.grow(&mut self.slots, tokens);
         Some(place)
     }
 
@@ -136,10 +149,8 @@ impl Placement {
 
     /// The conversation has `tokens` tokens now.
     pub(crate) fn grow(&mut self, session: &str, tokens: usize) {
-        let Some(known) = self.sessions.get_mut(session) else { return };
-        let before = std::mem::replace(&mut known.tokens, tokens as u64);
-        if let Some(load) = known.place.and_then(|place| self.slots.load(place)) {
-            load.tokens = load.tokens.saturating_sub(before) + tokens as u64;
+        if let Some(known) = self.sessions.get_mut(session) {
+            known.grow(&mut self.slots, tokens);
         }
     }
 
@@ -276,7 +287,7 @@ trait Loads {
     fn load(&mut self, place: Place) -> Option<&mut Load>;
 }
 
-impl Loads for Vec<Slot> {
+impl Loads for [Slot] {
     fn load(&mut self, place: Place) -> Option<&mut Load> {
         self.get_mut(place.worker)?.ranks.get_mut(place.rank)
     }

@@ -2,10 +2,12 @@
 //! against engine processes that compute nothing.
 
 mod case;
+mod checker;
 mod engines;
 mod observed;
 mod polls;
 mod processors;
+mod stalls;
 mod world;
 
 use super::fits;
@@ -100,7 +102,7 @@ fn kinds(args: &BenchRolloutArgs) -> Vec<Kind> {
     let waiting = Limits {
         bytes_per_open_episode: Some(65_536.0),
         added_p99_ms: Some(5.0),
-        loop_lag_max_ms: Some(10.0),
+        loop_held_max_ms: Some(10.0),
         ..Limits::default()
     };
     vec![
@@ -132,7 +134,8 @@ fn table(cases: &[Case]) -> comfy_table::Table {
         "unmoved",
         "lag p99 ms",
         "max",
-        "sleeper",
+        "held",
+        "stall",
         "poll ms",
         "moved",
         "lost",
@@ -154,7 +157,8 @@ fn table(cases: &[Case]) -> comfy_table::Table {
             format!("{:.4}", case.hit_share_unmoved),
             format!("{:.2}", case.loop_lag_p99_ms),
             format!("{:.2}", case.loop_lag_max_ms),
-            format!("{:.2}", case.sleeper_lag_max_ms),
+            format!("{:.2}", case.loop_held_max_ms),
+            case.stall_max_ms.map_or_else(|| "?".to_owned(), |ms| format!("{ms:.2}")),
             format!("{:.2}", case.longest_poll_ms),
             case.moved_episodes.to_string(),
             case.lost_episodes.to_string(),

@@ -1,24 +1,23 @@
 //! One case: its processes and episodes, and the numbers that come of them.
 
+use super::checker::Checker;
 use super::engines::Engines;
 use super::observed::Observed;
-use super::polls::{LongestPoll, Sleeper};
+use super::polls::LongestPoll;
 use super::processors::Processors;
+use super::stalls::{LateTimers, Stalls};
 use super::world::World;
 use crate::heap::Counting;
+use crate::output;
 use anyhow::Context;
 use camino::Utf8Path;
-use orchestrate_coordinator::LoopLag;
 use orchestrate_engine::{Engine, Fleet, FleetMember, FleetOptions, SglangClient, SglangOptions};
-use orchestrate_rollout::{
-    EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes, Leads, RowSharing, Rules,
-};
+use orchestrate_rollout::{EpisodeRequest, EpisodeRunner, Episodes, Leads, RowSharing, Rules};
 use orchestrate_routing::{CacheOptions, MixedRows, PrefixCache, SharingScope};
 use orchestrate_sandbox::Limits as ContainerLimits;
-use orchestrate_synthetic::{Latency, SyntheticSandboxes, expected_rows, judge};
-use orchestrate_types::{
-    AttemptId, ByteSize, EpisodeId, GroupId, ModelShape, Outcome, PolicyVersion, RunId,
-};
+use orchestrate_synthetic::{Latency, SyntheticSandboxes, judge};
+use orchestrate_types::{AttemptId, ByteSize, EpisodeId, GroupId, PolicyVersion, RunId};
+use rustix::process::Pid;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use std::sync::Arc;
@@ -66,7 +65,7 @@ pub(super) struct Limits {
     pub(super) cpu_us_per_turn: Option<f64>,
     pub(super) bytes_per_open_episode: Option<f64>,
     pub(super) added_p99_ms: Option<f64>,
-    pub(super) loop_lag_max_ms: Option<f64>,
+    pub(super) loop_held_max_ms: Option<f64>,
 }
 
 /// What one case was measured to do.
@@ -79,7 +78,7 @@ pub(super) struct Case {
     pub(super) turns: usize,
     pub(super) seconds: f64,
     pub(super) turns_per_s: f64,
-    /// Processor time of this process, engines left out, by turn of the second half.
+    /// Processor time of this process by turn of the second half; what only measures is left out.
     pub(super) cpu_us_per_turn: f64,
     /// Conversations that were open when memory was looked at.
     pub(super) open_episodes: usize,
@@ -96,8 +95,10 @@ pub(super) struct Case {
     pub(super) hit_share_unmoved: f64,
     pub(super) loop_lag_p99_ms: f64,
     pub(super) loop_lag_max_ms: f64,
-    /// The same of a thread that only sleeps.
-    pub(super) sleeper_lag_max_ms: f64,
+    /// The same without times at which the machine stood still, where that can be told.
+    pub(super) loop_held_max_ms: f64,
+    /// The longest time it did; absent where it cannot be told.
+    pub(super) stall_max_ms: Option<f64>,
     /// Processor time of the longest poll of an episode.
     pub(super) longest_poll_ms: f64,
     /// Conversations that went on at another worker.
@@ -134,9 +135,15 @@ pub(super) async fn measure(
     let requests: Vec<EpisodeRequest> =
         (0..kind.conversations).map(|index| request(kind, run, index)).collect();
 
-    let lag = LoopLag::begin();
+    let late_timers = LateTimers::default();
+    let lag = late_timers.watch();
     let longest_poll = Arc::new(LongestPoll::default());
-    let sleeper = Sleeper::begin();
+    let (stalls, checker) = (Stalls::watch(&processors.coordinator), checker(world, processors)?);
+    if let Err(error) = &stalls {
+        output::say(format!("cannot tell when the machine stands still: {error:#}"));
+    }
+    let watches = stalls.iter().flat_map(Stalls::threads).chain([checker.thread()]);
+    let observers: Vec<Pid> = watches.collect();
     let heap = Counting::begin();
     let begun = Instant::now();
     let mut episodes = JoinSet::new();
@@ -153,30 +160,30 @@ pub(super) async fn measure(
         let (grown, summary) = (heap.grown(), observed.summary());
         // Counting allocations costs time that no run spends: the processor's is taken without.
         drop(heap);
-        let before = (cpu_time(), observed.turns());
+        let before = (cpu_time(&observers)?, observed.turns());
         meet(kind.fate, &mut engines).await?;
         anyhow::Ok((grown, summary, before))
     };
     let finished = async {
-        let mut reports = Vec::with_capacity(kind.conversations);
         while let Some(report) = episodes.join_next().await {
-            reports.push(report?);
+            checker.take(report?);
         }
         // Episodes that fail make fewer turns than they were to.
         observed.end_first_half();
-        anyhow::Ok(reports)
+        anyhow::Ok(())
     };
-    let ((grown, halfway, (cpu, turns_before)), reports) = tokio::try_join!(halfway, finished)?;
-    let (seconds, cpu) = (begun.elapsed().as_secs_f64(), cpu_time().saturating_sub(cpu));
-    let (lag, sleeper_late) = (lag.take(), sleeper.end());
+    let ((grown, halfway, (cpu, turns_before)), ()) = tokio::try_join!(halfway, finished)?;
+    let (seconds, cpu) = (begun.elapsed(), cpu_time(&observers)?.saturating_sub(cpu));
+    let seconds = seconds.as_secs_f64();
+    let lag = lag.take();
+    let blame = stalls.ok().map(|stalls| stalls.blame(&late_timers));
     let mut stats = engines.stats().await?;
     stats.gaps_us.sort_unstable();
-    let checked = check(&world.shape, &reports)?;
+    let checked = tokio::task::spawn_blocking(|| checker.end()).await??;
     let summary = observed.summary();
     let turns = observed.turns();
     let open = halfway.open_sessions.max(1) as f64;
     let own = halfway.open_tokens * (TOKEN_BYTES + world.shape.row_bytes());
-    let sum = |of: fn(&EpisodeReport) -> u64| reports.iter().map(of).sum::<u64>();
     let case = Case {
         name: kind.name.to_owned(),
         conversations: kind.conversations,
@@ -194,19 +201,20 @@ pub(super) async fn measure(
         hit_share_unmoved: summary.unmoved.share(),
         loop_lag_p99_ms: lag.p99.as_secs_f64() * 1e3,
         loop_lag_max_ms: lag.max.as_secs_f64() * 1e3,
-        sleeper_lag_max_ms: sleeper_late.as_secs_f64() * 1e3,
+        loop_held_max_ms: blame.map_or(lag.max, |blame| blame.held_max).as_secs_f64() * 1e3,
+        stall_max_ms: blame.map(|blame| blame.stall_max.as_secs_f64() * 1e3),
         longest_poll_ms: longest_poll.milliseconds(),
         moved_episodes: summary.moved_sessions,
         lost_episodes: checked.lost,
         rows_checked: checked.rows,
         wrong_rows: checked.wrong,
-        shared_rows: sum(|report| report.routing_rows_shared),
-        routing_wire_bytes: sum(|report| report.routing_wire_bytes),
+        shared_rows: checked.shared_rows,
+        routing_wire_bytes: checked.routing_wire_bytes,
         limits: kind.limits,
         ok: false,
         note: checked.note,
     };
-    let ok = case.keeps_limits() && reports.len() == kind.conversations;
+    let ok = case.keeps_limits() && checked.episodes == kind.conversations;
     Ok(Case { ok, ..case })
 }
 
@@ -217,7 +225,7 @@ impl Case {
             cpu_us_per_turn,
             bytes_per_open_episode,
             added_p99_ms,
-            loop_lag_max_ms,
+            loop_held_max_ms,
         } = self.limits;
         let below = |value: f64, limit: Option<f64>| limit.is_none_or(|limit| value <= limit);
         self.lost_episodes == 0
@@ -226,7 +234,7 @@ impl Case {
             && below(self.cpu_us_per_turn, cpu_us_per_turn)
             && below(self.bytes_per_open_episode, bytes_per_open_episode)
             && below(self.added_p99_ms, added_p99_ms)
-            && below(self.loop_lag_max_ms, loop_lag_max_ms)
+            && below(self.loop_held_max_ms, loop_held_max_ms)
     }
 }
 
@@ -304,45 +312,23 @@ async fn meet(fate: Fate, engines: &mut Engines) -> anyhow::Result<()> {
     }
 }
 
-#[derive(Debug, Default)]
-struct Checked {
-    lost: usize,
-    rows: usize,
-    wrong: usize,
-    note: String,
+fn checker(world: &World, processors: &Processors) -> anyhow::Result<Checker> {
+    Checker::begin(world.shape.clone(), VERSION, processors.engines.clone())
 }
 
-/// Compares every row of every mask with what it must be.
-fn check(shape: &ModelShape, reports: &[EpisodeReport]) -> anyhow::Result<Checked> {
-    let mut checked = Checked::default();
-    for report in reports {
-        let scored = matches!(report.outcome, Outcome::Scored { .. });
-        let (Some(trajectory), Some(mask), true) = (&report.trajectory, &report.routing, scored)
-        else {
-            checked.lost += 1;
-            if checked.note.is_empty() {
-                checked.note = format!("{:?} {:?}", report.outcome, report.routing_problem);
-            }
-            continue;
-        };
-        let tokens = trajectory.token_ids();
-        let rows = tokens.len().checked_sub(1).context("an empty trajectory")?;
-        let expected = expected_rows(shape, VERSION, tokens, 0..rows)?;
-        let expected: Vec<u8> = expected.chunks().flatten().copied().collect();
-        let found = mask.to_vec();
-        let row = shape.row_bytes();
-        let pairs = expected.chunks(row).zip(found.chunks(row));
-        checked.wrong += pairs.filter(|(expected, found)| expected != found).count();
-        checked.wrong += expected.len().abs_diff(found.len()) / row;
-        checked.rows += rows;
-    }
-    Ok(checked)
-}
-
-fn cpu_time() -> Duration {
+/// Processor time of this process without some of its threads.
+fn cpu_time(without: &[Pid]) -> anyhow::Result<Duration> {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
-    Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
+    let mut time = Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0));
+    for thread in without {
+        let file = format!("/proc/self/task/{thread}/schedstat");
+        let text = fs_err::read_to_string(&file)?;
+        let nanoseconds = text.split(' ').next().and_then(|first| first.parse().ok());
+        let nanoseconds = nanoseconds.with_context(|| format!("{file} says {text:?}"))?;
+        time = time.saturating_sub(Duration::from_nanos(nanoseconds));
+    }
+    Ok(time)
 }
 
 /// So many of a hundred sorted values are not above it.

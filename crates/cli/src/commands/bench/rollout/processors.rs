@@ -28,6 +28,12 @@ impl Processors {
         Self { coordinator, engines }
     }
 
+    #[cfg(test)]
+    pub(super) fn all(&self) -> Vec<usize> {
+        let both = self.coordinator.iter().chain(&self.engines);
+        both.copied().collect::<std::collections::BTreeSet<_>>().into_iter().collect()
+    }
+
     /// One line for people.
     pub(super) fn line(&self) -> String {
         let [coordinator, engines] =
@@ -41,13 +47,24 @@ pub(super) fn list(processors: &[usize]) -> String {
     processors.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
 
-/// Keeps all threads of this process, and those they will start, to some processors.
-pub(crate) fn keep_to(processors: &[usize]) -> anyhow::Result<()> {
+fn set_of(processors: &[usize]) -> anyhow::Result<CpuSet> {
     let mut set = CpuSet::new();
     for &cpu in processors {
         anyhow::ensure!(cpu < CpuSet::MAX_CPU, "there is no processor {cpu}");
         set.set(cpu);
     }
+    Ok(set)
+}
+
+/// Keeps the calling thread to some processors.
+pub(super) fn keep_thread_to(processors: &[usize]) -> anyhow::Result<()> {
+    sched_setaffinity(None, &set_of(processors)?)
+        .with_context(|| format!("keep to processors {}", list(processors)))
+}
+
+/// Keeps all threads of this process, and those they will start, to some processors.
+pub(crate) fn keep_to(processors: &[usize]) -> anyhow::Result<()> {
+    let set = set_of(processors)?;
     for thread in fs_err::read_dir("/proc/self/task")? {
         let name = thread?.file_name();
         let thread = name.to_str().and_then(|name| Pid::from_raw(name.parse().ok()?));

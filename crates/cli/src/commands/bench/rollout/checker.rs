@@ -1,0 +1,119 @@
+//! Finished episodes, checked and let go as they come, as a run hands them on: on a thread of its
+//! own, where engines run.
+
+use super::processors::keep_thread_to;
+use anyhow::Context;
+use orchestrate_rollout::EpisodeReport;
+use orchestrate_synthetic::expected_rows;
+use orchestrate_types::{ModelShape, Outcome, PolicyVersion};
+use rustix::process::{Pid, setpriority_process};
+use rustix::thread::gettid;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread::JoinHandle;
+
+/// After everything else.
+const NICE: i32 = 19;
+
+/// Compares every row of every mask with what it must be.
+#[derive(Debug)]
+pub(super) struct Checker {
+    reports: Sender<EpisodeReport>,
+    id: Pid,
+    thread: JoinHandle<anyhow::Result<Checked>>,
+}
+
+/// What was found in all of them.
+#[derive(Debug, Default)]
+pub(super) struct Checked {
+    pub(super) episodes: usize,
+    /// Without a reward, or not all rows.
+    pub(super) lost: usize,
+    pub(super) rows: usize,
+    pub(super) wrong: usize,
+    /// Rows that came from another episode.
+    pub(super) shared_rows: u64,
+    pub(super) routing_wire_bytes: u64,
+    /// Why the first lost one was lost.
+    pub(super) note: String,
+}
+
+impl Checker {
+    pub(super) fn begin(
+        shape: ModelShape,
+        version: PolicyVersion,
+        processors: Vec<usize>,
+    ) -> anyhow::Result<Self> {
+        let (reports, finished) = mpsc::channel();
+        let (ready, begun) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            // Who began waits for this.
+            let _ = ready.send(gettid());
+            keep_thread_to(&processors)?;
+            setpriority_process(Some(gettid()), NICE)?;
+            check_all(&shape, version, &finished)
+        });
+        let id = begun.recv().context("the checking thread ended at once")?;
+        Ok(Self { reports, id, thread })
+    }
+
+    /// The thread that checks.
+    pub(super) fn thread(&self) -> Pid {
+        self.id
+    }
+
+    pub(super) fn take(&self, report: EpisodeReport) {
+        // If it has failed, its end tells.
+        let _ = self.reports.send(report);
+    }
+
+    /// Waits until everything is checked.
+    pub(super) fn end(self) -> anyhow::Result<Checked> {
+        drop(self.reports);
+        self.thread.join().map_err(|_| anyhow::anyhow!("checking rows panicked"))?
+    }
+}
+
+fn check_all(
+    shape: &ModelShape,
+    version: PolicyVersion,
+    reports: &Receiver<EpisodeReport>,
+) -> anyhow::Result<Checked> {
+    let mut checked = Checked::default();
+    for report in reports {
+        checked.add(shape, version, &report)?;
+    }
+    Ok(checked)
+}
+
+impl Checked {
+    fn add(
+        &mut self,
+        shape: &ModelShape,
+        version: PolicyVersion,
+        report: &EpisodeReport,
+    ) -> anyhow::Result<()> {
+        self.episodes += 1;
+        self.shared_rows += report.routing_rows_shared;
+        self.routing_wire_bytes += report.routing_wire_bytes;
+        let scored = matches!(report.outcome, Outcome::Scored { .. });
+        let (Some(trajectory), Some(mask), true) = (&report.trajectory, &report.routing, scored)
+        else {
+            self.lost += 1;
+            if self.note.is_empty() {
+                self.note = format!("{:?} {:?}", report.outcome, report.routing_problem);
+            }
+            return Ok(());
+        };
+        let tokens = trajectory.token_ids();
+        let rows = tokens.len().checked_sub(1).context("an empty trajectory")?;
+        let expected = expected_rows(shape, version, tokens, 0..rows)?;
+        let expected: Vec<u8> = expected.chunks().flatten().copied().collect();
+        let found = mask.to_vec();
+        let row = shape.row_bytes();
+        let pairs = expected.chunks(row).zip(found.chunks(row));
+        self.wrong += pairs.filter(|(expected, found)| expected != found).count();
+        self.wrong += expected.len().abs_diff(found.len()) / row;
+        self.rows += rows;
+        Ok(())
+    }
+}
