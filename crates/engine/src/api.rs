@@ -215,11 +215,11 @@ pub trait Engine: Send + Sync + std::fmt::Debug {
     /// [`Engine::data_parallel_ranks`]; `None` leaves the choice to the engine.
     async fn generate_on(
         &self,
-        request: GenerateRequest,
+        request: &GenerateRequest,
         rank: Option<usize>,
     ) -> Result<Generation, EngineError> {
         let _ = rank;
-        self.generate(request).await
+        self.generate(request.clone()).await
     }
 
     /// Samples one turn. Dropping the future aborts the request on the engine.

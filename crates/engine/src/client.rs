@@ -297,15 +297,15 @@ impl<D: Dialect> Engine for Client<D> {
     }
 
     async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
-        self.generate_on(request, None).await
+        self.generate_on(&request, None).await
     }
 
     async fn generate_on(
         &self,
-        request: GenerateRequest,
+        request: &GenerateRequest,
         rank: Option<usize>,
     ) -> Result<Generation, EngineError> {
-        match self.sample(&request, rank).await {
+        match self.sample(request, rank).await {
             Ok(reading) => Ok(reading.generation),
             Err(fault) => Err(self.wire.error(D::GENERATE, fault.kind)),
         }

@@ -10,10 +10,12 @@ use crate::api::{Action, Message};
 use crate::codec::Codec;
 use crate::prefix::{History, Thinking};
 use crate::scaffold::Scaffold;
-use crate::template::ChatTemplate;
+use crate::template::{ChatTemplate, tools_shown};
+use aho_corasick::AhoCorasick;
 use camino::{Utf8Path, Utf8PathBuf};
 use lru::LruCache;
 use orchestrate_types::TokenId;
+use std::borrow::Cow;
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokenizers::Tokenizer;
@@ -95,6 +97,10 @@ pub struct ChatModel {
     end_of_turn_text: String,
     stop_token_ids: Vec<TokenId>,
     control_texts: Vec<String>,
+    /// All of them at once: nearly no text has any, and observations are long.
+    any_control_text: AhoCorasick,
+    /// The purpose's tools, as the template sees them.
+    tools: minijinja::Value,
 }
 
 impl ChatModel {
@@ -147,14 +153,18 @@ impl ChatModel {
             stop_token_ids.push(id);
         }
 
-        let control_texts = tokenizer
+        let control_texts: Vec<String> = tokenizer
             .get_added_tokens_decoder()
             .values()
             .filter(|token| token.special || is_tag(&token.content))
             .map(|token| token.content.clone())
             .filter(|text| text.chars().count() > 1)
             .collect();
+        let any_control_text = AhoCorasick::new(&control_texts)
+            .map_err(|e| invalid("tokenizer.json", e.to_string()))?;
         let mut model = Self {
+            any_control_text,
+            tools: tools_shown(&purpose.tools),
             folder: folder.to_owned(),
             prompts: Mutex::new(LruCache::new(KEPT_PROMPTS)),
             codec: Codec::new(tokenizer),
@@ -300,25 +310,27 @@ impl ChatModel {
     }
 
     pub(crate) fn render(&self, messages: &[Message]) -> Result<String, ChatErrorKind> {
-        let safe: Vec<Message> = messages.iter().map(|m| self.without_control_texts(m)).collect();
-        Ok(self.template.render(&safe, &self.purpose.tools, true)?)
+        let safe: Vec<_> = messages.iter().map(|m| self.without_control_texts(m)).collect();
+        let safe = safe.iter().map(AsRef::as_ref);
+        Ok(self.template.render_shown(safe, self.tools.clone(), true)?)
     }
 
     /// Text from outside must not become control tokens: a file that holds the model's
     /// end-of-turn text would otherwise write turns of its own. Such text gets a space after its
     /// first character.
-    fn without_control_texts(&self, message: &Message) -> Message {
+    fn without_control_texts<'a>(&self, message: &'a Message) -> Cow<'a, Message> {
+        if message.role == "assistant" || !self.any_control_text.is_match(&message.content) {
+            return Cow::Borrowed(message);
+        }
         let mut message = message.clone();
-        if message.role != "assistant" {
-            for text in &self.control_texts {
-                if message.content.contains(text.as_str()) {
-                    let mut broken = text.clone();
-                    broken.insert(text.chars().next().map_or(0, char::len_utf8), ' ');
-                    message.content = message.content.replace(text.as_str(), &broken);
-                }
+        for text in &self.control_texts {
+            if message.content.contains(text.as_str()) {
+                let mut broken = text.clone();
+                broken.insert(text.chars().next().map_or(0, char::len_utf8), ' ');
+                message.content = message.content.replace(text.as_str(), &broken);
             }
         }
-        message
+        Cow::Owned(message)
     }
 
     pub(crate) fn encode_inner(&self, text: &str) -> Result<Vec<TokenId>, ChatErrorKind> {

@@ -54,14 +54,29 @@ impl ChatTemplate {
         tools: &[serde_json::Value],
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        let messages: Vec<_> = messages.iter().map(View::from).collect();
-        let tools = if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
+        self.render_shown(messages, tools_shown(tools), add_generation_prompt)
+    }
+
+    /// As [`Self::render`], with tools as [`tools_shown`] makes them.
+    pub(crate) fn render_shown<'a>(
+        &self,
+        messages: impl IntoIterator<Item = &'a Message>,
+        tools: Value,
+        add_generation_prompt: bool,
+    ) -> Result<String, Error> {
+        let messages: Vec<_> = messages.into_iter().map(View::from).collect();
         self.env.get_template(NAME)?.render(context! {
             messages => Value::from(Serde(messages)),
             tools => tools,
             add_generation_prompt => add_generation_prompt,
         })
     }
+}
+
+/// The tools as templates see them. They are the same in every turn, and cost more to convert than all
+/// else of a turn's text.
+pub(crate) fn tools_shown(tools: &[serde_json::Value]) -> Value {
+    if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) }
 }
 
 /// A message in the form chat templates expect: calls wrapped as `{type, function}`.

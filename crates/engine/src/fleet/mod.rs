@@ -176,6 +176,12 @@ impl Shared {
         self.target.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// The version that all workers are to serve.
+    fn version(&self) -> Option<PolicyVersion> {
+        let target = self.target.lock().unwrap_or_else(PoisonError::into_inner);
+        target.as_ref().map(|target| target.version)
+    }
+
     /// One event of one worker; who leaves or joins does so in the placement as well.
     fn step(&self, index: usize, event: Event) {
         let Some(worker) = self.workers.get(index) else { return };
@@ -290,11 +296,11 @@ impl Engine for Fleet {
         self.shared.placement().close(session);
     }
 
-    async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
+    async fn generate(&self, mut request: GenerateRequest) -> Result<Generation, EngineError> {
         let mut moves = 0;
         loop {
             let place = self.shared.place(&request).await?;
-            match worker::ask(&self.shared, place.place, &request).await {
+            match worker::ask(&self.shared, place.place, &mut request).await {
                 Asked::Answered(reply) => {
                     let tokens = request.token_ids.len() + reply.output_ids.len();
                     self.shared.placement().grow(&request.session, tokens);

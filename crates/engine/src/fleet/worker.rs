@@ -151,7 +151,7 @@ impl Worker {
 }
 
 /// One call at the place it was given.
-pub(super) async fn ask(shared: &Shared, place: Place, request: &GenerateRequest) -> Asked {
+pub(super) async fn ask(shared: &Shared, place: Place, request: &mut GenerateRequest) -> Asked {
     const CALL: &str = "/generate";
     let Some(worker) = shared.workers.get(place.worker) else {
         return Asked::Failed(shared.nobody("its place is gone".to_owned()));
@@ -164,13 +164,12 @@ pub(super) async fn ask(shared: &Shared, place: Place, request: &GenerateRequest
             if !worker.ready().await {
                 return None;
             }
-            let mut request = request.clone();
-            if let Some(target) = shared.target() {
+            if let Some(version) = shared.version() {
                 // The weights it answers with: its own KV of them is what may be reused.
-                request.cache_namespace = target.version;
+                request.cache_namespace = version;
             }
             let rank = Some(place.rank).filter(|_| worker.engine.data_parallel_ranks() > 1);
-            let result = worker.engine.generate_on(request, rank).await;
+            let result = worker.engine.generate_on(&*request, rank).await;
             drop(permit);
             match &result {
                 // Its client saw the exchange of weights before we did.

@@ -134,17 +134,17 @@ impl Engine for Scripted {
     }
 
     async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
-        self.generate_on(request, None).await
+        self.generate_on(&request, None).await
     }
 
     async fn generate_on(
         &self,
-        request: GenerateRequest,
+        request: &GenerateRequest,
         rank: Option<usize>,
     ) -> Result<Generation, EngineError> {
         {
             let mut notes = self.notes();
-            notes.requests.push((request, rank));
+            notes.requests.push((request.clone(), rank));
             notes.running += 1;
             notes.most_running = notes.most_running.max(notes.running);
         }

@@ -84,7 +84,7 @@ async fn one_data_parallel_rank_can_be_named() {
     client.info().await.unwrap();
     assert_eq!(client.data_parallel_ranks(), 2);
     for (rank, sent) in [(Some(1), json!(1)), (None, Value::Null)] {
-        client.generate_on(request(vec![1, 2, 3], 4, None), rank).await.unwrap();
+        client.generate_on(&request(vec![1, 2, 3], 4, None), rank).await.unwrap();
         let body = loop {
             let seen = seen.recv().await.unwrap();
             if seen.path == "/generate" {

@@ -58,7 +58,7 @@ async fn a_request_says_all_that_the_server_must_know() {
     let sent = seen.recv().await.unwrap().body;
     assert_eq!(sent["sampling_params"]["routed_experts_prompt_start"], 3);
     // One replica, by a header: it has no field for it.
-    client.generate_on(request(vec![1, 2, 3], 4, None), Some(1)).await.unwrap();
+    client.generate_on(&request(vec![1, 2, 3], 4, None), Some(1)).await.unwrap();
     assert_eq!(seen.recv().await.unwrap().headers["x-data-parallel-rank"], "1");
 }
 

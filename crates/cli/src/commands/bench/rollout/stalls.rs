@@ -20,7 +20,7 @@ use thread_priority::unix::{
 };
 
 /// Time between two looks: so much of a standstill may not be seen.
-const PERIOD: Duration = Duration::from_millis(4);
+const PERIOD: Duration = Duration::from_millis(2);
 /// Shorter delays are those of any timer.
 const LEAST: Duration = Duration::from_micros(500);
 
