@@ -126,7 +126,9 @@ mod tests {
 
     #[tokio::test]
     async fn a_task_that_does_not_yield_is_seen_once() {
-        let lag = LoopLag::begin();
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let seen = Arc::clone(&told);
+        let lag = LoopLag::begin_with(move |due, delay| seen.lock().unwrap().push((due, delay)));
         tokio::time::sleep(Duration::from_millis(30)).await;
         let begun = std::time::Instant::now();
         while begun.elapsed() < Duration::from_millis(60) {
@@ -135,6 +137,11 @@ mod tests {
         tokio::time::sleep(Duration::from_millis(30)).await;
         let seen = lag.take();
         assert!(seen.max >= Duration::from_millis(40), "{seen:?}");
+        let told = told.lock().unwrap();
+        let (due, longest) = told.iter().max_by_key(|(_, delay)| *delay).unwrap();
+        assert_eq!((told.len() as u64, *longest), (seen.samples, seen.max));
+        let due = due.into_std();
+        assert!(due + *longest >= begun + Duration::from_millis(60), "{told:?}");
         assert_eq!(lag.take(), LagSummary::default());
     }
 }

@@ -52,22 +52,27 @@ What is measured:
   4,096 conversations open on 4 engines at a pace of 500 turns per second, busy_4096 at 1,500: a turn
   that comes to a processor at rest, with nothing in its caches, costs it more.
 
-  CPU is this process's processor time by turn, over the second half of the turns. KiB/episode is
+  CPU is this process's processor time by turn, over the second half of the turns; threads that only
+  check rows or watch the machine are left out. A finished episode is checked and let go at once,
+  where engines run, as a run hands it on. KiB/episode is
   heap per open episode, without its tokens (17 bytes each) and rows, when half of the turns are
   done. added is the time from an engine's handing out a reply to its having read that
   conversation's next request, both ends of HTTP included. hits is the share of prompt tokens
   answered by the engines' prefix caches, of those that could have been: all earlier tokens of the
   conversation, and the prompt of a group for all but its first member on an engine, in whole
-  pages; unmoved leaves out conversations that went on at another engine. lag is how late a timer
-  of the event loop fires, sleeper the longest delay of a thread that only sleeps: where a machine
-  stands still now and then, both are late. poll is the processor time of the longest poll of an
-  episode.
+  pages; unmoved leaves out conversations that went on at another engine.
+
+  lag is how late a timer of the event loop fires. Where a hypervisor shares its processors out, a
+  machine stands still now and then, and every timer on it is late: stall is the longest delay of a
+  thread that only sleeps, with real-time priority, on each of the coordinator's processors, and
+  held the longest lag without such times. Without the right to that priority (CAP_SYS_NICE) they
+  are not told apart, and held is lag. poll is the processor time of the longest poll of an episode.
 
 Limits (the column `verdict`, and `ok` in JSON):
   all cases: no episode lost, no row wrong; and unless the only engine is killed, 0.99 of possible
   hits for unmoved conversations
   open_4096, busy_4096: 250 µs CPU per turn
-  open_4096: 64 KiB per open episode, 5 ms added (p99), 10 ms lag (max)")]
+  open_4096: 64 KiB per open episode, 5 ms added (p99), event loop held for 10 ms (max)")]
 pub(crate) struct BenchRolloutArgs {
     /// Only cases whose name fits; `*` stands for any text.
     #[arg(long = "case", value_name = "GLOB", default_value = "*")]
