@@ -9,7 +9,6 @@ use super::stalls::{LateTimers, Stalls};
 use super::world::World;
 use crate::heap::Counting;
 use crate::output;
-use anyhow::Context;
 use camino::Utf8Path;
 use orchestrate_engine::{Engine, Fleet, FleetMember, FleetOptions, SglangClient, SglangOptions};
 use orchestrate_rollout::{EpisodeRequest, EpisodeRunner, Episodes, Leads, RowSharing, Rules};
@@ -160,7 +159,7 @@ pub(super) async fn measure(
         let (grown, summary) = (heap.grown(), observed.summary());
         // Counting allocations costs time that no run spends: the processor's is taken without.
         drop(heap);
-        let before = (cpu_time(&observers)?, observed.turns());
+        let before = (cpu_time(&observers), observed.turns());
         meet(kind.fate, &mut engines).await?;
         anyhow::Ok((grown, summary, before))
     };
@@ -173,8 +172,8 @@ pub(super) async fn measure(
         anyhow::Ok(())
     };
     let ((grown, halfway, (cpu, turns_before)), ()) = tokio::try_join!(halfway, finished)?;
-    let (seconds, cpu) = (begun.elapsed(), cpu_time(&observers)?.saturating_sub(cpu));
-    let seconds = seconds.as_secs_f64();
+    let cpu = cpu_time(&observers).saturating_sub(cpu);
+    let seconds = begun.elapsed().as_secs_f64();
     let lag = lag.take();
     let blame = stalls.ok().map(|stalls| stalls.blame(&late_timers));
     let mut stats = engines.stats().await?;
@@ -317,18 +316,17 @@ fn checker(world: &World, processors: &Processors) -> anyhow::Result<Checker> {
 }
 
 /// Processor time of this process without some of its threads.
-fn cpu_time(without: &[Pid]) -> anyhow::Result<Duration> {
+fn cpu_time(without: &[Pid]) -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
-    let mut time = Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0));
-    for thread in without {
-        let file = format!("/proc/self/task/{thread}/schedstat");
-        let text = fs_err::read_to_string(&file)?;
-        let nanoseconds = text.split(' ').next().and_then(|first| first.parse().ok());
-        let nanoseconds = nanoseconds.with_context(|| format!("{file} says {text:?}"))?;
-        time = time.saturating_sub(Duration::from_nanos(nanoseconds));
-    }
-    Ok(time)
+    let all = Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0));
+    all.saturating_sub(without.iter().filter_map(|thread| thread_time(*thread)).sum())
+}
+
+/// Processor time of one thread, where the kernel tells it.
+fn thread_time(thread: Pid) -> Option<Duration> {
+    let text = fs_err::read_to_string(format!("/proc/self/task/{thread}/schedstat")).ok()?;
+    text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
 }
 
 /// So many of a hundred sorted values are not above it.
@@ -341,6 +339,18 @@ fn quantile_ms(sorted_us: &[u32], percent: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_thread_of_this_process_can_be_left_out() {
+        let this = rustix::thread::gettid();
+        let (all, without) = (cpu_time(&[]), cpu_time(&[this]));
+        let mut rounds = 0_u64;
+        while cpu_time(&[]) < all + Duration::from_millis(60) {
+            rounds = std::hint::black_box(rounds + 1);
+        }
+        assert!(thread_time(this).unwrap() >= Duration::from_millis(1), "{rounds} rounds");
+        assert!(cpu_time(&[this]) - without < cpu_time(&[]) - all);
+    }
 
     #[test]
     fn quantiles_of_sorted_values() {
