@@ -10,7 +10,7 @@ const ROOM: u64 = 65_536;
 /// connection, and the usual limit is 1,024.
 ///
 /// The kernel doubles the table of descriptors when it is full, and where a process has several
-/// threads it waits for all processors to have noticed: 10 to 20 ms, in which the event loop that
+/// threads it waits for all processors to have noticed: 10 to 18 ms, in which the event loop that
 /// opened one connection too many does nothing. So the table is made large before there are
 /// others; it never shrinks.
 pub(crate) fn raise_open_files() {

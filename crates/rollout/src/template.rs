@@ -73,8 +73,7 @@ impl ChatTemplate {
     }
 }
 
-/// The tools as templates see them. They are the same in every turn, and cost more to convert than all
-/// else of a turn's text.
+/// The tools as templates see them: the same in every turn, so that whoever renders many keeps them.
 pub(crate) fn tools_shown(tools: &[serde_json::Value]) -> Value {
     if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) }
 }

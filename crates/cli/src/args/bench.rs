@@ -53,10 +53,9 @@ What is measured:
   that comes to a processor at rest, with nothing in its caches, costs it more.
 
   CPU is this process's processor time by turn, over the second half of the turns; threads that only
-  check rows or watch the machine are left out. A finished episode is checked and let go at once,
-  where engines run, as a run hands it on. KiB/episode is
-  heap per open episode, without its tokens (17 bytes each) and rows, when half of the turns are
-  done. added is the time from an engine's handing out a reply to its having read that
+  check rows or watch the machine are left out. A finished episode is let go at once, as a run hands
+  it on, to a thread that checks its rows where the engines run. KiB/episode is heap per open
+  episode, without its tokens (17 bytes each) and rows, when half of the turns are done. added is the time from an engine's handing out a reply to its having read that
   conversation's next request, both ends of HTTP included. hits is the share of prompt tokens
   answered by the engines' prefix caches, of those that could have been: all earlier tokens of the
   conversation, and the prompt of a group for all but its first member on an engine, in whole

@@ -135,7 +135,7 @@ pub(super) async fn measure(
         (0..kind.conversations).map(|index| request(kind, run, index)).collect();
 
     let late_timers = LateTimers::default();
-    let lag = late_timers.watch();
+    let loop_lag = late_timers.watch();
     let longest_poll = Arc::new(LongestPoll::default());
     let (stalls, checker) = (Stalls::watch(&processors.coordinator), checker(world, processors)?);
     if let Err(error) = &stalls {
@@ -174,7 +174,9 @@ pub(super) async fn measure(
     let ((grown, halfway, (cpu, turns_before)), ()) = tokio::try_join!(halfway, finished)?;
     let cpu = cpu_time(&observers).saturating_sub(cpu);
     let seconds = begun.elapsed().as_secs_f64();
-    let lag = lag.take();
+    let lag = loop_lag.take();
+    // No timer may be late while nobody looks at the machine.
+    drop(loop_lag);
     let blame = stalls.ok().map(|stalls| stalls.blame(&late_timers));
     let mut stats = engines.stats().await?;
     stats.gaps_us.sort_unstable();

@@ -28,12 +28,6 @@ impl Processors {
         Self { coordinator, engines }
     }
 
-    #[cfg(test)]
-    pub(super) fn all(&self) -> Vec<usize> {
-        let both = self.coordinator.iter().chain(&self.engines);
-        both.copied().collect::<std::collections::BTreeSet<_>>().into_iter().collect()
-    }
-
     /// One line for people.
     pub(super) fn line(&self) -> String {
         let [coordinator, engines] =
