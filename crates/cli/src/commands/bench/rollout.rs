@@ -5,6 +5,7 @@ mod case;
 mod checker;
 mod engines;
 mod observed;
+mod observers;
 mod polls;
 mod processors;
 mod stalls;

@@ -3,6 +3,7 @@
 use super::checker::Checker;
 use super::engines::Engines;
 use super::observed::Observed;
+use super::observers::cpu_time;
 use super::polls::LongestPoll;
 use super::processors::Processors;
 use super::stalls::{LateTimers, Stalls};
@@ -17,7 +18,6 @@ use orchestrate_sandbox::Limits as ContainerLimits;
 use orchestrate_synthetic::{Latency, SyntheticSandboxes, judge};
 use orchestrate_types::{AttemptId, ByteSize, EpisodeId, GroupId, PolicyVersion, RunId};
 use rustix::process::Pid;
-use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use std::sync::Arc;
 use std::time::Duration;
@@ -317,20 +317,6 @@ fn checker(world: &World, processors: &Processors) -> anyhow::Result<Checker> {
     Checker::begin(world.shape.clone(), VERSION, processors.engines.clone())
 }
 
-/// Processor time of this process without some of its threads.
-fn cpu_time(without: &[Pid]) -> Duration {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
-    let all = Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0));
-    all.saturating_sub(without.iter().filter_map(|thread| thread_time(*thread)).sum())
-}
-
-/// Processor time of one thread, where the kernel tells it.
-fn thread_time(thread: Pid) -> Option<Duration> {
-    let text = fs_err::read_to_string(format!("/proc/self/task/{thread}/schedstat")).ok()?;
-    text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
-}
-
 /// So many of a hundred sorted values are not above it.
 fn quantile_ms(sorted_us: &[u32], percent: usize) -> f64 {
     let last = sorted_us.len().saturating_sub(1);
@@ -341,19 +327,6 @@ fn quantile_ms(sorted_us: &[u32], percent: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_thread_of_this_process_can_be_left_out() {
-        let this = rustix::thread::gettid();
-        let (all, without) = (cpu_time(&[]), cpu_time(&[this]));
-        let mut rounds = 0_u64;
-        while cpu_time(&[]) < all + Duration::from_millis(60) {
-            rounds = std::hint::black_box(rounds + 1);
-        }
-        assert!(thread_time(this).unwrap() >= Duration::from_millis(1), "{rounds} rounds");
-        let others = cpu_time(&[this]).saturating_sub(without);
-        assert!(others < cpu_time(&[]).saturating_sub(all));
-    }
 
     #[test]
     fn quantiles_of_sorted_values() {

@@ -1,6 +1,7 @@
 //! Finished episodes, checked and let go as they come, as a run hands them on: on a thread of its
 //! own, where engines run.
 
+use super::observers::Observer;
 use super::processors::keep_thread_to;
 use anyhow::Context;
 use orchestrate_rollout::EpisodeReport;
@@ -9,7 +10,6 @@ use orchestrate_types::{ModelShape, Outcome, PolicyVersion};
 use rustix::process::{Pid, setpriority_process};
 use rustix::thread::gettid;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::thread::JoinHandle;
 
 /// After everything else.
 const NICE: i32 = 19;
@@ -18,8 +18,7 @@ const NICE: i32 = 19;
 #[derive(Debug)]
 pub(super) struct Checker {
     reports: Sender<EpisodeReport>,
-    id: Pid,
-    thread: JoinHandle<anyhow::Result<Checked>>,
+    thread: Observer<anyhow::Result<Checked>>,
 }
 
 /// What was found in all of them.
@@ -44,21 +43,17 @@ impl Checker {
         processors: Vec<usize>,
     ) -> anyhow::Result<Self> {
         let (reports, finished) = mpsc::channel();
-        let (ready, begun) = mpsc::channel();
-        let thread = std::thread::spawn(move || {
-            // Who began waits for this.
-            let _ = ready.send(gettid());
+        let place = move || {
             keep_thread_to(&processors)?;
-            setpriority_process(Some(gettid()), NICE)?;
-            check_all(&shape, version, &finished)
-        });
-        let id = begun.recv().context("the checking thread ended at once")?;
-        Ok(Self { reports, id, thread })
+            Ok(setpriority_process(Some(gettid()), NICE)?)
+        };
+        let thread = Observer::begin(place, move || check_all(&shape, version, &finished))?;
+        Ok(Self { reports, thread })
     }
 
     /// The thread that checks.
     pub(super) fn thread(&self) -> Pid {
-        self.id
+        self.thread.id()
     }
 
     pub(super) fn take(&self, report: EpisodeReport) {
@@ -69,7 +64,7 @@ impl Checker {
     /// Waits until everything is checked.
     pub(super) fn end(self) -> anyhow::Result<Checked> {
         drop(self.reports);
-        self.thread.join().map_err(|_| anyhow::anyhow!("checking rows panicked"))?
+        self.thread.end().context("check rows")?
     }
 }
 

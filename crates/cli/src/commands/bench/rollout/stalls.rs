@@ -4,15 +4,15 @@
 //! and nothing on it runs meanwhile. A thread that only sleeps, of the highest priority there is,
 //! wakes on time whatever else the processor has to do: where it is late, the machine stood still.
 
+use super::observers::Observer;
 use super::processors::keep_thread_to;
 use anyhow::Context;
 use orchestrate_coordinator::LoopLag;
 use rustix::process::Pid;
-use rustix::thread::{gettid, sched_getcpu};
+use rustix::thread::sched_getcpu;
 use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use thread_priority::unix::{
     RealtimeThreadSchedulePolicy::Fifo, ThreadSchedulePolicy, set_thread_priority_and_policy,
@@ -32,10 +32,9 @@ pub(super) struct Stalls {
 
 #[derive(Debug)]
 struct Watch {
-    id: Pid,
     /// Nothing is sent: its end is waited for.
     alive: Sender<()>,
-    thread: JoinHandle<Vec<Late>>,
+    thread: Observer<Vec<Late>>,
 }
 
 /// A time at which something was due on a processor, and when it then happened.
@@ -82,7 +81,7 @@ impl Stalls {
 
     /// The threads that look.
     pub(super) fn threads(&self) -> impl Iterator<Item = Pid> {
-        self.watches.iter().map(|watch| watch.id)
+        self.watches.iter().map(|watch| watch.thread.id())
     }
 
     /// Ends, and takes the times at which a processor stood still from its timers' delays.
@@ -96,21 +95,14 @@ impl Stalls {
 impl Watch {
     fn begin(processor: usize) -> anyhow::Result<Self> {
         let (alive, end) = mpsc::channel();
-        let (ready, begun) = mpsc::channel();
-        let thread = std::thread::spawn(move || {
-            let placed = take_precedence(processor);
-            let is_placed = placed.is_ok();
-            // Who began waits for this.
-            let _ = ready.send(placed.map(|()| gettid()));
-            if is_placed { watch(processor, &end) } else { Vec::new() }
-        });
-        let id = begun.recv().context("a thread ended at once")??;
-        Ok(Self { id, alive, thread })
+        let place = move || take_precedence(processor);
+        let thread = Observer::begin(place, move || watch(processor, &end))?;
+        Ok(Self { alive, thread })
     }
 
     fn end(self) -> Vec<Late> {
         drop(self.alive);
-        self.thread.join().unwrap_or_default()
+        self.thread.end().unwrap_or_default()
     }
 }
 
