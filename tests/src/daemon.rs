@@ -22,6 +22,32 @@ pub fn docker(host: Option<&str>, args: &[&str]) -> anyhow::Result<Output> {
     Ok(command.output()?)
 }
 
+/// Names of all containers, or of those with a label, in whatever state; the id of one without a
+/// name. What a daemon only lists and does not have is none: see `DockerProvider::list`.
+///
+/// # Errors
+/// If Docker cannot be asked.
+pub fn containers(host: Option<&str>, label: Option<&str>) -> anyhow::Result<Vec<String>> {
+    let filter = label.map(|label| format!("--filter=label={label}"));
+    let mut arguments = vec!["ps", "-a", "--no-trunc", "--format={{.ID}} {{.Names}}"];
+    arguments.extend(filter.as_deref());
+    let listed = docker(host, &arguments)?;
+    anyhow::ensure!(listed.status.success(), "docker ps failed: {}", crate::stderr(&listed));
+    let mut names = Vec::new();
+    for line in String::from_utf8(listed.stdout)?.lines() {
+        match line.split_once(' ').unwrap_or((line, "")) {
+            (id, "") => {
+                let known = docker(host, &["inspect", "--type", "container", id])?;
+                if known.status.success() || !crate::stderr(&known).contains("No such container") {
+                    names.push(id.to_owned());
+                }
+            }
+            (_, name) => names.push(name.to_owned()),
+        }
+    }
+    Ok(names)
+}
+
 /// Files that a small disk has room for.
 pub const SMALL_DISK_FILES: u32 = 100_000;
 

@@ -3,7 +3,7 @@
 mod certificates;
 mod daemon;
 
-pub use daemon::{Daemon, SMALL_DISK_FILES, docker, pause};
+pub use daemon::{Daemon, SMALL_DISK_FILES, containers, docker, pause};
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -81,12 +81,7 @@ pub fn say(line: &str) {
 /// # Errors
 /// If Docker cannot be asked.
 pub fn containers_of(run_id: &str) -> anyhow::Result<Vec<String>> {
-    let filter = format!("label=orchestrate.run={run_id}");
-    let output = Command::new("docker")
-        .args(["ps", "-a", "--filter", &filter, "--format", "{{.Names}}"])
-        .output()?;
-    anyhow::ensure!(output.status.success(), "docker ps failed: {}", stderr(&output));
-    Ok(String::from_utf8(output.stdout)?.lines().map(str::to_owned).collect())
+    containers(None, Some(&format!("orchestrate.run={run_id}")))
 }
 
 /// All lines of a run's `metrics.jsonl`.

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
 
 use orchestrate_e2e::{
-    Daemon, docker, docker_or_skip, metrics, orchestrate, pause, run, say, stderr,
+    Daemon, containers, docker, docker_or_skip, metrics, orchestrate, pause, run, say, stderr,
 };
 use std::process::{Output, Stdio};
 use std::time::{Duration, Instant};
@@ -175,8 +175,7 @@ fn docker_a_run_on_two_hosts_survives_the_death_of_one() {
     let id: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let id = id["run"].as_str().unwrap();
     for host in [None, Some(daemon.host())] {
-        let filter = format!("label=orchestrate.run={id}");
-        let left = printed(&docker(host.as_deref(), &["ps", "-aq", "--filter", &filter]).unwrap());
-        assert_eq!(left, "", "on {host:?}");
+        let left = containers(host.as_deref(), Some(&format!("orchestrate.run={id}"))).unwrap();
+        assert_eq!(left, Vec::<String>::new(), "on {host:?}");
     }
 }

@@ -4,6 +4,7 @@ use crate::api::{Purpose, SandboxError, SweepReport};
 use crate::container::{
     LABEL_ATTEMPT, LABEL_DEADLINE, LABEL_EPOCH, LABEL_PURPOSE, LABEL_RUN, purpose_letter,
 };
+use crate::daemon::CallError;
 use crate::provider::{DockerProvider, Shared};
 use bollard::query_parameters::ListContainersOptions;
 use futures::StreamExt as _;
@@ -110,7 +111,8 @@ fn read_labels(
 }
 
 impl DockerProvider {
-    /// All containers with our label on this host, of any run, in order of name.
+    /// All containers with our label on this host, of any run, in order of name. What the daemon
+    /// only lists and does not have is left out.
     ///
     /// # Errors
     /// When the daemon does not list them in time.
@@ -153,19 +155,33 @@ impl Shared {
             .call(daemon.docker.list_containers(Some(options)))
             .await
             .map_err(|error| error.at(&daemon.host, "list"))?;
-        let mut found: Vec<ContainerInfo> = listed
-            .into_iter()
-            .filter_map(|container| {
-                let id = container.id?;
-                let name = container.names.unwrap_or_default().into_iter().next();
-                let name = name.map(|name| name.trim_start_matches('/').to_owned());
-                let name = name.filter(|name| !name.is_empty()).unwrap_or_else(|| id.clone());
-                let state = container.state.map(|state| state.to_string()).unwrap_or_default();
-                Some(read_labels(id, name, state, &container.labels.unwrap_or_default()))
-            })
-            .collect();
+        let mut found = Vec::with_capacity(listed.len());
+        for container in listed {
+            let Some(id) = container.id else { continue };
+            let name = container.names.unwrap_or_default().into_iter().next();
+            let name = name.map(|name| name.trim_start_matches('/').to_owned());
+            let name = match name.filter(|name| !name.is_empty()) {
+                Some(name) => name,
+                None if self.is_only_listed(&id).await? => continue,
+                None => id.clone(),
+            };
+            let state = container.state.map(|state| state.to_string()).unwrap_or_default();
+            found.push(read_labels(id, name, state, &container.labels.unwrap_or_default()));
+        }
         found.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(found)
+    }
+
+    /// Whether the daemon lists a container that it does not have: one that was killed and finds
+    /// its containers alive removes them while it still writes them down, and lists what it wrote
+    /// last, dead and without a name, until its next start.
+    async fn is_only_listed(&self, id: &str) -> Result<bool, SandboxError> {
+        let daemon = &self.daemon;
+        match daemon.call(daemon.docker.inspect_container(id, None)).await {
+            Ok(_) => Ok(false),
+            Err(CallError::Status(404, _)) => Ok(true),
+            Err(error) => Err(error.at(id, "inspect")),
+        }
     }
 
     pub(crate) async fn sweep_epochs(

@@ -266,7 +266,6 @@ fn docker_a_daemon_that_is_killed_breaks_attempts_and_the_run_goes_on() {
     say(&format!("{broken} attempts broken and tried again, {given_up} episodes given up"));
     assert!(broken >= 1, "every kill fell between episodes");
     assert_eq!(given_up, 0);
-    let all = ["ps", "-a", "--format", "{{.Names}} {{.Status}}"];
-    let left = || lines(&docker(Some(&host), &all));
-    assert_eq!(left(), BTreeSet::new());
+    let left = orchestrate_e2e::containers(Some(&host), None).unwrap();
+    assert_eq!(left, Vec::<String>::new());
 }

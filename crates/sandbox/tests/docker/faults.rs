@@ -1,9 +1,9 @@
 //! A sick daemon: what it loses is found again, what it holds back holds nobody else up.
 
-use crate::common::{Bench, check_alive};
+use crate::common::{Bench, check_alive, docker};
 use crate::proxy::{Fault, Proxy};
 use orchestrate_sandbox::{RawSandboxConfig, SandboxErrorKind, SandboxProvider as _, SandboxSpec};
-use orchestrate_types::HumanDuration;
+use orchestrate_types::{HumanDuration, RunId};
 use std::time::{Duration, Instant};
 
 async fn bench() -> Option<(Proxy, Bench)> {
@@ -98,6 +98,36 @@ async fn docker_refusals_say_what_the_daemon_said_and_the_next_start_works() {
     proxy.fault(["POST", "/containers/create"], Fault::Answer(404, "No such image: x"), 2);
     let error = bench.provider.open(&bench.spec(false)).await.unwrap_err();
     assert!(matches!(error.kind, SandboxErrorKind::ImageMissing(_)), "{error}");
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn docker_what_the_daemon_lists_and_does_not_have_is_no_container() {
+    let Some((proxy, bench)) = bench().await else { return };
+    let sandbox = bench.open().await;
+    let id = docker(&["inspect", "--format={{.Id}}", sandbox.name()]);
+    let (id, ghost) = (id.trim(), "f".repeat(64));
+    let (run, other) = (bench.run, RunId::generate());
+    // As a daemon does after it was killed: without names, one that is there and one that is not.
+    let listed = serde_json::json!([
+        {"Id": ghost, "Names": [], "State": "dead", "Labels": {"orchestrate.run": run}},
+        {"Id": id, "Names": [], "State": "running", "Labels": {"orchestrate.run": run}},
+        {"Id": ghost, "Names": ["/named"], "State": "dead", "Labels": {"orchestrate.run": other}},
+    ]);
+    let list = ["GET", "/containers/json"];
+    proxy.fault(list, Fault::Told(listed.to_string()), 2);
+    let found = bench.provider.list().await.unwrap();
+    let names: Vec<&str> = found.iter().map(|info| info.name.as_str()).collect();
+    let mut expected = [id, "named"];
+    expected.sort_unstable();
+    assert_eq!(names, expected);
+
+    // Where that cannot be found out, nothing is said of what is there.
+    proxy.fault(["GET", &ghost], Fault::Answer(500, "deadlock"), 1);
+    let error = bench.provider.list().await.unwrap_err();
+    assert!(error.to_string().contains("deadlock"), "{error}");
+    assert_eq!(proxy.faults_left(), 0);
+    sandbox.close().await.unwrap();
     bench.finish().await;
 }
 

@@ -1,7 +1,7 @@
 //! Two Docker hosts behind one scheduler: the usual daemon by its socket, and one of the test's own
 //! over TCP with TLS.
 
-use crate::common::{IMAGE, check_alive, docker};
+use crate::common::{IMAGE, check_alive};
 use crate::registry::Registry;
 use crate::ssh_server::Sshd;
 use futures::FutureExt as _;
@@ -74,11 +74,9 @@ impl World {
 
     /// Names of the run's containers: on the usual daemon, and on the other one.
     fn containers(&self) -> [Vec<String>; 2] {
-        let filter = format!("label=orchestrate.run={}", self.run);
-        let arguments = ["ps", "-a", "--filter", &filter, "--format", "{{.Names}}"];
-        let far = self.daemon.docker(&arguments).unwrap();
-        [docker(&arguments), String::from_utf8(far.stdout).unwrap()]
-            .map(|names| names.lines().map(str::to_owned).collect())
+        let label = format!("orchestrate.run={}", self.run);
+        [None, Some(self.daemon.host())]
+            .map(|host| orchestrate_e2e::containers(host.as_deref(), Some(&label)).unwrap())
     }
 
     /// A container that an earlier coordinator created and never started.
@@ -423,8 +421,8 @@ async fn docker_a_host_by_ssh_serves_and_survives_its_connection() {
         assert!(began.elapsed() < Duration::from_secs(10), "a connection outlives its provider");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    let filter = format!("label=orchestrate.run={run}");
-    assert_eq!(docker(&["ps", "-a", "--filter", &filter, "--format", "{{.Names}}"]), "");
+    let label = format!("orchestrate.run={run}");
+    assert_eq!(orchestrate_e2e::containers(None, Some(&label)).unwrap(), Vec::<String>::new());
 
     // A stranger's key is refused, in the words of `ssh`.
     server.forget_clients();

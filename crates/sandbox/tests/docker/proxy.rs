@@ -7,14 +7,16 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::task::JoinSet;
 
 /// What happens to a request.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) enum Fault {
     /// The daemon does what it is asked for; the connection breaks before its answer.
     LoseAnswer,
     /// Nothing, ever.
     Silence,
-    /// This answer instead of the daemon's, which never hears of the request.
+    /// This error instead of the daemon's answer, which never hears of the request.
     Answer(u16, &'static str),
+    /// This JSON instead of the daemon's, likewise.
+    Told(String),
 }
 
 #[derive(Debug)]
@@ -89,7 +91,7 @@ async fn connection(
     let line = String::from_utf8_lossy(&head).lines().next().unwrap_or_default().to_owned();
     let fault = rules.lock().unwrap().iter_mut().find_map(|rule| {
         let met = rule.times > 0 && rule.wanted.iter().all(|word| line.contains(word));
-        met.then(|| rule.times -= usize::from(rule.times < usize::MAX)).map(|()| rule.fault)
+        met.then(|| rule.times -= usize::from(rule.times < usize::MAX)).map(|()| rule.fault.clone())
     });
     match fault {
         None => {
@@ -118,16 +120,21 @@ async fn connection(
         }
         Some(Fault::Silence) => std::future::pending::<()>().await,
         Some(Fault::Answer(status, message)) => {
-            let body = format!("{{\"message\":\"{message}\"}}");
-            let answer = format!(
-                "HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
-                body.len()
-            );
-            client.write_all(answer.as_bytes()).await?;
-            client.shutdown().await?;
-            let mut rest = Vec::new();
-            client.read_to_end(&mut rest).await?;
+            answer(client, status, &format!("{{\"message\":\"{message}\"}}")).await?;
         }
+        Some(Fault::Told(body)) => answer(client, 200, &body).await?,
     }
+    Ok(())
+}
+
+async fn answer(mut client: UnixStream, status: u16, body: &str) -> std::io::Result<()> {
+    let answer = format!(
+        "HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
+        body.len()
+    );
+    client.write_all(answer.as_bytes()).await?;
+    client.shutdown().await?;
+    let mut rest = Vec::new();
+    client.read_to_end(&mut rest).await?;
     Ok(())
 }
