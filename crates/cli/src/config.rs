@@ -8,7 +8,7 @@ use camino::Utf8PathBuf;
 use orchestrate_coordinator::{
     DiagnosticsSection, DiagnosticsSettings, RunSection, RunSettings, TasksSection, TasksSettings,
 };
-use orchestrate_engine::{EnginePlan, EngineSection};
+use orchestrate_engine::{EngineKind, EnginePlan, EngineSection};
 use orchestrate_handoff::protocol::RoutingReplay;
 use orchestrate_handoff::{
     Algorithm, AlgorithmSection, HandoffPlan, HandoffSection, TrainerPlan, TrainerSection,
@@ -223,6 +223,15 @@ impl RawConfig {
                 "name rows to evaluate on by tasks.held_out_file, or use 0",
             ));
         }
+        if let Some(plan) = &engine
+            && plan.kind == EngineKind::Openai
+            && self.engine.tokenizer.is_none()
+            && self.engine.model.is_none()
+        {
+            let remedy = "name a folder with a tokenizer and a chat template, best the served \
+                          model's: it counts the tokens of what a chat server writes";
+            problems.push(ConfigProblem::missing("engine.tokenizer", remedy));
+        }
         if let (Some(engine), Some(algorithm)) = (&engine, &algorithm)
             && algorithm.routing_replay() == RoutingReplay::Predictive
             && !(engine.urls.is_empty() && engine.discover.is_none())
@@ -293,6 +302,13 @@ impl RawConfig {
             },
             diagnostics: restate(&settings.diagnostics)?,
         })
+    }
+}
+
+impl Settings {
+    /// Whether a run with these settings can train.
+    pub(crate) fn check_training(&self) -> Result<(), ConfigError> {
+        self.engine.check_training().map_err(|problem| ConfigError::Problems(vec![problem]))
     }
 }
 

@@ -8,8 +8,8 @@ use camino::{Utf8Path, Utf8PathBuf};
 use futures::future::join_all;
 use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TrainerSink};
 use orchestrate_engine::{
-    ClientOptions, Engine, EngineError, EngineErrorKind, Fleet, FleetMember, FleetOptions, Worker,
-    discover,
+    ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EnginePlan, Fleet,
+    FleetMember, FleetOptions, Worker, discover, unknown_shape,
 };
 use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
@@ -19,6 +19,7 @@ use orchestrate_rollout::{ChatModel, EpisodeRunner, GradeLogs, History, Leads, R
 use orchestrate_sandbox::{DockerHosts, Limits, Listener, SandboxProvider, Surroundings};
 use orchestrate_store::Store;
 use orchestrate_tasks::Task;
+use orchestrate_types::ModelShape;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use tokio::net::TcpListener;
@@ -74,6 +75,14 @@ async fn loopback() -> anyhow::Result<(TcpListener, String)> {
     Ok((listener, url))
 }
 
+/// The shape of the served model, as far as it matters for what its engine returns.
+pub(crate) fn shape(plan: &EnginePlan, model: &Utf8Path) -> anyhow::Result<ModelShape> {
+    match plan.kind {
+        EngineKind::Sglang | EngineKind::Vllm => Ok(ModelConfig::load(model)?.shape()),
+        EngineKind::Openai => Ok(unknown_shape()),
+    }
+}
+
 /// The configured servers as one engine, or an embedded one started on `model`.
 pub(crate) async fn engine(
     settings: &Settings,
@@ -81,7 +90,7 @@ pub(crate) async fn engine(
     model: &Utf8Path,
 ) -> anyhow::Result<Fleet> {
     let plan = &settings.engine;
-    let shape = ModelConfig::load(model)?.shape();
+    let shape = shape(plan, model)?;
     let mut urls = match &plan.discover {
         Some(name) => discover(name).await?,
         None => plan.urls.clone(),
@@ -109,6 +118,7 @@ pub(crate) async fn engine(
             max_in_flight: plan.max_in_flight,
             require_routed_experts: plan.require_routed_experts,
             sync_timeout: plan.sync_timeout,
+            served_model: plan.served_model.clone(),
         };
         async move { (url, kind.connect(options.clone(), patience).await, options) }
     });
@@ -215,7 +225,8 @@ pub(crate) fn limits(settings: &Settings) -> Limits {
 
 /// The model's name in predictions.
 fn model_name(settings: &Settings) -> String {
-    settings.engine.model.file_name().unwrap_or("policy").to_owned()
+    let EnginePlan { served_model, model, .. } = &settings.engine;
+    served_model.clone().unwrap_or_else(|| model.file_name().unwrap_or("policy").to_owned())
 }
 
 /// What the run loop decides by.
@@ -255,6 +266,9 @@ pub(crate) async fn coordinator(
              sandbox.max_containers is that of each Docker host)",
             2 * episodes
         ));
+    }
+    if matches!(training, Training::Trainer) {
+        settings.check_training()?;
     }
     let around = Surroundings {
         book: Some(Arc::new(images::Journal(store.image_records()))),

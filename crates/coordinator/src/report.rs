@@ -193,7 +193,8 @@ impl RunReport {
             train_tokens: total("train_tokens"),
             kl_train_infer: mean(&lines, |l| number(l, "/kl_train_infer")),
             kl_ratio: (with > 0.0).then(|| without / with),
-            seconds: lines.iter().filter_map(step_seconds).sum(),
+            // From 0.0: the sum of no numbers is -0.0.
+            seconds: lines.iter().filter_map(step_seconds).fold(0.0, |all, step| all + step),
             collapse: judge(&lines).0,
             means: StepMeans::of(&lines),
         })

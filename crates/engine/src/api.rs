@@ -1,5 +1,6 @@
 //! The seam: what the rest of the program asks of an inference engine. No HTTP types here.
 
+use crate::chat::{ChatTurn, Conversation};
 use camino::Utf8Path;
 use orchestrate_routing::RoutedRows;
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, Retry, TokenId};
@@ -31,6 +32,9 @@ pub struct GenerateRequest {
     /// All tokens so far, `[P]`; shared with the episode that they grow in, and with a fleet that
     /// keeps them for another worker.
     pub token_ids: Arc<Vec<TokenId>>,
+    /// The same conversation in messages, for an engine that takes those; see
+    /// [`Engine::takes_messages`].
+    pub conversation: Option<Conversation>,
     /// How to sample.
     pub sampling: Sampling,
     /// First absolute position whose routing row is wanted; `None` = no rows at all.
@@ -97,6 +101,9 @@ pub struct Generation {
     pub routing_wire_bytes: usize,
     /// Base URL of the worker that answered; its KV cache holds this conversation.
     pub worker: String,
+    /// What was written, from an engine that gives words: then there are no ids, log-probabilities
+    /// and versions.
+    pub turn: Option<ChatTurn>,
 }
 
 /// What a probe of an engine found.
@@ -204,6 +211,12 @@ pub trait Engine: Send + Sync + std::fmt::Debug {
     /// The conversation is over: nothing of it need be remembered.
     fn close_session(&self, session: &str) {
         let _ = session;
+    }
+
+    /// Whether it takes messages and gives words. Such an engine hides tokens, log-probabilities
+    /// and routed experts: it can be evaluated, and not trained with.
+    fn takes_messages(&self) -> bool {
+        false
     }
 
     /// Data-parallel ranks behind this one address, at least 1; each has a prefix cache of its own.

@@ -40,6 +40,8 @@ pub struct ClientOptions {
     pub require_routed_experts: bool,
     /// Longest time one weight update may take.
     pub sync_timeout: Duration,
+    /// Name of the model, for servers that are asked by name.
+    pub served_model: Option<String>,
 }
 
 impl std::fmt::Debug for ClientOptions {
@@ -112,17 +114,7 @@ impl<D: Dialect> Client<D> {
         patience: Duration,
     ) -> Result<(Self, EngineInfo), EngineError> {
         let client = Self::new(options)?;
-        let begun = tokio::time::Instant::now();
-        let starting = |error: &EngineError| {
-            let may_come = match &error.kind {
-                EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => true,
-                EngineErrorKind::Refused { status, .. } => *status == 503,
-                EngineErrorKind::InvalidReply(_) | EngineErrorKind::Unfit(_) => false,
-            };
-            may_come && begun.elapsed() < patience
-        };
-        let backoff = ConstantBuilder::default().with_delay(START_POLL).without_max_times();
-        let info = (|| client.info()).retry(backoff).when(starting).await?;
+        let info = await_start(&client, patience).await?;
         Ok((client, info))
     }
 
@@ -269,6 +261,24 @@ impl<D: Dialect> Client<D> {
             },
         )
     }
+}
+
+/// Waits at most `patience` for a server that is starting.
+pub(crate) async fn await_start(
+    engine: &impl Engine,
+    patience: Duration,
+) -> Result<EngineInfo, EngineError> {
+    let begun = tokio::time::Instant::now();
+    let starting = |error: &EngineError| {
+        let may_come = match &error.kind {
+            EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => true,
+            EngineErrorKind::Refused { status, .. } => *status == 503,
+            EngineErrorKind::InvalidReply(_) | EngineErrorKind::Unfit(_) => false,
+        };
+        may_come && begun.elapsed() < patience
+    };
+    let backoff = ConstantBuilder::default().with_delay(START_POLL).without_max_times();
+    (|| engine.info()).retry(backoff).when(starting).await
 }
 
 #[async_trait]

@@ -15,9 +15,11 @@ pub struct EngineSection {
     /// Base URL of an inference server, e.g. `http://127.0.0.1:30000`. Absent: the embedded
     /// engine.
     pub url: Option<String>,
-    /// What the server at `url` speaks: "sglang" (0.5.12 and later, the default) or "vllm" (0.31
-    /// and later).
+    /// What the server at `url` speaks: "sglang" (0.5.12 and later, the default), "vllm" (0.31
+    /// and later), or, for evaluation only, "openai" (`/v1/chat/completions`).
     pub kind: Option<String>,
+    /// Name of the model at a server of kind "openai".
+    pub served_model: Option<String>,
     /// Base URLs of several servers of the same model: a fleet. Instead of `url`.
     pub urls: Option<Vec<String>>,
     /// Base URL whose host name stands for several servers: each of its addresses is one, looked
@@ -55,6 +57,8 @@ pub struct EnginePlan {
     pub discover: Option<String>,
     /// What the servers speak.
     pub kind: EngineKind,
+    /// Name of the model there; only a server of kind `openai` is asked by it.
+    pub served_model: Option<String>,
     /// Folder of the starting checkpoint.
     pub model: Utf8PathBuf,
     /// Folder of the tokenizer.
@@ -90,6 +94,18 @@ impl EngineSection {
             problems.push(problem);
             EngineKind::default()
         });
+        let served = self.served_model.as_deref().filter(|name| !name.trim().is_empty());
+        match (kind, &self.served_model) {
+            (EngineKind::Openai, _) if served.is_none() => {
+                let remedy = "name the model as the chat server names it (see its /v1/models)";
+                problems.push(ConfigProblem::missing("engine.served_model", remedy));
+            }
+            (EngineKind::Sglang | EngineKind::Vllm, Some(name)) => {
+                let remedy = "leave it out: only kind \"openai\" is asked for a model by name";
+                problems.push(ConfigProblem::new("engine.served_model", name, remedy));
+            }
+            (EngineKind::Openai, _) | (EngineKind::Sglang | EngineKind::Vllm, None) => {}
+        }
         let model = self.model.as_deref().filter(|model| !model.trim().is_empty());
         if model.is_none() {
             let remedy = "name the folder of the starting checkpoint (Hugging Face layout)";
@@ -128,6 +144,7 @@ impl EngineSection {
             urls,
             discover: self.discover.clone(),
             kind,
+            served_model: self.served_model.clone(),
             tokenizer: self.tokenizer.as_ref().map_or_else(|| model.clone(), Utf8PathBuf::from),
             model,
             api_key_env: self.api_key_env.clone(),
@@ -186,19 +203,34 @@ fn check_kind(kind: Option<&str>, has_url: bool) -> Result<EngineKind, ConfigPro
     match kind {
         None | Some("sglang") => Ok(EngineKind::Sglang),
         Some("vllm") if has_url => Ok(EngineKind::Vllm),
-        Some("vllm") => {
-            let remedy = "set engine.url to the vLLM server: the embedded engine is \"sglang\"";
-            Err(ConfigProblem::new(key, "vllm", remedy))
+        Some("openai") if has_url => Ok(EngineKind::Openai),
+        Some(kind @ ("vllm" | "openai")) => {
+            let remedy = "set engine.url to the server: the embedded engine is \"sglang\"";
+            Err(ConfigProblem::new(key, kind, remedy))
         }
-        Some(openai @ ("openai" | "openai-chat")) => {
-            let remedy = format!("OpenAI-compatible chat servers hide token ids; {NEEDED}");
-            Err(ConfigProblem::new(key, openai, remedy))
+        Some(other) => {
+            let remedy = "use \"sglang\", \"vllm\" or, for evaluation only, \"openai\"";
+            Err(ConfigProblem::new(key, other, remedy))
         }
-        Some(other) => Err(ConfigProblem::new(key, other, "use \"sglang\" or \"vllm\"")),
     }
 }
 
 impl EnginePlan {
+    /// Whether a run can train with what these servers return.
+    ///
+    /// # Errors
+    /// A [`ConfigProblem`] with what would be needed, for chat servers.
+    pub fn check_training(&self) -> Result<(), ConfigProblem> {
+        if self.kind != EngineKind::Openai {
+            return Ok(());
+        }
+        let remedy = format!(
+            "OpenAI-compatible chat servers hide token ids: `orchestrate eval` can measure them, and \
+             {NEEDED}"
+        );
+        Err(ConfigProblem::new("engine.kind", self.kind, remedy))
+    }
+
     /// The API key from the environment; `None` where no variable is named.
     ///
     /// # Errors
@@ -244,9 +276,30 @@ mod tests {
         assert_eq!(plan("sglang", None), Ok(EngineKind::Sglang));
         assert_eq!(plan("vllm", url), Ok(EngineKind::Vllm));
         assert!(plan("vllm", None).unwrap_err().contains("engine.url"));
-        let refused = plan("openai", url).unwrap_err();
-        assert!(refused.contains("/inference/v1/generate") && refused.contains("/generate"));
+        assert!(plan("openai", url).unwrap_err().contains("engine.served_model"));
+        assert!(plan("openai", None).unwrap_err().contains("engine.url"));
         assert!(plan("triton", url).unwrap_err().contains("vllm"));
+    }
+
+    #[test]
+    fn a_chat_server_is_for_evaluation_only_and_asked_by_name() {
+        let section = |kind: &str| EngineSection {
+            kind: Some(kind.to_owned()),
+            url: Some("http://127.0.0.1:1/v1".to_owned()),
+            model: Some("m".to_owned()),
+            served_model: Some("coder".to_owned()),
+            ..Default::default()
+        };
+        let plan = section("openai").check().unwrap();
+        assert_eq!((plan.kind, plan.served_model.as_deref()), (EngineKind::Openai, Some("coder")));
+        let refused = plan.check_training().unwrap_err().to_string();
+        for words in ["orchestrate eval", "/inference/v1/generate", "/generate"] {
+            assert!(refused.contains(words), "{refused}");
+        }
+        let named = section("vllm").check().unwrap_err();
+        assert_eq!(named[0].key, "engine.served_model");
+        let plan = EngineSection { served_model: None, ..section("vllm") }.check().unwrap();
+        assert_eq!(plan.check_training(), Ok(()));
     }
 
     #[test]

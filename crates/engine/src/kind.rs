@@ -1,10 +1,11 @@
 //! Which kind of server, chosen by settings, behind one type.
 
+use crate::client::await_start;
 use crate::dialect::Dialect;
 use crate::http::Wire;
 use crate::{
-    Client, ClientOptions, Engine, EngineError, EngineErrorKind, EngineInfo, ProbeReport, Sglang,
-    Vllm,
+    ChatClient, Client, ClientOptions, Engine, EngineError, EngineErrorKind, EngineInfo,
+    ProbeReport, Sglang, Vllm,
 };
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
@@ -22,6 +23,8 @@ pub enum EngineKind {
     Sglang,
     /// vLLM 0.31 and later.
     Vllm,
+    /// The OpenAI-compatible chat form, for evaluation only.
+    Openai,
 }
 
 impl fmt::Display for EngineKind {
@@ -29,6 +32,7 @@ impl fmt::Display for EngineKind {
         f.write_str(match self {
             Self::Sglang => "sglang",
             Self::Vllm => "vllm",
+            Self::Openai => "openai",
         })
     }
 }
@@ -62,6 +66,7 @@ impl EngineKind {
         Ok(match self {
             Self::Sglang => Arc::new(Client::<Sglang>::new(options)?),
             Self::Vllm => Arc::new(Client::<Vllm>::new(options)?),
+            Self::Openai => Arc::new(ChatClient::new(options)?),
         })
     }
 
@@ -82,6 +87,11 @@ impl EngineKind {
             Self::Vllm => Client::<Vllm>::connect(options, patience)
                 .await
                 .map(|(client, info)| (Arc::new(client) as Arc<dyn Worker>, info)),
+            Self::Openai => {
+                let client = ChatClient::new(options)?;
+                let info = await_start(&client, patience).await?;
+                return Ok((Arc::new(client), info));
+            }
         };
         match connected {
             Err(error) if may_be_another(&error.kind) => {
@@ -97,7 +107,7 @@ impl EngineKind {
         let words = match identify(&wire).await.ok()? {
             Identity::Known(kind) if kind == self => return None,
             Identity::Known(kind) => format!("it is no {self}: set engine.kind = \"{kind}\""),
-            Identity::Chat => format!("it speaks only the OpenAI-compatible form; {NEEDED}"),
+            Identity::Chat => chat_only(),
             Identity::Stranger => format!("it is no inference server that is known here; {NEEDED}"),
         };
         Some(wire.error("look", EngineErrorKind::Unfit(words)))
@@ -111,11 +121,19 @@ impl EngineKind {
         let wire = Wire::new(url, api_key)?;
         let words = match identify(&wire).await? {
             Identity::Known(kind) => return Ok(kind),
-            Identity::Chat => format!("it speaks only the OpenAI-compatible form; {NEEDED}"),
+            Identity::Chat => chat_only(),
             Identity::Stranger => format!("it is no inference server that is known here; {NEEDED}"),
         };
         Err(wire.error("look", EngineErrorKind::Unfit(words)))
     }
+}
+
+/// To a person with a chat server.
+fn chat_only() -> String {
+    format!(
+        "it speaks only the OpenAI-compatible form, by which `orchestrate eval` can measure it \
+         (engine.kind = \"openai\"); {NEEDED}"
+    )
 }
 
 /// Whether an error may mean that another kind of server answers.

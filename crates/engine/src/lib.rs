@@ -3,11 +3,13 @@
 //!
 //! One [`Client`] has everything that two servers have in common; a [`Dialect`] has the rest.
 //! [`EngineKind`] chooses one by settings, and [`Worker::probe`] finds out whether a server is fit.
+//! [`ChatClient`] is for servers of words alone, which can only be evaluated.
 //!
 //! The invariant: nothing of a reply is handed on before it was checked in full (token ids,
 //! log-probabilities, routing rows); a bad reply is an [`EngineError`], never padded.
 
 mod api;
+mod chat;
 mod client;
 mod config;
 mod dialect;
@@ -23,6 +25,9 @@ mod vllm;
 pub use api::{
     Engine, EngineError, EngineErrorKind, EngineInfo, Finish, GenerateRequest, Generation,
     Sampling, SessionOpening, VersionSpan,
+};
+pub use chat::{
+    CalledFunction, ChatClient, ChatMessage, ChatTurn, Conversation, ToolCall, unknown_shape,
 };
 pub use client::{Client, ClientOptions};
 pub use config::{EnginePlan, EngineSection};

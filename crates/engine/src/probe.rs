@@ -223,6 +223,7 @@ impl<D: Dialect> Probe<'_, D> {
         let attempt = AttemptId { episode: EpisodeId { group, member: 0 }, attempt: 1 };
         self.calls += 1;
         let request = GenerateRequest {
+            conversation: None,
             request_id: RequestId::new(self.run, attempt, self.calls, 0),
             session: format!("probe-{}", self.run.short()),
             token_ids: tokens.to_vec().into(),

@@ -86,6 +86,30 @@ pub(crate) struct Cut<'a> {
     payload: Option<Range<usize>>,
 }
 
+/// Parses a body; an error names the field.
+pub(crate) fn parse<'de, T: Deserialize<'de>>(body: &'de [u8]) -> Result<T, EngineErrorKind> {
+    serde_json::from_slice(body).map_err(|error| explain::<T>(body, &error))
+}
+
+fn explain<'de, T: Deserialize<'de>>(
+    body: &'de [u8],
+    error: &serde_json::Error,
+) -> EngineErrorKind {
+    if let Some(message) = error_message(body) {
+        let words = format!("success with an error inside: {message}");
+        return EngineErrorKind::InvalidReply(words);
+    }
+    if error.is_data() {
+        // Read again with an eye on the path: right replies need none.
+        let mut json = serde_json::Deserializer::from_slice(body);
+        if let Err(error) = serde_path_to_error::deserialize::<_, T>(&mut json) {
+            return wrong(&short(&error.path().to_string()), short(&error.inner().to_string()));
+        }
+    }
+    let words = format!("it is no JSON: {error}; it begins `{}`", excerpt(body));
+    EngineErrorKind::InvalidReply(words)
+}
+
 /// A list with one element per sampled token. It has room for those of most turns from the begin.
 pub(crate) struct PerToken<T>(pub(crate) Vec<T>);
 
@@ -128,23 +152,7 @@ impl<'a> Cut<'a> {
 
     /// Parses the rest; an error names the field.
     pub(crate) fn parse<'de, T: Deserialize<'de>>(&'de self) -> Result<T, Fault> {
-        serde_json::from_slice(&self.json).map_err(|error| self.explain::<T>(&error).into())
-    }
-
-    fn explain<'de, T: Deserialize<'de>>(&'de self, error: &serde_json::Error) -> EngineErrorKind {
-        if let Some(message) = error_message(&self.json) {
-            let words = format!("success with an error inside: {message}");
-            return EngineErrorKind::InvalidReply(words);
-        }
-        if error.is_data() {
-            // Read again with an eye on the path: right replies need none.
-            let mut json = serde_json::Deserializer::from_slice(&self.json);
-            if let Err(error) = serde_path_to_error::deserialize::<_, T>(&mut json) {
-                return wrong(&short(&error.path().to_string()), short(&error.inner().to_string()));
-            }
-        }
-        let words = format!("it is no JSON: {error}; it begins `{}`", excerpt(self.body));
-        EngineErrorKind::InvalidReply(words)
+        parse(&self.json).map_err(Fault::from)
     }
 
     /// The payload that belongs to `value`, a borrowed string of the parsed rest: empty where one

@@ -53,6 +53,7 @@ async fn subject(weight_format: WeightFormat) -> Subject {
         max_in_flight: 8,
         require_routed_experts: true,
         sync_timeout: Duration::from_mins(1),
+        served_model: None,
     };
     let (engine, _) = EngineKind::Sglang.connect(client, Duration::from_mins(1)).await.unwrap();
     let report = engine.probe().await.unwrap();

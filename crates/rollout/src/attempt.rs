@@ -4,12 +4,16 @@ mod act;
 
 use crate::api::{EpisodeReport, EpisodeRequest, Timings, TurnLog};
 use crate::buffer::TokenBuffer;
+use crate::chat::ChatError;
+use crate::dialogue::{Dialogue, Written};
 use crate::editor::Editor;
 use crate::leads::{LeadKey, Leading, Part};
 use crate::machine::Event;
 use crate::rows::{EpisodeRows, RowsRefused};
 use crate::runner::{EpisodeRunner, failed};
-use orchestrate_engine::{Engine, Finish, GenerateRequest, Generation, Sampling, SessionOpening};
+use orchestrate_engine::{
+    Engine, Finish, GenerateRequest, Generation, Sampling, SessionOpening, VersionSpan,
+};
 use orchestrate_routing::MixedRows;
 use orchestrate_tasks::Verdict;
 use orchestrate_types::{ModelShape, Outcome, PolicyVersion, RequestId, Retry, Stage, TokenId};
@@ -41,6 +45,9 @@ pub(crate) struct Attempt<'a> {
     leading: Option<Leading>,
     pub(crate) request: EpisodeRequest,
     pub(crate) buffer: TokenBuffer,
+    /// The conversation in messages, for an engine that takes those. The buffer then holds what our
+    /// own tokenizer makes of it, so that it has a length; nothing of that is trained on.
+    pub(crate) dialogue: Option<Dialogue>,
     rows: Option<EpisodeRows>,
     routing_problem: Option<String>,
     version: PolicyVersion,
@@ -109,6 +116,7 @@ impl<'a> Attempt<'a> {
             leading: None,
             request,
             buffer: TokenBuffer::default(),
+            dialogue: None,
             rows,
             routing_problem,
             deadline: None,
@@ -152,13 +160,17 @@ impl<'a> Attempt<'a> {
         let reply = self.try_generate(turn, max_new_tokens).await;
         let elapsed = started.elapsed();
         self.timings.generate_s += elapsed.as_secs_f64();
-        let reply = match reply {
+        let mut reply = match reply {
             Ok(reply) => reply,
             Err(NoReply::Event(event)) => return event,
             Err(NoReply::Failed(error)) => return failed(Stage::Generate, error),
         };
+        let written = match self.hear(&mut reply) {
+            Ok(written) => written,
+            Err(error) => return failed(Stage::Generate, error),
+        };
         if reply.output_ids.is_empty() {
-            // Aborted before its first token: nothing happened, and nothing is stored.
+            // Aborted before its first token, or without room for one: nothing is stored.
             return Event::Generated {
                 finish: reply.finish,
                 sampled: 0,
@@ -181,7 +193,11 @@ impl<'a> Attempt<'a> {
         if let Some(last) = reply.versions.last() {
             self.version = last.version;
         }
-        match self.runner.chat.decode(self.buffer.last_turn()) {
+        if written.is_some() {
+            let all = self.buffer.len();
+            self.buffer.exclude(all - reply.output_ids.len()..all);
+        }
+        match written.map_or_else(|| self.runner.chat.decode(self.buffer.last_turn()), Ok) {
             Ok(text) => self.log_turn(text, elapsed, resumed),
             Err(error) => return failed(Stage::Generate, error),
         }
@@ -257,6 +273,24 @@ impl<'a> Attempt<'a> {
         }
     }
 
+    /// Keeps the words of an engine that gives those, and makes tokens of them. Gives the whole turn
+    /// as text.
+    fn hear(&mut self, reply: &mut Generation) -> Result<Option<String>, ChatError> {
+        let (Some(turn), Some(dialogue)) = (reply.turn.take(), &mut self.dialogue) else {
+            return Ok(None);
+        };
+        let chat = &self.runner.chat;
+        let Written { text, kept } = dialogue.hear(turn);
+        reply.output_ids = chat.encode(&kept)?;
+        if reply.finish == Finish::Stop {
+            reply.output_ids.push(chat.end_of_turn());
+        }
+        let end = reply.output_ids.len();
+        reply.logprobs = vec![0.0; end];
+        reply.versions = vec![VersionSpan { version: self.version, start: 0, end }];
+        Ok(Some(text))
+    }
+
     /// Before the first call: finds a place, goes first or waits for who does, and takes the rows
     /// that are there for this prompt.
     async fn begin(&mut self, prompt: &[u32]) {
@@ -307,6 +341,7 @@ impl<'a> Attempt<'a> {
                 seed: call_seed(seed, turn, token_ids.len()),
             },
             token_ids,
+            conversation: self.dialogue.as_ref().map(Dialogue::conversation),
             routed_experts_start: self.rows.as_ref().map(EpisodeRows::next_start),
             cache_namespace: self.version,
             priority: i32::try_from(turn).unwrap_or(i32::MAX),
@@ -321,6 +356,13 @@ impl<'a> Attempt<'a> {
         prompt: usize,
         max_new_tokens: usize,
     ) -> Result<(), Refusal> {
+        match (&self.dialogue, &reply.turn) {
+            (None, None) => {}
+            (Some(_), Some(_)) => return Ok(()),
+            (None, Some(_)) | (Some(_), None) => {
+                return Err(Refusal::Reply("words for tokens, or tokens for words".to_owned()));
+            }
+        }
         let sampled = reply.output_ids.len();
         if reply.logprobs.len() != sampled {
             let found = reply.logprobs.len();

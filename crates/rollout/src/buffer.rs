@@ -232,6 +232,7 @@ mod tests {
             num_retractions: 0,
             routing_wire_bytes: 0,
             worker: "fake".to_owned(),
+            turn: None,
         }
     }
 

@@ -11,6 +11,7 @@ mod buffer;
 mod chat;
 mod codec;
 mod config;
+mod dialogue;
 mod editor;
 mod grading;
 mod leads;

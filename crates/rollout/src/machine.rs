@@ -257,7 +257,9 @@ impl EpisodeMachine {
     ) -> (State, Command) {
         let room = self.limits.max_sequence_tokens.saturating_sub(total_tokens);
         let response_room = self.limits.max_response_tokens.saturating_sub(sampled);
-        let cut = if room == 0 { Limit::SequenceTokens } else { Limit::ResponseTokens };
+        // No room for a single token: the engine's context is shorter than the episode's limit.
+        let full = room == 0 || sampled == 0;
+        let cut = if full { Limit::SequenceTokens } else { Limit::ResponseTokens };
         match finish {
             Finish::Stop => (State::Acting { turn }, Command::Act),
             Finish::Length => grade(Some(cut)),

@@ -8,6 +8,7 @@ use crate::api::{EpisodeReport, EpisodeRequest, Episodes};
 use crate::attempt::Attempt;
 use crate::chat::ChatModel;
 use crate::config::RolloutPlan;
+use crate::dialogue::Dialogue;
 use crate::grading::{self, GradeError, GradeLogs, Graded, Rules, close, entry, write_log_folder};
 use crate::leads::Leads;
 use crate::machine::{Command, EpisodeMachine, Event};
@@ -166,6 +167,9 @@ impl EpisodeRunner {
 
     fn render_prompt(&self, attempt: &mut Attempt<'_>) -> Event {
         let messages = self.plan.opening(&attempt.request.task);
+        if self.engine.takes_messages() {
+            attempt.dialogue = Some(Dialogue::open(&messages, &self.chat.purpose.tools));
+        }
         match self.chat.prompt(&messages) {
             Ok(ids) => {
                 attempt.buffer.add_pending(&ids);

@@ -111,6 +111,7 @@ impl Subject {
             request_id: RequestId::new(self.run, attempt, call % 1000, 0),
             session: format!("conformance-{}", self.run.short()),
             token_ids: tokens.to_vec().into(),
+            conversation: None,
             sampling: Sampling {
                 temperature: 0.0,
                 top_p: 1.0,

@@ -227,6 +227,7 @@ impl FakeEngine {
             versions: vec![VersionSpan { version, start: 0, end: ids.len() }],
             num_retractions: 0,
             worker: WORKER.to_owned(),
+            turn: None,
             output_ids: ids,
         })
     }

@@ -95,11 +95,15 @@ fn finding(what: &'static str, result: anyhow::Result<String>) -> Finding {
 }
 
 fn policy(settings: &Settings) -> anyhow::Result<String> {
-    let config = ModelConfig::load(&settings.engine.model)?;
+    let plan = &settings.engine;
     let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_use())?;
+    if plan.kind == EngineKind::Openai {
+        return Ok(format!("{}: vocabulary {}", plan.tokenizer, chat.vocab_size()));
+    }
+    let config = ModelConfig::load(&plan.model)?;
     Ok(format!(
         "{}: {} layers, {} experts top-{}, vocabulary {}",
-        settings.engine.model,
+        plan.model,
         config.num_hidden_layers,
         config.num_experts,
         config.num_experts_per_tok,
@@ -280,14 +284,21 @@ async fn engine(settings: &Settings, url: String) -> Vec<Finding> {
 async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
     let plan = &settings.engine;
     let api_key = plan.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?;
-    let kind = EngineKind::detect(url, api_key.as_deref()).await?;
+    let kind = match plan.kind {
+        // By its routes it may be a server of another kind as well.
+        EngineKind::Openai => EngineKind::Openai,
+        EngineKind::Sglang | EngineKind::Vllm => {
+            EngineKind::detect(url, api_key.as_deref()).await?
+        }
+    };
     let options = ClientOptions {
         url: url.to_owned(),
         api_key,
-        shape: ModelConfig::load(&plan.model)?.shape(),
+        shape: wiring::shape(plan, &plan.model)?,
         max_in_flight: 1,
         require_routed_experts: plan.require_routed_experts,
         sync_timeout: plan.sync_timeout,
+        served_model: plan.served_model.clone(),
     };
     if plan.urls.iter().any(|own| own == url.trim_end_matches('/')) && plan.kind != kind {
         anyhow::bail!(EngineError {

@@ -2,18 +2,18 @@
 
 use super::run;
 use crate::args::EvalArgs;
-use crate::config::{self, RawConfig, Settings};
+use crate::config::{self, ConfigError, RawConfig, Settings};
 use crate::exit::STOPPED;
 use crate::wiring::{self, Training};
 use crate::{live, output, tables, task_source};
 use camino::{Utf8Path, Utf8PathBuf};
 use comfy_table::Table;
 use orchestrate_coordinator::{RunEnd, RunReport, StepProgress, Stop, TrainerSink};
+use orchestrate_engine::EngineKind;
 use orchestrate_handoff::protocol::{PROTOCOL_VERSION, StepRequest, StepResult, TrainerInfo};
 use orchestrate_handoff::{TrainerError, TrainerErrorKind};
-use orchestrate_moe::ModelConfig;
 use orchestrate_store::{Reader, Store};
-use orchestrate_types::{Outcome, PolicyVersion};
+use orchestrate_types::{ModelShape, Outcome, PolicyVersion};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 use std::process::ExitCode;
@@ -32,9 +32,12 @@ pub(crate) async fn run(args: EvalArgs) -> anyhow::Result<ExitCode> {
     };
     // Only the evaluation before the first step, and no step.
     settings.run.steps = 0;
-    let checkpoint = wiring::absolute(&settings.engine.model)?;
-    let model = ModelConfig::load(&checkpoint)?;
-    let policy = FixedPolicy { checkpoint, model };
+    let plan = &settings.engine;
+    let checkpoint = match &plan.served_model {
+        Some(name) => name.into(),
+        None => wiring::absolute(&plan.model)?,
+    };
+    let policy = FixedPolicy { model: wiring::shape(plan, &checkpoint)?, checkpoint };
     let stop = Stop::default();
     let training = Training::Fixed(Arc::new(policy));
     let driven = Box::pin(run::drive(&settings, &folder, store, training, stop.clone()));
@@ -72,6 +75,10 @@ pub(crate) async fn run(args: EvalArgs) -> anyhow::Result<ExitCode> {
 async fn create(args: &EvalArgs, folder: &Utf8Path) -> anyhow::Result<(Settings, Store)> {
     let mut raw: RawConfig = config::load(&args.source)?;
     if let Some(checkpoint) = &args.checkpoint {
+        if raw.check()?.engine.kind == EngineKind::Openai {
+            let error = "a chat server has its own weights; leave it out".to_owned();
+            anyhow::bail!(ConfigError::Layer { name: "--checkpoint".into(), error });
+        }
         raw.engine.model = Some(wiring::absolute(checkpoint)?.into_string());
     }
     raw.run.steps = Some(1);
@@ -137,8 +144,9 @@ fn table(sums: &BTreeMap<String, Sum>) -> Table {
 /// A policy that nobody trains.
 #[derive(Debug)]
 struct FixedPolicy {
+    /// Its folder, or its name where nothing but that is known.
     checkpoint: Utf8PathBuf,
-    model: ModelConfig,
+    model: ModelShape,
 }
 
 #[async_trait::async_trait]
@@ -147,7 +155,7 @@ impl TrainerSink for FixedPolicy {
         Ok(TrainerInfo {
             protocol_version: PROTOCOL_VERSION,
             trainer: "none (evaluation only)".into(),
-            model: self.model.shape(),
+            model: self.model.clone(),
             algorithms: vec!["grpo".into()],
             policy_version: PolicyVersion(0),
             lineage: 0,

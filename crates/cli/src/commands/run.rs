@@ -40,6 +40,7 @@ pub(crate) async fn create(
     source: &ConfigSource,
 ) -> anyhow::Result<(Settings, Store)> {
     let raw: RawConfig = config::load(source)?;
+    raw.check()?.check_training()?;
     create_from(folder, &raw).await
 }
 

@@ -281,6 +281,10 @@ impl Engine for Fleet {
         &self.shape
     }
 
+    fn takes_messages(&self) -> bool {
+        self.shared.workers.first().is_some_and(|worker| worker.engine().takes_messages())
+    }
+
     fn open_session(&self, opening: &SessionOpening<'_>) {
         let mut placement = self.shared.placement();
         // No worker up is no failure here: the first call waits for one.

@@ -96,6 +96,7 @@ pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
             routed_experts: rows,
             // Who sends the request knows it.
             worker: String::new(),
+            turn: None,
             cached_tokens: meta.cached_tokens.unwrap_or(0),
             num_retractions: meta.num_retractions.unwrap_or(0),
             output_ids,

@@ -2,7 +2,7 @@
 
 use super::ID_PREFIX;
 use crate::reply::{
-    Counts, Cut, Expected, Fault, Reading, Span, check_id, check_logprobs, check_spans,
+    Counts, Cut, Expected, Fault, PerToken, Reading, Span, check_id, check_logprobs, check_spans,
     check_tokens, one_span, routed_rows, short, wrong,
 };
 use crate::{EngineErrorKind, Finish, Generation};
@@ -43,7 +43,7 @@ struct Details {
 struct Choice<'a> {
     index: usize,
     finish_reason: Option<String>,
-    token_ids: Option<Vec<TokenId>>,
+    token_ids: Option<PerToken<TokenId>>,
     logprobs: Option<Logprobs>,
     weight_versions: Option<Vec<Span>>,
     // Empty: its text was cut out before. Borrowed, so that its place can be compared.
@@ -52,7 +52,7 @@ struct Choice<'a> {
 
 #[derive(Deserialize)]
 struct Logprobs {
-    content: Option<Vec<Logprob>>,
+    content: Option<PerToken<Logprob>>,
 }
 
 #[derive(Deserialize)]
@@ -78,7 +78,7 @@ pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
         return Err(wrong("choices[0].index", "it is not 0").into());
     }
     let finish = finish(choice.finish_reason.as_deref())?;
-    let Some(output_ids) = choice.token_ids else {
+    let Some(PerToken(output_ids)) = choice.token_ids else {
         return Err(wrong(OUTPUTS, "it is missing").into());
     };
     let outputs = output_ids.len();
@@ -94,7 +94,8 @@ pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
     };
     counts.check(outputs, expected, never_ran)?;
     check_tokens(OUTPUTS, &output_ids, expected)?;
-    let given = choice.logprobs.and_then(|logprobs| logprobs.content).unwrap_or_default();
+    let content = choice.logprobs.as_ref().and_then(|logprobs| logprobs.content.as_ref());
+    let given = content.map_or(&[][..], |PerToken(given)| given);
     let given = given.iter().map(|entry| (entry.token_id, entry.logprob));
     let logprobs = check_logprobs(LOGPROBS, given, &output_ids)?;
     let versions = match &choice.weight_versions {
@@ -114,6 +115,7 @@ pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
             routed_experts: rows,
             // Who sends the request knows it.
             worker: String::new(),
+            turn: None,
             cached_tokens: cached.unwrap_or(0),
             // A preempted request keeps the rows of tokens already sampled.
             num_retractions: 0,

@@ -65,6 +65,7 @@ async fn real(kind: EngineKind, name: &str) {
         max_in_flight: 8,
         require_routed_experts: true,
         sync_timeout: PATIENCE,
+        served_model: None,
     };
     let prompts = made_up_prompts(&options.shape);
     let (engine, info) = kind.connect(options, PATIENCE).await.unwrap();

@@ -121,6 +121,7 @@ async fn subject(kind: EngineKind, folder: &str, names: &[&str]) -> Option<Subje
         max_in_flight: 8,
         require_routed_experts: true,
         sync_timeout: Duration::from_secs(10),
+        served_model: None,
     };
     let engine = kind.client(options).unwrap();
     let prompts = Box::new(move |turn: usize, _: &[u32]| turns.get(turn).cloned());

@@ -174,6 +174,7 @@ impl Engine for Scripted {
             num_retractions: 0,
             routing_wire_bytes: 0,
             worker: self.name.clone(),
+            turn: None,
         })
     }
 
@@ -236,6 +237,7 @@ pub(crate) fn request(session: &str, tokens: usize) -> GenerateRequest {
         request_id: RequestId::new(RunId::generate(), attempt, 0, 0),
         session: session.to_owned(),
         token_ids: vec![7; tokens].into(),
+        conversation: None,
         sampling: Sampling {
             temperature: 1.0,
             top_p: 1.0,

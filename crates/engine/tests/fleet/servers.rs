@@ -98,6 +98,7 @@ fn fleet(servers: &[Server]) -> Arc<Fleet> {
             max_in_flight: 64,
             require_routed_experts: true,
             sync_timeout: Duration::from_secs(10),
+            served_model: None,
         };
         let engine = Arc::new(SglangClient::new(options).unwrap());
         FleetMember { name: server.url(), engine, is_up: true }

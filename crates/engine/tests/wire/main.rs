@@ -1,6 +1,7 @@
 //! The clients against scripted servers, and against recorded replies of SGLang and vLLM.
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
 
+mod chat;
 mod hostile;
 mod kinds;
 mod probing;

@@ -108,6 +108,7 @@ pub(crate) fn options(url: &str) -> ClientOptions {
         max_in_flight: 8,
         require_routed_experts: true,
         sync_timeout: Duration::from_secs(10),
+        served_model: None,
     }
 }
 
@@ -118,6 +119,7 @@ pub(crate) fn request(
 ) -> GenerateRequest {
     let attempt = "t000001.02-a01".parse().unwrap();
     GenerateRequest {
+        conversation: None,
         request_id: RequestId::new(RunId::generate(), attempt, 3, 0),
         session: "t000001.02-a01".to_owned(),
         token_ids: token_ids.into(),

@@ -63,7 +63,12 @@ impl Attempt<'_> {
         }
         if !submitted {
             match self.runner.chat.delta(&new_messages, self.buffer.last()) {
-                Ok(delta) => self.go_on(&delta),
+                Ok(delta) => {
+                    if let Some(dialogue) = &mut self.dialogue {
+                        dialogue.answer(&new_messages);
+                    }
+                    self.go_on(&delta);
+                }
                 Err(error) => return failed(Stage::Exec, error),
             }
         }

@@ -32,6 +32,16 @@ struct EditArguments {
 #[serde(deny_unknown_fields)]
 struct SubmitArguments {}
 
+/// A call as a policy would have written it: what [`parse`] reads. `arguments` are JSON as someone
+/// wrote it, right or wrong.
+pub(crate) fn call_text(name: &str, arguments: &str) -> String {
+    let name = serde_json::Value::from(name);
+    let arguments = if arguments.trim().is_empty() { "{}" } else { arguments };
+    // In JSON the same text, and nothing in it closes a tag.
+    let arguments = arguments.replace("</", "<\\/");
+    format!("{OPEN}\n{{\"name\": {name}, \"arguments\": {arguments}}}\n{CLOSE}")
+}
+
 /// The calls of a text, in order; never empty.
 pub(super) fn parse(text: &str) -> Vec<Result<(Action, Call), String>> {
     let mut rest = text;

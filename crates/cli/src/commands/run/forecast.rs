@@ -64,6 +64,7 @@ struct HostRoom {
 /// Runs the command.
 pub(super) async fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<ExitCode> {
     let settings = config::load::<RawConfig>(source)?.check()?;
+    settings.check_training()?;
     let mut notes = Vec::new();
     let shape = match ModelConfig::load(&settings.engine.model) {
         Ok(model) => Some(model.shape()),
@@ -144,6 +145,8 @@ fn forecast(
         // Four bytes for every layer, those without experts too.
         EngineKind::Sglang => (shape.hidden_layers * shape.top_k * 4) as u64,
         EngineKind::Vllm => (shape.hidden_layers * shape.top_k * shape.id_bytes()) as u64,
+        // It sends none, and a run does not train with it.
+        EngineKind::Openai => 0,
     };
     let row = |shape: &ModelShape| (shape.ids_per_row() * shape.id_bytes()) as u64;
     let in_flight = u64::from(rollout.max_in_flight);

@@ -249,6 +249,7 @@ async fn fleet(kind: &Kind, world: &World, urls: &[String]) -> anyhow::Result<Fl
             max_in_flight: kind.conversations,
             require_routed_experts: true,
             sync_timeout: PATIENCE,
+            served_model: None,
         };
         let (client, _) = SglangClient::connect(options, PATIENCE).await?;
         members.push(FleetMember { name: url.clone(), engine: Arc::new(client), is_up: true });
