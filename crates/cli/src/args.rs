@@ -125,11 +125,14 @@ Examples:
   orchestrate eval --config configs/quickstart.toml --run-dir runs/eval-start
   orchestrate eval --config configs/micro-learn.toml --checkpoint runs/first/checkpoints/v000040 \\
       --run-dir runs/eval-40 --set run.eval_tasks=400 --set run.eval_samples=4
-  orchestrate eval --run-dir runs/eval-40 --resume")]
+  orchestrate eval --run-dir runs/eval-40 --resume
+  API_KEY=... orchestrate eval --config configs/eval-chat-verified.toml --run-dir runs/baseline \\
+      --set engine.url=https://chat.example/v1 --set engine.served_model=coder   # any chat server")]
 pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) source: ConfigSource,
-    /// Checkpoint to measure (Hugging Face layout); default: the config's `policy.checkpoint`.
+    /// Checkpoint to measure (Hugging Face layout); default: the config's `engine.model`. Not for
+    /// a chat server, which has weights of its own.
     #[arg(long, value_name = "DIR")]
     pub(crate) checkpoint: Option<Utf8PathBuf>,
     /// Folder for the journal and predictions.

@@ -171,7 +171,14 @@ fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<St
     let cache = summary.map_or_else(String::new, |s| {
         format!("; prefix cache {} of {} prompt tokens", s.cached_tokens, s.prompt_tokens)
     });
-    Ok(format!("{tokens} tokens, {written} by the policy; {mask}{cache}"))
+    let turns = record.trajectory.as_ref().map_or(0, |trajectory| trajectory.turns().len());
+    let by_whom = if turns > 0 && written == 0 {
+        // A chat server gave words: which tokens they were is not known.
+        "as counted here".to_owned()
+    } else {
+        format!("{written} by the policy")
+    };
+    Ok(format!("{tokens} tokens, {by_whom}; {mask}{cache}"))
 }
 
 #[cfg(test)]

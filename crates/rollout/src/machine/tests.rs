@@ -85,6 +85,13 @@ fn table() -> Vec<(&'static str, State, Event, State, Command)> {
             Command::Grade,
         ),
         (
+            "no room for a token at the engine",
+            generating(1, 0, 0),
+            generated(Finish::Length, 0, 40),
+            cut(Limit::SequenceTokens),
+            Command::Grade,
+        ),
+        (
             "abort",
             generating(1, 3, 0),
             generated(Finish::Abort, 5, 40),
