@@ -10,10 +10,13 @@
 mod recorded;
 
 use camino::Utf8PathBuf;
-use orchestrate_engine::{ClientOptions, EngineKind};
+use orchestrate_engine::{
+    ChatMessage, ChatTurn, ClientOptions, Conversation, EngineKind, Finish, GenerateRequest,
+    Sampling,
+};
 use orchestrate_testkit::conformance::{Subject, all, made_up_prompts};
 use orchestrate_testkit::{FakeEngine, engine_conformance, toy_shape, well_behaved};
-use orchestrate_types::ModelShape;
+use orchestrate_types::{ModelShape, PolicyVersion, RequestId, RunId};
 use serde_json::Value;
 use std::sync::Arc;
 use std::time::Duration;
@@ -68,12 +71,63 @@ async fn real(kind: EngineKind, name: &str) {
         served_model: None,
     };
     let prompts = made_up_prompts(&options.shape);
+    let plain = options.clone();
     let (engine, info) = kind.connect(options, PATIENCE).await.unwrap();
     let report = engine.probe().await.unwrap();
     assert_eq!(report.refusals().collect::<Vec<_>>(), Vec::<&_>::new(), "{info:?}");
     let missing = model.with_file_name("no-such-checkpoint");
     let subject = Subject::new(engine, prompts, server).with_checkpoints(model, Some(missing));
     all(&subject).await.unwrap();
+    by_words(plain).await;
+}
+
+/// The same server, asked in the form of chat servers.
+async fn by_words(options: ClientOptions) {
+    let key = options.api_key.clone().unwrap_or_default();
+    let models = reqwest::Client::new().get(format!("{}/v1/models", options.url)).bearer_auth(key);
+    let models = models.send().await.unwrap().bytes().await.unwrap();
+    let models: Value = serde_json::from_slice(&models).unwrap();
+    let served_model = models["data"][0]["id"].as_str().map(str::to_owned);
+    let options = ClientOptions { served_model, ..options };
+    let (engine, info) = EngineKind::Openai.connect(options, PATIENCE).await.unwrap();
+    let report = engine.probe().await.unwrap();
+    assert_eq!(report.refusals().collect::<Vec<_>>(), Vec::<&_>::new(), "{info:?}");
+
+    let said = |role: &str, content: String| ChatMessage {
+        role: role.to_owned(),
+        content,
+        ..ChatMessage::default()
+    };
+    let request = |messages: Vec<ChatMessage>, max_new_tokens| {
+        let attempt = "v00000-00000.00-a01".parse().unwrap();
+        let conversation = Conversation { messages: Arc::new(messages), tools: Arc::default() };
+        GenerateRequest {
+            request_id: RequestId::new(RunId::generate(), attempt, 0, 0),
+            session: "words".to_owned(),
+            token_ids: vec![1; 10].into(),
+            conversation: Some(conversation),
+            sampling: Sampling {
+                temperature: 1.0,
+                top_p: 1.0,
+                max_new_tokens,
+                stop_token_ids: Vec::new(),
+                seed: u64::MAX,
+            },
+            routed_experts_start: None,
+            cache_namespace: PolicyVersion(0),
+            priority: 0,
+            deadline: PATIENCE,
+        }
+    };
+    let opening = vec![said("user", "hello".to_owned())];
+    let first = engine.generate(request(opening.clone(), 4)).await.unwrap();
+    let turn = said("assistant", first.turn.unwrap().content);
+    let longer = [opening, vec![turn, said("user", "and now?".to_owned())]].concat();
+    engine.generate(request(longer, 4)).await.unwrap();
+    // Longer than any context here: no failure, but an end.
+    let endless = vec![said("user", "one two three ".repeat(100_000))];
+    let ended = engine.generate(request(endless, 4)).await.unwrap();
+    assert_eq!((ended.finish, ended.turn), (Finish::Length, Some(ChatTurn::default())));
 }
 
 #[expect(clippy::print_stderr, reason = "a skipped test says so")]
