@@ -3,7 +3,7 @@
 //! They hide token ids, log-probabilities and routed experts, and rewrite a conversation into
 //! tokens as their own template says. What they answer can be measured, and never trained on.
 
-use crate::http::{CALL_TIMEOUT, Wire, exchange};
+use crate::http::{Wire, exchange};
 use crate::kind::Worker;
 use crate::reply::{parse, short, wrong};
 use crate::{
@@ -17,12 +17,15 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 use tokio::sync::Semaphore;
 
 const COMPLETIONS: &str = "/v1/chat/completions";
 const MODELS: &str = "/v1/models";
 /// Most bytes of one reply: far more than a turn has.
 const REPLY_LIMIT: usize = 16 << 20;
+/// Longest time for a few words: a server that warms up is slow.
+const PROBE_DEADLINE: Duration = Duration::from_mins(2);
 /// The only version of weights that nobody exchanges.
 const VERSION: PolicyVersion = PolicyVersion(0);
 /// In the words of different servers, that a conversation is longer than the model's context.
@@ -368,7 +371,7 @@ impl Worker for ChatClient {
             "max_tokens": 16,
         });
         let post = self.wire.post(COMPLETIONS, body.to_string(), "probe");
-        let answer = exchange(post, CALL_TIMEOUT.saturating_mul(6), REPLY_LIMIT).await;
+        let answer = exchange(post, PROBE_DEADLINE, REPLY_LIMIT).await;
         let findings = match answer.and_then(|body| read(&body).map(drop)) {
             Ok(()) => Vec::new(),
             Err(kind @ (EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_))) => {
