@@ -125,8 +125,9 @@ struct Choice {
 #[derive(Deserialize)]
 struct Answer {
     content: Option<String>,
-    #[serde(alias = "reasoning")]
+    // Some servers send the older name, some the newer one, some both.
     reasoning_content: Option<String>,
+    reasoning: Option<String>,
     tool_calls: Option<Vec<Called>>,
 }
 
@@ -226,8 +227,10 @@ impl ChatClient {
         let post = self.wire.post(COMPLETIONS, body, &request.session);
         let answer = exchange(post, request.deadline, REPLY_LIMIT).await;
         let (finish, turn, cached_tokens) = match answer {
-            Ok(body) => read(&body)?,
-            Err(EngineErrorKind::Refused { message, .. }) if is_too_long(&message) => {
+            Ok(body) => read(&body, conversation.messages.len())?,
+            Err(EngineErrorKind::Refused { status: 400 | 413 | 422, message, .. })
+                if is_too_long(&message) =>
+            {
                 // No reply is lost by it: there is no room for one.
                 tracing::debug!(message, "the conversation is longer than the server's context");
                 (Finish::Length, ChatTurn::default(), 0)
@@ -254,8 +257,8 @@ fn is_too_long(message: &str) -> bool {
     TOO_LONG.iter().any(|words| message.contains(words))
 }
 
-/// Checks a reply in full.
-fn read(body: &[u8]) -> Result<(Finish, ChatTurn, usize), EngineErrorKind> {
+/// Checks a reply to so many messages in full.
+fn read(body: &[u8], messages: usize) -> Result<(Finish, ChatTurn, usize), EngineErrorKind> {
     let reply: Reply = parse(body)?;
     let count = reply.choices.len();
     let Ok([choice]) = <[Choice; 1]>::try_from(reply.choices) else {
@@ -270,17 +273,20 @@ fn read(body: &[u8]) -> Result<(Finish, ChatTurn, usize), EngineErrorKind> {
         }
         None => return Err(wrong("choices[0].finish_reason", "it is missing")),
     };
-    let Answer { content, reasoning_content, tool_calls } = choice.message;
+    let Answer { content, reasoning_content, reasoning, tool_calls } = choice.message;
     let calls = tool_calls.unwrap_or_default().into_iter().enumerate();
     let tool_calls = calls.map(|(index, called)| ToolCall {
         // Some servers give no names; the conversation needs one for each call.
-        id: called.id.filter(|id| !id.is_empty()).unwrap_or_else(|| format!("call-{index}")),
+        id: called
+            .id
+            .filter(|id| !id.is_empty())
+            .unwrap_or_else(|| format!("call-{messages}-{index}")),
         r#type: "function",
         function: called.function,
     });
     let turn = ChatTurn {
         content: content.unwrap_or_default(),
-        reasoning: reasoning_content.filter(|words| !words.is_empty()),
+        reasoning: reasoning.or(reasoning_content).filter(|words| !words.is_empty()),
         tool_calls: tool_calls.collect(),
     };
     let details = reply.usage.and_then(|usage| usage.prompt_tokens_details);
@@ -372,7 +378,7 @@ impl Worker for ChatClient {
         });
         let post = self.wire.post(COMPLETIONS, body.to_string(), "probe");
         let answer = exchange(post, PROBE_DEADLINE, REPLY_LIMIT).await;
-        let findings = match answer.and_then(|body| read(&body).map(drop)) {
+        let findings = match answer.and_then(|body| read(&body, 1).map(drop)) {
             Ok(()) => Vec::new(),
             Err(kind @ (EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_))) => {
                 return Err(self.wire.error(COMPLETIONS, kind));
@@ -410,12 +416,18 @@ mod tests {
             }],
             "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}},
         });
-        let (finish, turn, cached) = read(body.to_string().as_bytes()).unwrap();
+        let text = body.to_string();
+        let (finish, turn, cached) = read(text.as_bytes(), 2).unwrap();
         assert_eq!((finish, cached, turn.content.as_str()), (Finish::Stop, 4, ""));
         assert_eq!(turn.reasoning.as_deref(), Some("look first"));
         let ids: Vec<&str> = turn.tool_calls.iter().map(|call| call.id.as_str()).collect();
-        assert_eq!(ids, ["c-1", "call-1"]);
+        assert_eq!(ids, ["c-1", "call-2-1"]);
         assert_eq!(turn.tool_calls[1].function.arguments, "{");
+        for cut in 0..text.len() {
+            assert!(read(&text.as_bytes()[..cut], 2).is_err(), "cut at {cut}");
+        }
+        let both = text.replace("\"reasoning\"", "\"reasoning_content\": null, \"reasoning\"");
+        assert_eq!(read(both.as_bytes(), 2).unwrap().1, turn);
     }
 
     #[test]
@@ -432,7 +444,7 @@ mod tests {
                 "`choices[0].message.tool_calls[0].function`",
             ),
         ] {
-            let Err(EngineErrorKind::InvalidReply(words)) = read(body.to_string().as_bytes())
+            let Err(EngineErrorKind::InvalidReply(words)) = read(body.to_string().as_bytes(), 1)
             else {
                 panic!("{body} was taken")
             };
@@ -441,7 +453,7 @@ mod tests {
         for (body, said) in
             [("<html>", "no JSON"), (r#"{"error": "busy"}"#, "busy"), ("", "no JSON")]
         {
-            let error = read(body.as_bytes()).unwrap_err().to_string();
+            let error = read(body.as_bytes(), 1).unwrap_err().to_string();
             assert!(error.contains(said), "{error}");
         }
     }
