@@ -167,7 +167,8 @@ async fn a_run_does_not_begin_to_train_with_a_chat_server() {
     let dir = folder.path().join("run");
     let run_dir = dir.to_str().unwrap();
     let url = "http://127.0.0.1:9/v1";
-    for command in [&["run", "--run-dir", run_dir][..], &["run", "--dry-run"]] {
+    let compare = ["compare", "configs/quickstart.toml", "--seeds", "1", "--out", run_dir];
+    for command in [&["run", "--run-dir", run_dir][..], &["run", "--dry-run"], &compare] {
         let refused = with_chat(url, command).await;
         assert_eq!(refused.status.code(), Some(3), "{}", stderr(&refused));
         let words = stderr(&refused);

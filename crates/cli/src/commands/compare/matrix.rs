@@ -100,7 +100,11 @@ impl Matrix {
                     let sets = args.sets.iter().chain(sets).cloned();
                     let sets = sets.chain(std::iter::once(format!("run.seed={seed}"))).collect();
                     let source = ConfigSource { files: vec![file.clone()], sets };
-                    let raw = config::load(&source).and_then(|raw: RawConfig| raw.with_defaults());
+                    let raw = config::load(&source).and_then(|raw: RawConfig| {
+                        let raw = raw.with_defaults()?;
+                        raw.check()?.check_training()?;
+                        Ok(raw)
+                    });
                     let raw = raw.with_context(|| format!("configuration {name:?}"))?;
                     let folder = out.join(&name).join(format!("seed-{seed}"));
                     cells.push(Cell { name: name.clone(), seed, raw, folder });
