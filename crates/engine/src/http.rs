@@ -5,8 +5,8 @@ use bytes::Bytes;
 use orchestrate_types::TokenId;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use reqwest::{Method, RequestBuilder, Url};
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -23,6 +23,23 @@ const INFO_LIMIT: usize = 8 << 20;
 const ERROR_LIMIT: usize = 64 << 10;
 /// Most characters of a foreign message that are handed on.
 const MESSAGE_CHARS: usize = 500;
+
+/// What `/v1/models` says.
+#[derive(Deserialize)]
+pub(crate) struct Models {
+    pub(crate) data: Vec<ServedModel>,
+}
+
+/// One of [`Models`].
+#[derive(Deserialize)]
+pub(crate) struct ServedModel {
+    /// Its name in requests.
+    pub(crate) id: String,
+    /// Folder or name that it was loaded from, where the server says so.
+    pub(crate) root: Option<String>,
+    /// The longest sequence it takes, in tokens, where the server says so.
+    pub(crate) max_model_len: Option<usize>,
+}
 
 /// One server: where it is, how to reach it, and who asks.
 #[derive(Debug)]

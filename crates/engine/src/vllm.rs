@@ -4,7 +4,7 @@ mod fitness;
 mod reply;
 
 use crate::dialect::{Dialect, Limits, Survey};
-use crate::http::{CALL_TIMEOUT, Wire, if_known};
+use crate::http::{CALL_TIMEOUT, Models, Wire, if_known};
 use crate::reply::{Expected, Fault, Reading, parse_version};
 use crate::{EngineError, EngineErrorKind, EngineInfo, GenerateRequest};
 use camino::Utf8Path;
@@ -52,18 +52,6 @@ struct SamplingParams<'a> {
 #[derive(Deserialize)]
 struct VersionReply {
     version: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct Models {
-    data: Vec<Model>,
-}
-
-#[derive(Deserialize)]
-struct Model {
-    id: String,
-    root: Option<String>,
-    max_model_len: Option<usize>,
 }
 
 #[derive(Deserialize)]
