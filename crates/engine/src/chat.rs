@@ -152,16 +152,16 @@ impl ChatClient {
         &self,
         request: &GenerateRequest,
         conversation: &Conversation,
+        max_tokens: usize,
     ) -> Result<String, EngineErrorKind> {
         let sampling = &request.sampling;
-        let room = self.context.load(Ordering::Relaxed).saturating_sub(request.token_ids.len());
         let body = Body {
             model: &self.model,
             messages: &conversation.messages,
             tools: &conversation.tools,
             temperature: sampling.temperature,
             top_p: sampling.top_p,
-            max_tokens: sampling.max_new_tokens.min(room).max(1),
+            max_tokens,
             // Servers take it for a signed number.
             seed: sampling.seed >> 1,
         };
@@ -175,22 +175,30 @@ impl ChatClient {
             let words = "it takes messages, not token ids";
             return Err(EngineErrorKind::Unfit(words.to_owned()));
         };
-        let body = self.body(request, conversation)?;
         let Ok(_permit) = self.permits.acquire().await else {
             return Err(EngineErrorKind::Unreachable("its client was closed".to_owned()));
         };
-        let post = self.wire.post(COMPLETIONS, body, &request.session);
-        let answer = exchange(post, request.deadline, REPLY_LIMIT).await;
-        let (finish, turn, cached_tokens) = match answer {
-            Ok(body) => read(&body, conversation.messages.len())?,
-            Err(EngineErrorKind::Refused { status: 400 | 413 | 422, message, .. })
-                if is_too_long(&message) =>
-            {
-                // No reply is lost by it: there is no room for one.
-                tracing::debug!(message, "the conversation is longer than the server's context");
-                (Finish::Length, ChatTurn::default(), 0)
+        let room = self.context.load(Ordering::Relaxed).saturating_sub(request.token_ids.len());
+        let mut max_tokens = request.sampling.max_new_tokens.min(room).max(1);
+        let (finish, turn, cached_tokens) = loop {
+            let body = self.body(request, conversation, max_tokens)?;
+            let post = self.wire.post(COMPLETIONS, body, &request.session);
+            match exchange(post, request.deadline, REPLY_LIMIT).await {
+                Ok(body) => break read(&body, conversation.messages.len())?,
+                Err(EngineErrorKind::Refused { status: 400 | 413 | 422, message, .. })
+                    if is_too_long(&message) =>
+                {
+                    if max_tokens == 1 {
+                        // No reply is lost by it: there is no room for one.
+                        tracing::debug!(message, "a conversation is as long as the context");
+                        break (Finish::Length, ChatTurn::default(), 0);
+                    }
+                    // The server counts the prompt by its own tokenizer and template, and what may
+                    // be sampled with it: less of that may have room.
+                    max_tokens = max_tokens.div_ceil(4);
+                }
+                Err(error) => return Err(error),
             }
-            Err(error) => return Err(error),
         };
         Ok(Generation {
             output_ids: Vec::new(),

@@ -101,6 +101,25 @@ async fn a_conversation_without_room_ends_and_is_no_failure() {
 }
 
 #[tokio::test]
+async fn a_reply_is_given_the_room_that_there_is_by_the_servers_count() {
+    let mut tasks = JoinSet::new();
+    let (client, mut seen) = client(&mut tasks, None, |asked| {
+        if asked["max_tokens"].as_u64().unwrap() <= 5 {
+            return said("short", "length");
+        }
+        Reply::Now(400, r#"{"message": "longer than the context length"}"#.to_owned())
+    })
+    .await;
+    let reply = client.generate(asked()).await.unwrap();
+    assert_eq!((reply.finish, reply.turn.unwrap().content.as_str()), (Finish::Length, "short"));
+    let mut tried = Vec::new();
+    for _ in 0..3 {
+        tried.push(seen.recv().await.unwrap().body["max_tokens"].as_u64().unwrap());
+    }
+    assert_eq!(tried, [64, 16, 4]);
+}
+
+#[tokio::test]
 async fn errors_say_what_to_do_with_the_call() {
     for (answer, retry) in [
         (|| Reply::Now(401, r#"{"error": {"message": "bad key"}}"#.to_owned()), Retry::Never),
