@@ -13,17 +13,25 @@ pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// The built `orchestrate`, beside this test's own executable.
+/// The built `orchestrate`, in the folder of this test's own executable.
 ///
 /// # Errors
-/// If it was not built: `cargo build -p orchestrate-cli` first.
+/// If it was not built.
 pub fn program() -> anyhow::Result<PathBuf> {
+    built_program("orchestrate")
+}
+
+/// A built program of the workspace by its name, in the folder of this test's own executable.
+///
+/// # Errors
+/// If it was not built.
+pub fn built_program(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe()?;
     let folder = own.ancestors().nth(2).unwrap_or(Path::new("."));
-    let program = folder.join("orchestrate");
+    let program = folder.join(name);
     anyhow::ensure!(
         program.exists(),
-        "{} is missing; hint: cargo build -p orchestrate-cli",
+        "{} is missing; hint: cargo build --workspace",
         program.display()
     );
     Ok(program)

@@ -73,6 +73,8 @@ impl Wire {
                 Ok::<_, EngineError>(value)
             })
             .transpose()?;
+        // Fails only where a provider is installed already, which serves as well.
+        let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder()
             .no_proxy()
             .connect_timeout(CONNECT_TIMEOUT)

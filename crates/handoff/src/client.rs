@@ -107,6 +107,8 @@ impl TrainerClient {
     /// [`TrainerErrorKind::Unreachable`] when the HTTP client cannot be set up.
     pub fn new(base: &str, token: Option<String>) -> Result<Self, TrainerError> {
         let base = base.trim_end_matches('/').to_owned();
+        // Fails only where a provider is installed already, which serves as well.
+        let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder()
             .no_proxy()
             .connect_timeout(CONNECT_TIMEOUT)

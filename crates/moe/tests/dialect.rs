@@ -66,6 +66,7 @@ async fn serve() -> Option<Served> {
     let mut tasks = JoinSet::new();
     let server = serve_engine(options, listener, stop.clone());
     tasks.spawn(async move { server.await.unwrap() });
+    let _ = rustls::crypto::ring::default_provider().install_default();
     let client = Client::new();
     let guard = stop.drop_guard();
     Some(Served { url, client, root, _folder: folder, _tasks: tasks, _stop: guard })

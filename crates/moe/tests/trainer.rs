@@ -314,6 +314,7 @@ async fn bad_calls_are_refused_with_their_reason() {
     let odd = StepRequest { step_id: "../x".into(), ..good.clone() };
     assert_eq!(refused(odd).await, (400, "bad_step_id".to_owned()));
 
+    let _ = rustls::crypto::ring::default_provider().install_default();
     let http = reqwest::Client::builder().no_proxy().build().unwrap();
     let plain = http.get(format!("{}/v1/info", server.url)).send().await.unwrap();
     assert_eq!(plain.status(), 401);

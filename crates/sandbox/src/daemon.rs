@@ -88,9 +88,8 @@ impl Daemon {
             Transport::Plain => (Docker::connect_with_host(&host.url), None),
             Transport::Tls(folder) => {
                 let [ca, cert, key] = certificates(&folder).map_err(refused)?;
-                // The driver asks for the process's provider and panics where two are compiled in,
-                // as they are by way of other crates. An error: somebody has chosen already.
-                let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+                // Fails only where a provider is installed already, which serves as well.
+                let _ = rustls::crypto::ring::default_provider().install_default();
                 let whole = timeout.as_secs();
                 (
                     Docker::connect_with_ssl(

@@ -33,6 +33,7 @@ async fn serve(change: impl FnOnce(&mut EngineOptions)) -> Served {
     let cancel = CancellationToken::new();
     let mut tasks = JoinSet::new();
     tasks.spawn(serve_engine(options, listener, cancel.clone()));
+    let _ = rustls::crypto::ring::default_provider().install_default();
     Served { url, client: Client::new(), cancel, tasks, folder: root }
 }
 

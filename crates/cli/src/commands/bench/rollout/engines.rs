@@ -73,6 +73,8 @@ impl Engines {
 
     /// What all that still live have seen.
     pub(super) async fn stats(&mut self) -> anyhow::Result<EngineStats> {
+        // Fails only where a provider is installed already, which serves as well.
+        let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder().no_proxy().timeout(STATS_TIMEOUT).build()?;
         let mut all = EngineStats::default();
         for process in &mut self.processes {
