@@ -1,0 +1,41 @@
+# Thin names for the project's commands; logic lives in scripts/.
+
+# List the recipes.
+default:
+    @just --list
+
+# Format, lints, documentation and every test that needs neither Docker nor Python.
+check:
+    cargo fmt --all --check
+    cargo clippy --workspace --all-targets --locked -- -D warnings
+    ./scripts/lint-language
+    cargo nextest run --workspace --locked -E 'not (test(/(^|::)docker_/) or binary(/^docker_/))'
+
+# Format Rust and Python.
+fmt:
+    cargo fmt --all
+    ./scripts/check-python --fix
+
+# Every test: Docker, Python and documentation examples included.
+test *args:
+    ./scripts/test {{args}}
+
+# Licences, sources, banned and vulnerable crates.
+deny:
+    ./scripts/deny
+
+# The documentation site, in target/book.
+docs:
+    ./scripts/docs
+
+# What continuous integration runs.
+ci:
+    ./.ci/run
+
+# The long counts: fuzzing, kills, trainer kills.
+nightly:
+    ./scripts/nightly
+
+# A release archive, wheel and image in target/dist.
+release:
+    ./scripts/release

@@ -1,0 +1,205 @@
+//! The documentation is true: links lead somewhere, commands parse, settings pass the check.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Every Markdown file that users read.
+fn pages() -> Vec<(PathBuf, String)> {
+    let root = orchestrate_e2e::root();
+    let listed = Command::new("git")
+        .args(["ls-files", "-co", "--exclude-standard", "--", "*.md"])
+        .current_dir(&root)
+        .output()
+        .unwrap();
+    let names = String::from_utf8(listed.stdout).unwrap();
+    let mut pages = Vec::new();
+    for name in names.lines() {
+        let path = root.join(name);
+        if let Ok(text) = std::fs::read_to_string(&path) {
+            pages.push((path, text));
+        }
+    }
+    assert!(pages.len() > 10, "{} pages found", pages.len());
+    pages
+}
+
+/// A fenced block: its language and its lines.
+struct Block {
+    language: String,
+    text: String,
+}
+
+fn blocks(page: &str) -> Vec<Block> {
+    let mut blocks = Vec::new();
+    let mut open: Option<Block> = None;
+    for line in page.lines() {
+        match (&mut open, line.trim_start().strip_prefix("```")) {
+            (None, Some(language)) => {
+                open = Some(Block { language: language.trim().to_owned(), text: String::new() });
+            }
+            (Some(_), Some(_)) => blocks.extend(open.take()),
+            (Some(block), None) => {
+                block.text.push_str(line);
+                block.text.push('\n');
+            }
+            (None, None) => {}
+        }
+    }
+    blocks
+}
+
+/// Targets of `[text](target)` outside code.
+fn links(page: &str) -> Vec<String> {
+    let mut fenced = false;
+    let mut targets = Vec::new();
+    for line in page.lines() {
+        if line.trim_start().starts_with("```") {
+            fenced = !fenced;
+        }
+        if fenced {
+            continue;
+        }
+        // Code spans may hold brackets.
+        let prose: String = line.split('`').step_by(2).collect();
+        for part in prose.split("](").skip(1) {
+            let target = part.split(')').next().unwrap_or_default();
+            targets.push(target.split(' ').next().unwrap_or_default().to_owned());
+        }
+    }
+    targets
+}
+
+/// The anchor that a heading gets from Markdown renderers.
+fn anchor(heading: &str) -> String {
+    let kept = heading.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+    kept.collect::<String>().trim().to_lowercase().replace(' ', "-")
+}
+
+fn has_anchor(page: &str, wanted: &str) -> bool {
+    let headings = page.lines().filter_map(|line| line.strip_prefix('#'));
+    let explicit = format!("id=\"{wanted}\"");
+    headings.map(|h| anchor(h.trim_start_matches('#'))).any(|a| a == wanted)
+        || page.contains(&explicit)
+}
+
+#[test]
+fn every_relative_link_leads_to_a_file_and_an_anchor() {
+    let mut broken = Vec::new();
+    for (path, text) in pages() {
+        for target in links(&text) {
+            if target.starts_with("http://") || target.starts_with("https://") {
+                continue;
+            }
+            let (file, fragment) = target.split_once('#').unwrap_or((&target, ""));
+            let wanted = if file.is_empty() {
+                path.clone()
+            } else {
+                path.parent().unwrap_or(Path::new("/")).join(file)
+            };
+            let found = wanted.exists()
+                && (fragment.is_empty()
+                    || std::fs::read_to_string(&wanted).is_ok_and(|t| has_anchor(&t, fragment)));
+            if !found {
+                broken.push(format!("{}: {target}", path.display()));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "links that lead nowhere:\n{}", broken.join("\n"));
+}
+
+/// Words of a shell line, quotes removed; the line ends at a pipe, a redirection or a comment.
+fn words(line: &str) -> Vec<String> {
+    let mut words: Vec<String> = Vec::new();
+    let (mut word, mut quote, mut started) = (String::new(), None, false);
+    for c in line.chars() {
+        match (quote, c) {
+            (Some(q), c) if c == q => quote = None,
+            (Some(_), c) => word.push(c),
+            (None, '\'' | '"') => (quote, started) = (Some(c), true),
+            (None, '|' | '>' | '<' | '&' | ';' | '#') if !started => break,
+            (None, ' ') => {
+                if started {
+                    words.push(std::mem::take(&mut word));
+                }
+                started = false;
+            }
+            (None, c) => {
+                word.push(c);
+                started = true;
+            }
+        }
+    }
+    if started {
+        words.push(word);
+    }
+    words
+}
+
+/// Commands of our programs in the shell blocks of a page.
+fn commands(page: &str) -> Vec<Vec<String>> {
+    let shell = blocks(page).into_iter().filter(|b| ["sh", "bash"].contains(&b.language.as_str()));
+    let mut found = Vec::new();
+    for block in shell {
+        for line in block.text.replace("\\\n", " ").lines() {
+            let words = words(line.trim());
+            let program = words.iter().position(|word| !word.contains('='));
+            let Some(program) = program else { continue };
+            if ["orchestrate", "orchestrate-bench"].contains(&words[program].as_str()) {
+                found.push(words[program..].to_vec());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn every_command_of_the_docs_parses() {
+    let mut wrong = Vec::new();
+    let mut checked = 0;
+    for (path, text) in pages() {
+        for command in commands(&text) {
+            let program = orchestrate_e2e::built_program(&command[0]).unwrap();
+            // With --help at the end the arguments before it are parsed, and nothing is run.
+            let output = Command::new(program).args(&command[1..]).arg("--help").output().unwrap();
+            checked += 1;
+            if !output.status.success() {
+                let error = String::from_utf8_lossy(&output.stderr);
+                let line = error.lines().next().unwrap_or_default().to_owned();
+                wrong.push(format!("{}: {}\n  {line}", path.display(), command.join(" ")));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "commands that do not parse:\n{}", wrong.join("\n"));
+    assert!(checked > 20, "{checked} commands found");
+}
+
+#[test]
+fn every_toml_snippet_of_the_docs_passes_the_check() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = orchestrate_e2e::built_program("orchestrate").unwrap();
+    let mut wrong = Vec::new();
+    for (path, text) in pages() {
+        for block in blocks(&text).into_iter().filter(|block| block.language == "toml") {
+            let file = folder.path().join("snippet.toml");
+            std::fs::write(&file, &block.text).unwrap();
+            let mut check = Command::new(&program);
+            check.args(["config", "check", "--config"]).arg(&file);
+            let output = check.current_dir(orchestrate_e2e::root()).output().unwrap();
+            if !output.status.success() {
+                let error = String::from_utf8_lossy(&output.stderr);
+                wrong.push(format!("{}:\n{}\n{error}", path.display(), block.text));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "snippets that do not pass:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn a_page_is_read_as_a_shell_and_a_renderer_would() {
+    let page = "# A b-c (d)\n```sh\nA=1 orchestrate run --set 'x=\"y z\"' \\\n  --json  # why\n\
+                cat a | orchestrate show\n```\n[x](y.md#z) `[not](a)`\n";
+    assert_eq!(commands(page), vec![vec!["orchestrate", "run", "--set", "x=\"y z\"", "--json"]]);
+    assert_eq!(links(page), ["y.md#z"]);
+    assert!(has_anchor(page, "a-b-c-d"));
+    assert!(!has_anchor(page, "z"));
+}
