@@ -2,7 +2,7 @@
 
 use crate::config::Settings;
 use crate::wiring;
-use orchestrate_rollout::{GradeError, Graded, Rules, grade_patch};
+use orchestrate_rollout::{GradeError, GradedChange, GradingRules, grade_patch};
 use orchestrate_sandbox::{
     DockerHosts, Owner, Purpose, SandboxProvider, SandboxSpec, Surroundings,
 };
@@ -21,14 +21,17 @@ const SLACK: Duration = Duration::from_mins(5);
 pub(crate) struct Grader<'a> {
     settings: &'a Settings,
     provider: DockerHosts,
-    rules: Rules,
+    rules: GradingRules,
     run: RunId,
     count: AtomicU32,
 }
 
 impl<'a> Grader<'a> {
     /// Connects to Docker.
-    pub(crate) async fn connect(settings: &'a Settings, rules: Rules) -> anyhow::Result<Self> {
+    pub(crate) async fn connect(
+        settings: &'a Settings,
+        rules: GradingRules,
+    ) -> anyhow::Result<Self> {
         let provider = DockerHosts::connect(&settings.sandbox, Surroundings::default()).await?;
         Ok(Self { settings, provider, rules, run: RunId::generate(), count: AtomicU32::new(0) })
     }
@@ -39,7 +42,7 @@ impl<'a> Grader<'a> {
     }
 
     /// Grades `patch`, in another sandbox where the first one fails.
-    pub(crate) async fn grade(&self, task: &Task, patch: &str) -> Result<Graded, GradeError> {
+    pub(crate) async fn grade(&self, task: &Task, patch: &str) -> Result<GradedChange, GradeError> {
         let mut tries = 0;
         loop {
             tries += 1;

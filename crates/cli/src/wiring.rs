@@ -15,7 +15,9 @@ use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
-use orchestrate_rollout::{ChatModel, EpisodeRunner, GradeLogs, History, Leads, RowSharing};
+use orchestrate_rollout::{
+    ChatModel, EpisodeRunner, GradeLogs, History, PrefillLeaders, RowSharing,
+};
 use orchestrate_sandbox::{DockerHosts, Limits, Listener, SandboxProvider, Surroundings};
 use orchestrate_store::Store;
 use orchestrate_tasks::Task;
@@ -291,7 +293,7 @@ pub(crate) async fn coordinator(
         Training::Trainer => Arc::new(trainer(settings, servers, folder).await?),
         Training::Fixed(sink) => sink,
     };
-    let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_use())?;
+    let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_options())?;
     let chat = Arc::new(chat);
     let episodes = Arc::new(EpisodeRunner {
         engine: engine.clone(),
@@ -306,7 +308,7 @@ pub(crate) async fn coordinator(
             scope: settings.routing.scope,
             mixed: settings.routing.mixed,
         },
-        leads: Leads::default(),
+        prefill_leaders: PrefillLeaders::default(),
     });
     Ok(Coordinator {
         folder: folder.to_owned(),

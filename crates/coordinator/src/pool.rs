@@ -234,12 +234,9 @@ async fn run_episode(
                 context.store.seal_attempt(&record).await?;
                 return Ok(EpisodeEnd::Sealed);
             }
-            Outcome::Aborted { by } => {
+            Outcome::Aborted { by: AbortCause::Shutdown } => {
                 context.store.abort_attempt(attempt).await?;
-                match by {
-                    AbortCause::Shutdown => return Ok(EpisodeEnd::Stopped),
-                    AbortCause::StalePolicy => {}
-                }
+                return Ok(EpisodeEnd::Stopped);
             }
             Outcome::Broken { stage, error } => {
                 tracing::warn!(%attempt, %stage, error, "attempt broken");

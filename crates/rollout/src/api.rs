@@ -1,4 +1,4 @@
-//! What an episode is asked and what it reports.
+//! The request for an attempt, its report, and the messages of a conversation.
 
 use crate::buffer::Fork;
 use orchestrate_routing::RoutingMask;
@@ -8,82 +8,82 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
-/// One attempt to make.
+/// A request to run one attempt.
 #[derive(Debug, Clone)]
 pub struct EpisodeRequest {
-    /// The run it belongs to.
+    /// The run that the attempt belongs to.
     pub run: RunId,
-    /// The coordinator's epoch.
+    /// The coordinator's epoch, counted from 1.
     pub epoch: i64,
-    /// Which attempt.
+    /// The attempt's id.
     pub attempt: AttemptId,
-    /// The problem.
+    /// The task to solve.
     pub task: Arc<Task>,
-    /// Weights that are live when it starts.
+    /// Policy version of the engine when the attempt starts.
     pub policy_version: PolicyVersion,
-    /// Seed of every random choice of this episode. Depends on run seed and episode, not on the
-    /// attempt, so that a retry repeats it.
+    /// Seed of every random choice in the episode. It depends on the run's seed and the episode but
+    /// not on the attempt, so that a retry samples the same.
     pub seed: u64,
-    /// Sampling temperature.
+    /// Sampling temperature, > 0; 1.0 samples the policy itself.
     pub temperature: f32,
-    /// Whether routing rows are collected (training), or not (evaluation).
+    /// Whether to collect routing rows: for training, not for evaluation.
     pub want_routing: bool,
 }
 
-/// One message of a conversation, as the chat template sees it.
+/// One message of a conversation, as chat templates read it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Message {
     /// `system`, `user`, `assistant` or `tool`.
     pub role: String,
-    /// Text; for `assistant` what stands before the tool calls.
+    /// The text; of an `assistant` message the part before its tool calls.
     #[serde(default)]
     pub content: String,
-    /// Calls of an assistant message.
+    /// Tool calls of an `assistant` message.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<Action>,
 }
 
-/// A native tool call.
+/// A tool call in the form that all scaffolds share.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Action {
-    /// `bash`, `edit` or `submit`; of other scaffolds `view` and `search` as well.
+    /// `bash`, `edit` or `submit`; some scaffolds also have `view` and `search`.
     pub name: String,
-    /// Its arguments, a JSON object.
+    /// The arguments, a JSON object.
     pub arguments: serde_json::Value,
 }
 
-/// One turn for a person: what was written and what came back.
+/// One turn in readable form: what the policy wrote and what it observed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TurnLog {
-    /// The policy's words, decoded from its tokens.
+    /// The policy's text, decoded from its tokens.
     pub text: String,
-    /// Parsed calls, or why there are none.
+    /// The calls that were performed; empty if the text had no valid call.
     pub actions: Vec<Action>,
-    /// What the environment answered.
+    /// What the policy observed, all calls joined by line ends.
     pub observation: String,
-    /// Milliseconds in the engine.
+    /// Time spent waiting for the engine, in milliseconds.
     pub generate_ms: u64,
-    /// Milliseconds in the sandbox.
+    /// Time spent in the sandbox, in milliseconds.
     pub exec_ms: u64,
-    /// Where the next turn left the tokens of this one.
+    /// Where the next turn's prompt forked from this turn's tokens, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fork: Option<Fork>,
 }
 
-/// Where an episode's time went, in seconds.
+/// How long each part of an attempt took, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Timings {
-    /// Opening and filling sandboxes (waiting for a slot included).
+    /// Opening and filling the sandbox, including the wait for a free slot.
     pub setup_s: f64,
     /// Waiting for the engine.
     pub generate_s: f64,
-    /// Running the agent's commands.
+    /// Performing the agent's calls.
     pub exec_s: f64,
-    /// Grading.
+    /// Collecting and grading the change.
     pub grade_s: f64,
 }
 
-/// What happened to the routing rows of an attempt, in rows unless said otherwise.
+/// Counters of an attempt's routing rows, in rows except for `wire_bytes`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct RowCounts {
     pub(crate) drift: u64,
@@ -93,57 +93,58 @@ pub(crate) struct RowCounts {
     pub(crate) mixed: u64,
 }
 
-/// Everything known about an attempt after its end.
+/// The result of an attempt.
 #[derive(Debug, Clone)]
 pub struct EpisodeReport {
-    /// Which attempt.
+    /// The attempt's id.
     pub attempt: AttemptId,
-    /// How it ended.
+    /// How the attempt ended.
     pub outcome: Outcome,
-    /// Its tokens; absent if it broke before the first turn.
+    /// The tokens; `None` if there was no reply.
     pub trajectory: Option<Trajectory>,
-    /// Its routing rows; absent if not asked for, or not complete (then `routing_problem` says
-    /// why, and the trajectory must not be trained on with replay).
+    /// The routing mask; `None` if it was not requested or is incomplete. In the latter case
+    /// `routing_problem` has the reason, and the trajectory must not be trained on with replay.
     pub routing: Option<RoutingMask>,
-    /// Why rows are missing.
+    /// Why the routing mask is missing.
     pub routing_problem: Option<String>,
-    /// Turn by turn, for people.
+    /// The turns in readable form.
     pub turns: Vec<TurnLog>,
-    /// Unified diff of the agent's tree against the tree it was given.
+    /// The agent's change, as a unified diff against the tree that it was given.
     pub patch: String,
-    /// The judge's verdict.
+    /// The grader's verdict; `None` if nothing was graded.
     pub verdict: Option<Verdict>,
-    /// Rows received again that differ from the row held (kept: the first).
+    /// Rows that a later reply repeated with other experts; the first ones are kept.
     pub routing_drift: u64,
-    /// Bytes of routing payloads on the wire.
+    /// Size of the received routing payloads, in bytes.
     pub routing_wire_bytes: u64,
-    /// Rows that were not computed for this episode: taken from the prefix cache of rows, or sent
-    /// by the engine from its own.
+    /// Rows that were not computed for this episode: they came from our prefix cache of rows, or
+    /// from the engine's prefix cache.
     pub routing_rows_reused: u64,
-    /// Rows held together with other episodes, and counted as held by the first of them.
+    /// Rows whose memory is shared with an earlier episode.
     pub routing_rows_shared: u64,
-    /// Rows that are mixed: weights or KV changed while they were computed.
+    /// Mixed rows: weights or KV changed while they were computed.
     pub routing_rows_mixed: u64,
-    /// Prompt tokens sent, over all turns.
+    /// Prompt tokens sent, summed over all turns.
     pub prompt_tokens: u64,
-    /// Of these, answered from the prefix cache.
+    /// How many of these the engine took from its prefix cache.
     pub cached_tokens: u64,
-    /// Of these, how many a perfect per-conversation cache would have answered: for every turn
-    /// after the first, the tokens of the previous request and reply less the last sampled one.
+    /// How many of these a perfect cache per conversation would have served: for every turn after
+    /// the first, the tokens of the previous request and reply without the last sampled one.
     pub cacheable_tokens: u64,
-    /// Where the time went.
+    /// How long each part took.
     pub timings: Timings,
 }
 
-/// Runs attempts. The real one is the episode runner; tests of the coordinator script it.
+/// Runs attempts. [`crate::EpisodeRunner`] does; tests of the coordinator use a scripted one.
 #[async_trait::async_trait]
 pub trait Episodes: Send + Sync + std::fmt::Debug {
-    /// Runs one attempt to its end. Never fails: what goes wrong is an outcome. When `stop` is
-    /// cancelled it ends at the next turn border with `Aborted{Shutdown}`, sandboxes closed.
+    /// Runs one attempt to its end, with all of its sandboxes closed. Failures are outcomes, so
+    /// this never returns an error. If `stop` is cancelled, the attempt ends with
+    /// `Aborted{Shutdown}` after the current turn.
     async fn run(&self, request: EpisodeRequest, stop: &CancellationToken) -> EpisodeReport;
 }
 
-/// The opening messages of a task: the run's system prompt, if any, and the task's words.
+/// The opening messages of a task: the system prompt, if any, and the problem statement.
 pub fn opening_messages(system_prompt: Option<&str>, problem_statement: &str) -> Vec<Message> {
     let mut messages = Vec::new();
     if let Some(text) = system_prompt {

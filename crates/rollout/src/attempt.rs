@@ -7,8 +7,8 @@ use crate::buffer::TokenBuffer;
 use crate::chat::ChatError;
 use crate::dialogue::{Dialogue, Written};
 use crate::editor::Editor;
-use crate::leads::{LeadKey, Leading, Part};
-use crate::machine::Event;
+use crate::machine::EpisodeEvent;
+use crate::prefill::{PrefillKey, PrefillLeader, PrefillRole};
 use crate::rows::{EpisodeRows, RowsRefused};
 use crate::runner::{EpisodeRunner, failed};
 use orchestrate_engine::{
@@ -42,7 +42,7 @@ pub(crate) struct Attempt<'a> {
     stop: &'a CancellationToken,
     session: Session,
     /// Held until the first reply is stored, where this attempt goes first of its group.
-    leading: Option<Leading>,
+    leading: Option<PrefillLeader>,
     pub(crate) request: EpisodeRequest,
     pub(crate) buffer: TokenBuffer,
     /// The conversation in messages, for an engine that takes those. The buffer then holds what our
@@ -86,7 +86,7 @@ struct Counters {
 
 /// Why a generation did not come about.
 enum NoReply {
-    Event(Event),
+    Event(EpisodeEvent),
     /// No try is left, or none would help.
     Failed(String),
 }
@@ -146,12 +146,12 @@ impl<'a> Attempt<'a> {
         turn: u32,
         resumed: bool,
         max_new_tokens: usize,
-    ) -> Event {
+    ) -> EpisodeEvent {
         if let (true, Some(problem)) = (self.request.want_routing, &self.routing_problem) {
             return failed(Stage::Generate, problem);
         }
         if self.stop.is_cancelled() {
-            return Event::StopRequested;
+            return EpisodeEvent::StopRequested;
         }
         if !resumed {
             self.tries = 0;
@@ -171,7 +171,7 @@ impl<'a> Attempt<'a> {
         };
         if reply.output_ids.is_empty() {
             // Aborted before its first token, or without room for one: nothing is stored.
-            return Event::Generated {
+            return EpisodeEvent::Generated {
                 finish: reply.finish,
                 sampled: 0,
                 total_tokens: self.buffer.prompt_len(),
@@ -188,7 +188,7 @@ impl<'a> Attempt<'a> {
             rows.offer(self.buffer.ids(), span.version, &reply.worker).await;
         }
         if let Some(leading) = self.leading.take() {
-            leading.done();
+            leading.finish();
         }
         if let Some(last) = reply.versions.last() {
             self.version = last.version;
@@ -201,7 +201,7 @@ impl<'a> Attempt<'a> {
             Ok(text) => self.log_turn(text, elapsed, resumed),
             Err(error) => return failed(Stage::Generate, error),
         }
-        Event::Generated {
+        EpisodeEvent::Generated {
             finish: reply.finish,
             sampled: reply.output_ids.len(),
             total_tokens: self.buffer.prompt_len(),
@@ -224,10 +224,10 @@ impl<'a> Attempt<'a> {
         let (mut tries, mut pauses, mut routing_failures) = (0, 0, 0);
         loop {
             if self.stop.is_cancelled() {
-                return Err(NoReply::Event(Event::StopRequested));
+                return Err(NoReply::Event(EpisodeEvent::StopRequested));
             }
             if self.remaining().is_zero() {
-                return Err(NoReply::Event(Event::TimeUp));
+                return Err(NoReply::Event(EpisodeEvent::TimeUp));
             }
             let prompt = self.buffer.prompt_for_turn();
             let request = self.engine_request(turn, max_new_tokens, prompt);
@@ -236,7 +236,7 @@ impl<'a> Attempt<'a> {
             // The engine keeps its own deadline; this one is for an engine that does not.
             let Ok(result) = timeout_at(deadline, self.runner.engine.generate(request)).await
             else {
-                return Err(NoReply::Event(Event::TimeUp));
+                return Err(NoReply::Event(EpisodeEvent::TimeUp));
             };
             let (error, retry) = match result {
                 Ok(mut reply) => match self.accept(&mut reply, prompt_tokens, max_new_tokens) {
@@ -303,17 +303,17 @@ impl<'a> Attempt<'a> {
             prompt_tokens: prompt.len(),
         });
         let worker = engine.worker_of(&self.session.name);
-        let key = LeadKey { group, version: self.version, worker };
+        let key = PrefillKey { group, version: self.version, worker };
         let patience = self.runner.plan.follow_wait.0.min(self.remaining());
         let part = tokio::select! {
             biased;
-            () = self.stop.cancelled() => Part::GoesAlone,
-            part = self.runner.leads.join(key, patience) => part,
+            () = self.stop.cancelled() => PrefillRole::Alone,
+            part = self.runner.prefill_leaders.join(key, patience) => part,
         };
         match part {
-            Part::Leads(leading) => self.leading = Some(leading),
-            Part::Follows => {}
-            Part::GoesAlone => tracing::debug!("did not wait for the group's first reply"),
+            PrefillRole::Leader(leading) => self.leading = Some(leading),
+            PrefillRole::Follower => {}
+            PrefillRole::Alone => tracing::debug!("did not wait for the group's first reply"),
         }
         if let Some(rows) = &mut self.rows {
             // It may have changed since: a worker can go away while one waits.
@@ -379,10 +379,10 @@ impl<'a> Attempt<'a> {
         }
         let Some(rows) = self.rows.as_mut().filter(|_| sampled > 0) else { return Ok(()) };
         rows.accept(reply, prompt, self.version).map_err(|refused| match refused {
-            RowsRefused::Rows(words) => Refusal::Routing(words),
-            RowsRefused::Seed => {
-                Refusal::Reply("weights changed under rows of the prefix cache".to_owned())
-            }
+            refused @ RowsRefused::StaleSeed => Refusal::Reply(refused.to_string()),
+            refused @ (RowsRefused::Missing
+            | RowsRefused::WrongEnd { .. }
+            | RowsRefused::Routing(_)) => Refusal::Routing(refused.to_string()),
         })
     }
 

@@ -1,9 +1,18 @@
-//! The append-only token buffer of one episode.
+//! The token buffer of one episode: the only source of prompts, and of the trajectory at the end.
 //!
-//! The invariant: the committed tokens always end with a sampled one. New environment text waits
-//! as *pending* until the engine has processed it, so that every committed token but the last has
-//! a routing row. Tokens that were sampled are never written anew: where a template leaves some out of
-//! what follows, that is a [`Fork`].
+//! An episode alternates between text of the environment (prompt, observations) and text that the
+//! policy samples. The buffer holds the ids of both in order and appends to them. Environment tokens
+//! are added as *pending*; the next reply commits them together with its sampled tokens:
+//!
+//! ```text
+//! add_pending(prompt) → push_reply(turn 0) → add_pending(observation) → push_reply(turn 1) → …
+//! ```
+//!
+//! The invariant: the committed tokens end with a sampled token. The engine has therefore processed
+//! every committed token but the last, and each of them has a routing row.
+//!
+//! Sampled tokens are never rendered or tokenized again. Where a chat template drops some of them
+//! from later prompts, the sequence departs from its past at a [`Fork`].
 
 use orchestrate_engine::{Finish, Generation, VersionSpan};
 use orchestrate_types::{LengthMismatch, PolicyVersion, TokenId, Trajectory, TurnSpan};
@@ -11,73 +20,75 @@ use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Token ids of an episode while it grows, and what is known of the sampled ones.
+/// Token ids of a running episode, with log-probabilities and policy versions of the sampled ones.
 ///
-/// Of most tokens only the id is to be held: they are the environment's, and have the mask, the
-/// log-probability and the version that all of their kind have. The arrays over all tokens are
-/// made once, at the end.
+/// Most tokens are the environment's, which all have mask 0 and log-probability 0. Only their ids
+/// are held here; [`Self::into_trajectory`] builds the arrays over all tokens once, at the end.
 #[derive(Debug, Clone, Default)]
 pub struct TokenBuffer {
     /// Committed tokens, then pending ones: the next prompt. Shared with the request while the
-    /// engine works, and grown in place when that is gone.
+    /// engine works, and grown in place once the request is dropped.
     ids: Arc<Vec<TokenId>>,
     committed: usize,
-    replies: Vec<Sampled>,
+    replies: Vec<SampledReply>,
     turns: Vec<TurnSpan>,
-    /// Sampled ranges that became context.
+    /// Sampled ranges that carry no loss.
     excluded: Vec<Range<usize>>,
-    /// What the next prompt leaves out of the committed tokens.
+    /// Which committed tokens the next prompt leaves out.
     fork: Option<Fork>,
 }
 
-/// Where a conversation leaves the tokens that it had: the next prompt is not what was processed and
-/// sampled with new text after it.
+/// Where a prompt stops being a continuation of the one before, because tokens are left out of it.
 ///
-/// The tokens behind the fork that stay are context from then on: they were sampled after others
-/// than those that are in front of them now.
+/// Tokens after the fork that stay become context and carry no loss: they were sampled after other
+/// tokens than those that now precede them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fork {
-    /// Tokens that both have in common.
+    /// Number of leading tokens that both prompts share.
     pub at: usize,
-    /// Tokens behind these that are left out.
+    /// Number of tokens after these that are left out.
     pub left_out: usize,
 }
 
 /// The sampled tokens of one reply.
 #[derive(Debug, Clone)]
-struct Sampled {
+struct SampledReply {
     range: Range<usize>,
     logprobs: Box<[f32]>,
-    /// Of the environment's tokens before it, and of its own that no span covers.
+    /// Version of the environment's tokens before this reply, and of sampled ones that no span
+    /// covers.
     version: PolicyVersion,
-    /// Counted from the begin of `range`.
+    /// Positions are relative to the start of `range`.
     spans: Box<[VersionSpan]>,
 }
 
 impl TokenBuffer {
-    /// Tokens the engine has processed or sampled.
+    /// Number of committed tokens: those that the engine has processed or sampled.
     pub fn len(&self) -> usize {
         self.committed
     }
 
-    /// Whether nothing was sampled yet.
+    /// Whether nothing is committed, which is the case until the first reply.
     pub fn is_empty(&self) -> bool {
         self.committed == 0
     }
 
-    /// The length of the next prompt: committed and pending tokens together, less what a fork leaves
+    /// Length of the next prompt: committed and pending tokens, without those that a fork leaves
     /// out.
     pub fn prompt_len(&self) -> usize {
         self.ids.len() - self.fork.map_or(0, |fork| fork.left_out)
     }
 
-    /// Tokens with which the next prompt begins that the last one, or its reply, had as well.
+    /// Number of leading tokens that the next prompt shares with the last prompt and its reply.
     pub fn common_len(&self) -> usize {
         self.fork.map_or(self.committed, |fork| fork.at)
     }
 
-    /// Leaves tokens out of all that follows: `header` before the last turn and `thinking` at its
-    /// begin. It happens with the next reply; if none comes, nothing has changed.
+    /// Leaves tokens out of the next prompt and all later ones: the `header` tokens before the last
+    /// turn and its first `thinking` tokens.
+    ///
+    /// The committed tokens change with the next reply only; if none comes, the trajectory keeps
+    /// them.
     pub fn fork_last_turn(&mut self, header: usize, thinking: usize) {
         let last = self.turns.last().map_or(0..0, |turn| turn.prompt_end..turn.output_end);
         let at = last.start.saturating_sub(header);
@@ -85,7 +96,7 @@ impl TokenBuffer {
         self.fork = (left_out > 0).then_some(Fork { at, left_out });
     }
 
-    /// What the next reply makes of the committed tokens.
+    /// The fork that the next reply will apply, if any.
     pub fn fork(&self) -> Option<Fork> {
         self.fork
     }
@@ -95,20 +106,20 @@ impl TokenBuffer {
         self.ids().last().copied()
     }
 
-    /// Adds environment tokens that the next prompt carries.
+    /// Appends tokens of the environment to the next prompt.
     pub fn add_pending(&mut self, tokens: &[TokenId]) {
         Arc::make_mut(&mut self.ids).extend_from_slice(tokens);
     }
 
-    /// All tokens to send for the next generation.
+    /// The prompt of the next generation, shared without a copy unless it forks.
     pub fn prompt_for_turn(&self) -> Arc<Vec<TokenId>> {
         let Some(Fork { at, left_out }) = self.fork else { return Arc::clone(&self.ids) };
         let (head, rest) = self.ids.split_at(at.min(self.ids.len()));
         Arc::new([head, rest.get(left_out..).unwrap_or_default()].concat())
     }
 
-    /// Performs the fork that waits.
-    fn take_fork(&mut self) {
+    /// Applies the pending fork, if any.
+    fn apply_fork(&mut self) {
         let Some(Fork { at, left_out }) = self.fork.take() else { return };
         Arc::make_mut(&mut self.ids).drain(at..at + left_out);
         self.replies.retain(|reply| reply.range.end <= at);
@@ -116,23 +127,24 @@ impl TokenBuffer {
         self.excluded.retain(|range| range.end <= at);
     }
 
-    /// Commits the pending tokens (mask 0) and a reply's tokens (mask 1). A reply that `resumes`
-    /// an aborted one extends its turn; any other opens a turn. `version` stands for tokens that
-    /// no span of the reply covers.
+    /// Commits the pending tokens (mask 0) and a reply's tokens (mask 1).
+    ///
+    /// A reply that `resumes` an aborted one extends its turn; any other starts a turn. `version`
+    /// is the policy version of tokens that no span of the reply covers.
     pub fn push_reply(&mut self, reply: &Generation, resumes: bool, version: PolicyVersion) {
         let version = reply.versions.first().map_or(version, |span| span.version);
-        self.take_fork();
+        self.apply_fork();
         let prompt_end = self.ids.len();
         Arc::make_mut(&mut self.ids).extend_from_slice(&reply.output_ids);
         let output_end = self.ids.len();
         self.committed = output_end;
-        self.replies.push(Sampled {
+        self.replies.push(SampledReply {
             range: prompt_end..output_end,
             logprobs: reply.logprobs.as_slice().into(),
             version,
             spans: reply.versions.as_slice().into(),
         });
-        let finish = finish_word(&reply.finish).to_owned();
+        let finish = finish_name(&reply.finish).to_owned();
         match self.turns.last_mut() {
             Some(turn) if resumes => {
                 turn.output_end = output_end;
@@ -148,12 +160,12 @@ impl TokenBuffer {
         }
     }
 
-    /// All committed tokens.
+    /// All committed token ids.
     pub fn ids(&self) -> &[TokenId] {
         self.ids.get(..self.committed).unwrap_or_default()
     }
 
-    /// Takes the loss from committed tokens: they are context from now on.
+    /// Removes committed tokens from the loss: their mask and log-probability become 0.
     pub fn exclude(&mut self, range: Range<usize>) {
         self.excluded.push(range);
     }
@@ -164,10 +176,10 @@ impl TokenBuffer {
         self.ids.get(range).unwrap_or_default()
     }
 
-    /// The trajectory so far, pending tokens left out; `None` before the first reply.
+    /// The trajectory of all committed tokens, without pending ones; `None` before the first reply.
     ///
     /// # Errors
-    /// When a reply's arrays disagreed in length.
+    /// If a reply had a different number of tokens and log-probabilities.
     pub fn into_trajectory(self) -> Result<Option<Trajectory>, LengthMismatch> {
         if self.turns.is_empty() {
             return Ok(None);
@@ -181,19 +193,19 @@ impl TokenBuffer {
             let Range { start, end } = reply.range;
             mask.resize(start, 0);
             mask.resize(end, 1);
-            // Nothing is cut off: a reply with too many of them is found out by the length.
+            // Nothing is truncated here, so that a reply with too many is found by its length.
             logprobs.resize(start.max(logprobs.len()), 0.0);
             logprobs.extend_from_slice(&reply.logprobs);
-            versions.resize(end, number(reply.version));
+            versions.resize(end, version_number(reply.version));
             for span in &reply.spans {
                 let range = start + span.start..start + span.end;
                 if let Some(versions) = versions.get_mut(range) {
-                    versions.fill(number(span.version));
+                    versions.fill(version_number(span.version));
                 }
             }
         }
-        for at in self.excluded.into_iter().flatten() {
-            if let (Some(mask), Some(logprob)) = (mask.get_mut(at), logprobs.get_mut(at)) {
+        for index in self.excluded.into_iter().flatten() {
+            if let (Some(mask), Some(logprob)) = (mask.get_mut(index), logprobs.get_mut(index)) {
                 (*mask, *logprob) = (0, 0.0);
             }
         }
@@ -201,12 +213,12 @@ impl TokenBuffer {
     }
 }
 
-fn number(version: PolicyVersion) -> i64 {
+fn version_number(version: PolicyVersion) -> i64 {
     i64::try_from(version.0).unwrap_or(i64::MAX)
 }
 
-/// The engine's word for how a reply ended.
-pub(crate) fn finish_word(finish: &Finish) -> &'static str {
+/// The name under which a trajectory records why a reply ended.
+fn finish_name(finish: &Finish) -> &'static str {
     match finish {
         Finish::Stop => "stop",
         Finish::Length => "length",
@@ -237,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn pending_text_is_committed_only_with_the_next_reply() {
+    fn pending_tokens_are_committed_with_the_next_reply() {
         let mut buffer = TokenBuffer::default();
         buffer.add_pending(&[1, 2]);
         assert_eq!(*buffer.prompt_for_turn(), [1, 2]);
@@ -252,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_resumed_reply_extends_its_turn_and_keeps_both_versions() {
+    fn resumed_reply_extends_its_turn_and_keeps_both_versions() {
         let mut buffer = TokenBuffer::default();
         buffer.add_pending(&[1]);
         buffer.push_reply(&reply(&[2, 3], Finish::Abort, &[(1, 0, 2)]), false, PolicyVersion(1));
@@ -265,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_excluded_is_context() {
+    fn excluded_tokens_carry_no_loss() {
         let mut buffer = TokenBuffer::default();
         buffer.add_pending(&[1]);
         buffer.push_reply(&reply(&[2, 3, 4], Finish::Stop, &[]), false, PolicyVersion(7));
@@ -277,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fork_leaves_tokens_out_and_makes_context_of_the_rest_of_their_turn() {
+    fn fork_drops_tokens_and_removes_the_rest_of_their_turn_from_the_loss() {
         let mut buffer = TokenBuffer::default();
         let version = PolicyVersion(0);
         buffer.add_pending(&[1, 2]);
@@ -291,7 +303,11 @@ mod tests {
         assert_eq!(*buffer.prompt_for_turn(), [1, 2, 3, 4, 5, 6, 7, 8, 9]);
         assert_eq!((buffer.prompt_len(), buffer.common_len(), buffer.len()), (9, 6, 11));
         let unanswered = buffer.clone().into_trajectory().unwrap();
-        assert_eq!(unanswered, whole.into_trajectory().unwrap(), "nothing happened yet");
+        assert_eq!(
+            unanswered,
+            whole.into_trajectory().unwrap(),
+            "the fork is applied with the next reply"
+        );
         buffer.push_reply(&reply(&[10], Finish::Stop, &[]), false, version);
         assert_eq!(buffer.fork(), None);
         let trajectory = buffer.into_trajectory().unwrap().unwrap();
@@ -302,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn log_probabilities_of_another_number_are_refused() {
+    fn wrong_number_of_log_probabilities_is_rejected() {
         for found in [1, 3] {
             let mut buffer = TokenBuffer::default();
             buffer.add_pending(&[1]);

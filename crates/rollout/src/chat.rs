@@ -1,16 +1,21 @@
-//! A model's tokenizer and chat template: prompt, delta, assistant text.
+//! A model's tokenizer and chat template: messages become the tokens of prompts.
 //!
-//! The invariant: token in, token out. What the policy sampled is never rendered again; only the
-//! *delta* (the environment's new messages and the next assistant header) becomes tokens. It is
-//! what a conversation has after a placeholder that stands for the sampled text. Read
-//! [`crate::prefix`] next (what templates do with earlier turns), then [`crate::supervised`], which
-//! builds training data through the same functions.
+//! The first prompt of an episode is the rendered opening. Later ones append the *delta*: the
+//! tokens of the environment's new messages and the next assistant header. To find the delta, the
+//! template renders a conversation in which a placeholder stands for the sampled text; the delta is
+//! what follows the placeholder.
+//!
+//! The invariant: token in, token out. What the policy sampled is never rendered or tokenized
+//! again.
+//!
+//! Read [`crate::prefix`] next (what templates do with earlier turns), then [`crate::expert`],
+//! which builds training data with the same functions.
 
 use crate::api::{Action, Message};
 use crate::codec::Codec;
-use crate::prefix::{History, Thinking};
+use crate::prefix::{EarlierThinking, History};
 use crate::scaffold::Scaffold;
-use crate::template::{ChatTemplate, tools_shown};
+use crate::template::{ChatTemplate, tools_value};
 use aho_corasick::AhoCorasick;
 use camino::{Utf8Path, Utf8PathBuf};
 use lru::LruCache;
@@ -20,65 +25,74 @@ use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokenizers::Tokenizer;
 
-/// Stands for the sampled text while a delta is derived; no template changes it.
-const MARK: &str = "ORCHESTRATE-SAMPLED-TEXT";
+/// Stands for the sampled text while a delta is derived. Templates render it unchanged.
+const PLACEHOLDER: &str = "ORCHESTRATE-SAMPLED-TEXT";
 
-/// Opening prompts whose tokens are kept: those of the groups that begin at about the same time.
-const KEPT_PROMPTS: NonZeroUsize = NonZeroUsize::new(256).unwrap();
+/// Number of opening prompts whose tokens are cached: enough for the groups that start together.
+const CACHED_PROMPTS: NonZeroUsize = NonZeroUsize::new(256).unwrap();
 
-/// What is wrong with a model's tokenizer, template or their use.
+/// What went wrong with a model's tokenizer or chat template.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatErrorKind {
-    /// A file cannot be read or written.
+    /// A file could not be read or written.
     #[error("{0}")]
     Io(#[from] std::io::Error),
-    /// A file does not hold what it must.
-    #[error("{file}: {problem}")]
-    Invalid {
-        /// File name.
+    /// A file has the wrong format.
+    #[error("{file}: {source}")]
+    Malformed {
+        /// Name of the file.
         file: &'static str,
-        /// What is wrong.
-        problem: String,
+        /// The parser's error.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A file lacks something that is needed.
+    #[error("{file}: {problem}")]
+    Incomplete {
+        /// Name of the file.
+        file: &'static str,
+        /// What is missing, and what to do about it.
+        problem: &'static str,
     },
     /// The template failed on a conversation.
     #[error("the chat template failed: {0}")]
     Template(#[from] minijinja::Error),
     /// The tokenizer failed on a text.
     #[error("the tokenizer failed: {0}")]
-    Tokenizer(String),
+    Tokenizer(#[source] tokenizers::Error),
     /// The template rewrites or drops earlier turns.
     #[error(
-        "the chat template does not keep earlier turns as they were ({0}); training token by token \
-         needs a template that appends, and drops nothing but the thinking of earlier turns: remove \
-         the part that drops or rewrites other text"
+        "the chat template does not keep earlier turns unchanged ({0}); training on sampled tokens \
+         requires a template that only appends and drops at most the thinking of earlier turns: \
+         remove the part that drops or rewrites other text"
     )]
     NotAppendOnly(String),
-    /// Thinking cannot be left out of earlier turns as the template does it.
+    /// The template drops thinking, but its markup is not a token at which it can be cut.
     #[error(
-        "the chat template drops the thinking of earlier turns, and {0} is not one token of the \
-         tokenizer, at which it could be cut; use rollout.history = \"sampled\""
+        "the chat template drops the thinking of earlier turns, but {0} is not a single token of \
+         the tokenizer, so the thinking cannot be cut there; set rollout.history = \"sampled\""
     )]
-    ThinkingIsNoToken(&'static str),
+    ThinkingIsNotOneToken(&'static str),
 }
 
-/// A chat error: which model folder, and why.
+/// An error of a model's tokenizer or chat template.
 #[derive(Debug, thiserror::Error)]
 #[error("chat model {folder}: {kind}")]
 pub struct ChatError {
     /// Folder of the model.
     pub folder: Utf8PathBuf,
-    /// What happened.
+    /// What went wrong.
+    #[source]
     pub kind: ChatErrorKind,
 }
 
-/// What a chat model is for.
+/// How a chat model is used in a run.
 #[derive(Debug, Clone, Default)]
-pub struct ChatUse {
-    /// JSON schemas of tools that the template shows to the model.
+pub struct ChatOptions {
+    /// JSON schemas of the tools that the template shows to the model; may be empty.
     pub tools: Vec<serde_json::Value>,
-    /// Whose observations the template is to render.
+    /// The scaffold, whose observations the template renders.
     pub scaffold: Scaffold,
-    /// What becomes of earlier turns.
+    /// What prompts keep of earlier turns.
     pub history: History,
 }
 
@@ -86,53 +100,55 @@ pub struct ChatUse {
 #[derive(Debug)]
 pub struct ChatModel {
     folder: Utf8PathBuf,
-    /// Tokens by rendered text. All members of a group open with the same one, and to cut it into
-    /// tokens takes as long as several turns.
+    /// Tokens by rendered text. All episodes of a group share their opening prompt, and tokenizing
+    /// it takes as long as several turns.
     prompts: Mutex<LruCache<String, Arc<[TokenId]>>>,
     pub(crate) codec: Codec,
     pub(crate) template: ChatTemplate,
-    pub(crate) purpose: ChatUse,
-    pub(crate) thinking: Thinking,
+    pub(crate) options: ChatOptions,
+    pub(crate) thinking: EarlierThinking,
     end_of_turn: TokenId,
     end_of_turn_text: String,
     stop_token_ids: Vec<TokenId>,
     control_texts: Vec<String>,
-    /// All of them at once: nearly no text has any, and observations are long.
+    /// Searches for all of them at once: observations are long and nearly none has any.
     any_control_text: AhoCorasick,
-    /// The purpose's tools, as the template sees them.
+    /// The tools of `options`, as the template reads them.
     tools: minijinja::Value,
 }
 
 impl ChatModel {
-    /// Loads the model of a folder for the scaffold of native tool calls; as [`Self::load_for`].
+    /// Loads a model for the `tools` scaffold, without showing it tools; see [`Self::load_for`].
     ///
     /// # Errors
-    /// As [`Self::load_for`].
+    /// Same as [`Self::load_for`].
     pub fn load(folder: &Utf8Path) -> Result<Self, ChatError> {
-        Self::load_for(folder, ChatUse::default())
+        Self::load_for(folder, ChatOptions::default())
     }
 
-    /// Loads `tokenizer.json`, the chat template (`chat_template.jinja`, else the field
+    /// Loads a model from a Hugging Face folder and checks its chat template.
+    ///
+    /// Reads `tokenizer.json`, the chat template (`chat_template.jinja`, else the field
     /// `chat_template` of `tokenizer_config.json`) and the end tokens (`generation_config.json`,
-    /// else `eos_token` of `tokenizer_config.json`) of a Hugging Face folder, and checks that the
-    /// template keeps earlier turns: what it renders for two finished turns is the prompt, the first
-    /// turn as it was written, the delta, the second turn, the next delta. Only the thinking of
-    /// earlier turns may be dropped; `purpose.history` says what becomes of it then.
+    /// else `eos_token` of `tokenizer_config.json`). The template must keep earlier turns: for two
+    /// finished turns it must render the prompt, the first turn as written, the delta, the second
+    /// turn and the next delta. It may only drop the thinking of earlier turns; `options.history`
+    /// says whether prompts then drop it too.
     ///
     /// # Errors
-    /// When a file is absent or malformed, or the template drops or rewrites other text.
-    pub fn load_for(folder: &Utf8Path, purpose: ChatUse) -> Result<Self, ChatError> {
+    /// If a file is missing or malformed, or if the template drops or rewrites other text.
+    pub fn load_for(folder: &Utf8Path, options: ChatOptions) -> Result<Self, ChatError> {
         let run = || {
-            let mut model = Self::read(folder, purpose)?;
-            model.thinking = model.find_thinking()?;
+            let mut model = Self::read(folder, options)?;
+            model.thinking = model.detect_thinking()?;
             Ok(model)
         };
         run().map_err(|kind| ChatError { folder: folder.to_owned(), kind })
     }
 
-    fn read(folder: &Utf8Path, purpose: ChatUse) -> Result<Self, ChatErrorKind> {
+    fn read(folder: &Utf8Path, options: ChatOptions) -> Result<Self, ChatErrorKind> {
         let tokenizer = Tokenizer::from_bytes(fs_err::read(folder.join("tokenizer.json"))?)
-            .map_err(|e| invalid("tokenizer.json", e.to_string()))?;
+            .map_err(|source| ChatErrorKind::Malformed { file: "tokenizer.json", source })?;
         let config = json_file(folder, "tokenizer_config.json")?;
         let template = ChatTemplate::new(&template_source(folder, &config)?)?;
 
@@ -160,40 +176,37 @@ impl ChatModel {
             .map(|token| token.content.clone())
             .filter(|text| text.chars().count() > 1)
             .collect();
-        let any_control_text = AhoCorasick::new(&control_texts)
-            .map_err(|e| invalid("tokenizer.json", e.to_string()))?;
+        let any_control_text =
+            AhoCorasick::new(&control_texts).map_err(|e| malformed("tokenizer.json", e))?;
         let mut model = Self {
             any_control_text,
-            tools: tools_shown(&purpose.tools),
+            tools: tools_value(&options.tools),
             folder: folder.to_owned(),
-            prompts: Mutex::new(LruCache::new(KEPT_PROMPTS)),
+            prompts: Mutex::new(LruCache::new(CACHED_PROMPTS)),
             codec: Codec::new(tokenizer),
             template,
-            purpose,
-            thinking: Thinking::Kept,
+            options,
+            thinking: EarlierThinking::Kept,
             end_of_turn: 0,
             end_of_turn_text: String::new(),
             stop_token_ids,
             control_texts,
         };
-        let role = model.purpose.scaffold.observation_role();
-        let closing = model.after_mark(&[message(role, "x")])?;
+        let role = model.options.scaffold.observation_role();
+        let closing = model.text_after_turn(&[message(role, "x")])?;
         let found = model.stop_token_ids.iter().find_map(|&id| {
             let text = model.codec.tokenizer().id_to_token(id)?;
             closing.starts_with(&text).then_some((id, text))
         });
-        (model.end_of_turn, model.end_of_turn_text) = found.ok_or_else(|| {
-            invalid(
-                "generation_config.json",
-                "no eos token closes an assistant turn in the chat template; name the token that \
-                 does as eos_token_id"
-                    .to_owned(),
-            )
+        (model.end_of_turn, model.end_of_turn_text) = found.ok_or(ChatErrorKind::Incomplete {
+            file: "generation_config.json",
+            problem: "no eos token closes an assistant turn of the chat template; set eos_token_id \
+                      to the token that does",
         })?;
         Ok(model)
     }
 
-    /// Token that closes an assistant turn in the template.
+    /// The token that closes an assistant turn in the template.
     pub fn end_of_turn(&self) -> TokenId {
         self.end_of_turn
     }
@@ -203,23 +216,23 @@ impl ChatModel {
         &self.stop_token_ids
     }
 
-    /// Number of entries of the tokenizer, added tokens included.
+    /// Number of vocabulary entries, including added tokens.
     pub fn vocab_size(&self) -> usize {
         self.codec.tokenizer().get_vocab_size(true)
     }
 
-    /// Tokens of `text`, nothing added.
+    /// Token ids of `text`, without any token added around them.
     ///
     /// # Errors
-    /// When the tokenizer fails.
+    /// If the tokenizer fails.
     pub fn encode(&self, text: &str) -> Result<Vec<TokenId>, ChatError> {
         self.encode_inner(text).map_err(|kind| self.error(kind))
     }
 
-    /// Tokens of the opening messages and the header of the first assistant turn.
+    /// Token ids of the opening messages and the header of the first assistant turn.
     ///
     /// # Errors
-    /// When the template or the tokenizer fails.
+    /// If the template or the tokenizer fails.
     pub fn prompt(&self, messages: &[Message]) -> Result<Arc<[TokenId]>, ChatError> {
         let run = || {
             let text = self.render(messages)?;
@@ -234,43 +247,46 @@ impl ChatModel {
         run().map_err(|kind| self.error(kind))
     }
 
-    /// Tokens to append after a sampled turn: the environment's new messages and the header of
-    /// the next assistant turn. `last_sampled` is the last token of the reply: unless it is
-    /// [`Self::end_of_turn`], the closing token is part of the delta (which nobody sampled).
+    /// Token ids to append after a sampled turn: the environment's new messages and the header of
+    /// the next assistant turn.
+    ///
+    /// `last_sampled` is the last token of the reply. Unless it is [`Self::end_of_turn`], the
+    /// policy did not close its turn, and the delta starts with the closing token.
     ///
     /// # Errors
-    /// When the template or the tokenizer fails.
+    /// If the template or the tokenizer fails.
     pub fn delta(
         &self,
         new_messages: &[Message],
         last_sampled: Option<TokenId>,
     ) -> Result<Vec<TokenId>, ChatError> {
         let run = || {
-            let text = self.after_mark(new_messages)?;
-            let closed = last_sampled == Some(self.end_of_turn);
-            let rest = if closed { text.strip_prefix(&self.end_of_turn_text) } else { None };
+            let text = self.text_after_turn(new_messages)?;
+            let is_closed = last_sampled == Some(self.end_of_turn);
+            let rest = if is_closed { text.strip_prefix(&self.end_of_turn_text) } else { None };
             self.encode_inner(rest.unwrap_or(&text))
         };
         run().map_err(|kind| self.error(kind))
     }
 
-    /// Text of sampled ids, a closing end token left out. Bytes that are no UTF-8 become U+FFFD.
+    /// Text of sampled ids, without a closing end token. Bytes that are not UTF-8 become U+FFFD.
     ///
     /// # Errors
-    /// When the tokenizer fails.
+    /// If the tokenizer fails.
     pub fn decode(&self, ids: &[TokenId]) -> Result<String, ChatError> {
         let ids = match ids.split_last() {
             Some((last, rest)) if self.stop_token_ids.contains(last) => rest,
             Some(_) | None => ids,
         };
-        self.codec.decode(ids).map_err(|e| self.error(ChatErrorKind::Tokenizer(e.to_string())))
+        self.codec.decode(ids).map_err(|error| self.error(ChatErrorKind::Tokenizer(error)))
     }
 
-    /// Tokens of an assistant turn as the model's own format writes it, closing token included.
-    /// For supervised data; a sampled turn is never built this way.
+    /// Token ids of an assistant turn in the model's own format, including the closing token.
+    ///
+    /// For supervised data only; a sampled turn is never built this way.
     ///
     /// # Errors
-    /// When the template or the tokenizer fails, or the template does not show the turn.
+    /// If the template or the tokenizer fails, or the template does not show the turn.
     pub fn assistant(&self, content: &str, calls: &[Action]) -> Result<Vec<TokenId>, ChatError> {
         let run = || {
             let mut ids = self.encode_inner(&self.assistant_text(content, calls)?)?;
@@ -280,19 +296,22 @@ impl ChatModel {
         run().map_err(|kind| self.error(kind))
     }
 
-    /// What the template writes after an assistant turn when `new_messages` follow it.
-    pub(crate) fn after_mark(&self, new_messages: &[Message]) -> Result<String, ChatErrorKind> {
-        let mut messages = vec![message("user", "x"), message("assistant", MARK)];
+    /// The text that the template renders after an assistant turn when `new_messages` follow it.
+    pub(crate) fn text_after_turn(
+        &self,
+        new_messages: &[Message],
+    ) -> Result<String, ChatErrorKind> {
+        let mut messages = vec![message("user", "x"), message("assistant", PLACEHOLDER)];
         messages.extend_from_slice(new_messages);
         let text = self.render(&messages)?;
-        match text.split_once(MARK) {
+        match text.split_once(PLACEHOLDER) {
             Some((_, after)) => Ok(after.to_owned()),
             None => Err(ChatErrorKind::NotAppendOnly("an assistant turn is not shown".to_owned())),
         }
     }
 
-    /// An assistant turn's text. A tool message follows it, because some templates treat the last
-    /// message of a conversation differently.
+    /// Rendered text of an assistant turn. A tool message follows it in the rendering, because some
+    /// templates treat the last message of a conversation differently.
     fn assistant_text(&self, content: &str, calls: &[Action]) -> Result<String, ChatErrorKind> {
         let opening = message("user", "x");
         let before = self.render(std::slice::from_ref(&opening))?;
@@ -312,12 +331,11 @@ impl ChatModel {
     pub(crate) fn render(&self, messages: &[Message]) -> Result<String, ChatErrorKind> {
         let safe: Vec<_> = messages.iter().map(|m| self.without_control_texts(m)).collect();
         let safe = safe.iter().map(AsRef::as_ref);
-        Ok(self.template.render_shown(safe, self.tools.clone(), true)?)
+        Ok(self.template.render_with_tools(safe, self.tools.clone(), true)?)
     }
 
-    /// Text from outside must not become control tokens: a file that holds the model's
-    /// end-of-turn text would otherwise write turns of its own. Such text gets a space after its
-    /// first character.
+    /// Breaks control tokens in messages of the environment by a space after their first character.
+    /// A file with the model's end-of-turn text in it could otherwise inject turns.
     fn without_control_texts<'a>(&self, message: &'a Message) -> Cow<'a, Message> {
         if message.role == "assistant" || !self.any_control_text.is_match(&message.content) {
             return Cow::Borrowed(message);
@@ -334,7 +352,7 @@ impl ChatModel {
     }
 
     pub(crate) fn encode_inner(&self, text: &str) -> Result<Vec<TokenId>, ChatErrorKind> {
-        self.codec.encode(text).map_err(|e| ChatErrorKind::Tokenizer(e.to_string()))
+        self.codec.encode(text).map_err(ChatErrorKind::Tokenizer)
     }
 
     fn error(&self, kind: ChatErrorKind) -> ChatError {
@@ -342,7 +360,7 @@ impl ChatModel {
     }
 }
 
-/// Whether an added token is markup, like `<think>`, and no word or run of blanks.
+/// Whether an added token is markup like `<think>`, and not a word or a run of spaces.
 fn is_tag(token: &str) -> bool {
     token.starts_with('<') && token.ends_with('>')
 }
@@ -351,13 +369,16 @@ pub(crate) fn message(role: &str, content: &str) -> Message {
     Message { role: role.to_owned(), content: content.to_owned(), tool_calls: Vec::new() }
 }
 
-fn invalid(file: &'static str, problem: String) -> ChatErrorKind {
-    ChatErrorKind::Invalid { file, problem }
+fn malformed(
+    file: &'static str,
+    source: impl std::error::Error + Send + Sync + 'static,
+) -> ChatErrorKind {
+    ChatErrorKind::Malformed { file, source: Box::new(source) }
 }
 
 fn json_file(folder: &Utf8Path, name: &'static str) -> Result<serde_json::Value, ChatErrorKind> {
     let text = fs_err::read_to_string(folder.join(name))?;
-    serde_json::from_str(&text).map_err(|e| invalid(name, e.to_string()))
+    serde_json::from_str(&text).map_err(|e| malformed(name, e))
 }
 
 fn template_source(folder: &Utf8Path, config: &serde_json::Value) -> Result<String, ChatErrorKind> {
@@ -372,10 +393,9 @@ fn template_source(folder: &Utf8Path, config: &serde_json::Value) -> Result<Stri
             |entry: &&serde_json::Value| entry.get("name").is_some_and(|name| name == "default");
         list.iter().find(default)?.get("template")?.as_str()
     };
-    template.and_then(|t| t.as_str()).or_else(named).map(ToOwned::to_owned).ok_or_else(|| {
-        invalid(
-            "tokenizer_config.json",
-            "has no chat_template, and there is no chat_template.jinja".to_owned(),
-        )
+    let source = template.and_then(|t| t.as_str()).or_else(named);
+    source.map(ToOwned::to_owned).ok_or(ChatErrorKind::Incomplete {
+        file: "tokenizer_config.json",
+        problem: "has no chat_template, and the folder has no chat_template.jinja",
     })
 }

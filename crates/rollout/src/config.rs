@@ -1,7 +1,7 @@
 //! The `[rollout]` section.
 
 use crate::api::Message;
-use crate::chat::ChatUse;
+use crate::chat::ChatOptions;
 use crate::machine::EpisodeLimits;
 use crate::prefix::History;
 use crate::scaffold::{Prompts, Scaffold};
@@ -166,9 +166,9 @@ impl RolloutPlan {
     }
 
     /// What the chat model of a run is for.
-    pub fn chat_use(&self) -> ChatUse {
+    pub fn chat_options(&self) -> ChatOptions {
         let tools = if self.show_tools { self.scaffold.tool_schemas() } else { Vec::new() };
-        ChatUse { tools, scaffold: self.scaffold, history: self.history }
+        ChatOptions { tools, scaffold: self.scaffold, history: self.history }
     }
 
     /// The opening messages of a task.

@@ -1,87 +1,92 @@
-//! R2E-Gym's `file_editor` without a sandbox: from a file's text and a command to the next text and
-//! the answer.
+//! R2E-Gym's `file_editor` without I/O: a file's text and a command give the new text and the
+//! observation.
 //!
-//! The invariant: pure but for the memory of earlier texts, which is bounded. [`crate::toolbox`]
-//! reads and writes the files.
+//! The invariant: the only state is the bounded memory of earlier texts, for `undo_edit`.
+//! [`crate::toolbox`] reads and writes the files.
 
-use crate::scaffold::EditorCommand;
+use crate::scaffold::{EditorCommand, Mistake};
 use std::collections::VecDeque;
 use tree_sitter::{Node, Parser};
 
-/// Bytes of earlier texts that are kept for `undo_edit`, of one episode; the oldest go first.
+/// Bytes of earlier texts that one episode keeps for `undo_edit`; the oldest are dropped first.
 const HISTORY_BYTES: usize = 8 << 20;
 
-/// Lines of context that the answer to an edit shows on either side.
+/// Lines of context that the observation of an edit shows before and after it.
 const SNIPPET_LINES: usize = 4;
 
-/// Files of more lines are viewed without the bodies of functions.
-const WHOLE_LINES: usize = 110;
+/// Longer files, in lines, are viewed without the bodies of functions.
+const MAX_WHOLE_LINES: usize = 110;
 
-/// Characters of one answer before it is clipped.
+/// Most characters of one observation; the rest is clipped.
 const CLIP_CHARS: usize = 10_000;
 
-const CLIPPED: &str = "<response clipped><NOTE>Only a part of this file has been shown. Look for \
-                       line numbers with `grep -n`, then view the lines that matter.</NOTE>";
+const CLIPPED_NOTE: &str = "<response clipped><NOTE>Only a part of this file has been shown. Look for line numbers with \
+     `grep -n`, then view the lines that matter.</NOTE>";
 
-/// The texts that files had before they were edited.
+/// The editor of one episode, with the texts that files had before they were edited.
 #[derive(Debug, Default)]
 pub(crate) struct Editor {
+    /// File and earlier text, oldest first.
     earlier: VecDeque<(String, String)>,
 }
 
 /// A file after an edit.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Edited {
+    /// The file's new text.
     pub(crate) text: String,
-    /// The answer.
-    pub(crate) said: String,
+    /// What the policy reads.
+    pub(crate) observation: String,
 }
 
 impl Editor {
-    /// The file's next text, or what is wrong. `content` is `None` if there is no such file; `key`
-    /// names the file, `path` is as the policy wrote it.
+    /// Applies a command to a file's text. `content` is `None` if the file does not exist; `key`
+    /// identifies the file and `path` is what the policy wrote.
     pub(crate) fn edit(
         &mut self,
         key: &str,
         path: &str,
         content: Option<&str>,
         command: &EditorCommand,
-    ) -> Result<Edited, String> {
+    ) -> Result<Edited, Mistake> {
         if let EditorCommand::Create { text } = command {
             if content.is_some() {
-                return Err(format!(
+                return Err(Mistake(format!(
                     "File already exists at: {path}. Cannot overwrite with 'create'."
-                ));
+                )));
             }
-            self.remember(key, String::new());
+            self.keep_earlier(key, String::new());
             let shown = numbered(text, path, 1);
-            let said = format!("File created at {path}. {shown}Review it, and edit it if needed.");
-            return Ok(Edited { text: text.clone(), said });
+            let observation =
+                format!("File created at {path}. {shown}Review it, and edit it if needed.");
+            return Ok(Edited { text: text.clone(), observation });
         }
-        let content = content.ok_or_else(|| format!("The path '{path}' does not exist."))?;
+        let content =
+            content.ok_or_else(|| Mistake(format!("The path '{path}' does not exist.")))?;
         let (text, snippet, first) = match command {
-            EditorCommand::Replace { old, new } => replaced(content, path, old, new)?,
-            EditorCommand::Insert { line, text } => inserted(content, *line, text)?,
+            EditorCommand::Replace { old, new } => replace(content, path, old, new)?,
+            EditorCommand::Insert { line, text } => insert(content, *line, text)?,
             EditorCommand::Undo => {
-                let text = self
-                    .recall(key)
-                    .ok_or_else(|| format!("No previous edits found for {path} to undo."))?;
-                let said = format!("Last edit to {path} undone. {}", numbered(&text, path, 1));
-                return Ok(Edited { text, said });
+                let text = self.take_earlier(key).ok_or_else(|| {
+                    Mistake(format!("No previous edits found for {path} to undo."))
+                })?;
+                let observation =
+                    format!("Last edit to {path} undone. {}", numbered(&text, path, 1));
+                return Ok(Edited { text, observation });
             }
             EditorCommand::View { .. } | EditorCommand::Create { .. } => {
-                return Err("not an edit of a file".to_owned());
+                return Err(Mistake("not an edit of a file".to_owned()));
             }
         };
-        self.remember(key, content.to_owned());
+        self.keep_earlier(key, content.to_owned());
         let shown = numbered(&snippet, &format!("a snippet of {path}"), first);
-        let said = format!(
+        let observation = format!(
             "The file {path} has been edited. {shown}Review the change, and edit again if needed."
         );
-        Ok(Edited { text, said })
+        Ok(Edited { text, observation })
     }
 
-    fn remember(&mut self, key: &str, text: String) {
+    fn keep_earlier(&mut self, key: &str, text: String) {
         self.earlier.push_back((key.to_owned(), text));
         while self.earlier.iter().map(|(key, text)| key.len() + text.len()).sum::<usize>()
             > HISTORY_BYTES
@@ -90,19 +95,19 @@ impl Editor {
         }
     }
 
-    fn recall(&mut self, key: &str) -> Option<String> {
+    fn take_earlier(&mut self, key: &str) -> Option<String> {
         let newest = self.earlier.iter().rposition(|(of, _)| of == key)?;
         self.earlier.remove(newest).map(|(_, text)| text)
     }
 }
 
-/// Text after a replacement, the lines around it, and the number of the first of them.
-fn replaced(
+/// The text after a replacement, the lines around it, and the number of the first of those.
+fn replace(
     content: &str,
     path: &str,
     old: &str,
     new: &str,
-) -> Result<(String, String, usize), String> {
+) -> Result<(String, String, usize), Mistake> {
     // An empty text would be found everywhere.
     let count = if old.is_empty() { 0 } else { content.matches(old).count() };
     match (count, content.split_once(old)) {
@@ -114,21 +119,22 @@ fn replaced(
             let snippet = lines_between(&text, first, last + 1);
             Ok((text, snippet, first + 1))
         }
-        (0 | 1, _) => Err(format!("No occurrences of '{old}' found in {path} for replacement.")),
-        (_, _) => Err(format!(
+        (0 | 1, _) => {
+            Err(Mistake(format!("No occurrences of '{old}' found in {path} for replacement.")))
+        }
+        (_, _) => Err(Mistake(format!(
             "Multiple occurrences of '{old}' found in {path}. Make it unique before using \
              str_replace."
-        )),
+        ))),
     }
 }
 
-/// Text after an insertion, the lines around it, and the number of the first of them.
-fn inserted(content: &str, line: i64, new: &str) -> Result<(String, String, usize), String> {
+/// The text after an insertion, the lines around it, and the number of the first of those.
+fn insert(content: &str, line: i64, new: &str) -> Result<(String, String, usize), Mistake> {
     let lines: Vec<&str> = content.split('\n').collect();
-    let at = usize::try_from(line)
-        .ok()
-        .filter(|at| *at <= lines.len())
-        .ok_or_else(|| format!("Invalid insert_line {line}. Must be in [0, {}].", lines.len()))?;
+    let at = usize::try_from(line).ok().filter(|at| *at <= lines.len()).ok_or_else(|| {
+        Mistake(format!("Invalid insert_line {line}. Must be in [0, {}].", lines.len()))
+    })?;
     let (before, after) = lines.split_at(at);
     let text = [before, &[new], after].concat().join("\n");
     let first = at.saturating_sub(SNIPPET_LINES);
@@ -143,15 +149,16 @@ fn lines_between(text: &str, first: usize, end: usize) -> String {
 
 /// Text as `cat -n` shows it, tabs expanded.
 fn numbered(text: &str, what: &str, first: usize) -> String {
-    let text = clipped(text.to_owned());
+    let text = clip(text.to_owned());
     let lines = text.split('\n').enumerate();
-    let lines: Vec<String> =
-        lines.map(|(index, line)| format!("{:6}\t{}\n", index + first, expanded(line))).collect();
+    let lines: Vec<String> = lines
+        .map(|(index, line)| format!("{:6}\t{}\n", index + first, expand_tabs(line)))
+        .collect();
     format!("Here's the result of running `cat -n` on {what}:\n{}", lines.concat())
 }
 
-/// A line with blanks instead of tabs, up to the next column that 8 divides.
-fn expanded(line: &str) -> String {
+/// A line with each tab replaced by spaces up to the next multiple of 8 columns.
+fn expand_tabs(line: &str) -> String {
     let mut text = String::with_capacity(line.len());
     let mut column = 0;
     for character in line.chars() {
@@ -167,34 +174,37 @@ fn expanded(line: &str) -> String {
     text
 }
 
-/// A text's begin, with a note, if it is too long for one answer.
-pub(crate) fn clipped(mut text: String) -> String {
+/// The start of a text with a note, if it is too long for one observation.
+pub(crate) fn clip(mut text: String) -> String {
     if let Some((end, _)) = text.char_indices().nth(CLIP_CHARS) {
         text.truncate(end);
-        text.push_str(CLIPPED);
+        text.push_str(CLIPPED_NOTE);
     }
     text
 }
 
-/// Why a file's content is not shown, if so: only Python files are.
-pub(crate) fn not_viewable(path: &str) -> Option<String> {
+/// Only Python files are shown: the mistake if `path` is another file.
+pub(crate) fn check_viewable(path: &str) -> Result<(), Mistake> {
     let name = path.rsplit('/').next().unwrap_or(path);
     let is_python = name.strip_suffix(".py").is_some_and(|stem| !stem.is_empty());
-    (!is_python).then(|| {
-        format!("Only Python files can be viewed, to save context. '{name}' is not a .py file.")
-    })
+    if is_python {
+        return Ok(());
+    }
+    Err(Mistake(format!(
+        "Only Python files can be viewed, to save context. '{name}' is not a .py file."
+    )))
 }
 
-/// A Python file with line numbers, or what is wrong with the range. Takes milliseconds for a large
-/// file: its text is parsed to find the bodies of functions.
+/// A Python file with line numbers, or the mistake in the range. Takes milliseconds for a large
+/// file, because it parses the text to find the bodies of functions.
 pub(crate) fn view(
     path: &str,
     content: &str,
     range: Option<(i64, i64)>,
     concise: bool,
-) -> Result<String, String> {
-    let concise = concise || (range.is_none() && content.lines().count() > WHOLE_LINES);
-    let folded = if concise { bodies(content) } else { Vec::new() };
+) -> Result<String, Mistake> {
+    let concise = concise || (range.is_none() && content.lines().count() > MAX_WHOLE_LINES);
+    let folded = if concise { foldable_lines(content) } else { Vec::new() };
     let mut lines: Vec<(usize, String)> = Vec::new();
     for (index, line) in content.lines().enumerate() {
         match folded.iter().find(|(first, last)| (*first..=*last).contains(&index)) {
@@ -208,15 +218,15 @@ pub(crate) fn view(
     if let Some((first, last)) = range {
         let total = i64::try_from(lines.len()).unwrap_or(i64::MAX);
         if !(1..=total).contains(&first) {
-            return Err(format!(
+            return Err(Mistake(format!(
                 "Invalid view_range [{first}, {last}]: start line must be in [1, {total}]"
-            ));
+            )));
         }
         if last != -1 && !(first..=total).contains(&last) {
-            return Err(format!(
+            return Err(Mistake(format!(
                 "Invalid view_range [{first}, {last}]: end must be >= start and <= {total}, or -1 \
                  to view until end."
-            ));
+            )));
         }
         lines.retain(|(index, _)| {
             let number = i64::try_from(index + 1).unwrap_or(i64::MAX);
@@ -234,12 +244,13 @@ pub(crate) fn view(
     let lines: Vec<String> =
         lines.into_iter().map(|(index, line)| format!("{:6} {line}", index + 1)).collect();
     shown.push_str(&lines.join("\n"));
-    Ok(clipped(shown))
+    Ok(clip(shown))
 }
 
-/// First and last line (from 0) of what a condensed view leaves out: bodies of functions of at least
-/// four lines and the inside of long class docstrings. Empty if the text is no Python.
-fn bodies(content: &str) -> Vec<(usize, usize)> {
+/// First and last line (from 0) of the parts that a condensed view leaves out: function bodies of
+/// at least four lines and the inside of long class docstrings. Empty if the text is not valid
+/// Python.
+fn foldable_lines(content: &str) -> Vec<(usize, usize)> {
     let mut parser = Parser::new();
     if parser.set_language(&tree_sitter_python::LANGUAGE.into()).is_err() {
         return Vec::new();
@@ -249,12 +260,12 @@ fn bodies(content: &str) -> Vec<(usize, usize)> {
         return Vec::new();
     }
     let mut found = Vec::new();
-    // Not a recursion: a policy may write code of any depth.
-    let mut waiting = vec![tree.root_node()];
-    while let Some(node) = waiting.pop() {
+    // Not recursive, because a policy may write code of any depth.
+    let mut pending = vec![tree.root_node()];
+    while let Some(node) = pending.pop() {
         let body = node.child_by_field_name("body");
         if node.kind() == "function_definition"
-            && let Some((first, last)) = body.map(rows)
+            && let Some((first, last)) = body.map(line_range)
             && last - first >= 3
         {
             found.push((first, last));
@@ -262,18 +273,18 @@ fn bodies(content: &str) -> Vec<(usize, usize)> {
         }
         if node.kind() == "class_definition"
             && let Some(docstring) = body.and_then(docstring)
-            && let (first, last) = rows(docstring)
+            && let (first, last) = line_range(docstring)
             && last - first >= 4
         {
             found.push((first + 1, last - 1));
         }
         let mut cursor = node.walk();
-        waiting.extend(node.named_children(&mut cursor));
+        pending.extend(node.named_children(&mut cursor));
     }
     found
 }
 
-fn rows(node: Node<'_>) -> (usize, usize) {
+fn line_range(node: Node<'_>) -> (usize, usize) {
     (node.start_position().row, node.end_position().row)
 }
 
@@ -287,41 +298,51 @@ fn docstring(body: Node<'_>) -> Option<Node<'_>> {
 mod tests {
     use super::*;
 
-    fn replace(old: &str, new: &str) -> EditorCommand {
+    fn replace_command(old: &str, new: &str) -> EditorCommand {
         EditorCommand::Replace { old: old.to_owned(), new: new.to_owned() }
     }
 
     #[test]
-    fn edits_show_the_lines_around_and_can_be_taken_back() {
+    fn edits_show_their_surroundings_and_can_be_undone() {
         let mut editor = Editor::default();
         let create = EditorCommand::Create { text: "a\n\tb".to_owned() };
         let created = editor.edit("x.py", "/t/x.py", None, &create).unwrap();
         assert_eq!(
-            created.said,
+            created.observation,
             "File created at /t/x.py. Here's the result of running `cat -n` on /t/x.py:\n     1\ta\n     \
              2\t        b\nReview it, and edit it if needed."
         );
         assert!(
-            editor.edit("x.py", "x.py", Some(""), &create).unwrap_err().contains("already exists")
+            editor
+                .edit("x.py", "x.py", Some(""), &create)
+                .unwrap_err()
+                .0
+                .contains("already exists")
         );
         let before = "1\n2\n3\n4\n5\n6\n7\n8\n9\n10\n11\n12\n";
-        let edited = editor.edit("x.py", "x.py", Some(before), &replace("7", "seven\n7b")).unwrap();
+        let edited =
+            editor.edit("x.py", "x.py", Some(before), &replace_command("7", "seven\n7b")).unwrap();
         assert_eq!(edited.text, before.replace("\n7\n", "\nseven\n7b\n"));
-        assert!(edited.said.contains("a snippet of x.py:\n     3\t3\n"), "{}", edited.said);
-        assert!(edited.said.contains("\n    12\t11\nReview"), "{}", edited.said);
+        assert!(
+            edited.observation.contains("a snippet of x.py:\n     3\t3\n"),
+            "{}",
+            edited.observation
+        );
+        assert!(edited.observation.contains("\n    12\t11\nReview"), "{}", edited.observation);
         let undone = editor.edit("x.py", "x.py", Some(&edited.text), &EditorCommand::Undo).unwrap();
         assert_eq!(undone.text, before);
         let first = editor.edit("x.py", "x.py", Some(before), &EditorCommand::Undo).unwrap();
-        assert_eq!(first.text, "", "of a created file nothing is left");
+        assert_eq!(first.text, "", "undoing a creation leaves an empty file");
         let error = editor.edit("x.py", "x.py", Some(""), &EditorCommand::Undo).unwrap_err();
-        assert_eq!(error, "No previous edits found for x.py to undo.");
+        assert_eq!(error.0, "No previous edits found for x.py to undo.");
     }
 
     #[test]
-    fn a_text_is_replaced_only_where_it_is_found_once() {
+    fn text_is_replaced_only_if_found_exactly_once() {
         let mut editor = Editor::default();
-        let mut error =
-            |old: &str, content| editor.edit("x", "x", content, &replace(old, "")).unwrap_err();
+        let mut error = |old: &str, content| {
+            editor.edit("x", "x", content, &replace_command(old, "")).unwrap_err().0
+        };
         assert!(error("b", Some("a")).starts_with("No occurrences of 'b' found in x"));
         assert!(error("", Some("a")).starts_with("No occurrences"));
         assert!(error("a", Some("a a")).starts_with("Multiple occurrences of 'a' found in x"));
@@ -329,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_inserted_after_the_named_one() {
+    fn text_is_inserted_after_the_given_line() {
         let mut editor = Editor::default();
         let mut insert = |line, content: &str| {
             let command = EditorCommand::Insert { line, text: "X\nY".to_owned() };
@@ -339,12 +360,15 @@ mod tests {
         assert_eq!(insert(1, "a\nb\n").unwrap(), "a\nX\nY\nb\n");
         assert_eq!(insert(3, "a\nb\n").unwrap(), "a\nb\n\nX\nY");
         for line in [-1, 4, i64::MAX] {
-            assert!(insert(line, "a\nb\n").unwrap_err().ends_with("Must be in [0, 3]."), "{line}");
+            assert!(
+                insert(line, "a\nb\n").unwrap_err().0.ends_with("Must be in [0, 3]."),
+                "{line}"
+            );
         }
     }
 
     #[test]
-    fn what_can_be_taken_back_is_bounded() {
+    fn memory_for_undo_is_bounded() {
         let mut editor = Editor::default();
         let large = "x".repeat(1 << 20);
         for _ in 0..20 {
@@ -355,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn long_files_are_viewed_without_bodies() {
+    fn long_files_are_viewed_without_function_bodies() {
         let body = "    a = 1\n    b = 2\n    c = 3\n    return a\n";
         let short = "def short():\n    return 1\n";
         let class = "class C:\n    \"\"\"One.\n\n    Two.\n\n    \"\"\"\n";
@@ -381,14 +405,14 @@ mod tests {
         }
         let broken = format!("def (:\n{padded}");
         assert!(!view("x.py", &broken, None, false).unwrap().contains("eliding"));
-        assert!(view("x.py", &"x".repeat(20_000), None, false).unwrap().ends_with(CLIPPED));
+        assert!(view("x.py", &"x".repeat(20_000), None, false).unwrap().ends_with(CLIPPED_NOTE));
     }
 
     #[test]
     fn only_python_files_are_viewed() {
-        assert_eq!(not_viewable("/t/a.b/x.py"), None);
+        assert_eq!(check_viewable("/t/a.b/x.py"), Ok(()));
         for path in ["x.txt", "x.py/y", ".py", "x", ""] {
-            assert!(not_viewable(path).is_some(), "{path}");
+            assert!(check_viewable(path).is_err(), "{path}");
         }
     }
 }

@@ -1,9 +1,12 @@
-//! One episode: chat template, append-only token buffer, actions, turn loop, grading, outcome.
+//! One episode: opening prompt, turns of sampling and acting, grading, outcome.
 //!
-//! The invariant: token in, token out. What the policy sampled is never rendered again; only the
-//! environment's new text is tokenised.
+//! [`EpisodeRunner`] is the entry point. It performs the commands of the pure state machine
+//! [`EpisodeMachine`]: the engine samples a turn, a [`Scaffold`] parses its calls, the sandbox
+//! performs them, and a [`ChatModel`] turns the observations into the next tokens of the
+//! [`TokenBuffer`]. At the end the agent's change is graded in a fresh sandbox.
 //!
-//! [`EpisodeRunner`] is the way in; it performs the commands of the pure [`EpisodeMachine`].
+//! The invariant: token in, token out. What the policy sampled is never rendered or tokenized
+//! again; only the environment's new text is.
 
 mod api;
 mod attempt;
@@ -13,16 +16,17 @@ mod codec;
 mod config;
 mod dialogue;
 mod editor;
+mod expert;
 mod grading;
-mod leads;
 mod machine;
+mod prefill;
 mod prefix;
 mod repository;
 mod reward;
 mod rows;
 mod runner;
+mod sandboxes;
 mod scaffold;
-mod supervised;
 mod template;
 mod toolbox;
 mod tree;
@@ -32,20 +36,22 @@ pub use api::{
     Action, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog, opening_messages,
 };
 pub use buffer::{Fork, TokenBuffer};
-pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatUse};
+pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatOptions};
 pub use config::{RolloutConfig, RolloutPlan};
+pub use expert::{ExpertEpisode, ExpertTurn, SupervisedExample};
 pub use grading::{
-    GradeError, GradeLogs, Graded, Judge, Rules, grade_patch, judge_as_r2e, judge_by_summary,
-    write_log_folder,
+    GradeError, GradeLogs, GradedChange, GradingRules, LogGrader, grade_as_r2e, grade_by_summary,
+    grade_patch, write_log_folder,
 };
-pub use leads::Leads;
-pub use machine::{Command, EpisodeLimits, EpisodeMachine, Event, IllegalTransition, State};
+pub use machine::{
+    EpisodeCommand, EpisodeEvent, EpisodeLimits, EpisodeMachine, EpisodePhase, IllegalTransition,
+};
+pub use prefill::PrefillLeaders;
 pub use prefix::History;
 pub use reward::{HarnessVersion, RewardCompat, RewardSection};
 pub use rows::RowSharing;
 pub use runner::EpisodeRunner;
-pub use scaffold::{Call, Change, EditorCommand, Prompts, Scaffold};
-pub use supervised::{ExpertEpisode, ExpertTurn, Supervised};
+pub use scaffold::{Call, Change, EditorCommand, Mistake, Prompts, Scaffold};
 pub use template::ChatTemplate;
 pub use tree::{TreeChange, compare_trees};
 pub use vocabulary::{CONTROL_TOKENS, MICRO_CHAT_TEMPLATE, train_tokenizer};

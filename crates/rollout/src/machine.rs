@@ -1,184 +1,199 @@
-//! The life of one episode, as a pure machine: facts in, the next command out.
+//! The life of one episode as a pure state machine: an event goes in, the next command comes out.
 //!
-//! | state | event | next state | command |
+//! [`EpisodeMachine::step`] does no I/O and awaits nothing. [`crate::EpisodeRunner`] performs each
+//! command and feeds the machine the event that it produced, so every rule about when an episode
+//! samples, acts, is graded or ends is in this one table:
+//!
+//! | phase | event | next phase | command |
 //! |---|---|---|---|
 //! | `Created` | `SandboxOpened` | `SandboxReady` | `RenderPrompt` |
 //! | `SandboxReady` | `PromptRendered`, room left | `Generating` turn 0 | `Generate` |
-//! | `SandboxReady` | `PromptRendered`, no room | `Grading` cut by `SequenceTokens` | `Grade` |
+//! | `SandboxReady` | `PromptRendered`, no room | `Grading` truncated by `SequenceTokens` | `Grade` |
 //! | `Generating` | `Generated`, stop | `Acting` | `Act` |
-//! | `Generating` | `Generated`, length | `Grading` cut by `ResponseTokens` or `SequenceTokens` | `Grade` |
+//! | `Generating` | `Generated`, length | `Grading` truncated by `ResponseTokens` or `SequenceTokens` | `Grade` |
 //! | `Generating` | `Generated`, abort, room left | `Generating`, same turn | `Generate`, resumed |
-//! | `Generating` | `Generated`, abort, no room | `Grading` cut | `Grade` |
-//! | `Generating` | `Generated`, abort too often | `Ended` `Broken{Generate}` | `Finish` |
+//! | `Generating` | `Generated`, abort, no room | `Grading` truncated | `Grade` |
+//! | `Generating` | `Generated`, aborted too often | `Ended` `Broken{Generate}` | `Finish` |
 //! | `Acting` | `Acted`, submitted | `Grading` | `Grade` |
-//! | `Acting` | `Acted`, turns used up | `Grading` cut by `Turns` | `Grade` |
-//! | `Acting` | `Acted`, no room | `Grading` cut by `SequenceTokens` | `Grade` |
+//! | `Acting` | `Acted`, no turns left | `Grading` truncated by `Turns` | `Grade` |
+//! | `Acting` | `Acted`, no room | `Grading` truncated by `SequenceTokens` | `Grade` |
 //! | `Acting` | `Acted` | `Generating`, next turn | `Generate` |
-//! | `Generating`, `Acting` | `TimeUp` | `Grading` cut by `EpisodeTime` | `Grade` |
+//! | `Generating`, `Acting` | `TimeUp` | `Grading` truncated by `EpisodeTime` | `Grade` |
 //! | `Created`, `SandboxReady`, `Generating`, `Acting` | `StopRequested` | `Ended` `Aborted{Shutdown}` | `Finish` |
 //! | `Grading` | `Graded` | `Ended` `Scored` or `Truncated` | `Finish` |
 //! | `Grading` | `ChangeTooLarge` | `Ended` `Truncated{ChangeSize}`, reward 0 | `Finish` |
 //! | all but `Ended` | `Failed` | `Ended` `Broken` | `Finish` |
 //!
-//! Everything else is an [`IllegalTransition`]. A stop request does not interrupt grading: the
-//! verdict is near, and without it the whole episode would have been for nothing.
+//! The invariant: any other pair of phase and event is an [`IllegalTransition`] and changes
+//! nothing, so `Ended` is final and a `Generate` command always leaves room for at least one token.
+//!
+//! A stop request does not interrupt grading: the verdict is near, and without it the whole episode
+//! would be wasted.
 
 use orchestrate_engine::Finish;
 use orchestrate_types::{AbortCause, Limit, Outcome, Stage};
 
-/// Times one turn may be aborted and resumed; each weight update costs one.
+/// How often one turn may be aborted and resumed. Each weight update during the turn takes one.
 const MAX_ABORTS_PER_TURN: u32 = 16;
 
-/// Limits of an episode, in tokens and turns.
+/// Limits of one episode, in turns and tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EpisodeLimits {
-    /// Generations.
+    /// Most generations, at least 1.
     pub max_turns: u32,
-    /// Prompt, responses and observations together.
+    /// Most tokens of prompt, responses and observations together.
     pub max_sequence_tokens: usize,
-    /// One response.
+    /// Most tokens of one response.
     pub max_response_tokens: usize,
 }
 
-/// Where an episode stands.
+/// The phase an episode is in.
 #[derive(Debug, Clone, PartialEq)]
-pub enum State {
+pub enum EpisodePhase {
     /// Nothing exists yet.
     Created,
     /// The sandbox is open and filled.
     SandboxReady,
-    /// The engine samples.
+    /// The engine is sampling a turn.
     Generating {
-        /// Turn, from 0.
+        /// Turn number, from 0.
         turn: u32,
-        /// Tokens this turn has so far, from replies that were aborted.
+        /// Tokens that aborted replies have added to this turn.
         sampled: usize,
-        /// Aborted replies of this turn.
+        /// Number of aborted replies in this turn.
         aborts: u32,
     },
-    /// The turn's calls are performed.
+    /// The turn's calls are being performed.
     Acting {
-        /// Turn, from 0.
+        /// Turn number, from 0.
         turn: u32,
     },
-    /// The tree is collected and judged.
+    /// The agent's change is being collected and graded.
     Grading {
-        /// The limit that ended the episode, if one did.
-        cut: Option<Limit>,
+        /// The limit that ended the episode; `None` if the policy submitted.
+        truncated_by: Option<Limit>,
     },
-    /// Over.
+    /// The episode is over, with this outcome.
     Ended(Outcome),
 }
 
-/// What happened.
+/// What happened since the last command.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Event {
-    /// The agent's sandbox is open, filled, and its tree is known.
+pub enum EpisodeEvent {
+    /// The agent's sandbox is open and filled, and its tree is known.
     SandboxOpened,
-    /// The first prompt has this many tokens.
+    /// The first prompt was rendered.
     PromptRendered {
-        /// Prompt tokens.
+        /// Its length in tokens.
         tokens: usize,
     },
-    /// A reply was stored.
+    /// A reply was added to the episode's tokens.
     Generated {
-        /// Why it ended.
+        /// Why the engine stopped.
         finish: Finish,
-        /// Tokens in this reply.
+        /// Number of tokens in this reply.
         sampled: usize,
-        /// All tokens so far.
+        /// Length of the whole sequence so far, in tokens.
         total_tokens: usize,
     },
     /// The turn's calls were performed.
     Acted {
         /// Whether one of them was `submit`.
         submitted: bool,
-        /// Tokens of the next prompt.
+        /// Length of the next prompt, in tokens.
         next_prompt_tokens: usize,
     },
-    /// The verifier gave its verdict.
+    /// The grader gave its verdict.
     Graded {
-        /// 0.0 to 1.0.
+        /// The reward, 0.0 to 1.0.
         reward: f64,
     },
-    /// What the agent left is more than a grader can be given: nothing is graded.
+    /// The agent's change is too large for a grader, so nothing is graded.
     ChangeTooLarge,
     /// The episode's time is used up.
     TimeUp,
     /// The run is shutting down.
     StopRequested,
-    /// Our own machinery failed, and trying again did not help.
+    /// The infrastructure failed, and retrying did not help.
     Failed {
-        /// Where.
+        /// The stage that failed.
         stage: Stage,
-        /// What happened.
+        /// The error, for a person.
         error: String,
     },
 }
 
-/// What to do next.
+/// What the runner must do next.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Command {
+pub enum EpisodeCommand {
     /// Open and fill the agent's sandbox.
     OpenSandbox,
     /// Render the first prompt.
     RenderPrompt,
-    /// Sample.
+    /// Sample a turn, or the rest of one.
     Generate {
-        /// Turn, from 0.
+        /// Turn number, from 0.
         turn: u32,
-        /// Whether an aborted reply of this turn goes on.
+        /// Whether this continues a turn whose last reply was aborted.
         resumed: bool,
         /// Most tokens to sample, at least 1.
         max_new_tokens: usize,
     },
     /// Perform the turn's calls.
     Act,
-    /// Collect the tree, close the agent's sandbox and judge.
+    /// Collect the agent's change, close its sandbox and grade the change.
     Grade,
-    /// Close what is open and report.
+    /// Close what is open and report this outcome.
     Finish(Outcome),
 }
 
-/// An event that the state does not know. A defect of ours.
+/// An event that is not allowed in the current phase: a bug in this crate.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[error("event {event:?} does not fit state {state:?}")]
+#[error("event {event:?} is not allowed in phase {phase:?}")]
 pub struct IllegalTransition {
-    state: State,
-    event: Event,
+    phase: EpisodePhase,
+    event: EpisodeEvent,
 }
 
-/// The machine of one episode.
+/// The state machine of one episode; the module has its table.
 #[derive(Debug, Clone)]
 pub struct EpisodeMachine {
     limits: EpisodeLimits,
-    state: State,
+    phase: EpisodePhase,
 }
 
 impl EpisodeMachine {
-    /// A machine in `Created`, and its first command, [`Command::OpenSandbox`].
-    pub fn new(limits: EpisodeLimits) -> (Self, Command) {
-        (Self { limits, state: State::Created }, Command::OpenSandbox)
+    /// A machine in `Created`, and its first command, [`EpisodeCommand::OpenSandbox`].
+    pub fn new(limits: EpisodeLimits) -> (Self, EpisodeCommand) {
+        (Self { limits, phase: EpisodePhase::Created }, EpisodeCommand::OpenSandbox)
     }
 
-    /// Where it stands.
-    pub fn state(&self) -> &State {
-        &self.state
+    /// The current phase.
+    pub fn phase(&self) -> &EpisodePhase {
+        &self.phase
     }
 
-    /// Takes one fact and gives the next command.
+    /// Takes one event and returns the next command.
     ///
     /// # Errors
-    /// [`IllegalTransition`] for an event that the state does not know; the state then stays.
-    pub fn step(&mut self, event: Event) -> Result<Command, IllegalTransition> {
-        let (next, command) = match (&self.state, &event) {
-            (State::Created, Event::SandboxOpened) => (State::SandboxReady, Command::RenderPrompt),
-            (State::SandboxReady, Event::PromptRendered { tokens }) => self.generate(0, *tokens),
+    /// [`IllegalTransition`] for an event that the current phase does not allow; the phase does not
+    /// change.
+    pub fn step(&mut self, event: EpisodeEvent) -> Result<EpisodeCommand, IllegalTransition> {
+        let (next, command) = match (&self.phase, &event) {
+            (EpisodePhase::Created, EpisodeEvent::SandboxOpened) => {
+                (EpisodePhase::SandboxReady, EpisodeCommand::RenderPrompt)
+            }
+            (EpisodePhase::SandboxReady, EpisodeEvent::PromptRendered { tokens }) => {
+                self.generate(0, *tokens)
+            }
             (
-                State::Generating { turn, sampled: before, aborts },
-                Event::Generated { finish, sampled, total_tokens },
+                EpisodePhase::Generating { turn, sampled: before, aborts },
+                EpisodeEvent::Generated { finish, sampled, total_tokens },
             ) => self.generated(finish, *turn, before + sampled, *aborts, *total_tokens),
-            (State::Acting { turn }, Event::Acted { submitted, next_prompt_tokens }) => {
+            (
+                EpisodePhase::Acting { turn },
+                EpisodeEvent::Acted { submitted, next_prompt_tokens },
+            ) => {
                 if *submitted {
                     grade(None)
                 } else if turn + 1 >= self.limits.max_turns {
@@ -187,63 +202,66 @@ impl EpisodeMachine {
                     self.generate(turn + 1, *next_prompt_tokens)
                 }
             }
-            (State::Generating { .. } | State::Acting { .. }, Event::TimeUp) => {
-                grade(Some(Limit::EpisodeTime))
-            }
             (
-                State::Created
-                | State::SandboxReady
-                | State::Generating { .. }
-                | State::Acting { .. },
-                Event::StopRequested,
+                EpisodePhase::Generating { .. } | EpisodePhase::Acting { .. },
+                EpisodeEvent::TimeUp,
+            ) => grade(Some(Limit::EpisodeTime)),
+            (
+                EpisodePhase::Created
+                | EpisodePhase::SandboxReady
+                | EpisodePhase::Generating { .. }
+                | EpisodePhase::Acting { .. },
+                EpisodeEvent::StopRequested,
             ) => end(Outcome::Aborted { by: AbortCause::Shutdown }),
-            (State::Grading { cut }, Event::Graded { reward }) => end(match *cut {
-                None => Outcome::Scored { reward: *reward },
-                Some(limit) => Outcome::Truncated { limit, reward: *reward },
-            }),
-            // Whatever else had ended the episode, this decides the reward.
-            (State::Grading { .. }, Event::ChangeTooLarge) => {
+            (EpisodePhase::Grading { truncated_by }, EpisodeEvent::Graded { reward }) => {
+                end(match *truncated_by {
+                    None => Outcome::Scored { reward: *reward },
+                    Some(limit) => Outcome::Truncated { limit, reward: *reward },
+                })
+            }
+            // This decides the reward, whatever limit ended the episode.
+            (EpisodePhase::Grading { .. }, EpisodeEvent::ChangeTooLarge) => {
                 end(Outcome::Truncated { limit: Limit::ChangeSize, reward: 0.0 })
             }
             (
-                State::Created
-                | State::SandboxReady
-                | State::Generating { .. }
-                | State::Acting { .. }
-                | State::Grading { .. },
-                Event::Failed { stage, error },
+                EpisodePhase::Created
+                | EpisodePhase::SandboxReady
+                | EpisodePhase::Generating { .. }
+                | EpisodePhase::Acting { .. }
+                | EpisodePhase::Grading { .. },
+                EpisodeEvent::Failed { stage, error },
             ) => end(Outcome::Broken { stage: *stage, error: error.clone() }),
             (
-                State::Created
-                | State::SandboxReady
-                | State::Generating { .. }
-                | State::Acting { .. }
-                | State::Grading { .. }
-                | State::Ended(_),
-                Event::SandboxOpened
-                | Event::PromptRendered { .. }
-                | Event::Generated { .. }
-                | Event::Acted { .. }
-                | Event::Graded { .. }
-                | Event::ChangeTooLarge
-                | Event::TimeUp
-                | Event::StopRequested
-                | Event::Failed { .. },
-            ) => return Err(IllegalTransition { state: self.state.clone(), event }),
+                EpisodePhase::Created
+                | EpisodePhase::SandboxReady
+                | EpisodePhase::Generating { .. }
+                | EpisodePhase::Acting { .. }
+                | EpisodePhase::Grading { .. }
+                | EpisodePhase::Ended(_),
+                EpisodeEvent::SandboxOpened
+                | EpisodeEvent::PromptRendered { .. }
+                | EpisodeEvent::Generated { .. }
+                | EpisodeEvent::Acted { .. }
+                | EpisodeEvent::Graded { .. }
+                | EpisodeEvent::ChangeTooLarge
+                | EpisodeEvent::TimeUp
+                | EpisodeEvent::StopRequested
+                | EpisodeEvent::Failed { .. },
+            ) => return Err(IllegalTransition { phase: self.phase.clone(), event }),
         };
-        self.state = next;
+        self.phase = next;
         Ok(command)
     }
 
-    fn generate(&self, turn: u32, prompt_tokens: usize) -> (State, Command) {
+    fn generate(&self, turn: u32, prompt_tokens: usize) -> (EpisodePhase, EpisodeCommand) {
         let room = self.limits.max_sequence_tokens.saturating_sub(prompt_tokens);
         if room == 0 {
             return grade(Some(Limit::SequenceTokens));
         }
         let max_new_tokens = room.min(self.limits.max_response_tokens);
         (
-            State::Generating { turn, sampled: 0, aborts: 0 },
-            Command::Generate { turn, resumed: false, max_new_tokens },
+            EpisodePhase::Generating { turn, sampled: 0, aborts: 0 },
+            EpisodeCommand::Generate { turn, resumed: false, max_new_tokens },
         )
     }
 
@@ -254,34 +272,38 @@ impl EpisodeMachine {
         sampled: usize,
         aborts: u32,
         total_tokens: usize,
-    ) -> (State, Command) {
+    ) -> (EpisodePhase, EpisodeCommand) {
         let room = self.limits.max_sequence_tokens.saturating_sub(total_tokens);
         let response_room = self.limits.max_response_tokens.saturating_sub(sampled);
-        // No room for a single token: the engine's context is shorter than the episode's limit.
-        let full = room == 0 || sampled == 0;
-        let cut = if full { Limit::SequenceTokens } else { Limit::ResponseTokens };
+        // No tokens at all: the engine's context is shorter than the episode's limit.
+        let is_full = room == 0 || sampled == 0;
+        let limit = if is_full { Limit::SequenceTokens } else { Limit::ResponseTokens };
         match finish {
-            Finish::Stop => (State::Acting { turn }, Command::Act),
-            Finish::Length => grade(Some(cut)),
-            Finish::Abort if room.min(response_room) == 0 => grade(Some(cut)),
+            Finish::Stop => (EpisodePhase::Acting { turn }, EpisodeCommand::Act),
+            Finish::Length => grade(Some(limit)),
+            Finish::Abort if room.min(response_room) == 0 => grade(Some(limit)),
             Finish::Abort if aborts >= MAX_ABORTS_PER_TURN => end(Outcome::Broken {
                 stage: Stage::Generate,
                 error: format!("turn {turn} was aborted {} times", aborts + 1),
             }),
             Finish::Abort => (
-                State::Generating { turn, sampled, aborts: aborts + 1 },
-                Command::Generate { turn, resumed: true, max_new_tokens: room.min(response_room) },
+                EpisodePhase::Generating { turn, sampled, aborts: aborts + 1 },
+                EpisodeCommand::Generate {
+                    turn,
+                    resumed: true,
+                    max_new_tokens: room.min(response_room),
+                },
             ),
         }
     }
 }
 
-fn grade(cut: Option<Limit>) -> (State, Command) {
-    (State::Grading { cut }, Command::Grade)
+fn grade(truncated_by: Option<Limit>) -> (EpisodePhase, EpisodeCommand) {
+    (EpisodePhase::Grading { truncated_by }, EpisodeCommand::Grade)
 }
 
-fn end(outcome: Outcome) -> (State, Command) {
-    (State::Ended(outcome.clone()), Command::Finish(outcome))
+fn end(outcome: Outcome) -> (EpisodePhase, EpisodeCommand) {
+    (EpisodePhase::Ended(outcome.clone()), EpisodeCommand::Finish(outcome))
 }
 
 #[cfg(test)]

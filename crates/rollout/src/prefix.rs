@@ -1,8 +1,8 @@
-//! What a chat template does with earlier turns, found by trying it.
+//! What a chat template does with earlier turns, detected by rendering probe conversations.
 //!
-//! The invariant: a conversation goes on from the tokens that it has. A template may leave nothing
-//! out of earlier turns but their thinking; whether ours do so as well is a [`History`], and where
-//! they do it is a [`crate::Fork`] at the sampled tokens, never their text made into tokens again.
+//! The invariant: a conversation continues from the tokens that it has. The only part of earlier
+//! turns that a template may drop is their thinking. [`History`] says whether our prompts drop it
+//! too; if they do, the sampled tokens are cut at a [`crate::Fork`] and are never tokenized again.
 
 use crate::chat::{ChatErrorKind, ChatModel, message};
 use orchestrate_types::TokenId;
@@ -12,106 +12,106 @@ use serde::{Deserialize, Serialize};
 const OPEN: &str = "<think>";
 const CLOSE: &str = "</think>";
 
-/// What a prompt has of earlier turns.
+/// What a prompt keeps of earlier turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum History {
-    /// All that was sampled, whatever the chat template would leave out. A conversation is one
+    /// Everything that was sampled, whatever the chat template would drop. A conversation is one
     /// sequence, and every turn of it can be trained on.
     #[default]
     Sampled,
-    /// What the chat template leaves of it. Where the thinking of an earlier turn is dropped the
-    /// conversation forks: what stays of that turn is context, and is not trained on.
+    /// What the chat template keeps. Where it drops the thinking of an earlier turn, the
+    /// conversation forks: the rest of that turn is context and is not trained on.
     Template,
 }
 
-/// What a template does with the thinking of turns that observations have answered.
+/// What a template does with the thinking of turns that already have an observation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Thinking {
-    /// It stays, or there is none.
+pub(crate) enum EarlierThinking {
+    /// It is kept, or the template has no thinking.
     Kept,
-    /// It is dropped up to token `close` and the line ends after it, and so are the last `header`
-    /// tokens of a prompt, which open it.
+    /// It is dropped up to token `close` and the line ends after it, together with the last
+    /// `header` tokens of the prompt before it, which open the thinking.
     Dropped { close: Option<TokenId>, header: usize },
 }
 
-/// Two turns to try a template with, and how it shows them when it drops their thinking.
-struct Probe {
-    what: &'static str,
+/// Two turns that a template is probed with, and how it renders them if it drops their thinking.
+struct TemplateProbe {
+    name: &'static str,
     turns: [&'static str; 2],
-    dropped: [&'static str; 2],
+    without_thinking: [&'static str; 2],
 }
 
-const PLAIN: Probe = Probe {
-    what: "plain turns",
+const PLAIN: TemplateProbe = TemplateProbe {
+    name: "plain turns",
     turns: ["alpha one", "beta two"],
-    dropped: ["alpha one", "beta two"],
+    without_thinking: ["alpha one", "beta two"],
 };
 
-const THOUGHTFUL: Probe = Probe {
-    what: "turns with thinking",
+const THINKING: TemplateProbe = TemplateProbe {
+    name: "turns with thinking",
     turns: ["<think>\nalpha\n</think>\n\none", "<think>\nbeta\n</think>\n\ntwo"],
-    dropped: ["one", "two"],
+    without_thinking: ["one", "two"],
 };
 
 impl ChatModel {
-    /// Tries the template with turns, plain ones and, where it knows them, thinking ones.
-    pub(crate) fn find_thinking(&self) -> Result<Thinking, ChatErrorKind> {
+    /// Probes the template with plain turns and, if it mentions thinking, with turns that think.
+    pub(crate) fn detect_thinking(&self) -> Result<EarlierThinking, ChatErrorKind> {
         let header = format!("{OPEN}\n");
         let opening = [message("system", "probe system"), message("user", "probe question")];
         let prompt = self.render(&opening)?;
         let thinks_first = prompt.ends_with(&header);
         if !thinks_first {
-            self.try_turns(&PLAIN, &PLAIN.turns, &prompt, "")?;
+            self.check_turns(&PLAIN, &PLAIN.turns, &prompt, "")?;
         }
         if !self.template.source().contains("think") {
-            return Ok(Thinking::Kept);
+            return Ok(EarlierThinking::Kept);
         }
         let header = if thinks_first { header.as_str() } else { "" };
-        let kept = self.try_turns(&THOUGHTFUL, &THOUGHTFUL.turns, &prompt, header);
+        let kept = self.check_turns(&THINKING, &THINKING.turns, &prompt, header);
         let Err(ChatErrorKind::NotAppendOnly(_)) = &kept else {
-            return kept.map(|()| Thinking::Kept);
+            return kept.map(|()| EarlierThinking::Kept);
         };
-        // Not as written: without the thinking, then, or the template is none for us.
-        if self.try_turns(&THOUGHTFUL, &THOUGHTFUL.dropped, &prompt, header).is_err() {
-            return kept.map(|()| Thinking::Kept);
+        // The turns are not kept as written. Dropping their thinking is the only accepted change.
+        if self.check_turns(&THINKING, &THINKING.without_thinking, &prompt, header).is_err() {
+            return kept.map(|()| EarlierThinking::Kept);
         }
         let token = |text| self.codec.tokenizer().token_to_id(text);
-        if self.purpose.history == History::Template {
+        if self.options.history == History::Template {
             if token(CLOSE).is_none() {
-                return Err(ChatErrorKind::ThinkingIsNoToken(CLOSE));
+                return Err(ChatErrorKind::ThinkingIsNotOneToken(CLOSE));
             }
             if thinks_first && token(OPEN).is_none() {
-                return Err(ChatErrorKind::ThinkingIsNoToken(OPEN));
+                return Err(ChatErrorKind::ThinkingIsNotOneToken(OPEN));
             }
         }
         let header = self.encode_inner(header)?.len();
-        Ok(Thinking::Dropped { close: token(CLOSE), header })
+        Ok(EarlierThinking::Dropped { close: token(CLOSE), header })
     }
 
-    /// Checks what the template renders of a probe's turns while the conversation grows. `header` is
-    /// what a prompt ends with that opens the thinking.
-    fn try_turns(
+    /// Checks that the template renders a probe's turns as `rendered_turns` while the conversation
+    /// grows. `header` is the end of a prompt that opens the thinking, or empty.
+    fn check_turns(
         &self,
-        probe: &Probe,
-        shown: &[&str; 2],
+        probe: &TemplateProbe,
+        rendered_turns: &[&str; 2],
         prompt: &str,
         header: &str,
     ) -> Result<(), ChatErrorKind> {
-        let drops = *shown != probe.turns;
-        let role = self.purpose.scaffold.observation_role();
+        let drops_thinking = *rendered_turns != probe.turns;
+        let role = self.options.scaffold.observation_role();
         let mut messages =
             vec![message("system", "probe system"), message("user", "probe question")];
         let mut expected = prompt.to_owned();
-        for (index, (turn, shown)) in probe.turns.iter().zip(shown).enumerate() {
+        for (index, (turn, shown)) in probe.turns.iter().zip(rendered_turns).enumerate() {
             let observation = message(role, &format!("probe result {index}"));
-            if drops {
+            if drops_thinking {
                 expected.truncate(expected.len() - header.len());
                 expected.push_str(shown);
             } else {
                 expected.push_str(shown.strip_prefix(header).unwrap_or(shown));
             }
-            expected.push_str(&self.after_mark(std::slice::from_ref(&observation))?);
+            expected.push_str(&self.text_after_turn(std::slice::from_ref(&observation))?);
             messages.extend([message("assistant", turn), observation]);
             let rendered = self.render(&messages)?;
             if rendered != expected {
@@ -119,7 +119,7 @@ impl ChatModel {
                     rendered.bytes().zip(expected.bytes()).take_while(|(a, b)| a == b).count();
                 return Err(ChatErrorKind::NotAppendOnly(format!(
                     "{}, after turn {}: rendered text differs from byte {differs} of {}",
-                    probe.what,
+                    probe.name,
                     index + 1,
                     expected.len()
                 )));
@@ -128,11 +128,11 @@ impl ChatModel {
         Ok(())
     }
 
-    /// Tokens that the next prompt leaves out of the last turn: before its first sampled one, and from
-    /// there on.
-    pub(crate) fn left_out(&self, sampled: &[TokenId]) -> (usize, usize) {
-        let (Thinking::Dropped { close, header }, History::Template) =
-            (self.thinking, self.purpose.history)
+    /// How many tokens the next prompt drops before the first token of the last turn, and how many
+    /// from there on. `sampled` are the turn's tokens.
+    pub(crate) fn dropped_tokens(&self, sampled: &[TokenId]) -> (usize, usize) {
+        let (EarlierThinking::Dropped { close, header }, History::Template) =
+            (self.thinking, self.options.history)
         else {
             return (0, 0);
         };
@@ -140,7 +140,7 @@ impl ChatModel {
             return (header, 0);
         };
         let (_, answer) = sampled.split_at(end + 1);
-        // A token of line ends and more is kept whole: nothing smaller was sampled.
+        // A token that holds more than line ends is kept whole, because it was sampled as one.
         (header, end + 1 + answer.iter().take_while(|id| self.is_line_ends(**id)).count())
     }
 

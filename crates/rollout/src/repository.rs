@@ -1,86 +1,90 @@
-//! A repository that is in an image: prepared for the agent, and read when the agent is done.
+//! Repositories that come in an image: prepared for the agent, and compared when it is done.
 //!
-//! The invariant: the change is taken between two trees, the one that the agent was given and the
-//! one that it left. What it did to the repository's history, index or settings does not matter,
-//! and changes that came with the image are no part of it.
+//! The invariant: the agent's change is the difference between the tree that it was given and the
+//! tree that it left. What it did to the repository's history, index or settings has no effect, and
+//! changes that came with the image are not part of it.
 
-use crate::grading::refused;
+use crate::sandboxes::refused;
 use orchestrate_sandbox::{Command, ExecResult, Exit, Sandbox, SandboxError};
 use orchestrate_tasks::Task;
 use std::time::Duration;
 
-/// Where our own repository over the tree lies in the agent's container.
-const SHADOW: &str = "/opt/.orchestrate.git";
+/// Folder of our own git repository over the tree, in the agent's container.
+const SHADOW_GIT_DIR: &str = "/opt/.orchestrate.git";
 
-/// Longest time for looking at every file of a repository.
+/// Timeout for git reading every file of a repository.
 const GIT_TIMEOUT: Duration = Duration::from_mins(5);
 
 /// Largest change that is graded, in bytes; supervisors keep no more of one output.
-const PATCH_BYTES: usize = 16 << 20;
+const MAX_PATCH_BYTES: usize = 16 << 20;
 
 const GIT: &str = include_str!("repository/git.sh");
 const RESET: &str = include_str!("repository/reset.sh");
 const COLLECT: &str = include_str!("repository/collect.sh");
 
-/// Files and folders that an agent may add, for git to look at in its time.
-const MORE_FILES: u64 = 500_000;
+/// Files and folders that an agent may add, so that git can read them in time.
+const MAX_ADDED_FILES: u64 = 500_000;
 
-/// KiB that an agent may add.
-const MORE_KIB: u64 = 4 << 20;
+/// Size that an agent may add, in KiB.
+const MAX_ADDED_KIB: u64 = 4 << 20;
 
-/// How much longer than with the tree as it was given git must take, until that is the agent's
-/// doing and not a slow machine's.
-const TIMES_SLOWER: u32 = 20;
+/// A timeout of git is the agent's doing, and not a slow machine's, if [`GIT_TIMEOUT`] is more than
+/// this many times what git took for the given tree.
+const MIN_SLOWDOWN: u32 = 20;
 
-/// What the script says of a tree that grew by more than that.
-const GREW: i32 = 75;
+/// Exit code of the script for a tree that grew by more than that.
+const GREW_TOO_MUCH: i32 = 75;
 
-/// The tree that an agent was given.
+/// The tree that an agent was given, with which its own tree is compared.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Given {
-    /// The name git has for it.
+pub(crate) struct RepositoryBaseline {
+    /// Git's id of the tree.
     tree: String,
+    /// Number of files and folders.
     files: u64,
+    /// Size in KiB.
     kib: u64,
-    /// How long git needed for it.
+    /// How long git took to read it.
     took: Duration,
 }
 
-/// Takes the hidden tests (and, if asked, the history) out of the agent's reach, and remembers the
-/// tree as it then is.
+/// Removes the hidden tests and, with `hide_history`, the repository's history, and records the
+/// tree that is left.
 pub(crate) async fn reset(
     sandbox: &mut dyn Sandbox,
     task: &Task,
     hide_history: bool,
-) -> Result<Given, SandboxError> {
+) -> Result<RepositoryBaseline, SandboxError> {
     let hide = if hide_history { "true" } else { "false" };
-    let command = script(RESET, &[SHADOW, &task.environment, hide]);
+    let command = script(RESET, &[SHADOW_GIT_DIR, &task.environment, hide]);
     let result = sandbox.exec(&command).await?;
     let text = result.text();
-    let mut words = text.lines().next_back().unwrap_or_default().split(' ');
-    let tree = words.next().unwrap_or_default().to_owned();
-    let is_name = tree.len() >= 40 && tree.bytes().all(|byte| byte.is_ascii_hexdigit());
-    let mut number = || words.next().and_then(|word| word.parse().ok());
-    if let (true, true, Some(files), Some(kib)) = (result.success(), is_name, number(), number()) {
-        return Ok(Given { tree, files, kib, took: result.elapsed });
+    let mut fields = text.lines().next_back().unwrap_or_default().split(' ');
+    let tree = fields.next().unwrap_or_default().to_owned();
+    let is_tree_id = tree.len() >= 40 && tree.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let mut number = || fields.next().and_then(|field| field.parse().ok());
+    if let (true, true, Some(files), Some(kib)) = (result.success(), is_tree_id, number(), number())
+    {
+        return Ok(RepositoryBaseline { tree, files, kib, took: result.elapsed });
     }
     Err(refused(sandbox, "reset", format!("image {}: {}", task.image, text.trim())))
 }
 
-/// What the agent changed, as a diff that `git apply` takes; `None` where it is more than can be
-/// graded. A repository in which git does not work any more is the agent's doing: there is nothing
-/// to grade then, and the diff is empty.
+/// The agent's change, as a diff that `git apply` accepts; `None` if it is too large to be graded.
+///
+/// If git no longer works in the repository, that is the agent's doing: nothing can be graded, and
+/// the diff is empty.
 pub(crate) async fn collect(
     sandbox: &mut dyn Sandbox,
-    given: &Given,
+    baseline: &RepositoryBaseline,
 ) -> Result<Option<String>, SandboxError> {
-    let files = (given.files + MORE_FILES).to_string();
-    let kib = (given.kib + MORE_KIB).to_string();
+    let files = (baseline.files + MAX_ADDED_FILES).to_string();
+    let kib = (baseline.kib + MAX_ADDED_KIB).to_string();
     for form in ["text", "binary"] {
-        let mut command = script(COLLECT, &[SHADOW, &given.tree, form, &files, &kib]);
-        command.keep_bytes = PATCH_BYTES;
+        let mut command = script(COLLECT, &[SHADOW_GIT_DIR, &baseline.tree, form, &files, &kib]);
+        command.keep_bytes = MAX_PATCH_BYTES;
         let result = sandbox.exec(&command).await?;
-        if is_too_much(&result, given) {
+        if is_too_large(&result, baseline) {
             let (exit, bytes) = (result.exit, result.total_bytes);
             tracing::warn!(?exit, bytes, "the agent's change is too large to grade");
             return Ok(None);
@@ -99,20 +103,20 @@ pub(crate) async fn collect(
             return Ok(Some(patch));
         }
     }
-    Err(refused(sandbox, "diff", "git's own form of binary files is not ASCII".to_owned()))
+    Err(refused(sandbox, "diff", "git's format for binary files is not ASCII".to_owned()))
 }
 
-/// Whether what git met there can only be what the agent put there: with the tree as it was given,
-/// in the same container and within the same limits, it had come to its end.
-fn is_too_much(result: &ExecResult, given: &Given) -> bool {
-    let slowed = result.exit == Exit::TimedOut && given.took * TIMES_SLOWER < GIT_TIMEOUT;
-    result.total_bytes > PATCH_BYTES as u64
-        || result.exit == Exit::Code(GREW)
+/// Whether the agent made the tree too large for git: with the given tree, in the same container
+/// and within the same limits, git had finished.
+fn is_too_large(result: &ExecResult, baseline: &RepositoryBaseline) -> bool {
+    let is_slow = result.exit == Exit::TimedOut && baseline.took * MIN_SLOWDOWN < GIT_TIMEOUT;
+    result.total_bytes > MAX_PATCH_BYTES as u64
+        || result.exit == Exit::Code(GREW_TOO_MUCH)
         || result.oom_kills > 0
-        || slowed
+        || is_slow
 }
 
-/// A command that runs `text` in the task's folder.
+/// A command that runs the script `text` in the task's folder.
 fn script(text: &str, arguments: &[&str]) -> Command {
     let mut command = Command::shell(text.replace("@GIT@", GIT), GIT_TIMEOUT);
     command.argv.push("sh".to_owned());

@@ -1,6 +1,6 @@
 //! The `[reward]` section: how the log of the hidden tests becomes a reward.
 
-use crate::grading::{Judge, Rules, judge_as_r2e, judge_by_summary};
+use crate::grading::{GradingRules, LogGrader, grade_as_r2e, grade_by_summary};
 use orchestrate_tasks::swe::Harness;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -17,11 +17,11 @@ pub struct RewardSection {
 
 impl RewardSection {
     /// The rules.
-    pub fn rules(self) -> Rules {
-        Rules {
-            judge: self.compat.judge(),
+    pub fn rules(self) -> GradingRules {
+        GradingRules {
+            grade_log: self.compat.log_grader(),
             harness: self.harness.into(),
-            tests_are_ours: self.compat == RewardCompat::Strict,
+            exclude_test_changes: self.compat == RewardCompat::Strict,
         }
     }
 }
@@ -62,10 +62,10 @@ pub enum RewardCompat {
 
 impl RewardCompat {
     /// The rule.
-    pub fn judge(self) -> Judge {
+    pub fn log_grader(self) -> LogGrader {
         match self {
-            Self::Strict => judge_by_summary,
-            Self::R2e => judge_as_r2e,
+            Self::Strict => grade_by_summary,
+            Self::R2e => grade_as_r2e,
         }
     }
 }

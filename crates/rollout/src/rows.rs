@@ -1,8 +1,8 @@
-//! The routing rows of one attempt: begun with rows other episodes fetched, filled by replies,
-//! and finished or refused.
+//! The routing rows of one attempt: seeded from the prefix cache, extended by every reply, and
+//! finished as a mask.
 //!
-//! The invariant: a seed from the cache stands only once a reply under the seed's policy version,
-//! and in the scope of one worker from that worker, has joined it.
+//! The invariant: rows seeded from the cache are kept only once a reply has joined them under the
+//! same policy version and, where rows are shared per worker, from the same worker.
 
 use crate::api::RowCounts;
 use orchestrate_engine::Generation;
@@ -14,44 +14,54 @@ use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What episodes do with routing rows beyond collecting their own.
+/// How episodes share routing rows, and what they do with mixed ones.
 #[derive(Debug, Clone, Default)]
 pub struct RowSharing {
-    /// Where rows of common prefixes are found; `None` = every episode fetches its own.
+    /// Cache of the rows of common prefixes; `None` = every episode fetches its own.
     pub cache: Option<Arc<PrefixCache>>,
-    /// Among which episodes they are shared.
+    /// The episodes among which rows are shared: those of one worker, or of the whole fleet.
     pub scope: SharingScope,
-    /// What is done with mixed rows.
+    /// What happens to mixed rows, which were computed while weights or KV changed.
     pub mixed: MixedRows,
 }
 
-/// Why the rows of a reply were not taken.
+/// Why the rows of a reply were refused.
+#[derive(Debug, thiserror::Error)]
 pub(crate) enum RowsRefused {
-    /// The rows themselves are at fault.
-    Rows(String),
-    /// The seed is of other weights than the reply, or of a worker that did not answer; it is
-    /// gone, and another try begins at row 0.
-    Seed,
+    /// The reply has no rows.
+    #[error("routing rows were requested, but the reply has none")]
+    Missing,
+    /// The rows do not end with the reply's last token but one.
+    #[error("routing rows end at {end}, expected {expected}")]
+    WrongEnd { end: usize, expected: usize },
+    /// The rows do not join those collected so far.
+    #[error(transparent)]
+    Routing(#[from] RoutingError),
+    /// The seeded rows belong to other weights, or to another worker, than the reply. They have
+    /// been dropped, so that another try starts at row 0.
+    #[error("weights changed under rows of the prefix cache")]
+    StaleSeed,
 }
 
-/// Rows collected so far.
+/// The routing rows that an attempt has collected so far.
 #[derive(Debug)]
 pub(crate) struct EpisodeRows {
     shape: Arc<ModelShape>,
     model: String,
     sharing: RowSharing,
     builder: MaskBuilder,
-    /// The rows without a fork, until a reply to the forked prompt has come.
+    /// The rows before a fork, kept until a reply to the forked prompt arrives.
     unforked: Option<MaskBuilder>,
     chain: Option<PrefixChain>,
-    /// Worker of the chain's scope; empty for the fleet.
+    /// Worker whose rows the chain shares; empty where the whole fleet shares.
     worker: String,
+    /// Number of leading rows that came from the cache.
     seeded: usize,
     pub(crate) counts: RowCounts,
 }
 
 impl EpisodeRows {
-    /// `model` tells this run's weights from any others of equal version.
+    /// `model` distinguishes the weights of this run from others with the same version number.
     pub(crate) fn new(
         shape: Arc<ModelShape>,
         model: String,
@@ -70,12 +80,12 @@ impl EpisodeRows {
         })
     }
 
-    /// First row to ask the next reply for.
+    /// The first row to request with the next reply.
     pub(crate) fn next_start(&self) -> usize {
         self.builder.next_start()
     }
 
-    /// The next prompt has only the first `tokens` tokens in common with what there is.
+    /// Prepares for a prompt that shares only the first `tokens` tokens with the sequence so far.
     pub(crate) fn fork(&mut self, tokens: usize) {
         let forked = self.builder.fork(tokens);
         self.unforked = Some(std::mem::replace(&mut self.builder, forked));
@@ -83,7 +93,7 @@ impl EpisodeRows {
         self.chain = None;
     }
 
-    fn begin_chain(&mut self, version: PolicyVersion, worker: Option<String>) {
+    fn start_chain(&mut self, version: PolicyVersion, worker: Option<String>) {
         self.worker = match (self.sharing.scope, worker) {
             (SharingScope::Fleet, _) => String::new(),
             (SharingScope::Worker, Some(worker)) => worker,
@@ -92,8 +102,8 @@ impl EpisodeRows {
         self.chain = Some(PrefixChain::new(&self.shape, &self.model, version, &self.worker));
     }
 
-    /// Before the first call: takes the rows that other episodes fetched for the same tokens under
-    /// the same weights. `worker` is the one that will answer, where that is known beforehand.
+    /// Takes rows that other episodes fetched for the same tokens under the same weights. Called
+    /// before the first request; `worker` is the one that will answer, if that is known.
     pub(crate) async fn seed(
         &mut self,
         prompt: &[TokenId],
@@ -101,7 +111,7 @@ impl EpisodeRows {
         worker: Option<String>,
     ) {
         let Some(cache) = self.sharing.cache.clone() else { return };
-        self.begin_chain(version, worker);
+        self.start_chain(version, worker);
         let Some(chain) = &mut self.chain else { return };
         chain.extend_to(prompt);
         let chain = chain.clone();
@@ -111,7 +121,8 @@ impl EpisodeRows {
         self.seeded = self.builder.rows();
     }
 
-    /// Takes the rows of a reply to a prompt of `prompt` tokens. A refused reply leaves no trace.
+    /// Adds the rows of a reply to a prompt of `prompt` tokens. Refused rows change nothing but a
+    /// stale seed.
     pub(crate) fn accept(
         &mut self,
         reply: &mut Generation,
@@ -120,27 +131,25 @@ impl EpisodeRows {
     ) -> Result<(), RowsRefused> {
         let total = prompt + reply.output_ids.len();
         let Some(rows) = reply.routed_experts.take() else {
-            let words = "routing rows were asked for, none came";
-            return Err(RowsRefused::Rows(words.to_owned()));
+            return Err(RowsRefused::Missing);
         };
         let (start, end) = (rows.start(), rows.start() + rows.rows());
-        let needed = total.saturating_sub(1);
-        if end != needed {
-            let words = format!("routing rows end at {end}, needed {needed}");
-            return Err(RowsRefused::Rows(words));
+        let expected = total.saturating_sub(1);
+        if end != expected {
+            return Err(RowsRefused::WrongEnd { end, expected });
         }
         let first = reply.versions.first().map_or(version, |span| span.version);
         let moved = self.sharing.scope == SharingScope::Worker && self.worker != reply.worker;
-        let seed_is_other =
+        let seed_is_stale =
             self.chain.as_ref().is_some_and(|chain| moved || chain.version() != first);
-        if self.seeded > 0 && self.builder.rows() == self.seeded && seed_is_other {
+        if self.seeded > 0 && self.builder.rows() == self.seeded && seed_is_stale {
             self.builder.truncate(0);
             self.seeded = 0;
             self.chain = None;
-            return Err(RowsRefused::Seed);
+            return Err(RowsRefused::StaleSeed);
         }
-        self.push(rows, total, &versions(reply, prompt, start, end, first), reply.num_retractions)
-            .map_err(|error| RowsRefused::Rows(error.to_string()))?;
+        let versions = row_versions(reply, prompt, start, end, first);
+        self.push(rows, total, &versions, reply.num_retractions)?;
         let counts = &mut self.counts;
         counts.wire_bytes += reply.routing_wire_bytes as u64;
         counts.reused += reply.cached_tokens.min(end).saturating_sub(start) as u64;
@@ -166,12 +175,13 @@ impl EpisodeRows {
         Ok(())
     }
 
-    /// After a reply was taken: offers the rows of all `tokens` to other episodes. `worker` is the
-    /// one that answered; once an episode was moved, its rows are of no one worker.
+    /// Offers the rows of all `tokens` to other episodes. Called after a reply was accepted;
+    /// `worker` is the one that answered. An episode that moved between workers stops sharing per
+    /// worker.
     pub(crate) async fn offer(&mut self, tokens: &[TokenId], version: PolicyVersion, worker: &str) {
         let Some(cache) = self.sharing.cache.clone() else { return };
         if self.chain.is_none() && self.builder.versions().len() == 1 {
-            self.begin_chain(version, Some(worker.to_owned()));
+            self.start_chain(version, Some(worker.to_owned()));
         }
         if self.sharing.scope == SharingScope::Worker && self.worker != worker {
             self.sharing.cache = None;
@@ -183,8 +193,8 @@ impl EpisodeRows {
         self.counts.shared += inserted.merged_rows as u64;
         self.counts.drift += inserted.drift_rows as u64;
         if !evicted.is_empty() {
-            // Written by another thread; waited for, so that no more waits to be written than
-            // there are episodes.
+            // Another thread writes them. Awaiting it bounds what is queued by the number of
+            // episodes.
             let written = tokio::task::spawn_blocking(move || cache.write(evicted)).await;
             if let Err(error) = written {
                 tracing::error!(%error, "writing evicted routing blocks failed");
@@ -192,7 +202,7 @@ impl EpisodeRows {
         }
     }
 
-    /// Tokens whose row is mixed.
+    /// Ranges of tokens whose rows are mixed.
     pub(crate) fn mixed_tokens(&self) -> Vec<Range<usize>> {
         self.unforked
             .as_ref()
@@ -207,18 +217,18 @@ impl EpisodeRows {
         self.sharing.mixed
     }
 
-    /// The mask of the whole trajectory.
+    /// The routing mask of the whole trajectory of `tokens` tokens.
     ///
     /// # Errors
-    /// [`RoutingError::Incomplete`] when rows are missing.
+    /// [`RoutingError::Incomplete`] if rows are missing.
     pub(crate) fn finish(self, tokens: usize) -> Result<RoutingMask, RoutingError> {
         self.unforked.unwrap_or(self.builder).finish(tokens)
     }
 }
 
-/// Weights by row: row `t` belongs to the pass that sampled token `t + 1`; rows of the prompt to
-/// the first one.
-fn versions(
+/// Policy version of each row in `start..end`. Row `t` belongs to the pass that sampled token
+/// `t + 1`; rows of the prompt belong to the first pass.
+fn row_versions(
     reply: &Generation,
     prompt: usize,
     start: usize,

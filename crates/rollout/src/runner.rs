@@ -1,19 +1,23 @@
-//! Runs one attempt: performs the commands of the episode machine and feeds it what happened.
+//! Runs one attempt: performs the commands of [`EpisodeMachine`] and feeds it the resulting events.
 //!
-//! The invariants: the buffer is the only source of what the engine is sent; a routing row is
-//! pushed only with the reply it belongs to; every sandbox that was opened is closed before the
-//! report is given; no engine call is under way while a tool runs.
+//! [`EpisodeRunner`] connects the pure parts with the outside. It opens and closes sandboxes,
+//! grades, and leaves sampling and acting to [`crate::attempt::Attempt`], which owns the token
+//! buffer and the routing rows.
+//!
+//! The invariant: every sandbox that was opened is closed before the report is returned, whatever
+//! happened, and no engine call is running while a tool runs.
 
 use crate::api::{EpisodeReport, EpisodeRequest, Episodes};
 use crate::attempt::Attempt;
 use crate::chat::ChatModel;
 use crate::config::RolloutPlan;
 use crate::dialogue::Dialogue;
-use crate::grading::{self, GradeError, GradeLogs, Graded, Rules, close, entry, write_log_folder};
-use crate::leads::Leads;
-use crate::machine::{Command, EpisodeMachine, Event};
-use crate::repository::{self, Given};
+use crate::grading::{self, GradeError, GradeLogs, GradedChange, GradingRules, write_log_folder};
+use crate::machine::{EpisodeCommand, EpisodeEvent, EpisodeMachine};
+use crate::prefill::PrefillLeaders;
+use crate::repository::{self, RepositoryBaseline};
 use crate::rows::RowSharing;
+use crate::sandboxes::{close, file_entry};
 use crate::tree::{TreeChange, compare_trees};
 use orchestrate_engine::Engine;
 use orchestrate_sandbox::{
@@ -28,37 +32,37 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
-/// Largest tree read back, in bytes.
-const TREE_CAP: ByteSize = ByteSize::mib(512);
+/// Largest tree that is read back, in bytes.
+const MAX_TREE_BYTES: ByteSize = ByteSize::mib(512);
 
-/// Sandboxes tried for one purpose before the attempt is given up.
+/// Sandboxes to try for one purpose before the attempt fails.
 const SANDBOX_TRIES: u32 = 2;
 
-/// Time a container may live beyond the work it is opened for: start, upload and reading back.
+/// Time that a container may live beyond its work: for the start, uploads and reading back.
 const SANDBOX_SLACK: Duration = Duration::from_mins(5);
 
-/// What an episode runner is made of.
+/// Runs attempts with one engine, one sandbox provider and one plan.
 #[derive(Debug, Clone)]
 pub struct EpisodeRunner {
-    /// Where turns are sampled.
+    /// The engine that samples turns.
     pub engine: Arc<dyn Engine>,
-    /// Where commands run.
+    /// Provider of the sandboxes in which commands run and changes are graded.
     pub sandboxes: Arc<dyn SandboxProvider>,
-    /// Tokenizer and template of the served model.
+    /// Tokenizer and chat template of the served model.
     pub chat: Arc<ChatModel>,
     /// The checked `[rollout]` section.
     pub plan: RolloutPlan,
-    /// Limits of every container.
+    /// Resource limits of every container.
     pub container_limits: Limits,
-    /// Whose rules turn a test log into a verdict.
-    pub rules: Rules,
-    /// Where graded changes of evaluation episodes are kept; `None`: nowhere. Tasks that bring
+    /// The rules that turn a test log into a verdict.
+    pub rules: GradingRules,
+    /// Where the graded changes of evaluation episodes are kept; `None` = nowhere. Tasks that bring
     /// their own files have no such logs.
     pub logs: Option<GradeLogs>,
-    /// How routing rows are shared, and what is done with mixed ones.
+    /// How routing rows are shared, and what happens to mixed ones.
     pub rows: RowSharing,
-    /// Who of each group goes first.
-    pub leads: Leads,
+    /// The prefill leader of each group.
+    pub prefill_leaders: PrefillLeaders,
 }
 
 #[async_trait::async_trait]
@@ -69,7 +73,7 @@ impl Episodes for EpisodeRunner {
             episode_id = %request.attempt.episode,
             attempt = request.attempt.attempt,
         );
-        // Boxed: the future holds a whole episode, and callers keep hundreds of them.
+        // Boxed, because the future holds a whole episode and callers keep hundreds of them.
         Box::pin(self.run_inner(request, stop)).instrument(span).await
     }
 }
@@ -82,23 +86,23 @@ impl EpisodeRunner {
         let mut agent = Agent::default();
         let outcome = loop {
             let event = match command {
-                Command::Finish(outcome) => break outcome,
-                Command::OpenSandbox if stop.is_cancelled() => Event::StopRequested,
-                Command::OpenSandbox => self.open_agent(&mut attempt, &mut agent).await,
-                Command::RenderPrompt => self.render_prompt(&mut attempt),
-                Command::Generate { turn, resumed, max_new_tokens } => {
+                EpisodeCommand::Finish(outcome) => break outcome,
+                EpisodeCommand::OpenSandbox if stop.is_cancelled() => EpisodeEvent::StopRequested,
+                EpisodeCommand::OpenSandbox => self.open_agent(&mut attempt, &mut agent).await,
+                EpisodeCommand::RenderPrompt => self.render_prompt(&mut attempt),
+                EpisodeCommand::Generate { turn, resumed, max_new_tokens } => {
                     attempt.generate(turn, resumed, max_new_tokens).await
                 }
-                Command::Act => match agent.sandbox.as_deref_mut() {
+                EpisodeCommand::Act => match agent.sandbox.as_deref_mut() {
                     Some(sandbox) => attempt.act(sandbox).await,
                     None => failed(Stage::Exec, "no sandbox is open"),
                 },
-                Command::Grade => self.grade(&mut attempt, &mut agent).await,
+                EpisodeCommand::Grade => self.grade(&mut attempt, &mut agent).await,
             };
             match machine.step(event) {
                 Ok(next) => command = next,
                 Err(error) => {
-                    tracing::error!(%error, "episode machine refused an event");
+                    tracing::error!(%error, "the episode machine rejected an event");
                     break Outcome::Broken { stage: Stage::Record, error: error.to_string() };
                 }
             }
@@ -110,19 +114,19 @@ impl EpisodeRunner {
         attempt.report(outcome)
     }
 
-    async fn open_agent(&self, attempt: &mut Attempt<'_>, agent: &mut Agent) -> Event {
+    async fn open_agent(&self, attempt: &mut Attempt<'_>, agent: &mut Agent) -> EpisodeEvent {
         let started = Instant::now();
         let task = Arc::clone(&attempt.request.task);
         let time = self.plan.episode_timeout.0;
         let spec = self.spec(&attempt.request, Purpose::Agent, time);
-        let files: Vec<FileEntry> = task.agent_files.iter().map(entry).collect();
+        let files: Vec<FileEntry> = task.agent_files.iter().map(file_entry).collect();
         let mut tries = 0;
         let opened = loop {
             tries += 1;
-            match self.open_and_fill(&spec, &task, &files).await {
+            match self.open_filled(&spec, &task, &files).await {
                 Ok(opened) => break Ok(opened),
                 Err(error) if tries < SANDBOX_TRIES && pause(error.retry()).await => {
-                    tracing::debug!(%error, "sandbox setup failed, trying another");
+                    tracing::debug!(%error, "sandbox setup failed, trying another sandbox");
                 }
                 Err(error) => break Err(error),
             }
@@ -132,13 +136,13 @@ impl EpisodeRunner {
             Ok((sandbox, baseline)) => {
                 *agent = Agent { sandbox: Some(sandbox), baseline };
                 attempt.start_clock(time);
-                Event::SandboxOpened
+                EpisodeEvent::SandboxOpened
             }
             Err(error) => failed(Stage::Setup, error),
         }
     }
 
-    async fn open_and_fill(
+    async fn open_filled(
         &self,
         spec: &SandboxSpec,
         task: &Task,
@@ -148,13 +152,13 @@ impl EpisodeRunner {
         let filled = async {
             if task.origin != Origin::Files {
                 let hide_history = self.plan.hide_history;
-                let given = repository::reset(sandbox.as_mut(), task, hide_history).await?;
-                return Ok(Baseline::Repository(given));
+                let baseline = repository::reset(sandbox.as_mut(), task, hide_history).await?;
+                return Ok(Baseline::Repository(baseline));
             }
             if !files.is_empty() {
                 sandbox.write_files(files).await?;
             }
-            sandbox.read_tree(TREE_CAP).await.map(Baseline::Files)
+            sandbox.read_tree(MAX_TREE_BYTES).await.map(Baseline::Files)
         };
         match filled.await {
             Ok(baseline) => Ok((sandbox, baseline)),
@@ -165,31 +169,31 @@ impl EpisodeRunner {
         }
     }
 
-    fn render_prompt(&self, attempt: &mut Attempt<'_>) -> Event {
+    fn render_prompt(&self, attempt: &mut Attempt<'_>) -> EpisodeEvent {
         let messages = self.plan.opening(&attempt.request.task);
         if self.engine.takes_messages() {
-            attempt.dialogue = Some(Dialogue::open(&messages, &self.chat.purpose.tools));
+            attempt.dialogue = Some(Dialogue::open(&messages, &self.chat.options.tools));
         }
         match self.chat.prompt(&messages) {
             Ok(ids) => {
                 attempt.buffer.add_pending(&ids);
-                Event::PromptRendered { tokens: ids.len() }
+                EpisodeEvent::PromptRendered { tokens: ids.len() }
             }
             Err(error) => failed(Stage::Setup, error),
         }
     }
 
-    /// Reads the tree, closes the agent's sandbox, and judges the change in fresh ones.
-    async fn grade(&self, attempt: &mut Attempt<'_>, agent: &mut Agent) -> Event {
+    /// Collects the agent's change, closes its sandbox and grades the change in a fresh one.
+    async fn grade(&self, attempt: &mut Attempt<'_>, agent: &mut Agent) -> EpisodeEvent {
         let Some(mut sandbox) = agent.sandbox.take() else {
             return failed(Stage::Collect, "no sandbox is open");
         };
         let started = Instant::now();
         let change = match &agent.baseline {
             Baseline::Files(before) => {
-                match sandbox.read_tree(TREE_CAP).await {
+                match sandbox.read_tree(MAX_TREE_BYTES).await {
                     Ok(after) => Ok(Some(compare_trees(before, &after))),
-                    // The tree that it was given was read within the same bounds.
+                    // The given tree was within the same limit, so this is the agent's doing.
                     Err(SandboxError {
                         kind: SandboxErrorKind::TooLarge { what, cap }, ..
                     }) => {
@@ -199,23 +203,23 @@ impl EpisodeRunner {
                     Err(error) => Err(error),
                 }
             }
-            Baseline::Repository(given) => {
-                let patch = repository::collect(sandbox.as_mut(), given).await;
+            Baseline::Repository(baseline) => {
+                let patch = repository::collect(sandbox.as_mut(), baseline).await;
                 let change = |patch| TreeChange { patch, ..TreeChange::default() };
                 patch.map(|patch| patch.map(change))
             }
         };
         close(sandbox).await;
         let event = match change {
-            Ok(Some(change)) => self.judge(attempt, change).await,
-            Ok(None) => Event::ChangeTooLarge,
+            Ok(Some(change)) => self.grade_change(attempt, change).await,
+            Ok(None) => EpisodeEvent::ChangeTooLarge,
             Err(error) => failed(Stage::Collect, error),
         };
         attempt.timings.grade_s += started.elapsed().as_secs_f64();
         event
     }
 
-    async fn judge(&self, attempt: &mut Attempt<'_>, change: TreeChange) -> Event {
+    async fn grade_change(&self, attempt: &mut Attempt<'_>, change: TreeChange) -> EpisodeEvent {
         let task = Arc::clone(&attempt.request.task);
         let spec = self.spec(&attempt.request, Purpose::Grader, task.test_timeout);
         let mut tries = 0;
@@ -235,22 +239,22 @@ impl EpisodeRunner {
         attempt.patch = change.patch;
         match graded {
             Ok(graded) => {
-                self.keep_log(&attempt.request, &graded).await;
+                self.write_log(&attempt.request, &graded).await;
                 let reward = graded.verdict.reward;
                 attempt.verdict = Some(graded.verdict);
-                Event::Graded { reward }
+                EpisodeEvent::Graded { reward }
             }
             Err(error @ GradeError::TooLarge { .. }) => {
                 tracing::warn!(%error, "the agent's change is too large to grade");
-                Event::ChangeTooLarge
+                EpisodeEvent::ChangeTooLarge
             }
             Err(error) => failed(Stage::Grade, error),
         }
     }
 
-    /// Keeps what proves an evaluation's verdict: one run of the harness per round and sample, one
-    /// model per version.
-    async fn keep_log(&self, request: &EpisodeRequest, graded: &Graded) {
+    /// Writes the log folder of an evaluation's verdict. In the harness's terms there is one run
+    /// per evaluation round and sample, and one model per policy version.
+    async fn write_log(&self, request: &EpisodeRequest, graded: &GradedChange) {
         let (Some(logs), GroupId::Eval { round, .. }) = (&self.logs, request.attempt.episode.group)
         else {
             return;
@@ -266,11 +270,11 @@ impl EpisodeRunner {
         let written = tokio::task::spawn_blocking(move || {
             write_log_folder(&logs, &run, &task, &graded).map(drop)
         });
-        // The verdict stands without its log.
+        // The verdict is valid without its log.
         match written.await {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => tracing::warn!(%error, "a test log was not kept"),
-            Err(error) => tracing::warn!(%error, "a test log was not kept"),
+            Ok(Err(error)) => tracing::warn!(%error, "a test log could not be written"),
+            Err(error) => tracing::warn!(%error, "a test log could not be written"),
         }
     }
 
@@ -283,14 +287,14 @@ impl EpisodeRunner {
             workdir: task.workdir.clone(),
             limits: self.container_limits,
             deadline: time + SANDBOX_SLACK,
-            // A task that brings all of its files starts from an empty folder, which can be
-            // emptied again; one whose repository is in the image needs a fresh container.
+            // A task that brings all of its files starts from an empty folder, which a reset can
+            // empty again. A repository in the image needs a fresh container.
             reusable: task.origin == Origin::Files && !task.agent_files.is_empty(),
         }
     }
 }
 
-/// The agent's sandbox and the tree it was given.
+/// The agent's sandbox and the tree that the agent was given.
 #[derive(Debug, Default)]
 struct Agent {
     sandbox: Option<Box<dyn Sandbox>>,
@@ -300,7 +304,7 @@ struct Agent {
 #[derive(Debug)]
 enum Baseline {
     Files(Vec<FileEntry>),
-    Repository(Given),
+    Repository(RepositoryBaseline),
 }
 
 impl Default for Baseline {
@@ -309,7 +313,7 @@ impl Default for Baseline {
     }
 }
 
-/// Waits as an error's advice says; `false` if trying again is useless.
+/// Waits for as long as an error advises; `false` if retrying is useless.
 async fn pause(retry: Retry) -> bool {
     match retry {
         Retry::Never => false,
@@ -321,7 +325,7 @@ async fn pause(retry: Retry) -> bool {
     }
 }
 
-/// The event for a failure of ours.
-pub(crate) fn failed(stage: Stage, error: impl std::fmt::Display) -> Event {
-    Event::Failed { stage, error: error.to_string() }
+/// The event for a failure of the infrastructure, at `stage`.
+pub(crate) fn failed(stage: Stage, error: impl std::fmt::Display) -> EpisodeEvent {
+    EpisodeEvent::Failed { stage, error: error.to_string() }
 }

@@ -1,6 +1,6 @@
-//! A model's chat template, rendered as Hugging Face renders it.
+//! A model's chat template, rendered the way Hugging Face renders it.
 //!
-//! The invariant: text only. Which tokens the text becomes is [`crate::ChatModel`]'s business.
+//! The invariant: this module produces text only. [`crate::ChatModel`] turns text into tokens.
 
 use crate::api::{Action, Message};
 use minijinja::syntax::SyntaxConfig;
@@ -22,7 +22,7 @@ impl ChatTemplate {
     /// Compiles `source`, a Jinja template as found in `tokenizer_config.json`.
     ///
     /// # Errors
-    /// When the text is not a template.
+    /// If `source` is not a valid template.
     pub fn new(source: &str) -> Result<Self, Error> {
         let mut env = Environment::new();
         // Hugging Face compiles chat templates with these two settings.
@@ -38,33 +38,35 @@ impl ChatTemplate {
         Ok(Self { env, source: source.to_owned() })
     }
 
-    /// The template's text.
+    /// The template's source text.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// Renders a conversation; `add_generation_prompt` appends the header of the next assistant
-    /// turn. `tools` are JSON schemas, left out of the template's view when empty.
+    /// Renders a conversation.
+    ///
+    /// `tools` are JSON schemas; an empty list reads as `none` in the template.
+    /// `add_generation_prompt` appends the header of the next assistant turn.
     ///
     /// # Errors
-    /// When the template refuses the conversation.
+    /// If the template raises an exception or uses something unsupported.
     pub fn render(
         &self,
         messages: &[Message],
         tools: &[serde_json::Value],
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        self.render_shown(messages, tools_shown(tools), add_generation_prompt)
+        self.render_with_tools(messages, tools_value(tools), add_generation_prompt)
     }
 
-    /// As [`Self::render`], with tools as [`tools_shown`] makes them.
-    pub(crate) fn render_shown<'a>(
+    /// Like [`Self::render`], with tools that [`tools_value`] converted before.
+    pub(crate) fn render_with_tools<'a>(
         &self,
         messages: impl IntoIterator<Item = &'a Message>,
         tools: Value,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        let messages: Vec<_> = messages.into_iter().map(View::from).collect();
+        let messages: Vec<_> = messages.into_iter().map(MessageView::from).collect();
         self.env.get_template(NAME)?.render(context! {
             messages => Value::from(Serde(messages)),
             tools => tools,
@@ -73,36 +75,37 @@ impl ChatTemplate {
     }
 }
 
-/// The tools as templates see them: the same in every turn, so that whoever renders many keeps them.
-pub(crate) fn tools_shown(tools: &[serde_json::Value]) -> Value {
+/// Converts tool schemas to the value that templates read. They are the same in every turn, so a
+/// caller that renders often converts them once.
+pub(crate) fn tools_value(tools: &[serde_json::Value]) -> Value {
     if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) }
 }
 
-/// A message in the form chat templates expect: calls wrapped as `{type, function}`.
+/// A message in the form that chat templates expect, with calls wrapped as `{type, function}`.
 #[derive(Serialize)]
-struct View<'a> {
+struct MessageView<'a> {
     role: &'a str,
     content: &'a str,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    tool_calls: Vec<CallView<'a>>,
+    tool_calls: Vec<ToolCallView<'a>>,
 }
 
 #[derive(Serialize)]
-struct CallView<'a> {
+struct ToolCallView<'a> {
     r#type: &'static str,
     function: &'a Action,
 }
 
-impl<'a> From<&'a Message> for View<'a> {
+impl<'a> From<&'a Message> for MessageView<'a> {
     fn from(message: &'a Message) -> Self {
         let Message { role, content, tool_calls } = message;
-        let calls = tool_calls.iter().map(|function| CallView { r#type: "function", function });
+        let calls = tool_calls.iter().map(|function| ToolCallView { r#type: "function", function });
         Self { role, content, tool_calls: calls.collect() }
     }
 }
 
-/// The `tojson` filter of chat templates: Python's `json.dumps(…, ensure_ascii=False)`. The usual
-/// Jinja filter escapes `<`, `>`, `&` and `'` for HTML, which no model has seen in training.
+/// The `tojson` filter of chat templates: Python's `json.dumps(…, ensure_ascii=False)`. Jinja's own
+/// filter escapes `<`, `>`, `&` and `'` for HTML, which no model has seen in training.
 fn python_json(value: &Value, indent: Option<usize>) -> Result<String, Error> {
     let fail = |e: serde_json::Error| Error::new(ErrorKind::InvalidOperation, e.to_string());
     let mut out = Vec::new();
@@ -121,7 +124,7 @@ fn python_json(value: &Value, indent: Option<usize>) -> Result<String, Error> {
     String::from_utf8(out).map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))
 }
 
-/// Separators `", "` and `": "`.
+/// Formats JSON with Python's separators `", "` and `": "`.
 struct PythonFormatter;
 
 impl serde_json::ser::Formatter for PythonFormatter {
@@ -149,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_is_written_as_python_writes_it() {
+    fn json_is_formatted_as_in_python() {
         let template = ChatTemplate::new(
             "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
         )
@@ -168,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_can_refuse_a_conversation() {
+    fn template_can_reject_a_conversation() {
         let template = ChatTemplate::new("{{ raise_exception('roles must alternate') }}").unwrap();
         let error = template.render(&[], &[], false).unwrap_err().to_string();
         assert!(error.contains("roles must alternate"), "{error}");

@@ -1,42 +1,42 @@
 //! Performs the policy's calls in its sandbox.
+//!
+//! The invariant: whatever goes wrong by the policy's doing is an observation; an error is a
+//! failure of the sandbox.
 
 use crate::editor::{self, Editor};
-use crate::scaffold::{Call, Change, EditorCommand, Scaffold, Terms};
-use orchestrate_sandbox::{
-    Command, ExecResult, Exit, FileEntry, Sandbox, SandboxError, SandboxErrorKind,
+use crate::scaffold::{
+    Call, Change, EditorCommand, Mistake, STDERR_MARKER, Scaffold, ToolLimits, ToolResult,
 };
+use orchestrate_sandbox::{Command, Exit, FileEntry, Sandbox, SandboxError, SandboxErrorKind};
 use std::time::Duration;
 
 /// Largest file that is edited or viewed, in bytes.
 const MAX_FILE_BYTES: usize = 1 << 20;
 
-/// Prints a regular file's mode, a line end, and its content: one round trip instead of two.
-/// Anything else fails, and so cannot keep the reader waiting.
+/// Prints a regular file's mode, a line end and its content, in one round trip instead of two.
+/// Fails for anything else, such as a pipe that would block the reader.
 const READ_SCRIPT: &str = r#"[ -f "$1" ] && stat -c %a -- "$1" && exec cat -- "$1""#;
 
-/// Runs a command by bash, with one more folder in front of the image's `PATH`.
-const IN_BASH: [&str; 4] = ["/bin/bash", "-c", r#"PATH=$1:$PATH exec /bin/bash -c "$2""#, "bash"];
+/// Runs command `$2` with bash, with folder `$1` in front of the image's `PATH`.
+const BASH_ARGV: [&str; 4] = ["/bin/bash", "-c", r#"PATH=$1:$PATH exec /bin/bash -c "$2""#, "bash"];
 
-/// Runs a command by shell `$2`, with folder `$3`, if any, in front of `PATH`; what it wrote to
-/// stderr comes after `$4`. The file for that has no name any more while the command runs. Where none
-/// can be made, the streams stay merged.
-const SPLIT: &str = r#"PATH=${3:+$3:}$PATH; export PATH
+/// Runs command `$1` with shell `$2`, with folder `$3`, if any, in front of `PATH`, and prints its
+/// stderr after `$4`. The temporary file for stderr is unlinked before the command runs. If it
+/// cannot be created, the streams stay merged.
+const SEPARATE_STREAMS_SCRIPT: &str = r#"PATH=${3:+$3:}$PATH; export PATH
 errors=$(mktemp 2>/dev/null) || exec "$2" -c "$1"
 exec 3>"$errors" 4<"$errors"; rm -f "$errors"
 "$2" -c "$1" 2>&3 3>&- 4<&-; code=$?
 printf %s "$4"; cat <&4; exit $code"#;
 
-/// Begin of what a command wrote to stderr, where the streams are told apart.
-pub(crate) const ERRORS_BEGIN: &str = "\n[orchestrate: stderr]\n";
-
-/// Lists folder `$1` two levels deep: folders and Python files, nothing hidden. Ends with 44 if there
-/// is nothing of this name and with 45 if it is no folder.
+/// Lists folders and Python files in folder `$1`, two levels deep and without hidden ones. Exits
+/// with 44 if nothing has this name and with 45 if it is not a folder.
 const LIST_SCRIPT: &str = r#"[ -e "$1" ] || exit 44; [ -d "$1" ] || exit 45
 exec find -L "$1" -maxdepth 2 -not -path '*/.*' '(' -type d -o -name '*.py' ')'"#;
 
-/// Looks for text `$2` in `$1`: the lines of a file, or how many lines each Python file of a folder
-/// has with it, hidden ones left out. Ends with 44 if there is nothing of this name; the first line
-/// says what was found to be there, and where.
+/// Searches text `$2` in `$1`: prints the matching lines of a file, or the number of matching lines
+/// in each Python file of a folder, without hidden ones. The first output line says whether `$1` is
+/// a file or a folder, and its real path. Exits with 44 if nothing has this name.
 const SEARCH_SCRIPT: &str = r#"[ -e "$1" ] || exit 44
 at=$(realpath -- "$1" 2>/dev/null) || at=$1
 if [ -f "$1" ]; then echo "file $at"; exec grep -n -e "$2" -- "$1"; fi
@@ -45,84 +45,84 @@ echo "folder $at"
 find . -name '.?*' -prune -o -type f -name '*.py' -exec grep -cHF -e "$2" -- {} + | grep -v ':0$'
 exit 0"#;
 
-/// Files that a search of a folder names.
-const MAX_FOUND: usize = 100;
+/// Most files that a search of a folder lists.
+const MAX_LISTED_FILES: usize = 100;
 
-/// Time for the short helper commands.
+/// Timeout of our own short commands.
 const HELPER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How calls are performed.
+/// Performs calls in the sandbox of one task.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Toolbox<'a> {
-    /// Whose calls they are.
+    /// The scaffold that the calls belong to.
     pub(crate) scaffold: Scaffold,
-    /// Working directory of the task.
+    /// The task's working directory.
     pub(crate) workdir: &'a str,
-    /// Folder that comes first in `PATH`; where there is one, commands are run by bash.
+    /// Folder to put first in `PATH`. If there is one, commands run in bash.
     pub(crate) programs: Option<&'a str>,
     /// Time for one command, and how much of its output is kept.
-    pub(crate) terms: Terms,
+    pub(crate) limits: ToolLimits,
 }
 
-/// What came of a call.
-#[derive(Debug)]
-pub(crate) enum Done {
-    /// A command of the policy ended.
-    Ran(ExecResult),
-    /// One of our tools answers.
-    Said(String),
-    /// The policy ended the episode.
-    Submitted,
-}
-
-/// A file as it was read.
-enum Found {
+/// The result of reading a file.
+enum FileRead {
     Text {
         mode: u32,
         content: String,
     },
-    /// No such file, or no regular one.
-    None,
-    /// Why its text cannot be had.
-    Unfit(&'static str),
+    /// The file does not exist or is not a regular file.
+    Missing,
+    /// The file has no text that can be edited, for this reason.
+    Unreadable(&'static str),
 }
 
 impl Toolbox<'_> {
-    /// Performs one call. Only failures of the sandbox itself are errors.
+    /// Performs one call.
+    ///
+    /// # Errors
+    /// Only for failures of the sandbox.
     pub(crate) async fn perform(
         &self,
         sandbox: &mut dyn Sandbox,
         call: &Call,
         editor: &mut Editor,
-    ) -> Result<Done, SandboxError> {
+    ) -> Result<ToolResult, SandboxError> {
         Ok(match call {
-            Call::Bash { command } => Done::Ran(sandbox.exec(&self.command(command)).await?),
-            Call::Edit { path, change } => Done::Said(self.edit(sandbox, path, change).await?),
+            Call::Bash { command } => {
+                ToolResult::Command(sandbox.exec(&self.command(command)).await?)
+            }
+            Call::Edit { path, change } => {
+                ToolResult::Text(self.edit(sandbox, path, change).await?)
+            }
             Call::Editor { path, command: EditorCommand::View { range, concise } } => {
-                Done::Said(self.view(sandbox, path, *range, *concise).await?)
+                ToolResult::Text(self.view(sandbox, path, *range, *concise).await?)
             }
             Call::Editor { path, command } => {
-                Done::Said(self.edit_by(sandbox, path, command, editor).await?)
+                ToolResult::Text(self.edit_with_editor(sandbox, path, command, editor).await?)
             }
-            Call::Search { term, path } => Done::Said(self.search(sandbox, term, path).await?),
-            Call::Submit => Done::Submitted,
+            Call::Search { term, path } => {
+                ToolResult::Text(self.search(sandbox, term, path).await?)
+            }
+            Call::Submit => ToolResult::Submitted,
         })
     }
 
-    /// A command line of the policy.
+    /// The command for the policy's command line.
     fn command(&self, line: &str) -> Command {
-        let mut run = Command::shell(line, self.terms.command_timeout);
+        let mut run = Command::shell(line, self.limits.command_timeout);
         if self.scaffold == Scaffold::R2eXml {
             let shell = if self.programs.is_some() { "/bin/bash" } else { "/bin/sh" };
             let folder = self.programs.unwrap_or_default();
-            run.argv = owned(&["/bin/sh", "-c", SPLIT, "split", line, shell, folder, ERRORS_BEGIN]);
+            let script = SEPARATE_STREAMS_SCRIPT;
+            run.argv =
+                owned(&["/bin/sh", "-c", script, "split", line, shell, folder, STDERR_MARKER]);
         } else if let Some(folder) = self.programs {
-            run.argv = owned(&[&IN_BASH[..], &[folder, line]].concat());
+            run.argv = owned(&[&BASH_ARGV[..], &[folder, line]].concat());
         }
         let variable = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
         run.env = self.scaffold.environment().iter().map(variable).collect();
-        // Characters are at most four bytes; more than this is cut again in the observation.
-        run.keep_bytes = self.terms.observation_chars.saturating_mul(4).max(1024);
+        // A character has at most four bytes. The observation truncates the rest.
+        run.keep_bytes = self.limits.observation_chars.saturating_mul(4).max(1024);
         run
     }
 
@@ -136,22 +136,24 @@ impl Toolbox<'_> {
             return Ok(format!("path {path} is outside {}", self.workdir));
         };
         let (mode, content) = match read(sandbox, &relative).await? {
-            Found::Text { mode, content } => (mode, Some(content)),
-            Found::None => (0o644, None),
-            Found::Unfit(why) => return Ok(format!("file {path} is {why}")),
+            FileRead::Text { mode, content } => (mode, Some(content)),
+            FileRead::Missing => (0o644, None),
+            FileRead::Unreadable(why) => return Ok(format!("file {path} is {why}")),
         };
-        match changed(content.as_deref(), path, change) {
+        match apply_change(content.as_deref(), path, change) {
             Ok(content) => {
                 let file = FileEntry { path: relative, mode, content: content.into_bytes() };
-                let written = write(sandbox, file).await?;
-                Ok(written.map_or_else(|why| format!("cannot write {why}"), |()| "ok".to_owned()))
+                Ok(match write(sandbox, file).await? {
+                    Ok(()) => "ok".to_owned(),
+                    Err(mistake) => format!("cannot write {mistake}"),
+                })
             }
-            Err(observation) => Ok(observation),
+            Err(mistake) => Ok(mistake.0),
         }
     }
 
-    /// An edit by R2E-Gym's editor.
-    async fn edit_by(
+    /// Performs an edit of R2E-Gym's editor.
+    async fn edit_with_editor(
         &self,
         sandbox: &mut dyn Sandbox,
         path: &str,
@@ -162,22 +164,24 @@ impl Toolbox<'_> {
             return Ok(format!("ERROR: The path '{path}' is outside {}.", self.workdir));
         };
         let (mode, content) = match read(sandbox, &relative).await? {
-            Found::Text { mode, content } => (mode, Some(content)),
-            Found::None => (0o644, None),
-            Found::Unfit(why) => return Ok(format!("ERROR: The file {path} is {why}.")),
+            FileRead::Text { mode, content } => (mode, Some(content)),
+            FileRead::Missing => (0o644, None),
+            FileRead::Unreadable(why) => return Ok(format!("ERROR: The file {path} is {why}.")),
         };
         match editor.edit(&relative, path, content.as_deref(), command) {
             Ok(edited) => {
                 let content = edited.text.into_bytes();
-                let written = write(sandbox, FileEntry { path: relative, mode, content }).await?;
-                Ok(written
-                    .map_or_else(|why| format!("ERROR: cannot write {why}"), |()| edited.said))
+                let file = FileEntry { path: relative, mode, content };
+                Ok(match write(sandbox, file).await? {
+                    Ok(()) => edited.observation,
+                    Err(mistake) => format!("ERROR: cannot write {mistake}"),
+                })
             }
-            Err(error) => Ok(format!("ERROR: {error}")),
+            Err(mistake) => Ok(format!("ERROR: {mistake}")),
         }
     }
 
-    /// Shows a file or a folder, wherever it is in the sandbox.
+    /// Shows a file or a folder anywhere in the sandbox.
     async fn view(
         &self,
         sandbox: &mut dyn Sandbox,
@@ -185,10 +189,11 @@ impl Toolbox<'_> {
         range: Option<(i64, i64)>,
         concise: bool,
     ) -> Result<String, SandboxError> {
-        let Some(place) = named(path) else {
+        let Some(argument) = path_argument(path) else {
             return Ok(format!("ERROR: The path '{path}' does not exist."));
         };
-        let listed = sandbox.exec(&helper(&["/bin/sh", "-c", LIST_SCRIPT, "list", &place])).await?;
+        let listed =
+            sandbox.exec(&helper(&["/bin/sh", "-c", LIST_SCRIPT, "list", &argument])).await?;
         match listed.exit {
             Exit::Code(45) => {}
             Exit::Code(44) => return Ok(format!("ERROR: The path '{path}' does not exist.")),
@@ -198,44 +203,46 @@ impl Toolbox<'_> {
                      hidden:\n{}",
                     listed.text()
                 );
-                return Ok(editor::clipped(listed));
+                return Ok(editor::clip(listed));
             }
         }
-        if let Some(why) = editor::not_viewable(path) {
-            return Ok(format!("ERROR: {why}"));
+        if let Err(mistake) = editor::check_viewable(path) {
+            return Ok(format!("ERROR: {mistake}"));
         }
-        let content = match read(sandbox, &place).await? {
-            Found::Text { content, .. } => content,
-            Found::None => return Ok(format!("ERROR: The path '{path}' is not a regular file.")),
-            Found::Unfit(why) => return Ok(format!("ERROR: The file {path} is {why}.")),
+        let content = match read(sandbox, &argument).await? {
+            FileRead::Text { content, .. } => content,
+            FileRead::Missing => {
+                return Ok(format!("ERROR: The path '{path}' is not a regular file."));
+            }
+            FileRead::Unreadable(why) => return Ok(format!("ERROR: The file {path} is {why}.")),
         };
         let path = path.to_owned();
-        // A large file takes long to parse.
+        // Parsing a large file takes milliseconds.
         let viewed =
             tokio::task::spawn_blocking(move || editor::view(&path, &content, range, concise));
         Ok(match viewed.await {
             Ok(Ok(shown)) => shown,
-            Ok(Err(error)) => format!("ERROR: {error}"),
+            Ok(Err(mistake)) => format!("ERROR: {mistake}"),
             Err(error) => format!("ERROR: the file cannot be shown: {error}"),
         })
     }
 
-    /// Looks for a text, wherever in the sandbox.
+    /// Searches a text anywhere in the sandbox.
     async fn search(
         &self,
         sandbox: &mut dyn Sandbox,
         term: &str,
         path: &str,
     ) -> Result<String, SandboxError> {
-        let place = named(path).filter(|_| !term.contains('\0'));
-        let Some(place) = place else {
+        let argument = path_argument(path).filter(|_| !term.contains('\0'));
+        let Some(argument) = argument else {
             return Ok(format!("Directory '{path}' not found or not a directory."));
         };
-        let mut search = helper(&["/bin/sh", "-c", SEARCH_SCRIPT, "search", &place, term]);
-        search.timeout = self.terms.command_timeout;
+        let mut search = helper(&["/bin/sh", "-c", SEARCH_SCRIPT, "search", &argument, term]);
+        search.timeout = self.limits.command_timeout;
         let result = sandbox.exec(&search).await?;
         Ok(match result.exit {
-            Exit::Code(code @ (0..=2)) => found(&result.text(), term, code),
+            Exit::Code(code @ (0..=2)) => search_observation(&result.text(), term, code),
             Exit::TimedOut => "The search took too long. Please narrow it.".to_owned(),
             Exit::Code(_) | Exit::Signal(_) | Exit::NotStarted => {
                 format!("Directory '{path}' not found or not a directory.")
@@ -243,7 +250,7 @@ impl Toolbox<'_> {
         })
     }
 
-    /// `path` relative to the working directory, without `.` parts; `None` if it leads outside.
+    /// `path` relative to the working directory, without `.` parts; `None` if it is outside.
     fn relative(&self, path: &str) -> Option<String> {
         let inside = match path.strip_prefix(self.workdir.trim_end_matches('/')) {
             Some(rest) if rest.starts_with('/') => rest.trim_start_matches('/'),
@@ -265,63 +272,64 @@ fn helper(argv: &[&str]) -> Command {
     Command { argv: owned(argv), env, timeout: HELPER_TIMEOUT, keep_bytes }
 }
 
-/// A path as programs take it: never an option, never one that no argument can hold.
-fn named(path: &str) -> Option<String> {
-    let fits = !path.is_empty() && !path.contains('\0');
-    // With these `find` begins an expression.
-    let reads_as_path = !path.starts_with(['-', '(', ')', ',', '!']);
-    fits.then(|| if reads_as_path { path.to_owned() } else { format!("./{path}") })
+/// A path as a program argument that cannot be read as an option; `None` if no argument can hold
+/// it.
+fn path_argument(path: &str) -> Option<String> {
+    let is_valid = !path.is_empty() && !path.contains('\0');
+    // With these characters an expression of `find` starts.
+    let is_plain = !path.starts_with(['-', '(', ')', ',', '!']);
+    is_valid.then(|| if is_plain { path.to_owned() } else { format!("./{path}") })
 }
 
-async fn read(sandbox: &mut dyn Sandbox, path: &str) -> Result<Found, SandboxError> {
+async fn read(sandbox: &mut dyn Sandbox, path: &str) -> Result<FileRead, SandboxError> {
     let read = sandbox.exec(&helper(&["/bin/sh", "-c", READ_SCRIPT, "sh", path])).await?;
     if !read.success() {
-        return Ok(Found::None);
+        return Ok(FileRead::Missing);
     }
     if read.total_bytes > MAX_FILE_BYTES as u64 {
-        return Ok(Found::Unfit("too large to edit"));
+        return Ok(FileRead::Unreadable("too large to edit"));
     }
     let Ok(text) = String::from_utf8([read.head, read.tail].concat()) else {
-        return Ok(Found::Unfit("not UTF-8 text"));
+        return Ok(FileRead::Unreadable("not UTF-8 text"));
     };
     let (mode, content) = text.split_once('\n').unwrap_or_default();
     let mode = u32::from_str_radix(mode, 8).unwrap_or(0o644);
-    Ok(Found::Text { mode, content: content.to_owned() })
+    Ok(FileRead::Text { mode, content: content.to_owned() })
 }
 
-/// Writes a file; the inner error says why its path cannot be one. That is the policy's doing, or its
-/// commands'.
+/// Writes a file. The inner error says why its path cannot be written, which is a mistake of the
+/// policy or the result of its commands.
 async fn write(
     sandbox: &mut dyn Sandbox,
     file: FileEntry,
-) -> Result<Result<(), String>, SandboxError> {
+) -> Result<Result<(), Mistake>, SandboxError> {
     match sandbox.write_files(&[file]).await {
         Ok(()) => Ok(Ok(())),
         Err(SandboxError { kind: SandboxErrorKind::Refused { message, .. }, .. }) => {
-            Ok(Err(message))
+            Ok(Err(Mistake(message)))
         }
         Err(error) => Err(error),
     }
 }
 
-/// The file's text after a change, or the observation that tells why there is none. `content` is
-/// `None` if there is no such file.
-fn changed(content: Option<&str>, path: &str, change: &Change) -> Result<String, String> {
+/// The file's text after a change. `content` is `None` if the file does not exist.
+fn apply_change(content: Option<&str>, path: &str, change: &Change) -> Result<String, Mistake> {
+    let mistake = |text: &str| Err(Mistake(text.to_owned()));
     match (content, change) {
         (None, Change::Replace { old, new }) if old.is_empty() => Ok(new.clone()),
         (Some(_), Change::Replace { old, .. }) if old.is_empty() => {
-            Err(format!("file {path} exists"))
+            mistake(&format!("file {path} exists"))
         }
-        (None, Change::Replace { .. } | Change::Line { .. }) => Err(format!("no file {path}")),
+        (None, Change::Replace { .. } | Change::Line { .. }) => mistake(&format!("no file {path}")),
         (Some(content), Change::Replace { old, new }) => match content.matches(old).count() {
-            0 => Err("old_str not found".to_owned()),
+            0 => mistake("old_str not found"),
             1 => Ok(content.replacen(old, new, 1)),
-            count => Err(format!("old_str found {count} times")),
+            count => mistake(&format!("old_str found {count} times")),
         },
         (Some(content), Change::Line { line, new }) => {
             let mut lines: Vec<&str> = content.split_inclusive('\n').collect();
             let slot = line.checked_sub(1).and_then(|index| lines.get_mut(index));
-            let Some(slot) = slot else { return Err(format!("no line {line}")) };
+            let Some(slot) = slot else { return mistake(&format!("no line {line}")) };
             let replaced = if slot.ends_with('\n') { format!("{new}\n") } else { new.clone() };
             *slot = &replaced;
             Ok(lines.concat())
@@ -329,19 +337,19 @@ fn changed(content: Option<&str>, path: &str, change: &Change) -> Result<String,
     }
 }
 
-/// The answer of a search, from what its script printed.
-fn found(printed: &str, term: &str, code: i32) -> String {
-    let (place, found) = printed.split_once('\n').unwrap_or((printed, ""));
-    let found = found.trim_end();
+/// The observation of a search, from the output of its script.
+fn search_observation(output: &str, term: &str, code: i32) -> String {
+    let (place, matches) = output.split_once('\n').unwrap_or((output, ""));
+    let matches = matches.trim_end();
     if let Some(file) = place.strip_prefix("file ") {
         return match code {
-            0 => format!("Matches for \"{term}\" in {file}:\n{found}"),
+            0 => format!("Matches for \"{term}\" in {file}:\n{matches}"),
             1 => format!("No matches found for \"{term}\" in {file}"),
-            _ => format!("Error executing grep:\n{found}"),
+            _ => format!("Error executing grep:\n{matches}"),
         };
     }
     let folder = place.strip_prefix("folder ").unwrap_or(place);
-    let files: Vec<(&str, u64)> = found
+    let files: Vec<(&str, u64)> = matches
         .lines()
         .filter_map(|line| line.rsplit_once(':'))
         .filter_map(|(file, count)| Some((file, count.parse().ok()?)))
@@ -349,7 +357,7 @@ fn found(printed: &str, term: &str, code: i32) -> String {
     if files.is_empty() {
         return format!("No matches found for \"{term}\" in {folder}");
     }
-    if files.len() > MAX_FOUND {
+    if files.len() > MAX_LISTED_FILES {
         let count = files.len();
         return format!(
             "More than {count} files matched for \"{term}\" in {folder}. Please narrow your search."
@@ -375,7 +383,7 @@ mod tests {
             scaffold: Scaffold::Tools,
             workdir: "/testbed",
             programs: None,
-            terms: Terms { command_timeout: Duration::from_secs(1), observation_chars: 10 },
+            limits: ToolLimits { command_timeout: Duration::from_secs(1), observation_chars: 10 },
         };
         for (path, expected) in [
             ("a.py", Some("a.py")),
@@ -394,26 +402,26 @@ mod tests {
     }
 
     #[test]
-    fn edits_answer_with_the_agreed_words() {
+    fn edits_have_fixed_observations() {
         let replace = |old: &str| Change::Replace { old: old.to_owned(), new: "Z".to_owned() };
         let line = |line| Change::Line { line, new: "Z".to_owned() };
         let file = Some("a\nb\nb");
-        assert_eq!(changed(file, "f", &replace("a")).unwrap(), "Z\nb\nb");
-        assert_eq!(changed(file, "f", &replace("b")).unwrap_err(), "old_str found 2 times");
-        assert_eq!(changed(file, "f", &replace("c")).unwrap_err(), "old_str not found");
-        assert_eq!(changed(None, "f", &replace("c")).unwrap_err(), "no file f");
-        assert_eq!(changed(None, "f", &replace("")).unwrap(), "Z");
-        assert_eq!(changed(file, "f", &replace("")).unwrap_err(), "file f exists");
-        assert_eq!(changed(file, "f", &line(2)).unwrap(), "a\nZ\nb");
-        assert_eq!(changed(file, "f", &line(3)).unwrap(), "a\nb\nZ");
-        assert_eq!(changed(file, "f", &line(4)).unwrap_err(), "no line 4");
-        assert_eq!(changed(file, "f", &line(0)).unwrap_err(), "no line 0");
-        assert_eq!(changed(None, "f", &line(1)).unwrap_err(), "no file f");
+        assert_eq!(apply_change(file, "f", &replace("a")).unwrap(), "Z\nb\nb");
+        assert_eq!(apply_change(file, "f", &replace("b")).unwrap_err().0, "old_str found 2 times");
+        assert_eq!(apply_change(file, "f", &replace("c")).unwrap_err().0, "old_str not found");
+        assert_eq!(apply_change(None, "f", &replace("c")).unwrap_err().0, "no file f");
+        assert_eq!(apply_change(None, "f", &replace("")).unwrap(), "Z");
+        assert_eq!(apply_change(file, "f", &replace("")).unwrap_err().0, "file f exists");
+        assert_eq!(apply_change(file, "f", &line(2)).unwrap(), "a\nZ\nb");
+        assert_eq!(apply_change(file, "f", &line(3)).unwrap(), "a\nb\nZ");
+        assert_eq!(apply_change(file, "f", &line(4)).unwrap_err().0, "no line 4");
+        assert_eq!(apply_change(file, "f", &line(0)).unwrap_err().0, "no line 0");
+        assert_eq!(apply_change(None, "f", &line(1)).unwrap_err().0, "no file f");
     }
 
     #[test]
-    fn searches_are_told_as_r2e_gym_tells_them() {
-        let text = |printed: &str, code| found(printed, "x", code);
+    fn search_observations_are_formatted_as_by_r2e_gym() {
+        let text = |output: &str, code| search_observation(output, "x", code);
         assert_eq!(text("file /t/a.py\n3:x = 1\n", 0), "Matches for \"x\" in /t/a.py:\n3:x = 1");
         assert_eq!(text("file /t/a.py\n", 1), "No matches found for \"x\" in /t/a.py");
         assert_eq!(text("file /t/a.py\ngrep: bad\n", 2), "Error executing grep:\ngrep: bad");

@@ -1,22 +1,23 @@
-//! What the agent changed: two trees compared, as files for the grader and as a diff for people.
+//! The agent's change to a task that brings its own files: the difference between two trees, as
+//! files for the grader and as a diff for people.
 //!
-//! The invariant: the grader gets these changes and nothing else of the agent's container.
+//! The invariant: the grader receives this change and nothing else from the agent's container.
 
 use orchestrate_sandbox::FileEntry;
 use std::collections::BTreeMap;
 
-/// Difference between the tree the agent was given and the tree it left.
+/// The difference between the tree that the agent was given and the tree that it left.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TreeChange {
     /// Files with new content or mode, sorted by path.
     pub written: Vec<FileEntry>,
-    /// Paths of files that are gone, sorted.
+    /// Paths of deleted files, sorted.
     pub removed: Vec<String>,
-    /// Unified diff, git style; files that are not text appear by name only.
+    /// Unified diff in git's format; binary files appear only by name.
     pub patch: String,
 }
 
-/// Compares two trees. Git's own folder is left out: it is a tool's memory, not the agent's work.
+/// Compares two trees. The `.git` folder is left out, because it is not part of the agent's work.
 pub fn compare_trees(before: &[FileEntry], after: &[FileEntry]) -> TreeChange {
     let index = |files: &'_ [FileEntry]| -> BTreeMap<String, FileEntry> {
         let kept = files.iter().filter(|f| f.path != ".git" && !f.path.starts_with(".git/"));
@@ -32,7 +33,7 @@ pub fn compare_trees(before: &[FileEntry], after: &[FileEntry]) -> TreeChange {
         if old == new {
             continue;
         }
-        change.patch.push_str(&describe(path, old, new));
+        change.patch.push_str(&diff_of_file(path, old, new));
         match new {
             Some(file) => change.written.push(file.clone()),
             None => change.removed.push(path.clone()),
@@ -41,7 +42,7 @@ pub fn compare_trees(before: &[FileEntry], after: &[FileEntry]) -> TreeChange {
     change
 }
 
-fn describe(path: &str, old: Option<&FileEntry>, new: Option<&FileEntry>) -> String {
+fn diff_of_file(path: &str, old: Option<&FileEntry>, new: Option<&FileEntry>) -> String {
     let text = |file: Option<&FileEntry>| -> Option<String> {
         let content = file.map_or(&[][..], |f| f.content.as_slice());
         let text = std::str::from_utf8(content).ok()?;
@@ -72,7 +73,7 @@ fn describe(path: &str, old: Option<&FileEntry>, new: Option<&FileEntry>) -> Str
     format!("diff --git a/{path} b/{path}\n{mode}{content}")
 }
 
-/// Git knows two modes of regular files.
+/// The mode that git records for a regular file: executable or not.
 fn git_mode(file: &FileEntry) -> u32 {
     if file.mode & 0o100 == 0 { 0o644 } else { 0o755 }
 }
@@ -86,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_carry_written_and_removed_files_and_a_diff() {
+    fn change_has_written_files_removed_files_and_a_diff() {
         let before = [
             file("a.py", 0o644, b"one\ntwo\n"),
             file("gone.py", 0o644, b"x\n"),

@@ -1,4 +1,4 @@
-//! Training the byte-level tokenizer of our own small models.
+//! Trains the byte-level tokenizer of our own small models.
 
 use crate::chat::{ChatError, ChatErrorKind};
 use camino::Utf8Path;
@@ -12,24 +12,25 @@ use tokenizers::{
     Tokenizer, TokenizerBuilder,
 };
 
-/// Chat template of the `micro` family's small models.
+/// Chat template of the small models for the `micro` environment.
 pub const MICRO_CHAT_TEMPLATE: &str =
     include_str!("../../../environments/micro/chat_template.jinja");
 
-/// Control tokens of our own small models; they get the ids from 0 in this order.
+/// Control tokens of our own small models, in the order of their ids, which start at 0.
 pub const CONTROL_TOKENS: [&str; 5] =
     ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"];
 
-/// Trains a byte-level BPE tokenizer of at most `vocab_size` entries on rendered conversations
-/// and writes `tokenizer.json`, `tokenizer_config.json` (with `chat_template`) and
-/// `generation_config.json` into `folder`. Returns the number of entries, which is smaller than
-/// asked for only if the corpus has too few distinct pieces.
+/// Trains a byte-level BPE tokenizer on rendered conversations and writes it to `folder`.
 ///
-/// Text is first cut into letters, digits and everything else, so that a word is the same token
+/// Writes `tokenizer.json`, `tokenizer_config.json` (with `chat_template`) and
+/// `generation_config.json`. Returns the number of vocabulary entries: `vocab_size`, or fewer if
+/// the corpus has too few distinct pieces.
+///
+/// Text is first split into letters, digits and everything else, so that a word is the same token
 /// after a space, a bracket or an underscore.
 ///
 /// # Errors
-/// When training fails or a file cannot be written.
+/// If training fails or a file cannot be written.
 pub fn train_tokenizer(
     corpus: impl Iterator<Item = String> + Send,
     vocab_size: usize,
@@ -46,9 +47,9 @@ fn train(
     chat_template: &str,
     folder: &Utf8Path,
 ) -> Result<usize, ChatErrorKind> {
-    let failed = |e: tokenizers::Error| ChatErrorKind::Tokenizer(e.to_string());
     let pattern = SplitPattern::Regex(r"\p{L}+|\p{N}+|[^\p{L}\p{N}]+".to_owned());
-    let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false).map_err(failed)?;
+    let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false)
+        .map_err(ChatErrorKind::Tokenizer)?;
     let pre_tokenizer = Sequence::new(vec![
         PreTokenizerWrapper::Split(split),
         PreTokenizerWrapper::ByteLevel(ByteLevel::new(false, false, false)),
@@ -64,7 +65,7 @@ fn train(
     .with_pre_tokenizer(Some(PreTokenizerWrapper::Sequence(pre_tokenizer)))
     .with_decoder(Some(DecoderWrapper::ByteLevel(ByteLevel::new(false, false, false))))
     .build()
-    .map_err(failed)?;
+    .map_err(ChatErrorKind::Tokenizer)?;
     let mut trainer = BpeTrainer::builder()
         .show_progress(false)
         .vocab_size(vocab_size)
@@ -72,14 +73,13 @@ fn train(
         .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
         .special_tokens(CONTROL_TOKENS.iter().map(|t| AddedToken::from(*t, true)).collect())
         .build();
-    // Control tokens in the corpus are cut out: their letters must not become words.
+    // Control tokens are removed from the corpus: their letters must not become vocabulary entries.
     let pieces = corpus.flat_map(|text| without_control_tokens(&text));
-    tokenizer.train(&mut trainer, pieces).map_err(failed)?;
+    tokenizer.train(&mut trainer, pieces).map_err(ChatErrorKind::Tokenizer)?;
 
-    let text =
-        serde_json::to_string(&tokenizer).map_err(|e| ChatErrorKind::Tokenizer(e.to_string()))?;
-    let tokenizer: Tokenizer =
-        serde_json::from_str(&text).map_err(|e| ChatErrorKind::Tokenizer(e.to_string()))?;
+    let invalid = |error: serde_json::Error| ChatErrorKind::Tokenizer(error.into());
+    let text = serde_json::to_string(&tokenizer).map_err(invalid)?;
+    let tokenizer: Tokenizer = serde_json::from_str(&text).map_err(invalid)?;
     let [end_of_text, _, end_of_turn, _, _] = CONTROL_TOKENS;
     let config = serde_json::json!({
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,5 +1,5 @@
-//! Scripted micro experts through tokenizer, engine, tools and diff: what they write is what the
-//! runner reads, and what they were told is what the runner answers.
+//! Scripted micro experts through tokenizer, engine, tools and diff: the runner reads what they
+//! wrote, and its observations are those that the experts had.
 #![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
 
 mod common;
@@ -7,8 +7,8 @@ mod common;
 use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
-    Action, ChatModel, ChatTemplate, Episodes, ExpertEpisode, ExpertTurn, MICRO_CHAT_TEMPLATE,
-    RolloutConfig, Rules, judge_by_summary, opening_messages, train_tokenizer,
+    Action, ChatModel, ChatTemplate, Episodes, ExpertEpisode, ExpertTurn, GradingRules,
+    MICRO_CHAT_TEMPLATE, RolloutConfig, grade_by_summary, opening_messages, train_tokenizer,
 };
 use orchestrate_tasks::{Task, expert, micro, patch};
 use orchestrate_testkit::{FakeEngine, FakeExec, FakeReply, FakeSandboxes, FakeTree, toy_shape};
@@ -60,25 +60,25 @@ fn failures(output: &str) -> FakeExec {
 }
 
 #[tokio::test(start_paused = true)]
-async fn micro_experts_replayed_by_the_runner_give_their_own_tokens_and_the_gold_change() {
+async fn replayed_micro_experts_give_their_own_tokens_and_the_gold_change() {
     let experts = experts(300);
     let chat = Arc::new(chat(&experts));
     let mut tokens = 0;
     for (task, episode) in experts.iter().take(40) {
-        let data = episode.supervised(&chat, 0.25).unwrap();
+        let data = episode.supervised_example(&chat, 0.25).unwrap();
         tokens += data.token_ids.len();
         let turns: Vec<Vec<u32>> =
             episode.turns.iter().map(|t| chat.assistant("", &t.calls).unwrap()).collect();
         let engine = FakeEngine::new(toy_shape(chat.vocab_size()), move |_, call| {
             FakeReply::Tokens { ids: turns[call].clone(), finish: Finish::Stop }
         });
-        let told: Vec<String> = episode
+        let observations: Vec<String> = episode
             .turns
             .iter()
             .filter(|t| t.calls[0].arguments["command"] == micro::RUN_COMMAND)
             .map(|t| t.observations[0].clone())
             .collect();
-        let runs = std::sync::Mutex::new(told.into_iter());
+        let runs = std::sync::Mutex::new(observations.into_iter());
         let sandboxes =
             FakeSandboxes::new(move |tree, script| match script.strip_prefix("cat -n ") {
                 Some(path) => numbered(tree, path),
@@ -92,10 +92,10 @@ async fn micro_experts_replayed_by_the_runner_give_their_own_tokens_and_the_gold
             Arc::new(engine),
             Arc::new(sandboxes),
             (Arc::clone(&chat), plan),
-            Rules::new(judge_by_summary),
+            GradingRules::new(grade_by_summary),
         );
         let report = runner.run(common::request(task.clone()), &CancellationToken::new()).await;
-        // The fake cannot run the hidden tests; all else is as in a real episode.
+        // The fake cannot run the hidden tests; everything else is as in a real episode.
         assert_eq!(report.outcome, Outcome::Scored { reward: 0.0 });
         assert_eq!(report.trajectory.unwrap().token_ids(), data.token_ids, "{}", task.id);
         for (turn, expert) in report.turns.iter().zip(&episode.turns) {

@@ -1,5 +1,5 @@
-//! Each scaffold in a real sandbox: a scripted policy repairs a micro task, is graded, and every
-//! mistake on the way is told to it.
+//! Each scaffold in a real sandbox: a scripted policy repairs a micro task and is graded, and every
+//! mistake on the way becomes an observation.
 #![expect(
     clippy::unwrap_used,
     clippy::indexing_slicing,
@@ -12,7 +12,7 @@ mod common;
 use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
-    ChatModel, EpisodeReport, Episodes, RolloutConfig, Rules, Scaffold, judge_by_summary,
+    ChatModel, EpisodeReport, Episodes, GradingRules, RolloutConfig, Scaffold, grade_by_summary,
 };
 use orchestrate_sandbox::{DockerProvider, RawSandboxConfig, SandboxProvider as _};
 use orchestrate_tasks::{Task, micro, patch};
@@ -25,15 +25,15 @@ use tokio_util::sync::CancellationToken;
 
 const IMAGE: &str = "orchestrate/micro:latest";
 
-/// Whether there is Docker with the image of the micro tasks.
+/// Whether Docker has the image of the micro tasks.
 fn has_image() -> bool {
     let found = Command::new("docker").args(["image", "inspect", IMAGE]).output();
     if found.is_ok_and(|output| output.status.success()) {
         return true;
     }
     let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-    assert!(!required.contains("docker"), "no image {IMAGE}");
-    eprintln!("skipped: no image {IMAGE} (scripts/test makes it)");
+    assert!(!required.contains("docker"), "image {IMAGE} not found");
+    eprintln!("skipped: image {IMAGE} not found (scripts/test builds it)");
     false
 }
 
@@ -63,7 +63,7 @@ async fn episode(task: &Task, scaffold: Scaffold, turns: &[String]) -> EpisodeRe
     };
     let plan = config.check().unwrap();
     let policy = Utf8Path::new(env!("CARGO_MANIFEST_DIR")).join("../../environments/micro/policy");
-    let chat = Arc::new(ChatModel::load_for(&policy, plan.chat_use()).unwrap());
+    let chat = Arc::new(ChatModel::load_for(&policy, plan.chat_options()).unwrap());
     let replies: Vec<Vec<u32>> = turns
         .iter()
         .map(|turn| [chat.encode(turn).unwrap(), vec![chat.end_of_turn()]].concat())
@@ -77,24 +77,24 @@ async fn episode(task: &Task, scaffold: Scaffold, turns: &[String]) -> EpisodeRe
         Arc::new(engine),
         Arc::clone(&sandboxes) as _,
         (chat, plan),
-        Rules::new(judge_by_summary),
+        GradingRules::new(grade_by_summary),
     );
     let report = runner.run(common::request(task.clone()), &CancellationToken::new()).await;
     sandboxes.shutdown().await.unwrap();
     report
 }
 
-/// The episode was solved, with these answers (by their beginnings or, with `…` in front, by a part
-/// of them).
-fn assert_solved(report: &EpisodeReport, answers: &[&str]) {
-    for (number, (turn, answer)) in report.turns.iter().zip(answers).enumerate() {
-        let fits = match answer.strip_prefix('…') {
+/// Checks that the episode was solved, with observations that start with these texts or, after a
+/// `…`, contain them.
+fn assert_solved(report: &EpisodeReport, observations: &[&str]) {
+    for (number, (turn, expected)) in report.turns.iter().zip(observations).enumerate() {
+        let is_expected = match expected.strip_prefix('…') {
             Some(part) => turn.observation.contains(part),
-            None => turn.observation.starts_with(answer),
+            None => turn.observation.starts_with(expected),
         };
-        assert!(fits, "turn {number}: expected {answer:?}, told {:?}", turn.observation);
+        assert!(is_expected, "turn {number}: expected {expected:?}, got {:?}", turn.observation);
     }
-    assert_eq!(report.turns.len(), answers.len() + 1, "{:?}", report.turns.last());
+    assert_eq!(report.turns.len(), observations.len() + 1, "{:?}", report.turns.last());
     assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 }, "{:?}", report.verdict);
     assert_eq!(report.turns.last().unwrap().actions.last().unwrap().name, "submit");
     let trajectory = report.trajectory.as_ref().unwrap();
@@ -123,9 +123,10 @@ async fn docker_tools_repairs_a_micro_task() {
         call("submit", json!({})),
     ];
     let report = episode(&task, Scaffold::Tools, &turns).await;
-    // Paths that cannot be files are the policy's mistakes, and not ours.
-    let answers = ["…def ", "cannot write folder", "cannot write /", "cannot write /", "ok", "ok"];
-    assert_solved(&report, &answers);
+    // Paths that cannot be files are mistakes of the policy, not failures.
+    let observations =
+        ["…def ", "cannot write folder", "cannot write /", "cannot write /", "ok", "ok"];
+    assert_solved(&report, &observations);
 }
 
 fn function(name: &str, parameters: &[(&str, &str)]) -> String {
@@ -184,28 +185,28 @@ async fn docker_r2e_xml_repairs_a_micro_task() {
         function("finish", &[("command", "submit")]),
     ];
     let report = episode(&task, Scaffold::R2eXml, &turns).await;
-    let told = |what: &str| format!("Execution output of [file_editor]:\n{what}");
+    let edited = |text: &str| format!("Execution output of [file_editor]:\n{text}");
     let ran = "Execution output of [execute_bash]:\n";
     let snippet = format!("The file {full} has been edited. Here's the result of running `cat -n`");
-    let answers = [
-        told("Here's the files and directories up to 2 levels deep in /"),
-        told("Here's the result of running `cat -n` on the file: "),
+    let observations = [
+        edited("Here's the files and directories up to 2 levels deep in /"),
+        edited("Here's the result of running `cat -n` on the file: "),
         format!("…file: {full}:\n     1 "),
-        told("ERROR: The path '/nothing' does not exist."),
-        told("ERROR: Only Python files can be viewed"),
+        edited("ERROR: The path '/nothing' does not exist."),
+        edited("ERROR: Only Python files can be viewed"),
         "…Execution output of [search]:\nFound ".to_owned(),
         "…Execution output of [search]:\nMatches for \"def\" in /".to_owned(),
         "…No matches found for \"no such text\" in /".to_owned(),
         "…Directory '-r' not found or not a directory.".to_owned(),
-        told(&snippet),
-        told(&format!("Last edit to {full} undone. ")),
-        told(&snippet),
-        told("ERROR: No occurrences of 'not there' found in "),
-        told(&format!("File created at {scratch}. ")),
-        told("ERROR: File already exists at: "),
-        told("ERROR: The path '/etc/x.py' is outside "),
-        told("ERROR: cannot write /"),
-        told(&format!("The file {scratch} has been edited. ")),
+        edited(&snippet),
+        edited(&format!("Last edit to {full} undone. ")),
+        edited(&snippet),
+        edited("ERROR: No occurrences of 'not there' found in "),
+        edited(&format!("File created at {scratch}. ")),
+        edited("ERROR: File already exists at: "),
+        edited("ERROR: The path '/etc/x.py' is outside "),
+        edited("ERROR: cannot write /"),
+        edited(&format!("The file {scratch} has been edited. ")),
         format!(
             "Exit code: Error: Exit code 3\n{ran}Error executing command:\n\n[STDOUT]\n\nout \n\n\
              [STDERR]\n\nwrong\nSteps Remaining: 21"
@@ -214,12 +215,12 @@ async fn docker_r2e_xml_repairs_a_micro_task() {
         format!("Exit code: -1\n{ran}The command took too long to execute (>5s)"),
         "…\n38\n-----".to_owned(),
         format!("Exit code: 0\n{ran}[STDOUT]\n\n \n\n[STDERR]\n\n\nSteps Remaining: 17"),
-        told("ERROR: cannot write folder"),
+        edited("ERROR: cannot write folder"),
         "No function call found.".to_owned(),
         format!("Exit code: 0\n{ran}[STDOUT]\n\nok \n\n[STDERR]"),
     ];
-    let answers: Vec<&str> = answers.iter().map(String::as_str).collect();
-    assert_solved(&report, &answers);
+    let observations: Vec<&str> = observations.iter().map(String::as_str).collect();
+    assert_solved(&report, &observations);
     assert!(!report.patch.contains("scratch"), "{}", report.patch);
 }
 
@@ -247,7 +248,7 @@ async fn docker_mini_repairs_a_micro_task() {
     ];
     let report = episode(&task, Scaffold::Mini, &turns).await;
     let folder = format!("<returncode>0</returncode>\n<output>\n{}\n cat\n</output>", task.workdir);
-    let answers = [
+    let observations = [
         "<returncode>0</returncode>\n<output>\n",
         "<returncode>0</returncode>\n<output>\n</output>",
         folder.as_str(),
@@ -258,6 +259,6 @@ async fn docker_mini_repairs_a_micro_task() {
         "<returncode>0</returncode>\n<output>\n</output>",
         "<returncode>0</returncode>\n<output>\nok\n</output>",
     ];
-    assert_solved(&report, &answers);
+    assert_solved(&report, &observations);
     assert!(report.turns[6].observation.ends_with("1999\n2000\n\n</output_tail>"));
 }

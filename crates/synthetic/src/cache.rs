@@ -1,10 +1,11 @@
-//! The prefix cache of a synthetic engine: which pages it holds, and nothing in them.
+//! The prefix cache of a synthetic engine: which pages it holds, without any content.
 
 use crate::rows::{extend, mix};
 use lru::LruCache;
 use orchestrate_types::TokenId;
 
-/// Pages by the hash of all tokens up to their end.
+/// The cached pages, identified by the hash of all tokens up to their end; least recently used
+/// first out.
 #[derive(Debug)]
 pub(crate) struct PageCache {
     pages: LruCache<u64, ()>,
@@ -13,7 +14,7 @@ pub(crate) struct PageCache {
 }
 
 impl PageCache {
-    /// An empty cache for `tokens` tokens in pages of `page_tokens`; 0 tokens = no bound.
+    /// An empty cache for `tokens` tokens in pages of `page_tokens`; 0 tokens = unbounded.
     pub(crate) fn new(page_tokens: usize, tokens: usize) -> Self {
         let page_tokens = page_tokens.max(1);
         let max_pages = if tokens == 0 { usize::MAX } else { tokens / page_tokens };
@@ -31,16 +32,16 @@ impl PageCache {
             .collect()
     }
 
-    /// Leading tokens that are held, in whole pages; the last token is always computed.
-    pub(crate) fn held(&self, namespace: &str, tokens: &[TokenId]) -> usize {
+    /// Number of leading tokens in the cache, in whole pages. The last token is always computed.
+    pub(crate) fn cached_tokens(&self, namespace: &str, tokens: &[TokenId]) -> usize {
         let usable = tokens.get(..tokens.len().saturating_sub(1)).unwrap_or_default();
         let keys = self.keys(namespace, usable);
         keys.iter().take_while(|key| self.pages.contains(key)).count() * self.page_tokens
     }
 
-    /// Holds all whole pages of `tokens` from now on.
-    pub(crate) fn hold(&mut self, namespace: &str, tokens: &[TokenId]) {
-        // From the end to the beginning, so that ends are older and go first.
+    /// Adds all whole pages of `tokens`.
+    pub(crate) fn insert(&mut self, namespace: &str, tokens: &[TokenId]) {
+        // In reverse, so that the ends of sequences are older and are evicted first.
         for key in self.keys(namespace, tokens).into_iter().rev() {
             self.pages.put(key, ());
         }
@@ -59,26 +60,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whole_pages_of_the_same_beginning_and_name_space_are_held() {
+    fn whole_pages_of_the_same_prefix_and_namespace_are_cached() {
         let mut cache = PageCache::new(4, 0);
         let tokens: Vec<TokenId> = (0..11).collect();
-        cache.hold("w1", &tokens);
-        assert_eq!(cache.held("w1", &tokens), 8);
-        assert_eq!(cache.held("w2", &tokens), 0);
-        assert_eq!(cache.held("w1", &tokens[..8]), 4, "the last token is computed");
+        cache.insert("w1", &tokens);
+        assert_eq!(cache.cached_tokens("w1", &tokens), 8);
+        assert_eq!(cache.cached_tokens("w2", &tokens), 0);
+        assert_eq!(cache.cached_tokens("w1", &tokens[..8]), 4, "the last token is computed");
         let mut other = tokens.clone();
         other[5] = 99;
-        assert_eq!(cache.held("w1", &other), 4);
+        assert_eq!(cache.cached_tokens("w1", &other), 4);
         cache.clear();
-        assert_eq!(cache.held("w1", &tokens), 0);
+        assert_eq!(cache.cached_tokens("w1", &tokens), 0);
     }
 
     #[test]
-    fn a_full_cache_loses_the_ends_of_what_was_not_used() {
+    fn full_cache_evicts_the_ends_of_unused_sequences() {
         let mut cache = PageCache::new(2, 8);
-        cache.hold("", &[1, 2, 3, 4, 5, 6]);
-        cache.hold("", &[9, 8, 7, 6]);
-        assert_eq!(cache.held("", &[9, 8, 7, 6, 5]), 4);
-        assert_eq!(cache.held("", &[1, 2, 3, 4, 5, 6, 7]), 4, "its end is gone");
+        cache.insert("", &[1, 2, 3, 4, 5, 6]);
+        cache.insert("", &[9, 8, 7, 6]);
+        assert_eq!(cache.cached_tokens("", &[9, 8, 7, 6, 5]), 4);
+        assert_eq!(cache.cached_tokens("", &[1, 2, 3, 4, 5, 6, 7]), 4, "its end was evicted");
     }
 }

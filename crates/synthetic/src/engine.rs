@@ -1,4 +1,4 @@
-//! The engine process: SGLang's routes over a page cache, a script and a clock.
+//! The engine process: SGLang's HTTP routes over a page cache, a script and a latency model.
 
 use crate::cache::PageCache;
 use crate::latency::Latency;
@@ -22,49 +22,49 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// Largest request body: token ids as text.
+/// Largest request body in bytes; token ids are sent as text.
 const BODY_LIMIT: usize = 16 << 20;
 
-/// What an engine serves. One file of this describes a whole fleet.
+/// Settings of a synthetic engine. All engines of a fleet read the same file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EnginePlan {
-    /// The model its rows are of.
+    /// Shape of the model whose routing rows it returns.
     pub shape: ModelShape,
-    /// What it writes.
+    /// The policy that it samples from.
     pub script: Script,
-    /// How long that takes.
+    /// How long generations take.
     pub latency: Latency,
-    /// Granularity of its prefix cache, in tokens.
+    /// Page size of the prefix cache, in tokens.
     pub page_tokens: usize,
-    /// Tokens its prefix cache holds; 0 = no bound.
+    /// Capacity of the prefix cache, in tokens; 0 = unbounded.
     pub cache_tokens: usize,
-    /// Time a weight update takes, in milliseconds.
+    /// Duration of a weight update, in milliseconds.
     pub update_ms: u64,
 }
 
-/// What an engine saw.
+/// Measurements of an engine.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct EngineStats {
-    /// Generations answered.
+    /// Number of generations that it answered.
     pub answered: u64,
-    /// Microseconds from handing out a reply to having read the same conversation's next request:
-    /// what the other side, and both ends of HTTP, add to a turn.
+    /// Times between handing out a reply and having read the next request of the same conversation,
+    /// in microseconds: what the client and both ends of HTTP add to a turn.
     pub gaps_us: Vec<u32>,
 }
 
 #[derive(Debug)]
 struct Engine {
     plan: EnginePlan,
-    state: Mutex<Inner>,
-    /// Whether generation is paused, and how often it was: a pause cuts off what runs.
+    state: Mutex<EngineState>,
+    /// Whether generation is paused, and how often it has been. A pause aborts running generations.
     pause: watch::Sender<(bool, u64)>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct EngineState {
     version: String,
     cache: PageCache,
-    /// When the last reply of each conversation was handed out.
+    /// When the last reply of each conversation was handed out, by session.
     replied: HashMap<String, Instant>,
     stats: EngineStats,
 }
@@ -92,18 +92,18 @@ struct SamplingParams {
     sampling_seed: u64,
 }
 
-/// Serves until dropped. The weights it begins with are `default`, as SGLang's are.
+/// Serves until dropped. The initial weight version is `default`, as in SGLang.
 ///
 /// # Errors
-/// When the listener fails.
+/// If the listener fails.
 pub async fn serve(plan: EnginePlan, listener: TcpListener) -> std::io::Result<()> {
-    let inner = Inner {
+    let state = EngineState {
         version: "default".to_owned(),
         cache: PageCache::new(plan.page_tokens, plan.cache_tokens),
         replied: HashMap::new(),
         stats: EngineStats::default(),
     };
-    let engine = Engine { plan, state: Mutex::new(inner), pause: watch::Sender::new((false, 0)) };
+    let engine = Engine { plan, state: Mutex::new(state), pause: watch::Sender::new((false, 0)) };
     let app = Router::new()
         .route("/generate", post(generate))
         .route("/server_info", get(server_info))
@@ -121,7 +121,7 @@ pub async fn serve(plan: EnginePlan, listener: TcpListener) -> std::io::Result<(
 }
 
 impl Engine {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, EngineState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -142,49 +142,49 @@ async fn generate(State(engine): State<Arc<Engine>>, body: Bytes) -> Response {
         return refused(StatusCode::BAD_REQUEST, "Requested token count exceeds the context");
     }
     let cached = {
-        let mut inner = engine.lock();
-        if let Some(before) = inner.replied.remove(request.session_id.as_ref()) {
+        let mut state = engine.lock();
+        if let Some(before) = state.replied.remove(request.session_id.as_ref()) {
             let gap = arrived.saturating_duration_since(before).as_micros();
-            inner.stats.gaps_us.push(u32::try_from(gap).unwrap_or(u32::MAX));
+            state.stats.gaps_us.push(u32::try_from(gap).unwrap_or(u32::MAX));
         }
-        inner.cache.held(&request.extra_key, &request.input_ids)
+        state.cache.cached_tokens(&request.extra_key, &request.input_ids)
     };
     let SamplingParams { max_new_tokens, sampling_seed } = request.sampling_params;
     let mut output = plan.script.continuation(&request.input_ids, sampling_seed);
-    let finished = output.len() <= max_new_tokens;
+    let is_finished = output.len() <= max_new_tokens;
     output.truncate(max_new_tokens);
 
     let mut pauses = engine.pause.subscribe();
-    // A paused engine takes no request; the sender lives as long as the engine.
+    // A paused engine starts nothing. The sender lives as long as the engine.
     let Ok((_, before)) = pauses.wait_for(|(paused, _)| !paused).await.map(|state| *state) else {
-        return refused(StatusCode::SERVICE_UNAVAILABLE, "it ends");
+        return refused(StatusCode::SERVICE_UNAVAILABLE, "the engine is shutting down");
     };
     let version = engine.lock().version.clone();
     let time = plan.latency.time(prompt - cached, output.len(), sampling_seed);
-    let begun = Instant::now();
-    let cut = tokio::select! {
+    let started = Instant::now();
+    let is_aborted = tokio::select! {
         biased;
         () = tokio::time::sleep(time) => false,
         _ = pauses.wait_for(|(_, count)| *count != before) => true,
     };
-    if cut {
-        let share = begun.elapsed().as_secs_f64() / time.as_secs_f64().max(f64::MIN_POSITIVE);
+    if is_aborted {
+        let share = started.elapsed().as_secs_f64() / time.as_secs_f64().max(f64::MIN_POSITIVE);
         output.truncate(part(output.len(), share));
     }
-    let finish = match (cut, finished) {
+    let finish = match (is_aborted, is_finished) {
         (true, _) => json!({"type": "abort", "message": "Aborted", "status_code": null}),
         (false, true) => json!({"type": "stop", "matched": output.last()}),
         (false, false) => json!({"type": "length", "length": output.len()}),
     };
-    answer(&engine, &request, &output, &version, &finish, cached)
+    reply(&engine, &request, &output, &version, &finish, cached)
 }
 
-/// So much of `whole`, rounded down.
+/// `share` of `whole`, rounded down.
 fn part(whole: usize, share: f64) -> usize {
     (0..whole).take_while(|done| ((*done + 1) as f64) <= whole as f64 * share).count()
 }
 
-fn answer(
+fn reply(
     engine: &Engine,
     request: &GenerateBody<'_>,
     output: &[TokenId],
@@ -229,14 +229,14 @@ fn answer(
         }
     }
     let body = json!({"output_ids": output, "meta_info": meta}).to_string();
-    let mut inner = engine.lock();
-    // Nothing of it is reused under other weights, even if they changed while it ran.
-    if inner.version == version {
-        inner.cache.hold(&request.extra_key, tokens.get(..computed).unwrap_or_default());
+    let mut state = engine.lock();
+    // Not reused under other weights, even if they changed while it ran.
+    if state.version == version {
+        state.cache.insert(&request.extra_key, tokens.get(..computed).unwrap_or_default());
     }
-    inner.stats.answered += 1;
-    inner.replied.insert(request.session_id.clone().into_owned(), Instant::now());
-    drop(inner);
+    state.stats.answered += 1;
+    state.replied.insert(request.session_id.clone().into_owned(), Instant::now());
+    drop(state);
     ([(header::CONTENT_TYPE, "application/json")], body).into_response()
 }
 
@@ -286,10 +286,10 @@ async fn update(State(engine): State<Arc<Engine>>, body: Bytes) -> Response {
         Err(error) => return refused(StatusCode::BAD_REQUEST, error),
     };
     tokio::time::sleep(Duration::from_millis(engine.plan.update_ms)).await;
-    let mut inner = engine.lock();
-    inner.version = update.weight_version;
-    inner.cache.clear();
-    drop(inner);
+    let mut state = engine.lock();
+    state.version = update.weight_version;
+    state.cache.clear();
+    drop(state);
     Json(json!({"success": true, "message": "Succeeded to update model weights."})).into_response()
 }
 

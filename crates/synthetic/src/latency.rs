@@ -1,29 +1,29 @@
-//! How long a generation takes.
+//! A latency model for generations.
 
 use crate::rows::mix;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// A server's time as a function of what it has to compute. Requests do not slow each other: what
-/// is measured is the coordinator, not a batch scheduler.
+/// The time of a call as a function of what the server has to compute. Concurrent requests do not
+/// slow each other down, because the coordinator is measured and not a batch scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Latency {
-    /// Part of every call, in milliseconds.
+    /// Time that every call takes, in milliseconds.
     pub base_ms: f64,
-    /// Milliseconds per 1,000 prompt tokens that no prefix cache holds.
+    /// Milliseconds per 1,000 prompt tokens that are not in the prefix cache.
     pub prefill_ms_per_1k: f64,
     /// Milliseconds per sampled token.
     pub decode_ms: f64,
-    /// Share by which a call may be shorter or longer, 0 to 1, drawn from its seed.
+    /// Fraction by which a call may be shorter or longer, 0 to 1; the call's seed determines it.
     pub jitter: f64,
 }
 
 impl Latency {
-    /// Time for one call.
+    /// Time of a call with `uncached` prompt tokens to prefill and `sampled` tokens to decode.
     pub fn time(&self, uncached: usize, sampled: usize, seed: u64) -> Duration {
         let prefill = self.prefill_ms_per_1k * uncached as f64 / 1000.0;
         let exact = self.base_ms + prefill + self.decode_ms * sampled as f64;
-        // 32 of the hash's bits, as a number from -1 to 1.
+        // 32 bits of the hash, as a number from -1 to 1.
         let draw = (mix(seed) >> 32) as f64 / f64::from(u32::MAX) * 2.0 - 1.0;
         let ms = (exact * (1.0 + self.jitter * draw)).max(0.0);
         Duration::try_from_secs_f64(ms / 1e3).unwrap_or_default()

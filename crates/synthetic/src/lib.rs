@@ -1,13 +1,13 @@
-//! A world for benchmarks, in which everything but the program under measurement is cheap and
-//! known beforehand.
+//! Stand-ins for benchmarks: everything but the program under measurement is cheap and predictable.
 //!
-//! * [`serve`] is an engine with SGLang's routes. It computes nothing: time comes from a
-//!   [`Latency`] model, text from a [`Script`], and routing rows from [`expected_rows`].
+//! * [`serve`] is an engine with SGLang's routes that computes nothing. Time comes from a
+//!   [`Latency`]
+//!   model, text from a [`Script`], and routing rows from [`expected_rows`].
 //! * [`SyntheticSandboxes`] run no command, and [`task`] is solved by any episode that submits.
 //!
 //! The invariant: a row is a function of the policy version and the tokens up to its position, and
-//! of nothing else. So every row of every finished mask can be checked, whichever worker sent it,
-//! and whatever died on the way.
+//! of nothing else. Every row of a finished mask can therefore be checked, whichever worker sent it
+//! and whatever failed on the way.
 
 mod cache;
 mod engine;
@@ -15,11 +15,11 @@ mod latency;
 mod rows;
 mod sandbox;
 mod script;
-mod world;
+mod task;
 
 pub use engine::{EnginePlan, EngineStats, serve};
 pub use latency::Latency;
 pub use rows::expected_rows;
 pub use sandbox::SyntheticSandboxes;
 pub use script::Script;
-pub use world::{judge, task};
+pub use task::{grade, task};

@@ -1,4 +1,4 @@
-//! Rows that can be known without the engine.
+//! Routing rows that can be computed without the engine.
 
 use orchestrate_routing::{RoutedRows, RoutingError};
 use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
@@ -17,11 +17,14 @@ pub(crate) fn extend(prefix: u64, token: TokenId) -> u64 {
     mix(prefix ^ u64::from(token))
 }
 
-/// The rows of `range` in the sequence `tokens` under `version`: for each `MoE` layer `top_k`
-/// neighbours on the ring of experts, the first of them by a hash of all tokens up to the position.
+/// The routing rows of `range` in the sequence `tokens` under `version`.
+///
+/// For each MoE layer a row has `top_k` consecutive experts (modulo their number), the first of
+/// which is a hash of the version, the layer and all tokens up to the position. `range` must end
+/// within `tokens`.
 ///
 /// # Errors
-/// [`RoutingError`] when the shape has no usable rows. `range` must end within `tokens`.
+/// [`RoutingError`] if the shape has no valid rows.
 pub fn expected_rows(
     shape: &ModelShape,
     version: PolicyVersion,
@@ -66,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_depends_on_every_token_before_it_and_on_the_version() {
+    fn row_depends_on_every_token_before_it_and_on_the_version() {
         let rows = |version, tokens: &[TokenId]| {
             bytes(&expected_rows(&shape(), PolicyVersion(version), tokens, 9..10).unwrap())
         };
@@ -80,12 +83,12 @@ mod tests {
                 rows(1, &other) != row
             })
             .count();
-        assert!(changed >= 9, "16 starts per layer may meet by chance, twice hardly");
+        assert!(changed >= 9, "16 values per layer may collide by chance, but hardly twice");
     }
 
     proptest! {
         #[test]
-        fn prop_any_part_is_that_part_of_the_whole(
+        fn prop_rows_of_a_range_equal_that_range_of_all_rows(
             tokens in proptest::collection::vec(0u32..100, 1..200),
             cut in 0usize..200,
         ) {

@@ -1,37 +1,38 @@
-//! What a synthetic policy writes: as many tool calls as it has turns, the last of them `submit`.
+//! A synthetic policy: one tool call per turn, the last of which is `submit`.
 
 use crate::rows::mix;
 use orchestrate_types::TokenId;
 use serde::{Deserialize, Serialize};
 
-/// A policy whose next tokens are a function of the prompt and the call's seed.
+/// A policy whose next tokens are a function of the prompt and the request's seed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Script {
-    /// Token that ends every message.
+    /// The token that ends every message.
     pub end_of_message: TokenId,
-    /// Header of an assistant message, not empty; its first token stands nowhere inside a message.
+    /// Header of an assistant message; not empty. Its first token never occurs inside a message.
     pub header: Vec<TokenId>,
-    /// How often `end_of_message` stands in the first prompt.
+    /// Number of `end_of_message` tokens in the first prompt.
     pub ends_before: usize,
-    /// How often it is added per turn: once by the policy, then by every answer.
+    /// Number of `end_of_message` tokens that each turn adds: one by the policy, and one per
+    /// observation.
     pub ends_per_turn: usize,
-    /// Turns of an episode, at least 1.
+    /// Number of turns in an episode, at least 1.
     pub turns: usize,
-    /// A turn's tokens before its drawn part.
+    /// Tokens of a turn before its random part.
     pub call_head: Vec<TokenId>,
-    /// Tokens the drawn part is made of, not empty.
+    /// Tokens to draw the random part from; not empty.
     pub drawn: Vec<TokenId>,
-    /// Length of the drawn part.
+    /// Length of the random part, in tokens.
     pub drawn_tokens: usize,
-    /// A turn's tokens after its drawn part.
+    /// Tokens of a turn after its random part.
     pub call_tail: Vec<TokenId>,
     /// All tokens of the last turn.
     pub submit: Vec<TokenId>,
 }
 
 impl Script {
-    /// What comes after `prompt`, to the end of the turn. A prompt that ends inside a turn, because
-    /// its reply was cut off, is continued.
+    /// The tokens that follow `prompt` until the end of the turn. A prompt that ends inside a turn,
+    /// because its reply was aborted, is continued.
     pub fn continuation(&self, prompt: &[TokenId], seed: u64) -> Vec<TokenId> {
         let ends = prompt.iter().filter(|token| **token == self.end_of_message).count();
         let turn = ends.saturating_sub(self.ends_before) / self.ends_per_turn.max(1);
@@ -71,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn an_episode_has_its_turns_and_ends_with_submit() {
+    fn episode_has_all_turns_and_ends_with_submit() {
         let script = script();
         let mut tokens = vec![1, 5, 2, 1, 7];
         for turn in 0..3 {
@@ -85,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_that_was_cut_off_is_continued() {
+    fn aborted_turn_is_continued() {
         let script = script();
         let prompt = vec![1, 5, 2, 1, 7];
         let whole = script.continuation(&prompt, 9);

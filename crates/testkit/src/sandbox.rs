@@ -1,4 +1,4 @@
-//! Sandboxes that are trees in memory, with a scripted shell and planned faults.
+//! In-memory sandboxes with a scripted shell and planned faults.
 
 use orchestrate_sandbox::{
     Command, ExecResult, Exit, FileEntry, Purpose, Sandbox, SandboxError, SandboxErrorKind,
@@ -9,31 +9,31 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Files by path: mode and content.
+/// Mode and content of files, by path.
 pub type FakeTree = BTreeMap<String, (u32, Vec<u8>)>;
 
-/// What a scripted command does.
+/// The result of a scripted command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FakeExec {
-    /// How it ends.
+    /// How the command ends.
     pub exit: Exit,
-    /// What it prints.
+    /// Output of the command.
     pub output: String,
-    /// How long it takes (on tokio's clock), cut at the command's timeout.
+    /// How long the command takes on tokio's clock, at most until its timeout.
     pub takes: Duration,
 }
 
 impl FakeExec {
-    /// Ends with `code` at once.
+    /// A command that ends at once with exit code `code`.
     pub fn new(code: i32, output: impl Into<String>) -> Self {
         Self { exit: Exit::Code(code), output: output.into(), takes: Duration::ZERO }
     }
 }
 
-/// Runs one shell script on a tree.
-pub type Shell = dyn Fn(&mut FakeTree, &str) -> FakeExec + Send + Sync;
+/// Runs a shell script on a tree.
+pub type FakeShell = dyn Fn(&mut FakeTree, &str) -> FakeExec + Send + Sync;
 
-/// Something a sandbox is asked to do, and that can be made to fail.
+/// A sandbox operation that can be made to fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
     /// [`SandboxProvider::open`].
@@ -52,14 +52,14 @@ pub enum Operation {
 struct Fault {
     operation: Operation,
     purpose: Purpose,
-    /// Calls that still succeed.
+    /// Number of calls that still succeed.
     skip: u32,
-    /// Calls that then fail.
+    /// Number of calls that fail after that.
     times: u32,
 }
 
 #[derive(Debug, Default)]
-struct Ledger {
+struct Records {
     opened: Vec<SandboxSpec>,
     closed: usize,
     dropped: usize,
@@ -70,8 +70,8 @@ struct Ledger {
 /// A provider of in-memory sandboxes.
 #[derive(Clone)]
 pub struct FakeSandboxes {
-    shell: Arc<Shell>,
-    ledger: Arc<Mutex<Ledger>>,
+    shell: Arc<FakeShell>,
+    records: Arc<Mutex<Records>>,
 }
 
 impl std::fmt::Debug for FakeSandboxes {
@@ -80,48 +80,48 @@ impl std::fmt::Debug for FakeSandboxes {
     }
 }
 
-fn lock(ledger: &Mutex<Ledger>) -> MutexGuard<'_, Ledger> {
-    ledger.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(records: &Mutex<Records>) -> MutexGuard<'_, Records> {
+    records.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl FakeSandboxes {
-    /// Sandboxes whose shell scripts are run by `shell`.
+    /// A provider whose sandboxes run shell scripts with `shell`.
     pub fn new(shell: impl Fn(&mut FakeTree, &str) -> FakeExec + Send + Sync + 'static) -> Self {
-        Self { shell: Arc::new(shell), ledger: Arc::default() }
+        Self { shell: Arc::new(shell), records: Arc::default() }
     }
 
-    /// Lets `operation` of sandboxes for `purpose` fail `times` times, after `skip` successes.
+    /// Makes `operation` fail `times` times for sandboxes of `purpose`, after `skip` successes.
     pub fn fail(&self, operation: Operation, purpose: Purpose, skip: u32, times: u32) {
-        lock(&self.ledger).faults.push(Fault { operation, purpose, skip, times });
+        lock(&self.records).faults.push(Fault { operation, purpose, skip, times });
     }
 
-    /// What was opened, in order.
+    /// The specifications of all opened sandboxes, in order.
     pub fn opened(&self) -> Vec<SandboxSpec> {
-        lock(&self.ledger).opened.clone()
+        lock(&self.records).opened.clone()
     }
 
-    /// Sandboxes that were neither closed nor dropped yet.
+    /// Number of sandboxes that were neither closed nor dropped yet.
     pub fn still_open(&self) -> usize {
-        let ledger = lock(&self.ledger);
-        ledger.opened.len() - ledger.closed - ledger.dropped
+        let records = lock(&self.records);
+        records.opened.len() - records.closed - records.dropped
     }
 
-    /// Sandboxes that were dropped instead of closed.
+    /// Number of sandboxes that were dropped without being closed.
     pub fn dropped(&self) -> usize {
-        lock(&self.ledger).dropped
+        lock(&self.records).dropped
     }
 
-    /// Trees of grader sandboxes as they were when they closed.
+    /// Trees of the grader sandboxes at the time when they were closed.
     pub fn graded_trees(&self) -> Vec<FakeTree> {
-        lock(&self.ledger).graded.clone()
+        lock(&self.records).graded.clone()
     }
 
     fn check(
-        ledger: &Mutex<Ledger>,
+        records: &Mutex<Records>,
         operation: Operation,
         purpose: Purpose,
     ) -> Result<(), SandboxError> {
-        for fault in &mut lock(ledger).faults {
+        for fault in &mut lock(records).faults {
             if fault.operation == operation && fault.purpose == purpose {
                 if fault.skip > 0 {
                     fault.skip -= 1;
@@ -143,14 +143,14 @@ fn error(kind: SandboxErrorKind) -> SandboxError {
 #[async_trait::async_trait]
 impl SandboxProvider for FakeSandboxes {
     async fn open(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
-        Self::check(&self.ledger, Operation::Open, spec.purpose)?;
-        lock(&self.ledger).opened.push(spec.clone());
+        Self::check(&self.records, Operation::Open, spec.purpose)?;
+        lock(&self.records).opened.push(spec.clone());
         Ok(Box::new(ScriptedSandbox {
             name: format!("fake-{}-{:?}", spec.owner.attempt, spec.purpose),
             purpose: spec.purpose,
             tree: FakeTree::new(),
             shell: Arc::clone(&self.shell),
-            ledger: Arc::clone(&self.ledger),
+            records: Arc::clone(&self.records),
             is_closed: false,
         }))
     }
@@ -164,16 +164,16 @@ impl SandboxProvider for FakeSandboxes {
     }
 }
 
-/// One in-memory sandbox. Two kinds of command are built in: the file reader of the `edit` tool
-/// (five arguments, `sh` the fourth, the path the fifth) and `rm -f --`; shell scripts go to the
-/// provider's shell, those that are run with their streams apart (`split` the fourth, the script the
-/// fifth of more) included.
+/// An in-memory sandbox. Two commands are built in: the file reader of the `edit` tool (five
+/// arguments, the fourth is `sh`, the fifth the path) and `rm -f --`. Shell scripts go to the
+/// provider's shell, and so do those whose streams are kept apart (the fourth argument is `split`,
+/// the fifth the script).
 pub struct ScriptedSandbox {
     name: String,
     purpose: Purpose,
     tree: FakeTree,
-    shell: Arc<Shell>,
-    ledger: Arc<Mutex<Ledger>>,
+    shell: Arc<FakeShell>,
+    records: Arc<Mutex<Records>>,
     is_closed: bool,
 }
 
@@ -214,7 +214,7 @@ impl Sandbox for ScriptedSandbox {
     }
 
     async fn exec(&mut self, command: &Command) -> Result<ExecResult, SandboxError> {
-        FakeSandboxes::check(&self.ledger, Operation::Exec, self.purpose)?;
+        FakeSandboxes::check(&self.records, Operation::Exec, self.purpose)?;
         let argv: Vec<&str> = command.argv.iter().map(String::as_str).collect();
         let result = self.built_in(&argv);
         let mut result = result.unwrap_or(FakeExec {
@@ -241,7 +241,7 @@ impl Sandbox for ScriptedSandbox {
     }
 
     async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError> {
-        FakeSandboxes::check(&self.ledger, Operation::Write, self.purpose)?;
+        FakeSandboxes::check(&self.records, Operation::Write, self.purpose)?;
         for file in files {
             self.tree.insert(file.path.clone(), (file.mode, file.content.clone()));
         }
@@ -249,7 +249,7 @@ impl Sandbox for ScriptedSandbox {
     }
 
     async fn read_tree(&mut self, _cap: ByteSize) -> Result<Vec<FileEntry>, SandboxError> {
-        FakeSandboxes::check(&self.ledger, Operation::ReadTree, self.purpose)?;
+        FakeSandboxes::check(&self.records, Operation::ReadTree, self.purpose)?;
         let entry = |(path, (mode, content)): (&String, &(u32, Vec<u8>))| FileEntry {
             path: path.clone(),
             mode: *mode,
@@ -260,20 +260,20 @@ impl Sandbox for ScriptedSandbox {
 
     async fn close(mut self: Box<Self>) -> Result<(), SandboxError> {
         self.is_closed = true;
-        let mut ledger = lock(&self.ledger);
-        ledger.closed += 1;
+        let mut records = lock(&self.records);
+        records.closed += 1;
         if self.purpose == Purpose::Grader {
-            ledger.graded.push(self.tree.clone());
+            records.graded.push(self.tree.clone());
         }
-        drop(ledger);
-        FakeSandboxes::check(&self.ledger, Operation::Close, self.purpose)
+        drop(records);
+        FakeSandboxes::check(&self.records, Operation::Close, self.purpose)
     }
 }
 
 impl Drop for ScriptedSandbox {
     fn drop(&mut self) {
         if !self.is_closed {
-            lock(&self.ledger).dropped += 1;
+            lock(&self.records).dropped += 1;
         }
     }
 }

@@ -1,14 +1,16 @@
-//! Ids. All but [`RunId`] are derived, not drawn: after a crash the same thing gets the same
-//! name again, so unique constraints and deterministic container names can do their work.
+//! Ids of runs, groups, episodes, attempts and requests.
+//!
+//! The invariant: every id but [`RunId`] is derived and not random. After a crash the same thing
+//! gets the same id, so unique constraints and deterministic container names work.
 
 use serde::{Deserialize, Serialize};
 use std::fmt::{self, Write as _};
 use std::str::FromStr;
 
-/// A vocabulary index, as every tokenizer and engine counts it.
+/// A token id: an index into the vocabulary of the tokenizer and the engine.
 pub type TokenId = u32;
 
-/// Number of weight updates applied since the starting checkpoint (which is version 0).
+/// Number of weight updates since the starting checkpoint, which is version 0.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
 )]
@@ -29,27 +31,28 @@ impl fmt::Display for PolicyVersion {
     }
 }
 
-/// A string that is not a valid id of the expected kind.
+/// A text that is not a valid id of the expected kind.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is not a {kind} id (expected a form like `{example}`)")]
+#[error("`{text}` is not {kind} id (expected e.g. `{example}`)")]
 pub struct IdError {
     kind: &'static str,
     example: &'static str,
     text: String,
 }
 
-/// One run: a UUID version 7, drawn once when the run folder is created.
+/// Id of a run: a version 7 UUID, generated once when the run folder is created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct RunId(uuid::Uuid);
 
 impl RunId {
-    /// Draws a fresh id. Call it in one place only: where a run is created.
+    /// Generates a new id. Called only where a run is created.
     pub fn generate() -> Self {
         Self(uuid::Uuid::now_v7())
     }
 
-    /// The last 12 hexadecimal digits: short enough for container names, random enough to differ.
+    /// The last 12 hexadecimal digits: short enough for container names, and random enough to be
+    /// unique.
     pub fn short(self) -> String {
         let text = self.0.simple().to_string();
         text.chars().skip(20).collect()
@@ -66,29 +69,29 @@ impl FromStr for RunId {
     type Err = IdError;
     fn from_str(text: &str) -> Result<Self, IdError> {
         uuid::Uuid::parse_str(text).map(Self).map_err(|_| IdError {
-            kind: "run",
+            kind: "a run",
             example: "01900000-0000-7000-8000-000000000000",
             text: text.to_owned(),
         })
     }
 }
 
-/// The `group_size` episodes of one task that are compared for the advantage.
+/// Id of a group: the `group_size` episodes of one task that are compared for the advantage.
 ///
-/// Written `t000012` (the run's 13th training group) or `v0010-0123` (task 123 of the evaluation
+/// Written `t000012` (the run's 13th training group) or `v00010-00123` (task 123 of the evaluation
 /// after global step 10).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum GroupId {
     /// A training group, by its sequence number in the run.
     Train {
-        /// Counts training groups from 0, over the whole run.
+        /// Sequence number over the whole run, from 0.
         seq: u32,
     },
-    /// An evaluation group: all samples of one held-out task in one evaluation round.
+    /// An evaluation group: all samples of one held-out task in one evaluation.
     Eval {
-        /// Global step after which the evaluation ran (0 = before training).
+        /// Global step after which the evaluation ran; 0 = before training.
         round: u32,
-        /// Index of the task in the evaluation set.
+        /// Index of the task in the evaluation set, from 0.
         index: u32,
     },
 }
@@ -105,7 +108,7 @@ impl fmt::Display for GroupId {
 impl FromStr for GroupId {
     type Err = IdError;
     fn from_str(text: &str) -> Result<Self, IdError> {
-        let error = || IdError { kind: "group", example: "t000012", text: text.to_owned() };
+        let error = || IdError { kind: "a group", example: "t000012", text: text.to_owned() };
         let number = |s: &str| s.parse::<u32>().map_err(|_| error());
         if let Some(rest) = text.strip_prefix('t') {
             Ok(Self::Train { seq: number(rest)? })
@@ -118,10 +121,10 @@ impl FromStr for GroupId {
     }
 }
 
-/// One try of a task, from reset to outcome. Written `t000012.03`.
+/// Id of an episode: one try at a task. Written `t000012.03`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EpisodeId {
-    /// The group it belongs to.
+    /// The group that the episode belongs to.
     pub group: GroupId,
     /// Index within the group, from 0.
     pub member: u16,
@@ -136,7 +139,7 @@ impl fmt::Display for EpisodeId {
 impl FromStr for EpisodeId {
     type Err = IdError;
     fn from_str(text: &str) -> Result<Self, IdError> {
-        let error = || IdError { kind: "episode", example: "t000012.03", text: text.to_owned() };
+        let error = || IdError { kind: "an episode", example: "t000012.03", text: text.to_owned() };
         let (group, member) = text.rsplit_once('.').ok_or_else(error)?;
         Ok(Self {
             group: group.parse().map_err(|_| error())?,
@@ -145,13 +148,15 @@ impl FromStr for EpisodeId {
     }
 }
 
-/// One physical try of an episode; an infrastructure failure makes a new one.
-/// Written `t000012.03-a01`; fixed width, so that no id is a prefix of another.
+/// Id of an attempt: one physical try of an episode. An infrastructure failure starts a new
+/// attempt.
+///
+/// Written `t000012.03-a01`, in fixed width so that no id is a prefix of another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AttemptId {
-    /// The episode that is tried.
+    /// The episode that the attempt belongs to.
     pub episode: EpisodeId,
-    /// Counts attempts from 1.
+    /// Number of the attempt, from 1.
     pub attempt: u16,
 }
 
@@ -165,7 +170,7 @@ impl FromStr for AttemptId {
     type Err = IdError;
     fn from_str(text: &str) -> Result<Self, IdError> {
         let error =
-            || IdError { kind: "attempt", example: "t000012.03-a01", text: text.to_owned() };
+            || IdError { kind: "an attempt", example: "t000012.03-a01", text: text.to_owned() };
         let (episode, attempt) = text.rsplit_once("-a").ok_or_else(error)?;
         Ok(Self {
             episode: episode.parse().map_err(|_| error())?,
@@ -174,24 +179,24 @@ impl FromStr for AttemptId {
     }
 }
 
-/// One generation request on the wire (SGLang's `rid`): run, attempt, turn and try.
+/// Id of a generation request (SGLang's `rid`): run, attempt, turn and try.
 ///
-/// Fixed width and new for every try, because SGLang aborts by *prefix*.
+/// It has a fixed width and is new for every try, because SGLang aborts requests by *prefix*.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct RequestId(String);
 
 impl RequestId {
-    /// The id of try `tries` (from 0) of turn `turn` (from 0) of one attempt.
+    /// The id of try `tries` (from 0) of turn `turn` (from 0) of an attempt.
     pub fn new(run: RunId, attempt: AttemptId, turn: u32, tries: u32) -> Self {
-        // Made for every turn: the text does not grow meanwhile.
+        // Built for every turn, so reserve enough space at once.
         let mut id = String::with_capacity(64);
-        // Writing to text cannot fail.
+        // Writing to a `String` cannot fail.
         let _ = write!(id, "{}-{attempt}-n{turn:03}-r{tries:02}", run.short());
         Self(id)
     }
 
-    /// The id as sent.
+    /// The id as it is sent to the engine.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -224,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_print_and_parse_back() {
+    fn ids_round_trip_as_text() {
         for group in [GroupId::Train { seq: 12 }, GroupId::Eval { round: 10, index: 123 }] {
             let attempt = AttemptId { episode: EpisodeId { group, member: 3 }, attempt: 1 };
             assert_eq!(attempt.to_string().parse::<AttemptId>().unwrap(), attempt);
@@ -233,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn request_ids_of_two_tries_are_no_prefixes_of_each_other() {
+    fn no_request_id_is_a_prefix_of_another() {
         let run = RunId::generate();
         let attempt = "t000001.01-a01".parse().unwrap();
         let ids: Vec<String> =

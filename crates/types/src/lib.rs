@@ -1,7 +1,7 @@
-//! The words every other crate speaks: ids, policy versions, turns, trajectories, outcomes.
+//! The vocabulary of all other crates: ids, policy versions, turns, trajectories, outcomes.
 //!
-//! No I/O and no async here. The one invariant of this crate: a [`Trajectory`] whose arrays
-//! disagree in length cannot be built ([`Trajectory::new`]). Read [`Outcome`] next.
+//! This crate does no I/O and nothing asynchronous. Its invariant: a [`Trajectory`] whose arrays
+//! differ in length cannot be built ([`Trajectory::new`]). Read [`Outcome`] next.
 
 mod clock;
 mod duration;

@@ -2,36 +2,37 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What the routing rows of a model look like. Fixed for a run: dtype and row size follow from
-/// this, never from the data.
+/// The shape of a model's routing rows. It is fixed for a run, and dtype and row size follow from
+/// it, never from the data.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ModelShape {
-    /// All hidden layers, dense ones included (SGLang and vLLM send a row part for each).
+    /// Number of hidden layers, including dense ones (SGLang and vLLM send a part of a row for
+    /// each).
     pub hidden_layers: usize,
-    /// Global numbers of the MoE layers, ascending; a stored row has one part for each of these.
+    /// Global indices of the MoE layers, ascending. A stored row has one part for each.
     pub moe_layers: Vec<usize>,
-    /// Experts per MoE layer (logical, before any load-balancing copies).
+    /// Number of experts per MoE layer (logical ones, without copies for load balancing).
     pub experts: usize,
-    /// Experts chosen per token and layer.
+    /// Number of experts chosen per token and layer.
     pub top_k: usize,
-    /// Vocabulary size; every token id is below it.
+    /// Vocabulary size; every token id is smaller.
     pub vocab: usize,
-    /// Longest sequence the model may process, in tokens.
+    /// Longest sequence that the model may process, in tokens.
     pub context: usize,
 }
 
 impl ModelShape {
-    /// Bytes per stored expert id: 1 up to 256 experts, else 2.
+    /// Size of a stored expert id in bytes: 1 for up to 256 experts, else 2.
     pub fn id_bytes(&self) -> usize {
         if self.experts <= 256 { 1 } else { 2 }
     }
 
-    /// Expert ids in one stored row: MoE layers × top-k.
+    /// Number of expert ids in a stored row: MoE layers × top-k.
     pub fn ids_per_row(&self) -> usize {
         self.moe_layers.len() * self.top_k
     }
 
-    /// Bytes of one stored row.
+    /// Size of a stored row in bytes.
     pub fn row_bytes(&self) -> usize {
         self.ids_per_row() * self.id_bytes()
     }

@@ -1,86 +1,86 @@
-//! How an episode can end. Complete on purpose: a failed sandbox is never a reward of 0.
+//! How an episode can end.
+//!
+//! The invariant: a failure of the infrastructure is [`Outcome::Broken`] and never a reward of 0.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
 
-/// Which limit cut an episode short.
+/// The limit that truncated an episode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
     /// `rollout.max_turns` generations were used.
     Turns,
-    /// Prompt, responses and observations together reached `rollout.max_sequence_tokens`.
+    /// Prompt, responses and observations together reached `rollout.max_sequence_tokens` tokens.
     SequenceTokens,
-    /// One response reached `rollout.max_response_tokens` without ending its turn.
+    /// One response reached `rollout.max_response_tokens` tokens without ending its turn.
     ResponseTokens,
     /// The episode ran for `rollout.episode_timeout`.
     EpisodeTime,
-    /// What the agent left behind is more than a grader can be given, or its doing made it
-    /// unreadable. It is not graded, and its reward is 0.
+    /// The agent's change is too large for a grader, or the agent made it unreadable. It is not
+    /// graded, and its reward is 0.
     ChangeSize,
 }
 
-/// Where in an episode our own machinery failed.
+/// The stage of an episode at which the infrastructure failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
     /// Starting or resetting the sandbox, uploading the task.
     Setup,
-    /// Calling the inference server, or a reply that failed validation.
+    /// Calling the inference server, or validating its reply.
     Generate,
     /// Running a command in the sandbox.
     Exec,
-    /// Reading the agent's tree back.
+    /// Collecting the agent's change.
     Collect,
     /// Running the hidden tests.
     Grade,
-    /// Writing the result down.
+    /// Recording the result.
     Record,
 }
 
-/// Who ended an episode before it was done, without a fault.
+/// Why an episode was ended from outside, without a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AbortCause {
     /// The run is shutting down.
     Shutdown,
-    /// The policy that wrote its tokens is older than the staleness limit.
-    StalePolicy,
 }
 
-/// The end of an episode.
+/// How an episode ended.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Outcome {
-    /// The agent ended by itself and the verifier gave a verdict.
+    /// The agent submitted, and its change was graded.
     Scored {
-        /// Verifier's reward, 0.0 to 1.0.
+        /// The grader's reward, 0.0 to 1.0.
         reward: f64,
     },
-    /// A limit ended it; what was there was graded all the same.
+    /// A limit ended the episode; the change until then was graded.
     Truncated {
-        /// Which limit.
+        /// The limit that was reached.
         limit: Limit,
-        /// Verifier's reward, 0.0 to 1.0.
+        /// The grader's reward, 0.0 to 1.0.
         reward: f64,
     },
-    /// Ended from outside; no verdict, nothing to train on.
+    /// The episode was ended from outside. There is no verdict and nothing to train on.
     Aborted {
-        /// By whom.
+        /// Why it was ended.
         by: AbortCause,
     },
-    /// Our fault. Retried, then reported; never given a reward, never trained on.
+    /// The infrastructure failed. Retried, then reported; never rewarded, never trained on.
     Broken {
-        /// Where.
+        /// The stage that failed.
         stage: Stage,
-        /// What happened, for a person.
+        /// The error message, for a person.
         error: String,
     },
 }
 
 impl Outcome {
-    /// The verifier's reward where there is a trusted one.
+    /// The grader's reward; `None` if the episode was not graded.
     pub fn trusted_reward(&self) -> Option<f64> {
         match self {
             Self::Scored { reward } | Self::Truncated { reward, .. } => Some(*reward),
@@ -88,7 +88,7 @@ impl Outcome {
         }
     }
 
-    /// One word for tables and metrics: `scored`, `truncated`, `aborted` or `broken`.
+    /// The name for tables and metrics: `scored`, `truncated`, `aborted` or `broken`.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Scored { .. } => "scored",
@@ -112,13 +112,13 @@ impl fmt::Display for Stage {
     }
 }
 
-/// What a caller may do about an external error.
+/// Whether and when retrying a call after an external error may help.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Retry {
-    /// The same call will fail again.
+    /// The same call would fail again.
     Never,
-    /// Another try may succeed at once (elsewhere, or on a fresh connection).
+    /// A retry may succeed at once, elsewhere or on a new connection.
     Now,
-    /// Another try may succeed after a pause.
+    /// A retry may succeed after this pause.
     After(Duration),
 }

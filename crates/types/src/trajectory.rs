@@ -1,9 +1,9 @@
-//! One episode's tokens, exactly as the engine saw and sampled them.
+//! The tokens of one episode, exactly as the engine processed and sampled them.
 
 use crate::{PolicyVersion, TokenId};
 use serde::{Deserialize, Serialize};
 
-/// Arrays of one trajectory that should have the same length, but do not.
+/// Two arrays of a trajectory that must have the same length differ.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("trajectory array `{array}` has length {found}, expected {expected}")]
 pub struct LengthMismatch {
@@ -12,24 +12,24 @@ pub struct LengthMismatch {
     expected: usize,
 }
 
-/// Where one turn lies in the token buffer: `prompt_end..output_end` was sampled.
+/// The position of one turn in a trajectory: tokens `prompt_end..output_end` were sampled.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TurnSpan {
-    /// Tokens sent as the prompt of this generation (all before it included).
+    /// Number of tokens in the prompt of this turn, which is the index of its first sampled token.
     pub prompt_end: usize,
-    /// Tokens after the sampled ones were appended.
+    /// Index after the last sampled token.
     pub output_end: usize,
-    /// Policy version that sampled this turn.
+    /// Policy version of the turn's first token.
     pub policy_version: PolicyVersion,
-    /// Prompt tokens the engine answered from its prefix cache.
+    /// Number of prompt tokens that the engine took from its prefix cache.
     pub cached_tokens: usize,
     /// Why the engine stopped: `stop`, `length` or `abort`.
     pub finish: String,
 }
 
-/// One whole multi-turn trajectory of `T` tokens: prompt, responses, observations.
+/// A multi-turn trajectory of `T` tokens: prompt, responses and observations.
 ///
-/// Built by appending; token ids are never re-rendered or re-tokenised.
+/// Token ids are those that the engine processed and sampled; none was rendered or tokenized again.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Trajectory {
     token_ids: Vec<TokenId>,
@@ -40,15 +40,16 @@ pub struct Trajectory {
 }
 
 impl Trajectory {
-    /// Checks that all arrays have `token_ids.len()` entries and that turns lie inside.
+    /// Builds a trajectory after checking that all arrays have `token_ids.len()` entries and that
+    /// no turn ends later.
     ///
     /// * `token_ids` `[T]`
-    /// * `loss_mask` `[T]`, 1 = sampled by the policy
-    /// * `rollout_logprobs` `[T]`, nats, ≤ 0, 0.0 where the mask is 0 (not to be read there)
-    /// * `policy_versions` `[T]`, the version that processed the token first
+    /// * `loss_mask` `[T]`, 1 = sampled by the policy and part of the loss
+    /// * `rollout_logprobs` `[T]`, nats, ≤ 0; 0.0 where the mask is 0 (must not be read there)
+    /// * `policy_versions` `[T]`, the version that first processed the token
     ///
     /// # Errors
-    /// [`LengthMismatch`] names the first array that disagrees.
+    /// [`LengthMismatch`] names the first array with a different length.
     pub fn new(
         token_ids: Vec<TokenId>,
         loss_mask: Vec<u8>,
@@ -73,22 +74,22 @@ impl Trajectory {
         Ok(Self { token_ids, loss_mask, rollout_logprobs, policy_versions, turns })
     }
 
-    /// Token ids `[T]`.
+    /// Token ids, `[T]`.
     pub fn token_ids(&self) -> &[TokenId] {
         &self.token_ids
     }
 
-    /// Loss mask `[T]`: 1 where the policy wrote the token.
+    /// Loss mask, `[T]`: 1 for tokens that the policy sampled, else 0.
     pub fn loss_mask(&self) -> &[u8] {
         &self.loss_mask
     }
 
-    /// Log-probabilities under the sampling engine `[T]`, nats; read only where the mask is 1.
+    /// Log-probabilities under the sampling engine, `[T]`, in nats; valid only where the mask is 1.
     pub fn rollout_logprobs(&self) -> &[f32] {
         &self.rollout_logprobs
     }
 
-    /// Policy version per token `[T]`.
+    /// Policy version per token, `[T]`.
     pub fn policy_versions(&self) -> &[i64] {
         &self.policy_versions
     }
@@ -98,17 +99,17 @@ impl Trajectory {
         &self.turns
     }
 
-    /// Number of tokens `T`.
+    /// Number of tokens, `T`.
     pub fn len(&self) -> usize {
         self.token_ids.len()
     }
 
-    /// Whether there are no tokens at all.
+    /// Whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.token_ids.is_empty()
     }
 
-    /// Number of tokens the policy wrote.
+    /// Number of tokens in the loss: those with mask 1.
     pub fn response_tokens(&self) -> usize {
         self.loss_mask.iter().map(|&m| usize::from(m == 1)).sum()
     }
@@ -119,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arrays_of_unequal_length_are_refused() {
+    fn arrays_of_different_length_are_rejected() {
         let error = Trajectory::new(vec![1, 2], vec![0], vec![0.0; 2], vec![0; 2], vec![]);
         assert_eq!(
             error.unwrap_err().to_string(),

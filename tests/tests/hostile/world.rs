@@ -4,8 +4,8 @@ use camino::Utf8Path;
 use orchestrate_e2e::root;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
-    Action, ChatModel, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes as _, Leads,
-    RolloutConfig, RowSharing, Rules, judge_by_summary,
+    Action, ChatModel, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes as _, GradingRules,
+    PrefillLeaders, RolloutConfig, RowSharing, grade_by_summary,
 };
 use orchestrate_sandbox::{DockerProvider, Limits, RawSandboxConfig};
 use orchestrate_tasks::{Task, micro};
@@ -89,10 +89,10 @@ impl World {
                 pids: 64,
                 tmpfs: ByteSize::mib(48),
             },
-            rules: Rules::new(judge_by_summary),
+            rules: GradingRules::new(grade_by_summary),
             logs: None,
             rows: RowSharing::default(),
-            leads: Leads::default(),
+            prefill_leaders: PrefillLeaders::default(),
         };
         let group = GroupId::Eval { round: 0, index: number };
         let request = EpisodeRequest {

@@ -96,7 +96,7 @@ fn finding(what: &'static str, result: anyhow::Result<String>) -> Finding {
 
 fn policy(settings: &Settings) -> anyhow::Result<String> {
     let plan = &settings.engine;
-    let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_use())?;
+    let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_options())?;
     if plan.kind == EngineKind::Openai {
         return Ok(format!("{}: vocabulary {}", plan.tokenizer, chat.vocab_size()));
     }

@@ -128,7 +128,7 @@ fn demonstrations(
     episodes
         .iter()
         .map(|episode| {
-            let data = episode.supervised(chat, OTHER_WEIGHT)?;
+            let data = episode.supervised_example(chat, OTHER_WEIGHT)?;
             Ok(SftSequence { tokens: data.token_ids, weights: data.weights })
         })
         .collect()

@@ -3,9 +3,9 @@
 use super::{Attempt, millis};
 use crate::api::{Action, Message};
 use crate::chat::message;
-use crate::machine::Event;
+use crate::machine::EpisodeEvent;
 use crate::runner::failed;
-use crate::scaffold::{Call, Terms, capped};
+use crate::scaffold::{Call, Mistake, ToolLimits, truncate_middle};
 use crate::toolbox::Toolbox;
 use orchestrate_sandbox::{Sandbox, SandboxError};
 use orchestrate_types::{Stage, TokenId};
@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 impl Attempt<'_> {
     /// Performs the calls of the last turn, and prepares the tokens that answer them.
-    pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> Event {
+    pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> EpisodeEvent {
         let started = Instant::now();
         let text = self.turns.last().map_or("", |turn| turn.text.as_str());
         let calls = self.runner.plan.scaffold.parse(text);
@@ -29,8 +29,8 @@ impl Attempt<'_> {
     async fn perform(
         &mut self,
         sandbox: &mut dyn Sandbox,
-        calls: Vec<Result<(Action, Call), String>>,
-    ) -> Event {
+        calls: Vec<Result<(Action, Call), Mistake>>,
+    ) -> EpisodeEvent {
         let plan = &self.runner.plan;
         let scaffold = plan.scaffold;
         let turns = u32::try_from(self.turns.len()).unwrap_or(u32::MAX);
@@ -39,20 +39,20 @@ impl Attempt<'_> {
         let mut submitted = false;
         for call in calls {
             if self.remaining().is_zero() {
-                return Event::TimeUp;
+                return EpisodeEvent::TimeUp;
             }
             let observation = match call {
                 Ok((action, call)) => match self.perform_one(sandbox, action, &call).await {
                     Ok(observation) => observation,
                     Err(error) => return failed(Stage::Exec, error),
                 },
-                Err(mistake) => Some(capped(mistake, plan.observation_chars)),
+                Err(mistake) => Some(truncate_middle(mistake.0, plan.observation_chars)),
             };
             let Some(observation) = observation else {
                 submitted = true;
                 break;
             };
-            let observation = scaffold.framed(observation, turns_left);
+            let observation = scaffold.message_text(observation, turns_left);
             if let Some(turn) = self.turns.last_mut() {
                 if !turn.observation.is_empty() {
                     turn.observation.push('\n');
@@ -72,7 +72,7 @@ impl Attempt<'_> {
                 Err(error) => return failed(Stage::Exec, error),
             }
         }
-        Event::Acted { submitted, next_prompt_tokens: self.buffer.prompt_len() }
+        EpisodeEvent::Acted { submitted, next_prompt_tokens: self.buffer.prompt_len() }
     }
 
     /// What the policy is told about one call; `None` if it was its last.
@@ -84,7 +84,7 @@ impl Attempt<'_> {
     ) -> Result<Option<String>, SandboxError> {
         let task = Arc::clone(&self.request.task);
         let plan = &self.runner.plan;
-        let terms = Terms {
+        let terms = ToolLimits {
             command_timeout: plan.command_timeout.0.min(self.remaining()),
             observation_chars: plan.observation_chars,
         };
@@ -92,7 +92,7 @@ impl Attempt<'_> {
             scaffold: plan.scaffold,
             workdir: &task.workdir,
             programs: task.programs(),
-            terms,
+            limits: terms,
         };
         if let Some(turn) = self.turns.last_mut() {
             turn.actions.push(action);
@@ -112,7 +112,7 @@ impl Attempt<'_> {
     /// Adds what follows the last turn, and leaves out what the next prompt has no more.
     fn go_on(&mut self, delta: &[TokenId]) {
         self.buffer.add_pending(delta);
-        let (header, thinking) = self.runner.chat.left_out(self.buffer.last_turn());
+        let (header, thinking) = self.runner.chat.dropped_tokens(self.buffer.last_turn());
         self.buffer.fork_last_turn(header, thinking);
         if let (Some(fork), Some(rows)) = (self.buffer.fork(), &mut self.rows) {
             rows.fork(fork.at);

@@ -3,20 +3,19 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::sync::LazyLock;
 
-/// A tokenizer of all bytes and some words of them, with these steps before.
+/// A tokenizer with all bytes and a few merged words, and with these first steps.
 fn tokenizer(normalizer: &Value, pre_tokenizer: &Value) -> Tokenizer {
     tokenizer_with("é漢", normalizer, pre_tokenizer)
 }
 
-/// The same with another token that is found in normal text.
+/// The same with another added token, which is searched in normalized text.
 fn tokenizer_with(token: &str, normalizer: &Value, pre_tokenizer: &Value) -> Tokenizer {
-    let letters = byte_letters().map(String::from);
+    let chars = byte_chars().map(String::from);
     let merged = ["re", "ret", "in", "  ", "    ", "12", "é", "漢", "'s", "\n\n", "x+"];
-    let mut vocab: Vec<String> = letters.to_vec();
+    let mut vocab: Vec<String> = chars.to_vec();
     let mut merges = Vec::new();
     for word in merged {
-        let word: Vec<&str> =
-            word.bytes().map(|byte| letters[usize::from(byte)].as_str()).collect();
+        let word: Vec<&str> = word.bytes().map(|byte| chars[usize::from(byte)].as_str()).collect();
         for end in 2..=word.len() {
             let (head, last) = (word[..end - 1].concat(), word[end - 1]);
             if !vocab.contains(&format!("{head}{last}")) {
@@ -59,7 +58,7 @@ fn sequence(steps: &[Value]) -> Value {
     json!({"type": "Sequence", "pretokenizers": steps})
 }
 
-/// As models of these families have them.
+/// Tokenizers as the models of these families have them.
 static FAMILIES: LazyLock<Vec<(&'static str, Codec)>> = LazyLock::new(|| {
     let nfc = json!({"type": "NFC"});
     let nothing = json!({"type": "Sequence", "normalizers": []});
@@ -73,14 +72,14 @@ static FAMILIES: LazyLock<Vec<(&'static str, Codec)>> = LazyLock::new(|| {
         byte_level(false),
     ];
     let gpt_oss = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-    let words_of_a_text = json!({"type": "Split", "pattern": {"String": "re"},
+    let split_by_text = json!({"type": "Split", "pattern": {"String": "re"},
                                  "behavior": "Isolated", "invert": false});
     let odd = [
-        // Matches of nothing, and a look behind.
+        // Empty matches, and a look-behind.
         split("x*"),
         split(r"\b"),
         split("(?<=e)t+"),
-        words_of_a_text,
+        split_by_text,
         byte_level(true),
     ];
     [
@@ -95,13 +94,14 @@ static FAMILIES: LazyLock<Vec<(&'static str, Codec)>> = LazyLock::new(|| {
 });
 
 #[test]
-fn families_are_cut_by_automata() {
+fn model_families_are_split_by_automata() {
     for (family, codec) in &*FAMILIES {
-        let words = codec.words.as_ref().unwrap();
-        let by_library = words.cuts.iter().filter(|cut| matches!(cut, Cut::Library(_))).count();
+        let encoder = codec.fast_encoder.as_ref().unwrap();
+        let by_library =
+            encoder.splitters.iter().filter(|s| matches!(s, Splitter::Library(_))).count();
         assert_eq!(by_library, if *family == "odd" { 2 } else { 0 }, "{family}");
-        // Of the odd one an added token has letters that are not normal.
-        assert_eq!(words.added.is_some(), *family != "odd", "{family}");
+        // The odd one has an added token that is not normalized.
+        assert_eq!(encoder.added.is_some(), *family != "odd", "{family}");
     }
 }
 
@@ -127,18 +127,18 @@ fn text() -> impl Strategy<Value = String> {
 
 proptest! {
     #[test]
-    fn both_ways_give_the_same_tokens(text in text()) {
+    fn fast_and_library_encoding_agree(text in text()) {
         for (family, codec) in &*FAMILIES {
-            prop_assert!(codec.words.is_some(), "{family}");
+            prop_assert!(codec.fast_encoder.is_some(), "{family}");
             let whole = codec.tokenizer.encode_fast(text.as_str(), false).unwrap();
             prop_assert_eq!(codec.encode(&text).unwrap(), whole.get_ids(), "{}", family);
         }
     }
 
     #[test]
-    fn both_ways_give_the_same_text(ids in proptest::collection::vec(0..320_u32, 0..40)) {
+    fn fast_and_library_decoding_agree(ids in proptest::collection::vec(0..320_u32, 0..40)) {
         for (family, codec) in &*FAMILIES {
-            prop_assert!(codec.bytes.is_some(), "{family}");
+            prop_assert!(codec.fast_decoder.is_some(), "{family}");
             let text = codec.tokenizer.decode(&ids, false).unwrap();
             prop_assert_eq!(codec.decode(&ids).unwrap(), text, "{}", family);
         }
@@ -146,18 +146,18 @@ proptest! {
 }
 
 #[test]
-fn ids_far_apart_have_no_table() {
+fn sparse_ids_are_decoded_by_the_library() {
     let tokenizer = tokenizer(&Value::Null, &byte_level(true));
     let mut file: Value = serde_json::from_str(&tokenizer.to_string(false).unwrap()).unwrap();
     file["model"]["vocab"]["far"] = json!(1_000_000);
     let codec = Codec::new(Tokenizer::from_bytes(file.to_string()).unwrap());
-    assert!(codec.words.is_some() && codec.bytes.is_none());
+    assert!(codec.fast_encoder.is_some() && codec.fast_decoder.is_none());
     let ids = codec.encode(PROBE).unwrap();
     assert_eq!(codec.decode(&ids).unwrap(), PROBE);
 }
 
 #[test]
-fn other_kinds_go_the_librarys_way() {
+fn other_tokenizers_are_encoded_by_the_library() {
     let prefixed = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false,
                           "use_regex": true});
     let removing = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "Removed",
@@ -171,7 +171,7 @@ fn other_kinds_go_the_librarys_way() {
     ];
     for other in others {
         let codec = Codec::new(tokenizer(&Value::Null, &other));
-        assert!(codec.words.is_none(), "{other}");
+        assert!(codec.fast_encoder.is_none(), "{other}");
         let whole = codec.tokenizer.encode_fast(PROBE, false).unwrap();
         assert_eq!(codec.encode(PROBE).unwrap(), whole.get_ids());
     }

@@ -1,5 +1,5 @@
-# Applies the diff .grading/patch as SWE-bench's harness does, in the order of version $1, and
-# brings eval.sh to its place. Exit code 3: no command applies it.
+# Applies the diff .grading/patch as SWE-bench's harness does, trying commands in the order of
+# version $1, and moves eval.sh to its place. Exits with 3 if no command applies the diff.
 set -u
 mv .grading/patch /tmp/patch.diff && mv .grading/eval.sh /eval.sh && rmdir .grading || exit 1
 git config --global --add safe.directory '*'
@@ -7,7 +7,7 @@ attempt() {
   echo "$ $*"
   "$@" 2>&1
 }
-again() {
+restore() {
   git checkout -- . 2>&1
   git clean -fd 2>&1
 }
@@ -20,11 +20,11 @@ case $1 in
     ;;
   5)
     attempt git apply --verbose $patch && exit 0
-    again
+    restore
     attempt git apply --verbose --3way $patch && exit 0
-    again
+    restore
     attempt git apply --verbose --reject $patch && exit 0
-    again
+    restore
     attempt patch --batch --forward --fuzz=5 -p1 -i $patch && exit 0
     attempt git apply --check --reverse $patch && exit 0
     ;;

@@ -1,6 +1,7 @@
-//! Grading where a task brings its own files.
+//! Grading of tasks that bring their own files.
 
-use super::{GradeError, LOG_BYTES, entry, refused};
+use super::graded::{GradeError, LOG_BYTES};
+use crate::sandboxes::{file_entry, refused};
 use crate::tree::TreeChange;
 use orchestrate_sandbox::{Command, ExecResult, FileEntry, Sandbox, SandboxError};
 use orchestrate_tasks::Task;
@@ -9,23 +10,24 @@ use orchestrate_types::ByteSize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// Time for removing files.
+/// Timeout for removing files.
 const HELPER_TIMEOUT: Duration = Duration::from_mins(1);
 
-/// Page size of the kernels that containers run on; where it is larger, files need more.
+/// Page size of the kernels that containers run on, in bytes. Where it is larger, files take more.
 const PAGE: u64 = 4096;
 
 /// The change that a text patch makes to the task's files.
-pub(super) fn change(task: &Task, patch: &str) -> Result<TreeChange, PatchError> {
+pub(super) fn apply_patch(task: &Task, patch: &str) -> Result<TreeChange, PatchError> {
     let patched = patch::apply(&task.agent_files, patch)?;
     let paths: BTreeSet<&str> = patched.iter().map(|file| file.path.as_str()).collect();
     let removed = task.agent_files.iter().map(|file| &file.path);
     let removed = removed.filter(|path| !paths.contains(path.as_str())).cloned().collect();
-    let written = patched.iter().filter(|file| !task.agent_files.contains(file)).map(entry);
+    let written = patched.iter().filter(|file| !task.agent_files.contains(file)).map(file_entry);
     Ok(TreeChange { written: written.collect(), removed, patch: patch.to_owned() })
 }
 
-/// Lays the change and then the hidden files over the task's tree, and runs the tests.
+/// Writes the task's files, the change over them and the hidden files over both, then runs the
+/// tests.
 pub(super) async fn run_tests(
     sandbox: &mut dyn Sandbox,
     task: &Task,
@@ -49,8 +51,8 @@ pub(super) async fn run_tests(
     sandbox.exec(&tests).await
 }
 
-/// Refuses a change with which the task's files do not fit into a grader's folder, which they do
-/// without it: that is the agent's doing.
+/// Rejects a change with which the task's files no longer fit into a grader's folder. If they do
+/// not fit without it either, that is not the agent's doing and the change passes.
 pub(super) fn check_room(
     task: &Task,
     change: &TreeChange,
@@ -64,44 +66,45 @@ pub(super) fn check_room(
     Ok(())
 }
 
-/// What files take in a folder in memory: whole pages.
+/// Size of files in a folder in memory, which stores whole pages.
 fn footprint(files: &[FileEntry]) -> ByteSize {
     let pages = files.iter().map(|file| (file.content.len() as u64).div_ceil(PAGE));
     ByteSize(pages.sum::<u64>() * PAGE)
 }
 
-/// All files to write, by path: the task's own, the agent's over them, the hidden ones over all.
-/// Where a folder of tests holds hidden files, nothing that the agent wrote there is kept: it
-/// could change what the tests do.
+/// All files to write, sorted by path: the task's own, the agent's over them, the hidden ones over
+/// both.
+///
+/// If a test folder has hidden files, nothing that the agent wrote there is kept, because it could
+/// change what the tests do.
 fn graded_files(task: &Task, change: &TreeChange) -> Vec<FileEntry> {
     let mut files: BTreeMap<String, FileEntry> = BTreeMap::new();
     let mut put = |file: FileEntry| files.insert(file.path.clone(), file);
     let removed: BTreeSet<&str> = change.removed.iter().map(String::as_str).collect();
     for file in task.agent_files.iter().filter(|f| !removed.contains(f.path.as_str())) {
-        put(entry(file));
+        put(file_entry(file));
     }
     let test_folders: BTreeSet<&str> =
         task.hidden_files.iter().filter_map(|file| test_folder(&file.path)).collect();
-    let leads = |folder: &str, path: &str| {
+    let contains = |folder: &str, path: &str| {
         path.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/'))
     };
-    // A file where a hidden one needs a folder, or the other way round, would end the grading as a
-    // failure of ours: a way out for an agent that has nothing to show.
-    let planted = |path: &str| {
-        test_folders.iter().any(|folder| leads(folder, path))
-            || task.hidden_files.iter().any(|h| leads(path, &h.path) || leads(&h.path, path))
+    // A file where a hidden one needs a folder, or the reverse, would break the grading as if the
+    // infrastructure had failed, and so let an agent escape its verdict.
+    let is_planted = |path: &str| {
+        test_folders.iter().any(|folder| contains(folder, path))
+            || task.hidden_files.iter().any(|h| contains(path, &h.path) || contains(&h.path, path))
     };
-    for file in change.written.iter().filter(|file| !planted(&file.path)) {
+    for file in change.written.iter().filter(|file| !is_planted(&file.path)) {
         put(file.clone());
     }
     for file in &task.hidden_files {
-        put(entry(file));
+        put(file_entry(file));
     }
     files.into_values().collect()
 }
 
-/// The outermost folder of `path` that is called after tests; sources live elsewhere, even where
-/// tests stand beside them.
+/// The outermost folder of `path` whose name contains `test`.
 fn test_folder(path: &str) -> Option<&str> {
     let slashes = path.match_indices('/').map(|(at, _)| at);
     let folders = slashes.filter_map(|at| path.get(..at));
@@ -118,11 +121,11 @@ mod tests {
     }
 
     #[test]
-    fn hidden_files_win_and_their_test_folder_takes_nothing_of_the_agent() {
+    fn hidden_files_replace_the_agents_and_everything_in_their_test_folder() {
         let mut task = toy_task();
-        let mut beside = task.hidden_files[0].clone();
-        beside.path = "src/check.py".to_owned();
-        task.hidden_files.push(beside);
+        let mut check = task.hidden_files[0].clone();
+        check.path = "src/check.py".to_owned();
+        task.hidden_files.push(check);
         let written = [
             "total.py",
             "r2e_tests/deep/x.py",
@@ -151,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_must_leave_room_for_the_tests() {
+    fn change_that_leaves_no_room_for_the_tests_is_rejected() {
         let task = toy_task();
         let own = footprint(&graded_files(&task, &TreeChange::default()));
         let filler = FileEntry { content: vec![0; 4097], ..file("filler") };
@@ -160,12 +163,12 @@ mod tests {
         assert!(check_room(&task, &change, needed).is_ok());
         let error = check_room(&task, &change, ByteSize(needed.0 - 1)).unwrap_err();
         assert!(matches!(error, GradeError::TooLarge { needed: n, .. } if n == needed), "{error}");
-        // A task that does not fit by itself is nobody's fault but ours.
+        // A task that does not fit by itself is not the agent's fault.
         assert!(check_room(&task, &change, ByteSize(own.0 - 1)).is_ok());
     }
 
     #[test]
-    fn only_folders_named_after_tests_are_test_folders() {
+    fn only_folders_with_test_in_their_name_are_test_folders() {
         assert_eq!(test_folder("sympy/core/tests/deep/test_x.py"), Some("sympy/core/tests"));
         assert_eq!(test_folder("pkg/test_x.py"), None);
         assert_eq!(test_folder("test_x.py"), None);

@@ -1,30 +1,32 @@
-//! Grading in a task's own image: R2E-Gym's way and SWE-bench's.
+//! Grading in a task's own image, as R2E-Gym and as SWE-bench do it.
 
+use super::graded::{GradeError, GradedChange, LOG_BYTES, log_bytes, test_output};
 use super::logs::APPLY_FAILED;
-use super::{GradeError, Graded, LOG_BYTES, Rules, entry, finished, log_bytes, refused};
+use super::rules::GradingRules;
+use crate::sandboxes::{file_entry, refused};
 use orchestrate_sandbox::{Command, ExecResult, Exit, FileEntry, Sandbox, SandboxError};
 use orchestrate_tasks::swe::{self, Harness, SweRow};
 use orchestrate_tasks::{Task, TaskFile};
 use std::time::Duration;
 
-/// Where files are brought to, in the task's folder; the scripts move them on.
-const STAGE: &str = ".grading";
+/// Folder, inside the task's, to which files are uploaded; the scripts move them from there.
+const STAGING_FOLDER: &str = ".grading";
 
-/// Time for putting a change into the tree.
+/// Timeout for applying a change to the tree.
 const APPLY_TIMEOUT: Duration = Duration::from_mins(2);
 
-/// What the scripts say when a change does not apply.
+/// Exit of the scripts when a change does not apply.
 const NOT_APPLIED: Exit = Exit::Code(3);
 
 const PREPARE_R2E: &str = include_str!("prepare_r2e.sh");
 const APPLY: &str = include_str!("apply.sh");
 
-/// What of a change to an R2E-Gym repository never counts: the hidden tests and their runner.
-const HIDDEN: &[&str] = &["r2e_tests", "r2e_tests/*", "run_tests.sh"];
+/// Paths whose changes in an R2E-Gym repository never count: the hidden tests and their runner.
+const HIDDEN_PATHS: &[&str] = &["r2e_tests", "r2e_tests/*", "run_tests.sh"];
 
-/// And what does not count where tests are ours: tests, by the rule that keeps them out of the gold
-/// patches, and files that pytest and Python read by themselves.
-const TESTS: &[&str] = &[
+/// Paths whose changes do not count with [`GradingRules::exclude_test_changes`]: tests, by the rule
+/// that keeps them out of gold patches, and files that pytest and Python read by themselves.
+const TEST_PATHS: &[&str] = &[
     "tests/*",
     "*/tests/*",
     "Tests/*",
@@ -46,23 +48,24 @@ const TESTS: &[&str] = &[
     ".pytest.ini",
 ];
 
-/// Grades as R2E-Gym does, but in a container that the agent never saw.
-pub(super) async fn r2e(
+/// Grades as R2E-Gym does, but in a container that the agent never touched.
+pub(super) async fn grade_r2e(
     sandbox: &mut dyn Sandbox,
     task: &Task,
     patch: &str,
-    rules: Rules,
-) -> Result<Graded, GradeError> {
+    rules: GradingRules,
+) -> Result<GradedChange, GradeError> {
     let mut files = vec![staged("patch", patch)];
     files.extend(task.hidden_files.iter().map(|file| {
-        let path = format!("{STAGE}/{}", file.path);
-        entry(&TaskFile { path, content: file.content.clone() })
+        let path = format!("{STAGING_FOLDER}/{}", file.path);
+        file_entry(&TaskFile { path, content: file.content.clone() })
     }));
     sandbox.write_files(&files).await?;
-    let left_out = HIDDEN.iter().chain(if rules.tests_are_ours { TESTS } else { &[] });
-    let excludes: Vec<String> = left_out.map(|glob| format!("--exclude={glob}")).collect();
-    let excludes: Vec<&str> = excludes.iter().map(String::as_str).collect();
-    let prepared = sandbox.exec(&script(PREPARE_R2E, &excludes)).await?;
+    let test_paths: &[&str] = if rules.exclude_test_changes { TEST_PATHS } else { &[] };
+    let excluded = HIDDEN_PATHS.iter().chain(test_paths);
+    let options: Vec<String> = excluded.map(|glob| format!("--exclude={glob}")).collect();
+    let options: Vec<&str> = options.iter().map(String::as_str).collect();
+    let prepared = sandbox.exec(&script(PREPARE_R2E, &options)).await?;
     let apply_log = prepared.text();
     match prepared.exit {
         Exit::Code(0) => {}
@@ -73,12 +76,12 @@ pub(super) async fn r2e(
         "if [ -f /root/run_tests.sh ]; then exec bash /root/run_tests.sh; fi\n{}",
         task.test_command
     );
-    let result = run(sandbox, task, &runner).await?;
-    let verdict = (rules.judge)(task, &finished(sandbox, &result)?);
+    let result = run_tests(sandbox, task, &runner).await?;
+    let verdict = (rules.grade_log)(task, &test_output(sandbox, &result)?);
     if (verdict.reward - verdict.official_reward).abs() > 0.5 {
         tracing::warn!(task_id = task.id, "the strict rule and R2E-Gym's own disagree");
     }
-    Ok(Graded {
+    Ok(GradedChange {
         verdict,
         patch: patch.to_owned(),
         log: log_bytes(&result),
@@ -89,19 +92,19 @@ pub(super) async fn r2e(
     })
 }
 
-/// Grades as SWE-bench's harness does. What to it is an error of the instance is a verdict, too:
-/// nothing passed.
-pub(super) async fn swe_bench(
+/// Grades as SWE-bench's harness does. What the harness calls an error of the instance is a verdict
+/// too: no test passed.
+pub(super) async fn grade_swe_bench(
     sandbox: &mut dyn Sandbox,
     task: &Task,
     row: &SweRow,
     patch: &str,
-    rules: Rules,
-) -> Result<Graded, GradeError> {
+    rules: GradingRules,
+) -> Result<GradedChange, GradeError> {
     let eval = swe::eval_script(row, rules.harness)
         .map_err(|error| refused(sandbox, "eval.sh", error.to_string()))?;
     sandbox.write_files(&[staged("patch", patch), staged("eval.sh", &eval)]).await?;
-    let mut graded = Graded {
+    let mut graded = GradedChange {
         verdict: row.verdict(None),
         patch: patch.to_owned(),
         log: Vec::new(),
@@ -110,7 +113,7 @@ pub(super) async fn swe_bench(
         problem: None,
         test_time: Duration::ZERO,
     };
-    // The harness gives up an empty patch unseen; here it shows what the tests say without one.
+    // The harness skips empty patches. Here the tests run, to show their result without a change.
     let order = match (patch.is_empty(), rules.harness) {
         (true, _) => "none",
         (false, Harness::V4_1_0) => "4",
@@ -126,8 +129,8 @@ pub(super) async fn swe_bench(
         }
         _ => return Err(refused(sandbox, "apply", graded.apply_log).into()),
     }
-    let result = run(sandbox, task, &task.test_command).await?;
-    finished(sandbox, &result)?;
+    let result = run_tests(sandbox, task, &task.test_command).await?;
+    test_output(sandbox, &result)?;
     graded.log = log_bytes(&result);
     graded.test_time = result.elapsed;
     if result.exit == Exit::TimedOut {
@@ -144,7 +147,7 @@ pub(super) async fn swe_bench(
 }
 
 fn staged(name: &str, content: &str) -> FileEntry {
-    entry(&TaskFile { path: format!("{STAGE}/{name}"), content: content.to_owned() })
+    file_entry(&TaskFile { path: format!("{STAGING_FOLDER}/{name}"), content: content.to_owned() })
 }
 
 fn script(text: &str, arguments: &[&str]) -> Command {
@@ -154,17 +157,17 @@ fn script(text: &str, arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs the tests in the environment that the image makes, without the settings that make an
-/// agent's commands readable: tests may notice those.
-async fn run(
+/// Runs the tests in the image's own environment, without the variables that make the output of an
+/// agent's commands readable, because tests may notice those.
+async fn run_tests(
     sandbox: &mut dyn Sandbox,
     task: &Task,
     runner: &str,
 ) -> Result<ExecResult, SandboxError> {
-    // Without a network, pip would ask again and again for minutes and find nothing all the same.
-    let ours = "unset PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED PAGER GIT_PAGER LANG\n\
+    // Without a network, pip would retry for minutes in vain.
+    let environment = "unset PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED PAGER GIT_PAGER LANG\n\
         export PIP_RETRIES=0";
-    let mut tests = Command::shell(format!("{ours}\n{runner}"), task.test_timeout);
+    let mut tests = Command::shell(format!("{environment}\n{runner}"), task.test_timeout);
     tests.keep_bytes = LOG_BYTES;
     sandbox.exec(&tests).await
 }

@@ -1,18 +1,18 @@
-//! Graded changes on disk, in the folders of SWE-bench's harness.
+//! Graded changes on disk, in the folder layout of SWE-bench's harness.
 
-use super::Graded;
+use super::graded::GradedChange;
 use camino::{Utf8Path, Utf8PathBuf};
 use fs_err as fs;
 use orchestrate_tasks::{Origin, Task};
 use std::fmt::Write as _;
 use std::io;
 
-/// Where graded changes are kept, and under which name.
+/// Where graded changes are kept, and under which model name.
 #[derive(Debug, Clone)]
 pub struct GradeLogs {
-    /// Folder in which `logs/run_evaluation` begins.
+    /// Folder that contains `logs/run_evaluation`.
     pub root: Utf8PathBuf,
-    /// The model, as in predictions.
+    /// Name of the model, as in predictions.
     pub model: String,
 }
 
@@ -24,10 +24,12 @@ impl GradeLogs {
     }
 }
 
-/// Writes `logs/run_evaluation/RUN/MODEL/INSTANCE` as the harness does: `patch.diff`, `eval.sh`,
-/// `test_output.txt`, `report.json` and `run_instance.log`, with `/` in the model's name written
-/// `__`. What there is nothing of is not written. Other families than SWE-bench have their verdict
-/// as `report.json`.
+/// Writes the folder `logs/run_evaluation/RUN/MODEL/INSTANCE` as the harness does, and returns its
+/// path.
+///
+/// It contains `patch.diff`, `eval.sh`, `test_output.txt`, `report.json` and `run_instance.log`; a
+/// file without content is left out. In the model's name `/` becomes `__`. For families other than
+/// SWE-bench `report.json` is the verdict.
 ///
 /// # Errors
 /// If a file cannot be written.
@@ -35,7 +37,7 @@ pub fn write_log_folder(
     logs: &GradeLogs,
     run_id: &str,
     task: &Task,
-    graded: &Graded,
+    graded: &GradedChange,
 ) -> io::Result<Utf8PathBuf> {
     let folder = logs.folder(run_id, task);
     fs::create_dir_all(&folder)?;
@@ -53,16 +55,16 @@ pub fn write_log_folder(
     let path = folder.join("report.json");
     match report {
         Some(report) => fs::write(path, format!("{report:#}"))?,
-        // An earlier try may have left one.
+        // An earlier attempt may have left one.
         None if path.exists() => fs::remove_file(path)?,
         None => {}
     }
-    fs::write(folder.join("run_instance.log"), told(&folder, task, graded))?;
+    fs::write(folder.join("run_instance.log"), instance_log(&folder, task, graded))?;
     Ok(folder)
 }
 
-/// What happened, in the words that readers of the harness' logs look for.
-fn told(folder: &Utf8Path, task: &Task, graded: &Graded) -> String {
+/// The text of `run_instance.log`, with the lines that readers of the harness's logs search.
+fn instance_log(folder: &Utf8Path, task: &Task, graded: &GradedChange) -> String {
     let (id, image) = (&task.id, &task.image);
     let mut text = format!("Container for {id} started from {image}\n");
     let failed = graded.problem.as_deref() == Some(APPLY_FAILED);
@@ -81,5 +83,5 @@ fn told(folder: &Utf8Path, task: &Task, graded: &Graded) -> String {
     text
 }
 
-/// The harness' words for a patch that no command applies.
+/// The harness's message for a patch that no command applies.
 pub(super) const APPLY_FAILED: &str = ">>>>> Patch Apply Failed";

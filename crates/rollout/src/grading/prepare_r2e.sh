@@ -1,6 +1,6 @@
-# Puts what judges an R2E-Gym task in its place, and the diff .grading/patch into the tree. Tests
-# and their runner are the image's own; only where it has none, those of the row.
-# "$@": what of the diff stays out. Exit code 3: the diff does not apply.
+# Moves the tests of an R2E-Gym task to their place and applies the diff .grading/patch to the tree.
+# Tests and their runner are the image's own; those of the row are used only if the image has none.
+# "$@": options that exclude parts of the diff. Exits with 3 if the diff does not apply.
 set -eu
 mkdir /tmp/grading
 mv .grading/* /tmp/grading/
@@ -11,7 +11,7 @@ done
 for place in run_tests.sh /run_tests.sh; do
   [ -f /root/run_tests.sh ] || [ ! -f "$place" ] || mv "$place" /root/run_tests.sh
 done
-[ -d /root/r2e_tests ] || { echo "neither image nor row has hidden tests" >&2; exit 1; }
+[ -d /root/r2e_tests ] || { echo "neither the image nor the row has hidden tests" >&2; exit 1; }
 git config --global --add safe.directory '*'
 if [ -s /tmp/grading/patch ]; then
   # Every byte of a file counts, whatever the repository's own attributes say.

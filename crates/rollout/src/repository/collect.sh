@@ -1,6 +1,6 @@
-# Prints what an agent changed: the diff from the tree $2 to the files as they are now, with every
-# byte. $3 = binary: files that hold other texts than UTF-8 are written as git writes binary ones.
-# Ends with 75 where there are $4 files or more, or over $5 KiB.
+# Prints the agent's change: the complete diff from tree $2 to the current files. $3 = binary: files
+# that are not UTF-8 are printed in git's format for binary files. Exits with 75 if there are $4
+# files or more, or more than $5 KiB.
 set -eu
 @GIT@
 [ "$(entries | head -n "$4" | wc -l)" -lt "$4" ] && [ "$(kib)" -le "$5" ] || exit 75

@@ -1,7 +1,7 @@
-# Prepares an image's repository for an agent, in its folder: takes away the hidden tests, keeps the
-# tree as it is (images come with changes that are needed), and remembers it in $1.
-# $2: family; $3: whether the repository's history is taken away, too. Prints the
-# tree's name, how many entries it has, and its KiB.
+# Prepares an image's repository for an agent, in its folder: removes the hidden tests, keeps the
+# tree as it is (images come with changes that are needed) and records it in the git folder $1. $2:
+# environment; $3: whether to remove the repository's history too. Prints the id of the tree, its
+# number of files and folders, and its size in KiB.
 set -eu
 command -v git >/dev/null || { echo "the image has no git" >&2; exit 1; }
 case $2 in
@@ -10,7 +10,7 @@ case $2 in
 esac
 [ -e .git ] || { echo "$PWD is not a git repository" >&2; exit 1; }
 git config --global --add safe.directory '*'
-# Tracked files that an ignore file names would not be found by themselves.
+# `git add` would skip tracked files that an ignore file names.
 tracked=$(mktemp)
 git ls-files -z -c -i --exclude-standard >"$tracked"
 exclude=$(git rev-parse --git-path info/exclude)

@@ -1,17 +1,18 @@
-//! The `mini` scaffold: mini-swe-agent's protocol. One bash block in a turn; a command whose output
-//! begins with a fixed line submits.
+//! The `mini` scaffold: mini-swe-agent's protocol, with one bash block per turn. A command whose
+//! output starts with a fixed line submits.
 
-use super::{Call, Terms, ends};
+use super::call::{Call, Mistake, ToolLimits};
+use super::truncate::head_and_tail;
 use crate::api::Action;
 use orchestrate_sandbox::{ExecResult, Exit};
 
 pub(super) const SYSTEM: &str = include_str!("mini_system.txt");
 pub(super) const TASK: &str = include_str!("mini_task.txt");
 
-/// First line that the output of the submitting command has.
-const SUBMIT: &str = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT";
+/// First output line of the command that submits.
+const SUBMIT_LINE: &str = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT";
 
-/// Keeps programs from waiting for a reader or drawing bars.
+/// Stops programs from opening a pager or drawing progress bars.
 pub(super) const ENVIRONMENT: [(&str, &str); 5] = [
     ("PAGER", "cat"),
     ("MANPAGER", "cat"),
@@ -20,25 +21,25 @@ pub(super) const ENVIRONMENT: [(&str, &str); 5] = [
     ("TQDM_DISABLE", "1"),
 ];
 
-/// What opens a block: mini-swe-agent's own word, which leaves `bash` for what is only shown, and
-/// the common one, which counts where there is no block of the other kind.
+/// Openings of a command block: mini-swe-agent's own, which leaves `bash` for examples, and the
+/// common one, which counts only if there is no block of the first kind.
 const FENCES: [&str; 2] = ["```mswea_bash_command", "```bash"];
 
 const CLOSE: &str = "\n```";
 
-/// The only command of a text.
-pub(super) fn parse(text: &str) -> Result<(Action, Call), String> {
+/// The only command of a turn.
+pub(super) fn parse(text: &str) -> Result<(Action, Call), Mistake> {
     let blocks = FENCES.iter().map(|fence| blocks(text, fence)).find(|found| !found.is_empty());
     match blocks.unwrap_or_default().as_slice() {
         [command] => {
             let call = Call::Bash { command: (*command).to_owned() };
             Ok((call.action(), call))
         }
-        others => Err(format_error(others.len())),
+        others => Err(Mistake(format_error(others.len()))),
     }
 }
 
-/// The blocks that `fence` opens, blank ones left out. The fence ends its line.
+/// The non-blank blocks that `fence` opens. The fence must end its line.
 fn blocks<'a>(text: &'a str, fence: &str) -> Vec<&'a str> {
     let mut found = Vec::new();
     let mut rest = text;
@@ -66,54 +67,57 @@ fn format_error(found: usize) -> String {
     )
 }
 
-/// A command's result as the policy reads it; `None` if it submitted.
-pub(super) fn observation(result: &ExecResult, terms: Terms) -> Option<String> {
+/// The observation of a command; `None` if it submitted.
+pub(super) fn observation(result: &ExecResult, limits: ToolLimits) -> Option<String> {
     let output = result.text();
-    if result.success() && output.trim_start().lines().next().map(str::trim_end) == Some(SUBMIT) {
+    if result.success()
+        && output.trim_start().lines().next().map(str::trim_end) == Some(SUBMIT_LINE)
+    {
         return None;
     }
     let (exception, code) = match result.exit {
         Exit::Code(code) => (None, code),
-        // A shell would say the same of a program that a signal killed.
+        // A shell reports a killed program with the same code.
         Exit::Signal(signal) => (None, 128 + signal),
         Exit::TimedOut => {
-            let time = terms.command_timeout.as_secs_f64();
+            let time = limits.command_timeout.as_secs_f64();
             (Some(format!("the command timed out after {time} seconds")), -1)
         }
         Exit::NotStarted => (Some("the shell could not be started".to_owned()), -1),
     };
     let exception = exception.map_or_else(String::new, |e| format!("<exception>{e}</exception>\n"));
-    let output = shown(&output, terms.observation_chars);
+    let output = output_section(&output, limits.observation_chars);
     Some(format!("{exception}<returncode>{code}</returncode>\n{output}"))
 }
 
-/// Output as it is, or its ends and a warning.
-fn shown(output: &str, cap: usize) -> String {
+/// The whole output, or its head and tail with a warning.
+fn output_section(output: &str, max_chars: usize) -> String {
     let count = output.chars().count();
-    if count < cap {
+    if count < max_chars {
         return format!("<output>\n{output}</output>");
     }
-    let (head, tail) = ends(output, count, cap);
+    let (head, tail) = head_and_tail(output, count, max_chars);
     format!(
         "<warning>\nThe command printed too much; its output is shown in part.\nUse a command that \
          prints less: head, tail or sed for some lines of a file, a narrower pattern for grep or \
          find.\nIf all of it is needed, write it to a file and search there.\n</warning>\
          <output_head>\n{head}\n</output_head>\n<elided_chars>\n{} characters elided\n\
          </elided_chars>\n<output_tail>\n{tail}\n</output_tail>",
-        count - cap
+        count - max_chars
     )
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::ran;
+    use super::super::tests::command_result;
     use super::*;
     use std::time::Duration;
 
-    const TERMS: Terms = Terms { command_timeout: Duration::from_secs(5), observation_chars: 100 };
+    const LIMITS: ToolLimits =
+        ToolLimits { command_timeout: Duration::from_secs(5), observation_chars: 100 };
 
-    fn said(exit: Exit, output: &str) -> Option<String> {
-        observation(&ran(exit, output), TERMS)
+    fn observed(exit: Exit, output: &str) -> Option<String> {
+        observation(&command_result(exit, output), LIMITS)
     }
 
     #[test]
@@ -121,7 +125,7 @@ mod tests {
         let command = |text: &str| match parse(text) {
             Ok((_, Call::Bash { command })) => Ok(command),
             Ok(other) => unreachable!("{other:?}"),
-            Err(error) => Err(error),
+            Err(mistake) => Err(mistake.0),
         };
         for (text, expected) in [
             ("THOUGHT: x\n\n```bash\nls -l\n```\n", "ls -l"),
@@ -147,8 +151,8 @@ mod tests {
     }
 
     #[test]
-    fn results_read_as_mini_swe_agent_writes_them() {
-        let text = |exit, output| said(exit, output).unwrap();
+    fn observations_are_formatted_as_by_mini_swe_agent() {
+        let text = |exit, output| observed(exit, output).unwrap();
         assert_eq!(
             text(Exit::Code(0), "a\n"),
             "<returncode>0</returncode>\n<output>\na\n</output>"
@@ -168,14 +172,17 @@ mod tests {
     }
 
     #[test]
-    fn the_fixed_line_submits_only_as_the_first_one_of_a_command_that_succeeds() {
-        assert_eq!(said(Exit::Code(0), "\n COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT \npatch"), None);
+    fn submit_line_counts_only_first_and_with_exit_code_zero() {
+        assert_eq!(
+            observed(Exit::Code(0), "\n COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT \npatch"),
+            None
+        );
         for (exit, output) in [
             (Exit::Code(1), "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n"),
             (Exit::Code(0), "x\nCOMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n"),
             (Exit::Code(0), "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT!\n"),
         ] {
-            assert!(said(exit, output).is_some(), "{output}");
+            assert!(observed(exit, output).is_some(), "{output}");
         }
     }
 }

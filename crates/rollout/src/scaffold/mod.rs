@@ -1,165 +1,43 @@
-//! Scaffolds: the form in which a policy acts, and in which its sandbox answers.
+//! Scaffolds: how a policy's text becomes tool calls, and how their results become messages.
 //!
-//! The invariants: a mistake of the policy is an observation, never an error of ours; an
-//! observation is new text after what was sampled, and never a reason to write that again. Parsing
-//! is pure; [`crate::toolbox`] performs the calls.
+//! A [`Scaffold`] defines one convention between policy and environment: the opening messages, the
+//! syntax of calls, and the text of observations. [`Scaffold::parse`] reads the calls of a turn,
+//! `crate::toolbox` performs them in the sandbox, and [`Scaffold`] turns each result into the
+//! observation that the policy reads. `tools`, `r2e` and `mini` each implement one convention;
+//! episodes look the same to the rest of the program.
+//!
+//! The invariant: parsing is pure, and a mistake of the policy is always an observation
+//! ([`Mistake`]) that follows what was sampled, never an error of the episode.
 
+mod call;
 mod mini;
 mod r2e;
 mod tools;
+mod truncate;
 
 use crate::api::{Action, Message, opening_messages};
-use crate::toolbox::Done;
+pub use call::{Call, Change, EditorCommand, Mistake};
+pub(crate) use call::{STDERR_MARKER, ToolLimits, ToolResult};
 use orchestrate_tasks::Task;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
-use std::time::Duration;
 pub(crate) use tools::call_text;
+pub(crate) use truncate::truncate_middle;
 
-/// In which form a policy acts.
+/// The convention by which a policy acts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Scaffold {
-    /// Tool calls in the model's own format: `bash`, `edit` and `submit`, any number in a turn.
+    /// Tool calls in the model's own format: `bash`, `edit` and `submit`, any number per turn.
     #[default]
     Tools,
-    /// R2E-Gym's functions in XML, one in a turn: `file_editor`, `execute_bash`, `search`, `finish`.
+    /// R2E-Gym's functions in XML, one per turn: `file_editor`, `execute_bash`, `search`, `finish`.
     R2eXml,
-    /// mini-swe-agent's protocol: one bash block in a turn, and a command that submits.
+    /// mini-swe-agent's protocol: one bash block per turn, and a command that submits.
     Mini,
 }
 
-/// A call the policy made, with its arguments checked.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Call {
-    /// Runs a shell command.
-    Bash {
-        /// The command line.
-        command: String,
-    },
-    /// Changes or creates a file.
-    Edit {
-        /// Path as written by the policy.
-        path: String,
-        /// What to change.
-        change: Change,
-    },
-    /// Uses R2E-Gym's editor.
-    Editor {
-        /// Path as written by the policy.
-        path: String,
-        /// What to do there.
-        command: EditorCommand,
-    },
-    /// Looks for a text in a file, or in the Python files of a folder.
-    Search {
-        /// The text.
-        term: String,
-        /// Path as written by the policy.
-        path: String,
-    },
-    /// Ends the episode.
-    Submit,
-}
-
-/// What an `edit` call changes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Change {
-    /// The only occurrence of `old` becomes `new`; with an empty `old` the file is created.
-    Replace {
-        /// Text to find.
-        old: String,
-        /// Text in its place.
-        new: String,
-    },
-    /// Line number `line` (from 1) becomes `new`.
-    Line {
-        /// Line number, from 1.
-        line: usize,
-        /// The line's new text, without its line end.
-        new: String,
-    },
-}
-
-/// A command of R2E-Gym's editor.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum EditorCommand {
-    /// Shows a Python file with line numbers, or a folder two levels deep.
-    View {
-        /// First and last line, from 1; −1 is the last of the file.
-        range: Option<(i64, i64)>,
-        /// Whether the bodies of functions are left out.
-        concise: bool,
-    },
-    /// Makes a new file.
-    Create {
-        /// Its content.
-        text: String,
-    },
-    /// Replaces the only occurrence of a text.
-    Replace {
-        /// Text to find.
-        old: String,
-        /// Text in its place.
-        new: String,
-    },
-    /// Inserts text after a line.
-    Insert {
-        /// Line number; 0 is the begin of the file.
-        line: i64,
-        /// The text, without its last line end.
-        text: String,
-    },
-    /// Takes the last edit of a file back.
-    Undo,
-}
-
-impl Call {
-    /// The call in words that all scaffolds share: `bash`, `view`, `edit`, `search` or `submit`.
-    pub(crate) fn action(&self) -> Action {
-        let action = |name: &str, arguments| Action { name: name.to_owned(), arguments };
-        match self {
-            Self::Bash { command } => action("bash", json!({"command": command})),
-            Self::Edit { path, change: Change::Replace { old, new } } => {
-                action("edit", json!({"path": path, "old_str": old, "new_str": new}))
-            }
-            Self::Edit { path, change: Change::Line { line, new } } => {
-                action("edit", json!({"path": path, "line": line, "new": new}))
-            }
-            Self::Editor { path, command } => match command {
-                EditorCommand::View { range, concise } => {
-                    action("view", json!({"path": path, "view_range": range, "concise": concise}))
-                }
-                EditorCommand::Create { text } => {
-                    action("edit", json!({"path": path, "old_str": "", "new_str": text}))
-                }
-                EditorCommand::Replace { old, new } => {
-                    action("edit", json!({"path": path, "old_str": old, "new_str": new}))
-                }
-                EditorCommand::Insert { line, text } => {
-                    action("edit", json!({"path": path, "insert_line": line, "new_str": text}))
-                }
-                EditorCommand::Undo => action("edit", json!({"path": path, "undo": true})),
-            },
-            Self::Search { term, path } => {
-                action("search", json!({"search_term": term, "path": path}))
-            }
-            Self::Submit => action("submit", json!({})),
-        }
-    }
-}
-
-/// What an observation depends on besides the call and its result.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Terms {
-    /// Time for one command.
-    pub(crate) command_timeout: Duration,
-    /// Characters of one observation.
-    pub(crate) observation_chars: usize,
-}
-
-/// Words of a run that take the place of a scaffold's own.
+/// Prompts of a run that replace those of its scaffold.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Prompts<'a> {
     /// Text of the system message.
@@ -169,24 +47,25 @@ pub struct Prompts<'a> {
 }
 
 impl Scaffold {
-    /// The opening messages of a task for a policy that has `turns` turns.
+    /// The opening messages of a task, for a policy that has `turns` turns.
     pub fn opening(self, prompts: Prompts<'_>, task: &Task, turns: u32) -> Vec<Message> {
-        let (system, words) = match self {
+        let (system, prompt) = match self {
             Self::Tools => (None, "{problem_statement}"),
             Self::R2eXml => (Some(r2e::SYSTEM.trim_end()), r2e::TASK.trim_end()),
             Self::Mini => (Some(mini::SYSTEM.trim_end()), mini::TASK.trim_end()),
         };
         let system = prompts.system.or(system).map(|text| text.replace("{workdir}", &task.workdir));
-        // The issue comes last: nothing is looked for in its text.
-        let words = prompts.task.unwrap_or(words).replace("{workdir}", &task.workdir);
-        let words = words.replacen("{problem_statement}", &task.problem_statement, 1);
-        opening_messages(system.as_deref(), &self.framed(words, turns))
+        // The issue is inserted last, so that nothing in its text is replaced.
+        let prompt = prompts.task.unwrap_or(prompt).replace("{workdir}", &task.workdir);
+        let prompt = prompt.replacen("{problem_statement}", &task.problem_statement, 1);
+        opening_messages(system.as_deref(), &self.message_text(prompt, turns))
     }
 
-    /// The calls of one assistant text, in order: each a parsed action, or the observation that
-    /// tells the policy why its text is not one. Never empty; one alone but for [`Self::Tools`].
-    /// Calls inside a `<think>` part do not count.
-    pub fn parse(self, text: &str) -> Vec<Result<(Action, Call), String>> {
+    /// The calls of one assistant text, in order: each a parsed call, or the mistake in it.
+    ///
+    /// Never empty, because a text without a call is a mistake; more than one only for
+    /// [`Self::Tools`]. Calls inside a `<think>` part do not count.
+    pub fn parse(self, text: &str) -> Vec<Result<(Action, Call), Mistake>> {
         let text = text.rsplit_once("</think>").map_or(text, |(_, after)| after);
         match self {
             Self::Tools => tools::parse(text),
@@ -195,7 +74,7 @@ impl Scaffold {
         }
     }
 
-    /// Role of the messages that hold observations.
+    /// Role of the messages that carry observations.
     pub fn observation_role(self) -> &'static str {
         match self {
             Self::Tools => "tool",
@@ -203,8 +82,8 @@ impl Scaffold {
         }
     }
 
-    /// JSON schemas of the tools, for chat templates that show them; the other scaffolds say in
-    /// their prompts what there is.
+    /// JSON schemas of the tools, for chat templates that show them. Empty for scaffolds whose
+    /// prompts describe the tools.
     pub fn tool_schemas(self) -> Vec<serde_json::Value> {
         match self {
             Self::Tools => tools::schemas(),
@@ -212,7 +91,7 @@ impl Scaffold {
         }
     }
 
-    /// Environment of the policy's commands, besides the image's.
+    /// Environment variables of the policy's commands, in addition to the image's.
     pub(crate) fn environment(self) -> &'static [(&'static str, &'static str)] {
         match self {
             Self::Tools | Self::R2eXml => &[],
@@ -220,46 +99,34 @@ impl Scaffold {
         }
     }
 
-    /// What the policy is told about a call that was performed; `None` if it was the last one.
-    pub(crate) fn observation(self, call: &Call, done: Done, terms: Terms) -> Option<String> {
-        match (self, done) {
-            (_, Done::Submitted) => None,
-            (Self::Tools, Done::Ran(result)) => {
-                let text = tools::bash_observation(&result, terms.command_timeout);
-                Some(capped(text, terms.observation_chars))
+    /// The observation of a performed call; `None` if the call submitted.
+    pub(crate) fn observation(
+        self,
+        call: &Call,
+        result: ToolResult,
+        limits: ToolLimits,
+    ) -> Option<String> {
+        match (self, result) {
+            (_, ToolResult::Submitted) => None,
+            (Self::Tools, ToolResult::Command(result)) => {
+                let text = tools::bash_observation(&result, limits.command_timeout);
+                Some(truncate_middle(text, limits.observation_chars))
             }
-            (Self::Tools | Self::Mini, Done::Said(text)) => {
-                Some(capped(text, terms.observation_chars))
+            (Self::Tools | Self::Mini, ToolResult::Text(text)) => {
+                Some(truncate_middle(text, limits.observation_chars))
             }
-            (Self::R2eXml, done) => Some(r2e::observation(call, done, terms)),
-            (Self::Mini, Done::Ran(result)) => mini::observation(&result, terms),
+            (Self::R2eXml, result) => Some(r2e::observation(call, result, limits)),
+            (Self::Mini, ToolResult::Command(result)) => mini::observation(&result, limits),
         }
     }
 
-    /// An observation, or the answer to a mistake, as the message that the policy reads.
-    pub(crate) fn framed(self, text: String, turns_left: u32) -> String {
+    /// The text of the message for an observation or a prompt, with what the scaffold adds to it.
+    pub(crate) fn message_text(self, text: String, turns_left: u32) -> String {
         match self {
             Self::Tools | Self::Mini => text,
             Self::R2eXml => r2e::with_turns_left(&text, turns_left),
         }
     }
-}
-
-/// `text`, with its middle cut out if it has more than `cap` characters.
-pub(crate) fn capped(text: String, cap: usize) -> String {
-    let count = text.chars().count();
-    if count <= cap {
-        return text;
-    }
-    let (head, tail) = ends(&text, count, cap);
-    format!("{head}\n[{} characters cut]\n{tail}", count - cap)
-}
-
-/// The first and the last characters of a text of `count`, `cap` together.
-fn ends(text: &str, count: usize, cap: usize) -> (String, String) {
-    let head = text.chars().take(cap.div_ceil(2)).collect();
-    let tail = text.chars().skip(count.saturating_sub(cap / 2)).collect();
-    (head, tail)
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! The `r2e-xml` scaffold: R2E-Gym's functions, called in XML, one in a turn.
+//! The `r2e-xml` scaffold: R2E-Gym's functions, called in XML, one per turn.
 
-use super::{Call, EditorCommand, Terms, capped};
+use super::call::{Call, EditorCommand, Mistake, STDERR_MARKER, ToolLimits, ToolResult};
+use super::truncate::truncate_middle;
 use crate::api::Action;
-use crate::toolbox::{Done, ERRORS_BEGIN};
 use orchestrate_sandbox::{ExecResult, Exit};
 
 pub(super) const SYSTEM: &str = include_str!("r2e_system.txt");
@@ -10,21 +10,23 @@ pub(super) const TASK: &str = include_str!("r2e_task.txt");
 
 const CLOSE: &str = "</function>";
 
-/// Answer to a turn without a call.
+/// Observation of a turn without a call.
 const NO_CALL: &str = "No function call found. Each reply must hold exactly one function call, in \
                        the form <function=...> ... </function>.";
 
-/// Programs that a command may not begin with.
+/// Programs that a command must not start with.
 const BLOCKED: [&str; 4] = ["git", "ipython", "jupyter", "nohup"];
 
-/// Lines of a command's output that are shown at its begin and, again, at its end.
+/// Lines of a command's output that are shown from its start, and as many from its end.
 const SHOWN_LINES: usize = 40;
 
-/// The first call of a text.
-pub(super) fn parse(text: &str) -> Result<(Action, Call), String> {
-    let Some((name, rest)) = tag(text, "<function") else { return Err(NO_CALL.to_owned()) };
+/// The first call of a turn.
+pub(super) fn parse(text: &str) -> Result<(Action, Call), Mistake> {
+    let Some((name, rest)) = tag(text, "<function") else {
+        return Err(Mistake(NO_CALL.to_owned()));
+    };
     let Some((body, _)) = rest.split_once(CLOSE) else {
-        return Err(format!("The function call is not closed: {CLOSE} is missing."));
+        return Err(Mistake(format!("The function call is not closed: {CLOSE} is missing.")));
     };
     let parameters = parameters(body);
     let call = match name {
@@ -33,15 +35,15 @@ pub(super) fn parse(text: &str) -> Result<(Action, Call), String> {
         "search" => search(&parameters)?,
         "finish" | "submit" => finish(&parameters)?,
         other => {
-            return Err(format!(
+            return Err(Mistake(format!(
                 "There is no function {other}: use file_editor, execute_bash, search or finish."
-            ));
+            )));
         }
     };
     Ok((call.action(), call))
 }
 
-/// Text between the `=` after `open` and the next `>`, and what follows it.
+/// The text between the `=` after `open` and the next `>`, and the rest after it.
 fn tag<'a>(text: &'a str, open: &str) -> Option<(&'a str, &'a str)> {
     let mut rest = text;
     while let Some((_, after)) = rest.split_once(open) {
@@ -56,7 +58,7 @@ fn tag<'a>(text: &'a str, open: &str) -> Option<(&'a str, &'a str)> {
     None
 }
 
-/// Names and values of a call's parameters, without blanks around them.
+/// Names and values of a call's parameters, without surrounding white space.
 fn parameters(body: &str) -> Vec<(&str, &str)> {
     let mut found = Vec::new();
     let mut rest = body;
@@ -73,45 +75,51 @@ fn value<'a>(parameters: &[(&str, &'a str)], name: &str) -> Option<&'a str> {
     parameters.iter().rev().find(|(found, _)| *found == name).map(|(_, value)| *value)
 }
 
-fn required(function: &str, parameters: &[(&str, &str)], name: &str) -> Result<String, String> {
-    let missing = || format!("The call of {function} lacks the required parameter {name}.");
-    value(parameters, name).map(ToOwned::to_owned).ok_or_else(missing)
+fn required(function: &str, parameters: &[(&str, &str)], name: &str) -> Result<String, Mistake> {
+    value(parameters, name).map(ToOwned::to_owned).ok_or_else(|| missing(function, name))
 }
 
-fn number(parameters: &[(&str, &str)], name: &str) -> Result<Option<i64>, String> {
-    let read = |text: &str| text.parse().map_err(|_| format!("{name} must be a whole number."));
-    value(parameters, name).map(read).transpose()
+fn missing(function: &str, name: &str) -> Mistake {
+    Mistake(format!("The call of {function} lacks the required parameter {name}."))
 }
 
-fn bash(parameters: &[(&str, &str)]) -> Result<Call, String> {
+fn number(parameters: &[(&str, &str)], name: &str) -> Result<Option<i64>, Mistake> {
+    let parse =
+        |text: &str| text.parse().map_err(|_| Mistake(format!("{name} must be a whole number.")));
+    value(parameters, name).map(parse).transpose()
+}
+
+fn bash(parameters: &[(&str, &str)]) -> Result<Call, Mistake> {
     let command = match value(parameters, "command") {
         Some(command) if value(parameters, "cmd").is_none() => command.to_owned(),
         Some(_) | None => required("execute_bash", parameters, "cmd")?,
     };
     match command.split_whitespace().next() {
-        None => Err("The parameter cmd is empty.".to_owned()),
-        Some(program) if BLOCKED.contains(&program) => Err(framed_bash(
+        None => Err(Mistake("The parameter cmd is empty.".to_owned())),
+        Some(program) if BLOCKED.contains(&program) => Err(Mistake(bash_output(
             "Error: Exit code 1",
             &format!("Bash command '{program}' is not allowed. Use another command or function."),
-        )),
+        ))),
         Some(_) => Ok(Call::Bash { command }),
     }
 }
 
-fn search(parameters: &[(&str, &str)]) -> Result<Call, String> {
+fn search(parameters: &[(&str, &str)]) -> Result<Call, Mistake> {
     let term = required("search", parameters, "search_term")?;
     let path = value(parameters, "path").filter(|path| !path.is_empty()).unwrap_or(".");
     Ok(Call::Search { term, path: path.to_owned() })
 }
 
-fn finish(parameters: &[(&str, &str)]) -> Result<Call, String> {
+fn finish(parameters: &[(&str, &str)]) -> Result<Call, Mistake> {
     match value(parameters, "command") {
         None | Some("submit") => Ok(Call::Submit),
-        Some(other) => Err(format!("Unknown command {other} of finish: the only one is submit.")),
+        Some(other) => {
+            Err(Mistake(format!("Unknown command {other} of finish: the only one is submit.")))
+        }
     }
 }
 
-fn editor(parameters: &[(&str, &str)]) -> Result<Call, String> {
+fn editor(parameters: &[(&str, &str)]) -> Result<Call, Mistake> {
     let required = |name| required("file_editor", parameters, name);
     let text = |name| value(parameters, name).unwrap_or_default().to_owned();
     let path = required("path")?;
@@ -124,22 +132,22 @@ fn editor(parameters: &[(&str, &str)]) -> Result<Call, String> {
         "str_replace" => EditorCommand::Replace { old: required("old_str")?, new: text("new_str") },
         "insert" => EditorCommand::Insert {
             line: number(parameters, "insert_line")?
-                .ok_or_else(|| required("insert_line").err().unwrap_or_default())?,
+                .ok_or_else(|| missing("file_editor", "insert_line"))?,
             text: required("new_str")?,
         },
         "undo_edit" => EditorCommand::Undo,
         other => {
-            return Err(format!(
+            return Err(Mistake(format!(
                 "Unknown command {other} of file_editor: use view, create, str_replace, insert or \
                  undo_edit."
-            ));
+            )));
         }
     };
     Ok(Call::Editor { path, command })
 }
 
-/// Two numbers, in brackets or not, with a comma between them or not.
-fn range(text: &str) -> Result<(i64, i64), String> {
+/// Two numbers, with or without brackets around them and a comma between them.
+fn range(text: &str) -> Result<(i64, i64), Mistake> {
     let inside = text.trim_matches(|c: char| "[]()".contains(c) || c.is_whitespace());
     let numbers: Vec<Option<i64>> = inside
         .split(|c: char| c == ',' || c.is_whitespace())
@@ -148,53 +156,53 @@ fn range(text: &str) -> Result<(i64, i64), String> {
         .collect();
     match numbers.as_slice() {
         &[Some(first), Some(last)] => Ok((first, last)),
-        _ => Err("view_range must be two line numbers, like [11, 12].".to_owned()),
+        _ => Err(Mistake("view_range must be two line numbers, like [11, 12].".to_owned())),
     }
 }
 
-/// A performed call's result as the policy reads it.
-pub(super) fn observation(call: &Call, done: Done, terms: Terms) -> String {
+/// The observation of a performed call.
+pub(super) fn observation(call: &Call, result: ToolResult, limits: ToolLimits) -> String {
     let name = match call {
         Call::Search { .. } => "search",
         Call::Bash { .. } | Call::Edit { .. } | Call::Editor { .. } | Call::Submit => "file_editor",
     };
-    match done {
-        Done::Ran(result) => ran(&result, terms),
-        Done::Said(text) => {
-            let text = capped(text, terms.observation_chars);
+    match result {
+        ToolResult::Command(result) => command_observation(&result, limits),
+        ToolResult::Text(text) => {
+            let text = truncate_middle(text, limits.observation_chars);
             format!("Execution output of [{name}]:\n{text}")
         }
-        Done::Submitted => String::new(),
+        ToolResult::Submitted => String::new(),
     }
 }
 
-fn ran(result: &ExecResult, terms: Terms) -> String {
+fn command_observation(result: &ExecResult, limits: ToolLimits) -> String {
     let code = match result.exit {
         Exit::Code(0) => 0,
         Exit::Code(code) => code,
         Exit::Signal(signal) => 128 + signal,
         Exit::NotStarted => 127,
         Exit::TimedOut => {
-            let time = terms.command_timeout.as_secs();
-            return framed_bash("-1", &format!("The command took too long to execute (>{time}s)"));
+            let time = limits.command_timeout.as_secs();
+            return bash_output("-1", &format!("The command took too long to execute (>{time}s)"));
         }
     };
     let text = result.text();
-    let (out, errors) = text.split_once(ERRORS_BEGIN).unwrap_or((&text, ""));
+    let (out, errors) = text.split_once(STDERR_MARKER).unwrap_or((&text, ""));
     let streams = format!("[STDOUT]\n\n{} \n\n[STDERR]\n\n{}", out.trim(), errors.trim());
     let (code, output) = if code == 0 {
         ("0".to_owned(), without_colours(&streams))
     } else {
         (format!("Error: Exit code {code}"), format!("Error executing command:\n\n{streams}"))
     };
-    framed_bash(&code, &capped(middle_cut(output), terms.observation_chars))
+    bash_output(&code, &truncate_middle(without_middle_lines(output), limits.observation_chars))
 }
 
-fn framed_bash(code: &str, output: &str) -> String {
+fn bash_output(code: &str, output: &str) -> String {
     format!("Exit code: {code}\nExecution output of [execute_bash]:\n{output}")
 }
 
-/// Text without carriage returns and the escape sequences that set colours.
+/// Text without carriage returns and without escape sequences that set colours.
 fn without_colours(text: &str) -> String {
     let mut clean = String::with_capacity(text.len());
     let mut rest = text;
@@ -212,8 +220,8 @@ fn without_colours(text: &str) -> String {
     clean.replace('\r', "")
 }
 
-/// Output of many lines, without those in its middle.
-fn middle_cut(output: String) -> String {
+/// Output without its middle lines, if it has many.
+fn without_middle_lines(output: String) -> String {
     let lines: Vec<&str> = output.lines().collect();
     if lines.len() <= 2 * SHOWN_LINES {
         return output;
@@ -226,30 +234,31 @@ fn middle_cut(output: String) -> String {
     head.chain(&cut).chain(tail).copied().collect::<Vec<_>>().join("\n")
 }
 
-/// What a policy reads, with the number of turns that it still has.
+/// A message text with the number of turns that are left.
 pub(super) fn with_turns_left(text: &str, turns_left: u32) -> String {
     format!("{text}\nSteps Remaining: {turns_left}")
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::ran;
+    use super::super::tests::command_result;
     use super::*;
     use std::time::Duration;
 
-    const TERMS: Terms =
-        Terms { command_timeout: Duration::from_secs(90), observation_chars: 1000 };
+    const LIMITS: ToolLimits =
+        ToolLimits { command_timeout: Duration::from_secs(90), observation_chars: 1000 };
 
-    fn call(body: &str) -> Result<Call, String> {
+    fn call(body: &str) -> Result<Call, Mistake> {
         parse(&format!("why\n<function={body}</function> rest")).map(|(_, call)| call)
     }
 
-    fn said(exit: Exit, output: &str) -> String {
-        observation(&Call::Bash { command: "x".to_owned() }, Done::Ran(ran(exit, output)), TERMS)
+    fn observed(exit: Exit, output: &str) -> String {
+        let result = ToolResult::Command(command_result(exit, output));
+        observation(&Call::Bash { command: "x".to_owned() }, result, LIMITS)
     }
 
     #[test]
-    fn the_first_call_counts_and_its_values_have_no_blanks_around_them() {
+    fn first_call_counts_and_its_values_are_trimmed() {
         let text = "<function = search >\n<parameter=search_term>\n a  b \n</parameter>\n\
                     <parameter = path>./x</parameter></function>\n<function=finish></function>";
         let expected = Call::Search { term: "a  b".to_owned(), path: "./x".to_owned() };
@@ -263,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_read_in_every_form() {
+    fn ranges_are_parsed_in_every_notation() {
         for text in ["[1, 20]", "1 20", "(1,20)", " [ 1 , 20 ] "] {
             assert_eq!(range(text), Ok((1, 20)), "{text}");
         }
@@ -274,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mistake_is_an_observation_that_says_why() {
+    fn mistakes_become_observations_with_the_reason() {
         let editor = |rest: &str| format!("file_editor><parameter=path>a</parameter>{rest}");
         let view = "<parameter=command>view</parameter>";
         let cases = [
@@ -289,38 +298,38 @@ mod tests {
             (editor("<parameter=command>insert</parameter>"), "parameter insert_line"),
             (editor(&format!("{view}<parameter=view_range>x</parameter>")), "two line numbers"),
         ];
-        for (body, words) in cases {
-            let error = call(&body).unwrap_err();
-            assert!(error.contains(words), "{body}: {error}");
+        for (body, part) in cases {
+            let error = call(&body).unwrap_err().0;
+            assert!(error.contains(part), "{body}: {error}");
         }
-        assert!(parse("just words").unwrap_err().starts_with("No function call found"));
-        assert!(parse("<function=>x</function>").unwrap_err().starts_with("No function call"));
-        assert!(parse("<function=finish>").unwrap_err().contains("not closed"));
+        assert!(parse("just words").unwrap_err().0.starts_with("No function call found"));
+        assert!(parse("<function=>x</function>").unwrap_err().0.starts_with("No function call"));
+        assert!(parse("<function=finish>").unwrap_err().0.contains("not closed"));
     }
 
     #[test]
-    fn results_read_as_r2e_gym_writes_them() {
-        let both = format!("\u{1b}[31ma\u{1b}[0m\r\n{ERRORS_BEGIN}oops\n");
+    fn observations_are_formatted_as_by_r2e_gym() {
+        let both = format!("\u{1b}[31ma\u{1b}[0m\r\n{STDERR_MARKER}oops\n");
         assert_eq!(
-            said(Exit::Code(0), &both),
+            observed(Exit::Code(0), &both),
             "Exit code: 0\nExecution output of [execute_bash]:\n[STDOUT]\n\na \n\n[STDERR]\n\noops"
         );
         assert_eq!(
-            said(Exit::Code(2), "x"),
+            observed(Exit::Code(2), "x"),
             "Exit code: Error: Exit code 2\nExecution output of [execute_bash]:\nError executing \
              command:\n\n[STDOUT]\n\nx \n\n[STDERR]\n\n"
         );
         assert_eq!(
-            said(Exit::TimedOut, "x"),
+            observed(Exit::TimedOut, "x"),
             "Exit code: -1\nExecution output of [execute_bash]:\nThe command took too long to \
              execute (>90s)"
         );
         let many: Vec<String> = (0..100).map(|n| format!("{n}\n")).collect();
-        let cut = said(Exit::Code(0), &many.concat());
+        let cut = observed(Exit::Code(0), &many.concat());
         assert!(cut.contains("\n37\n------") && cut.contains("------\n63\n"), "{cut}");
-        assert!(said(Exit::Code(0), &"x".repeat(9000)).chars().count() < 1200);
+        assert!(observed(Exit::Code(0), &"x".repeat(9000)).chars().count() < 1200);
         let search = Call::Search { term: String::new(), path: String::new() };
-        let found = observation(&search, Done::Said("none".to_owned()), TERMS);
+        let found = observation(&search, ToolResult::Text("none".to_owned()), LIMITS);
         assert_eq!(found, "Execution output of [search]:\nnone");
         assert_eq!(without_colours("\u{1b}[1;3Kx\u{1b}["), "\u{1b}[1;3Kx\u{1b}[");
     }

@@ -1,8 +1,9 @@
 use super::*;
 use orchestrate_sandbox::{ExecResult, Exit};
+use std::time::Duration;
 
-/// A command that printed `output`, all of which was kept.
-pub(super) fn ran(exit: Exit, output: &str) -> ExecResult {
+/// The result of a command that printed `output`.
+pub(super) fn command_result(exit: Exit, output: &str) -> ExecResult {
     ExecResult {
         exit,
         head: output.as_bytes().to_vec(),
@@ -13,30 +14,33 @@ pub(super) fn ran(exit: Exit, output: &str) -> ExecResult {
     }
 }
 
-fn one(scaffold: Scaffold, text: &str) -> Result<Call, String> {
+fn parse_one(scaffold: Scaffold, text: &str) -> Result<Call, Mistake> {
     let mut calls = scaffold.parse(text);
     assert_eq!(calls.len(), 1, "{text}");
     calls.remove(0).map(|(_, call)| call)
 }
 
 #[test]
-fn calls_inside_of_thinking_do_not_count() {
+fn calls_inside_thinking_do_not_count() {
     let calls = [
         (Scaffold::Tools, r#"<tool_call>{"name": "submit", "arguments": {}}</tool_call>"#),
         (Scaffold::R2eXml, "<function=finish>\n<parameter=command>submit</parameter>\n</function>"),
     ];
     for (scaffold, call) in calls {
-        assert_eq!(one(scaffold, &format!("<think>\nhm\n</think>\n\n{call}")), Ok(Call::Submit));
-        assert!(one(scaffold, &format!("<think>\n{call}\n</think>\n\ndone")).is_err());
+        assert_eq!(
+            parse_one(scaffold, &format!("<think>\nhm\n</think>\n\n{call}")),
+            Ok(Call::Submit)
+        );
+        assert!(parse_one(scaffold, &format!("<think>\n{call}\n</think>\n\ndone")).is_err());
     }
     let block = "```bash\nls\n```";
-    assert!(one(Scaffold::Mini, &format!("<think>{block}</think>{block}")).is_ok());
-    assert!(one(Scaffold::Mini, &format!("<think>{block}</think>")).is_err());
+    assert!(parse_one(Scaffold::Mini, &format!("<think>{block}</think>{block}")).is_ok());
+    assert!(parse_one(Scaffold::Mini, &format!("<think>{block}</think>")).is_err());
 }
 
 #[test]
-fn the_same_deed_is_the_same_action_in_every_scaffold() {
-    let ran = [
+fn same_command_is_the_same_action_in_every_scaffold() {
+    let texts = [
         (
             Scaffold::Tools,
             r#"<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>"#,
@@ -48,23 +52,23 @@ fn the_same_deed_is_the_same_action_in_every_scaffold() {
         (Scaffold::Mini, "THOUGHT: I look.\n\n```bash\nls\n```"),
     ];
     let action = Call::Bash { command: "ls".to_owned() }.action();
-    for (scaffold, text) in ran {
+    for (scaffold, text) in texts {
         let call = Call::Bash { command: "ls".to_owned() };
         assert_eq!(scaffold.parse(text), [Ok((action.clone(), call))], "{scaffold:?}");
     }
 }
 
 #[test]
-fn prompts_hold_issue_and_folder_and_look_for_nothing_in_the_issue() {
+fn prompts_have_issue_and_folder_and_replace_nothing_in_the_issue() {
     let task = Task {
         problem_statement: "{workdir} {problem_statement} fails".to_owned(),
         ..orchestrate_testkit::toy_task()
     };
     for scaffold in [Scaffold::Tools, Scaffold::R2eXml, Scaffold::Mini] {
         let messages = scaffold.opening(Prompts::default(), &task, 7);
-        let words = &messages.last().unwrap().content;
-        assert_eq!(words.matches("{workdir} {problem_statement} fails").count(), 1, "{words}");
-        assert_eq!(words.matches('{').count(), 2, "{words}");
+        let prompt = &messages.last().unwrap().content;
+        assert_eq!(prompt.matches("{workdir} {problem_statement} fails").count(), 1, "{prompt}");
+        assert_eq!(prompt.matches('{').count(), 2, "{prompt}");
         assert!(messages.iter().all(|m| !m.content.ends_with('\n')));
         let own =
             Prompts { system: Some("be brief in {workdir}"), task: Some("{problem_statement}!") };
@@ -72,11 +76,4 @@ fn prompts_hold_issue_and_folder_and_look_for_nothing_in_the_issue() {
         assert_eq!(messages[0].content, "be brief in /testbed");
         assert!(messages[1].content.starts_with("{workdir} {problem_statement} fails!"));
     }
-}
-
-#[test]
-fn long_observations_keep_head_and_tail() {
-    let text = format!("{}{}", "é".repeat(10), "z".repeat(10));
-    assert_eq!(capped(text, 8), "éééé\n[12 characters cut]\nzzzz");
-    assert_eq!(capped("short".to_owned(), 8), "short");
 }

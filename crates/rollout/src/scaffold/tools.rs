@@ -1,6 +1,6 @@
-//! The `tools` scaffold: native tool calls out of sampled text, and what each one answers.
+//! The `tools` scaffold: tool calls in the model's own format, and their observations.
 
-use super::{Call, Change};
+use super::call::{Call, Change, Mistake};
 use crate::api::Action;
 use orchestrate_sandbox::{ExecResult, Exit};
 use serde::Deserialize;
@@ -9,7 +9,7 @@ use std::time::Duration;
 const OPEN: &str = "<tool_call>";
 const CLOSE: &str = "</tool_call>";
 
-/// Answer to a turn without a call.
+/// Observation of a turn without a call.
 const NO_CALL: &str = "no tool call found: each turn needs a bash, edit or submit call";
 
 #[derive(Deserialize)]
@@ -32,18 +32,18 @@ struct EditArguments {
 #[serde(deny_unknown_fields)]
 struct SubmitArguments {}
 
-/// A call as a policy would have written it: what [`parse`] reads. `arguments` are JSON as someone
-/// wrote it, right or wrong.
+/// The text of a call as a policy writes it and [`parse`] reads it. `arguments` may be invalid
+/// JSON.
 pub(crate) fn call_text(name: &str, arguments: &str) -> String {
     let name = serde_json::Value::from(name);
     let arguments = if arguments.trim().is_empty() { "{}" } else { arguments };
-    // In JSON the same text, and nothing in it closes a tag.
+    // Means the same in JSON, and cannot close a tag.
     let arguments = arguments.replace("</", "<\\/");
     format!("{OPEN}\n{{\"name\": {name}, \"arguments\": {arguments}}}\n{CLOSE}")
 }
 
 /// The calls of a text, in order; never empty.
-pub(super) fn parse(text: &str) -> Vec<Result<(Action, Call), String>> {
+pub(super) fn parse(text: &str) -> Vec<Result<(Action, Call), Mistake>> {
     let mut rest = text;
     let mut calls = Vec::new();
     while let Some((_, after)) = rest.split_once(OPEN) {
@@ -51,45 +51,44 @@ pub(super) fn parse(text: &str) -> Vec<Result<(Action, Call), String>> {
             calls.push(parse_call(body));
             rest = after;
         } else {
-            calls.push(Err("tool call is not closed".to_owned()));
+            calls.push(Err(Mistake("tool call is not closed".to_owned())));
             rest = "";
         }
     }
     if calls.is_empty() {
-        calls.push(Err(NO_CALL.to_owned()));
+        calls.push(Err(Mistake(NO_CALL.to_owned())));
     }
     calls
 }
 
-fn parse_call(body: &str) -> Result<(Action, Call), String> {
-    let action: Action =
-        serde_json::from_str(body.trim()).map_err(|e| format!("tool call is not valid: {e}"))?;
+fn parse_call(body: &str) -> Result<(Action, Call), Mistake> {
+    let action: Action = serde_json::from_str(body.trim())
+        .map_err(|e| Mistake(format!("tool call is not valid: {e}")))?;
     let arguments = action.arguments.clone();
-    let wrong = |e: serde_json::Error| format!("{} call is not valid: {e}", action.name);
+    let invalid = |e: serde_json::Error| Mistake(format!("{} call is not valid: {e}", action.name));
     let call = match action.name.as_str() {
         "bash" => {
-            let BashArguments { command } = serde_json::from_value(arguments).map_err(wrong)?;
+            let BashArguments { command } = serde_json::from_value(arguments).map_err(invalid)?;
             Call::Bash { command }
         }
-        "edit" => edit(serde_json::from_value(arguments).map_err(wrong)?)?,
+        "edit" => edit(serde_json::from_value(arguments).map_err(invalid)?)?,
         "submit" => {
-            let SubmitArguments {} = serde_json::from_value(arguments).map_err(wrong)?;
+            let SubmitArguments {} = serde_json::from_value(arguments).map_err(invalid)?;
             Call::Submit
         }
-        other => return Err(format!("no tool `{other}`: use bash, edit or submit")),
+        other => return Err(Mistake(format!("no tool `{other}`: use bash, edit or submit"))),
     };
     Ok((action, call))
 }
 
-fn edit(arguments: EditArguments) -> Result<Call, String> {
+fn edit(arguments: EditArguments) -> Result<Call, Mistake> {
     let EditArguments { path, old_str, new_str, line, new } = arguments;
     let change = match (old_str, new_str, line, new) {
         (Some(old), Some(new), None, None) => Change::Replace { old, new },
         (None, None, Some(line), Some(new)) => Change::Line { line, new },
         _ => {
-            return Err(
-                "edit call is not valid: give old_str and new_str, or line and new".to_owned()
-            );
+            let message = "edit call is not valid: give old_str and new_str, or line and new";
+            return Err(Mistake(message.to_owned()));
         }
     };
     Ok(Call::Edit { path, change })
@@ -139,9 +138,9 @@ pub(super) fn schemas() -> Vec<serde_json::Value> {
     ]
 }
 
-/// A command's result as the policy reads it.
+/// The observation of a command.
 pub(super) fn bash_observation(result: &ExecResult, timeout: Duration) -> String {
-    let how = match result.exit {
+    let status = match result.exit {
         Exit::Code(0) => None,
         Exit::Code(code) => Some(format!("exit {code}")),
         Exit::Signal(signal) => Some(format!("killed by signal {signal}")),
@@ -151,33 +150,33 @@ pub(super) fn bash_observation(result: &ExecResult, timeout: Duration) -> String
     let output = result.text();
     let output = output.trim_end();
     let output = if output.is_empty() { "(no output)" } else { output };
-    how.map_or_else(|| output.to_owned(), |how| format!("{how}\n{output}"))
+    status.map_or_else(|| output.to_owned(), |status| format!("{status}\n{output}"))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::ran;
+    use super::super::tests::command_result;
     use super::*;
 
-    fn one(text: &str) -> Result<Call, String> {
+    fn parse_one(text: &str) -> Result<Call, Mistake> {
         let mut calls = parse(text);
         assert_eq!(calls.len(), 1, "{text}");
         calls.remove(0).map(|(_, call)| call)
     }
 
     #[test]
-    fn calls_are_parsed_in_the_model_families_native_form() {
+    fn calls_are_parsed_in_the_models_own_format() {
         let text = "I look.\n<tool_call>\n{\"name\": \"bash\", \"arguments\": {\"command\": \"ls\"}}\n</tool_call>\
                     <tool_call>{\"name\": \"submit\", \"arguments\": {}}</tool_call>";
         let calls: Vec<Call> = parse(text).into_iter().map(|c| c.unwrap().1).collect();
         assert_eq!(calls, [Call::Bash { command: "ls".to_owned() }, Call::Submit]);
         let edit = r#"<tool_call>{"name": "edit", "arguments": {"path": "a.py", "line": 3, "new": "x"}}</tool_call>"#;
         let change = Change::Line { line: 3, new: "x".to_owned() };
-        assert_eq!(one(edit), Ok(Call::Edit { path: "a.py".to_owned(), change }));
+        assert_eq!(parse_one(edit), Ok(Call::Edit { path: "a.py".to_owned(), change }));
     }
 
     #[test]
-    fn what_is_no_call_becomes_an_observation_that_says_why() {
+    fn invalid_calls_become_observations_with_the_reason() {
         let wrapped = |body: &str| format!("<tool_call>{body}</tool_call>");
         let cases = [
             ("just words".to_owned(), "no tool call found: "),
@@ -197,14 +196,15 @@ mod tests {
             ),
         ];
         for (text, start) in cases {
-            let error = one(&text).unwrap_err();
+            let error = parse_one(&text).unwrap_err().0;
             assert!(error.starts_with(start), "{text}: {error}");
         }
     }
 
     #[test]
-    fn command_results_read_as_agreed() {
-        let text = |exit, output| bash_observation(&ran(exit, output), Duration::from_secs(5));
+    fn command_observations_have_status_and_output() {
+        let text =
+            |exit, output| bash_observation(&command_result(exit, output), Duration::from_secs(5));
         assert_eq!(text(Exit::Code(0), "  a \n\n"), "  a");
         assert_eq!(text(Exit::Code(0), "\n"), "(no output)");
         assert_eq!(text(Exit::Code(2), "bad\n"), "exit 2\nbad");

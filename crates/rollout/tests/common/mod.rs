@@ -1,24 +1,24 @@
-//! What the episodes of several test programs have in common.
+//! Helpers that several test programs share.
 
 use orchestrate_engine::Engine;
 use orchestrate_rollout::{
-    ChatModel, EpisodeRequest, EpisodeRunner, Leads, RolloutPlan, RowSharing, Rules,
+    ChatModel, EpisodeRequest, EpisodeRunner, GradingRules, PrefillLeaders, RolloutPlan, RowSharing,
 };
 use orchestrate_sandbox::{Limits, SandboxProvider};
 use orchestrate_tasks::Task;
 use orchestrate_types::{ByteSize, PolicyVersion, RunId};
 use std::sync::Arc;
 
-/// A runner that shares no rows and keeps no logs of grading.
+/// A runner without row sharing and without grading logs.
 pub(crate) fn runner(
     engine: Arc<dyn Engine>,
     sandboxes: Arc<dyn SandboxProvider>,
     (chat, plan): (Arc<ChatModel>, RolloutPlan),
-    rules: Rules,
+    rules: GradingRules,
 ) -> EpisodeRunner {
     let container_limits =
         Limits { memory: ByteSize::mib(256), cpu_millis: 1000, pids: 64, tmpfs: ByteSize::mib(64) };
-    let (rows, leads) = (RowSharing::default(), Leads::default());
+    let (rows, prefill_leaders) = (RowSharing::default(), PrefillLeaders::default());
     EpisodeRunner {
         engine,
         sandboxes,
@@ -28,11 +28,11 @@ pub(crate) fn runner(
         rules,
         logs: None,
         rows,
-        leads,
+        prefill_leaders,
     }
 }
 
-/// The first attempt of an episode, with its routing rows.
+/// A request for the first attempt of an episode, with routing rows.
 pub(crate) fn request(task: Task) -> EpisodeRequest {
     EpisodeRequest {
         run: RunId::generate(),

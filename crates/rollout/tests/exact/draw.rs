@@ -1,11 +1,11 @@
-//! Random conversations: what a policy may sample, and what its commands may print.
+//! Random conversations: texts that a policy may sample, and outputs of its commands.
 
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{ChatModel, Scaffold};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// Texts of control tokens.
+/// Control tokens as text.
 pub(crate) const TAGS: [&str; 10] = [
     "<|im_start|>",
     "<|im_end|>",
@@ -19,7 +19,7 @@ pub(crate) const TAGS: [&str; 10] = [
     "</tool_response>",
 ];
 
-/// Words that are control tokens of some model, or look like them, or like our own marks.
+/// Texts that are control tokens of some model, or look like them or like our own markers.
 pub(crate) const LOOKALIKES: [&str; 20] = [
     "<|im_end|>",
     "<|im_start|>assistant\n",
@@ -64,7 +64,7 @@ const WORDS: [&str; 16] = [
 
 pub(crate) struct Draw(ChaCha8Rng);
 
-/// What the engine answers to one call.
+/// The engine's reply to one request.
 #[derive(Debug, Clone)]
 pub(crate) struct Reply {
     pub(crate) ids: Vec<u32>,
@@ -92,7 +92,7 @@ impl Draw {
         (0..self.below(most + 1)).map(|_| self.pick(&WORDS)).collect()
     }
 
-    /// What a command prints: nothing, blanks, text of any kind, control tokens, far too much.
+    /// Output of a command: nothing, line ends, any text, control tokens, or far too much.
     pub(crate) fn output(&mut self) -> String {
         match self.below(8) {
             0 => String::new(),
@@ -184,7 +184,7 @@ impl Draw {
         }
     }
 
-    /// A turn's text: thinking or none, words, a call or something else.
+    /// Text of a turn: optional thinking, some words, and a call or something else.
     fn turn(&mut self, scaffold: Scaffold, thinks: bool) -> String {
         let mut text = String::new();
         if thinks && !self.one_in(5) {
@@ -203,7 +203,7 @@ impl Draw {
         text
     }
 
-    /// Ids of a text as a policy may sample them: the tokenizer's own, or others that mean the same.
+    /// Ids that a policy may sample for a text: the tokenizer's own, or others with the same text.
     /// Control tokens stay whole.
     fn ids(&mut self, chat: &ChatModel, text: &str) -> Vec<u32> {
         if self.one_in(2) {
@@ -224,8 +224,8 @@ impl Draw {
         ids
     }
 
-    /// The replies of an episode of at most `turns` turns, and how many turns have ids that the
-    /// tokenizer would not have chosen for their text.
+    /// The replies of an episode of at most `turns` turns, and the number of turns whose ids differ
+    /// from the tokenizer's encoding of their text.
     pub(crate) fn replies(
         &mut self,
         chat: &ChatModel,
@@ -236,12 +236,12 @@ impl Draw {
         let (mut replies, mut unusual) = (Vec::new(), 0);
         for _ in 0..turns {
             let text = self.turn(scaffold, thinks.is_some());
-            // What the prompt has of it already is not sampled.
+            // The part that is already in the prompt is not sampled.
             let text = thinks.and_then(|header| text.strip_prefix(header)).unwrap_or(&text);
             let mut ids = self.ids(chat, text);
             unusual += usize::from(ids != chat.encode(text).unwrap());
             if self.one_in(6) && thinks.is_none() {
-                // Anything but a token that stops: halves of characters, control tokens, …
+                // Any token that does not stop the turn: parts of characters, control tokens, …
                 let any = u32::try_from(self.below(chat.vocab_size())).unwrap();
                 let at = self.below(ids.len() + 1);
                 if !chat.stop_token_ids().contains(&any) {

@@ -1,6 +1,6 @@
-//! Tokens are exact over turns: what is sent for a turn is what was sent for the one before, what
-//! was sampled, and the template's own rendering of what is new; or there is a fork, and it is told.
-//! Random conversations go through the runner with every scaffold.
+//! Tokens are exact over turns: the prompt of a turn is the one before, the sampled tokens and the
+//! template's own rendering of the new messages; or there is a fork, and the report names it.
+//! Random conversations run through the runner with every scaffold.
 #![expect(
     clippy::unwrap_used,
     clippy::indexing_slicing,
@@ -17,12 +17,12 @@ use draw::{Draw, Reply};
 use models::Model;
 use orchestrate_engine::{Finish, GenerateRequest};
 use orchestrate_rollout::{
-    ChatModel, EpisodeReport, EpisodeRequest, Episodes, History, Message, RolloutConfig,
-    RolloutPlan, Rules, Scaffold,
+    ChatModel, EpisodeReport, EpisodeRequest, Episodes, GradingRules, History, Message,
+    RolloutConfig, RolloutPlan, Scaffold,
 };
 use orchestrate_sandbox::Exit;
 use orchestrate_testkit::{
-    FakeEngine, FakeExec, FakeReply, FakeSandboxes, judge_toy, toy_shape, toy_task,
+    FakeEngine, FakeExec, FakeReply, FakeSandboxes, grade_toy, toy_shape, toy_task,
 };
 use orchestrate_types::ModelShape;
 use std::sync::{Arc, Mutex};
@@ -31,15 +31,15 @@ use tokio_util::sync::CancellationToken;
 
 const SCAFFOLDS: [Scaffold; 3] = [Scaffold::Tools, Scaffold::R2eXml, Scaffold::Mini];
 
-/// Conversations with each scaffold and model.
+/// Number of conversations per scaffold and model.
 const CONVERSATIONS: u64 = 1000;
 
-/// The same where others of the same scaffold differ in little.
-const FEWER: u64 = 300;
+/// Number of conversations for models that differ little from another one.
+const FEWER_CONVERSATIONS: u64 = 300;
 
 const TURNS: u32 = 5;
 
-/// What the conversations of one kind had in them, so that none of it is missing unseen.
+/// How often each feature occurred in the conversations of one kind, to check that all of them did.
 #[derive(Debug, Default)]
 struct Seen {
     turns: usize,
@@ -92,7 +92,7 @@ async fn play(chat: &Arc<ChatModel>, plan: &RolloutPlan, replies: Vec<Reply>, se
         Arc::clone(&engine) as _,
         Arc::new(sandboxes),
         (Arc::clone(chat), plan.clone()),
-        Rules::new(judge_toy),
+        GradingRules::new(grade_toy),
     );
     let request = EpisodeRequest { seed, ..common::request(toy_task()) };
     let report = runner.run(request, &CancellationToken::new()).await;
@@ -104,32 +104,32 @@ fn message(role: &str, content: &str) -> Message {
 }
 
 /// Text without the spaces after each `<`.
-fn unspaced(text: &str) -> String {
+fn without_spaces_after_lt(text: &str) -> String {
     text.split('<').map(|part| part.trim_start_matches(' ')).collect::<Vec<_>>().join("<")
 }
 
-/// Text without its white space.
-fn dense(text: &str) -> String {
+/// Text without white space.
+fn without_white_space(text: &str) -> String {
     text.split_whitespace().collect()
 }
 
-/// The conversation as it is checked: what was seen of it so far.
-struct Walk<'a> {
+/// The part of a conversation that was checked so far.
+struct Checked<'a> {
     model: &'a Model,
     chat: &'a ChatModel,
     scaffold: Scaffold,
-    /// What the template is given; sampled turns are names that it does not change.
+    /// Messages for the template, in which unique names stand for sampled turns.
     messages: Vec<Message>,
-    /// The same with the text that was sampled.
-    spoken: Vec<Message>,
+    /// The same messages with the sampled text.
+    with_text: Vec<Message>,
 }
 
-impl Walk<'_> {
-    fn name(turn: usize) -> String {
+impl Checked<'_> {
+    fn turn_name(turn: usize) -> String {
         format!("SAMPLED-{turn}-HERE")
     }
 
-    /// Texts of the messages in the tokens that follow a turn.
+    /// Texts of the messages in the delta after a turn.
     fn contents(&self, delta: &str) -> Vec<String> {
         let (open, close) = match self.scaffold {
             Scaffold::Tools => self.model.tool,
@@ -139,17 +139,17 @@ impl Walk<'_> {
         parts.map(|part| part.split_once(close).unwrap().0.to_owned()).collect()
     }
 
-    /// Checks the tokens between a turn and the next one: exactly what the template writes there
-    /// in the whole conversation, with no control token that a message brought along.
-    fn delta(&mut self, turn: usize, ids: &[u32], closed: bool, told: &str) {
+    /// Checks the tokens between a turn and the next one: they are exactly what the template
+    /// renders there, without any control token from a message.
+    fn check_delta(&mut self, turn: usize, ids: &[u32], closed: bool, observation: &str) {
         let text = self.chat.decode(ids).unwrap();
         let role = self.scaffold.observation_role();
         let contents = self.contents(&text);
-        self.messages.push(message("assistant", &Self::name(turn)));
+        self.messages.push(message("assistant", &Self::turn_name(turn)));
         let skeleton: Vec<Message> = contents.iter().map(|_| message(role, "x")).collect();
-        let bare = self.after(turn, &[self.messages.clone(), skeleton].concat());
+        let bare = self.text_after(turn, &[self.messages.clone(), skeleton].concat());
         self.messages.extend(contents.iter().map(|content| message(role, content)));
-        let expected = self.after(turn, &self.messages);
+        let expected = self.text_after(turn, &self.messages);
         let strip = |text: &str| {
             let rest = if closed { text.strip_prefix("<|im_end|>") } else { Some(text) };
             rest.unwrap().to_owned()
@@ -163,37 +163,45 @@ impl Walk<'_> {
             })
             .collect();
         let only = |ids: &[u32]| ids.iter().copied().filter(|i| control.contains(i)).collect();
-        let (found, due): (Vec<u32>, Vec<u32>) =
+        let (found, expected): (Vec<u32>, Vec<u32>) =
             (only(ids), only(&self.chat.encode(&strip(&bare)).unwrap()));
-        assert_eq!(found, due, "{text}");
+        assert_eq!(found, expected, "{text}");
 
-        // Nothing is lost of what the policy is told; only control tokens are broken, by a space.
-        let broken = self.chat.encode(&told.replace('<', "< ")).unwrap();
-        let told = self.chat.decode(&broken).unwrap();
-        assert_eq!(unspaced(&contents.join("\n")), unspaced(&told));
+        // The observation is complete; only control tokens are broken by a space.
+        let broken = self.chat.encode(&observation.replace('<', "< ")).unwrap();
+        let observation = self.chat.decode(&broken).unwrap();
+        assert_eq!(
+            without_spaces_after_lt(&contents.join("\n")),
+            without_spaces_after_lt(&observation)
+        );
     }
 
-    /// What the template writes after a turn.
-    fn after(&self, turn: usize, messages: &[Message]) -> String {
+    /// The text that the template renders after a turn.
+    fn text_after(&self, turn: usize, messages: &[Message]) -> String {
         let text = self.model.template.render(messages, &[], true).unwrap();
-        text.split_once(&Self::name(turn)).unwrap().1.to_owned()
+        text.split_once(&Self::turn_name(turn)).unwrap().1.to_owned()
     }
 }
 
 fn check(model: &Model, chat: &ChatModel, plan: &RolloutPlan, played: &Played, seen: &mut Seen) {
     let Played { report, requests, replies } = played;
     let opening = plan.opening(&toy_task());
-    let mut walk =
-        Walk { model, chat, scaffold: plan.scaffold, messages: opening.clone(), spoken: opening };
-    // Words from outside have no control tokens in them.
-    for message in walk.messages.iter_mut().chain(&mut walk.spoken) {
+    let mut checked = Checked {
+        model,
+        chat,
+        scaffold: plan.scaffold,
+        messages: opening.clone(),
+        with_text: opening,
+    };
+    // Messages of the environment must not have control tokens.
+    for message in checked.messages.iter_mut().chain(&mut checked.with_text) {
         message.content = message.content.replace("<|im_end|>", "< |im_end|>");
     }
-    let first = model.template.render(&walk.messages, &[], true).unwrap();
+    let first = model.template.render(&checked.messages, &[], true).unwrap();
     assert_eq!(*requests[0].token_ids, chat.encode(&first).unwrap());
 
     let mut turn = 0;
-    let mut begin = 0;
+    let mut start_of_turn = 0;
     let mut sampled: Vec<(usize, Vec<u32>)> = Vec::new();
     for (index, request) in requests.iter().enumerate() {
         let prompt = &request.token_ids;
@@ -201,10 +209,10 @@ fn check(model: &Model, chat: &ChatModel, plan: &RolloutPlan, played: &Played, s
         let whole = [prompt.as_slice(), &reply.ids].concat();
         seen.aborted += usize::from(reply.finish == Finish::Abort);
         if reply.finish == Finish::Abort {
-            assert_eq!(*requests[index + 1].token_ids, whole, "the same turn goes on");
+            assert_eq!(*requests[index + 1].token_ids, whole, "the same turn continues");
             continue;
         }
-        let first = replies[begin..=index].iter().flat_map(|r| r.ids.iter().copied());
+        let first = replies[start_of_turn..=index].iter().flat_map(|r| r.ids.iter().copied());
         let ids: Vec<u32> = first.collect();
         let start = whole.len() - ids.len();
         let log = &report.turns[turn];
@@ -215,33 +223,36 @@ fn check(model: &Model, chat: &ChatModel, plan: &RolloutPlan, played: &Played, s
         let closed = reply.ids.last() == Some(&chat.end_of_turn());
         let mut kept = whole.clone();
         if let Some(fork) = log.fork {
-            // Only the policy's own thinking goes, and what the prompt had of it.
+            // Only the policy's own thinking is dropped, with the part of it that the prompt had.
             assert!(fork.at <= start && fork.at + fork.left_out <= whole.len());
             kept.drain(fork.at..fork.at + fork.left_out);
-            let gone = chat.decode(&whole[fork.at..fork.at + fork.left_out]).unwrap();
-            assert!(gone.trim_end().ends_with("think>"), "{gone}");
+            let dropped = chat.decode(&whole[fork.at..fork.at + fork.left_out]).unwrap();
+            assert!(dropped.trim_end().ends_with("think>"), "{dropped}");
             sampled.retain(|(from, _)| *from < fork.at);
             seen.forks += 1;
         }
         assert_eq!(next.token_ids[..kept.len()], kept, "turn {turn} of {:?}", report.attempt);
-        walk.delta(turn, &next.token_ids[kept.len()..], closed, &log.observation);
+        checked.check_delta(turn, &next.token_ids[kept.len()..], closed, &log.observation);
         seen.unclosed += usize::from(!closed);
         if plan.history == History::Template && plan.scaffold != Scaffold::Tools {
-            // The prompt reads as the template renders the whole conversation, but for line ends
-            // that are one token with what follows.
-            let delta = walk.messages[walk.spoken.len() + 1..].to_vec();
-            walk.spoken.push(message("assistant", &log.text));
-            walk.spoken.extend(delta);
-            let text = model.template.render(&walk.spoken, &[], true).unwrap();
-            assert_eq!(dense(&chat.decode(&next.token_ids).unwrap()), dense(&text));
+            // The prompt reads as the template renders the whole conversation, except for line ends
+            // that share a token with the text after them.
+            let delta = checked.messages[checked.with_text.len() + 1..].to_vec();
+            checked.with_text.push(message("assistant", &log.text));
+            checked.with_text.extend(delta);
+            let text = model.template.render(&checked.with_text, &[], true).unwrap();
+            assert_eq!(
+                without_white_space(&chat.decode(&next.token_ids).unwrap()),
+                without_white_space(&text)
+            );
         }
         seen.cut += usize::from(log.observation.contains("characters"));
         let is_mistake = log.actions.is_empty() && !log.observation.is_empty();
         seen.mistakes += usize::from(is_mistake);
         seen.lookalikes +=
-            usize::from(draw::LOOKALIKES[..9].iter().any(|word| log.observation.contains(word)));
+            usize::from(draw::LOOKALIKES[..9].iter().any(|text| log.observation.contains(text)));
         turn += 1;
-        begin = index + 1;
+        start_of_turn = index + 1;
     }
     seen.turns += report.turns.len();
     let last = report.turns.last().unwrap();
@@ -278,7 +289,7 @@ async fn conversations(model: &Model, history: History, count: u64) {
         let Seen { turns, forks, lookalikes, cut, aborted, unclosed, unusual, mistakes, submitted } =
             seen;
         for found in [turns, lookalikes, cut, aborted, unclosed, unusual, mistakes, submitted] {
-            assert!(found >= least, "too little to see");
+            assert!(found >= least, "a feature occurred too rarely");
         }
         let forking = history == History::Template && scaffold != Scaffold::Tools;
         assert_eq!(forks > least, forking, "{forks} forks");
@@ -296,18 +307,18 @@ async fn random_conversations_with_thinking_are_exact() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn random_conversations_whose_prompts_open_the_thinking_are_exact() {
-    conversations(&models::qwen3_like(true), History::Sampled, FEWER).await;
+async fn random_conversations_with_thinking_opened_by_the_prompt_are_exact() {
+    conversations(&models::qwen3_like(true), History::Sampled, FEWER_CONVERSATIONS).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn random_conversations_whose_thinking_is_dropped_fork_and_say_so() {
-    conversations(&models::qwen3_like(false), History::Template, FEWER).await;
+async fn random_conversations_fork_where_thinking_is_dropped() {
+    conversations(&models::qwen3_like(false), History::Template, FEWER_CONVERSATIONS).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn random_conversations_whose_opened_thinking_is_dropped_fork_and_say_so() {
-    conversations(&models::qwen3_like(true), History::Template, FEWER).await;
+async fn random_conversations_fork_where_thinking_opened_by_the_prompt_is_dropped() {
+    conversations(&models::qwen3_like(true), History::Template, FEWER_CONVERSATIONS).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,40 +1,44 @@
-//! Tokenizers and templates: the shipped policy's, one of Qwen3's form, and Qwen3's own where it is.
+//! Tokenizers and templates: those of the shipped policy, similar ones to Qwen3's, and Qwen3's own
+//! if they are available.
 
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_rollout::{ChatModel, ChatTemplate, ChatUse, History, Scaffold, train_tokenizer};
+use orchestrate_rollout::{
+    ChatModel, ChatOptions, ChatTemplate, History, Scaffold, train_tokenizer,
+};
 use serde_json::{Value, json};
 
 const QWEN3: &str = include_str!("../data/qwen3_like.jinja");
 
-/// How Qwen's tokenizers cut a text before they merge.
+/// The regular expression by which Qwen's tokenizers split text.
 const QWEN_PIECES: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// A model's folder, its template, and what its prompts end with that opens the thinking.
+/// A model's folder, its template and how its messages are marked.
 pub(crate) struct Model {
-    _kept: Option<tempfile::TempDir>,
+    _temp_dir: Option<tempfile::TempDir>,
     folder: Utf8PathBuf,
     pub(crate) template: ChatTemplate,
-    /// `None` for a model that does not think.
+    /// The end of a prompt that opens the thinking, or empty; `None` for a model that does not
+    /// think.
     pub(crate) thinks: Option<&'static str>,
-    /// What stands before and after the text of a tool message.
+    /// The text before and after a tool message.
     pub(crate) tool: (&'static str, &'static str),
 }
 
 impl Model {
     pub(crate) fn chat(&self, scaffold: Scaffold, history: History) -> ChatModel {
-        let purpose = ChatUse { tools: Vec::new(), scaffold, history };
-        ChatModel::load_for(&self.folder, purpose).unwrap()
+        let options = ChatOptions { tools: Vec::new(), scaffold, history };
+        ChatModel::load_for(&self.folder, options).unwrap()
     }
 }
 
-/// The policy that is shipped for the micro tasks.
+/// The shipped policy for the micro tasks.
 pub(crate) fn micro() -> Model {
     let root = Utf8Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = root.join("../../environments/micro/policy");
     let template = root.join("../../environments/micro/chat_template.jinja");
     let template = ChatTemplate::new(&std::fs::read_to_string(template).unwrap()).unwrap();
     Model {
-        _kept: None,
+        _temp_dir: None,
         folder,
         template,
         thinks: None,
@@ -42,7 +46,7 @@ pub(crate) fn micro() -> Model {
     }
 }
 
-/// Few merges, but the normalizer, the cutting of text and the added tokens of Qwen3.
+/// A tokenizer with few merges, but with Qwen3's normalizer, splitting and added tokens.
 pub(crate) fn qwen3_like(thinks_first: bool) -> Model {
     let kept = tempfile::tempdir().unwrap();
     let folder = Utf8PathBuf::from_path_buf(kept.path().to_owned()).unwrap();
@@ -78,7 +82,7 @@ pub(crate) fn qwen3_like(thinks_first: bool) -> Model {
     ]});
     std::fs::write(&file, json.to_string()).unwrap();
     Model {
-        _kept: Some(kept),
+        _temp_dir: Some(kept),
         folder,
         template: ChatTemplate::new(&source).unwrap(),
         thinks: Some(header),
@@ -86,12 +90,12 @@ pub(crate) fn qwen3_like(thinks_first: bool) -> Model {
     }
 }
 
-/// Qwen3's own files, from the folder that `ORCHESTRATE_QWEN3` names.
+/// Qwen3's own files, from the folder named by `ORCHESTRATE_QWEN3`.
 pub(crate) fn qwen3() -> Option<Model> {
     let Ok(folder) = std::env::var("ORCHESTRATE_QWEN3") else {
         let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-        assert!(!required.contains("qwen3"), "ORCHESTRATE_QWEN3 names no folder");
-        eprintln!("skipped: ORCHESTRATE_QWEN3 names no folder with Qwen3's tokenizer and template");
+        assert!(!required.contains("qwen3"), "ORCHESTRATE_QWEN3 is not set");
+        eprintln!("skipped: ORCHESTRATE_QWEN3 is not set to a folder with Qwen3's tokenizer");
         return None;
     };
     let folder = Utf8PathBuf::from(folder);
@@ -102,7 +106,7 @@ pub(crate) fn qwen3() -> Option<Model> {
     });
     let thinks_first = source.contains("<|im_start|>assistant\\n<think>\\n");
     Some(Model {
-        _kept: None,
+        _temp_dir: None,
         folder,
         template: ChatTemplate::new(&source).unwrap(),
         thinks: Some(if thinks_first { "<think>\n" } else { "" }),

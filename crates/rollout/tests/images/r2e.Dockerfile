@@ -1,5 +1,5 @@
-# A repository as R2E-Gym's images have it: checked out before the fix, which its history holds;
-# with changes that are not committed; tests and runner within reach.
+# A repository as in R2E-Gym's images: checked out before the fix, which is in its history; with
+# uncommitted changes; with tests and their runner in the container.
 FROM orchestrate/repository:latest
 WORKDIR /testbed
 ENV GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a@b GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a@b

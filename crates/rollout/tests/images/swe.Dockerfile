@@ -1,4 +1,4 @@
-# A repository as SWE-bench's images have it, with what stands for conda and for pytest.
+# A repository as in SWE-bench's images, with stand-ins for conda and pytest.
 FROM orchestrate/repository:latest
 WORKDIR /testbed
 ENV GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a@b GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a@b

@@ -1,4 +1,5 @@
-//! A neighbour that fills the host's disk costs an attempt, never a verdict.
+//! A container that fills the host's disk breaks attempts of others, but never gives them a
+//! verdict.
 
 use crate::{FIX, bash, folder, play, r2e_task, scored, submit};
 use camino::Utf8Path;
@@ -13,11 +14,11 @@ use orchestrate_types::{ByteSize, Outcome, RunId, Stage};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Room for the task's image twice, as while it is loaded.
+/// Space for the task's image twice, which loading it takes.
 const DISK_MIB: u32 = 1400;
 const FILL: &str = "cat /dev/zero > /fill; sleep 15";
 
-/// A fix that is right, and fails where nothing can be written for some seconds.
+/// A correct fix that fails if the disk is full at any time within some seconds.
 const WRITES: &str = "cat > calc.py <<'EOF'\nimport time\n\n\ndef total(items):\n    for _ in range(80):\n        \
     with open('/var/tmp/probe', 'wb') as probe:\n            probe.write(bytes(1 << 20))\n        \
     time.sleep(0.05)\n    return sum(items)\nEOF";
@@ -42,7 +43,7 @@ async fn attempt(
     play(sandboxes, task, &[bash(command), submit()], &config, reward, logs).await
 }
 
-/// Waits for the grader's container, and then fills the disk from one of another run.
+/// Waits for the grader's container, then fills the disk from a container of another run.
 async fn fill_while_grading(
     daemon: &Daemon,
     sandboxes: &DockerProvider,
@@ -65,7 +66,7 @@ async fn fill_while_grading(
     let graders = ["ps", "-q", "--filter", "label=orchestrate.purpose=grader"];
     let began = Instant::now();
     while daemon.docker(&graders).unwrap().stdout.is_empty() {
-        assert!(began.elapsed() < Duration::from_mins(2), "nothing is graded");
+        assert!(began.elapsed() < Duration::from_mins(2), "no grader was started");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let error = filler.exec(&Command::shell(FILL, Duration::from_mins(1))).await.unwrap_err();
@@ -83,15 +84,15 @@ fn broken(report: &EpisodeReport, expected: Stage) {
 }
 
 #[tokio::test]
-async fn docker_a_full_disk_costs_attempts_and_no_verdict() {
+async fn docker_full_disk_breaks_attempts_and_gives_no_verdict() {
     let Some(task) = r2e_task() else { return };
     let Some(daemon) = Daemon::start_small(DISK_MIB).unwrap() else {
-        eprintln!("skipped: no second daemon on a small disk here");
+        eprintln!("skipped: cannot start a second daemon on a small disk");
         return;
     };
     daemon.load(&task.image).unwrap();
     let (_kept, logs) = folder();
-    // Of two programs on one daemon, which know nothing of each other.
+    // Two programs that use one daemon independently.
     let (ours, theirs) = (provider(&daemon).await, provider(&daemon).await);
 
     let (report, filler) = tokio::join!(
@@ -105,7 +106,7 @@ async fn docker_a_full_disk_costs_attempts_and_no_verdict() {
     let report = attempt(&ours, &task, WRITES, &logs).await;
     assert!(scored(&report) > 0.5, "{:?}", report.verdict);
 
-    // Who fills it by itself gets no observation of it, no verdict, and nothing that stays.
+    // An agent that fills the disk itself gets no observation and no verdict, and leaves nothing.
     let report = attempt(&ours, &task, FILL, &logs).await;
     broken(&report, Stage::Exec);
     assert_eq!(report.turns[0].observation, "");

@@ -1,5 +1,5 @@
-//! Tasks whose repository is in an image, on real Docker: what the agent finds, what is taken from
-//! it, and how that is graded. The images are made here, from `orchestrate/repository`.
+//! Tasks whose repository is in an image, with real Docker: what the agent finds, which change is
+//! collected, and how it is graded. The images are built here, from `orchestrate/repository`.
 #![expect(
     clippy::unwrap_used,
     clippy::indexing_slicing,
@@ -13,8 +13,9 @@ use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     Action, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes,
-    GradeError, GradeLogs, Graded, Leads, MICRO_CHAT_TEMPLATE, Message, RewardCompat,
-    RewardSection, RolloutConfig, RowSharing, grade_patch, opening_messages, train_tokenizer,
+    GradeError, GradeLogs, GradedChange, MICRO_CHAT_TEMPLATE, Message, PrefillLeaders,
+    RewardCompat, RewardSection, RolloutConfig, RowSharing, grade_patch, opening_messages,
+    train_tokenizer,
 };
 use orchestrate_sandbox::{
     DockerProvider, Owner, Purpose, RawSandboxConfig, SandboxProvider as _, SandboxSpec,
@@ -38,15 +39,17 @@ fn docker(args: &[&str]) -> Option<String> {
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// The image of `images/NAME.Dockerfile`, made once; `None` where there is no Docker, or not the
-/// image it begins with.
+/// The image of `images/NAME.Dockerfile`, built once; `None` without Docker or without its base
+/// image.
 fn image(name: &str) -> Option<String> {
-    static MAKING: std::sync::Mutex<()> = std::sync::Mutex::new(());
-    let _one = MAKING.lock().unwrap();
+    static BUILDING: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _guard = BUILDING.lock().unwrap();
     if docker(&["image", "inspect", "-f", "{{.Id}}", "orchestrate/repository:latest"]).is_none() {
         let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-        assert!(!required.contains("docker"), "no image orchestrate/repository:latest");
-        eprintln!("skipped: no image orchestrate/repository:latest (scripts/test makes it)");
+        assert!(!required.contains("docker"), "image orchestrate/repository:latest not found");
+        eprintln!(
+            "skipped: image orchestrate/repository:latest not found (scripts/test builds it)"
+        );
         return None;
     }
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/images");
@@ -121,7 +124,7 @@ async fn provider() -> Arc<DockerProvider> {
     Arc::new(DockerProvider::connect(config.check().unwrap()).await.unwrap())
 }
 
-/// Plays `commands`, then submits; logs go to `folder`.
+/// Runs an episode with `commands` and a submit; logs go to `folder`.
 async fn episode(
     task: &Task,
     commands: &[&str],
@@ -137,7 +140,7 @@ async fn episode(
     report
 }
 
-/// An episode of these calls, one a turn.
+/// Runs an episode with these calls, one per turn.
 async fn play(
     sandboxes: &Arc<DockerProvider>,
     task: &Task,
@@ -165,7 +168,7 @@ async fn play(
         rules: reward.rules(),
         logs: Some(GradeLogs { root: folder.to_owned(), model: "org/policy".into() }),
         rows: RowSharing::default(),
-        leads: Leads::default(),
+        prefill_leaders: PrefillLeaders::default(),
     };
     let request = EpisodeRequest {
         run: RunId::generate(),
@@ -196,7 +199,7 @@ fn scored(report: &EpisodeReport) -> f64 {
 }
 
 #[tokio::test]
-async fn docker_r2e_the_agent_finds_no_tests_and_no_future_and_is_judged_by_both() {
+async fn docker_r2e_agent_finds_no_tests_and_no_history_and_is_graded_by_hidden_tests() {
     let Some(task) = r2e_task() else { return };
     let (_kept, logs) = folder();
     let looks = [
@@ -225,7 +228,7 @@ async fn docker_r2e_the_agent_finds_no_tests_and_no_future_and_is_judged_by_both
 }
 
 #[tokio::test]
-async fn docker_r2e_history_stays_where_it_is_wanted() {
+async fn docker_r2e_history_is_kept_if_configured() {
     let Some(task) = r2e_task() else { return };
     let (_kept, logs) = folder();
     let config = RolloutConfig { hide_history: Some(false), ..RolloutConfig::default() };
@@ -245,7 +248,7 @@ async fn docker_r2e_every_byte_of_a_change_reaches_the_tests() {
         FIX,
         "sed -i 's/b/B/' windows.txt; printf 'th\\351\\n' > latin.txt; printf '\\0\\1\\2' > blob; \
          echo 2 > kept.log; rm gone.txt; chmod +x calc.py; ln -s calc.py link; touch want_bytes",
-        // None of this may matter.
+        // None of this may have an effect.
         "rm -rf .git; git config --global diff.noprefix true; git config --global core.autocrlf true; \
          git config --global core.excludesFile /x; echo '*' > /x; echo noise > new.pyc; \
          mkdir r2e_tests; echo forged > r2e_tests/a",
@@ -257,7 +260,7 @@ async fn docker_r2e_every_byte_of_a_change_reaches_the_tests() {
 }
 
 #[tokio::test]
-async fn docker_r2e_changed_tests_and_graders_score_only_where_the_official_rule_is_asked_for() {
+async fn docker_r2e_changed_tests_and_runners_score_only_with_the_official_rule() {
     let Some(task) = r2e_task() else { return };
     let (_kept, logs) = folder();
     let tricks = [
@@ -277,7 +280,7 @@ async fn docker_r2e_changed_tests_and_graders_score_only_where_the_official_rule
 }
 
 #[tokio::test]
-async fn docker_an_agent_that_breaks_git_has_changed_nothing() {
+async fn docker_agent_that_breaks_git_has_an_empty_patch() {
     let Some(task) = r2e_task() else { return };
     let (_kept, logs) = folder();
     let tricks = [FIX, "rm -rf /opt/.orchestrate.git"];
@@ -288,10 +291,10 @@ async fn docker_an_agent_that_breaks_git_has_changed_nothing() {
 }
 
 #[tokio::test]
-async fn docker_a_blown_up_tree_is_cut_short_and_not_tried_again() {
+async fn docker_oversized_tree_is_truncated_and_not_retried() {
     let Some(task) = r2e_task() else { return };
     let (_kept, logs) = folder();
-    // Sparse files that no container could hold, and a text larger than any graded change.
+    // Sparse files larger than any container, and a text larger than any graded change.
     let sparse =
         "for n in 1 2 3; do truncate -s 1900M sparse$n; done; ls -l sparse3 | cut -d' ' -f5";
     let text = "yes 'a line of text' | head -c 20000000 > text; wc -c < text";
@@ -303,7 +306,7 @@ async fn docker_a_blown_up_tree_is_cut_short_and_not_tried_again() {
         assert_eq!(report.outcome, cut, "{blow_up}");
         assert!(report.trajectory.is_some());
     }
-    // The whole folder may go: then nothing was changed that could be graded.
+    // If the whole folder is deleted, nothing is left to grade.
     let config = RolloutConfig::default();
     let gone = ["cd /; rm -rf /testbed; ls -d /testbed 2>&1"];
     let report = episode(&task, &gone, &config, RewardSection::default(), &logs).await;
@@ -311,7 +314,11 @@ async fn docker_a_blown_up_tree_is_cut_short_and_not_tried_again() {
     assert!(scored(&report).abs() < 0.5);
 }
 
-async fn graded(task: &Task, patch: &str, harness: Option<Harness>) -> Result<Graded, GradeError> {
+async fn graded(
+    task: &Task,
+    patch: &str,
+    harness: Option<Harness>,
+) -> Result<GradedChange, GradeError> {
     let sandboxes = provider().await;
     let spec = SandboxSpec {
         image: task.image.clone(),
@@ -334,7 +341,7 @@ async fn graded(task: &Task, patch: &str, harness: Option<Harness>) -> Result<Gr
 }
 
 #[tokio::test]
-async fn docker_r2e_gold_solves_nothing_does_not_and_a_bad_patch_is_no_failure() {
+async fn docker_r2e_gold_patch_solves_empty_patch_does_not_and_bad_patch_does_not_apply() {
     let Some(task) = r2e_task() else { return };
     assert_eq!(task.gold_patch, GOLD);
     assert!(graded(&task, GOLD, None).await.unwrap().verdict.reward > 0.5);
@@ -344,7 +351,7 @@ async fn docker_r2e_gold_solves_nothing_does_not_and_a_bad_patch_is_no_failure()
 }
 
 #[tokio::test]
-async fn docker_swe_patches_are_applied_and_judged_as_the_harness_does() {
+async fn docker_swe_patches_are_applied_and_graded_as_by_the_harness() {
     let Some(task) = swe_task() else { return };
     for harness in [Harness::V4_1_0, Harness::V5_0_2] {
         let gold = graded(&task, &task.gold_patch, Some(harness)).await.unwrap();
@@ -352,11 +359,12 @@ async fn docker_swe_patches_are_applied_and_judged_as_the_harness_does() {
         assert!(report.resolved && report.patch_successfully_applied, "{:?}", gold.apply_log);
         assert_eq!(report.tests_status.unwrap().fail_to_pass.success.len(), 1);
         let log = String::from_utf8(gold.log).unwrap();
-        let order = ["Start Test Output", "no marker of ours", "PASSED tests", "End Test Output"];
-        let places: Vec<_> = order.iter().map(|words| log.find(words).unwrap()).collect();
+        let order =
+            ["Start Test Output", "no marker on this stream", "PASSED tests", "End Test Output"];
+        let places: Vec<_> = order.iter().map(|marker| log.find(marker).unwrap()).collect();
         assert!(places.is_sorted(), "the streams are out of order: {log}");
 
-        // git finds no place for this context, patch's fuzz does.
+        // git cannot place this context, but patch can with its fuzz.
         let vague = task.gold_patch.replace("    # three", "    # other");
         let vague = graded(&task, &vague, Some(harness)).await.unwrap();
         assert!(vague.verdict.reward > 0.5 && vague.apply_log.contains("$ patch --batch"));
@@ -377,7 +385,7 @@ async fn docker_swe_patches_are_applied_and_judged_as_the_harness_does() {
 }
 
 #[tokio::test]
-async fn docker_swe_an_episode_leaves_the_harness_own_folder() {
+async fn docker_swe_episode_writes_the_log_folder_of_the_harness() {
     let Some(task) = swe_task() else { return };
     let (_kept, logs) = folder();
     let commands = ["python -c 'import calc' && ls /eval.sh; git log --format=%s", FIX];

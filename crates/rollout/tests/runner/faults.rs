@@ -1,4 +1,4 @@
-//! Engines and sandboxes that fail.
+//! Failing engines and sandboxes.
 
 use crate::world::*;
 use orchestrate_engine::EngineErrorKind;
@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 #[tokio::test(start_paused = true)]
-async fn a_broken_sandbox_is_broken_at_its_stage_and_never_a_reward() {
+async fn sandbox_failure_breaks_the_attempt_at_its_stage_without_a_reward() {
     use Operation::{Exec, Open, ReadTree, Write};
     use Purpose::{Agent, Grader};
     let cases = [
@@ -37,7 +37,7 @@ async fn a_broken_sandbox_is_broken_at_its_stage_and_never_a_reward() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_sandbox_that_fails_once_at_setup_or_grading_is_replaced() {
+async fn sandbox_that_fails_once_at_setup_or_grading_is_replaced() {
     let world = world(solving());
     world.sandboxes.fail(Operation::Write, Purpose::Agent, 0, 1);
     world.sandboxes.fail(Operation::Exec, Purpose::Grader, 0, 1);
@@ -47,7 +47,7 @@ async fn a_sandbox_that_fails_once_at_setup_or_grading_is_replaced() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn engine_errors_are_retried_under_a_new_request_id() {
+async fn engine_errors_are_retried_with_a_new_request_id() {
     let world = world(|call| match call {
         0 => FakeReply::Fail(EngineErrorKind::Unreachable("refused".to_owned())),
         1 => FakeReply::Fail(EngineErrorKind::TimedOut(Duration::from_secs(1))),
@@ -67,14 +67,14 @@ async fn engine_errors_are_retried_under_a_new_request_id() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_engine_that_dies_between_turns_costs_no_row_and_doubles_none() {
+async fn engine_restart_between_turns_neither_loses_nor_duplicates_rows() {
     let engine: Arc<OnceLock<Arc<FakeEngine>>> = Arc::default();
     let handle = Arc::clone(&engine);
     let world = world(move |call| match call {
         0 => stop(turn_ids(&[bash("cat total.py")])),
         1 => FakeReply::Fail(EngineErrorKind::Unreachable("connection reset".to_owned())),
         2 => {
-            // Back under the same weights, all its KV gone.
+            // The engine is back with the same weights and an empty KV cache.
             handle.get().unwrap().set_version(PolicyVersion(0));
             stop(turn_ids(&[fix()]))
         }
@@ -86,15 +86,15 @@ async fn an_engine_that_dies_between_turns_costs_no_row_and_doubles_none() {
     assert_whole(&report);
     let requests = world.engine.requests();
     let first = requests[0].token_ids.len() + turn_ids(&[bash("cat total.py")]).len();
-    assert_eq!(requests[1].routed_experts_start, Some(first - 2), "the last row held");
+    assert_eq!(requests[1].routed_experts_start, Some(first - 2), "starts at the last row held");
     assert_eq!(requests[2].routed_experts_start, Some(first - 2));
     assert_eq!(requests[2].token_ids, requests[1].token_ids);
     assert_eq!(report.routing_drift, 0);
-    assert!(report.cached_tokens < report.cacheable_tokens, "it was prefilled again");
+    assert!(report.cached_tokens < report.cacheable_tokens, "the prompt was prefilled again");
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_engine_that_stays_away_breaks_the_episode() {
+async fn engine_that_stays_unreachable_breaks_the_episode() {
     let world = world(|_| FakeReply::Fail(EngineErrorKind::Unreachable("refused".to_owned())));
     let report = world.run().await;
     assert!(matches!(report.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
@@ -102,14 +102,14 @@ async fn an_engine_that_stays_away_breaks_the_episode() {
     let late = || FakeReply::Fail(EngineErrorKind::TimedOut(Duration::from_secs(1)));
     let world = self::world(move |_| late());
     assert!(matches!(world.run().await.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
-    assert_eq!(world.engine.requests().len(), 3, "late replies are not waited for again and again");
+    assert_eq!(world.engine.requests().len(), 3, "late replies are retried less often");
     let world = self::world(|_| FakeReply::Fail(EngineErrorKind::Unfit("no".to_owned())));
     assert!(matches!(world.run().await.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
-    assert_eq!(world.engine.requests().len(), 1, "a hopeless error is not retried");
+    assert_eq!(world.engine.requests().len(), 1, "a permanent error is not retried");
 }
 
 #[tokio::test(start_paused = true)]
-async fn bad_routing_rows_are_retried_once_then_break_the_episode() {
+async fn invalid_routing_rows_are_retried_once_then_break_the_episode() {
     for missing in [false, true] {
         let bad = move || {
             let ids = turn_ids(&[fix()]);

@@ -23,7 +23,7 @@ use std::sync::{Arc, OnceLock};
 use tokio_util::sync::CancellationToken;
 
 #[tokio::test(start_paused = true)]
-async fn a_solved_task_is_scored_with_a_row_for_every_token_but_the_last() {
+async fn solved_task_is_scored_with_a_row_for_every_token_but_the_last() {
     let world = world(solving());
     let report = world.run().await;
     assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 });
@@ -35,12 +35,12 @@ async fn a_solved_task_is_scored_with_a_row_for_every_token_but_the_last() {
     assert!(report.verdict.is_some());
 
     let trajectory = report.trajectory.unwrap();
-    let expert = expert().supervised(&chat(), 0.0).unwrap();
+    let expert = expert().supervised_example(&chat(), 0.0).unwrap();
     assert_eq!(trajectory.token_ids(), expert.token_ids, "supervised data is token-exact");
     let mask: Vec<f32> = trajectory.loss_mask().iter().map(|&m| f32::from(m)).collect();
     assert_eq!(mask, expert.weights);
 
-    // Each request carries all tokens so far and asks for rows from the last one held.
+    // Each request carries all tokens so far and requests rows from the last one held.
     let requests = world.engine.requests();
     let mut cacheable = 0;
     for (turn, request) in requests.iter().enumerate() {
@@ -60,7 +60,7 @@ async fn a_solved_task_is_scored_with_a_row_for_every_token_but_the_last() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_grader_gets_the_change_and_the_hidden_files_and_nothing_planted() {
+async fn grader_receives_the_change_and_the_hidden_files_but_nothing_planted() {
     let turns = vec![fix(), bash("rm README"), bash("plant r2e_tests/conftest.py"), submit()];
     let world = world(playing(turns));
     let report = world.run().await;
@@ -73,14 +73,14 @@ async fn the_grader_gets_the_change_and_the_hidden_files_and_nothing_planted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_unchanged_tree_is_graded_and_gets_no_reward() {
+async fn unchanged_tree_is_graded_with_reward_zero() {
     let report = world(playing(vec![submit()])).run().await;
     assert_eq!(report.outcome, Outcome::Scored { reward: 0.0 });
     assert_eq!(report.patch, "");
 }
 
 #[tokio::test(start_paused = true)]
-async fn rows_sent_grow_with_the_tokens_of_an_episode_and_not_with_its_turns() {
+async fn sent_rows_grow_with_the_tokens_of_an_episode_and_not_with_its_turns() {
     let world = world(|call| {
         let last = call == 20;
         stop(turn_ids(&[if last { submit() } else { bash("cat total.py") }]))
@@ -99,14 +99,14 @@ async fn rows_sent_grow_with_the_tokens_of_an_episode_and_not_with_its_turns() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn sampled_tokens_are_sent_back_as_they_were_sampled_though_their_text_encodes_otherwise() {
-    /// The same text in one token per letter, as a policy may well sample it.
+async fn sampled_tokens_are_sent_back_unchanged_even_if_their_text_encodes_differently() {
+    /// The same text with one token per letter, which a policy may sample too.
     fn spelled(call: Action) -> Vec<u32> {
         let letters = |id: u32| -> Vec<u32> {
             let text = chat().decode(&[id]).unwrap();
-            let kept = CONTROL_TOKENS.contains(&text.as_str()) || text.is_empty();
+            let is_kept = CONTROL_TOKENS.contains(&text.as_str()) || text.is_empty();
             let each = text.chars().map(|letter| chat().encode(&letter.to_string()).unwrap());
-            if kept { vec![id] } else { each.flatten().collect() }
+            if is_kept { vec![id] } else { each.flatten().collect() }
         };
         turn_ids(&[call]).into_iter().flat_map(letters).collect()
     }
@@ -130,7 +130,7 @@ async fn sampled_tokens_are_sent_back_as_they_were_sampled_though_their_text_enc
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_evaluation_episode_asks_for_no_rows() {
+async fn evaluation_episode_requests_no_rows() {
     let world = world(solving());
     let request = EpisodeRequest { want_routing: false, ..request() };
     let report = world.runner.run(request, &CancellationToken::new()).await;
@@ -147,13 +147,13 @@ async fn truncated(
     let Outcome::Truncated { limit, reward } = report.outcome else {
         panic!("{:?}", report.outcome);
     };
-    assert!((reward - 1.0).abs() < 1e-9, "what was there is graded");
+    assert!((reward - 1.0).abs() < 1e-9, "the change so far is graded");
     assert_whole(&report);
     (limit, report)
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_limit_truncates_and_what_was_there_is_graded() {
+async fn each_limit_truncates_and_the_change_so_far_is_graded() {
     let config = RolloutConfig { max_turns: Some(2), ..RolloutConfig::default() };
     let turns = || playing(vec![fix(), bash("echo hi")]);
     assert_eq!(truncated(config, turns()).await.0, Limit::Turns);
@@ -166,7 +166,7 @@ async fn each_limit_truncates_and_what_was_there_is_graded() {
     let (limit, report) = truncated(config, long).await;
     assert_eq!(limit, Limit::ResponseTokens);
     let trajectory = report.trajectory.unwrap();
-    assert_eq!(trajectory.token_ids().last(), Some(&300), "no closing token is invented");
+    assert_eq!(trajectory.token_ids().last(), Some(&300), "no closing token is added");
 
     let prompt = chat().prompt(&expert().prompt).unwrap().len();
     let room = prompt + turn_ids(&[fix()]).len() + 5;
@@ -191,7 +191,7 @@ async fn each_limit_truncates_and_what_was_there_is_graded() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stop_request_ends_the_episode_at_the_turn_border() {
+async fn stop_request_ends_the_episode_after_the_current_turn() {
     let stop_now = CancellationToken::new();
     let inner = stop_now.clone();
     let world = world(move |call| {
@@ -202,7 +202,7 @@ async fn a_stop_request_ends_the_episode_at_the_turn_border() {
     });
     let report = world.run_until(&stop_now).await;
     assert_eq!(report.outcome, Outcome::Aborted { by: AbortCause::Shutdown });
-    assert_eq!(report.turns.len(), 2, "the turn under way is finished");
+    assert_eq!(report.turns.len(), 2, "the current turn is finished");
     let world = self::world(solving());
     let report = world.run_until(&stop_now).await;
     assert_eq!(report.outcome, Outcome::Aborted { by: AbortCause::Shutdown });
@@ -210,7 +210,7 @@ async fn a_stop_request_ends_the_episode_at_the_turn_border() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_malformed_call_is_answered_and_the_episode_goes_on() {
+async fn malformed_call_is_observed_and_the_episode_continues() {
     let end = chat().end_of_turn();
     let text = move |text: &str| {
         let mut ids = chat().encode(text).unwrap();
@@ -229,23 +229,23 @@ async fn a_malformed_call_is_answered_and_the_episode_goes_on() {
     });
     let report = world.run().await;
     assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 }, "nothing runs after submit");
-    let said: Vec<&str> = report.turns.iter().map(|t| t.observation.as_str()).collect();
-    assert!(said[0].starts_with("no tool call found: "), "{said:?}");
-    assert!(said[1].starts_with("tool call is not valid: "), "{said:?}");
-    assert_eq!(said[2], "path ../x is outside /testbed");
-    assert_eq!(said[3], "exit 1\n(no output)\nok");
+    let observed: Vec<&str> = report.turns.iter().map(|t| t.observation.as_str()).collect();
+    assert!(observed[0].starts_with("no tool call found: "), "{observed:?}");
+    assert!(observed[1].starts_with("tool call is not valid: "), "{observed:?}");
+    assert_eq!(observed[2], "path ../x is outside /testbed");
+    assert_eq!(observed[3], "exit 1\n(no output)\nok");
     assert_whole(&report);
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_aborted_reply_goes_on_in_the_same_turn_under_the_new_weights() {
+async fn aborted_reply_continues_in_the_same_turn_with_the_new_weights() {
     let engine: Arc<OnceLock<Arc<FakeEngine>>> = Arc::default();
     let handle = Arc::clone(&engine);
     let world = world(move |call| {
         let whole = turn_ids(&[fix()]);
         let (head, tail) = whole.split_at(4);
         match call {
-            // Aborted before the first token, then after four; then the weights change.
+            // Aborted before the first token, then after four tokens; then the weights change.
             0 => FakeReply::Tokens { ids: Vec::new(), finish: Finish::Abort },
             1 => FakeReply::Tokens { ids: head.to_vec(), finish: Finish::Abort },
             2 => {
@@ -278,7 +278,7 @@ async fn an_aborted_reply_goes_on_in_the_same_turn_under_the_new_weights() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_same_seed_gives_the_same_trajectory() {
+async fn same_seed_gives_the_same_trajectory() {
     let make = || {
         let engine = Arc::new(FakeEngine::new(toy_shape(chat().vocab_size()), |request, call| {
             if call == 2 {

@@ -1,4 +1,4 @@
-//! Rows that members of a group share, and rows of changing weights.
+//! Routing rows shared within a group, and rows of changing weights.
 
 use crate::world::*;
 use camino::Utf8Path;
@@ -33,7 +33,7 @@ fn member(number: u16) -> EpisodeRequest {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_groups_prompt_rows_are_asked_for_and_held_once() {
+async fn prompt_rows_of_a_group_are_requested_and_held_once() {
     let (world, cache) = shared_world(MixedRows::Mask, solving());
     let stop = CancellationToken::new();
     let mut reports = Vec::new();
@@ -53,10 +53,10 @@ async fn a_groups_prompt_rows_are_asked_for_and_held_once() {
     for report in &reports {
         assert_whole(report);
         assert_eq!(report.routing_drift, 0);
-        assert_eq!(report.routing, reports[0].routing, "the same tokens, the same rows");
+        assert_eq!(report.routing, reports[0].routing, "same tokens, same rows");
     }
     let masks: Vec<&RoutingMask> = reports.iter().map(|r| r.routing.as_ref().unwrap()).collect();
-    // The three played the same turns, so that whole conversations are held once.
+    // All three have the same turns, so whole conversations are held once.
     let whole = masks[0].rows() / BLOCK_ROWS * BLOCK_ROWS;
     let tails = 3 * (masks[0].rows() - whole);
     let row_bytes = masks[0].row_bytes();
@@ -69,7 +69,7 @@ async fn a_groups_prompt_rows_are_asked_for_and_held_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn members_that_start_together_fetch_their_prompts_rows_once() {
+async fn episodes_that_start_together_fetch_their_prompt_rows_once() {
     let (world, _) = shared_world(MixedRows::Mask, solving());
     let stop = CancellationToken::new();
     let run = |number| world.runner.run(member(number), &stop);
@@ -84,19 +84,19 @@ async fn members_that_start_together_fetch_their_prompts_rows_once() {
         .collect();
     starts.sort_unstable();
     assert_eq!(starts, [0, blocks - 1, blocks - 1, blocks - 1]);
-    assert_eq!(requests[0].routed_experts_start, Some(0), "who goes first asks for all of them");
+    assert_eq!(requests[0].routed_experts_start, Some(0), "the prefill leader requests all rows");
     for report in [&a, &b, &c, &d] {
         assert_whole(report);
-        assert_eq!(report.routing, a.routing, "the same tokens, the same rows");
+        assert_eq!(report.routing, a.routing, "same tokens, same rows");
     }
 }
 
-/// Answers in the name of another worker than it promised.
+/// An engine that answers as another worker than the one it announced.
 #[derive(Debug)]
-struct Moved(Arc<FakeEngine>);
+struct MovedEngine(Arc<FakeEngine>);
 
 #[async_trait::async_trait]
-impl Engine for Moved {
+impl Engine for MovedEngine {
     async fn info(&self) -> Result<EngineInfo, EngineError> {
         self.0.info().await
     }
@@ -124,28 +124,28 @@ impl Engine for Moved {
 }
 
 #[tokio::test(start_paused = true)]
-async fn rows_of_one_workers_cache_do_not_begin_a_mask_of_another() {
+async fn cached_rows_of_one_worker_do_not_start_a_mask_of_another() {
     let (mut world, _) = shared_world(MixedRows::Mask, solving());
     let stop = CancellationToken::new();
     world.runner.run(member(0), &stop).await;
     let before = world.engine.requests().len();
-    world.runner.engine = Arc::new(Moved(Arc::clone(&world.engine)));
+    world.runner.engine = Arc::new(MovedEngine(Arc::clone(&world.engine)));
     let report = world.runner.run(member(1), &stop).await;
     assert_whole(&report);
     let starts: Vec<Option<usize>> =
         world.engine.requests()[before..].iter().map(|r| r.routed_experts_start).collect();
-    assert!(starts[0] > Some(0), "its worker's cache had them");
-    assert_eq!(starts[1], Some(0), "the worker that answered is asked for all");
+    assert!(starts[0] > Some(0), "seeded from the announced worker's rows");
+    assert_eq!(starts[1], Some(0), "all rows are requested from the worker that answered");
     assert_eq!(report.routing_rows_shared, 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn rows_of_the_cache_are_thrown_away_when_the_weights_changed_before_the_first_reply() {
+async fn cached_rows_are_dropped_if_weights_changed_before_the_first_reply() {
     let (world, _) = shared_world(MixedRows::Mask, solving());
     let stop = CancellationToken::new();
     world.runner.run(member(0), &stop).await;
     let before = world.engine.requests().len();
-    // The coordinator's word is still version 0.
+    // The coordinator still assumes version 0.
     world.engine.set_version(PolicyVersion(1));
     let report = world.runner.run(member(1), &stop).await;
     assert_whole(&report);
@@ -153,14 +153,14 @@ async fn rows_of_the_cache_are_thrown_away_when_the_weights_changed_before_the_f
     let starts: Vec<Option<usize>> =
         world.engine.requests()[before..].iter().map(|r| r.routed_experts_start).collect();
     assert!(starts[0] > Some(0));
-    assert_eq!(starts[1], Some(0), "another try fetches every row");
+    assert_eq!(starts[1], Some(0), "the retry requests every row");
     let versions = report.routing.unwrap().versions().to_vec();
     assert_eq!((versions.len(), versions[0].version), (1, PolicyVersion(1)));
     assert_eq!(report.routing_rows_shared, 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn mixed_rows_are_kept_masked_or_dropped_as_the_plan_says() {
+async fn mixed_rows_are_kept_masked_or_dropped_according_to_the_plan() {
     let script = |call| {
         let turn = |call| turn_ids(&[call]);
         match call {

@@ -1,15 +1,15 @@
-//! The runner in a world of fakes, and scripts of what its engine says.
+//! A runner with fake engine and sandboxes, and scripts of engine replies.
 
 use crate::common;
 use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     Action, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes,
-    ExpertEpisode, ExpertTurn, MICRO_CHAT_TEMPLATE, RolloutConfig, Rules, opening_messages,
+    ExpertEpisode, ExpertTurn, GradingRules, MICRO_CHAT_TEMPLATE, RolloutConfig, opening_messages,
     train_tokenizer,
 };
 use orchestrate_testkit::{
-    FakeEngine, FakeReply, FakeSandboxes, TOY_FIX, judge_toy, toy_shape, toy_shell, toy_task,
+    FakeEngine, FakeReply, FakeSandboxes, TOY_FIX, grade_toy, toy_shape, toy_shell, toy_task,
 };
 use orchestrate_types::RunId;
 use serde_json::json;
@@ -32,7 +32,7 @@ pub(crate) fn submit() -> Action {
     action("submit", json!({}))
 }
 
-/// The episode that solves the toy, with what the environment answers.
+/// The episode that solves the toy task, with its observations.
 pub(crate) fn expert() -> ExpertEpisode {
     let turn = |call: Action, observation: &str| ExpertTurn {
         content: String::new(),
@@ -72,7 +72,7 @@ pub(crate) fn stop(ids: Vec<u32>) -> FakeReply {
     FakeReply::Tokens { ids, finish: Finish::Stop }
 }
 
-/// Replies that play `turns`, one call per turn.
+/// A script of replies with `turns`, one call per turn.
 pub(crate) fn playing(turns: Vec<Action>) -> impl Fn(usize) -> FakeReply + Send + Sync + 'static {
     move |call| stop(turn_ids(std::slice::from_ref(&turns[call.min(turns.len() - 1)])))
 }
@@ -98,7 +98,7 @@ pub(crate) fn world_with(
         Arc::clone(&engine) as _,
         Arc::new(sandboxes.clone()),
         (chat(), config.check().unwrap()),
-        Rules::new(judge_toy),
+        GradingRules::new(grade_toy),
     );
     World { engine, sandboxes, runner }
 }

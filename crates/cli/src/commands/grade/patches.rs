@@ -7,7 +7,7 @@ use crate::progress::Progress;
 use crate::{output, tables, task_source};
 use camino::Utf8Path;
 use futures::stream::{self, StreamExt};
-use orchestrate_rollout::{GradeError, GradeLogs, Rules, write_log_folder};
+use orchestrate_rollout::{GradeError, GradeLogs, GradingRules, write_log_folder};
 use orchestrate_tasks::predictions::{self, Prediction};
 use orchestrate_tasks::{Origin, Task};
 use serde_json::{Value, json};
@@ -42,7 +42,7 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
         }
     }
     anyhow::ensure!(!work.is_empty(), "no prediction is for a task of {}", args.tasks);
-    let rules = Rules { harness: args.harness.into(), ..settings.reward.rules() };
+    let rules = GradingRules { harness: args.harness.into(), ..settings.reward.rules() };
     let grader = Grader::connect(&settings, rules).await?;
     let progress = Progress::new(work.len() as u64);
     let mut outcomes: BTreeMap<&str, BTreeMap<&str, Outcome>> = BTreeMap::new();

@@ -12,10 +12,12 @@ use crate::heap::Counting;
 use crate::output;
 use camino::Utf8Path;
 use orchestrate_engine::{Engine, Fleet, FleetMember, FleetOptions, SglangClient, SglangOptions};
-use orchestrate_rollout::{EpisodeRequest, EpisodeRunner, Episodes, Leads, RowSharing, Rules};
+use orchestrate_rollout::{
+    EpisodeRequest, EpisodeRunner, Episodes, GradingRules, PrefillLeaders, RowSharing,
+};
 use orchestrate_routing::{CacheOptions, MixedRows, PrefixCache, SharingScope};
 use orchestrate_sandbox::Limits as ContainerLimits;
-use orchestrate_synthetic::{Latency, SyntheticSandboxes, judge};
+use orchestrate_synthetic::{Latency, SyntheticSandboxes, grade};
 use orchestrate_types::{AttemptId, ByteSize, EpisodeId, GroupId, PolicyVersion, RunId};
 use rustix::process::Pid;
 use serde::Serialize;
@@ -275,14 +277,14 @@ fn runner(kind: &Kind, world: &World, engine: Arc<dyn Engine>) -> anyhow::Result
             pids: 1,
             tmpfs: ByteSize::mib(1),
         },
-        rules: Rules::new(judge),
+        rules: GradingRules::new(grade),
         logs: None,
         rows: RowSharing {
             cache: Some(Arc::new(cache)),
             scope: SharingScope::Worker,
             mixed: MixedRows::Mask,
         },
-        leads: Leads::default(),
+        prefill_leaders: PrefillLeaders::default(),
     })
 }
 

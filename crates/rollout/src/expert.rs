@@ -1,7 +1,7 @@
-//! Expert conversations as training data, through the same code path as sampled episodes.
+//! Expert conversations, and the supervised training data made from them.
 //!
-//! The invariant: the token ids equal those an episode has in which the policy samples exactly
-//! the expert's turns.
+//! The invariant: the token ids are those of an episode in which the policy samples exactly the
+//! expert's turns. Both go through the same functions of [`ChatModel`].
 
 use crate::api::{Action, Message};
 use crate::chat::{ChatError, ChatModel, message};
@@ -9,42 +9,42 @@ use crate::template::ChatTemplate;
 use orchestrate_types::TokenId;
 use serde::{Deserialize, Serialize};
 
-/// One turn of an expert.
+/// One turn of an expert conversation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ExpertTurn {
     /// Text before the calls; may be empty.
     pub content: String,
-    /// Its calls.
+    /// The turn's tool calls.
     pub calls: Vec<Action>,
-    /// What the environment answered, one text per call; empty for the last turn.
+    /// The environment's answers, one text per call; not used for the last turn.
     pub observations: Vec<String>,
-    /// Weight of this turn's tokens in the loss, closing token included.
+    /// Loss weight of this turn's tokens, including the closing token.
     pub weight: f32,
 }
 
-/// A whole conversation written by an expert.
+/// A whole conversation of an expert.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ExpertEpisode {
-    /// Opening messages, as [`crate::opening_messages`] builds them.
+    /// The opening messages, as [`crate::opening_messages`] builds them.
     pub prompt: Vec<Message>,
-    /// Turns, in order.
+    /// The turns, in order.
     pub turns: Vec<ExpertTurn>,
 }
 
-/// Token ids with one loss weight each.
+/// A training example for supervised learning: token ids with one loss weight each.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Supervised {
-    /// Token ids `[T]`.
+pub struct SupervisedExample {
+    /// Token ids, `[T]`.
     pub token_ids: Vec<TokenId>,
     /// Loss weight of each token as a *target*, `[T]`, ≥ 0.
     pub weights: Vec<f32>,
 }
 
 impl ExpertEpisode {
-    /// The rendered text, for tokenizer training.
+    /// The rendered conversation, for training a tokenizer.
     ///
     /// # Errors
-    /// When the template refuses the conversation.
+    /// If the template rejects the conversation.
     pub fn text(&self, template: &ChatTemplate) -> Result<String, minijinja::Error> {
         let mut messages = self.prompt.clone();
         for turn in &self.turns {
@@ -58,12 +58,18 @@ impl ExpertEpisode {
         template.render(&messages, &[], false)
     }
 
-    /// Token ids and weights: each turn's tokens weigh what the turn says, all others
-    /// `other_weight` (0.25 is a good value for a small model that learns the format too).
+    /// Token ids and loss weights of the conversation.
+    ///
+    /// The tokens of each turn have the turn's weight, all others `other_weight` (0.25 works well
+    /// for a small model that must learn the format too).
     ///
     /// # Errors
-    /// When the template or the tokenizer fails.
-    pub fn supervised(&self, chat: &ChatModel, other_weight: f32) -> Result<Supervised, ChatError> {
+    /// If the template or the tokenizer fails.
+    pub fn supervised_example(
+        &self,
+        chat: &ChatModel,
+        other_weight: f32,
+    ) -> Result<SupervisedExample, ChatError> {
         let mut token_ids = chat.prompt(&self.prompt)?.to_vec();
         let mut weights = vec![other_weight; token_ids.len()];
         for (index, turn) in self.turns.iter().enumerate() {
@@ -76,6 +82,6 @@ impl ExpertEpisode {
                 weights.resize(token_ids.len(), other_weight);
             }
         }
-        Ok(Supervised { token_ids, weights })
+        Ok(SupervisedExample { token_ids, weights })
     }
 }

@@ -1,4 +1,4 @@
-//! A world small enough to hold in the head: one file, one bug, one test.
+//! The toy task: one file, one bug, one test.
 
 use crate::sandbox::{FakeExec, FakeTree};
 use orchestrate_tasks::{Origin, Split, Task, TaskFile, TestStatus, Verdict};
@@ -10,8 +10,8 @@ pub const TOY_FIX: &str = "    return sum(items)";
 
 const TEST: &str = "test_total";
 
-/// `total.py` forgets the last item. `run-tests` needs the hidden file, and passes when the fix is
-/// in place.
+/// The toy task: `total.py` forgets the last item. `run-tests` needs the hidden file, and passes if
+/// [`TOY_FIX`] is in place.
 pub fn toy_task() -> Task {
     let file =
         |path: &str, content: &str| TaskFile { path: path.to_owned(), content: content.to_owned() };
@@ -36,7 +36,8 @@ pub fn toy_task() -> Task {
     }
 }
 
-/// A shell that knows `cat F`, `echo TEXT`, `rm F`, `plant F`, `false`, `hang`, and `run-tests`.
+/// A shell with the commands `cat F`, `echo TEXT`, `rm F`, `plant F`, `false`, `hang` and
+/// `run-tests`.
 pub fn toy_shell(tree: &mut FakeTree, script: &str) -> FakeExec {
     let (program, argument) = script.split_once(' ').unwrap_or((script, ""));
     match program {
@@ -69,8 +70,8 @@ pub fn toy_shell(tree: &mut FakeTree, script: &str) -> FakeExec {
     }
 }
 
-/// Judges the log of the toy's `run-tests`.
-pub fn judge_toy(task: &Task, log: &str) -> Verdict {
+/// Grades the log of the toy task's `run-tests`.
+pub fn grade_toy(task: &Task, log: &str) -> Verdict {
     let status = |line: &str| match line.split_once(' ') {
         Some(("PASSED", name)) => Some((name.to_owned(), TestStatus::Passed)),
         Some(("FAILED", name)) => Some((name.to_owned(), TestStatus::Failed)),

@@ -4,8 +4,8 @@ use orchestrate_tasks::{Origin, Split, Task, TaskFile, Verdict};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Task number `index`, whose problem statement has about `words` words of its own: tasks differ
-/// from their first words on, so that only a group's members share a prompt.
+/// Task number `index`, with a problem statement of `words` words (at least one) that no other task
+/// has. Tasks differ from their first word on, so that only the episodes of a group share a prompt.
 pub fn task(index: usize, words: usize) -> Task {
     let statement: Vec<String> = (0..words.max(1)).map(|word| format!("w{index}x{word}")).collect();
     Task {
@@ -26,8 +26,8 @@ pub fn task(index: usize, words: usize) -> Task {
     }
 }
 
-/// Who submits has solved it.
-pub fn judge(_task: &Task, _log: &str) -> Verdict {
+/// Grades any log with reward 1: an episode that submits has solved its task.
+pub fn grade(_task: &Task, _log: &str) -> Verdict {
     Verdict {
         reward: 1.0,
         official_reward: 1.0,

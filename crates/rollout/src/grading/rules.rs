@@ -1,0 +1,57 @@
+//! The rules that turn a test log into a verdict.
+
+use orchestrate_tasks::swe::Harness;
+use orchestrate_tasks::{Task, Verdict};
+
+/// Turns the log of a task's hidden tests into a verdict. [`grade_by_summary`] fits every family
+/// that prints pytest's short test summary.
+pub type LogGrader = fn(&Task, &str) -> Verdict;
+
+/// The rules by which changes are graded.
+#[derive(Debug, Clone, Copy)]
+pub struct GradingRules {
+    /// Grades logs with pytest's short test summary.
+    pub grade_log: LogGrader,
+    /// Version of SWE-bench's harness whose rules apply to SWE-bench tasks.
+    pub harness: Harness,
+    /// Whether changes to tests, and to files that pytest reads by itself, are left out of the
+    /// graded tree of an R2E-Gym task, whose hidden tests import such files.
+    pub exclude_test_changes: bool,
+}
+
+impl GradingRules {
+    /// The strict rules, with `grade_log` for logs with a summary.
+    pub fn new(grade_log: LogGrader) -> Self {
+        Self { grade_log, harness: Harness::default(), exclude_test_changes: true }
+    }
+}
+
+/// The strict rule for pytest's short test summary: every expected test must have its expected
+/// status.
+pub fn grade_by_summary(task: &Task, log: &str) -> Verdict {
+    orchestrate_tasks::grade(log, &task.expected)
+}
+
+/// R2E-Gym's own rule for pytest's short test summary, including its known defects.
+pub fn grade_as_r2e(task: &Task, log: &str) -> Verdict {
+    let verdict = grade_by_summary(task, log);
+    Verdict { reward: verdict.official_reward, ..verdict }
+}
+
+#[cfg(test)]
+mod tests {
+    use orchestrate_testkit::toy_task;
+
+    #[test]
+    fn official_rule_has_known_defects_and_strict_rule_does_not() {
+        let mut task = toy_task();
+        task.expected = [("a".to_owned(), orchestrate_tasks::TestStatus::Passed)].into();
+        let forged = "short test summary info\nPASSED t::a\nshort test summary info\nFAILED t::a";
+        let nameless = "short test summary info\nERROR t.py - ImportError";
+        for log in [forged, nameless] {
+            let reward = |compat: crate::RewardCompat| (compat.log_grader())(&task, log).reward;
+            assert!(reward(crate::RewardCompat::Strict) < 0.5, "{log}");
+            assert!(reward(crate::RewardCompat::R2e) > 0.5, "{log}");
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! A policy's calls, their limits and their results: what scaffolds and tools exchange.
+
+use crate::api::Action;
+use orchestrate_sandbox::ExecResult;
+use serde_json::json;
+use std::time::Duration;
+
+/// Separates what a command wrote to stdout from what it wrote to stderr, where a scaffold shows
+/// the streams apart.
+pub(crate) const STDERR_MARKER: &str = "\n[orchestrate: stderr]\n";
+
+/// A call of the policy, with its arguments checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Call {
+    /// Runs a shell command.
+    Bash {
+        /// The command line.
+        command: String,
+    },
+    /// Changes or creates a file with the `edit` tool.
+    Edit {
+        /// Path as the policy wrote it.
+        path: String,
+        /// What to change.
+        change: Change,
+    },
+    /// Uses R2E-Gym's `file_editor`.
+    Editor {
+        /// Path as the policy wrote it.
+        path: String,
+        /// What to do with the file.
+        command: EditorCommand,
+    },
+    /// Searches a text in a file, or in the Python files of a folder.
+    Search {
+        /// The text.
+        term: String,
+        /// Path as the policy wrote it.
+        path: String,
+    },
+    /// Ends the episode and hands in the repository.
+    Submit,
+}
+
+/// The change that an `edit` call makes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Change {
+    /// Replaces the only occurrence of `old` by `new`; an empty `old` creates the file.
+    Replace {
+        /// Text to find.
+        old: String,
+        /// Text to put in its place.
+        new: String,
+    },
+    /// Replaces one line.
+    Line {
+        /// Line number, from 1.
+        line: usize,
+        /// The line's new text, without its line end.
+        new: String,
+    },
+}
+
+/// A command of R2E-Gym's `file_editor`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EditorCommand {
+    /// Shows a Python file with line numbers, or a folder two levels deep.
+    View {
+        /// First and last line, from 1; −1 stands for the last line of the file.
+        range: Option<(i64, i64)>,
+        /// Whether to leave out the bodies of functions.
+        concise: bool,
+    },
+    /// Creates a file.
+    Create {
+        /// The file's content.
+        text: String,
+    },
+    /// Replaces the only occurrence of a text.
+    Replace {
+        /// Text to find.
+        old: String,
+        /// Text to put in its place.
+        new: String,
+    },
+    /// Inserts text after a line.
+    Insert {
+        /// Line number, from 1; 0 inserts at the start of the file.
+        line: i64,
+        /// The text, without its last line end.
+        text: String,
+    },
+    /// Undoes the last edit of a file.
+    Undo,
+}
+
+impl Call {
+    /// The call in the form that all scaffolds share: `bash`, `view`, `edit`, `search` or `submit`.
+    pub(crate) fn action(&self) -> Action {
+        let action = |name: &str, arguments| Action { name: name.to_owned(), arguments };
+        match self {
+            Self::Bash { command } => action("bash", json!({"command": command})),
+            Self::Edit { path, change: Change::Replace { old, new } } => {
+                action("edit", json!({"path": path, "old_str": old, "new_str": new}))
+            }
+            Self::Edit { path, change: Change::Line { line, new } } => {
+                action("edit", json!({"path": path, "line": line, "new": new}))
+            }
+            Self::Editor { path, command } => match command {
+                EditorCommand::View { range, concise } => {
+                    action("view", json!({"path": path, "view_range": range, "concise": concise}))
+                }
+                EditorCommand::Create { text } => {
+                    action("edit", json!({"path": path, "old_str": "", "new_str": text}))
+                }
+                EditorCommand::Replace { old, new } => {
+                    action("edit", json!({"path": path, "old_str": old, "new_str": new}))
+                }
+                EditorCommand::Insert { line, text } => {
+                    action("edit", json!({"path": path, "insert_line": line, "new_str": text}))
+                }
+                EditorCommand::Undo => action("edit", json!({"path": path, "undo": true})),
+            },
+            Self::Search { term, path } => {
+                action("search", json!({"search_term": term, "path": path}))
+            }
+            Self::Submit => action("submit", json!({})),
+        }
+    }
+}
+
+/// A mistake of the policy: the observation that explains it. Never a failure of the
+/// infrastructure.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Mistake(pub String);
+
+/// Limits of one tool call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ToolLimits {
+    /// Longest time for one command.
+    pub(crate) command_timeout: Duration,
+    /// Most characters of one observation.
+    pub(crate) observation_chars: usize,
+}
+
+/// The result of a call.
+#[derive(Debug)]
+pub(crate) enum ToolResult {
+    /// A command of the policy ended.
+    Command(ExecResult),
+    /// One of our tools answered with this text.
+    Text(String),
+    /// The policy ended the episode.
+    Submitted,
+}
