@@ -118,7 +118,7 @@ impl EpisodeRows {
         prompt: usize,
         version: PolicyVersion,
     ) -> Result<(), RowsRefused> {
-        let total = prompt + reply.output_ids.len();
+        let total = prompt + reply.output_ids().len();
         let Some(rows) = reply.routed_experts.take() else {
             let words = "routing rows were asked for, none came";
             return Err(RowsRefused::Rows(words.to_owned()));
@@ -129,7 +129,7 @@ impl EpisodeRows {
             let words = format!("routing rows end at {end}, needed {needed}");
             return Err(RowsRefused::Rows(words));
         }
-        let first = reply.versions.first().map_or(version, |span| span.version);
+        let first = reply.versions().first().map_or(version, |span| span.version);
         let moved = self.sharing.scope == SharingScope::Worker && self.worker != reply.worker;
         let seed_is_other =
             self.chain.as_ref().is_some_and(|chain| moved || chain.version() != first);
@@ -227,7 +227,7 @@ fn versions(
 ) -> Vec<RowVersion> {
     let mut versions: Vec<RowVersion> = Vec::new();
     let mut next = start;
-    for span in &reply.versions {
+    for span in reply.versions() {
         let until = (prompt + span.end).saturating_sub(1).clamp(next, end);
         versions.push(RowVersion { start: next, end: until, version: span.version });
         next = until;

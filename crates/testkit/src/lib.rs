@@ -9,6 +9,6 @@ mod engine;
 mod sandbox;
 mod world;
 
-pub use engine::{EngineScript, FakeEngine, FakeReply, toy_shape, well_behaved};
+pub use engine::{EngineScript, FakeEngine, FakeReply, FakeRequest, toy_shape, well_behaved};
 pub use sandbox::{FakeExec, FakeSandboxes, FakeTree, Operation, ScriptedSandbox, Shell};
 pub use world::{TOY_FIX, judge_toy, toy_shell, toy_task};
