@@ -9,7 +9,7 @@ use futures::future::join_all;
 use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TrainerSink};
 use orchestrate_engine::{
     ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EnginePlan, Fleet,
-    FleetWorker, FleetOptions, Worker, discover, unknown_shape,
+    FleetOptions, FleetWorker, Worker, discover, unknown_shape,
 };
 use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;

@@ -6,8 +6,7 @@ use async_trait::async_trait;
 use std::fmt;
 
 /// What training requires of a server, for error messages.
-pub(crate) const TRAINING_REQUIREMENTS: &str =
-    "training needs the ids and log-probs of the sampled tokens and the routed experts: SGLang \
+pub(crate) const TRAINING_REQUIREMENTS: &str = "training needs the ids and log-probs of the sampled tokens and the routed experts: SGLang \
      0.5.12 or later (/generate, --enable-return-routed-experts), or vLLM 0.31 or later \
      (/inference/v1/generate, --enable-scale-out, --enable-return-routed-experts, \
      VLLM_SERVER_DEV_MODE=1)";

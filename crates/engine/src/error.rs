@@ -89,15 +89,10 @@ impl EngineErrorKind {
 
     /// The routing rows' own error, where they made a reply invalid.
     pub(crate) fn routing(&self) -> Option<&RoutingError> {
-        match self {
-            Self::InvalidReply(ErrorDetail { cause: Some(Cause::Routing(error)), .. }) => {
-                Some(error)
-            }
-            Self::InvalidReply(_)
-            | Self::Unreachable(_)
-            | Self::TimedOut(_)
-            | Self::Refused { .. }
-            | Self::Unsupported(_) => None,
+        let Self::InvalidReply(detail) = self else { return None };
+        match detail.cause.as_deref() {
+            Some(Cause::Routing(error)) => Some(error),
+            Some(_) | None => None,
         }
     }
 }
@@ -108,7 +103,8 @@ impl EngineErrorKind {
 #[derive(Debug)]
 pub struct ErrorDetail {
     message: String,
-    cause: Option<Cause>,
+    /// Boxed, because it is larger than everything else in an error.
+    cause: Option<Box<Cause>>,
 }
 
 /// The foreign errors that engine errors stem from.
@@ -157,7 +153,7 @@ cause_from! {
 impl ErrorDetail {
     /// A message about `cause`, which is displayed after it. The message may be empty.
     pub(crate) fn caused_by(message: impl Into<String>, cause: impl Into<Cause>) -> Self {
-        Self { message: message.into(), cause: Some(cause.into()) }
+        Self { message: message.into(), cause: Some(Box::new(cause.into())) }
     }
 }
 
@@ -189,7 +185,7 @@ impl fmt::Display for ErrorDetail {
 
 impl Error for ErrorDetail {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
-        self.cause.as_ref().map(Cause::error)
+        self.cause.as_deref().map(Cause::error)
     }
 }
 
@@ -206,10 +202,11 @@ mod tests {
             call: "discover",
             kind: EngineErrorKind::Unreachable(detail),
         };
-        let text = "engine http://a:1 (discover): unreachable: cannot resolve `a`: connection refused";
+        let text =
+            "engine http://a:1 (discover): unreachable: cannot resolve `a`: connection refused";
         assert_eq!(error.to_string(), text);
-        let chain = std::iter::successors(Some(&error as &dyn Error), |error| error.source());
-        let io = chain.filter_map(|error| error.downcast_ref::<io::Error>()).next();
+        let detail = error.source().and_then(Error::source);
+        let io = detail.and_then(Error::source).and_then(<dyn Error>::downcast_ref::<io::Error>);
         assert_eq!(io.unwrap().kind(), io::ErrorKind::ConnectionRefused);
         let plain = EngineErrorKind::invalid_reply("`choices`: missing");
         assert_eq!(plain.to_string(), "sent an invalid reply: `choices`: missing");

@@ -113,7 +113,12 @@ impl Server {
 
     /// A request that samples. Its headers name the conversation for routers between us and the
     /// server.
-    pub(crate) fn sampling_request(&self, call: &'static str, body: String, session: &str) -> RequestBuilder {
+    pub(crate) fn sampling_request(
+        &self,
+        call: &'static str,
+        body: String,
+        session: &str,
+    ) -> RequestBuilder {
         // A wrapped body cannot be cloned. Otherwise the client would hold a second copy until the
         // reply arrives, to send it again after a redirect or for a retry; we do neither.
         let body = reqwest::Body::wrap(body);

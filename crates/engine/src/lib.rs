@@ -39,9 +39,7 @@ pub use fleet::{Fleet, FleetOptions, FleetWorker, WorkerStatus, discover};
 pub use generation::{Finish, Generation, MessageReply, Reply, SampledTokens, VersionSpan};
 pub use kind::EngineKind;
 pub use message::{AssistantMessage, ChatMessage, FunctionCall, ToolCall};
-pub use request::{
-    GenerateRequest, MessagePrompt, Prompt, Sampling, SessionOpening, TokenPrompt,
-};
+pub use request::{GenerateRequest, MessagePrompt, Prompt, Sampling, SessionOpening, TokenPrompt};
 pub use sglang::Sglang;
 pub use vllm::Vllm;
 

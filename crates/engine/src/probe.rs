@@ -1,9 +1,7 @@
 //! The capability probe of a server: what it reports, then a few tokens sampled from it.
 
 use crate::api::Engine as _;
-use crate::capability::{
-    CapabilityFinding, ProbeReport, Severity, TRAINING_REQUIREMENTS, Worker,
-};
+use crate::capability::{CapabilityFinding, ProbeReport, Severity, TRAINING_REQUIREMENTS, Worker};
 use crate::client::Client;
 use crate::dialect::Dialect;
 use crate::error::{EngineError, EngineErrorKind};
@@ -48,15 +46,12 @@ impl<D: Dialect> Worker for Client<D> {
             findings: capabilities.findings,
         };
         let routing_off = probe.findings.iter().any(|finding| finding.name == "routing-off");
-        let sampled = if routing_off { probe.sample_without_rows().await } else { probe.sample().await };
+        let sampled =
+            if routing_off { probe.sample_without_rows().await } else { probe.sample().await };
         match sampled {
             Ok(()) => {}
             Err(kind) if is_unreachable(&kind) => {
-                return Err(EngineError {
-                    engine: self.url().to_owned(),
-                    call: D::GENERATE,
-                    kind,
-                });
+                return Err(EngineError { engine: self.url().to_owned(), call: D::GENERATE, kind });
             }
             Err(kind) => probe.findings.push(failed_generation::<D>(&kind)),
         }
@@ -84,9 +79,10 @@ fn failed_generation<D: Dialect>(kind: &EngineErrorKind) -> CapabilityFinding {
             "serve with a MoE kernel that reports its choices (SGLang: --moe-runner-backend \
              triton), and without pipeline stages",
         ),
-        (Some(RoutingError::ExpertRange { .. }), _) => {
-            ("physical-experts", "serve without expert load balancing, or set engine.model to the served model")
-        }
+        (Some(RoutingError::ExpertRange { .. }), _) => (
+            "physical-experts",
+            "serve without expert load balancing, or set engine.model to the served model",
+        ),
         (Some(RoutingError::DenseLayer { .. }), _) => {
             ("dense-layers", "set engine.model to the folder of the served model")
         }

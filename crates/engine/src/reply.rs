@@ -80,10 +80,7 @@ pub(crate) fn parse<'de, T: Deserialize<'de>>(body: &'de [u8]) -> Result<T, Engi
     serde_json::from_slice(body).map_err(|error| explain::<T>(body, error))
 }
 
-fn explain<'de, T: Deserialize<'de>>(
-    body: &'de [u8],
-    error: serde_json::Error,
-) -> EngineErrorKind {
+fn explain<'de, T: Deserialize<'de>>(body: &'de [u8], error: serde_json::Error) -> EngineErrorKind {
     if let Some(message) = error_message(body) {
         let message = format!("HTTP success with an error inside: {message}");
         return EngineErrorKind::invalid_reply(message);
@@ -254,7 +251,10 @@ impl TokenCounts<'_> {
         let prompt = expected.prompt_tokens;
         match self.prompt {
             (field, Some(found)) if found != prompt => {
-                return Err(invalid_field(field, format!("{found} tokens, but {prompt} were sent")));
+                return Err(invalid_field(
+                    field,
+                    format!("{found} tokens, but {prompt} were sent"),
+                ));
             }
             (field, None) if !never_ran => return Err(invalid_field(field, "missing")),
             (_, Some(_) | None) => {}

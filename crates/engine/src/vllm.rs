@@ -123,7 +123,9 @@ impl Dialect for Vllm {
             info: EngineInfo {
                 engine: format!("vllm {}", version.version.as_deref().unwrap_or("?")),
                 model_path: first.map(|model| model.root.unwrap_or(model.id)).unwrap_or_default(),
-                routed_experts: settings.as_ref().is_some_and(ServerSettings::returns_routed_experts),
+                routed_experts: settings
+                    .as_ref()
+                    .is_some_and(ServerSettings::returns_routed_experts),
                 policy_version,
                 context,
                 page_size: block.unwrap_or(1).max(1),

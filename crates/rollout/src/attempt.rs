@@ -210,11 +210,7 @@ impl<'a> Attempt<'a> {
         Event::Generated { finish, sampled, total_tokens: self.buffer.prompt_len() }
     }
 
-    async fn try_generate(
-        &mut self,
-        turn: u32,
-        max_new_tokens: usize,
-    ) -> Result<Reply, NoReply> {
+    async fn try_generate(&mut self, turn: u32, max_new_tokens: usize) -> Result<Reply, NoReply> {
         let Some(deadline) = self.deadline else {
             return Err(NoReply::Failed("the episode's time limit was not started".to_owned()));
         };
@@ -283,8 +279,7 @@ impl<'a> Attempt<'a> {
         };
         let chat = &self.runner.chat;
         let TurnText { text, kept } = dialogue.push_turn(reply.message);
-        let mut output_ids =
-            chat.encode(&kept).map_err(|error| failed(Stage::Generate, error))?;
+        let mut output_ids = chat.encode(&kept).map_err(|error| failed(Stage::Generate, error))?;
         if reply.finish == Finish::Stop {
             output_ids.push(chat.end_of_turn());
         }
@@ -388,9 +383,9 @@ impl<'a> Attempt<'a> {
         let Some(rows) = &mut self.rows else { return Ok(()) };
         rows.accept(generation, prompt, self.version).map_err(|refused| match refused {
             RowsRefused::Rows(problem) => Refusal::Routing(problem),
-            RowsRefused::Seed => {
-                Refusal::Reply("the weights changed after rows came from the prefix cache".to_owned())
-            }
+            RowsRefused::Seed => Refusal::Reply(
+                "the weights changed after rows came from the prefix cache".to_owned(),
+            ),
         })
     }
 

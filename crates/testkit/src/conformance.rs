@@ -218,7 +218,7 @@ pub async fn turns_join_whichever_rows_are_requested(subject: &Subject) -> Kept 
     for turn in 0.. {
         let Some(prompt) = (subject.prompts)(turn, &so_far) else { break };
         promise!(prompt.starts_with(&so_far), "turn {turn} does not continue the one before");
-        let whole = subject.generate(subject.request(&prompt, Some(0))).await?;
+        let mut whole = subject.generate(subject.request(&prompt, Some(0))).await?;
         let length = prompt.len();
         for start in [so_far.len(), length] {
             let part = subject.generate(subject.request(&prompt, Some(start))).await?;
@@ -238,9 +238,12 @@ pub async fn turns_join_whichever_rows_are_requested(subject: &Subject) -> Kept 
             });
         }
         let without_rows = subject.generate(subject.request(&prompt, None)).await?;
-        promise!(without_rows.output_ids() == whole.output_ids(), "tokens depend on whether rows are requested");
+        promise!(
+            without_rows.output_ids() == whole.output_ids(),
+            "tokens depend on whether rows are requested"
+        );
         let total = length + whole.output_ids().len();
-        let Some(rows) = whole.routed_experts else {
+        let Some(rows) = whole.routed_experts.take() else {
             return Err(BrokenPromise("no rows for a whole turn".to_owned()));
         };
         let pushed = mask.push(rows, total, PolicyVersion(0)).map_err(broken)?;
@@ -272,7 +275,11 @@ pub async fn a_stop_token_ends_a_turn_and_is_kept(subject: &Subject) -> Kept {
         whole.output_ids().iter().copied().take_while(|&id| id != stop).collect();
     promise!(*got.finish() == Finish::Stop, "it ended with {:?}", got.finish());
     promise!(got.output_ids() == [expected, vec![stop]].concat(), "tokens {:?}", got.output_ids());
-    promise!(*whole.finish() == Finish::Length, "without stop tokens it ended with {:?}", whole.finish());
+    promise!(
+        *whole.finish() == Finish::Length,
+        "without stop tokens it ended with {:?}",
+        whole.finish()
+    );
     Ok(())
 }
 
@@ -338,16 +345,15 @@ pub async fn concurrent_requests_do_not_mix(subject: &Subject) -> Kept {
     let first = (subject.prompts)(0, &[]).unwrap_or_default();
     let other = subject.generate(subject.request(&first, Some(0))).await?;
     let generate = |tokens: &[TokenId]| subject.generate(subject.request(tokens, Some(0)));
-    let together = tokio::join!(
-        generate(&prompt),
-        generate(&first),
-        generate(&prompt),
-        generate(&first)
-    );
+    let together =
+        tokio::join!(generate(&prompt), generate(&first), generate(&prompt), generate(&first));
     for (got, expected) in
         [(together.0?, &alone), (together.1?, &other), (together.2?, &alone), (together.3?, &other)]
     {
-        promise!(got.output_ids() == expected.output_ids(), "replies differ between concurrent requests");
+        promise!(
+            got.output_ids() == expected.output_ids(),
+            "replies differ between concurrent requests"
+        );
     }
     Ok(())
 }
@@ -387,7 +393,11 @@ pub async fn a_sync_versions_every_token_and_clears_the_cache(subject: &Subject)
         synced.map_err(|error| BrokenPromise(format!("sync: {error}")))?;
         let got = subject.generate(subject.request(&prompt, Some(0))).await?;
         promise!(got.versions().iter().all(|span| span.version == version), "{:?}", got.versions());
-        promise!(got.cached_tokens == 0, "{} tokens were cached under the old weights", got.cached_tokens);
+        promise!(
+            got.cached_tokens == 0,
+            "{} tokens were cached under the old weights",
+            got.cached_tokens
+        );
         let info = subject.engine.info().await;
         let info = info.map_err(|error| BrokenPromise(format!("info: {error}")))?;
         promise!(info.policy_version == Some(version), "info says {:?}", info.policy_version);
@@ -426,7 +436,9 @@ pub async fn all(subject: &Subject) -> Kept {
     an_abort_returns_what_was_sampled(subject).await.map_err(named("abort"))?;
     callers_that_disconnect_do_no_harm(subject).await.map_err(named("leave"))?;
     concurrent_requests_do_not_mix(subject).await.map_err(named("together"))?;
-    prompts_that_cannot_be_served_are_refused_permanently(subject).await.map_err(named("refuse"))?;
+    prompts_that_cannot_be_served_are_refused_permanently(subject)
+        .await
+        .map_err(named("refuse"))?;
     a_sync_versions_every_token_and_clears_the_cache(subject).await.map_err(named("sync"))?;
     after_a_failed_sync_nothing_is_sampled(subject).await.map_err(named("failed sync"))
 }

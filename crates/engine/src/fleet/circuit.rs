@@ -192,8 +192,7 @@ mod tests {
             (Circuit::Recovering, Event::SyncSucceeded, Circuit::HEALTHY),
             (Circuit::Recovering, Event::SyncFailed, Circuit::Open),
         ];
-        for state in
-            [Circuit::HEALTHY, last, Circuit::Syncing, Circuit::Open, Circuit::Recovering]
+        for state in [Circuit::HEALTHY, last, Circuit::Syncing, Circuit::Open, Circuit::Recovering]
         {
             for event in EVENTS {
                 let found = state.step(event);

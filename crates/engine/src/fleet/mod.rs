@@ -112,8 +112,7 @@ impl Engine for Fleet {
     /// What all workers in service have in common. An error if one of them cannot be asked.
     async fn info(&self) -> Result<EngineInfo, EngineError> {
         let mut common: Option<EngineInfo> = None;
-        for worker in self.shared.workers.iter().filter(|worker| worker.circuit().is_in_service())
-        {
+        for worker in self.shared.workers.iter().filter(|worker| worker.circuit().is_in_service()) {
             let info = worker.engine().info().await?;
             common = Some(match common {
                 None => info,

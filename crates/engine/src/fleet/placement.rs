@@ -282,7 +282,8 @@ impl Placement {
     fn least_loaded(&self, avoided: Option<usize>) -> Option<WorkerRank> {
         let in_service = self.slots.iter().enumerate().filter(|(_, slot)| slot.in_service);
         let places = in_service.flat_map(|(worker, slot)| {
-            let place = move |(rank, load): (usize, &RankLoad)| (*load, WorkerRank { worker, rank });
+            let place =
+                move |(rank, load): (usize, &RankLoad)| (*load, WorkerRank { worker, rank });
             slot.ranks.iter().enumerate().map(place)
         });
         places

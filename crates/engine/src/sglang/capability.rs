@@ -6,7 +6,8 @@ use serde::Deserialize;
 /// The first release that respects the start of the routing rows.
 const OLDEST_RELEASE: Release = (0, 5, 12);
 /// MoE backends that hide the chosen experts and report zeros.
-const BACKENDS_WITHOUT_ROUTING: [&str; 3] = ["flashinfer_trtllm", "flashinfer_mxfp4", "triton_kernel"];
+const BACKENDS_WITHOUT_ROUTING: [&str; 3] =
+    ["flashinfer_trtllm", "flashinfer_mxfp4", "triton_kernel"];
 
 /// The relevant part of `/server_info`. Any field may be absent: older servers have fewer.
 #[derive(Debug, Default, Deserialize)]
@@ -87,7 +88,12 @@ impl ServerInfo {
         let mut findings = Vec::new();
         if self.engine.is_none() {
             let defect = "the start of the routing rows is accepted and ignored";
-            findings.extend(check_version("SGLang", self.version.as_deref(), OLDEST_RELEASE, defect));
+            findings.extend(check_version(
+                "SGLang",
+                self.version.as_deref(),
+                OLDEST_RELEASE,
+                defect,
+            ));
         }
         if !is_on(self.enable_return_routed_experts) {
             findings.push(CapabilityFinding::refusal(
@@ -169,14 +175,16 @@ impl ServerInfo {
 
     fn judge_experts(&self, findings: &mut Vec<CapabilityFinding>) {
         let backend = self.moe_runner_backend.as_deref();
-        if let Some(backend) = backend.filter(|backend| BACKENDS_WITHOUT_ROUTING.contains(backend)) {
+        if let Some(backend) = backend.filter(|backend| BACKENDS_WITHOUT_ROUTING.contains(backend))
+        {
             findings.push(CapabilityFinding::refusal(
                 "moe-backend",
                 format!("the MoE kernel {backend} hides the chosen experts"),
                 "start it with --moe-runner-backend triton",
             ));
         }
-        let moved = self.init_expert_location.as_deref().is_some_and(|location| location != "trivial");
+        let moved =
+            self.init_expert_location.as_deref().is_some_and(|location| location != "trivial");
         let redundant = self.ep_num_redundant_experts.is_some_and(|count| count > 0);
         if is_on(self.enable_eplb) || redundant || moved {
             findings.push(CapabilityFinding::warning(

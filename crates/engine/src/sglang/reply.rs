@@ -67,10 +67,7 @@ impl<'de> Deserialize<'de> for Matched {
 }
 
 /// Parses and checks a reply in full.
-pub(super) fn read(
-    body: &[u8],
-    expected: &ExpectedReply,
-) -> Result<CheckedReply, EngineErrorKind> {
+pub(super) fn read(body: &[u8], expected: &ExpectedReply) -> Result<CheckedReply, EngineErrorKind> {
     let split = SplitBody::new(body)?;
     let Reply { output_ids: PerToken(output_ids), meta_info: meta } = split.parse()?;
     check_id("meta_info.id", &meta.id, &expected.request_id)?;

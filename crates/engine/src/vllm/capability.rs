@@ -108,7 +108,10 @@ impl ServerSettings {
 }
 
 /// All unsupported or doubtful properties of a server.
-pub(super) fn findings(version: Option<&str>, settings: Option<&ServerSettings>) -> Vec<CapabilityFinding> {
+pub(super) fn findings(
+    version: Option<&str>,
+    settings: Option<&ServerSettings>,
+) -> Vec<CapabilityFinding> {
     let defect = "routed experts could be lost with the prefix cache";
     let mut findings: Vec<CapabilityFinding> =
         check_version("vLLM", version, OLDEST_RELEASE, defect).into_iter().collect();

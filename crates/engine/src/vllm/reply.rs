@@ -68,10 +68,7 @@ pub(super) fn server_id(request_id: &str) -> String {
 }
 
 /// Parses and checks a reply in full.
-pub(super) fn read(
-    body: &[u8],
-    expected: &ExpectedReply,
-) -> Result<CheckedReply, EngineErrorKind> {
+pub(super) fn read(body: &[u8], expected: &ExpectedReply) -> Result<CheckedReply, EngineErrorKind> {
     let split = SplitBody::new(body)?;
     let reply: Reply<'_> = split.parse()?;
     check_id("request_id", &reply.request_id, &server_id(&expected.request_id))?;
@@ -134,9 +131,7 @@ fn finish(reason: Option<&str>) -> Result<Finish, EngineErrorKind> {
         Some("stop") => Ok(Finish::Stop),
         Some("length") => Ok(Finish::Length),
         Some("abort") => Ok(Finish::Abort),
-        Some(other) => {
-            Err(invalid_field(FINISH, format!("`{}` is unknown", truncated(other))))
-        }
+        Some(other) => Err(invalid_field(FINISH, format!("`{}` is unknown", truncated(other)))),
         None => Err(invalid_field(FINISH, "missing")),
     }
 }

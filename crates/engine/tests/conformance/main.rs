@@ -43,13 +43,11 @@ async fn fake_subject() -> Option<Subject> {
 fn abort_over_http(kind: EngineKind, options: &ClientOptions) -> Box<Abort> {
     let (url, key) = (options.url.clone(), options.api_key.clone().unwrap_or_default());
     Box::new(move |id| {
-        let (route, body) = match kind {
-            EngineKind::Sglang => ("/abort_request", json!({"rid": id.as_str()})),
-            EngineKind::Vllm => (
-                "/inference/v1/abort_requests",
-                json!({"request_ids": [format!("generate-tokens-{id}")]}),
-            ),
-            EngineKind::Openai => panic!("the chat API has no route to abort"),
+        let (route, body) = if kind == EngineKind::Vllm {
+            let ids = [format!("generate-tokens-{id}")];
+            ("/inference/v1/abort_requests", json!({"request_ids": ids}))
+        } else {
+            ("/abort_request", json!({"rid": id.as_str()}))
         };
         let post = reqwest::Client::new().post(format!("{url}{route}")).bearer_auth(&key);
         let post = post.json(&body);

@@ -53,7 +53,9 @@ async fn a_stopped_worker_is_found_by_probes_and_its_calls_move() {
     let mut calls = JoinSet::new();
     for session in ["a", "b", "c", "d"] {
         let fleet = fleet.clone();
-        calls.spawn(async move { sample(fleet.as_ref(), request(session, 10)).await.unwrap().worker });
+        calls.spawn(
+            async move { sample(fleet.as_ref(), request(session, 10)).await.unwrap().worker },
+        );
     }
     let found = calls.join_all().await;
     assert_eq!(found, ["w1"; 4]);
@@ -127,7 +129,8 @@ async fn a_request_that_crashes_workers_does_not_reach_them_all() {
 async fn a_dropped_call_frees_its_permit() {
     let (fleet, workers) = fleet(1, 1);
     workers[0].is(Mood::Slow);
-    let call = tokio::time::timeout(Duration::from_secs(1), sample(fleet.as_ref(), request("a", 10)));
+    let call =
+        tokio::time::timeout(Duration::from_secs(1), sample(fleet.as_ref(), request("a", 10)));
     call.await.unwrap_err();
     assert_eq!(fleet.status()[0].calls, 0);
     workers[0].is(Mood::Well);

@@ -2,7 +2,7 @@
 
 use camino::Utf8Path;
 use orchestrate_engine::{
-    Engine, EngineError, EngineErrorKind, EngineInfo, Finish, Fleet, FleetWorker, FleetOptions,
+    Engine, EngineError, EngineErrorKind, EngineInfo, Finish, Fleet, FleetOptions, FleetWorker,
     GenerateRequest, Generation, Prompt, Reply, SampledTokens, Sampling, TokenPrompt, VersionSpan,
 };
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, RunId};

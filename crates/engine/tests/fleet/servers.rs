@@ -1,7 +1,7 @@
 //! Servers over HTTP that are killed and restarted during conversations.
 
-use camino::Utf8Path;
 use crate::scripted::sample;
+use camino::Utf8Path;
 use orchestrate_engine::{
     Engine as _, Fleet, FleetOptions, FleetWorker, GenerateRequest, Prompt, SglangClient,
     SglangOptions, TokenPrompt,

@@ -352,7 +352,8 @@ async fn refuse_all<D: Dialect>(bases: Vec<Base>, spoils: &[Spoil]) -> usize {
             let Some(field) = spoil(&mut spoiled) else { continue };
             count += 1;
             *body.lock().unwrap() = spoiled.to_string();
-            let accepted = sample(&client, request.clone()).await.map(|got| got.output_ids().to_vec());
+            let accepted =
+                sample(&client, request.clone()).await.map(|got| got.output_ids().to_vec());
             assert!(accepted.is_err(), "{index} {field}: {accepted:?}");
             let error = accepted.unwrap_err();
             assert!(matches!(error.kind, EngineErrorKind::InvalidReply(_)), "{index}: {error}");

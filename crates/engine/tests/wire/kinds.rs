@@ -52,7 +52,9 @@ async fn a_server_of_the_other_kind_is_refused_with_the_setting_to_change() {
 
 #[tokio::test]
 async fn a_server_without_token_ids_is_refused_with_the_training_requirements() {
-    for (kind, message) in [("chat", "OpenAI-compatible"), ("page", "not recognised as an SGLang or vLLM server")] {
+    for (kind, message) in
+        [("chat", "OpenAI-compatible"), ("page", "not recognised as an SGLang or vLLM server")]
+    {
         let mut tasks = JoinSet::new();
         let url = server(&mut tasks, kind).await;
         for configured in [EngineKind::Sglang, EngineKind::Vllm] {

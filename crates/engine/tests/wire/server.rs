@@ -6,8 +6,8 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use orchestrate_engine::{
-    Client, ClientOptions, Dialect, Engine, EngineError, GenerateRequest, Generation, Prompt, Sampling,
-    TokenPrompt,
+    Client, ClientOptions, Dialect, Engine, EngineError, GenerateRequest, Generation, Prompt,
+    Sampling, TokenPrompt,
 };
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, RunId};
 use serde_json::{Value, json};
@@ -144,18 +144,20 @@ pub(crate) fn request(
 
 /// The prompt of a request in tokens.
 pub(crate) fn tokens(request: &GenerateRequest) -> &TokenPrompt {
-    match &request.prompt {
-        Prompt::Tokens(prompt) => prompt,
-        Prompt::Messages(_) => panic!("a prompt in messages"),
-    }
+    let prompt = match &request.prompt {
+        Prompt::Tokens(prompt) => Some(prompt),
+        Prompt::Messages(_) => None,
+    };
+    prompt.unwrap()
 }
 
 /// The prompt of a request in tokens.
 pub(crate) fn tokens_mut(request: &mut GenerateRequest) -> &mut TokenPrompt {
-    match &mut request.prompt {
-        Prompt::Tokens(prompt) => prompt,
-        Prompt::Messages(_) => panic!("a prompt in messages"),
-    }
+    let prompt = match &mut request.prompt {
+        Prompt::Tokens(prompt) => Some(prompt),
+        Prompt::Messages(_) => None,
+    };
+    prompt.unwrap()
 }
 
 /// Samples one turn in tokens.

@@ -71,7 +71,7 @@ async fn recorded_aborts_stops_and_short_replies_are_normal_results() {
         let client = replay::<Sglang>(&mut tasks, status, body).await;
         let got = sample(&client, request).await.unwrap();
         assert_eq!(*got.finish(), finish, "{name}");
-        let rows = got.routed_experts.unwrap();
+        let rows = got.routed_experts.as_ref().unwrap();
         assert_eq!(rows.rows(), prompt + got.output_ids().len() - 1 - start, "{name}");
     }
 }
@@ -203,7 +203,11 @@ async fn every_recorded_reply_has_a_row_for_each_input_from_the_start() {
         let got = sample(&client, request).await.unwrap_or_else(|error| panic!("{name}: {error}"));
         let rows = got.routed_experts.as_ref().map(orchestrate_routing::RoutedRows::rows);
         assert_eq!(rows, start.map(|start| prompt + got.output_ids().len() - 1 - start), "{name}");
-        assert_eq!(got.versions().last().map_or(0, |span| span.end), got.output_ids().len(), "{name}");
+        assert_eq!(
+            got.versions().last().map_or(0, |span| span.end),
+            got.output_ids().len(),
+            "{name}"
+        );
         assert!(got.cached_tokens < prompt, "the last token is always computed");
         aborted += u32::from(*got.finish() == Finish::Abort);
         stopped += u32::from(*got.finish() == Finish::Stop);

@@ -86,11 +86,12 @@ async fn every_recorded_reply_has_a_row_for_each_input_from_the_start() {
                 body = body.replace(&format!("\"{word}\""), "\"4\"");
             }
             let requested = request.sampling.max_new_tokens;
-            let (prompt, start) = (tokens(&request).ids.len(), tokens(&request).routed_experts_start.unwrap());
+            let (prompt, start) =
+                (tokens(&request).ids.len(), tokens(&request).routed_experts_start.unwrap());
             let client = replay::<Vllm>(&mut tasks, 200, body).await;
             let got =
                 sample(&client, request).await.unwrap_or_else(|error| panic!("{name}: {error}"));
-            let rows = got.routed_experts.unwrap();
+            let rows = got.routed_experts.as_ref().unwrap();
             assert_eq!(rows.rows(), prompt + got.output_ids().len() - 1 - start, "{name}");
             assert_eq!(got.versions().last().unwrap().end, got.output_ids().len(), "{name}");
             replies += 1;

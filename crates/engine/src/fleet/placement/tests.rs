@@ -56,7 +56,11 @@ fn conversations_of_a_lost_worker_move_once_and_stay() {
     assert_eq!(worker_of(&placement, "a"), None);
     assert_eq!(placement.begin_call("a", 12).map(|place| place.worker), Some(1));
     placement.put_back(0);
-    assert_eq!(worker_of(&placement, "a"), Some(1), "a worker that returns gets no conversations back");
+    assert_eq!(
+        worker_of(&placement, "a"),
+        Some(1),
+        "a worker that returns gets no conversations back"
+    );
     assert_eq!(placement.begin_call("c", 12).map(|place| place.worker), Some(0));
     assert_eq!(placement.moves(), 2);
 }
@@ -99,7 +103,8 @@ fn operation() -> impl Strategy<Value = Operation> {
     prop_oneof![
         (session.clone(), proptest::option::of(0usize..3), 1usize..500)
             .prop_map(|(session, group, tokens)| Operation::Open { session, group, tokens }),
-        (session.clone(), 1usize..500).prop_map(|(session, tokens)| Operation::Call { session, tokens }),
+        (session.clone(), 1usize..500)
+            .prop_map(|(session, tokens)| Operation::Call { session, tokens }),
         Just(Operation::End),
         session.clone().prop_map(|session| Operation::Close { session }),
         (0usize..3).prop_map(|worker| Operation::TakeOut { worker }),

@@ -11,7 +11,7 @@ use super::world::World;
 use crate::heap::Counting;
 use crate::output;
 use camino::Utf8Path;
-use orchestrate_engine::{Engine, Fleet, FleetWorker, FleetOptions, SglangClient, SglangOptions};
+use orchestrate_engine::{Engine, Fleet, FleetOptions, FleetWorker, SglangClient, SglangOptions};
 use orchestrate_rollout::{EpisodeRequest, EpisodeRunner, Episodes, Leads, RowSharing, Rules};
 use orchestrate_routing::{CacheOptions, MixedRows, PrefixCache, SharingScope};
 use orchestrate_sandbox::Limits as ContainerLimits;
