@@ -4,7 +4,6 @@ mod act;
 
 use crate::api::{EpisodeReport, EpisodeRequest, Timings, TurnLog};
 use crate::buffer::TokenBuffer;
-use crate::chat::ChatError;
 use crate::dialogue::{Dialogue, TurnText};
 use crate::editor::Editor;
 use crate::leads::{LeadKey, Leading, Part};

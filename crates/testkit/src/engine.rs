@@ -28,6 +28,8 @@ pub struct FakeRequest {
     pub routed_experts_start: Option<usize>,
     /// How to sample.
     pub sampling: Sampling,
+    /// Requests with a higher priority run first.
+    pub priority: i32,
     /// Maximum time that the call may take.
     pub deadline: Duration,
 }
@@ -319,6 +321,7 @@ impl Engine for FakeEngine {
             token_ids: prompt.ids,
             routed_experts_start: prompt.routed_experts_start,
             sampling: request.sampling,
+            priority: request.priority,
             deadline: request.deadline,
         };
         self.generate_tokens(request).await.map(Reply::Tokens)
