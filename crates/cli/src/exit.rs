@@ -145,7 +145,7 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
                 ),
                 EngineErrorKind::Refused { .. }
                 | EngineErrorKind::InvalidReply(_)
-                | EngineErrorKind::Unfit(_) => None,
+                | EngineErrorKind::Unsupported(_) => None,
             };
         }
         if let Some(StoreError::Exists { .. }) = cause.downcast_ref::<StoreError>() {

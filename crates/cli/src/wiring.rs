@@ -9,7 +9,7 @@ use futures::future::join_all;
 use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TrainerSink};
 use orchestrate_engine::{
     ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EnginePlan, Fleet,
-    FleetMember, FleetOptions, Worker, discover, unknown_shape,
+    FleetOptions, FleetWorker, Worker, discover, unknown_shape,
 };
 use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
@@ -131,7 +131,7 @@ pub(crate) async fn engine(
                 Ok((client, info)) => {
                     tracing::info!(engine = info.engine, name, model = info.model_path, "is up");
                     inspect(settings, client.as_ref()).await?;
-                    members.push(FleetMember { name, engine: client, is_up: true });
+                    members.push(FleetWorker { name, engine: client, is_up: true });
                 }
                 // A server that cannot be used is a mistake; one that is late may still come.
                 Err(error) => match error.kind {
@@ -140,7 +140,7 @@ pub(crate) async fn engine(
                     }
                     EngineErrorKind::Refused { .. }
                     | EngineErrorKind::InvalidReply(_)
-                    | EngineErrorKind::Unfit(_) => return Err(error.into()),
+                    | EngineErrorKind::Unsupported(_) => return Err(error.into()),
                 },
             }
         }
@@ -153,7 +153,7 @@ pub(crate) async fn engine(
             return Err(error.into());
         }
         output::say(format!("note: {error}; the run begins without it"));
-        members.push(FleetMember { name, engine: kind.client(options)?, is_up: false });
+        members.push(FleetWorker { name, engine: kind.client(options)?, is_up: false });
     }
     let options = FleetOptions {
         max_in_flight: plan.max_in_flight,
@@ -178,7 +178,7 @@ async fn inspect(settings: &Settings, engine: &dyn Worker) -> anyhow::Result<()>
         output::say(format!("warning: engine: unfit for training: {}", unfit.join("; ")));
         return Ok(());
     }
-    let kind = EngineErrorKind::Unfit(unfit.join("; "));
+    let kind = EngineErrorKind::unsupported(unfit.join("; "));
     Err(EngineError { engine: report.info.engine, call: "probe", kind }.into())
 }
 

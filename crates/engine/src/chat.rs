@@ -1,102 +1,48 @@
-//! Servers that take and give words: the OpenAI-compatible chat form, for evaluation only.
+//! The OpenAI-compatible chat API, for evaluation only.
 //!
-//! They hide token ids, log-probabilities and routed experts, and rewrite a conversation into
-//! tokens as their own template says. What they answer can be measured, and never trained on.
+//! Chat servers take messages, which they turn into tokens with their own template. They hide token
+//! ids, log-probabilities and routed experts, so their replies can be evaluated but never trained on.
 
 mod reply;
 
-use crate::http::{Models, Wire, exchange};
-use crate::kind::Worker;
-use crate::reply::short;
-use crate::{
-    ClientOptions, Engine, EngineError, EngineErrorKind, EngineInfo, Finding, Finish,
-    GenerateRequest, Generation, ProbeReport,
-};
+use crate::api::{Engine, EngineInfo};
+use crate::capability::{CapabilityFinding, ProbeReport, Worker};
+use crate::client::ClientOptions;
+use crate::error::{EngineError, EngineErrorKind, ErrorDetail};
+use crate::generation::{Finish, MessageReply, Reply};
+use crate::http::{ModelList, Server, send};
+use crate::message::{AssistantMessage, ChatMessage};
+use crate::reply::truncated;
+use crate::request::{GenerateRequest, MessagePrompt, Prompt};
 use async_trait::async_trait;
 use camino::Utf8Path;
-use orchestrate_types::{ModelShape, PolicyVersion, RequestId};
+use orchestrate_types::{ModelShape, PolicyVersion};
 use reply::read;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::{Value, json};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::Semaphore;
 
 const COMPLETIONS: &str = "/v1/chat/completions";
 const MODELS: &str = "/v1/models";
-/// Most bytes of one reply: far more than a turn has.
+/// Maximum size of one reply in bytes, far more than a turn has.
 const REPLY_LIMIT: usize = 16 << 20;
-/// Longest time for a few words: a server that warms up is slow.
+/// Deadline of the probe's short reply. It is long because a server that is warming up is slow.
 const PROBE_DEADLINE: Duration = Duration::from_mins(2);
-/// The only version of weights that nobody exchanges.
+/// The only policy version of a chat server: its weights cannot be updated.
 const VERSION: PolicyVersion = PolicyVersion(0);
-/// In the words of different servers, that a conversation is longer than the model's context.
+/// Parts of different servers' messages for a conversation that is longer than the context.
 const TOO_LONG: [&str; 4] = ["context length", "context_length", "context window", "context size"];
-
-/// A conversation in messages, in the form of `/v1/chat/completions`.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Conversation {
-    /// All messages so far.
-    pub messages: Arc<Vec<ChatMessage>>,
-    /// JSON schemas of the tools; with them the server answers calls apart from words.
-    pub tools: Arc<Vec<Value>>,
-}
-
-/// One message.
-#[derive(Debug, Clone, Default, PartialEq, Serialize)]
-pub struct ChatMessage {
-    /// `system`, `user`, `assistant` or `tool`.
-    pub role: String,
-    /// Its words.
-    pub content: String,
-    /// Calls of an assistant message.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub tool_calls: Vec<ToolCall>,
-    /// Of a tool's message: which call it answers.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub tool_call_id: Option<String>,
-}
-
-/// A call that a server found in what the model wrote.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct ToolCall {
-    /// The server's name for it.
-    pub id: String,
-    /// Always `function`.
-    pub r#type: &'static str,
-    /// What is called.
-    pub function: CalledFunction,
-}
-
-/// What a [`ToolCall`] calls.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct CalledFunction {
-    /// Name of the tool.
-    pub name: String,
-    /// A JSON object as the model wrote it, right or wrong.
-    pub arguments: String,
-}
-
-/// What a chat server says the model wrote in one turn.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct ChatTurn {
-    /// Words before the calls.
-    pub content: String,
-    /// Its thinking, where the server takes it apart.
-    pub reasoning: Option<String>,
-    /// Calls, where the server takes them apart.
-    pub tool_calls: Vec<ToolCall>,
-}
 
 /// The client of one OpenAI-compatible chat server.
 #[derive(Debug)]
 pub struct ChatClient {
-    wire: Wire,
-    /// The model's name there.
+    server: Server,
+    /// Name of the model in requests.
     model: String,
     shape: ModelShape,
-    /// The longest sequence, by the server's word.
+    /// Maximum sequence length in tokens, as reported; `usize::MAX` if unknown.
     context: AtomicUsize,
     permits: Semaphore,
 }
@@ -113,7 +59,7 @@ struct Body<'a> {
     seed: u64,
 }
 
-/// What is known of a model that is reached by words alone: no experts, and no bounds of ours.
+/// The shape of a model behind the chat API: no experts, and no limits known.
 pub fn unknown_shape() -> ModelShape {
     ModelShape {
         hidden_layers: 0,
@@ -126,21 +72,21 @@ pub fn unknown_shape() -> ModelShape {
 }
 
 impl ChatClient {
-    /// A client; connects on the first call. The URL may end in `/v1`, as such URLs often do.
+    /// A client, which connects on the first call. The URL may end in `/v1`.
     ///
     /// # Errors
-    /// [`EngineErrorKind::Unfit`] without the model's name there, or when the HTTP client or the
-    /// API key cannot be used.
+    /// [`EngineErrorKind::Unsupported`] without the model's name, or if the URL or the API key is
+    /// invalid.
     pub fn new(options: ClientOptions) -> Result<Self, EngineError> {
         let base = options.url.trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base);
-        let wire = Wire::new(base, options.api_key.as_deref())?;
+        let server = Server::new(base, options.api_key.as_deref())?;
         let model = options.served_model.ok_or_else(|| {
-            let words = "chat servers are asked for a model by name: set engine.served_model";
-            wire.error("connect", EngineErrorKind::Unfit(words.to_owned()))
+            let message = "chat requests must name a model; set engine.served_model";
+            server.error("connect", EngineErrorKind::unsupported(message))
         })?;
         Ok(Self {
-            wire,
+            server,
             model,
             shape: unknown_shape(),
             context: AtomicUsize::new(usize::MAX),
@@ -151,90 +97,86 @@ impl ChatClient {
     fn body(
         &self,
         request: &GenerateRequest,
-        conversation: &Conversation,
+        prompt: &MessagePrompt,
         max_tokens: usize,
     ) -> Result<String, EngineErrorKind> {
         let sampling = &request.sampling;
         let body = Body {
             model: &self.model,
-            messages: &conversation.messages,
-            tools: &conversation.tools,
+            messages: &prompt.messages,
+            tools: &prompt.tools,
             temperature: sampling.temperature,
             top_p: sampling.top_p,
             max_tokens,
-            // Servers take it for a signed number.
+            // Servers read a signed number.
             seed: sampling.seed >> 1,
         };
         serde_json::to_string(&body).map_err(|error| {
-            EngineErrorKind::Unfit(format!("a request cannot be written: {error}"))
+            let detail = ErrorDetail::caused_by("cannot serialise the request", error);
+            EngineErrorKind::Unsupported(detail)
         })
     }
 
-    async fn converse(&self, request: &GenerateRequest) -> Result<Generation, EngineErrorKind> {
-        let Some(conversation) = &request.conversation else {
-            let words = "it takes messages, not token ids";
-            return Err(EngineErrorKind::Unfit(words.to_owned()));
+    async fn complete(&self, request: &GenerateRequest) -> Result<MessageReply, EngineErrorKind> {
+        let prompt = match &request.prompt {
+            Prompt::Messages(prompt) => prompt,
+            Prompt::Tokens(_) => {
+                return Err(EngineErrorKind::unsupported("prompts must be messages, not tokens"));
+            }
         };
-        let Ok(_permit) = self.permits.acquire().await else {
-            return Err(EngineErrorKind::Unreachable("its client was closed".to_owned()));
-        };
-        let room = self.context.load(Ordering::Relaxed).saturating_sub(request.token_ids.len());
+        // The semaphore is never closed, so this is never an error.
+        let _permit = self.permits.acquire().await;
+        let room = self.context.load(Ordering::Relaxed).saturating_sub(prompt.estimated_tokens);
         let mut max_tokens = request.sampling.max_new_tokens.min(room).max(1);
-        let (finish, turn, cached_tokens) = loop {
-            let body = self.body(request, conversation, max_tokens)?;
-            let post = self.wire.post(COMPLETIONS, body, &request.session);
-            match exchange(post, request.deadline, REPLY_LIMIT).await {
-                Ok(body) => break read(&body, conversation.messages.len())?,
+        let (finish, message, cached_tokens) = loop {
+            let body = self.body(request, prompt, max_tokens)?;
+            let post = self.server.sampling_request(COMPLETIONS, body, &request.session);
+            match send(post, request.deadline, REPLY_LIMIT).await {
+                Ok(body) => break read(&body, prompt.messages.len())?,
                 Err(EngineErrorKind::Refused { status: 400 | 413 | 422, message, .. })
                     if is_too_long(&message) =>
                 {
                     if max_tokens == 1 {
-                        // No reply is lost by it: there is no room for one.
-                        tracing::debug!(message, "a conversation is as long as the context");
-                        break (Finish::Length, ChatTurn::default(), 0);
+                        // There is no room for a reply, which ends the turn like any full context.
+                        tracing::debug!(message, "the conversation fills the context");
+                        break (Finish::Length, AssistantMessage::default(), 0);
                     }
-                    // The server counts the prompt by its own tokenizer and template, and what may
-                    // be sampled with it: less of that may have room.
+                    // The server counts the prompt with its own tokenizer and template, together
+                    // with the tokens to sample: fewer of them may fit.
                     max_tokens = max_tokens.div_ceil(4);
                 }
                 Err(error) => return Err(error),
             }
         };
-        Ok(Generation {
-            output_ids: Vec::new(),
-            logprobs: Vec::new(),
+        Ok(MessageReply {
+            message,
             finish,
-            cached_tokens: cached_tokens.min(request.token_ids.len()),
-            routed_experts: None,
-            versions: Vec::new(),
-            num_retractions: 0,
-            routing_wire_bytes: 0,
-            worker: self.wire.base().to_owned(),
-            turn: Some(turn),
+            cached_tokens: cached_tokens.min(prompt.estimated_tokens),
+            worker: self.server.base().to_owned(),
         })
     }
 }
 
 fn is_too_long(message: &str) -> bool {
     let message = message.to_lowercase();
-    TOO_LONG.iter().any(|words| message.contains(words))
+    TOO_LONG.iter().any(|part| message.contains(part))
 }
 
 #[async_trait]
 impl Engine for ChatClient {
     async fn info(&self) -> Result<EngineInfo, EngineError> {
-        let served: Option<Models> = self.wire.ask_if_known(MODELS).await?;
+        let served: Option<ModelList> = self.server.get_json_if_supported(MODELS).await?;
         let mut context = None;
-        // Who does not tell what is served finds out by the first request.
-        if let Some(Models { data }) = served {
+        // Without a list of models the first request shows whether the model exists.
+        if let Some(ModelList { data }) = served {
             let Some(model) = data.iter().find(|model| model.id == self.model) else {
                 let all: Vec<&str> = data.iter().take(8).map(|model| model.id.as_str()).collect();
-                let words = format!(
-                    "it does not serve `{}`: set engine.served_model to one of: {}",
+                let message = format!(
+                    "it does not serve `{}`; set engine.served_model to one of: {}",
                     self.model,
-                    short(&all.join(", "))
+                    truncated(&all.join(", "))
                 );
-                return Err(self.wire.error(MODELS, EngineErrorKind::Unfit(words)));
+                return Err(self.server.error(MODELS, EngineErrorKind::unsupported(message)));
             };
             context = model.max_model_len;
         }
@@ -258,10 +200,10 @@ impl Engine for ChatClient {
     }
 
     fn worker_of(&self, _session: &str) -> Option<String> {
-        Some(self.wire.base().to_owned())
+        Some(self.server.base().to_owned())
     }
 
-    async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
+    async fn generate(&self, request: GenerateRequest) -> Result<Reply, EngineError> {
         self.generate_on(&request, None).await
     }
 
@@ -269,11 +211,14 @@ impl Engine for ChatClient {
         &self,
         request: &GenerateRequest,
         _rank: Option<usize>,
-    ) -> Result<Generation, EngineError> {
-        self.converse(request).await.map_err(|kind| self.wire.error(COMPLETIONS, kind))
+    ) -> Result<Reply, EngineError> {
+        match self.complete(request).await {
+            Ok(reply) => Ok(Reply::Message(reply)),
+            Err(kind) => Err(self.server.error(COMPLETIONS, kind)),
+        }
     }
 
-    /// Its weights are its own: the ones it has are version 0, and it can be given no others.
+    /// The server's own weights are version 0. It cannot load any others.
     async fn sync_weights(
         &self,
         _checkpoint: &Utf8Path,
@@ -282,19 +227,14 @@ impl Engine for ChatClient {
         if version == VERSION {
             return Ok(());
         }
-        let words = "a chat server cannot be given weights".to_owned();
-        Err(self.wire.error("sync", EngineErrorKind::Unfit(words)))
-    }
-
-    /// A request ends with its connection; there is no other way.
-    async fn abort(&self, _request_id: &RequestId) -> Result<(), EngineError> {
-        Ok(())
+        let message = "the weights of a chat server cannot be updated";
+        Err(self.server.error("sync", EngineErrorKind::unsupported(message)))
     }
 }
 
 #[async_trait]
 impl Worker for ChatClient {
-    /// Asks for a few words: whether the model is there, and the key is right.
+    /// Requests a short reply, to find out whether the model exists and the API key is accepted.
     async fn probe(&self) -> Result<ProbeReport, EngineError> {
         let info = self.info().await?;
         let body = json!({
@@ -302,16 +242,17 @@ impl Worker for ChatClient {
             "messages": [{"role": "user", "content": "Answer with one word."}],
             "max_tokens": 16,
         });
-        let post = self.wire.post(COMPLETIONS, body.to_string(), "probe");
-        let answer = exchange(post, PROBE_DEADLINE, REPLY_LIMIT).await;
-        let findings = match answer.and_then(|body| read(&body, 1).map(drop)) {
+        let post = self.server.sampling_request(COMPLETIONS, body.to_string(), "probe");
+        let reply = send(post, PROBE_DEADLINE, REPLY_LIMIT).await;
+        let findings = match reply.and_then(|body| read(&body, 1).map(drop)) {
             Ok(()) => Vec::new(),
             Err(kind @ (EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_))) => {
-                return Err(self.wire.error(COMPLETIONS, kind));
+                return Err(self.server.error(COMPLETIONS, kind));
             }
             Err(kind) => {
                 let remedy = "see engine.served_model, engine.api_key_env and the server's log";
-                vec![Finding::refusal("generation", format!("{COMPLETIONS} {kind}"), remedy)]
+                let problem = format!("{COMPLETIONS} {kind}");
+                vec![CapabilityFinding::refusal("generation", problem, remedy)]
             }
         };
         Ok(ProbeReport { info, facts: vec![("use", "evaluation only".to_owned())], findings })
@@ -323,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn servers_say_in_different_words_that_a_conversation_is_too_long() {
+    fn every_servers_message_for_a_full_context_is_recognised() {
         for message in [
             "This model's maximum context length is 1024 tokens. However, you requested 1100",
             "Requested token count exceeds the model's maximum context length of 1024 tokens",

@@ -1,46 +1,46 @@
-//! One inference server over HTTP, whatever its dialect: permits, deadlines, caps, retries of the
-//! first contact, and never a sample of unknown weights.
+//! One inference server over HTTP, whatever its dialect: permits, deadlines and limits, and the rule
+//! that nothing is sampled from unknown weights.
 
-use crate::dialect::{Dialect, Limits, Survey};
-use crate::http::{Wire, exchange};
-use crate::probe::{ProbeReport, probe};
-use crate::reply::{Expected, Fault, Reading};
-use crate::{
-    Engine, EngineError, EngineErrorKind, EngineInfo, GenerateRequest, Generation, Severity,
-    VersionSpan,
-};
+use crate::api::{Engine, EngineInfo};
+use crate::capability::Severity;
+use crate::dialect::{Capabilities, Dialect, GenerateOptions};
+use crate::error::{EngineError, EngineErrorKind, ErrorDetail};
+use crate::generation::{Reply, VersionSpan};
+use crate::http::{Server, send};
+use crate::reply::{CheckedReply, ExpectedReply};
+use crate::request::{GenerateRequest, Prompt, TokenPrompt};
 use async_trait::async_trait;
 use backon::{ConstantBuilder, Retryable};
 use bytes::Bytes;
 use camino::Utf8Path;
-use orchestrate_types::{ModelShape, PolicyVersion, RequestId};
+use orchestrate_types::{ModelShape, PolicyVersion};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::Semaphore;
 
-/// Replies beyond this are checked off the async threads.
+/// Larger replies are checked outside the async threads.
 const INLINE_BYTES: usize = 256 << 10;
-/// Pause between two looks at a server that is starting.
-const START_POLL: Duration = Duration::from_millis(500);
+/// Pause between two probes of a server that is starting.
+const START_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// How to reach one server.
 #[derive(Clone)]
 pub struct ClientOptions {
     /// Base URL, e.g. `http://127.0.0.1:30000`.
     pub url: String,
-    /// API key, sent as bearer token.
+    /// API key, sent as a bearer token.
     pub api_key: Option<String>,
-    /// Shape of the model it serves; replies are checked against it.
+    /// Shape of the model that it serves. Replies are checked against it.
     pub shape: ModelShape,
-    /// Most generations under way at once, at least 1.
+    /// Maximum number of concurrent generations, at least 1.
     pub max_in_flight: usize,
-    /// Whether a server without routed experts is unfit.
+    /// Whether a server without routed experts is refused.
     pub require_routed_experts: bool,
-    /// Longest time one weight update may take.
+    /// Maximum time of one weight update.
     pub sync_timeout: Duration,
-    /// Name of the model, for servers that are asked by name.
+    /// Name of the model, for servers that require it in requests.
     pub served_model: Option<String>,
 }
 
@@ -54,44 +54,45 @@ impl std::fmt::Debug for ClientOptions {
     }
 }
 
-/// Which weights this client knows the server to hold.
+/// Which weights the server has, as far as this client knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Serving {
-    /// Not synced by this client; any numbered version is taken at its word.
-    Untouched,
+enum Weights {
+    /// Not synced by this client. Whatever version the server reports is trusted.
+    NotSynced,
     /// The last sync succeeded with this version.
     Synced(PolicyVersion),
-    /// An update failed half-way, or the server went back: nothing may be sampled.
+    /// A sync failed halfway, or the server reverted to other weights: nothing may be sampled.
     Unknown,
 }
 
-/// One server that speaks `D`.
+/// The client of one server with dialect `D`.
 #[derive(Debug)]
 pub struct Client<D> {
-    wire: Wire,
+    server: Server,
     shape: Arc<ModelShape>,
     permits: Semaphore,
     require_routed_experts: bool,
     sync_timeout: Duration,
-    /// The server refuses priorities unless it was started with them.
+    /// Whether the server was started for priorities. Otherwise it refuses them.
     priorities: AtomicBool,
-    /// Data-parallel ranks behind this one address.
+    /// Number of data-parallel ranks behind the address.
     ranks: AtomicUsize,
-    /// The longest sequence, by the model's configuration and the server's word.
+    /// Maximum sequence length in tokens: the smaller of the model's and the server's.
     context: AtomicUsize,
-    serving: Mutex<Serving>,
+    weights: Mutex<Weights>,
     syncing: tokio::sync::Mutex<()>,
     dialect: PhantomData<fn() -> D>,
 }
 
 impl<D: Dialect> Client<D> {
-    /// A client; connects on the first call. Proxies of the environment are ignored.
+    /// A client, which connects on the first call. Proxy settings of the environment are ignored.
     ///
     /// # Errors
-    /// [`EngineErrorKind::Unfit`] when the HTTP client or the API key cannot be used.
+    /// [`EngineErrorKind::Unsupported`] if the URL or the API key is invalid, or the HTTP client
+    /// cannot be set up.
     pub fn new(options: ClientOptions) -> Result<Self, EngineError> {
         Ok(Self {
-            wire: Wire::new(&options.url, options.api_key.as_deref())?,
+            server: Server::new(&options.url, options.api_key.as_deref())?,
             context: AtomicUsize::new(options.shape.context),
             shape: Arc::new(options.shape),
             permits: Semaphore::new(options.max_in_flight.clamp(1, Semaphore::MAX_PERMITS)),
@@ -99,196 +100,203 @@ impl<D: Dialect> Client<D> {
             sync_timeout: options.sync_timeout,
             priorities: AtomicBool::new(false),
             ranks: AtomicUsize::new(1),
-            serving: Mutex::new(Serving::Untouched),
+            weights: Mutex::new(Weights::NotSynced),
             syncing: tokio::sync::Mutex::new(()),
             dialect: PhantomData,
         })
     }
 
-    /// A client of a server that answers: waits at most `patience` for one that is starting.
+    /// A client of a server that answers. Waits up to `start_timeout` for a server that is starting.
     ///
     /// # Errors
-    /// As [`Engine::info`], the last one when patience ends.
+    /// Those of [`Engine::info`]; after the timeout the last one.
     pub async fn connect(
         options: ClientOptions,
-        patience: Duration,
+        start_timeout: Duration,
     ) -> Result<(Self, EngineInfo), EngineError> {
         let client = Self::new(options)?;
-        let info = await_start(&client, patience).await?;
+        let info = wait_for_start(&client, start_timeout).await?;
         Ok((client, info))
     }
 
-    /// Looks at the server and samples a few tokens from it, to find out whether it is fit for
-    /// training with routing replay. What is unfit is in the report, and no error.
-    ///
-    /// # Errors
-    /// When the server cannot be asked at all.
-    pub async fn probe(&self) -> Result<ProbeReport, EngineError> {
-        probe(self).await
-    }
-
     /// Asks what the server is, and remembers what requests depend on.
-    pub(crate) async fn survey(&self) -> Result<Survey, EngineError> {
-        let survey = D::survey(&self.wire, &self.shape).await?;
-        self.priorities.store(survey.priorities, Ordering::Relaxed);
-        self.ranks.store(survey.ranks.max(1), Ordering::Relaxed);
-        let context = survey.info.context.unwrap_or(usize::MAX).min(self.shape.context);
+    pub(crate) async fn query_capabilities(&self) -> Result<Capabilities, EngineError> {
+        let found = D::capabilities(&self.server, &self.shape).await?;
+        self.priorities.store(found.priorities, Ordering::Relaxed);
+        self.ranks.store(found.ranks.max(1), Ordering::Relaxed);
+        let context = found.info.context.unwrap_or(usize::MAX).min(self.shape.context);
         self.context.store(context, Ordering::Relaxed);
-        Ok(survey)
+        Ok(found)
     }
 
-    /// Base URL, the name its replies carry.
-    pub(crate) fn worker(&self) -> String {
-        self.wire.base().to_owned()
+    /// Base URL, which names the worker in replies.
+    pub(crate) fn url(&self) -> &str {
+        self.server.base()
     }
 
     pub(crate) fn model(&self) -> &ModelShape {
         &self.shape
     }
 
-    /// The longest sequence that is known to be taken.
+    /// Maximum sequence length in tokens.
     pub(crate) fn context(&self) -> usize {
         self.context.load(Ordering::Relaxed)
     }
 
-    fn serving(&self) -> Serving {
-        *self.serving.lock().unwrap_or_else(PoisonError::into_inner)
+    fn weights(&self) -> Weights {
+        *self.weights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set_serving(&self, serving: Serving) {
-        *self.serving.lock().unwrap_or_else(PoisonError::into_inner) = serving;
+    fn set_weights(&self, weights: Weights) {
+        *self.weights.lock().unwrap_or_else(PoisonError::into_inner) = weights;
     }
 
-    /// Refuses tokens of weights this client did not put there: a server that restarted serves
-    /// its first checkpoint again.
+    /// Refuses tokens of weights that this client did not sync: a server that restarted serves its
+    /// first checkpoint again.
     fn check_versions(
         &self,
         spans: &[VersionSpan],
-        before: Serving,
+        before: Weights,
     ) -> Result<(), EngineErrorKind> {
-        let Serving::Synced(lowest) = before else { return Ok(()) };
-        let highest = match self.serving() {
-            Serving::Synced(now) => now.max(lowest),
-            // A sync is under way: what was sampled before it is still of the version before.
-            Serving::Untouched | Serving::Unknown => lowest,
+        let Weights::Synced(lowest) = before else { return Ok(()) };
+        let highest = match self.weights() {
+            Weights::Synced(now) => now.max(lowest),
+            // A sync is running: what was sampled before it has the previous version.
+            Weights::NotSynced | Weights::Unknown => lowest,
         };
-        let strange = spans.iter().find(|span| span.version < lowest || span.version > highest);
-        strange.map_or(Ok(()), |span| {
-            self.set_serving(Serving::Unknown);
-            Err(EngineErrorKind::Unfit(format!(
-                "it serves policy version {}, synced was {lowest}: sync its weights again",
+        let outside = spans.iter().find(|span| span.version < lowest || span.version > highest);
+        outside.map_or(Ok(()), |span| {
+            self.set_weights(Weights::Unknown);
+            Err(EngineErrorKind::unsupported(format!(
+                "it serves policy version {}, but {lowest} was synced; sync its weights again",
                 span.version
             )))
         })
     }
 
-    /// Refuses what would hurt the server, or what it would refuse. Gives the tokens to sample.
-    fn check_request(&self, request: &GenerateRequest) -> Result<usize, EngineErrorKind> {
-        let prompt = request.token_ids.len();
+    /// Refuses requests that would harm the server, or that it would refuse. Returns the number of
+    /// tokens to sample: servers differ in whether they refuse or shorten longer requests.
+    fn check_request(
+        &self,
+        request: &GenerateRequest,
+        prompt: &TokenPrompt,
+    ) -> Result<usize, EngineErrorKind> {
+        let tokens = prompt.ids.len();
         let context = self.context();
-        let room = context.saturating_sub(prompt);
-        if prompt == 0 || room == 0 {
-            let message = format!("a prompt of {prompt} tokens in a context of {context}");
+        let room = context.saturating_sub(tokens);
+        if tokens == 0 || room == 0 {
+            let message = format!("a prompt of {tokens} tokens for a context of {context}");
             return Err(EngineErrorKind::refused(400, message));
         }
-        // An id beyond the vocabulary takes the whole server down with some backends.
-        if let Some(id) = request.token_ids.iter().find(|&&id| id as usize >= self.shape.vocab) {
-            let message = format!("prompt token {id} is not in the vocabulary");
+        // With some backends an id outside the vocabulary crashes the whole server.
+        if let Some(id) = prompt.ids.iter().find(|&&id| id as usize >= self.shape.vocab) {
+            let message = format!("prompt token {id} is outside the vocabulary");
             return Err(EngineErrorKind::refused(400, message));
         }
-        let start = request.routed_experts_start.unwrap_or(0);
-        if start > prompt {
-            let message = format!("rows from position {start} of a prompt of {prompt} tokens");
+        let start = prompt.routed_experts_start.unwrap_or(0);
+        if start > tokens {
+            let message = format!("rows from position {start} of a prompt of {tokens} tokens");
             return Err(EngineErrorKind::refused(400, message));
         }
-        // One server refuses longer requests, another one cuts them.
         Ok(request.sampling.max_new_tokens.min(room))
     }
 
-    /// Samples once; the fault of a bad reply is kept in full.
+    /// Samples one turn, and also returns which optional fields the reply had.
     pub(crate) async fn sample(
         &self,
         request: &GenerateRequest,
         rank: Option<usize>,
-    ) -> Result<Reading, Fault> {
-        let max_new_tokens = self.check_request(request)?;
-        // A closed semaphore cannot be: it is never closed.
-        let permit = self.permits.acquire().await;
-        let before = self.serving();
-        let serving = match before {
-            Serving::Untouched => PolicyVersion(0),
-            Serving::Synced(version) => version,
-            Serving::Unknown => {
-                let words = "its weights are unknown since a failed update: sync them again";
-                return Err(EngineErrorKind::Unfit(words.to_owned()).into());
+    ) -> Result<CheckedReply, EngineErrorKind> {
+        let prompt = match &request.prompt {
+            Prompt::Tokens(prompt) => prompt,
+            Prompt::Messages(_) => {
+                return Err(EngineErrorKind::unsupported("prompts must be tokens, not messages"));
             }
         };
-        let priorities = self.priorities.load(Ordering::Relaxed);
-        let limits = Limits { max_new_tokens, priorities, rank };
-        let mut post = self.wire.post(D::GENERATE, D::body(request, &limits), &request.session);
+        let max_new_tokens = self.check_request(request, prompt)?;
+        // The semaphore is never closed, so this is never an error.
+        let permit = self.permits.acquire().await;
+        let before = self.weights();
+        let serving = match before {
+            Weights::NotSynced => PolicyVersion(0),
+            Weights::Synced(version) => version,
+            Weights::Unknown => {
+                let message = "its weights are unknown after a failed update; sync them again";
+                return Err(EngineErrorKind::unsupported(message));
+            }
+        };
+        let send_priority = self.priorities.load(Ordering::Relaxed);
+        let options = GenerateOptions { max_new_tokens, send_priority, rank };
+        let body = D::body(request, prompt, &options);
+        let mut post = self.server.sampling_request(D::GENERATE, body, &request.session);
         if let (Some(header), Some(rank)) = (D::RANK_HEADER, rank) {
             post = post.header(header, rank);
         }
-        let expected = Expected {
+        let expected = ExpectedReply {
             request_id: request.request_id.as_str().to_owned(),
-            prompt_tokens: request.token_ids.len(),
+            prompt_tokens: prompt.ids.len(),
             max_new_tokens,
-            routed_experts_start: request.routed_experts_start,
+            routed_experts_start: prompt.routed_experts_start,
             shape: Arc::clone(&self.shape),
             serving,
         };
-        let answer = exchange(post, request.deadline, expected.body_limit()).await;
-        if matches!(answer, Err(EngineErrorKind::TimedOut(_))) {
-            // The closed connection aborts it, too, but only when the server looks.
-            if let Err(error) = D::abort(&self.wire, &request.request_id).await {
-                tracing::debug!(request_id = %request.request_id, %error, "cannot abort");
+        let body = send(post, request.deadline, expected.body_limit()).await;
+        if matches!(body, Err(EngineErrorKind::TimedOut(_))) {
+            // The closed connection aborts the request, too, but only when the server notices.
+            if let Err(error) = D::abort(&self.server, &request.request_id).await {
+                tracing::debug!(request_id = %request.request_id, %error, "abort failed");
             }
         }
         drop(permit);
-        let mut reading = Self::checked(answer?, expected).await?;
-        self.check_versions(&reading.generation.versions, before)?;
-        reading.generation.worker = self.worker();
-        Ok(reading)
+        let mut checked = Self::check_reply(body?, expected).await?;
+        self.check_versions(checked.generation.versions(), before)?;
+        self.url().clone_into(&mut checked.generation.worker);
+        Ok(checked)
     }
 
-    async fn checked(body: Bytes, expected: Expected) -> Result<Reading, Fault> {
+    async fn check_reply(
+        body: Bytes,
+        expected: ExpectedReply,
+    ) -> Result<CheckedReply, EngineErrorKind> {
         if body.len() <= INLINE_BYTES {
             return D::read(&body, &expected);
         }
         tokio::task::spawn_blocking(move || D::read(&body, &expected)).await.unwrap_or_else(
             |error| {
-                Err(EngineErrorKind::InvalidReply(format!("checking it failed: {error}")).into())
+                let detail = ErrorDetail::caused_by("checking it failed", error);
+                Err(EngineErrorKind::InvalidReply(detail))
             },
         )
     }
 }
 
-/// Waits at most `patience` for a server that is starting.
-pub(crate) async fn await_start(
+/// Waits up to `timeout` for a server that is starting.
+pub(crate) async fn wait_for_start(
     engine: &impl Engine,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<EngineInfo, EngineError> {
-    let begun = tokio::time::Instant::now();
-    let starting = |error: &EngineError| {
-        let may_come = match &error.kind {
+    let started = tokio::time::Instant::now();
+    let may_be_starting = |error: &EngineError| {
+        let transient = match &error.kind {
             EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => true,
             EngineErrorKind::Refused { status, .. } => *status == 503,
-            EngineErrorKind::InvalidReply(_) | EngineErrorKind::Unfit(_) => false,
+            EngineErrorKind::InvalidReply(_) | EngineErrorKind::Unsupported(_) => false,
         };
-        may_come && begun.elapsed() < patience
+        transient && started.elapsed() < timeout
     };
-    let backoff = ConstantBuilder::default().with_delay(START_POLL).without_max_times();
-    (|| engine.info()).retry(backoff).when(starting).await
+    let backoff = ConstantBuilder::default().with_delay(START_POLL_INTERVAL).without_max_times();
+    (|| engine.info()).retry(backoff).when(may_be_starting).await
 }
 
 #[async_trait]
 impl<D: Dialect> Engine for Client<D> {
     async fn info(&self) -> Result<EngineInfo, EngineError> {
-        let Survey { info, findings, .. } = self.survey().await?;
-        let unfit = findings.into_iter().find(|finding| finding.severity == Severity::Refusal);
-        match unfit.filter(|_| self.require_routed_experts) {
+        let Capabilities { info, findings, .. } = self.query_capabilities().await?;
+        let refusal = findings.into_iter().find(|finding| finding.severity == Severity::Refusal);
+        match refusal.filter(|_| self.require_routed_experts) {
             Some(finding) => {
-                Err(self.wire.error("look", EngineErrorKind::Unfit(finding.to_string())))
+                let kind = EngineErrorKind::unsupported(finding.to_string());
+                Err(self.server.error("probe", kind))
             }
             None => Ok(info),
         }
@@ -298,15 +306,15 @@ impl<D: Dialect> Engine for Client<D> {
         &self.shape
     }
 
-    fn worker_of(&self, _session: &str) -> Option<String> {
-        Some(self.worker())
-    }
-
     fn data_parallel_ranks(&self) -> usize {
         self.ranks.load(Ordering::Relaxed)
     }
 
-    async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
+    fn worker_of(&self, _session: &str) -> Option<String> {
+        Some(self.url().to_owned())
+    }
+
+    async fn generate(&self, request: GenerateRequest) -> Result<Reply, EngineError> {
         self.generate_on(&request, None).await
     }
 
@@ -314,10 +322,10 @@ impl<D: Dialect> Engine for Client<D> {
         &self,
         request: &GenerateRequest,
         rank: Option<usize>,
-    ) -> Result<Generation, EngineError> {
+    ) -> Result<Reply, EngineError> {
         match self.sample(request, rank).await {
-            Ok(reading) => Ok(reading.generation),
-            Err(fault) => Err(self.wire.error(D::GENERATE, fault.kind)),
+            Ok(checked) => Ok(Reply::Tokens(checked.generation)),
+            Err(kind) => Err(self.server.error(D::GENERATE, kind)),
         }
     }
 
@@ -327,21 +335,17 @@ impl<D: Dialect> Engine for Client<D> {
         version: PolicyVersion,
     ) -> Result<(), EngineError> {
         let _one_at_a_time = self.syncing.lock().await;
-        self.set_serving(Serving::Unknown);
-        // A clean cut: what runs is aborted and resumed by its caller under the new weights.
-        D::pause(&self.wire, self.sync_timeout).await?;
-        let word = version.to_string();
-        let loaded = D::load(&self.wire, checkpoint, &word, self.sync_timeout).await;
-        // Also after a failure: a paused server would hold every later call, and none of ours
+        self.set_weights(Weights::Unknown);
+        // Running requests are aborted. Their callers resume them under the new weights.
+        D::pause(&self.server, self.sync_timeout).await?;
+        let name = version.to_string();
+        let loaded = D::load(&self.server, checkpoint, &name, self.sync_timeout).await;
+        // Resumed even after a failure: a paused server would hold every later call. None of ours
         // gets through until a sync succeeds.
-        let resumed = D::resume(&self.wire).await;
+        let resumed = D::resume(&self.server).await;
         loaded?;
         resumed?;
-        self.set_serving(Serving::Synced(version));
+        self.set_weights(Weights::Synced(version));
         Ok(())
-    }
-
-    async fn abort(&self, request_id: &RequestId) -> Result<(), EngineError> {
-        D::abort(&self.wire, request_id).await
     }
 }

@@ -1,7 +1,7 @@
 //! The section `[engine]`.
 
 use crate::EngineKind;
-use crate::kind::NEEDED;
+use crate::capability::TRAINING_REQUIREMENTS;
 use camino::Utf8PathBuf;
 use orchestrate_types::{ConfigProblem, HumanDuration};
 use schemars::JsonSchema;
@@ -226,7 +226,7 @@ impl EnginePlan {
         }
         let remedy = format!(
             "OpenAI-compatible chat servers hide token ids: `orchestrate eval` can measure them, and \
-             {NEEDED}"
+             {TRAINING_REQUIREMENTS}"
         );
         Err(ConfigProblem::new("engine.kind", self.kind, remedy))
     }

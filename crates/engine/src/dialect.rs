@@ -1,81 +1,84 @@
-//! What differs between the servers: how to ask, how to read, which routes control them.
+//! What differs between servers: the form of requests and replies, and the control routes.
 
-use crate::http::Wire;
-use crate::reply::{Expected, Fault, Reading};
-use crate::{EngineError, EngineInfo, Finding, GenerateRequest};
+use crate::api::EngineInfo;
+use crate::capability::CapabilityFinding;
+use crate::error::{EngineError, EngineErrorKind};
+use crate::http::Server;
+use crate::reply::{CheckedReply, ExpectedReply};
+use crate::request::{GenerateRequest, TokenPrompt};
 use camino::Utf8Path;
 use orchestrate_types::{ModelShape, RequestId};
 use std::fmt::Debug;
 use std::time::Duration;
 
-/// The wire form of one kind of server. Implemented by [`crate::Sglang`] and [`crate::Vllm`].
+/// The HTTP form of one engine family. Implemented by [`crate::Sglang`] and [`crate::Vllm`].
 pub trait Dialect: Debug + Send + Sync + Sized + 'static {
     /// Route that samples.
     const GENERATE: &'static str;
     /// Header that names the data-parallel rank, for servers that do not read it from the body.
     const RANK_HEADER: Option<&'static str>;
 
-    /// The body of a request that samples, as JSON.
-    fn body(request: &GenerateRequest, limits: &Limits) -> String;
+    /// The JSON body of a request that samples. `prompt` is the request's prompt.
+    fn body(request: &GenerateRequest, prompt: &TokenPrompt, options: &GenerateOptions) -> String;
 
-    /// Checks a successful answer in full.
+    /// Parses and checks a successful reply in full.
     ///
     /// # Errors
-    /// The first thing that is wrong with it, by its field.
-    fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault>;
+    /// The first field that is wrong, and why.
+    fn read(body: &[u8], expected: &ExpectedReply) -> Result<CheckedReply, EngineErrorKind>;
 
-    /// Asks what the server is, without sampling.
-    fn survey(
-        wire: &Wire,
+    /// Asks what the server is and can do, without sampling.
+    fn capabilities(
+        server: &Server,
         shape: &ModelShape,
-    ) -> impl Future<Output = Result<Survey, EngineError>> + Send;
+    ) -> impl Future<Output = Result<Capabilities, EngineError>> + Send;
 
-    /// Ends what is running, with what it has, and holds back what comes.
+    /// Aborts running requests, which return what they have, and holds back new ones.
     fn pause(
-        wire: &Wire,
+        server: &Server,
         timeout: Duration,
     ) -> impl Future<Output = Result<(), EngineError>> + Send;
 
-    /// Loads a checkpoint under the name `version`, forgets all KV, and checks the name.
+    /// Loads a checkpoint under the name `version`, clears the KV cache, and verifies the name.
     fn load(
-        wire: &Wire,
+        server: &Server,
         checkpoint: &Utf8Path,
         version: &str,
         timeout: Duration,
     ) -> impl Future<Output = Result<(), EngineError>> + Send;
 
-    /// Goes on after [`Dialect::pause`].
-    fn resume(wire: &Wire) -> impl Future<Output = Result<(), EngineError>> + Send;
+    /// Continues after [`Dialect::pause`].
+    fn resume(server: &Server) -> impl Future<Output = Result<(), EngineError>> + Send;
 
-    /// Aborts one request; an unknown one is no error.
+    /// Aborts one request. An unknown request is not an error.
     fn abort(
-        wire: &Wire,
+        server: &Server,
         request_id: &RequestId,
     ) -> impl Future<Output = Result<(), EngineError>> + Send;
 }
 
-/// What a request may ask of this server.
+/// How a request is sent to this server.
 #[derive(Debug)]
-pub struct Limits {
-    /// Tokens to sample at most, cut to the room in the context.
+pub struct GenerateOptions {
+    /// Maximum number of tokens to sample; not more than the context has room for.
     pub max_new_tokens: usize,
-    /// Whether the server takes priorities; it refuses them unless it was started for them.
-    pub priorities: bool,
+    /// Whether to send the priority. Servers refuse it unless they were started for priorities.
+    pub send_priority: bool,
     /// The data-parallel rank that is to answer; `None` leaves the choice to the server.
     pub rank: Option<usize>,
 }
 
-/// What a server said about itself.
+/// What a server reports about itself.
 #[derive(Debug)]
-pub struct Survey {
-    /// In the words of the seam.
+pub struct Capabilities {
+    /// The part that every engine has.
     pub info: EngineInfo,
-    /// What about it is unfit or doubtful for replay.
-    pub findings: Vec<Finding>,
-    /// Facts worth showing, as `(name, value)`.
+    /// Unsupported or doubtful properties.
+    pub findings: Vec<CapabilityFinding>,
+    /// Further facts for display, as `(name, value)`.
     pub facts: Vec<(&'static str, String)>,
-    /// Whether it takes priorities, larger first.
+    /// Whether it supports priorities, higher first.
     pub priorities: bool,
-    /// Data-parallel ranks that can be named in a request, at least 1.
+    /// Data-parallel ranks that a request can name, at least 1.
     pub ranks: usize,
 }

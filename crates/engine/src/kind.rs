@@ -1,20 +1,20 @@
-//! Which kind of server, chosen by settings, behind one type.
+//! The kind of an inference server, which settings name.
 
-use crate::client::await_start;
-use crate::dialect::Dialect;
-use crate::http::Wire;
-use crate::{
-    ChatClient, Client, ClientOptions, Engine, EngineError, EngineErrorKind, EngineInfo,
-    ProbeReport, Sglang, Vllm,
-};
-use async_trait::async_trait;
+use crate::api::EngineInfo;
+use crate::capability::{TRAINING_REQUIREMENTS, Worker};
+use crate::chat::ChatClient;
+use crate::client::{Client, ClientOptions, wait_for_start};
+use crate::error::{EngineError, EngineErrorKind};
+use crate::http::Server;
+use crate::sglang::Sglang;
+use crate::vllm::Vllm;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The dialect of an inference server.
+/// The kind of an inference server: an engine family, or the chat API.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EngineKind {
@@ -23,7 +23,7 @@ pub enum EngineKind {
     Sglang,
     /// vLLM 0.31 and later.
     Vllm,
-    /// The OpenAI-compatible chat form, for evaluation only.
+    /// The OpenAI-compatible chat API, for evaluation only.
     Openai,
 }
 
@@ -37,31 +37,11 @@ impl fmt::Display for EngineKind {
     }
 }
 
-/// What training needs of a server, for a person who has another one.
-pub(crate) const NEEDED: &str = "training needs the ids and log-probs of the sampled tokens and \
-     the routed experts: SGLang 0.5.12 or later (/generate, --enable-return-routed-experts), or \
-     vLLM 0.31 or later (/inference/v1/generate, --enable-scale-out, \
-     --enable-return-routed-experts, VLLM_SERVER_DEV_MODE=1)";
-
-/// One server, with what only a server of its own can be asked.
-#[async_trait]
-pub trait Worker: Engine {
-    /// As [`Client::probe`].
-    async fn probe(&self) -> Result<ProbeReport, EngineError>;
-}
-
-#[async_trait]
-impl<D: Dialect> Worker for Client<D> {
-    async fn probe(&self) -> Result<ProbeReport, EngineError> {
-        Self::probe(self).await
-    }
-}
-
 impl EngineKind {
-    /// A client that is not connected yet.
+    /// A client, which connects on the first call.
     ///
     /// # Errors
-    /// As [`Client::new`].
+    /// Those of [`Client::new`].
     pub fn client(self, options: ClientOptions) -> Result<Arc<dyn Worker>, EngineError> {
         Ok(match self {
             Self::Sglang => Arc::new(Client::<Sglang>::new(options)?),
@@ -70,107 +50,114 @@ impl EngineKind {
         })
     }
 
-    /// As [`Client::connect`]. A server of another kind is refused with its name.
+    /// Like [`Client::connect`]. The error for a server of another kind names that kind.
     ///
     /// # Errors
-    /// As [`Client::connect`], and [`EngineErrorKind::Unfit`] for a server of another kind.
+    /// Those of [`Client::connect`], and [`EngineErrorKind::Unsupported`] for a server of another
+    /// kind.
     pub async fn connect(
         self,
         options: ClientOptions,
-        patience: Duration,
+        start_timeout: Duration,
     ) -> Result<(Arc<dyn Worker>, EngineInfo), EngineError> {
         let (url, api_key) = (options.url.clone(), options.api_key.clone());
         let connected: Result<(Arc<dyn Worker>, EngineInfo), EngineError> = match self {
-            Self::Sglang => Client::<Sglang>::connect(options, patience)
+            Self::Sglang => Client::<Sglang>::connect(options, start_timeout)
                 .await
                 .map(|(client, info)| (Arc::new(client) as Arc<dyn Worker>, info)),
-            Self::Vllm => Client::<Vllm>::connect(options, patience)
+            Self::Vllm => Client::<Vllm>::connect(options, start_timeout)
                 .await
                 .map(|(client, info)| (Arc::new(client) as Arc<dyn Worker>, info)),
             Self::Openai => {
                 let client = ChatClient::new(options)?;
-                let info = await_start(&client, patience).await?;
+                let info = wait_for_start(&client, start_timeout).await?;
                 return Ok((Arc::new(client), info));
             }
         };
         match connected {
-            Err(error) if may_be_another(&error.kind) => {
+            Err(error) if may_be_another_kind(&error.kind) => {
                 Err(self.explain(&url, api_key.as_deref()).await.unwrap_or(error))
             }
             connected => connected,
         }
     }
 
-    /// What a server is that does not answer as this kind does.
+    /// The error for a server that does not answer like this kind; `None` if it is of this kind
+    /// after all, or cannot be asked.
     async fn explain(self, url: &str, api_key: Option<&str>) -> Option<EngineError> {
-        let wire = Wire::new(url, api_key).ok()?;
-        let words = match identify(&wire).await.ok()? {
+        let server = Server::new(url, api_key).ok()?;
+        let message = match identify(&server).await.ok()? {
             Identity::Known(kind) if kind == self => return None,
-            Identity::Known(kind) => format!("it is no {self}: set engine.kind = \"{kind}\""),
-            Identity::Chat => chat_only(),
-            Identity::Stranger => format!("it is no inference server that is known here; {NEEDED}"),
+            Identity::Known(kind) => {
+                format!("a {kind} server, not {self}; set engine.kind = \"{kind}\"")
+            }
+            Identity::ChatOnly => chat_only(),
+            Identity::Unknown => not_recognised(),
         };
-        Some(wire.error("look", EngineErrorKind::Unfit(words)))
+        Some(server.error("probe", EngineErrorKind::unsupported(message)))
     }
 
-    /// Finds out what answers at a URL.
+    /// Finds out which kind of server answers at a URL.
     ///
     /// # Errors
-    /// When nothing answers, or nothing that training could use.
+    /// If nothing answers, or if the server cannot be trained with.
     pub async fn detect(url: &str, api_key: Option<&str>) -> Result<Self, EngineError> {
-        let wire = Wire::new(url, api_key)?;
-        let words = match identify(&wire).await? {
+        let server = Server::new(url, api_key)?;
+        let message = match identify(&server).await? {
             Identity::Known(kind) => return Ok(kind),
-            Identity::Chat => chat_only(),
-            Identity::Stranger => format!("it is no inference server that is known here; {NEEDED}"),
+            Identity::ChatOnly => chat_only(),
+            Identity::Unknown => not_recognised(),
         };
-        Err(wire.error("look", EngineErrorKind::Unfit(words)))
+        Err(server.error("probe", EngineErrorKind::unsupported(message)))
     }
 }
 
-/// To a person with a chat server.
+fn not_recognised() -> String {
+    format!("not recognised as an SGLang or vLLM server; {TRAINING_REQUIREMENTS}")
+}
+
 fn chat_only() -> String {
     format!(
-        "it speaks only the OpenAI-compatible form, by which `orchestrate eval` can measure it \
-         (engine.kind = \"openai\"); {NEEDED}"
+        "only has the OpenAI-compatible chat API, which `orchestrate eval` can evaluate \
+         (engine.kind = \"openai\"); {TRAINING_REQUIREMENTS}"
     )
 }
 
-/// Whether an error may mean that another kind of server answers.
-fn may_be_another(kind: &EngineErrorKind) -> bool {
+/// Whether an error may mean that the server is of another kind.
+fn may_be_another_kind(kind: &EngineErrorKind) -> bool {
     match kind {
         EngineErrorKind::Refused { status, .. } => matches!(status, 404 | 405 | 501),
         EngineErrorKind::InvalidReply(_) => true,
         EngineErrorKind::Unreachable(_)
         | EngineErrorKind::TimedOut(_)
-        | EngineErrorKind::Unfit(_) => false,
+        | EngineErrorKind::Unsupported(_) => false,
     }
 }
 
 enum Identity {
     Known(EngineKind),
-    /// An OpenAI-compatible server: text in, text out.
-    Chat,
-    Stranger,
+    /// An OpenAI-compatible server without a route for tokens.
+    ChatOnly,
+    Unknown,
 }
 
-/// Both have `/server_info`, but only SGLang's is the server's own arguments; `/version` is
-/// vLLM's.
-async fn identify(wire: &Wire) -> Result<Identity, EngineError> {
-    let known = |answer: Result<Option<Value>, EngineError>| match answer {
-        // Not JSON: not the route that is meant.
+/// Identifies a server by its routes. SGLang and vLLM both have `/server_info`, but only SGLang's has
+/// `model_path`; only vLLM has `/version`.
+async fn identify(server: &Server) -> Result<Identity, EngineError> {
+    let json = |reply: Result<Option<Value>, EngineError>| match reply {
+        // A reply that is not JSON comes from a different route of the same name.
         Err(EngineError { kind: EngineErrorKind::InvalidReply(_), .. }) => Ok(None),
-        answer => answer,
+        reply => reply,
     };
-    let server = known(wire.ask_if_known("/server_info").await)?;
-    if server.is_some_and(|server| server.get("model_path").is_some()) {
+    let info = json(server.get_json_if_supported("/server_info").await)?;
+    if info.is_some_and(|info| info.get("model_path").is_some()) {
         return Ok(Identity::Known(EngineKind::Sglang));
     }
-    let version = known(wire.ask_if_known("/version").await)?;
+    let version = json(server.get_json_if_supported("/version").await)?;
     if version.is_some_and(|version| version.get("version").is_some()) {
         return Ok(Identity::Known(EngineKind::Vllm));
     }
-    let models = known(wire.ask_if_known("/v1/models").await)?;
+    let models = json(server.get_json_if_supported("/v1/models").await)?;
     let chat = models.is_some_and(|models| models.get("data").is_some_and(Value::is_array));
-    Ok(if chat { Identity::Chat } else { Identity::Stranger })
+    Ok(if chat { Identity::ChatOnly } else { Identity::Unknown })
 }

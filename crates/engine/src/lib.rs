@@ -1,41 +1,45 @@
-//! Inference engines: the [`Engine`] seam, the clients of SGLang and vLLM behind it, and a
+//! Inference engines: the [`Engine`] trait, clients for SGLang, vLLM and chat servers, and a
 //! [`Fleet`] of them.
 //!
-//! One [`Client`] has everything that two servers have in common; a [`Dialect`] has the rest.
-//! [`EngineKind`] chooses one by settings, and [`Worker::probe`] finds out whether a server is fit.
-//! [`ChatClient`] is for servers of words alone, which can only be evaluated.
+//! A [`Client`] contains everything that SGLang and vLLM have in common; a [`Dialect`] contains the
+//! rest. [`ChatClient`] is for servers with the OpenAI-compatible chat API, which can be evaluated
+//! but not trained with. [`EngineKind`] chooses the client by settings, and [`Worker::probe`] finds
+//! out whether a server can be trained with.
 //!
-//! The invariant: nothing of a reply is handed on before it was checked in full (token ids,
-//! log-probabilities, routing rows); a bad reply is an [`EngineError`], never padded.
+//! The invariant: nothing of a reply is used before all of it was checked (token ids,
+//! log-probabilities, routing rows). A bad reply is an [`EngineError`]; it is never padded or
+//! shortened. [`Generation::new`] is the only way to make sampled tokens.
 
 mod api;
+mod capability;
 mod chat;
 mod client;
 mod config;
 mod dialect;
-mod fitness;
+mod error;
 mod fleet;
+mod generation;
 mod http;
 mod kind;
+mod message;
 mod probe;
 mod reply;
+mod request;
 mod sglang;
 mod vllm;
 
-pub use api::{
-    Engine, EngineError, EngineErrorKind, EngineInfo, Finish, GenerateRequest, Generation,
-    Sampling, SessionOpening, VersionSpan,
-};
-pub use chat::{
-    CalledFunction, ChatClient, ChatMessage, ChatTurn, Conversation, ToolCall, unknown_shape,
-};
+pub use api::{Engine, EngineInfo};
+pub use capability::{CapabilityFinding, ProbeReport, Severity, Worker};
+pub use chat::{ChatClient, unknown_shape};
 pub use client::{Client, ClientOptions};
 pub use config::{EnginePlan, EngineSection};
 pub use dialect::Dialect;
-pub use fitness::{Finding, Severity};
-pub use fleet::{Fleet, FleetMember, FleetOptions, WorkerStatus, discover};
-pub use kind::{EngineKind, Worker};
-pub use probe::ProbeReport;
+pub use error::{EngineError, EngineErrorKind, ErrorDetail};
+pub use fleet::{Fleet, FleetOptions, FleetWorker, WorkerStatus, discover};
+pub use generation::{Finish, Generation, MessageReply, Reply, SampledTokens, VersionSpan};
+pub use kind::EngineKind;
+pub use message::{AssistantMessage, ChatMessage, FunctionCall, ToolCall};
+pub use request::{GenerateRequest, MessagePrompt, Prompt, Sampling, SessionOpening, TokenPrompt};
 pub use sglang::Sglang;
 pub use vllm::Vllm;
 

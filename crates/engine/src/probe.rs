@@ -1,109 +1,90 @@
-//! A look at a server before a run trusts it: what it says, then a few tokens sampled from it.
+//! The capability probe of a server: what it reports, then a few tokens sampled from it.
 
+use crate::api::Engine as _;
+use crate::capability::{CapabilityFinding, ProbeReport, Severity, TRAINING_REQUIREMENTS, Worker};
 use crate::client::Client;
 use crate::dialect::Dialect;
-use crate::reply::{Fault, Reading};
-use crate::{
-    Engine as _, EngineError, EngineErrorKind, EngineInfo, Finding, GenerateRequest, Sampling,
-    Severity,
-};
+use crate::error::{EngineError, EngineErrorKind};
+use crate::reply::CheckedReply;
+use crate::request::{GenerateRequest, Prompt, Sampling, TokenPrompt};
+use async_trait::async_trait;
 use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError};
 use orchestrate_types::{
     AttemptId, EpisodeId, GroupId, ModelShape, PolicyVersion, RequestId, RunId, TokenId,
 };
+use std::sync::Arc;
 use std::time::Duration;
 
-/// Longest time one of the probe's generations may take: a server that warms up is slow.
+/// Deadline of one generation. It is long because a server that is warming up is slow.
 const DEADLINE: Duration = Duration::from_mins(2);
-/// Tokens of the prompt, in cache blocks.
+/// Prompt length in cache blocks.
 const PROMPT_BLOCKS: usize = 3;
-/// A block of this size at least, so that the rows say something.
-const SMALLEST_BLOCK: usize = 16;
+/// Minimum block size assumed, in tokens, so that there are enough rows to compare.
+const MIN_BLOCK: usize = 16;
 /// Tokens sampled per call.
 const OUTPUTS: usize = 2;
 /// New tokens of the second turn.
 const OBSERVATION: usize = 5;
-/// Rounding flips a choice here and there; beyond this share, rows are those of other tokens.
+/// Rounding changes a few rows between two calls. Beyond this share they are rows of other tokens.
 const STALE_SHARE: f64 = 0.05;
-/// So cold that the likeliest token has nearly all probability, and above what servers take for
-/// greedy sampling, which they treat differently.
-const COLD: f32 = 0.01;
-/// A log-probability no cold token has.
-const UNLIKELY: f32 = -0.7;
+/// Low enough that the most likely token has nearly all probability, but above what servers treat
+/// specially as greedy sampling.
+const LOW_TEMPERATURE: f32 = 0.01;
+/// No token sampled at the low temperature has a log-probability below this.
+const UNLIKELY_LOGPROB: f32 = -0.7;
 
-/// What a probe found.
-#[derive(Debug, Clone)]
-pub struct ProbeReport {
-    /// What the server says it is.
-    pub info: EngineInfo,
-    /// Facts worth showing, as `(name, value)`.
-    pub facts: Vec<(&'static str, String)>,
-    /// What is not as a run wants it, refusals first.
-    pub findings: Vec<Finding>,
-}
-
-impl ProbeReport {
-    /// The reasons not to train with this server.
-    pub fn refusals(&self) -> impl Iterator<Item = &Finding> {
-        self.findings.iter().filter(|finding| finding.severity == Severity::Refusal)
-    }
-
-    /// What a person should know, and no more.
-    pub fn warnings(&self) -> impl Iterator<Item = &Finding> {
-        self.findings.iter().filter(|finding| finding.severity == Severity::Warning)
-    }
-}
-
-/// Probes a server: see [`Client::probe`].
-pub(crate) async fn probe<D: Dialect>(client: &Client<D>) -> Result<ProbeReport, EngineError> {
-    let survey = client.survey().await?;
-    let mut probe = Probe {
-        client,
-        run: RunId::generate(),
-        calls: 0,
-        block: survey.info.page_size.max(SMALLEST_BLOCK),
-        facts: survey.facts,
-        findings: survey.findings,
-    };
-    let blind = probe.findings.iter().any(|finding| finding.name == "routing-off");
-    let sampled = if blind { probe.sample_without_rows().await } else { probe.sample().await };
-    match sampled {
-        Ok(()) => {}
-        Err(fault) if is_absence(&fault.kind) => {
-            let engine = client.worker();
-            return Err(EngineError { engine, call: D::GENERATE, kind: fault.kind });
+#[async_trait]
+impl<D: Dialect> Worker for Client<D> {
+    async fn probe(&self) -> Result<ProbeReport, EngineError> {
+        let capabilities = self.query_capabilities().await?;
+        let mut probe = Probe {
+            client: self,
+            run: RunId::generate(),
+            calls: 0,
+            block: capabilities.info.page_size.max(MIN_BLOCK),
+            facts: capabilities.facts,
+            findings: capabilities.findings,
+        };
+        let routing_off = probe.findings.iter().any(|finding| finding.name == "routing-off");
+        let sampled =
+            if routing_off { probe.sample_without_rows().await } else { probe.sample().await };
+        match sampled {
+            Ok(()) => {}
+            Err(kind) if is_unreachable(&kind) => {
+                return Err(EngineError { engine: self.url().to_owned(), call: D::GENERATE, kind });
+            }
+            Err(kind) => probe.findings.push(failed_generation::<D>(&kind)),
         }
-        Err(fault) => probe.findings.push(unfit::<D>(&fault)),
+        let Probe { facts, mut findings, .. } = probe;
+        findings.sort_by_key(|finding| finding.severity != Severity::Refusal);
+        Ok(ProbeReport { info: capabilities.info, facts, findings })
     }
-    let Probe { facts, mut findings, .. } = probe;
-    findings.sort_by_key(|finding| finding.severity != Severity::Refusal);
-    Ok(ProbeReport { info: survey.info, facts, findings })
 }
 
-/// Whether the server went away, rather than being unfit.
-fn is_absence(kind: &EngineErrorKind) -> bool {
+/// Whether the server is unreachable, as opposed to unsupported.
+fn is_unreachable(kind: &EngineErrorKind) -> bool {
     match kind {
         EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => true,
         EngineErrorKind::Refused { .. }
         | EngineErrorKind::InvalidReply(_)
-        | EngineErrorKind::Unfit(_) => false,
+        | EngineErrorKind::Unsupported(_) => false,
     }
 }
 
-/// A generation that failed, as a finding with the remedy that its error suggests.
-fn unfit<D: Dialect>(fault: &Fault) -> Finding {
-    let words = fault.kind.to_string();
-    let (name, remedy) = match (&fault.routing, &fault.kind) {
+/// A failed generation as a finding, with the remedy that its error suggests.
+fn failed_generation<D: Dialect>(kind: &EngineErrorKind) -> CapabilityFinding {
+    let (name, remedy) = match (kind.routing(), kind) {
         (Some(RoutingError::NotCaptured { .. }), _) => (
             "moe-backend",
-            "serve with a MoE kernel that shows its choices (SGLang: --moe-runner-backend \
+            "serve with a MoE kernel that reports its choices (SGLang: --moe-runner-backend \
              triton), and without pipeline stages",
         ),
-        (Some(RoutingError::ExpertRange { .. }), _) => {
-            ("physical-experts", "serve without expert load balancing, or with the right model")
-        }
+        (Some(RoutingError::ExpertRange { .. }), _) => (
+            "physical-experts",
+            "serve without expert load balancing, or set engine.model to the served model",
+        ),
         (Some(RoutingError::DenseLayer { .. }), _) => {
-            ("dense-layers", "make engine.model the folder of the model that is served")
+            ("dense-layers", "set engine.model to the folder of the served model")
         }
         (Some(RoutingError::Length { hint, .. } | RoutingError::NpyShape { hint, .. }), _)
             if hint.contains("columns") =>
@@ -115,18 +96,18 @@ fn unfit<D: Dialect>(fault: &Fault) -> Finding {
         }
         (Some(_), _) => (
             "routed-experts",
-            "make engine.model the folder of the model that is served, and serve it without \
-             options that change its experts",
+            "set engine.model to the folder of the served model, and serve it without options \
+             that change its experts",
         ),
         (None, EngineErrorKind::Refused { status: 401 | 403, .. }) => {
             ("closed-route", "set engine.api_key_env, and start vLLM with --enable-scale-out")
         }
         (None, EngineErrorKind::Refused { status: 404, .. }) => {
-            ("no-token-route", crate::kind::NEEDED)
+            ("no-token-route", TRAINING_REQUIREMENTS)
         }
-        (None, _) => ("generation", "see the server's own log"),
+        (None, _) => ("generation", "see the server's log"),
     };
-    Finding::refusal(name, format!("{} {words}", D::GENERATE), remedy)
+    CapabilityFinding::refusal(name, format!("{} {kind}", D::GENERATE), remedy)
 }
 
 struct Probe<'a, D> {
@@ -136,66 +117,66 @@ struct Probe<'a, D> {
     /// Tokens per block of the server's prefix cache.
     block: usize,
     facts: Vec<(&'static str, String)>,
-    findings: Vec<Finding>,
+    findings: Vec<CapabilityFinding>,
 }
 
 impl<D: Dialect> Probe<'_, D> {
-    async fn sample_without_rows(&mut self) -> Result<(), Fault> {
+    async fn sample_without_rows(&mut self) -> Result<(), EngineErrorKind> {
         let prompt = self.prompt();
         self.generate(&prompt, None, 1.0).await.map(|_| ())
     }
 
-    /// Steps 2 to 6; the first one was to ask.
-    async fn sample(&mut self) -> Result<(), Fault> {
+    /// Steps 2 to 6 of the probe. Step 1 was to ask what the server reports.
+    async fn sample(&mut self) -> Result<(), EngineErrorKind> {
         let prompt = self.prompt();
         let length = prompt.len();
-        // A whole reply: as many rows as there were inputs, every MoE layer captured.
+        // A whole reply has one row per input, with every MoE layer.
         let first = self.generate(&prompt, Some(0), 1.0).await?;
         let Some(rows) = &first.generation.routed_experts else {
-            return Ok(()); // Aborted before it ran: somebody else pauses this server.
+            return Ok(()); // Aborted before it ran: another client has paused this server.
         };
-        self.judge_form(rows);
+        self.check_form(rows);
 
-        // The same prompt: cached, and with the same rows.
+        // The same prompt again must be cached, and have the same rows.
         let second = self.generate(&prompt, Some(0), 1.0).await?;
-        self.judge_cache(&first, &second, length);
+        self.check_cache(&first, &second, length);
 
-        // The last prompt token and the first sampled one only.
+        // Rows of the last prompt token and the first sampled token only.
         let tail = self.generate(&prompt, Some(length - 1), 1.0).await?;
         if let Some(rows) = &tail.generation.routed_experts {
-            self.judge_form(rows);
+            self.check_form(rows);
         }
 
-        // A second turn: the row of the last sampled token comes now.
+        // A second turn, which returns the row of the first turn's last token.
         let mut longer = prompt.clone();
-        longer.extend(&first.generation.output_ids);
+        longer.extend(first.generation.output_ids());
         let have = longer.len() - 1;
         longer.extend(self.tokens(OBSERVATION, 7));
         let turn = self.generate(&longer, Some(have), 1.0).await?;
         let boundary =
             turn.generation.routed_experts.as_ref().is_some_and(|rows| rows.row(have).is_some());
         if !boundary {
-            self.findings.push(Finding::refusal(
+            self.findings.push(CapabilityFinding::refusal(
                 "boundary-row",
-                "the row of the token between two turns did not come",
-                "use a server that honours the start of the routing rows",
+                "the row of the token between two turns is missing",
+                "use a server that respects the start of the routing rows",
             ));
         }
         let expected = have / self.block * self.block;
         let cached = turn.generation.cached_tokens;
         if turn.cached_tokens && cached < expected.min(have) {
-            self.findings.push(Finding::warning(
+            self.findings.push(CapabilityFinding::warning(
                 "prefix-cache",
-                format!("of {have} tokens seen before, {cached} were cached"),
-                "talk to the server directly, and give its prefix cache room",
+                format!("only {cached} of {have} tokens seen before were cached"),
+                "connect to the server directly, and give its prefix cache more memory",
             ));
         }
-        self.judge_temperature(&prompt).await?;
-        self.judge_fields(&first);
+        self.check_temperature(&prompt).await?;
+        self.check_fields(&first);
         Ok(())
     }
 
-    /// Random tokens that no other probe uses, so that the first look is not at a cache.
+    /// Random tokens that no other probe has used, so that the first call is not cached.
     fn prompt(&self) -> Vec<TokenId> {
         let context = self.client.context();
         let length = (PROMPT_BLOCKS * self.block).min(context.saturating_sub(16) / 2).max(2);
@@ -218,15 +199,18 @@ impl<D: Dialect> Probe<'_, D> {
         tokens: &[TokenId],
         start: Option<usize>,
         temperature: f32,
-    ) -> Result<Reading, Fault> {
+    ) -> Result<CheckedReply, EngineErrorKind> {
         let group = GroupId::Eval { round: 0, index: 0 };
         let attempt = AttemptId { episode: EpisodeId { group, member: 0 }, attempt: 1 };
         self.calls += 1;
         let request = GenerateRequest {
-            conversation: None,
             request_id: RequestId::new(self.run, attempt, self.calls, 0),
             session: format!("probe-{}", self.run.short()),
-            token_ids: tokens.to_vec().into(),
+            prompt: Prompt::Tokens(TokenPrompt {
+                ids: Arc::new(tokens.to_vec()),
+                routed_experts_start: start,
+                cache_namespace: PolicyVersion(0),
+            }),
             sampling: Sampling {
                 temperature,
                 top_p: 1.0,
@@ -234,35 +218,34 @@ impl<D: Dialect> Probe<'_, D> {
                 stop_token_ids: Vec::new(),
                 seed: 1,
             },
-            routed_experts_start: start,
-            cache_namespace: PolicyVersion(0),
             priority: 0,
             deadline: DEADLINE,
         };
-        // Every look at one replica: each has a prefix cache of its own.
+        // Always the same rank: each has its own prefix cache.
         let rank = (self.client.data_parallel_ranks() > 1).then_some(0);
         self.client.sample(&request, rank).await
     }
 
-    fn judge_form(&mut self, rows: &RoutedRows) {
-        let (name, words) = match rows.form() {
+    fn check_form(&mut self, rows: &RoutedRows) {
+        let (name, problem) = match rows.form() {
             PayloadForm::Exact => return,
-            PayloadForm::SurplusRow => ("surplus-row", "it sends one routing row too many"),
-            PayloadForm::WholeSequence => {
-                ("start-ignored", "it ignores the start of the routing rows and sends all")
-            }
+            PayloadForm::SurplusRow => ("surplus-row", "the server sends one routing row too many"),
+            PayloadForm::WholeSequence => (
+                "start-ignored",
+                "the server ignores the start of the routing rows and sends all of them",
+            ),
         };
-        let remedy = "upgrade it (SGLang 0.5.12, vLLM 0.31): traffic would grow with the square \
-                      of the turns";
-        self.findings.push(Finding::refusal(name, words, remedy));
+        let remedy = "upgrade it (SGLang 0.5.12, vLLM 0.31); otherwise traffic grows with the \
+                      square of the number of turns";
+        self.findings.push(CapabilityFinding::refusal(name, problem, remedy));
     }
 
-    fn judge_cache(&mut self, first: &Reading, second: &Reading, prompt: usize) {
+    fn check_cache(&mut self, first: &CheckedReply, second: &CheckedReply, prompt: usize) {
         if second.cached_tokens && second.generation.cached_tokens == 0 {
-            self.findings.push(Finding::warning(
+            self.findings.push(CapabilityFinding::warning(
                 "prefix-cache",
-                format!("a prompt of {prompt} tokens was not cached when it came again"),
-                "start it with its prefix cache, and talk to it directly",
+                format!("a prompt of {prompt} tokens was not cached when it was sent again"),
+                "start the server with its prefix cache, and connect to it directly",
             ));
         }
         let (Some(before), Some(after)) =
@@ -273,23 +256,24 @@ impl<D: Dialect> Probe<'_, D> {
         let differing = (0..prompt).filter(|&at| before.row(at) != after.row(at)).count();
         self.facts.push(("rows that differ when cached", format!("{differing} of {prompt}")));
         if differing as f64 > STALE_SHARE * prompt as f64 {
-            self.findings.push(Finding::refusal(
+            self.findings.push(CapabilityFinding::refusal(
                 "stale-rows",
-                format!("{differing} of {prompt} rows of a prompt differ when it comes again"),
-                "serve without caches beyond the GPU (HiCache, LMCache), and without a gateway \
+                format!("{differing} of {prompt} rows of a prompt differ when it is sent again"),
+                "serve without caches outside the GPU (HiCache, LMCache), and without a gateway \
                  that merges replies",
             ));
         }
     }
 
-    /// Whether log-probs describe the distribution that was sampled from.
-    async fn judge_temperature(&mut self, prompt: &[TokenId]) -> Result<(), Fault> {
-        let cold = self.generate(prompt, None, COLD).await?;
-        if let Some(logprob) = cold.generation.logprobs.first().filter(|&&lp| lp < UNLIKELY) {
-            self.findings.push(Finding::warning(
+    /// Whether log-probabilities describe the distribution that was sampled from.
+    async fn check_temperature(&mut self, prompt: &[TokenId]) -> Result<(), EngineErrorKind> {
+        let reply = self.generate(prompt, None, LOW_TEMPERATURE).await?;
+        let first = reply.generation.logprobs().first();
+        if let Some(logprob) = first.filter(|&&logprob| logprob < UNLIKELY_LOGPROB) {
+            self.findings.push(CapabilityFinding::warning(
                 "raw-logprobs",
                 format!(
-                    "log-probs do not follow the temperature (at {COLD} the sampled token has \
+                    "log-probs ignore the temperature (the token sampled at {LOW_TEMPERATURE} has \
                      {logprob})"
                 ),
                 "train at temperature 1 and top-p 1, or start vLLM with --logprobs-mode \
@@ -299,32 +283,32 @@ impl<D: Dialect> Probe<'_, D> {
         Ok(())
     }
 
-    fn judge_fields(&mut self, first: &Reading) {
+    fn check_fields(&mut self, first: &CheckedReply) {
         let yes = |has: bool| if has { "yes" } else { "no" }.to_owned();
         self.facts.push(("versions by token", yes(first.versions_by_token)));
-        self.facts.push(("cached tokens told", yes(first.cached_tokens)));
+        self.facts.push(("cached tokens reported", yes(first.cached_tokens)));
         if let Some(rank) = first.dp_rank {
             self.facts.push(("data-parallel rank", rank.to_string()));
         }
         if !first.versions_by_token {
-            self.findings.push(Finding::warning(
+            self.findings.push(CapabilityFinding::warning(
                 "versions",
-                "it does not tell the weight version of each token",
-                "upgrade it (SGLang 0.5.20, vLLM 0.32): a server that restarts with older \
-                 weights may go unnoticed",
+                "the server does not report the weight version of each token",
+                "upgrade it (SGLang 0.5.20, vLLM 0.32); otherwise a restart with older weights \
+                 may go unnoticed",
             ));
         }
         if !first.cached_tokens {
-            self.findings.push(Finding::warning(
+            self.findings.push(CapabilityFinding::warning(
                 "cached-tokens",
-                "it does not tell how much of a prompt was cached",
+                "the server does not report how much of a prompt was cached",
                 "start vLLM with --enable-prompt-tokens-details",
             ));
         }
     }
 }
 
-/// A well-mixed number from a number.
+/// A hash of a number, well distributed.
 fn mix(value: u64) -> u64 {
     let mixed = (value ^ 0x9E37_79B9_7F4A_7C15).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);

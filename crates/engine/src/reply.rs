@@ -1,8 +1,8 @@
-//! What every reply is checked for, whatever its form. Everything here is hostile input until it
-//! has passed.
+//! Checks of every reply, whatever its form. Replies are hostile input until they have passed.
 
+use crate::error::{EngineErrorKind, ErrorDetail};
+use crate::generation::{Generation, VersionSpan};
 use crate::http::{error_message, excerpt};
-use crate::{EngineErrorKind, Generation, VersionSpan};
 use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError, WireForm, decode, split_body};
 use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
 use serde::de::{SeqAccess, Visitor};
@@ -12,105 +12,92 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// How far above 0 a log-probability may be by rounding.
+/// How far above 0 a log-probability may be because of rounding.
 const LOGPROB_TOLERANCE: f32 = 1e-6;
-/// From here on down, engines mean "no log-probability".
+/// Engines report this or less for "no log-probability".
 const LOGPROB_FLOOR: f32 = -9999.0;
 
 /// What a reply is checked against.
 #[derive(Debug, Clone)]
-pub struct Expected {
-    /// The id that was sent.
+pub struct ExpectedReply {
+    /// Id of the request.
     pub request_id: String,
-    /// Tokens that were sent.
+    /// Number of prompt tokens that were sent.
     pub prompt_tokens: usize,
-    /// Tokens that may come.
+    /// Maximum number of output tokens.
     pub max_new_tokens: usize,
-    /// First position whose row was asked for; `None` = no rows.
+    /// First position whose row was requested; `None` = no rows.
     pub routed_experts_start: Option<usize>,
-    /// The model.
+    /// Shape of the model.
     pub shape: Arc<ModelShape>,
-    /// The version of tokens whose version the server cannot name.
+    /// Version of the tokens if the server does not report one.
     pub serving: PolicyVersion,
 }
 
-impl Expected {
-    /// Most bytes a right reply can have; allocations stay within.
+impl ExpectedReply {
+    /// Maximum size of a correct reply in bytes. It bounds all allocations.
     pub(crate) fn body_limit(&self) -> usize {
         let shape = &self.shape;
         let row_text = (shape.hidden_layers * shape.top_k * 4).div_ceil(3) * 4 + 4;
         let tokens = self.prompt_tokens.saturating_add(self.max_new_tokens);
-        // Ids, log-probs and text of one token stay far below 512 bytes.
+        // Id, log-probability and text of one token stay far below 512 bytes.
         tokens.saturating_mul(row_text + 512).saturating_add(4 << 20)
     }
 }
 
-/// A checked reply, and which optional things it had.
+/// A checked reply, and which optional fields it had.
 #[derive(Debug)]
-pub struct Reading {
-    /// What it said.
+pub struct CheckedReply {
+    /// The sampled tokens.
     pub generation: Generation,
-    /// Whether it told the weight version of each token.
+    /// Whether it reports the weight version of each token.
     pub versions_by_token: bool,
-    /// Whether it told how much of the prompt was cached.
+    /// Whether it reports how many prompt tokens were cached.
     pub cached_tokens: bool,
-    /// The data-parallel replica that answered, where it said so.
+    /// The data-parallel rank that answered, where reported.
     pub dp_rank: Option<u32>,
 }
 
-/// Why a reply was refused.
-#[derive(Debug)]
-pub struct Fault {
-    /// In the words of the seam.
-    pub kind: EngineErrorKind,
-    /// The routing rows' own error, where they were at fault.
-    pub routing: Option<RoutingError>,
-}
-
-impl From<EngineErrorKind> for Fault {
-    fn from(kind: EngineErrorKind) -> Self {
-        Self { kind, routing: None }
-    }
-}
-
 /// An invalid reply, by the field at fault.
-pub(crate) fn wrong(field: &str, words: impl Display) -> EngineErrorKind {
-    EngineErrorKind::InvalidReply(format!("`{field}`: {words}"))
+pub(crate) fn invalid_field(field: &str, problem: impl Display) -> EngineErrorKind {
+    EngineErrorKind::invalid_reply(format!("`{field}`: {problem}"))
 }
 
-/// A body without its routed experts, which no JSON parser has to see.
-pub(crate) struct Cut<'a> {
+fn invalid_routing(field: &str, error: RoutingError) -> EngineErrorKind {
+    EngineErrorKind::InvalidReply(ErrorDetail::caused_by(format!("`{field}`"), error))
+}
+
+/// A body without its routed experts, so that the JSON parser does not have to read them.
+pub(crate) struct SplitBody<'a> {
     body: &'a [u8],
     json: Vec<u8>,
-    /// Where they lay in the body; in `json`, an empty string begins at the same place.
+    /// Where the payload lies in `body`. In `json` an empty string starts at the same place.
     payload: Option<Range<usize>>,
 }
 
 /// Parses a body; an error names the field.
 pub(crate) fn parse<'de, T: Deserialize<'de>>(body: &'de [u8]) -> Result<T, EngineErrorKind> {
-    serde_json::from_slice(body).map_err(|error| explain::<T>(body, &error))
+    serde_json::from_slice(body).map_err(|error| explain::<T>(body, error))
 }
 
-fn explain<'de, T: Deserialize<'de>>(
-    body: &'de [u8],
-    error: &serde_json::Error,
-) -> EngineErrorKind {
+fn explain<'de, T: Deserialize<'de>>(body: &'de [u8], error: serde_json::Error) -> EngineErrorKind {
     if let Some(message) = error_message(body) {
-        let words = format!("success with an error inside: {message}");
-        return EngineErrorKind::InvalidReply(words);
+        let message = format!("HTTP success with an error inside: {message}");
+        return EngineErrorKind::invalid_reply(message);
     }
     if error.is_data() {
-        // Read again with an eye on the path: right replies need none.
+        // Parsed again, now with the path: only invalid replies pay for it.
         let mut json = serde_json::Deserializer::from_slice(body);
         if let Err(error) = serde_path_to_error::deserialize::<_, T>(&mut json) {
-            return wrong(&short(&error.path().to_string()), short(&error.inner().to_string()));
+            let path = truncated(&error.path().to_string());
+            return invalid_field(&path, truncated(&error.inner().to_string()));
         }
     }
-    let words = format!("it is no JSON: {error}; it begins `{}`", excerpt(body));
-    EngineErrorKind::InvalidReply(words)
+    let message = format!("not JSON (starts with `{}`)", excerpt(body));
+    EngineErrorKind::InvalidReply(ErrorDetail::caused_by(message, error))
 }
 
-/// A list with one element per sampled token. It has room for those of most turns from the begin.
+/// A list with one element per sampled token. It is allocated for the length of most turns.
 pub(crate) struct PerToken<T>(pub(crate) Vec<T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for PerToken<T> {
@@ -139,226 +126,230 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for PerToken<T> {
 
 const ROUTED: &str = "routed_experts";
 
-impl<'a> Cut<'a> {
-    /// Takes the body apart. A reply to one prompt has at most one payload.
-    pub(crate) fn new(body: &'a [u8]) -> Result<Self, Fault> {
-        let split = split_body(body).map_err(|error| routing_fault(ROUTED, error))?;
+impl<'a> SplitBody<'a> {
+    /// Splits a body. A reply to one prompt has at most one payload.
+    pub(crate) fn new(body: &'a [u8]) -> Result<Self, EngineErrorKind> {
+        let split = split_body(body).map_err(|error| invalid_routing(ROUTED, error))?;
         if let [_, second, ..] = split.payloads.as_slice() {
-            let words = format!("a second payload begins at byte {}", second.start);
-            return Err(wrong(ROUTED, words).into());
+            let problem = format!("a second payload starts at byte {}", second.start);
+            return Err(invalid_field(ROUTED, problem));
         }
         Ok(Self { body, json: split.json, payload: split.payloads.into_iter().next() })
     }
 
-    /// Parses the rest; an error names the field.
-    pub(crate) fn parse<'de, T: Deserialize<'de>>(&'de self) -> Result<T, Fault> {
-        parse(&self.json).map_err(Fault::from)
+    /// Parses the rest of the body; an error names the field.
+    pub(crate) fn parse<'de, T: Deserialize<'de>>(&'de self) -> Result<T, EngineErrorKind> {
+        parse(&self.json)
     }
 
-    /// The payload that belongs to `value`, a borrowed string of the parsed rest: empty where one
-    /// was cut out. One that stands under any other key, or under an escaped one, is refused.
+    /// The payload that belongs to `value`, a string borrowed from the parsed rest, which is empty
+    /// where a payload was cut out. A payload under any other key, or an escaped one, is refused.
     pub(crate) fn payload(
         &self,
         field: &str,
         value: Option<&str>,
-    ) -> Result<Option<&'a [u8]>, Fault> {
+    ) -> Result<Option<&'a [u8]>, EngineErrorKind> {
         match (value, &self.payload) {
             (None, None) => Ok(None),
-            (None, Some(_)) => Err(wrong(field, "a payload is elsewhere in the reply").into()),
+            (None, Some(_)) => Err(invalid_field(field, "the payload is under another key")),
             (Some(value), Some(at))
                 if value.is_empty() && self.position(value) == Some(at.start) =>
             {
                 Ok(self.body.get(at.clone()))
             }
-            (Some(_), _) => Err(wrong(field, "its key is escaped, which no server does").into()),
+            (Some(_), _) => Err(invalid_field(field, "its key is escaped, as no server does")),
         }
     }
 
-    /// Where in the parsed rest a string begins that borrows from it.
+    /// The offset in `json` of a string that borrows from it.
     fn position(&self, value: &str) -> Option<usize> {
-        let begin = self.json.as_ptr().addr();
-        let at = value.as_ptr().addr().checked_sub(begin)?;
+        let start = self.json.as_ptr().addr();
+        let at = value.as_ptr().addr().checked_sub(start)?;
         (at <= self.json.len()).then_some(at)
     }
 }
 
-/// Decodes the payload for what was asked; `None` where no rows were asked for, or none can be.
+/// Decodes the payload against the request. `None` if no rows were requested, or if there are none
+/// because the request never ran.
 pub(crate) fn routed_rows(
     form: WireForm,
     field: &str,
     payload: Option<&[u8]>,
-    expected: &Expected,
+    expected: &ExpectedReply,
     outputs: usize,
     never_ran: bool,
-) -> Result<Option<RoutedRows>, Fault> {
+) -> Result<Option<RoutedRows>, EngineErrorKind> {
     let (start, text) = match (expected.routed_experts_start, payload) {
         (None, _) => return Ok(None),
         (Some(_), None) if never_ran => return Ok(None),
-        (Some(_), None) => return Err(wrong(field, "asked for, and missing").into()),
+        (Some(_), None) => return Err(invalid_field(field, "requested, but missing")),
         (Some(start), Some(text)) => (start, text),
     };
     let tokens = expected.prompt_tokens + outputs;
     let rows = decode(form, text, &expected.shape, start, tokens)
-        .map_err(|error| routing_fault(field, error))?;
+        .map_err(|error| invalid_routing(field, error))?;
     match rows.form() {
         PayloadForm::Exact => {}
         PayloadForm::SurplusRow | PayloadForm::WholeSequence => tracing::debug!(
             request_id = expected.request_id,
             form = ?rows.form(),
-            "routing payload deviates from what was asked for"
+            "routing payload has more rows than requested"
         ),
     }
     Ok(Some(rows))
 }
 
-fn routing_fault(field: &str, error: RoutingError) -> Fault {
-    Fault { kind: wrong(field, &error), routing: Some(error) }
-}
-
-/// Checks who is answered.
+/// Checks which request is answered.
 pub(crate) fn check_id(field: &str, found: &str, sent: &str) -> Result<(), EngineErrorKind> {
     if found == sent {
         return Ok(());
     }
-    Err(wrong(field, format!("it answers request `{}`, asked was `{sent}`", short(found))))
+    let found = truncated(found);
+    Err(invalid_field(field, format!("it answers request `{found}`, but `{sent}` was sent")))
 }
 
-/// A foreign word, cut to what a message can bear.
-pub(crate) fn short(word: &str) -> String {
-    word.chars().take(80).collect::<String>().escape_debug().to_string()
+/// The first 80 characters of foreign text, escaped, for error messages.
+pub(crate) fn truncated(text: &str) -> String {
+    text.chars().take(80).collect::<String>().escape_debug().to_string()
 }
 
-/// Checks the sampled tokens themselves.
+/// Checks the sampled token ids.
 pub(crate) fn check_tokens(
     field: &str,
     ids: &[TokenId],
-    expected: &Expected,
+    expected: &ExpectedReply,
 ) -> Result<(), EngineErrorKind> {
     let limit = expected.max_new_tokens;
     if ids.len() > limit {
-        let words = format!("it has {} tokens, allowed were {limit}", ids.len());
-        return Err(wrong(field, words));
+        let problem = format!("{} tokens, but at most {limit} were requested", ids.len());
+        return Err(invalid_field(field, problem));
     }
     let vocab = expected.shape.vocab;
     match ids.iter().find(|&&id| id as usize >= vocab) {
-        Some(id) => Err(wrong(field, format!("token id {id} is not in the vocabulary of {vocab}"))),
+        Some(id) => {
+            Err(invalid_field(field, format!("token id {id} is outside the vocabulary of {vocab}")))
+        }
         None => Ok(()),
     }
 }
 
-/// How many tokens an engine says it saw, wrote, and found cached.
-pub(crate) struct Counts<'a> {
-    /// Each as its field's name and value.
+/// How many tokens an engine reports, each as `(field, count)`.
+pub(crate) struct TokenCounts<'a> {
     pub(crate) prompt: (&'a str, Option<usize>),
     pub(crate) outputs: (&'a str, Option<usize>),
     pub(crate) cached: (&'a str, Option<usize>),
 }
 
-impl Counts<'_> {
-    /// Compares with what was sent and came. A request that never ran may have none.
+impl TokenCounts<'_> {
+    /// Compares the counts with the request and the reply. A request that never ran may have none.
     pub(crate) fn check(
         &self,
         outputs: usize,
-        expected: &Expected,
+        expected: &ExpectedReply,
         never_ran: bool,
     ) -> Result<(), EngineErrorKind> {
         let prompt = expected.prompt_tokens;
         match self.prompt {
             (field, Some(found)) if found != prompt => {
-                return Err(wrong(field, format!("{found} tokens, sent were {prompt}")));
+                return Err(invalid_field(
+                    field,
+                    format!("{found} tokens, but {prompt} were sent"),
+                ));
             }
-            (field, None) if !never_ran => return Err(wrong(field, "it is missing")),
+            (field, None) if !never_ran => return Err(invalid_field(field, "missing")),
             (_, Some(_) | None) => {}
         }
         match self.outputs {
             (field, Some(found)) if found != outputs => {
-                return Err(wrong(field, format!("{found} tokens, sent back are {outputs}")));
+                let problem = format!("{found} tokens, but the reply has {outputs}");
+                return Err(invalid_field(field, problem));
             }
             (_, Some(_) | None) => {}
         }
         match self.cached {
             (field, Some(found)) if found > prompt => {
-                Err(wrong(field, format!("{found} tokens of a prompt of {prompt}")))
+                Err(invalid_field(field, format!("{found} tokens of a prompt of {prompt}")))
             }
             (_, Some(_) | None) => Ok(()),
         }
     }
 }
 
-/// Checks log-probabilities, each with the token it says it belongs to.
+/// Checks log-probabilities, each with the token that it claims to belong to.
 pub(crate) fn check_logprobs(
     field: &str,
     given: impl ExactSizeIterator<Item = (TokenId, Option<f32>)>,
     outputs: &[TokenId],
 ) -> Result<Vec<f32>, EngineErrorKind> {
     if given.len() != outputs.len() {
-        let words = format!("{} entries for {} output tokens", given.len(), outputs.len());
-        return Err(wrong(field, words));
+        let problem = format!("{} entries for {} output tokens", given.len(), outputs.len());
+        return Err(invalid_field(field, problem));
     }
     let mut logprobs = Vec::with_capacity(outputs.len());
     for (index, ((id, logprob), &output)) in given.zip(outputs).enumerate() {
         if id != output {
-            let words = format!("entry {index} is of token {id}, the output token is {output}");
-            return Err(wrong(field, words));
+            let problem = format!("entry {index} is for token {id}, the output token is {output}");
+            return Err(invalid_field(field, problem));
         }
         match logprob {
             Some(value) if value > LOGPROB_FLOOR && value <= LOGPROB_TOLERANCE => {
                 logprobs.push(value.min(0.0));
             }
-            Some(value) => return Err(wrong(field, format!("entry {index} is {value}"))),
-            None => return Err(wrong(field, format!("entry {index} is null"))),
+            Some(value) => return Err(invalid_field(field, format!("entry {index} is {value}"))),
+            None => return Err(invalid_field(field, format!("entry {index} is null"))),
         }
     }
     Ok(logprobs)
 }
 
-/// The policy version an engine's word stands for; both say `default` for the weights they began
-/// with.
-pub(crate) fn parse_version(word: &str) -> Option<PolicyVersion> {
-    if word == "default" {
+/// The policy version that an engine's name for its weights stands for. SGLang and vLLM name the
+/// weights that they started with `default`.
+pub(crate) fn parse_version(name: &str) -> Option<PolicyVersion> {
+    if name == "default" {
         return Some(PolicyVersion(0));
     }
-    word.parse().ok().map(PolicyVersion)
+    name.parse().ok().map(PolicyVersion)
 }
 
-/// As [`parse_version`], of a reply.
-pub(crate) fn version(field: &str, word: &str) -> Result<PolicyVersion, EngineErrorKind> {
-    parse_version(word).ok_or_else(|| {
-        wrong(field, format!("`{}` is not a number: weights must be synced", short(word)))
+/// Like [`parse_version`], for a field of a reply.
+pub(crate) fn version(field: &str, name: &str) -> Result<PolicyVersion, EngineErrorKind> {
+    parse_version(name).ok_or_else(|| {
+        let name = truncated(name);
+        invalid_field(field, format!("`{name}` is not a number; sync the weights"))
     })
 }
 
-/// `[{version, start, end}]` over the output tokens, as both engines send it.
+/// One element of `[{version, start, end}]` over the output tokens, as both engines send it.
 #[derive(Debug, Deserialize)]
-pub(crate) struct Span {
+pub(crate) struct ReportedVersion {
     version: String,
     start: usize,
     end: usize,
 }
 
-/// Checks that spans cover all output tokens, in order.
-pub(crate) fn check_spans(
+/// Checks that the versions cover all output tokens, in order.
+pub(crate) fn check_versions(
     field: &str,
-    spans: &[Span],
+    reported: &[ReportedVersion],
     outputs: usize,
 ) -> Result<Vec<VersionSpan>, EngineErrorKind> {
-    let mut covered: Vec<VersionSpan> = Vec::new();
+    let mut spans: Vec<VersionSpan> = Vec::new();
     let mut next = 0;
-    for span in spans.iter().filter(|span| span.start != span.end) {
+    for span in reported.iter().filter(|span| span.start != span.end) {
         if span.start != next || span.end < span.start {
-            return Err(wrong(field, "it has a gap or an overlap"));
+            return Err(invalid_field(field, "a gap or an overlap"));
         }
         next = span.end;
         let version = version(field, &span.version)?;
-        covered.push(VersionSpan { version, start: span.start, end: span.end });
+        spans.push(VersionSpan { version, start: span.start, end: span.end });
     }
     if next != outputs {
-        return Err(wrong(field, format!("it covers {next} of {outputs} output tokens")));
+        return Err(invalid_field(field, format!("covers {next} of {outputs} output tokens")));
     }
-    Ok(covered)
+    Ok(spans)
 }
 
-/// All output tokens under one version.
-pub(crate) fn one_span(version: PolicyVersion, outputs: usize) -> Vec<VersionSpan> {
+/// One version for all output tokens.
+pub(crate) fn single_version(version: PolicyVersion, outputs: usize) -> Vec<VersionSpan> {
     if outputs == 0 { Vec::new() } else { vec![VersionSpan { version, start: 0, end: outputs }] }
 }

@@ -1,20 +1,23 @@
-//! SGLang's native routes, which the embedded engine serves, too.
+//! SGLang's native routes, which the embedded engine also serves.
 
-mod fitness;
+mod capability;
 mod reply;
 
-use crate::dialect::{Dialect, Limits, Survey};
-use crate::http::{CALL_TIMEOUT, Wire};
-use crate::reply::{Expected, Fault, Reading, parse_version};
-use crate::{EngineError, EngineErrorKind, EngineInfo, GenerateRequest};
+use crate::api::EngineInfo;
+use crate::capability::check_context;
+use crate::dialect::{Capabilities, Dialect, GenerateOptions};
+use crate::error::{EngineError, EngineErrorKind, ErrorDetail};
+use crate::http::{CALL_TIMEOUT, ModelList, Server, body_with_ids};
+use crate::reply::{CheckedReply, ExpectedReply, parse_version};
+use crate::request::{GenerateRequest, TokenPrompt};
 use camino::Utf8Path;
-use fitness::ServerInfo;
+use capability::ServerInfo;
 use orchestrate_types::{ModelShape, RequestId, TokenId};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::time::Duration;
 
-/// SGLang's `/generate`, 0.5.12 and later.
+/// SGLang's `/generate`, version 0.5.12 and later.
 #[derive(Debug)]
 pub struct Sglang;
 
@@ -37,7 +40,7 @@ struct GenerateBody<'a> {
     stream: bool,
 }
 
-/// Explicit wherever the server would otherwise take the model's own defaults.
+/// Values are explicit where the server would otherwise use the model's own defaults.
 #[derive(Serialize)]
 struct SamplingParams<'a> {
     max_new_tokens: usize,
@@ -45,7 +48,7 @@ struct SamplingParams<'a> {
     top_p: f32,
     top_k: i32,
     min_p: f32,
-    // `ignore_eos` is never sent: with it the server ignores these, too.
+    // `ignore_eos` is never sent, because with it the server also ignores these.
     #[serde(skip_serializing_if = "<[TokenId]>::is_empty")]
     stop_token_ids: &'a [TokenId],
     skip_special_tokens: bool,
@@ -59,16 +62,6 @@ struct ModelInfo {
 }
 
 #[derive(Deserialize)]
-struct Models {
-    data: Vec<Model>,
-}
-
-#[derive(Deserialize)]
-struct Model {
-    max_model_len: Option<usize>,
-}
-
-#[derive(Deserialize)]
 struct UpdateReply {
     success: bool,
     #[serde(default)]
@@ -79,12 +72,12 @@ impl Dialect for Sglang {
     const GENERATE: &'static str = "/generate";
     const RANK_HEADER: Option<&'static str> = None;
 
-    fn body(request: &GenerateRequest, limits: &Limits) -> String {
+    fn body(request: &GenerateRequest, prompt: &TokenPrompt, options: &GenerateOptions) -> String {
         let sampling = &request.sampling;
         let body = GenerateBody {
             rid: request.request_id.as_str(),
             sampling_params: SamplingParams {
-                max_new_tokens: limits.max_new_tokens,
+                max_new_tokens: options.max_new_tokens,
                 temperature: sampling.temperature,
                 top_p: sampling.top_p,
                 top_k: -1,
@@ -95,57 +88,60 @@ impl Dialect for Sglang {
                 sampling_seed: sampling.seed >> 1,
             },
             return_logprob: true,
-            // Of output tokens only: from 0 on, nothing of the prefix cache would be used.
+            // For output tokens only: with 0 the server would not use its prefix cache.
             logprob_start_len: -1,
-            return_routed_experts: request.routed_experts_start.is_some(),
-            routed_experts_start_len: request.routed_experts_start,
+            return_routed_experts: prompt.routed_experts_start.is_some(),
+            routed_experts_start_len: prompt.routed_experts_start,
             session_id: &request.session,
-            extra_key: format!("w{}", request.cache_namespace),
-            priority: limits.priorities.then_some(request.priority),
-            routed_dp_rank: limits.rank,
+            extra_key: format!("w{}", prompt.cache_namespace),
+            priority: options.send_priority.then_some(request.priority),
+            routed_dp_rank: options.rank,
             stream: false,
         };
-        crate::http::json("input_ids", &request.token_ids, &body)
+        body_with_ids("input_ids", &prompt.ids, &body)
     }
 
-    fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
+    fn read(body: &[u8], expected: &ExpectedReply) -> Result<CheckedReply, EngineErrorKind> {
         reply::read(body, expected)
     }
 
-    async fn survey(wire: &Wire, shape: &ModelShape) -> Result<Survey, EngineError> {
-        let server: ServerInfo = wire.ask("/server_info").await?;
-        let model: ModelInfo = wire.ask("/model_info").await?;
-        let mut context = server.context_length;
+    async fn capabilities(
+        server: &Server,
+        shape: &ModelShape,
+    ) -> Result<Capabilities, EngineError> {
+        let info: ServerInfo = server.get_json("/server_info").await?;
+        let model: ModelInfo = server.get_json("/model_info").await?;
+        let mut context = info.context_length;
         if context.is_none() {
-            let models: Option<Models> = wire.ask_if_known("/v1/models").await?;
+            let models: Option<ModelList> = server.get_json_if_supported("/v1/models").await?;
             context = models.and_then(|models| models.data.first()?.max_model_len);
         }
-        let mut findings = server.findings();
-        findings.extend(crate::fitness::check_context(context, shape.context));
-        Ok(Survey {
+        let mut findings = info.findings();
+        findings.extend(check_context(context, shape.context));
+        Ok(Capabilities {
             info: EngineInfo {
-                engine: server.name(),
-                model_path: model.model_path.or(server.model_path.clone()).unwrap_or_default(),
-                routed_experts: server.enable_return_routed_experts.unwrap_or(false),
+                engine: info.name(),
+                model_path: model.model_path.or(info.model_path.clone()).unwrap_or_default(),
+                routed_experts: info.enable_return_routed_experts.unwrap_or(false),
                 policy_version: model.weight_version.as_deref().and_then(parse_version),
                 context,
-                page_size: server.page_size.unwrap_or(1).max(1),
+                page_size: info.page_size.unwrap_or(1).max(1),
             },
-            facts: server.facts(),
-            priorities: server.takes_priorities(),
-            ranks: server.ranks(),
+            facts: info.facts(),
+            priorities: info.supports_priorities(),
+            ranks: info.ranks(),
             findings,
         })
     }
 
-    async fn pause(wire: &Wire, timeout: Duration) -> Result<(), EngineError> {
-        // Never `retract`: it computes rows of old tokens again, under the new weights.
+    async fn pause(server: &Server, timeout: Duration) -> Result<(), EngineError> {
+        // Never `retract`: it recomputes the rows of old tokens under the new weights.
         let call = "/pause_generation";
-        wire.tell(call, call, &json!({"mode": "abort"}), timeout).await.map(|_| ())
+        server.post_json(call, call, &json!({"mode": "abort"}), timeout).await.map(|_| ())
     }
 
     async fn load(
-        wire: &Wire,
+        server: &Server,
         checkpoint: &Utf8Path,
         version: &str,
         timeout: Duration,
@@ -156,32 +152,33 @@ impl Dialect for Sglang {
             "weight_version": version,
             "flush_cache": true,
         });
-        let body = wire.tell(update, update, &body, timeout).await?;
+        let body = server.post_json(update, update, &body, timeout).await?;
         let reply: UpdateReply = serde_json::from_slice(&body).map_err(|error| {
-            wire.error(update, EngineErrorKind::InvalidReply(error.to_string()))
+            let detail = ErrorDetail::caused_by("cannot parse the reply", error);
+            server.error(update, EngineErrorKind::InvalidReply(detail))
         })?;
         if !reply.success {
-            let words = format!("the update failed: {}", reply.message);
-            return Err(wire.error(update, EngineErrorKind::InvalidReply(words)));
+            let message = format!("the update failed: {}", reply.message);
+            return Err(server.error(update, EngineErrorKind::invalid_reply(message)));
         }
-        let info: ModelInfo = wire.ask("/model_info").await?;
+        let info: ModelInfo = server.get_json("/model_info").await?;
         if info.weight_version.as_deref() == Some(version) {
             return Ok(());
         }
         let found = info.weight_version.unwrap_or_default();
-        let words = format!("it names its weights `{found}` after an update to `{version}`");
-        Err(wire.error("/model_info", EngineErrorKind::InvalidReply(words)))
+        let message = format!("its weights are named `{found}` after an update to `{version}`");
+        Err(server.error("/model_info", EngineErrorKind::invalid_reply(message)))
     }
 
-    async fn resume(wire: &Wire) -> Result<(), EngineError> {
+    async fn resume(server: &Server) -> Result<(), EngineError> {
         let call = "/continue_generation";
-        wire.tell(call, call, &json!({}), CALL_TIMEOUT).await.map(|_| ())
+        server.post_json(call, call, &json!({}), CALL_TIMEOUT).await.map(|_| ())
     }
 
-    async fn abort(wire: &Wire, request_id: &RequestId) -> Result<(), EngineError> {
-        // The server aborts every id that begins with this one; ours have a fixed width.
+    async fn abort(server: &Server, request_id: &RequestId) -> Result<(), EngineError> {
+        // The server aborts every id that starts with this one; ours have a fixed width.
         let call = "/abort_request";
         let body = json!({"rid": request_id.as_str()});
-        wire.tell(call, call, &body, CALL_TIMEOUT).await.map(|_| ())
+        server.post_json(call, call, &body, CALL_TIMEOUT).await.map(|_| ())
     }
 }

@@ -7,7 +7,9 @@ use orchestrate_moe::infer::{EngineOptions, WeightFormat, serve_engine};
 use orchestrate_moe::{ModelConfig, StoredType, Weights, save_checkpoint};
 use orchestrate_testkit::conformance::{Subject, made_up_prompts};
 use orchestrate_testkit::engine_conformance;
+use orchestrate_types::RequestId;
 use serde_json::json;
+use std::pin::Pin;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -46,6 +48,7 @@ async fn subject(weight_format: WeightFormat) -> Subject {
     let stop = CancellationToken::new();
     let mut server = JoinSet::new();
     server.spawn(serve_engine(options, listener, stop.clone()));
+    let abort_url = format!("{url}/abort_request");
     let client = ClientOptions {
         url,
         api_key: None,
@@ -60,5 +63,12 @@ async fn subject(weight_format: WeightFormat) -> Subject {
     assert_eq!(report.findings, [], "it is fit for training");
     let (good, missing) = (root.join("b"), root.join("c"));
     let alive = (folder, server, stop.drop_guard());
-    Subject::new(engine, made_up_prompts(&shape), alive).with_checkpoints(good, Some(missing))
+    let abort = Box::new(move |id: RequestId| -> Pin<Box<dyn Future<Output = ()> + Send>> {
+        let post = reqwest::Client::new().post(&abort_url).json(&json!({"rid": id.as_str()}));
+        Box::pin(async move {
+            post.send().await.unwrap().error_for_status().unwrap();
+        })
+    });
+    let subject = Subject::new(engine, made_up_prompts(&shape), abort, alive);
+    subject.with_checkpoints(good, Some(missing))
 }

@@ -1,18 +1,18 @@
-//! What one attempt has gathered so far, and its two repeated steps: sample a turn, act on it.
+//! State of one attempt, and the two steps that it repeats: sample a turn, act on it.
 
 mod act;
 
 use crate::api::{EpisodeReport, EpisodeRequest, Timings, TurnLog};
 use crate::buffer::TokenBuffer;
-use crate::chat::ChatError;
-use crate::dialogue::{Dialogue, Written};
+use crate::dialogue::{Dialogue, TurnText};
 use crate::editor::Editor;
 use crate::machine::EpisodeEvent;
 use crate::prefill::{PrefillKey, PrefillLeader, PrefillRole};
 use crate::rows::{EpisodeRows, RowsRefused};
 use crate::runner::{EpisodeRunner, failed};
 use orchestrate_engine::{
-    Engine, Finish, GenerateRequest, Generation, Sampling, SessionOpening, VersionSpan,
+    Engine, Finish, GenerateRequest, Generation, MessageReply, Prompt, Reply, SampledTokens,
+    Sampling, SessionOpening, TokenPrompt, VersionSpan,
 };
 use orchestrate_routing::MixedRows;
 use orchestrate_tasks::Verdict;
@@ -22,18 +22,21 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
-/// Engine calls tried for one generation before the attempt is given up. With the pauses below an
-/// engine may be away for about a minute, long enough for a restart.
-const GENERATE_TRIES: u32 = 8;
+/// Maximum number of engine calls for one generation. With the pauses between them an engine may be
+/// unreachable for about a minute, long enough for a restart.
+const MAX_TRIES: u32 = 8;
 
-/// Of these, how many may end in a reply that is late or invalid.
-const REPLY_TRIES: u32 = 3;
+/// Maximum number of these calls that may end with a late or invalid reply.
+const MAX_REPLY_TRIES: u32 = 3;
 
-/// Longest pause before another try; pauses double until then.
+/// Maximum number of these calls that may end with routing rows that do not join the ones so far.
+const MAX_ROUTING_TRIES: u32 = 2;
+
+/// Maximum pause between two calls. Pauses double up to it.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
 
-/// Of these, how many may end in routing rows that cannot be used.
-const ROUTING_TRIES: u32 = 2;
+/// The engine's reply is in a different form than the prompt.
+const MESSAGE_MISMATCH: &str = "a message in reply to tokens, or tokens in reply to a message";
 
 /// A running attempt.
 #[derive(Debug)]
@@ -41,12 +44,12 @@ pub(crate) struct Attempt<'a> {
     runner: &'a EpisodeRunner,
     stop: &'a CancellationToken,
     session: Session,
-    /// Held until the first reply is stored, where this attempt goes first of its group.
+    /// If this attempt is the first of its group: held until its first reply is stored.
     leading: Option<PrefillLeader>,
     pub(crate) request: EpisodeRequest,
     pub(crate) buffer: TokenBuffer,
-    /// The conversation in messages, for an engine that takes those. The buffer then holds what our
-    /// own tokenizer makes of it, so that it has a length; nothing of that is trained on.
+    /// The conversation in messages, for an engine that takes messages. The buffer then has the
+    /// tokens of our own tokenizer, for its length only: none of them is trained on.
     pub(crate) dialogue: Option<Dialogue>,
     rows: Option<EpisodeRows>,
     routing_problem: Option<String>,
@@ -54,9 +57,9 @@ pub(crate) struct Attempt<'a> {
     deadline: Option<Instant>,
     turns: Vec<TurnLog>,
     editor: Editor,
-    /// Calls made in the current turn: part of the request id, never used twice.
+    /// Number of calls in the current turn. Part of the request id, so that no id is used twice.
     tries: u32,
-    /// Whether the last stored reply was aborted, so that the next one belongs to its turn.
+    /// Whether the last stored reply was aborted, so that the next reply continues its turn.
     turn_is_open: bool,
     pub(crate) patch: String,
     pub(crate) verdict: Option<Verdict>,
@@ -64,7 +67,7 @@ pub(crate) struct Attempt<'a> {
     counters: Counters,
 }
 
-/// The conversation's name at the engine, which may forget it when this is dropped.
+/// The conversation's name at the engine. Dropping it closes the session.
 #[derive(Debug)]
 struct Session {
     engine: Arc<dyn Engine>,
@@ -84,10 +87,11 @@ struct Counters {
     cacheable: u64,
 }
 
-/// Why a generation did not come about.
+/// Why there is no reply.
 enum NoReply {
+    /// The episode stops or its time is up.
     Event(EpisodeEvent),
-    /// No try is left, or none would help.
+    /// No tries are left, or the error cannot be retried.
     Failed(String),
 }
 
@@ -101,7 +105,7 @@ impl<'a> Attempt<'a> {
         let (mut rows, mut routing_problem) = (None, None);
         if request.want_routing {
             match EpisodeRows::new(shape, request.run.to_string(), runner.rows.clone()) {
-                Ok(begun) => rows = Some(begun),
+                Ok(new) => rows = Some(new),
                 Err(error) => routing_problem = Some(error.to_string()),
             }
         }
@@ -131,7 +135,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// From now on the agent's time runs.
+    /// Starts the time limit of the agent.
     pub(crate) fn start_clock(&mut self, time: Duration) {
         self.deadline = Some(Instant::now() + time);
     }
@@ -140,7 +144,7 @@ impl<'a> Attempt<'a> {
         self.deadline.map_or(Duration::ZERO, |end| end.saturating_duration_since(Instant::now()))
     }
 
-    /// Samples one turn, or goes on with one that was aborted.
+    /// Samples one turn, or continues one that was aborted.
     pub(crate) async fn generate(
         &mut self,
         turn: u32,
@@ -160,66 +164,63 @@ impl<'a> Attempt<'a> {
         let reply = self.try_generate(turn, max_new_tokens).await;
         let elapsed = started.elapsed();
         self.timings.generate_s += elapsed.as_secs_f64();
-        let mut reply = match reply {
+        let reply = match reply {
             Ok(reply) => reply,
             Err(NoReply::Event(event)) => return event,
             Err(NoReply::Failed(error)) => return failed(Stage::Generate, error),
         };
-        let written = match self.hear(&mut reply) {
-            Ok(written) => written,
-            Err(error) => return failed(Stage::Generate, error),
+        let (generation, message_text) = match reply {
+            Reply::Tokens(generation) => (generation, None),
+            Reply::Message(reply) => match self.record_message(reply) {
+                Ok((generation, text)) => (generation, Some(text)),
+                Err(event) => return event,
+            },
         };
-        if reply.output_ids.is_empty() {
+        let finish = generation.finish().clone();
+        let sampled = generation.output_ids().len();
+        if sampled == 0 {
             // Aborted before its first token, or without room for one: nothing is stored.
             return EpisodeEvent::Generated {
-                finish: reply.finish,
-                sampled: 0,
+                finish,
+                sampled,
                 total_tokens: self.buffer.prompt_len(),
             };
         }
         let resumed = self.turn_is_open;
-        self.count(&reply, turn, resumed);
+        self.count(&generation, turn, resumed);
         if let Some(last) = self.turns.last_mut() {
             last.fork = self.buffer.fork().or(last.fork);
         }
-        self.buffer.push_reply(&reply, resumed, self.version);
-        self.turn_is_open = reply.finish == Finish::Abort;
-        if let (Some(rows), Some(span)) = (&mut self.rows, reply.versions.first()) {
-            rows.offer(self.buffer.ids(), span.version, &reply.worker).await;
+        self.buffer.push_reply(&generation, resumed, self.version);
+        self.turn_is_open = finish == Finish::Abort;
+        if let (Some(rows), Some(span)) = (&mut self.rows, generation.versions().first()) {
+            rows.offer(self.buffer.ids(), span.version, &generation.worker).await;
         }
         if let Some(leading) = self.leading.take() {
             leading.finish();
         }
-        if let Some(last) = reply.versions.last() {
+        if let Some(last) = generation.versions().last() {
             self.version = last.version;
         }
-        if written.is_some() {
-            let all = self.buffer.len();
-            self.buffer.exclude(all - reply.output_ids.len()..all);
+        if message_text.is_some() {
+            let end = self.buffer.len();
+            self.buffer.exclude(end - sampled..end);
         }
-        match written.map_or_else(|| self.runner.chat.decode(self.buffer.last_turn()), Ok) {
+        match message_text.map_or_else(|| self.runner.chat.decode(self.buffer.last_turn()), Ok) {
             Ok(text) => self.log_turn(text, elapsed, resumed),
             Err(error) => return failed(Stage::Generate, error),
         }
-        EpisodeEvent::Generated {
-            finish: reply.finish,
-            sampled: reply.output_ids.len(),
-            total_tokens: self.buffer.prompt_len(),
-        }
+        EpisodeEvent::Generated { finish, sampled, total_tokens: self.buffer.prompt_len() }
     }
 
-    async fn try_generate(
-        &mut self,
-        turn: u32,
-        max_new_tokens: usize,
-    ) -> Result<Generation, NoReply> {
+    async fn try_generate(&mut self, turn: u32, max_new_tokens: usize) -> Result<Reply, NoReply> {
         let Some(deadline) = self.deadline else {
-            return Err(NoReply::Failed("the episode's clock was not started".to_owned()));
+            return Err(NoReply::Failed("the episode's time limit was not started".to_owned()));
         };
         let prompt_tokens = self.buffer.prompt_len();
         if self.buffer.is_empty() && self.tries == 0 {
             let prompt = self.buffer.prompt_for_turn();
-            self.begin(&prompt).await;
+            self.open_session(&prompt).await;
         }
         let (mut tries, mut pauses, mut routing_failures) = (0, 0, 0);
         loop {
@@ -233,18 +234,18 @@ impl<'a> Attempt<'a> {
             let request = self.engine_request(turn, max_new_tokens, prompt);
             self.tries += 1;
             tries += 1;
-            // The engine keeps its own deadline; this one is for an engine that does not.
+            // The request has a deadline, too; this one is for an engine that ignores it.
             let Ok(result) = timeout_at(deadline, self.runner.engine.generate(request)).await
             else {
                 return Err(NoReply::Event(EpisodeEvent::TimeUp));
             };
             let (error, retry) = match result {
-                Ok(mut reply) => match self.accept(&mut reply, prompt_tokens, max_new_tokens) {
+                Ok(mut reply) => match self.accept(&mut reply, prompt_tokens) {
                     Ok(()) => return Ok(reply),
                     Err(Refusal::Reply(problem)) => (problem, Retry::Now),
                     Err(Refusal::Routing(problem)) => {
                         routing_failures += 1;
-                        if routing_failures >= ROUTING_TRIES {
+                        if routing_failures >= MAX_ROUTING_TRIES {
                             self.routing_problem = Some(problem.clone());
                         }
                         (problem, Retry::Now)
@@ -252,11 +253,11 @@ impl<'a> Attempt<'a> {
                 },
                 Err(error) => (error.to_string(), error.retry()),
             };
-            let is_last = tries >= GENERATE_TRIES || tries - pauses >= REPLY_TRIES;
+            let is_last = tries >= MAX_TRIES || tries - pauses >= MAX_REPLY_TRIES;
             if is_last || self.routing_problem.is_some() {
                 return Err(NoReply::Failed(format!("{error} (after {tries} tries)")));
             }
-            tracing::debug!(error, turn, tries, "generation failed, trying again");
+            tracing::debug!(error, turn, tries, "generation failed, retrying");
             match retry {
                 Retry::Never => return Err(NoReply::Failed(error)),
                 Retry::Now => {}
@@ -273,27 +274,38 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// Keeps the words of an engine that gives those, and makes tokens of them. Gives the whole turn
-    /// as text.
-    fn hear(&mut self, reply: &mut Generation) -> Result<Option<String>, ChatError> {
-        let (Some(turn), Some(dialogue)) = (reply.turn.take(), &mut self.dialogue) else {
-            return Ok(None);
+    /// Adds a message to the conversation. Returns the tokens that our own tokenizer makes of it, and
+    /// the whole turn as text.
+    fn record_message(
+        &mut self,
+        reply: MessageReply,
+    ) -> Result<(Generation, String), EpisodeEvent> {
+        let Some(dialogue) = &mut self.dialogue else {
+            return Err(failed(Stage::Generate, MESSAGE_MISMATCH));
         };
         let chat = &self.runner.chat;
-        let Written { text, kept } = dialogue.hear(turn);
-        reply.output_ids = chat.encode(&kept)?;
+        let TurnText { text, kept } = dialogue.push_turn(reply.message);
+        let mut output_ids = chat.encode(&kept).map_err(|error| failed(Stage::Generate, error))?;
         if reply.finish == Finish::Stop {
-            reply.output_ids.push(chat.end_of_turn());
+            output_ids.push(chat.end_of_turn());
         }
-        let end = reply.output_ids.len();
-        reply.logprobs = vec![0.0; end];
-        reply.versions = vec![VersionSpan { version: self.version, start: 0, end }];
-        Ok(Some(text))
+        let end = output_ids.len();
+        let span = VersionSpan { version: self.version, start: 0, end };
+        let sampled = SampledTokens {
+            logprobs: vec![0.0; end],
+            versions: if end == 0 { Vec::new() } else { vec![span] },
+            output_ids,
+        };
+        let mut generation = Generation::new(sampled, reply.finish, usize::MAX)
+            .map_err(|error| failed(Stage::Generate, error))?;
+        generation.cached_tokens = reply.cached_tokens;
+        generation.worker = reply.worker;
+        Ok((generation, text))
     }
 
-    /// Before the first call: finds a place, goes first or waits for who does, and takes the rows
-    /// that are there for this prompt.
-    async fn begin(&mut self, prompt: &[u32]) {
+    /// Before the first call: opens the session, waits for the first attempt of the group or becomes
+    /// it, and takes the rows that are cached for this prompt.
+    async fn open_session(&mut self, prompt: &[TokenId]) {
         let EpisodeRequest { run, attempt, .. } = self.request;
         let engine = &self.runner.engine;
         let group = attempt.episode.group;
@@ -313,10 +325,10 @@ impl<'a> Attempt<'a> {
         match part {
             PrefillRole::Leader(leading) => self.leading = Some(leading),
             PrefillRole::Follower => {}
-            PrefillRole::Alone => tracing::debug!("did not wait for the group's first reply"),
+            PrefillRole::Alone => tracing::debug!("not waiting for the group's first reply"),
         }
         if let Some(rows) = &mut self.rows {
-            // It may have changed since: a worker can go away while one waits.
+            // It may have changed: a worker can go out of service during the wait.
             let worker = engine.worker_of(&self.session.name);
             rows.seed(prompt, self.version, worker).await;
         }
@@ -326,59 +338,56 @@ impl<'a> Attempt<'a> {
         &self,
         turn: u32,
         max_new_tokens: usize,
-        token_ids: Arc<Vec<TokenId>>,
+        ids: Arc<Vec<TokenId>>,
     ) -> GenerateRequest {
         let EpisodeRequest { run, attempt, seed, temperature, .. } = self.request;
         let plan = &self.runner.plan;
+        let sampling = Sampling {
+            temperature,
+            top_p: plan.top_p,
+            max_new_tokens,
+            stop_token_ids: self.runner.chat.stop_token_ids().to_vec(),
+            seed: call_seed(seed, turn, ids.len()),
+        };
+        let prompt = match &self.dialogue {
+            Some(dialogue) => Prompt::Messages(dialogue.prompt(ids.len())),
+            None => Prompt::Tokens(TokenPrompt {
+                ids,
+                routed_experts_start: self.rows.as_ref().map(EpisodeRows::next_start),
+                cache_namespace: self.version,
+            }),
+        };
         GenerateRequest {
             request_id: RequestId::new(run, attempt, turn, self.tries),
             session: self.session.name.clone(),
-            sampling: Sampling {
-                temperature,
-                top_p: plan.top_p,
-                max_new_tokens,
-                stop_token_ids: self.runner.chat.stop_token_ids().to_vec(),
-                seed: call_seed(seed, turn, token_ids.len()),
-            },
-            token_ids,
-            conversation: self.dialogue.as_ref().map(Dialogue::conversation),
-            routed_experts_start: self.rows.as_ref().map(EpisodeRows::next_start),
-            cache_namespace: self.version,
+            prompt,
+            sampling,
             priority: i32::try_from(turn).unwrap_or(i32::MAX),
             deadline: plan.generate_timeout.0.min(self.remaining()),
         }
     }
 
-    /// Checks a reply against what was asked, and takes its rows. A refused reply leaves no trace.
-    fn accept(
-        &mut self,
-        reply: &mut Generation,
-        prompt: usize,
-        max_new_tokens: usize,
-    ) -> Result<(), Refusal> {
-        match (&self.dialogue, &reply.turn) {
-            (None, None) => {}
-            (Some(_), Some(_)) => return Ok(()),
-            (None, Some(_)) | (Some(_), None) => {
-                return Err(Refusal::Reply("words for tokens, or tokens for words".to_owned()));
+    /// Takes the rows of a reply to a prompt of `prompt` tokens, whose tokens the engine has checked.
+    /// A refused reply leaves no trace.
+    fn accept(&mut self, reply: &mut Reply, prompt: usize) -> Result<(), Refusal> {
+        let generation = match (&self.dialogue, reply) {
+            (None, Reply::Tokens(generation)) => generation,
+            (Some(_), Reply::Message(_)) => return Ok(()),
+            (None, Reply::Message(_)) | (Some(_), Reply::Tokens(_)) => {
+                return Err(Refusal::Reply(MESSAGE_MISMATCH.to_owned()));
             }
+        };
+        if generation.output_ids().is_empty() {
+            // Without tokens only an abort can be continued.
+            return match generation.finish() {
+                Finish::Abort => Ok(()),
+                Finish::Stop | Finish::Length => {
+                    Err(Refusal::Reply("the reply has no tokens, but was not aborted".to_owned()))
+                }
+            };
         }
-        let sampled = reply.output_ids.len();
-        if reply.logprobs.len() != sampled {
-            let found = reply.logprobs.len();
-            return Err(Refusal::Reply(format!("{found} log-probs for {sampled} tokens")));
-        }
-        if sampled > max_new_tokens {
-            return Err(Refusal::Reply(format!("{sampled} tokens, {max_new_tokens} asked for")));
-        }
-        if sampled == 0 && reply.finish != Finish::Abort {
-            return Err(Refusal::Reply("no tokens, and not aborted".to_owned()));
-        }
-        if reply.versions.last().map_or(0, |span| span.end) != sampled {
-            return Err(Refusal::Reply(format!("policy versions do not cover {sampled} tokens")));
-        }
-        let Some(rows) = self.rows.as_mut().filter(|_| sampled > 0) else { return Ok(()) };
-        rows.accept(reply, prompt, self.version).map_err(|refused| match refused {
+        let Some(rows) = &mut self.rows else { return Ok(()) };
+        rows.accept(generation, prompt, self.version).map_err(|refused| match refused {
             refused @ RowsRefused::StaleSeed => Refusal::Reply(refused.to_string()),
             refused @ (RowsRefused::Missing
             | RowsRefused::WrongEnd { .. }
@@ -386,10 +395,10 @@ impl<'a> Attempt<'a> {
         })
     }
 
-    fn count(&mut self, reply: &Generation, turn: u32, resumed: bool) {
+    fn count(&mut self, generation: &Generation, turn: u32, resumed: bool) {
         let counters = &mut self.counters;
         counters.prompt += self.buffer.prompt_len() as u64;
-        counters.cached += reply.cached_tokens as u64;
+        counters.cached += generation.cached_tokens as u64;
         if turn > 0 && !resumed {
             counters.cacheable += self.buffer.common_len().saturating_sub(1) as u64;
         }
@@ -413,7 +422,8 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// The report. Routing that does not cover the whole trajectory is left out, with the reason.
+    /// The report. A routing mask that does not cover the whole trajectory is left out, with the
+    /// reason.
     pub(crate) fn report(mut self, outcome: Outcome) -> EpisodeReport {
         let mut routing_problem = self.routing_problem.take();
         let routing_rows = self.rows.as_ref().map(|rows| rows.counts).unwrap_or_default();
@@ -466,9 +476,11 @@ impl<'a> Attempt<'a> {
     }
 }
 
-/// What is wrong with a reply.
+/// Why a reply is refused.
 enum Refusal {
+    /// The reply as a whole.
     Reply(String),
+    /// Its routing rows.
     Routing(String),
 }
 
@@ -476,8 +488,8 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Seed of one call: the same for every try of the same part of the same turn, different for any
-/// other (`SplitMix64` of the three).
+/// Seed of one call (`SplitMix64` of the arguments): the same for every try of the same part of the
+/// same turn, and different for all others.
 fn call_seed(episode: u64, turn: u32, prompt_tokens: usize) -> u64 {
     let mix = |value: u64| {
         let value = value.wrapping_add(0x9E37_79B9_7F4A_7C15);

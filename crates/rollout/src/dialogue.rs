@@ -1,52 +1,59 @@
-//! A conversation in messages, for servers that take those and give words.
+//! A conversation in messages, for chat servers.
 //!
-//! The invariant: what a policy wrote is sent again as the server gave it, calls apart from words,
-//! and each call has one answer, in front of all else that follows. Its thinking is not sent again.
+//! The invariant: what the policy wrote is sent back as the server returned it, tool calls separate
+//! from text. Each tool call has one tool message, before everything else that follows. Thinking is
+//! not sent back.
 
 use crate::api::Message;
 use crate::scaffold::call_text;
-use orchestrate_engine::{ChatMessage, ChatTurn, Conversation};
+use orchestrate_engine::{AssistantMessage, ChatMessage, MessagePrompt};
 use std::sync::Arc;
 
-/// Answer to a call that was not performed: servers refuse a conversation that lacks one.
+/// Content of the tool message for a call that was not performed. Servers refuse a conversation with
+/// an unanswered call.
 const NOT_PERFORMED: &str = "not performed";
 
 /// A conversation that grows by turns and observations.
 #[derive(Debug)]
 pub(crate) struct Dialogue {
-    conversation: Conversation,
-    /// Names of the last turn's calls.
-    calls: Vec<String>,
+    messages: Arc<Vec<ChatMessage>>,
+    tools: Arc<Vec<serde_json::Value>>,
+    /// Ids of the last turn's tool calls.
+    call_ids: Vec<String>,
 }
 
 /// A turn as text.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Written {
-    /// All of it, thinking first; in the form that scaffolds parse.
+pub(crate) struct TurnText {
+    /// The whole turn in the form that scaffolds parse, thinking first.
     pub(crate) text: String,
-    /// What of it is part of the conversation from now on.
+    /// The part that stays in the conversation.
     pub(crate) kept: String,
 }
 
 impl Dialogue {
-    /// A conversation that begins.
+    /// A conversation with these opening messages. `tools` are the JSON schemas of the tools.
     pub(crate) fn open(messages: &[Message], tools: &[serde_json::Value]) -> Self {
-        let messages = messages.iter().map(|message| said(&message.role, &message.content));
-        let conversation = Conversation {
+        let messages = messages.iter().map(|message| chat_message(&message.role, &message.content));
+        Self {
             messages: Arc::new(messages.collect()),
             tools: Arc::new(tools.to_vec()),
-        };
-        Self { conversation, calls: Vec::new() }
+            call_ids: Vec::new(),
+        }
     }
 
-    /// All of it so far, shared.
-    pub(crate) fn conversation(&self) -> Conversation {
-        self.conversation.clone()
+    /// The whole conversation as a prompt, shared rather than copied.
+    pub(crate) fn prompt(&self, estimated_tokens: usize) -> MessagePrompt {
+        MessagePrompt {
+            messages: Arc::clone(&self.messages),
+            tools: Arc::clone(&self.tools),
+            estimated_tokens,
+        }
     }
 
     /// Adds the policy's turn.
-    pub(crate) fn hear(&mut self, turn: ChatTurn) -> Written {
-        let ChatTurn { content, reasoning, tool_calls } = turn;
+    pub(crate) fn push_turn(&mut self, turn: AssistantMessage) -> TurnText {
+        let AssistantMessage { content, reasoning, tool_calls } = turn;
         let mut kept = content.clone();
         for call in &tool_calls {
             if !kept.is_empty() && !kept.ends_with('\n') {
@@ -58,34 +65,34 @@ impl Dialogue {
             Some(thinking) => format!("<think>\n{thinking}\n</think>\n\n{kept}"),
             None => kept.clone(),
         };
-        self.calls = tool_calls.iter().map(|call| call.id.clone()).collect();
-        let message = ChatMessage { tool_calls, ..said("assistant", &content) };
+        self.call_ids = tool_calls.iter().map(|call| call.id.clone()).collect();
+        let message = ChatMessage { tool_calls, ..chat_message("assistant", &content) };
         self.push(message);
-        Written { text, kept }
+        TurnText { text, kept }
     }
 
-    /// Adds what answers the last turn. Calls that the server did not take apart came first in its
-    /// text; they are answered by a user's words, as no call has their name.
-    pub(crate) fn answer(&mut self, observations: &[Message]) {
-        let calls = std::mem::take(&mut self.calls);
-        let (unnamed, named) =
-            observations.split_at(observations.len().saturating_sub(calls.len()));
-        let answers = named.iter().map(|message| message.content.as_str());
-        let answers = answers.chain(std::iter::repeat(NOT_PERFORMED));
-        for (id, answer) in calls.into_iter().zip(answers) {
-            self.push(ChatMessage { tool_call_id: Some(id), ..said("tool", answer) });
+    /// Adds the results of the last turn. Calls that the server left in the text come first in it.
+    /// They have no id that a tool message could name, so a user message answers them.
+    pub(crate) fn push_observations(&mut self, observations: &[Message]) {
+        let call_ids = std::mem::take(&mut self.call_ids);
+        let (without_id, with_id) =
+            observations.split_at(observations.len().saturating_sub(call_ids.len()));
+        let results = with_id.iter().map(|message| message.content.as_str());
+        let results = results.chain(std::iter::repeat(NOT_PERFORMED));
+        for (id, result) in call_ids.into_iter().zip(results) {
+            self.push(ChatMessage { tool_call_id: Some(id), ..chat_message("tool", result) });
         }
-        for message in unnamed {
-            self.push(said("user", &message.content));
+        for message in without_id {
+            self.push(chat_message("user", &message.content));
         }
     }
 
     fn push(&mut self, message: ChatMessage) {
-        Arc::make_mut(&mut self.conversation.messages).push(message);
+        Arc::make_mut(&mut self.messages).push(message);
     }
 }
 
-fn said(role: &str, content: &str) -> ChatMessage {
+fn chat_message(role: &str, content: &str) -> ChatMessage {
     ChatMessage { role: role.to_owned(), content: content.to_owned(), ..ChatMessage::default() }
 }
 
@@ -94,17 +101,16 @@ mod tests {
     use super::*;
     use crate::chat::message;
     use crate::scaffold::{Call, Scaffold};
-    use orchestrate_engine::{CalledFunction, ToolCall};
+    use orchestrate_engine::{FunctionCall, ToolCall};
 
     fn call(id: &str, name: &str, arguments: &str) -> ToolCall {
-        let function = CalledFunction { name: name.to_owned(), arguments: arguments.to_owned() };
+        let function = FunctionCall { name: name.to_owned(), arguments: arguments.to_owned() };
         ToolCall { id: id.to_owned(), r#type: "function", function }
     }
 
     fn roles(dialogue: &Dialogue) -> Vec<(String, Option<String>, String)> {
-        let messages = dialogue.conversation();
-        let shown = messages.messages.iter();
-        shown.map(|m| (m.role.clone(), m.tool_call_id.clone(), m.content.clone())).collect()
+        let messages = dialogue.messages.iter();
+        messages.map(|m| (m.role.clone(), m.tool_call_id.clone(), m.content.clone())).collect()
     }
 
     fn row(role: &str, id: Option<&str>, content: &str) -> (String, Option<String>, String) {
@@ -112,9 +118,9 @@ mod tests {
     }
 
     #[test]
-    fn calls_become_the_text_that_scaffolds_parse_and_answers_find_their_calls() {
+    fn tool_calls_become_text_that_scaffolds_parse_and_results_name_their_call() {
         let mut dialogue = Dialogue::open(&[message("user", "mend it")], &[]);
-        let turn = ChatTurn {
+        let turn = AssistantMessage {
             content: "Look.".to_owned(),
             reasoning: Some("a <tool_call> is needed".to_owned()),
             tool_calls: vec![
@@ -123,10 +129,10 @@ mod tests {
                 call("c3", "submit", ""),
             ],
         };
-        let written = dialogue.hear(turn);
-        assert!(written.text.starts_with("<think>\na <tool_call> is needed\n</think>\n\nLook.\n"));
-        assert!(written.kept.starts_with("Look.\n<tool_call>"), "{}", written.kept);
-        let calls = Scaffold::Tools.parse(&written.text);
+        let turn = dialogue.push_turn(turn);
+        assert!(turn.text.starts_with("<think>\na <tool_call> is needed\n</think>\n\nLook.\n"));
+        assert!(turn.kept.starts_with("Look.\n<tool_call>"), "{}", turn.kept);
+        let calls = Scaffold::Tools.parse(&turn.text);
         let commands: Vec<_> = calls.into_iter().map(|call| call.map(|(_, call)| call)).collect();
         let bash = Call::Bash { command: "grep '</tool_call>' x </think>".to_owned() };
         assert_eq!(commands[0], Ok(bash));
@@ -134,7 +140,7 @@ mod tests {
         assert_eq!(commands[2], Ok(Call::Submit));
         assert_eq!(commands.len(), 3);
 
-        dialogue.answer(&[message("tool", "found"), message("tool", "mistake")]);
+        dialogue.push_observations(&[message("tool", "found"), message("tool", "mistake")]);
         let expected = [
             row("user", None, "mend it"),
             row("assistant", None, "Look."),
@@ -143,32 +149,32 @@ mod tests {
             row("tool", Some("c3"), "not performed"),
         ];
         assert_eq!(roles(&dialogue), expected);
-        let sent = dialogue.conversation().messages;
-        assert_eq!(sent[1].tool_calls[1].function.arguments, "{broken", "sent as it came");
+        let sent = dialogue.prompt(0).messages;
+        assert_eq!(sent[1].tool_calls[1].function.arguments, "{broken", "sent back unchanged");
         assert!(
             !serde_json::to_string(&*sent).unwrap().contains("is needed"),
-            "thinking stays here"
+            "thinking is not sent back"
         );
     }
 
     #[test]
-    fn what_answers_no_call_is_a_users_words() {
+    fn an_observation_without_a_call_id_is_a_user_message() {
         let mut dialogue = Dialogue::open(&[message("user", "mend it")], &[]);
-        let plain = ChatTurn { content: "Hm.".to_owned(), ..ChatTurn::default() };
-        dialogue.hear(plain);
-        dialogue.answer(&[message("tool", "no tool call found")]);
-        // One call in words, and one that the server took apart.
-        let written = "<tool_call>\n{\"name\": \"bash\", \"arguments\": {}}\n</tool_call>";
-        let both = ChatTurn {
-            content: written.to_owned(),
+        let plain = AssistantMessage { content: "Hm.".to_owned(), ..AssistantMessage::default() };
+        dialogue.push_turn(plain);
+        dialogue.push_observations(&[message("tool", "no tool call found")]);
+        // One call in the text, and one that the server separated from it.
+        let text = "<tool_call>\n{\"name\": \"bash\", \"arguments\": {}}\n</tool_call>";
+        let both = AssistantMessage {
+            content: text.to_owned(),
             reasoning: None,
             tool_calls: vec![call("c9", "submit", "{}")],
         };
-        assert_eq!(Scaffold::Tools.parse(&dialogue.hear(both).text).len(), 2);
-        dialogue.answer(&[message("tool", "first"), message("tool", "second")]);
+        assert_eq!(Scaffold::Tools.parse(&dialogue.push_turn(both).text).len(), 2);
+        dialogue.push_observations(&[message("tool", "first"), message("tool", "second")]);
         let expected = [
             row("user", None, "no tool call found"),
-            row("assistant", None, written),
+            row("assistant", None, text),
             row("tool", Some("c9"), "second"),
             row("user", None, "first"),
         ];

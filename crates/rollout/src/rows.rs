@@ -129,7 +129,7 @@ impl EpisodeRows {
         prompt: usize,
         version: PolicyVersion,
     ) -> Result<(), RowsRefused> {
-        let total = prompt + reply.output_ids.len();
+        let total = prompt + reply.output_ids().len();
         let Some(rows) = reply.routed_experts.take() else {
             return Err(RowsRefused::Missing);
         };
@@ -138,7 +138,7 @@ impl EpisodeRows {
         if end != expected {
             return Err(RowsRefused::WrongEnd { end, expected });
         }
-        let first = reply.versions.first().map_or(version, |span| span.version);
+        let first = reply.versions().first().map_or(version, |span| span.version);
         let moved = self.sharing.scope == SharingScope::Worker && self.worker != reply.worker;
         let seed_is_stale =
             self.chain.as_ref().is_some_and(|chain| moved || chain.version() != first);
@@ -237,7 +237,7 @@ fn row_versions(
 ) -> Vec<RowVersion> {
     let mut versions: Vec<RowVersion> = Vec::new();
     let mut next = start;
-    for span in &reply.versions {
+    for span in reply.versions() {
         let until = (prompt + span.end).saturating_sub(1).clamp(next, end);
         versions.push(RowVersion { start: next, end: until, version: span.version });
         next = until;

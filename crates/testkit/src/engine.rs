@@ -1,30 +1,50 @@
-//! An engine whose replies are scripted.
+//! A fake engine with scripted replies.
 
 use camino::Utf8Path;
 use orchestrate_engine::{
-    Engine, EngineError, EngineErrorKind, EngineInfo, Finish, GenerateRequest, Generation,
-    VersionSpan,
+    Engine, EngineError, EngineErrorKind, EngineInfo, Finish, GenerateRequest, Generation, Prompt,
+    Reply, SampledTokens, Sampling, VersionSpan,
 };
 use orchestrate_routing::RoutedRows;
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, TokenId};
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 use tokio::sync::oneshot;
 
 /// Name of the only worker.
 const WORKER: &str = "fake";
 
-/// What the fake answers to one call.
+/// A request as [`FakeEngine`] received it. Its prompt is always tokens.
+#[derive(Debug, Clone)]
+pub struct FakeRequest {
+    /// Unique for every try.
+    pub request_id: RequestId,
+    /// The conversation.
+    pub session: String,
+    /// All tokens so far, `[P]`.
+    pub token_ids: Arc<Vec<TokenId>>,
+    /// First absolute position whose routing row is requested; `None` = no rows.
+    pub routed_experts_start: Option<usize>,
+    /// How to sample.
+    pub sampling: Sampling,
+    /// Requests with a higher priority run first.
+    pub priority: i32,
+    /// Maximum time that the call may take.
+    pub deadline: Duration,
+}
+
+/// What the fake replies to one request.
 #[derive(Debug)]
 pub enum FakeReply {
-    /// These tokens, ended this way, with right routing rows.
+    /// These tokens, with correct routing rows.
     Tokens {
         /// Sampled ids.
         ids: Vec<TokenId>,
-        /// How it ended.
+        /// Why sampling stopped.
         finish: Finish,
     },
-    /// These tokens, ended by a stop token, but one routing row too few.
+    /// These tokens, ended by a stop token, with one routing row too few.
     ShortRows {
         /// Sampled ids.
         ids: Vec<TokenId>,
@@ -34,27 +54,27 @@ pub enum FakeReply {
         /// Sampled ids.
         ids: Vec<TokenId>,
     },
-    /// These tokens, ended by a stop token, whose KV was dropped and computed again on the way.
+    /// These tokens, ended by a stop token, with the KV cache dropped and computed again once.
     Retracted {
         /// Sampled ids.
         ids: Vec<TokenId>,
     },
-    /// These tokens once the request is aborted; too late after its deadline.
+    /// These tokens once the request is aborted; a timeout after its deadline.
     UntilAborted {
         /// Sampled ids.
         ids: Vec<TokenId>,
     },
     /// An error.
     Fail(EngineErrorKind),
-    /// No answer, ever.
+    /// No reply, ever.
     Hang,
 }
 
-/// Gives the reply to a request; the number counts earlier calls of the same session from 0.
-pub type EngineScript = dyn Fn(&GenerateRequest, usize) -> FakeReply + Send + Sync;
+/// Returns the reply to a request. The number is that of earlier calls in the same session.
+pub type EngineScript = dyn Fn(&FakeRequest, usize) -> FakeReply + Send + Sync;
 
-/// A fake engine: replies from a script, routing rows from a hash of position, token and version,
-/// a prefix cache per session, and a record of all requests.
+/// A fake engine: replies come from a script, routing rows from a hash of position, token and
+/// version. It has a prefix cache per session, and records all requests.
 pub struct FakeEngine {
     shape: ModelShape,
     script: Box<EngineScript>,
@@ -64,10 +84,10 @@ pub struct FakeEngine {
 #[derive(Debug, Default)]
 struct State {
     version: PolicyVersion,
-    requests: Vec<GenerateRequest>,
-    /// Tokens with KV, and calls so far, by session.
+    requests: Vec<FakeRequest>,
+    /// By session: tokens in the KV cache, and the number of calls so far.
     sessions: HashMap<String, (Vec<TokenId>, usize)>,
-    /// Requests that wait for their abort.
+    /// Requests that wait to be aborted, by request id.
     held: HashMap<String, oneshot::Sender<()>>,
 }
 
@@ -89,12 +109,12 @@ pub fn toy_shape(vocab: usize) -> ModelShape {
     }
 }
 
-/// A script without whims: tokens from a hash of the prompt, `max_new_tokens` of them unless a
-/// stop token comes first; more than `patience` are never sampled to the end.
+/// A script that samples `max_new_tokens` tokens from a hash of the prompt, fewer if a stop token comes
+/// first. Requests for more than `long` tokens do not end until they are aborted.
 pub fn well_behaved(
     vocab: usize,
-    patience: usize,
-) -> impl Fn(&GenerateRequest, usize) -> FakeReply + Send + Sync + 'static {
+    long: usize,
+) -> impl Fn(&FakeRequest, usize) -> FakeReply + Send + Sync + 'static {
     move |request, _| {
         let seed = request
             .token_ids
@@ -102,8 +122,8 @@ pub fn well_behaved(
             .fold(17_usize, |hash, &id| (hash * 31 + id as usize) % 1_000_003);
         let sampling = &request.sampling;
         let token = |n: usize| TokenId::try_from((seed * (n + 3) + n * n) % vocab).unwrap_or(0);
-        let mut ids: Vec<TokenId> = (0..sampling.max_new_tokens.min(patience)).map(token).collect();
-        if sampling.max_new_tokens > patience {
+        let mut ids: Vec<TokenId> = (0..sampling.max_new_tokens.min(long)).map(token).collect();
+        if sampling.max_new_tokens > long {
             return FakeReply::UntilAborted { ids };
         }
         match ids.iter().position(|id| sampling.stop_token_ids.contains(id)) {
@@ -120,28 +140,36 @@ impl FakeEngine {
     /// An engine that serves policy version 0.
     pub fn new(
         shape: ModelShape,
-        script: impl Fn(&GenerateRequest, usize) -> FakeReply + Send + Sync + 'static,
+        script: impl Fn(&FakeRequest, usize) -> FakeReply + Send + Sync + 'static,
     ) -> Self {
         Self { shape, script: Box::new(script), state: Mutex::default() }
     }
 
     /// All requests so far, in order of arrival.
-    pub fn requests(&self) -> Vec<GenerateRequest> {
+    pub fn requests(&self) -> Vec<FakeRequest> {
         self.lock().requests.clone()
     }
 
-    /// Serves another version from now on, and forgets all KV.
+    /// Serves another version from now on, with an empty KV cache.
     pub fn set_version(&self, version: PolicyVersion) {
         let mut state = self.lock();
         state.version = version;
         state.sessions.values_mut().for_each(|(tokens, _)| tokens.clear());
     }
 
+    /// Aborts a request, as an operator would on a real server. An unknown id is ignored.
+    pub fn abort(&self, request_id: &RequestId) {
+        if let Some(held) = self.lock().held.remove(request_id.as_str()) {
+            // Fails if the caller has left, who then needs no reply.
+            held.send(()).ok();
+        }
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ids of one row: for each MoE layer `top_k` neighbours on the ring of experts.
+    /// Appends the ids of one row: for each MoE layer `top_k` consecutive experts, modulo their number.
     fn row(&self, position: usize, token: TokenId, version: PolicyVersion, ids: &mut Vec<u16>) {
         for layer in &self.shape.moe_layers {
             let first = position * 7 + token as usize * 3 + layer * 5 + version_shift(version);
@@ -154,13 +182,13 @@ impl FakeEngine {
         EngineError { engine: "fake".to_owned(), call: "generate", kind }
     }
 
-    /// Refuses what a client refuses before it sends anything.
-    fn check(&self, request: &GenerateRequest) -> Result<(), EngineError> {
+    /// Refuses what a client would refuse before sending it.
+    fn check(&self, request: &FakeRequest) -> Result<(), EngineError> {
         let (prompt, shape) = (request.token_ids.len(), &self.shape);
         let outside = request.token_ids.iter().any(|&id| id as usize >= shape.vocab);
         let start = request.routed_experts_start.unwrap_or(0);
         if prompt == 0 || prompt >= shape.context || outside || start > prompt {
-            let message = "a prompt that cannot be served".to_owned();
+            let message = "the prompt cannot be served";
             return Err(Self::error(EngineErrorKind::refused(400, message)));
         }
         Ok(())
@@ -168,7 +196,7 @@ impl FakeEngine {
 
     async fn hold(
         &self,
-        request: &GenerateRequest,
+        request: &FakeRequest,
         ids: Vec<TokenId>,
     ) -> Result<Generation, EngineError> {
         let (held, aborted) = oneshot::channel();
@@ -181,18 +209,19 @@ impl FakeEngine {
         }
     }
 
+    /// A reply of these tokens, with `missing_rows` routing rows too few; `None` = without rows.
     fn reply(
         &self,
-        request: &GenerateRequest,
+        request: &FakeRequest,
         ids: Vec<TokenId>,
         finish: Finish,
-        rows: Option<usize>,
+        missing_rows: Option<usize>,
     ) -> Result<Generation, EngineError> {
         let mut state = self.lock();
         let version = state.version;
         let cached = state.sessions.entry(request.session.clone()).or_default();
         let all = [&*request.token_ids, ids.as_slice()].concat();
-        // The last prompt token is always computed: its logits are needed.
+        // The last prompt token is always computed, because its logits are needed.
         let cached_tokens = cached
             .0
             .iter()
@@ -204,7 +233,7 @@ impl FakeEngine {
         cached.0 = all.iter().take(computed).copied().collect();
         drop(state);
 
-        let rows = rows.zip(request.routed_experts_start).map(|(missing, start)| {
+        let rows = missing_rows.zip(request.routed_experts_start).map(|(missing, start)| {
             let mut flat = Vec::new();
             let end = computed.saturating_sub(missing);
             for (position, token) in all.iter().enumerate().take(end).skip(start) {
@@ -214,22 +243,45 @@ impl FakeEngine {
         });
         let routed_experts = rows
             .transpose()
-            .map_err(|e| Self::error(EngineErrorKind::InvalidReply(e.to_string())))?;
+            .map_err(|e| Self::error(EngineErrorKind::invalid_reply(e.to_string())))?;
         let logprobs = ids.iter().map(|id| -0.1 - f32::from((id % 64) as u8) / 64.0).collect();
-        Ok(Generation {
-            logprobs,
-            finish,
-            cached_tokens,
-            routing_wire_bytes: routed_experts
-                .as_ref()
-                .map_or(0, |rows| rows.rows() * rows.row_bytes() * 4),
-            routed_experts,
-            versions: vec![VersionSpan { version, start: 0, end: ids.len() }],
-            num_retractions: 0,
-            worker: WORKER.to_owned(),
-            turn: None,
-            output_ids: ids,
-        })
+        let versions = match ids.len() {
+            0 => Vec::new(),
+            end => vec![VersionSpan { version, start: 0, end }],
+        };
+        let sampled = SampledTokens { output_ids: ids, logprobs, versions };
+        let mut generation = Generation::new(sampled, finish, request.sampling.max_new_tokens)
+            .map_err(Self::error)?;
+        generation.cached_tokens = cached_tokens;
+        generation.routing_wire_bytes =
+            routed_experts.as_ref().map_or(0, |rows| rows.rows() * rows.row_bytes() * 4);
+        generation.routed_experts = routed_experts;
+        WORKER.clone_into(&mut generation.worker);
+        Ok(generation)
+    }
+
+    async fn generate_tokens(&self, request: FakeRequest) -> Result<Generation, EngineError> {
+        self.check(&request)?;
+        let call = {
+            let mut state = self.lock();
+            state.requests.push(request.clone());
+            let session = state.sessions.entry(request.session.clone()).or_default();
+            session.1 += 1;
+            session.1 - 1
+        };
+        match (self.script)(&request, call) {
+            FakeReply::Tokens { ids, finish } => self.reply(&request, ids, finish, Some(0)),
+            FakeReply::ShortRows { ids } => self.reply(&request, ids, Finish::Stop, Some(1)),
+            FakeReply::NoRows { ids } => self.reply(&request, ids, Finish::Stop, None),
+            FakeReply::Retracted { ids } => {
+                let mut generation = self.reply(&request, ids, Finish::Stop, Some(0))?;
+                generation.num_retractions = 1;
+                Ok(generation)
+            }
+            FakeReply::UntilAborted { ids } => self.hold(&request, ids).await,
+            FakeReply::Fail(kind) => Err(Self::error(kind)),
+            FakeReply::Hang => std::future::pending().await,
+        }
     }
 }
 
@@ -258,27 +310,21 @@ impl Engine for FakeEngine {
         Some(WORKER.to_owned())
     }
 
-    async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
-        self.check(&request)?;
-        let call = {
-            let mut state = self.lock();
-            state.requests.push(request.clone());
-            let session = state.sessions.entry(request.session.clone()).or_default();
-            session.1 += 1;
-            session.1 - 1
+    async fn generate(&self, request: GenerateRequest) -> Result<Reply, EngineError> {
+        let Prompt::Tokens(prompt) = request.prompt else {
+            let message = "prompts must be tokens, not messages";
+            return Err(Self::error(EngineErrorKind::unsupported(message)));
         };
-        match (self.script)(&request, call) {
-            FakeReply::Tokens { ids, finish } => self.reply(&request, ids, finish, Some(0)),
-            FakeReply::ShortRows { ids } => self.reply(&request, ids, Finish::Stop, Some(1)),
-            FakeReply::NoRows { ids } => self.reply(&request, ids, Finish::Stop, None),
-            FakeReply::Retracted { ids } => {
-                let reply = self.reply(&request, ids, Finish::Stop, Some(0))?;
-                Ok(Generation { num_retractions: 1, ..reply })
-            }
-            FakeReply::UntilAborted { ids } => self.hold(&request, ids).await,
-            FakeReply::Fail(kind) => Err(Self::error(kind)),
-            FakeReply::Hang => std::future::pending().await,
-        }
+        let request = FakeRequest {
+            request_id: request.request_id,
+            session: request.session,
+            token_ids: prompt.ids,
+            routed_experts_start: prompt.routed_experts_start,
+            sampling: request.sampling,
+            priority: request.priority,
+            deadline: request.deadline,
+        };
+        self.generate_tokens(request).await.map(Reply::Tokens)
     }
 
     async fn sync_weights(
@@ -287,14 +333,6 @@ impl Engine for FakeEngine {
         version: PolicyVersion,
     ) -> Result<(), EngineError> {
         self.set_version(version);
-        Ok(())
-    }
-
-    async fn abort(&self, request_id: &RequestId) -> Result<(), EngineError> {
-        if let Some(held) = self.lock().held.remove(request_id.as_str()) {
-            // A caller that has left needs no answer.
-            held.send(()).ok();
-        }
         Ok(())
     }
 }

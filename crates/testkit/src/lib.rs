@@ -10,6 +10,6 @@ mod engine;
 mod sandbox;
 mod toy;
 
-pub use engine::{EngineScript, FakeEngine, FakeReply, toy_shape, well_behaved};
+pub use engine::{EngineScript, FakeEngine, FakeReply, FakeRequest, toy_shape, well_behaved};
 pub use sandbox::{FakeExec, FakeSandboxes, FakeShell, FakeTree, Operation, ScriptedSandbox};
 pub use toy::{TOY_FIX, grade_toy, toy_shell, toy_task};

@@ -266,7 +266,7 @@ async fn engine(settings: &Settings, url: String) -> Vec<Finding> {
     for found in &report.findings {
         let fatal = found.severity == Severity::Refusal && settings.engine.require_routed_experts;
         let error = fatal.then(|| {
-            let kind = EngineErrorKind::Unfit(found.to_string());
+            let kind = EngineErrorKind::unsupported(found.to_string());
             EngineError { engine: url.clone(), call: "probe", kind }.into()
         });
         findings.push(Finding {
@@ -304,7 +304,7 @@ async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
         anyhow::bail!(EngineError {
             engine: url.to_owned(),
             call: "probe",
-            kind: EngineErrorKind::Unfit(format!("set engine.kind = \"{kind}\"")),
+            kind: EngineErrorKind::unsupported(format!("set engine.kind = \"{kind}\"")),
         });
     }
     Ok(kind.client(options)?.probe().await?)

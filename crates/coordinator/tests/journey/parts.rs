@@ -4,7 +4,7 @@
 use camino::Utf8Path;
 use orchestrate_coordinator::{StepProgress, TrainerSink};
 use orchestrate_engine::{
-    Engine, EngineError, EngineErrorKind, EngineInfo, GenerateRequest, Generation,
+    Engine, EngineError, EngineErrorKind, EngineInfo, GenerateRequest, Reply,
 };
 use orchestrate_handoff::protocol::{
     Mismatch, PROTOCOL_VERSION, StepMetrics, StepRequest, StepResult, TrainerInfo,
@@ -15,7 +15,7 @@ use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, SweepReport};
 use orchestrate_store::Failpoint;
 use orchestrate_types::{
-    AbortCause, ModelShape, Outcome, PolicyVersion, RequestId, RunId, Trajectory, TurnSpan,
+    AbortCause, ModelShape, Outcome, PolicyVersion, RunId, Trajectory, TurnSpan,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
@@ -201,7 +201,7 @@ impl ToyEngine {
 }
 
 fn engine_error() -> EngineError {
-    let kind = EngineErrorKind::Unreachable("toy".into());
+    let kind = EngineErrorKind::unreachable("toy");
     EngineError { engine: "toy".into(), call: "generate", kind }
 }
 
@@ -213,7 +213,7 @@ impl Engine for ToyEngine {
     fn shape(&self) -> &ModelShape {
         &self.shape
     }
-    async fn generate(&self, _request: GenerateRequest) -> Result<Generation, EngineError> {
+    async fn generate(&self, _request: GenerateRequest) -> Result<Reply, EngineError> {
         Err(engine_error())
     }
     async fn sync_weights(
@@ -225,9 +225,6 @@ impl Engine for ToyEngine {
         kill.pass("engine.before").await;
         *self.version.lock().unwrap() = Some(version);
         kill.pass("engine.after").await;
-        Ok(())
-    }
-    async fn abort(&self, _request_id: &RequestId) -> Result<(), EngineError> {
         Ok(())
     }
 }

@@ -1,8 +1,9 @@
 //! One reply of `/v1/chat/completions`.
 
-use super::{CalledFunction, ChatTurn, ToolCall};
-use crate::reply::{parse, short, wrong};
-use crate::{EngineErrorKind, Finish};
+use crate::error::EngineErrorKind;
+use crate::generation::Finish;
+use crate::message::{AssistantMessage, FunctionCall, ToolCall};
+use crate::reply::{invalid_field, parse, truncated};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -13,23 +14,23 @@ struct Reply {
 
 #[derive(Deserialize)]
 struct Choice {
-    message: Answer,
+    message: ReplyMessage,
     finish_reason: Option<String>,
 }
 
 #[derive(Deserialize)]
-struct Answer {
+struct ReplyMessage {
     content: Option<String>,
-    // Some servers send the older name, some the newer one, some both.
+    // Servers send the older name, the newer one or both.
     reasoning_content: Option<String>,
     reasoning: Option<String>,
-    tool_calls: Option<Vec<Called>>,
+    tool_calls: Option<Vec<ReplyCall>>,
 }
 
 #[derive(Deserialize)]
-struct Called {
+struct ReplyCall {
     id: Option<String>,
-    function: CalledFunction,
+    function: FunctionCall,
 }
 
 #[derive(Deserialize)]
@@ -42,44 +43,45 @@ struct Details {
     cached_tokens: Option<usize>,
 }
 
-/// Checks a reply to so many messages in full.
+/// Parses and checks a reply to a prompt of `messages` messages. Returns the message, why it ended,
+/// and how many prompt tokens were cached.
 pub(super) fn read(
     body: &[u8],
     messages: usize,
-) -> Result<(Finish, ChatTurn, usize), EngineErrorKind> {
+) -> Result<(Finish, AssistantMessage, usize), EngineErrorKind> {
     let reply: Reply = parse(body)?;
     let count = reply.choices.len();
     let Ok([choice]) = <[Choice; 1]>::try_from(reply.choices) else {
-        return Err(wrong("choices", format!("it has {count}, asked was for one")));
+        return Err(invalid_field("choices", format!("{count} choices, but 1 was requested")));
     };
     let finish = match choice.finish_reason.as_deref() {
         Some("stop" | "tool_calls" | "function_call" | "content_filter") => Finish::Stop,
         Some("length") => Finish::Length,
         Some(other) => {
-            let words = format!("`{}` is unknown", short(other));
-            return Err(wrong("choices[0].finish_reason", words));
+            let problem = format!("`{}` is unknown", truncated(other));
+            return Err(invalid_field("choices[0].finish_reason", problem));
         }
-        None => return Err(wrong("choices[0].finish_reason", "it is missing")),
+        None => return Err(invalid_field("choices[0].finish_reason", "missing")),
     };
-    let Answer { content, reasoning_content, reasoning, tool_calls } = choice.message;
+    let ReplyMessage { content, reasoning_content, reasoning, tool_calls } = choice.message;
     let calls = tool_calls.unwrap_or_default().into_iter().enumerate();
-    let tool_calls = calls.map(|(index, called)| ToolCall {
-        // Some servers give no names; the conversation needs one for each call.
-        id: called
+    let tool_calls = calls.map(|(index, call)| ToolCall {
+        // Some servers send no ids, but tool messages need one to refer to.
+        id: call
             .id
             .filter(|id| !id.is_empty())
             .unwrap_or_else(|| format!("call-{messages}-{index}")),
         r#type: "function",
-        function: called.function,
+        function: call.function,
     });
-    let turn = ChatTurn {
+    let message = AssistantMessage {
         content: content.unwrap_or_default(),
-        reasoning: reasoning.or(reasoning_content).filter(|words| !words.is_empty()),
+        reasoning: reasoning.or(reasoning_content).filter(|text| !text.is_empty()),
         tool_calls: tool_calls.collect(),
     };
     let details = reply.usage.and_then(|usage| usage.prompt_tokens_details);
     let cached = details.and_then(|details| details.cached_tokens).unwrap_or(0);
-    Ok((finish, turn, cached))
+    Ok((finish, message, cached))
 }
 
 #[cfg(test)]
@@ -88,7 +90,7 @@ mod tests {
     use serde_json::{Value, json};
 
     #[test]
-    fn a_turn_is_read_with_its_thinking_and_its_calls() {
+    fn a_message_is_read_with_its_thinking_and_its_tool_calls() {
         let body = json!({
             "id": "chatcmpl-1",
             "choices": [{
@@ -108,21 +110,21 @@ mod tests {
             "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}},
         });
         let text = body.to_string();
-        let (finish, turn, cached) = read(text.as_bytes(), 2).unwrap();
-        assert_eq!((finish, cached, turn.content.as_str()), (Finish::Stop, 4, ""));
-        assert_eq!(turn.reasoning.as_deref(), Some("look first"));
-        let ids: Vec<&str> = turn.tool_calls.iter().map(|call| call.id.as_str()).collect();
+        let (finish, message, cached) = read(text.as_bytes(), 2).unwrap();
+        assert_eq!((finish, cached, message.content.as_str()), (Finish::Stop, 4, ""));
+        assert_eq!(message.reasoning.as_deref(), Some("look first"));
+        let ids: Vec<&str> = message.tool_calls.iter().map(|call| call.id.as_str()).collect();
         assert_eq!(ids, ["c-1", "call-2-1"]);
-        assert_eq!(turn.tool_calls[1].function.arguments, "{");
+        assert_eq!(message.tool_calls[1].function.arguments, "{");
         for cut in 0..text.len() {
             assert!(read(&text.as_bytes()[..cut], 2).is_err(), "cut at {cut}");
         }
         let both = text.replace("\"reasoning\"", "\"reasoning_content\": null, \"reasoning\"");
-        assert_eq!(read(both.as_bytes(), 2).unwrap().1, turn);
+        assert_eq!(read(both.as_bytes(), 2).unwrap().1, message);
     }
 
     #[test]
-    fn a_reply_that_is_none_is_refused_by_its_field() {
+    fn an_invalid_reply_is_refused_by_its_field() {
         let choice = |message: Value, finish: Value| json!({"choices": [{"message": message, "finish_reason": finish}]});
         for (body, field) in [
             (json!({"choices": []}), "`choices`"),
@@ -135,17 +137,17 @@ mod tests {
                 "`choices[0].message.tool_calls[0].function`",
             ),
         ] {
-            let Err(EngineErrorKind::InvalidReply(words)) = read(body.to_string().as_bytes(), 1)
+            let Err(EngineErrorKind::InvalidReply(detail)) = read(body.to_string().as_bytes(), 1)
             else {
-                panic!("{body} was taken")
+                panic!("{body} was accepted")
             };
-            assert!(words.starts_with(field), "{words}");
+            assert!(detail.to_string().starts_with(field), "{detail}");
         }
-        for (body, said) in
-            [("<html>", "no JSON"), (r#"{"error": "busy"}"#, "busy"), ("", "no JSON")]
+        for (body, message) in
+            [("<html>", "not JSON"), (r#"{"error": "busy"}"#, "busy"), ("", "not JSON")]
         {
             let error = read(body.as_bytes(), 1).unwrap_err().to_string();
-            assert!(error.contains(said), "{error}");
+            assert!(error.contains(message), "{error}");
         }
     }
 }

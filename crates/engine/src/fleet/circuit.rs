@@ -1,142 +1,151 @@
-//! Whether a worker gets requests: a pure machine per worker.
+//! Whether a worker gets requests: a pure state machine, one per worker.
 //!
 //! | state | event | next state |
 //! |---|---|---|
-//! | `Closed` | `Answered` | `Closed`, nothing against it |
-//! | `Closed` | `Seen` | `Closed`, no probe missed |
-//! | `Closed` | `Failed`, `Missed`, below [`STRIKES`] | `Closed`, one failure or missed probe more |
-//! | `Closed` | `Failed`, `Missed` for the [`STRIKES`]th time in a row | `Open` |
-//! | `Closed` | `Gone`, `WeightsUnknown` | `Open` |
-//! | `Closed` | `SyncBegan` | `Syncing` |
-//! | `Syncing` | `Synced` | `Closed` |
+//! | `Closed` | `RequestSucceeded` | `Closed`, all failures forgotten |
+//! | `Closed` | `ProbeAnswered` | `Closed`, missed probes forgotten |
+//! | `Closed` | `RequestFailed`, `ProbeMissed` | `Closed`, one failure or missed probe more |
+//! | `Closed` | the [`MAX_FAILURES`]th `RequestFailed` or `ProbeMissed` in a row | `Open` |
+//! | `Closed` | `Unreachable`, `WeightsUnknown` | `Open` |
+//! | `Closed` | `SyncStarted` | `Syncing` |
+//! | `Syncing` | `SyncSucceeded` | `Closed` |
 //! | `Syncing` | `SyncFailed` | `Open` |
-//! | `Open` | `Returned` | `Waking` |
-//! | `Waking` | `Synced` | `Closed` |
-//! | `Waking` | `SyncFailed` | `Open` |
+//! | `Open` | `Returned` | `Recovering` |
+//! | `Recovering` | `SyncSucceeded` | `Closed` |
+//! | `Recovering` | `SyncFailed` | `Open` |
 //!
-//! Everything else leaves the state as it is: answers and failures of requests that were sent
-//! before a change arrive after it, and say nothing about the state that is there now.
+//! All other events leave the state unchanged: results of requests that were sent before a change
+//! arrive after it, and say nothing about the new state.
 
-/// Failures in a row, of requests or of probes, after which a worker gets no more requests.
-pub(crate) const STRIKES: u32 = 3;
+/// Number of consecutive failed requests, or of consecutive missed probes, that takes a worker out
+/// of service.
+pub(super) const MAX_FAILURES: u32 = 3;
 
-/// Where one worker stands.
+/// State of one worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Circuit {
-    /// It gets requests.
+pub(super) enum Circuit {
+    /// In service: it gets requests.
     Closed {
-        /// Requests that failed since its last answer.
+        /// Requests that failed since its last reply.
         failed: u32,
-        /// Probes that had no answer since it was last seen.
+        /// Probes missed since it last answered one.
         missed: u32,
     },
-    /// Its weights are being exchanged; its conversations wait for it.
+    /// Its weights are being updated. Its conversations wait for it.
     Syncing,
-    /// It gets no requests, only probes.
+    /// Out of service: it gets only probes.
     Open,
-    /// It answers probes again, and is being given the weights it missed.
-    Waking,
+    /// It answers probes again, and is being given the weights that it missed.
+    Recovering,
 }
 
-/// What happened with one worker.
+/// What happened to one worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Event {
-    /// A reply that passed all checks.
-    Answered,
+pub(super) enum CircuitEvent {
+    /// A reply passed all checks.
+    RequestSucceeded,
     /// A request failed in a way that may be the worker's fault.
-    Failed,
-    /// A probe of a serving worker was answered.
-    Seen,
-    /// A probe of a serving worker was not answered.
-    Missed,
-    /// A request broke off and a probe right after it had no answer either.
-    Gone,
-    /// It serves weights that nobody here gave it.
+    RequestFailed,
+    /// A worker in service answered a probe.
+    ProbeAnswered,
+    /// A worker in service did not answer a probe.
+    ProbeMissed,
+    /// A connection broke, and a probe right afterwards was not answered either.
+    Unreachable,
+    /// It serves weights that the fleet did not give it.
     WeightsUnknown,
-    /// A probe of a worker that was away was answered.
+    /// A worker out of service answered a probe.
     Returned,
-    /// An exchange of its weights began.
-    SyncBegan,
-    /// It serves the right weights.
-    Synced,
-    /// What it serves is not known.
+    /// An update of its weights started.
+    SyncStarted,
+    /// It serves the current weights.
+    SyncSucceeded,
+    /// It may serve any weights.
     SyncFailed,
 }
 
 impl Circuit {
-    /// A worker that is taken to be up.
-    pub(crate) const UP: Self = Self::Closed { failed: 0, missed: 0 };
+    /// In service without failures.
+    pub(super) const HEALTHY: Self = Self::Closed { failed: 0, missed: 0 };
 
     /// The next state.
     #[must_use]
-    pub(crate) fn step(self, event: Event) -> Self {
+    pub(super) fn step(self, event: CircuitEvent) -> Self {
+        use CircuitEvent as Event;
         match (self, event) {
-            (Self::Closed { .. }, Event::Answered)
-            | (Self::Syncing | Self::Waking, Event::Synced) => Self::UP,
-            (Self::Closed { failed, .. }, Event::Seen) => Self::Closed { failed, missed: 0 },
-            (Self::Closed { failed, missed }, Event::Failed) if failed + 1 < STRIKES => {
+            (Self::Closed { .. }, Event::RequestSucceeded)
+            | (Self::Syncing | Self::Recovering, Event::SyncSucceeded) => Self::HEALTHY,
+            (Self::Closed { failed, .. }, Event::ProbeAnswered) => {
+                Self::Closed { failed, missed: 0 }
+            }
+            (Self::Closed { failed, missed }, Event::RequestFailed)
+                if failed + 1 < MAX_FAILURES =>
+            {
                 Self::Closed { failed: failed + 1, missed }
             }
-            (Self::Closed { failed, missed }, Event::Missed) if missed + 1 < STRIKES => {
+            (Self::Closed { failed, missed }, Event::ProbeMissed) if missed + 1 < MAX_FAILURES => {
                 Self::Closed { failed, missed: missed + 1 }
             }
             (
                 Self::Closed { .. },
-                Event::Failed | Event::Missed | Event::Gone | Event::WeightsUnknown,
+                Event::RequestFailed
+                | Event::ProbeMissed
+                | Event::Unreachable
+                | Event::WeightsUnknown,
             )
-            | (Self::Syncing | Self::Waking, Event::SyncFailed) => Self::Open,
-            (Self::Closed { .. }, Event::SyncBegan) => Self::Syncing,
-            (Self::Open, Event::Returned) => Self::Waking,
-            (Self::Closed { .. }, Event::Returned | Event::Synced | Event::SyncFailed)
+            | (Self::Syncing | Self::Recovering, Event::SyncFailed) => Self::Open,
+            (Self::Closed { .. }, Event::SyncStarted) => Self::Syncing,
+            (Self::Open, Event::Returned) => Self::Recovering,
+            (Self::Closed { .. }, Event::Returned | Event::SyncSucceeded | Event::SyncFailed)
             | (
-                Self::Syncing | Self::Waking,
-                Event::Answered
-                | Event::Failed
-                | Event::Seen
-                | Event::Missed
-                | Event::Gone
+                Self::Syncing | Self::Recovering,
+                Event::RequestSucceeded
+                | Event::RequestFailed
+                | Event::ProbeAnswered
+                | Event::ProbeMissed
+                | Event::Unreachable
                 | Event::WeightsUnknown
                 | Event::Returned
-                | Event::SyncBegan,
+                | Event::SyncStarted,
             )
             | (
                 Self::Open,
-                Event::Answered
-                | Event::Failed
-                | Event::Seen
-                | Event::Missed
-                | Event::Gone
+                Event::RequestSucceeded
+                | Event::RequestFailed
+                | Event::ProbeAnswered
+                | Event::ProbeMissed
+                | Event::Unreachable
                 | Event::WeightsUnknown
-                | Event::SyncBegan
-                | Event::Synced
+                | Event::SyncStarted
+                | Event::SyncSucceeded
                 | Event::SyncFailed,
             ) => self,
         }
     }
 
-    /// Whether conversations are placed on it. While weights are exchanged they are: they wait.
-    pub(crate) fn is_member(self) -> bool {
+    /// Whether conversations are assigned to it. During a weight sync they are, and wait.
+    pub(super) fn is_in_service(self) -> bool {
         match self {
             Self::Closed { .. } | Self::Syncing => true,
-            Self::Open | Self::Waking => false,
+            Self::Open | Self::Recovering => false,
         }
     }
 
     /// Whether a request may be sent now.
-    pub(crate) fn is_closed(self) -> bool {
+    pub(super) fn accepts_requests(self) -> bool {
         match self {
             Self::Closed { .. } => true,
-            Self::Syncing | Self::Open | Self::Waking => false,
+            Self::Syncing | Self::Open | Self::Recovering => false,
         }
     }
 
-    /// One word for people.
-    pub(crate) fn name(self) -> &'static str {
+    /// The state's name for display.
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Closed { .. } => "up",
             Self::Syncing => "syncing",
-            Self::Open => "away",
-            Self::Waking => "waking",
+            Self::Open => "out of service",
+            Self::Recovering => "recovering",
         }
     }
 }
@@ -146,43 +155,45 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const EVENTS: [Event; 10] = [
-        Event::Answered,
-        Event::Failed,
-        Event::Seen,
-        Event::Missed,
-        Event::Gone,
-        Event::WeightsUnknown,
-        Event::Returned,
-        Event::SyncBegan,
-        Event::Synced,
-        Event::SyncFailed,
+    const EVENTS: [CircuitEvent; 10] = [
+        CircuitEvent::RequestSucceeded,
+        CircuitEvent::RequestFailed,
+        CircuitEvent::ProbeAnswered,
+        CircuitEvent::ProbeMissed,
+        CircuitEvent::Unreachable,
+        CircuitEvent::WeightsUnknown,
+        CircuitEvent::Returned,
+        CircuitEvent::SyncStarted,
+        CircuitEvent::SyncSucceeded,
+        CircuitEvent::SyncFailed,
     ];
 
     #[test]
-    fn every_listed_transition_is_taken_and_no_other() {
+    fn every_listed_transition_happens_and_no_other() {
+        use CircuitEvent as Event;
         let closed = |failed, missed| Circuit::Closed { failed, missed };
-        let last = closed(STRIKES - 1, STRIKES - 1);
+        let last = closed(MAX_FAILURES - 1, MAX_FAILURES - 1);
         let listed = [
-            (last, Event::Answered, Circuit::UP),
-            (last, Event::Seen, closed(STRIKES - 1, 0)),
-            (Circuit::UP, Event::Failed, closed(1, 0)),
-            (Circuit::UP, Event::Missed, closed(0, 1)),
-            (last, Event::Failed, Circuit::Open),
-            (last, Event::Missed, Circuit::Open),
-            (Circuit::UP, Event::Gone, Circuit::Open),
-            (last, Event::Gone, Circuit::Open),
-            (Circuit::UP, Event::WeightsUnknown, Circuit::Open),
+            (last, Event::RequestSucceeded, Circuit::HEALTHY),
+            (last, Event::ProbeAnswered, closed(MAX_FAILURES - 1, 0)),
+            (Circuit::HEALTHY, Event::RequestFailed, closed(1, 0)),
+            (Circuit::HEALTHY, Event::ProbeMissed, closed(0, 1)),
+            (last, Event::RequestFailed, Circuit::Open),
+            (last, Event::ProbeMissed, Circuit::Open),
+            (Circuit::HEALTHY, Event::Unreachable, Circuit::Open),
+            (last, Event::Unreachable, Circuit::Open),
+            (Circuit::HEALTHY, Event::WeightsUnknown, Circuit::Open),
             (last, Event::WeightsUnknown, Circuit::Open),
-            (Circuit::UP, Event::SyncBegan, Circuit::Syncing),
-            (last, Event::SyncBegan, Circuit::Syncing),
-            (Circuit::Syncing, Event::Synced, Circuit::UP),
+            (Circuit::HEALTHY, Event::SyncStarted, Circuit::Syncing),
+            (last, Event::SyncStarted, Circuit::Syncing),
+            (Circuit::Syncing, Event::SyncSucceeded, Circuit::HEALTHY),
             (Circuit::Syncing, Event::SyncFailed, Circuit::Open),
-            (Circuit::Open, Event::Returned, Circuit::Waking),
-            (Circuit::Waking, Event::Synced, Circuit::UP),
-            (Circuit::Waking, Event::SyncFailed, Circuit::Open),
+            (Circuit::Open, Event::Returned, Circuit::Recovering),
+            (Circuit::Recovering, Event::SyncSucceeded, Circuit::HEALTHY),
+            (Circuit::Recovering, Event::SyncFailed, Circuit::Open),
         ];
-        for state in [Circuit::UP, last, Circuit::Syncing, Circuit::Open, Circuit::Waking] {
+        for state in [Circuit::HEALTHY, last, Circuit::Syncing, Circuit::Open, Circuit::Recovering]
+        {
             for event in EVENTS {
                 let found = state.step(event);
                 let row = listed.iter().find(|(from, on, _)| (*from, *on) == (state, event));
@@ -193,24 +204,27 @@ mod tests {
     }
 
     proptest! {
-        /// The promise that matters: after a failed exchange of weights, nothing but a finished
-        /// exchange lets a worker serve again.
+        /// The invariant of the fleet: after a failed update only a successful one lets a worker
+        /// serve again.
         #[test]
-        fn prop_only_right_weights_lead_back_to_serving(
+        fn prop_only_a_successful_sync_returns_a_worker_to_service(
             events in proptest::collection::vec(0..EVENTS.len(), 0..60),
         ) {
-            let mut circuit = Circuit::UP;
+            let mut circuit = Circuit::HEALTHY;
             let mut known = true;
             for index in events {
                 let (event, before) = (EVENTS[index], circuit);
                 circuit = circuit.step(event);
-                if !circuit.is_member() {
+                if !circuit.is_in_service() {
                     known = false;
                 }
-                if event == Event::Synced && !before.is_closed() && before != Circuit::Open {
+                if event == CircuitEvent::SyncSucceeded
+                    && !before.accepts_requests()
+                    && before != Circuit::Open
+                {
                     known = true;
                 }
-                prop_assert!(known || !circuit.is_closed(), "{event:?} led to {circuit:?}");
+                prop_assert!(known || !circuit.accepts_requests(), "{event:?} led to {circuit:?}");
             }
         }
     }

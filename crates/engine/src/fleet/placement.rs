@@ -1,54 +1,55 @@
-//! Which worker a conversation is on. Pure: no clock, no I/O, no lock.
+//! Which worker a conversation is assigned to. Pure: no clock, no I/O, no lock.
 //!
-//! A conversation stays where its KV cache is, `session → (worker, rank)`, until that worker goes
-//! away. A new one goes where the fewest tokens of open conversations lie: between its calls a
-//! conversation holds no permit, but its tokens are still in that worker's cache. Members of one
-//! group go where the first of them went, whose prompt is theirs, while that worker has room: a
-//! permit that neither a call nor a conversation without its first call lays claim to.
+//! A conversation stays on the worker and rank that have its KV cache until that worker goes out of
+//! service. A new conversation goes where the open conversations have the fewest tokens in total: a
+//! conversation between two calls holds no permit, but its tokens still occupy the cache. Members of
+//! a group follow the group's first one, whose prompt they share, while its worker has a free permit
+//! that neither a call nor a conversation before its first call needs.
 
 use std::collections::HashMap;
 
-/// Where a conversation is.
+/// A data-parallel rank of a worker. Each rank has its own prefix cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Place {
+pub(super) struct WorkerRank {
     /// Index of the worker.
-    pub(crate) worker: usize,
-    /// Data-parallel rank on that worker; each rank has a prefix cache of its own.
-    pub(crate) rank: usize,
+    pub(super) worker: usize,
+    /// Index of the rank on that worker.
+    pub(super) rank: usize,
 }
 
 #[derive(Debug)]
-struct Slot {
-    is_up: bool,
+struct WorkerSlot {
+    in_service: bool,
     permits: usize,
-    /// Calls that wait for an answer or a permit.
+    /// Calls that wait for a reply or a permit.
     calls: usize,
-    /// Conversations placed here that have made no call yet.
-    expected: usize,
-    /// Tokens and conversations by rank.
-    ranks: Vec<Load>,
+    /// Conversations that are assigned here and have not made a call yet.
+    before_first_call: usize,
+    /// Load of each rank.
+    ranks: Vec<RankLoad>,
 }
 
+/// Ordered by tokens, then by conversations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
-struct Load {
+struct RankLoad {
     tokens: u64,
     sessions: usize,
 }
 
 #[derive(Debug, Default)]
 struct Session {
-    place: Option<Place>,
-    /// The worker its last reply from was no good.
-    shunned: Option<usize>,
+    assigned: Option<WorkerRank>,
+    /// The worker whose last reply was invalid.
+    avoided: Option<usize>,
     tokens: u64,
     has_called: bool,
     group: Option<String>,
 }
 
 impl Session {
-    fn grow(&mut self, slots: &mut [Slot], tokens: usize) {
+    fn set_tokens(&mut self, slots: &mut [WorkerSlot], tokens: usize) {
         let before = std::mem::replace(&mut self.tokens, tokens as u64);
-        if let Some(load) = self.place.and_then(|place| slots.load(place)) {
+        if let Some(load) = self.assigned.and_then(|place| rank_load(slots, place)) {
             load.tokens = load.tokens.saturating_sub(before) + tokens as u64;
         }
     }
@@ -56,14 +57,15 @@ impl Session {
 
 #[derive(Debug, Default)]
 struct Group {
-    lead: Option<Place>,
+    /// Where the first member was assigned.
+    first: Option<WorkerRank>,
     members: usize,
 }
 
-/// Conversations and their places.
+/// All conversations and the workers that they are assigned to.
 #[derive(Debug)]
-pub(crate) struct Placement {
-    slots: Vec<Slot>,
+pub(super) struct Placement {
+    slots: Vec<WorkerSlot>,
     sessions: HashMap<String, Session>,
     groups: HashMap<String, Group>,
     moves: u64,
@@ -71,21 +73,25 @@ pub(crate) struct Placement {
 
 /// Load of one worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct WorkerLoad {
-    pub(crate) sessions: usize,
-    pub(crate) tokens: u64,
-    pub(crate) calls: usize,
+pub(super) struct WorkerLoad {
+    /// Conversations assigned to it.
+    pub(super) sessions: usize,
+    /// Their tokens.
+    pub(super) tokens: u64,
+    /// Calls that wait for a reply or a permit.
+    pub(super) calls: usize,
 }
 
 impl Placement {
-    /// No conversations yet; each worker with its permits and its number of ranks, at least 1 each.
-    pub(crate) fn new(workers: impl IntoIterator<Item = (usize, usize)>) -> Self {
-        let slot = |(permits, ranks): (usize, usize)| Slot {
-            is_up: true,
+    /// No conversations, and all workers in service. Each worker is given as its number of permits
+    /// and of ranks, both at least 1.
+    pub(super) fn new(workers: impl IntoIterator<Item = (usize, usize)>) -> Self {
+        let slot = |(permits, ranks): (usize, usize)| WorkerSlot {
+            in_service: true,
             permits: permits.max(1),
             calls: 0,
-            expected: 0,
-            ranks: vec![Load::default(); ranks.max(1)],
+            before_first_call: 0,
+            ranks: vec![RankLoad::default(); ranks.max(1)],
         };
         Self {
             slots: workers.into_iter().map(slot).collect(),
@@ -95,38 +101,39 @@ impl Placement {
         }
     }
 
-    /// Makes a conversation known and gives its place; `None` while no worker is up. A known one
-    /// keeps its place.
-    pub(crate) fn open(
+    /// Adds a conversation and assigns it; `None` while no worker is in service. A conversation that
+    /// is already assigned stays there.
+    pub(super) fn open(
         &mut self,
         session: &str,
         group: Option<&str>,
         tokens: usize,
-    ) -> Option<Place> {
+    ) -> Option<WorkerRank> {
         if !self.sessions.contains_key(session) {
             if let Some(group) = group {
                 self.groups.entry(group.to_owned()).or_default().members += 1;
             }
-            let known = Session {
+            let new = Session {
                 tokens: tokens as u64,
                 group: group.map(ToOwned::to_owned),
                 ..Session::default()
             };
-            self.sessions.insert(session.to_owned(), known);
+            self.sessions.insert(session.to_owned(), new);
         }
-        self.settle(session)
+        self.assign(session)
     }
 
-    /// Where a conversation is now.
-    pub(crate) fn place(&self, session: &str) -> Option<Place> {
-        self.sessions.get(session)?.place
+    /// Where a conversation is assigned.
+    pub(super) fn assigned(&self, session: &str) -> Option<WorkerRank> {
+        self.sessions.get(session)?.assigned
     }
 
-    /// A call begins: gives the conversation's place, a new one where its worker is away, `None`
-    /// while none is up. A place that is given is to be followed by [`Placement::end_call`].
-    pub(crate) fn begin_call(&mut self, session: &str, tokens: usize) -> Option<Place> {
-        // Nearly always it is known, and has its place.
-        let place = match self.place(session) {
+    /// Starts a call: returns where the conversation is assigned, after assigning it anew if its
+    /// worker is out of service; `None` while no worker is in service. Every call that started must
+    /// be ended with [`Placement::end_call`].
+    pub(super) fn begin_call(&mut self, session: &str, tokens: usize) -> Option<WorkerRank> {
+        // The conversation is nearly always known and assigned.
+        let place = match self.assigned(session) {
             Some(place) => place,
             None => self.open(session, None, tokens)?,
         };
@@ -134,29 +141,29 @@ impl Placement {
         let slot = self.slots.get_mut(place.worker)?;
         slot.calls += 1;
         if !std::mem::replace(&mut known.has_called, true) {
-            slot.expected = slot.expected.saturating_sub(1);
+            slot.before_first_call = slot.before_first_call.saturating_sub(1);
         }
-        known.grow(&mut self.slots, tokens);
+        known.set_tokens(&mut self.slots, tokens);
         Some(place)
     }
 
-    /// A call that began at `place` is over.
-    pub(crate) fn end_call(&mut self, place: Place) {
+    /// Ends a call that started at `place`.
+    pub(super) fn end_call(&mut self, place: WorkerRank) {
         if let Some(slot) = self.slots.get_mut(place.worker) {
             slot.calls = slot.calls.saturating_sub(1);
         }
     }
 
-    /// The conversation has `tokens` tokens now.
-    pub(crate) fn grow(&mut self, session: &str, tokens: usize) {
+    /// Sets the length of a conversation in tokens.
+    pub(super) fn set_tokens(&mut self, session: &str, tokens: usize) {
         if let Some(known) = self.sessions.get_mut(session) {
-            known.grow(&mut self.slots, tokens);
+            known.set_tokens(&mut self.slots, tokens);
         }
     }
 
-    /// The conversation is over.
-    pub(crate) fn close(&mut self, session: &str) {
-        self.unsettle(session);
+    /// Removes a conversation.
+    pub(super) fn close(&mut self, session: &str) {
+        self.release(session);
         let Some(known) = self.sessions.remove(session) else { return };
         let Some(name) = known.group else { return };
         if let Some(group) = self.groups.get_mut(&name) {
@@ -167,130 +174,126 @@ impl Placement {
         }
     }
 
-    /// The worker takes no more calls: all of its conversations lose their place.
-    pub(crate) fn leave(&mut self, worker: usize) {
+    /// Takes a worker out of service: none of its conversations is assigned any more.
+    pub(super) fn take_out(&mut self, worker: usize) {
         if let Some(slot) = self.slots.get_mut(worker) {
-            slot.is_up = false;
-            slot.expected = 0;
-            slot.ranks.fill(Load::default());
+            slot.in_service = false;
+            slot.before_first_call = 0;
+            slot.ranks.fill(RankLoad::default());
         }
         for session in self.sessions.values_mut() {
-            if session.place.is_some_and(|place| place.worker == worker) {
-                session.place = None;
+            if session.assigned.is_some_and(|place| place.worker == worker) {
+                session.assigned = None;
             }
         }
         for group in self.groups.values_mut() {
-            group.lead = group.lead.filter(|place| place.worker != worker);
+            group.first = group.first.filter(|place| place.worker != worker);
         }
     }
 
-    /// The worker takes calls again.
-    pub(crate) fn join(&mut self, worker: usize) {
+    /// Puts a worker back into service.
+    pub(super) fn put_back(&mut self, worker: usize) {
         if let Some(slot) = self.slots.get_mut(worker) {
-            slot.is_up = true;
+            slot.in_service = true;
         }
     }
 
-    /// A worker's reply was no good: the conversation's next call goes to another one, if any.
-    pub(crate) fn shun(&mut self, session: &str, worker: usize) {
-        let others = self.slots.iter().enumerate().any(|(i, slot)| i != worker && slot.is_up);
-        if !others || self.place(session).is_none_or(|place| place.worker != worker) {
+    /// Sends the conversation's next call to another worker, if there is one, because this worker's
+    /// reply was invalid.
+    pub(super) fn avoid(&mut self, session: &str, worker: usize) {
+        let others = self.slots.iter().enumerate().any(|(i, slot)| i != worker && slot.in_service);
+        if !others || self.assigned(session).is_none_or(|place| place.worker != worker) {
             return;
         }
-        self.unsettle(session);
+        self.release(session);
         if let Some(known) = self.sessions.get_mut(session) {
-            known.shunned = Some(worker);
+            known.avoided = Some(worker);
         }
     }
 
-    /// Whether any worker is up.
-    pub(crate) fn any_up(&self) -> bool {
-        self.slots.iter().any(|slot| slot.is_up)
+    /// Whether any worker is in service.
+    pub(super) fn any_in_service(&self) -> bool {
+        self.slots.iter().any(|slot| slot.in_service)
     }
 
-    /// Times a conversation was given another place than it had called before.
-    pub(crate) fn moves(&self) -> u64 {
+    /// How often a conversation was assigned to a new place after its first call.
+    pub(super) fn moves(&self) -> u64 {
         self.moves
     }
 
-    /// What lies on a worker.
-    pub(crate) fn load(&self, worker: usize) -> WorkerLoad {
+    /// Load of a worker over all of its ranks.
+    pub(super) fn load(&self, worker: usize) -> WorkerLoad {
         let Some(slot) = self.slots.get(worker) else { return WorkerLoad::default() };
         let sum =
-            |(tokens, sessions), load: &Load| (tokens + load.tokens, sessions + load.sessions);
+            |(tokens, sessions), load: &RankLoad| (tokens + load.tokens, sessions + load.sessions);
         let (tokens, sessions) = slot.ranks.iter().fold((0, 0), sum);
         WorkerLoad { sessions, tokens, calls: slot.calls }
     }
 
-    fn settle(&mut self, session: &str) -> Option<Place> {
+    fn assign(&mut self, session: &str) -> Option<WorkerRank> {
         let known = self.sessions.get(session)?;
-        if known.place.is_some() {
-            return known.place;
+        if known.assigned.is_some() {
+            return known.assigned;
         }
-        let lead = known.group.as_ref().and_then(|name| self.groups.get(name)?.lead);
-        let follow = lead.filter(|place| self.has_room(place.worker));
-        let place = match follow.filter(|place| known.shunned != Some(place.worker)) {
+        let first = known.group.as_ref().and_then(|name| self.groups.get(name)?.first);
+        let follow = first.filter(|place| self.has_room(place.worker));
+        let place = match follow.filter(|place| known.avoided != Some(place.worker)) {
             Some(place) => place,
-            None => self.least_loaded(known.shunned)?,
+            None => self.least_loaded(known.avoided)?,
         };
         let known = self.sessions.get_mut(session)?;
-        known.place = Some(place);
+        known.assigned = Some(place);
         let (tokens, is_new) = (known.tokens, !known.has_called);
         self.moves += u64::from(!is_new);
         if let Some(group) = known.group.as_ref().and_then(|name| self.groups.get_mut(name)) {
-            group.lead.get_or_insert(place);
+            group.first.get_or_insert(place);
         }
         if let Some(slot) = self.slots.get_mut(place.worker) {
-            slot.expected += usize::from(is_new);
+            slot.before_first_call += usize::from(is_new);
         }
-        if let Some(load) = self.slots.load(place) {
+        if let Some(load) = rank_load(&mut self.slots, place) {
             load.tokens += tokens;
             load.sessions += 1;
         }
         Some(place)
     }
 
-    fn unsettle(&mut self, session: &str) {
+    fn release(&mut self, session: &str) {
         let Some(known) = self.sessions.get_mut(session) else { return };
-        let Some(place) = known.place.take() else { return };
+        let Some(place) = known.assigned.take() else { return };
         let (tokens, is_new) = (known.tokens, !known.has_called);
         if let Some(slot) = self.slots.get_mut(place.worker) {
-            slot.expected = slot.expected.saturating_sub(usize::from(is_new));
+            slot.before_first_call = slot.before_first_call.saturating_sub(usize::from(is_new));
         }
-        if let Some(load) = self.slots.load(place) {
+        if let Some(load) = rank_load(&mut self.slots, place) {
             load.tokens = load.tokens.saturating_sub(tokens);
             load.sessions = load.sessions.saturating_sub(1);
         }
     }
 
     fn has_room(&self, worker: usize) -> bool {
-        self.slots
-            .get(worker)
-            .is_some_and(|slot| slot.is_up && slot.calls + slot.expected < slot.permits)
+        self.slots.get(worker).is_some_and(|slot| {
+            slot.in_service && slot.calls + slot.before_first_call < slot.permits
+        })
     }
 
-    /// The place with the fewest tokens, then the fewest conversations; `shunned` only if no other
-    /// worker is up.
-    fn least_loaded(&self, shunned: Option<usize>) -> Option<Place> {
-        let up = self.slots.iter().enumerate().filter(|(_, slot)| slot.is_up);
-        let places = up.flat_map(|(worker, slot)| {
-            let rank = move |(rank, load): (usize, &Load)| (*load, Place { worker, rank });
-            slot.ranks.iter().enumerate().map(rank)
+    /// The rank with the fewest tokens, then the fewest conversations. The avoided worker is chosen
+    /// only if no other is in service.
+    fn least_loaded(&self, avoided: Option<usize>) -> Option<WorkerRank> {
+        let in_service = self.slots.iter().enumerate().filter(|(_, slot)| slot.in_service);
+        let places = in_service.flat_map(|(worker, slot)| {
+            let place =
+                move |(rank, load): (usize, &RankLoad)| (*load, WorkerRank { worker, rank });
+            slot.ranks.iter().enumerate().map(place)
         });
         places
-            .min_by_key(|(load, place)| (shunned == Some(place.worker), *load, *place))
+            .min_by_key(|(load, place)| (avoided == Some(place.worker), *load, *place))
             .map(|(_, place)| place)
     }
 }
 
-trait Loads {
-    fn load(&mut self, place: Place) -> Option<&mut Load>;
-}
-
-impl Loads for [Slot] {
-    fn load(&mut self, place: Place) -> Option<&mut Load> {
-        self.get_mut(place.worker)?.ranks.get_mut(place.rank)
-    }
+fn rank_load(slots: &mut [WorkerSlot], place: WorkerRank) -> Option<&mut RankLoad> {
+    slots.get_mut(place.worker)?.ranks.get_mut(place.rank)
 }
 
 #[cfg(test)]

@@ -1,19 +1,51 @@
-//! One worker: its circuit and permits, and a call from permit to reply.
+//! One worker of a fleet: its circuit, its permits, and waiting for either.
 
-use super::circuit::{Circuit, Event};
-use super::placement::{Place, WorkerLoad};
-use super::{FleetMember, Shared, WorkerStatus};
-use crate::{Engine, EngineError, EngineErrorKind, GenerateRequest, Generation};
+use super::circuit::{Circuit, CircuitEvent};
+use super::placement::WorkerLoad;
+use crate::api::Engine;
+use crate::error::{EngineError, EngineErrorKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{Semaphore, SemaphorePermit, watch};
 
-/// What those who wait for a worker look at.
+/// A worker as it joins a fleet.
+#[derive(Debug)]
+pub struct FleetWorker {
+    /// Its name in replies: the base URL.
+    pub name: String,
+    /// Its client. The client's limit of concurrent generations must not be below the fleet's.
+    pub engine: Arc<dyn Engine>,
+    /// Whether it answered. If not, it is probed until it does.
+    pub is_up: bool,
+}
+
+/// Current state of one worker, for display and reports.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkerStatus {
+    /// The worker's name.
+    pub name: String,
+    /// `up`, `syncing`, `out of service` or `recovering`.
+    pub state: &'static str,
+    /// Number of open conversations assigned to it.
+    pub sessions: usize,
+    /// Their tokens.
+    pub tokens: u64,
+    /// Calls that wait for its reply or a permit.
+    pub calls: usize,
+    /// Replies that passed all checks.
+    pub answered: u64,
+    /// Calls that failed.
+    pub failed: u64,
+    /// How often it was taken out of service.
+    pub ejected: u64,
+}
+
+/// What calls wait on.
 #[derive(Debug, Clone, Copy)]
 struct State {
     circuit: Circuit,
-    /// Doubts that a probe begun after them has settled.
-    settled: u64,
+    /// Number of requested probes that have been made.
+    probed: u64,
 }
 
 /// One worker of a fleet.
@@ -23,31 +55,22 @@ pub(super) struct Worker {
     engine: Arc<dyn Engine>,
     state: watch::Sender<State>,
     permits: Semaphore,
-    /// Calls that broke off, counted.
-    doubts: watch::Sender<u64>,
+    /// Number of probes requested by calls whose connection broke.
+    requested_probes: watch::Sender<u64>,
     answered: AtomicU64,
     failed: AtomicU64,
     ejected: AtomicU64,
 }
 
-/// How a call ended.
-pub(super) enum Asked {
-    Answered(Generation),
-    /// The caller decides what to do with it.
-    Failed(EngineError),
-    /// The worker was taken out: another one may answer.
-    Away(EngineError),
-}
-
 impl Worker {
-    pub(super) fn new(member: FleetMember, permits: usize) -> Self {
-        let circuit = if member.is_up { Circuit::UP } else { Circuit::Open };
+    pub(super) fn new(worker: FleetWorker, permits: usize) -> Self {
+        let circuit = if worker.is_up { Circuit::HEALTHY } else { Circuit::Open };
         Self {
-            name: member.name,
-            engine: member.engine,
-            state: watch::Sender::new(State { circuit, settled: 0 }),
+            name: worker.name,
+            engine: worker.engine,
+            state: watch::Sender::new(State { circuit, probed: 0 }),
             permits: Semaphore::new(permits.clamp(1, Semaphore::MAX_PERMITS)),
-            doubts: watch::Sender::new(0),
+            requested_probes: watch::Sender::new(0),
             answered: AtomicU64::new(0),
             failed: AtomicU64::new(0),
             ejected: AtomicU64::new(0),
@@ -58,8 +81,8 @@ impl Worker {
         &self.name
     }
 
-    /// The name of one rank's KV cache; a worker without ranks is its own.
-    pub(super) fn place_name(&self, rank: usize) -> String {
+    /// The name of one rank's KV cache; the worker's own name if it has only one rank.
+    pub(super) fn rank_name(&self, rank: usize) -> String {
         if self.engine.data_parallel_ranks() > 1 {
             format!("{}#{rank}", self.name)
         } else {
@@ -88,137 +111,78 @@ impl Worker {
         }
     }
 
-    /// Its state before and after an event.
-    pub(super) fn step(&self, event: Event) -> (Circuit, Circuit) {
-        let (mut before, mut after) = (Circuit::UP, Circuit::UP);
+    /// Applies an event. Returns the state before and after it.
+    pub(super) fn step(&self, event: CircuitEvent) -> (Circuit, Circuit) {
+        let (mut before, mut after) = (Circuit::HEALTHY, Circuit::HEALTHY);
         self.state.send_if_modified(|state| {
             before = state.circuit;
             after = before.step(event);
             state.circuit = after;
             before != after
         });
-        if before.is_member() && !after.is_member() {
+        if before.is_in_service() && !after.is_in_service() {
             self.ejected.fetch_add(1, Ordering::Relaxed);
         }
         (before, after)
     }
 
-    /// Whoever waits for this hears of every doubt that it lives.
-    pub(super) fn doubts(&self) -> watch::Receiver<u64> {
-        self.doubts.subscribe()
+    /// Counts a reply that passed all checks.
+    pub(super) fn count_answered(&self) {
+        self.answered.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A probe ended that began after `doubts` doubts; its verdict is in the circuit.
-    pub(super) fn settle(&self, doubts: u64) {
-        // Every call under way watches this: without news none of them may be woken.
+    /// Counts a call that failed.
+    pub(super) fn count_failed(&self) {
+        self.failed.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Changes with every requested probe.
+    pub(super) fn probe_requests(&self) -> watch::Receiver<u64> {
+        self.requested_probes.subscribe()
+    }
+
+    /// Records that a probe ended which started after `requested` probes were requested. Its result
+    /// is in the circuit.
+    pub(super) fn finish_probe(&self, requested: u64) {
+        // Every running call watches this state: without a change none of them may be woken.
         self.state
-            .send_if_modified(|state| std::mem::replace(&mut state.settled, doubts) != doubts);
+            .send_if_modified(|state| std::mem::replace(&mut state.probed, requested) != requested);
     }
 
-    /// Resolves when it is not a member any more.
-    async fn ejected(&self) {
+    /// Resolves when the worker is out of service.
+    pub(super) async fn out_of_service(&self) {
         let mut state = self.state.subscribe();
-        // The sender lives in `self`.
-        let _ = state.wait_for(|state| !state.circuit.is_member()).await;
+        // The sender lives in `self`, so this is never an error.
+        let _ = state.wait_for(|state| !state.circuit.is_in_service()).await;
     }
 
-    /// Resolves when a request may be sent: `true`; or when it was taken out: `false`.
-    async fn ready(&self) -> bool {
-        if self.circuit().is_closed() {
-            return true;
+    /// Waits for a permit and for the end of a weight sync. `None` if the worker is out of service
+    /// by then.
+    pub(super) async fn ready(&self) -> Option<SemaphorePermit<'_>> {
+        let permit = self.permits.acquire().await.ok()?;
+        if self.circuit().accepts_requests() {
+            return Some(permit);
         }
         let mut state = self.state.subscribe();
         let found = state.wait_for(|state| state.circuit != Circuit::Syncing).await;
-        found.is_ok_and(|state| state.circuit.is_closed())
+        found.is_ok_and(|state| state.circuit.accepts_requests()).then_some(permit)
     }
 
-    /// Has it probed now, and tells whether it still gets requests afterwards.
-    async fn survives_doubt(&self) -> bool {
+    /// Requests a probe now. Returns whether the worker is still in service after it.
+    pub(super) async fn survives_probe(&self) -> bool {
         let mut state = self.state.subscribe();
         let mut mine = 0;
-        self.doubts.send_modify(|doubts| {
-            *doubts += 1;
-            mine = *doubts;
+        self.requested_probes.send_modify(|requested| {
+            *requested += 1;
+            mine = *requested;
         });
-        let settled = |state: &State| !state.circuit.is_member() || state.settled >= mine;
-        state.wait_for(settled).await.is_ok_and(|state| state.circuit.is_member())
+        let decided = |state: &State| !state.circuit.is_in_service() || state.probed >= mine;
+        state.wait_for(decided).await.is_ok_and(|state| state.circuit.is_in_service())
     }
 
-    fn away(&self, call: &'static str) -> EngineError {
-        let words = "it was taken out of the fleet".to_owned();
-        EngineError { engine: self.name.clone(), call, kind: EngineErrorKind::Unreachable(words) }
-    }
-}
-
-/// One call at the place it was given.
-pub(super) async fn ask(shared: &Shared, place: Place, request: &mut GenerateRequest) -> Asked {
-    const CALL: &str = "/generate";
-    let Some(worker) = shared.workers.get(place.worker) else {
-        return Asked::Failed(shared.nobody("its place is gone".to_owned()));
-    };
-    // Waiting calls move on when the worker is taken out; so do those that hold a permit, as a
-    // worker that was stopped neither answers nor breaks its connections.
-    let call = async {
-        loop {
-            let permit = worker.permits.acquire().await;
-            if !worker.ready().await {
-                return None;
-            }
-            if let Some(version) = shared.version() {
-                // The weights it answers with: its own KV of them is what may be reused.
-                request.cache_namespace = version;
-            }
-            let rank = Some(place.rank).filter(|_| worker.engine.data_parallel_ranks() > 1);
-            let result = worker.engine.generate_on(&*request, rank).await;
-            drop(permit);
-            match &result {
-                // Its client saw the exchange of weights before we did.
-                Err(EngineError { kind: EngineErrorKind::Unfit(_), .. })
-                    if !worker.circuit().is_closed() => {}
-                Ok(_) | Err(_) => return Some(result),
-            }
-        }
-    };
-    let result = tokio::select! {
-        biased;
-        result = call => result,
-        () = worker.ejected() => None,
-    };
-    let error = match result {
-        None => return Asked::Away(worker.away(CALL)),
-        Some(Ok(mut reply)) => {
-            worker.answered.fetch_add(1, Ordering::Relaxed);
-            shared.step(place.worker, Event::Answered);
-            reply.worker = worker.place_name(place.rank);
-            return Asked::Answered(reply);
-        }
-        Some(Err(error)) => error,
-    };
-    worker.failed.fetch_add(1, Ordering::Relaxed);
-    match &error.kind {
-        EngineErrorKind::Unreachable(_) => {
-            // Broken off: by a network that hiccuped, or by a process that is gone?
-            if worker.survives_doubt().await {
-                shared.step(place.worker, Event::Failed);
-                Asked::Failed(error)
-            } else {
-                Asked::Away(error)
-            }
-        }
-        EngineErrorKind::InvalidReply(_) => {
-            shared.step(place.worker, Event::Failed);
-            shared.placement().shun(&request.session, place.worker);
-            Asked::Failed(error)
-        }
-        EngineErrorKind::Unfit(_) => {
-            shared.step(place.worker, Event::WeightsUnknown);
-            Asked::Away(error)
-        }
-        EngineErrorKind::Refused { status: 500 | 502 | 504, .. } => {
-            shared.step(place.worker, Event::Failed);
-            Asked::Failed(error)
-        }
-        // A refusal is an answer; silence for the time of a long generation is left to probes.
-        EngineErrorKind::Refused { .. } | EngineErrorKind::TimedOut(_) => Asked::Failed(error),
+    /// The error of a call that was interrupted because the worker went out of service.
+    pub(super) fn out_of_service_error(&self, call: &'static str) -> EngineError {
+        let kind = EngineErrorKind::unreachable("it was taken out of service");
+        EngineError { engine: self.name.clone(), call, kind }
     }
 }

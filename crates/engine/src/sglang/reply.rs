@@ -1,10 +1,12 @@
 //! One reply of `/generate`.
 
+use crate::error::EngineErrorKind;
+use crate::generation::{Finish, Generation, SampledTokens, VersionSpan};
 use crate::reply::{
-    Counts, Cut, Expected, Fault, PerToken, Reading, Span, check_id, check_logprobs, check_spans,
-    check_tokens, one_span, routed_rows, short, version, wrong,
+    CheckedReply, ExpectedReply, PerToken, ReportedVersion, SplitBody, TokenCounts, check_id,
+    check_logprobs, check_tokens, check_versions, invalid_field, routed_rows, single_version,
+    truncated, version,
 };
-use crate::{EngineErrorKind, Finish, Generation, VersionSpan};
 use orchestrate_routing::WireForm;
 use orchestrate_types::TokenId;
 use serde::Deserialize;
@@ -35,10 +37,10 @@ struct MetaInfo<'a> {
     cached_tokens: Option<usize>,
     num_retractions: Option<u32>,
     weight_version: Option<String>,
-    weight_versions: Option<Vec<Span>>,
+    weight_versions: Option<Vec<ReportedVersion>>,
     output_token_logprobs: Option<PerToken<(Option<f32>, TokenId, IgnoredAny)>>,
     dp_rank: Option<u32>,
-    // Empty: its text was cut out before. Borrowed, so that its place can be compared.
+    // Empty, because the payload was cut out. Borrowed, so that its position can be compared.
     routed_experts: Option<&'a str>,
 }
 
@@ -51,7 +53,7 @@ struct FinishReason {
     status_code: Option<u16>,
 }
 
-/// What ended the text; only its one bad form matters.
+/// What ended the text. Only one form matters: the report of logits that were NaN.
 struct Matched {
     not_a_number: bool,
 }
@@ -64,16 +66,16 @@ impl<'de> Deserialize<'de> for Matched {
     }
 }
 
-/// Checks a reply in full.
-pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
-    let cut = Cut::new(body)?;
-    let Reply { output_ids: PerToken(output_ids), meta_info: meta } = cut.parse()?;
+/// Parses and checks a reply in full.
+pub(super) fn read(body: &[u8], expected: &ExpectedReply) -> Result<CheckedReply, EngineErrorKind> {
+    let split = SplitBody::new(body)?;
+    let Reply { output_ids: PerToken(output_ids), meta_info: meta } = split.parse()?;
     check_id("meta_info.id", &meta.id, &expected.request_id)?;
     let finish = finish(&meta.finish_reason)?;
-    // A request aborted in the waiting queue has no counters; it has no tokens either.
+    // A request aborted in the waiting queue has no counters and no tokens.
     let never_ran = finish == Finish::Abort && output_ids.is_empty();
     let outputs = output_ids.len();
-    let counts = Counts {
+    let counts = TokenCounts {
         prompt: ("meta_info.prompt_tokens", meta.prompt_tokens),
         outputs: ("meta_info.completion_tokens", meta.completion_tokens),
         cached: ("meta_info.cached_tokens", meta.cached_tokens),
@@ -84,33 +86,27 @@ pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
     let given = given.iter().map(|(logprob, id, _)| (*id, *logprob));
     let logprobs = check_logprobs(LOGPROBS, given, &output_ids)?;
     let versions = versions(&meta, outputs)?;
-    let payload = cut.payload(ROUTED, meta.routed_experts)?;
+    let payload = split.payload(ROUTED, meta.routed_experts)?;
     let form = WireForm::SglangI32;
     let rows = routed_rows(form, ROUTED, payload, expected, outputs, never_ran)?;
-    Ok(Reading {
+    let sampled = SampledTokens { output_ids, logprobs, versions };
+    let mut generation = Generation::new(sampled, finish, expected.max_new_tokens)?;
+    generation.cached_tokens = meta.cached_tokens.unwrap_or(0);
+    generation.num_retractions = meta.num_retractions.unwrap_or(0);
+    generation.routed_experts = rows;
+    generation.routing_wire_bytes = payload.map_or(0, <[u8]>::len);
+    Ok(CheckedReply {
         versions_by_token: meta.weight_versions.is_some(),
         cached_tokens: meta.cached_tokens.is_some(),
         dp_rank: meta.dp_rank,
-        generation: Generation {
-            routing_wire_bytes: payload.map_or(0, <[u8]>::len),
-            routed_experts: rows,
-            // Who sends the request knows it.
-            worker: String::new(),
-            turn: None,
-            cached_tokens: meta.cached_tokens.unwrap_or(0),
-            num_retractions: meta.num_retractions.unwrap_or(0),
-            output_ids,
-            logprobs,
-            finish,
-            versions,
-        },
+        generation,
     })
 }
 
 fn finish(reason: &FinishReason) -> Result<Finish, EngineErrorKind> {
     match reason.kind.as_str() {
         "stop" if reason.matched.as_ref().is_some_and(|matched| matched.not_a_number) => {
-            Err(wrong(FINISH, "its logits were not numbers (\"NaN happened\")"))
+            Err(invalid_field(FINISH, "the logits were not numbers (\"NaN happened\")"))
         }
         "stop" => Ok(Finish::Stop),
         "length" => Ok(Finish::Length),
@@ -121,7 +117,7 @@ fn finish(reason: &FinishReason) -> Result<Finish, EngineErrorKind> {
                 Err(EngineErrorKind::refused(status, message))
             }
         },
-        other => Err(wrong(FINISH, format!("`{}` is unknown", short(other)))),
+        other => Err(invalid_field(FINISH, format!("`{}` is unknown", truncated(other)))),
     }
 }
 
@@ -130,11 +126,12 @@ fn versions(meta: &MetaInfo<'_>, outputs: usize) -> Result<Vec<VersionSpan>, Eng
         return Ok(Vec::new());
     }
     if let Some(spans) = &meta.weight_versions {
-        return check_spans(VERSIONS, spans, outputs);
+        return check_versions(VERSIONS, spans, outputs);
     }
-    // Before 0.5.20 there is one word for the whole reply.
-    let word = meta.weight_version.as_deref().ok_or_else(|| wrong(VERSION, "it is missing"))?;
-    Ok(one_span(version(VERSION, word)?, outputs))
+    // Before 0.5.20 there is one name for the whole reply.
+    let name = meta.weight_version.as_deref();
+    let name = name.ok_or_else(|| invalid_field(VERSION, "missing"))?;
+    Ok(single_version(version(VERSION, name)?, outputs))
 }
 
 #[cfg(test)]

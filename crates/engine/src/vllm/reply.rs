@@ -1,11 +1,12 @@
 //! One reply of `/inference/v1/generate`.
 
-use super::ID_PREFIX;
+use crate::error::EngineErrorKind;
+use crate::generation::{Finish, Generation, SampledTokens};
 use crate::reply::{
-    Counts, Cut, Expected, Fault, PerToken, Reading, Span, check_id, check_logprobs, check_spans,
-    check_tokens, one_span, routed_rows, short, wrong,
+    CheckedReply, ExpectedReply, PerToken, ReportedVersion, SplitBody, TokenCounts, check_id,
+    check_logprobs, check_tokens, check_versions, invalid_field, routed_rows, single_version,
+    truncated,
 };
-use crate::{EngineErrorKind, Finish, Generation};
 use orchestrate_routing::WireForm;
 use orchestrate_types::TokenId;
 use serde::Deserialize;
@@ -45,8 +46,8 @@ struct Choice<'a> {
     finish_reason: Option<String>,
     token_ids: Option<PerToken<TokenId>>,
     logprobs: Option<Logprobs>,
-    weight_versions: Option<Vec<Span>>,
-    // Empty: its text was cut out before. Borrowed, so that its place can be compared.
+    weight_versions: Option<Vec<ReportedVersion>>,
+    // Empty, because the payload was cut out. Borrowed, so that its position can be compared.
     routed_experts: Option<&'a str>,
 }
 
@@ -61,25 +62,30 @@ struct Logprob {
     logprob: Option<f32>,
 }
 
-/// Checks a reply in full.
-pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
-    let cut = Cut::new(body)?;
-    let reply: Reply<'_> = cut.parse()?;
-    check_id("request_id", &reply.request_id, &format!("{ID_PREFIX}{}", expected.request_id))?;
+/// The id by which the server knows a request, in replies and for aborts.
+pub(super) fn server_id(request_id: &str) -> String {
+    format!("generate-tokens-{request_id}")
+}
+
+/// Parses and checks a reply in full.
+pub(super) fn read(body: &[u8], expected: &ExpectedReply) -> Result<CheckedReply, EngineErrorKind> {
+    let split = SplitBody::new(body)?;
+    let reply: Reply<'_> = split.parse()?;
+    check_id("request_id", &reply.request_id, &server_id(&expected.request_id))?;
     if let Some(mode) = reply.output_mode.filter(|mode| mode != "tokens") {
-        let words = format!("`{}`, but token ids are needed", short(&mode));
-        return Err(wrong("output_mode", words).into());
+        let problem = format!("`{}`, but must be `tokens`", truncated(&mode));
+        return Err(invalid_field("output_mode", problem));
     }
     let count = reply.choices.len();
     let Ok([choice]) = <[Choice<'_>; 1]>::try_from(reply.choices) else {
-        return Err(wrong("choices", format!("it has {count}, asked was for one")).into());
+        return Err(invalid_field("choices", format!("{count} choices, but 1 was requested")));
     };
     if choice.index != 0 {
-        return Err(wrong("choices[0].index", "it is not 0").into());
+        return Err(invalid_field("choices[0].index", "must be 0"));
     }
     let finish = finish(choice.finish_reason.as_deref())?;
     let Some(PerToken(output_ids)) = choice.token_ids else {
-        return Err(wrong(OUTPUTS, "it is missing").into());
+        return Err(invalid_field(OUTPUTS, "missing"));
     };
     let outputs = output_ids.len();
     let never_ran = finish == Finish::Abort && outputs == 0;
@@ -87,7 +93,7 @@ pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
     let cached = usage
         .and_then(|usage| usage.prompt_tokens_details.as_ref())
         .and_then(|details| details.cached_tokens);
-    let counts = Counts {
+    let counts = TokenCounts {
         prompt: ("usage.prompt_tokens", usage.and_then(|usage| usage.prompt_tokens)),
         outputs: ("usage.completion_tokens", usage.and_then(|usage| usage.completion_tokens)),
         cached: ("usage.prompt_tokens_details.cached_tokens", cached),
@@ -99,31 +105,24 @@ pub(super) fn read(body: &[u8], expected: &Expected) -> Result<Reading, Fault> {
     let given = given.iter().map(|entry| (entry.token_id, entry.logprob));
     let logprobs = check_logprobs(LOGPROBS, given, &output_ids)?;
     let versions = match &choice.weight_versions {
-        Some(spans) => check_spans(VERSIONS, spans, outputs)?,
-        None => one_span(expected.serving, outputs),
+        Some(reported) => check_versions(VERSIONS, reported, outputs)?,
+        None => single_version(expected.serving, outputs),
     };
-    let payload = cut.payload(ROUTED, choice.routed_experts)?;
+    let payload = split.payload(ROUTED, choice.routed_experts)?;
     let form = WireForm::VllmNpy;
     let rows = routed_rows(form, ROUTED, payload, expected, outputs, never_ran)?;
-    Ok(Reading {
+    let sampled = SampledTokens { output_ids, logprobs, versions };
+    // Retractions stay 0: a preempted request keeps the rows of the tokens sampled so far.
+    let mut generation = Generation::new(sampled, finish, expected.max_new_tokens)?;
+    generation.cached_tokens = cached.unwrap_or(0);
+    generation.routed_experts = rows;
+    // The server also sends rows that were not requested.
+    generation.routing_wire_bytes = payload.map_or(0, <[u8]>::len);
+    Ok(CheckedReply {
         versions_by_token: choice.weight_versions.is_some(),
         cached_tokens: cached.is_some(),
         dp_rank: None,
-        generation: Generation {
-            // Sent also where none were asked for.
-            routing_wire_bytes: payload.map_or(0, <[u8]>::len),
-            routed_experts: rows,
-            // Who sends the request knows it.
-            worker: String::new(),
-            turn: None,
-            cached_tokens: cached.unwrap_or(0),
-            // A preempted request keeps the rows of tokens already sampled.
-            num_retractions: 0,
-            output_ids,
-            logprobs,
-            finish,
-            versions,
-        },
+        generation,
     })
 }
 
@@ -132,8 +131,8 @@ fn finish(reason: Option<&str>) -> Result<Finish, EngineErrorKind> {
         Some("stop") => Ok(Finish::Stop),
         Some("length") => Ok(Finish::Length),
         Some("abort") => Ok(Finish::Abort),
-        Some(other) => Err(wrong(FINISH, format!("`{}` is unknown", short(other)))),
-        None => Err(wrong(FINISH, "it is missing")),
+        Some(other) => Err(invalid_field(FINISH, format!("`{}` is unknown", truncated(other)))),
+        None => Err(invalid_field(FINISH, "missing")),
     }
 }
 

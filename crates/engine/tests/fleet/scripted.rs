@@ -1,9 +1,9 @@
-//! Workers in memory, whose behaviour a test changes while they serve.
+//! In-memory workers, whose behaviour a test changes while they serve.
 
 use camino::Utf8Path;
 use orchestrate_engine::{
-    Engine, EngineError, EngineErrorKind, EngineInfo, Finish, Fleet, FleetMember, FleetOptions,
-    GenerateRequest, Generation, Sampling, VersionSpan,
+    Engine, EngineError, EngineErrorKind, EngineInfo, Finish, Fleet, FleetOptions, FleetWorker,
+    GenerateRequest, Generation, Prompt, Reply, SampledTokens, Sampling, TokenPrompt, VersionSpan,
 };
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, RunId};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -14,15 +14,15 @@ use tokio::sync::watch;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mood {
     Well,
-    /// Answers probes; requests wait until the mood changes.
+    /// Answers probes, but requests wait until the mood changes.
     Slow,
-    /// Neither answers nor breaks connections, like a stopped process.
+    /// Neither answers nor closes connections, like a stopped process.
     Stopped,
-    /// Nobody listens.
+    /// Refuses connections.
     Gone,
-    /// Breaks requests off, answers probes.
-    BreaksOff,
-    /// Answers what cannot be used.
+    /// Answers probes, but breaks the connections of requests.
+    BreaksConnections,
+    /// Sends invalid replies.
     Invalid,
 }
 
@@ -86,7 +86,7 @@ impl Scripted {
         let mut mood = self.mood.subscribe();
         let now = *mood.wait_for(|mood| *mood != Mood::Stopped).await.unwrap();
         match now {
-            Mood::Gone => Err(self.error(EngineErrorKind::Unreachable("refused".to_owned()))),
+            Mood::Gone => Err(self.error(EngineErrorKind::unreachable("refused"))),
             _ => Ok(()),
         }
     }
@@ -133,7 +133,7 @@ impl Engine for Scripted {
         self.ranks
     }
 
-    async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
+    async fn generate(&self, request: GenerateRequest) -> Result<Reply, EngineError> {
         self.generate_on(&request, None).await
     }
 
@@ -141,7 +141,7 @@ impl Engine for Scripted {
         &self,
         request: &GenerateRequest,
         rank: Option<usize>,
-    ) -> Result<Generation, EngineError> {
+    ) -> Result<Reply, EngineError> {
         {
             let mut notes = self.notes();
             notes.requests.push((request.clone(), rank));
@@ -155,27 +155,24 @@ impl Engine for Scripted {
         self.answers().await?;
         let mood = *self.mood.borrow();
         match mood {
-            Mood::BreaksOff => {
-                return Err(self.error(EngineErrorKind::Unreachable("reset".to_owned())));
+            Mood::BreaksConnections => {
+                return Err(self.error(EngineErrorKind::unreachable("reset")));
             }
             Mood::Invalid => {
-                return Err(self.error(EngineErrorKind::InvalidReply("zeros".to_owned())));
+                return Err(self.error(EngineErrorKind::invalid_reply("zeros")));
             }
             Mood::Well | Mood::Slow | Mood::Stopped | Mood::Gone => {}
         }
         let version = self.notes().version;
-        Ok(Generation {
+        let sampled = SampledTokens {
             output_ids: vec![5],
             logprobs: vec![-0.5],
-            finish: Finish::Stop,
-            cached_tokens: 0,
-            routed_experts: None,
             versions: vec![VersionSpan { version, start: 0, end: 1 }],
-            num_retractions: 0,
-            routing_wire_bytes: 0,
-            worker: self.name.clone(),
-            turn: None,
-        })
+        };
+        let generation = Generation::new(sampled, Finish::Stop, 64);
+        let mut generation = generation.map_err(|kind| self.error(kind))?;
+        self.name.clone_into(&mut generation.worker);
+        Ok(Reply::Tokens(generation))
     }
 
     async fn sync_weights(
@@ -189,16 +186,12 @@ impl Engine for Scripted {
         notes.syncs.push(version);
         if notes.failing_syncs > 0 {
             notes.failing_syncs -= 1;
-            // Half done: what it has now is neither.
+            // It failed halfway: the weights are neither the old nor the new ones.
             notes.version = PolicyVersion(999);
             drop(notes);
-            return Err(self.error(EngineErrorKind::InvalidReply("half done".to_owned())));
+            return Err(self.error(EngineErrorKind::invalid_reply("half done")));
         }
         notes.version = version;
-        Ok(())
-    }
-
-    async fn abort(&self, _request_id: &RequestId) -> Result<(), EngineError> {
         Ok(())
     }
 }
@@ -210,7 +203,7 @@ pub(crate) fn fleet(workers: usize, max_in_flight: usize) -> (Arc<Fleet>, Vec<Ar
 }
 
 pub(crate) fn fleet_of(workers: &[Arc<Scripted>], max_in_flight: usize) -> Arc<Fleet> {
-    let member = |worker: &Arc<Scripted>| FleetMember {
+    let entry = |worker: &Arc<Scripted>| FleetWorker {
         name: worker.name.clone(),
         engine: Arc::clone(worker) as _,
         is_up: true,
@@ -220,10 +213,10 @@ pub(crate) fn fleet_of(workers: &[Arc<Scripted>], max_in_flight: usize) -> Arc<F
         probe_interval: Duration::from_secs(10),
         away_timeout: Duration::from_mins(5),
     };
-    Arc::new(Fleet::start(workers.iter().map(member).collect(), options).unwrap())
+    Arc::new(Fleet::start(workers.iter().map(entry).collect(), options).unwrap())
 }
 
-/// All workers do the same.
+/// Puts all workers into the same mood.
 pub(crate) fn all_are(workers: &[Arc<Scripted>], mood: Mood) {
     for worker in workers {
         worker.is(mood);
@@ -236,8 +229,11 @@ pub(crate) fn request(session: &str, tokens: usize) -> GenerateRequest {
     GenerateRequest {
         request_id: RequestId::new(RunId::generate(), attempt, 0, 0),
         session: session.to_owned(),
-        token_ids: vec![7; tokens].into(),
-        conversation: None,
+        prompt: Prompt::Tokens(TokenPrompt {
+            ids: Arc::new(vec![7; tokens]),
+            routed_experts_start: None,
+            cache_namespace: PolicyVersion(0),
+        }),
         sampling: Sampling {
             temperature: 1.0,
             top_p: 1.0,
@@ -245,14 +241,20 @@ pub(crate) fn request(session: &str, tokens: usize) -> GenerateRequest {
             stop_token_ids: vec![2],
             seed: 3,
         },
-        routed_experts_start: None,
-        cache_namespace: PolicyVersion(0),
         priority: 0,
         deadline: Duration::from_mins(2),
     }
 }
 
-/// Lets everything run that can run now.
+/// Samples one turn in tokens.
+pub(crate) async fn sample(
+    engine: &dyn Engine,
+    request: GenerateRequest,
+) -> Result<Generation, EngineError> {
+    engine.generate(request).await.map(|reply| reply.into_tokens().unwrap())
+}
+
+/// Runs everything that is ready.
 pub(crate) async fn settle() {
     for _ in 0..50 {
         tokio::task::yield_now().await;

@@ -1,8 +1,10 @@
-//! Real servers over HTTP, killed in the middle and started again.
+//! Servers over HTTP that are killed and restarted during conversations.
 
+use crate::scripted::sample;
 use camino::Utf8Path;
 use orchestrate_engine::{
-    Engine, Fleet, FleetMember, FleetOptions, GenerateRequest, SglangClient, SglangOptions,
+    Engine as _, Fleet, FleetOptions, FleetWorker, GenerateRequest, Prompt, SglangClient,
+    SglangOptions, TokenPrompt,
 };
 use orchestrate_routing::MaskBuilder;
 use orchestrate_synthetic::{EnginePlan, Latency, Script, expected_rows, serve};
@@ -46,8 +48,7 @@ fn plan() -> EnginePlan {
     EnginePlan { shape: shape(), script, latency, page_tokens: 4, cache_tokens: 0, update_ms: 5 }
 }
 
-/// A server with a runtime of its own: without it, nothing of it is left, open connections
-/// included.
+/// A server with its own runtime, so that killing it also closes all connections.
 struct Server {
     runtime: Option<Runtime>,
     address: SocketAddr,
@@ -70,7 +71,7 @@ impl Server {
         Self { runtime: Some(runtime), address }
     }
 
-    /// Returns when its sockets are closed.
+    /// Kills the server. Returns when its sockets are closed.
     fn kill(&mut self) {
         let runtime = self.runtime.take().unwrap();
         tokio::task::block_in_place(|| runtime.shutdown_timeout(Duration::from_secs(5)));
@@ -90,7 +91,7 @@ impl Drop for Server {
 }
 
 fn fleet(servers: &[Server]) -> Arc<Fleet> {
-    let member = |server: &Server| {
+    let worker = |server: &Server| {
         let options = SglangOptions {
             url: server.url(),
             api_key: None,
@@ -101,27 +102,30 @@ fn fleet(servers: &[Server]) -> Arc<Fleet> {
             served_model: None,
         };
         let engine = Arc::new(SglangClient::new(options).unwrap());
-        FleetMember { name: server.url(), engine, is_up: true }
+        FleetWorker { name: server.url(), engine, is_up: true }
     };
     let options = FleetOptions {
         max_in_flight: 64,
         probe_interval: Duration::from_millis(200),
         away_timeout: Duration::from_secs(20),
     };
-    Arc::new(Fleet::start(servers.iter().map(member).collect(), options).unwrap())
+    Arc::new(Fleet::start(servers.iter().map(worker).collect(), options).unwrap())
 }
 
 fn request(session: usize, turn: u32, tokens: &[u32], start: usize, tries: u32) -> GenerateRequest {
     let attempt = format!("t{session:06}.00-a01").parse().unwrap();
     let mut request = crate::scripted::request(&format!("s{session}"), 0);
     request.request_id = RequestId::new(RunId::generate(), attempt, turn, tries);
-    request.token_ids = tokens.to_vec().into();
-    request.routed_experts_start = Some(start);
+    request.prompt = Prompt::Tokens(TokenPrompt {
+        ids: Arc::new(tokens.to_vec()),
+        routed_experts_start: Some(start),
+        cache_namespace: PolicyVersion(0),
+    });
     request.sampling.seed = session as u64;
     request
 }
 
-/// What one conversation came to.
+/// Result of one conversation.
 struct Talk {
     tokens: Vec<u32>,
     rows: Vec<u8>,
@@ -129,7 +133,7 @@ struct Talk {
     workers: Vec<String>,
 }
 
-/// Plays one conversation and joins its rows, as an episode does.
+/// Runs one conversation and joins its rows, like an episode.
 async fn talk(fleet: Arc<Fleet>, session: usize, turns: watch::Sender<usize>) -> Talk {
     let id = u32::try_from(session).unwrap() % 10;
     let mut tokens = vec![1, 50 + id, 51, 52, 53, 2, 1, 7];
@@ -139,15 +143,15 @@ async fn talk(fleet: Arc<Fleet>, session: usize, turns: watch::Sender<usize>) ->
         let mut tries = 0;
         let mut reply = loop {
             let number = u32::try_from(turn).unwrap();
-            let asked = request(session, number, &tokens, rows.next_start(), tries);
-            match fleet.generate(asked).await {
+            let request = request(session, number, &tokens, rows.next_start(), tries);
+            match sample(fleet.as_ref(), request).await {
                 Ok(reply) => break reply,
                 Err(error) => assert!(tries < 5, "{error}"),
             }
             tries += 1;
         };
-        tokens.extend(&reply.output_ids);
-        let version = reply.versions[0].version;
+        tokens.extend(reply.output_ids());
+        let version = reply.versions()[0].version;
         let part = reply.routed_experts.take().unwrap();
         drift += rows.push(part, tokens.len(), version).unwrap().drift_rows;
         workers.push(reply.worker);
@@ -161,7 +165,7 @@ async fn talk(fleet: Arc<Fleet>, session: usize, turns: watch::Sender<usize>) ->
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_server_costs_no_conversation_and_no_row() {
+async fn a_killed_server_loses_no_conversation_and_no_row() {
     const TALKS: usize = 24;
     let mut servers: Vec<Server> = (0..3).map(|_| Server::start(None)).collect();
     let fleet = fleet(&servers);
@@ -178,12 +182,12 @@ async fn a_killed_server_costs_no_conversation_and_no_row() {
     for talk in talks.join_all().await {
         let end = talk.tokens.len() - 1;
         let expected = expected_rows(&shape(), PolicyVersion(1), &talk.tokens, 0..end).unwrap();
-        assert!(expected.chunks().flatten().eq(&talk.rows), "every row is the right one");
-        assert_eq!(talk.drift, 0, "what is prefilled again has the same rows");
+        assert!(expected.chunks().flatten().eq(&talk.rows), "every row is correct");
+        assert_eq!(talk.drift, 0, "tokens prefilled again have the same rows");
         let mut places = talk.workers.clone();
         places.dedup();
         assert!(places.len() <= 2, "at most one move: {places:?}");
-        assert!(places.len() == 1 || places[0] == killed, "nobody else moves");
+        assert!(places.len() == 1 || places[0] == killed, "conversations of other servers stay");
         moved += places.len() - 1;
     }
     assert!(moved > 0, "the killed server had conversations");
@@ -198,7 +202,7 @@ async fn a_server_that_returns_serves_only_the_weights_it_missed() {
     servers[0].kill();
     fleet.sync_weights(Utf8Path::new("/c/4"), PolicyVersion(4)).await.unwrap();
     let (url, address) = (servers[0].url(), servers[0].address);
-    // It begins with weights called `default`, as after any restart.
+    // It starts with weights named `default`, as after any restart.
     servers[0] = Server::start(Some(address));
     let turns = watch::Sender::new(0);
     let mut answered = false;

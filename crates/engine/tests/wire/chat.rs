@@ -1,9 +1,10 @@
-//! A server of words alone: what it is sent, and what is made of its answers.
+//! Chat servers: what they are sent, and how their replies are read.
 
 use crate::server::{Reply, options, request, serve};
 use orchestrate_engine::{
-    ChatClient, ChatMessage, ChatTurn, ClientOptions, Conversation, Engine as _, EngineErrorKind,
-    EngineKind, Finish, GenerateRequest, Worker as _,
+    AssistantMessage, ChatClient, ChatMessage, ClientOptions, Engine as _, EngineError,
+    EngineErrorKind, EngineKind, Finish, GenerateRequest, MessagePrompt, MessageReply, Prompt,
+    Worker as _,
 };
 use orchestrate_types::{PolicyVersion, Retry};
 use serde_json::{Value, json};
@@ -16,14 +17,23 @@ fn named(url: &str) -> ClientOptions {
     ClientOptions { served_model: Some("org/coder".to_owned()), ..options(url) }
 }
 
-fn asked() -> GenerateRequest {
-    let messages = [("system", "mend"), ("user", "it is broken")].map(|(role, content)| {
+fn chat_request() -> GenerateRequest {
+    let message = |role: &str, content: &str| -> ChatMessage {
         ChatMessage { role: role.into(), content: content.into(), ..ChatMessage::default() }
-    });
-    let tools = vec![json!({"type": "function", "function": {"name": "bash"}})];
-    let conversation =
-        Conversation { messages: Arc::new(messages.to_vec()), tools: Arc::new(tools) };
-    GenerateRequest { conversation: Some(conversation), ..request(vec![7; 100], 64, None) }
+    };
+    let prompt = MessagePrompt {
+        messages: Arc::new(vec![message("system", "mend"), message("user", "it is broken")]),
+        tools: Arc::new(vec![json!({"type": "function", "function": {"name": "bash"}})]),
+        estimated_tokens: 100,
+    };
+    GenerateRequest { prompt: Prompt::Messages(prompt), ..request(Vec::new(), 64, None) }
+}
+
+async fn complete(
+    client: &ChatClient,
+    request: GenerateRequest,
+) -> Result<MessageReply, EngineError> {
+    client.generate(request).await.map(|reply| reply.into_message().unwrap())
 }
 
 fn models(context: Option<usize>) -> Reply {
@@ -31,7 +41,7 @@ fn models(context: Option<usize>) -> Reply {
     Reply::Now(200, json!({"object": "list", "data": [{"id": "other"}, model]}).to_string())
 }
 
-fn said(content: &str, finish: &str) -> Reply {
+fn completion(content: &str, finish: &str) -> Reply {
     let message = json!({"role": "assistant", "content": content});
     let body = json!({
         "object": "chat.completion",
@@ -41,33 +51,32 @@ fn said(content: &str, finish: &str) -> Reply {
     Reply::Now(200, body.to_string())
 }
 
-/// A client of a server that answers every conversation alike.
+/// A client of a server with one scripted reply to all conversations.
 async fn client(
     tasks: &mut JoinSet<()>,
     context: Option<usize>,
-    answer: impl Fn(&Value) -> Reply + Send + Sync + 'static,
+    reply: impl Fn(&Value) -> Reply + Send + Sync + 'static,
 ) -> (ChatClient, mpsc::Receiver<crate::server::Seen>) {
     let (url, seen) = serve(tasks, move |path, body| match path {
         "/v1/models" => models(context),
-        "/v1/chat/completions" => answer(body),
+        "/v1/chat/completions" => reply(body),
         _ => Reply::Now(404, "{}".to_owned()),
     })
     .await;
-    // As such servers' addresses are often written.
+    // The URLs of chat servers often end in `/v1`.
     (ChatClient::new(named(&format!("{url}/v1"))).unwrap(), seen)
 }
 
 #[tokio::test]
-async fn a_conversation_is_sent_as_messages_and_comes_back_as_words() {
+async fn a_conversation_is_sent_as_messages_and_answered_by_a_message() {
     let mut tasks = JoinSet::new();
-    let (client, mut seen) = client(&mut tasks, Some(130), |_| said("hello", "stop")).await;
+    let (client, mut seen) = client(&mut tasks, Some(130), |_| completion("hello", "stop")).await;
     let info = client.info().await.unwrap();
     assert_eq!((info.context, info.model_path.as_str()), (Some(130), "org/coder"));
     assert!(!info.routed_experts && client.takes_messages());
-    let reply = client.generate(asked()).await.unwrap();
+    let reply = complete(&client, chat_request()).await.unwrap();
     assert_eq!((reply.finish, reply.cached_tokens), (Finish::Stop, 64));
-    assert!(reply.output_ids.is_empty() && reply.logprobs.is_empty());
-    assert_eq!(reply.turn.unwrap().content, "hello");
+    assert_eq!(reply.message.content, "hello");
 
     assert_eq!(seen.recv().await.unwrap().path, "/v1/models");
     let sent = seen.recv().await.unwrap();
@@ -83,7 +92,7 @@ async fn a_conversation_is_sent_as_messages_and_comes_back_as_words() {
         "tools": [{"type": "function", "function": {"name": "bash"}}],
         "temperature": 1.0,
         "top_p": 1.0,
-        // What the context has room for.
+        // As many as the context has room for.
         "max_tokens": 30,
         "seed": i64::MAX,
     });
@@ -91,27 +100,27 @@ async fn a_conversation_is_sent_as_messages_and_comes_back_as_words() {
 }
 
 #[tokio::test]
-async fn a_conversation_without_room_ends_and_is_no_failure() {
+async fn a_conversation_that_fills_the_context_ends_without_an_error() {
     let mut tasks = JoinSet::new();
-    let words = "This model's maximum context length is 128 tokens. However, you requested 164";
-    let body = json!({"error": {"message": words, "code": 400}}).to_string();
+    let message = "This model's maximum context length is 128 tokens. However, you requested 164";
+    let body = json!({"error": {"message": message, "code": 400}}).to_string();
     let (client, _seen) = client(&mut tasks, None, move |_| Reply::Now(400, body.clone())).await;
-    let reply = client.generate(asked()).await.unwrap();
-    assert_eq!((reply.finish, reply.turn), (Finish::Length, Some(ChatTurn::default())));
+    let reply = complete(&client, chat_request()).await.unwrap();
+    assert_eq!((reply.finish, reply.message), (Finish::Length, AssistantMessage::default()));
 }
 
 #[tokio::test]
-async fn a_reply_is_given_the_room_that_there_is_by_the_servers_count() {
+async fn a_reply_is_shortened_until_the_server_has_room_for_it() {
     let mut tasks = JoinSet::new();
-    let (client, mut seen) = client(&mut tasks, None, |asked| {
-        if asked["max_tokens"].as_u64().unwrap() <= 5 {
-            return said("short", "length");
+    let (client, mut seen) = client(&mut tasks, None, |sent| {
+        if sent["max_tokens"].as_u64().unwrap() <= 5 {
+            return completion("short", "length");
         }
         Reply::Now(400, r#"{"message": "longer than the context length"}"#.to_owned())
     })
     .await;
-    let reply = client.generate(asked()).await.unwrap();
-    assert_eq!((reply.finish, reply.turn.unwrap().content.as_str()), (Finish::Length, "short"));
+    let reply = complete(&client, chat_request()).await.unwrap();
+    assert_eq!((reply.finish, reply.message.content.as_str()), (Finish::Length, "short"));
     let mut tried = Vec::new();
     for _ in 0..3 {
         tried.push(seen.recv().await.unwrap().body["max_tokens"].as_u64().unwrap());
@@ -120,33 +129,33 @@ async fn a_reply_is_given_the_room_that_there_is_by_the_servers_count() {
 }
 
 #[tokio::test]
-async fn errors_say_what_to_do_with_the_call() {
-    for (answer, retry) in [
+async fn errors_decide_whether_to_retry() {
+    for (reply, retry) in [
         (|| Reply::Now(401, r#"{"error": {"message": "bad key"}}"#.to_owned()), Retry::Never),
         (|| Reply::Busy(429, "7"), Retry::After(Duration::from_secs(7))),
         (|| Reply::Now(200, "<html>".to_owned()), Retry::Now),
-        (|| said("x", "error"), Retry::Now),
+        (|| completion("x", "error"), Retry::Now),
     ] as [(fn() -> Reply, Retry); 4]
     {
         let mut tasks = JoinSet::new();
-        let (client, _seen) = client(&mut tasks, None, move |_| answer()).await;
-        let error = client.generate(asked()).await.unwrap_err();
+        let (client, _seen) = client(&mut tasks, None, move |_| reply()).await;
+        let error = complete(&client, chat_request()).await.unwrap_err();
         assert_eq!(error.retry(), retry, "{error}");
         assert_eq!(error.call, "/v1/chat/completions");
     }
     let mut tasks = JoinSet::new();
     let (client, _seen) = client(&mut tasks, None, |_| Reply::Never(None)).await;
-    let late = GenerateRequest { deadline: Duration::from_millis(50), ..asked() };
-    let error = client.generate(late).await.unwrap_err();
+    let late = GenerateRequest { deadline: Duration::from_millis(50), ..chat_request() };
+    let error = complete(&client, late).await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::TimedOut(_)), "{error}");
     let tokens = request(vec![7; 100], 64, None);
-    assert_eq!(client.generate(tokens).await.unwrap_err().retry(), Retry::Never);
+    assert_eq!(complete(&client, tokens).await.unwrap_err().retry(), Retry::Never);
 }
 
 #[tokio::test]
-async fn a_chat_server_is_asked_by_name_and_cannot_be_given_weights() {
+async fn chat_requests_name_the_model_and_weights_cannot_be_updated() {
     let mut tasks = JoinSet::new();
-    let (client, _seen) = client(&mut tasks, None, |_| said("ok", "stop")).await;
+    let (client, _seen) = client(&mut tasks, None, |_| completion("ok", "stop")).await;
     let report = client.probe().await.unwrap();
     assert_eq!((report.findings.len(), report.info.policy_version), (0, Some(PolicyVersion(0))));
     client.sync_weights("org/coder".into(), PolicyVersion(0)).await.unwrap();
@@ -160,7 +169,7 @@ async fn a_chat_server_is_asked_by_name_and_cannot_be_given_weights() {
     let error = EngineKind::Openai.client(options(&url)).unwrap_err().to_string();
     assert!(error.contains("engine.served_model"), "{error}");
 
-    // One that does not say what it serves is asked all the same; what it refuses is a finding.
+    // A server without a list of models is probed as well. A refused request is a finding.
     let refuses = |path: &str, _: &Value| match path {
         "/v1/chat/completions" => Reply::Now(404, r#"{"message": "no such model"}"#.to_owned()),
         _ => Reply::Now(404, "{}".to_owned()),

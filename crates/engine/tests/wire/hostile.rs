@@ -1,18 +1,19 @@
-//! Hostile answers, by the hundred: made by hand from right ones, and by mutation of recorded
-//! ones. Each is an error that names the field at fault; none is a panic, none is taken.
+//! Hundreds of hostile replies: correct replies, hand-written or recorded, with one thing wrong. Each
+//! is an error that names the field at fault; none panics, none is accepted.
 
 use crate::server::{
-    Recorded, Reply, SGLANG, VLLM, options, recorded, recording, request, serve, shape,
+    Recorded, Reply, SGLANG, VLLM, options, recorded, recording, request, sample, serve, shape,
+    tokens,
 };
-use orchestrate_engine::{Client, Dialect, Engine, EngineErrorKind, GenerateRequest, Sglang, Vllm};
+use orchestrate_engine::{Client, Dialect, EngineErrorKind, GenerateRequest, Sglang, Vllm};
 use orchestrate_routing::{RoutedRows, encode_npy, encode_sglang};
 use serde_json::{Map, Value, json};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::task::JoinSet;
 
-/// One way to spoil a reply. Gives back the field that the error must name; `None` where this
-/// reply cannot be spoilt so.
+/// Spoils a reply in one way. Returns the field that the error must name; `None` if this reply cannot
+/// be spoiled like this.
 type Spoil = fn(&mut Value) -> Option<&'static str>;
 
 fn set(reply: &mut Value, path: &str, value: Value) -> Option<()> {
@@ -44,7 +45,7 @@ fn rebyte(reply: &mut Value, path: &str, change: impl FnOnce(&mut Vec<u8>)) -> O
     })
 }
 
-/// Makes a list of spoils out of closures over one reply.
+/// Creates a list of spoils from closures over one reply.
 macro_rules! spoils {
     ($($field:literal: |$reply:ident| $change:expr;)*) => {
         vec![$(
@@ -248,19 +249,19 @@ fn vllm_spoils() -> Vec<Spoil> {
     }
 }
 
-/// The first place of `old` gets the same number of other bytes, or its own beginning changed.
+/// Overwrites the start of the first occurrence of `old` with `new`.
 fn replace(bytes: &mut [u8], old: &[u8], new: &[u8]) {
     let at = bytes.windows(old.len()).position(|window| window == old).unwrap();
     bytes[at..at + new.len()].copy_from_slice(new);
 }
 
-/// A right reply with the request it answers.
+/// A correct reply with its request.
 struct Base {
     request: GenerateRequest,
     reply: Value,
 }
 
-/// Rows of `count` positions from `start` on that pass every check.
+/// Rows of `count` positions from `start` that pass every check.
 fn rows(start: usize, count: usize) -> RoutedRows {
     let cell = |seed: usize| [seed % 8, (seed + 1 + seed / 8 % 7) % 8];
     let ids: Vec<u16> = (start..start + count)
@@ -270,7 +271,7 @@ fn rows(start: usize, count: usize) -> RoutedRows {
     RoutedRows::from_ids(&shape(), start, &ids).unwrap()
 }
 
-fn by_hand(vllm: bool) -> Vec<Base> {
+fn hand_written(vllm: bool) -> Vec<Base> {
     let mut bases = Vec::new();
     for (prompt, outputs, start, finish) in
         [(6, 3, 0, "length"), (9, 8, 4, "stop"), (20, 1, 3, "length"), (12, 5, 9, "abort")]
@@ -311,14 +312,14 @@ fn by_hand(vllm: bool) -> Vec<Base> {
     bases
 }
 
-fn by_recording(engine: &str) -> Vec<Base> {
+fn from_recordings(engine: &str) -> Vec<Base> {
     let mut bases = Vec::new();
     for name in ["turn1", "turn2", "turn4", "chunked_prefill", "concurrent8", "abort_all", "stop"] {
         for exchange in recording(engine, name).unwrap_or_default() {
             let Some(Recorded { request, status: 200, body }) = recorded(&exchange) else {
                 continue;
             };
-            if request.routed_experts_start.is_none() {
+            if tokens(&request).routed_experts_start.is_none() {
                 continue;
             }
             let mut reply: Value = serde_json::from_str(&body).unwrap();
@@ -334,26 +335,27 @@ fn by_recording(engine: &str) -> Vec<Base> {
     bases
 }
 
-/// Sends every spoilt form of every base through a client; gives back how many there were.
+/// Sends every spoiled form of every base through a client. Returns how many there were.
 async fn refuse_all<D: Dialect>(bases: Vec<Base>, spoils: &[Spoil]) -> usize {
     let mut tasks = JoinSet::new();
-    let answer = Arc::new(Mutex::new(String::new()));
-    let served = Arc::clone(&answer);
+    let body = Arc::new(Mutex::new(String::new()));
+    let served = Arc::clone(&body);
     let script = move |_: &str, _: &Value| Reply::Now(200, served.lock().unwrap().clone());
     let (url, _) = serve(&mut tasks, script).await;
     let client = Client::<D>::new(options(&url)).unwrap();
     let mut count = 0;
     for Base { request, reply } in bases {
-        *answer.lock().unwrap() = reply.to_string();
-        client.generate(request.clone()).await.unwrap();
+        *body.lock().unwrap() = reply.to_string();
+        sample(&client, request.clone()).await.unwrap();
         for (index, spoil) in spoils.iter().enumerate() {
-            let mut spoilt = reply.clone();
-            let Some(field) = spoil(&mut spoilt) else { continue };
+            let mut spoiled = reply.clone();
+            let Some(field) = spoil(&mut spoiled) else { continue };
             count += 1;
-            *answer.lock().unwrap() = spoilt.to_string();
-            let taken = client.generate(request.clone()).await.map(|got| got.output_ids);
-            assert!(taken.is_err(), "{index} {field}: {taken:?}");
-            let error = taken.unwrap_err();
+            *body.lock().unwrap() = spoiled.to_string();
+            let accepted =
+                sample(&client, request.clone()).await.map(|got| got.output_ids().to_vec());
+            assert!(accepted.is_err(), "{index} {field}: {accepted:?}");
+            let error = accepted.unwrap_err();
             assert!(matches!(error.kind, EngineErrorKind::InvalidReply(_)), "{index}: {error}");
             assert!(error.to_string().contains(field), "{index} {field}: {error}");
         }
@@ -362,29 +364,29 @@ async fn refuse_all<D: Dialect>(bases: Vec<Base>, spoils: &[Spoil]) -> usize {
 }
 
 #[tokio::test]
-async fn e5_to_e15_three_hundred_answers_made_by_hand_are_refused_by_field() {
-    let sglang = refuse_all::<Sglang>(by_hand(false), &sglang_spoils()).await;
-    let vllm = refuse_all::<Vllm>(by_hand(true), &vllm_spoils()).await;
+async fn e5_to_e15_three_hundred_hand_written_replies_are_refused_by_field() {
+    let sglang = refuse_all::<Sglang>(hand_written(false), &sglang_spoils()).await;
+    let vllm = refuse_all::<Vllm>(hand_written(true), &vllm_spoils()).await;
     assert!(sglang >= 300 && vllm >= 300, "{sglang} and {vllm}");
 }
 
 #[tokio::test]
-async fn e5_to_e15_recorded_answers_that_were_changed_are_refused_by_field() {
-    for (bases, vllm) in [(by_recording(SGLANG), false), (by_recording(VLLM), true)] {
+async fn e5_to_e15_changed_recorded_replies_are_refused_by_field() {
+    for (bases, vllm) in [(from_recordings(SGLANG), false), (from_recordings(VLLM), true)] {
         let recordings = bases.len();
         let count = if vllm {
             refuse_all::<Vllm>(bases, &vllm_spoils()).await
         } else {
             refuse_all::<Sglang>(bases, &sglang_spoils()).await
         };
-        // Absent recordings were named when they were looked for.
+        // Absent recordings were reported when they were loaded.
         assert!(recordings == 0 || count > 60 * recordings, "{count} of {recordings}");
     }
 }
 
 #[tokio::test]
-async fn e6_bodies_that_no_parser_should_swallow_are_refused() {
-    let base = &by_hand(false)[0];
+async fn e6_malformed_bodies_are_refused() {
+    let base = &hand_written(false)[0];
     let text = base.reply.to_string();
     let mut bodies: Vec<Vec<u8>> = vec![
         Vec::new(),
@@ -418,12 +420,12 @@ async fn e6_bodies_that_no_parser_should_swallow_are_refused() {
             let error = raw(body.clone(), vllm, base.request.clone()).await;
             let shown = error.to_string();
             assert!(matches!(error.kind, EngineErrorKind::InvalidReply(_)), "{shown}");
-            assert!(shown.len() < 2000, "an error quotes no more than a person reads");
+            assert!(shown.len() < 2000, "errors quote only the start of a body");
         }
     }
 }
 
-/// The error of a client that gets these bytes.
+/// The error of a client that receives these bytes.
 async fn raw(
     body: Vec<u8>,
     vllm: bool,
@@ -439,8 +441,8 @@ async fn raw(
     tasks.spawn(async move { axum::serve(listener, app).await.unwrap() });
     let request = GenerateRequest { deadline: Duration::from_secs(5), ..request };
     if vllm {
-        Client::<Vllm>::new(options(&url)).unwrap().generate(request).await.unwrap_err()
+        sample(&Client::<Vllm>::new(options(&url)).unwrap(), request).await.unwrap_err()
     } else {
-        Client::<Sglang>::new(options(&url)).unwrap().generate(request).await.unwrap_err()
+        sample(&Client::<Sglang>::new(options(&url)).unwrap(), request).await.unwrap_err()
     }
 }

@@ -1,4 +1,4 @@
-//! Servers of another kind than the settings say are refused with what would be needed.
+//! Servers of a different kind than configured are refused, with the setting to change.
 
 use crate::server::{Reply, options, serve, server_info};
 use orchestrate_engine::{EngineErrorKind, EngineKind};
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 use tokio::task::JoinSet;
 
-/// A server of a kind that only answers questions.
+/// A server of a kind, with only the routes that do not sample.
 async fn server(tasks: &mut JoinSet<()>, kind: &'static str) -> String {
     let missing = || Reply::Now(404, json!({"detail": "Not Found"}).to_string());
     let models = json!({"object": "list", "data": [{"id": "m", "max_model_len": 1024}]});
@@ -40,36 +40,38 @@ async fn each_kind_is_recognised() {
 
 #[tokio::test]
 async fn a_server_of_the_other_kind_is_refused_with_the_setting_to_change() {
-    for (kind, said) in [("vllm", EngineKind::Sglang), ("sglang", EngineKind::Vllm)] {
+    for (kind, configured) in [("vllm", EngineKind::Sglang), ("sglang", EngineKind::Vllm)] {
         let mut tasks = JoinSet::new();
         let url = server(&mut tasks, kind).await;
-        let error = said.connect(options(&url), Duration::ZERO).await.unwrap_err();
-        assert!(matches!(error.kind, EngineErrorKind::Unfit(_)), "{error}");
+        let error = configured.connect(options(&url), Duration::ZERO).await.unwrap_err();
+        assert!(matches!(error.kind, EngineErrorKind::Unsupported(_)), "{error}");
         assert!(error.to_string().contains(&format!("engine.kind = \"{kind}\"")), "{error}");
         assert_eq!(error.retry(), Retry::Never);
     }
 }
 
 #[tokio::test]
-async fn a_chat_server_without_token_ids_is_refused_with_what_training_needs() {
-    for (kind, words) in [("chat", "OpenAI-compatible"), ("page", "no inference server")] {
+async fn a_server_without_token_ids_is_refused_with_the_training_requirements() {
+    for (kind, message) in
+        [("chat", "OpenAI-compatible"), ("page", "not recognised as an SGLang or vLLM server")]
+    {
         let mut tasks = JoinSet::new();
         let url = server(&mut tasks, kind).await;
-        for said in [EngineKind::Sglang, EngineKind::Vllm] {
-            let error = said.connect(options(&url), Duration::ZERO).await.unwrap_err();
-            assert!(matches!(error.kind, EngineErrorKind::Unfit(_)), "{error}");
+        for configured in [EngineKind::Sglang, EngineKind::Vllm] {
+            let error = configured.connect(options(&url), Duration::ZERO).await.unwrap_err();
+            assert!(matches!(error.kind, EngineErrorKind::Unsupported(_)), "{error}");
             let error = error.to_string();
-            for needed in [words, "routed experts", "/generate", "/inference/v1/generate"] {
-                assert!(error.contains(needed), "{said}: {error}");
+            for part in [message, "routed experts", "/generate", "/inference/v1/generate"] {
+                assert!(error.contains(part), "{configured}: {error}");
             }
         }
         let error = EngineKind::detect(&url, None).await.unwrap_err();
-        assert!(error.to_string().contains(words), "{error}");
+        assert!(error.to_string().contains(message), "{error}");
     }
 }
 
 #[tokio::test]
-async fn a_server_that_is_not_there_is_not_taken_for_another() {
+async fn an_unreachable_server_is_not_mistaken_for_another_kind() {
     let url = "http://127.0.0.1:9";
     let error = EngineKind::Vllm.connect(options(url), Duration::ZERO).await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::Unreachable(_)), "{error}");

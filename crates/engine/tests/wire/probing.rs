@@ -1,4 +1,4 @@
-//! The probe against a small server that can be broken in every way it has to notice.
+//! The capability probe against a toy server with every fault that it must find.
 
 use crate::server::{Reply, Seen, options, serve, server_info, shape};
 use orchestrate_engine::{ClientOptions, EngineErrorKind, EngineKind, ProbeReport, Severity};
@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::sync::mpsc::Receiver;
 use tokio::task::JoinSet;
 
-/// How the server is broken.
+/// A fault of the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Broken {
     Nothing,
@@ -27,7 +27,7 @@ enum Broken {
     NoTokenRoute,
     NoRows,
     ShortContext,
-    Hangs,
+    Starting,
 }
 
 fn numbers(value: &Value) -> Vec<u32> {
@@ -35,7 +35,7 @@ fn numbers(value: &Value) -> Vec<u32> {
     list.map(|id| u32::try_from(id.as_u64().unwrap()).unwrap()).collect()
 }
 
-/// Experts of a token at a position; `call` where rows are stale.
+/// Expert ids of all rows from `start`. Rows change with `call` if they are stale.
 fn ids(model: &ModelShape, tokens: &[u32], start: usize, call: usize) -> Vec<u16> {
     let row = |(position, token): (usize, &u32)| {
         let (experts, top_k, token) = (model.experts, model.top_k, *token as usize);
@@ -81,11 +81,11 @@ impl Toy {
         base64_simd::STANDARD.encode_to_string(&bytes)
     }
 
-    fn generate(&mut self, asked: &Value) -> Value {
+    fn generate(&mut self, sent: &Value) -> Value {
         self.calls += 1;
         let key = if self.vllm { "token_ids" } else { "input_ids" };
-        let prompt = numbers(&asked[key]);
-        let params = &asked["sampling_params"];
+        let prompt = numbers(&sent[key]);
+        let params = &sent["sampling_params"];
         let budget = if self.vllm { &params["max_tokens"] } else { &params["max_new_tokens"] };
         let outputs: Vec<u32> = (0..budget.as_u64().unwrap())
             .map(|n| (prompt.iter().sum::<u32>() + u32::try_from(n).unwrap()) % 1024)
@@ -104,7 +104,7 @@ impl Toy {
         let start = if self.vllm {
             params["routed_experts_prompt_start"].as_u64()
         } else {
-            asked["routed_experts_start_len"].as_u64()
+            sent["routed_experts_start_len"].as_u64()
         };
         let start = start.map(|start| usize::try_from(start).unwrap());
         let rows = start
@@ -116,7 +116,7 @@ impl Toy {
             let content: Vec<Value> =
                 outputs.iter().map(|id| json!({"token_id": id, "logprob": logprob})).collect();
             return json!({
-                "request_id": format!("generate-tokens-{}", asked["request_id"].as_str().unwrap()),
+                "request_id": format!("generate-tokens-{}", sent["request_id"].as_str().unwrap()),
                 "usage": {"prompt_tokens": prompt.len(),
                           "prompt_tokens_details": new.then(|| json!({"cached_tokens": cached}))},
                 "choices": [{
@@ -130,7 +130,7 @@ impl Toy {
         json!({
             "output_ids": outputs,
             "meta_info": {
-                "id": asked["rid"], "finish_reason": {"type": "length"},
+                "id": sent["rid"], "finish_reason": {"type": "length"},
                 "prompt_tokens": prompt.len(), "cached_tokens": new.then_some(cached),
                 "weight_version": "default", "weight_versions": spans, "dp_rank": 0,
                 "output_token_logprobs": triples, "routed_experts": rows,
@@ -139,35 +139,35 @@ impl Toy {
     }
 }
 
-/// A server broken in one way; what it is asked can be listened to.
+/// Starts a server with one fault. Returns its URL and the requests it receives.
 async fn toy(tasks: &mut JoinSet<()>, vllm: bool, broken: Broken) -> (String, Receiver<Seen>) {
     let toy = Mutex::new(Toy { vllm, broken, calls: 0, seen: Vec::new() });
-    serve(tasks, move |path, asked| {
+    serve(tasks, move |path, sent| {
         let context = if broken == Broken::ShortContext { 256 } else { 1024 };
         let models = json!({"data": [{"id": "m", "max_model_len": context}]});
-        let answer = |value: Value| Reply::Now(200, value.to_string());
+        let reply = |value: Value| Reply::Now(200, value.to_string());
         match path {
             "/generate" | "/inference/v1/generate" => match broken {
                 Broken::ClosedRoute => {
                     Reply::Now(403, json!({"error": {"message": "not enabled"}}).to_string())
                 }
                 Broken::NoTokenRoute => Reply::Now(404, json!({"detail": "x"}).to_string()),
-                Broken::Hangs => Reply::Now(503, json!({"error": "starting"}).to_string()),
-                _ => answer(toy.lock().unwrap().generate(asked)),
+                Broken::Starting => Reply::Now(503, json!({"error": "starting"}).to_string()),
+                _ => reply(toy.lock().unwrap().generate(sent)),
             },
             "/server_info" if vllm => {
-                answer(json!({"vllm_config": "enable_return_routed_experts=True"}))
+                reply(json!({"vllm_config": "enable_return_routed_experts=True"}))
             }
             "/server_info" => {
                 let mut info = server_info();
                 info["context_length"] = json!(context);
                 info["page_size"] = json!(4);
-                answer(info)
+                reply(info)
             }
-            "/model_info" => answer(json!({"model_path": "m", "weight_version": "default"})),
-            "/version" => answer(json!({"version": "0.33.0"})),
-            "/v1/models" => answer(models),
-            "/weight_info" => answer(json!({"weight_version": "default"})),
+            "/model_info" => reply(json!({"model_path": "m", "weight_version": "default"})),
+            "/version" => reply(json!({"version": "0.33.0"})),
+            "/v1/models" => reply(models),
+            "/weight_info" => reply(json!({"weight_version": "default"})),
             "/metrics" => {
                 let text = "vllm:cache_config_info{block_size=\"4\",engine=\"0\"} 1.0\n";
                 Reply::Now(200, text.to_owned())
@@ -186,7 +186,7 @@ async fn probe(vllm: bool, broken: Broken) -> ProbeReport {
 }
 
 #[tokio::test]
-async fn a_fit_server_passes_with_its_facts() {
+async fn a_supported_server_has_no_findings() {
     for vllm in [false, true] {
         let report = probe(vllm, Broken::Nothing).await;
         assert_eq!(report.findings, [], "vllm: {vllm}");
@@ -194,7 +194,7 @@ async fn a_fit_server_passes_with_its_facts() {
             report.facts.iter().find(|(n, _)| *n == name).map(|(_, value)| value.as_str())
         };
         assert_eq!(fact("versions by token"), Some("yes"));
-        assert_eq!(fact("cached tokens told"), Some("yes"));
+        assert_eq!(fact("cached tokens reported"), Some("yes"));
         assert_eq!(fact("rows that differ when cached"), Some("0 of 48"));
         assert_eq!(fact("data-parallel rank"), (!vllm).then_some("0"));
         assert_eq!(report.info.page_size, 4);
@@ -202,24 +202,24 @@ async fn a_fit_server_passes_with_its_facts() {
 }
 
 #[tokio::test]
-async fn the_six_steps_are_taken_in_order() {
+async fn the_probe_makes_its_calls_in_order() {
     let mut tasks = JoinSet::new();
     let (url, mut seen) = toy(&mut tasks, false, Broken::Nothing).await;
     EngineKind::Sglang.client(options(&url)).unwrap().probe().await.unwrap();
-    let mut asked = Vec::new();
+    let mut sent = Vec::new();
     let mut ids = std::collections::BTreeSet::new();
     while let Ok(call) = seen.try_recv() {
         if call.path == "/generate" {
             let prompt = numbers(&call.body["input_ids"]).len();
-            asked.push((prompt, call.body["routed_experts_start_len"].as_u64()));
+            sent.push((prompt, call.body["routed_experts_start_len"].as_u64()));
             assert!(ids.insert(call.body["rid"].as_str().unwrap().to_owned()), "a new id per try");
         }
     }
-    assert_eq!(asked, [(48, Some(0)), (48, Some(0)), (48, Some(47)), (55, Some(49)), (48, None)]);
+    assert_eq!(sent, [(48, Some(0)), (48, Some(0)), (48, Some(47)), (55, Some(49)), (48, None)]);
 }
 
 #[tokio::test]
-async fn every_fault_is_found_by_name_with_a_remedy() {
+async fn every_fault_is_found_with_its_name_and_remedy() {
     use Severity::{Refusal, Warning};
     for (broken, name, severity, remedy) in [
         (Broken::IgnoresStart, "start-ignored", Refusal, "upgrade"),
@@ -235,7 +235,7 @@ async fn every_fault_is_found_by_name_with_a_remedy() {
         (Broken::NoTokenRoute, "no-token-route", Refusal, "/inference/v1/generate"),
         (Broken::NoRows, "generation", Refusal, "log"),
         (Broken::ShortContext, "context", Warning, "max_sequence_tokens"),
-        (Broken::Hangs, "generation", Refusal, "log"),
+        (Broken::Starting, "generation", Refusal, "log"),
     ] {
         for vllm in [false, true] {
             let report = probe(vllm, broken).await;
@@ -252,9 +252,9 @@ async fn every_fault_is_found_by_name_with_a_remedy() {
 }
 
 #[tokio::test]
-async fn a_server_without_rows_is_looked_at_all_the_same() {
+async fn a_server_without_rows_is_probed_without_them() {
     let mut tasks = JoinSet::new();
-    let (url, mut seen) = serve(&mut tasks, |path, asked| match path {
+    let (url, mut seen) = serve(&mut tasks, |path, sent| match path {
         "/server_info" => {
             let mut info = server_info();
             info["enable_return_routed_experts"] = json!(false);
@@ -262,7 +262,7 @@ async fn a_server_without_rows_is_looked_at_all_the_same() {
         }
         "/generate" => {
             let mut toy = Toy { vllm: false, broken: Broken::Nothing, calls: 0, seen: Vec::new() };
-            Reply::Now(200, toy.generate(asked).to_string())
+            Reply::Now(200, toy.generate(sent).to_string())
         }
         _ => Reply::Now(200, json!({"weight_version": "default"}).to_string()),
     })
@@ -279,7 +279,7 @@ async fn a_server_without_rows_is_looked_at_all_the_same() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_gone_is_no_finding() {
+async fn an_unreachable_server_is_an_error_not_a_finding() {
     let client = EngineKind::Sglang.client(options("http://127.0.0.1:9")).unwrap();
     let error = client.probe().await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::Unreachable(_)), "{error}");
@@ -292,5 +292,5 @@ async fn a_server_that_is_gone_is_no_finding() {
     .await;
     let client = EngineKind::Sglang.client(options(&url)).unwrap();
     let probe = tokio::time::timeout(Duration::from_millis(200), client.probe());
-    assert!(probe.await.is_err(), "it waits for a server that warms up");
+    assert!(probe.await.is_err(), "it waits for a server that is warming up");
 }

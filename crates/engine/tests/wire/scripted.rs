@@ -1,8 +1,8 @@
-//! What is sent, and what becomes of faults.
+//! What is sent to SGLang, and how faults are reported.
 
-use crate::server::{Reply, one_token, options, replay, request, serve, server_info};
+use crate::server::{Reply, one_token, options, replay, request, sample, serve, server_info};
 use orchestrate_engine::{
-    ClientOptions, Engine, EngineErrorKind, GenerateRequest, Sglang, SglangClient,
+    ClientOptions, Engine as _, EngineErrorKind, GenerateRequest, Sglang, SglangClient,
 };
 use orchestrate_types::Retry;
 use serde_json::{Value, json};
@@ -12,28 +12,28 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
 #[tokio::test]
-async fn a_request_says_all_that_the_server_must_know() {
+async fn a_request_has_every_field_that_the_server_needs() {
     let mut tasks = JoinSet::new();
-    let (url, mut seen) = serve(&mut tasks, |path, asked| match path {
+    let (url, mut seen) = serve(&mut tasks, |path, sent| match path {
         "/server_info" => Reply::Now(200, server_info().to_string()),
         "/model_info" => Reply::Now(200, json!({"weight_version": "12"}).to_string()),
         "/abort_request" => Reply::Now(200, String::new()),
-        _ => Reply::Now(200, one_token(asked, "12")),
+        _ => Reply::Now(200, one_token(sent, "12")),
     })
     .await;
     let client = SglangClient::new(options(&url)).unwrap();
-    // Priorities are sent only where the server said that it takes them.
-    client.generate(request(vec![1, 2, 3], 4, None)).await.unwrap();
+    // Priorities are sent only after the server reported that it supports them.
+    sample(&client, request(vec![1, 2, 3], 4, None)).await.unwrap();
     let first = seen.recv().await.unwrap().body;
     assert!(first.get("priority").is_none());
     assert_eq!(first["return_routed_experts"], json!(false));
     assert!(first.get("routed_experts_start_len").is_none(), "an explicit null is refused");
 
     client.info().await.unwrap();
-    let mut asked = request(vec![1, 2, 3], 4000, Some(2));
-    asked.sampling.stop_token_ids.clear();
-    let id = asked.request_id.clone();
-    client.generate(asked).await.unwrap_err(); // no rows in the answer
+    let mut wanted = request(vec![1, 2, 3], 4000, Some(2));
+    wanted.sampling.stop_token_ids.clear();
+    let id = wanted.request_id.clone();
+    sample(&client, wanted).await.unwrap_err(); // the reply has no rows
     let second = loop {
         let seen = seen.recv().await.unwrap();
         if seen.path == "/generate" {
@@ -66,9 +66,9 @@ async fn a_request_says_all_that_the_server_must_know() {
 }
 
 #[tokio::test]
-async fn one_data_parallel_rank_can_be_named() {
+async fn a_request_can_name_a_data_parallel_rank() {
     let mut tasks = JoinSet::new();
-    let (url, mut seen) = serve(&mut tasks, |path, asked| match path {
+    let (url, mut seen) = serve(&mut tasks, |path, sent| match path {
         "/server_info" => {
             let mut info = server_info();
             info["dp_size"] = json!(2);
@@ -76,11 +76,11 @@ async fn one_data_parallel_rank_can_be_named() {
             Reply::Now(200, info.to_string())
         }
         "/model_info" => Reply::Now(200, json!({"weight_version": "12"}).to_string()),
-        _ => Reply::Now(200, one_token(asked, "12")),
+        _ => Reply::Now(200, one_token(sent, "12")),
     })
     .await;
     let client = SglangClient::new(options(&url)).unwrap();
-    assert_eq!(client.data_parallel_ranks(), 1, "it was not asked yet");
+    assert_eq!(client.data_parallel_ranks(), 1, "not known before the first call");
     client.info().await.unwrap();
     assert_eq!(client.data_parallel_ranks(), 2);
     for (rank, sent) in [(Some(1), json!(1)), (None, Value::Null)] {
@@ -96,9 +96,9 @@ async fn one_data_parallel_rank_can_be_named() {
 }
 
 #[tokio::test]
-async fn a_busy_server_says_how_long_to_wait() {
+async fn the_pause_that_a_busy_server_requests_is_kept() {
     let second = Retry::After(Duration::from_secs(1));
-    for (status, words, expected) in [
+    for (status, pause, expected) in [
         (503, "7", Retry::After(Duration::from_secs(7))),
         (429, " 0 ", Retry::After(Duration::ZERO)),
         (503, "Fri, 31 Dec 1999 23:59:59 GMT", second),
@@ -106,24 +106,24 @@ async fn a_busy_server_says_how_long_to_wait() {
         (400, "7", Retry::Never),
     ] {
         let mut tasks = JoinSet::new();
-        let (url, _seen) = serve(&mut tasks, move |_, _| Reply::Busy(status, words)).await;
+        let (url, _seen) = serve(&mut tasks, move |_, _| Reply::Busy(status, pause)).await;
         let client = SglangClient::new(options(&url)).unwrap();
-        let error = client.generate(request(vec![1, 2, 3], 4, None)).await.unwrap_err();
-        assert_eq!(error.retry(), expected, "{status} {words}: {error}");
+        let error = sample(&client, request(vec![1, 2, 3], 4, None)).await.unwrap_err();
+        assert_eq!(error.retry(), expected, "{status} {pause}: {error}");
     }
 }
 
 #[tokio::test]
-async fn prompts_that_would_hurt_the_server_are_not_sent() {
+async fn prompts_that_would_harm_the_server_are_not_sent() {
     let client = SglangClient::new(options("http://127.0.0.1:9")).unwrap();
     for ids in [vec![], vec![1024], vec![1; 1024]] {
-        let error = client.generate(request(ids, 4, None)).await.unwrap_err();
+        let error = sample(&client, request(ids, 4, None)).await.unwrap_err();
         assert!(matches!(error.kind, EngineErrorKind::Refused { status: 400, .. }), "{error}");
     }
 }
 
 #[tokio::test]
-async fn a_server_that_is_unfit_for_replay_is_refused_with_the_flag_to_change() {
+async fn a_server_unsupported_for_replay_is_refused_with_the_flag_to_change() {
     for (key, value, flag) in [
         ("enable_return_routed_experts", json!(false), "--enable-return-routed-experts"),
         ("pp_size", json!(2), "--pp-size"),
@@ -140,7 +140,8 @@ async fn a_server_that_is_unfit_for_replay_is_refused_with_the_flag_to_change() 
         .await;
         let refused = SglangClient::connect(options(&url), Duration::from_secs(5)).await;
         let error = refused.unwrap_err();
-        assert!(matches!(&error.kind, EngineErrorKind::Unfit(words) if words.contains(flag)));
+        assert!(matches!(error.kind, EngineErrorKind::Unsupported(_)), "{error}");
+        assert!(error.to_string().contains(flag), "{error}");
         assert_eq!(error.retry(), Retry::Never);
         let relaxed = ClientOptions { require_routed_experts: false, ..options(&url) };
         SglangClient::connect(relaxed, Duration::from_secs(5)).await.unwrap();
@@ -148,9 +149,9 @@ async fn a_server_that_is_unfit_for_replay_is_refused_with_the_flag_to_change() 
 }
 
 #[tokio::test]
-async fn e1_no_server_and_a_broken_connection_are_unreachable() {
+async fn e1_a_missing_server_and_a_broken_connection_are_unreachable() {
     let client = SglangClient::new(options("http://127.0.0.1:9")).unwrap();
-    let error = client.generate(request(vec![1], 4, None)).await.unwrap_err();
+    let error = sample(&client, request(vec![1], 4, None)).await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::Unreachable(_)), "{error}");
     assert!(matches!(error.retry(), Retry::After(_)));
     assert!(SglangClient::connect(options("http://127.0.0.1:9"), Duration::ZERO).await.is_err());
@@ -166,12 +167,12 @@ async fn e1_no_server_and_a_broken_connection_are_unreachable() {
         socket.write_all(half).await.unwrap();
     });
     let client = SglangClient::new(options(&url)).unwrap();
-    let error = client.generate(request(vec![1], 4, None)).await.unwrap_err();
+    let error = sample(&client, request(vec![1], 4, None)).await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::Unreachable(_)), "{error}");
 }
 
 #[tokio::test]
-async fn e2_a_server_that_never_answers_is_timed_out_and_told_to_abort() {
+async fn e2_a_request_that_times_out_is_aborted() {
     let mut tasks = JoinSet::new();
     let (url, mut seen) = serve(&mut tasks, |path, _| match path {
         "/generate" => Reply::Never(None),
@@ -179,10 +180,10 @@ async fn e2_a_server_that_never_answers_is_timed_out_and_told_to_abort() {
     })
     .await;
     let client = SglangClient::new(options(&url)).unwrap();
-    let mut asked = request(vec![1], 4, None);
-    asked.deadline = Duration::from_millis(50);
-    let id = asked.request_id.clone();
-    let error = client.generate(asked).await.unwrap_err();
+    let mut late = request(vec![1], 4, None);
+    late.deadline = Duration::from_millis(50);
+    let id = late.request_id.clone();
+    let error = sample(&client, late).await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::TimedOut(_)), "{error}");
     assert_eq!(seen.recv().await.unwrap().path, "/generate");
     let abort = seen.recv().await.unwrap();
@@ -193,8 +194,8 @@ async fn e2_a_server_that_never_answers_is_timed_out_and_told_to_abort() {
 }
 
 #[tokio::test]
-async fn e4_status_classes_decide_about_a_retry() {
-    for (status, again) in [
+async fn e4_the_status_decides_whether_to_retry() {
+    for (status, retried) in [
         (400, false),
         (401, false),
         (404, false),
@@ -206,68 +207,69 @@ async fn e4_status_classes_decide_about_a_retry() {
         let mut tasks = JoinSet::new();
         let body = json!({"error": "busy"}).to_string();
         let client = replay::<Sglang>(&mut tasks, status, body).await;
-        let error = client.generate(request(vec![1], 4, None)).await.unwrap_err();
-        assert_eq!(error.retry() != Retry::Never, again, "{status}");
+        let error = sample(&client, request(vec![1], 4, None)).await.unwrap_err();
+        assert_eq!(error.retry() != Retry::Never, retried, "{status}");
         assert!(error.to_string().contains("busy"), "{error}");
     }
 }
 
 #[tokio::test]
-async fn e6_a_body_beyond_what_the_reply_can_have_is_refused() {
+async fn e6_a_body_longer_than_any_correct_reply_is_refused() {
     let mut tasks = JoinSet::new();
     let client = replay::<Sglang>(&mut tasks, 200, " ".repeat(6 << 20)).await;
-    let error = client.generate(request(vec![1], 4, None)).await.unwrap_err();
-    assert!(matches!(&error.kind, EngineErrorKind::InvalidReply(w) if w.contains("longer")));
+    let error = sample(&client, request(vec![1], 4, None)).await.unwrap_err();
+    assert!(matches!(error.kind, EngineErrorKind::InvalidReply(_)), "{error}");
+    assert!(error.to_string().contains("longer"), "{error}");
 }
 
 #[tokio::test]
-async fn dropping_a_generation_closes_its_connection_and_frees_its_permit() {
+async fn a_dropped_generation_closes_its_connection_and_frees_its_permit() {
     let mut tasks = JoinSet::new();
     let (closed, mut was_closed) = mpsc::channel(1);
     let first = Mutex::new(Some(closed));
-    let (url, mut seen) = serve(&mut tasks, move |_, asked| match first.lock().unwrap().take() {
+    let (url, mut seen) = serve(&mut tasks, move |_, sent| match first.lock().unwrap().take() {
         Some(closed) => Reply::Never(Some(closed)),
-        None => Reply::Now(200, one_token(asked, "0")),
+        None => Reply::Now(200, one_token(sent, "0")),
     })
     .await;
     let client = SglangClient::new(ClientOptions { max_in_flight: 1, ..options(&url) }).unwrap();
-    let mut generation = Box::pin(client.generate(request(vec![1], 4, None)));
+    let mut generation = Box::pin(sample(&client, request(vec![1], 4, None)));
     tokio::select! {
         _ = &mut generation => panic!("the server does not answer"),
         _ = seen.recv() => {}
     }
     drop(generation);
     was_closed.recv().await.unwrap();
-    client.generate(request(vec![1], 4, None)).await.unwrap();
+    sample(&client, request(vec![1], 4, None)).await.unwrap();
 }
 
 #[tokio::test]
-async fn no_more_than_the_permitted_generations_are_under_way() {
+async fn concurrent_generations_are_limited_by_permits() {
     let mut tasks = JoinSet::new();
     let (open, gate) = oneshot::channel();
     let gate = Mutex::new(Some(gate));
-    let (url, mut seen) = serve(&mut tasks, move |_, asked| match gate.lock().unwrap().take() {
+    let (url, mut seen) = serve(&mut tasks, move |_, sent| match gate.lock().unwrap().take() {
         Some(gate) => Reply::When(gate, None),
-        None => Reply::Now(200, one_token(asked, "0")),
+        None => Reply::Now(200, one_token(sent, "0")),
     })
     .await;
     let client = SglangClient::new(ClientOptions { max_in_flight: 1, ..options(&url) }).unwrap();
     let (a, b) = (request(vec![1], 4, None), request(vec![1, 2], 4, None));
-    let answer = one_token(&json!({"rid": a.request_id.as_str(), "input_ids": [1]}), "0");
-    let both = futures_of(&client, a, b);
+    let reply = one_token(&json!({"rid": a.request_id.as_str(), "input_ids": [1]}), "0");
+    let both = sample_both(&client, a, b);
     tokio::pin!(both);
     tokio::select! {
         () = &mut both => panic!("the gate is closed"),
         first = seen.recv() => assert_eq!(first.unwrap().body["input_ids"], json!([1])),
     }
-    assert!(seen.try_recv().is_err(), "the second one waits for the permit");
-    open.send(answer).unwrap();
+    assert!(seen.try_recv().is_err(), "the second request waits for the permit");
+    open.send(reply).unwrap();
     both.await;
     assert_eq!(seen.recv().await.unwrap().body["input_ids"], json!([1, 2]));
 }
 
-async fn futures_of(client: &SglangClient, a: GenerateRequest, b: GenerateRequest) {
-    let (a, b) = tokio::join!(client.generate(a), client.generate(b));
+async fn sample_both(client: &SglangClient, a: GenerateRequest, b: GenerateRequest) {
+    let (a, b) = tokio::join!(sample(client, a), sample(client, b));
     a.unwrap();
     b.unwrap();
 }
@@ -275,17 +277,17 @@ async fn futures_of(client: &SglangClient, a: GenerateRequest, b: GenerateReques
 #[tokio::test]
 async fn a_long_reply_is_checked_like_a_short_one() {
     let mut tasks = JoinSet::new();
-    let (url, _) = serve(&mut tasks, |_, asked| {
-        let mut reply: Value = serde_json::from_str(&one_token(asked, "0")).unwrap();
+    let (url, _) = serve(&mut tasks, |_, sent| {
+        let mut reply: Value = serde_json::from_str(&one_token(sent, "0")).unwrap();
         reply["text"] = json!("x".repeat(1 << 20));
-        if asked["input_ids"] == json!([2]) {
+        if sent["input_ids"] == json!([2]) {
             reply["output_ids"] = json!([4000]);
         }
         Reply::Now(200, reply.to_string())
     })
     .await;
     let client = SglangClient::new(options(&url)).unwrap();
-    assert_eq!(client.generate(request(vec![1], 4, None)).await.unwrap().output_ids, [5]);
-    let error = client.generate(request(vec![2], 4, None)).await.unwrap_err();
+    assert_eq!(sample(&client, request(vec![1], 4, None)).await.unwrap().output_ids(), [5]);
+    let error = sample(&client, request(vec![2], 4, None)).await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::InvalidReply(_)), "{error}");
 }

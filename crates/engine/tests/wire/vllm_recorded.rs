@@ -1,9 +1,10 @@
-//! Replies of vLLM 0.32.0 as they were on the wire.
+//! Recorded replies of vLLM 0.32.0.
 
 use crate::server::{
-    Recorded, Reply, VLLM, options, recorded, recording, replay, request, serve, shape,
+    Recorded, Reply, VLLM, options, recorded, recording, replay, request, sample, serve, shape,
+    tokens,
 };
-use orchestrate_engine::{Client, Engine, EngineErrorKind, Finish, Vllm, VllmClient};
+use orchestrate_engine::{Client, EngineErrorKind, Finish, Vllm, VllmClient};
 use orchestrate_routing::MaskBuilder;
 use orchestrate_types::{PolicyVersion, Retry};
 use serde_json::Value;
@@ -12,7 +13,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 
 #[tokio::test]
-async fn recorded_turns_join_into_one_mask_however_the_rows_were_asked_for() {
+async fn recorded_turns_join_into_one_mask_whichever_rows_were_requested() {
     let mut tasks = JoinSet::new();
     let shape = Arc::new(shape());
     let mut delta = MaskBuilder::new(shape.clone()).unwrap();
@@ -22,13 +23,13 @@ async fn recorded_turns_join_into_one_mask_however_the_rows_were_asked_for() {
         let mut full = MaskBuilder::new(shape.clone()).unwrap();
         for exchange in &exchanges {
             let Recorded { request, status, body } = recorded(exchange).unwrap();
-            let prompt = request.token_ids.len();
+            let prompt = tokens(&request).ids.len();
             let client = replay::<Vllm>(&mut tasks, status, body).await;
-            let got = client.generate(request).await.unwrap();
-            assert_eq!((got.output_ids.len(), &got.finish), (16, &Finish::Length));
-            assert_eq!(got.versions[0].version, PolicyVersion(0), "`default`");
+            let got = sample(&client, request).await.unwrap();
+            assert_eq!((got.output_ids().len(), got.finish()), (16, &Finish::Length));
+            assert_eq!(got.versions()[0].version, PolicyVersion(0), "`default`");
             assert_eq!(got.cached_tokens % 32, 0, "whole blocks");
-            let now = prompt + got.output_ids.len();
+            let now = prompt + got.output_ids().len();
             let rows = got.routed_experts.unwrap();
             if rows.start() <= full.rows() {
                 full.push(rows.clone(), now, PolicyVersion(0)).unwrap();
@@ -44,7 +45,7 @@ async fn recorded_turns_join_into_one_mask_however_the_rows_were_asked_for() {
 }
 
 #[tokio::test]
-async fn every_recorded_reply_has_a_row_for_each_input_from_the_start_on() {
+async fn every_recorded_reply_has_a_row_for_each_input_from_the_start() {
     let mut tasks = JoinSet::new();
     let (mut replies, mut aborted, mut stopped, mut clamped) = (0, 0, 0, 0);
     for name in [
@@ -75,7 +76,7 @@ async fn every_recorded_reply_has_a_row_for_each_input_from_the_start_on() {
     ] {
         let Some(exchanges) = recording(VLLM, name) else { return };
         for exchange in &exchanges {
-            let Some(Recorded { mut request, status: 200, mut body }) = recorded(exchange) else {
+            let Some(Recorded { request, status: 200, mut body }) = recorded(exchange) else {
                 continue;
             };
             if body.contains("\"output_mode\":\"text\"") {
@@ -84,25 +85,24 @@ async fn every_recorded_reply_has_a_row_for_each_input_from_the_start_on() {
             for word in ["b-noflush", "a-flush", "b-mid-reset", "b-mid", "a-mid", "b-keep"] {
                 body = body.replace(&format!("\"{word}\""), "\"4\"");
             }
-            let asked = request.sampling.max_new_tokens;
-            let (prompt, start) = (request.token_ids.len(), request.routed_experts_start.unwrap());
-            // 850 tokens: what the aborted ones were to sample.
-            request.sampling.max_new_tokens = asked;
+            let requested = request.sampling.max_new_tokens;
+            let (prompt, start) =
+                (tokens(&request).ids.len(), tokens(&request).routed_experts_start.unwrap());
             let client = replay::<Vllm>(&mut tasks, 200, body).await;
             let got =
-                client.generate(request).await.unwrap_or_else(|error| panic!("{name}: {error}"));
-            let rows = got.routed_experts.unwrap();
-            assert_eq!(rows.rows(), prompt + got.output_ids.len() - 1 - start, "{name}");
-            assert_eq!(got.versions.last().unwrap().end, got.output_ids.len(), "{name}");
+                sample(&client, request).await.unwrap_or_else(|error| panic!("{name}: {error}"));
+            let rows = got.routed_experts.as_ref().unwrap();
+            assert_eq!(rows.rows(), prompt + got.output_ids().len() - 1 - start, "{name}");
+            assert_eq!(got.versions().last().unwrap().end, got.output_ids().len(), "{name}");
             replies += 1;
-            aborted += u32::from(got.finish == Finish::Abort);
-            stopped += u32::from(got.finish == Finish::Stop);
-            let short = got.finish == Finish::Length && got.output_ids.len() < asked;
+            aborted += u32::from(*got.finish() == Finish::Abort);
+            stopped += u32::from(*got.finish() == Finish::Stop);
+            let short = *got.finish() == Finish::Length && got.output_ids().len() < requested;
             clamped += u32::from(short);
         }
     }
     assert!(replies > 40 && aborted >= 4 && stopped >= 1, "{replies} {aborted} {stopped}");
-    assert!(clamped >= 2, "prompt and budget beyond the context give what fits");
+    assert!(clamped >= 2, "replies end at the end of the context");
 }
 
 #[tokio::test]
@@ -119,7 +119,7 @@ async fn recorded_refusals_are_typed_and_never_retried() {
             }
             refusals += 1;
             let client = replay::<Vllm>(&mut tasks, status, body.to_owned()).await;
-            let error = client.generate(request(vec![1, 2, 3], 4, Some(0))).await.unwrap_err();
+            let error = sample(&client, request(vec![1, 2, 3], 4, Some(0))).await.unwrap_err();
             assert_eq!(error.retry(), Retry::Never, "{error}");
             match &error.kind {
                 EngineErrorKind::Refused { status: found, message, .. } => {
@@ -134,29 +134,29 @@ async fn recorded_refusals_are_typed_and_never_retried() {
 }
 
 #[tokio::test]
-async fn dense_layers_are_zeros_that_belong_to_no_row() {
+async fn dense_layers_are_left_out_of_rows() {
     let mut tasks = JoinSet::new();
     let Some(exchanges) = recording(VLLM, "dense_layers") else { return };
     let Recorded { request, body, .. } = recorded(&exchanges[0]).unwrap();
     let first: Value = serde_json::from_str(&body).unwrap();
     let id = first["request_id"].as_str().unwrap().to_owned();
-    let (url, _) = serve(&mut tasks, move |_, asked| {
-        let own = format!("generate-tokens-{}", asked["request_id"].as_str().unwrap());
+    let (url, _) = serve(&mut tasks, move |_, sent| {
+        let own = format!("generate-tokens-{}", sent["request_id"].as_str().unwrap());
         Reply::Now(200, body.replace(&id, &own))
     })
     .await;
     let mut options = options(&url);
     let error = Client::<Vllm>::new(options.clone()).unwrap();
-    let error = error.generate(request.clone()).await.unwrap_err();
+    let error = sample(&error, request.clone()).await.unwrap_err();
     assert!(error.to_string().contains("`choices[0].routed_experts`"), "{error}");
     options.shape.moe_layers = vec![1, 3];
     let client = Client::<Vllm>::new(options).unwrap();
-    let rows = client.generate(request).await.unwrap().routed_experts.unwrap();
+    let rows = sample(&client, request).await.unwrap().routed_experts.unwrap();
     assert_eq!(rows.row_bytes(), 4);
 }
 
-/// A server that answers questions as they were recorded.
-async fn questions(tasks: &mut JoinSet<()>, developer: bool) -> Option<String> {
+/// A server with the recorded replies of all routes that do not sample.
+async fn information(tasks: &mut JoinSet<()>, developer: bool) -> Option<String> {
     let text = |name: &str| {
         let exchanges = recording(VLLM, name)?;
         Some(exchanges[0]["response"]["body_raw"].as_str()?.to_owned())
@@ -177,9 +177,9 @@ async fn questions(tasks: &mut JoinSet<()>, developer: bool) -> Option<String> {
 }
 
 #[tokio::test]
-async fn recorded_questions_are_understood() {
+async fn recorded_server_information_is_parsed() {
     let mut tasks = JoinSet::new();
-    let Some(url) = questions(&mut tasks, true).await else { return };
+    let Some(url) = information(&mut tasks, true).await else { return };
     let patience = Duration::from_secs(5);
     let (_, info) = VllmClient::connect(options(&url), patience).await.unwrap();
     assert_eq!((info.engine.as_str(), info.model_path.as_str()), ("vllm 0.32.0", "model-a"));
@@ -191,7 +191,7 @@ async fn recorded_questions_are_understood() {
 #[tokio::test]
 async fn without_developer_mode_it_is_refused_with_the_variable_to_set() {
     let mut tasks = JoinSet::new();
-    let Some(url) = questions(&mut tasks, false).await else { return };
+    let Some(url) = information(&mut tasks, false).await else { return };
     let error = VllmClient::connect(options(&url), Duration::ZERO).await.unwrap_err();
     assert!(error.to_string().contains("VLLM_SERVER_DEV_MODE=1"), "{error}");
     assert_eq!(error.retry(), Retry::Never);

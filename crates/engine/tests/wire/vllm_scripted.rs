@@ -1,6 +1,6 @@
-//! What is sent to vLLM, and the order in which its weights are replaced.
+//! What is sent to vLLM, and the order of calls in a weight update.
 
-use crate::server::{Reply, options, request, serve};
+use crate::server::{Reply, options, request, sample, serve};
 use camino::Utf8Path;
 use orchestrate_engine::{Engine, EngineErrorKind, VllmClient};
 use orchestrate_types::{PolicyVersion, Retry};
@@ -10,12 +10,12 @@ use std::time::Duration;
 use tokio::sync::mpsc::Receiver;
 use tokio::task::JoinSet;
 
-/// A right reply of one token to any request without rows.
-fn one_token(asked: &Value, version: Option<&str>) -> String {
+/// A correct reply of one token to any request without rows.
+fn one_token(sent: &Value, version: Option<&str>) -> String {
     let spans = version.map(|version| json!([{"version": version, "start": 0, "end": 1}]));
     json!({
-        "request_id": format!("generate-tokens-{}", asked["request_id"].as_str().unwrap()),
-        "usage": {"prompt_tokens": asked["token_ids"].as_array().unwrap().len()},
+        "request_id": format!("generate-tokens-{}", sent["request_id"].as_str().unwrap()),
+        "usage": {"prompt_tokens": sent["token_ids"].as_array().unwrap().len()},
         "choices": [{
             "index": 0, "finish_reason": "length", "token_ids": [5], "weight_versions": spans,
             "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}]},
@@ -25,14 +25,14 @@ fn one_token(asked: &Value, version: Option<&str>) -> String {
 }
 
 #[tokio::test]
-async fn a_request_says_all_that_the_server_must_know() {
+async fn a_request_has_every_field_that_the_server_needs() {
     let mut tasks = JoinSet::new();
-    let answer = |_: &str, asked: &Value| Reply::Now(200, one_token(asked, Some("12")));
-    let (url, mut seen) = serve(&mut tasks, answer).await;
+    let reply = |_: &str, sent: &Value| Reply::Now(200, one_token(sent, Some("12")));
+    let (url, mut seen) = serve(&mut tasks, reply).await;
     let client = VllmClient::new(options(&url)).unwrap();
-    let asked = request(vec![1, 2, 3], 4000, Some(2));
-    let id = asked.request_id.clone();
-    client.generate(asked).await.unwrap_err(); // no rows in the answer
+    let wanted = request(vec![1, 2, 3], 4000, Some(2));
+    let id = wanted.request_id.clone();
+    sample(&client, wanted).await.unwrap_err(); // the reply has no rows
     let sent = seen.recv().await.unwrap();
     assert_eq!(
         sent.body,
@@ -53,67 +53,52 @@ async fn a_request_says_all_that_the_server_must_know() {
     assert_eq!(sent.headers["authorization"], "Bearer key-1");
     assert_eq!(sent.headers["x-session-id"], "t000001.02-a01");
     assert!(!sent.headers.contains_key("x-request-id"), "it would replace the id of the body");
-    // Rows cannot be switched off, so as few as possible are asked for.
-    client.generate(request(vec![1, 2, 3], 4, None)).await.unwrap();
+    // Rows cannot be switched off, so as few as possible are requested.
+    sample(&client, request(vec![1, 2, 3], 4, None)).await.unwrap();
     let sent = seen.recv().await.unwrap().body;
     assert_eq!(sent["sampling_params"]["routed_experts_prompt_start"], 3);
-    // One replica, by a header: it has no field for it.
+    // A data-parallel rank is named in a header, because the body has no field for it.
     client.generate_on(&request(vec![1, 2, 3], 4, None), Some(1)).await.unwrap();
     assert_eq!(seen.recv().await.unwrap().headers["x-data-parallel-rank"], "1");
 }
 
 #[tokio::test]
-async fn an_abort_names_the_request_as_the_server_does() {
-    for (known, paths) in [
+async fn a_request_that_times_out_is_aborted_by_the_id_that_the_server_uses() {
+    for (supported, routes) in [
         ("/inference/v1/abort_requests", &["/inference/v1/abort_requests"][..]),
         ("/abort_requests", &["/inference/v1/abort_requests", "/abort_requests"][..]),
     ] {
         let mut tasks = JoinSet::new();
-        let (url, mut seen) = serve(&mut tasks, move |path, _| {
-            if path == known {
-                Reply::Now(200, String::new())
-            } else {
-                Reply::Now(404, "{}".into())
-            }
+        let (url, mut seen) = serve(&mut tasks, move |path, _| match path {
+            "/inference/v1/generate" => Reply::Never(None),
+            _ if path == supported => Reply::Now(200, String::new()),
+            _ => Reply::Now(404, "{}".into()),
         })
         .await;
         let client = VllmClient::new(options(&url)).unwrap();
-        let id = request(vec![1], 1, None).request_id;
-        client.abort(&id).await.unwrap();
-        for path in paths {
+        let mut late = request(vec![1], 4, None);
+        late.deadline = Duration::from_millis(50);
+        let id = late.request_id.clone();
+        let error = sample(&client, late).await.unwrap_err();
+        assert!(matches!(error.kind, EngineErrorKind::TimedOut(_)), "{error}");
+        assert_eq!(seen.recv().await.unwrap().path, "/inference/v1/generate");
+        for route in routes {
             let sent = seen.recv().await.unwrap();
-            assert_eq!(sent.path, *path);
+            assert_eq!(sent.path, *route);
             assert_eq!(sent.body, json!({"request_ids": [format!("generate-tokens-{id}")]}));
         }
         assert!(seen.try_recv().is_err());
     }
 }
 
-#[tokio::test]
-async fn a_server_that_never_answers_is_timed_out_and_told_to_abort() {
-    let mut tasks = JoinSet::new();
-    let (url, mut seen) = serve(&mut tasks, |path, _| match path {
-        "/inference/v1/generate" => Reply::Never(None),
-        _ => Reply::Now(200, String::new()),
-    })
-    .await;
-    let client = VllmClient::new(options(&url)).unwrap();
-    let mut asked = request(vec![1], 4, None);
-    asked.deadline = Duration::from_millis(50);
-    let error = client.generate(asked).await.unwrap_err();
-    assert!(matches!(error.kind, EngineErrorKind::TimedOut(_)), "{error}");
-    assert_eq!(seen.recv().await.unwrap().path, "/inference/v1/generate");
-    assert_eq!(seen.recv().await.unwrap().path, "/inference/v1/abort_requests");
-}
-
-/// A server with weights; `broken` names the route that fails, `unnamed` one without versions.
+/// A server with weights. `broken` is the route that fails; an `unnamed` server has no weight versions.
 async fn weights(
     tasks: &mut JoinSet<()>,
     broken: Arc<Mutex<&'static str>>,
     unnamed: bool,
 ) -> (String, Receiver<crate::server::Seen>) {
     let version = Mutex::new("default".to_owned());
-    serve(tasks, move |path, asked| {
+    serve(tasks, move |path, sent| {
         let route = path.split('?').next().unwrap();
         let breaks = *broken.lock().unwrap() == route;
         let mut version = version.lock().unwrap();
@@ -123,17 +108,17 @@ async fn weights(
             }
             "/reset_prefix_cache" => Reply::Now(200, json!({"success": !breaks}).to_string()),
             "/weight_info" => {
-                let word = if breaks { "other" } else { version.as_str() };
-                Reply::Now(200, json!({"weight_version": word}).to_string())
+                let name = if breaks { "other" } else { version.as_str() };
+                Reply::Now(200, json!({"weight_version": name}).to_string())
             }
             _ if breaks => Reply::Now(500, json!({"error": {"message": "boom"}}).to_string()),
             "/update_weight_version" => {
-                asked["new_version"].as_str().unwrap().clone_into(&mut version);
+                sent["new_version"].as_str().unwrap().clone_into(&mut version);
                 Reply::Now(200, json!({"success": true}).to_string())
             }
             "/inference/v1/generate" => {
                 let named = (!unnamed).then_some(version.as_str());
-                Reply::Now(200, one_token(asked, named))
+                Reply::Now(200, one_token(sent, named))
             }
             _ => Reply::Now(200, json!({"status": "ok"}).to_string()),
         }
@@ -142,7 +127,7 @@ async fn weights(
 }
 
 #[tokio::test]
-async fn weights_are_replaced_by_a_clean_cut_flushed_and_verified() {
+async fn a_weight_update_pauses_clears_the_cache_and_verifies() {
     for unnamed in [false, true] {
         let mut tasks = JoinSet::new();
         let (url, mut seen) = weights(&mut tasks, Arc::default(), unnamed).await;
@@ -168,9 +153,9 @@ async fn weights_are_replaced_by_a_clean_cut_flushed_and_verified() {
             expected.remove(4);
         }
         assert_eq!(calls, expected);
-        // Named by each token, or by what was synced.
-        let got = client.generate(request(vec![1], 4, None)).await.unwrap();
-        assert_eq!(got.versions[0].version, PolicyVersion(7));
+        // The version is reported for each token, or is the one that was synced.
+        let got = sample(&client, request(vec![1], 4, None)).await.unwrap();
+        assert_eq!(got.versions()[0].version, PolicyVersion(7));
     }
 }
 
@@ -196,12 +181,12 @@ async fn after_a_failed_sync_nothing_is_sampled_until_one_succeeds() {
             paths.push(call.path);
         }
         assert_eq!(paths.contains(&"/resume".to_owned()), route != "/pause", "{route}");
-        let error = client.generate(request(vec![1], 4, None)).await.unwrap_err();
-        assert!(matches!(error.kind, EngineErrorKind::Unfit(_)), "{error}");
+        let error = sample(&client, request(vec![1], 4, None)).await.unwrap_err();
+        assert!(matches!(error.kind, EngineErrorKind::Unsupported(_)), "{error}");
         assert_eq!(error.retry(), Retry::Never);
         assert!(seen.try_recv().is_err(), "nothing was sent");
         *broken.lock().unwrap() = "";
         client.sync_weights(folder, PolicyVersion(7)).await.unwrap();
-        client.generate(request(vec![1], 4, None)).await.unwrap();
+        sample(&client, request(vec![1], 4, None)).await.unwrap();
     }
 }

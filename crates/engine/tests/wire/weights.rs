@@ -1,6 +1,6 @@
-//! Weight updates: a clean cut, verified, and nothing sampled from unknown weights.
+//! Weight updates of SGLang: paused, verified, and nothing sampled from unknown weights.
 
-use crate::server::{Reply, Seen, one_token, options, request, serve};
+use crate::server::{Reply, Seen, one_token, options, request, sample, serve};
 use camino::Utf8Path;
 use orchestrate_engine::{Engine, EngineErrorKind, SglangClient};
 use orchestrate_types::PolicyVersion;
@@ -9,22 +9,22 @@ use std::sync::{Arc, Mutex};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-/// A server with weights; `fail` names the route that fails.
+/// A server with weights. `fail` is the route that fails.
 async fn weights(
     tasks: &mut JoinSet<()>,
     fail: Arc<Mutex<&'static str>>,
 ) -> (String, mpsc::Receiver<Seen>, Arc<Mutex<String>>) {
     let version = Arc::new(Mutex::new("default".to_owned()));
     let held = Arc::clone(&version);
-    let (url, seen) = serve(tasks, move |path, asked| {
+    let (url, seen) = serve(tasks, move |path, sent| {
         let failing = *fail.lock().unwrap() == path;
         match path {
             "/update_weights_from_disk" if failing => {
                 Reply::Now(400, json!({"success": false, "message": "no such folder"}).to_string())
             }
             "/update_weights_from_disk" => {
-                assert_eq!(asked["flush_cache"], json!(true));
-                asked["weight_version"].as_str().unwrap().clone_into(&mut held.lock().unwrap());
+                assert_eq!(sent["flush_cache"], json!(true));
+                sent["weight_version"].as_str().unwrap().clone_into(&mut held.lock().unwrap());
                 let reply = json!({"success": true, "message": "", "num_paused_requests": 0});
                 Reply::Now(200, reply.to_string())
             }
@@ -34,7 +34,7 @@ async fn weights(
             "/model_info" => {
                 Reply::Now(200, json!({"weight_version": *held.lock().unwrap()}).to_string())
             }
-            "/generate" => Reply::Now(200, one_token(asked, &held.lock().unwrap())),
+            "/generate" => Reply::Now(200, one_token(sent, &held.lock().unwrap())),
             _ if failing => Reply::Now(500, "boom".to_owned()),
             _ => Reply::Now(200, json!({"status": "ok"}).to_string()),
         }
@@ -44,7 +44,7 @@ async fn weights(
 }
 
 #[tokio::test]
-async fn weights_are_synced_by_a_clean_cut_and_verified() {
+async fn a_weight_sync_pauses_updates_and_verifies() {
     let mut tasks = JoinSet::new();
     let (url, mut seen, _) = weights(&mut tasks, Arc::default()).await;
     let client = SglangClient::new(options(&url)).unwrap();
@@ -65,8 +65,8 @@ async fn weights_are_synced_by_a_clean_cut_and_verified() {
             ("/continue_generation".to_owned(), json!({})),
         ]
     );
-    let got = client.generate(request(vec![1], 4, None)).await.unwrap();
-    assert_eq!(got.versions[0].version, PolicyVersion(7));
+    let got = sample(&client, request(vec![1], 4, None)).await.unwrap();
+    assert_eq!(got.versions()[0].version, PolicyVersion(7));
 }
 
 #[tokio::test]
@@ -82,26 +82,26 @@ async fn after_a_failed_sync_nothing_is_sampled_until_one_succeeds() {
         let error = client.sync_weights(Utf8Path::new("/ckpt/7"), version).await.unwrap_err();
         assert_eq!(error.call, route);
         while seen.try_recv().is_ok() {}
-        let error = client.generate(request(vec![1], 4, None)).await.unwrap_err();
-        assert!(matches!(error.kind, EngineErrorKind::Unfit(_)), "{error}");
+        let error = sample(&client, request(vec![1], 4, None)).await.unwrap_err();
+        assert!(matches!(error.kind, EngineErrorKind::Unsupported(_)), "{error}");
         assert!(seen.try_recv().is_err(), "nothing was sent");
         *fail.lock().unwrap() = "";
         client.sync_weights(Utf8Path::new("/ckpt/7"), version).await.unwrap();
-        client.generate(request(vec![1], 4, None)).await.unwrap();
+        sample(&client, request(vec![1], 4, None)).await.unwrap();
     }
 }
 
 #[tokio::test]
-async fn e15_a_server_that_went_back_to_other_weights_is_noticed() {
+async fn e15_a_server_that_reverts_to_other_weights_is_noticed() {
     let mut tasks = JoinSet::new();
     let (url, _, held) = weights(&mut tasks, Arc::default()).await;
     let client = SglangClient::new(options(&url)).unwrap();
     client.sync_weights(Utf8Path::new("/ckpt/7"), PolicyVersion(7)).await.unwrap();
     *held.lock().unwrap() = "default".to_owned(); // restarted
     for _ in 0..2 {
-        let error = client.generate(request(vec![1], 4, None)).await.unwrap_err();
-        assert!(matches!(error.kind, EngineErrorKind::Unfit(_)), "{error}");
+        let error = sample(&client, request(vec![1], 4, None)).await.unwrap_err();
+        assert!(matches!(error.kind, EngineErrorKind::Unsupported(_)), "{error}");
     }
     client.sync_weights(Utf8Path::new("/ckpt/7"), PolicyVersion(7)).await.unwrap();
-    client.generate(request(vec![1], 4, None)).await.unwrap();
+    sample(&client, request(vec![1], 4, None)).await.unwrap();
 }

@@ -1,4 +1,4 @@
-//! The second step of a turn: its calls are performed, and what answers them becomes tokens.
+//! The second step of a turn: performs its tool calls, and turns the results into tokens.
 
 use super::{Attempt, millis};
 use crate::api::{Action, Message};
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 impl Attempt<'_> {
-    /// Performs the calls of the last turn, and prepares the tokens that answer them.
+    /// Performs the tool calls of the last turn, and appends their results to the prompt.
     pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> EpisodeEvent {
         let started = Instant::now();
         let text = self.turns.last().map_or("", |turn| turn.text.as_str());
@@ -65,9 +65,9 @@ impl Attempt<'_> {
             match self.runner.chat.delta(&new_messages, self.buffer.last()) {
                 Ok(delta) => {
                     if let Some(dialogue) = &mut self.dialogue {
-                        dialogue.answer(&new_messages);
+                        dialogue.push_observations(&new_messages);
                     }
-                    self.go_on(&delta);
+                    self.extend_prompt(&delta);
                 }
                 Err(error) => return failed(Stage::Exec, error),
             }
@@ -75,7 +75,7 @@ impl Attempt<'_> {
         EpisodeEvent::Acted { submitted, next_prompt_tokens: self.buffer.prompt_len() }
     }
 
-    /// What the policy is told about one call; `None` if it was its last.
+    /// Performs one tool call. Returns what the policy sees of it; `None` if the call submits.
     async fn perform_one(
         &mut self,
         sandbox: &mut dyn Sandbox,
@@ -103,14 +103,14 @@ impl Attempt<'_> {
             && *call != Call::Submit
             && let Some(turn) = self.turns.last_mut()
         {
-            // The command was the scaffold's way to submit.
+            // In this scaffold a command submits.
             turn.actions.push(Call::Submit.action());
         }
         Ok(observation)
     }
 
-    /// Adds what follows the last turn, and leaves out what the next prompt has no more.
-    fn go_on(&mut self, delta: &[TokenId]) {
+    /// Appends what follows the last turn, and forks if the next prompt leaves some of it out.
+    fn extend_prompt(&mut self, delta: &[TokenId]) {
         self.buffer.add_pending(delta);
         let (header, thinking) = self.runner.chat.dropped_tokens(self.buffer.last_turn());
         self.buffer.fork_last_turn(header, thinking);

@@ -15,14 +15,14 @@ mod models;
 
 use draw::{Draw, Reply};
 use models::Model;
-use orchestrate_engine::{Finish, GenerateRequest};
+use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     ChatModel, EpisodeReport, EpisodeRequest, Episodes, GradingRules, History, Message,
     RolloutConfig, RolloutPlan, Scaffold,
 };
 use orchestrate_sandbox::Exit;
 use orchestrate_testkit::{
-    FakeEngine, FakeExec, FakeReply, FakeSandboxes, grade_toy, toy_shape, toy_task,
+    FakeEngine, FakeExec, FakeReply, FakeRequest, FakeSandboxes, grade_toy, toy_shape, toy_task,
 };
 use orchestrate_types::ModelShape;
 use std::sync::{Arc, Mutex};
@@ -55,7 +55,7 @@ struct Seen {
 
 struct Played {
     report: EpisodeReport,
-    requests: Vec<GenerateRequest>,
+    requests: Vec<FakeRequest>,
     replies: Vec<Reply>,
 }
 

@@ -49,7 +49,7 @@ async fn sandbox_that_fails_once_at_setup_or_grading_is_replaced() {
 #[tokio::test(start_paused = true)]
 async fn engine_errors_are_retried_with_a_new_request_id() {
     let world = world(|call| match call {
-        0 => FakeReply::Fail(EngineErrorKind::Unreachable("refused".to_owned())),
+        0 => FakeReply::Fail(EngineErrorKind::unreachable("refused")),
         1 => FakeReply::Fail(EngineErrorKind::TimedOut(Duration::from_secs(1))),
         2 => stop(turn_ids(&[fix()])),
         _ => stop(turn_ids(&[submit()])),
@@ -72,7 +72,7 @@ async fn engine_restart_between_turns_neither_loses_nor_duplicates_rows() {
     let handle = Arc::clone(&engine);
     let world = world(move |call| match call {
         0 => stop(turn_ids(&[bash("cat total.py")])),
-        1 => FakeReply::Fail(EngineErrorKind::Unreachable("connection reset".to_owned())),
+        1 => FakeReply::Fail(EngineErrorKind::unreachable("connection reset")),
         2 => {
             // The engine is back with the same weights and an empty KV cache.
             handle.get().unwrap().set_version(PolicyVersion(0));
@@ -95,7 +95,7 @@ async fn engine_restart_between_turns_neither_loses_nor_duplicates_rows() {
 
 #[tokio::test(start_paused = true)]
 async fn engine_that_stays_unreachable_breaks_the_episode() {
-    let world = world(|_| FakeReply::Fail(EngineErrorKind::Unreachable("refused".to_owned())));
+    let world = world(|_| FakeReply::Fail(EngineErrorKind::unreachable("refused")));
     let report = world.run().await;
     assert!(matches!(report.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
     assert_eq!(world.engine.requests().len(), 8);
@@ -103,7 +103,7 @@ async fn engine_that_stays_unreachable_breaks_the_episode() {
     let world = self::world(move |_| late());
     assert!(matches!(world.run().await.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
     assert_eq!(world.engine.requests().len(), 3, "late replies are retried less often");
-    let world = self::world(|_| FakeReply::Fail(EngineErrorKind::Unfit("no".to_owned())));
+    let world = self::world(|_| FakeReply::Fail(EngineErrorKind::unsupported("no".to_owned())));
     assert!(matches!(world.run().await.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
     assert_eq!(world.engine.requests().len(), 1, "a permanent error is not retried");
 }

@@ -2,13 +2,13 @@
 
 use crate::world::*;
 use camino::Utf8Path;
-use orchestrate_engine::{Engine, EngineError, EngineInfo, GenerateRequest, Generation};
+use orchestrate_engine::{Engine, EngineError, EngineInfo, GenerateRequest, Reply};
 use orchestrate_rollout::{EpisodeRequest, Episodes, RolloutConfig, RowSharing};
 use orchestrate_routing::{
     BLOCK_ROWS, CacheOptions, MixedRows, PrefixCache, RoutingMask, SharingScope,
 };
 use orchestrate_testkit::{FakeEngine, FakeReply};
-use orchestrate_types::{ModelShape, Outcome, PolicyVersion, RequestId};
+use orchestrate_types::{ModelShape, Outcome, PolicyVersion};
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
@@ -109,16 +109,13 @@ impl Engine for MovedEngine {
         self.0.worker_of(session)
     }
 
-    async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
-        let reply = self.0.generate(request).await?;
-        Ok(Generation { worker: "another".to_owned(), ..reply })
+    async fn generate(&self, request: GenerateRequest) -> Result<Reply, EngineError> {
+        let mut reply = self.0.generate(request).await?;
+        reply.set_worker("another".to_owned());
+        Ok(reply)
     }
 
     async fn sync_weights(&self, _: &Utf8Path, _: PolicyVersion) -> Result<(), EngineError> {
-        Ok(())
-    }
-
-    async fn abort(&self, _: &RequestId) -> Result<(), EngineError> {
         Ok(())
     }
 }

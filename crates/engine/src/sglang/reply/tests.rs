@@ -1,4 +1,4 @@
-//! Malformed replies, by table and at random: each is an error with its reason, none a panic.
+//! Malformed replies, from a table and at random: each is an error with its reason, none panics.
 
 use super::*;
 use orchestrate_routing::{RoutedRows, RoutingError, encode_sglang};
@@ -18,8 +18,8 @@ fn shape() -> ModelShape {
     }
 }
 
-fn expected() -> Expected {
-    Expected {
+fn expected() -> ExpectedReply {
+    ExpectedReply {
         request_id: "r-1".to_owned(),
         prompt_tokens: 4,
         max_new_tokens: 8,
@@ -29,8 +29,8 @@ fn expected() -> Expected {
     }
 }
 
-fn check_reply(body: &[u8], expected: &Expected) -> Result<Generation, EngineErrorKind> {
-    read(body, expected).map(|reading| reading.generation).map_err(|fault| fault.kind)
+fn check_reply(body: &[u8], expected: &ExpectedReply) -> Result<Generation, EngineErrorKind> {
+    read(body, expected).map(|reply| reply.generation)
 }
 
 /// Rows of positions 2..6 of a sequence of 4 + 3 tokens.
@@ -65,14 +65,14 @@ fn check(reply: &Value) -> Result<Generation, EngineErrorKind> {
 }
 
 #[test]
-fn a_right_reply_is_handed_on_in_full() {
+fn a_correct_reply_is_read_in_full() {
     let got = check(&reply()).unwrap();
-    assert_eq!(got.output_ids, [7, 8, 9]);
-    assert_eq!(got.logprobs, [-0.5, 0.0, 0.0]);
-    assert_eq!(got.finish, Finish::Stop);
+    assert_eq!(got.output_ids(), [7, 8, 9]);
+    assert_eq!(got.logprobs(), [-0.5, 0.0, 0.0]);
+    assert_eq!(*got.finish(), Finish::Stop);
     assert_eq!((got.cached_tokens, got.num_retractions), (3, 0));
     let version = PolicyVersion(12);
-    assert_eq!(got.versions, [VersionSpan { version, start: 0, end: 3 }]);
+    assert_eq!(got.versions(), [VersionSpan { version, start: 0, end: 3 }]);
     let rows = got.routed_experts.unwrap();
     assert_eq!((rows.start(), rows.rows()), (2, 4));
     assert_eq!(got.routing_wire_bytes, routing(4).len());
@@ -88,7 +88,7 @@ fn a_version_change_inside_one_reply_is_kept_by_token() {
     ]);
     let got = check(&reply).unwrap();
     assert_eq!(
-        got.versions,
+        got.versions(),
         [
             VersionSpan { version: PolicyVersion(0), start: 0, end: 1 },
             VersionSpan { version: PolicyVersion(1), start: 1, end: 3 },
@@ -97,10 +97,10 @@ fn a_version_change_inside_one_reply_is_kept_by_token() {
 }
 
 #[test]
-fn spans_are_not_needed_where_the_server_has_none() {
+fn a_reply_may_have_one_version_instead_of_spans() {
     let mut reply = reply();
     reply["meta_info"].as_object_mut().unwrap().remove("weight_versions");
-    assert_eq!(check(&reply).unwrap().versions.len(), 1);
+    assert_eq!(check(&reply).unwrap().versions().len(), 1);
 }
 
 #[test]
@@ -113,12 +113,12 @@ fn a_request_aborted_in_the_queue_is_an_abort_without_tokens() {
         },
     });
     let got = check(&reply).unwrap();
-    assert_eq!((got.finish, got.output_ids.len()), (Finish::Abort, 0));
+    assert_eq!((got.finish(), got.output_ids().len()), (&Finish::Abort, 0));
     assert!(got.routed_experts.is_none());
 }
 
 #[test]
-fn e5_bodies_that_are_no_reply_are_refused() {
+fn e5_bodies_that_are_not_replies_are_refused() {
     for body in [
         &b""[..],
         b"<html><body>Bad Gateway</body></html>",
@@ -154,7 +154,7 @@ fn e6_hostile_json_is_refused_without_a_panic() {
     }
 }
 
-/// `(what, path into the reply, its new value or none to remove it, words of the error)`
+/// `(case, path into the reply, its new value or `None` to remove it, part of the error)`
 type Mutation = (&'static str, &'static [&'static str], Option<Value>, &'static str);
 
 const META: &str = "meta_info";
@@ -166,7 +166,7 @@ const FINISH: &[&str] = &[META, "finish_reason"];
 fn mutations_of_tokens() -> Vec<Mutation> {
     vec![
         (
-            "e7 another request's",
+            "e7 another request",
             &[META, "id"],
             Some(json!("r-2")),
             "`meta_info.id`: it answers request `r-2`",
@@ -241,7 +241,7 @@ fn mutations_of_tokens() -> Vec<Mutation> {
 fn mutations_of_rows_and_ends() -> Vec<Mutation> {
     let span = |start: u32, end: u32| json!({"version": "12", "start": start, "end": end});
     vec![
-        ("e9 missing", ROUTING, None, "`meta_info.routed_experts`: asked for, and missing"),
+        ("e9 missing", ROUTING, None, "`meta_info.routed_experts`: requested, but missing"),
         ("e9 null", ROUTING, Some(json!(null)), "missing"),
         ("e9 empty", ROUTING, Some(json!("")), "0 base64"),
         ("e9 a number", ROUTING, Some(json!(7)), "`meta_info.routed_experts`"),
@@ -289,7 +289,7 @@ fn mutations_of_rows_and_ends() -> Vec<Mutation> {
 
 #[test]
 fn e7_to_e15_every_wrong_field_is_a_typed_error_with_its_reason() {
-    for (what, path, value, word) in
+    for (case, path, value, message) in
         mutations_of_tokens().into_iter().chain(mutations_of_rows_and_ends())
     {
         let mut reply = reply();
@@ -301,9 +301,9 @@ fn e7_to_e15_every_wrong_field_is_a_typed_error_with_its_reason() {
                 parent.as_object_mut().unwrap().remove(*last);
             }
         }
-        let error = check(&reply).expect_err(what);
-        assert!(matches!(error, EngineErrorKind::InvalidReply(_)), "{what}: {error}");
-        assert!(error.to_string().contains(word), "{what}: {error}");
+        let error = check(&reply).expect_err(case);
+        assert!(matches!(error, EngineErrorKind::InvalidReply(_)), "{case}: {error}");
+        assert!(error.to_string().contains(message), "{case}: {error}");
     }
 }
 
@@ -324,17 +324,17 @@ fn a_payload_with_escapes_or_under_another_key_is_refused() {
     let payload = routing(4);
     assert!(payload.contains('/') || payload.contains('A'));
     let spellings = [
-        // Legal JSON for the same characters, which no engine writes: it would have to be copied.
+        // Legal JSON for the same characters. No engine sends it, and it could not be borrowed.
         text.replace(&payload, &payload.replacen('A', "\\u0041", 1)),
         text.replace("\"routed_experts\"", "\"routed\\u005fexperts\""),
-        // Twice: which one is meant?
+        // Two payloads.
         text.replace("\"text\":\"ok\"", &format!("\"routed_experts\":\"{payload}\"")),
-        // Not where it belongs.
+        // Under another key.
         text.replace("\"meta_info\":{", "\"meta_info\":{\"a\":{").replace(
             &format!("\"routed_experts\":\"{payload}\""),
             &format!("\"b\":1}},\"c\":{{\"routed_experts\":\"{payload}\"}}"),
         ),
-        // An empty one under an escaped key does not make the other one right.
+        // Under another key, with an empty one under an escaped key.
         text.replace(
             "\"meta_info\":{",
             &format!("\"x\":{{\"routed_experts\":\"{payload}\"}},\"meta_info\":{{"),
@@ -348,24 +348,24 @@ fn a_payload_with_escapes_or_under_another_key_is_refused() {
         assert_ne!(body, text);
         assert!(check_reply(body.as_bytes(), &expected()).is_err(), "{body}");
     }
-    // The words of a reply may speak of them.
+    // The generated text may mention the key.
     let quoted = text.replace("\"ok\"", r#""say \"routed_experts\":\"x\"""#);
-    assert_eq!(check_reply(quoted.as_bytes(), &expected()).unwrap().output_ids, [7, 8, 9]);
+    assert_eq!(check_reply(quoted.as_bytes(), &expected()).unwrap().output_ids(), [7, 8, 9]);
 }
 
 #[test]
-fn a_refused_payload_keeps_its_own_error() {
+fn a_refused_payload_keeps_the_routing_error() {
     let mut reply = reply();
     reply["meta_info"]["routed_experts"] = json!("A".repeat(128));
-    let fault = read(reply.to_string().as_bytes(), &expected()).unwrap_err();
-    assert!(matches!(fault.routing, Some(RoutingError::NotCaptured { .. })), "{fault:?}");
+    let error = check(&reply).unwrap_err();
+    assert!(matches!(error.routing(), Some(RoutingError::NotCaptured { .. })), "{error:?}");
     let mut reply = self::reply();
     reply["output_ids"] = json!(7);
-    assert!(read(reply.to_string().as_bytes(), &expected()).unwrap_err().routing.is_none());
+    assert!(check(&reply).unwrap_err().routing().is_none());
 }
 
 #[test]
-fn every_prefix_of_a_right_reply_is_refused() {
+fn every_prefix_of_a_correct_reply_is_refused() {
     let text = reply().to_string();
     for end in 0..text.len() {
         assert!(check_reply(&text.as_bytes()[..end], &expected()).is_err(), "{end}");
@@ -383,9 +383,9 @@ proptest! {
             body[at] = byte;
         }
         if let Ok(got) = check_reply(&body, &expected()) {
-            prop_assert_eq!(got.output_ids.len(), got.logprobs.len());
-            prop_assert!(got.output_ids.iter().all(|&id| id < 50));
-            prop_assert!(got.logprobs.iter().all(|lp| lp.is_finite() && *lp <= 0.0));
+            prop_assert_eq!(got.output_ids().len(), got.logprobs().len());
+            prop_assert!(got.output_ids().iter().all(|&id| id < 50));
+            prop_assert!(got.logprobs().iter().all(|lp| lp.is_finite() && *lp <= 0.0));
         }
     }
 }

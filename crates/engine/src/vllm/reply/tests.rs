@@ -1,4 +1,4 @@
-//! Replies of the token-in, token-out route: what is right, and what is refused by its field.
+//! Replies of the route for tokens: correct ones are read, wrong ones are refused by field.
 
 use super::*;
 use orchestrate_routing::{RoutedRows, encode_npy};
@@ -17,8 +17,8 @@ fn shape() -> ModelShape {
     }
 }
 
-fn expected() -> Expected {
-    Expected {
+fn expected() -> ExpectedReply {
+    ExpectedReply {
         request_id: "r-1".to_owned(),
         prompt_tokens: 4,
         max_new_tokens: 8,
@@ -54,19 +54,19 @@ fn reply() -> Value {
     })
 }
 
-fn check(reply: &Value) -> Result<Reading, Fault> {
+fn check(reply: &Value) -> Result<CheckedReply, EngineErrorKind> {
     read(reply.to_string().as_bytes(), &expected())
 }
 
 #[test]
-fn a_right_reply_is_handed_on_in_full() {
-    let reading = check(&reply()).unwrap();
-    assert!(reading.versions_by_token && reading.cached_tokens);
-    let got = reading.generation;
-    assert_eq!((got.output_ids.as_slice(), &got.finish), (&[7, 8, 9][..], &Finish::Stop));
-    assert_eq!(got.logprobs, [-0.5, 0.0, 0.0]);
+fn a_correct_reply_is_read_in_full() {
+    let checked = check(&reply()).unwrap();
+    assert!(checked.versions_by_token && checked.cached_tokens);
+    let got = checked.generation;
+    assert_eq!((got.output_ids(), got.finish()), (&[7, 8, 9][..], &Finish::Stop));
+    assert_eq!(got.logprobs(), [-0.5, 0.0, 0.0]);
     assert_eq!(got.cached_tokens, 2);
-    assert_eq!(got.versions, one_span(PolicyVersion(12), 3));
+    assert_eq!(got.versions(), single_version(PolicyVersion(12), 3));
     let rows = got.routed_experts.unwrap();
     assert_eq!((rows.start(), rows.rows()), (2, 4));
     assert_eq!(rows.row(3).unwrap(), [1, 2, 4, 6]);
@@ -74,24 +74,24 @@ fn a_right_reply_is_handed_on_in_full() {
 }
 
 #[test]
-fn rows_that_come_unasked_are_not_looked_at() {
-    let asked = Expected { routed_experts_start: None, ..expected() };
+fn rows_that_were_not_requested_are_ignored() {
+    let without_rows = ExpectedReply { routed_experts_start: None, ..expected() };
     let mut reply = reply();
     reply["choices"][0]["routed_experts"] = json!("not even base64");
-    let got = read(reply.to_string().as_bytes(), &asked).unwrap().generation;
+    let got = read(reply.to_string().as_bytes(), &without_rows).unwrap().generation;
     assert!(got.routed_experts.is_none());
     assert_eq!(got.routing_wire_bytes, 15);
 }
 
 #[test]
-fn releases_without_versions_serve_what_was_synced() {
+fn without_a_reported_version_the_synced_one_is_used() {
     let mut reply = reply();
     reply["choices"][0]["weight_versions"] = json!(null);
     reply["usage"]["prompt_tokens_details"] = json!(null);
-    let reading = check(&reply).unwrap();
-    assert!(!reading.versions_by_token && !reading.cached_tokens);
-    assert_eq!(reading.generation.versions, one_span(PolicyVersion(3), 3));
-    assert_eq!(reading.generation.cached_tokens, 0);
+    let checked = check(&reply).unwrap();
+    assert!(!checked.versions_by_token && !checked.cached_tokens);
+    assert_eq!(checked.generation.versions(), single_version(PolicyVersion(3), 3));
+    assert_eq!(checked.generation.cached_tokens, 0);
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn a_request_aborted_before_it_ran_is_an_abort_without_tokens() {
     reply["choices"][0]["weight_versions"] = json!([]);
     reply["usage"] = json!(null);
     let got = check(&reply).unwrap().generation;
-    assert_eq!((got.finish, got.output_ids.len()), (Finish::Abort, 0));
+    assert_eq!((got.finish(), got.output_ids().len()), (&Finish::Abort, 0));
     assert!(got.routed_experts.is_none());
 }
 
@@ -114,7 +114,7 @@ fn every_wrong_field_is_named() {
     let entry = |id: u32, lp: Value| json!({"token_id": id, "logprob": lp});
     let with_first = |first: Value| json!([first, entry(8, json!(-0.1)), entry(9, json!(-0.1))]);
     let choice = |key: &str| format!("/choices/0/{key}");
-    for (path, value, words) in [
+    for (path, value, message) in [
         ("/request_id".to_owned(), json!("r-1"), "`request_id`: it answers request `r-1`"),
         ("/request_id".to_owned(), json!("generate-tokens-r-2"), "`request_id`"),
         ("/request_id".to_owned(), json!(null), "`request_id`"),
@@ -127,10 +127,10 @@ fn every_wrong_field_is_named() {
             json!(5),
             "`usage.prompt_tokens_details.cached_tokens`",
         ),
-        ("/choices".to_owned(), json!([]), "`choices`: it has 0"),
+        ("/choices".to_owned(), json!([]), "`choices`: 0 choices"),
         ("/choices".to_owned(), json!(null), "`choices`"),
         (choice("index"), json!(1), "`choices[0].index`"),
-        (choice("finish_reason"), json!(null), "`choices[0].finish_reason`: it is missing"),
+        (choice("finish_reason"), json!(null), "`choices[0].finish_reason`: missing"),
         (choice("finish_reason"), json!("repetition"), "`choices[0].finish_reason`: `repetition`"),
         (choice("token_ids"), json!(null), "`choices[0].token_ids`"),
         (choice("token_ids"), json!([7, 8, 50]), "`choices[0].token_ids`: token id 50"),
@@ -140,7 +140,7 @@ fn every_wrong_field_is_named() {
         (
             choice("logprobs/content"),
             with_first(entry(6, json!(-0.5))),
-            "`choices[0].logprobs.content`: entry 0 is of token 6",
+            "`choices[0].logprobs.content`: entry 0 is for token 6",
         ),
         (
             choice("logprobs/content"),
@@ -154,11 +154,11 @@ fn every_wrong_field_is_named() {
             with_first(json!({"token": "token_id:7", "logprob": -0.5})),
             "missing field `token_id`",
         ),
-        (choice("routed_experts"), json!(null), "`choices[0].routed_experts`: asked for"),
+        (choice("routed_experts"), json!(null), "`choices[0].routed_experts`: requested"),
         (choice("routed_experts"), json!(""), "`choices[0].routed_experts`"),
         (choice("routed_experts"), json!(routing(3)), "[3, 3, 2]"),
         (choice("routed_experts"), json!({"data": "", "shape": []}), "`choices[0].routed_experts`"),
-        (choice("weight_versions"), json!([]), "`choices[0].weight_versions`: it covers 0 of 3"),
+        (choice("weight_versions"), json!([]), "`choices[0].weight_versions`: covers 0 of 3"),
         (choice("weight_versions"), json!([span(0, 1), span(2, 3)]), "a gap"),
         (
             choice("weight_versions"),
@@ -168,19 +168,19 @@ fn every_wrong_field_is_named() {
     ] {
         let mut reply = reply();
         *reply.pointer_mut(&path).unwrap() = value.clone();
-        let fault = check(&reply).expect_err(&path);
-        assert!(matches!(fault.kind, EngineErrorKind::InvalidReply(_)), "{path}: {fault:?}");
-        let found = fault.kind.to_string();
-        assert!(found.contains(words), "{path} {value}: {found}");
+        let error = check(&reply).expect_err(&path);
+        assert!(matches!(error, EngineErrorKind::InvalidReply(_)), "{path}: {error:?}");
+        let found = error.to_string();
+        assert!(found.contains(message), "{path} {value}: {found}");
     }
     let mut two = reply();
     let choice = two["choices"][0].clone();
     two["choices"].as_array_mut().unwrap().push(choice);
-    assert!(check(&two).unwrap_err().kind.to_string().contains("`routed_experts`: a second"));
+    assert!(check(&two).unwrap_err().to_string().contains("`routed_experts`: a second"));
 }
 
 #[test]
-fn every_prefix_of_a_right_reply_is_refused() {
+fn every_prefix_of_a_correct_reply_is_refused() {
     let text = reply().to_string();
     for end in 0..text.len() {
         assert!(read(&text.as_bytes()[..end], &expected()).is_err(), "{end}");

@@ -11,7 +11,7 @@ use super::world::World;
 use crate::heap::Counting;
 use crate::output;
 use camino::Utf8Path;
-use orchestrate_engine::{Engine, Fleet, FleetMember, FleetOptions, SglangClient, SglangOptions};
+use orchestrate_engine::{Engine, Fleet, FleetOptions, FleetWorker, SglangClient, SglangOptions};
 use orchestrate_rollout::{
     EpisodeRequest, EpisodeRunner, Episodes, GradingRules, PrefillLeaders, RowSharing,
 };
@@ -254,7 +254,7 @@ async fn fleet(kind: &Kind, world: &World, urls: &[String]) -> anyhow::Result<Fl
             served_model: None,
         };
         let (client, _) = SglangClient::connect(options, PATIENCE).await?;
-        members.push(FleetMember { name: url.clone(), engine: Arc::new(client), is_up: true });
+        members.push(FleetWorker { name: url.clone(), engine: Arc::new(client), is_up: true });
     }
     let options = FleetOptions {
         max_in_flight: kind.conversations,

@@ -3,9 +3,9 @@
 use async_trait::async_trait;
 use camino::Utf8Path;
 use orchestrate_engine::{
-    Engine, EngineError, EngineInfo, Fleet, GenerateRequest, Generation, SessionOpening,
+    Engine, EngineError, EngineInfo, Fleet, GenerateRequest, Generation, Reply, SessionOpening,
 };
-use orchestrate_types::{ModelShape, PolicyVersion, RequestId};
+use orchestrate_types::{ModelShape, PolicyVersion};
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -131,7 +131,7 @@ impl Observed {
         seen.hits.hit += possible.min(reply.cached_tokens) as u64;
         seen.has_moved |= !is_first && seen.worker != reply.worker;
         seen.worker.clone_from(&reply.worker);
-        seen.tokens = prompt + reply.output_ids.len();
+        seen.tokens = prompt + reply.output_ids().len();
     }
 }
 
@@ -163,10 +163,12 @@ impl Engine for Observed {
         }
     }
 
-    async fn generate(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
-        let (session, prompt) = (request.session.clone(), request.token_ids.len());
+    async fn generate(&self, request: GenerateRequest) -> Result<Reply, EngineError> {
+        let (session, prompt) = (request.session.clone(), request.prompt.token_count());
         let reply = self.fleet.generate(request).await?;
-        self.note(&session, prompt, &reply);
+        if let Reply::Tokens(generation) = &reply {
+            self.note(&session, prompt, generation);
+        }
         // Whoever waits is woken once, not with each turn: that would be measured, too.
         if self.turns.fetch_add(1, Relaxed) + 1 == self.half {
             self.end_first_half();
@@ -180,9 +182,5 @@ impl Engine for Observed {
         version: PolicyVersion,
     ) -> Result<(), EngineError> {
         self.fleet.sync_weights(checkpoint, version).await
-    }
-
-    async fn abort(&self, request_id: &RequestId) -> Result<(), EngineError> {
-        self.fleet.abort(request_id).await
     }
 }

@@ -1,6 +1,6 @@
-//! Where conversations go.
+//! Which worker a conversation is assigned to.
 
-use crate::scripted::{Mood, Scripted, all_are, fleet, fleet_of, request, settle};
+use crate::scripted::{Mood, Scripted, all_are, fleet, fleet_of, request, sample, settle};
 use orchestrate_engine::{Engine, SessionOpening};
 use tokio::task::JoinSet;
 
@@ -9,11 +9,11 @@ fn open(fleet: &dyn Engine, session: &str, group: &str) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_conversation_stays_on_its_worker_and_new_ones_spread() {
+async fn a_conversation_stays_on_its_worker_and_new_ones_are_spread() {
     let (fleet, workers) = fleet(2, 8);
     for turn in 1..4 {
         for session in ["a", "b", "c", "d"] {
-            let reply = fleet.generate(request(session, 100 * turn)).await.unwrap();
+            let reply = sample(fleet.as_ref(), request(session, 100 * turn)).await.unwrap();
             assert_eq!(fleet.worker_of(session), Some(reply.worker));
         }
     }
@@ -38,17 +38,17 @@ async fn the_worker_is_known_before_the_first_call_and_groups_stay_together() {
     open(fleet.as_ref(), "h.0", "h");
     let found = ["g.0", "g.1", "g.2", "h.0"].map(|session| fleet.worker_of(session).unwrap());
     assert_eq!(found, ["w0", "w0", "w0", "w1"]);
-    assert_eq!(fleet.worker_of("nobody"), None);
-    let reply = fleet.generate(request("g.2", 100)).await.unwrap();
+    assert_eq!(fleet.worker_of("unknown"), None);
+    let reply = sample(fleet.as_ref(), request("g.2", 100)).await.unwrap();
     assert_eq!(reply.worker, "w0");
 }
 
 #[tokio::test(start_paused = true)]
-async fn ranks_are_places_of_their_own_and_are_sent_along() {
+async fn each_rank_is_assigned_separately_and_named_in_requests() {
     let workers = [Scripted::new("w0", 2)];
     let fleet = fleet_of(&workers, 8);
     for session in ["a", "b", "a", "b"] {
-        let reply = fleet.generate(request(session, 10)).await.unwrap();
+        let reply = sample(fleet.as_ref(), request(session, 10)).await.unwrap();
         assert_eq!(Some(reply.worker), fleet.worker_of(session));
     }
     let ranks: Vec<_> = workers[0].notes().requests.iter().map(|(_, rank)| *rank).collect();
@@ -57,13 +57,13 @@ async fn ranks_are_places_of_their_own_and_are_sent_along() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_never_has_more_than_its_permits() {
+async fn a_worker_never_has_more_calls_than_permits() {
     let (fleet, workers) = fleet(2, 3);
     all_are(&workers, Mood::Slow);
     let mut calls = JoinSet::new();
     for session in 0..20 {
         let fleet = fleet.clone();
-        calls.spawn(async move { fleet.generate(request(&session.to_string(), 10)).await });
+        calls.spawn(async move { sample(fleet.as_ref(), request(&session.to_string(), 10)).await });
     }
     settle().await;
     assert_eq!(fleet.status().iter().map(|worker| worker.calls).collect::<Vec<_>>(), [10, 10]);

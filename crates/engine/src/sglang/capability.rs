@@ -1,19 +1,19 @@
-//! What `/server_info` says about a server, judged for training with routing replay.
+//! What `/server_info` reports, judged for training with routing replay.
 
-use crate::Finding;
-use crate::fitness::{Release, check_version};
+use crate::capability::{CapabilityFinding, Release, check_version};
 use serde::Deserialize;
 
-/// The first release that honours the start of the routing rows.
-const OLDEST: Release = (0, 5, 12);
+/// The first release that respects the start of the routing rows.
+const OLDEST_RELEASE: Release = (0, 5, 12);
 /// MoE backends that hide the chosen experts and report zeros.
-const BLIND_BACKENDS: [&str; 3] = ["flashinfer_trtllm", "flashinfer_mxfp4", "triton_kernel"];
+const BACKENDS_WITHOUT_ROUTING: [&str; 3] =
+    ["flashinfer_trtllm", "flashinfer_mxfp4", "triton_kernel"];
 
-/// The part of `/server_info` that matters here. All of it may be absent: old servers know less.
+/// The relevant part of `/server_info`. Any field may be absent: older servers have fewer.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct ServerInfo {
-    /// Not in SGLang's own answer: what other servers of its dialect call themselves.
+    /// Name of a server that speaks this dialect; SGLang itself does not send it.
     pub(super) engine: Option<String>,
     pub(super) version: Option<String>,
     pub(super) model_path: Option<String>,
@@ -42,11 +42,11 @@ pub(super) struct ServerInfo {
     speculative_algorithm: Option<String>,
 }
 
-fn on(flag: Option<bool>) -> bool {
+fn is_on(flag: Option<bool>) -> bool {
     flag.unwrap_or(false)
 }
 
-fn many(size: Option<usize>) -> bool {
+fn is_multiple(size: Option<usize>) -> bool {
     size.is_some_and(|size| size > 1)
 }
 
@@ -56,14 +56,14 @@ impl ServerInfo {
         format!("{engine} {}", self.version.as_deref().unwrap_or("?"))
     }
 
-    /// Whether priorities are taken, larger first as we mean them.
-    pub(super) fn takes_priorities(&self) -> bool {
-        on(self.enable_priority_scheduling) && !on(self.schedule_low_priority_values_first)
+    /// Whether it supports priorities, higher first.
+    pub(super) fn supports_priorities(&self) -> bool {
+        is_on(self.enable_priority_scheduling) && !is_on(self.schedule_low_priority_values_first)
     }
 
-    /// Data-parallel ranks that a request can name.
+    /// Data-parallel ranks that a request can name, at least 1.
     pub(super) fn ranks(&self) -> usize {
-        self.dp_size.filter(|_| on(self.enable_dp_attention)).unwrap_or(1)
+        self.dp_size.filter(|_| is_on(self.enable_dp_attention)).unwrap_or(1)
     }
 
     pub(super) fn facts(&self) -> Vec<(&'static str, String)> {
@@ -83,35 +83,40 @@ impl ServerInfo {
         .collect()
     }
 
-    /// Everything that is unfit or doubtful, by name, with its remedy.
-    pub(super) fn findings(&self) -> Vec<Finding> {
+    /// All unsupported or doubtful settings.
+    pub(super) fn findings(&self) -> Vec<CapabilityFinding> {
         let mut findings = Vec::new();
         if self.engine.is_none() {
-            let why = "the start of the routing rows is accepted and ignored";
-            findings.extend(check_version("SGLang", self.version.as_deref(), OLDEST, why));
+            let defect = "the start of the routing rows is accepted and ignored";
+            findings.extend(check_version(
+                "SGLang",
+                self.version.as_deref(),
+                OLDEST_RELEASE,
+                defect,
+            ));
         }
-        if !on(self.enable_return_routed_experts) {
-            findings.push(Finding::refusal(
+        if !is_on(self.enable_return_routed_experts) {
+            findings.push(CapabilityFinding::refusal(
                 "routing-off",
-                "it does not return routed experts",
+                "the server does not return routed experts",
                 "start it with --enable-return-routed-experts",
             ));
         }
         self.judge_cache(&mut findings);
         self.judge_parallelism(&mut findings);
         self.judge_experts(&mut findings);
-        if on(self.allow_auto_truncate) {
-            findings.push(Finding::refusal(
+        if is_on(self.allow_auto_truncate) {
+            findings.push(CapabilityFinding::refusal(
                 "auto-truncate",
-                "it cuts long prompts silently",
+                "the server truncates long prompts silently",
                 "start it without --allow-auto-truncate",
             ));
         }
         if let Some(algorithm) = &self.speculative_algorithm {
-            findings.push(Finding::warning(
+            findings.push(CapabilityFinding::warning(
                 "speculative-decoding",
                 format!(
-                    "it speculates ({algorithm}), which returned surplus rows in some releases"
+                    "speculative decoding ({algorithm}) returned surplus rows in some releases"
                 ),
                 "start it without --speculative-algorithm if routing rows are refused",
             ));
@@ -119,33 +124,33 @@ impl ServerInfo {
         findings
     }
 
-    fn judge_cache(&self, findings: &mut Vec<Finding>) {
-        if on(self.enable_hierarchical_cache) {
-            findings.push(Finding::refusal(
+    fn judge_cache(&self, findings: &mut Vec<CapabilityFinding>) {
+        if is_on(self.enable_hierarchical_cache) {
+            findings.push(CapabilityFinding::refusal(
                 "hierarchical-cache",
                 "KV that HiCache loads back has the routed experts of other tokens",
                 "start it without --enable-hierarchical-cache",
             ));
         }
-        if on(self.enable_lmcache) || self.flexkv_config_file.is_some() {
-            findings.push(Finding::refusal(
+        if is_on(self.enable_lmcache) || self.flexkv_config_file.is_some() {
+            findings.push(CapabilityFinding::refusal(
                 "external-cache",
                 "KV from an external cache comes without its routed experts",
                 "start it without --enable-lmcache and --flexkv-config-file",
             ));
         }
-        if on(self.disable_radix_cache) {
-            findings.push(Finding::warning(
+        if is_on(self.disable_radix_cache) {
+            findings.push(CapabilityFinding::warning(
                 "prefix-cache-off",
-                "every turn prefills its whole conversation again",
+                "every turn prefills the whole conversation again",
                 "start it without --disable-radix-cache",
             ));
         }
     }
 
-    fn judge_parallelism(&self, findings: &mut Vec<Finding>) {
-        if many(self.pp_size) {
-            findings.push(Finding::refusal(
+    fn judge_parallelism(&self, findings: &mut Vec<CapabilityFinding>) {
+        if is_multiple(self.pp_size) {
+            findings.push(CapabilityFinding::refusal(
                 "pipeline-parallel",
                 "pipeline stages report zeros for each other's layers",
                 "start it with --pp-size 1",
@@ -153,44 +158,46 @@ impl ServerInfo {
         }
         let mode = self.disaggregation_mode.as_deref().filter(|mode| *mode != "null");
         if let Some(mode) = mode {
-            findings.push(Finding::refusal(
+            findings.push(CapabilityFinding::refusal(
                 "disaggregation",
-                format!("as {mode} worker it holds the rows of its own half only"),
+                format!("a {mode} worker has only its own half of the rows"),
                 "start it without --disaggregation-mode",
             ));
         }
-        if many(self.dp_size) && !on(self.enable_dp_attention) {
-            findings.push(Finding::refusal(
+        if is_multiple(self.dp_size) && !is_on(self.enable_dp_attention) {
+            findings.push(CapabilityFinding::refusal(
                 "data-parallel",
-                "weights cannot be updated in more than one data-parallel replica",
+                "weights can only be updated in one data-parallel replica",
                 "start one server per replica with --dp-size 1, or add --enable-dp-attention",
             ));
         }
     }
 
-    fn judge_experts(&self, findings: &mut Vec<Finding>) {
-        let blind = self.moe_runner_backend.as_deref();
-        if let Some(backend) = blind.filter(|backend| BLIND_BACKENDS.contains(backend)) {
-            findings.push(Finding::refusal(
+    fn judge_experts(&self, findings: &mut Vec<CapabilityFinding>) {
+        let backend = self.moe_runner_backend.as_deref();
+        if let Some(backend) = backend.filter(|backend| BACKENDS_WITHOUT_ROUTING.contains(backend))
+        {
+            findings.push(CapabilityFinding::refusal(
                 "moe-backend",
-                format!("its MoE kernel {backend} hides the chosen experts"),
+                format!("the MoE kernel {backend} hides the chosen experts"),
                 "start it with --moe-runner-backend triton",
             ));
         }
-        let moved = self.init_expert_location.as_deref().is_some_and(|word| word != "trivial");
+        let moved =
+            self.init_expert_location.as_deref().is_some_and(|location| location != "trivial");
         let redundant = self.ep_num_redundant_experts.is_some_and(|count| count > 0);
-        if on(self.enable_eplb) || redundant || moved {
-            findings.push(Finding::warning(
+        if is_on(self.enable_eplb) || redundant || moved {
+            findings.push(CapabilityFinding::warning(
                 "expert-load-balancing",
-                "experts are moved or copied: replay needs their logical ids, not physical ones",
+                "experts are moved or copied, but replay needs logical expert ids, not physical ones",
                 "start it without --enable-eplb, --ep-num-redundant-experts and \
                  --init-expert-location, unless the trainer's own routing agrees with the rows",
             ));
         }
-        if on(self.enforce_shared_experts_fusion) {
-            findings.push(Finding::warning(
+        if is_on(self.enforce_shared_experts_fusion) {
+            findings.push(CapabilityFinding::warning(
                 "fused-shared-experts",
-                "shared experts may appear as one more chosen expert",
+                "shared experts may appear as an additional chosen expert",
                 "start it with --disable-shared-experts-fusion",
             ));
         }
@@ -200,7 +207,7 @@ impl ServerInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Severity;
+    use crate::capability::Severity;
     use serde_json::json;
 
     fn findings(change: &serde_json::Value) -> Vec<(&'static str, Severity)> {
@@ -215,12 +222,12 @@ mod tests {
         }
         let info: ServerInfo = serde_json::from_value(info).unwrap();
         let found = info.findings();
-        assert!(found.iter().all(|f| !f.remedy.is_empty() && !f.words.is_empty()));
+        assert!(found.iter().all(|f| !f.remedy.is_empty() && !f.problem.is_empty()));
         found.into_iter().map(|finding| (finding.name, finding.severity)).collect()
     }
 
     #[test]
-    fn every_unfit_mode_is_named() {
+    fn every_unsupported_mode_is_found() {
         use Severity::{Refusal, Warning};
         assert_eq!(findings(&json!({})), []);
         for (change, name, severity) in [
@@ -253,13 +260,14 @@ mod tests {
     }
 
     #[test]
-    fn priorities_are_sent_only_where_larger_means_sooner() {
-        let takes = |info| serde_json::from_value::<ServerInfo>(info).unwrap().takes_priorities();
-        assert!(takes(json!({"enable_priority_scheduling": true})));
-        assert!(!takes(json!({})));
+    fn priorities_are_supported_only_if_higher_means_sooner() {
+        let supported =
+            |info| serde_json::from_value::<ServerInfo>(info).unwrap().supports_priorities();
+        assert!(supported(json!({"enable_priority_scheduling": true})));
+        assert!(!supported(json!({})));
         let low_first = json!({
             "enable_priority_scheduling": true, "schedule_low_priority_values_first": true
         });
-        assert!(!takes(low_first));
+        assert!(!supported(low_first));
     }
 }

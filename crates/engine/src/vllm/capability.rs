@@ -1,12 +1,11 @@
-//! What vLLM's questions say about a server, judged for training with routing replay.
+//! What vLLM's information routes report, judged for training with routing replay.
 
-use crate::Finding;
-use crate::fitness::{Release, check_version};
+use crate::capability::{CapabilityFinding, Release, check_version};
 use serde_json::Value;
 
-/// The first release whose rows come with the KV blocks they were computed with.
-const OLDEST: Release = (0, 31, 0);
-/// Settings worth showing, by their name there.
+/// The first release that keeps routing rows together with their KV blocks.
+const OLDEST_RELEASE: Release = (0, 31, 0);
+/// Settings for display, as `(our name, vLLM's name)`.
 const FACTS: [(&str, &str); 5] = [
     ("tensor parallel", "tensor_parallel_size"),
     ("data parallel", "data_parallel_size"),
@@ -15,16 +14,16 @@ const FACTS: [(&str, &str); 5] = [
     ("MoE backend", "moe_backend"),
 ];
 
-/// The settings in `/server_info`: one Python text by default, an object where asked for.
+/// The settings in `/server_info`: the text of a Python object by default, a JSON object on request.
 #[derive(Debug)]
-pub(super) struct Settings(Value);
+pub(super) struct ServerSettings(Value);
 
-impl Settings {
+impl ServerSettings {
     pub(super) fn new(mut reply: Value) -> Self {
         Self(reply.get_mut("vllm_config").map(Value::take).unwrap_or_default())
     }
 
-    /// A setting's value as text, wherever it stands; `None` where it is absent or none.
+    /// A setting's value as text, at any depth; `None` if it is absent, null or Python's `None`.
     fn get(&self, name: &str) -> Option<String> {
         let found = match &self.0 {
             Value::String(text) => in_text(text, name)?.to_owned(),
@@ -44,11 +43,11 @@ impl Settings {
         self.get(name)?.parse().ok()
     }
 
-    fn many(&self, name: &str) -> bool {
+    fn is_multiple(&self, name: &str) -> bool {
         self.size(name).is_some_and(|size| size > 1)
     }
 
-    /// Data-parallel ranks behind its one address.
+    /// Number of data-parallel ranks behind the address.
     pub(super) fn ranks(&self) -> usize {
         self.size("data_parallel_size").unwrap_or(1)
     }
@@ -61,65 +60,68 @@ impl Settings {
         FACTS.iter().filter_map(|(shown, name)| Some((*shown, self.get(name)?))).collect()
     }
 
-    fn judge(&self, findings: &mut Vec<Finding>) {
+    fn add_findings(&self, findings: &mut Vec<CapabilityFinding>) {
         if !self.returns_routed_experts() {
-            findings.push(Finding::refusal(
+            findings.push(CapabilityFinding::refusal(
                 "routing-off",
-                "it does not return routed experts",
+                "the server does not return routed experts",
                 "start it with --enable-return-routed-experts",
             ));
         }
         if self.is_on("enable_prefix_caching") == Some(false) {
-            findings.push(Finding::warning(
+            findings.push(CapabilityFinding::warning(
                 "prefix-cache-off",
-                "every turn prefills its whole conversation again",
+                "every turn prefills the whole conversation again",
                 "start it with --enable-prefix-caching",
             ));
         }
-        if self.many("pipeline_parallel_size") {
-            findings.push(Finding::refusal(
+        if self.is_multiple("pipeline_parallel_size") {
+            findings.push(CapabilityFinding::refusal(
                 "pipeline-parallel",
-                "rows of other pipeline stages are missing",
+                "rows of the other pipeline stages are missing",
                 "start it with --pipeline-parallel-size 1",
             ));
         }
-        if self.many("decode_context_parallel_size") {
-            findings.push(Finding::refusal(
+        if self.is_multiple("decode_context_parallel_size") {
+            findings.push(CapabilityFinding::refusal(
                 "context-parallel",
                 "rows are not gathered over context-parallel ranks",
                 "start it with --decode-context-parallel-size 1",
             ));
         }
         if self.is_on("enable_eplb") == Some(true) {
-            findings.push(Finding::warning(
+            findings.push(CapabilityFinding::warning(
                 "expert-load-balancing",
-                "experts are moved or copied: replay needs their logical ids, not physical ones",
+                "experts are moved or copied, but replay needs logical expert ids, not physical ones",
                 "start it without --enable-eplb, unless the trainer's own routing agrees with \
                  the rows",
             ));
         }
         if self.get("kv_transfer_config").is_some() || self.get("kv_connector").is_some() {
-            findings.push(Finding::refusal(
+            findings.push(CapabilityFinding::refusal(
                 "disaggregation",
-                "KV that comes from another worker comes without its routed experts",
+                "KV that is transferred from another worker comes without its routed experts",
                 "start it without --kv-transfer-config",
             ));
         }
     }
 }
 
-/// Everything that is unfit or doubtful, by name, with its remedy.
-pub(super) fn findings(version: Option<&str>, settings: Option<&Settings>) -> Vec<Finding> {
-    let why = "routed experts could be lost with the prefix cache";
-    let mut findings: Vec<Finding> =
-        check_version("vLLM", version, OLDEST, why).into_iter().collect();
+/// All unsupported or doubtful properties of a server.
+pub(super) fn findings(
+    version: Option<&str>,
+    settings: Option<&ServerSettings>,
+) -> Vec<CapabilityFinding> {
+    let defect = "routed experts could be lost with the prefix cache";
+    let mut findings: Vec<CapabilityFinding> =
+        check_version("vLLM", version, OLDEST_RELEASE, defect).into_iter().collect();
     match settings {
-        Some(settings) => settings.judge(&mut findings),
-        None => findings.push(Finding::refusal(
+        Some(settings) => settings.add_findings(&mut findings),
+        None => findings.push(CapabilityFinding::refusal(
             "developer-mode-off",
-            "its weights cannot be replaced and its settings cannot be read",
-            "start it with VLLM_SERVER_DEV_MODE=1 in its environment, in a network of its own: \
-             these routes ask for no key",
+            "the weights cannot be replaced and the settings cannot be read",
+            "start it with VLLM_SERVER_DEV_MODE=1 in its environment, in a private network: the \
+             routes of this mode do not require the API key",
         )),
     }
     findings
@@ -129,14 +131,14 @@ pub(super) fn findings(version: Option<&str>, settings: Option<&Settings>) -> Ve
 fn in_text<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let mut from = 0;
     loop {
-        let begin = from + text.get(from..)?.find(name)?;
-        let end = begin + name.len();
-        let alone = text
-            .get(..begin)?
+        let start = from + text.get(from..)?.find(name)?;
+        let end = start + name.len();
+        let is_whole_name = text
+            .get(..start)?
             .chars()
             .next_back()
             .is_none_or(|before| !(before.is_alphanumeric() || before == '_'));
-        if alone && let Some(value) = text.get(end..)?.strip_prefix('=') {
+        if is_whole_name && let Some(value) = text.get(end..)?.strip_prefix('=') {
             let stop = value.find([',', ')']).unwrap_or(value.len());
             return value.get(..stop).map(|value| value.trim_matches('\''));
         }
@@ -155,7 +157,7 @@ fn in_object<'a>(value: &'a Value, name: &str) -> Option<&'a Value> {
     }
 }
 
-/// Tokens per block of the prefix cache, which only the metrics tell.
+/// Tokens per block of the prefix cache. Only the metrics report it.
 pub(super) fn block_size(metrics: &[u8]) -> Option<usize> {
     let text = std::str::from_utf8(metrics).ok()?;
     let line = text.lines().find(|line| line.starts_with("vllm:cache_config_info{"))?;
@@ -167,7 +169,7 @@ pub(super) fn block_size(metrics: &[u8]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Severity;
+    use crate::capability::Severity;
     use serde_json::json;
 
     const TEXT: &str = "model='m', pipeline_parallel_size=1, data_parallel_size=1, \
@@ -175,14 +177,14 @@ mod tests {
         enable_prefix_caching=True, kernel_config=KernelConfig(moe_backend='auto')";
 
     fn named(version: &str, text: &str) -> Vec<(&'static str, Severity)> {
-        let settings = Settings::new(json!({"vllm_config": text}));
+        let settings = ServerSettings::new(json!({"vllm_config": text}));
         let found = findings(Some(version), Some(&settings));
-        assert!(found.iter().all(|f| !f.remedy.is_empty() && !f.words.is_empty()));
+        assert!(found.iter().all(|f| !f.remedy.is_empty() && !f.problem.is_empty()));
         found.into_iter().map(|finding| (finding.name, finding.severity)).collect()
     }
 
     #[test]
-    fn every_unfit_mode_is_named() {
+    fn every_unsupported_mode_is_found() {
         use Severity::{Refusal, Warning};
         assert_eq!(named("0.32.0", TEXT), []);
         assert_eq!(named("0.28.1", TEXT), [("version", Refusal)]);
@@ -198,27 +200,27 @@ mod tests {
             assert_eq!(named("0.32.0", &TEXT.replace(old, new)), [(name, severity)], "{new}");
         }
         assert_eq!(named("0.32.0", &TEXT.replace("model='m'", "kv_transfer_config=None")), []);
-        let closed = findings(Some("0.32.0"), None);
-        assert_eq!((closed.len(), closed[0].name), (1, "developer-mode-off"));
+        let without_settings = findings(Some("0.32.0"), None);
+        assert_eq!((without_settings.len(), without_settings[0].name), (1, "developer-mode-off"));
     }
 
     #[test]
     fn settings_are_found_in_text_and_in_objects() {
-        let text = Settings::new(json!({"vllm_config": TEXT}));
-        let object = Settings::new(json!({"vllm_config": {
+        let text = ServerSettings::new(json!({"vllm_config": TEXT}));
+        let object = ServerSettings::new(json!({"vllm_config": {
             "parallel_config": {"pipeline_parallel_size": 1},
             "aux": [{"enable_return_routed_experts": true}],
             "kernel_config": {"moe_backend": "auto"},
         }}));
         for settings in [text, object] {
             assert!(settings.returns_routed_experts());
-            assert!(!settings.many("pipeline_parallel_size"));
+            assert!(!settings.is_multiple("pipeline_parallel_size"));
             assert_eq!(settings.get("moe_backend").as_deref(), Some("auto"));
-            // Part of another name.
+            // Parts of longer names.
             assert_eq!(settings.get("parallel_size"), None);
             assert_eq!(settings.get("max_bytes"), None);
         }
-        assert!(!Settings::new(json!([])).returns_routed_experts());
+        assert!(!ServerSettings::new(json!([])).returns_routed_experts());
     }
 
     #[test]
@@ -227,8 +229,8 @@ mod tests {
         let labels = r#"a_block_size="8",block_size="32",effective_attention_block_size="64""#;
         assert_eq!(block_size(line(labels).as_bytes()), Some(32));
         assert_eq!(block_size(line(r#"block_size="16""#).as_bytes()), Some(16));
-        for strange in [line(""), line(r#"block_size="None""#), String::new()] {
-            assert_eq!(block_size(strange.as_bytes()), None);
+        for unreadable in [line(""), line(r#"block_size="None""#), String::new()] {
+            assert_eq!(block_size(unreadable.as_bytes()), None);
         }
         assert_eq!(block_size(b"\xff"), None);
     }

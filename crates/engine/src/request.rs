@@ -1,0 +1,92 @@
+//! What an engine is asked: a prompt, and how to continue it.
+
+use crate::message::ChatMessage;
+use orchestrate_types::{PolicyVersion, RequestId, TokenId};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How to sample. Log-probabilities describe the distribution after temperature and top-p.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sampling {
+    /// Softmax temperature; 0 = greedy.
+    pub temperature: f32,
+    /// Nucleus mass that is kept; 1.0 = all.
+    pub top_p: f32,
+    /// Maximum number of tokens to sample in this call.
+    pub max_new_tokens: usize,
+    /// Tokens that end the turn. The one that was sampled is the last output token.
+    pub stop_token_ids: Vec<TokenId>,
+    /// Seed of this call's random stream.
+    pub seed: u64,
+}
+
+/// A request for one generation.
+#[derive(Debug, Clone)]
+pub struct GenerateRequest {
+    /// Unique for every try.
+    pub request_id: RequestId,
+    /// The conversation. Calls of one session go to the worker that holds its KV cache.
+    pub session: String,
+    /// The whole conversation so far.
+    pub prompt: Prompt,
+    /// How to sample.
+    pub sampling: Sampling,
+    /// Requests with a higher priority run first. It grows with the turn, so that conversations
+    /// close to their end are finished first.
+    pub priority: i32,
+    /// Maximum time that this call may take.
+    pub deadline: Duration,
+}
+
+/// A conversation, in the form that the engine takes; see
+/// [`Engine::takes_messages`](crate::Engine::takes_messages).
+#[derive(Debug, Clone)]
+pub enum Prompt {
+    /// Token ids. The reply is [`Reply::Tokens`](crate::Reply::Tokens).
+    Tokens(TokenPrompt),
+    /// Chat messages. The reply is [`Reply::Message`](crate::Reply::Message).
+    Messages(MessagePrompt),
+}
+
+impl Prompt {
+    /// Length in tokens; an estimate for a prompt in messages.
+    pub fn token_count(&self) -> usize {
+        match self {
+            Self::Tokens(prompt) => prompt.ids.len(),
+            Self::Messages(prompt) => prompt.estimated_tokens,
+        }
+    }
+}
+
+/// A prompt in token ids. Cloning it does not copy them.
+#[derive(Debug, Clone)]
+pub struct TokenPrompt {
+    /// All tokens so far, `[P]`, shared with the episode that owns them.
+    pub ids: Arc<Vec<TokenId>>,
+    /// First absolute position whose routing row is requested; `None` = no rows.
+    pub routed_experts_start: Option<usize>,
+    /// Namespace of the prefix cache: the KV cache of another policy version is never reused.
+    pub cache_namespace: PolicyVersion,
+}
+
+/// A prompt in messages. Cloning it does not copy them.
+#[derive(Debug, Clone, Default)]
+pub struct MessagePrompt {
+    /// All messages so far.
+    pub messages: Arc<Vec<ChatMessage>>,
+    /// JSON schemas of the tools. With them the server separates tool calls from text.
+    pub tools: Arc<Vec<serde_json::Value>>,
+    /// Length in tokens by our own tokenizer and template, which may differ from the server's.
+    pub estimated_tokens: usize,
+}
+
+/// A conversation that is about to start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SessionOpening<'a> {
+    /// The conversation, as in [`GenerateRequest::session`].
+    pub session: &'a str,
+    /// Conversations of the same group start with the same prompt.
+    pub group: Option<&'a str>,
+    /// Length of that prompt in tokens.
+    pub prompt_tokens: usize,
+}
