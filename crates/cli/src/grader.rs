@@ -4,7 +4,7 @@ use crate::config::Settings;
 use crate::wiring;
 use orchestrate_rollout::{GradeError, Graded, Rules, grade_patch};
 use orchestrate_sandbox::{
-    DockerHosts, Owner, Purpose, SandboxProvider, SandboxSpec, Surroundings,
+    DockerHosts, Owner, Purpose, SandboxProvider, SandboxSpec, ImageHooks,
 };
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, Retry, RunId};
@@ -29,7 +29,7 @@ pub(crate) struct Grader<'a> {
 impl<'a> Grader<'a> {
     /// Connects to Docker.
     pub(crate) async fn connect(settings: &'a Settings, rules: Rules) -> anyhow::Result<Self> {
-        let provider = DockerHosts::connect(&settings.sandbox, Surroundings::default()).await?;
+        let provider = DockerHosts::connect(&settings.sandbox, ImageHooks::default()).await?;
         Ok(Self { settings, provider, rules, run: RunId::generate(), count: AtomicU32::new(0) })
     }
 

@@ -17,7 +17,7 @@ use crate::rows::RowSharing;
 use crate::tree::{TreeChange, compare_trees};
 use orchestrate_engine::Engine;
 use orchestrate_sandbox::{
-    FileEntry, Limits, Owner, Purpose, Sandbox, SandboxError, SandboxErrorKind, SandboxProvider,
+    FileEntry, SandboxLimits, Owner, Purpose, Sandbox, SandboxError, SandboxErrorKind, SandboxProvider,
     SandboxSpec,
 };
 use orchestrate_tasks::{Origin, Task};
@@ -49,7 +49,7 @@ pub struct EpisodeRunner {
     /// The checked `[rollout]` section.
     pub plan: RolloutPlan,
     /// Limits of every container.
-    pub container_limits: Limits,
+    pub container_limits: SandboxLimits,
     /// Whose rules turn a test log into a verdict.
     pub rules: Rules,
     /// Where graded changes of evaluation episodes are kept; `None`: nowhere. Tasks that bring

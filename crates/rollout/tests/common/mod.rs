@@ -4,7 +4,7 @@ use orchestrate_engine::Engine;
 use orchestrate_rollout::{
     ChatModel, EpisodeRequest, EpisodeRunner, Leads, RolloutPlan, RowSharing, Rules,
 };
-use orchestrate_sandbox::{Limits, SandboxProvider};
+use orchestrate_sandbox::{SandboxLimits, SandboxProvider};
 use orchestrate_tasks::Task;
 use orchestrate_types::{ByteSize, PolicyVersion, RunId};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ pub(crate) fn runner(
     rules: Rules,
 ) -> EpisodeRunner {
     let container_limits =
-        Limits { memory: ByteSize::mib(256), cpu_millis: 1000, pids: 64, tmpfs: ByteSize::mib(64) };
+        SandboxLimits { memory: ByteSize::mib(256), cpu_millis: 1000, pids: 64, tmpfs: ByteSize::mib(64) };
     let (rows, leads) = (RowSharing::default(), Leads::default());
     EpisodeRunner {
         engine,
