@@ -3,9 +3,7 @@
 use crate::config::Settings;
 use crate::wiring;
 use orchestrate_rollout::{GradeError, Graded, Rules, grade_patch};
-use orchestrate_sandbox::{
-    DockerHosts, Owner, Purpose, SandboxProvider, SandboxSpec, ImageHooks,
-};
+use orchestrate_sandbox::{DockerHosts, ImageHooks, Owner, Purpose, SandboxProvider, SandboxSpec};
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, Retry, RunId};
 use std::sync::atomic::{AtomicU32, Ordering};

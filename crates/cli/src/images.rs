@@ -1,6 +1,6 @@
 //! A run's images: recorded in its journal, told of on standard error.
 
-use orchestrate_sandbox::{ImageLock, ImageIdentity, SandboxError, SandboxErrorKind};
+use orchestrate_sandbox::{ImageIdentity, ImageLock, SandboxError, SandboxErrorKind};
 use orchestrate_store::{ImageRecords, ImageRow, StoreError};
 
 /// The journal as the place where it is written what images are.
@@ -10,7 +10,10 @@ pub(crate) struct Journal(pub(crate) ImageRecords);
 fn failed(image: &str) -> impl Fn(StoreError) -> SandboxError {
     move |error| SandboxError {
         sandbox: "journal".to_owned(),
-        kind: SandboxErrorKind::NotRecorded { image: image.to_owned(), source: std::sync::Arc::new(error) },
+        kind: SandboxErrorKind::NotRecorded {
+            image: image.to_owned(),
+            source: std::sync::Arc::new(error),
+        },
     }
 }
 

@@ -16,7 +16,7 @@ use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{ChatModel, EpisodeRunner, GradeLogs, History, Leads, RowSharing};
-use orchestrate_sandbox::{DockerHosts, SandboxLimits, ImageListener, SandboxProvider, ImageHooks};
+use orchestrate_sandbox::{DockerHosts, ImageHooks, ImageListener, SandboxLimits, SandboxProvider};
 use orchestrate_store::Store;
 use orchestrate_tasks::Task;
 use orchestrate_types::ModelShape;

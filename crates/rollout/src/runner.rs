@@ -17,8 +17,8 @@ use crate::rows::RowSharing;
 use crate::tree::{TreeChange, compare_trees};
 use orchestrate_engine::Engine;
 use orchestrate_sandbox::{
-    FileEntry, SandboxLimits, Owner, Purpose, Sandbox, SandboxError, SandboxErrorKind, SandboxProvider,
-    SandboxSpec,
+    FileEntry, Owner, Purpose, Sandbox, SandboxError, SandboxErrorKind, SandboxLimits,
+    SandboxProvider, SandboxSpec,
 };
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{ByteSize, GroupId, Outcome, Retry, Stage};

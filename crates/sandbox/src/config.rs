@@ -265,11 +265,7 @@ impl SandboxConfig {
                               takes an earlier list back)";
                 problems.push(ConfigProblem::new("sandbox.docker_host", host, remedy));
             } else if let Err(remedy) = DockerHost::single(Some(host)).transport() {
-                problems.push(ConfigProblem::new(
-                    "sandbox.docker_host",
-                    host,
-                    remedy.to_string(),
-                ));
+                problems.push(ConfigProblem::new("sandbox.docker_host", host, remedy.to_string()));
             }
         }
         let (mut titles, mut urls) = (HashSet::new(), HashSet::new());

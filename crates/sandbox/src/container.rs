@@ -263,7 +263,10 @@ mod tests {
     #[test]
     fn container_has_no_network_capabilities_mounts_or_devices() {
         let spec = SandboxSpec {
-            limits: SandboxLimits { memory: ByteSize::mib(64), ..SandboxConfig::default().limits() },
+            limits: SandboxLimits {
+                memory: ByteSize::mib(64),
+                ..SandboxConfig::default().limits()
+            },
             ..spec("/w", true)
         };
         let body = create_body(&spec, &SandboxConfig::default(), "x", Duration::from_secs(9));

@@ -195,9 +195,7 @@ impl Remover {
 
     /// Retries containers in quarantine one by one, so that slow removals do not delay others.
     async fn retry_quarantined(&self) {
-        let pause = || {
-            self.stop.run_until_cancelled(tokio::time::sleep(QUARANTINE_RETRY_INTERVAL))
-        };
+        let pause = || self.stop.run_until_cancelled(tokio::time::sleep(QUARANTINE_RETRY_INTERVAL));
         while pause().await.is_some() {
             for QuarantinedContainer { name, .. } in self.quarantined() {
                 let outcome = self.stop.run_until_cancelled(self.daemon.remove(&name)).await;

@@ -44,9 +44,7 @@ pub(crate) async fn check(
         daemon.call(daemon.docker.info()).await.map_err(|error| error.at(&daemon.host, "info"))?;
     let security = info.security_options.clone().unwrap_or_default();
     match missing_feature(&runtimes(&info), &security, runtime, user_namespace) {
-        Some(message) => {
-            Err(daemon.error(SandboxErrorKind::Refused { call: "connect", message }))
-        }
+        Some(message) => Err(daemon.error(SandboxErrorKind::Refused { call: "connect", message })),
         None => Ok(()),
     }
 }

@@ -141,8 +141,9 @@ impl SupervisorLink {
     ) -> Result<Result<(), Refusal>, SandboxError> {
         match self.receive().await? {
             (got, Reply::Ack(answer)) if got == id => Ok(answer),
-            (got, other) => Err(self
-                .protocol_error(format!("expected an acknowledgement of {id}, got {got}: {other:?}"))),
+            (got, other) => Err(self.protocol_error(format!(
+                "expected an acknowledgement of {id}, got {got}: {other:?}"
+            ))),
         }
     }
 

@@ -180,7 +180,9 @@ impl DockerSandbox {
                 // Later ids belong to the pings.
                 Reply::Ack(Ok(())) if from > id => {}
                 other => {
-                    return Err(self.link.protocol_error(format!("expected a result, got {other:?}")));
+                    return Err(self
+                        .link
+                        .protocol_error(format!("expected a result, got {other:?}")));
                 }
             }
         }
@@ -199,7 +201,8 @@ impl DockerSandbox {
             CommandEnd::NotStarted => Exit::NotStarted,
             CommandEnd::Flooded => Exit::Signal(SIGKILL),
             CommandEnd::Abandoned => {
-                let reason = "the supervisor received nothing from this program for a minute".to_owned();
+                let reason =
+                    "the supervisor received nothing from this program for a minute".to_owned();
                 return Err(self.error(SandboxErrorKind::Gone(reason)));
             }
         };
@@ -244,7 +247,9 @@ impl DockerSandbox {
                     let sorted = files.last().is_none_or(|last| last.path < path);
                     total = total.saturating_add(size).saturating_add(path.len() as u64);
                     if !is_safe_path(&path) || !sorted || total > cap.0 {
-                        return Err(self.link.protocol_error(format!("invalid tree entry `{path}`")));
+                        return Err(self
+                            .link
+                            .protocol_error(format!("invalid tree entry `{path}`")));
                     }
                     missing = size;
                     files.push(FileEntry { path, mode, content: Vec::new() });
@@ -265,7 +270,9 @@ impl DockerSandbox {
                         {
                             Ok(files)
                         }
-                        TreeEnd::Complete { .. } => Err(self.link.protocol_error("a file is missing")),
+                        TreeEnd::Complete { .. } => {
+                            Err(self.link.protocol_error("a file is missing"))
+                        }
                         TreeEnd::TooLarge(what) => {
                             Err(self.error(SandboxErrorKind::TooLarge { what, cap }))
                         }
@@ -273,7 +280,9 @@ impl DockerSandbox {
                     };
                 }
                 (_, other) => {
-                    return Err(self.link.protocol_error(format!("expected a tree, got {other:?}")));
+                    return Err(self
+                        .link
+                        .protocol_error(format!("expected a tree, got {other:?}")));
                 }
             }
         }

@@ -119,7 +119,7 @@ fn arguments(destination: &Destination, socket: &Path) -> Vec<String> {
         arguments.extend(["-p".to_owned(), port.to_string()]);
     }
     for option in [
-        // Nobody is there to be asked for a password or about a key.
+        // Fail instead of asking for a password or for trust in a host key.
         "BatchMode=yes".to_owned(),
         "ExitOnForwardFailure=yes".to_owned(),
         // Replace the socket of an earlier connection.
@@ -146,7 +146,7 @@ mod tests {
     #[tokio::test]
     async fn unreachable_host_is_reported_with_the_message_of_ssh() {
         let destination = Destination {
-            login: "nobody@127.0.0.1".into(),
+            login: "user@127.0.0.1".into(),
             port: Some(1),
             socket: "/var/run/docker.sock".into(),
             config: Some("/dev/null".into()),

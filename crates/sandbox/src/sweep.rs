@@ -207,7 +207,7 @@ impl ProviderState {
                 Ok(swept) if swept.removed.is_empty() => {}
                 Ok(swept) => {
                     tracing::info!(removed = ?swept.removed, "removed leftover containers");
-                },
+                }
                 Err(error) => tracing::warn!(%error, "cannot list leftover containers"),
             }
         }

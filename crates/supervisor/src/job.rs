@@ -115,7 +115,9 @@ impl Job {
             return Err(StartError::Command("the command is empty".to_owned()));
         };
         if !std::fs::metadata(workdir).is_ok_and(|found| found.is_dir()) {
-            return Err(StartError::Command(format!("the working directory {workdir} does not exist")));
+            return Err(StartError::Command(format!(
+                "the working directory {workdir} does not exist"
+            )));
         }
         let (reader, writer) = io::pipe().map_err(StartError::System)?;
         sys::prepare_pipe(reader.as_fd()).map_err(StartError::System)?;

@@ -176,8 +176,7 @@ impl Baseline {
             let Some(was) = self.roots.get(&path) else {
                 return Err(ResetError::NoBaseline(path));
             };
-            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700))
-                ?;
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700))?;
             tree::wipe(&path)?;
             let mode = std::fs::Permissions::from_mode(was.mode & 0o7777);
             std::fs::set_permissions(&path, mode)?;

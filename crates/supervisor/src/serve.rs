@@ -216,7 +216,8 @@ impl Server {
                 Some(at) if now >= at => return Ok(Some(CommandEnd::TimedOut)),
                 None | Some(_) => {}
             }
-            let mut until = killing_at.unwrap_or(job.next_check()).min(self.last_frame_at + HOST_SILENCE);
+            let mut until =
+                killing_at.unwrap_or(job.next_check()).min(self.last_frame_at + HOST_SILENCE);
             if self.watches_disk {
                 until = until.min(now + CHECK_INTERVAL);
             }

@@ -97,7 +97,11 @@ fn list(
             let cost = meta.len() + path.len() as u64 + FILE_COST;
             let left = budget.bytes.checked_sub(cost);
             budget.bytes = left.ok_or_else(|| TreeEnd::TooLarge(path.clone()))?;
-            found.push(FoundFile { path, mode: meta.permissions().mode() & 0o7777, size: meta.len() });
+            found.push(FoundFile {
+                path,
+                mode: meta.permissions().mode() & 0o7777,
+                size: meta.len(),
+            });
         }
     }
     Ok(())

@@ -7,7 +7,7 @@ use orchestrate_rollout::{
     Action, ChatModel, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes as _, Leads,
     RolloutConfig, RowSharing, Rules, judge_by_summary,
 };
-use orchestrate_sandbox::{DockerProvider, SandboxLimits, RawSandboxConfig};
+use orchestrate_sandbox::{DockerProvider, RawSandboxConfig, SandboxLimits};
 use orchestrate_tasks::{Task, micro};
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
 use orchestrate_types::{

@@ -12,8 +12,8 @@ use orchestrate_engine::{
 use orchestrate_moe::ModelConfig;
 use orchestrate_rollout::ChatModel;
 use orchestrate_sandbox::{
-    SelfTestResult, DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider,
-    SandboxSpec, self_test_cases, run_self_test,
+    DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
+    SelfTestResult, run_self_test, self_test_cases,
 };
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};

@@ -16,8 +16,12 @@ pub(crate) fn runner(
     (chat, plan): (Arc<ChatModel>, RolloutPlan),
     rules: Rules,
 ) -> EpisodeRunner {
-    let container_limits =
-        SandboxLimits { memory: ByteSize::mib(256), cpu_millis: 1000, pids: 64, tmpfs: ByteSize::mib(64) };
+    let container_limits = SandboxLimits {
+        memory: ByteSize::mib(256),
+        cpu_millis: 1000,
+        pids: 64,
+        tmpfs: ByteSize::mib(64),
+    };
     let (rows, leads) = (RowSharing::default(), Leads::default());
     EpisodeRunner {
         engine,

@@ -88,8 +88,7 @@ mod tests {
         for image in &images {
             let chosen = choose_puller(image, hosts.into_iter()).unwrap();
             counts[chosen] += 1;
-            let remaining =
-                hosts.into_iter().filter(|(index, ..)| *index == chosen || *index == 0);
+            let remaining = hosts.into_iter().filter(|(index, ..)| *index == chosen || *index == 0);
             assert_eq!(choose_puller(image, remaining), Some(chosen));
         }
         assert!((400..600).contains(&counts[0]) && (900..1100).contains(&counts[1]), "{counts:?}");

@@ -91,8 +91,7 @@ impl Scheduler {
     fn assign_images(&self, images: &[String]) {
         let mut assigned = vec![Vec::new(); self.hosts.len()];
         for image in images {
-            let is_available =
-                |host: &Host| matches!(host.status(image), HostStatus::Available);
+            let is_available = |host: &Host| matches!(host.status(image), HostStatus::Available);
             let available = self.hosts.iter().enumerate().filter(|(_, host)| is_available(host));
             let available: Vec<(usize, &Host)> = available.collect();
             let has_image = |host: &Host| {

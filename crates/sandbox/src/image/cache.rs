@@ -50,11 +50,7 @@ fn marker_for(name: &str) -> String {
 }
 
 /// Records that this program pulled the image under this name and that it is used now.
-pub(super) async fn mark(
-    daemon: &Daemon,
-    id: &str,
-    name: &ImageName,
-) -> Result<(), CallError> {
+pub(super) async fn mark(daemon: &Daemon, id: &str, name: &ImageName) -> Result<(), CallError> {
     let marker = marker_for(&name.to_string());
     let (repo, tag) = marker.split_once(':').unwrap_or((MARKER_REPOSITORY, ""));
     let options = TagImageOptions { repo: Some(repo.to_owned()), tag: Some(tag.to_owned()) };
@@ -74,7 +70,9 @@ pub(super) async fn list(daemon: &Daemon) -> Result<Vec<CachedImage>, CallError>
 }
 
 fn as_cached(image: &ImageSummary, all: &[ImageSummary]) -> Option<CachedImage> {
-    let is_marker = |tag: &&String| tag.starts_with(MARKER_REPOSITORY) && tag[MARKER_REPOSITORY.len()..].starts_with(':');
+    let is_marker = |tag: &&String| {
+        tag.starts_with(MARKER_REPOSITORY) && tag[MARKER_REPOSITORY.len()..].starts_with(':')
+    };
     let markers: Vec<String> = image.repo_tags.iter().filter(is_marker).cloned().collect();
     if markers.is_empty() {
         return None;

@@ -191,11 +191,7 @@ impl Images {
     }
 
     /// Finds or pulls the image that this name stands for in the run.
-    async fn identify(
-        &self,
-        image: &str,
-        name: &ImageName,
-    ) -> Result<ResolvedImage, SandboxError> {
+    async fn identify(&self, image: &str, name: &ImageName) -> Result<ResolvedImage, SandboxError> {
         let found = match self.daemon.inspect_image(image).await? {
             Some(found) => found,
             None => self.fetch(image, name).await?,

@@ -33,6 +33,6 @@ pub use hooks::ImageHooks;
 pub(crate) use images::Images;
 pub use images::PulledImage;
 pub use inventory::{ImagesOnHost, images_on_hosts};
-pub use lock::{ImageIdentity, ImageLock};
 pub(crate) use lock::InMemoryImageLock;
+pub use lock::{ImageIdentity, ImageLock};
 pub(crate) use supervisor::install as install_supervisor;

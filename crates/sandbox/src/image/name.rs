@@ -113,6 +113,9 @@ mod tests {
 
     #[test]
     fn digest_replaces_the_tag() {
-        assert_eq!(ImageName::parse("h:1/a:2").with_digest("sha256:00").to_string(), "h:1/a@sha256:00");
+        assert_eq!(
+            ImageName::parse("h:1/a:2").with_digest("sha256:00").to_string(),
+            "h:1/a@sha256:00"
+        );
     }
 }

@@ -176,13 +176,22 @@ mod tests {
             ("toomanyrequests: You have reached your pull rate limit", FailureKind::Busy),
             ("received unexpected HTTP status: 503 Service Unavailable", FailureKind::Busy),
             ("error parsing HTTP 429 response body: invalid character", FailureKind::Busy),
-            ("manifest for a/b:c not found: manifest unknown: manifest unknown", FailureKind::NotFound),
+            (
+                "manifest for a/b:c not found: manifest unknown: manifest unknown",
+                FailureKind::NotFound,
+            ),
             (
                 "pull access denied for x, repository does not exist or may require 'docker login'",
                 FailureKind::NotFound,
             ),
-            ("Head \"https://h/v2/\": unauthorized: authentication required", FailureKind::Permanent),
-            ("no matching manifest for linux/amd64 in the manifest list entries", FailureKind::Permanent),
+            (
+                "Head \"https://h/v2/\": unauthorized: authentication required",
+                FailureKind::Permanent,
+            ),
+            (
+                "no matching manifest for linux/amd64 in the manifest list entries",
+                FailureKind::Permanent,
+            ),
             ("dial tcp: lookup registry-1.docker.io: no such host", FailureKind::Unclear),
             ("dial tcp 127.0.0.1:1: connect: connection refused", FailureKind::Unclear),
             ("unexpected EOF", FailureKind::Unclear),

@@ -59,7 +59,11 @@ pub(crate) async fn install(daemon: &Daemon, name: &str) -> Result<(), SandboxEr
 }
 
 /// Returns the name of the image with the supervisor added. Builds it if the daemon does not have it.
-pub(super) async fn add_to_image(daemon: &Daemon, image: &str, id: &str) -> Result<String, SandboxError> {
+pub(super) async fn add_to_image(
+    daemon: &Daemon,
+    image: &str,
+    id: &str,
+) -> Result<String, SandboxError> {
     let tag = format!("{}-{}", short_id(id), *DIGEST);
     let reference = format!("{REPOSITORY}:{tag}");
     if daemon.inspect_image(&reference).await?.is_some() {

@@ -35,13 +35,21 @@ pub(super) const CASES: &[Case] = &[
     case("true", Argv(&["true"]), Text(OK, "")),
     case("exit_3", Shell("exit 3"), Text(Exit::Code(3), "")),
     case("own_signal", Shell("kill -9 $$"), Ends(Exit::Signal(9))),
-    case("absent_program", Argv(&["no-such-program"]), Contains(Exit::NotStarted, "no-such-program")),
+    case(
+        "absent_program",
+        Argv(&["no-such-program"]),
+        Contains(Exit::NotStarted, "no-such-program"),
+    ),
     case("folder_as_program", Argv(&["/etc"]), Contains(Exit::NotStarted, "/etc")),
     case("not_executable", Argv(&["/etc/passwd"]), Contains(Exit::NotStarted, "/etc/passwd")),
     case("exit_126_is_the_commands_own", Shell("exit 126"), Ends(Exit::Code(126))),
     case("stdin_is_empty", Shell("cat; read x; echo $?"), Text(OK, "1\n")),
     case("large_argument", Argument(100_000), Text(OK, "100000\n")),
-    case("too_large_argument", Argument(200_000), Contains(Exit::NotStarted, "rgument list too long")),
+    case(
+        "too_large_argument",
+        Argument(200_000),
+        Contains(Exit::NotStarted, "rgument list too long"),
+    ),
     // Deadlines.
     timeout("sleep_past_deadline", "sleep 100"),
     timeout("busy_past_deadline", "while :; do :; done"),
@@ -106,7 +114,11 @@ pub(super) const CASES: &[Case] = &[
     },
     case("memory_hog", Argv(&["tail", "/dev/zero"]), OutOfMemory(Exit::Signal(9))),
     case("memory_hog_under_a_shell", Shell("tail /dev/zero; echo rc=$?"), OutOfMemory(OK)),
-    case("full_workdir", Shell("head -c 1G /dev/zero > big; rm big"), Contains(OK, "No space left")),
+    case(
+        "full_workdir",
+        Shell("head -c 1G /dev/zero > big; rm big"),
+        Contains(OK, "No space left"),
+    ),
     case(
         "full_tmp",
         Shell("head -c 1G /dev/zero > /tmp/big; rm /tmp/big"),
@@ -196,7 +208,11 @@ pub(super) const CASES: &[Case] = &[
     ),
     case("write_above", Write("", "../x"), Fails(ErrorClass::Refused)),
     case("write_absolute", Write("", "/etc/x"), Fails(ErrorClass::Refused)),
-    case("write_through_symlink", Write("ln -s /tmp outside", "outside/x"), Fails(ErrorClass::Refused)),
+    case(
+        "write_through_symlink",
+        Write("ln -s /tmp outside", "outside/x"),
+        Fails(ErrorClass::Refused),
+    ),
     case("write_over_folder", Write("mkdir folder", "folder"), Fails(ErrorClass::Refused)),
     // Reuse.
     case(

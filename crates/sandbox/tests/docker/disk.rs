@@ -3,8 +3,8 @@
 use crate::common::{Fixture, IMAGE, SHORT};
 use orchestrate_e2e::{Daemon, SMALL_DISK_FILES};
 use orchestrate_sandbox::{
-    Command, DockerHosts, ExecResult, RawDockerHost, RawSandboxConfig, Sandbox, SandboxError,
-    SandboxErrorKind, SandboxProvider as _, SandboxSpec, ImageHooks,
+    Command, DockerHosts, ExecResult, ImageHooks, RawDockerHost, RawSandboxConfig, Sandbox,
+    SandboxError, SandboxErrorKind, SandboxProvider as _, SandboxSpec,
 };
 use orchestrate_types::ByteSize;
 use std::time::{Duration, Instant};

@@ -143,7 +143,8 @@ async fn wait_for_service(hosts: &DockerHosts, name: &str, wanted: bool) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn docker_sandboxes_open_on_hosts_with_image_and_free_slots() {
-    let Some(fixture) = Fixture::new("docker_sandboxes_open_on_hosts_with_image_and_free_slots") else {
+    let Some(fixture) = Fixture::new("docker_sandboxes_open_on_hosts_with_image_and_free_slots")
+    else {
         return;
     };
     let (hosts, spec) = (fixture.hosts().await, fixture.spec());
@@ -178,8 +179,8 @@ async fn docker_sandboxes_open_on_hosts_with_image_and_free_slots() {
     for count in 1..=10 {
         all.push(hosts.open(&spec).await.unwrap());
         let [local, remote] = open(&hosts);
-        let even =
-            f64::from(u32::try_from(local).unwrap()) * 2.0 - f64::from(u32::try_from(remote).unwrap());
+        let even = f64::from(u32::try_from(local).unwrap()) * 2.0
+            - f64::from(u32::try_from(remote).unwrap());
         assert!(local + remote == count && even.abs() <= 2.0, "{local} and {remote} of 4 and 8");
     }
     assert_eq!(open(&hosts), [3, 7]);
@@ -210,7 +211,8 @@ async fn docker_sandboxes_open_on_hosts_with_image_and_free_slots() {
 async fn docker_host_that_dies_is_out_of_service_until_it_returns() {
     let Some(mut fixture) = Fixture::new("docker_host_that_dies") else { return };
     fixture.daemon.load(IMAGE).unwrap();
-    let left = [fixture.create_leftover("0", None), fixture.create_leftover("0", Some(&fixture.daemon))];
+    let left =
+        [fixture.create_leftover("0", None), fixture.create_leftover("0", Some(&fixture.daemon))];
     let (hosts, spec) = (fixture.hosts().await, fixture.spec());
     // A host that is slow to connect is swept once it is in service.
     for name in [LOCAL, REMOTE] {

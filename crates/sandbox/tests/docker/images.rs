@@ -256,7 +256,10 @@ async fn docker_only_unused_images_of_this_program_are_evicted() {
     // An expected image is pulled ahead.
     let later = image("later");
     provider.expect_images(std::slice::from_ref(&later));
-    fixture.events.wait_for(|e| matches!(e, ImageEvent::Pulled { image, .. } if *image == later)).await;
+    fixture
+        .events
+        .wait_for(|e| matches!(e, ImageEvent::Pulled { image, .. } if *image == later))
+        .await;
     assert_eq!(fixture.events.count(|e| matches!(e, ImageEvent::Evicted { .. })), 0);
     // Five images exceed the cache by one, and all but one are in use.
     use_once(&provider, &image("last")).await;

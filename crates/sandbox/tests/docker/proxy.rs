@@ -90,7 +90,9 @@ async fn connection(
     let line = String::from_utf8_lossy(&head).lines().next().unwrap_or_default().to_owned();
     let fault = rules.lock().unwrap().iter_mut().find_map(|rule| {
         let applies = rule.times > 0 && rule.wanted.iter().all(|part| line.contains(part));
-        applies.then(|| rule.times -= usize::from(rule.times < usize::MAX)).map(|()| rule.fault.clone())
+        applies
+            .then(|| rule.times -= usize::from(rule.times < usize::MAX))
+            .map(|()| rule.fault.clone())
     });
     match fault {
         None => {

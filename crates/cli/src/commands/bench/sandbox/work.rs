@@ -4,8 +4,8 @@ use super::case::{Case, Limits, Memory};
 use anyhow::{Context, ensure};
 use futures::future::try_join_all;
 use orchestrate_sandbox::{
-    Command, DockerProvider, FileEntry, SandboxLimits, Owner, Purpose, Sandbox,
-    SandboxConfig, SandboxProvider, SandboxSpec,
+    Command, DockerProvider, FileEntry, Owner, Purpose, Sandbox, SandboxConfig, SandboxLimits,
+    SandboxProvider, SandboxSpec,
 };
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
 use std::time::Duration;
