@@ -37,9 +37,11 @@ fn main() -> Result<(), Failure> {
     println!("cargo:rerun-if-changed={}", supervisor.join("src").display());
     println!("cargo:rerun-if-changed=build.rs");
     if variable("CARGO_CFG_TARGET_OS")? != "linux" {
-        return Err("the target must be Linux: sandboxes are Linux containers, and their supervisor \
+        return Err(
+            "the target must be Linux: sandboxes are Linux containers, and their supervisor \
                     is built for the same target"
-            .into());
+                .into(),
+        );
     }
     let out = PathBuf::from(variable("OUT_DIR")?);
     let library = out.join("liborchestrate_supervisor.rlib");

@@ -48,7 +48,7 @@ pub struct DockerHost {
     pub ssh_config: Option<String>,
 }
 
-/// Why a host's URL is invalid. The message completes "sandbox.docker_host = <url>: …".
+/// Why a host's URL is invalid. The message completes `sandbox.docker_host = <url>: `.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum HostUrlError {
     #[error("must be an ssh:// URL, because ssh_config is set")]

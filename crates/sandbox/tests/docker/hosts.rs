@@ -220,7 +220,7 @@ async fn docker_host_that_dies_is_out_of_service_until_it_returns() {
     }
     let mut swept = hosts.sweep(fixture.run, 1).await.unwrap();
     swept.removed.sort();
-    let all = [format!("{} on {REMOTE}", left[1]), format!("{} on {LOCAL}", left[0])];
+    let all = [format!("{} on {LOCAL}", left[0]), format!("{} on {REMOTE}", left[1])];
     assert_eq!(swept.removed, all, "{swept:?}");
 
     let mut sandboxes = Vec::new();
