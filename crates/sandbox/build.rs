@@ -1,8 +1,8 @@
-//! Compiles the supervisor (crates/supervisor) to a static binary that runs in any image, also one
-//! without a C library, and leaves it in `OUT_DIR` for `include_bytes!`.
+//! Compiles the supervisor (crates/supervisor) to a static binary in `OUT_DIR`, for `include_bytes!`.
+//! It runs in any image, even one without a C library.
 //!
-//! rustc is called directly: the supervisor has no dependencies, and a nested cargo would wait for
-//! the lock that the outer one holds.
+//! This calls rustc directly: the supervisor has no dependencies, and a nested cargo would wait for the
+//! lock that the outer one holds.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,7 +16,7 @@ fn variable(name: &str) -> Result<String, Failure> {
 
 fn compile(args: &[&str], source: &Path, output: &Path, supervisor: &Path) -> Result<(), Failure> {
     let mut rustc = Command::new(variable("RUSTC")?);
-    // The same source gives the same bytes wherever it lies: their digest names images.
+    // Independent of the path of the checkout, because a digest of the binary is part of image names.
     rustc
         .arg(format!("--remap-path-prefix={}=supervisor", supervisor.display()))
         .args(["--edition=2024", "--target", &variable("TARGET")?])
@@ -37,9 +37,11 @@ fn main() -> Result<(), Failure> {
     println!("cargo:rerun-if-changed={}", supervisor.join("src").display());
     println!("cargo:rerun-if-changed=build.rs");
     if variable("CARGO_CFG_TARGET_OS")? != "linux" {
-        return Err("sandboxes are Linux containers, and the supervisor in them is built for the \
-                    target of this program: build Orchestrate for Linux"
-            .into());
+        return Err(
+            "the target must be Linux: sandboxes are Linux containers, and their supervisor \
+                    is built for the same target"
+                .into(),
+        );
     }
     let out = PathBuf::from(variable("OUT_DIR")?);
     let library = out.join("liborchestrate_supervisor.rlib");

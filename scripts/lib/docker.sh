@@ -1,10 +1,10 @@
-# Docker set-up for quickstart and tests. To be sourced by a bash script:
+# Docker set-up for quickstart and tests. Source it in a bash script:
 #
 #   . scripts/lib/docker.sh
-#   ensure_docker                  # a daemon answers, or the function fails and says what to do
-#   image=$(ensure_image micro)    # the image exists; its reference is on stdout
+#   ensure_docker                  # starts a daemon if none answers; on failure says what to do
+#   image=$(ensure_image micro)    # builds the image if it is missing; prints its reference
 #
-# Both may be called again and again. Whatever they change they announce on stderr first.
+# Both are idempotent. They announce every change on stderr before they make it.
 
 ORCHESTRATE_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
@@ -12,7 +12,7 @@ _say() { printf 'docker: %s\n' "$*" >&2; }
 
 _docker_answers() { timeout 10 docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
 
-# Succeeds when the commands named are all installed; otherwise installs the Debian packages after `--`.
+# Installs the Debian packages after `--` unless all commands before it are installed.
 _need() {
   local commands=() missing=()
   while [ "$1" != -- ]; do commands+=("$1"); shift; done
@@ -23,7 +23,7 @@ _need() {
   done
   [ ${#missing[@]} -eq 0 ] && return 0
   if ! command -v apt-get >/dev/null 2>&1; then
-    _say "missing: ${missing[*]}; this machine has no apt-get, so install them by hand and run this again"
+    _say "missing: ${missing[*]}; there is no apt-get on this machine, so install them manually and run this again"
     return 1
   fi
   if [ "$(id -u)" -ne 0 ]; then
@@ -35,7 +35,7 @@ _need() {
     { apt-get update >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >&2; }
 }
 
-# Starts dockerd, detached from this shell, and waits for it. Fails when it ends or stays silent for 60 s.
+# Starts dockerd, detached from this shell, and waits for it. Fails if it ends or does not answer in 60 s.
 _start_dockerd() {
   local log=$1 pid i
   setsid -f bash -c 'echo $$ >"$1"; exec dockerd >>"$2" 2>&1 </dev/null' _ "$log.pid" "$log"
@@ -54,13 +54,13 @@ ensure_docker() {
   local log=/var/log/orchestrate-dockerd.log attempt
   if command -v docker >/dev/null 2>&1 && _docker_answers; then return 0; fi
   if [ -n "${DOCKER_HOST:-}" ]; then
-    _say "no daemon answers at DOCKER_HOST=$DOCKER_HOST; start it, or unset DOCKER_HOST to use this machine's"
+    _say "no daemon answers at DOCKER_HOST=$DOCKER_HOST; start it, or unset DOCKER_HOST to use the daemon of this machine"
     return 1
   fi
   _need docker dockerd containerd -- docker.io || return 1
   _docker_answers && return 0
   if [ "$(id -u)" -ne 0 ]; then
-    _say "no Docker daemon answers; start it (sudo systemctl start docker) and add yourself to the group \`docker\`"
+    _say "no Docker daemon answers; start it (sudo systemctl start docker) and add your user to the group \`docker\`"
     return 1
   fi
   if [ -d /run/systemd/system ] && command -v systemctl >/dev/null 2>&1; then
@@ -76,7 +76,7 @@ ensure_docker() {
     _say "starting dockerd in the background, log in $log"
     : >"$log"
     _start_dockerd "$log" && return 0
-    # A start soon after a crash can give up on its containerd; the second try then works.
+    # Soon after a crash, the first start may give up waiting for containerd; the second one works.
     grep -q 'timeout waiting for containerd' "$log" || break
     _say "dockerd gave up waiting for containerd (try $attempt)"
   done
@@ -85,7 +85,7 @@ ensure_docker() {
   return 1
 }
 
-# Prints the tag of an environment's image: 12 digits of a hash over its recipe and this machine's architecture.
+# Prints the tag of an environment's image: 12 digits of a hash of its recipe and the machine's architecture.
 _recipe_tag() {
   local recipe=$1 file
   { uname -m
@@ -99,13 +99,13 @@ _recipe_tag() {
 _import_with_debootstrap() {
   local recipe=$1 reference=$2 root packages status=0
   if [ "$(id -u)" -ne 0 ]; then
-    _say "no registry is reachable, and building $reference without one needs root (debootstrap)"
+    _say "no registry is reachable, and building $reference without one requires root (debootstrap)"
     return 1
   fi
   _need debootstrap tar -- debootstrap tar debian-archive-keyring || return 1
   root=$(mktemp -d "${TMPDIR:-/tmp}/orchestrate-image.XXXXXX") || return 1
   packages=$(grep -v '^#' "$recipe/image/packages.txt" | paste -sd, -)
-  _say "no registry is reachable: building $reference from Debian packages (debootstrap, a minute or two)"
+  _say "no registry is reachable: building $reference from Debian packages with debootstrap (one or two minutes)"
   { debootstrap --variant=minbase --include="$packages" bookworm "$root/fs" \
       "${ORCHESTRATE_DEBIAN_MIRROR:-http://deb.debian.org/debian}" >"$root/log" 2>&1 &&
     sh "$recipe/image/trim.sh" "$root/fs" >>"$root/log" 2>&1 &&
@@ -120,7 +120,8 @@ _import_with_debootstrap() {
   return "$status"
 }
 
-# ensure_image NAME: builds orchestrate/NAME from environments/NAME if this host lacks it; prints the reference.
+# ensure_image NAME: builds orchestrate/NAME from environments/NAME if the daemon does not have it, and prints
+# its reference.
 ensure_image() {
   local name=$1 recipe reference
   recipe=$ORCHESTRATE_ROOT/environments/$name
@@ -130,7 +131,7 @@ ensure_image() {
   fi
   reference=orchestrate/$name:$(_recipe_tag "$recipe")
   if ! docker image inspect "$reference" >/dev/null 2>&1; then
-    _say "image $reference is not here yet; asking the registry for its base"
+    _say "image $reference does not exist yet; pulling its base image"
     if timeout 20 docker pull -q "$(sed -n 's/^FROM //p' "$recipe/Dockerfile")" >/dev/null 2>&1; then
       _say "building $reference from $recipe/Dockerfile"
       docker build -q -t "$reference" -f "$recipe/Dockerfile" "$recipe/image" >/dev/null || return 1

@@ -243,10 +243,10 @@ pub(crate) struct DoctorArgs {
     pub(crate) engine: Option<String>,
     /// Also run hostile commands in sandboxes and take their containers away, about a minute of it;
     /// with a glob only the cases whose name fits.
-    #[arg(long, value_name = "GLOB", num_args = 0..=1, default_missing_value = "*")]
-    pub(crate) battery: Option<String>,
-    /// With --battery: write its results here as JSON.
-    #[arg(long, value_name = "FILE", requires = "battery")]
+    #[arg(long, alias = "battery", value_name = "GLOB", num_args = 0..=1, default_missing_value = "*")]
+    pub(crate) self_test: Option<String>,
+    /// With --self-test: write its results here as JSON.
+    #[arg(long, value_name = "FILE", requires = "self_test")]
     pub(crate) save: Option<Utf8PathBuf>,
     /// Print JSON on standard output.
     #[arg(long)]

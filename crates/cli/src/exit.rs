@@ -47,7 +47,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
 }
 
 /// The message and its causes, each once.
-fn with_causes(error: &anyhow::Error) -> String {
+pub(crate) fn with_causes(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {
         if text.is_empty() {
@@ -127,11 +127,12 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
                 SandboxErrorKind::DiskFull(_) => Some(
                     "free some space on the Docker host, or bound what is kept there by sandbox.image_cache",
                 ),
-                SandboxErrorKind::Unfit(_) => {
-                    Some("orchestrate doctor --battery says which outcome differs, and how")
+                SandboxErrorKind::SelfTestFailed(_) => {
+                    Some("orchestrate doctor --self-test says which outcome differs, and how")
                 }
                 SandboxErrorKind::TimedOut { .. }
                 | SandboxErrorKind::Refused { .. }
+                | SandboxErrorKind::Failed { .. }
                 | SandboxErrorKind::Gone(_)
                 | SandboxErrorKind::Protocol(_)
                 | SandboxErrorKind::NotClean(_)

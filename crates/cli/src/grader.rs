@@ -3,9 +3,7 @@
 use crate::config::Settings;
 use crate::wiring;
 use orchestrate_rollout::{GradeError, GradedChange, GradingRules, grade_patch};
-use orchestrate_sandbox::{
-    DockerHosts, Owner, Purpose, SandboxProvider, SandboxSpec, Surroundings,
-};
+use orchestrate_sandbox::{DockerHosts, ImageHooks, Owner, Purpose, SandboxProvider, SandboxSpec};
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, Retry, RunId};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -32,7 +30,7 @@ impl<'a> Grader<'a> {
         settings: &'a Settings,
         rules: GradingRules,
     ) -> anyhow::Result<Self> {
-        let provider = DockerHosts::connect(&settings.sandbox, Surroundings::default()).await?;
+        let provider = DockerHosts::connect(&settings.sandbox, ImageHooks::default()).await?;
         Ok(Self { settings, provider, rules, run: RunId::generate(), count: AtomicU32::new(0) })
     }
 

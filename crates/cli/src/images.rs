@@ -1,6 +1,6 @@
 //! A run's images: recorded in its journal, told of on standard error.
 
-use orchestrate_sandbox::{ImageBook, ImageIdentity, SandboxError, SandboxErrorKind};
+use orchestrate_sandbox::{ImageIdentity, ImageLock, SandboxError, SandboxErrorKind};
 use orchestrate_store::{ImageRecords, ImageRow, StoreError};
 
 /// The journal as the place where it is written what images are.
@@ -10,7 +10,10 @@ pub(crate) struct Journal(pub(crate) ImageRecords);
 fn failed(image: &str) -> impl Fn(StoreError) -> SandboxError {
     move |error| SandboxError {
         sandbox: "journal".to_owned(),
-        kind: SandboxErrorKind::NotRecorded { image: image.to_owned(), reason: error.to_string() },
+        kind: SandboxErrorKind::NotRecorded {
+            image: image.to_owned(),
+            source: std::sync::Arc::new(error),
+        },
     }
 }
 
@@ -20,7 +23,7 @@ pub(crate) fn identity(row: ImageRow) -> ImageIdentity {
 }
 
 #[async_trait::async_trait]
-impl ImageBook for Journal {
+impl ImageLock for Journal {
     async fn recorded(&self, image: &str) -> Result<Option<ImageIdentity>, SandboxError> {
         Ok(self.0.get(image).await.map_err(failed(image))?.map(identity))
     }

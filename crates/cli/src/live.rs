@@ -4,7 +4,7 @@ use crate::output;
 use crate::progress::Progress;
 use orchestrate_coordinator::{Event, Reporter, Stop};
 use orchestrate_handoff::protocol::StepState;
-use orchestrate_sandbox::Listener;
+use orchestrate_sandbox::ImageListener;
 use orchestrate_types::Outcome;
 use serde_json::Value;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -44,9 +44,9 @@ impl View {
     }
 
     /// The end that hears of images.
-    pub(crate) fn image_listener(&self) -> Listener {
+    pub(crate) fn image_listener(&self) -> ImageListener {
         let progress = self.progress.clone();
-        Listener::new(move |news| progress.line(&news.to_string()))
+        ImageListener::new(move |news| progress.line(&news.to_string()))
     }
 
     /// Removes the moving line.

@@ -18,7 +18,7 @@ use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{
     ChatModel, EpisodeRunner, GradeLogs, History, PrefillLeaders, RowSharing,
 };
-use orchestrate_sandbox::{DockerHosts, Limits, Listener, SandboxProvider, Surroundings};
+use orchestrate_sandbox::{DockerHosts, ImageHooks, ImageListener, SandboxLimits, SandboxProvider};
 use orchestrate_store::Store;
 use orchestrate_tasks::Task;
 use orchestrate_types::ModelShape;
@@ -215,9 +215,9 @@ pub(crate) fn all_tasks(settings: &Settings) -> Vec<Task> {
 }
 
 /// The container limits of the settings, as sandboxes are opened with them.
-pub(crate) fn limits(settings: &Settings) -> Limits {
+pub(crate) fn limits(settings: &Settings) -> SandboxLimits {
     let sandbox = &settings.sandbox;
-    Limits {
+    SandboxLimits {
         memory: sandbox.memory,
         cpu_millis: sandbox.cpu_millis,
         pids: sandbox.pids,
@@ -258,7 +258,7 @@ pub(crate) async fn coordinator(
     store: Store,
     training: Training,
     servers: &mut Servers,
-    (reporter, image_listener): (Arc<dyn Reporter>, Listener),
+    (reporter, image_listener): (Arc<dyn Reporter>, ImageListener),
 ) -> anyhow::Result<Coordinator> {
     let (containers, episodes) = (settings.sandbox.capacity(), settings.rollout.max_in_flight);
     if settings.sandbox.reuse && containers < 2 * episodes as usize {
@@ -272,8 +272,8 @@ pub(crate) async fn coordinator(
     if matches!(training, Training::Trainer) {
         settings.check_training()?;
     }
-    let around = Surroundings {
-        book: Some(Arc::new(images::Journal(store.image_records()))),
+    let around = ImageHooks {
+        lock: Some(Arc::new(images::Journal(store.image_records()))),
         listener: image_listener,
     };
     let provider = DockerHosts::connect(&settings.sandbox, around).await?;

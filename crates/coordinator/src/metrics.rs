@@ -4,7 +4,7 @@ use crate::error::RunError;
 use crate::groups::{SealedGroup, SealedMember};
 use crate::lag::LagSummary;
 use orchestrate_handoff::protocol::{Mismatch, StepMetrics, StepResult};
-use orchestrate_sandbox::HostUse;
+use orchestrate_sandbox::HostUsage;
 use orchestrate_store::{AttemptState, EpisodeState, GroupRow, GroupState, Reader, StepRow};
 use orchestrate_types::{Outcome, PolicyVersion};
 use serde_json::{Map, Value, json};
@@ -30,7 +30,7 @@ pub(crate) async fn step_line(
     row: &StepRow,
     result: Option<&StepResult>,
     times: &StepTimes,
-    hosts: &[HostUse],
+    hosts: &[HostUsage],
 ) -> Result<Value, RunError> {
     let groups = reader.groups_of_step(row.step).await?;
     let mut members: Vec<SealedMember> = Vec::new();

@@ -21,8 +21,8 @@ use crate::sandboxes::{close, file_entry};
 use crate::tree::{TreeChange, compare_trees};
 use orchestrate_engine::Engine;
 use orchestrate_sandbox::{
-    FileEntry, Limits, Owner, Purpose, Sandbox, SandboxError, SandboxErrorKind, SandboxProvider,
-    SandboxSpec,
+    FileEntry, Owner, Purpose, Sandbox, SandboxError, SandboxErrorKind, SandboxLimits,
+    SandboxProvider, SandboxSpec,
 };
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{ByteSize, GroupId, Outcome, Retry, Stage};
@@ -53,7 +53,7 @@ pub struct EpisodeRunner {
     /// The checked `[rollout]` section.
     pub plan: RolloutPlan,
     /// Resource limits of every container.
-    pub container_limits: Limits,
+    pub container_limits: SandboxLimits,
     /// The rules that turn a test log into a verdict.
     pub rules: GradingRules,
     /// Where the graded changes of evaluation episodes are kept; `None` = nowhere. Tasks that bring

@@ -1,80 +1,77 @@
-//! The seam: what the rest of the program asks of a sandbox. No Docker types here.
+//! The traits through which the rest of the program uses sandboxes. No Docker types here.
 
-use crate::guard::Quarantined;
-use orchestrate_types::{AttemptId, ByteSize, Retry, RunId};
+use crate::error::SandboxError;
+use orchestrate_types::{AttemptId, ByteSize, RunId};
 use std::time::Duration;
 
-/// Removing what filled a disk takes seconds; attempts are not to be used up by then.
-const DISK_PAUSE: Duration = Duration::from_secs(10);
-
-/// What a sandbox is for. Agent and grader sandboxes never share a container.
+/// What a sandbox is used for. Agent and grader never share a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Purpose {
-    /// The policy's commands run here.
+    /// Runs the policy's commands.
     Agent,
-    /// Only the hidden tests run here, on the agent's patch.
+    /// Runs only the hidden tests, on the agent's patch.
     Grader,
 }
 
-/// Who a sandbox belongs to; goes into its name and labels.
+/// What a sandbox belongs to. It is part of the container's name and labels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Owner {
-    /// The run.
+    /// Id of the run.
     pub run: RunId,
-    /// The coordinator's epoch (grows with every start of the run).
+    /// Epoch of the coordinator, which grows with every start of the run.
     pub epoch: i64,
-    /// The attempt.
+    /// Id of the attempt that opens the sandbox.
     pub attempt: AttemptId,
 }
 
 /// Resource limits of one container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
-    /// Memory, with no swap on top.
+pub struct SandboxLimits {
+    /// Memory, without swap.
     pub memory: ByteSize,
-    /// CPU share, in thousandths of a core.
+    /// CPU time, in thousandths of a core.
     pub cpu_millis: u32,
-    /// Processes and threads.
+    /// Number of processes and threads.
     pub pids: u32,
     /// Size of each writable tmpfs.
     pub tmpfs: ByteSize,
 }
 
-/// What to open.
+/// Description of a sandbox to open.
 #[derive(Debug, Clone)]
 pub struct SandboxSpec {
-    /// Image reference; pulled where it is not on the Docker host and may be pulled.
+    /// Image reference. Pulled if the Docker host does not have it and pulling is allowed.
     pub image: String,
-    /// Agent or grader.
+    /// Whether it is for the agent or the grader.
     pub purpose: Purpose,
-    /// Who pays.
+    /// The run and the attempt that it belongs to.
     pub owner: Owner,
-    /// Folder the task lives in; the working directory of every command.
+    /// Absolute path of the task's folder, the working directory of every command.
     pub workdir: String,
-    /// Limits.
-    pub limits: Limits,
-    /// The container ends by itself after this time, whatever happens to us.
+    /// Resource limits of the container.
+    pub limits: SandboxLimits,
+    /// The container ends by itself after this time, even if this program is gone.
     pub deadline: Duration,
-    /// Read-only root with a tmpfs on `workdir` and `/tmp`: such a sandbox can be proved clean
-    /// after use and given to the next attempt, instead of starting another container.
+    /// Gives the container a read-only root with a tmpfs on `workdir` and `/tmp`. Such a sandbox can be
+    /// reset and verified after use, and then serve another attempt instead of a new container.
     pub reusable: bool,
 }
 
-/// One command, run by `/bin/sh -c` (or as `argv` where given) in the sandbox's `workdir`.
+/// A command that runs in a sandbox's `workdir`.
 #[derive(Debug, Clone)]
 pub struct Command {
     /// Program and arguments. A shell script is `["/bin/sh", "-c", script]`.
     pub argv: Vec<String>,
-    /// Extra environment.
+    /// Environment variables added to those of the image.
     pub env: Vec<(String, String)>,
-    /// The process tree is killed after this time.
+    /// Time after which the command and everything it started are killed.
     pub timeout: Duration,
-    /// Bytes of merged stdout and stderr kept at the head and, again, at the tail; 16 MiB at most.
+    /// Bytes of merged stdout and stderr kept from the start, and again from the end; at most 16 MiB.
     pub keep_bytes: usize,
 }
 
 impl Command {
-    /// A shell script with default caps.
+    /// A shell script, of whose output the first and last 64 KiB are kept.
     pub fn shell(script: impl Into<String>, timeout: Duration) -> Self {
         Self {
             argv: vec!["/bin/sh".into(), "-c".into(), script.into()],
@@ -88,40 +85,40 @@ impl Command {
 /// How a command ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// By itself, with this code.
+    /// It exited with this code.
     Code(i32),
-    /// By a signal.
+    /// It was killed by this signal.
     Signal(i32),
-    /// Killed at its deadline, with all it had started.
+    /// It was killed at its deadline, with everything it had started.
     TimedOut,
-    /// The program could not be started (absent, not executable).
+    /// The program could not be started (missing, not executable).
     NotStarted,
 }
 
-/// A command's complete result.
+/// The complete result of a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExecResult {
     /// How it ended.
     pub exit: Exit,
-    /// First `keep_bytes` of its output, raw.
+    /// The first `keep_bytes` of its output, raw.
     pub head: Vec<u8>,
-    /// Last `keep_bytes` of what came after the head, raw.
+    /// The last `keep_bytes` of what came after the head, raw.
     pub tail: Vec<u8>,
-    /// All bytes it wrote.
+    /// Bytes of output in total, including those that were not kept.
     pub total_bytes: u64,
-    /// Processes the kernel killed for memory while it ran.
+    /// Processes that the kernel killed for lack of memory while it ran.
     pub oom_kills: u32,
-    /// Time from start to end.
+    /// Time from its start until nothing of it was alive.
     pub elapsed: Duration,
 }
 
 impl ExecResult {
-    /// Whether it ended by itself with code 0.
+    /// Whether it exited with code 0.
     pub fn success(&self) -> bool {
         self.exit == Exit::Code(0)
     }
 
-    /// Output as text: invalid UTF-8 replaced, a line in the middle that says what was cut.
+    /// The output as text. Invalid UTF-8 is replaced; a line in the middle says how much was cut.
     pub fn text(&self) -> String {
         let kept = (self.head.len() + self.tail.len()) as u64;
         let head = String::from_utf8_lossy(&self.head);
@@ -135,200 +132,130 @@ impl ExecResult {
     }
 }
 
-/// A regular file, by its path relative to a folder.
+/// A regular file, with its path relative to a folder.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FileEntry {
-    /// Relative path with `/`; never absolute, never with `..`.
+    /// Relative path with `/` as separator, without `..`.
     pub path: String,
     /// Permission bits.
     pub mode: u32,
-    /// Content.
+    /// Content of the file.
     pub content: Vec<u8>,
 }
 
-/// What went wrong with a sandbox. All of these are ours, never the agent's.
-#[derive(Debug, Clone, thiserror::Error)]
-pub enum SandboxErrorKind {
-    /// The Docker daemon cannot be reached.
-    #[error("cannot reach the Docker daemon: {0}")]
-    NoDaemon(String),
-    /// The image is not on the host.
-    #[error("image `{0}` is not on the Docker host")]
-    ImageMissing(String),
-    /// The image is not on the host, and could not be brought there.
-    #[error("image `{image}` is not on the Docker host and cannot be pulled: {message}")]
-    NotPulled {
-        /// Which image.
-        image: String,
-        /// Why not.
-        message: String,
-    },
-    /// The name means another image than when the run began.
-    #[error(
-        "image `{image}` is {found} here, and was {recorded} when the run began; bring that image \
-         back under its name, or begin a new run"
-    )]
-    ImageChanged {
-        /// Its name.
-        image: String,
-        /// What the run began with.
-        recorded: String,
-        /// What is here.
-        found: String,
-    },
-    /// It could not be written down what an image is.
-    #[error("cannot record image `{image}`: {reason}")]
-    NotRecorded {
-        /// Its name.
-        image: String,
-        /// Why not.
-        reason: String,
-    },
-    /// A call to the daemon took too long.
-    #[error("{call} gave no answer within {after:?}")]
-    TimedOut {
-        /// Which call.
-        call: &'static str,
-        /// How long we waited.
-        after: Duration,
-    },
-    /// The daemon refused.
-    #[error("{call} was refused: {message}")]
-    Refused {
-        /// Which call.
-        call: &'static str,
-        /// The daemon's words.
-        message: String,
-    },
-    /// The Docker host's disk is full, or nearly: nothing is started there, and what ran there may
-    /// have failed for that alone.
-    #[error("the Docker host's disk is full: {0}")]
-    DiskFull(String),
-    /// The container ended or was removed under us.
-    #[error("the container is gone: {0}")]
-    Gone(String),
-    /// The supervisor spoke out of turn.
-    #[error("the supervisor broke its protocol: {0}")]
-    Protocol(String),
-    /// A reset could not be proved.
-    #[error("the sandbox could not be proved clean: {0}")]
-    NotClean(String),
-    /// A file or tree is larger than allowed.
-    #[error("{what} is larger than {cap}")]
-    TooLarge {
-        /// Which file or folder.
-        what: String,
-        /// The cap.
-        cap: ByteSize,
-    },
-    /// Commands do not end here as they must; rewards of such a host would mean nothing.
-    #[error("cases of the battery went wrong: {0}")]
-    Unfit(String),
+/// A container that its daemon fails to remove. Removal is retried in the background.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct QuarantinedContainer {
+    /// Container name.
+    pub name: String,
+    /// Name of the Docker host.
+    pub host: String,
+    /// The daemon's last error message.
+    pub reason: String,
+    /// Number of removal attempts.
+    pub tries: u32,
 }
 
-/// A sandbox error: which sandbox, and why.
-#[derive(Debug, thiserror::Error)]
-#[error("sandbox {sandbox}: {kind}")]
-pub struct SandboxError {
-    /// Container name, or the Docker host where there is no container.
-    pub sandbox: String,
-    /// What happened.
-    pub kind: SandboxErrorKind,
-}
-
-impl SandboxError {
-    /// What the caller may do (with a *new* sandbox).
-    pub fn retry(&self) -> Retry {
-        match &self.kind {
-            SandboxErrorKind::ImageMissing(_)
-            | SandboxErrorKind::NotPulled { .. }
-            | SandboxErrorKind::ImageChanged { .. }
-            | SandboxErrorKind::NotRecorded { .. }
-            | SandboxErrorKind::Unfit(_) => Retry::Never,
-            SandboxErrorKind::NoDaemon(_) => Retry::After(Duration::from_secs(2)),
-            SandboxErrorKind::DiskFull(_) => Retry::After(DISK_PAUSE),
-            SandboxErrorKind::TimedOut { .. }
-            | SandboxErrorKind::Refused { .. }
-            | SandboxErrorKind::Gone(_)
-            | SandboxErrorKind::Protocol(_)
-            | SandboxErrorKind::NotClean(_)
-            | SandboxErrorKind::TooLarge { .. } => Retry::Now,
-        }
+impl std::fmt::Display for QuarantinedContainer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { name, host, reason, tries } = self;
+        write!(f, "{name} on {host}, after {tries} tries: {reason}")
     }
 }
 
-/// What a sweep removed.
+/// The containers that a sweep removed, kept and failed to remove.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SweepReport {
-    /// Names of removed containers.
+    /// Names of removed containers, sorted.
     pub removed: Vec<String>,
-    /// Containers with our label that were left alone, and why.
+    /// Names of containers of this program that were kept, each with the reason.
     pub kept: Vec<(String, String)>,
-    /// Containers that the daemon did not remove, and its words.
+    /// Names of containers that the daemon failed to remove, each with its error message.
     pub failed: Vec<(String, String)>,
 }
 
-/// One host of sandboxes as it is now, for metrics.
+/// The present use of one sandbox host, for metrics.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
-pub struct HostUse {
-    /// Its name.
+pub struct HostUsage {
+    /// Name of the host.
     pub host: String,
     /// Whether new sandboxes are opened there.
     pub in_service: bool,
-    /// Times it was taken out of service.
+    /// Number of times it went out of service.
     pub taken_out: u64,
-    /// Containers that may be alive at once.
+    /// Most containers that may exist at once.
     pub capacity: usize,
-    /// In use now, being started and being removed included.
+    /// Containers in use, including those that are starting or being removed.
     pub open: usize,
-    /// Clean and waiting now.
+    /// Idle containers in the pool.
     pub idle: usize,
-    /// Containers started.
+    /// Containers started so far.
     pub started: u64,
 }
 
-/// One open sandbox. Close it; dropping only queues it for removal.
+/// One open sandbox. Close it when done; dropping it only queues the container for removal.
+///
+/// ```no_run
+/// use orchestrate_sandbox::{Command, FileEntry, Sandbox, SandboxError};
+/// use orchestrate_types::ByteSize;
+/// use std::time::Duration;
+///
+/// /// Sorts lines with the tools of the image.
+/// async fn sorted(
+///     mut sandbox: Box<dyn Sandbox>,
+///     lines: &str,
+/// ) -> Result<Option<Vec<u8>>, SandboxError> {
+///     let input = FileEntry { path: "in".into(), mode: 0o644, content: lines.into() };
+///     sandbox.write_files(&[input]).await?;
+///     sandbox.exec(&Command::shell("sort in > out", Duration::from_secs(10))).await?;
+///     let files = sandbox.read_tree(ByteSize::mib(8)).await?;
+///     sandbox.close().await?;
+///     Ok(files.into_iter().find(|file| file.path == "out").map(|file| file.content))
+/// }
+/// ```
 #[async_trait::async_trait]
 pub trait Sandbox: Send + std::fmt::Debug {
-    /// Container name.
+    /// Name of the container.
     fn name(&self) -> &str;
 
     /// Runs one command to its end. Everything it started is dead when this returns.
     async fn exec(&mut self, command: &Command) -> Result<ExecResult, SandboxError>;
 
-    /// Writes regular files below the working directory, making folders as needed.
+    /// Writes regular files below the working directory, creating folders as needed.
     async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError>;
 
-    /// Reads all regular files below the working directory (symlinks, devices, fifos and
-    /// `__pycache__` are left out), sorted by path. Fails with `TooLarge` above `cap` bytes.
+    /// Reads all regular files below the working directory, sorted by path.
+    ///
+    /// Symlinks, devices, fifos and `__pycache__` are left out. Fails with
+    /// [`TooLarge`](crate::SandboxErrorKind::TooLarge) if contents and paths exceed `cap` bytes.
     async fn read_tree(&mut self, cap: ByteSize) -> Result<Vec<FileEntry>, SandboxError>;
 
-    /// Gives the sandbox back: reset and proved clean if reusable, else removed.
+    /// Gives the sandbox back. A reusable one is reset and verified; any other is removed.
     async fn close(self: Box<Self>) -> Result<(), SandboxError>;
 }
 
-/// Opens sandboxes.
+/// Opens sandboxes. See the [crate documentation](crate) for an example.
 #[async_trait::async_trait]
 pub trait SandboxProvider: Send + Sync + std::fmt::Debug {
-    /// Opens a sandbox, waiting for a free slot.
+    /// Opens a sandbox, waiting for a free slot if necessary.
     async fn open(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError>;
 
-    /// Says which images are asked for next, the nearest first, so that they can be there in time.
+    /// Announces the images of coming tasks, the nearest first, so that they can be pulled ahead.
     fn expect_images(&self, _images: &[String]) {}
 
-    /// Removes containers of `run` with an epoch below `epoch`.
+    /// Removes leftover containers of `run` whose epoch is below `epoch`.
     async fn sweep(&self, run: RunId, epoch: i64) -> Result<SweepReport, SandboxError>;
 
-    /// Containers that their daemon does not let go; they hold nobody up.
-    fn quarantined(&self) -> Vec<Quarantined> {
+    /// Containers that their daemon fails to remove. They do not occupy a slot.
+    fn quarantined(&self) -> Vec<QuarantinedContainer> {
         Vec::new()
     }
 
-    /// The hosts of its sandboxes; none where that means nothing.
-    fn hosts(&self) -> Vec<HostUse> {
+    /// The present use of each host; empty for a provider without hosts.
+    fn hosts(&self) -> Vec<HostUsage> {
         Vec::new()
     }
 
-    /// Removes everything this provider still holds (idle containers, queued removals).
+    /// Removes all containers that this provider still holds, idle ones and queued removals included.
     async fn shutdown(&self) -> Result<(), SandboxError>;
 }

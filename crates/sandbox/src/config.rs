@@ -1,6 +1,6 @@
 //! The `[sandbox]` section: as written ([`RawSandboxConfig`]), and checked ([`SandboxConfig`]).
 
-use crate::api::Limits;
+use crate::api::SandboxLimits;
 use crate::host::{DockerHost, RawDockerHost};
 use crate::isolation::UserNamespace;
 use orchestrate_types::{ByteSize, ConfigProblem, HumanDuration};
@@ -224,8 +224,8 @@ impl RawSandboxConfig {
 
 impl SandboxConfig {
     /// The limits of one container, for [`SandboxSpec`](crate::SandboxSpec).
-    pub fn limits(&self) -> Limits {
-        Limits {
+    pub fn limits(&self) -> SandboxLimits {
+        SandboxLimits {
             memory: self.memory,
             cpu_millis: self.cpu_millis,
             pids: self.pids,
@@ -265,7 +265,7 @@ impl SandboxConfig {
                               takes an earlier list back)";
                 problems.push(ConfigProblem::new("sandbox.docker_host", host, remedy));
             } else if let Err(remedy) = DockerHost::single(Some(host)).transport() {
-                problems.push(ConfigProblem::new("sandbox.docker_host", host, remedy));
+                problems.push(ConfigProblem::new("sandbox.docker_host", host, remedy.to_string()));
             }
         }
         let (mut titles, mut urls) = (HashSet::new(), HashSet::new());

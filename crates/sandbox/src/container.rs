@@ -1,7 +1,8 @@
-//! How a container looks to Docker: flags, labels, names.
+//! How a sandbox is described to Docker: options, labels and names.
 
-use crate::api::{Owner, Purpose, SandboxError, SandboxErrorKind, SandboxSpec};
+use crate::api::{Owner, Purpose, SandboxSpec};
 use crate::config::{SandboxConfig, Seccomp};
+use crate::error::{SandboxError, SandboxErrorKind};
 use bollard::models::{
     ContainerCreateBody, HealthConfig, HostConfig, HostConfigLogConfig, ResourcesUlimits,
 };
@@ -13,19 +14,19 @@ use std::time::Duration;
 pub(crate) const LABEL_RUN: &str = "orchestrate.run";
 pub(crate) const LABEL_ATTEMPT: &str = "orchestrate.attempt";
 pub(crate) const LABEL_EPOCH: &str = "orchestrate.epoch";
-/// Unix seconds after which nobody can need the container.
+/// Unix time in seconds after which the container cannot be in use any more.
 pub(crate) const LABEL_DEADLINE: &str = "orchestrate.deadline";
 pub(crate) const LABEL_PURPOSE: &str = "orchestrate.purpose";
-/// What a pooled container says where others name their attempt.
+/// Value of [`LABEL_ATTEMPT`] for a container that serves several attempts.
 const POOLED: &str = "pooled";
-/// Between the end that process 1 makes of itself and the one that others may make of it.
+/// Time between the deadline at which process 1 ends by itself and the one after which `gc` removes it.
 const DEADLINE_SLACK: Duration = Duration::from_mins(1);
 
-/// Allowed system calls, in the daemon's words; anything else fails, calls of another instruction set
-/// end the caller.
+/// Seccomp profile with the allowed system calls. Any other call fails; a call of another instruction set
+/// kills the caller.
 const SECCOMP: &str = include_str!("seccomp.json");
 
-/// One letter for names.
+/// The letter for this purpose in container names.
 pub(crate) fn purpose_letter(purpose: Purpose) -> char {
     match purpose {
         Purpose::Agent => 'a',
@@ -45,25 +46,25 @@ pub(crate) fn attempt_name(owner: &Owner, purpose: Purpose) -> String {
     format!("orch-{}-{}-{}", owner.run.short(), owner.attempt, purpose_letter(purpose))
 }
 
-/// Name of a container that serves one attempt after the other.
+/// Name of a container that serves several attempts, one after the other.
 pub(crate) fn pooled_name(owner: &Owner, purpose: Purpose, number: u32) -> String {
     let letter = purpose_letter(purpose);
     format!("orch-{}-e{}-{letter}-{number:03}", owner.run.short(), owner.epoch)
 }
 
-/// Refuses specs that Docker would accept and we could not serve.
+/// Refuses specs that Docker would accept but that cannot work as a sandbox.
 pub(crate) fn check_spec(spec: &SandboxSpec) -> Result<(), SandboxError> {
     let path = spec.workdir.strip_prefix('/').unwrap_or_default();
-    let taken = ["tmp", "dev", "proc", "sys"];
+    let reserved = ["tmp", "dev", "proc", "sys"];
     let first = path.split('/').next().unwrap_or_default();
     if orchestrate_supervisor::protocol::is_safe_path(path)
-        && !taken.contains(&first)
+        && !reserved.contains(&first)
         && !path.contains([':', ','])
     {
         return Ok(());
     }
     let message = format!(
-        "the working directory `{}` must be an absolute, plain path outside /tmp, /dev, /proc and /sys",
+        "the working directory `{}` must be a plain absolute path outside /tmp, /dev, /proc and /sys",
         spec.workdir
     );
     let sandbox = attempt_name(&spec.owner, spec.purpose);
@@ -90,7 +91,8 @@ fn labels(spec: &SandboxSpec, lifetime: Duration) -> HashMap<String, String> {
     .collect()
 }
 
-/// The create request. Nothing of the host is visible inside: no binds, no network, no devices.
+/// The request that creates the container. It has no bind mounts, no network and no devices, so nothing
+/// of the host is visible inside.
 pub(crate) fn create_body(
     spec: &SandboxSpec,
     config: &SandboxConfig,
@@ -133,7 +135,7 @@ pub(crate) fn create_body(
         log_config: Some(HostConfigLogConfig { typ: Some("none".to_owned()), config: None }),
         readonly_rootfs: Some(spec.reusable),
         tmpfs,
-        // Process 1 ends when our stream does: should we die, nothing stays behind.
+        // Process 1 ends with its stream, so nothing stays behind if this program is killed.
         auto_remove: Some(true),
         init: Some(false),
         ..HostConfig::default()
@@ -163,7 +165,7 @@ pub(crate) fn create_body(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::Limits;
+    use crate::api::SandboxLimits;
     use orchestrate_types::{ByteSize, RunId};
 
     fn spec(workdir: &str, reusable: bool) -> SandboxSpec {
@@ -183,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn names_tell_run_attempt_and_purpose() {
+    fn names_contain_run_attempt_and_purpose() {
         let spec = spec("/w", false);
         let short = spec.owner.run.short();
         assert_eq!(
@@ -194,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn working_directories_that_a_reset_could_not_prove_are_refused() {
+    fn working_directories_that_a_reset_cannot_wipe_are_refused() {
         for good in ["/testbed", "/srv/space"] {
             assert!(check_spec(&spec(good, true)).is_ok(), "{good}");
         }
@@ -204,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn the_allowed_calls_hold_none_that_reach_the_kernels_depths() {
+    fn seccomp_profile_allows_no_privileged_system_call() {
         let profile: serde_json::Value = serde_json::from_str(SECCOMP).unwrap();
         assert_eq!(profile["defaultAction"], "SCMP_ACT_ERRNO");
         let rules = profile["syscalls"].as_array().unwrap();
@@ -259,9 +261,12 @@ mod tests {
     }
 
     #[test]
-    fn a_container_has_no_way_out() {
+    fn container_has_no_network_capabilities_mounts_or_devices() {
         let spec = SandboxSpec {
-            limits: Limits { memory: ByteSize::mib(64), ..SandboxConfig::default().limits() },
+            limits: SandboxLimits {
+                memory: ByteSize::mib(64),
+                ..SandboxConfig::default().limits()
+            },
             ..spec("/w", true)
         };
         let body = create_body(&spec, &SandboxConfig::default(), "x", Duration::from_secs(9));

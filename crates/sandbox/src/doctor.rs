@@ -1,88 +1,73 @@
-//! What a Docker host can do, for `orchestrate doctor` and the record of a run.
+//! Facts and timings of a Docker host, for `orchestrate doctor` and benchmarks.
 
-use crate::api::{Command, SandboxError, SandboxProvider as _, SandboxSpec};
-use crate::daemon::Daemon;
+use crate::api::{Command, SandboxProvider as _, SandboxSpec};
+use crate::disk::free_bytes;
+use crate::error::SandboxError;
 use crate::isolation::{self, maps_users};
 use crate::provider::DockerProvider;
 use orchestrate_types::ByteSize;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The daemon, in its own words.
+/// Facts about a daemon, as it reports them.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct DaemonReport {
-    /// Where it is.
+    /// Name of the Docker host.
     pub host: String,
-    /// Engine version, like `20.10.24`.
+    /// Engine version, e.g. `20.10.24`.
     pub version: String,
-    /// Version of its interface that we agreed on, like `1.41`.
+    /// Negotiated API version, e.g. `1.41`.
     pub api: String,
     /// Control group version, `1` or `2`.
     pub cgroup_version: String,
-    /// Who manages the control groups, `cgroupfs` or `systemd`.
+    /// What manages the control groups: `cgroupfs` or `systemd`.
     pub cgroup_driver: String,
-    /// What runs containers where nothing else is asked for, like `runc`.
+    /// Default runtime, e.g. `runc`.
     pub runtime: String,
-    /// All that it offers to run containers.
+    /// Names of all runtimes that it offers, sorted.
     pub runtimes: Vec<String>,
-    /// What the daemon says about its defences, like `name=seccomp,profile=default`.
+    /// Security options, e.g. `name=seccomp,profile=default`.
     pub security: Vec<String>,
-    /// Whether containers outlive the daemon.
+    /// Whether containers keep running while the daemon is restarted.
     pub live_restore: bool,
-    /// Storage driver, like `overlay2`.
+    /// Storage driver, e.g. `overlay2`.
     pub storage_driver: String,
-    /// Kernel of the host.
+    /// Kernel version of the host.
     pub kernel: String,
-    /// Cores of the host.
+    /// Number of CPU cores of the host.
     pub cores: u64,
-    /// Memory of the host.
+    /// Memory of the host, in total.
     pub memory: ByteSize,
-    /// Free disk under its data folder; `None` where that is another machine's.
+    /// Free disk space under its data folder; `None` if the folder is not on this machine.
     pub free_disk: Option<ByteSize>,
 }
 
 impl DaemonReport {
-    /// Whether a container's root has the host's user id 0, with no kernel of its own; `runtime` is
-    /// what runs it, if not the default.
-    pub fn root_is_the_hosts(&self, runtime: Option<&str>) -> bool {
+    /// Whether root in a container is root of the host: users are not mapped, and the runtime (`runtime`,
+    /// else the default) has no kernel of its own.
+    pub fn root_is_host_root(&self, runtime: Option<&str>) -> bool {
         !maps_users(&self.security) && !runtime.unwrap_or(&self.runtime).starts_with("runsc")
     }
 }
 
-/// Times of one sandbox, measured.
+/// Measured timings of one sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct ProbeReport {
-    /// From the request to a ready sandbox.
+    /// Time to open the sandbox.
     pub open: Duration,
-    /// One command that does nothing.
+    /// Time to run a command that does nothing.
     pub command: Duration,
-    /// Giving it back.
+    /// Time to close the sandbox.
     pub close: Duration,
 }
 
-/// Free bytes under the daemon's data folder.
-pub(crate) async fn free_disk(daemon: &Daemon) -> Result<Option<ByteSize>, SandboxError> {
-    if !daemon.is_local() {
-        return Ok(None);
-    }
-    let info =
-        daemon.call(daemon.docker.info()).await.map_err(|error| error.at(&daemon.host, "info"))?;
-    // The socket may lead into a virtual machine, whose folders are not here.
-    Ok(info.docker_root_dir.and_then(|path| free_bytes(&path)))
-}
-
-fn free_bytes(path: &str) -> Option<ByteSize> {
-    let stat = rustix::fs::statvfs(path).ok()?;
-    Some(ByteSize(stat.f_bavail.saturating_mul(stat.f_frsize)))
-}
-
 impl DockerProvider {
-    /// Asks the daemon who it is.
+    /// Asks the daemon for its version, configuration and resources.
     ///
     /// # Errors
-    /// When it does not answer in time.
+    /// Any error of the daemon.
     pub async fn doctor(&self) -> Result<DaemonReport, SandboxError> {
-        let daemon = &self.shared.daemon;
+        let daemon = &self.state.daemon;
         let info = daemon
             .call(daemon.docker.info())
             .await
@@ -107,10 +92,10 @@ impl DockerProvider {
         })
     }
 
-    /// Opens one sandbox, runs one command, closes it; says how long each took.
+    /// Measures how long it takes to open a sandbox, run a command in it and close it.
     ///
     /// # Errors
-    /// Whatever opening, running or closing fails with.
+    /// Any error of these three calls.
     pub async fn probe(&self, spec: &SandboxSpec) -> Result<ProbeReport, SandboxError> {
         let start = Instant::now();
         let mut sandbox = self.open(spec).await?;

@@ -1,7 +1,8 @@
-//! A container's name while it exists, and the task that works in the background.
+//! Ownership of a container by name, and its removal in the background.
 //!
-//! Dropping a [`Guard`] queues the removal; nothing has to be called.
+//! Dropping a [`ContainerGuard`] queues the removal, so no path can forget it.
 
+use crate::api::QuarantinedContainer;
 use crate::daemon::{CallError, Daemon};
 use crate::slots::Slot;
 use futures::future::BoxFuture;
@@ -13,104 +14,84 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-/// Containers that wait for removal: each is queued once and holds its slot, so there are at most
-/// as many as the largest `max_containers`, and some that gave their slot back.
-pub(crate) const QUEUE: usize = 8192;
-/// Tries before a container goes to quarantine: its slot is free then, though it may still be there.
+/// Capacity of the queue of background jobs. Each container is queued once and holds its slot, so the
+/// largest `max_containers` plus some containers in quarantine must fit.
+pub(crate) const JOB_QUEUE_CAPACITY: usize = 8192;
+/// Tries before a container is put in quarantine, where it no longer occupies a slot.
 const TRIES: u32 = 4;
-/// Of these, how many may end without an answer: each of them costs a whole time-out.
-const SILENT_TRIES: u32 = 2;
-/// How many may find no daemon: it may be restarting.
-const ABSENT_TRIES: u32 = 20;
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// Between two looks at whether the daemon now lets go of what is in quarantine.
-const ASK_AGAIN: Duration = Duration::from_secs(30);
+/// How many of these tries may time out: each of them takes the whole call timeout.
+const TIMED_OUT_TRIES: u32 = 2;
+/// How many additional tries may fail to reach the daemon, which may be restarting.
+const UNREACHABLE_TRIES: u32 = 20;
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// Interval between removal attempts for containers in quarantine.
+const QUARANTINE_RETRY_INTERVAL: Duration = Duration::from_secs(30);
 
-/// A container that its daemon does not let go. It holds nobody up, and is asked for again.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
-pub struct Quarantined {
-    /// Container name.
-    pub name: String,
-    /// The Docker host.
-    pub host: String,
-    /// The daemon's last words.
-    pub reason: String,
-    /// How often its removal was asked for.
-    pub tries: u32,
-}
-
-impl std::fmt::Display for Quarantined {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { name, host, reason, tries } = self;
-        write!(f, "{name} on {host}, after {tries} tries: {reason}")
-    }
-}
-
-/// A container to remove, and the slot it holds until then.
+/// A container to remove, and the slot that it occupies until then.
 #[derive(Debug)]
-pub(crate) struct Doomed {
-    name: String,
+pub(crate) struct Removal {
+    container: String,
     slot: Option<Slot>,
 }
 
-/// What is done in the background.
-pub(crate) enum Job {
+/// Work that runs in the background.
+pub(crate) enum BackgroundJob {
     /// Remove a container.
-    Remove(Doomed),
-    /// Bring something to its end, whoever asked for it.
+    Remove(Removal),
+    /// Run a future to its end, even if its requester is dropped.
     Finish(BoxFuture<'static, ()>),
 }
 
 /// Owns a container by name, from just before it is created.
 #[derive(Debug)]
-pub(crate) struct Guard {
-    doomed: Option<Doomed>,
-    queue: mpsc::Sender<Job>,
+pub(crate) struct ContainerGuard {
+    removal: Option<Removal>,
+    queue: mpsc::Sender<BackgroundJob>,
     name: String,
 }
 
-impl Guard {
-    pub(crate) fn new(name: String, slot: Slot, queue: mpsc::Sender<Job>) -> Self {
-        Self { doomed: Some(Doomed { name: name.clone(), slot: Some(slot) }), queue, name }
+impl ContainerGuard {
+    pub(crate) fn new(name: String, slot: Slot, queue: mpsc::Sender<BackgroundJob>) -> Self {
+        Self { removal: Some(Removal { container: name.clone(), slot: Some(slot) }), queue, name }
     }
 
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Gives up the ownership, to a removal that somebody performs.
-    pub(crate) fn into_doomed(mut self) -> Option<Doomed> {
-        self.doomed.take()
+    /// Hands the ownership to a removal that the caller performs.
+    pub(crate) fn into_removal(mut self) -> Option<Removal> {
+        self.removal.take()
     }
 }
 
-impl Drop for Guard {
+impl Drop for ContainerGuard {
     fn drop(&mut self) {
-        let Some(doomed) = self.doomed.take() else { return };
-        if self.queue.try_send(Job::Remove(doomed)).is_err() {
-            // After shutdown. The end of its stream ends the container, and a sweep finds the rest.
-            tracing::warn!(container = %self.name, "dropped after shutdown, left to end by itself");
+        let Some(removal) = self.removal.take() else { return };
+        if self.queue.try_send(BackgroundJob::Remove(removal)).is_err() {
+            // After shutdown. The container ends with its stream, and a sweep finds what is left.
+            tracing::warn!(container = %self.name, "dropped after shutdown; it ends by itself");
         }
     }
 }
 
-/// What is in quarantine, with the name that stays taken until it is gone.
+/// A container in quarantine. Its removal keeps the name reserved.
 #[derive(Debug)]
-struct Held {
-    _doomed: Doomed,
-    report: Quarantined,
+struct QuarantineEntry {
+    _removal: Removal,
+    report: QuarantinedContainer,
 }
 
-/// How containers are removed.
+/// Removes containers.
 #[derive(Debug)]
 pub(crate) struct Remover {
     daemon: Daemon,
     limit: Semaphore,
     stop: CancellationToken,
-    /// Containers removed.
+    /// Containers removed so far.
     pub(crate) removed: AtomicU64,
-    quarantine: Mutex<BTreeMap<String, Held>>,
+    quarantine: Mutex<BTreeMap<String, QuarantineEntry>>,
 }
 
 impl Remover {
@@ -124,28 +105,28 @@ impl Remover {
         })
     }
 
-    fn held(&self) -> MutexGuard<'_, BTreeMap<String, Held>> {
+    fn quarantine(&self) -> MutexGuard<'_, BTreeMap<String, QuarantineEntry>> {
         self.quarantine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the daemon does not let go, by name.
-    pub(crate) fn quarantined(&self) -> Vec<Quarantined> {
-        self.held().values().map(|held| held.report.clone()).collect()
+    /// Containers in quarantine, sorted by name.
+    pub(crate) fn quarantined(&self) -> Vec<QuarantinedContainer> {
+        self.quarantine().values().map(|entry| entry.report.clone()).collect()
     }
 
-    /// It is gone, whoever removed it.
+    /// Takes a container that no longer exists out of quarantine.
     pub(crate) fn release(&self, name: &str) {
-        if self.held().remove(name).is_some() {
-            tracing::info!(container = name, "the daemon let go of it");
+        if self.quarantine().remove(name).is_some() {
+            tracing::info!(container = name, "removed a container from quarantine");
             self.removed.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// Performs queued jobs until told to stop, then what is still queued, and returns.
-    pub(crate) async fn run(self: Arc<Self>, mut queue: mpsc::Receiver<Job>) {
+    /// Runs queued jobs until cancelled, then the jobs that are still queued, and returns.
+    pub(crate) async fn run(self: Arc<Self>, mut queue: mpsc::Receiver<BackgroundJob>) {
         let mut jobs = JoinSet::new();
         let this = Arc::clone(&self);
-        jobs.spawn(async move { this.ask_again().await });
+        jobs.spawn(async move { this.retry_quarantined().await });
         loop {
             tokio::select! {
                 biased;
@@ -153,11 +134,11 @@ impl Remover {
                 () = self.stop.cancelled(), if !queue.is_closed() => queue.close(),
                 Some(_) = jobs.join_next() => {}
                 job = queue.recv() => match job {
-                    Some(Job::Remove(doomed)) => {
+                    Some(BackgroundJob::Remove(removal)) => {
                         let this = Arc::clone(&self);
-                        jobs.spawn(async move { this.remove(doomed).await });
+                        jobs.spawn(async move { this.remove(removal).await });
                     }
-                    Some(Job::Finish(work)) => {
+                    Some(BackgroundJob::Finish(work)) => {
                         jobs.spawn(work);
                     }
                     None => break,
@@ -167,59 +148,64 @@ impl Remover {
         while jobs.join_next().await.is_some() {}
     }
 
-    /// Removes one container, with some tries and growing pauses; what then still is there goes to
-    /// quarantine.
-    pub(crate) async fn remove(&self, doomed: Doomed) {
-        let (mut pause, mut tries, mut silent, mut absent) = (FIRST_PAUSE, 0, 0, 0);
+    /// Removes one container, with a few tries and growing pauses. Puts it in quarantine if it still
+    /// exists after that.
+    pub(crate) async fn remove(&self, removal: Removal) {
+        let (mut pause, mut tries, mut timed_out, mut unreachable) = (FIRST_PAUSE, 0, 0, 0);
         let reason = loop {
             let outcome = {
-                // Never closed; an error would only mean no limit.
+                // The semaphore is never closed, so this cannot fail.
                 let _permit = self.limit.acquire().await;
-                self.daemon.remove(&doomed.name).await
+                self.daemon.remove(&removal.container).await
             };
             let Err(error) = outcome else {
                 self.removed.fetch_add(1, Ordering::Relaxed);
                 return;
             };
             tries += 1;
-            silent += u32::from(matches!(error, CallError::TimedOut(_)));
-            tracing::debug!(container = %doomed.name, tries, ?error, "removal failed");
-            absent += u32::from(matches!(error, CallError::Lost(_)));
-            let patience = if self.stop.is_cancelled() { 0 } else { absent.min(ABSENT_TRIES) };
-            if tries >= TRIES + patience || silent >= SILENT_TRIES {
-                break error.words();
+            timed_out += u32::from(matches!(error, CallError::TimedOut(_)));
+            unreachable += u32::from(error.is_unreachable());
+            tracing::debug!(container = %removal.container, tries, %error, "removal failed");
+            let extra =
+                if self.stop.is_cancelled() { 0 } else { unreachable.min(UNREACHABLE_TRIES) };
+            if tries >= TRIES + extra || timed_out >= TIMED_OUT_TRIES {
+                break error.to_string();
             }
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(LONGEST_PAUSE);
         };
-        self.quarantine(doomed, reason, tries);
+        self.put_in_quarantine(removal, reason, tries);
     }
 
-    fn quarantine(&self, mut doomed: Doomed, reason: String, tries: u32) {
-        // Others may start in its place; its name stays taken.
-        if let Some(slot) = &mut doomed.slot {
-            slot.free_room();
+    fn put_in_quarantine(&self, mut removal: Removal, reason: String, tries: u32) {
+        // Another container may start in its place, but not under its name.
+        if let Some(slot) = &mut removal.slot {
+            slot.release_capacity();
         }
-        let name = doomed.name.clone();
-        let report =
-            Quarantined { name: name.clone(), host: self.daemon.host.clone(), reason, tries };
-        tracing::warn!(container = %report, "cannot be removed; going on without its slot");
-        self.held().insert(name, Held { _doomed: doomed, report });
+        let name = removal.container.clone();
+        let report = QuarantinedContainer {
+            name: name.clone(),
+            host: self.daemon.host.clone(),
+            reason,
+            tries,
+        };
+        tracing::warn!(container = %report, "cannot remove a container; its slot is free again");
+        self.quarantine().insert(name, QuarantineEntry { _removal: removal, report });
     }
 
-    /// Asks for what is in quarantine, one by one: who waits for these holds nobody else up.
-    async fn ask_again(&self) {
-        let rest = || self.stop.run_until_cancelled(tokio::time::sleep(ASK_AGAIN));
-        while rest().await.is_some() {
-            for Quarantined { name, .. } in self.quarantined() {
-                let asked = self.stop.run_until_cancelled(self.daemon.remove(&name)).await;
-                match asked {
+    /// Retries containers in quarantine one by one, so that slow removals do not delay others.
+    async fn retry_quarantined(&self) {
+        let pause = || self.stop.run_until_cancelled(tokio::time::sleep(QUARANTINE_RETRY_INTERVAL));
+        while pause().await.is_some() {
+            for QuarantinedContainer { name, .. } in self.quarantined() {
+                let outcome = self.stop.run_until_cancelled(self.daemon.remove(&name)).await;
+                match outcome {
                     None => return,
                     Some(Ok(())) => self.release(&name),
                     Some(Err(error)) => {
-                        if let Some(held) = self.held().get_mut(&name) {
-                            held.report.tries += 1;
-                            held.report.reason = error.words();
+                        if let Some(entry) = self.quarantine().get_mut(&name) {
+                            entry.report.tries += 1;
+                            entry.report.reason = error.to_string();
                         }
                     }
                 }

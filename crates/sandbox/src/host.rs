@@ -1,13 +1,14 @@
-//! One Docker host: what the settings say about it, and how its daemon is reached.
+//! One Docker host: its settings, and how to connect to its daemon.
 
 use orchestrate_types::ConfigProblem;
 use serde::{Deserialize, Serialize};
+use std::num::ParseIntError;
 use std::path::PathBuf;
 
-/// Where the daemon of this machine usually listens.
-const USUAL_SOCKET: &str = "/var/run/docker.sock";
-/// What stands in a folder of certificates, by Docker's own names.
-pub(crate) const CERTIFICATES: [&str; 3] = ["ca.pem", "cert.pem", "key.pem"];
+/// Default socket of a Docker daemon.
+const DEFAULT_SOCKET: &str = "/var/run/docker.sock";
+/// Docker's names of the files in a folder of certificates.
+pub(crate) const CERTIFICATE_FILES: [&str; 3] = ["ca.pem", "cert.pem", "key.pem"];
 
 /// One of `[[sandbox.hosts]]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -47,24 +48,46 @@ pub struct DockerHost {
     pub ssh_config: Option<String>,
 }
 
-/// How a daemon is reached.
+/// Why a host's URL is invalid. The message completes `sandbox.docker_host = <url>: `.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum HostUrlError {
+    #[error("must be an ssh:// URL, because ssh_config is set")]
+    SshConfigWithoutSsh,
+    #[error(
+        "must have certificates: set certificates or DOCKER_CERT_PATH to the folder with {}",
+        CERTIFICATE_FILES.join(", ")
+    )]
+    MissingCertificates,
+    #[error("must be a tcp:// or https:// URL, because certificates is set")]
+    UnexpectedCertificates,
+    #[error("must have a port from 0 to 65535, not `{port}`")]
+    InvalidPort { port: String, source: ParseIntError },
+    #[error(
+        "must look like ssh://user@host, ssh://host:port or ssh://user@host/path/of/docker.sock"
+    )]
+    InvalidSshAddress,
+    #[error("must start with unix://, tcp://, http://, https:// or ssh://")]
+    UnknownScheme,
+}
+
+/// How to connect to a daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Transport {
-    /// A socket of this machine, or a plain connection: whatever the URL says.
+    /// A socket of this machine or an unencrypted connection, as the URL says.
     Plain,
     /// TLS, with the certificates in this folder.
     Tls(PathBuf),
-    /// A socket of another machine, through `ssh`.
+    /// A socket of another machine, forwarded through `ssh`.
     Ssh(Destination),
 }
 
-/// What `ssh` is told.
+/// Where `ssh` connects to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Destination {
     /// `host` or `user@host`.
     pub(crate) login: String,
     pub(crate) port: Option<u16>,
-    /// The daemon's socket there.
+    /// Path of the daemon's socket on that machine.
     pub(crate) socket: String,
     pub(crate) config: Option<String>,
 }
@@ -84,19 +107,19 @@ impl RawDockerHost {
             let remedy = "say where its daemon is, like \"ssh://user@host\"";
             problems.push(ConfigProblem::missing(key, remedy));
         } else if let Err(remedy) = host.transport() {
-            problems.push(ConfigProblem::new(key, &host.url, remedy));
+            problems.push(ConfigProblem::new(key, &host.url, remedy.to_string()));
         }
         host
     }
 }
 
 impl DockerHost {
-    /// The host of a single setting; without one that of the environment, read as Docker's own
-    /// command reads it; else this machine's.
+    /// The host named by a single setting, else by the environment as Docker's own command reads it, else
+    /// this machine.
     pub(crate) fn single(setting: Option<&str>) -> Self {
         let of = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let url = setting.map(str::to_owned).or_else(|| of("DOCKER_HOST"));
-        let url = url.unwrap_or_else(|| format!("unix://{USUAL_SOCKET}"));
+        let url = url.unwrap_or_else(|| format!("unix://{DEFAULT_SOCKET}"));
         let wants_tls = url.starts_with("https://")
             || (url.starts_with("tcp://") && of("DOCKER_TLS_VERIFY").is_some());
         let folder =
@@ -105,7 +128,7 @@ impl DockerHost {
         Self { url, name: None, max_containers: None, certificates, ssh_config: None }
     }
 
-    /// Its name, for people.
+    /// Its name in messages and metrics: the configured name, else the URL.
     pub fn title(&self) -> &str {
         self.name.as_deref().unwrap_or(&self.url)
     }
@@ -115,29 +138,24 @@ impl DockerHost {
         self.url.starts_with("unix://")
     }
 
-    /// How it is reached, or what to write instead.
-    pub(crate) fn transport(&self) -> Result<Transport, String> {
+    /// How to connect to it.
+    pub(crate) fn transport(&self) -> Result<Transport, HostUrlError> {
         let (scheme, rest) = self.url.split_once("://").unwrap_or(("", &self.url));
         let folder = self.certificates.as_ref().map(PathBuf::from);
         if self.ssh_config.is_some() && scheme != "ssh" {
-            return Err("only ssh:// has an ssh_config".to_owned());
+            return Err(HostUrlError::SshConfigWithoutSsh);
         }
         match (scheme, folder) {
             ("tcp" | "https", Some(folder)) => Ok(Transport::Tls(folder)),
-            ("https", None) => Err(format!(
-                "name the folder with {} in certificates (or in DOCKER_CERT_PATH)",
-                CERTIFICATES.join(", ")
-            )),
-            ("unix" | "http" | "ssh", Some(_)) => {
-                Err(format!("{scheme}:// has no certificates: use tcp:// or https://"))
-            }
+            ("https", None) => Err(HostUrlError::MissingCertificates),
+            ("unix" | "http" | "ssh", Some(_)) => Err(HostUrlError::UnexpectedCertificates),
             ("unix" | "tcp" | "http", None) => Ok(Transport::Plain),
             ("ssh", None) => self.destination(rest).map(Transport::Ssh),
-            _ => Err("start it with unix://, tcp://, http://, https:// or ssh://".to_owned()),
+            _ => Err(HostUrlError::UnknownScheme),
         }
     }
 
-    fn destination(&self, rest: &str) -> Result<Destination, String> {
+    fn destination(&self, rest: &str) -> Result<Destination, HostUrlError> {
         let (authority, path) = match rest.find('/') {
             Some(at) => rest.split_at(at),
             None => (rest, ""),
@@ -145,12 +163,15 @@ impl DockerHost {
         let (login, port) = match authority.rsplit_once(':') {
             // The last colon of an address in brackets belongs to the address.
             Some((login, port)) if !port.ends_with(']') => {
-                let port = port.parse().map_err(|_| format!("`{port}` is no port"))?;
-                (login, Some(port))
+                let number = port.parse().map_err(|source| HostUrlError::InvalidPort {
+                    port: port.to_owned(),
+                    source,
+                })?;
+                (login, Some(number))
             }
             Some(_) | None => (authority, None),
         };
-        let plain = |part: &str| {
+        let is_plain = |part: &str| {
             let allowed = |c: char| c.is_ascii_alphanumeric() || "._-:[]%".contains(c);
             !part.is_empty() && !part.starts_with('-') && part.chars().all(allowed)
         };
@@ -158,15 +179,13 @@ impl DockerHost {
             Some((user, host)) => (Some(user), host),
             None => (None, login),
         };
-        // `ssh` takes what begins with a dash for an option, and a user has no password here.
-        if !plain(host) || user.is_some_and(|user| !plain(user) || user.contains(':')) {
-            return Err("write it as ssh://user@host, ssh://host:port or \
-                        ssh://user@host/path/of/docker.sock"
-                .to_owned());
+        // `ssh` would read an argument that starts with a dash as an option; passwords are not supported.
+        if !is_plain(host) || user.is_some_and(|user| !is_plain(user) || user.contains(':')) {
+            return Err(HostUrlError::InvalidSshAddress);
         }
         let host = host.trim_start_matches('[').trim_end_matches(']');
         let login = user.map_or_else(|| host.to_owned(), |user| format!("{user}@{host}"));
-        let socket = if path.len() > 1 { path } else { USUAL_SOCKET };
+        let socket = if path.len() > 1 { path } else { DEFAULT_SOCKET };
         Ok(Destination { login, port, socket: socket.to_owned(), config: self.ssh_config.clone() })
     }
 }
@@ -186,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn the_scheme_says_how_a_daemon_is_reached() {
+    fn transport_follows_from_scheme_and_certificates() {
         let of = |url, certificates| host(url, certificates).transport();
         assert_eq!(of("unix:///x.sock", None), Ok(Transport::Plain));
         assert_eq!(of("tcp://h:2375", None), Ok(Transport::Plain));
@@ -204,21 +223,21 @@ mod tests {
     }
 
     #[test]
-    fn ssh_gets_a_login_a_port_and_a_socket_and_never_an_option() {
+    fn ssh_url_yields_login_port_and_socket_but_never_an_option() {
         let of = |url: &str| match host(url, None).transport() {
             Ok(Transport::Ssh(to)) => Ok((to.login, to.port, to.socket)),
             Ok(other) => panic!("{other:?}"),
-            Err(words) => Err(words),
+            Err(error) => Err(error),
         };
-        let usual = || USUAL_SOCKET.to_owned();
-        assert_eq!(of("ssh://box"), Ok(("box".into(), None, usual())));
-        assert_eq!(of("ssh://me@box:22/"), Ok(("me@box".into(), Some(22), usual())));
+        let default = || DEFAULT_SOCKET.to_owned();
+        assert_eq!(of("ssh://box"), Ok(("box".into(), None, default())));
+        assert_eq!(of("ssh://me@box:22/"), Ok(("me@box".into(), Some(22), default())));
         assert_eq!(
             of("ssh://me@box/run/d.sock"),
             Ok(("me@box".into(), None, "/run/d.sock".into()))
         );
-        assert_eq!(of("ssh://me@[::1]:2222"), Ok(("me@::1".into(), Some(2222), usual())));
-        assert_eq!(of("ssh://[fe80::1]"), Ok(("fe80::1".into(), None, usual())));
+        assert_eq!(of("ssh://me@[::1]:2222"), Ok(("me@::1".into(), Some(2222), default())));
+        assert_eq!(of("ssh://[fe80::1]"), Ok(("fe80::1".into(), None, default())));
         for bad in [
             "ssh://",
             "ssh://me@",

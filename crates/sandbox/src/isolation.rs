@@ -1,30 +1,29 @@
-//! What settings ask of a daemon beside what every daemon can do: another runtime, mapped users.
+//! Isolation features that not every daemon has: other runtimes, and user namespaces.
 
-use crate::api::{SandboxError, SandboxErrorKind};
-use crate::config::SandboxConfig;
 use crate::daemon::Daemon;
+use crate::error::{SandboxError, SandboxErrorKind};
 use bollard::models::SystemInfo;
 use serde::{Deserialize, Serialize};
 
-/// Whether a container's root must be somebody else on the host.
+/// Whether root in a container must be an unprivileged user of the host.
 #[derive(
     Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum UserNamespace {
-    /// As the daemon does it.
+    /// The daemon's configuration decides.
     #[default]
     Optional,
-    /// It must: a daemon that does not map users is refused.
+    /// A daemon that does not map users is refused.
     Required,
 }
 
-/// Whether the daemon, by its own words, gives containers users of their own.
+/// Whether the daemon's security options say that it maps the users of containers.
 pub(crate) fn maps_users(security: &[String]) -> bool {
     security.iter().any(|option| option.contains("name=userns") || option.contains("name=rootless"))
 }
 
-/// Names of the runtimes that the daemon offers, in order.
+/// Names of the runtimes that the daemon offers, sorted.
 pub(crate) fn runtimes(info: &SystemInfo) -> Vec<String> {
     let mut names: Vec<String> =
         info.runtimes.iter().flatten().map(|(name, _)| name.clone()).collect();
@@ -32,34 +31,44 @@ pub(crate) fn runtimes(info: &SystemInfo) -> Vec<String> {
     names
 }
 
-/// Refuses a daemon that cannot do what the settings ask for, by name and with the remedy.
-pub(crate) async fn check(daemon: &Daemon, config: &SandboxConfig) -> Result<(), SandboxError> {
-    let asks = config.runtime.is_some() || config.user_namespace == UserNamespace::Required;
-    if !asks {
+/// Refuses a daemon that lacks the required runtime or user namespaces.
+pub(crate) async fn check(
+    daemon: &Daemon,
+    runtime: Option<&str>,
+    user_namespace: UserNamespace,
+) -> Result<(), SandboxError> {
+    if runtime.is_none() && user_namespace == UserNamespace::Optional {
         return Ok(());
     }
     let info =
         daemon.call(daemon.docker.info()).await.map_err(|error| error.at(&daemon.host, "info"))?;
     let security = info.security_options.clone().unwrap_or_default();
-    let Some(message) = lacking(&runtimes(&info), &security, config) else { return Ok(()) };
-    let kind = SandboxErrorKind::Refused { call: "connect", message };
-    Err(SandboxError { sandbox: daemon.host.clone(), kind })
+    match missing_feature(&runtimes(&info), &security, runtime, user_namespace) {
+        Some(message) => Err(daemon.error(SandboxErrorKind::Refused { call: "connect", message })),
+        None => Ok(()),
+    }
 }
 
-fn lacking(offered: &[String], security: &[String], config: &SandboxConfig) -> Option<String> {
-    if let Some(wanted) = &config.runtime
-        && !offered.contains(wanted)
+/// What is missing and what to do about it; `None` if nothing is.
+fn missing_feature(
+    offered: &[String],
+    security: &[String],
+    runtime: Option<&str>,
+    user_namespace: UserNamespace,
+) -> Option<String> {
+    if let Some(wanted) = runtime
+        && !offered.iter().any(|name| name == wanted)
     {
         return Some(format!(
-            "the daemon has no runtime `{wanted}` (sandbox.runtime), only {}; install it and name it \
-             under `runtimes` in the daemon's settings, or leave sandbox.runtime out",
+            "the daemon does not offer the runtime `{wanted}` (sandbox.runtime), only {}; install it \
+             and add it to `runtimes` in the daemon's settings, or remove sandbox.runtime",
             offered.join(", ")
         ));
     }
-    let unmapped = config.user_namespace == UserNamespace::Required && !maps_users(security);
+    let unmapped = user_namespace == UserNamespace::Required && !maps_users(security);
     unmapped.then(|| {
-        "root in its containers is root of the host, and sandbox.user_namespace is \"required\"; \
-         set userns-remap in the daemon's settings, or use \"optional\""
+        "sandbox.user_namespace is \"required\", but root in a container is root of the host; set \
+         userns-remap in the daemon's settings, or use \"optional\""
             .to_owned()
     })
 }
@@ -69,20 +78,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_asked_for_and_not_there_is_named() {
+    fn missing_runtime_or_user_namespace_is_named() {
         let offered = ["runc".to_owned(), "runsc".to_owned()];
         let mapped = ["name=seccomp,profile=default".to_owned(), "name=userns".to_owned()];
-        let config = |runtime: Option<&str>, user_namespace| SandboxConfig {
-            runtime: runtime.map(str::to_owned),
-            user_namespace,
-            ..SandboxConfig::default()
-        };
         let (optional, required) = (UserNamespace::Optional, UserNamespace::Required);
-        assert_eq!(lacking(&offered, &[], &config(Some("runsc"), optional)), None);
-        assert_eq!(lacking(&offered, &mapped, &config(None, required)), None);
-        let words = lacking(&offered, &mapped, &config(Some("kata"), required)).unwrap();
-        assert!(words.contains("`kata`") && words.contains("runc, runsc"), "{words}");
-        let words = lacking(&offered, &mapped[..1], &config(None, required)).unwrap();
-        assert!(words.contains("userns-remap"), "{words}");
+        assert_eq!(missing_feature(&offered, &[], Some("runsc"), optional), None);
+        assert_eq!(missing_feature(&offered, &mapped, None, required), None);
+        let message = missing_feature(&offered, &mapped, Some("kata"), required).unwrap();
+        assert!(message.contains("`kata`") && message.contains("runc, runsc"), "{message}");
+        let message = missing_feature(&offered, &mapped[..1], None, required).unwrap();
+        assert!(message.contains("userns-remap"), "{message}");
     }
 }

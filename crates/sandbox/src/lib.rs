@@ -1,17 +1,55 @@
-//! Sandboxes: where model-written commands run. Never a bare host process.
+//! Sandboxes: isolated containers in which model-written commands run, never directly on the host.
 //!
-//! The invariant: a result counts only when the supervisor inside the container reported the
-//! command's end; an end of stream is never taken for success. Read `api.rs` for the seam, then
-//! `provider.rs` for one Docker host, and `hosts/mod.rs` for several of them.
+//! The invariant: a result counts only if the supervisor inside the container reported the end of
+//! the command; the end of the stream is never taken for success. Read `api.rs` for the traits, then
+//! `provider.rs` for one Docker host and `hosts/mod.rs` for several.
+//!
+//! ```no_run
+//! use orchestrate_sandbox::{
+//!     Command, DockerProvider, Owner, Purpose, SandboxConfig, SandboxProvider as _, SandboxSpec,
+//! };
+//! use orchestrate_types::{ByteSize, RunId};
+//! use std::time::Duration;
+//!
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! let config = SandboxConfig::default();
+//! let limits = config.limits();
+//! let provider = DockerProvider::connect(config).await?;
+//! let mut sandbox = provider
+//!     .open(&SandboxSpec {
+//!         image: "debian:bookworm-slim".to_owned(),
+//!         purpose: Purpose::Agent,
+//!         owner: Owner { run: RunId::generate(), epoch: 1, attempt: "t000001.00-a01".parse()? },
+//!         workdir: "/testbed".to_owned(),
+//!         limits,
+//!         deadline: Duration::from_secs(300),
+//!         reusable: true,
+//!     })
+//!     .await?;
+//!
+//! let command = Command::shell("echo hello > greeting.txt; cat *", Duration::from_secs(10));
+//! let result = sandbox.exec(&command).await?;
+//! assert!(result.success());
+//! assert_eq!(result.text(), "hello\n");
+//!
+//! let files = sandbox.read_tree(ByteSize::mib(1)).await?;
+//! assert_eq!(files[0].path, "greeting.txt");
+//! assert_eq!(files[0].content, b"hello\n");
+//!
+//! sandbox.close().await?;
+//! provider.shutdown().await?;
+//! # Ok(())
+//! # }
+//! ```
 
 mod api;
-mod battery;
+mod bare_container;
 mod config;
 mod container;
 mod daemon;
 mod disk;
 mod doctor;
-mod floor;
+mod error;
 mod guard;
 mod host;
 mod hosts;
@@ -19,27 +57,31 @@ mod image;
 mod isolation;
 mod link;
 mod memory;
+mod open;
 mod provider;
 mod sandbox;
+mod self_test;
 mod slots;
 mod ssh;
+mod state;
 mod sweep;
 
 pub use api::{
-    Command, ExecResult, Exit, FileEntry, HostUse, Limits, Owner, Purpose, Sandbox, SandboxError,
-    SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
+    Command, ExecResult, Exit, FileEntry, HostUsage, Owner, Purpose, QuarantinedContainer, Sandbox,
+    SandboxLimits, SandboxProvider, SandboxSpec, SweepReport,
 };
-pub use battery::{BatteryResult, battery_cases, run_battery};
+pub use bare_container::BareContainer;
 pub use config::{PullPolicy, RawSandboxConfig, SandboxConfig, Seccomp};
 pub use doctor::{DaemonReport, ProbeReport};
-pub use floor::BareContainer;
-pub use guard::Quarantined;
+pub use error::{Cause, SandboxError, SandboxErrorKind};
 pub use host::{DockerHost, RawDockerHost};
 pub use hosts::DockerHosts;
 pub use image::{
-    ImageBook, ImageIdentity, ImageNews, ImagesOnHost, Listener, PulledImage, images_on_hosts,
+    ImageEvent, ImageHooks, ImageIdentity, ImageListener, ImageLock, ImagesOnHost, PulledImage,
+    images_on_hosts,
 };
 pub use isolation::UserNamespace;
 pub use memory::MemoryUse;
-pub use provider::{DockerProvider, ProviderStats, Surroundings};
+pub use provider::{DockerProvider, ProviderStats};
+pub use self_test::{SelfTestResult, run_self_test, self_test_cases};
 pub use sweep::{ContainerInfo, GcScope};

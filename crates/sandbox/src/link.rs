@@ -1,22 +1,23 @@
-//! The stream to one supervisor. When it ends the sandbox is lost, whatever was said before.
+//! The stream to one supervisor. When it ends, the sandbox is lost.
 
-use crate::api::{SandboxError, SandboxErrorKind};
 use crate::daemon::Daemon;
+use crate::error::{SandboxError, SandboxErrorKind};
 use bollard::container::LogOutput;
 use bollard::errors::Error as DriverError;
 use bollard::query_parameters::AttachContainerOptions;
 use futures::{Stream, StreamExt as _};
-use orchestrate_supervisor::Free;
-use orchestrate_supervisor::protocol::{FrameBuffer, Reply, Request, VERSION};
+use orchestrate_supervisor::FreeSpace;
+use orchestrate_supervisor::protocol::{FrameBuffer, Refusal, Reply, Request, VERSION};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncWrite, AsyncWriteExt as _};
 
-/// Of the supervisor's own complaints, this much is kept for the error message.
-const STDERR_KEEP: usize = 4096;
+/// Bytes of the supervisor's stderr that are kept for error messages.
+const STDERR_BYTES: usize = 4096;
 
 /// Both directions of a container's attached stream.
-pub(crate) struct Link {
+pub(crate) struct SupervisorLink {
     name: String,
     output: Pin<Box<dyn Stream<Item = Result<LogOutput, DriverError>> + Send>>,
     input: Pin<Box<dyn AsyncWrite + Send>>,
@@ -25,13 +26,13 @@ pub(crate) struct Link {
     last_id: u64,
 }
 
-impl std::fmt::Debug for Link {
+impl std::fmt::Debug for SupervisorLink {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Link").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("SupervisorLink").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
-impl Link {
+impl SupervisorLink {
     /// Attaches to a container that was created and not yet started.
     pub(crate) async fn attach(daemon: &Daemon, name: &str) -> Result<Self, SandboxError> {
         let options = AttachContainerOptions {
@@ -60,107 +61,106 @@ impl Link {
         SandboxError { sandbox: self.name.clone(), kind }
     }
 
-    /// An error about what the supervisor said.
-    pub(crate) fn protocol(&self, what: impl std::fmt::Display) -> SandboxError {
-        self.error(SandboxErrorKind::Protocol(what.to_string()))
+    /// An error because of something that the supervisor sent.
+    pub(crate) fn protocol_error(&self, problem: impl std::fmt::Display) -> SandboxError {
+        self.error(SandboxErrorKind::Protocol(problem.to_string()))
     }
 
-    fn gone(&self, how: &str) -> SandboxError {
-        let said = String::from_utf8_lossy(&self.stderr);
-        let text = if said.trim().is_empty() {
-            how.to_owned()
+    /// An error because the stream ended, with what the supervisor wrote to stderr.
+    fn gone_error(&self, reason: &str) -> SandboxError {
+        let stderr = String::from_utf8_lossy(&self.stderr);
+        let text = if stderr.trim().is_empty() {
+            reason.to_owned()
         } else {
-            format!("{how} ({})", said.trim())
+            format!("{reason} ({})", stderr.trim())
         };
         self.error(SandboxErrorKind::Gone(text))
     }
 
-    /// Waits for the supervisor's first frame, which says what is left of the host's disk.
-    pub(crate) async fn hello(&mut self) -> Result<Free, SandboxError> {
+    /// Waits for the supervisor's first frame and returns the free space of the host's disk.
+    pub(crate) async fn wait_for_hello(&mut self) -> Result<FreeSpace, SandboxError> {
         match self.receive().await? {
             (0, Reply::Hello { version: VERSION, free }) => Ok(free),
-            (_, other) => Err(self.protocol(format!("expected a greeting, got {other:?}"))),
+            (_, other) => {
+                Err(self.protocol_error(format!("expected hello version {VERSION}, got {other:?}")))
+            }
         }
     }
 
-    /// Sends a request and returns the id under which the answers come.
+    /// Sends a request and returns the id of its replies.
     pub(crate) async fn send(&mut self, request: &Request) -> Result<u64, SandboxError> {
         self.last_id += 1;
-        self.send_more(self.last_id, request).await?;
-        Ok(self.last_id)
-    }
-
-    /// Sends another part under an id that was given out.
-    pub(crate) async fn send_more(
-        &mut self,
-        id: u64,
-        request: &Request,
-    ) -> Result<(), SandboxError> {
+        let id = self.last_id;
         let frame = request.encode(id).map_err(|error| {
-            self.error(SandboxErrorKind::Refused { call: "send", message: error.to_string() })
+            self.error(SandboxErrorKind::Failed { call: "send", source: Arc::new(error) })
         })?;
         let written = async {
             self.input.write_all(&frame).await?;
             self.input.flush().await
         };
-        written.await.map_err(|error| self.gone(&format!("the stream broke: {error}")))
+        written.await.map_err(|error| self.gone_error(&format!("the stream broke: {error}")))?;
+        Ok(id)
     }
 
-    /// The next frame. Cancel-safe: a frame is taken whole or stays. That the host's disk is full is
-    /// an error wherever it comes: what the container answers after that is worth nothing.
+    /// Receives the next frame. Cancel-safe: a frame is returned whole or stays in the buffer.
+    ///
+    /// A full disk on the host is an error at any time, because nothing that the container sends after
+    /// that can be trusted.
     pub(crate) async fn receive(&mut self) -> Result<(u64, Reply), SandboxError> {
         loop {
-            if let Some(frame) = self.frames.next_frame().map_err(|e| self.protocol(e))? {
-                let reply =
-                    Reply::decode(frame.kind, &frame.payload).map_err(|e| self.protocol(e))?;
+            if let Some(frame) = self.frames.next_frame().map_err(|e| self.protocol_error(e))? {
+                let reply = Reply::decode(frame.kind, &frame.payload)
+                    .map_err(|e| self.protocol_error(e))?;
                 if let Reply::DiskFull(free) = reply {
-                    let words = format!("{free}, so no result of this sandbox counts");
-                    return Err(self.error(SandboxErrorKind::DiskFull(words)));
+                    let message = format!("{free}, so no result of this sandbox counts");
+                    return Err(self.error(SandboxErrorKind::DiskFull(message)));
                 }
                 return Ok((frame.id, reply));
             }
             match self.output.next().await {
                 Some(Ok(LogOutput::StdOut { message })) => self.frames.push(&message),
                 Some(Ok(LogOutput::StdErr { message })) => {
-                    let room = STDERR_KEEP.saturating_sub(self.stderr.len()).min(message.len());
+                    let room = STDERR_BYTES.saturating_sub(self.stderr.len()).min(message.len());
                     self.stderr.extend(message.iter().take(room));
                 }
                 Some(Ok(LogOutput::StdIn { .. } | LogOutput::Console { .. })) => {
-                    return Err(self.gone("the stream was cut inside a frame"));
+                    return Err(self.gone_error("the stream was cut inside a frame"));
                 }
-                Some(Err(error)) => return Err(self.gone(&format!("the stream broke: {error}"))),
-                None => return Err(self.gone("the stream ended")),
+                Some(Err(error)) => {
+                    return Err(self.gone_error(&format!("the stream broke: {error}")));
+                }
+                None => return Err(self.gone_error("the stream ended")),
             }
         }
     }
 
-    /// Waits for the plain answer to a request: done, or refused with the reason.
-    pub(crate) async fn acknowledged(
+    /// Waits for the acknowledgement of a request.
+    pub(crate) async fn acknowledgement(
         &mut self,
         id: u64,
-    ) -> Result<Result<(), String>, SandboxError> {
+    ) -> Result<Result<(), Refusal>, SandboxError> {
         match self.receive().await? {
             (got, Reply::Ack(answer)) if got == id => Ok(answer),
-            (got, other) => {
-                Err(self.protocol(format!("expected an answer to {id}, got {got}: {other:?}")))
-            }
+            (got, other) => Err(self.protocol_error(format!(
+                "expected an acknowledgement of {id}, got {got}: {other:?}"
+            ))),
         }
     }
 
-    /// A request with a plain answer, within a time.
-    pub(crate) async fn ask(
+    /// Sends a request and waits for its acknowledgement, at most `limit`.
+    pub(crate) async fn request(
         &mut self,
         call: &'static str,
         request: &Request,
-        within: Duration,
-    ) -> Result<Result<(), String>, SandboxError> {
-        let asked = async {
+        limit: Duration,
+    ) -> Result<Result<(), Refusal>, SandboxError> {
+        let answer = async {
             let id = self.send(request).await?;
-            self.acknowledged(id).await
+            self.acknowledgement(id).await
         };
-        match tokio::time::timeout(within, asked).await {
+        match tokio::time::timeout(limit, answer).await {
             Ok(result) => result,
-            Err(_) => Err(self.error(SandboxErrorKind::TimedOut { call, after: within })),
+            Err(_) => Err(self.error(SandboxErrorKind::TimedOut { call, after: limit })),
         }
     }
 }

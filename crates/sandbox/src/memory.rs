@@ -1,36 +1,36 @@
-//! What open sandboxes cost in memory: what is in their control groups, and Docker's process beside
-//! each.
+//! Memory used by open sandboxes: in their control groups, and by Docker's shim process for each.
 
-use crate::api::SandboxError;
 use crate::container::LABEL_RUN;
+use crate::error::SandboxError;
 use crate::provider::DockerProvider;
 use bollard::query_parameters::{ListContainersOptions, StatsOptions};
 use futures::{StreamExt as _, TryStreamExt as _};
 use orchestrate_types::{ByteSize, RunId};
 use std::collections::HashMap;
 
-/// Containers whose memory is asked for side by side.
-const ASKED_AT_ONCE: usize = 16;
+/// How many containers are queried at once.
+const PARALLEL_QUERIES: usize = 16;
 
-/// Memory of a run's running containers, all together.
+/// Memory of all running containers of a run together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct MemoryUse {
-    /// How many containers were counted.
+    /// Number of running containers.
     pub containers: usize,
-    /// Charged to their control groups: process 1, tmpfs, page cache.
+    /// Bytes charged to their control groups: processes, tmpfs and page cache.
     pub charged: ByteSize,
-    /// Docker's process beside each, its share of common pages; `None` where processes of the
-    /// daemon's machine cannot be seen from here.
+    /// Proportional set size of Docker's shim processes; `None` if the processes of the daemon's machine
+    /// are not visible from here.
     pub shims: Option<ByteSize>,
 }
 
 impl DockerProvider {
-    /// Asks the daemon, and the kernel where the daemon is on this machine.
+    /// Measures the memory of a run's containers, through the daemon, and of their shims, if the daemon
+    /// runs on this machine.
     ///
     /// # Errors
-    /// When the daemon does not answer in time.
+    /// Any error of the daemon.
     pub async fn memory(&self, run: RunId) -> Result<MemoryUse, SandboxError> {
-        let daemon = &self.shared.daemon;
+        let daemon = &self.state.daemon;
         let options = ListContainersOptions {
             filters: Some(HashMap::from([(
                 "label".to_owned(),
@@ -43,10 +43,10 @@ impl DockerProvider {
             .await
             .map_err(|error| error.at(&daemon.host, "list"))?;
         let ids: Vec<String> = listed.into_iter().filter_map(|container| container.id).collect();
-        // The daemon takes about a second for each answer, however it is asked.
+        // The daemon takes about a second per container.
         let charged: u64 = futures::stream::iter(&ids)
             .map(|id| self.charged(id))
-            .buffer_unordered(ASKED_AT_ONCE)
+            .buffer_unordered(PARALLEL_QUERIES)
             .try_fold(0_u64, async |sum, bytes| Ok(sum.saturating_add(bytes)))
             .await?;
         let shims = if daemon.is_local() { shims(&ids).map(ByteSize) } else { None };
@@ -55,7 +55,7 @@ impl DockerProvider {
 
     /// Memory charged to one container's control groups, in bytes.
     async fn charged(&self, id: &str) -> Result<u64, SandboxError> {
-        let daemon = &self.shared.daemon;
+        let daemon = &self.state.daemon;
         let options = StatsOptions { stream: false, one_shot: true };
         let mut stats = daemon.docker.stats(id, Some(options));
         let found = daemon.call(stats.try_next()).await.map_err(|e| e.at(id, "stats"))?;
@@ -64,8 +64,8 @@ impl DockerProvider {
     }
 }
 
-/// Proportional set size of the processes whose command line names one of the containers; `None`
-/// where not every container's is found, for then the sum would say too little.
+/// Proportional set size of the shim processes of the containers, in bytes. `None` if one of them was not
+/// found, because the sum would be too small.
 fn shims(ids: &[String]) -> Option<u64> {
     let (mut found, mut total) = (0, 0_u64);
     for entry in std::fs::read_dir("/proc").ok()? {

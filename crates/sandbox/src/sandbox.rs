@@ -1,12 +1,13 @@
 //! One open container.
 
-use crate::api::{Command, ExecResult, Exit, FileEntry, Sandbox, SandboxError, SandboxErrorKind};
-use crate::guard::Guard;
-use crate::link::Link;
-use crate::provider::Shared;
-use crate::slots::{Idle, Key};
+use crate::api::{Command, ExecResult, Exit, FileEntry, Sandbox};
+use crate::error::{SandboxError, SandboxErrorKind};
+use crate::guard::ContainerGuard;
+use crate::link::SupervisorLink;
+use crate::slots::{IdleSandbox, ReuseKey};
+use crate::state::ProviderState;
 use orchestrate_supervisor::protocol::{
-    CHUNK, Done, End, ExecRequest, Reply, Request, TreeEnd, is_safe_path,
+    CHUNK, CommandEnd, CommandReport, ExecRequest, Refusal, Reply, Request, TreeEnd, is_safe_path,
 };
 use orchestrate_types::{ByteSize, HumanDuration};
 use std::sync::Arc;
@@ -14,63 +15,64 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 
-/// Signs of life during a command; the supervisor gives up on us after a minute without.
-const PING_EVERY: Duration = Duration::from_secs(15);
-/// A reset has at most a few thousand files to remove and a process tree to bury.
-const RESET_WITHIN: Duration = Duration::from_secs(30);
-/// What the kernel sends, and what we report, for a command killed because of its output.
+/// Interval between pings during a command. The supervisor kills the command after a minute without.
+const PING_INTERVAL: Duration = Duration::from_secs(15);
+/// A reset kills a process tree and removes at most a few thousand files.
+const RESET_TIMEOUT: Duration = Duration::from_secs(30);
+/// The signal reported for a command that was killed because of its output.
 const SIGKILL: i32 = 9;
 
-/// A sandbox can be used while nothing went wrong with it.
+/// Whether a sandbox can still be used.
 #[derive(Debug, PartialEq, Eq)]
 enum State {
     Ready,
-    /// A call is under way, or its future was dropped before its end: the stream may be anywhere.
+    /// A call is in progress, or its future was dropped and left the stream at an unknown position.
     Busy,
     /// A call failed.
     Lost(String),
 }
 
-/// A container with its supervisor on the line.
+/// A container with a connection to its supervisor.
 #[derive(Debug)]
 pub(crate) struct DockerSandbox {
-    pub(crate) link: Link,
-    pub(crate) guard: Guard,
-    pub(crate) shared: Arc<Shared>,
-    /// `None` where the container is for one attempt only.
-    pub(crate) key: Option<Key>,
-    pub(crate) ends: Instant,
-    /// Whether what runs in it can write to the host's disk.
-    pub(crate) on_disk: bool,
+    link: SupervisorLink,
+    guard: ContainerGuard,
+    provider: Arc<ProviderState>,
+    /// `None` if the container serves one attempt only.
+    key: Option<ReuseKey>,
+    expires_at: Instant,
+    /// Whether commands in it can write to the host's disk.
+    pub(crate) writes_to_host_disk: bool,
     state: State,
 }
 
 impl DockerSandbox {
     pub(crate) fn new(
-        link: Link,
-        guard: Guard,
-        shared: Arc<Shared>,
-        key: Option<Key>,
-        ends: Instant,
+        link: SupervisorLink,
+        guard: ContainerGuard,
+        provider: Arc<ProviderState>,
+        key: Option<ReuseKey>,
+        expires_at: Instant,
     ) -> Self {
-        Self { link, guard, shared, key, ends, on_disk: false, state: State::Ready }
+        let state = State::Ready;
+        Self { link, guard, provider, key, expires_at, writes_to_host_disk: false, state }
     }
 
     fn error(&self, kind: SandboxErrorKind) -> SandboxError {
         SandboxError { sandbox: self.guard.name().to_owned(), kind }
     }
 
-    fn refused(&self, call: &'static str, message: String) -> SandboxError {
+    fn refused(&self, call: &'static str, Refusal(message): Refusal) -> SandboxError {
         self.error(SandboxErrorKind::Refused { call, message })
     }
 
-    /// Marks a call as begun. Fails where an earlier one did not end well.
-    fn begin(&mut self) -> Result<(), SandboxError> {
+    /// Marks the start of a call. Fails if an earlier call failed or was dropped.
+    fn begin_call(&mut self) -> Result<(), SandboxError> {
         match std::mem::replace(&mut self.state, State::Busy) {
             State::Ready => Ok(()),
             State::Busy => {
-                Err(self
-                    .error(SandboxErrorKind::Protocol("an earlier call was abandoned".to_owned())))
+                let reason = "an earlier call was dropped before it ended".to_owned();
+                Err(self.error(SandboxErrorKind::Protocol(reason)))
             }
             State::Lost(reason) => {
                 self.state = State::Lost(reason.clone());
@@ -79,14 +81,14 @@ impl DockerSandbox {
         }
     }
 
-    /// Marks its end. A refusal leaves the stream in order; anything else does not.
-    fn end<T>(&mut self, result: Result<T, SandboxError>) -> Result<T, SandboxError> {
+    /// Marks the end of a call. The stream remains usable after a refusal, but not after other errors.
+    fn end_call<T>(&mut self, result: Result<T, SandboxError>) -> Result<T, SandboxError> {
         self.state = match &result {
             Ok(_) => State::Ready,
             Err(error) => match &error.kind {
-                SandboxErrorKind::Refused { .. } | SandboxErrorKind::TooLarge { .. } => {
-                    State::Ready
-                }
+                SandboxErrorKind::Refused { .. }
+                | SandboxErrorKind::Failed { .. }
+                | SandboxErrorKind::TooLarge { .. } => State::Ready,
                 SandboxErrorKind::NoDaemon(_)
                 | SandboxErrorKind::ImageMissing(_)
                 | SandboxErrorKind::NotPulled { .. }
@@ -97,42 +99,45 @@ impl DockerSandbox {
                 | SandboxErrorKind::Gone(_)
                 | SandboxErrorKind::Protocol(_)
                 | SandboxErrorKind::NotClean(_)
-                | SandboxErrorKind::Unfit(_) => State::Lost(error.kind.to_string()),
+                | SandboxErrorKind::SelfTestFailed(_) => State::Lost(error.kind.to_string()),
             },
         };
         result
     }
 
-    async fn within<T>(
+    /// Performs a call with a deadline.
+    async fn call<T>(
         &mut self,
         call: &'static str,
         after: Duration,
         work: impl AsyncFnOnce(&mut Self) -> Result<T, SandboxError>,
     ) -> Result<T, SandboxError> {
-        self.begin()?;
-        let fills = self.shared.disk.fills();
+        self.begin_call()?;
+        let full_count = self.provider.disk.full_count();
         let result = match tokio::time::timeout(after, work(self)).await {
             Ok(result) => result,
             Err(_) => Err(self.error(SandboxErrorKind::TimedOut { call, after })),
         };
-        let result = self.unless_filled(fills, result);
-        self.end(result)
+        let result = self.reject_if_disk_was_full(full_count, result);
+        self.end_call(result)
     }
 
-    /// A result counts only where no sandbox on this host met a full disk meanwhile: the one that
-    /// filled it is removed at once, perhaps before the next look of the others.
-    fn unless_filled<T>(
+    /// Rejects a result if any sandbox on this host reported a full disk since `full_count` was read:
+    /// the one that filled the disk is removed at once, perhaps before the others check it again.
+    fn reject_if_disk_was_full<T>(
         &self,
-        fills: u64,
+        full_count: u64,
         result: Result<T, SandboxError>,
     ) -> Result<T, SandboxError> {
         match &result {
             Err(SandboxError { kind: SandboxErrorKind::DiskFull(_), .. }) => {
-                self.shared.disk.note_full();
+                self.provider.disk.record_full();
             }
-            Ok(_) | Err(_) if self.on_disk && self.shared.disk.fills() != fills => {
-                let words = "another sandbox on it met that while this one worked".to_owned();
-                return Err(self.error(SandboxErrorKind::DiskFull(words)));
+            Ok(_) | Err(_)
+                if self.writes_to_host_disk && self.provider.disk.full_count() != full_count =>
+            {
+                let message = "another sandbox on this host reported it during the call".to_owned();
+                return Err(self.error(SandboxErrorKind::DiskFull(message)));
             }
             Ok(_) | Err(_) => {}
         }
@@ -146,14 +151,14 @@ impl DockerSandbox {
             env: command.env.clone(),
             timeout_ms: u64::try_from(command.timeout.as_millis()).unwrap_or(u64::MAX),
             keep,
-            max_output: self.shared.config.max_output.0,
+            max_output: self.provider.config.max_output.0,
         });
         let id = self.link.send(&request).await?;
-        let mut pings = tokio::time::interval_at(Instant::now() + PING_EVERY, PING_EVERY);
+        let mut pings = tokio::time::interval_at(Instant::now() + PING_INTERVAL, PING_INTERVAL);
         pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut head, mut tail) = (Vec::new(), Vec::new());
         loop {
-            // Cancel-safe: a frame not yet taken stays in the link, a tick not yet taken comes again.
+            // Cancel-safe: an unread frame stays in the link, and a missed tick comes again.
             let (from, reply) = tokio::select! {
                 biased;
                 received = self.link.receive() => received?,
@@ -167,15 +172,17 @@ impl DockerSandbox {
                     let kept = if part { &mut tail } else { &mut head };
                     kept.extend_from_slice(&data);
                     if kept.len() as u64 > keep.max(CHUNK as u64) {
-                        return Err(self.link.protocol("more output than was asked for"));
+                        return Err(self.link.protocol_error("more output than requested"));
                     }
                 }
-                Reply::Done(done) if from == id => return self.result(&done, head, tail),
+                Reply::Done(report) if from == id => return self.result(&report, head, tail),
                 Reply::Ack(Err(reason)) if from == id => return Err(self.refused("exec", reason)),
-                // Later ids are our pings.
+                // Later ids belong to the pings.
                 Reply::Ack(Ok(())) if from > id => {}
                 other => {
-                    return Err(self.link.protocol(format!("expected a result, got {other:?}")));
+                    return Err(self
+                        .link
+                        .protocol_error(format!("expected a result, got {other:?}")));
                 }
             }
         }
@@ -183,18 +190,19 @@ impl DockerSandbox {
 
     fn result(
         &self,
-        done: &Done,
+        report: &CommandReport,
         head: Vec<u8>,
         tail: Vec<u8>,
     ) -> Result<ExecResult, SandboxError> {
-        let exit = match done.end {
-            End::Code(code) => Exit::Code(code),
-            End::Signal(signal) => Exit::Signal(signal),
-            End::TimedOut => Exit::TimedOut,
-            End::NotStarted => Exit::NotStarted,
-            End::Flooded => Exit::Signal(SIGKILL),
-            End::Abandoned => {
-                let reason = "the supervisor did not hear from us for a minute".to_owned();
+        let exit = match report.end {
+            CommandEnd::Code(code) => Exit::Code(code),
+            CommandEnd::Signal(signal) => Exit::Signal(signal),
+            CommandEnd::TimedOut => Exit::TimedOut,
+            CommandEnd::NotStarted => Exit::NotStarted,
+            CommandEnd::Flooded => Exit::Signal(SIGKILL),
+            CommandEnd::Abandoned => {
+                let reason =
+                    "the supervisor received nothing from this program for a minute".to_owned();
                 return Err(self.error(SandboxErrorKind::Gone(reason)));
             }
         };
@@ -202,17 +210,17 @@ impl DockerSandbox {
             exit,
             head,
             tail,
-            total_bytes: done.total_bytes,
-            oom_kills: done.oom_kills,
-            elapsed: Duration::from_micros(done.elapsed_us),
+            total_bytes: report.total_bytes,
+            oom_kills: report.oom_kills,
+            elapsed: Duration::from_micros(report.elapsed_us),
         })
     }
 
     async fn write_all(&mut self, files: &[FileEntry]) -> Result<(), SandboxError> {
-        // Checked first: once sent, a piece is written.
+        // Checked first, because the supervisor writes every piece that it receives.
         if let Some(bad) = files.iter().find(|file| !is_safe_path(&file.path)) {
-            let message = format!("`{}` is no plain relative path", bad.path);
-            return Err(self.refused("write_files", message));
+            let refusal = Refusal(format!("`{}` is not a plain relative path", bad.path));
+            return Err(self.refused("write_files", refusal));
         }
         for file in files {
             let mut pieces = file.content.chunks(CHUNK);
@@ -226,7 +234,7 @@ impl DockerSandbox {
             }
         }
         let id = self.link.send(&Request::WriteEnd).await?;
-        self.link.acknowledged(id).await?.map_err(|reason| self.refused("write_files", reason))
+        self.link.acknowledgement(id).await?.map_err(|reason| self.refused("write_files", reason))
     }
 
     async fn read_all(&mut self, cap: ByteSize) -> Result<Vec<FileEntry>, SandboxError> {
@@ -239,7 +247,9 @@ impl DockerSandbox {
                     let sorted = files.last().is_none_or(|last| last.path < path);
                     total = total.saturating_add(size).saturating_add(path.len() as u64);
                     if !is_safe_path(&path) || !sorted || total > cap.0 {
-                        return Err(self.link.protocol(format!("impossible file `{path}`")));
+                        return Err(self
+                            .link
+                            .protocol_error(format!("invalid tree entry `{path}`")));
                     }
                     missing = size;
                     files.push(FileEntry { path, mode, content: Vec::new() });
@@ -248,7 +258,7 @@ impl DockerSandbox {
                     let (Some(left), Some(file)) =
                         (missing.checked_sub(data.len() as u64), files.last_mut())
                     else {
-                        return Err(self.link.protocol("more content than was announced"));
+                        return Err(self.link.protocol_error("more content than announced"));
                     };
                     missing = left;
                     file.content.extend_from_slice(&data);
@@ -260,40 +270,44 @@ impl DockerSandbox {
                         {
                             Ok(files)
                         }
-                        TreeEnd::Complete { .. } => Err(self.link.protocol("a file is missing")),
+                        TreeEnd::Complete { .. } => {
+                            Err(self.link.protocol_error("a file is missing"))
+                        }
                         TreeEnd::TooLarge(what) => {
                             Err(self.error(SandboxErrorKind::TooLarge { what, cap }))
                         }
-                        TreeEnd::Failed(reason) => Err(self.refused("read_tree", reason)),
+                        TreeEnd::Failed(reason) => Err(self.refused("read_tree", Refusal(reason))),
                     };
                 }
                 (_, other) => {
-                    return Err(self.link.protocol(format!("expected a tree, got {other:?}")));
+                    return Err(self
+                        .link
+                        .protocol_error(format!("expected a tree, got {other:?}")));
                 }
             }
         }
     }
 
-    /// Asks for proof that nothing of the attempt is left.
+    /// Wipes the sandbox and verifies that nothing of the attempt is left.
     async fn reset(&mut self) -> Result<(), SandboxError> {
-        self.begin()?;
-        let answer = self.link.ask("reset", &Request::Reset, RESET_WITHIN).await;
-        let proved = match answer {
+        self.begin_call()?;
+        let answer = self.link.request("reset", &Request::Reset, RESET_TIMEOUT).await;
+        let result = match answer {
             Ok(Ok(())) => Ok(()),
-            Ok(Err(reason)) => Err(self.error(SandboxErrorKind::NotClean(reason))),
+            Ok(Err(Refusal(reason))) => Err(self.error(SandboxErrorKind::NotClean(reason))),
             Err(error) => Err(error),
         };
-        self.end(proved)
+        self.end_call(result)
     }
 
-    /// Moves the end of a pooled container near, for the attempt it now serves; also proves that
-    /// its supervisor still answers.
+    /// Sets the deadline of a pooled container for the attempt that it now serves. This also checks that
+    /// its supervisor answers.
     pub(crate) async fn set_deadline(&mut self, deadline: Duration) -> Result<(), SandboxError> {
         let millis = u64::try_from(deadline.as_millis()).unwrap_or(u64::MAX);
-        let within = self.shared.config.call_timeout.0;
-        self.within("deadline", within, async |this| {
+        let limit = self.provider.config.call_timeout.0;
+        self.call("deadline", limit, async |this| {
             let id = this.link.send(&Request::Deadline { millis }).await?;
-            let answer = this.link.acknowledged(id).await?;
+            let answer = this.link.acknowledgement(id).await?;
             answer.map_err(|reason| this.refused("deadline", reason))
         })
         .await
@@ -307,35 +321,35 @@ impl Sandbox for DockerSandbox {
     }
 
     async fn exec(&mut self, command: &Command) -> Result<ExecResult, SandboxError> {
-        let HumanDuration(grace) = self.shared.config.command_grace;
+        let HumanDuration(grace) = self.provider.config.command_grace;
         let after = command.timeout.saturating_add(grace);
-        self.within("exec", after, async |this| this.run(command).await).await
+        self.call("exec", after, async |this| this.run(command).await).await
     }
 
     async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError> {
-        let within = self.shared.config.call_timeout.0;
-        self.within("write_files", within, async |this| this.write_all(files).await).await
+        let limit = self.provider.config.call_timeout.0;
+        self.call("write_files", limit, async |this| this.write_all(files).await).await
     }
 
     async fn read_tree(&mut self, cap: ByteSize) -> Result<Vec<FileEntry>, SandboxError> {
-        let within = self.shared.config.call_timeout.0;
-        self.within("read_tree", within, async |this| this.read_all(cap).await).await
+        let limit = self.provider.config.call_timeout.0;
+        self.call("read_tree", limit, async |this| this.read_all(cap).await).await
     }
 
     async fn close(mut self: Box<Self>) -> Result<(), SandboxError> {
         if let Some(key) = self.key.take().filter(|_| self.state == State::Ready) {
             match self.reset().await {
                 Ok(()) => {
-                    let Self { link, guard, shared, ends, .. } = *self;
-                    shared.slots.put(Idle { key, link, guard, ends });
+                    let Self { link, guard, provider, expires_at, .. } = *self;
+                    provider.slots.put(IdleSandbox { key, link, guard, expires_at });
                 }
                 Err(error) => {
-                    self.shared.counters.resets_refused.fetch_add(1, Ordering::Relaxed);
-                    tracing::warn!(%error, "not used again");
+                    self.provider.counters.resets_refused.fetch_add(1, Ordering::Relaxed);
+                    tracing::warn!(%error, "the sandbox is not reused");
                 }
             }
         }
-        // What was not put back is dropped here, and so removed in the background.
+        // A sandbox that was not put back is dropped here, which queues its removal.
         Ok(())
     }
 }

@@ -1,30 +1,29 @@
-//! How many containers may live, and which idle ones wait for another attempt.
+//! Limits how many containers exist at once, and holds the pool of idle ones.
 //!
-//! A [`Slot`] lives as long as its container: through use, idleness and removal. Agents may not
-//! take all of them: an agent waits for its grader, and the grader must find room.
+//! A [`Slot`] is held as long as its container exists: in use, idle, or being removed. Some slots are
+//! reserved for graders: an agent waits for its grader, so agents must not occupy all of them.
 
-use crate::api::{Limits, Purpose, SandboxSpec};
-use crate::guard::Guard;
-use crate::hosts::Offer;
-use crate::link::Link;
+use crate::api::{Purpose, SandboxLimits, SandboxSpec};
+use crate::guard::ContainerGuard;
+use crate::link::SupervisorLink;
 use orchestrate_types::RunId;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// Two sandboxes with the same key are the same to an attempt.
+/// Identifies interchangeable sandboxes: an attempt may use any idle one with its key.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Key {
+pub(crate) struct ReuseKey {
     image: String,
     purpose: Purpose,
-    limits: Limits,
+    limits: SandboxLimits,
     workdir: String,
     run: RunId,
     epoch: i64,
 }
 
-impl Key {
+impl ReuseKey {
     pub(crate) fn of(spec: &SandboxSpec) -> Self {
         Self {
             image: spec.image.clone(),
@@ -37,24 +36,24 @@ impl Key {
     }
 }
 
-/// A clean container without an attempt.
+/// A verified container in the pool.
 #[derive(Debug)]
-pub(crate) struct Idle {
-    pub(crate) key: Key,
-    pub(crate) link: Link,
-    pub(crate) guard: Guard,
+pub(crate) struct IdleSandbox {
+    pub(crate) key: ReuseKey,
+    pub(crate) link: SupervisorLink,
+    pub(crate) guard: ContainerGuard,
     /// When its process 1 ends by itself.
-    pub(crate) ends: Instant,
+    pub(crate) expires_at: Instant,
 }
 
-impl Idle {
-    /// Whether an attempt that may last `until` then can have it.
-    fn serves(&self, key: &Key, until: Instant) -> bool {
-        self.key == *key && self.ends > until
+impl IdleSandbox {
+    /// Whether it can serve an attempt with this key that may last until `until`.
+    fn can_serve(&self, key: &ReuseKey, until: Instant) -> bool {
+        self.key == *key && self.expires_at > until
     }
 
-    /// Whether its removal makes room.
-    fn helps(&self, agents_full: bool) -> bool {
+    /// Whether its removal frees a usable slot: with no slot left for agents, only an agent's does.
+    fn frees_usable_slot(&self, agents_full: bool) -> bool {
         !agents_full || self.key.purpose == Purpose::Agent
     }
 }
@@ -64,11 +63,12 @@ struct State {
     agents: usize,
     graders: usize,
     names: HashSet<String>,
-    idle: Vec<Idle>,
+    /// The one used last comes last.
+    idle: Vec<IdleSandbox>,
     closed: bool,
 }
 
-/// All slots of a provider.
+/// The slots and the pool of one provider.
 #[derive(Debug)]
 pub(crate) struct Slots {
     state: Mutex<State>,
@@ -77,28 +77,39 @@ pub(crate) struct Slots {
     max_agents: usize,
 }
 
-/// The right to have one container, with its name.
+/// The right to have one container, and its reserved name. Dropping it frees both.
 #[derive(Debug)]
 pub(crate) struct Slot {
     slots: Arc<Slots>,
-    /// `None` once its room was given to others.
+    /// `None` after its capacity was released.
     purpose: Option<Purpose>,
     name: Option<String>,
 }
 
-/// What [`Slots::take`] found.
+/// What [`Slots::take`] granted.
 #[derive(Debug)]
-pub(crate) enum Taken {
-    /// A clean container of the same key.
-    Idle(Box<Idle>),
-    /// Room for a new one.
-    Room(Slot),
-    /// No room before this idle one of another key is removed.
-    Evict(Box<Idle>),
+pub(crate) enum Grant {
+    /// Reuse this idle sandbox.
+    Reuse(Box<IdleSandbox>),
+    /// Start a container in this slot.
+    Start(Slot),
+    /// No slot is free; remove this idle sandbox of another key, then ask again.
+    Evict(Box<IdleSandbox>),
+}
+
+/// What the slots could grant at the moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Availability {
+    /// Whether an idle sandbox could be reused.
+    pub(crate) idle: bool,
+    /// Containers in use.
+    pub(crate) used: usize,
+    /// Most containers that may exist at once.
+    pub(crate) capacity: usize,
 }
 
 impl Slots {
-    /// `freed` is told of all that becomes free.
+    /// `freed` is notified whenever a slot or an idle sandbox becomes available.
     pub(crate) fn new(max: usize, freed: Arc<Notify>) -> Arc<Self> {
         let reserved_for_graders = (max / 8).max(1);
         Arc::new(Self {
@@ -113,32 +124,38 @@ impl Slots {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for an idle container of this key, or for room. Idle ones that end before `until` are
-    /// not handed out. Cancel-safe.
-    pub(crate) async fn take(self: &Arc<Self>, key: &Key, reusable: bool, until: Instant) -> Taken {
+    /// Waits for an idle sandbox with this key, or for a slot. Idle sandboxes that expire before `until`
+    /// are not granted. Cancel-safe.
+    pub(crate) async fn take(
+        self: &Arc<Self>,
+        key: &ReuseKey,
+        reusable: bool,
+        until: Instant,
+    ) -> Grant {
         loop {
             let freed = self.freed.notified();
             tokio::pin!(freed);
-            // Listen before looking, or a release in between would be missed.
+            // Registered before the check, so that a release in between is not missed.
             freed.as_mut().enable();
-            if let Some(taken) = self.try_take(key, reusable, until) {
-                return taken;
+            if let Some(grant) = self.try_take(key, reusable, until) {
+                return grant;
             }
             freed.await;
         }
     }
 
-    /// As [`Slots::take`], without waiting.
+    /// Like [`Slots::take`], without waiting.
     pub(crate) fn try_take(
         self: &Arc<Self>,
-        key: &Key,
+        key: &ReuseKey,
         reusable: bool,
         until: Instant,
-    ) -> Option<Taken> {
+    ) -> Option<Grant> {
         let mut state = self.lock();
-        // The one used last is the warmest.
-        if let Some(at) = state.idle.iter().rposition(|idle| reusable && idle.serves(key, until)) {
-            return Some(Taken::Idle(Box::new(state.idle.remove(at))));
+        // The one used last is most likely still in the caches.
+        let last = state.idle.iter().rposition(|idle| reusable && idle.can_serve(key, until));
+        if let Some(at) = last {
+            return Some(Grant::Reuse(Box::new(state.idle.remove(at))));
         }
         let agents_full = self.agents_full(&state, key.purpose);
         if state.agents + state.graders < self.max && !agents_full {
@@ -147,35 +164,39 @@ impl Slots {
                 Purpose::Grader => state.graders += 1,
             }
             let slot = Slot { slots: Arc::clone(self), purpose: Some(key.purpose), name: None };
-            return Some(Taken::Room(slot));
+            return Some(Grant::Start(slot));
         }
-        // The one used longest ago is the least missed.
-        let at = state.idle.iter().position(|idle| idle.helps(agents_full))?;
-        Some(Taken::Evict(Box::new(state.idle.remove(at))))
+        // The one used longest ago is the least likely to be needed again.
+        let at = state.idle.iter().position(|idle| idle.frees_usable_slot(agents_full))?;
+        Some(Grant::Evict(Box::new(state.idle.remove(at))))
     }
 
     fn agents_full(&self, state: &State, purpose: Purpose) -> bool {
         purpose == Purpose::Agent && state.agents >= self.max_agents
     }
 
-    /// What [`Slots::try_take`] would find; `None` where that is nothing.
-    pub(crate) fn offer(&self, key: &Key, reusable: bool, until: Instant) -> Option<Offer> {
+    /// What [`Slots::try_take`] could grant now; `None` if nothing.
+    pub(crate) fn availability(
+        &self,
+        key: &ReuseKey,
+        reusable: bool,
+        until: Instant,
+    ) -> Option<Availability> {
         let state = self.lock();
         let held = state.agents + state.graders;
         let agents_full = self.agents_full(&state, key.purpose);
-        let idle = state.idle.iter().any(|idle| reusable && idle.serves(key, until));
-        let room = held < self.max && !agents_full;
-        let found = idle || room || state.idle.iter().any(|idle| idle.helps(agents_full));
-        found.then(|| Offer {
+        let idle = state.idle.iter().any(|idle| reusable && idle.can_serve(key, until));
+        let free = held < self.max && !agents_full;
+        let evictable = || state.idle.iter().any(|idle| idle.frees_usable_slot(agents_full));
+        (idle || free || evictable()).then(|| Availability {
             idle,
-            image: false,
             used: held.saturating_sub(state.idle.len()),
             capacity: self.max,
         })
     }
 
-    /// Takes a clean container back. After [`Slots::close`] it is dropped instead.
-    pub(crate) fn put(&self, idle: Idle) {
+    /// Puts a verified container into the pool. After [`Slots::close`] it is dropped instead.
+    pub(crate) fn put(&self, idle: IdleSandbox) {
         let mut state = self.lock();
         if state.closed {
             drop(state);
@@ -187,14 +208,14 @@ impl Slots {
         }
     }
 
-    /// All idle containers; from now on none comes back.
-    pub(crate) fn close(&self) -> Vec<Idle> {
+    /// Closes the pool and returns the containers in it.
+    pub(crate) fn close(&self) -> Vec<IdleSandbox> {
         let mut state = self.lock();
         state.closed = true;
         std::mem::take(&mut state.idle)
     }
 
-    /// Containers in use (or being started or removed), and idle ones.
+    /// Number of containers in use (starting and being removed included), and of idle ones.
     pub(crate) fn counts(&self) -> (usize, usize) {
         let state = self.lock();
         let idle = state.idle.len();
@@ -203,9 +224,9 @@ impl Slots {
 }
 
 impl Slot {
-    /// Reserves a name for the container's life: the wanted one, or with a number where an earlier
-    /// container of that name still lives.
-    pub(crate) fn name(&mut self, wanted: &str) -> String {
+    /// Reserves a name until the slot is dropped: `wanted`, with a number appended if an earlier container
+    /// of that name still exists.
+    pub(crate) fn reserve_name(&mut self, wanted: &str) -> String {
         let mut state = self.slots.lock();
         let (mut name, mut number) = (wanted.to_owned(), 1_u32);
         while state.names.contains(&name) {
@@ -218,8 +239,8 @@ impl Slot {
         name
     }
 
-    /// Gives its room to others. Its name stays taken.
-    pub(crate) fn free_room(&mut self) {
+    /// Lets another container start in its place. The name stays reserved.
+    pub(crate) fn release_capacity(&mut self) {
         let Some(purpose) = self.purpose.take() else { return };
         let mut state = self.slots.lock();
         match purpose {
@@ -236,7 +257,7 @@ impl Drop for Slot {
         if let Some(name) = &self.name {
             self.slots.lock().names.remove(name);
         }
-        self.free_room();
+        self.release_capacity();
     }
 }
 
@@ -246,8 +267,8 @@ mod tests {
     use crate::config::SandboxConfig;
     use futures::FutureExt as _;
 
-    fn key(purpose: Purpose) -> Key {
-        Key {
+    fn key(purpose: Purpose) -> ReuseKey {
+        ReuseKey {
             image: "i".into(),
             purpose,
             limits: SandboxConfig::default().limits(),
@@ -257,57 +278,57 @@ mod tests {
         }
     }
 
-    fn try_room(slots: &Arc<Slots>, purpose: Purpose) -> Option<Slot> {
+    fn try_start(slots: &Arc<Slots>, purpose: Purpose) -> Option<Slot> {
         match slots.take(&key(purpose), false, Instant::now()).now_or_never() {
-            Some(Taken::Room(slot)) => Some(slot),
-            Some(Taken::Idle(_) | Taken::Evict(_)) => panic!("nothing is idle"),
+            Some(Grant::Start(slot)) => Some(slot),
+            Some(Grant::Reuse(_) | Grant::Evict(_)) => panic!("the pool is empty"),
             None => None,
         }
     }
 
     #[tokio::test]
-    async fn agents_leave_room_for_a_grader() {
+    async fn agents_cannot_take_the_slot_reserved_for_a_grader() {
         let slots = Slots::new(4, Arc::default());
-        let agents: Vec<_> = (0..3).map(|_| try_room(&slots, Purpose::Agent).unwrap()).collect();
-        assert!(try_room(&slots, Purpose::Agent).is_none());
-        let grader = try_room(&slots, Purpose::Grader).unwrap();
-        assert!(try_room(&slots, Purpose::Grader).is_none());
+        let agents: Vec<_> = (0..3).map(|_| try_start(&slots, Purpose::Agent).unwrap()).collect();
+        assert!(try_start(&slots, Purpose::Agent).is_none());
+        let grader = try_start(&slots, Purpose::Grader).unwrap();
+        assert!(try_start(&slots, Purpose::Grader).is_none());
         drop((agents, grader));
         assert_eq!(slots.counts(), (0, 0));
     }
 
     #[tokio::test]
-    async fn a_waiter_gets_the_slot_that_is_freed() {
+    async fn take_waits_for_a_slot_to_be_freed() {
         let slots = Slots::new(2, Arc::default());
-        let held = try_room(&slots, Purpose::Agent).unwrap();
+        let held = try_start(&slots, Purpose::Agent).unwrap();
         let agent = key(Purpose::Agent);
         let mut waiting = std::pin::pin!(slots.take(&agent, false, Instant::now()));
         assert!(waiting.as_mut().now_or_never().is_none());
         drop(held);
-        assert!(matches!(waiting.await, Taken::Room(_)));
+        assert!(matches!(waiting.await, Grant::Start(_)));
     }
 
     #[tokio::test]
-    async fn a_name_is_given_once_while_its_container_lives() {
+    async fn names_are_unique_while_their_slots_are_held() {
         let slots = Slots::new(8, Arc::default());
-        let mut first = try_room(&slots, Purpose::Agent).unwrap();
-        let mut second = try_room(&slots, Purpose::Agent).unwrap();
-        assert_eq!(first.name("x"), "x");
-        assert_eq!(second.name("x"), "x-2");
+        let mut first = try_start(&slots, Purpose::Agent).unwrap();
+        let mut second = try_start(&slots, Purpose::Agent).unwrap();
+        assert_eq!(first.reserve_name("x"), "x");
+        assert_eq!(second.reserve_name("x"), "x-2");
         drop(first);
-        let mut third = try_room(&slots, Purpose::Agent).unwrap();
-        assert_eq!(third.name("x"), "x");
+        let mut third = try_start(&slots, Purpose::Agent).unwrap();
+        assert_eq!(third.reserve_name("x"), "x");
     }
 
     #[tokio::test]
-    async fn a_slot_without_room_keeps_its_name() {
+    async fn slot_keeps_its_name_after_its_capacity_was_released() {
         let slots = Slots::new(2, Arc::default());
-        let mut lost = try_room(&slots, Purpose::Agent).unwrap();
-        assert_eq!(lost.name("x"), "x");
-        assert!(try_room(&slots, Purpose::Agent).is_none());
-        lost.free_room();
-        let mut next = try_room(&slots, Purpose::Agent).unwrap();
-        assert_eq!(next.name("x"), "x-2");
+        let mut lost = try_start(&slots, Purpose::Agent).unwrap();
+        assert_eq!(lost.reserve_name("x"), "x");
+        assert!(try_start(&slots, Purpose::Agent).is_none());
+        lost.release_capacity();
+        let mut next = try_start(&slots, Purpose::Agent).unwrap();
+        assert_eq!(next.reserve_name("x"), "x-2");
         drop(lost);
         assert_eq!(slots.counts(), (1, 0));
     }

@@ -1,8 +1,7 @@
-//! A daemon's socket on another machine, brought here by one `ssh`.
+//! Forwards a daemon's socket from another machine through one `ssh` process.
 //!
-//! All calls and all open sandboxes of a host are channels of the same connection, so it is made
-//! once and not for every call. It ends with this program, whatever ends that: the far side runs
-//! `cat`, which ends when our end of its input does.
+//! All calls and all open sandboxes of a host share the connection. It always ends with this program:
+//! the remote side runs `cat`, which ends when its input is closed.
 
 use crate::host::Destination;
 use std::path::{Path, PathBuf};
@@ -11,38 +10,51 @@ use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::process::{Child, Command};
 
-/// What `cat` sends back, which says that the connection stands and the socket is there.
+/// `cat` sends this line back, which shows that the connection works and the socket is forwarded.
 const ECHO: &str = "orchestrate: connected";
-/// A login may greet; more than this is no greeting.
-const GREETING_BYTES: u64 = 64 << 10;
-/// Of `ssh`'s own words, this much is kept for the error message.
-const WORDS_BYTES: usize = 2048;
-/// A connection without an answer for three times so long is over.
-const ALIVE_EVERY_SECONDS: u32 = 10;
-const ALIVE_MISSES: u32 = 3;
+/// Most bytes of a login banner that are read before the echo.
+const BANNER_BYTES: u64 = 64 << 10;
+/// Most characters of `ssh`'s own output in an error message.
+const LOG_CHARS: usize = 2048;
+/// Interval of `ssh`'s keep-alive messages, and how many may stay unanswered.
+const KEEP_ALIVE_SECONDS: u32 = 10;
+const KEEP_ALIVE_MISSES: u32 = 3;
 
-/// One `ssh`, begun when it is first needed, and again after it ended.
+/// Why there is no connection.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TunnelError {
+    #[error("cannot create a folder for the ssh connection: {0}")]
+    Folder(#[source] std::io::Error),
+    #[error("cannot run `ssh`: {0}")]
+    Run(#[source] std::io::Error),
+    /// `ssh` ended without a connection, with its own message.
+    #[error("ssh to {login}: {message}")]
+    Ended { login: String, message: String },
+}
+
+/// One `ssh` process, started when it is first needed and again after it ended.
 #[derive(Debug)]
 pub(crate) struct Tunnel {
-    to: Destination,
-    /// Only this user can look into it: whoever can use the socket is root of the other machine.
+    destination: Destination,
+    /// Readable by this user only, because access to the socket means root on the other machine.
     folder: TempDir,
     child: tokio::sync::Mutex<Option<Child>>,
 }
 
 impl Tunnel {
-    pub(crate) fn new(to: Destination) -> std::io::Result<Self> {
-        let folder = tempfile::Builder::new().prefix("orchestrate-ssh-").tempdir()?;
-        Ok(Self { to, folder, child: tokio::sync::Mutex::default() })
+    pub(crate) fn new(destination: Destination) -> Result<Self, TunnelError> {
+        let folder = tempfile::Builder::new().prefix("orchestrate-ssh-").tempdir();
+        let folder = folder.map_err(TunnelError::Folder)?;
+        Ok(Self { destination, folder, child: tokio::sync::Mutex::default() })
     }
 
-    /// The daemon's socket on this machine.
+    /// Path of the forwarded socket on this machine.
     pub(crate) fn socket(&self) -> PathBuf {
         self.folder.path().join("docker.sock")
     }
 
-    /// Waits until the connection stands; the words of `ssh` where it does not.
-    pub(crate) async fn up(&self) -> Result<(), String> {
+    /// Connects if there is no connection. Fails with the message of `ssh`.
+    pub(crate) async fn ensure_connected(&self) -> Result<(), TunnelError> {
         let mut child = self.child.lock().await;
         if let Some(running) = child.as_mut()
             && matches!(running.try_wait(), Ok(None))
@@ -54,44 +66,42 @@ impl Tunnel {
         Ok(())
     }
 
-    /// Cancel-safe: what is dropped half-way is killed.
-    async fn start(&self) -> Result<Child, String> {
+    /// Cancel-safe: the process is killed if this future is dropped.
+    async fn start(&self) -> Result<Child, TunnelError> {
         let log = self.folder.path().join("log");
-        let failed = |error: std::io::Error| format!("cannot run `ssh`: {error}");
-        let stderr = std::fs::File::create(&log).map_err(failed)?;
+        let stderr = std::fs::File::create(&log).map_err(TunnelError::Run)?;
         let mut child = Command::new("ssh")
-            .args(arguments(&self.to, &self.socket()))
+            .args(arguments(&self.destination, &self.socket()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            // A file, because nobody would empty a pipe.
+            // A file, because nothing would read a pipe.
             .stderr(stderr)
-            // What the keyboard sends to this program is not for it: sandboxes are removed first.
+            // Its own process group, so that Ctrl-C does not end it before the sandboxes are removed.
             .process_group(0)
             .kill_on_drop(true)
             .spawn()
-            .map_err(failed)?;
-        if echoed(&mut child).await {
+            .map_err(TunnelError::Run)?;
+        if is_echoing(&mut child).await {
             return Ok(child);
         }
-        let words = std::fs::read_to_string(&log).unwrap_or_default();
-        let words: String = words.trim().chars().take(WORDS_BYTES).collect();
-        Err(format!(
-            "ssh to {}: {}",
-            self.to.login,
-            if words.is_empty() { "it ended" } else { &words }
-        ))
+        let text = std::fs::read_to_string(&log).unwrap_or_default();
+        let mut message: String = text.trim().chars().take(LOG_CHARS).collect();
+        if message.is_empty() {
+            "it ended without a message".clone_into(&mut message);
+        }
+        Err(TunnelError::Ended { login: self.destination.login.clone(), message })
     }
 }
 
-/// Whether what was written to the far side comes back.
-async fn echoed(child: &mut Child) -> bool {
+/// Whether the remote side sends back what was written to it.
+async fn is_echoing(child: &mut Child) -> bool {
     let (Some(stdin), Some(stdout)) = (&mut child.stdin, &mut child.stdout) else { return false };
     if stdin.write_all(format!("{ECHO}\n").as_bytes()).await.is_err()
         || stdin.flush().await.is_err()
     {
         return false;
     }
-    let mut lines = BufReader::new(stdout.take(GREETING_BYTES)).lines();
+    let mut lines = BufReader::new(stdout.take(BANNER_BYTES)).lines();
     while let Ok(Some(line)) = lines.next_line().await {
         if line == ECHO {
             return true;
@@ -100,32 +110,32 @@ async fn echoed(child: &mut Child) -> bool {
     false
 }
 
-fn arguments(to: &Destination, socket: &Path) -> Vec<String> {
+fn arguments(destination: &Destination, socket: &Path) -> Vec<String> {
     let mut arguments = Vec::new();
-    if let Some(config) = &to.config {
+    if let Some(config) = &destination.config {
         arguments.extend(["-F".to_owned(), config.clone()]);
     }
-    if let Some(port) = to.port {
+    if let Some(port) = destination.port {
         arguments.extend(["-p".to_owned(), port.to_string()]);
     }
     for option in [
-        // Nobody is there to be asked for a password or about a key.
+        // Fail instead of asking for a password or for trust in a host key.
         "BatchMode=yes".to_owned(),
         "ExitOnForwardFailure=yes".to_owned(),
-        // The socket of an earlier connection is in the way of the next.
+        // Replace the socket of an earlier connection.
         "StreamLocalBindUnlink=yes".to_owned(),
-        // A shared connection would end with its own master, and not with us.
+        // A shared connection would end with its own master instead of this program.
         "ControlMaster=no".to_owned(),
         "ControlPath=none".to_owned(),
         "RemoteCommand=none".to_owned(),
-        format!("ServerAliveInterval={ALIVE_EVERY_SECONDS}"),
-        format!("ServerAliveCountMax={ALIVE_MISSES}"),
+        format!("ServerAliveInterval={KEEP_ALIVE_SECONDS}"),
+        format!("ServerAliveCountMax={KEEP_ALIVE_MISSES}"),
     ] {
         arguments.extend(["-o".to_owned(), option]);
     }
-    let forward = format!("{}:{}", socket.display(), to.socket);
+    let forward = format!("{}:{}", socket.display(), destination.socket);
     arguments.extend(["-T".to_owned(), "-L".to_owned(), forward]);
-    arguments.extend(["--".to_owned(), to.login.clone(), "cat".to_owned()]);
+    arguments.extend(["--".to_owned(), destination.login.clone(), "cat".to_owned()]);
     arguments
 }
 
@@ -134,16 +144,16 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_host_that_is_not_there_is_told_in_the_words_of_ssh() {
-        let to = Destination {
-            login: "nobody@127.0.0.1".into(),
+    async fn unreachable_host_is_reported_with_the_message_of_ssh() {
+        let destination = Destination {
+            login: "user@127.0.0.1".into(),
             port: Some(1),
             socket: "/var/run/docker.sock".into(),
             config: Some("/dev/null".into()),
         };
-        let tunnel = Tunnel::new(to).unwrap();
-        let words = tunnel.up().await.unwrap_err();
-        // Where there is no `ssh` at all, that is said.
-        assert!(words.contains("refused") || words.contains("cannot run"), "{words}");
+        let tunnel = Tunnel::new(destination).unwrap();
+        let message = tunnel.ensure_connected().await.unwrap_err().to_string();
+        // The second form: `ssh` is not installed.
+        assert!(message.contains("refused") || message.contains("cannot run"), "{message}");
     }
 }

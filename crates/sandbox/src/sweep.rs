@@ -1,11 +1,13 @@
-//! Containers that nobody owns any more: found by label, removed by rule, never by guess.
+//! Leftover containers: found by label, and removed only if a rule says that their owner is gone.
 
-use crate::api::{Purpose, SandboxError, SweepReport};
+use crate::api::{Purpose, SweepReport};
 use crate::container::{
     LABEL_ATTEMPT, LABEL_DEADLINE, LABEL_EPOCH, LABEL_PURPOSE, LABEL_RUN, purpose_letter,
 };
 use crate::daemon::CallError;
-use crate::provider::{DockerProvider, Shared};
+use crate::error::SandboxError;
+use crate::provider::DockerProvider;
+use crate::state::ProviderState;
 use bollard::query_parameters::ListContainersOptions;
 use futures::StreamExt as _;
 use orchestrate_types::{RunId, unix_micros};
@@ -14,39 +16,39 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
-/// Between looks for what appears after its coordinator is gone.
-const AGAIN_EVERY: Duration = Duration::from_secs(10);
+/// Interval between sweeps for containers that appear after their coordinator is gone.
+const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Docker's word for a container that was never started.
+/// Docker's state of a container that was never started.
 const CREATED: &str = "created";
 
-/// What the labels of a container of ours say; `None` where a label is absent or unreadable.
+/// A container of this program, as its labels describe it. A missing or invalid label is `None`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerInfo {
-    /// Docker's id.
+    /// Docker's id of the container.
     pub id: String,
-    /// Container name; the id where it has none, as after a daemon was killed while removing it.
+    /// Container name, or its id if it has no name, as after the daemon was killed while removing it.
     pub name: String,
-    /// Its run.
+    /// Id of the run that it belongs to.
     pub run: Option<RunId>,
-    /// Its attempt, or `pooled`.
+    /// Id of the attempt that it belongs to, or `pooled` if it serves several.
     pub attempt: Option<String>,
-    /// The coordinator's epoch.
+    /// Epoch of the coordinator that created it.
     pub epoch: Option<i64>,
-    /// Agent or grader.
+    /// Whether it is for the agent or the grader.
     pub purpose: Option<Purpose>,
-    /// Unix seconds after which nobody can need it.
+    /// Unix time in seconds after which it cannot be in use any more.
     pub deadline: Option<i64>,
-    /// Docker's word for its state, like `running`.
+    /// Docker's state of it, e.g. `running`.
     pub state: String,
 }
 
 /// Which containers [`DockerProvider::sweep_all_orphans`] removes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GcScope {
-    /// Those whose deadline has passed, of any run. Safe while other runs are alive.
+    /// Those of any run whose deadline has passed. Safe while other runs are active.
     Expired,
-    /// Those, and all of this run. Only for a run whose coordinator is dead.
+    /// Those, and all containers of this run. Only for a run whose coordinator is dead.
     Run(RunId),
 }
 
@@ -55,34 +57,34 @@ enum Verdict {
     Keep(&'static str),
 }
 
-/// Older coordinators of the same run are gone for good; anything else is not ours to judge.
+/// Removes what older coordinators of the same run left. Anything else may still be in use.
 fn verdict_for_sweep(info: &ContainerInfo, run: RunId, epoch: i64) -> Verdict {
     match (info.run, info.epoch) {
         (Some(owner), _) if owner != run => Verdict::Keep("belongs to another run"),
         (Some(_), Some(theirs)) if theirs < epoch => Verdict::Remove,
-        (Some(_), Some(_)) => Verdict::Keep("belongs to this or a later coordinator"),
-        (None, _) | (Some(_), None) => Verdict::Keep("its labels cannot be read"),
+        (Some(_), Some(_)) => Verdict::Keep("belongs to this coordinator or a later one"),
+        (None, _) | (Some(_), None) => Verdict::Keep("its labels are missing or invalid"),
     }
 }
 
-/// What was created and never started has no process that could end by itself.
+/// Removes what was created and never started: it has no process that would end by itself.
 fn verdict_for_unstarted(info: &ContainerInfo, run: RunId, epoch: i64) -> Verdict {
     if info.state != CREATED {
-        return Verdict::Keep("it was started, and ends by itself");
+        return Verdict::Keep("it was started and ends by itself");
     }
     verdict_for_sweep(info, run, epoch.saturating_add(1))
 }
 
 fn verdict_for_gc(info: &ContainerInfo, scope: GcScope, now: i64) -> Verdict {
-    let named = match scope {
+    let in_scope = match scope {
         GcScope::Expired => false,
         GcScope::Run(run) => info.run == Some(run),
     };
     match info.deadline {
-        _ if named => Verdict::Remove,
+        _ if in_scope => Verdict::Remove,
         Some(deadline) if deadline < now => Verdict::Remove,
         Some(_) => Verdict::Keep("its deadline has not passed"),
-        None => Verdict::Keep("its labels cannot be read"),
+        None => Verdict::Keep("its labels are missing or invalid"),
     }
 }
 
@@ -111,39 +113,39 @@ fn read_labels(
 }
 
 impl DockerProvider {
-    /// All containers with our label on this host, of any run, in order of name. What the daemon
-    /// only lists and does not have is left out.
+    /// Lists the containers of this program on the host, of any run, sorted by name. Containers that the
+    /// daemon lists but no longer has are left out.
     ///
     /// # Errors
-    /// When the daemon does not list them in time.
+    /// Any error of the daemon.
     pub async fn list(&self) -> Result<Vec<ContainerInfo>, SandboxError> {
-        self.shared.list().await
+        self.state.list().await
     }
 
-    /// Removes what dead programs left behind, for `orchestrate gc`.
+    /// Removes leftover containers, for `orchestrate gc`.
     ///
     /// # Errors
-    /// When the daemon does not list containers; a failed removal is told in the report.
+    /// Any error of the daemon when it lists containers. Failed removals are part of the report.
     pub async fn sweep_all_orphans(&self, scope: GcScope) -> Result<SweepReport, SandboxError> {
         let now = unix_micros() / 1_000_000;
-        self.shared.remove_where(|info| verdict_for_gc(info, scope, now)).await
+        self.state.remove_where(|info| verdict_for_gc(info, scope, now)).await
     }
 
-    /// Removes what a dead coordinator of `run`, or one before it, created and never started. Only
-    /// for a coordinator that is dead: a live one is about to start them.
+    /// Removes containers that the coordinator of `run` with this epoch, or an earlier one, created and
+    /// never started. The coordinator must be dead: a live one is about to start them.
     ///
     /// # Errors
-    /// When the daemon does not list containers; a failed removal is told in the report.
+    /// Any error of the daemon when it lists containers. Failed removals are part of the report.
     pub async fn sweep_unstarted(
         &self,
         run: RunId,
         epoch: i64,
     ) -> Result<SweepReport, SandboxError> {
-        self.shared.remove_where(|info| verdict_for_unstarted(info, run, epoch)).await
+        self.state.remove_where(|info| verdict_for_unstarted(info, run, epoch)).await
     }
 }
 
-impl Shared {
+impl ProviderState {
     async fn list(&self) -> Result<Vec<ContainerInfo>, SandboxError> {
         let daemon = &self.daemon;
         let options = ListContainersOptions {
@@ -162,7 +164,7 @@ impl Shared {
             let name = name.map(|name| name.trim_start_matches('/').to_owned());
             let name = match name.filter(|name| !name.is_empty()) {
                 Some(name) => name,
-                None if self.is_only_listed(&id).await? => continue,
+                None if self.is_stale_record(&id).await? => continue,
                 None => id.clone(),
             };
             let state = container.state.map(|state| state.to_string()).unwrap_or_default();
@@ -172,10 +174,10 @@ impl Shared {
         Ok(found)
     }
 
-    /// Whether the daemon lists a container that it does not have: one that was killed and finds
-    /// its containers alive removes them while it still writes them down, and lists what it wrote
-    /// last, dead and without a name, until its next start.
-    async fn is_only_listed(&self, id: &str) -> Result<bool, SandboxError> {
+    /// Whether the daemon lists a container that it does not have. A daemon that was killed and finds
+    /// its containers alive removes them while it still records them. Until its next start it lists the
+    /// last record: a dead container without a name.
+    async fn is_stale_record(&self, id: &str) -> Result<bool, SandboxError> {
         let daemon = &self.daemon;
         match daemon.call(daemon.docker.inspect_container(id, None)).await {
             Ok(_) => Ok(false),
@@ -192,36 +194,38 @@ impl Shared {
         self.remove_where(|info| verdict_for_sweep(info, run, epoch)).await
     }
 
-    /// Sweeps again and again: the daemon may still be creating what a coordinator asked for that
-    /// was killed since, and tells of it only when it is done.
+    /// Sweeps periodically: the daemon may still be creating a container for a coordinator that was
+    /// killed, and lists it only once it exists.
     pub(crate) async fn keep_sweeping(
         self: Arc<Self>,
         run: RunId,
         epoch: i64,
         stop: CancellationToken,
     ) {
-        while stop.run_until_cancelled(tokio::time::sleep(AGAIN_EVERY)).await.is_some() {
+        while stop.run_until_cancelled(tokio::time::sleep(SWEEP_INTERVAL)).await.is_some() {
             match self.sweep_epochs(run, epoch).await {
                 Ok(swept) if swept.removed.is_empty() => {}
-                Ok(swept) => tracing::info!(removed = ?swept.removed, "an earlier coordinator's"),
-                Err(error) => tracing::warn!(%error, "cannot look for containers left behind"),
+                Ok(swept) => {
+                    tracing::info!(removed = ?swept.removed, "removed leftover containers");
+                }
+                Err(error) => tracing::warn!(%error, "cannot list leftover containers"),
             }
         }
     }
 
-    /// Removes what is left of the containers that this provider was asked for, and of earlier
-    /// coordinators of the same runs, after their own removals: a daemon that was killed meanwhile
-    /// may have forgotten a name and kept the rest. Answers names of those that stay.
+    /// Removes what is left of the containers of this provider, and of earlier coordinators of the same
+    /// runs. Called after the regular removals, because a daemon that was killed in between may have lost
+    /// a name and kept the container. Returns the names of those that could not be removed.
     pub(crate) async fn remove_own(&self) -> Result<Vec<String>, SandboxError> {
         let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let ours = |(run, epoch): (RunId, i64)| {
             owners.iter().any(|&(owner, last)| run == owner && epoch <= last)
         };
         let mut found = self.list().await?;
-        let here: HashSet<&str> = found.iter().map(|info| info.name.as_str()).collect();
-        for held in self.remover.quarantined() {
-            if !here.contains(held.name.as_str()) {
-                self.remover.release(&held.name);
+        let existing: HashSet<&str> = found.iter().map(|info| info.name.as_str()).collect();
+        for container in self.remover.quarantined() {
+            if !existing.contains(container.name.as_str()) {
+                self.remover.release(&container.name);
             }
         }
         found.retain(|info| info.run.zip(info.epoch).is_some_and(ours));
@@ -238,14 +242,14 @@ impl Shared {
         verdict: impl Fn(&ContainerInfo) -> Verdict,
     ) -> Result<SweepReport, SandboxError> {
         let mut report = SweepReport::default();
-        let mut doomed = Vec::new();
+        let mut to_remove = Vec::new();
         for info in self.list().await? {
             match verdict(&info) {
-                Verdict::Remove => doomed.push(info),
+                Verdict::Remove => to_remove.push(info),
                 Verdict::Keep(reason) => report.kept.push((info.name, reason.to_owned())),
             }
         }
-        for (name, error) in self.remove_all(doomed).await {
+        for (name, error) in self.remove_all(to_remove).await {
             match error {
                 None => report.removed.push(name),
                 Some(reason) => report.failed.push((name, reason)),
@@ -255,9 +259,9 @@ impl Shared {
         Ok(report)
     }
 
-    /// Names, each with the reason where it could not be removed.
-    async fn remove_all(&self, doomed: Vec<ContainerInfo>) -> Vec<(String, Option<String>)> {
-        let removals = futures::stream::iter(doomed).map(|info| async move {
+    /// Removes containers. Returns their names, each with the reason if it could not be removed.
+    async fn remove_all(&self, containers: Vec<ContainerInfo>) -> Vec<(String, Option<String>)> {
+        let removals = futures::stream::iter(containers).map(|info| async move {
             let outcome = self.daemon.remove(&info.id).await;
             if outcome.is_ok() {
                 self.remover.release(&info.name);
@@ -295,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn only_older_epochs_of_the_same_run_are_swept() {
+    fn sweep_removes_older_epochs_of_the_same_run_only() {
         let (ours, other) = (RunId::generate(), RunId::generate());
         let removed = |run, epoch| {
             matches!(verdict_for_sweep(&info(run, epoch, Some(0)), ours, 5), Verdict::Remove)
@@ -309,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn of_the_dead_only_what_never_started_is_taken() {
+    fn sweep_unstarted_keeps_started_containers_and_later_coordinators() {
         let run = RunId::generate();
         let removed = |epoch, state: &str| {
             let info = ContainerInfo { state: state.into(), ..info(Some(run), Some(epoch), None) };
@@ -321,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn gc_takes_what_expired_and_what_it_was_told() {
+    fn gc_removes_expired_containers_and_the_given_run() {
         let run = RunId::generate();
         let removed = |info: &ContainerInfo, scope| {
             matches!(verdict_for_gc(info, scope, 100), Verdict::Remove)
@@ -334,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_that_make_no_sense_read_as_absent() {
+    fn invalid_labels_read_as_missing() {
         let labels = HashMap::from([
             (LABEL_RUN.to_owned(), "none".to_owned()),
             (LABEL_EPOCH.to_owned(), "x".to_owned()),

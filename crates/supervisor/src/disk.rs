@@ -1,37 +1,38 @@
-//! What is left of the disk on which the container's root lies: the Docker host's own.
+//! Free space on the file system of the container's root, which is the Docker host's own disk.
 
 use std::fmt;
 use std::time::Duration;
 
-/// Between two looks while a command runs.
-pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Interval between checks while a command runs.
+pub(crate) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Free space and free inodes of a file system; [`u64::MAX`] where it does not count them.
+/// Free bytes and free inodes of a file system; [`u64::MAX`] if the file system does not count them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Free {
-    /// Bytes that an ordinary user may still write.
+pub struct FreeSpace {
+    /// Bytes that an unprivileged user can still write.
     pub bytes: u64,
-    /// Files that may still be made.
+    /// Inodes that an unprivileged user can still allocate.
     pub files: u64,
 }
 
-impl Free {
-    /// With less than this, what a command does is no longer its own doing: a write may fail.
+impl FreeSpace {
+    /// Below this the result of a command no longer depends on the command alone: a write may fail.
     ///
-    /// With a look every tenth of a second, 256 MiB are seen to go before the first write fails, up
-    /// to 2.5 GB a second and however soon there is room again; ext4 has a file for each 16 KiB.
-    pub const LEAST: Self = Self { bytes: 256 << 20, files: 16 << 10 };
+    /// With a check every tenth of a second, a drop below 256 MiB is noticed before the first write
+    /// fails at up to 2.5 GB/s, even if the space is freed again at once. ext4 allocates one inode
+    /// per 16 KiB.
+    pub const MIN: Self = Self { bytes: 256 << 20, files: 16 << 10 };
 
-    /// Whether there is less than [`Free::LEAST`] of either.
+    /// Whether bytes or inodes are below [`FreeSpace::MIN`].
     pub fn is_exhausted(self) -> bool {
-        self.bytes < Self::LEAST.bytes || self.files < Self::LEAST.files
+        self.bytes < Self::MIN.bytes || self.files < Self::MIN.files
     }
 }
 
-/// Of the two, what there is less of than there must be.
-impl fmt::Display for Free {
+/// Prints the resource that is short: inodes if only they are below [`FreeSpace::MIN`], else bytes.
+impl fmt::Display for FreeSpace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.bytes >= Self::LEAST.bytes && self.files < Self::LEAST.files {
+        if self.bytes >= Self::MIN.bytes && self.files < Self::MIN.files {
             write!(f, "{} free inodes", self.files)
         } else {
             write!(f, "{} MiB free", self.bytes >> 20)
@@ -44,9 +45,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_is_full_without_room_or_without_inodes() {
-        let Free { bytes, files } = Free::LEAST;
-        for (bytes, files, words) in [
+    fn disk_is_exhausted_without_bytes_or_without_inodes() {
+        let FreeSpace { bytes, files } = FreeSpace::MIN;
+        for (bytes, files, message) in [
             (bytes - 1, files, Some("255 MiB free")),
             (0, u64::MAX, Some("0 MiB free")),
             (bytes, files - 1, Some("16383 free inodes")),
@@ -54,8 +55,8 @@ mod tests {
             (bytes, files, None),
             (u64::MAX, u64::MAX, None),
         ] {
-            let free = Free { bytes, files };
-            assert_eq!(free.is_exhausted().then(|| free.to_string()).as_deref(), words);
+            let free = FreeSpace { bytes, files };
+            assert_eq!(free.is_exhausted().then(|| free.to_string()).as_deref(), message);
         }
     }
 }

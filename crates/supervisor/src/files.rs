@@ -2,22 +2,59 @@
 
 use crate::protocol::is_safe_path;
 use crate::sys;
+use std::error::Error;
+use std::fmt;
 use std::fs::{DirBuilder, OpenOptions, Permissions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-/// Writes one piece. Missing folders are made; a symlink or special file at the path is replaced;
-/// a folder there, or a symlink on the way to it, is an error.
+/// Why a file was not written.
+#[derive(Debug)]
+pub(crate) enum WriteError {
+    UnsafePath(String),
+    ParentIsNotFolder(PathBuf),
+    TargetIsFolder(String),
+    Io { path: PathBuf, source: io::Error },
+}
+
+impl fmt::Display for WriteError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::UnsafePath(path) => write!(f, "`{path}` is not a plain relative path"),
+            Self::ParentIsNotFolder(path) => write!(f, "{} is not a folder", path.display()),
+            Self::TargetIsFolder(path) => write!(f, "{path} is a folder"),
+            Self::Io { path, source } => write!(f, "{}: {source}", path.display()),
+        }
+    }
+}
+
+impl Error for WriteError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::UnsafePath(_) | Self::ParentIsNotFolder(_) | Self::TargetIsFolder(_) => None,
+            Self::Io { source, .. } => Some(source),
+        }
+    }
+}
+
+fn io_error(path: &Path) -> impl Fn(io::Error) -> WriteError + '_ {
+    move |source| WriteError::Io { path: path.to_owned(), source }
+}
+
+/// Writes one piece of a file.
+///
+/// Missing folders are created; a symlink or special file at the path is replaced. A folder at the
+/// path, or anything but a folder on the way to it, is an error.
 pub(crate) fn write(
     root: &Path,
     path: &str,
     mode: u32,
     first: bool,
     data: &[u8],
-) -> Result<(), String> {
-    let text = |error: &io::Error| format!("{path}: {error}");
-    let target = if first { prepare(root, path)? } else { checked(root, path)? };
+) -> Result<(), WriteError> {
+    let failed = io_error(Path::new(path));
+    let target = if first { prepare(root, path)? } else { resolve(root, path)? };
     let mut options = OpenOptions::new();
     options.write(true).custom_flags(sys::O_NOFOLLOW | sys::O_NONBLOCK).mode(0o600);
     if first {
@@ -25,36 +62,40 @@ pub(crate) fn write(
     } else {
         options.append(true);
     }
-    let mut file = options.open(&target).map_err(|e| text(&e))?;
-    file.write_all(data).map_err(|e| text(&e))?;
-    file.set_permissions(Permissions::from_mode(mode & 0o7777)).map_err(|e| text(&e))
+    let mut file = options.open(&target).map_err(&failed)?;
+    file.write_all(data).map_err(&failed)?;
+    file.set_permissions(Permissions::from_mode(mode & 0o7777)).map_err(&failed)
 }
 
-fn checked(root: &Path, path: &str) -> Result<PathBuf, String> {
-    if is_safe_path(path) { Ok(root.join(path)) } else { Err(format!("`{path}` is no safe path")) }
+fn resolve(root: &Path, path: &str) -> Result<PathBuf, WriteError> {
+    if is_safe_path(path) {
+        Ok(root.join(path))
+    } else {
+        Err(WriteError::UnsafePath(path.to_owned()))
+    }
 }
 
-fn prepare(root: &Path, path: &str) -> Result<PathBuf, String> {
-    let target = checked(root, path)?;
-    let text = |at: &Path, error: &io::Error| format!("{}: {error}", at.display());
+/// Creates the folders on the way and removes what is at the path.
+fn prepare(root: &Path, path: &str) -> Result<PathBuf, WriteError> {
+    let target = resolve(root, path)?;
     let mut folder = root.to_owned();
     for part in Path::new(path).parent().into_iter().flat_map(Path::components) {
         folder.push(part);
         match std::fs::symlink_metadata(&folder) {
             Ok(found) if found.is_dir() => {}
-            Ok(_) => return Err(format!("{} is in the way and no folder", folder.display())),
+            Ok(_) => return Err(WriteError::ParentIsNotFolder(folder)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                DirBuilder::new().mode(0o755).create(&folder).map_err(|e| text(&folder, &e))?;
+                DirBuilder::new().mode(0o755).create(&folder).map_err(io_error(&folder))?;
             }
-            Err(error) => return Err(text(&folder, &error)),
+            Err(error) => return Err(io_error(&folder)(error)),
         }
     }
     match std::fs::symlink_metadata(&target) {
-        Ok(found) if found.is_dir() => Err(format!("{path} is a folder")),
+        Ok(found) if found.is_dir() => Err(WriteError::TargetIsFolder(path.to_owned())),
         // Removed rather than truncated: it may be a hard link, a fifo or a symlink.
-        Ok(_) => std::fs::remove_file(&target).map_err(|e| text(&target, &e)).map(|()| target),
+        Ok(_) => std::fs::remove_file(&target).map_err(io_error(&target)).map(|()| target),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(target),
-        Err(error) => Err(text(&target, &error)),
+        Err(error) => Err(io_error(&target)(error)),
     }
 }
 
@@ -64,7 +105,7 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     #[test]
-    fn pieces_are_joined_and_folders_made() {
+    fn write_joins_pieces_and_creates_folders() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "a/b/c.py", 0o755, true, b"one ").unwrap();
         write(dir.path(), "a/b/c.py", 0o755, false, b"two").unwrap();
@@ -76,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn symlinks_do_not_lead_outside() {
+    fn write_never_follows_symlinks_out_of_the_root() {
         let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         symlink(outside.path(), dir.path().join("link")).unwrap();
         assert!(write(dir.path(), "link/x", 0o644, true, b"x").is_err());

@@ -1,4 +1,4 @@
-//! One command: how it is started, what of its output is kept, how its end is told.
+//! One command: how it is started, which part of its output is kept, and when it must end.
 
 use crate::protocol::ExecRequest;
 use crate::sys;
@@ -9,52 +9,54 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Most that may be kept of either end, whatever is asked: process 1 lives within the container's memory.
-const KEEP_MAX: usize = 16 << 20;
+/// Most bytes kept of either end of the output: process 1 shares the container's memory limit.
+const MAX_KEEP: usize = 16 << 20;
 const READ_BYTES: usize = 256 * 1024;
 /// Time between TERM and KILL at a command's deadline.
 pub(crate) const TERM_GRACE: Duration = Duration::from_secs(1);
-/// How long a command may go on past its output cap, so that a merely noisy one can end by itself.
+/// How long a command may run after reaching its output cap, so that a merely noisy one can finish.
 const FLOOD_GRACE: Duration = Duration::from_secs(1);
 
-const ENVIRONMENT: [(&str, &str); 5] = [
+/// Variables that override the image's.
+const OVERRIDES: [(&str, &str); 5] = [
     ("PYTHONDONTWRITEBYTECODE", "1"),
     ("PYTHONUNBUFFERED", "1"),
     ("PAGER", "cat"),
     ("GIT_PAGER", "cat"),
     ("LANG", "C.UTF-8"),
 ];
+/// Variables for images that do not set them.
 const DEFAULTS: [(&str, &str); 2] =
     [("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"), ("HOME", "/root")];
 
-/// The image's environment, then ours, then the command's.
+/// Defaults, then the image's environment, then the overrides, then the command's own variables.
 fn environment(extra: &[(String, String)]) -> HashMap<String, String> {
-    let own = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
+    let owned = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
         pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect()
     };
-    own(&DEFAULTS)
+    owned(&DEFAULTS)
         .into_iter()
         .chain(
             std::env::vars_os()
                 .filter_map(|(k, v)| Some((k.into_string().ok()?, v.into_string().ok()?))),
         )
-        .chain(own(&ENVIRONMENT))
+        .chain(owned(&OVERRIDES))
         .chain(extra.iter().cloned())
         .collect()
 }
 
-/// Head and tail of a stream, and its length.
+/// The first and last bytes of a stream, and its length.
 #[derive(Debug)]
-pub(crate) struct Kept {
+pub(crate) struct KeptOutput {
     keep: usize,
     pub(crate) head: Vec<u8>,
     tail: Vec<u8>,
     pub(crate) total: u64,
 }
 
-impl Kept {
+impl KeptOutput {
     pub(crate) fn new(keep: u64) -> Self {
-        let keep = usize::try_from(keep).unwrap_or(KEEP_MAX).min(KEEP_MAX);
+        let keep = usize::try_from(keep).unwrap_or(MAX_KEEP).min(MAX_KEEP);
         Self { keep, head: Vec::new(), tail: Vec::new(), total: 0 }
     }
 
@@ -64,34 +66,34 @@ impl Kept {
         let (to_head, rest) = bytes.split_at(room);
         self.head.extend_from_slice(to_head);
         self.tail.extend_from_slice(rest);
-        // Cut only now and then: every byte is then moved once at most.
+        // Trimmed only when it has doubled, so that every byte is moved at most once.
         if self.tail.len() > 2 * self.keep + READ_BYTES {
-            self.cut_tail();
+            self.trim_tail();
         }
     }
 
-    fn cut_tail(&mut self) {
+    fn trim_tail(&mut self) {
         let excess = self.tail.len().saturating_sub(self.keep);
         self.tail.drain(..excess);
     }
 
-    /// The tail, cut to size.
+    /// The last `keep` bytes of what came after the head.
     pub(crate) fn tail(&mut self) -> &[u8] {
-        self.cut_tail();
+        self.trim_tail();
         &self.tail
     }
 }
 
-/// A started command.
+/// A running command.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) pid: i32,
     output: Option<File>,
-    pub(crate) kept: Kept,
+    pub(crate) kept: KeptOutput,
     pub(crate) started: Instant,
     deadline: Instant,
     max_output: u64,
-    flooding_since: Option<Instant>,
+    over_output_since: Option<Instant>,
     pub(crate) status: Option<ExitStatus>,
     buffer: Vec<u8>,
 }
@@ -99,9 +101,9 @@ pub(crate) struct Job {
 /// Why a command did not start.
 #[derive(Debug)]
 pub(crate) enum StartError {
-    /// The command's own fault: absent, not executable, a directory, arguments too long.
+    /// The command is at fault: missing, not executable, a folder, or with arguments that are too long.
     Command(String),
-    /// Not the command's fault: no process or no memory could be had.
+    /// The system is at fault: no process or no memory could be allocated.
     System(io::Error),
 }
 
@@ -113,7 +115,9 @@ impl Job {
             return Err(StartError::Command("the command is empty".to_owned()));
         };
         if !std::fs::metadata(workdir).is_ok_and(|found| found.is_dir()) {
-            return Err(StartError::Command(format!("the working directory {workdir} is gone")));
+            return Err(StartError::Command(format!(
+                "the working directory {workdir} does not exist"
+            )));
         }
         let (reader, writer) = io::pipe().map_err(StartError::System)?;
         sys::prepare_pipe(reader.as_fd()).map_err(StartError::System)?;
@@ -126,10 +130,10 @@ impl Job {
             .stdin(Stdio::null())
             .stdout(writer.try_clone().map_err(StartError::System)?)
             .stderr(writer);
-        sys::isolate(&mut command);
+        sys::isolate_command(&mut command);
         let started = Instant::now();
         let child = command.spawn().map_err(|error| {
-            let ours = matches!(
+            let is_commands_fault = matches!(
                 error.kind(),
                 io::ErrorKind::NotFound
                     | io::ErrorKind::PermissionDenied
@@ -140,23 +144,23 @@ impl Job {
                     | io::ErrorKind::InvalidFilename
                     | io::ErrorKind::ExecutableFileBusy
             ) || matches!(error.raw_os_error(), Some(ENOEXEC | ELOOP));
-            if ours {
+            if is_commands_fault {
                 StartError::Command(format!("cannot start `{program}`: {error}"))
             } else {
                 StartError::System(error)
             }
         })?;
         let pid = i32::try_from(child.id()).map_err(|e| StartError::System(io::Error::other(e)))?;
-        // `command` held the pipe's other end; the end of the output must be seen here.
+        // `command` holds the other end of the pipe; while it lives, reads never see the end.
         drop(command);
         Ok(Self {
             pid,
             output: Some(File::from(OwnedFd::from(reader))),
-            kept: Kept::new(request.keep),
+            kept: KeptOutput::new(request.keep),
             started,
             deadline: started + Duration::from_millis(request.timeout_ms),
             max_output: request.max_output,
-            flooding_since: None,
+            over_output_since: None,
             status: None,
             buffer: vec![0; READ_BYTES],
         })
@@ -166,8 +170,8 @@ impl Job {
         self.output.as_ref().map(File::as_fd)
     }
 
-    /// Reads what is there, once. `false` when nothing was there.
-    pub(crate) fn read_some(&mut self) -> io::Result<bool> {
+    /// Reads available output once. `false` if there was none.
+    pub(crate) fn read_available(&mut self) -> io::Result<bool> {
         let Some(output) = &mut self.output else { return Ok(false) };
         match output.read(&mut self.buffer) {
             Ok(0) => {
@@ -176,8 +180,8 @@ impl Job {
             }
             Ok(count) => {
                 self.kept.push(self.buffer.get(..count).unwrap_or_default());
-                if self.kept.total > self.max_output && self.flooding_since.is_none() {
-                    self.flooding_since = Some(Instant::now());
+                if self.kept.total > self.max_output && self.over_output_since.is_none() {
+                    self.over_output_since = Some(Instant::now());
                 }
                 Ok(true)
             }
@@ -190,19 +194,19 @@ impl Job {
         now >= self.deadline
     }
 
-    pub(crate) fn flooded(&self, now: Instant) -> bool {
-        self.flooding_since.is_some_and(|since| now >= since + FLOOD_GRACE)
+    pub(crate) fn exceeded_output(&self, now: Instant) -> bool {
+        self.over_output_since.is_some_and(|since| now >= since + FLOOD_GRACE)
     }
 
-    /// When to look again though nothing happened.
+    /// When to check again even if nothing happens.
     pub(crate) fn next_check(&self) -> Instant {
-        self.flooding_since.map_or(self.deadline, |since| self.deadline.min(since + FLOOD_GRACE))
+        self.over_output_since.map_or(self.deadline, |since| self.deadline.min(since + FLOOD_GRACE))
     }
 }
 
-/// Kills by the kernel for memory so far, of this container (both control group versions).
+/// Processes of this container that the kernel killed for lack of memory so far (cgroup v1 and v2).
 pub(crate) fn oom_kills() -> u32 {
-    // Version 1 first: there a command could make a file where version 2 has its own.
+    // Version 1 first: with it, a command could create a file at the path of version 2.
     ["/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events"]
         .iter()
         .filter_map(|path| std::fs::read_to_string(path).ok())
@@ -219,11 +223,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn prop_head_and_tail_are_the_two_ends(
+        fn prop_kept_output_is_both_ends_of_the_stream(
             pieces in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..400), 0..20),
             keep in 0_u64..600,
         ) {
-            let mut kept = Kept::new(keep);
+            let mut kept = KeptOutput::new(keep);
             for piece in &pieces {
                 kept.push(piece);
             }
@@ -238,8 +242,8 @@ mod tests {
     }
 
     #[test]
-    fn a_long_stream_keeps_memory_bounded() {
-        let mut kept = Kept::new(1000);
+    fn kept_output_of_a_long_stream_is_bounded() {
+        let mut kept = KeptOutput::new(1000);
         let piece = vec![7; READ_BYTES];
         for _ in 0..200 {
             kept.push(&piece);
@@ -249,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn command_environment_wins_over_ours() {
+    fn variables_of_the_command_override_the_supervisors() {
         let env = environment(&[("LANG".into(), "de".into()), ("X".into(), "1".into())]);
         assert_eq!(env["LANG"], "de");
         assert_eq!(env["PAGER"], "cat");

@@ -1,12 +1,16 @@
 //! The supervisor: process 1 inside each sandbox, a small static binary without dependencies.
 //!
-//! The container's stdin and stdout carry framed requests and replies ([`protocol`]); every command
-//! runs in its own session with its output read here. The invariant: when a command's end is
-//! reported, no process but this one is alive in the container. Read [`protocol`], then `serve.rs`.
+//! The container's stdin and stdout carry framed requests and replies ([`protocol`]). Every command
+//! runs in its own session, and the supervisor reads its output. The invariant: when the end of a
+//! command is reported, the supervisor is the only process alive in the container. Read [`protocol`]
+//! first, then `serve.rs`.
 
+mod deadline;
 mod disk;
 mod files;
 mod job;
+mod log;
+mod options;
 pub mod protocol;
 mod reset;
 mod serve;
@@ -14,87 +18,64 @@ mod sys;
 mod tree;
 mod wire;
 
-pub use disk::Free;
+pub use disk::FreeSpace;
+pub use options::{Options, OptionsError};
 
-use std::io::Write as _;
+use std::error::Error;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::{fmt, io};
 
-/// Where the supervisor lies in a container.
+/// Path of the supervisor's binary in a container.
 pub const INSTALL_PATH: &str = "/orchestrate-supervisor";
 
-/// What the command line of the supervisor says.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Options {
-    /// Working directory of every command; files are written and read below it.
-    pub workdir: String,
-    /// Process 1 ends after this time, and the container with it.
-    pub lifetime: Duration,
-    /// Whether a reset may be asked for: the root must then be read-only.
-    pub reusable: bool,
+/// Why the supervisor ended with an error.
+#[derive(Debug)]
+enum RunError {
+    NotProcessOne,
+    Options(OptionsError),
+    Serve(io::Error),
 }
 
-impl Options {
-    /// The arguments that [`Options::parse`] reads back.
-    pub fn to_args(&self) -> Vec<String> {
-        let mut args = vec![
-            format!("--workdir={}", self.workdir),
-            format!("--lifetime-ms={}", self.lifetime.as_millis()),
-        ];
-        if self.reusable {
-            args.push("--reusable".to_owned());
+impl fmt::Display for RunError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotProcessOne => f.write_str("must be process 1 of a container"),
+            Self::Options(error) => error.fmt(f),
+            Self::Serve(error) => error.fmt(f),
         }
-        args
-    }
-
-    /// Reads the arguments.
-    ///
-    /// # Errors
-    /// The offending argument, or the name of the missing one.
-    pub fn parse(args: impl Iterator<Item = String>) -> Result<Self, String> {
-        let (mut workdir, mut lifetime, mut reusable) = (None, None, false);
-        for arg in args {
-            if let Some(value) = arg.strip_prefix("--workdir=") {
-                workdir = Some(value.to_owned());
-            } else if let Some(value) = arg.strip_prefix("--lifetime-ms=") {
-                lifetime = Some(value.parse().map(Duration::from_millis).map_err(|_| arg.clone())?);
-            } else if arg == "--reusable" {
-                reusable = true;
-            } else {
-                return Err(arg);
-            }
-        }
-        Ok(Self {
-            workdir: workdir.ok_or("--workdir")?,
-            lifetime: lifetime.ok_or("--lifetime-ms")?,
-            reusable,
-        })
     }
 }
 
-/// Serves requests until the stream ends or the deadline passes. Refuses to run as any process but
-/// the first of a pid namespace: it kills every process it can see.
+impl Error for RunError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::NotProcessOne => None,
+            Self::Options(error) => error.source(),
+            Self::Serve(error) => error.source(),
+        }
+    }
+}
+
+/// Serves requests until the stream ends or the deadline passes.
+///
+/// Refuses to run as any process but the first of a pid namespace, because it kills every process
+/// it can see. The error, if any, is written to stderr, where the host reads it.
 pub fn run(args: impl Iterator<Item = String>) -> ExitCode {
-    let outcome = if std::process::id() == 1 {
-        Options::parse(args)
-            .map_err(|arg| format!("bad or missing argument: {arg}"))
-            .and_then(|options| serve::serve(options).map_err(|error| error.to_string()))
-    } else {
-        Err("must be process 1 of a container".to_owned())
-    };
-    match outcome {
+    match try_run(args) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(text) => {
-            say(&text);
+        Err(error) => {
+            log::line(&error.to_string());
             ExitCode::FAILURE
         }
     }
 }
 
-/// A line on stderr, which the host reads to say why a container ended.
-fn say(text: &str) {
-    // Nobody may be listening, and there is nowhere else to complain.
-    let _ = writeln!(std::io::stderr(), "supervisor: {text}");
+fn try_run(args: impl Iterator<Item = String>) -> Result<(), RunError> {
+    if std::process::id() != 1 {
+        return Err(RunError::NotProcessOne);
+    }
+    let options = Options::parse(args).map_err(RunError::Options)?;
+    serve::serve(options).map_err(RunError::Serve)
 }
 
 #[cfg(test)]
@@ -102,19 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arguments_parse_back() {
-        let options = Options {
-            workdir: "/work space".to_owned(),
-            lifetime: Duration::from_secs(90),
-            reusable: true,
-        };
-        assert_eq!(Options::parse(options.to_args().into_iter()), Ok(options));
-        assert_eq!(Options::parse(["--x".to_owned()].into_iter()), Err("--x".to_owned()));
-        assert!(Options::parse(std::iter::empty()).is_err());
-    }
-
-    #[test]
-    fn refuses_to_run_outside_a_container() {
+    fn run_refuses_to_start_outside_a_container() {
         assert_eq!(run(std::iter::empty()), ExitCode::FAILURE);
     }
 }

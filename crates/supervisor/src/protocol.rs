@@ -1,127 +1,126 @@
 //! The stream between host and supervisor: frames of `[payload length u32][id u64][kind u8][payload]`,
 //! all little-endian. Every request gets exactly one final reply with the same id.
 //!
-//! The decoder is bounded: a frame above [`MAX_FRAME`] is an error before a byte of it is stored.
+//! The decoder is bounded: a frame longer than [`MAX_FRAME`] is rejected before any of it is stored.
 
-use crate::disk::Free;
+pub use crate::wire::{MAX_FRAME, ProtocolError};
+
+use crate::disk::FreeSpace;
 use crate::wire::{HEADER, Reader, Writer};
+use std::error::Error;
 use std::fmt;
 
-/// Version spoken; said in [`Reply::Hello`].
+/// Version of this protocol, sent in [`Reply::Hello`].
 pub const VERSION: u32 = 2;
-/// Largest payload of one frame, in bytes. Anything longer travels in several.
-pub const MAX_FRAME: usize = 1 << 20;
-/// Bytes of file or output content put into one frame.
+/// Most bytes of file or output content in one frame.
 pub const CHUNK: usize = 256 * 1024;
 
-/// Bytes that are no valid frame.
+/// Why the supervisor refused a request.
+///
+/// Errors cross the stream as text, so this is the end of the chain on the host's side.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ProtocolError {
-    /// A payload longer than [`MAX_FRAME`] bytes.
-    TooLong(usize),
-    /// A kind that this version does not know.
-    UnknownKind(u8),
-    /// A payload that ends early, has bytes left over or holds invalid text.
-    Malformed(u8),
-}
+pub struct Refusal(pub String);
 
-impl fmt::Display for ProtocolError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::TooLong(bytes) => write!(f, "a frame of {bytes} bytes"),
-            Self::UnknownKind(kind) => write!(f, "a frame of unknown kind {kind}"),
-            Self::Malformed(kind) => write!(f, "a malformed frame of kind {kind}"),
-        }
+impl Refusal {
+    /// A refusal because of `error`.
+    pub fn new(error: impl fmt::Display) -> Self {
+        Self(error.to_string())
     }
 }
 
-impl std::error::Error for ProtocolError {}
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
 
-/// What the host asks.
+impl Error for Refusal {}
+
+/// A request from the host to the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
     /// Run a program. Answered by any number of [`Reply::Output`], then [`Reply::Done`].
     Exec(ExecRequest),
-    /// The host is alive; also a question whether we are. Answered by [`Reply::Ack`].
+    /// Shows that the host is alive and checks that the supervisor is. Answered by [`Reply::Ack`].
     Ping,
-    /// A piece of a file below the working directory. Not answered until [`Request::WriteEnd`].
+    /// Write a piece of a file below the working directory. Answered with [`Request::WriteEnd`] only.
     Write {
-        /// Relative path, see [`is_safe_path`].
+        /// Path relative to the working directory, see [`is_safe_path`].
         path: String,
         /// Permission bits.
         mode: u32,
-        /// Whether this is the file's first piece; later ones are appended.
+        /// Whether this is the file's first piece. Later pieces are appended.
         first: bool,
-        /// Content.
+        /// Bytes of this piece, at most [`CHUNK`].
         data: Vec<u8>,
     },
-    /// All pieces were sent. Answered by [`Reply::Ack`] with the first failure, if any.
+    /// Ends a sequence of writes. Answered by [`Reply::Ack`] with the first failure, if any.
     WriteEnd,
     /// Read all regular files. Answered by [`Reply::TreeFile`] and [`Reply::TreeData`], then [`Reply::TreeEnd`].
     ReadTree {
-        /// Bytes of content and paths, at most.
+        /// Most bytes of content and paths together.
         cap: u64,
     },
-    /// Kill everything, wipe everything writable, prove it. Answered by [`Reply::Ack`].
+    /// Kill every process, wipe every writable folder and verify both. Answered by [`Reply::Ack`].
     Reset,
-    /// End the container this many milliseconds from now, never later than its lifetime.
+    /// Move the container's deadline, at most to the end of its lifetime. Answered by [`Reply::Ack`].
     Deadline {
         /// Milliseconds from now.
         millis: u64,
     },
 }
 
-/// One command.
+/// A command to run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExecRequest {
-    /// Program and arguments.
+    /// Program and its arguments.
     pub argv: Vec<String>,
-    /// Environment on top of the image's and ours.
+    /// Variables added to the image's environment and the supervisor's defaults.
     pub env: Vec<(String, String)>,
-    /// Time until all of it is killed, in milliseconds.
+    /// Milliseconds after which the command and everything it started are killed.
     pub timeout_ms: u64,
-    /// Bytes of output kept at the head and, again, at the tail.
+    /// Bytes of output kept from the start, and again from the end.
     pub keep: u64,
-    /// Total output after which the command has one more second.
+    /// Bytes of output after which the command is killed one second later.
     pub max_output: u64,
 }
 
-/// What the supervisor answers.
+/// A reply from the supervisor to the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Reply {
-    /// First frame, id 0: ready.
+    /// The supervisor is ready. The first frame, with id 0.
     Hello {
-        /// Protocol version.
+        /// Protocol version of the supervisor.
         version: u32,
-        /// What is left of the disk under the container's root.
-        free: Free,
+        /// Free space on the file system of the container's root.
+        free: FreeSpace,
     },
-    /// The disk under the container's root is full, and the root can be written: no result of this
-    /// container means anything any more. Said once, id 0, whatever is under way.
-    DiskFull(Free),
+    /// The file system of the container's writable root is full, so no later result of this container
+    /// can be trusted. Sent once, with id 0, at any time.
+    DiskFull(FreeSpace),
     /// A piece of a command's output.
     Output {
-        /// Whether it belongs to the tail (after what was cut) or to the head.
+        /// Whether the piece belongs to the tail (after the cut) or to the head.
         tail: bool,
-        /// Raw bytes.
+        /// Raw bytes, at most [`CHUNK`].
         data: Vec<u8>,
     },
-    /// A command's end.
-    Done(Done),
-    /// Done, or refused with the reason.
-    Ack(Result<(), String>),
+    /// A command ended.
+    Done(CommandReport),
+    /// The request was carried out, or refused.
+    Ack(Result<(), Refusal>),
     /// A regular file follows.
     TreeFile {
-        /// Relative path.
+        /// Path relative to the working directory.
         path: String,
         /// Permission bits.
         mode: u32,
-        /// Bytes that follow in [`Reply::TreeData`].
+        /// Bytes of content that follow in [`Reply::TreeData`].
         size: u64,
     },
     /// Content of the file announced last.
     TreeData {
-        /// Raw bytes.
+        /// Raw bytes, at most [`CHUNK`].
         data: Vec<u8>,
     },
     /// End of the tree.
@@ -133,47 +132,49 @@ pub enum Reply {
 pub enum TreeEnd {
     /// All files were sent.
     Complete {
-        /// How many.
+        /// Number of files sent.
         files: u64,
     },
-    /// The cap was passed at this path; nothing was sent.
+    /// The tree exceeds the cap, which was reached at this path. No file was sent.
     TooLarge(String),
-    /// Something could not be read.
+    /// A file or folder could not be read, with the path and the reason.
     Failed(String),
 }
 
-/// The record of a finished command.
+/// How a command ended and what it used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Done {
+pub struct CommandReport {
     /// How it ended.
-    pub end: End,
-    /// All bytes it wrote.
+    pub end: CommandEnd,
+    /// Bytes of output it wrote, including those that were not kept.
     pub total_bytes: u64,
-    /// Processes the kernel killed for memory while it ran.
+    /// Processes that the kernel killed for lack of memory while it ran.
     pub oom_kills: u32,
-    /// Microseconds from start to end.
+    /// Microseconds from its start until nothing of it was alive.
     pub elapsed_us: u64,
 }
 
 /// How a command ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    /// By itself, with this code.
+pub enum CommandEnd {
+    /// It exited with this code.
     Code(i32),
-    /// By a signal that was not ours.
+    /// It was killed by a signal that the supervisor did not send.
     Signal(i32),
-    /// Killed at its deadline.
+    /// It was killed at its deadline.
     TimedOut,
-    /// The program could not be started; the reason is its output.
+    /// The program could not be started. The reason is sent as its output.
     NotStarted,
-    /// Killed, because it went on writing past `max_output`.
+    /// It was killed because it kept writing past `max_output`.
     Flooded,
-    /// Killed, because no frame came from the host for a minute.
+    /// It was killed because the host sent no frame for a minute.
     Abandoned,
 }
 
-/// Whether a path may be written or was read below the working directory: relative, not empty, of
-/// normal components only (no `..`, no `.`, no NUL, no doubled or trailing slash).
+/// Whether a path stays below the working directory.
+///
+/// It must be relative, not empty, shorter than 4,096 bytes, and consist of normal components of less
+/// than 256 bytes: no `..`, no `.`, no NUL, no doubled or trailing slash.
 pub fn is_safe_path(path: &str) -> bool {
     !path.contains('\0')
         && path.len() < 4096
@@ -181,10 +182,10 @@ pub fn is_safe_path(path: &str) -> bool {
 }
 
 impl Request {
-    /// The frame with this id.
+    /// Encodes this as a frame with the given id.
     ///
     /// # Errors
-    /// [`ProtocolError::TooLong`] when the payload is above [`MAX_FRAME`].
+    /// [`ProtocolError::TooLong`] if the payload is longer than [`MAX_FRAME`].
     pub fn encode(&self, id: u64) -> Result<Vec<u8>, ProtocolError> {
         let w = Writer::new();
         match self {
@@ -211,10 +212,11 @@ impl Request {
         }
     }
 
-    /// Reads a payload back.
+    /// Decodes the payload of a frame.
     ///
     /// # Errors
-    /// Unknown kinds, and payloads that do not fit their kind.
+    /// [`ProtocolError::UnknownKind`], or [`ProtocolError::Malformed`] if the payload does not match
+    /// its kind.
     pub fn decode(kind: u8, payload: &[u8]) -> Result<Self, ProtocolError> {
         let r = &mut Reader::new(payload);
         let request = match kind {
@@ -235,7 +237,7 @@ impl Request {
 
     fn decode_exec(r: &mut Reader<'_>) -> Option<Self> {
         let (timeout_ms, keep, max_output) = (r.u64()?, r.u64()?, r.u64()?);
-        // Every element needs a length of its own, so a false count ends at the payload's end.
+        // Every element has its own length, so an excessive count fails at the end of the payload.
         let argv = (0..r.u64()?).map(|_| r.text()).collect::<Option<Vec<_>>>()?;
         let env =
             (0..r.u64()?).map(|_| Some((r.text()?, r.text()?))).collect::<Option<Vec<_>>>()?;
@@ -244,10 +246,10 @@ impl Request {
 }
 
 impl Reply {
-    /// The frame with this id.
+    /// Encodes this as a frame with the given id.
     ///
     /// # Errors
-    /// [`ProtocolError::TooLong`] when the payload is above [`MAX_FRAME`].
+    /// [`ProtocolError::TooLong`] if the payload is longer than [`MAX_FRAME`].
     pub fn encode(&self, id: u64) -> Result<Vec<u8>, ProtocolError> {
         let w = Writer::new();
         match self {
@@ -256,24 +258,24 @@ impl Reply {
             }
             Self::DiskFull(free) => w.u64(free.bytes).u64(free.files).frame(id, 71),
             Self::Output { tail, data } => w.u8(u8::from(*tail)).rest(data).frame(id, 65),
-            Self::Done(done) => {
-                let (tag, value) = match done.end {
-                    End::Code(code) => (0, code),
-                    End::Signal(signal) => (1, signal),
-                    End::TimedOut => (2, 0),
-                    End::NotStarted => (3, 0),
-                    End::Flooded => (4, 0),
-                    End::Abandoned => (5, 0),
+            Self::Done(report) => {
+                let (tag, value) = match report.end {
+                    CommandEnd::Code(code) => (0, code),
+                    CommandEnd::Signal(signal) => (1, signal),
+                    CommandEnd::TimedOut => (2, 0),
+                    CommandEnd::NotStarted => (3, 0),
+                    CommandEnd::Flooded => (4, 0),
+                    CommandEnd::Abandoned => (5, 0),
                 };
                 w.u8(tag)
                     .rest(&value.to_le_bytes())
-                    .u64(done.total_bytes)
-                    .u32(done.oom_kills)
-                    .u64(done.elapsed_us)
+                    .u64(report.total_bytes)
+                    .u32(report.oom_kills)
+                    .u64(report.elapsed_us)
                     .frame(id, 66)
             }
             Self::Ack(Ok(())) => w.u8(0).text("").frame(id, 67),
-            Self::Ack(Err(reason)) => w.u8(1).text(reason).frame(id, 67),
+            Self::Ack(Err(Refusal(reason))) => w.u8(1).text(reason).frame(id, 67),
             Self::TreeFile { path, mode, size } => w.text(path).u32(*mode).u64(*size).frame(id, 68),
             Self::TreeData { data } => w.rest(data).frame(id, 69),
             Self::TreeEnd(TreeEnd::Complete { files }) => w.u8(0).u64(*files).frame(id, 70),
@@ -282,19 +284,20 @@ impl Reply {
         }
     }
 
-    /// Reads a payload back.
+    /// Decodes the payload of a frame.
     ///
     /// # Errors
-    /// Unknown kinds, and payloads that do not fit their kind.
+    /// [`ProtocolError::UnknownKind`], or [`ProtocolError::Malformed`] if the payload does not match
+    /// its kind.
     pub fn decode(kind: u8, payload: &[u8]) -> Result<Self, ProtocolError> {
         let r = &mut Reader::new(payload);
         let reply = match kind {
-            64 => (|| Some(Self::Hello { version: r.u32()?, free: free(r)? }))(),
+            64 => (|| Some(Self::Hello { version: r.u32()?, free: free_space(r)? }))(),
             65 => r.flag().map(|tail| Self::Output { tail, data: r.rest() }),
             66 => Self::decode_done(r),
             67 => (|| {
                 let (refused, reason) = (r.flag()?, r.text()?);
-                Some(Self::Ack(if refused { Err(reason) } else { Ok(()) }))
+                Some(Self::Ack(if refused { Err(Refusal(reason)) } else { Ok(()) }))
             })(),
             68 => (|| Some(Self::TreeFile { path: r.text()?, mode: r.u32()?, size: r.u64()? }))(),
             69 => Some(Self::TreeData { data: r.rest() }),
@@ -306,7 +309,7 @@ impl Reply {
                     _ => return None,
                 }))
             })(),
-            71 => free(r).map(Self::DiskFull),
+            71 => free_space(r).map(Self::DiskFull),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(reply, r, kind)
@@ -315,39 +318,39 @@ impl Reply {
     fn decode_done(r: &mut Reader<'_>) -> Option<Self> {
         let (tag, value) = (r.u8()?, r.i32()?);
         let end = match tag {
-            0 => End::Code(value),
-            1 => End::Signal(value),
-            2 => End::TimedOut,
-            3 => End::NotStarted,
-            4 => End::Flooded,
-            5 => End::Abandoned,
+            0 => CommandEnd::Code(value),
+            1 => CommandEnd::Signal(value),
+            2 => CommandEnd::TimedOut,
+            3 => CommandEnd::NotStarted,
+            4 => CommandEnd::Flooded,
+            5 => CommandEnd::Abandoned,
             _ => return None,
         };
         let (total_bytes, oom_kills, elapsed_us) = (r.u64()?, r.u32()?, r.u64()?);
-        Some(Self::Done(Done { end, total_bytes, oom_kills, elapsed_us }))
+        Some(Self::Done(CommandReport { end, total_bytes, oom_kills, elapsed_us }))
     }
 }
 
-fn free(r: &mut Reader<'_>) -> Option<Free> {
-    Some(Free { bytes: r.u64()?, files: r.u64()? })
+fn free_space(r: &mut Reader<'_>) -> Option<FreeSpace> {
+    Some(FreeSpace { bytes: r.u64()?, files: r.u64()? })
 }
 
 fn complete<T>(value: Option<T>, r: &Reader<'_>, kind: u8) -> Result<T, ProtocolError> {
     value.filter(|_| r.is_empty()).ok_or(ProtocolError::Malformed(kind))
 }
 
-/// One undecoded frame.
+/// A frame whose payload is not decoded yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// The request's id.
+    /// Id of the request that it carries or answers.
     pub id: u64,
-    /// Which request or reply.
+    /// Number of the request or reply in the wire format.
     pub kind: u8,
-    /// At most [`MAX_FRAME`] bytes.
+    /// Encoded content, at most [`MAX_FRAME`] bytes.
     pub payload: Vec<u8>,
 }
 
-/// Cuts a byte stream into frames, however it was split on the way.
+/// Splits a byte stream into frames, independently of how the bytes arrive.
 #[derive(Debug, Default)]
 pub struct FrameBuffer {
     bytes: Vec<u8>,
@@ -355,7 +358,7 @@ pub struct FrameBuffer {
 }
 
 impl FrameBuffer {
-    /// Adds received bytes.
+    /// Appends received bytes.
     pub fn push(&mut self, bytes: &[u8]) {
         if self.start > MAX_FRAME || self.start == self.bytes.len() {
             self.bytes.drain(..self.start);
@@ -364,10 +367,10 @@ impl FrameBuffer {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// The next complete frame, or `None` until more bytes came.
+    /// Returns the next complete frame, or `None` if more bytes are needed.
     ///
     /// # Errors
-    /// [`ProtocolError::TooLong`]; the stream is then lost.
+    /// [`ProtocolError::TooLong`]; the stream cannot be used after that.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, ProtocolError> {
         let mut r = Reader::new(self.bytes.get(self.start..).unwrap_or_default());
         let (Some(length), Some(id), Some(kind)) = (r.u32(), r.u64(), r.u8()) else {

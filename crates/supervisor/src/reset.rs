@@ -1,14 +1,18 @@
-//! Proving a sandbox clean: what was true when it started is true again, and nothing else is there.
+//! Resetting a sandbox and verifying that it is clean: its state equals the baseline taken at start,
+//! and nothing else is left.
 
+use crate::options::Options;
 use crate::sys::{self, Ipc, ProcessState};
-use crate::{Options, tree};
+use crate::tree;
 use std::collections::BTreeMap;
+use std::error::Error;
+use std::fmt;
 use std::io;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-/// Folders that Docker leaves writable beside the wiped ones: few entries, none of them plain files,
-/// so they are compared one by one. The second is so with control groups of version 1 only.
+/// Folders that Docker leaves writable besides the wiped ones. They have few entries, none of them
+/// regular files, so they are compared entry by entry. The second is writable with cgroup v1 only.
 const COMPARED: [&str; 2] = ["/dev", "/sys/fs/cgroup"];
 const IPC_LISTS: [(Ipc, &str); 3] = [
     (Ipc::Shm, "/proc/sysvipc/shm"),
@@ -16,7 +20,63 @@ const IPC_LISTS: [(Ipc, &str); 3] = [
     (Ipc::Msg, "/proc/sysvipc/msg"),
 ];
 
-/// Type, permissions, owner and target of a path.
+/// Why a sandbox cannot be reset, or is not clean after a reset.
+#[derive(Debug)]
+pub(crate) enum ResetError {
+    /// Commands can write to this mount point, and a reset does not wipe it.
+    UnwipedMount(String),
+    ProcessAlive(String),
+    NotEmpty(PathBuf),
+    UnknownFormat(&'static str),
+    /// This property differs from the baseline.
+    Changed(&'static str),
+    NoBaseline(PathBuf),
+    ReadList {
+        list: &'static str,
+        source: io::Error,
+    },
+    Io(io::Error),
+}
+
+impl fmt::Display for ResetError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::UnwipedMount(point) => {
+                write!(f, "{point} is writable and would keep its content over a reset")
+            }
+            Self::ProcessAlive(pid) => write!(f, "process {pid} is alive"),
+            Self::NotEmpty(path) => write!(f, "{} is not empty", path.display()),
+            Self::UnknownFormat(list) => write!(f, "{list} has an unknown format"),
+            Self::Changed(property) => write!(f, "changed: {property}"),
+            Self::NoBaseline(path) => write!(f, "{} has no baseline", path.display()),
+            Self::ReadList { list, source } => write!(f, "{list}: {source}"),
+            Self::Io(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for ResetError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::UnwipedMount(_)
+            | Self::ProcessAlive(_)
+            | Self::NotEmpty(_)
+            | Self::UnknownFormat(_)
+            | Self::Changed(_)
+            | Self::NoBaseline(_) => None,
+            Self::ReadList { source, .. } => Some(source),
+            Self::Io(error) => error.source(),
+        }
+    }
+}
+
+impl From<io::Error> for ResetError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+/// Type, permissions, owner and link target of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Entry {
     mode: u32,
@@ -25,7 +85,7 @@ struct Entry {
     target: Option<PathBuf>,
 }
 
-/// The state at start, before the first command.
+/// The state of the sandbox before the first command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Baseline {
     mounts: String,
@@ -41,15 +101,15 @@ fn entry(path: &Path) -> io::Result<Entry> {
     Ok(Entry { mode: meta.mode(), owner: (meta.uid(), meta.gid()), device: meta.rdev(), target })
 }
 
-/// The folder and everything below it, without the control groups mounted there: those are
-/// read-only, and their content is the kernel's.
+/// Records the folder and everything below it, except for the control groups mounted there: those are
+/// read-only, and the kernel changes their content.
 fn snapshot(folder: &Path, into: &mut BTreeMap<PathBuf, Entry>) -> io::Result<()> {
     into.insert(folder.to_owned(), entry(folder)?);
-    let home = std::fs::symlink_metadata(folder)?.dev();
+    let device = std::fs::symlink_metadata(folder)?.dev();
     for found in std::fs::read_dir(folder)? {
         let path = found?.path();
         let meta = std::fs::symlink_metadata(&path)?;
-        if meta.is_dir() && (meta.dev() == home || path.starts_with("/dev")) {
+        if meta.is_dir() && (meta.dev() == device || path.starts_with("/dev")) {
             snapshot(&path, into)?;
         } else {
             into.insert(path.clone(), entry(&path)?);
@@ -58,7 +118,7 @@ fn snapshot(folder: &Path, into: &mut BTreeMap<PathBuf, Entry>) -> io::Result<()
     Ok(())
 }
 
-fn compared() -> io::Result<BTreeMap<PathBuf, Entry>> {
+fn snapshot_compared() -> io::Result<BTreeMap<PathBuf, Entry>> {
     let mut found = BTreeMap::new();
     for folder in COMPARED.map(Path::new) {
         if folder.exists() {
@@ -68,13 +128,13 @@ fn compared() -> io::Result<BTreeMap<PathBuf, Entry>> {
     Ok(found)
 }
 
-/// The folders that are wiped: they, and nothing else, may be writable.
-fn writable(options: &Options) -> Vec<PathBuf> {
+/// The folders that a reset wipes. Nothing else may be writable.
+fn wiped_folders(options: &Options) -> Vec<PathBuf> {
     vec![PathBuf::from(&options.workdir), PathBuf::from("/tmp")]
 }
 
-/// Names the first mount that commands could write to and a reset does not wipe, and the root when
-/// it is not read-only. A pure function of `/proc/self/mountinfo`.
+/// Finds the first mount in the text of `/proc/self/mountinfo` that commands can write to and that a
+/// reset does not wipe. That includes a writable root.
 fn unwiped_mount(mountinfo: &str, wiped: &[PathBuf]) -> Option<String> {
     mountinfo.lines().find_map(|line| {
         let mut fields = line.split(' ');
@@ -84,50 +144,48 @@ fn unwiped_mount(mountinfo: &str, wiped: &[PathBuf]) -> Option<String> {
             || COMPARED.contains(&point)
             || Path::new(point).starts_with("/dev")
             || Path::new(point).starts_with("/proc");
-        (!read_only && !known).then(|| format!("{point} is writable and would outlive a reset"))
+        (!read_only && !known).then(|| point.to_owned())
     })
 }
 
 impl Baseline {
-    /// Looks at the sandbox as it is. Fails where a reusable one is not fit for reuse.
-    pub(crate) fn take(options: &Options) -> Result<Self, String> {
-        let text = |error: io::Error| error.to_string();
-        let wiped = writable(options);
-        let mounts = std::fs::read_to_string("/proc/self/mountinfo").map_err(text)?;
-        if let Some(problem) = unwiped_mount(&mounts, &wiped) {
-            return Err(problem);
+    /// Records the present state. Fails if the sandbox cannot be reset.
+    pub(crate) fn take(options: &Options) -> Result<Self, ResetError> {
+        let wiped = wiped_folders(options);
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
+        if let Some(point) = unwiped_mount(&mounts, &wiped) {
+            return Err(ResetError::UnwipedMount(point));
         }
         let roots = wiped
             .into_iter()
             .map(|path| Ok((path.clone(), entry(&path)?)))
-            .collect::<io::Result<_>>()
-            .map_err(text)?;
+            .collect::<io::Result<_>>()?;
         Ok(Self {
             mounts,
-            process: sys::process_state().map_err(text)?,
-            oom_score: std::fs::read_to_string("/proc/self/oom_score_adj").map_err(text)?,
-            compared: compared().map_err(text)?,
+            process: sys::process_state()?,
+            oom_score: std::fs::read_to_string("/proc/self/oom_score_adj")?,
+            compared: snapshot_compared()?,
             roots,
         })
     }
 
-    /// Wipes, then compares. Every process but this one must already be dead.
-    /// Fails with the first difference; the sandbox must then be thrown away.
-    pub(crate) fn restore(&self, options: &Options) -> Result<(), String> {
-        let text = |error: io::Error| error.to_string();
-        for path in writable(options) {
-            let was = self.roots.get(&path).ok_or("a folder without a baseline")?;
-            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700))
-                .map_err(text)?;
-            tree::wipe(&path).map_err(text)?;
+    /// Wipes, then compares with the baseline. Every other process must already be dead.
+    /// Fails with the first difference; the sandbox must then be discarded.
+    pub(crate) fn restore(&self, options: &Options) -> Result<(), ResetError> {
+        for path in wiped_folders(options) {
+            let Some(was) = self.roots.get(&path) else {
+                return Err(ResetError::NoBaseline(path));
+            };
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700))?;
+            tree::wipe(&path)?;
             let mode = std::fs::Permissions::from_mode(was.mode & 0o7777);
-            std::fs::set_permissions(&path, mode).map_err(text)?;
+            std::fs::set_permissions(&path, mode)?;
         }
-        let found = compared().map_err(text)?;
-        // Children sort after their parents: once a folder is gone, so are they.
+        let found = snapshot_compared()?;
+        // Children sort after their parents, so they may already be removed with them.
         for path in found.keys().filter(|path| !self.compared.contains_key(*path)) {
             if std::fs::symlink_metadata(path).is_ok() {
-                tree::remove_entry(path).map_err(text)?;
+                tree::remove_entry(path)?;
             }
         }
         for (kind, list) in IPC_LISTS {
@@ -138,22 +196,21 @@ impl Baseline {
         self.verify(options)
     }
 
-    fn verify(&self, options: &Options) -> Result<(), String> {
-        let text = |error: io::Error| error.to_string();
-        for found in std::fs::read_dir("/proc").map_err(text)? {
-            let name = found.map_err(text)?.file_name();
+    fn verify(&self, options: &Options) -> Result<(), ResetError> {
+        for found in std::fs::read_dir("/proc")? {
+            let name = found?.file_name();
             if name != "1" && name.as_encoded_bytes().iter().all(u8::is_ascii_digit) {
-                return Err(format!("process {} is alive", name.display()));
+                return Err(ResetError::ProcessAlive(name.display().to_string()));
             }
         }
-        for path in writable(options) {
-            if std::fs::read_dir(&path).map_err(text)?.next().is_some() {
-                return Err(format!("{} is not empty", path.display()));
+        for path in wiped_folders(options) {
+            if std::fs::read_dir(&path)?.next().is_some() {
+                return Err(ResetError::NotEmpty(path));
             }
         }
         for (_, list) in IPC_LISTS {
             if !ipc_ids(list)?.is_empty() {
-                return Err(format!("{list} is not empty"));
+                return Err(ResetError::NotEmpty(PathBuf::from(list)));
             }
         }
         let now = Self::take(options)?;
@@ -161,28 +218,28 @@ impl Baseline {
             ("mounts", now.mounts == self.mounts),
             ("limits, priority or CPUs of process 1", now.process == self.process),
             ("oom score of process 1", now.oom_score == self.oom_score),
-            ("/dev or the control groups' folder", now.compared == self.compared),
+            ("/dev or the folder of the control groups", now.compared == self.compared),
             ("owner or mode of a writable folder", now.roots == self.roots),
         ];
         match same.iter().find(|(_, same)| !same) {
-            Some((what, _)) => Err(format!("changed: {what}")),
+            Some((property, _)) => Err(ResetError::Changed(property)),
             None => Ok(()),
         }
     }
 }
 
-/// Ids in a `/proc/sysvipc` list: second column, after one line of titles.
-fn ipc_ids(list: &str) -> Result<Vec<i32>, String> {
+/// Ids in a `/proc/sysvipc` list: the second column, after a header line.
+fn ipc_ids(list: &'static str) -> Result<Vec<i32>, ResetError> {
     match std::fs::read_to_string(list) {
         Ok(text) => text
             .lines()
             .skip(1)
             .map(|line| line.split_whitespace().nth(1).and_then(|id| id.parse().ok()))
             .collect::<Option<_>>()
-            .ok_or_else(|| format!("{list} has an unknown form")),
-        // A kernel without System V objects has none to remove.
+            .ok_or(ResetError::UnknownFormat(list)),
+        // The kernel may be built without System V objects.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(format!("{list}: {error}")),
+        Err(source) => Err(ResetError::ReadList { list, source }),
     }
 }
 
@@ -191,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_writable_volume_makes_a_sandbox_unfit_for_reuse() {
+    fn sandbox_with_a_writable_volume_or_root_cannot_be_reset() {
         let wiped = [PathBuf::from("/testbed"), PathBuf::from("/tmp")];
         let clean = "1 2 0:1 / / ro,relatime - overlay overlay rw\n\
                      2 1 0:2 / /proc rw,nosuid - proc proc rw\n\
@@ -201,12 +258,13 @@ mod tests {
                      5 1 0:5 / /etc/hosts ro - ext4 /dev/vda rw\n";
         assert_eq!(unwiped_mount(clean, &wiped), None);
         let volume = format!("{clean}7 1 0:7 / /data rw - ext4 /dev/vda rw\n");
-        assert!(unwiped_mount(&volume, &wiped).unwrap().starts_with("/data"));
-        assert!(unwiped_mount("1 2 0:1 / / rw - overlay overlay rw", &wiped).is_some());
+        assert_eq!(unwiped_mount(&volume, &wiped).as_deref(), Some("/data"));
+        let root = unwiped_mount("1 2 0:1 / / rw - overlay overlay rw", &wiped);
+        assert_eq!(root.as_deref(), Some("/"));
     }
 
     #[test]
-    fn a_snapshot_notices_a_replaced_entry() {
+    fn snapshots_differ_after_an_entry_was_replaced() {
         let dir = tempfile::tempdir().unwrap();
         std::os::unix::fs::symlink("a", dir.path().join("x")).unwrap();
         let (mut before, mut after) = (BTreeMap::new(), BTreeMap::new());

@@ -1,24 +1,31 @@
-//! The loop of process 1: one request after the other, in one thread; a second thread does nothing
-//! but end the process at its deadline, even while the first is stuck writing to nobody.
+//! The main loop of process 1: it serves one request after the other, in one thread.
+//!
+//! A second thread ends the process at its deadline, even while the first is blocked on a write.
 
-use crate::disk::LOOK_EVERY;
+use crate::deadline::DeadlineTimer;
+use crate::disk::CHECK_INTERVAL;
+use crate::files::{self, WriteError};
 use crate::job::{Job, StartError, TERM_GRACE, oom_kills};
-use crate::protocol::{CHUNK, Done, End, ExecRequest, Frame, FrameBuffer, Reply, Request, VERSION};
-use crate::reset::Baseline;
-use crate::{Options, files, say, sys, tree};
+use crate::options::Options;
+use crate::protocol::{
+    CHUNK, CommandEnd, CommandReport, ExecRequest, Frame, FrameBuffer, Refusal, Reply, Request,
+    VERSION,
+};
+use crate::reset::{Baseline, ResetError};
+use crate::{sys, tree};
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// With a command running and no frame from the host for this long, the host is gone.
+/// A host that sends no frame for this long while a command runs is considered gone.
 const HOST_SILENCE: Duration = Duration::from_mins(1);
-/// On the host's disk, as is whatever commands can write to where this one can be written.
+/// Lies on the host's disk. If it is writable, so does everything else that commands can write to.
 const ROOT: &std::ffi::CStr = c"/";
-/// Dying may take a while with a gigabyte to free; longer than this is a stuck process.
-const DEATH_PATIENCE: Duration = Duration::from_secs(15);
+/// A killed process may take a while to free its memory; one that takes longer than this is stuck.
+const KILL_TIMEOUT: Duration = Duration::from_secs(15);
 
 struct Server {
     options: Options,
@@ -26,45 +33,46 @@ struct Server {
     output: File,
     children: File,
     frames: FrameBuffer,
-    alarm: Arc<Alarm>,
-    heard: Instant,
-    baseline: Option<Result<Baseline, String>>,
-    write_failure: Option<String>,
-    /// Whether commands can write to the host's disk, and it was not full yet.
+    deadline: Arc<DeadlineTimer>,
+    last_frame_at: Instant,
+    /// `None` if the sandbox is not reusable.
+    baseline: Option<Result<Baseline, ResetError>>,
+    write_failure: Option<WriteError>,
+    /// Whether commands can write to the host's disk and it has not been full yet.
     watches_disk: bool,
 }
 
-/// Serves until the host closes the stream. Fails when the stream or a system call fails.
+/// Serves requests until the host closes the stream. Fails if the stream or a system call fails.
 pub(crate) fn serve(options: Options) -> io::Result<()> {
-    sys::harden()?;
-    let children = sys::child_signal()?;
-    let alarm = Alarm::start(options.lifetime)?;
+    sys::harden_process()?;
+    let children = sys::open_child_signal()?;
+    let deadline = DeadlineTimer::start(options.lifetime)?;
     if !options.reusable {
-        // Where the root can be written, the image need not have the folder.
+        // With a writable root, the image does not have to contain the folder.
         std::fs::create_dir_all(&options.workdir)?;
     }
     let baseline = options.reusable.then(|| Baseline::take(&options));
     let free = sys::free_space(ROOT)?;
     let mut server = Server {
-        // A read-only root leaves only folders in memory, each with a size of its own.
+        // With a read-only root, commands write only to tmpfs mounts, each with its own size limit.
         watches_disk: !options.reusable,
         options,
         input: File::from(io::stdin().as_fd().try_clone_to_owned()?),
         output: File::from(io::stdout().as_fd().try_clone_to_owned()?),
         children,
         frames: FrameBuffer::default(),
-        alarm,
-        heard: Instant::now(),
+        deadline,
+        last_frame_at: Instant::now(),
         baseline,
         write_failure: None,
     };
     server.reply(0, &Reply::Hello { version: VERSION, free })?;
     loop {
         while let Some(frame) = server.next_frame()? {
-            server.answer(&frame)?;
+            server.handle(&frame)?;
         }
         let [input, child] =
-            sys::wait([Some(server.input.as_fd()), Some(server.children.as_fd())], None)?;
+            sys::poll_readable([Some(server.input.as_fd()), Some(server.children.as_fd())], None)?;
         if child {
             server.reap_all()?;
         }
@@ -83,16 +91,16 @@ impl Server {
         self.frames.next_frame().map_err(io::Error::other)
     }
 
-    /// Reads what came. `false` at the end of the stream.
+    /// Reads available input. `false` at the end of the stream.
     fn receive(&mut self) -> io::Result<bool> {
         let mut buffer = [0; 16 * 1024];
         let count = self.input.read(&mut buffer)?;
         self.frames.push(buffer.get(..count).unwrap_or_default());
-        self.heard = Instant::now();
+        self.last_frame_at = Instant::now();
         Ok(count > 0)
     }
 
-    fn answer(&mut self, frame: &Frame) -> io::Result<()> {
+    fn handle(&mut self, frame: &Frame) -> io::Result<()> {
         let request = Request::decode(frame.kind, &frame.payload).map_err(io::Error::other)?;
         match request {
             Request::Exec(exec) => self.exec(frame.id, &exec),
@@ -102,10 +110,10 @@ impl Server {
                     let root = Path::new(&self.options.workdir);
                     self.write_failure = files::write(root, &path, mode, first, &data).err();
                 }
-                self.look_at_disk()
+                self.check_disk()
             }
             Request::WriteEnd => {
-                let result = self.write_failure.take().map_or(Ok(()), Err);
+                let result = self.write_failure.take().map_or(Ok(()), |e| Err(Refusal::new(e)));
                 self.reply(frame.id, &Reply::Ack(result))
             }
             Request::ReadTree { cap } => {
@@ -119,14 +127,14 @@ impl Server {
                 self.reply(frame.id, &Reply::Ack(result))
             }
             Request::Deadline { millis } => {
-                self.alarm.set(Duration::from_millis(millis));
+                self.deadline.set(Duration::from_millis(millis));
                 self.reply(frame.id, &Reply::Ack(Ok(())))
             }
         }
     }
 
-    /// Tells the host, once, that its disk is full: what is under way may fail for that alone.
-    fn look_at_disk(&mut self) -> io::Result<()> {
+    /// Reports a full disk to the host, once: from then on, commands may fail for that reason alone.
+    fn check_disk(&mut self) -> io::Result<()> {
         if !self.watches_disk {
             return Ok(());
         }
@@ -138,15 +146,15 @@ impl Server {
         self.reply(0, &Reply::DiskFull(free))
     }
 
-    fn reset(&mut self) -> Result<(), String> {
-        self.kill_everything(None).map_err(|error| error.to_string())?;
+    fn reset(&mut self) -> Result<(), Refusal> {
+        self.kill_everything(None).map_err(Refusal::new)?;
         self.write_failure = None;
-        // The deadline was that of the attempt; what remains is the container's own.
-        self.alarm.set(Duration::MAX);
+        // The deadline belonged to the attempt; now only the container's lifetime remains.
+        self.deadline.set(Duration::MAX);
         match &self.baseline {
-            Some(Ok(baseline)) => baseline.restore(&self.options),
-            Some(Err(reason)) => Err(reason.clone()),
-            None => Err("this sandbox was not opened for reuse".to_owned()),
+            Some(Ok(baseline)) => baseline.restore(&self.options).map_err(Refusal::new),
+            Some(Err(error)) => Err(Refusal::new(error)),
+            None => Err(Refusal::new("this sandbox was not opened for reuse")),
         }
     }
 
@@ -154,82 +162,88 @@ impl Server {
         let oom_before = oom_kills();
         match Job::start(request, &self.options.workdir) {
             Ok(mut job) => {
-                self.heard = Instant::now();
+                self.last_frame_at = Instant::now();
                 let cause = self.watch(&mut job)?;
-                // First, for files that were removed while open make room once their holders are dead.
-                self.look_at_disk()?;
+                // Before the kill, because deleted files free their space once their holders are dead.
+                self.check_disk()?;
                 self.kill_everything(Some(&mut job))?;
-                while job.read_some()? {}
+                while job.read_available()? {}
                 let elapsed = job.started.elapsed();
                 self.send_output(id, false, &job.kept.head)?;
                 self.send_output(id, true, job.kept.tail())?;
-                let done = Done {
-                    end: cause.unwrap_or_else(|| end_of(&job)),
+                let report = CommandReport {
+                    end: cause.unwrap_or_else(|| exit_of(&job)),
                     total_bytes: job.kept.total,
                     oom_kills: oom_kills().saturating_sub(oom_before),
                     elapsed_us: u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX),
                 };
-                self.reply(id, &Reply::Done(done))
+                self.reply(id, &Reply::Done(report))
             }
             Err(StartError::Command(reason)) => {
                 self.send_output(id, false, reason.as_bytes())?;
-                let end = End::NotStarted;
-                let total_bytes = reason.len() as u64;
-                self.reply(id, &Reply::Done(Done { end, total_bytes, oom_kills: 0, elapsed_us: 0 }))
+                let report = CommandReport {
+                    end: CommandEnd::NotStarted,
+                    total_bytes: reason.len() as u64,
+                    oom_kills: 0,
+                    elapsed_us: 0,
+                };
+                self.reply(id, &Reply::Done(report))
             }
             Err(StartError::System(error)) => {
-                self.reply(id, &Reply::Ack(Err(format!("cannot start a process: {error}"))))
+                let refusal = Refusal(format!("cannot start a process: {error}"));
+                self.reply(id, &Reply::Ack(Err(refusal)))
             }
         }
     }
 
-    /// Waits for the command's end, reading its output. Returns our reason to end it, if we did.
-    fn watch(&mut self, job: &mut Job) -> io::Result<Option<End>> {
+    /// Reads the command's output until it ends or must be killed. In the latter case returns why.
+    fn watch(&mut self, job: &mut Job) -> io::Result<Option<CommandEnd>> {
         let mut killing_at = None;
         loop {
             let now = Instant::now();
-            self.look_at_disk()?;
-            if job.flooded(now) {
-                return Ok(Some(End::Flooded));
+            self.check_disk()?;
+            if job.exceeded_output(now) {
+                return Ok(Some(CommandEnd::Flooded));
             }
-            if now >= self.heard + HOST_SILENCE {
-                return Ok(Some(End::Abandoned));
+            if now >= self.last_frame_at + HOST_SILENCE {
+                return Ok(Some(CommandEnd::Abandoned));
             }
             match killing_at {
                 None if job.timed_out(now) => {
                     sys::signal_group(job.pid, sys::SIGTERM);
                     killing_at = Some(now + TERM_GRACE);
                 }
-                Some(at) if now >= at => return Ok(Some(End::TimedOut)),
+                Some(at) if now >= at => return Ok(Some(CommandEnd::TimedOut)),
                 None | Some(_) => {}
             }
-            let mut until = killing_at.unwrap_or(job.next_check()).min(self.heard + HOST_SILENCE);
+            let mut until =
+                killing_at.unwrap_or(job.next_check()).min(self.last_frame_at + HOST_SILENCE);
             if self.watches_disk {
-                until = until.min(now + LOOK_EVERY);
+                until = until.min(now + CHECK_INTERVAL);
             }
             let fds = [Some(self.input.as_fd()), Some(self.children.as_fd()), job.output()];
             let [input, child, output] =
-                sys::wait(fds, Some(until.saturating_duration_since(now)))?;
+                sys::poll_readable(fds, Some(until.saturating_duration_since(now)))?;
             if output {
-                job.read_some()?;
+                job.read_available()?;
             }
             if child {
                 self.reap_into(Some(job))?;
                 if job.status.is_some() {
-                    return Ok(killing_at.map(|_| End::TimedOut));
+                    return Ok(killing_at.map(|_| CommandEnd::TimedOut));
                 }
             }
             if input {
                 if !self.receive()? {
                     return Err(io::ErrorKind::UnexpectedEof.into());
                 }
-                self.answer_while_busy()?;
+                self.handle_while_busy()?;
             }
         }
     }
 
-    /// Only signs of life are welcome while a command runs.
-    fn answer_while_busy(&mut self) -> io::Result<()> {
+    /// While a command runs, only pings are accepted.
+    fn handle_while_busy(&mut self) -> io::Result<()> {
         while let Some(frame) = self.next_frame()? {
             match Request::decode(frame.kind, &frame.payload).map_err(io::Error::other)? {
                 Request::Ping => self.reply(frame.id, &Reply::Ack(Ok(())))?,
@@ -239,7 +253,7 @@ impl Server {
                 | Request::ReadTree { .. }
                 | Request::Reset
                 | Request::Deadline { .. } => {
-                    let busy = Reply::Ack(Err("a command is running".to_owned()));
+                    let busy = Reply::Ack(Err(Refusal::new("a command is running")));
                     self.reply(frame.id, &busy)?;
                 }
             }
@@ -259,7 +273,7 @@ impl Server {
     }
 
     fn reap_into(&mut self, mut job: Option<&mut Job>) -> io::Result<()> {
-        // Any length of read empties the whole signal; several deaths may share one.
+        // One signal may stand for several ended children, so reading it only resets the descriptor.
         let mut info = [0; 128];
         while matches!(self.children.read(&mut info), Ok(count) if count > 0) {}
         while let Some((pid, status)) = sys::reap()? {
@@ -270,77 +284,31 @@ impl Server {
         Ok(())
     }
 
-    /// Kills until nobody is left. The output is read meanwhile, for nothing else empties it.
+    /// Kills until no other process is alive. Meanwhile reads the output, so that writers do not block.
     fn kill_everything(&mut self, mut job: Option<&mut Job>) -> io::Result<()> {
-        let give_up = Instant::now() + DEATH_PATIENCE;
+        let give_up_at = Instant::now() + KILL_TIMEOUT;
         while sys::kill_all()? {
             self.reap_into(job.as_deref_mut())?;
-            if Instant::now() >= give_up {
-                return Err(io::Error::other("a process does not die"));
+            if Instant::now() >= give_up_at {
+                return Err(io::Error::other("a killed process does not end"));
             }
             let fds = [Some(self.children.as_fd()), job.as_deref().and_then(Job::output)];
-            let [_, output] = sys::wait(fds, Some(Duration::from_millis(10)))?;
+            let [_, output] = sys::poll_readable(fds, Some(Duration::from_millis(10)))?;
             if let (true, Some(job)) = (output, job.as_deref_mut()) {
-                job.read_some()?;
+                job.read_available()?;
             }
         }
         self.reap_into(job)
     }
 }
 
-fn end_of(job: &Job) -> End {
+fn exit_of(job: &Job) -> CommandEnd {
     use std::os::unix::process::ExitStatusExt as _;
     let status = job.status;
     match (status.and_then(|s| s.code()), status.and_then(|s| s.signal())) {
-        (Some(code), _) => End::Code(code),
-        (None, Some(signal)) => End::Signal(signal),
-        // Only a child that was never reaped has neither, and all of them were.
-        (None, None) => End::Signal(sys::SIGKILL),
+        (Some(code), _) => CommandEnd::Code(code),
+        (None, Some(signal)) => CommandEnd::Signal(signal),
+        // Only a child that was not reaped has neither, and every child is reaped before this.
+        (None, None) => CommandEnd::Signal(sys::SIGKILL),
     }
-}
-
-/// Ends the process at a deadline that can be moved, but never past the lifetime.
-struct Alarm {
-    ends: Mutex<Instant>,
-    changed: Condvar,
-    last: Instant,
-}
-
-impl Alarm {
-    fn start(lifetime: Duration) -> io::Result<Arc<Self>> {
-        let last = Instant::now()
-            .checked_add(lifetime)
-            .ok_or_else(|| io::Error::other("the lifetime is too long"))?;
-        let alarm = Arc::new(Self { ends: Mutex::new(last), changed: Condvar::new(), last });
-        let waiting = Arc::clone(&alarm);
-        std::thread::Builder::new().stack_size(64 * 1024).spawn(move || waiting.wait())?;
-        Ok(alarm)
-    }
-
-    fn set(&self, from_now: Duration) {
-        let ends = Instant::now().checked_add(from_now).map_or(self.last, |at| at.min(self.last));
-        *self.ends.lock().unwrap_or_else(PoisonError::into_inner) = ends;
-        self.changed.notify_one();
-    }
-
-    fn wait(&self) {
-        let mut ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
-        while let Some(left) = ends.checked_duration_since(Instant::now()).filter(|d| !d.is_zero())
-        {
-            ends = match self.changed.wait_timeout(ends, left) {
-                Ok((guard, _)) => guard,
-                Err(poisoned) => poisoned.into_inner().0,
-            };
-        }
-        say("the deadline passed");
-        end_now();
-    }
-}
-
-#[expect(
-    clippy::exit,
-    reason = "the deadline ends process 1, and the container with it, from a second thread"
-)]
-fn end_now() -> ! {
-    std::process::exit(3)
 }

@@ -1,7 +1,7 @@
-//! The C library calls that the standard library does not offer. All unsafe code is here.
+//! C library calls that the standard library does not wrap. All unsafe code is in this file.
 #![expect(unsafe_code, reason = "process control needs system calls that std does not wrap")]
 
-use crate::disk::Free;
+use crate::disk::FreeSpace;
 use std::ffi::{CStr, c_char, c_int, c_long, c_short, c_ulong, c_void};
 use std::fs::File;
 use std::io;
@@ -43,7 +43,7 @@ struct PollFd {
     revents: c_short,
 }
 
-/// How the C libraries' `statvfs` begins where addresses have 64 bits.
+/// The first fields of `statvfs` in the C libraries of 64-bit platforms.
 #[repr(C)]
 #[derive(Default)]
 struct StatVfs {
@@ -91,9 +91,9 @@ fn check(result: c_int) -> io::Result<c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Makes this process hard to reach from the commands: not dumpable (so `/proc/1/fd` and `mem` are
-/// closed to them), deaf to the usual signals, and the parent of every orphan.
-pub(crate) fn harden() -> io::Result<()> {
+/// Protects this process from the commands: it is not dumpable (so that they cannot open `/proc/1/fd`
+/// and `mem`), ignores the usual signals, and becomes the parent of every orphan.
+pub(crate) fn harden_process() -> io::Result<()> {
     const PR_SET_DUMPABLE: c_int = 4;
     const PR_SET_CHILD_SUBREAPER: c_int = 36;
     const ON: c_ulong = 1;
@@ -110,9 +110,9 @@ pub(crate) fn harden() -> io::Result<()> {
     Ok(())
 }
 
-/// A descriptor that becomes readable when a child has ended; the signal itself is blocked.
-pub(crate) fn child_signal() -> io::Result<File> {
-    // SAFETY: the mask is as large as the C library's type; a fresh descriptor is ours alone.
+/// Opens a descriptor that becomes readable when a child has ended. The signal itself is blocked.
+pub(crate) fn open_child_signal() -> io::Result<File> {
+    // SAFETY: the mask is as large as the C library's type; nothing else owns the new descriptor.
     unsafe {
         check(sigprocmask(0, &raw const CHILD_SIGNAL, std::ptr::null_mut()))?;
         let fd = check(signalfd(-1, &raw const CHILD_SIGNAL, O_CLOEXEC | O_NONBLOCK))?;
@@ -120,9 +120,9 @@ pub(crate) fn child_signal() -> io::Result<File> {
     }
 }
 
-/// Gives the command its own session, default signals and the first place in the kernel's choice
-/// when memory runs out (so that process 1 is not the one that dies).
-pub(crate) fn isolate(command: &mut Command) {
+/// Makes the command start in its own session, with default signals, and as the kernel's first choice
+/// when memory runs out (so that process 1 is not the one that is killed).
+pub(crate) fn isolate_command(command: &mut Command) {
     let setup = || {
         // SAFETY: only async-signal-safe calls, on constants with a final NUL, between fork and exec.
         unsafe {
@@ -143,15 +143,15 @@ pub(crate) fn isolate(command: &mut Command) {
     unsafe { command.pre_exec(setup) };
 }
 
-/// Sends a signal to a process group; that it is already gone is no news.
+/// Sends a signal to a process group. A group that no longer exists is ignored.
 pub(crate) fn signal_group(group: i32, number: c_int) {
     // SAFETY: plain integers.
     unsafe { kill(-group, number) };
 }
 
-/// Kills every process but this one. `false` when there was none.
+/// Kills every process but this one. `false` if there was none.
 pub(crate) fn kill_all() -> io::Result<bool> {
-    // SAFETY: plain integers. Only process 1 of a pid namespace gets here, so -1 is the container.
+    // SAFETY: plain integers. Only process 1 of a pid namespace gets here, so -1 means the container.
     match check(unsafe { kill(-1, SIGKILL) }) {
         Ok(_) => Ok(true),
         Err(error) if error.raw_os_error() == Some(ESRCH) => Ok(false),
@@ -159,10 +159,10 @@ pub(crate) fn kill_all() -> io::Result<bool> {
     }
 }
 
-/// Collects one ended child, if there is one.
+/// Reaps one ended child, if there is one.
 pub(crate) fn reap() -> io::Result<Option<(i32, ExitStatus)>> {
     let mut status = 0;
-    // SAFETY: `status` is a valid place for the call's result; 1 is WNOHANG.
+    // SAFETY: `status` can hold the call's result; 1 is WNOHANG.
     match check(unsafe { waitpid(-1, &raw mut status, 1) }) {
         Ok(0) => Ok(None),
         Ok(pid) => Ok(Some((pid, ExitStatus::from_raw(status)))),
@@ -171,13 +171,13 @@ pub(crate) fn reap() -> io::Result<Option<(i32, ExitStatus)>> {
     }
 }
 
-/// Waits until one of the descriptors can be read or has ended; says which.
-pub(crate) fn wait<const N: usize>(
+/// Waits until a descriptor is readable or closed. Returns which are; all `false` after a timeout.
+pub(crate) fn poll_readable<const N: usize>(
     fds: [Option<BorrowedFd<'_>>; N],
     timeout: Option<Duration>,
 ) -> io::Result<[bool; N]> {
     const POLLIN: c_short = 1;
-    // A negative descriptor is skipped. One millisecond is added: a wait must not end just early.
+    // A negative descriptor is skipped. One millisecond is added so that a wait never ends early.
     let mut polled =
         fds.map(|fd| PollFd { fd: fd.map_or(-1, |fd| fd.as_raw_fd()), events: POLLIN, revents: 0 });
     let millis = timeout.map_or(-1, |t| c_int::try_from(t.as_millis() + 1).unwrap_or(c_int::MAX));
@@ -189,32 +189,32 @@ pub(crate) fn wait<const N: usize>(
     }
 }
 
-/// Makes reads of a pipe return at once, and the pipe as large as an ordinary user may.
+/// Makes a pipe non-blocking, and as large as an unprivileged user may make it.
 pub(crate) fn prepare_pipe(fd: BorrowedFd<'_>) -> io::Result<()> {
     const F_SETFL: c_int = 4;
     const F_SETPIPE_SZ: c_int = 1031;
-    // SAFETY: the descriptor is borrowed, so open; the arguments are plain integers.
+    // SAFETY: the descriptor is borrowed and therefore open; the arguments are plain integers.
     unsafe {
         check(fcntl(fd.as_raw_fd(), F_SETFL, O_NONBLOCK))?;
-        // A small pipe is only slower.
+        // A failure is ignored: a small pipe is only slower.
         fcntl(fd.as_raw_fd(), F_SETPIPE_SZ, 1 << 20);
     }
     Ok(())
 }
 
-/// What is left of the file system of a path.
-pub(crate) fn free_space(path: &CStr) -> io::Result<Free> {
+/// Free space on the file system of a path.
+pub(crate) fn free_space(path: &CStr) -> io::Result<FreeSpace> {
     let mut stat = StatVfs::default();
     // SAFETY: the path ends with a NUL, and `stat` is larger than the C library's type.
     check(unsafe { statvfs(path.as_ptr(), &raw mut stat) })?;
     let counted = |total: u64, free: u64| if total == 0 { u64::MAX } else { free };
-    Ok(Free {
+    Ok(FreeSpace {
         bytes: counted(stat.blocks, stat.blocks_available.saturating_mul(stat.fragment)),
         files: counted(stat.files, stat.files_available),
     })
 }
 
-/// What a command running as our user can change about this process: limits, priority, CPUs.
+/// Properties of this process that a command of the same user can change: limits, priority, CPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ProcessState {
     limits: Vec<(u64, u64)>,
@@ -227,12 +227,12 @@ pub(crate) fn process_state() -> io::Result<ProcessState> {
     let mut limits = Vec::new();
     for kind in 0..RLIMITS {
         let mut limit = RLimit { soft: 0, hard: 0 };
-        // SAFETY: `limit` is a valid place for the result.
+        // SAFETY: `limit` can hold the result.
         check(unsafe { getrlimit(kind, &raw mut limit) })?;
         limits.push((limit.soft, limit.hard));
     }
     let mut cpus = [0; 64];
-    // SAFETY: the mask has the size that is given; the other calls take plain integers.
+    // SAFETY: the mask has the given size; the other calls take plain integers.
     let (priority, scheduler) = unsafe {
         check(sched_getaffinity(0, size_of_val(&cpus), cpus.as_mut_ptr()))?;
         (getpriority(0, 0), sched_getscheduler(0))
@@ -240,7 +240,7 @@ pub(crate) fn process_state() -> io::Result<ProcessState> {
     Ok(ProcessState { limits, priority, scheduler, cpus })
 }
 
-/// System V objects outlive processes.
+/// Kinds of System V objects, which outlive the processes that create them.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Ipc {
     Shm,
@@ -248,11 +248,11 @@ pub(crate) enum Ipc {
     Msg,
 }
 
-/// Removes one; that it is already gone shows later, when the list is read again.
+/// Removes an object. Failures are ignored, because the list is read again afterwards.
 pub(crate) fn remove_ipc(kind: Ipc, id: c_int) {
     const IPC_RMID: c_int = 0;
     const UNUSED: c_long = 0;
-    // SAFETY: plain integers; removal reads no further argument.
+    // SAFETY: plain integers; a removal reads no further argument.
     unsafe {
         match kind {
             Ipc::Shm => shmctl(id, IPC_RMID, UNUSED),
@@ -267,14 +267,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn free_space_is_what_df_says() {
+    fn free_space_agrees_with_df() {
         let df = |what: &str| -> u64 {
             let output = Command::new("df").args(["--block-size=1", what, "/"]).output().unwrap();
             let text = String::from_utf8(output.stdout).unwrap();
             text.lines().nth(1).unwrap().trim().parse().unwrap()
         };
         let free = free_space(c"/").unwrap();
-        // Others write meanwhile.
+        // Other programs write at the same time.
         assert!(free.bytes.abs_diff(df("--output=avail")) < 4 << 30, "{free:?}");
         let inodes = df("--output=iavail");
         assert!(inodes == 0 || free.files.abs_diff(inodes) < 1 << 20, "{free:?} {inodes}");

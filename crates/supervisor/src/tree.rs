@@ -1,5 +1,7 @@
-//! Reading and wiping folders that a command has left behind. No process of the sandbox is alive
-//! meanwhile, so what was looked at does not change; still no symlink is ever followed.
+//! Reading and wiping the folders that commands wrote to.
+//!
+//! No process of the sandbox is alive at that time, so nothing changes between a check and its use.
+//! Symlinks are still never followed.
 
 use crate::protocol::{CHUNK, Reply, TreeEnd, is_safe_path};
 use crate::sys;
@@ -8,27 +10,29 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-/// Folders within folders; a deeper tree is refused.
+/// Deepest nesting of folders; a deeper tree is refused.
 const MAX_DEPTH: usize = 128;
-/// Entries of all folders together. Looking at more would take memory that the container may not
-/// have left.
+/// Most entries of all folders together. Listing more could take memory that the container does not
+/// have.
 const MAX_ENTRIES: usize = 50_000;
-/// Counted per file on top of its content, so that empty files are not free.
+/// Bytes counted per file in addition to its content, so that empty files count, too.
 const FILE_COST: u64 = 64;
 
-struct Found {
+struct FoundFile {
     path: String,
     mode: u32,
     size: u64,
 }
 
-/// What may still be found.
+/// What the rest of the tree may use.
 struct Budget {
     bytes: u64,
     entries: usize,
 }
 
-/// Sends all regular files below `root`, sorted by path, or why not. Fails only when sending fails.
+/// Sends all regular files below `root`, sorted by path, and how that ended.
+///
+/// The result is an error only if sending fails.
 pub(crate) fn send(
     root: &Path,
     cap: u64,
@@ -36,7 +40,7 @@ pub(crate) fn send(
 ) -> io::Result<()> {
     let mut found = Vec::new();
     let mut budget = Budget { bytes: cap, entries: MAX_ENTRIES };
-    // A folder that is no folder any more holds nothing; a symlink there leads elsewhere.
+    // A command may have replaced the folder. A symlink in its place leads elsewhere.
     let is_folder = std::fs::symlink_metadata(root).is_ok_and(|meta| meta.is_dir());
     let listed = if is_folder { list(root, "", 0, &mut budget, &mut found) } else { Ok(()) };
     let end = match listed {
@@ -61,11 +65,11 @@ fn list(
     prefix: &str,
     depth: usize,
     budget: &mut Budget,
-    found: &mut Vec<Found>,
+    found: &mut Vec<FoundFile>,
 ) -> Result<(), TreeEnd> {
     let folder = root.join(prefix);
     let failed = |error: io::Error| match error.kind() {
-        // Folders in folders, until no call takes the path.
+        // The path is longer than system calls accept.
         io::ErrorKind::InvalidFilename => TreeEnd::TooLarge(prefix.to_owned()),
         _ => TreeEnd::Failed(format!("{}: {error}", folder.display())),
     };
@@ -80,7 +84,7 @@ fn list(
         .checked_sub(entries.len())
         .ok_or_else(|| TreeEnd::TooLarge(format!("{prefix}/")))?;
     for entry in entries {
-        // A name that is no UTF-8 cannot be told to the host and is left out, as special files are.
+        // A name that is not UTF-8 cannot be sent to the host. It is skipped, like special files.
         let Ok(name) = entry.file_name().into_string() else { continue };
         let path = if prefix.is_empty() { name.clone() } else { format!("{prefix}/{name}") };
         let meta = with_access(&folder, 0o500, || std::fs::symlink_metadata(root.join(&path)))
@@ -93,7 +97,11 @@ fn list(
             let cost = meta.len() + path.len() as u64 + FILE_COST;
             let left = budget.bytes.checked_sub(cost);
             budget.bytes = left.ok_or_else(|| TreeEnd::TooLarge(path.clone()))?;
-            found.push(Found { path, mode: meta.permissions().mode() & 0o7777, size: meta.len() });
+            found.push(FoundFile {
+                path,
+                mode: meta.permissions().mode() & 0o7777,
+                size: meta.len(),
+            });
         }
     }
     Ok(())
@@ -101,7 +109,7 @@ fn list(
 
 fn send_file(
     root: &Path,
-    file: &Found,
+    file: &FoundFile,
     emit: &mut impl FnMut(Reply) -> io::Result<()>,
 ) -> io::Result<io::Result<()>> {
     let path = root.join(&file.path);
@@ -136,8 +144,8 @@ fn send_content(
     Ok(Ok(()))
 }
 
-/// Root without capabilities cannot read what its owner forbade itself: grants the bits for the
-/// time of the action, then takes them back.
+/// Performs `action`. If permission is denied, grants the bits for the time of the action: root without
+/// capabilities is bound by the permissions of its own files.
 fn with_access<T>(path: &Path, bits: u32, action: impl Fn() -> io::Result<T>) -> io::Result<T> {
     match action() {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
@@ -155,14 +163,14 @@ fn with_access<T>(path: &Path, bits: u32, action: impl Fn() -> io::Result<T>) ->
     }
 }
 
-/// Removes everything below `folder`, not the folder itself.
+/// Removes everything below `folder`, but not the folder itself.
 pub(crate) fn wipe(folder: &Path) -> io::Result<()> {
     wipe_at(folder, 0)
 }
 
 fn wipe_at(folder: &Path, depth: usize) -> io::Result<()> {
     if depth > MAX_DEPTH {
-        return Err(io::Error::other(format!("{} is too deep", folder.display())));
+        return Err(io::Error::other(format!("{} is nested too deeply", folder.display())));
     }
     for entry in std::fs::read_dir(folder)? {
         let path: PathBuf = entry?.path();
@@ -182,7 +190,7 @@ fn remove(path: &Path, depth: usize) -> io::Result<()> {
     .map_err(|error| io::Error::other(format!("{}: {error}", path.display())))
 }
 
-/// Removes one entry with everything below it.
+/// Removes an entry and everything below it.
 pub(crate) fn remove_entry(path: &Path) -> io::Result<()> {
     remove(path, 0)
 }
@@ -204,7 +212,7 @@ mod tests {
                 | Reply::Output { .. }
                 | Reply::Done(_)
                 | Reply::Ack(_) => {
-                    panic!("no reply to a tree")
+                    panic!("not a reply to ReadTree")
                 }
             }
             Ok(())
@@ -214,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn only_regular_files_are_read_in_order() {
+    fn send_reads_regular_files_only_and_sorts_them() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path();
         std::fs::create_dir_all(root.join("b/__pycache__")).unwrap();
@@ -231,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sparse_giant_is_refused_before_it_is_read() {
+    fn send_refuses_a_huge_sparse_file_without_reading_it() {
         let dir = tempfile::tempdir().unwrap();
         File::create(dir.path().join("big")).unwrap().set_len(3 << 30).unwrap();
         let (files, end) = read(dir.path(), 1 << 20);
@@ -239,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn too_many_entries_are_refused_wherever_they_are() {
+    fn entry_limit_covers_all_folders_together() {
         let dir = tempfile::tempdir().unwrap();
         let mut found = Vec::new();
         for name in ["a", "b", "c"] {
@@ -255,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_gone_or_leads_elsewhere_holds_nothing() {
+    fn missing_or_symlinked_root_reads_as_empty() {
         let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         std::fs::write(outside.path().join("secret"), "x").unwrap();
         let root = dir.path().join("work");
@@ -265,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn wiping_leaves_the_target_of_a_symlink_alone() {
+    fn wipe_does_not_follow_symlinks() {
         let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         std::fs::write(outside.path().join("keep"), "x").unwrap();
         symlink(outside.path(), dir.path().join("link")).unwrap();

@@ -1,9 +1,38 @@
-//! Numbers, texts and frames as bytes: little-endian, every length in front of what it counts.
+//! Numbers, strings and frames as bytes: little-endian, every length before the data it counts.
 
-use crate::protocol::{MAX_FRAME, ProtocolError};
+use std::error::Error;
+use std::fmt;
 
-/// Payload length, id and kind.
+/// Largest payload of one frame, in bytes. Longer data is split over several frames.
+pub const MAX_FRAME: usize = 1 << 20;
+
+/// Bytes of the frame header: payload length, id and kind.
 pub(crate) const HEADER: usize = 13;
+
+/// Why bytes are not a valid frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ProtocolError {
+    /// A payload of this many bytes, more than [`MAX_FRAME`].
+    TooLong(usize),
+    /// A kind that this version does not know.
+    UnknownKind(u8),
+    /// The payload of this kind is truncated, has trailing bytes or contains invalid text.
+    Malformed(u8),
+}
+
+impl fmt::Display for ProtocolError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TooLong(bytes) => {
+                write!(f, "a frame of {bytes} bytes exceeds the limit of {MAX_FRAME}")
+            }
+            Self::UnknownKind(kind) => write!(f, "unknown frame kind {kind}"),
+            Self::Malformed(kind) => write!(f, "malformed frame of kind {kind}"),
+        }
+    }
+}
+
+impl Error for ProtocolError {}
 
 /// Builds one frame.
 pub(crate) struct Writer(Vec<u8>);
@@ -45,7 +74,7 @@ impl Writer {
     }
 }
 
-/// Takes a payload apart; `None` where it ends early.
+/// Reads a payload from the front; every method returns `None` if the payload is too short.
 pub(crate) struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {

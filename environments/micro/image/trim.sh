@@ -1,6 +1,6 @@
 #!/bin/sh
-# Removes from the root folder $1 what a command in a sandbox never reads: caches, manuals,
-# translations, package lists. Makes the image small and its import fast.
+# Removes files from the root folder $1 that commands in a sandbox never read: caches, manuals,
+# translations and package lists. This makes the image small and its import fast.
 set -eu
 root=${1:?usage: trim.sh ROOT}
 root=${root%/}

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Removes from the root folder $1 what no command in a sandbox reads: caches, manuals, package lists.
+# Removes files from the root folder $1 that commands in a sandbox never read: caches, manuals and
+# package lists.
 set -eu
 root=${1:?usage: trim.sh ROOT}
 root=${root%/}

@@ -7,7 +7,7 @@ use orchestrate_rollout::{
     Action, ChatModel, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes as _, GradingRules,
     PrefillLeaders, RolloutConfig, RowSharing, grade_by_summary,
 };
-use orchestrate_sandbox::{DockerProvider, Limits, RawSandboxConfig};
+use orchestrate_sandbox::{DockerProvider, RawSandboxConfig, SandboxLimits};
 use orchestrate_tasks::{Task, micro};
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
 use orchestrate_types::{
@@ -83,7 +83,7 @@ impl World {
             sandboxes: Arc::clone(&self.provider) as _,
             chat: Arc::clone(&self.chat),
             plan: config.check().unwrap(),
-            container_limits: Limits {
+            container_limits: SandboxLimits {
                 memory: ByteSize::mib(256),
                 cpu_millis: 1000,
                 pids: 64,

@@ -4,7 +4,7 @@ use crate::args::DoctorArgs;
 use crate::commands::bench::fits;
 use crate::config::{self, RawConfig, Settings};
 use crate::progress::Progress;
-use crate::{output, tables, task_source, wiring};
+use crate::{exit, output, tables, task_source, wiring};
 use anyhow::{Context, ensure};
 use orchestrate_engine::{
     ClientOptions, EngineError, EngineErrorKind, EngineKind, ProbeReport, Severity,
@@ -12,8 +12,8 @@ use orchestrate_engine::{
 use orchestrate_moe::ModelConfig;
 use orchestrate_rollout::ChatModel;
 use orchestrate_sandbox::{
-    BatteryResult, DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider,
-    SandboxSpec, battery_cases, run_battery,
+    DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
+    SelfTestResult, run_self_test, self_test_cases,
 };
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
@@ -23,8 +23,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Results of the battery by Docker host.
-type Saved = BTreeMap<String, Vec<BatteryResult>>;
+/// Results of the self-test by Docker host.
+type Saved = BTreeMap<String, Vec<SelfTestResult>>;
 
 /// One thing that was looked at.
 #[derive(Debug, Serialize)]
@@ -88,7 +88,7 @@ fn finding(what: &'static str, result: anyhow::Result<String>) -> Finding {
     match result {
         Ok(detail) => Finding { what, ok: true, warning: false, detail, error: None },
         Err(error) => {
-            let detail = format!("{error:#}");
+            let detail = exit::with_causes(&error);
             Finding { what, ok: false, warning: false, detail, error: Some(error) }
         }
     }
@@ -111,7 +111,7 @@ fn policy(settings: &Settings) -> anyhow::Result<String> {
     ))
 }
 
-/// One Docker host: its daemon, a sandbox on it, and the battery where that is wanted.
+/// One Docker host: its daemon, a sandbox on it, and the self-test if requested.
 async fn docker_host(
     settings: &Settings,
     args: &DoctorArgs,
@@ -122,13 +122,13 @@ async fn docker_host(
     if findings.iter().all(|f| f.ok) {
         findings.push(finding("sandbox", sandbox(settings).await));
     }
-    if let Some(pattern) = args.battery.as_deref().filter(|_| findings.iter().all(|f| f.ok)) {
-        let results = battery(settings, pattern).await.and_then(|(image, results)| {
+    if let Some(pattern) = args.self_test.as_deref().filter(|_| findings.iter().all(|f| f.ok)) {
+        let results = self_test(settings, pattern).await.and_then(|(image, results)| {
             let summary = summary(image, &results);
             saved.insert(title.to_owned(), results);
             summary
         });
-        findings.push(finding("sandbox battery", results));
+        findings.push(finding("sandbox self-test", results));
     }
     findings
 }
@@ -162,7 +162,7 @@ async fn docker(settings: &Settings) -> Vec<Finding> {
             report.cores
         )),
     )];
-    if report.root_is_the_hosts(runtime) {
+    if report.root_is_host_root(runtime) {
         let detail = "root in a container is root of the host: nothing but the kernel stands \
                       between them; set userns-remap in the daemon's settings (and \
                       sandbox.user_namespace), or use gVisor (sandbox.runtime)";
@@ -207,15 +207,15 @@ fn first_task(settings: &Settings) -> anyhow::Result<Arc<Task>> {
 }
 
 /// Hostile commands and sick containers, case by case; with the image that they ran in.
-async fn battery(
+async fn self_test(
     settings: &Settings,
     pattern: &str,
-) -> anyhow::Result<(String, Vec<BatteryResult>)> {
-    let chosen = battery_cases().into_iter().filter(|name| fits(pattern, name)).count();
-    ensure!(chosen > 0, "no case fits `{pattern}`; there are: {}", battery_cases().join(", "));
+) -> anyhow::Result<(String, Vec<SelfTestResult>)> {
+    let chosen = self_test_cases().into_iter().filter(|name| fits(pattern, name)).count();
+    ensure!(chosen > 0, "no case fits `{pattern}`; there are: {}", self_test_cases().join(", "));
     let image = first_task(settings)?.image.clone();
     let (progress, mut done) = (Progress::new(chosen as u64), 0);
-    let results = run_battery(
+    let results = run_self_test(
         &settings.sandbox,
         &image,
         |name| fits(pattern, name),
@@ -233,10 +233,10 @@ async fn battery(
 }
 
 /// One line about the results; an error where one is not as it must be.
-fn summary(image: String, results: &[BatteryResult]) -> anyhow::Result<String> {
+fn summary(image: String, results: &[SelfTestResult]) -> anyhow::Result<String> {
     let wrong: Vec<&str> = results.iter().filter(|r| !r.ok).map(|r| r.name).collect();
     if let [_, ..] = wrong.as_slice() {
-        let kind = SandboxErrorKind::Unfit(wrong.join(", "));
+        let kind = SandboxErrorKind::SelfTestFailed(wrong.join(", "));
         return Err(SandboxError { sandbox: image, kind }.into());
     }
     let (chosen, slowest) =

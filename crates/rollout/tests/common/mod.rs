@@ -4,7 +4,7 @@ use orchestrate_engine::Engine;
 use orchestrate_rollout::{
     ChatModel, EpisodeRequest, EpisodeRunner, GradingRules, PrefillLeaders, RolloutPlan, RowSharing,
 };
-use orchestrate_sandbox::{Limits, SandboxProvider};
+use orchestrate_sandbox::{SandboxLimits, SandboxProvider};
 use orchestrate_tasks::Task;
 use orchestrate_types::{ByteSize, PolicyVersion, RunId};
 use std::sync::Arc;
@@ -16,8 +16,12 @@ pub(crate) fn runner(
     (chat, plan): (Arc<ChatModel>, RolloutPlan),
     rules: GradingRules,
 ) -> EpisodeRunner {
-    let container_limits =
-        Limits { memory: ByteSize::mib(256), cpu_millis: 1000, pids: 64, tmpfs: ByteSize::mib(64) };
+    let container_limits = SandboxLimits {
+        memory: ByteSize::mib(256),
+        cpu_millis: 1000,
+        pids: 64,
+        tmpfs: ByteSize::mib(64),
+    };
     let (rows, prefill_leaders) = (RowSharing::default(), PrefillLeaders::default());
     EpisodeRunner {
         engine,

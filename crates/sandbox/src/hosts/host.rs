@@ -1,12 +1,12 @@
-//! One host of several: its provider, whether it is in service, and which images it cannot give.
+//! One of several hosts: its provider, whether it is in service, and images that it cannot provide.
 
-use crate::api::{
-    HostUse, SandboxError, SandboxErrorKind, SandboxProvider as _, SandboxSpec, SweepReport,
-};
+use super::placement::HostOffer;
+use crate::api::{HostUsage, SandboxProvider as _, SandboxSpec, SweepReport};
 use crate::config::SandboxConfig;
-use crate::hosts::placement::Offer;
-use crate::provider::{DockerProvider, Surroundings};
-use crate::slots::{Key, Taken};
+use crate::error::{SandboxError, SandboxErrorKind};
+use crate::image::ImageHooks;
+use crate::provider::DockerProvider;
+use crate::slots::{Grant, ReuseKey};
 use orchestrate_types::RunId;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -14,73 +14,73 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// A host that could not give an image is asked for it again after this time.
-const LACKS_FOR: Duration = Duration::from_mins(2);
+/// How long a host is not used for an image that it could not provide.
+const IMAGE_RETRY_AFTER: Duration = Duration::from_mins(2);
 
 #[derive(Debug, Default)]
-struct State {
-    /// Why it is out of service.
-    away: Option<SandboxErrorKind>,
-    lacking: HashMap<String, (Instant, SandboxErrorKind)>,
-    taken_out: u64,
+struct ServiceState {
+    /// Why it is out of service; `None` if it is in service.
+    out_of_service: Option<SandboxErrorKind>,
+    unavailable_images: HashMap<String, (Instant, SandboxErrorKind)>,
+    times_taken_out: u64,
 }
 
-/// Whether a host may serve a request.
+/// Whether a host can serve a request for an image.
 #[derive(Debug)]
-pub(super) enum Standing {
-    Fit,
-    /// It is out of service, and may return.
-    Away(SandboxErrorKind),
-    /// It cannot give the image.
-    Lacks(SandboxErrorKind),
+pub(super) enum HostStatus {
+    Available,
+    /// It is out of service for this reason, and may return.
+    OutOfService(SandboxErrorKind),
+    /// It cannot provide the image, for this reason.
+    ImageUnavailable(SandboxErrorKind),
 }
 
-/// The last sweep.
+/// The last sweep of a host.
 #[derive(Debug)]
-struct Swept {
+struct LastSweep {
     run: RunId,
     epoch: i64,
-    /// What it found and nobody was told yet.
-    untold: SweepReport,
+    /// What was found since the last report.
+    unreported: SweepReport,
 }
 
 #[derive(Debug)]
 pub(super) struct Host {
     pub(super) title: String,
     config: SandboxConfig,
-    around: Surroundings,
-    /// Whom to tell when a slot is free, or the host comes or goes.
+    hooks: ImageHooks,
+    /// Notified when a slot becomes free, and when the host leaves or returns to service.
     freed: Arc<Notify>,
-    /// Connected once; it stays the same while the daemon goes and comes.
+    /// Set on the first connection and kept when the daemon becomes unreachable.
     provider: OnceLock<DockerProvider>,
-    state: Mutex<State>,
-    /// Held while it is swept.
-    swept: tokio::sync::Mutex<Option<Swept>>,
-    /// Told when the host was taken out.
-    pub(super) left: Notify,
+    state: Mutex<ServiceState>,
+    /// Locked during a sweep.
+    last_sweep: tokio::sync::Mutex<Option<LastSweep>>,
+    /// Notified when the host goes out of service.
+    pub(super) taken_out: Notify,
 }
 
 impl Host {
-    /// A host that nobody has connected to yet. The settings are for it alone.
+    /// A host without a connection. `config` must name this host only.
     pub(super) fn new(
         title: &str,
         config: SandboxConfig,
-        around: Surroundings,
+        hooks: ImageHooks,
         freed: Arc<Notify>,
     ) -> Self {
         Self {
             title: title.to_owned(),
             config,
-            around,
+            hooks,
             freed,
             provider: OnceLock::new(),
             state: Mutex::default(),
-            swept: tokio::sync::Mutex::default(),
-            left: Notify::new(),
+            last_sweep: tokio::sync::Mutex::default(),
+            taken_out: Notify::new(),
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ServiceState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -96,137 +96,149 @@ impl Host {
         SandboxError { sandbox: self.title.clone(), kind }
     }
 
-    /// Connects, or asks whether the daemon answers now.
-    pub(super) async fn reach(&self, within: Duration) -> Result<(), SandboxError> {
+    /// Connects, or checks that the daemon answers if there is a connection.
+    pub(super) async fn connect_or_ping(&self, limit: Duration) -> Result<(), SandboxError> {
         if let Some(provider) = self.provider.get() {
-            return provider.shared.daemon.ping(within).await;
+            return provider.state.daemon.ping(limit).await;
         }
-        let (around, freed) = (self.around.clone(), Arc::clone(&self.freed));
-        let connected = Box::pin(DockerProvider::join(&self.config, around, freed)).await?;
-        // Only its care connects, so nobody was faster.
+        let (hooks, freed) = (self.hooks.clone(), Arc::clone(&self.freed));
+        let connecting = DockerProvider::connect_notifying(&self.config, hooks, freed);
+        let connected = Box::pin(connecting).await?;
+        // Only the health checks connect, so it is not set yet.
         let _ = self.provider.set(connected);
         Ok(())
     }
 
-    /// Longest wait for an answer of its daemon.
-    pub(super) fn patience(&self) -> Duration {
+    /// Time limit of one call of its daemon.
+    pub(super) fn call_timeout(&self) -> Duration {
         self.config.call_timeout.0
     }
 
     pub(super) fn is_in_service(&self) -> bool {
-        self.state().away.is_none()
+        self.state().out_of_service.is_none()
     }
 
-    /// The provider, where new sandboxes may be opened.
+    /// The provider, if new sandboxes may be opened.
     pub(super) fn in_service(&self) -> Option<&DockerProvider> {
         self.provider().filter(|_| self.is_in_service())
     }
 
-    /// From now on sandboxes are opened elsewhere.
-    pub(super) fn take_out(&self, error: SandboxError) {
+    /// From now on, sandboxes are opened on other hosts.
+    pub(super) fn take_out_of_service(&self, error: SandboxError) {
         let mut state = self.state();
-        if state.away.is_none() {
-            state.taken_out += 1;
+        if state.out_of_service.is_none() {
+            state.times_taken_out += 1;
             tracing::warn!(host = self.title, %error, "the Docker host is out of service");
         }
-        state.away = Some(error.kind);
+        state.out_of_service = Some(error.kind);
         drop(state);
-        self.left.notify_one();
+        self.taken_out.notify_one();
         self.freed.notify_waiters();
     }
 
-    pub(super) fn put_back(&self) {
-        if self.state().away.take().is_some() {
+    pub(super) fn return_to_service(&self) {
+        if self.state().out_of_service.take().is_some() {
             tracing::info!(host = self.title, "the Docker host is in service");
             self.freed.notify_waiters();
         }
     }
 
-    /// Remembers for a while that it cannot give an image.
-    pub(super) fn lacks(&self, image: &str, kind: SandboxErrorKind) {
-        tracing::warn!(host = self.title, image, reason = %kind, "other Docker hosts serve this image");
-        self.state().lacking.insert(image.to_owned(), (Instant::now(), kind));
+    /// For a while, the host is not used for this image.
+    pub(super) fn mark_image_unavailable(&self, image: &str, kind: SandboxErrorKind) {
+        tracing::warn!(
+            host = self.title,
+            image,
+            reason = %kind,
+            "the Docker host cannot provide an image"
+        );
+        self.state().unavailable_images.insert(image.to_owned(), (Instant::now(), kind));
         self.freed.notify_waiters();
     }
 
-    pub(super) fn standing(&self, image: &str) -> Standing {
+    pub(super) fn status(&self, image: &str) -> HostStatus {
         let mut state = self.state();
-        if let Some((since, kind)) = state.lacking.get(image) {
-            if since.elapsed() < LACKS_FOR {
-                return Standing::Lacks(kind.clone());
+        if let Some((since, kind)) = state.unavailable_images.get(image) {
+            if since.elapsed() < IMAGE_RETRY_AFTER {
+                return HostStatus::ImageUnavailable(kind.clone());
             }
-            state.lacking.remove(image);
+            state.unavailable_images.remove(image);
         }
-        state.away.clone().map_or(Standing::Fit, Standing::Away)
+        state.out_of_service.clone().map_or(HostStatus::Available, HostStatus::OutOfService)
     }
 
-    /// What it could give to a request now; `None`: nothing.
-    pub(super) fn offer(&self, spec: &SandboxSpec) -> Option<Offer> {
-        let shared = &self.in_service()?.shared;
+    /// What the host could provide for a request now; `None` if nothing.
+    pub(super) fn offer(&self, spec: &SandboxSpec) -> Option<HostOffer> {
+        let state = &self.in_service()?.state;
         let (reusable, until) =
-            (spec.reusable && shared.config.reuse, Instant::now() + spec.deadline);
-        let offer = shared.slots.offer(&Key::of(spec), reusable, until)?;
-        Some(Offer { image: shared.images.is_here(&spec.image), ..offer })
+            (spec.reusable && state.config.reuse, Instant::now() + spec.deadline);
+        let available = state.slots.availability(&ReuseKey::of(spec), reusable, until)?;
+        Some(HostOffer {
+            idle: available.idle,
+            image: state.images.is_present_or_coming(&spec.image),
+            used: available.used,
+            capacity: available.capacity,
+        })
     }
 
-    pub(super) fn try_take(&self, spec: &SandboxSpec) -> Option<Taken> {
-        let shared = &self.in_service()?.shared;
+    pub(super) fn try_take(&self, spec: &SandboxSpec) -> Option<Grant> {
+        let state = &self.in_service()?.state;
         let (reusable, until) =
-            (spec.reusable && shared.config.reuse, Instant::now() + spec.deadline);
-        shared.slots.try_take(&Key::of(spec), reusable, until)
+            (spec.reusable && state.config.reuse, Instant::now() + spec.deadline);
+        state.slots.try_take(&ReuseKey::of(spec), reusable, until)
     }
 
-    /// Takes back what nobody came for.
-    pub(super) fn give_back(&self, taken: Taken) {
-        match taken {
-            Taken::Idle(idle) | Taken::Evict(idle) => {
+    /// Returns a grant that was not used.
+    pub(super) fn return_grant(&self, grant: Grant) {
+        match grant {
+            Grant::Reuse(idle) | Grant::Evict(idle) => {
                 if let Some(provider) = self.provider() {
-                    provider.shared.slots.put(*idle);
+                    provider.state.slots.put(*idle);
                 }
             }
-            Taken::Room(slot) => drop(slot),
+            Grant::Start(slot) => drop(slot),
         }
     }
 
-    /// Removes what earlier coordinators of a run left, now and from time to time; once. Gives what
-    /// was found, also where the host's own care was faster.
+    /// Removes leftover containers of earlier coordinators, now and periodically. Returns what was
+    /// found since the last report, including what the health checks found.
     pub(super) async fn sweep(
         &self,
         provider: &DockerProvider,
         run: RunId,
         epoch: i64,
     ) -> Result<SweepReport, SandboxError> {
-        self.sweep_late(provider, run, epoch).await?;
-        let mut done = self.swept.lock().await;
-        Ok(done.as_mut().map(|swept| std::mem::take(&mut swept.untold)).unwrap_or_default())
+        self.sweep_once(provider, run, epoch).await?;
+        let mut last = self.last_sweep.lock().await;
+        Ok(last.as_mut().map(|sweep| std::mem::take(&mut sweep.unreported)).unwrap_or_default())
     }
 
-    /// As [`Host::sweep`] where nobody waits for the report.
-    pub(super) async fn sweep_late(
+    /// Sweeps unless that was done for this run and epoch. Keeps the report for [`Host::sweep`].
+    pub(super) async fn sweep_once(
         &self,
         provider: &DockerProvider,
         run: RunId,
         epoch: i64,
     ) -> Result<(), SandboxError> {
-        let mut done = self.swept.lock().await;
-        if done.as_ref().is_some_and(|swept| (swept.run, swept.epoch) == (run, epoch)) {
+        let mut last = self.last_sweep.lock().await;
+        if last.as_ref().is_some_and(|sweep| (sweep.run, sweep.epoch) == (run, epoch)) {
             return Ok(());
         }
-        let untold = provider.sweep(run, epoch).await?;
-        if !untold.removed.is_empty() {
-            tracing::info!(host = self.title, removed = ?untold.removed, "an earlier coordinator's");
+        let unreported = provider.sweep(run, epoch).await?;
+        if !unreported.removed.is_empty() {
+            let removed = &unreported.removed;
+            tracing::info!(host = self.title, ?removed, "removed leftover containers");
         }
-        *done = Some(Swept { run, epoch, untold });
+        *last = Some(LastSweep { run, epoch, unreported });
         Ok(())
     }
 
-    pub(super) fn usage(&self) -> HostUse {
+    pub(super) fn usage(&self) -> HostUsage {
         let (in_service, taken_out) = {
             let state = self.state();
-            (state.away.is_none(), state.taken_out)
+            (state.out_of_service.is_none(), state.times_taken_out)
         };
         let stats = self.provider().map(DockerProvider::stats);
-        HostUse {
+        HostUsage {
             host: self.title.clone(),
             in_service,
             taken_out,

@@ -1,162 +1,167 @@
-//! Who waits for a place, in the order of their coming.
+//! The queue of requests that wait for a slot, in order of arrival.
 
-use super::host::{Host, Standing};
-use super::placement::{Offer, order};
-use super::{Inner, Request};
-use crate::api::{SandboxError, SandboxSpec};
-use crate::provider::PATIENCE;
-use crate::slots::Taken;
+use super::host::{Host, HostStatus};
+use super::placement::{HostOffer, rank_hosts};
+use super::request::{OpenRequest, QueuedRequest};
+use super::scheduler::Scheduler;
+use crate::api::SandboxSpec;
+use crate::error::SandboxError;
+use crate::provider::DAEMON_RETURN_TIMEOUT;
+use crate::slots::Grant;
 use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-/// One who waits.
-#[derive(Debug)]
-pub(super) struct Waiting {
-    spec: SandboxSpec,
-    refused_by: Vec<usize>,
-    answer: Option<oneshot::Sender<(usize, Taken)>>,
-}
-
-enum Place {
-    Found(usize, Taken),
-    /// Hosts that could have it are full.
+enum Placement {
+    /// The host with this index granted a slot or an idle sandbox.
+    Placed(usize, Grant),
+    /// All hosts that could serve the request are full.
     Full,
-    /// No host in service can have it.
-    Nowhere,
+    /// No host in service can serve the request.
+    NoHost,
 }
 
-/// What a request has to hope for.
-enum Outlook {
-    /// A host in service may have it.
+/// Whether waiting for a slot can succeed.
+enum Prospect {
+    /// A host in service may get a free slot.
     Open,
-    /// None is, and one may return.
-    Away(SandboxError),
-    /// No host can have it.
-    Never(SandboxError),
+    /// No host in service can serve the request, but one may return into service.
+    WaitForHost(SandboxError),
+    /// No host can serve the request.
+    Impossible(SandboxError),
 }
 
-impl Inner {
-    fn queue(&self) -> MutexGuard<'_, BTreeMap<u64, Waiting>> {
+impl Scheduler {
+    fn queue(&self) -> MutexGuard<'_, BTreeMap<u64, QueuedRequest>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives what is free to those who wait, who came first first. One who cannot have it (an agent
-    /// where only graders have room, an image that this host lacks) holds up nobody behind.
+    /// Grants what is free to waiting requests, in order of arrival. A request that cannot use it (an
+    /// agent if only graders may start, an image that the host cannot provide) does not block others.
     pub(super) fn serve_queue(&self) {
-        self.queue().retain(|_, waiting| self.still_waits(waiting));
+        self.queue().retain(|_, request| self.keeps_waiting(request));
     }
 
-    fn still_waits(&self, waiting: &mut Waiting) -> bool {
-        let Some(answer) = waiting.answer.take_if(|answer| !answer.is_closed()) else {
+    fn keeps_waiting(&self, request: &mut QueuedRequest) -> bool {
+        let Some(answer) = request.answer.take_if(|answer| !answer.is_closed()) else {
             return false;
         };
-        match self.place(&waiting.spec, &waiting.refused_by) {
-            Place::Found(index, taken) => {
-                if let Err((index, taken)) = answer.send((index, taken))
+        match self.place(&request.spec, &request.failed_hosts) {
+            Placement::Placed(index, grant) => {
+                if let Err((index, grant)) = answer.send((index, grant))
                     && let Some(host) = self.hosts.get(index)
                 {
-                    host.give_back(taken);
+                    host.return_grant(grant);
                 }
                 false
             }
-            Place::Full => {
-                waiting.answer = Some(answer);
+            Placement::Full => {
+                request.answer = Some(answer);
                 true
             }
-            // Without an answer it looks around for itself.
-            Place::Nowhere => false,
+            // Dropping the sender makes the request examine its prospect.
+            Placement::NoHost => false,
         }
     }
 
-    fn place(&self, spec: &SandboxSpec, refused_by: &[usize]) -> Place {
-        let mut place = Place::Nowhere;
-        let mut offer = |(index, host): (usize, &Host)| -> Option<Offer> {
-            if refused_by.contains(&index) || !matches!(host.standing(&spec.image), Standing::Fit) {
+    fn place(&self, spec: &SandboxSpec, failed_hosts: &[usize]) -> Placement {
+        let mut placement = Placement::NoHost;
+        let mut offer = |(index, host): (usize, &Host)| -> Option<HostOffer> {
+            let available = matches!(host.status(&spec.image), HostStatus::Available);
+            if failed_hosts.contains(&index) || !available {
                 return None;
             }
-            place = Place::Full;
+            placement = Placement::Full;
             host.offer(spec)
         };
-        let offers: Vec<Option<Offer>> = self.hosts.iter().enumerate().map(&mut offer).collect();
-        for index in order(&offers) {
-            if let Some(taken) = self.hosts.get(index).and_then(|host| host.try_take(spec)) {
-                return Place::Found(index, taken);
+        let offers: Vec<Option<HostOffer>> =
+            self.hosts.iter().enumerate().map(&mut offer).collect();
+        for index in rank_hosts(&offers) {
+            if let Some(grant) = self.hosts.get(index).and_then(|host| host.try_take(spec)) {
+                return Placement::Placed(index, grant);
             }
         }
-        place
+        placement
     }
 
-    /// Waits for a place, on whichever host. Cancel-safe.
-    pub(super) async fn placed(
+    /// Waits until a host grants a slot or an idle sandbox. Cancel-safe.
+    pub(super) async fn wait_for_grant(
         &self,
         spec: &SandboxSpec,
-        request: &mut Request,
-    ) -> Result<(&Host, usize, Taken), SandboxError> {
+        request: &mut OpenRequest,
+    ) -> Result<(&Host, usize, Grant), SandboxError> {
         loop {
-            match self.outlook(spec, request) {
-                Outlook::Open => {}
-                Outlook::Never(error) => return Err(error),
-                Outlook::Away(error) => {
-                    let until = *request.patience.get_or_insert_with(|| Instant::now() + PATIENCE);
-                    if !self.somebody_returns(spec, request, until).await {
+            match self.prospect(spec, request) {
+                Prospect::Open => {}
+                Prospect::Impossible(error) => return Err(error),
+                Prospect::WaitForHost(error) => {
+                    let until = *request
+                        .give_up_at
+                        .get_or_insert_with(|| Instant::now() + DAEMON_RETURN_TIMEOUT);
+                    if !self.wait_for_host(spec, request, until).await {
                         return Err(error);
                     }
                 }
             }
             let (answer, answered) = oneshot::channel();
-            let waiting = Waiting {
+            let queued = QueuedRequest {
                 spec: spec.clone(),
-                refused_by: request.refused.iter().map(|(index, _)| *index).collect(),
+                failed_hosts: request.failed_hosts.iter().map(|(index, _)| *index).collect(),
                 answer: Some(answer),
             };
-            self.queue().insert(request.ticket, waiting);
+            self.queue().insert(request.ticket, queued);
             self.serve_queue();
-            // An error: all who could have it left meanwhile.
-            if let Ok((index, taken)) = answered.await
+            // An error: no host can serve the request any more.
+            if let Ok((index, grant)) = answered.await
                 && let Some(host) = self.hosts.get(index)
             {
-                return Ok((host, index, taken));
+                return Ok((host, index, grant));
             }
         }
     }
 
-    fn outlook(&self, spec: &SandboxSpec, request: &Request) -> Outlook {
-        let (mut away, mut lacking) = (None, None);
+    fn prospect(&self, spec: &SandboxSpec, request: &OpenRequest) -> Prospect {
+        let (mut out_of_service, mut without_image) = (None, None);
         for (index, host) in self.hosts.iter().enumerate() {
-            if request.refused.iter().any(|(refused, _)| *refused == index) {
+            if request.failed_hosts.iter().any(|(failed, _)| *failed == index) {
                 continue;
             }
-            match host.standing(&spec.image) {
-                Standing::Fit => return Outlook::Open,
-                Standing::Away(kind) => away = away.or_else(|| Some(host.error(kind))),
-                Standing::Lacks(kind) => lacking = lacking.or_else(|| Some(host.error(kind))),
+            match host.status(&spec.image) {
+                HostStatus::Available => return Prospect::Open,
+                HostStatus::OutOfService(kind) => {
+                    out_of_service = out_of_service.or_else(|| Some(host.error(kind)));
+                }
+                HostStatus::ImageUnavailable(kind) => {
+                    without_image = without_image.or_else(|| Some(host.error(kind)));
+                }
             }
         }
-        let refused = request.refused.first().map(|(_, error)| SandboxError {
+        let failed = request.failed_hosts.first().map(|(_, error)| SandboxError {
             sandbox: error.sandbox.clone(),
             kind: error.kind.clone(),
         });
-        // There is at least one host, so there is one of these.
-        away.map(Outlook::Away)
-            .or_else(|| refused.or(lacking).map(Outlook::Never))
-            .unwrap_or(Outlook::Open)
+        // There is at least one host, so at least one of these is set.
+        out_of_service
+            .map(Prospect::WaitForHost)
+            .or_else(|| failed.or(without_image).map(Prospect::Impossible))
+            .unwrap_or(Prospect::Open)
     }
 
-    /// Whether a host that may have it is in service before `until`.
-    async fn somebody_returns(
+    /// Waits for a host to return into service that may serve the request. `false` if none does before
+    /// `until`.
+    async fn wait_for_host(
         &self,
         spec: &SandboxSpec,
-        request: &Request,
+        request: &OpenRequest,
         until: Instant,
     ) -> bool {
         loop {
             let freed = self.freed.notified();
             tokio::pin!(freed);
-            // Listen before looking, or a return in between would be missed.
+            // Registered before the check, so that a return in between is not missed.
             freed.as_mut().enable();
-            if !matches!(self.outlook(spec, request), Outlook::Away(_)) {
+            if !matches!(self.prospect(spec, request), Prospect::WaitForHost(_)) {
                 return true;
             }
             if tokio::time::timeout_at(until, freed).await.is_err() {
@@ -165,7 +170,7 @@ impl Inner {
         }
     }
 
-    /// Serves the queue whenever something becomes free.
+    /// Serves the queue whenever something becomes free. Runs until dropped.
     pub(super) async fn keep_serving(&self) {
         loop {
             let freed = self.freed.notified();

@@ -1,23 +1,22 @@
-//! Names of images: where one is pulled from, and what it is called by the daemon.
+//! Image names: how the daemon spells them, and where they are pulled from.
 
-/// The registry of names that name none.
+/// The registry of names without a registry.
 const DEFAULT_REGISTRY: &str = "docker.io";
-/// Where that registry keeps images that are named by one word.
+/// That registry's folder for images with a single-component name.
 const OFFICIAL: &str = "library/";
 
-/// A name taken apart: `[registry/]repository[:tag][@digest]`. Two spellings of one name are equal,
-/// and print as the daemon prints them.
+/// A parsed name: `[registry/]repository[:tag][@digest]`. Equivalent spellings are equal, and display as
+/// the daemon displays them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Name {
+pub(super) struct ImageName {
     registry: Option<String>,
     repository: String,
     tag: Option<String>,
     digest: Option<String>,
 }
 
-impl Name {
-    /// Takes a name apart as Docker does: what stands before the first `/` is a registry where it
-    /// could be a host.
+impl ImageName {
+    /// Parses a name as Docker does: the part before the first `/` is a registry if it could be a host.
     pub(super) fn parse(text: &str) -> Self {
         let (rest, digest) = match text.split_once('@') {
             Some((rest, digest)) => (rest, Some(digest.to_owned())),
@@ -40,9 +39,9 @@ impl Name {
         Self { registry, repository: repository.to_owned(), tag, digest }
     }
 
-    /// The same image behind a mirror; a name with a registry of its own has none. The mirror sees
-    /// what Docker's own registry would: official images lie under `library/`.
-    pub(super) fn behind(&self, mirror: Option<&str>) -> Self {
+    /// The name of the same image at a mirror, if the name has no registry. As in Docker's own registry,
+    /// official images are under `library/`.
+    pub(super) fn at_mirror(&self, mirror: Option<&str>) -> Self {
         match (mirror, &self.registry) {
             (Some(mirror), None) => {
                 let folder = if self.repository.contains('/') { "" } else { OFFICIAL };
@@ -53,12 +52,12 @@ impl Name {
         }
     }
 
-    /// Exactly this manifest, whatever the tag means now.
-    pub(super) fn at(&self, digest: &str) -> Self {
+    /// The name of exactly this manifest, independently of the tag.
+    pub(super) fn with_digest(&self, digest: &str) -> Self {
         Self { tag: None, digest: Some(digest.to_owned()), ..self.clone() }
     }
 
-    /// Registry and repository, as in `docker pull`'s first part.
+    /// Registry and repository, without tag and digest.
     pub(super) fn repository(&self) -> String {
         match &self.registry {
             Some(registry) => format!("{registry}/{}", self.repository),
@@ -66,21 +65,21 @@ impl Name {
         }
     }
 
-    /// Tag or digest: the second part. A name without both means `latest`.
+    /// Digest or tag; `latest` for a name without either.
     pub(super) fn version(&self) -> &str {
         self.digest.as_deref().or(self.tag.as_deref()).unwrap_or("latest")
     }
 
-    /// The tag that the daemon is to know the image by; `None` for a name by digest.
+    /// The tag, by default `latest`; `None` for a name with a digest.
     pub(super) fn tag(&self) -> Option<&str> {
         self.digest.is_none().then(|| self.version())
     }
 }
 
-impl std::fmt::Display for Name {
+impl std::fmt::Display for ImageName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mark = if self.digest.is_some() { '@' } else { ':' };
-        write!(f, "{}{mark}{}", self.repository(), self.version())
+        let separator = if self.digest.is_some() { '@' } else { ':' };
+        write!(f, "{}{separator}{}", self.repository(), self.version())
     }
 }
 
@@ -89,31 +88,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_taken_apart_as_docker_does() {
-        let whole = |text| Name::parse(text).to_string();
+    fn names_are_parsed_as_docker_does() {
+        let whole = |text| ImageName::parse(text).to_string();
         assert_eq!(whole("python"), "python:latest");
         assert_eq!(whole("a/b:1"), "a/b:1");
         assert_eq!(whole("host:5000/a/b"), "host:5000/a/b:latest");
         assert_eq!(whole("localhost/a:x"), "localhost/a:x");
         assert_eq!(whole("a/b:1@sha256:00"), "a/b@sha256:00");
         assert_eq!(whole("docker.io/library/python:3"), "python:3");
-        assert_eq!(Name::parse("host:5000/a").repository(), "host:5000/a");
-        assert_eq!(Name::parse("a@sha256:00").tag(), None);
+        assert_eq!(ImageName::parse("host:5000/a").repository(), "host:5000/a");
+        assert_eq!(ImageName::parse("a@sha256:00").tag(), None);
     }
 
     #[test]
-    fn a_mirror_stands_before_names_without_a_registry_only() {
-        let behind = |text: &str| Name::parse(text).behind(Some("m:5000")).to_string();
-        assert_eq!(behind("python:3"), "m:5000/library/python:3");
-        assert_eq!(behind("a/b"), "m:5000/a/b:latest");
-        assert_eq!(behind("docker.io/a/b"), "m:5000/a/b:latest");
-        assert_eq!(behind("ghcr.io/a/b:1"), "ghcr.io/a/b:1");
-        assert_eq!(behind("a/b@sha256:00"), "m:5000/a/b@sha256:00");
-        assert_eq!(Name::parse("a/b").behind(None).to_string(), "a/b:latest");
+    fn mirror_applies_to_names_without_a_registry_only() {
+        let mirrored = |text: &str| ImageName::parse(text).at_mirror(Some("m:5000")).to_string();
+        assert_eq!(mirrored("python:3"), "m:5000/library/python:3");
+        assert_eq!(mirrored("a/b"), "m:5000/a/b:latest");
+        assert_eq!(mirrored("docker.io/a/b"), "m:5000/a/b:latest");
+        assert_eq!(mirrored("ghcr.io/a/b:1"), "ghcr.io/a/b:1");
+        assert_eq!(mirrored("a/b@sha256:00"), "m:5000/a/b@sha256:00");
+        assert_eq!(ImageName::parse("a/b").at_mirror(None).to_string(), "a/b:latest");
     }
 
     #[test]
-    fn a_digest_takes_the_place_of_a_tag() {
-        assert_eq!(Name::parse("h:1/a:2").at("sha256:00").to_string(), "h:1/a@sha256:00");
+    fn digest_replaces_the_tag() {
+        assert_eq!(
+            ImageName::parse("h:1/a:2").with_digest("sha256:00").to_string(),
+            "h:1/a@sha256:00"
+        );
     }
 }

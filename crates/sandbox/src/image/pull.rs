@@ -1,7 +1,7 @@
-//! Pulling one image: whatever a registry says that time heals is waited for.
+//! Pulling one image. Temporary failures of the registry are retried.
 
-use super::name::Name;
-use super::news::{ImageNews, Listener};
+use super::event::{ImageEvent, ImageListener};
+use super::name::ImageName;
 use crate::daemon::{CallError, Daemon};
 use bollard::models::CreateImageInfo;
 use bollard::query_parameters::CreateImageOptions;
@@ -11,145 +11,156 @@ use std::collections::HashMap;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A registry that limits its rate does so by the hour.
-const BUSY_PATIENCE: Duration = Duration::from_mins(30);
-/// Tries for what may be an accident of the moment, or a mistake in a name.
+/// How long an overloaded registry is retried: rate limits last for up to an hour.
+const BUSY_TIMEOUT: Duration = Duration::from_mins(30);
+/// Tries after failures that may be temporary or a mistake in a name.
 const UNCLEAR_TRIES: u32 = 3;
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_mins(1);
-/// A pull that shows no sign of life for so long is begun again.
+/// A pull without progress for this long is restarted.
 const STALLED_AFTER: Duration = Duration::from_mins(5);
-/// Between two lines about one pull.
-const TELL_EVERY: Duration = Duration::from_secs(10);
+/// Interval between progress events of one pull.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What came of a pull that did not work.
-#[derive(Debug, PartialEq, Eq)]
+/// Why an image could not be pulled.
+#[derive(Debug, thiserror::Error)]
 pub(super) enum PullError {
-    /// The registry has no such image.
-    Absent,
-    /// Anything else, in the words of the daemon.
-    Failed(String),
+    #[error("the registry does not have `{0}`")]
+    NotFound(String),
+    #[error(transparent)]
+    Call(#[from] CallError),
+    #[error("no progress for {0:?}")]
+    Stalled(Duration),
+    #[error(
+        "the Docker host has {} MiB free, less than sandbox.min_free_disk = {min_free}; free some \
+         space, limit the images that are kept with sandbox.image_cache, or lower the limit",
+        free.0 >> 20
+    )]
+    DiskFull { free: ByteSize, min_free: ByteSize },
 }
 
 /// What a failure means for the next try.
 #[derive(Debug, PartialEq, Eq)]
-enum Advice {
-    /// The registry has no such image, or does not show it to us.
-    Absent,
-    /// Trying again changes nothing.
-    GiveUp,
-    /// The registry has too much to do, or to give.
+enum FailureKind {
+    /// The registry does not have the image, or hides it from this client.
+    NotFound,
+    /// Retrying would fail again.
+    Permanent,
+    /// The registry is overloaded or limits its rate.
     Busy,
-    /// A broken connection, an unknown host, a sick daemon.
+    /// A broken connection, an unknown host, a faulty daemon.
     Unclear,
 }
 
-/// Registries have no common language for what went wrong; these are words of Docker's about them.
-fn advice(message: &str) -> Advice {
+/// Classifies a failure by Docker's message: registries have no common error codes.
+fn classify(message: &str) -> FailureKind {
     let message = message.to_lowercase();
-    let says = |words: &[&str]| words.iter().any(|word| message.contains(word));
-    if says(&["toomanyrequests", "too many requests", "rate limit", "429"])
-        || says(&["unexpected http status: 5", "service unavailable", "bad gateway"])
-        || says(&["gateway timeout", "gateway time-out", "internal server error"])
+    let contains = |phrases: &[&str]| phrases.iter().any(|phrase| message.contains(phrase));
+    if contains(&["toomanyrequests", "too many requests", "rate limit", "429"])
+        || contains(&["unexpected http status: 5", "service unavailable", "bad gateway"])
+        || contains(&["gateway timeout", "gateway time-out", "internal server error"])
     {
-        Advice::Busy
-    } else if says(&["manifest unknown", "name unknown", "does not exist", "not found"]) {
-        Advice::Absent
-    } else if says(&["unauthorized", "denied", "authentication required", "no basic auth"])
-        || says(&["no matching manifest", "invalid reference", "no space left"])
+        FailureKind::Busy
+    } else if contains(&["manifest unknown", "name unknown", "does not exist", "not found"]) {
+        FailureKind::NotFound
+    } else if contains(&["unauthorized", "denied", "authentication required", "no basic auth"])
+        || contains(&["no matching manifest", "invalid reference", "no space left"])
     {
-        Advice::GiveUp
+        FailureKind::Permanent
     } else {
-        Advice::Unclear
+        FailureKind::Unclear
     }
 }
 
-/// Pulls `name`, trying again as long as that makes sense.
+/// Pulls an image, retrying temporary failures.
 pub(super) async fn pull(
     daemon: &Daemon,
-    name: &Name,
-    listener: &Listener,
+    name: &ImageName,
+    listener: &ImageListener,
 ) -> Result<(), PullError> {
     let image = name.to_string();
-    let began = Instant::now();
-    listener.tell(&ImageNews::PullBegun { image: image.clone(), host: daemon.host.clone() });
+    let start = Instant::now();
+    listener.notify(&ImageEvent::PullStarted { image: image.clone(), host: daemon.host.clone() });
     let (mut pause, mut unclear) = (FIRST_PAUSE, 0);
     loop {
-        let reason = match once(daemon, name, &image, listener).await {
+        let error = match try_pull(daemon, name, &image, listener).await {
             Ok(bytes) => {
-                let took = began.elapsed();
-                listener.tell(&ImageNews::Pulled { image, bytes, took });
+                let elapsed = start.elapsed();
+                listener.notify(&ImageEvent::Pulled { image, bytes, elapsed });
                 return Ok(());
             }
-            Err(reason) => reason,
+            Err(error) => error,
         };
-        match advice(&reason) {
-            Advice::Absent => return Err(PullError::Absent),
-            Advice::Busy if began.elapsed() < BUSY_PATIENCE => {}
-            Advice::GiveUp | Advice::Busy => return Err(PullError::Failed(reason)),
-            Advice::Unclear => {
+        let reason = error.to_string();
+        match classify(&reason) {
+            FailureKind::NotFound => return Err(PullError::NotFound(image)),
+            FailureKind::Busy if start.elapsed() < BUSY_TIMEOUT => {}
+            FailureKind::Permanent | FailureKind::Busy => return Err(error),
+            FailureKind::Unclear => {
                 unclear += 1;
                 if unclear >= UNCLEAR_TRIES {
-                    return Err(PullError::Failed(reason));
+                    return Err(error);
                 }
             }
         }
-        // Many coordinators meet the same registry: they are not to come back as one.
+        // Randomized, so that coordinators that share a registry do not retry at the same time.
         let wait = pause.mul_f64(rand::random_range(0.5..1.0));
-        listener.tell(&ImageNews::PullDelayed { image: image.clone(), reason, pause: wait });
+        listener.notify(&ImageEvent::PullRetried { image: image.clone(), reason, pause: wait });
         tokio::time::sleep(wait).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
     }
 }
 
-/// One try; bytes that were downloaded, or the daemon's words.
-async fn once(
+/// Pulls an image once. Returns the bytes that were downloaded.
+async fn try_pull(
     daemon: &Daemon,
-    name: &Name,
+    name: &ImageName,
     image: &str,
-    listener: &Listener,
-) -> Result<ByteSize, String> {
+    listener: &ImageListener,
+) -> Result<ByteSize, PullError> {
     let options = CreateImageOptions {
         from_image: Some(name.repository()),
         tag: Some(name.version().to_owned()),
         ..CreateImageOptions::default()
     };
     let mut steps = std::pin::pin!(daemon.docker.create_image(Some(options), None, None));
-    let (mut layers, mut told) = (Layers::default(), Instant::now());
+    let (mut layers, mut reported_at) = (LayerProgress::default(), Instant::now());
     loop {
         match tokio::time::timeout(STALLED_AFTER, steps.next()).await {
-            Ok(Some(Ok(step))) => layers.see(step),
+            Ok(Some(Ok(step))) => layers.update(step),
             Ok(Some(Err(error))) => {
-                return Err(CallError::from_driver(error, STALLED_AFTER).words());
+                return Err(CallError::from_driver(error, STALLED_AFTER).into());
             }
-            Ok(None) => return Ok(layers.done().1),
-            Err(_) => return Err(format!("no progress for {STALLED_AFTER:?}")),
+            Ok(None) => return Ok(layers.sum().1),
+            Err(_) => return Err(PullError::Stalled(STALLED_AFTER)),
         }
-        if told.elapsed() >= TELL_EVERY {
-            told = Instant::now();
-            let (done, of) = layers.done();
-            listener.tell(&ImageNews::Pulling { image: image.to_owned(), done, of });
+        if reported_at.elapsed() >= PROGRESS_INTERVAL {
+            reported_at = Instant::now();
+            let (done, total) = layers.sum();
+            let image = image.to_owned();
+            listener.notify(&ImageEvent::PullProgress { image, done, total });
         }
     }
 }
 
-/// Bytes of each layer: downloaded, and all of them.
+/// Bytes of each layer, by its id: downloaded, and in total.
 #[derive(Debug, Default)]
-struct Layers(HashMap<String, (u64, u64)>);
+struct LayerProgress(HashMap<String, (u64, u64)>);
 
-impl Layers {
-    fn see(&mut self, step: CreateImageInfo) {
+impl LayerProgress {
+    fn update(&mut self, step: CreateImageInfo) {
         let (Some(layer), Some(detail)) = (step.id, step.progress_detail) else { return };
         let bytes = |n: Option<i64>| n.and_then(|n| u64::try_from(n).ok());
-        // Later, layers are extracted, and counted again.
+        // Extraction reports progress of its own, which is not counted.
         if step.status.as_deref() == Some("Downloading")
-            && let (Some(done), Some(of)) = (bytes(detail.current), bytes(detail.total))
+            && let (Some(done), Some(total)) = (bytes(detail.current), bytes(detail.total))
         {
-            self.0.insert(layer, (done, of));
+            self.0.insert(layer, (done, total));
         }
     }
 
-    fn done(&self) -> (ByteSize, ByteSize) {
+    /// Bytes of all layers: downloaded, and in total.
+    fn sum(&self) -> (ByteSize, ByteSize) {
         let sum = |pick: fn(&(u64, u64)) -> u64| ByteSize(self.0.values().map(pick).sum());
         (sum(|layer| layer.0), sum(|layer| layer.1))
     }
@@ -160,28 +171,37 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_of_registries_are_understood() {
-        for (words, means) in [
-            ("toomanyrequests: You have reached your pull rate limit", Advice::Busy),
-            ("received unexpected HTTP status: 503 Service Unavailable", Advice::Busy),
-            ("error parsing HTTP 429 response body: invalid character", Advice::Busy),
-            ("manifest for a/b:c not found: manifest unknown: manifest unknown", Advice::Absent),
+    fn registry_messages_are_classified() {
+        for (message, expected) in [
+            ("toomanyrequests: You have reached your pull rate limit", FailureKind::Busy),
+            ("received unexpected HTTP status: 503 Service Unavailable", FailureKind::Busy),
+            ("error parsing HTTP 429 response body: invalid character", FailureKind::Busy),
+            (
+                "manifest for a/b:c not found: manifest unknown: manifest unknown",
+                FailureKind::NotFound,
+            ),
             (
                 "pull access denied for x, repository does not exist or may require 'docker login'",
-                Advice::Absent,
+                FailureKind::NotFound,
             ),
-            ("Head \"https://h/v2/\": unauthorized: authentication required", Advice::GiveUp),
-            ("no matching manifest for linux/amd64 in the manifest list entries", Advice::GiveUp),
-            ("dial tcp: lookup registry-1.docker.io: no such host", Advice::Unclear),
-            ("dial tcp 127.0.0.1:1: connect: connection refused", Advice::Unclear),
-            ("unexpected EOF", Advice::Unclear),
+            (
+                "Head \"https://h/v2/\": unauthorized: authentication required",
+                FailureKind::Permanent,
+            ),
+            (
+                "no matching manifest for linux/amd64 in the manifest list entries",
+                FailureKind::Permanent,
+            ),
+            ("dial tcp: lookup registry-1.docker.io: no such host", FailureKind::Unclear),
+            ("dial tcp 127.0.0.1:1: connect: connection refused", FailureKind::Unclear),
+            ("unexpected EOF", FailureKind::Unclear),
         ] {
-            assert_eq!(advice(words), means, "{words}");
+            assert_eq!(classify(message), expected, "{message}");
         }
     }
 
     #[test]
-    fn layers_are_counted_while_they_come_down_only() {
+    fn progress_counts_downloads_but_not_extraction() {
         let step = |id: &str, status: &str, current| CreateImageInfo {
             id: Some(id.into()),
             status: Some(status.into()),
@@ -191,12 +211,12 @@ mod tests {
             }),
             ..CreateImageInfo::default()
         };
-        let mut layers = Layers::default();
-        layers.see(step("a", "Downloading", 10));
-        layers.see(step("b", "Downloading", 20));
-        layers.see(step("a", "Downloading", 100));
-        layers.see(step("a", "Extracting", 5));
-        layers.see(CreateImageInfo::default());
-        assert_eq!(layers.done(), (ByteSize(120), ByteSize(200)));
+        let mut layers = LayerProgress::default();
+        layers.update(step("a", "Downloading", 10));
+        layers.update(step("b", "Downloading", 20));
+        layers.update(step("a", "Downloading", 100));
+        layers.update(step("a", "Extracting", 5));
+        layers.update(CreateImageInfo::default());
+        assert_eq!(layers.sum(), (ByteSize(120), ByteSize(200)));
     }
 }

@@ -1,12 +1,11 @@
-//! The supervisor's binary, and images that carry it.
+//! The supervisor's binary, and images that contain it.
 //!
-//! Docker's archive call cannot write to a read-only root, so reusable containers start from an
-//! image of ours: the task's image with the supervisor added, made once per image and supervisor.
+//! Docker's archive call cannot write to a read-only root, so reusable containers start from a derived
+//! image: the task's image with the supervisor added, built once per image and supervisor.
 
-use crate::api::{SandboxError, SandboxErrorKind};
 use crate::container::{LABEL_DEADLINE, LABEL_RUN};
 use crate::daemon::{CallError, Daemon};
-use crate::image::{inspect, missing};
+use crate::error::{SandboxError, SandboxErrorKind};
 use bollard::models::{ContainerConfig, ContainerCreateBody};
 use bollard::query_parameters::{
     CommitContainerOptions, CreateContainerOptions, UploadToContainerOptions,
@@ -15,25 +14,27 @@ use bytes::Bytes;
 use orchestrate_supervisor::INSTALL_PATH;
 use orchestrate_types::unix_micros;
 use std::collections::HashMap;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
+/// The supervisor's executable, compiled by the build script.
 static SUPERVISOR: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/supervisor"));
+/// Identifies the executable in the tags of derived images.
 static DIGEST: LazyLock<String> = LazyLock::new(|| {
     let mut digest = blake3::hash(SUPERVISOR).to_hex().to_string();
     digest.truncate(12);
     digest
 });
-/// Where images of ours are: their tags begin with the [`short`] id of what they were made of.
+/// Repository of derived images. Their tags start with the [`short_id`] of the original image.
 pub(super) const REPOSITORY: &str = "orchestrate/derived";
-/// Making an image takes seconds; a container for it that is older was left behind.
-const DERIVE_SECONDS: i64 = 600;
+/// Building an image takes seconds; an older container that was created for it is a leftover.
+const BUILD_SECONDS: i64 = 600;
 
-/// As much of an image's id as names of other things carry.
-pub(super) fn short(id: &str) -> String {
+/// The first 12 digits of an image's id, for use in other names.
+pub(super) fn short_id(id: &str) -> String {
     id.trim_start_matches("sha256:").chars().take(12).collect()
 }
 
-/// An archive with the supervisor, to be unpacked at `/`.
+/// A tar archive with the supervisor, to be unpacked at `/`.
 pub(crate) fn supervisor_archive(sandbox: &str) -> Result<Bytes, SandboxError> {
     let mut header = tar::Header::new_gnu();
     header.set_size(SUPERVISOR.len() as u64);
@@ -45,11 +46,11 @@ pub(crate) fn supervisor_archive(sandbox: &str) -> Result<Bytes, SandboxError> {
         .map(Bytes::from)
         .map_err(|error| SandboxError {
             sandbox: sandbox.to_owned(),
-            kind: SandboxErrorKind::Refused { call: "archive", message: error.to_string() },
+            kind: SandboxErrorKind::Failed { call: "archive", source: Arc::new(error) },
         })
 }
 
-/// Puts the supervisor into a container whose root can be written.
+/// Copies the supervisor into a container with a writable root.
 pub(crate) async fn install(daemon: &Daemon, name: &str) -> Result<(), SandboxError> {
     let options = UploadToContainerOptions { path: "/".to_owned(), ..Default::default() };
     let body = bollard::body_full(supervisor_archive(name)?);
@@ -57,20 +58,24 @@ pub(crate) async fn install(daemon: &Daemon, name: &str) -> Result<(), SandboxEr
     daemon.call(upload).await.map_err(|error| error.at(name, "archive put"))
 }
 
-/// The image with the supervisor in it; made where the daemon does not have it yet.
-pub(super) async fn derive(daemon: &Daemon, image: &str, id: &str) -> Result<String, SandboxError> {
-    let tag = format!("{}-{}", short(id), *DIGEST);
+/// Returns the name of the image with the supervisor added. Builds it if the daemon does not have it.
+pub(super) async fn add_to_image(
+    daemon: &Daemon,
+    image: &str,
+    id: &str,
+) -> Result<String, SandboxError> {
+    let tag = format!("{}-{}", short_id(id), *DIGEST);
     let reference = format!("{REPOSITORY}:{tag}");
-    if inspect(daemon, &reference).await?.is_some() {
+    if daemon.inspect_image(&reference).await?.is_some() {
         return Ok(reference);
     }
     tracing::info!(image, derived = %reference, "adding the supervisor to an image");
     let name = format!("orch-derive-{tag}-{}", std::process::id());
     let failed = |call| move |error: CallError| error.at(image, call);
-    // A container of this name is the remainder of an attempt that failed. Should another program
-    // make the same image now, the later one gets the tag, and both images are good.
+    // A container of this name is a leftover of a build that failed. If another program builds the same
+    // image at this moment, the later one gets the tag, and both images are usable.
     daemon.remove(&name).await.map_err(failed("remove"))?;
-    let deadline = unix_micros() / 1_000_000 + DERIVE_SECONDS;
+    let deadline = unix_micros() / 1_000_000 + BUILD_SECONDS;
     let body = ContainerCreateBody {
         image: Some(id.to_owned()),
         entrypoint: Some(vec![INSTALL_PATH.to_owned()]),
@@ -84,7 +89,9 @@ pub(super) async fn derive(daemon: &Daemon, image: &str, id: &str) -> Result<Str
     let created = daemon.call(daemon.docker.create_container(Some(options), body)).await;
     match created {
         Ok(_) => {}
-        Err(CallError::Status(404, _)) => return Err(missing(daemon, image)),
+        Err(CallError::Status(404, _)) => {
+            return Err(daemon.error(SandboxErrorKind::ImageMissing(image.to_owned())));
+        }
         Err(error) => return Err(error.at(image, "create")),
     }
     let result = async {
@@ -111,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_supervisor_is_a_static_program() {
+    fn supervisor_is_a_static_executable() {
         assert_eq!(SUPERVISOR.get(..4), Some(b"\x7fELF".as_slice()));
         let interpreter = b"/lib64/ld-linux";
         assert!(!SUPERVISOR.windows(interpreter.len()).any(|window| window == interpreter));
@@ -119,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn the_archive_holds_one_executable() {
+    fn archive_contains_one_executable() {
         let bytes = supervisor_archive("x").unwrap();
         let mut archive = tar::Archive::new(&bytes[..]);
         let entries: Vec<_> = archive.entries().unwrap().map(Result::unwrap).collect();

@@ -1,7 +1,7 @@
-//! What the tests on a real daemon share.
+//! Fixtures and helpers for the tests on a real daemon.
 
 use orchestrate_sandbox::{
-    Command, DockerProvider, ExecResult, Limits, Owner, Purpose, RawSandboxConfig, Sandbox,
+    Command, DockerProvider, ExecResult, Owner, Purpose, RawSandboxConfig, Sandbox, SandboxLimits,
     SandboxProvider as _, SandboxSpec,
 };
 use orchestrate_types::{ByteSize, RunId};
@@ -10,13 +10,13 @@ use std::time::Duration;
 pub(crate) const IMAGE: &str = "orchestrate/micro:latest";
 pub(crate) const SHORT: Duration = Duration::from_secs(20);
 
-/// One provider and one run per test, so that tests do not see each other's containers.
-pub(crate) struct Bench {
+/// One provider and one run per test, so that tests do not interfere with each other.
+pub(crate) struct Fixture {
     pub(crate) provider: DockerProvider,
     pub(crate) run: RunId,
 }
 
-impl Bench {
+impl Fixture {
     pub(crate) async fn new() -> Option<Self> {
         Self::with(RawSandboxConfig::default()).await
     }
@@ -39,7 +39,7 @@ impl Bench {
             purpose: Purpose::Agent,
             owner: Owner { run: self.run, epoch: 1, attempt: "t000001.00-a01".parse().unwrap() },
             workdir: "/testbed".into(),
-            limits: Limits {
+            limits: SandboxLimits {
                 memory: ByteSize::mib(256),
                 cpu_millis: 2000,
                 pids: 64,
@@ -59,7 +59,7 @@ impl Bench {
         all.into_iter().filter(|info| info.run == Some(self.run)).map(|info| info.name).collect()
     }
 
-    /// Ends the test: nothing may be left.
+    /// Shuts down and checks that no container is left.
     pub(crate) async fn finish(self) {
         self.provider.shutdown().await.unwrap();
         assert_eq!(self.names().await, Vec::<String>::new());
@@ -70,7 +70,7 @@ pub(crate) async fn run(sandbox: &mut Box<dyn Sandbox>, script: &str) -> ExecRes
     sandbox.exec(&Command::shell(script, SHORT)).await.unwrap()
 }
 
-/// The sandbox still works, and nothing but process 1 and this command is alive in it.
+/// Checks that the sandbox works and that only process 1 and this command are alive in it.
 pub(crate) async fn check_alive(sandbox: &mut Box<dyn Sandbox>) {
     let result = run(sandbox, "echo alive; ls -d /proc/[0-9]* | wc -l").await;
     let text = result.text();

@@ -1,19 +1,19 @@
-//! A host whose disk fills up: a daemon of the test's own, on a small file system.
+//! A host whose disk fills up, simulated by a separate daemon on a small file system.
 
-use crate::common::{Bench, IMAGE, SHORT};
+use crate::common::{Fixture, IMAGE, SHORT};
 use orchestrate_e2e::{Daemon, SMALL_DISK_FILES};
 use orchestrate_sandbox::{
-    Command, DockerHosts, ExecResult, RawDockerHost, RawSandboxConfig, Sandbox, SandboxError,
-    SandboxErrorKind, SandboxProvider as _, SandboxSpec, Surroundings,
+    Command, DockerHosts, ExecResult, ImageHooks, RawDockerHost, RawSandboxConfig, Sandbox,
+    SandboxError, SandboxErrorKind, SandboxProvider as _, SandboxSpec,
 };
 use orchestrate_types::ByteSize;
 use std::time::{Duration, Instant};
 
-/// Room for the image twice, as while it is loaded.
+/// Twice the image must fit, because loading needs that much.
 const DISK_MIB: u32 = 1000;
-const FLOOR: ByteSize = ByteSize::mib(300);
-/// More than there is; the file stays while its container does.
-const FILL: &str = "cat /dev/zero > /fill; sleep 15; echo not told";
+const MIN_FREE: ByteSize = ByteSize::mib(300);
+/// Writes more than fits. The file exists as long as its container.
+const FILL: &str = "cat /dev/zero > /fill; sleep 15; echo not reported";
 
 fn daemon(test: &str) -> Option<Daemon> {
     if !orchestrate_e2e::docker_or_skip(test).unwrap() {
@@ -27,77 +27,77 @@ fn daemon(test: &str) -> Option<Daemon> {
     Some(daemon)
 }
 
-async fn bench(daemon: &Daemon) -> Bench {
+async fn fixture(daemon: &Daemon) -> Fixture {
     let raw = RawSandboxConfig {
         docker_host: Some(daemon.host()),
-        min_free_disk: Some(FLOOR),
+        min_free_disk: Some(MIN_FREE),
         ..RawSandboxConfig::default()
     };
-    Bench::with(raw).await.unwrap()
+    Fixture::with(raw).await.unwrap()
 }
 
-/// A sandbox whose root can be written, for this attempt.
-async fn on_disk(bench: &Bench, attempt: u32) -> Result<Box<dyn Sandbox>, SandboxError> {
-    let mut spec = bench.spec(false);
+/// Opens a sandbox with a writable root for this attempt.
+async fn open_writable(fixture: &Fixture, attempt: u32) -> Result<Box<dyn Sandbox>, SandboxError> {
+    let mut spec = fixture.spec(false);
     spec.owner.attempt = format!("t000001.00-a{attempt:02}").parse().unwrap();
-    bench.provider.open(&spec).await
+    fixture.provider.open(&spec).await
 }
 
 async fn run(sandbox: &mut Box<dyn Sandbox>, script: &str) -> Result<ExecResult, SandboxError> {
     sandbox.exec(&Command::shell(script, SHORT)).await
 }
 
-fn full(result: Result<ExecResult, SandboxError>) -> String {
+fn disk_full_message(result: Result<ExecResult, SandboxError>) -> String {
     let error = result.unwrap_err();
     assert!(matches!(error.kind, SandboxErrorKind::DiskFull(_)), "{error}");
     error.to_string()
 }
 
-/// Opens a sandbox as soon as there is room again, and shows that there is.
-async fn recovered(bench: &Bench, attempt: u32) -> Box<dyn Sandbox> {
-    let began = Instant::now();
+/// Opens a sandbox as soon as there is space again, and writes a file in it.
+async fn open_after_recovery(fixture: &Fixture, attempt: u32) -> Box<dyn Sandbox> {
+    let start = Instant::now();
     loop {
-        let error = match on_disk(bench, attempt).await {
+        let error = match open_writable(fixture, attempt).await {
             Ok(mut sandbox) => {
                 match run(&mut sandbox, "head -c 9000000 /dev/zero > /x; wc -c < /x").await {
                     Ok(written) => {
                         assert_eq!(written.text(), "9000000\n");
                         return sandbox;
                     }
-                    // Of inodes a start knows nothing.
+                    // The check before a start does not cover inodes.
                     Err(error) => error,
                 }
             }
             Err(error) => error,
         };
         assert!(matches!(error.kind, SandboxErrorKind::DiskFull(_)), "{error}");
-        assert!(began.elapsed() < Duration::from_secs(30), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(30), "{error}");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
 #[tokio::test]
-async fn docker_nothing_counts_that_ran_on_a_full_disk() {
-    let Some(daemon) = daemon("docker_nothing_counts_that_ran_on_a_full_disk") else { return };
-    // Two programs on one daemon: they know nothing of each other.
-    let (ours, theirs) = (bench(&daemon).await, bench(&daemon).await);
-    let mut filler = on_disk(&theirs, 1).await.unwrap();
-    let mut agent = on_disk(&ours, 1).await.unwrap();
-    let mut writer = on_disk(&ours, 2).await.unwrap();
+async fn docker_results_on_a_full_disk_are_rejected() {
+    let Some(daemon) = daemon("docker_results_on_a_full_disk_are_rejected") else { return };
+    // Two providers on one daemon, without knowledge of each other.
+    let (ours, theirs) = (fixture(&daemon).await, fixture(&daemon).await);
+    let mut filler = open_writable(&theirs, 1).await.unwrap();
+    let mut agent = open_writable(&ours, 1).await.unwrap();
+    let mut writer = open_writable(&ours, 2).await.unwrap();
     let mut in_memory = ours.provider.open(&ours.spec(true)).await.unwrap();
     let witness = daemon.docker(&["run", "-d", "--name=witness", IMAGE, "sleep", "300"]).unwrap();
     assert!(witness.status.success(), "{}", orchestrate_e2e::stderr(&witness));
 
-    let began = Instant::now();
+    let start = Instant::now();
     let (filled, waited, in_memory_result) = tokio::join!(
         run(&mut filler, FILL),
-        run(&mut agent, "sleep 15; echo not told"),
-        // Its own folder is full after 64 MiB, and that is its own business.
+        run(&mut agent, "sleep 15; echo not reported"),
+        // Its tmpfs is full after 64 MiB, which does not affect other sandboxes.
         run(&mut in_memory, "sleep 3; cat /dev/zero > full; rm full; echo later > x; cat x"),
     );
-    assert!(full(filled).contains("MiB free"));
-    full(waited);
-    assert!(began.elapsed() < Duration::from_secs(12), "{:?}", began.elapsed());
+    assert!(disk_full_message(filled).contains("MiB free"));
+    disk_full_message(waited);
+    assert!(start.elapsed() < Duration::from_secs(12), "{:?}", start.elapsed());
     let text = in_memory_result.unwrap().text();
     assert!(text.contains("No space left on device") && text.ends_with("later\n"), "{text}");
 
@@ -111,13 +111,13 @@ async fn docker_nothing_counts_that_ran_on_a_full_disk() {
     };
     let written = writer.write_files(&[file]).await.unwrap_err();
     assert!(matches!(written.kind, SandboxErrorKind::DiskFull(_)), "{written}");
-    let refused = on_disk(&ours, 3).await.unwrap_err();
+    let refused = open_writable(&ours, 3).await.unwrap_err();
     assert!(refused.to_string().contains("sandbox.min_free_disk"), "{refused}");
     let again = run(&mut agent, "echo again").await.unwrap_err();
     assert!(again.to_string().contains("disk is full"), "{again}");
 
     filler.close().await.unwrap();
-    recovered(&ours, 4).await.close().await.unwrap();
+    open_after_recovery(&ours, 4).await.close().await.unwrap();
     for sandbox in [agent, writer, in_memory] {
         sandbox.close().await.unwrap();
     }
@@ -126,65 +126,65 @@ async fn docker_nothing_counts_that_ran_on_a_full_disk() {
 }
 
 #[tokio::test]
-async fn docker_a_disk_that_is_full_at_the_end_or_without_inodes_is_full() {
-    let test = "docker_a_disk_that_is_full_at_the_end_or_without_inodes_is_full";
+async fn docker_disk_filled_by_the_last_write_or_without_inodes_counts_as_full() {
+    let test = "docker_disk_filled_by_the_last_write_or_without_inodes_counts_as_full";
     let Some(daemon) = daemon(test) else { return };
-    let bench = bench(&daemon).await;
+    let fixture = fixture(&daemon).await;
     let at_once = "for n in 9 8 7 6 5 4; do fallocate -l ${n}00M /fill && break; done".to_owned();
     let files = format!("mkdir /many; cd /many; seq {SMALL_DISK_FILES} | xargs touch 2> /dev/null");
-    for (attempt, (script, words)) in (1..).zip([(&at_once, "MiB free"), (&files, "inodes")]) {
-        let mut sandbox = recovered(&bench, attempt).await;
-        let error = full(run(&mut sandbox, script).await);
-        assert!(error.contains(words), "{error}");
+    for (attempt, (script, message)) in (1..).zip([(&at_once, "MiB free"), (&files, "inodes")]) {
+        let mut sandbox = open_after_recovery(&fixture, attempt).await;
+        let error = disk_full_message(run(&mut sandbox, script).await);
+        assert!(error.contains(message), "{error}");
         sandbox.close().await.unwrap();
     }
-    recovered(&bench, 3).await.close().await.unwrap();
-    bench.finish().await;
+    open_after_recovery(&fixture, 3).await.close().await.unwrap();
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_a_full_disk_that_one_sandbox_met_breaks_the_work_of_its_neighbours() {
-    let test = "docker_a_full_disk_that_one_sandbox_met_breaks_the_work_of_its_neighbours";
+async fn docker_full_disk_rejects_results_of_other_sandboxes_on_the_host() {
+    let test = "docker_full_disk_rejects_results_of_other_sandboxes_on_the_host";
     let Some(daemon) = daemon(test) else { return };
-    let bench = bench(&daemon).await;
-    let mut neighbour = on_disk(&bench, 1).await.unwrap();
+    let fixture = fixture(&daemon).await;
+    let mut neighbour = open_writable(&fixture, 1).await.unwrap();
     let name = neighbour.name().to_owned();
     let (result, ()) = tokio::join!(run(&mut neighbour, "sleep 1; echo fine"), async {
-        // It sleeps through all of it, and its own looks find room before and after.
+        // Paused during the full disk, so that its own checks find enough space before and after.
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert!(daemon.docker(&["pause", &name]).unwrap().status.success());
-        let mut filler = on_disk(&bench, 2).await.unwrap();
-        full(run(&mut filler, FILL).await);
+        let mut filler = open_writable(&fixture, 2).await.unwrap();
+        disk_full_message(run(&mut filler, FILL).await);
         filler.close().await.unwrap();
-        recovered(&bench, 3).await.close().await.unwrap();
+        open_after_recovery(&fixture, 3).await.close().await.unwrap();
         assert!(daemon.docker(&["unpause", &name]).unwrap().status.success());
     });
-    assert!(full(result).contains("another sandbox"));
+    assert!(disk_full_message(result).contains("another sandbox"));
     neighbour.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_the_floor_holds_on_a_host_whose_folders_are_not_ours() {
-    let test = "docker_the_floor_holds_on_a_host_whose_folders_are_not_ours";
+async fn docker_min_free_disk_applies_to_hosts_whose_folders_are_not_visible() {
+    let test = "docker_min_free_disk_applies_to_hosts_whose_folders_are_not_visible";
     let Some(daemon) = daemon(test) else { return };
-    let far = RawDockerHost {
+    let remote = RawDockerHost {
         url: daemon.tls_host(),
         certificates: Some(daemon.certificates().to_str().unwrap().to_owned()),
         ..RawDockerHost::default()
     };
     let raw = RawSandboxConfig {
-        hosts: Some(vec![far]),
+        hosts: Some(vec![remote]),
         min_free_disk: Some(ByteSize(1 << 50)),
         ..RawSandboxConfig::default()
     };
-    let hosts = DockerHosts::connect(&raw.check().unwrap(), Surroundings::default()).await.unwrap();
-    let bench = bench(&daemon).await;
+    let hosts = DockerHosts::connect(&raw.check().unwrap(), ImageHooks::default()).await.unwrap();
+    let fixture = fixture(&daemon).await;
     for reusable in [false, true] {
-        let spec = SandboxSpec { deadline: SHORT, ..bench.spec(reusable) };
+        let spec = SandboxSpec { deadline: SHORT, ..fixture.spec(reusable) };
         let error = hosts.open(&spec).await.unwrap_err();
         assert!(error.to_string().contains("sandbox.min_free_disk"), "{error}");
     }
     hosts.shutdown().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }

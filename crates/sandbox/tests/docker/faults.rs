@@ -1,12 +1,12 @@
-//! A sick daemon: what it loses is found again, what it holds back holds nobody else up.
+//! A faulty daemon: lost answers leave no containers behind, and slow answers delay no other request.
 
-use crate::common::{Bench, check_alive, docker};
+use crate::common::{Fixture, check_alive, docker};
 use crate::proxy::{Fault, Proxy};
 use orchestrate_sandbox::{RawSandboxConfig, SandboxErrorKind, SandboxProvider as _, SandboxSpec};
 use orchestrate_types::{HumanDuration, RunId};
 use std::time::{Duration, Instant};
 
-async fn bench() -> Option<(Proxy, Bench)> {
+async fn fixture() -> Option<(Proxy, Fixture)> {
     let proxy = Proxy::start()?;
     let raw = RawSandboxConfig {
         docker_host: Some(proxy.host.clone()),
@@ -14,72 +14,72 @@ async fn bench() -> Option<(Proxy, Bench)> {
         max_containers: Some(4),
         ..RawSandboxConfig::default()
     };
-    // Probed first without the socket in front: an absent daemon is a skip, not a fault.
-    Bench::new().await?.finish().await;
-    Some((proxy, Bench::with(raw).await?))
+    // Checked first without the proxy, because a missing daemon skips the test instead of failing it.
+    Fixture::new().await?.finish().await;
+    Some((proxy, Fixture::with(raw).await?))
 }
 
 #[tokio::test]
-async fn docker_a_create_whose_answer_is_lost_leaves_nothing_behind() {
-    let Some((proxy, bench)) = bench().await else { return };
+async fn docker_lost_answer_of_create_leaves_no_container() {
+    let Some((proxy, fixture)) = fixture().await else { return };
     proxy.fault(["POST", "/containers/create"], Fault::LoseAnswer, 2);
-    let mut sandbox = bench.open().await;
+    let mut sandbox = fixture.open().await;
     assert_eq!(proxy.faults_left(), 0, "the answers were lost");
     check_alive(&mut sandbox).await;
     sandbox.close().await.unwrap();
-    let mut other = bench.provider.open(&bench.spec(false)).await.unwrap();
+    let mut other = fixture.provider.open(&fixture.spec(false)).await.unwrap();
     check_alive(&mut other).await;
     other.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_an_answer_lost_at_any_step_of_a_start_costs_no_container() {
-    let Some((proxy, bench)) = bench().await else { return };
+async fn docker_lost_answer_at_any_step_of_a_start_is_recovered() {
+    let Some((proxy, fixture)) = fixture().await else { return };
     for step in ["/images/", "/attach", "/start", "/archive"] {
         proxy.fault(["", step], Fault::LoseAnswer, 1);
-        // Not used again, so that the archive with the supervisor is sent.
-        let mut sandbox = bench.provider.open(&bench.spec(false)).await.unwrap();
+        // Not reusable, so that the archive with the supervisor is uploaded.
+        let mut sandbox = fixture.provider.open(&fixture.spec(false)).await.unwrap();
         check_alive(&mut sandbox).await;
         sandbox.close().await.unwrap();
         assert_eq!(proxy.faults_left(), 0, "{step}");
     }
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_a_container_that_the_daemon_will_not_let_go_holds_up_nobody_else() {
-    let Some((proxy, bench)) = bench().await else { return };
-    let wedged = SandboxSpec { deadline: Duration::from_mins(1), ..bench.spec(false) };
-    let name = format!("orch-{}-{}-a", bench.run.short(), wedged.owner.attempt);
+async fn docker_container_that_cannot_be_removed_delays_no_other_request() {
+    let Some((proxy, fixture)) = fixture().await else { return };
+    let stuck = SandboxSpec { deadline: Duration::from_mins(1), ..fixture.spec(false) };
+    let name = format!("orch-{}-{}-a", fixture.run.short(), stuck.owner.attempt);
     for verb in ["POST", "DELETE"] {
         proxy.fault([verb, &format!("/containers/{name}")], Fault::Silence, usize::MAX);
     }
-    let began = Instant::now();
-    let (failed, mut sandbox) = tokio::join!(bench.provider.open(&wedged), async {
-        let sandbox = bench.open().await;
-        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+    let start = Instant::now();
+    let (failed, mut sandbox) = tokio::join!(fixture.provider.open(&stuck), async {
+        let sandbox = fixture.open().await;
+        assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
         sandbox
     });
     let error = failed.unwrap_err();
     assert!(matches!(error.kind, SandboxErrorKind::TimedOut { .. }), "{error}");
     assert_eq!(error.sandbox, name);
-    // Its removal hangs, too; others go on at their pace, and their removals are not behind it.
+    // Its removal hangs as well, but other requests and their removals are not delayed.
     for _ in 0..3 {
-        let began = Instant::now();
+        let start = Instant::now();
         check_alive(&mut sandbox).await;
-        let other = bench.provider.open(&bench.spec(true)).await.unwrap();
+        let other = fixture.provider.open(&fixture.spec(true)).await.unwrap();
         other.close().await.unwrap();
-        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
     }
-    proxy.heal();
+    proxy.clear_faults();
     sandbox.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_refusals_say_what_the_daemon_said_and_the_next_start_works() {
-    let Some((proxy, bench)) = bench().await else { return };
+async fn docker_refusals_contain_the_daemons_message_and_the_next_start_works() {
+    let Some((proxy, fixture)) = fixture().await else { return };
     for (step, status, message) in [
         ("/start", 500, "no space left on device"),
         ("/start", 500, "adding interface veth1 to bridge: exchange full"),
@@ -87,53 +87,53 @@ async fn docker_refusals_say_what_the_daemon_said_and_the_next_start_works() {
         ("/containers/create", 400, "invalid seccomp profile"),
     ] {
         proxy.fault(["POST", step], Fault::Answer(status, message), 1);
-        let error = bench.provider.open(&bench.spec(true)).await.unwrap_err();
-        let said = matches!(&error.kind, SandboxErrorKind::Refused { message: m, .. } if m.contains(message));
-        assert!(said, "{error}");
-        let mut sandbox = bench.open().await;
+        let error = fixture.provider.open(&fixture.spec(true)).await.unwrap_err();
+        let has_message = matches!(&error.kind, SandboxErrorKind::Refused { message: m, .. } if m.contains(message));
+        assert!(has_message, "{error}");
+        let mut sandbox = fixture.open().await;
         check_alive(&mut sandbox).await;
-        // Thrown away, so that the next round starts one.
+        // Dropped, so that the next round starts a new container.
         drop(sandbox);
     }
     proxy.fault(["POST", "/containers/create"], Fault::Answer(404, "No such image: x"), 2);
-    let error = bench.provider.open(&bench.spec(false)).await.unwrap_err();
+    let error = fixture.provider.open(&fixture.spec(false)).await.unwrap_err();
     assert!(matches!(error.kind, SandboxErrorKind::ImageMissing(_)), "{error}");
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_what_the_daemon_lists_and_does_not_have_is_no_container() {
-    let Some((proxy, bench)) = bench().await else { return };
-    let sandbox = bench.open().await;
+async fn docker_stale_records_of_the_daemon_are_not_listed() {
+    let Some((proxy, fixture)) = fixture().await else { return };
+    let sandbox = fixture.open().await;
     let id = docker(&["inspect", "--format={{.Id}}", sandbox.name()]);
     let (id, ghost) = (id.trim(), "f".repeat(64));
-    let (run, other) = (bench.run, RunId::generate());
-    // As a daemon does after it was killed: without names, one that is there and one that is not.
+    let (run, other) = (fixture.run, RunId::generate());
+    // Like a daemon after it was killed: without names, one container that exists and one that does not.
     let listed = serde_json::json!([
         {"Id": ghost, "Names": [], "State": "dead", "Labels": {"orchestrate.run": run}},
         {"Id": id, "Names": [], "State": "running", "Labels": {"orchestrate.run": run}},
         {"Id": ghost, "Names": ["/named"], "State": "dead", "Labels": {"orchestrate.run": other}},
     ]);
     let list = ["GET", "/containers/json"];
-    proxy.fault(list, Fault::Told(listed.to_string()), 2);
-    let found = bench.provider.list().await.unwrap();
+    proxy.fault(list, Fault::AnswerJson(listed.to_string()), 2);
+    let found = fixture.provider.list().await.unwrap();
     let names: Vec<&str> = found.iter().map(|info| info.name.as_str()).collect();
     let mut expected = [id, "named"];
     expected.sort_unstable();
     assert_eq!(names, expected);
 
-    // Where that cannot be found out, nothing is said of what is there.
+    // If the daemon cannot answer that, listing fails.
     proxy.fault(["GET", &ghost], Fault::Answer(500, "deadlock"), 1);
-    let error = bench.provider.list().await.unwrap_err();
+    let error = fixture.provider.list().await.unwrap_err();
     assert!(error.to_string().contains("deadlock"), "{error}");
     assert_eq!(proxy.faults_left(), 0);
     sandbox.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_removals_that_fail_are_tried_until_they_succeed() {
-    let Some((proxy, bench)) = bench().await else { return };
+async fn docker_failed_removals_are_retried() {
+    let Some((proxy, fixture)) = fixture().await else { return };
     proxy.fault(["DELETE", "/containers/"], Fault::Answer(500, "driver failed to remove"), 2);
     proxy.fault(["DELETE", "/containers/"], Fault::LoseAnswer, 1);
     proxy.fault(
@@ -141,39 +141,40 @@ async fn docker_removals_that_fail_are_tried_until_they_succeed() {
         Fault::Answer(409, "removal is already in progress"),
         3,
     );
-    drop(bench.open().await);
-    bench.finish().await;
+    drop(fixture.open().await);
+    fixture.finish().await;
     assert_eq!(proxy.faults_left(), 0);
 }
 
 #[tokio::test]
-async fn docker_what_cannot_be_removed_goes_to_quarantine_and_frees_its_slot() {
-    let Some((proxy, bench)) = bench().await else { return };
-    // Every slot that agents may have, and each holds a container that will not go.
-    let mut wedged = Vec::new();
+async fn docker_container_that_cannot_be_removed_is_quarantined_and_frees_its_slot() {
+    let Some((proxy, fixture)) = fixture().await else { return };
+    // All slots of agents are occupied by containers that cannot be removed.
+    let mut stuck = Vec::new();
     for _ in 0..3 {
-        wedged.push(bench.open().await);
+        stuck.push(fixture.open().await);
     }
-    let mut names: Vec<String> = wedged.iter().map(|s| s.name().to_owned()).collect();
+    let mut names: Vec<String> = stuck.iter().map(|s| s.name().to_owned()).collect();
     names.sort();
     for name in &names {
         let fault = Fault::Answer(500, "device or resource busy");
         proxy.fault(["DELETE", &format!("/containers/{name}?")], fault, usize::MAX);
     }
-    drop(wedged);
-    // Opens only once a slot is free, and so once the first was given up.
-    let mut sandbox = bench.open().await;
+    drop(stuck);
+    // Opens once a slot is free, that is, once the first container is in quarantine.
+    let mut sandbox = fixture.open().await;
     check_alive(&mut sandbox).await;
     assert!(!names.contains(&sandbox.name().to_owned()));
-    let quarantined = bench.provider.quarantined();
+    let quarantined = fixture.provider.quarantined();
     assert!(!quarantined.is_empty());
-    for held in &quarantined {
-        assert!(names.contains(&held.name) && held.reason.contains("busy"), "{held}");
+    for container in &quarantined {
+        let matches = names.contains(&container.name) && container.reason.contains("busy");
+        assert!(matches, "{container}");
     }
     sandbox.close().await.unwrap();
-    proxy.heal();
-    // Asked for once more at the end.
-    bench.provider.shutdown().await.unwrap();
-    assert_eq!(bench.provider.quarantined(), []);
-    assert_eq!(bench.names().await, Vec::<String>::new());
+    proxy.clear_faults();
+    // Shutdown tries to remove them once more.
+    fixture.provider.shutdown().await.unwrap();
+    assert_eq!(fixture.provider.quarantined(), []);
+    assert_eq!(fixture.names().await, Vec::<String>::new());
 }

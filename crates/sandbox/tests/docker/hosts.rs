@@ -1,5 +1,4 @@
-//! Two Docker hosts behind one scheduler: the usual daemon by its socket, and one of the test's own
-//! over TCP with TLS.
+//! Two Docker hosts: the usual daemon through its socket, and a second one over TCP with TLS.
 
 use crate::common::{IMAGE, check_alive};
 use crate::registry::Registry;
@@ -8,27 +7,27 @@ use futures::FutureExt as _;
 use futures::future::join_all;
 use orchestrate_e2e::Daemon;
 use orchestrate_sandbox::{
-    Command, DockerHosts, HostUse, Limits, Owner, PullPolicy, Purpose, RawDockerHost,
-    RawSandboxConfig, Sandbox, SandboxErrorKind, SandboxProvider as _, SandboxSpec, Surroundings,
+    Command, DockerHosts, HostUsage, ImageHooks, Owner, PullPolicy, Purpose, RawDockerHost,
+    RawSandboxConfig, Sandbox, SandboxErrorKind, SandboxLimits, SandboxProvider as _, SandboxSpec,
 };
 use orchestrate_types::{ByteSize, HumanDuration, RunId};
 use std::time::{Duration, Instant};
 
-const NEAR: &str = "near";
-const FAR: &str = "far";
+const LOCAL: &str = "local";
+const REMOTE: &str = "remote";
 
-/// The usual daemon's socket.
-fn usual() -> String {
+/// URL of the usual daemon.
+fn usual_url() -> String {
     let host = std::env::var("DOCKER_HOST").ok().filter(|host| !host.is_empty());
     host.unwrap_or_else(|| "unix:///var/run/docker.sock".to_owned())
 }
 
-struct World {
+struct Fixture {
     daemon: Daemon,
     run: RunId,
 }
 
-impl World {
+impl Fixture {
     fn new(test: &str) -> Option<Self> {
         if !orchestrate_e2e::docker_or_skip(test).unwrap() {
             return None;
@@ -40,22 +39,22 @@ impl World {
         Some(Self { daemon, run: RunId::generate() })
     }
 
-    /// Room for three agents here, and for seven there.
+    /// Settings with capacity for three agents on the local host and seven on the remote one.
     fn raw(&self) -> RawSandboxConfig {
-        let near = RawDockerHost {
-            url: Some(usual()),
-            name: Some(NEAR.into()),
+        let local = RawDockerHost {
+            url: Some(usual_url()),
+            name: Some(LOCAL.into()),
             max_containers: Some(4),
             ..RawDockerHost::default()
         };
-        let far = RawDockerHost {
+        let remote = RawDockerHost {
             url: self.daemon.tls_host(),
-            name: Some(FAR.into()),
+            name: Some(REMOTE.into()),
             certificates: Some(self.daemon.certificates().to_str().unwrap().to_owned()),
             ..RawDockerHost::default()
         };
         RawSandboxConfig {
-            hosts: Some(vec![near, far]),
+            hosts: Some(vec![local, remote]),
             max_containers: Some(8),
             pull: Some(PullPolicy::Never),
             call_timeout: Some(HumanDuration::secs(20)),
@@ -65,22 +64,22 @@ impl World {
 
     async fn hosts(&self) -> DockerHosts {
         let config = self.raw().check().unwrap();
-        DockerHosts::connect(&config, Surroundings::default()).await.unwrap()
+        DockerHosts::connect(&config, ImageHooks::default()).await.unwrap()
     }
 
     fn spec(&self) -> SandboxSpec {
         spec(self.run, Purpose::Agent)
     }
 
-    /// Names of the run's containers: on the usual daemon, and on the other one.
+    /// Names of the run's containers: on the local host, and on the remote one.
     fn containers(&self) -> [Vec<String>; 2] {
         let label = format!("orchestrate.run={}", self.run);
         [None, Some(self.daemon.host())]
             .map(|host| orchestrate_e2e::containers(host.as_deref(), Some(&label)).unwrap())
     }
 
-    /// A container that an earlier coordinator created and never started.
-    fn leave_behind(&self, epoch: &str, host: Option<&Daemon>) -> String {
+    /// Creates a leftover container of an earlier coordinator, which was never started.
+    fn create_leftover(&self, epoch: &str, host: Option<&Daemon>) -> String {
         let name = format!("orch-left-{}-{epoch}", self.run.short());
         let (run, epoch) =
             (format!("orchestrate.run={}", self.run), format!("orchestrate.epoch={epoch}"));
@@ -101,7 +100,7 @@ impl World {
         name
     }
 
-    /// Ends the test: nothing may be left on either.
+    /// Shuts down and checks that no container is left on either host.
     async fn finish(self, hosts: DockerHosts) {
         hosts.shutdown().await.unwrap();
         assert_eq!(self.containers(), [Vec::<String>::new(), Vec::new()]);
@@ -114,7 +113,7 @@ fn spec(run: RunId, purpose: Purpose) -> SandboxSpec {
         purpose,
         owner: Owner { run, epoch: 1, attempt: "t000001.00-a01".parse().unwrap() },
         workdir: "/testbed".into(),
-        limits: Limits {
+        limits: SandboxLimits {
             memory: ByteSize::mib(256),
             cpu_millis: 2000,
             pids: 64,
@@ -125,72 +124,73 @@ fn spec(run: RunId, purpose: Purpose) -> SandboxSpec {
     }
 }
 
-fn host(hosts: &DockerHosts, name: &str) -> HostUse {
+fn host(hosts: &DockerHosts, name: &str) -> HostUsage {
     hosts.hosts().into_iter().find(|host| host.host == name).unwrap()
 }
 
 fn open(hosts: &DockerHosts) -> [usize; 2] {
-    [NEAR, FAR].map(|name| host(hosts, name).open)
+    [LOCAL, REMOTE].map(|name| host(hosts, name).open)
 }
 
-/// Waits until a host is in service, or is not.
-async fn until_in_service(hosts: &DockerHosts, name: &str, wanted: bool) {
-    let began = Instant::now();
+/// Waits until a host is in service, or out of service.
+async fn wait_for_service(hosts: &DockerHosts, name: &str, wanted: bool) {
+    let start = Instant::now();
     while host(hosts, name).in_service != wanted {
-        assert!(began.elapsed() < Duration::from_mins(1), "{:?}", hosts.hosts());
+        assert!(start.elapsed() < Duration::from_mins(1), "{:?}", hosts.hosts());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn docker_sandboxes_go_where_the_image_and_room_are() {
-    let Some(world) = World::new("docker_sandboxes_go_where_the_image_and_room_are") else {
+async fn docker_sandboxes_open_on_hosts_with_image_and_free_slots() {
+    let Some(fixture) = Fixture::new("docker_sandboxes_open_on_hosts_with_image_and_free_slots")
+    else {
         return;
     };
-    let (hosts, spec) = (world.hosts().await, world.spec());
+    let (hosts, spec) = (fixture.hosts().await, fixture.spec());
 
-    // Only one host has the image. The other cannot bring it: it is passed over, and no sandbox
-    // breaks; who finds no room waits for the first.
-    let mut near = Vec::new();
+    // Only one host has the image, and the other must not pull it: the other is skipped, no sandbox
+    // fails, and a request without a free slot waits for the first host.
+    let mut local = Vec::new();
     for _ in 0..3 {
-        near.push(hosts.open(&spec).await.unwrap());
+        local.push(hosts.open(&spec).await.unwrap());
     }
     assert_eq!(open(&hosts), [3, 0]);
     let mut waiting = hosts.open(&spec);
     let waited = tokio::time::timeout(Duration::from_secs(3), &mut waiting).await;
-    assert!(waited.is_err(), "there is no room for a fourth");
-    // A grader does not wait behind an agent.
-    let grader = hosts.open(&self::spec(world.run, Purpose::Grader)).await.unwrap();
+    assert!(waited.is_err(), "no slot is free for a fourth agent");
+    // A grader does not queue behind an agent.
+    let grader = hosts.open(&self::spec(fixture.run, Purpose::Grader)).await.unwrap();
     grader.close().await.unwrap();
-    near.pop().unwrap().close().await.unwrap();
+    local.pop().unwrap().close().await.unwrap();
     let mut fourth = waiting.await.unwrap();
     check_alive(&mut fourth).await;
-    near.push(fourth);
-    assert_eq!(host(&hosts, FAR).started, 0);
-    for sandbox in near {
+    local.push(fourth);
+    assert_eq!(host(&hosts, REMOTE).started, 0);
+    for sandbox in local {
         sandbox.close().await.unwrap();
     }
     hosts.shutdown().await.unwrap();
 
-    // Both have it: each takes its part, and together exactly what they have room for.
-    world.daemon.load(IMAGE).unwrap();
-    let hosts = world.hosts().await;
+    // Both have the image: they share the load by capacity and together open exactly their capacity.
+    fixture.daemon.load(IMAGE).unwrap();
+    let hosts = fixture.hosts().await;
     let mut all = Vec::new();
     for count in 1..=10 {
         all.push(hosts.open(&spec).await.unwrap());
-        let [near, far] = open(&hosts);
-        let even =
-            f64::from(u32::try_from(near).unwrap()) * 2.0 - f64::from(u32::try_from(far).unwrap());
-        assert!(near + far == count && even.abs() <= 2.0, "{near} and {far} of 4 and 8");
+        let [local, remote] = open(&hosts);
+        let even = f64::from(u32::try_from(local).unwrap()) * 2.0
+            - f64::from(u32::try_from(remote).unwrap());
+        assert!(local + remote == count && even.abs() <= 2.0, "{local} and {remote} of 4 and 8");
     }
     assert_eq!(open(&hosts), [3, 7]);
-    let [here, there] = world.containers();
+    let [here, there] = fixture.containers();
     assert_eq!((here.len(), there.len()), (3, 7));
     assert!(hosts.open(&spec).now_or_never().is_none());
     for sandbox in &mut all {
         check_alive(sandbox).await;
     }
-    // Who came first gets what becomes free, and a clean container is not started anew.
+    // Requests are served in order of arrival, and an idle container is reused instead of started.
     let started: u64 = hosts.hosts().iter().map(|host| host.started).sum();
     let mut first = hosts.open(&spec);
     assert!(tokio::time::timeout(Duration::from_millis(300), &mut first).await.is_err());
@@ -204,32 +204,33 @@ async fn docker_sandboxes_go_where_the_image_and_room_are() {
     all.push(second.await.unwrap());
     assert_eq!(hosts.hosts().iter().map(|host| host.started).sum::<u64>(), started);
     join_all(all.into_iter().map(Sandbox::close)).await;
-    world.finish(hosts).await;
+    fixture.finish(hosts).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn docker_a_host_that_dies_is_left_out_until_it_returns() {
-    let Some(mut world) = World::new("docker_a_host_that_dies_is_left_out") else { return };
-    world.daemon.load(IMAGE).unwrap();
-    let left = [world.leave_behind("0", None), world.leave_behind("0", Some(&world.daemon))];
-    let (hosts, spec) = (world.hosts().await, world.spec());
-    // A host that is slow to answer is swept when it does.
-    for name in [NEAR, FAR] {
-        until_in_service(&hosts, name, true).await;
+async fn docker_host_that_dies_is_out_of_service_until_it_returns() {
+    let Some(mut fixture) = Fixture::new("docker_host_that_dies") else { return };
+    fixture.daemon.load(IMAGE).unwrap();
+    let left =
+        [fixture.create_leftover("0", None), fixture.create_leftover("0", Some(&fixture.daemon))];
+    let (hosts, spec) = (fixture.hosts().await, fixture.spec());
+    // A host that is slow to connect is swept once it is in service.
+    for name in [LOCAL, REMOTE] {
+        wait_for_service(&hosts, name, true).await;
     }
-    let mut swept = hosts.sweep(world.run, 1).await.unwrap();
+    let mut swept = hosts.sweep(fixture.run, 1).await.unwrap();
     swept.removed.sort();
-    let all = [format!("{} on {FAR}", left[1]), format!("{} on {NEAR}", left[0])];
+    let all = [format!("{} on {LOCAL}", left[0]), format!("{} on {REMOTE}", left[1])];
     assert_eq!(swept.removed, all, "{swept:?}");
 
     let mut sandboxes = Vec::new();
     for _ in 0..6 {
         sandboxes.push(hosts.open(&spec).await.unwrap());
     }
-    let [near, far] = open(&hosts);
-    assert!(near > 0 && far > 0, "{near} and {far}");
-    world.daemon.kill().unwrap();
-    // Those that were open there break, each with an error and never with a result; those here do not.
+    let [local, remote] = open(&hosts);
+    assert!(local > 0 && remote > 0, "{local} and {remote}");
+    fixture.daemon.kill().unwrap();
+    // Sandboxes on the dead host fail with an error, never with a result. The others keep working.
     let look = Command::shell("echo alive", Duration::from_secs(20));
     let mut lost = 0;
     let mut alive = Vec::new();
@@ -245,72 +246,72 @@ async fn docker_a_host_that_dies_is_left_out_until_it_returns() {
             }
         }
     }
-    assert_eq!((alive.len(), lost), (near, far));
-    // New ones go to the other, at once.
+    assert_eq!((alive.len(), lost), (local, remote));
+    // New sandboxes open on the other host at once.
     while alive.len() < 3 {
-        let began = Instant::now();
+        let start = Instant::now();
         alive.push(hosts.open(&spec).await.unwrap());
-        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     }
-    until_in_service(&hosts, FAR, false).await;
-    assert_eq!(host(&hosts, FAR).taken_out, 1);
+    wait_for_service(&hosts, REMOTE, false).await;
+    assert_eq!(host(&hosts, REMOTE).taken_out, 1);
     let mut next = hosts.open(&spec);
     assert!(tokio::time::timeout(Duration::from_secs(1), &mut next).await.is_err());
 
-    // It returns, and serves who waits.
-    assert!(world.daemon.spawn().unwrap() || world.daemon.spawn().unwrap());
-    until_in_service(&hosts, FAR, true).await;
+    // It returns and serves the waiting request.
+    assert!(fixture.daemon.spawn().unwrap() || fixture.daemon.spawn().unwrap());
+    wait_for_service(&hosts, REMOTE, true).await;
     let mut next = next.await.unwrap();
     check_alive(&mut next).await;
-    assert_eq!(host(&hosts, FAR).started, far as u64 + 1);
+    assert_eq!(host(&hosts, REMOTE).started, remote as u64 + 1);
     alive.push(next);
     join_all(alive.into_iter().map(Sandbox::close)).await;
-    world.finish(hosts).await;
+    fixture.finish(hosts).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn docker_a_host_that_comes_late_is_swept_and_serves() {
-    let Some(mut world) = World::new("docker_a_host_that_comes_late") else { return };
-    world.daemon.load(IMAGE).unwrap();
-    world.leave_behind("0", Some(&world.daemon));
-    world.daemon.kill().unwrap();
-    let hosts = world.hosts().await;
-    assert!(host(&hosts, NEAR).in_service && !host(&hosts, FAR).in_service);
-    assert_eq!(hosts.sweep(world.run, 1).await.unwrap().removed, Vec::<String>::new());
-    let mut sandbox = hosts.open(&world.spec()).await.unwrap();
+async fn docker_host_that_starts_late_is_swept_and_used() {
+    let Some(mut fixture) = Fixture::new("docker_host_that_starts_late") else { return };
+    fixture.daemon.load(IMAGE).unwrap();
+    fixture.create_leftover("0", Some(&fixture.daemon));
+    fixture.daemon.kill().unwrap();
+    let hosts = fixture.hosts().await;
+    assert!(host(&hosts, LOCAL).in_service && !host(&hosts, REMOTE).in_service);
+    assert_eq!(hosts.sweep(fixture.run, 1).await.unwrap().removed, Vec::<String>::new());
+    let mut sandbox = hosts.open(&fixture.spec()).await.unwrap();
     check_alive(&mut sandbox).await;
-    assert!(world.daemon.spawn().unwrap() || world.daemon.spawn().unwrap());
-    until_in_service(&hosts, FAR, true).await;
-    let began = Instant::now();
-    while !world.containers()[1].is_empty() {
-        assert!(began.elapsed() < Duration::from_secs(30), "{:?}", world.containers());
+    assert!(fixture.daemon.spawn().unwrap() || fixture.daemon.spawn().unwrap());
+    wait_for_service(&hosts, REMOTE, true).await;
+    let start = Instant::now();
+    while !fixture.containers()[1].is_empty() {
+        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", fixture.containers());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    // The load here is a fourth, and there nothing.
-    let mut other = hosts.open(&world.spec()).await.unwrap();
+    // The load is one quarter on the local host and zero on the remote one.
+    let mut other = hosts.open(&fixture.spec()).await.unwrap();
     check_alive(&mut other).await;
     assert_eq!(open(&hosts), [1, 1]);
     sandbox.close().await.unwrap();
     other.close().await.unwrap();
 
-    // Who has no certificate of this authority gets no answer.
-    let mut raw = world.raw();
+    // Without a certificate, the connection fails.
+    let mut raw = fixture.raw();
     raw.hosts = raw.hosts.map(|hosts| {
         let plain = |host| RawDockerHost { certificates: None, ..host };
         hosts.into_iter().skip(1).map(plain).collect()
     });
-    let refused = DockerHosts::connect(&raw.check().unwrap(), Surroundings::default()).await;
+    let refused = DockerHosts::connect(&raw.check().unwrap(), ImageHooks::default()).await;
     let error = refused.unwrap_err();
     assert!(
         matches!(error.kind, SandboxErrorKind::NoDaemon(_) | SandboxErrorKind::Refused { .. }),
         "{error}"
     );
-    world.finish(hosts).await;
+    fixture.finish(hosts).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn docker_an_image_is_the_same_on_all_hosts() {
-    let test = "docker_an_image_is_the_same_on_all_hosts";
+async fn docker_image_is_the_same_on_all_hosts() {
+    let test = "docker_image_is_the_same_on_all_hosts";
     if !orchestrate_e2e::docker_or_skip(test).unwrap() {
         return;
     }
@@ -321,14 +322,14 @@ async fn docker_an_image_is_the_same_on_all_hosts() {
     let registry = Registry::start().await;
     let image = |name: &str| format!("{}/team/{name}:1", registry.host);
     let at = |daemon: &Daemon| RawDockerHost { url: Some(daemon.host()), ..Default::default() };
-    // Room for one agent on each.
+    // Capacity for one agent on each host.
     let raw = RawSandboxConfig {
         hosts: Some(vec![at(&first), at(&second)]),
         max_containers: Some(2),
         ..RawSandboxConfig::default()
     };
     let config = raw.check().unwrap();
-    let hosts = DockerHosts::connect(&config, Surroundings::default()).await.unwrap();
+    let hosts = DockerHosts::connect(&config, ImageHooks::default()).await.unwrap();
     let run = RunId::generate();
     let spec = |name: &str| SandboxSpec {
         image: image(name),
@@ -344,7 +345,7 @@ async fn docker_an_image_is_the_same_on_all_hosts() {
             .collect::<Vec<_>>()
     };
 
-    // The tag moves after the first host pulled it: the second pulls what the first has.
+    // The tag moves after the first host pulled it: the second host pulls the image of the first.
     let pushed = registry.push("team/moved", "1", 10);
     let here = hosts.open(&spec("moved")).await.unwrap();
     let other = registry.push("team/moved", "1", 20);
@@ -354,7 +355,7 @@ async fn docker_an_image_is_the_same_on_all_hosts() {
     here.close().await.unwrap();
     there.close().await.unwrap();
 
-    // Each has another image under the name already: only the one that was used first serves it.
+    // The hosts have different images under one name: only the host that was used first provides it.
     registry.push("team/twice", "1", 10);
     second.docker(&["pull", "-q", &image("twice")]).unwrap();
     let used = registry.push("team/twice", "1", 20);
@@ -372,8 +373,8 @@ async fn docker_an_image_is_the_same_on_all_hosts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn docker_a_host_by_ssh_serves_and_survives_its_connection() {
-    let test = "docker_a_host_by_ssh";
+async fn docker_ssh_host_reconnects_after_its_connection_broke() {
+    let test = "docker_ssh_host";
     if !orchestrate_e2e::docker_or_skip(test).unwrap() {
         return;
     }
@@ -382,7 +383,7 @@ async fn docker_a_host_by_ssh_serves_and_survives_its_connection() {
         return;
     };
     let host = RawDockerHost {
-        url: Some(format!("ssh://daemon-host{}", usual().trim_start_matches("unix://"))),
+        url: Some(format!("ssh://daemon-host{}", usual_url().trim_start_matches("unix://"))),
         ssh_config: Some(server.config()),
         ..RawDockerHost::default()
     };
@@ -392,18 +393,18 @@ async fn docker_a_host_by_ssh_serves_and_survives_its_connection() {
         ..RawSandboxConfig::default()
     };
     let config = raw.check().unwrap();
-    let hosts = DockerHosts::connect(&config, Surroundings::default()).await.unwrap();
+    let hosts = DockerHosts::connect(&config, ImageHooks::default()).await.unwrap();
     let run = RunId::generate();
     let spec = spec(run, Purpose::Agent);
     let opened = join_all((0..8).map(|_| hosts.open(&spec))).await;
     let mut sandboxes: Vec<Box<dyn Sandbox>> = opened.into_iter().map(Result::unwrap).collect();
-    assert_eq!(server.connections(), 1, "one connection for all");
+    assert_eq!(server.connections(), 1, "all sandboxes share one connection");
     let mut echo = Command::shell("seq 1 1000000", Duration::from_secs(30));
     echo.keep_bytes = 8 << 20;
     let result = sandboxes[0].exec(&echo).await.unwrap();
     assert_eq!(result.text().lines().count(), 1_000_000);
 
-    // The connection breaks: what was open breaks with it, and the next one makes another.
+    // When the connection breaks, open sandboxes fail, and the next one makes a new connection.
     server.break_connections();
     for sandbox in &mut sandboxes {
         let error =
@@ -416,16 +417,16 @@ async fn docker_a_host_by_ssh_serves_and_survives_its_connection() {
     next.close().await.unwrap();
     hosts.shutdown().await.unwrap();
     drop(hosts);
-    let began = Instant::now();
+    let start = Instant::now();
     while server.connections() > 0 {
-        assert!(began.elapsed() < Duration::from_secs(10), "a connection outlives its provider");
+        assert!(start.elapsed() < Duration::from_secs(10), "a connection outlives its provider");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let label = format!("orchestrate.run={run}");
     assert_eq!(orchestrate_e2e::containers(None, Some(&label)).unwrap(), Vec::<String>::new());
 
-    // A stranger's key is refused, in the words of `ssh`.
-    server.forget_clients();
-    let error = DockerHosts::connect(&config, Surroundings::default()).await.unwrap_err();
+    // An unknown key is refused with the message of `ssh`.
+    server.revoke_keys();
+    let error = DockerHosts::connect(&config, ImageHooks::default()).await.unwrap_err();
     assert!(error.to_string().contains("Permission denied"), "{error}");
 }

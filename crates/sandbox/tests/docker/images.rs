@@ -1,11 +1,11 @@
-//! Images that are pulled, recorded, kept and removed: a daemon of the test's own, and a registry.
+//! Pulling, locking, keeping and evicting images, with a separate daemon and a test registry.
 
 use crate::registry::Registry;
 use orchestrate_e2e::Daemon;
 use orchestrate_sandbox::{
-    DockerProvider, ImageBook, ImageIdentity, ImageNews, Listener, Owner, PullPolicy, Purpose,
-    RawSandboxConfig, SandboxError, SandboxErrorKind, SandboxProvider as _, SandboxSpec,
-    Surroundings,
+    DockerProvider, ImageEvent, ImageHooks, ImageIdentity, ImageListener, ImageLock, Owner,
+    PullPolicy, Purpose, RawSandboxConfig, SandboxError, SandboxErrorKind, SandboxProvider as _,
+    SandboxSpec,
 };
 use orchestrate_types::{ByteSize, RunId};
 use std::collections::BTreeMap;
@@ -13,15 +13,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::Notify;
 
-/// Size of an image of which only some fit.
+/// Size of one image, of which only some fit into the cache.
 const LAYER: usize = 3 << 20;
 
-/// A book that can be read.
+/// An image lock that the test can read.
 #[derive(Debug, Default)]
-struct Book(Mutex<BTreeMap<String, ImageIdentity>>);
+struct TestLock(Mutex<BTreeMap<String, ImageIdentity>>);
 
 #[async_trait::async_trait]
-impl ImageBook for Book {
+impl ImageLock for TestLock {
     async fn recorded(&self, image: &str) -> Result<Option<ImageIdentity>, SandboxError> {
         Ok(self.0.lock().unwrap().get(image).cloned())
     }
@@ -31,45 +31,45 @@ impl ImageBook for Book {
         image: &str,
         found: &ImageIdentity,
     ) -> Result<ImageIdentity, SandboxError> {
-        let mut book = self.0.lock().unwrap();
-        Ok(book.entry(image.to_owned()).or_insert_with(|| found.clone()).clone())
+        let mut recorded = self.0.lock().unwrap();
+        Ok(recorded.entry(image.to_owned()).or_insert_with(|| found.clone()).clone())
     }
 }
 
 #[derive(Debug, Default)]
-struct Heard {
-    news: Mutex<Vec<ImageNews>>,
-    more: Notify,
+struct RecordedEvents {
+    events: Mutex<Vec<ImageEvent>>,
+    added: Notify,
 }
 
-impl Heard {
-    fn count(&self, which: impl Fn(&ImageNews) -> bool) -> usize {
-        self.news.lock().unwrap().iter().filter(|news| which(news)).count()
+impl RecordedEvents {
+    fn count(&self, matches: impl Fn(&ImageEvent) -> bool) -> usize {
+        self.events.lock().unwrap().iter().filter(|event| matches(event)).count()
     }
 
-    /// Waits for news of this kind.
-    async fn until(&self, which: impl Fn(&ImageNews) -> bool) {
+    /// Waits for a matching event.
+    async fn wait_for(&self, matches: impl Fn(&ImageEvent) -> bool) {
         let waited = tokio::time::timeout(Duration::from_mins(5), async {
             loop {
-                let more = self.more.notified();
-                if self.count(&which) > 0 {
+                let added = self.added.notified();
+                if self.count(&matches) > 0 {
                     return;
                 }
-                more.await;
+                added.await;
             }
         });
-        assert!(waited.await.is_ok(), "{:?}", self.news.lock().unwrap());
+        assert!(waited.await.is_ok(), "{:?}", self.events.lock().unwrap());
     }
 }
 
-struct World {
+struct Fixture {
     daemon: Daemon,
     registry: Registry,
-    book: Arc<Book>,
-    heard: Arc<Heard>,
+    lock: Arc<TestLock>,
+    events: Arc<RecordedEvents>,
 }
 
-impl World {
+impl Fixture {
     async fn new(test: &str) -> Option<Self> {
         if !orchestrate_e2e::docker_or_skip(test).unwrap() {
             return None;
@@ -78,19 +78,19 @@ impl World {
             orchestrate_e2e::say(&format!("skipped: {test} (no second daemon can be started)"));
             return None;
         };
-        let (book, heard) = (Arc::default(), Arc::default());
-        Some(Self { daemon, registry: Registry::start().await, book, heard })
+        let (lock, events) = (Arc::default(), Arc::default());
+        Some(Self { daemon, registry: Registry::start().await, lock, events })
     }
 
     async fn provider(&self, raw: RawSandboxConfig) -> DockerProvider {
         let raw = RawSandboxConfig { docker_host: Some(self.daemon.host()), ..raw };
-        let heard = Arc::clone(&self.heard);
-        let listener = Listener::new(move |news| {
-            heard.news.lock().unwrap().push(news.clone());
-            heard.more.notify_waiters();
+        let events = Arc::clone(&self.events);
+        let listener = ImageListener::new(move |event| {
+            events.events.lock().unwrap().push(event.clone());
+            events.added.notify_waiters();
         });
-        let around = Surroundings { book: Some(Arc::clone(&self.book) as _), listener };
-        DockerProvider::connect_with(raw.check().unwrap(), around).await.unwrap()
+        let hooks = ImageHooks { lock: Some(Arc::clone(&self.lock) as _), listener };
+        DockerProvider::connect_with(raw.check().unwrap(), hooks).await.unwrap()
     }
 
     fn name(&self, rest: &str) -> String {
@@ -127,93 +127,96 @@ fn spec(image: &str, attempt: u32, reusable: bool) -> SandboxSpec {
 async fn use_once(provider: &DockerProvider, image: &str) {
     let before = provider.stats().removed;
     provider.open(&spec(image, 1, false)).await.unwrap().close().await.unwrap();
-    // A container that is being removed still uses its image.
+    // The image is in use until the container is removed.
     while provider.stats().removed == before {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
-fn not_pulled(error: &SandboxError, words: &str) {
-    let says = matches!(&error.kind, SandboxErrorKind::NotPulled { message, .. } if message.contains(words));
-    assert!(says, "{error}");
+fn assert_not_pulled(error: &SandboxError, message: &str) {
+    let has_message = matches!(
+        &error.kind,
+        SandboxErrorKind::NotPulled { source, .. } if source.to_string().contains(message)
+    );
+    assert!(has_message, "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn docker_absent_images_are_pulled_once_and_recorded_whatever_the_registry_says_first() {
-    let Some(world) = World::new("docker_absent_images_are_pulled").await else { return };
-    let pushed = world.registry.push("team/a", "1", 1000);
-    let image = world.name("team/a:1");
+async fn docker_missing_images_are_pulled_once_and_locked_despite_temporary_registry_errors() {
+    let Some(fixture) = Fixture::new("docker_missing_images_are_pulled").await else { return };
+    let pushed = fixture.registry.push("team/a", "1", 1000);
+    let image = fixture.name("team/a:1");
     let limited = r#"{"errors":[{"code":"TOOMANYREQUESTS","message":"You have reached your pull rate limit."}]}"#;
-    // A daemon may ask more than once itself.
-    world.registry.fail("/team/a/manifests/", 429, limited, 2);
-    world.registry.fail("/team/a/manifests/", 503, "down for a moment", 2);
+    // The daemon may retry by itself.
+    fixture.registry.fail("/team/a/manifests/", 429, limited, 2);
+    fixture.registry.fail("/team/a/manifests/", 503, "down for a moment", 2);
     let never = RawSandboxConfig { pull: Some(PullPolicy::Never), ..RawSandboxConfig::default() };
-    let strict = world.provider(never).await;
+    let strict = fixture.provider(never).await;
     let error = strict.open(&spec(&image, 1, false)).await.unwrap_err();
     assert!(matches!(error.kind, SandboxErrorKind::ImageMissing(_)), "{error}");
-    assert_eq!(world.registry.asked("team/a"), 0);
+    assert_eq!(fixture.registry.requests("team/a"), 0);
     strict.shutdown().await.unwrap();
 
-    let provider = world.provider(RawSandboxConfig::default()).await;
+    let provider = fixture.provider(RawSandboxConfig::default()).await;
     let specs = [spec(&image, 1, false), spec(&image, 2, true), spec(&image, 3, false)];
     let opened = futures::future::join_all(specs.iter().map(|spec| provider.open(spec))).await;
     for sandbox in opened {
         sandbox.unwrap().close().await.unwrap();
     }
-    assert_eq!(world.heard.count(|n| matches!(n, ImageNews::PullBegun { .. })), 1);
-    assert!(world.heard.count(|n| matches!(n, ImageNews::PullDelayed { .. })) >= 1);
-    assert_eq!(world.registry.faults_left(), 0);
-    assert_eq!(world.heard.count(|n| matches!(n, ImageNews::Pulled { .. })), 1);
+    assert_eq!(fixture.events.count(|e| matches!(e, ImageEvent::PullStarted { .. })), 1);
+    assert!(fixture.events.count(|e| matches!(e, ImageEvent::PullRetried { .. })) >= 1);
+    assert_eq!(fixture.registry.faults_left(), 0);
+    assert_eq!(fixture.events.count(|e| matches!(e, ImageEvent::Pulled { .. })), 1);
     let identity = ImageIdentity { id: pushed.id, digest: Some(pushed.digest) };
-    assert_eq!(world.book.0.lock().unwrap().get(&image), Some(&identity));
+    assert_eq!(fixture.lock.0.lock().unwrap().get(&image), Some(&identity));
 
-    // What is not there is said, and the same to all who ask.
-    let absent = world.name("team/a:2");
+    // A missing image is reported, and every request gets the same error.
+    let absent = fixture.name("team/a:2");
     for _ in 0..2 {
         let error = provider.open(&spec(&absent, 4, false)).await.unwrap_err();
-        not_pulled(&error, "its registry has no");
+        assert_not_pulled(&error, "the registry does not have");
     }
-    // Nobody listens there.
+    // No registry listens at this address.
     let error = provider.open(&spec("127.0.0.1:1/a:1", 5, false)).await.unwrap_err();
-    not_pulled(&error, "connection refused");
+    assert_not_pulled(&error, "connection refused");
     provider.shutdown().await.unwrap();
 
-    // A mirror has it under its own name; the daemon then knows it by the usual one.
+    // Pulled from a mirror, an image gets its usual name on the daemon.
     let raw = RawSandboxConfig {
-        mirror: Some(world.registry.host.clone()),
+        mirror: Some(fixture.registry.host.clone()),
         ..RawSandboxConfig::default()
     };
-    let provider = world.provider(raw).await;
-    let official = world.registry.push("library/thing", "latest", 10);
+    let provider = fixture.provider(raw).await;
+    let official = fixture.registry.push("library/thing", "latest", 10);
     use_once(&provider, "thing").await;
-    assert_eq!(world.docker(&["image", "inspect", "-f", "{{.Id}}", "thing"]).trim(), official.id);
+    assert_eq!(fixture.docker(&["image", "inspect", "-f", "{{.Id}}", "thing"]).trim(), official.id);
     provider.shutdown().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn docker_a_run_keeps_the_image_that_it_began_with() {
-    let Some(world) = World::new("docker_a_run_keeps_the_image").await else { return };
-    let first = world.registry.push("team/b", "1", 10);
-    let image = world.name("team/b:1");
-    let provider = world.provider(RawSandboxConfig::default()).await;
+async fn docker_run_keeps_the_image_that_it_first_used() {
+    let Some(fixture) = Fixture::new("docker_run_keeps_the_image").await else { return };
+    let first = fixture.registry.push("team/b", "1", 10);
+    let image = fixture.name("team/b:1");
+    let provider = fixture.provider(RawSandboxConfig::default()).await;
     use_once(&provider, &image).await;
     let recorded: Vec<(String, ImageIdentity)> =
-        world.book.0.lock().unwrap().clone().into_iter().collect();
+        fixture.lock.0.lock().unwrap().clone().into_iter().collect();
     provider.check_images(&recorded).await.unwrap();
 
-    // The tag moves at the registry, and the image is lost here: the old one comes back.
-    let second = world.registry.push("team/b", "1", 20);
+    // The tag moves at the registry and the image is removed here: the locked image is pulled again.
+    let second = fixture.registry.push("team/b", "1", 20);
     assert_ne!(first.id, second.id);
     provider.remove_pulled_images(false).await.unwrap();
-    assert!(!world.has(&image));
+    assert!(!fixture.has(&image));
     provider.check_images(&recorded).await.unwrap();
     use_once(&provider, &image).await;
-    assert_eq!(world.docker(&["image", "inspect", "-f", "{{.Id}}", &image]).trim(), first.id);
+    assert_eq!(fixture.docker(&["image", "inspect", "-f", "{{.Id}}", &image]).trim(), first.id);
     provider.shutdown().await.unwrap();
 
-    // Somebody pulls the new one by hand: it is not what the run began with.
-    world.docker(&["pull", "-q", &image]);
-    let provider = world.provider(RawSandboxConfig::default()).await;
+    // The new image, pulled by hand, is not the one in the image lock.
+    fixture.docker(&["pull", "-q", &image]);
+    let provider = fixture.provider(RawSandboxConfig::default()).await;
     let checked = provider.check_images(&recorded).await.unwrap_err();
     let opened = provider.open(&spec(&image, 1, false)).await.unwrap_err();
     for error in [checked, opened] {
@@ -225,43 +228,46 @@ async fn docker_a_run_keeps_the_image_that_it_began_with() {
     }
     provider.shutdown().await.unwrap();
 
-    // A full disk: nothing is begun.
+    // With a full disk, no pull is started.
     let full =
         RawSandboxConfig { min_free_disk: Some(ByteSize(1 << 60)), ..RawSandboxConfig::default() };
-    let provider = world.provider(full).await;
-    world.registry.push("team/c", "1", 10);
-    let error = provider.open(&spec(&world.name("team/c:1"), 1, false)).await.unwrap_err();
+    let provider = fixture.provider(full).await;
+    fixture.registry.push("team/c", "1", 10);
+    let error = provider.open(&spec(&fixture.name("team/c:1"), 1, false)).await.unwrap_err();
     assert!(error.to_string().contains("sandbox.min_free_disk"), "{error}");
-    assert_eq!(world.registry.asked("team/c"), 0);
+    assert_eq!(fixture.registry.requests("team/c"), 0);
     provider.shutdown().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn docker_only_images_of_ours_that_nobody_needs_are_removed() {
-    let Some(world) = World::new("docker_only_images_of_ours").await else { return };
-    let image = |name: &str| world.name(&format!("team/{name}:1"));
+async fn docker_only_unused_images_of_this_program_are_evicted() {
+    let Some(fixture) = Fixture::new("docker_only_unused_images").await else { return };
+    let image = |name: &str| fixture.name(&format!("team/{name}:1"));
     for name in ["used", "idle", "named", "later", "last", "foreign"] {
-        world.registry.push(&format!("team/{name}"), "1", LAYER);
+        fixture.registry.push(&format!("team/{name}"), "1", LAYER);
     }
-    world.docker(&["pull", "-q", &image("foreign")]);
+    fixture.docker(&["pull", "-q", &image("foreign")]);
     let raw = RawSandboxConfig {
         image_cache: Some(ByteSize(4 * LAYER as u64 + (1 << 20))),
         ..RawSandboxConfig::default()
     };
-    let provider = world.provider(raw).await;
+    let provider = fixture.provider(raw).await;
     let sandbox = provider.open(&spec(&image("used"), 1, true)).await.unwrap();
     use_once(&provider, &image("idle")).await;
     use_once(&provider, &image("named")).await;
-    world.docker(&["tag", &image("named"), "somebodys:own"]);
-    // One that is expected comes by itself.
+    fixture.docker(&["tag", &image("named"), "somebodys:own"]);
+    // An expected image is pulled ahead.
     let later = image("later");
     provider.expect_images(std::slice::from_ref(&later));
-    world.heard.until(|n| matches!(n, ImageNews::Pulled { image, .. } if *image == later)).await;
-    assert_eq!(world.heard.count(|n| matches!(n, ImageNews::Removed { .. })), 0);
-    // Five are one too many: all but one are needed.
+    fixture
+        .events
+        .wait_for(|e| matches!(e, ImageEvent::Pulled { image, .. } if *image == later))
+        .await;
+    assert_eq!(fixture.events.count(|e| matches!(e, ImageEvent::Evicted { .. })), 0);
+    // Five images exceed the cache by one, and all but one are in use.
     use_once(&provider, &image("last")).await;
-    world.heard.until(|n| matches!(n, ImageNews::Removed { .. })).await;
-    for (name, stays) in [
+    fixture.events.wait_for(|e| matches!(e, ImageEvent::Evicted { .. })).await;
+    for (name, is_kept) in [
         ("used", true),
         ("idle", false),
         ("named", true),
@@ -269,23 +275,23 @@ async fn docker_only_images_of_ours_that_nobody_needs_are_removed() {
         ("last", true),
         ("foreign", true),
     ] {
-        assert_eq!(world.has(&image(name)), stays, "{name}");
+        assert_eq!(fixture.has(&image(name)), is_kept, "{name}");
     }
-    assert_eq!(world.heard.count(|n| matches!(n, ImageNews::Removed { .. })), 1);
-    // It is pulled again when it is wanted again.
+    assert_eq!(fixture.events.count(|e| matches!(e, ImageEvent::Evicted { .. })), 1);
+    // An evicted image is pulled again when it is needed.
     use_once(&provider, &image("idle")).await;
     sandbox.close().await.unwrap();
     provider.shutdown().await.unwrap();
 
-    // Another program removes all that nobody needs: no pull, but the supervisor's image goes, too.
-    let other = world.provider(RawSandboxConfig::default()).await;
+    // Another provider removes everything that is unused, including the derived image.
+    let other = fixture.provider(RawSandboxConfig::default()).await;
     let before = other.remove_pulled_images(true).await.unwrap();
     assert!(before.iter().any(|image| image.kept.is_none()), "{before:?}");
     let seen = other.remove_pulled_images(false).await.unwrap();
     let kept: Vec<&str> =
         seen.iter().filter(|i| i.kept.is_some()).map(|i| i.names.as_str()).collect();
     assert!(matches!(kept[..], [names] if names.contains("somebodys:own")), "{seen:?}");
-    let left = world.docker(&["images", "--format", "{{.Repository}}:{{.Tag}}"]);
+    let left = fixture.docker(&["images", "--format", "{{.Repository}}:{{.Tag}}"]);
     let mut left: Vec<&str> = left.lines().filter(|name| !name.contains("pulled:")).collect();
     left.sort_unstable();
     assert_eq!(left, [image("foreign").as_str(), &image("named"), "somebodys:own"]);

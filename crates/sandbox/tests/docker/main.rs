@@ -1,8 +1,7 @@
-//! Sandboxes on a real Docker daemon; where none answers, skips are printed.
-#![expect(clippy::unwrap_used, reason = "a helper of a test may fail as the test may")]
-#![expect(clippy::print_stderr, reason = "a skipped test says so, and measurements are shown")]
+//! Sandboxes on a real Docker daemon. Without one, the tests print that they are skipped.
+#![expect(clippy::unwrap_used, reason = "test helpers may fail like the tests that use them")]
+#![expect(clippy::print_stderr, reason = "tests print that they are skipped, and measurements")]
 
-mod battery;
 mod common;
 mod disk;
 mod faults;
@@ -11,4 +10,5 @@ mod images;
 mod provider;
 mod proxy;
 mod registry;
+mod self_test;
 mod ssh_server;

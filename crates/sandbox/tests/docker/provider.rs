@@ -1,6 +1,6 @@
-//! The provider on a real Docker daemon. Hostile commands are in `battery.rs`.
+//! The provider on a real Docker daemon. Hostile commands are in `self_test.rs`.
 
-use crate::common::{Bench, IMAGE, SHORT, check_alive, docker, run};
+use crate::common::{Fixture, IMAGE, SHORT, check_alive, docker, run};
 use orchestrate_sandbox::{
     Command, DockerProvider, Exit, FileEntry, GcScope, PullPolicy, Purpose, RawSandboxConfig,
     SandboxErrorKind, SandboxProvider as _, SandboxSpec,
@@ -9,9 +9,9 @@ use orchestrate_types::{ByteSize, HumanDuration};
 use std::time::{Duration, Instant};
 
 #[tokio::test]
-async fn docker_ordinary_commands_report_their_end() {
-    let Some(bench) = Bench::new().await else { return };
-    let mut sandbox = bench.open().await;
+async fn docker_ordinary_commands_report_how_they_ended() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let mut sandbox = fixture.open().await;
     assert_eq!(run(&mut sandbox, "true").await.exit, Exit::Code(0));
     assert_eq!(run(&mut sandbox, "exit 3").await.exit, Exit::Code(3));
     assert_eq!(run(&mut sandbox, "kill -9 $$").await.exit, Exit::Signal(9));
@@ -33,16 +33,16 @@ async fn docker_ordinary_commands_report_their_end() {
     )
     .await;
     assert_eq!(python.text(), "2\n");
-    // Reads of stdin end at once instead of waiting.
+    // Reads of stdin end at once.
     assert_eq!(run(&mut sandbox, "cat; read x; echo $?").await.text(), "1\n");
     sandbox.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_output_is_kept_at_both_ends_and_counted() {
-    let Some(bench) = Bench::new().await else { return };
-    let mut sandbox = bench.open().await;
+async fn docker_both_ends_of_the_output_are_kept_and_all_is_counted() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let mut sandbox = fixture.open().await;
     let bytes = run(&mut sandbox, "printf '\\377\\000\\376end'").await;
     assert_eq!(bytes.head, b"\xff\0\xfeend");
     let random = run(&mut sandbox, "head -c 100000 /dev/urandom").await;
@@ -53,13 +53,13 @@ async fn docker_output_is_kept_at_both_ends_and_counted() {
     assert_eq!((kept.total_bytes, kept.head.len()), (6_888_896, 4 << 20));
     assert_eq!(kept.head.len() + kept.tail.len(), 6_888_896);
     sandbox.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_trees_hold_regular_files_only_and_are_capped() {
-    let Some(bench) = Bench::new().await else { return };
-    let mut sandbox = bench.open().await;
+async fn docker_trees_contain_regular_files_only_and_are_capped() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let mut sandbox = fixture.open().await;
     let file = |path: &str, mode, content: &[u8]| FileEntry {
         path: path.into(),
         mode,
@@ -86,7 +86,7 @@ async fn docker_trees_hold_regular_files_only_and_are_capped() {
     assert!(
         matches!(refused.kind, SandboxErrorKind::TooLarge { ref what, .. } if what == "sparse")
     );
-    // A refusal leaves the sandbox usable.
+    // The sandbox remains usable after a refusal.
     for path in ["../x", "/etc/x", "link/../x", "deep"] {
         let refused = sandbox.write_files(&[file(path, 0o644, b"x")]).await.unwrap_err();
         assert!(matches!(refused.kind, SandboxErrorKind::Refused { .. }), "{path}: {refused}");
@@ -96,13 +96,13 @@ async fn docker_trees_hold_regular_files_only_and_are_capped() {
     assert_eq!(run(&mut sandbox, "ls /tmp").await.text(), "");
     check_alive(&mut sandbox).await;
     sandbox.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_a_reused_sandbox_holds_nothing_of_the_attempt_before() {
-    let Some(bench) = Bench::new().await else { return };
-    let mut sandbox = bench.open().await;
+async fn docker_reused_sandbox_contains_nothing_of_the_previous_attempt() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let mut sandbox = fixture.open().await;
     let name = sandbox.name().to_owned();
     let dirty = "mkdir -p a/b; echo x > a/b/c; chmod 000 a; chmod 777 .; echo x > /tmp/x; echo x > /dev/shm/x; \
                  echo x > /dev/hidden; mkdir -p /tmp/d/e; \
@@ -116,7 +116,7 @@ async fn docker_a_reused_sandbox_holds_nothing_of_the_attempt_before() {
     );
     sandbox.close().await.unwrap();
 
-    let mut again = bench.open().await;
+    let mut again = fixture.open().await;
     assert_eq!(again.name(), name);
     let look = "find /testbed /tmp /dev/shm -mindepth 1; ls /dev/hidden; stat -c %a /testbed; \
                 cat /proc/sysvipc/shm /proc/sysvipc/sem /proc/sysvipc/msg | wc -l";
@@ -124,19 +124,19 @@ async fn docker_a_reused_sandbox_holds_nothing_of_the_attempt_before() {
     assert_eq!(seen, "ls: cannot access '/dev/hidden': No such file or directory\n755\n3\n");
     check_alive(&mut again).await;
     again.close().await.unwrap();
-    assert_eq!((bench.provider.stats().started, bench.provider.stats().reused), (1, 1));
+    assert_eq!((fixture.provider.stats().started, fixture.provider.stats().reused), (1, 1));
 
-    // Agent and grader never share one.
-    let grader = SandboxSpec { purpose: Purpose::Grader, ..bench.spec(true) };
-    let other = bench.provider.open(&grader).await.unwrap();
+    // Agent and grader never share a container.
+    let grader = SandboxSpec { purpose: Purpose::Grader, ..fixture.spec(true) };
+    let other = fixture.provider.open(&grader).await.unwrap();
     assert_ne!(other.name(), name);
     other.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_what_a_reset_cannot_undo_costs_the_container() {
-    let Some(bench) = Bench::new().await else { return };
+async fn docker_changes_that_a_reset_cannot_undo_discard_the_container() {
+    let Some(fixture) = Fixture::new().await else { return };
     for (count, script) in [
         "rm /dev/null; echo x > /dev/null",
         "chmod 777 /dev/shm",
@@ -147,24 +147,24 @@ async fn docker_what_a_reset_cannot_undo_costs_the_container() {
     .into_iter()
     .enumerate()
     {
-        let mut sandbox = bench.open().await;
+        let mut sandbox = fixture.open().await;
         let name = sandbox.name().to_owned();
         let result = run(&mut sandbox, script).await;
         assert_eq!(result.exit, Exit::Code(0), "{script}: {}", result.text());
         sandbox.close().await.unwrap();
-        assert_eq!(bench.provider.stats().resets_refused, count as u64 + 1, "{script}");
-        let next = bench.open().await;
+        assert_eq!(fixture.provider.stats().resets_refused, count as u64 + 1, "{script}");
+        let next = fixture.open().await;
         assert_ne!(next.name(), name);
         next.close().await.unwrap();
     }
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_a_container_that_vanishes_is_gone_and_never_a_result() {
-    let Some(bench) = Bench::new().await else { return };
+async fn docker_lost_container_is_an_error_and_never_a_result() {
+    let Some(fixture) = Fixture::new().await else { return };
     for (args, reusable) in [(["kill"].as_slice(), true), (["rm", "-f"].as_slice(), false)] {
-        let mut sandbox = bench.provider.open(&bench.spec(reusable)).await.unwrap();
+        let mut sandbox = fixture.provider.open(&fixture.spec(reusable)).await.unwrap();
         let name = sandbox.name().to_owned();
         let started = Instant::now();
         let command = Command::shell("echo partial; touch started; sleep 100", SHORT);
@@ -179,82 +179,82 @@ async fn docker_a_container_that_vanishes_is_gone_and_never_a_result() {
         let next = sandbox.exec(&Command::shell("true", SHORT)).await.unwrap_err();
         assert!(matches!(next.kind, SandboxErrorKind::Gone(_)), "{next}");
         sandbox.close().await.unwrap();
-        let mut replacement = bench.provider.open(&bench.spec(reusable)).await.unwrap();
+        let mut replacement = fixture.provider.open(&fixture.spec(reusable)).await.unwrap();
         check_alive(&mut replacement).await;
         replacement.close().await.unwrap();
     }
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_an_idle_sandbox_that_died_is_replaced() {
-    let Some(bench) = Bench::new().await else { return };
-    let sandbox = bench.open().await;
+async fn docker_idle_sandbox_that_died_is_replaced() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let sandbox = fixture.open().await;
     let name = sandbox.name().to_owned();
     sandbox.close().await.unwrap();
     docker(&["rm", "-f", &name]);
-    let mut next = bench.open().await;
+    let mut next = fixture.open().await;
     check_alive(&mut next).await;
     assert_ne!(next.name(), name);
     next.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_the_deadline_ends_the_container_without_us() {
-    let Some(bench) = Bench::new().await else { return };
-    let spec = SandboxSpec { deadline: Duration::from_secs(2), ..bench.spec(false) };
-    let mut sandbox = bench.provider.open(&spec).await.unwrap();
+async fn docker_deadline_ends_the_container_by_itself() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let spec = SandboxSpec { deadline: Duration::from_secs(2), ..fixture.spec(false) };
+    let mut sandbox = fixture.provider.open(&spec).await.unwrap();
     let ended = sandbox.exec(&Command::shell("sleep 100", SHORT)).await.unwrap_err();
     let text = ended.to_string();
     assert!(matches!(ended.kind, SandboxErrorKind::Gone(_)) && text.contains("deadline"), "{text}");
     drop(sandbox);
-    // A pooled container's end is that of its attempt while it serves one, and its own afterwards.
-    let spec = SandboxSpec { deadline: Duration::from_secs(1), ..bench.spec(true) };
-    let sandbox = bench.provider.open(&spec).await.unwrap();
+    // A pooled container has the deadline of its attempt while it serves one, else its own lifetime.
+    let spec = SandboxSpec { deadline: Duration::from_secs(1), ..fixture.spec(true) };
+    let sandbox = fixture.provider.open(&spec).await.unwrap();
     let name = sandbox.name().to_owned();
     sandbox.close().await.unwrap();
-    let mut again = bench.open().await;
+    let mut again = fixture.open().await;
     assert_eq!(again.name(), name);
     assert_eq!(run(&mut again, "sleep 1.5").await.exit, Exit::Code(0));
     again.close().await.unwrap();
-    let mut hurried = bench.provider.open(&spec).await.unwrap();
+    let mut hurried = fixture.provider.open(&spec).await.unwrap();
     let ended = hurried.exec(&Command::shell("sleep 100", SHORT)).await.unwrap_err();
     assert!(ended.to_string().contains("deadline"), "{ended}");
     drop(hurried);
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_a_dropped_sandbox_or_a_dropped_call_leaves_no_container() {
-    let Some(bench) = Bench::new().await else { return };
-    drop(bench.open().await);
-    let mut sandbox = bench.open().await;
+async fn docker_dropped_sandboxes_and_dropped_calls_leave_no_container() {
+    let Some(fixture) = Fixture::new().await else { return };
+    drop(fixture.open().await);
+    let mut sandbox = fixture.open().await;
     let long = Command::shell("sleep 100", SHORT);
     let abandoned = tokio::time::timeout(Duration::from_millis(200), sandbox.exec(&long)).await;
     assert!(abandoned.is_err());
     let next = sandbox.exec(&Command::shell("true", SHORT)).await.unwrap_err();
     assert!(matches!(next.kind, SandboxErrorKind::Protocol(_)), "{next}");
     sandbox.close().await.unwrap();
-    // A start that is dropped half-way, at several points.
+    // Starts that are dropped at different points.
     for millis in [0, 5, 20, 60, 120, 200] {
-        let spec = bench.spec(millis % 2 == 0);
-        let open = bench.provider.open(&spec);
+        let spec = fixture.spec(millis % 2 == 0);
+        let open = fixture.provider.open(&spec);
         let _ = tokio::time::timeout(Duration::from_millis(millis), open).await;
     }
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_a_provider_that_dies_takes_its_containers_along() {
-    let Some(bench) = Bench::new().await else { return };
-    let Some(witness) = Bench::new().await else { return };
-    let mut open = bench.open().await;
+async fn docker_containers_end_with_their_provider() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let Some(witness) = Fixture::new().await else { return };
+    let mut open = fixture.open().await;
     check_alive(&mut open).await;
-    let run = bench.run;
+    let run = fixture.run;
     let name = open.name().to_owned();
-    drop((open, bench));
-    // Not removed by us: the stream's end ends process 1, and the daemon removes the container.
+    drop((open, fixture));
+    // The provider does not remove it: process 1 ends with its stream, and then the daemon removes it.
     tokio::task::spawn_blocking(move || docker(&["wait", &name])).await.unwrap();
     let mut left = 1;
     let started = Instant::now();
@@ -267,52 +267,52 @@ async fn docker_a_provider_that_dies_takes_its_containers_along() {
 }
 
 #[tokio::test]
-async fn docker_sweep_takes_older_epochs_of_its_run_only() {
-    let Some(bench) = Bench::new().await else { return };
-    let mut spec = bench.spec(false);
-    let old = bench.provider.open(&spec).await.unwrap();
+async fn docker_sweep_removes_older_epochs_of_its_run_only() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let mut spec = fixture.spec(false);
+    let old = fixture.provider.open(&spec).await.unwrap();
     spec.owner.epoch = 2;
     spec.owner.attempt = "t000001.01-a01".parse().unwrap();
-    let mut current = bench.provider.open(&spec).await.unwrap();
-    let report = bench.provider.sweep(bench.run, 2).await.unwrap();
+    let mut current = fixture.provider.open(&spec).await.unwrap();
+    let report = fixture.provider.sweep(fixture.run, 2).await.unwrap();
     assert_eq!(report.removed, [old.name()]);
     assert!(report.kept.iter().any(|(name, _)| name == current.name()));
     check_alive(&mut current).await;
-    let report = bench.provider.sweep_all_orphans(GcScope::Run(bench.run)).await.unwrap();
+    let report = fixture.provider.sweep_all_orphans(GcScope::Run(fixture.run)).await.unwrap();
     assert!(report.removed.contains(&current.name().to_owned()), "{report:?}");
     drop((old, current));
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_a_leftover_of_the_same_name_is_replaced() {
-    let Some(bench) = Bench::new().await else { return };
-    let short = bench.run.short();
+async fn docker_leftover_container_of_the_same_name_is_replaced() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let short = fixture.run.short();
     let name = format!("orch-{short}-t000001.00-a01-a");
     docker(&["create", "--name", &name, IMAGE, "true"]);
-    let mut sandbox = bench.provider.open(&bench.spec(false)).await.unwrap();
+    let mut sandbox = fixture.provider.open(&fixture.spec(false)).await.unwrap();
     assert_eq!(sandbox.name(), name);
     check_alive(&mut sandbox).await;
-    // A second sandbox of the same attempt does not take the first one's place.
-    let mut second = bench.provider.open(&bench.spec(false)).await.unwrap();
+    // A second sandbox of the same attempt does not replace the first.
+    let mut second = fixture.provider.open(&fixture.spec(false)).await.unwrap();
     assert_eq!(second.name(), format!("{name}-2"));
     check_alive(&mut second).await;
     check_alive(&mut sandbox).await;
     sandbox.close().await.unwrap();
     second.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_missing_images_and_absent_daemons_say_what_to_do() {
+async fn docker_missing_image_and_unreachable_daemon_errors_say_what_to_do() {
     let raw = RawSandboxConfig { pull: Some(PullPolicy::Never), ..RawSandboxConfig::default() };
-    let Some(bench) = Bench::with(raw).await else { return };
+    let Some(fixture) = Fixture::with(raw).await else { return };
     for reusable in [true, false] {
-        let spec = SandboxSpec { image: "orchestrate/no-such:1".into(), ..bench.spec(reusable) };
-        let error = bench.provider.open(&spec).await.unwrap_err();
+        let spec = SandboxSpec { image: "orchestrate/no-such:1".into(), ..fixture.spec(reusable) };
+        let error = fixture.provider.open(&spec).await.unwrap_err();
         assert!(matches!(error.kind, SandboxErrorKind::ImageMissing(_)), "{error}");
     }
-    bench.finish().await;
+    fixture.finish().await;
     for host in ["unix:///no/such/socket", "tcp://127.0.0.1:1"] {
         let raw = RawSandboxConfig {
             docker_host: Some(host.into()),
@@ -326,43 +326,43 @@ async fn docker_missing_images_and_absent_daemons_say_what_to_do() {
 }
 
 #[tokio::test]
-async fn docker_nothing_starts_below_the_floor_of_free_disk() {
-    let floor = ByteSize(1 << 50);
-    let raw = RawSandboxConfig { min_free_disk: Some(floor), ..RawSandboxConfig::default() };
-    let Some(bench) = Bench::with(raw).await else { return };
-    let error = bench.provider.open(&bench.spec(true)).await.unwrap_err();
+async fn docker_nothing_starts_below_min_free_disk() {
+    let min_free_disk = Some(ByteSize(1 << 50));
+    let raw = RawSandboxConfig { min_free_disk, ..RawSandboxConfig::default() };
+    let Some(fixture) = Fixture::with(raw).await else { return };
+    let error = fixture.provider.open(&fixture.spec(true)).await.unwrap_err();
     assert!(error.to_string().contains("sandbox.min_free_disk"), "{error}");
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_an_idle_sandbox_of_another_kind_makes_room() {
+async fn docker_idle_sandbox_of_another_kind_is_evicted() {
     let raw = RawSandboxConfig { max_containers: Some(2), ..RawSandboxConfig::default() };
-    let Some(bench) = Bench::with(raw).await else { return };
-    let grader = SandboxSpec { purpose: Purpose::Grader, ..bench.spec(true) };
-    bench.open().await.close().await.unwrap();
-    bench.provider.open(&grader).await.unwrap().close().await.unwrap();
-    assert_eq!(bench.provider.stats().idle, 2);
-    let other = SandboxSpec { workdir: "/other".into(), ..bench.spec(true) };
-    let mut sandbox = bench.provider.open(&other).await.unwrap();
+    let Some(fixture) = Fixture::with(raw).await else { return };
+    let grader = SandboxSpec { purpose: Purpose::Grader, ..fixture.spec(true) };
+    fixture.open().await.close().await.unwrap();
+    fixture.provider.open(&grader).await.unwrap().close().await.unwrap();
+    assert_eq!(fixture.provider.stats().idle, 2);
+    let other = SandboxSpec { workdir: "/other".into(), ..fixture.spec(true) };
+    let mut sandbox = fixture.provider.open(&other).await.unwrap();
     assert_eq!(run(&mut sandbox, "pwd").await.text(), "/other\n");
-    let stats = bench.provider.stats();
+    let stats = fixture.provider.stats();
     assert_eq!((stats.open, stats.idle, stats.removed), (1, 1, 1));
     sandbox.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_twenty_sandboxes_work_at_once_within_the_limit() {
+async fn docker_twenty_sandboxes_work_at_once_within_max_containers() {
     let raw = RawSandboxConfig { max_containers: Some(8), ..RawSandboxConfig::default() };
-    let Some(bench) = Bench::with(raw).await else { return };
+    let Some(fixture) = Fixture::with(raw).await else { return };
     let works = (0..20).map(|number| {
-        let bench = &bench;
+        let fixture = &fixture;
         async move {
             let purpose = if number % 2 == 0 { Purpose::Agent } else { Purpose::Grader };
-            let spec = SandboxSpec { purpose, ..bench.spec(number % 3 != 0) };
-            let mut sandbox = bench.provider.open(&spec).await.unwrap();
-            let stats = bench.provider.stats();
+            let spec = SandboxSpec { purpose, ..fixture.spec(number % 3 != 0) };
+            let mut sandbox = fixture.provider.open(&spec).await.unwrap();
+            let stats = fixture.provider.stats();
             assert!(stats.open + stats.idle <= 8, "{stats:?}");
             let text =
                 run(&mut sandbox, &format!("echo {number} > f; cat f; ls | wc -l")).await.text();
@@ -371,13 +371,13 @@ async fn docker_twenty_sandboxes_work_at_once_within_the_limit() {
         }
     });
     futures::future::join_all(works).await;
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_small_things_cost_milliseconds() {
-    let Some(bench) = Bench::new().await else { return };
-    eprintln!("{:?}", bench.provider.doctor().await.unwrap());
+async fn docker_opening_and_commands_take_milliseconds() {
+    let Some(fixture) = Fixture::new().await else { return };
+    eprintln!("{:?}", fixture.provider.doctor().await.unwrap());
     let median = |mut times: Vec<Duration>| {
         times.sort_unstable();
         times[times.len() / 2]
@@ -385,15 +385,15 @@ async fn docker_small_things_cost_milliseconds() {
     let mut starts = Vec::new();
     for _ in 0..11 {
         let started = Instant::now();
-        let sandbox = bench.provider.open(&bench.spec(false)).await.unwrap();
+        let sandbox = fixture.provider.open(&fixture.spec(false)).await.unwrap();
         starts.push(started.elapsed());
         sandbox.close().await.unwrap();
     }
-    bench.open().await.close().await.unwrap();
+    fixture.open().await.close().await.unwrap();
     let (mut commands, mut cycles, mut probes) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..100 {
         let started = Instant::now();
-        let mut sandbox = bench.open().await;
+        let mut sandbox = fixture.open().await;
         let opened = Instant::now();
         sandbox.exec(&Command::shell(":", SHORT)).await.unwrap();
         let ran = Instant::now();
@@ -401,41 +401,42 @@ async fn docker_small_things_cost_milliseconds() {
         commands.push(ran - opened);
         cycles.push((opened - started) + ran.elapsed());
     }
-    probes.push(bench.provider.probe(&bench.spec(true)).await.unwrap());
+    probes.push(fixture.provider.probe(&fixture.spec(true)).await.unwrap());
     let (start, command, cycle) = (median(starts), median(commands), median(cycles));
     eprintln!(
         "p50: start {start:?}, command {command:?}, open and close with reuse {cycle:?}; {probes:?}"
     );
-    // Loose: other work runs beside the tests. An exec of Docker's own would take 50 ms and more.
+    // A loose limit, because other work runs at the same time. Docker's own exec takes at least 50 ms.
     assert!(command < Duration::from_millis(40), "{command:?}");
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_a_runtime_is_used_where_it_is_and_asked_for_by_name_where_not() {
-    let Some(bench) = Bench::new().await else { return };
-    let report = bench.provider.doctor().await.unwrap();
+async fn docker_configured_runtime_is_used_or_named_if_missing() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let report = fixture.provider.doctor().await.unwrap();
     assert!(report.runtimes.contains(&report.runtime), "{report:?}");
-    bench.finish().await;
+    fixture.finish().await;
     let with = |runtime: &str| {
         let runtime = Some(runtime.to_owned());
         RawSandboxConfig { runtime, ..RawSandboxConfig::default() }
     };
     for runtime in &report.runtimes {
-        // The oldest kind of runtime is named, and is not there any more.
+        // Docker lists this old runtime even if it is not installed.
         if runtime.contains("runtime.v1") {
             continue;
         }
-        let bench = Bench::with(with(runtime)).await.unwrap();
-        let mut sandbox = bench.open().await;
+        let fixture = Fixture::with(with(runtime)).await.unwrap();
+        let mut sandbox = fixture.open().await;
         check_alive(&mut sandbox).await;
         let used = docker(&["inspect", "-f", "{{.HostConfig.Runtime}}", sandbox.name()]);
         assert_eq!(used.trim(), runtime);
         sandbox.close().await.unwrap();
-        bench.finish().await;
+        fixture.finish().await;
     }
     let absent = with("no-such-runtime").check().unwrap();
     let error = DockerProvider::connect(absent).await.unwrap_err();
-    let words = error.to_string();
-    assert!(words.contains("no-such-runtime") && words.contains(&report.runtime), "{words}");
+    let message = error.to_string();
+    let names_both = message.contains("no-such-runtime") && message.contains(&report.runtime);
+    assert!(names_both, "{message}");
 }

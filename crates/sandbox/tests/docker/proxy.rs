@@ -1,22 +1,21 @@
-//! A daemon with faults: a socket in front of the real one that loses, holds back or makes up
-//! answers to chosen requests.
+//! A proxy in front of the daemon's socket that loses, delays or replaces answers to chosen requests.
 
 use std::sync::{Arc, Mutex};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy_bidirectional};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::task::JoinSet;
 
-/// What happens to a request.
+/// What is done to a request.
 #[derive(Debug, Clone)]
 pub(crate) enum Fault {
-    /// The daemon does what it is asked for; the connection breaks before its answer.
+    /// The daemon performs the request, but the connection breaks before its answer.
     LoseAnswer,
-    /// Nothing, ever.
+    /// The request is never answered.
     Silence,
-    /// This error instead of the daemon's answer, which never hears of the request.
+    /// The proxy answers with this error; the daemon never receives the request.
     Answer(u16, &'static str),
-    /// This JSON instead of the daemon's, likewise.
-    Told(String),
+    /// The proxy answers with this JSON; the daemon never receives the request.
+    AnswerJson(String),
 }
 
 #[derive(Debug)]
@@ -26,7 +25,7 @@ struct Rule {
     times: usize,
 }
 
-/// The socket; it closes when this is dropped.
+/// The proxy. Its socket closes when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Proxy {
     pub(crate) host: String,
@@ -36,7 +35,7 @@ pub(crate) struct Proxy {
 }
 
 impl Proxy {
-    /// In front of the usual socket; `None` where that is not how the daemon is reached.
+    /// Starts a proxy in front of the daemon's socket; `None` if the daemon does not use a socket.
     pub(crate) fn start() -> Option<Self> {
         let daemon = std::env::var("DOCKER_HOST").ok().filter(|host| !host.is_empty());
         let daemon = daemon.unwrap_or_else(|| "unix:///var/run/docker.sock".to_owned());
@@ -59,24 +58,24 @@ impl Proxy {
         Some(Self { host, rules, _folder: folder, _served: served })
     }
 
-    /// From now on, that many requests whose first line has both words meet this fault.
+    /// Applies a fault to the next `times` requests whose first line contains both strings.
     pub(crate) fn fault(&self, wanted: [&str; 2], fault: Fault, times: usize) {
         let wanted = wanted.map(str::to_owned);
         self.rules.lock().unwrap().push(Rule { wanted, fault, times });
     }
 
-    /// How many faults were announced and not yet met.
+    /// Number of faults that were not applied yet.
     pub(crate) fn faults_left(&self) -> usize {
         self.rules.lock().unwrap().iter().map(|rule| rule.times).sum()
     }
 
-    /// No more faults.
-    pub(crate) fn heal(&self) {
+    /// Removes all faults.
+    pub(crate) fn clear_faults(&self) {
         self.rules.lock().unwrap().clear();
     }
 }
 
-/// One request; the driver opens a connection for each.
+/// Serves one request: the driver opens a connection for each.
 async fn connection(
     mut client: UnixStream,
     daemon: &str,
@@ -90,8 +89,10 @@ async fn connection(
     }
     let line = String::from_utf8_lossy(&head).lines().next().unwrap_or_default().to_owned();
     let fault = rules.lock().unwrap().iter_mut().find_map(|rule| {
-        let met = rule.times > 0 && rule.wanted.iter().all(|word| line.contains(word));
-        met.then(|| rule.times -= usize::from(rule.times < usize::MAX)).map(|()| rule.fault.clone())
+        let applies = rule.times > 0 && rule.wanted.iter().all(|part| line.contains(part));
+        applies
+            .then(|| rule.times -= usize::from(rule.times < usize::MAX))
+            .map(|()| rule.fault.clone())
     });
     match fault {
         None => {
@@ -122,7 +123,7 @@ async fn connection(
         Some(Fault::Answer(status, message)) => {
             answer(client, status, &format!("{{\"message\":\"{message}\"}}")).await?;
         }
-        Some(Fault::Told(body)) => answer(client, 200, &body).await?,
+        Some(Fault::AnswerJson(body)) => answer(client, 200, &body).await?,
     }
     Ok(())
 }

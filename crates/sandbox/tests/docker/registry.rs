@@ -1,4 +1,4 @@
-//! A registry that a real daemon pulls from: as much of it as a pull asks for, and faults.
+//! A registry that serves what a daemon's pull needs, and injects faults.
 
 use serde_json::json;
 use std::collections::HashMap;
@@ -13,28 +13,28 @@ const MANIFEST: &str = "application/vnd.docker.distribution.manifest.v2+json";
 const CONFIG: &str = "application/vnd.docker.container.image.v1+json";
 const LAYER: &str = "application/vnd.docker.image.rootfs.diff.tar.gzip";
 
-/// What was pushed.
+/// A pushed image.
 #[derive(Debug, Clone)]
 pub(crate) struct Pushed {
-    /// The daemon's id of it.
+    /// Id that a daemon gives the image.
     pub(crate) id: String,
-    /// The manifest's digest.
+    /// Digest of its manifest.
     pub(crate) digest: String,
 }
 
 #[derive(Debug, Default)]
 struct Content {
-    /// Bodies by what stands after the repository's name, like `blobs/sha256:…`.
+    /// Content types and bodies by path.
     bodies: HashMap<String, (&'static str, Vec<u8>)>,
-    /// Paths that fail, how, and how often.
+    /// Faults: part of the path, status, body, and how often it is applied.
     faults: Vec<(String, u16, &'static str, usize)>,
-    asked: Vec<String>,
+    requests: Vec<String>,
 }
 
-/// It closes when this is dropped.
+/// The registry. It closes when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Registry {
-    /// As names of images begin.
+    /// Host and port, as in image names.
     pub(crate) host: String,
     content: Arc<Mutex<Content>>,
     _served: JoinSet<()>,
@@ -57,8 +57,8 @@ impl Registry {
         Self { host, content, _served: served }
     }
 
-    /// An image of one layer with a file of `bytes` bytes, under a tag; `repository` is part of its
-    /// content, so that no two are the same.
+    /// Pushes an image of one layer with a file of `bytes` bytes. Its content includes repository and tag,
+    /// so that no two images are the same.
     pub(crate) fn push(&self, repository: &str, tag: &str, bytes: usize) -> Pushed {
         let mut archive = tar::Builder::new(Vec::new());
         let mut header = tar::Header::new_gnu();
@@ -67,7 +67,7 @@ impl Registry {
         header.set_size(file.len() as u64);
         header.set_mode(0o644);
         archive.append_data(&mut header, "content", &file[..]).unwrap();
-        // Not compressed: the daemon looks, whatever the type says.
+        // Uncompressed despite the media type: the daemon detects that.
         let layer = archive.into_inner().unwrap();
         let architecture = if cfg!(target_arch = "aarch64") { "arm64" } else { "amd64" };
         let config = json!({
@@ -96,19 +96,19 @@ impl Registry {
         pushed
     }
 
-    /// The next `times` requests whose path holds `part` fail.
+    /// Makes the next `times` requests whose path contains `part` fail.
     pub(crate) fn fail(&self, part: &str, status: u16, body: &'static str, times: usize) {
         self.content.lock().unwrap().faults.push((part.to_owned(), status, body, times));
     }
 
-    /// How many faults were announced and not yet met.
+    /// Number of faults that were not applied yet.
     pub(crate) fn faults_left(&self) -> usize {
         self.content.lock().unwrap().faults.iter().map(|fault| fault.3).sum()
     }
 
-    /// How often paths were asked for that hold `part`.
-    pub(crate) fn asked(&self, part: &str) -> usize {
-        self.content.lock().unwrap().asked.iter().filter(|path| path.contains(part)).count()
+    /// Number of requests whose path contains `part`.
+    pub(crate) fn requests(&self, part: &str) -> usize {
+        self.content.lock().unwrap().requests.iter().filter(|path| path.contains(part)).count()
     }
 }
 
@@ -117,17 +117,17 @@ async fn answer(mut stream: TcpStream, content: Arc<Mutex<Content>>) -> std::io:
     while !request.ends_with(b"\r\n\r\n") {
         let byte = stream.read_u8().await?;
         request.push(byte);
-        // The daemon tries TLS first, whose first byte is no letter.
+        // The daemon tries TLS first, whose first byte is not a letter.
         if request.len() == 1 && !byte.is_ascii_uppercase() {
             return Ok(());
         }
     }
     let request = String::from_utf8_lossy(&request).into_owned();
-    let mut words = request.split(' ');
-    let (method, path) = (words.next().unwrap_or(""), words.next().unwrap_or(""));
+    let mut fields = request.split(' ');
+    let (method, path) = (fields.next().unwrap_or(""), fields.next().unwrap_or(""));
     let (status, kind, body) = {
         let mut content = content.lock().unwrap();
-        content.asked.push(path.to_owned());
+        content.requests.push(path.to_owned());
         let fault = content.faults.iter_mut().find(|f| f.3 > 0 && path.contains(&f.0));
         if let Some((_, status, body, times)) = fault {
             *times -= 1;

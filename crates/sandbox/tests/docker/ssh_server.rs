@@ -1,18 +1,18 @@
-//! An `sshd` of a test's own on loopback, with keys of its own; the user's are not touched.
+//! A separate `sshd` on the loopback interface with its own keys, so that the user's are not touched.
 
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// It ends when this is dropped.
+/// The server. It ends when this is dropped.
 pub(crate) struct Sshd {
     folder: tempfile::TempDir,
     child: Child,
 }
 
 impl Sshd {
-    /// Starts one; `None` where that is not possible here.
+    /// Starts a server; `None` if that is not possible on this machine.
     pub(crate) fn start() -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name).display().to_string();
@@ -40,7 +40,7 @@ impl Sshd {
             path("known_hosts")
         );
         std::fs::write(path("ssh_config"), client).unwrap();
-        // It wants a folder that its package makes when it starts it.
+        // The Debian package creates this folder when it starts its own server.
         let _ = std::fs::create_dir_all("/run/sshd");
         let child = Command::new("/usr/sbin/sshd")
             .args(["-D", "-f", &path("sshd_config"), "-E", &path("log")])
@@ -48,10 +48,10 @@ impl Sshd {
             .spawn()
             .ok()?;
         let mut server = Self { folder, child };
-        let began = Instant::now();
+        let start = Instant::now();
         while TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err() {
             let ended = !matches!(server.child.try_wait(), Ok(None));
-            if ended || began.elapsed() > Duration::from_secs(20) {
+            if ended || start.elapsed() > Duration::from_secs(20) {
                 return None;
             }
             orchestrate_e2e::pause(Duration::from_millis(50));
@@ -63,30 +63,30 @@ impl Sshd {
         self.folder.path().join(name)
     }
 
-    /// What a client reads to find this server as `daemon-host`.
+    /// Client configuration under which the server is called `daemon-host`.
     pub(crate) fn config(&self) -> String {
         self.path("ssh_config").display().to_string()
     }
 
-    /// Processes of this server's connections that are logged in.
-    fn serving(&self) -> Vec<String> {
+    /// Processes that serve a logged-in connection.
+    fn connection_processes(&self) -> Vec<String> {
         let parent = self.child.id().to_string();
         let output = Command::new("pgrep").args(["-P", &parent]).output().unwrap();
         String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
     }
 
     pub(crate) fn connections(&self) -> usize {
-        self.serving().len()
+        self.connection_processes().len()
     }
 
     pub(crate) fn break_connections(&self) {
-        for process in self.serving() {
+        for process in self.connection_processes() {
             assert!(Command::new("kill").args(["-9", &process]).status().unwrap().success());
         }
     }
 
-    /// From now on nobody may log in.
-    pub(crate) fn forget_clients(&self) {
+    /// From now on, no key is accepted.
+    pub(crate) fn revoke_keys(&self) {
         std::fs::write(self.path("authorized_keys"), "").unwrap();
     }
 }

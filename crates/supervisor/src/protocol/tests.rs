@@ -31,22 +31,22 @@ fn request() -> impl Strategy<Value = Request> {
 
 fn reply() -> impl Strategy<Value = Reply> {
     let end = prop_oneof![
-        any::<i32>().prop_map(End::Code),
-        any::<i32>().prop_map(End::Signal),
-        Just(End::TimedOut),
-        Just(End::NotStarted),
-        Just(End::Flooded),
-        Just(End::Abandoned),
+        any::<i32>().prop_map(CommandEnd::Code),
+        any::<i32>().prop_map(CommandEnd::Signal),
+        Just(CommandEnd::TimedOut),
+        Just(CommandEnd::NotStarted),
+        Just(CommandEnd::Flooded),
+        Just(CommandEnd::Abandoned),
     ];
     prop_oneof![
         (any::<u32>(), any::<[u64; 2]>()).prop_map(|(version, [bytes, files])| Reply::Hello {
             version,
-            free: Free { bytes, files }
+            free: FreeSpace { bytes, files }
         }),
-        any::<[u64; 2]>().prop_map(|[bytes, files]| Reply::DiskFull(Free { bytes, files })),
+        any::<[u64; 2]>().prop_map(|[bytes, files]| Reply::DiskFull(FreeSpace { bytes, files })),
         (any::<bool>(), any::<Vec<u8>>()).prop_map(|(tail, data)| Reply::Output { tail, data }),
         (end, any::<u64>(), any::<u32>(), any::<u64>()).prop_map(
-            |(end, total_bytes, oom_kills, elapsed_us)| Reply::Done(Done {
+            |(end, total_bytes, oom_kills, elapsed_us)| Reply::Done(CommandReport {
                 end,
                 total_bytes,
                 oom_kills,
@@ -54,7 +54,7 @@ fn reply() -> impl Strategy<Value = Reply> {
             })
         ),
         Just(Reply::Ack(Ok(()))),
-        text().prop_map(|reason| Reply::Ack(Err(reason))),
+        text().prop_map(|reason| Reply::Ack(Err(Refusal(reason)))),
         (text(), any::<u32>(), any::<u64>()).prop_map(|(path, mode, size)| Reply::TreeFile {
             path,
             mode,
@@ -69,7 +69,7 @@ fn reply() -> impl Strategy<Value = Reply> {
 
 proptest! {
     #[test]
-    fn prop_requests_survive_the_wire(requests in proptest::collection::vec(request(), 1..5), cut in 1_usize..50) {
+    fn prop_requests_decode_to_what_was_encoded(requests in proptest::collection::vec(request(), 1..5), cut in 1_usize..50) {
         let mut stream = Vec::new();
         for (id, request) in (0..).zip(&requests) {
             stream.extend(request.encode(id).unwrap());
@@ -86,7 +86,7 @@ proptest! {
     }
 
     #[test]
-    fn prop_replies_survive_the_wire(reply in reply()) {
+    fn prop_replies_decode_to_what_was_encoded(reply in reply()) {
         let mut frames = FrameBuffer::default();
         frames.push(&reply.encode(7).unwrap());
         let frame = frames.next_frame().unwrap().unwrap();
@@ -94,7 +94,7 @@ proptest! {
     }
 
     #[test]
-    fn prop_any_bytes_are_refused_without_a_crash(kind: u8, payload: Vec<u8>, stream: Vec<u8>) {
+    fn prop_decoding_arbitrary_bytes_never_panics(kind: u8, payload: Vec<u8>, stream: Vec<u8>) {
         let _ = Request::decode(kind, &payload);
         let _ = Reply::decode(kind, &payload);
         let mut frames = FrameBuffer::default();
@@ -104,7 +104,7 @@ proptest! {
 }
 
 #[test]
-fn a_four_gigabyte_length_is_refused_at_once() {
+fn frames_longer_than_the_limit_are_rejected_by_their_header() {
     let mut frames = FrameBuffer::default();
     frames.push(&[0xff; 13]);
     assert_eq!(frames.next_frame(), Err(ProtocolError::TooLong(u32::MAX as usize)));
@@ -113,7 +113,7 @@ fn a_four_gigabyte_length_is_refused_at_once() {
 }
 
 #[test]
-fn bytes_left_over_are_malformed() {
+fn trailing_bytes_and_unknown_kinds_are_rejected() {
     assert_eq!(Request::decode(2, &[0]), Err(ProtocolError::Malformed(2)));
     assert_eq!(Reply::decode(65, &[2]), Err(ProtocolError::Malformed(65)));
     assert_eq!(Request::decode(99, &[]), Err(ProtocolError::UnknownKind(99)));

@@ -16,7 +16,7 @@ use orchestrate_rollout::{
     EpisodeRequest, EpisodeRunner, Episodes, GradingRules, PrefillLeaders, RowSharing,
 };
 use orchestrate_routing::{CacheOptions, MixedRows, PrefixCache, SharingScope};
-use orchestrate_sandbox::Limits as ContainerLimits;
+use orchestrate_sandbox::SandboxLimits;
 use orchestrate_synthetic::{Latency, SyntheticSandboxes, grade};
 use orchestrate_types::{AttemptId, ByteSize, EpisodeId, GroupId, PolicyVersion, RunId};
 use rustix::process::Pid;
@@ -271,7 +271,7 @@ fn runner(kind: &Kind, world: &World, engine: Arc<dyn Engine>) -> anyhow::Result
         sandboxes: Arc::new(SyntheticSandboxes { output: world.observation.to_owned() }),
         chat: Arc::clone(&world.chat),
         plan: World::rollout_plan(kind.turns)?,
-        container_limits: ContainerLimits {
+        container_limits: SandboxLimits {
             memory: ByteSize::mib(1),
             cpu_millis: 1,
             pids: 1,

@@ -4,8 +4,8 @@ use super::case::{Case, Limits, Memory};
 use anyhow::{Context, ensure};
 use futures::future::try_join_all;
 use orchestrate_sandbox::{
-    Command, DockerProvider, FileEntry, Limits as ContainerLimits, Owner, Purpose, Sandbox,
-    SandboxConfig, SandboxProvider, SandboxSpec,
+    Command, DockerProvider, FileEntry, Owner, Purpose, Sandbox, SandboxConfig, SandboxLimits,
+    SandboxProvider, SandboxSpec,
 };
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
 use std::time::Duration;
@@ -24,7 +24,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 #[derive(Debug)]
 pub(super) struct World {
     pub(super) config: SandboxConfig,
-    pub(super) limits: ContainerLimits,
+    pub(super) limits: SandboxLimits,
     pub(super) image: String,
     pub(super) workdir: String,
     pub(super) run: RunId,

@@ -1,9 +1,8 @@
-//! The least that the daemon can be asked for: a bare container, and an exec of its own. What a
-//! sandbox costs on top of these is ours.
+//! A plain container with Docker's own exec: the baseline with which benchmarks compare sandboxes.
 
-use crate::api::{SandboxError, SandboxErrorKind};
 use crate::container::{LABEL_DEADLINE, LABEL_RUN};
 use crate::daemon::Daemon;
+use crate::error::{SandboxError, SandboxErrorKind};
 use crate::provider::DockerProvider;
 use bollard::exec::StartExecResults;
 use bollard::models::{ContainerCreateBody, ExecConfig, HostConfig};
@@ -14,31 +13,33 @@ use std::collections::HashMap;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A bare container ends by itself after this time.
+/// A bare container ends by itself after this many seconds.
 const LIFETIME_SECONDS: i64 = 900;
 
-/// A bare container of an image that has `sleep` and `true`. Close it; if it is dropped it ends by
-/// itself after fifteen minutes, and `orchestrate gc` finds it then.
+/// A plain container without supervisor, limits or network.
+///
+/// Its image must contain `sleep` and `true`. Close it when done; one that is dropped ends by itself after
+/// fifteen minutes, and `orchestrate gc` removes it then.
 #[derive(Debug)]
 pub struct BareContainer {
     daemon: Daemon,
     name: String,
-    /// From the request to create it until the daemon said that it runs.
+    /// Time from the create request until the daemon reported it as started.
     pub started_in: Duration,
 }
 
 impl DockerProvider {
-    /// Creates and starts a bare container, with no limits and no network, and says how long that
-    /// took. `number` tells containers of one process apart.
+    /// Creates and starts a bare container and measures how long that takes. `number` must be unique among
+    /// the bare containers of this process.
     ///
     /// # Errors
-    /// Whatever the daemon refuses.
+    /// Any error of the daemon.
     pub async fn start_bare(
         &self,
         image: &str,
         number: u32,
     ) -> Result<BareContainer, SandboxError> {
-        let daemon = self.shared.daemon.clone();
+        let daemon = self.state.daemon.clone();
         let name = format!("orch-bare-{}-{number}", std::process::id());
         let deadline = unix_micros() / 1_000_000 + LIFETIME_SECONDS;
         let body = ContainerCreateBody {
@@ -56,13 +57,13 @@ impl DockerProvider {
             ..ContainerCreateBody::default()
         };
         let options = CreateContainerOptions { name: Some(name.clone()), ..Default::default() };
-        let began = Instant::now();
+        let start = Instant::now();
         daemon
             .call(daemon.docker.create_container(Some(options), body))
             .await
             .map_err(|error| error.at(&name, "create"))?;
         let started = daemon.call(daemon.docker.start_container(&name, None)).await;
-        let started_in = began.elapsed();
+        let started_in = start.elapsed();
         let bare = BareContainer { daemon, name, started_in };
         match started {
             Ok(()) => Ok(bare),
@@ -76,10 +77,10 @@ impl DockerProvider {
 }
 
 impl BareContainer {
-    /// Runs `true` as the daemon runs commands; the time from the request to the end of the stream.
+    /// Runs `true` with Docker's exec. Returns the time from the request to the end of the stream.
     ///
     /// # Errors
-    /// Whatever the daemon refuses; a stream that is still open after the daemon's deadline.
+    /// Any error of the daemon, or a stream that does not end within the deadline of a call.
     pub async fn exec_true(&self) -> Result<Duration, SandboxError> {
         let docker = &self.daemon.docker;
         let config = ExecConfig {
@@ -88,7 +89,7 @@ impl BareContainer {
             cmd: Some(vec!["true".to_owned()]),
             ..ExecConfig::default()
         };
-        let began = Instant::now();
+        let start = Instant::now();
         let run = async {
             let exec = docker.create_exec(&self.name, config).await?;
             match docker.start_exec(&exec.id, None).await? {
@@ -100,21 +101,21 @@ impl BareContainer {
             Ok(exec.id)
         };
         let id = self.daemon.call(run).await.map_err(|error| error.at(&self.name, "exec"))?;
-        let took = began.elapsed();
+        let elapsed = start.elapsed();
         let ended = self.daemon.call(docker.inspect_exec(&id)).await;
         let ended = ended.map_err(|error| error.at(&self.name, "exec inspect"))?;
         if ended.exit_code == Some(0) {
-            return Ok(took);
+            return Ok(elapsed);
         }
-        let message = format!("`true` ended with {:?}", ended.exit_code);
+        let message = format!("`true` exited with {:?}", ended.exit_code);
         let kind = SandboxErrorKind::Refused { call: "exec", message };
         Err(SandboxError { sandbox: self.name.clone(), kind })
     }
 
-    /// Removes it.
+    /// Removes the container.
     ///
     /// # Errors
-    /// When the daemon does not remove it in time.
+    /// Any error of the daemon.
     pub async fn close(self) -> Result<(), SandboxError> {
         self.daemon.remove(&self.name).await.map_err(|error| error.at(&self.name, "remove"))
     }

@@ -1,22 +1,22 @@
-//! What the images of a run are: decided once, for all attempts and all hosts.
+//! The image lock: which image each name stands for, for all attempts and all hosts of a run.
 
-use crate::api::SandboxError;
+use crate::error::SandboxError;
 use bollard::models::ImageInspect;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-/// What an image is, whatever its name means today.
+/// Identifies an image independently of its names.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct ImageIdentity {
-    /// The daemon's id of it, `sha256:…`.
+    /// The daemon's id of the image, `sha256:…`.
     pub id: String,
-    /// The digest of its manifest, by which a registry gives out the same again; `None` where it
-    /// never was in a registry.
+    /// Digest of its manifest, by which a registry delivers the same image again; `None` if it never
+    /// was in a registry.
     pub digest: Option<String>,
 }
 
 impl ImageIdentity {
-    /// From the daemon's answer.
+    /// The identity of an image that the daemon described, as an image of `repository`.
     pub(super) fn of(found: ImageInspect, repository: &str) -> Option<Self> {
         let digests = found.repo_digests.unwrap_or_default();
         let pairs = || digests.iter().filter_map(|digest| digest.split_once('@'));
@@ -24,9 +24,9 @@ impl ImageIdentity {
         Some(Self { id: found.id?, digest: own.map(|(_, digest)| digest.to_owned()) })
     }
 
-    /// Whether both are the same image: by id, or (for daemons that number images differently) by
-    /// what a registry calls it.
-    pub fn is(&self, other: &Self) -> bool {
+    /// Whether both identify the same image: by id, or by digest, because daemons may assign different
+    /// ids to the same image.
+    pub fn is_same_image(&self, other: &Self) -> bool {
         self.id == other.id || (self.digest.is_some() && self.digest == other.digest)
     }
 }
@@ -40,13 +40,13 @@ impl std::fmt::Display for ImageIdentity {
     }
 }
 
-/// Where it is written down what the images of a run are.
+/// Records which image each name stood for when a run first used it.
 #[async_trait::async_trait]
-pub trait ImageBook: Send + Sync + std::fmt::Debug {
-    /// What is written for this name.
+pub trait ImageLock: Send + Sync + std::fmt::Debug {
+    /// Returns the recorded image of a name, if there is one.
     async fn recorded(&self, image: &str) -> Result<Option<ImageIdentity>, SandboxError>;
 
-    /// Writes what a name means, where nothing was written before, and answers what is written.
+    /// Records `found` for a name unless an image is recorded already. Returns the recorded image.
     async fn record(
         &self,
         image: &str,
@@ -54,12 +54,12 @@ pub trait ImageBook: Send + Sync + std::fmt::Debug {
     ) -> Result<ImageIdentity, SandboxError>;
 }
 
-/// A book that lives as long as its provider.
+/// An image lock that lives as long as its provider.
 #[derive(Debug, Default)]
-pub(crate) struct MemoryBook(Mutex<HashMap<String, ImageIdentity>>);
+pub(crate) struct InMemoryImageLock(Mutex<HashMap<String, ImageIdentity>>);
 
 #[async_trait::async_trait]
-impl ImageBook for MemoryBook {
+impl ImageLock for InMemoryImageLock {
     async fn recorded(&self, image: &str) -> Result<Option<ImageIdentity>, SandboxError> {
         Ok(self.0.lock().unwrap_or_else(PoisonError::into_inner).get(image).cloned())
     }
@@ -69,8 +69,8 @@ impl ImageBook for MemoryBook {
         image: &str,
         found: &ImageIdentity,
     ) -> Result<ImageIdentity, SandboxError> {
-        let mut written = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(written.entry(image.to_owned()).or_insert_with(|| found.clone()).clone())
+        let mut recorded = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(recorded.entry(image.to_owned()).or_insert_with(|| found.clone()).clone())
     }
 }
 
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_digest_is_that_of_the_repository_asked_for() {
+    fn identity_prefers_the_digest_of_its_own_repository() {
         let found = ImageInspect {
             id: Some("sha256:1".into()),
             repo_digests: Some(vec!["other@sha256:2".into(), "a/b@sha256:3".into()]),
@@ -91,14 +91,14 @@ mod tests {
     }
 
     #[test]
-    fn the_same_by_id_or_by_digest() {
+    fn images_are_the_same_by_id_or_by_digest() {
         let image = |id: &str, digest: Option<&str>| ImageIdentity {
             id: id.into(),
             digest: digest.map(str::to_owned),
         };
-        assert!(image("1", None).is(&image("1", Some("d"))));
-        assert!(image("1", Some("d")).is(&image("2", Some("d"))));
-        assert!(!image("1", None).is(&image("2", None)));
-        assert!(!image("1", Some("d")).is(&image("2", Some("e"))));
+        assert!(image("1", None).is_same_image(&image("1", Some("d"))));
+        assert!(image("1", Some("d")).is_same_image(&image("2", Some("d"))));
+        assert!(!image("1", None).is_same_image(&image("2", None)));
+        assert!(!image("1", Some("d")).is_same_image(&image("2", Some("e"))));
     }
 }

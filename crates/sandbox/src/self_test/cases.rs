@@ -1,48 +1,63 @@
-//! The cases. Scripts need a POSIX shell and coreutils, nothing else.
+//! The cases of the self-test. Their scripts need only a POSIX shell and coreutils.
 
-use super::Act::{
-    Argument, Argv, Dirty, Expire, Forget, Kill, Pause, Remove, Shell, Spoil, Tree, Vanish, Write,
+use super::case::Action::{
+    Argument, Argv, CloseAfter, DropCall, Expire, Kill, Pause, ReadTree, Remove, RemoveIdle, Shell,
+    Spoil, Write,
 };
-use super::Expect::{Bytes, Ends, Fails, Flooded, Names, Oom, Replaced, Says, Text};
-use super::{Case, Fault};
+use super::case::Expected::{
+    Bytes, Contains, Ends, Fails, OutOfMemory, OutputKilled, Replaced, Text, Tree,
+};
+use super::case::{Action, Case, ErrorClass, Expected};
 use crate::api::Exit;
 
+/// How late a command's report may arrive before its sandbox is given up, in milliseconds. A command has
+/// one second of it between TERM and KILL.
+pub(super) const GRACE_MS: u64 = 4_000;
+
 const OK: Exit = Exit::Code(0);
-/// Time for what ends by itself; it is killed after this, and late two seconds later.
-const PATIENCE: u64 = 8_000;
-/// For what is to meet its deadline.
-const SOON: u64 = 500;
+/// Deadline in milliseconds of commands that end by themselves.
+const LONG_DEADLINE_MS: u64 = 8_000;
+/// Deadline in milliseconds of commands that must be killed at it.
+const SHORT_DEADLINE_MS: u64 = 500;
 
-const fn case(name: &'static str, act: super::Act, expect: super::Expect) -> Case {
-    Case { name, act, expect, deadline_ms: PATIENCE }
+const fn case(name: &'static str, action: Action, expected: Expected) -> Case {
+    Case { name, action, expected, deadline_ms: LONG_DEADLINE_MS }
 }
 
-const fn late(name: &'static str, script: &'static str) -> Case {
-    let expect = Ends(Exit::TimedOut);
-    Case { name, act: Shell(script), expect, deadline_ms: SOON }
+const fn timeout(name: &'static str, script: &'static str) -> Case {
+    let expected = Ends(Exit::TimedOut);
+    Case { name, action: Shell(script), expected, deadline_ms: SHORT_DEADLINE_MS }
 }
 
-/// All of them.
+/// All cases, in the order in which they run.
 pub(super) const CASES: &[Case] = &[
-    // Ordinary ends.
+    // Ordinary commands.
     case("true", Argv(&["true"]), Text(OK, "")),
     case("exit_3", Shell("exit 3"), Text(Exit::Code(3), "")),
     case("own_signal", Shell("kill -9 $$"), Ends(Exit::Signal(9))),
-    case("absent_program", Argv(&["no-such-program"]), Says(Exit::NotStarted, "no-such-program")),
-    case("folder_as_program", Argv(&["/etc"]), Says(Exit::NotStarted, "/etc")),
-    case("not_executable", Argv(&["/etc/passwd"]), Says(Exit::NotStarted, "/etc/passwd")),
+    case(
+        "absent_program",
+        Argv(&["no-such-program"]),
+        Contains(Exit::NotStarted, "no-such-program"),
+    ),
+    case("folder_as_program", Argv(&["/etc"]), Contains(Exit::NotStarted, "/etc")),
+    case("not_executable", Argv(&["/etc/passwd"]), Contains(Exit::NotStarted, "/etc/passwd")),
     case("exit_126_is_the_commands_own", Shell("exit 126"), Ends(Exit::Code(126))),
     case("stdin_is_empty", Shell("cat; read x; echo $?"), Text(OK, "1\n")),
     case("large_argument", Argument(100_000), Text(OK, "100000\n")),
-    case("too_large_argument", Argument(200_000), Says(Exit::NotStarted, "rgument list too long")),
+    case(
+        "too_large_argument",
+        Argument(200_000),
+        Contains(Exit::NotStarted, "rgument list too long"),
+    ),
     // Deadlines.
-    late("sleep_past_deadline", "sleep 100"),
-    late("busy_past_deadline", "while :; do :; done"),
-    late("term_ignored", "trap '' TERM INT HUP; while :; do sleep 0.1; done"),
-    late("stopped", "kill -STOP $$"),
-    late("setsid_past_deadline", "setsid sh -c 'trap \"\" TERM; sleep 100' & sleep 100"),
-    late("deaf_grandchildren", "(trap '' TERM; (trap '' TERM; sleep 100) & sleep 100) & wait"),
-    // What a command leaves behind dies with it, and keeps nobody waiting.
+    timeout("sleep_past_deadline", "sleep 100"),
+    timeout("busy_past_deadline", "while :; do :; done"),
+    timeout("term_ignored", "trap '' TERM INT HUP; while :; do sleep 0.1; done"),
+    timeout("stopped", "kill -STOP $$"),
+    timeout("setsid_past_deadline", "setsid sh -c 'trap \"\" TERM; sleep 100' & sleep 100"),
+    timeout("deaf_grandchildren", "(trap '' TERM; (trap '' TERM; sleep 100) & sleep 100) & wait"),
+    // Processes that a command leaves behind are killed and do not delay its end.
     case("background_child", Shell("sleep 100 & echo done"), Text(OK, "done\n")),
     case("setsid_child", Shell("setsid sleep 100 & echo done"), Text(OK, "done\n")),
     case(
@@ -55,19 +70,19 @@ pub(super) const CASES: &[Case] = &[
     case(
         "sixty_orphans",
         Shell("for i in $(seq 60); do (sleep 100 &); done; echo made"),
-        Says(OK, "made"),
+        Contains(OK, "made"),
     ),
     // Output.
-    case("yes", Argv(&["yes"]), Flooded),
-    case("gibibytes_of_zeros", Shell("cat /dev/zero"), Flooded),
-    case("flood_of_a_child", Shell("setsid yes & sleep 100"), Flooded),
+    case("yes", Argv(&["yes"]), OutputKilled),
+    case("gibibytes_of_zeros", Shell("cat /dev/zero"), OutputKilled),
+    case("flood_of_a_child", Shell("setsid yes & sleep 100"), OutputKilled),
     case("both_streams", Shell("seq 1 100000; seq 1 100000 >&2; echo last"), Bytes(OK, 1_177_795)),
     case(
         "raw_bytes",
         Shell("printf '\\377\\000\\376end' | od -An -tx1; printf '\\377\\000'"),
         Text(OK, " ff 00 fe 65 6e 64\n\u{fffd}\0"),
     ),
-    // Process 1 can be neither killed nor imitated nor looked into.
+    // Process 1 cannot be killed, impersonated or inspected.
     case("kill_everybody", Shell("sh -c 'kill -9 -1; :'; sleep 5"), Ends(Exit::Signal(9))),
     case(
         "kill_1",
@@ -77,44 +92,48 @@ pub(super) const CASES: &[Case] = &[
     case(
         "write_to_channel",
         Shell("echo FORGED > /proc/1/fd/1"),
-        Says(Exit::Code(2), "Permission denied"),
+        Contains(Exit::Code(2), "Permission denied"),
     ),
     case(
         "read_process_1",
         Shell("cat /proc/1/environ /proc/1/mem > /dev/null"),
-        Says(Exit::Code(1), "Permission denied"),
+        Contains(Exit::Code(1), "Permission denied"),
     ),
     case(
         "forged_frames",
         Shell("printf '\\001\\000\\000\\000\\001\\000\\000\\000\\000\\000\\000\\000\\102x'; echo"),
         Text(OK, "\u{1}\0\0\0\u{1}\0\0\0\0\0\0\0Bx\n"),
     ),
-    // Exhaustion.
+    // Resource exhaustion.
     Case {
         name: "fork_storm",
-        // The first shell forks no more, and so lives to its deadline.
-        act: Shell("(f() { f | f & }; f) & while :; do :; done"),
-        expect: Ends(Exit::TimedOut),
+        // The first shell stops forking, so it lives until its deadline.
+        action: Shell("(f() { f | f & }; f) & while :; do :; done"),
+        expected: Ends(Exit::TimedOut),
         deadline_ms: 1500,
     },
-    case("memory_hog", Argv(&["tail", "/dev/zero"]), Oom(Exit::Signal(9))),
-    case("memory_hog_under_a_shell", Shell("tail /dev/zero; echo rc=$?"), Oom(OK)),
-    case("full_workdir", Shell("head -c 1G /dev/zero > big; rm big"), Says(OK, "No space left")),
+    case("memory_hog", Argv(&["tail", "/dev/zero"]), OutOfMemory(Exit::Signal(9))),
+    case("memory_hog_under_a_shell", Shell("tail /dev/zero; echo rc=$?"), OutOfMemory(OK)),
+    case(
+        "full_workdir",
+        Shell("head -c 1G /dev/zero > big; rm big"),
+        Contains(OK, "No space left"),
+    ),
     case(
         "full_tmp",
         Shell("head -c 1G /dev/zero > /tmp/big; rm /tmp/big"),
-        Says(OK, "No space left"),
+        Contains(OK, "No space left"),
     ),
     case(
         "full_shm",
         Shell("head -c 1G /dev/zero > /dev/shm/big; rm /dev/shm/big"),
-        Says(OK, "No space left"),
+        Contains(OK, "No space left"),
     ),
     case("many_files", Shell("seq 1 5000 | xargs touch; ls | wc -l"), Text(OK, "5000\n")),
     case(
         "file_size",
         Shell("ulimit -f 8; head -c 1M /dev/zero > f; ls -s f | cut -d' ' -f1"),
-        Says(OK, "4"),
+        Contains(OK, "4"),
     ),
     case(
         "limits_stay",
@@ -123,7 +142,7 @@ pub(super) const CASES: &[Case] = &[
         ),
         Text(OK, "0\n"),
     ),
-    // No way out.
+    // Isolation from the host.
     case(
         "read_only_root",
         Shell(
@@ -150,14 +169,14 @@ pub(super) const CASES: &[Case] = &[
         Shell(
             "mount -t tmpfs none /mnt || unshare -Ur true || unshare -m true || mknod /tmp/disk b 8 0 || echo none",
         ),
-        Says(OK, "none\n"),
+        Contains(OK, "none\n"),
     ),
     case(
         "no_host",
         Shell(
             "dmesg || head -c 1 /proc/kcore || echo 1 > /proc/sys/kernel/panic || ls /run/docker.sock /var/run/docker.sock || echo none",
         ),
-        Says(OK, "none\n"),
+        Contains(OK, "none\n"),
     ),
     case(
         "no_disks",
@@ -176,25 +195,29 @@ pub(super) const CASES: &[Case] = &[
     // Files.
     case(
         "tree_of_regular_files",
-        Tree(
+        ReadTree(
             "ln -s /etc/passwd link; mkfifo fifo; echo x > a; ln a hard; mkdir -p d; echo y > d/closed; chmod 0 d/closed d",
         ),
-        Names(&["a", "d/closed", "hard"]),
+        Tree(&["a", "d/closed", "hard"]),
     ),
-    case("sparse_giant", Tree("truncate -s 1G sparse"), Fails(Fault::TooLarge)),
+    case("sparse_giant", ReadTree("truncate -s 1G sparse"), Fails(ErrorClass::TooLarge)),
     case(
         "deep_tree",
-        Tree("d=.; for i in $(seq 200); do d=$d/d; done; mkdir -p $d"),
-        Fails(Fault::TooLarge),
+        ReadTree("d=.; for i in $(seq 200); do d=$d/d; done; mkdir -p $d"),
+        Fails(ErrorClass::TooLarge),
     ),
-    case("write_above", Write("", "../x"), Fails(Fault::Refused)),
-    case("write_absolute", Write("", "/etc/x"), Fails(Fault::Refused)),
-    case("write_through_symlink", Write("ln -s /tmp outside", "outside/x"), Fails(Fault::Refused)),
-    case("write_over_folder", Write("mkdir folder", "folder"), Fails(Fault::Refused)),
-    // Used again, or not.
+    case("write_above", Write("", "../x"), Fails(ErrorClass::Refused)),
+    case("write_absolute", Write("", "/etc/x"), Fails(ErrorClass::Refused)),
+    case(
+        "write_through_symlink",
+        Write("ln -s /tmp outside", "outside/x"),
+        Fails(ErrorClass::Refused),
+    ),
+    case("write_over_folder", Write("mkdir folder", "folder"), Fails(ErrorClass::Refused)),
+    // Reuse.
     case(
         "used_again_clean",
-        Dirty(
+        CloseAfter(
             "mkdir -p a/b; echo x > a/b/c; chmod 0 a; chmod 777 .; touch /tmp/x /dev/shm/x /dev/hidden; setsid sleep 1000 &",
         ),
         Text(OK, "755\n0\n0\n"),
@@ -202,16 +225,16 @@ pub(super) const CASES: &[Case] = &[
     case("device_replaced", Spoil("rm /dev/null; echo x > /dev/null"), Replaced),
     case("shm_opened", Spoil("chmod 777 /dev/shm"), Replaced),
     case("process_1_first_to_die", Spoil("echo 900 > /proc/1/oom_score_adj"), Replaced),
-    // The container goes, or the daemon with it: never a result.
+    // A container that is lost never yields a result.
     Case {
         name: "paused",
-        act: Pause,
-        expect: Fails(Fault::TimedOut),
-        deadline_ms: SOON + super::GRACE_MS,
+        action: Pause,
+        expected: Fails(ErrorClass::TimedOut),
+        deadline_ms: SHORT_DEADLINE_MS + GRACE_MS,
     },
-    case("killed", Kill, Fails(Fault::Gone)),
-    case("removed", Remove, Fails(Fault::Gone)),
-    case("expired", Expire, Fails(Fault::Gone)),
-    case("forgotten_call", Forget, Fails(Fault::Protocol)),
-    case("gone_while_idle", Vanish, Replaced),
+    case("killed", Kill, Fails(ErrorClass::Gone)),
+    case("removed", Remove, Fails(ErrorClass::Gone)),
+    case("expired", Expire, Fails(ErrorClass::Gone)),
+    case("forgotten_call", DropCall, Fails(ErrorClass::Protocol)),
+    case("gone_while_idle", RemoveIdle, Replaced),
 ];

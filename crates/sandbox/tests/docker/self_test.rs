@@ -1,41 +1,41 @@
-//! Hostile commands on a real daemon: the battery that `doctor` runs, many tries of escaping a
-//! deadline, a writer that never ends, and every system call that must be refused.
+//! Hostile commands on a real daemon: the self-test of `doctor`, many tries to outlive a deadline,
+//! endless writers, and all system calls that must be refused.
 
-use crate::common::{Bench, IMAGE, SHORT, check_alive, run};
+use crate::common::{Fixture, IMAGE, SHORT, check_alive, run};
 use orchestrate_sandbox::{
-    BatteryResult, Command, Exit, RawSandboxConfig, Seccomp, battery_cases, run_battery,
+    Command, Exit, RawSandboxConfig, Seccomp, SelfTestResult, run_self_test, self_test_cases,
 };
 use orchestrate_types::ByteSize;
 use std::time::Duration;
 
-/// How often something is tried: few times in the ordinary run of tests.
-fn tries(ordinary: usize) -> usize {
-    let asked = std::env::var("ORCHESTRATE_TRIES").ok();
-    asked.and_then(|count| count.parse().ok()).unwrap_or(ordinary)
+/// Number of tries: `default` unless `ORCHESTRATE_TRIES` is set.
+fn tries(default: usize) -> usize {
+    let requested = std::env::var("ORCHESTRATE_TRIES").ok();
+    requested.and_then(|count| count.parse().ok()).unwrap_or(default)
 }
 
 #[tokio::test]
-async fn docker_the_battery_has_its_outcomes_in_time() {
-    let Some(bench) = Bench::new().await else { return };
-    let config = bench.provider.config().clone();
-    let tell = |result: &BatteryResult| {
-        let BatteryResult { name, elapsed_ms, outcome, .. } = result;
+async fn docker_self_test_passes() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let config = fixture.provider.config().clone();
+    let report = |result: &SelfTestResult| {
+        let SelfTestResult { name, elapsed_ms, outcome, .. } = result;
         eprintln!("{name}: {elapsed_ms} ms, {outcome}");
     };
-    let results = run_battery(&config, IMAGE, |_| true, tell).await.unwrap();
-    assert_eq!(results.len(), battery_cases().len());
+    let results = run_self_test(&config, IMAGE, |_| true, report).await.unwrap();
+    assert_eq!(results.len(), self_test_cases().len());
     assert!(results.len() >= 35);
     let wrong: Vec<_> = results.iter().filter(|result| !result.ok).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
-    // What takes the container away is told from what does not.
+    // `replaced` tells cases that lose the container from those that do not.
     for (name, replaced) in [("sleep_past_deadline", false), ("removed", true), ("paused", true)] {
         let result = results.iter().find(|result| result.name == name).unwrap();
         assert_eq!(result.replaced, replaced, "{name}");
     }
-    bench.finish().await;
+    fixture.finish().await;
 }
 
-/// Commands that would outlive their deadline, each in its way; dead at most two seconds after it.
+/// Commands that try to outlive their deadline in different ways.
 const LINGERING: [(&str, &str); 5] = [
     ("plain", "sleep 100"),
     ("deaf", "trap '' TERM INT HUP; while :; do sleep 0.05; done"),
@@ -45,30 +45,29 @@ const LINGERING: [(&str, &str); 5] = [
 ];
 
 #[tokio::test]
-async fn docker_nothing_of_a_command_is_alive_two_seconds_after_its_deadline() {
-    let Some(bench) = Bench::new().await else { return };
-    let mut sandbox = bench.open().await;
+async fn docker_commands_are_dead_two_seconds_after_their_deadline() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let mut sandbox = fixture.open().await;
     let (mut latest, count) = (Duration::ZERO, tries(25));
     for number in 0..count {
-        // Many tries take longer than a container may live.
+        // Many tries take longer than the lifetime of a container.
         if number % 100 == 99 {
             sandbox.close().await.unwrap();
-            sandbox = bench.open().await;
+            sandbox = fixture.open().await;
         }
         let (name, script) = LINGERING[number % LINGERING.len()];
         let deadline = Duration::from_millis(50 + 37 * (number as u64 % 7));
         let result = sandbox.exec(&Command::shell(script, deadline)).await.unwrap();
-        // By the clock of process 1, which told of the end when all were dead.
+        // Measured by process 1, which reports the end when all processes are dead.
         let over = result.elapsed.saturating_sub(deadline);
-        assert_eq!(result.exit, Exit::TimedOut, "{name} of try {number}");
-        assert!(over < Duration::from_secs(2), "{name} of try {number}: {over:?}");
+        assert_eq!(result.exit, Exit::TimedOut, "{name} in try {number}");
+        assert!(over < Duration::from_secs(2), "{name} in try {number}: {over:?}");
         latest = latest.max(over);
-        // Seen from inside: nothing but process 1 and the look itself.
         check_alive(&mut sandbox).await;
     }
-    eprintln!("{count} tries, the latest was dead {latest:?} after its deadline");
+    eprintln!("{count} tries; the slowest was dead {latest:?} after its deadline");
     sandbox.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 /// Highest resident memory of this process so far, in bytes.
@@ -79,33 +78,33 @@ fn peak() -> u64 {
 }
 
 #[tokio::test]
-async fn docker_an_endless_writer_is_dead_soon_and_costs_no_memory() {
+async fn docker_endless_writer_is_killed_soon_without_using_memory() {
     let cap = ByteSize::mib(1);
     let raw = RawSandboxConfig { max_output: Some(cap), ..RawSandboxConfig::default() };
-    let Some(bench) = Bench::with(raw).await else { return };
-    let mut sandbox = bench.open().await;
+    let Some(fixture) = Fixture::with(raw).await else { return };
+    let mut sandbox = fixture.open().await;
     run(&mut sandbox, "seq 1 100000").await;
     let before = peak();
     for script in ["yes", "cat /dev/zero", "while :; do echo x; done", "setsid yes & sleep 100"] {
         let result = run(&mut sandbox, script).await;
-        let took = result.elapsed;
+        let elapsed = result.elapsed;
         assert_eq!(result.exit, Exit::Signal(9), "{script}");
         assert!(result.total_bytes > cap.0, "{script}: {} bytes", result.total_bytes);
         assert!(result.head.len() + result.tail.len() <= 128 << 10, "{script}");
-        eprintln!("{script}: dead after {took:?} and {} bytes", result.total_bytes);
-        // The slow one needs its time to reach the cap; the others reach it at once.
+        eprintln!("{script}: dead after {elapsed:?} and {} bytes", result.total_bytes);
+        // The slow writer needs time to reach the cap; the others reach it at once.
         let slow = if script.starts_with("while") { 10_000 } else { 1_500 };
-        assert!(took < Duration::from_millis(slow), "{script}: {took:?}");
+        assert!(elapsed < Duration::from_millis(slow), "{script}: {elapsed:?}");
         check_alive(&mut sandbox).await;
     }
     let more = peak().saturating_sub(before);
-    eprintln!("{} KiB more memory", more >> 10);
-    assert!(more <= 8 << 20, "{more} bytes more");
+    eprintln!("memory grew by {} KiB", more >> 10);
+    assert!(more <= 8 << 20, "memory grew by {more} bytes");
     sandbox.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
-/// System calls by name, with their numbers on x86-64 and on other machines.
+/// System calls by name, with their numbers on x86-64 and on other architectures.
 const REFUSED: [(&str, u32, u32); 25] = [
     ("io_uring_setup", 425, 425),
     ("io_uring_enter", 426, 426),
@@ -134,7 +133,7 @@ const REFUSED: [(&str, u32, u32); 25] = [
     ("pidfd_getfd", 438, 438),
 ];
 
-/// Makes the calls whose numbers follow, with no arguments, and prints the error number of each.
+/// Makes the system calls given as arguments, and prints the error number of each.
 const CALLER: &str = "import ctypes, sys
 libc = ctypes.CDLL(None, use_errno=True)
 for number in map(int, sys.argv[1:]):
@@ -150,11 +149,11 @@ fn python(code: &str, arguments: impl Iterator<Item = String>) -> Command {
 }
 
 #[tokio::test]
-async fn docker_calls_into_the_kernels_depths_are_refused() {
+async fn docker_privileged_system_calls_are_refused() {
     const NOT_PERMITTED: u32 = 1;
     const NOT_IMPLEMENTED: u32 = 38;
-    let Some(bench) = Bench::new().await else { return };
-    let mut sandbox = bench.open().await;
+    let Some(fixture) = Fixture::new().await else { return };
+    let mut sandbox = fixture.open().await;
     let numbers = REFUSED.map(|(_, x86_64, other)| {
         (if cfg!(target_arch = "x86_64") { x86_64 } else { other }).to_string()
     });
@@ -164,8 +163,8 @@ async fn docker_calls_into_the_kernels_depths_are_refused() {
     for ((name, ..), error) in REFUSED.iter().zip(errors) {
         assert!([NOT_PERMITTED, NOT_IMPLEMENTED].contains(&error), "{name}: error {error}");
     }
-    // Allowed calls answer for themselves, so the errors above are no artefact of the caller: a
-    // process may trace its own child, not process 1; sockets of common families exist.
+    // Allowed calls succeed, so the errors above are not caused by the caller: a process may trace its
+    // own child but not process 1, and sockets of common families can be created.
     let trace = "import ctypes, os, socket
 libc = ctypes.CDLL(None, use_errno=True)
 def attach(pid):
@@ -184,7 +183,7 @@ os.kill(child, 9)
 ";
     let answer = sandbox.exec(&python(trace, std::iter::empty())).await.unwrap().text();
     assert_eq!(answer, "traced Operation not permitted\n1 2 10 16 ");
-    // `getpid` by the gate of 32-bit programs: the caller is killed rather than answered.
+    // `getpid` through the 32-bit entry point kills the caller.
     let gate = "import ctypes, mmap
 code = bytes([0xb8, 20, 0, 0, 0, 0xcd, 0x80, 0xc3])
 page = mmap.mmap(-1, 4096, prot=7)
@@ -197,24 +196,24 @@ print('answered', ctypes.CFUNCTYPE(ctypes.c_int)(entry)())
         assert!(matches!(result.exit, Exit::Signal(_)), "{result:?}");
     }
     sandbox.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
-async fn docker_the_daemons_own_list_of_calls_can_be_asked_for() {
+async fn docker_seccomp_setting_selects_the_daemons_own_profile() {
     let raw = RawSandboxConfig { seccomp: Some(Seccomp::Daemon), ..RawSandboxConfig::default() };
-    let Some(bench) = Bench::with(raw).await else { return };
-    let mut sandbox = bench.open().await;
-    // `remap_file_pages`, which Docker always allowed and we do not: an invalid argument there.
+    let Some(fixture) = Fixture::with(raw).await else { return };
+    let mut sandbox = fixture.open().await;
+    // `remap_file_pages`, which Docker's profile allows and ours does not: there, an invalid argument.
     let number = if cfg!(target_arch = "x86_64") { 216 } else { 234 };
     let call = python(CALLER, std::iter::once(number.to_string()));
     assert_eq!(sandbox.exec(&call).await.unwrap().text(), "22\n");
-    let Some(strict) = Bench::new().await else { return };
+    let Some(strict) = Fixture::new().await else { return };
     let mut other = strict.open().await;
     assert_eq!(other.exec(&call).await.unwrap().text(), "1\n");
     other.close().await.unwrap();
     strict.finish().await;
     check_alive(&mut sandbox).await;
     sandbox.close().await.unwrap();
-    bench.finish().await;
+    fixture.finish().await;
 }

@@ -1,0 +1,76 @@
+//! What a case of the self-test does, and the outcome it expects.
+
+use crate::api::Exit;
+
+/// One case of the self-test.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Case {
+    pub(super) name: &'static str,
+    pub(super) action: Action,
+    pub(super) expected: Expected,
+    pub(super) deadline_ms: u64,
+}
+
+/// What is done to a sandbox.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Action {
+    /// Run a shell script.
+    Shell(&'static str),
+    /// Run a program with arguments.
+    Argv(&'static [&'static str]),
+    /// Run a command with an argument of this many bytes, which prints its length.
+    Argument(usize),
+    /// Run a script, then read the tree.
+    ReadTree(&'static str),
+    /// Run a script, then write a file at this path.
+    Write(&'static str, &'static str),
+    /// Run a script, close the sandbox, and look for leftovers in the next one.
+    CloseAfter(&'static str),
+    /// Run a script whose effect a reset cannot undo, then close the sandbox.
+    Spoil(&'static str),
+    /// Pause the container while a command runs.
+    Pause,
+    /// Kill the container while a command runs.
+    Kill,
+    /// Remove the container while a command runs.
+    Remove,
+    /// Let the container reach its deadline while a command runs.
+    Expire,
+    /// Drop the future of a call, then make another call.
+    DropCall,
+    /// Remove the container while it is idle in the pool.
+    RemoveIdle,
+}
+
+/// The correct outcome of an action.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Expected {
+    /// The command ends like this.
+    Ends(Exit),
+    /// It ends like this, and this is its output.
+    Text(Exit, &'static str),
+    /// It ends like this with this many bytes of output, of which both ends are kept.
+    Bytes(Exit, u64),
+    /// It ends like this, and its output contains this.
+    Contains(Exit, &'static str),
+    /// It is killed because of its output, of which both ends are kept.
+    OutputKilled,
+    /// It ends like this, after the kernel killed a process for lack of memory.
+    OutOfMemory(Exit),
+    /// The tree consists of these paths.
+    Tree(&'static [&'static str]),
+    /// The call fails with this kind of error.
+    Fails(ErrorClass),
+    /// The next sandbox is another container.
+    Replaced,
+}
+
+/// The kinds of [`SandboxErrorKind`](crate::SandboxErrorKind) that cases expect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ErrorClass {
+    Refused,
+    TooLarge,
+    Gone,
+    TimedOut,
+    Protocol,
+}
