@@ -1,10 +1,11 @@
-"""Distributions of the metrics: the bins are the embedded trainer's, and counts add up."""
+"""Histograms of the metrics have the embedded trainer's bins and add up over processes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import needs  # noqa: F401
+
 import pytest
 
 import torch  # isort: skip
@@ -15,7 +16,7 @@ from orchestrate_trainer.measures import Load, Mismatch
 
 
 class Copies:
-    """A world of processes that all measured the same."""
+    """A world whose processes all measured the same values."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -27,7 +28,7 @@ class Copies:
         return [value] * self._size
 
 
-def test_sizes_fall_into_half_decades(world: Any) -> None:
+def test_sizes_are_counted_by_half_decade(world: Any) -> None:
     sizes = HalfDecades()
     assert sizes.finish(world) == []
     root = 3.1622776601683795
@@ -41,11 +42,11 @@ def test_sizes_fall_into_half_decades(world: Any) -> None:
     assert sizes.finish(Copies(2)) == [2 * count for count in expected]
 
 
-def test_probabilities_fall_into_bins_that_are_finest_near_one(world: Any) -> None:
+def test_probability_bins_are_finest_near_one(world: Any) -> None:
     grid = ProbabilityGrid()
     logprobs = [0.0, -0.015, -1 / 64, -0.016, -1.0, -4.0, -15.5, -1e9, -float("inf")]
     bins = [0, 0, 1, 1, 8, 16, 31, 31, 31]
-    for logprob, place in zip(logprobs, bins):
+    for logprob, place in zip(logprobs, bins, strict=True):
         grid = ProbabilityGrid()
         grid.add(torch.tensor([logprob] * 3), torch.tensor([-1.0, 0.0, -1.0]))
         assert grid.finish(world) == [[place, 0, 1], [place, 8, 2]], logprob
@@ -68,7 +69,7 @@ def test_sequences_are_counted_by_their_mean(world: Any) -> None:
     assert both["kl_k3"] == pytest.approx(found["kl_k3"])
 
 
-def test_expert_use_from_the_busiest_to_the_idlest(world: Any) -> None:
+def test_expert_load_is_ordered_from_busiest_to_idlest(world: Any) -> None:
     load = Load(2, 4)
     load.add(torch.tensor([[[0, 1], [0, 1]], [[2, 3], [0, 1]]]))
     found = load.finish(world)

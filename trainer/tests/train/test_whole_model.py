@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import needs
+
 import pytest
 
 import torch  # isort: skip
@@ -14,13 +15,13 @@ from test_replay import replaying, run
 from orchestrate_trainer.measures import extreme, k3
 from orchestrate_trainer.policy import ModelOptions, load_policy
 from orchestrate_trainer.replay import Routing
-from orchestrate_trainer.routers import UnknownRouter
+from orchestrate_trainer.routers import UnknownRouterError
 
 
-def test_a_dense_model_is_refused() -> None:
+def test_dense_model_is_refused() -> None:
     model = tiny_model("mixtral")
     del model.model.layers
-    with pytest.raises(UnknownRouter, match="no router known here"):
+    with pytest.raises(UnknownRouterError, match="no supported router"):
         Routing(model)
 
 
