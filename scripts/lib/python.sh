@@ -1,7 +1,7 @@
 # Sourced by the scripts next to it: Python environments below target/.
 
-# Sets `python_bin` to a Python of at least 3.11 that can create virtual environments. Installs
-# Debian's where there is none.
+# Sets `python_bin` to a Python of at least 3.11 that can create virtual environments. If there is no
+# such Python, installs Debian's.
 ensure_python() {
   local candidate
   for candidate in "${PYTHON:-python3}" /usr/bin/python3; do

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from .batch import Batch, Sequence
 from .learner import Learner
@@ -88,14 +89,15 @@ def _measure(given: argparse.Namespace, world: World) -> dict[str, Any]:
     device = world.device
     with tempfile.TemporaryDirectory(prefix="orchestrate-bench-") as folder:
         _log("creating a model with random weights")
-        model = _random_model(given).to(device)
+        model = _random_model(given)
+        model.to(device)
         model.save_pretrained(folder)
         if given.sampler == "fp8":
             _round_to_fp8(model)
         _log(f"sampling {given.sequences} sequences in {given.sampler}")
         batch = _sample(model, given)
         del model
-        rows = {}
+        rows: dict[str, dict[str, Any]] = {}
         _log("measuring plain transformers")
         rows["plain_forward_backward"] = _plain(Path(folder), batch, given, device)
         gc.collect()
@@ -103,7 +105,7 @@ def _measure(given: argparse.Namespace, world: World) -> dict[str, Any]:
         trained, mismatch = _trainer(Path(folder), batch, given, world)
         rows |= trained
     flops = _flops(given)
-    name = world.describe()[0]
+    name = world.device_names()[0]
     peak = given.peak_tflops or next((p for part, p in PEAK_TFLOPS.items() if part in name), None)
     tokens = given.sequences * given.tokens
     for kind, row in rows.items():
@@ -127,7 +129,7 @@ def _measure(given: argparse.Namespace, world: World) -> dict[str, Any]:
     }
 
 
-def _random_model(given: argparse.Namespace) -> PreTrainedModel:
+def _random_model(given: argparse.Namespace) -> Any:
     config = AutoConfig.for_model(
         "qwen3_moe",
         hidden_size=given.hidden,
@@ -147,13 +149,14 @@ def _random_model(given: argparse.Namespace) -> PreTrainedModel:
         eos_token_id=None,
         pad_token_id=None,
     )
-    return AutoModelForCausalLM.from_config(
+    model: Any = AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).eval()
+    )
+    return model.eval()
 
 
 @torch.no_grad()
-def _round_to_fp8(model: PreTrainedModel) -> None:
+def _round_to_fp8(model: nn.Module) -> None:
     """Rounds the weights of attention and experts to fp8 (e4m3) with a scale per output row, as an
     inference server stores them."""
     for name, parameter in model.named_parameters():
@@ -182,7 +185,7 @@ class _Batch:
 
 
 @torch.no_grad()
-def _sample(model: PreTrainedModel, given: argparse.Namespace) -> _Batch:
+def _sample(model: Any, given: argparse.Namespace) -> _Batch:
     """Random prompts continued by the model, with the log-probs and experts of its own forward."""
     chosen: list[torch.Tensor] = []
     routers = [module for module in model.modules() if spec_of(module) is not None]
@@ -245,9 +248,10 @@ def _plain(
 ) -> dict[str, float]:
     """Times forward and backward of plain transformers: one sequence at a time, with activation
     checkpointing."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).to(device)
+    )
+    model.to(device)
     if given.kernel:
         model.set_experts_implementation(given.kernel)
     model.train()
@@ -343,7 +347,7 @@ def _flops(given: argparse.Namespace) -> float:
     scores = given.tokens * given.heads * given.head_width
     token = given.layers * 2 * (attention + experts + router + scores)
     head = 2 * given.hidden * given.vocab
-    return given.sequences * float(given.tokens * token + given.sampled * head)
+    return float(given.sequences * (given.tokens * token + given.sampled * head))
 
 
 def _timed(work: Callable[[], None], repeat: int, device: torch.device) -> dict[str, float]:

@@ -178,16 +178,18 @@ def _config(folder: Path) -> Any:
 def _read_whole(folder: Path, world: World) -> PreTrainedModel | None:
     """The whole model in the leader, ``None`` elsewhere. Raises :class:`ModelError` in all
     processes."""
-    model = problem = None
+    model: PreTrainedModel | None = None
+    problem: str | None = None
     if world.is_leader:
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto",
                 local_files_only=True,
                 attn_implementation="eager",
                 output_loading_info=True,
             )
+            model, report = loaded
             lacking = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
             if lacking:
                 problem = f"tensor `{lacking[0]}` is missing or has the wrong shape"

@@ -91,7 +91,7 @@ class Routing:
             spec = spec_of(module)
             if spec is not None:
                 router = _Router(module, spec, _layer_number(name))
-                module.forward = router  # type: ignore[method-assign, assignment]
+                module.forward = router
                 self._routers.append(router)
         self._routers.sort(key=lambda router: router.layer)
         specs = {router.spec for router in self._routers}

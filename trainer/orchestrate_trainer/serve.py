@@ -8,11 +8,11 @@ import logging
 import os
 import signal
 import sys
-from pathlib import Path
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from .cli import parser
 from .policy import ModelError, ModelOptions
 from .routers import UnknownRouterError
 from .server import Server
@@ -20,21 +20,21 @@ from .service import Trainer, TrainerService, run_jobs
 from .store import CheckpointStore
 from .world import World
 
-__all__ = ["main"]
+__all__ = ["serve"]
 
 log = logging.getLogger("orchestrate_trainer")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def serve(given: argparse.Namespace) -> int:
     """Serves until SIGTERM or SIGINT, on which a running step stops at its next phase.
 
-    Returns the exit status: 0, or 2 if the trainer cannot be started.
+    ``given`` are the options of :func:`orchestrate_trainer.cli.parser`. Returns the exit status: 0,
+    or 2 if the trainer cannot be started.
     """
-    given = _parser().parse_args(arguments)
     token = os.environ.get(given.token_env, "") if given.token_env else None
     if token == "":
         print(
-            f"error: environment variable {given.token_env} is empty; set it to the bearer token",
+            f"error: environment variable {given.token_env} is unset or empty; set it to the token",
             file=sys.stderr,
         )
         return 2
@@ -89,59 +89,5 @@ def _exit_with_launcher() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="orchestrate-trainer", description=__doc__)
-    add = parser.add_argument
-    add(
-        "--model",
-        type=Path,
-        required=True,
-        help="folder of the starting model, in the Hugging Face layout",
-    )
-    add(
-        "--checkpoint-dir",
-        type=Path,
-        required=True,
-        help="folder of checkpoints, shared by all machines and readable by the inference servers",
-    )
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=30100, help="port; 0 chooses a free one (default: %(default)s)")
-    add("--token-env", help="environment variable that holds the bearer token (default: no token)")
-    add("--batch-root", type=Path, help="folder that batches must lie in (default: any folder)")
-    add(
-        "--keep",
-        type=int,
-        default=3,
-        help="number of newest checkpoints to keep (default: %(default)s)",
-    )
-    add(
-        "--device",
-        choices=("auto", "cuda", "cpu"),
-        default="auto",
-        help="device to train on (default: cuda if available)",
-    )
-    add(
-        "--compute",
-        choices=("auto", "bf16", "f32"),
-        default="auto",
-        help="dtype of layers; routers always use f32 (default: bf16 on CUDA, f32 on the CPU)",
-    )
-    add(
-        "--export",
-        choices=("auto", "bf16", "f32"),
-        default="auto",
-        help="dtype of the weights that inference servers load (default: that of --compute)",
-    )
-    add("--keep-activations", action="store_true", help="turn off activation checkpointing")
-    add(
-        "--cpu-offload",
-        action="store_true",
-        help="keep parameters and optimizer in host memory (CUDA)",
-    )
-    add("--experts", help="name of the expert kernel in transformers, e.g. eager or grouped_mm")
-    add("--threads", type=int, default=0, help="CPU threads per process (default: all)")
-    return parser
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(parser().parse_args()))

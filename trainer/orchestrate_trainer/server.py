@@ -136,12 +136,13 @@ def _fields(body: Any, kinds: dict[str, type]) -> dict[str, Any]:
     """The fields of a request, whose values must have the types in ``kinds``."""
     if not isinstance(body, dict):
         raise ProtocolError(400, "bad_request", "the request body must be an object")
-    found = {}
+    found: dict[str, Any] = {}
     for name, kind in kinds.items():
-        value = body.get(name)
+        value: Any = body.get(name)
         if kind is float and type(value) is int:
             value = float(value)
-        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if type(value) is not kind or not finite:
             raise ProtocolError(400, "bad_request", f"field `{name}` must be {KINDS[kind]}")
         found[name] = value
     return found

@@ -164,11 +164,11 @@ class TrainerService:
                 return known.to_json()
             version = self._position.policy_version
             if base != version:
-                error = (
+                problem = (
                     f"step {step_id} is based on policy version {base}, but this trainer is at "
                     f"version {version}"
                 )
-                self._current = StepStatus(step_id, "failed", error=error)
+                self._current = StepStatus(step_id, "failed", error=problem)
             else:
                 self._enqueue(QueuedJob(StepJob(step_id, str(batch.path), settings, digest)))
                 self._current = StepStatus(step_id, "queued")

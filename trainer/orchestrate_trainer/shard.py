@@ -29,7 +29,7 @@ HEADER_LIMIT = 64 << 20
 #: memory than this.
 HASH_BYTES = 4 << 20
 
-DTYPES = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"),
     "F32": np.dtype("<f4"),
     "U32": np.dtype("<u4"),

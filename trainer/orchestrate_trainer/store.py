@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, TypedDict, TypeVar, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from .export import INDEX, tensor_files, write_weights
@@ -138,8 +138,8 @@ class CheckpointStore:
             return
         self._in_all(lambda: learner.heads.load(self.folder(version)))
         weights, moments = get_state_dict(policy, optimizer)
-        held = {"model": weights, "optimizer": moments}
-        dcp.load(held, checkpoint_id=state, process_group=self._world.control)
+        held: dict[str, Any] = {"model": weights, "optimizer": moments}
+        state_dict_loader.load(held, checkpoint_id=state, process_group=self._world.control)
         set_state_dict(
             policy,
             optimizer,
@@ -170,8 +170,10 @@ class CheckpointStore:
 
         self._on_leader(prepare)
         weights, moments = get_state_dict(policy, optimizer)
-        held = {"model": weights, "optimizer": moments}
-        dcp.save(held, checkpoint_id=partial / "state", process_group=self._world.control)
+        held: dict[str, Any] = {"model": weights, "optimizer": moments}
+        state_dict_saver.save(
+            held, checkpoint_id=partial / "state", process_group=self._world.control
+        )
         write_weights(policy, base, partial, self._dtype, self._world)
 
         def publish() -> Position:

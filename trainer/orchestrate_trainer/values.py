@@ -97,7 +97,8 @@ def whiten(advantages: Tensor, world: World) -> Tensor:
     ``advantages`` are those of this process's loss tokens.
     """
     count, mean, squares = _moments(advantages, world)
-    return (advantages - mean) * (squares / max(count - 1, 1) + 1e-8) ** -0.5
+    scale: float = (squares / max(count - 1, 1) + 1e-8) ** -0.5
+    return (advantages - mean) * scale
 
 
 def _returns(old: RolloutValues, settings: Hyperparameters) -> Returns:

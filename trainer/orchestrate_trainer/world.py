@@ -51,15 +51,19 @@ class World:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timedelta(hours=1))
         else:
-            dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, rank=0, world_size=1, store=store)
         size = dist.get_world_size()
+        mesh = init_device_mesh(kind, (size,))
+        control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        assert isinstance(control, dist.ProcessGroup), "every process is a member of this group"
         current = torch.device(kind, torch.cuda.current_device()) if cuda else torch.device(kind)
         return cls(
             rank=dist.get_rank(),
             size=size,
             device=current,
-            mesh=init_device_mesh(kind, (size,)),
-            control=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+            mesh=mesh,
+            control=control,
         )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ LENGTHS = [8192] * 64 + [2048] * 16
 
 def base_of(array: np.ndarray) -> object:
     """The object that owns an array's memory."""
-    base = array
+    base: Any = array
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base
     return base.obj if isinstance(base, memoryview) else base

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 from safetensors.numpy import save
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 EXPERTS, TOP_K, VOCAB = 8, 2, 61
 SMALL = {
@@ -58,12 +58,12 @@ TINY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
+def tiny_model(name: str, seed: int = 0) -> Any:
     """A float32 model of a family, whose routers' scores are far from ties."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(name, **{**SMALL, **TINY[name]})
     config.dtype = torch.float32
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, value in model.named_parameters():
             if value.dim() > 1:

@@ -162,7 +162,7 @@ def test_incomplete_checkpoint_is_ignored(
     def die(*_: Any, **__: Any) -> None:
         raise Killed
 
-    for victim in ("dcp.save", "write_weights", "_write_json", "_publish", "_fsync"):
+    for victim in ("state_dict_saver.save", "write_weights", "_write_json", "_publish", "_fsync"):
         trainer = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
         with monkeypatch.context() as patch:
             patch.setattr(f"orchestrate_trainer.store.{victim}", die)
@@ -180,7 +180,8 @@ def test_incomplete_checkpoint_is_ignored(
         with pytest.raises(Killed):
             update(again, manifest, "s2")
     final = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
-    assert final.position.applied("s2")["policy_version"] == 2
+    applied = final.position.applied("s2")
+    assert applied is not None and applied["policy_version"] == 2
 
 
 def test_folder_can_be_used_by_one_trainer_only(world: Any, tmp_path: Path) -> None:

@@ -28,6 +28,10 @@ class Copies:
         return [value] * self._size
 
 
+def copies(size: int) -> Any:
+    return Copies(size)
+
+
 def test_sizes_are_counted_by_half_decade(world: Any) -> None:
     sizes = HalfDecades()
     assert sizes.finish(world) == []
@@ -39,7 +43,7 @@ def test_sizes_are_counted_by_half_decade(world: Any) -> None:
     for place in (0, 0, 1, 9, 10, 10, 16, 17, 17):
         expected[place] += 1
     assert sizes.finish(world) == expected
-    assert sizes.finish(Copies(2)) == [2 * count for count in expected]
+    assert sizes.finish(copies(2)) == [2 * count for count in expected]
 
 
 def test_probability_bins_are_finest_near_one(world: Any) -> None:
@@ -50,7 +54,7 @@ def test_probability_bins_are_finest_near_one(world: Any) -> None:
         grid = ProbabilityGrid()
         grid.add(torch.tensor([logprob] * 3), torch.tensor([-1.0, 0.0, -1.0]))
         assert grid.finish(world) == [[place, 0, 1], [place, 8, 2]], logprob
-    assert grid.finish(Copies(2)) == [[31, 0, 2], [31, 8, 4]]
+    assert grid.finish(copies(2)) == [[31, 0, 2], [31, 8, 4]]
 
 
 def test_sequences_are_counted_by_their_mean(world: Any) -> None:
@@ -64,7 +68,7 @@ def test_sequences_are_counted_by_their_mean(world: Any) -> None:
         for name in ("sequence_histogram", "token_histogram")
     }
     assert filled == {"sequence_histogram": {14: 1, 15: 1}, "token_histogram": {14: 1, 15: 2}}
-    both = sums.finish(Copies(2))[0]
+    both = sums.finish(copies(2))[0]
     assert both["token_histogram"] == [2 * count for count in found["token_histogram"]]
     assert both["kl_k3"] == pytest.approx(found["kl_k3"])
 

@@ -1,4 +1,4 @@
-"""Every formula against worked numbers, in float64."""
+"""Every formula against its worked numbers, in float64."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from orchestrate_trainer import advantages, losses, measures
 from orchestrate_trainer.corrections import Tokens, correction, off_policy_keep
 from orchestrate_trainer.losses import Totals
 from orchestrate_trainer.prediction import predicted_route, predictor_loss
-from orchestrate_trainer.routers import RouterSpec, log_router_probs
 from orchestrate_trainer.values import Returns, whiten
+from orchestrate_trainer.routers import RouterSpec, log_router_probs
 
 
 def tensor(values: Any) -> Tensor:
@@ -27,7 +27,7 @@ def close(found: Any, expected: Any) -> None:
 
 
 class Rows:
-    """The loss tokens of a golden batch ``[S, T]`` in one row."""
+    """A golden batch ``[S, T]`` as one row of loss tokens."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         self.mask = tensor(inputs["mask"]) > 0
@@ -58,7 +58,9 @@ def test_grpo() -> None:
         close(loss.terms.detach(), rows.row(expected["token_loss"]).tolist())
         clipped = loss.clipped_high | loss.clipped_low
         close(clipped.double().mean(), expected["clip_fraction"])
-        rows.check(losses.aggregate(loss.terms, rows.tokens, rows.totals, inputs["agg"]), expected)
+        rows.check(
+            losses.aggregate(loss.terms, rows.tokens, rows.totals, inputs["agg"]), expected
+        )
 
 
 def test_gspo() -> None:
@@ -94,10 +96,9 @@ def test_importance_corrections() -> None:
         )
         close(weight, rows.row(expected["weight"]).tolist())
         if expected["truncated_or_masked"] is not None:
-            assert (
-                changed.tolist()
-                == tensor(expected["truncated_or_masked"]).bool()[rows.mask].tolist()
-            )
+            assert changed.tolist() == tensor(expected["truncated_or_masked"]).bool()[
+                rows.mask
+            ].tolist()
         loss = losses.surrogate(
             rows.logp - rows.old, rows.each, inputs["eps_low"], inputs["eps_high"]
         )
@@ -192,7 +193,7 @@ def test_divergence_and_extreme_tokens() -> None:
             close(logp.grad, expected["k2_grad"])
 
 
-def test_unbiased_divergence_has_the_gradients_of_ratio_and_estimate() -> None:
+def test_unbiased_divergence_has_both_gradients() -> None:
     logp = tensor([-0.9, -2.0]).requires_grad_()
     old, reference = tensor([-1.0, -1.8]), tensor([-1.2, -1.5])
     losses.kl_penalty(logp, reference, "k3", logp - old).sum().backward()
@@ -206,7 +207,7 @@ def test_mismatch_of_the_protocol(world: Any) -> None:
     expected = golden_cases("kl_and_extreme_tokens")[0]["expected"]
     mask = tensor(inputs["mask"]) > 0
     sums = measures.Mismatch()
-    # Added in two parts, which must not change the result.
+    # In two parts: a micro-batch more or less changes nothing.
     trainer, sampler = tensor(inputs["logp_train"])[mask], tensor(inputs["logp_infer"])[mask]
     one = Tokens(torch.zeros(3, dtype=torch.long), 1)
     rest = torch.zeros(len(trainer) - 3, dtype=torch.long)
@@ -216,7 +217,7 @@ def test_mismatch_of_the_protocol(world: Any) -> None:
     close(found["kl_k3"], expected["kl_k3"])
     close(found["mean_abs_logprob_diff"], expected["mean_abs_logp_diff"])
     close(found["mean_abs_prob_diff"], expected["mean_abs_prob_diff"])
-    shares = dict(zip(inputs["taus"], expected["F_tau"], strict=True))
+    shares = dict(zip(inputs["taus"], expected["F_tau"]))
     close(found["extreme_token_fraction"]["2"], shares[2.0])
     close(found["extreme_token_fraction"]["1.2"], shares[1.2])
     close(ratio["mean"], (trainer - sampler).exp().mean().item())
@@ -248,7 +249,8 @@ def test_predictive_routes() -> None:
     for case in golden_cases("pr2"):
         inputs, expected = case["inputs"], case["expected"]
         hidden, old, new = (
-            tensor(inputs[name]) for name in ("h_old", "router_logits_old", "router_logits_current")
+            tensor(inputs[name])
+            for name in ("h_old", "router_logits_old", "router_logits_current")
         )
         predictor = tensor(inputs["w_predictor"]).requires_grad_()
         spec = RouterSpec("softmax_of_chosen", old.shape[1], inputs["top_k"])
@@ -301,7 +303,7 @@ def test_values(world: Any) -> None:
         close(loss, expected["value_loss"])
 
 
-def test_sequence_without_loss_tokens_contributes_nothing() -> None:
+def test_a_sequence_without_loss_tokens_contributes_nothing() -> None:
     tokens = Tokens(torch.tensor([0, 0, 2]), 3)
     logp, old = tensor([-1.0, -2.0, -0.5]).requires_grad_(), tensor([-1.1, -1.8, -0.5])
     advantage = tensor([1.0, 5.0, -1.0])
@@ -312,7 +314,7 @@ def test_sequence_without_loss_tokens_contributes_nothing() -> None:
         assert loss.terms[1] == 0 and (loss.terms[[0, 2]] != 0).all()
 
 
-def test_off_policy_sequences_are_masked() -> None:
+def test_sequences_that_have_moved_away_are_left_out() -> None:
     tokens = Tokens(torch.tensor([0, 0, 1, 1]), 2)
     logp, old = tensor([-3.0, -3.0, -3.0, -3.0]), tensor([-1.0, -1.0, -1.0, -1.0])
     kept = off_policy_keep(logp, old, tokens, tensor([-1.0, 1.0]), 1.5)

@@ -39,7 +39,7 @@ KILLS_PER_STARTUP_KILL = 5
 FORK_SERVER = """
 import json, os, signal, sys
 import transformers.models.qwen3_moe.modeling_qwen3_moe
-from orchestrate_trainer import serve
+from orchestrate_trainer import cli, serve
 
 # The children are never waited for.
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -54,7 +54,7 @@ for line in sys.stdin:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    status = serve.main(arguments)
+    status = cli.main(arguments)
     print("ended with", status, flush=True)
     os._exit(status)
 """

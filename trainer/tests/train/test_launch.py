@@ -20,7 +20,7 @@ from test_processes import LENGTHS, Process, submitted
 from test_service import request
 from torch.distributed.run import get_args_parser
 
-from orchestrate_trainer import serve
+from orchestrate_trainer.cli import parser
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "train-node"
@@ -72,7 +72,7 @@ def test_commands_of_the_readme_are_valid(tmp_path: Path) -> None:
             # The order of the machines is fixed, so number 0 serves requests.
             assert parsed.standalone or parsed.rdzv_backend == "static"
             given = parsed.training_script_args
-        options = serve._parser().parse_args(given)
+        options = parser().parse_args(given)
         assert options.model and options.checkpoint_dir
     assert "1" in nodes and len(nodes) > 1
 

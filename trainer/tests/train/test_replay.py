@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import needs  # noqa: F401
@@ -25,11 +26,9 @@ LENGTHS = (9, 14, 5)
 pytestmark = pytest.mark.parametrize("family", list(TINY))
 
 
-class _PatchedSpec:
+def patched(spec: Any, select: Any) -> Any:
     """A router spec with another function for the choice."""
-
-    def __init__(self, spec: Any, select: Any) -> None:
-        self.select, self.weights, self.kind = select, spec.weights, spec.kind
+    return SimpleNamespace(select=select, weights=spec.weights, kind=spec.kind)
 
 
 def flipping(spec: Any, calls: list[int], layers: int) -> Any:
@@ -47,7 +46,7 @@ def run(policy: Policy, tokens: torch.Tensor, lengths: tuple[int, ...] = LENGTHS
     """Log-probs of every token of the pack but the first."""
     positions = torch.cat([torch.arange(n) for n in lengths])
     rows = torch.arange(len(tokens) - 1)
-    logp, *_ = policy(tokens[None], positions[None], lengths, rows, tokens[1:], 1.0)
+    logp: torch.Tensor = policy(tokens[None], positions[None], lengths, rows, tokens[1:], 1.0)[0]
     return logp
 
 
@@ -163,7 +162,7 @@ def test_checkpointed_forward_executes_the_same_experts_again(
         layers = len(routers)
         calls: list[int] = []
         for router in routers:
-            router.spec = _PatchedSpec(router.spec, flipping(router.spec, calls, layers))
+            router.spec = patched(router.spec, flipping(router.spec, calls, layers))
         with replaying(policy):
             run(policy, tokens).sum().backward()
         flipped.append(len(calls))
@@ -180,8 +179,13 @@ def test_bf16_model_has_f32_routers(
     seen = []
     router = policy.routing._routers[0]
     weights = router.spec.weights
-    spec = _PatchedSpec(router.spec, router.spec.select)
-    spec.weights = lambda logits, chosen: seen.append(logits.dtype) or weights(logits, chosen)
+    spec = patched(router.spec, router.spec.select)
+
+    def recording(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.dtype)
+        return weights(logits, chosen)
+
+    spec.weights = recording
     router.spec = spec
     tokens = draw_tokens(LENGTHS)
     with replaying(policy):

@@ -1,4 +1,4 @@
-"""Weights of the chosen experts in every router family, against worked numbers in float64."""
+"""Gates of every router family, own and replayed, against worked numbers in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def close(found: torch.Tensor, expected: Any) -> None:
     torch.testing.assert_close(found, tensor(expected), rtol=1e-9, atol=1e-9)
 
 
-def test_weights_of_own_and_replayed_experts() -> None:
+def test_gates() -> None:
     cases = golden_cases("r3_gating")
     assert {case["inputs"]["kind"] for case in cases} == set(KINDS)
     for case in cases:
@@ -56,7 +56,7 @@ def test_weights_of_own_and_replayed_experts() -> None:
         close(logits.grad, expected["dL_dlogits"])
 
 
-def test_layer_with_replayed_experts() -> None:
+def test_a_layer_with_replayed_experts() -> None:
     for case in golden_cases("moe_layer_r3"):
         inputs, expected = case["inputs"], case["expected"]
         names = ("x", "w_router", "w_gate", "w_up", "w_down")
@@ -77,7 +77,7 @@ def test_layer_with_replayed_experts() -> None:
             close(value.grad, expected[f"grad_{name}"])
 
 
-def test_lower_expert_wins_a_tie() -> None:
+def test_the_lower_expert_wins_a_tie() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]])
     for kind in ("softmax", "softmax_of_chosen", "sigmoid"):
         assert RouterSpec(kind, 5, 2).select(logits).tolist() == [[1, 2]]

@@ -19,10 +19,10 @@ import pytest
 import torch  # isort: skip
 from model_families import hyperparameters, write_batch
 
-from orchestrate_trainer import service
 from orchestrate_trainer.policy import ModelOptions
 from orchestrate_trainer.server import BODY_LIMIT, Server
 from orchestrate_trainer.service import Trainer, TrainerService, run_jobs
+from orchestrate_trainer.step import apply
 from orchestrate_trainer.store import CheckpointStore
 
 LENGTHS = (9, 12, 6)
@@ -194,13 +194,12 @@ def test_second_step_is_refused_while_one_runs(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    real = service.apply
 
     def wait(*given: Any) -> Any:
         gate.wait()
-        return real(*given)
+        return apply(*given)
 
-    monkeypatch.setattr(service, "apply", wait)
+    monkeypatch.setattr("orchestrate_trainer.service.apply", wait)
     client = start().client
     shape = client.call("/v1/info")[1]["model"]
     paths = [write_batch(tmp_path / name, shape, LENGTHS, name) for name in ("s1", "s2")]
@@ -237,7 +236,8 @@ def test_invalid_batches_are_refused_and_named(start: Any, tmp_path: Path) -> No
         return Path(shutil.copytree(good.parent, tmp_path / "batches" / name))
 
     def refusal(manifest: Path, **changed: Any) -> tuple[int, str, str]:
-        return client.refused("/v1/steps", request(manifest) | changed)
+        refused: tuple[int, str, str] = client.refused("/v1/steps", request(manifest) | changed)
+        return refused
 
     path = "bad_manifest_path"
     assert refusal(good.parent / "nothing.json")[:2] == (400, path)
@@ -293,8 +293,8 @@ def test_malformed_requests_are_refused(start: Any) -> None:
     status, code, message = client.refused("/v1/steps", request(Path("m")) | {"base_version": "0"})
     assert (status, code) == (400, "bad_request") and "base_version" in message
     for step_id in ("", "a/b", "..\\", "x" * 129, "ä"):
-        body = request(Path("m"), step_id)
-        assert client.refused("/v1/steps", body)[:2] == (400, "bad_step_id")
+        named = request(Path("m"), step_id)
+        assert client.refused("/v1/steps", named)[:2] == (400, "bad_step_id")
     # The server stops reading the body, so the client may see a broken pipe instead.
     try:
         large = client.refused("/v1/steps", b" " * (BODY_LIMIT + 1))

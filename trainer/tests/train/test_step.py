@@ -131,7 +131,7 @@ def test_measured_log_probs_agree_with_the_step(bench: Bench) -> None:
         assert (found["disagreement"] is None) == replay
 
 
-ALGORITHMS = [
+ALGORITHMS: list[dict[str, Any]] = [
     {"policy_loss": "grpo", "dual_clip": 3.0, "aggregation": "seq-mean-token-mean"},
     {"policy_loss": "grpo", "aggregation": "token-sum-norm", "loss_norm_tokens": 20.0},
     {"policy_loss": "grpo", "router_shift": "before_clip", "router_shift_floor": 0.9},
@@ -180,7 +180,7 @@ def test_every_algorithm_changes_the_weights_in_its_own_way(bench: Bench) -> Non
 
 def test_value_head_learns_the_returns(bench: Bench) -> None:
     """The coefficient is so small that only the policy loss trains the model."""
-    changed = {
+    changed: dict[str, Any] = {
         "policy_loss": "ppo",
         "mini_steps": 2,
         "learning_rate": 1e-3,
@@ -204,7 +204,7 @@ def test_single_mini_step_of_ppo_is_on_policy(bench: Bench) -> None:
 
 
 def test_router_predictor_learns_without_changing_the_model(bench: Bench) -> None:
-    changed = {"mini_steps": 4, "predictor_rate": 1.0, "predictor_tokens": 8}
+    changed: dict[str, Any] = {"mini_steps": 4, "predictor_rate": 1.0, "predictor_tokens": 8}
     learner = bench.open()
     metrics = bench.apply(learner, routing_replay="predictive", **changed)
     predictor = learner.heads.predictor().weights
@@ -219,7 +219,7 @@ def test_router_predictor_learns_without_changing_the_model(bench: Bench) -> Non
 def test_router_predictor_beats_predicting_no_change(bench: Bench) -> None:
     """The same batch is applied to the same weights again and again, so the change is learnable."""
     learner = bench.open()
-    changed = {
+    changed: dict[str, Any] = {
         "routing_replay": "predictive",
         "mini_steps": 3,
         "learning_rate": 1e-4,
@@ -236,7 +236,7 @@ def test_router_predictor_beats_predicting_no_change(bench: Bench) -> None:
 
 def test_off_policy_sequences_are_masked(bench: Bench) -> None:
     """One sequence per mini step, and a learning rate that moves log-probs far."""
-    large = {"mini_steps": len(LENGTHS), "learning_rate": 0.1}
+    large: dict[str, Any] = {"mini_steps": len(LENGTHS), "learning_rate": 0.1}
     _, plain = bench.step(**large)
     _, masked = bench.step(**large, off_policy_delta=1e-6)
     _, lenient = bench.step(**large, off_policy_delta=1e6)
@@ -249,7 +249,11 @@ def test_reference_policy_has_the_starting_weights(bench: Bench) -> None:
     at the rollout weights, however many mini steps follow."""
     for mini_steps in (1, 3):
         learner = bench.open()
-        changed = {"kl_coefficient": 1.0, "routing_replay": "none", "mini_steps": mini_steps}
+        changed: dict[str, Any] = {
+            "kl_coefficient": 1.0,
+            "routing_replay": "none",
+            "mini_steps": mini_steps,
+        }
         first = bench.apply(learner, **changed)
         assert first["kl_reference"] == pytest.approx(0.0, abs=1e-9)
         assert bench.apply(learner, **changed)["kl_reference"] > 1e-6
@@ -260,11 +264,13 @@ def test_warm_up_counts_optimizer_steps(bench: Bench) -> None:
     assert metrics["learning_rate"] == pytest.approx(0.3)
 
 
-def test_step_stops_between_phases_on_request(bench: Bench) -> None:
-    for stop, moved in ((("recompute", 0.0), False), (("update", 0.5), True)):
-        with pytest.raises(StepError, match="shutting down") as caught:
-            bench.step(lambda phase, share, at=stop: (phase, share) != at, mini_steps=2)
-        assert caught.value.moved == moved
+@pytest.mark.parametrize(("stop", "moved"), [(("recompute", 0.0), False), (("update", 0.5), True)])
+def test_step_stops_between_phases_on_request(
+    bench: Bench, stop: tuple[str, float], moved: bool
+) -> None:
+    with pytest.raises(StepError, match="shutting down") as caught:
+        bench.step(lambda phase, fraction: (phase, fraction) != stop, mini_steps=2)
+    assert caught.value.moved == moved
 
 
 def test_loss_that_is_not_finite_stops_before_the_weights_move(bench: Bench) -> None:

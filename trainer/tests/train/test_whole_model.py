@@ -41,7 +41,7 @@ def test_worked_numbers_of_a_whole_model(world: Any) -> None:
     lengths = (len(tokens),)
     sampler = torch.tensor(engine["expected"]["token_logprobs"])
     routes = torch.tensor(replay["inputs"]["idx_infer"])
-    close = {"rtol": 1e-3, "atol": 5e-4}
+    close: dict[str, Any] = {"rtol": 1e-3, "atol": 5e-4}
     with torch.no_grad():
         with replaying(policy):
             plain = run(policy, tokens, lengths)
