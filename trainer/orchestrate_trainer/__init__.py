@@ -1,6 +1,7 @@
-"""Orchestrate's training batches, and a PyTorch trainer that takes them.
+"""Reads Orchestrate's training batches, and trains on them with PyTorch.
 
-The names here read batches and need NumPy alone; the trainer is :mod:`orchestrate_trainer.serve`.
+The names exported here read batches and need NumPy only. The trainer is started by
+:mod:`orchestrate_trainer.serve` and needs the packages of the ``train`` extra.
 """
 
 from .batch import Batch, BatchError, Sequence

@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences, registered with transformers as ``packed``.
+"""Causal attention over packed sequences, registered with transformers under the name ``packed``.
 
-One call of PyTorch's ``scaled_dot_product_attention`` per sequence: on CUDA in bf16 that is its
-flash kernel, on the CPU its blocked one, and no sequence sees another. No mask of the whole pack
-exists; only sliding-window layers build one, per sequence.
+Each sequence of a pack gets its own call of PyTorch's ``scaled_dot_product_attention``, so no
+sequence sees another. PyTorch uses its flash kernel for that on CUDA in bf16, and a blocked kernel
+on the CPU. A mask for the whole pack is never built; sliding-window layers build one per sequence.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 __all__ = ["NAME"]
 
+#: Name to pass to transformers as ``attn_implementation``.
 NAME = "packed"
 
 
@@ -30,23 +31,26 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """``query`` ``[1, H, T, D]``, ``key`` and ``value`` ``[1, H_kv, T, D]`` of sequences with
-    ``packed_lengths`` tokens each; ``s_aux`` ``[H]`` are attention sinks. Returns
-    ``[1, T, H, D_v]``."""
+    """Attention outputs ``[1, T, H, D_v]`` of sequences with ``packed_lengths`` tokens each.
+
+    ``query`` is ``[1, H, T, D]``, ``key`` and ``value`` are ``[1, H_kv, T, D]``; ``s_aux`` ``[H]``
+    are attention sinks. The signature is that of transformers' attention functions.
+    """
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     outputs = [
-        _sequence(q, k, v, scaling, sliding_window, s_aux)
+        _attend(q, k, v, scaling, sliding_window, s_aux)
         for q, k, v in zip(
             query.split(packed_lengths, dim=2),
             key.split(packed_lengths, dim=2),
             value.split(packed_lengths, dim=2),
+            strict=True,
         )
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _sequence(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -54,13 +58,14 @@ def _sequence(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Attention within one sequence."""
     if sinks is not None:
         query, key, value = _with_sink(query, key, value, scaling, sinks)
     tokens = query.shape[2]
     mask = None
     if window is not None and window < tokens:
-        at = torch.arange(tokens, device=query.device)
-        distance = at.unsqueeze(1) - at
+        position = torch.arange(tokens, device=query.device)
+        distance = position.unsqueeze(1) - position
         mask = (distance >= 0) & (distance < window)
         if sinks is not None:
             mask[:, 0] = True
@@ -79,13 +84,16 @@ def _sequence(
 def _with_sink(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A sink is a logit in the softmax's denominator that carries no value: here a first token
-    with value 0 whose score is the sink in every row, through one more dimension."""
+    """Prepends a token that stands for the attention sink.
+
+    A sink is a logit in the softmax's denominator that carries no value. Here it is a first token
+    with value 0, whose score is the sink's logit in every row by means of extra dimensions.
+    """
     heads = query.shape[1]
     if key.shape[1] != heads:
         key = key.repeat_interleave(heads // key.shape[1], dim=1)
         value = value.repeat_interleave(heads // value.shape[1], dim=1)
-    # Kernels want a multiple of 8 in the last dimension.
+    # The kernels need the last dimension to be a multiple of 8.
     query, key = F.pad(query, (0, 8, 1, 0)), F.pad(key, (0, 8, 1, 0))
     place = query.shape[-1] - 8
     ones = torch.zeros_like(query)

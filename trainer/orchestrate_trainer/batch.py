@@ -1,11 +1,13 @@
-"""Batches: the hand-off of one training step, format version 1.
+"""Reads the batch of one training step, format version 1.
+
+.. code-block:: python
 
     batch = Batch.open("run/batches/step-000004")
     for sequence in batch.rank(rank, world_size, layers=range(0, 24)):
         sequence.token_ids       # uint32 [T]
         sequence.routed_experts  # uint8 or uint16 [T, 24, K], row t belongs to input token t
 
-Arrays are views of memory-mapped files: a rank that reads its own sequences reads nothing else.
+Arrays are views of memory-mapped files, so a rank that reads its own sequences reads nothing else.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .shard import BatchError, RowFormat, Shard, ShardInfo
+from .shard import Array, BatchError, RowFormat, Shard, ShardInfo
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +32,7 @@ __all__ = ["Batch", "BatchError", "Sequence"]
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
-#: Largest manifest read, in bytes; a real one has a few hundred per shard.
+#: Largest manifest that is read, in bytes. A real one has a few hundred per shard.
 MANIFEST_LIMIT = 64 << 20
 
 Verify = Literal["lazy", "never"]
@@ -39,48 +42,50 @@ Verify = Literal["lazy", "never"]
 class Sequence:
     """One trajectory of ``T`` tokens.
 
-    All arrays are views of the mapped file. They can be written to, which changes this process's
-    memory and never the file.
+    All arrays are views of the mapped file. Writing to one changes this process's memory, never
+    the file.
     """
 
     #: Number in the batch, counted over all shards.
     index: int
-    #: Where it comes from, e.g. ``t000012.03``.
+    #: The episode it comes from, for example ``t000012.03``.
     episode_id: str
-    #: Number of its group; members of one group share a prompt and a baseline.
+    #: Number of its group. The members of a group share a prompt and a baseline.
     group: int
     #: Advantage of the whole sequence.
     advantage: float
-    #: Verifier's reward.
+    #: Reward given by the grader.
     reward: float
     #: uint32 [T]
-    token_ids: np.ndarray
+    token_ids: Array
     #: uint8 [T], 1 = the policy wrote the token and it is trained on
-    loss_mask: np.ndarray
-    #: float32 [T], nats; read only where the mask is 1
-    rollout_logprobs: np.ndarray
+    loss_mask: Array
+    #: float32 [T], nats; meaningful only where the mask is 1
+    rollout_logprobs: Array
     #: int64 [T], the policy version that processed the token first
-    policy_versions: np.ndarray
-    #: uint8 [T], 1 = the engine chose this row. The last token has none. Rows that nobody chose
-    #: hold ids 0..K: let the router choose there, and leave them out of replay statistics.
-    routing_valid: np.ndarray
+    policy_versions: Array
+    #: uint8 [T], 1 = an engine recorded this row. Placeholder rows (0) hold the ids 0..K: let the
+    #: router choose there, and leave them out of replay statistics. The last token's row is always
+    #: a placeholder.
+    routing_valid: Array
     #: Global numbers of the MoE layers in :attr:`routed_experts`, in order.
     layers: tuple[int, ...]
-    _rows: np.ndarray
-    _row_index: np.ndarray | None
+    _rows: Array
+    _row_index: Array | None
     _columns: slice | None
     _positions: tuple[int, ...]
 
     def __len__(self) -> int:
+        """Number of tokens."""
         return len(self.token_ids)
 
     @property
-    def routed_experts(self) -> np.ndarray:
+    def routed_experts(self) -> Array:
         """Expert ids, uint8 or uint16 ``[T, len(layers), K]``: a view of the file.
 
-        Two cases cannot be one view and are copied, this sequence's rows only: shared prefix rows
-        (:meth:`pieces` gives views of them) and layers that are not evenly spaced among the
-        model's MoE layers (:meth:`experts` gives views of each).
+        In two cases this sequence's rows are copied, because one view cannot express them: shared
+        prefix rows (:meth:`pieces` gives views of them), and layers that are not evenly spaced
+        among the model's MoE layers (:meth:`experts` gives a view of each).
         """
         if self._columns is None:
             rows = self._rows if self._row_index is None else self._rows[self._row_index]
@@ -88,39 +93,40 @@ class Sequence:
         pieces = [rows for _, rows in self.pieces()]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def pieces(self) -> Iterator[tuple[int, np.ndarray]]:
+    def pieces(self) -> Iterator[tuple[int, Array]]:
         """First token and rows ``[n, len(layers), K]`` of each piece, in order; always views.
 
-        One piece, or two where the rows of the group's prompt are shared.
+        There is one piece, or two if the rows of the group's prompt are shared. Raises
+        ``ValueError`` if the layers are not evenly spaced.
         """
         if self._columns is None:
             raise ValueError(
-                f"layers {list(self.layers)} are not evenly spaced, so they are no single view: "
-                "use experts(layer) for each, or routed_experts for a copy"
+                f"layers {list(self.layers)} are not evenly spaced, so one view cannot cover them; "
+                "call experts(layer) for each, or read routed_experts for a copy"
             )
         if self._row_index is None:
             yield 0, self._rows[:, self._columns]
             return
         index = self._row_index.astype(np.int64)
         starts = [0, *(np.flatnonzero(np.diff(index) != 1) + 1).tolist()]
-        for start, end in zip(starts, [*starts[1:], len(index)]):
+        for start, end in zip(starts, [*starts[1:], len(index)], strict=True):
             first = int(index[start])
             yield start, self._rows[first : first + end - start, self._columns]
 
-    def experts(self, layer: int) -> np.ndarray:
+    def experts(self, layer: int) -> Array:
         """Expert ids ``[T, K]`` of the MoE layer with global number ``layer``: a view of the file,
-        or a copy where prefix rows are shared."""
+        or a copy if prefix rows are shared. Raises ``ValueError`` if the layer was not read."""
         if layer not in self.layers:
             raise ValueError(f"layer {layer} is not among the layers read: {list(self.layers)}")
         rows = self._rows[:, self._positions[self.layers.index(layer)]]
         return rows if self._row_index is None else rows[self._row_index]
 
-    def torch(self) -> dict[str, "torch.Tensor"]:
+    def torch(self) -> dict[str, torch.Tensor]:
         """The arrays as tensors that share memory with them.
 
-        ``token_ids`` becomes int32 [T], and ``routed_experts`` of models with more than 256
-        experts int16 [T, L, K] (the same bytes; every id fits): PyTorch has few operations on
-        unsigned integers. The others keep their dtype.
+        PyTorch has few operations on unsigned integers, so ``token_ids`` becomes int32 [T], and
+        ``routed_experts`` of models with more than 256 experts becomes int16 [T, L, K] (the same
+        bytes; every id fits). The other arrays keep their dtype.
         """
         import torch
 
@@ -137,9 +143,10 @@ class Sequence:
 
 
 class Batch:
-    """An opened batch folder. Use :meth:`open`."""
+    """A batch folder, opened by :meth:`open`."""
 
     def __init__(self, path: Path, manifest: dict[str, Any], verify: Verify) -> None:
+        """Checks the manifest. Raises :class:`BatchError`. Call :meth:`open` instead."""
         self.path = path
         #: The manifest as it was read.
         self.manifest = manifest
@@ -147,7 +154,7 @@ class Batch:
         try:
             self._read_manifest()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BatchError(path, f"it is not a readable manifest ({error!r})") from error
+            raise BatchError(path, f"not a valid manifest ({error!r})") from error
         self._shards: dict[int, Shard] = {}
         self._verified: set[int] = set()
 
@@ -158,37 +165,41 @@ class Batch:
         *,
         verify: Verify = "lazy",
         model: dict[str, Any] | None = None,
-    ) -> "Batch":
+    ) -> Batch:
         """Opens ``folder`` (or its ``manifest.json``) and checks the manifest.
 
-        ``verify="lazy"`` compares a shard's BLAKE3 when a sequence of it is first asked for, where
-        the package ``blake3`` is installed (one warning if not); sizes are compared always. It
-        reads whole shards, so of many ranks on one machine let one call :meth:`verify` and open
-        with ``"never"`` in the others.
+        ``verify="lazy"`` compares a shard's BLAKE3 digest when one of its sequences is first read,
+        provided that the package ``blake3`` is installed; otherwise a warning is given once. Sizes
+        are always compared. Verifying reads whole shards, so if several ranks share a machine, let
+        one call :meth:`verify` and the others open with ``verify="never"``.
 
-        ``model`` holds what the reader knows of its own model (any of ``hidden_layers``,
-        ``moe_layers``, ``experts``, ``top_k``, ``vocab``); a batch of another model is refused.
+        ``model`` describes the reader's own model by any of ``hidden_layers``, ``moe_layers``,
+        ``experts``, ``top_k`` and ``vocab``; a batch of another model is refused.
+
+        Raises :class:`BatchError` if the folder does not hold a complete, matching batch.
         """
         if verify not in ("lazy", "never"):
-            raise ValueError(f'verify is {verify!r}, expected "lazy" or "never"')
+            raise ValueError(f'verify = {verify!r}: must be "lazy" or "never"')
         path = Path(folder)
         if path.name != MANIFEST_FILE:
             path = path / MANIFEST_FILE
         try:
             if path.stat().st_size > MANIFEST_LIMIT:
-                raise BatchError(path, "it is too large for a manifest")
+                raise BatchError(
+                    path, f"larger than {MANIFEST_LIMIT} bytes, too large for a manifest"
+                )
             manifest = json.loads(path.read_bytes())
         except FileNotFoundError as error:
-            problem = "there is no manifest, so this is no complete batch"
+            problem = "no manifest found, so the batch is incomplete"
             raise BatchError(path, problem) from error
         except (OSError, ValueError, RecursionError) as error:
-            raise BatchError(path, f"it is not a readable manifest: {error}") from error
+            raise BatchError(path, f"not a valid manifest: {error}") from error
         version = manifest.get("format_version") if isinstance(manifest, dict) else None
         if version != FORMAT_VERSION:
             raise BatchError(
                 path,
                 f"its format version is {version}, this package reads {FORMAT_VERSION}",
-                "install the orchestrate-trainer of the Orchestrate that wrote it",
+                "install the version of orchestrate-trainer that matches the orchestrator",
             )
         batch = cls(path, manifest, verify)
         if model is not None:
@@ -196,6 +207,7 @@ class Batch:
         return batch
 
     def __len__(self) -> int:
+        """Number of sequences."""
         return self._sequences
 
     @property
@@ -203,35 +215,45 @@ class Batch:
         """Global numbers of the model's MoE layers, ascending."""
         return self._rows.layers
 
-    def lengths(self) -> np.ndarray:
-        """Tokens of each sequence, int64 ``[len(batch)]``; reads no more than the offsets."""
+    def lengths(self) -> Array:
+        """Tokens of each sequence, int64 ``[len(batch)]``. Reads only the offsets."""
         shards = (self._shard(number) for number in range(len(self._infos)))
         return np.concatenate([np.diff(shard.cu_seqlens) for shard in shards])
 
     def require_model(self, model: dict[str, Any]) -> None:
-        """Raises :class:`BatchError` where ``model`` (see :meth:`open`) differs from the batch's."""
+        """Raises :class:`BatchError` if ``model`` (see :meth:`open`) differs from the batch's."""
         for field, expected in model.items():
             found = self.manifest["model"].get(field)
             if found != (list(expected) if isinstance(expected, (tuple, range)) else expected):
                 raise BatchError(
                     self.path,
-                    f"it was made for another model: {field} is {found}, expected {expected}",
+                    f"written for another model: {field} is {found}, expected {expected}",
                     "train the model that the run samples from",
                 )
 
     def verify(self) -> None:
-        """Compares every shard's BLAKE3 with the manifest's; needs the package ``blake3``."""
+        """Compares every shard's BLAKE3 digest with the manifest's.
+
+        Raises :class:`BatchError` if one differs, or if the package ``blake3`` is not installed.
+        """
         for number in range(len(self._infos)):
             if not self._shard(number).verify():
                 raise BatchError(
-                    self.path, "its digests cannot be checked", "pip install blake3"
+                    self.path,
+                    "digests cannot be verified without the package blake3",
+                    "pip install blake3",
                 )
             self._verified.add(number)
 
     def sequence(self, index: int, layers: Iterable[int] | None = None) -> Sequence:
-        """Sequence ``index``, counted over all shards; ``layers`` as in :meth:`rank`."""
+        """Sequence ``index``, counted over all shards; ``layers`` as in :meth:`rank`.
+
+        Raises ``IndexError`` if there is no such sequence.
+        """
         if not 0 <= index < self._sequences:
-            raise IndexError(f"the batch has {self._sequences} sequences, not number {index}")
+            raise IndexError(
+                f"sequence {index} is out of range: the batch has {self._sequences} sequences"
+            )
         number = 0
         first = 0
         while index >= first + self._infos[number].sequences:
@@ -244,20 +266,23 @@ class Batch:
     ) -> list[Sequence]:
         """The sequences that rank ``rank`` of ``world_size`` trains on, in the batch's order.
 
-        Each sequence belongs to one rank. They are shared out by tokens, longest first, each to
-        the rank with the fewest so far; every rank computes the same without asking another.
+        Every sequence belongs to exactly one rank. Sequences are distributed by tokens, longest
+        first, each to the rank with the fewest tokens so far; every rank computes the same
+        distribution without communicating.
+
         ``layers`` are *global* layer numbers (those of the checkpoint, dense layers counted), for
-        a rank that holds some of the model's layers; dense ones among them have no rows and are
-        passed over. Default: all.
+        a rank that holds some of the model's layers. Dense layers among them have no rows and are
+        skipped. The default is all layers.
         """
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not in 0..{world_size}")
+            raise ValueError(f"rank = {rank}: must be at least 0 and below {world_size}")
         selected = self._select(layers)
-        own = _share_out(self.lengths(), world_size)[rank]
+        own = _distribute(self.lengths(), world_size)[rank]
         sequences = []
         first = 0
         for number, info in enumerate(self._infos):
-            for index in own[np.searchsorted(own, first) : np.searchsorted(own, first + info.sequences)]:
+            start, end = np.searchsorted(own, [first, first + info.sequences])
+            for index in own[start:end]:
                 sequences.append(self._sequence(number, int(index) - first, int(index), selected))
             first += info.sequences
         return sequences
@@ -267,7 +292,7 @@ class Batch:
         model = manifest["model"]
         records = [record for record in manifest["records"] if record["kind"] == "experts"]
         if len(records) != 1:
-            raise ValueError("it does not have one record of kind `experts`")
+            raise ValueError("must have exactly one record of kind `experts`")
         record = records[0]
         dtype = "u8" if model["experts"] <= 256 else "u16"
         layers = tuple(model["moe_layers"])
@@ -279,11 +304,11 @@ class Batch:
             or not all(type(layer) is int for layer in layers)
             or not 0 < model["top_k"] <= model["experts"] <= 1 << 16
             or not layers
-            or not all(a < b for a, b in zip(layers, layers[1:]))
+            or not all(a < b for a, b in pairwise(layers))
             or not 0 <= layers[0] <= layers[-1] < model["hidden_layers"]
             or row_index not in (None, "routed_row")
         ):
-            raise ValueError("its record of kind `experts` does not follow from the model")
+            raise ValueError("its record of kind `experts` does not match the model")
         self._rows = RowFormat(dtype, layers, model["top_k"], row_index)
         self._infos = [
             ShardInfo(s["file"], s["sequences"], s["tokens"], s["rows"], s["bytes"], s["blake3"])
@@ -292,15 +317,15 @@ class Batch:
         for info in self._infos:
             counts = (info.sequences, info.tokens, info.rows, info.bytes)
             if not all(type(count) is int and count >= 0 for count in counts):
-                raise ValueError("a shard's counts are not numbers")
+                raise ValueError("a shard's counts must be integers of at least 0")
             if type(info.file) is not str or Path(info.file).name != info.file:
-                raise ValueError("a shard's name leads out of the folder")
+                raise ValueError("a shard's file name must not contain a path")
         self._sequences = sum(info.sequences for info in self._infos)
         if (self._sequences, sum(info.tokens for info in self._infos)) != (
             manifest["sequences"],
             manifest["tokens"],
         ):
-            raise ValueError("its totals are not those of its shards")
+            raise ValueError("its totals differ from the sums over its shards")
 
     def _shard(self, number: int) -> Shard:
         shard = self._shards.get(number)
@@ -310,15 +335,15 @@ class Batch:
             self._shards[number] = shard
         return shard
 
-    def _checked(self, number: int) -> Shard:
+    def _verified_shard(self, number: int) -> Shard:
         shard = self._shard(number)
         if self._verify == "lazy" and number not in self._verified:
             self._verified.add(number)
             if not shard.verify():
                 self._verify = "never"
                 warnings.warn(
-                    "the package blake3 is not installed, so digests of batch files are not "
-                    "checked: pip install blake3",
+                    "digests of batch files are not verified, because the package blake3 is not "
+                    "installed; pip install blake3",
                     stacklevel=3,
                 )
         return shard
@@ -332,18 +357,18 @@ class Batch:
         unknown = [layer for layer in wanted if not 0 <= layer < depth]
         if unknown:
             raise ValueError(f"layers {unknown} do not exist: the model has {depth}")
-        place = {layer: position for position, layer in enumerate(self.layers)}
-        return tuple(place[layer] for layer in wanted if layer in place)
+        position = {layer: number for number, layer in enumerate(self.layers)}
+        return tuple(position[layer] for layer in wanted if layer in position)
 
     def _sequence(
         self, number: int, local: int, index: int, positions: tuple[int, ...]
     ) -> Sequence:
-        shard = self._checked(number)
+        shard = self._verified_shard(number)
         start, end = int(shard.cu_seqlens[local]), int(shard.cu_seqlens[local + 1])
         span = slice(start, end)
         row_index = None if shard.routed_row is None else shard.routed_row[span]
         if row_index is not None and int(row_index.max()) >= shard.info.rows:
-            raise BatchError(shard.path, "tensor `routed_row` points behind the last row")
+            raise BatchError(shard.path, "tensor `routed_row` refers to a row past the end")
         return Sequence(
             index=index,
             episode_id=shard.episode_ids[local],
@@ -364,17 +389,17 @@ class Batch:
 
 
 def _evenly_spaced(positions: tuple[int, ...]) -> slice | None:
-    """The slice that selects ``positions``, or ``None`` if there is none."""
+    """The slice that selects ``positions``, or ``None`` if they are not evenly spaced."""
     if not positions:
         return slice(0, 0)
     step = positions[1] - positions[0] if len(positions) > 1 else 1
-    if step < 1 or any(b - a != step for a, b in zip(positions, positions[1:])):
+    if step < 1 or any(b - a != step for a, b in pairwise(positions)):
         return None
     return slice(positions[0], positions[-1] + 1, step)
 
 
-def _share_out(tokens: np.ndarray, world_size: int) -> list[np.ndarray]:
-    """Numbers of the sequences of each rank, ascending."""
+def _distribute(tokens: Array, world_size: int) -> list[Array]:
+    """Numbers of each rank's sequences, ascending, from the sequences' token counts."""
     ranks: list[list[int]] = [[] for _ in range(world_size)]
     load = [(0, rank) for rank in range(world_size)]
     for index in np.argsort(-tokens, kind="stable"):

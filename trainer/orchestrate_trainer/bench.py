@@ -1,11 +1,11 @@
-"""What replay costs and what it gives, on one device, in one call.
+"""Measures the cost of replay and its effect on the mismatch with the sampler, on one device.
 
     python -m orchestrate_trainer.bench --out bench.json
 
-A model with random weights in the shape of Qwen3-30B-A3B, with fewer layers, is sampled in low
-precision by transformers, which also says which experts it ran. The trainer then recomputes and
-updates on these sequences with the recorded experts and without, in turn, and transformers runs a
-plain forward and backward on the same ones. Nothing is downloaded; the weights never move.
+A model with random weights, in the shape of Qwen3-30B-A3B but with fewer layers, is sampled in low
+precision by transformers, and the experts that it executes are recorded. The trainer then runs
+recompute and update on these sequences, alternating between replay and no replay, and transformers
+runs a plain forward and backward on them. Nothing is downloaded, and the weights do not change.
 """
 
 from __future__ import annotations
@@ -20,34 +20,37 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from .batch import Sequence
+from .batch import Batch, Sequence
 from .learner import Learner
 from .policy import ModelOptions, load_policy
 from .routers import spec_of
 from .settings import Hyperparameters
+from .shard import Array
 from .step import apply
 from .world import World
 
 __all__ = ["main"]
 
-#: Dense bf16 peak of a device, 10¹² operations per second, by a part of its name.
-PEAK = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0}
-E4M3_MOST = 448.0
+#: Dense bf16 peak of a device in TFLOP/s, by a part of its name.
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0}
+#: Largest number in the fp8 format e4m3.
+E4M3_MAX = 448.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a table, and writes the numbers behind it to ``--out``."""
+    """Prints a table and writes its numbers to ``--out``. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="orchestrate_trainer.bench", description=__doc__)
     add = parser.add_argument
-    add("--layers", type=int, default=6, help="4.4 billion parameters (default: %(default)s)")
+    add("--layers", type=int, default=6, help="6 layers have 4.4 billion parameters")
     add("--hidden", type=int, default=2048)
     add("--heads", type=int, default=32)
     add("--kv-heads", type=int, default=4)
@@ -57,14 +60,14 @@ def main(arguments: list[str] | None = None) -> int:
     add("--expert-width", type=int, default=768)
     add("--vocab", type=int, default=151_936)
     add("--sequences", type=int, default=8)
-    add("--tokens", type=int, default=4096, help="of a sequence (default: %(default)s)")
-    add("--sampled", type=int, default=512, help="of them sampled (default: %(default)s)")
+    add("--tokens", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
+    add("--sampled", type=int, default=512, help="of these, sampled (default: %(default)s)")
     add("--sampler", choices=("bf16", "fp8"), default="bf16", help="precision of the sampler")
-    add("--kernel", help="expert kernel, as transformers names it (eager, grouped_mm, …)")
-    add("--repeat", type=int, default=3)
-    add("--peak-tflops", type=float, help="the device's dense bf16 peak, if it is not known here")
+    add("--kernel", help="expert kernel of transformers, e.g. eager or grouped_mm")
+    add("--repeat", type=int, default=3, help="measurements of each kind")
+    add("--peak-tflops", type=float, help="the device's dense bf16 peak, if unknown")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--out", type=Path, help="file for the numbers as JSON")
+    add("--out", type=Path, help="JSON file to write the numbers to")
     given = parser.parse_args(arguments)
     if not 0 < given.sampled < given.tokens:
         parser.error("--sampled must be at least 1 and below --tokens")
@@ -85,23 +88,25 @@ def _measure(given: argparse.Namespace, world: World) -> dict[str, Any]:
     torch.manual_seed(0)
     device = world.device
     with tempfile.TemporaryDirectory(prefix="orchestrate-bench-") as folder:
-        _say("making a model with random weights")
-        model = _random_model(given).to(device)
+        _log("creating a model with random weights")
+        model = _random_model(given)
+        model.to(device)
         model.save_pretrained(folder)
         if given.sampler == "fp8":
             _round_to_fp8(model)
-        _say(f"sampling {given.sequences} sequences in {given.sampler}")
+        _log(f"sampling {given.sequences} sequences in {given.sampler}")
         batch = _sample(model, given)
         del model
-        rows = {}
-        _say("plain transformers")
+        rows: dict[str, dict[str, Any]] = {}
+        _log("measuring plain transformers")
         rows["plain_forward_backward"] = _plain(Path(folder), batch, given, device)
-        _say("the trainer")
+        gc.collect()
+        _log("measuring the trainer")
         trained, mismatch = _trainer(Path(folder), batch, given, world)
         rows |= trained
     flops = _flops(given)
-    name = world.describe()[0]
-    peak = given.peak_tflops or next((p for part, p in PEAK.items() if part in name), None)
+    name = world.device_names()[0]
+    peak = given.peak_tflops or next((p for part, p in PEAK_TFLOPS.items() if part in name), None)
     tokens = given.sequences * given.tokens
     for kind, row in rows.items():
         passes = 1 if kind.startswith("recompute") else 3
@@ -124,7 +129,7 @@ def _measure(given: argparse.Namespace, world: World) -> dict[str, Any]:
     }
 
 
-def _random_model(given: argparse.Namespace) -> PreTrainedModel:
+def _random_model(given: argparse.Namespace) -> Any:
     config = AutoConfig.for_model(
         "qwen3_moe",
         hidden_size=given.hidden,
@@ -144,40 +149,44 @@ def _random_model(given: argparse.Namespace) -> PreTrainedModel:
         eos_token_id=None,
         pad_token_id=None,
     )
-    return AutoModelForCausalLM.from_config(
+    model: Any = AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).eval()
+    )
+    return model.eval()
 
 
 @torch.no_grad()
-def _round_to_fp8(model: PreTrainedModel) -> None:
-    """Rounds the weights of attention and experts as an fp8 server holds them: e4m3, a scale per
-    output row."""
+def _round_to_fp8(model: nn.Module) -> None:
+    """Rounds the weights of attention and experts to fp8 (e4m3) with a scale per output row, as an
+    inference server stores them."""
     for name, parameter in model.named_parameters():
         kept = any(part in name for part in ("embed", "lm_head", "norm", ".gate."))
         if parameter.dim() < 2 or kept:
             continue
         whole = parameter.float()
-        scale = whole.abs().amax(-1, keepdim=True).clamp(min=1e-12) / E4M3_MOST
+        scale = whole.abs().amax(-1, keepdim=True).clamp(min=1e-12) / E4M3_MAX
         parameter.copy_((whole / scale).to(torch.float8_e4m3fn).float() * scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """Sequences in memory, where a step expects a batch folder."""
+    """Sequences in memory, with the methods of :class:`~orchestrate_trainer.batch.Batch` that a
+    step calls."""
 
     sequences: list[Sequence]
 
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> Array:
+        """Tokens of each sequence."""
         return np.array([len(sequence) for sequence in self.sequences])
 
     def sequence(self, index: int) -> Sequence:
+        """Sequence ``index``."""
         return self.sequences[index]
 
 
 @torch.no_grad()
-def _sample(model: PreTrainedModel, given: argparse.Namespace) -> _Batch:
-    """Random prompts, continued by the model; log-probs and experts of its own forward."""
+def _sample(model: Any, given: argparse.Namespace) -> _Batch:
+    """Random prompts continued by the model, with the log-probs and experts of its own forward."""
     chosen: list[torch.Tensor] = []
     routers = [module for module in model.modules() if spec_of(module) is not None]
     layers = tuple(range(given.layers))
@@ -237,10 +246,12 @@ def _sample(model: PreTrainedModel, given: argparse.Namespace) -> _Batch:
 def _plain(
     folder: Path, batch: _Batch, given: argparse.Namespace, device: torch.device
 ) -> dict[str, float]:
-    """Forward and backward of transformers, one sequence at a time, activations recomputed."""
-    model = AutoModelForCausalLM.from_pretrained(
+    """Times forward and backward of plain transformers: one sequence at a time, with activation
+    checkpointing."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).to(device)
+    )
+    model.to(device)
     if given.kernel:
         model.set_experts_implementation(given.kernel)
     model.train()
@@ -254,15 +265,13 @@ def _plain(
             logits = model.lm_head(hidden[-given.sampled - 1 : -1]).float()
             F.cross_entropy(logits, tokens[-given.sampled :]).backward()
 
-    row = _timed(once, given.repeat, device)
-    del model
-    gc.collect()
-    return row
+    return _timed(once, given.repeat, device)
 
 
 def _trainer(
     folder: Path, batch: _Batch, given: argparse.Namespace, world: World
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Times the trainer; returns rows of the table, and the mismatch with and without replay."""
     device = world.device
     policy = load_policy(folder, ModelOptions(experts=given.kernel), world)
     learner = Learner.of(policy, world)
@@ -287,17 +296,17 @@ def _trainer(
             measure_no_replay=False,
         )
         settings = dataclasses.replace(settings, **changed)
-        begun: dict[str, float] = {}
+        started: dict[str, float] = {}
 
         def progress(phase: str, _: float) -> bool:
-            _wait(device)
-            begun.setdefault(phase, time.perf_counter())
+            _synchronize(device)
+            started.setdefault(phase, time.perf_counter())
             return True
 
-        metrics = apply(learner, lambda: policy, batch, settings, world, progress)
-        _wait(device)
-        begun["end"] = time.perf_counter()
-        return metrics, begun
+        metrics = apply(learner, lambda: policy, cast("Batch", batch), settings, world, progress)
+        _synchronize(device)
+        started["end"] = time.perf_counter()
+        return metrics, started
 
     metrics, _ = step("rollout", measure_no_replay=True)
     mismatch = {
@@ -327,27 +336,31 @@ def _trainer(
 
 
 def _flops(given: argparse.Namespace) -> float:
-    """Multiplications and additions of one forward over the batch: two per weight that a token
-    meets, the causal half of attention, and the head for sampled tokens."""
+    """Floating-point operations of one forward pass over the batch.
+
+    Counts two per weight that a token uses, the causal half of attention, and the output head for
+    sampled tokens only.
+    """
     attention = 2 * given.hidden * given.head_width * (given.heads + given.kv_heads)
     experts = 3 * given.top_k * given.hidden * given.expert_width
     router = given.hidden * given.experts
     scores = given.tokens * given.heads * given.head_width
     token = given.layers * 2 * (attention + experts + router + scores)
     head = 2 * given.hidden * given.vocab
-    return given.sequences * float(given.tokens * token + given.sampled * head)
+    return float(given.sequences * (given.tokens * token + given.sampled * head))
 
 
 def _timed(work: Callable[[], None], repeat: int, device: torch.device) -> dict[str, float]:
+    """Times ``work`` after one warm-up call."""
     work()
     _reset_peak(device)
     values = []
     for _ in range(repeat):
-        _wait(device)
-        begun = time.perf_counter()
+        _synchronize(device)
+        started = time.perf_counter()
         work()
-        _wait(device)
-        values.append(time.perf_counter() - begun)
+        _synchronize(device)
+        values.append(time.perf_counter() - started)
     return {
         "seconds": statistics.median(values),
         "least_seconds": min(values),
@@ -355,7 +368,7 @@ def _timed(work: Callable[[], None], repeat: int, device: torch.device) -> dict[
     }
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -376,7 +389,7 @@ def _table(report: dict[str, Any]) -> str:
         f"{'':26} {'seconds':>9} {'tokens/s':>10} {'TFLOP/s':>9} {'MFU':>7} {'peak GiB':>9}",
     ]
     for name, row in report["rows"].items():
-        used = "–" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        used = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
         lines.append(
             f"{name:26} {row['seconds']:9.3f} {row['tokens_per_s']:10.0f} {row['tflops']:9.2f} "
             f"{used:>7} {row['peak_gib']:9.1f}"
@@ -390,7 +403,7 @@ def _table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A batch as one process trains on it: its share of every mini step, in packed micro-batches."""
+"""A batch as one process trains on it: its part of every mini step, in packed micro-batches."""
 
 from __future__ import annotations
 
@@ -12,43 +12,59 @@ from torch import Tensor
 
 from .batch import Batch, Sequence
 
-__all__ = ["BadBatch", "MicroBatch", "OwnSequence", "check", "pack", "share_out"]
+__all__ = [
+    "InvalidSequenceError",
+    "MicroBatch",
+    "OwnSequence",
+    "check",
+    "distribute",
+    "pack",
+]
 
 
-class BadBatch(ValueError):
-    """A batch with values that the model cannot take."""
+class InvalidSequenceError(ValueError):
+    """A sequence with values that the model cannot take."""
 
 
-def share_out(lengths: list[int], parts: int) -> list[list[int]]:
-    """Numbers of the sequences of each part: longest first, each to the part with the fewest tokens
-    so far; ascending within a part."""
+def distribute(lengths: list[int], parts: int) -> list[list[int]]:
+    """Numbers of the sequences of each part, ascending within a part.
+
+    Sequences are distributed longest first, each to the part with the fewest tokens so far.
+    """
     totals = [0] * parts
-    shares: list[list[int]] = [[] for _ in range(parts)]
+    members: list[list[int]] = [[] for _ in range(parts)]
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         part = totals.index(min(totals))
         totals[part] += lengths[number]
-        shares[part].append(number)
-    return [sorted(share) for share in shares]
+        members[part].append(number)
+    return [sorted(numbers) for numbers in members]
 
 
 def check(sequence: Sequence, shape: dict[str, Any]) -> None:
-    """Raises :class:`BadBatch` if the sequence does not fit a model of ``shape``."""
+    """Raises :class:`InvalidSequenceError` if the sequence does not fit a model of ``shape``.
+
+    ``shape`` is that of :attr:`orchestrate_trainer.policy.Policy.shape`.
+    """
     name = f"sequence {sequence.index} ({sequence.episode_id})"
     tokens = len(sequence)
     if tokens > shape["context"]:
         context = shape["context"]
-        raise BadBatch(f"{name} has {tokens} tokens, more than the model's context of {context}")
+        raise InvalidSequenceError(
+            f"{name} has {tokens} tokens, more than the model's context of {context}"
+        )
     outside = np.flatnonzero(sequence.token_ids >= shape["vocab"])
     if len(outside):
         place, vocab = int(outside[0]), shape["vocab"]
         token = int(sequence.token_ids[place])
-        raise BadBatch(f"{name}: token id {token} at {place} is outside the vocabulary of {vocab}")
+        raise InvalidSequenceError(
+            f"{name}: token id {token} at position {place} is outside the vocabulary of {vocab}"
+        )
     scored = sequence.loss_mask == 1
     if not np.isfinite(sequence.rollout_logprobs[scored]).all():
-        raise BadBatch(f"{name}: a rollout log-prob is not finite")
+        raise InvalidSequenceError(f"{name}: a rollout log-prob is not finite")
     for what in ("advantage", "reward"):
         if not np.isfinite(getattr(sequence, what)):
-            raise BadBatch(f"{name}: its {what} is not finite")
+            raise InvalidSequenceError(f"{name}: its {what} is not finite")
     for first, rows in sequence.pieces():
         valid = sequence.routing_valid[first : first + len(rows)] == 1
         ordered = np.sort(rows[valid], axis=-1)
@@ -57,7 +73,7 @@ def check(sequence: Sequence, shape: dict[str, Any]) -> None:
         if wrong.any():
             row, layer = (int(n) for n in np.argwhere(wrong)[0])
             token = first + int(np.flatnonzero(valid)[row])
-            raise BadBatch(
+            raise InvalidSequenceError(
                 f"{name}: routing row of token {token}, layer {sequence.layers[layer]}: ids must "
                 f"be distinct and below {shape['experts']}"
             )
@@ -67,23 +83,24 @@ def check(sequence: Sequence, shape: dict[str, Any]) -> None:
 class OwnSequence:
     """A sequence that this process trains on."""
 
+    #: Number in the batch.
     index: int
     advantage: float
     reward: float
     #: int64 ``[T]``
     tokens: Tensor
-    #: float32 ``[T]``
+    #: Log-probs under the sampler, nats, float32 ``[T]``.
     rollout: Tensor
-    #: Positions of loss tokens, int64 ``[n]``; the first token of a sequence is never among them.
+    #: Positions of loss tokens, int64 ``[n]``; never the first token of a sequence.
     scored: Tensor
-    #: uint8 or int16 ``[T, L, K]``, the batch's own memory.
+    #: Recorded experts, uint8 or int16 ``[T, L, K]``: the batch's own memory.
     routes: Tensor
-    #: bool ``[T]``
+    #: Whether a row was recorded, bool ``[T]``; ``False`` for placeholder rows.
     valid: Tensor
 
     @classmethod
-    def read(cls, batch: Batch, index: int) -> "OwnSequence":
-        """Sequence ``index`` of ``batch``."""
+    def read(cls, batch: Batch, index: int) -> OwnSequence:
+        """Reads sequence ``index`` of ``batch``."""
         sequence = batch.sequence(index)
         arrays = sequence.torch()
         masked = arrays["loss_mask"] == 1
@@ -100,30 +117,38 @@ class OwnSequence:
         )
 
     def __len__(self) -> int:
+        """Number of tokens."""
         return len(self.tokens)
 
 
 @dataclass
 class MicroBatch:
-    """Sequences one after the other: ``T`` tokens, ``n`` of them scored, ``S`` sequences.
+    """Sequences of one forward pass, packed without padding.
 
-    One without sequences keeps this process in step with those that have more.
+    It has ``S`` sequences with ``T`` tokens, ``n`` of which are scored. A process whose sequences
+    fill fewer micro-batches than another's adds ones without sequences, so that all run the same
+    number of passes.
     """
 
     sequences: list[OwnSequence]
-    #: Score every token that can be, not only those with a loss.
+    #: Score every token but the first of each sequence, not only loss tokens.
     every_token: bool = False
-    #: Whether anything is scored. If not, one placeholder is, so that all processes run the same
-    #: passes; it means nothing.
+    #: Whether any token is scored. If none is, a placeholder is scored so that all processes run
+    #: the same passes; its result must be ignored.
     live: bool = field(init=False)
+    #: Token ids, int64 ``[1, T]``.
     tokens: Tensor = field(init=False)
+    #: Position of each token in its sequence, int64 ``[1, T]``.
     positions: Tensor = field(init=False)
+    #: Tokens of each sequence; they sum to ``T``.
     lengths: tuple[int, ...] = field(init=False)
+    #: Row of the token before each scored token, int64 ``[n]``.
     rows: Tensor = field(init=False)
+    #: Ids of the scored tokens, int64 ``[n]``.
     targets: Tensor = field(init=False)
-    #: Number of its sequence within the micro-batch, int64 ``[n]``.
+    #: Number of the scored token's sequence within the micro-batch, int64 ``[n]``.
     owner: Tensor = field(init=False)
-    #: float32 ``[n]``
+    #: Log-probs of the scored tokens under the sampler, nats, float32 ``[n]``.
     rollout: Tensor = field(init=False)
     #: float32 ``[S]``
     advantages: Tensor = field(init=False)
@@ -131,8 +156,11 @@ class MicroBatch:
     rewards: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        """Builds the packed tensors."""
         own = self.sequences
-        places, owners, start = [], [], 0
+        places: list[Tensor] = []
+        owners: list[Tensor] = []
+        start = 0
         for number, sequence in enumerate(own):
             scored = self._scored(sequence)
             places.append(scored + start)
@@ -152,8 +180,8 @@ class MicroBatch:
         self.advantages = torch.tensor([s.advantage for s in own] or [0.0])
         self.rewards = torch.tensor([s.reward for s in own] or [0.0])
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The same with its tensors on ``device``."""
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with its tensors on ``device``."""
         moved = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -161,7 +189,7 @@ class MicroBatch:
         return moved
 
     def recorded(self) -> tuple[Tensor, Tensor]:
-        """Recorded experts ``[T, L, K]`` and which rows there are, bool ``[T]``."""
+        """Recorded experts ``[T, L, K]``, and which rows were recorded, bool ``[T]``."""
         rows = torch.cat([s.routes for s in self.sequences])
         return rows, torch.cat([s.valid for s in self.sequences])
 
@@ -170,7 +198,10 @@ class MicroBatch:
 
 
 def pack(sequences: list[OwnSequence], budget: int, every_token: bool = False) -> list[MicroBatch]:
-    """Micro-batches of at most ``budget`` tokens, in order; a longer sequence is one by itself."""
+    """Micro-batches of at most ``budget`` tokens, in order.
+
+    A sequence longer than ``budget`` gets a micro-batch to itself.
+    """
     packs: list[list[OwnSequence]] = []
     held = 0
     for sequence in sequences:

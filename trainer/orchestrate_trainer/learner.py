@@ -1,4 +1,4 @@
-"""What a step changes: the model, its optimizer, and the weights beside the model."""
+"""The state that a step changes: the model, its optimizer, and the heads trained next to it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .heads import Heads
 from .policy import Policy
 from .settings import Hyperparameters
-from .side import Side
 from .world import World
 
 __all__ = ["Learner"]
@@ -16,22 +16,25 @@ __all__ = ["Learner"]
 
 @dataclass
 class Learner:
-    """Everything that a checkpoint holds and a failed step puts back."""
+    """Everything that a checkpoint stores and a failed step restores."""
 
     policy: Policy
     optimizer: torch.optim.Optimizer
-    side: Side
+    heads: Heads
 
     @classmethod
-    def of(cls, policy: Policy, world: World) -> "Learner":
-        """A model that has not been trained here yet."""
+    def of(cls, policy: Policy, world: World) -> Learner:
+        """A learner for a model that has not been trained yet."""
         shape = policy.shape
         layers, experts = len(shape["moe_layers"]), shape["experts"]
-        side = Side(layers, experts, policy.model.config.hidden_size, world.device)
-        return cls(policy, torch.optim.AdamW(policy.parameters(), lr=0.0, foreach=True), side)
+        heads = Heads(layers, experts, policy.model.config.hidden_size, world.device)
+        return cls(policy, torch.optim.AdamW(policy.parameters(), lr=0.0, foreach=True), heads)
 
     def next_rate(self, settings: Hyperparameters) -> float:
-        """Learning rate of the next optimizer step. The optimizer's own count places it in the
-        warm-up, so that a resumed run goes on where it was."""
+        """Learning rate of the next optimizer step.
+
+        The optimizer's own step count is the position in the warm-up, so a resumed run continues
+        where it was.
+        """
         made = (int(state["step"]) for state in self.optimizer.state.values())
         return settings.rate(next(made, 0) + 1)

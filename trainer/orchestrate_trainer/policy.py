@@ -1,7 +1,7 @@
-"""The model under training: a causal language model of transformers, sharded by FSDP2.
+"""The model being trained: a causal language model of transformers, sharded by FSDP2.
 
-Parameters are float32 wherever they lie and are cast to the compute dtype when a layer is gathered,
-so that routers, in float32, see the values that an export in that dtype carries.
+Parameters are stored in float32 and cast to the compute dtype when a layer is gathered. Routers
+compute in float32, but on the cast values, which are those of an export in the compute dtype.
 """
 
 from __future__ import annotations
@@ -28,45 +28,50 @@ from . import attention
 from .replay import Routing
 from .world import World
 
-__all__ = ["ModelOptions", "Policy", "UnusableModel", "load_policy", "refill"]
+__all__ = ["ModelError", "ModelOptions", "Policy", "load_policy", "reload_weights"]
 
-#: Logits computed at a time, in values: 512 MiB in float32.
-LOGITS_AT_ONCE = 1 << 27
+#: Largest number of logits computed at a time: 512 MiB in float32.
+MAX_LOGITS = 1 << 27
 
 
-class UnusableModel(ValueError):
-    """A model folder that this trainer cannot train."""
+class ModelError(ValueError):
+    """A model folder or checkpoint that this trainer cannot use."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How the model is held and computed."""
+    """How the model is stored and computed."""
 
+    #: Compute dtype; ``auto`` is bf16 on CUDA and f32 on the CPU.
     compute: Literal["auto", "bf16", "f32"] = "auto"
-    #: Run each layer's forward again in backward instead of keeping its activations.
+    #: Run each layer's forward again during backward instead of keeping its activations.
     activation_checkpointing: bool = True
     #: Keep parameters, gradients and optimizer state in host memory between uses (CUDA only).
     cpu_offload: bool = False
-    #: Kernel of the experts, as transformers names it; ``None`` = its own choice.
+    #: Name of the expert kernel in transformers; ``None`` is its default.
     experts: str | None = None
 
     def dtype(self, world: World) -> torch.dtype:
-        """The compute dtype: by default bf16 on CUDA, f32 on the CPU."""
+        """The compute dtype on the device of ``world``."""
         if self.compute == "auto":
             return torch.bfloat16 if world.device.type == "cuda" else torch.float32
         return torch.bfloat16 if self.compute == "bf16" else torch.float32
 
 
 class Policy(nn.Module):
-    """Log-probs of a model with replayed routing."""
+    """A model that computes log-probs with replayed routing."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Wraps ``model`` and replaces its routers; ``dtype`` is the compute dtype.
+
+        Raises :class:`~orchestrate_trainer.routers.UnknownRouterError`.
+        """
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.dtype = dtype
         self.routing = Routing(model)
         config = model.config
-        #: What trainer and batch must agree on, in the words of the protocol.
+        #: What the trainer and a batch must agree on: the protocol's ``ModelShape``.
         self.shape: dict[str, Any] = {
             "hidden_layers": config.num_hidden_layers,
             "moe_layers": list(self.routing.layers),
@@ -85,22 +90,25 @@ class Policy(nn.Module):
         targets: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropies, nats, float32 ``[M]``, of ``targets`` ``[M]`` after the tokens
-        at ``rows`` ``[M]``, and the final hidden states there, ``[M, d]``.
+        """Log-probs, entropies and final hidden states of scored tokens.
+
+        Returns the log-probs of ``targets`` ``[M]`` after the tokens at ``rows`` ``[M]`` and the
+        entropies there, both in nats, float32 ``[M]``, and the final hidden states at ``rows``,
+        ``[M, d]``.
 
         ``tokens`` and ``positions`` are ``[1, T]``: packed sequences of ``lengths`` tokens each,
-        positions counting from 0 in every one.
+        with positions counted from 0 in every sequence.
         """
         hidden = self.model.model(
             input_ids=tokens, position_ids=positions, use_cache=False, packed_lengths=lengths
         ).last_hidden_state
         picked = hidden[0, rows]
-        step = max(1, LOGITS_AT_ONCE // self.shape["vocab"])
+        step = max(1, MAX_LOGITS // self.shape["vocab"])
         parts = [
             checkpoint(self._head, part, target, temperature, use_reentrant=False)
-            for part, target in zip(picked.split(step), targets.split(step))
+            for part, target in zip(picked.split(step), targets.split(step), strict=True)
         ]
-        logprobs, entropies = zip(*parts)
+        logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies), picked
 
     def _head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -113,17 +121,17 @@ class Policy(nn.Module):
 
 
 def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
-    """The model in ``folder`` (Hugging Face layout), sharded over all processes.
+    """Loads the model in ``folder`` (Hugging Face layout), sharded over all processes.
 
-    The leader reads it in its stored dtype and hands every parameter out in turn; no other process
-    ever holds a whole model.
+    The leader reads it in its stored dtype and distributes one parameter after the other; no other
+    process ever holds a whole model.
 
-    Raises :class:`UnusableModel` or :class:`~orchestrate_trainer.routers.UnknownRouter`.
+    Raises :class:`ModelError` or :class:`~orchestrate_trainer.routers.UnknownRouterError`.
     """
     if options.cpu_offload and world.device.type != "cuda":
-        raise UnusableModel("CPU offload needs a CUDA device: leave --cpu-offload out")
+        raise ModelError("--cpu-offload requires a CUDA device; remove the option")
     config = _config(folder)
-    source = _read(folder, world)
+    source = _read_whole(folder, world)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention.NAME
@@ -136,11 +144,11 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
     policy.to_empty(device="cpu" if options.cpu_offload else world.device)
     skeleton.tie_weights()
     if source is not None:
-        # Says how experts fused in memory lie on disk, which the export has to undo.
+        # Records how experts that are fused in memory are laid out on disk; the export undoes it.
         skeleton._weight_conversions = getattr(source, "_weight_conversions", None)
-    _fill(policy, source, world)
+    _distribute_weights(policy, source, world)
     for module in skeleton.modules():
-        # Mixtral multiplies its routers' inputs by noise in training.
+        # In training mode Mixtral would multiply its routers' inputs by noise.
         if hasattr(module, "jitter_noise"):
             module.jitter_noise = 0.0
     policy.train()
@@ -149,46 +157,47 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
     return policy
 
 
-def refill(policy: Policy, folder: Path, world: World) -> None:
-    """Puts the weights of ``folder`` back into the policy."""
-    _fill(policy, _read(folder, world), world)
+def reload_weights(policy: Policy, folder: Path, world: World) -> None:
+    """Replaces the policy's weights by those in ``folder``. Raises :class:`ModelError`."""
+    _distribute_weights(policy, _read_whole(folder, world), world)
 
 
 def _config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UnusableModel(f"{folder}: no configuration of a model here: {error}") from error
+        raise ModelError(f"{folder}: no model configuration found: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
-        raise UnusableModel(
-            f"{folder}: its weights are quantised and cannot be trained: convert them to bf16"
-        )
-    # Trained as published: no regularisation that the sampler does not have.
+        raise ModelError(f"{folder}: quantised weights cannot be trained; convert them to bf16")
+    # The sampler has no dropout, so the trainer must not either.
     config.attention_dropout = 0.0
     config.use_cache = False
     return config
 
 
-def _read(folder: Path, world: World) -> PreTrainedModel | None:
-    """The whole model, in the leader. Raises :class:`UnusableModel` everywhere."""
-    model = problem = None
-    if world.leads:
+def _read_whole(folder: Path, world: World) -> PreTrainedModel | None:
+    """The whole model in the leader, ``None`` elsewhere. Raises :class:`ModelError` in all
+    processes."""
+    model: PreTrainedModel | None = None
+    problem: str | None = None
+    if world.is_leader:
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto",
                 local_files_only=True,
                 attn_implementation="eager",
                 output_loading_info=True,
             )
+            model, report = loaded
             lacking = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
             if lacking:
-                problem = f"tensor `{lacking[0]}` is missing or misshapen"
+                problem = f"tensor `{lacking[0]}` is missing or has the wrong shape"
         except (OSError, ValueError, RuntimeError) as error:
             problem = str(error)
-    problem = world.share(problem)
+    problem = world.broadcast(problem)
     if problem is not None:
-        raise UnusableModel(f"{folder}: {problem}")
+        raise ModelError(f"{folder}: {problem}")
     return model
 
 
@@ -206,19 +215,20 @@ def _shard(policy: Policy, dtype: torch.dtype, options: ModelOptions, world: Wor
 
 
 @torch.no_grad()
-def _fill(policy: Policy, source: PreTrainedModel | None, world: World) -> None:
-    """Hands out the leader's parameters and buffers, one at a time, whatever dtype they have."""
+def _distribute_weights(policy: Policy, source: PreTrainedModel | None, world: World) -> None:
+    """Copies the leader's parameters and buffers to all processes, one at a time, converting their
+    dtype."""
     given = {} if source is None else dict(source.named_parameters())
     for name, parameter in policy.model.named_parameters():
-        if world.leads:
+        if world.is_leader:
             whole = given[name].to(world.device, torch.float32)
         else:
             whole = torch.empty(parameter.shape, dtype=torch.float32, device=world.device)
-        dealt = distribute_tensor(whole, world.mesh, parameter.placements)
-        parameter.to_local().copy_(dealt.to_local())
+        sharded = distribute_tensor(whole, world.mesh, parameter.placements)
+        parameter.to_local().copy_(sharded.to_local())
     buffers = {} if source is None else dict(source.named_buffers())
     for name, buffer in policy.model.named_buffers():
-        if world.leads:
+        if world.is_leader:
             buffer.copy_(buffers[name].to(buffer.device, buffer.dtype))
         on_device = buffer.to(world.device)
         dist.broadcast(on_device, src=0)

@@ -1,7 +1,8 @@
-"""PR2: a linear predictor per layer of where the router will stand after the coming mini steps.
+"""PR2: a linear predictor per layer of how the router's logits change over the coming mini steps.
 
-It learns in the trainer and chooses in the inference engine, at the next batch's rollout; the
-trainer itself replays what was chosen. Nothing of it reaches the model.
+The predictor is trained here and used by the inference engine, which chooses experts by it in the
+next rollout. The trainer then replays what the engine chose. The predictor does not affect the
+model's weights.
 """
 
 from __future__ import annotations
@@ -15,43 +16,56 @@ from torch import Tensor
 from .data import MicroBatch
 from .routers import RouterSpec
 
-__all__ = ["Features", "learn", "predicted_route", "predictor_loss", "spread"]
+__all__ = [
+    "Features",
+    "accumulate_gradient",
+    "evenly_spaced",
+    "predicted_route",
+    "predictor_loss",
+    "predictor_rows",
+]
 
 
-def spread(rows: int, limit: int) -> Tensor:
-    """At most ``limit`` of the first ``rows`` numbers, evenly spread, int64."""
+def evenly_spaced(rows: int, limit: int) -> Tensor:
+    """At most ``limit`` of the numbers ``0..rows``, evenly spaced, int64."""
     count = min(rows, limit)
     return torch.arange(count) * rows // max(count, 1)
 
 
-def kept_rows(micro: MicroBatch, limit: int) -> Tensor:
-    """Rows of a micro-batch that the predictor learns from: at most ``limit`` per sequence."""
+def predictor_rows(micro: MicroBatch, limit: int) -> Tensor:
+    """Rows of a micro-batch that train the predictor, int64: at most ``limit`` per sequence."""
     starts = [0, *torch.tensor(micro.lengths).cumsum(0).tolist()]
     if not micro.sequences:
         return torch.zeros(0, dtype=torch.long)
-    rows = [spread(n, limit) + start for n, start in zip(micro.lengths, starts)]
+    rows = [
+        evenly_spaced(n, limit) + start for n, start in zip(micro.lengths, starts[:-1], strict=True)
+    ]
     return torch.cat(rows)
 
 
 @dataclass(frozen=True)
 class Features:
-    """Of some rows, at the weights of the rollout, on the CPU: the routers' inputs ``[R, L, d]``
-    and logits ``[R, L, E]``."""
+    """Router inputs and logits of ``R`` rows at the rollout weights, on the CPU."""
 
+    #: ``[R, L, d]``
     inputs: Tensor
+    #: ``[R, L, E]``
     logits: Tensor
 
 
-def learn(old: Features, now: Tensor, predictor: Tensor) -> float:
-    """Adds the gradient of the predictor ``[L, E, d]``; ``now`` ``[R, L, E]`` are the logits at the
-    weights of now. Answers with the loss. Both are sums over rows and layers."""
+def accumulate_gradient(old: Features, logits: Tensor, predictor: Tensor) -> float:
+    """Adds the loss's gradient to that of ``predictor`` ``[L, E, d]`` and returns the loss.
+
+    ``logits`` ``[R, L, E]`` are the routers' logits at the current weights. Loss and gradient are
+    sums over rows and layers.
+    """
     total = 0.0
-    if len(now) == 0:
+    if len(logits) == 0:
         return total
     for layer in range(len(predictor)):
-        inputs, then = (part[:, layer].to(predictor) for part in (old.inputs, old.logits))
-        # A layer at a time: the features of all may not fit beside the model.
-        loss = predictor_loss(inputs, then, now[:, layer].to(predictor), predictor[layer].T)
+        # One layer at a time: the features of all layers may not fit on the device.
+        inputs, before = (part[:, layer].to(predictor) for part in (old.inputs, old.logits))
+        loss = predictor_loss(inputs, before, logits[:, layer].to(predictor), predictor[layer].T)
         loss = loss * len(inputs)
         loss.backward()
         total += float(loss.detach())
@@ -61,9 +75,11 @@ def learn(old: Features, now: Tensor, predictor: Tensor) -> float:
 def predicted_route(
     spec: RouterSpec, hidden: Tensor, logits: Tensor, predictor: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Experts ``[T, K]`` chosen by ``logits`` ``[T, E]`` plus the predicted change
-    ``hidden [T, d] @ predictor [d, E]``. It affects the choice only: weights come from the plain
-    logits."""
+    """Experts ``[T, K]`` chosen by ``logits`` ``[T, E]`` plus the predicted change.
+
+    The predicted change is ``hidden`` ``[T, d]`` times ``predictor`` ``[d, E]``. It affects the
+    choice only; the experts' weights are computed from ``logits``.
+    """
     with torch.no_grad():
         return spec.select(logits + hidden @ predictor, bias)
 
@@ -71,8 +87,11 @@ def predicted_route(
 def predictor_loss(
     hidden_old: Tensor, logits_old: Tensor, logits_new: Tensor, predictor: Tensor
 ) -> Tensor:
-    """Mean over tokens of ``KL(softmax(logits_new) || softmax(logits_old + hidden_old @
-    predictor))``; only the predictor gets a gradient."""
+    """Divergence of the predicted router distribution from the actual one, a mean over tokens.
+
+    It is ``KL(softmax(logits_new) || softmax(logits_old + hidden_old @ predictor))``. Only the
+    predictor gets a gradient.
+    """
     target = F.log_softmax(logits_new.detach(), dim=-1)
     guess = F.log_softmax(logits_old.detach() + hidden_old.detach() @ predictor, dim=-1)
     return F.kl_div(guess, target, log_target=True, reduction="batchmean")

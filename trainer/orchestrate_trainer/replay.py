@@ -1,11 +1,11 @@
-"""Routing replay: every router of a model runs recorded experts instead of its own choice.
+"""Routing replay: the routers of a model execute recorded experts in place of their own choice.
 
-The hook replaces ``forward`` of the router modules and nothing else; experts, attention and layers
-are the code of transformers. Routers always compute in float32 at least.
+Replay replaces the ``forward`` of the router modules and nothing else; experts, attention and
+layers remain the code of transformers. Routers compute in float32 or wider.
 
-The choice of a micro-batch is made in its first forward and kept until the next micro-batch
-begins, so the forward that activation checkpointing runs again inside backward uses the same
-experts whatever its rounding.
+The choice is made in a micro-batch's first forward and kept until the next micro-batch starts. The
+forward that activation checkpointing runs again during backward therefore uses the same experts,
+even if it rounds differently.
 """
 
 from __future__ import annotations
@@ -13,31 +13,35 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .routers import FAMILIES, RouterSpec, UnknownRouter, log_router_probs, spec_of
+from .routers import FAMILIES, RouterSpec, UnknownRouterError, log_router_probs, spec_of
 
 __all__ = ["Routing"]
 
+T = TypeVar("T")
+
 
 class _Router:
-    """Stands in for one router's ``forward``."""
+    """Replacement for one router's ``forward``, with the state of the current micro-batch."""
 
     def __init__(self, module: nn.Module, spec: RouterSpec, layer: int) -> None:
-        self.module = module
+        self.module: Any = module
         self.spec = spec
         self.layer = layer
-        self.begin()
+        self.start()
 
-    def begin(
+    def start(
         self,
         recorded: tuple[Tensor, Tensor] | None = None,
         watch: Tensor | bool = False,
         keep: Tensor | None = None,
     ) -> None:
+        """Starts a micro-batch; the arguments are those of :meth:`Routing.micro_batch`."""
         self.recorded, self.watch, self.keep = recorded, watch, keep
         self.kept: tuple[Tensor, Tensor] | None = None
         self.own: Tensor | None = None
@@ -57,7 +61,8 @@ class _Router:
             if self.keep is not None:
                 with torch.no_grad():
                     self.kept = hidden[self.keep], logits[self.keep]
-        return logits, self.spec.weights(logits, self.chosen), self.chosen
+        chosen = _require(self.chosen)
+        return logits, self.spec.weights(logits, chosen), chosen
 
     def _choose(self, logits: Tensor) -> None:
         correction = getattr(self.module, "e_score_correction_bias", None)
@@ -68,19 +73,20 @@ class _Router:
             rows, valid = self.recorded
             self.chosen = torch.where(valid.unsqueeze(-1), rows.to(own), own)
         if self.watch is not False:
-            watched = self.chosen if self.watch is True else self.watch.to(own)
+            watched = self.chosen if isinstance(self.watch, bool) else self.watch.to(own)
             with torch.no_grad():
                 self.log_probs = log_router_probs(self.spec, logits, watched)
 
 
 class Routing:
-    """The routers of a model of transformers, in network order. Constructing it installs the hook.
-
-    Raises :class:`UnknownRouter` for a model whose routers are of no family known here.
-    """
+    """The routers of a transformers model, in network order."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._routers = []
+        """Replaces the routers' ``forward`` in ``model``.
+
+        Raises :class:`UnknownRouterError` if the model has no router of a known family.
+        """
+        self._routers: list[_Router] = []
         for name, module in model.named_modules():
             spec = spec_of(module)
             if spec is not None:
@@ -91,9 +97,9 @@ class Routing:
         specs = {router.spec for router in self._routers}
         if len(specs) != 1:
             kind = type(model).__name__
-            found = f"routers of {len(specs)} kinds" if specs else "no router known here"
+            found = f"routers of {len(specs)} different kinds" if specs else "no supported router"
             names = ", ".join(name.removesuffix("Router") for name in FAMILIES)
-            raise UnknownRouter(f"{kind} has {found}; replay knows models with one of {names}")
+            raise UnknownRouterError(f"{kind} has {found}; replay supports one of {names}")
         (self.spec,) = specs
         #: Global numbers of the MoE layers, ascending.
         self.layers = tuple(router.layer for router in self._routers)
@@ -106,16 +112,20 @@ class Routing:
         watch: Tensor | bool = False,
         keep: Tensor | None = None,
     ) -> Iterator[None]:
-        """Forward and backward passes of one micro-batch of ``T`` tokens.
+        """Context for the forward and backward passes of one micro-batch of ``T`` tokens.
 
-        ``rows`` ``[T, L, K]`` are recorded experts, used where ``valid`` bool ``[T]`` is set;
-        elsewhere, and everywhere without rows, the routers choose. ``watch`` also keeps the
-        routers' log-probs: ``True`` those of the experts that run, ``[T, L, K]`` those of these.
-        ``keep`` int64 ``[R]`` are rows whose inputs and logits are kept.
+        ``rows`` ``[T, L, K]`` are recorded experts. They are executed where ``valid`` bool ``[T]``
+        is set; elsewhere, or if ``rows`` is ``None``, the routers choose.
+
+        ``watch`` records log-probs of the routers for :meth:`watched`: those of the executed
+        experts if ``True``, or those of the experts in a tensor ``[T, L, K]``.
+
+        ``keep`` int64 ``[R]`` are rows whose router inputs and logits are recorded for
+        :meth:`kept`.
         """
         for place, router in enumerate(self._routers):
-            router.begin(
-                None if rows is None else (rows[:, place], valid),
+            router.start(
+                None if rows is None or valid is None else (rows[:, place], valid),
                 watch if isinstance(watch, bool) else watch[:, place],
                 keep,
             )
@@ -123,32 +133,42 @@ class Routing:
             yield
         finally:
             for router in self._routers:
-                router.begin()
+                router.start()
 
     def executed(self) -> Tensor:
-        """Experts of this micro-batch's first forward, int16 ``[T, L, K]``."""
-        return torch.stack([router.chosen.to(torch.int16) for router in self._routers], dim=1)
+        """Experts executed in this micro-batch, int16 ``[T, L, K]``."""
+        chosen = [_require(router.chosen).to(torch.int16) for router in self._routers]
+        return torch.stack(chosen, dim=1)
 
     def own(self) -> Tensor:
-        """Experts that the routers themselves would have chosen in it, int16 ``[T, L, K]``."""
-        return torch.stack([router.own.to(torch.int16) for router in self._routers], dim=1)
+        """The routers' own choice in this micro-batch, executed or not, int16 ``[T, L, K]``."""
+        own = [_require(router.own).to(torch.int16) for router in self._routers]
+        return torch.stack(own, dim=1)
 
     def watched(self) -> Tensor:
         """Log-probs of the watched experts in the routers' full distributions, ``[T, L, K]``."""
-        return torch.stack([router.log_probs for router in self._routers], dim=1)
+        return torch.stack([_require(router.log_probs) for router in self._routers], dim=1)
 
     def kept(self) -> tuple[Tensor, Tensor]:
-        """Inputs ``[R, L, d]`` and logits ``[R, L, E]`` of the rows that are kept."""
-        inputs, logits = zip(*(router.kept for router in self._routers))
+        """Router inputs ``[R, L, d]`` and logits ``[R, L, E]`` of the kept rows."""
+        inputs, logits = zip(*(_require(router.kept) for router in self._routers), strict=True)
         return torch.stack(inputs, dim=1), torch.stack(logits, dim=1)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The routers' own weights."""
+        """The routers' parameters."""
         return [p for router in self._routers for p in router.module.parameters()]
 
 
+def _require(value: T | None) -> T:
+    """State of the current micro-batch, which its first forward sets."""
+    if value is None:
+        raise RuntimeError("no forward pass has run in this micro-batch")
+    return value
+
+
 def _layer_number(name: str) -> int:
+    """Number of the layer in a module's name."""
     found = re.search(r"\blayers\.(\d+)\.", name)
     if found is None:
-        raise UnknownRouter(f"router `{name}` is in no numbered layer")
+        raise UnknownRouterError(f"router `{name}` is not inside a numbered layer")
     return int(found.group(1))

@@ -1,12 +1,14 @@
-"""Router families: how scores choose experts, and how the chosen ones are weighted.
+"""Router families: how scores choose experts, and how the chosen experts are weighted.
 
-Replay needs the two apart: it skips :meth:`RouterSpec.select` and weights the recorded experts by
-:meth:`RouterSpec.weights` with the trainer's own logits. Gradients therefore reach the logits that
-the family's weights depend on, and no others.
+The two are separate functions because replay needs only the second: it skips
+:meth:`RouterSpec.select` and weights the recorded experts by :meth:`RouterSpec.weights`, using the
+trainer's own logits. Gradients therefore reach exactly the logits that the family's weights depend
+on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,21 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["FAMILIES", "RouterSpec", "UnknownRouter", "log_router_probs", "spec_of"]
+__all__ = ["FAMILIES", "RouterSpec", "UnknownRouterError", "log_router_probs", "spec_of"]
 
 Kind = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 
-class UnknownRouter(ValueError):
-    """A model without a router that this package can replay."""
+class UnknownRouterError(ValueError):
+    """A model whose routers this package cannot replay."""
 
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """One router: ``experts`` scores per token, ``top_k`` of them chosen.
+    """How a router turns the scores of ``experts`` experts into ``top_k`` chosen ones.
 
-    A softmax over all experts that is renormalised over the chosen is the softmax of the chosen
-    logits; computed so, logits of other experts get a gradient of exactly 0.
+    ``softmax_of_chosen`` is a softmax over all experts that is renormalised over the chosen ones.
+    Computing it as the softmax of the chosen logits gives the logits of all other experts a
+    gradient of exactly 0.
     """
 
     kind: Kind
@@ -38,28 +41,31 @@ class RouterSpec:
     scale: float = 1.0
     #: Sigmoid routers: whether the chosen scores are divided by their sum.
     renormalise: bool = True
-    #: Choice is limited to the best ``kept_groups`` of ``groups`` equal groups of experts.
+    #: The choice is limited to the best ``kept_groups`` of ``groups`` groups of equal size.
     groups: int = 1
+    #: See ``groups``.
     kept_groups: int = 1
 
     def select(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Experts that the router itself chooses, int64 ``[T, K]``, best first; the lower id wins
-        a tie. ``logits`` is ``[T, E]``, ``bias`` ``[E]`` is added to sigmoid scores and affects
-        nothing but this choice."""
+        """The router's own choice of experts, int64 ``[T, K]``, best first.
+
+        The lower id wins a tie. ``logits`` is ``[T, E]``; ``bias`` ``[E]`` is added to sigmoid
+        scores and affects only this choice, not the weights.
+        """
         with torch.no_grad():
             key = self._keys(logits, bias)
             if self.groups > 1:
                 grouped = key.unflatten(-1, (self.groups, -1))
-                # The bias makes sigmoid routers rank a group by two experts, not one.
+                # Sigmoid routers rank a group by the sum of its two best experts, others by one.
                 best = 2 if self.kind == "sigmoid" else 1
                 score = grouped.topk(best, dim=-1).values.sum(-1)
                 kept = torch.zeros_like(score, dtype=torch.bool)
-                kept.scatter_(-1, _first(score, self.kept_groups), True)
+                kept.scatter_(-1, _top(score, self.kept_groups), True)
                 key = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
-            return _first(key, self.top_k)
+            return _top(key, self.top_k)
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """Weights ``[T, K]`` of the experts ``chosen`` ``[T, K]``, at least float32."""
+        """Weights ``[T, K]`` of the experts ``chosen`` ``[T, K]``, in float32 or wider."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.kind == "softmax_of_chosen":
             return F.softmax(logits.gather(-1, chosen), dim=-1) * self.scale
@@ -81,8 +87,11 @@ class RouterSpec:
 
 
 def log_router_probs(spec: RouterSpec, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Log of the full router distribution at ``chosen``, ``[T, K]``: softmax over all experts, or
-    a sigmoid router's scores over their sum; probabilities are clamped at 1e-8."""
+    """Log-probs of the experts ``chosen`` ``[T, K]`` in the router's full distribution.
+
+    The distribution is the softmax over all experts, or a sigmoid router's scores divided by their
+    sum. Probabilities are clamped to at least 1e-8.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if spec.kind == "sigmoid":
         scores = logits.sigmoid()
@@ -92,22 +101,23 @@ def log_router_probs(spec: RouterSpec, logits: Tensor, chosen: Tensor) -> Tensor
     return probabilities.gather(-1, chosen).clamp(min=1e-8).log()
 
 
-def _first(key: Tensor, count: int) -> Tensor:
+def _top(key: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest values; the lower index wins a tie, unlike ``topk``."""
     return key.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _softmax(router: nn.Module) -> dict[str, Any]:
+def _softmax(router: Any) -> dict[str, Any]:
     return {"kind": "softmax_of_chosen" if router.norm_topk_prob else "softmax"}
 
 
-def _deepseek_v2(router: nn.Module) -> dict[str, Any]:
+def _deepseek_v2(router: Any) -> dict[str, Any]:
     groups = {"groups": router.num_group, "kept_groups": router.topk_group}
     limited = router.topk_method == "group_limited_greedy"
     fields: dict[str, Any] = {"kind": "softmax", "scale": router.routed_scaling_factor}
     return fields | (groups if limited else {})
 
 
-def _sigmoid(router: nn.Module) -> dict[str, Any]:
+def _sigmoid(router: Any) -> dict[str, Any]:
     return {
         "kind": "sigmoid",
         "scale": router.routed_scaling_factor,
@@ -117,8 +127,9 @@ def _sigmoid(router: nn.Module) -> dict[str, Any]:
     }
 
 
-#: Router classes of transformers, by name, and what distinguishes them.
-FAMILIES = {
+#: Router classes of transformers by name, each with a function that reads the fields of its
+#: :class:`RouterSpec` from a module.
+FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "Qwen3MoeTopKRouter": _softmax,
     "Qwen2MoeTopKRouter": _softmax,
     "OlmoeTopKRouter": _softmax,
@@ -130,9 +141,10 @@ FAMILIES = {
 }
 
 
-def spec_of(router: nn.Module) -> RouterSpec | None:
-    """The family of a module of transformers; ``None`` where it is no router known here."""
-    family = FAMILIES.get(type(router).__name__)
+def spec_of(module: nn.Module) -> RouterSpec | None:
+    """The spec of a transformers module, or ``None`` if it is not a known router."""
+    family = FAMILIES.get(type(module).__name__)
     if family is None:
         return None
+    router: Any = module
     return RouterSpec(experts=router.num_experts, top_k=router.top_k, **family(router))

@@ -1,4 +1,4 @@
-"""HTTP face of the trainer: trainer protocol version 1."""
+"""HTTP interface of the trainer: trainer protocol version 1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -20,52 +19,68 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .service import Desk, Refusal
+from .jobs import LogprobsRequest, StepRequest
+from .service import ProtocolError, TrainerService
 
 __all__ = ["Server", "app"]
 
-#: Largest request body: requests name files, they carry no data.
+#: Largest request body, in bytes. Requests name files and carry no data.
 BODY_LIMIT = 1 << 20
-#: Ids appear in paths and file names.
-PLAIN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-STEP = {"step_id": str, "base_version": int, "manifest": str, "hyperparameters": dict}
-LOGPROBS = {"manifest": str, "replay": bool, "temperature": float}
+#: Form of step ids, which appear in paths and file names.
+STEP_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+#: How error messages name a type.
+KINDS = {
+    str: "a string",
+    int: "an integer",
+    dict: "an object",
+    bool: "a boolean",
+    float: "a number",
+}
+#: Fields of a request and the types of their values.
+STEP_FIELDS = {"step_id": str, "base_version": int, "manifest": str, "hyperparameters": dict}
+LOGPROBS_FIELDS = {"manifest": str, "replay": bool, "temperature": float}
 
 
-def app(desk: Desk, token: str | None) -> Starlette:
-    """The calls of the protocol, answered by ``desk``; ``token`` is asked of every one."""
+def app(service: TrainerService, token: str | None) -> Starlette:
+    """The protocol's routes, answered by ``service``.
+
+    Every request must carry the bearer token ``token``, unless it is ``None``.
+    """
 
     async def info(_: Request) -> Response:
-        return JSONResponse(desk.info())
+        return JSONResponse(service.info())
 
     async def submit(request: Request) -> Response:
-        body = _fields(await _body(request), STEP)
-        if not PLAIN_ID.fullmatch(body["step_id"]):
+        step = StepRequest(**_fields(await _body(request), STEP_FIELDS))
+        if not STEP_ID.fullmatch(step.step_id):
             message = "step_id must be 1 to 128 letters, digits, `.`, `_` or `-`"
-            raise Refusal(400, "bad_step_id", message)
-        return await _off(desk.submit, body)
+            raise ProtocolError(400, "bad_step_id", message)
+        # Reads files, so it runs off the event loop.
+        return JSONResponse(await run_in_threadpool(service.submit, step))
 
     async def status(request: Request) -> Response:
-        return JSONResponse(desk.status(request.path_params["step_id"]))
+        return JSONResponse(service.status(request.path_params["step_id"]))
 
     async def logprobs(request: Request) -> Response:
-        return await _off(desk.logprobs, _fields(await _body(request), LOGPROBS))
+        wanted = LogprobsRequest(**_fields(await _body(request), LOGPROBS_FIELDS))
+        # Waits for the measurement, so it runs off the event loop.
+        return JSONResponse(await run_in_threadpool(service.logprobs, wanted))
 
     async def checkpoint(_: Request) -> Response:
-        return JSONResponse(desk.checkpoint())
+        return JSONResponse(service.checkpoint())
 
     async def refused(_: Request, error: Exception) -> Response:
-        assert isinstance(error, Refusal)
-        return _problem(error.status, error.code, str(error))
+        assert isinstance(error, ProtocolError)
+        return _error(error.status, error.code, str(error))
 
-    async def missing(_: Request, error: Exception) -> Response:
+    async def not_found(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 405:
-            return _problem(405, "method_not_allowed", "no such method here")
-        return _problem(error.status_code, "not_found", "no such path")
+            return _error(405, "method_not_allowed", "method not allowed for this path")
+        return _error(error.status_code, "not_found", "path not found")
 
-    async def broken(_: Request, error: Exception) -> Response:
-        return _problem(500, "internal", f"call lost: {error!r}")
+    async def internal(_: Request, error: Exception) -> Response:
+        return _error(500, "internal", f"internal error: {error!r}")
 
     return Starlette(
         routes=[
@@ -75,13 +90,17 @@ def app(desk: Desk, token: str | None) -> Starlette:
             Route("/v1/logprobs", logprobs, methods=["POST"]),
             Route("/v1/checkpoints", checkpoint, methods=["POST"]),
         ],
-        middleware=[Middleware(_Authorised, token=token)],
-        exception_handlers={Refusal: refused, HTTPException: missing, Exception: broken},
+        middleware=[Middleware(_RequireToken, token=token)],
+        exception_handlers={
+            ProtocolError: refused,
+            HTTPException: not_found,
+            Exception: internal,
+        },
     )
 
 
-class _Authorised:
-    """Asks for the bearer token before anything else is looked at."""
+class _RequireToken:
+    """Middleware that checks the bearer token before the request is parsed."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
@@ -91,62 +110,60 @@ class _Authorised:
         if scope["type"] == "http" and self._expected is not None:
             sent = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(sent, self._expected):
-                answer = _problem(401, "unauthorized", "a valid bearer token is needed")
+                answer = _error(401, "unauthorized", "a valid bearer token is required")
                 await answer(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 async def _body(request: Request) -> Any:
+    """The JSON value of a request's body."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > BODY_LIMIT:
-            message = f"the body must be whole and at most {BODY_LIMIT} bytes"
-            raise Refusal(413, "body_too_large", message)
+            message = f"the request body must have at most {BODY_LIMIT} bytes"
+            raise ProtocolError(413, "body_too_large", message)
     try:
         return json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, "bad_request", f"the body is not JSON: {error}") from error
+        raise ProtocolError(
+            400, "bad_request", f"the request body is not valid JSON: {error}"
+        ) from error
 
 
 def _fields(body: Any, kinds: dict[str, type]) -> dict[str, Any]:
-    """The fields of a request, with the types that they must have."""
+    """The fields of a request, whose values must have the types in ``kinds``."""
     if not isinstance(body, dict):
-        raise Refusal(400, "bad_request", "the body must be an object")
-    found = {}
+        raise ProtocolError(400, "bad_request", "the request body must be an object")
+    found: dict[str, Any] = {}
     for name, kind in kinds.items():
-        value = body.get(name)
+        value: Any = body.get(name)
         if kind is float and type(value) is int:
             value = float(value)
-        if type(value) is not kind or (kind is float and not math.isfinite(value)):
-            wanted = "a number" if kind is float else f"a {kind.__name__}"
-            raise Refusal(400, "bad_request", f"field `{name}` must be {wanted}")
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if type(value) is not kind or not finite:
+            raise ProtocolError(400, "bad_request", f"field `{name}` must be {KINDS[kind]}")
         found[name] = value
     return found
 
 
-async def _off(call: Callable[[dict[str, Any]], dict[str, Any]], body: dict[str, Any]) -> Response:
-    """Reads files or waits: off the event loop."""
-    return JSONResponse(await run_in_threadpool(call, body))
-
-
-def _problem(status: int, code: str, message: str) -> Response:
+def _error(status: int, code: str, message: str) -> Response:
     return JSONResponse({"error": {"code": code, "message": message}}, status)
 
 
 class Server:
-    """Serves a desk from a thread."""
+    """An HTTP server that runs in a thread of its own."""
 
-    def __init__(self, desk: Desk, host: str, port: int, token: str | None) -> None:
-        """Binds the address at once, so that one that is taken is an error here."""
+    def __init__(self, service: TrainerService, host: str, port: int, token: str | None) -> None:
+        """Binds the address, so that an address in use is an error here, and starts the thread."""
         config = uvicorn.Config(
-            app(desk, token), host=host, port=port, log_level="warning", access_log=False
+            app(service, token), host=host, port=port, log_level="warning", access_log=False
         )
         self._socket = config.bind_socket()
-        # Calls made before the thread is up wait instead of being turned away.
+        # Requests made before the thread runs wait instead of being refused.
         self._socket.listen()
-        #: Where it listens.
+        #: Port that the server listens on.
         self.port: int = self._socket.getsockname()[1]
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
@@ -155,6 +172,6 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Takes no new calls and waits a little for those under way."""
+        """Accepts no new requests and waits up to 10 s for those in progress."""
         self._server.should_exit = True
         self._thread.join(timeout=10)

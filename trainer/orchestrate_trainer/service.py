@@ -1,11 +1,12 @@
-"""The trainer as a service: what it answers, and the loop that trains.
+"""The trainer as a service: answers to requests, and the loop that trains.
 
-:class:`Desk` lives in the leader and answers calls from its threads. :func:`work` runs in the main
-thread of every process; the leader takes jobs from the desk and hands them to the others.
+:class:`TrainerService` lives in the leader and answers requests from other threads.
+:func:`run_jobs` runs in the main thread of every process; the leader takes jobs from the service's
+queue and sends them to the other processes.
 
-A step is done only when its checkpoint is on disk. One that fails leaves weights and optimizer as
-they were: if they had been touched, they are read back from the newest checkpoint. A process that
-dies takes the others with it, and nothing of the step remains; the orchestrator hands it over again.
+A step is done only when its checkpoint is on disk. A step that fails leaves weights and optimizer
+as they were: if they were changed, they are restored from the newest checkpoint. A process that
+dies ends the others, and the step has no effect; the orchestrator submits it again.
 """
 
 from __future__ import annotations
@@ -24,37 +25,46 @@ import torch
 from blake3 import blake3
 
 from .batch import Batch, BatchError
+from .jobs import (
+    LogprobsJob,
+    LogprobsRequest,
+    QueuedJob,
+    StepJob,
+    StepRequest,
+    StepStatus,
+)
 from .learner import Learner
-from .passes import StepError, measure
+from .passes import StepError, measure_logprobs
 from .policy import ModelOptions, Policy, load_policy
 from .settings import ALGORITHMS, Hyperparameters, Unusable
 from .step import apply
-from .store import CheckpointStore, Position
+from .store import AppliedStep, CheckpointStore, Position
 from .version import __version__
 from .world import World
 
-__all__ = ["Desk", "Refusal", "Trainer", "work"]
+__all__ = ["ProtocolError", "Trainer", "TrainerService", "run_jobs"]
 
 log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
-#: Jobs that may wait: one step and a few measurements; more is a client that does not listen.
-QUEUE = 4
+#: Jobs that may wait: one step and a few measurements. A client with more ignores the replies.
+QUEUE_CAPACITY = 4
 #: Tokens of one forward pass in a measurement.
 MEASURE_TOKENS = 16_384
 
 
-class Refusal(Exception):
-    """A call that is refused: HTTP status, a word for programs, a sentence for people."""
+class ProtocolError(Exception):
+    """A request that is refused."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
+        """``status`` is the HTTP status, ``code`` is for programs, ``message`` for people."""
         super().__init__(message)
         self.status, self.code = status, code
 
 
 @dataclass
 class Trainer:
-    """What every process holds."""
+    """The state that every process holds."""
 
     world: World
     store: CheckpointStore
@@ -66,9 +76,9 @@ class Trainer:
     @classmethod
     def open(
         cls, model: Path, store: CheckpointStore, options: ModelOptions, world: World
-    ) -> "Trainer":
-        """Continues from the newest checkpoint of ``store``, or begins with ``model``."""
-        position = store.begin(model)
+    ) -> Trainer:
+        """Continues from the newest checkpoint of ``store``, or starts with ``model``."""
+        position = store.open(model)
         version = position.policy_version
         policy = load_policy(store.folder(version), options, world)
         learner = Learner.of(policy, world)
@@ -78,32 +88,34 @@ class Trainer:
 
     @property
     def policy(self) -> Policy:
-        """The model."""
+        """The model being trained."""
         return self.learner.policy
 
     def reference(self) -> Policy:
-        """The starting weights, frozen; read when a loss first asks for them."""
+        """The starting weights, frozen. Loaded on the first call."""
         if self._reference is None:
             self._reference = load_policy(self.store.folder(0), self.options, self.world)
             self._reference.requires_grad_(False)
         return self._reference
 
 
-class Desk:
-    """Answers for a running trainer; its methods may be called from any thread."""
+class TrainerService:
+    """Answers requests to a running trainer. Methods may be called from any thread."""
 
     def __init__(self, trainer: Trainer, devices: list[str], batch_root: Path | None) -> None:
+        """``devices`` are shown to clients; batches must lie in ``batch_root`` if it is given."""
         self._trainer = trainer
         self._devices = devices
         self._batch_root = batch_root
         self._lock = threading.Lock()
         self._position = trainer.position
-        #: The step under way, or the last that failed.
-        self._current: dict[str, Any] | None = None
-        self.jobs: queue.Queue[dict[str, Any]] = queue.Queue(QUEUE)
+        #: The step that is queued or running, or the last one if it failed.
+        self._current: StepStatus | None = None
+        self.jobs: queue.Queue[QueuedJob] = queue.Queue(QUEUE_CAPACITY)
         self.stopping = threading.Event()
 
     def info(self) -> dict[str, Any]:
+        """The protocol's ``TrainerInfo``."""
         with self._lock:
             position = self._position
         return {
@@ -120,190 +132,209 @@ class Desk:
         }
 
     def checkpoint(self) -> dict[str, Any]:
-        """The newest checkpoint: every applied step has written one."""
+        """The newest checkpoint. Every applied step has written one, so nothing is written now."""
         info = self.info()
         return {name: info[name] for name in ("checkpoint", "policy_version")}
 
-    def submit(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Accepts a step, or says where it stands. A step that failed may be submitted again."""
-        step_id, base = request["step_id"], request["base_version"]
+    def submit(self, request: StepRequest) -> dict[str, Any]:
+        """Accepts a step, or returns its status if it is known.
+
+        A step that failed may be submitted again. Raises :class:`ProtocolError`.
+        """
+        step_id, base = request.step_id, request.base_version
         with self._lock:
-            standing = self._standing(step_id)
-        if standing is not None:
-            return standing
+            known = self._without_new_work(step_id)
+        if known is not None:
+            return known.to_json()
         try:
-            settings = Hyperparameters.parse(request["hyperparameters"])
+            settings = Hyperparameters.parse(request.hyperparameters)
         except Unusable as error:
-            raise Refusal(422, "does_not_fit", str(error)) from error
-        manifest = request["manifest"]
-        batch = self._read(manifest)
+            raise ProtocolError(422, "does_not_fit", str(error)) from error
+        manifest = request.manifest
+        batch = self._open_batch(manifest)
         found = batch.manifest.get("step_id")
         if found != step_id:
             message = f"manifest {manifest} belongs to step {found}, not {step_id}"
-            raise Refusal(409, "other_step", message)
+            raise ProtocolError(409, "other_step", message)
         digest = blake3(batch.path.read_bytes()).hexdigest()
         with self._lock:
-            # Asked again under the lock: another call may have been faster.
-            standing = self._standing(step_id)
-            if standing is not None:
-                return standing
-            has = self._position.policy_version
-            if base != has:
-                error = (
-                    f"step {step_id} is for weights of version {base}, this trainer holds "
-                    f"version {has}"
+            # Checked again: another request may have been accepted meanwhile.
+            known = self._without_new_work(step_id)
+            if known is not None:
+                return known.to_json()
+            version = self._position.policy_version
+            if base != version:
+                problem = (
+                    f"step {step_id} is based on policy version {base}, but this trainer is at "
+                    f"version {version}"
                 )
-                self._current = {"step_id": step_id, "state": "failed", "error": error}
-                return self._current
-            path = str(batch.path)
-            self._put(
-                {"step_id": step_id, "manifest": path, "settings": settings, "digest": digest}
-            )
-            self._current = {"step_id": step_id, "state": "queued"}
-            return self._current
+                self._current = StepStatus(step_id, "failed", error=problem)
+            else:
+                self._enqueue(QueuedJob(StepJob(step_id, str(batch.path), settings, digest)))
+                self._current = StepStatus(step_id, "queued")
+            return self._current.to_json()
 
     def status(self, step_id: str) -> dict[str, Any]:
+        """Status of a step. Raises :class:`ProtocolError` if the step is unknown."""
         with self._lock:
             known = self._known(step_id)
         if known is None:
-            message = f"no step {step_id} is known: it was never submitted, or is too long ago"
-            raise Refusal(404, "unknown_step", message)
-        return known
+            message = (
+                f"step {step_id} is unknown: it was never submitted, or is no longer remembered"
+            )
+            raise ProtocolError(404, "unknown_step", message)
+        return known.to_json()
 
-    def logprobs(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Waits for a measurement's answer."""
-        if not request["temperature"] > 0:
-            raise Refusal(422, "does_not_fit", "temperature must be > 0")
-        batch = self._read(request["manifest"])
-        answer: Future[dict[str, Any]] = Future()
+    def logprobs(self, request: LogprobsRequest) -> dict[str, Any]:
+        """Measures the log-probs of a batch and waits for the result.
+
+        Raises :class:`ProtocolError`.
+        """
+        if not request.temperature > 0:
+            message = f"temperature = {request.temperature:g}: must be above 0"
+            raise ProtocolError(422, "does_not_fit", message)
+        batch = self._open_batch(request.manifest)
+        reply: Future[dict[str, Any]] = Future()
+        job = LogprobsJob(str(batch.path), request.replay, request.temperature)
         with self._lock:
-            self._put({**request, "manifest": str(batch.path), "answer": answer})
+            self._enqueue(QueuedJob(job, reply))
         try:
-            return answer.result()
+            return reply.result()
         except StepError as error:
-            raise Refusal(422, "does_not_fit", str(error)) from error
+            raise ProtocolError(422, "does_not_fit", str(error)) from error
 
-    def note(self, step_id: str, state: dict[str, Any]) -> None:
-        """Takes down where the step under way stands."""
+    def set_status(self, status: StepStatus) -> None:
+        """Records the status of the current step."""
         with self._lock:
-            self._current = {"step_id": step_id, **state}
+            self._current = status
 
-    def reached(self, position: Position) -> None:
-        """Takes down that a step was applied."""
+    def set_applied(self, position: Position) -> None:
+        """Records that the current step was applied and led to ``position``."""
         with self._lock:
             self._position, self._current = position, None
 
-    def _known(self, step_id: str) -> dict[str, Any] | None:
+    def _known(self, step_id: str) -> StepStatus | None:
         result = self._position.applied(step_id)
         if result is not None:
-            return {"step_id": step_id, "state": "done", "result": result}
+            return StepStatus(step_id, "done", result=result)
         current = self._current
-        return current if current is not None and current["step_id"] == step_id else None
+        return current if current is not None and current.step_id == step_id else None
 
-    def _standing(self, step_id: str) -> dict[str, Any] | None:
-        """The answer that needs no new work: the step is known and has not failed."""
+    def _without_new_work(self, step_id: str) -> StepStatus | None:
+        """Status of a step that is known and has not failed; ``None`` if it has to be run.
+
+        Raises :class:`ProtocolError` if another step is queued or running.
+        """
         known = self._known(step_id)
-        if known is not None and known["state"] != "failed":
+        if known is not None and known.state != "failed":
             return known
         current = self._current
-        if current is not None and current["state"] in ("queued", "running"):
-            raise Refusal(503, "busy", f"busy with step {current['step_id']}: ask again later")
+        if current is not None and current.active:
+            message = f"busy with step {current.step_id}; try again later"
+            raise ProtocolError(503, "busy", message)
         return None
 
-    def _put(self, job: dict[str, Any]) -> None:
+    def _enqueue(self, job: QueuedJob) -> None:
         if self.stopping.is_set():
-            raise Refusal(503, "shutting_down", "the trainer is shutting down")
+            raise ProtocolError(503, "shutting_down", "the trainer is shutting down")
         try:
             self.jobs.put_nowait(job)
         except queue.Full:
-            raise Refusal(503, "busy", "busy with earlier calls: ask again later") from None
+            message = "busy with earlier requests; try again later"
+            raise ProtocolError(503, "busy", message) from None
 
-    def _read(self, manifest: str) -> Batch:
-        """Opens a batch and compares its digests: nothing of a damaged one reaches the weights."""
+    def _open_batch(self, manifest: str) -> Batch:
+        """Opens a batch and verifies its digests, so that a damaged batch never reaches the
+        weights. Raises :class:`ProtocolError`."""
         path = Path(manifest)
 
-        def refuse(problem: str) -> Refusal:
-            return Refusal(400, "bad_manifest_path", f"manifest {manifest}: {problem}")
+        def invalid_path(problem: str) -> ProtocolError:
+            return ProtocolError(400, "bad_manifest_path", f"manifest {manifest}: {problem}")
 
         if ".." in path.parts:
-            raise refuse("must not contain `..`")
+            raise invalid_path("the path must not contain `..`")
         if path.name != "manifest.json":
-            raise refuse("must name a file `manifest.json`")
+            raise invalid_path("the file name must be `manifest.json`")
         try:
             real = path.resolve(strict=True)
         except OSError:
-            raise refuse("cannot be found or read") from None
+            raise invalid_path("file not found or not readable") from None
         if self._batch_root is not None and not real.is_relative_to(self._batch_root.resolve()):
-            raise refuse("lies outside the folder this trainer reads batches from")
+            raise invalid_path("lies outside the folder set by --batch-root")
         try:
             batch = Batch.open(real)
         except BatchError as error:
-            raise Refusal(400, "bad_batch", f"manifest {manifest}: {error}") from error
+            raise ProtocolError(400, "bad_batch", f"manifest {manifest}: {error}") from error
         try:
             batch.require_model(self._trainer.policy.shape)
         except BatchError as error:
-            raise Refusal(422, "does_not_fit", str(error)) from error
+            raise ProtocolError(422, "does_not_fit", str(error)) from error
         try:
             batch.verify()
         except BatchError as error:
-            raise Refusal(400, "bad_batch", f"manifest {manifest}: {error}") from error
+            raise ProtocolError(400, "bad_batch", f"manifest {manifest}: {error}") from error
         return batch
 
 
-def work(trainer: Trainer, desk: Desk | None) -> None:
-    """Does jobs until the leader is told to stop. Called by all processes, the leader with its
-    desk."""
+def run_jobs(trainer: Trainer, service: TrainerService | None) -> None:
+    """Runs jobs until the leader is told to stop.
+
+    Called by all processes; the leader passes its service, the others ``None``.
+    """
     world = trainer.world
     while True:
-        job, answer = _next(desk) if desk is not None else (None, None)
-        job = world.share(job)
-        if job is None:
-            return
-        if "step_id" in job:
-            _step(trainer, desk, job)
-        else:
-            _measure(trainer, job, answer)
+        queued = None if service is None else _next_job(service)
+        job = world.broadcast(None if queued is None else queued.job)
+        match job:
+            case StepJob():
+                _run_step(trainer, service, job)
+            case LogprobsJob():
+                _run_logprobs(trainer, job, None if queued is None else queued.reply)
+            case _:
+                return
 
 
-def _next(desk: Desk) -> tuple[dict[str, Any] | None, Future[dict[str, Any]] | None]:
-    while not desk.stopping.is_set():
+def _next_job(service: TrainerService) -> QueuedJob | None:
+    """Waits for a job; ``None`` when the service is stopping."""
+    while not service.stopping.is_set():
         try:
-            job = desk.jobs.get(timeout=0.2)
+            return service.jobs.get(timeout=0.2)
         except queue.Empty:
             continue
-        return job, job.pop("answer", None)
-    return None, None
+    return None
 
 
-def _open(job: dict[str, Any]) -> Batch:
-    # The leader has compared the digests; reading the files once is enough.
-    return Batch.open(job["manifest"], verify="never")
+def _open_checked(manifest: str) -> Batch:
+    # The leader has verified the digests, so the files need not be read twice.
+    return Batch.open(manifest, verify="never")
 
 
-def _measure(
-    trainer: Trainer, job: dict[str, Any], answer: Future[dict[str, Any]] | None
-) -> None:
+def _run_logprobs(trainer: Trainer, job: LogprobsJob, reply: Future[dict[str, Any]] | None) -> None:
     try:
-        batch = _open(job)
-        found = measure(
-            trainer.policy, batch, job["replay"], job["temperature"], MEASURE_TOKENS, trainer.world
+        found = measure_logprobs(
+            trainer.policy,
+            _open_checked(job.manifest),
+            job.replay,
+            job.temperature,
+            MEASURE_TOKENS,
+            trainer.world,
         )
     except StepError as error:
-        if answer is not None:
-            answer.set_exception(error)
+        if reply is not None:
+            reply.set_exception(error)
         return
-    if answer is not None:
-        answer.set_result({"policy_version": trainer.position.policy_version, **found})
+    if reply is not None:
+        reply.set_result({"policy_version": trainer.position.policy_version, **found})
 
 
-def _step(trainer: Trainer, desk: Desk | None, job: dict[str, Any]) -> None:
-    world, step_id = trainer.world, job["step_id"]
+def _run_step(trainer: Trainer, service: TrainerService | None, job: StepJob) -> None:
+    world, step_id = trainer.world, job.step_id
     started = time.monotonic()
 
-    def progress(phase: str, share: float) -> bool:
-        if desk is not None:
-            desk.note(step_id, {"state": "running", "phase": phase, "progress": share})
-        return not world.share(desk is not None and desk.stopping.is_set())
+    def progress(phase: str, fraction: float) -> bool:
+        if service is not None:
+            service.set_status(StepStatus(step_id, "running", phase, fraction))
+        return not world.broadcast(service is not None and service.stopping.is_set())
 
     moved = True
     try:
@@ -311,19 +342,19 @@ def _step(trainer: Trainer, desk: Desk | None, job: dict[str, Any]) -> None:
             metrics = apply(
                 trainer.learner,
                 trainer.reference,
-                _open(job),
-                job["settings"],
+                _open_checked(job.manifest),
+                job.settings,
                 world,
                 progress,
             )
-            position = _save(trainer, job, metrics, started, desk)
+            position = _save(trainer, job, metrics, started, service)
         except StepError as error:
             moved = error.moved
             raise
         except Exception:
-            # The other processes wait in a collective call and cannot be told.
+            # The other processes wait in a collective call and cannot be notified.
             if world.size > 1:
-                log.exception("step %s failed in process %d: giving up", step_id, world.rank)
+                log.exception("step %s failed in process %d; exiting", step_id, world.rank)
                 os._exit(1)
             raise
     except Exception as error:
@@ -331,42 +362,45 @@ def _step(trainer: Trainer, desk: Desk | None, job: dict[str, Any]) -> None:
             log.exception("step %s failed", step_id)
         if moved:
             trainer.store.restore(trainer.learner, trainer.position.policy_version)
-        if desk is not None:
-            log.warning("step %s failed, weights are as before: %s", step_id, error)
-            desk.note(step_id, {"state": "failed", "error": str(error) or repr(error)})
+        if service is not None:
+            log.warning("step %s failed and the weights are unchanged: %s", step_id, error)
+            service.set_status(StepStatus(step_id, "failed", error=str(error) or repr(error)))
         return
     trainer.position = position
-    if desk is not None:
-        desk.reached(position)
-        result = position.steps[-1]["result"]
+    if service is not None:
+        service.set_applied(position)
+        metrics = position.steps[-1]["result"]["metrics"]
         log.info(
-            "step %s applied: version %d, loss %.6g, gradient %.4g, %d tokens, %.1f s",
+            "step %s applied: policy version %d, loss %.6g, gradient norm %.4g, %d tokens, %.1f s",
             step_id,
             position.policy_version,
-            *(result["metrics"][name] for name in ("loss", "grad_norm", "tokens", "seconds")),
+            *(metrics[name] for name in ("loss", "grad_norm", "tokens", "seconds")),
         )
 
 
 def _save(
     trainer: Trainer,
-    job: dict[str, Any],
+    job: StepJob,
     metrics: dict[str, Any],
     started: float,
-    desk: Desk | None,
+    service: TrainerService | None,
 ) -> Position:
+    """Writes the checkpoint of an applied step; returns the position that it leads to."""
     store, version = trainer.store, trainer.position.policy_version + 1
-    if desk is not None:
-        state = {"state": "running", "phase": "checkpoint", "progress": 1.0}
-        desk.note(job["step_id"], state)
+    if service is not None:
+        service.set_status(StepStatus(job.step_id, "running", "checkpoint", 1.0))
 
     def position() -> Position:
         metrics["seconds"] = time.monotonic() - started
-        result = {
-            "policy_version": version,
-            "checkpoint": str(store.folder(version)),
-            "metrics": metrics,
+        step: AppliedStep = {
+            "step_id": job.step_id,
+            "batch_digest": job.digest,
+            "result": {
+                "policy_version": version,
+                "checkpoint": str(store.folder(version)),
+                "metrics": metrics,
+            },
         }
-        step = {"step_id": job["step_id"], "batch_digest": job["digest"], "result": result}
         return trainer.position.after(step)
 
     return store.save(trainer.learner, version, position)

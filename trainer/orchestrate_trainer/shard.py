@@ -1,7 +1,8 @@
 """One memory-mapped shard of a batch.
 
-The safetensors header is parsed here, because the arrays must be true views of the map: nothing
-of a shard is in memory before somebody looks at it, and then only the pages that were looked at.
+The safetensors header is parsed here rather than by the safetensors package, because the arrays
+must be views of the memory map: no part of a shard is in memory until it is read, and then only
+the pages that were read.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-#: Longest header read, in bytes. A real one has some twenty bytes per sequence.
+#: An array of any dtype; each field's own comment states the dtype and shape.
+Array = npt.NDArray[Any]
+
+#: Longest header that is read, in bytes. A real one has about twenty bytes per sequence.
 HEADER_LIMIT = 64 << 20
 
-#: Bytes hashed at a time. The file is read, not mapped, so that checking a shard needs no more.
+#: Bytes hashed at a time. The file is read, not mapped, so that verifying a shard needs no more
+#: memory than this.
 HASH_BYTES = 4 << 20
 
-DTYPES = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"),
     "F32": np.dtype("<f4"),
     "U32": np.dtype("<u4"),
@@ -33,9 +39,10 @@ DTYPES = {
 
 
 class BatchError(Exception):
-    """A batch that cannot be used: names the file, what is wrong and what helps."""
+    """A batch that cannot be used. Names the file, the problem and a remedy."""
 
     def __init__(self, file: Path, problem: str, remedy: str = "write the batch again") -> None:
+        """``file`` is the manifest or shard at fault."""
         super().__init__(f"batch file {file}: {problem}; {remedy}")
         self.file = file
         self.problem = problem
@@ -44,30 +51,37 @@ class BatchError(Exception):
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """A shard as the manifest has it."""
+    """The manifest's entry for a shard."""
 
+    #: File name within the batch folder.
     file: str
     sequences: int
     tokens: int
+    #: Rows of ``routed_experts``; fewer than ``tokens`` if prefix rows are shared.
     rows: int
+    #: Size of the file.
     bytes: int
+    #: BLAKE3 digest of the file, in hexadecimal.
     blake3: str
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What follows from the model and holds for every shard of a batch."""
+    """Form of the routing rows, the same in every shard of a batch."""
 
+    #: ``u8`` or ``u16``.
     dtype: str
+    #: Global numbers of the MoE layers, ascending.
     layers: tuple[int, ...]
     top_k: int
+    #: Name of the tensor that maps tokens to rows; ``None`` if row ``t`` belongs to token ``t``.
     row_index: str | None
 
 
 class Shard:
     """A mapped shard of ``S`` sequences, ``N`` tokens and ``M`` rows (``M == N`` unless shared).
 
-    Every array is a view of the map, little-endian:
+    Every array is a little-endian view of the map:
 
     ``cu_seqlens`` int64 [S+1], ``group_ids`` int64 [S], ``policy_versions`` int64 [N],
     ``advantages`` and ``rewards`` float32 [S], ``rollout_logprobs`` float32 [N],
@@ -76,13 +90,17 @@ class Shard:
     """
 
     def __init__(self, path: Path, info: ShardInfo, rows: RowFormat) -> None:
+        """Maps the file and checks its header against the manifest.
+
+        Raises :class:`BatchError` if the file is missing or does not match.
+        """
         self.path = path
         self.info = info
         self._map = _map(path, info.bytes)
         entries, metadata, data = self._header()
         s, n = info.sequences, info.tokens
 
-        def view(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        def view(name: str, dtype: str, shape: tuple[int, ...]) -> Array:
             return self._view(entries, data, name, dtype, shape)
 
         self.cu_seqlens = view("cu_seqlens", "I64", (s + 1,))
@@ -100,13 +118,17 @@ class Shard:
         self.episode_ids: list[str] = self._list(metadata, "episode_ids", s)
         layers = self._list(metadata, "moe_layers", len(rows.layers))
         if metadata.get("format_version") != "1" or tuple(layers) != rows.layers:
-            raise BatchError(path, "its header does not belong to this manifest")
+            raise BatchError(path, "its header does not match the manifest")
         offsets = self.cu_seqlens
         if offsets[0] != 0 or offsets[-1] != n or bool(np.any(np.diff(offsets) <= 0)):
             raise BatchError(path, f"tensor `cu_seqlens` does not rise from 0 to {n}")
 
     def verify(self) -> bool:
-        """Compares the file's BLAKE3 with the manifest's; ``False`` = package blake3 is absent."""
+        """Compares the file's BLAKE3 digest with the manifest's.
+
+        Returns ``False`` if the package ``blake3`` is not installed. Raises :class:`BatchError` if
+        the digests differ.
+        """
         try:
             import blake3
         except ImportError:
@@ -118,7 +140,7 @@ class Shard:
             while count := file.readinto(buffer):
                 hasher.update(view[:count])
         if hasher.hexdigest() != self.info.blake3:
-            raise BatchError(self.path, "its digest is not the manifest's")
+            raise BatchError(self.path, "its digest differs from the manifest's")
         return True
 
     def _header(self) -> tuple[dict[str, Any], dict[str, str], int]:
@@ -126,14 +148,14 @@ class Shard:
         size = len(self._map)
         length = struct.unpack_from("<Q", self._map)[0] if size >= 8 else size
         if length > min(HEADER_LIMIT, size - 8):
-            raise BatchError(self.path, "it is not a readable safetensors file")
+            raise BatchError(self.path, "not a valid safetensors file")
         try:
             header = json.loads(self._map[8 : 8 + length])
             metadata = header.pop("__metadata__", {})
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
-            raise BatchError(self.path, "its safetensors header is not readable") from error
+            raise BatchError(self.path, "its safetensors header cannot be parsed") from error
         if not isinstance(metadata, dict):
-            raise BatchError(self.path, "its safetensors header is not readable")
+            raise BatchError(self.path, "its safetensors header cannot be parsed")
         return header, metadata, 8 + length
 
     def _view(
@@ -143,11 +165,12 @@ class Shard:
         name: str,
         dtype: str,
         shape: tuple[int, ...],
-    ) -> np.ndarray:
+    ) -> Array:
+        """View of tensor ``name``, whose entry must state ``dtype`` and ``shape``."""
         expected = f"{dtype} {list(shape)}"
         entry = entries.get(name)
         if not isinstance(entry, dict):
-            raise BatchError(self.path, f"tensor `{name}` is absent, expected {expected}")
+            raise BatchError(self.path, f"tensor `{name}` is missing, expected {expected}")
         if entry.get("dtype") != dtype or entry.get("shape") != list(shape):
             found = f"{entry.get('dtype')} {entry.get('shape')}"
             raise BatchError(self.path, f"tensor `{name}` is {found}, expected {expected}")
@@ -161,15 +184,16 @@ class Shard:
             or not 0 <= offsets[0] <= offsets[1] <= len(self._map) - data
             or offsets[1] - offsets[0] != count * item
         ):
-            raise BatchError(self.path, f"tensor `{name}` does not lie where its header says")
+            raise BatchError(self.path, f"tensor `{name}` has invalid offsets in the header")
         if (data + offsets[0]) % item:
             raise BatchError(self.path, f"tensor `{name}` is not aligned in the file")
         if count == 0:
             return np.empty(shape, DTYPES[dtype])
-        array = np.frombuffer(self._map, DTYPES[dtype], count, data + offsets[0])
+        array: Array = np.frombuffer(self._map, DTYPES[dtype], count, data + offsets[0])
         return array.reshape(shape)
 
     def _list(self, metadata: dict[str, str], name: str, length: int) -> list[Any]:
+        """The JSON list ``name`` of the metadata, which must have ``length`` items."""
         try:
             values = json.loads(metadata[name])
         except (KeyError, ValueError, TypeError, RecursionError):
@@ -180,7 +204,8 @@ class Shard:
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
-    """Maps a file privately: tensors that share the memory may be written to, the file never is."""
+    """Maps a file privately, so that tensors sharing its memory can be written to without changing
+    the file."""
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno()).st_size

@@ -1,9 +1,9 @@
-"""The trainer's folder of checkpoints: ``v000000``, ``v000001``, …, and where it stands.
+"""The trainer's folder of checkpoints: ``v000000``, ``v000001``, …
 
-The newest complete folder is the trainer's whole state: weights in the Hugging Face layout, exact
-weights and optimizer (``state/``), and the results of the steps that led there (``trainer.json``).
-It appears by one rename, so losing a process at any moment loses nothing that was published and
-publishes nothing that was not applied.
+The newest complete checkpoint is the trainer's whole state: weights in the Hugging Face layout,
+exact weights and optimizer state (``state/``), and the results of the steps that led to it
+(``trainer.json``). A checkpoint is published by one rename, so a process that dies at any moment
+neither loses a published step nor publishes one that was not applied.
 """
 
 from __future__ import annotations
@@ -13,104 +13,133 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Callable
+from typing import IO, Any, TypedDict, TypeVar, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from .export import INDEX, tensor_files, write_weights
+from .heads import HeadFileError
 from .learner import Learner
-from .policy import UnusableModel, refill
-from .side import UnusableSide
+from .policy import ModelError, reload_weights
 from .world import World
 
-__all__ = ["CheckpointStore", "Position"]
+__all__ = ["AppliedStep", "CheckpointStore", "Position", "StepResult"]
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-#: Tells what a checkpoint is; written last.
+#: Describes a checkpoint; written last, so a folder without it is incomplete.
 POSITION_FILE = "trainer.json"
-#: Highest version ever published here and its lineage: how a restored older state is noticed.
+#: Highest version ever published in the folder, and its lineage. Shows whether an older state was
+#: restored.
 HISTORY_FILE = "lineage.json"
-#: Applied steps whose results are remembered.
+#: Number of applied steps whose results are kept in a checkpoint.
 REMEMBERED_STEPS = 64
+
+
+class StepResult(TypedDict):
+    """Result of an applied step: the protocol's ``StepResult``."""
+
+    policy_version: int
+    checkpoint: str
+    metrics: dict[str, Any]
+
+
+class AppliedStep(TypedDict):
+    """A step that led to a checkpoint, as ``trainer.json`` lists it."""
+
+    step_id: str
+    batch_digest: str
+    result: StepResult
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a trainer stands: ``trainer.json`` of a checkpoint."""
+    """The trainer's position: ``trainer.json`` of a checkpoint."""
 
-    #: Counts restorations of older checkpoints.
+    #: How often an older checkpoint was restored.
     lineage: int
     policy_version: int
-    #: The last applied steps, oldest first: ``step_id``, ``batch_digest``, ``result``.
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    #: The last applied steps, oldest first.
+    steps: list[AppliedStep] = field(default_factory=list)
 
-    def applied(self, step_id: str) -> dict[str, Any] | None:
-        """Result of a step that led here."""
+    def applied(self, step_id: str) -> StepResult | None:
+        """Result of step ``step_id``, or ``None`` if it is not among the last applied steps."""
         found = (step["result"] for step in self.steps if step["step_id"] == step_id)
         return next(found, None)
 
-    def after(self, step: dict[str, Any]) -> "Position":
+    def after(self, step: AppliedStep) -> Position:
         """The position after one more step."""
         steps = [*self.steps, step][-REMEMBERED_STEPS:]
         return replace(self, policy_version=step["result"]["policy_version"], steps=steps)
 
 
 class CheckpointStore:
-    """The folder. Methods that touch weights are called by all processes, alike."""
+    """A folder of checkpoints. All processes must call its methods, in the same order."""
 
     def __init__(
         self, root: Path, world: World, keep: int = 3, dtype: torch.dtype = torch.float32
     ) -> None:
-        """``keep`` newest checkpoints stay, beside ``v000000``; ``dtype`` is that of exports."""
+        """Keeps ``v000000`` and the ``keep`` newest checkpoints; exports weights in ``dtype``."""
         self.root = root.absolute()
         self._world = world
         self._keep = max(keep, 1)
         self._dtype = dtype
-        self._claim: IO[str] | None = None
+        self._lock: IO[str] | None = None
 
     def folder(self, version: int) -> Path:
-        """Folder of a version."""
+        """Folder of checkpoint ``version``."""
         return self.root / f"v{version:06}"
 
-    def claim(self) -> None:
-        """Makes the folder this trainer's alone until its process ends. Raises
-        :class:`UnusableModel` if another one has it."""
+    def lock(self) -> None:
+        """Locks the folder until this process ends.
+
+        Raises :class:`ModelError` if another trainer holds the lock.
+        """
 
         def lock() -> None:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._claim = open(self.root / ".lock", "w")
+            self._lock = open(self.root / ".lock", "w")  # noqa: SIM115
             try:
-                fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UnusableModel(
-                    f"{self.root}: another trainer uses this folder: end it, or take another one"
+                raise ModelError(
+                    f"{self.root}: another trainer uses this folder; stop it or choose another "
+                    "--checkpoint-dir"
                 ) from None
 
-        self._led(lock)
+        self._on_leader(lock)
 
-    def begin(self, model: Path) -> Position:
-        """Where the newest checkpoint stands; without one, ``model`` becomes ``v000000``."""
-        return self._led(lambda: self._begin(model))
+    def open(self, model: Path) -> Position:
+        """Position of the newest checkpoint. If there is none, ``model`` becomes ``v000000``.
+
+        Raises :class:`ModelError` if ``model`` or the checkpoint cannot be used.
+        """
+        return self._on_leader(lambda: self._open(model))
 
     def restore(self, learner: Learner, version: int) -> None:
-        """Puts the weights and optimizer states of ``version`` into the learner."""
+        """Replaces the learner's state by that of checkpoint ``version``.
+
+        Raises :class:`ModelError` if the checkpoint is damaged.
+        """
         policy, optimizer = learner.policy, learner.optimizer
         optimizer.zero_grad(set_to_none=True)
-        learner.side.clear()
+        learner.heads.clear()
         state = self.folder(version) / "state"
         if not state.exists():
             optimizer.state.clear()
-            refill(policy, self.folder(version), self._world)
+            reload_weights(policy, self.folder(version), self._world)
             return
-        self._alike(lambda: learner.side.load(self.folder(version)))
+        self._in_all(lambda: learner.heads.load(self.folder(version)))
         weights, moments = get_state_dict(policy, optimizer)
-        held = {"model": weights, "optimizer": moments}
-        dcp.load(held, checkpoint_id=state, process_group=self._world.control)
+        held: dict[str, Any] = {"model": weights, "optimizer": moments}
+        state_dict_loader.load(held, checkpoint_id=state, process_group=self._world.control)
         set_state_dict(
             policy,
             optimizer,
@@ -124,8 +153,10 @@ class CheckpointStore:
         version: int,
         position: Callable[[], Position],
     ) -> Position:
-        """Writes a checkpoint whole. ``position`` is asked for last, in the leader, when everything
-        else is on disk."""
+        """Writes and publishes checkpoint ``version``; returns its position.
+
+        ``position`` is called last, in the leader, when everything else is on disk.
+        """
         policy, optimizer = learner.policy, learner.optimizer
         target = self.folder(version)
         partial = self.root / f".{target.name}.partial"
@@ -134,88 +165,96 @@ class CheckpointStore:
         def prepare() -> None:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            for file in _companions(base):
+            for file in _other_files(base):
                 shutil.copy2(file, partial / file.name)
 
-        self._led(prepare)
+        self._on_leader(prepare)
         weights, moments = get_state_dict(policy, optimizer)
-        held = {"model": weights, "optimizer": moments}
-        dcp.save(held, checkpoint_id=partial / "state", process_group=self._world.control)
+        held: dict[str, Any] = {"model": weights, "optimizer": moments}
+        state_dict_saver.save(
+            held, checkpoint_id=partial / "state", process_group=self._world.control
+        )
         write_weights(policy, base, partial, self._dtype, self._world)
 
         def publish() -> Position:
-            learner.side.write(partial)
+            learner.heads.write(partial)
             reached = position()
             _write_json(partial / POSITION_FILE, vars(reached))
             _publish(partial, target)
-            # The step is applied from here on: what follows must not turn it into a failure.
+            # The step is applied from here on, so a later error must not make it fail.
             try:
-                self._note(reached)
+                self._write_history(reached)
                 self._prune()
             except OSError as error:
-                log.warning("the checkpoint is written, older ones were not tidied up: %s", error)
+                log.warning(
+                    "checkpoint %s was written, but older ones were not removed: %s", target, error
+                )
             return reached
 
-        return self._led(publish)
+        return self._on_leader(publish)
 
-    def _led(self, work: Callable[[], Any]) -> Any:
-        """The leader's ``work``, its result or error everywhere."""
-        result = error = None
-        if self._world.leads:
+    def _on_leader(self, work: Callable[[], T]) -> T:
+        """Runs ``work`` in the leader; returns its result, or raises its error, in all
+        processes."""
+        result: T | None = None
+        error: Exception | None = None
+        if self._world.is_leader:
             try:
                 result = work()
             except (OSError, ValueError) as raised:
                 error = raised
-        result, error = self._world.share((result, error))
+        result, error = self._world.broadcast((result, error))
         if error is not None:
             raise error
-        return result
+        return cast("T", result)
 
-    def _alike(self, work: Callable[[], None]) -> None:
-        """Every process's ``work``; an error of one is everybody's."""
+    def _in_all(self, work: Callable[[], None]) -> None:
+        """Runs ``work`` in every process; an error in one is raised in all."""
         problem = None
         try:
             work()
-        except UnusableSide as error:
+        except HeadFileError as error:
             problem = str(error)
         found = next((each for each in self._world.gather(problem) if each is not None), None)
         if found is not None:
-            raise UnusableModel(found)
+            raise ModelError(found)
 
-    def _begin(self, model: Path) -> Position:
+    def _open(self, model: Path) -> Position:
         self.root.mkdir(parents=True, exist_ok=True)
         for leftover in self.root.glob(".v*.partial"):
             shutil.rmtree(leftover, ignore_errors=True)
         history = _read_json(self.root / HISTORY_FILE)
         versions = self._versions()
         if versions:
-            return self._reopened(versions[-1], history)
-        # All checkpoints were taken away: that is a restoration too.
-        position = Position(lineage=0 if history is None else history["lineage"] + 1, policy_version=0)
+            return self._reopen(versions[-1], history)
+        # If there is a history, all checkpoints were removed, which counts as a restoration.
+        lineage = 0 if history is None else history["lineage"] + 1
+        position = Position(lineage=lineage, policy_version=0)
         partial = self.root / ".v000000.partial"
         partial.mkdir()
         for name in sorted({*tensor_files(model).values()}):
-            _link(model / name, partial / name)
-        for file in _companions(model):
-            _link(file, partial / file.name)
+            _link_or_copy(model / name, partial / name)
+        for file in _other_files(model):
+            _link_or_copy(file, partial / file.name)
         _write_json(partial / POSITION_FILE, vars(position))
         _publish(partial, self.folder(0))
-        self._note(position)
+        self._write_history(position)
         return position
 
-    def _reopened(self, version: int, history: dict[str, Any] | None) -> Position:
+    def _reopen(self, version: int, history: dict[str, Any] | None) -> Position:
         path = self.folder(version) / POSITION_FILE
         position = Position(**(_read_json(path) or {}))
         if position.policy_version != version:
-            raise UnusableModel(
-                f"{path} says version {position.policy_version}: was the folder renamed?"
+            raise ModelError(
+                f"{path} states version {position.policy_version}, but its folder is named "
+                f"{path.parent.name}; was the folder renamed?"
             )
         if history is not None:
             abandoned = int(history["highest_version"] > version)
             position = replace(
                 position, lineage=max(position.lineage, history["lineage"] + abandoned)
             )
-        self._note(position)
+        self._write_history(position)
         return position
 
     def _versions(self) -> list[int]:
@@ -228,17 +267,17 @@ class CheckpointStore:
             if version != 0:
                 shutil.rmtree(self.folder(version))
 
-    def _note(self, position: Position) -> None:
+    def _write_history(self, position: Position) -> None:
         path = self.root / HISTORY_FILE
         partial = self.root / f".{HISTORY_FILE}.partial"
         history = {"lineage": position.lineage, "highest_version": position.policy_version}
         _write_json(partial, history)
         os.replace(partial, path)
-        _sync(self.root)
+        _fsync(self.root)
 
 
-def _companions(folder: Path) -> list[Path]:
-    """Configuration, tokenizer and whatever else belongs to a model beside its weights."""
+def _other_files(folder: Path) -> list[Path]:
+    """A model's files other than weights: configuration, tokenizer and the like."""
     files = (path for path in sorted(folder.iterdir()) if path.is_file())
     weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".state")
     return [
@@ -252,8 +291,8 @@ def _companions(folder: Path) -> list[Path]:
     ]
 
 
-def _link(source: Path, target: Path) -> None:
-    """The same file under another name where the file system can, else a copy."""
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Makes a hard link if the file system can, else a copy."""
     source = source.resolve()
     try:
         os.link(source, target)
@@ -262,15 +301,16 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _publish(partial: Path, target: Path) -> None:
+    """Flushes a folder to disk and gives it its final name."""
     for folder, _, files in os.walk(partial):
         for name in files:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))
+            _fsync(Path(folder) / name)
+        _fsync(Path(folder))
     os.rename(partial, target)
-    _sync(target.parent)
+    _fsync(target.parent)
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -279,6 +319,7 @@ def _sync(path: Path) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
+    """Writes JSON and flushes it to disk."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.flush()
@@ -286,9 +327,10 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _read_json(path: Path) -> Any:
+    """The JSON value in a file, or ``None`` if there is no file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise UnusableModel(f"{path} is not readable: {error}") from error
+        raise ModelError(f"{path} cannot be parsed: {error}") from error

@@ -1,4 +1,4 @@
-"""PPO: a linear value head on the final hidden states, advantages and returns from its values."""
+"""PPO: advantages and returns from the values of a linear head on the final hidden states."""
 
 from __future__ import annotations
 
@@ -15,57 +15,65 @@ from .losses import kl_penalty
 from .settings import Hyperparameters
 from .world import World
 
-__all__ = ["Estimates", "Old", "Returns", "estimate", "values_of", "whiten"]
+__all__ = ["Estimates", "Returns", "RolloutValues", "estimate", "values_of", "whiten"]
 
 
 def values_of(hidden: Tensor, head: Tensor) -> Tensor:
-    """Values, float32 ``[n]``, of what comes before each scored token: ``hidden`` ``[n, d]``
-    is that of its row, ``head`` ``[d + 1]`` has the bias last."""
+    """Values of the state before each scored token, float32 ``[n]``.
+
+    ``hidden`` ``[n, d]`` are the hidden states that the scored tokens are predicted from; ``head``
+    ``[d + 1]`` has the bias last.
+    """
     return hidden.float() @ head[:-1] + head[-1]
 
 
 @dataclass(frozen=True)
-class Old:
-    """One micro-batch at the weights of the rollout, on the CPU: values and log-probs of its loss
-    tokens, and log-probs under the reference policy, ``[n]``."""
+class RolloutValues:
+    """One micro-batch at the rollout weights, on the CPU; tensors are ``[n]``."""
 
     micro: MicroBatch
+    #: Outputs of the value head.
     values: Tensor
+    #: Log-probs, nats.
     logp: Tensor
+    #: Log-probs under the reference policy, nats.
     reference: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Returns:
-    """What the value head's part of a micro-batch's loss depends on, ``[n]`` each."""
+    """Advantages and value targets of a micro-batch, ``[n]`` each."""
 
     advantages: Tensor
-    #: What the value head should have said, and what it said.
+    #: Targets of the value head.
     returns: Tensor
+    #: Outputs of the value head at the rollout weights.
     old: Tensor
 
-    def to(self, device: torch.device) -> "Returns":
+    def to(self, device: torch.device) -> Returns:
+        """The same with its tensors on ``device``."""
         return Returns(*(part.to(device) for part in vars(self).values()))
 
     def loss(self, values: Tensor, clip: float, loss_tokens: int) -> Tensor:
-        """The micro-batch's summand of the value loss."""
+        """The micro-batch's part of the value loss of a mini step with ``loss_tokens`` tokens."""
         terms = value_terms(values, self.old, self.returns, clip)
         return terms.sum() / max(loss_tokens, 1)
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Of this process's micro-batches, in their order."""
+    """Advantages and returns of a step."""
 
+    #: For each of this process's micro-batches, in order.
     parts: list[Returns]
-    #: Share of the returns' variance that the old values explain, over all processes.
+    #: Fraction of the returns' variance that the old values explain, over all processes.
     explained_variance: float
 
 
-def estimate(olds: list[Old], settings: Hyperparameters, world: World) -> Estimates:
+def estimate(olds: list[RolloutValues], settings: Hyperparameters, world: World) -> Estimates:
     """Generalised advantages of a batch, whitened over all its loss tokens, and returns."""
     parts = [_returns(old, settings) for old in olds]
-    live = [part for part, old in zip(parts, olds) if old.micro.live]
+    live = [part for part, old in zip(parts, olds, strict=True) if old.micro.live]
     advantages, returns, values = (
         torch.cat([getattr(part, name) for part in live] or [torch.zeros(0)]).double()
         for name in ("advantages", "returns", "old")
@@ -77,29 +85,32 @@ def estimate(olds: list[Old], settings: Hyperparameters, world: World) -> Estima
             part.returns.float(),
             part.old,
         )
-        for part, old in zip(parts, olds)
+        for part, old in zip(parts, olds, strict=True)
     ]
-    due, left = (_moments(of, world)[2] for of in (returns, returns - values))
-    return Estimates(finished, 1 - left / due if due > 0 else 0.0)
+    total, residual = (_moments(of, world)[2] for of in (returns, returns - values))
+    return Estimates(finished, 1 - residual / total if total > 0 else 0.0)
 
 
 def whiten(advantages: Tensor, world: World) -> Tensor:
-    """Advantages ``[n]`` of this process's loss tokens, shifted and scaled so that those of all
-    processes have mean 0 and unbiased variance 1."""
+    """Shifts and scales advantages ``[n]`` to mean 0 and unbiased variance 1 over all processes.
+
+    ``advantages`` are those of this process's loss tokens.
+    """
     count, mean, squares = _moments(advantages, world)
-    return (advantages - mean) * (squares / max(count - 1, 1) + 1e-8) ** -0.5
+    scale: float = (squares / max(count - 1, 1) + 1e-8) ** -0.5
+    return (advantages - mean) * scale
 
 
-def _returns(old: Old, settings: Hyperparameters) -> Returns:
-    """Advantages, not whitened, and returns, both float64."""
+def _returns(old: RolloutValues, settings: Hyperparameters) -> Returns:
+    """Advantages before whitening, and returns, both float64."""
     micro = old.micro
     if not micro.live:
-        nothing = torch.zeros(len(old.values), dtype=torch.float64)
-        return Returns(nothing, nothing, old.values)
+        zeros = torch.zeros(len(old.values), dtype=torch.float64)
+        return Returns(zeros, zeros, old.values)
     tokens = Tokens(micro.owner, len(micro.sequences))
     counts = tokens.counts.tolist()
     rewards = torch.zeros(len(micro.owner), dtype=torch.float64)
-    # A sequence's reward comes with its last loss token.
+    # A sequence's reward is given to its last loss token.
     last = tokens.counts.cumsum(0)[tokens.present] - 1
     rewards[last] = micro.rewards.double()[tokens.present]
     if settings.kl_in_reward and old.reference is not None:
@@ -110,15 +121,13 @@ def _returns(old: Old, settings: Hyperparameters) -> Returns:
         return pad_sequence(list(row.double().split(counts)), batch_first=True)
 
     mask = padded(torch.ones(len(micro.owner)))
-    found = gae(
-        padded(rewards), padded(old.values), mask, settings.gae_gamma, settings.gae_lambda
-    )
+    found = gae(padded(rewards), padded(old.values), mask, settings.gae_gamma, settings.gae_lambda)
     advantages, returns = (values[mask > 0] for values in found)
     return Returns(advantages, returns, old.values)
 
 
 def _moments(values: Tensor, world: World) -> tuple[float, float, float]:
-    """Number of values in all processes, their mean, and the sum of squares around it."""
+    """Count, mean, and sum of squared deviations of the values of all processes."""
     count, total = world.sum([float(len(values)), float(values.sum())])
     mean = total / max(count, 1)
     (squares,) = world.sum([float(((values - mean) ** 2).sum())])

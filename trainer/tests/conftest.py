@@ -1,4 +1,9 @@
-"""Golden batches, and a writer of hand-made ones."""
+"""Fixtures, and a summary that names every skipped test.
+
+``ORCHESTRATE_REQUIRE`` is a comma-separated list of what must be present: with ``python`` a missing
+package is a failure, with ``data`` missing test data, with ``embedded`` a missing orchestrator
+program.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,75 @@ import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = ["u8", "u8_shared", "u16", "u16_shared"]
+#: Kernels that compute a model's experts: one expert after the other, and transformers' default.
+KERNELS = ["eager", "grouped_mm"]
+#: What a skip's reason says is missing, by the name that requires it.
+MISSING = {
+    "python": ("is not installed", "could not import"),
+    "data": ("test data missing",),
+    "embedded": ("is not built",),
+}
+
+
+class Skips:
+    """Collects the skipped tests and modules of a run by reason."""
+
+    def __init__(self) -> None:
+        names = os.environ.get("ORCHESTRATE_REQUIRE", "").split(",")
+        self.required = {name.strip() for name in names}
+        self.by_reason: dict[str, list[str]] = {}
+
+    def add(self, name: str, longrepr: Any) -> None:
+        reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        self.by_reason.setdefault(reason, []).append(name)
+
+    def is_required(self, reason: str) -> bool:
+        return any(
+            text in reason for name in self.required & MISSING.keys() for text in MISSING[name]
+        )
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self.add(report.nodeid, report.longrepr)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self.add(f"{report.nodeid} (all tests of the module)", report.longrepr)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if any(map(self.is_required, self.by_reason)) and session.exitstatus in (0, 5):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for reason, names in sorted(self.by_reason.items()):
+            verdict = "FAILED" if self.is_required(reason) else "skipped"
+            note = ", but required by ORCHESTRATE_REQUIRE" if verdict == "FAILED" else ""
+            terminalreporter.write_line(f"{verdict} {len(names)}: {reason}{note}")
+            for name in names:
+                terminalreporter.write_line(f"  {name}")
+        stats = terminalreporter.stats
+        counts = {
+            kind: sum(len(stats.get(key, [])) for key in keys)
+            for kind, keys in {
+                "passed": ("passed",),
+                "failed": ("failed", "error"),
+                "left to scripts/nightly": ("deselected",),
+            }.items()
+        }
+        counts["skipped"] = sum(map(len, self.by_reason.values()))
+        text = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        terminalreporter.write_line(f"Python tests: {text}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Skips(), "orchestrate-skips")
 
 
 @pytest.fixture(params=FOLDERS)
 def golden(request: pytest.FixtureRequest) -> tuple[Path, dict[str, Any]]:
-    """Folder of a batch that the Rust writer made, and what it holds."""
+    """Folder of a batch written by the Rust code, and its expected content."""
     name = request.param
     expected = json.loads((GOLDEN / f"{name.removesuffix('_shared')}.json").read_text())
     return GOLDEN / name, expected
@@ -26,13 +95,13 @@ def golden(request: pytest.FixtureRequest) -> tuple[Path, dict[str, Any]]:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A copy of a golden batch that a test may damage."""
+    """Copy of a golden batch, which a test may damage."""
     return Path(shutil.copytree(GOLDEN / "u8", tmp_path / "batch"))
 
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[Any]:
-    """A world of one process on the CPU, for tests of the trainer."""
+    """World of one process on the CPU."""
     import torch
 
     from orchestrate_trainer.world import World
@@ -46,7 +115,7 @@ def world() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folder of a tiny model of each family, weights drawn at random."""
+    """Folder of a tiny model with random weights for each router family."""
     from model_families import TINY, tiny_model
 
     root = tmp_path_factory.mktemp("models")
@@ -55,7 +124,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in TINY}
 
 
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest) -> str:
+    """Name of an expert kernel; a test that takes it runs once with each."""
+    name: str = request.param
+    return name
+
+
 def change_manifest(folder: Path, change: Any) -> None:
+    """Applies ``change`` to the manifest of a batch folder."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
@@ -63,7 +140,7 @@ def change_manifest(folder: Path, change: Any) -> None:
 
 
 def write_sparse(folder: Path, lengths: list[int], layers: int, top_k: int) -> None:
-    """A batch of one shard whose rows are a hole in the file: large, but nothing is stored."""
+    """Writes a batch of one shard whose rows are a hole in a sparse file: large, but not stored."""
     s, n = len(lengths), sum(lengths)
     small = [
         ("cu_seqlens", "I64", np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")),
@@ -83,16 +160,16 @@ def write_sparse(folder: Path, lengths: list[int], layers: int, top_k: int) -> N
             "moe_layers": json.dumps(list(range(layers))),
         }
     }
-    at = 0
+    start = 0
     for name, dtype, array in small:
-        end = at + array.nbytes
-        header[name] = {"dtype": dtype, "shape": [len(array)], "data_offsets": [at, end]}
-        at = end
-    end = at + n * layers * top_k
+        end = start + array.nbytes
+        header[name] = {"dtype": dtype, "shape": [len(array)], "data_offsets": [start, end]}
+        start = end
+    end = start + n * layers * top_k
     header["routed_experts"] = {
         "dtype": "U8",
         "shape": [n, layers, top_k],
-        "data_offsets": [at, end],
+        "data_offsets": [start, end],
     }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

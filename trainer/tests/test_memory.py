@@ -1,15 +1,16 @@
-"""Opening a batch and reading one rank's rows copies nothing."""
+"""Opening a batch and reading one rank's rows makes no copies."""
 
 from __future__ import annotations
 
 import mmap
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-
 from conftest import change_manifest, write_sparse
+
 from orchestrate_trainer import Batch
 
 LAYERS, TOP_K = 48, 8
@@ -17,17 +18,19 @@ LENGTHS = [8192] * 64 + [2048] * 16
 
 
 def base_of(array: np.ndarray) -> object:
-    base = array
+    """The object that owns an array's memory."""
+    base: Any = array
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base
     return base.obj if isinstance(base, memoryview) else base
 
 
 def resident_kib() -> int:
+    """Resident memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1])
-    raise AssertionError("no VmRSS")
+    raise AssertionError("/proc/self/status has no line VmRSS")
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def large(tmp_path: Path) -> Path:
     return tmp_path / "batch"
 
 
-def test_arrays_are_views_of_the_map(golden):
+def test_arrays_are_views_of_the_memory_map(golden):
     folder, expected = golden
     shared = folder.name.endswith("_shared")
     batch = Batch.open(folder)
@@ -50,14 +53,14 @@ def test_arrays_are_views_of_the_map(golden):
         for _, rows in sequence.pieces():
             assert isinstance(base_of(rows), mmap.mmap)
         whole = batch.sequence(sequence.index)
-        for start, rows in sequence.pieces():
+        for _, rows in sequence.pieces():
             assert rows.size == 0 or np.shares_memory(rows, whole._rows)
         if not shared:
             assert np.shares_memory(sequence.routed_experts, whole.routed_experts)
             assert np.shares_memory(sequence.experts(layers[0]), whole.routed_experts)
 
 
-def test_writing_to_an_array_does_not_reach_the_file(copied):
+def test_writing_to_an_array_does_not_change_the_file(copied):
     before = sorted((path.name, path.read_bytes()) for path in copied.iterdir())
     sequence = Batch.open(copied).sequence(0)
     sequence.routed_experts[:] = 7
@@ -77,7 +80,7 @@ def test_opening_and_slicing_reads_no_rows(large):
     tokens = sum(len(sequence) for sequence in sequences)
     assert tokens == sum(LENGTHS) // 8
     assert sum(view.nbytes for view in views) == tokens * 24 * TOP_K
-    assert allocated < 1 << 20, "only small things are allocated"
+    assert allocated < 1 << 20, "no array is allocated"
     assert grown < 4 << 10, f"resident memory grew by {grown} KiB"
 
 
@@ -92,25 +95,27 @@ def test_reading_one_rank_touches_its_rows_alone(large):
     tracemalloc.stop()
     assert total == 0
     assert allocated < 1 << 20
-    assert grown > own // 2, "the measurement sees the pages that were read"
-    # The system may map some neighbours of a page along.
+    assert grown > own // 2, "the measurement must see the pages that were read"
+    # The kernel may also map neighbouring pages.
     assert grown < own * 1.25 + (8 << 20), f"{grown} of {own} bytes"
     assert own * 8 == sum(LENGTHS) * LAYERS * TOP_K
 
 
-def test_tensors_of_one_rank_are_made_without_reading_a_row(large):
+def test_tensors_of_one_rank_are_created_without_reading_rows(large):
     torch = pytest.importorskip("torch")
-    torch.from_numpy(np.zeros(1))  # whatever loads on the first use is loaded
+    torch.from_numpy(np.zeros(1))  # the first use loads further libraries
     sequences = Batch.open(large, verify="never").rank(3, 8, layers=range(24))
     resident = resident_kib()
     tensors = [sequence.torch()["routed_experts"] for sequence in sequences]
     grown = resident_kib() - resident
     assert sum(tensor.numel() for tensor in tensors) == sum(LENGTHS) // 8 * 24 * TOP_K
-    assert all(np.shares_memory(t.numpy(), s._rows) for t, s in zip(tensors, sequences))
+    assert all(
+        np.shares_memory(t.numpy(), s._rows) for t, s in zip(tensors, sequences, strict=True)
+    )
     assert grown < 4 << 10, f"resident memory grew by {grown} KiB"
 
 
-def test_checking_a_digest_holds_a_few_mebibytes_of_a_shard(large):
+def test_verifying_a_shard_needs_a_few_mebibytes(large):
     blake3 = pytest.importorskip("blake3")
     digest = blake3.blake3((large / "0000.safetensors").read_bytes()).hexdigest()
     change_manifest(large, lambda m: m["shards"][0].update(blake3=digest))

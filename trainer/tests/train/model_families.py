@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 from safetensors.numpy import save
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 EXPERTS, TOP_K, VOCAB = 8, 2, 61
 SMALL = {
@@ -58,12 +58,12 @@ TINY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """A model of a family with routers that are far from ties, in float32."""
+def tiny_model(name: str, seed: int = 0) -> Any:
+    """A float32 model of a family, whose routers' scores are far from ties."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(name, **{**SMALL, **TINY[name]})
     config.dtype = torch.float32
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, value in model.named_parameters():
             if value.dim() > 1:
@@ -77,12 +77,12 @@ def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def draw_tokens(lengths: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Token ids ``[sum(lengths)]``."""
+    """Random token ids ``[sum(lengths)]``."""
     return torch.randint(0, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
 
 
 def draw_routes(tokens: int, layers: int, seed: int = 0) -> np.ndarray:
-    """Distinct experts, uint8 ``[tokens, layers, TOP_K]``."""
+    """Random distinct experts, uint8 ``[tokens, layers, TOP_K]``."""
     chance = np.random.default_rng(seed).random((tokens, layers, EXPERTS))
     return chance.argsort(-1)[..., :TOP_K].astype("u1")
 
@@ -95,8 +95,10 @@ def write_batch(
     seed: int = 0,
     **replaced: np.ndarray,
 ) -> Path:
-    """A batch folder of random sequences, two to a shard, as the orchestrator writes it; answers
-    with its manifest."""
+    """Writes a batch of random sequences, two per shard, in the orchestrator's format.
+
+    ``replaced`` gives arrays over all tokens by name. Returns the path of the manifest.
+    """
     draw = np.random.default_rng(seed)
     n, layers = sum(lengths), shape["moe_layers"]
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -168,7 +170,7 @@ def write_batch(
 
 
 def hyperparameters(**changed: Any) -> dict[str, Any]:
-    """A request's hyperparameters, as the orchestrator sends them."""
+    """Hyperparameters of a request, as the orchestrator sends them."""
     return {
         "policy_loss": "grpo",
         "clip_low": 0.2,

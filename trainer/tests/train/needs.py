@@ -1,5 +1,8 @@
-"""Import this first in a test module of the trainer: without these packages the module is skipped,
-and counted as skipped."""
+"""Import this first in a test module of the trainer.
+
+If one of the trainer's packages is missing, the importing module is skipped, and the skip is listed
+and counted at the end of the run.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ from typing import Any
 import pytest
 
 for name in ("torch", "transformers", "safetensors", "starlette", "uvicorn", "blake3"):
-    pytest.importorskip(name, reason=f"{name} is absent: pip install './trainer[train]'")
+    pytest.importorskip(name, reason=f"package {name} is not installed: scripts/test-python")
 
-#: Worked numbers of every formula; not part of the project.
+#: Worked numbers of every formula, which are not part of the repository.
 GOLDEN = Path(__file__).resolve().parents[4] / "shared" / "data" / "golden"
 
 
 def golden_cases(name: str) -> list[dict[str, Any]]:
-    """Cases of a golden file; skips the test where the data is absent."""
+    """Cases of a golden file; skips the calling test if the data is missing."""
     path = GOLDEN / f"{name}.json"
     if not path.exists():
-        pytest.skip("test data absent")
-    return json.loads(path.read_text())["cases"]
+        pytest.skip("test data missing: ../shared/data/golden")
+    cases: list[dict[str, Any]] = json.loads(path.read_text())["cases"]
+    return cases

@@ -1,4 +1,4 @@
-"""Checkpoints: exact, whole, and in the layout that inference servers load."""
+"""Checkpoints are exact, complete, and in the layout that inference servers load."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import needs  # noqa: F401
+
 import pytest
 
 import torch  # isort: skip
@@ -18,17 +19,17 @@ from transformers import AutoModelForCausalLM
 
 from orchestrate_trainer import export
 from orchestrate_trainer.batch import Batch
-from orchestrate_trainer.policy import ModelOptions, UnusableModel
+from orchestrate_trainer.policy import ModelError, ModelOptions
 from orchestrate_trainer.service import Trainer
 from orchestrate_trainer.settings import Hyperparameters
 from orchestrate_trainer.step import apply
-from orchestrate_trainer.store import CheckpointStore, Position
+from orchestrate_trainer.store import AppliedStep, CheckpointStore, Position, StepResult
 
 OPTIONS = ModelOptions(experts="eager")
 
 
-class Death(BaseException):
-    """A process that is killed."""
+class Killed(BaseException):
+    """Stands for the death of the process."""
 
 
 def weights_of(trainer: Trainer) -> list[torch.Tensor]:
@@ -40,21 +41,23 @@ def moments_of(trainer: Trainer) -> list[torch.Tensor]:
     return [state[name].full_tensor() for state in states for name in ("exp_avg", "exp_avg_sq")]
 
 
-def side_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    side = trainer.learner.side
-    held = side.predictor().tensors("router_predictor")
-    held |= {f"head.{k}": t for k, t in side.value_head().tensors("value_head").items()}
+def heads_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Tensors of the router predictor, and those of the value head with the prefix ``head.``."""
+    heads = trainer.learner.heads
+    held = heads.predictor().tensors("router_predictor")
+    held |= {f"head.{k}": t for k, t in heads.value_head().tensors("value_head").items()}
     return {name: tensor.clone() for name, tensor in held.items()}
 
 
 def update(trainer: Trainer, manifest: Path, name: str, **changed: Any) -> Position:
+    """Applies a step and writes its checkpoint."""
     settings = Hyperparameters.parse(hyperparameters(mini_steps=2, **changed))
     batch = Batch.open(manifest)
     parts = (trainer.learner, trainer.reference, batch, settings, trainer.world)
     metrics = apply(*parts, lambda *_: True)
     version = trainer.position.policy_version + 1
-    result = {"policy_version": version, "checkpoint": "", "metrics": metrics}
-    step = {"step_id": name, "batch_digest": "", "result": result}
+    result: StepResult = {"policy_version": version, "checkpoint": "", "metrics": metrics}
+    step: AppliedStep = {"step_id": name, "batch_digest": "", "result": result}
     trainer.position = trainer.store.save(
         trainer.learner, version, lambda: trainer.position.after(step)
     )
@@ -62,7 +65,7 @@ def update(trainer: Trainer, manifest: Path, name: str, **changed: Any) -> Posit
 
 
 @pytest.mark.parametrize("family", list(TINY))
-def test_an_export_is_the_model_in_its_own_layout(
+def test_export_has_the_layout_of_the_starting_model(
     family: str, folders: dict[str, Path], world: Any, tmp_path: Path
 ) -> None:
     store = CheckpointStore(tmp_path / "ckpt", world)
@@ -73,7 +76,7 @@ def test_an_export_is_the_model_in_its_own_layout(
     assert export.tensor_files(store.folder(1)).keys() == before
     config = (store.folder(1) / "config.json").read_bytes()
     assert config == (folders[family] / "config.json").read_bytes()
-    # What a server loads computes what the trainer computes.
+    # A server that loads the checkpoint computes the same log-probs as the trainer.
     served = AutoModelForCausalLM.from_pretrained(
         store.folder(1), dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -94,7 +97,7 @@ def test_an_export_is_the_model_in_its_own_layout(
     assert not torch.allclose(old, wanted, atol=1e-3)
 
 
-def test_a_restored_trainer_goes_on_as_if_nothing_had_happened(
+def test_restored_trainer_continues_bit_for_bit(
     folders: dict[str, Path], world: Any, tmp_path: Path
 ) -> None:
     store = CheckpointStore(tmp_path / "ckpt", world, dtype=torch.bfloat16)
@@ -114,7 +117,7 @@ def test_a_restored_trainer_goes_on_as_if_nothing_had_happened(
     assert all(tensor.dtype == torch.bfloat16 for tensor in exported.values())
 
 
-def test_weights_beside_the_model_are_part_of_a_checkpoint(
+def test_heads_are_part_of_a_checkpoint(
     folders: dict[str, Path], world: Any, tmp_path: Path
 ) -> None:
     store = CheckpointStore(tmp_path / "ckpt", world)
@@ -124,46 +127,46 @@ def test_weights_beside_the_model_are_part_of_a_checkpoint(
     update(trainer, manifest, "s1")
     assert not [*store.folder(1).glob("value*"), *store.folder(1).glob("router*")]
     update(trainer, manifest, "s2", **both)
-    kept = side_of(trainer)
+    kept = heads_of(trainer)
     assert kept["step"] == 1 and kept["head.step"] == 2
     assert kept["router_predictor"].abs().max() > 0 and kept["head.value_head"].abs().max() > 0
     again = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in side_of(again).items())
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in heads_of(again).items())
     update(trainer, manifest, "s3", **both)
     shutil.move(store.folder(3), tmp_path / "aside")
     update(again, manifest, "s3", **both)
-    other = side_of(trainer)
+    other = heads_of(trainer)
     assert not torch.equal(other["router_predictor"], kept["router_predictor"])
-    assert all(torch.equal(tensor, other[name]) for name, tensor in side_of(again).items())
+    assert all(torch.equal(tensor, other[name]) for name, tensor in heads_of(again).items())
     assert all(map(torch.equal, weights_of(trainer), weights_of(again)))
-    # A step that fails puts them back.
+    # A failed step restores them.
     trainer.store.restore(trainer.learner, 2)
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in side_of(trainer).items())
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in heads_of(trainer).items())
     store.restore(trainer.learner, 0)
-    assert side_of(trainer)["step"] == 0 and not side_of(trainer)["head.value_head"].any()
+    assert heads_of(trainer)["step"] == 0 and not heads_of(trainer)["head.value_head"].any()
     save_file({"value_head": torch.zeros(3)}, store.folder(3) / "value_head.state")
-    with pytest.raises(UnusableModel, match="`value_head` is missing or misshapen"):
+    with pytest.raises(ModelError, match="`value_head` is missing or has the wrong shape"):
         Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
 
 
-def test_a_half_written_checkpoint_is_none(
+def test_incomplete_checkpoint_is_ignored(
     folders: dict[str, Path], world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Death at each point of the writing leaves the checkpoint before as the newest."""
+    """A process that dies while writing leaves the previous checkpoint as the newest."""
     store = CheckpointStore(tmp_path / "ckpt", world)
     trainer = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
     manifest = write_batch(tmp_path / "batch", trainer.policy.shape, (9, 12))
     update(trainer, manifest, "s1")
     kept = weights_of(trainer)
 
-    def dies(*_: Any, **__: Any) -> None:
-        raise Death
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
 
-    for victim in ("dcp.save", "write_weights", "_write_json", "_publish", "_sync"):
+    for victim in ("state_dict_saver.save", "write_weights", "_write_json", "_publish", "_fsync"):
         trainer = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
         with monkeypatch.context() as patch:
-            patch.setattr(f"orchestrate_trainer.store.{victim}", dies)
-            with pytest.raises(Death):
+            patch.setattr(f"orchestrate_trainer.store.{victim}", die)
+            with pytest.raises(Killed):
                 update(trainer, manifest, "s2")
         assert not store.folder(2).exists()
         again = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
@@ -171,25 +174,27 @@ def test_a_half_written_checkpoint_is_none(
         assert again.position.applied("s2") is None
         assert all(map(torch.equal, kept, weights_of(again)))
     assert not list(store.root.glob(".v*"))
-    # Death after the rename: the step is applied, and known.
+    # After the rename the step is applied and known.
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_note", dies)
-        with pytest.raises(Death):
+        patch.setattr(store, "_write_history", die)
+        with pytest.raises(Killed):
             update(again, manifest, "s2")
     final = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
-    assert final.position.applied("s2")["policy_version"] == 2
+    applied = final.position.applied("s2")
+    assert applied is not None and applied["policy_version"] == 2
 
 
-def test_a_folder_belongs_to_one_trainer(world: Any, tmp_path: Path) -> None:
+def test_folder_can_be_used_by_one_trainer_only(world: Any, tmp_path: Path) -> None:
     first, second = (CheckpointStore(tmp_path / "ckpt", world) for _ in range(2))
-    first.claim()
-    with pytest.raises(UnusableModel, match="another trainer uses this folder"):
-        second.claim()
-    first._claim.close()
-    second.claim()
+    first.lock()
+    with pytest.raises(ModelError, match="another trainer uses this folder"):
+        second.lock()
+    assert first._lock is not None
+    first._lock.close()
+    second.lock()
 
 
-def test_an_older_checkpoint_opens_a_new_lineage(
+def test_restoring_an_older_checkpoint_starts_a_new_lineage(
     folders: dict[str, Path], world: Any, tmp_path: Path
 ) -> None:
     store = CheckpointStore(tmp_path / "ckpt", world, keep=2)
@@ -199,21 +204,19 @@ def test_an_older_checkpoint_opens_a_new_lineage(
         update(trainer, manifest, name)
     kept = sorted(path.name for path in store.root.glob("v*"))
     assert kept == ["v000000", "v000002", "v000003"]
-    assert store.begin(folders["qwen3_moe"]).lineage == 0
+    assert store.open(folders["qwen3_moe"]).lineage == 0
     shutil.rmtree(store.folder(3))
-    reopened = store.begin(folders["qwen3_moe"])
+    reopened = store.open(folders["qwen3_moe"])
     assert (reopened.policy_version, reopened.lineage) == (2, 1)
     assert reopened.applied("s2") and reopened.applied("s3") is None
-    assert store.begin(folders["qwen3_moe"]).lineage == 1
+    assert store.open(folders["qwen3_moe"]).lineage == 1
     (store.folder(2)).rename(store.folder(7))
-    with pytest.raises(UnusableModel, match="was the folder renamed"):
-        store.begin(folders["qwen3_moe"])
+    with pytest.raises(ModelError, match="was the folder renamed"):
+        store.open(folders["qwen3_moe"])
 
 
-def test_untrained_tensors_are_carried_over(
-    folders: dict[str, Path], world: Any, tmp_path: Path
-) -> None:
-    """DeepSeek-V3 and GLM-4.5 have a prediction layer beyond the last, which is not trained."""
+def test_untrained_tensors_are_copied(folders: dict[str, Path], world: Any, tmp_path: Path) -> None:
+    """DeepSeek-V3 and GLM-4.5 have a prediction layer after the last one, which is not trained."""
     model = Path(shutil.copytree(folders["glm4_moe"], tmp_path / "model"))
     weights = load_file(model / "model.safetensors")
     extra = "model.layers.92.eh_proj.weight"
@@ -227,7 +230,7 @@ def test_untrained_tensors_are_carried_over(
         assert torch.equal(file.get_tensor(extra), weights[extra])
 
 
-def test_large_exports_are_split(
+def test_large_export_is_split_into_files(
     folders: dict[str, Path], world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "FILE_BYTES", 20_000)
@@ -243,12 +246,12 @@ def test_large_exports_are_split(
     update(again, manifest, "s2")
 
 
-def test_models_that_cannot_be_trained_are_refused(
+def test_untrainable_models_are_refused(
     folders: dict[str, Path], world: Any, tmp_path: Path
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(UnusableModel, match="no safetensors weights here"):
+    with pytest.raises(ModelError, match="no safetensors weights found"):
         Trainer.open(empty, CheckpointStore(tmp_path / "a", world), OPTIONS, world)
     for name, problem in (("quantised", "convert them to bf16"), ("cut", "gate.weight")):
         model = Path(shutil.copytree(folders["qwen3_moe"], tmp_path / name))
@@ -260,5 +263,5 @@ def test_models_that_cannot_be_trained_are_refused(
             weights = load_file(model / "model.safetensors")
             del weights["model.layers.1.mlp.gate.weight"]
             save_file(weights, model / "model.safetensors", {"format": "pt"})
-        with pytest.raises(UnusableModel, match=problem):
+        with pytest.raises(ModelError, match=problem):
             Trainer.open(model, CheckpointStore(tmp_path / f"c-{name}", world), OPTIONS, world)

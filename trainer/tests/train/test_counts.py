@@ -1,10 +1,11 @@
-"""Distributions of the metrics: the bins are the embedded trainer's, and counts add up."""
+"""Histograms of the metrics have the embedded trainer's bins and add up over processes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import needs  # noqa: F401
+
 import pytest
 
 import torch  # isort: skip
@@ -15,7 +16,7 @@ from orchestrate_trainer.measures import Load, Mismatch
 
 
 class Copies:
-    """A world of processes that all measured the same."""
+    """A world whose processes all measured the same values."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -27,7 +28,11 @@ class Copies:
         return [value] * self._size
 
 
-def test_sizes_fall_into_half_decades(world: Any) -> None:
+def copies(size: int) -> Any:
+    return Copies(size)
+
+
+def test_sizes_are_counted_by_half_decade(world: Any) -> None:
     sizes = HalfDecades()
     assert sizes.finish(world) == []
     root = 3.1622776601683795
@@ -38,18 +43,18 @@ def test_sizes_fall_into_half_decades(world: Any) -> None:
     for place in (0, 0, 1, 9, 10, 10, 16, 17, 17):
         expected[place] += 1
     assert sizes.finish(world) == expected
-    assert sizes.finish(Copies(2)) == [2 * count for count in expected]
+    assert sizes.finish(copies(2)) == [2 * count for count in expected]
 
 
-def test_probabilities_fall_into_bins_that_are_finest_near_one(world: Any) -> None:
+def test_probability_bins_are_finest_near_one(world: Any) -> None:
     grid = ProbabilityGrid()
     logprobs = [0.0, -0.015, -1 / 64, -0.016, -1.0, -4.0, -15.5, -1e9, -float("inf")]
     bins = [0, 0, 1, 1, 8, 16, 31, 31, 31]
-    for logprob, place in zip(logprobs, bins):
+    for logprob, place in zip(logprobs, bins, strict=True):
         grid = ProbabilityGrid()
         grid.add(torch.tensor([logprob] * 3), torch.tensor([-1.0, 0.0, -1.0]))
         assert grid.finish(world) == [[place, 0, 1], [place, 8, 2]], logprob
-    assert grid.finish(Copies(2)) == [[31, 0, 2], [31, 8, 4]]
+    assert grid.finish(copies(2)) == [[31, 0, 2], [31, 8, 4]]
 
 
 def test_sequences_are_counted_by_their_mean(world: Any) -> None:
@@ -63,12 +68,12 @@ def test_sequences_are_counted_by_their_mean(world: Any) -> None:
         for name in ("sequence_histogram", "token_histogram")
     }
     assert filled == {"sequence_histogram": {14: 1, 15: 1}, "token_histogram": {14: 1, 15: 2}}
-    both = sums.finish(Copies(2))[0]
+    both = sums.finish(copies(2))[0]
     assert both["token_histogram"] == [2 * count for count in found["token_histogram"]]
     assert both["kl_k3"] == pytest.approx(found["kl_k3"])
 
 
-def test_expert_use_from_the_busiest_to_the_idlest(world: Any) -> None:
+def test_expert_load_is_ordered_from_busiest_to_idlest(world: Any) -> None:
     load = Load(2, 4)
     load.add(torch.tensor([[[0, 1], [0, 1]], [[2, 3], [0, 1]]]))
     found = load.finish(world)

@@ -1,12 +1,18 @@
-"""Replay in models of every router family of transformers."""
+"""Routing replay in models of every router family, with both expert kernels.
+
+``eager`` runs one expert after the other. ``grouped_mm``, the default of transformers, sorts tokens
+by expert and multiplies them in groups, so it sums in another order.
+"""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import needs  # noqa: F401
+
 import pytest
 
 import torch  # isort: skip
@@ -16,22 +22,37 @@ from transformers import AutoModelForCausalLM
 from orchestrate_trainer.policy import ModelOptions, Policy, load_policy
 
 LENGTHS = (9, 14, 5)
-#: Experts one after the other: transformers' other kernels sum in an order of their own.
-OPTIONS = ModelOptions(experts="eager")
 
 pytestmark = pytest.mark.parametrize("family", list(TINY))
 
 
+def patched(spec: Any, select: Any) -> Any:
+    """A router spec with another function for the choice."""
+    return SimpleNamespace(select=select, weights=spec.weights, kind=spec.kind)
+
+
+def flipping(spec: Any, calls: list[int], layers: int) -> Any:
+    """A choice that prefers the lowest scores once every layer has chosen; counts its calls."""
+
+    def select(logits: Any, bias: Any = None) -> torch.Tensor:
+        calls.append(1)
+        chosen: torch.Tensor = spec.select(logits if len(calls) <= layers else -logits, bias)
+        return chosen
+
+    return select
+
+
 def run(policy: Policy, tokens: torch.Tensor, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
-    """Log-probs of every token that has one before it in the pack."""
+    """Log-probs of every token of the pack but the first."""
     positions = torch.cat([torch.arange(n) for n in lengths])
     rows = torch.arange(len(tokens) - 1)
-    logp, *_ = policy(tokens[None], positions[None], lengths, rows, tokens[1:], 1.0)
+    logp: torch.Tensor = policy(tokens[None], positions[None], lengths, rows, tokens[1:], 1.0)[0]
     return logp
 
 
 @contextmanager
 def replaying(policy: Policy, routes: Any = None) -> Any:
+    """Replays ``routes``, or lets the routers choose."""
     if routes is None:
         with policy.routing.micro_batch():
             yield
@@ -42,11 +63,11 @@ def replaying(policy: Policy, routes: Any = None) -> Any:
 
 
 @pytest.fixture
-def policy(family: str, folders: dict[str, Path], world: Any) -> Policy:
-    return load_policy(folders[family], OPTIONS, world)
+def policy(family: str, kernel: str, folders: dict[str, Path], world: Any) -> Policy:
+    return load_policy(folders[family], ModelOptions(experts=kernel), world)
 
 
-def test_own_routes_replayed_change_no_bit(policy: Policy) -> None:
+def test_replaying_own_routes_changes_no_bit(policy: Policy) -> None:
     tokens = draw_tokens(LENGTHS)
     with replaying(policy):
         plain = run(policy, tokens)
@@ -59,11 +80,11 @@ def test_own_routes_replayed_change_no_bit(policy: Policy) -> None:
         replayed.sum().backward()
         assert torch.equal(policy.routing.executed(), own)
     assert torch.equal(plain, replayed)
-    for before, parameter in zip(gradients, policy.parameters()):
+    for before, parameter in zip(gradients, policy.parameters(), strict=True):
         assert torch.equal(before, parameter.grad.full_tensor())
 
 
-def test_the_hooked_model_is_the_model(
+def test_policy_without_replay_equals_the_transformers_model(
     policy: Policy, family: str, folders: dict[str, Path]
 ) -> None:
     tokens = draw_tokens(LENGTHS)
@@ -77,7 +98,7 @@ def test_the_hooked_model_is_the_model(
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_other_routes_are_used(policy: Policy) -> None:
+def test_recorded_routes_are_executed(policy: Policy) -> None:
     tokens = draw_tokens(LENGTHS)
     routes = draw_routes(len(tokens), len(policy.routing.layers), seed=1)
     with torch.no_grad():
@@ -86,7 +107,7 @@ def test_other_routes_are_used(policy: Policy) -> None:
         with replaying(policy, routes):
             other = run(policy, tokens)
             assert policy.routing.executed().tolist() == routes.tolist()
-        # Only the routes of tokens up to the one scored matter, and only of its own sequence.
+        # A log-prob depends only on the routes of earlier tokens of the same sequence.
         changed = routes.copy()
         changed[LENGTHS[0]] = changed[LENGTHS[0], :, ::-1]
         changed[12] = (changed[12] + 1) % EXPERTS
@@ -98,7 +119,7 @@ def test_other_routes_are_used(policy: Policy) -> None:
     assert not torch.allclose(third[12:22], other[12:22], atol=1e-4)
 
 
-def test_rows_that_are_missing_fall_back(policy: Policy) -> None:
+def test_placeholder_rows_use_the_routers_own_choice(policy: Policy) -> None:
     tokens = draw_tokens(LENGTHS)
     routes = torch.as_tensor(draw_routes(len(tokens), len(policy.routing.layers)))
     valid = torch.arange(len(tokens)) % 3 > 0
@@ -109,9 +130,9 @@ def test_rows_that_are_missing_fall_back(policy: Policy) -> None:
     assert torch.equal(executed[~valid], own[~valid])
 
 
-def test_gradients_reach_the_routers_of_replayed_experts(policy: Policy, family: str) -> None:
-    """Every token runs experts 0 and 1: families that renormalise leave the other rows of the
-    router without gradient, the others do not."""
+def test_gradients_reach_the_router_rows_of_replayed_experts(policy: Policy, family: str) -> None:
+    """Every token runs experts 0 and 1. The other rows of the router get no gradient in families
+    that renormalise, and get one in the others."""
     tokens = draw_tokens(LENGTHS)
     layers = len(policy.routing.layers)
     routes = torch.arange(TOP_K).repeat(len(tokens), layers, 1)
@@ -127,51 +148,44 @@ def test_gradients_reach_the_routers_of_replayed_experts(policy: Policy, family:
         assert touched[TOP_K:].all() if reaches_all else not touched[TOP_K:].any()
 
 
-def test_the_forward_that_runs_again_takes_the_same_experts(
-    family: str, folders: dict[str, Path], world: Any
+def test_checkpointed_forward_executes_the_same_experts_again(
+    family: str, kernel: str, folders: dict[str, Path], world: Any
 ) -> None:
-    """With activation checkpointing layers run twice; even if the routers meanwhile prefer other
-    experts, gradients are those of a forward that kept its activations."""
+    """With activation checkpointing layers run twice. Even if the routers would choose other
+    experts the second time, the gradients equal those of a forward that kept its activations."""
     tokens = draw_tokens(LENGTHS)
     gradients, flipped = [], []
     for checkpointing in (False, True):
-        options = ModelOptions(experts="eager", activation_checkpointing=checkpointing)
+        options = ModelOptions(experts=kernel, activation_checkpointing=checkpointing)
         policy = load_policy(folders[family], options, world)
-        calls = []
-        for router in policy.routing._routers:
-            spec = router.spec
-
-            def select(logits: Any, bias: Any = None, spec: Any = spec) -> torch.Tensor:
-                calls.append(1)
-                return type(spec).select(spec, logits if len(calls) <= layers else -logits, bias)
-
-            layers = len(policy.routing._routers)
-            router.spec = _Preferring(spec, select)
+        routers = policy.routing._routers
+        layers = len(routers)
+        calls: list[int] = []
+        for router in routers:
+            router.spec = patched(router.spec, flipping(router.spec, calls, layers))
         with replaying(policy):
             run(policy, tokens).sum().backward()
         flipped.append(len(calls))
         gradients.append([p.grad.full_tensor() for p in policy.parameters()])
-    assert flipped[0] == flipped[1] == layers, "a choice was made again in backward"
-    for kept, again in zip(*gradients):
+    assert flipped[0] == flipped[1] == layers, "experts were chosen again during backward"
+    for kept, again in zip(*gradients, strict=True):
         torch.testing.assert_close(kept, again, rtol=1e-4, atol=1e-5)
 
 
-class _Preferring:
-    """A router family whose choice is another function."""
-
-    def __init__(self, spec: Any, select: Any) -> None:
-        self.select, self.weights, self.kind = select, spec.weights, spec.kind
-
-
-def test_bf16_computes_with_f32_routers(
-    family: str, folders: dict[str, Path], world: Any
+def test_bf16_model_has_f32_routers(
+    family: str, kernel: str, folders: dict[str, Path], world: Any
 ) -> None:
-    policy = load_policy(folders[family], ModelOptions(compute="bf16"), world)
+    policy = load_policy(folders[family], ModelOptions(compute="bf16", experts=kernel), world)
     seen = []
     router = policy.routing._routers[0]
     weights = router.spec.weights
-    spec = _Preferring(router.spec, router.spec.select)
-    spec.weights = lambda logits, chosen: seen.append(logits.dtype) or weights(logits, chosen)
+    spec = patched(router.spec, router.spec.select)
+
+    def recording(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.dtype)
+        return weights(logits, chosen)
+
+    spec.weights = recording
     router.spec = spec
     tokens = draw_tokens(LENGTHS)
     with replaying(policy):
@@ -179,7 +193,7 @@ def test_bf16_computes_with_f32_routers(
         logp.sum().backward()
     assert set(seen) == {torch.float32} and logp.dtype == torch.float32
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in policy.parameters())
-    exact = load_policy(folders[family], OPTIONS, world)
+    exact = load_policy(folders[family], ModelOptions(experts="eager"), world)
     with torch.no_grad(), replaying(exact):
         wanted = run(exact, tokens)
     assert 0 < (logp - wanted).abs().mean() < 0.3

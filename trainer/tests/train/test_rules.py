@@ -1,4 +1,4 @@
-"""What is refused, and that the words are the orchestrator's."""
+"""Which hyperparameters are refused, with the same messages as the orchestrator's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import needs  # noqa: F401
+
 import pytest
 from model_families import hyperparameters
 
@@ -31,7 +32,7 @@ def sentences_of_python(source: str) -> set[str]:
     return {text for text in strings if isinstance(text, str)}
 
 
-def test_every_refusal_has_the_orchestrators_words() -> None:
+def test_messages_equal_the_orchestrators() -> None:
     if not RULES.exists():
         pytest.skip("the orchestrator's source is absent")
     wanted = sentences_of_rust(RULES.read_text())
@@ -60,14 +61,14 @@ def test_every_refusal_has_the_orchestrators_words() -> None:
         ),
     ],
 )
-def test_values_are_written_as_the_orchestrator_writes_them(
+def test_values_are_formatted_as_the_orchestrator_formats_them(
     changed: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(Unusable, match=re.escape(sentence)):
         Hyperparameters.parse(hyperparameters(**changed))
 
 
-def test_all_problems_are_named_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(Unusable) as caught:
         Hyperparameters.parse(hyperparameters(clip_low=0.0, mini_steps=0, max_grad_norm=0.0))
     assert str(caught.value).startswith("hyperparameter `clip_low` = 0 ")

@@ -1,4 +1,4 @@
-"""The protocol over HTTP: what a client sees of steps, refusals and restarts."""
+"""The trainer protocol over HTTP: steps, refused requests and restarts."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import needs  # noqa: F401
+
 import pytest
 
 import torch  # isort: skip
 from model_families import hyperparameters, write_batch
 
-from orchestrate_trainer import service
 from orchestrate_trainer.policy import ModelOptions
 from orchestrate_trainer.server import BODY_LIMIT, Server
-from orchestrate_trainer.service import Desk, Trainer, work
+from orchestrate_trainer.service import Trainer, TrainerService, run_jobs
+from orchestrate_trainer.step import apply
 from orchestrate_trainer.store import CheckpointStore
 
 LENGTHS = (9, 12, 6)
 
 
 class Client:
-    """Calls a trainer; answers with status and body, however long that takes."""
+    """Client of a trainer, without time limits."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.token: str | None = None
 
     def call(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
+        """HTTP status and JSON body of the reply."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         url = f"http://127.0.0.1:{self.port}{path}"
         request = urllib.request.Request(url, data, method=method)
@@ -46,56 +48,62 @@ class Client:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
-    def refused(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, str, str]:
+    def refused(
+        self, path: str, body: Any = None, method: str | None = None
+    ) -> tuple[int, str, str]:
+        """HTTP status, error code and message of a refused request."""
         status, answer = self.call(path, body, method)
         return status, answer["error"]["code"], answer["error"]["message"]
 
     def finished(self, step_id: str) -> dict[str, Any]:
-        # Counted, not timed: this process may be stopped for minutes together with the trainer.
+        """Status of a step when it is done or has failed."""
+        # Counts polls, not time: a busy machine may stop this process for minutes.
         for _ in range(100_000):
-            status, answer = self.call(f"/v1/steps/{step_id}")
-            assert status == 200 and answer["step_id"] == step_id
-            if answer["state"] in ("done", "failed"):
-                return answer
+            code, status = self.call(f"/v1/steps/{step_id}")
+            assert code == 200 and status["step_id"] == step_id
+            if status["state"] in ("done", "failed"):
+                found: dict[str, Any] = status
+                return found
             time.sleep(0.05)
-        raise AssertionError("the step did not end")
+        raise AssertionError(f"step {step_id} did not end")
 
 
 class Running:
-    """A trainer that serves from threads of this process."""
+    """A trainer that runs in threads of this process."""
 
     def __init__(self, trainer: Trainer, batch_root: Path | None, token: str | None) -> None:
         self.trainer = trainer
-        self.desk = Desk(trainer, trainer.world.describe(), batch_root)
-        self.server = Server(self.desk, "127.0.0.1", 0, token)
+        self.service = TrainerService(trainer, trainer.world.device_names(), batch_root)
+        self.server = Server(self.service, "127.0.0.1", 0, token)
         self.client = Client(self.server.port)
-        self._thread = threading.Thread(target=work, args=(trainer, self.desk))
+        self._thread = threading.Thread(target=run_jobs, args=(trainer, self.service))
         self._thread.start()
 
     def stop(self) -> None:
-        self.desk.stopping.set()
+        self.service.stopping.set()
         self._thread.join()
         self.server.close()
 
 
 @pytest.fixture
 def start(folders: dict[str, Path], world: Any, tmp_path: Path) -> Iterator[Any]:
-    """Starts (and stops) trainers on one folder of checkpoints."""
+    """Function that starts a trainer; all of them use one folder of checkpoints."""
     running: list[Running] = []
 
-    def begin(batch_root: Path | None = None, token: str | None = None) -> Running:
+    def open_trainer(batch_root: Path | None = None, token: str | None = None) -> Running:
         store = CheckpointStore(tmp_path / "ckpt", world)
         options = ModelOptions(experts="eager")
         trainer = Trainer.open(folders["qwen3_moe"], store, options, world)
         running.append(Running(trainer, batch_root, token))
         return running[-1]
 
-    yield begin
+    yield open_trainer
     for one in running:
         one.stop()
 
 
 def request(manifest: Path, step_id: str = "s1", base: int = 0, **changed: Any) -> dict[str, Any]:
+    """Body of a request to apply a step."""
     return {
         "step_id": step_id,
         "base_version": base,
@@ -104,7 +112,7 @@ def request(manifest: Path, step_id: str = "s1", base: int = 0, **changed: Any) 
     }
 
 
-def test_a_step_is_applied_once_whoever_asks_and_when(start: Any, tmp_path: Path) -> None:
+def test_step_is_applied_once_however_often_it_is_submitted(start: Any, tmp_path: Path) -> None:
     first = start()
     client = first.client
     status, info = client.call("/v1/info")
@@ -133,7 +141,9 @@ def test_a_step_is_applied_once_whoever_asks_and_when(start: Any, tmp_path: Path
     assert again.finished("s2")["result"]["policy_version"] == 2
 
 
-def test_a_step_for_other_weights_fails_and_changes_nothing(start: Any, tmp_path: Path) -> None:
+def test_step_for_another_policy_version_fails_and_changes_nothing(
+    start: Any, tmp_path: Path
+) -> None:
     client = start().client
     shape = client.call("/v1/info")[1]["model"]
     manifest = write_batch(tmp_path / "b", shape, LENGTHS, "s1")
@@ -141,12 +151,12 @@ def test_a_step_for_other_weights_fails_and_changes_nothing(start: Any, tmp_path
     assert status == 200 and answer["state"] == "failed"
     assert "version 5" in answer["error"] and "version 0" in answer["error"]
     assert client.call("/v1/steps/s1")[1] == answer
-    # It may be submitted again, corrected.
+    # The corrected step may be submitted again.
     client.call("/v1/steps", request(manifest))
     assert client.finished("s1")["state"] == "done"
 
 
-def test_a_step_that_fails_half_way_leaves_the_weights(
+def test_step_that_fails_midway_leaves_the_weights(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = start()
@@ -160,12 +170,12 @@ def test_a_step_that_fails_half_way_leaves_the_weights(
     client.finished("s1")
     before = [p.full_tensor().detach().clone() for p in trainer.policy.parameters()]
     real = trainer.learner.optimizer.step
-    count = []
+    calls = []
 
     def broken() -> None:
         real()
-        count.append(1)
-        if len(count) == 2:
+        calls.append(1)
+        if len(calls) == 2:
             raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(trainer.learner.optimizer, "step", broken)
@@ -180,17 +190,16 @@ def test_a_step_that_fails_half_way_leaves_the_weights(
     assert client.finished("s2")["state"] == "done"
 
 
-def test_one_step_at_a_time(
+def test_second_step_is_refused_while_one_runs(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    real = service.apply
 
-    def waits(*given: Any) -> Any:
+    def wait(*given: Any) -> Any:
         gate.wait()
-        return real(*given)
+        return apply(*given)
 
-    monkeypatch.setattr(service, "apply", waits)
+    monkeypatch.setattr("orchestrate_trainer.service.apply", wait)
     client = start().client
     shape = client.call("/v1/info")[1]["model"]
     paths = [write_batch(tmp_path / name, shape, LENGTHS, name) for name in ("s1", "s2")]
@@ -201,7 +210,7 @@ def test_one_step_at_a_time(
     assert client.finished("s1")["state"] == "done"
 
 
-def test_log_probs_change_nothing(start: Any, tmp_path: Path) -> None:
+def test_measuring_log_probs_changes_nothing(start: Any, tmp_path: Path) -> None:
     client = start().client
     shape = client.call("/v1/info")[1]["model"]
     manifest = write_batch(tmp_path / "b", shape, LENGTHS, "any")
@@ -216,7 +225,7 @@ def test_log_probs_change_nothing(start: Any, tmp_path: Path) -> None:
     assert client.refused("/v1/logprobs", body | {"temperature": 0})[:2] == (422, "does_not_fit")
 
 
-def test_refusals_by_name(start: Any, tmp_path: Path) -> None:
+def test_invalid_batches_are_refused_and_named(start: Any, tmp_path: Path) -> None:
     running = start(batch_root=tmp_path / "batches")
     client = running.client
     shape = client.call("/v1/info")[1]["model"]
@@ -227,7 +236,8 @@ def test_refusals_by_name(start: Any, tmp_path: Path) -> None:
         return Path(shutil.copytree(good.parent, tmp_path / "batches" / name))
 
     def refusal(manifest: Path, **changed: Any) -> tuple[int, str, str]:
-        return client.refused("/v1/steps", request(manifest) | changed)
+        refused: tuple[int, str, str] = client.refused("/v1/steps", request(manifest) | changed)
+        return refused
 
     path = "bad_manifest_path"
     assert refusal(good.parent / "nothing.json")[:2] == (400, path)
@@ -273,7 +283,7 @@ def test_refusals_by_name(start: Any, tmp_path: Path) -> None:
     assert client.call("/v1/steps", request(good))[0] == 200
 
 
-def test_malformed_calls(start: Any) -> None:
+def test_malformed_requests_are_refused(start: Any) -> None:
     client = start().client
     assert client.refused("/v2/info")[:2] == (404, "not_found")
     assert client.refused("/v1/steps", method="PUT")[:2] == (405, "method_not_allowed")
@@ -283,9 +293,9 @@ def test_malformed_calls(start: Any) -> None:
     status, code, message = client.refused("/v1/steps", request(Path("m")) | {"base_version": "0"})
     assert (status, code) == (400, "bad_request") and "base_version" in message
     for step_id in ("", "a/b", "..\\", "x" * 129, "ä"):
-        body = request(Path("m"), step_id)
-        assert client.refused("/v1/steps", body)[:2] == (400, "bad_step_id")
-    # The server stops reading such a body, so the client may see a broken pipe instead.
+        named = request(Path("m"), step_id)
+        assert client.refused("/v1/steps", named)[:2] == (400, "bad_step_id")
+    # The server stops reading the body, so the client may see a broken pipe instead.
     try:
         large = client.refused("/v1/steps", b" " * (BODY_LIMIT + 1))
         assert large[:2] == (413, "body_too_large")
@@ -294,7 +304,7 @@ def test_malformed_calls(start: Any) -> None:
     assert client.call("/v1/info")[0] == 200
 
 
-def test_the_token_is_asked_of_every_call(start: Any) -> None:
+def test_every_request_requires_the_token(start: Any) -> None:
     client = start(token="secret").client
     for token in (None, "", "secre", "secret2", "sécret"):
         client.token = token if token != "sécret" else None

@@ -1,4 +1,4 @@
-"""Whole steps on a tiny model: what must not change the result, and what must."""
+"""Whole steps on a tiny model: what changes the result, and what must not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import needs  # noqa: F401
+
 import numpy as np
 import pytest
 
@@ -15,9 +16,9 @@ import torch  # isort: skip
 from model_families import hyperparameters, write_batch
 
 from orchestrate_trainer.batch import Batch
-from orchestrate_trainer.data import share_out
-from orchestrate_trainer.passes import StepError, measure
+from orchestrate_trainer.data import distribute
 from orchestrate_trainer.learner import Learner
+from orchestrate_trainer.passes import StepError, measure_logprobs
 from orchestrate_trainer.policy import ModelOptions, load_policy
 from orchestrate_trainer.settings import Hyperparameters, Unusable
 from orchestrate_trainer.step import apply
@@ -27,14 +28,16 @@ LENGTHS = (12, 7, 19, 10, 5)
 
 @dataclasses.dataclass
 class Bench:
-    """A learner, made anew by :meth:`step`."""
+    """A model and a batch to apply steps to."""
 
     folder: Path
     batch: Batch
     world: Any
+    kernel: str = "eager"
 
     def open(self) -> Learner:
-        policy = load_policy(self.folder, ModelOptions(experts="eager"), self.world)
+        """A learner with the starting weights."""
+        policy = load_policy(self.folder, ModelOptions(experts=self.kernel), self.world)
         return Learner.of(policy, self.world)
 
     def step(
@@ -51,24 +54,26 @@ class Bench:
         progress: Callable[[str, float], bool] = lambda *_: True,
         **changed: Any,
     ) -> dict[str, Any]:
-        """One step of a learner."""
+        """Applies one step to a learner; returns its metrics."""
         settings = Hyperparameters.parse(hyperparameters(**changed))
-        start = lambda: self.open().policy  # noqa: E731
-        return apply(learner, start, self.batch, settings, self.world, progress)
+        return apply(
+            learner, lambda: self.open().policy, self.batch, settings, self.world, progress
+        )
 
 
 @pytest.fixture
 def bench(folders: dict[str, Path], world: Any, tmp_path: Path) -> Bench:
+    """A tiny Qwen3-MoE with the eager expert kernel; :mod:`test_kernels` has the others."""
     shape = load_policy(folders["qwen3_moe"], ModelOptions(), world).shape
     manifest = write_batch(tmp_path / "batch", shape, LENGTHS)
     return Bench(folders["qwen3_moe"], Batch.open(manifest), world)
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(one, other))
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(one, other, strict=True))
 
 
-def test_micro_batches_change_nothing(bench: Bench) -> None:
+def test_size_of_micro_batches_changes_nothing(bench: Bench) -> None:
     whole, weights = bench.step(micro_batch_tokens=10_000)
     for tokens in (1, 20):
         parts, others = bench.step(micro_batch_tokens=tokens)
@@ -77,9 +82,9 @@ def test_micro_batches_change_nothing(bench: Bench) -> None:
             assert parts[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-7), name
 
 
-def test_the_first_mini_step_is_on_policy(bench: Bench) -> None:
-    """With a learning rate of 0 every mini step has the weights of the rollout, so each ratio is
-    exactly 1: recompute and update are the same computation."""
+def test_first_mini_step_is_on_policy(bench: Bench) -> None:
+    """With a learning rate of 0 every mini step has the rollout weights. Recompute and update are
+    the same computation, so each ratio is exactly 1."""
     for replay in ("none", "recompute", "rollout"):
         metrics, _ = bench.step(mini_steps=3, learning_rate=0.0, routing_replay=replay)
         assert metrics["ratio"]["mean"] == metrics["ratio"]["max"] == 1.0
@@ -88,7 +93,7 @@ def test_the_first_mini_step_is_on_policy(bench: Bench) -> None:
     assert moved["ratio"]["max"] != 1.0
 
 
-def test_replay_shows_in_the_measurements(bench: Bench) -> None:
+def test_replay_changes_the_measurements(bench: Bench) -> None:
     metrics, _ = bench.step()
     sequences = [bench.batch.sequence(n) for n in range(len(LENGTHS))]
     missing = sum(int((s.routing_valid[:-1] == 0).sum()) for s in sequences)
@@ -97,7 +102,7 @@ def test_replay_shows_in_the_measurements(bench: Bench) -> None:
     assert metrics["tokens"] == sum(LENGTHS)
     loss_tokens = sum(int(s.loss_mask[1:].sum()) for s in sequences)
     assert metrics["loss_tokens"] == loss_tokens
-    # Routes drawn at random: about 1 - 1/28 of the choices of 2 from 8 differ.
+    # Of random choices of 2 from 8 experts, a share of 1 - 1/28 differs.
     assert 0.7 < metrics["disagreement"]["router"] <= 1
     assert sum(metrics["disagreement"]["histogram"]) == pytest.approx(1)
     assert all(0 < load <= 1 for load in metrics["expert_load_entropy"])
@@ -115,18 +120,18 @@ def test_replay_shows_in_the_measurements(bench: Bench) -> None:
     assert own["routing_missing"] == 0
 
 
-def test_measuring_agrees_with_the_step(bench: Bench) -> None:
+def test_measured_log_probs_agree_with_the_step(bench: Bench) -> None:
     policy = bench.open().policy
     metrics, _ = bench.step()
     for replay, name in ((True, "mismatch"), (False, "mismatch_no_replay")):
-        found = measure(policy, bench.batch, replay, 1.0, 30, bench.world)
+        found = measure_logprobs(policy, bench.batch, replay, 1.0, 30, bench.world)
         assert [len(row) for row in found["logprobs"]] == list(LENGTHS)
         assert all(row[0] == 0.0 for row in found["logprobs"])
         assert found["mismatch"]["kl_k3"] == pytest.approx(metrics[name]["kl_k3"], rel=1e-4)
         assert (found["disagreement"] is None) == replay
 
 
-ALGORITHMS = [
+ALGORITHMS: list[dict[str, Any]] = [
     {"policy_loss": "grpo", "dual_clip": 3.0, "aggregation": "seq-mean-token-mean"},
     {"policy_loss": "grpo", "aggregation": "token-sum-norm", "loss_norm_tokens": 20.0},
     {"policy_loss": "grpo", "router_shift": "before_clip", "router_shift_floor": 0.9},
@@ -155,8 +160,8 @@ ALGORITHMS = [
 ]  # fmt: skip
 
 
-def test_every_algorithm_trains_and_differs(bench: Bench) -> None:
-    """Each setting reaches the weights: no two give the same ones."""
+def test_every_algorithm_changes_the_weights_in_its_own_way(bench: Bench) -> None:
+    """No two settings give the same weights."""
     base, reached = bench.step(mini_steps=2)
     results = [reached]
     for settings in ALGORITHMS:
@@ -173,9 +178,9 @@ def test_every_algorithm_trains_and_differs(bench: Bench) -> None:
     assert base["kl_reference"] is None
 
 
-def test_a_value_head_learns_the_returns(bench: Bench) -> None:
-    """With a coefficient so small that the model is trained by the policy loss alone."""
-    changed = {
+def test_value_head_learns_the_returns(bench: Bench) -> None:
+    """The coefficient is so small that only the policy loss trains the model."""
+    changed: dict[str, Any] = {
         "policy_loss": "ppo",
         "mini_steps": 2,
         "learning_rate": 1e-3,
@@ -190,31 +195,31 @@ def test_a_value_head_learns_the_returns(bench: Bench) -> None:
     assert last["explained_variance"] > max(first["explained_variance"], 0.1)
 
 
-def test_one_mini_step_of_ppo_is_on_policy(bench: Bench) -> None:
-    """Old values are the new ones, too: the clip of the value loss does nothing."""
+def test_single_mini_step_of_ppo_is_on_policy(bench: Bench) -> None:
+    """Old and new values are equal, so the clip of the value loss has no effect."""
     one, weights = bench.step(policy_loss="ppo", value_clip=1e-6)
     two, others = bench.step(policy_loss="ppo", value_clip=1e6)
     assert one["ratio"]["max"] == 1.0 and one["value"] == two["value"]
     assert all(map(torch.equal, weights, others))
 
 
-def test_a_router_predictor_learns_where_the_routers_go(bench: Bench) -> None:
-    changed = {"mini_steps": 4, "predictor_rate": 1.0, "predictor_tokens": 8}
+def test_router_predictor_learns_without_changing_the_model(bench: Bench) -> None:
+    changed: dict[str, Any] = {"mini_steps": 4, "predictor_rate": 1.0, "predictor_tokens": 8}
     learner = bench.open()
     metrics = bench.apply(learner, routing_replay="predictive", **changed)
-    predictor = learner.side.predictor().weights
+    predictor = learner.heads.predictor().weights
     assert predictor.shape == (2, 8, 16) and predictor.abs().max() > 0
     assert metrics["predictor_loss"] > 0
-    # It changes nothing in the model: the policy's step is that of R3.
+    # The model's step is the same as with R3.
     plain, weights = bench.step(routing_replay="rollout", **changed)
     after = [p.full_tensor().detach() for p in learner.policy.parameters()]
     assert all(map(torch.equal, weights, after)) and plain["predictor_loss"] is None
 
 
-def test_predictions_beat_standing_still(bench: Bench) -> None:
-    """The same batch again and again, from the same weights: what moves is known in advance."""
+def test_router_predictor_beats_predicting_no_change(bench: Bench) -> None:
+    """The same batch is applied to the same weights again and again, so the change is learnable."""
     learner = bench.open()
-    changed = {
+    changed: dict[str, Any] = {
         "routing_replay": "predictive",
         "mini_steps": 3,
         "learning_rate": 1e-4,
@@ -223,15 +228,15 @@ def test_predictions_beat_standing_still(bench: Bench) -> None:
     losses = [bench.apply(learner, **changed)["predictor_loss"]]
     start = [p.full_tensor().detach().clone() for p in bench.open().policy.parameters()]
     for _ in range(30):
-        fresh = dataclasses.replace(bench.open(), side=learner.side)
+        fresh = dataclasses.replace(bench.open(), heads=learner.heads)
         assert all(map(torch.equal, start, (p.full_tensor() for p in fresh.policy.parameters())))
         losses.append(bench.apply(fresh, **changed)["predictor_loss"])
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_sequences_that_moved_away_are_left_out(bench: Bench) -> None:
-    """One sequence to a mini step, and steps so large that log-probs move far."""
-    large = {"mini_steps": len(LENGTHS), "learning_rate": 0.1}
+def test_off_policy_sequences_are_masked(bench: Bench) -> None:
+    """One sequence per mini step, and a learning rate that moves log-probs far."""
+    large: dict[str, Any] = {"mini_steps": len(LENGTHS), "learning_rate": 0.1}
     _, plain = bench.step(**large)
     _, masked = bench.step(**large, off_policy_delta=1e-6)
     _, lenient = bench.step(**large, off_policy_delta=1e6)
@@ -239,12 +244,16 @@ def test_sequences_that_moved_away_are_left_out(bench: Bench) -> None:
     assert all(map(torch.equal, plain, lenient))
 
 
-def test_the_reference_is_the_start(bench: Bench) -> None:
+def test_reference_policy_has_the_starting_weights(bench: Bench) -> None:
     """Without replay and before any update the divergence from the start is zero. It is measured
-    at the weights of the rollout, however many mini steps follow."""
+    at the rollout weights, however many mini steps follow."""
     for mini_steps in (1, 3):
         learner = bench.open()
-        changed = {"kl_coefficient": 1.0, "routing_replay": "none", "mini_steps": mini_steps}
+        changed: dict[str, Any] = {
+            "kl_coefficient": 1.0,
+            "routing_replay": "none",
+            "mini_steps": mini_steps,
+        }
         first = bench.apply(learner, **changed)
         assert first["kl_reference"] == pytest.approx(0.0, abs=1e-9)
         assert bench.apply(learner, **changed)["kl_reference"] > 1e-6
@@ -255,14 +264,16 @@ def test_warm_up_counts_optimizer_steps(bench: Bench) -> None:
     assert metrics["learning_rate"] == pytest.approx(0.3)
 
 
-def test_a_stop_between_phases_is_heard(bench: Bench) -> None:
-    for stop, moved in ((("recompute", 0.0), False), (("update", 0.5), True)):
-        with pytest.raises(StepError, match="shutting down") as caught:
-            bench.step(lambda phase, share, at=stop: (phase, share) != at, mini_steps=2)
-        assert caught.value.moved == moved
+@pytest.mark.parametrize(("stop", "moved"), [(("recompute", 0.0), False), (("update", 0.5), True)])
+def test_step_stops_between_phases_on_request(
+    bench: Bench, stop: tuple[str, float], moved: bool
+) -> None:
+    with pytest.raises(StepError, match="shutting down") as caught:
+        bench.step(lambda phase, fraction: (phase, fraction) != stop, mini_steps=2)
+    assert caught.value.moved == moved
 
 
-def test_a_loss_that_is_no_number_stops_before_the_weights_move(bench: Bench) -> None:
+def test_loss_that_is_not_finite_stops_before_the_weights_move(bench: Bench) -> None:
     learner = bench.open()
     with torch.no_grad():
         next(iter(learner.policy.parameters())).to_local().fill_(float("nan"))
@@ -280,7 +291,7 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_move(bench: Bench) ->
         ("routed_experts", "repeated", "ids must be distinct and below 8"),
     ],
 )
-def test_values_that_no_model_can_take(
+def test_batch_with_invalid_values_is_refused(
     bench: Bench, tmp_path: Path, array: str, value: Any, problem: str
 ) -> None:
     shape = bench.batch.manifest["model"]
@@ -289,21 +300,21 @@ def test_values_that_no_model_can_take(
     values = np.concatenate([getattr(s, array) for s in sequences])
     valid = np.concatenate([s.routing_valid for s in sequences])
     mask = np.concatenate([s.loss_mask for s in sequences])
-    at = int(np.flatnonzero((valid == 1) & (mask == 1))[3])
+    token = int(np.flatnonzero((valid == 1) & (mask == 1))[3])
     if value == "repeated":
-        values[at, 1] = values[at, 1, 0]
+        values[token, 1] = values[token, 1, 0]
     elif array == "routed_experts":
-        values[at, 1, 0] = value
+        values[token, 1, 0] = value
     else:
-        values[at] = value
+        values[token] = value
     bad = write_batch(tmp_path / "bad", shape, LENGTHS, **{array: values})
     with pytest.raises(StepError, match=problem):
         dataclasses.replace(bench, batch=Batch.open(bad)).step()
 
 
-def test_a_batch_without_loss_tokens_is_refused(bench: Bench, tmp_path: Path) -> None:
+def test_batch_without_loss_tokens_is_refused(bench: Bench, tmp_path: Path) -> None:
     mask = np.zeros(sum(LENGTHS), "u1")
-    # A first token has nothing before it to be predicted from.
+    # The first token has no token before it to be predicted from.
     mask[0] = 1
     shape = bench.batch.manifest["model"]
     empty = Batch.open(write_batch(tmp_path / "empty", shape, LENGTHS, loss_mask=mask))
@@ -311,10 +322,10 @@ def test_a_batch_without_loss_tokens_is_refused(bench: Bench, tmp_path: Path) ->
         dataclasses.replace(bench, batch=empty).step()
 
 
-def test_sequences_go_to_the_emptiest_part_longest_first() -> None:
-    assert share_out([5, 9, 2, 9, 4], 2) == [[0, 1], [2, 3, 4]]
-    assert share_out([3, 3], 2) == [[0], [1]]
-    assert share_out([1], 1) == [[0]]
+def test_sequences_are_distributed_longest_first_to_the_emptiest_part() -> None:
+    assert distribute([5, 9, 2, 9, 4], 2) == [[0, 1], [2, 3, 4]]
+    assert distribute([3, 3], 2) == [[0], [1]]
+    assert distribute([1], 1) == [[0]]
 
 
 @pytest.mark.parametrize(
@@ -344,12 +355,12 @@ def test_sequences_go_to_the_emptiest_part_longest_first() -> None:
         ({"kl_coefficient": 1.0, "kl_estimator": "k2", "kl_unbiased": True}, "kl_unbiased"),
     ],
 )
-def test_settings_that_cannot_be_used_are_named(changed: dict[str, Any], field: str) -> None:
+def test_invalid_settings_are_refused_and_named(changed: dict[str, Any], field: str) -> None:
     with pytest.raises(Unusable, match=field):
         Hyperparameters.parse(hyperparameters(**changed))
 
 
-def test_settings_that_are_missing_are_named() -> None:
+def test_missing_settings_are_refused_and_named() -> None:
     for field in ("policy_loss", "learning_rate", "measure_no_replay"):
         given = hyperparameters()
         del given[field]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import needs
+
 import pytest
 
 import torch  # isort: skip
@@ -14,13 +15,13 @@ from test_replay import replaying, run
 from orchestrate_trainer.measures import extreme, k3
 from orchestrate_trainer.policy import ModelOptions, load_policy
 from orchestrate_trainer.replay import Routing
-from orchestrate_trainer.routers import UnknownRouter
+from orchestrate_trainer.routers import UnknownRouterError
 
 
-def test_a_dense_model_is_refused() -> None:
+def test_dense_model_is_refused() -> None:
     model = tiny_model("mixtral")
     del model.model.layers
-    with pytest.raises(UnknownRouter, match="no router known here"):
+    with pytest.raises(UnknownRouterError, match="no supported router"):
         Routing(model)
 
 
@@ -40,7 +41,7 @@ def test_worked_numbers_of_a_whole_model(world: Any) -> None:
     lengths = (len(tokens),)
     sampler = torch.tensor(engine["expected"]["token_logprobs"])
     routes = torch.tensor(replay["inputs"]["idx_infer"])
-    close = {"rtol": 1e-3, "atol": 5e-4}
+    close: dict[str, Any] = {"rtol": 1e-3, "atol": 5e-4}
     with torch.no_grad():
         with replaying(policy):
             plain = run(policy, tokens, lengths)

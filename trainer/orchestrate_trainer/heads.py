@@ -1,7 +1,7 @@
-"""Weights beside the model, each with an optimizer of its own: PPO's value head and PR2's router
-predictor. They lie in files of their own in a checkpoint and are no part of the model.
+"""Weights that are trained next to the model: PPO's value head and PR2's router predictor.
 
-They are small, so every process holds them whole; gradients are summed over the processes and all
+Each has its own optimizer and its own file in a checkpoint, and is not part of the model. They are
+small, so every process holds them whole; gradients are summed over the processes and all processes
 make the same update.
 """
 
@@ -19,26 +19,29 @@ from torch import Tensor
 from .settings import Hyperparameters
 from .world import World
 
-__all__ = ["Side", "SideWeights", "UnusableSide"]
+__all__ = ["Head", "HeadFileError", "Heads"]
 
 PREDICTOR, VALUE_HEAD = "router_predictor", "value_head"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class UnusableSide(ValueError):
-    """A file of weights beside the model that is damaged, or of another model."""
+class HeadFileError(ValueError):
+    """A head's file that is damaged or belongs to another model."""
 
 
-class SideWeights:
-    """One float32 tensor, zeros at first, and its moments."""
+class Head:
+    """One float32 tensor, initially zero, with its own AdamW optimizer."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        """Zeros of ``shape`` on ``device``."""
         self.weights = torch.zeros(shape, device=device, requires_grad=True)
         self._optimizer = torch.optim.AdamW([self.weights], lr=0.0)
 
     def update(self, settings: Hyperparameters, rate: float, world: World) -> None:
-        """One step along the gradient, summed over all processes and clipped by itself; ``rate`` is
-        its learning rate. There is no decay."""
+        """Makes one optimizer step with learning rate ``rate`` and no weight decay.
+
+        The gradient is summed over all processes and clipped by itself.
+        """
         gradient = self.weights.grad
         if gradient is None:
             gradient = self.weights.grad = torch.zeros_like(self.weights)
@@ -50,32 +53,34 @@ class SideWeights:
         self._optimizer.step()
 
     def scale_gradient(self, factor: float) -> None:
-        """Multiplies what was accumulated in this process."""
+        """Multiplies the gradient accumulated in this process."""
         if self.weights.grad is not None:
             self.weights.grad *= factor
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """What its file holds."""
+        """Weights, moments and number of updates, under the names used in the file of head
+        ``name``."""
         state: dict[str, Any] = self._optimizer.state.get(self.weights, {})
-        still = torch.zeros_like(self.weights)
+        zeros = torch.zeros_like(self.weights)
         held = {name: self.weights.detach()}
-        held |= {f"{moment}.{name}": state.get(moment, still) for moment in MOMENTS}
+        held |= {f"{moment}.{name}": state.get(moment, zeros) for moment in MOMENTS}
         step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1)
         return {key: tensor.cpu() for key, tensor in (held | {"step": step}).items()}
 
-    def fill(self, name: str, path: Path) -> None:
-        """Takes over what :meth:`tensors` gave. Raises :class:`UnusableSide`."""
+    def load(self, name: str, path: Path) -> None:
+        """Restores what :meth:`tensors` returned. Raises :class:`HeadFileError`."""
         try:
             held = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise UnusableSide(f"{path} cannot be read: {error}") from error
+            raise HeadFileError(f"{path} cannot be read: {error}") from error
         shape = tuple(self.weights.shape)
-        expected = {name: shape, "step": (1,)} | {f"{m}.{name}": shape for m in MOMENTS}
+        expected: dict[str, tuple[int, ...]] = {name: shape, "step": (1,)}
+        expected |= {f"{moment}.{name}": shape for moment in MOMENTS}
         for key, wanted in expected.items():
             if key not in held or tuple(held[key].shape) != wanted:
-                raise UnusableSide(
-                    f"{path}: `{key}` is missing or misshapen: start from a checkpoint of this "
-                    "model, or move the file away to begin it anew"
+                raise HeadFileError(
+                    f"{path}: tensor `{key}` is missing or has the wrong shape; start from a "
+                    "checkpoint of this model, or remove the file to start from zeros"
                 )
         with torch.no_grad():
             self.weights.copy_(held[name])
@@ -83,50 +88,54 @@ class SideWeights:
         self._optimizer.state[self.weights] = state | {"step": held["step"][0]}
 
 
-class Side:
-    """What a trainer has of them; made when first needed."""
+class Heads:
+    """The heads of a trainer. Each is created when it is first used."""
 
     def __init__(self, layers: int, experts: int, hidden: int, device: torch.device) -> None:
-        """For a model with so many MoE layers, experts in each, and hidden values."""
+        """Heads of a model with ``layers`` MoE layers of ``experts`` experts each and hidden states
+        of ``hidden`` values."""
         self._device = device
-        self._shapes = {PREDICTOR: (layers, experts, hidden), VALUE_HEAD: (hidden + 1,)}
-        self._held: dict[str, SideWeights] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {
+            PREDICTOR: (layers, experts, hidden),
+            VALUE_HEAD: (hidden + 1,),
+        }
+        self._held: dict[str, Head] = {}
 
-    def predictor(self) -> SideWeights:
-        """``[layers, experts, hidden]``; zeros predict that nothing moves."""
+    def predictor(self) -> Head:
+        """The router predictor ``[layers, experts, hidden]``. Zeros predict no change."""
         return self._get(PREDICTOR)
 
-    def value_head(self) -> SideWeights:
-        """``[hidden + 1]``, the bias last."""
+    def value_head(self) -> Head:
+        """The value head ``[hidden + 1]``; the bias is last."""
         return self._get(VALUE_HEAD)
 
-    def forget_gradients(self) -> None:
-        """Ends an update."""
+    def clear_gradients(self) -> None:
+        """Discards the gradients after an update."""
         for held in self._held.values():
             held.weights.grad = None
 
     def write(self, folder: Path) -> None:
-        """Writes what there is; the leader does."""
+        """Writes a file for each head that was used. Only the leader calls this."""
         for name, held in self._held.items():
             save_file(held.tensors(name), folder / _file(name))
 
     def clear(self) -> None:
-        """Forgets what there is."""
+        """Discards all heads."""
         self._held.clear()
 
     def load(self, folder: Path) -> None:
-        """Becomes what :meth:`write` wrote, and nothing else. Raises :class:`UnusableSide`."""
+        """Replaces all heads by those that :meth:`write` wrote. Raises :class:`HeadFileError`."""
         self.clear()
         for name in self._shapes:
             if (folder / _file(name)).exists():
-                self._get(name).fill(name, folder / _file(name))
+                self._get(name).load(name, folder / _file(name))
 
-    def _get(self, name: str) -> SideWeights:
+    def _get(self, name: str) -> Head:
         if name not in self._held:
-            self._held[name] = SideWeights(self._shapes[name], self._device)
+            self._held[name] = Head(self._shapes[name], self._device)
         return self._held[name]
 
 
 def _file(name: str) -> str:
-    # Not as the form would have it: inference servers load every *.safetensors of a folder.
+    # Safetensors files, but not named so: inference servers load every *.safetensors of a folder.
     return f"{name}.state"

@@ -1,0 +1,204 @@
+"""The part of a step at the rollout weights: log-probs, routes and measurements.
+
+The update replays what was executed here, so that recompute and update run the same computation
+and the first ratio of each token is exactly 1. Rows that no engine recorded are the router's own
+choice here, and are replayed as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .corrections import Tokens
+from .data import MicroBatch
+from .learner import Learner
+from .losses import kl_penalty
+from .measures import Load, Mismatch
+from .passes import ForwardOutput, RouteDisagreement, forward
+from .plan import StepPlan
+from .policy import Policy
+from .prediction import Features, predictor_rows
+from .settings import Hyperparameters
+from .values import Estimates, RolloutValues, estimate, values_of
+from .world import World
+
+__all__ = [
+    "BaselinePass",
+    "BaselineStatistics",
+    "WithoutReplay",
+    "estimate_advantages",
+    "kept_rows",
+    "measure_without_replay",
+    "recompute",
+    "recorded_routes",
+    "reference_at",
+    "reference_logprobs",
+]
+
+
+@dataclass(frozen=True)
+class BaselinePass:
+    """One micro-batch at the rollout weights; all tensors are on the CPU."""
+
+    #: Log-probs of the scored tokens, nats, ``[n]``.
+    logp: Tensor
+    #: Executed experts, int16 ``[T, L, K]``.
+    executed: Tensor
+    #: Router log-probs of the executed experts at the scored tokens, ``[n, L, K]``; only with
+    #: router shift.
+    router_logprobs: Tensor | None = None
+    #: Outputs of the value head, ``[n]``; only with a value head.
+    values: Tensor | None = None
+    #: Router inputs and logits that train the router predictor; only with one.
+    features: Features | None = None
+
+
+@dataclass(frozen=True)
+class WithoutReplay:
+    """Measurements of a forward pass in which the routers choose freely."""
+
+    mismatch: dict[str, Any]
+    disagreement: dict[str, Any]
+
+
+class BaselineStatistics:
+    """Accumulates measurements of this process's micro-batches at the rollout weights."""
+
+    def __init__(self, policy: Policy, settings: Hyperparameters) -> None:
+        """Empty statistics of a step."""
+        self._settings = settings
+        self.mismatch = Mismatch()
+        #: Recorded experts against the routers' own; filled unless the rollout's are replayed.
+        self.disagreement = RouteDisagreement(policy)
+        self.load = Load(len(policy.shape["moe_layers"]), policy.shape["experts"])
+        #: Sum over loss tokens, nats.
+        self.entropy = 0.0
+        #: Sum over loss tokens of the divergence from the reference policy, nats.
+        self.divergence = 0.0
+
+    def add(
+        self, policy: Policy, micro: MicroBatch, out: ForwardOutput, reference: Tensor | None
+    ) -> BaselinePass:
+        """Adds a forward pass and returns what the update needs of it.
+
+        ``reference`` are the log-probs under the reference policy ``[n]``, on the device.
+        """
+        routing, on_device = policy.routing, out.micro
+        executed, logp = routing.executed().cpu(), out.logp.detach()
+        for sequence in executed.split(on_device.lengths) if on_device.sequences else ():
+            self.load.add(sequence[:-1])
+        if not self._settings.replays_rollout:
+            self.disagreement.add(micro, routing.own())
+        if on_device.live:
+            self.mismatch.add(logp, on_device.rollout, _tokens(on_device))
+            self.entropy += float(out.entropy.double().sum())
+            if reference is not None:
+                estimator = self._settings.kl_estimator
+                penalty = kl_penalty(logp.double(), reference.double(), estimator)
+                self.divergence += float(penalty.sum())
+        return BaselinePass(logp.cpu(), executed)
+
+
+def recorded_routes(micro: MicroBatch, settings: Hyperparameters) -> tuple[Tensor, Tensor] | None:
+    """The rollout's experts and which rows were recorded, if the settings replay them."""
+    return micro.recorded() if settings.replays_rollout and micro.sequences else None
+
+
+def kept_rows(micro: MicroBatch, settings: Hyperparameters) -> Tensor | None:
+    """Rows that train the router predictor, if the settings have one."""
+    return predictor_rows(micro, settings.predictor_tokens) if settings.predicts else None
+
+
+@torch.no_grad()
+def measure_without_replay(
+    policy: Policy, plan: StepPlan, settings: Hyperparameters, world: World
+) -> WithoutReplay:
+    """Compares the trainer with the sampler in a forward pass without replay."""
+    mismatch, disagreement = Mismatch(), RouteDisagreement(policy)
+    for micro in plan.micros:
+        with forward(policy, micro, settings.temperature, world.device) as out:
+            disagreement.add(micro, policy.routing.own())
+            if micro.live:
+                mismatch.add(out.logp, out.micro.rollout, _tokens(out.micro))
+    return WithoutReplay(mismatch.finish(world)[0], disagreement.finish(world))
+
+
+@torch.no_grad()
+def reference_logprobs(
+    reference: Policy, plan: StepPlan, settings: Hyperparameters, world: World
+) -> list[Tensor]:
+    """Log-probs ``[n]`` of each micro-batch under the reference policy, on the CPU.
+
+    The reference policy's routers choose freely.
+    """
+    logprobs = []
+    for micro in plan.micros:
+        with forward(reference, micro, settings.temperature, world.device) as out:
+            logprobs.append(out.logp.cpu())
+    return logprobs
+
+
+def reference_at(
+    references: list[Tensor] | None, place: int, device: torch.device
+) -> Tensor | None:
+    """Log-probs of micro-batch ``place`` under the reference policy, on ``device``."""
+    return None if references is None else references[place].to(device)
+
+
+@torch.no_grad()
+def recompute(
+    learner: Learner,
+    plan: StepPlan,
+    settings: Hyperparameters,
+    world: World,
+    references: list[Tensor] | None,
+    statistics: BaselineStatistics,
+) -> list[BaselinePass]:
+    """Runs every micro-batch at the rollout weights and adds it to ``statistics``.
+
+    ``references`` are the results of :func:`reference_logprobs`, if there is a reference policy.
+    """
+    policy = learner.policy
+    watch = settings.router_shift != "none"
+    head = learner.heads.value_head().weights if settings.values else None
+    passes = []
+    for number, micro in enumerate(plan.micros):
+        keep = kept_rows(micro, settings)
+        replay = recorded_routes(micro, settings)
+        with forward(policy, micro, settings.temperature, world.device, replay, watch, keep) as out:
+            reference = reference_at(references, number, world.device)
+            base = statistics.add(policy, micro, out, reference)
+            routing = policy.routing
+            if watch:
+                base = replace(base, router_logprobs=routing.watched()[out.micro.rows].cpu())
+            if head is not None:
+                base = replace(base, values=values_of(out.hidden, head).cpu())
+            if keep is not None:
+                features = Features(*(part.cpu() for part in routing.kept()))
+                base = replace(base, features=features)
+            passes.append(base)
+    return passes
+
+
+def estimate_advantages(
+    plan: StepPlan,
+    passes: list[BaselinePass],
+    references: list[Tensor] | None,
+    settings: Hyperparameters,
+    world: World,
+) -> Estimates:
+    """Advantages and returns from the value head's outputs in ``passes``."""
+    olds = []
+    for number, (micro, base) in enumerate(zip(plan.micros, passes, strict=True)):
+        assert base.values is not None, "recompute runs the value head for these settings"
+        reference = None if references is None else references[number]
+        olds.append(RolloutValues(micro, base.values, base.logp, reference))
+    return estimate(olds, settings, world)
+
+
+def _tokens(micro: MicroBatch) -> Tokens:
+    return Tokens(micro.owner, len(micro.sequences))

@@ -1,0 +1,82 @@
+"""Command line of the trainer. Imports PyTorch only after the arguments are known to be valid."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+__all__ = ["main", "parser"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of ``orchestrate-trainer``. Returns the exit status."""
+    given = parser().parse_args(arguments)
+    try:
+        from . import serve
+    except ModuleNotFoundError as error:
+        print(
+            f"error: package {error.name} is not installed; "
+            "pip install 'orchestrate-trainer[train]'",
+            file=sys.stderr,
+        )
+        return 2
+    return serve.serve(given)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The trainer's options."""
+    options = argparse.ArgumentParser(
+        prog="orchestrate-trainer",
+        description="Serves trainer protocol 1: trains a model on the batches of an orchestrator.",
+    )
+    add = options.add_argument
+    add(
+        "--model",
+        type=Path,
+        required=True,
+        help="folder of the starting model, in the Hugging Face layout",
+    )
+    add(
+        "--checkpoint-dir",
+        type=Path,
+        required=True,
+        help="folder of checkpoints, shared by all machines and readable by the inference servers",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=30100, help="port; 0 chooses a free one (default: %(default)s)")
+    add("--token-env", help="environment variable that holds the bearer token (default: no token)")
+    add("--batch-root", type=Path, help="folder that batches must lie in (default: any folder)")
+    add(
+        "--keep",
+        type=int,
+        default=3,
+        help="number of newest checkpoints to keep (default: %(default)s)",
+    )
+    add(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="device to train on (default: cuda if available)",
+    )
+    add(
+        "--compute",
+        choices=("auto", "bf16", "f32"),
+        default="auto",
+        help="dtype of layers; routers always use f32 (default: bf16 on CUDA, f32 on the CPU)",
+    )
+    add(
+        "--export",
+        choices=("auto", "bf16", "f32"),
+        default="auto",
+        help="dtype of the weights that inference servers load (default: that of --compute)",
+    )
+    add("--keep-activations", action="store_true", help="turn off activation checkpointing")
+    add(
+        "--cpu-offload",
+        action="store_true",
+        help="keep parameters and optimizer in host memory (CUDA)",
+    )
+    add("--experts", help="name of the expert kernel in transformers, e.g. eager or grouped_mm")
+    add("--threads", type=int, default=0, help="CPU threads per process (default: all)")
+    return options

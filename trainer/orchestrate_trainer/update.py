@@ -1,0 +1,232 @@
+"""The part of a step that changes weights: mini steps of forward, backward and optimizer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .baseline import (
+    BaselinePass,
+    BaselineStatistics,
+    kept_rows,
+    recorded_routes,
+    reference_at,
+)
+from .data import MicroBatch
+from .learner import Learner
+from .measures import differing
+from .objective import Critic, Objective, Shift
+from .passes import ForwardOutput, StepError, forward
+from .plan import MiniStep, StepPlan
+from .policy import Policy
+from .prediction import accumulate_gradient
+from .settings import Hyperparameters
+from .values import Estimates, values_of
+from .world import World
+
+__all__ = ["MiniStepResult", "RouteDrift", "Updater"]
+
+
+@dataclass(frozen=True)
+class MiniStepResult:
+    """What one mini step did, over all processes."""
+
+    loss: float
+    #: Global L2 norm of the gradient before clipping.
+    grad_norm: float
+    #: The same over the routers' parameters.
+    router_grad_norm: float
+    learning_rate: float
+    #: Whether the weights were changed. They are not if the mini step has no loss tokens.
+    moved: bool
+    #: Loss of the router predictor, a mean over rows; ``None`` if it did not learn.
+    predictor_loss: float | None
+    #: Drift of this process's routes; measured in the last of several mini steps.
+    drift: RouteDrift
+
+
+@dataclass(frozen=True)
+class RouteDrift:
+    """How many routers no longer choose the replayed experts."""
+
+    #: (token, layer) pairs whose router chooses other experts.
+    moved: float = 0.0
+    #: All pairs that were compared.
+    pairs: float = 0.0
+
+    def __add__(self, other: RouteDrift) -> RouteDrift:
+        """Sum of both."""
+        return RouteDrift(self.moved + other.moved, self.pairs + other.pairs)
+
+
+@dataclass(frozen=True)
+class _BackwardResult:
+    """What the forward and backward pass of one micro-batch gave in this process."""
+
+    loss: float
+    predictor_loss: float
+    drift: RouteDrift
+
+
+@dataclass(frozen=True)
+class Updater:
+    """Runs the mini steps of one step, given the results of the earlier phases."""
+
+    learner: Learner
+    settings: Hyperparameters
+    world: World
+    plan: StepPlan
+    #: Micro-batches at the rollout weights; ``None`` with a single mini step, whose own forward
+    #: pass is at these weights.
+    passes: list[BaselinePass] | None
+    #: Log-probs under the reference policy ``[n]`` of each micro-batch, on the CPU.
+    references: list[Tensor] | None
+    #: Advantages and returns of a value head.
+    estimates: Estimates | None
+    #: Accumulates the loss's own measurements.
+    objective: Objective
+    #: Accumulates measurements at the rollout weights where ``passes`` is ``None``.
+    statistics: BaselineStatistics
+
+    def run(self, mini_step: MiniStep, moved: bool) -> MiniStepResult:
+        """Runs one mini step; ``moved`` says whether an earlier one changed the weights.
+
+        Raises :class:`StepError` in all processes if the loss or the gradient is not finite.
+        """
+        settings, world, learner = self.settings, self.world, self.learner
+        learner.optimizer.zero_grad(set_to_none=True)
+        loss = predictor_loss = 0.0
+        drift = RouteDrift()
+        for place, micro in enumerate(mini_step.micros, start=mini_step.first):
+            part = self._backward(mini_step, place, micro)
+            loss += part.loss
+            predictor_loss += part.predictor_loss
+            drift += part.drift
+        loss, predictor_loss = world.sum([loss, predictor_loss])
+        _require_finite(loss, "the loss", mini_step.number, moved)
+        routers = _gradient_norm(learner.policy.routing.parameters())
+        parameters = list(learner.policy.parameters())
+        norm = _scalar(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
+        _require_finite(norm, "the gradient", mini_step.number, moved)
+        rate = learner.next_rate(settings)
+        # Without loss tokens there is no gradient, and momentum alone must not move the weights.
+        moves = mini_step.totals.loss_tokens > 0
+        predictor_mean = None
+        if moves:
+            if self._trains_predictor(mini_step):
+                predictor_mean = self._update_predictor(mini_step.micros, predictor_loss, rate)
+            self._update_weights(rate)
+        learner.optimizer.zero_grad(set_to_none=True)
+        learner.heads.clear_gradients()
+        return MiniStepResult(loss, norm, routers, rate, moves, predictor_mean, drift)
+
+    def _backward(self, mini_step: MiniStep, place: int, micro: MicroBatch) -> _BackwardResult:
+        """Adds the gradients of micro-batch ``place`` of the step."""
+        settings, world, policy = self.settings, self.world, self.learner.policy
+        base = None if self.passes is None else self.passes[place]
+        replay = recorded_routes(micro, settings)
+        if base is not None and settings.routing_replay != "none":
+            replay = (base.executed, torch.ones(len(base.executed), dtype=torch.bool))
+        # In the first mini step the routers' log-probs are those at the rollout weights.
+        shifted = mini_step.number > 0 and base is not None and base.router_logprobs is not None
+        watch = base.executed if base is not None and shifted else False
+        keep = kept_rows(micro, settings) if self._trains_predictor(mini_step) else None
+        reference = reference_at(self.references, place, world.device)
+        predictor_loss = 0.0
+        drift = RouteDrift()
+        with forward(policy, micro, settings.temperature, world.device, replay, watch, keep) as out:
+            if base is None:
+                self.statistics.add(policy, micro, out, reference)
+            if mini_step.number > 0 and mini_step.number + 1 == len(self.plan.mini_steps):
+                drift = _route_drift(policy, micro, replay)
+            if keep is not None and base is not None and base.features is not None:
+                weights = self.learner.heads.predictor().weights
+                logits = policy.routing.kept()[1]
+                predictor_loss = accumulate_gradient(base.features, logits, weights)
+            loss = self.objective.loss(
+                out.micro,
+                out.logp,
+                out.logp.detach() if base is None else base.logp.to(world.device),
+                mini_step.totals,
+                reference,
+                _shift(policy, out.micro, base) if base is not None and shifted else None,
+                self._critic(place, out),
+            )
+            # Gradients are averaged over the processes, but the loss is a sum over them.
+            (loss * world.size).backward()
+            return _BackwardResult(float(loss.detach()), predictor_loss, drift)
+
+    def _trains_predictor(self, mini_step: MiniStep) -> bool:
+        return self.settings.predicts and mini_step.number > 0
+
+    def _critic(self, place: int, out: ForwardOutput) -> Critic | None:
+        if self.estimates is None:
+            return None
+        head = self.learner.heads.value_head().weights
+        returns = self.estimates.parts[place].to(self.world.device)
+        return Critic(values_of(out.hidden, head), returns)
+
+    def _update_predictor(self, micros: list[MicroBatch], loss: float, rate: float) -> float:
+        """Updates the router predictor; returns its loss as a mean over rows, a sum over layers."""
+        kept = (kept_rows(micro, self.settings) for micro in micros)
+        (rows,) = self.world.sum([float(sum(len(part) for part in kept if part is not None))])
+        predictor = self.learner.heads.predictor()
+        predictor.scale_gradient(1 / max(rows, 1))
+        predictor.update(self.settings, rate * self.settings.predictor_rate, self.world)
+        return loss / max(rows, 1)
+
+    def _update_weights(self, rate: float) -> None:
+        """One optimizer step of the value head, if there is one, and of the model."""
+        settings, learner, world = self.settings, self.learner, self.world
+        if settings.values:
+            head = learner.heads.value_head()
+            head.scale_gradient(1 / world.size)
+            head.update(settings, rate * settings.value_rate, world)
+        for group in learner.optimizer.param_groups:
+            group.update(
+                lr=rate,
+                betas=settings.betas,
+                eps=settings.adam_eps,
+                weight_decay=settings.weight_decay,
+            )
+        learner.optimizer.step()
+
+
+def _shift(policy: Policy, micro: MicroBatch, base: BaselinePass) -> Shift:
+    """Router log-probs now and at the rollout weights."""
+    assert base.router_logprobs is not None
+    new = policy.routing.watched()[micro.rows]
+    return Shift(new, base.router_logprobs.to(new))
+
+
+def _route_drift(
+    policy: Policy, micro: MicroBatch, replay: tuple[Tensor, Tensor] | None
+) -> RouteDrift:
+    """Compares the routers' own choice with the replayed experts."""
+    if replay is None:
+        return RouteDrift()
+    rows, valid = replay
+    # No loss depends on the experts of a sequence's last token.
+    valid = valid.clone()
+    valid[torch.tensor(micro.lengths).cumsum(0) - 1] = False
+    own = policy.routing.own().cpu()
+    found = differing(rows[valid].to(torch.int16), own[valid]) > 0
+    return RouteDrift(float(found.sum()), found.numel())
+
+
+def _require_finite(value: float, what: str, number: int, moved: bool) -> None:
+    if not math.isfinite(value):
+        raise StepError(f"{what} of mini step {number + 1} is not finite", moved)
+
+
+def _gradient_norm(parameters: list[torch.nn.Parameter]) -> float:
+    """Global L2 norm of the parameters' gradients."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return _scalar(torch.nn.utils.get_total_norm(gradients))
+
+
+def _scalar(norm: Tensor) -> float:
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
