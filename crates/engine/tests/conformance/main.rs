@@ -55,9 +55,8 @@ async fn real(kind: EngineKind, name: &str) {
         (None, None) => None,
     };
     let Some(((url, server), model)) = started.zip(setting("MODEL")) else {
-        let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-        assert!(!required.split(',').any(|word| word == kind.to_string()), "no {kind} server");
-        skip(name);
+        let why = format!("set ORCHESTRATE_{name}_URL or _START, and _MODEL");
+        orchestrate_e2e::skip::skip(&kind.to_string(), &why);
         return;
     };
     let model = Utf8PathBuf::from(model).canonicalize_utf8().unwrap();
@@ -128,11 +127,6 @@ async fn by_words(options: ClientOptions) {
     let endless = vec![said("user", "one two three ".repeat(100_000))];
     let ended = engine.generate(request(endless, 4)).await.unwrap();
     assert_eq!((ended.finish, ended.turn), (Finish::Length, Some(ChatTurn::default())));
-}
-
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
-fn skip(name: &str) {
-    eprintln!("skipped: no server; set ORCHESTRATE_{name}_URL or _START, and _MODEL");
 }
 
 /// Starts a server on a free port. It is killed with the subject.

@@ -1,11 +1,6 @@
 //! Tasks whose repository is in an image, on real Docker: what the agent finds, what is taken from
 //! it, and how that is graded. The images are made here, from `orchestrate/repository`.
-#![expect(
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
-    clippy::print_stderr,
-    reason = "a failed step fails the test, and a skipped test says so"
-)]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
 
 mod disk;
 
@@ -44,9 +39,8 @@ fn image(name: &str) -> Option<String> {
     static MAKING: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _one = MAKING.lock().unwrap();
     if docker(&["image", "inspect", "-f", "{{.Id}}", "orchestrate/repository:latest"]).is_none() {
-        let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-        assert!(!required.contains("docker"), "no image orchestrate/repository:latest");
-        eprintln!("skipped: no image orchestrate/repository:latest (scripts/test makes it)");
+        let why = "no image orchestrate/repository:latest: run scripts/test";
+        orchestrate_e2e::skip::skip("docker", why);
         return None;
     }
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/images");

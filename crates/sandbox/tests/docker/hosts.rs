@@ -34,7 +34,7 @@ impl World {
             return None;
         }
         let Some(daemon) = Daemon::start_with_tls().unwrap() else {
-            orchestrate_e2e::say(&format!("skipped: {test} (no second daemon with TLS here)"));
+            orchestrate_e2e::skip::skip_test(test, "daemons", "no second daemon with TLS");
             return None;
         };
         Some(Self { daemon, run: RunId::generate() })
@@ -315,7 +315,7 @@ async fn docker_an_image_is_the_same_on_all_hosts() {
         return;
     }
     let (Some(first), Some(second)) = (Daemon::start().unwrap(), Daemon::start().unwrap()) else {
-        orchestrate_e2e::say(&format!("skipped: {test} (no further daemons can be started here)"));
+        orchestrate_e2e::skip::skip_test(test, "daemons", "no further daemons");
         return;
     };
     let registry = Registry::start().await;
@@ -378,7 +378,7 @@ async fn docker_a_host_by_ssh_serves_and_survives_its_connection() {
         return;
     }
     let Some(server) = Sshd::start() else {
-        orchestrate_e2e::say(&format!("skipped: {test} (no ssh server can be started here)"));
+        orchestrate_e2e::skip::skip_test(test, "ssh", "no SSH server can be started");
         return;
     };
     let host = RawDockerHost {

@@ -1,6 +1,6 @@
 //! Sandboxes on a real Docker daemon; where none answers, skips are printed.
 #![expect(clippy::unwrap_used, reason = "a helper of a test may fail as the test may")]
-#![expect(clippy::print_stderr, reason = "a skipped test says so, and measurements are shown")]
+#![expect(clippy::print_stderr, reason = "measurements are shown")]
 
 mod battery;
 mod common;
