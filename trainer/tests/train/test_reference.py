@@ -13,7 +13,7 @@ import torch  # isort: skip
 import torch.nn.functional as F
 from model_families import hyperparameters
 from torch import Tensor
-from vectors import vectors
+from golden_vectors import vectors
 
 from orchestrate_trainer import advantages, losses, measures
 from orchestrate_trainer.corrections import Tokens, correction, off_policy_keep
