@@ -249,7 +249,8 @@ mod tests {
                 for (t, logits) in rows.iter().enumerate() {
                     let mut chosen = ids(&expected["experts"][t]);
                     if kind == "own" {
-                        let wanted = std::mem::replace(&mut chosen, vec![0; chosen.len()]);
+                        let wanted = chosen.clone();
+                        chosen.fill(0);
                         family.select(logits, &mut chosen);
                         assert_eq!(chosen, wanted, "{}", case["name"]);
                     }
