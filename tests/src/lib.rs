@@ -2,6 +2,7 @@
 
 mod certificates;
 mod daemon;
+pub mod skip;
 
 pub use daemon::{Daemon, SMALL_DISK_FILES, containers, docker, pause};
 
@@ -60,20 +61,19 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Whether tests that need Docker can run; an absence is said, and an error where the
-/// environment requires Docker.
+/// Whether tests that need Docker can run; reported as a skip where no daemon answers.
 ///
 /// # Errors
-/// If `ORCHESTRATE_REQUIRE` names `docker` and no daemon answers.
+/// If `ORCHESTRATE_REQUIRE` lists `docker` and no daemon answers.
 pub fn docker_or_skip(test: &str) -> anyhow::Result<bool> {
     let answers = Command::new("docker").arg("info").output().is_ok_and(|o| o.status.success());
     if !answers {
-        let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
+        let why = "no Docker daemon answers";
         anyhow::ensure!(
-            !required.contains("docker"),
-            "no Docker daemon answers, and it is required"
+            !skip::is_required("docker"),
+            "{why}, and ORCHESTRATE_REQUIRE lists docker"
         );
-        say(&format!("skipped: {test}: no Docker daemon answers"));
+        skip::skip_test(test, "docker", why);
     }
     Ok(answers)
 }

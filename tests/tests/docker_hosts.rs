@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
 
 use orchestrate_e2e::{
-    Daemon, containers, docker, docker_or_skip, metrics, orchestrate, pause, run, say, stderr,
+    Daemon, containers, docker, docker_or_skip, metrics, orchestrate, pause, run, say, skip, stderr,
 };
 use std::process::{Output, Stdio};
 use std::time::{Duration, Instant};
@@ -66,7 +66,7 @@ fn docker_gc_and_doctor_go_over_all_hosts() {
         return;
     }
     let Some(daemon) = Daemon::start_with_tls().unwrap() else {
-        say(&format!("skipped: {test} (no second daemon with TLS here)"));
+        skip::skip_test(test, "daemons", "no second daemon with TLS");
         return;
     };
     daemon.load(IMAGE).unwrap();
@@ -122,7 +122,7 @@ fn docker_a_run_on_two_hosts_survives_the_death_of_one() {
         return;
     }
     let Some(mut daemon) = Daemon::start_with_tls().unwrap() else {
-        say(&format!("skipped: {test} (no second daemon with TLS here)"));
+        skip::skip_test(test, "daemons", "no second daemon with TLS");
         return;
     };
     daemon.load(IMAGE).unwrap();

@@ -7,7 +7,7 @@
     reason = "a failure is the verdict of a test"
 )]
 
-use orchestrate_e2e::{containers_of, docker_or_skip, metrics, orchestrate, say, stderr};
+use orchestrate_e2e::{containers_of, docker_or_skip, metrics, orchestrate, say, skip, stderr};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -176,7 +176,7 @@ fn docker_a_full_disk_exits_with_6_and_the_run_resumes_when_there_is_space() {
     let folder = tempfile::tempdir().unwrap();
     // Room for the journal and some episodes, not for a checkpoint with its optimizer (23 MB).
     let Some(disk) = SmallDisk::mount(&folder.path().join("disk"), "12m") else {
-        say("skipped: docker_a_full_disk (no right to mount a tmpfs)");
+        skip::skip_test("docker_a_full_disk", "mount", "no right to mount a tmpfs");
         return;
     };
     let run_dir = disk.at.join("run");

@@ -1,4 +1,8 @@
-"""Loss tokens in one row, and constant weights on their loss against the mismatch of engines."""
+"""Constant weights on the loss against the mismatch of inference engine and trainer.
+
+Loss tokens of several sequences lie in one row of ``n``; :class:`Tokens` says which sequence each
+belongs to.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,25 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["LOG_RATIO_LIMIT", "Tokens", "correction", "off_policy_keep"]
+__all__ = ["LOG_RATIO_LIMIT", "Tokens", "bounded_ratio", "correction", "off_policy_keep"]
 
 
-#: Differences of log-probs are clamped to this before they are exponentiated.
+#: Log-ratios are clamped to ± this before they are exponentiated.
 LOG_RATIO_LIMIT = 20.0
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """``exp`` of log-ratios clamped to ±20; without gradient where they are clamped."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Whose the ``n`` loss tokens of ``sequences`` sequences are."""
+    """Which sequence each of ``n`` loss tokens belongs to."""
 
-    #: Number of its sequence, int64 ``[n]``.
+    #: Number of the token's sequence, int64 ``[n]``.
     sequence: Tensor
+    #: Number of sequences S, those without loss tokens included.
     sequences: int
 
     @cached_property
@@ -45,21 +55,24 @@ class Tokens:
 def correction(
     old: Tensor, rollout: Tensor, tokens: Tokens, how: str, level: str, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """Weights ``[n]`` from ``ρ = exp(old − rollout)``, trainer over sampler at the weights of the
-    rollout: ``tis`` caps, ``mis`` and ``icepop`` drop what lies outside, at ``level`` ``token`` or
-    ``sequence`` (the product over its tokens); ``geometric_mask`` keeps or drops sequences by
-    their geometric mean. Also tells which weights are not ρ (the mask: which are 0), bool ``[n]``.
+    """Weights ``[n]``, and which of them the correction truncated or masked, bool ``[n]``.
+
+    They come from ``ρ = exp(old − rollout)``, trainer over engine at the weights of the rollout.
+    ``tis`` caps ρ at ``high``; ``mis`` masks what is above ``high``, ``icepop`` what is outside
+    ``low`` to ``high``. ``level`` is ``token``, or ``sequence`` for the product of ρ over a
+    sequence. ``geometric_mask`` keeps a sequence with weight 1 if its geometric mean of ρ is
+    within the bounds.
     """
     log_ratio = (old - rollout).detach()
     if how == "none":
         return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
     if how == "geometric_mask":
-        mean = tokens.means(log_ratio).exp()[tokens.sequence]
+        mean = bounded_ratio(tokens.means(log_ratio))[tokens.sequence]
         kept = (mean >= low) & (mean <= high)
         return kept.to(log_ratio.dtype), ~kept
     if level == "sequence":
         log_ratio = tokens.sums(log_ratio)[tokens.sequence]
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio = bounded_ratio(log_ratio)
     over, under = ratio > high, ratio < low
     if how == "tis":
         return ratio.clamp(max=high), over
@@ -73,8 +86,8 @@ def correction(
 def off_policy_keep(
     logp: Tensor, old: Tensor, tokens: Tokens, advantage: Tensor, delta: float
 ) -> Tensor:
-    """1 or 0 per token ``[n]``: sequences with a negative ``advantage`` ``[S]`` whose mean
-    ``old − logp`` exceeds ``delta`` are left out."""
+    """1 or 0 per token ``[n]``: 0 in sequences that the off-policy mask leaves out, those with a
+    negative ``advantage`` ``[S]`` and a mean ``old − logp`` above ``delta``."""
     drift = tokens.means((old - logp).detach())
     dropped = (advantage < 0) & (drift > delta)
     return (~dropped)[tokens.sequence].to(logp.dtype)

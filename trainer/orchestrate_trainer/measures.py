@@ -1,6 +1,6 @@
-"""Diagnostics of a step: how far the trainer is from the sampler, in probabilities and in routes.
+"""Diagnostics of a step: how far the trainer is from the engine, in probabilities and in routes.
 
-Each class adds up one process's share; :meth:`finish` combines the processes.
+Each class sums over one process's tokens; its ``finish`` combines the processes.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .corrections import LOG_RATIO_LIMIT, Tokens
+from .corrections import Tokens, bounded_ratio
 from .counts import HalfDecades, ProbabilityGrid, load_curve
 from .world import World
 
 __all__ = ["Disagreement", "Load", "Mismatch", "Ratio", "differing", "k3"]
 
-#: Thresholds of the extreme-token share, as text and number.
+#: Thresholds τ of the extreme-token fraction, as text and number.
 TAUS = {"1.05": 1.05, "1.2": 1.2, "1.5": 1.5, "2": 2.0, "5": 5.0, "10": 10.0}
 
 
 def k3(trainer: Tensor, sampler: Tensor) -> Tensor:
-    """``ρ − 1 − ln ρ`` with ``ln ρ = trainer − sampler``."""
+    """``ρ − 1 − ln ρ`` of each token, with ``ln ρ = trainer − sampler``; not capped, unlike the
+    term of a loss."""
     log_ratio = trainer - sampler
     return torch.expm1(log_ratio) - log_ratio
 
@@ -33,14 +34,14 @@ def extreme(trainer: Tensor, sampler: Tensor, tau: float) -> Tensor:
 
 
 def differing(sampler: Tensor, trainer: Tensor) -> Tensor:
-    """Experts in ``sampler`` ``[..., K]`` that ``trainer`` lacks, int64 ``[...]``; the order within
-    K says nothing."""
+    """How many experts of ``sampler`` ``[..., K]`` are not in ``trainer`` ``[..., K]``, int64
+    ``[...]``; the order within K does not matter."""
     same = sampler.unsqueeze(-1) == trainer.unsqueeze(-2)
     return sampler.shape[-1] - same.any(-1).sum(-1)
 
 
 class Mismatch:
-    """Sampler against trainer, over loss tokens."""
+    """Mismatch of log-probs between sampler and trainer, over loss tokens."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(6 + len(TAUS), dtype=torch.float64)
@@ -49,10 +50,10 @@ class Mismatch:
         self._grid = ProbabilityGrid()
 
     def add(self, trainer: Tensor, sampler: Tensor, tokens: Tokens) -> None:
-        """Log-probs of loss tokens, nats, ``[n]``; of whole sequences."""
+        """Adds log-probs of the loss tokens of whole sequences, nats, ``[n]``."""
         trainer, sampler = trainer.detach().double(), sampler.double()
         self._grid.add(sampler, trainer)
-        # A square beyond this is infinite, and no number in JSON.
+        # Beyond this the square of ρ is infinite, which JSON cannot hold.
         sampler = sampler.clamp(trainer - 300, trainer + 300)
         ratio = (trainer - sampler).exp()
         parts = [
@@ -72,7 +73,7 @@ class Mismatch:
         self._by_sequence.add(tokens.means(sizes)[tokens.present])
 
     def finish(self, world: World) -> tuple[dict[str, Any], dict[str, float]]:
-        """The protocol's ``Mismatch`` and the moments of ρ for its ``RolloutRatio``."""
+        """The protocol's ``Mismatch``, and the moments of ρ for its ``RolloutRatio``."""
         count, *sums = world.sum(self._sums.tolist())
         divergence, difference, probability, first, second, *beyond = (
             value / max(count, 1) for value in sums
@@ -95,18 +96,18 @@ class Mismatch:
 
 
 class Disagreement:
-    """Recorded experts against the trainer's own, over tokens that have a row."""
+    """Disagreement of recorded experts and the trainer's own, over tokens that have a row."""
 
     def __init__(self, layers: int, top_k: int) -> None:
         self._pairs = torch.zeros(top_k + 1, dtype=torch.float64)
         self._by_layer = torch.zeros(layers, dtype=torch.float64)
         self._tokens = torch.zeros(layers + 1, dtype=torch.float64)
         self._sequences = HalfDecades()
-        #: Sequences, and sums over them of the mean number of differing routers and experts.
+        #: Number of sequences; sums over them of the mean number of differing routers and experts.
         self._sums = [0.0] * 3
 
     def add(self, recorded: Tensor, own: Tensor) -> None:
-        """One sequence: experts ``[t, L, K]`` of its tokens that have a row."""
+        """Adds one sequence: experts ``[t, L, K]`` of its tokens that have a row."""
         if len(recorded) == 0:
             return
         found = differing(recorded.to(torch.int16), own.to(torch.int16)).cpu()
@@ -138,20 +139,20 @@ class Disagreement:
 
 
 class Load:
-    """How evenly the executed experts are used, per MoE layer."""
+    """How evenly the experts of each MoE layer are used."""
 
     def __init__(self, layers: int, experts: int) -> None:
         self._counts = torch.zeros(layers, experts, dtype=torch.float64)
 
     def add(self, executed: Tensor) -> None:
-        """Experts of some tokens, ``[T, L, K]``."""
+        """Adds executed experts ``[T, L, K]``."""
         layers, experts = self._counts.shape
         offsets = torch.arange(layers, device=executed.device).view(1, -1, 1) * experts
         places = (executed.long() + offsets).flatten()
         self._counts += torch.bincount(places, minlength=layers * experts).view(layers, -1).cpu()
 
     def finish(self, world: World) -> dict[str, Any]:
-        """Per layer: entropy of the shares, 1 = all experts equally used, and their curve."""
+        """Per layer: the entropy of the experts' shares, 1 = evenly used, and their curve."""
         counts = torch.tensor(world.sum(self._counts.flatten().tolist()), dtype=torch.float64)
         counts = counts.view(self._counts.shape)
         shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
@@ -163,24 +164,24 @@ class Load:
 
 
 class Ratio:
-    """The updated policy against the one at the weights of the rollout, over loss tokens."""
+    """Ratio of the updated policy to the one at the weights of the rollout, over loss tokens."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 4
         self._largest = 0.0
 
     def add(self, log_ratio: Tensor, clipped_high: Tensor, clipped_low: Tensor) -> None:
-        """Loss tokens of one mini step, ``[n]``."""
+        """Adds loss tokens of one mini step, ``[n]``."""
         if len(log_ratio) == 0:
             return
-        ratio = log_ratio.detach().double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        ratio = bounded_ratio(log_ratio.detach().double())
         parts = [len(ratio), ratio.sum(), clipped_high.sum(), clipped_low.sum()]
         self._sums = [a + float(b) for a, b in zip(self._sums, parts)]
         self._largest = max(self._largest, float(ratio.max()))
 
     @property
     def count(self) -> int:
-        """Tokens of this process."""
+        """Number of tokens of this process."""
         return int(self._sums[0])
 
     def finish(self, world: World) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What an update minimises: a policy loss with its weights and penalties, on one micro-batch."""
+"""The objective of an update: a policy loss with its weights and penalties."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["Critic", "Objective", "Shift"]
 
 @dataclass(frozen=True)
 class Shift:
-    """Log-probs of the routers at the rows of the loss tokens, ``[n, L, K]``, for the experts that
-    were executed at the old weights."""
+    """The routers' log-probs of the experts that were executed at the old weights, ``[n, L, K]`` at
+    the rows of the loss tokens: now, and at the old weights."""
 
     new: Tensor
     old: Tensor
@@ -30,20 +30,20 @@ class Shift:
 
 @dataclass(frozen=True)
 class Critic:
-    """The value head's values of the loss tokens, ``[n]``, and what they are to be."""
+    """Values of the loss tokens, ``[n]``, and their targets."""
 
     values: Tensor
     returns: Returns
 
 
 class Objective:
-    """The loss of one step's micro-batches, and what is to be known of it."""
+    """The loss of a step's micro-batches, and the metrics that come from it."""
 
     def __init__(self, settings: Hyperparameters) -> None:
         self.settings = settings
         self._ratio = Ratio()
-        #: Sums over loss tokens: importance weight and whether it corrects; γ, whether it is at the
-        #: floor, and tokens that have a γ. Sum over mini steps: the value loss.
+        #: Sums over loss tokens: importance weight, tokens that the correction changed, γ, tokens
+        #: at γ's floor, tokens with a γ. Sum over mini steps: the value loss.
         names = ("weight", "corrected", "gamma", "floored", "shifted", "value")
         self._sums = dict.fromkeys(names, 0.0)
 
@@ -58,7 +58,7 @@ class Objective:
         critic: Critic | None = None,
     ) -> Tensor:
         """The micro-batch's summand of the mini step's loss. ``logp``, ``old`` and ``reference``
-        are ``[n]``; only ``logp`` and the critic's values get a gradient."""
+        are ``[n]``, nats; only ``logp`` and the critic's values get a gradient."""
         settings = self.settings
         if not micro.live:
             return 0.0 * logp.sum()
@@ -72,10 +72,7 @@ class Objective:
         loss = self._policy_loss(micro, tokens, logp, old, advantages, log_shift)
         self._ratio.add(logp.detach() - old, loss.clipped_high, loss.clipped_low)
         weight = self._weight(micro, tokens, logp, old)
-        if loss.per_sequence:
-            total = (loss.terms * tokens.means(weight)).sum() / max(totals.sequences, 1)
-        else:
-            total = losses.aggregate(loss.terms * weight, tokens, totals, settings.aggregation)
+        total = losses.aggregate(loss.terms * weight, tokens, totals, settings.aggregation)
         if reference is not None and not settings.kl_in_reward:
             log_ratio = logp - old if settings.kl_unbiased else None
             penalty = losses.kl_penalty(logp, reference, settings.kl_estimator, log_ratio)
@@ -89,8 +86,8 @@ class Objective:
         return total
 
     def finish(self, world: World) -> dict[str, object]:
-        """Its part of the protocol's ``StepMetrics``; ``rollout_ratio`` has what is its own,
-        ``value_loss`` is a sum over mini steps."""
+        """Part of the protocol's ``StepMetrics``: of ``rollout_ratio`` only the correction's two
+        fields; ``value_loss`` is a sum over mini steps."""
         count, *values = world.sum([float(self._ratio.count), *self._sums.values()])
         sums = dict(zip(self._sums, values))
         count = max(count, 1)
@@ -140,7 +137,7 @@ class Objective:
         each: Tensor,
         log_shift: Tensor | None,
     ) -> Loss:
-        """``each`` is every token's advantage, ``[n]``."""
+        """``each`` is the advantage of every token, ``[n]``."""
         settings = self.settings
         low, high = settings.clip_low, settings.clip_high
         advantage = micro.advantages

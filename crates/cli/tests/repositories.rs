@@ -4,8 +4,7 @@
     clippy::unwrap_used,
     clippy::indexing_slicing,
     clippy::panic,
-    clippy::print_stderr,
-    reason = "a test stops where something is not as promised, and says when it is skipped"
+    reason = "a test stops where something is not as promised"
 )]
 
 use serde_json::{Value, json};
@@ -19,9 +18,8 @@ fn docker(args: &[&str]) -> Option<String> {
 
 fn image(name: &str) -> Option<String> {
     if docker(&["image", "inspect", "-f", "{{.Id}}", "orchestrate/repository:latest"]).is_none() {
-        let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-        assert!(!required.contains("docker"), "no image orchestrate/repository:latest");
-        eprintln!("skipped: no image orchestrate/repository:latest (scripts/test makes it)");
+        let why = "no image orchestrate/repository:latest: run scripts/test";
+        orchestrate_e2e::skip::skip("docker", why);
         return None;
     }
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../rollout/tests/images");

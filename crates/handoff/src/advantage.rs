@@ -78,19 +78,6 @@ pub fn group_advantages(rewards: &[Option<f64>], norm: AdvantageNorm) -> GroupAd
     }
 }
 
-/// The cases of a golden file; `None`, with a note on stderr, where the test data is absent.
-#[cfg(test)]
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
-pub(crate) fn golden(name: &str) -> Option<Vec<serde_json::Value>> {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/data/golden");
-    let Ok(text) = fs_err::read_to_string(format!("{folder}/{name}.json")) else {
-        eprintln!("skipped: test data absent");
-        return None;
-    };
-    let file: serde_json::Value = serde_json::from_str(&text).unwrap();
-    Some(file["cases"].as_array().unwrap().clone())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -151,30 +138,5 @@ mod tests {
         let got = group_advantages(&[Some(0.1); 7], AdvantageNorm::Std);
         assert_eq!(got.signal, GroupSignal::Degenerate);
         assert_eq!(got.values, [Some(0.0); 7]);
-    }
-
-    #[test]
-    fn golden_group_advantages() {
-        let Some(cases) = golden("group_advantage") else { return };
-        let floats = |value: &serde_json::Value| -> Vec<f64> {
-            value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
-        };
-        for case in cases {
-            let rewards: Vec<Option<f64>> =
-                floats(&case["inputs"]["rewards"]).into_iter().map(Some).collect();
-            for (norm, key) in [
-                (AdvantageNorm::Std, "grpo_unbiased_std"),
-                (AdvantageNorm::PopulationStd, "grpo_population_std"),
-                (AdvantageNorm::None, "drgrpo_mean_only"),
-                (AdvantageNorm::Rloo, "rloo"),
-            ] {
-                let got = group_advantages(&rewards, norm);
-                for (got, want) in got.values.iter().zip(floats(&case["expected"][key])) {
-                    assert!((got.unwrap() - want).abs() <= 1e-9 + 1e-9 * want.abs(), "{key}");
-                }
-                let kept = case["expected"]["kept_by_dynamic_sampling"].as_bool().unwrap();
-                assert_eq!(got.signal == GroupSignal::Usable, kept);
-            }
-        }
     }
 }

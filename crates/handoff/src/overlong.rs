@@ -21,25 +21,3 @@ impl Overlong {
         -(tokens.saturating_sub(free) as f64 / self.cache_tokens.max(1) as f64)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn penalties_match_the_golden_file() {
-        let Some(cases) = crate::advantage::golden("overlong_shaping") else { return };
-        for case in cases {
-            let number = |key: &str| case["inputs"][key].as_u64().unwrap();
-            let overlong =
-                Overlong { max_tokens: number("max_len"), cache_tokens: number("cache") };
-            let lengths = case["inputs"]["lengths"].as_array().unwrap();
-            let expected = case["expected"]["penalty"].as_array().unwrap();
-            assert_eq!(lengths.len(), expected.len());
-            for (length, expected) in lengths.iter().zip(expected) {
-                let found = overlong.penalty(length.as_u64().unwrap());
-                assert!((found - expected.as_f64().unwrap()).abs() < 1e-12, "{length}: {found}");
-            }
-        }
-    }
-}

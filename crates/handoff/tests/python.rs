@@ -1,5 +1,4 @@
 //! The Python package `trainer/` passes its own tests on the golden files that Rust wrote.
-#![expect(clippy::print_stderr, reason = "a skip must be visible in the test's output")]
 
 use std::process::Command;
 
@@ -10,12 +9,8 @@ fn the_python_reader_agrees_on_the_golden_batches() {
         .output()
         .is_ok_and(|output| output.status.success());
     if !usable {
-        let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-        assert!(
-            !required.contains("python"),
-            "python3 of version 3.10 or later with numpy and pytest is required, but not there"
-        );
-        eprintln!("skipped: python3 >= 3.10 with numpy and pytest is absent (scripts/test-python)");
+        let why = "no python3 of version 3.10 or later with numpy and pytest";
+        orchestrate_e2e::skip::skip("python", why);
         return;
     }
     let output = Command::new("python3")

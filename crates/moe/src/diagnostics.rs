@@ -257,106 +257,74 @@ impl RolloutRatioSum {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::golden::{cases, close, ids, numbers, typed};
+    use crate::golden::{close, ids, numbers, typed, vectors};
+    use serde_json::{Value, json};
 
-    #[test]
-    fn mismatch_matches_the_golden_file() {
-        for case in cases("kl_and_extreme_tokens") {
-            let (inputs, expected) = (&case["inputs"], &case["expected"]);
-            match case["name"].as_str().unwrap() {
-                "token_estimators" => {
-                    let sampler = numbers(&inputs["logp_infer"]);
-                    let trainer = numbers(&inputs["logp_train"]);
-                    let mask = numbers(&inputs["mask"]);
-                    let pairs: Vec<(f64, f64)> = trainer.into_iter().zip(sampler).collect();
-                    let all: Vec<f64> = pairs.iter().map(|&(t, s)| k3(t, s)).collect();
-                    let k3_tokens = numbers(&expected["k3_tokens"]);
-                    close(&all[..k3_tokens.len()], &k3_tokens, 1e-9);
-                    let live: Vec<(f64, f64)> = pairs
-                        .into_iter()
-                        .zip(mask)
-                        .filter_map(|(pair, m)| (m > 0.5).then_some(pair))
-                        .collect();
-                    let mut sum = MismatchSum::default();
-                    for &(trainer, sampler) in &live {
-                        sum.add(trainer, sampler);
-                    }
-                    sum.end_sequence();
-                    let mismatch = sum.finish();
-                    let tokens = live.len() as u64;
-                    assert_eq!(mismatch.token_histogram.counts().iter().sum::<u64>(), tokens);
-                    let grid = mismatch.probability_grid.entries();
-                    assert_eq!(grid.iter().map(|cell| cell.2).sum::<u64>(), tokens);
-                    let mut one = HalfDecades::default();
-                    one.add(typed(&expected["mean_abs_logp_diff"]));
-                    assert_eq!(mismatch.sequence_histogram, one);
-                    close(&[mismatch.kl_k3], &[typed(&expected["kl_k3"])], 1e-9);
-                    let absolute = typed(&expected["mean_abs_logp_diff"]);
-                    close(&[mismatch.mean_abs_logprob_diff], &[absolute], 1e-9);
-                    let probabilities = typed(&expected["mean_abs_prob_diff"]);
-                    close(&[mismatch.mean_abs_prob_diff], &[probabilities], 1e-9);
-                    let shares: Vec<f64> = numbers(&inputs["taus"])
-                        .into_iter()
-                        .map(|tau| {
-                            let above = live.iter().filter(|(t, s)| is_extreme(*t, *s, tau));
-                            above.count() as f64 / live.len() as f64
-                        })
-                        .collect();
-                    close(&shares, &numbers(&expected["F_tau"]), 1e-9);
-                    assert!((mismatch.extreme_token_fraction["2"] - shares[4]).abs() < 1e-12);
-                    assert!((mismatch.extreme_token_fraction["1.2"] - shares[3]).abs() < 1e-12);
+    /// Equal up to rounding, key by key.
+    fn same(found: &Value, expected: &Value, name: &str) {
+        match (found, expected) {
+            (Value::Object(found), Value::Object(expected)) => {
+                assert_eq!(found.len(), expected.len(), "{name}: {found:?}");
+                for (key, value) in found {
+                    let wanted = expected.get(key).unwrap();
+                    same(value, wanted, &format!("{name}.{key}"));
                 }
-                "expectation_identity" => {
-                    let q = numbers(&inputs["q_infer"]);
-                    let p = numbers(&inputs["p_train"]);
-                    let mean: f64 = q.iter().zip(&p).map(|(q, p)| q * k3(p.ln(), q.ln())).sum();
-                    close(&[mean], &[typed(&expected["KL_q_p"])], 1e-9);
-                }
-                _ => {}
             }
+            _ => close(&numbers(found), &numbers(expected), 1e-12),
         }
     }
 
     #[test]
-    fn route_disagreement_matches_the_golden_file() {
-        for case in cases("routing_discrepancy") {
-            let (inputs, expected) = (&case["inputs"], &case["expected"]);
-            let tokens: Vec<(Vec<u16>, Vec<u16>)> = (0..4)
-                .map(|t| (ids(&inputs["idx_infer"][t]), ids(&inputs["idx_train"][t])))
-                .collect();
-            let d: Vec<usize> = tokens
-                .iter()
-                .flat_map(|(s, t)| s.chunks(2).zip(t.chunks(2)))
-                .map(|(s, t)| differing_experts(s, t))
-                .collect();
-            assert_eq!(d, typed::<Vec<Vec<usize>>>(&expected["d"]).concat());
-            let mut sum = DisagreementSum::default();
-            for sequence in tokens.chunks(2) {
-                sum.add_sequence(sequence.iter().map(|(s, t)| (&s[..], &t[..])), 2);
+    fn mismatch_matches_its_vectors() {
+        let file = vectors("measures");
+        let [trainer, sampler]: [Vec<Vec<f64>>; 2] =
+            ["train", "engine"].map(|key| typed(&file[key]));
+        let mut sum = MismatchSum::default();
+        let mut ratios = RolloutRatioSum::default();
+        for (trainer, sampler) in trainer.iter().zip(&sampler) {
+            for (&t, &s) in trainer.iter().zip(sampler) {
+                sum.add(t, s);
             }
-            let found = sum.finish();
-            close(&[found.router], &[typed(&expected["router_mismatch_fraction"])], 1e-9);
-            close(&[found.token], &[typed(&expected["token_any_mismatch_fraction"])], 1e-9);
-            let means = numbers(&expected["sequence_mean_routers"]);
-            close(&[found.sequence_mean], &[means.iter().sum::<f64>() / 2.0], 1e-9);
-            let experts = numbers(&expected["sequence_mean_experts"]);
-            close(&[found.sequence_mean_experts], &[experts.iter().sum::<f64>() / 2.0], 1e-9);
-            let histogram = numbers(&expected["router_histogram_0..K"]);
-            let shares: Vec<f64> = histogram.iter().map(|n| n / 12.0).collect();
-            close(&found.histogram, &shares, 1e-9);
-            let per_layer: Vec<f64> = (0..3)
-                .map(|layer| {
-                    d.iter().skip(layer).step_by(3).filter(|&&d| d > 0).count() as f64 / 4.0
-                })
-                .collect();
-            close(&found.by_layer, &per_layer, 1e-9);
-            let differing = |t: &[usize]| t.iter().filter(|&&d| d > 0).count();
-            let per_token: Vec<f64> = (0..=3)
-                .map(|n| d.chunks(3).filter(|t| differing(t) == n).count() as f64 / 4.0)
-                .collect();
-            close(&found.token_histogram, &per_token, 1e-9);
-            assert_eq!(found.sequence_histogram.counts().iter().sum::<u64>(), 2);
+            sum.end_sequence();
+            let logs: Vec<f64> = trainer.iter().zip(sampler).map(|(t, s)| t - s).collect();
+            ratios.add(&logs, &vec![1.0; logs.len()], 0);
         }
+        let expected = &file["expected"];
+        let found = serde_json::to_value(sum.finish()).unwrap();
+        same(&found, &expected["mismatch"], "mismatch");
+        let found = ratios.finish();
+        let moments = json!({"mean": found.mean, "max": found.max,
+            "effective_share": found.effective_share});
+        same(&moments, &expected["rollout_ratio"], "rollout_ratio");
+    }
+
+    #[test]
+    fn the_mean_of_k3_over_the_samplers_tokens_is_the_divergence() {
+        let (q, p) = ([0.5_f64, 0.3, 0.15, 0.05], [0.4_f64, 0.35, 0.05, 0.2]);
+        let mean: f64 = q.iter().zip(&p).map(|(q, p)| q * k3(p.ln(), q.ln())).sum();
+        let divergence: f64 = q.iter().zip(&p).map(|(q, p)| q * (q / p).ln()).sum();
+        close(&[mean], &[divergence], 1e-12);
+    }
+
+    #[test]
+    fn route_disagreement_and_expert_load_match_their_vectors() {
+        let file = vectors("measures");
+        let rows = |key: &str| -> Vec<Vec<Vec<u16>>> {
+            let sequences = file[key].as_array().unwrap().iter();
+            sequences.map(|s| s.as_array().unwrap().iter().map(ids).collect()).collect()
+        };
+        let (sampler, trainer) = (rows("engine_routes"), rows("train_routes"));
+        let mut sum = DisagreementSum::default();
+        for (sampler, trainer) in sampler.iter().zip(&trainer) {
+            let pairs = sampler.iter().zip(trainer).map(|(s, t)| (&s[..], &t[..]));
+            sum.add_sequence(pairs, 2);
+        }
+        let expected = &file["expected"];
+        let found = serde_json::to_value(sum.finish()).unwrap();
+        same(&found, &expected["disagreement"], "disagreement");
+        let load = ExpertLoad::count(sampler.iter().flatten().map(|row| &row[..]), 3, 6);
+        let found = json!({"entropy": load.entropy(), "curve": load.curves()});
+        same(&found, &expected["expert_load"], "expert_load");
     }
 
     #[test]

@@ -1,30 +1,41 @@
-//! Golden numbers of the algorithm reference, for unit tests of this crate.
+//! Golden vectors of `tests/reference` for unit tests of this crate, and the external test model.
 
+use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Folder of the golden files; `None`, with a note on stderr, where the test data is absent.
-pub(crate) fn folder() -> Option<camino::Utf8PathBuf> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/data/golden");
-    let path = camino::Utf8PathBuf::from(path);
-    if path.exists() {
-        return Some(path);
-    }
-    skipped();
-    None
+/// One file of `tests/reference/vectors`. It is part of the repository, so no test skips.
+pub(crate) fn vectors(name: &str) -> Value {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/reference/vectors");
+    let text = fs_err::read(format!("{folder}/{name}.json")).unwrap();
+    serde_json::from_slice(&text).unwrap()
 }
 
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
-fn skipped() {
-    eprintln!("skipped: test data absent");
+/// The cases of a file of golden vectors.
+pub(crate) fn cases(file: &Value) -> &[Value] {
+    let cases = file["cases"].as_array().unwrap();
+    assert!(!cases.is_empty());
+    cases
 }
 
-/// The cases of one file.
-pub(crate) fn cases(name: &str) -> Vec<Value> {
-    let Some(folder) = folder() else { return Vec::new() };
-    let text = fs_err::read(folder.join(format!("{name}.json"))).unwrap();
-    let file: Value = serde_json::from_slice(&text).unwrap();
-    file["cases"].as_array().unwrap().clone()
+/// Every value of an enum of the protocol, from its JSON schema: a new one is found by itself.
+pub(crate) fn options<T: JsonSchema + DeserializeOwned>() -> Vec<T> {
+    let schema = schemars::schema_for!(T).to_value();
+    let listed = schema["oneOf"].as_array().into_iter().flatten();
+    let values = listed.flat_map(|one| match &one["enum"] {
+        Value::Array(several) => several.clone(),
+        _ => vec![one["const"].clone()],
+    });
+    let found: Vec<T> = values.map(|value| serde_json::from_value(value).unwrap()).collect();
+    assert!(!found.is_empty(), "{schema}");
+    found
+}
+
+/// Folder of the tiny Qwen3-MoE checkpoint with its expected outputs, which is not part of the
+/// repository; `None`, reported as a skip, where it is absent.
+pub(crate) fn external_model() -> Option<camino::Utf8PathBuf> {
+    let folder = orchestrate_e2e::skip::data("data/golden")?;
+    Some(camino::Utf8PathBuf::from_path_buf(folder).unwrap())
 }
 
 /// A value of a case, typed.

@@ -1,13 +1,13 @@
 //! How router logits become experts and gate weights, for every family of public models.
 //!
 //! Selection and weights are separate functions on purpose: replaying recorded routes means
-//! calling [`RouterFamily::gates`] with the recorded ids and never [`RouterFamily::select`]. Gate
-//! weights always come from the logits of the model that runs, whoever chose the experts.
+//! calling [`RouterFamily::gates`] with the recorded ids and not [`RouterFamily::select`]. Gate
+//! weights always come from the logits of the model that runs, whatever chose the experts.
 #![expect(clippy::indexing_slicing, reason = "dense numeric code; lengths are checked at entry")]
 
 use crate::train::real::Real;
 
-/// A way to turn one token's logits `[E]` into `K` experts and their weights.
+/// How one token's logits `[E]` become `K` experts and their weights.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RouterFamily {
     /// Softmax over all experts, renormalised over the chosen (Qwen3-MoE, Mixtral).
@@ -21,9 +21,10 @@ pub enum RouterFamily {
     SigmoidBias {
         /// Added to the scores for selection `[E]`.
         bias: Vec<f64>,
-        /// Groups the experts are divided into; 1 = none.
+        /// Number of equal groups that the experts are divided into; 1 = no groups.
         groups: usize,
-        /// Groups that may be chosen from: those with the largest sum of their two best.
+        /// Number of groups that experts are chosen from: those with the largest sum of their two
+        /// best scores.
         top_groups: usize,
         /// Factor on the weights.
         scale: f64,
@@ -31,16 +32,16 @@ pub enum RouterFamily {
     /// Softmax over all experts; only the groups with the best single expert are chosen from;
     /// weights are scaled, not renormalised (DeepSeek-V2).
     SoftmaxGrouped {
-        /// Groups the experts are divided into.
+        /// Number of equal groups that the experts are divided into; 1 = no groups.
         groups: usize,
-        /// Groups that may be chosen from.
+        /// Number of groups that experts are chosen from: those with the best single expert.
         top_groups: usize,
         /// Factor on the weights.
         scale: f64,
     },
 }
 
-/// Keeps a sum of sigmoid scores from dividing by zero.
+/// Added to a sum of sigmoid scores before dividing by it.
 const SIGMOID_SUM_FLOOR: f64 = 1e-20;
 
 impl RouterFamily {
@@ -93,7 +94,7 @@ impl RouterFamily {
     }
 
     /// Adds `dL/dlogits` to `d_logits [E]`, given `dL/dgates [K]` of the experts `ids`. The choice
-    /// itself is a constant.
+    /// is a constant.
     pub fn gates_backward<T: Real>(
         &self,
         logits: &[T],
@@ -169,8 +170,8 @@ fn top_k<T: Real>(keys: &[T], ids: &mut [u16]) {
     }
 }
 
-/// Keys with those outside the best groups at the lowest value. A group counts as the sum of its
-/// `best` largest members.
+/// `keys` with those outside the best groups at the lowest value. Groups are ranked by the sum of
+/// their `best` largest keys.
 fn keep_groups<T: Real>(keys: &[T], groups: usize, top_groups: usize, best: usize) -> Vec<T> {
     if groups <= 1 {
         return keys.to_vec();
@@ -193,64 +194,78 @@ fn keep_groups<T: Real>(keys: &[T], groups: usize, top_groups: usize, best: usiz
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::golden::{cases, close, numbers, typed};
+    use crate::golden::{cases, close, ids, numbers, typed, vectors};
     use serde_json::Value;
 
-    fn family(inputs: &Value) -> RouterFamily {
-        let count = |key: &str| inputs.get(key).map_or(1, typed);
-        let scale = || inputs["scale"].as_f64().unwrap();
-        match inputs["kind"].as_str().unwrap() {
-            "softmax_renorm" => RouterFamily::SoftmaxRenormalised,
-            "softmax_norenorm" => RouterFamily::Softmax,
-            "logits_softmax" => RouterFamily::LogitsThenSoftmax,
-            "sigmoid_bias_group" => RouterFamily::SigmoidBias {
-                bias: numbers(&inputs["bias"]),
-                groups: count("n_group"),
-                top_groups: count("topk_group"),
-                scale: scale(),
+    /// Every family, by the name it has in the reference. `sigmoid_bias_plain`, scores that are not
+    /// renormalised, is the PyTorch trainer's alone.
+    fn family(router: &Value) -> Option<RouterFamily> {
+        let count = |key: &str| typed(&router[key]);
+        let scale: f64 = typed(&router["scale"]);
+        let unscaled = (scale - 1.0).abs() < f64::EPSILON;
+        Some(match router["family"].as_str().unwrap() {
+            "softmax_renormalised" => RouterFamily::SoftmaxRenormalised,
+            "logits_then_softmax" => RouterFamily::LogitsThenSoftmax,
+            "softmax" if unscaled => RouterFamily::Softmax,
+            // Without groups every expert is allowed.
+            "softmax" | "softmax_grouped" => RouterFamily::SoftmaxGrouped {
+                groups: count("groups"),
+                top_groups: count("kept_groups"),
+                scale,
             },
-            "dsv2_group" => RouterFamily::SoftmaxGrouped {
-                groups: count("n_group"),
-                top_groups: count("topk_group"),
-                scale: scale(),
+            "sigmoid_bias" => RouterFamily::SigmoidBias {
+                bias: typed(&router["bias"]),
+                groups: count("groups"),
+                top_groups: count("kept_groups"),
+                scale,
             },
+            "sigmoid_bias_plain" => return None,
             other => panic!("{other}"),
+        })
+    }
+
+    /// Fails to compile when a family is added: give it a vector.
+    fn number(family: &RouterFamily) -> usize {
+        match family {
+            RouterFamily::SoftmaxRenormalised => 0,
+            RouterFamily::LogitsThenSoftmax => 1,
+            RouterFamily::Softmax => 2,
+            RouterFamily::SigmoidBias { .. } => 3,
+            RouterFamily::SoftmaxGrouped { .. } => 4,
         }
     }
 
     #[test]
-    fn gates_and_gradients_match_the_golden_file_for_every_family() {
-        for case in cases("r3_gating") {
-            let (inputs, expected) = (&case["inputs"], &case["expected"]);
-            let family = family(inputs);
-            let rows: Vec<Vec<f64>> = typed(&inputs["logits_train"]);
-            let recorded: Vec<Vec<i64>> = typed(&inputs["idx_infer"]);
-            let upstream: Vec<Vec<f64>> = typed(&inputs["dL_dg_dense"]);
-            let mut fallback = 0;
-            for (t, logits) in rows.iter().enumerate() {
-                let mut own = vec![0; recorded[t].len()];
-                family.select(logits, &mut own);
-                assert_eq!(own, typed::<Vec<u16>>(&expected["idx_own"][t]), "{}", case["name"]);
-                let mut gates = vec![0.0; own.len()];
-                family.gates(logits, &own, &mut gates);
-                close(&gates, &numbers(&expected["gates_own"][t]), 1e-9);
-
-                let ids: Vec<u16> = if recorded[t].contains(&-1) {
-                    fallback += 1;
-                    own
-                } else {
-                    recorded[t].iter().map(|&e| u16::try_from(e).unwrap()).collect()
-                };
-                assert_eq!(ids, typed::<Vec<u16>>(&expected["idx_effective"][t]));
-                family.gates(logits, &ids, &mut gates);
-                close(&gates, &numbers(&expected["gates_replay"][t]), 1e-9);
-                let d_gates: Vec<f64> = ids.iter().map(|&e| upstream[t][usize::from(e)]).collect();
-                let mut d_logits = vec![0.0; logits.len()];
-                family.gates_backward(logits, &ids, &d_gates, &mut d_logits);
-                close(&d_logits, &numbers(&expected["dL_dlogits"][t]), 1e-9);
+    fn gates_and_gradients_match_their_vectors_for_every_family_own_and_replayed() {
+        let file = vectors("routers");
+        let rows: Vec<Vec<f64>> = typed(&file["logits"]);
+        let upstream: Vec<Vec<f64>> = typed(&file["upstream"]);
+        let mut seen = [false; 5];
+        for case in cases(&file) {
+            let Some(family) = family(&case["router"]) else { continue };
+            seen[number(&family)] = true;
+            for kind in ["own", "replayed"] {
+                let expected = &case["expected"][kind];
+                for (t, logits) in rows.iter().enumerate() {
+                    let mut chosen = ids(&expected["experts"][t]);
+                    if kind == "own" {
+                        let wanted = chosen.clone();
+                        chosen.fill(0);
+                        family.select(logits, &mut chosen);
+                        assert_eq!(chosen, wanted, "{}", case["name"]);
+                    }
+                    let mut gates = vec![0.0; chosen.len()];
+                    family.gates(logits, &chosen, &mut gates);
+                    close(&gates, &numbers(&expected["gates"][t]), 1e-12);
+                    let d_gates: Vec<f64> =
+                        chosen.iter().map(|&e| upstream[t][usize::from(e)]).collect();
+                    let mut d_logits = vec![0.0; logits.len()];
+                    family.gates_backward(logits, &chosen, &d_gates, &mut d_logits);
+                    close(&d_logits, &numbers(&expected["gradient"][t]), 1e-12);
+                }
             }
-            assert_eq!(fallback, typed::<usize>(&expected["fallback_rows"]), "{}", case["name"]);
         }
+        assert_eq!(seen, [true; 5], "a family without a vector");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
 
 use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_e2e::skip;
 use orchestrate_moe::infer::{EngineOptions, WeightFormat, serve_engine};
 use reqwest::Client;
 use serde_json::{Value, json};
@@ -12,24 +13,14 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-const CAPTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/captures");
-
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
-fn skip(why: &str) {
-    eprintln!("skipped: {why}");
-}
-
-/// Makes the models of the recordings; `None`, said aloud, where they cannot be made.
+/// Makes the models of the recordings; `None`, reported as a skip, where they cannot be made.
 fn models(root: &Utf8Path) -> Option<()> {
-    let maker = Utf8Path::new(CAPTURES).join("tools/mkmodel.py");
-    if !maker.exists() {
-        skip("no recordings");
-        return None;
-    }
+    let maker = skip::data("captures/tools/mkmodel.py")?;
     let python = std::env::var("ORCHESTRATE_PYTHON").unwrap_or("python3".into());
     let able = Command::new(&python).args(["-c", "import torch, transformers"]).output();
     if !able.is_ok_and(|output| output.status.success()) {
-        skip("ORCHESTRATE_PYTHON names no Python with torch and transformers");
+        let why = "ORCHESTRATE_PYTHON names no Python with torch and transformers";
+        skip::skip("torch", why);
         return None;
     }
     for (name, seed) in [("model-a", "1"), ("model-b", "2")] {

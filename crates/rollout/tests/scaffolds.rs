@@ -1,11 +1,6 @@
 //! Each scaffold in a real sandbox: a scripted policy repairs a micro task and is graded, and every
 //! mistake on the way becomes an observation.
-#![expect(
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
-    clippy::print_stderr,
-    reason = "a failed step fails the test, and a skipped test says so"
-)]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
 
 mod common;
 
@@ -31,9 +26,10 @@ fn has_image() -> bool {
     if found.is_ok_and(|output| output.status.success()) {
         return true;
     }
-    let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-    assert!(!required.contains("docker"), "image {IMAGE} not found");
-    eprintln!("skipped: image {IMAGE} not found (scripts/test builds it)");
+    orchestrate_e2e::skip::skip(
+        "docker",
+        &format!("image {IMAGE} not found (scripts/test builds it)"),
+    );
     false
 }
 

@@ -57,10 +57,10 @@ fn decode(text: &str) -> Vec<u8> {
     base64_simd::STANDARD.decode_to_vec(text).unwrap()
 }
 
-/// All complete replies with rows of one recording; `None` where the recordings are absent.
+/// All complete replies with rows of one recording; `None`, reported as a skip, where the recordings are absent.
 fn replies(engine: &str, name: &str) -> Option<Vec<Reply>> {
-    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/captures");
-    let text = std::fs::read_to_string(format!("{root}/{engine}/{name}.json")).ok()?;
+    let path = orchestrate_e2e::skip::data(&format!("captures/{engine}/{name}.json"))?;
+    let text = std::fs::read_to_string(path).unwrap();
     let recording: Value = serde_json::from_str(&text).unwrap();
     let mut replies = Vec::new();
     for exchange in recording["exchanges"].as_array().unwrap() {
@@ -142,11 +142,6 @@ impl Reply {
     }
 }
 
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
-fn skip() {
-    eprintln!("skipped: test data absent");
-}
-
 #[test]
 fn recorded_conversations_join_to_the_recorded_experts_row_by_row() {
     let shape = shape();
@@ -159,10 +154,7 @@ fn recorded_conversations_join_to_the_recorded_experts_row_by_row() {
             let mut total = 0;
             let mut recorded = Vec::new();
             for turn in 1..=4 {
-                let Some(replies) = replies(engine, &format!("{kind}{turn}")) else {
-                    skip();
-                    return;
-                };
+                let Some(replies) = replies(engine, &format!("{kind}{turn}")) else { return };
                 let whole = &replies[0];
                 assert_eq!(whole.start, 0);
                 assert!(delta.rows() < whole.prompt, "the boundary row is pending");
@@ -200,10 +192,7 @@ fn recorded_conversations_join_to_the_recorded_experts_row_by_row() {
 #[test]
 fn a_long_recorded_prefill_joins_from_any_pieces() {
     for engine in [SGLANG, VLLM] {
-        let Some(replies) = replies(engine, "chunked_prefill") else {
-            skip();
-            return;
-        };
+        let Some(replies) = replies(engine, "chunked_prefill") else { return };
         let reply = &replies[0];
         let total = reply.tokens.len();
         for step in [1, 50, 64, 65, 200, 1000] {
@@ -221,10 +210,7 @@ fn a_long_recorded_prefill_joins_from_any_pieces() {
 
 #[test]
 fn retracted_requests_have_the_same_rows_and_are_marked() {
-    let Some(replies) = replies(SGLANG, "retraction_kv_pressure") else {
-        skip();
-        return;
-    };
+    let Some(replies) = replies(SGLANG, "retraction_kv_pressure") else { return };
     let mut retracted = 0;
     for reply in &replies {
         let mut builder = MaskBuilder::new(shape()).unwrap();
@@ -243,10 +229,7 @@ fn retracted_requests_have_the_same_rows_and_are_marked() {
 
 #[test]
 fn weights_changed_in_flight_are_found_where_the_recorded_rows_change() {
-    let Some(replies) = replies(SGLANG, "abort_by_rid") else {
-        skip();
-        return;
-    };
+    let Some(replies) = replies(SGLANG, "abort_by_rid") else { return };
     // The same prompt, sampled greedily under the old weights throughout.
     let old = &replies[0];
     for (name, retracted) in
@@ -299,10 +282,7 @@ fn rows_of_equal_prefixes_are_equal_in_every_recording_so_they_may_be_shared() {
             if engine == VLLM && name == "retraction_kv_pressure" {
                 continue;
             }
-            let Some(replies) = replies(engine, name) else {
-                skip();
-                return;
-            };
+            let Some(replies) = replies(engine, name) else { return };
             for reply in replies.iter().filter(|reply| reply.start == 0) {
                 assert_eq!(reply.spans.len(), 1);
                 let scope = reply.spans[0].0.as_str();

@@ -1,4 +1,4 @@
-//! The golden stitching of three engine calls.
+//! Joining the routing rows of several engine calls, against the vectors of `tests/reference`.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -19,38 +19,28 @@ fn flat(value: &Value) -> Vec<u16> {
 }
 
 #[test]
-fn golden_mask_stitching_over_three_turns() {
-    let file = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../../shared/data/golden/mask_stitching_3turns.json"
-    );
-    let Ok(text) = std::fs::read_to_string(file) else {
-        skip();
-        return;
-    };
-    let golden: Value = serde_json::from_str(&text).unwrap();
+fn rows_of_three_calls_join_as_in_the_reference() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/reference/vectors/stitching.json");
+    let file: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let layers = number(&file["layers"]);
+    let shape = Arc::new(ModelShape {
+        hidden_layers: layers,
+        moe_layers: (0..layers).collect(),
+        experts: number(&file["experts"]),
+        top_k: number(&file["top_k"]),
+        vocab: 100,
+        context: 100,
+    });
     let mut checked = 0;
-    for case in golden["cases"].as_array().unwrap() {
-        let (inputs, expected) = (&case["inputs"], &case["expected"]);
-        let hidden_layers = number(&inputs["num_layers"]);
-        let shape = Arc::new(ModelShape {
-            hidden_layers,
-            moe_layers: (0..hidden_layers).collect(),
-            experts: number(&inputs["num_experts"]),
-            top_k: number(&inputs["top_k"]),
-            vocab: 100,
-            context: 100,
-        });
+    for case in file["cases"].as_array().unwrap() {
+        let expected = &case["expected"];
         let mut builder = MaskBuilder::new(shape.clone()).unwrap();
-        let mut total = 0;
-        let mut outcome = Ok(());
-        let mut drift = 0;
-        for call in inputs["calls"].as_array().unwrap() {
-            let prompt = call["prompt_ids"].as_array().unwrap().len();
-            total = prompt + call["output_ids"].as_array().unwrap().len();
-            let start = number(&call["routes_start"]);
-            let rows = RoutedRows::from_ids(&shape, start, &flat(&call["routes"])).unwrap();
-            let version = PolicyVersion(call["weight_version"].as_u64().unwrap());
+        let (mut total, mut drift, mut outcome) = (0, 0, Ok(()));
+        for call in case["calls"].as_array().unwrap() {
+            total = number(&call["tokens"]);
+            let rows =
+                RoutedRows::from_ids(&shape, number(&call["start"]), &flat(&call["rows"])).unwrap();
+            let version = PolicyVersion(call["version"].as_u64().unwrap());
             match builder.push(rows, total, version) {
                 Ok(report) => drift += report.drift_rows,
                 Err(error) => {
@@ -59,50 +49,33 @@ fn golden_mask_stitching_over_three_turns() {
                 }
             }
         }
-        match case["name"].as_str().unwrap() {
-            "keep_first" | "truncated_16" => {
-                outcome.unwrap();
-                assert_eq!(drift, 1, "position 2 differs between call 1 and call 3");
-                if let Some(length) = inputs.get("max_len") {
-                    total = number(length);
-                    builder.truncate(total);
-                }
-                let mask = builder.finish(total).unwrap();
-                let routes = expected["routes"].as_array().unwrap();
-                assert_eq!(mask.rows() + 1, routes.len());
-                for (t, row) in routes[..total - 1].iter().enumerate() {
-                    let row: Vec<u8> =
-                        flat(row).iter().map(|&id| u8::try_from(id).unwrap()).collect();
-                    assert_eq!(mask.row(t).unwrap(), row, "row {t}");
-                }
-                let versions = expected["weight_version"].as_array().unwrap();
-                for range in mask.versions() {
-                    for t in range.start..range.end {
-                        // The row of a turn's last token comes from the next turn's prefill; its
-                        // golden version is that of the sampled token.
-                        if expected["route_source_call"][t]
-                            == expected["route_source_call"][t.max(1) - 1]
-                        {
-                            assert_eq!(versions[t].as_u64().unwrap(), range.version.0, "row {t}");
-                        }
-                    }
-                }
-                checked += 1;
-            }
-            // Seam rows that nobody delivers are a gap; they are never made up.
-            "engine_skips_seam_rows" => {
-                assert_eq!(outcome.unwrap_err(), RoutingError::Gap { have: 6, start: 7 });
-                checked += 1;
-            }
-            // Overwriting by a later prefill is what others do; the builder cannot.
-            "latest" => checked += 1,
-            other => panic!("unknown golden case {other}"),
+        checked += 1;
+        // Rows that no call delivers are a gap; nothing is made up for them.
+        if let Some(gap) = expected.get("gap") {
+            let (have, start) = (number(&gap["have"]), number(&gap["start"]));
+            assert_eq!(outcome.unwrap_err(), RoutingError::Gap { have, start });
+            continue;
         }
+        outcome.unwrap();
+        assert_eq!(drift, number(&expected["drift_rows"]), "{}", case["name"]);
+        if !case["length"].is_null() {
+            total = number(&case["length"]);
+            builder.truncate(total);
+        }
+        let mask = builder.finish(total).unwrap();
+        let rows = expected["rows"].as_array().unwrap();
+        assert_eq!((mask.rows(), rows.len()), (total - 1, total - 1));
+        for (t, row) in rows.iter().enumerate() {
+            let row: Vec<u8> = flat(row).iter().map(|&id| u8::try_from(id).unwrap()).collect();
+            assert_eq!(mask.row(t).unwrap(), row, "row {t}");
+        }
+        let versions: Vec<u64> = serde_json::from_value(expected["versions"].clone()).unwrap();
+        let found: Vec<u64> = mask
+            .versions()
+            .iter()
+            .flat_map(|range| vec![range.version.0; range.end - range.start])
+            .collect();
+        assert_eq!(found, versions, "{}", case["name"]);
     }
-    assert_eq!(checked, 4);
-}
-
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
-fn skip() {
-    eprintln!("skipped: test data absent");
+    assert_eq!(checked, 3);
 }

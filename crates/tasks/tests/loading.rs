@@ -19,17 +19,10 @@ use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::sync::Arc;
 
-const DATA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/data/swe");
-
-/// The path of a file of test data; `None`, said once, where there is none.
-#[expect(clippy::print_stderr, reason = "a skipped test must say so")]
+/// The path of a file of test data; `None`, reported as a skip, where it is absent.
 fn data(name: &str) -> Option<Utf8PathBuf> {
-    let path = Utf8PathBuf::from(format!("{DATA}/{name}"));
-    if !path.exists() {
-        eprintln!("skipped: test data absent");
-        return None;
-    }
-    Some(path)
+    let path = orchestrate_e2e::skip::data(&format!("data/swe/{name}"))?;
+    Some(Utf8PathBuf::from_path_buf(path).unwrap())
 }
 
 struct Folder(tempfile::TempDir);

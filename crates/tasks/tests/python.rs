@@ -15,11 +15,10 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::{Command, Stdio};
 
-#[expect(clippy::print_stderr, reason = "a skipped test must say so")]
 fn no_python() -> bool {
     let absent = Command::new("python3").arg("--version").output().is_err();
     if absent {
-        eprintln!("skipped: python3 absent");
+        orchestrate_e2e::skip::skip("python", "no python3");
     }
     absent
 }

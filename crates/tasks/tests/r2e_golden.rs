@@ -8,9 +8,6 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::process::Command;
 
-const ROWS: &str =
-    concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/data/swe/r2e/rows.jsonl.gz");
-
 #[derive(Deserialize)]
 struct Entry {
     row: R2eRow,
@@ -26,14 +23,11 @@ struct Computed {
     parsed_old: BTreeMap<String, TestStatus>,
 }
 
-#[expect(clippy::print_stderr, reason = "a skipped test must say so")]
 fn entries() -> Vec<Entry> {
-    let present = std::path::Path::new(ROWS).exists();
-    let text = Command::new("gzip").args(["-dc", ROWS]).output().ok().filter(|_| present);
-    let Some(text) = text else {
-        eprintln!("skipped: test data absent");
+    let Some(rows) = orchestrate_e2e::skip::data("data/swe/r2e/rows.jsonl.gz") else {
         return Vec::new();
     };
+    let text = Command::new("gzip").arg("-dc").arg(rows).output().unwrap();
     let text = String::from_utf8(text.stdout).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }

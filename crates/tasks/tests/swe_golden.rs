@@ -10,9 +10,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 use std::io::Read;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-const DATA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/data/swe");
 const HARNESSES: [Harness; 2] = [Harness::V4_1_0, Harness::V5_0_2];
 
 #[derive(Deserialize)]
@@ -35,18 +34,20 @@ struct Maps {
     map_5_0_2: Option<BTreeMap<String, String>>,
 }
 
-fn lines<T: for<'de> Deserialize<'de>>(path: &str) -> Vec<T> {
+fn lines<T: for<'de> Deserialize<'de>>(path: &Path) -> Vec<T> {
     let mut text = String::new();
     MultiGzDecoder::new(std::fs::File::open(path).unwrap()).read_to_string(&mut text).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-#[expect(clippy::print_stderr, reason = "a skipped test must say so")]
+/// A path below the SWE-bench data; `None`, reported as a skip, where it is absent.
+fn data(path: &str) -> Option<PathBuf> {
+    orchestrate_e2e::skip::data(&format!("data/swe/{path}"))
+}
+
 fn files(folder: &str) -> Vec<PathBuf> {
-    let Ok(entries) = std::fs::read_dir(format!("{DATA}/{folder}")) else {
-        eprintln!("skipped: test data absent");
-        return Vec::new();
-    };
+    let Some(folder) = data(folder) else { return Vec::new() };
+    let entries = std::fs::read_dir(folder).unwrap();
     let mut files: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
     files.sort();
     files
@@ -56,15 +57,15 @@ fn files(folder: &str) -> Vec<PathBuf> {
 fn runs() -> impl Iterator<Item = (Run, Maps)> {
     files("verified_logs").into_iter().flat_map(|file| {
         let name = file.file_name().unwrap().to_str().unwrap().to_owned();
-        let runs: Vec<Run> = lines(file.to_str().unwrap());
-        let maps: Vec<Maps> = lines(&format!("{DATA}/status_maps/{name}"));
+        let runs: Vec<Run> = lines(&file);
+        let maps: Vec<Maps> = lines(&data(&format!("status_maps/{name}")).unwrap());
         assert_eq!(runs.len(), maps.len());
         runs.into_iter().zip(maps)
     })
 }
 
 fn rows() -> HashMap<String, SweRow> {
-    let path = format!("{DATA}/rows/verified_100_full.jsonl.gz");
+    let Some(path) = data("rows/verified_100_full.jsonl.gz") else { return HashMap::new() };
     let rows: Vec<SweRow> = lines(&path);
     rows.into_iter().map(|row| (row.instance_id.clone(), row)).collect()
 }

@@ -219,7 +219,7 @@ fn docker_a_daemon_that_is_killed_breaks_attempts_and_the_run_goes_on() {
         return;
     }
     let Some(mut daemon) = Daemon::start().unwrap() else {
-        say("skipped: docker_a_daemon_that_is_killed (no second daemon can be started here)");
+        orchestrate_e2e::skip::skip("daemons", "no second daemon can be started");
         return;
     };
     let host = daemon.host();

@@ -78,9 +78,8 @@ async fn real(kind: EngineKind, name: &str) {
         (None, None) => None,
     };
     let Some(((url, server), model)) = started.zip(setting("MODEL")) else {
-        let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-        assert!(!required.split(',').any(|name| name == kind.to_string()), "no {kind} server");
-        skip(name);
+        let why = format!("set ORCHESTRATE_{name}_URL or _START, and _MODEL");
+        orchestrate_e2e::skip::skip(&kind.to_string(), &why);
         return;
     };
     let model = Utf8PathBuf::from(model).canonicalize_utf8().unwrap();
@@ -154,12 +153,7 @@ async fn chat_api(options: ClientOptions) {
     assert_eq!((ended.finish, ended.message), (Finish::Length, AssistantMessage::default()));
 }
 
-#[expect(clippy::print_stderr, reason = "a skipped test says why")]
-fn skip(name: &str) {
-    eprintln!("skipped: no server; set ORCHESTRATE_{name}_URL or _START, and _MODEL");
-}
-
-/// Starts a server on a free port. It is killed when the subject is dropped.
+/// Starts a server on a free port. It is killed with the subject.
 fn start(command: &str) -> (String, Option<Child>) {
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let command = command.replace("{port}", &free.to_string());

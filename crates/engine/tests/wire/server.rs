@@ -218,14 +218,10 @@ pub(crate) async fn replay<D: Dialect>(
     Client::new(options(&url)).unwrap()
 }
 
-/// The exchanges of one recording. Prints a message and returns `None` if recordings are absent.
-#[expect(clippy::print_stderr, reason = "a skipped test says why")]
+/// The exchanges of one recording. Reports a skip and returns `None` if recordings are absent.
 pub(crate) fn recording(engine: &str, name: &str) -> Option<Vec<Value>> {
-    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/captures");
-    let Ok(text) = std::fs::read_to_string(format!("{root}/{engine}/{name}.json")) else {
-        eprintln!("skipped: no recording {engine}/{name}");
-        return None;
-    };
+    let path = orchestrate_e2e::skip::data(&format!("captures/{engine}/{name}.json"))?;
+    let text = std::fs::read_to_string(path).unwrap();
     let mut recording: Value = serde_json::from_str(&text).unwrap();
     Some(recording["exchanges"].as_array_mut().unwrap().drain(..).collect())
 }

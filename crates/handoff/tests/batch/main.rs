@@ -1,5 +1,4 @@
 //! Batch folders: what is written is read back, anything else is refused with its file.
-#![expect(clippy::print_stderr, reason = "a skip must be visible")]
 
 #[cfg(test)]
 mod refused;

@@ -229,7 +229,12 @@ fn a_full_disk_publishes_nothing_and_says_so() {
         Ok(output) if output.status.code() == Some(101) => {
             panic!("{}", String::from_utf8_lossy(&output.stdout))
         }
-        Ok(_) | Err(_) => eprintln!("skipped: no small disk can be mounted here"),
+        Ok(_) | Err(_) => {
+            orchestrate_e2e::skip::skip(
+                "mount",
+                "no small disk can be mounted in a user namespace",
+            );
+        }
     }
 }
 

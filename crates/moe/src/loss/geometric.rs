@@ -1,10 +1,10 @@
-//! GMPO and RSPO: the geometric mean of ratios that are clipped one by one, in log space.
+//! GMPO and RSPO: the geometric mean of ratios that are clipped token by token, in log space.
 
-use super::{Clip, Token, TokenLoss};
+use super::{Clip, Ratio, Token, TokenLoss};
 use orchestrate_handoff::protocol::{Hyperparameters, RouterShift};
 
-/// `−A exp(mean k)` on every token, where `k` is the log-ratio held on the side that would be
-/// rewarded for leaving. Tokens held there have no gradient of their own.
+/// `−A exp(mean k)` on every token, where `k` is the log-ratio, clipped on the side that the
+/// advantage rewards. Clipped tokens have no gradient of their own.
 pub(crate) fn losses(h: &Hyperparameters, live: &[Token]) -> Vec<TokenLoss> {
     let Some(first) = live.first() else { return Vec::new() };
     let advantage = first.advantage;
@@ -28,11 +28,11 @@ pub(crate) fn losses(h: &Hyperparameters, live: &[Token]) -> Vec<TokenLoss> {
         })
         .collect();
     let sum: f64 = held.iter().map(|(k, _)| k).sum();
-    let loss = -advantage * (sum / live.len() as f64).exp();
+    let mean = Ratio::exp(sum / live.len() as f64);
     held.into_iter()
         .map(|(_, clip)| {
-            let gradient = if clip == Clip::Inside { loss } else { 0.0 };
-            TokenLoss { loss, gradient, clip }
+            let gradient = if clip == Clip::Inside { -advantage * mean.slope } else { 0.0 };
+            TokenLoss { loss: -advantage * mean.value, gradient, clip }
         })
         .collect()
 }

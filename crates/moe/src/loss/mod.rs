@@ -1,21 +1,25 @@
 //! Losses without a tensor library: log-probs in, loss and `dL/dlogp` out, in closed form.
 //!
 //! Losses are minimised. Each function handles one sequence; denominators are those of the whole
-//! optimizer step ([`Totals`]), so splitting a step into micro batches changes nothing. Every
-//! policy loss is a mean of token losses, whole-sequence ones included (each token then carries
-//! the sequence's loss), so weights of tokens mean the same for all of them.
+//! optimizer step ([`Totals`]), so micro-batches do not change the result. Every policy loss is a
+//! mean of token terms. The losses of a whole sequence (GSPO, GMPO, RSPO) give each token the
+//! sequence's loss and the gradient of the token's own term, so that a weight on a token scales its
+//! loss and its gradient alike.
 //!
-//! | Module | Losses |
+//! | Module | Contents |
 //! |---|---|
-//! | [`surrogate`] | GRPO, PPO; with router shift |
+//! | [`surrogate`] | GRPO and PPO, with router shift |
 //! | [`sequence`] | GSPO |
 //! | [`geometric`] | GMPO, RSPO |
 //! | [`weighted`] | CISPO, `MiniRL` |
 //! | [`smooth`] | SAPO |
-//! | [`divergence`] | KL to a reference policy |
+//! | [`divergence`] | KL divergence from a reference policy |
 //! | [`importance`], [`shift`] | constant weights |
 //! | [`value`] | advantages and loss of a value head |
 //! | [`predictor`] | PR2's router predictor |
+//!
+//! The formulas with their sources, and the golden vectors that all of this is tested against, are
+//! in `tests/reference`.
 
 pub mod divergence;
 pub mod geometric;
@@ -35,24 +39,40 @@ use orchestrate_handoff::protocol::{
     Hyperparameters, ImportanceCorrection, LossAggregation, PolicyLoss,
 };
 
-/// Differences of log-probs are clamped to this before they are exponentiated.
-pub(crate) const LOG_RATIO_LIMIT: f64 = 20.0;
+/// Log-ratios are clamped to ±20 before they are exponentiated.
+const LOG_RATIO_LIMIT: f64 = 20.0;
+
+/// `e^x` with `x` clamped to ±[`LOG_RATIO_LIMIT`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Ratio {
+    pub(crate) value: f64,
+    /// Derivative by `x`: the value itself, or 0 where `x` is clamped.
+    pub(crate) slope: f64,
+}
+
+impl Ratio {
+    pub(crate) fn exp(log_ratio: f64) -> Self {
+        let value = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp();
+        let slope = if log_ratio.abs() > LOG_RATIO_LIMIT { 0.0 } else { value };
+        Self { value, slope }
+    }
+}
 
 /// Size of the whole optimizer step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Totals {
-    /// Sequences.
+    /// Number of sequences, those without loss tokens included.
     pub sequences: usize,
-    /// Tokens with a loss, over all sequences.
+    /// Number of loss tokens over all sequences.
     pub loss_tokens: usize,
 }
 
 /// Advantages of one sequence.
 #[derive(Debug, Clone, Copy)]
 pub enum Advantages<'a> {
-    /// The same for all its tokens.
+    /// One for all its tokens.
     Sequence(f64),
-    /// Of each token. `[T]`
+    /// One per token. `[T]`
     Tokens(&'a [f64]),
 }
 
@@ -61,13 +81,13 @@ pub enum Advantages<'a> {
 pub struct SequenceTokens<'a, T> {
     /// Log-probs under the policy that is updated, nats. `[T]`
     pub new: &'a [T],
-    /// Under the trainer at the weights of the rollout. `[T]`
+    /// Log-probs under the trainer at the weights of the rollout. `[T]`
     pub old: &'a [T],
-    /// Under the sampler. `[T]`
+    /// Log-probs under the inference engine that sampled. `[T]`
     pub sampler: &'a [T],
-    /// Under the reference policy. `[T]`
+    /// Log-probs under the reference policy. `[T]`
     pub reference: Option<&'a [T]>,
-    /// Router-shift weights, 0 to 1; `None` = 1. `[T]`
+    /// Router-shift weights, above 0 to 1; `None` = 1 everywhere. `[T]`
     pub shift: Option<&'a [f64]>,
     /// Which tokens have a loss. `[T]`
     pub mask: &'a [bool],
@@ -80,27 +100,27 @@ pub struct SequenceTokens<'a, T> {
 pub struct SequenceLoss<T> {
     /// Its summand of the step's loss.
     pub value: f64,
-    /// `dL/dlogp`, 0 where there is no loss. `[T]`
+    /// `dL/dlogp`, 0 for tokens without a loss. `[T]`
     pub gradient: Vec<T>,
-    /// Tokens clipped from below and from above.
+    /// Number of tokens clipped from below and from above.
     pub clipped: (usize, usize),
 }
 
 /// One loss token.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Token {
-    /// Log-prob that is updated.
+    /// Log-prob under the policy that is updated, nats.
     pub(crate) new: f64,
-    /// ln r, clamped.
+    /// `new − old`.
     pub(crate) log_ratio: f64,
-    /// ln of the ratio to the sampler, clamped.
+    /// `new − sampler`.
     pub(crate) log_sampler_ratio: f64,
-    /// ln of the router-shift weight.
+    /// Logarithm of the router-shift weight, at most 0.
     pub(crate) log_shift: f64,
     pub(crate) advantage: f64,
 }
 
-/// Which side of the clip a token is on.
+/// Which bound of the clip holds a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Clip {
     Inside,
@@ -116,7 +136,7 @@ pub(crate) struct TokenLoss {
     pub(crate) clip: Clip,
 }
 
-/// The loss of one step's settings.
+/// The loss of one optimizer step under its settings.
 #[derive(Debug, Clone, Copy)]
 pub struct Objective<'a> {
     settings: &'a Hyperparameters,
@@ -177,7 +197,8 @@ impl<'a> Objective<'a> {
         }
     }
 
-    /// Importance weights, 0 for a sequence that is too far off policy. One per loss token.
+    /// Importance weights, one per loss token; all 0 for a sequence that the off-policy mask
+    /// leaves out.
     fn constant_weights<T: Real>(
         &self,
         tokens: &SequenceTokens<'_, T>,
@@ -193,7 +214,7 @@ impl<'a> Objective<'a> {
         importance::weights(h, &log_rollout_ratios(tokens)).0
     }
 
-    /// Factor on each token's loss of a sequence with `loss_tokens` of them.
+    /// Factor on each token term of a sequence with `loss_tokens` of them.
     fn token_weight(&self, loss_tokens: usize) -> f64 {
         let sequences = self.totals.sequences.max(1) as f64;
         match self.settings.aggregation {
@@ -205,14 +226,13 @@ impl<'a> Objective<'a> {
     }
 }
 
-/// ln ρ of each loss token: trainer over sampler, both at the weights of the rollout.
+/// `ln ρ = old − sampler` of each loss token: trainer over engine at the weights of the rollout.
 pub(crate) fn log_rollout_ratios<T: Real>(tokens: &SequenceTokens<'_, T>) -> Vec<f64> {
     let pairs = tokens.old.iter().zip(tokens.sampler).zip(tokens.mask);
     pairs.filter(|(_, m)| **m).map(|((old, roll), _)| old.to_f64() - roll.to_f64()).collect()
 }
 
 fn live<T: Real>(tokens: &SequenceTokens<'_, T>) -> Vec<Token> {
-    let bounded = |log_ratio: f64| log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT);
     let logprobs = tokens.new.iter().zip(tokens.old).zip(tokens.sampler);
     let masked = logprobs.zip(tokens.mask).enumerate().filter(|(_, (_, masked))| **masked);
     masked
@@ -221,8 +241,8 @@ fn live<T: Real>(tokens: &SequenceTokens<'_, T>) -> Vec<Token> {
             let shift = tokens.shift.and_then(|all| all.get(place)).copied().unwrap_or(1.0);
             Token {
                 new,
-                log_ratio: bounded(new - old.to_f64()),
-                log_sampler_ratio: bounded(new - sampler.to_f64()),
+                log_ratio: new - old.to_f64(),
+                log_sampler_ratio: new - sampler.to_f64(),
                 log_shift: shift.ln(),
                 advantage: match tokens.advantages {
                     Advantages::Sequence(advantage) => advantage,

@@ -1,18 +1,18 @@
-//! PR2's predictor of one layer: which way the router's logits will move within a batch, linearly
-//! from the router's input. It decides which experts are chosen; their weights stay the router's.
+//! PR2's predictor of one layer: how the router's logits will change within a batch, as a linear
+//! function of the router's input. The prediction affects which experts are chosen; their weights
+//! come from the router's own logits.
 
 use crate::router::softmax;
 use crate::train::real::Real;
 
-/// Router inputs `[N, hidden]` and logits `[N, experts]` at the weights of the rollout, and the
-/// logits at the weights of now. Constants.
+/// What the predictor learns from, over `N` tokens. Constants.
 #[derive(Debug, Clone, Copy)]
 pub struct Features<'a, T> {
-    /// Inputs.
+    /// Router inputs at the weights of the rollout. `[N, hidden]`
     pub inputs: &'a [T],
-    /// Logits then.
+    /// Router logits at the weights of the rollout. `[N, experts]`
     pub old: &'a [T],
-    /// Logits now.
+    /// Router logits at the present weights. `[N, experts]`
     pub new: &'a [T],
 }
 

@@ -1,14 +1,14 @@
-//! The router-shift weight of RSPO: how far the router moved away from the experts that were
+//! RSPO's router-shift weight: how far the routers have moved away from the experts that were
 //! executed.
 
 use crate::router::softmax;
 use crate::train::real::Real;
 
-/// Router probabilities are not taken smaller than this.
+/// Router probabilities below this count as this.
 const LEAST_PROBABILITY: f64 = 1e-8;
 
 /// `exp(−mean |Δ ln p|)` over all layers and the experts `ids [layers · K]` executed at the old
-/// weights, from old and new router logits `[layers · E]` of one token.
+/// weights, from old and new router logits `[layers · E]` of one token; above 0 to 1.
 pub fn gamma<T: Real>(old: &[T], new: &[T], ids: &[u16], layers: usize) -> f64 {
     let layers = layers.max(1);
     let (experts, top_k) = (old.len() / layers, ids.len() / layers);

@@ -1,18 +1,18 @@
 //! Advantages from a value head, and its loss.
 
-/// Values at the weights of the rollout and what became of them, for one sequence. All `[T]`, 0
-/// where there is no loss.
+/// Advantages and returns of one sequence, from the values at the weights of the rollout. `[T]`
+/// each, 0 for tokens without a loss.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Estimates {
-    /// Generalised advantage estimates.
+    /// Generalised advantage estimates (GAE).
     pub advantages: Vec<f64>,
-    /// What the value head should have said.
+    /// Targets of the value head: advantage plus old value.
     pub returns: Vec<f64>,
 }
 
-/// Advantages over the loss tokens of one sequence; tokens without a loss are passed over, so
-/// that a discount counts loss tokens only. `rewards`, `values` and `mask` are `[T]`; values at
-/// other tokens are not read.
+/// Advantages over the loss tokens of one sequence. Tokens without a loss are passed over, so a
+/// discount counts loss tokens only. `rewards`, `values` and `mask` are `[T]`, `rates` are the
+/// discount γ and the decay λ.
 pub fn estimates(rewards: &[f64], values: &[f64], mask: &[bool], rates: (f64, f64)) -> Estimates {
     let (gamma, lambda) = rates;
     let mut advantages = vec![0.0; mask.len()];
@@ -29,8 +29,8 @@ pub fn estimates(rewards: &[f64], values: &[f64], mask: &[bool], rates: (f64, f6
     Estimates { advantages, returns }
 }
 
-/// Shifts and scales advantages to mean 0 and unbiased variance 1 over the loss tokens of the
-/// whole batch. Each entry is one loss token.
+/// Shifts and scales advantages to mean 0 and unbiased variance 1; one entry per loss token of the
+/// whole batch.
 pub fn whiten(advantages: &mut [&mut f64]) {
     let count = advantages.len() as f64;
     let mean = advantages.iter().map(|a| **a).sum::<f64>() / count.max(1.0);
@@ -41,11 +41,11 @@ pub fn whiten(advantages: &mut [&mut f64]) {
     }
 }
 
-/// `½ max((V − R)², (clip(V) − R)²)` of one token, with V kept within `range` of the old value,
-/// and its derivative by V.
+/// `½ max((V − R)², (clip(V) − R)²)` of one token and its derivative by V; `clip` keeps V within
+/// `range` of the old value.
 pub fn loss(value: f64, old: f64, due: f64, range: f64) -> (f64, f64) {
     let held = value.clamp(old - range, old + range);
     let (free, clipped) = ((value - due).powi(2), (held - due).powi(2));
-    // Where the held value is the worse one, it does not depend on the new value.
+    // Where the clipped value is the worse one it does not depend on the new value.
     if clipped > free { (clipped / 2.0, 0.0) } else { (free / 2.0, value - due) }
 }

@@ -1,13 +1,13 @@
 //! Log-prob times a constant weight: CISPO and `MiniRL`.
 
 use super::surrogate::clipped;
-use super::{Clip, Token, TokenLoss};
+use super::{Clip, Ratio, Token, TokenLoss};
 use orchestrate_handoff::protocol::Hyperparameters;
 
 /// CISPO: the clipped ratio is the weight, so a clipped token keeps a gradient. A lower clip of 1
 /// is no bound.
 pub(crate) fn cispo(h: &Hyperparameters, token: &Token) -> TokenLoss {
-    let ratio = token.log_ratio.exp();
+    let ratio = Ratio::exp(token.log_ratio).value;
     let weight = ratio.clamp(1.0 - h.clip_low, 1.0 + h.clip_high);
     let clip = if ratio > weight {
         Clip::Above
@@ -19,11 +19,11 @@ pub(crate) fn cispo(h: &Hyperparameters, token: &Token) -> TokenLoss {
     weighted(token, weight, clip)
 }
 
-/// `MiniRL`: the capped ratio to the sampler is the weight; tokens that PPO would clip get none.
+/// `MiniRL`: the capped ratio to the engine is the weight; tokens that PPO would clip have none.
 pub(crate) fn minirl(h: &Hyperparameters, token: &Token) -> TokenLoss {
-    let clip = clipped(h, token.advantage, token.log_ratio.exp()).clip;
+    let clip = clipped(h, token.advantage, token.log_ratio).clip;
     let weight = match clip {
-        Clip::Inside => token.log_sampler_ratio.exp().min(h.importance_high),
+        Clip::Inside => Ratio::exp(token.log_sampler_ratio).value.min(h.importance_high),
         Clip::Below | Clip::Above => 0.0,
     };
     weighted(token, weight, clip)

@@ -5,19 +5,30 @@ use super::layout::{ExpertSlots, LayerSlots};
 use super::real::Real;
 use super::{PackedBatch, Pass, Routes, SequenceOutput, TokenGradient, TrainModel};
 use crate::diagnostics::{DisagreementSum, MismatchSum, is_extreme};
-use crate::golden::{cases, close, folder, ids, numbers, typed};
+use crate::golden::{cases, close, external_model, ids, numbers, typed, vectors};
 use crate::loss::{Advantages, Objective, SequenceTokens, Totals};
 use crate::router::RouterFamily;
 use crate::{ModelConfig, Weights};
 use orchestrate_handoff::protocol::Hyperparameters;
 use serde_json::Value;
 
-fn case(name: &str) -> Value {
-    cases("qwen3_moe_tiny").into_iter().find(|c| c["name"] == name).unwrap()
+/// The external model and its expected outputs.
+struct Golden<T: Real> {
+    model: TrainModel<T>,
+    file: Value,
 }
 
-fn golden_model<T: Real>() -> Option<TrainModel<T>> {
-    Some(TrainModel::load(&folder()?.join("qwen3_moe_tiny")).unwrap())
+impl<T: Real> Golden<T> {
+    fn load() -> Option<Self> {
+        let folder = external_model()?;
+        let text = fs_err::read(folder.join("qwen3_moe_tiny.json")).unwrap();
+        let model = TrainModel::load(&folder.join("qwen3_moe_tiny")).unwrap();
+        Some(Self { model, file: serde_json::from_slice(&text).unwrap() })
+    }
+
+    fn case(&self, name: &str) -> &Value {
+        cases(&self.file).iter().find(|c| c["name"] == name).unwrap()
+    }
 }
 
 fn one_sequence(inputs: &Value) -> PackedBatch {
@@ -45,31 +56,32 @@ fn forward<T: Real>(
 }
 
 fn forward_matches<T: Real>(tolerance: f64) {
-    let Some(model) = golden_model::<T>() else { return };
-    let own = case("forward_own_routing");
+    let Some(golden) = Golden::<T>::load() else { return };
+    let model = &golden.model;
+    let own = golden.case("forward_own_routing");
     let batch = one_sequence(&own["inputs"]);
-    let output = forward(&model, &batch, Pass::new(&[0]));
+    let output = forward(model, &batch, Pass::new(&[0]));
     assert_eq!(output.routes, ids(&own["expected"]["idx_own"]));
     close(&wide(&output.logprobs[1..]), &numbers(&own["expected"]["token_logprobs"]), tolerance);
     let entropy = numbers(&own["expected"]["token_entropy"]);
     close(&wide(&output.entropy[1..]), &entropy[..entropy.len() - 1], tolerance);
 
-    let engine = case("inference_engine");
+    let engine = golden.case("inference_engine");
     // The file has [layers, tokens, experts]; the model takes [tokens, layers, experts].
     let delta: Vec<Vec<Vec<f64>>> = typed(&engine["inputs"]["router_delta"]);
     let tokens = delta[0].len();
     let shift: Vec<f64> =
         (0..tokens).flat_map(|t| delta.iter().flat_map(move |l| l[t].clone())).collect();
     let pass = Pass { router_shift: Some(&shift), ..Pass::new(&[0]) };
-    let sampler = forward(&model, &batch, pass);
+    let sampler = forward(model, &batch, pass);
     assert_eq!(sampler.routes, ids(&engine["expected"]["idx_infer"]));
     let expected = numbers(&engine["expected"]["token_logprobs"]);
     close(&wide(&sampler.logprobs[1..]), &expected, tolerance);
 
-    let replay = case("training_engine_with_replay");
+    let replay = golden.case("training_engine_with_replay");
     let routes = recorded(&replay["inputs"]);
     let pass = Pass { replay: Some(&routes), ..Pass::new(&[0]) };
-    let replayed = forward(&model, &batch, pass);
+    let replayed = forward(model, &batch, pass);
     assert_eq!(replayed.routes, sampler.routes);
     let expected = &replay["expected"];
     close(&wide(&replayed.logprobs[1..]), &numbers(&expected["token_logprobs"]), tolerance);
@@ -113,8 +125,9 @@ fn expert_of(name: &str) -> Option<(usize, u16)> {
 }
 
 fn policy_step_matches<T: Real>(tolerance: f64) {
-    let Some(model) = golden_model::<T>() else { return };
-    let case = case("policy_gradient_step");
+    let Some(golden) = Golden::<T>::load() else { return };
+    let model = &golden.model;
+    let case = golden.case("policy_gradient_step");
     let (inputs, expected) = (&case["inputs"], &case["expected"]);
     let batch = one_sequence(inputs);
     let routes = recorded(inputs);
@@ -183,19 +196,20 @@ fn policy_step_matches_the_golden_gradients_in_f32() {
 }
 
 #[test]
-fn one_layer_of_experts_matches_the_golden_file() {
-    for case in cases("moe_layer_r3") {
-        let (inputs, expected) = (&case["inputs"], &case["expected"]);
-        let x = numbers(&inputs["x"]);
+fn one_layer_of_experts_matches_its_vectors_own_and_replayed() {
+    let file = vectors("replay");
+    let (x, layer) = (numbers(&file["x"]), &file["layer"]);
+    for case in cases(&file) {
+        let expected = &case["expected"];
         let (experts, hidden, width) = (4, 4, 3);
-        let mut params = numbers(&inputs["w_router"]);
+        let mut params = numbers(&layer["router"]);
         let mut experts_at = Vec::new();
         for e in 0..experts {
             let start = params.len();
-            params.extend(numbers(&inputs["w_gate"][e]));
-            params.extend(numbers(&inputs["w_up"][e]));
+            params.extend(numbers(&layer["gate"][e]));
+            params.extend(numbers(&layer["up"][e]));
             let middle = params.len();
-            params.extend(numbers(&inputs["w_down"][e]));
+            params.extend(numbers(&layer["down"][e]));
             experts_at.push(ExpertSlots { gate_up: start..middle, down: middle..params.len() });
         }
         let slots = LayerSlots {
@@ -212,36 +226,37 @@ fn one_layer_of_experts_matches_the_golden_file() {
             hidden,
             width,
             experts,
-            top_k: typed(&inputs["top_k"]),
+            top_k: typed(&file["top_k"]),
             family: RouterFamily::SoftmaxRenormalised,
         };
         let logits = router_logits(&shape, &params[slots.router.clone()], &x);
-        close(&logits, &numbers(&expected["logits"]), 1e-9);
-        let chosen = if inputs["idx_infer"].is_null() {
+        close(&logits, &numbers(&expected["logits"]), 1e-12);
+        let chosen = if case["recorded"].is_null() {
             let mut chosen = vec![0; 6];
             for (row, ids) in logits.chunks(experts).zip(chosen.chunks_mut(2)) {
                 shape.family.select(row, ids);
             }
             chosen
         } else {
-            ids(&inputs["idx_infer"])
+            ids(&case["recorded"])
         };
-        assert_eq!(chosen, ids(&expected["idx"]));
+        assert_eq!(chosen, ids(&expected["experts"]));
         let mut y = vec![0.0; x.len()];
         let trace = moe(&shape, (&params, &slots), &x, (logits, chosen), &mut y);
-        close(&y, &numbers(&expected["y"]), 1e-9);
-        let cotangent = numbers(&inputs["cotangent"]);
+        close(&y, &numbers(&expected["y"]), 1e-12);
+        let cotangent = numbers(&file["upstream"]);
+        let gradient = &expected["gradient"];
         let mut grads = vec![0.0; params.len()];
         let mut d_x = vec![0.0; x.len()];
         let into = (&params[..], &slots, &mut grads[..]);
         moe_backward(&shape, into, (&trace, &x), (&cotangent, None), &mut d_x);
-        close(&d_x, &numbers(&expected["grad_x"]), 1e-9);
-        close(&grads[slots.router.clone()], &numbers(&expected["grad_router"]), 1e-9);
+        close(&d_x, &numbers(&gradient["x"]), 1e-12);
+        close(&grads[slots.router.clone()], &numbers(&gradient["router"]), 1e-12);
         for (e, at) in experts_at.iter().enumerate() {
-            let mut gate_up = numbers(&expected["grad_w_gate"][e]);
-            gate_up.extend(numbers(&expected["grad_w_up"][e]));
-            close(&grads[at.gate_up.clone()], &gate_up, 1e-9);
-            close(&grads[at.down.clone()], &numbers(&expected["grad_w_down"][e]), 1e-9);
+            let mut gate_up = numbers(&gradient["gate"][e]);
+            gate_up.extend(numbers(&gradient["up"][e]));
+            close(&grads[at.gate_up.clone()], &gate_up, 1e-12);
+            close(&grads[at.down.clone()], &numbers(&gradient["down"][e]), 1e-12);
         }
     }
 }

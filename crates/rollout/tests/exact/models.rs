@@ -93,9 +93,8 @@ pub(crate) fn qwen3_like(thinks_first: bool) -> Model {
 /// Qwen3's own files, from the folder named by `ORCHESTRATE_QWEN3`.
 pub(crate) fn qwen3() -> Option<Model> {
     let Ok(folder) = std::env::var("ORCHESTRATE_QWEN3") else {
-        let required = std::env::var("ORCHESTRATE_REQUIRE").unwrap_or_default();
-        assert!(!required.contains("qwen3"), "ORCHESTRATE_QWEN3 is not set");
-        eprintln!("skipped: ORCHESTRATE_QWEN3 is not set to a folder with Qwen3's tokenizer");
+        let why = "ORCHESTRATE_QWEN3 is not set to a folder with Qwen3's tokenizer";
+        orchestrate_e2e::skip::skip("qwen3", why);
         return None;
     };
     let folder = Utf8PathBuf::from(folder);

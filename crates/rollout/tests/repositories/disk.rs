@@ -87,7 +87,7 @@ fn broken(report: &EpisodeReport, expected: Stage) {
 async fn docker_full_disk_breaks_attempts_and_gives_no_verdict() {
     let Some(task) = r2e_task() else { return };
     let Some(daemon) = Daemon::start_small(DISK_MIB).unwrap() else {
-        eprintln!("skipped: cannot start a second daemon on a small disk");
+        orchestrate_e2e::skip::skip("daemons", "cannot start a second daemon on a small disk");
         return;
     };
     daemon.load(&task.image).unwrap();

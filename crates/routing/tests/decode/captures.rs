@@ -10,16 +10,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 fn folder(name: &str) -> Option<PathBuf> {
-    let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/captures"));
-    let folder = root.join(name);
-    if !folder.is_dir() {
-        #[expect(clippy::print_stderr, reason = "a skipped test says so")]
-        {
-            eprintln!("skipped: test data absent");
-        }
-        return None;
-    }
-    Some(folder)
+    orchestrate_e2e::skip::data(&format!("captures/{name}"))
 }
 
 fn number(value: &Value) -> Option<usize> {

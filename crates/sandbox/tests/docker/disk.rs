@@ -20,7 +20,7 @@ fn daemon(test: &str) -> Option<Daemon> {
         return None;
     }
     let Some(daemon) = Daemon::start_small(DISK_MIB).unwrap() else {
-        orchestrate_e2e::say(&format!("skipped: {test} (no second daemon on a small disk here)"));
+        orchestrate_e2e::skip::skip_test(test, "daemons", "no second daemon on a small disk");
         return None;
     };
     daemon.load(IMAGE).unwrap();

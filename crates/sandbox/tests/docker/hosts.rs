@@ -33,7 +33,7 @@ impl Fixture {
             return None;
         }
         let Some(daemon) = Daemon::start_with_tls().unwrap() else {
-            orchestrate_e2e::say(&format!("skipped: {test} (no second daemon with TLS here)"));
+            orchestrate_e2e::skip::skip_test(test, "daemons", "no second daemon with TLS");
             return None;
         };
         Some(Self { daemon, run: RunId::generate() })
@@ -316,7 +316,7 @@ async fn docker_image_is_the_same_on_all_hosts() {
         return;
     }
     let (Some(first), Some(second)) = (Daemon::start().unwrap(), Daemon::start().unwrap()) else {
-        orchestrate_e2e::say(&format!("skipped: {test} (no further daemons can be started here)"));
+        orchestrate_e2e::skip::skip_test(test, "daemons", "no further daemons");
         return;
     };
     let registry = Registry::start().await;
@@ -379,7 +379,7 @@ async fn docker_ssh_host_reconnects_after_its_connection_broke() {
         return;
     }
     let Some(server) = Sshd::start() else {
-        orchestrate_e2e::say(&format!("skipped: {test} (no ssh server can be started here)"));
+        orchestrate_e2e::skip::skip_test(test, "ssh", "no SSH server can be started");
         return;
     };
     let host = RawDockerHost {

@@ -75,7 +75,7 @@ impl Fixture {
             return None;
         }
         let Some(daemon) = Daemon::start().unwrap() else {
-            orchestrate_e2e::say(&format!("skipped: {test} (no second daemon can be started)"));
+            orchestrate_e2e::skip::skip_test(test, "daemons", "no second daemon can be started");
             return None;
         };
         let (lock, events) = (Arc::default(), Arc::default());

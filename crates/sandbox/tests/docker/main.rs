@@ -1,6 +1,6 @@
-//! Sandboxes on a real Docker daemon. Without one, the tests print that they are skipped.
+//! Sandboxes on a real Docker daemon. Without one, the tests report that they are skipped.
 #![expect(clippy::unwrap_used, reason = "test helpers may fail like the tests that use them")]
-#![expect(clippy::print_stderr, reason = "tests print that they are skipped, and measurements")]
+#![expect(clippy::print_stderr, reason = "measurements are printed")]
 
 mod common;
 mod disk;

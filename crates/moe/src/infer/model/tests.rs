@@ -1,15 +1,8 @@
 use super::*;
-use camino::Utf8Path;
 use serde_json::{Value, json};
 
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
 fn golden() -> Option<(Weights, Value)> {
-    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/data/golden");
-    let folder = Utf8Path::new(root);
-    if !folder.exists() {
-        eprintln!("skipped: test data absent");
-        return None;
-    }
+    let folder = crate::golden::external_model()?;
     let weights = Weights::load(&folder.join("qwen3_moe_tiny")).unwrap();
     let text = fs_err::read_to_string(folder.join("qwen3_moe_tiny.json")).unwrap();
     let cases: Value = serde_json::from_str(&text).unwrap();

@@ -2,7 +2,6 @@ use super::*;
 use crate::checkpoint::{StoredType, save_checkpoint};
 use crate::infer::model::tests::small_config;
 use crate::{CheckpointError, Weights};
-use camino::Utf8Path;
 use reqwest::Client;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -69,15 +68,11 @@ fn body(tokens: usize) -> Value {
     })
 }
 
-/// Exchanges recorded with SGLang itself; `None` where the recordings are absent.
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
+/// Exchanges recorded with SGLang itself; `None`, reported as a skip, where the recordings are
+/// absent.
 fn recorded(name: &str) -> Option<Vec<Value>> {
-    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/captures/sglang-0.5.23");
-    let path = Utf8Path::new(root).join(format!("{name}.json"));
-    let Ok(text) = fs_err::read_to_string(path) else {
-        eprintln!("skipped: test data absent");
-        return None;
-    };
+    let path = orchestrate_e2e::skip::data(&format!("captures/sglang-0.5.23/{name}.json"))?;
+    let text = fs_err::read_to_string(path).unwrap();
     let recording: Value = serde_json::from_str(&text).unwrap();
     recording["exchanges"].as_array().cloned()
 }

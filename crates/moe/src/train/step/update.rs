@@ -4,7 +4,7 @@ use super::StepError;
 use super::base::Base;
 use crate::diagnostics::differing_experts;
 use crate::loss::predictor::{Features, loss as predictor_loss};
-use crate::loss::{LOG_RATIO_LIMIT, Objective, SequenceLoss, Totals, shift, value};
+use crate::loss::{Objective, Ratio, SequenceLoss, Totals, shift, value};
 use crate::train::learner::Learner;
 use crate::train::model::TrainModel;
 use crate::train::optimizer::{AdamSettings, clip_global_norm};
@@ -193,9 +193,9 @@ impl Base<'_> {
         let tokens = self.tokens(output, None);
         let pairs = tokens.new.iter().zip(tokens.old).zip(tokens.mask);
         for ((&new, &old), _) in pairs.filter(|(_, m)| **m) {
-            let log = (f64::from(new) - f64::from(old)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT);
-            tally.ratio += log.exp();
-            tally.ratio_max = tally.ratio_max.max(log.exp());
+            let ratio = Ratio::exp(f64::from(new) - f64::from(old)).value;
+            tally.ratio += ratio;
+            tally.ratio_max = tally.ratio_max.max(ratio);
         }
         let floor = self.settings.router_shift_floor;
         let weights = shift.unwrap_or_default().iter().zip(tokens.mask);

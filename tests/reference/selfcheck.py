@@ -1,0 +1,187 @@
+"""Checks of the reference by itself: every analytic gradient against finite differences."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import cases
+import divergence
+import objective
+import predictor
+import replay
+import values
+import vectors
+from basics import bounded_exp, numerical_gradient
+
+
+def run() -> int:
+    """Runs every check; answers with the number of gradients compared."""
+    return sum(
+        check()
+        for check in (
+            _objective, _sequence_forms, _divergence, _routers, _replay, _predictor, _value_loss,
+            _options,
+        )
+    )  # fmt: skip
+
+
+def _same(name: str, analytic, numeric, scale: float = 1.0) -> int:
+    analytic, numeric = np.asarray(analytic), np.asarray(numeric)
+    error = np.abs(analytic - numeric).max() / max(scale, 1.0, np.abs(analytic).max())
+    assert error < 1e-6, f"{name}: analytic and numerical gradients differ by {error:.1e}"
+    return analytic.size
+
+
+def _objective() -> int:
+    """With the constant parts (stop-gradient) held where they are."""
+    batches = cases.batches()
+    compared = 0
+    for name, which, changed in cases.step_cases():
+        batch, settings = batches[which], cases.DEFAULTS | changed
+        # The gradient of k3_plus is by definition that of k2.
+        plus = {"kl_estimator": "k2"} if settings["kl_estimator"] == "k3_plus" else {}
+
+        def loss(new):
+            moved = objective.moved(batch, new)
+            return objective.evaluate(settings | plus, moved, batch.new).loss
+
+        found = objective.evaluate(settings, batch)
+        numeric = numerical_gradient(loss, batch.new)
+        compared += _same(name, found.gradient, numeric, abs(found.loss))
+    return compared
+
+
+def _sequence_forms() -> int:
+    """Without weights on single tokens the token forms of GSPO and GMPO have the value and the
+    gradient of the sequence forms, in which every token moves the ratio of the sequence."""
+    batch = cases.batches()["ordinary"]
+    compared = 0
+
+    def gspo(settings, change, advantage):
+        ratio = bounded_exp(change.mean())
+        clipped = np.clip(ratio, 1 - settings["clip_low"], 1 + settings["clip_high"])
+        return max(-advantage * ratio, -advantage * clipped)
+
+    def gmpo(settings, change, advantage):
+        sign = np.sign(advantage)
+        held = np.clip(change, -settings["clip_low"], settings["clip_high"])
+        k = sign * np.minimum(sign * change, sign * held)
+        return -advantage * bounded_exp(k.mean())
+
+    for loss, form in (("gspo", gspo), ("gmpo", gmpo)):
+        for correction in ({}, cases.CORRECTIONS[2], cases.CORRECTIONS[6]):
+            settings = cases.DEFAULTS | cases.base(loss) | correction
+            result = objective.evaluate(settings, batch)
+
+            def value(new):
+                total = 0.0
+                for i, live in enumerate(batch.mask):
+                    if live.any():
+                        change = (new - batch.old)[i, live]
+                        weight = result.weights[i, live][0]
+                        total += weight * form(settings, change, batch.advantage[i])
+                return total / len(batch.mask)
+
+            assert abs(value(batch.new) - result.loss) < 1e-14, loss
+            compared += _same(loss, result.gradient, numerical_gradient(value, batch.new))
+    return compared
+
+
+def _divergence() -> int:
+    new = -np.linspace(0.5, 3.0, 7)
+    reference = new - np.array([0.05, -0.7, 2.0, -2.0, 9.0, -4.0, 25.0])
+    old = new - np.array([0.3, -0.4, 0.05, 0.2, -0.1, 0.0, 0.1])
+    compared = 0
+    for estimator in ("k1", "k2", "k3"):
+        for ratio in (False, True) if estimator == "k3" else (False,):
+
+            def total(at):
+                log_ratio = at - old if ratio else None
+                return divergence.penalty(estimator, at, reference, log_ratio)[0].sum()
+
+            log_ratio = new - old if ratio else None
+            slope = divergence.penalty(estimator, new, reference, log_ratio)[1]
+            compared += _same(estimator, slope, numerical_gradient(total, new))
+    # k3_plus is defined as the value of one and the gradient of the other.
+    plus, two, three = (divergence.penalty(e, new, reference) for e in ("k3_plus", "k2", "k3"))
+    assert (plus[0] == three[0]).all() and (plus[1] == two[1]).all()
+    return compared
+
+
+def _routers() -> int:
+    file = vectors.router_vectors()
+    compared = 0
+    for case in file["cases"]:
+        router = vectors.ROUTERS[case["name"]]
+        for kind in ("own", "replayed"):
+            found = case["expected"][kind]
+            rows = zip(file["logits"], file["upstream"], found["experts"], found["gradient"])
+            for logits, upstream, chosen, gradient in rows:
+
+                def value(at):
+                    return float(router.gates(at, chosen) @ upstream[chosen])
+
+                compared += _same(case["name"], gradient, numerical_gradient(value, logits))
+        # Replaying a router's own choice changes nothing.
+        own = case["expected"]["own"]
+        for logits, chosen, gates in zip(file["logits"], own["experts"], own["gates"]):
+            assert (router.gates(logits, chosen) == gates).all()
+    return compared
+
+
+def _replay() -> int:
+    file = vectors.replay_vectors()
+    layer, spec = replay.Layer(**file["layer"]), vectors.Router("softmax_renormalised", 2)
+    compared = 0
+    for case in file["cases"]:
+        chosen = case["expected"]["experts"]
+        for name, gradient in case["expected"]["gradient"].items():
+
+            def value(at):
+                weights = vars(layer) | ({} if name == "x" else {name: at})
+                x = at if name == "x" else file["x"]
+                y = replay.forward(spec, replay.Layer(**weights), x, chosen)[0]
+                return float((y * file["upstream"]).sum())
+
+            at = file["x"] if name == "x" else getattr(layer, name)
+            compared += _same(name, gradient, numerical_gradient(value, at))
+    replayed = file["cases"][1]["expected"]["gradient"]
+    assert all((replayed[name][2] == 0).all() for name in ("router", "gate", "up", "down"))
+    return compared
+
+
+def _predictor() -> int:
+    file = vectors.predictor_vectors()
+    compared = 0
+    for case in file["cases"]:
+
+        def value(w):
+            return predictor.loss(file["hidden"], file["old"], file["new"], w)
+
+        gradient = numerical_gradient(value, case["w"])
+        compared += _same(case["name"], case["expected"]["gradient"], gradient)
+        assert case["expected"]["loss_after_step"] < case["expected"]["loss"]
+    return compared
+
+
+def _value_loss() -> int:
+    file = vectors.value_vectors()
+    mask, compared = file["mask"], 0
+    for case in file["cases"]:
+
+        def value(new):
+            returns = case["expected"]["returns"][mask]
+            loss, _ = values.value_loss(new[mask], file["old"][mask], returns, file["value_clip"])
+            return float(loss.mean())
+
+        gradient = numerical_gradient(value, file["new"])
+        compared += _same(case["name"], case["expected"]["gradient"], gradient)
+    return compared
+
+
+def _options() -> int:
+    """Every option is the setting of some case."""
+    seen = [cases.DEFAULTS | settings for _, _, settings in cases.step_cases()]
+    for key, options in vectors.OPTIONS.items():
+        assert {settings[key] for settings in seen} == set(options), key
+    return 0
