@@ -14,11 +14,16 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("rollout", &["engine", "routing", "sandbox", "tasks", "types"]),
     ("store", &["types"]),
     ("handoff", &["routing", "types"]),
+    ("metrics", &["handoff", "types"]),
+    ("report", &["handoff", "metrics", "store", "types"]),
     ("moe", &["handoff", "routing", "types"]),
     ("synthetic", &["routing", "sandbox", "tasks", "types"]),
     (
         "coordinator",
-        &["engine", "handoff", "rollout", "routing", "sandbox", "store", "tasks", "types"],
+        &[
+            "engine", "handoff", "metrics", "report", "rollout", "routing", "sandbox", "store",
+            "tasks", "types",
+        ],
     ),
 ];
 

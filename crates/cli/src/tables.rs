@@ -1,7 +1,7 @@
 //! Tables for people.
 
 use comfy_table::{Table, presets};
-use orchestrate_coordinator::{EvalPoint, Gain, RunReport};
+use orchestrate_report::{EvalPoint, Gain, RunReport};
 
 /// A table in the house's look.
 pub(crate) fn table(header: &[&str]) -> Table {

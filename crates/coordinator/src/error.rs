@@ -1,9 +1,9 @@
 //! Why a run ends before its last step.
 
-use crate::collapse::Symptom;
 use camino::Utf8PathBuf;
 use orchestrate_engine::EngineError;
 use orchestrate_handoff::{BatchError, TrainerError};
+use orchestrate_metrics::collapse::Symptom;
 use orchestrate_sandbox::SandboxError;
 use orchestrate_store::StoreError;
 use orchestrate_types::{PolicyVersion, Stage};

@@ -3,73 +3,18 @@
 use crate::error::RunError;
 use crate::events::Event;
 use crate::groups::{Decision, SealedGroup};
-use crate::metrics::SOLVED;
 use crate::pool::{Pool, StageSettings};
 use crate::record::EpisodeDetail;
-use crate::report::RunReport;
 use crate::run_loop::Driver;
-use orchestrate_store::{GroupState, Reader};
+use orchestrate_metrics::{TaskScore, mean_and_se};
+use orchestrate_report::{RunReport, task_scores};
+use orchestrate_store::GroupState;
 use orchestrate_tasks::Task;
 use orchestrate_tasks::predictions::Prediction;
 use orchestrate_types::{GroupId, PolicyVersion};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use tokio::time::Instant;
-
-/// What the episodes of one evaluation task say.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct TaskScore {
-    pub(crate) solved: usize,
-    pub(crate) trusted: usize,
-    pub(crate) broken: usize,
-}
-
-impl TaskScore {
-    /// Share of solved episodes; `None` when no episode has a trusted outcome.
-    pub(crate) fn rate(&self) -> Option<f64> {
-        (self.trusted > 0).then(|| self.solved as f64 / self.trusted as f64)
-    }
-
-    /// Unbiased estimate of the chance that one of `k` samples solves the task,
-    /// `1 − C(n−c, k) / C(n, k)`; `None` with fewer than `k` trusted samples.
-    fn pass_at(&self, k: usize) -> Option<f64> {
-        let (n, failed) = (self.trusted, self.trusted - self.solved);
-        if n < k {
-            return None;
-        }
-        let missed: f64 =
-            (0..k).map(|i| failed.saturating_sub(i) as f64 / (n - i) as f64).product();
-        Some(1.0 - missed)
-    }
-}
-
-/// Mean and standard error of the mean over tasks; `None` without values.
-pub(crate) fn mean_and_se(values: &[f64]) -> Option<(f64, f64)> {
-    if values.is_empty() {
-        return None;
-    }
-    let n = values.len() as f64;
-    let mean = values.iter().sum::<f64>() / n;
-    let squares: f64 = values.iter().map(|v| (v - mean).powi(2)).sum();
-    let se = if values.len() < 2 { 0.0 } else { (squares / (n - 1.0) / n).sqrt() };
-    Some((mean, se))
-}
-
-/// Scores of an evaluation round, by task index.
-pub(crate) async fn scores(reader: &Reader, round: u32) -> Result<Vec<TaskScore>, RunError> {
-    let mut scores = Vec::new();
-    for group in reader.groups_of_eval(round).await? {
-        let sealed = SealedGroup::load(reader, group.id, group.size).await?;
-        let rewards = sealed.rewards();
-        let trusted = rewards.iter().flatten().count();
-        scores.push(TaskScore {
-            solved: rewards.iter().flatten().filter(|&&r| r >= SOLVED).count(),
-            trusted,
-            broken: rewards.len() - trusted,
-        });
-    }
-    Ok(scores)
-}
 
 impl Driver {
     /// Evaluates after global step `round` if the plan says so and it is not done yet.
@@ -90,7 +35,7 @@ impl Driver {
         self.store().open_eval(round, version).await?;
         self.run_eval_groups(round, &tasks).await?;
 
-        let scores = scores(self.store().reader(), round).await?;
+        let scores = task_scores(self.store().reader(), round).await?;
         let mut line = eval_line(&scores, held_out, usize::from(size));
         if let Value::Object(map) = &mut line {
             map.insert("time_eval_s".to_owned(), json!(begun.elapsed().as_secs_f64()));
@@ -228,17 +173,6 @@ mod tests {
         assert_eq!(line["eval_tasks"], json!(3));
         assert_eq!(line["eval_pass_at_k"], Value::Null);
         assert_eq!(line["eval_held_out_families_pass_at_1"], Value::Null);
-    }
-
-    #[test]
-    fn pass_at_k_is_the_unbiased_estimate() {
-        let near = |a: Option<f64>, b: f64| (a.unwrap() - b).abs() < 1e-12;
-        assert!(near(score(1, 4, 0).pass_at(1), 0.25));
-        assert!(near(score(1, 4, 0).pass_at(2), 0.5));
-        assert!(near(score(2, 4, 0).pass_at(2), 1.0 - 1.0 / 6.0));
-        assert!(near(score(4, 4, 0).pass_at(4), 1.0));
-        assert!(near(score(0, 4, 0).pass_at(4), 0.0));
-        assert_eq!(score(1, 3, 1).pass_at(4), None);
     }
 
     #[test]

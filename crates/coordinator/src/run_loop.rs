@@ -19,7 +19,6 @@
 //! | weights spread | step `trained` | announced and synced again |
 //! | metrics are written | step `applied` | `metrics.jsonl` is repaired from the journal |
 
-use crate::collapse::Detector;
 use crate::error::RunError;
 use crate::events::{Event, Reporter};
 use crate::files::RunFolder;
@@ -28,13 +27,16 @@ use crate::lag::LoopLag;
 use crate::metrics::StepTimes;
 use crate::plan::{Plan, TaskSet};
 use crate::pool::{Context, LiveVersion, Pool, StageSettings};
-use crate::report::{RunReport, is_finished};
+use crate::progress::is_finished;
 use crate::schedule::task_index;
+use crate::stop::Stop;
 use crate::trainer::TrainerSink;
 use crate::training::result_of;
 use camino::Utf8PathBuf;
 use futures::stream::{self, StreamExt};
 use orchestrate_engine::Engine;
+use orchestrate_metrics::collapse::Detector;
+use orchestrate_report::RunReport;
 use orchestrate_rollout::Episodes;
 use orchestrate_sandbox::SandboxProvider;
 use orchestrate_store::{GroupState, StepRow, StepState, Store, StoreError};
@@ -44,7 +46,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 /// Time for removing the containers that are still open at the end; the next start removes the
 /// rest.
@@ -52,39 +53,6 @@ const SANDBOX_SHUTDOWN: Duration = Duration::from_secs(30);
 
 /// Groups whose images are told to the sandboxes ahead of time; these choose how many to pull.
 const GROUPS_AHEAD: u32 = 16;
-
-/// How a run is asked to end early.
-#[derive(Debug, Clone, Default)]
-pub struct Stop {
-    /// First request: begin no more episodes, end running ones at their next turn border.
-    pub drain: CancellationToken,
-    /// Second request: end now. Nothing finished is lost.
-    pub now: CancellationToken,
-}
-
-impl Stop {
-    /// Resolves when the run must end at once: on the second request, or `grace` after the first,
-    /// at which `draining` is called.
-    async fn immediately(&self, grace: Duration, draining: impl Fn()) {
-        let out_of_grace = async {
-            self.drain.cancelled().await;
-            draining();
-            tokio::time::sleep(grace).await;
-        };
-        tokio::select! {
-            () = self.now.cancelled() => {}
-            () = out_of_grace => {}
-        }
-    }
-
-    fn check(&self) -> Result<(), RunError> {
-        if self.drain.is_cancelled() || self.now.is_cancelled() {
-            Err(RunError::Stopped)
-        } else {
-            Ok(())
-        }
-    }
-}
 
 /// How a run ended.
 #[derive(Debug, Clone, PartialEq)]

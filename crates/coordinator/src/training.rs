@@ -1,6 +1,5 @@
 //! From kept groups to live weights.
 
-use crate::collapse::{Collapse, Finding};
 use crate::config::OnCollapse;
 use crate::error::RunError;
 use crate::events::Event;
@@ -11,6 +10,7 @@ use crate::record::to_sample;
 use crate::run_loop::Driver;
 use orchestrate_handoff::batch::{BatchMeta, MANIFEST_FILE, Planned, stream_batch};
 use orchestrate_handoff::protocol::{StepRequest, StepResult, TrainerInfo};
+use orchestrate_metrics::collapse::{Collapse, Finding};
 use orchestrate_store::{BatchMember, BatchState, GroupState, StepRow};
 use orchestrate_types::PolicyVersion;
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 use super::run::write_whole;
 use crate::args::AnalyzeArgs;
 use crate::{output, tables, wiring};
-use orchestrate_coordinator::{RunReport, write_html};
+use orchestrate_report::{RunReport, write_html};
 use orchestrate_store::Reader;
 use std::process::ExitCode;
 

@@ -11,11 +11,10 @@ use crate::wiring::{self, Training};
 use crate::{live, output, tables};
 use camino::Utf8Path;
 use matrix::{Cell, Matrix};
-use orchestrate_coordinator::{
-    ComparedRun, Comparison, ConfigRuns, OnCollapse, RunEnd, RunError, Stop,
-};
+use orchestrate_coordinator::{OnCollapse, RunEnd, RunError, Stop};
 use orchestrate_handoff::{TrainerError, TrainerErrorKind};
-use orchestrate_store::JOURNAL_FILE;
+use orchestrate_report::{ComparedRun, Comparison, ConfigRuns};
+use orchestrate_store::{JOURNAL_FILE, Reader};
 use std::process::ExitCode;
 
 pub(crate) use matrix::Variant;
@@ -100,7 +99,7 @@ async fn make_all(
         let made = made.inspect_err(|_| {
             output::say(format!("{title}: ended in {}; the same command goes on", cell.folder));
         })?;
-        let mut run = ComparedRun::read(&cell.folder, &cell.settings()?.run).await?;
+        let mut run = cell_run(cell).await?;
         let ended = match made {
             Made::Done => true,
             Made::Stopped => false,
@@ -117,6 +116,11 @@ async fn make_all(
         }
     }
     Ok(true)
+}
+
+async fn cell_run(cell: &Cell) -> anyhow::Result<ComparedRun> {
+    let reader = Reader::open(&cell.folder).await?;
+    existing::read_run(&reader, &cell.folder, &cell.settings()?.run).await
 }
 
 /// How one run ended.
@@ -187,9 +191,8 @@ impl State {
                         .into(),
             }
         );
-        let settings = cell.settings()?;
-        let run = ComparedRun::read(&cell.folder, &settings.run).await?;
-        let ends = settings.diagnostics.on_collapse == OnCollapse::Stop;
+        let run = cell_run(cell).await?;
+        let ends = cell.settings()?.diagnostics.on_collapse == OnCollapse::Stop;
         let done = run.finished || (ends && run.report.collapse.is_some());
         Ok(if done { Self::Done } else { Self::Begun })
     }

@@ -8,10 +8,12 @@ use crate::wiring::{self, Training};
 use crate::{live, output, tables, task_source};
 use camino::{Utf8Path, Utf8PathBuf};
 use comfy_table::Table;
-use orchestrate_coordinator::{RunEnd, RunReport, StepProgress, Stop, TrainerSink};
+use orchestrate_coordinator::{RunEnd, StepProgress, Stop, TrainerSink};
 use orchestrate_engine::EngineKind;
 use orchestrate_handoff::protocol::{PROTOCOL_VERSION, StepRequest, StepResult, TrainerInfo};
 use orchestrate_handoff::{TrainerError, TrainerErrorKind};
+use orchestrate_metrics::is_solved;
+use orchestrate_report::RunReport;
 use orchestrate_store::{Reader, Store};
 use orchestrate_types::{ModelShape, Outcome, PolicyVersion};
 use serde::Serialize;
@@ -121,7 +123,7 @@ async fn sums(settings: &Settings, folder: &Utf8Path) -> anyhow::Result<BTreeMap
                 attempt.outcome
             {
                 trusted += 1;
-                solved += usize::from(reward > 0.5);
+                solved += usize::from(is_solved(reward));
             }
         }
         sum.tasks += 1;

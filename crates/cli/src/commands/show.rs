@@ -3,7 +3,8 @@
 use crate::args::ShowArgs;
 use crate::{output, tables, wiring};
 use anyhow::Context;
-use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary, RunReport};
+use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary};
+use orchestrate_report::RunReport;
 use orchestrate_rollout::{Action, TurnLog};
 use orchestrate_store::{EpisodeRecord, Reader, StoredEpisode};
 use orchestrate_types::{EpisodeId, Outcome};

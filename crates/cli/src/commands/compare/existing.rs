@@ -6,7 +6,8 @@ use crate::config::{self, RawConfig};
 use crate::wiring;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_coordinator::{ComparedRun, ConfigRuns, read_runs, write_runs};
+use orchestrate_coordinator::{RunSettings, is_finished};
+use orchestrate_report::{ComparedRun, ConfigRuns, read_runs, write_runs};
 use orchestrate_store::Reader;
 use std::io::{BufReader, BufWriter};
 
@@ -67,12 +68,22 @@ fn from_file(path: &Utf8Path) -> anyhow::Result<Vec<ConfigRuns>> {
 }
 
 async fn from_folder(folder: &Utf8Path) -> anyhow::Result<ConfigRuns> {
-    // Says what is missing where this is no run at all.
-    Reader::open(folder).await?;
+    // Opened first: its error says what is missing if the folder holds no run at all.
+    let reader = Reader::open(folder).await?;
     let source = ConfigSource { files: vec![folder.join(PLAN_FILE)], sets: vec![] };
     let raw: RawConfig = config::load(&source)?;
-    let run = ComparedRun::read(folder, &raw.check()?.run).await?;
+    let run = read_run(&reader, folder, &raw.check()?.run).await?;
     Ok(ConfigRuns { name: name_of(folder), plan: plan(&raw)?, runs: vec![run] })
+}
+
+/// What the journal of the run in `folder` says, whose `[run]` section is `settings`.
+pub(super) async fn read_run(
+    reader: &Reader,
+    folder: &Utf8Path,
+    settings: &RunSettings,
+) -> anyhow::Result<ComparedRun> {
+    let finished = is_finished(reader, settings).await?;
+    Ok(ComparedRun::read(reader, folder, settings.seed, finished).await?)
 }
 
 /// The plan of a configuration: that of any of its runs, without the seed.

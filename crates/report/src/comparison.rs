@@ -7,12 +7,10 @@ mod table;
 
 pub use record::{read_runs, write_runs};
 
-use crate::config::RunSettings;
-use crate::error::RunError;
-use crate::evaluation::mean_and_se;
-use crate::report::{RunReport, is_finished};
+use crate::summary::RunReport;
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_store::Reader;
+use orchestrate_metrics::mean_and_se;
+use orchestrate_store::{Reader, StoreError};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -36,18 +34,23 @@ pub struct ComparedRun {
 }
 
 impl ComparedRun {
-    /// Reads the journal of the run in `folder`, whose `[run]` section is `settings`.
+    /// Reads the journal of the run in `folder`. What the plan says about it, its seed and whether it
+    /// is `finished`, is given.
     ///
     /// # Errors
-    /// Store errors, a missing journal among them.
-    pub async fn read(folder: &Utf8Path, settings: &RunSettings) -> Result<Self, RunError> {
-        let reader = Reader::open(folder).await?;
+    /// Store errors.
+    pub async fn read(
+        reader: &Reader,
+        folder: &Utf8Path,
+        seed: u64,
+        finished: bool,
+    ) -> Result<Self, StoreError> {
         Ok(Self {
-            seed: settings.seed,
+            seed,
             folder: folder.to_owned(),
-            finished: is_finished(&reader, settings).await?,
+            finished,
             failure: None,
-            report: RunReport::from_journal(&reader).await?,
+            report: RunReport::from_journal(reader).await?,
             lines: reader.metrics().await?,
         })
     }
@@ -220,8 +223,8 @@ fn flatten(value: &Value, path: &str, into: &mut BTreeMap<String, Value>) {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::collapse::{Collapse, Symptom};
-    use crate::report::{EvalPoint, StepMeans};
+    use crate::summary::{EvalPoint, StepMeans};
+    use orchestrate_metrics::collapse::{Collapse, Symptom};
     use orchestrate_types::{PolicyVersion, RunId};
     use serde_json::json;
 

@@ -2,7 +2,7 @@
 //! several machines can be joined.
 
 use super::{ComparedRun, ConfigRuns};
-use crate::collapse::judge;
+use orchestrate_metrics::collapse::judge;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::io::{self, BufRead, Write};

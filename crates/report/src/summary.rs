@@ -1,11 +1,10 @@
 //! What a run achieved and how its training went, in numbers. How they look is in `run_page.rs`.
 
-use crate::collapse::{Collapse, judge};
-use crate::config::RunSettings;
-use crate::error::RunError;
-use crate::evaluation::{TaskScore, mean_and_se, scores};
+use crate::scores::task_scores;
 use crate::series::{Read, mean, number, step_seconds, truncated};
-use orchestrate_store::{Reader, StepState};
+use orchestrate_metrics::collapse::{Collapse, judge};
+use orchestrate_metrics::{TaskScore, mean_and_se};
+use orchestrate_store::{Reader, StepState, StoreError};
 use orchestrate_types::{PolicyVersion, RunId};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -142,7 +141,7 @@ impl RunReport {
     ///
     /// # Errors
     /// Store errors.
-    pub async fn from_journal(reader: &Reader) -> Result<Self, RunError> {
+    pub async fn from_journal(reader: &Reader) -> Result<Self, StoreError> {
         let steps = reader.steps().await?;
         let evals = reader.evals().await?;
         let done: Vec<&Value> = evals.iter().filter_map(|e| e.metrics.as_ref()).collect();
@@ -153,8 +152,8 @@ impl RunReport {
         };
         let (mut gain, mut held_out_families_gain) = (None, None);
         if let (Some(first), Some(last)) = (baseline, last) {
-            let before = scores(reader, first.global_step).await?;
-            let after = scores(reader, last.global_step).await?;
+            let before = task_scores(reader, first.global_step).await?;
+            let after = task_scores(reader, last.global_step).await?;
             let border = usize::try_from(first.tasks).unwrap_or(usize::MAX);
             let halves = |s: &[TaskScore]| {
                 let (known, families) = s.split_at(border.min(s.len()));
@@ -204,17 +203,6 @@ impl RunReport {
     pub fn newest(&self) -> Option<&EvalPoint> {
         self.last.as_ref().or(self.baseline.as_ref())
     }
-}
-
-/// Whether every step is closed and every evaluation done.
-pub(crate) async fn is_finished(reader: &Reader, run: &RunSettings) -> Result<bool, RunError> {
-    let closed = match reader.step(run.steps).await?.map(|row| row.state) {
-        Some(StepState::Applied | StepState::Skipped) => true,
-        Some(StepState::Sampling | StepState::Training | StepState::Trained) | None => false,
-    };
-    let evals = reader.evals().await?;
-    let evaluated = evals.iter().any(|e| e.round == run.steps && e.metrics.is_some());
-    Ok(closed && (evaluated || !run.evaluates_after(run.steps)))
 }
 
 fn eval_point(line: &Value) -> Option<EvalPoint> {

@@ -2,13 +2,13 @@
 
 mod distributions;
 
-use crate::collapse::judge;
 use crate::page::{Tile, document, escape, section, table, tiles};
 use crate::plot::{Caption, Lines, Scale, Series};
-use crate::report::{EvalPoint, Gain, RunReport};
 use crate::series::{
     COST, LEARNING, MISMATCH, MISMATCH_DETAIL, Measure, OPTIMISER, number, points,
 };
+use crate::summary::{EvalPoint, Gain, RunReport};
+use orchestrate_metrics::collapse::judge;
 use serde_json::Value;
 use std::fmt::Write;
 
@@ -175,9 +175,9 @@ fn numbers(report: &RunReport) -> Vec<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::collapse::{Collapse, Symptom};
-    use crate::report::StepMeans;
+    use crate::summary::StepMeans;
     use orchestrate_handoff::protocol::{HalfDecades, ProbabilityGrid};
+    use orchestrate_metrics::collapse::{Collapse, Symptom};
     use orchestrate_types::RunId;
     use serde_json::json;
     use std::collections::BTreeMap;

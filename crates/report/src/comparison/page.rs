@@ -2,10 +2,10 @@
 
 use super::table::LEGEND;
 use super::{ComparedRun, Comparison};
-use crate::evaluation::mean_and_se;
 use crate::page::{document, escape, section, table};
 use crate::plot::{Caption, Lines, Scale, Series};
 use crate::series::{COST, LEARNING, MISMATCH, Measure, OPTIMISER, Read, number, points};
+use orchestrate_metrics::mean_and_se;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
