@@ -16,13 +16,28 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("handoff", &["routing", "types"]),
     ("metrics", &["handoff", "types"]),
     ("report", &["handoff", "metrics", "store", "types"]),
-    ("moe", &["handoff", "routing", "types"]),
     ("synthetic", &["routing", "sandbox", "tasks", "types"]),
+    ("moe", &["handoff", "routing", "types"]),
     (
         "coordinator",
         &[
             "engine", "handoff", "metrics", "report", "rollout", "routing", "sandbox", "store",
             "tasks", "types",
+        ],
+    ),
+    (
+        "bench",
+        &[
+            "cli",
+            "coordinator",
+            "engine",
+            "handoff",
+            "rollout",
+            "routing",
+            "sandbox",
+            "synthetic",
+            "tasks",
+            "types",
         ],
     ),
 ];

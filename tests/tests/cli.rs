@@ -29,7 +29,6 @@ fn every_command_has_help_with_its_arguments() {
         "warm-start",
         "serve-engine",
         "serve-trainer",
-        "bench",
         "completions",
     ] {
         assert!(top.contains(command), "{command} is not in --help");

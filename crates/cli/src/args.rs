@@ -1,17 +1,13 @@
 //! The command line. No setting of a run is a flag: settings live in config files and `--set`.
 
-mod bench;
 mod tasks;
-
-pub(crate) use bench::{
-    BenchArgs, BenchCommand, BenchRolloutArgs, BenchRoutingArgs, BenchSandboxArgs,
-    SyntheticEngineArgs,
-};
 
 pub(crate) use tasks::{MakeArgs, SplitArg, TaskSelection, TasksArgs, TasksCommand};
 
+use crate::output;
 use camino::Utf8PathBuf;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use std::process::ExitCode;
 
 /// Reinforcement learning of Mixture-of-Experts coding agents with Rollout Routing Replay.
 #[derive(Debug, Parser)]
@@ -65,11 +61,6 @@ pub(crate) enum Command {
     ServeEngine(ServeEngineArgs),
     /// Serve the trainer protocol, on the CPU.
     ServeTrainer(ServeTrainerArgs),
-    /// Measure this machine: how close the program is to what the hardware needs.
-    Bench(BenchArgs),
-    /// Serve an engine that computes nothing, for `bench rollout`, until standard input closes.
-    #[command(hide = true)]
-    SyntheticEngine(SyntheticEngineArgs),
     /// Wait until standard input closes, then remove what a killed coordinator left unstarted.
     #[command(hide = true)]
     RemoveUnstarted(RemoveUnstartedArgs),
@@ -79,13 +70,13 @@ pub(crate) enum Command {
 
 /// Where settings come from.
 #[derive(Debug, Clone, Default, Args)]
-pub(crate) struct ConfigSource {
+pub struct ConfigSource {
     /// Config file (TOML); may be given more than once, later files win.
     #[arg(long = "config", value_name = "FILE")]
-    pub(crate) files: Vec<Utf8PathBuf>,
+    pub files: Vec<Utf8PathBuf>,
     /// One setting, like `rollout.group_size=8`; wins over files.
     #[arg(long = "set", value_name = "KEY=VALUE")]
-    pub(crate) sets: Vec<String>,
+    pub sets: Vec<String>,
 }
 
 #[derive(Debug, Args)]
@@ -467,8 +458,11 @@ pub(crate) struct CompletionsArgs {
 }
 
 /// Writes a completion script to standard output.
-pub(crate) fn write_completions(shell: clap_complete::Shell) {
-    clap_complete::generate(shell, &mut Cli::command(), "orchestrate", &mut std::io::stdout());
+pub(crate) fn write_completions(shell: clap_complete::Shell) -> anyhow::Result<ExitCode> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "orchestrate", &mut script);
+    output::data(String::from_utf8(script)?.trim_end());
+    Ok(ExitCode::SUCCESS)
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use crate::config::ConfigError;
 use crate::output;
+use clap::error::{ContextKind, ContextValue};
 use orchestrate_coordinator::{FailureClass, RunError};
 use orchestrate_engine::{EngineError, EngineErrorKind};
 use orchestrate_handoff::TrainerError;
@@ -31,9 +32,12 @@ pub(crate) const TRAINER: u8 = 7;
 /// 130: stopped by a signal; the run can be resumed.
 pub(crate) const STOPPED: u8 = 130;
 
-/// Prints clap's message; help and version are no failure.
-pub(crate) fn usage(error: &clap::Error) -> ExitCode {
+/// Prints clap's message and returns the exit code: 0 for help and version, else 2.
+pub fn usage(error: &clap::Error) -> ExitCode {
     let _ = error.print();
+    if error.get(ContextKind::InvalidSubcommand) == Some(&ContextValue::String("bench".into())) {
+        output::say("hint: benchmarks are a program of their own: orchestrate-bench");
+    }
     if error.use_stderr() { ExitCode::from(USAGE) } else { ExitCode::SUCCESS }
 }
 

@@ -1,7 +1,8 @@
 //! Builds the parts of a run from its settings. Engine and trainer are always reached over HTTP;
 //! the embedded ones are served on loopback by tasks of this process.
 
-use crate::config::Settings;
+use crate::args::ConfigSource;
+use crate::config::{self, RawConfig, Settings};
 use crate::{images, output, task_source};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -16,7 +17,9 @@ use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{ChatModel, EpisodeRunner, GradeLogs, History, Leads, RowSharing};
-use orchestrate_sandbox::{DockerHosts, Limits, Listener, SandboxProvider, Surroundings};
+use orchestrate_sandbox::{
+    DockerHosts, Limits, Listener, SandboxConfig, SandboxProvider, Surroundings,
+};
 use orchestrate_store::Store;
 use orchestrate_tasks::Task;
 use orchestrate_types::ModelShape;
@@ -108,7 +111,7 @@ pub(crate) async fn engine(
         servers.tasks.spawn(async move { Ok(serve_engine(options, listener, cancel).await?) });
         urls.push(url);
     }
-    let api_key = plan.api_key().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?;
+    let api_key = plan.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?;
     let (kind, patience) = (plan.kind, plan.start_timeout);
     let connecting = urls.into_iter().map(|url| {
         let options = ClientOptions {
@@ -202,7 +205,7 @@ async fn trainer(
         servers.tasks.spawn(async move { Ok(serve_trainer(options, listener, cancel).await?) });
         url
     };
-    let token = plan.token().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?;
+    let token = plan.token().map_err(|p| config::ConfigError::Problems(vec![p]))?;
     let client = TrainerClient::new(&url, token)?;
     Ok(HttpTrainer { client, step_timeout: plan.step_timeout })
 }
@@ -221,6 +224,40 @@ pub(crate) fn limits(settings: &Settings) -> Limits {
         pids: sandbox.pids,
         tmpfs: sandbox.tmpfs,
     }
+}
+
+/// Settings of a sandbox that `orchestrate-bench` opens.
+#[derive(Debug)]
+pub struct SandboxUnderTest {
+    /// `[sandbox]`, of one Docker host.
+    pub config: SandboxConfig,
+    /// Limits of each container.
+    pub limits: Limits,
+    /// Image of the first task of the settings.
+    pub image: String,
+    /// Working directory of that task.
+    pub workdir: String,
+}
+
+/// Reads the sandbox settings as a run does.
+///
+/// # Errors
+/// Invalid settings, or settings without a task.
+pub fn sandbox_under_test(source: &ConfigSource) -> anyhow::Result<SandboxUnderTest> {
+    let settings = config::load::<RawConfig>(source)?.check()?;
+    let task = all_tasks(&settings).into_iter().next().context("the settings produce no task")?;
+    let config = match settings.sandbox.docker_hosts().as_slice() {
+        // The host's own capacity does not apply to a benchmark.
+        [only] => settings.sandbox.on(only),
+        // Connecting refuses several hosts, with the remedy.
+        _ => settings.sandbox.clone(),
+    };
+    Ok(SandboxUnderTest {
+        limits: limits(&settings),
+        config,
+        image: task.image,
+        workdir: task.workdir,
+    })
 }
 
 /// The model's name in predictions.

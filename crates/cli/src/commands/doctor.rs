@@ -1,8 +1,8 @@
 //! `orchestrate doctor`: is everything there that a run needs?
 
 use crate::args::DoctorArgs;
-use crate::commands::bench::fits;
 use crate::config::{self, RawConfig, Settings};
+use crate::glob::matches_glob;
 use crate::progress::Progress;
 use crate::{output, tables, task_source, wiring};
 use anyhow::{Context, ensure};
@@ -211,14 +211,14 @@ async fn battery(
     settings: &Settings,
     pattern: &str,
 ) -> anyhow::Result<(String, Vec<BatteryResult>)> {
-    let chosen = battery_cases().into_iter().filter(|name| fits(pattern, name)).count();
+    let chosen = battery_cases().into_iter().filter(|name| matches_glob(pattern, name)).count();
     ensure!(chosen > 0, "no case fits `{pattern}`; there are: {}", battery_cases().join(", "));
     let image = first_task(settings)?.image.clone();
     let (progress, mut done) = (Progress::new(chosen as u64), 0);
     let results = run_battery(
         &settings.sandbox,
         &image,
-        |name| fits(pattern, name),
+        |name| matches_glob(pattern, name),
         |result| {
             done += 1;
             progress.update(done, chosen as u64, result.name.to_owned());

@@ -1,28 +1,39 @@
-//! Arguments of `orchestrate bench`.
+//! The command line of `orchestrate-bench`.
 
-use super::ConfigSource;
 use camino::Utf8PathBuf;
-use clap::{Args, Subcommand};
+use clap::{Args, Parser, Subcommand};
+use orchestrate_cli::ConfigSource;
 
-#[derive(Debug, Args)]
-pub(crate) struct BenchArgs {
+/// Measure this machine: how close orchestrate is to what the hardware needs.
+#[derive(Debug, Parser)]
+#[command(name = "orchestrate-bench", version, about, propagate_version = true)]
+pub(crate) struct Cli {
     #[command(subcommand)]
-    pub(crate) command: BenchCommand,
+    pub(crate) command: Command,
+    /// Say more on standard error (-v: debug, -vv: trace).
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub(crate) verbose: u8,
+    /// Log filter, like `orchestrate_sandbox=debug,info` (overrides -v).
+    #[arg(long, global = true, value_name = "FILTER")]
+    pub(crate) log_filter: Option<String>,
 }
 
 #[derive(Debug, Subcommand)]
-pub(crate) enum BenchCommand {
+pub(crate) enum Command {
     /// Routing masks: from reply bodies to checked rows, the prefix cache, at rest, the batch.
     Routing(BenchRoutingArgs),
     /// Rollouts: many conversations on fleets of engines that compute nothing, some of which die.
     Rollout(BenchRolloutArgs),
-    /// Sandboxes: starting, commands, reuse and memory, beside what Docker asks by itself.
+    /// Sandboxes: starting, commands, reuse and memory, compared with Docker by itself.
     Sandbox(BenchSandboxArgs),
+    /// Serve an engine that computes nothing, for `rollout`, until standard input closes.
+    #[command(hide = true)]
+    SyntheticEngine(SyntheticEngineArgs),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct SyntheticEngineArgs {
-    /// What it serves (JSON, as `bench rollout` writes it).
+    /// What it serves (JSON, as `rollout` writes it).
     #[arg(long, value_name = "FILE")]
     pub(crate) plan: Utf8PathBuf,
     /// Address to listen on; port 0 = any, printed as JSON.
@@ -36,9 +47,9 @@ pub(crate) struct SyntheticEngineArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  orchestrate bench rollout
-  orchestrate bench rollout --case 'workers_4*' --json
-  orchestrate bench rollout --case open_4096
+  orchestrate-bench rollout
+  orchestrate-bench rollout --case 'workers_4*' --json
+  orchestrate-bench rollout --case open_4096
 
 What is measured:
   Episodes as `run` makes them, through the same runner, fleet, client and routing masks. Engines
@@ -96,9 +107,9 @@ pub(crate) struct BenchRolloutArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  orchestrate bench routing
-  orchestrate bench routing --case 'sglang_*' --repeat 9
-  orchestrate bench routing --tokens 4096 --turns 8 --experts 512 --json
+  orchestrate-bench routing
+  orchestrate-bench routing --case 'sglang_*' --repeat 9
+  orchestrate-bench routing --tokens 4096 --turns 8 --experts 512 --json
 
 What is measured:
   A conversation is one trajectory of equal turns, half observation and half generation, whose
@@ -155,9 +166,9 @@ pub(crate) struct BenchRoutingArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  orchestrate bench sandbox
-  orchestrate bench sandbox --case 'command*' --json
-  orchestrate bench sandbox --case 'held_*' --held 200
+  orchestrate-bench sandbox
+  orchestrate-bench sandbox --case 'command*' --json
+  orchestrate-bench sandbox --case 'held_*' --held 200
 
 What is measured:
   Real containers of the tasks' image, opened as `run` opens them. All times are seen from here.
@@ -196,4 +207,15 @@ pub(crate) struct BenchSandboxArgs {
     /// Print JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
 }

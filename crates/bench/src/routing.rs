@@ -1,4 +1,4 @@
-//! `orchestrate bench routing`: routing masks against the least work the machine needs for them.
+//! `orchestrate-bench routing`: routing masks against the least work the machine needs for them.
 
 mod batch;
 mod conversation;
@@ -8,15 +8,14 @@ mod measure;
 mod rest;
 mod workload;
 
-use super::fits;
-use super::machine::Machine;
 use crate::args::BenchRoutingArgs;
-use crate::{output, tables};
+use crate::machine::Machine;
 use anyhow::ensure;
 use camino::{Utf8Path, Utf8PathBuf};
 use conversation::Kind;
 use group::Groups;
 use measure::Case;
+use orchestrate_cli::{matches_glob, output, tables};
 use std::process::ExitCode;
 use workload::Mode::{Delta, Full};
 use workload::Size;
@@ -68,7 +67,7 @@ struct Report {
 pub(super) fn run(args: &BenchRoutingArgs) -> anyhow::Result<ExitCode> {
     ensure!(args.top_k <= args.experts, "--top-k is more than --experts");
     ensure!(args.turns <= args.tokens / 4, "--turns needs at least 4 of --tokens each");
-    let fit = |name: &&str| fits(&args.pattern, name);
+    let fit = |name: &&str| matches_glob(&args.pattern, name);
     let works = works(args);
     let chosen: Vec<&Work> = works.iter().filter(|work| work.names().iter().any(fit)).collect();
     ensure!(

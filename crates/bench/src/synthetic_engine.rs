@@ -1,9 +1,9 @@
-//! `orchestrate synthetic-engine`: an engine process of `bench rollout`.
+//! `orchestrate-bench synthetic-engine`: an engine process of `orchestrate-bench rollout`.
 
-use super::bench::{Listening, keep_to};
 use crate::args::SyntheticEngineArgs;
-use crate::output;
+use crate::rollout::{Listening, keep_to};
 use anyhow::Context;
+use orchestrate_cli::output;
 use std::process::ExitCode;
 use tokio::net::TcpListener;
 

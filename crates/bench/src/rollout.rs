@@ -1,4 +1,4 @@
-//! `orchestrate bench rollout`: many conversations through the episode machinery and the fleet,
+//! `orchestrate-bench rollout`: many conversations through the episode machinery and the fleet,
 //! against engine processes that compute nothing.
 
 mod case;
@@ -11,14 +11,13 @@ mod processors;
 mod stalls;
 mod world;
 
-use super::fits;
-use super::machine::Machine;
 use crate::args::BenchRolloutArgs;
-use crate::{output, tables};
+use crate::machine::Machine;
 use anyhow::{Context, ensure};
 use camino::Utf8Path;
 use case::{Case, Fate, Kind, Limits};
 pub(crate) use engines::Listening;
+use orchestrate_cli::{matches_glob, output, tables};
 use orchestrate_synthetic::Latency;
 use processors::Processors;
 pub(crate) use processors::keep_to;
@@ -43,7 +42,7 @@ pub(super) async fn run(args: &BenchRolloutArgs) -> anyhow::Result<ExitCode> {
     let kinds = kinds(args);
     let names: Vec<&str> = kinds.iter().map(|kind| kind.name).collect();
     let chosen: Vec<Kind> =
-        kinds.into_iter().filter(|kind| fits(&args.pattern, kind.name)).collect();
+        kinds.into_iter().filter(|kind| matches_glob(&args.pattern, kind.name)).collect();
     ensure!(!chosen.is_empty(), "no case fits `{}`; there are: {}", args.pattern, names.join(", "));
     let machine = Machine::look();
     if cfg!(debug_assertions) {

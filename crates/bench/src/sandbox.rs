@@ -1,16 +1,13 @@
-//! `orchestrate bench sandbox`: what a sandbox costs, beside what the Docker daemon asks by itself.
+//! `orchestrate-bench sandbox`: what a sandbox costs, compared with the Docker daemon by itself.
 
 mod case;
 mod work;
 
-use super::fits;
-use super::machine::Machine;
 use crate::args::BenchSandboxArgs;
-use crate::config::{self, RawConfig};
-use crate::progress::Progress;
-use crate::{output, tables, wiring};
-use anyhow::{Context, ensure};
+use crate::machine::Machine;
+use anyhow::ensure;
 use case::Case;
+use orchestrate_cli::{Progress, matches_glob, output, sandbox_under_test, tables};
 use orchestrate_sandbox::{DaemonReport, DockerProvider, SandboxProvider};
 use orchestrate_types::RunId;
 use std::process::ExitCode;
@@ -70,7 +67,7 @@ struct Report {
 
 /// Runs the command.
 pub(super) async fn run(args: &BenchSandboxArgs) -> anyhow::Result<ExitCode> {
-    let fit = |name: &String| fits(&args.pattern, name);
+    let fit = |name: &String| matches_glob(&args.pattern, name);
     let chosen: Vec<Work> =
         WORKS.into_iter().filter(|work| work.names(args).iter().any(fit)).collect();
     ensure!(
@@ -79,23 +76,8 @@ pub(super) async fn run(args: &BenchSandboxArgs) -> anyhow::Result<ExitCode> {
         args.pattern,
         WORKS.into_iter().flat_map(|work| work.names(args)).collect::<Vec<_>>().join(", ")
     );
-    let settings = config::load::<RawConfig>(&args.source)?.check()?;
-    let task = wiring::all_tasks(&settings).into_iter().next();
-    let task = task.context("the settings make no tasks")?;
-    let config = match settings.sandbox.docker_hosts().as_slice() {
-        // Its own capacity is not that of a measurement.
-        [only] => settings.sandbox.on(only),
-        // Refused below, with the remedy.
-        _ => settings.sandbox.clone(),
-    };
-    let world = World {
-        limits: wiring::limits(&settings),
-        config,
-        image: task.image,
-        workdir: task.workdir,
-        run: RunId::generate(),
-    };
-    let provider = DockerProvider::connect(world.config.clone()).await?;
+    let world = World { sandbox: sandbox_under_test(&args.source)?, run: RunId::generate() };
+    let provider = DockerProvider::connect(world.sandbox.config.clone()).await?;
     let docker = provider.doctor().await?;
     provider.shutdown().await?;
     let machine = Machine::look();

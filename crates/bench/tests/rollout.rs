@@ -2,15 +2,18 @@
 
 #![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
 
-use orchestrate_e2e::{run, stderr};
 use serde_json::Value;
+use std::process::Command;
 
 /// Runs one case small, and gives what was measured.
 fn case(name: &str) -> Value {
     let small = ["--conversations", "16", "--turns", "6", "--group-size", "4"];
-    let args = [&["bench", "rollout", "--json", "--case", name][..], &small].concat();
-    let output = run(&args).unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
+    let output = Command::new(env!("CARGO_BIN_EXE_orchestrate-bench"))
+        .args(["rollout", "--json", "--case", name])
+        .args(small)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let mut report: Value = serde_json::from_slice(&output.stdout).unwrap();
     report.pointer_mut("/cases/0").unwrap().take()
 }

@@ -3,9 +3,10 @@
 use super::case::{Case, Limits, Memory};
 use anyhow::{Context, ensure};
 use futures::future::try_join_all;
+use orchestrate_cli::SandboxUnderTest;
 use orchestrate_sandbox::{
-    Command, DockerProvider, FileEntry, Limits as ContainerLimits, Owner, Purpose, Sandbox,
-    SandboxConfig, SandboxProvider, SandboxSpec,
+    Command, DockerProvider, FileEntry, Owner, Purpose, Sandbox, SandboxConfig, SandboxProvider,
+    SandboxSpec,
 };
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
 use std::time::Duration;
@@ -23,10 +24,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// The sandboxes that are measured.
 #[derive(Debug)]
 pub(super) struct World {
-    pub(super) config: SandboxConfig,
-    pub(super) limits: ContainerLimits,
-    pub(super) image: String,
-    pub(super) workdir: String,
+    pub(super) sandbox: SandboxUnderTest,
     pub(super) run: RunId,
 }
 
@@ -35,11 +33,11 @@ impl World {
         let group = GroupId::Eval { round: 0, index };
         let attempt = AttemptId { episode: EpisodeId { group, member: 0 }, attempt: 1 };
         SandboxSpec {
-            image: self.image.clone(),
+            image: self.sandbox.image.clone(),
             purpose: Purpose::Agent,
             owner: Owner { run: self.run, epoch: 0, attempt },
-            workdir: self.workdir.clone(),
-            limits: self.limits,
+            workdir: self.sandbox.workdir.clone(),
+            limits: self.sandbox.limits,
             deadline: Duration::from_mins(15),
             reusable,
         }
@@ -48,8 +46,8 @@ impl World {
     /// A provider with room for so many sandboxes of one purpose.
     async fn provider(&self, room: u32, reuse: bool) -> anyhow::Result<DockerProvider> {
         let room = usize::try_from(room)? * 8 / 7 + 2;
-        let max_containers = self.config.max_containers.max(room);
-        let config = SandboxConfig { max_containers, reuse, ..self.config.clone() };
+        let max_containers = self.sandbox.config.max_containers.max(room);
+        let config = SandboxConfig { max_containers, reuse, ..self.sandbox.config.clone() };
         Ok(DockerProvider::connect(config).await?)
     }
 
@@ -99,7 +97,7 @@ pub(super) async fn starts(world: &World, rounds: u32) -> anyhow::Result<Vec<Cas
         for step in 0..3 {
             let kind = (round + step) % 3;
             if kind == 2 {
-                let bare = provider.start_bare(&world.image, round).await?;
+                let bare = provider.start_bare(&world.sandbox.image, round).await?;
                 floor.push(bare.started_in);
                 bare.close().await?;
                 continue;
@@ -135,7 +133,7 @@ pub(super) async fn starts(world: &World, rounds: u32) -> anyhow::Result<Vec<Cas
 pub(super) async fn commands(world: &World, count: u32) -> anyhow::Result<Vec<Case>> {
     let provider = world.provider(2, true).await?;
     let mut sandbox = world.open(&provider, 0).await?;
-    let bare = provider.start_bare(&world.image, 0).await?;
+    let bare = provider.start_bare(&world.sandbox.image, 0).await?;
     run_true(&mut sandbox).await?;
     let (mut ours, mut floor) = (Vec::new(), Vec::new());
     for number in 0..count {
