@@ -1,8 +1,10 @@
 //! The command line. No setting of a run is a flag: settings live in config files and `--set`.
 
 mod tasks;
+mod variant;
 
 pub(crate) use tasks::{MakeArgs, SplitArg, TaskSelection, TasksArgs, TasksCommand};
+pub(crate) use variant::Variant;
 
 use crate::output;
 use camino::Utf8PathBuf;
@@ -303,7 +305,7 @@ pub(crate) struct CompareArgs {
     /// `gspo:algorithm.policy_loss=gspo,algorithm.mini_steps=4`; a name alone takes the config as
     /// it is.
     #[arg(long = "variant", value_name = "NAME[:KEY=VALUE,...]", conflicts_with = "runs")]
-    pub(crate) variants: Vec<crate::commands::compare::Variant>,
+    pub(crate) variants: Vec<Variant>,
     /// Values of `run.seed`.
     #[arg(
         long,

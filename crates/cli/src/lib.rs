@@ -17,6 +17,7 @@ mod live;
 pub mod output;
 pub mod process;
 mod progress;
+mod run_folder;
 pub mod tables;
 mod task_source;
 mod wiring;

@@ -7,7 +7,9 @@ use crate::{images, output, task_source};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use futures::future::join_all;
-use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TrainerSink};
+use orchestrate_coordinator::{
+    Coordinator, Evaluation, EvaluationPlan, HttpTrainer, Plan, Reporter, TaskSet,
+};
 use orchestrate_engine::{
     ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EnginePlan, Fleet,
     FleetMember, FleetOptions, Worker, discover, unknown_shape,
@@ -79,7 +81,7 @@ async fn loopback() -> anyhow::Result<(TcpListener, String)> {
 }
 
 /// The shape of the served model, as far as it matters for what its engine returns.
-pub(crate) fn shape(plan: &EnginePlan, model: &Utf8Path) -> anyhow::Result<ModelShape> {
+fn shape(plan: &EnginePlan, model: &Utf8Path) -> anyhow::Result<ModelShape> {
     match plan.kind {
         EngineKind::Sglang | EngineKind::Vllm => Ok(ModelConfig::load(model)?.shape()),
         EngineKind::Openai => Ok(unknown_shape()),
@@ -184,10 +186,10 @@ async fn inspect(settings: &Settings, engine: &dyn Worker) -> anyhow::Result<()>
 }
 
 /// The configured trainer, or an embedded one with its checkpoints in the run folder.
-async fn trainer(
+pub(crate) async fn trainer(
     settings: &Settings,
-    servers: &mut Servers,
     folder: &Utf8Path,
+    servers: &mut Servers,
 ) -> anyhow::Result<HttpTrainer> {
     let plan = &settings.trainer;
     let url = if let Some(url) = &plan.url {
@@ -278,23 +280,22 @@ fn plan(settings: &Settings) -> Plan {
     }
 }
 
-/// Who makes new weights.
-pub(crate) enum Training {
-    /// The configured trainer.
-    Trainer,
-    /// Nobody: the run only evaluates this.
-    Fixed(Arc<dyn TrainerSink>),
+/// What a run and an evaluation need alike.
+pub(crate) struct Parts {
+    episodes: Arc<EpisodeRunner>,
+    engine: Arc<dyn Engine>,
+    sandboxes: Arc<dyn SandboxProvider>,
+    tasks: TaskSet,
 }
 
-/// Builds a coordinator around an open journal.
-pub(crate) async fn coordinator(
+/// Connects sandboxes and engine, and reads the tasks.
+pub(crate) async fn parts(
     settings: &Settings,
     folder: &Utf8Path,
-    store: Store,
-    training: Training,
+    store: &Store,
     servers: &mut Servers,
-    (reporter, image_listener): (Arc<dyn Reporter>, Listener),
-) -> anyhow::Result<Coordinator> {
+    image_listener: Listener,
+) -> anyhow::Result<Parts> {
     let (containers, episodes) = (settings.sandbox.capacity(), settings.rollout.max_in_flight);
     if settings.sandbox.reuse && containers < 2 * episodes as usize {
         output::say(format!(
@@ -303,9 +304,6 @@ pub(crate) async fn coordinator(
              sandbox.max_containers is that of each Docker host)",
             2 * episodes
         ));
-    }
-    if matches!(training, Training::Trainer) {
-        settings.check_training()?;
     }
     let around = Surroundings {
         book: Some(Arc::new(images::Journal(store.image_records()))),
@@ -318,22 +316,11 @@ pub(crate) async fn coordinator(
     let sandboxes: Arc<dyn SandboxProvider> = Arc::new(provider);
     let engine: Arc<dyn Engine> =
         Arc::new(engine(settings, servers, &settings.engine.model).await?);
-    if settings.rollout.history == History::Template && matches!(training, Training::Trainer) {
-        output::say(
-            "warning: rollout.history = \"template\": episodes are trained on behind their last fork \
-             only, which may be their last turn",
-        );
-    }
-    let trainer: Arc<dyn TrainerSink> = match training {
-        Training::Trainer => Arc::new(trainer(settings, servers, folder).await?),
-        Training::Fixed(sink) => sink,
-    };
     let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_use())?;
-    let chat = Arc::new(chat);
     let episodes = Arc::new(EpisodeRunner {
         engine: engine.clone(),
         sandboxes: sandboxes.clone(),
-        chat,
+        chat: Arc::new(chat),
         plan: settings.rollout.clone(),
         container_limits: limits(settings),
         rules: settings.reward.rules(),
@@ -345,17 +332,66 @@ pub(crate) async fn coordinator(
         },
         leads: Leads::default(),
     });
-    Ok(Coordinator {
-        folder: folder.to_owned(),
-        store,
-        episodes,
-        engine,
-        trainer,
-        sandboxes,
-        tasks: task_source::task_set(settings)?,
-        plan: plan(settings),
-        reporter,
-    })
+    Ok(Parts { episodes, engine, sandboxes, tasks: task_source::task_set(settings)? })
+}
+
+impl Parts {
+    /// A training run over an open journal.
+    pub(crate) fn coordinator(
+        self,
+        settings: &Settings,
+        folder: &Utf8Path,
+        store: Store,
+        trainer: HttpTrainer,
+        reporter: Arc<dyn Reporter>,
+    ) -> Coordinator {
+        if settings.rollout.history == History::Template {
+            output::say(
+                "warning: rollout.history = \"template\": episodes are trained on after their last \
+                 fork only, which may be their last turn",
+            );
+        }
+        Coordinator {
+            folder: folder.to_owned(),
+            store,
+            episodes: self.episodes,
+            engine: self.engine,
+            trainer: Arc::new(trainer),
+            sandboxes: self.sandboxes,
+            tasks: self.tasks,
+            plan: plan(settings),
+            reporter,
+        }
+    }
+
+    /// An evaluation of `engine.model` over an open journal.
+    pub(crate) fn evaluation(
+        self,
+        settings: &Settings,
+        folder: &Utf8Path,
+        store: Store,
+        reporter: Arc<dyn Reporter>,
+    ) -> anyhow::Result<Evaluation> {
+        let EnginePlan { served_model, model, .. } = &settings.engine;
+        Ok(Evaluation {
+            folder: folder.to_owned(),
+            store,
+            episodes: self.episodes,
+            engine: self.engine,
+            checkpoint: match served_model {
+                Some(name) => name.into(),
+                None => absolute(model)?,
+            },
+            sandboxes: self.sandboxes,
+            tasks: self.tasks,
+            plan: EvaluationPlan {
+                run: settings.run.clone(),
+                sampling: (&settings.rollout).into(),
+                model_name: model_name(settings),
+            },
+            reporter,
+        })
+    }
 }
 
 /// Starts the place where embedded servers live.

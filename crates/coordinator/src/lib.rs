@@ -4,6 +4,7 @@
 //! instant continues from the journal alone. Start reading at `run_loop.rs`.
 
 mod config;
+mod context;
 mod error;
 mod evaluation;
 mod events;
@@ -25,13 +26,15 @@ pub use config::{
     DiagnosticsSection, DiagnosticsSettings, OnCollapse, RunSection, RunSettings, TasksSection,
     TasksSettings,
 };
+pub use context::RunEnd;
 pub use error::{FailureClass, RunError};
+pub use evaluation::Evaluation;
 pub use events::{Event, Reporter};
 pub use lag::{LagSummary, LoopLag};
-pub use plan::{Plan, SamplingPlan, TaskSet};
+pub use plan::{EvaluationPlan, Plan, SamplingPlan, TaskSet};
 pub use progress::is_finished;
 pub use record::{EpisodeDetail, EpisodeSummary};
-pub use run_loop::{Coordinator, RunEnd};
+pub use run_loop::Coordinator;
 pub use schedule::{episode_seed, task_index};
 pub use stop::Stop;
 pub use trainer::{HttpTrainer, StepProgress, TrainerSink};

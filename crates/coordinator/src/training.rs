@@ -59,12 +59,8 @@ impl Driver {
     }
 
     async fn spread(&self, info: &TrainerInfo, version: PolicyVersion) -> Result<(), RunError> {
-        self.store().announce_version(version, info.lineage, &info.checkpoint).await?;
-        self.engine.sync_weights(&info.checkpoint, version).await?;
-        self.context.live.set(version);
-        self.store().version_live(version).await?;
-        self.context.report(&Event::WeightsLive { version });
-        Ok(())
+        let engine = self.engine.as_ref();
+        self.context.serve(engine, version, info.lineage, &info.checkpoint).await
     }
 
     fn check_trainer(&self, info: &TrainerInfo) -> Result<(), RunError> {

@@ -1,7 +1,7 @@
 //! `orchestrate analyze`: one run as a page, and its verdict.
 
-use super::run::write_whole;
 use crate::args::AnalyzeArgs;
+use crate::run_folder::write_whole;
 use crate::{output, tables, wiring};
 use orchestrate_report::{RunReport, write_html};
 use orchestrate_store::Reader;

@@ -1,8 +1,8 @@
 //! `orchestrate gc`: containers that runs left behind, and images that they pulled.
 
 use crate::args::{ConfigSource, GcArgs};
-use crate::commands::run::PLAN_FILE;
 use crate::config::{self, ConfigError, RawConfig};
+use crate::run_folder::PLAN_FILE;
 use crate::{output, wiring};
 use camino::Utf8Path;
 use orchestrate_sandbox::{

@@ -1,6 +1,8 @@
 //! Whole runs against a scripted world: what they do, and what a kill at any point leaves behind.
 
 #[cfg(test)]
+mod evaluation;
+#[cfg(test)]
 mod parts;
 #[cfg(test)]
 mod recovery;

@@ -1,8 +1,8 @@
 //! Runs that were made before, by whatever command, here or elsewhere.
 
 use crate::args::ConfigSource;
-use crate::commands::run::PLAN_FILE;
 use crate::config::{self, RawConfig};
+use crate::run_folder::PLAN_FILE;
 use crate::wiring;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
