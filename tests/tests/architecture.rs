@@ -153,14 +153,8 @@ fn crates_that_cannot_be_trusted_are_found() {
 
 /// Crates with import cycles of more than two files, and how many files are on them. Only ever
 /// shorter: a crate that has fewer gets the smaller number, one that has none leaves the list.
-const CYCLES: &[(&str, usize)] = &[
-    ("engine", 11),
-    ("moe", 4),
-    ("rollout", 3),
-    ("routing", 3),
-    ("sandbox", 9),
-    ("tasks", 13),
-];
+const CYCLES: &[(&str, usize)] =
+    &[("engine", 11), ("moe", 4), ("rollout", 3), ("routing", 3), ("sandbox", 9), ("tasks", 13)];
 
 #[test]
 fn no_import_cycle_has_more_than_two_files() {
@@ -197,11 +191,8 @@ fn import_cycles_are_found_through_reexports_and_nested_lists() {
     assert_eq!(files.into_iter().collect::<Vec<_>>(), ["a", "b", "c"]);
     assert_eq!(shortest.len(), 3);
     let in_tests = "#[cfg(test)]\nmod tests {\n    use crate::a::A;\n}\n";
-    let found = imports(&[
-        ("a.rs", "use crate::b::B;"),
-        ("b.rs", "use crate::c::C;"),
-        ("c.rs", in_tests),
-    ]);
+    let found =
+        imports(&[("a.rs", "use crate::b::B;"), ("b.rs", "use crate::c::C;"), ("c.rs", in_tests)]);
     assert!(found.0.is_empty(), "{found:?}");
 }
 

@@ -17,7 +17,7 @@ use anyhow::{Context, ensure};
 use camino::Utf8Path;
 use case::{Case, Fate, Kind, Limits};
 pub(crate) use engines::Listening;
-use orchestrate_cli::{matches_glob, output, tables};
+use orchestrate_cli::{UsageError, matches_glob, output, tables};
 use orchestrate_synthetic::Latency;
 use processors::Processors;
 pub(crate) use processors::keep_to;
@@ -43,7 +43,10 @@ pub(super) async fn run(args: &BenchRolloutArgs) -> anyhow::Result<ExitCode> {
     let names: Vec<&str> = kinds.iter().map(|kind| kind.name).collect();
     let chosen: Vec<Kind> =
         kinds.into_iter().filter(|kind| matches_glob(&args.pattern, kind.name)).collect();
-    ensure!(!chosen.is_empty(), "no case fits `{}`; there are: {}", args.pattern, names.join(", "));
+    ensure!(
+        !chosen.is_empty(),
+        UsageError::NoCase { pattern: args.pattern.clone(), known: names.join(", ") }
+    );
     let machine = Machine::look();
     if cfg!(debug_assertions) {
         output::say("this is a debug build: its numbers say nothing about a release");

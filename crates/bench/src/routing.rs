@@ -15,7 +15,7 @@ use camino::{Utf8Path, Utf8PathBuf};
 use conversation::Kind;
 use group::Groups;
 use measure::Case;
-use orchestrate_cli::{matches_glob, output, tables};
+use orchestrate_cli::{UsageError, matches_glob, output, tables};
 use std::process::ExitCode;
 use workload::Mode::{Delta, Full};
 use workload::Size;
@@ -72,9 +72,10 @@ pub(super) fn run(args: &BenchRoutingArgs) -> anyhow::Result<ExitCode> {
     let chosen: Vec<&Work> = works.iter().filter(|work| work.names().iter().any(fit)).collect();
     ensure!(
         !chosen.is_empty(),
-        "no case fits `{}`; there are: {}",
-        args.pattern,
-        works.iter().flat_map(Work::names).collect::<Vec<_>>().join(", ")
+        UsageError::NoCase {
+            pattern: args.pattern.clone(),
+            known: works.iter().flat_map(Work::names).collect::<Vec<_>>().join(", "),
+        }
     );
     let machine = Machine::look();
     if cfg!(debug_assertions) {

@@ -7,7 +7,7 @@ use crate::args::BenchSandboxArgs;
 use crate::machine::Machine;
 use anyhow::ensure;
 use case::Case;
-use orchestrate_cli::{Progress, matches_glob, output, sandbox_under_test, tables};
+use orchestrate_cli::{Progress, UsageError, matches_glob, output, sandbox_under_test, tables};
 use orchestrate_sandbox::{DaemonReport, DockerProvider, SandboxProvider};
 use orchestrate_types::RunId;
 use std::process::ExitCode;
@@ -72,9 +72,14 @@ pub(super) async fn run(args: &BenchSandboxArgs) -> anyhow::Result<ExitCode> {
         WORKS.into_iter().filter(|work| work.names(args).iter().any(fit)).collect();
     ensure!(
         !chosen.is_empty(),
-        "no case fits `{}`; there are: {}",
-        args.pattern,
-        WORKS.into_iter().flat_map(|work| work.names(args)).collect::<Vec<_>>().join(", ")
+        UsageError::NoCase {
+            pattern: args.pattern.clone(),
+            known: WORKS
+                .into_iter()
+                .flat_map(|work| work.names(args))
+                .collect::<Vec<_>>()
+                .join(", "),
+        }
     );
     let world = World { sandbox: sandbox_under_test(&args.source)?, run: RunId::generate() };
     let provider = DockerProvider::connect(world.sandbox.config.clone()).await?;

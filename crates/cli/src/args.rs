@@ -8,7 +8,9 @@ pub(crate) use variant::Variant;
 
 use crate::output;
 use camino::Utf8PathBuf;
-use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use orchestrate_tasks::swe::Harness;
 use std::process::ExitCode;
 
 /// Reinforcement learning of Mixture-of-Experts coding agents with Rollout Routing Replay.
@@ -171,8 +173,8 @@ pub(crate) struct GradeArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) tasks: Utf8PathBuf,
     /// SWE-bench: the version of the official harness whose rules hold.
-    #[arg(long, value_enum, default_value = "4.1.0")]
-    pub(crate) harness: HarnessArg,
+    #[arg(long, value_parser = harness_parser(), default_value = "4.1.0")]
+    pub(crate) harness: Harness,
     /// Predictions (JSON lines, or JSON); an instance whose patch is null is not graded.
     #[arg(long, value_name = "FILE")]
     pub(crate) predictions: Option<Utf8PathBuf>,
@@ -192,23 +194,10 @@ pub(crate) struct GradeArgs {
     pub(crate) json: bool,
 }
 
-impl From<HarnessArg> for orchestrate_tasks::swe::Harness {
-    fn from(version: HarnessArg) -> Self {
-        match version {
-            HarnessArg::V4_1_0 => Self::V4_1_0,
-            HarnessArg::V5_0_2 => Self::V5_0_2,
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum HarnessArg {
-    /// The rules of published numbers up to 2026.
-    #[value(name = "4.1.0")]
-    V4_1_0,
-    /// Skipped tests, forged results and truncated names no longer count as solved.
-    #[value(name = "5.0.2")]
-    V5_0_2,
+/// Parses a version of SWE-bench's harness; `--help` lists them.
+fn harness_parser() -> impl TypedValueParser<Value = Harness> {
+    let versions = Harness::ALL.map(|h| PossibleValue::new(h.version()).help(h.summary()));
+    PossibleValuesParser::new(versions).try_map(|version| version.parse::<Harness>())
 }
 
 #[derive(Debug, Args)]

@@ -9,6 +9,7 @@
 mod args;
 mod commands;
 mod config;
+mod error;
 mod exit;
 mod glob;
 mod grader;
@@ -23,6 +24,7 @@ mod task_source;
 mod wiring;
 
 pub use args::ConfigSource;
+pub use error::UsageError;
 pub use exit::usage;
 pub use glob::matches_glob;
 pub use progress::Progress;

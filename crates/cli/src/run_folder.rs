@@ -5,9 +5,10 @@ use crate::config::{self, ConfigError, RawConfig, Settings};
 use anyhow::Context;
 use camino::Utf8Path;
 use orchestrate_coordinator::RunError;
+use orchestrate_engine::{EngineKind, EnginePlan};
 use orchestrate_store::{JOURNAL_FILE, NewRun, Store};
 use orchestrate_tasks::load;
-use orchestrate_types::RunId;
+use orchestrate_types::{ConfigProblem, RunId};
 
 /// The recorded plan inside a run folder.
 pub(crate) const PLAN_FILE: &str = "plan.toml";
@@ -20,6 +21,7 @@ pub(crate) async fn create(
     let mut raw = raw.with_defaults()?;
     pin_data_sets(&mut raw).await?;
     let settings = raw.check()?;
+    check_model(&settings)?;
     let plan = toml::to_string(&raw).context("write the plan")?;
     let new = NewRun { run: RunId::generate(), plan_digest: digest(&plan) };
     // The plan comes first, so that a journal never lacks it; a plan alone is not a run yet.
@@ -27,6 +29,19 @@ pub(crate) async fn create(
         write_whole(&folder.join(PLAN_FILE), &plan)?;
     }
     Ok((settings, Store::create(folder, &new).await?))
+}
+
+/// Refuses a missing model before anything is written. The default one exists in a checkout of the
+/// project only.
+fn check_model(settings: &Settings) -> Result<(), ConfigError> {
+    let EnginePlan { kind, model, .. } = &settings.engine;
+    if *kind == EngineKind::Openai || model.exists() {
+        return Ok(());
+    }
+    let remedy = "must be an existing checkpoint folder, relative to the current directory; the \
+                  default, environments/micro/policy, exists in a checkout of the project only: \
+                  run from there, or set engine.model";
+    Err(ConfigError::Problems(vec![ConfigProblem::new("engine.model", model, remedy)]))
 }
 
 /// Replaces the name of a data set on a hub, which may change during a run, by its commit.

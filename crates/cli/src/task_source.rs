@@ -1,6 +1,7 @@
 //! Where tasks come from: an environment that generates them, or files of rows.
 
 use crate::config::Settings;
+use crate::error::InputError;
 use crate::output;
 use camino::Utf8Path;
 use orchestrate_coordinator::TaskSet;
@@ -64,8 +65,7 @@ pub(crate) fn of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Ta
     }
     anyhow::ensure!(
         !tasks.is_empty(),
-        "{file} has no usable row: {refused} are refused, {} names are in tasks.skip",
-        skip.len()
+        InputError::NoUsableRow { file: file.to_owned(), refused, skipped: skip.len() }
     );
     Ok(tasks)
 }

@@ -81,7 +81,7 @@ async fn loopback() -> anyhow::Result<(TcpListener, String)> {
 }
 
 /// The shape of the served model, as far as it matters for what its engine returns.
-fn shape(plan: &EnginePlan, model: &Utf8Path) -> anyhow::Result<ModelShape> {
+pub(crate) fn shape(plan: &EnginePlan, model: &Utf8Path) -> anyhow::Result<ModelShape> {
     match plan.kind {
         EngineKind::Sglang | EngineKind::Vllm => Ok(ModelConfig::load(model)?.shape()),
         EngineKind::Openai => Ok(unknown_shape()),

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::Semaphore;
+use tracing::Instrument;
 
 /// Time for removing the containers that are still open at the end; the next start removes the
 /// rest.
@@ -95,6 +96,8 @@ impl Context {
         work: impl Future<Output = Result<(), RunError>>,
     ) -> Result<bool, RunError> {
         let draining = || self.report(&Event::Draining);
+        let span = tracing::info_span!("run", run_id = %self.run, epoch = self.store.epoch());
+        let work = work.instrument(span);
         // Dropping `work` at any point is as good as a kill, and that is what the journal is for.
         let driven = tokio::select! {
             biased;
@@ -129,6 +132,11 @@ impl Context {
     }
 
     /// Has every engine serve `checkpoint` as `version`, recorded before and after.
+    #[tracing::instrument(
+        name = "weight_sync",
+        skip_all,
+        fields(policy_version = version.0, %checkpoint)
+    )]
     pub(crate) async fn serve(
         &self,
         engine: &dyn Engine,

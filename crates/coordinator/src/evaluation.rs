@@ -49,6 +49,11 @@ impl Evaluator<'_> {
     }
 
     /// Evaluates `version` as `round` (the global step before it), or continues to.
+    #[tracing::instrument(
+        name = "evaluation",
+        skip_all,
+        fields(step = round, policy_version = version.0)
+    )]
     pub(crate) async fn evaluate(
         &self,
         round: u32,

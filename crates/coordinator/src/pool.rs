@@ -16,6 +16,7 @@ use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinSet;
+use tracing::Instrument;
 
 /// Silence after which a person is told what the run waits for.
 const STALL_REPORT: Duration = Duration::from_mins(10);
@@ -74,12 +75,14 @@ impl Pool {
             self.complete.push_back(group);
             return Ok(());
         }
+        let group_span = tracing::info_span!("group", group_id = %group, task_id = task.id);
         for &episode in &open {
             let (context, settings) = (self.context.clone(), self.settings);
             let task = task.clone();
-            self.tasks.spawn(async move {
-                (episode, run_episode(&context, settings, episode, task).await)
-            });
+            let span = tracing::info_span!(parent: &group_span, "episode", episode_id = %episode);
+            let running =
+                async move { (episode, run_episode(&context, settings, episode, task).await) };
+            self.tasks.spawn(running.instrument(span));
         }
         self.open.insert(group, open);
         Ok(())

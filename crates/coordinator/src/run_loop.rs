@@ -18,6 +18,26 @@
 //! | the trainer works | step `training` | same step id again: applied once |
 //! | weights spread | step `trained` | announced and synced again |
 //! | metrics are written | step `applied` | `metrics.jsonl` is repaired from the journal |
+//!
+//! Spans let a subscriber of `tracing` follow one episode, step or weight sync. All have level
+//! `info`.
+//!
+//! ```text
+//! run {run_id, epoch}
+//!   step {step}
+//!     group {group_id, task_id}
+//!       episode {episode_id}
+//!         attempt {episode_id, attempt, policy_version}
+//!           turn {turn}
+//!             generate {policy_version, engine}
+//!             exec
+//!             grade                               (below the last turn)
+//!     train {policy_version}
+//!     weight_sync {policy_version, checkpoint}
+//!       worker {engine}
+//!   evaluation {step, policy_version}             (groups as in a step)
+//!   weight_sync                                   (at the start)
+//! ```
 
 use crate::context::{Context, RunEnd};
 use crate::error::RunError;
@@ -48,6 +68,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
+use tracing::{Instrument, Span};
 
 /// Groups whose images are told to the sandboxes ahead of time; these choose how many to pull.
 const GROUPS_AHEAD: u32 = 16;
@@ -166,7 +187,8 @@ impl Driver {
         let mut version = self.agree_with_trainer().await?;
         if let Some(step) = self.step_in_training().await? {
             // Its weights are to be served before anything generates.
-            version = self.close_step(step, version, StepTimes::default()).await?;
+            let closing = self.close_step(step, version, StepTimes::default());
+            version = closing.instrument(tracing::info_span!("step", step)).await?;
         }
         self.evaluate_after(0, version).await?;
         let (closed, closed_steps) = watch::channel(0);
@@ -184,7 +206,7 @@ impl Driver {
     async fn sample_all(
         &self,
         closed: watch::Receiver<u32>,
-        sampled: mpsc::Sender<Duration>,
+        sampled: mpsc::Sender<(Duration, Span)>,
     ) -> Result<(), RunError> {
         let run = &self.plan().run;
         let ahead = run.max_staleness;
@@ -193,7 +215,9 @@ impl Driver {
             async move {
                 // Fails when training ended; that is what the caller hears of, then.
                 let _ = closed.wait_for(|&last| step <= last + 1 + ahead).await;
-                self.sample(step).await
+                let span = tracing::info_span!("step", step);
+                let took = self.sample(step).instrument(span.clone()).await;
+                took.map(|took| (took, span))
             }
         });
         let mut steps = std::pin::pin!(steps.buffered(ahead as usize + 1));
@@ -209,13 +233,13 @@ impl Driver {
         &self,
         mut version: PolicyVersion,
         closed: watch::Sender<u32>,
-        mut sampled: mpsc::Receiver<Duration>,
+        mut sampled: mpsc::Receiver<(Duration, Span)>,
     ) -> Result<(), RunError> {
         for step in 1..=self.plan().run.steps {
             // Nothing comes where sampling failed; that is what the caller hears of, then.
-            let Some(rollout) = sampled.recv().await else { return Ok(()) };
+            let Some((rollout, span)) = sampled.recv().await else { return Ok(()) };
             let times = StepTimes { rollout, ..StepTimes::default() };
-            version = self.close_step(step, version, times).await?;
+            version = self.close_step(step, version, times).instrument(span).await?;
             self.evaluate_after(step, version).await?;
             closed.send_replace(step);
         }

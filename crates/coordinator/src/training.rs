@@ -164,6 +164,7 @@ impl Driver {
     }
 
     /// Has the trainer apply the published batch. Handing it over again is harmless.
+    #[tracing::instrument(name = "train", skip_all, fields(policy_version = row.base_version.0))]
     pub(crate) async fn train(&self, row: &StepRow, times: &mut StepTimes) -> Result<(), RunError> {
         let step = row.step;
         let begun = Instant::now();

@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
+use tracing::{Instrument, Span};
 
 /// Engine calls tried for one generation before the attempt is given up. With the pauses below an
 /// engine may be away for about a minute, long enough for a restart.
@@ -58,6 +59,8 @@ pub(crate) struct Attempt<'a> {
     tries: u32,
     /// Whether the last stored reply was aborted, so that the next one belongs to its turn.
     turn_is_open: bool,
+    /// Of the turn that was sampled last; none before the first.
+    pub(crate) turn_span: Span,
     pub(crate) patch: String,
     pub(crate) verdict: Option<Verdict>,
     pub(crate) timings: Timings,
@@ -124,6 +127,7 @@ impl<'a> Attempt<'a> {
             editor: Editor::default(),
             tries: 0,
             turn_is_open: false,
+            turn_span: Span::current(),
             patch: String::new(),
             verdict: None,
             timings: Timings::default(),
@@ -140,13 +144,26 @@ impl<'a> Attempt<'a> {
         self.deadline.map_or(Duration::ZERO, |end| end.saturating_duration_since(Instant::now()))
     }
 
-    /// Samples one turn, or goes on with one that was aborted.
+    /// Samples one turn, or continues one that was aborted.
     pub(crate) async fn generate(
         &mut self,
         turn: u32,
         resumed: bool,
         max_new_tokens: usize,
     ) -> Event {
+        if !resumed {
+            self.turn_span = tracing::info_span!("turn", turn);
+        }
+        let span = tracing::info_span!(
+            parent: &self.turn_span,
+            "generate",
+            policy_version = self.version.0,
+            engine = tracing::field::Empty,
+        );
+        self.sample(turn, resumed, max_new_tokens).instrument(span).await
+    }
+
+    async fn sample(&mut self, turn: u32, resumed: bool, max_new_tokens: usize) -> Event {
         if let (true, Some(problem)) = (self.request.want_routing, &self.routing_problem) {
             return failed(Stage::Generate, problem);
         }
@@ -178,6 +195,7 @@ impl<'a> Attempt<'a> {
             };
         }
         let resumed = self.turn_is_open;
+        Span::current().record("engine", reply.worker.as_str());
         self.count(&reply, turn, resumed);
         if let Some(last) = self.turns.last_mut() {
             last.fork = self.buffer.fork().or(last.fork);

@@ -41,7 +41,7 @@ pub use grading::{
 pub use leads::Leads;
 pub use machine::{Command, EpisodeLimits, EpisodeMachine, Event, IllegalTransition, State};
 pub use prefix::History;
-pub use reward::{HarnessVersion, RewardCompat, RewardSection};
+pub use reward::{RewardCompat, RewardSection};
 pub use rows::RowSharing;
 pub use runner::EpisodeRunner;
 pub use scaffold::{Call, Change, EditorCommand, Prompts, Scaffold};

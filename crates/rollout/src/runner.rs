@@ -65,9 +65,10 @@ pub struct EpisodeRunner {
 impl Episodes for EpisodeRunner {
     async fn run(&self, request: EpisodeRequest, stop: &CancellationToken) -> EpisodeReport {
         let span = tracing::info_span!(
-            "episode",
+            "attempt",
             episode_id = %request.attempt.episode,
             attempt = request.attempt.attempt,
+            policy_version = request.policy_version.0,
         );
         // Boxed: the future holds a whole episode, and callers keep hundreds of them.
         Box::pin(self.run_inner(request, stop)).instrument(span).await
@@ -180,6 +181,7 @@ impl EpisodeRunner {
     }
 
     /// Reads the tree, closes the agent's sandbox, and judges the change in fresh ones.
+    #[tracing::instrument(name = "grade", parent = &attempt.turn_span, skip_all)]
     async fn grade(&self, attempt: &mut Attempt<'_>, agent: &mut Agent) -> Event {
         let Some(mut sandbox) = agent.sandbox.take() else {
             return failed(Stage::Collect, "no sandbox is open");

@@ -7,8 +7,10 @@
 pub mod conformance;
 mod engine;
 mod sandbox;
+mod spans;
 mod world;
 
 pub use engine::{EngineScript, FakeEngine, FakeReply, toy_shape, well_behaved};
 pub use sandbox::{FakeExec, FakeSandboxes, FakeTree, Operation, ScriptedSandbox, Shell};
+pub use spans::{Fields, SpanCollector, SpanPath};
 pub use world::{TOY_FIX, judge_toy, toy_shell, toy_task};

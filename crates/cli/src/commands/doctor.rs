@@ -2,6 +2,7 @@
 
 use crate::args::DoctorArgs;
 use crate::config::{self, RawConfig, Settings};
+use crate::error::UsageError;
 use crate::glob::matches_glob;
 use crate::progress::Progress;
 use crate::{output, tables, task_source, wiring};
@@ -212,7 +213,10 @@ async fn battery(
     pattern: &str,
 ) -> anyhow::Result<(String, Vec<BatteryResult>)> {
     let chosen = battery_cases().into_iter().filter(|name| matches_glob(pattern, name)).count();
-    ensure!(chosen > 0, "no case fits `{pattern}`; there are: {}", battery_cases().join(", "));
+    ensure!(
+        chosen > 0,
+        UsageError::NoCase { pattern: pattern.to_owned(), known: battery_cases().join(", ") }
+    );
     let image = first_task(settings)?.image.clone();
     let (progress, mut done) = (Progress::new(chosen as u64), 0);
     let results = run_battery(

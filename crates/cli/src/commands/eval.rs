@@ -3,6 +3,7 @@
 use super::run::{Job, drive};
 use crate::args::EvalArgs;
 use crate::config::{self, ConfigError, RawConfig, Settings};
+use crate::error::BrokenMeasurement;
 use crate::exit::STOPPED;
 use crate::{live, output, run_folder, tables, task_source, wiring};
 use camino::Utf8Path;
@@ -47,15 +48,14 @@ pub(crate) async fn run(args: EvalArgs) -> anyhow::Result<ExitCode> {
     }
     let (broken, episodes) =
         sums.values().fold((0, 0), |(broken, all), sum| (broken + sum.broken, all + sum.episodes));
+    output::say(format!("report: {folder}/report.html"));
     anyhow::ensure!(
         args.allow_broken || broken as f64 <= MOST_BROKEN * episodes as f64,
-        "{broken} of {episodes} episodes are broken, so the rest does not measure the policy; \
-         `orchestrate show {folder}` lists the reasons, --allow-broken reports the rest anyway"
+        BrokenMeasurement::Evaluation { broken, episodes, folder }
     );
     if let (false, Some(point)) = (args.json, &report.baseline) {
         output::data(result_table(point));
     }
-    output::say(format!("report: {folder}/report.html"));
     Ok(ExitCode::SUCCESS)
 }
 

@@ -2,8 +2,8 @@
 
 use crate::args::{ServeEngineArgs, ServeTrainerArgs};
 use crate::config::{ConfigError, weight_format};
+use crate::error::UsageError;
 use crate::{output, wiring};
-use anyhow::Context;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_types::ConfigProblem;
@@ -47,8 +47,8 @@ pub(crate) async fn trainer(args: ServeTrainerArgs) -> anyhow::Result<ExitCode> 
     until_signal(async { Ok(server.await?) }, stop).await
 }
 
-async fn listen(address: std::net::SocketAddr) -> anyhow::Result<TcpListener> {
-    TcpListener::bind(address).await.with_context(|| format!("listen on {address}"))
+async fn listen(address: std::net::SocketAddr) -> Result<TcpListener, UsageError> {
+    TcpListener::bind(address).await.map_err(|source| UsageError::Listen { address, source })
 }
 
 fn problem(key: &str, value: &str, remedy: &str) -> ConfigError {

@@ -1,6 +1,7 @@
 //! `orchestrate warm-start`: the starting policy, from scripted expert episodes.
 
 use crate::args::WarmStartArgs;
+use crate::error::UsageError;
 use crate::output;
 use crate::progress::Progress;
 use anyhow::Context;
@@ -32,11 +33,7 @@ pub(crate) async fn run(args: WarmStartArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn train(args: &WarmStartArgs) -> anyhow::Result<()> {
-    anyhow::ensure!(
-        !args.out.exists(),
-        "{} exists already\nhint: remove it or choose another --out",
-        args.out
-    );
+    anyhow::ensure!(!args.out.exists(), UsageError::OutputExists { path: args.out.clone() });
     output::say(format!("writing {} scripted expert episodes", args.tasks));
     let counts = micro::MicroCounts { train: args.tasks, held_out: 0, held_out_families: 0 };
     let tasks = micro::generate(args.seed, counts);

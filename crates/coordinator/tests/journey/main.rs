@@ -9,4 +9,6 @@ mod recovery;
 #[cfg(test)]
 mod run;
 #[cfg(test)]
+mod spans;
+#[cfg(test)]
 mod support;

@@ -9,6 +9,7 @@ use crate::{Engine, EngineError, EngineErrorKind};
 use std::sync::{Arc, PoisonError};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
+use tracing::Instrument;
 
 /// Workers whose exchange has begun and not ended. Who drops it half-way leaves them in a state
 /// nobody knows.
@@ -44,7 +45,9 @@ pub(super) async fn sync_all(shared: &Shared, target: Target) -> Result<(), Engi
             if worker.circuit() == Circuit::Syncing {
                 unfinished.workers.push(index);
                 let (engine, target) = (Arc::clone(worker.engine()), target.clone());
-                tasks.spawn(async move { (index, exchange(engine.as_ref(), &target).await) });
+                let span = tracing::info_span!("worker", engine = worker.name());
+                let exchanged = async move { (index, exchange(engine.as_ref(), &target).await) };
+                tasks.spawn(exchanged.instrument(span));
             }
         }
         let (mut served, mut failures) = (0, Vec::new());

@@ -2,9 +2,9 @@
 
 use crate::args::ConfigSource;
 use crate::config::{self, RawConfig};
+use crate::error::{InputError, OutputError, UsageError};
 use crate::run_folder::PLAN_FILE;
 use crate::wiring;
-use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{RunSettings, is_finished};
 use orchestrate_report::{ComparedRun, ConfigRuns, read_runs, write_runs};
@@ -30,7 +30,8 @@ pub(super) async fn read(paths: &[Utf8PathBuf]) -> anyhow::Result<Vec<ConfigRuns
                 let seeds: Vec<u64> = known.runs.iter().map(|run| run.seed).collect();
                 let again = one.runs.iter().find(|run| seeds.contains(&run.seed));
                 if let Some(run) = again {
-                    anyhow::bail!("{path}: seed {} of {} is there twice", run.seed, known.name);
+                    let (seed, name) = (run.seed, known.name.clone());
+                    anyhow::bail!(UsageError::RepeatedRun { path, seed, name });
                 }
                 known.runs.append(&mut one.runs);
                 known.runs.sort_by_key(|run| run.seed);
@@ -58,13 +59,14 @@ pub(super) fn write(configs: &[ConfigRuns], out: &Utf8Path) -> anyhow::Result<()
         file.sync_all()?;
         fs_err::rename(&temporary, &path)
     };
-    write().with_context(|| format!("write {path}"))
+    Ok(write().map_err(|source| OutputError { file: path.clone(), source })?)
 }
 
 fn from_file(path: &Utf8Path) -> anyhow::Result<Vec<ConfigRuns>> {
-    let file = fs_err::File::open(path)?;
+    let file = fs_err::File::open(path)
+        .map_err(|source| InputError::Unreadable { file: path.to_owned(), source })?;
     let read = || read_runs(BufReader::new(zstd::Decoder::new(file)?));
-    read().with_context(|| format!("{path} is no {RUNS_FILE} of `orchestrate compare`"))
+    Ok(read().map_err(|source| InputError::NotRuns { file: path.to_owned(), source })?)
 }
 
 async fn from_folder(folder: &Utf8Path) -> anyhow::Result<ConfigRuns> {
