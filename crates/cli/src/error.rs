@@ -89,7 +89,7 @@ pub enum UsageError {
 
 /// A file given as input that is missing, unreadable, or not what it should be. Exit code 3.
 #[derive(Debug, thiserror::Error)]
-pub enum InputError {
+pub(crate) enum InputError {
     /// Reading failed.
     #[error("cannot read {file}")]
     Unreadable {
@@ -129,16 +129,16 @@ pub enum InputError {
 /// A file that cannot be written. Exit code 6.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot write {file}")]
-pub struct OutputError {
+pub(crate) struct OutputError {
     /// The file.
-    pub file: Utf8PathBuf,
+    pub(crate) file: Utf8PathBuf,
     /// The system's reason.
-    pub source: io::Error,
+    pub(crate) source: io::Error,
 }
 
 /// Too much of a measurement is broken by the infrastructure to be one. Exit code 5.
 #[derive(Debug, thiserror::Error)]
-pub enum BrokenMeasurement {
+pub(crate) enum BrokenMeasurement {
     /// Of an evaluation.
     #[error(
         "{broken} of {episodes} episodes are broken, so the rest does not measure the policy; \

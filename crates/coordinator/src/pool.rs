@@ -5,7 +5,6 @@ use crate::error::RunError;
 use crate::events::Event;
 use crate::record::{broken_report, to_record};
 use crate::schedule::episode_seed;
-use crate::stop::Stop;
 use futures::FutureExt;
 use orchestrate_rollout::{EpisodeReport, EpisodeRequest};
 use orchestrate_store::{AfterBreak, Claim, EpisodeState};
