@@ -1,6 +1,8 @@
-//! The program's allocator: jemalloc as `orchestrate` has it, and a count of the bytes held while a
-//! benchmark asks for one.
-#![expect(unsafe_code, reason = "an allocator is unsafe by its interface; it only passes calls on")]
+//! The program's allocator: jemalloc with the options of `orchestrate`, which can count the bytes held.
+#![expect(
+    unsafe_code,
+    reason = "an allocator has an unsafe interface; this one only forwards calls"
+)]
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicBool, AtomicIsize, Ordering::Relaxed};
@@ -8,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use tikv_jemallocator::Jemalloc;
 
 /// Read by jemalloc when the program starts.
-// SAFETY: no other item has this name, and its first word points to a text that ends with a zero.
+// SAFETY: no other item has this name, and its first word points to a zero-terminated string.
 #[unsafe(export_name = "_rjem_malloc_conf")]
 static OPTIONS: &[u8] = orchestrate_cli::process::JEMALLOC_OPTIONS;
 
@@ -16,23 +18,23 @@ static OPTIONS: &[u8] = orchestrate_cli::process::JEMALLOC_OPTIONS;
 static HEAP: CountingHeap = CountingHeap;
 
 static COUNTING: AtomicBool = AtomicBool::new(false);
-/// Bytes allocated less bytes freed since counting began; negative when older memory was freed.
+/// Bytes allocated minus bytes freed since counting started; negative if older memory was freed.
 static HELD: AtomicIsize = AtomicIsize::new(0);
 static PEAK: AtomicIsize = AtomicIsize::new(0);
 
 struct CountingHeap;
 
-/// What a piece of work did to the heap, in bytes asked for (not pages).
+/// Effect of some work on the heap, in requested bytes (not pages).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct HeapUse {
-    /// Held after the work, less held before it.
+    /// Bytes held after the work, minus those held before.
     pub(crate) grown: isize,
-    /// Most held at any moment of the work, less held before it.
+    /// Peak of the bytes held during the work, minus those held before.
     pub(crate) peak: isize,
 }
 
-/// Counts the heap of the whole program from its beginning until it is dropped. One at a time, and
-/// not together with [`measure`].
+/// Counts the heap of the whole program until it is dropped. Only one at a time, and not together with
+/// [`measure`].
 #[derive(Debug)]
 pub(crate) struct Counting {
     before: isize,
@@ -44,7 +46,7 @@ impl Counting {
         Self { before: HELD.load(Relaxed) }
     }
 
-    /// Bytes held now, less those held at the beginning.
+    /// Bytes held now, minus those held at the start.
     pub(crate) fn grown(&self) -> isize {
         HELD.load(Relaxed) - self.before
     }
@@ -56,7 +58,7 @@ impl Drop for Counting {
     }
 }
 
-/// Does `work` and counts the heap of the whole program meanwhile. One at a time.
+/// Does `work` and counts the heap of the whole program meanwhile; calls are serialised.
 pub(crate) fn measure<T>(work: impl FnOnce() -> T) -> (T, HeapUse) {
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -70,7 +72,7 @@ pub(crate) fn measure<T>(work: impl FnOnce() -> T) -> (T, HeapUse) {
 
 #[inline]
 fn count(taken: usize, given_back: usize) {
-    // Outside a benchmark an allocation costs one load of a byte that nobody writes.
+    // While nothing is measured, an allocation costs one load of an unshared byte.
     if COUNTING.load(Relaxed) {
         let change = taken.cast_signed().wrapping_sub(given_back.cast_signed());
         let held = HELD.fetch_add(change, Relaxed).wrapping_add(change);
@@ -78,18 +80,18 @@ fn count(taken: usize, given_back: usize) {
     }
 }
 
-// SAFETY: every call is passed on to jemalloc with the arguments it came with, and
-// its answer is returned as it is; counting touches atomics only and cannot allocate or unwind.
+// SAFETY: every call is forwarded to jemalloc with unchanged arguments, and its result is returned
+// unchanged; counting only touches atomics and cannot allocate or unwind.
 unsafe impl GlobalAlloc for CountingHeap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size(), 0);
-        // SAFETY: the caller keeps `alloc`'s contract.
+        // SAFETY: the caller upholds `alloc`'s contract.
         unsafe { Jemalloc.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(layout.size(), 0);
-        // SAFETY: the caller keeps `alloc_zeroed`'s contract.
+        // SAFETY: the caller upholds `alloc_zeroed`'s contract.
         unsafe { Jemalloc.alloc_zeroed(layout) }
     }
 
@@ -111,8 +113,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peak_and_growth_are_told_apart() {
-        // Other tests of this process allocate too, so the bounds leave them room.
+    fn peak_and_growth_are_measured_separately() {
+        // Other tests of this process allocate, too, so the bounds have some slack.
         let (kept, heap) = measure(|| {
             drop(std::hint::black_box(vec![1u8; 64 << 20]));
             std::hint::black_box(vec![1u8; 16 << 20])

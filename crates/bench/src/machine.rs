@@ -1,31 +1,31 @@
-//! The machine that numbers were measured on. Without it they mean nothing.
+//! The machine that numbers were measured on, without which they cannot be compared.
 
 use serde::Serialize;
 
-/// What a reader of the numbers must know.
+/// Properties of the machine and of this build that numbers depend on.
 #[derive(Debug, Serialize)]
-pub(super) struct Machine {
-    /// Model name of the processor, as the kernel tells it.
+pub(crate) struct Machine {
+    /// Model name of the processor, as reported by the kernel.
     cpu: String,
-    /// Processors this process may use.
+    /// Number of processors that this process may use.
     cores: usize,
-    /// Runnable tasks on average over 1, 5 and 15 minutes, when measuring began.
+    /// Load averages over 1, 5 and 15 minutes at the start of the measurement.
     load: [f64; 3],
-    /// Bytes of memory in all.
+    /// Total memory in bytes.
     memory_bytes: u64,
     /// Kernel release.
     kernel: String,
     /// Version of this program.
     version: &'static str,
-    /// `release`, or `debug` when the numbers are not worth having.
+    /// `release`, or `debug`, whose numbers say nothing about a release.
     profile: &'static str,
-    /// Vector instructions the processor has, of those that the code chooses from.
+    /// Vector instruction sets of the processor that the code can choose.
     target_features: Vec<&'static str>,
 }
 
 impl Machine {
-    /// Looks at this machine; what cannot be read is empty or 0.
-    pub(super) fn look() -> Self {
+    /// Inspects this machine; a property that cannot be read is empty or 0.
+    pub(crate) fn inspect() -> Self {
         let read = |path: &str| fs_err::read_to_string(path).unwrap_or_default();
         let value = |text: &str, key: &str| {
             text.lines()
@@ -52,8 +52,8 @@ impl Machine {
         }
     }
 
-    /// One line for people.
-    pub(super) fn line(&self) -> String {
+    /// The properties on one line.
+    pub(crate) fn line(&self) -> String {
         let [one, five, fifteen] = self.load;
         format!(
             "{}, {} cores ({}), load {one:.2} {five:.2} {fifteen:.2}, {:.1} GiB, Linux {}, \

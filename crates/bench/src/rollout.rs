@@ -25,7 +25,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 use world::World;
 
-/// Open conversations of the large cases, and their paces.
+/// Number of open conversations in the large cases, and their paces.
 const OPEN: usize = 4096;
 const OPEN_TURNS_PER_S: f64 = 500.0;
 const BUSY_TURNS_PER_S: f64 = 1500.0;
@@ -47,12 +47,13 @@ pub(super) async fn run(args: &BenchRolloutArgs) -> anyhow::Result<ExitCode> {
         !chosen.is_empty(),
         UsageError::NoCase { pattern: args.pattern.clone(), known: names.join(", ") }
     );
-    let machine = Machine::look();
+    let machine = Machine::inspect();
     if cfg!(debug_assertions) {
         output::say("this is a debug build: its numbers say nothing about a release");
     }
-    let folder = tempfile::tempdir().context("make a temporary folder")?;
-    let folder = Utf8Path::from_path(folder.path()).context("a temporary folder of odd name")?;
+    let folder = tempfile::tempdir().context("failed to create a temporary folder")?;
+    let folder = Utf8Path::from_path(folder.path())
+        .context("the path of the temporary folder is not valid UTF-8")?;
     let world = World::make(folder)?;
     let processors = Processors::share()?;
     keep_to(&processors.coordinator)?;
@@ -76,8 +77,8 @@ pub(super) async fn run(args: &BenchRolloutArgs) -> anyhow::Result<ExitCode> {
 
 fn kinds(args: &BenchRolloutArgs) -> Vec<Kind> {
     let wide = |value: u32| usize::try_from(value).unwrap_or(usize::MAX);
-    // About a tenth of a second per turn: short against a real engine's, so that conversations
-    // press on the coordinator.
+    // About a tenth of a second per turn: much shorter than that of a real engine, so that the
+    // coordinator is under load.
     let latency = Latency { base_ms: 20.0, prefill_ms_per_1k: 40.0, decode_ms: 1.0, jitter: 0.2 };
     let kind = |name, workers, fate| Kind {
         name,
@@ -110,7 +111,7 @@ fn kinds(args: &BenchRolloutArgs) -> Vec<Kind> {
     };
     vec![
         kind("workers_1", 1, Fate::Lives),
-        // Its cache dies with it, for all of them.
+        // The cache of all conversations is lost with it.
         Kind {
             limits: Limits::default(),
             ..kind("workers_1_kill", 1, Fate::DiesAndReturns(Duration::from_secs(1)))

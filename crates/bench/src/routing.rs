@@ -1,4 +1,4 @@
-//! `orchestrate-bench routing`: routing masks against the least work the machine needs for them.
+//! `orchestrate-bench routing`: routing masks, compared with the least work that the machine needs.
 
 mod batch;
 mod conversation;
@@ -21,14 +21,14 @@ use workload::Mode::{Delta, Full};
 use workload::Size;
 use workload::Wire::{SglangI32, VllmU8, VllmU16};
 
-/// What is measured together.
+/// Cases that are measured together.
 #[derive(Debug, Clone, Copy)]
 enum Work {
     Conversation(Kind),
     Groups(Groups),
-    /// Eviction to files, and back.
+    /// Eviction to files, and reloading.
     Spill(Size),
-    /// A whole mask to its stored form, and back.
+    /// Conversion of a whole mask to its stored form, and back.
     Store(Size),
     Batch(Size),
 }
@@ -65,8 +65,8 @@ struct Report {
 
 /// Runs the command. Blocking.
 pub(super) fn run(args: &BenchRoutingArgs) -> anyhow::Result<ExitCode> {
-    ensure!(args.top_k <= args.experts, "--top-k is more than --experts");
-    ensure!(args.turns <= args.tokens / 4, "--turns needs at least 4 of --tokens each");
+    ensure!(args.top_k <= args.experts, "--top-k must be at most --experts");
+    ensure!(args.turns <= args.tokens / 4, "--turns must be at most a quarter of --tokens");
     let fit = |name: &&str| matches_glob(&args.pattern, name);
     let works = works(args);
     let chosen: Vec<&Work> = works.iter().filter(|work| work.names().iter().any(fit)).collect();
@@ -77,7 +77,7 @@ pub(super) fn run(args: &BenchRoutingArgs) -> anyhow::Result<ExitCode> {
             known: works.iter().flat_map(Work::names).collect::<Vec<_>>().join(", "),
         }
     );
-    let machine = Machine::look();
+    let machine = Machine::inspect();
     if cfg!(debug_assertions) {
         output::say("this is a debug build: its numbers say nothing about a release");
     }
@@ -101,7 +101,7 @@ pub(super) fn run(args: &BenchRoutingArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where files go: memory if there is such a place, because the disk is not what is measured.
+/// Folder for files: in memory if possible, so that the disk is not measured.
 fn folder(args: &BenchRoutingArgs) -> anyhow::Result<Utf8PathBuf> {
     let memory = Utf8Path::new("/dev/shm");
     match &args.dir {

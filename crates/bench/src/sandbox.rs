@@ -13,7 +13,7 @@ use orchestrate_types::RunId;
 use std::process::ExitCode;
 use work::World;
 
-/// What is measured together.
+/// Cases that are measured together.
 #[derive(Debug, Clone, Copy)]
 enum Work {
     Starts,
@@ -85,7 +85,7 @@ pub(super) async fn run(args: &BenchSandboxArgs) -> anyhow::Result<ExitCode> {
     let provider = DockerProvider::connect(world.sandbox.config.clone()).await?;
     let docker = provider.doctor().await?;
     provider.shutdown().await?;
-    let machine = Machine::look();
+    let machine = Machine::inspect();
     let progress = Progress::new(chosen.len() as u64);
     let mut cases = Vec::new();
     for (done, work) in chosen.iter().enumerate() {

@@ -5,7 +5,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 use std::time::Duration;
 
-/// One moving line for work of known length, plus finished lines above it.
+/// A progress bar for work of known length, with finished lines above it.
 #[derive(Debug, Clone)]
 pub struct Progress {
     bar: ProgressBar,
@@ -13,7 +13,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// A bar over `total` units of work.
+    /// A bar for `total` units of work.
     pub fn new(total: u64) -> Self {
         let terminal = std::io::stderr().is_terminal();
         let target =
@@ -29,14 +29,14 @@ impl Progress {
         Self { bar, terminal }
     }
 
-    /// Where the work stands, and what is happening.
+    /// Sets how much is done, and a message about what is happening.
     pub fn update(&self, done: u64, total: u64, message: String) {
         self.bar.set_length(total);
         self.bar.set_position(done);
         self.bar.set_message(message);
     }
 
-    /// A line that stays.
+    /// Prints a line that stays, above the bar.
     pub fn line(&self, text: &str) {
         if self.terminal {
             self.bar.println(text);

@@ -33,7 +33,7 @@ pub(crate) async fn create(
 
 /// Refuses a missing model before anything is written. The default one exists in a checkout of the
 /// project only.
-fn check_model(settings: &Settings) -> Result<(), ConfigError> {
+pub(crate) fn check_model(settings: &Settings) -> Result<(), ConfigError> {
     let EnginePlan { kind, model, .. } = &settings.engine;
     if *kind == EngineKind::Openai || model.exists() {
         return Ok(());

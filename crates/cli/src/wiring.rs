@@ -1,5 +1,5 @@
-//! Builds the parts of a run from its settings. Engine and trainer are always reached over HTTP;
-//! the embedded ones are served on loopback by tasks of this process.
+//! Builds the parts of a run from its settings. The engine and the trainer are always reached over
+//! HTTP; the embedded ones are served on the loopback interface by tasks of this process.
 
 use crate::args::ConfigSource;
 use crate::config::{self, RawConfig, Settings};
@@ -31,10 +31,10 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// Time for embedded servers to end their work after a run.
+/// Time that embedded servers get to finish after a run.
 const SERVER_GRACE: std::time::Duration = std::time::Duration::from_secs(10);
 
-/// Tasks that serve the embedded engine and trainer.
+/// The tasks that serve the embedded engine and trainer.
 #[derive(Debug)]
 pub(crate) struct Servers {
     tasks: JoinSet<anyhow::Result<()>>,
@@ -48,7 +48,7 @@ impl Servers {
         Self { tasks: JoinSet::new(), _guard: cancel.clone().drop_guard(), cancel }
     }
 
-    /// Runs `work`, unless a server ends first: that is a failure of the server.
+    /// Does `work`; fails if an embedded server ends first.
     pub(crate) async fn during<T>(
         &mut self,
         work: impl Future<Output = anyhow::Result<T>>,
@@ -57,30 +57,31 @@ impl Servers {
             biased;
             result = work => result,
             Some(ended) = self.tasks.join_next() => {
-                ended.context("embedded server")??;
-                anyhow::bail!("an embedded server ended by itself")
+                ended.context("an embedded server failed")??;
+                anyhow::bail!("an embedded server ended before the run")
             }
         }
     }
 
-    /// Ends all servers.
+    /// Stops all servers.
     pub(crate) async fn shutdown(mut self) {
         self.cancel.cancel();
         let drained = async { while self.tasks.join_next().await.is_some() {} };
         if tokio::time::timeout(SERVER_GRACE, drained).await.is_err() {
-            tracing::warn!("an embedded server did not end in time");
+            tracing::warn!("an embedded server did not stop in time");
         }
     }
 }
 
 async fn loopback() -> anyhow::Result<(TcpListener, String)> {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    let listener = TcpListener::bind(address).await.context("listen on loopback")?;
+    let listener =
+        TcpListener::bind(address).await.context("failed to listen on the loopback interface")?;
     let url = format!("http://{}", listener.local_addr()?);
     Ok((listener, url))
 }
 
-/// The shape of the served model, as far as it matters for what its engine returns.
+/// The shape of the served model, which determines the shape of routing rows.
 pub(crate) fn shape(plan: &EnginePlan, model: &Utf8Path) -> anyhow::Result<ModelShape> {
     match plan.kind {
         EngineKind::Sglang | EngineKind::Vllm => Ok(ModelConfig::load(model)?.shape()),
@@ -127,16 +128,21 @@ pub(crate) async fn engine(
         };
         async move { (url, kind.connect(options.clone(), patience).await, options) }
     });
-    let looked_at = async {
+    let connected = async {
         let (mut members, mut absent) = (Vec::new(), Vec::new());
         for (name, connected, options) in join_all(connecting).await {
             match connected {
                 Ok((client, info)) => {
-                    tracing::info!(engine = info.engine, name, model = info.model_path, "is up");
+                    tracing::info!(
+                        engine = info.engine,
+                        name,
+                        model = info.model_path,
+                        "engine is up"
+                    );
                     inspect(settings, client.as_ref()).await?;
                     members.push(FleetMember { name, engine: client, is_up: true });
                 }
-                // A server that cannot be used is a mistake; one that is late may still come.
+                // An unsupported server is a mistake in the settings; a late one may still start.
                 Err(error) => match error.kind {
                     EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => {
                         absent.push((name, options, error));
@@ -149,13 +155,13 @@ pub(crate) async fn engine(
         }
         Ok((members, absent))
     };
-    let (mut members, absent) = servers.during(Box::pin(looked_at)).await?;
-    let nobody_came = members.is_empty();
+    let (mut members, absent) = servers.during(Box::pin(connected)).await?;
+    let none_answered = members.is_empty();
     for (name, options, error) in absent {
-        if nobody_came {
+        if none_answered {
             return Err(error.into());
         }
-        output::say(format!("note: {error}; the run begins without it"));
+        output::say(format!("note: {error}; the run starts without this server"));
         members.push(FleetMember { name, engine: kind.client(options)?, is_up: false });
     }
     let options = FleetOptions {
@@ -166,26 +172,27 @@ pub(crate) async fn engine(
     Ok(Fleet::start(members, options)?)
 }
 
-/// Samples a few tokens before a run trusts the engine: what is unfit ends it here, with the
+/// Runs the capability probe, which samples a few tokens. An unsupported engine fails here, with the
 /// remedy, and not in the middle of the first step.
 async fn inspect(settings: &Settings, engine: &dyn Worker) -> anyhow::Result<()> {
     let report = engine.probe().await?;
-    let unfit: Vec<String> = report.refusals().map(ToString::to_string).collect();
+    let unsupported: Vec<String> = report.refusals().map(ToString::to_string).collect();
     for warning in report.warnings() {
         output::say(format!("warning: engine: {warning}"));
     }
-    if unfit.is_empty() {
+    if unsupported.is_empty() {
         return Ok(());
     }
     if !settings.engine.require_routed_experts {
-        output::say(format!("warning: engine: unfit for training: {}", unfit.join("; ")));
+        let reasons = unsupported.join("; ");
+        output::say(format!("warning: engine: not supported for training: {reasons}"));
         return Ok(());
     }
-    let kind = EngineErrorKind::Unfit(unfit.join("; "));
+    let kind = EngineErrorKind::Unfit(unsupported.join("; "));
     Err(EngineError { engine: report.info.engine, call: "probe", kind }.into())
 }
 
-/// The configured trainer, or an embedded one with its checkpoints in the run folder.
+/// A client of the configured trainer, or of an embedded one with checkpoints in the run folder.
 pub(crate) async fn trainer(
     settings: &Settings,
     folder: &Utf8Path,
@@ -212,12 +219,12 @@ pub(crate) async fn trainer(
     Ok(HttpTrainer { client, step_timeout: plan.step_timeout })
 }
 
-/// Every task of the configured environment.
+/// All tasks of the configured environment.
 pub(crate) fn all_tasks(settings: &Settings) -> Vec<Task> {
     task_source::generated(settings)
 }
 
-/// The container limits of the settings, as sandboxes are opened with them.
+/// Resource limits of each container.
 pub(crate) fn limits(settings: &Settings) -> Limits {
     let sandbox = &settings.sandbox;
     Limits {
@@ -262,13 +269,13 @@ pub fn sandbox_under_test(source: &ConfigSource) -> anyhow::Result<SandboxUnderT
     })
 }
 
-/// The model's name in predictions.
+/// Name of the model in predictions.
 fn model_name(settings: &Settings) -> String {
     let EnginePlan { served_model, model, .. } = &settings.engine;
     served_model.clone().unwrap_or_else(|| model.file_name().unwrap_or("policy").to_owned())
 }
 
-/// What the run loop decides by.
+/// The plan of the run loop.
 fn plan(settings: &Settings) -> Plan {
     Plan {
         run: settings.run.clone(),
@@ -280,7 +287,7 @@ fn plan(settings: &Settings) -> Plan {
     }
 }
 
-/// What a run and an evaluation need alike.
+/// The parts that a run and an evaluation have in common.
 pub(crate) struct Parts {
     episodes: Arc<EpisodeRunner>,
     engine: Arc<dyn Engine>,
@@ -299,9 +306,9 @@ pub(crate) async fn parts(
     let (containers, episodes) = (settings.sandbox.capacity(), settings.rollout.max_in_flight);
     if settings.sandbox.reuse && containers < 2 * episodes as usize {
         output::say(format!(
-            "note: {containers} containers for {episodes} episodes in flight: idle ones are \
-             restarted as agents and graders take turns (room for {} in all avoids it: \
-             sandbox.max_containers is that of each Docker host)",
+            "note: {containers} containers for {episodes} episodes in flight: idle containers are \
+             restarted as agents and graders alternate; {} containers in total avoid that \
+             (sandbox.max_containers applies to each Docker host)",
             2 * episodes
         ));
     }
@@ -394,14 +401,15 @@ impl Parts {
     }
 }
 
-/// Starts the place where embedded servers live.
+/// An empty set of embedded servers.
 pub(crate) fn servers() -> Servers {
     Servers::new()
 }
 
-/// A folder's absolute path: engine and trainer may run elsewhere in the file system.
+/// The absolute path of a folder: the engine and the trainer may have another working directory.
 pub(crate) fn absolute(folder: &Utf8Path) -> anyhow::Result<Utf8PathBuf> {
-    let path = std::path::absolute(folder).with_context(|| format!("find folder {folder}"))?;
+    let path =
+        std::path::absolute(folder).with_context(|| format!("failed to resolve {folder}"))?;
     Utf8PathBuf::from_path_buf(path)
-        .map_err(|path| anyhow::anyhow!("{} is not a UTF-8 path", path.display()))
+        .map_err(|path| anyhow::anyhow!("path {} is not valid UTF-8", path.display()))
 }

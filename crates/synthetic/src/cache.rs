@@ -1,4 +1,4 @@
-//! The prefix cache of a synthetic engine: which pages it holds, and nothing in them.
+//! The prefix cache of a synthetic engine, which knows its pages but has no content.
 
 use crate::rows::{extend, mix};
 use lru::LruCache;
@@ -13,7 +13,7 @@ pub(crate) struct PageCache {
 }
 
 impl PageCache {
-    /// An empty cache for `tokens` tokens in pages of `page_tokens`; 0 tokens = no bound.
+    /// An empty cache for `tokens` tokens in pages of `page_tokens`; `tokens = 0`: unlimited.
     pub(crate) fn new(page_tokens: usize, tokens: usize) -> Self {
         let page_tokens = page_tokens.max(1);
         let max_pages = if tokens == 0 { usize::MAX } else { tokens / page_tokens };
@@ -31,14 +31,14 @@ impl PageCache {
             .collect()
     }
 
-    /// Leading tokens that are held, in whole pages; the last token is always computed.
+    /// Number of leading tokens in the cache, in whole pages; the last token is always computed.
     pub(crate) fn held(&self, namespace: &str, tokens: &[TokenId]) -> usize {
         let usable = tokens.get(..tokens.len().saturating_sub(1)).unwrap_or_default();
         let keys = self.keys(namespace, usable);
         keys.iter().take_while(|key| self.pages.contains(key)).count() * self.page_tokens
     }
 
-    /// Holds all whole pages of `tokens` from now on.
+    /// Adds all whole pages of `tokens`.
     pub(crate) fn hold(&mut self, namespace: &str, tokens: &[TokenId]) {
         // From the end to the beginning, so that ends are older and go first.
         for key in self.keys(namespace, tokens).into_iter().rev() {

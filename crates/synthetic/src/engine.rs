@@ -1,4 +1,4 @@
-//! The engine process: SGLang's routes over a page cache, a script and a clock.
+//! The engine process: SGLang's routes, with a page cache, a script and a latency model.
 
 use crate::cache::PageCache;
 use crate::latency::Latency;
@@ -25,30 +25,30 @@ use tokio::time::Instant;
 /// Largest request body: token ids as text.
 const BODY_LIMIT: usize = 16 << 20;
 
-/// What an engine serves. One file of this describes a whole fleet.
+/// Configuration of a synthetic engine. One file describes all engines of a fleet.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EnginePlan {
-    /// The model its rows are of.
+    /// Shape of the model, and so of the routing rows.
     pub shape: ModelShape,
-    /// What it writes.
+    /// The generated text.
     pub script: Script,
-    /// How long that takes.
+    /// Duration of generations.
     pub latency: Latency,
-    /// Granularity of its prefix cache, in tokens.
+    /// Page size of the prefix cache, in tokens.
     pub page_tokens: usize,
-    /// Tokens its prefix cache holds; 0 = no bound.
+    /// Capacity of the prefix cache, in tokens; 0 = unlimited.
     pub cache_tokens: usize,
-    /// Time a weight update takes, in milliseconds.
+    /// Duration of a weight update, in milliseconds.
     pub update_ms: u64,
 }
 
-/// What an engine saw.
+/// Statistics of an engine.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct EngineStats {
-    /// Generations answered.
+    /// Number of answered generations.
     pub answered: u64,
-    /// Microseconds from handing out a reply to having read the same conversation's next request:
-    /// what the other side, and both ends of HTTP, add to a turn.
+    /// Times from sending a reply to having read the same conversation's next request, in
+    /// microseconds: what the coordinator and both ends of HTTP add to a turn.
     pub gaps_us: Vec<u32>,
 }
 
@@ -56,7 +56,7 @@ pub struct EngineStats {
 struct Engine {
     plan: EnginePlan,
     state: Mutex<Inner>,
-    /// Whether generation is paused, and how often it was: a pause cuts off what runs.
+    /// Whether generation is paused, and how often it was; a pause aborts running generations.
     pause: watch::Sender<(bool, u64)>,
 }
 
@@ -64,7 +64,7 @@ struct Engine {
 struct Inner {
     version: String,
     cache: PageCache,
-    /// When the last reply of each conversation was handed out.
+    /// When the last reply of each conversation was sent.
     replied: HashMap<String, Instant>,
     stats: EngineStats,
 }
@@ -92,10 +92,10 @@ struct SamplingParams {
     sampling_seed: u64,
 }
 
-/// Serves until dropped. The weights it begins with are `default`, as SGLang's are.
+/// Serves until dropped. The initial weight version is `default`, as with SGLang.
 ///
 /// # Errors
-/// When the listener fails.
+/// If the listener fails.
 pub async fn serve(plan: EnginePlan, listener: TcpListener) -> std::io::Result<()> {
     let inner = Inner {
         version: "default".to_owned(),
@@ -179,7 +179,7 @@ async fn generate(State(engine): State<Arc<Engine>>, body: Bytes) -> Response {
     answer(&engine, &request, &output, &version, &finish, cached)
 }
 
-/// So much of `whole`, rounded down.
+/// A share of `whole`, rounded down.
 fn part(whole: usize, share: f64) -> usize {
     (0..whole).take_while(|done| ((*done + 1) as f64) <= whole as f64 * share).count()
 }

@@ -1,25 +1,25 @@
-//! How long a generation takes.
+//! Duration of generations.
 
 use crate::rows::mix;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// A server's time as a function of what it has to compute. Requests do not slow each other: what
-/// is measured is the coordinator, not a batch scheduler.
+/// The duration of a generation as a function of its work. Requests do not slow each other down, because
+/// the coordinator is measured and not a batch scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Latency {
-    /// Part of every call, in milliseconds.
+    /// Constant part of every call, in milliseconds.
     pub base_ms: f64,
-    /// Milliseconds per 1,000 prompt tokens that no prefix cache holds.
+    /// Milliseconds per 1,000 prompt tokens that are not in the prefix cache.
     pub prefill_ms_per_1k: f64,
     /// Milliseconds per sampled token.
     pub decode_ms: f64,
-    /// Share by which a call may be shorter or longer, 0 to 1, drawn from its seed.
+    /// Relative deviation of a call, 0 to 1, drawn from its seed.
     pub jitter: f64,
 }
 
 impl Latency {
-    /// Time for one call.
+    /// Duration of one call.
     pub fn time(&self, uncached: usize, sampled: usize, seed: u64) -> Duration {
         let prefill = self.prefill_ms_per_1k * uncached as f64 / 1000.0;
         let exact = self.base_ms + prefill + self.decode_ms * sampled as f64;

@@ -1,13 +1,13 @@
-//! A world for benchmarks, in which everything but the program under measurement is cheap and
-//! known beforehand.
+//! An environment for benchmarks and tests in which everything but the program under test is cheap and
+//! predictable.
 //!
 //! * [`serve`] is an engine with SGLang's routes. It computes nothing: time comes from a
 //!   [`Latency`] model, text from a [`Script`], and routing rows from [`expected_rows`].
 //! * [`SyntheticSandboxes`] run no command, and [`task`] is solved by any episode that submits.
 //!
-//! The invariant: a row is a function of the policy version and the tokens up to its position, and
-//! of nothing else. So every row of every finished mask can be checked, whichever worker sent it,
-//! and whatever died on the way.
+//! The invariant: a row is a function of only the policy version and the tokens up to its position.
+//! So every row of every finished mask can be checked, whichever worker sent it and whatever was
+//! killed meanwhile.
 
 mod cache;
 mod engine;

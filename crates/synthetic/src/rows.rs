@@ -1,4 +1,4 @@
-//! Rows that can be known without the engine.
+//! Routing rows that can be computed without the engine.
 
 use orchestrate_routing::{RoutedRows, RoutingError};
 use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
@@ -12,7 +12,7 @@ pub(crate) fn mix(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// The hash of a prefix, one token longer.
+/// The hash of a prefix extended by one token.
 pub(crate) fn extend(prefix: u64, token: TokenId) -> u64 {
     mix(prefix ^ u64::from(token))
 }
@@ -21,7 +21,7 @@ pub(crate) fn extend(prefix: u64, token: TokenId) -> u64 {
 /// neighbours on the ring of experts, the first of them by a hash of all tokens up to the position.
 ///
 /// # Errors
-/// [`RoutingError`] when the shape has no usable rows. `range` must end within `tokens`.
+/// [`RoutingError`] if rows of the shape are not supported. `range` must end within `tokens`.
 pub fn expected_rows(
     shape: &ModelShape,
     version: PolicyVersion,

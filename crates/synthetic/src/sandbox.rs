@@ -1,4 +1,4 @@
-//! Sandboxes that hold no process and cost no time.
+//! Sandboxes without a process, which take no time.
 
 use async_trait::async_trait;
 use orchestrate_sandbox::{
@@ -8,10 +8,10 @@ use orchestrate_sandbox::{
 use orchestrate_types::{ByteSize, RunId};
 use std::time::Duration;
 
-/// Sandboxes that answer every command with the same text.
+/// Sandboxes in which every command prints the same text.
 #[derive(Debug, Clone)]
 pub struct SyntheticSandboxes {
-    /// What commands print.
+    /// Output of every command.
     pub output: String,
 }
 

@@ -1,37 +1,37 @@
-//! What a synthetic policy writes: as many tool calls as it has turns, the last of them `submit`.
+//! The output of a synthetic policy: one tool call per turn, the last one `submit`.
 
 use crate::rows::mix;
 use orchestrate_types::TokenId;
 use serde::{Deserialize, Serialize};
 
-/// A policy whose next tokens are a function of the prompt and the call's seed.
+/// A policy whose output is a function of the prompt and the call's seed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Script {
-    /// Token that ends every message.
+    /// The token that ends every message.
     pub end_of_message: TokenId,
-    /// Header of an assistant message, not empty; its first token stands nowhere inside a message.
+    /// Header of an assistant message, not empty; its first token never occurs inside a message.
     pub header: Vec<TokenId>,
-    /// How often `end_of_message` stands in the first prompt.
+    /// Number of `end_of_message` tokens in the first prompt.
     pub ends_before: usize,
-    /// How often it is added per turn: once by the policy, then by every answer.
+    /// Number of `end_of_message` tokens added per turn: one by the policy, one by each observation.
     pub ends_per_turn: usize,
-    /// Turns of an episode, at least 1.
+    /// Number of turns of an episode, at least 1.
     pub turns: usize,
-    /// A turn's tokens before its drawn part.
+    /// Tokens of a turn before its random part.
     pub call_head: Vec<TokenId>,
-    /// Tokens the drawn part is made of, not empty.
+    /// Tokens that the random part is drawn from, not empty.
     pub drawn: Vec<TokenId>,
-    /// Length of the drawn part.
+    /// Length of the random part.
     pub drawn_tokens: usize,
-    /// A turn's tokens after its drawn part.
+    /// Tokens of a turn after its random part.
     pub call_tail: Vec<TokenId>,
     /// All tokens of the last turn.
     pub submit: Vec<TokenId>,
 }
 
 impl Script {
-    /// What comes after `prompt`, to the end of the turn. A prompt that ends inside a turn, because
-    /// its reply was cut off, is continued.
+    /// The tokens that follow `prompt`, to the end of the turn. A prompt that ends inside a turn, because
+    /// its reply was aborted, is continued.
     pub fn continuation(&self, prompt: &[TokenId], seed: u64) -> Vec<TokenId> {
         let ends = prompt.iter().filter(|token| **token == self.end_of_message).count();
         let turn = ends.saturating_sub(self.ends_before) / self.ends_per_turn.max(1);

@@ -4,8 +4,8 @@ use orchestrate_tasks::{Origin, Split, Task, TaskFile, Verdict};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Task number `index`, whose problem statement has about `words` words of its own: tasks differ
-/// from their first words on, so that only a group's members share a prompt.
+/// Task number `index`, whose problem statement has about `words` words. Tasks differ from the first
+/// word on, so that only members of a group share a prompt.
 pub fn task(index: usize, words: usize) -> Task {
     let statement: Vec<String> = (0..words.max(1)).map(|word| format!("w{index}x{word}")).collect();
     Task {
@@ -26,7 +26,7 @@ pub fn task(index: usize, words: usize) -> Task {
     }
 }
 
-/// Who submits has solved it.
+/// Accepts every submission.
 pub fn judge(_task: &Task, _log: &str) -> Verdict {
     Verdict {
         reward: 1.0,

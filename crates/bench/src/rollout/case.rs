@@ -1,4 +1,4 @@
-//! One case: its processes and episodes, and the numbers that come of them.
+//! One case: its processes and episodes, and the resulting numbers.
 
 use super::checker::Checker;
 use super::engines::Engines;
@@ -25,23 +25,23 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// Bytes of one token in an episode: id, mask, log-probability, version.
+/// Bytes of one token in an episode: id, loss mask, log-probability, policy version.
 const TOKEN_BYTES: usize = 4 + 1 + 4 + 8;
-/// Weights that all rows are of.
+/// Policy version of all rows.
 const VERSION: PolicyVersion = PolicyVersion(1);
 const PATIENCE: Duration = Duration::from_mins(1);
 
-/// What happens to the first worker when half of all turns are done.
+/// What happens to the first worker after half of all turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fate {
     Lives,
-    /// SIGKILL, and nothing after it.
+    /// SIGKILL, without a restart.
     Dies,
-    /// SIGKILL, and a process at the same address so much later.
+    /// SIGKILL, and a restart at the same address after this time.
     DiesAndReturns(Duration),
 }
 
-/// What to measure.
+/// Definition of a case.
 #[derive(Debug, Clone)]
 pub(super) struct Kind {
     pub(super) name: &'static str,
@@ -51,15 +51,15 @@ pub(super) struct Kind {
     pub(super) workers: usize,
     pub(super) fate: Fate,
     pub(super) latency: Latency,
-    /// Episodes begin over this time.
+    /// Time over which the starts of episodes are spread.
     pub(super) ramp: Duration,
     pub(super) limits: Limits,
 }
 
-/// What a case must keep to, where it says so. No episode may be lost, and no row wrong, in any.
+/// Limits of a case. In addition, no case may lose an episode or have a wrong row.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(super) struct Limits {
-    /// Least share of possible prefix-cache hits, of conversations that stayed on their worker.
+    /// Minimum share of the possible prefix-cache hits, over conversations that stayed on their worker.
     pub(super) hit_share: Option<f64>,
     pub(super) cpu_us_per_turn: Option<f64>,
     pub(super) bytes_per_open_episode: Option<f64>,
@@ -67,51 +67,51 @@ pub(super) struct Limits {
     pub(super) loop_held_max_ms: Option<f64>,
 }
 
-/// What one case was measured to do.
+/// Results of one case.
 #[derive(Debug, Serialize)]
 pub(super) struct Case {
     pub(super) name: String,
     pub(super) conversations: usize,
     pub(super) workers: usize,
-    /// Turns that were answered.
+    /// Number of answered turns.
     pub(super) turns: usize,
     pub(super) seconds: f64,
     pub(super) turns_per_s: f64,
-    /// Processor time of this process by turn of the second half; what only measures is left out.
+    /// Processor time of this process per turn of the second half, without threads that only measure.
     pub(super) cpu_us_per_turn: f64,
-    /// Conversations that were open when memory was looked at.
+    /// Number of open conversations when memory was measured.
     pub(super) open_episodes: usize,
-    /// Heap beyond what was there before, by open episode.
+    /// Heap growth per open episode, in bytes.
     pub(super) heap_per_open_episode: f64,
-    /// The same without tokens and rows.
+    /// The same, without tokens and rows.
     pub(super) bytes_per_open_episode: f64,
-    /// Between a reply and the same conversation's next request, as engines see it.
+    /// Time between a reply and the conversation's next request, as seen by the engine.
     pub(super) added_p50_ms: f64,
     pub(super) added_p99_ms: f64,
-    /// Of the prompt tokens that the engines' prefix caches could have answered.
+    /// Share of the possible prefix-cache hits, in prompt tokens.
     pub(super) hit_share: f64,
-    /// The same of conversations that stayed on their worker.
+    /// The same, over conversations that stayed on their worker.
     pub(super) hit_share_unmoved: f64,
     pub(super) loop_lag_p99_ms: f64,
     pub(super) loop_lag_max_ms: f64,
-    /// The same without times at which the machine stood still, where that can be told.
+    /// The same, without pauses of the machine, where these can be detected.
     pub(super) loop_held_max_ms: f64,
-    /// The longest time it did; absent where it cannot be told.
+    /// The longest pause of the machine; absent where pauses cannot be detected.
     pub(super) stall_max_ms: Option<f64>,
     /// Processor time of the longest poll of an episode.
     pub(super) longest_poll_ms: f64,
-    /// Conversations that went on at another worker.
+    /// Number of conversations that were moved to another worker.
     pub(super) moved_episodes: usize,
-    /// Episodes that did not end with a reward, or not with all rows.
+    /// Number of episodes without a reward or without all rows.
     pub(super) lost_episodes: usize,
     pub(super) rows_checked: usize,
     pub(super) wrong_rows: usize,
-    /// Rows that came from another episode, and were not sent again.
+    /// Number of rows that were shared with another episode and not sent again.
     pub(super) shared_rows: u64,
     pub(super) routing_wire_bytes: u64,
     pub(super) limits: Limits,
     pub(super) ok: bool,
-    /// Why the first lost episode was lost.
+    /// Reason for the first lost episode.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub(super) note: String,
 }
@@ -139,7 +139,7 @@ pub(super) async fn measure(
     let longest_poll = Arc::new(LongestPoll::default());
     let (stalls, checker) = (Stalls::watch(&processors.coordinator), checker(world, processors)?);
     if let Err(error) = &stalls {
-        output::say(format!("cannot tell when the machine stands still: {error:#}"));
+        output::say(format!("pauses of the machine are not detected: {error:#}"));
     }
     let watches = stalls.iter().flat_map(Stalls::threads).chain([checker.thread()]);
     let observers: Vec<Pid> = watches.collect();
@@ -157,17 +157,18 @@ pub(super) async fn measure(
     let halfway = async {
         observed.half_way().await;
         let (grown, summary) = (heap.grown(), observed.summary());
-        // Counting allocations costs time that no run spends: the processor's is taken without.
+        // Counting allocations costs time that a run does not spend, so it ends before processor time
+        // is measured.
         drop(heap);
         let before = (cpu_time(&observers), observed.turns());
-        meet(kind.fate, &mut engines).await?;
+        apply(kind.fate, &mut engines).await?;
         anyhow::Ok((grown, summary, before))
     };
     let finished = async {
         while let Some(report) = episodes.join_next().await {
             checker.take(report?);
         }
-        // Episodes that fail make fewer turns than they were to.
+        // Episodes that fail have fewer turns than planned.
         observed.end_first_half();
         anyhow::Ok(())
     };
@@ -175,7 +176,7 @@ pub(super) async fn measure(
     let cpu = cpu_time(&observers).saturating_sub(cpu);
     let seconds = begun.elapsed().as_secs_f64();
     let lag = loop_lag.take();
-    // No timer may be late while nobody looks at the machine.
+    // Timers must not be recorded after pauses are no longer observed.
     drop(loop_lag);
     let blame = stalls.ok().map(|stalls| stalls.blame(&late_timers));
     let mut stats = engines.stats().await?;
@@ -302,7 +303,7 @@ fn request(kind: &Kind, run: RunId, index: usize) -> EpisodeRequest {
     }
 }
 
-async fn meet(fate: Fate, engines: &mut Engines) -> anyhow::Result<()> {
+async fn apply(fate: Fate, engines: &mut Engines) -> anyhow::Result<()> {
     match fate {
         Fate::Lives => Ok(()),
         Fate::Dies => engines.kill(0).await,
@@ -318,7 +319,7 @@ fn checker(world: &World, processors: &Processors) -> anyhow::Result<Checker> {
     Checker::begin(world.shape.clone(), VERSION, processors.engines.clone())
 }
 
-/// So many of a hundred sorted values are not above it.
+/// A percentile of sorted values, by the nearest-rank method.
 fn quantile_ms(sorted_us: &[u32], percent: usize) -> f64 {
     let last = sorted_us.len().saturating_sub(1);
     let index = (sorted_us.len() * percent).div_ceil(100).saturating_sub(1).min(last);
@@ -330,7 +331,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_of_sorted_values() {
+    fn quantile_is_the_nearest_rank() {
         let values: Vec<u32> = (1..=200).map(|ms| ms * 1000).collect();
         let found = [50, 99, 100].map(|percent| quantile_ms(&values, percent).to_string());
         assert_eq!(found, ["100", "198", "200"]);

@@ -1,5 +1,4 @@
-//! Finished episodes, checked and let go as they come, as a run hands them on: on a thread of its
-//! own, where engines run.
+//! Checks finished episodes and drops them, on a separate thread on the engines' processors.
 
 use super::observers::Observer;
 use super::processors::keep_thread_to;
@@ -11,28 +10,28 @@ use rustix::process::{Pid, setpriority_process};
 use rustix::thread::gettid;
 use std::sync::mpsc::{self, Receiver, Sender};
 
-/// After everything else.
+/// Lowest priority.
 const NICE: i32 = 19;
 
-/// Compares every row of every mask with what it must be.
+/// Compares every row of every mask with its expected value.
 #[derive(Debug)]
 pub(super) struct Checker {
     reports: Sender<EpisodeReport>,
     thread: Observer<anyhow::Result<Checked>>,
 }
 
-/// What was found in all of them.
+/// Results over all episodes.
 #[derive(Debug, Default)]
 pub(super) struct Checked {
     pub(super) episodes: usize,
-    /// Without a reward, or not all rows.
+    /// Number of episodes without a reward or without all rows.
     pub(super) lost: usize,
     pub(super) rows: usize,
     pub(super) wrong: usize,
-    /// Rows that came from another episode.
+    /// Number of rows that were shared with another episode.
     pub(super) shared_rows: u64,
     pub(super) routing_wire_bytes: u64,
-    /// Why the first lost one was lost.
+    /// Reason for the first lost episode.
     pub(super) note: String,
 }
 
@@ -51,20 +50,20 @@ impl Checker {
         Ok(Self { reports, thread })
     }
 
-    /// The thread that checks.
+    /// The checking thread.
     pub(super) fn thread(&self) -> Pid {
         self.thread.id()
     }
 
     pub(super) fn take(&self, report: EpisodeReport) {
-        // If it has failed, its end tells.
+        // If the thread has failed, `end` reports why.
         let _ = self.reports.send(report);
     }
 
-    /// Waits until everything is checked.
+    /// Waits until all episodes are checked.
     pub(super) fn end(self) -> anyhow::Result<Checked> {
         drop(self.reports);
-        self.thread.end().context("check rows")?
+        self.thread.end().context("failed to check rows")?
     }
 }
 
@@ -100,7 +99,7 @@ impl Checked {
             return Ok(());
         };
         let tokens = trajectory.token_ids();
-        let rows = tokens.len().checked_sub(1).context("an empty trajectory")?;
+        let rows = tokens.len().checked_sub(1).context("the trajectory is empty")?;
         let expected = expected_rows(shape, version, tokens, 0..rows)?;
         let expected: Vec<u8> = expected.chunks().flatten().copied().collect();
         let found = mask.to_vec();

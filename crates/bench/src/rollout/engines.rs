@@ -1,4 +1,4 @@
-//! Synthetic engines, each a process of its own.
+//! Synthetic engines, each a separate process.
 
 use super::processors::list;
 use anyhow::Context;
@@ -10,11 +10,11 @@ use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 
-/// Time for one of them to come up: no weights are loaded.
+/// Time for an engine to start; it loads no weights.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 const STATS_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What an engine process prints when it listens.
+/// What an engine process prints once it listens.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Listening {
     pub(crate) address: std::net::SocketAddr,
@@ -24,7 +24,7 @@ pub(crate) struct Listening {
 #[derive(Debug)]
 pub(super) struct Engines {
     plan: Utf8PathBuf,
-    /// Where they run.
+    /// Processors that they are pinned to.
     processors: String,
     processes: Vec<Process>,
 }
@@ -36,7 +36,7 @@ struct Process {
 }
 
 impl Engines {
-    /// Starts `count` engines on free ports; `folder` takes the plan's file.
+    /// Starts `count` engines on free ports; the plan is written to `folder`.
     pub(super) async fn start(
         count: usize,
         plan: &EnginePlan,
@@ -58,20 +58,20 @@ impl Engines {
         self.processes.iter().map(|process| format!("http://{}", process.address)).collect()
     }
 
-    /// Kills a process with SIGKILL, and waits until it is gone.
+    /// Kills a process with SIGKILL and waits for its end.
     pub(super) async fn kill(&mut self, index: usize) -> anyhow::Result<()> {
-        let process = self.processes.get_mut(index).context("no such engine")?;
-        process.child.kill().await.context("kill an engine process")
+        let process = self.processes.get_mut(index).context("no engine with this index")?;
+        process.child.kill().await.context("failed to kill an engine process")
     }
 
-    /// Starts a killed one again, at its old address, with nothing in its cache.
+    /// Restarts a killed engine at its old address, with an empty cache.
     pub(super) async fn restart(&mut self, index: usize) -> anyhow::Result<()> {
-        let process = self.processes.get_mut(index).context("no such engine")?;
+        let process = self.processes.get_mut(index).context("no engine with this index")?;
         *process = start(&self.plan, &self.processors, process.address).await?;
         Ok(())
     }
 
-    /// What all that still live have seen.
+    /// Combined statistics of all engines that are alive.
     pub(super) async fn stats(&mut self) -> anyhow::Result<EngineStats> {
         // Fails only where a provider is installed already, which serves as well.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -96,26 +96,26 @@ async fn start(
     processors: &str,
     address: std::net::SocketAddr,
 ) -> anyhow::Result<Process> {
-    let program = std::env::current_exe().context("find this program")?;
-    // Where there is one processor for all, they get what the coordinator leaves.
+    let program = std::env::current_exe().context("failed to find the path of this program")?;
+    // On a single processor, engines get what the coordinator leaves.
     let mut child = Command::new("nice")
         .args(["-n", "10"])
         .arg(program)
         .args(["synthetic-engine", "--plan", plan.as_str(), "--listen", &address.to_string()])
         .args(["--processors", processors])
-        // It ends when this pipe closes, however this process ends.
+        // The engine ends when this pipe closes, however this process ends.
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .kill_on_drop(true)
         .spawn()
-        .context("start an engine process")?;
-    let stdout = child.stdout.take().context("an engine process without output")?;
+        .context("failed to start an engine process")?;
+    let stdout = child.stdout.take().context("an engine process has no standard output")?;
     let mut line = String::new();
     let mut stdout = BufReader::new(stdout);
     tokio::time::timeout(START_TIMEOUT, stdout.read_line(&mut line))
         .await
-        .context("an engine process does not come up")??;
-    let listening: Listening =
-        serde_json::from_str(&line).with_context(|| format!("an engine process says {line:?}"))?;
+        .context("an engine process did not start in time")??;
+    let listening: Listening = serde_json::from_str(&line)
+        .with_context(|| format!("unexpected output of an engine process: {line:?}"))?;
     Ok(Process { child, address: listening.address })
 }

@@ -1,4 +1,4 @@
-//! The fleet, and a note of what passes between it and the episodes.
+//! A fleet that records the traffic between it and the episodes.
 
 use async_trait::async_trait;
 use camino::Utf8Path;
@@ -11,14 +11,14 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 
-/// Passes every call on.
+/// Forwards every call to the fleet.
 #[derive(Debug)]
 pub(super) struct Observed {
     fleet: Arc<Fleet>,
     page_tokens: usize,
     notes: Mutex<Notes>,
     turns: AtomicUsize,
-    /// Turns of the first half.
+    /// Number of turns of the first half.
     half: usize,
     half_way: Notify,
 }
@@ -26,7 +26,7 @@ pub(super) struct Observed {
 #[derive(Debug, Default)]
 struct Notes {
     sessions: HashMap<String, Seen>,
-    /// Prompts that a worker has answered: group and worker.
+    /// Prompts that a worker has seen: group and worker.
     led: HashSet<(String, String)>,
 }
 
@@ -40,7 +40,7 @@ struct Seen {
     hits: Hits,
 }
 
-/// Prompt tokens that the engine's prefix cache answered, of those it could have.
+/// Prompt tokens that the engine's prefix cache answered, and could have answered.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Hits {
     pub(super) hit: u64,
@@ -48,21 +48,21 @@ pub(super) struct Hits {
 }
 
 impl Hits {
-    /// `1` where nothing was possible.
+    /// Hits as a share of the possible ones; 1 if none was possible.
     pub(super) fn share(self) -> f64 {
         if self.possible == 0 { 1.0 } else { self.hit as f64 / self.possible as f64 }
     }
 }
 
-/// What was seen of all conversations.
+/// Totals over all conversations.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Summary {
     pub(super) all: Hits,
-    /// Of conversations that stayed on one worker.
+    /// Over conversations that stayed on one worker.
     pub(super) unmoved: Hits,
     pub(super) moved_sessions: usize,
     pub(super) open_sessions: usize,
-    /// Tokens of open conversations.
+    /// Number of tokens of open conversations.
     pub(super) open_tokens: usize,
 }
 
@@ -72,17 +72,17 @@ impl Observed {
         Self { fleet, page_tokens, notes: Mutex::default(), turns, half, half_way: Notify::new() }
     }
 
-    /// Turns so far.
+    /// Number of turns so far.
     pub(super) fn turns(&self) -> usize {
         self.turns.load(Relaxed)
     }
 
-    /// Waits until half of the turns are done. For one caller.
+    /// Waits until half of the turns are done. Only one caller may wait.
     pub(super) async fn half_way(&self) {
         self.half_way.notified().await;
     }
 
-    /// Lets [`Observed::half_way`] go on, however few turns there were.
+    /// Wakes [`Observed::half_way`], however few turns there were.
     pub(super) fn end_first_half(&self) {
         self.half_way.notify_one();
     }
@@ -116,14 +116,14 @@ impl Observed {
         let Notes { sessions, led } = &mut *notes;
         let Some(seen) = sessions.get_mut(session) else { return };
         let is_first = seen.tokens == 0;
-        // Who stays where it was has led there, or followed.
+        // A conversation that stays on its worker has been counted there.
         let arrives = is_first || seen.worker != reply.worker;
         let leads = arrives && led.insert((seen.group.clone(), reply.worker.clone()));
         let held = match (is_first, leads) {
-            // The first of a group on a worker finds nothing of its prompt there.
+            // The first member of a group on a worker finds nothing of its prompt there.
             (true, true) => 0,
             (true, false) => prompt - 1,
-            // The last token sampled has no KV yet.
+            // The last sampled token has no KV entry yet.
             (false, _) => seen.tokens - 1,
         };
         let possible = whole_pages(held.min(prompt - 1));
@@ -167,7 +167,7 @@ impl Engine for Observed {
         let (session, prompt) = (request.session.clone(), request.token_ids.len());
         let reply = self.fleet.generate(request).await?;
         self.note(&session, prompt, &reply);
-        // Whoever waits is woken once, not with each turn: that would be measured, too.
+        // The waiting task is woken once, not at each turn, because that would be measured, too.
         if self.turns.fetch_add(1, Relaxed) + 1 == self.half {
             self.end_first_half();
         }

@@ -1,4 +1,4 @@
-//! Threads that only observe: what they cost is not the program's.
+//! Threads that only observe; their processor time is not counted as the program's.
 
 use anyhow::Context;
 use rustix::process::Pid;
@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// A running thread.
+/// A running observer thread.
 #[derive(Debug)]
 pub(super) struct Observer<T> {
     id: Pid,
@@ -16,8 +16,8 @@ pub(super) struct Observer<T> {
 }
 
 impl<T: Send + 'static> Observer<T> {
-    /// Starts a thread that finds its place among the others, and then works; an error where it
-    /// does not get that place.
+    /// Starts a thread that sets its affinity and priority with `place` and then does `work`. Fails if
+    /// `place` does.
     pub(super) fn begin(
         place: impl FnOnce() -> anyhow::Result<()> + Send + 'static,
         work: impl FnOnce() -> T + Send + 'static,
@@ -26,11 +26,11 @@ impl<T: Send + 'static> Observer<T> {
         let thread = std::thread::spawn(move || {
             let placed = place();
             let is_placed = placed.is_ok();
-            // Who began waits for this.
+            // The caller waits for this.
             let _ = ready.send(placed.map(|()| gettid()));
             is_placed.then(work)
         });
-        let id = begun.recv().context("an observing thread ended at once")??;
+        let id = begun.recv().context("an observer thread ended at once")??;
         Ok(Self { id, thread })
     }
 
@@ -38,13 +38,13 @@ impl<T: Send + 'static> Observer<T> {
         self.id
     }
 
-    /// Waits for what it found.
+    /// Waits for the result.
     pub(super) fn end(self) -> anyhow::Result<T> {
-        self.thread.join().ok().flatten().context("an observing thread panicked")
+        self.thread.join().ok().flatten().context("an observer thread panicked")
     }
 }
 
-/// Processor time of this process without some of its threads.
+/// Processor time of this process, without some of its threads.
 pub(super) fn cpu_time(without: &[Pid]) -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
@@ -52,7 +52,7 @@ pub(super) fn cpu_time(without: &[Pid]) -> Duration {
     all.saturating_sub(without.iter().filter_map(|thread| thread_time(*thread)).sum())
 }
 
-/// Processor time of one thread, where the kernel tells it.
+/// Processor time of one thread, if the kernel reports it.
 fn thread_time(thread: Pid) -> Option<Duration> {
     let text = fs_err::read_to_string(format!("/proc/self/task/{thread}/schedstat")).ok()?;
     text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_without_its_place_does_not_work() {
+    fn observer_does_not_work_if_its_placement_fails() {
         let worked = Observer::begin(|| Ok(()), || 7).unwrap().end().unwrap();
         assert_eq!(worked, 7);
         let refused = Observer::begin(|| anyhow::bail!("no place"), || 7).unwrap_err();
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_of_this_process_can_be_left_out() {
+    fn cpu_time_can_leave_out_a_thread() {
         let this = gettid();
         let (all, without) = (cpu_time(&[]), cpu_time(&[this]));
         let mut rounds = 0_u64;

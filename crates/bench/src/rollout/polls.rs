@@ -1,19 +1,19 @@
-//! What keeps the event loop: the longest poll of any episode.
+//! The longest poll of any episode, which is what blocks the event loop.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 
-/// Processor time of the longest poll of any of some futures: what keeps others on its thread from
-/// running, whatever the machine does meanwhile.
+/// Processor time of the longest poll of a set of futures. Other futures of the same thread have to
+/// wait for it.
 #[derive(Debug, Default)]
 pub(super) struct LongestPoll {
     nanoseconds: AtomicI64,
 }
 
 impl LongestPoll {
-    /// Runs a future; its polls count.
+    /// Runs a future and measures its polls.
     pub(super) async fn watch<F: Future>(&self, future: F) -> F::Output {
         let mut future = pin!(future);
         poll_fn(|context| {
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_longest_one_is_kept() {
+    async fn longest_poll_of_all_futures_is_recorded() {
         let longest = LongestPoll::default();
         let busy = |nanoseconds: i64| {
             let begun = thread_time();

@@ -1,12 +1,12 @@
-//! Who runs where. In a run the engines have machines of their own; here they must not push the
-//! coordinator out of its processors' caches.
+//! Which processors are used by which process. In a run, engines have their own machines; here they
+//! must not evict the coordinator's data from its processors' caches.
 
 use anyhow::Context;
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::Serialize;
 
-/// Processors of each side, by the kernel's numbers.
+/// Processor numbers of each side.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct Processors {
     pub(super) coordinator: Vec<usize>,
@@ -14,9 +14,10 @@ pub(super) struct Processors {
 }
 
 impl Processors {
-    /// Half of what this process may use for each side; a single one is for both.
+    /// Gives each side half of the processors of this process; a single processor is shared.
     pub(super) fn share() -> anyhow::Result<Self> {
-        let allowed = sched_getaffinity(None).context("ask for this process's processors")?;
+        let allowed =
+            sched_getaffinity(None).context("failed to read the CPU affinity of this process")?;
         Ok(Self::of((0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect()))
     }
 
@@ -28,7 +29,7 @@ impl Processors {
         Self { coordinator, engines }
     }
 
-    /// One line for people.
+    /// Both lists on one line.
     pub(super) fn line(&self) -> String {
         let [coordinator, engines] =
             [&self.coordinator, &self.engines].map(|processors| list(processors));
@@ -36,7 +37,7 @@ impl Processors {
     }
 }
 
-/// The form in which an engine process is told.
+/// The list as an argument of an engine process.
 pub(super) fn list(processors: &[usize]) -> String {
     processors.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
@@ -44,29 +45,30 @@ pub(super) fn list(processors: &[usize]) -> String {
 fn set_of(processors: &[usize]) -> anyhow::Result<CpuSet> {
     let mut set = CpuSet::new();
     for &cpu in processors {
-        anyhow::ensure!(cpu < CpuSet::MAX_CPU, "there is no processor {cpu}");
+        anyhow::ensure!(cpu < CpuSet::MAX_CPU, "processor number {cpu} is too large");
         set.set(cpu);
     }
     Ok(set)
 }
 
-/// Keeps the calling thread to some processors.
+/// Pins the calling thread to some processors.
 pub(super) fn keep_thread_to(processors: &[usize]) -> anyhow::Result<()> {
     sched_setaffinity(None, &set_of(processors)?)
-        .with_context(|| format!("keep to processors {}", list(processors)))
+        .with_context(|| format!("failed to pin to processors {}", list(processors)))
 }
 
-/// Keeps all threads of this process, and those they will start, to some processors.
+/// Pins all threads of this process, and those they start, to some processors.
 pub(crate) fn keep_to(processors: &[usize]) -> anyhow::Result<()> {
     let set = set_of(processors)?;
     for thread in fs_err::read_dir("/proc/self/task")? {
         let name = thread?.file_name();
         let thread = name.to_str().and_then(|name| Pid::from_raw(name.parse().ok()?));
         match sched_setaffinity(thread, &set) {
-            // It has ended meanwhile.
+            // The thread has ended meanwhile.
             Ok(()) | Err(rustix::io::Errno::SRCH) => {}
             Err(error) => {
-                return Err(error).context(format!("keep to processors {}", list(processors)));
+                return Err(error)
+                    .context(format!("failed to pin to processors {}", list(processors)));
             }
         }
     }
@@ -78,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_side_has_processors_of_its_own_where_there_are_two() {
+    fn sides_share_a_processor_only_if_there_is_just_one() {
         for (all, coordinator, engines) in [
             (&[5][..], &[5][..], &[5][..]),
             (&[0, 1], &[0], &[1]),

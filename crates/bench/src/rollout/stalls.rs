@@ -1,8 +1,8 @@
-//! Who makes the event loop late: the program, or a machine that stands still.
+//! Why the event loop is late: because of the program, or because the machine was paused.
 //!
-//! A hypervisor takes a processor away now and then, for some milliseconds or some dozens of them,
-//! and nothing on it runs meanwhile. A thread that only sleeps, of the highest priority there is,
-//! wakes on time whatever else the processor has to do: where it is late, the machine stood still.
+//! A hypervisor takes a processor away now and then, for some milliseconds to some dozens of them,
+//! and nothing runs on it meanwhile. A thread that only sleeps, with the highest real-time priority,
+//! wakes up on time whatever else the processor has to do. If it is late, the processor was paused.
 
 use super::observers::Observer;
 use super::processors::keep_thread_to;
@@ -19,12 +19,12 @@ use thread_priority::unix::{
     thread_native_id,
 };
 
-/// Time between two looks: so much of a standstill may not be seen.
+/// Sleep time of the observing threads: this much of a pause can go undetected.
 const PERIOD: Duration = Duration::from_millis(2);
-/// Shorter delays are those of any timer.
+/// Shorter delays are normal for timers.
 const LEAST: Duration = Duration::from_micros(500);
 
-/// Times at which processors stood still, while it lives.
+/// Records the pauses of processors until it is dropped.
 #[derive(Debug)]
 pub(super) struct Stalls {
     watches: Vec<Watch>,
@@ -32,34 +32,33 @@ pub(super) struct Stalls {
 
 #[derive(Debug)]
 struct Watch {
-    /// Nothing is sent: its end is waited for.
+    /// Nothing is sent; dropping it ends the thread.
     alive: Sender<()>,
     thread: Observer<Vec<Late>>,
 }
 
-/// A time at which something was due on a processor, and when it then happened.
+/// From when something was due on a processor to when it happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Late {
     processor: usize,
     time: Range<Instant>,
 }
 
-/// Times at which the timer of the event loop was due and did not fire, with the processor on which
-/// it then did.
+/// Delays of the event loop's timer, with the processor on which it finally fired.
 #[derive(Debug, Clone, Default)]
 pub(super) struct LateTimers(Arc<Mutex<Vec<Late>>>);
 
-/// What became of both.
+/// The longest pause, and the longest delay without pauses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Blame {
-    /// The longest time a processor stood still.
+    /// The longest pause of a processor.
     pub(super) stall_max: Duration,
-    /// The longest delay of the event loop, standstills left out.
+    /// The longest delay of the event loop, pauses subtracted.
     pub(super) held_max: Duration,
 }
 
 impl LateTimers {
-    /// Looks at the event loop; they are its delays.
+    /// Observes the event loop and records its delays.
     pub(super) fn watch(&self) -> LoopLag {
         let late = Arc::clone(&self.0);
         LoopLag::begin_with(move |due, delay| {
@@ -73,18 +72,18 @@ impl LateTimers {
 }
 
 impl Stalls {
-    /// Begins to look at these processors; an error where a thread may not have such a priority.
+    /// Starts to observe these processors. Fails without the right to real-time priority.
     pub(super) fn watch(processors: &[usize]) -> anyhow::Result<Self> {
         let begin = |&processor: &usize| Watch::begin(processor);
         Ok(Self { watches: processors.iter().map(begin).collect::<anyhow::Result<_>>()? })
     }
 
-    /// The threads that look.
+    /// The observing threads.
     pub(super) fn threads(&self) -> impl Iterator<Item = Pid> {
         self.watches.iter().map(|watch| watch.thread.id())
     }
 
-    /// Ends, and takes the times at which a processor stood still from its timers' delays.
+    /// Stops observing, and subtracts the pauses of each processor from the delays of its timers.
     pub(super) fn blame(self, timers: &LateTimers) -> Blame {
         let stalls: Vec<Late> = self.watches.into_iter().flat_map(Watch::end).collect();
         let timers = timers.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -106,11 +105,11 @@ impl Watch {
     }
 }
 
-/// Sleeps until `end`, and gives the times at which it overslept.
+/// Sleeps repeatedly until `end`, and returns the times at which it woke up late.
 fn watch(processor: usize, end: &Receiver<()>) -> Vec<Late> {
     let (mut stalls, mut woke) = (Vec::new(), Instant::now());
     loop {
-        // From the last waking on: the machine may stand still before this thread sleeps.
+        // Due since the last wake-up: the machine may be paused before this thread sleeps.
         let due = woke + PERIOD;
         let pause = due.saturating_duration_since(Instant::now());
         let Err(RecvTimeoutError::Timeout) = end.recv_timeout(pause) else { return stalls };
@@ -129,7 +128,7 @@ fn take_precedence(processor: usize) -> anyhow::Result<()> {
         ThreadSchedulePolicy::Realtime(Fifo),
     )
     .map_err(|error| anyhow::anyhow!("{error:?}"))
-    .context("take real-time priority, for which CAP_SYS_NICE is needed")
+    .context("failed to set real-time priority (needs CAP_SYS_NICE)")
 }
 
 fn blame(stalls: &[Late], timers: &[Late]) -> Blame {
@@ -148,7 +147,7 @@ impl Late {
         self.time.end.saturating_duration_since(self.time.start)
     }
 
-    /// How long both lasted at once.
+    /// Length of the overlap of both.
     fn common(&self, other: &Self) -> Duration {
         let start = self.time.start.max(other.time.start);
         self.time.end.min(other.time.end).saturating_duration_since(start)
@@ -160,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_standstill_of_a_timers_own_processor_excuses_it() {
+    fn delay_is_reduced_only_by_pauses_of_the_same_processor() {
         let zero = Instant::now();
         let at = |(processor, ms): (usize, Range<u64>)| Late {
             processor,
@@ -169,7 +168,7 @@ mod tests {
         let stalls = [(0, 10..40), (0, 90..95), (1, 200..230), (0, 500..505)].map(at);
         for (timers, held) in [
             (vec![], 0),
-            // Within, across each end, around, beside.
+            // Within a pause, across each end, around it, next to it.
             (vec![(0, 15..35)], 0),
             (vec![(0, 5..20)], 5),
             (vec![(0, 30..47)], 7),
@@ -188,10 +187,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_loop_that_works_is_not_excused() {
+    async fn busy_event_loop_is_counted_as_held() {
         let here = sched_getcpu();
         keep_thread_to(&[here]).unwrap();
-        // Without the right to look at it, nothing is excused either.
+        // Without the right to observe pauses, nothing is subtracted either.
         let stalls = Stalls::watch(&[here]);
         let timers = LateTimers::default();
         let lag = timers.watch();
@@ -204,7 +203,7 @@ mod tests {
         let max = lag.take().max;
         let held = stalls.map_or(max, |stalls| stalls.blame(&timers).held_max);
         assert!(max >= Duration::from_millis(180), "{max:?}");
-        // The machine may stand still for some of it.
+        // The machine may be paused for some of it.
         assert!((Duration::from_millis(80)..=max).contains(&held), "{held:?} of {max:?}");
     }
 }

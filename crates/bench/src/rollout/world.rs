@@ -1,4 +1,4 @@
-//! What episodes are made of: a tokenizer, a policy's script, tasks.
+//! The parts of an episode: a tokenizer, a script in place of a policy, tasks.
 
 use camino::Utf8Path;
 use orchestrate_rollout::{
@@ -10,24 +10,24 @@ use orchestrate_types::{HumanDuration, ModelShape};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Small masks: 16 bytes per row.
+/// Layers of the model; masks are small, with 16 bytes per row.
 const LAYERS: usize = 4;
 const EXPERTS: usize = 64;
 const TOP_K: usize = 4;
 const CONTEXT: usize = 32_768;
-/// Page of the engines' prefix caches, in tokens.
+/// Page size of the engines' prefix caches, in tokens.
 const PAGE_TOKENS: usize = 16;
-/// Words of a task's statement; a word has about five tokens.
+/// Number of words in a task's statement; a word has about five tokens.
 const PROMPT_WORDS: usize = 160;
 const VOCAB: usize = 400;
-/// What every command prints.
+/// Output of every command.
 const OBSERVATION: &str = "total 24\n-rw-r--r-- 1 root root 5 Jan 1 00:00 a.py\n";
 const CALL_HEAD: &str = "<tool_call>{\"name\": \"bash\", \"arguments\": {\"command\": \"echo ";
 const CALL_TAIL: &str = "\"}}</tool_call>";
 const SUBMIT: &str = "<tool_call>{\"name\": \"submit\", \"arguments\": {}}</tool_call>";
 const HEADER: &str = "<|im_start|>assistant\n";
 
-/// Tokens drawn in every turn but the last.
+/// Number of random tokens in every turn but the last.
 const DRAWN_TOKENS: usize = 64;
 
 /// The parts that all cases share.
@@ -101,7 +101,7 @@ impl World {
         Arc::new(task(index, PROMPT_WORDS))
     }
 
-    /// Limits that no episode meets.
+    /// Limits that no episode reaches.
     pub(super) fn rollout_plan(turns: usize) -> anyhow::Result<RolloutPlan> {
         let hours = HumanDuration(Duration::from_hours(2));
         let config = RolloutConfig {

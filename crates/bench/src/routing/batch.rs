@@ -1,4 +1,4 @@
-//! The batch folder: written for the trainer, and opened by it.
+//! The batch folder, as the coordinator writes it and a trainer opens it.
 
 use super::floors;
 use super::measure::{Case, Limits, Meter};
@@ -10,12 +10,12 @@ use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_types::{EpisodeId, GroupId, PolicyVersion, TokenId, Trajectory};
 use std::sync::Arc;
 
-/// Sequences of the batch.
+/// Number of sequences in the batch.
 const SEQUENCES: usize = 8;
-/// Shards as large as in a run.
+/// Maximum size of a shard, as in a run.
 const SHARD_BYTES: u64 = 256 << 20;
 
-/// Measures writing a batch of conversations (`batch_write`), and opening it with every check and
+/// Measures writing a batch of conversations (`batch_write`), and opening it with all checks and
 /// visiting all its rows (`batch_read`).
 pub(super) fn measure(
     size: &Size,
@@ -39,12 +39,12 @@ pub(super) fn measure(
     let (mut write, mut read) = (Meter::new(), Meter::new());
     let (mut file_bytes, rows) = (0, conversation.mask_bytes() * SEQUENCES as u64);
     for round in 0..rounds {
-        let folder = tempfile::tempdir_in(dir).context("make a folder for files")?;
+        let folder = tempfile::tempdir_in(dir).context("failed to create a folder for files")?;
         let folder_path = Utf8PathBuf::try_from(folder.path().to_owned())?;
         let (batch, raw) = (folder_path.join("batch"), folder_path.join("raw"));
         let least =
             |meter: &mut Meter, bytes| meter.floor(|| floors::write_file(raw.as_std_path(), bytes));
-        // The number of bytes is known after the first time.
+        // The number of bytes is known after the first round.
         if round % 2 == 0 && file_bytes > 0 {
             least(&mut write, file_bytes)?;
         }
@@ -63,7 +63,7 @@ pub(super) fn measure(
             anyhow::Ok((batch, visited))
         })?;
         let padding = (SEQUENCES * size.shape().row_bytes()) as u64;
-        ensure!(opened.1 == rows + padding, "the batch has {} bytes of rows: a bug", opened.1);
+        ensure!(opened.1 == rows + padding, "bug: the batch has {} bytes of rows", opened.1);
         drop(opened);
         read.end_round();
     }
@@ -79,7 +79,7 @@ pub(super) fn measure(
     Ok((out, back))
 }
 
-/// Bytes of rows that all sequences have, each visited where it lies.
+/// Total bytes of the rows of all sequences, which are visited in place.
 fn sequences(batch: &Batch) -> anyhow::Result<u64> {
     let mut bytes = 0;
     for sequence in batch.sequences() {

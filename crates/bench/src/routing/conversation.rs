@@ -9,7 +9,7 @@ use orchestrate_types::{ModelShape, PolicyVersion};
 
 /// Time allowed for the standard conversation with deltas, whatever the floor.
 const DELTA_SECONDS: f64 = 0.030;
-/// Tokens up to which it holds.
+/// Largest number of tokens to which this limit applies.
 const DELTA_TOKENS: usize = 32_768;
 
 /// One kind of conversation.
@@ -41,7 +41,7 @@ pub(super) fn measure(kind: &Kind, rounds: u32, seed: u64) -> anyhow::Result<Cas
                     }),
                 })
             };
-            // Whoever comes second finds the body in the cache, so they take turns.
+            // The second one finds the body in the cache, so the order alternates.
             if round % 2 == 0 {
                 least(&mut meter, &mut floor)?;
             }
@@ -68,7 +68,7 @@ pub(super) fn measure(kind: &Kind, rounds: u32, seed: u64) -> anyhow::Result<Cas
     Ok(meter.finish(kind.name, floor, conversation.mask_bytes(), limits))
 }
 
-/// What the engine client and the episode do with a reply's rows.
+/// Does what the engine client and the episode do with the rows of a reply.
 pub(super) fn absorb(
     wire: Wire,
     body: &[u8],
@@ -78,19 +78,19 @@ pub(super) fn absorb(
     builder: &mut MaskBuilder,
 ) -> anyhow::Result<()> {
     let split = split_body(body)?;
-    let payload = split.payloads.into_iter().next().context("a body without rows")?;
+    let payload = split.payloads.into_iter().next().context("the body has no rows")?;
     let text = body.get(payload).unwrap_or_default();
     let rows = decode(wire.form(), text, shape, start, total)?;
     builder.push(rows, total, PolicyVersion(0))?;
     Ok(())
 }
 
-/// Refuses numbers for rows that are not the drawn ones.
+/// Fails if the rows are not the drawn ones.
 pub(super) fn check(mask: &RoutingMask, conversation: &Conversation) -> anyhow::Result<()> {
     let mut rest = conversation.rows.as_slice();
     for chunk in mask.chunks() {
-        rest = rest.strip_prefix(chunk).context("the mask is not what was drawn: a bug")?;
+        rest = rest.strip_prefix(chunk).context("bug: the mask differs from the drawn rows")?;
     }
-    ensure!(rest.is_empty(), "the mask has fewer rows than were drawn: a bug");
+    ensure!(rest.is_empty(), "bug: the mask has fewer rows than were drawn");
     Ok(())
 }

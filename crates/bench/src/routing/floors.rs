@@ -1,4 +1,4 @@
-//! The least work that the same machine could do for a case, measured beside it.
+//! The least work that the same machine needs for a case, measured together with it.
 
 use super::workload::Wire;
 use anyhow::{Context as _, ensure};
@@ -7,7 +7,7 @@ use pulp::{Arch, NullaryFnOnce};
 use std::io::{Read as _, Write as _};
 use std::path::Path;
 
-/// Characters decoded at a time: the scratch stays in the L2 cache.
+/// Characters decoded at a time, so that the scratch buffer stays in the L2 cache.
 const BLOCK_CHARS: usize = 64 << 10;
 
 pub(super) const DELTA_NARROW: &str =
@@ -16,30 +16,30 @@ pub(super) const DELTA_COPY: &str =
     "scan of the payload for its closing quote and one base64 pass over it";
 pub(super) const FULL: &str = "scan of the payload for its closing quote";
 
-/// What a floor decodes into. Rows of a round stay, each in its own place, as those of the case do;
-/// the memory is kept over the rounds, so that its pages are there already.
+/// Buffers that a floor decodes into. All rows of a round are kept, as those of the case are. The
+/// memory is kept between rounds, so that its pages are mapped already.
 #[derive(Debug, Default)]
 pub(super) struct Floor {
     scratch: Vec<u8>,
     rows: Vec<u8>,
-    /// Bytes of `rows` that are taken.
+    /// Bytes of `rows` in use.
     taken: usize,
 }
 
 impl Floor {
-    /// Begins another round.
+    /// Starts another round.
     pub(super) fn rewind(&mut self) {
         self.taken = 0;
     }
 
-    /// Finds the closing quote of the text that begins at `begin`.
+    /// Finds the closing quote of the text that starts at `begin`.
     pub(super) fn scan(body: &[u8], begin: usize) -> anyhow::Result<&[u8]> {
         let text = body.get(begin..).unwrap_or_default();
-        let end = memchr::memchr(b'"', text).context("a body without a closing quote")?;
+        let end = memchr::memchr(b'"', text).context("the body has no closing quote")?;
         Ok(text.get(..end).unwrap_or_default())
     }
 
-    /// Scans, decodes and narrows without looking at what comes out.
+    /// Scans, decodes and narrows without checking the result.
     pub(super) fn delta(&mut self, wire: Wire, body: &[u8], begin: usize) -> anyhow::Result<()> {
         let text = Self::scan(body, begin)?;
         let width = if wire == Wire::SglangI32 { 4 } else { 1 };
@@ -61,13 +61,13 @@ impl Floor {
             };
             rest = rest.split_at_mut(taken).1;
         }
-        ensure!(text.len() >= 4, "a body without rows");
+        ensure!(text.len() >= 4, "the body has no rows");
         std::hint::black_box(&self.rows);
         Ok(())
     }
 }
 
-/// Takes the lowest byte of each word, by the widest vectors there are.
+/// Takes the lowest byte of each word, with the widest available vectors.
 struct Narrow<'a> {
     words: &'a [[u8; 4]],
     rows: &'a mut [u8],
@@ -83,11 +83,11 @@ impl NullaryFnOnce for Narrow<'_> {
     }
 }
 
-/// Decodes `text` to the front of `target`; answers the number of bytes.
+/// Decodes `text` to the front of `target`; returns the number of bytes.
 fn decode(text: &[u8], target: &mut [u8]) -> anyhow::Result<usize> {
     let decoded = STANDARD
         .decode(text, Out::from_slice(target))
-        .map_err(|_| anyhow::anyhow!("the benchmark made a body that is not base64: a bug"))?;
+        .map_err(|_| anyhow::anyhow!("bug: the benchmark created a body that is not base64"))?;
     Ok(decoded.len())
 }
 
@@ -97,7 +97,7 @@ pub(super) const READ_FILE: &str =
     "read of the same number of bytes from one file in the page cache of the same folder";
 pub(super) const COPY: &str = "copy of the same bytes to fresh memory";
 
-/// Bytes per call: large enough that calls do not count.
+/// Bytes per call, large enough that the number of calls does not matter.
 const CALL_BYTES: usize = 1 << 20;
 
 /// Writes `bytes` bytes that are not zero to a new file.

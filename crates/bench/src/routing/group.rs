@@ -1,4 +1,4 @@
-//! Groups whose members begin with the same prompt: its rows are fetched once and held once.
+//! Groups whose members start with the same prompt, whose rows are fetched once and held once.
 
 use super::conversation::{absorb, check};
 use super::floors::{self, Floor};
@@ -14,9 +14,9 @@ pub(super) struct Groups {
     pub(super) name: &'static str,
     pub(super) count: usize,
     pub(super) members: usize,
-    /// Tokens that the members of a group share.
+    /// Number of tokens that the members of a group share.
     pub(super) prompt: usize,
-    /// Tokens of each member in the end, and its turns after the prompt.
+    /// Final number of tokens of each member, and its turns after the prompt.
     pub(super) size: Size,
 }
 
@@ -35,7 +35,7 @@ pub(super) fn measure(groups: &Groups, rounds: u32, seed: u64) -> anyhow::Result
         floor.rewind();
         let cache =
             meter.case(0, || PrefixCache::open(CacheOptions { bytes: u64::MAX, spill: None }))?;
-        // Room for the masks is the benchmark's own.
+        // The list of masks belongs to the benchmark and is not measured.
         let mut masks: Vec<RoutingMask> = Vec::with_capacity(groups.count * groups.members);
         for group in 0..groups.count {
             for (member, conversation) in members.iter().enumerate() {
@@ -91,14 +91,14 @@ pub(super) fn measure(groups: &Groups, rounds: u32, seed: u64) -> anyhow::Result
         groups.prompt,
         groups.count * groups.members * (size.tokens - 1) * row_bytes,
     );
-    ensure!(kept_bytes == once, "{}: {note}; once would be {once}: a bug", groups.name);
+    ensure!(kept_bytes == once, "bug: {}: {note}; expected {once}", groups.name);
     let limits = Limits { ratio: Some(1.5), seconds: None, memory: true };
     let mut case = meter.finish(groups.name, floors::DELTA_NARROW, kept_bytes as u64, limits);
     case.note = note;
     Ok(case)
 }
 
-/// Tokens of one member: those of the prompt belong to the group.
+/// Tokens of one member; those of the prompt are the same for the whole group.
 fn tokens(length: usize, prompt: usize, group: usize, member: usize) -> Vec<TokenId> {
     let vocab = VOCAB as usize;
     (0..length)

@@ -1,40 +1,39 @@
-//! Rounds of floor and case, and what comes of them.
+//! Rounds of floor and case, and their results.
 
 use crate::heap::{self, HeapUse};
 use serde::Serialize;
 use std::time::Instant;
 
-/// What one case was measured to need.
+/// Results of one case.
 #[derive(Debug, Serialize)]
 pub(super) struct Case {
     pub(super) name: String,
-    /// Bytes that came in: reply bodies, or what is read or written.
+    /// Bytes of input: reply bodies, or files read or written.
     pub(super) bytes_in: u64,
-    /// Least time of all rounds.
+    /// Minimum time over all rounds.
     pub(super) seconds: f64,
-    /// Least time of the floor over all rounds.
+    /// Minimum time of the floor over all rounds.
     pub(super) floor_seconds: f64,
-    /// What the floor does.
+    /// Description of the floor.
     pub(super) floor: &'static str,
-    /// Bytes of rows that are there in the end.
+    /// Bytes of rows that are kept at the end.
     pub(super) kept_bytes: u64,
-    /// Most bytes held at any moment beyond what was held before and `kept_bytes`, the reply body
-    /// included.
+    /// Peak of the bytes held, reply body included, beyond those held before and `kept_bytes`.
     pub(super) peak_extra_bytes: u64,
-    /// Limit of `peak_extra_bytes`, where there is one.
+    /// Limit of `peak_extra_bytes`, if any.
     pub(super) peak_extra_limit_bytes: Option<u64>,
     pub(super) seconds_median: f64,
     pub(super) floor_seconds_median: f64,
-    /// `seconds` by `floor_seconds`.
+    /// `seconds` divided by `floor_seconds`.
     pub(super) ratio: f64,
-    /// Limit of `ratio`, where there is one.
+    /// Limit of `ratio`, if any.
     pub(super) ratio_limit: Option<f64>,
-    /// Limit of `seconds`, where there is one.
+    /// Limit of `seconds`, if any.
     pub(super) seconds_limit: Option<f64>,
     pub(super) rounds: usize,
     /// Whether the case is within all its limits.
     pub(super) ok: bool,
-    /// What else there is to know, in words.
+    /// Additional information.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub(super) note: String,
 }
@@ -83,7 +82,7 @@ impl Meter {
         result
     }
 
-    /// Times a part of the case, which reads `body_bytes` that somebody else holds.
+    /// Times a part of the case, which reads a body of `body_bytes` that the caller holds.
     pub(super) fn case<T>(&mut self, body_bytes: usize, work: impl FnOnce() -> T) -> T {
         let began = Instant::now();
         let (result, HeapUse { grown, peak }) = heap::measure(work);
@@ -95,14 +94,14 @@ impl Meter {
         result
     }
 
-    /// Ends a round; what the case held is dropped now.
+    /// Ends a round, after which the case holds nothing.
     pub(super) fn end_round(&mut self) {
         self.case.push(std::mem::take(&mut self.round_case));
         self.floor.push(std::mem::take(&mut self.round_floor));
         self.held = 0;
     }
 
-    /// The case after its rounds, in which `kept_bytes` were kept each.
+    /// The results after all rounds, each of which kept `kept_bytes`.
     pub(super) fn finish(
         mut self,
         name: &str,
@@ -111,8 +110,8 @@ impl Meter {
         limits: Limits,
     ) -> Case {
         let rounds = self.case.len();
-        let (seconds, seconds_median) = least_and_median(&mut self.case);
-        let (floor_seconds, floor_seconds_median) = least_and_median(&mut self.floor);
+        let (seconds, seconds_median) = minimum_and_median(&mut self.case);
+        let (floor_seconds, floor_seconds_median) = minimum_and_median(&mut self.floor);
         let ratio = seconds / floor_seconds.max(f64::MIN_POSITIVE);
         let peak = u64::try_from(self.peak).unwrap_or(0);
         let peak_extra_bytes = peak.saturating_sub(kept_bytes);
@@ -141,10 +140,10 @@ impl Meter {
     }
 }
 
-fn least_and_median(values: &mut [f64]) -> (f64, f64) {
+fn minimum_and_median(values: &mut [f64]) -> (f64, f64) {
     values.sort_by(f64::total_cmp);
-    let least = values.first().copied().unwrap_or(0.0);
-    (least, values.get(values.len() / 2).copied().unwrap_or(0.0))
+    let minimum = values.first().copied().unwrap_or(0.0);
+    (minimum, values.get(values.len() / 2).copied().unwrap_or(0.0))
 }
 
 #[cfg(test)]
@@ -154,7 +153,7 @@ mod tests {
     const LIMITS: Limits = Limits { ratio: None, seconds: None, memory: true };
 
     #[test]
-    fn what_is_held_over_parts_counts_to_the_peak_and_the_body_too() {
+    fn peak_includes_the_body_and_memory_held_across_parts() {
         let mut meter = Meter::new();
         let first = meter.case(8 << 20, || std::hint::black_box(vec![1u8; 32 << 20]));
         meter.floor(|| ());
@@ -169,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn least_and_median_of_rounds() {
-        assert_eq!(least_and_median(&mut [3.0, 1.0, 2.0]), (1.0, 2.0));
+    fn minimum_and_median_of_rounds() {
+        assert_eq!(minimum_and_median(&mut [3.0, 1.0, 2.0]), (1.0, 2.0));
     }
 }

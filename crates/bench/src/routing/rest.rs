@@ -1,4 +1,4 @@
-//! Masks at rest: blocks that the prefix cache writes to files and reads back, and whole masks.
+//! Stored masks: blocks that the prefix cache writes to files and reads back, and whole masks.
 
 use super::conversation::check;
 use super::floors;
@@ -12,7 +12,7 @@ use orchestrate_routing::{
 use orchestrate_types::{PolicyVersion, TokenId};
 use std::sync::Arc;
 
-/// A conversation whose rows are full blocks in a cache.
+/// A conversation whose rows are blocks that can go into a cache.
 struct Cached {
     chain: PrefixChain,
     builder: MaskBuilder,
@@ -29,7 +29,7 @@ fn cached(conversation: &Conversation, tokens: usize, stream: usize) -> anyhow::
     Ok(Cached { chain, builder })
 }
 
-/// Measures eviction of a conversation's blocks to files (`spill`), and their way back.
+/// Measures eviction of a conversation's blocks to files (`spill`), and reloading them (`reload`).
 pub(super) fn spill(
     size: &Size,
     dir: &Utf8Path,
@@ -41,7 +41,7 @@ pub(super) fn spill(
     let (mut spill, mut reload) = (Meter::new(), Meter::new());
     let mut kept = 0;
     for _ in 0..rounds {
-        let folder = tempfile::tempdir_in(dir).context("make a folder for files")?;
+        let folder = tempfile::tempdir_in(dir).context("failed to create a folder for files")?;
         let mut first = cached(&conversation, size.tokens, 0)?;
         let mut second = cached(&other, size.tokens, 1)?;
         let bytes = conversation.mask_bytes();
@@ -51,8 +51,8 @@ pub(super) fn spill(
         })?;
         cache.insert(&mut first.chain, &mut first.builder);
         kept = cache.metrics().bytes_held;
-        // Only what a second sequence has used is worth a file.
-        ensure!(!cache.lookup(&first.chain).is_empty(), "blocks put into the cache are not there");
+        // Only blocks that a second sequence has used are written to files.
+        ensure!(!cache.lookup(&first.chain).is_empty(), "blocks put into the cache are not found");
         drop(first.builder);
 
         let raw = folder.path().join("raw");
@@ -69,11 +69,14 @@ pub(super) fn spill(
         let back = builder.rows();
         ensure!(
             back * size.shape().row_bytes() == usize::try_from(kept)?,
-            "{back} rows came back of {kept} bytes: a bug"
+            "bug: {back} rows were reloaded from {kept} bytes"
         );
         let mask = builder.finish(back + 1)?;
         let drawn = conversation.rows.get(..usize::try_from(kept)?).unwrap_or_default();
-        ensure!(mask.to_vec() == drawn, "other rows came back than were written: a bug");
+        ensure!(
+            mask.to_vec() == drawn,
+            "bug: the reloaded rows differ from those that were written"
+        );
         spill.end_round();
         reload.end_round();
     }
@@ -86,7 +89,7 @@ pub(super) fn spill(
     Ok((out, back))
 }
 
-/// Measures a whole mask to its stored form (`store`), and back (`load`).
+/// Measures conversion of a whole mask to its stored form (`store`), and back (`load`).
 pub(super) fn store(size: &Size, rounds: u32, seed: u64) -> anyhow::Result<(Case, Case)> {
     let conversation = Conversation::draw(size, seed);
     let end = size.tokens - 1;

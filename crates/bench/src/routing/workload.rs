@@ -1,4 +1,4 @@
-//! Conversations from a seed, and the reply bodies an engine would send for them.
+//! Conversations drawn from a seed, and the reply bodies that an engine would send for them.
 
 use base64_simd::STANDARD;
 use orchestrate_routing::WireForm;
@@ -12,14 +12,14 @@ use std::sync::Arc;
 /// Raw bytes encoded at a time, a multiple of three.
 const ENCODE_BYTES: usize = 48 << 10;
 
-/// How an engine writes rows.
+/// Wire format of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Wire {
     /// SGLang: base64 of little-endian int32.
     SglangI32,
     /// vLLM up to 256 experts: base64 of a `.npy` file of bytes.
     VllmU8,
-    /// vLLM above: base64 of a `.npy` file of little-endian 16-bit ids.
+    /// vLLM with more experts: base64 of a `.npy` file of little-endian 16-bit ids.
     VllmU16,
 }
 
@@ -32,12 +32,12 @@ impl Wire {
     }
 }
 
-/// What is asked of the engine in each turn.
+/// Which rows the engine sends in each turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
     /// Rows from the last one held.
     Delta,
-    /// All rows from position 0, whatever was asked.
+    /// All rows from position 0, whatever was requested.
     Full,
 }
 
@@ -64,10 +64,10 @@ impl Size {
     }
 }
 
-/// Vocabulary of the drawn token ids, about that of the models in question.
+/// Vocabulary size of the drawn token ids, as large as that of current models.
 pub(super) const VOCAB: u32 = 151_936;
 
-/// One generation: the sequence has `prompt` tokens before it and `total` after.
+/// One generation: the sequence has `prompt` tokens before it and `total` tokens after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Turn {
     pub(super) prompt: usize,
@@ -79,7 +79,7 @@ pub(super) struct Turn {
 pub(super) struct Conversation {
     pub(super) shape: Arc<ModelShape>,
     pub(super) turns: Vec<Turn>,
-    /// `[T − 1, layers, top_k]` in stored form.
+    /// Rows `[T − 1, layers, top_k]` in stored form.
     pub(super) rows: Vec<u8>,
 }
 
@@ -89,8 +89,8 @@ impl Conversation {
         Self::draw_after(size, 0, &[], seed)
     }
 
-    /// Draws a conversation that begins with a prompt of `prompt` tokens, whose rows are at the
-    /// begin of `shared`; equal turns follow. No prompt: the first turn brings one.
+    /// Draws a conversation that starts with a prompt of `prompt` tokens, whose rows are at the start
+    /// of `shared`; equal turns follow. With `prompt = 0`, the first turn contains one.
     pub(super) fn draw_after(size: &Size, prompt: usize, shared: &[u8], seed: u64) -> Self {
         let shape = Arc::new(size.shape());
         let mut turns = Vec::with_capacity(size.turns);
@@ -107,13 +107,13 @@ impl Conversation {
         Self { shape, turns, rows }
     }
 
-    /// Bytes of a right mask.
+    /// Size of a correct mask, in bytes.
     pub(super) fn mask_bytes(&self) -> u64 {
         self.rows.len() as u64
     }
 
-    /// Overwrites `body` with the reply to `turn`, with rows from position `start`; answers where
-    /// in it the base64 text lies.
+    /// Overwrites `body` with the reply to `turn`, with rows from position `start`; returns the range
+    /// of the base64 text.
     pub(super) fn write_reply(
         &self,
         wire: Wire,
@@ -134,7 +134,7 @@ impl Conversation {
     }
 }
 
-/// Rows of ids drawn uniformly, distinct within a layer, in stored form.
+/// Rows of ids in stored form, drawn uniformly and distinct within a layer.
 fn draw_rows(shape: &ModelShape, rows: usize, seed: u64) -> Vec<u8> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let experts = u32::try_from(shape.experts).unwrap_or(u32::MAX);
@@ -153,7 +153,7 @@ fn draw_rows(shape: &ModelShape, rows: usize, seed: u64) -> Vec<u8> {
     data
 }
 
-/// The fields of a `/generate` reply in the engine's order; the mask comes late.
+/// The fields of a `/generate` reply in the engine's order; the mask is near the end.
 fn write_sglang(
     shape: &ModelShape,
     turn: Turn,
@@ -244,7 +244,7 @@ fn write_vllm(
     Ok(payload)
 }
 
-/// Writes the sampled tokens of `turn` with commas between: their position and id.
+/// Calls `write` for position and id of each sampled token of `turn`, separated by commas.
 fn for_each_output(
     turn: Turn,
     body: &mut Vec<u8>,
@@ -262,23 +262,23 @@ fn for_each_output(
 /// Magic, version and header length of a `.npy` file.
 const PREAMBLE: usize = 10;
 
-/// Format 1.0, padded to 64 bytes.
+/// The header of a `.npy` file in format 1.0, padded to 64 bytes.
 fn npy_header(shape: &ModelShape, wire: Wire, rows: usize) -> Vec<u8> {
     let descr = if wire == Wire::VllmU16 { "<u2" } else { "|u1" };
-    let words = format!(
+    let dictionary = format!(
         "{{'descr': '{descr}', 'fortran_order': False, 'shape': ({rows}, {}, {}), }}",
         shape.hidden_layers, shape.top_k
     );
-    let length = (PREAMBLE + words.len() + 1).next_multiple_of(64) - PREAMBLE;
+    let length = (PREAMBLE + dictionary.len() + 1).next_multiple_of(64) - PREAMBLE;
     let mut header = b"\x93NUMPY\x01\x00".to_vec();
     header.extend(u16::try_from(length).unwrap_or(u16::MAX).to_le_bytes());
-    header.extend(words.bytes());
+    header.extend(dictionary.bytes());
     header.resize(PREAMBLE + length - 1, b' ');
     header.push(b'\n');
     header
 }
 
-/// Appends base64 text to a body, from pieces of any length.
+/// Appends base64 text to a body, from chunks of any length.
 struct Base64<'a> {
     pending: Vec<u8>,
     out: &'a mut Vec<u8>,
@@ -310,7 +310,7 @@ mod tests {
     const SIZE: Size = Size { tokens: 200, turns: 3, layers: 3, experts: 12, top_k: 4 };
 
     #[test]
-    fn a_conversation_is_the_same_for_its_seed_and_its_turns_end_at_its_length() {
+    fn conversation_depends_only_on_its_seed() {
         let conversation = Conversation::draw(&SIZE, 7);
         assert_eq!(conversation.rows, Conversation::draw(&SIZE, 7).rows);
         assert_ne!(conversation.rows, Conversation::draw(&SIZE, 8).rows);
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn replies_are_json_and_carry_the_rows_asked_for() {
+    fn replies_are_json_with_the_requested_rows() {
         let conversation = Conversation::draw(&SIZE, 7);
         let (turn, mut body) = (conversation.turns[1], Vec::new());
         for (wire, pointer, width) in [

@@ -1,29 +1,29 @@
-//! What one case was measured to take, and what it may take.
+//! Results and limits of one case.
 
 use serde::Serialize;
 use std::time::Duration;
 
-/// What a case must keep to, where it says so.
+/// Limits of a case.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(super) struct Limits {
     pub(super) p50_ms: Option<f64>,
     pub(super) p99_ms: Option<f64>,
-    /// At least.
+    /// Minimum number of samples per second.
     pub(super) per_s: Option<f64>,
-    /// Median by the floor's median.
+    /// Maximum of the median divided by the floor's median.
     pub(super) by_floor: Option<f64>,
 }
 
-/// Memory by sandbox, in bytes.
+/// Memory per sandbox, in bytes.
 #[derive(Debug, Serialize)]
 pub(super) struct Memory {
-    /// All that follows.
+    /// Sum of the other fields.
     pub(super) total: u64,
-    /// Charged to its control group.
+    /// Memory of its control group.
     pub(super) charged: u64,
-    /// Docker's process beside it; absent where the daemon's machine is another one.
+    /// Its Docker shim; absent if the daemon runs on another machine.
     pub(super) shim: Option<u64>,
-    /// Of this process.
+    /// Share of this process.
     pub(super) own: u64,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Case {
     pub(super) p50_ms: f64,
     pub(super) p99_ms: f64,
     pub(super) per_s: f64,
-    /// Median of the floor that was measured in turn with it.
+    /// Median of the floor, with which the case alternated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) floor_p50_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -44,7 +44,7 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// `wall` is the time that all samples took together; they may have run side by side.
+    /// Sorts the samples. `wall` is the time that all of them took, possibly in parallel.
     pub(super) fn new(name: impl Into<String>, mut samples: Vec<Duration>, wall: Duration) -> Self {
         samples.sort_unstable();
         let at = |share: f64| {
@@ -65,19 +65,19 @@ impl Case {
         }
     }
 
-    /// Samples that ran one after the other.
+    /// A case whose samples ran one after the other.
     pub(super) fn in_turn(name: impl Into<String>, samples: Vec<Duration>) -> Self {
         let wall = samples.iter().sum();
         Self::new(name, samples, wall)
     }
 
-    /// Compared with its floor from here on.
+    /// Sets the floor.
     pub(super) fn above(mut self, floor: &Self) -> Self {
         self.floor_p50_ms = Some(floor.p50_ms);
         self
     }
 
-    /// Judged by these limits from here on.
+    /// Sets the limits and evaluates them.
     pub(super) fn within(mut self, limits: Limits) -> Self {
         let below = |value: f64, limit: Option<f64>| limit.is_none_or(|limit| value <= limit);
         let by_floor = self.floor_p50_ms.map_or(0.0, |floor| self.p50_ms / floor);
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_are_samples_and_limits_hold_at_their_edge() {
+    fn percentiles_are_samples_and_limits_are_inclusive() {
         let samples: Vec<u64> = (1..=101).rev().collect();
         let found = case(&samples);
         assert!((found.p50_ms - 51.0).abs() < 1e-9 && (found.p99_ms - 100.0).abs() < 1e-9);

@@ -1,4 +1,4 @@
-//! What is done and timed, on real containers.
+//! The measured work, on real containers.
 
 use super::case::{Case, Limits, Memory};
 use anyhow::{Context, ensure};
@@ -12,16 +12,16 @@ use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
 use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Commands run over this many sandboxes at once in `commands_parallel`.
+/// Number of sandboxes that run commands at once in `commands_parallel`.
 const SIDE_BY_SIDE: u32 = 4;
-/// Sandboxes opened at once in `parallel_start_16`, and how often.
+/// Number of sandboxes opened at once in `parallel_start_16`, and number of rounds.
 const STARTED_AT_ONCE: u32 = 16;
 const START_ROUNDS: u32 = 2;
-/// A removal that takes longer is a failure.
+/// Longest time that a removal may take.
 const GONE_WITHIN: Duration = Duration::from_mins(2);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
-/// The sandboxes that are measured.
+/// The sandboxes under test.
 #[derive(Debug)]
 pub(super) struct World {
     pub(super) sandbox: SandboxUnderTest,
@@ -43,7 +43,7 @@ impl World {
         }
     }
 
-    /// A provider with room for so many sandboxes of one purpose.
+    /// A provider with room for `room` sandboxes of one purpose.
     async fn provider(&self, room: u32, reuse: bool) -> anyhow::Result<DockerProvider> {
         let room = usize::try_from(room)? * 8 / 7 + 2;
         let max_containers = self.sandbox.config.max_containers.max(room);
@@ -60,14 +60,14 @@ impl World {
     }
 }
 
-/// Waits until the provider has removed so many containers.
+/// Waits until the provider has removed `removed` containers in total.
 async fn gone(provider: &DockerProvider, removed: u64) -> anyhow::Result<()> {
-    let looking = async {
+    let polling = async {
         while provider.stats().removed < removed {
             sleep(LOOK_EVERY).await;
         }
     };
-    timeout(GONE_WITHIN, looking).await.context("a container was not removed")
+    timeout(GONE_WITHIN, polling).await.context("a container was not removed in time")
 }
 
 fn nothing() -> Command {
@@ -87,13 +87,13 @@ async fn run_true(sandbox: &mut Box<dyn Sandbox>) -> anyhow::Result<Duration> {
 /// `start`, `start_writable`, `start_floor` and `remove`, in turn.
 pub(super) async fn starts(world: &World, rounds: u32) -> anyhow::Result<Vec<Case>> {
     let provider = world.provider(4, false).await?;
-    // The first one makes the image that holds the supervisor.
+    // The first start builds the image that contains the supervisor.
     world.open(&provider, 0).await?.close().await?;
     gone(&provider, 1).await?;
     let (mut reusable, mut writable) = (Vec::new(), Vec::new());
     let (mut floor, mut removals) = (Vec::new(), Vec::new());
     for round in 0..rounds {
-        // In changing order: what went before costs something too.
+        // In changing order, because each step is affected by the one before.
         for step in 0..3 {
             let kind = (round + step) % 3;
             if kind == 2 {
@@ -200,7 +200,7 @@ pub(super) async fn parallel_start(world: &World) -> anyhow::Result<Vec<Case>> {
     Ok(vec![Case::new("parallel_start_16", samples, wall)])
 }
 
-/// `reuse`: what lies between the end of one attempt's work and the begin of the next one's.
+/// `reuse`: the time between the end of one attempt's work and the start of the next one's.
 pub(super) async fn reuse(world: &World, rounds: u32) -> anyhow::Result<Vec<Case>> {
     let provider = world.provider(1, true).await?;
     let mut sandbox = world.open(&provider, 0).await?;
@@ -213,7 +213,10 @@ pub(super) async fn reuse(world: &World, rounds: u32) -> anyhow::Result<Vec<Case
     let mut samples = Vec::new();
     for index in 0..rounds {
         sandbox.write_files(&dirt).await?;
-        ensure!(sandbox.exec(&leave).await?.success(), "the sandbox could not be made dirty");
+        ensure!(
+            sandbox.exec(&leave).await?.success(),
+            "failed to leave files and processes in the sandbox"
+        );
         let began = Instant::now();
         sandbox.close().await?;
         sandbox = world.open(&provider, index).await?;
@@ -222,11 +225,11 @@ pub(super) async fn reuse(world: &World, rounds: u32) -> anyhow::Result<Vec<Case
     sandbox.close().await?;
     let stats = provider.stats();
     provider.shutdown().await?;
-    ensure!(stats.started == 1, "a sandbox could not be proved clean: {stats:?}");
+    ensure!(stats.started == 1, "a sandbox could not be reset: {stats:?}");
     Ok(vec![Case::in_turn("reuse", samples)])
 }
 
-/// `held_N`: that many open at once; each answers a command.
+/// `held_N`: that many sandboxes are open at once, and each runs a command.
 pub(super) async fn held(world: &World, count: u32) -> anyhow::Result<Vec<Case>> {
     let provider = world.provider(count, true).await?;
     let before = resident()?;
@@ -250,13 +253,20 @@ pub(super) async fn held(world: &World, count: u32) -> anyhow::Result<Vec<Case>>
         shim: shims.map(each),
         own: each(own),
     };
-    ensure!(used.containers == usize::try_from(count)?, "{} containers are there", used.containers);
+    ensure!(
+        used.containers == usize::try_from(count)?,
+        "found {} containers, expected {count}",
+        used.containers
+    );
     Ok(vec![Case { memory: Some(memory), ..Case::in_turn(format!("held_{count}"), samples) }])
 }
 
 /// Memory of this process, in bytes.
 fn resident() -> anyhow::Result<u64> {
     let status = fs_err::read_to_string("/proc/self/status")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .context("/proc/self/status has no VmRSS")?;
     Ok(line.trim().trim_end_matches("kB").trim().parse::<u64>()? << 10)
 }

@@ -1,4 +1,4 @@
-//! `orchestrate eval`: one evaluation of one checkpoint, with no training around it.
+//! `orchestrate eval`: evaluates one checkpoint, without training.
 
 use super::run::{Job, drive};
 use crate::args::EvalArgs;
@@ -64,7 +64,7 @@ async fn create(args: &EvalArgs, folder: &Utf8Path) -> anyhow::Result<(Settings,
     let mut raw: RawConfig = config::load(&args.source)?;
     if let Some(checkpoint) = &args.checkpoint {
         if raw.check()?.engine.kind == EngineKind::Openai {
-            let error = "a chat server has its own weights; leave it out".to_owned();
+            let error = "a chat server has its own weights; remove --checkpoint".to_owned();
             anyhow::bail!(ConfigError::Layer { name: "--checkpoint".into(), error });
         }
         raw.engine.model = Some(wiring::absolute(checkpoint)?.into_string());

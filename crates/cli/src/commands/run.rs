@@ -19,7 +19,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     if args.dry_run {
         return forecast::run(&args.source, args.json).await;
     }
-    let Some(run_dir) = &args.run_dir else { anyhow::bail!("name a folder by --run-dir") };
+    let Some(run_dir) = &args.run_dir else { anyhow::bail!("--run-dir is missing") };
     let folder = wiring::absolute(run_dir)?;
     let (settings, store) = if args.resume {
         run_folder::resume(&folder, &args.source).await?
