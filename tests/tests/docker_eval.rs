@@ -1,7 +1,5 @@
 //! `orchestrate eval` with the config of a training run.
 
-#![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
-
 use orchestrate_e2e::{docker_or_skip, run, stderr};
 use orchestrate_handoff::protocol::PolicyLoss;
 use serde_json::Value;

@@ -86,9 +86,10 @@ impl View {
             }
             Event::EvalStarted { round, episodes } => {
                 let kl = stage.last_kl;
-                let title = match stage.standalone {
-                    true => "evaluation".to_owned(),
-                    false => format!("evaluation after step {round}"),
+                let title = if stage.standalone {
+                    "evaluation".to_owned()
+                } else {
+                    format!("evaluation after step {round}")
                 };
                 *stage = Stage {
                     title,
@@ -206,9 +207,10 @@ fn step_line(line: &Value, steps: u32) -> String {
 }
 
 fn eval_line(line: &Value, standalone: bool) -> String {
-    let title = match standalone {
-        true => "evaluation".to_owned(),
-        false => format!("evaluation after step {:.0}", number(line, "global_step")),
+    let title = if standalone {
+        "evaluation".to_owned()
+    } else {
+        format!("evaluation after step {:.0}", number(line, "global_step"))
     };
     format!(
         "{title}: Pass@1 {:.4} ± {:.4} on {:.0} held-out tasks",

@@ -60,7 +60,7 @@ fn rows() -> String {
 #[test]
 fn a_file_of_rows_is_imported_listed_and_shown() {
     let folder = Folder::new();
-    let file = folder.file("rows.jsonl", &rows());
+    let file = folder.file("rows.jsonl", rows());
     let report = printed(&["tasks", "import", &file, "--json"]);
     assert_eq!(report["usable"], json!({"r2e": 1, "swe-bench": 1}));
     assert_eq!(report["refused"][0]["id"], "bad-1");
@@ -92,7 +92,7 @@ fn a_file_of_rows_is_imported_listed_and_shown() {
 #[test]
 fn a_recorded_log_is_graded_by_the_rules_that_are_asked_for() {
     let folder = Folder::new();
-    let file = folder.file("rows.jsonl", &rows());
+    let file = folder.file("rows.jsonl", rows());
     let grade = |id: &str, log: &str, more: &[&str]| {
         let log = folder.file("log", log);
         let arguments = ["grade", "--tasks", &file, "--instance", id, "--log", &log, "--json"];
@@ -111,7 +111,7 @@ fn a_recorded_log_is_graded_by_the_rules_that_are_asked_for() {
     let report: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
     assert_eq!(report, json!({"pallets__flask-1": new}));
     let predictions = json!({"pallets__flask-1": {"model_name_or_path": "m", "model_patch": null}});
-    let predictions = folder.file("preds.json", &predictions.to_string());
+    let predictions = folder.file("preds.json", predictions.to_string());
     let none = grade("pallets__flask-1", skipped, &["--predictions", &predictions]);
     assert_eq!((&none["patch_is_None"], &none["resolved"]), (&json!(true), &json!(false)));
 
