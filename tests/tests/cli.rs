@@ -238,13 +238,10 @@ fn eval_takes_the_config_of_a_training_run_for_each_policy_loss() {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path().join("eval");
         let set = format!("algorithm.policy_loss={}", loss.name());
-        // RSPO's default floor needs a wider clip range than the config has.
-        let clip = "algorithm.clip_low=0.4";
-        let config = ["--config", "configs/quickstart.toml", "--set", &set, "--set", clip];
         let mut command = orchestrate_e2e::orchestrate(&["eval", "--run-dir"]).unwrap();
         let output = command
             .arg(&dir)
-            .args(config)
+            .args(["--set", &set])
             .env("DOCKER_HOST", "unix:///nonexistent/docker.sock")
             .output()
             .unwrap();

@@ -52,26 +52,27 @@ Examples:
   orchestrate-bench rollout --case open_4096
 
 What is measured:
-  Episodes as `run` executes them, with the same runner, fleet, client and routing masks. Engines are
-  separate processes, reached over HTTP, that only track a prefix cache and sleep; sandboxes answer
-  at once. The coordinator and the engines get half of the processors each, because in a run they are
-  on different machines. Every routing row is a function of the tokens before it, and every row of
-  every finished episode is compared with its expected value.
+  Episodes as `run` executes them, with the same runner, fleet, client and routing masks.
+  Engines are separate processes, reached over HTTP, that only track a prefix cache and sleep;
+  sandboxes answer at once. The coordinator and the engines get half of the processors each,
+  because in a run they are on different machines. Every routing row is a function of the tokens
+  before it, and every row of every finished episode is compared with its expected value.
 
-  workers_N runs all conversations on N engines at once. In workers_N_kill, the first engine is killed
-  after half of the turns (a single engine is restarted a second later). open_4096 keeps 4,096
-  conversations open on 4 engines at 500 turns per second, busy_4096 at 1,500: a turn that arrives at
-  an idle processor with cold caches costs more.
+  workers_N runs all conversations on N engines at once. In workers_N_kill, the first engine is
+  killed after half of the turns (a single engine is restarted a second later). open_4096 keeps
+  4,096 conversations open on 4 engines at 500 turns per second, busy_4096 at 1,500: a turn that
+  arrives at an idle processor with cold caches costs more.
 
   CPU    processor time of this process per turn, over the second half of the turns, without the
          threads that only check rows or observe the machine. Finished episodes are handed at once
          to a thread that checks their rows on the engines' processors.
-  KiB/episode  heap per open episode after half of the turns, without tokens (17 bytes each) and rows
+  KiB/episode  heap per open episode after half of the turns, without its tokens (17 bytes each)
+         and rows
   added  time from an engine's sending a reply to its having read the conversation's next request,
          including both ends of HTTP
-  hits   prompt tokens answered by the engines' prefix caches, as a share of those that could be: all
-         earlier tokens of the conversation, and a group's prompt for all but the first member on an
-         engine, in whole pages
+  hits   prompt tokens answered by the engines' prefix caches, as a share of those that could be:
+         all earlier tokens of the conversation, and a group's prompt for all but the first member
+         on an engine, in whole pages
   unmoved  the same, without conversations that were moved to another engine
   lag    how late a timer of the event loop fires
   stall  longest delay of a sleeping thread with real-time priority on one of the coordinator's
@@ -81,10 +82,9 @@ What is measured:
   poll   processor time of the longest poll of an episode
 
 Limits (the column `verdict`, and `ok` in JSON):
-  all cases: no episode lost, no row wrong; unless the only engine is killed, 0.99 of the possible
-  hits of unmoved conversations
-  open_4096, busy_4096: 250 µs CPU per turn
-  open_4096: 64 KiB per open episode, 5 ms added (p99), event loop held for 10 ms (max)")]
+  all cases: no episode lost, no row wrong; unless the only engine is killed, 0.99 of the
+  possible hits of unmoved conversations open_4096, busy_4096: 250 µs CPU per turn open_4096: 64
+  KiB per open episode, 5 ms added (p99), event loop held for 10 ms (max)")]
 pub(crate) struct BenchRolloutArgs {
     /// Only cases whose name matches; `*` stands for any text.
     #[arg(long = "case", value_name = "GLOB", default_value = "*")]
@@ -115,17 +115,17 @@ Examples:
 
 What is measured:
   A conversation is one trajectory of equal turns, half observation and half generation, whose
-  experts are drawn uniformly and without repetition from --seed. Each turn's reply is a whole JSON
-  body, as the engine sends it. seconds is the time from body bytes to checked blocks in the mask,
-  with the functions that a run uses, summed over the turns; creating bodies and comparing the
-  finished mask are not included. The floor is the least work that this machine needs for the case;
-  the field floor describes it. Floor and case alternate on the same bodies. Each time is the minimum
-  of --repeat rounds; medians are reported, too.
+  experts are drawn uniformly and without repetition from --seed. Each turn's reply is a whole
+  JSON body, as the engine sends it. seconds is the time from body bytes to checked blocks in
+  the mask, with the functions that a run uses, summed over the turns; creating bodies and
+  comparing the finished mask are not included. The floor is the least work that this machine
+  needs for the case; the field floor describes it. Floor and case alternate on the same bodies.
+  Each time is the minimum of --repeat rounds; medians are reported, too.
 
-  kept_bytes is the size of the finished mask (or of what the case keeps): rows x bytes per row, each
-  block counted once. peak_extra_bytes is the peak heap usage of the case beyond its start, plus the
-  reply body being read, minus kept_bytes. It counts bytes requested from the allocator, without the
-  benchmark's own memory.
+  kept_bytes is the size of the finished mask (or of what the case keeps): rows x bytes per row,
+  each block counted once. peak_extra_bytes is the peak heap usage of the case beyond its start,
+  plus the reply body being read, minus kept_bytes. It counts bytes requested from the
+  allocator, without the benchmark's own memory.
 
 Limits (the column `verdict`, and `ok` in JSON):
   delta and groups: 1.5 x floor; conversations of up to 32768 tokens also 30 ms
@@ -174,7 +174,8 @@ Examples:
   orchestrate-bench sandbox --case 'held_*' --held 200
 
 What is measured:
-  Containers of the tasks' image, opened as `run` opens them. All times are measured by this process.
+  Containers of the tasks' image, opened as `run` opens them. All times are measured by this
+  process.
 
   start          from the request to a sandbox whose supervisor answers, without reuse;
                  start_writable is the same for tasks whose repository is in the image

@@ -25,9 +25,15 @@ Examples:
   orchestrate config check --config configs/micro-learn.toml --set rollout.group_size=16
 
 Exit codes:
-  0 done      1 bug        2 usage (also an unknown id or a taken address)
-  3 config (also an unusable input file)        4 engine     5 sandbox
-  6 store (also any file that cannot be written)  7 trainer  130 stopped, can be resumed")]
+  0    done
+  1    a bug, or a failure that is not foreseen
+  2    usage: a malformed command line, an unknown id, a taken address
+  3    config: settings, checkpoint, or an input file that cannot be used
+  4    engine
+  5    sandbox: Docker, or episodes that broke there
+  6    store: run folder or another output file, a full disk
+  7    trainer
+  130  stopped, can be resumed")]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -94,8 +100,8 @@ Examples:
   orchestrate run --run-dir runs/first --resume      # after a crash, a kill or Ctrl-C
   orchestrate run --config configs/r3-qwen3-30b-a3b-r2e.toml --dry-run
 
-The first Ctrl-C ends episodes at their next turn, the second one ends at once; both leave a run that
-can be resumed.")]
+The first Ctrl-C ends episodes at their next turn, the second one ends at once; both leave a run
+that can be resumed.")]
 pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) source: ConfigSource,
@@ -158,10 +164,10 @@ Examples:
   orchestrate grade --tasks r2e.jsonl --instance aiohttp__006fbe03fede4eaa1eeba7b8393cbf4d63cb44b6 \\
       --log test.log --set reward.compat=r2e
 
-Without --log, every patch of --predictions is graded in a fresh sandbox of its task's image. The
-results are written below --out as SWE-bench's own harness writes them:
-logs/run_evaluation/RUN/MODEL/INSTANCE and MODEL.RUN.json. Patches with a report there are not graded
-again.")]
+Without --log, every patch of --predictions is graded in a fresh sandbox of its task's image.
+The results are written below --out as SWE-bench's own harness writes them:
+logs/run_evaluation/RUN/MODEL/INSTANCE and MODEL.RUN.json. Patches with a report there are not
+graded again.")]
 pub(crate) struct GradeArgs {
     /// Recorded output of the tests, standard output and error combined.
     #[arg(
@@ -289,8 +295,8 @@ Each combination of config, variant and seed is a run in DIR/NAME/seed-N. Runs a
 kept, an interrupted one is resumed. A run that was ended by `diagnostics.on_collapse = \"stop\"` is
 finished.
 
-After every run, report.html, report.json and report.md in DIR are updated. DIR/runs.jsonl.zst holds
-their data, for `--runs` on another machine.")]
+After every run, report.html, report.json and report.md in DIR are updated. DIR/runs.jsonl.zst
+holds their data, for `--runs` on another machine.")]
 pub(crate) struct CompareArgs {
     /// Config files (TOML); each is a separate configuration.
     #[arg(value_name = "CONFIG", required_unless_present = "runs", conflicts_with = "runs")]

@@ -99,7 +99,7 @@ pub(crate) enum InputError {
         source: io::Error,
     },
     /// A file of rows without a task.
-    #[error("{file} has no usable row: {refused} refused, {skipped} listed in tasks.skip")]
+    #[error("{file} has no usable row: {refused} refused{}", listed(*skipped))]
     NoUsableRow {
         /// The file of rows.
         file: Utf8PathBuf,
@@ -124,6 +124,10 @@ pub(crate) enum InputError {
         /// Why.
         source: io::Error,
     },
+}
+
+fn listed(skipped: usize) -> String {
+    if skipped == 0 { String::new() } else { format!(", {skipped} listed in tasks.skip") }
 }
 
 /// A file that cannot be written. Exit code 6.

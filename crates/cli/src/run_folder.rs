@@ -2,6 +2,7 @@
 
 use crate::args::ConfigSource;
 use crate::config::{self, ConfigError, RawConfig, Settings};
+use crate::wiring;
 use anyhow::Context;
 use camino::Utf8Path;
 use orchestrate_coordinator::RunError;
@@ -22,6 +23,8 @@ pub(crate) async fn create(
     pin_data_sets(&mut raw).await?;
     let settings = raw.check()?;
     check_model(&settings)?;
+    // A damaged checkpoint is reported here as well.
+    wiring::shape(&settings.engine, &settings.engine.model)?;
     let plan = toml::to_string(&raw).context("write the plan")?;
     let new = NewRun { run: RunId::generate(), plan_digest: digest(&plan) };
     // The plan comes first, so that a journal never lacks it; a plan alone is not a run yet.

@@ -96,8 +96,8 @@ Examples:
   orchestrate tasks make ../lib --image my/lib:latest --tests tests/unit --out lib.jsonl
   orchestrate run --set tasks.file=toolz.jsonl --set tasks.held_out_file=toolz.held_out.jsonl ...
 
-The repository's code runs only in sandboxes, which have no network: everything its tests import must
-be in the image, pytest included. Repeating an interrupted command resumes it.")]
+The repository's code runs only in sandboxes, which have no network: everything its tests import
+must be in the image, pytest included. Repeating an interrupted command resumes it.")]
 pub(crate) struct MakeArgs {
     /// Folder of a Python repository with tests that pytest runs.
     pub(crate) repo: Utf8PathBuf,

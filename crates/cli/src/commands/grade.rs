@@ -34,7 +34,10 @@ pub(crate) async fn run(args: GradeArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The row of `id`, or why there is none.
+/// The row of `id`.
+///
+/// # Errors
+/// If the file has no usable row, or none with this id; the reason if the row was refused.
 pub(crate) fn find(file: &Utf8Path, id: &str) -> anyhow::Result<Row> {
     let (mut good, mut bad) = (0_usize, 0_usize);
     for row in load::rows(file)? {
@@ -48,6 +51,7 @@ pub(crate) fn find(file: &Utf8Path, id: &str) -> anyhow::Result<Row> {
         }
     }
     let (id, file) = (id.to_owned(), file.to_owned());
+    anyhow::ensure!(good > 0, InputError::NoUsableRow { file, refused: bad, skipped: 0 });
     anyhow::bail!(UsageError::UnknownRow { id, file, usable: good, refused: bad })
 }
 
