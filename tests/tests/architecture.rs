@@ -1,6 +1,14 @@
-//! Rooms depend only on the rooms they may depend on, and the whole on crates that can be trusted.
+//! Crates depend only on the crates that they may depend on, files do not import each other in long
+//! cycles, and all dependencies come from the registry.
 
-use std::collections::BTreeMap;
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    reason = "a failure is the verdict of a test"
+)]
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::path::Path;
 use std::process::Command;
 
 /// Crate → crates it may depend on (tests may also use the test kit).
@@ -14,16 +22,36 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("rollout", &["engine", "routing", "sandbox", "tasks", "types"]),
     ("store", &["types"]),
     ("handoff", &["routing", "types"]),
-    ("moe", &["handoff", "routing", "types"]),
+    ("metrics", &["handoff", "types"]),
+    ("report", &["handoff", "metrics", "store", "types"]),
     ("synthetic", &["routing", "sandbox", "tasks", "types"]),
+    ("moe", &["handoff", "routing", "types"]),
     (
         "coordinator",
-        &["engine", "handoff", "rollout", "routing", "sandbox", "store", "tasks", "types"],
+        &[
+            "engine", "handoff", "metrics", "report", "rollout", "routing", "sandbox", "store",
+            "tasks", "types",
+        ],
+    ),
+    (
+        "bench",
+        &[
+            "cli",
+            "coordinator",
+            "engine",
+            "handoff",
+            "rollout",
+            "routing",
+            "sandbox",
+            "synthetic",
+            "tasks",
+            "types",
+        ],
     ),
 ];
 
 #[test]
-fn rooms_depend_only_on_the_rooms_below_them() {
+fn crates_depend_only_on_the_crates_below_them() {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version", "1", "--no-deps", "--locked"])
         .current_dir(orchestrate_e2e::root())
@@ -128,4 +156,255 @@ fn crates_that_cannot_be_trusted_are_found() {
     }
     let unsummed = package("serde", "1.0.0", registry).replace("checksum", "other");
     assert!(distrusted(&unsummed)[0].contains("checksum"));
+}
+
+/// Crates with import cycles of more than two files, and how many files are on them. Only ever
+/// shorter: a crate that has fewer gets the smaller number, one that has none leaves the list.
+const CYCLES: &[(&str, usize)] =
+    &[("engine", 11), ("moe", 4), ("rollout", 3), ("routing", 3), ("sandbox", 9), ("tasks", 13)];
+
+#[test]
+fn no_import_cycle_has_more_than_two_files() {
+    let allowed: BTreeMap<&str, usize> = CYCLES.iter().copied().collect();
+    let mut wrong = Vec::new();
+    for entry in std::fs::read_dir(orchestrate_e2e::root().join("crates")).unwrap() {
+        let folder = entry.unwrap().path();
+        let name = folder.file_name().unwrap().to_str().unwrap().to_owned();
+        let (files, shortest) = Imports::of_crate(&folder.join("src")).long_cycles();
+        let known = allowed.get(name.as_str()).copied().unwrap_or(0);
+        if files.len() != known {
+            let cycle = shortest.join(" -> ");
+            let files = files.into_iter().collect::<Vec<_>>();
+            wrong.push(format!("{name}: {} files, not {known}: {cycle} in {files:?}", files.len()));
+        }
+    }
+    assert!(wrong.is_empty(), "import cycles of more than two files:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn import_cycles_are_found_through_reexports_and_nested_lists() {
+    let imports = |files: &[(&str, &str)]| {
+        let files = files.iter().map(|(path, text)| (module_of(path), (*text).to_owned()));
+        Imports::of_files(&files.collect()).long_cycles()
+    };
+    let two = [("a.rs", "use crate::b::B;"), ("b.rs", "fn f() -> super::a::A {}")];
+    assert!(imports(&two).0.is_empty());
+    let (files, shortest) = imports(&[
+        ("lib.rs", "mod a; mod b; mod c;\npub use c::{C, other::D};"),
+        ("a.rs", "use crate::{b::{self, B}, z};"),
+        ("b.rs", "use crate::{C};"),
+        ("c/mod.rs", "use super::a::A; // use crate::b::B;"),
+    ]);
+    assert_eq!(files.into_iter().collect::<Vec<_>>(), ["a", "b", "c"]);
+    assert_eq!(shortest.len(), 3);
+    let in_tests = "#[cfg(test)]\nmod tests {\n    use crate::a::A;\n}\n";
+    let found =
+        imports(&[("a.rs", "use crate::b::B;"), ("b.rs", "use crate::c::C;"), ("c.rs", in_tests)]);
+    assert!(found.0.is_empty(), "{found:?}");
+}
+
+/// A module's path inside its crate; empty for `lib.rs`.
+type Module = Vec<String>;
+
+fn module_of(path: &str) -> Module {
+    let path = path.trim_end_matches(".rs");
+    let mut segments: Module = path.split('/').map(str::to_owned).collect();
+    if matches!(segments.last().map(String::as_str), Some("mod" | "lib")) {
+        segments.pop();
+    }
+    segments
+}
+
+/// What the files of one crate import from each other.
+struct Imports {
+    edges: BTreeMap<Module, BTreeSet<Module>>,
+}
+
+/// One `use`, or one path that starts at `crate` or `super`.
+struct Import {
+    is_reexport: bool,
+    path: Vec<String>,
+}
+
+impl Imports {
+    fn of_crate(source: &Path) -> Self {
+        let mut files = BTreeMap::new();
+        let mut folders = vec![source.to_owned()];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if path.extension().is_some_and(|extension| extension == "rs") {
+                    let relative = path.strip_prefix(source).unwrap().to_str().unwrap();
+                    let mut module = module_of(relative);
+                    if module == ["main"] && !source.join("lib.rs").exists() {
+                        module.clear();
+                    }
+                    files.insert(module, std::fs::read_to_string(&path).unwrap());
+                }
+            }
+        }
+        Self::of_files(&files)
+    }
+
+    fn of_files(files: &BTreeMap<Module, String>) -> Self {
+        let imports: BTreeMap<Module, Vec<Import>> =
+            files.iter().map(|(module, text)| (module.clone(), imports_of(text))).collect();
+        let edges = imports.iter().map(|(module, list)| {
+            let imported = list.iter().filter(|import| !import.is_reexport);
+            let targets = imported.filter_map(|import| {
+                let path = absolute(&imports, module, &import.path)?;
+                Some(defined_in(&imports, &path, 0)).filter(|target| target != module)
+            });
+            (module.clone(), targets.collect())
+        });
+        Self { edges: edges.collect() }
+    }
+
+    /// Files on cycles of more than two files, and the shortest such cycle.
+    fn long_cycles(&self) -> (BTreeSet<String>, Vec<String>) {
+        let (mut files, mut shortest) = (BTreeSet::new(), Vec::new());
+        for (from, targets) in &self.edges {
+            for to in targets {
+                let Some(way_back) = self.way_back(to, from) else { continue };
+                files.extend(way_back.iter().cloned());
+                if shortest.is_empty() || way_back.len() < shortest.len() {
+                    shortest = way_back;
+                }
+            }
+        }
+        (files, shortest)
+    }
+
+    /// The shortest way from `from` to `to` over at least one other file.
+    fn way_back(&self, from: &Module, to: &Module) -> Option<Vec<String>> {
+        let mut before: BTreeMap<&Module, &Module> = BTreeMap::new();
+        let mut queue = VecDeque::from([from]);
+        while let Some(here) = queue.pop_front() {
+            for next in self.edges.get(here).into_iter().flatten() {
+                let direct = here == from && next == to;
+                if !direct && next != from && !before.contains_key(next) {
+                    before.insert(next, here);
+                    queue.push_back(next);
+                }
+            }
+        }
+        let mut way = vec![to];
+        while let Some(last) = way.last().filter(|last| **last != from) {
+            way.push(before.get(last)?);
+        }
+        let name = |module: &&Module| match module.as_slice() {
+            [] => "lib".to_owned(),
+            segments => segments.join("/"),
+        };
+        Some(way.iter().rev().map(name).collect())
+    }
+}
+
+/// The imports in a file's text, without those of its unit tests.
+fn imports_of(text: &str) -> Vec<Import> {
+    let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+    let lines = text.lines().map(|line| line.split("//").next().unwrap_or_default());
+    let text = lines.collect::<Vec<_>>().join("\n");
+    let mut imports = Vec::new();
+    let mut rest = String::new();
+    for statement in text.split_inclusive(';') {
+        // Other code may precede the statement since the last semicolon.
+        let start = statement.rfind("use ").filter(|at| {
+            let line = statement[..*at].rsplit('\n').next().unwrap_or_default().trim();
+            line.is_empty() || line.starts_with("pub")
+        });
+        let Some(start) = start else {
+            rest.push_str(statement);
+            continue;
+        };
+        let line = statement[..start].rsplit('\n').next().unwrap_or_default();
+        let is_reexport = line.trim().starts_with("pub");
+        rest.push_str(&statement[..start]);
+        for path in expand(statement[start + 4..].trim_end_matches(';')) {
+            imports.push(Import { is_reexport, path });
+        }
+    }
+    let words = rest.split(|c: char| !(c.is_alphanumeric() || c == '_' || c == ':'));
+    for word in words.filter(|word| word.starts_with("crate::") || word.starts_with("super::")) {
+        let path = word.trim_end_matches(':').split("::").map(str::to_owned).collect();
+        imports.push(Import { is_reexport: false, path });
+    }
+    imports
+}
+
+/// The paths of a `use` with nested lists.
+fn expand(tree: &str) -> Vec<Vec<String>> {
+    let (mut depth, mut parts) = (0, vec![String::new()]);
+    for c in tree.chars() {
+        depth += i32::from(c == '{') - i32::from(c == '}');
+        if c == ',' && depth == 0 {
+            parts.push(String::new());
+        } else {
+            parts.last_mut().unwrap().push(c);
+        }
+    }
+    let segments = |path: &str| -> Vec<String> {
+        path.split("::").map(str::trim).filter(|s| !s.is_empty()).map(str::to_owned).collect()
+    };
+    let mut paths = Vec::new();
+    for part in parts.iter().map(|part| part.trim()).filter(|part| !part.is_empty()) {
+        match part.split_once('{') {
+            Some((prefix, list)) => {
+                let list = list.rsplit_once('}').map_or(list, |(list, _)| list);
+                paths.extend(expand(list).into_iter().map(|tail| {
+                    let mut path = segments(prefix);
+                    path.extend(tail.into_iter().filter(|segment| segment != "self"));
+                    path
+                }));
+            }
+            None => paths.push(segments(part.split(" as ").next().unwrap_or_default())),
+        }
+    }
+    paths
+}
+
+/// A path from the crate's root; `None` for one into another crate.
+fn absolute(
+    imports: &BTreeMap<Module, Vec<Import>>,
+    module: &Module,
+    path: &[String],
+) -> Option<Vec<String>> {
+    let (first, rest) = path.split_first()?;
+    let mut base = module.clone();
+    match first.as_str() {
+        "crate" => return Some(rest.to_vec()),
+        "self" => {}
+        "super" => {
+            base.pop();
+            let above = rest.iter().take_while(|segment| *segment == "super").count();
+            base.truncate(base.len().saturating_sub(above));
+            return Some([base, rest[above..].to_vec()].concat());
+        }
+        child => {
+            base.push(child.to_owned());
+            if !imports.contains_key(&base) {
+                return None;
+            }
+        }
+    }
+    Some([base, rest.to_vec()].concat())
+}
+
+/// The file in which the last segment of an absolute path is defined, through re-exports.
+fn defined_in(imports: &BTreeMap<Module, Vec<Import>>, path: &[String], depth: u32) -> Module {
+    let known = (0..=path.len()).rev().find(|end| imports.contains_key(&path[..*end]));
+    let end = known.unwrap_or(0);
+    let (module, rest) = (path[..end].to_vec(), &path[end..]);
+    let Some(name) = rest.first().filter(|_| depth < 8) else { return module };
+    let reexports = imports.get(&module).into_iter().flatten().filter(|i| i.is_reexport);
+    for import in reexports.filter(|import| import.path.last() == Some(name)) {
+        if let Some(found) = absolute(imports, &module, &import.path)
+            && found != path
+        {
+            return defined_in(imports, &[&found, &rest[1..]].concat(), depth + 1);
+        }
+    }
+    module
 }

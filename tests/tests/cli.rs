@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
 
 use orchestrate_e2e::{run, stderr};
+use orchestrate_handoff::protocol::PolicyLoss;
 
 fn fails(args: &[&str], code: i32, words: &[&str]) {
     let output = run(args).unwrap();
@@ -29,7 +30,6 @@ fn every_command_has_help_with_its_arguments() {
         "warm-start",
         "serve-engine",
         "serve-trainer",
-        "bench",
         "completions",
     ] {
         assert!(top.contains(command), "{command} is not in --help");
@@ -154,4 +154,99 @@ fn resuming_nothing_exits_with_6() {
     fails(&["show", folder.path().to_str().unwrap()], 6, &["orchestrate.db"]);
     fails(&["analyze", folder.path().to_str().unwrap()], 6, &["orchestrate.db"]);
     fails(&["compare", "--runs", folder.path().to_str().unwrap()], 6, &["orchestrate.db"]);
+}
+
+/// The rule: an argument that names nothing exits with 2, an unusable input file with 3.
+#[test]
+fn unknown_ids_exit_with_2_and_unusable_input_files_with_3() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let (empty, bad) = (file("empty.jsonl", b""), file("bad.jsonl", b"{\"a\": 1}\n"));
+    let missing = folder.path().join("missing.jsonl");
+    let missing = missing.to_str().unwrap();
+
+    fails(&["tasks", "show", "nosuch"], 2, &["nosuch", "tasks list"]);
+    fails(&["tasks", "verify", "micro", "--ids", "nosuch"], 2, &["nosuch"]);
+    fails(&["doctor", "--battery", "nosuch*"], 2, &["nosuch"]);
+    for rows in [&empty, &bad] {
+        fails(&["tasks", "import", rows], 3, &[rows, "no usable row"]);
+        fails(&["tasks", "list", "--file", rows], 3, &[rows, "no usable row"]);
+        fails(&["tasks", "verify", rows], 3, &[rows, "no usable row"]);
+    }
+    for command in [&["tasks", "import", missing][..], &["tasks", "list", "--file", missing]] {
+        fails(command, 3, &[missing]);
+    }
+}
+
+#[test]
+fn taken_address_exits_with_2() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let policy = "environments/micro/policy";
+    let serve = ["serve-engine", "--model", policy, "--listen", &address];
+    fails(&serve, 2, &[&address, "--listen"]);
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = folder.path().to_str().unwrap();
+    let serve = ["serve-trainer", "--model", policy, "--checkpoints", checkpoints];
+    fails(&[&serve[..], &["--listen", &address]].concat(), 2, &[&address, "--listen"]);
+}
+
+#[test]
+fn bench_names_the_program_that_replaced_it() {
+    fails(&["bench", "routing"], 2, &["orchestrate-bench"]);
+}
+
+#[test]
+fn closed_pipe_ends_output_quietly() {
+    for shell in ["bash", "zsh"] {
+        let mut command = orchestrate_e2e::orchestrate(&["completions", shell]).unwrap();
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = command.stdout(writer).stderr(std::process::Stdio::piped()).output().unwrap();
+        assert!(output.status.success(), "{shell}: {}", stderr(&output));
+        assert_eq!(stderr(&output), "");
+    }
+}
+
+#[test]
+fn missing_default_policy_exits_with_3_and_creates_no_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |arguments: &[&str]| {
+        let mut command = std::process::Command::new(orchestrate_e2e::program().unwrap());
+        command.args(arguments).current_dir(folder.path()).output().unwrap()
+    };
+    for command in ["run", "eval"] {
+        let output = at(&[command, "--run-dir", "here"]);
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(3), "{text}");
+        for part in ["engine.model", "environments/micro/policy", "checkout"] {
+            assert!(text.contains(part), "no `{part}` in: {text}");
+        }
+        assert!(!folder.path().join("here").exists());
+    }
+}
+
+/// Without Docker an evaluation gets as far as the daemon, whatever the loss; with it, see
+/// `docker_eval.rs`.
+#[test]
+fn eval_takes_the_config_of_a_training_run_for_each_policy_loss() {
+    for loss in PolicyLoss::ALL {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path().join("eval");
+        let set = format!("algorithm.policy_loss={}", loss.name());
+        let mut command = orchestrate_e2e::orchestrate(&["eval", "--run-dir"]).unwrap();
+        let output = command
+            .arg(&dir)
+            .args(["--set", &set])
+            .env("DOCKER_HOST", "unix:///nonexistent/docker.sock")
+            .output()
+            .unwrap();
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(5), "{}: {text}", loss.name());
+        assert!(dir.join("plan.toml").exists());
+    }
 }

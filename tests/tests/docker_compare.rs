@@ -163,9 +163,9 @@ fn reports_on_runs_that_exist(out: &Path, folder: &Path) {
     assert_eq!(all["configs"][1]["runs"].as_array().unwrap().len(), 2);
     let twice = of(&folder.join("twice"), &[file(&beside), out.join("none/seed-2")]);
     assert!(!twice.status.success());
-    assert!(stderr(&twice).contains("seed 2 of none is there twice"), "{}", stderr(&twice));
+    assert!(stderr(&twice).contains("seed 2 of none was given twice"), "{}", stderr(&twice));
     let other = of(&folder.join("other"), &[out.join("report.md")]);
-    assert!(stderr(&other).contains("report.md is no runs.jsonl.zst"), "{}", stderr(&other));
+    assert!(stderr(&other).contains("report.md is not a runs.jsonl.zst"), "{}", stderr(&other));
 }
 
 fn shows_a_whole_run(run_dir: &Path, folder: &Path) {

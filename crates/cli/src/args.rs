@@ -1,17 +1,17 @@
-//! The command line. No setting of a run is a flag: settings live in config files and `--set`.
+//! The command line. Settings of a run are never flags: they live in config files and `--set`.
 
-mod bench;
 mod tasks;
-
-pub(crate) use bench::{
-    BenchArgs, BenchCommand, BenchRolloutArgs, BenchRoutingArgs, BenchSandboxArgs,
-    SyntheticEngineArgs,
-};
+mod variant;
 
 pub(crate) use tasks::{MakeArgs, SplitArg, TaskSelection, TasksArgs, TasksCommand};
+pub(crate) use variant::Variant;
 
+use crate::output;
 use camino::Utf8PathBuf;
-use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use orchestrate_tasks::swe::Harness;
+use std::process::ExitCode;
 
 /// Reinforcement learning of Mixture-of-Experts coding agents with Rollout Routing Replay.
 #[derive(Debug, Parser)]
@@ -25,11 +25,19 @@ Examples:
   orchestrate config check --config configs/micro-learn.toml --set rollout.group_size=16
 
 Exit codes:
-  0 done   1 bug   2 usage   3 config   4 engine   5 sandbox   6 store   7 trainer   130 stopped")]
+  0    done
+  1    a bug, or a failure that is not foreseen
+  2    usage: a malformed command line, an unknown id, a taken address
+  3    config: settings, checkpoint, or an input file that cannot be used
+  4    engine
+  5    sandbox: Docker, or episodes that broke there
+  6    store: run folder or another output file, a full disk
+  7    trainer
+  130  stopped, can be resumed")]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
-    /// Say more on standard error (-v: debug, -vv: trace).
+    /// Log more on standard error (-v: debug, -vv: trace).
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub(crate) verbose: u8,
     /// Log filter, like `orchestrate_sandbox=debug,info` (overrides -v).
@@ -43,49 +51,45 @@ pub(crate) enum Command {
     Run(RunArgs),
     /// Measure Pass@1 (and pass@k) of a checkpoint on held-out tasks.
     Eval(EvalArgs),
-    /// Judge patches in real sandboxes, or a recorded test log without Docker.
+    /// Grade patches in sandboxes, or a recorded test log without Docker.
     Grade(GradeArgs),
     /// List, show, import, make or verify tasks.
     Tasks(TasksArgs),
     /// Check config files, show the merged plan, or print the JSON schema.
     Config(ConfigArgs),
-    /// Check that this machine can run: Docker, image, policy, engine.
+    /// Check that this machine is ready for a run: Docker, image, policy, engine.
     Doctor(DoctorArgs),
     /// Show a run, or one episode turn by turn.
     Show(ShowArgs),
-    /// How training went: report.html with every chart, and whether it collapsed.
+    /// Write report.html with all charts of a run, and report whether training collapsed.
     Analyze(AnalyzeArgs),
-    /// Run settings against each other over several seeds, and report; or report on given runs.
+    /// Run several configurations with several seeds and compare them, or compare existing runs.
     Compare(CompareArgs),
     /// Remove containers that runs left behind.
     Gc(GcArgs),
-    /// Train the starting policy on scripted expert episodes.
+    /// Train a starting policy on scripted expert episodes.
     WarmStart(WarmStartArgs),
-    /// Serve a checkpoint by SGLang's HTTP interface, on the CPU.
+    /// Serve a checkpoint on the CPU, with SGLang's HTTP interface.
     ServeEngine(ServeEngineArgs),
-    /// Serve the trainer protocol, on the CPU.
+    /// Serve a trainer on the CPU, with the trainer protocol.
     ServeTrainer(ServeTrainerArgs),
-    /// Measure this machine: how close the program is to what the hardware needs.
-    Bench(BenchArgs),
-    /// Serve an engine that computes nothing, for `bench rollout`, until standard input closes.
-    #[command(hide = true)]
-    SyntheticEngine(SyntheticEngineArgs),
-    /// Wait until standard input closes, then remove what a killed coordinator left unstarted.
+    /// Wait until standard input closes, then remove containers that a killed coordinator created
+    /// and never started.
     #[command(hide = true)]
     RemoveUnstarted(RemoveUnstartedArgs),
     /// Print a completion script for a shell.
     Completions(CompletionsArgs),
 }
 
-/// Where settings come from.
+/// Where settings come from; later sources win.
 #[derive(Debug, Clone, Default, Args)]
-pub(crate) struct ConfigSource {
-    /// Config file (TOML); may be given more than once, later files win.
+pub struct ConfigSource {
+    /// Config file (TOML); may be repeated, later files win.
     #[arg(long = "config", value_name = "FILE")]
-    pub(crate) files: Vec<Utf8PathBuf>,
-    /// One setting, like `rollout.group_size=8`; wins over files.
+    pub files: Vec<Utf8PathBuf>,
+    /// One setting, e.g. `rollout.group_size=8`; wins over files.
     #[arg(long = "set", value_name = "KEY=VALUE")]
-    pub(crate) sets: Vec<String>,
+    pub sets: Vec<String>,
 }
 
 #[derive(Debug, Args)]
@@ -96,7 +100,8 @@ Examples:
   orchestrate run --run-dir runs/first --resume      # after a crash, a kill or Ctrl-C
   orchestrate run --config configs/r3-qwen3-30b-a3b-r2e.toml --dry-run
 
-One Ctrl-C ends episodes at their next turn and leaves the run resumable; a second one ends at once.")]
+The first Ctrl-C ends episodes at their next turn, the second one ends at once; both leave a run
+that can be resumed.")]
 pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) source: ConfigSource,
@@ -108,10 +113,10 @@ pub(crate) struct RunArgs {
         required_unless_present = "dry_run"
     )]
     pub(crate) run_dir: Option<Utf8PathBuf>,
-    /// Go on with the run in this folder (its stored plan is used).
+    /// Resume the run in this folder, by its stored plan.
     #[arg(long, requires = "run_dir")]
     pub(crate) resume: bool,
-    /// Only say what the run would need: episodes, tokens, bytes, images, containers.
+    /// Only print what the run would need: episodes, tokens, bytes, images, containers.
     #[arg(long, conflicts_with = "resume")]
     pub(crate) dry_run: bool,
     /// Print the final summary as JSON on standard output.
@@ -131,17 +136,17 @@ Examples:
 pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) source: ConfigSource,
-    /// Checkpoint to measure (Hugging Face layout); default: the config's `engine.model`. Not for
-    /// a chat server, which has weights of its own.
+    /// Checkpoint to evaluate (Hugging Face layout) [default: `engine.model`]. Not for a chat
+    /// server, which has its own weights.
     #[arg(long, value_name = "DIR")]
     pub(crate) checkpoint: Option<Utf8PathBuf>,
-    /// Folder for the journal and predictions.
+    /// Folder of the evaluation: plan, journal, predictions, report.
     #[arg(long, value_name = "DIR")]
     pub(crate) run_dir: Utf8PathBuf,
-    /// Go on with the evaluation in this folder: what is scored is not run again.
+    /// Resume the evaluation in this folder; scored episodes are not run again.
     #[arg(long, conflicts_with = "checkpoint")]
     pub(crate) resume: bool,
-    /// Give a headline number even if more than 1 % of the episodes are broken.
+    /// Report a result even if more than 1 % of the episodes are broken.
     #[arg(long)]
     pub(crate) allow_broken: bool,
     /// Print the result as JSON on standard output.
@@ -159,11 +164,12 @@ Examples:
   orchestrate grade --tasks r2e.jsonl --instance aiohttp__006fbe03fede4eaa1eeba7b8393cbf4d63cb44b6 \\
       --log test.log --set reward.compat=r2e
 
-Without --log every patch of --predictions is graded in a fresh sandbox of its task's image. Below
---out lie then logs/run_evaluation/RUN/MODEL/INSTANCE and MODEL.RUN.json, as SWE-bench's own
-harness leaves them; what has a report there is not graded again.")]
+Without --log, every patch of --predictions is graded in a fresh sandbox of its task's image.
+The results are written below --out as SWE-bench's own harness writes them:
+logs/run_evaluation/RUN/MODEL/INSTANCE and MODEL.RUN.json. Patches with a report there are not
+graded again.")]
 pub(crate) struct GradeArgs {
-    /// What the tests printed, standard output and error together.
+    /// Recorded output of the tests, standard output and error combined.
     #[arg(
         long,
         value_name = "FILE",
@@ -171,22 +177,22 @@ pub(crate) struct GradeArgs {
         required_unless_present = "predictions"
     )]
     pub(crate) log: Option<Utf8PathBuf>,
-    /// Id of the task; without --log only its patch is graded.
+    /// Id of the task; without --log, only its patch is graded.
     #[arg(long, value_name = "ID")]
     pub(crate) instance: Option<String>,
     /// Task rows: JSON lines, JSON or parquet, also .gz.
     #[arg(long, value_name = "FILE")]
     pub(crate) tasks: Utf8PathBuf,
-    /// SWE-bench: the version of the official harness whose rules hold.
-    #[arg(long, value_enum, default_value = "4.1.0")]
-    pub(crate) harness: HarnessArg,
-    /// Predictions (JSON lines, or JSON); an instance whose patch is null is not graded.
+    /// SWE-bench: the version of the official harness whose rules apply.
+    #[arg(long, value_parser = harness_parser(), default_value = "4.1.0")]
+    pub(crate) harness: Harness,
+    /// Predictions (JSON lines or JSON); an instance whose patch is null is not graded.
     #[arg(long, value_name = "FILE")]
     pub(crate) predictions: Option<Utf8PathBuf>,
-    /// SWE-bench, with --log: also write the harness' report.json here.
+    /// SWE-bench, with --log: also write the harness's report.json to this file.
     #[arg(long, value_name = "FILE", requires = "log")]
     pub(crate) report: Option<Utf8PathBuf>,
-    /// Without --log: name of this grading.
+    /// Without --log: name of this grading, the RUN of the paths.
     #[arg(long, value_name = "NAME", default_value = "orchestrate", conflicts_with = "log")]
     pub(crate) run_id: String,
     /// Without --log: folder for logs and reports.
@@ -199,23 +205,10 @@ pub(crate) struct GradeArgs {
     pub(crate) json: bool,
 }
 
-impl From<HarnessArg> for orchestrate_tasks::swe::Harness {
-    fn from(version: HarnessArg) -> Self {
-        match version {
-            HarnessArg::V4_1_0 => Self::V4_1_0,
-            HarnessArg::V5_0_2 => Self::V5_0_2,
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum HarnessArg {
-    /// The rules of published numbers up to 2026.
-    #[value(name = "4.1.0")]
-    V4_1_0,
-    /// Skipped tests, forged results and truncated names no longer count as solved.
-    #[value(name = "5.0.2")]
-    V5_0_2,
+/// Parses a version of SWE-bench's harness; `--help` lists them.
+fn harness_parser() -> impl TypedValueParser<Value = Harness> {
+    let versions = Harness::ALL.map(|h| PossibleValue::new(h.version()).help(h.summary()));
+    PossibleValuesParser::new(versions).try_map(|version| version.parse::<Harness>())
 }
 
 #[derive(Debug, Args)]
@@ -226,7 +219,7 @@ pub(crate) struct ConfigArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ConfigCommand {
-    /// Report every problem in the config, with key, value and remedy.
+    /// Report every problem of the config, with key, value and remedy.
     Check(ConfigSource),
     /// Print the merged plan with all defaults (TOML).
     Show(ConfigSource),
@@ -238,14 +231,14 @@ pub(crate) enum ConfigCommand {
 pub(crate) struct DoctorArgs {
     #[command(flatten)]
     pub(crate) source: ConfigSource,
-    /// Also probe this inference server (SGLang or vLLM): samples a few tokens from it.
+    /// Also probe this inference server (SGLang or vLLM) by sampling a few tokens.
     #[arg(long, value_name = "URL")]
     pub(crate) engine: Option<String>,
-    /// Also run hostile commands in sandboxes and take their containers away, about a minute of it;
-    /// with a glob only the cases whose name fits.
+    /// Also run the self-test: hostile commands in sandboxes, and containers that disappear. Takes
+    /// about a minute. With GLOB, only the cases whose name matches it.
     #[arg(long, alias = "battery", value_name = "GLOB", num_args = 0..=1, default_missing_value = "*")]
     pub(crate) self_test: Option<String>,
-    /// With --self-test: write its results here as JSON.
+    /// With --self-test: write the results to this file as JSON.
     #[arg(long, value_name = "FILE", requires = "self_test")]
     pub(crate) save: Option<Utf8PathBuf>,
     /// Print JSON on standard output.
@@ -262,7 +255,7 @@ Examples:
 pub(crate) struct ShowArgs {
     /// Run folder.
     pub(crate) run_dir: Utf8PathBuf,
-    /// Episode id.
+    /// Episode id, e.g. t000012.03.
     pub(crate) episode: Option<String>,
     /// Print JSON on standard output.
     #[arg(long)]
@@ -276,11 +269,11 @@ Examples:
   orchestrate analyze runs/first --out first.html
   orchestrate analyze runs/first --json | jq .collapse
 
-A run that is still going on may be looked at, too; it writes the same page at its end.")]
+Works on a live run, too; the run itself writes the same page at its end.")]
 pub(crate) struct AnalyzeArgs {
     /// Run folder.
     pub(crate) run_dir: Utf8PathBuf,
-    /// Where the page goes; default: report.html in the run folder.
+    /// File for the page [default: report.html in the run folder].
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<Utf8PathBuf>,
     /// Print the numbers as JSON on standard output.
@@ -297,22 +290,22 @@ Examples:
       --variant 'gspo+r3:algorithm.policy_loss=gspo,algorithm.routing_replay=rollout'
   orchestrate compare --runs runs/first runs/seed2 --out compare/two
 
-Every config times every variant times every seed is a run of its own in DIR/NAME/seed-N, made like
-those of `orchestrate run`, one after the other, seed by seed. The same command again goes on where
-it was stopped: finished runs stay, an interrupted one is resumed. A run that
-`diagnostics.on_collapse = \"stop\"` ended is finished.
+Each combination of config, variant and seed is a run in DIR/NAME/seed-N. Runs are executed as by
+`orchestrate run`, one after the other, seed by seed. Repeating the command resumes: finished runs are
+kept, an interrupted one is resumed. A run that was ended by `diagnostics.on_collapse = \"stop\"` is
+finished.
 
-After every run, report.html, report.json and report.md in DIR tell what there is so far;
-runs.jsonl.zst has what they were made of, for `--runs` on another machine.")]
+After every run, report.html, report.json and report.md in DIR are updated. DIR/runs.jsonl.zst
+holds their data, for `--runs` on another machine.")]
 pub(crate) struct CompareArgs {
-    /// Config files (TOML); each is a configuration of its own.
+    /// Config files (TOML); each is a separate configuration.
     #[arg(value_name = "CONFIG", required_unless_present = "runs", conflicts_with = "runs")]
     pub(crate) configs: Vec<Utf8PathBuf>,
-    /// Settings that make a configuration of each config, like
-    /// `gspo:algorithm.policy_loss=gspo,algorithm.mini_steps=4`; a name alone takes the config as
-    /// it is.
+    /// A name and settings on top of each config, e.g.
+    /// `gspo:algorithm.policy_loss=gspo,algorithm.mini_steps=4`; a name alone is the config
+    /// unchanged.
     #[arg(long = "variant", value_name = "NAME[:KEY=VALUE,...]", conflicts_with = "runs")]
-    pub(crate) variants: Vec<crate::commands::compare::Variant>,
+    pub(crate) variants: Vec<Variant>,
     /// Values of `run.seed`.
     #[arg(
         long,
@@ -322,17 +315,17 @@ pub(crate) struct CompareArgs {
         conflicts_with = "runs"
     )]
     pub(crate) seeds: Vec<u64>,
-    /// One setting for all of them, like `run.steps=60`; variants win over it.
+    /// One setting for all runs, e.g. `run.steps=60`; variants win over it.
     #[arg(long = "set", value_name = "KEY=VALUE", conflicts_with = "runs")]
     pub(crate) sets: Vec<String>,
-    /// Only report on these run folders, or on the runs.jsonl.zst that comparisons on other machines
-    /// wrote; runs that differ in nothing but the seed belong together.
+    /// Only compare these existing runs: run folders, or runs.jsonl.zst files of comparisons on
+    /// other machines. Runs that differ only in their seed are one configuration.
     #[arg(long, value_name = "DIR|FILE", num_args = 1..)]
     pub(crate) runs: Vec<Utf8PathBuf>,
     /// Folder of the runs and of the report.
     #[arg(long, value_name = "DIR", required_unless_present = "runs")]
     pub(crate) out: Option<Utf8PathBuf>,
-    /// Check all settings and list the runs there are to make, but make none.
+    /// Check all settings and list the runs, but execute none.
     #[arg(long, conflicts_with_all = ["runs", "json"])]
     pub(crate) dry_run: bool,
     /// Print the report as JSON on standard output.
@@ -342,21 +335,20 @@ pub(crate) struct CompareArgs {
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Without --run-dir and settings, the Docker host is that of DOCKER_HOST, else this machine's.")]
+Without --run-dir and settings, cleans the Docker host of DOCKER_HOST, else that of this machine.")]
 pub(crate) struct GcArgs {
-    /// Only containers of the run in this folder, on the Docker hosts of its plan.
+    /// Only remove containers of the run in this folder, on the Docker hosts of its plan.
     #[arg(long, value_name = "DIR")]
     pub(crate) run_dir: Option<Utf8PathBuf>,
-    /// Whose Docker hosts are looked at.
     #[command(flatten)]
     pub(crate) source: ConfigSource,
-    /// With --run-dir: also that run's containers whose deadline has not passed.
+    /// With --run-dir: also remove containers whose deadline has not passed.
     #[arg(long, requires = "run_dir")]
     pub(crate) all: bool,
-    /// Also the images that runs pulled, of any run, but for those that a container uses.
+    /// Also remove images that any run pulled, except those in use by a container.
     #[arg(long)]
     pub(crate) images: bool,
-    /// Only say what would be removed.
+    /// Only print what would be removed.
     #[arg(long)]
     pub(crate) dry_run: bool,
 }
@@ -371,26 +363,26 @@ pub(crate) struct WarmStartArgs {
     /// Folder for the checkpoint (Hugging Face layout, bf16).
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Utf8PathBuf,
-    /// Goes on from this checkpoint, with its tokenizer and without drills.
+    /// Continue training from this checkpoint, with its tokenizer and without drills.
     #[arg(long, value_name = "DIR")]
     pub(crate) from: Option<Utf8PathBuf>,
-    /// Tokens over which the learning rate falls.
+    /// Tokens over which the learning rate decays.
     #[arg(long, default_value_t = 3_500_000)]
     pub(crate) tokens: usize,
-    /// End after so many tokens, before the schedule does: success rises steeply from here on, and
-    /// reinforcement learning is to have something left to find.
+    /// Stop after this many tokens, before the end of the schedule. Success rises steeply from here
+    /// on, and reinforcement learning must have something left to improve.
     #[arg(long, default_value_t = 2_040_000)]
     pub(crate) stop_after: usize,
-    /// Copying drills of 72 tokens before the episodes.
+    /// Number of copying drills (72 tokens each) before the episodes.
     #[arg(long, default_value_t = 12_000)]
     pub(crate) drills: usize,
-    /// Seed of weights, tasks and order.
+    /// Seed of the weights, the tasks and their order.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// Peak learning rate of `AdamW`.
     #[arg(long, default_value_t = 1.5e-3)]
     pub(crate) learning_rate: f64,
-    /// Scripted expert tasks to draw episodes from.
+    /// Number of tasks with scripted expert episodes.
     #[arg(long, default_value_t = 16_000)]
     pub(crate) tasks: usize,
 }
@@ -408,19 +400,19 @@ pub(crate) struct ServeEngineArgs {
     /// Address to listen on.
     #[arg(long, default_value = "127.0.0.1:30000", value_name = "ADDR")]
     pub(crate) listen: std::net::SocketAddr,
-    /// `q8_0` (quantised), `q4_0` (coarse on purpose) or `f32`.
+    /// Format of the weights: `q8_0` (quantised), `q4_0` (coarse on purpose) or `f32`.
     #[arg(long, default_value = "q8_0")]
     pub(crate) weight_format: String,
-    /// Requests decoded together.
+    /// Maximum number of requests decoded in one batch.
     #[arg(long, default_value_t = 32)]
     pub(crate) max_running: usize,
-    /// Tokens the prefix cache holds.
+    /// Capacity of the prefix cache, in tokens.
     #[arg(long, default_value_t = 65_536)]
     pub(crate) cache_tokens: usize,
-    /// Version name of the weights at start.
+    /// Version name of the initial weights.
     #[arg(long, default_value = "0")]
     pub(crate) weight_version: String,
-    /// Environment variable with the API key clients must send; none = open.
+    /// Environment variable with the API key that clients must send [default: no key needed].
     #[arg(long, value_name = "VAR")]
     pub(crate) api_key_env: Option<String>,
 }
@@ -433,42 +425,45 @@ pub(crate) struct ServeTrainerArgs {
     /// Starting checkpoint (Hugging Face layout); ignored once `--checkpoints` holds a newer one.
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Utf8PathBuf,
-    /// Folder for checkpoints: weights, optimizer state and position.
+    /// Folder for checkpoints: weights, optimizer state, and the position in training.
     #[arg(long, value_name = "DIR")]
     pub(crate) checkpoints: Utf8PathBuf,
     /// Address to listen on.
     #[arg(long, default_value = "127.0.0.1:30100", value_name = "ADDR")]
     pub(crate) listen: std::net::SocketAddr,
-    /// Newest checkpoints to keep.
+    /// Number of newest checkpoints to keep.
     #[arg(long, default_value_t = 3)]
     pub(crate) keep: usize,
-    /// Environment variable with the bearer token clients must send; none = open.
+    /// Environment variable with the bearer token that clients must send [default: no token needed].
     #[arg(long, value_name = "VAR")]
     pub(crate) token_env: Option<String>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct RemoveUnstartedArgs {
-    /// The run.
+    /// Id of the run.
     #[arg(long, value_name = "ID")]
     pub(crate) run: orchestrate_types::RunId,
-    /// Its coordinator's epoch.
+    /// Epoch of its coordinator.
     #[arg(long, value_name = "N")]
     pub(crate) epoch: i64,
-    /// Its Docker hosts, as JSON; default: that of the environment.
+    /// Its Docker hosts, as JSON [default: the Docker host of the environment].
     #[arg(long, value_name = "JSON")]
     pub(crate) hosts: Option<String>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct CompletionsArgs {
-    /// Which shell.
+    /// Shell to generate the script for.
     pub(crate) shell: clap_complete::Shell,
 }
 
 /// Writes a completion script to standard output.
-pub(crate) fn write_completions(shell: clap_complete::Shell) {
-    clap_complete::generate(shell, &mut Cli::command(), "orchestrate", &mut std::io::stdout());
+pub(crate) fn write_completions(shell: clap_complete::Shell) -> anyhow::Result<ExitCode> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "orchestrate", &mut script);
+    output::data(String::from_utf8(script)?.trim_end());
+    Ok(ExitCode::SUCCESS)
 }
 
 #[cfg(test)]

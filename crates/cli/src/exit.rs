@@ -1,43 +1,52 @@
-//! Exit codes, and the last words of a failed command.
+//! Exit codes, and the message of a failed command.
 
 use crate::config::ConfigError;
+use crate::error::{BrokenMeasurement, InputError, OutputError, UsageError};
 use crate::output;
+use clap::error::{ContextKind, ContextValue};
 use orchestrate_coordinator::{FailureClass, RunError};
 use orchestrate_engine::{EngineError, EngineErrorKind};
-use orchestrate_handoff::TrainerError;
+use orchestrate_handoff::batch::BatchErrorKind;
+use orchestrate_handoff::{TrainerError, TrainerErrorKind};
 use orchestrate_moe::CheckpointError;
 use orchestrate_moe::infer::EngineServeError;
 use orchestrate_moe::train::ServeTrainerError;
 use orchestrate_rollout::ChatError;
 use orchestrate_sandbox::{SandboxError, SandboxErrorKind};
 use orchestrate_store::StoreError;
-use orchestrate_tasks::load::LoadError;
+use orchestrate_tasks::load::{LoadError, Refused};
+use std::error::Error;
+use std::io;
 use std::process::ExitCode;
 
-/// 1: a bug, or something nobody foresaw.
+/// 1: a bug, or a failure that this program does not foresee.
 const BUG: u8 = 1;
-/// 2: the command line is wrong.
+/// 2: the command line is malformed, or names something that does not exist or is taken.
 const USAGE: u8 = 2;
-/// 3: settings, plan, checkpoint or task file are wrong.
+/// 3: settings, plan, checkpoint or an input file (task rows, predictions, a test log) are missing,
+/// unreadable, invalid, or without a usable entry.
 const CONFIG: u8 = 3;
 /// 4: the inference engine.
 const ENGINE: u8 = 4;
-/// 5: Docker or a sandbox.
+/// 5: Docker or a sandbox, or episodes that broke there.
 const SANDBOX: u8 = 5;
-/// 6: run folder, journal or blobs.
+/// 6: run folder, journal, blobs or another output file; a full disk.
 const STORE: u8 = 6;
 /// 7: the trainer.
 pub(crate) const TRAINER: u8 = 7;
 /// 130: stopped by a signal; the run can be resumed.
 pub(crate) const STOPPED: u8 = 130;
 
-/// Prints clap's message; help and version are no failure.
-pub(crate) fn usage(error: &clap::Error) -> ExitCode {
+/// Prints clap's message and returns the exit code: 0 for help and version, else 2.
+pub fn usage(error: &clap::Error) -> ExitCode {
     let _ = error.print();
+    if error.get(ContextKind::InvalidSubcommand) == Some(&ContextValue::String("bench".into())) {
+        output::say("hint: benchmarks are a program of their own: orchestrate-bench");
+    }
     if error.use_stderr() { ExitCode::from(USAGE) } else { ExitCode::SUCCESS }
 }
 
-/// Prints the error with its causes and, where there is one, a hint; answers its exit code.
+/// Prints the error with its causes and, where there is one, a hint. Returns its exit code.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     output::say(format!("error: {}", with_causes(error)));
     if let Some(hint) = hint(error) {
@@ -59,24 +68,64 @@ pub(crate) fn with_causes(error: &anyhow::Error) -> String {
     text
 }
 
-/// The system's words for a full disk, wherever in the program (or in a trainer's answer) it was met.
-const DISK_FULL: &str = "No space left on device";
+/// The error and its causes; one that a [`RunError`] passes through transparently comes after it.
+fn causes(error: &anyhow::Error) -> impl Iterator<Item = &(dyn Error + 'static)> {
+    error.chain().flat_map(|cause| {
+        let inner = cause.downcast_ref::<RunError>().and_then(|run| match run {
+            RunError::Store(inner) => Some(inner as &(dyn Error + 'static)),
+            RunError::Engine(inner) => Some(inner),
+            RunError::Trainer(inner) => Some(inner),
+            RunError::Sandbox(inner) => Some(inner),
+            RunError::Batch(inner) => Some(inner),
+            _ => None,
+        });
+        std::iter::once(cause).chain(inner)
+    })
+}
+
+/// Whether a disk, or a quota on it, is full: here, or at a trainer.
+fn is_disk_full(cause: &(dyn Error + 'static)) -> bool {
+    if let Some(error) = cause.downcast_ref::<io::Error>() {
+        return matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
+    }
+    if let Some(error) = cause.downcast_ref::<CheckpointError>() {
+        return error.is_disk_full();
+    }
+    if let Some(error) = cause.downcast_ref::<TrainerError>() {
+        // The protocol has nothing but the message of the trainer's system.
+        return match &error.kind {
+            TrainerErrorKind::StepFailed { error, .. } => error.contains(NO_SPACE),
+            TrainerErrorKind::Refused { message, .. } => message.contains(NO_SPACE),
+            TrainerErrorKind::Unreachable(_)
+            | TrainerErrorKind::TimedOut(_)
+            | TrainerErrorKind::InvalidReply(_)
+            | TrainerErrorKind::Protocol(_) => false,
+        };
+    }
+    matches!(cause.downcast_ref(), Some(BatchErrorKind::Full(_)))
+        || matches!(cause.downcast_ref(), Some(StoreError::Full { .. }))
+}
+
+/// What systems call `ENOSPC` in the message of a trainer.
+const NO_SPACE: &str = "No space left on device";
 
 fn code(error: &anyhow::Error) -> u8 {
-    if with_causes(error).contains(DISK_FULL) {
+    if causes(error).any(is_disk_full) {
         return STORE;
     }
     // A server that could not load its model failed by the model, not by serving.
-    let by_settings = |cause: &(dyn std::error::Error + 'static)| {
+    let is_config = |cause: &(dyn Error + 'static)| {
         cause.is::<ConfigError>()
+            || cause.is::<InputError>()
             || cause.is::<CheckpointError>()
             || cause.is::<ChatError>()
             || cause.is::<LoadError>()
+            || cause.is::<Refused>()
     };
-    if error.chain().any(by_settings) {
+    if causes(error).any(is_config) {
         return CONFIG;
     }
-    for cause in error.chain() {
+    for cause in causes(error) {
         if let Some(run) = cause.downcast_ref::<RunError>() {
             return match run.class() {
                 FailureClass::Config => CONFIG,
@@ -87,13 +136,16 @@ fn code(error: &anyhow::Error) -> u8 {
                 FailureClass::Bug => BUG,
             };
         }
+        if cause.is::<UsageError>() {
+            return USAGE;
+        }
         if cause.is::<EngineError>() || cause.is::<EngineServeError>() {
             return ENGINE;
         }
-        if cause.is::<SandboxError>() {
+        if cause.is::<SandboxError>() || cause.is::<BrokenMeasurement>() {
             return SANDBOX;
         }
-        if cause.is::<StoreError>() {
+        if cause.is::<StoreError>() || cause.is::<OutputError>() {
             return STORE;
         }
         if cause.is::<TrainerError>() || cause.is::<ServeTrainerError>() {
@@ -104,40 +156,12 @@ fn code(error: &anyhow::Error) -> u8 {
 }
 
 fn hint(error: &anyhow::Error) -> Option<&'static str> {
-    if with_causes(error).contains(DISK_FULL) {
-        return Some("free some space there, then go on with --resume: nothing finished is lost");
+    if causes(error).any(is_disk_full) {
+        return Some("free some space, then run again with --resume; nothing finished is lost");
     }
-    for cause in error.chain() {
+    for cause in causes(error) {
         if let Some(sandbox) = cause.downcast_ref::<SandboxError>() {
-            return match &sandbox.kind {
-                SandboxErrorKind::NoDaemon(_) => Some(
-                    "start Docker (scripts/quickstart does), or set DOCKER_HOST or sandbox.hosts",
-                ),
-                SandboxErrorKind::ImageMissing(_) => {
-                    Some("build the sandbox image: scripts/quickstart does, or docker pull it")
-                }
-                SandboxErrorKind::NotPulled { .. } => Some(
-                    "images of this project are built by scripts/quickstart; others can be loaded \
-                     (docker load), or come from the registry that sandbox.mirror names",
-                ),
-                // Both say themselves what to do.
-                SandboxErrorKind::ImageChanged { .. } | SandboxErrorKind::NotRecorded { .. } => {
-                    None
-                }
-                SandboxErrorKind::DiskFull(_) => Some(
-                    "free some space on the Docker host, or bound what is kept there by sandbox.image_cache",
-                ),
-                SandboxErrorKind::SelfTestFailed(_) => {
-                    Some("orchestrate doctor --self-test says which outcome differs, and how")
-                }
-                SandboxErrorKind::TimedOut { .. }
-                | SandboxErrorKind::Refused { .. }
-                | SandboxErrorKind::Failed { .. }
-                | SandboxErrorKind::Gone(_)
-                | SandboxErrorKind::Protocol(_)
-                | SandboxErrorKind::NotClean(_)
-                | SandboxErrorKind::TooLarge { .. } => Some("orchestrate doctor checks the daemon"),
-            };
+            return sandbox_hint(&sandbox.kind);
         }
         if let Some(engine) = cause.downcast_ref::<EngineError>() {
             return match &engine.kind {
@@ -150,8 +174,72 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
             };
         }
         if let Some(StoreError::Exists { .. }) = cause.downcast_ref::<StoreError>() {
-            return Some("add --resume to go on with it, or choose another --run-dir");
+            return Some("add --resume to continue it, or choose another --run-dir");
         }
     }
     None
+}
+
+fn sandbox_hint(kind: &SandboxErrorKind) -> Option<&'static str> {
+    match kind {
+        SandboxErrorKind::NoDaemon(_) => {
+            Some("start Docker (scripts/quickstart does), or set DOCKER_HOST or sandbox.hosts")
+        }
+        SandboxErrorKind::ImageMissing(_) => {
+            Some("build the sandbox image (scripts/quickstart does), or docker pull it")
+        }
+        SandboxErrorKind::NotPulled { .. } => Some(
+            "images of this project are built by scripts/quickstart; others can be loaded \
+             (docker load), or come from the registry that sandbox.mirror names",
+        ),
+        // Their messages say what to do.
+        SandboxErrorKind::ImageChanged { .. } | SandboxErrorKind::NotRecorded { .. } => None,
+        SandboxErrorKind::DiskFull(_) => Some(
+            "free some space on the Docker host, or limit what is kept there by \
+             sandbox.image_cache",
+        ),
+        SandboxErrorKind::SelfTestFailed(_) => {
+            Some("orchestrate doctor --self-test reports which outcome differs, and how")
+        }
+        SandboxErrorKind::TimedOut { .. }
+        | SandboxErrorKind::Refused { .. }
+        | SandboxErrorKind::Failed { .. }
+        | SandboxErrorKind::Gone(_)
+        | SandboxErrorKind::Protocol(_)
+        | SandboxErrorKind::NotClean(_)
+        | SandboxErrorKind::TooLarge { .. } => Some("orchestrate doctor checks the daemon"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn full_disk_is_found_by_its_kind_anywhere_in_the_chain() {
+        let full = || io::Error::from_raw_os_error(28);
+        let file = RunError::File { path: "/run/x".into(), source: full() };
+        let output = OutputError { file: "/out/x".into(), source: full() };
+        let store = RunError::Store(StoreError::Full { folder: "/run".into() });
+        let failed = TrainerErrorKind::StepFailed {
+            step_id: "1".into(),
+            error: "[Errno 28] No space left on device".into(),
+        };
+        let trainer = TrainerError { trainer: "t".into(), call: "apply", kind: failed };
+        for error in [
+            anyhow::Error::from(file),
+            anyhow::Error::from(output).context("more"),
+            store.into(),
+            RunError::Trainer(trainer).into(),
+        ] {
+            assert_eq!(code(&error), STORE, "{error:#}");
+            assert!(hint(&error).is_some_and(|hint| hint.contains("--resume")), "{error:#}");
+        }
+    }
+
+    #[test]
+    fn mentioning_a_full_disk_does_not_make_one() {
+        let text = "`echo No space left on device` is not an episode";
+        assert_eq!(code(&anyhow::anyhow!(text)), BUG);
+    }
 }

@@ -1,9 +1,9 @@
-//! A run's images: recorded in its journal, told of on standard error.
+//! The image lock of a run, kept in its journal.
 
 use orchestrate_sandbox::{ImageIdentity, ImageLock, SandboxError, SandboxErrorKind};
 use orchestrate_store::{ImageRecords, ImageRow, StoreError};
 
-/// The journal as the place where it is written what images are.
+/// Records in the journal which image each name stood for.
 #[derive(Debug)]
 pub(crate) struct Journal(pub(crate) ImageRecords);
 
@@ -17,7 +17,7 @@ fn failed(image: &str) -> impl Fn(StoreError) -> SandboxError {
     }
 }
 
-/// As sandboxes know it.
+/// A recorded image, as the sandbox crate represents it.
 pub(crate) fn identity(row: ImageRow) -> ImageIdentity {
     ImageIdentity { id: row.image_id, digest: row.digest }
 }

@@ -21,6 +21,8 @@ struct Stage {
     kept: u64,
     dropped: u64,
     last_kl: Option<f64>,
+    /// An evaluation without training.
+    standalone: bool,
 }
 
 /// The live view of one run.
@@ -62,6 +64,11 @@ impl View {
                 let how = if *epoch > 1 { "continues" } else { "begins" };
                 self.progress.line(&format!("run {run} {how} at step {next_step} of {steps}"));
             }
+            Event::EvaluationStarted { run, epoch } => {
+                stage.standalone = true;
+                let how = if *epoch > 1 { "resumes" } else { "starts" };
+                self.progress.line(&format!("evaluation {run} {how}"));
+            }
             Event::Swept { removed } => {
                 self.progress.line(&format!("removed {removed} containers of an earlier start"));
             }
@@ -79,10 +86,16 @@ impl View {
             }
             Event::EvalStarted { round, episodes } => {
                 let kl = stage.last_kl;
+                let title = if stage.standalone {
+                    "evaluation".to_owned()
+                } else {
+                    format!("evaluation after step {round}")
+                };
                 *stage = Stage {
-                    title: format!("evaluation after step {round}"),
+                    title,
                     planned: *episodes as u64,
                     last_kl: kl,
+                    standalone: stage.standalone,
                     ..Stage::default()
                 };
             }
@@ -115,7 +128,7 @@ impl View {
             Event::StepSkipped { step, reason } => {
                 self.progress.line(&format!("step {step}: nothing to train on: {reason}"));
             }
-            Event::EvalFinished { line } => self.progress.line(&eval_line(line)),
+            Event::EvalFinished { line } => self.progress.line(&eval_line(line, stage.standalone)),
             Event::Warning { message } => self.progress.line(&format!("warning: {message}")),
             Event::Draining => {
                 self.progress
@@ -193,10 +206,14 @@ fn step_line(line: &Value, steps: u32) -> String {
     )
 }
 
-fn eval_line(line: &Value) -> String {
+fn eval_line(line: &Value, standalone: bool) -> String {
+    let title = if standalone {
+        "evaluation".to_owned()
+    } else {
+        format!("evaluation after step {:.0}", number(line, "global_step"))
+    };
     format!(
-        "evaluation after step {:.0}: Pass@1 {:.4} ± {:.4} on {:.0} held-out tasks",
-        number(line, "global_step"),
+        "{title}: Pass@1 {:.4} ± {:.4} on {:.0} held-out tasks",
         number(line, "eval_pass_at_1"),
         number(line, "eval_pass_at_1_se"),
         number(line, "eval_tasks"),

@@ -3,8 +3,9 @@
 use std::io::{IsTerminal, Write};
 use tracing_subscriber::EnvFilter;
 
-/// Starts logging to standard error.
-pub(crate) fn init_logging(verbose: u8, filter: Option<&str>) {
+/// Starts logging to standard error. `verbose` counts `-v` (0: warnings, 1: debug, 2: trace); `filter`
+/// replaces it, in the syntax of `tracing_subscriber`'s `EnvFilter`.
+pub fn init_logging(verbose: u8, filter: Option<&str>) {
     let level = match verbose {
         0 => "warn",
         1 => "debug",
@@ -21,18 +22,21 @@ pub(crate) fn init_logging(verbose: u8, filter: Option<&str>) {
         .init();
 }
 
-/// A line of data. A closed pipe is not our problem: the reader has seen enough.
-pub(crate) fn data(line: impl std::fmt::Display) {
+/// Prints a line of data to standard output. A closed pipe is not an error: its reader has enough.
+pub fn data(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stdout().lock(), "{line}");
 }
 
-/// A line for the person at the terminal.
-pub(crate) fn say(line: impl std::fmt::Display) {
+/// Prints a line to standard error, for the person at the terminal.
+pub fn say(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
-/// A value as one JSON document on standard output.
-pub(crate) fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
+/// Prints a value as one JSON document to standard output.
+///
+/// # Errors
+/// If the value cannot be written as JSON.
+pub fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     data(serde_json::to_string_pretty(value)?);
     Ok(())
 }

@@ -5,16 +5,16 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 use std::time::Duration;
 
-/// One moving line for work of known length, plus finished lines above it.
+/// A progress bar for work of known length, with finished lines above it.
 #[derive(Debug, Clone)]
-pub(crate) struct Progress {
+pub struct Progress {
     bar: ProgressBar,
     terminal: bool,
 }
 
 impl Progress {
-    /// A bar over `total` units of work.
-    pub(crate) fn new(total: u64) -> Self {
+    /// A bar for `total` units of work.
+    pub fn new(total: u64) -> Self {
         let terminal = std::io::stderr().is_terminal();
         let target =
             if terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
@@ -29,15 +29,15 @@ impl Progress {
         Self { bar, terminal }
     }
 
-    /// Where the work stands, and what is happening.
-    pub(crate) fn update(&self, done: u64, total: u64, message: String) {
+    /// Sets how much is done, and a message about what is happening.
+    pub fn update(&self, done: u64, total: u64, message: String) {
         self.bar.set_length(total);
         self.bar.set_position(done);
         self.bar.set_message(message);
     }
 
-    /// A line that stays.
-    pub(crate) fn line(&self, text: &str) {
+    /// Prints a line that stays, above the bar.
+    pub fn line(&self, text: &str) {
         if self.terminal {
             self.bar.println(text);
         } else {
@@ -46,7 +46,7 @@ impl Progress {
     }
 
     /// Removes the bar.
-    pub(crate) fn finish(&self) {
+    pub fn finish(&self) {
         self.bar.finish_and_clear();
     }
 }

@@ -1,10 +1,10 @@
 //! Tables for people.
 
 use comfy_table::{Table, presets};
-use orchestrate_coordinator::{EvalPoint, Gain, RunReport};
+use orchestrate_report::{EvalPoint, Gain, RunReport};
 
-/// A table in the house's look.
-pub(crate) fn table(header: &[&str]) -> Table {
+/// An empty table with a header row, in the style of all commands.
+pub fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY).set_header(header);
     table

@@ -1,6 +1,7 @@
 //! Where tasks come from: an environment that generates them, or files of rows.
 
 use crate::config::Settings;
+use crate::error::InputError;
 use crate::output;
 use camino::Utf8Path;
 use orchestrate_coordinator::TaskSet;
@@ -8,13 +9,13 @@ use orchestrate_tasks::{Split, Task, load, micro};
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// Image of the micro environment where the settings name none.
+/// Default image of the micro environment.
 const MICRO_IMAGE: &str = "orchestrate/micro:latest";
 
 /// The tasks of a run.
 ///
 /// # Errors
-/// If a file cannot be read, or has no usable row.
+/// If a file cannot be read or has no usable row.
 pub(crate) fn task_set(settings: &Settings) -> anyhow::Result<TaskSet> {
     let tasks = &settings.tasks;
     if tasks.file.is_none() && tasks.held_out_file.is_none() {
@@ -35,7 +36,7 @@ pub(crate) fn task_set(settings: &Settings) -> anyhow::Result<TaskSet> {
         Ok(rows.into_iter().map(|task| Arc::new(Task { split, ..task })).collect())
     };
     let mut train = part(&tasks.file, Split::Train, tasks.train)?;
-    // Where they stand does not matter: a run draws its own order.
+    // Their position does not matter: a run draws its own order.
     let mix = micro::MicroCounts { train: tasks.mix as usize, held_out: 0, held_out_families: 0 };
     train.extend(of_environment(settings, mix).into_iter().map(Arc::new));
     Ok(TaskSet {
@@ -45,10 +46,11 @@ pub(crate) fn task_set(settings: &Settings) -> anyhow::Result<TaskSet> {
     })
 }
 
-/// The usable rows of `file` as tasks, but for those whose id is in `skip`; the others are named.
+/// The usable rows of `file` as tasks, except those whose id is in `skip`. Refused rows are reported
+/// on standard error.
 ///
 /// # Errors
-/// If the file cannot be read, or has no usable row.
+/// If the file cannot be read or has no usable row.
 pub(crate) fn of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Task>> {
     let skip: HashSet<&str> = skip.iter().map(String::as_str).collect();
     let (mut tasks, mut refused) = (Vec::new(), 0_usize);
@@ -64,13 +66,12 @@ pub(crate) fn of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Ta
     }
     anyhow::ensure!(
         !tasks.is_empty(),
-        "{file} has no usable row: {refused} are refused, {} names are in tasks.skip",
-        skip.len()
+        InputError::NoUsableRow { file: file.to_owned(), refused, skipped: skip.len() }
     );
     Ok(tasks)
 }
 
-/// Every task that the configured environment generates.
+/// All tasks that the configured environment generates.
 pub(crate) fn generated(settings: &Settings) -> Vec<Task> {
     let count = |n: Option<u32>| n.unwrap_or_default() as usize;
     let counts = micro::MicroCounts {

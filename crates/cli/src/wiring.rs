@@ -1,12 +1,15 @@
-//! Builds the parts of a run from its settings. Engine and trainer are always reached over HTTP;
-//! the embedded ones are served on loopback by tasks of this process.
+//! Builds the parts of a run from its settings. The engine and the trainer are always reached over
+//! HTTP; the embedded ones are served on the loopback interface by tasks of this process.
 
-use crate::config::Settings;
+use crate::args::ConfigSource;
+use crate::config::{self, RawConfig, Settings};
 use crate::{images, output, task_source};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use futures::future::join_all;
-use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TrainerSink};
+use orchestrate_coordinator::{
+    Coordinator, Evaluation, EvaluationPlan, HttpTrainer, Plan, Reporter, TaskSet,
+};
 use orchestrate_engine::{
     ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EnginePlan, Fleet,
     FleetOptions, FleetWorker, Worker, discover, unknown_shape,
@@ -18,7 +21,9 @@ use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{
     ChatModel, EpisodeRunner, GradeLogs, History, PrefillLeaders, RowSharing,
 };
-use orchestrate_sandbox::{DockerHosts, ImageHooks, ImageListener, SandboxLimits, SandboxProvider};
+use orchestrate_sandbox::{
+    DockerHosts, ImageHooks, ImageListener, SandboxConfig, SandboxLimits, SandboxProvider,
+};
 use orchestrate_store::Store;
 use orchestrate_tasks::Task;
 use orchestrate_types::ModelShape;
@@ -28,10 +33,10 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// Time for embedded servers to end their work after a run.
+/// Time that embedded servers get to finish after a run.
 const SERVER_GRACE: std::time::Duration = std::time::Duration::from_secs(10);
 
-/// Tasks that serve the embedded engine and trainer.
+/// The tasks that serve the embedded engine and trainer.
 #[derive(Debug)]
 pub(crate) struct Servers {
     tasks: JoinSet<anyhow::Result<()>>,
@@ -45,7 +50,7 @@ impl Servers {
         Self { tasks: JoinSet::new(), _guard: cancel.clone().drop_guard(), cancel }
     }
 
-    /// Runs `work`, unless a server ends first: that is a failure of the server.
+    /// Does `work`; fails if an embedded server ends first.
     pub(crate) async fn during<T>(
         &mut self,
         work: impl Future<Output = anyhow::Result<T>>,
@@ -54,30 +59,31 @@ impl Servers {
             biased;
             result = work => result,
             Some(ended) = self.tasks.join_next() => {
-                ended.context("embedded server")??;
-                anyhow::bail!("an embedded server ended by itself")
+                ended.context("an embedded server failed")??;
+                anyhow::bail!("an embedded server ended before the run")
             }
         }
     }
 
-    /// Ends all servers.
+    /// Stops all servers.
     pub(crate) async fn shutdown(mut self) {
         self.cancel.cancel();
         let drained = async { while self.tasks.join_next().await.is_some() {} };
         if tokio::time::timeout(SERVER_GRACE, drained).await.is_err() {
-            tracing::warn!("an embedded server did not end in time");
+            tracing::warn!("an embedded server did not stop in time");
         }
     }
 }
 
 async fn loopback() -> anyhow::Result<(TcpListener, String)> {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    let listener = TcpListener::bind(address).await.context("listen on loopback")?;
+    let listener =
+        TcpListener::bind(address).await.context("failed to listen on the loopback interface")?;
     let url = format!("http://{}", listener.local_addr()?);
     Ok((listener, url))
 }
 
-/// The shape of the served model, as far as it matters for what its engine returns.
+/// The shape of the served model, which determines the shape of routing rows.
 pub(crate) fn shape(plan: &EnginePlan, model: &Utf8Path) -> anyhow::Result<ModelShape> {
     match plan.kind {
         EngineKind::Sglang | EngineKind::Vllm => Ok(ModelConfig::load(model)?.shape()),
@@ -110,7 +116,7 @@ pub(crate) async fn engine(
         servers.tasks.spawn(async move { Ok(serve_engine(options, listener, cancel).await?) });
         urls.push(url);
     }
-    let api_key = plan.api_key().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?;
+    let api_key = plan.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?;
     let (kind, patience) = (plan.kind, plan.start_timeout);
     let connecting = urls.into_iter().map(|url| {
         let options = ClientOptions {
@@ -124,16 +130,21 @@ pub(crate) async fn engine(
         };
         async move { (url, kind.connect(options.clone(), patience).await, options) }
     });
-    let looked_at = async {
+    let connected = async {
         let (mut members, mut absent) = (Vec::new(), Vec::new());
         for (name, connected, options) in join_all(connecting).await {
             match connected {
                 Ok((client, info)) => {
-                    tracing::info!(engine = info.engine, name, model = info.model_path, "is up");
+                    tracing::info!(
+                        engine = info.engine,
+                        name,
+                        model = info.model_path,
+                        "engine is up"
+                    );
                     inspect(settings, client.as_ref()).await?;
                     members.push(FleetWorker { name, engine: client, is_up: true });
                 }
-                // A server that cannot be used is a mistake; one that is late may still come.
+                // An unsupported server is a mistake in the settings; a late one may still start.
                 Err(error) => match error.kind {
                     EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => {
                         absent.push((name, options, error));
@@ -146,13 +157,13 @@ pub(crate) async fn engine(
         }
         Ok((members, absent))
     };
-    let (mut members, absent) = servers.during(Box::pin(looked_at)).await?;
-    let nobody_came = members.is_empty();
+    let (mut members, absent) = servers.during(Box::pin(connected)).await?;
+    let none_answered = members.is_empty();
     for (name, options, error) in absent {
-        if nobody_came {
+        if none_answered {
             return Err(error.into());
         }
-        output::say(format!("note: {error}; the run begins without it"));
+        output::say(format!("note: {error}; the run starts without this server"));
         members.push(FleetWorker { name, engine: kind.client(options)?, is_up: false });
     }
     let options = FleetOptions {
@@ -163,30 +174,31 @@ pub(crate) async fn engine(
     Ok(Fleet::start(members, options)?)
 }
 
-/// Samples a few tokens before a run trusts the engine: what is unfit ends it here, with the
+/// Runs the capability probe, which samples a few tokens. An unsupported engine fails here, with the
 /// remedy, and not in the middle of the first step.
 async fn inspect(settings: &Settings, engine: &dyn Worker) -> anyhow::Result<()> {
     let report = engine.probe().await?;
-    let unfit: Vec<String> = report.refusals().map(ToString::to_string).collect();
+    let unsupported: Vec<String> = report.refusals().map(ToString::to_string).collect();
     for warning in report.warnings() {
         output::say(format!("warning: engine: {warning}"));
     }
-    if unfit.is_empty() {
+    if unsupported.is_empty() {
         return Ok(());
     }
     if !settings.engine.require_routed_experts {
-        output::say(format!("warning: engine: unfit for training: {}", unfit.join("; ")));
+        let reasons = unsupported.join("; ");
+        output::say(format!("warning: engine: not supported for training: {reasons}"));
         return Ok(());
     }
-    let kind = EngineErrorKind::unsupported(unfit.join("; "));
+    let kind = EngineErrorKind::unsupported(unsupported.join("; "));
     Err(EngineError { engine: report.info.engine, call: "probe", kind }.into())
 }
 
-/// The configured trainer, or an embedded one with its checkpoints in the run folder.
-async fn trainer(
+/// A client of the configured trainer, or of an embedded one with checkpoints in the run folder.
+pub(crate) async fn trainer(
     settings: &Settings,
-    servers: &mut Servers,
     folder: &Utf8Path,
+    servers: &mut Servers,
 ) -> anyhow::Result<HttpTrainer> {
     let plan = &settings.trainer;
     let url = if let Some(url) = &plan.url {
@@ -204,17 +216,17 @@ async fn trainer(
         servers.tasks.spawn(async move { Ok(serve_trainer(options, listener, cancel).await?) });
         url
     };
-    let token = plan.token().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?;
+    let token = plan.token().map_err(|p| config::ConfigError::Problems(vec![p]))?;
     let client = TrainerClient::new(&url, token)?;
     Ok(HttpTrainer { client, step_timeout: plan.step_timeout })
 }
 
-/// Every task of the configured environment.
+/// All tasks of the configured environment.
 pub(crate) fn all_tasks(settings: &Settings) -> Vec<Task> {
     task_source::generated(settings)
 }
 
-/// The container limits of the settings, as sandboxes are opened with them.
+/// Resource limits of each container.
 pub(crate) fn limits(settings: &Settings) -> SandboxLimits {
     let sandbox = &settings.sandbox;
     SandboxLimits {
@@ -225,13 +237,47 @@ pub(crate) fn limits(settings: &Settings) -> SandboxLimits {
     }
 }
 
-/// The model's name in predictions.
+/// Settings of a sandbox that `orchestrate-bench` opens.
+#[derive(Debug)]
+pub struct SandboxUnderTest {
+    /// `[sandbox]`, of one Docker host.
+    pub config: SandboxConfig,
+    /// SandboxLimits of each container.
+    pub limits: SandboxLimits,
+    /// Image of the first task of the settings.
+    pub image: String,
+    /// Working directory of that task.
+    pub workdir: String,
+}
+
+/// Reads the sandbox settings as a run does.
+///
+/// # Errors
+/// Invalid settings, or settings without a task.
+pub fn sandbox_under_test(source: &ConfigSource) -> anyhow::Result<SandboxUnderTest> {
+    let settings = config::load::<RawConfig>(source)?.check()?;
+    let task = all_tasks(&settings).into_iter().next().context("the settings produce no task")?;
+    let config = match settings.sandbox.docker_hosts().as_slice() {
+        // The host's own capacity does not apply to a benchmark.
+        [only] => settings.sandbox.on(only),
+        // Connecting refuses several hosts, with the remedy.
+        _ => settings.sandbox.clone(),
+    };
+    Ok(SandboxUnderTest {
+        limits: limits(&settings),
+        config,
+        image: task.image,
+        workdir: task.workdir,
+    })
+}
+
+/// Name of the model in predictions.
 fn model_name(settings: &Settings) -> String {
     let EnginePlan { served_model, model, .. } = &settings.engine;
     served_model.clone().unwrap_or_else(|| model.file_name().unwrap_or("policy").to_owned())
 }
 
-/// What the run loop decides by.
+/// The plan of the run loop.
 fn plan(settings: &Settings) -> Plan {
     Plan {
         run: settings.run.clone(),
@@ -243,34 +289,30 @@ fn plan(settings: &Settings) -> Plan {
     }
 }
 
-/// Who makes new weights.
-pub(crate) enum Training {
-    /// The configured trainer.
-    Trainer,
-    /// Nobody: the run only evaluates this.
-    Fixed(Arc<dyn TrainerSink>),
+/// The parts that a run and an evaluation have in common.
+pub(crate) struct Parts {
+    episodes: Arc<EpisodeRunner>,
+    engine: Arc<dyn Engine>,
+    sandboxes: Arc<dyn SandboxProvider>,
+    tasks: TaskSet,
 }
 
-/// Builds a coordinator around an open journal.
-pub(crate) async fn coordinator(
+/// Connects sandboxes and engine, and reads the tasks.
+pub(crate) async fn parts(
     settings: &Settings,
     folder: &Utf8Path,
-    store: Store,
-    training: Training,
+    store: &Store,
     servers: &mut Servers,
-    (reporter, image_listener): (Arc<dyn Reporter>, ImageListener),
-) -> anyhow::Result<Coordinator> {
+    image_listener: ImageListener,
+) -> anyhow::Result<Parts> {
     let (containers, episodes) = (settings.sandbox.capacity(), settings.rollout.max_in_flight);
     if settings.sandbox.reuse && containers < 2 * episodes as usize {
         output::say(format!(
-            "note: {containers} containers for {episodes} episodes in flight: idle ones are \
-             restarted as agents and graders take turns (room for {} in all avoids it: \
-             sandbox.max_containers is that of each Docker host)",
+            "note: {containers} containers for {episodes} episodes in flight: idle containers are \
+             restarted as agents and graders alternate; {} containers in total avoid that \
+             (sandbox.max_containers applies to each Docker host)",
             2 * episodes
         ));
-    }
-    if matches!(training, Training::Trainer) {
-        settings.check_training()?;
     }
     let around = ImageHooks {
         lock: Some(Arc::new(images::Journal(store.image_records()))),
@@ -283,22 +325,11 @@ pub(crate) async fn coordinator(
     let sandboxes: Arc<dyn SandboxProvider> = Arc::new(provider);
     let engine: Arc<dyn Engine> =
         Arc::new(engine(settings, servers, &settings.engine.model).await?);
-    if settings.rollout.history == History::Template && matches!(training, Training::Trainer) {
-        output::say(
-            "warning: rollout.history = \"template\": episodes are trained on behind their last fork \
-             only, which may be their last turn",
-        );
-    }
-    let trainer: Arc<dyn TrainerSink> = match training {
-        Training::Trainer => Arc::new(trainer(settings, servers, folder).await?),
-        Training::Fixed(sink) => sink,
-    };
     let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_options())?;
-    let chat = Arc::new(chat);
     let episodes = Arc::new(EpisodeRunner {
         engine: engine.clone(),
         sandboxes: sandboxes.clone(),
-        chat,
+        chat: Arc::new(chat),
         plan: settings.rollout.clone(),
         container_limits: limits(settings),
         rules: settings.reward.rules(),
@@ -310,27 +341,77 @@ pub(crate) async fn coordinator(
         },
         prefill_leaders: PrefillLeaders::default(),
     });
-    Ok(Coordinator {
-        folder: folder.to_owned(),
-        store,
-        episodes,
-        engine,
-        trainer,
-        sandboxes,
-        tasks: task_source::task_set(settings)?,
-        plan: plan(settings),
-        reporter,
-    })
+    Ok(Parts { episodes, engine, sandboxes, tasks: task_source::task_set(settings)? })
 }
 
-/// Starts the place where embedded servers live.
+impl Parts {
+    /// A training run over an open journal.
+    pub(crate) fn coordinator(
+        self,
+        settings: &Settings,
+        folder: &Utf8Path,
+        store: Store,
+        trainer: HttpTrainer,
+        reporter: Arc<dyn Reporter>,
+    ) -> Coordinator {
+        if settings.rollout.history == History::Template {
+            output::say(
+                "warning: rollout.history = \"template\": episodes are trained on after their last \
+                 fork only, which may be their last turn",
+            );
+        }
+        Coordinator {
+            folder: folder.to_owned(),
+            store,
+            episodes: self.episodes,
+            engine: self.engine,
+            trainer: Arc::new(trainer),
+            sandboxes: self.sandboxes,
+            tasks: self.tasks,
+            plan: plan(settings),
+            reporter,
+        }
+    }
+
+    /// An evaluation of `engine.model` over an open journal.
+    pub(crate) fn evaluation(
+        self,
+        settings: &Settings,
+        folder: &Utf8Path,
+        store: Store,
+        reporter: Arc<dyn Reporter>,
+    ) -> anyhow::Result<Evaluation> {
+        let EnginePlan { served_model, model, .. } = &settings.engine;
+        Ok(Evaluation {
+            folder: folder.to_owned(),
+            store,
+            episodes: self.episodes,
+            engine: self.engine,
+            checkpoint: match served_model {
+                Some(name) => name.into(),
+                None => absolute(model)?,
+            },
+            sandboxes: self.sandboxes,
+            tasks: self.tasks,
+            plan: EvaluationPlan {
+                run: settings.run.clone(),
+                sampling: (&settings.rollout).into(),
+                model_name: model_name(settings),
+            },
+            reporter,
+        })
+    }
+}
+
+/// An empty set of embedded servers.
 pub(crate) fn servers() -> Servers {
     Servers::new()
 }
 
-/// A folder's absolute path: engine and trainer may run elsewhere in the file system.
+/// The absolute path of a folder: the engine and the trainer may have another working directory.
 pub(crate) fn absolute(folder: &Utf8Path) -> anyhow::Result<Utf8PathBuf> {
-    let path = std::path::absolute(folder).with_context(|| format!("find folder {folder}"))?;
+    let path =
+        std::path::absolute(folder).with_context(|| format!("failed to resolve {folder}"))?;
     Utf8PathBuf::from_path_buf(path)
-        .map_err(|path| anyhow::anyhow!("{} is not a UTF-8 path", path.display()))
+        .map_err(|path| anyhow::anyhow!("path {} is not valid UTF-8", path.display()))
 }

@@ -16,9 +16,9 @@ impl Folder {
         Self(tempfile::tempdir().unwrap())
     }
 
-    fn file(&self, name: &str, text: &str) -> String {
+    fn file(&self, name: &str, content: impl AsRef<[u8]>) -> String {
         let path = self.0.path().join(name);
-        std::fs::write(&path, text).unwrap();
+        std::fs::write(&path, content).unwrap();
         path.to_str().unwrap().to_owned()
     }
 }
@@ -60,7 +60,7 @@ fn rows() -> String {
 #[test]
 fn a_file_of_rows_is_imported_listed_and_shown() {
     let folder = Folder::new();
-    let file = folder.file("rows.jsonl", &rows());
+    let file = folder.file("rows.jsonl", rows());
     let report = printed(&["tasks", "import", &file, "--json"]);
     assert_eq!(report["usable"], json!({"r2e": 1, "swe-bench": 1}));
     assert_eq!(report["refused"][0]["id"], "bad-1");
@@ -80,9 +80,11 @@ fn a_file_of_rows_is_imported_listed_and_shown() {
     {
         assert!(shown.contains(part), "{part}");
     }
-    let missing = orchestrate(&["tasks", "show", "nobody", "--file", &file]);
-    assert!(!missing.status.success() && text(&missing.stderr).contains("no task `nobody`"));
+    let missing = orchestrate(&["tasks", "show", "unknown", "--file", &file]);
+    assert_eq!(missing.status.code(), Some(2));
+    assert!(text(&missing.stderr).contains("no task `unknown`"));
     let refused = orchestrate(&["tasks", "show", "bad-1", "--file", &file]);
+    assert_eq!(refused.status.code(), Some(3));
     assert!(text(&refused.stderr).contains("known: 2.0"));
     assert_eq!(orchestrate(&["tasks", "import", "no/such.jsonl"]).status.code(), Some(3));
 }
@@ -90,7 +92,7 @@ fn a_file_of_rows_is_imported_listed_and_shown() {
 #[test]
 fn a_recorded_log_is_graded_by_the_rules_that_are_asked_for() {
     let folder = Folder::new();
-    let file = folder.file("rows.jsonl", &rows());
+    let file = folder.file("rows.jsonl", rows());
     let grade = |id: &str, log: &str, more: &[&str]| {
         let log = folder.file("log", log);
         let arguments = ["grade", "--tasks", &file, "--instance", id, "--log", &log, "--json"];
@@ -109,7 +111,7 @@ fn a_recorded_log_is_graded_by_the_rules_that_are_asked_for() {
     let report: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
     assert_eq!(report, json!({"pallets__flask-1": new}));
     let predictions = json!({"pallets__flask-1": {"model_name_or_path": "m", "model_patch": null}});
-    let predictions = folder.file("preds.json", &predictions.to_string());
+    let predictions = folder.file("preds.json", predictions.to_string());
     let none = grade("pallets__flask-1", skipped, &["--predictions", &predictions]);
     assert_eq!((&none["patch_is_None"], &none["resolved"]), (&json!(true), &json!(false)));
 
@@ -117,4 +119,51 @@ fn a_recorded_log_is_graded_by_the_rules_that_are_asked_for() {
     assert_eq!(grade("aiohttp__abc", forged, &[])["resolved"], false);
     let official = grade("aiohttp__abc", forged, &["--set", "reward.compat=r2e"]);
     assert_eq!(official["resolved"], true);
+}
+
+#[test]
+fn unknown_instance_exits_with_2_and_unusable_log_with_3() {
+    let folder = Folder::new();
+    let rows = folder.file("rows.jsonl", rows());
+    let predictions = folder.file("preds.jsonl", "");
+    let log = folder.file("log", "");
+    let binary = folder.file("binary", b">>>>> Start Test Output\nPASSED t::\xff\n");
+    let missing = folder.0.path().join("missing");
+    let missing = missing.to_str().unwrap();
+    let flask = "pallets__flask-1";
+    for (code, tasks, more) in [
+        (2, rows.as_str(), &["--instance", "unknown", "--log", &log][..]),
+        (2, &rows, &["--instance", flask, "--log", &log, "--predictions", &predictions]),
+        (3, &rows, &["--instance", flask, "--log", missing]),
+        (3, &rows, &["--instance", flask, "--log", &binary]),
+        (3, missing, &["--instance", flask, "--log", &log]),
+        (3, &rows, &["--predictions", missing]),
+        (3, &rows, &["--instance", flask, "--log", &log, "--predictions", missing]),
+    ] {
+        let output = orchestrate(&[&["grade", "--tasks", tasks], more].concat());
+        assert_eq!(output.status.code(), Some(code), "{more:?}: {}", text(&output.stderr));
+    }
+    let report = folder.0.path().join("no/such/report.json");
+    let write = ["--instance", flask, "--log", &log, "--report", report.to_str().unwrap()];
+    let output = orchestrate(&[&["grade", "--tasks", &rows], &write[..]].concat());
+    assert_eq!(output.status.code(), Some(6), "{}", text(&output.stderr));
+}
+
+#[test]
+fn unknown_episode_exits_with_2() {
+    let folder = Folder::new();
+    let run_dir = folder.0.path().join("run");
+    let run_dir = camino::Utf8Path::from_path(&run_dir).unwrap();
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let new = orchestrate_store::NewRun {
+        run: orchestrate_types::RunId::generate(),
+        plan_digest: "d".into(),
+    };
+    let _store = runtime.block_on(orchestrate_store::Store::create(run_dir, &new)).unwrap();
+    for id in ["nosuch", "t000012.03"] {
+        let output = orchestrate(&["show", run_dir.as_str(), id]);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(id) && said.contains("orchestrate show"), "{said}");
+    }
 }

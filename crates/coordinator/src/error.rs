@@ -1,9 +1,9 @@
 //! Why a run ends before its last step.
 
-use crate::collapse::Symptom;
 use camino::Utf8PathBuf;
 use orchestrate_engine::EngineError;
 use orchestrate_handoff::{BatchError, TrainerError};
+use orchestrate_metrics::collapse::Symptom;
 use orchestrate_sandbox::SandboxError;
 use orchestrate_store::StoreError;
 use orchestrate_types::{PolicyVersion, Stage};
@@ -144,6 +144,12 @@ pub enum RunError {
         /// The panic.
         detail: String,
     },
+    /// An evaluation was asked for in the folder of a training run.
+    #[error(
+        "the folder holds a training run, not an evaluation (resume it with orchestrate run, or \
+         choose another --run-dir)"
+    )]
+    HoldsTrainingRun,
     /// Stopped on request; the run can be resumed.
     #[error("stopped on request")]
     Stopped,
@@ -167,9 +173,10 @@ impl RunError {
                 Stage::Setup | Stage::Exec | Stage::Collect | Stage::Grade => FailureClass::Sandbox,
                 Stage::Record => FailureClass::Store,
             },
-            Self::ModelMismatch { .. } | Self::UnknownLoss { .. } | Self::NoTasks { .. } => {
-                FailureClass::Config
-            }
+            Self::ModelMismatch { .. }
+            | Self::UnknownLoss { .. }
+            | Self::NoTasks { .. }
+            | Self::HoldsTrainingRun => FailureClass::Config,
             Self::Panicked { .. } | Self::Stopped => FailureClass::Bug,
         }
     }

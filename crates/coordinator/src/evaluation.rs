@@ -1,13 +1,21 @@
 //! Pass@1 on held-out tasks, the same tasks under the same seeds every time.
 
+mod standalone;
+
+pub use standalone::Evaluation;
+
+use crate::config::RunSettings;
+use crate::context::Context;
 use crate::error::RunError;
 use crate::events::Event;
+use crate::files::RunFolder;
 use crate::groups::{Decision, SealedGroup};
-use crate::metrics::SOLVED;
+use crate::plan::TaskSet;
 use crate::pool::{Pool, StageSettings};
 use crate::record::EpisodeDetail;
-use crate::report::RunReport;
-use crate::run_loop::Driver;
+use orchestrate_metrics::{TaskScore, mean_and_se};
+use orchestrate_report::{RunReport, task_scores};
+use orchestrate_sandbox::SandboxProvider;
 use orchestrate_store::{GroupState, Reader};
 use orchestrate_tasks::Task;
 use orchestrate_tasks::predictions::Prediction;
@@ -16,81 +24,49 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use tokio::time::Instant;
 
-/// What the episodes of one evaluation task say.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct TaskScore {
-    pub(crate) solved: usize,
-    pub(crate) trusted: usize,
-    pub(crate) broken: usize,
+/// Evaluates policy versions, in a run or without training.
+#[derive(Clone, Copy)]
+pub(crate) struct Evaluator<'a> {
+    pub(crate) context: &'a Arc<Context>,
+    pub(crate) folder: &'a RunFolder,
+    pub(crate) sandboxes: &'a dyn SandboxProvider,
+    pub(crate) tasks: &'a TaskSet,
 }
 
-impl TaskScore {
-    /// Share of solved episodes; `None` when no episode has a trusted outcome.
-    pub(crate) fn rate(&self) -> Option<f64> {
-        (self.trusted > 0).then(|| self.solved as f64 / self.trusted as f64)
+impl Evaluator<'_> {
+    fn reader(&self) -> &Reader {
+        self.context.store.reader()
     }
 
-    /// Unbiased estimate of the chance that one of `k` samples solves the task,
-    /// `1 − C(n−c, k) / C(n, k)`; `None` with fewer than `k` trusted samples.
-    fn pass_at(&self, k: usize) -> Option<f64> {
-        let (n, failed) = (self.trusted, self.trusted - self.solved);
-        if n < k {
-            return None;
-        }
-        let missed: f64 =
-            (0..k).map(|i| failed.saturating_sub(i) as f64 / (n - i) as f64).product();
-        Some(1.0 - missed)
+    fn run_settings(&self) -> &RunSettings {
+        &self.context.plan.run
     }
-}
 
-/// Mean and standard error of the mean over tasks; `None` without values.
-pub(crate) fn mean_and_se(values: &[f64]) -> Option<(f64, f64)> {
-    if values.is_empty() {
-        return None;
+    /// Whether the journal has the numbers of this round.
+    pub(crate) async fn is_done(&self, round: u32) -> Result<bool, RunError> {
+        let evals = self.reader().evals().await?;
+        Ok(evals.iter().any(|e| e.round == round && e.metrics.is_some()))
     }
-    let n = values.len() as f64;
-    let mean = values.iter().sum::<f64>() / n;
-    let squares: f64 = values.iter().map(|v| (v - mean).powi(2)).sum();
-    let se = if values.len() < 2 { 0.0 } else { (squares / (n - 1.0) / n).sqrt() };
-    Some((mean, se))
-}
 
-/// Scores of an evaluation round, by task index.
-pub(crate) async fn scores(reader: &Reader, round: u32) -> Result<Vec<TaskScore>, RunError> {
-    let mut scores = Vec::new();
-    for group in reader.groups_of_eval(round).await? {
-        let sealed = SealedGroup::load(reader, group.id, group.size).await?;
-        let rewards = sealed.rewards();
-        let trusted = rewards.iter().flatten().count();
-        scores.push(TaskScore {
-            solved: rewards.iter().flatten().filter(|&&r| r >= SOLVED).count(),
-            trusted,
-            broken: rewards.len() - trusted,
-        });
-    }
-    Ok(scores)
-}
-
-impl Driver {
-    /// Evaluates after global step `round` if the plan says so and it is not done yet.
-    pub(crate) async fn evaluate_after(
+    /// Evaluates `version` as `round` (the global step before it), or continues to.
+    #[tracing::instrument(
+        name = "evaluation",
+        skip_all,
+        fields(step = round, policy_version = version.0)
+    )]
+    pub(crate) async fn evaluate(
         &self,
         round: u32,
         version: PolicyVersion,
     ) -> Result<(), RunError> {
-        let evals = self.store().reader().evals().await?;
-        let done = evals.iter().any(|e| e.round == round && e.metrics.is_some());
-        if done || !self.plan().evaluates_after(round) {
-            return Ok(());
-        }
         let begun = Instant::now();
         let tasks = self.eval_tasks()?;
         let held_out = tasks.len() - self.family_tasks();
-        let size = self.plan().run.eval_samples;
-        self.store().open_eval(round, version).await?;
+        let size = self.run_settings().eval_samples;
+        self.context.store.open_eval(round, version).await?;
         self.run_eval_groups(round, &tasks).await?;
 
-        let scores = scores(self.store().reader(), round).await?;
+        let scores = task_scores(self.reader(), round).await?;
         let mut line = eval_line(&scores, held_out, usize::from(size));
         if let Value::Object(map) = &mut line {
             map.insert("time_eval_s".to_owned(), json!(begun.elapsed().as_secs_f64()));
@@ -101,19 +77,19 @@ impl Driver {
             *map = named;
         }
         self.write_predictions(round, version, &tasks).await?;
-        self.store().finish_eval(round, &line).await?;
-        self.folder.write_metrics(&self.store().reader().metrics().await?)?;
+        self.context.store.finish_eval(round, &line).await?;
+        self.folder.write_metrics(&self.reader().metrics().await?)?;
         self.context.report(&Event::EvalFinished { line });
-        let report = RunReport::from_journal(self.store().reader()).await?;
-        self.folder.write_report(&report, &self.store().reader().metrics().await?)
+        let report = RunReport::from_journal(self.reader()).await?;
+        self.folder.write_report(&report, &self.reader().metrics().await?)
     }
 
     async fn run_eval_groups(&self, round: u32, tasks: &[Arc<Task>]) -> Result<(), RunError> {
-        let size = self.plan().run.eval_samples;
+        let size = self.run_settings().eval_samples;
         let planned = tasks.len() * usize::from(size);
         self.context.report(&Event::EvalStarted { round, episodes: planned });
         let settings = StageSettings {
-            temperature: self.plan().run.eval_temperature,
+            temperature: self.run_settings().eval_temperature,
             want_routing: false,
             planned,
         };
@@ -122,9 +98,9 @@ impl Driver {
         let mut pool = Pool::new(self.context.clone(), settings);
         for (index, task) in (0u32..).zip(tasks) {
             let id = GroupId::Eval { round, index };
-            let known = self.store().reader().group(id).await?;
+            let known = self.reader().group(id).await?;
             match known.map(|group| group.state) {
-                None => self.store().open_group(id, round, &task.id, size).await?,
+                None => self.context.store.open_group(id, round, &task.id, size).await?,
                 Some(GroupState::Filling) => {}
                 Some(GroupState::Kept | GroupState::Dropped) => continue,
             }
@@ -137,20 +113,20 @@ impl Driver {
         // Decided only now: if broken machinery ends the round, the next start tries its episodes
         // again, and no task is counted as broken for ever.
         for id in complete {
-            let group = SealedGroup::load(self.store().reader(), id, size).await?;
+            let group = SealedGroup::load(self.reader(), id, size).await?;
             let decision = if group.rewards().iter().flatten().next().is_some() {
                 Decision::Keep
             } else {
                 Decision::Drop("no episode has a trusted reward".to_owned())
             };
-            self.decide(id, &decision).await?;
+            self.context.decide(id, &decision).await?;
         }
         Ok(())
     }
 
     /// Held-out tasks first, then those of unseen families.
     fn eval_tasks(&self) -> Result<Vec<Arc<Task>>, RunError> {
-        let run = &self.plan().run;
+        let run = self.run_settings();
         let held_out = self.tasks.held_out.iter().take(run.eval_tasks as usize);
         let families = self.tasks.held_out_families.iter().take(self.family_tasks());
         let tasks: Vec<_> = held_out.chain(families).cloned().collect();
@@ -158,7 +134,7 @@ impl Driver {
     }
 
     fn family_tasks(&self) -> usize {
-        let wanted = self.plan().run.eval_held_out_families as usize;
+        let wanted = self.run_settings().eval_held_out_families as usize;
         wanted.min(self.tasks.held_out_families.len())
     }
 
@@ -168,7 +144,7 @@ impl Driver {
         version: PolicyVersion,
         tasks: &[Arc<Task>],
     ) -> Result<(), RunError> {
-        let reader = self.store().reader();
+        let reader = self.reader();
         let mut lines = Vec::new();
         for (index, task) in (0u32..).zip(tasks) {
             let sealed = reader.sealed_of_group(GroupId::Eval { round, index }).await?;
@@ -178,7 +154,7 @@ impl Driver {
                 .map_err(|e| RunError::stored(format!("detail of attempt {}", attempt.id), e))?;
             lines.push(Prediction {
                 instance_id: task.id.clone(),
-                model_name_or_path: format!("{}@{version}", self.plan().model_name),
+                model_name_or_path: format!("{}@{version}", self.context.plan.model_name),
                 model_patch: Some(detail.patch),
             });
         }
@@ -228,17 +204,6 @@ mod tests {
         assert_eq!(line["eval_tasks"], json!(3));
         assert_eq!(line["eval_pass_at_k"], Value::Null);
         assert_eq!(line["eval_held_out_families_pass_at_1"], Value::Null);
-    }
-
-    #[test]
-    fn pass_at_k_is_the_unbiased_estimate() {
-        let near = |a: Option<f64>, b: f64| (a.unwrap() - b).abs() < 1e-12;
-        assert!(near(score(1, 4, 0).pass_at(1), 0.25));
-        assert!(near(score(1, 4, 0).pass_at(2), 0.5));
-        assert!(near(score(2, 4, 0).pass_at(2), 1.0 - 1.0 / 6.0));
-        assert!(near(score(4, 4, 0).pass_at(4), 1.0));
-        assert!(near(score(0, 4, 0).pass_at(4), 0.0));
-        assert_eq!(score(1, 3, 1).pass_at(4), None);
     }
 
     #[test]

@@ -18,6 +18,13 @@ pub enum Event {
         /// Global steps in all.
         steps: u32,
     },
+    /// An evaluation without training starts or is resumed.
+    EvaluationStarted {
+        /// Its id.
+        run: RunId,
+        /// How often it was started, from 1.
+        epoch: i64,
+    },
     /// Containers of an earlier start were removed.
     Swept {
         /// How many.

@@ -1,10 +1,9 @@
 //! The run folder's files. All of them repeat the journal, so each may be written again.
 
 use crate::error::RunError;
-use crate::report::RunReport;
-use crate::run_page::write_html;
 use camino::{Utf8Path, Utf8PathBuf};
 use fs_err as fs;
+use orchestrate_report::{RunReport, write_html};
 use orchestrate_tasks::predictions::{self, Prediction};
 use serde_json::Value;
 use std::io::Write;

@@ -4,14 +4,12 @@ use crate::error::RunError;
 use crate::groups::{SealedGroup, SealedMember};
 use crate::lag::LagSummary;
 use orchestrate_handoff::protocol::{Mismatch, StepMetrics, StepResult};
+use orchestrate_metrics::is_solved;
 use orchestrate_sandbox::HostUsage;
 use orchestrate_store::{AttemptState, EpisodeState, GroupRow, GroupState, Reader, StepRow};
 use orchestrate_types::{Outcome, PolicyVersion};
 use serde_json::{Map, Value, json};
 use std::time::Duration;
-
-/// A reward from here on counts as solved; graders give exactly 0 or 1, or a share.
-pub(crate) const SOLVED: f64 = 1.0 - 1e-9;
 
 /// Wall time a step spent, by this coordinator: what an earlier one did is not in it.
 #[derive(Debug, Clone, Copy, Default)]
@@ -50,7 +48,7 @@ pub(crate) async fn step_line(
     // Rewards of every sampled group: the kept ones alone would be biased towards the middle.
     let rewards: Vec<f64> = members.iter().filter_map(|m| m.outcome.trusted_reward()).collect();
     put("reward_mean", mean(rewards.iter().copied()));
-    put("solve_rate", mean(rewards.iter().map(|&r| f64::from(u8::from(r >= SOLVED)))));
+    put("solve_rate", mean(rewards.iter().map(|&r| f64::from(u8::from(is_solved(r))))));
     put("groups_kept", json!(count(GroupState::Kept)));
     put("groups_dropped", json!(count(GroupState::Dropped)));
     put("episodes", json!(members.len()));

@@ -54,7 +54,27 @@ pub struct Plan {
     pub model_name: String,
 }
 
+/// Everything an evaluation decides by.
+#[derive(Debug, Clone)]
+pub struct EvaluationPlan {
+    /// `[run]`: seeds, tasks, samples, retries.
+    pub run: RunSettings,
+    /// How episodes are sampled, but for the temperature, which is `run.eval_temperature`.
+    pub sampling: SamplingPlan,
+    /// Name of the model in `predictions.jsonl`.
+    pub model_name: String,
+}
+
 impl Plan {
+    /// What evaluations of this run decide by.
+    pub(crate) fn evaluation(&self) -> EvaluationPlan {
+        EvaluationPlan {
+            run: self.run.clone(),
+            sampling: self.sampling.clone(),
+            model_name: self.model_name.clone(),
+        }
+    }
+
     /// Whether training episodes collect routing rows: to replay them, or to measure how far the
     /// trainer's own routes are from them.
     pub fn want_routing(&self) -> bool {

@@ -1,65 +1,24 @@
 //! Running the episodes of many groups side by side, within `max_in_flight`.
 
+use crate::context::Context;
 use crate::error::RunError;
-use crate::events::{Event, Reporter};
-use crate::plan::Plan;
+use crate::events::Event;
 use crate::record::{broken_report, to_record};
-use crate::run_loop::Stop;
 use crate::schedule::episode_seed;
 use futures::FutureExt;
-use orchestrate_rollout::{EpisodeReport, EpisodeRequest, Episodes};
-use orchestrate_store::{AfterBreak, Claim, EpisodeState, Store};
+use orchestrate_rollout::{EpisodeReport, EpisodeRequest};
+use orchestrate_store::{AfterBreak, Claim, EpisodeState};
 use orchestrate_tasks::Task;
-use orchestrate_types::{
-    AbortCause, AttemptId, EpisodeId, GroupId, Outcome, PolicyVersion, RunId, Stage,
-};
+use orchestrate_types::{AbortCause, AttemptId, EpisodeId, GroupId, Outcome, Stage};
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
+use tracing::Instrument;
 
 /// Silence after which a person is told what the run waits for.
 const STALL_REPORT: Duration = Duration::from_mins(10);
-
-/// What every task of the run shares.
-pub(crate) struct Context {
-    pub(crate) run: RunId,
-    pub(crate) store: Store,
-    pub(crate) episodes: Arc<dyn Episodes>,
-    pub(crate) plan: Plan,
-    pub(crate) reporter: Arc<dyn Reporter>,
-    pub(crate) stop: Stop,
-    pub(crate) in_flight: Semaphore,
-    pub(crate) live: LiveVersion,
-}
-
-/// The weights that engines serve: what an episode that begins now is sampled with.
-#[derive(Debug, Default)]
-pub(crate) struct LiveVersion(AtomicU64);
-
-impl LiveVersion {
-    pub(crate) fn get(&self) -> PolicyVersion {
-        PolicyVersion(self.0.load(Ordering::Acquire))
-    }
-
-    pub(crate) fn set(&self, version: PolicyVersion) {
-        self.0.store(version.0, Ordering::Release);
-    }
-}
-
-impl Context {
-    pub(crate) fn report(&self, event: &Event) {
-        self.reporter.report(event);
-    }
-
-    pub(crate) fn warn(&self, message: String) {
-        tracing::warn!("{message}");
-        self.report(&Event::Warning { message });
-    }
-}
 
 /// How the episodes of one stage are made.
 #[derive(Debug, Clone, Copy)]
@@ -115,12 +74,14 @@ impl Pool {
             self.complete.push_back(group);
             return Ok(());
         }
+        let group_span = tracing::info_span!("group", group_id = %group, task_id = task.id);
         for &episode in &open {
             let (context, settings) = (self.context.clone(), self.settings);
             let task = task.clone();
-            self.tasks.spawn(async move {
-                (episode, run_episode(&context, settings, episode, task).await)
-            });
+            let span = tracing::info_span!(parent: &group_span, "episode", episode_id = %episode);
+            let running =
+                async move { (episode, run_episode(&context, settings, episode, task).await) };
+            self.tasks.spawn(running.instrument(span));
         }
         self.open.insert(group, open);
         Ok(())

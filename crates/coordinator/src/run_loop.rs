@@ -18,23 +18,47 @@
 //! | the trainer works | step `training` | same step id again: applied once |
 //! | weights spread | step `trained` | announced and synced again |
 //! | metrics are written | step `applied` | `metrics.jsonl` is repaired from the journal |
+//!
+//! Spans let a subscriber of `tracing` follow one episode, step or weight sync. All have level
+//! `info`.
+//!
+//! ```text
+//! run {run_id, epoch}
+//!   step {step}
+//!     group {group_id, task_id}
+//!       episode {episode_id}
+//!         attempt {episode_id, attempt, policy_version}
+//!           turn {turn}
+//!             generate {policy_version, engine}
+//!             exec
+//!             grade                               (below the last turn)
+//!     train {policy_version}
+//!     weight_sync {policy_version, checkpoint}
+//!       worker {engine}
+//!   evaluation {step, policy_version}             (groups as in a step)
+//!   weight_sync                                   (at the start)
+//! ```
 
-use crate::collapse::Detector;
+use crate::context::{Context, RunEnd};
 use crate::error::RunError;
+use crate::evaluation::Evaluator;
 use crate::events::{Event, Reporter};
 use crate::files::RunFolder;
-use crate::groups::{Decision, Ledger, SealedGroup};
+use crate::groups::{Ledger, SealedGroup};
 use crate::lag::LoopLag;
 use crate::metrics::StepTimes;
 use crate::plan::{Plan, TaskSet};
-use crate::pool::{Context, LiveVersion, Pool, StageSettings};
-use crate::report::{RunReport, is_finished};
+use crate::pool::{Pool, StageSettings};
+use crate::progress::is_finished;
 use crate::schedule::task_index;
+use crate::stop::Stop;
 use crate::trainer::TrainerSink;
 use crate::training::result_of;
 use camino::Utf8PathBuf;
 use futures::stream::{self, StreamExt};
 use orchestrate_engine::Engine;
+use orchestrate_metrics::collapse::Detector;
+use orchestrate_report::RunReport;
 use orchestrate_rollout::Episodes;
 use orchestrate_sandbox::SandboxProvider;
 use orchestrate_store::{GroupState, StepRow, StepState, Store, StoreError};
@@ -42,58 +66,12 @@ use orchestrate_tasks::Task;
 use orchestrate_types::{GroupId, PolicyVersion};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
-
-/// Time for removing the containers that are still open at the end; the next start removes the
-/// rest.
-const SANDBOX_SHUTDOWN: Duration = Duration::from_secs(30);
+use tracing::{Instrument, Span};
 
 /// Groups whose images are told to the sandboxes ahead of time; these choose how many to pull.
 const GROUPS_AHEAD: u32 = 16;
-
-/// How a run is asked to end early.
-#[derive(Debug, Clone, Default)]
-pub struct Stop {
-    /// First request: begin no more episodes, end running ones at their next turn border.
-    pub drain: CancellationToken,
-    /// Second request: end now. Nothing finished is lost.
-    pub now: CancellationToken,
-}
-
-impl Stop {
-    /// Resolves when the run must end at once: on the second request, or `grace` after the first,
-    /// at which `draining` is called.
-    async fn immediately(&self, grace: Duration, draining: impl Fn()) {
-        let out_of_grace = async {
-            self.drain.cancelled().await;
-            draining();
-            tokio::time::sleep(grace).await;
-        };
-        tokio::select! {
-            () = self.now.cancelled() => {}
-            () = out_of_grace => {}
-        }
-    }
-
-    fn check(&self) -> Result<(), RunError> {
-        if self.drain.is_cancelled() || self.now.is_cancelled() {
-            Err(RunError::Stopped)
-        } else {
-            Ok(())
-        }
-    }
-}
-
-/// How a run ended.
-#[derive(Debug, Clone, PartialEq)]
-pub enum RunEnd {
-    /// Every step and evaluation is done.
-    Finished(RunReport),
-    /// Stopped on request; `--resume` continues it.
-    Stopped(RunReport),
-}
 
 /// One run and everything it needs. Build it, then [`Coordinator::run`] it.
 pub struct Coordinator {
@@ -130,49 +108,23 @@ impl Coordinator {
     /// # Errors
     /// [`RunError`] says what must be put right; all that was finished stays.
     pub async fn run(self, stop: Stop) -> Result<RunEnd, RunError> {
-        let run = self.store.reader().run().await?.run;
-        let grace = self.plan.run.shutdown_grace.0;
         let sandboxes = self.sandboxes.clone();
+        let plan = self.plan.evaluation();
+        let context = Context::new(self.store, self.episodes, plan, self.reporter, stop).await?;
         let driver = Driver {
             folder: RunFolder::new(self.folder),
             engine: self.engine,
             trainer: self.trainer,
             sandboxes: self.sandboxes,
             tasks: self.tasks,
+            plan: self.plan,
             detector: Mutex::new(Detector::default()),
             lag: LoopLag::begin(),
             opening: tokio::sync::Mutex::new(()),
-            context: Arc::new(Context {
-                run,
-                store: self.store,
-                episodes: self.episodes,
-                in_flight: Semaphore::new(self.plan.sampling.max_in_flight as usize),
-                live: LiveVersion::default(),
-                plan: self.plan,
-                reporter: self.reporter,
-                stop: stop.clone(),
-            }),
+            context: Arc::new(context),
         };
-        let draining = || driver.context.report(&Event::Draining);
-        // Dropping `drive` at any point is as good as a kill, and that is what the journal is for.
-        let driven = tokio::select! {
-            biased;
-            () = stop.immediately(grace, draining) => Err(RunError::Stopped),
-            driven = Box::pin(driver.drive()) => driven,
-        };
-        let left = match tokio::time::timeout(SANDBOX_SHUTDOWN, sandboxes.shutdown()).await {
-            Ok(Ok(())) => None,
-            Ok(Err(error)) => Some(error.to_string()),
-            Err(_) => Some(format!("no answer within {SANDBOX_SHUTDOWN:?}")),
-        };
-        if let Some(why) = left {
-            driver.context.warn(format!("some containers may be left for the next start: {why}"));
-        }
-        let finished = match driven {
-            Ok(()) => true,
-            Err(RunError::Stopped) => false,
-            Err(error) => return Err(error),
-        };
+        let work = Box::pin(driver.drive());
+        let finished = driver.context.drive(sandboxes.as_ref(), work).await?;
         let mut report = driver.write_report().await?;
         let quarantined = sandboxes.quarantined();
         report.quarantined = quarantined.iter().map(ToString::to_string).collect();
@@ -188,6 +140,7 @@ pub(crate) struct Driver {
     pub(crate) trainer: Arc<dyn TrainerSink>,
     pub(crate) sandboxes: Arc<dyn SandboxProvider>,
     pub(crate) tasks: TaskSet,
+    pub(crate) plan: Plan,
     pub(crate) detector: Mutex<Detector>,
     pub(crate) lag: LoopLag,
     /// Held while a training group gets its number.
@@ -200,7 +153,25 @@ impl Driver {
     }
 
     pub(crate) fn plan(&self) -> &Plan {
-        &self.context.plan
+        &self.plan
+    }
+
+    fn evaluator(&self) -> Evaluator<'_> {
+        Evaluator {
+            context: &self.context,
+            folder: &self.folder,
+            sandboxes: self.sandboxes.as_ref(),
+            tasks: &self.tasks,
+        }
+    }
+
+    /// Evaluates after global step `round` if the plan says so and it is not done yet.
+    async fn evaluate_after(&self, round: u32, version: PolicyVersion) -> Result<(), RunError> {
+        let evaluator = self.evaluator();
+        if evaluator.is_done(round).await? || !self.plan().evaluates_after(round) {
+            return Ok(());
+        }
+        evaluator.evaluate(round, version).await
     }
 
     async fn drive(&self) -> Result<(), RunError> {
@@ -212,11 +183,12 @@ impl Driver {
         if self.tasks.train.is_empty() && self.plan().run.steps > 0 {
             return Err(RunError::NoTasks { part: "training" });
         }
-        self.sweep_containers().await?;
+        self.context.sweep(self.sandboxes.as_ref()).await?;
         let mut version = self.agree_with_trainer().await?;
         if let Some(step) = self.step_in_training().await? {
             // Its weights are to be served before anything generates.
-            version = self.close_step(step, version, StepTimes::default()).await?;
+            let closing = self.close_step(step, version, StepTimes::default());
+            version = closing.instrument(tracing::info_span!("step", step)).await?;
         }
         self.evaluate_after(0, version).await?;
         let (closed, closed_steps) = watch::channel(0);
@@ -234,7 +206,7 @@ impl Driver {
     async fn sample_all(
         &self,
         closed: watch::Receiver<u32>,
-        sampled: mpsc::Sender<Duration>,
+        sampled: mpsc::Sender<(Duration, Span)>,
     ) -> Result<(), RunError> {
         let run = &self.plan().run;
         let ahead = run.max_staleness;
@@ -243,7 +215,9 @@ impl Driver {
             async move {
                 // Fails when training ended; that is what the caller hears of, then.
                 let _ = closed.wait_for(|&last| step <= last + 1 + ahead).await;
-                self.sample(step).await
+                let span = tracing::info_span!("step", step);
+                let took = self.sample(step).instrument(span.clone()).await;
+                took.map(|took| (took, span))
             }
         });
         let mut steps = std::pin::pin!(steps.buffered(ahead as usize + 1));
@@ -259,13 +233,13 @@ impl Driver {
         &self,
         mut version: PolicyVersion,
         closed: watch::Sender<u32>,
-        mut sampled: mpsc::Receiver<Duration>,
+        mut sampled: mpsc::Receiver<(Duration, Span)>,
     ) -> Result<(), RunError> {
         for step in 1..=self.plan().run.steps {
             // Nothing comes where sampling failed; that is what the caller hears of, then.
-            let Some(rollout) = sampled.recv().await else { return Ok(()) };
+            let Some((rollout, span)) = sampled.recv().await else { return Ok(()) };
             let times = StepTimes { rollout, ..StepTimes::default() };
-            version = self.close_step(step, version, times).await?;
+            version = self.close_step(step, version, times).instrument(span).await?;
             self.evaluate_after(step, version).await?;
             closed.send_replace(step);
         }
@@ -344,25 +318,10 @@ impl Driver {
             let Some(id) = pool.next_group().await? else { break };
             let group = SealedGroup::load(self.store().reader(), id, group_size).await?;
             let decision = group.decide(self.plan());
-            self.decide(id, &decision).await?;
+            self.context.decide(id, &decision).await?;
             ledger.decided(&decision);
         }
         Ok(begun.elapsed())
-    }
-
-    pub(crate) async fn decide(&self, id: GroupId, decision: &Decision) -> Result<(), RunError> {
-        let dropped = match decision {
-            Decision::Keep => {
-                self.store().keep_group(id).await?;
-                None
-            }
-            Decision::Drop(reason) => {
-                self.store().drop_group(id, reason).await?;
-                Some(reason.clone())
-            }
-        };
-        self.context.report(&Event::GroupDecided { group: id, dropped });
-        Ok(())
     }
 
     /// Tells the sandboxes which images the next groups need.
@@ -412,15 +371,6 @@ impl Driver {
             next_step: done + 1,
             steps: self.plan().run.steps,
         });
-        Ok(())
-    }
-
-    async fn sweep_containers(&self) -> Result<(), RunError> {
-        let swept = self.sandboxes.sweep(self.context.run, self.store().epoch()).await?;
-        for (name, why) in &swept.kept {
-            tracing::debug!(name, why, "container left alone");
-        }
-        self.context.report(&Event::Swept { removed: swept.removed.len() });
         Ok(())
     }
 

@@ -1,6 +1,5 @@
 //! From kept groups to live weights.
 
-use crate::collapse::{Collapse, Finding};
 use crate::config::OnCollapse;
 use crate::error::RunError;
 use crate::events::Event;
@@ -11,6 +10,7 @@ use crate::record::to_sample;
 use crate::run_loop::Driver;
 use orchestrate_handoff::batch::{BatchMeta, MANIFEST_FILE, Planned, stream_batch};
 use orchestrate_handoff::protocol::{StepRequest, StepResult, TrainerInfo};
+use orchestrate_metrics::collapse::{Collapse, Finding};
 use orchestrate_store::{BatchMember, BatchState, GroupState, StepRow};
 use orchestrate_types::PolicyVersion;
 use std::sync::Arc;
@@ -59,12 +59,8 @@ impl Driver {
     }
 
     async fn spread(&self, info: &TrainerInfo, version: PolicyVersion) -> Result<(), RunError> {
-        self.store().announce_version(version, info.lineage, &info.checkpoint).await?;
-        self.engine.sync_weights(&info.checkpoint, version).await?;
-        self.context.live.set(version);
-        self.store().version_live(version).await?;
-        self.context.report(&Event::WeightsLive { version });
-        Ok(())
+        let engine = self.engine.as_ref();
+        self.context.serve(engine, version, info.lineage, &info.checkpoint).await
     }
 
     fn check_trainer(&self, info: &TrainerInfo) -> Result<(), RunError> {
@@ -168,6 +164,7 @@ impl Driver {
     }
 
     /// Has the trainer apply the published batch. Handing it over again is harmless.
+    #[tracing::instrument(name = "train", skip_all, fields(policy_version = row.base_version.0))]
     pub(crate) async fn train(&self, row: &StepRow, times: &mut StepTimes) -> Result<(), RunError> {
         let step = row.step;
         let begun = Instant::now();

@@ -7,7 +7,7 @@
 use crate::weights::{EMBEDDING, HEAD, Tensor, Weights};
 use crate::{CheckpointError, ModelConfig};
 use camino::{Utf8Path, Utf8PathBuf};
-use safetensors::{Dtype, SafeTensors, View};
+use safetensors::{Dtype, SafeTensorError, SafeTensors, View};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::PermissionsExt;
@@ -110,7 +110,7 @@ pub fn copy_companions(source: &Utf8Path, target: &Utf8Path) -> Result<(), Check
         if from.exists() {
             let bytes = fs_err::read(&from).map_err(|e| CheckpointError::new(&from, e))?;
             let to = target.join(name);
-            fs_err::write(&to, bytes).map_err(|e| CheckpointError::new(&to, e))?;
+            fs_err::write(&to, bytes).map_err(|e| CheckpointError::io(&to, e))?;
         }
     }
     Ok(())
@@ -139,7 +139,7 @@ impl PendingFolder {
         if temporary.exists() {
             fs_err::remove_dir_all(&temporary).map_err(|e| CheckpointError::new(&temporary, e))?;
         }
-        fs_err::create_dir_all(&temporary).map_err(|e| CheckpointError::new(&temporary, e))?;
+        fs_err::create_dir_all(&temporary).map_err(|e| CheckpointError::io(&temporary, e))?;
         Ok(Self { temporary, target: target.to_owned(), published: false })
     }
 
@@ -153,7 +153,7 @@ impl PendingFolder {
     /// # Errors
     /// If syncing or renaming fails; nothing appears under the final name then.
     pub fn publish(mut self) -> Result<(), CheckpointError> {
-        let fail = |e: std::io::Error| CheckpointError::new(&self.target, e);
+        let fail = |e: std::io::Error| CheckpointError::io(&self.target, e);
         for entry in fs_err::read_dir(&self.temporary).map_err(fail)? {
             let path = entry.map_err(fail)?.path();
             fs_err::File::open(path).and_then(|f| f.sync_all()).map_err(fail)?;
@@ -188,7 +188,7 @@ pub(crate) fn write_json<T: serde::Serialize>(
 ) -> Result<(), CheckpointError> {
     let mut text = serde_json::to_vec_pretty(value).map_err(|e| CheckpointError::new(path, e))?;
     text.push(b'\n');
-    fs_err::write(path, text).map_err(|e| CheckpointError::new(path, e))
+    fs_err::write(path, text).map_err(|e| CheckpointError::io(path, e))
 }
 
 /// Reads every floating-point tensor of one safetensors file as f32.
@@ -261,8 +261,12 @@ pub(crate) fn write_tensors<'a>(
     views: impl Iterator<Item = (&'a str, StoredTensor<'a>)>,
 ) -> Result<(), CheckpointError> {
     let metadata = [("format".to_owned(), "pt".to_owned())].into();
-    safetensors::serialize_to_file(views, Some(metadata), path.as_std_path())
-        .map_err(|e| CheckpointError::new(path, e))?;
+    safetensors::serialize_to_file(views, Some(metadata), path.as_std_path()).map_err(|error| {
+        match error {
+            SafeTensorError::IoError(error) => CheckpointError::io(path, error),
+            other => CheckpointError::new(path, other),
+        }
+    })?;
     // The file began as a private one; engines that read weights may be another user's.
     fs_err::set_permissions(path, std::fs::Permissions::from_mode(0o644))
         .map_err(|e| CheckpointError::new(path, e))

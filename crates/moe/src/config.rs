@@ -12,12 +12,26 @@ pub struct CheckpointError {
     pub path: String,
     /// What is wrong, and what to do.
     pub problem: String,
+    /// The failed file operation, where that is the problem.
+    source: Option<std::io::Error>,
 }
 
 impl CheckpointError {
     /// An error about `path`.
     pub fn new(path: &Utf8Path, problem: impl std::fmt::Display) -> Self {
-        Self { path: path.to_string(), problem: problem.to_string() }
+        Self { path: path.to_string(), problem: problem.to_string(), source: None }
+    }
+
+    /// A file operation on `path` that failed.
+    pub(crate) fn io(path: &Utf8Path, source: std::io::Error) -> Self {
+        Self { path: path.to_string(), problem: source.to_string(), source: Some(source) }
+    }
+
+    /// Whether the disk, or a quota on it, is full.
+    pub fn is_disk_full(&self) -> bool {
+        use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+        let kind = self.source.as_ref().map(std::io::Error::kind);
+        matches!(kind, Some(StorageFull | QuotaExceeded))
     }
 }
 

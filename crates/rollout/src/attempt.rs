@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
+use tracing::{Instrument, Span};
 
 /// Maximum number of engine calls for one generation. With the pauses between them an engine may be
 /// unreachable for about a minute, long enough for a restart.
@@ -61,6 +62,8 @@ pub(crate) struct Attempt<'a> {
     tries: u32,
     /// Whether the last stored reply was aborted, so that the next reply continues its turn.
     turn_is_open: bool,
+    /// Of the turn that was sampled last; none before the first.
+    pub(crate) turn_span: Span,
     pub(crate) patch: String,
     pub(crate) verdict: Option<Verdict>,
     pub(crate) timings: Timings,
@@ -128,6 +131,7 @@ impl<'a> Attempt<'a> {
             editor: Editor::default(),
             tries: 0,
             turn_is_open: false,
+            turn_span: Span::current(),
             patch: String::new(),
             verdict: None,
             timings: Timings::default(),
@@ -151,6 +155,19 @@ impl<'a> Attempt<'a> {
         resumed: bool,
         max_new_tokens: usize,
     ) -> EpisodeEvent {
+        if !resumed {
+            self.turn_span = tracing::info_span!("turn", turn);
+        }
+        let span = tracing::info_span!(
+            parent: &self.turn_span,
+            "generate",
+            policy_version = self.version.0,
+            engine = tracing::field::Empty,
+        );
+        self.sample(turn, resumed, max_new_tokens).instrument(span).await
+    }
+
+    async fn sample(&mut self, turn: u32, resumed: bool, max_new_tokens: usize) -> EpisodeEvent {
         if let (true, Some(problem)) = (self.request.want_routing, &self.routing_problem) {
             return failed(Stage::Generate, problem);
         }
@@ -187,6 +204,7 @@ impl<'a> Attempt<'a> {
             };
         }
         let resumed = self.turn_is_open;
+        Span::current().record("engine", generation.worker.as_str());
         self.count(&generation, turn, resumed);
         if let Some(last) = self.turns.last_mut() {
             last.fork = self.buffer.fork().or(last.fork);

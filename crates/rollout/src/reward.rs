@@ -12,7 +12,7 @@ pub struct RewardSection {
     /// Whose rule gives the reward on pytest's short summary. Default "strict".
     pub compat: RewardCompat,
     /// Which version of SWE-bench's harness judges SWE-bench tasks. Default "4.1.0".
-    pub harness: HarnessVersion,
+    pub harness: Harness,
 }
 
 impl RewardSection {
@@ -20,29 +20,8 @@ impl RewardSection {
     pub fn rules(self) -> GradingRules {
         GradingRules {
             grade_log: self.compat.log_grader(),
-            harness: self.harness.into(),
+            harness: self.harness,
             exclude_test_changes: self.compat == RewardCompat::Strict,
-        }
-    }
-}
-
-/// A version of SWE-bench's harness.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum HarnessVersion {
-    /// The rules of published numbers up to 2026.
-    #[default]
-    #[serde(rename = "4.1.0")]
-    V4_1_0,
-    /// Skipped tests, forged results and truncated names no longer count as solved.
-    #[serde(rename = "5.0.2")]
-    V5_0_2,
-}
-
-impl From<HarnessVersion> for Harness {
-    fn from(version: HarnessVersion) -> Self {
-        match version {
-            HarnessVersion::V4_1_0 => Self::V4_1_0,
-            HarnessVersion::V5_0_2 => Self::V5_0_2,
         }
     }
 }

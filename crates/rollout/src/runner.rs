@@ -69,9 +69,10 @@ pub struct EpisodeRunner {
 impl Episodes for EpisodeRunner {
     async fn run(&self, request: EpisodeRequest, stop: &CancellationToken) -> EpisodeReport {
         let span = tracing::info_span!(
-            "episode",
+            "attempt",
             episode_id = %request.attempt.episode,
             attempt = request.attempt.attempt,
+            policy_version = request.policy_version.0,
         );
         // Boxed, because the future holds a whole episode and callers keep hundreds of them.
         Box::pin(self.run_inner(request, stop)).instrument(span).await
@@ -184,6 +185,7 @@ impl EpisodeRunner {
     }
 
     /// Collects the agent's change, closes its sandbox and grades the change in a fresh one.
+    #[tracing::instrument(name = "grade", parent = &attempt.turn_span, skip_all)]
     async fn grade(&self, attempt: &mut Attempt<'_>, agent: &mut Agent) -> EpisodeEvent {
         let Some(mut sandbox) = agent.sandbox.take() else {
             return failed(Stage::Collect, "no sandbox is open");

@@ -40,17 +40,52 @@ pub(crate) async fn writer(journal: &Utf8Path, create: bool) -> Result<SqlitePoo
         .map_err(|e| StoreError::from_db(journal, "open", e))
 }
 
-/// Connections that cannot write.
+/// Connections that cannot write. In a folder that cannot be written to, nothing is created either.
 pub(crate) async fn readers(journal: &Utf8Path) -> Result<SqlitePool, StoreError> {
     let options = SqliteConnectOptions::new()
         .filename(journal)
         .busy_timeout(BUSY_TIMEOUT)
         .pragma("query_only", "ON");
+    let options = match Access::of(journal) {
+        Access::Writable => options,
+        Access::ReadOnly { wal: false, .. } => options.read_only(true).immutable(true),
+        Access::ReadOnly { wal: true, shared_memory: true } => options.read_only(true),
+        Access::ReadOnly { wal: true, shared_memory: false } => {
+            return Err(StoreError::NeedsRecovery { journal: journal.to_owned() });
+        }
+    };
     SqlitePoolOptions::new()
         .max_connections(READERS)
         .connect_with(options)
         .await
         .map_err(|e| StoreError::from_db(journal, "open", e))
+}
+
+/// How a journal can be opened for reading. SQLite opens a database in WAL mode only if it can use
+/// the `-shm` file beside it, or create it; a database without a `-wal` file can be declared immutable
+/// instead.
+#[derive(Debug, Clone, Copy)]
+enum Access {
+    Writable,
+    ReadOnly { wal: bool, shared_memory: bool },
+}
+
+impl Access {
+    fn of(journal: &Utf8Path) -> Self {
+        use rustix::fs::Access as Mode;
+        let folder = journal.parent().unwrap_or(journal);
+        let may = |path: &Utf8Path, mode| rustix::fs::access(path.as_std_path(), mode).is_ok();
+        if may(folder, Mode::WRITE_OK | Mode::EXEC_OK) && may(journal, Mode::WRITE_OK) {
+            return Self::Writable;
+        }
+        let length = |suffix: &str| {
+            fs_err::metadata(format!("{journal}{suffix}")).map(|metadata| metadata.len()).ok()
+        };
+        let shared_memory = length("-shm").is_some();
+        // Beside a shared memory, an empty log may belong to a live run.
+        let wal = length("-wal").is_some_and(|bytes| bytes > 0 || shared_memory);
+        Self::ReadOnly { wal, shared_memory }
+    }
 }
 
 /// Brings the schema up to date (one transaction per migration) or refuses a newer one.

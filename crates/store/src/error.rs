@@ -30,6 +30,15 @@ pub enum StoreError {
         /// The journal.
         journal: Utf8PathBuf,
     },
+    /// The journal was not closed, and cannot be recovered where it lies.
+    #[error(
+        "{journal} was not closed cleanly and lies in a read-only folder without its -shm file \
+         (copy the folder to a writable place and open the copy)"
+    )]
+    NeedsRecovery {
+        /// The journal.
+        journal: Utf8PathBuf,
+    },
     /// A newer coordinator took this run over; nothing was written.
     #[error("this coordinator (epoch {epoch}) was replaced by a newer one and wrote nothing")]
     Fenced {

@@ -12,7 +12,7 @@ pub(crate) fn mix(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// The hash of a prefix, one token longer.
+/// The hash of a prefix extended by one token.
 pub(crate) fn extend(prefix: u64, token: TokenId) -> u64 {
     mix(prefix ^ u64::from(token))
 }

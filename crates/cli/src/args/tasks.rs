@@ -12,11 +12,12 @@ pub(crate) struct TasksArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum TasksCommand {
-    /// List tasks of an environment, or of a file of rows.
+    /// List the tasks of an environment, or of a file of rows.
     List {
         #[command(flatten)]
         selection: TaskSelection,
-        /// Rows of R2E-Gym or SWE-bench: JSON lines, JSON or parquet, also .gz; or `hf://datasets/OWNER/NAME`.
+        /// File of R2E-Gym or SWE-bench rows: JSON lines, JSON or parquet, also .gz; or
+        /// `hf://datasets/OWNER/NAME`.
         #[arg(long, value_name = "FILE")]
         file: Option<Utf8PathBuf>,
     },
@@ -26,7 +27,8 @@ pub(crate) enum TasksCommand {
         id: String,
         #[command(flatten)]
         selection: TaskSelection,
-        /// Rows of R2E-Gym or SWE-bench: JSON lines, JSON or parquet, also .gz; or `hf://datasets/OWNER/NAME`.
+        /// File of R2E-Gym or SWE-bench rows: JSON lines, JSON or parquet, also .gz; or
+        /// `hf://datasets/OWNER/NAME`.
         #[arg(long, value_name = "FILE")]
         file: Option<Utf8PathBuf>,
     },
@@ -38,38 +40,38 @@ pub(crate) enum TasksCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Make repair tasks from a Python repository: small faults that some of its tests see.
+    /// Make repair tasks from a Python repository: small faults that some of its tests detect.
     Make(MakeArgs),
-    /// Check in real sandboxes, twice, that the gold patch scores 1 and no patch scores 0. Instead of
-    /// an environment a file of rows may be named.
+    /// Check in sandboxes, twice, that the gold patch is rewarded 1 and no patch 0. Takes an
+    /// environment or a file of rows.
     Verify {
         #[command(flatten)]
         selection: TaskSelection,
         /// Only these tasks.
         #[arg(long, value_name = "ID", value_delimiter = ',', num_args = 1..)]
         ids: Vec<String>,
-        /// How many tasks to check, drawn by the seed; 0 = all.
+        /// Number of tasks to check, drawn by the seed; 0 = all.
         #[arg(long, default_value_t = 200)]
         sample: usize,
-        /// Check all of them.
+        /// Check all tasks.
         #[arg(long, conflicts_with = "sample")]
         all: bool,
-        /// Keep patch, test log and verdict of every check below this folder, as `grade` does: what
-        /// went on in a task that is not sound.
+        /// Keep the patch, test log and verdict of every check below this folder, as `grade` does, to
+        /// see why a task is not sound.
         #[arg(long, value_name = "DIR")]
         out: Option<Utf8PathBuf>,
     },
 }
 
-/// Which tasks.
+/// Selects tasks.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct TaskSelection {
-    /// Environment.
+    /// Environment, or for `verify` a file of rows.
     #[arg(default_value = "micro")]
     pub(crate) environment: String,
     #[command(flatten)]
     pub(crate) source: ConfigSource,
-    /// Part of the environment.
+    /// Only this part of the environment.
     #[arg(long, value_enum)]
     pub(crate) split: Option<SplitArg>,
     /// Print JSON on standard output.
@@ -81,9 +83,9 @@ pub(crate) struct TaskSelection {
 pub(crate) enum SplitArg {
     /// Training tasks.
     Train,
-    /// Unseen identifiers.
+    /// Held-out tasks: unseen identifiers.
     HeldOut,
-    /// Unseen bug families.
+    /// Held-out tasks: unseen families of bugs.
     HeldOutFamilies,
 }
 
@@ -94,30 +96,32 @@ Examples:
   orchestrate tasks make ../lib --image my/lib:latest --tests tests/unit --out lib.jsonl
   orchestrate run --set tasks.file=toolz.jsonl --set tasks.held_out_file=toolz.held_out.jsonl ...
 
-The repository runs in sandboxes only, which have no network: whatever its tests import must be in the
-image, pytest included. A command that was interrupted goes on where it was when it is repeated.")]
+The repository's code runs only in sandboxes, which have no network: everything its tests import
+must be in the image, pytest included. Repeating an interrupted command resumes it.")]
 pub(crate) struct MakeArgs {
     /// Folder of a Python repository with tests that pytest runs.
     pub(crate) repo: Utf8PathBuf,
-    /// File of rows to write, as `tasks.file` takes it; held-out ones get `.held_out` in the name.
+    /// File of rows to write, for `tasks.file`; held-out tasks go to a second file with `.held_out` in
+    /// its name.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Utf8PathBuf,
-    /// Image in which the tests run; must have Python, pytest and what the tests import.
+    /// Image in which the tests run; it must have Python, pytest and everything the tests import.
     #[arg(long, default_value = "orchestrate/repository:latest")]
     pub(crate) image: String,
-    /// Tasks to make, held-out ones included.
+    /// Number of tasks to make, held-out ones included.
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) count: u32,
     /// Seed of the order in which faults are tried.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
-    /// Share of the repository's functions whose tasks are held out, from 0 to below 1.
+    /// Share of the repository's functions whose tasks are held out (at least 0, below 1).
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub(crate) held_out: f64,
-    /// Sandboxes at once [default: one per core].
+    /// Number of concurrent sandboxes [default: one per core].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     pub(crate) jobs: Option<u16>,
-    /// File or folder of tests, from the repository's root; may be repeated [default: what pytest finds].
+    /// File or folder of tests, relative to the repository; may be repeated [default: what pytest
+    /// finds].
     #[arg(long, value_name = "PATH")]
     pub(crate) tests: Vec<String>,
     #[command(flatten)]

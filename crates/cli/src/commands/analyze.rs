@@ -1,9 +1,10 @@
 //! `orchestrate analyze`: one run as a page, and its verdict.
 
-use super::run::write_whole;
 use crate::args::AnalyzeArgs;
+use crate::run_folder::write_whole;
 use crate::{output, tables, wiring};
-use orchestrate_coordinator::{RunReport, write_html};
+use orchestrate_coordinator::RunError;
+use orchestrate_report::{RunReport, write_html};
 use orchestrate_store::Reader;
 use std::process::ExitCode;
 
@@ -16,7 +17,7 @@ pub(crate) async fn run(args: AnalyzeArgs) -> anyhow::Result<ExitCode> {
         Some(file) => wiring::absolute(file)?,
         None => folder.join("report.html"),
     };
-    write_whole(&page, &write_html(&report, &reader.metrics().await?))?;
+    let written = write_whole(&page, &write_html(&report, &reader.metrics().await?));
     if args.json {
         output::json(&report)?;
     } else {
@@ -25,6 +26,22 @@ pub(crate) async fn run(args: AnalyzeArgs) -> anyhow::Result<ExitCode> {
             output::data("no sign of collapse");
         }
     }
-    output::say(format!("report: {page}"));
+    match written {
+        Ok(()) => output::say(format!("report: {page}")),
+        Err(error) if args.out.is_none() && is_read_only(&error) => output::say(format!(
+            "note: {folder} is read-only, so no page was written; name a file by --out"
+        )),
+        Err(error) => return Err(error.into()),
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+fn is_read_only(error: &RunError) -> bool {
+    use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+    match error {
+        RunError::File { source, .. } => {
+            matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem)
+        }
+        _ => false,
+    }
 }

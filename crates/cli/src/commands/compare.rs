@@ -3,22 +3,19 @@
 mod existing;
 mod matrix;
 
-use super::run::{self, write_whole};
+use super::run::{Job, drive};
 use crate::args::{CompareArgs, ConfigSource};
 use crate::config::{self, ConfigError, RawConfig};
 use crate::exit::{STOPPED, TRAINER};
-use crate::wiring::{self, Training};
-use crate::{live, output, tables};
+use crate::run_folder::{self, write_whole};
+use crate::{live, output, tables, wiring};
 use camino::Utf8Path;
 use matrix::{Cell, Matrix};
-use orchestrate_coordinator::{
-    ComparedRun, Comparison, ConfigRuns, OnCollapse, RunEnd, RunError, Stop,
-};
+use orchestrate_coordinator::{OnCollapse, RunEnd, RunError, Stop};
 use orchestrate_handoff::{TrainerError, TrainerErrorKind};
-use orchestrate_store::JOURNAL_FILE;
+use orchestrate_report::{ComparedRun, Comparison, ConfigRuns};
+use orchestrate_store::{JOURNAL_FILE, Reader};
 use std::process::ExitCode;
-
-pub(crate) use matrix::Variant;
 
 /// Runs the command.
 pub(crate) async fn run(args: CompareArgs) -> anyhow::Result<ExitCode> {
@@ -100,7 +97,7 @@ async fn make_all(
         let made = made.inspect_err(|_| {
             output::say(format!("{title}: ended in {}; the same command goes on", cell.folder));
         })?;
-        let mut run = ComparedRun::read(&cell.folder, &cell.settings()?.run).await?;
+        let mut run = cell_run(cell).await?;
         let ended = match made {
             Made::Done => true,
             Made::Stopped => false,
@@ -119,6 +116,11 @@ async fn make_all(
     Ok(true)
 }
 
+async fn cell_run(cell: &Cell) -> anyhow::Result<ComparedRun> {
+    let reader = Reader::open(&cell.folder).await?;
+    existing::read_run(&reader, &cell.folder, &cell.settings()?.run).await
+}
+
 /// How one run ended.
 enum Made {
     /// There is nothing left to do for it.
@@ -134,11 +136,10 @@ async fn make(cell: &Cell, title: &str, stop: &Stop) -> anyhow::Result<Made> {
     output::say(format!("{title}: {}", state.words()));
     let (settings, store) = match state {
         State::Done => return Ok(Made::Done),
-        State::Begun => run::resume(&cell.folder, &ConfigSource::default()).await?,
-        State::New => run::create_from(&cell.folder, &cell.raw).await?,
+        State::Begun => run_folder::resume(&cell.folder, &ConfigSource::default()).await?,
+        State::New => run_folder::create(&cell.folder, &cell.raw).await?,
     };
-    let training = Training::Trainer;
-    let driven = run::drive(&settings, &cell.folder, store, training, stop.clone());
+    let driven = drive(&settings, &cell.folder, store, Job::Train, stop.clone());
     match Box::pin(driven).await {
         Ok(RunEnd::Finished(_)) => Ok(Made::Done),
         Ok(RunEnd::Stopped(_)) => Ok(Made::Stopped),
@@ -173,7 +174,7 @@ impl State {
         if !cell.folder.join(JOURNAL_FILE).exists() {
             return Ok(Self::New);
         }
-        let path = cell.folder.join(run::PLAN_FILE);
+        let path = cell.folder.join(run_folder::PLAN_FILE);
         let text = fs_err::read_to_string(&path)
             .map_err(|error| ConfigError::Unreadable { file: path.clone(), error })?;
         // With the defaults of this version, that a plan of an earlier one may lack.
@@ -187,9 +188,8 @@ impl State {
                         .into(),
             }
         );
-        let settings = cell.settings()?;
-        let run = ComparedRun::read(&cell.folder, &settings.run).await?;
-        let ends = settings.diagnostics.on_collapse == OnCollapse::Stop;
+        let run = cell_run(cell).await?;
+        let ends = cell.settings()?.diagnostics.on_collapse == OnCollapse::Stop;
         let done = run.finished || (ends && run.report.collapse.is_some());
         Ok(if done { Self::Done } else { Self::Begun })
     }

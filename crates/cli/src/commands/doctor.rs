@@ -1,11 +1,12 @@
-//! `orchestrate doctor`: is everything there that a run needs?
+//! `orchestrate doctor`: checks everything that a run needs.
 
 use crate::args::DoctorArgs;
-use crate::commands::bench::fits;
 use crate::config::{self, RawConfig, Settings};
+use crate::error::{OutputError, UsageError};
+use crate::glob::matches_glob;
 use crate::progress::Progress;
-use crate::{exit, output, tables, task_source, wiring};
-use anyhow::{Context, ensure};
+use crate::{exit, output, run_folder, tables, task_source, wiring};
+use anyhow::Context;
 use orchestrate_engine::{
     ClientOptions, EngineError, EngineErrorKind, EngineKind, ProbeReport, Severity,
 };
@@ -26,21 +27,24 @@ use std::time::Duration;
 /// Results of the self-test by Docker host.
 type Saved = BTreeMap<String, Vec<SelfTestResult>>;
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Debug, Serialize)]
 struct Finding {
     what: &'static str,
     ok: bool,
-    /// Whether a person should know although a run can go on.
+    /// Whether the result deserves attention although a run is possible.
     warning: bool,
     detail: String,
     #[serde(skip)]
     error: Option<anyhow::Error>,
 }
 
-/// Runs the command; the exit code is that of the first thing that is not as it should be.
+/// Runs the command; the exit code is that of the first failed check.
 pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
     let settings = config::load::<RawConfig>(&args.source)?.check()?;
+    if let Some(pattern) = &args.self_test {
+        check_pattern(pattern)?;
+    }
     let mut findings = vec![finding("policy", policy(&settings))];
     let (hosts, mut saved) = (settings.sandbox.docker_hosts(), BTreeMap::new());
     for host in &hosts {
@@ -58,7 +62,8 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
             Some((_, only)) if hosts.len() == 1 => serde_json::to_vec_pretty(only)?,
             Some(_) | None => serde_json::to_vec_pretty(&saved)?,
         };
-        fs_err::write(path, results)?;
+        fs_err::write(path, results)
+            .map_err(|source| OutputError { file: path.clone(), source })?;
     }
     let urls = args.engine.clone().map_or_else(|| settings.engine.urls.clone(), |url| vec![url]);
     for url in urls {
@@ -96,6 +101,7 @@ fn finding(what: &'static str, result: anyhow::Result<String>) -> Finding {
 
 fn policy(settings: &Settings) -> anyhow::Result<String> {
     let plan = &settings.engine;
+    run_folder::check_model(settings)?;
     let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_options())?;
     if plan.kind == EngineKind::Openai {
         return Ok(format!("{}: vocabulary {}", plan.tokenizer, chat.vocab_size()));
@@ -111,7 +117,7 @@ fn policy(settings: &Settings) -> anyhow::Result<String> {
     ))
 }
 
-/// One Docker host: its daemon, a sandbox on it, and the self-test if requested.
+/// Checks one Docker host: its daemon, a sandbox, and on request the self-test.
 async fn docker_host(
     settings: &Settings,
     args: &DoctorArgs,
@@ -133,7 +139,7 @@ async fn docker_host(
     findings
 }
 
-/// The daemon; and whether one wall more could stand between its containers and the host.
+/// Checks the daemon, and whether its containers could be isolated better from the host.
 async fn docker(settings: &Settings) -> Vec<Finding> {
     let report = async {
         let provider = DockerProvider::connect(settings.sandbox.clone()).await?;
@@ -163,9 +169,9 @@ async fn docker(settings: &Settings) -> Vec<Finding> {
         )),
     )];
     if report.root_is_host_root(runtime) {
-        let detail = "root in a container is root of the host: nothing but the kernel stands \
-                      between them; set userns-remap in the daemon's settings (and \
-                      sandbox.user_namespace), or use gVisor (sandbox.runtime)";
+        let detail = "root in a container is root on the host, and only the kernel separates them; \
+                      set userns-remap in the daemon's settings (and sandbox.user_namespace), or \
+                      use gVisor (sandbox.runtime)";
         findings.push(Finding { warning: true, ..finding("docker", Ok(detail.to_owned())) });
     }
     findings
@@ -192,7 +198,7 @@ async fn sandbox(settings: &Settings) -> anyhow::Result<String> {
     let probe = provider.probe(&spec).await;
     provider.shutdown().await?;
     let probe = probe?;
-    let closed = if reusable { "proved clean" } else { "given back" };
+    let closed = if reusable { "reset and verified" } else { "closed" };
     Ok(format!(
         "image {}: open {:.0?}, command {:.1?}, {closed} {:.1?}",
         task.image, probe.open, probe.command, probe.close
@@ -203,22 +209,21 @@ async fn sandbox(settings: &Settings) -> anyhow::Result<String> {
 fn first_task(settings: &Settings) -> anyhow::Result<Arc<Task>> {
     let set = task_source::task_set(settings)?;
     let parts = [set.train, set.held_out, set.held_out_families];
-    parts.into_iter().flatten().next().context("the settings make no tasks")
+    parts.into_iter().flatten().next().context("the settings produce no task")
 }
 
-/// Hostile commands and sick containers, case by case; with the image that they ran in.
+/// Runs the self-test: hostile commands and failing containers, case by case. Returns its image, too.
 async fn self_test(
     settings: &Settings,
     pattern: &str,
 ) -> anyhow::Result<(String, Vec<SelfTestResult>)> {
-    let chosen = self_test_cases().into_iter().filter(|name| fits(pattern, name)).count();
-    ensure!(chosen > 0, "no case fits `{pattern}`; there are: {}", self_test_cases().join(", "));
+    let chosen = self_test_cases().into_iter().filter(|name| matches_glob(pattern, name)).count();
     let image = first_task(settings)?.image.clone();
     let (progress, mut done) = (Progress::new(chosen as u64), 0);
     let results = run_self_test(
         &settings.sandbox,
         &image,
-        |name| fits(pattern, name),
+        |name| matches_glob(pattern, name),
         |result| {
             done += 1;
             progress.update(done, chosen as u64, result.name.to_owned());
@@ -232,7 +237,15 @@ async fn self_test(
     Ok((image, results))
 }
 
-/// One line about the results; an error where one is not as it must be.
+/// Fails if the pattern matches no case of the self-test.
+fn check_pattern(pattern: &str) -> Result<(), UsageError> {
+    if self_test_cases().iter().any(|name| matches_glob(pattern, name)) {
+        return Ok(());
+    }
+    Err(UsageError::NoCase { pattern: pattern.to_owned(), known: self_test_cases().join(", ") })
+}
+
+/// One line about the results; fails if one differs from what is expected.
 fn summary(image: String, results: &[SelfTestResult]) -> anyhow::Result<String> {
     let wrong: Vec<&str> = results.iter().filter(|r| !r.ok).map(|r| r.name).collect();
     if let [_, ..] = wrong.as_slice() {
@@ -241,10 +254,10 @@ fn summary(image: String, results: &[SelfTestResult]) -> anyhow::Result<String> 
     }
     let (chosen, slowest) =
         (results.len(), results.iter().map(|r| r.elapsed_ms).max().unwrap_or(0));
-    Ok(format!("{chosen} of {chosen} cases as they must be, the slowest in {slowest} ms"))
+    Ok(format!("{chosen} of {chosen} cases as expected, the slowest in {slowest} ms"))
 }
 
-/// What the server is, and each thing about it that a run would stumble over.
+/// Probes an inference server: what it is, and each problem that a run would have with it.
 async fn engine(settings: &Settings, url: String) -> Vec<Finding> {
     let report = match probe(settings, &url).await {
         Ok(report) => report,
@@ -280,12 +293,12 @@ async fn engine(settings: &Settings, url: String) -> Vec<Finding> {
     findings
 }
 
-/// Probes a server of whichever kind it is; one in the settings must be of the kind they say.
+/// Probes a server of any kind; one that the settings name must be of the configured kind.
 async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
     let plan = &settings.engine;
     let api_key = plan.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?;
     let kind = match plan.kind {
-        // By its routes it may be a server of another kind as well.
+        // Servers of the other kinds have the same routes, so it cannot be detected.
         EngineKind::Openai => EngineKind::Openai,
         EngineKind::Sglang | EngineKind::Vllm => {
             EngineKind::detect(url, api_key.as_deref()).await?

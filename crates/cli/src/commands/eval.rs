@@ -1,73 +1,61 @@
-//! `orchestrate eval`: one evaluation of one checkpoint, with no training around it.
+//! `orchestrate eval`: evaluates one checkpoint, without training.
 
-use super::run;
+use super::run::{Job, drive};
 use crate::args::EvalArgs;
 use crate::config::{self, ConfigError, RawConfig, Settings};
+use crate::error::BrokenMeasurement;
 use crate::exit::STOPPED;
-use crate::wiring::{self, Training};
-use crate::{live, output, tables, task_source};
-use camino::{Utf8Path, Utf8PathBuf};
+use crate::{live, output, run_folder, tables, task_source, wiring};
+use camino::Utf8Path;
 use comfy_table::Table;
-use orchestrate_coordinator::{RunEnd, RunReport, StepProgress, Stop, TrainerSink};
+use orchestrate_coordinator::{RunEnd, Stop};
 use orchestrate_engine::EngineKind;
-use orchestrate_handoff::protocol::{PROTOCOL_VERSION, StepRequest, StepResult, TrainerInfo};
-use orchestrate_handoff::{TrainerError, TrainerErrorKind};
+use orchestrate_metrics::is_solved;
+use orchestrate_report::{EvalPoint, RunReport};
 use orchestrate_store::{Reader, Store};
-use orchestrate_types::{ModelShape, Outcome, PolicyVersion};
+use orchestrate_types::{ConfigProblem, Outcome};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 use std::process::ExitCode;
-use std::sync::Arc;
 
-/// Share of episodes that may be broken before a number means nothing.
+/// Largest share of broken episodes at which a headline number is given.
 const MOST_BROKEN: f64 = 0.01;
 
 /// Runs the command.
 pub(crate) async fn run(args: EvalArgs) -> anyhow::Result<ExitCode> {
     let folder = wiring::absolute(&args.run_dir)?;
-    let (mut settings, store) = if args.resume {
-        run::resume(&folder, &args.source).await?
+    let (settings, store) = if args.resume {
+        run_folder::resume(&folder, &args.source).await?
     } else {
         create(&args, &folder).await?
     };
-    // Only the evaluation before the first step, and no step.
-    settings.run.steps = 0;
-    let plan = &settings.engine;
-    let checkpoint = match &plan.served_model {
-        Some(name) => name.into(),
-        None => wiring::absolute(&plan.model)?,
-    };
-    let policy = FixedPolicy { model: wiring::shape(plan, &checkpoint)?, checkpoint };
     let stop = Stop::default();
-    let training = Training::Fixed(Arc::new(policy));
-    let driven = Box::pin(run::drive(&settings, &folder, store, training, stop.clone()));
+    let driven = Box::pin(drive(&settings, &folder, store, Job::Evaluate, stop.clone()));
     let report = match live::until_stopped(stop, driven).await? {
         RunEnd::Finished(report) => report,
         RunEnd::Stopped(_) => {
             output::say(format!(
-                "stopped; go on with: orchestrate eval --run-dir {folder} --resume"
+                "stopped; resume with: orchestrate eval --run-dir {folder} --resume"
             ));
             return Ok(ExitCode::from(STOPPED));
         }
     };
     let sums = sums(&settings, &folder).await?;
     if args.json {
-        output::json(&Evaluation { report: &report, repositories: &sums })?;
+        output::json(&Printed { report: &report, repositories: &sums })?;
     } else {
-        output::data(table(&sums));
+        output::data(repository_table(&sums));
     }
     let (broken, episodes) =
         sums.values().fold((0, 0), |(broken, all), sum| (broken + sum.broken, all + sum.episodes));
+    output::say(format!("report: {folder}/report.html"));
     anyhow::ensure!(
         args.allow_broken || broken as f64 <= MOST_BROKEN * episodes as f64,
-        "{broken} of {episodes} episodes are broken for reasons of ours: what is left is no \
-         measurement of the policy; `orchestrate show {folder}` says why, --allow-broken takes it \
-         as it is"
+        BrokenMeasurement::Evaluation { broken, episodes, folder }
     );
-    if !args.json {
-        output::data(tables::final_table(&report));
+    if let (false, Some(point)) = (args.json, &report.baseline) {
+        output::data(result_table(point));
     }
-    output::say(format!("report: {folder}/report.html"));
     Ok(ExitCode::SUCCESS)
 }
 
@@ -76,25 +64,28 @@ async fn create(args: &EvalArgs, folder: &Utf8Path) -> anyhow::Result<(Settings,
     let mut raw: RawConfig = config::load(&args.source)?;
     if let Some(checkpoint) = &args.checkpoint {
         if raw.check()?.engine.kind == EngineKind::Openai {
-            let error = "a chat server has its own weights; leave it out".to_owned();
+            let error = "a chat server has its own weights; remove --checkpoint".to_owned();
             anyhow::bail!(ConfigError::Layer { name: "--checkpoint".into(), error });
         }
         raw.engine.model = Some(wiring::absolute(checkpoint)?.into_string());
     }
-    raw.run.steps = Some(1);
-    raw.run.eval_every = Some(1);
-    run::create_from(folder, &raw).await
+    if raw.tasks.file.is_some() && raw.tasks.held_out_file.is_none() {
+        let remedy = "name rows to evaluate on";
+        let problem = ConfigProblem::missing("tasks.held_out_file", remedy);
+        anyhow::bail!(ConfigError::Problems(vec![problem]));
+    }
+    run_folder::create(folder, &raw).await
 }
 
 /// What is printed as JSON.
 #[derive(Debug, Serialize)]
-struct Evaluation<'a> {
+struct Printed<'a> {
     #[serde(flatten)]
     report: &'a RunReport,
     repositories: &'a BTreeMap<String, Sum>,
 }
 
-/// What an evaluation says about one repository or family.
+/// Results of one repository or family.
 #[derive(Debug, Default, Serialize)]
 struct Sum {
     tasks: usize,
@@ -121,7 +112,7 @@ async fn sums(settings: &Settings, folder: &Utf8Path) -> anyhow::Result<BTreeMap
                 attempt.outcome
             {
                 trusted += 1;
-                solved += usize::from(reward > 0.5);
+                solved += usize::from(is_solved(reward));
             }
         }
         sum.tasks += 1;
@@ -132,7 +123,7 @@ async fn sums(settings: &Settings, folder: &Utf8Path) -> anyhow::Result<BTreeMap
     Ok(sums)
 }
 
-fn table(sums: &BTreeMap<String, Sum>) -> Table {
+fn repository_table(sums: &BTreeMap<String, Sum>) -> Table {
     let mut table = tables::table(&["repository", "tasks", "solved", "of episodes", "broken"]);
     for (name, sum) in sums {
         let counts = [sum.tasks, sum.solved, sum.episodes, sum.broken].map(|n| n.to_string());
@@ -141,40 +132,17 @@ fn table(sums: &BTreeMap<String, Sum>) -> Table {
     table
 }
 
-/// A policy that nobody trains.
-#[derive(Debug)]
-struct FixedPolicy {
-    /// Its folder, or its name where nothing but that is known.
-    checkpoint: Utf8PathBuf,
-    model: ModelShape,
-}
-
-#[async_trait::async_trait]
-impl TrainerSink for FixedPolicy {
-    async fn info(&self) -> Result<TrainerInfo, TrainerError> {
-        Ok(TrainerInfo {
-            protocol_version: PROTOCOL_VERSION,
-            trainer: "none (evaluation only)".into(),
-            model: self.model.clone(),
-            algorithms: vec!["grpo".into()],
-            policy_version: PolicyVersion(0),
-            lineage: 0,
-            last_step_id: None,
-            checkpoint: self.checkpoint.clone(),
-            world_size: 0,
-            devices: vec![],
-        })
+/// The headline numbers, with standard errors.
+fn result_table(point: &EvalPoint) -> Table {
+    let mut table = tables::table(&["", "held-out tasks"]);
+    let pass =
+        format!("{:.4} ± {:.4} ({} tasks)", point.pass_at_1, point.pass_at_1_se, point.tasks);
+    table.add_row(["Pass@1".to_owned(), pass]);
+    if let Some(pass) = point.pass_at_k.filter(|_| point.k > 1) {
+        table.add_row([format!("Pass@{}", point.k), format!("{pass:.4}")]);
     }
-
-    async fn apply(
-        &self,
-        request: &StepRequest,
-        _progress: &StepProgress,
-    ) -> Result<StepResult, TrainerError> {
-        let kind = TrainerErrorKind::StepFailed {
-            step_id: request.step_id.clone(),
-            error: "an evaluation has no trainer".into(),
-        };
-        Err(TrainerError { trainer: self.checkpoint.to_string(), call: "apply", kind })
+    if let Some(pass) = point.held_out_families_pass_at_1 {
+        table.add_row(["Pass@1 on unseen families".to_owned(), format!("{pass:.4}")]);
     }
+    table
 }

@@ -1,8 +1,8 @@
-//! `orchestrate gc`: containers that runs left behind, and images that they pulled.
+//! `orchestrate gc`: removes containers that runs left behind, and images that they pulled.
 
 use crate::args::{ConfigSource, GcArgs};
-use crate::commands::run::PLAN_FILE;
 use crate::config::{self, ConfigError, RawConfig};
+use crate::run_folder::PLAN_FILE;
 use crate::{output, wiring};
 use camino::Utf8Path;
 use orchestrate_sandbox::{
@@ -12,7 +12,7 @@ use orchestrate_store::{Reader, Store};
 use orchestrate_types::RunId;
 use std::process::ExitCode;
 
-/// Runs the command, on every Docker host. One that does not answer holds up no other.
+/// Runs the command on every Docker host; one that does not answer does not affect the others.
 pub(crate) async fn run(args: GcArgs) -> anyhow::Result<ExitCode> {
     let folder = args.run_dir.as_deref().map(wiring::absolute).transpose()?;
     let config = settings(folder.as_deref(), &args.source)?;
@@ -20,7 +20,7 @@ pub(crate) async fn run(args: GcArgs) -> anyhow::Result<ExitCode> {
         Some(folder) => Some(Reader::open(folder).await?.run().await?.run),
         None => None,
     };
-    // Opening takes the run's lock: a live coordinator keeps its containers.
+    // Opening takes the run's lock, so the containers of a live coordinator are safe.
     let dead = match &folder {
         Some(folder) if args.all => Some(Store::open(folder).await?),
         Some(_) | None => None,
@@ -44,24 +44,25 @@ pub(crate) async fn run(args: GcArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The settings that say which hosts there are: a run's plan, or those of the command line.
+/// The settings with the Docker hosts: those of the run's plan, or of the command line.
 fn settings(folder: Option<&Utf8Path>, source: &ConfigSource) -> anyhow::Result<SandboxConfig> {
     let plan = folder.map(|folder| folder.join(PLAN_FILE));
     let raw: RawConfig = match plan {
         Some(plan) if !source.files.is_empty() || !source.sets.is_empty() => {
-            let error = "already says where its containers are; drop --config and --set".to_owned();
+            let error =
+                "names the Docker hosts of the run already; remove --config and --set".to_owned();
             anyhow::bail!(ConfigError::Layer { name: plan.into_string(), error });
         }
         Some(plan) => config::load(&ConfigSource { files: vec![plan], sets: Vec::new() })?,
         None => config::load(source)?,
     };
     let sandbox = raw.sandbox.check().map_err(ConfigError::Problems)?;
-    // Not what else the settings ask of a host: what is on it can be removed all the same.
+    // Other requirements on a host do not matter for removing what is on it.
     let SandboxConfig { docker_host, hosts, call_timeout, .. } = sandbox;
     Ok(SandboxConfig { docker_host, hosts, call_timeout, ..SandboxConfig::default() })
 }
 
-/// The work on one host, told with its name where there are several.
+/// Cleans one host; `title` names it in messages where there are several.
 async fn on_host(
     config: SandboxConfig,
     title: Option<&str>,
@@ -79,7 +80,7 @@ async fn on_host(
             }
         }
     } else {
-        tell(&provider.sweep_all_orphans(scope).await?, &at, &column);
+        print_sweep(&provider.sweep_all_orphans(scope).await?, &at, &column);
     }
     if args.images {
         remove_images(&provider, args.dry_run, &at, &column).await?;
@@ -87,7 +88,7 @@ async fn on_host(
     provider.shutdown().await
 }
 
-fn tell(report: &SweepReport, at: &str, column: &str) {
+fn print_sweep(report: &SweepReport, at: &str, column: &str) {
     for name in &report.removed {
         output::data(format!("{name}{column}"));
     }
@@ -100,14 +101,14 @@ fn tell(report: &SweepReport, at: &str, column: &str) {
         output::say(format!("kept {name}{at}: {reason}"));
     }
     for (name, reason) in &report.failed {
-        output::say(format!("warning: {name}{at} cannot be removed: {reason}"));
+        output::say(format!("warning: {name}{at} could not be removed: {reason}"));
     }
     if !report.failed.is_empty() {
         output::say("hint: restart the Docker daemon, then run `orchestrate gc` again");
     }
 }
 
-/// Removes what runs pulled, or says what there is.
+/// Removes the images that runs pulled, or lists them.
 async fn remove_images(
     provider: &DockerProvider,
     dry_run: bool,

@@ -4,6 +4,7 @@ mod patches;
 
 use crate::args::GradeArgs;
 use crate::config::{self, RawConfig};
+use crate::error::{InputError, OutputError, UsageError};
 use crate::output;
 use anyhow::Context;
 use camino::Utf8Path;
@@ -33,7 +34,10 @@ pub(crate) async fn run(args: GradeArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The row of `id`, or why there is none.
+/// The row of `id`.
+///
+/// # Errors
+/// If the file has no usable row, or none with this id; the reason if the row was refused.
 pub(crate) fn find(file: &Utf8Path, id: &str) -> anyhow::Result<Row> {
     let (mut good, mut bad) = (0_usize, 0_usize);
     for row in load::rows(file)? {
@@ -46,20 +50,22 @@ pub(crate) fn find(file: &Utf8Path, id: &str) -> anyhow::Result<Row> {
             Err(_) => bad += 1,
         }
     }
-    anyhow::bail!(
-        "no task `{id}` among the {good} usable rows of {file}, {bad} more are refused \
-         (orchestrate tasks list --file {file})"
-    )
+    let (id, file) = (id.to_owned(), file.to_owned());
+    anyhow::ensure!(good > 0, InputError::NoUsableRow { file, refused: bad, skipped: 0 });
+    anyhow::bail!(UsageError::UnknownRow { id, file, usable: good, refused: bad })
 }
 
-fn open(log: &Utf8Path) -> anyhow::Result<BufReader<File>> {
-    Ok(BufReader::with_capacity(BUFFER, File::open(log)?))
+fn open(log: &Utf8Path) -> Result<BufReader<File>, InputError> {
+    let file = File::open(log)
+        .map_err(|source| InputError::Unreadable { file: log.to_owned(), source })?;
+    Ok(BufReader::with_capacity(BUFFER, file))
 }
 
 fn r2e(row: &R2eRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<()> {
     let compat = config::load::<RawConfig>(&args.source)?.reward.compat;
     let task = row.to_task()?;
-    let verdict = grade_log(open(log)?, &task.expected)?;
+    let verdict = grade_log(open(log)?, &task.expected)
+        .map_err(|source| InputError::Unreadable { file: log.to_owned(), source })?;
     let reward = match compat {
         RewardCompat::Strict => verdict.reward,
         RewardCompat::R2e => verdict.official_reward,
@@ -85,14 +91,16 @@ fn r2e(row: &R2eRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<()> {
 }
 
 fn swe_bench(row: &SweRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<()> {
-    let harness = args.harness.into();
+    let harness = args.harness;
     let report = if has_patch(row, args)? {
-        swe::grade(row, harness, open(log)?)?
+        swe::grade(row, harness, open(log)?)
+            .map_err(|source| InputError::Log { log: log.to_owned(), source })?
     } else {
         Report::without_patch(harness)
     };
     if let Some(path) = &args.report {
-        fs_err::write(path, serde_json::to_vec_pretty(&report.file(&row.instance_id)?)?)?;
+        fs_err::write(path, serde_json::to_vec_pretty(&report.file(&row.instance_id)?)?)
+            .map_err(|source| OutputError { file: path.clone(), source })?;
     }
     if args.json {
         return output::json(&report);
@@ -118,8 +126,10 @@ fn has_patch(row: &SweRow, args: &GradeArgs) -> anyhow::Result<bool> {
     let Some(path) = &args.predictions else { return Ok(true) };
     let predictions = predictions::read(path)?;
     let of_instance = predictions.iter().find(|p| p.instance_id == row.instance_id);
-    let prediction = of_instance
-        .with_context(|| format!("no prediction for `{}` in {path}", row.instance_id))?;
+    let prediction = of_instance.ok_or_else(|| UsageError::NoPrediction {
+        predictions: path.clone(),
+        tasks: args.tasks.clone(),
+    })?;
     Ok(prediction.model_patch.is_some())
 }
 

@@ -1,7 +1,6 @@
-//! One module per command.
+//! The commands, one module each.
 
 pub(crate) mod analyze;
-pub(crate) mod bench;
 pub(crate) mod compare;
 pub(crate) mod config;
 pub(crate) mod doctor;
@@ -12,6 +11,5 @@ pub(crate) mod remove_unstarted;
 pub(crate) mod run;
 pub(crate) mod serve;
 pub(crate) mod show;
-pub(crate) mod synthetic;
 pub(crate) mod tasks;
 pub(crate) mod warm_start;

@@ -1,7 +1,8 @@
-//! `orchestrate remove-unstarted`: a process beside a coordinator, for the moment of its death.
+//! `orchestrate remove-unstarted`: a helper process of a coordinator, for the case that it is killed.
 //!
-//! Containers end by themselves when their coordinator's stream closes, all but those that it had
-//! created and not yet started: nothing runs in them. Nobody else may come for a long time.
+//! Containers stop by themselves when the coordinator's stream closes, except those that it had
+//! created and not yet started, in which nothing runs. This helper removes them; otherwise they would
+//! stay until the next start of the run, which may be far away.
 
 use crate::args::RemoveUnstartedArgs;
 use crate::config::Settings;
@@ -15,31 +16,33 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// What a coordinator says that needs no help.
+/// What a coordinator writes that ends normally.
 const DISMISSED: &[u8] = b"dismissed";
-/// A busy daemon takes some time to create what it was asked for, and lists it only then.
+/// A busy daemon takes some time to create a requested container, and lists it only then.
 const LOOK_FOR: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
-/// Waits, then removes.
+/// Runs the command.
 pub(crate) async fn run(args: RemoveUnstartedArgs) -> anyhow::Result<ExitCode> {
-    let heard = tokio::task::spawn_blocking(|| {
-        let mut heard = Vec::new();
-        std::io::stdin().read_to_end(&mut heard).map(|_| heard)
+    let received = tokio::task::spawn_blocking(|| {
+        let mut received = Vec::new();
+        std::io::stdin().read_to_end(&mut received).map(|_| received)
     });
-    if heard.await?.context("read standard input")? == DISMISSED {
+    if received.await?.context("failed to read standard input")? == DISMISSED {
         return Ok(ExitCode::SUCCESS);
     }
     let hosts = args.hosts.as_deref().map_or(Ok(Vec::new()), serde_json::from_str);
-    let config =
-        SandboxConfig { hosts: hosts.context("read --hosts")?, ..SandboxConfig::default() };
+    let config = SandboxConfig {
+        hosts: hosts.context("failed to parse --hosts")?,
+        ..SandboxConfig::default()
+    };
     let until = Instant::now() + LOOK_FOR;
-    // What may have ended the coordinator, a daemon in trouble, is no reason to give up at once.
+    // A failing daemon may be what killed the coordinator, so an error is not a reason to give up.
     while Instant::now() < until {
         let each = config.docker_hosts();
         let looks = each.iter().map(|host| look(config.on(host), args.run, args.epoch));
         for error in join_all(looks).await.into_iter().filter_map(Result::err) {
-            tracing::debug!(%error, "cannot look for unstarted containers");
+            tracing::debug!(%error, "failed to look for unstarted containers");
         }
         tokio::time::sleep(LOOK_EVERY).await;
     }
@@ -52,41 +55,41 @@ async fn look(config: SandboxConfig, run: RunId, epoch: i64) -> Result<(), Sandb
     provider.shutdown().await
 }
 
-/// Such a process, seen from the coordinator.
+/// A running helper, as seen by the coordinator.
 #[derive(Debug)]
 pub(crate) struct Helper {
     child: Child,
 }
 
 impl Helper {
-    /// Starts one. A run can do without: its next start, or `gc`, removes what was left.
+    /// Starts a helper. Optional for a run: its next start, or `gc`, removes leftover containers, too.
     pub(crate) fn start(settings: &Settings, run: RunId, epoch: i64) -> Option<Self> {
         let spawn = || {
             let mut command = Command::new(std::env::current_exe()?);
             command.args(["remove-unstarted", "--run", &run.to_string()]);
             command.args(["--epoch", &epoch.to_string()]);
             command.args(["--hosts", &serde_json::to_string(&settings.sandbox.docker_hosts())?]);
-            // A group of its own: what ends the coordinator by the keyboard is not to end it.
+            // In a separate process group, so that Ctrl-C does not end it with the coordinator.
             command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null());
             command.stderr(Stdio::null()).spawn()
         };
         match spawn() {
             Ok(child) => Some(Self { child }),
             Err(error) => {
-                tracing::warn!(%error, "nobody will look after containers should this be killed");
+                tracing::warn!(%error, "no helper: if this process is killed, containers may be left behind until the next start");
                 None
             }
         }
     }
 
-    /// Sends it away: all containers are gone.
+    /// Ends the helper, because no container is left.
     pub(crate) fn dismiss(mut self) {
-        let said = self.child.stdin.take().map(|mut stdin| stdin.write_all(DISMISSED));
-        if let Some(Err(error)) = said {
-            tracing::debug!(%error, "the helper had ended");
+        let written = self.child.stdin.take().map(|mut stdin| stdin.write_all(DISMISSED));
+        if let Some(Err(error)) = written {
+            tracing::debug!(%error, "the helper had ended already");
         }
         if let Err(error) = self.child.wait() {
-            tracing::debug!(%error, "the helper's end");
+            tracing::debug!(%error, "failed to wait for the helper");
         }
     }
 }

@@ -1,9 +1,9 @@
-//! `orchestrate serve-engine` and `serve-trainer`: the embedded parts as processes of their own.
+//! `orchestrate serve-engine` and `serve-trainer`: the embedded engine and trainer as separate processes.
 
 use crate::args::{ServeEngineArgs, ServeTrainerArgs};
 use crate::config::{ConfigError, weight_format};
+use crate::error::UsageError;
 use crate::{output, wiring};
-use anyhow::Context;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_types::ConfigProblem;
@@ -11,10 +11,10 @@ use std::process::ExitCode;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-/// Serves a checkpoint until a signal comes.
+/// Serves a checkpoint until a signal arrives.
 pub(crate) async fn engine(args: ServeEngineArgs) -> anyhow::Result<ExitCode> {
     let weight_format = weight_format(&args.weight_format).ok_or_else(|| {
-        problem("--weight-format", &args.weight_format, "use \"q8_0\", \"q4_0\" or \"f32\"")
+        problem("--weight-format", &args.weight_format, "must be \"q8_0\", \"q4_0\" or \"f32\"")
     })?;
     let options = EngineOptions {
         weight_format,
@@ -31,7 +31,7 @@ pub(crate) async fn engine(args: ServeEngineArgs) -> anyhow::Result<ExitCode> {
     until_signal(async { Ok(server.await?) }, stop).await
 }
 
-/// Serves the trainer protocol until a signal comes.
+/// Serves the trainer protocol until a signal arrives.
 pub(crate) async fn trainer(args: ServeTrainerArgs) -> anyhow::Result<ExitCode> {
     let options = TrainerOptions {
         policy: wiring::absolute(&args.model)?,
@@ -47,8 +47,8 @@ pub(crate) async fn trainer(args: ServeTrainerArgs) -> anyhow::Result<ExitCode> 
     until_signal(async { Ok(server.await?) }, stop).await
 }
 
-async fn listen(address: std::net::SocketAddr) -> anyhow::Result<TcpListener> {
-    TcpListener::bind(address).await.with_context(|| format!("listen on {address}"))
+async fn listen(address: std::net::SocketAddr) -> Result<TcpListener, UsageError> {
+    TcpListener::bind(address).await.map_err(|source| UsageError::Listen { address, source })
 }
 
 fn problem(key: &str, value: &str, remedy: &str) -> ConfigError {
@@ -59,7 +59,7 @@ fn secret(variable: &str) -> Result<String, ConfigError> {
     std::env::var(variable)
         .ok()
         .filter(|value| !value.is_empty())
-        .ok_or_else(|| problem("environment variable", variable, "set it to the secret"))
+        .ok_or_else(|| problem("environment variable", variable, "must be set to the secret"))
 }
 
 async fn until_signal(
@@ -68,7 +68,7 @@ async fn until_signal(
 ) -> anyhow::Result<ExitCode> {
     let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
     let mut server = std::pin::pin!(server);
-    // The server is polled again after a signal, so that it can end what it has begun.
+    // The server is polled again after a signal, so that it can finish what it has started.
     tokio::select! {
         ended = &mut server => ended?,
         _ = tokio::signal::ctrl_c() => { stop.cancel(); server.await?; }

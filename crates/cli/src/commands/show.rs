@@ -1,11 +1,12 @@
 //! `orchestrate show`: a run as a table, or one episode turn by turn.
 
 use crate::args::ShowArgs;
+use crate::error::UsageError;
 use crate::{output, tables, wiring};
-use anyhow::Context;
-use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary, RunReport};
+use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary};
+use orchestrate_report::RunReport;
 use orchestrate_rollout::{Action, TurnLog};
-use orchestrate_store::{EpisodeRecord, Reader, StoredEpisode};
+use orchestrate_store::{EpisodeRecord, Reader, StoreError, StoredEpisode};
 use orchestrate_types::{EpisodeId, Outcome};
 use serde_json::{Value, json};
 use std::process::ExitCode;
@@ -16,8 +17,14 @@ pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {
     match &args.episode {
         None => overview(&reader, args.json).await?,
         Some(id) => {
-            let id: EpisodeId = id.parse().context("orchestrate show RUN lists the episodes")?;
-            episode(&reader.load_episode(id).await?, args.json)?;
+            let unknown =
+                || UsageError::UnknownEpisode { id: id.clone(), run_dir: args.run_dir.clone() };
+            let parsed: EpisodeId = id.parse().map_err(|_| unknown())?;
+            let stored = match reader.load_episode(parsed).await {
+                Err(StoreError::Absent { .. }) => anyhow::bail!(unknown()),
+                loaded => loaded?,
+            };
+            episode(&stored, args.json)?;
         }
     }
     Ok(ExitCode::SUCCESS)

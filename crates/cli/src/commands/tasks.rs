@@ -6,8 +6,8 @@ mod verify;
 
 use crate::args::{SplitArg, TaskSelection, TasksArgs, TasksCommand};
 use crate::config::{self, RawConfig, Settings};
+use crate::error::UsageError;
 use crate::{output, tables, task_source, wiring};
-use anyhow::Context;
 use camino::Utf8Path;
 use orchestrate_tasks::{Split, Task};
 use rand::SeedableRng;
@@ -32,10 +32,7 @@ pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
             if !ids.is_empty() {
                 let known: HashSet<&str> = tasks.iter().map(|task| task.id.as_str()).collect();
                 if let Some(id) = ids.iter().find(|id| !known.contains(id.as_str())) {
-                    anyhow::bail!(
-                        "no task `{id}` among {} tasks (orchestrate tasks list)",
-                        tasks.len()
-                    );
+                    anyhow::bail!(UsageError::UnknownTask { id: id.clone(), known: tasks.len() });
                 }
                 tasks.retain(|task| ids.contains(&task.id));
             } else if !all && sample > 0 {
@@ -96,9 +93,10 @@ fn list(selection: &TaskSelection) -> anyhow::Result<ExitCode> {
 
 fn show(id: &str, selection: &TaskSelection) -> anyhow::Result<ExitCode> {
     let (_, tasks) = select(selection)?;
-    let task = tasks.iter().find(|task| task.id == id).with_context(|| {
-        format!("no task `{id}` among {} tasks (orchestrate tasks list)", tasks.len())
-    })?;
+    let task = tasks
+        .iter()
+        .find(|task| task.id == id)
+        .ok_or_else(|| UsageError::UnknownTask { id: id.to_owned(), known: tasks.len() })?;
     if selection.json {
         output::json(task)?;
         return Ok(ExitCode::SUCCESS);

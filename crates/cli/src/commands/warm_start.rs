@@ -1,6 +1,7 @@
-//! `orchestrate warm-start`: the starting policy, from scripted expert episodes.
+//! `orchestrate warm-start`: trains a starting policy on scripted expert episodes.
 
 use crate::args::WarmStartArgs;
+use crate::error::UsageError;
 use crate::output;
 use crate::progress::Progress;
 use anyhow::Context;
@@ -19,10 +20,12 @@ use rand_chacha::ChaCha8Rng;
 use std::ops::ControlFlow;
 use std::process::ExitCode;
 
+/// Number of tokens of the trained tokenizer.
 const VOCABULARY: usize = 1024;
-/// Loss weight of tokens the policy never has to write: enough to learn what tasks look like.
+/// Loss weight of tokens that the policy never writes: enough to learn what tasks look like.
 const OTHER_WEIGHT: f32 = 0.25;
 
+/// Length of a copying drill.
 const DRILL_TOKENS: usize = 72;
 
 /// Runs the command.
@@ -32,11 +35,7 @@ pub(crate) async fn run(args: WarmStartArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn train(args: &WarmStartArgs) -> anyhow::Result<()> {
-    anyhow::ensure!(
-        !args.out.exists(),
-        "{} exists already\nhint: remove it or choose another --out",
-        args.out
-    );
+    anyhow::ensure!(!args.out.exists(), UsageError::OutputExists { path: args.out.clone() });
     output::say(format!("writing {} scripted expert episodes", args.tasks));
     let counts = micro::MicroCounts { train: args.tasks, held_out: 0, held_out_families: 0 };
     let tasks = micro::generate(args.seed, counts);
@@ -69,7 +68,7 @@ fn train(args: &WarmStartArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The shape that micro tasks are sized for: 1.9 million parameters.
+/// The model that micro tasks are designed for: 1.9 million parameters.
 fn small_model(vocabulary: usize) -> ModelConfig {
     ModelConfig {
         architectures: vec!["Qwen3MoeForCausalLM".into()],
@@ -134,9 +133,10 @@ fn demonstrations(
         .collect()
 }
 
-/// A few random tokens again and again; all but the first round are scored. Repairs are mostly
-/// copying (a file name from the issue, a parameter from the listing), and a small model finds out
-/// how to copy far sooner where nothing else can be learned, from short rounds soonest of all.
+/// Sequences that repeat a few random tokens; all but the first repetition count for the loss. Repairs
+/// are mostly copying (a file name from the issue, a parameter from the listing). A small model learns
+/// to copy much sooner from sequences without anything else to learn, and soonest from short
+/// repetitions.
 fn copying_drills(count: usize, vocabulary: usize, seed: u64) -> Vec<SftSequence> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ 0x0000_c0b7);
     let last = u32::try_from(vocabulary).unwrap_or(u32::MAX);
@@ -145,7 +145,7 @@ fn copying_drills(count: usize, vocabulary: usize, seed: u64) -> Vec<SftSequence
         let length = rng.random_range(4..24);
         let round: Vec<u32> = (0..length).map(|_| rng.random_range(first..last)).collect();
         let tokens: Vec<u32> = round.into_iter().cycle().take(DRILL_TOKENS).collect();
-        // The first repeated token cannot be foreseen.
+        // The first repeated token cannot be predicted.
         let scored = |i: usize| if i > length { 1.0 } else { 0.0 };
         SftSequence { tokens, weights: (0..DRILL_TOKENS).map(scored).collect() }
     };
@@ -168,7 +168,7 @@ fn fit(
     let mut rng = ChaCha8Rng::seed_from_u64(args.seed);
     let drills = if args.from.is_some() { 0 } else { args.drills };
     let drills = copying_drills(drills, model.config().vocab_size, args.seed);
-    // Every pass over the data has its own order.
+    // Every pass over the data has a different order.
     let passes = std::iter::repeat_with(move || {
         let mut pass = data.clone();
         pass.shuffle(&mut rng);
@@ -187,7 +187,7 @@ fn fit(
         progress.update(now.tokens, length, message);
         if now.tokens >= stop_after { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })
-    .context("supervised training")?;
+    .context("supervised training failed")?;
     progress.finish();
     if let Some(last) = last {
         output::say(format!("loss {:.4} after {} tokens", last.loss, last.tokens));

@@ -110,6 +110,7 @@ impl Episodes for ToyEpisodes {
         self.most_running.fetch_max(running, Ordering::SeqCst);
         self.requests.lock().unwrap().push(request.clone());
         self.started.notify_one();
+        tracing::debug!(attempt = %request.attempt, "scripted episode");
         assert_eq!(
             self.engine.version(),
             Some(request.policy_version),

@@ -16,7 +16,7 @@ fn scored(solved: bool) -> Outcome {
     Outcome::Scored { reward: f64::from(u8::from(solved)) }
 }
 
-fn report(end: &RunEnd) -> &orchestrate_coordinator::RunReport {
+fn report(end: &RunEnd) -> &orchestrate_report::RunReport {
     match end {
         RunEnd::Finished(report) | RunEnd::Stopped(report) => report,
     }

@@ -3,8 +3,8 @@
 use crate::parts::{Hook, Kill, ToyEngine, ToyEpisodes, ToySandboxes, ToyTrainer, mix, shape};
 use camino::Utf8PathBuf;
 use orchestrate_coordinator::{
-    Coordinator, DiagnosticsSection, Event, Plan, RunEnd, RunError, RunSection, SamplingPlan, Stop,
-    TaskSet,
+    Coordinator, DiagnosticsSection, Evaluation, EvaluationPlan, Event, Plan, Reporter, RunEnd,
+    RunError, RunSection, SamplingPlan, Stop, TaskSet,
 };
 use orchestrate_handoff::{AlgorithmSection, HandoffSection};
 use orchestrate_rollout::EpisodeRequest;
@@ -168,7 +168,8 @@ impl World {
         }
     }
 
-    pub(crate) async fn coordinator(&self, kill: &Arc<Kill>) -> Coordinator {
+    /// The journal as a freshly started process finds it, which stops the world as `kill` says.
+    async fn restarted(&self, kill: &Arc<Kill>) -> Store {
         let mut store = self.store().await;
         store.set_failpoint(Arc::new(Hook(kill.clone())));
         // A new process: engines have to be told their weights again.
@@ -176,17 +177,44 @@ impl World {
         *self.engine.kill.lock().unwrap() = kill.clone();
         *self.trainer.kill.lock().unwrap() = kill.clone();
         self.episodes.running.store(0, Ordering::SeqCst);
+        store
+    }
+
+    fn reporter(&self) -> Arc<dyn Reporter> {
         let events = self.events.clone();
+        Arc::new(move |event: &Event| events.lock().unwrap().push(event.clone()))
+    }
+
+    pub(crate) async fn coordinator(&self, kill: &Arc<Kill>) -> Coordinator {
         Coordinator {
             folder: self.folder.clone(),
-            store,
+            store: self.restarted(kill).await,
             episodes: self.episodes.clone(),
             engine: self.engine.clone(),
             trainer: self.trainer.clone(),
             sandboxes: self.sandboxes.clone(),
             tasks: self.tasks.clone(),
             plan: self.plan.clone(),
-            reporter: Arc::new(move |event: &Event| events.lock().unwrap().push(event.clone())),
+            reporter: self.reporter(),
+        }
+    }
+
+    /// An evaluation of the checkpoint `/toy/start` by the plan of the run.
+    pub(crate) async fn evaluation(&self, kill: &Arc<Kill>) -> Evaluation {
+        Evaluation {
+            folder: self.folder.clone(),
+            store: self.restarted(kill).await,
+            episodes: self.episodes.clone(),
+            engine: self.engine.clone(),
+            checkpoint: "/toy/start".into(),
+            sandboxes: self.sandboxes.clone(),
+            tasks: self.tasks.clone(),
+            plan: EvaluationPlan {
+                run: self.plan.run.clone(),
+                sampling: self.plan.sampling.clone(),
+                model_name: self.plan.model_name.clone(),
+            },
+            reporter: self.reporter(),
         }
     }
 

@@ -9,6 +9,7 @@ use crate::api::Engine;
 use crate::error::{EngineError, EngineErrorKind};
 use std::sync::Arc;
 use tokio::task::JoinSet;
+use tracing::Instrument;
 
 /// Workers whose update has started and not ended. Those left when this is dropped have unknown
 /// weights.
@@ -44,7 +45,9 @@ pub(super) async fn sync_all(shared: &Shared, target: TargetWeights) -> Result<(
             if worker.circuit() == Circuit::Syncing {
                 pending.workers.push(index);
                 let (engine, target) = (Arc::clone(worker.engine()), target.clone());
-                tasks.spawn(async move { (index, sync_worker(engine.as_ref(), &target).await) });
+                let span = tracing::info_span!("worker", engine = worker.name());
+                let update = async move { (index, sync_worker(engine.as_ref(), &target).await) };
+                tasks.spawn(update.instrument(span));
             }
         }
         let (mut synced, mut failures) = (0, Vec::new());

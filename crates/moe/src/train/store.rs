@@ -94,7 +94,7 @@ impl CheckpointStore {
         policy: &Utf8Path,
         keep: usize,
     ) -> Result<(Self, Restored), CheckpointError> {
-        fs_err::create_dir_all(root).map_err(|e| CheckpointError::new(root, e))?;
+        fs_err::create_dir_all(root).map_err(|e| CheckpointError::io(root, e))?;
         let root = root.canonicalize_utf8().map_err(|e| CheckpointError::new(root, e))?;
         let store = Self { root, keep: keep.max(1) };
         let restored = match store.versions()?.last() {
@@ -177,7 +177,7 @@ impl CheckpointStore {
         fs_err::File::open(&temporary)
             .and_then(|file| file.sync_all())
             .and_then(|()| fs_err::rename(&temporary, &target))
-            .map_err(|e| CheckpointError::new(&target, e))
+            .map_err(|e| CheckpointError::io(&target, e))
     }
 
     /// Versions of the complete checkpoints, ascending.

@@ -14,6 +14,7 @@ use tokio::time::Instant;
 
 impl Attempt<'_> {
     /// Performs the tool calls of the last turn, and appends their results to the prompt.
+    #[tracing::instrument(name = "exec", parent = &self.turn_span, skip_all)]
     pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> EpisodeEvent {
         let started = Instant::now();
         let text = self.turns.last().map_or("", |turn| turn.text.as_str());

@@ -9,6 +9,7 @@
 mod common;
 mod faults;
 mod sharing;
+mod spans;
 mod world;
 
 use crate::world::*;

@@ -23,18 +23,76 @@ pub use spec::{SPECS, Spec, SpecError, spec};
 pub use status::{OTHER_NAMES_BYTES, Status, StatusMap};
 pub use verdict::{Outcomes, Report, Resolution, TestsStatus, grade};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::str::FromStr;
 
-/// Which version of the official harness is reproduced.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+/// A version of SWE-bench's harness.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "HarnessVersion")]
 pub enum Harness {
-    /// What published numbers up to 2026 were made with.
+    /// The rules of published numbers up to 2026.
     #[default]
-    #[serde(rename = "swebench-4.1.0")]
+    #[serde(rename = "4.1.0")]
     V4_1_0,
-    /// Closes holes: skipped tests, forged results, truncated names.
-    #[serde(rename = "swebench-5.0.2")]
+    /// Skipped tests, forged results and truncated names no longer count as solved.
+    #[serde(rename = "5.0.2")]
     V5_0_2,
+}
+
+/// Not a version of the harness that is reproduced here.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is not a known version of the harness (4.1.0 or 5.0.2)")]
+pub struct UnknownHarness(String);
+
+impl Harness {
+    /// All versions, oldest first.
+    pub const ALL: [Self; 2] = [Self::V4_1_0, Self::V5_0_2];
+
+    /// The version, as settings and the command line spell it.
+    pub fn version(self) -> &'static str {
+        match self {
+            Self::V4_1_0 => "4.1.0",
+            Self::V5_0_2 => "5.0.2",
+        }
+    }
+
+    /// One line about its rules, for help texts.
+    pub fn summary(self) -> &'static str {
+        match self {
+            Self::V4_1_0 => "The rules of published numbers up to 2026",
+            Self::V5_0_2 => {
+                "Skipped tests, forged results and truncated names no longer count as solved"
+            }
+        }
+    }
+}
+
+impl FromStr for Harness {
+    type Err = UnknownHarness;
+
+    fn from_str(version: &str) -> Result<Self, UnknownHarness> {
+        let known = Self::ALL.into_iter().find(|harness| harness.version() == version);
+        known.ok_or_else(|| UnknownHarness(version.to_owned()))
+    }
+}
+
+/// The form in reports: `swebench-4.1.0`.
+mod reported {
+    use super::Harness;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    const PREFIX: &str = "swebench-";
+
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes fields by reference")]
+    pub(super) fn serialize<S: Serializer>(harness: &Harness, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(&format_args!("{PREFIX}{}", harness.version()))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Harness, D::Error> {
+        let name = String::deserialize(from)?;
+        name.strip_prefix(PREFIX).unwrap_or(&name).parse().map_err(D::Error::custom)
+    }
 }
 
 /// A log that cannot be graded at all.

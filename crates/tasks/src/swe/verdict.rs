@@ -65,6 +65,7 @@ impl TestsStatus {
 #[expect(clippy::struct_excessive_bools, reason = "the harness' own shape")]
 pub struct Report {
     /// Whose rules these are, like `swebench-4.1.0`. The harness has no such key, and ignores it.
+    #[serde(with = "super::reported")]
     pub harness: Harness,
     /// Whether the prediction has no patch.
     #[serde(rename = "patch_is_None")]

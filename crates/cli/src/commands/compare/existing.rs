@@ -1,12 +1,13 @@
 //! Runs that were made before, by whatever command, here or elsewhere.
 
 use crate::args::ConfigSource;
-use crate::commands::run::PLAN_FILE;
 use crate::config::{self, RawConfig};
+use crate::error::{InputError, OutputError, UsageError};
+use crate::run_folder::PLAN_FILE;
 use crate::wiring;
-use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_coordinator::{ComparedRun, ConfigRuns, read_runs, write_runs};
+use orchestrate_coordinator::{RunSettings, is_finished};
+use orchestrate_report::{ComparedRun, ConfigRuns, read_runs, write_runs};
 use orchestrate_store::Reader;
 use std::io::{BufReader, BufWriter};
 
@@ -29,7 +30,8 @@ pub(super) async fn read(paths: &[Utf8PathBuf]) -> anyhow::Result<Vec<ConfigRuns
                 let seeds: Vec<u64> = known.runs.iter().map(|run| run.seed).collect();
                 let again = one.runs.iter().find(|run| seeds.contains(&run.seed));
                 if let Some(run) = again {
-                    anyhow::bail!("{path}: seed {} of {} is there twice", run.seed, known.name);
+                    let (seed, name) = (run.seed, known.name.clone());
+                    anyhow::bail!(UsageError::RepeatedRun { path, seed, name });
                 }
                 known.runs.append(&mut one.runs);
                 known.runs.sort_by_key(|run| run.seed);
@@ -57,22 +59,33 @@ pub(super) fn write(configs: &[ConfigRuns], out: &Utf8Path) -> anyhow::Result<()
         file.sync_all()?;
         fs_err::rename(&temporary, &path)
     };
-    write().with_context(|| format!("write {path}"))
+    Ok(write().map_err(|source| OutputError { file: path.clone(), source })?)
 }
 
 fn from_file(path: &Utf8Path) -> anyhow::Result<Vec<ConfigRuns>> {
-    let file = fs_err::File::open(path)?;
+    let file = fs_err::File::open(path)
+        .map_err(|source| InputError::Unreadable { file: path.to_owned(), source })?;
     let read = || read_runs(BufReader::new(zstd::Decoder::new(file)?));
-    read().with_context(|| format!("{path} is no {RUNS_FILE} of `orchestrate compare`"))
+    Ok(read().map_err(|source| InputError::NotRuns { file: path.to_owned(), source })?)
 }
 
 async fn from_folder(folder: &Utf8Path) -> anyhow::Result<ConfigRuns> {
-    // Says what is missing where this is no run at all.
-    Reader::open(folder).await?;
+    // Opened first: its error says what is missing if the folder holds no run at all.
+    let reader = Reader::open(folder).await?;
     let source = ConfigSource { files: vec![folder.join(PLAN_FILE)], sets: vec![] };
     let raw: RawConfig = config::load(&source)?;
-    let run = ComparedRun::read(folder, &raw.check()?.run).await?;
+    let run = read_run(&reader, folder, &raw.check()?.run).await?;
     Ok(ConfigRuns { name: name_of(folder), plan: plan(&raw)?, runs: vec![run] })
+}
+
+/// What the journal of the run in `folder` says, whose `[run]` section is `settings`.
+pub(super) async fn read_run(
+    reader: &Reader,
+    folder: &Utf8Path,
+    settings: &RunSettings,
+) -> anyhow::Result<ComparedRun> {
+    let finished = is_finished(reader, settings).await?;
+    Ok(ComparedRun::read(reader, folder, settings.seed, finished).await?)
 }
 
 /// The plan of a configuration: that of any of its runs, without the seed.

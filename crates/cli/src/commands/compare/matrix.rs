@@ -1,57 +1,9 @@
 //! Which runs a comparison consists of: configs × variants × seeds.
 
-use crate::args::{CompareArgs, ConfigSource};
+use crate::args::{CompareArgs, ConfigSource, Variant};
 use crate::config::{self, ConfigError, RawConfig, Settings};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
-use std::str::FromStr;
-
-/// Settings with a name, as `--variant` gives them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Variant {
-    name: String,
-    /// As `--set` takes them.
-    sets: Vec<String>,
-}
-
-impl FromStr for Variant {
-    type Err = ConfigError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (name, sets) = text.split_once(':').unwrap_or((text, ""));
-        let usable = |c: char| c.is_ascii_alphanumeric() || "._+-".contains(c);
-        if name.is_empty() || name.starts_with('.') || !name.chars().all(usable) {
-            return Err(ConfigError::Layer {
-                name: format!("variant {name:?}"),
-                error: "expected NAME:KEY=VALUE,… with a name of letters, digits, . _ + -".into(),
-            });
-        }
-        Ok(Self { name: name.to_owned(), sets: at_commas(sets) })
-    }
-}
-
-/// Splits at commas that are not part of a value.
-fn at_commas(text: &str) -> Vec<String> {
-    let (mut depth, mut quote, mut parts) = (0u32, None, vec![String::new()]);
-    for c in text.chars() {
-        match quote {
-            Some(open) if open == c => quote = None,
-            None if matches!(c, '"' | '\'') => quote = Some(c),
-            None if matches!(c, '[' | '{') => depth += 1,
-            None if matches!(c, ']' | '}') => depth = depth.saturating_sub(1),
-            None if c == ',' && depth == 0 => {
-                parts.push(String::new());
-                continue;
-            }
-            Some(_) | None => {}
-        }
-        if let Some(part) = parts.last_mut() {
-            part.push(c);
-        }
-    }
-    let trimmed = parts.iter().map(|part| part.trim().to_owned());
-    trimmed.filter(|part| !part.is_empty()).collect()
-}
 
 /// One run of the comparison.
 #[derive(Debug)]
@@ -142,21 +94,6 @@ mod tests {
     fn matrix(arguments: &[&str]) -> anyhow::Result<Matrix> {
         let line = ["compare", "--out", "out"].iter().chain(arguments);
         Matrix::new(&Line::try_parse_from(line)?.args, Utf8Path::new("/out"))
-    }
-
-    #[test]
-    fn a_variant_is_split_at_commas_outside_of_values() {
-        let variant: Variant =
-            "gspo+r3: a.b=gspo, a.betas=[0.9, 0.95],c.d=\"x,y\" ,e.f={ g = 1, h = 2 }"
-                .parse()
-                .unwrap();
-        assert_eq!(variant.name, "gspo+r3");
-        let sets = ["a.b=gspo", "a.betas=[0.9, 0.95]", "c.d=\"x,y\"", "e.f={ g = 1, h = 2 }"];
-        assert_eq!(variant.sets, sets);
-        assert_eq!("as-it-is".parse::<Variant>().unwrap().sets, [] as [String; 0]);
-        for bad in [":a.b=1", "a/b:c.d=1", "..", ""] {
-            assert!(bad.parse::<Variant>().is_err(), "{bad}");
-        }
     }
 
     #[test]

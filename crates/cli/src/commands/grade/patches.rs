@@ -2,6 +2,7 @@
 
 use crate::args::GradeArgs;
 use crate::config::{self, RawConfig};
+use crate::error::{BrokenMeasurement, OutputError, UsageError};
 use crate::grader::Grader;
 use crate::progress::Progress;
 use crate::{output, tables, task_source};
@@ -41,8 +42,14 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
             )),
         }
     }
-    anyhow::ensure!(!work.is_empty(), "no prediction is for a task of {}", args.tasks);
-    let rules = GradingRules { harness: args.harness.into(), ..settings.reward.rules() };
+    anyhow::ensure!(
+        !work.is_empty(),
+        UsageError::NoPrediction {
+            predictions: args.predictions.clone().unwrap_or_default(),
+            tasks: args.tasks.clone()
+        }
+    );
+    let rules = GradingRules { harness: args.harness, ..settings.reward.rules() };
     let grader = Grader::connect(&settings, rules).await?;
     let progress = Progress::new(work.len() as u64);
     let mut outcomes: BTreeMap<&str, BTreeMap<&str, Outcome>> = BTreeMap::new();
@@ -70,7 +77,9 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
     for (model, outcomes) in &outcomes {
         let report = report(&tasks, outcomes);
         let name = format!("{}.{}.json", file_name(model), args.run_id);
-        fs_err::write(args.out.join(name), format!("{report:#}"))?;
+        let file = args.out.join(name);
+        fs_err::write(&file, format!("{report:#}"))
+            .map_err(|source| OutputError { file, source })?;
         if args.json {
             output::json(&report)?;
         } else {
@@ -78,11 +87,7 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
         }
         broken += outcomes.values().filter(|&&outcome| outcome == Outcome::Broken).count();
     }
-    anyhow::ensure!(
-        broken == 0,
-        "{broken} patches could not be graded for reasons of ours; the same command again grades \
-         only those"
-    );
+    anyhow::ensure!(broken == 0, BrokenMeasurement::Grading { broken });
     Ok(ExitCode::SUCCESS)
 }
 

@@ -1,6 +1,7 @@
 //! Tasks in a file of rows.
 
 use crate::commands::grade::find;
+use crate::error::InputError;
 use crate::{output, tables};
 use camino::Utf8Path;
 use orchestrate_tasks::load::{self, Row};
@@ -29,21 +30,24 @@ pub(super) fn import(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode>
         let families = if families.is_empty() { "none".to_owned() } else { families.join(", ") };
         output::data(format!("{file}: usable {families}; refused {}", refused.len()));
     }
-    anyhow::ensure!(total > 0, "{file} has no usable row");
+    check_usable(file, total, refused.len())?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Lists the usable rows of `file`.
 pub(super) fn list(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode> {
     let mut table = tables::table(&["id", "repository", "issue"]);
+    let (mut usable, mut bad) = (0, 0);
     for row in load::rows(file)? {
         let row = match row {
             Ok(row) => row,
             Err(refused) => {
                 output::say(format!("refused: {refused}"));
+                bad += 1;
                 continue;
             }
         };
+        usable += 1;
         if as_json {
             output::data(json!({
                 "id": row.id(),
@@ -56,10 +60,19 @@ pub(super) fn list(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode> {
             table.add_row([row.id().as_str(), row.repo(), title]);
         }
     }
+    check_usable(file, usable, bad)?;
     if !as_json {
         output::data(table);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A file without a usable row is a mistake, also where it is empty.
+fn check_usable(file: &Utf8Path, usable: usize, refused: usize) -> Result<(), InputError> {
+    match usable {
+        0 => Err(InputError::NoUsableRow { file: file.to_owned(), refused, skipped: 0 }),
+        _ => Ok(()),
+    }
 }
 
 /// Shows one row of `file`, with what is hidden from the agent.

@@ -1,0 +1,168 @@
+//! What commands refuse, apart from settings ([`crate::config::ConfigError`]). The rule for exit
+//! codes: an argument that names something that does not exist is [`UsageError`] (2), a file given
+//! as input that cannot be used is [`InputError`] (3), a file that cannot be written is
+//! [`OutputError`] (6).
+
+use camino::Utf8PathBuf;
+use orchestrate_tasks::swe::LogError;
+use std::io;
+use std::net::SocketAddr;
+
+/// An argument that is well-formed, but names something that does not exist or is taken. Exit code 2.
+#[derive(Debug, thiserror::Error)]
+pub enum UsageError {
+    /// No such task in the environment.
+    #[error("no task `{id}` among {known} tasks (orchestrate tasks list)")]
+    UnknownTask {
+        /// As given.
+        id: String,
+        /// Number of tasks.
+        known: usize,
+    },
+    /// No such row in a file.
+    #[error(
+        "no task `{id}` among the {usable} usable rows of {file}, {refused} more are refused \
+         (orchestrate tasks list --file {file})"
+    )]
+    UnknownRow {
+        /// As given.
+        id: String,
+        /// The file of rows.
+        file: Utf8PathBuf,
+        /// Number of usable rows.
+        usable: usize,
+        /// Number of refused rows.
+        refused: usize,
+    },
+    /// Not an episode id, or not one of this run.
+    #[error(
+        "`{id}` is not an episode of {run_dir} (ids look like t000012.03; `orchestrate show \
+         {run_dir}` lists the newest)"
+    )]
+    UnknownEpisode {
+        /// As given.
+        id: String,
+        /// The run folder.
+        run_dir: Utf8PathBuf,
+    },
+    /// None of the predictions is for a task of the file.
+    #[error("no prediction in {predictions} is for a usable row of {tasks}")]
+    NoPrediction {
+        /// The predictions.
+        predictions: Utf8PathBuf,
+        /// The file of rows.
+        tasks: Utf8PathBuf,
+    },
+    /// A pattern that matches no case.
+    #[error("no case matches `{pattern}`; cases: {known}")]
+    NoCase {
+        /// As given.
+        pattern: String,
+        /// Names of all cases, separated by commas.
+        known: String,
+    },
+    /// The same run was given twice.
+    #[error("{path}: seed {seed} of {name} was given twice")]
+    RepeatedRun {
+        /// The second folder or file.
+        path: Utf8PathBuf,
+        /// Seed of the run.
+        seed: u64,
+        /// Its configuration.
+        name: String,
+    },
+    /// The output exists, and is not overwritten.
+    #[error("{path} exists already; remove it, or choose another --out")]
+    OutputExists {
+        /// The file or folder.
+        path: Utf8PathBuf,
+    },
+    /// The address cannot be listened on.
+    #[error("cannot listen on {address}; choose another --listen")]
+    Listen {
+        /// As given.
+        address: SocketAddr,
+        /// The system's reason.
+        source: io::Error,
+    },
+}
+
+/// A file given as input that is missing, unreadable, or not what it should be. Exit code 3.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum InputError {
+    /// Reading failed.
+    #[error("cannot read {file}")]
+    Unreadable {
+        /// The file.
+        file: Utf8PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// A file of rows without a task.
+    #[error("{file} has no usable row: {refused} refused{}", listed(*skipped))]
+    NoUsableRow {
+        /// The file of rows.
+        file: Utf8PathBuf,
+        /// Rows that cannot be used.
+        refused: usize,
+        /// Ids in `tasks.skip`.
+        skipped: usize,
+    },
+    /// A test log that the harness would not grade either.
+    #[error("cannot grade {log}")]
+    Log {
+        /// The log.
+        log: Utf8PathBuf,
+        /// Why.
+        source: LogError,
+    },
+    /// Not the file of a comparison.
+    #[error("{file} is not a runs.jsonl.zst of orchestrate compare")]
+    NotRuns {
+        /// The file.
+        file: Utf8PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+fn listed(skipped: usize) -> String {
+    if skipped == 0 { String::new() } else { format!(", {skipped} listed in tasks.skip") }
+}
+
+/// A file that cannot be written. Exit code 6.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write {file}")]
+pub(crate) struct OutputError {
+    /// The file.
+    pub(crate) file: Utf8PathBuf,
+    /// The system's reason.
+    pub(crate) source: io::Error,
+}
+
+/// Too much of a measurement is broken by the infrastructure to be one. Exit code 5.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum BrokenMeasurement {
+    /// Of an evaluation.
+    #[error(
+        "{broken} of {episodes} episodes are broken, so the rest does not measure the policy; \
+         `orchestrate show {folder}` lists the reasons, --allow-broken reports the rest anyway"
+    )]
+    Evaluation {
+        /// Broken episodes.
+        broken: usize,
+        /// All episodes.
+        episodes: usize,
+        /// The run folder.
+        folder: Utf8PathBuf,
+    },
+    /// Of a grading.
+    #[error(
+        "{broken} patches could not be graded because their sandboxes failed; the same command \
+         again grades only those"
+    )]
+    Grading {
+        /// Patches without a verdict.
+        broken: usize,
+    },
+}

@@ -1,0 +1,66 @@
+//! `orchestrate`: arguments, config loading, wiring, progress and exit codes. No decisions here.
+//!
+//! The main loop is four hops away: [`main`] → `commands/run.rs` → the coordinator's `lib.rs` →
+//! its `run_loop.rs`.
+//!
+//! This is a library only so that `orchestrate-bench` reads settings, prints and exits the way
+//! `orchestrate` does; its public items are what the two programs share.
+
+mod args;
+mod commands;
+mod config;
+mod error;
+mod exit;
+mod glob;
+mod grader;
+mod images;
+mod live;
+pub mod output;
+pub mod process;
+mod progress;
+mod run_folder;
+pub mod tables;
+mod task_source;
+mod wiring;
+
+pub use args::ConfigSource;
+pub use error::UsageError;
+pub use exit::usage;
+pub use glob::matches_glob;
+pub use progress::Progress;
+pub use wiring::{SandboxUnderTest, sandbox_under_test};
+
+use args::{Cli, Command};
+use clap::Parser;
+use std::process::ExitCode;
+
+/// Runs `orchestrate` on the arguments of this process and returns its exit code.
+pub fn main() -> ExitCode {
+    match Cli::try_parse() {
+        Ok(cli) => {
+            output::init_logging(cli.verbose, cli.log_filter.as_deref());
+            process::block_on(dispatch(cli.command))
+        }
+        Err(error) => exit::usage(&error),
+    }
+}
+
+async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Run(args) => commands::run::run(args).await,
+        Command::Eval(args) => commands::eval::run(args).await,
+        Command::Grade(args) => commands::grade::run(args).await,
+        Command::Tasks(args) => commands::tasks::run(args).await,
+        Command::Config(args) => commands::config::run(args),
+        Command::Doctor(args) => commands::doctor::run(args).await,
+        Command::Show(args) => commands::show::run(args).await,
+        Command::Analyze(args) => commands::analyze::run(args).await,
+        Command::Compare(args) => commands::compare::run(args).await,
+        Command::Gc(args) => commands::gc::run(args).await,
+        Command::WarmStart(args) => commands::warm_start::run(args).await,
+        Command::ServeEngine(args) => commands::serve::engine(args).await,
+        Command::ServeTrainer(args) => commands::serve::trainer(args).await,
+        Command::RemoveUnstarted(args) => commands::remove_unstarted::run(args).await,
+        Command::Completions(args) => args::write_completions(args.shell),
+    }
+}

@@ -1,0 +1,108 @@
+//! The folder of a run or an evaluation: its plan and its journal.
+
+use crate::args::ConfigSource;
+use crate::config::{self, ConfigError, RawConfig, Settings};
+use crate::wiring;
+use anyhow::Context;
+use camino::Utf8Path;
+use orchestrate_coordinator::RunError;
+use orchestrate_engine::{EngineKind, EnginePlan};
+use orchestrate_store::{JOURNAL_FILE, NewRun, Store};
+use orchestrate_tasks::load;
+use orchestrate_types::{ConfigProblem, RunId};
+
+/// The recorded plan inside a run folder.
+pub(crate) const PLAN_FILE: &str = "plan.toml";
+
+/// Records the plan of a new run or evaluation, with every default, and creates its journal.
+pub(crate) async fn create(
+    folder: &Utf8Path,
+    raw: &RawConfig,
+) -> anyhow::Result<(Settings, Store)> {
+    let mut raw = raw.with_defaults()?;
+    pin_data_sets(&mut raw).await?;
+    let settings = raw.check()?;
+    check_model(&settings)?;
+    // A damaged checkpoint is reported here as well.
+    wiring::shape(&settings.engine, &settings.engine.model)?;
+    let plan = toml::to_string(&raw).context("write the plan")?;
+    let new = NewRun { run: RunId::generate(), plan_digest: digest(&plan) };
+    // The plan comes first, so that a journal never lacks it; a plan alone is not a run yet.
+    if !folder.join(JOURNAL_FILE).exists() {
+        write_whole(&folder.join(PLAN_FILE), &plan)?;
+    }
+    Ok((settings, Store::create(folder, &new).await?))
+}
+
+/// Refuses a missing model before anything is written. The default one exists in a checkout of the
+/// project only.
+pub(crate) fn check_model(settings: &Settings) -> Result<(), ConfigError> {
+    let EnginePlan { kind, model, .. } = &settings.engine;
+    if *kind == EngineKind::Openai || model.exists() {
+        return Ok(());
+    }
+    let remedy = "must be an existing checkpoint folder, relative to the current directory; the \
+                  default, environments/micro/policy, exists in a checkout of the project only: \
+                  run from there, or set engine.model";
+    Err(ConfigError::Problems(vec![ConfigProblem::new("engine.model", model, remedy)]))
+}
+
+/// Replaces the name of a data set on a hub, which may change during a run, by its commit.
+async fn pin_data_sets(raw: &mut RawConfig) -> anyhow::Result<()> {
+    for file in [&mut raw.tasks.file, &mut raw.tasks.held_out_file].into_iter().flatten() {
+        let named = file.clone();
+        *file = tokio::task::spawn_blocking(move || load::pinned(&named)).await??;
+    }
+    Ok(())
+}
+
+/// Opens a run or evaluation that was stopped, killed or finished; `source` must be empty.
+pub(crate) async fn resume(
+    folder: &Utf8Path,
+    source: &ConfigSource,
+) -> anyhow::Result<(Settings, Store)> {
+    anyhow::ensure!(
+        source.files.is_empty() && source.sets.is_empty(),
+        ConfigError::Layer {
+            name: "--resume".into(),
+            error: format!(
+                "a resumed run keeps the plan in {folder}/{PLAN_FILE}; drop --config and --set"
+            ),
+        }
+    );
+    let path = folder.join(PLAN_FILE);
+    if path.exists() && !folder.join(JOURNAL_FILE).exists() {
+        // Killed between plan and journal: nothing was started.
+        let raw: RawConfig = config::load(&ConfigSource { files: vec![path], sets: vec![] })?;
+        return create(folder, &raw).await;
+    }
+    let store = Store::open(folder).await?;
+    let text = fs_err::read_to_string(&path)
+        .map_err(|error| ConfigError::Unreadable { file: path.clone(), error })?;
+    let recorded = store.reader().run().await?.plan_digest;
+    anyhow::ensure!(
+        digest(&text) == recorded,
+        ConfigError::Layer {
+            name: path.to_string(),
+            error: "was changed after the run started; restore it, or start a new run".into(),
+        }
+    );
+    let raw: RawConfig = config::parse_layer(path.as_str(), &text)?;
+    Ok((raw.check()?, store))
+}
+
+fn digest(plan: &str) -> String {
+    blake3::hash(plan.as_bytes()).to_hex().to_string()
+}
+
+/// Writes a file atomically, and creates the folders above it.
+pub(crate) fn write_whole(path: &Utf8Path, text: &str) -> Result<(), RunError> {
+    let write = || {
+        fs_err::create_dir_all(path.parent().unwrap_or(path))?;
+        let temporary = path.with_extension("tmp");
+        fs_err::write(&temporary, text)?;
+        fs_err::File::open(&temporary)?.sync_all()?;
+        fs_err::rename(&temporary, path)
+    };
+    write().map_err(|source| RunError::File { path: path.to_owned(), source })
+}

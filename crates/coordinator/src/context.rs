@@ -1,0 +1,170 @@
+//! What a training run and an evaluation have in common: the journal, the episodes under way, the
+//! weights that engines serve, and the way both end.
+
+use crate::error::RunError;
+use crate::events::{Event, Reporter};
+use crate::groups::Decision;
+use crate::plan::EvaluationPlan;
+use crate::stop::Stop;
+use camino::Utf8Path;
+use orchestrate_engine::Engine;
+use orchestrate_report::RunReport;
+use orchestrate_rollout::Episodes;
+use orchestrate_sandbox::SandboxProvider;
+use orchestrate_store::Store;
+use orchestrate_types::{GroupId, PolicyVersion, RunId};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use tracing::Instrument;
+
+/// Time for removing the containers that are still open at the end; the next start removes the
+/// rest.
+const SANDBOX_SHUTDOWN: Duration = Duration::from_secs(30);
+
+/// How a run or an evaluation ended.
+#[derive(Debug, Clone, PartialEq)]
+pub enum RunEnd {
+    /// Every step and evaluation is done.
+    Finished(RunReport),
+    /// Stopped on request; `--resume` continues it.
+    Stopped(RunReport),
+}
+
+/// Shared by every task of a run or an evaluation.
+pub(crate) struct Context {
+    pub(crate) run: RunId,
+    pub(crate) store: Store,
+    pub(crate) episodes: Arc<dyn Episodes>,
+    pub(crate) plan: EvaluationPlan,
+    pub(crate) reporter: Arc<dyn Reporter>,
+    pub(crate) stop: Stop,
+    pub(crate) in_flight: Semaphore,
+    pub(crate) live: LiveVersion,
+}
+
+/// The weights that engines serve: an episode that starts now is sampled with them.
+#[derive(Debug, Default)]
+pub(crate) struct LiveVersion(AtomicU64);
+
+impl LiveVersion {
+    pub(crate) fn get(&self) -> PolicyVersion {
+        PolicyVersion(self.0.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn set(&self, version: PolicyVersion) {
+        self.0.store(version.0, Ordering::Release);
+    }
+}
+
+impl Context {
+    /// Reads the run's id from the journal; nothing is sampled yet.
+    pub(crate) async fn new(
+        store: Store,
+        episodes: Arc<dyn Episodes>,
+        plan: EvaluationPlan,
+        reporter: Arc<dyn Reporter>,
+        stop: Stop,
+    ) -> Result<Self, RunError> {
+        Ok(Self {
+            run: store.reader().run().await?.run,
+            in_flight: Semaphore::new(plan.sampling.max_in_flight as usize),
+            live: LiveVersion::default(),
+            store,
+            episodes,
+            plan,
+            reporter,
+            stop,
+        })
+    }
+
+    pub(crate) fn report(&self, event: &Event) {
+        self.reporter.report(event);
+    }
+
+    pub(crate) fn warn(&self, message: String) {
+        tracing::warn!("{message}");
+        self.report(&Event::Warning { message });
+    }
+
+    /// Does `work` until it ends or a stop request ends it, then removes the sandboxes. Returns
+    /// whether `work` came to its end.
+    pub(crate) async fn drive(
+        &self,
+        sandboxes: &dyn SandboxProvider,
+        work: impl Future<Output = Result<(), RunError>>,
+    ) -> Result<bool, RunError> {
+        let draining = || self.report(&Event::Draining);
+        let span = tracing::info_span!("run", run_id = %self.run, epoch = self.store.epoch());
+        let work = work.instrument(span);
+        // Dropping `work` at any point is as good as a kill, and that is what the journal is for.
+        let driven = tokio::select! {
+            biased;
+            () = self.stop.immediately(self.plan.run.shutdown_grace.0, draining) => {
+                Err(RunError::Stopped)
+            }
+            driven = work => driven,
+        };
+        let left = match tokio::time::timeout(SANDBOX_SHUTDOWN, sandboxes.shutdown()).await {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(error.to_string()),
+            Err(_) => Some(format!("no answer within {SANDBOX_SHUTDOWN:?}")),
+        };
+        if let Some(why) = left {
+            self.warn(format!("some containers may be left for the next start: {why}"));
+        }
+        match driven {
+            Ok(()) => Ok(true),
+            Err(RunError::Stopped) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes the containers of earlier starts.
+    pub(crate) async fn sweep(&self, sandboxes: &dyn SandboxProvider) -> Result<(), RunError> {
+        let swept = sandboxes.sweep(self.run, self.store.epoch()).await?;
+        for (name, why) in &swept.kept {
+            tracing::debug!(name, why, "container left alone");
+        }
+        self.report(&Event::Swept { removed: swept.removed.len() });
+        Ok(())
+    }
+
+    /// Has every engine serve `checkpoint` as `version`, recorded before and after.
+    #[tracing::instrument(
+        name = "weight_sync",
+        skip_all,
+        fields(policy_version = version.0, %checkpoint)
+    )]
+    pub(crate) async fn serve(
+        &self,
+        engine: &dyn Engine,
+        version: PolicyVersion,
+        lineage: u64,
+        checkpoint: &Utf8Path,
+    ) -> Result<(), RunError> {
+        self.store.announce_version(version, lineage, checkpoint).await?;
+        engine.sync_weights(checkpoint, version).await?;
+        self.live.set(version);
+        self.store.version_live(version).await?;
+        self.report(&Event::WeightsLive { version });
+        Ok(())
+    }
+
+    /// Records what was decided about a complete group.
+    pub(crate) async fn decide(&self, id: GroupId, decision: &Decision) -> Result<(), RunError> {
+        let dropped = match decision {
+            Decision::Keep => {
+                self.store.keep_group(id).await?;
+                None
+            }
+            Decision::Drop(reason) => {
+                self.store.drop_group(id, reason).await?;
+                Some(reason.clone())
+            }
+        };
+        self.report(&Event::GroupDecided { group: id, dropped });
+        Ok(())
+    }
+}
