@@ -340,8 +340,8 @@ impl<D: Dialect> Engine for Client<D> {
         D::pause(&self.server, self.sync_timeout).await?;
         let name = version.to_string();
         let loaded = D::load(&self.server, checkpoint, &name, self.sync_timeout).await;
-        // Resumed even after a failure: a paused server would hold every later call. None of ours
-        // gets through until a sync succeeds.
+        // Resumed even after a failure, because a paused server would hold every later call. This
+        // client still refuses to sample until a sync succeeds.
         let resumed = D::resume(&self.server).await;
         loaded?;
         resumed?;

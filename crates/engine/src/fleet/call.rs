@@ -66,7 +66,7 @@ pub(super) async fn call(
     worker.count_failed();
     match &error.kind {
         EngineErrorKind::Unreachable(_) => {
-            // A probe tells whether only this connection broke or the worker is gone.
+            // A probe shows whether only this connection broke or the worker is gone.
             if worker.survives_probe().await {
                 shared.step(place.worker, CircuitEvent::RequestFailed);
                 CallOutcome::Failed(error)

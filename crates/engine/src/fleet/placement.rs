@@ -128,7 +128,7 @@ impl Placement {
         self.sessions.get(session)?.assigned
     }
 
-    /// Starts a call: returns where the conversation is assigned, after assigning it anew if its
+    /// Starts a call: returns where the conversation is assigned, after assigning it again if its
     /// worker is out of service; `None` while no worker is in service. Every call that started must
     /// be ended with [`Placement::end_call`].
     pub(super) fn begin_call(&mut self, session: &str, tokens: usize) -> Option<WorkerRank> {

@@ -1,6 +1,6 @@
 //! Workers that break connections, stop, or send invalid replies.
 
-use crate::scripted::{Mood, all_are, fleet, request, sample, settle, states};
+use crate::scripted::{Behaviour, fleet, request, sample, set_all, settle, states};
 use orchestrate_engine::EngineErrorKind;
 use std::future::poll_fn;
 use std::pin::pin;
@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 async fn a_conversation_of_a_lost_worker_moves_to_another_at_once() {
     let (fleet, workers) = fleet(2, 8);
     sample(fleet.as_ref(), request("a", 10)).await.unwrap();
-    workers[0].is(Mood::Gone);
+    workers[0].set(Behaviour::Gone);
     let started = tokio::time::Instant::now();
     let reply = sample(fleet.as_ref(), request("a", 20)).await.unwrap();
     assert_eq!(reply.worker, "w1");
@@ -25,10 +25,10 @@ async fn a_conversation_of_a_lost_worker_moves_to_another_at_once() {
 #[tokio::test(start_paused = true)]
 async fn a_broken_connection_of_a_live_worker_is_retried_there_by_the_caller() {
     let (fleet, workers) = fleet(2, 8);
-    workers[0].is(Mood::BreaksConnections);
+    workers[0].set(Behaviour::BreaksConnections);
     let error = sample(fleet.as_ref(), request("a", 10)).await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::Unreachable(_)), "{error}");
-    workers[0].is(Mood::Well);
+    workers[0].set(Behaviour::Well);
     let reply = sample(fleet.as_ref(), request("a", 10)).await.unwrap();
     assert_eq!((reply.worker.as_str(), fleet.moves()), ("w0", 0));
     assert_eq!(states(&fleet), ["up", "up"]);
@@ -37,7 +37,7 @@ async fn a_broken_connection_of_a_live_worker_is_retried_there_by_the_caller() {
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_breaks_every_connection_goes_out_of_service_though_it_answers_probes() {
     let (fleet, workers) = fleet(2, 8);
-    workers[0].is(Mood::BreaksConnections);
+    workers[0].set(Behaviour::BreaksConnections);
     for _ in 0..3 {
         sample(fleet.as_ref(), request("a", 10)).await.unwrap_err();
     }
@@ -48,7 +48,7 @@ async fn a_worker_that_breaks_every_connection_goes_out_of_service_though_it_ans
 #[tokio::test(start_paused = true)]
 async fn a_stopped_worker_is_found_by_probes_and_its_calls_move() {
     let (fleet, workers) = fleet(2, 8);
-    workers[0].is(Mood::Stopped);
+    workers[0].set(Behaviour::Stopped);
     let started = tokio::time::Instant::now();
     let mut calls = JoinSet::new();
     for session in ["a", "b", "c", "d"] {
@@ -67,7 +67,7 @@ async fn a_stopped_worker_is_found_by_probes_and_its_calls_move() {
 #[tokio::test(start_paused = true)]
 async fn probes_without_a_change_wake_no_call() {
     let (fleet, workers) = fleet(1, 8);
-    workers[0].is(Mood::Slow);
+    workers[0].set(Behaviour::Slow);
     let mut call = pin!(sample(fleet.as_ref(), request("a", 10)));
     let mut polls = 0;
     let counted = poll_fn(|context| {
@@ -82,7 +82,7 @@ async fn probes_without_a_change_wake_no_call() {
 #[tokio::test(start_paused = true)]
 async fn an_invalid_reply_is_retried_on_another_worker() {
     let (fleet, workers) = fleet(2, 8);
-    workers[0].is(Mood::Invalid);
+    workers[0].set(Behaviour::Invalid);
     let error = sample(fleet.as_ref(), request("a", 10)).await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::InvalidReply(_)), "{error}");
     assert_eq!(sample(fleet.as_ref(), request("a", 10)).await.unwrap().worker, "w1");
@@ -96,7 +96,7 @@ async fn an_invalid_reply_is_retried_on_another_worker() {
 #[tokio::test(start_paused = true)]
 async fn calls_wait_for_a_worker_in_service_but_not_forever() {
     let (fleet, workers) = fleet(2, 8);
-    all_are(&workers, Mood::Gone);
+    set_all(&workers, Behaviour::Gone);
     let waiting = {
         let fleet = fleet.clone();
         let mut call = JoinSet::new();
@@ -105,11 +105,11 @@ async fn calls_wait_for_a_worker_in_service_but_not_forever() {
     };
     tokio::time::sleep(Duration::from_mins(1)).await;
     assert_eq!(states(&fleet), ["out of service", "out of service"]);
-    workers[1].is(Mood::Well);
+    workers[1].set(Behaviour::Well);
     let reply = waiting.join_all().await.remove(0).unwrap();
     assert_eq!(reply.worker, "w1");
 
-    workers[1].is(Mood::Gone);
+    workers[1].set(Behaviour::Gone);
     let started = tokio::time::Instant::now();
     let error = sample(fleet.as_ref(), request("a", 10)).await.unwrap_err();
     assert!(error.to_string().contains("no worker was in service"), "{error}");
@@ -119,7 +119,7 @@ async fn calls_wait_for_a_worker_in_service_but_not_forever() {
 #[tokio::test(start_paused = true)]
 async fn a_request_that_crashes_workers_does_not_reach_them_all() {
     let (fleet, workers) = fleet(5, 8);
-    all_are(&workers, Mood::Gone);
+    set_all(&workers, Behaviour::Gone);
     sample(fleet.as_ref(), request("poison", 10)).await.unwrap_err();
     settle().await;
     assert_eq!(states(&fleet).iter().filter(|state| **state == "out of service").count(), 3);
@@ -128,11 +128,11 @@ async fn a_request_that_crashes_workers_does_not_reach_them_all() {
 #[tokio::test(start_paused = true)]
 async fn a_dropped_call_frees_its_permit() {
     let (fleet, workers) = fleet(1, 1);
-    workers[0].is(Mood::Slow);
+    workers[0].set(Behaviour::Slow);
     let call =
         tokio::time::timeout(Duration::from_secs(1), sample(fleet.as_ref(), request("a", 10)));
     call.await.unwrap_err();
     assert_eq!(fleet.status()[0].calls, 0);
-    workers[0].is(Mood::Well);
+    workers[0].set(Behaviour::Well);
     sample(fleet.as_ref(), request("b", 10)).await.unwrap();
 }

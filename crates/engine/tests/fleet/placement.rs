@@ -1,6 +1,6 @@
 //! Which worker a conversation is assigned to.
 
-use crate::scripted::{Mood, Scripted, all_are, fleet, fleet_of, request, sample, settle};
+use crate::scripted::{Behaviour, Scripted, fleet, fleet_of, request, sample, set_all, settle};
 use orchestrate_engine::{Engine, SessionOpening};
 use tokio::task::JoinSet;
 
@@ -59,7 +59,7 @@ async fn each_rank_is_assigned_separately_and_named_in_requests() {
 #[tokio::test(start_paused = true)]
 async fn a_worker_never_has_more_calls_than_permits() {
     let (fleet, workers) = fleet(2, 3);
-    all_are(&workers, Mood::Slow);
+    set_all(&workers, Behaviour::Slow);
     let mut calls = JoinSet::new();
     for session in 0..20 {
         let fleet = fleet.clone();
@@ -67,7 +67,7 @@ async fn a_worker_never_has_more_calls_than_permits() {
     }
     settle().await;
     assert_eq!(fleet.status().iter().map(|worker| worker.calls).collect::<Vec<_>>(), [10, 10]);
-    all_are(&workers, Mood::Well);
+    set_all(&workers, Behaviour::Well);
     while let Some(reply) = calls.join_next().await {
         reply.unwrap().unwrap();
     }

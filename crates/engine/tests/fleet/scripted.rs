@@ -12,9 +12,9 @@ use tokio::sync::watch;
 
 /// What a worker does with requests and probes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Mood {
+pub(crate) enum Behaviour {
     Well,
-    /// Answers probes, but requests wait until the mood changes.
+    /// Answers probes, but requests wait until the behaviour changes.
     Slow,
     /// Neither answers nor closes connections, like a stopped process.
     Stopped,
@@ -42,7 +42,7 @@ pub(crate) struct Scripted {
     pub(crate) name: String,
     shape: ModelShape,
     ranks: usize,
-    mood: watch::Sender<Mood>,
+    behaviour: watch::Sender<Behaviour>,
     notes: Mutex<Notes>,
 }
 
@@ -60,13 +60,13 @@ impl Scripted {
             name: name.to_owned(),
             shape: shape(),
             ranks,
-            mood: watch::Sender::new(Mood::Well),
+            behaviour: watch::Sender::new(Behaviour::Well),
             notes: Mutex::new(notes),
         })
     }
 
-    pub(crate) fn is(&self, mood: Mood) {
-        self.mood.send_replace(mood);
+    pub(crate) fn set(&self, behaviour: Behaviour) {
+        self.behaviour.send_replace(behaviour);
     }
 
     pub(crate) fn notes(&self) -> MutexGuard<'_, Notes> {
@@ -83,10 +83,10 @@ impl Scripted {
     }
 
     async fn answers(&self) -> Result<(), EngineError> {
-        let mut mood = self.mood.subscribe();
-        let now = *mood.wait_for(|mood| *mood != Mood::Stopped).await.unwrap();
+        let mut behaviour = self.behaviour.subscribe();
+        let now = *behaviour.wait_for(|behaviour| *behaviour != Behaviour::Stopped).await.unwrap();
         match now {
-            Mood::Gone => Err(self.error(EngineErrorKind::unreachable("refused"))),
+            Behaviour::Gone => Err(self.error(EngineErrorKind::unreachable("refused"))),
             _ => Ok(()),
         }
     }
@@ -150,18 +150,18 @@ impl Engine for Scripted {
         }
         let _running = Running(self);
         tokio::task::yield_now().await;
-        let mut mood = self.mood.subscribe();
-        mood.wait_for(|mood| *mood != Mood::Slow).await.unwrap();
+        let mut behaviour = self.behaviour.subscribe();
+        behaviour.wait_for(|behaviour| *behaviour != Behaviour::Slow).await.unwrap();
         self.answers().await?;
-        let mood = *self.mood.borrow();
-        match mood {
-            Mood::BreaksConnections => {
+        let behaviour = *self.behaviour.borrow();
+        match behaviour {
+            Behaviour::BreaksConnections => {
                 return Err(self.error(EngineErrorKind::unreachable("reset")));
             }
-            Mood::Invalid => {
+            Behaviour::Invalid => {
                 return Err(self.error(EngineErrorKind::invalid_reply("zeros")));
             }
-            Mood::Well | Mood::Slow | Mood::Stopped | Mood::Gone => {}
+            Behaviour::Well | Behaviour::Slow | Behaviour::Stopped | Behaviour::Gone => {}
         }
         let version = self.notes().version;
         let sampled = SampledTokens {
@@ -216,10 +216,10 @@ pub(crate) fn fleet_of(workers: &[Arc<Scripted>], max_in_flight: usize) -> Arc<F
     Arc::new(Fleet::start(workers.iter().map(entry).collect(), options).unwrap())
 }
 
-/// Puts all workers into the same mood.
-pub(crate) fn all_are(workers: &[Arc<Scripted>], mood: Mood) {
+/// Sets the behaviour of all workers.
+pub(crate) fn set_all(workers: &[Arc<Scripted>], behaviour: Behaviour) {
     for worker in workers {
-        worker.is(mood);
+        worker.set(behaviour);
     }
 }
 

@@ -126,7 +126,7 @@ fn request(session: usize, turn: u32, tokens: &[u32], start: usize, tries: u32) 
 }
 
 /// Result of one conversation.
-struct Talk {
+struct Conversation {
     tokens: Vec<u32>,
     rows: Vec<u8>,
     drift: usize,
@@ -134,7 +134,7 @@ struct Talk {
 }
 
 /// Runs one conversation and joins its rows, like an episode.
-async fn talk(fleet: Arc<Fleet>, session: usize, turns: watch::Sender<usize>) -> Talk {
+async fn converse(fleet: Arc<Fleet>, session: usize, turns: watch::Sender<usize>) -> Conversation {
     let id = u32::try_from(session).unwrap() % 10;
     let mut tokens = vec![1, 50 + id, 51, 52, 53, 2, 1, 7];
     let mut rows = MaskBuilder::new(Arc::new(shape())).unwrap();
@@ -161,30 +161,30 @@ async fn talk(fleet: Arc<Fleet>, session: usize, turns: watch::Sender<usize>) ->
         }
     }
     let mask = rows.finish(tokens.len()).unwrap();
-    Talk { tokens, rows: mask.to_vec(), drift, workers }
+    Conversation { tokens, rows: mask.to_vec(), drift, workers }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_killed_server_loses_no_conversation_and_no_row() {
-    const TALKS: usize = 24;
+    const CONVERSATIONS: usize = 24;
     let mut servers: Vec<Server> = (0..3).map(|_| Server::start(None)).collect();
     let fleet = fleet(&servers);
     fleet.sync_weights(Utf8Path::new("/c"), PolicyVersion(1)).await.unwrap();
     let turns = watch::Sender::new(0);
-    let mut talks = JoinSet::new();
-    for session in 0..TALKS {
-        talks.spawn(talk(Arc::clone(&fleet), session, turns.clone()));
+    let mut conversations = JoinSet::new();
+    for session in 0..CONVERSATIONS {
+        conversations.spawn(converse(Arc::clone(&fleet), session, turns.clone()));
     }
-    turns.subscribe().wait_for(|turns| *turns >= TALKS * TURNS / 2).await.unwrap();
+    turns.subscribe().wait_for(|turns| *turns >= CONVERSATIONS * TURNS / 2).await.unwrap();
     let killed = servers[0].url();
     servers[0].kill();
     let mut moved = 0;
-    for talk in talks.join_all().await {
-        let end = talk.tokens.len() - 1;
-        let expected = expected_rows(&shape(), PolicyVersion(1), &talk.tokens, 0..end).unwrap();
-        assert!(expected.chunks().flatten().eq(&talk.rows), "every row is correct");
-        assert_eq!(talk.drift, 0, "tokens prefilled again have the same rows");
-        let mut places = talk.workers.clone();
+    for result in conversations.join_all().await {
+        let end = result.tokens.len() - 1;
+        let expected = expected_rows(&shape(), PolicyVersion(1), &result.tokens, 0..end).unwrap();
+        assert!(expected.chunks().flatten().eq(&result.rows), "every row is correct");
+        assert_eq!(result.drift, 0, "tokens prefilled again have the same rows");
+        let mut places = result.workers.clone();
         places.dedup();
         assert!(places.len() <= 2, "at most one move: {places:?}");
         assert!(places.len() == 1 || places[0] == killed, "conversations of other servers stay");
@@ -207,12 +207,12 @@ async fn a_server_that_returns_serves_only_the_weights_it_missed() {
     let turns = watch::Sender::new(0);
     let mut answered = false;
     for session in 0..200 {
-        let talk = talk(Arc::clone(&fleet), session, turns.clone()).await;
-        let end = talk.tokens.len() - 1;
-        let expected = expected_rows(&shape(), PolicyVersion(4), &talk.tokens, 0..end).unwrap();
-        assert!(expected.chunks().flatten().eq(&talk.rows), "rows of version 4 alone");
+        let result = converse(Arc::clone(&fleet), session, turns.clone()).await;
+        let end = result.tokens.len() - 1;
+        let expected = expected_rows(&shape(), PolicyVersion(4), &result.tokens, 0..end).unwrap();
+        assert!(expected.chunks().flatten().eq(&result.rows), "rows of version 4 alone");
         fleet.close_session(&format!("s{session}"));
-        if talk.workers.contains(&url) {
+        if result.workers.contains(&url) {
             answered = true;
             break;
         }

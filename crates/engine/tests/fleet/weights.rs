@@ -1,6 +1,6 @@
 //! Weight syncs of a fleet.
 
-use crate::scripted::{Mood, fleet, request, sample, settle, states};
+use crate::scripted::{Behaviour, fleet, request, sample, settle, states};
 use camino::Utf8Path;
 use orchestrate_engine::{Engine, Prompt};
 use orchestrate_types::PolicyVersion;
@@ -67,13 +67,13 @@ async fn weights_that_every_worker_refuses_are_an_error_at_once() {
 #[tokio::test(start_paused = true)]
 async fn a_sync_waits_while_no_worker_is_in_service() {
     let (fleet, workers) = fleet(1, 8);
-    workers[0].is(Mood::Gone);
+    workers[0].set(Behaviour::Gone);
     let mut syncing = JoinSet::new();
     let other = fleet.clone();
     syncing.spawn(async move { sync(other.as_ref(), 7).await });
     tokio::time::sleep(Duration::from_secs(30)).await;
     assert!(syncing.try_join_next().is_none());
-    workers[0].is(Mood::Well);
+    workers[0].set(Behaviour::Well);
     syncing.join_all().await.remove(0).unwrap();
     assert_eq!(workers[0].notes().version, PolicyVersion(7));
     assert_eq!(states(&fleet), ["up"]);

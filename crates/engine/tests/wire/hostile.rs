@@ -12,9 +12,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::task::JoinSet;
 
-/// Spoils a reply in one way. Returns the field that the error must name; `None` if this reply cannot
-/// be spoiled like this.
-type Spoil = fn(&mut Value) -> Option<&'static str>;
+/// Corrupts a reply in one way. Returns the field that the error must name; `None` if this reply cannot
+/// be corrupted like this.
+type Corruption = fn(&mut Value) -> Option<&'static str>;
 
 fn set(reply: &mut Value, path: &str, value: Value) -> Option<()> {
     *reply.pointer_mut(path)? = value;
@@ -45,11 +45,11 @@ fn rebyte(reply: &mut Value, path: &str, change: impl FnOnce(&mut Vec<u8>)) -> O
     })
 }
 
-/// Creates a list of spoils from closures over one reply.
-macro_rules! spoils {
+/// Creates a list of corruptions from closures over one reply.
+macro_rules! corruptions {
     ($($field:literal: |$reply:ident| $change:expr;)*) => {
         vec![$(
-            (|$reply: &mut Value| -> Option<&'static str> { $change?; Some($field) }) as Spoil
+            (|$reply: &mut Value| -> Option<&'static str> { $change?; Some($field) }) as Corruption
         ),*]
     };
 }
@@ -60,8 +60,8 @@ const S_ROW: &str = "/meta_info/routed_experts";
 const S_FIN: &str = "/meta_info/finish_reason";
 const S_VER: &str = "/meta_info/weight_versions";
 
-fn sglang_spoils() -> Vec<Spoil> {
-    spoils! {
+fn sglang_corruptions() -> Vec<Corruption> {
+    corruptions! {
         "id": |r| set(r, "/meta_info/id", json!("another"));
         "id": |r| set(r, "/meta_info/id", json!(""));
         "id": |r| set(r, "/meta_info/id", json!(7));
@@ -156,8 +156,8 @@ const V_LOG: &str = "/choices/0/logprobs/content";
 const V_ROW: &str = "/choices/0/routed_experts";
 const V_VER: &str = "/choices/0/weight_versions";
 
-fn vllm_spoils() -> Vec<Spoil> {
-    spoils! {
+fn vllm_corruptions() -> Vec<Corruption> {
+    corruptions! {
         "request_id": |r| set(r, "/request_id", json!("generate-tokens-another"));
         "request_id": |r| recode(r, "/request_id", |id| id.replace("generate-tokens-", ""));
         "request_id": |r| set(r, "/request_id", json!(null));
@@ -335,8 +335,8 @@ fn from_recordings(engine: &str) -> Vec<Base> {
     bases
 }
 
-/// Sends every spoiled form of every base through a client. Returns how many there were.
-async fn refuse_all<D: Dialect>(bases: Vec<Base>, spoils: &[Spoil]) -> usize {
+/// Sends every corrupted form of every base through a client. Returns how many there were.
+async fn refuse_all<D: Dialect>(bases: Vec<Base>, corruptions: &[Corruption]) -> usize {
     let mut tasks = JoinSet::new();
     let body = Arc::new(Mutex::new(String::new()));
     let served = Arc::clone(&body);
@@ -347,11 +347,11 @@ async fn refuse_all<D: Dialect>(bases: Vec<Base>, spoils: &[Spoil]) -> usize {
     for Base { request, reply } in bases {
         *body.lock().unwrap() = reply.to_string();
         sample(&client, request.clone()).await.unwrap();
-        for (index, spoil) in spoils.iter().enumerate() {
-            let mut spoiled = reply.clone();
-            let Some(field) = spoil(&mut spoiled) else { continue };
+        for (index, corruption) in corruptions.iter().enumerate() {
+            let mut corrupted = reply.clone();
+            let Some(field) = corruption(&mut corrupted) else { continue };
             count += 1;
-            *body.lock().unwrap() = spoiled.to_string();
+            *body.lock().unwrap() = corrupted.to_string();
             let accepted =
                 sample(&client, request.clone()).await.map(|got| got.output_ids().to_vec());
             assert!(accepted.is_err(), "{index} {field}: {accepted:?}");
@@ -365,8 +365,8 @@ async fn refuse_all<D: Dialect>(bases: Vec<Base>, spoils: &[Spoil]) -> usize {
 
 #[tokio::test]
 async fn e5_to_e15_three_hundred_hand_written_replies_are_refused_by_field() {
-    let sglang = refuse_all::<Sglang>(hand_written(false), &sglang_spoils()).await;
-    let vllm = refuse_all::<Vllm>(hand_written(true), &vllm_spoils()).await;
+    let sglang = refuse_all::<Sglang>(hand_written(false), &sglang_corruptions()).await;
+    let vllm = refuse_all::<Vllm>(hand_written(true), &vllm_corruptions()).await;
     assert!(sglang >= 300 && vllm >= 300, "{sglang} and {vllm}");
 }
 
@@ -375,9 +375,9 @@ async fn e5_to_e15_changed_recorded_replies_are_refused_by_field() {
     for (bases, vllm) in [(from_recordings(SGLANG), false), (from_recordings(VLLM), true)] {
         let recordings = bases.len();
         let count = if vllm {
-            refuse_all::<Vllm>(bases, &vllm_spoils()).await
+            refuse_all::<Vllm>(bases, &vllm_corruptions()).await
         } else {
-            refuse_all::<Sglang>(bases, &sglang_spoils()).await
+            refuse_all::<Sglang>(bases, &sglang_corruptions()).await
         };
         // Absent recordings were reported when they were loaded.
         assert!(recordings == 0 || count > 60 * recordings, "{count} of {recordings}");

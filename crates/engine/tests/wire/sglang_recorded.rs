@@ -167,7 +167,7 @@ fn all_replies() -> Option<Vec<(String, Recorded)>> {
             if recorded.status != 200 {
                 continue;
             }
-            for (number, word) in [
+            for (number, name) in [
                 "b-noflush",
                 "a-flush",
                 "a-abortall",
@@ -180,7 +180,7 @@ fn all_replies() -> Option<Vec<(String, Recorded)>> {
             .iter()
             .enumerate()
             {
-                let (old, new) = (format!("\"{word}\""), format!("\"{}\"", number + 1));
+                let (old, new) = (format!("\"{name}\""), format!("\"{}\"", number + 1));
                 recorded.body = recorded.body.replace(&old, &new);
             }
             replies.push((name.to_owned(), recorded));
@@ -261,7 +261,7 @@ async fn dense_layers_are_left_out_of_rows() {
     let client = Client::<Sglang>::new(layers(sparse)).unwrap();
     let got = sample(&client, request.clone()).await.unwrap();
     assert_eq!(got.routed_experts.unwrap().rows(), rows);
-    // Zero is also a valid expert id: only the model's configuration tells which layers are dense.
+    // Zero is also a valid expert id: only the model's configuration shows which layers are dense.
     let client = Client::<Sglang>::new(layers((0..8).collect())).unwrap();
     let error = sample(&client, request).await.unwrap_err();
     assert!(error.to_string().contains("`meta_info.routed_experts`"), "{error}");

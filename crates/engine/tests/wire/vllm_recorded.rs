@@ -82,8 +82,8 @@ async fn every_recorded_reply_has_a_row_for_each_input_from_the_start() {
             if body.contains("\"output_mode\":\"text\"") {
                 continue;
             }
-            for word in ["b-noflush", "a-flush", "b-mid-reset", "b-mid", "a-mid", "b-keep"] {
-                body = body.replace(&format!("\"{word}\""), "\"4\"");
+            for name in ["b-noflush", "a-flush", "b-mid-reset", "b-mid", "a-mid", "b-keep"] {
+                body = body.replace(&format!("\"{name}\""), "\"4\"");
             }
             let requested = request.sampling.max_new_tokens;
             let (prompt, start) =
