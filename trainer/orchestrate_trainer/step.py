@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .baseline import (
-    BaselineStatistics,
-    WithoutReplay,
-    estimate_advantages,
-    measure_without_replay,
-    recompute,
-    reference_logprobs,
-)
 from .batch import Batch
 from .learner import Learner
 from .objective import Objective
 from .passes import StepError
 from .plan import plan_step
 from .policy import Policy
+from .recompute import (
+    RecomputeStatistics,
+    WithoutReplay,
+    estimate_advantages,
+    measure_without_replay,
+    recompute,
+    reference_logprobs,
+)
 from .settings import Hyperparameters
 from .update import MiniStepResult, RouteDrift, Updater
 from .world import World
@@ -55,7 +55,7 @@ def apply(
     if settings.kl_coefficient > 0:
         references = reference_logprobs(reference(), plan, settings, world)
 
-    statistics = BaselineStatistics(policy, settings)
+    statistics = RecomputeStatistics(policy, settings)
     passes = estimates = None
     # A single mini step's own forward pass is at the rollout weights, so no other is needed. A
     # value head's advantages must be known before it.

@@ -8,13 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .baseline import (
-    BaselinePass,
-    BaselineStatistics,
-    kept_rows,
-    recorded_routes,
-    reference_at,
-)
 from .data import MicroBatch
 from .learner import Learner
 from .measures import differing
@@ -23,6 +16,13 @@ from .passes import ForwardOutput, StepError, forward
 from .plan import MiniStep, StepPlan
 from .policy import Policy
 from .prediction import accumulate_gradient
+from .recompute import (
+    RecomputedPass,
+    RecomputeStatistics,
+    kept_rows,
+    recorded_routes,
+    reference_at,
+)
 from .settings import Hyperparameters
 from .values import Estimates, values_of
 from .world import World
@@ -81,7 +81,7 @@ class Updater:
     plan: StepPlan
     #: Micro-batches at the rollout weights; ``None`` with a single mini step, whose own forward
     #: pass is at these weights.
-    passes: list[BaselinePass] | None
+    passes: list[RecomputedPass] | None
     #: Log-probs under the reference policy ``[n]`` of each micro-batch, on the CPU.
     references: list[Tensor] | None
     #: Advantages and returns of a value head.
@@ -89,7 +89,7 @@ class Updater:
     #: Accumulates the loss's own measurements.
     objective: Objective
     #: Accumulates measurements at the rollout weights where ``passes`` is ``None``.
-    statistics: BaselineStatistics
+    statistics: RecomputeStatistics
 
     def run(self, mini_step: MiniStep, moved: bool) -> MiniStepResult:
         """Runs one mini step; ``moved`` says whether an earlier one changed the weights.
@@ -195,7 +195,7 @@ class Updater:
         learner.optimizer.step()
 
 
-def _shift(policy: Policy, micro: MicroBatch, base: BaselinePass) -> Shift:
+def _shift(policy: Policy, micro: MicroBatch, base: RecomputedPass) -> Shift:
     """Router log-probs now and at the rollout weights."""
     assert base.router_logprobs is not None
     new = policy.routing.watched()[micro.rows]

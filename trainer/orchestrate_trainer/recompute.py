@@ -27,8 +27,8 @@ from .values import Estimates, RolloutValues, estimate, values_of
 from .world import World
 
 __all__ = [
-    "BaselinePass",
-    "BaselineStatistics",
+    "RecomputeStatistics",
+    "RecomputedPass",
     "WithoutReplay",
     "estimate_advantages",
     "kept_rows",
@@ -41,7 +41,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class BaselinePass:
+class RecomputedPass:
     """One micro-batch at the rollout weights; all tensors are on the CPU."""
 
     #: Log-probs of the scored tokens, nats, ``[n]``.
@@ -65,7 +65,7 @@ class WithoutReplay:
     disagreement: dict[str, Any]
 
 
-class BaselineStatistics:
+class RecomputeStatistics:
     """Accumulates measurements of this process's micro-batches at the rollout weights."""
 
     def __init__(self, policy: Policy, settings: Hyperparameters) -> None:
@@ -82,7 +82,7 @@ class BaselineStatistics:
 
     def add(
         self, policy: Policy, micro: MicroBatch, out: ForwardOutput, reference: Tensor | None
-    ) -> BaselinePass:
+    ) -> RecomputedPass:
         """Adds a forward pass and returns what the update needs of it.
 
         ``reference`` are the log-probs under the reference policy ``[n]``, on the device.
@@ -100,7 +100,7 @@ class BaselineStatistics:
                 estimator = self._settings.kl_estimator
                 penalty = kl_penalty(logp.double(), reference.double(), estimator)
                 self.divergence += float(penalty.sum())
-        return BaselinePass(logp.cpu(), executed)
+        return RecomputedPass(logp.cpu(), executed)
 
 
 def recorded_routes(micro: MicroBatch, settings: Hyperparameters) -> tuple[Tensor, Tensor] | None:
@@ -156,8 +156,8 @@ def recompute(
     settings: Hyperparameters,
     world: World,
     references: list[Tensor] | None,
-    statistics: BaselineStatistics,
-) -> list[BaselinePass]:
+    statistics: RecomputeStatistics,
+) -> list[RecomputedPass]:
     """Runs every micro-batch at the rollout weights and adds it to ``statistics``.
 
     ``references`` are the results of :func:`reference_logprobs`, if there is a reference policy.
@@ -186,7 +186,7 @@ def recompute(
 
 def estimate_advantages(
     plan: StepPlan,
-    passes: list[BaselinePass],
+    passes: list[RecomputedPass],
     references: list[Tensor] | None,
     settings: Hyperparameters,
     world: World,
