@@ -56,9 +56,8 @@ fn uncapped(estimator: KlEstimator, logp: f64, reference: f64) -> Term {
 
 fn capped(estimator: KlEstimator, term: Term) -> Term {
     match estimator {
-        KlEstimator::K1 | KlEstimator::K2 => term,
         KlEstimator::K3 if term.value > K3_LIMIT => Term { value: K3_LIMIT, gradient: 0.0 },
-        KlEstimator::K3 => term,
+        KlEstimator::K1 | KlEstimator::K2 | KlEstimator::K3 => term,
         KlEstimator::K3Plus => Term { value: term.value.min(K3_LIMIT), ..term },
     }
 }

@@ -1,4 +1,4 @@
-//! What is known before the first mini step, at the weights the batch was sampled with.
+//! Everything that is computed before the first mini step, at the weights of the rollout.
 
 use super::{StepError, TrainBatch};
 use crate::ModelConfig;
@@ -14,18 +14,19 @@ use orchestrate_handoff::protocol::{
     Hyperparameters, KlEstimator, PolicyLoss, RouterShift, RoutingReplay, StepMetrics,
 };
 
-/// A batch at the weights it was sampled with.
+/// A batch at the weights of the rollout.
 #[derive(Debug)]
 pub(super) struct Base<'a> {
     pub(super) batch: &'a TrainBatch,
     pub(super) settings: &'a Hyperparameters,
-    /// What a forward said, in batch order; `None` with one mini step, whose own forward says it.
+    /// Outputs of the recompute pass, in batch order; `None` with one mini step, whose own forward
+    /// pass is at the same weights.
     pub(super) outputs: Option<Vec<SequenceOutput<f32>>>,
-    /// Routes the recompute pass executed, missing rows filled in.
+    /// Routes that the recompute pass executed, with missing rows filled in.
     executed: Option<Routes>,
-    /// Log-probs under the reference policy, by sequence.
+    /// Log-probs under the reference policy, nats. `[S][T]`
     references: Option<Vec<Vec<f32>>>,
-    /// From the value head, by sequence; advantages whitened.
+    /// Advantages, whitened, and returns from the value head, per sequence.
     pub(super) estimates: Option<Vec<Estimates>>,
 }
 
@@ -57,9 +58,9 @@ impl<'a> Base<'a> {
             let outputs = model.forward(&batch.packed, base.plain(&all));
             base.references = Some(outputs.into_iter().map(|o| o.logprobs).collect());
         }
-        // With one mini step the update's own forward is at the weights of the rollout: its
-        // log-probs are the old ones, and a recompute pass would only repeat it. Advantages of a
-        // value head are needed before.
+        // With one mini step the forward pass of the update is at the weights of the rollout: its
+        // log-probs are the old ones, and a recompute pass would only repeat it. The advantages of
+        // a value head are needed before the update.
         if mini_steps == 1 && !values {
             return Ok(base);
         }
@@ -82,7 +83,7 @@ impl<'a> Base<'a> {
         Ok(base)
     }
 
-    /// A pass over `sequences` without replay or anything to capture.
+    /// A pass over `sequences` without replay and without captures.
     pub(super) fn plain<'p>(&self, sequences: &'p [usize]) -> Pass<'p, f32> {
         Pass {
             temperature: self.settings.temperature,
@@ -91,23 +92,23 @@ impl<'a> Base<'a> {
         }
     }
 
-    /// Routes of the rollout, where they are replayed.
+    /// Routes of the rollout, if they are replayed.
     fn replayed(&self) -> Option<&'a Routes> {
         self.settings.routing_replay.replays_rollout().then_some(&self.batch.routes)
     }
 
-    /// Routes of the update passes.
+    /// Routes that the update passes replay.
     pub(super) fn routes(&self) -> Option<&Routes> {
         self.executed.as_ref().or(self.replayed())
     }
 
-    /// What the recompute pass said about a sequence.
+    /// Output of the recompute pass for a sequence.
     pub(super) fn old(&self, sequence: usize) -> Option<&SequenceOutput<f32>> {
         self.outputs.as_ref().and_then(|all| all.get(sequence))
     }
 
-    /// What the loss of a sequence depends on. Without a recompute pass the old log-probs are
-    /// the new ones.
+    /// Inputs of the loss of a sequence. Without a recompute pass the old log-probs are the new
+    /// ones.
     pub(super) fn tokens<'t>(
         &'t self,
         output: &'t SequenceOutput<f32>,
@@ -131,7 +132,7 @@ impl<'a> Base<'a> {
         }
     }
 
-    /// Advantages and returns of every sequence; rewards less the divergence, where it is k1.
+    /// Advantages and returns of every sequence. A k1 divergence is subtracted from the rewards.
     fn estimate(&self, outputs: &[SequenceOutput<f32>]) -> Vec<Estimates> {
         let h = self.settings;
         let in_reward = h.kl_coefficient > 0.0 && h.kl_estimator == KlEstimator::K1;
@@ -168,7 +169,7 @@ impl<'a> Base<'a> {
         all
     }
 
-    /// Share of the returns' variance that the value head explained.
+    /// Share of the returns' variance that the value head explains; `None` without one.
     pub(super) fn explained_variance(&self) -> Option<f64> {
         let (estimates, outputs) = (self.estimates.as_ref()?, self.outputs.as_ref()?);
         let (mut due, mut left) = (Vec::new(), Vec::new());
@@ -189,7 +190,7 @@ impl<'a> Base<'a> {
         Some(if all > 0.0 { 1.0 - variance(&left) / all } else { 0.0 })
     }
 
-    /// Measurements from a forward of the whole batch at the weights it was sampled with.
+    /// Measurements from a forward pass over the whole batch at the weights of the rollout.
     pub(super) fn measure(
         &self,
         model: &TrainModel<f32>,
@@ -206,7 +207,7 @@ impl<'a> Base<'a> {
         let (mut divergence, mut tokens) = (0.0, 0.0);
         for output in outputs {
             let now = self.tokens(output, None);
-            // With one mini step weights have moved since, but the outputs are from before.
+            // With one mini step the weights have been updated since, but these outputs are older.
             let at_base = SequenceTokens { old: &output.logprobs, ..now };
             let logs = log_rollout_ratios(&at_base);
             let (weights, corrected) = importance::weights(h, &logs);
@@ -231,7 +232,7 @@ impl<'a> Base<'a> {
     }
 }
 
-/// Every row valid: what the recompute pass executed, in batch order.
+/// Routes that the recompute pass executed, in batch order; every row is valid.
 fn executed_routes(
     config: &ModelConfig,
     outputs: &[SequenceOutput<f32>],

@@ -1,4 +1,4 @@
-//! A batch in memory, and what can be measured of it.
+//! A batch in memory, and measurements of it.
 
 use super::StepError;
 use crate::ModelConfig;
@@ -8,7 +8,7 @@ use crate::train::pass::SequenceOutput;
 use orchestrate_handoff::Batch;
 use orchestrate_handoff::protocol::{Disagreement, Mismatch};
 
-/// A batch: packed, checked against the model.
+/// A batch, packed and checked against the model.
 #[derive(Debug, Clone)]
 pub struct TrainBatch {
     pub(super) packed: PackedBatch,
@@ -19,11 +19,11 @@ pub struct TrainBatch {
 }
 
 impl TrainBatch {
-    /// Takes plain arrays: `packed` (its `scored` is the loss mask), sampler's log-probs `[N]`,
-    /// advantages and rewards `[S]`, and recorded routes `[N]`.
+    /// From plain arrays: `packed`, whose `scored` is the loss mask, the engine's log-probs `[N]` in
+    /// nats, advantages and rewards `[S]`, and recorded routes of `N` rows.
     ///
     /// # Errors
-    /// If lengths disagree, or tokens or lengths do not fit the model.
+    /// If the lengths disagree, or tokens or lengths do not fit the model.
     pub fn new(
         packed: PackedBatch,
         rollout_logprobs: Vec<f32>,
@@ -47,10 +47,10 @@ impl TrainBatch {
         Ok(Self { packed, rollout_logprobs, advantages, rewards, routes })
     }
 
-    /// Copies an opened batch folder.
+    /// Reads an opened batch folder into memory.
     ///
     /// # Errors
-    /// If it was made for another model, or holds values the model cannot take.
+    /// If it was made for another model, or has values that the model cannot take.
     pub fn from_files(files: &Batch, config: &ModelConfig) -> Result<Self, StepError> {
         let shape = config.shape();
         files.require_model(&shape)?;
@@ -62,7 +62,7 @@ impl TrainBatch {
             let sequence = sequence?;
             tokens.extend_from_slice(sequence.token_ids);
             logprobs.extend_from_slice(sequence.rollout_logprobs);
-            // Nothing comes before the first token, so it never has a log-prob.
+            // The first token has nothing to be predicted from, so it never has a log-prob.
             let masked = sequence.loss_mask.iter().enumerate().map(|(p, &m)| p > 0 && m == 1);
             mask.extend(masked);
             offsets.push(tokens.len());
@@ -84,7 +84,7 @@ impl TrainBatch {
         Ok(Self::new(packed, logprobs, (advantages, rewards), routes, config)?)
     }
 
-    /// Tokens of all sequences.
+    /// Number of tokens of all sequences.
     pub fn tokens(&self) -> usize {
         self.packed.tokens().len()
     }
@@ -97,17 +97,18 @@ impl TrainBatch {
         self.packed.scored().get(self.packed.range(sequence)).unwrap_or_default()
     }
 
-    /// The sampler's log-probs of one sequence.
+    /// The engine's log-probs of one sequence. `[T]`
     pub(super) fn sampler(&self, sequence: usize) -> &[f32] {
         self.rollout_logprobs.get(self.packed.range(sequence)).unwrap_or_default()
     }
 
-    /// (token, layer) pairs that can have a row: last tokens never do.
+    /// Number of (token, layer) pairs that can have a row: a last token never has one.
     pub(super) fn route_pairs(&self) -> u64 {
         ((self.tokens() - self.packed.sequences()) * self.routes.layers()) as u64
     }
 
-    /// (token, layer) pairs without a row, last tokens excepted: nothing depends on theirs.
+    /// Number of (token, layer) pairs without a row, last tokens excepted: nothing depends on
+    /// theirs.
     pub(super) fn missing_routes(&self) -> u64 {
         let missing = |sequence: usize| {
             let range = self.packed.range(sequence);
@@ -132,7 +133,7 @@ impl TrainBatch {
         sum.finish()
     }
 
-    /// Against outputs of a forward without replay.
+    /// Route disagreement with the outputs of a forward pass without replay.
     pub(super) fn disagreement(&self, outputs: &[SequenceOutput<f32>]) -> Disagreement {
         let mut sum = DisagreementSum::default();
         let width = self.routes.layers() * self.routes.top_k();
@@ -160,7 +161,7 @@ impl TrainBatch {
         total / f64::from(count.max(1))
     }
 
-    /// How the experts of each layer are used, last tokens excepted.
+    /// Use of the experts of each layer, last tokens excepted.
     pub(super) fn load(&self, outputs: &[SequenceOutput<f32>], experts: usize) -> ExpertLoad {
         let (layers, top_k) = (self.routes.layers(), self.routes.top_k());
         let rows = outputs.iter().flat_map(|output| {

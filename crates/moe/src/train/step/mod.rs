@@ -1,7 +1,7 @@
 //! One step of reinforcement learning: recompute, measurements, mini steps. No files, no HTTP.
 //!
-//! The invariant: recompute and update execute the same routes, rows that were missing included
-//! (the model's own choice in the recompute pass is stored and replayed).
+//! Invariant: recompute and update execute the same routes. Where a row is missing, the model's own
+//! choice in the recompute pass is stored and replayed.
 
 mod base;
 mod batch;
@@ -20,49 +20,52 @@ use orchestrate_handoff::rules::refusals;
 use std::cmp::Reverse;
 use update::Tally;
 
-/// A step that cannot be done; weights must be put back by the caller.
+/// Why a step failed. The caller restores the weights.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
-    /// The batch does not fit together or the model.
+    /// The parts of the batch do not fit together, or do not fit the model.
     #[error("the batch does not fit the model")]
     Batch(#[from] BatchError),
-    /// The batch was made for another model, or cannot be read.
+    /// The batch was made for another model or cannot be read.
     #[error(transparent)]
     Files(#[from] orchestrate_handoff::BatchError),
-    /// Nothing to learn from.
+    /// No token of the batch has a loss.
     #[error("the batch has no loss tokens")]
     Empty,
-    /// A setting that cannot be used.
+    /// A hyperparameter is invalid.
     #[error("hyperparameter {0}")]
     Setting(String),
-    /// A divergence from the reference policy is asked for, and there is none.
-    #[error("no reference policy is at hand: the trainer's first checkpoint, v000000, is missing")]
+    /// The loss requires a reference policy, and none is available.
+    #[error(
+        "the reference policy is missing: restore the trainer's first checkpoint, v000000, or set \
+         kl_coefficient = 0"
+    )]
     NoReference,
-    /// Loss or gradient is not a number any more.
+    /// The loss or the gradient is infinite or not a number.
     #[error("{what} of mini step {mini_step} is not finite")]
     NotFinite {
-        /// Loss or gradient.
+        /// `the loss` or `the gradient`.
         what: &'static str,
-        /// Counts from 1.
+        /// Number of the mini step, from 1.
         mini_step: usize,
     },
-    /// Somebody asked to stop.
+    /// The trainer is shutting down.
     #[error("stopped before the step was applied: the trainer is shutting down")]
     Stopped,
 }
 
-/// What a forward without update says about a batch.
+/// Measurements of a batch by a forward pass without an update.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measured {
-    /// Per sequence, log-prob of each token given those before; 0.0 for the first. `[T]`
+    /// Per sequence, log-prob of each token given those before it, nats; 0.0 for the first. `[T]`
     pub logprobs: Vec<Vec<f32>>,
-    /// Against the sampler's log-probs, on loss tokens.
+    /// Mismatch with the engine's log-probs, over loss tokens.
     pub mismatch: Mismatch,
-    /// Route disagreement, if nothing was replayed.
+    /// Route disagreement; `None` if routes were replayed.
     pub disagreement: Option<Disagreement>,
 }
 
-/// Log-probs of every token, with the batch's routes replayed or not. Nothing changes.
+/// Log-probs of every token, with the batch's routes replayed or not. The model is not changed.
 pub fn measure(
     model: &TrainModel<f32>,
     batch: &TrainBatch,
@@ -80,10 +83,10 @@ pub fn measure(
     }
 }
 
-/// Checks settings that come from outside.
+/// Checks the hyperparameters of a request.
 ///
 /// # Errors
-/// Names every setting that cannot be used, and the remedy.
+/// Lists every invalid hyperparameter with its remedy.
 pub fn check_settings(settings: &Hyperparameters) -> Result<(), StepError> {
     let problems: Vec<String> = refusals(settings)
         .into_iter()
@@ -92,11 +95,12 @@ pub fn check_settings(settings: &Hyperparameters) -> Result<(), StepError> {
     if problems.is_empty() { Ok(()) } else { Err(StepError::Setting(problems.join("; "))) }
 }
 
-/// Told of each phase with its share done; answers whether to go on.
+/// Called with each phase and the share of it that is done; returns whether to continue.
 pub type StepProgress<'a> = dyn FnMut(&'static str, f64) -> bool + 'a;
 
-/// Applies one step. `reference` is the policy a divergence is taken from. On an error the learner
-/// may be half changed: the caller keeps a copy. `seconds` of the metrics is left to the caller.
+/// Applies one step. `reference` is the policy that the divergence is measured from. After an error
+/// the learner may be partly changed: the caller keeps a copy. The caller sets `seconds` of the
+/// metrics.
 ///
 /// # Errors
 /// [`StepError`].
@@ -160,7 +164,8 @@ pub fn apply(
     Ok(metrics)
 }
 
-/// Sequences of each mini step: longest first to the emptiest, stable, none empty.
+/// Sequences of each mini step: the longest first, each to the mini step with the fewest tokens so
+/// far. No mini step is empty.
 fn mini_steps(packed: &PackedBatch, count: u32) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..packed.sequences()).collect();
     order.sort_by_key(|&s| Reverse(packed.range(s).len()));

@@ -1,8 +1,9 @@
-//! Steps on a small model: what mini steps, micro batches and replay must and must not change.
+//! Steps on a small model: what mini steps, micro-batches and replay change and do not change.
 
 use super::{StepError, TrainBatch, apply, check_settings, measure};
+use crate::golden::{cases, close, numbers, typed, vectors};
 use crate::train::learner::Learner;
-use crate::train::optimizer::AdamW;
+use crate::train::optimizer::{AdamW, clip_global_norm};
 use crate::train::side::Side;
 use crate::train::{PackedBatch, Pass, Routes, TrainModel};
 use crate::{ModelConfig, Weights};
@@ -102,7 +103,7 @@ fn replay_removes_the_mismatch_that_routes_cause() {
 }
 
 #[test]
-fn the_first_look_at_unchanged_weights_has_ratio_one() {
+fn ratios_at_unchanged_weights_are_one() {
     for replay in [RoutingReplay::None, RoutingReplay::Recompute, RoutingReplay::Rollout] {
         for mini_steps in [1, 3] {
             let still = Hyperparameters {
@@ -124,7 +125,7 @@ fn the_first_look_at_unchanged_weights_has_ratio_one() {
 }
 
 #[test]
-fn micro_batches_and_recompute_do_not_change_the_step() {
+fn micro_batches_do_not_change_the_step() {
     let (whole, metrics) = step(&settings());
     let small = Hyperparameters { micro_batch_tokens: 8, ..settings() };
     let (parts, again) = step(&small);
@@ -137,7 +138,7 @@ fn micro_batches_and_recompute_do_not_change_the_step() {
 }
 
 #[test]
-fn a_step_makes_good_sequences_likelier_and_bad_ones_rarer() {
+fn a_step_makes_good_sequences_likelier_and_bad_ones_less_likely() {
     let before = model();
     let batch = batch(&before);
     let learning = Hyperparameters { learning_rate: 3e-3, mini_steps: 2, ..settings() };
@@ -152,7 +153,7 @@ fn a_step_makes_good_sequences_likelier_and_bad_ones_rarer() {
 }
 
 #[test]
-fn a_step_can_be_stopped_and_settings_are_checked() {
+fn a_step_stops_on_request_and_invalid_settings_are_refused() {
     let mut learner = Learner::new(model());
     let batch = batch(&learner.model);
     let stopped = apply(&mut learner, None, &batch, &settings(), &mut |_, _| false);
@@ -172,7 +173,7 @@ fn applied(settings: &Hyperparameters) -> (Learner, StepMetrics) {
     (learner, metrics.unwrap_or_else(|error| panic!("{settings:?}: {error}")))
 }
 
-/// A setting, and the option it is of.
+/// A kind of option, and a setting of it.
 type Choice = (&'static str, Box<dyn Fn(&mut AlgorithmSection)>);
 
 fn options() -> Vec<Choice> {
@@ -212,7 +213,7 @@ fn options() -> Vec<Choice> {
 }
 
 #[test]
-fn every_pair_of_options_that_is_not_refused_trains() {
+fn every_allowed_pair_of_options_trains() {
     let options = options();
     let (mut worked, mut refused) = (0, 0);
     for (i, (a, first)) in options.iter().enumerate() {
@@ -233,7 +234,7 @@ fn every_pair_of_options_that_is_not_refused_trains() {
             assert!(learner.model.params().iter().all(|p| p.is_finite()), "{a} {b} {h:?}");
             assert_ne!(learner.model.params(), model().params(), "{a} {b} {h:?}");
             worked += 1;
-            // Far from the sampler a mask may leave nothing of this small batch.
+            // A correction may mask every token of this small batch.
             if metrics.rollout_ratio.weight_mean < f64::MIN_POSITIVE {
                 assert!(metrics.rollout_ratio.corrected > 0.99 && metrics.grad_norm < 1e-12);
                 continue;
@@ -272,12 +273,12 @@ fn with_ratio_one_every_loss_has_the_gradient_of_its_advantages() {
 }
 
 #[test]
-fn the_learning_rate_rises_over_the_optimizers_own_steps() {
+fn the_learning_rate_warms_up_over_optimizer_steps() {
     let h = Hyperparameters { warmup_steps: 4, mini_steps: 3, ..settings() };
     let (mut learner, metrics) = applied(&h);
     assert!((metrics.learning_rate - 0.75e-3).abs() < 1e-12);
     let batch = batch(&model());
-    // A second batch goes on where the optimizer stands, also after it was saved and read.
+    // The warm-up continues with the next batch, also after the optimizer was saved and loaded.
     let folder = tempfile::tempdir().unwrap();
     let folder = camino::Utf8Path::from_path(folder.path()).unwrap();
     learner.adam.write(learner.model.layout(), folder).unwrap();
@@ -349,7 +350,7 @@ fn the_router_predictor_learns_where_the_routers_go() {
     // It changes nothing in the model: the policy's step is that of R3.
     let plain = Hyperparameters { routing_replay: RoutingReplay::Rollout, ..h };
     assert_eq!(applied(&plain).0.model.params(), learner.model.params());
-    // It survives a checkpoint.
+    // A checkpoint keeps it.
     let folder = tempfile::tempdir().unwrap();
     let folder = camino::Utf8Path::from_path(folder.path()).unwrap();
     learner.side.write(folder).unwrap();
@@ -357,7 +358,7 @@ fn the_router_predictor_learns_where_the_routers_go() {
 }
 
 #[test]
-fn router_shift_weighs_down_tokens_whose_routers_moved() {
+fn router_shift_reduces_the_weight_of_tokens_whose_routers_moved() {
     let h = Hyperparameters {
         policy_loss: PolicyLoss::Rspo,
         router_shift: RouterShift::BeforeClip,
@@ -375,5 +376,29 @@ fn router_shift_weighs_down_tokens_whose_routers_moved() {
         let still = Hyperparameters { routing_replay: replay, learning_rate: 0.0, ..h.clone() };
         let shift = applied(&still).1.router_shift.unwrap();
         assert!((shift.mean - 1.0).abs() < 1e-9 && shift.floored.abs() < 1e-9, "{shift:?}");
+    }
+}
+
+#[test]
+fn optimizer_steps_match_their_vectors() {
+    let file = vectors("optimizer");
+    for case in cases(&file) {
+        let mut h = serde_json::to_value(Hyperparameters::default()).unwrap();
+        for (key, value) in case["settings"].as_object().unwrap() {
+            h[key] = value.clone();
+        }
+        let h: Hyperparameters = typed(&h);
+        let mut params: Vec<f32> = typed(&file["start"]);
+        let mut learner = Learner::new(model());
+        learner.adam = AdamW::new(params.len());
+        let steps = case["expected"].as_array().unwrap();
+        for (grads, expected) in file["gradients"].as_array().unwrap().iter().zip(steps) {
+            let mut grads: Vec<f32> = typed(grads);
+            let norm = clip_global_norm(&mut grads, h.max_grad_norm);
+            learner.adam.update(learner.next_update(&h), &mut params, &grads);
+            close(&[norm], &numbers(&expected["norm"]), 1e-6);
+            let found: Vec<f64> = params.iter().map(|&p| f64::from(p)).collect();
+            close(&found, &numbers(&expected["parameters"]), 1e-6);
+        }
     }
 }

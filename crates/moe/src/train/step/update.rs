@@ -1,4 +1,4 @@
-//! One mini step: forward and backward over some of the sequences, and an update.
+//! One mini step: forward and backward over part of the sequences, and an update.
 
 use super::StepError;
 use super::base::Base;
@@ -68,7 +68,7 @@ struct Terms {
 }
 
 impl Base<'_> {
-    /// Updates the learner on `sequences`; `number` counts from 1.
+    /// Updates the learner on `sequences`; `number` counts mini steps from 1.
     pub(super) fn mini_step(
         &self,
         learner: &mut Learner,
@@ -79,7 +79,7 @@ impl Base<'_> {
         let h = self.settings;
         let totals =
             Totals { sequences: sequences.len(), loss_tokens: self.batch.loss_tokens(sequences) };
-        // The first mini step is at the weights of the rollout: no router has moved.
+        // The first mini step is at the weights of the rollout, where no router has moved.
         let moved = number > 1;
         let predictive = moved && h.routing_replay == RoutingReplay::Predictive;
         let shifted = moved && h.router_shift != RouterShift::None;
@@ -176,7 +176,8 @@ impl Base<'_> {
         Terms { policy, value_loss, value_gradient }
     }
 
-    /// Router-shift weights of a sequence's tokens, floored: token `p` has that of row `p − 1`.
+    /// Router-shift weights of a sequence's tokens, at least the floor. Token `p` has the weight of
+    /// row `p − 1`, which it is predicted from. `[T]`
     fn shift_weights(&self, model: &TrainModel<f32>, output: &SequenceOutput<f32>) -> Vec<f64> {
         let config = model.config();
         let (layers, floor) = (config.num_hidden_layers, self.settings.router_shift_floor);
@@ -206,8 +207,8 @@ impl Base<'_> {
         }
     }
 
-    /// Lets the router predictor learn how far the routers have moved since the rollout. Returns
-    /// its loss before: mean over rows, sum over layers.
+    /// Updates the router predictor from how far the routers have moved since the rollout. Returns
+    /// its loss before the update: mean over rows, sum over layers.
     fn learn_to_predict(
         &self,
         learner: &mut Learner,
@@ -253,7 +254,8 @@ fn columns(all: &[f32], layers: usize, width: usize, layer: usize) -> Vec<f32> {
     all.chunks_exact(width).skip(layer).step_by(layers).flatten().copied().collect()
 }
 
-/// Share of (token, layer) pairs whose own choice is not the executed one; last tokens excepted.
+/// Share of (token, layer) pairs whose own choice differs from the executed one, last tokens
+/// excepted.
 fn drift(model: &TrainModel<f32>, outputs: &[SequenceOutput<f32>]) -> f64 {
     let (experts, top_k) = (model.config().num_experts, model.config().num_experts_per_tok);
     let layers = model.config().num_hidden_layers;
