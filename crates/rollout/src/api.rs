@@ -128,8 +128,9 @@ pub struct EpisodeReport {
     pub prompt_tokens: u64,
     /// Of these, answered from the prefix cache.
     pub cached_tokens: u64,
-    /// Of these, how many a perfect per-conversation cache would have answered: for every turn
-    /// after the first, the tokens of the previous request and reply less the last sampled one.
+    /// Prompt tokens that a perfect prefix cache would have had, at least `cached_tokens`: at later turns
+    /// the tokens of the previous request and reply but the last one, at the first turn the prompt but
+    /// its last token, unless this episode is the group's first to send it.
     pub cacheable_tokens: u64,
     /// Where the time went.
     pub timings: Timings,

@@ -88,7 +88,12 @@ async fn members_that_start_together_fetch_their_prompts_rows_once() {
     for report in [&a, &b, &c, &d] {
         assert_whole(report);
         assert_eq!(report.routing, a.routing, "the same tokens, the same rows");
+        assert!(report.cached_tokens <= report.cacheable_tokens, "{report:?}");
     }
+    let mut possible = [&a, &b, &c, &d].map(|report| report.cacheable_tokens);
+    possible.sort_unstable();
+    let shared = possible[0] + prompt as u64 - 1;
+    assert_eq!(possible[1..], [shared; 3], "all but the first can find the prompt in the cache");
 }
 
 /// Answers in the name of another worker than it promised.
