@@ -88,7 +88,7 @@ fn the_comparison_of_the_docs_has_sound_settings() {
             .unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
         let listed = String::from_utf8(output.stdout).unwrap();
-        assert_eq!(listed.matches("begins").count(), 11 * 3, "{listed}");
+        assert_eq!(listed.matches("starts").count(), 11 * 3, "{listed}");
     }
 }
 

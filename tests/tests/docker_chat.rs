@@ -149,7 +149,7 @@ async fn docker_a_chat_server_is_evaluated_by_its_words() {
         let shown = run(&["show", run_dir, &format!("v00000-{index}.00")]).unwrap();
         assert!(shown.status.success(), "{}", stderr(&shown));
         let text = String::from_utf8_lossy(&shown.stdout).into_owned();
-        assert!(text.contains("tokens, as counted here"), "{text}");
+        assert!(text.contains("tokens, by the local tokenizer"), "{text}");
         assert!(text.contains("submit") && text.contains("hm") == thought, "{text}");
     }
     let id = found["run"].as_str().unwrap();

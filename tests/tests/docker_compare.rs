@@ -87,14 +87,16 @@ fn docker_a_comparison_goes_on_where_it_was_killed() {
 
     let listed = compare(&out, &["--dry-run"]).output().unwrap();
     let text = String::from_utf8(listed.stdout).unwrap();
-    let states: Vec<&str> =
-        ["is done", "goes on", "begins"].into_iter().filter(|state| text.contains(state)).collect();
-    assert_eq!(states, ["is done", "goes on", "begins"], "{text}");
+    let states: Vec<&str> = ["finished", "resumes", "starts"]
+        .into_iter()
+        .filter(|state| text.contains(state))
+        .collect();
+    assert_eq!(states, ["finished", "resumes", "starts"], "{text}");
 
     let output = compare(&out, &["--json"]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     let said = stderr(&output);
-    for line in ["none, seed 1: is done", "r3, seed 1: goes on", "none, seed 2: begins"] {
+    for line in ["none, seed 1: finished", "r3, seed 1: resumes", "none, seed 2: starts"] {
         assert!(said.contains(line), "no `{line}` in {said}");
     }
     assert_eq!([run_id(&first), run_id(&second)], runs);
@@ -123,7 +125,7 @@ fn docker_a_comparison_goes_on_where_it_was_killed() {
     // The same command has nothing left to do, and no Docker is needed to say so.
     let again = compare(&out, &[]).env("DOCKER_HOST", "unix:///nonexistent.sock").output().unwrap();
     assert!(again.status.success(), "{}", stderr(&again));
-    assert_eq!(stderr(&again).matches("is done").count(), 4, "{}", stderr(&again));
+    assert_eq!(stderr(&again).matches(": finished").count(), 4, "{}", stderr(&again));
     let other = compare(&out, &["--set", "run.retry_pause=3s"]).output().unwrap();
     assert_eq!(other.status.code(), Some(3), "{}", stderr(&other));
     assert!(stderr(&other).contains("none/seed-1/plan.toml"), "{}", stderr(&other));

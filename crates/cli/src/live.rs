@@ -1,15 +1,15 @@
-//! What a person sees while a run goes on, and how they stop it.
+//! What a person sees while a run is in progress, and how they stop it.
 
 use crate::output;
 use crate::progress::Progress;
 use orchestrate_coordinator::{Event, Reporter, Stop};
 use orchestrate_handoff::protocol::StepState;
+use orchestrate_metrics::{EvalLine, StepLine, is_solved};
 use orchestrate_sandbox::ImageListener;
-use orchestrate_types::Outcome;
-use serde_json::Value;
+use orchestrate_types::{Outcome, RunId};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Counters of the stage under way.
+/// Counters of the current stage.
 #[derive(Debug, Default)]
 struct Stage {
     title: String,
@@ -39,19 +39,19 @@ impl View {
         Self { progress: Progress::new(1), stage: Arc::default(), steps }
     }
 
-    /// The end that the coordinator talks to.
+    /// Receives the events of the run.
     pub(crate) fn reporter(&self) -> Arc<dyn Reporter> {
         let view = self.clone();
         Arc::new(move |event: &Event| view.show(event))
     }
 
-    /// The end that hears of images.
+    /// Receives the progress of image pulls and builds.
     pub(crate) fn image_listener(&self) -> ImageListener {
         let progress = self.progress.clone();
-        ImageListener::new(move |news| progress.line(&news.to_string()))
+        ImageListener::new(move |event| progress.line(&event.to_string()))
     }
 
-    /// Removes the moving line.
+    /// Removes the progress line.
     pub(crate) fn finish(&self) {
         self.progress.finish();
     }
@@ -61,16 +61,17 @@ impl View {
         let stage = &mut *stage;
         match event {
             Event::Started { run, epoch, next_step, steps } => {
-                let how = if *epoch > 1 { "continues" } else { "begins" };
-                self.progress.line(&format!("run {run} {how} at step {next_step} of {steps}"));
+                self.progress.line(&start_text(run, *epoch, *next_step, *steps));
             }
             Event::EvaluationStarted { run, epoch } => {
                 stage.standalone = true;
                 let how = if *epoch > 1 { "resumes" } else { "starts" };
                 self.progress.line(&format!("evaluation {run} {how}"));
             }
+            Event::Swept { removed: 0 } => {}
             Event::Swept { removed } => {
-                self.progress.line(&format!("removed {removed} containers of an earlier start"));
+                let containers = if *removed == 1 { "container" } else { "containers" };
+                self.progress.line(&format!("removed {removed} leftover {containers}"));
             }
             Event::WeightsLive { version } => {
                 tracing::debug!(policy_version = version.0, "weights are live");
@@ -122,17 +123,17 @@ impl View {
             }
             Event::Training { step, state } => stage.training(*step, self.steps, state),
             Event::StepFinished { line } => {
-                stage.last_kl = line.get("kl_train_infer").and_then(Value::as_f64);
-                self.progress.line(&step_line(line, self.steps));
+                stage.last_kl = line.kl_train_infer;
+                self.progress.line(&step_text(line, self.steps));
             }
             Event::StepSkipped { step, reason } => {
                 self.progress.line(&format!("step {step}: nothing to train on: {reason}"));
             }
-            Event::EvalFinished { line } => self.progress.line(&eval_line(line, stage.standalone)),
+            Event::EvalFinished { line } => self.progress.line(&eval_text(line, stage.standalone)),
             Event::Warning { message } => self.progress.line(&format!("warning: {message}")),
             Event::Draining => {
                 self.progress
-                    .line("stopping: episodes end at their next turn (Ctrl-C again: at once)");
+                    .line("stopping: episodes end after their current turn (Ctrl-C again: now)");
             }
         }
         self.progress.update(stage.ended, stage.planned.max(stage.ended).max(1), stage.message());
@@ -145,7 +146,7 @@ impl Stage {
         match outcome {
             Outcome::Scored { reward } | Outcome::Truncated { reward, .. } => {
                 self.ended += 1;
-                self.solved += u64::from(*reward > 0.5);
+                self.solved += u64::from(is_solved(*reward));
             }
             Outcome::Aborted { .. } => {}
             Outcome::Broken { stage, error } => {
@@ -185,42 +186,62 @@ impl Stage {
     }
 }
 
-fn number(line: &Value, key: &str) -> f64 {
-    line.get(key).and_then(Value::as_f64).unwrap_or(f64::NAN)
+fn start_text(run: &RunId, epoch: i64, next_step: u32, steps: u32) -> String {
+    if epoch <= 1 {
+        format!("run {run} starts: {steps} steps")
+    } else if next_step <= steps {
+        format!("run {run} resumes at step {next_step} of {steps}")
+    } else {
+        format!("run {run} resumes after step {steps} of {steps}")
+    }
 }
 
-fn step_line(line: &Value, steps: u32) -> String {
+/// A number as `write` formats it; a dash if there is no number.
+fn cell(value: Option<f64>, write: impl Fn(f64) -> String) -> String {
+    value.map_or_else(|| "–".to_owned(), write)
+}
+
+fn step_text(line: &StepLine, steps: u32) -> String {
+    let three = |value| cell(value, |v| format!("{v:.3}"));
+    let seconds = |value| cell(value, |v| format!("{v:.1}s"));
     format!(
-        "step {:>3}/{steps}  reward {:.3}  solve {:.3}  groups {:.0}+{:.0} dropped  KL {:.2e}  grad {:.3}  \
-         rollout {:.1}s  train {:.1}s  sync {:.1}s",
-        number(line, "global_step"),
-        number(line, "reward_mean"),
-        number(line, "solve_rate"),
-        number(line, "groups_kept"),
-        number(line, "groups_dropped"),
-        number(line, "kl_train_infer"),
-        number(line, "grad_norm"),
-        number(line, "time_rollout_s"),
-        number(line, "time_train_s"),
-        number(line, "time_sync_s"),
+        "step {:>3}/{steps}  reward {}  solve {}  groups {}+{} dropped  KL {}  grad {}  rollout {}  \
+         train {}  sync {}",
+        line.global_step,
+        three(line.reward_mean),
+        three(line.solve_rate),
+        line.groups_kept.unwrap_or(0),
+        line.groups_dropped.unwrap_or(0),
+        cell(line.kl_train_infer, |v| format!("{v:.2e}")),
+        three(line.grad_norm),
+        seconds(line.time_rollout_s),
+        seconds(line.time_train_s),
+        seconds(line.time_sync_s),
     )
 }
 
-fn eval_line(line: &Value, standalone: bool) -> String {
+fn eval_text(line: &EvalLine, standalone: bool) -> String {
     let title = if standalone {
         "evaluation".to_owned()
     } else {
-        format!("evaluation after step {:.0}", number(line, "global_step"))
+        format!("evaluation after step {}", line.global_step)
+    };
+    let four = |value| cell(value, |v| format!("{v:.4}"));
+    let left_out = match (line.eval_tasks, line.counted_tasks()) {
+        (Some(all), Some(counted)) if all > counted => {
+            format!(" ({} more without a trusted outcome)", all - counted)
+        }
+        _ => String::new(),
     };
     format!(
-        "{title}: Pass@1 {:.4} ± {:.4} on {:.0} held-out tasks",
-        number(line, "eval_pass_at_1"),
-        number(line, "eval_pass_at_1_se"),
-        number(line, "eval_tasks"),
+        "{title}: Pass@1 {} ± {} on {} held-out tasks{left_out}",
+        four(line.eval_pass_at_1),
+        four(line.eval_pass_at_1_se),
+        line.counted_tasks().unwrap_or(0),
     )
 }
 
-/// Does `work`, which looks at `stop`, while signals are heard.
+/// Does `work`, which observes `stop`, and turns signals into stop requests meanwhile.
 pub(crate) async fn until_stopped<T>(
     stop: Stop,
     work: impl Future<Output = anyhow::Result<T>>,
@@ -232,7 +253,7 @@ pub(crate) async fn until_stopped<T>(
     }
 }
 
-/// Turns the first Ctrl-C (or SIGTERM) into a drain, the second into an end at once.
+/// The first Ctrl-C or SIGTERM requests a drain, the second an immediate end.
 async fn watch_signals(stop: Stop) {
     let mut terminate =
         match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
@@ -251,5 +272,44 @@ async fn watch_signals(stop: Stop) {
             stop.now.cancel();
         }
         stop.drain.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resumed_run_names_a_step_that_exists() {
+        let run = RunId::generate();
+        let text = |epoch, next_step| {
+            start_text(&run, epoch, next_step, 12).replace(&run.to_string(), "ID")
+        };
+        assert_eq!(text(1, 1), "run ID starts: 12 steps");
+        assert_eq!(text(2, 4), "run ID resumes at step 4 of 12");
+        assert_eq!(text(2, 13), "run ID resumes after step 12 of 12");
+    }
+
+    #[test]
+    fn skipped_step_has_dashes_for_what_was_not_measured() {
+        let line = StepLine { global_step: 3, reward_mean: Some(1.0), ..StepLine::default() };
+        let text = step_text(&line, 12);
+        assert!(text.contains("reward 1.000") && text.contains("KL –"), "{text}");
+        assert!(!text.contains("NaN"), "{text}");
+    }
+
+    #[test]
+    fn tasks_without_a_trusted_outcome_are_not_counted() {
+        let line = EvalLine {
+            eval_pass_at_1: Some(0.5),
+            eval_pass_at_1_se: Some(0.1),
+            eval_tasks: Some(10),
+            eval_tasks_trusted: Some(8),
+            ..EvalLine::default()
+        };
+        let text = eval_text(&line, true);
+        let expected = "evaluation: Pass@1 0.5000 ± 0.1000 on 8 held-out tasks (2 more without a \
+                        trusted outcome)";
+        assert_eq!(text, expected);
     }
 }

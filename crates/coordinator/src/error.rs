@@ -1,17 +1,18 @@
-//! Why a run ends before its last step.
+//! The errors that end a run before its last step.
 
 use camino::Utf8PathBuf;
 use orchestrate_engine::EngineError;
 use orchestrate_handoff::{BatchError, TrainerError};
-use orchestrate_metrics::collapse::Symptom;
+use orchestrate_metrics::Symptom;
+use orchestrate_report::ReportError;
 use orchestrate_sandbox::SandboxError;
 use orchestrate_store::StoreError;
 use orchestrate_types::{PolicyVersion, Stage};
 
-/// Which part a failure belongs to; the command line maps it to an exit code.
+/// The part of the system that failed; the command line maps it to an exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailureClass {
-    /// The plan cannot work.
+    /// The settings.
     Config,
     /// The inference engine.
     Engine,
@@ -21,74 +22,72 @@ pub enum FailureClass {
     Store,
     /// The trainer.
     Trainer,
-    /// Our own mistake.
+    /// A bug in this program.
     Bug,
 }
 
-/// A run that cannot go on. Everything finished before is in the journal.
+/// A run that cannot continue. Everything that finished before is in the journal.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    /// The journal.
+    /// The journal failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The engine.
+    /// The inference engine failed.
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// The trainer.
+    /// The trainer failed.
     #[error(transparent)]
     Trainer(#[from] TrainerError),
-    /// Sandboxes.
+    /// Sandboxes could not be opened or removed.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
-    /// Batch files.
+    /// Batch files could not be written or read.
     #[error(transparent)]
     Batch(#[from] BatchError),
-    /// A file of the run folder.
+    /// A file in the run folder could not be written.
     #[error("failed to write {path}")]
     File {
-        /// Which.
+        /// The file.
         path: Utf8PathBuf,
-        /// The system's word.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// Too many episodes failed in all their attempts.
+    /// More episodes failed in all their attempts than `run.max_broken_share` allows.
     #[error(
         "{given_up} of {planned} episodes failed in every attempt, more than run.max_broken_share \
-         allows; the last one in stage {stage}: {error} (put that right, then continue with \
+         allows; the last one failed in stage {stage}: {error} (fix the cause, then run again with \
          --resume)"
     )]
     TooManyBroken {
-        /// Episodes given up.
+        /// Episodes that failed in all their attempts.
         given_up: usize,
-        /// Episodes the stage was to make.
+        /// Episodes that the stage was to make.
         planned: usize,
-        /// Where the last one broke.
+        /// Stage in which the last one failed.
         stage: Stage,
-        /// How.
+        /// Error of the last one.
         error: String,
     },
-    /// Engine and trainer hold different models.
+    /// Engine and trainer have different models.
     #[error(
         "engine and trainer disagree about the model: {what} (give both the same model folder)"
     )]
     ModelMismatch {
-        /// What differs, with both values.
+        /// The property that differs, with both values.
         what: String,
     },
-    /// The trainer does not know the configured loss.
-    #[error(
-        "the trainer does not know policy loss `{loss}`; it knows {known} (set algorithm.policy_loss)"
-    )]
+    /// The trainer does not have the configured policy loss.
+    #[error("algorithm.policy_loss = {loss:?}: must be one that the trainer has: {known}")]
     UnknownLoss {
-        /// Configured.
+        /// The configured loss.
         loss: String,
-        /// Offered.
+        /// The losses that the trainer has, separated by commas.
         known: String,
     },
-    /// The trainer's weights are not those the journal ends with.
+    /// The trainer's weights are not those that the journal ends with.
     #[error(
         "the trainer is at policy version {trainer}, the run at {journal} (start the trainer from \
-         the checkpoint {checkpoint}, or begin a new run)"
+         the checkpoint {checkpoint}, or start a new run)"
     )]
     TrainerElsewhere {
         /// The trainer's version.
@@ -98,50 +97,50 @@ pub enum RunError {
         /// Folder of the journal's version.
         checkpoint: String,
     },
-    /// The trainer's result does not follow its base.
-    #[error("the trainer answered step {step} with policy version {found} after {base}")]
+    /// The trainer's result does not have a newer version than the weights it started from.
+    #[error("the trainer returned policy version {found} for step {step}; it must be above {base}")]
     BadResult {
         /// Global step.
         step: u32,
-        /// Version before.
+        /// Version of the weights before the step.
         base: PolicyVersion,
-        /// Version answered.
+        /// Version in the result.
         found: PolicyVersion,
     },
     /// Training has collapsed.
     #[error(
-        "training collapsed at step {step}: {symptom} (the last weights before are {good}: begin a \
-         new run with engine.model set to them and a gentler [algorithm], or continue as it is \
-         with --resume)"
+        "training collapsed at step {step}: {symptom} (the last weights before are {good}: start a \
+         new run with engine.model set to them and a gentler [algorithm], or continue unchanged with \
+         --resume)"
     )]
     Collapsed {
         /// First step that shows it.
         step: u32,
         /// How it shows.
         symptom: Symptom,
-        /// The last weights before, in words.
+        /// The last weights before, as text.
         good: String,
     },
-    /// There is nothing to train or evaluate on.
+    /// There are no tasks to train or to evaluate on.
     #[error("the task set has no {part} tasks (check the [tasks] section)")]
     NoTasks {
-        /// Which part.
+        /// The part without tasks: `training` or `held-out`.
         part: &'static str,
     },
-    /// A stored value is not what this program writes.
-    #[error("stored {what} cannot be used: {detail}")]
+    /// A stored value is not one that this version of the program writes.
+    #[error("stored {what} is invalid: {detail}")]
     Stored {
-        /// What.
+        /// The value.
         what: String,
-        /// Why.
+        /// Why it is invalid.
         detail: String,
     },
-    /// One of our tasks panicked.
+    /// A task of this program panicked.
     #[error("internal error in {task}: {detail} (please report it)")]
     Panicked {
-        /// Which.
+        /// The task.
         task: &'static str,
-        /// The panic.
+        /// The message of the panic.
         detail: String,
     },
     /// An evaluation was asked for in the folder of a training run.
@@ -156,7 +155,7 @@ pub enum RunError {
 }
 
 impl RunError {
-    /// Which part is to blame.
+    /// The part of the system that failed.
     pub fn class(&self) -> FailureClass {
         match self {
             Self::Store(_) | Self::Batch(_) | Self::File { .. } | Self::Stored { .. } => {
@@ -181,7 +180,19 @@ impl RunError {
         }
     }
 
+    /// A stored value that is invalid.
     pub(crate) fn stored(what: impl Into<String>, detail: impl std::fmt::Display) -> Self {
         Self::Stored { what: what.into(), detail: detail.to_string() }
+    }
+}
+
+impl From<ReportError> for RunError {
+    fn from(error: ReportError) -> Self {
+        match error {
+            ReportError::Store(error) => Self::Store(error),
+            ReportError::Line { number, source } => {
+                Self::stored(format!("line {number} of the metrics"), source)
+            }
+        }
     }
 }

@@ -12,15 +12,14 @@ use crate::files::RunFolder;
 use crate::groups::{Decision, SealedGroup};
 use crate::plan::TaskSet;
 use crate::pool::{Pool, StageSettings};
-use crate::record::EpisodeDetail;
-use orchestrate_metrics::{TaskScore, mean_and_se};
-use orchestrate_report::{RunReport, task_scores};
+use crate::record::{EpisodeDetail, stored_line};
+use orchestrate_metrics::{EvalLine, SCHEMA_VERSION};
+use orchestrate_report::task_scores;
 use orchestrate_sandbox::SandboxProvider;
 use orchestrate_store::{GroupState, Reader};
 use orchestrate_tasks::Task;
 use orchestrate_tasks::predictions::Prediction;
-use orchestrate_types::{GroupId, PolicyVersion};
-use serde_json::{Value, json};
+use orchestrate_types::{GroupId, PolicyVersion, now};
 use std::sync::Arc;
 use tokio::time::Instant;
 
@@ -59,7 +58,7 @@ impl Evaluator<'_> {
         round: u32,
         version: PolicyVersion,
     ) -> Result<(), RunError> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let tasks = self.eval_tasks()?;
         let held_out = tasks.len() - self.family_tasks();
         let size = self.run_settings().eval_samples;
@@ -67,21 +66,20 @@ impl Evaluator<'_> {
         self.run_eval_groups(round, &tasks).await?;
 
         let scores = task_scores(self.reader(), round).await?;
-        let mut line = eval_line(&scores, held_out, usize::from(size));
-        if let Value::Object(map) = &mut line {
-            map.insert("time_eval_s".to_owned(), json!(begun.elapsed().as_secs_f64()));
-            let mut named = serde_json::Map::new();
-            named.insert("global_step".to_owned(), json!(round));
-            named.insert("policy_version".to_owned(), json!(version));
-            named.append(map);
-            *map = named;
-        }
+        let line = EvalLine {
+            schema_version: SCHEMA_VERSION,
+            time: Some(now()),
+            global_step: round,
+            policy_version: version,
+            time_eval_s: Some(started.elapsed().as_secs_f64()),
+            ..EvalLine::of_scores(&scores, held_out, usize::from(size))
+        };
         self.write_predictions(round, version, &tasks).await?;
-        self.context.store.finish_eval(round, &line).await?;
+        self.context.store.finish_eval(round, &stored_line(&line)?).await?;
         self.folder.write_metrics(&self.reader().metrics().await?)?;
-        self.context.report(&Event::EvalFinished { line });
-        let report = RunReport::from_journal(self.reader()).await?;
-        self.folder.write_report(&report, &self.reader().metrics().await?)
+        self.context.report(&Event::EvalFinished { line: Box::new(line) });
+        self.folder.write_report(self.reader()).await?;
+        Ok(())
     }
 
     async fn run_eval_groups(&self, round: u32, tasks: &[Arc<Task>]) -> Result<(), RunError> {
@@ -138,6 +136,9 @@ impl Evaluator<'_> {
         wanted.min(self.tasks.held_out_families.len())
     }
 
+    /// Writes the patches. `predictions.jsonl` has one per task, the first sample with a trusted
+    /// outcome; with several samples per task each sample also has a file, because the means of an
+    /// evaluation are over all of them.
     async fn write_predictions(
         &self,
         round: u32,
@@ -145,72 +146,29 @@ impl Evaluator<'_> {
         tasks: &[Arc<Task>],
     ) -> Result<(), RunError> {
         let reader = self.reader();
-        let mut lines = Vec::new();
+        let samples = usize::from(self.run_settings().eval_samples);
+        let mut first = Vec::new();
+        let mut by_sample = vec![Vec::new(); samples];
         for (index, task) in (0u32..).zip(tasks) {
-            let sealed = reader.sealed_of_group(GroupId::Eval { round, index }).await?;
-            let Some(attempt) = sealed.first() else { continue };
-            let detail = reader.load_record(attempt).await?.detail;
-            let detail: EpisodeDetail = serde_json::from_value(detail)
-                .map_err(|e| RunError::stored(format!("detail of attempt {}", attempt.id), e))?;
-            lines.push(Prediction {
-                instance_id: task.id.clone(),
-                model_name_or_path: format!("{}@{version}", self.context.plan.model_name),
-                model_patch: Some(detail.patch),
-            });
+            let attempts = reader.sealed_of_group(GroupId::Eval { round, index }).await?;
+            for (place, attempt) in attempts.iter().enumerate() {
+                let detail = reader.load_record(attempt).await?.detail;
+                let detail: EpisodeDetail = serde_json::from_value(detail).map_err(|e| {
+                    RunError::stored(format!("detail of attempt {}", attempt.id), e)
+                })?;
+                let prediction = Prediction {
+                    instance_id: task.id.clone(),
+                    model_name_or_path: format!("{}@{version}", self.context.plan.model_name),
+                    model_patch: Some(detail.patch),
+                };
+                if place == 0 {
+                    first.push(prediction.clone());
+                }
+                if let Some(sample) = by_sample.get_mut(usize::from(attempt.id.episode.member)) {
+                    sample.push(prediction);
+                }
+            }
         }
-        self.folder.write_predictions(&lines)
-    }
-}
-
-/// The numbers of a round whose first `held_out` tasks are of known families.
-fn eval_line(scores: &[TaskScore], held_out: usize, samples: usize) -> Value {
-    let (known, families) = scores.split_at_checked(held_out).unwrap_or((scores, &[]));
-    let rates =
-        |part: &[TaskScore]| -> Vec<f64> { part.iter().filter_map(TaskScore::rate).collect() };
-    let (pass, se) = unzip(mean_and_se(&rates(known)));
-    let (family_pass, family_se) = unzip(mean_and_se(&rates(families)));
-    let at_k: Vec<f64> = known.iter().filter_map(|s| s.pass_at(samples)).collect();
-    let pass_at_k = if samples > 1 { unzip(mean_and_se(&at_k)).0 } else { None };
-    json!({
-        "eval_pass_at_1": pass,
-        "eval_pass_at_1_se": se,
-        "eval_pass_at_k": pass_at_k,
-        "eval_k": samples,
-        "eval_tasks": known.len(),
-        "eval_held_out_families_pass_at_1": family_pass,
-        "eval_held_out_families_pass_at_1_se": family_se,
-        "eval_held_out_families_tasks": families.len(),
-        "eval_broken": scores.iter().map(|s| s.broken).sum::<usize>(),
-    })
-}
-
-fn unzip(pair: Option<(f64, f64)>) -> (Option<f64>, Option<f64>) {
-    (pair.map(|p| p.0), pair.map(|p| p.1))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn score(solved: usize, trusted: usize, broken: usize) -> TaskScore {
-        TaskScore { solved, trusted, broken }
-    }
-
-    #[test]
-    fn broken_episodes_neither_pass_nor_fail() {
-        let line = eval_line(&[score(1, 1, 0), score(0, 1, 0), score(0, 0, 1)], 3, 1);
-        assert_eq!(line["eval_pass_at_1"], json!(0.5));
-        assert_eq!(line["eval_broken"], json!(1));
-        assert_eq!(line["eval_tasks"], json!(3));
-        assert_eq!(line["eval_pass_at_k"], Value::Null);
-        assert_eq!(line["eval_held_out_families_pass_at_1"], Value::Null);
-    }
-
-    #[test]
-    fn families_are_reported_beside() {
-        let line = eval_line(&[score(2, 2, 0), score(1, 2, 0)], 1, 2);
-        assert_eq!(line["eval_pass_at_1"], json!(1.0));
-        assert_eq!(line["eval_held_out_families_pass_at_1"], json!(0.5));
-        assert_eq!(line["eval_pass_at_k"], json!(1.0));
+        self.folder.write_predictions(&first, if samples > 1 { &by_sample } else { &[] })
     }
 }

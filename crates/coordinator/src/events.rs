@@ -1,21 +1,21 @@
-//! What a person watching the run is told, while it happens.
+//! What happens in a run, reported while it happens.
 
 use orchestrate_handoff::protocol::StepState;
+use orchestrate_metrics::{EvalLine, StepLine};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, Outcome, PolicyVersion, RunId};
-use serde_json::Value;
 
 /// Something that happened.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
-    /// The run starts or continues.
+    /// A run starts or is resumed.
     Started {
-        /// The run.
+        /// Its id.
         run: RunId,
-        /// How often it was started.
+        /// How often it was started, from 1.
         epoch: i64,
-        /// First global step that is not finished.
+        /// First global step that is not finished; `steps + 1` if all are.
         next_step: u32,
-        /// Global steps in all.
+        /// Global steps in total.
         steps: u32,
     },
     /// An evaluation without training starts or is resumed.
@@ -25,103 +25,103 @@ pub enum Event {
         /// How often it was started, from 1.
         epoch: i64,
     },
-    /// Containers of an earlier start were removed.
+    /// Containers of earlier starts were removed.
     Swept {
-        /// How many.
+        /// Number of containers; 0 if none were left.
         removed: usize,
     },
-    /// Engines serve these weights from now on.
+    /// Engines serve new weights from now on.
     WeightsLive {
-        /// Version.
+        /// Version of the weights.
         version: PolicyVersion,
     },
-    /// A global step begins to sample (or continues).
+    /// The rollout of a global step starts or continues.
     StepSampling {
-        /// Step.
+        /// Global step, from 1.
         step: u32,
-        /// Groups wanted.
+        /// Groups that the step needs.
         groups: u32,
         /// Episodes per group.
         group_size: u16,
     },
-    /// An evaluation begins (or continues).
+    /// An evaluation starts or continues.
     EvalStarted {
-        /// Global step after which it runs.
+        /// Global step after which it runs; 0 = before training.
         round: u32,
-        /// Episodes it makes.
+        /// Episodes of the evaluation, those that ended before included.
         episodes: usize,
     },
     /// A group was opened.
     GroupOpened {
-        /// Which.
+        /// Id of the group.
         group: GroupId,
-        /// Its task.
+        /// Id of its task.
         task_id: String,
     },
-    /// An attempt begins.
+    /// An attempt started.
     AttemptStarted {
-        /// Which.
+        /// Id of the attempt.
         attempt: AttemptId,
     },
     /// An attempt ended.
     AttemptEnded {
-        /// Which.
+        /// Id of the attempt.
         attempt: AttemptId,
-        /// How.
+        /// How it ended.
         outcome: Outcome,
-        /// Turns it made.
+        /// Turns that it made.
         turns: usize,
     },
     /// An episode failed in every attempt and leaves its group.
     EpisodeGivenUp {
-        /// Which.
+        /// Id of the episode.
         episode: EpisodeId,
-        /// The last error.
+        /// Error of its last attempt.
         error: String,
     },
-    /// A group is complete.
+    /// All episodes of a group have ended.
     GroupDecided {
-        /// Which.
+        /// Id of the group.
         group: GroupId,
-        /// Why it was dropped; `None` = kept.
+        /// Why it was dropped; `None` if it was kept.
         dropped: Option<String>,
     },
-    /// The trainer works on a step.
+    /// The trainer reported progress on a step.
     Training {
-        /// Step.
+        /// Global step.
         step: u32,
-        /// Its own word.
+        /// The state that the trainer reported.
         state: StepState,
     },
-    /// A global step is finished; the line of `metrics.jsonl`.
+    /// A global step is closed, whether it was trained or skipped.
     StepFinished {
-        /// The line.
-        line: Value,
+        /// Its line of `metrics.jsonl`.
+        line: Box<StepLine>,
     },
     /// A global step had nothing to train on.
     StepSkipped {
-        /// Step.
+        /// Global step.
         step: u32,
-        /// Why.
+        /// Why there was nothing.
         reason: String,
     },
-    /// An evaluation is finished; the line of `metrics.jsonl`.
+    /// An evaluation is finished.
     EvalFinished {
-        /// The line.
-        line: Value,
+        /// Its line of `metrics.jsonl`.
+        line: Box<EvalLine>,
     },
-    /// Something a person should know; the run goes on.
+    /// Something that a person should know; the run continues.
     Warning {
-        /// What.
+        /// The message.
         message: String,
     },
-    /// No new episodes are begun; running ones end at their next turn border.
+    /// No more episodes are started; running ones end after their current turn.
     Draining,
 }
 
-/// Receives events. Called from the run's tasks: it must not block.
+/// Receives the events of a run. Called from the tasks of the run, so it must not block.
 pub trait Reporter: Send + Sync {
-    /// Something happened.
+    /// Receives one event.
     fn report(&self, event: &Event);
 }
 

@@ -1,15 +1,16 @@
-//! The run folder's files. All of them repeat the journal, so each may be written again.
+//! The files in a run's folder. All of them repeat the journal, so each can be written again.
 
 use crate::error::RunError;
 use camino::{Utf8Path, Utf8PathBuf};
 use fs_err as fs;
-use orchestrate_report::{RunReport, write_html};
+use orchestrate_report::{RunReport, metrics_lines, run_page};
+use orchestrate_store::Reader;
 use orchestrate_tasks::predictions::{self, Prediction};
 use serde_json::Value;
 use std::io::Write;
 
 /// Folder of a step's batch, relative to the run folder.
-pub(crate) fn batch_name(step: u32) -> Utf8PathBuf {
+pub(crate) fn batch_folder(step: u32) -> Utf8PathBuf {
     Utf8PathBuf::from(format!("batches/{step:06}"))
 }
 
@@ -28,14 +29,15 @@ impl RunFolder {
         self.root.join(relative)
     }
 
-    /// As the trainer sees it: it may run in another directory.
+    /// The path from the root of the file system, for a trainer that runs in another directory.
     pub(crate) fn absolute(&self, relative: &Utf8Path) -> Result<Utf8PathBuf, RunError> {
         let path = self.path(relative);
         camino::absolute_utf8(&path).map_err(|source| RunError::File { path, source })
     }
 
-    /// Makes `metrics.jsonl` hold exactly `lines`: appends what is missing at its end, or, when
-    /// it differs (a crash, an edit, another start), replaces it.
+    /// Makes `metrics.jsonl` hold exactly `lines`. Appends what is missing at its end; replaces the file
+    /// if it differs otherwise (after a crash, an edit, or in another run's folder). Lines are written
+    /// as the journal has them, those of older versions included.
     pub(crate) fn write_metrics(&self, lines: &[Value]) -> Result<(), RunError> {
         let path = self.root.join("metrics.jsonl");
         let mut wanted = String::new();
@@ -56,17 +58,31 @@ impl RunFolder {
         }
     }
 
-    pub(crate) fn write_predictions(&self, lines: &[Prediction]) -> Result<(), RunError> {
-        let path = self.root.join("predictions.jsonl");
-        let text = predictions::jsonl(lines).map_err(|e| RunError::stored("patch", e))?;
-        self.replace(&path, text.as_bytes())
+    /// Writes `predictions.jsonl`, and `predictions-N.jsonl` for each of `samples`, from 1.
+    pub(crate) fn write_predictions(
+        &self,
+        predictions: &[Prediction],
+        samples: &[Vec<Prediction>],
+    ) -> Result<(), RunError> {
+        let write = |name: &str, predictions: &[Prediction]| {
+            let text = predictions::jsonl(predictions).map_err(|e| RunError::stored("patch", e))?;
+            self.replace(&self.root.join(name), text.as_bytes())
+        };
+        for (number, sample) in (1..).zip(samples) {
+            write(&format!("predictions-{number}.jsonl"), sample)?;
+        }
+        write("predictions.jsonl", predictions)
     }
 
-    pub(crate) fn write_report(&self, report: &RunReport, lines: &[Value]) -> Result<(), RunError> {
-        self.replace(&self.root.join("report.html"), write_html(report, lines).as_bytes())
+    /// Makes the report from the journal and writes `report.html`.
+    pub(crate) async fn write_report(&self, reader: &Reader) -> Result<RunReport, RunError> {
+        let report = RunReport::from_journal(reader).await?;
+        let page = run_page(&report, &metrics_lines(reader).await?);
+        self.replace(&self.root.join("report.html"), page.as_bytes())?;
+        Ok(report)
     }
 
-    /// Removes a folder of the run; one that is gone already is fine.
+    /// Removes a folder of the run, if it exists.
     pub(crate) fn remove_folder(&self, relative: &Utf8Path) -> Result<(), RunError> {
         let path = self.path(relative);
         match fs::remove_dir_all(&path) {
@@ -115,5 +131,20 @@ mod tests {
             folder.write_metrics(&lines).unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), whole, "{damaged:?}");
         }
+    }
+
+    #[test]
+    fn each_sample_of_an_evaluation_has_its_predictions() {
+        let (temp, folder) = folder();
+        let prediction = |patch: &str| Prediction {
+            instance_id: "a".to_owned(),
+            model_name_or_path: "toy".to_owned(),
+            model_patch: Some(patch.to_owned()),
+        };
+        let samples = [vec![prediction("first\n")], vec![prediction("second\n")]];
+        folder.write_predictions(&samples[0], &samples).unwrap();
+        let read = |name: &str| fs::read_to_string(temp.path().join(name)).unwrap();
+        assert_eq!(read("predictions.jsonl"), read("predictions-1.jsonl"));
+        assert!(read("predictions-2.jsonl").contains("second"));
     }
 }

@@ -1,5 +1,5 @@
-//! Deciding about groups: pure, and a function of what is sealed, so that a resumed run decides
-//! the same.
+//! Decisions about groups. They are pure functions of what is sealed, so that a resumed run decides the
+//! same.
 
 use crate::error::RunError;
 use crate::plan::Plan;
@@ -8,7 +8,7 @@ use orchestrate_handoff::{GroupSignal, TruncatedEpisodes, group_advantages};
 use orchestrate_store::{AttemptRow, Reader, StoreError};
 use orchestrate_types::{GroupId, Outcome};
 
-/// A sealed attempt with its numbers.
+/// A sealed attempt with its outcome and its numbers.
 #[derive(Debug, Clone)]
 pub(crate) struct SealedMember {
     pub(crate) row: AttemptRow,
@@ -16,16 +16,17 @@ pub(crate) struct SealedMember {
     pub(crate) summary: EpisodeSummary,
 }
 
-/// A group with what is sealed of it, by member.
+/// The sealed attempts of a group, by member; `None` where an episode has none.
 #[derive(Debug, Clone)]
 pub(crate) struct SealedGroup {
     pub(crate) members: Vec<Option<SealedMember>>,
 }
 
-/// What becomes of a complete group.
+/// Whether a complete group is trained on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Decision {
     Keep,
+    /// Not trained on, with the reason.
     Drop(String),
 }
 
@@ -44,12 +45,12 @@ impl SealedGroup {
         Ok(Self { members })
     }
 
-    /// Rewards by member; `None` = not trusted.
+    /// Rewards by member; `None` without a trusted outcome.
     pub(crate) fn rewards(&self) -> Vec<Option<f64>> {
         self.members.iter().map(|m| m.as_ref()?.outcome.trusted_reward()).collect()
     }
 
-    /// Rewards less what it costs to be long.
+    /// Rewards by member, lowered for long episodes (`algorithm.overlong_*`).
     fn shaped_rewards(&self, plan: &Plan) -> Vec<Option<f64>> {
         let cost = |member: &SealedMember| {
             let overlong = plan.algorithm.overlong;
@@ -62,8 +63,8 @@ impl SealedGroup {
         self.members.iter().map(shaped).collect()
     }
 
-    /// The members to train on, with their advantages. The baseline is taken over every trusted
-    /// reward, also of members that are not trained on themselves.
+    /// The members to train on, with their advantages. The baseline is over every trusted reward, also
+    /// of members that are not trained on themselves.
     pub(crate) fn trained(&self, plan: &Plan) -> Vec<(&SealedMember, f64)> {
         let advantages = group_advantages(&self.shaped_rewards(plan), plan.algorithm.advantage);
         self.members
@@ -74,8 +75,8 @@ impl SealedGroup {
             .collect()
     }
 
-    /// Whether the group goes into the step's batch (dynamic sampling). Rewards of the task
-    /// decide: a group that is all right or all wrong is not kept for its lengths.
+    /// Whether the group goes into the step's batch (dynamic sampling). The graders' rewards decide: a
+    /// group that is all solved or all failed is not kept because its lengths differ.
     pub(crate) fn decide(&self, plan: &Plan) -> Decision {
         let rewards = self.rewards();
         match group_advantages(&rewards, plan.algorithm.advantage).signal {
@@ -89,9 +90,11 @@ impl SealedGroup {
             GroupSignal::Usable => {
                 let trained = self.trained(plan);
                 if trained.is_empty() {
-                    Decision::Drop("no episode of it may be trained on".to_owned())
+                    Decision::Drop("none of its episodes may be trained on".to_owned())
                 } else if trained.iter().all(|(_, advantage)| *advantage == 0.0) {
-                    Decision::Drop("long episodes lose what sets them apart".to_owned())
+                    Decision::Drop(
+                        "the penalty for long episodes cancels all advantages".to_owned(),
+                    )
                 } else {
                     Decision::Keep
                 }
@@ -110,20 +113,22 @@ fn is_trainable(plan: &Plan, member: &SealedMember) -> bool {
     routed && whole && member.summary.response_tokens > 0
 }
 
-/// How many groups of a step are where. Groups are opened one after the other and a dropped one
-/// is replaced, so the groups of a finished step are the shortest row that has enough kept ones:
-/// the same row whatever the order in which episodes end.
+/// How many groups of a step are in which state. Groups are opened one after the other and a dropped one
+/// is replaced, so the groups of a finished step are the shortest sequence with enough kept ones: the
+/// same whatever the order in which episodes end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Ledger {
+pub(crate) struct GroupCounts {
+    /// Kept groups that the step needs.
     pub(crate) wanted: u32,
+    /// Groups that may be opened in total.
     pub(crate) at_most: u32,
     pub(crate) filling: u32,
     pub(crate) kept: u32,
     pub(crate) dropped: u32,
 }
 
-impl Ledger {
-    /// Whether another group should be opened now.
+impl GroupCounts {
+    /// Whether another group must be opened now.
     pub(crate) fn may_open(&self) -> bool {
         self.filling + self.kept < self.wanted
             && self.filling + self.kept + self.dropped < self.at_most
@@ -149,21 +154,21 @@ mod tests {
 
     proptest! {
         #[test]
-        fn prop_the_opened_groups_do_not_depend_on_the_order_of_their_ends(
+        fn prop_opened_groups_do_not_depend_on_the_order_of_their_ends(
             kept in proptest::collection::vec(any::<bool>(), 40),
             order in proptest::collection::vec(0usize..8, 80),
             wanted in 1u32..6,
         ) {
-            let mut ledger = Ledger { wanted, at_most: 20, filling: 0, kept: 0, dropped: 0 };
+            let mut counts = GroupCounts { wanted, at_most: 20, filling: 0, kept: 0, dropped: 0 };
             let mut open: Vec<usize> = Vec::new();
             let mut next = 0usize;
             let mut picks = order.into_iter();
             loop {
-                while ledger.may_open() {
+                while counts.may_open() {
                     open.push(next);
                     next += 1;
-                    ledger.opened();
-                    prop_assert!(ledger.filling + ledger.kept <= wanted);
+                    counts.opened();
+                    prop_assert!(counts.filling + counts.kept <= wanted);
                 }
                 if open.is_empty() {
                     break;
@@ -171,7 +176,7 @@ mod tests {
                 let pick = picks.next().unwrap_or(0) % open.len();
                 let seq = open.remove(pick);
                 let drop = Decision::Drop(String::new());
-                ledger.decided(if kept[seq] { &Decision::Keep } else { &drop });
+                counts.decided(if kept[seq] { &Decision::Keep } else { &drop });
             }
             let expected = (1..=20)
                 .find(|&n| kept.iter().take(n).filter(|&&k| k).count() == wanted as usize)

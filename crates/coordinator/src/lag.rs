@@ -1,20 +1,20 @@
-//! How late the event loop is: the longest time any task of it may have waited to be run.
+//! The delay of the event loop: how long a task that is ready may have to wait until it runs.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-/// Time between two looks.
+/// Time between two timers.
 const PERIOD: Duration = Duration::from_millis(10);
-/// Buckets per doubling of the delay: what is told is at most 19 % too high.
+/// Buckets per doubling of the delay, so that a reported delay is at most 19 % too high.
 const PER_DOUBLING: f64 = 4.0;
-/// From 1 µs to about 4 s.
+/// Buckets from 1 µs to about 4 s.
 const BUCKETS: usize = 88;
 
-/// Delays of a timer that fires all the time. A task that does not yield, or a queue of ready
-/// tasks, holds it up like everything else. It is a task of its own, so that it runs where the
-/// episodes run; it ends when this is dropped.
+/// Measures the delay of a timer that fires every 10 ms. A task that does not yield, or a long queue of
+/// ready tasks, delays it like every other task. It runs as a task on the runtime of the episodes and
+/// ends when this is dropped.
 #[derive(Debug)]
 pub struct LoopLag {
     delays: Arc<Mutex<Delays>>,
@@ -27,47 +27,48 @@ struct Delays {
     max: Duration,
 }
 
-/// Delays since they were last taken.
+/// Delays of the event loop over a period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LagSummary {
-    /// Times that were looked at.
+    /// Number of timers.
     pub samples: u64,
-    /// 99 of 100 were not longer.
+    /// Delay that 99 of 100 timers did not exceed.
     pub p99: Duration,
-    /// The longest.
+    /// The longest delay.
     pub max: Duration,
 }
 
 impl LoopLag {
-    /// Begins to look.
+    /// Starts to measure.
     ///
     /// # Panics
     /// Outside of a Tokio runtime.
-    pub fn begin() -> Self {
-        Self::begin_with(|_, _| {})
+    pub fn start() -> Self {
+        Self::start_with(|_, _| {})
     }
 
-    /// Begins to look, and tells each time at which the timer was due with its delay.
+    /// Starts to measure, and calls `observe` for each timer with the time at which it was due and its
+    /// delay.
     ///
     /// # Panics
     /// Outside of a Tokio runtime.
-    pub fn begin_with(tell: impl Fn(Instant, Duration) + Send + 'static) -> Self {
+    pub fn start_with(observe: impl Fn(Instant, Duration) + Send + 'static) -> Self {
         let delays = Arc::new(Mutex::new(Delays::NONE));
-        let seen = Arc::clone(&delays);
+        let measured = Arc::clone(&delays);
         let mut watch = JoinSet::new();
         watch.spawn(async move {
             loop {
                 let due = Instant::now() + PERIOD;
                 tokio::time::sleep_until(due).await;
                 let delay = due.elapsed();
-                lock(&seen).add(delay);
-                tell(due, delay);
+                lock(&measured).add(delay);
+                observe(due, delay);
             }
         });
         Self { delays, _watch: watch }
     }
 
-    /// What was seen since the last call.
+    /// The delays since the last call.
     pub fn take(&self) -> LagSummary {
         std::mem::replace(&mut *lock(&self.delays), Delays::NONE).summary()
     }
@@ -100,7 +101,7 @@ impl Delays {
     }
 }
 
-/// Longest delay of a bucket.
+/// Longest delay that falls into a bucket.
 fn upper(bucket: usize) -> Duration {
     Duration::from_secs_f64(1e-6 * (bucket as f64 / PER_DOUBLING).exp2())
 }
@@ -110,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_summary_tells_the_longest_and_all_but_one_in_a_hundred() {
+    fn summary_has_the_longest_delay_and_the_99th_percentile() {
         let mut delays = Delays::NONE;
         for _ in 0..990 {
             delays.add(Duration::from_micros(100));
@@ -125,23 +126,23 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_task_that_does_not_yield_is_seen_once() {
-        let told = Arc::new(Mutex::new(Vec::new()));
-        let seen = Arc::clone(&told);
-        let lag = LoopLag::begin_with(move |due, delay| seen.lock().unwrap().push((due, delay)));
+    async fn task_that_does_not_yield_is_measured_once() {
+        let observed = Arc::new(Mutex::new(Vec::new()));
+        let timers = Arc::clone(&observed);
+        let lag = LoopLag::start_with(move |due, delay| timers.lock().unwrap().push((due, delay)));
         tokio::time::sleep(Duration::from_millis(30)).await;
-        let begun = std::time::Instant::now();
-        while begun.elapsed() < Duration::from_millis(60) {
+        let blocked = std::time::Instant::now();
+        while blocked.elapsed() < Duration::from_millis(60) {
             std::hint::spin_loop();
         }
         tokio::time::sleep(Duration::from_millis(30)).await;
         let seen = lag.take();
         assert!(seen.max >= Duration::from_millis(40), "{seen:?}");
-        let told = told.lock().unwrap();
-        let (due, longest) = told.iter().max_by_key(|(_, delay)| *delay).unwrap();
-        assert_eq!((told.len() as u64, *longest), (seen.samples, seen.max));
+        let observed = observed.lock().unwrap();
+        let (due, longest) = observed.iter().max_by_key(|(_, delay)| *delay).unwrap();
+        assert_eq!((observed.len() as u64, *longest), (seen.samples, seen.max));
         let due = due.into_std();
-        assert!(due + *longest >= begun + Duration::from_millis(60), "{told:?}");
+        assert!(due + *longest >= blocked + Duration::from_millis(60), "{observed:?}");
         assert_eq!(lag.take(), LagSummary::default());
     }
 }

@@ -1,7 +1,8 @@
-//! The run: which episodes are made, what is trained on, when weights change, what is measured.
+//! The run: which episodes are sampled, which of them are trained on, when weights change, and what is
+//! measured.
 //!
-//! The invariant: every decision is in the journal before its effect, so a run that died at any
-//! instant continues from the journal alone. Start reading at `run_loop.rs`.
+//! The invariant: every decision is in the journal before it takes effect, so a run that was killed at
+//! any point continues from the journal alone. Start reading at `run_loop.rs`.
 
 mod config;
 mod context;

@@ -1,4 +1,4 @@
-//! What a coordinator is told, all checked before.
+//! The checked settings of a run, and its tasks.
 
 use crate::config::{DiagnosticsSettings, RunSettings};
 use orchestrate_handoff::{Algorithm, HandoffPlan};
@@ -6,20 +6,20 @@ use orchestrate_rollout::RolloutPlan;
 use orchestrate_tasks::Task;
 use std::sync::Arc;
 
-/// How episodes are sampled; the coordinator's part of `[rollout]`.
+/// How episodes are sampled: the coordinator's part of `[rollout]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingPlan {
     /// Episodes per training group, at least 1.
     pub group_size: u16,
-    /// Groups with a gradient wanted per global step, at least 1.
+    /// Groups with a gradient that a global step needs, at least 1.
     pub groups_per_step: u32,
-    /// Groups sampled per global step at most.
+    /// Groups that a global step samples at most.
     pub max_groups_per_step: u32,
-    /// Episodes under way at the same time.
+    /// Episodes that may run at the same time.
     pub max_in_flight: u32,
-    /// Attempts per episode.
+    /// Attempts that an episode may have.
     pub max_attempts: u16,
-    /// Temperature of training episodes.
+    /// Sampling temperature of training episodes, ≥ 0.
     pub temperature: f32,
 }
 
@@ -37,24 +37,24 @@ impl From<&RolloutPlan> for SamplingPlan {
     }
 }
 
-/// Everything the run loop decides by.
+/// The checked settings that the run loop uses.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// `[run]`.
+    /// `[run]`: steps, evaluations, shutdown.
     pub run: RunSettings,
-    /// Sampling.
+    /// How training episodes are sampled.
     pub sampling: SamplingPlan,
-    /// `[algorithm]`.
+    /// `[algorithm]`: loss, advantages, replay.
     pub algorithm: Algorithm,
-    /// `[handoff]`.
+    /// `[handoff]`: the form of batches.
     pub handoff: HandoffPlan,
-    /// `[diagnostics]`.
+    /// `[diagnostics]`: measurements without replay, and what follows from a collapse.
     pub diagnostics: DiagnosticsSettings,
     /// Name of the model in `predictions.jsonl`.
     pub model_name: String,
 }
 
-/// Everything an evaluation decides by.
+/// The checked settings that an evaluation uses.
 #[derive(Debug, Clone)]
 pub struct EvaluationPlan {
     /// `[run]`: seeds, tasks, samples, retries.
@@ -66,7 +66,7 @@ pub struct EvaluationPlan {
 }
 
 impl Plan {
-    /// What evaluations of this run decide by.
+    /// The settings that evaluations of this run use.
     pub(crate) fn evaluation(&self) -> EvaluationPlan {
         EvaluationPlan {
             run: self.run.clone(),
@@ -75,8 +75,8 @@ impl Plan {
         }
     }
 
-    /// Whether training episodes collect routing rows: to replay them, or to measure how far the
-    /// trainer's own routes are from them.
+    /// Whether training episodes collect routing rows: to replay them, or to compare the trainer's own
+    /// routes with them.
     pub fn want_routing(&self) -> bool {
         self.needs_routing() || self.diagnostics.no_replay_every > 0
     }
@@ -86,7 +86,7 @@ impl Plan {
         self.algorithm.routing_replay().replays_rollout()
     }
 
-    /// Whether `step` also measures the mismatch without replay.
+    /// Whether the trainer also measures `step` without replay.
     pub fn measures_no_replay(&self, step: u32) -> bool {
         let every = self.diagnostics.no_replay_every;
         every > 0 && step.saturating_sub(1).is_multiple_of(every)
@@ -98,13 +98,13 @@ impl Plan {
     }
 }
 
-/// The tasks of a run, each part in a fixed order.
+/// The tasks of a run. The order of each part is fixed.
 #[derive(Debug, Clone, Default)]
 pub struct TaskSet {
-    /// Trained on.
+    /// Tasks to train on.
     pub train: Vec<Arc<Task>>,
-    /// Evaluated: unseen tasks of known families.
+    /// Tasks to evaluate: held out from the families that are trained on.
     pub held_out: Vec<Arc<Task>>,
-    /// Evaluated: unseen families.
+    /// Tasks to evaluate: of families that are not trained on.
     pub held_out_families: Vec<Arc<Task>>,
 }

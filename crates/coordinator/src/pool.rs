@@ -1,4 +1,4 @@
-//! Running the episodes of many groups side by side, within `max_in_flight`.
+//! Runs the episodes of many groups at the same time, up to `max_in_flight`.
 
 use crate::context::Context;
 use crate::error::RunError;
@@ -17,15 +17,15 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tracing::Instrument;
 
-/// Silence after which a person is told what the run waits for.
+/// Time without a finished episode after which the run warns what it waits for.
 const STALL_REPORT: Duration = Duration::from_mins(10);
 
-/// How the episodes of one stage are made.
+/// How the episodes of one stage are run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StageSettings {
     pub(crate) temperature: f32,
     pub(crate) want_routing: bool,
-    /// Episodes the stage is to make, as far as known at its start.
+    /// Episodes of the stage, as far as known at its start.
     pub(crate) planned: usize,
 }
 
@@ -35,7 +35,7 @@ enum EpisodeEnd {
     Stopped,
 }
 
-/// The episodes under way of one stage (the sampling of a step, or an evaluation).
+/// The running episodes of one stage: the rollout of a step, or an evaluation.
 pub(crate) struct Pool {
     context: Arc<Context>,
     settings: StageSettings,
@@ -87,9 +87,9 @@ impl Pool {
         Ok(())
     }
 
-    /// Waits for the next group of which every episode has ended; `None` when there is none left.
-    /// After a stop request it waits for all running episodes and then fails with
-    /// [`RunError::Stopped`]. Dropping the future loses nothing.
+    /// Waits for the next group whose episodes have all ended; `None` when no group is left. After a
+    /// stop request it waits for all running episodes and then fails with [`RunError::Stopped`].
+    /// Dropping the future loses nothing.
     pub(crate) async fn next_group(&mut self) -> Result<Option<GroupId>, RunError> {
         loop {
             if let Some(group) = self.complete.pop_front() {
@@ -135,8 +135,8 @@ impl Pool {
         Ok(())
     }
 
-    /// One broken episode leaves its group; many mean that something outside is broken, and
-    /// going on would only burn attempts.
+    /// A single broken episode leaves its group. Many mean that something outside is broken, and more
+    /// attempts would only be wasted.
     fn check_broken(&self, stage: Stage, error: String) -> Result<(), RunError> {
         let planned = self.settings.planned;
         let allowed = self.context.plan.run.max_broken_share * planned as f64;
@@ -152,20 +152,20 @@ impl Pool {
         let (count, first) = (open.len(), open.iter().take(8));
         let names = first.cloned().collect::<Vec<_>>().join(", ");
         self.context.warn(format!(
-            "no episode ended for {} minutes; waiting for {count}: {names}",
+            "no episode has ended for {} minutes; waiting for {count}: {names}",
             STALL_REPORT.as_secs() / 60
         ));
     }
 }
 
-/// Tries an episode until it has an outcome, is given up, or the run stops.
+/// Runs attempts of an episode until one has a trusted outcome, none are left, or the run stops.
 async fn run_episode(
     context: &Context,
     settings: StageSettings,
     episode: EpisodeId,
     task: Arc<Task>,
 ) -> Result<EpisodeEnd, RunError> {
-    let mut last = (Stage::Setup, "given up before".to_owned());
+    let mut last = (Stage::Setup, "all attempts had failed before".to_owned());
     loop {
         let permit = tokio::select! {
             biased;
@@ -235,12 +235,12 @@ async fn run_attempt(
     match AssertUnwindSafe(running).catch_unwind().await {
         Ok(report) => report,
         Err(panic) => {
-            let said = panic
+            let message = panic
                 .downcast_ref::<String>()
                 .cloned()
                 .or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()))
                 .unwrap_or_else(|| "no message".to_owned());
-            let error = format!("internal error, please report it: {said}");
+            let error = format!("internal error, please report it: {message}");
             broken_report(attempt, Outcome::Broken { stage: Stage::Record, error })
         }
     }

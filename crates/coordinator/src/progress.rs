@@ -1,4 +1,4 @@
-//! How far a run has come, by its journal.
+//! How far a run has come, according to its journal.
 
 use crate::config::RunSettings;
 use crate::error::RunError;

@@ -1,50 +1,96 @@
-//! From an episode's report to the journal, and from the journal to a training sample.
+//! What the journal stores: episodes, from the report of an attempt to a training sample, and the results
+//! of steps.
 
 use crate::error::RunError;
+use jiff::Timestamp;
+use orchestrate_handoff::protocol::{StepMetrics, StepResult};
 use orchestrate_handoff::{BatchSample, Overlong};
+use orchestrate_metrics::SCHEMA_VERSION;
 use orchestrate_rollout::{EpisodeReport, Timings, TurnLog};
 use orchestrate_routing::{RoutingMask, RowVersion};
-use orchestrate_store::{AttemptRow, EpisodeRecord, RowSpan, StoredRouting};
+use orchestrate_store::{AttemptRow, EpisodeRecord, RowSpan, StepRow, StoredRouting};
 use orchestrate_tasks::Verdict;
-use orchestrate_types::{GroupId, ModelShape, Outcome, PolicyVersion, Trajectory};
+use orchestrate_types::{GroupId, ModelShape, Outcome, PolicyVersion, Trajectory, now};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::sync::Arc;
 
-/// What is kept of an attempt for people: the `detail` of its record.
+/// A line of metrics as the journal stores it.
+pub(crate) fn stored_line(line: &impl Serialize) -> Result<Value, RunError> {
+    serde_json::to_value(line).map_err(|e| RunError::stored("line of metrics", e))
+}
+
+/// The trainer's result of a step as the journal stores it.
+#[derive(Debug, Serialize, Deserialize)]
+struct StoredResult {
+    /// 0 in results stored before it was recorded.
+    #[serde(default)]
+    schema_version: u32,
+    /// When the result arrived, UTC; `None` in results stored before it was recorded.
+    time: Option<Timestamp>,
+    policy_version: PolicyVersion,
+    checkpoint: camino::Utf8PathBuf,
+    metrics: StepMetrics,
+}
+
+/// A result that has just arrived, to be stored.
+pub(crate) fn to_stored_result(result: StepResult) -> Result<Value, RunError> {
+    let StepResult { policy_version, checkpoint, metrics } = result;
+    let (schema_version, time) = (SCHEMA_VERSION, Some(now()));
+    let stored = StoredResult { schema_version, time, policy_version, checkpoint, metrics };
+    serde_json::to_value(stored).map_err(|e| RunError::stored("result", e))
+}
+
+/// The trainer's result of a trained step.
+pub(crate) fn result_of(row: &StepRow) -> Result<StepResult, RunError> {
+    let invalid = |detail: String| RunError::stored(format!("result of step {}", row.step), detail);
+    let stored: StoredResult = serde_json::from_value(row.result.clone().unwrap_or_default())
+        .map_err(|error| invalid(error.to_string()))?;
+    if stored.schema_version > SCHEMA_VERSION {
+        let found = stored.schema_version;
+        return Err(invalid(format!(
+            "schema version {found}, this program reads up to {SCHEMA_VERSION}: upgrade to read it"
+        )));
+    }
+    let StoredResult { policy_version, checkpoint, metrics, .. } = stored;
+    Ok(StepResult { policy_version, checkpoint, metrics })
+}
+
+/// What is stored of an attempt for people to read: the `detail` of its record.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EpisodeDetail {
-    /// Task id.
+    /// Id of the task.
     pub task_id: String,
-    /// Turn by turn.
+    /// The log of each turn, in order.
     pub turns: Vec<TurnLog>,
-    /// Unified diff of the agent's work.
+    /// The agent's change as a unified diff; empty if it changed nothing.
     pub patch: String,
-    /// The judge's verdict.
+    /// The grader's verdict; `None` if the episode was not graded.
     pub verdict: Option<Verdict>,
-    /// Why routing rows are missing.
+    /// Why routing rows are missing, if they are.
     pub routing_problem: Option<String>,
 }
 
-/// The numbers metrics are computed from: the `summary` of an attempt's row.
+/// The numbers that metrics are computed from: the `summary` of an attempt's row.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct EpisodeSummary {
-    /// All tokens.
+    /// Tokens of the trajectory.
     pub tokens: u64,
-    /// Tokens the policy wrote.
+    /// Tokens that the policy wrote.
     pub response_tokens: u64,
-    /// Generations.
+    /// Turns.
     pub turns: u64,
-    /// Bytes of routing rows held, those shared with an earlier episode left out.
+    /// Bytes of routing rows held in memory, without those shared with an earlier episode.
     pub routing_bytes: u64,
-    /// Whether rows were asked for but are not complete.
+    /// Whether rows were requested and are incomplete.
     pub routing_missing: bool,
-    /// Rows received again that differ.
+    /// Rows that were received again and differ from those held.
     pub routing_drift: u64,
-    /// Bytes of routing payloads on the wire.
+    /// Bytes of routing payloads received.
     pub routing_wire_bytes: u64,
-    /// Rows taken from the prefix cache of rows, or sent by the engine from its own.
+    /// Rows taken from the cache of rows, or sent by the engine from its own cache.
     pub routing_rows_reused: u64,
-    /// Rows of turns during which weights or KV changed.
+    /// Rows of turns during which the weights or the KV cache changed.
     #[serde(default)]
     pub routing_rows_mixed: u64,
     /// Oldest policy version that sampled one of its tokens.
@@ -52,11 +98,11 @@ pub struct EpisodeSummary {
     pub oldest_version: Option<PolicyVersion>,
     /// Prompt tokens sent, over all turns.
     pub prompt_tokens: u64,
-    /// Of these, answered from the prefix cache.
+    /// Prompt tokens that were in the engine's prefix cache.
     pub cached_tokens: u64,
-    /// Of these, those a perfect cache would have answered.
+    /// Prompt tokens that a perfect prefix cache would have had.
     pub cacheable_tokens: u64,
-    /// Where the time went.
+    /// Time spent in each stage.
     pub timings: Timings,
 }
 
@@ -65,13 +111,13 @@ fn oldest_version(trajectory: &Trajectory) -> Option<PolicyVersion> {
     u64::try_from(*oldest).ok().map(PolicyVersion)
 }
 
-/// The report as stored. `want_routing` says whether rows were asked for.
+/// An attempt's report as it is stored. `want_routing` says whether rows were requested.
 pub(crate) fn to_record(
     report: EpisodeReport,
     task_id: &str,
     want_routing: bool,
 ) -> Result<EpisodeRecord, RunError> {
-    // Rows shared with other episodes are counted where they were held first.
+    // Rows shared with other episodes count for the episode that held them first.
     let bytes = report.routing.as_ref().map_or(0, |mask| {
         let shared = usize::try_from(report.routing_rows_shared).unwrap_or(usize::MAX);
         mask.rows().saturating_sub(shared) * mask.row_bytes()
@@ -119,7 +165,7 @@ pub(crate) fn to_record(
     })
 }
 
-/// The report of an attempt whose task panicked.
+/// The report of an attempt that panicked.
 pub(crate) fn broken_report(
     attempt: orchestrate_types::AttemptId,
     outcome: Outcome,
@@ -145,13 +191,14 @@ pub(crate) fn broken_report(
     }
 }
 
-/// The numbers of a stored attempt.
+/// The numbers of a stored attempt, from its row.
 pub(crate) fn summary_of(row: &AttemptRow) -> Result<EpisodeSummary, RunError> {
     serde_json::from_value(row.summary.clone())
         .map_err(|e| RunError::stored(format!("summary of attempt {}", row.id), e))
 }
 
-/// A stored episode as a training sample, its reward less what it costs to be long. Every row is checked again against the model's shape.
+/// A stored episode as a training sample; `overlong` lowers the reward of long ones. Every routing row is
+/// checked again against the model's shape.
 pub(crate) fn to_sample(
     record: EpisodeRecord,
     advantage: f64,
@@ -160,12 +207,11 @@ pub(crate) fn to_sample(
 ) -> Result<BatchSample, RunError> {
     let episode_id = record.attempt.episode;
     let what = || format!("episode {episode_id}");
-    let trajectory =
-        record.trajectory.ok_or_else(|| RunError::stored(what(), "it has no trajectory"))?;
+    let trajectory = record.trajectory.ok_or_else(|| RunError::stored(what(), "no trajectory"))?;
     let reward = record
         .outcome
         .trusted_reward()
-        .ok_or_else(|| RunError::stored(what(), "it has no trusted reward"))?;
+        .ok_or_else(|| RunError::stored(what(), "no trusted reward"))?;
     let response_tokens = trajectory.response_tokens() as u64;
     let reward = reward + overlong.map_or(0.0, |o| o.penalty(response_tokens));
     let routing = match record.routing {

@@ -1,22 +1,22 @@
 //! The run, from its first step to its last. Read [`Coordinator::run`], then `drive`, then
 //! `sample_all` and `train_all`: the rest of the crate is what they call.
 //!
-//! A step goes `sampling → training → trained → applied` (or `skipped`). Each arrow is one
-//! committed journal write, and `close_step` does nothing but look at the journal and do what
-//! the state asks for. So there is no recovery code: a run that was killed anywhere is opened
-//! again and continues with the same loop.
+//! A step goes `sampling → training → trained → applied` (or `skipped`). Each arrow is one committed
+//! write to the journal, and `close_step` only reads the state from the journal and does what that
+//! state requires. So there is no recovery code: a run that was killed at any point is opened again and
+//! continues with the same loop.
 //!
-//! Sampling and training are two streams over the same steps. Sampling may be `max_staleness`
-//! steps ahead of the last closed one; with 0 they take turns. As a step begins to sample only
-//! then, no token of its batch is older by more versions than that.
+//! Sampling and training are two streams over the same steps. Sampling may be `max_staleness` steps
+//! ahead of the last closed one; with 0 they take turns. Since a step starts to sample only then, no
+//! token of its batch is stale by more versions than that.
 //!
 //! | Killed while | Found at the next start | What happens |
 //! |---|---|---|
-//! | episodes run | attempts `lost`, containers of an older epoch | containers swept, next attempts |
+//! | episodes run | attempts `lost`, containers of an older epoch | containers swept, new attempts |
 //! | groups fill | some episodes sealed | sealed ones count, open ones run |
-//! | the batch is written | step `sampling`, batch `assembling` | same members, same bytes, again |
-//! | the trainer works | step `training` | same step id again: applied once |
-//! | weights spread | step `trained` | announced and synced again |
+//! | the batch is written | step `sampling`, batch `assembling` | the same members and bytes, again |
+//! | the trainer works | step `training` | the same step id again: applied once |
+//! | weights are synced | step `trained` | announced and synced again |
 //! | metrics are written | step `applied` | `metrics.jsonl` is repaired from the journal |
 //!
 //! Spans let a subscriber of `tracing` follow one episode, step or weight sync. All have level
@@ -44,44 +44,44 @@ use crate::error::RunError;
 use crate::evaluation::Evaluator;
 use crate::events::{Event, Reporter};
 use crate::files::RunFolder;
-use crate::groups::{Ledger, SealedGroup};
+use crate::groups::{GroupCounts, SealedGroup};
 use crate::lag::LoopLag;
 use crate::metrics::StepTimes;
 use crate::plan::{Plan, TaskSet};
 use crate::pool::{Pool, StageSettings};
 use crate::progress::is_finished;
+use crate::record::result_of;
 use crate::schedule::task_index;
 use crate::stop::Stop;
 use crate::trainer::TrainerSink;
-use crate::training::result_of;
 use camino::Utf8PathBuf;
 use futures::stream::{self, StreamExt};
 use orchestrate_engine::Engine;
-use orchestrate_metrics::collapse::Detector;
-use orchestrate_report::RunReport;
+use orchestrate_metrics::Detector;
+use orchestrate_report::metrics_lines;
 use orchestrate_rollout::Episodes;
 use orchestrate_sandbox::SandboxProvider;
 use orchestrate_store::{GroupState, StepRow, StepState, Store, StoreError};
 use orchestrate_tasks::Task;
 use orchestrate_types::{GroupId, PolicyVersion};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{Instrument, Span};
 
-/// Groups whose images are told to the sandboxes ahead of time; these choose how many to pull.
+/// Number of groups whose images the sandboxes learn ahead of time. They choose how many to pull.
 const GROUPS_AHEAD: u32 = 16;
 
 /// One run and everything it needs. Build it, then [`Coordinator::run`] it.
 pub struct Coordinator {
-    /// The run folder: metrics, batches, reports go there.
+    /// The run folder: metrics, batches and reports are written there.
     pub folder: Utf8PathBuf,
-    /// Its journal, freshly created or opened.
+    /// Its journal, newly created or opened.
     pub store: Store,
     /// Runs attempts.
     pub episodes: Arc<dyn Episodes>,
-    /// Gets new weights.
+    /// Serves the weights; gets new ones after each step.
     pub engine: Arc<dyn Engine>,
     /// Makes new weights.
     pub trainer: Arc<dyn TrainerSink>,
@@ -89,9 +89,9 @@ pub struct Coordinator {
     pub sandboxes: Arc<dyn SandboxProvider>,
     /// What is trained and evaluated on.
     pub tasks: TaskSet,
-    /// What was configured.
+    /// The checked settings.
     pub plan: Plan,
-    /// Told what happens.
+    /// Receives events.
     pub reporter: Arc<dyn Reporter>,
 }
 
@@ -102,11 +102,11 @@ impl std::fmt::Debug for Coordinator {
 }
 
 impl Coordinator {
-    /// Runs to the end, or until stopped. May be called again on a store opened after any end,
-    /// a kill included; it continues where the journal ends.
+    /// Runs to the end, or until stopped. Can be called again on a store that was opened after any end,
+    /// a kill included: it continues where the journal ends.
     ///
     /// # Errors
-    /// [`RunError`] says what must be put right; all that was finished stays.
+    /// [`RunError`] says what must be fixed. Everything that finished before is kept.
     pub async fn run(self, stop: Stop) -> Result<RunEnd, RunError> {
         let sandboxes = self.sandboxes.clone();
         let plan = self.plan.evaluation();
@@ -119,20 +119,20 @@ impl Coordinator {
             tasks: self.tasks,
             plan: self.plan,
             detector: Mutex::new(Detector::default()),
-            lag: LoopLag::begin(),
+            lag: LoopLag::start(),
             opening: tokio::sync::Mutex::new(()),
             context: Arc::new(context),
         };
         let work = Box::pin(driver.drive());
         let finished = driver.context.drive(sandboxes.as_ref(), work).await?;
-        let mut report = driver.write_report().await?;
+        let mut report = driver.folder.write_report(driver.store().reader()).await?;
         let quarantined = sandboxes.quarantined();
         report.quarantined = quarantined.iter().map(ToString::to_string).collect();
         Ok(if finished { RunEnd::Finished(report) } else { RunEnd::Stopped(report) })
     }
 }
 
-/// The running coordinator.
+/// A coordinator that runs.
 pub(crate) struct Driver {
     pub(crate) context: Arc<Context>,
     pub(crate) folder: RunFolder,
@@ -174,6 +174,11 @@ impl Driver {
         evaluator.evaluate(round, version).await
     }
 
+    /// The collapse detection, which has seen the lines of all closed steps.
+    pub(crate) fn detector(&self) -> MutexGuard<'_, Detector> {
+        self.detector.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     async fn drive(&self) -> Result<(), RunError> {
         self.announce_start().await?;
         self.bring_files_up_to_date().await?;
@@ -186,14 +191,14 @@ impl Driver {
         self.context.sweep(self.sandboxes.as_ref()).await?;
         let mut version = self.agree_with_trainer().await?;
         if let Some(step) = self.step_in_training().await? {
-            // Its weights are to be served before anything generates.
+            // Its weights must be served before anything is sampled.
             let closing = self.close_step(step, version, StepTimes::default());
             version = closing.instrument(tracing::info_span!("step", step)).await?;
         }
         self.evaluate_after(0, version).await?;
         let (closed, closed_steps) = watch::channel(0);
-        // Room for every step that may be sampled before the one in training is closed: a sender
-        // that waited would keep the steps behind it from going on.
+        // Holds every step that may be sampled before the one in training is closed: a sender that
+        // had to wait would stop the steps behind it.
         let (sampled, sampled_steps) = mpsc::channel(self.plan().run.max_staleness as usize + 1);
         tokio::try_join!(
             self.sample_all(closed_steps, sampled),
@@ -202,7 +207,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Samples every step, in order, some of them side by side; tells how long each took.
+    /// Samples every step, in order, some of them concurrently; sends how long each took.
     async fn sample_all(
         &self,
         closed: watch::Receiver<u32>,
@@ -213,7 +218,7 @@ impl Driver {
         let steps = stream::iter(1..=run.steps).map(|step| {
             let mut closed = closed.clone();
             async move {
-                // Fails when training ended; that is what the caller hears of, then.
+                // Fails only after training ended; the caller returns the error of that.
                 let _ = closed.wait_for(|&last| step <= last + 1 + ahead).await;
                 let span = tracing::info_span!("step", step);
                 let took = self.sample(step).instrument(span.clone()).await;
@@ -228,7 +233,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Trains on, and evaluates after, every step that is sampled.
+    /// Trains every sampled step and evaluates after it where the plan says so.
     async fn train_all(
         &self,
         mut version: PolicyVersion,
@@ -236,7 +241,7 @@ impl Driver {
         mut sampled: mpsc::Receiver<(Duration, Span)>,
     ) -> Result<(), RunError> {
         for step in 1..=self.plan().run.steps {
-            // Nothing comes where sampling failed; that is what the caller hears of, then.
+            // The channel closes if sampling failed; the caller returns the error of that.
             let Some((rollout, span)) = sampled.recv().await else { return Ok(()) };
             let times = StepTimes { rollout, ..StepTimes::default() };
             version = self.close_step(step, version, times).instrument(span).await?;
@@ -246,8 +251,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Brings a sampled step to its end, from wherever the journal says it stands. Returns the
-    /// version that is live after it.
+    /// Brings a sampled step to its end, from whatever state it has in the journal. Returns the version
+    /// that is live after it.
     async fn close_step(
         &self,
         step: u32,
@@ -262,49 +267,49 @@ impl Driver {
                     self.publish_or_skip(&row, &times).await?;
                 }
                 StepState::Training => self.train(&row, &mut times).await?,
-                StepState::Trained => self.go_live(&row, &times).await?,
+                StepState::Trained => self.sync_and_close(&row, &times).await?,
                 StepState::Applied => return Ok(result_of(&row)?.policy_version),
                 StepState::Skipped => return Ok(version),
             }
         }
     }
 
-    /// Makes groups until enough of them have a gradient: a group whose rewards are all equal is
-    /// replaced by a further one, up to `max_groups_per_step`. Returns how long it took.
+    /// Samples groups until enough of them have a gradient: a group whose rewards are all equal is
+    /// replaced by another one, up to `max_groups_per_step`. Returns how long it took.
     async fn sample(&self, step: u32) -> Result<Duration, RunError> {
         let (id, live) = (self.step_id(step), self.context.live.get());
         if self.store().open_step(step, &id, live).await?.state != StepState::Sampling {
             return Ok(Duration::ZERO);
         }
         self.context.stop.check()?;
-        let begun = Instant::now();
+        let started = Instant::now();
         let sampling = &self.plan().sampling;
         let group_size = sampling.group_size;
         let groups = self.store().reader().groups_of_step(step).await?;
         let count = |state| {
             u32::try_from(groups.iter().filter(|g| g.state == state).count()).unwrap_or(u32::MAX)
         };
-        let mut ledger = Ledger {
+        let mut counts = GroupCounts {
             wanted: sampling.groups_per_step,
             at_most: sampling.max_groups_per_step,
             filling: count(GroupState::Filling),
             kept: count(GroupState::Kept),
             dropped: count(GroupState::Dropped),
         };
-        self.context.report(&Event::StepSampling { step, groups: ledger.wanted, group_size });
+        self.context.report(&Event::StepSampling { step, groups: counts.wanted, group_size });
         let mut pool = Pool::new(
             self.context.clone(),
             StageSettings {
                 temperature: sampling.temperature,
                 want_routing: self.plan().want_routing(),
-                planned: ledger.wanted as usize * usize::from(group_size),
+                planned: counts.wanted as usize * usize::from(group_size),
             },
         );
         for group in groups.iter().filter(|g| g.state == GroupState::Filling) {
             pool.add(group.id, &self.train_task(group.id)?).await?;
         }
         loop {
-            while ledger.may_open() {
+            while counts.may_open() {
                 let _one_at_a_time = self.opening.lock().await;
                 let seq = self.store().reader().train_groups().await?;
                 let id = GroupId::Train { seq };
@@ -313,18 +318,18 @@ impl Driver {
                 self.store().open_group(id, step, &task.id, group_size).await?;
                 self.context.report(&Event::GroupOpened { group: id, task_id: task.id.clone() });
                 pool.add(id, &task).await?;
-                ledger.opened();
+                counts.opened();
             }
             let Some(id) = pool.next_group().await? else { break };
             let group = SealedGroup::load(self.store().reader(), id, group_size).await?;
             let decision = group.decide(self.plan());
             self.context.decide(id, &decision).await?;
-            ledger.decided(&decision);
+            counts.decided(&decision);
         }
-        Ok(begun.elapsed())
+        Ok(started.elapsed())
     }
 
-    /// Tells the sandboxes which images the next groups need.
+    /// Announces to the sandboxes which images the next groups need.
     fn expect_images_after(&self, seq: u32) -> Result<(), RunError> {
         let groups = (seq..seq.saturating_add(GROUPS_AHEAD)).map(|seq| GroupId::Train { seq });
         let images: Result<Vec<String>, RunError> =
@@ -342,12 +347,12 @@ impl Driver {
         train.get(index).cloned().ok_or(RunError::NoTasks { part: "training" })
     }
 
-    /// Idempotency key of a step at the trainer.
+    /// The trainer's idempotency key of a step.
     fn step_id(&self, step: u32) -> String {
         format!("{}-{step:06}", self.context.run)
     }
 
-    /// The step that was handed to the trainer and is not closed, if any.
+    /// The step that was submitted to the trainer and is not closed, if any.
     async fn step_in_training(&self) -> Result<Option<u32>, RunError> {
         let steps = self.store().reader().steps().await?;
         Ok(steps.iter().find(|row| row.state.is_in_training()).map(|row| row.step))
@@ -374,23 +379,13 @@ impl Driver {
         Ok(())
     }
 
-    async fn write_report(&self) -> Result<RunReport, RunError> {
-        let report = RunReport::from_journal(self.store().reader()).await?;
-        let lines = self.store().reader().metrics().await?;
-        self.folder.write_report(&report, &lines)?;
-        Ok(report)
-    }
-
-    /// Files that only repeat the journal are made to agree with it.
-    pub(crate) async fn bring_files_up_to_date(&self) -> Result<(), RunError> {
-        let lines = self.store().reader().metrics().await?;
-        self.folder.write_metrics(&lines)?;
-        let mut detector = Detector::default();
-        for line in &lines {
-            detector.observe(line);
-        }
-        if let Ok(mut held) = self.detector.lock() {
-            *held = detector;
+    /// Makes the files that repeat the journal agree with it, and shows its lines to the collapse
+    /// detection.
+    async fn bring_files_up_to_date(&self) -> Result<(), RunError> {
+        let reader = self.store().reader();
+        self.folder.write_metrics(&reader.metrics().await?)?;
+        for line in &metrics_lines(reader).await? {
+            self.detector().observe(line);
         }
         self.retire_folders().await
     }

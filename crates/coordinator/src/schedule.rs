@@ -1,11 +1,11 @@
-//! Which task a group gets and which seed an episode: functions of the run seed alone.
+//! The task of a group and the seed of an episode: functions of the run's seed alone.
 
 use orchestrate_types::{EpisodeId, GroupId};
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// What a random stream is for; keeps streams of one run apart.
+/// What a random stream is used for; keeps the streams of a run apart.
 #[derive(Clone, Copy)]
 enum Purpose {
     TaskOrder = 1,
@@ -15,15 +15,15 @@ enum Purpose {
 
 fn stream(run_seed: u64, purpose: Purpose, first: u64, second: u64) -> ChaCha8Rng {
     let mut seed = [0; 32];
-    let words = [run_seed, purpose as u64, first, second];
-    for (chunk, word) in seed.chunks_exact_mut(8).zip(words) {
-        chunk.copy_from_slice(&word.to_le_bytes());
+    let parts = [run_seed, purpose as u64, first, second];
+    for (chunk, part) in seed.chunks_exact_mut(8).zip(parts) {
+        chunk.copy_from_slice(&part.to_le_bytes());
     }
     ChaCha8Rng::from_seed(seed)
 }
 
-/// Index of the training task of group `seq`, below `tasks`: every pass over the set visits each
-/// task once, in an order of its own. `tasks` must not be 0.
+/// Index of the training task of group `seq`, below `tasks`, the number of tasks. Every pass over the
+/// set visits each task once, in another random order. `tasks` must not be 0.
 pub fn task_index(run_seed: u64, seq: u32, tasks: usize) -> usize {
     let (pass, place) = (seq as usize / tasks, seq as usize % tasks);
     let mut order: Vec<usize> = (0..tasks).collect();
@@ -31,8 +31,8 @@ pub fn task_index(run_seed: u64, seq: u32, tasks: usize) -> usize {
     order.get(place).copied().unwrap_or(0)
 }
 
-/// Seed of an episode. A retry repeats it. An evaluation episode's seed depends on task and
-/// sample but not on the round, so that rounds are compared under the same random numbers.
+/// Seed of an episode; a retry has the same. That of an evaluation episode depends on task and sample
+/// but not on the round, so that rounds are compared under the same random numbers.
 pub fn episode_seed(run_seed: u64, episode: EpisodeId) -> u64 {
     let member = u64::from(episode.member);
     let mut stream = match episode.group {

@@ -1,20 +1,20 @@
-//! The seam to the trainer.
+//! The interface to the trainer.
 
 use orchestrate_handoff::protocol::{StepRequest, StepResult, StepState, TrainerInfo};
 use orchestrate_handoff::{TrainerClient, TrainerError};
 use std::time::Duration;
 
-/// Sees the states of a step on its way.
+/// Called with each state of a step that the trainer reports.
 pub type StepProgress = dyn Fn(&StepState) + Send + Sync;
 
-/// Applies steps. A step may be handed over any number of times; it takes effect once.
+/// A trainer. A step may be submitted any number of times; it takes effect once.
 #[async_trait::async_trait]
 pub trait TrainerSink: Send + Sync + std::fmt::Debug {
-    /// What the trainer is and where it stands.
+    /// Describes the trainer and the weights it holds.
     async fn info(&self) -> Result<TrainerInfo, TrainerError>;
 
-    /// Applies a step, or answers with the stored result of one applied before. `progress` sees
-    /// its states on the way.
+    /// Applies a step, or returns the stored result if it was applied before. Calls `progress` with the
+    /// states in between.
     async fn apply(
         &self,
         request: &StepRequest,
@@ -22,10 +22,10 @@ pub trait TrainerSink: Send + Sync + std::fmt::Debug {
     ) -> Result<StepResult, TrainerError>;
 }
 
-/// A trainer behind the HTTP protocol; the embedded one is served the same way.
+/// A trainer that is reached over HTTP, as the embedded one is, too.
 #[derive(Debug, Clone)]
 pub struct HttpTrainer {
-    /// Its client.
+    /// Client of the trainer protocol.
     pub client: TrainerClient,
     /// Longest time one step may take.
     pub step_timeout: Duration,

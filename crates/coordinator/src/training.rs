@@ -1,48 +1,48 @@
-//! From kept groups to live weights.
+//! From kept groups to weights that engines serve.
 
 use crate::config::OnCollapse;
 use crate::error::RunError;
 use crate::events::Event;
-use crate::files::batch_name;
+use crate::files::batch_folder;
 use crate::groups::SealedGroup;
 use crate::metrics::{StepTimes, step_line};
-use crate::record::to_sample;
+use crate::record::{result_of, stored_line, to_sample, to_stored_result};
 use crate::run_loop::Driver;
 use orchestrate_handoff::batch::{BatchMeta, MANIFEST_FILE, Planned, stream_batch};
-use orchestrate_handoff::protocol::{StepRequest, StepResult, TrainerInfo};
-use orchestrate_metrics::collapse::{Collapse, Finding};
+use orchestrate_handoff::protocol::{StepRequest, StepState, TrainerInfo};
+use orchestrate_metrics::{Collapse, Finding, MetricsLine, StepLine};
 use orchestrate_store::{BatchMember, BatchState, GroupState, StepRow};
 use orchestrate_types::PolicyVersion;
 use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-/// Tensor data per shard: large enough for few files, small enough that most of a batch's
-/// syncing and digesting happens while the next shard is written.
+/// Tensor data per shard: large enough that a batch has few files, small enough that most of it is
+/// synced and digested while the next shard is written.
 const SHARD_BYTES: u64 = 256 << 20;
-/// Samples that wait for the batch writer, so that loading and writing overlap. Each holds its
+/// Loaded samples that wait for the batch writer, so that loading and writing overlap. Each holds its
 /// whole routing mask.
 const LOADED_AHEAD: usize = 1;
 
 impl Driver {
-    /// Finds out where the trainer stands and gives engines its weights. Returns the version that
-    /// the next step begins with.
+    /// Checks that trainer and journal are at the same version and gives engines its weights. Returns
+    /// the version that the next step starts from.
     pub(crate) async fn agree_with_trainer(&self) -> Result<PolicyVersion, RunError> {
         let info = self.trainer.info().await?;
         self.check_trainer(&info)?;
         let steps = self.store().reader().steps().await?;
         let versions = self.store().reader().versions().await?;
         let under_way = steps.iter().find(|row| row.state.is_in_training());
-        // Steps after it may have begun to sample; only training makes weights.
+        // Later steps may have started to sample; only training makes weights.
         let journal = match (steps.iter().rev().find(|row| row.result.is_some()), steps.first()) {
             (Some(trained), _) => result_of(trained)?.policy_version,
             (None, Some(first)) => first.base_version,
             (None, None) => versions.last().map_or(info.policy_version, |v| v.version),
         };
-        // A step may have been applied without our hearing of it: its result is asked for again.
-        let applied_unheard =
+        // The trainer may have applied a step whose result never arrived: it is requested again.
+        let applied_unrecorded =
             under_way.is_some_and(|row| info.last_step_id.as_deref() == Some(row.step_id.as_str()));
-        if info.policy_version != journal && !applied_unheard {
+        if info.policy_version != journal && !applied_unrecorded {
             let known = versions.iter().find(|v| v.version == journal);
             return Err(RunError::TrainerElsewhere {
                 trainer: info.policy_version,
@@ -51,14 +51,14 @@ impl Driver {
             });
         }
         if let Some(row) = under_way {
-            // Weights follow when that step goes live; nothing generates before.
+            // The weights follow when that step is closed; nothing is sampled before.
             return Ok(row.base_version);
         }
-        self.spread(&info, journal).await?;
+        self.serve(&info, journal).await?;
         Ok(journal)
     }
 
-    async fn spread(&self, info: &TrainerInfo, version: PolicyVersion) -> Result<(), RunError> {
+    async fn serve(&self, info: &TrainerInfo, version: PolicyVersion) -> Result<(), RunError> {
         let engine = self.engine.as_ref();
         self.context.serve(engine, version, info.lineage, &info.checkpoint).await
     }
@@ -83,7 +83,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Writes the batch of a sampled step, or closes the step if no group has a gradient.
+    /// Writes the batch of a sampled step, or closes the step as skipped if no group has a gradient.
     pub(crate) async fn publish_or_skip(
         &self,
         row: &StepRow,
@@ -106,10 +106,9 @@ impl Driver {
             let reason = format!("none of {} groups has a gradient", groups.len());
             let times = StepTimes { lag: self.lag.take(), ..*times };
             let line = step_line(reader, row, None, &times, &self.sandboxes.hosts()).await?;
-            self.store().skip_step(step, &reason, &line).await?;
+            self.store().skip_step(step, &reason, &stored_line(&line)?).await?;
             self.context.report(&Event::StepSkipped { step, reason });
-            self.step_closed(&line).await?;
-            return Ok(());
+            return self.step_closed(line).await;
         }
         let members: Vec<BatchMember> = attempts
             .iter()
@@ -118,7 +117,7 @@ impl Driver {
                 advantage: *advantage,
             })
             .collect();
-        let relative = batch_name(step);
+        let relative = batch_folder(step);
         self.store().assemble_batch(step, row.base_version, &relative, &members).await?;
 
         let shape = Arc::new(self.engine.shape().clone());
@@ -146,7 +145,7 @@ impl Driver {
             for (attempt, advantage) in &attempts {
                 let record = reader.load_record(attempt).await?;
                 if loaded.send(to_sample(record, *advantage, overlong, &shape)?).await.is_err() {
-                    // The writer gave up, and says why itself.
+                    // The writer failed and returns the reason itself.
                     break;
                 }
             }
@@ -156,14 +155,14 @@ impl Driver {
         let written = written
             .await
             .map_err(|e| RunError::Panicked { task: "batch writer", detail: e.to_string() })?;
-        // A sample that could not be loaded is the cause of what the writer then misses.
+        // If a sample could not be loaded, that is why the writer lacks it: report it first.
         loaded?;
         let digest = written?;
         self.store().publish_batch(step, &digest).await?;
         Ok(())
     }
 
-    /// Has the trainer apply the published batch. Handing it over again is harmless.
+    /// Has the trainer apply the published batch. Submitting it again is harmless.
     #[tracing::instrument(name = "train", skip_all, fields(policy_version = row.base_version.0))]
     pub(crate) async fn train(&self, row: &StepRow, times: &mut StepTimes) -> Result<(), RunError> {
         let step = row.step;
@@ -173,18 +172,18 @@ impl Driver {
         let request = StepRequest {
             step_id: row.step_id.clone(),
             base_version: row.base_version,
-            manifest: self.folder.absolute(&batch_name(step))?.join(MANIFEST_FILE),
+            manifest: self.folder.absolute(&batch_folder(step))?.join(MANIFEST_FILE),
             hyperparameters: plan
                 .algorithm
                 .hyperparameters(temperature, plan.measures_no_replay(step)),
         };
         let context = self.context.clone();
-        let progress = move |state: &orchestrate_handoff::protocol::StepState| {
+        let progress = move |state: &StepState| {
             context.report(&Event::Training { step, state: state.clone() });
         };
         let result = tokio::select! {
             biased;
-            // The trainer goes on by itself; the next start asks for the result.
+            // The trainer continues on its own; the next start requests the result.
             () = self.context.stop.drain.cancelled() => return Err(RunError::Stopped),
             result = self.trainer.apply(&request, &progress) => result?,
         };
@@ -193,33 +192,34 @@ impl Driver {
             return Err(RunError::BadResult { step, base, found });
         }
         times.train += begun.elapsed();
-        let result = serde_json::to_value(&result).map_err(|e| RunError::stored("result", e))?;
-        self.store().record_result(step, &result).await?;
+        self.store().record_result(step, &to_stored_result(result)?).await?;
         Ok(())
     }
 
-    /// Gives engines the new weights and closes the step.
-    pub(crate) async fn go_live(&self, row: &StepRow, times: &StepTimes) -> Result<(), RunError> {
+    /// Has engines serve the new weights and closes the step.
+    pub(crate) async fn sync_and_close(
+        &self,
+        row: &StepRow,
+        times: &StepTimes,
+    ) -> Result<(), RunError> {
         let begun = Instant::now();
         let result = result_of(row)?;
         let mut info = self.trainer.info().await?;
         info.checkpoint = result.checkpoint.clone();
-        self.spread(&info, result.policy_version).await?;
+        self.serve(&info, result.policy_version).await?;
         let times = StepTimes { sync: begun.elapsed(), lag: self.lag.take(), ..*times };
         let (reader, hosts) = (self.store().reader(), self.sandboxes.hosts());
         let line = step_line(reader, row, Some(&result), &times, &hosts).await?;
-        self.store().finish_step(row.step, &line).await?;
-        self.step_closed(&line).await
+        self.store().finish_step(row.step, &stored_line(&line)?).await?;
+        self.step_closed(line).await
     }
 
-    async fn step_closed(&self, line: &serde_json::Value) -> Result<(), RunError> {
+    /// Writes what follows from a closed step, and looks for a collapse.
+    async fn step_closed(&self, line: StepLine) -> Result<(), RunError> {
         self.folder.write_metrics(&self.store().reader().metrics().await?)?;
-        self.context.report(&Event::StepFinished { line: line.clone() });
+        self.context.report(&Event::StepFinished { line: Box::new(line.clone()) });
         self.retire_folders().await?;
-        let findings = match self.detector.lock() {
-            Ok(mut detector) => detector.observe(line),
-            Err(_) => Vec::new(),
-        };
+        let findings = self.detector().observe(&MetricsLine::from(line));
         for finding in findings {
             match finding {
                 Finding::Warning(text) => self.context.warn(text),
@@ -229,8 +229,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Tells of a collapse, or ends the run, as the plan says. The step is closed by then:
-    /// whoever continues the run goes on with the next one.
+    /// Warns of a collapse or ends the run, as `diagnostics.on_collapse` says. The step is closed by
+    /// then, so a resumed run continues with the next one.
     async fn collapsed(&self, collapse: &Collapse) -> Result<(), RunError> {
         let versions = self.store().reader().versions().await?;
         let good = versions.iter().find(|v| Some(v.version.0) == collapse.last_good);
@@ -239,7 +239,7 @@ impl Driver {
                 format!("policy version {} in {}", version.version, version.checkpoint)
             }
             Some(version) => format!(
-                "policy version {}, which is not kept any more (raise run.keep_checkpoints)",
+                "policy version {}, whose checkpoint was deleted (raise run.keep_checkpoints)",
                 version.version
             ),
             None => "the starting policy".to_owned(),
@@ -254,8 +254,8 @@ impl Driver {
         }
     }
 
-    /// Deletes batch folders beyond what the plan keeps. The journal allows it first, so a folder
-    /// that is missing is never one that is still needed. Checkpoints are the trainer's to delete.
+    /// Deletes batch folders beyond `run.keep_batches`. The journal records that first, so a missing
+    /// folder is never one that is still needed. Checkpoints are deleted by the trainer.
     pub(crate) async fn retire_folders(&self) -> Result<(), RunError> {
         let batches = self.store().reader().batches().await?;
         let keep = self.plan().run.keep_batches as usize;
@@ -269,11 +269,4 @@ impl Driver {
         }
         Ok(())
     }
-}
-
-/// The trainer's result of a trained step.
-pub(crate) fn result_of(row: &StepRow) -> Result<StepResult, RunError> {
-    let value = row.result.clone().unwrap_or_default();
-    serde_json::from_value(value)
-        .map_err(|e| RunError::stored(format!("result of step {}", row.step), e))
 }

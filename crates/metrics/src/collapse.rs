@@ -1,31 +1,35 @@
-//! Notices a run that collapses. Pure: lines of `metrics.jsonl` in, findings out. Reward, extreme
-//! tokens and gradient norm are watched, because the KL alone can stay flat while a run dies.
+//! Detects a run that collapses. Pure: lines of `metrics.jsonl` in, findings out.
+//!
+//! Reward, extreme tokens and gradient norm are watched, because the KL alone can stay flat while a run
+//! collapses. A step that lacks what the detection needs is a finding, too: a run is never silently
+//! unwatched.
 
+use crate::{MetricsLine, StepLine, Threshold};
 use serde::{Serialize, Serializer};
-use serde_json::Value;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 
-/// Steps looked back over.
+/// Steps over which medians are taken.
 const WINDOW: usize = 20;
-/// Steps a mean reward is taken over.
+/// Steps over which the mean reward is taken.
 const REWARD_WINDOW: usize = 5;
-/// Steps a symptom must last.
+/// Steps for which a symptom must last.
 const REWARD_PATIENCE: u32 = 10;
 const EXTREME_PATIENCE: u32 = 5;
 const GRADIENT_PATIENCE: u32 = 3;
 
-/// What a collapse shows itself by.
+/// How a collapse shows.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Symptom {
-    /// Loss or gradient is no number.
+    /// Loss or gradient norm is not finite.
     NotFinite,
     /// The mean reward stays below half of its best.
     LowReward {
-        /// Best mean of five steps so far.
+        /// Best mean of five steps so far, 0 to 1.
         best: f64,
     },
-    /// More than a tenth of the tokens stay twice as (un)likely in the trainer as in the engine.
+    /// More than a tenth of the tokens stay twice as likely, or half as likely, in the trainer as in the
+    /// engine: F(2) above 0.1.
     ExtremeTokens,
     /// Gradient norm and KL both stay above ten times their medians.
     Gradient,
@@ -34,89 +38,85 @@ pub enum Symptom {
 impl fmt::Display for Symptom {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NotFinite => write!(f, "loss or gradient is not a number"),
+            Self::NotFinite => write!(f, "loss or gradient norm is not finite"),
             Self::LowReward { best } => write!(
                 f,
-                "for {REWARD_PATIENCE} steps the mean reward is below half of its best ({best:.3})"
+                "the mean reward was below half of its best ({best:.3}) for {REWARD_PATIENCE} steps"
             ),
             Self::ExtremeTokens => write!(
                 f,
-                "for {EXTREME_PATIENCE} steps more than 10 % of tokens are twice as (un)likely in \
-                 the trainer as in the engine"
+                "more than 10 % of tokens were twice as (un)likely in the trainer as in the engine \
+                 for {EXTREME_PATIENCE} steps"
             ),
             Self::Gradient => write!(
                 f,
-                "for {GRADIENT_PATIENCE} steps gradient norm and KL are both above ten times their \
-                 median"
+                "gradient norm and KL were both above ten times their median for \
+                 {GRADIENT_PATIENCE} steps"
             ),
         }
     }
 }
 
-/// In words.
+/// As text, the same as it is displayed.
 impl Serialize for Symptom {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-/// Training that has collapsed.
+/// A run that has collapsed.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Collapse {
     /// First global step of the window that shows it.
     pub step: u32,
     /// How it shows.
     pub symptom: Symptom,
-    /// Version of the weights before that step, to go back to; `None` if it was the first.
+    /// Version of the weights before that step, to go back to; `None` if it was the first step.
     pub last_good: Option<u64>,
 }
 
-/// What a line says about the run's health.
+/// What a line says about the health of the run.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Finding {
-    /// A person should know.
+    /// A message that a person should read.
     Warning(String),
-    /// The run is lost from this step on.
+    /// The run has collapsed.
     Collapse(Collapse),
 }
 
-/// One global step, as far as it matters here.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// The part of a line that matters here.
+#[derive(Debug, Clone, Copy)]
 struct Sample {
     step: u32,
-    version: Option<u64>,
+    version: u64,
     trained: bool,
     finite: bool,
     reward: Option<f64>,
-    extreme: f64,
-    kl: f64,
+    extreme: Option<f64>,
+    kl: Option<f64>,
     gradient: Option<f64>,
 }
 
 impl Sample {
-    /// `None` for lines that are no global step.
-    fn read(line: &Value) -> Option<Self> {
-        let number = |key: &str| line.get(key).and_then(Value::as_f64);
-        let whole = |key: &str| line.get(key).and_then(Value::as_u64);
-        line.get("loss")?;
-        let step = u32::try_from(whole("global_step")?).ok()?;
-        let extreme = line.get("extreme_token_fraction").and_then(|f| f.get("2"));
-        // A number that is not finite is null in JSON; in a skipped step all of them are.
-        let trained = whole("loss_tokens").is_some();
-        Some(Self {
-            step,
-            version: whole("policy_version"),
+    fn of(line: &StepLine) -> Self {
+        // JSON has null for a number that is not finite. In a skipped step all of them are null.
+        let finite = |value: Option<f64>| value.filter(|v| v.is_finite());
+        let trained = line.has_training();
+        let (loss, gradient) = (finite(line.loss), finite(line.grad_norm));
+        Self {
+            step: line.global_step,
+            version: line.policy_version.0,
             trained,
-            finite: !trained || (number("loss").is_some() && number("grad_norm").is_some()),
-            reward: number("reward_mean"),
-            extreme: extreme.and_then(Value::as_f64).unwrap_or(0.0),
-            kl: number("kl_train_infer").unwrap_or(0.0),
-            gradient: number("grad_norm"),
-        })
+            finite: !trained || (loss.is_some() && gradient.is_some()),
+            reward: finite(line.reward_mean),
+            extreme: line.extreme_token_fraction.as_ref().and_then(|f| f.beyond(Threshold::T2)),
+            kl: finite(line.kl_train_infer),
+            gradient,
+        }
     }
 }
 
-/// A symptom that must last: since when it does.
+/// A symptom that must last, and since when it does.
 #[derive(Debug, Default)]
 struct Lasting {
     steps: u32,
@@ -124,7 +124,7 @@ struct Lasting {
 }
 
 impl Lasting {
-    /// Counts; `true` exactly when the patience is used up.
+    /// Counts a step. True once, when the symptom has lasted for `patience` steps.
     fn observe(&mut self, holds: bool, at: (u32, Option<u64>), patience: u32) -> bool {
         if !holds {
             self.steps = 0;
@@ -145,29 +145,33 @@ pub struct Detector {
     best_reward: f64,
     gradients: VecDeque<f64>,
     kls: VecDeque<f64>,
-    /// Version the next step begins with.
+    /// Version of the weights that the next step starts from.
     version: Option<u64>,
     low_reward: Lasting,
     extreme: Lasting,
     steep: Lasting,
     not_finite: Lasting,
+    /// What was found missing, so that it is reported once.
+    missing: BTreeSet<&'static str>,
 }
 
 impl Detector {
-    /// Takes the next line. Each symptom is told once, when it has lasted.
-    pub fn observe(&mut self, line: &Value) -> Vec<Finding> {
-        let Some(sample) = Sample::read(line) else { return Vec::new() };
+    /// Takes the next line; evaluations say nothing. Each symptom is reported once, when it has lasted,
+    /// and each metric that is missing once.
+    pub fn observe(&mut self, line: &MetricsLine) -> Vec<Finding> {
+        let Some(line) = line.step() else { return Vec::new() };
+        let sample = Sample::of(line);
         let at = (sample.step, self.version);
-        let mut found = Vec::new();
+        let mut found = self.find_missing(line, sample);
         let mut warn = |text: String| {
             found.push(Finding::Warning(format!("step {}: {text}", sample.step)));
         };
-        if sample.extreme > 0.01 && sample.extreme <= 0.1 {
-            let share = sample.extreme * 100.0;
+        if let Some(extreme) = sample.extreme.filter(|share| *share > 0.01 && *share <= 0.1) {
+            let share = extreme * 100.0;
             warn(format!("{share:.1} % of tokens are twice as (un)likely in the trainer"));
         }
-        if sample.kl > 1e-2 {
-            warn(format!("train-inference KL is {:.2e}, above 1e-2", sample.kl));
+        if let Some(kl) = sample.kl.filter(|kl| *kl > 1e-2) {
+            warn(format!("train-inference KL is {kl:.2e}, above 1e-2"));
         }
         let mut collapse = |lasting: &Lasting, symptom| {
             let (step, last_good) = lasting.since;
@@ -188,32 +192,61 @@ impl Detector {
                 }
             }
         }
-        if sample.trained && self.extreme.observe(sample.extreme > 0.1, at, EXTREME_PATIENCE) {
+        let extreme = sample.extreme.is_some_and(|extreme| extreme > 0.1);
+        if sample.trained && self.extreme.observe(extreme, at, EXTREME_PATIENCE) {
             collapse(&self.extreme, Symptom::ExtremeTokens);
         }
-        if let Some(gradient) = sample.gradient {
+        if let (Some(gradient), Some(kl)) = (sample.gradient, sample.kl) {
             let steep = self.gradients.len() == WINDOW
                 && gradient > 10.0 * median(&self.gradients)
-                && sample.kl > 10.0 * median(&self.kls);
+                && kl > 10.0 * median(&self.kls);
             if self.steep.observe(steep, at, GRADIENT_PATIENCE) {
                 collapse(&self.steep, Symptom::Gradient);
             }
-            // What is steep must not become the measure of what is.
+            // Steps that are steep must not raise the median that they are compared with.
             if !steep {
                 push(&mut self.gradients, gradient, WINDOW);
-                push(&mut self.kls, sample.kl, WINDOW);
+                push(&mut self.kls, kl, WINDOW);
             }
         }
-        self.version = sample.version.or(self.version);
+        self.version = Some(sample.version);
+        found
+    }
+
+    /// What the line should have and has not. A step that was trained on has new weights or a kept
+    /// group, whatever else its line says.
+    fn find_missing(&mut self, line: &StepLine, sample: Sample) -> Vec<Finding> {
+        let updated = self.version.is_some_and(|before| sample.version > before)
+            || line.groups_kept.is_some_and(|groups| groups > 0);
+        let trained = sample.trained || updated;
+        let sampled = line.episodes.is_none_or(|episodes| episodes > 0);
+        let needed = [
+            ("reward_mean", sampled && sample.reward.is_none()),
+            ("loss and grad_norm", updated && !sample.trained),
+            ("kl_train_infer", trained && sample.kl.is_none()),
+            ("extreme_token_fraction at 2", trained && sample.extreme.is_none()),
+        ];
+        let mut found = Vec::new();
+        for (name, missing) in needed {
+            if missing && self.missing.insert(name) {
+                found.push(Finding::Warning(format!(
+                    "step {}: no {name} in the line of metrics: a collapse that shows in it cannot be \
+                     detected",
+                    sample.step
+                )));
+            }
+        }
         found
     }
 }
 
-/// What lines of a whole run show: the collapse that begins first, and all warnings.
-pub fn judge(lines: &[Value]) -> (Option<Collapse>, Vec<String>) {
+/// Looks at the lines of a whole run: the collapse that starts first, and all warnings.
+pub fn detect_collapse<'a>(
+    lines: impl IntoIterator<Item = &'a MetricsLine>,
+) -> (Option<Collapse>, Vec<String>) {
     let mut detector = Detector::default();
     let (mut first, mut warnings) = (None::<Collapse>, Vec::new());
-    for finding in lines.iter().flat_map(|line| detector.observe(line)) {
+    for finding in lines.into_iter().flat_map(|line| detector.observe(line)) {
         match finding {
             Finding::Warning(text) => warnings.push(text),
             Finding::Collapse(collapse) => {
@@ -242,12 +275,40 @@ fn median(values: &VecDeque<f64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use crate::EvalLine;
+    use orchestrate_types::PolicyVersion;
+    use std::collections::BTreeMap;
 
-    fn line(step: u32, reward: f64, extreme: f64, gradient: f64, kl: f64) -> Value {
-        json!({"global_step": step, "policy_version": step, "loss": 0.1, "loss_tokens": 9,
-               "reward_mean": reward, "grad_norm": gradient, "kl_train_infer": kl,
-               "extreme_token_fraction": {"2": extreme}})
+    fn step(step: u32, reward: f64, extreme: f64, gradient: f64, kl: f64) -> StepLine {
+        StepLine {
+            global_step: step,
+            policy_version: PolicyVersion(u64::from(step)),
+            episodes: Some(8),
+            groups_kept: Some(1),
+            loss: Some(0.1),
+            loss_tokens: Some(9),
+            reward_mean: Some(reward),
+            grad_norm: Some(gradient),
+            kl_train_infer: Some(kl),
+            extreme_token_fraction: Some(BTreeMap::from([("2".to_owned(), extreme)]).into()),
+            ..StepLine::default()
+        }
+    }
+
+    fn line(at: u32, reward: f64, extreme: f64, gradient: f64, kl: f64) -> MetricsLine {
+        step(at, reward, extreme, gradient, kl).into()
+    }
+
+    /// A step that had nothing to train on.
+    fn skipped(step: u32, version: u64) -> StepLine {
+        StepLine {
+            global_step: step,
+            policy_version: PolicyVersion(version),
+            episodes: Some(8),
+            groups_kept: Some(0),
+            reward_mean: Some(1.0),
+            ..StepLine::default()
+        }
     }
 
     fn collapses(found: Vec<Finding>) -> Vec<Collapse> {
@@ -258,25 +319,33 @@ mod tests {
         found.into_iter().filter_map(collapse).collect()
     }
 
+    fn warnings(found: &[Finding]) -> Vec<&str> {
+        found
+            .iter()
+            .filter_map(|finding| match finding {
+                Finding::Warning(text) => Some(text.as_str()),
+                Finding::Collapse(_) => None,
+            })
+            .collect()
+    }
+
     #[test]
-    fn a_healthy_run_is_quiet() {
+    fn healthy_run_has_no_findings() {
         let mut detector = Detector::default();
         for step in 1..60 {
             let reward = 0.3 + f64::from(step) * 0.01;
-            assert!(detector.observe(&line(step, reward, 1e-4, 0.5, 1e-3)).is_empty());
+            assert_eq!(detector.observe(&line(step, reward, 1e-4, 0.5, 1e-3)), []);
         }
-        assert!(detector.observe(&json!({"global_step": 60, "eval_tasks": 3})).is_empty());
-        // A skipped step has no loss, and that is no collapse.
-        let skipped = json!({"global_step": 61, "policy_version": 59, "loss": null,
-                             "grad_norm": null, "loss_tokens": null, "reward_mean": 1.0});
-        assert!(detector.observe(&skipped).is_empty());
+        let evaluation = EvalLine { global_step: 60, eval_tasks: Some(3), ..EvalLine::default() };
+        assert_eq!(detector.observe(&evaluation.into()), []);
+        assert_eq!(detector.observe(&skipped(60, 59).into()), []);
     }
 
-    /// Lines that show a symptom, which one, since which step, and when it is told.
-    type Sick = (fn(u32) -> Value, fn(&Symptom) -> bool, u32, u32);
+    /// Lines that show a symptom, the symptom, since which step it shows, and when it is reported.
+    type Sick = (fn(u32) -> MetricsLine, fn(&Symptom) -> bool, u32, u32);
 
     #[test]
-    fn each_symptom_is_told_once_with_its_first_step_and_the_weights_before() {
+    fn each_symptom_is_reported_once_with_its_first_step_and_the_weights_before() {
         let healthy = |step| line(step, 0.8, 0.0, 0.5, 1e-3);
         let sick: [Sick; 4] = [
             (
@@ -289,49 +358,46 @@ mod tests {
             (|s| line(s, 0.8, 0.2, 0.5, 1e-3), |s| matches!(s, Symptom::ExtremeTokens), 30, 34),
             (|s| line(s, 0.8, 0.0, 50.0, 0.5), |s| matches!(s, Symptom::Gradient), 30, 32),
             (
-                |s| {
-                    json!({"global_step": s, "policy_version": s, "loss": null, "loss_tokens": 9,
-                           "grad_norm": 1.0})
-                },
+                |s| StepLine { loss: None, ..step(s, 0.8, 0.0, 1.0, 1e-3) }.into(),
                 |s| matches!(s, Symptom::NotFinite),
                 30,
                 30,
             ),
         ];
-        for (sick, expected, first, told_at) in sick {
+        for (sick, expected, first, reported_at) in sick {
             let mut detector = Detector::default();
-            let mut told = Vec::new();
+            let mut reported = Vec::new();
             for step in 1..60 {
                 let line = if step < 30 { healthy(step) } else { sick(step) };
                 for collapse in collapses(detector.observe(&line)) {
-                    told.push((step, collapse));
+                    reported.push((step, collapse));
                 }
             }
-            let [(step, collapse)] = &told[..] else { panic!("{told:?}") };
+            let [(step, collapse)] = &reported[..] else { panic!("{reported:?}") };
             assert!(expected(&collapse.symptom), "{collapse:?}");
-            assert_eq!((*step, collapse.step), (told_at, first), "{collapse:?}");
+            assert_eq!((*step, collapse.step), (reported_at, first), "{collapse:?}");
             assert_eq!(collapse.last_good, Some(u64::from(first) - 1));
         }
     }
 
     #[test]
-    fn of_several_symptoms_the_first_to_begin_counts() {
-        let lines: Vec<Value> = (1..60)
+    fn of_several_symptoms_the_first_to_start_counts() {
+        let lines: Vec<MetricsLine> = (1..60)
             .map(|s| match s {
                 1..30 => line(s, 0.8, 0.0, 0.5, 1e-3),
                 30..34 => line(s, 0.0, 0.0, 0.5, 0.02),
                 _ => line(s, 0.0, 0.2, 0.5, 0.02),
             })
             .collect();
-        let (collapse, warnings) = judge(&lines);
+        let (collapse, warnings) = detect_collapse(&lines);
         let collapse = collapse.unwrap();
         assert_eq!((collapse.step, warnings.len()), (32, 30));
         assert!(serde_json::to_string(&collapse).unwrap().contains("below half of its best"));
-        assert_eq!(judge(&lines[..30]).0, None);
+        assert_eq!(detect_collapse(&lines[..30]).0, None);
     }
 
     #[test]
-    fn a_short_dip_is_no_collapse() {
+    fn short_dip_is_not_a_collapse() {
         let mut detector = Detector::default();
         for step in 1..80 {
             let dip = step % 20 < 2;
@@ -342,13 +408,46 @@ mod tests {
     }
 
     #[test]
-    fn a_kl_or_a_share_of_extreme_tokens_that_grows_is_warned_of() {
+    fn growing_kl_and_share_of_extreme_tokens_are_warned_of() {
         let mut detector = Detector::default();
         let found = detector.observe(&line(1, 0.5, 0.05, 0.5, 0.02));
-        let said = format!("{found:?}");
-        assert!(
-            found.len() == 2 && said.contains("5.0 %") && said.contains("above 1e-2"),
-            "{said}"
-        );
+        let [extreme, kl] = &warnings(&found)[..] else { panic!("{found:?}") };
+        assert!(extreme.contains("5.0 %") && kl.contains("above 1e-2"), "{found:?}");
+    }
+
+    #[test]
+    fn step_that_cannot_be_judged_is_reported_once_for_each_missing_metric() {
+        let whole = || step(1, 0.8, 0.0, 0.5, 1e-3);
+        let cases: [(fn(&mut StepLine), &str); 5] = [
+            (|line| line.reward_mean = None, "no reward_mean"),
+            (|line| line.kl_train_infer = None, "no kl_train_infer"),
+            (|line| line.extreme_token_fraction = None, "no extreme_token_fraction at 2"),
+            (
+                |line| {
+                    let other = BTreeMap::from([("3".to_owned(), 0.0)]);
+                    line.extreme_token_fraction = Some(other.into());
+                },
+                "no extreme_token_fraction at 2",
+            ),
+            (
+                |line| *line = StepLine { groups_kept: Some(4), ..skipped(1, 1) },
+                "no loss and grad_norm",
+            ),
+        ];
+        for (remove, expected) in cases {
+            let mut detector = Detector::default();
+            let mut line = whole();
+            remove(&mut line);
+            let found = detector.observe(&line.clone().into());
+            assert!(warnings(&found).iter().any(|text| text.contains(expected)), "{found:?}");
+            line.global_step = 2;
+            assert_eq!(detector.observe(&line.into()), [], "reported once");
+        }
+        // New weights without any measurement of the training.
+        let mut detector = Detector::default();
+        detector.observe(&whole().into());
+        let unmeasured = StepLine { groups_kept: None, ..skipped(2, 2) };
+        let found = detector.observe(&unmeasured.into());
+        assert!(warnings(&found).iter().any(|text| text.contains("no loss")), "{found:?}");
     }
 }

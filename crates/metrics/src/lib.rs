@@ -1,9 +1,24 @@
-//! What a run measures, and how the numbers are defined. Pure: no files, no journal.
+//! What a run measures: the lines of `metrics.jsonl`, how a solved task and Pass@1 are defined, and how
+//! a collapse is detected. Pure: no journal, no files, no clock.
 //!
-//! The one invariant: there is one definition of a solved episode ([`is_solved`]) and one of the tasks
-//! that an evaluation counts ([`TaskScore::rate`]).
+//! Two invariants. There is one definition of a solved episode ([`is_solved`]) and one of the tasks that
+//! an evaluation counts ([`TaskScore::rate`]). And every key of a line is a field: a reader that asks
+//! for a metric that does not exist does not compile.
+//!
+//! Read [`StepLine`] next. [`catalogue`] lists every metric with its unit, meaning and healthy range.
 
-pub mod collapse;
+mod catalogue;
+mod collapse;
+mod eval_line;
+mod extreme;
+mod line;
 mod score;
+mod step_line;
 
+pub use catalogue::{CATALOGUE_TITLE, Metric, catalogue, catalogue_markdown};
+pub use collapse::{Collapse, Detector, Finding, Symptom, detect_collapse};
+pub use eval_line::EvalLine;
+pub use extreme::{ExtremeTokens, Threshold};
+pub use line::{LineError, MetricsLine, SCHEMA_VERSION};
 pub use score::{TaskScore, is_solved, mean_and_se};
+pub use step_line::{SandboxHost, StepLine};

@@ -1,5 +1,5 @@
-//! Several settings side by side, each over its seeds: the tables of a paper, from journals. How it
-//! looks is in the modules below.
+//! Several configurations side by side, each over its seeds: the tables of a paper, from journals. The
+//! modules below draw, write and read them.
 
 mod page;
 mod record;
@@ -7,10 +7,13 @@ mod table;
 
 pub use record::{read_runs, write_runs};
 
+use crate::error::ReportError;
+use crate::journal::metrics_lines;
 use crate::summary::RunReport;
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_metrics::mean_and_se;
-use orchestrate_store::{Reader, StoreError};
+use jiff::Timestamp;
+use orchestrate_metrics::{MetricsLine, SCHEMA_VERSION, mean_and_se};
+use orchestrate_store::Reader;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -18,50 +21,50 @@ use std::collections::BTreeMap;
 /// One run of a comparison.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ComparedRun {
-    /// `run.seed`.
+    /// `run.seed` of its plan.
     pub seed: u64,
-    /// Its folder.
+    /// Its folder; in a file of runs only `NAME/seed-N`.
     pub folder: Utf8PathBuf,
     /// Whether every step and evaluation is done.
     pub finished: bool,
-    /// Why it ended before, where it did by itself.
+    /// The error that ended it early, if one did.
     pub failure: Option<String>,
     /// What it achieved.
     pub report: RunReport,
-    /// Its lines of `metrics.jsonl`.
+    /// The lines of its `metrics.jsonl`.
     #[serde(skip)]
-    pub lines: Vec<Value>,
+    pub lines: Vec<MetricsLine>,
 }
 
 impl ComparedRun {
-    /// Reads the journal of the run in `folder`. What the plan says about it, its seed and whether it
-    /// is `finished`, is given.
+    /// Reads the journal of the run in `folder`. The caller knows its plan: the seed, and whether it is
+    /// `finished`.
     ///
     /// # Errors
-    /// Store errors.
+    /// Store errors, and a stored line of metrics that this version cannot read.
     pub async fn read(
         reader: &Reader,
         folder: &Utf8Path,
         seed: u64,
         finished: bool,
-    ) -> Result<Self, StoreError> {
+    ) -> Result<Self, ReportError> {
         Ok(Self {
             seed,
             folder: folder.to_owned(),
             finished,
             failure: None,
             report: RunReport::from_journal(reader).await?,
-            lines: reader.metrics().await?,
+            lines: metrics_lines(reader).await?,
         })
     }
 }
 
-/// Runs that differ in nothing but their seed.
+/// Runs that differ only in their seed.
 #[derive(Debug, Clone)]
 pub struct ConfigRuns {
-    /// What the comparison calls them.
+    /// Name of the configuration.
     pub name: String,
-    /// Their plan, as JSON.
+    /// Their plan as JSON, without the seed.
     pub plan: Value,
     /// The runs, at least one.
     pub runs: Vec<ComparedRun>,
@@ -72,9 +75,9 @@ pub struct ConfigRuns {
 pub struct Estimate {
     /// The mean.
     pub mean: f64,
-    /// Its standard error; `None` with a single run, which says nothing about others.
+    /// Its standard error; `None` with a single run.
     pub se: Option<f64>,
-    /// Runs that have the value.
+    /// Runs that have the value, the others are left out.
     pub runs: usize,
 }
 
@@ -86,30 +89,30 @@ impl Estimate {
     }
 }
 
-/// What one setting achieved.
+/// What one configuration achieved.
 #[derive(Debug, Clone, Serialize)]
 pub struct ConfigResult {
     /// Its name.
     pub name: String,
-    /// What distinguishes it from the others, by key; an absent setting is null.
+    /// The settings that differ between configurations, by key; null where this one has none.
     pub settings: BTreeMap<String, Value>,
     /// Pass@1 at the newest evaluation.
     pub final_pass_at_1: Option<Estimate>,
-    /// Highest Pass@1 of each run. Being the highest of many, it is too high by chance.
+    /// Highest Pass@1 of each run. The highest of many evaluations overstates the policy.
     pub best_pass_at_1: Option<Estimate>,
     /// The step of each run's highest Pass@1, by seed.
     pub best_steps: Vec<Option<u32>>,
-    /// The step from which on each run had collapsed, by seed; null = it did not.
+    /// The step at which the collapse of each run started, by seed; null = it did not collapse.
     pub crash_steps: Vec<Option<u32>>,
-    /// Final Pass@1 less that of the first configuration, paired by seed.
+    /// Final Pass@1 minus that of the first configuration, paired by seed.
     pub against_first: Option<Estimate>,
     /// Train-inference KL (k3), nats.
     pub kl_train_infer: Option<Estimate>,
-    /// The same in a forward without replay.
+    /// Train-inference KL in a forward pass without replay, nats.
     pub kl_train_infer_no_replay: Option<Estimate>,
-    /// F(2).
+    /// F(2): share of tokens with `max(ρ, 1/ρ) > 2`.
     pub extreme_tokens: Option<Estimate>,
-    /// Share of routers that choose other experts.
+    /// Share of (token, layer) pairs with other experts than the engine's.
     pub router_disagreement: Option<Estimate>,
     /// Entropy, nats per token.
     pub entropy: Option<Estimate>,
@@ -121,15 +124,19 @@ pub struct ConfigResult {
     pub runs: Vec<ComparedRun>,
 }
 
-/// All of them.
+/// Configurations compared with each other.
 #[derive(Debug, Clone, Serialize)]
 pub struct Comparison {
+    /// Version of this format, the same as that of the lines of metrics.
+    pub schema_version: u32,
+    /// When the newest line of metrics of its runs was written, UTC; `None` if none says so.
+    pub time: Option<Timestamp>,
     /// One result per configuration, in the order given.
     pub configs: Vec<ConfigResult>,
 }
 
 impl Comparison {
-    /// Draws the conclusions. What the plans do not differ in is left out of
+    /// Compares configurations. Settings that are the same in all plans are left out of
     /// [`ConfigResult::settings`].
     pub fn new(configs: Vec<ConfigRuns>) -> Self {
         let differing = differences(configs.iter().map(|config| &config.plan));
@@ -163,10 +170,13 @@ impl Comparison {
                 runs: config.runs,
             }
         };
-        Self { configs: configs.into_iter().zip(differing).enumerate().map(result).collect() }
+        let runs = configs.iter().flat_map(|config| &config.runs);
+        let time = runs.filter_map(|run| run.report.time).max();
+        let configs = configs.into_iter().zip(differing).enumerate().map(result).collect();
+        Self { schema_version: SCHEMA_VERSION, time, configs }
     }
 
-    /// Runs that ended by themselves before their last step: name and seed, and why.
+    /// Runs that an error ended before their last step: name with seed, and the error.
     pub fn failures(&self) -> impl Iterator<Item = (String, &str)> {
         self.configs.iter().flat_map(|config| {
             let named = |run: &ComparedRun| format!("{}, seed {}", config.name, run.seed);
@@ -179,7 +189,7 @@ fn final_pass(run: &ComparedRun) -> Option<f64> {
     Some(run.report.newest()?.pass_at_1)
 }
 
-/// For each plan, the settings that are not the same in all of them; the seed aside.
+/// For each plan, the settings that are not the same in all of them, without the seed.
 fn differences<'a>(plans: impl Iterator<Item = &'a Value>) -> Vec<BTreeMap<String, Value>> {
     let mut flat: Vec<BTreeMap<String, Value>> = plans
         .map(|plan| {
@@ -224,7 +234,7 @@ fn flatten(value: &Value, path: &str, into: &mut BTreeMap<String, Value>) {
 pub(crate) mod tests {
     use super::*;
     use crate::summary::{EvalPoint, StepMeans};
-    use orchestrate_metrics::collapse::{Collapse, Symptom};
+    use orchestrate_metrics::{Collapse, EvalLine, StepLine, Symptom};
     use orchestrate_types::{PolicyVersion, RunId};
     use serde_json::json;
 
@@ -243,14 +253,28 @@ pub(crate) mod tests {
     }
 
     pub(crate) fn run(seed: u64, best: (u32, f64), last: f64, crash: Option<u32>) -> ComparedRun {
+        let evaluation = |global_step, pass| EvalLine {
+            global_step,
+            eval_pass_at_1: Some(pass),
+            ..EvalLine::default()
+        };
+        let step = |global_step, reward, kl| StepLine {
+            global_step,
+            reward_mean: Some(reward),
+            kl_train_infer: Some(kl),
+            entropy: Some(0.1),
+            ..StepLine::default()
+        };
         let lines = vec![
-            json!({"global_step": 0, "eval_pass_at_1": 0.3}),
-            json!({"global_step": 1, "reward_mean": 0.3, "kl_train_infer": 1e-4, "entropy": 0.1}),
-            json!({"global_step": 2, "reward_mean": 0.4, "kl_train_infer": 2e-4, "entropy": 0.1}),
-            json!({"global_step": 2, "eval_pass_at_1": last}),
+            evaluation(0, 0.3).into(),
+            step(1, 0.3, 1e-4).into(),
+            step(2, 0.4, 2e-4).into(),
+            evaluation(2, last).into(),
         ];
         let symptom = Symptom::ExtremeTokens;
         let report = RunReport {
+            schema_version: SCHEMA_VERSION,
+            time: None,
             quarantined: Vec::new(),
             run: RunId::generate(),
             steps_applied: 2,
@@ -318,14 +342,14 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn one_run_has_no_standard_error() {
+    fn single_run_has_no_standard_error() {
         let one = Estimate::of([None, Some(0.5)].into_iter()).unwrap();
         assert_eq!((one.se, one.runs), (None, 1));
         assert_eq!(Estimate::of([None].into_iter()), None);
     }
 
     #[test]
-    fn only_what_differs_is_told_of_the_settings() {
+    fn settings_table_has_only_what_differs() {
         let (header, rows) = comparison().settings_table();
         assert_eq!(header, ["config", "algorithm.clip_low", "algorithm.policy_loss"]);
         assert_eq!(rows, [["none", "0.2", "grpo"], ["a|b", "–", "sapo"]]);

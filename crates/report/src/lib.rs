@@ -1,19 +1,21 @@
-//! What runs achieved, for people: summaries, pages of charts, comparisons. Reads journals and never
-//! writes one.
+//! What runs achieved, for people: summaries, pages of charts, comparisons. Reads journals and lines of
+//! metrics, and writes neither.
 //!
 //! Start reading at `summary.rs` for the numbers and at `run_page.rs` for the page of one run.
 
 mod comparison;
+mod error;
+mod journal;
 mod page;
 mod plot;
 mod run_page;
-mod scores;
 mod series;
 mod summary;
 
 pub use comparison::{
     ComparedRun, Comparison, ConfigResult, ConfigRuns, Estimate, read_runs, write_runs,
 };
-pub use run_page::write_html;
-pub use scores::task_scores;
+pub use error::ReportError;
+pub use journal::{metrics_lines, task_scores};
+pub use run_page::run_page;
 pub use summary::{EvalPoint, Gain, RunReport, StepMeans};

@@ -1,4 +1,4 @@
-//! A page that stands alone: no script, no network, light or dark as the reader's system is.
+//! A self-contained HTML page: no script, no network, light or dark as the reader's system is.
 
 use std::fmt::Write;
 
@@ -31,7 +31,7 @@ figure>svg{width:100%;height:auto}svg text{font-size:10px;fill:var(--soft)}\
 .f0{fill:var(--c0)}.f1{fill:var(--c1)}.f2{fill:var(--c2)}.f3{fill:var(--c3)}\
 .f4{fill:var(--c4)}.f5{fill:var(--c5)}.f6{fill:var(--c6)}.f7{fill:var(--c7)}";
 
-/// The document around `body`.
+/// The whole document with `body` under its title.
 pub(crate) fn document(title: &str, body: &str) -> String {
     let title = escape(title);
     format!(
@@ -42,7 +42,7 @@ pub(crate) fn document(title: &str, body: &str) -> String {
     )
 }
 
-/// Figures under a heading; nothing where all of them are empty.
+/// Figures under a heading; empty if all of them are.
 pub(crate) fn section(heading: &str, figures: &[String]) -> String {
     let figures = figures.concat();
     if figures.is_empty() {
@@ -51,7 +51,7 @@ pub(crate) fn section(heading: &str, figures: &[String]) -> String {
     format!("<h2>{}</h2>\n<div class=\"charts\">\n{figures}</div>\n", escape(heading))
 }
 
-/// One number that is to be seen first.
+/// A number at the top of the page.
 #[derive(Debug)]
 pub(crate) struct Tile {
     pub(crate) name: &'static str,
@@ -75,7 +75,7 @@ pub(crate) fn tiles(tiles: &[Tile]) -> String {
     out
 }
 
-/// Rows under a header.
+/// Rows under a header, which may be empty.
 pub(crate) fn table(header: &[String], rows: &[Vec<String>]) -> String {
     let mut out = String::from("<div class=\"wide\"><table>\n");
     let mut put = |cells: &[String], tag: &str| {
@@ -95,7 +95,7 @@ pub(crate) fn table(header: &[String], rows: &[Vec<String>]) -> String {
     out
 }
 
-/// Text as HTML.
+/// Text with the characters escaped that are markup in HTML.
 pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_of_others_is_no_markup() {
+    fn foreign_text_is_escaped() {
         let row = vec!["<script>".to_owned(), "\"&".to_owned()];
         let page = document("a<b", &table(&row, std::slice::from_ref(&row)));
         assert!(!page.contains("<script") && page.contains("&lt;script&gt;"), "{page}");

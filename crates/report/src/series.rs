@@ -1,47 +1,75 @@
-//! What lines of `metrics.jsonl` say over the steps: values, means, and the charts that a page of one
-//! run and a page of many have in common.
+//! Lines of `metrics.jsonl` as series over global steps, and the charts that the page of one run and the
+//! page of a comparison have in common.
 
 use crate::plot::Scale;
-use serde_json::Value;
+use orchestrate_metrics::{ExtremeTokens, MetricsLine, StepLine, Threshold};
 
-/// Takes one value from a line; `None` where it has none.
-pub(crate) type Read = fn(&Value) -> Option<f64>;
+/// Takes one value from a step's line; `None` where it has none.
+pub(crate) type Read = fn(&StepLine) -> Option<f64>;
 
-/// A number by its JSON pointer.
-pub(crate) fn number(line: &Value, pointer: &str) -> Option<f64> {
-    line.pointer(pointer).and_then(Value::as_f64)
+/// `(global step, value)` of every step that has the value.
+pub(crate) fn points(lines: &[MetricsLine], read: Read) -> Vec<(f64, f64)> {
+    let point = |line: &StepLine| Some((f64::from(line.global_step), read(line)?));
+    steps(lines).filter_map(point).collect()
 }
 
-/// `(step, value)` of every line that has one.
-pub(crate) fn points(lines: &[Value], read: Read) -> Vec<(f64, f64)> {
-    let point = |line: &Value| Some((number(line, "/global_step")?, read(line)?));
-    lines.iter().filter_map(point).collect()
+/// The lines of steps.
+pub(crate) fn steps(lines: &[MetricsLine]) -> impl DoubleEndedIterator<Item = &StepLine> {
+    lines.iter().filter_map(MetricsLine::step)
 }
 
-/// Mean over the lines that have a value.
-pub(crate) fn mean(lines: &[Value], read: Read) -> Option<f64> {
-    let values: Vec<f64> = lines.iter().filter_map(read).collect();
-    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+/// A mean over steps, and how many of them it is taken over.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct StepMean {
+    pub(crate) mean: f64,
+    /// Steps that have the value.
+    pub(crate) steps: usize,
+    /// All steps.
+    pub(crate) of: usize,
 }
 
-/// Share of the step's episodes that a limit cut short.
-pub(crate) fn truncated(line: &Value) -> Option<f64> {
-    let episodes = number(line, "/episodes").filter(|n| *n > 0.0)?;
-    Some(number(line, "/truncated_episodes")? / episodes)
+impl StepMean {
+    /// `None` where no step has the value.
+    pub(crate) fn new(lines: &[MetricsLine], read: Read) -> Option<Self> {
+        let values: Vec<f64> = steps(lines).filter_map(read).collect();
+        (!values.is_empty()).then(|| Self {
+            mean: values.iter().sum::<f64>() / values.len() as f64,
+            steps: values.len(),
+            of: steps(lines).count(),
+        })
+    }
+
+    /// The mean as `write` has it, with the number of steps where some have no value.
+    pub(crate) fn text(self, write: impl Fn(f64) -> String) -> String {
+        let text = write(self.mean);
+        if self.steps == self.of {
+            text
+        } else {
+            format!("{text} ({} of {} steps)", self.steps, self.of)
+        }
+    }
 }
 
-/// Wall time of a step, seconds.
-pub(crate) fn step_seconds(line: &Value) -> Option<f64> {
-    let part = |pointer| number(line, pointer).unwrap_or(0.0);
-    Some(number(line, "/time_rollout_s")? + part("/time_train_s") + part("/time_sync_s"))
+fn beyond(shares: Option<&ExtremeTokens>, threshold: Threshold) -> Option<f64> {
+    shares.and_then(|shares| shares.beyond(threshold))
 }
 
-/// Something that is measured at every step, and how to look at it.
+/// F(2) as trained.
+pub(crate) fn extreme_tokens(line: &StepLine) -> Option<f64> {
+    beyond(line.extreme_token_fraction.as_ref(), Threshold::T2)
+}
+
+/// F(2) without replay.
+pub(crate) fn extreme_tokens_no_replay(line: &StepLine) -> Option<f64> {
+    beyond(line.extreme_token_fraction_no_replay.as_ref(), Threshold::T2)
+}
+
+/// A chart of what is measured at every step.
 pub(crate) struct Measure {
     pub(crate) title: &'static str,
     pub(crate) note: &'static str,
     pub(crate) scale: Scale,
-    /// Names and values; the first is the one that runs are compared by.
+    /// Names and values. A comparison shows the first series only.
     pub(crate) series: &'static [(&'static str, Read)],
 }
 
@@ -60,143 +88,128 @@ pub(crate) const LEARNING: &[Measure] = &[
         "Training reward",
         "Over all sampled episodes, dropped groups included.",
         Scale::FromZero,
-        &[
-            ("mean reward", |l| number(l, "/reward_mean")),
-            ("solve rate", |l| number(l, "/solve_rate")),
-        ],
+        &[("mean reward", |l| l.reward_mean), ("solve rate", |l| l.solve_rate)],
     ),
     measure(
         "Entropy (nats per token)",
-        "Falling: the policy grows sure of itself. Rising steeply: it falls apart.",
+        "Falls as the policy becomes certain. A steep rise precedes a collapse.",
         Scale::FromZero,
-        &[("entropy", |l| number(l, "/entropy"))],
+        &[("entropy", |l| l.entropy)],
     ),
     measure(
         "Tokens written per episode",
         "Response tokens, mean.",
         Scale::FromZero,
-        &[("response tokens", |l| number(l, "/response_tokens_mean"))],
+        &[("response tokens", |l| l.response_tokens_mean)],
     ),
     measure(
-        "Episodes cut short",
-        "Share that ended at a limit of turns, tokens or time.",
+        "Truncated episodes",
+        "Share that a limit of turns, tokens, time or size ended.",
         Scale::FromZero,
-        &[("truncated", truncated)],
+        &[("truncated", StepLine::truncated_share)],
     ),
 ];
 
-/// How far trainer and sampler are apart.
+/// How far trainer and engine are apart.
 pub(crate) const MISMATCH: &[Measure] = &[
     measure(
         "Train-inference KL (k3, nats)",
-        "Lower is better; what replay saves is the distance between the lines.",
+        "Lower is better. The distance between the lines is what replay saves.",
         Scale::Log,
-        &[
-            ("as trained", |l| number(l, "/kl_train_infer")),
-            ("without replay", |l| number(l, "/kl_train_infer_no_replay")),
-        ],
+        &[("as trained", |l| l.kl_train_infer), ("without replay", |l| l.kl_train_infer_no_replay)],
     ),
     measure(
         "F(2): tokens with ρ above 2 or below 1/2",
-        "Share of tokens that are twice as (un)likely in the trainer. Above 0.1 a run is lost. Zero \
-         is not drawn.",
+        "Share of tokens that are twice as (un)likely in the trainer. Above 0.1 a run has collapsed. \
+         Zero is not drawn.",
         Scale::Log,
-        &[
-            ("as trained", |l| number(l, "/extreme_token_fraction/2")),
-            ("without replay", |l| number(l, "/extreme_token_fraction_no_replay/2")),
-        ],
+        &[("as trained", extreme_tokens), ("without replay", extreme_tokens_no_replay)],
     ),
     measure(
         "Routers that choose other experts",
         "Share of (token, layer) pairs whose expert set differs from the engine's, without replay.",
         Scale::FromZero,
-        &[
-            ("routers", |l| number(l, "/router_disagreement")),
-            ("tokens with any", |l| number(l, "/token_disagreement")),
-        ],
+        &[("routers", |l| l.router_disagreement), ("tokens with any", |l| l.token_disagreement)],
     ),
 ];
 
-/// What only a page of one run shows of the same.
+/// Charts of mismatch that only the page of one run has.
 pub(crate) const MISMATCH_DETAIL: &[Measure] = &[
     measure(
         "F(τ): share of extreme tokens, as trained",
         "Share of tokens with max(ρ, 1/ρ) above τ. Zero is not drawn.",
         Scale::Log,
         &[
-            ("τ = 1.05", |l| number(l, "/extreme_token_fraction/1.05")),
-            ("τ = 1.2", |l| number(l, "/extreme_token_fraction/1.2")),
-            ("τ = 1.5", |l| number(l, "/extreme_token_fraction/1.5")),
-            ("τ = 2", |l| number(l, "/extreme_token_fraction/2")),
-            ("τ = 5", |l| number(l, "/extreme_token_fraction/5")),
-            ("τ = 10", |l| number(l, "/extreme_token_fraction/10")),
+            ("τ = 1.05", |l| beyond(l.extreme_token_fraction.as_ref(), Threshold::T1_05)),
+            ("τ = 1.2", |l| beyond(l.extreme_token_fraction.as_ref(), Threshold::T1_2)),
+            ("τ = 1.5", |l| beyond(l.extreme_token_fraction.as_ref(), Threshold::T1_5)),
+            ("τ = 2", extreme_tokens),
+            ("τ = 5", |l| beyond(l.extreme_token_fraction.as_ref(), Threshold::T5)),
+            ("τ = 10", |l| beyond(l.extreme_token_fraction.as_ref(), Threshold::T10)),
         ],
     ),
     measure(
         "Difference of probabilities, mean",
         "Below 0.005 is healthy, above 0.01 points to the engine.",
         Scale::FromZero,
-        &[
-            ("as trained", |l| number(l, "/prob_diff_mean")),
-            ("without replay", |l| number(l, "/prob_diff_mean_no_replay")),
-        ],
+        &[("as trained", |l| l.prob_diff_mean), ("without replay", |l| l.prob_diff_mean_no_replay)],
     ),
     measure(
         "Routes that left the replayed ones",
         "Share of (token, layer) pairs whose own choice has changed by the last mini step.",
         Scale::FromZero,
-        &[("drift", |l| number(l, "/route_drift"))],
+        &[("drift", |l| l.route_drift)],
     ),
 ];
 
 /// What the optimizer does.
-pub(crate) const OPTIMISER: &[Measure] = &[
+pub(crate) const OPTIMIZER: &[Measure] = &[
     measure(
         "Gradient norm",
-        "Before clipping. The routers' part is drawn apart.",
+        "Before clipping. The routers' part is also drawn separately.",
         Scale::FromZero,
-        &[
-            ("all weights", |l| number(l, "/grad_norm")),
-            ("routers", |l| number(l, "/router_grad_norm")),
-        ],
+        &[("all weights", |l| l.grad_norm), ("routers", |l| l.router_grad_norm)],
     ),
     measure(
         "Clipped tokens",
         "Share of loss tokens whose update the loss clipped.",
         Scale::FromZero,
         &[
-            ("clipped", |l| number(l, "/clip_fraction")),
-            ("by the correction", |l| number(l, "/rollout_ratio/corrected")),
+            ("clipped", |l| l.clip_fraction),
+            ("by the correction", |l| Some(l.rollout_ratio.as_ref()?.corrected)),
         ],
     ),
     measure(
         "Staleness (policy versions)",
-        "By how many updates the oldest token of a trained episode is behind.",
+        "Weight updates between the oldest token of a trained episode and the weights it trained.",
         Scale::FromZero,
-        &[("mean", |l| number(l, "/staleness_mean")), ("largest", |l| number(l, "/staleness_max"))],
+        &[
+            ("mean", |l| l.staleness_mean),
+            ("largest", |l| l.staleness_max.map(|versions| versions as f64)),
+        ],
     ),
 ];
 
-/// What it costs.
+/// What a step costs.
 pub(crate) const COST: &[Measure] = &[
     measure(
         "Seconds per step",
         "Wall time.",
         Scale::FromZero,
         &[
-            ("all", step_seconds),
-            ("rollout", |l| number(l, "/time_rollout_s")),
-            ("training", |l| number(l, "/time_train_s")),
-            ("weight update", |l| number(l, "/time_sync_s")),
+            ("all", StepLine::seconds),
+            ("rollout", |l| l.time_rollout_s),
+            ("training", |l| l.time_train_s),
+            ("weight sync", |l| l.time_sync_s),
         ],
     ),
     measure(
         "Prefix cache hits",
-        "Share of prompt tokens that the engine had in its cache, and of those it could have had.",
+        "Share of prompt tokens that the engine had in its cache, and that it could have had.",
         Scale::FromZero,
         &[
-            ("hits", |l| number(l, "/prefix_cache_hit_rate")),
-            ("possible", |l| number(l, "/prefix_cache_hit_rate_possible")),
+            ("hits", |l| l.prefix_cache_hit_rate),
+            ("possible", |l| l.prefix_cache_hit_rate_possible),
         ],
     ),
 ];
@@ -204,22 +217,16 @@ pub(crate) const COST: &[Measure] = &[
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
-    fn shares_and_sums_need_their_parts() {
-        let line = json!({"episodes": 8, "truncated_episodes": 2, "time_rollout_s": 3.0,
-                          "time_train_s": 1.5, "time_sync_s": null});
-        assert_eq!(truncated(&line), Some(0.25));
-        assert_eq!(step_seconds(&line), Some(4.5));
-        let evaluation = json!({"global_step": 3, "episodes": 0, "truncated_episodes": 0});
-        assert_eq!((truncated(&evaluation), step_seconds(&evaluation)), (None, None));
-    }
-
-    #[test]
-    fn means_are_over_the_lines_that_have_a_value() {
-        let lines = [json!({"entropy": 1.0}), json!({"entropy": null}), json!({"entropy": 3.0})];
-        assert_eq!(mean(&lines, |l| number(l, "/entropy")), Some(2.0));
-        assert_eq!(mean(&lines, |l| number(l, "/loss")), None);
+    fn means_say_over_how_many_steps_they_are_taken() {
+        let line = |entropy| MetricsLine::from(StepLine { entropy, ..StepLine::default() });
+        let lines = [line(Some(1.0)), line(None), line(Some(3.0))];
+        let mean = StepMean::new(&lines, |l| l.entropy).unwrap();
+        assert_eq!(mean, StepMean { mean: 2.0, steps: 2, of: 3 });
+        assert_eq!(mean.text(|v| v.to_string()), "2 (2 of 3 steps)");
+        let whole = StepMean::new(&lines[..1], |l| l.entropy).unwrap();
+        assert_eq!(whole.text(|v| v.to_string()), "1");
+        assert_eq!(StepMean::new(&lines, |l| l.loss), None);
     }
 }

@@ -128,8 +128,9 @@ pub struct EpisodeReport {
     pub prompt_tokens: u64,
     /// How many of these the engine took from its prefix cache.
     pub cached_tokens: u64,
-    /// How many of these a perfect cache per conversation would have served: for every turn after
-    /// the first, the tokens of the previous request and reply without the last sampled one.
+    /// Prompt tokens that a perfect prefix cache would have had, at least `cached_tokens`: at later turns
+    /// the tokens of the previous request and reply but the last one, at the first turn the prompt but
+    /// its last token, unless this episode is the group's first to send it.
     pub cacheable_tokens: u64,
     /// How long each part took.
     pub timings: Timings,

@@ -413,13 +413,26 @@ impl<'a> Attempt<'a> {
         })
     }
 
+    /// Counts prompt tokens: those sent, those that the engine had in its prefix cache, and those that a
+    /// perfect cache would have had. The last are the tokens of the turn before, or at the first turn
+    /// the whole prompt unless this episode is the group's first to send it; the last token is always
+    /// computed. A prefix that other tasks share may be cached, too, so hits are a lower bound.
     fn count(&mut self, generation: &Generation, turn: u32, resumed: bool) {
+        let prompt = self.buffer.prompt_len();
+        let seen_before = if resumed {
+            0
+        } else if turn > 0 {
+            self.buffer.common_len()
+        } else if self.leading.is_some() {
+            0
+        } else {
+            prompt
+        };
+        let cacheable = seen_before.saturating_sub(1).max(generation.cached_tokens);
         let counters = &mut self.counters;
-        counters.prompt += self.buffer.prompt_len() as u64;
+        counters.prompt += prompt as u64;
         counters.cached += generation.cached_tokens as u64;
-        if turn > 0 && !resumed {
-            counters.cacheable += self.buffer.common_len().saturating_sub(1) as u64;
-        }
+        counters.cacheable += cacheable as u64;
     }
 
     fn log_turn(&mut self, text: String, elapsed: Duration, resumed: bool) {

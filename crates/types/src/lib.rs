@@ -11,7 +11,7 @@ mod outcome;
 mod problem;
 mod trajectory;
 
-pub use clock::unix_micros;
+pub use clock::{now, unix_micros};
 pub use duration::{ByteSize, HumanDuration, ParseUnitError};
 pub use id::{AttemptId, EpisodeId, GroupId, IdError, PolicyVersion, RequestId, RunId, TokenId};
 pub use model::ModelShape;

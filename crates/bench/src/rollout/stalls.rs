@@ -61,7 +61,7 @@ impl LateTimers {
     /// Observes the event loop and records its delays.
     pub(super) fn watch(&self) -> LoopLag {
         let late = Arc::clone(&self.0);
-        LoopLag::begin_with(move |due, delay| {
+        LoopLag::start_with(move |due, delay| {
             if delay >= LEAST {
                 let due = due.into_std();
                 let mut late = late.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,10 +1,11 @@
-//! `orchestrate analyze`: one run as a page, and its verdict.
+//! `orchestrate analyze`: writes one run as a page of charts and prints its summary.
 
 use crate::args::AnalyzeArgs;
 use crate::run_folder::write_whole;
 use crate::{output, tables, wiring};
 use orchestrate_coordinator::RunError;
-use orchestrate_report::{RunReport, write_html};
+use orchestrate_metrics::detect_collapse;
+use orchestrate_report::{RunReport, metrics_lines, run_page};
 use orchestrate_store::Reader;
 use std::process::ExitCode;
 
@@ -12,18 +13,22 @@ use std::process::ExitCode;
 pub(crate) async fn run(args: AnalyzeArgs) -> anyhow::Result<ExitCode> {
     let folder = wiring::absolute(&args.run_dir)?;
     let reader = Reader::open(&folder).await?;
-    let report = RunReport::from_journal(&reader).await?;
+    let report = RunReport::from_journal(&reader).await.map_err(RunError::from)?;
+    let lines = metrics_lines(&reader).await.map_err(RunError::from)?;
     let page = match &args.out {
         Some(file) => wiring::absolute(file)?,
         None => folder.join("report.html"),
     };
-    let written = write_whole(&page, &write_html(&report, &reader.metrics().await?));
+    let written = write_whole(&page, &run_page(&report, &lines));
     if args.json {
         output::json(&report)?;
     } else {
         output::data(tables::final_table(&report));
         if report.collapse.is_none() {
             output::data("no sign of collapse");
+        }
+        for warning in detect_collapse(&lines).1 {
+            output::say(format!("warning: {warning}"));
         }
     }
     match written {

@@ -1,4 +1,4 @@
-//! `orchestrate compare`: settings against each other over several seeds, each a run of its own.
+//! `orchestrate compare`: compares configurations over several seeds, one run for each.
 
 mod existing;
 mod matrix;
@@ -30,7 +30,7 @@ pub(crate) async fn run(args: CompareArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let out = out.unwrap_or_default();
-    // Every setting is checked before the first run begins.
+    // All settings are checked before the first run starts.
     let matrix = Matrix::new(&args, &out)?;
     if args.dry_run {
         list(&matrix).await?;
@@ -44,19 +44,19 @@ pub(crate) async fn run(args: CompareArgs) -> anyhow::Result<ExitCode> {
     show(&comparison, args.json)?;
     output::say(format!("report: {out}/report.html"));
     if !finished {
-        output::say("stopped; the same command goes on");
+        output::say("stopped; run the same command again to resume");
         return Ok(ExitCode::from(STOPPED));
     }
     let failed = comparison.failures().count();
     if failed > 0 {
-        output::say(format!("error: {failed} run(s) ended in the trainer, see the report"));
-        output::say("hint: the same command tries them again; a gentler [algorithm] may end well");
+        output::say(format!("error: the trainer failed in {failed} run(s), see the report"));
+        output::say("hint: the same command retries them; a gentler [algorithm] may prevent it");
         return Ok(ExitCode::from(TRAINER));
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs there are so far, each with its cell's place in the matrix.
+/// The runs so far, each with the index of its cell in the matrix.
 struct Results<'a> {
     matrix: &'a Matrix,
     runs: Vec<(usize, ComparedRun)>,
@@ -80,7 +80,7 @@ impl Results<'_> {
     }
 }
 
-/// Makes what is missing; answers whether it came to the end.
+/// Makes the runs that are missing. Returns false if it was stopped.
 async fn make_all(
     matrix: &Matrix,
     results: &mut Results<'_>,
@@ -95,7 +95,10 @@ async fn make_all(
         let title = format!("[{number}/{all}] {}, seed {}", cell.name, cell.seed);
         let made = Box::pin(make(cell, &title, stop)).await;
         let made = made.inspect_err(|_| {
-            output::say(format!("{title}: ended in {}; the same command goes on", cell.folder));
+            output::say(format!(
+                "{title}: failed in {}; run the same command again to resume",
+                cell.folder
+            ));
         })?;
         let mut run = cell_run(cell).await?;
         let ended = match made {
@@ -121,22 +124,22 @@ async fn cell_run(cell: &Cell) -> anyhow::Result<ComparedRun> {
     existing::read_run(&reader, &cell.folder, &cell.settings()?.run).await
 }
 
-/// How one run ended.
+/// How making one run ended.
 enum Made {
-    /// There is nothing left to do for it.
+    /// Nothing is left to do.
     Done,
-    /// On request.
+    /// Stopped on request.
     Stopped,
-    /// The trainer could not apply a step, and would not the next time: a result, like a collapse.
+    /// The trainer could not apply a step and would fail again: a result, like a collapse.
     Failed(String),
 }
 
 async fn make(cell: &Cell, title: &str, stop: &Stop) -> anyhow::Result<Made> {
     let state = State::of(cell).await?;
-    output::say(format!("{title}: {}", state.words()));
+    output::say(format!("{title}: {}", state.text()));
     let (settings, store) = match state {
         State::Done => return Ok(Made::Done),
-        State::Begun => run_folder::resume(&cell.folder, &ConfigSource::default()).await?,
+        State::Started => run_folder::resume(&cell.folder, &ConfigSource::default()).await?,
         State::New => run_folder::create(&cell.folder, &cell.raw).await?,
     };
     let driven = drive(&settings, &cell.folder, store, Job::Train, stop.clone());
@@ -157,19 +160,19 @@ async fn make(cell: &Cell, title: &str, stop: &Stop) -> anyhow::Result<Made> {
     }
 }
 
-/// How far a run was brought before.
+/// How far an earlier command brought a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     New,
-    Begun,
+    Started,
     Done,
 }
 
 impl State {
-    /// Looks at the folder of a cell.
+    /// Reads the folder of a cell.
     ///
     /// # Errors
-    /// If a run with other settings is in it.
+    /// If the folder has a run with other settings.
     async fn of(cell: &Cell) -> anyhow::Result<Self> {
         if !cell.folder.join(JOURNAL_FILE).exists() {
             return Ok(Self::New);
@@ -177,28 +180,28 @@ impl State {
         let path = cell.folder.join(run_folder::PLAN_FILE);
         let text = fs_err::read_to_string(&path)
             .map_err(|error| ConfigError::Unreadable { file: path.clone(), error })?;
-        // With the defaults of this version, that a plan of an earlier one may lack.
+        // With the defaults of this version, which the plan of an earlier one may lack.
         let stored: RawConfig = config::parse_layer(path.as_str(), &text)?;
         anyhow::ensure!(
             stored.with_defaults()? == cell.raw,
             ConfigError::Layer {
                 name: path.into(),
                 error:
-                    "is of a run with other settings; choose another --out, or remove its folder"
+                    "belongs to a run with other settings; choose another --out, or remove its folder"
                         .into(),
             }
         );
         let run = cell_run(cell).await?;
         let ends = cell.settings()?.diagnostics.on_collapse == OnCollapse::Stop;
         let done = run.finished || (ends && run.report.collapse.is_some());
-        Ok(if done { Self::Done } else { Self::Begun })
+        Ok(if done { Self::Done } else { Self::Started })
     }
 
-    fn words(self) -> &'static str {
+    fn text(self) -> &'static str {
         match self {
-            Self::New => "begins",
-            Self::Begun => "goes on",
-            Self::Done => "is done",
+            Self::New => "starts",
+            Self::Started => "resumes",
+            Self::Done => "finished",
         }
     }
 }
@@ -206,7 +209,7 @@ impl State {
 async fn list(matrix: &Matrix) -> anyhow::Result<()> {
     let mut table = tables::table(&["config", "seed", "folder", "run"]);
     for cell in &matrix.cells {
-        let state = State::of(cell).await?.words();
+        let state = State::of(cell).await?.text();
         let (name, seed, folder) = (cell.name.clone(), cell.seed.to_string(), cell.folder.clone());
         table.add_row([name, seed, folder.into_string(), state.to_owned()]);
     }

@@ -1,14 +1,16 @@
-//! `orchestrate show`: a run as a table, or one episode turn by turn.
+//! `orchestrate show`: a run as tables, or one episode turn by turn.
 
 use crate::args::ShowArgs;
 use crate::error::UsageError;
 use crate::{output, tables, wiring};
-use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary};
-use orchestrate_report::RunReport;
+use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary, RunError};
+use orchestrate_metrics::MetricsLine;
+use orchestrate_report::{RunReport, metrics_lines};
 use orchestrate_rollout::{Action, TurnLog};
 use orchestrate_store::{EpisodeRecord, Reader, StoreError, StoredEpisode};
-use orchestrate_types::{EpisodeId, Outcome};
-use serde_json::{Value, json};
+use orchestrate_types::{EpisodeId, Outcome, Trajectory};
+use serde::Serialize;
+use serde_json::Value;
 use std::process::ExitCode;
 
 /// Runs the command.
@@ -30,66 +32,106 @@ pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// What `show RUN --json` prints.
+#[derive(Debug, Serialize)]
+struct Overview<'a> {
+    report: &'a RunReport,
+    metrics: &'a [MetricsLine],
+    episodes: Vec<EpisodeEntry<'a>>,
+}
+
+/// An episode in [`Overview`].
+#[derive(Debug, Serialize)]
+struct EpisodeEntry<'a> {
+    id: String,
+    task: &'a str,
+    state: &'static str,
+}
+
 async fn overview(reader: &Reader, json: bool) -> anyhow::Result<()> {
-    let metrics = reader.metrics().await?;
+    let metrics = metrics_lines(reader).await.map_err(RunError::from)?;
     let episodes = reader.episodes().await?;
-    let report = RunReport::from_journal(reader).await?;
+    let report = RunReport::from_journal(reader).await.map_err(RunError::from)?;
     if json {
-        let list: Vec<Value> = episodes
+        let episodes = episodes
             .iter()
-            .map(|e| json!({"id": e.id.to_string(), "task": e.task_id, "state": format!("{:?}", e.state).to_lowercase()}))
+            .map(|row| EpisodeEntry {
+                id: row.id.to_string(),
+                task: &row.task_id,
+                state: row.state.name(),
+            })
             .collect();
-        return output::json(&json!({"report": report, "metrics": metrics, "episodes": list}));
+        return output::json(&Overview { report: &report, metrics: &metrics, episodes });
     }
     let mut steps =
         tables::table(&["step", "version", "reward", "solve rate", "KL", "KL no replay", "Pass@1"]);
     for line in &metrics {
-        let cell = |key: &str| match line.get(key).and_then(Value::as_f64) {
-            Some(number) if number != 0.0 && number.abs() < 1e-3 => format!("{number:.2e}"),
-            Some(number) => {
-                format!("{number:.4}").trim_end_matches('0').trim_end_matches('.').to_owned()
-            }
-            None => String::new(),
-        };
-        steps.add_row([
-            cell("global_step"),
-            cell("policy_version"),
-            cell("reward_mean"),
-            cell("solve_rate"),
-            cell("kl_train_infer"),
-            cell("kl_train_infer_no_replay"),
-            cell("eval_pass_at_1"),
-        ]);
+        steps.add_row(overview_row(line));
     }
     output::data(steps);
     output::data(tables::final_table(&report));
     let mut last = tables::table(&["newest episodes", "task", "state", "attempts"]);
     for row in episodes.iter().rev().take(12) {
-        let state = format!("{:?}", row.state).to_lowercase();
+        let state = row.state.name().to_owned();
         last.add_row([row.id.to_string(), row.task_id.clone(), state, row.attempts.to_string()]);
     }
     output::data(last);
     Ok(())
 }
 
+/// A line of metrics in the columns of the overview; empty where it has no value.
+fn overview_row(line: &MetricsLine) -> [String; 7] {
+    let cell = |value: Option<f64>| match value {
+        Some(number) if number != 0.0 && number.abs() < 1e-3 => format!("{number:.2e}"),
+        Some(number) => {
+            format!("{number:.4}").trim_end_matches('0').trim_end_matches('.').to_owned()
+        }
+        None => String::new(),
+    };
+    let (step, version) = match line {
+        MetricsLine::Step(line) => (line.global_step, line.policy_version),
+        MetricsLine::Evaluation(line) => (line.global_step, line.policy_version),
+    };
+    let trained = line.step();
+    [
+        step.to_string(),
+        version.to_string(),
+        cell(trained.and_then(|line| line.reward_mean)),
+        cell(trained.and_then(|line| line.solve_rate)),
+        cell(trained.and_then(|line| line.kl_train_infer)),
+        cell(trained.and_then(|line| line.kl_train_infer_no_replay)),
+        cell(line.evaluation().and_then(|line| line.eval_pass_at_1)),
+    ]
+}
+
+/// What `show RUN EPISODE --json` prints.
+#[derive(Debug, Serialize)]
+struct EpisodeView<'a> {
+    attempt: String,
+    outcome: &'a Outcome,
+    detail: &'a EpisodeDetail,
+    trajectory: &'a Option<Trajectory>,
+    mask_rows: Option<usize>,
+}
+
 fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
     let Some(record) = &stored.record else {
         output::data(format!(
-            "{}: {:?}, nothing recorded yet",
-            stored.episode.id, stored.episode.state
+            "{}: {}, nothing recorded yet",
+            stored.episode.id,
+            stored.episode.state.name()
         ));
         return Ok(());
     };
     let detail: EpisodeDetail = serde_json::from_value(record.detail.clone())?;
     if json {
-        let trajectory = serde_json::to_value(&record.trajectory)?;
-        return output::json(&json!({
-            "attempt": record.attempt.to_string(),
-            "outcome": record.outcome,
-            "detail": detail,
-            "trajectory": trajectory,
-            "mask_rows": record.routing.as_ref().map(routing_rows),
-        }));
+        return output::json(&EpisodeView {
+            attempt: record.attempt.to_string(),
+            outcome: &record.outcome,
+            detail: &detail,
+            trajectory: &record.trajectory,
+            mask_rows: record.routing.as_ref().map(routing_rows),
+        });
     }
     output::data(format!(
         "episode {} of task {}: {}",
@@ -110,8 +152,8 @@ fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A turn as a person reads it: what the policy wrote, which calls that made (in the same words for
-/// every scaffold), what it was told.
+/// A turn as text: what the policy wrote, the calls in it (in the same form for every scaffold), and the
+/// observation.
 fn turn_text(number: usize, turn: &TurnLog) -> String {
     let mut lines = vec![
         format!(
@@ -126,11 +168,11 @@ fn turn_text(number: usize, turn: &TurnLog) -> String {
     }
     lines.extend(turn.actions.iter().map(call_text));
     if !turn.observation.is_empty() {
-        lines.extend(["── answer".to_owned(), turn.observation.trim_end().to_owned()]);
+        lines.extend(["── observation".to_owned(), turn.observation.trim_end().to_owned()]);
     }
     if let Some(fork) = turn.fork {
         lines.push(format!(
-            "── fork: the next turn leaves {} tokens out, from token {} on",
+            "── fork: the next turn leaves out {} tokens, from token {}",
             fork.left_out, fork.at
         ));
     }
@@ -138,18 +180,19 @@ fn turn_text(number: usize, turn: &TurnLog) -> String {
 }
 
 fn call_text(action: &Action) -> String {
-    let word = |key: &str| action.arguments.get(key).and_then(Value::as_str).unwrap_or_default();
+    let argument =
+        |key: &str| action.arguments.get(key).and_then(Value::as_str).unwrap_or_default();
     match action.name.as_str() {
-        "bash" => format!("$ {}", word("command")),
-        "search" => format!("search \"{}\" in {}", word("search_term"), word("path")),
-        name => format!("{name} {}", word("path")).trim_end().to_owned(),
+        "bash" => format!("$ {}", argument("command")),
+        "search" => format!("search \"{}\" in {}", argument("search_term"), argument("path")),
+        name => format!("{name} {}", argument("path")).trim_end().to_owned(),
     }
 }
 
 fn outcome(outcome: &Outcome) -> String {
     match outcome {
         Outcome::Scored { reward } => format!("scored {reward}"),
-        Outcome::Truncated { limit, reward } => format!("cut short by {limit:?}, scored {reward}"),
+        Outcome::Truncated { limit, reward } => format!("truncated by {limit:?}, scored {reward}"),
         Outcome::Aborted { by } => format!("aborted: {by:?}"),
         Outcome::Broken { stage, error } => format!("broken in {stage}: {error}"),
     }
@@ -159,15 +202,15 @@ fn routing_rows(routing: &orchestrate_store::StoredRouting) -> usize {
     routing.data.len() / routing.row_bytes.max(1)
 }
 
-/// How much of the trajectory the routing mask covers; all but the last token is complete.
+/// How much of the trajectory the routing mask covers. A complete mask has a row for every token but the
+/// last.
 fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<String> {
     let summary =
         stored.attempts.iter().find(|a| a.id == record.attempt).map(|a| a.summary.clone());
     let summary: Option<EpisodeSummary> =
         summary.filter(|s| !s.is_null()).map(serde_json::from_value).transpose()?;
-    let tokens = record.trajectory.as_ref().map_or(0, orchestrate_types::Trajectory::len);
-    let written =
-        record.trajectory.as_ref().map_or(0, orchestrate_types::Trajectory::response_tokens);
+    let tokens = record.trajectory.as_ref().map_or(0, Trajectory::len);
+    let written = record.trajectory.as_ref().map_or(0, Trajectory::response_tokens);
     let mask = match &record.routing {
         Some(routing) => {
             let rows = routing_rows(routing);
@@ -179,13 +222,13 @@ fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<St
         format!("; prefix cache {} of {} prompt tokens", s.cached_tokens, s.prompt_tokens)
     });
     let turns = record.trajectory.as_ref().map_or(0, |trajectory| trajectory.turns().len());
-    let by_whom = if turns > 0 && written == 0 {
-        // A chat server gave words: which tokens they were is not known.
-        "as counted here".to_owned()
+    let origin = if turns > 0 && written == 0 {
+        // A chat server returns text: which tokens it sampled is unknown.
+        "by the local tokenizer".to_owned()
     } else {
         format!("{written} by the policy")
     };
-    Ok(format!("{tokens} tokens, {by_whom}; {mask}{cache}"))
+    Ok(format!("{tokens} tokens, {origin}; {mask}{cache}"))
 }
 
 #[cfg(test)]
@@ -207,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn turns_of_all_scaffolds_are_shown_alike() {
+    fn turns_of_all_scaffolds_look_the_same() {
         let head = "\n── turn 2 (5 ms in the engine, 7 ms in the sandbox)\n";
         for (scaffold, text, calls) in [
             (
@@ -240,13 +283,13 @@ mod tests {
             ),
             (Scaffold::R2eXml, "<function=finish></function>", "submit"),
         ] {
-            let expected = format!("{head}{text}\n── calls\n{calls}\n── answer\nseen");
+            let expected = format!("{head}{text}\n── calls\n{calls}\n── observation\nseen");
             assert_eq!(shown(scaffold, text), expected);
         }
     }
 
     #[test]
-    fn a_fork_is_shown_where_it_happened() {
+    fn fork_is_shown_after_its_turn() {
         let turn = TurnLog {
             text: "hm".to_owned(),
             actions: Vec::new(),
@@ -256,8 +299,6 @@ mod tests {
             fork: Some(Fork { at: 12, left_out: 3 }),
         };
         let text = turn_text(1, &turn);
-        assert!(
-            text.ends_with("none\n── fork: the next turn leaves 3 tokens out, from token 12 on")
-        );
+        assert!(text.ends_with("none\n── fork: the next turn leaves out 3 tokens, from token 12"));
     }
 }

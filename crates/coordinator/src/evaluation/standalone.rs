@@ -9,7 +9,6 @@ use crate::plan::{EvaluationPlan, TaskSet};
 use crate::stop::Stop;
 use camino::Utf8PathBuf;
 use orchestrate_engine::Engine;
-use orchestrate_report::RunReport;
 use orchestrate_rollout::Episodes;
 use orchestrate_sandbox::SandboxProvider;
 use orchestrate_store::Store;
@@ -55,7 +54,7 @@ impl Evaluation {
     /// end, a kill included: episodes with an outcome are not run again.
     ///
     /// # Errors
-    /// [`RunError`] says what must be put right; all that was finished stays.
+    /// [`RunError`] says what must be fixed. Everything that finished before is kept.
     pub async fn run(self, stop: Stop) -> Result<RunEnd, RunError> {
         let Self { store, episodes, plan, reporter, sandboxes, .. } = self;
         let context = Arc::new(Context::new(store, episodes, plan, reporter, stop).await?);
@@ -83,8 +82,7 @@ impl Evaluation {
         };
         let finished = context.drive(sandboxes.as_ref(), Box::pin(work)).await?;
         let reader = context.store.reader();
-        let mut report = RunReport::from_journal(reader).await?;
-        folder.write_report(&report, &reader.metrics().await?)?;
+        let mut report = folder.write_report(reader).await?;
         report.quarantined = sandboxes.quarantined().iter().map(ToString::to_string).collect();
         Ok(if finished { RunEnd::Finished(report) } else { RunEnd::Stopped(report) })
     }

@@ -3,6 +3,8 @@
 #[cfg(test)]
 mod evaluation;
 #[cfg(test)]
+mod formats;
+#[cfg(test)]
 mod parts;
 #[cfg(test)]
 mod recovery;

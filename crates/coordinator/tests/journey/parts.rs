@@ -1,5 +1,5 @@
-//! What stands in for the parts around the run loop: scripted episodes, a toy trainer that outlives
-//! the coordinator, an engine that forgets its weights when "restarted", and a kill switch.
+//! Fakes of the parts around the run loop: scripted episodes, a toy trainer that outlives the
+//! coordinator, an engine that forgets its weights when "restarted", and a kill switch.
 
 use camino::Utf8Path;
 use orchestrate_coordinator::{StepProgress, TrainerSink};
@@ -7,7 +7,8 @@ use orchestrate_engine::{
     Engine, EngineError, EngineErrorKind, EngineInfo, GenerateRequest, Reply,
 };
 use orchestrate_handoff::protocol::{
-    Mismatch, PROTOCOL_VERSION, StepMetrics, StepRequest, StepResult, TrainerInfo,
+    Disagreement, HalfDecades, Mismatch, PROTOCOL_VERSION, ProbabilityGrid, StepMetrics,
+    StepRequest, StepResult, TrainerInfo,
 };
 use orchestrate_handoff::{Batch, TrainerError, TrainerErrorKind};
 use orchestrate_rollout::{EpisodeReport, EpisodeRequest, Episodes, Timings, TurnLog};
@@ -24,7 +25,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
-/// Stops the world at the n-th point it passes.
+/// Stops everything at the n-th point that is passed.
 #[derive(Debug, Default)]
 pub(crate) struct Kill {
     left: AtomicUsize,
@@ -83,7 +84,7 @@ pub(crate) fn mix(values: &[u64]) -> u64 {
     })
 }
 
-/// What scripted episodes do.
+/// The outcome of a scripted episode.
 pub(crate) type Script = dyn Fn(&EpisodeRequest) -> Outcome + Send + Sync;
 
 pub(crate) struct ToyEpisodes {
@@ -93,7 +94,7 @@ pub(crate) struct ToyEpisodes {
     pub(crate) running: AtomicUsize,
     pub(crate) most_running: AtomicUsize,
     pub(crate) started: Notify,
-    /// Episodes wait for the stop token instead of ending.
+    /// Whether episodes wait for the stop token instead of ending.
     pub(crate) hold: AtomicBool,
 }
 
@@ -230,16 +231,16 @@ impl Engine for ToyEngine {
     }
 }
 
-/// Deterministic "training": weights are a digest of everything applied, in order.
+/// Deterministic "training": the weights are a digest of everything that was applied, in order.
 #[derive(Debug)]
 pub(crate) struct ToyTrainer {
     pub(crate) state: Mutex<ToyWeights>,
     pub(crate) requests: Mutex<Vec<StepRequest>>,
     pub(crate) fail: AtomicBool,
     pub(crate) yields: AtomicUsize,
-    /// It finishes no later step than this.
+    /// The last step that it may finish.
     pub(crate) may_finish: tokio::sync::watch::Sender<u32>,
-    /// Its probabilities are far from the engine's.
+    /// Whether its probabilities are far from the engine's.
     pub(crate) sick: AtomicBool,
     pub(crate) kill: Mutex<Arc<Kill>>,
 }
@@ -310,24 +311,41 @@ impl ToyTrainer {
         state.trained.push(episodes_of(folder));
         state.version += 1;
         let extreme = if self.sick.load(Ordering::SeqCst) { 0.5 } else { 1e-4 };
+        let mut sizes = HalfDecades::default();
+        sizes.add(1e-2);
         let mismatch = Mismatch {
             kl_k3: 1e-3,
             mean_abs_logprob_diff: 1e-2,
             mean_abs_prob_diff: 2e-3,
             extreme_token_fraction: BTreeMap::from([("2".to_owned(), extreme)]),
-            ..Mismatch::default()
+            token_histogram: sizes.clone(),
+            sequence_histogram: sizes.clone(),
+            probability_grid: ProbabilityGrid::new(&BTreeMap::from([((3, 4), 9)])),
+        };
+        let no_replay = request.hyperparameters.measure_no_replay;
+        let disagreement = Disagreement {
+            router: 0.1,
+            token: 0.2,
+            sequence_mean: 0.3,
+            sequence_mean_experts: 0.4,
+            histogram: vec![0.9, 0.1, 0.0],
+            by_layer: vec![0.1, 0.1],
+            token_histogram: vec![0.8, 0.2, 0.0],
+            sequence_histogram: sizes,
         };
         let result = StepResult {
             policy_version: PolicyVersion(state.version),
             checkpoint: format!("/toy/{}", state.version).into(),
             metrics: StepMetrics {
-                mismatch_no_replay: request
-                    .hyperparameters
-                    .measure_no_replay
-                    .then(|| Mismatch { kl_k3: 3e-3, ..mismatch.clone() }),
+                mismatch_no_replay: no_replay.then(|| Mismatch { kl_k3: 3e-3, ..mismatch.clone() }),
+                disagreement: no_replay.then_some(disagreement),
                 mismatch,
                 grad_norm: 0.5,
                 tokens: 100,
+                loss_tokens: 30,
+                expert_load_entropy: vec![1.0, 0.5],
+                expert_load: vec![vec![1.5, 0.5], vec![1.0, 1.0]],
+                route_drift: Some(0.25),
                 ..StepMetrics::default()
             },
         };

@@ -1,16 +1,16 @@
-//! Killed at any point, a run ends as if nothing had happened.
+//! A run that is killed at any point and resumed ends as if it had not been killed.
 
 use crate::parts::Kill;
 use crate::support::{World, plan, usual};
 use orchestrate_coordinator::RunEnd;
 
-/// The faulted run's result must be that of the run without faults.
+/// The result of the killed run must be that of the run without kills.
 async fn assert_same(world: &World, reference: &World, what: &str) {
     let (got, want) = (
         world.trainer.state.lock().unwrap().clone(),
         reference.trainer.state.lock().unwrap().clone(),
     );
-    assert_eq!(got.applied, want.applied, "{what}: steps applied once, in order (INV-5)");
+    assert_eq!(got.applied, want.applied, "{what}: each step is applied once, in order (INV-5)");
     assert_eq!(got.trained, want.trained, "{what}: same episodes in the same batches");
     assert_eq!(got.digest, want.digest, "{what}: bit-equal weights");
     assert_eq!(world.metrics(), reference.metrics(), "{what}: one line per step");
@@ -28,7 +28,7 @@ async fn reference() -> World {
 }
 
 #[tokio::test]
-async fn killed_at_every_point_the_run_ends_as_without_faults() {
+async fn run_killed_at_any_point_ends_as_without_kills() {
     let reference = reference().await;
     let mut points = 0;
     let mut names = std::collections::BTreeSet::new();
@@ -71,7 +71,7 @@ async fn killed_at_every_point_the_run_ends_as_without_faults() {
 }
 
 #[tokio::test]
-async fn killed_again_and_again_also_while_recovering() {
+async fn repeated_kills_also_while_recovering_do_not_change_the_result() {
     let reference = reference().await;
     for stride in [23, 41, 67] {
         let world = World::new(plan(2), usual);
@@ -89,10 +89,10 @@ async fn killed_again_and_again_also_while_recovering() {
     }
 }
 
-/// Which weights an episode sees depends on when it begins, so two runs are not alike; what is
-/// applied, and how often, is.
+/// Which weights an episode is sampled with depends on when it starts, so two runs differ. But each step
+/// is applied exactly once, and no episode is trained on twice.
 #[tokio::test]
-async fn killed_at_every_point_while_sampling_is_ahead() {
+async fn run_killed_while_sampling_is_ahead_applies_each_step_once() {
     const STEPS: usize = 3;
     let ahead = || {
         let mut plan = plan(3);
@@ -125,7 +125,7 @@ async fn killed_at_every_point_while_sampling_is_ahead() {
 }
 
 #[tokio::test]
-async fn a_finished_run_started_again_does_nothing() {
+async fn finished_run_started_again_only_repairs_its_files() {
     let world = reference().await;
     let requests = world.episodes.requests.lock().unwrap().len();
     let before = fs_err::read(world.folder.join("metrics.jsonl")).unwrap();

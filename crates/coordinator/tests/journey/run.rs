@@ -1,4 +1,4 @@
-//! What a run does while nothing kills it.
+//! What a run does if nothing kills it.
 
 use crate::parts::{Kill, mix};
 use crate::support::{World, plan, task, usual};
@@ -23,7 +23,7 @@ fn report(end: &RunEnd) -> &orchestrate_report::RunReport {
 }
 
 #[tokio::test]
-async fn a_run_trains_evaluates_and_reports() {
+async fn run_trains_evaluates_and_reports() {
     let world = World::new(plan(3), usual);
     let end = world.finish().await;
     let report = report(&end);
@@ -102,7 +102,7 @@ async fn a_run_trains_evaluates_and_reports() {
     assert_eq!(world.sandboxes.shut_down.load(Ordering::SeqCst), 1);
 }
 
-/// Waits until a step has all the groups that it is to be trained on.
+/// Waits until a step has all the groups that it trains on.
 async fn until_sampled(world: &World, step: u32) {
     let sampling = &world.plan.sampling;
     loop {
@@ -120,15 +120,15 @@ async fn until_sampled(world: &World, step: u32) {
     }
 }
 
-/// Steps whose sampling began while an earlier one was open, and the most versions by which a
-/// trained episode was behind.
+/// Runs five steps. Returns how many started to sample while an earlier one was open, and the largest
+/// staleness of a trained episode.
 async fn overlap(max_staleness: u32) -> (usize, u64) {
     let mut plan = plan(5);
     plan.run.max_staleness = max_staleness;
     plan.run.eval_every = 0;
     let world = World::new(plan, usual);
     world.trainer.may_finish.send_replace(0);
-    // Each step is held in training until the last one that may be sampled meanwhile is.
+    // Each step stays in training until the last step that may be sampled meanwhile is sampled.
     let holding = async {
         for step in 1..=5 {
             until_sampled(&world, 5.min(step + max_staleness)).await;
@@ -155,12 +155,12 @@ async fn overlap(max_staleness: u32) -> (usize, u64) {
 }
 
 #[tokio::test]
-async fn sampling_goes_ahead_of_training_by_as_much_as_it_may() {
+async fn sampling_runs_ahead_of_training_by_max_staleness_steps() {
     assert_eq!(overlap(0).await, (0, 0));
     for ahead in [1, 2, 3] {
         let (overlapping, oldest) = overlap(ahead).await;
-        assert_eq!(overlapping, 4, "every step but the first begins early");
-        assert_eq!(oldest, u64::from(ahead), "and is as old as it may be, and no older");
+        assert_eq!(overlapping, 4, "every step but the first starts early");
+        assert_eq!(oldest, u64::from(ahead), "as stale as allowed, and no more");
     }
 }
 
@@ -179,7 +179,7 @@ async fn groups_without_a_gradient_are_replaced() {
 }
 
 #[tokio::test]
-async fn a_step_without_any_gradient_is_skipped_with_its_reason() {
+async fn step_without_any_gradient_is_skipped_with_its_reason() {
     let world = World::new(plan(2), |_| scored(true));
     world.finish().await;
     let reader = Reader::open(&world.folder).await.unwrap();
@@ -193,7 +193,7 @@ async fn a_step_without_any_gradient_is_skipped_with_its_reason() {
 }
 
 #[tokio::test]
-async fn a_step_trains_with_what_there_is_at_the_group_limit() {
+async fn step_at_the_group_limit_trains_on_the_groups_it_kept() {
     let script = |r: &orchestrate_rollout::EpisodeRequest| match r.attempt.episode.group {
         GroupId::Train { seq } => scored(seq != 3 || r.attempt.episode.member == 0),
         GroupId::Eval { .. } => scored(true),
@@ -207,7 +207,7 @@ async fn a_step_trains_with_what_there_is_at_the_group_limit() {
 
 #[tokio::test]
 async fn broken_and_untrusted_episodes_do_not_move_the_baseline() {
-    // Member 0 always breaks; the others are solved or not by turns.
+    // Member 0 always breaks; of the others one is solved and one is not.
     let script = |r: &orchestrate_rollout::EpisodeRequest| match r.attempt.episode.group {
         GroupId::Train { .. } if r.attempt.episode.member == 0 => {
             Outcome::Broken { stage: Stage::Exec, error: "lost container".into() }
@@ -232,7 +232,7 @@ async fn broken_and_untrusted_episodes_do_not_move_the_baseline() {
 }
 
 #[tokio::test]
-async fn broken_machinery_stops_the_run_and_a_repaired_one_continues_it() {
+async fn broken_infrastructure_stops_the_run_and_it_resumes_after_the_repair() {
     let docker_down = Arc::new(AtomicBool::new(true));
     let down = docker_down.clone();
     let world = World::new(plan(1), move |r| {
@@ -250,7 +250,7 @@ async fn broken_machinery_stops_the_run_and_a_repaired_one_continues_it() {
 }
 
 #[tokio::test]
-async fn a_panicking_episode_is_a_broken_attempt() {
+async fn panicking_episode_is_a_broken_attempt() {
     let panicked = AtomicBool::new(false);
     let world = World::new(plan(1), move |r| {
         assert!(panicked.swap(true, Ordering::SeqCst), "scripted panic");
@@ -260,7 +260,7 @@ async fn a_panicking_episode_is_a_broken_attempt() {
 }
 
 #[tokio::test]
-async fn a_stop_request_drains_and_the_run_continues_later() {
+async fn stop_request_drains_and_the_run_can_be_resumed() {
     let reference = World::new(plan(1), usual);
     reference.finish().await;
 
@@ -284,7 +284,7 @@ async fn a_stop_request_drains_and_the_run_continues_later() {
 }
 
 #[tokio::test]
-async fn a_second_stop_request_ends_at_once() {
+async fn second_stop_request_ends_the_run_immediately() {
     let world = World::new(plan(1), usual);
     world.episodes.hold.store(true, Ordering::SeqCst);
     let stop = Stop::default();
@@ -297,7 +297,7 @@ async fn a_second_stop_request_ends_at_once() {
 }
 
 #[tokio::test]
-async fn a_replaced_coordinator_stops_without_writing() {
+async fn replaced_coordinator_stops_without_writing() {
     let world = World::new(plan(1), usual);
     world.episodes.hold.store(true, Ordering::SeqCst);
     let coordinator = world.coordinator(&Kill::never()).await;
@@ -316,7 +316,7 @@ async fn a_replaced_coordinator_stops_without_writing() {
 }
 
 #[tokio::test]
-async fn a_failed_step_keeps_its_batch_and_is_tried_again_at_the_next_start() {
+async fn failed_step_keeps_its_batch_and_is_retried_at_the_next_start() {
     let world = World::new(plan(1), usual);
     world.trainer.fail.store(true, Ordering::SeqCst);
     let error = world.start(&Kill::never()).await.unwrap().unwrap_err();
@@ -331,7 +331,7 @@ async fn a_failed_step_keeps_its_batch_and_is_tried_again_at_the_next_start() {
 }
 
 #[tokio::test]
-async fn a_trainer_that_stands_elsewhere_is_refused() {
+async fn trainer_at_another_version_is_refused() {
     let mut world = World::new(plan(1), usual);
     world.finish().await;
     world.trainer.state.lock().unwrap().version = 7;
@@ -343,7 +343,7 @@ async fn a_trainer_that_stands_elsewhere_is_refused() {
 }
 
 #[tokio::test]
-async fn evaluations_use_the_same_seeds_every_round_and_never_ask_for_routing() {
+async fn evaluations_use_the_same_seeds_every_round_and_never_request_routing() {
     let world = World::new(plan(2), usual);
     world.finish().await;
     let mut rounds = vec![BTreeSet::new(); 3];
@@ -379,7 +379,7 @@ async fn episodes_without_routing_rows_are_counted_and_not_replayed() {
 }
 
 #[tokio::test]
-async fn masked_truncated_episodes_count_in_the_baseline_only() {
+async fn masked_truncated_episodes_count_only_in_the_baseline() {
     let script = |r: &orchestrate_rollout::EpisodeRequest| match r.attempt.episode.member {
         0 => Outcome::Truncated { limit: orchestrate_types::Limit::Turns, reward: 0.0 },
         member => scored(member == 1),
@@ -404,17 +404,17 @@ async fn long_episodes_lose_reward_in_the_batch_but_not_in_the_metrics() {
     world.finish().await;
     let batch = Batch::open(&world.folder.join("batches/000001/manifest.json")).unwrap();
     let mut groups: BTreeMap<i64, Vec<(f64, f64)>> = BTreeMap::new();
-    let mut punished = 0;
+    let mut penalised = 0;
     for sequence in batch.sequences().map(Result::unwrap) {
         let solved = sequence.episode_id.ends_with(".01");
         let written: u32 = sequence.loss_mask.iter().map(|&m| u32::from(m)).sum();
         let penalty = if written > 2 { (f64::from(written) - 2.0) / 4.0 } else { 0.0 };
-        punished += u32::from(penalty > 0.0);
+        penalised += u32::from(penalty > 0.0);
         let (reward, advantage) = (f64::from(sequence.reward), f64::from(sequence.advantage));
         assert!((reward - (f64::from(u8::from(solved)) - penalty)).abs() < 1e-6);
         groups.entry(sequence.group).or_default().push((reward, advantage));
     }
-    assert!(punished > 0 && groups.len() == 2);
+    assert!(penalised > 0 && groups.len() == 2);
     for members in groups.values() {
         let rewards: Vec<Option<f64>> = members.iter().map(|m| Some(m.0)).collect();
         let expected = group_advantages(&rewards, AdvantageNorm::Std).values;
@@ -428,15 +428,15 @@ async fn long_episodes_lose_reward_in_the_batch_but_not_in_the_metrics() {
 }
 
 #[tokio::test]
-async fn a_collapse_ends_the_run_where_that_is_wanted_and_can_be_overruled() {
-    let told = |world: &World| {
+async fn collapse_ends_the_run_if_configured_and_a_resumed_run_continues() {
+    let reported = |world: &World| {
         let events = world.events.lock().unwrap();
         events.iter().filter(|event| format!("{event:?}").contains("training collapsed")).count()
     };
     let world = World::new(plan(7), usual);
     world.trainer.sick.store(true, Ordering::SeqCst);
     world.finish().await;
-    assert_eq!(told(&world), 1, "a warning, once");
+    assert_eq!(reported(&world), 1, "a warning, once");
 
     let mut world = World::new(plan(7), usual);
     world.plan.diagnostics.on_collapse = OnCollapse::Stop;
@@ -446,7 +446,7 @@ async fn a_collapse_ends_the_run_where_that_is_wanted_and_can_be_overruled() {
     assert_eq!(error.class(), FailureClass::Trainer);
     assert!(error.to_string().contains("the starting policy"), "{error}");
     assert_eq!(world.trainer.state.lock().unwrap().version, 5);
-    // Whoever continues the run has seen the symptom: it is not held against it again.
+    // A resumed run has reported the symptom before, so it does not end the run again.
     world.finish().await;
     assert_eq!(world.trainer.state.lock().unwrap().version, 7);
 }

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tempfile::TempDir;
 use tokio::sync::Notify;
-/// Everything outside the coordinator, and its run folder.
+/// Everything outside of the coordinator, and its run folder.
 pub(crate) struct World {
     _temp: TempDir,
     pub(crate) folder: Utf8PathBuf,
@@ -147,7 +147,7 @@ impl World {
         }
     }
 
-    /// Opens (or creates) the journal as a freshly started process would.
+    /// Opens or creates the journal as a newly started process would.
     pub(crate) async fn store(&self) -> Store {
         let run: RunId = "01900000-0000-7000-8000-000000000001".parse().unwrap();
         loop {
@@ -232,13 +232,13 @@ impl World {
         self.start(&Kill::never()).await.unwrap().unwrap()
     }
 
-    /// What must not depend on faults: metrics without times and without the count of attempts.
+    /// The metrics that must not depend on kills: without times and without the number of attempts.
     pub(crate) fn metrics(&self) -> Vec<serde_json::Value> {
         let text = fs_err::read_to_string(self.folder.join("metrics.jsonl")).unwrap();
         let strip = |line: &str| {
             let mut line: serde_json::Value = serde_json::from_str(line).unwrap();
             line.as_object_mut().unwrap().retain(|key, _| {
-                let of_the_clock = ["time_", "loop_lag_", "tokens_per_s"];
+                let of_the_clock = ["time", "loop_lag_", "tokens_per_s"];
                 !of_the_clock.iter().any(|name| key.starts_with(name)) && key != "broken_attempts"
             });
             line

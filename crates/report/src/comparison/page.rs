@@ -4,13 +4,13 @@ use super::table::LEGEND;
 use super::{ComparedRun, Comparison};
 use crate::page::{document, escape, section, table};
 use crate::plot::{Caption, Lines, Scale, Series};
-use crate::series::{COST, LEARNING, MISMATCH, Measure, OPTIMISER, Read, number, points};
-use orchestrate_metrics::mean_and_se;
+use crate::series::{COST, LEARNING, MISMATCH, Measure, OPTIMIZER, points};
+use orchestrate_metrics::{EvalLine, MetricsLine, mean_and_se};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
 impl Comparison {
-    /// One self-contained page: no script, no network.
+    /// The comparison as one self-contained page, without scripts or network.
     pub fn html(&self) -> String {
         let (header, rows) = self.table();
         let mut body = String::from("<h2>Results</h2>\n");
@@ -27,19 +27,23 @@ impl Comparison {
         }
         let note = "Bold: mean over seeds, bars: its standard error; thin: single runs.";
         let caption = Caption { title: "Evaluation Pass@1", note };
-        let pass = self.chart(caption, Scale::FromZero, |l| number(l, "/eval_pass_at_1"));
+        let pass = self.chart(caption, Scale::FromZero, |lines| {
+            let point = |line: &EvalLine| Some((f64::from(line.global_step), line.eval_pass_at_1?));
+            lines.iter().filter_map(MetricsLine::evaluation).filter_map(point).collect()
+        });
         let charts = |measures: &[Measure]| -> Vec<String> {
             let first = |m: &Measure| {
                 let (_, read) = m.series.first()?;
-                Some(self.chart(Caption { title: m.title, note: m.note }, m.scale, *read))
+                let caption = Caption { title: m.title, note: m.note };
+                Some(self.chart(caption, m.scale, |lines| points(lines, *read)))
             };
             measures.iter().filter_map(first).collect()
         };
         let mut learning = vec![pass];
         learning.extend(charts(LEARNING));
         body.push_str(&section("Learning", &learning));
-        body.push_str(&section("Trainer against sampler", &charts(MISMATCH)));
-        body.push_str(&section("Optimiser", &charts(OPTIMISER)));
+        body.push_str(&section("Trainer against engine", &charts(MISMATCH)));
+        body.push_str(&section("Optimizer", &charts(OPTIMIZER)));
         body.push_str(&section("Time", &charts(COST)));
         body.push_str("<h2>Runs</h2>\n");
         let header = ["config", "seed", "folder", "steps", "state"].map(str::to_owned);
@@ -47,12 +51,18 @@ impl Comparison {
         document(&format!("Comparison of {} configurations", self.configs.len()), &body)
     }
 
-    fn chart(&self, caption: Caption<'_>, scale: Scale, read: Read) -> String {
+    /// One line per configuration; `points` takes `(global step, value)` from the lines of a run.
+    fn chart(
+        &self,
+        caption: Caption<'_>,
+        scale: Scale,
+        points: impl Fn(&[MetricsLine]) -> Vec<(f64, f64)>,
+    ) -> String {
         let mut series = Vec::new();
         for (style, config) in self.configs.iter().enumerate() {
             let mut by_step: BTreeMap<u64, (f64, Vec<f64>)> = BTreeMap::new();
             for run in &config.runs {
-                let points = points(&run.lines, read);
+                let points = points(&run.lines);
                 for &(step, value) in &points {
                     let at = by_step.entry(step.to_bits()).or_insert((step, Vec::new()));
                     at.1.push(value);
@@ -73,6 +83,7 @@ impl Comparison {
         Lines { caption, scale, series, mark: None }.draw()
     }
 
+    /// Rows of the table of runs.
     fn runs(&self) -> Vec<Vec<String>> {
         let state = |run: &ComparedRun| match (&run.failure, run.finished) {
             (Some(why), _) => why.clone(),
@@ -99,7 +110,7 @@ mod tests {
     use crate::comparison::tests::comparison;
 
     #[test]
-    fn each_measure_has_a_bold_mean_and_a_thin_line_per_seed() {
+    fn each_chart_has_a_bold_mean_and_a_thin_line_per_seed() {
         let page = comparison().html();
         // Pass@1, reward, entropy and KL have data.
         assert_eq!(page.matches("<figure>").count(), 4);

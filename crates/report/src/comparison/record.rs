@@ -1,31 +1,39 @@
-//! Runs as lines of JSON: what a report was made of, without the folders of the runs. Files of
-//! several machines can be joined.
+//! Runs as lines of JSON: what a comparison was made from, so that it can be made again without the
+//! folders of the runs. Files from several machines can be joined.
 
 use super::{ComparedRun, ConfigRuns};
-use orchestrate_metrics::collapse::judge;
+use jiff::Timestamp;
+use orchestrate_metrics::{MetricsLine, SCHEMA_VERSION, detect_collapse};
+use orchestrate_types::now;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::io::{self, BufRead, Write};
 
-/// A line.
+/// One run: a line of the file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Record {
+    /// 0 in files written before it was recorded.
+    #[serde(default)]
+    schema_version: u32,
+    time: Option<Timestamp>,
     config: String,
     plan: Value,
     run: ComparedRun,
-    metrics: Vec<Value>,
+    metrics: Vec<MetricsLine>,
 }
 
-/// Writes every run as a line: its configuration's name and plan, what it achieved, and its lines of
-/// `metrics.jsonl`. Folders are those that `compare` makes, `NAME/seed-N`.
+/// Writes every run as one line: name and plan of its configuration, what it achieved, and the lines of
+/// its `metrics.jsonl`. Folders are written as `NAME/seed-N`.
 ///
 /// # Errors
-/// Those of `into`.
+/// If writing fails.
 pub fn write_runs(configs: &[ConfigRuns], mut into: impl Write) -> io::Result<()> {
     for config in configs {
         for run in &config.runs {
             let folder = format!("{}/seed-{}", config.name, run.seed).into();
             let record = Record {
+                schema_version: SCHEMA_VERSION,
+                time: Some(now()),
                 config: config.name.clone(),
                 plan: config.plan.clone(),
                 run: ComparedRun { folder, lines: Vec::new(), ..run.clone() },
@@ -38,17 +46,25 @@ pub fn write_runs(configs: &[ConfigRuns], mut into: impl Write) -> io::Result<()
     into.flush()
 }
 
-/// Reads what [`write_runs`] wrote: one entry per line, each with a single run.
+/// Reads what [`write_runs`] of this or an older version wrote: one entry per line, each with a single
+/// run.
 ///
 /// # Errors
-/// Those of `from`; [`io::ErrorKind::InvalidData`] names the line that is none.
+/// If reading fails; [`io::ErrorKind::InvalidData`] with the number of a line that is not a run.
 pub fn read_runs(from: impl BufRead) -> io::Result<Vec<ConfigRuns>> {
     let read = |(number, line): (usize, io::Result<String>)| {
-        let Record { config, plan, mut run, metrics } =
-            serde_json::from_str(&line?).map_err(|error| {
-                io::Error::new(io::ErrorKind::InvalidData, format!("line {}: {error}", number + 1))
-            })?;
-        run.report.collapse = judge(&metrics).0;
+        let invalid = |error: &dyn std::fmt::Display| {
+            io::Error::new(io::ErrorKind::InvalidData, format!("line {}: {error}", number + 1))
+        };
+        let Record { schema_version, config, plan, mut run, metrics, .. } =
+            serde_json::from_str(&line?).map_err(|error| invalid(&error))?;
+        if schema_version > SCHEMA_VERSION {
+            return Err(invalid(&format!(
+                "schema version {schema_version}, this program reads up to {SCHEMA_VERSION}: \
+                 upgrade to read it"
+            )));
+        }
+        run.report.collapse = detect_collapse(&metrics).0;
         run.lines = metrics;
         Ok(ConfigRuns { name: config, plan, runs: vec![run] })
     };
@@ -59,16 +75,22 @@ pub fn read_runs(from: impl BufRead) -> io::Result<Vec<ConfigRuns>> {
 mod tests {
     use super::super::tests::run;
     use super::*;
+    use orchestrate_metrics::StepLine;
     use serde_json::json;
 
     #[test]
-    fn what_was_written_is_read_back() {
+    fn runs_are_read_back_as_written() {
         let mut collapsed = run(2, (1, 0.5), 0.4, None);
-        // Loss that is no number: JSON has null for it.
-        collapsed.lines.push(json!({
-            "global_step": 3, "policy_version": 3, "loss": null, "loss_tokens": 9, "grad_norm": 1.0
-        }));
-        collapsed.report.collapse = judge(&collapsed.lines).0;
+        // JSON has null for a loss that is not finite.
+        let lost = StepLine {
+            global_step: 3,
+            episodes: Some(8),
+            loss_tokens: Some(9),
+            grad_norm: Some(1.0),
+            ..StepLine::default()
+        };
+        collapsed.lines.push(lost.into());
+        collapsed.report.collapse = detect_collapse(&collapsed.lines).0;
         assert!(collapsed.report.collapse.is_some());
         collapsed.failure = Some("it stopped".to_owned());
         let config = ConfigRuns {
@@ -90,9 +112,23 @@ mod tests {
     }
 
     #[test]
-    fn a_line_of_something_else_is_named() {
+    fn line_that_is_not_a_run_is_named() {
         let error = read_runs(&b"{}\n"[..]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         assert!(error.to_string().contains("line 1: missing field"), "{error}");
+    }
+
+    #[test]
+    fn newer_format_is_refused() {
+        let mut file = Vec::new();
+        let config = ConfigRuns {
+            name: "a".to_owned(),
+            plan: Value::Null,
+            runs: vec![run(1, (2, 0.4), 0.4, None)],
+        };
+        write_runs(&[config], &mut file).unwrap();
+        let newer = String::from_utf8(file).unwrap().replacen(":1,", ":9,", 1);
+        let error = read_runs(newer.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("schema version 9") && error.contains("upgrade"), "{error}");
     }
 }

@@ -1,18 +1,19 @@
-//! A comparison as tables: cells for whoever draws them, and Markdown.
+//! A comparison as tables: as cells, and as Markdown.
 
 use super::{Comparison, ConfigResult, Estimate};
 use serde_json::Value;
 use std::fmt::Write;
 
-/// What the columns of the table mean.
+/// What the columns of [`Comparison::table`] mean.
 pub(crate) const LEGEND: &str = "\
-Means ± standard error over seeds. Pass@1 is that of the newest evaluation; best is the highest of \
-each run's evaluations, too high by chance the more of them there are. Best and crash steps are by \
-seed (– = none). \"vs first\" is the final Pass@1 in points less that of the first row, paired by \
-seed. KL, F(2), entropy and gradient norm are means over steps.";
+Means ± standard error over seeds; with fewer seeds than the row has, their number follows. Pass@1 is \
+that of the newest evaluation. Best is the highest of each run's evaluations; the more there are, the \
+more it overstates the policy. Best and crash steps are by seed (– = none). \"vs first\" is the final \
+Pass@1 in points minus that of the first row, paired by seed. KL, F(2), entropy and gradient norm are \
+means over the steps that have the value.";
 
 impl Comparison {
-    /// The table: header and one row per configuration.
+    /// The results: header, and one row per configuration.
     pub fn table(&self) -> (Vec<String>, Vec<Vec<String>>) {
         let header = [
             "config",
@@ -29,16 +30,18 @@ impl Comparison {
             "grad norm",
         ];
         let row = |config: &ConfigResult| {
-            let percent = |e: Option<Estimate>| with_error(e, |v| format!("{:.1}", v * 100.0));
+            let runs = config.runs.len();
+            let percent =
+                |e: Option<Estimate>| with_error(e, runs, |v| format!("{:.1}", v * 100.0));
             let signed = |e: Option<Estimate>| {
                 let mean = e.map_or_else(absent, |e| format!("{:+.1}", e.mean * 100.0));
                 let se = e.and_then(|e| e.se).map(|se| format!(" ± {:.1}", se * 100.0));
                 format!("{mean}{}", se.unwrap_or_default())
             };
             let small = |e: Option<Estimate>| {
-                with_error(e, |v| if v > 0.0 { format!("{v:.1e}") } else { "0".to_owned() })
+                with_error(e, runs, |v| if v > 0.0 { format!("{v:.1e}") } else { "0".to_owned() })
             };
-            let plain = |e: Option<Estimate>| with_error(e, |v| format!("{v:.3}"));
+            let plain = |e: Option<Estimate>| with_error(e, runs, |v| format!("{v:.3}"));
             let finished = config.runs.iter().filter(|run| run.finished).count();
             let seeds = match config.runs.len() {
                 all if all == finished => all.to_string(),
@@ -62,7 +65,7 @@ impl Comparison {
         (header.map(str::to_owned).into(), self.configs.iter().map(row).collect())
     }
 
-    /// What distinguishes the configurations: header and one row for each.
+    /// The settings that differ: header, and one row per configuration.
     pub fn settings_table(&self) -> (Vec<String>, Vec<Vec<String>>) {
         let keys: Vec<&String> =
             self.configs.first().map(|c| c.settings.keys().collect()).unwrap_or_default();
@@ -78,7 +81,7 @@ impl Comparison {
         (header.map(str::to_owned).collect(), self.configs.iter().map(row).collect())
     }
 
-    /// Both tables as Markdown, with what the columns mean.
+    /// Both tables as Markdown, with the meaning of the columns.
     pub fn markdown(&self) -> String {
         let mut out = markdown_table(self.table());
         out.push('\n');
@@ -98,21 +101,22 @@ fn absent() -> String {
     "–".to_owned()
 }
 
-fn with_error(estimate: Option<Estimate>, write: impl Fn(f64) -> String) -> String {
+/// The estimate with its standard error, and with the number of runs that have the value where it is not
+/// all of `runs`.
+fn with_error(estimate: Option<Estimate>, runs: usize, write: impl Fn(f64) -> String) -> String {
     let Some(estimate) = estimate else { return absent() };
-    match estimate.se {
-        Some(se) => format!("{} ± {}", write(estimate.mean), write(se)),
-        None => write(estimate.mean),
-    }
+    let mean = write(estimate.mean);
+    let text = estimate.se.map_or_else(|| mean.clone(), |se| format!("{mean} ± {}", write(se)));
+    if estimate.runs == runs { text } else { format!("{text} ({} of {runs})", estimate.runs) }
 }
 
 fn steps(steps: &[Option<u32>]) -> String {
     if steps.iter().all(Option::is_none) {
         return absent();
     }
-    let words: Vec<String> =
+    let cells: Vec<String> =
         steps.iter().map(|step| step.map_or_else(absent, |s| s.to_string())).collect();
-    words.join(", ")
+    cells.join(", ")
 }
 
 fn markdown_table((header, rows): (Vec<String>, Vec<Vec<String>>)) -> String {
@@ -127,10 +131,11 @@ fn markdown_table((header, rows): (Vec<String>, Vec<Vec<String>>)) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::comparison::tests::comparison;
 
     #[test]
-    fn markdown_has_a_row_per_configuration_and_tells_of_failures() {
+    fn markdown_has_a_row_per_configuration_and_lists_failures() {
         let text = comparison().markdown();
         let cells = |name: &str| {
             let row = text.lines().find(|line| line.starts_with(name)).unwrap();
@@ -142,5 +147,14 @@ mod tests {
         assert_eq!(other[2], "2 of 3 finished");
         assert_eq!(other[6..8], ["+5.0 ± 15.0", "–, 60, –"]);
         assert!(text.contains("a|b, seed 2: the loss of mini step 1 is not finite"), "{text}");
+    }
+
+    #[test]
+    fn mean_over_fewer_runs_than_there_are_says_so() {
+        let estimate = Estimate { mean: 0.5, se: Some(0.1), runs: 2 };
+        let plain = |v: f64| format!("{v:.1}");
+        assert_eq!(with_error(Some(estimate), 2, plain), "0.5 ± 0.1");
+        assert_eq!(with_error(Some(estimate), 3, plain), "0.5 ± 0.1 (2 of 3)");
+        assert_eq!(with_error(None, 3, plain), "–");
     }
 }

@@ -1,26 +1,27 @@
-//! Heat maps: a value for each pair of places.
+//! Heat maps.
 
-use super::{BOTTOM, Caption, HEIGHT, LEFT, RIGHT, TOP, WIDTH, below, figure, label};
+use super::{BOTTOM, Caption, HEIGHT, LEFT, RIGHT, TOP, WIDTH, figure, label, label_below};
 use crate::page::escape;
 use std::fmt::Write;
 
-/// Cells that are the darker the larger their value.
+/// Cells that are darker the larger their value is.
 #[derive(Debug)]
 pub(crate) struct Grid<'a> {
     pub(crate) caption: Caption<'a>,
     pub(crate) columns: usize,
     pub(crate) rows: usize,
-    /// (column from the left, row from below, value above 0).
+    /// `(column from the left, row from the bottom, value above 0)`.
     pub(crate) cells: Vec<(usize, usize, f64)>,
-    /// Labels at their place along the axis, in cells.
+    /// Labels below the map, with their distance from the left in cells.
     pub(crate) below: Vec<(f64, String)>,
-    pub(crate) beside: Vec<(f64, String)>,
-    /// Whether the line of equal places is drawn, and darkness follows the logarithm of the value.
+    /// Labels left of the map, with their distance from the bottom in cells.
+    pub(crate) left: Vec<(f64, String)>,
+    /// Whether the diagonal is drawn and darkness follows the logarithm of the value.
     pub(crate) density: bool,
 }
 
 impl Grid<'_> {
-    /// Empty text when there is nothing to show.
+    /// The map as SVG; empty if no cell has a value.
     pub(crate) fn draw(&self) -> String {
         let most = self.cells.iter().map(|c| c.2).fold(0.0, f64::max);
         if most <= 0.0 || self.columns == 0 || self.rows == 0 {
@@ -28,7 +29,7 @@ impl Grid<'_> {
         }
         let (wide, high) = (WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM);
         let (width, height) = (wide / self.columns as f64, high / self.rows as f64);
-        let floor = HEIGHT - BOTTOM;
+        let bottom = HEIGHT - BOTTOM;
         let mut svg = String::new();
         for &(column, row, value) in self.cells.iter().filter(|c| c.2 > 0.0) {
             let share = if self.density { value.ln_1p() / most.ln_1p() } else { value / most };
@@ -38,26 +39,26 @@ impl Grid<'_> {
                  width=\"{width:.1}\" height=\"{height:.1}\"><title>{}</title></rect>",
                 0.12 + 0.88 * share,
                 LEFT + width * column as f64,
-                floor - height * (row as f64 + 1.0),
+                bottom - height * (row as f64 + 1.0),
                 label(value)
             );
         }
         if self.density {
             let _ = write!(
                 svg,
-                "<line class=\"mark\" x1=\"{LEFT}\" y1=\"{floor}\" x2=\"{:.1}\" y2=\"{TOP}\"/>",
+                "<line class=\"mark\" x1=\"{LEFT}\" y1=\"{bottom}\" x2=\"{:.1}\" y2=\"{TOP}\"/>",
                 WIDTH - RIGHT
             );
         }
         for (place, text) in &self.below {
-            below(&mut svg, LEFT + width * place, text);
+            label_below(&mut svg, LEFT + width * place, text);
         }
-        for (place, text) in &self.beside {
+        for (place, text) in &self.left {
             let _ = write!(
                 svg,
                 "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
                 LEFT - 6.0,
-                floor - height * place + 3.5,
+                bottom - height * place + 3.5,
                 escape(text)
             );
         }
@@ -70,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_value_is_darkest_and_an_empty_map_is_nothing() {
+    fn largest_value_is_darkest_and_an_empty_map_is_not_drawn() {
         let caption = Caption { title: "scatter", note: "" };
         let mut grid = Grid {
             caption,
@@ -78,7 +79,7 @@ mod tests {
             rows: 2,
             cells: vec![(0, 0, 1000.0), (1, 1, 1.0)],
             below: vec![(0.0, "1".into())],
-            beside: vec![(2.0, "0.5".into())],
+            left: vec![(2.0, "0.5".into())],
             density: true,
         };
         let svg = grid.draw();

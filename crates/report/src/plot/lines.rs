@@ -1,24 +1,24 @@
 //! Lines over global steps.
 
 use super::{
-    Axis, BOTTOM, COLOURS, Caption, HEIGHT, LEFT, RIGHT, Scale, TOP, WIDTH, below, bounds, figure,
-    grid_lines, label, stroke,
+    Axis, BOTTOM, COLOURS, Caption, HEIGHT, Scale, TOP, figure, grid_lines, label, label_below,
+    stroke,
 };
 use crate::page::escape;
 use std::fmt::Write;
 
-/// Most points that are marked one by one.
+/// Points of a line are marked one by one up to this number.
 const MARKED: usize = 60;
 
 /// One line.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Series {
     pub(crate) name: String,
-    /// Which colour and dash.
+    /// Number of its colour and dash.
     pub(crate) style: usize,
-    /// One of several that the reader may overlook: thin, and not in the key.
+    /// Drawn thin and left out of the key: one of several that a reader may overlook.
     pub(crate) faint: bool,
-    /// `(x, y, half width of the error bar)`.
+    /// `(global step, value, half width of the error bar)`.
     pub(crate) points: Vec<(f64, f64, f64)>,
 }
 
@@ -28,30 +28,26 @@ pub(crate) struct Lines<'a> {
     pub(crate) caption: Caption<'a>,
     pub(crate) scale: Scale,
     pub(crate) series: Vec<Series>,
-    /// A step that is pointed out, and why.
+    /// A step that is pointed out, with the reason.
     pub(crate) mark: Option<(f64, &'a str)>,
 }
 
 impl Lines<'_> {
-    /// Empty text when there is nothing to show.
+    /// The chart as SVG; empty if no series has a value to show.
     pub(crate) fn draw(&self) -> String {
         let seen = || self.series.iter().flat_map(|s| &s.points).filter(|p| self.scale.shows(p.1));
-        let ys = seen().flat_map(|p| [p.1, p.1 - p.2, p.1 + p.2]);
-        let (Some((x0, x1)), Some(y)) =
-            (bounds(seen().map(|p| p.0)), Axis::upright(ys, self.scale))
+        let ys = seen().flat_map(|p| [p.1, self.scale.lower_end(p.1, p.2), p.1 + p.2]);
+        let (Some(x), Some(y)) = (Axis::steps(seen().map(|p| p.0)), Axis::vertical(ys, self.scale))
         else {
             return String::new();
         };
-        let x1 = if x1 > x0 { x1 } else { x0 + 1.0 };
-        let paper = (LEFT, WIDTH - RIGHT);
-        let x = Axis { values: (x0, x1), paper, scale: Scale::FromZero };
         let mut svg = String::new();
         grid_lines(&mut svg, &y);
-        for value in [x0, f64::midpoint(x0, x1), x1] {
-            below(&mut svg, x.place(value), &label(value));
+        for (step, text) in x.ticks() {
+            label_below(&mut svg, x.place(*step), text);
         }
         if let Some((step, why)) = self.mark {
-            let at = x.place(step.clamp(x0, x1));
+            let at = x.place(step);
             let _ = write!(
                 svg,
                 "<line class=\"mark\" x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{TOP}\" y2=\"{:.1}\">\
@@ -120,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chart_has_its_lines_bars_marks_and_labels_and_no_stray_numbers() {
+    fn chart_has_its_lines_bars_marks_and_labels() {
         let points = [(0.0, 0.1, 0.02), (10.0, 0.35, 0.03), (20.0, 0.5, 0.0)];
         let svg = draw(
             Scale::FromZero,
@@ -139,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_logarithmic_chart_leaves_out_what_is_not_above_zero() {
+    fn logarithmic_chart_leaves_out_values_at_zero() {
         let svg = draw(Scale::Log, vec![series("kl", false, &[(1.0, 0.0, 0.0), (2.0, 1e-5, 0.0)])]);
         assert!(svg.contains("step 2") && !svg.contains("step 1:") && !svg.contains("NaN"));
         assert_eq!(draw(Scale::Log, vec![series("kl", false, &[(1.0, 0.0, 0.0)])]), "");

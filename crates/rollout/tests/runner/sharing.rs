@@ -87,8 +87,13 @@ async fn episodes_that_start_together_fetch_their_prompt_rows_once() {
     assert_eq!(requests[0].routed_experts_start, Some(0), "the prefill leader requests all rows");
     for report in [&a, &b, &c, &d] {
         assert_whole(report);
-        assert_eq!(report.routing, a.routing, "same tokens, same rows");
+        assert_eq!(report.routing, a.routing, "the same tokens, the same rows");
+        assert!(report.cached_tokens <= report.cacheable_tokens, "{report:?}");
     }
+    let mut possible = [&a, &b, &c, &d].map(|report| report.cacheable_tokens);
+    possible.sort_unstable();
+    let shared = possible[0] + prompt as u64 - 1;
+    assert_eq!(possible[1..], [shared; 3], "all but the first can find the prompt in the cache");
 }
 
 /// An engine that answers as another worker than the one it announced.

@@ -1,4 +1,4 @@
-//! Runs that were made before, by whatever command, here or elsewhere.
+//! Runs that exist already, made by any command, on this machine or another.
 
 use crate::args::ConfigSource;
 use crate::config::{self, RawConfig};
@@ -6,19 +6,19 @@ use crate::error::{InputError, OutputError, UsageError};
 use crate::run_folder::PLAN_FILE;
 use crate::wiring;
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_coordinator::{RunSettings, is_finished};
+use orchestrate_coordinator::{RunError, RunSettings, is_finished};
 use orchestrate_report::{ComparedRun, ConfigRuns, read_runs, write_runs};
 use orchestrate_store::Reader;
 use std::io::{BufReader, BufWriter};
 
-/// In the folder of a comparison: its runs, to be given to `--runs` on another machine.
+/// The file in the folder of a comparison with all its runs. `--runs` reads it on any machine.
 pub(super) const RUNS_FILE: &str = "runs.jsonl.zst";
 
-/// Reads the runs of `paths`, folders of one run or files as [`write()`] makes them; those that
-/// differ only in their seed are one configuration.
+/// Reads the runs in `paths`: folders of one run, or files that [`write()`] made. Runs that differ only in
+/// their seed are one configuration.
 ///
 /// # Errors
-/// A folder without a journal or plan, a file that is none of runs, and a run that is there twice.
+/// A folder without a journal or plan, a file that is not one of runs, and a run that is named twice.
 pub(super) async fn read(paths: &[Utf8PathBuf]) -> anyhow::Result<Vec<ConfigRuns>> {
     let mut configs: Vec<ConfigRuns> = Vec::new();
     for path in paths {
@@ -37,14 +37,14 @@ pub(super) async fn read(paths: &[Utf8PathBuf]) -> anyhow::Result<Vec<ConfigRuns
                 known.runs.sort_by_key(|run| run.seed);
                 continue;
             }
-            one.name = unused(one.name, &configs);
+            one.name = unused_name(one.name, &configs);
             configs.push(one);
         }
     }
     Ok(configs)
 }
 
-/// Writes the runs of a comparison into its folder.
+/// Writes the runs of a comparison to [`RUNS_FILE`] in its folder.
 ///
 /// # Errors
 /// If the file cannot be written.
@@ -78,36 +78,37 @@ async fn from_folder(folder: &Utf8Path) -> anyhow::Result<ConfigRuns> {
     Ok(ConfigRuns { name: name_of(folder), plan: plan(&raw)?, runs: vec![run] })
 }
 
-/// What the journal of the run in `folder` says, whose `[run]` section is `settings`.
+/// Reads the run in `folder`, whose `[run]` section is `settings`, from its journal.
 pub(super) async fn read_run(
     reader: &Reader,
     folder: &Utf8Path,
     settings: &RunSettings,
 ) -> anyhow::Result<ComparedRun> {
     let finished = is_finished(reader, settings).await?;
-    Ok(ComparedRun::read(reader, folder, settings.seed, finished).await?)
+    let run = ComparedRun::read(reader, folder, settings.seed, finished).await;
+    Ok(run.map_err(RunError::from)?)
 }
 
-/// The plan of a configuration: that of any of its runs, without the seed.
+/// The plan of a configuration: the plan of any of its runs, without the seed.
 pub(super) fn plan(raw: &RawConfig) -> anyhow::Result<serde_json::Value> {
     let mut raw = raw.clone();
     raw.run.seed = None;
     Ok(serde_json::to_value(&raw)?)
 }
 
-/// The folder's own name; `seed-N` lies in a folder that has one.
+/// The name of the folder; for `seed-N` that of the folder around it.
 fn name_of(folder: &Utf8Path) -> String {
     let own = folder.file_name().unwrap_or("run");
     let above = folder.parent().and_then(Utf8Path::file_name);
     above.filter(|_| own.starts_with("seed-")).unwrap_or(own).to_owned()
 }
 
-fn unused(name: String, configs: &[ConfigRuns]) -> String {
+fn unused_name(name: String, configs: &[ConfigRuns]) -> String {
     let taken = |name: &str| configs.iter().any(|config| config.name == name);
     if !taken(&name) {
         return name;
     }
-    // One more number than there are names: one of them is free.
+    // There is one more number than names, so one of them is free.
     let numbers = 2..configs.len() + 3;
     numbers.map(|n| format!("{name}-{n}")).find(|other| !taken(other)).unwrap_or(name)
 }

@@ -1,4 +1,4 @@
-//! Which runs a comparison consists of: configs × variants × seeds.
+//! The runs of a comparison: configs × variants × seeds.
 
 use crate::args::{CompareArgs, ConfigSource, Variant};
 use crate::config::{self, ConfigError, RawConfig, Settings};
@@ -8,10 +8,10 @@ use camino::{Utf8Path, Utf8PathBuf};
 /// One run of the comparison.
 #[derive(Debug)]
 pub(super) struct Cell {
-    /// The configuration it belongs to.
+    /// Name of its configuration.
     pub(super) name: String,
     pub(super) seed: u64,
-    /// Its settings, every default written out.
+    /// Its settings with every default filled in.
     pub(super) raw: RawConfig,
     pub(super) folder: Utf8PathBuf,
 }
@@ -23,17 +23,17 @@ impl Cell {
     }
 }
 
-/// All of them, seed by seed: long before the end, there is something of every configuration.
+/// All runs, seed by seed, so that every configuration has results long before the end.
 #[derive(Debug)]
 pub(super) struct Matrix {
     pub(super) cells: Vec<Cell>,
 }
 
 impl Matrix {
-    /// Reads and checks every combination; folders lie in `out`.
+    /// Reads and checks every combination; the folders are below `out`.
     ///
     /// # Errors
-    /// Settings that cannot be used, and two configurations of the same name.
+    /// Invalid settings, and two configurations with the same name.
     pub(super) fn new(args: &CompareArgs, out: &Utf8Path) -> anyhow::Result<Self> {
         let mut seeds = args.seeds.clone();
         seeds.sort_unstable();
@@ -45,7 +45,7 @@ impl Matrix {
                 if cells.iter().any(|cell| cell.name == name) {
                     anyhow::bail!(ConfigError::Layer {
                         name: format!("configuration {name:?}"),
-                        error: "is there twice; give files and variants names of their own".into(),
+                        error: "appears twice; files and variants must have distinct names".into(),
                     });
                 }
                 for &seed in &seeds {
@@ -68,7 +68,7 @@ impl Matrix {
     }
 }
 
-/// Names and settings of the configurations that a file stands for.
+/// Names and settings of the configurations that are made from one file.
 fn configurations<'a>(stem: &str, args: &'a CompareArgs) -> Vec<(String, &'a [String])> {
     if args.variants.is_empty() {
         return vec![(stem.to_owned(), &[])];
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn every_combination_is_a_run_of_its_own() {
+    fn every_combination_is_one_run() {
         let folder = tempfile::tempdir().unwrap();
         let file = |name: &str, text: &str| {
             let path = folder.path().join(name);
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_settings_name_their_configuration() {
+    fn invalid_settings_name_their_configuration() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.toml");
         std::fs::write(&path, "").unwrap();

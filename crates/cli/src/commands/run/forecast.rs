@@ -1,4 +1,4 @@
-//! `orchestrate run --dry-run`: what a run would need at most, from its settings alone.
+//! `orchestrate run --dry-run`: what a run needs at most, from its settings alone.
 
 use crate::args::ConfigSource;
 use crate::config::{self, RawConfig, Settings};
@@ -11,52 +11,57 @@ use serde::Serialize;
 use std::collections::{BTreeSet, HashSet};
 use std::process::ExitCode;
 
-/// Bytes of a token beside its routing row: id, mask, log-prob, version, validity.
+/// Bytes of a token besides its routing row: id, mask, log-prob, version, validity.
 const TOKEN_BYTES: u64 = 4 + 1 + 4 + 8 + 1;
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// The upper bounds of a run. Steps that sample further groups, because some have no gradient, need
-/// up to `rollout.max_groups_per_step` instead of `rollout.groups_per_step`.
+/// The upper bounds of a run, attempts that fail and are retried aside. A step trains on
+/// `rollout.groups_per_step` groups; because groups without a gradient are replaced, it samples up to
+/// `rollout.max_groups_per_step`.
 #[derive(Debug, Serialize)]
 struct Forecast {
     steps: u64,
+    /// Episodes that a step trains on.
     episodes_per_step: u64,
+    /// Episodes that a step samples at most.
     most_episodes_per_step: u64,
+    /// Episodes that all steps sample at most.
     training_episodes: u64,
     evaluations: u64,
     evaluation_episodes: u64,
-    /// Tokens of a step's batch, if every episode is as long as it may be.
+    /// Tokens of a step's batch if every episode is as long as it may be.
     batch_tokens: u64,
     training_tokens: u64,
-    /// Routing rows of a step on the wire; absent where the model's folder is not here.
+    /// Bytes of the routing rows that a step receives; absent without the model's folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     mask_wire_bytes_per_step: Option<u64>,
-    /// A step's batch on disk.
+    /// Bytes of a step's batch on disk; absent without the model's folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     batch_disk_bytes: Option<u64>,
-    /// Different images of the tasks; absent where a file of rows is not here.
+    /// Distinct images of the tasks; absent without the file of rows.
     #[serde(skip_serializing_if = "Option::is_none")]
     images: Option<u64>,
-    /// Of these, images that no host has; absent where a host does not answer.
+    /// Images that no host has; absent if a host does not answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     image_pulls: Option<u64>,
     containers: u64,
     container_memory_bytes: u64,
-    /// Containers that each Docker host may hold.
-    docker_hosts: Vec<HostRoom>,
-    /// What could not be looked at.
+    /// What each Docker host may hold.
+    docker_hosts: Vec<HostForecast>,
+    /// What could not be determined, and why.
     notes: Vec<String>,
 }
 
+/// What one Docker host may hold.
 #[derive(Debug, Serialize)]
-struct HostRoom {
+struct HostForecast {
     host: String,
     max_containers: u64,
     memory_bytes: u64,
-    /// The tasks' images that are there; absent where the host does not answer.
+    /// Images of the tasks that it has; absent if it does not answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     images: Option<u64>,
-    /// Their sizes together; layers that several share count for each.
+    /// Sum of their sizes; a layer that several images share counts for each.
     #[serde(skip_serializing_if = "Option::is_none")]
     image_bytes: Option<u64>,
 }
@@ -89,7 +94,7 @@ pub(super) async fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<
     };
     let mut forecast = forecast(&settings, shape.as_ref(), tasks, notes);
     if let Some(images) = images {
-        look_for(&images, &settings, &mut forecast).await;
+        add_images(&images, &settings, &mut forecast).await;
     }
     if as_json {
         output::json(&forecast)?;
@@ -100,20 +105,20 @@ pub(super) async fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<
 }
 
 /// Adds which images the hosts have, and how many must be pulled.
-async fn look_for(images: &[String], settings: &Settings, forecast: &mut Forecast) {
+async fn add_images(images: &[String], settings: &Settings, forecast: &mut Forecast) {
     let mut present = HashSet::new();
     let mut all_answer = true;
     let found = images_on_hosts(&settings.sandbox, images).await;
-    for (room, found) in forecast.docker_hosts.iter_mut().zip(found) {
+    for (host, found) in forecast.docker_hosts.iter_mut().zip(found) {
         match found {
             Ok(found) => {
-                room.images = Some(found.present.len() as u64);
-                room.image_bytes = Some(found.bytes);
+                host.images = Some(found.present.len() as u64);
+                host.image_bytes = Some(found.bytes);
                 present.extend(found.present);
             }
             Err(error) => {
                 all_answer = false;
-                forecast.notes.push(format!("images on {} are unknown: {error:#}", room.host));
+                forecast.notes.push(format!("images on {} are unknown: {error:#}", host.host));
             }
         }
     }
@@ -140,18 +145,19 @@ fn forecast(
     let context = shape.map_or(usize::MAX, |shape| shape.context);
     let episode_tokens = rollout.max_sequence_tokens.min(context) as u64;
     let per_step = episodes(rollout.groups_per_step);
+    let most_per_step = episodes(rollout.max_groups_per_step);
     let batch_tokens = per_step * episode_tokens;
     let ids = |shape: &ModelShape| match settings.engine.kind {
         // Four bytes for every layer, those without experts too.
         EngineKind::Sglang => (shape.hidden_layers * shape.top_k * 4) as u64,
         EngineKind::Vllm => (shape.hidden_layers * shape.top_k * shape.id_bytes()) as u64,
-        // It sends none, and a run does not train with it.
+        // A chat server sends none, and a run cannot train with it.
         EngineKind::Openai => 0,
     };
     let row = |shape: &ModelShape| (shape.ids_per_row() * shape.id_bytes()) as u64;
     let in_flight = u64::from(rollout.max_in_flight);
     let of_files = settings.tasks.file.is_some() || settings.tasks.held_out_file.is_some();
-    // Containers of repositories end with their use; others stay for the next agent or grader.
+    // Containers of repositories are removed after one use; others are kept for the next agent or grader.
     let wanted = if of_files { in_flight } else { 2 * in_flight };
     let sandbox = &settings.sandbox;
     let containers = (sandbox.capacity() as u64).min(wanted);
@@ -159,19 +165,20 @@ fn forecast(
         let max_containers = sandbox.on(&host).max_containers as u64;
         let memory_bytes = max_containers.min(wanted) * sandbox.memory.0;
         let host = host.title().to_owned();
-        HostRoom { host, max_containers, memory_bytes, images: None, image_bytes: None }
+        HostForecast { host, max_containers, memory_bytes, images: None, image_bytes: None }
     });
     Forecast {
         steps,
         episodes_per_step: per_step,
-        most_episodes_per_step: episodes(rollout.max_groups_per_step),
-        training_episodes: steps * per_step,
+        most_episodes_per_step: most_per_step,
+        training_episodes: steps * most_per_step,
         evaluations,
         evaluation_episodes: evaluations * evaluated * u64::from(run.eval_samples),
         batch_tokens,
         training_tokens: steps * batch_tokens,
-        // Base64 makes four bytes of three.
-        mask_wire_bytes_per_step: shape.map(|shape| batch_tokens * ids(shape) / 3 * 4),
+        // Dropped groups send rows, too. Base64 turns three bytes into four.
+        mask_wire_bytes_per_step: shape
+            .map(|shape| most_per_step * episode_tokens * ids(shape) / 3 * 4),
         batch_disk_bytes: shape.map(|shape| batch_tokens * (row(shape) + TOKEN_BYTES)),
         images: tasks.map(|(images, _)| images),
         image_pulls: None,
@@ -192,8 +199,8 @@ fn show(forecast: &Forecast) {
     row(
         "training episodes",
         format!(
-            "{} ({} a step, {} where groups without a gradient are sampled again)",
-            forecast.training_episodes, forecast.episodes_per_step, forecast.most_episodes_per_step
+            "{} ({} per step, of which {} are trained on)",
+            forecast.training_episodes, forecast.most_episodes_per_step, forecast.episodes_per_step
         ),
     );
     row(
@@ -202,21 +209,21 @@ fn show(forecast: &Forecast) {
     );
     row(
         "tokens trained on",
-        format!("{} ({} a step)", forecast.training_tokens, forecast.batch_tokens),
+        format!("{} ({} per step)", forecast.training_tokens, forecast.batch_tokens),
     );
     if let Some(bytes) = forecast.mask_wire_bytes_per_step {
-        row("routing rows on the wire, a step", gib(bytes));
+        row("routing rows received per step", gib(bytes));
     }
     if let Some(bytes) = forecast.batch_disk_bytes {
-        row("batch on disk, a step", gib(bytes));
+        row("batch on disk per step", gib(bytes));
     }
     if let Some(images) = forecast.images {
         let pulls = forecast.image_pulls.map(|pulls| format!(" ({pulls} to pull)"));
         row("images", format!("{images}{}", pulls.unwrap_or_default()));
     }
-    for room in &forecast.docker_hosts {
-        if let (Some(images), Some(bytes)) = (room.images, room.image_bytes) {
-            row(&format!("images on {}", room.host), format!("{images} ({})", gib(bytes)));
+    for host in &forecast.docker_hosts {
+        if let (Some(images), Some(bytes)) = (host.images, host.image_bytes) {
+            row(&format!("images on {}", host.host), format!("{images} ({})", gib(bytes)));
         }
     }
     row(
@@ -224,11 +231,11 @@ fn show(forecast: &Forecast) {
         format!("{} ({} memory)", forecast.containers, gib(forecast.container_memory_bytes)),
     );
     if forecast.docker_hosts.len() > 1 {
-        for room in &forecast.docker_hosts {
-            let memory = gib(room.memory_bytes);
+        for host in &forecast.docker_hosts {
+            let memory = gib(host.memory_bytes);
             row(
-                &format!("containers on {}", room.host),
-                format!("{} ({memory} memory)", room.max_containers),
+                &format!("containers on {}", host.host),
+                format!("{} ({memory} memory)", host.max_containers),
             );
         }
     }
@@ -261,12 +268,13 @@ mod tests {
         };
         let made = forecast(&settings, Some(&shape), Some((7, (300, 9))), Vec::new());
         assert_eq!((made.episodes_per_step, made.most_episodes_per_step), (32, 128));
+        assert_eq!(made.training_episodes, 25 * 128, "dropped groups are replaced");
         assert_eq!((made.evaluations, made.evaluation_episodes), (4, 1200));
         assert_eq!(made.batch_tokens, 32_000);
-        assert_eq!(made.mask_wire_bytes_per_step, Some(32_000 * 48 * 8 * 4 / 3 * 4));
+        assert_eq!(made.mask_wire_bytes_per_step, Some(128_000 * 48 * 8 * 4 / 3 * 4));
         assert_eq!(made.batch_disk_bytes, Some(32_000 * (384 + 18)));
         assert_eq!((made.containers, made.container_memory_bytes), (6, 6 << 30));
-        let rooms = made.docker_hosts.iter().map(|room| (room.max_containers, room.memory_bytes));
-        assert_eq!(rooms.collect::<Vec<_>>(), [(4, 4 << 30), (16, 6 << 30)]);
+        let hosts = made.docker_hosts.iter().map(|host| (host.max_containers, host.memory_bytes));
+        assert_eq!(hosts.collect::<Vec<_>>(), [(4, 4 << 30), (16, 6 << 30)]);
     }
 }
