@@ -64,7 +64,8 @@ async fn serve() -> Option<Served> {
 }
 
 fn recording(name: &str) -> Vec<Value> {
-    let text = std::fs::read_to_string(format!("{CAPTURES}/sglang-0.5.23/{name}.json")).unwrap();
+    let path = skip::data(&format!("captures/sglang-0.5.23/{name}.json")).unwrap();
+    let text = std::fs::read_to_string(path).unwrap();
     let recording: Value = serde_json::from_str(&text).unwrap();
     recording["exchanges"].as_array().unwrap().clone()
 }
