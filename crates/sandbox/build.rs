@@ -1,8 +1,8 @@
-//! Compiles the supervisor (crates/supervisor) to a static binary in `OUT_DIR`, for `include_bytes!`.
-//! It runs in any image, even one without a C library.
+//! Compiles the supervisor (crates/supervisor) to a static binary in `OUT_DIR`, for
+//! `include_bytes!`. It runs in any image, even one without a C library.
 //!
-//! This calls rustc directly: the supervisor has no dependencies, and a nested cargo would wait for the
-//! lock that the outer one holds.
+//! This calls rustc directly: the supervisor has no dependencies, and a nested cargo would wait for
+//! the lock that the outer one holds.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,7 +16,8 @@ fn variable(name: &str) -> Result<String, Failure> {
 
 fn compile(args: &[&str], source: &Path, output: &Path, supervisor: &Path) -> Result<(), Failure> {
     let mut rustc = Command::new(variable("RUSTC")?);
-    // Independent of the path of the checkout, because a digest of the binary is part of image names.
+    // Independent of the path of the checkout, because a digest of the binary is part of image
+    // names.
     rustc
         .arg(format!("--remap-path-prefix={}=supervisor", supervisor.display()))
         .args(["--edition=2024", "--target", &variable("TARGET")?])

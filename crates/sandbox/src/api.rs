@@ -52,8 +52,9 @@ pub struct SandboxSpec {
     pub limits: SandboxLimits,
     /// The container ends by itself after this time, even if this program is gone.
     pub deadline: Duration,
-    /// Gives the container a read-only root with a tmpfs on `workdir` and `/tmp`. Such a sandbox can be
-    /// reset and verified after use, and then serve another attempt instead of a new container.
+    /// Gives the container a read-only root with a tmpfs on `workdir` and `/tmp`. Such a sandbox
+    /// can be reset and verified after use, and then serve another attempt instead of a new
+    /// container.
     pub reusable: bool,
 }
 
@@ -66,7 +67,8 @@ pub struct Command {
     pub env: Vec<(String, String)>,
     /// Time after which the command and everything it started are killed.
     pub timeout: Duration,
-    /// Bytes of merged stdout and stderr kept from the start, and again from the end; at most 16 MiB.
+    /// Bytes of merged stdout and stderr kept from the start, and again from the end; at most 16
+    /// MiB.
     pub keep_bytes: usize,
 }
 
@@ -256,6 +258,7 @@ pub trait SandboxProvider: Send + Sync + std::fmt::Debug {
         Vec::new()
     }
 
-    /// Removes all containers that this provider still holds, idle ones and queued removals included.
+    /// Removes all containers that this provider still holds, idle ones and queued removals
+    /// included.
     async fn shutdown(&self) -> Result<(), SandboxError>;
 }

@@ -18,8 +18,8 @@ const LIFETIME_SECONDS: i64 = 900;
 
 /// A plain container without supervisor, limits or network.
 ///
-/// Its image must contain `sleep` and `true`. Close it when done; one that is dropped ends by itself after
-/// fifteen minutes, and `orchestrate gc` removes it then.
+/// Its image must contain `sleep` and `true`. Close it when done; one that is dropped ends by
+/// itself after fifteen minutes, and `orchestrate gc` removes it then.
 #[derive(Debug)]
 pub struct BareContainer {
     daemon: Daemon,
@@ -29,8 +29,8 @@ pub struct BareContainer {
 }
 
 impl DockerProvider {
-    /// Creates and starts a bare container and measures how long that takes. `number` must be unique among
-    /// the bare containers of this process.
+    /// Creates and starts a bare container and measures how long that takes. `number` must be
+    /// unique among the bare containers of this process.
     ///
     /// # Errors
     /// Any error of the daemon.

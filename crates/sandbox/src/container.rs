@@ -19,11 +19,12 @@ pub(crate) const LABEL_DEADLINE: &str = "orchestrate.deadline";
 pub(crate) const LABEL_PURPOSE: &str = "orchestrate.purpose";
 /// Value of [`LABEL_ATTEMPT`] for a container that serves several attempts.
 const POOLED: &str = "pooled";
-/// Time between the deadline at which process 1 ends by itself and the one after which `gc` removes it.
+/// Time between the deadline at which process 1 ends by itself and the one after which `gc` removes
+/// it.
 const DEADLINE_SLACK: Duration = Duration::from_mins(1);
 
-/// Seccomp profile with the allowed system calls. Any other call fails; a call of another instruction set
-/// kills the caller.
+/// Seccomp profile with the allowed system calls. Any other call fails; a call of another
+/// instruction set kills the caller.
 const SECCOMP: &str = include_str!("seccomp.json");
 
 /// The letter for this purpose in container names.
@@ -91,8 +92,8 @@ fn labels(spec: &SandboxSpec, lifetime: Duration) -> HashMap<String, String> {
     .collect()
 }
 
-/// The request that creates the container. It has no bind mounts, no network and no devices, so nothing
-/// of the host is visible inside.
+/// The request that creates the container. It has no bind mounts, no network and no devices, so
+/// nothing of the host is visible inside.
 pub(crate) fn create_body(
     spec: &SandboxSpec,
     config: &SandboxConfig,

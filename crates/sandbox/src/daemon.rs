@@ -12,7 +12,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Pause between checks of a removal that the daemon reports as in progress, and how many there are.
+/// Pause between checks of a removal that the daemon reports as in progress, and how many there
+/// are.
 const REMOVAL_CHECK_PAUSE: Duration = Duration::from_millis(50);
 const REMOVAL_CHECKS: u32 = 100;
 /// Pause between pings of a daemon that does not answer.
@@ -123,7 +124,8 @@ impl Daemon {
         };
         let docker =
             docker.map_err(|e| CallError::Connection(Box::new(e)).at(host.title(), "connect"))?;
-        // The driver's timeout covers only the wait for response headers, and ours must expire first.
+        // The driver's timeout covers only the wait for response headers, and ours must expire
+        // first.
         let docker = docker.with_timeout(timeout + Duration::from_secs(5));
         let negotiation = async {
             let negotiated = docker.negotiate_version().await;
@@ -186,7 +188,8 @@ impl Daemon {
         self.local
     }
 
-    /// Removes a container by force. A container that is already gone or being removed is a success.
+    /// Removes a container by force. A container that is already gone or being removed is a
+    /// success.
     pub(crate) async fn remove(&self, container: &str) -> Result<(), CallError> {
         let options = RemoveContainerOptions { force: true, v: true, link: false };
         let mut checks = 0;
@@ -238,8 +241,8 @@ async fn deadline<T>(
     }
 }
 
-/// Paths of the certificates in a folder, checked for readability: the driver reads two of them only
-/// when it connects, and then does not report which one is missing.
+/// Paths of the certificates in a folder, checked for readability: the driver reads two of them
+/// only when it connects, and then does not report which one is missing.
 fn certificates(folder: &Path) -> Result<[PathBuf; 3], CertificateError> {
     let paths = CERTIFICATE_FILES.map(|name| folder.join(name));
     for path in &paths {

@@ -1,9 +1,10 @@
 //! The disk of one Docker host. Nothing starts there while it is nearly full, and no result counts
 //! that was produced while it was full.
 //!
-//! The limit is checked before a start, and again with the free space in the supervisor's hello, which
-//! also works for hosts whose folders are not visible here. Supervisors detect that a disk became full
-//! ([`orchestrate_supervisor::FreeSpace`]); this module records it for the other sandboxes of the host.
+//! The limit is checked before a start, and again with the free space in the supervisor's hello,
+//! which also works for hosts whose folders are not visible here. Supervisors detect that a disk
+//! became full ([`orchestrate_supervisor::FreeSpace`]); this module records it for the other
+//! sandboxes of the host.
 
 use crate::daemon::Daemon;
 use crate::error::{SandboxError, SandboxErrorKind};
@@ -45,8 +46,8 @@ impl DiskMonitor {
         *self.enough_at.lock().unwrap_or_else(PoisonError::into_inner) = at;
     }
 
-    /// Fails if there is too little free space to start a container. A host whose disk is not visible
-    /// from here passes.
+    /// Fails if there is too little free space to start a container. A host whose disk is not
+    /// visible from here passes.
     pub(crate) async fn check(&self, daemon: &Daemon) -> Result<(), SandboxError> {
         let enough_at = *self.enough_at.lock().unwrap_or_else(PoisonError::into_inner);
         if enough_at.is_some_and(|at| at.elapsed() < CHECK_INTERVAL) {

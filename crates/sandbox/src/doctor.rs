@@ -43,8 +43,8 @@ pub struct DaemonReport {
 }
 
 impl DaemonReport {
-    /// Whether root in a container is root of the host: users are not mapped, and the runtime (`runtime`,
-    /// else the default) has no kernel of its own.
+    /// Whether root in a container is root of the host: users are not mapped, and the runtime
+    /// (`runtime`, else the default) has no kernel of its own.
     pub fn root_is_host_root(&self, runtime: Option<&str>) -> bool {
         !maps_users(&self.security) && !runtime.unwrap_or(&self.runtime).starts_with("runsc")
     }

@@ -14,8 +14,8 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-/// Capacity of the queue of background jobs. Each container is queued once and holds its slot, so the
-/// largest `max_containers` plus some containers in quarantine must fit.
+/// Capacity of the queue of background jobs. Each container is queued once and holds its slot, so
+/// the largest `max_containers` plus some containers in quarantine must fit.
 pub(crate) const JOB_QUEUE_CAPACITY: usize = 8192;
 /// Tries before a container is put in quarantine, where it no longer occupies a slot.
 const TRIES: u32 = 4;
@@ -148,8 +148,8 @@ impl Remover {
         while jobs.join_next().await.is_some() {}
     }
 
-    /// Removes one container, with a few tries and growing pauses. Puts it in quarantine if it still
-    /// exists after that.
+    /// Removes one container, with a few tries and growing pauses. Puts it in quarantine if it
+    /// still exists after that.
     pub(crate) async fn remove(&self, removal: Removal) {
         let (mut pause, mut tries, mut timed_out, mut unreachable) = (FIRST_PAUSE, 0, 0, 0);
         let reason = loop {

@@ -32,18 +32,18 @@ pub struct RawDockerHost {
 /// One Docker host, checked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DockerHost {
-    /// Its daemon.
+    /// URL of its daemon.
     pub url: String,
-    /// For people; `None`: the URL.
+    /// Name in messages and metrics; `None` for the URL.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Containers alive at once there; `None`: as many as the section says.
+    /// Most containers at once on this host; `None` for `sandbox.max_containers`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_containers: Option<usize>,
-    /// Folder with the certificates for TLS.
+    /// Folder with the certificates for TLS; `None` for an unencrypted connection.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub certificates: Option<String>,
-    /// Configuration of `ssh`.
+    /// Configuration file for `ssh`; `None` for the user's own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ssh_config: Option<String>,
 }
@@ -114,16 +114,18 @@ impl RawDockerHost {
 }
 
 impl DockerHost {
-    /// The host named by a single setting, else by the environment as Docker's own command reads it, else
-    /// this machine.
+    /// The host named by a single setting, else by the environment as Docker's own command reads
+    /// it, else this machine.
     pub(crate) fn single(setting: Option<&str>) -> Self {
-        let of = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-        let url = setting.map(str::to_owned).or_else(|| of("DOCKER_HOST"));
+        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let url = setting.map(str::to_owned).or_else(|| variable("DOCKER_HOST"));
         let url = url.unwrap_or_else(|| format!("unix://{DEFAULT_SOCKET}"));
         let wants_tls = url.starts_with("https://")
-            || (url.starts_with("tcp://") && of("DOCKER_TLS_VERIFY").is_some());
-        let folder =
-            || of("DOCKER_CERT_PATH").or_else(|| of("HOME").map(|home| format!("{home}/.docker")));
+            || (url.starts_with("tcp://") && variable("DOCKER_TLS_VERIFY").is_some());
+        let folder = || {
+            variable("DOCKER_CERT_PATH")
+                .or_else(|| variable("HOME").map(|home| format!("{home}/.docker")))
+        };
         let certificates = if wants_tls { folder() } else { None };
         Self { url, name: None, max_containers: None, certificates, ssh_config: None }
     }
@@ -179,7 +181,8 @@ impl DockerHost {
             Some((user, host)) => (Some(user), host),
             None => (None, login),
         };
-        // `ssh` would read an argument that starts with a dash as an option; passwords are not supported.
+        // `ssh` would read an argument that starts with a dash as an option; passwords are not
+        // supported.
         if !is_plain(host) || user.is_some_and(|user| !is_plain(user) || user.contains(':')) {
             return Err(HostUrlError::InvalidSshAddress);
         }

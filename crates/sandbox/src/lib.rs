@@ -1,8 +1,8 @@
 //! Sandboxes: isolated containers in which model-written commands run, never directly on the host.
 //!
 //! The invariant: a result counts only if the supervisor inside the container reported the end of
-//! the command; the end of the stream is never taken for success. Read `api.rs` for the traits, then
-//! `provider.rs` for one Docker host and `hosts/mod.rs` for several.
+//! the command; the end of the stream is never taken for success. Read `api.rs` for the traits,
+//! then `provider.rs` for one Docker host and `hosts/mod.rs` for several.
 //!
 //! ```no_run
 //! use orchestrate_sandbox::{

@@ -18,14 +18,14 @@ pub struct MemoryUse {
     pub containers: usize,
     /// Bytes charged to their control groups: processes, tmpfs and page cache.
     pub charged: ByteSize,
-    /// Proportional set size of Docker's shim processes; `None` if the processes of the daemon's machine
-    /// are not visible from here.
+    /// Proportional set size of Docker's shim processes; `None` if the processes of the daemon's
+    /// machine are not visible from here.
     pub shims: Option<ByteSize>,
 }
 
 impl DockerProvider {
-    /// Measures the memory of a run's containers, through the daemon, and of their shims, if the daemon
-    /// runs on this machine.
+    /// Measures the memory of a run's containers, through the daemon, and of their shims, if the
+    /// daemon runs on this machine.
     ///
     /// # Errors
     /// Any error of the daemon.
@@ -64,8 +64,8 @@ impl DockerProvider {
     }
 }
 
-/// Proportional set size of the shim processes of the containers, in bytes. `None` if one of them was not
-/// found, because the sum would be too small.
+/// Proportional set size of the shim processes of the containers, in bytes. `None` if one of them
+/// was not found, because the sum would be too small.
 fn shims(ids: &[String]) -> Option<u64> {
     let (mut found, mut total) = (0, 0_u64);
     for entry in std::fs::read_dir("/proc").ok()? {

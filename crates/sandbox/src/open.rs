@@ -27,8 +27,8 @@ impl ProviderState {
         (spec.reusable && self.config.reuse).then(|| ReuseKey::of(spec))
     }
 
-    /// Opens a sandbox with what the slots granted. `None` if the grant only freed a slot or the idle
-    /// sandbox was lost; the caller must then ask the slots again.
+    /// Opens a sandbox with what the slots granted. `None` if the grant only freed a slot or the
+    /// idle sandbox was lost; the caller must then ask the slots again.
     pub(crate) async fn open_with(
         self: &Arc<Self>,
         spec: &SandboxSpec,

@@ -46,8 +46,8 @@ pub struct ProviderStats {
 
 /// Opens sandboxes on one Docker daemon.
 ///
-/// Dropping it without [`SandboxProvider::shutdown`] also ends all containers (because their streams
-/// close), but does not wait for that.
+/// Dropping it without [`SandboxProvider::shutdown`] also ends all containers (because their
+/// streams close), but does not wait for that.
 #[derive(Debug)]
 pub struct DockerProvider {
     pub(crate) state: Arc<ProviderState>,
@@ -128,7 +128,8 @@ impl DockerProvider {
     /// Checks that the recorded images which this host has are still the same.
     ///
     /// # Errors
-    /// [`SandboxErrorKind::ImageChanged`] for the first image that differs; any error of the daemon.
+    /// [`SandboxErrorKind::ImageChanged`] for the first image that differs; any error of the
+    /// daemon.
     pub async fn check_images(
         &self,
         recorded: &[(String, ImageIdentity)],
@@ -188,7 +189,8 @@ impl SandboxProvider for DockerProvider {
                         return Err(error);
                     }
                 }
-                // Another program may have removed the image after the check; it can be pulled again.
+                // Another program may have removed the image after the check; it can be pulled
+                // again.
                 Err(error)
                     if matches!(error.kind, SandboxErrorKind::ImageMissing(_))
                         && !retried_missing_image =>

@@ -15,7 +15,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 
-/// Interval between pings during a command. The supervisor kills the command after a minute without.
+/// Interval between pings during a command. The supervisor kills a command after a minute
+/// without one.
 const PING_INTERVAL: Duration = Duration::from_secs(15);
 /// A reset kills a process tree and removes at most a few thousand files.
 const RESET_TIMEOUT: Duration = Duration::from_secs(30);
@@ -81,7 +82,8 @@ impl DockerSandbox {
         }
     }
 
-    /// Marks the end of a call. The stream remains usable after a refusal, but not after other errors.
+    /// Marks the end of a call. The stream remains usable after a refusal, but not after other
+    /// errors.
     fn end_call<T>(&mut self, result: Result<T, SandboxError>) -> Result<T, SandboxError> {
         self.state = match &result {
             Ok(_) => State::Ready,
@@ -122,8 +124,9 @@ impl DockerSandbox {
         self.end_call(result)
     }
 
-    /// Rejects a result if any sandbox on this host reported a full disk since `full_count` was read:
-    /// the one that filled the disk is removed at once, perhaps before the others check it again.
+    /// Rejects a result if any sandbox on this host reported a full disk since `full_count` was
+    /// read: the one that filled the disk is removed at once, perhaps before the others check it
+    /// again.
     fn reject_if_disk_was_full<T>(
         &self,
         full_count: u64,
@@ -300,8 +303,8 @@ impl DockerSandbox {
         self.end_call(result)
     }
 
-    /// Sets the deadline of a pooled container for the attempt that it now serves. This also checks that
-    /// its supervisor answers.
+    /// Sets the deadline of a pooled container for the attempt that it now serves. This also checks
+    /// that its supervisor answers.
     pub(crate) async fn set_deadline(&mut self, deadline: Duration) -> Result<(), SandboxError> {
         let millis = u64::try_from(deadline.as_millis()).unwrap_or(u64::MAX);
         let limit = self.provider.config.call_timeout.0;

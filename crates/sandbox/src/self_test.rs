@@ -26,8 +26,8 @@ const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
 /// When a running command is interfered with.
 const INTERFERE_AFTER: Duration = Duration::from_millis(200);
 const TREE_CAP: ByteSize = ByteSize::mib(8);
-/// Prints what is left in a reused sandbox: the folder's mode, the number of leftover files, and the
-/// number of leftover entries in /dev.
+/// Prints what is left in a reused sandbox: the folder's mode, the number of leftover files, and
+/// the number of leftover entries in /dev.
 const LIST_LEFTOVERS: &str = "stat -c %a .; find . /tmp /dev/shm -mindepth 1 | wc -l; \
                               ls /dev/hidden 2> /dev/null | wc -l";
 /// Most processes alive during the check: process 1, the shell and two commands of its pipeline.
@@ -251,8 +251,8 @@ impl SelfTest {
         done.map_err(|error| error.at(name, call))
     }
 
-    /// Checks that commands work afterwards, in this sandbox or in its replacement. Returns the name of
-    /// the container and the problem, if any.
+    /// Checks that commands work afterwards, in this sandbox or in its replacement. Returns the
+    /// name of the container and the problem, if any.
     async fn check_afterwards(
         &self,
         mut sandbox: Box<dyn Sandbox>,

@@ -1,7 +1,7 @@
 //! Limits how many containers exist at once, and holds the pool of idle ones.
 //!
-//! A [`Slot`] is held as long as its container exists: in use, idle, or being removed. Some slots are
-//! reserved for graders: an agent waits for its grader, so agents must not occupy all of them.
+//! A [`Slot`] is held as long as its container exists: in use, idle, or being removed. Some slots
+//! are reserved for graders: an agent waits for its grader, so agents must not occupy all of them.
 
 use crate::api::{Purpose, SandboxLimits, SandboxSpec};
 use crate::guard::ContainerGuard;
@@ -124,8 +124,8 @@ impl Slots {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for an idle sandbox with this key, or for a slot. Idle sandboxes that expire before `until`
-    /// are not granted. Cancel-safe.
+    /// Waits for an idle sandbox with this key, or for a slot. Idle sandboxes that expire before
+    /// `until` are not granted. Cancel-safe.
     pub(crate) async fn take(
         self: &Arc<Self>,
         key: &ReuseKey,
@@ -224,8 +224,8 @@ impl Slots {
 }
 
 impl Slot {
-    /// Reserves a name until the slot is dropped: `wanted`, with a number appended if an earlier container
-    /// of that name still exists.
+    /// Reserves a name until the slot is dropped: `wanted`, with a number appended if an earlier
+    /// container of that name still exists.
     pub(crate) fn reserve_name(&mut self, wanted: &str) -> String {
         let mut state = self.slots.lock();
         let (mut name, mut number) = (wanted.to_owned(), 1_u32);

@@ -1,7 +1,7 @@
 //! Forwards a daemon's socket from another machine through one `ssh` process.
 //!
-//! All calls and all open sandboxes of a host share the connection. It always ends with this program:
-//! the remote side runs `cat`, which ends when its input is closed.
+//! All calls and all open sandboxes of a host share the connection. It always ends with this
+//! program: the remote side runs `cat`, which ends when its input is closed.
 
 use crate::host::Destination;
 use std::path::{Path, PathBuf};
@@ -76,7 +76,8 @@ impl Tunnel {
             .stdout(Stdio::piped())
             // A file, because nothing would read a pipe.
             .stderr(stderr)
-            // Its own process group, so that Ctrl-C does not end it before the sandboxes are removed.
+            // Its own process group, so that Ctrl-C does not end it before the sandboxes are
+            // removed.
             .process_group(0)
             .kill_on_drop(true)
             .spawn()

@@ -27,7 +27,8 @@ const CREATED: &str = "created";
 pub struct ContainerInfo {
     /// Docker's id of the container.
     pub id: String,
-    /// Container name, or its id if it has no name, as after the daemon was killed while removing it.
+    /// Container name, or its id if it has no name, as after the daemon was killed while removing
+    /// it.
     pub name: String,
     /// Id of the run that it belongs to.
     pub run: Option<RunId>,
@@ -113,8 +114,8 @@ fn read_labels(
 }
 
 impl DockerProvider {
-    /// Lists the containers of this program on the host, of any run, sorted by name. Containers that the
-    /// daemon lists but no longer has are left out.
+    /// Lists the containers of this program on the host, of any run, sorted by name. Containers
+    /// that the daemon lists but no longer has are left out.
     ///
     /// # Errors
     /// Any error of the daemon.
@@ -131,8 +132,8 @@ impl DockerProvider {
         self.state.remove_where(|info| verdict_for_gc(info, scope, now)).await
     }
 
-    /// Removes containers that the coordinator of `run` with this epoch, or an earlier one, created and
-    /// never started. The coordinator must be dead: a live one is about to start them.
+    /// Removes containers that the coordinator of `run` with this epoch, or an earlier one, created
+    /// and never started. The coordinator must be dead: a live one is about to start them.
     ///
     /// # Errors
     /// Any error of the daemon when it lists containers. Failed removals are part of the report.
@@ -174,9 +175,9 @@ impl ProviderState {
         Ok(found)
     }
 
-    /// Whether the daemon lists a container that it does not have. A daemon that was killed and finds
-    /// its containers alive removes them while it still records them. Until its next start it lists the
-    /// last record: a dead container without a name.
+    /// Whether the daemon lists a container that it does not have. A daemon that was killed and
+    /// finds its containers alive removes them while it still records them. Until its next start it
+    /// lists the last record: a dead container without a name.
     async fn is_stale_record(&self, id: &str) -> Result<bool, SandboxError> {
         let daemon = &self.daemon;
         match daemon.call(daemon.docker.inspect_container(id, None)).await {
@@ -213,9 +214,10 @@ impl ProviderState {
         }
     }
 
-    /// Removes what is left of the containers of this provider, and of earlier coordinators of the same
-    /// runs. Called after the regular removals, because a daemon that was killed in between may have lost
-    /// a name and kept the container. Returns the names of those that could not be removed.
+    /// Removes what is left of the containers of this provider, and of earlier coordinators of the
+    /// same runs. Called after the regular removals, because a daemon that was killed in between
+    /// may have lost a name and kept the container. Returns the names of those that could not be
+    /// removed.
     pub(crate) async fn remove_own(&self) -> Result<Vec<String>, SandboxError> {
         let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let ours = |(run, epoch): (RunId, i64)| {

@@ -6,7 +6,8 @@ use std::time::Duration;
 /// Interval between checks while a command runs.
 pub(crate) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Free bytes and free inodes of a file system; [`u64::MAX`] if the file system does not count them.
+/// Free bytes and free inodes of a file system; [`u64::MAX`] if the file system does not count
+/// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FreeSpace {
     /// Bytes that an unprivileged user can still write.

@@ -101,7 +101,8 @@ pub(crate) struct Job {
 /// Why a command did not start.
 #[derive(Debug)]
 pub(crate) enum StartError {
-    /// The command is at fault: missing, not executable, a folder, or with arguments that are too long.
+    /// The command is at fault: missing, not executable, a folder, or with arguments that are too
+    /// long.
     Command(String),
     /// The system is at fault: no process or no memory could be allocated.
     System(io::Error),

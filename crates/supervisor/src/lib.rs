@@ -2,8 +2,8 @@
 //!
 //! The container's stdin and stdout carry framed requests and replies ([`protocol`]). Every command
 //! runs in its own session, and the supervisor reads its output. The invariant: when the end of a
-//! command is reported, the supervisor is the only process alive in the container. Read [`protocol`]
-//! first, then `serve.rs`.
+//! command is reported, the supervisor is the only process alive in the container. Read
+//! [`protocol`] first, then `serve.rs`.
 
 mod deadline;
 mod disk;

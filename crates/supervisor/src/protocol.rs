@@ -1,7 +1,8 @@
-//! The stream between host and supervisor: frames of `[payload length u32][id u64][kind u8][payload]`,
-//! all little-endian. Every request gets exactly one final reply with the same id.
+//! The stream between host and supervisor: frames of `[payload length u32][id u64][kind
+//! u8][payload]`, all little-endian. Every request gets exactly one final reply with the same id.
 //!
-//! The decoder is bounded: a frame longer than [`MAX_FRAME`] is rejected before any of it is stored.
+//! The decoder is bounded: a frame longer than [`MAX_FRAME`] is rejected before any of it is
+//! stored.
 
 pub use crate::wire::{MAX_FRAME, ProtocolError};
 
@@ -43,7 +44,8 @@ pub enum Request {
     Exec(ExecRequest),
     /// Shows that the host is alive and checks that the supervisor is. Answered by [`Reply::Ack`].
     Ping,
-    /// Write a piece of a file below the working directory. Answered with [`Request::WriteEnd`] only.
+    /// Write a piece of a file below the working directory. Answered with [`Request::WriteEnd`]
+    /// only.
     Write {
         /// Path relative to the working directory, see [`is_safe_path`].
         path: String,
@@ -56,14 +58,16 @@ pub enum Request {
     },
     /// Ends a sequence of writes. Answered by [`Reply::Ack`] with the first failure, if any.
     WriteEnd,
-    /// Read all regular files. Answered by [`Reply::TreeFile`] and [`Reply::TreeData`], then [`Reply::TreeEnd`].
+    /// Read all regular files. Answered by [`Reply::TreeFile`] and [`Reply::TreeData`], then
+    /// [`Reply::TreeEnd`].
     ReadTree {
         /// Most bytes of content and paths together.
         cap: u64,
     },
     /// Kill every process, wipe every writable folder and verify both. Answered by [`Reply::Ack`].
     Reset,
-    /// Move the container's deadline, at most to the end of its lifetime. Answered by [`Reply::Ack`].
+    /// Move the container's deadline, at most to the end of its lifetime. Answered by
+    /// [`Reply::Ack`].
     Deadline {
         /// Milliseconds from now.
         millis: u64,
@@ -95,8 +99,8 @@ pub enum Reply {
         /// Free space on the file system of the container's root.
         free: FreeSpace,
     },
-    /// The file system of the container's writable root is full, so no later result of this container
-    /// can be trusted. Sent once, with id 0, at any time.
+    /// The file system of the container's writable root is full, so no later result of this
+    /// container can be trusted. Sent once, with id 0, at any time.
     DiskFull(FreeSpace),
     /// A piece of a command's output.
     Output {
@@ -173,8 +177,8 @@ pub enum CommandEnd {
 
 /// Whether a path stays below the working directory.
 ///
-/// It must be relative, not empty, shorter than 4,096 bytes, and consist of normal components of less
-/// than 256 bytes: no `..`, no `.`, no NUL, no doubled or trailing slash.
+/// It must be relative, not empty, shorter than 4,096 bytes, and consist of normal components of
+/// less than 256 bytes: no `..`, no `.`, no NUL, no doubled or trailing slash.
 pub fn is_safe_path(path: &str) -> bool {
     !path.contains('\0')
         && path.len() < 4096
@@ -215,8 +219,8 @@ impl Request {
     /// Decodes the payload of a frame.
     ///
     /// # Errors
-    /// [`ProtocolError::UnknownKind`], or [`ProtocolError::Malformed`] if the payload does not match
-    /// its kind.
+    /// [`ProtocolError::UnknownKind`], or [`ProtocolError::Malformed`] if the payload does not
+    /// match its kind.
     pub fn decode(kind: u8, payload: &[u8]) -> Result<Self, ProtocolError> {
         let r = &mut Reader::new(payload);
         let request = match kind {
@@ -287,8 +291,8 @@ impl Reply {
     /// Decodes the payload of a frame.
     ///
     /// # Errors
-    /// [`ProtocolError::UnknownKind`], or [`ProtocolError::Malformed`] if the payload does not match
-    /// its kind.
+    /// [`ProtocolError::UnknownKind`], or [`ProtocolError::Malformed`] if the payload does not
+    /// match its kind.
     pub fn decode(kind: u8, payload: &[u8]) -> Result<Self, ProtocolError> {
         let r = &mut Reader::new(payload);
         let reply = match kind {

@@ -1,5 +1,5 @@
-//! Resetting a sandbox and verifying that it is clean: its state equals the baseline taken at start,
-//! and nothing else is left.
+//! Resetting a sandbox and verifying that it is clean: its state equals the baseline taken at
+//! start, and nothing else is left.
 
 use crate::options::Options;
 use crate::sys::{self, Ipc, ProcessState};
@@ -101,8 +101,8 @@ fn entry(path: &Path) -> io::Result<Entry> {
     Ok(Entry { mode: meta.mode(), owner: (meta.uid(), meta.gid()), device: meta.rdev(), target })
 }
 
-/// Records the folder and everything below it, except for the control groups mounted there: those are
-/// read-only, and the kernel changes their content.
+/// Records the folder and everything below it, except for the control groups mounted there: those
+/// are read-only, and the kernel changes their content.
 fn snapshot(folder: &Path, into: &mut BTreeMap<PathBuf, Entry>) -> io::Result<()> {
     into.insert(folder.to_owned(), entry(folder)?);
     let device = std::fs::symlink_metadata(folder)?.dev();
@@ -133,8 +133,8 @@ fn wiped_folders(options: &Options) -> Vec<PathBuf> {
     vec![PathBuf::from(&options.workdir), PathBuf::from("/tmp")]
 }
 
-/// Finds the first mount in the text of `/proc/self/mountinfo` that commands can write to and that a
-/// reset does not wipe. That includes a writable root.
+/// Finds the first mount in the text of `/proc/self/mountinfo` that commands can write to and that
+/// a reset does not wipe. That includes a writable root.
 fn unwiped_mount(mountinfo: &str, wiped: &[PathBuf]) -> Option<String> {
     mountinfo.lines().find_map(|line| {
         let mut fields = line.split(' ');

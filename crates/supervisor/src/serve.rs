@@ -133,7 +133,8 @@ impl Server {
         }
     }
 
-    /// Reports a full disk to the host, once: from then on, commands may fail for that reason alone.
+    /// Reports a full disk to the host, once: from then on, commands may fail for that reason
+    /// alone.
     fn check_disk(&mut self) -> io::Result<()> {
         if !self.watches_disk {
             return Ok(());
@@ -164,7 +165,8 @@ impl Server {
             Ok(mut job) => {
                 self.last_frame_at = Instant::now();
                 let cause = self.watch(&mut job)?;
-                // Before the kill, because deleted files free their space once their holders are dead.
+                // Before the kill, because deleted files free their space once their holders are
+                // dead.
                 self.check_disk()?;
                 self.kill_everything(Some(&mut job))?;
                 while job.read_available()? {}
@@ -273,7 +275,8 @@ impl Server {
     }
 
     fn reap_into(&mut self, mut job: Option<&mut Job>) -> io::Result<()> {
-        // One signal may stand for several ended children, so reading it only resets the descriptor.
+        // One signal may stand for several ended children, so reading it only resets the
+        // descriptor.
         let mut info = [0; 128];
         while matches!(self.children.read(&mut info), Ok(count) if count > 0) {}
         while let Some((pid, status)) = sys::reap()? {
@@ -284,7 +287,8 @@ impl Server {
         Ok(())
     }
 
-    /// Kills until no other process is alive. Meanwhile reads the output, so that writers do not block.
+    /// Kills until no other process is alive. Meanwhile reads the output, so that writers do not
+    /// block.
     fn kill_everything(&mut self, mut job: Option<&mut Job>) -> io::Result<()> {
         let give_up_at = Instant::now() + KILL_TIMEOUT;
         while sys::kill_all()? {

@@ -91,8 +91,8 @@ fn check(result: c_int) -> io::Result<c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Protects this process from the commands: it is not dumpable (so that they cannot open `/proc/1/fd`
-/// and `mem`), ignores the usual signals, and becomes the parent of every orphan.
+/// Protects this process from the commands: it is not dumpable (so that they cannot open
+/// `/proc/1/fd` and `mem`), ignores the usual signals, and becomes the parent of every orphan.
 pub(crate) fn harden_process() -> io::Result<()> {
     const PR_SET_DUMPABLE: c_int = 4;
     const PR_SET_CHILD_SUBREAPER: c_int = 36;
@@ -120,11 +120,12 @@ pub(crate) fn open_child_signal() -> io::Result<File> {
     }
 }
 
-/// Makes the command start in its own session, with default signals, and as the kernel's first choice
-/// when memory runs out (so that process 1 is not the one that is killed).
+/// Makes the command start in its own session, with default signals, and as the kernel's first
+/// choice when memory runs out (so that process 1 is not the one that is killed).
 pub(crate) fn isolate_command(command: &mut Command) {
     let setup = || {
-        // SAFETY: only async-signal-safe calls, on constants with a final NUL, between fork and exec.
+        // SAFETY: only async-signal-safe calls, on constants with a final NUL, between fork and
+        // exec.
         unsafe {
             check(setsid())?;
             for number in [SIGTERM, SIGINT, SIGHUP] {
@@ -151,7 +152,8 @@ pub(crate) fn signal_group(group: i32, number: c_int) {
 
 /// Kills every process but this one. `false` if there was none.
 pub(crate) fn kill_all() -> io::Result<bool> {
-    // SAFETY: plain integers. Only process 1 of a pid namespace gets here, so -1 means the container.
+    // SAFETY: plain integers. Only process 1 of a pid namespace gets here, so -1 means the
+    // container.
     match check(unsafe { kill(-1, SIGKILL) }) {
         Ok(_) => Ok(true),
         Err(error) if error.raw_os_error() == Some(ESRCH) => Ok(false),

@@ -144,8 +144,8 @@ fn send_content(
     Ok(Ok(()))
 }
 
-/// Performs `action`. If permission is denied, grants the bits for the time of the action: root without
-/// capabilities is bound by the permissions of its own files.
+/// Performs `action`. If permission is denied, grants the bits for the time of the action: root
+/// without capabilities is bound by the permissions of its own files.
 fn with_access<T>(path: &Path, bits: u32, action: impl Fn() -> io::Result<T>) -> io::Result<T> {
     match action() {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {

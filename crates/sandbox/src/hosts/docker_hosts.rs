@@ -20,8 +20,8 @@ use tokio_util::sync::CancellationToken;
 
 /// Opens sandboxes on the Docker daemons of one or more hosts.
 ///
-/// Dropping it without [`SandboxProvider::shutdown`] also ends all containers (because their streams
-/// close), but does not wait for that.
+/// Dropping it without [`SandboxProvider::shutdown`] also ends all containers (because their
+/// streams close), but does not wait for that.
 #[derive(Debug)]
 pub struct DockerHosts {
     scheduler: Arc<Scheduler>,
@@ -34,8 +34,8 @@ impl DockerHosts {
     /// [`SandboxProvider::hosts`] reports its state. Must be called within a Tokio runtime.
     ///
     /// # Errors
-    /// [`SandboxErrorKind::NoDaemon`] with a hint if no host answers; any error of a host that retrying
-    /// would not fix.
+    /// [`SandboxErrorKind::NoDaemon`] with a hint if no host answers; any error of a host that
+    /// retrying would not fix.
     pub async fn connect(config: &SandboxConfig, hooks: ImageHooks) -> Result<Self, SandboxError> {
         // All hosts share one image lock, so that an image is the same on all of them.
         let lock = hooks.lock.clone().unwrap_or_else(|| Arc::new(InMemoryImageLock::default()));
@@ -84,12 +84,12 @@ impl DockerHosts {
         Self { scheduler, stop, tasks: tokio::sync::Mutex::new(tasks) }
     }
 
-    /// Checks on every host in service that the recorded images which it has are still the same. A host
-    /// where an image differs is not used for that image.
+    /// Checks on every host in service that the recorded images which it has are still the same. A
+    /// host where an image differs is not used for that image.
     ///
     /// # Errors
-    /// [`SandboxErrorKind::ImageChanged`] for the first image that differs on every host which has one
-    /// of its name; any error of a daemon.
+    /// [`SandboxErrorKind::ImageChanged`] for the first image that differs on every host which has
+    /// one of its name; any error of a daemon.
     pub async fn check_images(
         &self,
         recorded: &[(String, ImageIdentity)],

@@ -1,12 +1,13 @@
 //! Several Docker hosts behind one [`SandboxProvider`](crate::SandboxProvider).
 //!
-//! A [`DockerHosts`] holds one [`DockerProvider`](crate::DockerProvider) per host, and decides only on
-//! which host a sandbox is opened; the host's provider does everything else. A host that does not
-//! answer is out of service until it does: sandboxes that were open there fail, and new ones are
-//! opened elsewhere.
+//! A [`DockerHosts`] holds one [`DockerProvider`](crate::DockerProvider) per host, and decides only
+//! on which host a sandbox is opened; the host's provider does everything else. A host that does
+//! not answer is out of service until it does: sandboxes that were open there fail, and new ones
+//! are opened elsewhere.
 //!
 //! The invariant: an image is the same on all hosts of a run, because all hosts share one
-//! [`ImageLock`](crate::ImageLock). A host that has another image under the name is not used for it.
+//! [`ImageLock`](crate::ImageLock). A host that has another image under the name is not used for
+//! it.
 //!
 //! | File | Contents |
 //! |---|---|

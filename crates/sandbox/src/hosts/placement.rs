@@ -13,8 +13,9 @@ pub(super) struct HostOffer {
     pub(super) capacity: usize,
 }
 
-/// Indices of the hosts with an offer, the best first: hosts with an idle sandbox, then hosts with the
-/// image, then those that use the smallest part of their capacity. Ties keep the order of the settings.
+/// Indices of the hosts with an offer, the best first: hosts with an idle sandbox, then hosts with
+/// the image, then those that use the smallest part of their capacity. Ties keep the order of the
+/// settings.
 pub(super) fn rank_hosts(offers: &[Option<HostOffer>]) -> Vec<usize> {
     let ranked = offers.iter().enumerate().filter_map(|(index, offer)| Some((index, (*offer)?)));
     let mut ranked: Vec<(usize, HostOffer)> = ranked.collect();
@@ -27,8 +28,8 @@ pub(super) fn rank_hosts(offers: &[Option<HostOffer>]) -> Vec<usize> {
 
 /// Chooses the host that pulls an image, among hosts given as index, name and capacity.
 ///
-/// By weighted rendezvous hashing, the same host is chosen as long as it is among them, and each host in
-/// proportion to its capacity. `None` without hosts.
+/// By weighted rendezvous hashing, the same host is chosen as long as it is among them, and each
+/// host in proportion to its capacity. `None` without hosts.
 pub(super) fn choose_puller<'a>(
     image: &str,
     hosts: impl Iterator<Item = (usize, &'a str, usize)>,

@@ -37,8 +37,9 @@ impl Scheduler {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Grants what is free to waiting requests, in order of arrival. A request that cannot use it (an
-    /// agent if only graders may start, an image that the host cannot provide) does not block others.
+    /// Grants what is free to waiting requests, in order of arrival. A request that cannot use it
+    /// (an agent if only graders may start, an image that the host cannot provide) does not block
+    /// others.
     pub(super) fn serve_queue(&self) {
         self.queue().retain(|_, request| self.keeps_waiting(request));
     }
@@ -148,8 +149,8 @@ impl Scheduler {
             .unwrap_or(Prospect::Open)
     }
 
-    /// Waits for a host to return into service that may serve the request. `false` if none does before
-    /// `until`.
+    /// Waits for a host to return into service that may serve the request. `false` if none does
+    /// before `until`.
     async fn wait_for_host(
         &self,
         spec: &SandboxSpec,

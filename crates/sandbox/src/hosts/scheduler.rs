@@ -129,8 +129,8 @@ impl Scheduler {
         }
     }
 
-    /// Decides what a host's error means for a request: it continues, on this or another host, or it
-    /// fails with the returned error.
+    /// Decides what a host's error means for a request: it continues, on this or another host, or
+    /// it fails with the returned error.
     pub(super) async fn handle_open_error(
         &self,
         (host, index): (&Host, usize),

@@ -1,8 +1,8 @@
 //! Which images this program pulled, when each was last used, and their removal.
 //!
-//! The daemon keeps the record: a pulled image has one additional tag, the marker, for each name that
-//! it was pulled under, and tagging it again records a use. So all programs on one daemon agree, and an
-//! image that came from elsewhere is never removed.
+//! The daemon keeps the record: a pulled image has one additional tag, the marker, for each name
+//! that it was pulled under, and tagging it again records a use. So all programs on one daemon
+//! agree, and an image that came from elsewhere is never removed.
 
 use super::name::ImageName;
 use super::supervisor;
@@ -113,8 +113,8 @@ pub(super) async fn reason_to_keep(
     Ok((!users.is_empty()).then_some("a container uses it"))
 }
 
-/// Removes the image, its names, and the images built from it. Never by force, so that the daemon can
-/// still refuse.
+/// Removes the image, its names, and the images built from it. Never by force, so that the daemon
+/// can still refuse.
 pub(super) async fn remove(daemon: &Daemon, image: &CachedImage) -> Result<(), CallError> {
     // Markers last, so that a removal that fails half-way can be continued.
     for name in image.derived.iter().chain(&image.names).chain(&image.markers) {

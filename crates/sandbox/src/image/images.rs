@@ -53,7 +53,8 @@ pub(super) struct ImageEntry {
     pub(super) found: tokio::sync::Mutex<Option<bool>>,
 }
 
-/// An image that is not removed while this is held: until a container is created, which then keeps it.
+/// An image that is not removed while this is held: until a container is created, which then keeps
+/// it.
 #[derive(Debug)]
 pub(crate) struct PreparedImage {
     /// What to create a container from.
@@ -123,8 +124,8 @@ impl Images {
         Arc::clone(known.entry(name.to_string()).or_default())
     }
 
-    /// Prepares an image for a container: pulls it if necessary, checks it against the image lock, and
-    /// adds the supervisor if requested.
+    /// Prepares an image for a container: pulls it if necessary, checks it against the image lock,
+    /// and adds the supervisor if requested.
     pub(crate) async fn prepare(
         &self,
         image: &str,
@@ -290,7 +291,8 @@ impl Images {
         self.daemon.call(docker.inspect_image(&id)).await
     }
 
-    /// Records that an image is used. A failure only makes the image a candidate for eviction earlier.
+    /// Records that an image is used. A failure only makes the image a candidate for eviction
+    /// earlier.
     async fn record_use(&self, id: &str, name: &ImageName) {
         if let Err(error) = cache::mark(&self.daemon, id, name).await {
             tracing::debug!(%error, %name, "cannot record the use of an image");
@@ -368,8 +370,8 @@ impl Images {
         }
     }
 
-    /// Removes all images that this program pulled and that nothing uses. With `dry_run`, only lists
-    /// them.
+    /// Removes all images that this program pulled and that nothing uses. With `dry_run`, only
+    /// lists them.
     pub(crate) async fn remove_pulled(
         &self,
         dry_run: bool,
@@ -390,8 +392,8 @@ impl Images {
         Ok(reports)
     }
 
-    /// Sets the images of coming tasks, the nearest first. The first few are pulled ahead and are not
-    /// evicted.
+    /// Sets the images of coming tasks, the nearest first. The first few are pulled ahead and are
+    /// not evicted.
     pub(crate) fn set_expected(&self, images: &[String]) {
         let mut expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         let mut seen = HashSet::new();

@@ -10,8 +10,8 @@ use std::sync::{Mutex, PoisonError};
 pub struct ImageIdentity {
     /// The daemon's id of the image, `sha256:…`.
     pub id: String,
-    /// Digest of its manifest, by which a registry delivers the same image again; `None` if it never
-    /// was in a registry.
+    /// Digest of its manifest, by which a registry delivers the same image again; `None` if it
+    /// never was in a registry.
     pub digest: Option<String>,
 }
 
@@ -24,8 +24,8 @@ impl ImageIdentity {
         Some(Self { id: found.id?, digest: own.map(|(_, digest)| digest.to_owned()) })
     }
 
-    /// Whether both identify the same image: by id, or by digest, because daemons may assign different
-    /// ids to the same image.
+    /// Whether both identify the same image: by id, or by digest, because daemons may assign
+    /// different ids to the same image.
     pub fn is_same_image(&self, other: &Self) -> bool {
         self.id == other.id || (self.digest.is_some() && self.digest == other.digest)
     }

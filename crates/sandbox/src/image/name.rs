@@ -5,8 +5,8 @@ const DEFAULT_REGISTRY: &str = "docker.io";
 /// That registry's folder for images with a single-component name.
 const OFFICIAL: &str = "library/";
 
-/// A parsed name: `[registry/]repository[:tag][@digest]`. Equivalent spellings are equal, and display as
-/// the daemon displays them.
+/// A parsed name: `[registry/]repository[:tag][@digest]`. Equivalent spellings are equal, and
+/// display as the daemon displays them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ImageName {
     registry: Option<String>,
@@ -16,7 +16,8 @@ pub(super) struct ImageName {
 }
 
 impl ImageName {
-    /// Parses a name as Docker does: the part before the first `/` is a registry if it could be a host.
+    /// Parses a name as Docker does: the part before the first `/` is a registry if it could be a
+    /// host.
     pub(super) fn parse(text: &str) -> Self {
         let (rest, digest) = match text.split_once('@') {
             Some((rest, digest)) => (rest, Some(digest.to_owned())),
@@ -39,8 +40,8 @@ impl ImageName {
         Self { registry, repository: repository.to_owned(), tag, digest }
     }
 
-    /// The name of the same image at a mirror, if the name has no registry. As in Docker's own registry,
-    /// official images are under `library/`.
+    /// The name of the same image at a mirror, if the name has no registry. As in Docker's own
+    /// registry, official images are under `library/`.
     pub(super) fn at_mirror(&self, mirror: Option<&str>) -> Self {
         match (mirror, &self.registry) {
             (Some(mirror), None) => {

@@ -1,7 +1,7 @@
 //! The supervisor's binary, and images that contain it.
 //!
-//! Docker's archive call cannot write to a read-only root, so reusable containers start from a derived
-//! image: the task's image with the supervisor added, built once per image and supervisor.
+//! Docker's archive call cannot write to a read-only root, so reusable containers start from a
+//! derived image: the task's image with the supervisor added, built once per image and supervisor.
 
 use crate::container::{LABEL_DEADLINE, LABEL_RUN};
 use crate::daemon::{CallError, Daemon};
@@ -58,7 +58,8 @@ pub(crate) async fn install(daemon: &Daemon, name: &str) -> Result<(), SandboxEr
     daemon.call(upload).await.map_err(|error| error.at(name, "archive put"))
 }
 
-/// Returns the name of the image with the supervisor added. Builds it if the daemon does not have it.
+/// Returns the name of the image with the supervisor added. Builds it if the daemon does not have
+/// it.
 pub(super) async fn add_to_image(
     daemon: &Daemon,
     image: &str,
@@ -72,8 +73,8 @@ pub(super) async fn add_to_image(
     tracing::info!(image, derived = %reference, "adding the supervisor to an image");
     let name = format!("orch-derive-{tag}-{}", std::process::id());
     let failed = |call| move |error: CallError| error.at(image, call);
-    // A container of this name is a leftover of a build that failed. If another program builds the same
-    // image at this moment, the later one gets the tag, and both images are usable.
+    // A container of this name is a leftover of a build that failed. If another program builds the
+    // same image at this moment, the later one gets the tag, and both images are usable.
     daemon.remove(&name).await.map_err(failed("remove"))?;
     let deadline = unix_micros() / 1_000_000 + BUILD_SECONDS;
     let body = ContainerCreateBody {

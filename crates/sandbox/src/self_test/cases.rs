@@ -10,8 +10,8 @@ use super::case::Expected::{
 use super::case::{Action, Case, ErrorClass, Expected};
 use crate::api::Exit;
 
-/// How late a command's report may arrive before its sandbox is given up, in milliseconds. A command has
-/// one second of it between TERM and KILL.
+/// How late a command's report may arrive before its sandbox is given up, in milliseconds. A
+/// command has one second of it between TERM and KILL.
 pub(super) const GRACE_MS: u64 = 4_000;
 
 const OK: Exit = Exit::Code(0);

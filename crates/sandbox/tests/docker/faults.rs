@@ -1,4 +1,5 @@
-//! A faulty daemon: lost answers leave no containers behind, and slow answers delay no other request.
+//! A faulty daemon: lost answers leave no containers behind, and slow answers delay no other
+//! request.
 
 use crate::common::{Fixture, check_alive, docker};
 use crate::proxy::{Fault, Proxy};
@@ -14,7 +15,8 @@ async fn fixture() -> Option<(Proxy, Fixture)> {
         max_containers: Some(4),
         ..RawSandboxConfig::default()
     };
-    // Checked first without the proxy, because a missing daemon skips the test instead of failing it.
+    // Checked first without the proxy, because a missing daemon skips the test instead of failing
+    // it.
     Fixture::new().await?.finish().await;
     Some((proxy, Fixture::with(raw).await?))
 }
@@ -108,7 +110,8 @@ async fn docker_stale_records_of_the_daemon_are_not_listed() {
     let id = docker(&["inspect", "--format={{.Id}}", sandbox.name()]);
     let (id, ghost) = (id.trim(), "f".repeat(64));
     let (run, other) = (fixture.run, RunId::generate());
-    // Like a daemon after it was killed: without names, one container that exists and one that does not.
+    // Like a daemon after it was killed: without names, one container that exists and one that does
+    // not.
     let listed = serde_json::json!([
         {"Id": ghost, "Names": [], "State": "dead", "Labels": {"orchestrate.run": run}},
         {"Id": id, "Names": [], "State": "running", "Labels": {"orchestrate.run": run}},

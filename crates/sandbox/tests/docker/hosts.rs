@@ -172,7 +172,8 @@ async fn docker_sandboxes_open_on_hosts_with_image_and_free_slots() {
     }
     hosts.shutdown().await.unwrap();
 
-    // Both have the image: they share the load by capacity and together open exactly their capacity.
+    // Both have the image: they share the load by capacity and together open exactly their
+    // capacity.
     fixture.daemon.load(IMAGE).unwrap();
     let hosts = fixture.hosts().await;
     let mut all = Vec::new();
@@ -355,7 +356,8 @@ async fn docker_image_is_the_same_on_all_hosts() {
     here.close().await.unwrap();
     there.close().await.unwrap();
 
-    // The hosts have different images under one name: only the host that was used first provides it.
+    // The hosts have different images under one name: only the host that was used first provides
+    // it.
     registry.push("team/twice", "1", 10);
     second.docker(&["pull", "-q", &image("twice")]).unwrap();
     let used = registry.push("team/twice", "1", 20);

@@ -204,7 +204,8 @@ async fn docker_run_keeps_the_image_that_it_first_used() {
         fixture.lock.0.lock().unwrap().clone().into_iter().collect();
     provider.check_images(&recorded).await.unwrap();
 
-    // The tag moves at the registry and the image is removed here: the locked image is pulled again.
+    // The tag moves at the registry and the image is removed here: the locked image is pulled
+    // again.
     let second = fixture.registry.push("team/b", "1", 20);
     assert_ne!(first.id, second.id);
     provider.remove_pulled_images(false).await.unwrap();

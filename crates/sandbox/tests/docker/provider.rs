@@ -209,7 +209,8 @@ async fn docker_deadline_ends_the_container_by_itself() {
     let text = ended.to_string();
     assert!(matches!(ended.kind, SandboxErrorKind::Gone(_)) && text.contains("deadline"), "{text}");
     drop(sandbox);
-    // A pooled container has the deadline of its attempt while it serves one, else its own lifetime.
+    // A pooled container has the deadline of its attempt while it serves one, else its own
+    // lifetime.
     let spec = SandboxSpec { deadline: Duration::from_secs(1), ..fixture.spec(true) };
     let sandbox = fixture.provider.open(&spec).await.unwrap();
     let name = sandbox.name().to_owned();
@@ -254,7 +255,8 @@ async fn docker_containers_end_with_their_provider() {
     let run = fixture.run;
     let name = open.name().to_owned();
     drop((open, fixture));
-    // The provider does not remove it: process 1 ends with its stream, and then the daemon removes it.
+    // The provider does not remove it: process 1 ends with its stream, and then the daemon removes
+    // it.
     tokio::task::spawn_blocking(move || docker(&["wait", &name])).await.unwrap();
     let mut left = 1;
     let started = Instant::now();
@@ -406,7 +408,8 @@ async fn docker_opening_and_commands_take_milliseconds() {
     eprintln!(
         "p50: start {start:?}, command {command:?}, open and close with reuse {cycle:?}; {probes:?}"
     );
-    // A loose limit, because other work runs at the same time. Docker's own exec takes at least 50 ms.
+    // A loose limit, because other work runs at the same time. Docker's own exec takes at least 50
+    // ms.
     assert!(command < Duration::from_millis(40), "{command:?}");
     fixture.finish().await;
 }

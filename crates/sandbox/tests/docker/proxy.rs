@@ -1,4 +1,5 @@
-//! A proxy in front of the daemon's socket that loses, delays or replaces answers to chosen requests.
+//! A proxy in front of the daemon's socket that loses, delays or replaces answers to chosen
+//! requests.
 
 use std::sync::{Arc, Mutex};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy_bidirectional};

@@ -57,8 +57,8 @@ impl Registry {
         Self { host, content, _served: served }
     }
 
-    /// Pushes an image of one layer with a file of `bytes` bytes. Its content includes repository and tag,
-    /// so that no two images are the same.
+    /// Pushes an image of one layer with a file of `bytes` bytes. Its content includes repository
+    /// and tag, so that no two images are the same.
     pub(crate) fn push(&self, repository: &str, tag: &str, bytes: usize) -> Pushed {
         let mut archive = tar::Builder::new(Vec::new());
         let mut header = tar::Header::new_gnu();

@@ -163,8 +163,8 @@ async fn docker_privileged_system_calls_are_refused() {
     for ((name, ..), error) in REFUSED.iter().zip(errors) {
         assert!([NOT_PERMITTED, NOT_IMPLEMENTED].contains(&error), "{name}: error {error}");
     }
-    // Allowed calls succeed, so the errors above are not caused by the caller: a process may trace its
-    // own child but not process 1, and sockets of common families can be created.
+    // Allowed calls succeed, so the errors above are not caused by the caller: a process may trace
+    // its own child but not process 1, and sockets of common families can be created.
     let trace = "import ctypes, os, socket
 libc = ctypes.CDLL(None, use_errno=True)
 def attach(pid):
@@ -204,7 +204,8 @@ async fn docker_seccomp_setting_selects_the_daemons_own_profile() {
     let raw = RawSandboxConfig { seccomp: Some(Seccomp::Daemon), ..RawSandboxConfig::default() };
     let Some(fixture) = Fixture::with(raw).await else { return };
     let mut sandbox = fixture.open().await;
-    // `remap_file_pages`, which Docker's profile allows and ours does not: there, an invalid argument.
+    // `remap_file_pages`, which Docker's profile allows and ours does not: there, an invalid
+    // argument.
     let number = if cfg!(target_arch = "x86_64") { 216 } else { 234 };
     let call = python(CALLER, std::iter::once(number.to_string()));
     assert_eq!(sandbox.exec(&call).await.unwrap().text(), "22\n");

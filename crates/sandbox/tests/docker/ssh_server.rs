@@ -1,4 +1,5 @@
-//! A separate `sshd` on the loopback interface with its own keys, so that the user's are not touched.
+//! A separate `sshd` on the loopback interface with its own keys, so that the user's are not
+//! touched.
 
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::PathBuf;
