@@ -83,8 +83,9 @@ What is measured:
 
 Limits (the column `verdict`, and `ok` in JSON):
   all cases: no episode lost, no row wrong; unless the only engine is killed, 0.99 of the
-  possible hits of unmoved conversations open_4096, busy_4096: 250 µs CPU per turn open_4096: 64
-  KiB per open episode, 5 ms added (p99), event loop held for 10 ms (max)")]
+  possible hits of unmoved conversations
+  open_4096, busy_4096: 250 µs CPU per turn
+  open_4096: 64 KiB per open episode, 5 ms added (p99), event loop held for 10 ms (max)")]
 pub(crate) struct BenchRolloutArgs {
     /// Only cases whose name matches; `*` stands for any text.
     #[arg(long = "case", value_name = "GLOB", default_value = "*")]

@@ -291,9 +291,9 @@ Examples:
   orchestrate compare --runs runs/first runs/seed2 --out compare/two
 
 Each combination of config, variant and seed is a run in DIR/NAME/seed-N. Runs are executed as by
-`orchestrate run`, one after the other, seed by seed. Repeating the command resumes: finished runs are
-kept, an interrupted one is resumed. A run that was ended by `diagnostics.on_collapse = \"stop\"` is
-finished.
+`orchestrate run`, one after the other, seed by seed. Repeating the command resumes: finished
+runs are kept, an interrupted one is resumed. A run that was ended by
+`diagnostics.on_collapse = \"stop\"` is finished.
 
 After every run, report.html, report.json and report.md in DIR are updated. DIR/runs.jsonl.zst
 holds their data, for `--runs` on another machine.")]
@@ -335,7 +335,7 @@ pub(crate) struct CompareArgs {
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Without --run-dir and settings, cleans the Docker host of DOCKER_HOST, else that of this machine.")]
+Without --run-dir and settings, cleans the Docker host of DOCKER_HOST, else of this machine.")]
 pub(crate) struct GcArgs {
     /// Only remove containers of the run in this folder, on the Docker hosts of its plan.
     #[arg(long, value_name = "DIR")]

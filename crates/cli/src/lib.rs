@@ -1,7 +1,7 @@
 //! `orchestrate`: arguments, config loading, wiring, progress and exit codes. No decisions here.
 //!
-//! The main loop is four hops away: [`main`] → `commands/run.rs` → the coordinator's `lib.rs` →
-//! its `run_loop.rs`.
+//! The main loop is four hops away: [`main`] → `commands/run.rs` → the coordinator's `lib.rs` → its
+//! `run_loop.rs`.
 //!
 //! This is a library only so that `orchestrate-bench` reads settings, prints and exits the way
 //! `orchestrate` does; its public items are what the two programs share.
