@@ -8,6 +8,7 @@ use crate::{
     ProbeReport, Sglang, Vllm,
 };
 use async_trait::async_trait;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fmt;
@@ -15,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// The dialect of an inference server.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum EngineKind {
     /// SGLang 0.5.12 and later, and the embedded engine.
@@ -23,7 +24,7 @@ pub enum EngineKind {
     Sglang,
     /// vLLM 0.31 and later.
     Vllm,
-    /// The OpenAI-compatible chat form, for evaluation only.
+    /// OpenAI-compatible chat server (`/v1/chat/completions`), for evaluation only.
     Openai,
 }
 

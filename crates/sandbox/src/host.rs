@@ -1,6 +1,7 @@
 //! One Docker host: what the settings say about it, and how its daemon is reached.
 
-use orchestrate_types::ConfigProblem;
+use crate::config::containers;
+use orchestrate_settings::settings;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -9,42 +10,24 @@ const USUAL_SOCKET: &str = "/var/run/docker.sock";
 /// What stands in a folder of certificates, by Docker's own names.
 pub(crate) const CERTIFICATES: [&str; 3] = ["ca.pem", "cert.pem", "key.pem"];
 
-/// One of `[[sandbox.hosts]]`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct RawDockerHost {
-    /// Its daemon: `unix:///var/run/docker.sock`, `tcp://host:2376`, `https://host:2376`,
-    /// `http://host:2375`, or `ssh://user@host`, where a port and the path of the socket there may
-    /// follow.
-    pub url: Option<String>,
-    /// What it is called in messages and metrics. Default: its URL.
-    pub name: Option<String>,
-    /// Containers alive at once there. Default: `sandbox.max_containers`.
-    pub max_containers: Option<usize>,
-    /// Folder with `ca.pem`, `cert.pem` and `key.pem`, as Docker's own `DOCKER_CERT_PATH` names it.
-    /// With it `tcp://` means TLS; `https://` needs it.
-    pub certificates: Option<String>,
-    /// What `ssh` reads in place of the user's own configuration (its option -F).
-    pub ssh_config: Option<String>,
-}
+settings! {
+    /// One of several Docker hosts: `[[sandbox.hosts]]`.
+    #[derive(Eq)]
+    [sandbox.hosts] pub DockerHostSection -> DockerHost;
 
-/// One Docker host, checked.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DockerHost {
-    /// Its daemon.
-    pub url: String,
-    /// For people; `None`: the URL.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub name: Option<String>,
-    /// Containers alive at once there; `None`: as many as the section says.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub max_containers: Option<usize>,
-    /// Folder with the certificates for TLS.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub certificates: Option<String>,
-    /// Configuration of `ssh`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub ssh_config: Option<String>,
+    /// Address of its daemon: `unix:///var/run/docker.sock`, `tcp://host:2376`,
+    /// `https://host:2376`, `http://host:2375`, or `ssh://user@host`, where a port and the path of
+    /// the socket may follow.
+    url: String = String::new() => "required";
+    /// Name in messages and metrics.
+    name: Option<String> = None => "the address";
+    /// Containers alive at once on this host.
+    max_containers: Option<usize> = None => "`sandbox.max_containers`", containers();
+    /// Folder with `ca.pem`, `cert.pem` and `key.pem`, as in Docker's `DOCKER_CERT_PATH`. With it
+    /// `tcp://` uses TLS; `https://` requires it.
+    certificates: Option<String> = None => "none";
+    /// File that `ssh` reads instead of the user's configuration (its option -F).
+    ssh_config: Option<String> = None => "the user's configuration";
 }
 
 /// How a daemon is reached.
@@ -69,30 +52,9 @@ pub(crate) struct Destination {
     pub(crate) config: Option<String>,
 }
 
-impl RawDockerHost {
-    /// The host, and what is wrong with it; `key` is where it stands in the settings.
-    pub(crate) fn check(&self, key: &str, problems: &mut Vec<ConfigProblem>) -> DockerHost {
-        let host = DockerHost {
-            url: self.url.clone().unwrap_or_default(),
-            name: self.name.clone(),
-            max_containers: self.max_containers,
-            certificates: self.certificates.clone(),
-            ssh_config: self.ssh_config.clone(),
-        };
-        let key = format!("{key}.url");
-        if self.url.is_none() {
-            let remedy = "say where its daemon is, like \"ssh://user@host\"";
-            problems.push(ConfigProblem::missing(key, remedy));
-        } else if let Err(remedy) = host.transport() {
-            problems.push(ConfigProblem::new(key, &host.url, remedy));
-        }
-        host
-    }
-}
-
 impl DockerHost {
-    /// The host of a single setting; without one that of the environment, read as Docker's own
-    /// command reads it; else this machine's.
+    /// The host of `docker_host`; without one that of the environment, read as the `docker` command
+    /// reads it, else this machine's.
     pub(crate) fn single(setting: Option<&str>) -> Self {
         let of = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let url = setting.map(str::to_owned).or_else(|| of("DOCKER_HOST"));
@@ -105,7 +67,7 @@ impl DockerHost {
         Self { url, name: None, max_containers: None, certificates, ssh_config: None }
     }
 
-    /// Its name, for people.
+    /// Its name in messages and metrics.
     pub fn title(&self) -> &str {
         self.name.as_deref().unwrap_or(&self.url)
     }
@@ -115,25 +77,28 @@ impl DockerHost {
         self.url.starts_with("unix://")
     }
 
-    /// How it is reached, or what to write instead.
+    /// How the daemon is reached.
+    ///
+    /// # Errors
+    /// What the address must be instead.
     pub(crate) fn transport(&self) -> Result<Transport, String> {
         let (scheme, rest) = self.url.split_once("://").unwrap_or(("", &self.url));
         let folder = self.certificates.as_ref().map(PathBuf::from);
         if self.ssh_config.is_some() && scheme != "ssh" {
-            return Err("only ssh:// has an ssh_config".to_owned());
+            return Err("must start with ssh:// when ssh_config is set".to_owned());
         }
         match (scheme, folder) {
             ("tcp" | "https", Some(folder)) => Ok(Transport::Tls(folder)),
             ("https", None) => Err(format!(
-                "name the folder with {} in certificates (or in DOCKER_CERT_PATH)",
+                "must have certificates (or DOCKER_CERT_PATH), a folder with {}",
                 CERTIFICATES.join(", ")
             )),
             ("unix" | "http" | "ssh", Some(_)) => {
-                Err(format!("{scheme}:// has no certificates: use tcp:// or https://"))
+                Err(format!("must start with tcp:// or https:// when certificates is set"))
             }
             ("unix" | "tcp" | "http", None) => Ok(Transport::Plain),
             ("ssh", None) => self.destination(rest).map(Transport::Ssh),
-            _ => Err("start it with unix://, tcp://, http://, https:// or ssh://".to_owned()),
+            _ => Err("must start with unix://, tcp://, http://, https:// or ssh://".to_owned()),
         }
     }
 
@@ -145,7 +110,7 @@ impl DockerHost {
         let (login, port) = match authority.rsplit_once(':') {
             // The last colon of an address in brackets belongs to the address.
             Some((login, port)) if !port.ends_with(']') => {
-                let port = port.parse().map_err(|_| format!("`{port}` is no port"))?;
+                let port = port.parse().map_err(|_| format!("must have a port from 0 to 65535, not `{port}`"))?;
                 (login, Some(port))
             }
             Some(_) | None => (authority, None),
@@ -158,9 +123,9 @@ impl DockerHost {
             Some((user, host)) => (Some(user), host),
             None => (None, login),
         };
-        // `ssh` takes what begins with a dash for an option, and a user has no password here.
+        // `ssh` takes text that starts with a dash as an option, and a password is not supported.
         if !plain(host) || user.is_some_and(|user| !plain(user) || user.contains(':')) {
-            return Err("write it as ssh://user@host, ssh://host:port or \
+            return Err("must look like ssh://user@host, ssh://host:port or \
                         ssh://user@host/path/of/docker.sock"
                 .to_owned());
         }
