@@ -6,19 +6,23 @@ use std::process::Command;
 /// Crate → crates it may depend on (tests may also use the test kit).
 const ALLOWED: &[(&str, &[&str])] = &[
     ("types", &[]),
+    ("settings", &["types"]),
     ("supervisor", &[]),
-    ("routing", &["types"]),
-    ("engine", &["routing", "types"]),
-    ("sandbox", &["supervisor", "types"]),
+    ("routing", &["settings", "types"]),
+    ("engine", &["routing", "settings", "types"]),
+    ("sandbox", &["settings", "supervisor", "types"]),
     ("tasks", &["types"]),
-    ("rollout", &["engine", "routing", "sandbox", "tasks", "types"]),
+    ("rollout", &["engine", "routing", "sandbox", "settings", "tasks", "types"]),
     ("store", &["types"]),
-    ("handoff", &["routing", "types"]),
-    ("moe", &["handoff", "routing", "types"]),
+    ("handoff", &["routing", "settings", "types"]),
+    ("moe", &["handoff", "routing", "settings", "types"]),
     ("synthetic", &["routing", "sandbox", "tasks", "types"]),
     (
         "coordinator",
-        &["engine", "handoff", "rollout", "routing", "sandbox", "store", "tasks", "types"],
+        &[
+            "engine", "handoff", "rollout", "routing", "sandbox", "settings", "store", "tasks",
+            "types",
+        ],
     ),
 ];
 

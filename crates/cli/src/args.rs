@@ -226,12 +226,14 @@ pub(crate) struct ConfigArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ConfigCommand {
-    /// Report every problem in the config, with key, value and remedy.
+    /// Report every problem in the configuration: where it is, the value, and what it must be.
     Check(ConfigSource),
-    /// Print the merged plan with all defaults (TOML).
+    /// Print the merged configuration with all defaults, and where each value was set (TOML).
     Show(ConfigSource),
     /// Print the JSON schema of config files.
     Schema,
+    /// Print the documentation page of all settings (Markdown).
+    Docs,
 }
 
 #[derive(Debug, Args)]

@@ -8,7 +8,7 @@ use camino::{Utf8Path, Utf8PathBuf};
 use futures::future::join_all;
 use orchestrate_coordinator::{Coordinator, HttpTrainer, Plan, Reporter, TrainerSink};
 use orchestrate_engine::{
-    ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EnginePlan, Fleet,
+    ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EngineSettings, Fleet,
     FleetMember, FleetOptions, Worker, discover, unknown_shape,
 };
 use orchestrate_handoff::TrainerClient;
@@ -76,7 +76,7 @@ async fn loopback() -> anyhow::Result<(TcpListener, String)> {
 }
 
 /// The shape of the served model, as far as it matters for what its engine returns.
-pub(crate) fn shape(plan: &EnginePlan, model: &Utf8Path) -> anyhow::Result<ModelShape> {
+pub(crate) fn shape(plan: &EngineSettings, model: &Utf8Path) -> anyhow::Result<ModelShape> {
     match plan.kind {
         EngineKind::Sglang | EngineKind::Vllm => Ok(ModelConfig::load(model)?.shape()),
         EngineKind::Openai => Ok(unknown_shape()),
@@ -93,7 +93,7 @@ pub(crate) async fn engine(
     let shape = shape(plan, model)?;
     let mut urls = match &plan.discover {
         Some(name) => discover(name).await?,
-        None => plan.urls.clone(),
+        None => plan.servers(),
     };
     if urls.is_empty() {
         let (listener, url) = loopback().await?;
@@ -109,7 +109,7 @@ pub(crate) async fn engine(
         urls.push(url);
     }
     let api_key = plan.api_key().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?;
-    let (kind, patience) = (plan.kind, plan.start_timeout);
+    let (kind, patience) = (plan.kind, plan.start_timeout.0);
     let connecting = urls.into_iter().map(|url| {
         let options = ClientOptions {
             url: url.clone(),
@@ -117,7 +117,7 @@ pub(crate) async fn engine(
             shape: shape.clone(),
             max_in_flight: plan.max_in_flight,
             require_routed_experts: plan.require_routed_experts,
-            sync_timeout: plan.sync_timeout,
+            sync_timeout: plan.sync_timeout.0,
             served_model: plan.served_model.clone(),
         };
         async move { (url, kind.connect(options.clone(), patience).await, options) }
@@ -155,8 +155,8 @@ pub(crate) async fn engine(
     }
     let options = FleetOptions {
         max_in_flight: plan.max_in_flight,
-        probe_interval: plan.probe_interval,
-        away_timeout: plan.away_timeout,
+        probe_interval: plan.probe_interval.0,
+        away_timeout: plan.away_timeout.0,
     };
     Ok(Fleet::start(members, options)?)
 }
@@ -204,7 +204,7 @@ async fn trainer(
     };
     let token = plan.token().map_err(|p| crate::config::ConfigError::Problems(vec![p]))?;
     let client = TrainerClient::new(&url, token)?;
-    Ok(HttpTrainer { client, step_timeout: plan.step_timeout })
+    Ok(HttpTrainer { client, step_timeout: plan.step_timeout.0 })
 }
 
 /// Every task of the configured environment.
@@ -225,7 +225,7 @@ pub(crate) fn limits(settings: &Settings) -> Limits {
 
 /// The model's name in predictions.
 fn model_name(settings: &Settings) -> String {
-    let EnginePlan { served_model, model, .. } = &settings.engine;
+    let EngineSettings { served_model, model, .. } = &settings.engine;
     served_model.clone().unwrap_or_else(|| model.file_name().unwrap_or("policy").to_owned())
 }
 
@@ -291,7 +291,8 @@ pub(crate) async fn coordinator(
         Training::Trainer => Arc::new(trainer(settings, servers, folder).await?),
         Training::Fixed(sink) => sink,
     };
-    let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_use())?;
+    let chat =
+        ChatModel::load_for(settings.engine.tokenizer_folder(), settings.rollout.chat_use())?;
     let chat = Arc::new(chat);
     let episodes = Arc::new(EpisodeRunner {
         engine: engine.clone(),

@@ -65,7 +65,8 @@ impl SealedGroup {
     /// The members to train on, with their advantages. The baseline is taken over every trusted
     /// reward, also of members that are not trained on themselves.
     pub(crate) fn trained(&self, plan: &Plan) -> Vec<(&SealedMember, f64)> {
-        let advantages = group_advantages(&self.shaped_rewards(plan), plan.algorithm.advantage);
+        let advantages =
+            group_advantages(&self.shaped_rewards(plan), plan.algorithm.advantage_norm());
         self.members
             .iter()
             .zip(advantages.values)
@@ -78,7 +79,7 @@ impl SealedGroup {
     /// decide: a group that is all right or all wrong is not kept for its lengths.
     pub(crate) fn decide(&self, plan: &Plan) -> Decision {
         let rewards = self.rewards();
-        match group_advantages(&rewards, plan.algorithm.advantage).signal {
+        match group_advantages(&rewards, plan.algorithm.advantage_norm()).signal {
             GroupSignal::TooFewTrusted => {
                 Decision::Drop("fewer than two episodes have a trusted reward".to_owned())
             }

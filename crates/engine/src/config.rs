@@ -95,7 +95,11 @@ fn check_servers(settings: &EngineSettings, problems: &mut Problems) {
             let remedy = "must be the only one of engine.url, engine.urls and engine.discover";
             problems.refuse("discover", name, remedy);
         } else if !is_url(name, &["http"]) {
-            problems.refuse("discover", name, "must be a URL like \"http://engines.example:30000\"");
+            problems.refuse(
+                "discover",
+                name,
+                "must be a URL like \"http://engines.example:30000\"",
+            );
         }
     }
     let mut known: Vec<&str> = Vec::new();
@@ -221,7 +225,8 @@ mod tests {
         }
         let named = section(EngineKind::Vllm).check().unwrap_err();
         assert_eq!(named[0].key, "engine.served_model");
-        let plan = EngineSection { served_model: None, ..section(EngineKind::Vllm) }.check().unwrap();
+        let plan =
+            EngineSection { served_model: None, ..section(EngineKind::Vllm) }.check().unwrap();
         assert_eq!(plan.check_training(), Ok(()));
     }
 

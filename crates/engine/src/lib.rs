@@ -30,7 +30,7 @@ pub use chat::{
     CalledFunction, ChatClient, ChatMessage, ChatTurn, Conversation, ToolCall, unknown_shape,
 };
 pub use client::{Client, ClientOptions};
-pub use config::{EnginePlan, EngineSection};
+pub use config::{EngineSection, EngineSettings};
 pub use dialect::Dialect;
 pub use fitness::{Finding, Severity};
 pub use fleet::{Fleet, FleetMember, FleetOptions, WorkerStatus, discover};

@@ -5,10 +5,8 @@ use crate::chat::ChatUse;
 use crate::machine::EpisodeLimits;
 use crate::prefix::History;
 use crate::scaffold::{Prompts, Scaffold};
+use orchestrate_settings::{Problems, above, at_least, satisfies, setting_types, settings};
 use orchestrate_tasks::Task;
-use orchestrate_settings::{
-    Problems, above, at_least, satisfies, setting_types, settings,
-};
 use orchestrate_types::HumanDuration;
 
 setting_types!(Scaffold, History);

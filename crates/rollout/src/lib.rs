@@ -33,7 +33,7 @@ pub use api::{
 };
 pub use buffer::{Fork, TokenBuffer};
 pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatUse};
-pub use config::{RolloutConfig, RolloutPlan};
+pub use config::{RolloutSection, RolloutSettings};
 pub use grading::{
     GradeError, GradeLogs, Graded, Judge, Rules, grade_patch, judge_as_r2e, judge_by_summary,
     write_log_folder,
@@ -41,7 +41,7 @@ pub use grading::{
 pub use leads::Leads;
 pub use machine::{Command, EpisodeLimits, EpisodeMachine, Event, IllegalTransition, State};
 pub use prefix::History;
-pub use reward::{HarnessVersion, RewardCompat, RewardSection};
+pub use reward::{HarnessVersion, RewardCompat, RewardSection, RewardSettings};
 pub use rows::RowSharing;
 pub use runner::EpisodeRunner;
 pub use scaffold::{Call, Change, EditorCommand, Prompts, Scaffold};

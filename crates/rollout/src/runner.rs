@@ -7,7 +7,7 @@
 use crate::api::{EpisodeReport, EpisodeRequest, Episodes};
 use crate::attempt::Attempt;
 use crate::chat::ChatModel;
-use crate::config::RolloutPlan;
+use crate::config::RolloutSettings;
 use crate::dialogue::Dialogue;
 use crate::grading::{self, GradeError, GradeLogs, Graded, Rules, close, entry, write_log_folder};
 use crate::leads::Leads;
@@ -47,7 +47,7 @@ pub struct EpisodeRunner {
     /// Tokenizer and template of the served model.
     pub chat: Arc<ChatModel>,
     /// The checked `[rollout]` section.
-    pub plan: RolloutPlan,
+    pub plan: RolloutSettings,
     /// Limits of every container.
     pub container_limits: Limits,
     /// Whose rules turn a test log into a verdict.

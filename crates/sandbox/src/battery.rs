@@ -9,7 +9,7 @@ use crate::api::{
     Command, ExecResult, Exit, FileEntry, Limits, Owner, Purpose, Sandbox, SandboxError,
     SandboxErrorKind, SandboxProvider as _, SandboxSpec,
 };
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::provider::DockerProvider;
 use orchestrate_types::{AttemptId, ByteSize, EpisodeId, GroupId, HumanDuration, RunId};
 use std::time::Duration;
@@ -140,12 +140,12 @@ pub fn battery_cases() -> Vec<&'static str> {
 /// # Errors
 /// When the daemon cannot be reached, or no container of the image can be opened at all.
 pub async fn run_battery(
-    config: &SandboxConfig,
+    config: &SandboxSettings,
     image: &str,
     wanted: impl Fn(&str) -> bool,
     mut tell: impl FnMut(&BatteryResult),
 ) -> Result<Vec<BatteryResult>, SandboxError> {
-    let config = SandboxConfig {
+    let config = SandboxSettings {
         command_grace: HumanDuration(Duration::from_millis(GRACE_MS)),
         reuse: true,
         ..config.clone()

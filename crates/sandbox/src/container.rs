@@ -1,7 +1,7 @@
 //! How a container looks to Docker: flags, labels, names.
 
 use crate::api::{Owner, Purpose, SandboxError, SandboxErrorKind, SandboxSpec};
-use crate::config::{SandboxConfig, Seccomp};
+use crate::config::{SandboxSettings, Seccomp};
 use bollard::models::{
     ContainerCreateBody, HealthConfig, HostConfig, HostConfigLogConfig, ResourcesUlimits,
 };
@@ -93,7 +93,7 @@ fn labels(spec: &SandboxSpec, lifetime: Duration) -> HashMap<String, String> {
 /// The create request. Nothing of the host is visible inside: no binds, no network, no devices.
 pub(crate) fn create_body(
     spec: &SandboxSpec,
-    config: &SandboxConfig,
+    config: &SandboxSettings,
     image: &str,
     lifetime: Duration,
 ) -> ContainerCreateBody {
@@ -176,7 +176,7 @@ mod tests {
                 attempt: "t000001.02-a01".parse().unwrap(),
             },
             workdir: workdir.into(),
-            limits: SandboxConfig::default().limits(),
+            limits: SandboxSettings::default().limits(),
             deadline: Duration::from_mins(1),
             reusable,
         }
@@ -261,10 +261,10 @@ mod tests {
     #[test]
     fn a_container_has_no_way_out() {
         let spec = SandboxSpec {
-            limits: Limits { memory: ByteSize::mib(64), ..SandboxConfig::default().limits() },
+            limits: Limits { memory: ByteSize::mib(64), ..SandboxSettings::default().limits() },
             ..spec("/w", true)
         };
-        let body = create_body(&spec, &SandboxConfig::default(), "x", Duration::from_secs(9));
+        let body = create_body(&spec, &SandboxSettings::default(), "x", Duration::from_secs(9));
         let host = body.host_config.unwrap();
         assert_eq!(host.network_mode.as_deref(), Some("none"));
         assert_eq!(host.cap_drop.unwrap(), ["ALL"]);

@@ -2,7 +2,6 @@
 
 use crate::config::containers;
 use orchestrate_settings::settings;
-use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// Where the daemon of this machine usually listens.
@@ -110,7 +109,9 @@ impl DockerHost {
         let (login, port) = match authority.rsplit_once(':') {
             // The last colon of an address in brackets belongs to the address.
             Some((login, port)) if !port.ends_with(']') => {
-                let port = port.parse().map_err(|_| format!("must have a port from 0 to 65535, not `{port}`"))?;
+                let port = port
+                    .parse()
+                    .map_err(|_| format!("must have a port from 0 to 65535, not `{port}`"))?;
                 (login, Some(port))
             }
             Some(_) | None => (authority, None),

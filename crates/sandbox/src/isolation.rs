@@ -1,7 +1,7 @@
 //! What settings ask of a daemon beside what every daemon can do: another runtime, mapped users.
 
 use crate::api::{SandboxError, SandboxErrorKind};
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::daemon::Daemon;
 use bollard::models::SystemInfo;
 use serde::{Deserialize, Serialize};
@@ -33,7 +33,7 @@ pub(crate) fn runtimes(info: &SystemInfo) -> Vec<String> {
 }
 
 /// Refuses a daemon that cannot do what the settings ask for, by name and with the remedy.
-pub(crate) async fn check(daemon: &Daemon, config: &SandboxConfig) -> Result<(), SandboxError> {
+pub(crate) async fn check(daemon: &Daemon, config: &SandboxSettings) -> Result<(), SandboxError> {
     let asks = config.runtime.is_some() || config.user_namespace == UserNamespace::Required;
     if !asks {
         return Ok(());
@@ -46,7 +46,7 @@ pub(crate) async fn check(daemon: &Daemon, config: &SandboxConfig) -> Result<(),
     Err(SandboxError { sandbox: daemon.host.clone(), kind })
 }
 
-fn lacking(offered: &[String], security: &[String], config: &SandboxConfig) -> Option<String> {
+fn lacking(offered: &[String], security: &[String], config: &SandboxSettings) -> Option<String> {
     if let Some(wanted) = &config.runtime
         && !offered.contains(wanted)
     {
@@ -72,10 +72,10 @@ mod tests {
     fn what_is_asked_for_and_not_there_is_named() {
         let offered = ["runc".to_owned(), "runsc".to_owned()];
         let mapped = ["name=seccomp,profile=default".to_owned(), "name=userns".to_owned()];
-        let config = |runtime: Option<&str>, user_namespace| SandboxConfig {
+        let config = |runtime: Option<&str>, user_namespace| SandboxSettings {
             runtime: runtime.map(str::to_owned),
             user_namespace,
-            ..SandboxConfig::default()
+            ..SandboxSettings::default()
         };
         let (optional, required) = (UserNamespace::Optional, UserNamespace::Required);
         assert_eq!(lacking(&offered, &[], &config(Some("runsc"), optional)), None);

@@ -30,11 +30,11 @@ pub use api::{
     SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
 pub use battery::{BatteryResult, battery_cases, run_battery};
-pub use config::{PullPolicy, RawSandboxConfig, SandboxConfig, Seccomp};
+pub use config::{PullPolicy, SandboxSection, SandboxSettings, Seccomp};
 pub use doctor::{DaemonReport, ProbeReport};
 pub use floor::BareContainer;
 pub use guard::Quarantined;
-pub use host::{DockerHost, RawDockerHost};
+pub use host::{DockerHost, DockerHostSection};
 pub use hosts::DockerHosts;
 pub use image::{
     ImageBook, ImageIdentity, ImageNews, ImagesOnHost, Listener, PulledImage, images_on_hosts,

@@ -3,7 +3,7 @@
 use crate::api::{
     Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::container::{attempt_name, check_spec, create_body, pooled_name};
 use crate::daemon::{CallError, Daemon};
 use crate::disk::Disk;
@@ -63,7 +63,7 @@ pub struct ProviderStats {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) daemon: Daemon,
-    pub(crate) config: SandboxConfig,
+    pub(crate) config: SandboxSettings,
     pub(crate) slots: Arc<Slots>,
     pub(crate) counters: Counters,
     pub(crate) images: Arc<Images>,
@@ -103,7 +103,7 @@ impl DockerProvider {
     /// # Errors
     /// [`SandboxErrorKind::NoDaemon`] with a hint where none answers; `Refused` for settings with
     /// several hosts, which [`DockerHosts`](crate::DockerHosts) serves.
-    pub async fn connect(config: SandboxConfig) -> Result<Self, SandboxError> {
+    pub async fn connect(config: SandboxSettings) -> Result<Self, SandboxError> {
         Self::connect_with(config, Surroundings::default()).await
     }
 
@@ -112,7 +112,7 @@ impl DockerProvider {
     /// # Errors
     /// As there.
     pub async fn connect_with(
-        config: SandboxConfig,
+        config: SandboxSettings,
         around: Surroundings,
     ) -> Result<Self, SandboxError> {
         Self::join(&config, around, Arc::default()).await
@@ -121,7 +121,7 @@ impl DockerProvider {
     /// As [`DockerProvider::connect_with`]; `freed` is told whenever a slot or an idle container is
     /// there to be taken.
     pub(crate) async fn join(
-        config: &SandboxConfig,
+        config: &SandboxSettings,
         around: Surroundings,
         freed: Arc<Notify>,
     ) -> Result<Self, SandboxError> {
@@ -163,7 +163,7 @@ impl DockerProvider {
     }
 
     /// The config in force.
-    pub fn config(&self) -> &SandboxConfig {
+    pub fn config(&self) -> &SandboxSettings {
         &self.shared.config
     }
 

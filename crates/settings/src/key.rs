@@ -73,10 +73,8 @@ impl KeyInfo {
 
     /// The JSON schema of a section.
     pub fn section_schema<S: SectionKeys>(generator: &mut SchemaGenerator) -> Schema {
-        let properties: Map<String, Value> = S::keys(generator)
-            .iter()
-            .map(|key| (key.name.to_owned(), key.property()))
-            .collect();
+        let properties: Map<String, Value> =
+            S::keys(generator).iter().map(|key| (key.name.to_owned(), key.property())).collect();
         schemars::json_schema!({
             "description": paragraphs(S::ABOUT),
             "type": "object",

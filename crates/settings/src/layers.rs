@@ -70,6 +70,16 @@ impl Layers {
         self.add(text, &place);
     }
 
+    /// Records that the file called `name` cannot be read.
+    pub fn add_unreadable(&mut self, name: &str, error: &std::io::Error) {
+        self.problems.push(ConfigProblem {
+            key: String::new(),
+            found: Found::Unreadable(String::new()),
+            remedy: format!("cannot be read: {error}"),
+            origin: Some(name.to_owned()),
+        });
+    }
+
     /// Adds an assignment like `rollout.group_size=8`. A value that is not TOML counts as text.
     pub fn add_assignment(&mut self, assignment: &str) {
         let place = format!("--set {assignment}");
@@ -77,7 +87,7 @@ impl Layers {
             Some(text) => self.add(&text, &|_| place.clone()),
             None => self.problems.push(ConfigProblem {
                 key: assignment.to_owned(),
-                found: Found::Syntax(String::new()),
+                found: Found::Unreadable(String::new()),
                 remedy: "must be KEY=VALUE, like rollout.group_size=8".to_owned(),
                 origin: Some(place),
             }),
@@ -86,19 +96,24 @@ impl Layers {
 
     fn add(&mut self, text: &str, place: &dyn Fn(Range<usize>) -> String) {
         let (table, errors) = DeTable::parse_recoverable(text);
-        for error in errors {
-            let span = error.span().unwrap_or(0..0);
-            self.problems.push(ConfigProblem {
-                key: String::new(),
-                found: Found::Syntax(excerpt(text, &span)),
-                remedy: format!("not valid TOML: {}", error.message()),
-                origin: Some(place(span)),
-            });
-        }
         let mut reader =
             Reader { schema: &self.schema, place, problems: Vec::new(), origins: Vec::new() };
         let fitting = reader.table(table.get_ref());
-        self.problems.append(&mut reader.problems);
+        let mut problems = reader.problems;
+        for error in errors {
+            let span = error.span().unwrap_or(0..0);
+            // What the parser put in place of the text that it could not read.
+            problems.retain(|(start, _)| *start != span.start);
+            let problem = ConfigProblem {
+                key: String::new(),
+                found: Found::Unreadable(excerpt(text, &span)),
+                remedy: format!("not valid TOML: {}", error.message()),
+                origin: Some(place(span.clone())),
+            };
+            problems.push((span.start, problem));
+        }
+        problems.sort_by_key(|(start, _)| *start);
+        self.problems.extend(problems.into_iter().map(|(_, problem)| problem));
         for (path, place) in reader.origins {
             let inside = format!("{path}[");
             self.origins.0.retain(|known, _| !known.starts_with(&inside));
@@ -166,7 +181,7 @@ mod tests {
     settings! {
         /// A thing of which there are several.
         #[derive(Eq)]
-        [first.parts] pub PartSection -> PartSettings;
+        [first.parts] pub(crate) PartSection -> PartSettings;
 
         /// Its name.
         name: String = String::new();
@@ -176,7 +191,7 @@ mod tests {
 
     settings! {
         /// The first section.
-        [first] pub FirstSection -> FirstSettings;
+        [first] pub(crate) FirstSection -> FirstSettings;
 
         /// A number.
         number: u32 = 1, at_least(1);
@@ -198,7 +213,6 @@ mod tests {
     #[serde(default)]
     struct Whole {
         first: FirstSection,
-        #[expect(dead_code, reason = "only its schema is used")]
         second: PartSection,
     }
 
@@ -239,7 +253,7 @@ mod tests {
         assert_eq!(whole.first.text.as_deref(), Some("two words"));
         for bad in ["no equals", "=1", "a b=1"] {
             let (_, _, problems) = read(&[], &[bad]);
-            let expected = format!("--set {bad}: must be KEY=VALUE, like rollout.group_size=8\n");
+            let expected = format!("--set {bad}: must be KEY=VALUE, like rollout.group_size=8");
             assert_eq!(problems, [expected]);
         }
     }
@@ -260,16 +274,16 @@ mod tests {
                 "a.toml:4:10: first.number = \"many\": must be a whole number",
                 "a.toml:5:8: first.time = \"soon\": must be a duration like \"90s\", \"1h30m\" or \
                  \"250ms\", or a number of seconds",
-                "b.toml:5:9: not valid TOML: string values must be quoted, expected literal \
-                 string\n    5 | number =\n      |         ^",
                 "b.toml:2:8: first.size = \"4 elephants\": must be a size like \"4 GiB\", \
                  \"512MiB\" or \"4GB\", or a number of bytes",
                 "b.toml:3:8: first.list = 3: must be a list in square brackets",
                 "b.toml:4:8: first.pair = [1.0]: must be two numbers, like [0.9, 0.999]",
+                "b.toml:5:9: not valid TOML: string values must be quoted, expected literal \
+                 string\n    5 | number =\n      |         ^",
                 "c.toml:1:2: unknown key frist; did you mean `first`?",
+                "c.toml:3:1: unknown key second.number; it belongs to [first]",
                 "c.toml:5:1: unknown key first.parts[0].cuont; did you mean `count`?",
                 "c.toml:6:9: first.parts[0].count = 1.5: must be a whole number",
-                "c.toml:3:1: unknown key second.number; it belongs to [first]",
                 "--set first.number=-1: must be at least 1",
                 "--set first.nothing=1: unknown key first.nothing",
             ]

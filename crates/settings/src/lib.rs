@@ -50,6 +50,7 @@ pub use limit::{
 };
 pub use problems::Problems;
 pub use setting::{Section, SectionKeys, Setting};
+pub use shape::list_of;
 
 #[doc(hidden)]
 pub use {schemars, serde, serde_json};

@@ -129,7 +129,8 @@ impl<T> Range<T> {
 impl<T: Number> Range<T> {
     /// Whether `value` lies in the range; NaN and infinities never do.
     pub fn contains(&self, value: T) -> bool {
-        let above = self.low.is_none_or(|low| value > low.value || low.closed && value >= low.value);
+        let above =
+            self.low.is_none_or(|low| value > low.value || low.closed && value >= low.value);
         let below =
             self.high.is_none_or(|high| value < high.value || high.closed && value <= high.value);
         value.is_finite() && above && below

@@ -70,13 +70,15 @@ macro_rules! settings {
 }
 
 /// The types of a section and what is known about its keys, without a check of all keys together.
-/// The base of [`settings!`](crate::settings), which takes the same declaration.
+///
+/// The base of [`settings!`](crate::settings), which takes the same declaration. The function of
+/// `amend:` completes what is known about the keys, a `&mut Vec<KeyInfo>`.
 #[macro_export]
 macro_rules! declare_section {
     (
         $(#[doc = $about:literal])*
         $(#[derive($($derive:ident),+)])?
-        [$($part:ident).+] $vis:vis $section:ident -> $settings:ident;
+        [$($part:ident).+] $vis:vis $section:ident -> $settings:ident $(, amend: $amend:path)?;
         $(
             $(#[doc = $doc:literal])*
             $name:ident : $type:ty = $default:expr $(=> $absent:literal)? $(, $limit:expr)*;
@@ -153,18 +155,19 @@ macro_rules! declare_section {
                 $(
                     let schema =
                         generator.subschema_for::<<$type as $crate::Setting>::Written>();
-                    let mut key =
+                    let key =
                         $crate::KeyInfo::new(stringify!($name), &[$($doc),*], schema, &defaults);
                     $(
-                        key = key.absent($absent);
+                        let key = key.absent($absent);
                     )?
                     $(
                         let limit =
                             $crate::limited::<<$type as $crate::Setting>::Limited, _>($limit);
-                        key = key.limit(&limit);
+                        let key = key.limit(&limit);
                     )*
                     keys.push(key);
                 )*
+                $($amend(&mut keys);)?
                 keys
             }
 

@@ -13,7 +13,8 @@ pub(crate) struct Reader<'a> {
     pub(crate) schema: &'a Json,
     /// The place of a span of the text, e.g. `run.toml:3:8`.
     pub(crate) place: &'a dyn Fn(Range<usize>) -> String,
-    pub(crate) problems: Vec<ConfigProblem>,
+    /// What does not fit, with its place in the text in bytes.
+    pub(crate) problems: Vec<(usize, ConfigProblem)>,
     /// Path and place of every value that fits.
     pub(crate) origins: Vec<(String, String)>,
 }
@@ -54,10 +55,9 @@ impl Reader<'_> {
             let key = name.get_ref().as_ref();
             let full = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
             let Some(schema) = properties.get(key) else {
-                let mut problem =
-                    ConfigProblem::unknown(full, self.similar(key, properties, path));
+                let mut problem = ConfigProblem::unknown(full, self.similar(key, properties, path));
                 problem.origin = Some((self.place)(name.span()));
-                self.problems.push(problem);
+                self.problems.push((name.span().start, problem));
                 continue;
             };
             // Tables are written over many places; the place of each of their values counts.
@@ -79,11 +79,16 @@ impl Reader<'_> {
             return Some(Value::Table(self.entries(table, properties, path)));
         }
         if let (Shape::List(items), DeValue::Array(list)) = (&shape, value.get_ref()) {
-            let values = list.iter().enumerate().map(|(index, item)| {
-                self.value(item, items, &format!("{path}[{index}]"))
-            });
+            let values = list
+                .iter()
+                .enumerate()
+                .map(|(index, item)| self.value(item, items, &format!("{path}[{index}]")));
             // A list with an item that does not fit is left out as a whole.
-            return values.collect::<Vec<_>>().into_iter().collect::<Option<Vec<_>>>().map(Value::Array);
+            return values
+                .collect::<Vec<_>>()
+                .into_iter()
+                .collect::<Option<Vec<_>>>()
+                .map(Value::Array);
         }
         let plain = Value::deserialize(ValueDeserializer::from(value.clone()));
         let refused = match &plain {
@@ -95,7 +100,7 @@ impl Reader<'_> {
         let shown = plain.map_or_else(|_| "(too large)".to_owned(), |plain| plain.to_string());
         let mut problem = ConfigProblem::new(path, shown, remedy);
         problem.origin = Some((self.place)(value.span()));
-        self.problems.push(problem);
+        self.problems.push((value.span().start, problem));
         None
     }
 
@@ -135,7 +140,9 @@ impl Reader<'_> {
         Self: 's,
     {
         let target = schema.get("$ref").and_then(Json::as_str);
-        target.and_then(|target| self.schema.pointer(target.trim_start_matches('#'))).unwrap_or(schema)
+        target
+            .and_then(|target| self.schema.pointer(target.trim_start_matches('#')))
+            .unwrap_or(schema)
     }
 
     /// What may have been meant by a key that does not exist.
@@ -245,8 +252,8 @@ fn one_of(names: &[&str]) -> String {
     list_of(&quoted, "or")
 }
 
-/// `a`, `b` or `c`.
-pub(crate) fn list_of(items: &[impl Display], word: &str) -> String {
+/// The items as `a, b or c`, with `word` before the last one.
+pub fn list_of(items: &[impl Display], word: &str) -> String {
     match items {
         [] => String::new(),
         [one] => one.to_string(),

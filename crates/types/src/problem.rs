@@ -28,8 +28,8 @@ pub enum Found {
     Missing,
     /// A key that does not exist.
     UnknownKey,
-    /// Text that is not TOML; holds the offending line with a marker below it.
-    Syntax(String),
+    /// A file or assignment that cannot be read; holds an excerpt, or nothing.
+    Unreadable(String),
 }
 
 impl ConfigProblem {
@@ -60,9 +60,10 @@ impl fmt::Display for ConfigProblem {
         let Self { key, found, remedy, origin } = self;
         match (origin, found) {
             // The origin of an assignment already shows its key and value.
-            (Some(set), Found::Value(_)) if set.strip_prefix("--set ").is_some_and(|set| {
-                set.split_once('=').is_some_and(|(name, _)| name.trim() == key)
-            }) =>
+            (Some(set), Found::Value(_))
+                if set.strip_prefix("--set ").is_some_and(|set| {
+                    set.split_once('=').is_some_and(|(name, _)| name.trim() == key)
+                }) =>
             {
                 return write!(f, "{set}: {remedy}");
             }
@@ -74,7 +75,8 @@ impl fmt::Display for ConfigProblem {
             Found::Missing => write!(f, "{key} is missing: {remedy}"),
             Found::UnknownKey if remedy.is_empty() => write!(f, "unknown key {key}"),
             Found::UnknownKey => write!(f, "unknown key {key}; {remedy}"),
-            Found::Syntax(line) => write!(f, "{remedy}\n{line}"),
+            Found::Unreadable(excerpt) if excerpt.is_empty() => f.write_str(remedy),
+            Found::Unreadable(excerpt) => write!(f, "{remedy}\n{excerpt}"),
         }
     }
 }

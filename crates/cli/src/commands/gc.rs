@@ -2,11 +2,11 @@
 
 use crate::args::{ConfigSource, GcArgs};
 use crate::commands::run::PLAN_FILE;
-use crate::config::{self, ConfigError, RawConfig};
+use crate::config::{self, ConfigError, Sections};
 use crate::{output, wiring};
 use camino::Utf8Path;
 use orchestrate_sandbox::{
-    DockerProvider, GcScope, SandboxConfig, SandboxError, SandboxProvider, SweepReport,
+    DockerProvider, GcScope, SandboxError, SandboxProvider, SandboxSettings, SweepReport,
 };
 use orchestrate_store::{Reader, Store};
 use orchestrate_types::RunId;
@@ -45,25 +45,25 @@ pub(crate) async fn run(args: GcArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// The settings that say which hosts there are: a run's plan, or those of the command line.
-fn settings(folder: Option<&Utf8Path>, source: &ConfigSource) -> anyhow::Result<SandboxConfig> {
+fn settings(folder: Option<&Utf8Path>, source: &ConfigSource) -> anyhow::Result<SandboxSettings> {
     let plan = folder.map(|folder| folder.join(PLAN_FILE));
-    let raw: RawConfig = match plan {
+    let raw: Sections = match plan {
         Some(plan) if !source.files.is_empty() || !source.sets.is_empty() => {
             let error = "already says where its containers are; drop --config and --set".to_owned();
             anyhow::bail!(ConfigError::Layer { name: plan.into_string(), error });
         }
-        Some(plan) => config::load(&ConfigSource { files: vec![plan], sets: Vec::new() })?,
+        Some(plan) => config::load_plan(&plan)?,
         None => config::load(source)?,
     };
     let sandbox = raw.sandbox.check().map_err(ConfigError::Problems)?;
     // Not what else the settings ask of a host: what is on it can be removed all the same.
-    let SandboxConfig { docker_host, hosts, call_timeout, .. } = sandbox;
-    Ok(SandboxConfig { docker_host, hosts, call_timeout, ..SandboxConfig::default() })
+    let SandboxSettings { docker_host, hosts, call_timeout, .. } = sandbox;
+    Ok(SandboxSettings { docker_host, hosts, call_timeout, ..SandboxSettings::default() })
 }
 
 /// The work on one host, told with its name where there are several.
 async fn on_host(
-    config: SandboxConfig,
+    config: SandboxSettings,
     title: Option<&str>,
     args: &GcArgs,
     scope: GcScope,

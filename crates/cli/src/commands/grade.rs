@@ -3,7 +3,7 @@
 mod patches;
 
 use crate::args::GradeArgs;
-use crate::config::{self, RawConfig};
+use crate::config;
 use crate::output;
 use anyhow::Context;
 use camino::Utf8Path;
@@ -57,7 +57,8 @@ fn open(log: &Utf8Path) -> anyhow::Result<BufReader<File>> {
 }
 
 fn r2e(row: &R2eRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<()> {
-    let compat = config::load::<RawConfig>(&args.source)?.reward.compat;
+    let compat =
+        config::load(&args.source)?.reward.check().map_err(config::ConfigError::Problems)?.compat;
     let task = row.to_task()?;
     let verdict = grade_log(open(log)?, &task.expected)?;
     let reward = match compat {

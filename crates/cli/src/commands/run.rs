@@ -4,7 +4,7 @@ mod forecast;
 
 use super::remove_unstarted::Helper;
 use crate::args::{ConfigSource, RunArgs};
-use crate::config::{self, ConfigError, RawConfig, Settings};
+use crate::config::{self, ConfigError, Sections, Settings};
 use crate::exit::STOPPED;
 use crate::wiring::{self, Training};
 use crate::{live, output};
@@ -39,7 +39,7 @@ pub(crate) async fn create(
     folder: &Utf8Path,
     source: &ConfigSource,
 ) -> anyhow::Result<(Settings, Store)> {
-    let raw: RawConfig = config::load(source)?;
+    let raw: Sections = config::load(source)?;
     raw.check()?.check_training()?;
     create_from(folder, &raw).await
 }
@@ -47,7 +47,7 @@ pub(crate) async fn create(
 /// As [`create`], from settings that were read already.
 pub(crate) async fn create_from(
     folder: &Utf8Path,
-    raw: &RawConfig,
+    raw: &Sections,
 ) -> anyhow::Result<(Settings, Store)> {
     let mut raw = raw.with_defaults()?;
     pin_data_sets(&mut raw).await?;
@@ -62,7 +62,7 @@ pub(crate) async fn create_from(
 }
 
 /// A data set on a hub may change while a run goes on; the plan names its commit.
-async fn pin_data_sets(raw: &mut RawConfig) -> anyhow::Result<()> {
+async fn pin_data_sets(raw: &mut Sections) -> anyhow::Result<()> {
     for file in [&mut raw.tasks.file, &mut raw.tasks.held_out_file].into_iter().flatten() {
         let named = file.clone();
         *file = tokio::task::spawn_blocking(move || load::pinned(&named)).await??;
@@ -87,7 +87,7 @@ pub(crate) async fn resume(
     let path = folder.join(PLAN_FILE);
     if path.exists() && !folder.join(JOURNAL_FILE).exists() {
         // Killed between plan and journal: nothing had begun.
-        let raw: RawConfig = config::load(&ConfigSource { files: vec![path], sets: vec![] })?;
+        let raw = config::load_plan(&path)?;
         return create_from(folder, &raw).await;
     }
     let store = Store::open(folder).await?;
@@ -101,7 +101,7 @@ pub(crate) async fn resume(
             error: "was changed after the run began; restore it, or begin a new run".into(),
         }
     );
-    let raw: RawConfig = config::parse_layer(path.as_str(), &text)?;
+    let raw: Sections = config::parse_layer(path.as_str(), &text)?;
     Ok((raw.check()?, store))
 }
 

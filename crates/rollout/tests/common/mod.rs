@@ -2,7 +2,7 @@
 
 use orchestrate_engine::Engine;
 use orchestrate_rollout::{
-    ChatModel, EpisodeRequest, EpisodeRunner, Leads, RolloutPlan, RowSharing, Rules,
+    ChatModel, EpisodeRequest, EpisodeRunner, Leads, RolloutSettings, RowSharing, Rules,
 };
 use orchestrate_sandbox::{Limits, SandboxProvider};
 use orchestrate_tasks::Task;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 pub(crate) fn runner(
     engine: Arc<dyn Engine>,
     sandboxes: Arc<dyn SandboxProvider>,
-    (chat, plan): (Arc<ChatModel>, RolloutPlan),
+    (chat, plan): (Arc<ChatModel>, RolloutSettings),
     rules: Rules,
 ) -> EpisodeRunner {
     let container_limits =

@@ -3,7 +3,7 @@
 use crate::api::{
     HostUse, SandboxError, SandboxErrorKind, SandboxProvider as _, SandboxSpec, SweepReport,
 };
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::hosts::placement::Offer;
 use crate::provider::{DockerProvider, Surroundings};
 use crate::slots::{Key, Taken};
@@ -47,7 +47,7 @@ struct Swept {
 #[derive(Debug)]
 pub(super) struct Host {
     pub(super) title: String,
-    config: SandboxConfig,
+    config: SandboxSettings,
     around: Surroundings,
     /// Whom to tell when a slot is free, or the host comes or goes.
     freed: Arc<Notify>,
@@ -64,7 +64,7 @@ impl Host {
     /// A host that nobody has connected to yet. The settings are for it alone.
     pub(super) fn new(
         title: &str,
-        config: SandboxConfig,
+        config: SandboxSettings,
         around: Surroundings,
         freed: Arc<Notify>,
     ) -> Self {

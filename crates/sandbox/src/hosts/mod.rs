@@ -24,7 +24,7 @@ pub(crate) use placement::Offer;
 use crate::api::{
     HostUse, Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::container::check_spec;
 use crate::guard::Quarantined;
 use crate::host::DockerHost;
@@ -92,7 +92,7 @@ impl DockerHosts {
     /// [`SandboxErrorKind::NoDaemon`] with a hint where none answers; what is wrong with a host that
     /// no waiting heals.
     pub async fn connect(
-        config: &SandboxConfig,
+        config: &SandboxSettings,
         around: Surroundings,
     ) -> Result<Self, SandboxError> {
         // One book: an image is the same everywhere.

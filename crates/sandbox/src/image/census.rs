@@ -2,7 +2,7 @@
 
 use super::name::Name;
 use crate::api::SandboxError;
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::daemon::Daemon;
 use bollard::query_parameters::ListImagesOptions;
 use std::collections::{HashMap, HashSet};
@@ -21,7 +21,7 @@ pub struct ImagesOnHost {
 /// Looks on every Docker host of `config` which of `images` it has; an error for one that does not
 /// say. Nothing is pulled.
 pub async fn images_on_hosts(
-    config: &SandboxConfig,
+    config: &SandboxSettings,
     images: &[String],
 ) -> Vec<Result<ImagesOnHost, SandboxError>> {
     let hosts = config.docker_hosts();

@@ -20,7 +20,7 @@ pub use news::{ImageNews, Listener};
 pub(crate) use supervisor::install;
 
 use crate::api::{SandboxError, SandboxErrorKind};
-use crate::config::{PullPolicy, SandboxConfig};
+use crate::config::{PullPolicy, SandboxSettings};
 use crate::daemon::{CallError, Daemon};
 use crate::doctor;
 use bollard::models::ImageInspect;
@@ -114,7 +114,7 @@ pub(crate) struct Images {
 impl Images {
     pub(crate) fn new(
         daemon: Daemon,
-        config: &SandboxConfig,
+        config: &SandboxSettings,
         book: Arc<dyn ImageBook>,
         listener: Listener,
     ) -> Arc<Self> {

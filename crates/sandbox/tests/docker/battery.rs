@@ -3,7 +3,7 @@
 
 use crate::common::{Bench, IMAGE, SHORT, check_alive, run};
 use orchestrate_sandbox::{
-    BatteryResult, Command, Exit, RawSandboxConfig, Seccomp, battery_cases, run_battery,
+    BatteryResult, Command, Exit, SandboxSection, Seccomp, battery_cases, run_battery,
 };
 use orchestrate_types::ByteSize;
 use std::time::Duration;
@@ -81,7 +81,7 @@ fn peak() -> u64 {
 #[tokio::test]
 async fn docker_an_endless_writer_is_dead_soon_and_costs_no_memory() {
     let cap = ByteSize::mib(1);
-    let raw = RawSandboxConfig { max_output: Some(cap), ..RawSandboxConfig::default() };
+    let raw = SandboxSection { max_output: Some(cap), ..SandboxSection::default() };
     let Some(bench) = Bench::with(raw).await else { return };
     let mut sandbox = bench.open().await;
     run(&mut sandbox, "seq 1 100000").await;
@@ -202,7 +202,7 @@ print('answered', ctypes.CFUNCTYPE(ctypes.c_int)(entry)())
 
 #[tokio::test]
 async fn docker_the_daemons_own_list_of_calls_can_be_asked_for() {
-    let raw = RawSandboxConfig { seccomp: Some(Seccomp::Daemon), ..RawSandboxConfig::default() };
+    let raw = SandboxSection { seccomp: Some(Seccomp::Daemon), ..SandboxSection::default() };
     let Some(bench) = Bench::with(raw).await else { return };
     let mut sandbox = bench.open().await;
     // `remap_file_pages`, which Docker always allowed and we do not: an invalid argument there.

@@ -1,8 +1,8 @@
 //! What the tests on a real daemon share.
 
 use orchestrate_sandbox::{
-    Command, DockerProvider, ExecResult, Limits, Owner, Purpose, RawSandboxConfig, Sandbox,
-    SandboxProvider as _, SandboxSpec,
+    Command, DockerProvider, ExecResult, Limits, Owner, Purpose, Sandbox, SandboxProvider as _,
+    SandboxSection, SandboxSpec,
 };
 use orchestrate_types::{ByteSize, RunId};
 use std::time::Duration;
@@ -18,10 +18,10 @@ pub(crate) struct Bench {
 
 impl Bench {
     pub(crate) async fn new() -> Option<Self> {
-        Self::with(RawSandboxConfig::default()).await
+        Self::with(SandboxSection::default()).await
     }
 
-    pub(crate) async fn with(raw: RawSandboxConfig) -> Option<Self> {
+    pub(crate) async fn with(raw: SandboxSection) -> Option<Self> {
         match DockerProvider::connect(raw.check().unwrap()).await {
             Ok(provider) => Some(Self { provider, run: RunId::generate() }),
             Err(error) => {

@@ -3,8 +3,8 @@
 use crate::common::{Bench, IMAGE, SHORT};
 use orchestrate_e2e::{Daemon, SMALL_DISK_FILES};
 use orchestrate_sandbox::{
-    Command, DockerHosts, ExecResult, RawDockerHost, RawSandboxConfig, Sandbox, SandboxError,
-    SandboxErrorKind, SandboxProvider as _, SandboxSpec, Surroundings,
+    Command, DockerHostSection, DockerHosts, ExecResult, Sandbox, SandboxError, SandboxErrorKind,
+    SandboxProvider as _, SandboxSection, SandboxSpec, Surroundings,
 };
 use orchestrate_types::ByteSize;
 use std::time::{Duration, Instant};
@@ -28,10 +28,10 @@ fn daemon(test: &str) -> Option<Daemon> {
 }
 
 async fn bench(daemon: &Daemon) -> Bench {
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         docker_host: Some(daemon.host()),
         min_free_disk: Some(FLOOR),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     Bench::with(raw).await.unwrap()
 }
@@ -168,15 +168,15 @@ async fn docker_a_full_disk_that_one_sandbox_met_breaks_the_work_of_its_neighbou
 async fn docker_the_floor_holds_on_a_host_whose_folders_are_not_ours() {
     let test = "docker_the_floor_holds_on_a_host_whose_folders_are_not_ours";
     let Some(daemon) = daemon(test) else { return };
-    let far = RawDockerHost {
+    let far = DockerHostSection {
         url: daemon.tls_host(),
         certificates: Some(daemon.certificates().to_str().unwrap().to_owned()),
-        ..RawDockerHost::default()
+        ..DockerHostSection::default()
     };
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         hosts: Some(vec![far]),
         min_free_disk: Some(ByteSize(1 << 50)),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     let hosts = DockerHosts::connect(&raw.check().unwrap(), Surroundings::default()).await.unwrap();
     let bench = bench(&daemon).await;

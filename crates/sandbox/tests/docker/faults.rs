@@ -2,17 +2,17 @@
 
 use crate::common::{Bench, check_alive, docker};
 use crate::proxy::{Fault, Proxy};
-use orchestrate_sandbox::{RawSandboxConfig, SandboxErrorKind, SandboxProvider as _, SandboxSpec};
+use orchestrate_sandbox::{SandboxErrorKind, SandboxProvider as _, SandboxSection, SandboxSpec};
 use orchestrate_types::{HumanDuration, RunId};
 use std::time::{Duration, Instant};
 
 async fn bench() -> Option<(Proxy, Bench)> {
     let proxy = Proxy::start()?;
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         docker_host: Some(proxy.host.clone()),
         call_timeout: Some(HumanDuration::secs(5)),
         max_containers: Some(4),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     // Probed first without the socket in front: an absent daemon is a skip, not a fault.
     Bench::new().await?.finish().await;

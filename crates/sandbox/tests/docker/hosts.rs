@@ -8,8 +8,8 @@ use futures::FutureExt as _;
 use futures::future::join_all;
 use orchestrate_e2e::Daemon;
 use orchestrate_sandbox::{
-    Command, DockerHosts, HostUse, Limits, Owner, PullPolicy, Purpose, RawDockerHost,
-    RawSandboxConfig, Sandbox, SandboxErrorKind, SandboxProvider as _, SandboxSpec, Surroundings,
+    Command, DockerHostSection, DockerHosts, HostUse, Limits, Owner, PullPolicy, Purpose, Sandbox,
+    SandboxErrorKind, SandboxProvider as _, SandboxSection, SandboxSpec, Surroundings,
 };
 use orchestrate_types::{ByteSize, HumanDuration, RunId};
 use std::time::{Duration, Instant};
@@ -41,25 +41,25 @@ impl World {
     }
 
     /// Room for three agents here, and for seven there.
-    fn raw(&self) -> RawSandboxConfig {
-        let near = RawDockerHost {
+    fn raw(&self) -> SandboxSection {
+        let near = DockerHostSection {
             url: Some(usual()),
             name: Some(NEAR.into()),
             max_containers: Some(4),
-            ..RawDockerHost::default()
+            ..DockerHostSection::default()
         };
-        let far = RawDockerHost {
+        let far = DockerHostSection {
             url: self.daemon.tls_host(),
             name: Some(FAR.into()),
             certificates: Some(self.daemon.certificates().to_str().unwrap().to_owned()),
-            ..RawDockerHost::default()
+            ..DockerHostSection::default()
         };
-        RawSandboxConfig {
+        SandboxSection {
             hosts: Some(vec![near, far]),
             max_containers: Some(8),
             pull: Some(PullPolicy::Never),
             call_timeout: Some(HumanDuration::secs(20)),
-            ..RawSandboxConfig::default()
+            ..SandboxSection::default()
         }
     }
 
@@ -296,7 +296,7 @@ async fn docker_a_host_that_comes_late_is_swept_and_serves() {
     // Who has no certificate of this authority gets no answer.
     let mut raw = world.raw();
     raw.hosts = raw.hosts.map(|hosts| {
-        let plain = |host| RawDockerHost { certificates: None, ..host };
+        let plain = |host| DockerHostSection { certificates: None, ..host };
         hosts.into_iter().skip(1).map(plain).collect()
     });
     let refused = DockerHosts::connect(&raw.check().unwrap(), Surroundings::default()).await;
@@ -320,12 +320,12 @@ async fn docker_an_image_is_the_same_on_all_hosts() {
     };
     let registry = Registry::start().await;
     let image = |name: &str| format!("{}/team/{name}:1", registry.host);
-    let at = |daemon: &Daemon| RawDockerHost { url: Some(daemon.host()), ..Default::default() };
+    let at = |daemon: &Daemon| DockerHostSection { url: Some(daemon.host()), ..Default::default() };
     // Room for one agent on each.
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         hosts: Some(vec![at(&first), at(&second)]),
         max_containers: Some(2),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     let config = raw.check().unwrap();
     let hosts = DockerHosts::connect(&config, Surroundings::default()).await.unwrap();
@@ -381,15 +381,15 @@ async fn docker_a_host_by_ssh_serves_and_survives_its_connection() {
         orchestrate_e2e::say(&format!("skipped: {test} (no ssh server can be started here)"));
         return;
     };
-    let host = RawDockerHost {
+    let host = DockerHostSection {
         url: Some(format!("ssh://daemon-host{}", usual().trim_start_matches("unix://"))),
         ssh_config: Some(server.config()),
-        ..RawDockerHost::default()
+        ..DockerHostSection::default()
     };
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         hosts: Some(vec![host]),
         pull: Some(PullPolicy::Never),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     let config = raw.check().unwrap();
     let hosts = DockerHosts::connect(&config, Surroundings::default()).await.unwrap();

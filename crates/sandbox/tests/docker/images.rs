@@ -4,7 +4,7 @@ use crate::registry::Registry;
 use orchestrate_e2e::Daemon;
 use orchestrate_sandbox::{
     DockerProvider, ImageBook, ImageIdentity, ImageNews, Listener, Owner, PullPolicy, Purpose,
-    RawSandboxConfig, SandboxError, SandboxErrorKind, SandboxProvider as _, SandboxSpec,
+    SandboxError, SandboxErrorKind, SandboxProvider as _, SandboxSection, SandboxSpec,
     Surroundings,
 };
 use orchestrate_types::{ByteSize, RunId};
@@ -82,8 +82,8 @@ impl World {
         Some(Self { daemon, registry: Registry::start().await, book, heard })
     }
 
-    async fn provider(&self, raw: RawSandboxConfig) -> DockerProvider {
-        let raw = RawSandboxConfig { docker_host: Some(self.daemon.host()), ..raw };
+    async fn provider(&self, raw: SandboxSection) -> DockerProvider {
+        let raw = SandboxSection { docker_host: Some(self.daemon.host()), ..raw };
         let heard = Arc::clone(&self.heard);
         let listener = Listener::new(move |news| {
             heard.news.lock().unwrap().push(news.clone());
@@ -118,7 +118,7 @@ fn spec(image: &str, attempt: u32, reusable: bool) -> SandboxSpec {
             attempt: format!("t{attempt:06}.00-a01").parse().unwrap(),
         },
         workdir: "/testbed".into(),
-        limits: RawSandboxConfig::default().check().unwrap().limits(),
+        limits: SandboxSection::default().check().unwrap().limits(),
         deadline: Duration::from_mins(10),
         reusable,
     }
@@ -147,14 +147,14 @@ async fn docker_absent_images_are_pulled_once_and_recorded_whatever_the_registry
     // A daemon may ask more than once itself.
     world.registry.fail("/team/a/manifests/", 429, limited, 2);
     world.registry.fail("/team/a/manifests/", 503, "down for a moment", 2);
-    let never = RawSandboxConfig { pull: Some(PullPolicy::Never), ..RawSandboxConfig::default() };
+    let never = SandboxSection { pull: Some(PullPolicy::Never), ..SandboxSection::default() };
     let strict = world.provider(never).await;
     let error = strict.open(&spec(&image, 1, false)).await.unwrap_err();
     assert!(matches!(error.kind, SandboxErrorKind::ImageMissing(_)), "{error}");
     assert_eq!(world.registry.asked("team/a"), 0);
     strict.shutdown().await.unwrap();
 
-    let provider = world.provider(RawSandboxConfig::default()).await;
+    let provider = world.provider(SandboxSection::default()).await;
     let specs = [spec(&image, 1, false), spec(&image, 2, true), spec(&image, 3, false)];
     let opened = futures::future::join_all(specs.iter().map(|spec| provider.open(spec))).await;
     for sandbox in opened {
@@ -179,10 +179,8 @@ async fn docker_absent_images_are_pulled_once_and_recorded_whatever_the_registry
     provider.shutdown().await.unwrap();
 
     // A mirror has it under its own name; the daemon then knows it by the usual one.
-    let raw = RawSandboxConfig {
-        mirror: Some(world.registry.host.clone()),
-        ..RawSandboxConfig::default()
-    };
+    let raw =
+        SandboxSection { mirror: Some(world.registry.host.clone()), ..SandboxSection::default() };
     let provider = world.provider(raw).await;
     let official = world.registry.push("library/thing", "latest", 10);
     use_once(&provider, "thing").await;
@@ -195,7 +193,7 @@ async fn docker_a_run_keeps_the_image_that_it_began_with() {
     let Some(world) = World::new("docker_a_run_keeps_the_image").await else { return };
     let first = world.registry.push("team/b", "1", 10);
     let image = world.name("team/b:1");
-    let provider = world.provider(RawSandboxConfig::default()).await;
+    let provider = world.provider(SandboxSection::default()).await;
     use_once(&provider, &image).await;
     let recorded: Vec<(String, ImageIdentity)> =
         world.book.0.lock().unwrap().clone().into_iter().collect();
@@ -213,7 +211,7 @@ async fn docker_a_run_keeps_the_image_that_it_began_with() {
 
     // Somebody pulls the new one by hand: it is not what the run began with.
     world.docker(&["pull", "-q", &image]);
-    let provider = world.provider(RawSandboxConfig::default()).await;
+    let provider = world.provider(SandboxSection::default()).await;
     let checked = provider.check_images(&recorded).await.unwrap_err();
     let opened = provider.open(&spec(&image, 1, false)).await.unwrap_err();
     for error in [checked, opened] {
@@ -227,7 +225,7 @@ async fn docker_a_run_keeps_the_image_that_it_began_with() {
 
     // A full disk: nothing is begun.
     let full =
-        RawSandboxConfig { min_free_disk: Some(ByteSize(1 << 60)), ..RawSandboxConfig::default() };
+        SandboxSection { min_free_disk: Some(ByteSize(1 << 60)), ..SandboxSection::default() };
     let provider = world.provider(full).await;
     world.registry.push("team/c", "1", 10);
     let error = provider.open(&spec(&world.name("team/c:1"), 1, false)).await.unwrap_err();
@@ -244,9 +242,9 @@ async fn docker_only_images_of_ours_that_nobody_needs_are_removed() {
         world.registry.push(&format!("team/{name}"), "1", LAYER);
     }
     world.docker(&["pull", "-q", &image("foreign")]);
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         image_cache: Some(ByteSize(4 * LAYER as u64 + (1 << 20))),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     let provider = world.provider(raw).await;
     let sandbox = provider.open(&spec(&image("used"), 1, true)).await.unwrap();
@@ -278,7 +276,7 @@ async fn docker_only_images_of_ours_that_nobody_needs_are_removed() {
     provider.shutdown().await.unwrap();
 
     // Another program removes all that nobody needs: no pull, but the supervisor's image goes, too.
-    let other = world.provider(RawSandboxConfig::default()).await;
+    let other = world.provider(SandboxSection::default()).await;
     let before = other.remove_pulled_images(true).await.unwrap();
     assert!(before.iter().any(|image| image.kept.is_none()), "{before:?}");
     let seen = other.remove_pulled_images(false).await.unwrap();

@@ -2,8 +2,8 @@
 
 use crate::common::{Bench, IMAGE, SHORT, check_alive, docker, run};
 use orchestrate_sandbox::{
-    Command, DockerProvider, Exit, FileEntry, GcScope, PullPolicy, Purpose, RawSandboxConfig,
-    SandboxErrorKind, SandboxProvider as _, SandboxSpec,
+    Command, DockerProvider, Exit, FileEntry, GcScope, PullPolicy, Purpose, SandboxErrorKind,
+    SandboxProvider as _, SandboxSection, SandboxSpec,
 };
 use orchestrate_types::{ByteSize, HumanDuration};
 use std::time::{Duration, Instant};
@@ -305,7 +305,7 @@ async fn docker_a_leftover_of_the_same_name_is_replaced() {
 
 #[tokio::test]
 async fn docker_missing_images_and_absent_daemons_say_what_to_do() {
-    let raw = RawSandboxConfig { pull: Some(PullPolicy::Never), ..RawSandboxConfig::default() };
+    let raw = SandboxSection { pull: Some(PullPolicy::Never), ..SandboxSection::default() };
     let Some(bench) = Bench::with(raw).await else { return };
     for reusable in [true, false] {
         let spec = SandboxSpec { image: "orchestrate/no-such:1".into(), ..bench.spec(reusable) };
@@ -314,10 +314,10 @@ async fn docker_missing_images_and_absent_daemons_say_what_to_do() {
     }
     bench.finish().await;
     for host in ["unix:///no/such/socket", "tcp://127.0.0.1:1"] {
-        let raw = RawSandboxConfig {
+        let raw = SandboxSection {
             docker_host: Some(host.into()),
             call_timeout: Some(HumanDuration::secs(5)),
-            ..RawSandboxConfig::default()
+            ..SandboxSection::default()
         };
         let error = DockerProvider::connect(raw.check().unwrap()).await.unwrap_err();
         assert!(matches!(error.kind, SandboxErrorKind::NoDaemon(_)), "{error}");
@@ -328,7 +328,7 @@ async fn docker_missing_images_and_absent_daemons_say_what_to_do() {
 #[tokio::test]
 async fn docker_nothing_starts_below_the_floor_of_free_disk() {
     let floor = ByteSize(1 << 50);
-    let raw = RawSandboxConfig { min_free_disk: Some(floor), ..RawSandboxConfig::default() };
+    let raw = SandboxSection { min_free_disk: Some(floor), ..SandboxSection::default() };
     let Some(bench) = Bench::with(raw).await else { return };
     let error = bench.provider.open(&bench.spec(true)).await.unwrap_err();
     assert!(error.to_string().contains("sandbox.min_free_disk"), "{error}");
@@ -337,7 +337,7 @@ async fn docker_nothing_starts_below_the_floor_of_free_disk() {
 
 #[tokio::test]
 async fn docker_an_idle_sandbox_of_another_kind_makes_room() {
-    let raw = RawSandboxConfig { max_containers: Some(2), ..RawSandboxConfig::default() };
+    let raw = SandboxSection { max_containers: Some(2), ..SandboxSection::default() };
     let Some(bench) = Bench::with(raw).await else { return };
     let grader = SandboxSpec { purpose: Purpose::Grader, ..bench.spec(true) };
     bench.open().await.close().await.unwrap();
@@ -354,7 +354,7 @@ async fn docker_an_idle_sandbox_of_another_kind_makes_room() {
 
 #[tokio::test]
 async fn docker_twenty_sandboxes_work_at_once_within_the_limit() {
-    let raw = RawSandboxConfig { max_containers: Some(8), ..RawSandboxConfig::default() };
+    let raw = SandboxSection { max_containers: Some(8), ..SandboxSection::default() };
     let Some(bench) = Bench::with(raw).await else { return };
     let works = (0..20).map(|number| {
         let bench = &bench;
@@ -419,7 +419,7 @@ async fn docker_a_runtime_is_used_where_it_is_and_asked_for_by_name_where_not() 
     bench.finish().await;
     let with = |runtime: &str| {
         let runtime = Some(runtime.to_owned());
-        RawSandboxConfig { runtime, ..RawSandboxConfig::default() }
+        SandboxSection { runtime, ..SandboxSection::default() }
     };
     for runtime in &report.runtimes {
         // The oldest kind of runtime is named, and is not there any more.

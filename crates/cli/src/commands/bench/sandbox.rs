@@ -6,7 +6,7 @@ mod work;
 use super::fits;
 use super::machine::Machine;
 use crate::args::BenchSandboxArgs;
-use crate::config::{self, RawConfig};
+use crate::config;
 use crate::progress::Progress;
 use crate::{output, tables, wiring};
 use anyhow::{Context, ensure};
@@ -79,7 +79,7 @@ pub(super) async fn run(args: &BenchSandboxArgs) -> anyhow::Result<ExitCode> {
         args.pattern,
         WORKS.into_iter().flat_map(|work| work.names(args)).collect::<Vec<_>>().join(", ")
     );
-    let settings = config::load::<RawConfig>(&args.source)?.check()?;
+    let settings = config::load(&args.source)?.check()?;
     let task = wiring::all_tasks(&settings).into_iter().next();
     let task = task.context("the settings make no tasks")?;
     let config = match settings.sandbox.docker_hosts().as_slice() {

@@ -1,8 +1,7 @@
 //! Runs that were made before, by whatever command, here or elsewhere.
 
-use crate::args::ConfigSource;
 use crate::commands::run::PLAN_FILE;
-use crate::config::{self, RawConfig};
+use crate::config::{self, Sections};
 use crate::wiring;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -69,14 +68,13 @@ fn from_file(path: &Utf8Path) -> anyhow::Result<Vec<ConfigRuns>> {
 async fn from_folder(folder: &Utf8Path) -> anyhow::Result<ConfigRuns> {
     // Says what is missing where this is no run at all.
     Reader::open(folder).await?;
-    let source = ConfigSource { files: vec![folder.join(PLAN_FILE)], sets: vec![] };
-    let raw: RawConfig = config::load(&source)?;
+    let raw = config::load_plan(&folder.join(PLAN_FILE))?.with_defaults()?;
     let run = ComparedRun::read(folder, &raw.check()?.run).await?;
     Ok(ConfigRuns { name: name_of(folder), plan: plan(&raw)?, runs: vec![run] })
 }
 
 /// The plan of a configuration: that of any of its runs, without the seed.
-pub(super) fn plan(raw: &RawConfig) -> anyhow::Result<serde_json::Value> {
+pub(super) fn plan(raw: &Sections) -> anyhow::Result<serde_json::Value> {
     let mut raw = raw.clone();
     raw.run.seed = None;
     Ok(serde_json::to_value(&raw)?)

@@ -1,7 +1,7 @@
 //! Which runs a comparison consists of: configs × variants × seeds.
 
 use crate::args::{CompareArgs, ConfigSource};
-use crate::config::{self, ConfigError, RawConfig, Settings};
+use crate::config::{self, ConfigError, Sections, Settings};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use std::str::FromStr;
@@ -60,7 +60,7 @@ pub(super) struct Cell {
     pub(super) name: String,
     pub(super) seed: u64,
     /// Its settings, every default written out.
-    pub(super) raw: RawConfig,
+    pub(super) raw: Sections,
     pub(super) folder: Utf8PathBuf,
 }
 
@@ -100,7 +100,7 @@ impl Matrix {
                     let sets = args.sets.iter().chain(sets).cloned();
                     let sets = sets.chain(std::iter::once(format!("run.seed={seed}"))).collect();
                     let source = ConfigSource { files: vec![file.clone()], sets };
-                    let raw = config::load(&source).and_then(|raw: RawConfig| {
+                    let raw = config::load(&source).and_then(|raw: Sections| {
                         let raw = raw.with_defaults()?;
                         raw.check()?.check_training()?;
                         Ok(raw)

@@ -5,7 +5,7 @@ use anyhow::{Context, ensure};
 use futures::future::try_join_all;
 use orchestrate_sandbox::{
     Command, DockerProvider, FileEntry, Limits as ContainerLimits, Owner, Purpose, Sandbox,
-    SandboxConfig, SandboxProvider, SandboxSpec,
+    SandboxProvider, SandboxSettings, SandboxSpec,
 };
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
 use std::time::Duration;
@@ -23,7 +23,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// The sandboxes that are measured.
 #[derive(Debug)]
 pub(super) struct World {
-    pub(super) config: SandboxConfig,
+    pub(super) config: SandboxSettings,
     pub(super) limits: ContainerLimits,
     pub(super) image: String,
     pub(super) workdir: String,
@@ -49,7 +49,7 @@ impl World {
     async fn provider(&self, room: u32, reuse: bool) -> anyhow::Result<DockerProvider> {
         let room = usize::try_from(room)? * 8 / 7 + 2;
         let max_containers = self.config.max_containers.max(room);
-        let config = SandboxConfig { max_containers, reuse, ..self.config.clone() };
+        let config = SandboxSettings { max_containers, reuse, ..self.config.clone() };
         Ok(DockerProvider::connect(config).await?)
     }
 
