@@ -371,8 +371,7 @@ mod tests {
                 "6 problems in the configuration:\n  \
                  {one}:2:1: unknown key rollout.group_sise; did you mean `group_size`?\n  \
                  {two}:2:9: run.steps = \"many\": must be a whole number\n  \
-                 --set sandbox.memory=4 elephants: sandbox.memory = \"4 elephants\": must be a size \
-                 like \"4 GiB\", \"512MiB\" or \"4GB\", or a number of bytes\n  \
+                 --set sandbox.memory=4 elephants: must be a size like \"4 GiB\", \"512MiB\" or \"4GB\", or a number of bytes\n  \
                  {two}:3:1: run.eval_samples = 0: must be at least 1\n  \
                  {one}:3:1: rollout.group_size = 0: must be at least 1\n  \
                  --set algorithm.gae_lambda=0.9: only applies with policy_loss = \"ppo\"; remove it"

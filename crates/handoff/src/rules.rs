@@ -92,7 +92,12 @@ pub(crate) fn always(range: Range<f64>) -> Bound {
 
 impl Bound {
     fn rule(&self, field: &'static str) -> Rule {
-        let applies = if self.always { None } else { applies(field) };
+        let applies = match (applies(field), &self.when) {
+            _ if self.always => None,
+            // The bound's own condition says more.
+            (Some(Condition::Is(one, _)), Some(Condition::Is(two, _))) if one == *two => None,
+            (applies, _) => applies,
+        };
         let outside = !within(field, self.range);
         let parts: Vec<Condition> =
             [applies, self.when.clone()].into_iter().flatten().chain([outside]).collect();

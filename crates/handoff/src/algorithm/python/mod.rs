@@ -1,7 +1,7 @@
 //! Generates `settings.py` and `rules.py` of the PyTorch trainer.
 
 use super::declaration::AlgorithmValues;
-use super::{Field, Hyperparameters, Presence};
+use super::{Field, Hyperparameters, Presence, options};
 use crate::rules::{Condition, FieldValue, Number, Rule, all_rules};
 use orchestrate_settings::Range;
 use std::fmt::Write;
@@ -118,11 +118,16 @@ fn rule_statement(rule: &Rule, field: &Field) -> String {
     if nullable && !parts.contains(&is_on) {
         parts.insert(parts.len() - 1, is_on);
     }
+    // Alternatives last, where they can be broken into lines by themselves.
+    parts.sort_by_key(|part| part.starts_with('('));
     let one_line = format!("    if {}:", parts.join(" and "));
-    let mut text = if one_line.chars().count() <= WIDTH {
-        one_line
-    } else {
-        format!("    if (\n        {}\n    ):", parts.join("\n        and "))
+    let mut text = match parts.as_slice() {
+        _ if one_line.chars().count() <= WIDTH => one_line,
+        [first, any] if any.starts_with('(') => {
+            let inner = any.trim_start_matches('(').trim_end_matches(')');
+            format!("    if {first} and (\n        {inner}\n    ):")
+        }
+        parts => format!("    if (\n        {}\n    ):", parts.join("\n        and ")),
     };
     let _ = write!(text, "\n{}", refusal(rule));
     text
@@ -171,9 +176,12 @@ fn operands(condition: &Condition) -> Vec<String> {
 
 fn expression(condition: &Condition) -> String {
     match condition {
-        Condition::Is(field, names) => comparison(field, names, ("==", "in")),
+        Condition::Is(field, names) => comparison(field, names, true),
         Condition::IsOn(field) => is_on(field).0,
         Condition::Within(field, range) => inside(field, range),
+        Condition::Above(Number::Constant(limit), two) => {
+            format!("{} < {}", number(two), plain(*limit))
+        }
         Condition::Above(one, two) => format!("{} > {}", number(one), number(two)),
         Condition::All(conditions) => {
             conditions.iter().map(expression).collect::<Vec<_>>().join(" and ")
@@ -182,15 +190,24 @@ fn expression(condition: &Condition) -> String {
             format!("({})", conditions.iter().map(expression).collect::<Vec<_>>().join(" or "))
         }
         Condition::Not(condition) => match condition.as_ref() {
-            Condition::Is(field, names) => comparison(field, names, ("!=", "not in")),
+            Condition::Is(field, names) => comparison(field, names, false),
             Condition::IsOn(field) => is_on(field).1,
-            Condition::Above(one, two) => format!("not {} > {}", number(one), number(two)),
+            Condition::Within(field, range) if kind(field) == "int" && range.high().is_none() => {
+                let low = range.low().map_or(0.0, |(low, _)| low);
+                format!("h.{field} < {}", plain(low))
+            }
             other => format!("not {}", expression(other)),
         },
     }
 }
 
-fn comparison(field: &str, names: &[&str], (one, many): (&str, &str)) -> String {
+/// The test that the option is one of `names`, or that it is not; by whichever list is shorter.
+fn comparison(field: &str, names: &[&str], is_one: bool) -> String {
+    let others: Vec<&str> =
+        options(field).into_iter().filter(|option| !names.contains(option)).collect();
+    let (names, is_one) =
+        if others.len() < names.len() { (others.as_slice(), !is_one) } else { (names, is_one) };
+    let (one, many) = if is_one { ("==", "in") } else { ("!=", "not in") };
     match names {
         [name] => format!("h.{field} {one} {}", string(name)),
         names => {
@@ -200,19 +217,22 @@ fn comparison(field: &str, names: &[&str], (one, many): (&str, &str)) -> String 
     }
 }
 
+/// The type of a field in Python.
+fn kind(field: &str) -> &'static str {
+    let fields = Hyperparameters::fields();
+    fields.iter().find(|known| known.name == field).map_or("", |known| known.python)
+}
+
 /// The tests that a value is on, and that it is off.
 fn is_on(field: &str) -> (String, String) {
-    let fields = Hyperparameters::fields();
-    let kind = fields.iter().find(|known| known.name == field).map(|known| known.python);
-    match kind {
-        Some("bool") => (format!("h.{field}"), format!("not h.{field}")),
+    match kind(field) {
+        "bool" => (format!("h.{field}"), format!("not h.{field}")),
         _ => (format!("h.{field} is not None"), format!("h.{field} is None")),
     }
 }
 
 fn inside(field: &str, range: &Range<f64>) -> String {
-    let kinds = Hyperparameters::fields();
-    let kind = kinds.iter().find(|known| known.name == field).map_or("", |known| known.python);
+    let kind = kind(field);
     let ends = |value: &str| {
         let low = range.low().map(|(low, closed)| (plain(low), if closed { "<=" } else { "<" }));
         let high =
