@@ -164,7 +164,7 @@ fn without_defaults(schema: &mut Schema) {
 pub(crate) fn load(source: &ConfigSource) -> Result<Sections, ConfigError> {
     let mut layers = Layers::of::<Sections>();
     for file in &source.files {
-        match fs_err::read_to_string(file) {
+        match std::fs::read_to_string(file) {
             Ok(text) => layers.add_file(file.as_str(), &text),
             Err(error) => layers.add_unreadable(file.as_str(), &error),
         }
@@ -228,7 +228,7 @@ impl Sections {
     fn checked(&self, misread: &dyn Fn(&str) -> bool) -> (Checked, Vec<ConfigProblem>) {
         let mut problems = Vec::new();
         let checked = self.check_each(misread, &mut problems);
-        check_across(&checked, &mut problems);
+        check_across(self, misread, &mut problems);
         self.origins.locate(&mut problems);
         (checked, problems)
     }
@@ -253,7 +253,7 @@ impl Sections {
         for line in toml::to_string(self)?.lines() {
             text.push_str(line);
             if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
-                section = name.to_owned();
+                name.clone_into(&mut section);
             } else if let Some((key, _)) = line.split_once(" = ")
                 && let Some(origin) = self.origins.of(&format!("{section}.{key}"))
             {
@@ -290,11 +290,15 @@ Durations are written as `\"90s\"`, `\"1h30m\"` or `\"250ms\"`, or as a number o
 written as `\"4 GiB\"`, `\"512MiB\"` or `\"4GB\"`, or as a number of bytes.
 ";
 
-/// Rules over several sections, for those without problems of their own.
-fn check_across(checked: &Checked, problems: &mut Vec<ConfigProblem>) {
-    if let Some(tasks) = &checked.tasks
-        && tasks.environment != "micro"
-    {
+/// Rules over several sections, except those that `misread` names.
+fn check_across(
+    sections: &Sections,
+    misread: &dyn Fn(&str) -> bool,
+    problems: &mut Vec<ConfigProblem>,
+) {
+    let are_read = |names: &[&str]| !names.iter().any(|name| misread(name));
+    let (run, tasks, engine) = (sections.run.fill(), sections.tasks.fill(), sections.engine.fill());
+    if are_read(&["tasks"]) && !["", "micro"].contains(&tasks.environment.trim()) {
         problems.push(ConfigProblem::new(
             "tasks.environment",
             &tasks.environment,
@@ -302,7 +306,7 @@ fn check_across(checked: &Checked, problems: &mut Vec<ConfigProblem>) {
              tasks.held_out_file",
         ));
     }
-    if let (Some(tasks), Some(run)) = (&checked.tasks, &checked.run)
+    if are_read(&["tasks", "run"])
         && tasks.file.is_some()
         && tasks.held_out_file.is_none()
         && run.eval_every > 0
@@ -313,13 +317,13 @@ fn check_across(checked: &Checked, problems: &mut Vec<ConfigProblem>) {
             "must be 0 without tasks.held_out_file, the rows to evaluate on",
         ));
     }
-    if let (Some(engine), Some(algorithm)) = (&checked.engine, &checked.algorithm)
-        && algorithm.routing_replay() == RoutingReplay::Predictive
+    if are_read(&["engine", "algorithm"])
+        && sections.algorithm.routing_replay == Some(RoutingReplay::Predictive)
         && !engine.is_embedded()
     {
         problems.push(ConfigProblem::new(
             "algorithm.routing_replay",
-            "predictive",
+            RoutingReplay::Predictive.name(),
             "must be \"rollout\" with an inference server: only the embedded engine routes by the \
              trainer's prediction",
         ));
@@ -371,7 +375,8 @@ mod tests {
                 "6 problems in the configuration:\n  \
                  {one}:2:1: unknown key rollout.group_sise; did you mean `group_size`?\n  \
                  {two}:2:9: run.steps = \"many\": must be a whole number\n  \
-                 --set sandbox.memory=4 elephants: must be a size like \"4 GiB\", \"512MiB\" or \"4GB\", or a number of bytes\n  \
+                 --set sandbox.memory=4 elephants: must be a size like \"4 GiB\", \
+                 \"512MiB\" or \"4GB\", or a number of bytes\n  \
                  {two}:3:1: run.eval_samples = 0: must be at least 1\n  \
                  {one}:3:1: rollout.group_size = 0: must be at least 1\n  \
                  --set algorithm.gae_lambda=0.9: only applies with policy_loss = \"ppo\"; remove it"
@@ -382,14 +387,9 @@ mod tests {
     #[test]
     fn rules_across_sections_name_where_the_value_was_written() {
         let sections = sets(&["algorithm.routing_replay=predictive", "engine.url=http://a:1"]);
-        let error = sections.and_then(|sections| {
-            let sections = Sections {
-                algorithm: AlgorithmSection { mini_steps: Some(2), ..sections.algorithm },
-                ..sections
-            };
-            sections.check().map(|_| ())
-        });
-        let text = error.unwrap_err().to_string();
+        let text = sections.unwrap().check().unwrap_err().to_string();
+        // Although the section has a problem of its own.
+        assert!(text.contains("algorithm.mini_steps = 1: must be at least 2"), "{text}");
         assert!(
             text.contains("--set algorithm.routing_replay=predictive: must be \"rollout\""),
             "{text}"

@@ -257,8 +257,8 @@ impl Condition {
 }
 
 impl Number {
-    /// Whether this number is greater than `other`.
-    pub(crate) fn is_above(self, other: Self) -> Condition {
+    /// The condition that this number is greater than `other`.
+    pub(crate) fn exceeds(self, other: Self) -> Condition {
         Condition::Above(self, other)
     }
 

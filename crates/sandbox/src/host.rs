@@ -93,7 +93,7 @@ impl DockerHost {
                 CERTIFICATES.join(", ")
             )),
             ("unix" | "http" | "ssh", Some(_)) => {
-                Err(format!("must start with tcp:// or https:// when certificates is set"))
+                Err("must start with tcp:// or https:// when certificates is set".to_owned())
             }
             ("unix" | "tcp" | "http", None) => Ok(Transport::Plain),
             ("ssh", None) => self.destination(rest).map(Transport::Ssh),

@@ -69,7 +69,7 @@ fn type_text(schema: &Value, definitions: &Map<String, Value>) -> String {
         (_, Some("array")) => match &schema["items"] {
             Value::Object(items) => {
                 let item = resolved(items, definitions);
-                match item["type"].as_str() {
+                match item.get("type").and_then(Value::as_str) {
                     Some("object") => "list of tables".to_owned(),
                     _ => format!("list of {}", type_text(&item, definitions)),
                 }

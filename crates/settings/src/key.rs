@@ -13,9 +13,9 @@ pub struct KeyInfo {
     pub description: String,
     /// The default where it is a fixed value.
     pub default: Option<Value>,
-    /// The default in words, where it depends on other keys or is no value.
+    /// The default as text, where it depends on other keys or stands for the absence of a value.
     pub default_text: Option<String>,
-    /// Limits of the value in words, e.g. `at least 1`.
+    /// Limits of the value as text, e.g. `at least 1`.
     pub limits: Vec<String>,
     /// JSON schema of the value, with its limits.
     pub schema: Map<String, Value>,
@@ -39,7 +39,7 @@ impl KeyInfo {
         }
     }
 
-    /// The same key, with its default in words.
+    /// The same key, with its default as text.
     #[must_use]
     pub fn absent(self, text: &str) -> Self {
         Self { default: None, default_text: Some(text.to_owned()), ..self }

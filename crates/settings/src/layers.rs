@@ -1,5 +1,6 @@
 //! Configuration files and assignments, merged: later layers win, tables merge, lists replace.
 
+use crate::limit::NOT_SHOWN;
 use crate::shape::Reader;
 use orchestrate_types::{ConfigProblem, Found};
 use schemars::JsonSchema;
@@ -28,7 +29,14 @@ impl Origins {
         for problem in problems {
             let absent = problem.found == Found::Missing && !problem.key.contains('[');
             if problem.origin.is_none() && !absent {
-                problem.origin = self.of(&problem.key).map(str::to_owned);
+                let origin = self.of(&problem.key).map(str::to_owned);
+                // An assignment would show the value again.
+                let is_secret = problem.found == Found::Value(NOT_SHOWN.to_owned());
+                let shown = |origin: String| match origin.split_once('=') {
+                    Some((key, _)) if is_secret && key.starts_with("--set ") => key.to_owned(),
+                    Some(_) | None => origin,
+                };
+                problem.origin = origin.map(shown);
             }
         }
     }
@@ -96,14 +104,25 @@ impl Layers {
 
     fn add(&mut self, text: &str, place: &dyn Fn(Range<usize>) -> String) {
         let (table, errors) = DeTable::parse_recoverable(text);
-        let mut reader =
-            Reader { schema: &self.schema, place, problems: Vec::new(), origins: Vec::new() };
+        let starts: Vec<usize> =
+            errors.iter().map(|error| error.span().unwrap_or(0..0).start).collect();
+        // The parser puts a value in place of what it cannot read: nothing is known about that key.
+        let unreadable = |entry: Range<usize>| {
+            let rest = text.get(entry.end..).unwrap_or_default();
+            let end = entry.end + rest.find('\n').unwrap_or(rest.len());
+            starts.iter().any(|start| (entry.start..=end).contains(start))
+        };
+        let mut reader = Reader {
+            schema: &self.schema,
+            place,
+            unreadable: &unreadable,
+            problems: Vec::new(),
+            origins: Vec::new(),
+        };
         let fitting = reader.table(table.get_ref());
         let mut problems = reader.problems;
         for error in errors {
             let span = error.span().unwrap_or(0..0);
-            // What the parser put in place of the text that it could not read.
-            problems.retain(|(start, _)| *start != span.start);
             let problem = ConfigProblem {
                 key: String::new(),
                 found: Found::Unreadable(excerpt(text, &span)),
@@ -288,6 +307,23 @@ mod tests {
                 "--set first.nothing=1: unknown key first.nothing",
             ]
         );
+    }
+
+    #[test]
+    fn a_secret_that_is_refused_is_not_shown() {
+        let mut problems = vec![ConfigProblem::new("a.token_env", NOT_SHOWN, "must be a name")];
+        let set = ("a.token_env".to_owned(), "--set a.token_env=s=cret".to_owned());
+        Origins([set].into()).locate(&mut problems);
+        let expected = "--set a.token_env: a.token_env = (not shown): must be a name";
+        assert_eq!(problems[0].to_string(), expected);
+    }
+
+    #[test]
+    fn nothing_is_said_about_keys_that_cannot_be_read() {
+        let (whole, _, problems) =
+            read(&[("a.toml", "[first]\nnumber = = 3\ntext = \"x\"\n")], &[]);
+        assert!(problems.iter().all(|problem| problem.contains("not valid TOML")), "{problems:?}");
+        assert_eq!((whole.first.number, whole.first.text.as_deref()), (None, Some("x")));
     }
 
     #[test]

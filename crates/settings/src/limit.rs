@@ -225,7 +225,7 @@ pub fn satisfies<T: ?Sized>(
 
 /// Text with at least one character that is not white space.
 pub fn not_blank(remedy: &'static str) -> Predicate<str> {
-    satisfies(|value: &str| !value.trim().is_empty(), "not blank", remedy)
+    satisfies(|value: &str| !value.trim().is_empty(), "non-empty", remedy)
 }
 
 /// The name of an environment variable. What is refused is not shown: it may be the secret itself.
@@ -236,12 +236,15 @@ pub fn variable_name(remedy: &'static str) -> Predicate<str> {
     Predicate { holds, text: "the name of an environment variable", remedy, secret: true }
 }
 
+/// Shown instead of a value that may be a secret.
+pub(crate) const NOT_SHOWN: &str = "(not shown)";
+
 impl<T: Display + ?Sized> Limit<T> for Predicate<T> {
     fn refusal(&self, value: &T) -> Option<(String, String)> {
         if (self.holds)(value) {
             return None;
         }
-        let shown = if self.secret { "(not shown)".to_owned() } else { value.to_string() };
+        let shown = if self.secret { NOT_SHOWN.to_owned() } else { value.to_string() };
         let shown = if shown.trim().is_empty() { format!("{shown:?}") } else { shown };
         Some((shown, self.remedy.to_owned()))
     }

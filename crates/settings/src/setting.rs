@@ -24,7 +24,7 @@ pub trait Setting: Sized {
     /// The value as it is written; `None` if its key is to be left out.
     fn to_written(&self) -> Option<Self::Written>;
 
-    /// The value that limits apply to; `None` if there is none.
+    /// The value that limits apply to; `None` if the setting has no value.
     fn limited(&self) -> Option<&Self::Limited>;
 
     /// Checks values inside this one; `key` is where it lies in its section.

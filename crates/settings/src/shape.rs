@@ -13,6 +13,8 @@ pub(crate) struct Reader<'a> {
     pub(crate) schema: &'a Json,
     /// The place of a span of the text, e.g. `run.toml:3:8`.
     pub(crate) place: &'a dyn Fn(Range<usize>) -> String,
+    /// Whether a part of the text cannot be read.
+    pub(crate) unreadable: &'a dyn Fn(Range<usize>) -> bool,
     /// What does not fit, with its place in the text in bytes.
     pub(crate) problems: Vec<(usize, ConfigProblem)>,
     /// Path and place of every value that fits.
@@ -54,6 +56,10 @@ impl Reader<'_> {
         for (name, value) in table {
             let key = name.get_ref().as_ref();
             let full = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
+            let is_table = matches!(value.get_ref(), DeValue::Table(_));
+            if !is_table && (self.unreadable)(name.span().start..value.span().end) {
+                continue;
+            }
             let Some(schema) = properties.get(key) else {
                 let mut problem = ConfigProblem::unknown(full, self.similar(key, properties, path));
                 problem.origin = Some((self.place)(name.span()));
@@ -61,7 +67,7 @@ impl Reader<'_> {
                 continue;
             };
             // Tables are written over many places; the place of each of their values counts.
-            if !matches!(value.get_ref(), DeValue::Table(_)) {
+            if !is_table {
                 let place = (self.place)(name.span());
                 self.origins.push((full.clone(), place));
             }
@@ -167,7 +173,7 @@ impl Reader<'_> {
 fn closest<'a>(text: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let scored = names.map(|name| (strsim::jaro_winkler(text, name), name));
     let best = scored.max_by(|(a, _), (b, _)| a.total_cmp(b))?;
-    (best.0 > 0.85).then_some(best.1)
+    (best.0 > 0.88).then_some(best.1)
 }
 
 /// The names that a schema of a choice allows; none for other schemas.
@@ -184,42 +190,44 @@ pub(crate) fn choices(schema: &Json) -> Vec<&str> {
 
 /// What `value` must be to have the shape; `None` if it has it.
 fn refusal(value: &Value, shape: &Shape<'_>) -> Option<String> {
-    let expected = match (shape, value) {
-        (Shape::Table(_), _) => "a table".to_owned(),
-        (Shape::List(_), _) => "a list in square brackets".to_owned(),
-        (Shape::Pair, Value::Array(pair)) if pair.len() == 2 && pair.iter().all(is_number) => {
-            return None;
-        }
-        (Shape::Pair, _) => "two numbers, like [0.9, 0.999]".to_owned(),
-        (Shape::Choice(names), Value::String(text)) if names.contains(&text.as_str()) => {
-            return None;
-        }
-        (Shape::Choice(names), value) => {
+    if fits(value, shape) {
+        return None;
+    }
+    let expected = match shape {
+        Shape::Table(_) => "a table".to_owned(),
+        Shape::List(_) => "a list in square brackets".to_owned(),
+        Shape::Pair => "two numbers, like [0.9, 0.999]".to_owned(),
+        Shape::Choice(names) => {
             let meant = value.as_str().and_then(|text| closest(text, names.iter().copied()));
             let meant = meant.map(|name| format!("; did you mean \"{name}\"?")).unwrap_or_default();
             format!("{}{meant}", one_of(names))
         }
-        (Shape::Duration, Value::String(text)) if text.parse::<HumanDuration>().is_ok() => {
-            return None;
-        }
-        (Shape::Duration, Value::Integer(0..)) => return None,
-        (Shape::Duration, Value::Float(seconds)) if *seconds >= 0.0 && seconds.is_finite() => {
-            return None;
-        }
-        (Shape::Duration, _) => HumanDuration::EXPECTED.to_owned(),
-        (Shape::Size, Value::String(text)) if text.parse::<ByteSize>().is_ok() => return None,
-        (Shape::Size, Value::Integer(0..)) => return None,
-        (Shape::Size, _) => ByteSize::EXPECTED.to_owned(),
-        (Shape::Whole(limits), Value::Integer(number)) => return out_of_type(*number, limits),
-        (Shape::Whole(_), _) => "a whole number".to_owned(),
-        (Shape::Number, value) if is_number(value) => return None,
-        (Shape::Number, _) => "a number".to_owned(),
-        (Shape::Text, Value::String(_)) => return None,
-        (Shape::Text, _) => "text in quotes".to_owned(),
-        (Shape::Flag, Value::Boolean(_)) => return None,
-        (Shape::Flag, _) => "true or false".to_owned(),
+        Shape::Duration => HumanDuration::EXPECTED.to_owned(),
+        Shape::Size => ByteSize::EXPECTED.to_owned(),
+        Shape::Whole(limits) => match value.as_integer() {
+            Some(number) => return out_of_type(number, limits),
+            None => "a whole number".to_owned(),
+        },
+        Shape::Number => "a number".to_owned(),
+        Shape::Text => "text in quotes".to_owned(),
+        Shape::Flag => "true or false".to_owned(),
     };
     Some(format!("must be {expected}"))
+}
+
+fn fits(value: &Value, shape: &Shape<'_>) -> bool {
+    match (shape, value) {
+        (Shape::Pair, Value::Array(pair)) => pair.len() == 2 && pair.iter().all(is_number),
+        (Shape::Choice(names), Value::String(text)) => names.contains(&text.as_str()),
+        (Shape::Duration, Value::String(text)) => text.parse::<HumanDuration>().is_ok(),
+        (Shape::Size, Value::String(text)) => text.parse::<ByteSize>().is_ok(),
+        (Shape::Duration | Shape::Size, Value::Integer(number)) => *number >= 0,
+        (Shape::Duration, Value::Float(seconds)) => *seconds >= 0.0 && seconds.is_finite(),
+        (Shape::Whole(limits), Value::Integer(number)) => out_of_type(*number, limits).is_none(),
+        (Shape::Number, value) => is_number(value),
+        (Shape::Text, Value::String(_)) | (Shape::Flag, Value::Boolean(_)) => true,
+        (_, _) => false,
+    }
 }
 
 fn is_number(value: &Value) -> bool {

@@ -309,15 +309,7 @@ fn default_bounds(
 /// The rules between several hyperparameters: the one that is refused, when, and the remedy.
 pub(crate) fn rules() -> Vec<Rule> {
     let loss = |names| is("policy_loss", names);
-    let corrected = |names| is("importance_correction", names);
-    let uncorrected = || is("importance_correction", &["none"]);
-    let by_sequence = || is("policy_loss", &["gmpo", "rspo"]);
-    let shift = |names| is("router_shift", names);
-    let floor = || number("router_shift_floor");
-    let floor_fits = || within("router_shift_floor", above(0.0).at_most(1.0));
-    let past_clip = "must be so large, or clip_low so large, that the weight alone does not pass \
-                     the lower clip";
-    vec![
+    let mut rules = vec![
         rule(
             "aggregation",
             loss(&["gspo", "gmpo", "rspo"]) & !is("aggregation", &["seq-mean-token-mean"]),
@@ -328,6 +320,46 @@ pub(crate) fn rules() -> Vec<Rule> {
             is_on("dual_clip") & !loss(&["grpo", "ppo"]),
             "must be left out: it bounds the clipped surrogate of grpo and ppo",
         ),
+        rule(
+            "off_policy_delta",
+            is_on("off_policy_delta") & loss(&["ppo"]),
+            "must be left out: it needs one advantage per sequence, and ppo has one per token",
+        ),
+        rule(
+            "kl_estimator",
+            number("kl_coefficient").exceeds(constant(0.0))
+                & is("kl_estimator", &["k1"])
+                & !loss(&["ppo"]),
+            "must be \"k2\", \"k3\" or \"k3_plus\": k1 is subtracted from the reward of each \
+             token, which only ppo has, and in a loss its gradient says nothing",
+        ),
+        rule(
+            "kl_unbiased",
+            number("kl_coefficient").exceeds(constant(0.0))
+                & is_on("kl_unbiased")
+                & !is("kl_estimator", &["k3"]),
+            "must be false, unless kl_estimator is \"k3\": the ratio makes its gradient unbiased",
+        ),
+        rule(
+            "mini_steps",
+            is("routing_replay", &["predictive"]) & constant(2.0).exceeds(number("mini_steps")),
+            "must be at least 2 with routing_replay = \"predictive\": the predictor learns from \
+             the second mini step on",
+        ),
+    ];
+    rules.extend(router_shift_rules());
+    rules.extend(correction_rules());
+    rules
+}
+
+fn router_shift_rules() -> Vec<Rule> {
+    let loss = |names| is("policy_loss", names);
+    let shift = |names| is("router_shift", names);
+    let floor = || number("router_shift_floor");
+    let floor_fits = || within("router_shift_floor", above(0.0).at_most(1.0));
+    let past_clip = "must be so large, or clip_low so large, that the weight alone does not pass \
+                     the lower clip";
+    vec![
         rule(
             "router_shift",
             loss(&["rspo"]) & shift(&["none"]),
@@ -355,7 +387,7 @@ pub(crate) fn rules() -> Vec<Rule> {
             loss(&["rspo"])
                 & shift(&["before_clip"])
                 & floor_fits()
-                & (-floor().ln()).is_above(number("clip_low") + constant(1e-9)),
+                & (-floor().ln()).exceeds(number("clip_low") + constant(1e-9)),
             past_clip,
         ),
         rule(
@@ -363,12 +395,20 @@ pub(crate) fn rules() -> Vec<Rule> {
             !loss(&["rspo"])
                 & shift(&["before_clip"])
                 & floor_fits()
-                & (constant(1.0) - floor()).is_above(number("clip_low") + constant(1e-9)),
+                & (constant(1.0) - floor()).exceeds(number("clip_low") + constant(1e-9)),
             past_clip,
         ),
+    ]
+}
+
+fn correction_rules() -> Vec<Rule> {
+    let loss = |names| is("policy_loss", names);
+    let corrected = |names| is("importance_correction", names);
+    let by_sequence = || is("policy_loss", &["gmpo", "rspo"]);
+    vec![
         rule(
             "importance_correction",
-            loss(&["minirl"]) & !uncorrected(),
+            loss(&["minirl"]) & !corrected(&["none"]),
             "must be \"none\": minirl's ratio is already that to the sampler, and importance_high \
              bounds it",
         ),
@@ -397,34 +437,8 @@ pub(crate) fn rules() -> Vec<Rule> {
         rule(
             "importance_low",
             corrected(&["icepop", "geometric_mask"])
-                & !number("importance_high").is_above(number("importance_low")),
+                & !number("importance_high").exceeds(number("importance_low")),
             "must be below importance_high",
-        ),
-        rule(
-            "off_policy_delta",
-            is_on("off_policy_delta") & loss(&["ppo"]),
-            "must be left out: it needs one advantage per sequence, and ppo has one per token",
-        ),
-        rule(
-            "kl_estimator",
-            number("kl_coefficient").is_above(constant(0.0))
-                & is("kl_estimator", &["k1"])
-                & !loss(&["ppo"]),
-            "must be \"k2\", \"k3\" or \"k3_plus\": k1 is subtracted from the reward of each \
-             token, which only ppo has, and in a loss its gradient says nothing",
-        ),
-        rule(
-            "kl_unbiased",
-            number("kl_coefficient").is_above(constant(0.0))
-                & is_on("kl_unbiased")
-                & !is("kl_estimator", &["k3"]),
-            "must be false, unless kl_estimator is \"k3\": the ratio makes its gradient unbiased",
-        ),
-        rule(
-            "mini_steps",
-            is("routing_replay", &["predictive"]) & constant(2.0).is_above(number("mini_steps")),
-            "must be at least 2 with routing_replay = \"predictive\": the predictor learns from \
-             the second mini step on",
         ),
     ]
 }

@@ -178,7 +178,7 @@ macro_rules! choice {
 ///         key: Type = default, presence, bound, bound;
 ///     }
 ///     kept {       // keys of [algorithm] that only the orchestrator uses
-///         key: Type = default => "default in words";
+///         key: Type = default => "default as text";
 ///     }
 ///     per_step {   // not in [algorithm]: set for each step
 ///         key: Type = default, bound;
@@ -328,7 +328,7 @@ macro_rules! hyperparameters {
                 ]
             }
 
-            /// The value of the hyperparameter called `name`; `Off` if there is none.
+            /// The value of the hyperparameter called `name`; `Off` for unknown names.
             pub(crate) fn value(&self, name: &str) -> crate::rules::FieldValue {
                 $(
                     if name == stringify!($name) {
