@@ -1,14 +1,17 @@
-"""Which hyperparameters make sense, alone and together: the orchestrator's own rules, in its words.
+"""Rules that hyperparameters must follow, alone and together.
 
-A configuration is checked by the orchestrator before a run; these are for requests of other
+A run's configuration is checked by the orchestrator; these checks are for requests of other
 programs and versions.
+
+Generated from crates/handoff/src/algorithm/declaration.rs. Do not edit: change the declaration, and
+run `ORCHESTRATE_REGENERATE=1 cargo nextest run -p orchestrate-handoff generated`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,185 +20,337 @@ if TYPE_CHECKING:
 
 __all__ = ["Refusal", "refusals"]
 
-#: Field, its value, why it cannot be used and what to write instead.
-Refusal = tuple[str, Any, str]
-
-SURROGATES = ("grpo", "ppo")
-PER_SEQUENCE = ("gspo", "gmpo", "rspo")
-ABOVE_ZERO = "use a number above 0"
+#: Field, its value, and what the value must be.
+Refusal = tuple[str, object, str]
 
 
-def refusals(h: "Hyperparameters") -> list[str]:
-    """A sentence for each setting that cannot be used; none if all can."""
-    found: Iterator[Refusal] = (
-        refusal
-        for rule in (_clips, _sums, _shift, _importance, _divergence, _values, _routes, _optimizer)
-        for refusal in rule(h)
-    )
-    return [f"`{field}` = {_text(value)} is not usable: {why}" for field, value, why in found]
+def refusals(h: Hyperparameters) -> list[str]:
+    """One sentence for each refused hyperparameter; empty if all are accepted."""
+    found = (refusal for rule in RULES for refusal in rule(h))
+    return [f"`{field}` = {_text(value)}: {remedy}" for field, value, remedy in found]
 
 
-def _positive(h: "Hyperparameters", *fields: str) -> Iterator[Refusal]:
-    for field in fields:
-        value = getattr(h, field)
-        if not (math.isfinite(value) and value > 0):
-            yield field, value, ABOVE_ZERO
-
-
-def _not_negative(h: "Hyperparameters", *fields: str) -> Iterator[Refusal]:
-    for field in fields:
-        value = getattr(h, field)
-        if not (math.isfinite(value) and value >= 0):
-            yield field, value, "use 0 or a number above"
-
-
-def _clips(h: "Hyperparameters") -> Iterator[Refusal]:
-    loss, low = h.policy_loss, h.clip_low
-    if loss in ("grpo", "gspo", "minirl", "ppo") and not 0 < low < 1:
-        yield "clip_low", low, "use a number between 0 and 1"
-    if loss == "cispo" and not 0 < low <= 1:
-        why = "use a number above 0; 1 leaves the ratio without a lower bound"
-        yield "clip_low", low, why
-    if loss in ("gmpo", "rspo"):
-        yield from _positive(h, "clip_low")
-    if loss == "sapo":
-        if not all(math.isfinite(tau) and tau > 0 for tau in h.sapo_tau):
-            yield "sapo_tau", h.sapo_tau, "use two numbers above 0"
-    else:
-        yield from _positive(h, "clip_high")
-    if h.dual_clip is not None:
-        if not h.dual_clip > 1:
-            yield "dual_clip", h.dual_clip, "use a number above 1, or 0 to turn it off"
-        if loss not in SURROGATES:
-            why = "it bounds the clipped surrogate of grpo and ppo; leave it out with others"
-            yield "dual_clip", h.dual_clip, why
-
-
-def _sums(h: "Hyperparameters") -> Iterator[Refusal]:
-    yield from _positive(h, "loss_norm_tokens")
-    if h.policy_loss in PER_SEQUENCE and h.aggregation != "seq-mean-token-mean":
-        why = 'gspo, gmpo and rspo are means over sequences: use "seq-mean-token-mean"'
-        yield "aggregation", h.aggregation, why
-
-
-def _shift(h: "Hyperparameters") -> Iterator[Refusal]:
-    loss, shift, floor = h.policy_loss, h.router_shift, h.router_shift_floor
-    if shift == "none":
-        if loss == "rspo":
-            why = (
-                'rspo is gmpo with router shift: use "before_clip" or "after_clip", or '
-                'policy_loss = "gmpo"'
-            )
-            yield "router_shift", shift, why
-        return
-    if loss == "gmpo":
-        yield "router_shift", shift, 'gmpo with router shift is policy_loss = "rspo"'
-    if loss in ("grpo", "gspo", "ppo") and shift == "after_clip":
-        why = 'only rspo has a form with the weight after the clip: use "before_clip"'
-        yield "router_shift", shift, why
-    if loss in ("cispo", "minirl", "sapo"):
-        why = 'it is defined for grpo, gspo, ppo and rspo; use "none"'
-        yield "router_shift", shift, why
-    if not 0 < floor <= 1:
-        yield "router_shift_floor", floor, "use a number above 0, at most 1"
-        return
-    reach = -math.log(floor) if loss == "rspo" else 1 - floor
-    if shift == "before_clip" and reach > h.clip_low + 1e-9:
-        why = "a weight at the floor alone would pass the lower clip: raise the floor or clip_low"
-        yield "router_shift_floor", floor, why
-
-
-def _importance(h: "Hyperparameters") -> Iterator[Refusal]:
-    correction, level = h.importance_correction, h.importance_level
-    if correction != "none" or h.policy_loss == "minirl":
-        yield from _positive(h, "importance_high")
-    if correction in ("icepop", "geometric_mask"):
-        yield from _not_negative(h, "importance_low")
-        if not h.importance_low < h.importance_high:
-            yield "importance_low", h.importance_low, "use a number below importance_high"
-    if correction == "none":
-        return
-    if h.policy_loss == "minirl":
-        why = (
-            'minirl\'s ratio is already that to the sampler: use "none", and bound it by '
-            "importance_high"
+def _aggregation(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.policy_loss in ("gspo", "gmpo", "rspo") and h.aggregation != "seq-mean-token-mean":
+        yield (
+            "aggregation",
+            h.aggregation,
+            'must be "seq-mean-token-mean": gspo, gmpo and rspo are means over sequences',
         )
-        yield "importance_correction", correction, why
-    by_sequence = h.policy_loss in ("gmpo", "rspo")
-    if correction == "icepop" and level == "sequence":
-        why = 'icepop looks at each token: use "token", or the correction "geometric_mask"'
-        yield "importance_level", level, why
-    elif correction == "geometric_mask" and level == "token":
-        why = 'geometric_mask looks at whole sequences: use "sequence"'
-        yield "importance_level", level, why
-    elif correction == "icepop" and by_sequence:
-        why = (
-            "icepop looks at each token, gmpo and rspo have one factor per sequence: use tis, mis "
-            "or geometric_mask"
+
+
+def _loss_norm_tokens(h: Hyperparameters) -> Iterator[Refusal]:
+    if not 0 < h.loss_norm_tokens < math.inf:
+        yield "loss_norm_tokens", h.loss_norm_tokens, "must be above 0"
+
+
+def _router_shift(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.policy_loss == "rspo" and h.router_shift == "none":
+        remedy = (
+            'must be "before_clip" or "after_clip": rspo without router shift is policy_loss = '
+            '"gmpo"'
         )
-        yield "importance_correction", correction, why
-    elif level == "token" and by_sequence:
-        why = 'gmpo and rspo have one factor per sequence: use "sequence"'
-        yield "importance_level", level, why
-
-
-def _divergence(h: "Hyperparameters") -> Iterator[Refusal]:
-    if h.off_policy_delta is not None:
-        yield from _positive(h, "off_policy_delta")
-        if h.policy_loss == "ppo":
-            why = "it needs one advantage per sequence, ppo has one per token: leave it out"
-            yield "off_policy_delta", h.off_policy_delta, why
-    yield from _not_negative(h, "kl_coefficient")
-    if not h.kl_coefficient > 0:
-        return
-    if h.kl_estimator == "k1" and h.policy_loss != "ppo":
-        why = (
-            "k1 is taken off the reward of each token, which only ppo has; in a loss its gradient "
-            'says nothing: use "k3" or "k2"'
+        yield "router_shift", h.router_shift, remedy
+    if h.policy_loss == "gmpo" and h.router_shift != "none":
+        yield (
+            "router_shift",
+            h.router_shift,
+            'must be "none": gmpo with router shift is policy_loss = "rspo"',
         )
-        yield "kl_estimator", h.kl_estimator, why
-    if h.kl_unbiased and h.kl_estimator != "k3":
-        why = 'the ratio makes the gradient of k3 unbiased; use it with kl_estimator = "k3"'
-        yield "kl_unbiased", h.kl_unbiased, why
-
-
-def _values(h: "Hyperparameters") -> Iterator[Refusal]:
-    if h.policy_loss != "ppo":
-        return
-    for field in ("gae_gamma", "gae_lambda"):
-        if not 0 <= getattr(h, field) <= 1:
-            yield field, getattr(h, field), "use a number from 0 to 1"
-    yield from _positive(h, "value_clip", "value_coefficient", "value_rate")
-
-
-def _routes(h: "Hyperparameters") -> Iterator[Refusal]:
-    if h.routing_replay != "predictive":
-        return
-    if h.mini_steps < 2:
-        why = (
-            "the predictor learns from the second mini step on: use at least 2, or "
-            'routing_replay = "rollout"'
+    if h.policy_loss in ("grpo", "gspo", "ppo") and h.router_shift == "after_clip":
+        yield (
+            "router_shift",
+            h.router_shift,
+            'must be "before_clip" or "none": only rspo has a form with the weight after the clip',
         )
-        yield "mini_steps", h.mini_steps, why
-    yield from _positive(h, "predictor_rate")
-    if h.predictor_tokens < 1:
-        yield "predictor_tokens", h.predictor_tokens, "use at least 1"
+    if h.policy_loss in ("cispo", "minirl", "sapo") and h.router_shift != "none":
+        yield (
+            "router_shift",
+            h.router_shift,
+            'must be "none": it is defined for grpo, gspo, ppo and rspo',
+        )
 
 
-def _optimizer(h: "Hyperparameters") -> Iterator[Refusal]:
+def _router_shift_floor(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.router_shift != "none" and not 0 < h.router_shift_floor <= 1:
+        yield "router_shift_floor", h.router_shift_floor, "must be above 0 and at most 1"
+    if (
+        h.policy_loss == "rspo"
+        and h.router_shift == "before_clip"
+        and 0 < h.router_shift_floor <= 1
+        and -math.log(h.router_shift_floor) > h.clip_low + 1e-9
+    ):
+        remedy = (
+            "must be so large, or clip_low so large, that the weight alone does not pass the lower "
+            "clip"
+        )
+        yield "router_shift_floor", h.router_shift_floor, remedy
+    if (
+        h.policy_loss != "rspo"
+        and h.router_shift == "before_clip"
+        and 0 < h.router_shift_floor <= 1
+        and 1 - h.router_shift_floor > h.clip_low + 1e-9
+    ):
+        remedy = (
+            "must be so large, or clip_low so large, that the weight alone does not pass the lower "
+            "clip"
+        )
+        yield "router_shift_floor", h.router_shift_floor, remedy
+
+
+def _clip_low(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.policy_loss in ("grpo", "gspo", "minirl", "ppo") and not 0 < h.clip_low < 1:
+        yield "clip_low", h.clip_low, "must be above 0 and below 1"
+    if h.policy_loss == "cispo" and not 0 < h.clip_low <= 1:
+        yield (
+            "clip_low",
+            h.clip_low,
+            "must be above 0 and at most 1; 1 leaves the ratio without a lower bound",
+        )
+    if h.policy_loss in ("gmpo", "rspo") and not 0 < h.clip_low < math.inf:
+        yield "clip_low", h.clip_low, "must be above 0"
+
+
+def _clip_high(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.policy_loss != "sapo" and not 0 < h.clip_high < math.inf:
+        yield "clip_high", h.clip_high, "must be above 0"
+
+
+def _dual_clip(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.dual_clip is not None and not 1 < h.dual_clip < math.inf:
+        yield "dual_clip", h.dual_clip, "must be above 1; 0 turns it off"
+    if h.dual_clip is not None and h.policy_loss not in ("grpo", "ppo"):
+        yield (
+            "dual_clip",
+            h.dual_clip,
+            "must be left out: it bounds the clipped surrogate of grpo and ppo",
+        )
+
+
+def _sapo_tau(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.policy_loss == "sapo" and not all(0 < part < math.inf for part in h.sapo_tau):
+        yield "sapo_tau", h.sapo_tau, "must be above 0"
+
+
+def _importance_correction(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.policy_loss == "minirl" and h.importance_correction != "none":
+        remedy = (
+            'must be "none": minirl\'s ratio is already that to the sampler, and importance_high '
+            "bounds it"
+        )
+        yield "importance_correction", h.importance_correction, remedy
+    if (
+        h.policy_loss in ("gmpo", "rspo")
+        and h.importance_correction == "icepop"
+        and h.importance_level == "token"
+    ):
+        remedy = (
+            'must be "tis", "mis" or "geometric_mask": gmpo and rspo have one factor per sequence, '
+            "and icepop looks at each token"
+        )
+        yield "importance_correction", h.importance_correction, remedy
+
+
+def _importance_level(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.importance_correction == "icepop" and h.importance_level == "sequence":
+        remedy = (
+            'must be "token": icepop looks at each token; for sequences there is '
+            'importance_correction = "geometric_mask"'
+        )
+        yield "importance_level", h.importance_level, remedy
+    if h.importance_correction == "geometric_mask" and h.importance_level == "token":
+        yield (
+            "importance_level",
+            h.importance_level,
+            'must be "sequence": geometric_mask looks at whole sequences',
+        )
+    if (
+        h.policy_loss in ("gmpo", "rspo")
+        and h.importance_correction in ("tis", "mis")
+        and h.importance_level == "token"
+    ):
+        yield (
+            "importance_level",
+            h.importance_level,
+            'must be "sequence": gmpo and rspo have one factor per sequence',
+        )
+
+
+def _importance_high(h: Hyperparameters) -> Iterator[Refusal]:
+    if not 0 < h.importance_high < math.inf and (
+        h.policy_loss == "minirl" or h.importance_correction != "none"
+    ):
+        yield "importance_high", h.importance_high, "must be above 0"
+
+
+def _importance_low(h: Hyperparameters) -> Iterator[Refusal]:
+    if (
+        h.importance_correction in ("icepop", "geometric_mask")
+        and not 0 <= h.importance_low < math.inf
+    ):
+        yield "importance_low", h.importance_low, "must be at least 0"
+    if (
+        h.importance_correction in ("icepop", "geometric_mask")
+        and not h.importance_high > h.importance_low
+    ):
+        yield "importance_low", h.importance_low, "must be below importance_high"
+
+
+def _off_policy_delta(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.off_policy_delta is not None and not 0 < h.off_policy_delta < math.inf:
+        yield "off_policy_delta", h.off_policy_delta, "must be above 0"
+    if h.off_policy_delta is not None and h.policy_loss == "ppo":
+        yield (
+            "off_policy_delta",
+            h.off_policy_delta,
+            "must be left out: it needs one advantage per sequence, and ppo has one per token",
+        )
+
+
+def _kl_coefficient(h: Hyperparameters) -> Iterator[Refusal]:
+    if not 0 <= h.kl_coefficient < math.inf:
+        yield "kl_coefficient", h.kl_coefficient, "must be at least 0"
+
+
+def _kl_estimator(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.kl_coefficient > 0 and h.kl_estimator == "k1" and h.policy_loss != "ppo":
+        remedy = (
+            'must be "k2", "k3" or "k3_plus": k1 is subtracted from the reward of each token, '
+            "which only ppo has, and in a loss its gradient says nothing"
+        )
+        yield "kl_estimator", h.kl_estimator, remedy
+
+
+def _kl_unbiased(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.kl_coefficient > 0 and h.kl_unbiased and h.kl_estimator != "k3":
+        yield (
+            "kl_unbiased",
+            h.kl_unbiased,
+            'must be false, unless kl_estimator is "k3": the ratio makes its gradient unbiased',
+        )
+
+
+def _gae_gamma(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.policy_loss == "ppo" and not 0 <= h.gae_gamma <= 1:
+        yield "gae_gamma", h.gae_gamma, "must be from 0 to 1"
+
+
+def _gae_lambda(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.policy_loss == "ppo" and not 0 <= h.gae_lambda <= 1:
+        yield "gae_lambda", h.gae_lambda, "must be from 0 to 1"
+
+
+def _value_clip(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.policy_loss == "ppo" and not 0 < h.value_clip < math.inf:
+        yield "value_clip", h.value_clip, "must be above 0"
+
+
+def _value_coefficient(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.policy_loss == "ppo" and not 0 < h.value_coefficient < math.inf:
+        yield "value_coefficient", h.value_coefficient, "must be above 0"
+
+
+def _value_rate(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.policy_loss == "ppo" and not 0 < h.value_rate < math.inf:
+        yield "value_rate", h.value_rate, "must be above 0"
+
+
+def _predictor_rate(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.routing_replay == "predictive" and not 0 < h.predictor_rate < math.inf:
+        yield "predictor_rate", h.predictor_rate, "must be above 0"
+
+
+def _predictor_tokens(h: Hyperparameters) -> Iterator[Refusal]:
+    if h.routing_replay == "predictive" and h.predictor_tokens < 1:
+        yield "predictor_tokens", h.predictor_tokens, "must be at least 1"
+
+
+def _mini_steps(h: Hyperparameters) -> Iterator[Refusal]:
     if h.mini_steps < 1:
-        yield "mini_steps", h.mini_steps, "use at least 1"
-    if not all(0 <= beta < 1 for beta in h.betas):
-        yield "betas", h.betas, "use two numbers from 0 to below 1"
-    yield from _not_negative(h, "weight_decay")
+        yield "mini_steps", h.mini_steps, "must be at least 1"
+    if h.routing_replay == "predictive" and h.mini_steps < 2:
+        remedy = (
+            'must be at least 2 with routing_replay = "predictive": the predictor learns from the '
+            "second mini step on"
+        )
+        yield "mini_steps", h.mini_steps, remedy
+
+
+def _micro_batch_tokens(h: Hyperparameters) -> Iterator[Refusal]:
     if h.micro_batch_tokens < 1:
-        why = "use at least 1; a longer sequence forms a pass of its own"
-        yield "micro_batch_tokens", h.micro_batch_tokens, why
-    yield from _not_negative(h, "learning_rate")
-    yield from _positive(h, "adam_eps", "max_grad_norm", "temperature")
+        yield (
+            "micro_batch_tokens",
+            h.micro_batch_tokens,
+            "must be at least 1; a longer sequence is a pass by itself",
+        )
 
 
-def _text(value: Any) -> str:
+def _learning_rate(h: Hyperparameters) -> Iterator[Refusal]:
+    if not 0 <= h.learning_rate < math.inf:
+        yield "learning_rate", h.learning_rate, "must be at least 0"
+
+
+def _betas(h: Hyperparameters) -> Iterator[Refusal]:
+    if not all(0 <= part < 1 for part in h.betas):
+        yield "betas", h.betas, "must be at least 0 and below 1"
+
+
+def _adam_eps(h: Hyperparameters) -> Iterator[Refusal]:
+    if not 0 < h.adam_eps < math.inf:
+        yield "adam_eps", h.adam_eps, "must be above 0"
+
+
+def _weight_decay(h: Hyperparameters) -> Iterator[Refusal]:
+    if not 0 <= h.weight_decay < math.inf:
+        yield "weight_decay", h.weight_decay, "must be at least 0"
+
+
+def _max_grad_norm(h: Hyperparameters) -> Iterator[Refusal]:
+    if not 0 < h.max_grad_norm < math.inf:
+        yield "max_grad_norm", h.max_grad_norm, "must be above 0"
+
+
+def _temperature(h: Hyperparameters) -> Iterator[Refusal]:
+    if not 0 < h.temperature < math.inf:
+        yield "temperature", h.temperature, "must be above 0"
+
+
+RULES = (
+    _aggregation,
+    _loss_norm_tokens,
+    _router_shift,
+    _router_shift_floor,
+    _clip_low,
+    _clip_high,
+    _dual_clip,
+    _sapo_tau,
+    _importance_correction,
+    _importance_level,
+    _importance_high,
+    _importance_low,
+    _off_policy_delta,
+    _kl_coefficient,
+    _kl_estimator,
+    _kl_unbiased,
+    _gae_gamma,
+    _gae_lambda,
+    _value_clip,
+    _value_coefficient,
+    _value_rate,
+    _predictor_rate,
+    _predictor_tokens,
+    _mini_steps,
+    _micro_batch_tokens,
+    _learning_rate,
+    _betas,
+    _adam_eps,
+    _weight_decay,
+    _max_grad_norm,
+    _temperature,
+)
+
+
+def _text(value: object) -> str:
     """A value as the orchestrator writes it: whole numbers without a point, no exponents."""
     if isinstance(value, bool):
         return str(value).lower()

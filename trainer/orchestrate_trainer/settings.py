@@ -1,4 +1,8 @@
-"""Hyperparameters of a step, as the trainer protocol has them, and which this trainer takes."""
+"""Hyperparameters of a step, as in the trainer protocol, and which of them this trainer supports.
+
+Generated from crates/handoff/src/algorithm/declaration.rs. Do not edit: change the declaration, and
+run `ORCHESTRATE_REGENERATE=1 cargo nextest run -p orchestrate-handoff generated`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from .rules import refusals
 
 __all__ = ["ALGORITHMS", "Hyperparameters", "Unusable"]
 
-#: Policy losses this trainer has.
+#: Policy losses that this trainer supports.
 ALGORITHMS = ("grpo", "gspo", "gmpo", "rspo", "cispo", "minirl", "sapo", "ppo")
-CHOICES = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "policy_loss": ALGORITHMS,
     "aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-norm"),
     "routing_replay": ("none", "recompute", "rollout", "predictive"),
@@ -25,65 +29,102 @@ CHOICES = {
 
 
 class Unusable(ValueError):
-    """A setting outside its range, or one this trainer does not have."""
+    """A hyperparameter that is missing, out of range or not supported by this trainer."""
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Everything an update depends on beside the batch. Fields with a default may be absent in a
-    request."""
+    """Everything an update depends on besides the batch.
 
+    Fields with a default may be absent from a request.
+    """
+
+    #: Policy loss.
     policy_loss: str
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
+    #: How the losses of tokens become one number.
     aggregation: str
+    #: Constant of `token-sum-norm`, in tokens: usually the longest sequence. Required there.
     loss_norm_tokens: float
+    #: Whose routes the trainer's forward passes use.
     routing_replay: str
+    #: Lower clip of the ratio; of its logarithm for `gmpo` and `rspo`.
+    clip_low: float
+    #: Upper clip of the ratio; above `clip_low` it is Clip-Higher.
+    clip_high: float
+    #: Optimizer steps that one batch is split into.
     mini_steps: int
+    #: Most tokens in one forward and backward pass; gradients accumulate beyond.
     micro_batch_tokens: int
+    #: AdamW learning rate. A run requires a rate above 0.
     learning_rate: float
+    #: AdamW decay rates of the first and second moment.
     betas: tuple[float, float]
+    #: AdamW ε.
     adam_eps: float
+    #: Decoupled weight decay.
     weight_decay: float
+    #: Global L2 norm that gradients are clipped to.
     max_grad_norm: float
+    #: Sampling temperature of the rollouts; log-probs are taken at it.
     temperature: float
+    #: Also measure the mismatch in a forward pass without replay.
     measure_no_replay: bool
-    sapo_tau: tuple[float, float] = (1.0, 1.05)
+    #: Where the router-shift weight enters the ratio.
     router_shift: str = "none"
+    #: Smallest router-shift weight.
     router_shift_floor: float = 0.8
+    #: Bound of the ratio for negative advantages; 0 turns it off.
+    dual_clip: float | None = None
+    #: Thresholds of `sapo`'s sigmoid for positive and for other advantages.
+    sapo_tau: tuple[float, float] = (1.0, 1.05)
+    #: Weight against the mismatch of sampler and trainer.
     importance_correction: str = "none"
+    #: Whether the weight is taken over single tokens or whole sequences.
     importance_level: str = "token"
-    importance_low: float = 0.5
+    #: Upper bound of the weight, and of `minirl`'s ratio.
     importance_high: float = 2.0
+    #: Lower bound of the weight.
+    importance_low: float = 0.5
+    #: Sequences with a negative advantage are left out once the policy moved away from them by this
+    #: mean log-prob; 0 turns it off.
     off_policy_delta: float | None = None
+    #: Factor on the divergence from the run's starting policy; 0 turns it off.
     kl_coefficient: float = 0.0
+    #: Estimator of that divergence.
     kl_estimator: str = "k3"
+    #: Multiply k3 by the ratio of new to old policy, and take the gradient through both: unbiased
+    #: off policy.
     kl_unbiased: bool = False
+    #: Discount of `ppo`'s advantages per loss token.
     gae_gamma: float = 1.0
+    #: λ of `ppo`'s advantages.
     gae_lambda: float = 1.0
+    #: How far `ppo`'s new value may move from the old one.
     value_clip: float = 0.2
+    #: Factor on `ppo`'s value loss.
     value_coefficient: float = 0.1
+    #: Learning rate of `ppo`'s value head, as a multiple of `learning_rate`.
     value_rate: float = 10.0
+    #: Learning rate of the router predictor, as a multiple of `learning_rate`.
     predictor_rate: float = 100.0
+    #: Most tokens per sequence that the router predictor learns from, evenly spread.
     predictor_tokens: int = 2048
+    #: Optimizer steps over which the learning rate rises: step `k` has `k / warmup_steps` of it.
     warmup_steps: int = 0
 
     @classmethod
-    def parse(cls, given: Any) -> "Hyperparameters":
-        """Reads and checks a request's ``hyperparameters``; fields unknown here are passed over.
-        Raises :class:`Unusable`, naming the field."""
+    def parse(cls, given: object) -> Hyperparameters:
+        """Reads and checks a request's ``hyperparameters``; unknown fields are ignored.
+
+        Raises :class:`Unusable`, naming the field.
+        """
         if not isinstance(given, dict):
             raise Unusable("hyperparameters must be an object")
-        values = {}
+        values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             if field.name in given:
                 values[field.name] = _typed(field.name, str(field.type), given[field.name])
-            elif field.default is not dataclasses.MISSING:
-                continue
-            elif field.name == "dual_clip":
-                values[field.name] = None
-            else:
+            elif field.default is dataclasses.MISSING:
                 raise Unusable(f"hyperparameter `{field.name}` is missing")
         settings = cls(**values)
         settings._check()
@@ -106,7 +147,7 @@ class Hyperparameters:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the divergence is taken off the rewards and is no part of the loss."""
+        """Whether the divergence is subtracted from the rewards instead of added to the loss."""
         return self.kl_coefficient > 0 and self.kl_estimator == "k1"
 
     def rate(self, step: int) -> float:
@@ -118,7 +159,9 @@ class Hyperparameters:
             value = getattr(self, name)
             if value not in choices:
                 known = ", ".join(choices)
-                raise Unusable(f"hyperparameter `{name}`: this trainer knows {known}, not {value!r}")
+                raise Unusable(
+                    f"hyperparameter `{name}`: this trainer knows {known}, not {value!r}"
+                )
         if self.warmup_steps < 0:
             raise Unusable("hyperparameter `warmup_steps` must be 0 or more")
         problems = refusals(self)
@@ -126,17 +169,17 @@ class Hyperparameters:
             raise Unusable(f"hyperparameter {'; '.join(problems)}")
 
 
-def _typed(name: str, kind: str, value: Any) -> Any:
-    """``value`` as a field's type has it; numbers must be finite."""
-    number = type(value) in (int, float) and math.isfinite(value)
+def _typed(name: str, kind: str, value: object) -> object:
+    """``value`` in the type of its field; numbers must be finite."""
     if kind == "str" and isinstance(value, str):
         return value
     if kind == "bool" and isinstance(value, bool):
         return value
-    if kind == "int" and type(value) is int:
-        return value
-    if kind.startswith("float") and number:
-        return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if kind == "int" and isinstance(value, int):
+            return value
+        if kind in ("float", "float | None") and math.isfinite(value):
+            return float(value)
     if kind == "float | None" and value is None:
         return None
     if kind == "tuple[float, float]" and isinstance(value, list) and len(value) == 2:

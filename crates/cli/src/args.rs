@@ -221,10 +221,12 @@ pub(crate) struct ConfigArgs {
 pub(crate) enum ConfigCommand {
     /// Report every problem of the config, with key, value and remedy.
     Check(ConfigSource),
-    /// Print the merged plan with all defaults (TOML).
+    /// Print the merged configuration with all defaults, and where each value was set (TOML).
     Show(ConfigSource),
     /// Print the JSON schema of config files.
     Schema,
+    /// Print the documentation page of all settings (Markdown).
+    Docs,
 }
 
 #[derive(Debug, Args)]

@@ -1,36 +1,35 @@
-//! Config files: layers are parsed one by one, merged, then checked as a whole.
+//! The configuration: which sections there are, how it is loaded, and rules across sections.
 //!
-//! Later layers win, tables merge, lists are replaced. Each section belongs to the crate that
-//! uses it; this module only loads.
+//! Each section belongs to the crate that uses it. Files and assignments are read by
+//! [`Layers`]: later layers win, tables merge, lists replace. Every problem of every layer is
+//! reported at once.
 
 use crate::args::ConfigSource;
-use camino::Utf8PathBuf;
-use orchestrate_coordinator::{
-    DiagnosticsSection, DiagnosticsSettings, RunSection, RunSettings, TasksSection, TasksSettings,
-};
-use orchestrate_engine::{EngineKind, EnginePlan, EngineSection};
+use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_coordinator::{DiagnosticsSection, RunSection, TasksSection};
+use orchestrate_engine::EngineSection;
 use orchestrate_handoff::protocol::RoutingReplay;
-use orchestrate_handoff::{
-    Algorithm, AlgorithmSection, HandoffPlan, HandoffSection, TrainerPlan, TrainerSection,
-};
+use orchestrate_handoff::{AlgorithmSection, HandoffSection, TrainerSection};
 use orchestrate_moe::infer::WeightFormat;
-use orchestrate_rollout::{RewardSection, RolloutConfig, RolloutPlan};
-use orchestrate_routing::{RoutingPlan, RoutingSection};
-use orchestrate_sandbox::{RawSandboxConfig, SandboxConfig};
-use orchestrate_types::ConfigProblem;
-use schemars::JsonSchema;
+use orchestrate_rollout::{RewardSection, RolloutSection};
+use orchestrate_routing::RoutingSection;
+use orchestrate_sandbox::{DockerHostSection, SandboxSection};
+use orchestrate_settings::{
+    Layers, Origins, Section, SectionKeys, at_least, documentation, settings,
+};
+use orchestrate_types::{ConfigProblem, Found};
+use schemars::{JsonSchema, Schema};
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use toml::{Table, Value};
 
-/// What is wrong with the settings. Exit code 3.
+/// Errors in the configuration. Exit code 3.
 #[derive(Debug)]
 pub(crate) enum ConfigError {
     /// A file cannot be read.
     Unreadable { file: Utf8PathBuf, error: std::io::Error },
-    /// A layer does not parse, or has a key nobody knows.
+    /// A file or an argument is refused as a whole.
     Layer { name: String, error: String },
-    /// The merged settings have these problems.
+    /// The configuration has these problems.
     Problems(Vec<ConfigProblem>),
 }
 
@@ -44,9 +43,11 @@ impl fmt::Display for ConfigError {
             }
             Self::Layer { name, error } => write!(f, "{name}: {}", error.trim_end()),
             Self::Problems(problems) => {
-                write!(f, "the config has {} problem(s):", problems.len())?;
+                let count = problems.len();
+                let noun = if count == 1 { "problem" } else { "problems" };
+                write!(f, "{count} {noun} in the configuration:")?;
                 for problem in problems {
-                    write!(f, "\n  {problem}")?;
+                    write!(f, "\n  {}", problem.to_string().replace('\n', "\n  "))?;
                 }
                 Ok(())
             }
@@ -54,346 +55,398 @@ impl fmt::Display for ConfigError {
     }
 }
 
-/// Reads, merges and parses all layers of `source`.
-pub(crate) fn load<T: for<'de> Deserialize<'de>>(source: &ConfigSource) -> Result<T, ConfigError> {
-    let mut merged = Table::new();
-    for file in &source.files {
-        let text = fs_err::read_to_string(file)
-            .map_err(|error| ConfigError::Unreadable { file: file.clone(), error })?;
-        // Parsed alone first, so that a mistake points at its line.
-        parse_layer::<T>(file.as_str(), &text)?;
-        merge(&mut merged, parse_layer::<Table>(file.as_str(), &text)?);
-    }
-    for set in &source.sets {
-        let name = format!("--set {set}");
-        let text = set_as_toml(set)
-            .ok_or_else(|| layer_error(&name, "expected KEY=VALUE, like rollout.group_size=8"))?;
-        parse_layer::<T>(&name, &text)?;
-        merge(&mut merged, parse_layer::<Table>(&name, &text)?);
-    }
-    merged.try_into().map_err(|error: toml::de::Error| layer_error("config", error))
+settings! {
+    /// The engine and the trainer inside this program, which run where `engine.url` or
+    /// `trainer.url` is absent.
+    [embedded] pub(crate) EmbeddedSection -> EmbeddedSettings;
+
+    /// Number format of the weights in the embedded engine.
+    weight_format: WeightFormat = WeightFormat::default();
+    /// Requests that the embedded engine decodes together.
+    max_running: usize = 32, at_least(1);
+    /// Tokens that its prefix cache holds.
+    cache_tokens: usize = 65_536, at_least(1);
 }
 
-/// Parses one document that is complete in itself (a stored plan).
-pub(crate) fn parse_layer<T: for<'de> Deserialize<'de>>(
-    name: &str,
-    text: &str,
-) -> Result<T, ConfigError> {
-    toml::from_str(text).map_err(|error| layer_error(name, error))
-}
+/// Declares the sections: the configuration as written, checked, and what goes over all of them.
+macro_rules! sections {
+    ($($name:ident: $section:ty,)*) => {
+        /// A configuration as written. Every section and every key may be left out.
+        #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+        #[serde(deny_unknown_fields, default)]
+        #[schemars(transform = without_defaults)]
+        pub(crate) struct Sections {
+            $(pub(crate) $name: $section,)*
+            #[serde(skip)]
+            origins: Origins,
+        }
 
-fn layer_error(name: &str, error: impl fmt::Display) -> ConfigError {
-    ConfigError::Layer { name: name.to_owned(), error: error.to_string() }
-}
+        /// The checked configuration.
+        #[derive(Debug, Clone)]
+        pub(crate) struct Settings {
+            $(pub(crate) $name: <$section as Section>::Settings,)*
+        }
 
-/// `a.b=c` as a TOML line; a value that is not TOML is taken as a string.
-fn set_as_toml(set: &str) -> Option<String> {
-    let (key, value) = set.split_once('=')?;
-    let (key, value) = (key.trim(), value.trim());
-    let valid = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    if key.is_empty() || !key.chars().all(valid) {
-        return None;
-    }
-    let literal = format!("{key} = {value}");
-    if toml::from_str::<Table>(&literal).is_ok() {
-        return Some(literal);
-    }
-    Some(format!("{key} = {}", Value::String(value.to_owned())))
-}
+        /// Sections that were checked; `None` if a section has problems.
+        struct Checked {
+            $($name: Option<<$section as Section>::Settings>,)*
+        }
 
-fn merge(into: &mut Table, from: Table) {
-    for (key, value) in from {
-        match (into.get_mut(&key), value) {
-            (Some(Value::Table(old)), Value::Table(new)) => merge(old, new),
-            (_, value) => {
-                into.insert(key, value);
+        impl Checked {
+            fn complete(self) -> Option<Settings> {
+                Some(Settings { $($name: self.$name?,)* })
             }
         }
+
+        impl Sections {
+            /// Checks each section by itself. Of those that `misread` names, some keys are known
+            /// to be wrong: only the single values of their other keys are checked.
+            fn check_each(
+                &self,
+                misread: &dyn Fn(&str) -> bool,
+                problems: &mut Vec<ConfigProblem>,
+            ) -> Checked {
+                Checked {
+                    $(
+                        $name: if misread(stringify!($name)) {
+                            problems.append(&mut self.$name.value_problems());
+                            None
+                        } else {
+                            let checked = self.$name.check_section();
+                            checked.map_err(|mut found| problems.append(&mut found)).ok()
+                        },
+                    )*
+                }
+            }
+
+            fn from_settings(settings: &Settings, origins: Origins) -> Self {
+                Self { $($name: Section::from_settings(&settings.$name),)* origins }
+            }
+
+            /// The documentation of every section, in Markdown.
+            fn section_pages() -> Vec<(&'static str, String)> {
+                vec![$((<$section>::NAME, documentation::<$section>())),*]
+            }
+        }
+    };
+}
+
+sections! {
+    run: RunSection,
+    tasks: TasksSection,
+    rollout: RolloutSection,
+    reward: RewardSection,
+    routing: RoutingSection,
+    engine: EngineSection,
+    trainer: TrainerSection,
+    algorithm: AlgorithmSection,
+    handoff: HandoffSection,
+    sandbox: SandboxSection,
+    embedded: EmbeddedSection,
+    diagnostics: DiagnosticsSection,
+}
+
+/// Removes the defaults of whole sections from the schema; those of their keys say it all.
+fn without_defaults(schema: &mut Schema) {
+    let sections = schema.get_mut("properties").and_then(|sections| sections.as_object_mut());
+    for section in sections.into_iter().flat_map(|sections| sections.values_mut()) {
+        if let Some(section) = section.as_object_mut() {
+            section.remove("default");
+        }
     }
 }
 
-/// `[embedded]`: the engine and trainer inside this program (used where `engine.url` or
-/// `trainer.url` is absent).
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct RawEmbedded {
-    /// Weights of the embedded engine: `q8_0` (quantised, the default), `f32`, or `q4_0` (coarse on
-    /// purpose, to study the distance between sampler and trainer).
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) weight_format: Option<String>,
-    /// Requests the embedded engine decodes together. Default 32.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) max_running: Option<usize>,
-    /// Tokens its prefix cache holds. Default 65536.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) cache_tokens: Option<usize>,
+/// Reads and merges all layers of `source`.
+///
+/// # Errors
+/// If a layer cannot be read, is not TOML, has an unknown key or a value of the wrong type: with
+/// these, every other problem of the configuration.
+pub(crate) fn load(source: &ConfigSource) -> Result<Sections, ConfigError> {
+    let mut layers = Layers::of::<Sections>();
+    for file in &source.files {
+        match std::fs::read_to_string(file) {
+            Ok(text) => layers.add_file(file.as_str(), &text),
+            Err(error) => layers.add_unreadable(file.as_str(), &error),
+        }
+    }
+    for assignment in &source.sets {
+        layers.add_assignment(assignment);
+    }
+    merged(layers)
 }
 
-/// A run file. Every section and every field may be left out.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub(crate) struct RawConfig {
-    /// Length of the run, and when it is measured.
-    pub(crate) run: RunSection,
-    /// What is trained and evaluated on.
-    pub(crate) tasks: TasksSection,
-    /// How episodes are made.
-    pub(crate) rollout: RolloutConfig,
-    /// How test logs are judged.
-    pub(crate) reward: RewardSection,
-    /// How routing rows are kept and shared.
-    pub(crate) routing: RoutingSection,
-    /// The inference server and the starting policy.
-    pub(crate) engine: EngineSection,
-    /// The trainer.
-    pub(crate) trainer: TrainerSection,
-    /// How rewards become an update.
-    pub(crate) algorithm: AlgorithmSection,
-    /// How batches are written.
-    pub(crate) handoff: HandoffSection,
-    /// Containers.
-    pub(crate) sandbox: RawSandboxConfig,
-    /// The engine and trainer inside this program.
-    pub(crate) embedded: RawEmbedded,
-    /// What is measured beside.
-    pub(crate) diagnostics: DiagnosticsSection,
+/// Reads the plan that a run stored, by this version or an older one.
+pub(crate) fn load_plan(file: &Utf8Path) -> Result<Sections, ConfigError> {
+    let text = fs_err::read_to_string(file)
+        .map_err(|error| ConfigError::Unreadable { file: file.to_owned(), error })?;
+    parse_layer(file.as_str(), &text)
 }
 
-/// All sections, checked.
-#[derive(Debug, Clone)]
-pub(crate) struct Settings {
-    pub(crate) run: RunSettings,
-    pub(crate) tasks: TasksSettings,
-    pub(crate) rollout: RolloutPlan,
-    pub(crate) reward: RewardSection,
-    pub(crate) routing: RoutingPlan,
-    pub(crate) engine: EnginePlan,
-    pub(crate) trainer: TrainerPlan,
-    pub(crate) algorithm: Algorithm,
-    pub(crate) handoff: HandoffPlan,
-    pub(crate) sandbox: SandboxConfig,
-    pub(crate) embedded: Embedded,
-    pub(crate) diagnostics: DiagnosticsSettings,
+/// As [`load_plan`], from the text of the plan; `name` stands for it in messages.
+pub(crate) fn parse_layer(name: &str, text: &str) -> Result<Sections, ConfigError> {
+    let mut layers = Layers::of::<Sections>();
+    layers.add_file(name, text);
+    let sections = merged(layers)?;
+    Ok(Sections { algorithm: sections.algorithm.clone().without_unused_norm(), ..sections })
 }
 
-/// The checked `[embedded]` section.
-#[derive(Debug, Clone)]
-pub(crate) struct Embedded {
-    pub(crate) weight_format: WeightFormat,
-    pub(crate) max_running: usize,
-    pub(crate) cache_tokens: usize,
+fn merged(layers: Layers) -> Result<Sections, ConfigError> {
+    let (table, origins, mut problems) = layers.finish();
+    let fitting: Result<Sections, _> = table.try_into();
+    let sections = fitting.map_err(|error| ConfigError::Layer {
+        name: "configuration".to_owned(),
+        error: error.to_string(),
+    })?;
+    let sections = Sections { origins, ..sections };
+    if problems.is_empty() {
+        return Ok(sections);
+    }
+    // In a file that cannot be read, every section may have had more keys.
+    let unreadable = problems.iter().any(|problem| matches!(problem.found, Found::Unreadable(_)));
+    let names: Vec<String> = problems
+        .iter()
+        .filter_map(|problem| problem.key.split('.').next().map(str::to_owned))
+        .collect();
+    let misread = |name: &str| unreadable || names.iter().any(|known| known == name);
+    problems.append(&mut sections.checked(&misread).1);
+    Err(ConfigError::Problems(problems))
 }
 
-/// Policy shipped for the `micro` environment, relative to the project's root.
-const MICRO_POLICY: &str = "environments/micro/policy";
-
-impl RawConfig {
+impl Sections {
     /// Fills in defaults and checks everything.
+    ///
+    /// # Errors
+    /// All problems at once.
     pub(crate) fn check(&self) -> Result<Settings, ConfigError> {
-        let mut problems = Vec::new();
-        let mut engine = self.engine.clone();
-        engine.model.get_or_insert_with(|| MICRO_POLICY.into());
-        let run = keep(&mut problems, self.run.check());
-        let tasks = keep(&mut problems, self.tasks.check());
-        let rollout = keep(&mut problems, self.rollout.check());
-        let routing = keep(&mut problems, self.routing.check());
-        let engine = keep(&mut problems, engine.check());
-        let trainer = keep(&mut problems, self.trainer.check());
-        let algorithm = keep(&mut problems, self.algorithm.check());
-        let sandbox = keep(&mut problems, self.sandbox.check());
-        let embedded = keep(&mut problems, self.embedded.check());
-        let diagnostics = keep(&mut problems, self.diagnostics.check());
-        if let Some(tasks) = &tasks
-            && tasks.environment != "micro"
-        {
-            problems.push(ConfigProblem::new(
-                "tasks.environment",
-                &tasks.environment,
-                "use \"micro\", or name files of rows by tasks.file and tasks.held_out_file",
-            ));
-        }
-        if let (Some(tasks), Some(run)) = (&tasks, &run)
-            && tasks.file.is_some()
-            && tasks.held_out_file.is_none()
-            && run.eval_every > 0
-        {
-            problems.push(ConfigProblem::new(
-                "run.eval_every",
-                run.eval_every,
-                "name rows to evaluate on by tasks.held_out_file, or use 0",
-            ));
-        }
-        if let Some(plan) = &engine
-            && plan.kind == EngineKind::Openai
-            && self.engine.tokenizer.is_none()
-            && self.engine.model.is_none()
-        {
-            let remedy = "name a folder with a tokenizer and a chat template, best the served \
-                          model's: it counts the tokens of what a chat server writes";
-            problems.push(ConfigProblem::missing("engine.tokenizer", remedy));
-        }
-        if let (Some(engine), Some(algorithm)) = (&engine, &algorithm)
-            && algorithm.routing_replay() == RoutingReplay::Predictive
-            && !(engine.urls.is_empty() && engine.discover.is_none())
-        {
-            problems.push(ConfigProblem::new(
-                "algorithm.routing_replay",
-                "predictive",
-                "only the embedded engine routes by the trainer's prediction: use \"rollout\" with \
-                 an inference server",
-            ));
-        }
-        let parts = (run, tasks, rollout, routing, engine, trainer, algorithm, sandbox);
-        match (parts, embedded, diagnostics) {
-            (
-                (
-                    Some(run),
-                    Some(tasks),
-                    Some(rollout),
-                    Some(routing),
-                    Some(engine),
-                    Some(trainer),
-                    Some(algorithm),
-                    Some(sandbox),
-                ),
-                Some(embedded),
-                Some(diagnostics),
-            ) if problems.is_empty() => Ok(Settings {
-                run,
-                tasks,
-                rollout,
-                reward: self.reward,
-                routing,
-                engine,
-                trainer,
-                algorithm,
-                handoff: self.handoff.plan(),
-                sandbox,
-                embedded,
-                diagnostics,
-            }),
-            _ => Err(ConfigError::Problems(problems)),
+        let (checked, problems) = self.checked(&|_| false);
+        match checked.complete() {
+            Some(settings) if problems.is_empty() => Ok(settings),
+            Some(_) | None => Err(ConfigError::Problems(problems)),
         }
     }
 
-    /// The same settings with every default written out, as the run folder keeps them: a later
-    /// version with other defaults still continues this run as it began.
+    fn checked(&self, misread: &dyn Fn(&str) -> bool) -> (Checked, Vec<ConfigProblem>) {
+        let mut problems = Vec::new();
+        let checked = self.check_each(misread, &mut problems);
+        check_across(self, misread, &mut problems);
+        self.origins.locate(&mut problems);
+        (checked, problems)
+    }
+
+    /// The same configuration with every default written out, as the run folder stores it: a later
+    /// version with other defaults resumes the run with those it started with.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
     pub(crate) fn with_defaults(&self) -> Result<Self, ConfigError> {
-        let settings = self.check()?;
-        Ok(Self {
-            run: restate(&settings.run)?,
-            tasks: restate(&settings.tasks)?,
-            rollout: restate(&settings.rollout)?,
-            reward: settings.reward,
-            routing: restate(&settings.routing)?,
-            engine: EngineSection {
-                model: Some(settings.engine.model.to_string()),
-                kind: Some(settings.engine.kind.to_string()),
-                ..self.engine.clone()
-            },
-            trainer: self.trainer.clone(),
-            algorithm: settings.algorithm.section(),
-            handoff: restate(&settings.handoff)?,
-            sandbox: restate(&settings.sandbox)?,
-            embedded: RawEmbedded {
-                weight_format: Some(self.embedded.weight_format.clone().unwrap_or("q8_0".into())),
-                max_running: Some(settings.embedded.max_running),
-                cache_tokens: Some(settings.embedded.cache_tokens),
-            },
-            diagnostics: restate(&settings.diagnostics)?,
-        })
+        Ok(Self::from_settings(&self.check()?, self.origins.clone()))
+    }
+
+    /// The configuration in TOML; values that are not defaults have a comment that says where they
+    /// were written.
+    ///
+    /// # Errors
+    /// If it cannot be written in TOML.
+    pub(crate) fn annotated(&self) -> Result<String, toml::ser::Error> {
+        let mut section = String::new();
+        let mut text = String::new();
+        for line in toml::to_string(self)?.lines() {
+            text.push_str(line);
+            if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+                name.clone_into(&mut section);
+            } else if let Some((key, _)) = line.split_once(" = ")
+                && let Some(origin) = self.origins.of(&format!("{section}.{key}"))
+            {
+                text = format!("{text}  # {origin}");
+            }
+            text.push('\n');
+        }
+        Ok(text)
+    }
+
+    /// The documentation page of all settings, in Markdown.
+    pub(crate) fn page() -> String {
+        let mut pages = Self::section_pages();
+        // The hosts of a sandbox are a list of tables with keys of their own.
+        let hosts = (DockerHostSection::NAME, documentation::<DockerHostSection>());
+        let after = pages.iter().position(|(name, _)| *name == SandboxSection::NAME);
+        pages.insert(after.map_or(0, |index| index + 1), hosts);
+        let pages: Vec<String> = pages.into_iter().map(|(_, page)| page).collect();
+        format!("{PAGE_HEAD}\n{}", pages.join("\n"))
+    }
+}
+
+const PAGE_HEAD: &str = "\
+# Settings
+
+<!-- Generated by `orchestrate config docs`; do not edit. -->
+
+Settings are read from TOML files (`--config FILE`, more than once if needed) and from assignments
+(`--set rollout.group_size=8`). Later ones win, tables merge, lists replace. Unknown keys are errors.
+`orchestrate config check` reports every problem, and `orchestrate config show` prints all values
+with where they were set.
+
+Durations are written as `\"90s\"`, `\"1h30m\"` or `\"250ms\"`, or as a number of seconds. Sizes are
+written as `\"4 GiB\"`, `\"512MiB\"` or `\"4GB\"`, or as a number of bytes.
+";
+
+/// Rules over several sections, except those that `misread` names.
+fn check_across(
+    sections: &Sections,
+    misread: &dyn Fn(&str) -> bool,
+    problems: &mut Vec<ConfigProblem>,
+) {
+    let are_read = |names: &[&str]| !names.iter().any(|name| misread(name));
+    let (run, tasks, engine) = (sections.run.fill(), sections.tasks.fill(), sections.engine.fill());
+    if are_read(&["tasks"]) && !["", "micro"].contains(&tasks.environment.trim()) {
+        problems.push(ConfigProblem::new(
+            "tasks.environment",
+            &tasks.environment,
+            "must be \"micro\"; for tasks from files of rows set tasks.file and \
+             tasks.held_out_file",
+        ));
+    }
+    if are_read(&["tasks", "run"])
+        && tasks.file.is_some()
+        && tasks.held_out_file.is_none()
+        && run.eval_every > 0
+    {
+        problems.push(ConfigProblem::new(
+            "run.eval_every",
+            run.eval_every,
+            "must be 0 without tasks.held_out_file, the rows to evaluate on",
+        ));
+    }
+    if are_read(&["engine", "algorithm"])
+        && sections.algorithm.routing_replay == Some(RoutingReplay::Predictive)
+        && !engine.is_embedded()
+    {
+        problems.push(ConfigProblem::new(
+            "algorithm.routing_replay",
+            RoutingReplay::Predictive.name(),
+            "must be \"rollout\" with an inference server: only the embedded engine routes by the \
+             trainer's prediction",
+        ));
     }
 }
 
 impl Settings {
-    /// Whether a run with these settings can train.
+    /// Checks that a run can train with these settings.
+    ///
+    /// # Errors
+    /// For engines that do not return what training needs.
     pub(crate) fn check_training(&self) -> Result<(), ConfigError> {
         self.engine.check_training().map_err(|problem| ConfigError::Problems(vec![problem]))
     }
 }
 
-fn keep<T>(problems: &mut Vec<ConfigProblem>, checked: Result<T, Vec<ConfigProblem>>) -> Option<T> {
-    checked.map_err(|found| problems.extend(found)).ok()
-}
-
-/// A checked section in its written form; both have the same keys.
-fn restate<T: Serialize, R: for<'de> Deserialize<'de>>(checked: &T) -> Result<R, ConfigError> {
-    let table = Table::try_from(checked).map_err(|e| layer_error("plan", e))?;
-    table.try_into().map_err(|e: toml::de::Error| layer_error("plan", e))
-}
-
-impl RawEmbedded {
-    fn check(&self) -> Result<Embedded, Vec<ConfigProblem>> {
-        let mut problems = Vec::new();
-        let format = self.weight_format.as_deref().unwrap_or("q8_0");
-        let weight_format = weight_format(format).unwrap_or_else(|| {
-            let remedy = "use \"q8_0\", \"q4_0\" or \"f32\"";
-            problems.push(ConfigProblem::new("embedded.weight_format", format, remedy));
-            WeightFormat::default()
-        });
-        let embedded = Embedded {
-            weight_format,
-            max_running: self.max_running.unwrap_or(32),
-            cache_tokens: self.cache_tokens.unwrap_or(65_536),
-        };
-        for (key, value) in [
-            ("embedded.max_running", embedded.max_running),
-            ("embedded.cache_tokens", embedded.cache_tokens),
-        ] {
-            if value == 0 {
-                problems.push(ConfigProblem::new(key, value, "use at least 1"));
-            }
-        }
-        if problems.is_empty() { Ok(embedded) } else { Err(problems) }
-    }
-}
-
-/// A weight format by its name in configs and on the command line.
+/// A weight format by its name on the command line.
 pub(crate) fn weight_format(name: &str) -> Option<WeightFormat> {
-    match name {
-        "q8_0" => Some(WeightFormat::Q8_0),
-        "q4_0" => Some(WeightFormat::Q4_0),
-        "f32" => Some(WeightFormat::F32),
-        _ => None,
-    }
+    serde_json::from_value(name.into()).ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[derive(Debug, Deserialize, PartialEq)]
-    #[serde(deny_unknown_fields)]
-    struct Sample {
-        #[serde(default)]
-        a: Option<Inner>,
-    }
-
-    #[derive(Debug, Deserialize, PartialEq)]
-    #[serde(deny_unknown_fields)]
-    struct Inner {
-        x: Option<i64>,
-        y: Option<String>,
-        z: Option<Vec<i64>>,
-    }
-
-    fn sets(sets: &[&str]) -> Result<Sample, ConfigError> {
-        let sets = sets.iter().map(|s| (*s).to_owned()).collect();
+    fn sets(sets: &[&str]) -> Result<Sections, ConfigError> {
+        let sets = sets.iter().map(|set| (*set).to_owned()).collect();
         load(&ConfigSource { files: vec![], sets })
     }
 
     #[test]
-    fn later_layers_win_and_lists_are_replaced() {
-        let merged = sets(&["a.x=1", "a.y=word with spaces", "a.z=[1,2]", "a.z=[3]", "a.x=2"]);
-        let inner = Inner { x: Some(2), y: Some("word with spaces".into()), z: Some(vec![3]) };
-        assert_eq!(merged.unwrap().a, Some(inner));
+    fn all_kinds_of_problems_are_reported_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            Utf8PathBuf::from_path_buf(path).unwrap()
+        };
+        let one = file("one.toml", "[rollout]\ngroup_sise = 4\ngroup_size = 0\n");
+        let two = file("two.toml", "[run]\nsteps = \"many\"\neval_samples = 0\n");
+        let source = ConfigSource {
+            files: vec![one.clone(), two.clone()],
+            sets: ["sandbox.memory=4 elephants", "algorithm.gae_lambda=0.9"].map(Into::into).into(),
+        };
+        let error = load(&source).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            format!(
+                "6 problems in the configuration:\n  \
+                 {one}:2:1: unknown key rollout.group_sise; did you mean `group_size`?\n  \
+                 {two}:2:9: run.steps = \"many\": must be a whole number\n  \
+                 --set sandbox.memory=4 elephants: must be a size like \"4 GiB\", \
+                 \"512MiB\" or \"4GB\", or a number of bytes\n  \
+                 {two}:3:1: run.eval_samples = 0: must be at least 1\n  \
+                 {one}:3:1: rollout.group_size = 0: must be at least 1\n  \
+                 --set algorithm.gae_lambda=0.9: only applies with policy_loss = \"ppo\"; remove it"
+            )
+        );
     }
 
     #[test]
-    fn unknown_keys_and_malformed_sets_name_their_layer() {
-        for bad in ["a.q=1", "no equals", "a.x=\"text\"", "=1"] {
-            let error = sets(&[bad]).unwrap_err().to_string();
-            assert!(error.contains(bad), "{error}");
+    fn rules_across_sections_name_where_the_value_was_written() {
+        let sections = sets(&["algorithm.routing_replay=predictive", "engine.url=http://a:1"]);
+        let text = sections.unwrap().check().unwrap_err().to_string();
+        // Although the section has a problem of its own.
+        assert!(text.contains("algorithm.mini_steps = 1: must be at least 2"), "{text}");
+        assert!(
+            text.contains("--set algorithm.routing_replay=predictive: must be \"rollout\""),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn defaults_written_out_check_to_the_same_settings() {
+        let source = [
+            "engine.model=\"m\"",
+            "routing.cache_bytes=\"0 B\"",
+            "algorithm.policy_loss=gspo",
+            "tasks.file=\"rows\"",
+            "run.eval_every=0",
+            "sandbox.hosts=[{ url = \"ssh://a\" }]",
+        ];
+        let whole = sets(&source).unwrap().with_defaults().unwrap();
+        let text = toml::to_string(&whole).unwrap();
+        let again = parse_layer("plan.toml", &text).unwrap();
+        assert_eq!(again, whole);
+        assert_eq!(again.with_defaults().unwrap(), whole);
+    }
+
+    #[test]
+    fn shown_values_say_where_they_were_written() {
+        let shown = sets(&["run.steps=7"]).unwrap().with_defaults().unwrap().annotated().unwrap();
+        assert!(shown.contains("\nsteps = 7  # --set run.steps=7\n"), "{shown}");
+        assert!(shown.contains("\ngroup_size = 8\n"), "{shown}");
+    }
+
+    #[test]
+    fn plans_of_older_versions_are_read() {
+        for plan in [
+            include_str!("../tests/plans/default.toml"),
+            include_str!("../tests/plans/options.toml"),
+        ] {
+            let sections = parse_layer("plan.toml", plan).unwrap();
+            let whole = sections.with_defaults().unwrap();
+            // Everything that the plan says is kept.
+            let (old, new) = (plan.parse::<toml::Table>(), toml::Table::try_from(&whole));
+            let (old, mut new) = (old.unwrap(), new.unwrap());
+            new.get_mut("algorithm").unwrap().as_table_mut().unwrap().extend(unused(&old));
+            for (name, section) in &old {
+                for (key, value) in section.as_table().unwrap() {
+                    assert_eq!(new[name].get(key), Some(value), "{name}.{key}");
+                }
+            }
         }
+    }
+
+    /// Keys of `[algorithm]` that older versions wrote although they have no effect.
+    fn unused(plan: &toml::Table) -> toml::Table {
+        let keys = ["loss_norm_tokens", "dual_clip", "router_shift", "importance_level"];
+        let algorithm = plan["algorithm"].as_table().unwrap();
+        let given = keys
+            .into_iter()
+            .filter_map(|key| algorithm.get(key).map(|value| (key.to_owned(), value.clone())));
+        given.collect()
     }
 }

@@ -1,12 +1,12 @@
 //! The folder of a run or an evaluation: its plan and its journal.
 
 use crate::args::ConfigSource;
-use crate::config::{self, ConfigError, RawConfig, Settings};
+use crate::config::{self, ConfigError, Sections, Settings};
 use crate::wiring;
 use anyhow::Context;
 use camino::Utf8Path;
 use orchestrate_coordinator::RunError;
-use orchestrate_engine::{EngineKind, EnginePlan};
+use orchestrate_engine::{EngineKind, EngineSettings};
 use orchestrate_store::{JOURNAL_FILE, NewRun, Store};
 use orchestrate_tasks::load;
 use orchestrate_types::{ConfigProblem, RunId};
@@ -15,10 +15,7 @@ use orchestrate_types::{ConfigProblem, RunId};
 pub(crate) const PLAN_FILE: &str = "plan.toml";
 
 /// Records the plan of a new run or evaluation, with every default, and creates its journal.
-pub(crate) async fn create(
-    folder: &Utf8Path,
-    raw: &RawConfig,
-) -> anyhow::Result<(Settings, Store)> {
+pub(crate) async fn create(folder: &Utf8Path, raw: &Sections) -> anyhow::Result<(Settings, Store)> {
     let mut raw = raw.with_defaults()?;
     pin_data_sets(&mut raw).await?;
     let settings = raw.check()?;
@@ -37,7 +34,7 @@ pub(crate) async fn create(
 /// Refuses a missing model before anything is written. The default one exists in a checkout of the
 /// project only.
 pub(crate) fn check_model(settings: &Settings) -> Result<(), ConfigError> {
-    let EnginePlan { kind, model, .. } = &settings.engine;
+    let EngineSettings { kind, model, .. } = &settings.engine;
     if *kind == EngineKind::Openai || model.exists() {
         return Ok(());
     }
@@ -48,7 +45,7 @@ pub(crate) fn check_model(settings: &Settings) -> Result<(), ConfigError> {
 }
 
 /// Replaces the name of a data set on a hub, which may change during a run, by its commit.
-async fn pin_data_sets(raw: &mut RawConfig) -> anyhow::Result<()> {
+async fn pin_data_sets(raw: &mut Sections) -> anyhow::Result<()> {
     for file in [&mut raw.tasks.file, &mut raw.tasks.held_out_file].into_iter().flatten() {
         let named = file.clone();
         *file = tokio::task::spawn_blocking(move || load::pinned(&named)).await??;
@@ -73,7 +70,7 @@ pub(crate) async fn resume(
     let path = folder.join(PLAN_FILE);
     if path.exists() && !folder.join(JOURNAL_FILE).exists() {
         // Killed between plan and journal: nothing was started.
-        let raw: RawConfig = config::load(&ConfigSource { files: vec![path], sets: vec![] })?;
+        let raw = config::load_plan(&path)?;
         return create(folder, &raw).await;
     }
     let store = Store::open(folder).await?;
@@ -87,7 +84,7 @@ pub(crate) async fn resume(
             error: "was changed after the run started; restore it, or start a new run".into(),
         }
     );
-    let raw: RawConfig = config::parse_layer(path.as_str(), &text)?;
+    let raw: Sections = config::parse_layer(path.as_str(), &text)?;
     Ok((raw.check()?, store))
 }
 

@@ -2,7 +2,7 @@
 //! HTTP; the embedded ones are served on the loopback interface by tasks of this process.
 
 use crate::args::ConfigSource;
-use crate::config::{self, RawConfig, Settings};
+use crate::config::{self, Settings};
 use crate::{images, output, task_source};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -11,7 +11,7 @@ use orchestrate_coordinator::{
     Coordinator, Evaluation, EvaluationPlan, HttpTrainer, Plan, Reporter, TaskSet,
 };
 use orchestrate_engine::{
-    ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EnginePlan, Fleet,
+    ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EngineSettings, Fleet,
     FleetOptions, FleetWorker, Worker, discover, unknown_shape,
 };
 use orchestrate_handoff::TrainerClient;
@@ -22,7 +22,7 @@ use orchestrate_rollout::{
     ChatModel, EpisodeRunner, GradeLogs, History, PrefillLeaders, RowSharing,
 };
 use orchestrate_sandbox::{
-    DockerHosts, ImageHooks, ImageListener, SandboxConfig, SandboxLimits, SandboxProvider,
+    DockerHosts, ImageHooks, ImageListener, SandboxLimits, SandboxProvider, SandboxSettings,
 };
 use orchestrate_store::Store;
 use orchestrate_tasks::Task;
@@ -84,7 +84,7 @@ async fn loopback() -> anyhow::Result<(TcpListener, String)> {
 }
 
 /// The shape of the served model, which determines the shape of routing rows.
-pub(crate) fn shape(plan: &EnginePlan, model: &Utf8Path) -> anyhow::Result<ModelShape> {
+pub(crate) fn shape(plan: &EngineSettings, model: &Utf8Path) -> anyhow::Result<ModelShape> {
     match plan.kind {
         EngineKind::Sglang | EngineKind::Vllm => Ok(ModelConfig::load(model)?.shape()),
         EngineKind::Openai => Ok(unknown_shape()),
@@ -101,7 +101,7 @@ pub(crate) async fn engine(
     let shape = shape(plan, model)?;
     let mut urls = match &plan.discover {
         Some(name) => discover(name).await?,
-        None => plan.urls.clone(),
+        None => plan.servers(),
     };
     if urls.is_empty() {
         let (listener, url) = loopback().await?;
@@ -117,7 +117,7 @@ pub(crate) async fn engine(
         urls.push(url);
     }
     let api_key = plan.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?;
-    let (kind, patience) = (plan.kind, plan.start_timeout);
+    let (kind, patience) = (plan.kind, plan.start_timeout.0);
     let connecting = urls.into_iter().map(|url| {
         let options = ClientOptions {
             url: url.clone(),
@@ -125,7 +125,7 @@ pub(crate) async fn engine(
             shape: shape.clone(),
             max_in_flight: plan.max_in_flight,
             require_routed_experts: plan.require_routed_experts,
-            sync_timeout: plan.sync_timeout,
+            sync_timeout: plan.sync_timeout.0,
             served_model: plan.served_model.clone(),
         };
         async move { (url, kind.connect(options.clone(), patience).await, options) }
@@ -168,8 +168,8 @@ pub(crate) async fn engine(
     }
     let options = FleetOptions {
         max_in_flight: plan.max_in_flight,
-        probe_interval: plan.probe_interval,
-        away_timeout: plan.away_timeout,
+        probe_interval: plan.probe_interval.0,
+        away_timeout: plan.away_timeout.0,
     };
     Ok(Fleet::start(members, options)?)
 }
@@ -218,7 +218,7 @@ pub(crate) async fn trainer(
     };
     let token = plan.token().map_err(|p| config::ConfigError::Problems(vec![p]))?;
     let client = TrainerClient::new(&url, token)?;
-    Ok(HttpTrainer { client, step_timeout: plan.step_timeout })
+    Ok(HttpTrainer { client, step_timeout: plan.step_timeout.0 })
 }
 
 /// All tasks of the configured environment.
@@ -241,7 +241,7 @@ pub(crate) fn limits(settings: &Settings) -> SandboxLimits {
 #[derive(Debug)]
 pub struct SandboxUnderTest {
     /// `[sandbox]`, of one Docker host.
-    pub config: SandboxConfig,
+    pub config: SandboxSettings,
     /// SandboxLimits of each container.
     pub limits: SandboxLimits,
     /// Image of the first task of the settings.
@@ -255,7 +255,7 @@ pub struct SandboxUnderTest {
 /// # Errors
 /// Invalid settings, or settings without a task.
 pub fn sandbox_under_test(source: &ConfigSource) -> anyhow::Result<SandboxUnderTest> {
-    let settings = config::load::<RawConfig>(source)?.check()?;
+    let settings = config::load(source)?.check()?;
     let task = all_tasks(&settings).into_iter().next().context("the settings produce no task")?;
     let config = match settings.sandbox.docker_hosts().as_slice() {
         // The host's own capacity does not apply to a benchmark.
@@ -273,7 +273,7 @@ pub fn sandbox_under_test(source: &ConfigSource) -> anyhow::Result<SandboxUnderT
 
 /// Name of the model in predictions.
 fn model_name(settings: &Settings) -> String {
-    let EnginePlan { served_model, model, .. } = &settings.engine;
+    let EngineSettings { served_model, model, .. } = &settings.engine;
     served_model.clone().unwrap_or_else(|| model.file_name().unwrap_or("policy").to_owned())
 }
 
@@ -325,7 +325,8 @@ pub(crate) async fn parts(
     let sandboxes: Arc<dyn SandboxProvider> = Arc::new(provider);
     let engine: Arc<dyn Engine> =
         Arc::new(engine(settings, servers, &settings.engine.model).await?);
-    let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_options())?;
+    let chat =
+        ChatModel::load_for(settings.engine.tokenizer_folder(), settings.rollout.chat_options())?;
     let episodes = Arc::new(EpisodeRunner {
         engine: engine.clone(),
         sandboxes: sandboxes.clone(),
@@ -381,7 +382,7 @@ impl Parts {
         store: Store,
         reporter: Arc<dyn Reporter>,
     ) -> anyhow::Result<Evaluation> {
-        let EnginePlan { served_model, model, .. } = &settings.engine;
+        let EngineSettings { served_model, model, .. } = &settings.engine;
         Ok(Evaluation {
             folder: folder.to_owned(),
             store,

@@ -66,7 +66,8 @@ impl SealedGroup {
     /// The members to train on, with their advantages. The baseline is over every trusted reward, also
     /// of members that are not trained on themselves.
     pub(crate) fn trained(&self, plan: &Plan) -> Vec<(&SealedMember, f64)> {
-        let advantages = group_advantages(&self.shaped_rewards(plan), plan.algorithm.advantage);
+        let advantages =
+            group_advantages(&self.shaped_rewards(plan), plan.algorithm.advantage_norm());
         self.members
             .iter()
             .zip(advantages.values)
@@ -79,7 +80,7 @@ impl SealedGroup {
     /// group that is all solved or all failed is not kept because its lengths differ.
     pub(crate) fn decide(&self, plan: &Plan) -> Decision {
         let rewards = self.rewards();
-        match group_advantages(&rewards, plan.algorithm.advantage).signal {
+        match group_advantages(&rewards, plan.algorithm.advantage_norm()).signal {
             GroupSignal::TooFewTrusted => {
                 Decision::Drop("fewer than two episodes have a trusted reward".to_owned())
             }

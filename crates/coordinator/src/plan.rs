@@ -1,8 +1,8 @@
 //! The checked settings of a run, and its tasks.
 
 use crate::config::{DiagnosticsSettings, RunSettings};
-use orchestrate_handoff::{Algorithm, HandoffPlan};
-use orchestrate_rollout::RolloutPlan;
+use orchestrate_handoff::{AlgorithmSettings, HandoffSettings};
+use orchestrate_rollout::RolloutSettings;
 use orchestrate_tasks::Task;
 use std::sync::Arc;
 
@@ -23,8 +23,8 @@ pub struct SamplingPlan {
     pub temperature: f32,
 }
 
-impl From<&RolloutPlan> for SamplingPlan {
-    fn from(rollout: &RolloutPlan) -> Self {
+impl From<&RolloutSettings> for SamplingPlan {
+    fn from(rollout: &RolloutSettings) -> Self {
         Self {
             // Member numbers are 16 bits wide in every id.
             group_size: u16::try_from(rollout.group_size).unwrap_or(u16::MAX),
@@ -44,11 +44,11 @@ pub struct Plan {
     pub run: RunSettings,
     /// How training episodes are sampled.
     pub sampling: SamplingPlan,
-    /// `[algorithm]`: loss, advantages, replay.
-    pub algorithm: Algorithm,
-    /// `[handoff]`: the form of batches.
-    pub handoff: HandoffPlan,
-    /// `[diagnostics]`: measurements without replay, and what follows from a collapse.
+    /// `[algorithm]`.
+    pub algorithm: AlgorithmSettings,
+    /// `[handoff]`.
+    pub handoff: HandoffSettings,
+    /// `[diagnostics]`.
     pub diagnostics: DiagnosticsSettings,
     /// Name of the model in `predictions.jsonl`.
     pub model_name: String,

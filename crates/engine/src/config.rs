@@ -2,239 +2,167 @@
 
 use crate::EngineKind;
 use crate::capability::TRAINING_REQUIREMENTS;
-use camino::Utf8PathBuf;
+use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_settings::{
+    Problems, above, between, not_blank, setting_types, settings, variable_name,
+};
 use orchestrate_types::{ConfigProblem, HumanDuration};
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-use std::time::Duration;
 
-/// Which inference engine samples, and with which model.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct EngineSection {
-    /// Base URL of an inference server, e.g. `http://127.0.0.1:30000`. Absent: the embedded
-    /// engine.
-    pub url: Option<String>,
-    /// What the server at `url` speaks: "sglang" (0.5.12 and later, the default), "vllm" (0.31
-    /// and later), or, for evaluation only, "openai" (`/v1/chat/completions`).
-    pub kind: Option<String>,
-    /// Name of the model at a server of kind "openai".
-    pub served_model: Option<String>,
-    /// Base URLs of several servers of the same model: a fleet. Instead of `url`.
-    pub urls: Option<Vec<String>>,
-    /// Base URL whose host name stands for several servers: each of its addresses is one, looked
-    /// up when the run starts. `http` only. Instead of `url`.
-    pub discover: Option<String>,
-    /// Folder of the starting checkpoint in Hugging Face layout (config, weights, tokenizer,
-    /// chat template).
-    pub model: Option<String>,
-    /// Folder of the tokenizer, where it is not the model's.
-    pub tokenizer: Option<String>,
-    /// Name of the environment variable that holds the server's API key.
-    pub api_key_env: Option<String>,
-    /// Longest time one generation may take. Default: "20m".
-    pub request_timeout: Option<HumanDuration>,
-    /// Longest time one weight update may take. Default: "10m".
-    pub sync_timeout: Option<HumanDuration>,
-    /// How long to wait for the server to come up. Default: "2m".
-    pub start_timeout: Option<HumanDuration>,
-    /// Most generations under way at once, on each server. Default: 64.
-    pub max_in_flight: Option<usize>,
-    /// Time between two looks at a server; three without an answer take it out. Default: "10s".
-    pub probe_interval: Option<HumanDuration>,
-    /// How long calls wait for a server while none is up. Default: "10m".
-    pub away_timeout: Option<HumanDuration>,
-    /// Whether a server that does not return routed experts is refused. Default: true.
-    pub require_routed_experts: Option<bool>,
-}
+/// The policy of the `micro` environment, relative to the project's root.
+const MICRO_POLICY: &str = "environments/micro/policy";
+const NO_TIME: HumanDuration = HumanDuration::secs(0);
 
-/// A checked `[engine]`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct EnginePlan {
-    /// Base URLs of the servers, all different; none = the embedded engine.
-    pub urls: Vec<String>,
-    /// Base URL whose host name stands for the servers.
-    pub discover: Option<String>,
-    /// What the servers speak.
-    pub kind: EngineKind,
-    /// Name of the model there; only a server of kind `openai` is asked by it.
-    pub served_model: Option<String>,
-    /// Folder of the starting checkpoint.
-    pub model: Utf8PathBuf,
+setting_types!(EngineKind);
+
+settings! {
+    /// Which inference engine samples, and which model.
+    #[derive(Eq)]
+    [engine] pub EngineSection -> EngineSettings, check: check_together;
+
+    /// Base URL of an inference server, e.g. `http://127.0.0.1:30000`.
+    url: Option<String> = None => "the embedded engine";
+    /// Kind of the server at `url`.
+    kind: EngineKind = EngineKind::default();
+    /// Name of the model on a server of kind `openai`, which is required there.
+    served_model: Option<String> = None => "none";
+    /// Base URLs of several servers of the same model (a fleet), instead of `url`.
+    urls: Option<Vec<String>> = None => "none";
+    /// Base URL of kind `http` whose host name stands for several servers, instead of `url`. The
+    /// name is looked up when the run starts, and each of its addresses is one server.
+    discover: Option<String> = None => "none";
+    /// Folder of the starting checkpoint in Hugging Face layout (config, weights, tokenizer, chat
+    /// template).
+    model: Utf8PathBuf = MICRO_POLICY.into(),
+        not_blank("must be the folder of the starting checkpoint (Hugging Face layout)");
     /// Folder of the tokenizer.
-    pub tokenizer: Utf8PathBuf,
-    /// Environment variable of the API key.
-    pub api_key_env: Option<String>,
+    tokenizer: Option<Utf8PathBuf> = None => "the folder of `model`";
+    /// Name of the environment variable that holds the server's API key.
+    api_key_env: Option<String> = None => "no key is sent",
+        variable_name("must be the name of an environment variable, not the key itself");
     /// Longest time one generation may take.
-    pub request_timeout: Duration,
+    request_timeout: HumanDuration = HumanDuration::secs(20 * 60), above(NO_TIME);
     /// Longest time one weight update may take.
-    pub sync_timeout: Duration,
-    /// How long to wait for the server to come up.
-    pub start_timeout: Duration,
-    /// Most generations under way at once, on each server.
-    pub max_in_flight: usize,
-    /// Time between two looks at a server.
-    pub probe_interval: Duration,
-    /// How long calls wait for a server while none is up.
-    pub away_timeout: Duration,
-    /// Whether routed experts are required.
-    pub require_routed_experts: bool,
+    sync_timeout: HumanDuration = HumanDuration::secs(10 * 60), above(NO_TIME);
+    /// Longest time to wait until the server has started.
+    start_timeout: HumanDuration = HumanDuration::secs(120), above(NO_TIME);
+    /// Most generations that run at the same time on each server.
+    max_in_flight: usize = 64, between(1, 65_536);
+    /// Time between two health checks of a server; three that fail take it out of service.
+    probe_interval: HumanDuration = HumanDuration::secs(10), above(NO_TIME);
+    /// Longest time calls wait while every server is out of service.
+    away_timeout: HumanDuration = HumanDuration::secs(10 * 60), above(NO_TIME);
+    /// Whether a server that does not return routed experts is refused.
+    require_routed_experts: bool = true;
 }
 
-impl EngineSection {
-    /// Fills in defaults and checks every value. Touches neither files nor network.
-    ///
-    /// # Errors
-    /// All problems at once.
-    pub fn check(&self) -> Result<EnginePlan, Vec<ConfigProblem>> {
-        let mut problems = Vec::new();
-        let urls = self.check_urls(&mut problems);
-        let kind = check_kind(self.kind.as_deref(), !urls.is_empty() || self.discover.is_some());
-        let kind = kind.unwrap_or_else(|problem| {
-            problems.push(problem);
-            EngineKind::default()
-        });
-        let served = self.served_model.as_deref().filter(|name| !name.trim().is_empty());
-        match (kind, &self.served_model) {
-            (EngineKind::Openai, _) if served.is_none() => {
-                let remedy = "name the model as the chat server names it (see its /v1/models)";
-                problems.push(ConfigProblem::missing("engine.served_model", remedy));
-            }
-            (EngineKind::Sglang | EngineKind::Vllm, Some(name)) => {
-                let remedy = "leave it out: only kind \"openai\" is asked for a model by name";
-                problems.push(ConfigProblem::new("engine.served_model", name, remedy));
-            }
-            (EngineKind::Openai, _) | (EngineKind::Sglang | EngineKind::Vllm, None) => {}
-        }
-        let model = self.model.as_deref().filter(|model| !model.trim().is_empty());
-        if model.is_none() {
-            let remedy = "name the folder of the starting checkpoint (Hugging Face layout)";
-            problems.push(ConfigProblem::missing("engine.model", remedy));
-        }
-        if let Some(name) = &self.api_key_env {
-            let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
-            if name.is_empty() || !name.chars().all(word) {
-                let remedy = "write the name of an environment variable, not the key itself";
-                // The value may be a key that was put here by mistake: it is not repeated.
-                problems.push(ConfigProblem::new("engine.api_key_env", "(not shown)", remedy));
-            }
-        }
-        let mut time = |key: &str, value: Option<HumanDuration>, default: u64| {
-            let value = value.unwrap_or(HumanDuration::secs(default));
-            if value.0.is_zero() {
-                problems.push(ConfigProblem::new(key, value, "use a time above 0"));
-            }
-            value.0
-        };
-        let request_timeout = time("engine.request_timeout", self.request_timeout, 20 * 60);
-        let sync_timeout = time("engine.sync_timeout", self.sync_timeout, 10 * 60);
-        let start_timeout = time("engine.start_timeout", self.start_timeout, 120);
-        let probe_interval = time("engine.probe_interval", self.probe_interval, 10);
-        let away_timeout = time("engine.away_timeout", self.away_timeout, 10 * 60);
-        let max_in_flight = self.max_in_flight.unwrap_or(64);
-        if !(1..=65_536).contains(&max_in_flight) {
-            let remedy = "use a number from 1 to 65536";
-            problems.push(ConfigProblem::new("engine.max_in_flight", max_in_flight, remedy));
-        }
-        if !problems.is_empty() {
-            return Err(problems);
-        }
-        let model = Utf8PathBuf::from(model.unwrap_or_default());
-        Ok(EnginePlan {
-            urls,
-            discover: self.discover.clone(),
-            kind,
-            served_model: self.served_model.clone(),
-            tokenizer: self.tokenizer.as_ref().map_or_else(|| model.clone(), Utf8PathBuf::from),
-            model,
-            api_key_env: self.api_key_env.clone(),
-            request_timeout,
-            sync_timeout,
-            start_timeout,
-            max_in_flight,
-            probe_interval,
-            away_timeout,
-            require_routed_experts: self.require_routed_experts.unwrap_or(true),
-        })
-    }
-
-    /// The servers' URLs without a slash at the end, which is how their replies name them.
-    fn check_urls(&self, problems: &mut Vec<ConfigProblem>) -> Vec<String> {
-        if let (Some(url), Some(_)) = (&self.url, &self.urls) {
-            let remedy = "put it into engine.urls, and leave engine.url out";
-            problems.push(ConfigProblem::new("engine.url", url, remedy));
-        }
-        if let Some(url) = &self.discover {
-            if self.url.is_some() || self.urls.is_some() {
-                let remedy = "name servers by engine.url, by engine.urls or by this, not by two";
-                problems.push(ConfigProblem::new("engine.discover", url, remedy));
-            } else if !reqwest::Url::parse(url).is_ok_and(|u| u.scheme() == "http" && u.has_host())
-            {
-                let remedy = "write a URL like \"http://engines.example:30000\"";
-                problems.push(ConfigProblem::new("engine.discover", url, remedy));
-            }
-        }
-        let listed = self.urls.iter().flatten().map(|url| ("engine.urls", url));
-        let mut urls: Vec<String> = Vec::new();
-        for (key, url) in self.url.iter().map(|url| ("engine.url", url)).chain(listed) {
-            let usable = reqwest::Url::parse(url)
-                .is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
-            let base = url.trim_end_matches('/').to_owned();
-            if !usable {
-                let remedy = "write a URL like \"http://127.0.0.1:30000\", or leave it out for \
-                              the embedded engine";
-                problems.push(ConfigProblem::new(key, url, remedy));
-            } else if urls.contains(&base) {
-                problems.push(ConfigProblem::new(key, url, "name each server once"));
-            } else {
-                urls.push(base);
-            }
-        }
-        if self.urls.as_ref().is_some_and(Vec::is_empty) {
-            let remedy = "name at least one server, or leave it out for the embedded engine";
-            problems.push(ConfigProblem::new("engine.urls", "[]", remedy));
-        }
-        urls
-    }
-}
-
-fn check_kind(kind: Option<&str>, has_url: bool) -> Result<EngineKind, ConfigProblem> {
-    let key = "engine.kind";
+fn check_together(written: &EngineSection, settings: &EngineSettings, problems: &mut Problems) {
+    check_servers(settings, problems);
+    let has_url = !settings.servers().is_empty() || settings.discover.is_some();
+    let kind = settings.kind;
+    let served = settings.served_model.as_deref();
     match kind {
-        None | Some("sglang") => Ok(EngineKind::Sglang),
-        Some("vllm") if has_url => Ok(EngineKind::Vllm),
-        Some("openai") if has_url => Ok(EngineKind::Openai),
-        Some(kind @ ("vllm" | "openai")) => {
-            let remedy = "set engine.url to the server: the embedded engine is \"sglang\"";
-            Err(ConfigProblem::new(key, kind, remedy))
+        EngineKind::Vllm | EngineKind::Openai if !has_url => {
+            let remedy = "must be \"sglang\" without engine.url: that is the embedded engine";
+            problems.refuse("kind", kind, remedy);
         }
-        Some(other) => {
-            let remedy = "use \"sglang\", \"vllm\" or, for evaluation only, \"openai\"";
-            Err(ConfigProblem::new(key, other, remedy))
+        EngineKind::Sglang | EngineKind::Vllm | EngineKind::Openai => {}
+    }
+    match (kind, served) {
+        (EngineKind::Openai, served) if served.is_none_or(|name| name.trim().is_empty()) => {
+            let remedy = "must be the model's name on the chat server (see its /v1/models)";
+            problems.missing("served_model", remedy);
         }
+        (EngineKind::Sglang | EngineKind::Vllm, Some(name)) => {
+            let remedy = "only applies with engine.kind = \"openai\"; remove it";
+            problems.refuse("served_model", name, remedy);
+        }
+        (EngineKind::Openai, _) | (EngineKind::Sglang | EngineKind::Vllm, None) => {}
+    }
+    if kind == EngineKind::Openai && written.tokenizer.is_none() && written.model.is_none() {
+        let remedy = "must be a folder with a tokenizer and a chat template, ideally the served \
+                      model's: it counts the tokens of what a chat server writes";
+        problems.missing("tokenizer", remedy);
     }
 }
 
-impl EnginePlan {
-    /// Whether a run can train with what these servers return.
+fn check_servers(settings: &EngineSettings, problems: &mut Problems) {
+    let EngineSettings { url, urls, discover, .. } = settings;
+    if let (Some(url), Some(_)) = (url, urls) {
+        problems.refuse("url", url, "must be part of engine.urls when that is set");
+    }
+    if let Some(name) = discover {
+        if url.is_some() || urls.is_some() {
+            let remedy = "must be the only one of engine.url, engine.urls and engine.discover";
+            problems.refuse("discover", name, remedy);
+        } else if !is_url(name, &["http"]) {
+            problems.refuse(
+                "discover",
+                name,
+                "must be a URL like \"http://engines.example:30000\"",
+            );
+        }
+    }
+    let mut known: Vec<&str> = Vec::new();
+    let listed = urls.iter().flatten().map(|url| ("urls", url));
+    for (key, url) in url.iter().map(|url| ("url", url)).chain(listed) {
+        let base = url.trim_end_matches('/');
+        if !is_url(url, &["http", "https"]) {
+            let remedy = "must be a URL like \"http://127.0.0.1:30000\"; leave it out for the \
+                          embedded engine";
+            problems.refuse(key, url, remedy);
+        } else if known.contains(&base) {
+            problems.refuse(key, url, "must name each server once");
+        } else {
+            known.push(base);
+        }
+    }
+    if urls.as_ref().is_some_and(Vec::is_empty) {
+        let remedy = "must name at least one server; leave it out for the embedded engine";
+        problems.refuse("urls", "[]", remedy);
+    }
+}
+
+fn is_url(url: &str, schemes: &[&str]) -> bool {
+    reqwest::Url::parse(url).is_ok_and(|url| schemes.contains(&url.scheme()) && url.has_host())
+}
+
+impl EngineSettings {
+    /// Base URLs of the servers that are named, without a slash at the end, which is how their
+    /// replies name them. Empty for the embedded engine, and with [`discover`](Self::discover).
+    pub fn servers(&self) -> Vec<String> {
+        let named = self.url.iter().chain(self.urls.iter().flatten());
+        named.map(|url| url.trim_end_matches('/').to_owned()).collect()
+    }
+
+    /// Whether the engine inside this program samples.
+    pub fn is_embedded(&self) -> bool {
+        self.servers().is_empty() && self.discover.is_none()
+    }
+
+    /// Folder of the tokenizer.
+    pub fn tokenizer_folder(&self) -> &Utf8Path {
+        self.tokenizer.as_ref().unwrap_or(&self.model)
+    }
+
+    /// Checks that a run can train with what these servers return.
     ///
     /// # Errors
-    /// A [`ConfigProblem`] with what would be needed, for chat servers.
+    /// For chat servers, with what training needs.
     pub fn check_training(&self) -> Result<(), ConfigProblem> {
         if self.kind != EngineKind::Openai {
             return Ok(());
         }
         let remedy = format!(
-            "OpenAI-compatible chat servers hide token ids: `orchestrate eval` can measure them, and \
-             {TRAINING_REQUIREMENTS}"
+            "OpenAI-compatible chat servers hide token ids: `orchestrate eval` can measure them, \
+             but {TRAINING_REQUIREMENTS}"
         );
         Err(ConfigProblem::new("engine.kind", self.kind, remedy))
     }
 
-    /// The API key from the environment; `None` where no variable is named.
+    /// The API key from the environment; `None` if no variable is named.
     ///
     /// # Errors
-    /// A [`ConfigProblem`] when the named variable is not set or empty.
+    /// If the named variable is not set, or empty.
     pub fn api_key(&self) -> Result<Option<String>, ConfigProblem> {
         let Some(name) = &self.api_key_env else { return Ok(None) };
         match std::env::var(name) {
@@ -242,7 +170,7 @@ impl EnginePlan {
             Ok(_) | Err(_) => Err(ConfigProblem::new(
                 "engine.api_key_env",
                 name,
-                format!("set the environment variable {name} to the server's API key"),
+                format!("the environment variable {name} must hold the server's API key"),
             )),
         }
     }
@@ -253,19 +181,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_model_folder_is_all_that_is_needed() {
+    fn tokenizer_is_the_models_unless_it_is_named() {
         let section = EngineSection { model: Some("models/tiny".to_owned()), ..Default::default() };
         let plan = section.check().unwrap();
-        assert_eq!((plan.urls.len(), plan.tokenizer.as_str()), (0, "models/tiny"));
+        assert_eq!((plan.servers().len(), plan.tokenizer_folder().as_str()), (0, "models/tiny"));
         assert!(plan.require_routed_experts);
         assert_eq!(plan.api_key(), Ok(None));
     }
 
     #[test]
-    fn the_kind_of_server_is_named_or_refused_with_what_would_be_needed() {
-        let plan = |kind: &str, url: Option<&str>| {
+    fn servers_of_other_kinds_need_a_url() {
+        let plan = |kind: EngineKind, url: Option<&str>| {
             let section = EngineSection {
-                kind: Some(kind.to_owned()),
+                kind: Some(kind),
                 url: url.map(str::to_owned),
                 model: Some("m".to_owned()),
                 ..Default::default()
@@ -273,37 +201,37 @@ mod tests {
             section.check().map(|plan| plan.kind).map_err(|problems| problems[0].to_string())
         };
         let url = Some("http://127.0.0.1:1");
-        assert_eq!(plan("sglang", None), Ok(EngineKind::Sglang));
-        assert_eq!(plan("vllm", url), Ok(EngineKind::Vllm));
-        assert!(plan("vllm", None).unwrap_err().contains("engine.url"));
-        assert!(plan("openai", url).unwrap_err().contains("engine.served_model"));
-        assert!(plan("openai", None).unwrap_err().contains("engine.url"));
-        assert!(plan("triton", url).unwrap_err().contains("vllm"));
+        assert_eq!(plan(EngineKind::Sglang, None), Ok(EngineKind::Sglang));
+        assert_eq!(plan(EngineKind::Vllm, url), Ok(EngineKind::Vllm));
+        assert!(plan(EngineKind::Vllm, None).unwrap_err().contains("engine.url"));
+        assert!(plan(EngineKind::Openai, url).unwrap_err().contains("engine.served_model"));
+        assert!(plan(EngineKind::Openai, None).unwrap_err().contains("engine.url"));
     }
 
     #[test]
-    fn a_chat_server_is_for_evaluation_only_and_asked_by_name() {
-        let section = |kind: &str| EngineSection {
-            kind: Some(kind.to_owned()),
+    fn chat_servers_need_a_model_name_and_cannot_train() {
+        let section = |kind| EngineSection {
+            kind: Some(kind),
             url: Some("http://127.0.0.1:1/v1".to_owned()),
             model: Some("m".to_owned()),
             served_model: Some("coder".to_owned()),
             ..Default::default()
         };
-        let plan = section("openai").check().unwrap();
+        let plan = section(EngineKind::Openai).check().unwrap();
         assert_eq!((plan.kind, plan.served_model.as_deref()), (EngineKind::Openai, Some("coder")));
         let refused = plan.check_training().unwrap_err().to_string();
-        for words in ["orchestrate eval", "/inference/v1/generate", "/generate"] {
-            assert!(refused.contains(words), "{refused}");
+        for text in ["orchestrate eval", "/inference/v1/generate", "/generate"] {
+            assert!(refused.contains(text), "{refused}");
         }
-        let named = section("vllm").check().unwrap_err();
+        let named = section(EngineKind::Vllm).check().unwrap_err();
         assert_eq!(named[0].key, "engine.served_model");
-        let plan = EngineSection { served_model: None, ..section("vllm") }.check().unwrap();
+        let plan =
+            EngineSection { served_model: None, ..section(EngineKind::Vllm) }.check().unwrap();
         assert_eq!(plan.check_training(), Ok(()));
     }
 
     #[test]
-    fn servers_are_one_or_many_and_each_is_named_once() {
+    fn each_server_is_named_once() {
         let section = |url: Option<&str>, urls: Option<&[&str]>| EngineSection {
             model: Some("m".to_owned()),
             url: url.map(ToOwned::to_owned),
@@ -311,9 +239,9 @@ mod tests {
             ..Default::default()
         };
         let one = section(Some("http://a:1/"), None).check().unwrap();
-        assert_eq!(one.urls, ["http://a:1"]);
+        assert_eq!(one.servers(), ["http://a:1"]);
         let two = section(None, Some(&["http://a:1", "http://b:1"])).check().unwrap();
-        assert_eq!(two.urls, ["http://a:1", "http://b:1"]);
+        assert_eq!(two.servers(), ["http://a:1", "http://b:1"]);
         for wrong in [
             section(Some("http://a:1"), Some(&["http://b:1"])),
             section(None, Some(&["http://a:1", "http://a:1/"])),
@@ -333,6 +261,7 @@ mod tests {
     fn all_problems_are_reported_at_once() {
         let section = EngineSection {
             url: Some("localhost:30000".to_owned()),
+            model: Some(" ".to_owned()),
             api_key_env: Some("sk-secret!".to_owned()),
             request_timeout: Some(HumanDuration::secs(0)),
             max_in_flight: Some(0),
@@ -343,11 +272,11 @@ mod tests {
         assert_eq!(
             keys,
             [
-                "engine.url",
                 "engine.model",
                 "engine.api_key_env",
                 "engine.request_timeout",
-                "engine.max_in_flight"
+                "engine.max_in_flight",
+                "engine.url"
             ]
         );
         assert!(problems.iter().all(|problem| !problem.remedy.is_empty()));

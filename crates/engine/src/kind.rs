@@ -8,6 +8,7 @@ use crate::error::{EngineError, EngineErrorKind};
 use crate::http::Server;
 use crate::sglang::Sglang;
 use crate::vllm::Vllm;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fmt;
@@ -15,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// The kind of an inference server: an engine family, or the chat API.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum EngineKind {
     /// SGLang 0.5.12 and later, and the embedded engine.

@@ -32,7 +32,7 @@ pub use api::{Engine, EngineInfo};
 pub use capability::{CapabilityFinding, ProbeReport, Severity, Worker};
 pub use chat::{ChatClient, unknown_shape};
 pub use client::{Client, ClientOptions};
-pub use config::{EnginePlan, EngineSection};
+pub use config::{EngineSection, EngineSettings};
 pub use dialect::Dialect;
 pub use error::{EngineError, EngineErrorKind, ErrorDetail};
 pub use fleet::{Fleet, FleetOptions, FleetWorker, WorkerStatus, discover};

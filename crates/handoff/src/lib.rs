@@ -11,18 +11,21 @@ mod algorithm;
 pub mod batch;
 mod client;
 mod config;
-mod hyperparameters;
 mod metrics;
 mod overlong;
 pub mod protocol;
 pub mod rules;
 
 pub use advantage::{AdvantageNorm, GroupAdvantages, GroupSignal, group_advantages};
-pub use algorithm::{Algorithm, AlgorithmSection, TruncatedEpisodes};
+pub use algorithm::{
+    AggregationSettings, AlgorithmSection, AlgorithmSettings, CorrectionSettings,
+    KlEstimatorSettings, KlSettings, LossSettings, OptimizerSettings, ReplaySettings,
+    RouterShiftSettings, TruncatedEpisodes,
+};
 pub use batch::{
     Batch, BatchError, BatchErrorKind, BatchMeta, BatchSample, Manifest, Planned, RecordEntry,
     Rows, Sequence, ShardEntry, stream_batch, write_batch,
 };
 pub use client::{TrainerClient, TrainerError, TrainerErrorKind};
-pub use config::{HandoffPlan, HandoffSection, TrainerPlan, TrainerSection};
+pub use config::{HandoffSection, HandoffSettings, TrainerSection, TrainerSettings};
 pub use overlong::Overlong;

@@ -10,7 +10,7 @@
 //!
 //! Errors are `{"error": {"code", "message"}}` with a 4xx or 5xx status.
 
-pub use crate::hyperparameters::{
+pub use crate::algorithm::{
     Hyperparameters, ImportanceCorrection, ImportanceLevel, KlEstimator, LossAggregation,
     PolicyLoss, RouterShift, RoutingReplay,
 };

@@ -1,291 +1,380 @@
-//! Which hyperparameters make sense, alone and together. One list: the configuration is checked
-//! with it, and so is every request that reaches a trainer.
+//! Rules that hyperparameters must follow, as data.
+//!
+//! They are declared with the hyperparameters and evaluated here: for configurations, and for every
+//! request that reaches a trainer. The PyTorch trainer's `rules.py` is generated from the same data.
 
-use crate::hyperparameters::{
-    Hyperparameters, ImportanceCorrection, ImportanceLevel, KlEstimator, LossAggregation,
-    PolicyLoss, RouterShift, RoutingReplay,
-};
+use crate::algorithm::{CHOICES, Hyperparameters, rules as declared};
+use orchestrate_settings::Range;
+use std::fmt;
+use std::ops::{Add, BitAnd, Neg, Not, Sub};
+use std::sync::LazyLock;
 
-/// A hyperparameter that cannot be used.
+/// A hyperparameter that is refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     /// Its name.
     pub field: &'static str,
-    /// Its value, as text.
+    /// Its value.
     pub value: String,
-    /// Why, and what to write instead.
-    pub remedy: &'static str,
+    /// What it must be, and why.
+    pub remedy: String,
 }
 
-/// Which optional settings the others give a meaning to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::struct_excessive_bools, reason = "each says whether one setting is read")]
-pub(crate) struct Uses {
-    pub(crate) clip: bool,
-    pub(crate) sapo_tau: bool,
-    pub(crate) router_shift_floor: bool,
-    pub(crate) importance_level: bool,
-    pub(crate) importance_low: bool,
-    pub(crate) importance_high: bool,
-    pub(crate) kl: bool,
-    pub(crate) values: bool,
-    pub(crate) predictor: bool,
-}
-
-impl Uses {
-    pub(crate) fn of(h: &Hyperparameters) -> Self {
-        let correction = h.importance_correction;
-        let (low, leveled) = match correction {
-            ImportanceCorrection::None => (false, false),
-            ImportanceCorrection::Tis | ImportanceCorrection::Mis => (false, true),
-            ImportanceCorrection::Icepop | ImportanceCorrection::GeometricMask => (true, true),
-        };
-        Self {
-            clip: h.policy_loss != PolicyLoss::Sapo,
-            sapo_tau: h.policy_loss == PolicyLoss::Sapo,
-            router_shift_floor: h.router_shift != RouterShift::None,
-            importance_level: leveled,
-            importance_low: low,
-            importance_high: leveled || h.policy_loss == PolicyLoss::Minirl,
-            kl: h.kl_coefficient > 0.0,
-            values: h.policy_loss == PolicyLoss::Ppo,
-            predictor: h.routing_replay == RoutingReplay::Predictive,
-        }
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` = {}: {}", self.field, self.value, self.remedy)
     }
 }
 
-struct Refusals(Vec<Refusal>);
-
-impl Refusals {
-    fn require(
-        &mut self,
-        holds: bool,
-        field: &'static str,
-        value: impl std::fmt::Display,
-        remedy: &'static str,
-    ) {
-        if !holds {
-            self.0.push(Refusal { field, value: value.to_string(), remedy });
-        }
-    }
-
-    fn positive(&mut self, field: &'static str, value: f64) {
-        let holds = value.is_finite() && value > 0.0;
-        self.require(holds, field, value, "use a number above 0");
-    }
-
-    fn not_negative(&mut self, field: &'static str, value: f64) {
-        let holds = value.is_finite() && value >= 0.0;
-        self.require(holds, field, value, "use 0 or a number above");
-    }
-}
-
-/// Everything that is wrong with `h`; empty if it can be used.
+/// Every hyperparameter in `h` that is refused; empty if `h` can be used.
 pub fn refusals(h: &Hyperparameters) -> Vec<Refusal> {
-    let mut found = Refusals(Vec::new());
-    let r = &mut found;
-    clips(h, r);
-    sums(h, r);
-    shift(h, r);
-    importance(h, r);
-    divergence(h, r);
-    values(h, r);
-    routes(h, r);
-    optimizer(h, r);
-    found.0
+    let broken = all_rules().iter().filter(|rule| rule.refused.holds(h));
+    let refusal = |rule: &Rule| Refusal {
+        field: rule.field,
+        value: h.value(rule.field).to_string(),
+        remedy: rule.remedy.clone(),
+    };
+    broken.map(refusal).collect()
 }
 
-fn clips(h: &Hyperparameters, r: &mut Refusals) {
-    match h.policy_loss {
-        PolicyLoss::Grpo | PolicyLoss::Gspo | PolicyLoss::Minirl | PolicyLoss::Ppo => {
-            let open = h.clip_low > 0.0 && h.clip_low < 1.0;
-            r.require(open, "clip_low", h.clip_low, "use a number between 0 and 1");
-        }
-        PolicyLoss::Cispo => {
-            let fits = h.clip_low > 0.0 && h.clip_low <= 1.0;
-            let remedy = "use a number above 0; 1 leaves the ratio without a lower bound";
-            r.require(fits, "clip_low", h.clip_low, remedy);
-        }
-        PolicyLoss::Gmpo | PolicyLoss::Rspo => r.positive("clip_low", h.clip_low),
-        PolicyLoss::Sapo => {}
+/// The bounds of every hyperparameter and the rules between them, in the order of declaration.
+pub(crate) fn all_rules() -> &'static [Rule] {
+    static RULES: LazyLock<Vec<Rule>> = LazyLock::new(|| {
+        let fields = Hyperparameters::fields();
+        let position = |name: &str| fields.iter().position(|field| field.name == name);
+        let bounds =
+            fields.iter().flat_map(|field| field.bounds.iter().map(|bound| bound.rule(field.name)));
+        let mut rules: Vec<Rule> = bounds.chain(declared()).collect();
+        rules.sort_by_key(|rule| position(rule.field));
+        rules
+    });
+    &RULES
+}
+
+/// A hyperparameter that is refused under a condition.
+#[derive(Debug, Clone)]
+pub(crate) struct Rule {
+    pub(crate) field: &'static str,
+    pub(crate) refused: Condition,
+    pub(crate) remedy: String,
+}
+
+/// Refuses `field` where `refused` holds.
+pub(crate) fn rule(field: &'static str, refused: Condition, remedy: &str) -> Rule {
+    Rule { field, refused, remedy: remedy.to_owned() }
+}
+
+/// The bound of one hyperparameter.
+#[derive(Debug, Clone)]
+pub(crate) struct Bound {
+    pub(crate) range: Range<f64>,
+    /// A condition in addition to that the hyperparameter applies.
+    pub(crate) when: Option<Condition>,
+    /// Whether the bound holds even where the hyperparameter does not apply.
+    always: bool,
+}
+
+impl From<Range<f64>> for Bound {
+    fn from(range: Range<f64>) -> Self {
+        Self { range, when: None, always: false }
     }
-    if h.policy_loss == PolicyLoss::Sapo {
-        let (positive, other) = h.sapo_tau;
-        let fine = [positive, other].iter().all(|t| t.is_finite() && *t > 0.0);
-        let value = format!("[{positive}, {other}]");
-        r.require(fine, "sapo_tau", value, "use two numbers above 0");
-    } else {
-        r.positive("clip_high", h.clip_high);
-    }
-    if let Some(c) = h.dual_clip {
-        let remedy = "use a number above 1, or 0 to turn it off";
-        r.require(c.is_finite() && c > 1.0, "dual_clip", c, remedy);
-        let surrogate = match h.policy_loss {
-            PolicyLoss::Grpo | PolicyLoss::Ppo => true,
-            PolicyLoss::Gspo
-            | PolicyLoss::Gmpo
-            | PolicyLoss::Rspo
-            | PolicyLoss::Cispo
-            | PolicyLoss::Minirl
-            | PolicyLoss::Sapo => false,
+}
+
+/// A bound where `condition` holds.
+pub(crate) fn when(condition: Condition, range: Range<f64>) -> Bound {
+    Bound { range, when: Some(condition), always: false }
+}
+
+/// A bound that holds even where the hyperparameter does not apply.
+pub(crate) fn always(range: Range<f64>) -> Bound {
+    Bound { range, when: None, always: true }
+}
+
+impl Bound {
+    fn rule(&self, field: &'static str) -> Rule {
+        let applies = match (applies(field), &self.when) {
+            _ if self.always => None,
+            // The bound's own condition says more.
+            (Some(Condition::Is(one, _)), Some(Condition::Is(two, _))) if one == *two => None,
+            (applies, _) => applies,
         };
-        let remedy = "it bounds the clipped surrogate of grpo and ppo; leave it out with others";
-        r.require(surrogate, "dual_clip", c, remedy);
+        let outside = !within(field, self.range);
+        let parts: Vec<Condition> =
+            [applies, self.when.clone()].into_iter().flatten().chain([outside]).collect();
+        Rule { field, refused: Condition::all(parts), remedy: self.range.remedy() }
     }
 }
 
-fn sums(h: &Hyperparameters, r: &mut Refusals) {
-    r.positive("loss_norm_tokens", h.loss_norm_tokens);
-    let fits =
-        !h.policy_loss.is_per_sequence() || h.aggregation == LossAggregation::SeqMeanTokenMean;
-    let remedy = "gspo, gmpo and rspo are means over sequences: use \"seq-mean-token-mean\"";
-    r.require(fits, "aggregation", word(&h.aggregation), remedy);
-}
-
-fn shift(h: &Hyperparameters, r: &mut Refusals) {
-    let (loss, shift) = (h.policy_loss, h.router_shift);
-    let name = word(&shift);
-    match (loss, shift) {
-        (PolicyLoss::Rspo, RouterShift::None) => {
-            let remedy = "rspo is gmpo with router shift: use \"before_clip\" or \"after_clip\", or \
-                          policy_loss = \"gmpo\"";
-            r.require(false, "router_shift", name, remedy);
+/// The options with which the hyperparameter applies; `None` if it always does.
+pub(crate) fn applies(field: &str) -> Option<Condition> {
+    let mut any = Vec::new();
+    for choice in CHOICES {
+        let with = choice.options.iter().filter(|option| option.applies.contains(&field));
+        let names: Vec<&'static str> = with.map(|option| option.name).collect();
+        if !names.is_empty() {
+            any.push(Condition::Is(choice.key, names));
         }
-        (PolicyLoss::Gmpo, RouterShift::BeforeClip | RouterShift::AfterClip) => {
-            let remedy = "gmpo with router shift is policy_loss = \"rspo\"";
-            r.require(false, "router_shift", name, remedy);
-        }
-        (PolicyLoss::Grpo | PolicyLoss::Gspo | PolicyLoss::Ppo, RouterShift::AfterClip) => {
-            let remedy = "only rspo has a form with the weight after the clip: use \"before_clip\"";
-            r.require(false, "router_shift", name, remedy);
-        }
-        (
-            PolicyLoss::Cispo | PolicyLoss::Minirl | PolicyLoss::Sapo,
-            RouterShift::BeforeClip | RouterShift::AfterClip,
-        ) => {
-            let remedy = "it is defined for grpo, gspo, ppo and rspo; use \"none\"";
-            r.require(false, "router_shift", name, remedy);
-        }
-        (_, RouterShift::None)
-        | (PolicyLoss::Rspo, RouterShift::BeforeClip | RouterShift::AfterClip)
-        | (PolicyLoss::Grpo | PolicyLoss::Gspo | PolicyLoss::Ppo, RouterShift::BeforeClip) => {}
     }
-    if shift == RouterShift::None {
-        return;
-    }
-    let floor = h.router_shift_floor;
-    let fits = floor > 0.0 && floor <= 1.0;
-    r.require(fits, "router_shift_floor", floor, "use a number above 0, at most 1");
-    let reach = if loss == PolicyLoss::Rspo { -floor.ln() } else { 1.0 - floor };
-    let inside = shift == RouterShift::AfterClip || reach <= h.clip_low + 1e-9;
-    let remedy =
-        "a weight at the floor alone would pass the lower clip: raise the floor or clip_low";
-    r.require(!fits || inside, "router_shift_floor", floor, remedy);
-}
-
-fn importance(h: &Hyperparameters, r: &mut Refusals) {
-    let correction = h.importance_correction;
-    let name = word(&correction);
-    let uses = Uses::of(h);
-    if uses.importance_high {
-        r.positive("importance_high", h.importance_high);
-    }
-    if uses.importance_low {
-        r.not_negative("importance_low", h.importance_low);
-        let remedy = "use a number below importance_high";
-        r.require(h.importance_low < h.importance_high, "importance_low", h.importance_low, remedy);
-    }
-    if correction == ImportanceCorrection::None {
-        return;
-    }
-    let remedy = "minirl's ratio is already that to the sampler: use \"none\", and bound it by \
-                  importance_high";
-    r.require(h.policy_loss != PolicyLoss::Minirl, "importance_correction", &name, remedy);
-    let level = word(&h.importance_level);
-    let by_sequence = matches!(h.policy_loss, PolicyLoss::Gmpo | PolicyLoss::Rspo);
-    match (correction, h.importance_level) {
-        (ImportanceCorrection::Icepop, ImportanceLevel::Sequence) => {
-            let remedy = "icepop looks at each token: use \"token\", or the correction \
-                          \"geometric_mask\"";
-            r.require(false, "importance_level", level, remedy);
-        }
-        (ImportanceCorrection::GeometricMask, ImportanceLevel::Token) => {
-            let remedy = "geometric_mask looks at whole sequences: use \"sequence\"";
-            r.require(false, "importance_level", level, remedy);
-        }
-        (ImportanceCorrection::Icepop, ImportanceLevel::Token) => {
-            let remedy = "icepop looks at each token, gmpo and rspo have one factor per sequence: \
-                          use tis, mis or geometric_mask";
-            r.require(!by_sequence, "importance_correction", name, remedy);
-        }
-        (_, ImportanceLevel::Token) => {
-            let remedy = "gmpo and rspo have one factor per sequence: use \"sequence\"";
-            r.require(!by_sequence, "importance_level", level, remedy);
-        }
-        (_, ImportanceLevel::Sequence) => {}
+    match any.len() {
+        0 => None,
+        1 => any.pop(),
+        _ => Some(Condition::Any(any)),
     }
 }
 
-fn divergence(h: &Hyperparameters, r: &mut Refusals) {
-    if let Some(delta) = h.off_policy_delta {
-        r.positive("off_policy_delta", delta);
-        let remedy = "it needs one advantage per sequence, ppo has one per token: leave it out";
-        r.require(h.policy_loss != PolicyLoss::Ppo, "off_policy_delta", delta, remedy);
-    }
-    r.not_negative("kl_coefficient", h.kl_coefficient);
-    if !Uses::of(h).kl {
-        return;
-    }
-    let in_reward = h.kl_estimator == KlEstimator::K1;
-    let remedy = "k1 is taken off the reward of each token, which only ppo has; in a loss its \
-                  gradient says nothing: use \"k3\" or \"k2\"";
-    let fits = !in_reward || h.policy_loss == PolicyLoss::Ppo;
-    r.require(fits, "kl_estimator", word(&h.kl_estimator), remedy);
-    let remedy = "the ratio makes the gradient of k3 unbiased; use it with kl_estimator = \"k3\"";
-    let fits = !h.kl_unbiased || h.kl_estimator == KlEstimator::K3;
-    r.require(fits, "kl_unbiased", h.kl_unbiased, remedy);
+/// The value of a hyperparameter.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum FieldValue {
+    /// The name of an option.
+    Choice(&'static str),
+    /// A number.
+    Number(f64),
+    /// A whole number.
+    Whole(u64),
+    /// Two numbers.
+    Pair(f64, f64),
+    /// True or false.
+    Flag(bool),
+    /// No value: turned off.
+    Off,
 }
 
-fn values(h: &Hyperparameters, r: &mut Refusals) {
-    if !Uses::of(h).values {
-        return;
+impl fmt::Display for FieldValue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Choice(name) => f.write_str(name),
+            Self::Number(number) => write!(f, "{number}"),
+            Self::Whole(number) => write!(f, "{number}"),
+            Self::Pair(one, two) => write!(f, "[{one}, {two}]"),
+            Self::Flag(flag) => write!(f, "{flag}"),
+            Self::Off => f.write_str("off"),
+        }
     }
-    for (field, value) in [("gae_gamma", h.gae_gamma), ("gae_lambda", h.gae_lambda)] {
-        r.require((0.0..=1.0).contains(&value), field, value, "use a number from 0 to 1");
-    }
-    r.positive("value_clip", h.value_clip);
-    r.positive("value_coefficient", h.value_coefficient);
-    r.positive("value_rate", h.value_rate);
 }
 
-fn routes(h: &Hyperparameters, r: &mut Refusals) {
-    if !Uses::of(h).predictor {
-        return;
+impl FieldValue {
+    /// The value as a number; NaN for others.
+    pub(crate) fn number(self) -> f64 {
+        match self {
+            Self::Number(number) => number,
+            Self::Whole(number) => number as f64,
+            Self::Choice(_) | Self::Pair(..) | Self::Flag(_) | Self::Off => f64::NAN,
+        }
     }
-    let remedy = "the predictor learns from the second mini step on: use at least 2, or \
-                  routing_replay = \"rollout\"";
-    r.require(h.mini_steps >= 2, "mini_steps", h.mini_steps, remedy);
-    r.positive("predictor_rate", h.predictor_rate);
-    r.require(h.predictor_tokens > 0, "predictor_tokens", h.predictor_tokens, "use at least 1");
+
+    /// Whether the value is a flag that is set, or a number that is not turned off.
+    pub(crate) fn is_on(self) -> bool {
+        match self {
+            Self::Flag(flag) => flag,
+            Self::Off => false,
+            Self::Choice(_) | Self::Number(_) | Self::Whole(_) | Self::Pair(..) => true,
+        }
+    }
 }
 
-fn optimizer(h: &Hyperparameters, r: &mut Refusals) {
-    r.require(h.mini_steps > 0, "mini_steps", h.mini_steps, "use at least 1");
-    let unit = |beta: f64| (0.0..1.0).contains(&beta);
-    let (beta1, beta2) = h.betas;
-    let betas = format!("[{beta1}, {beta2}]");
-    r.require(unit(beta1) && unit(beta2), "betas", betas, "use two numbers from 0 to below 1");
-    r.not_negative("weight_decay", h.weight_decay);
-    let remedy = "use at least 1; a longer sequence forms a pass of its own";
-    r.require(h.micro_batch_tokens > 0, "micro_batch_tokens", h.micro_batch_tokens, remedy);
-    r.not_negative("learning_rate", h.learning_rate);
-    r.positive("adam_eps", h.adam_eps);
-    r.positive("max_grad_norm", h.max_grad_norm);
-    r.positive("temperature", h.temperature);
+/// A condition on hyperparameters.
+#[derive(Debug, Clone)]
+pub(crate) enum Condition {
+    /// The option is one of these.
+    Is(&'static str, Vec<&'static str>),
+    /// The flag is set, or the number is not turned off.
+    IsOn(&'static str),
+    /// Every number of the value lies in the range; a value that is turned off does.
+    Within(&'static str, Range<f64>),
+    /// The first number is greater than the second.
+    Above(Number, Number),
+    Not(Box<Self>),
+    All(Vec<Self>),
+    Any(Vec<Self>),
 }
 
-/// An enum's name on the wire.
-fn word<T: serde::Serialize>(value: &T) -> String {
-    let name = serde_json::to_value(value).unwrap_or_default();
-    name.as_str().unwrap_or_default().to_owned()
+/// A number computed from hyperparameters.
+#[derive(Debug, Clone)]
+pub(crate) enum Number {
+    Field(&'static str),
+    Constant(f64),
+    Sum(Box<Self>, Box<Self>),
+    Difference(Box<Self>, Box<Self>),
+    Negative(Box<Self>),
+    Logarithm(Box<Self>),
+}
+
+/// Whether the option `field` is one of `names`.
+pub(crate) fn is(field: &'static str, names: &[&'static str]) -> Condition {
+    Condition::Is(field, names.to_vec())
+}
+
+/// Whether the flag `field` is set, or the number is not turned off.
+pub(crate) fn is_on(field: &'static str) -> Condition {
+    Condition::IsOn(field)
+}
+
+/// Whether every number of `field` lies in `range`.
+pub(crate) fn within(field: &'static str, range: Range<f64>) -> Condition {
+    Condition::Within(field, range)
+}
+
+/// The number in `field`.
+pub(crate) fn number(field: &'static str) -> Number {
+    Number::Field(field)
+}
+
+/// A constant.
+pub(crate) fn constant(value: f64) -> Number {
+    Number::Constant(value)
+}
+
+impl Condition {
+    fn all(mut parts: Vec<Self>) -> Self {
+        match parts.pop() {
+            Some(only) if parts.is_empty() => only,
+            Some(last) => {
+                parts.push(last);
+                Self::All(parts)
+            }
+            None => Self::All(parts),
+        }
+    }
+
+    /// Whether the condition holds for `h`.
+    pub(crate) fn holds(&self, h: &Hyperparameters) -> bool {
+        match self {
+            Self::Is(field, names) => {
+                names.iter().any(|name| h.value(field) == FieldValue::Choice(name))
+            }
+            Self::IsOn(field) => h.value(field).is_on(),
+            Self::Within(field, range) => match h.value(field) {
+                FieldValue::Pair(one, two) => range.contains(one) && range.contains(two),
+                FieldValue::Off => true,
+                value => range.contains(value.number()),
+            },
+            Self::Above(one, two) => one.of(h) > two.of(h),
+            Self::Not(condition) => !condition.holds(h),
+            Self::All(conditions) => conditions.iter().all(|condition| condition.holds(h)),
+            Self::Any(conditions) => conditions.iter().any(|condition| condition.holds(h)),
+        }
+    }
+}
+
+impl Number {
+    /// The condition that this number is greater than `other`.
+    pub(crate) fn exceeds(self, other: Self) -> Condition {
+        Condition::Above(self, other)
+    }
+
+    /// The natural logarithm.
+    pub(crate) fn ln(self) -> Self {
+        Self::Logarithm(Box::new(self))
+    }
+
+    fn of(&self, h: &Hyperparameters) -> f64 {
+        match self {
+            Self::Field(field) => h.value(field).number(),
+            Self::Constant(value) => *value,
+            Self::Sum(one, two) => one.of(h) + two.of(h),
+            Self::Difference(one, two) => one.of(h) - two.of(h),
+            Self::Negative(number) => -number.of(h),
+            Self::Logarithm(number) => number.of(h).ln(),
+        }
+    }
+}
+
+impl BitAnd for Condition {
+    type Output = Self;
+
+    fn bitand(self, other: Self) -> Self {
+        let mut parts = match self {
+            Self::All(parts) => parts,
+            other => vec![other],
+        };
+        parts.push(other);
+        Self::All(parts)
+    }
+}
+
+impl Not for Condition {
+    type Output = Self;
+
+    fn not(self) -> Self {
+        Self::Not(Box::new(self))
+    }
+}
+
+impl Add for Number {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self::Sum(Box::new(self), Box::new(other))
+    }
+}
+
+impl Sub for Number {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        Self::Difference(Box::new(self), Box::new(other))
+    }
+}
+
+impl Neg for Number {
+    type Output = Self;
+
+    fn neg(self) -> Self {
+        Self::Negative(Box::new(self))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Fields and options that a condition names.
+    fn named(condition: &Condition, found: &mut Vec<(&'static str, Vec<&'static str>)>) {
+        match condition {
+            Condition::Is(field, names) => found.push((field, names.clone())),
+            Condition::IsOn(field) | Condition::Within(field, _) => found.push((field, vec![])),
+            Condition::Above(one, two) => {
+                numbers(one, found);
+                numbers(two, found);
+            }
+            Condition::Not(condition) => named(condition, found),
+            Condition::All(conditions) | Condition::Any(conditions) => {
+                for condition in conditions {
+                    named(condition, found);
+                }
+            }
+        }
+    }
+
+    fn numbers(number: &Number, found: &mut Vec<(&'static str, Vec<&'static str>)>) {
+        match number {
+            Number::Field(field) => found.push((field, vec![])),
+            Number::Constant(_) => {}
+            Number::Sum(one, two) | Number::Difference(one, two) => {
+                numbers(one, found);
+                numbers(two, found);
+            }
+            Number::Negative(number) | Number::Logarithm(number) => numbers(number, found),
+        }
+    }
+
+    #[test]
+    fn rules_name_existing_hyperparameters_and_options() {
+        let fields: Vec<&str> = Hyperparameters::fields().iter().map(|field| field.name).collect();
+        for rule in all_rules() {
+            let mut found = vec![(rule.field, vec![])];
+            named(&rule.refused, &mut found);
+            for (field, names) in found {
+                assert!(fields.contains(&field), "{field} of {rule:?}");
+                let options = crate::algorithm::options(field);
+                assert!(names.iter().all(|name| options.contains(name)), "{names:?} of {rule:?}");
+            }
+            assert!(rule.remedy.starts_with("must be "), "{rule:?}");
+        }
+    }
+
+    #[test]
+    fn defaults_are_not_refused() {
+        assert_eq!(refusals(&Hyperparameters::default()), []);
+    }
 }

@@ -232,7 +232,7 @@ async fn log_probs_and_checkpoints_are_asked_for() {
 #[test]
 fn an_empty_algorithm_section_is_grpo_with_replayed_rollout_routes() {
     let algorithm = AlgorithmSection::default().check().unwrap();
-    assert_eq!(algorithm.advantage, AdvantageNorm::Std);
+    assert_eq!(algorithm.advantage, Some(AdvantageNorm::Std));
     assert_eq!(algorithm.routing_replay(), RoutingReplay::Rollout);
     let sent = algorithm.hyperparameters(0.7, true);
     assert_eq!((sent.clip_low, sent.clip_high, sent.dual_clip), (0.2, 0.28, Some(3.0)));
@@ -259,12 +259,12 @@ fn all_problems_of_a_section_are_reported_at_once_with_their_remedies() {
             "clip_high",
             "dual_clip",
             "mini_steps",
+            "micro_batch_tokens",
             "betas",
             "weight_decay",
-            "micro_batch_tokens",
             "max_grad_norm",
-            "loss_norm_tokens",
-            "learning_rate"
+            "learning_rate",
+            "loss_norm_tokens"
         ]
     );
     assert!(problems.iter().all(|problem| !problem.remedy.is_empty()));
@@ -278,13 +278,13 @@ fn all_problems_of_a_section_are_reported_at_once_with_their_remedies() {
 }
 
 #[test]
-fn unknown_keys_are_refused_and_the_schema_tells_what_each_key_means() {
+fn unknown_keys_are_errors_and_the_schema_describes_every_key() {
     let unknown = serde_json::from_value::<AlgorithmSection>(json!({"clip": 0.2})).unwrap_err();
     assert!(unknown.to_string().contains("clip_low"), "{unknown}");
     for schema in [schema_for!(AlgorithmSection), schema_for!(TrainerSection)] {
         for (key, property) in schema.as_value()["properties"].as_object().unwrap() {
-            let words = property["description"].as_str().unwrap_or_default();
-            assert!(!words.is_empty(), "{key}");
+            let description = property["description"].as_str().unwrap_or_default();
+            assert!(!description.is_empty(), "{key}");
         }
     }
     let plan = TrainerSection::default().check().unwrap();

@@ -1,40 +1,40 @@
 //! All pairs of algorithm options: either they work together, or the refusal names one of them
-//! and says what to do.
+//! and says what it must be.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use orchestrate_handoff::protocol::Hyperparameters;
+use orchestrate_handoff::protocol::{Hyperparameters, PolicyLoss};
 use orchestrate_handoff::rules::refusals;
-use orchestrate_handoff::{Algorithm, AlgorithmSection};
+use orchestrate_handoff::{AlgorithmSection, AlgorithmSettings, LossSettings};
 use serde_json::{Map, Value, json};
 
-/// Options that can be combined; each value with what it needs beside itself.
+/// Options that can be combined, with their values.
 fn options() -> Vec<(&'static str, Vec<Value>)> {
-    let losses = ["grpo", "gspo", "gmpo", "rspo", "cispo", "minirl", "sapo", "ppo"];
+    let losses = PolicyLoss::ALL.map(PolicyLoss::name);
     let corrections = ["none", "tis", "mis", "icepop", "geometric_mask"];
     let sums = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-norm"];
-    let words = |words: &[&str]| words.iter().map(|w| json!(w)).collect::<Vec<_>>();
+    let texts = |texts: &[&str]| texts.iter().map(|text| json!(text)).collect::<Vec<_>>();
     vec![
-        ("policy_loss", words(&losses)),
-        ("aggregation", words(&sums)),
+        ("policy_loss", texts(&losses)),
+        ("aggregation", texts(&sums)),
         ("dual_clip", vec![json!(0.0), json!(3.0)]),
-        ("router_shift", words(&["none", "before_clip", "after_clip"])),
-        ("importance_correction", words(&corrections)),
-        ("importance_level", words(&["token", "sequence"])),
+        ("router_shift", texts(&["none", "before_clip", "after_clip"])),
+        ("importance_correction", texts(&corrections)),
+        ("importance_level", texts(&["token", "sequence"])),
         ("off_policy_delta", vec![json!(0.0), json!(0.1)]),
-        ("kl_estimator", words(&["k1", "k2", "k3", "k3_plus"])),
+        ("kl_estimator", texts(&["k1", "k2", "k3", "k3_plus"])),
         ("kl_unbiased", vec![json!(false), json!(true)]),
-        ("routing_replay", words(&["none", "recompute", "rollout", "predictive"])),
+        ("routing_replay", texts(&["none", "recompute", "rollout", "predictive"])),
         ("mini_steps", vec![json!(1), json!(4)]),
-        ("advantage_normalisation", words(&["std", "population_std", "none", "rloo"])),
+        ("advantage_normalisation", texts(&["std", "population_std", "none", "rloo"])),
         ("warmup_steps", vec![json!(0), json!(20)]),
-        ("truncated", words(&["train", "mask"])),
+        ("truncated", texts(&["train", "mask"])),
         ("overlong_max_tokens", vec![json!(100)]),
     ]
 }
 
 fn set(section: &mut Map<String, Value>, key: &str, value: &Value) {
     section.insert(key.to_owned(), value.clone());
-    // What a value cannot do without; not what another option may contradict.
+    // What a value requires, unless another option may contradict it.
     let also: &[(&str, Value)] = match (key, value.as_str()) {
         ("aggregation", Some("token-sum-norm")) => &[("loss_norm_tokens", json!(100.0))],
         ("kl_estimator" | "kl_unbiased", _) => &[("kl_coefficient", json!(0.1))],
@@ -46,13 +46,13 @@ fn set(section: &mut Map<String, Value>, key: &str, value: &Value) {
     }
 }
 
-fn check(section: &Map<String, Value>) -> Result<Algorithm, Vec<(String, String)>> {
+fn check(section: &Map<String, Value>) -> Result<AlgorithmSettings, Vec<(String, String)>> {
     let section: AlgorithmSection = serde_json::from_value(section.clone().into()).unwrap();
     let checked = section.check();
     checked.map_err(|found| found.into_iter().map(|p| (p.key, p.remedy)).collect())
 }
 
-/// What the papers rule out, said once more and in other words than the rules themselves.
+/// What the papers rule out, written independently of the rules under test.
 fn is_contradiction(section: &Map<String, Value>) -> bool {
     let given = |key: &str| section.get(key);
     let is = |key: &str, default: &str, one_of: &[&str]| {
@@ -103,14 +103,14 @@ fn every_pair_of_options_works_or_is_refused_by_name() {
                 assert_eq!(check(&section).is_err(), contradicts, "{a}={va} {b}={vb}");
                 match check(&section) {
                     Ok(algorithm) => {
-                        // What is written out says the same when it is read again.
+                        // The section that is written out checks to the same settings.
                         assert_eq!(algorithm.section().check().unwrap(), algorithm);
                         worked += 1;
                     }
                     Err(problems) => {
                         for (key, remedy) in &problems {
                             let key = key.strip_prefix("algorithm.").unwrap();
-                            // Or one that was left out, and then what asks for it.
+                            // A key that was left out is named together with what requires it.
                             let named = section.contains_key(key) || remedy.contains(*a);
                             let named = named || remedy.contains(*b);
                             assert!(named, "{a}={va} {b}={vb}: {problems:?}");
@@ -126,7 +126,7 @@ fn every_pair_of_options_works_or_is_refused_by_name() {
 }
 
 #[test]
-fn a_setting_without_effect_is_refused_and_so_is_half_of_a_pair() {
+fn keys_without_effect_and_halves_of_pairs_are_refused() {
     for (section, key) in [
         (json!({"importance_high": 3.0}), "importance_high"),
         (json!({"importance_correction": "tis", "importance_low": 0.1}), "importance_low"),
@@ -136,6 +136,7 @@ fn a_setting_without_effect_is_refused_and_so_is_half_of_a_pair() {
         (json!({"predictor_rate": 10.0}), "predictor_rate"),
         (json!({"policy_loss": "sapo", "clip_high": 0.3}), "clip_high"),
         (json!({"sapo_tau": [1.0, 1.0]}), "sapo_tau"),
+        (json!({"loss_norm_tokens": 100.0}), "loss_norm_tokens"),
         (json!({"overlong_max_tokens": 100}), "overlong_cache_tokens"),
         (json!({"overlong_cache_tokens": 100}), "overlong_max_tokens"),
         (
@@ -143,7 +144,7 @@ fn a_setting_without_effect_is_refused_and_so_is_half_of_a_pair() {
             "overlong_cache_tokens",
         ),
         (json!({"importance_correction": "icepop", "importance_low": 6.0}), "importance_low"),
-        // A floor that alone would pass the lower clip.
+        // A weight at the floor alone would pass the lower clip.
         (
             json!({"policy_loss": "gspo", "router_shift": "before_clip", "clip_low": 3e-4}),
             "router_shift_floor",
@@ -154,6 +155,43 @@ fn a_setting_without_effect_is_refused_and_so_is_half_of_a_pair() {
         let keys: Vec<&str> = found.iter().map(|(key, _)| key.as_str()).collect();
         assert_eq!(keys, [format!("algorithm.{key}")], "{section}");
     }
+}
+
+#[test]
+fn keys_without_effect_name_the_options_they_belong_to() {
+    for (section, expected) in [
+        (
+            json!({"gae_lambda": 0.9}),
+            "algorithm.gae_lambda = 0.9: only applies with policy_loss = \"ppo\"; remove it",
+        ),
+        (
+            json!({"importance_high": 3.0}),
+            "algorithm.importance_high = 3.0: only applies with policy_loss = \"minirl\", or \
+             importance_correction = \"tis\", \"mis\", \"icepop\" or \"geometric_mask\"; remove it",
+        ),
+        (
+            json!({"kl_estimator": "k2"}),
+            "algorithm.kl_estimator = \"k2\": only applies with kl_coefficient above 0; remove it",
+        ),
+        (
+            json!({"policy_loss": "ppo", "advantage_normalisation": "std"}),
+            "algorithm.advantage_normalisation = \"std\": does not apply with policy_loss = \
+             \"ppo\", whose advantages come from its value head; remove it",
+        ),
+    ] {
+        let section: AlgorithmSection = serde_json::from_value(section).unwrap();
+        assert_eq!(section.check().unwrap_err()[0].to_string(), expected);
+    }
+}
+
+#[test]
+fn checked_settings_hold_only_what_applies() {
+    let section = json!({"policy_loss": "sapo", "routing_replay": "none"});
+    let settings = check(section.as_object().unwrap()).unwrap();
+    assert_eq!(settings.loss, LossSettings::Sapo { sapo_tau: (1.0, 1.05), off_policy_delta: None });
+    assert_eq!(settings.kl, None);
+    let written = serde_json::to_value(settings.section()).unwrap();
+    assert!(written["clip_low"].is_null() && written["dual_clip"].is_null());
 }
 
 #[test]
@@ -173,7 +211,7 @@ fn defaults_are_the_published_values_of_each_loss() {
 }
 
 #[test]
-fn a_request_from_before_these_options_is_still_understood() {
+fn requests_of_older_versions_are_understood() {
     let old = json!({
         "policy_loss": "grpo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": null,
         "aggregation": "token-mean", "loss_norm_tokens": 1.0, "routing_replay": "rollout",

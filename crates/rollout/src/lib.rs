@@ -37,7 +37,7 @@ pub use api::{
 };
 pub use buffer::{Fork, TokenBuffer};
 pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatOptions};
-pub use config::{RolloutConfig, RolloutPlan};
+pub use config::{RolloutSection, RolloutSettings};
 pub use expert::{ExpertEpisode, ExpertTurn, SupervisedExample};
 pub use grading::{
     GradeError, GradeLogs, GradedChange, GradingRules, LogGrader, grade_as_r2e, grade_by_summary,

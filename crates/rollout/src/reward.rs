@@ -1,22 +1,26 @@
-//! The `[reward]` section: how the log of the hidden tests becomes a reward.
+//! The section `[reward]`: how the log of the hidden tests becomes a reward.
 
 use crate::grading::{GradingRules, LogGrader, grade_as_r2e, grade_by_summary};
+use orchestrate_settings::{setting_types, settings};
 use orchestrate_tasks::swe::Harness;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// How test logs are judged. Every field may be left out.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct RewardSection {
-    /// Whose rule gives the reward on pytest's short summary. Default "strict".
-    pub compat: RewardCompat,
-    /// Which version of SWE-bench's harness judges SWE-bench tasks. Default "4.1.0".
-    pub harness: Harness,
+setting_types!(RewardCompat);
+
+settings! {
+    /// How the log of the hidden tests becomes a reward.
+    #[derive(Copy, Eq)]
+    [reward] pub RewardSection -> RewardSettings;
+
+    /// Whose rules turn pytest's short summary into a reward.
+    compat: RewardCompat = RewardCompat::default();
+    /// Version of SWE-bench's harness whose rules grade SWE-bench tasks.
+    harness: Harness = Harness::default();
 }
 
-impl RewardSection {
-    /// The rules.
+impl RewardSettings {
+    /// The rules by which a grader judges logs.
     pub fn rules(self) -> GradingRules {
         GradingRules {
             grade_log: self.compat.log_grader(),
@@ -26,15 +30,16 @@ impl RewardSection {
     }
 }
 
-/// Whose rule gives the reward.
+/// Whose rules give the reward.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RewardCompat {
-    /// Every expected test with its status and nothing else, by the last summary of the log; changes
-    /// that an agent makes to tests or to pytest's own files do not reach them.
+    /// Every expected test must have its expected status in the last summary of the log, and no
+    /// other result may appear. Changes that an agent makes to tests or to pytest's own files are
+    /// not part of the graded tree.
     #[default]
     Strict,
-    /// R2E-Gym's own, to the letter: the first summary counts, which a test may print, and a
+    /// R2E-Gym's own rules, to the letter: the first summary counts, which a test may print, and a
     /// result without a test's name counts as any test. For comparison with published numbers.
     R2e,
 }

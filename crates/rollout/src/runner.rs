@@ -10,7 +10,7 @@
 use crate::api::{EpisodeReport, EpisodeRequest, Episodes};
 use crate::attempt::Attempt;
 use crate::chat::ChatModel;
-use crate::config::RolloutPlan;
+use crate::config::RolloutSettings;
 use crate::dialogue::Dialogue;
 use crate::grading::{self, GradeError, GradeLogs, GradedChange, GradingRules, write_log_folder};
 use crate::machine::{EpisodeCommand, EpisodeEvent, EpisodeMachine};
@@ -51,7 +51,7 @@ pub struct EpisodeRunner {
     /// Tokenizer and chat template of the served model.
     pub chat: Arc<ChatModel>,
     /// The checked `[rollout]` section.
-    pub plan: RolloutPlan,
+    pub plan: RolloutSettings,
     /// Resource limits of every container.
     pub container_limits: SandboxLimits,
     /// The rules that turn a test log into a verdict.

@@ -8,7 +8,7 @@ use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     Action, ChatModel, ChatTemplate, Episodes, ExpertEpisode, ExpertTurn, GradingRules,
-    MICRO_CHAT_TEMPLATE, RolloutConfig, grade_by_summary, opening_messages, train_tokenizer,
+    MICRO_CHAT_TEMPLATE, RolloutSection, grade_by_summary, opening_messages, train_tokenizer,
 };
 use orchestrate_tasks::{Task, expert, micro, patch};
 use orchestrate_testkit::{FakeEngine, FakeExec, FakeReply, FakeSandboxes, FakeTree, toy_shape};
@@ -87,7 +87,7 @@ async fn replayed_micro_experts_give_their_own_tokens_and_the_gold_change() {
                 }
                 None => FakeExec::new(1, "no summary\n"),
             });
-        let plan = RolloutConfig::default().check().unwrap();
+        let plan = RolloutSection::default().check().unwrap();
         let runner = common::runner(
             Arc::new(engine),
             Arc::new(sandboxes),

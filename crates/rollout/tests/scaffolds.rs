@@ -7,9 +7,9 @@ mod common;
 use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
-    ChatModel, EpisodeReport, Episodes, GradingRules, RolloutConfig, Scaffold, grade_by_summary,
+    ChatModel, EpisodeReport, Episodes, GradingRules, RolloutSection, Scaffold, grade_by_summary,
 };
-use orchestrate_sandbox::{DockerProvider, RawSandboxConfig, SandboxProvider as _};
+use orchestrate_sandbox::{DockerProvider, SandboxProvider as _, SandboxSection};
 use orchestrate_tasks::{Task, micro, patch};
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
 use orchestrate_types::{HumanDuration, ModelShape, Outcome};
@@ -49,13 +49,13 @@ fn repair() -> (Task, String, String, String) {
 }
 
 async fn episode(task: &Task, scaffold: Scaffold, turns: &[String]) -> EpisodeReport {
-    let config = RawSandboxConfig { max_containers: Some(2), ..RawSandboxConfig::default() };
+    let config = SandboxSection { max_containers: Some(2), ..SandboxSection::default() };
     let sandboxes = Arc::new(DockerProvider::connect(config.check().unwrap()).await.unwrap());
-    let config = RolloutConfig {
+    let config = RolloutSection {
         scaffold: Some(scaffold),
         command_timeout: Some(HumanDuration::secs(5)),
         observation_chars: Some(2000),
-        ..RolloutConfig::default()
+        ..RolloutSection::default()
     };
     let plan = config.check().unwrap();
     let policy = Utf8Path::new(env!("CARGO_MANIFEST_DIR")).join("../../environments/micro/policy");

@@ -1,7 +1,8 @@
-//! The `[routing]` section.
+//! The section `[routing]`.
 
 use crate::{CacheOptions, PrefixCache};
-use orchestrate_types::{ByteSize, ConfigProblem};
+use orchestrate_settings::{Problems, setting_types, settings};
+use orchestrate_types::ByteSize;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -10,84 +11,62 @@ use std::path::Path;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SharingScope {
-    /// Episodes on one worker, whose prefix cache the rows describe.
+    /// Episodes on one worker, because the rows describe its KV cache.
     #[default]
     Worker,
-    /// All episodes: workers compute equal rows for equal tokens, up to rounding.
+    /// All episodes; workers compute equal rows for equal tokens, up to rounding.
     Fleet,
 }
 
-/// What is done with mixed rows: those that may not be the choices behind the log-probabilities
-/// of their tokens, because weights changed inside a turn or the engine dropped its KV and
-/// computed it again.
+/// What happens with mixed rows.
+///
+/// Mixed rows may not be the choices behind the log-probabilities of their tokens, because the
+/// weights changed within a turn, or the engine evicted its KV cache and computed it again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MixedRows {
     /// Tokens whose row is mixed carry no loss; the rows are replayed as context.
     #[default]
     Mask,
-    /// They are used like any others.
+    /// Mixed rows are used like any others.
     Keep,
     /// An episode with mixed rows is not trained on with replay.
     Drop,
 }
 
-/// How routing rows are kept and shared. Every field may be left out.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct RoutingSection {
-    /// Memory for rows of common prefixes. Default "512 MiB"; "0 B" shares nothing.
-    pub cache_bytes: Option<ByteSize>,
-    /// Files in the run folder for shared rows that memory has no room for. Default "2 GiB";
-    /// "0 B" writes none.
-    pub spill_bytes: Option<ByteSize>,
-    /// Among which episodes rows are shared: `worker` (default) or `fleet`.
-    pub scope: Option<SharingScope>,
-    /// What is done with rows of turns during which weights or KV changed: `mask` (default),
-    /// `keep` or `drop`.
-    pub mixed: Option<MixedRows>,
-}
+setting_types!(SharingScope, MixedRows);
 
-/// The checked section, with defaults filled in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RoutingPlan {
-    /// Bytes of shared rows in memory; 0 = none are shared.
-    pub cache_bytes: ByteSize,
-    /// Bytes of files; 0 = none.
-    pub spill_bytes: ByteSize,
+settings! {
+    /// How routing rows are kept and shared.
+    #[derive(Copy, Eq)]
+    [routing] pub RoutingSection -> RoutingSettings, check: check_together;
+
+    /// Memory for the routing rows of common prefixes; "0 B" shares none.
+    cache_bytes: ByteSize = ByteSize::mib(512);
+    /// Size of the files in the run folder that hold shared rows when memory is full; "0 B" writes
+    /// none.
+    spill_bytes: ByteSize = if cache_bytes.0 == 0 { ByteSize(0) } else { ByteSize::mib(2048) }
+        => "`\"2 GiB\"`; `\"0 B\"` without `cache_bytes`";
     /// Among which episodes rows are shared.
-    pub scope: SharingScope,
-    /// What is done with mixed rows.
-    pub mixed: MixedRows,
+    scope: SharingScope = SharingScope::default();
+    /// What happens with the rows of turns during which the weights or the KV cache changed.
+    mixed: MixedRows = MixedRows::default();
 }
 
-impl RoutingSection {
-    /// Fills in the defaults.
-    ///
-    /// # Errors
-    /// All problems of the section at once.
-    pub fn check(&self) -> Result<RoutingPlan, Vec<ConfigProblem>> {
-        let cache_bytes = self.cache_bytes.unwrap_or(ByteSize::mib(512));
-        let spill_default = ByteSize(if cache_bytes.0 == 0 { 0 } else { 2 << 30 });
-        let plan = RoutingPlan {
-            cache_bytes,
-            spill_bytes: self.spill_bytes.unwrap_or(spill_default),
-            scope: self.scope.unwrap_or_default(),
-            mixed: self.mixed.unwrap_or_default(),
-        };
-        if plan.cache_bytes.0 == 0 && plan.spill_bytes.0 > 0 {
-            let remedy = "set routing.cache_bytes as well: only what was in memory is written";
-            return Err(vec![ConfigProblem::new("routing.spill_bytes", plan.spill_bytes, remedy)]);
-        }
-        Ok(plan)
-    }
+fn check_together(_: &RoutingSection, settings: &RoutingSettings, problems: &mut Problems) {
+    problems.require(
+        settings.cache_bytes.0 > 0 || settings.spill_bytes.0 == 0,
+        "spill_bytes",
+        settings.spill_bytes,
+        "must be \"0 B\" without cache_bytes: only rows that were in memory are written to files",
+    );
 }
 
-impl RoutingPlan {
-    /// The cache of a run whose spilled blocks lie in `folder`; `None` where nothing is shared.
+impl RoutingSettings {
+    /// The cache of a run that spills to `folder`; `None` if nothing is shared.
     ///
     /// # Errors
-    /// When the folder cannot be made or emptied.
+    /// If the folder cannot be created or emptied.
     pub fn open_cache(&self, folder: &Path) -> std::io::Result<Option<PrefixCache>> {
         if self.cache_bytes.0 == 0 {
             return Ok(None);
@@ -111,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn files_without_memory_are_a_mistake() {
+    fn spill_files_without_cache_are_refused() {
         let section = RoutingSection {
             cache_bytes: Some(ByteSize(0)),
             spill_bytes: Some(ByteSize::mib(1)),

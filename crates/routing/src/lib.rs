@@ -28,7 +28,7 @@ mod spill;
 pub use blocks::{Block, HeldBytes};
 pub use builder::{MaskBuilder, Passes, PushReport};
 pub use cache::{CacheMetrics, CacheOptions, Evicted, Inserted, PrefixCache, PrefixChain};
-pub use config::{MixedRows, RoutingPlan, RoutingSection, SharingScope};
+pub use config::{MixedRows, RoutingSection, RoutingSettings, SharingScope};
 mod wire;
 
 pub use body::{SplitBody, split_body};

@@ -1,7 +1,7 @@
 //! How a sandbox is described to Docker: options, labels and names.
 
 use crate::api::{Owner, Purpose, SandboxSpec};
-use crate::config::{SandboxConfig, Seccomp};
+use crate::config::{SandboxSettings, Seccomp};
 use crate::error::{SandboxError, SandboxErrorKind};
 use bollard::models::{
     ContainerCreateBody, HealthConfig, HostConfig, HostConfigLogConfig, ResourcesUlimits,
@@ -96,7 +96,7 @@ fn labels(spec: &SandboxSpec, lifetime: Duration) -> HashMap<String, String> {
 /// nothing of the host is visible inside.
 pub(crate) fn create_body(
     spec: &SandboxSpec,
-    config: &SandboxConfig,
+    config: &SandboxSettings,
     image: &str,
     lifetime: Duration,
 ) -> ContainerCreateBody {
@@ -179,7 +179,7 @@ mod tests {
                 attempt: "t000001.02-a01".parse().unwrap(),
             },
             workdir: workdir.into(),
-            limits: SandboxConfig::default().limits(),
+            limits: SandboxSettings::default().limits(),
             deadline: Duration::from_mins(1),
             reusable,
         }
@@ -266,11 +266,11 @@ mod tests {
         let spec = SandboxSpec {
             limits: SandboxLimits {
                 memory: ByteSize::mib(64),
-                ..SandboxConfig::default().limits()
+                ..SandboxSettings::default().limits()
             },
             ..spec("/w", true)
         };
-        let body = create_body(&spec, &SandboxConfig::default(), "x", Duration::from_secs(9));
+        let body = create_body(&spec, &SandboxSettings::default(), "x", Duration::from_secs(9));
         let host = body.host_config.unwrap();
         assert_eq!(host.network_mode.as_deref(), Some("none"));
         assert_eq!(host.cap_drop.unwrap(), ["ALL"]);

@@ -1,7 +1,7 @@
 //! One Docker host: its settings, and how to connect to its daemon.
 
-use orchestrate_types::ConfigProblem;
-use serde::{Deserialize, Serialize};
+use crate::config::containers;
+use orchestrate_settings::settings;
 use std::num::ParseIntError;
 use std::path::PathBuf;
 
@@ -10,42 +10,24 @@ const DEFAULT_SOCKET: &str = "/var/run/docker.sock";
 /// Docker's names of the files in a folder of certificates.
 pub(crate) const CERTIFICATE_FILES: [&str; 3] = ["ca.pem", "cert.pem", "key.pem"];
 
-/// One of `[[sandbox.hosts]]`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct RawDockerHost {
-    /// Its daemon: `unix:///var/run/docker.sock`, `tcp://host:2376`, `https://host:2376`,
-    /// `http://host:2375`, or `ssh://user@host`, where a port and the path of the socket there may
-    /// follow.
-    pub url: Option<String>,
-    /// What it is called in messages and metrics. Default: its URL.
-    pub name: Option<String>,
-    /// Containers alive at once there. Default: `sandbox.max_containers`.
-    pub max_containers: Option<usize>,
-    /// Folder with `ca.pem`, `cert.pem` and `key.pem`, as Docker's own `DOCKER_CERT_PATH` names it.
-    /// With it `tcp://` means TLS; `https://` needs it.
-    pub certificates: Option<String>,
-    /// What `ssh` reads in place of the user's own configuration (its option -F).
-    pub ssh_config: Option<String>,
-}
+settings! {
+    /// One of several Docker hosts: `[[sandbox.hosts]]`.
+    #[derive(Eq)]
+    [sandbox.hosts] pub DockerHostSection -> DockerHost;
 
-/// One Docker host, checked.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DockerHost {
-    /// URL of its daemon.
-    pub url: String,
-    /// Name in messages and metrics; `None` for the URL.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub name: Option<String>,
-    /// Most containers at once on this host; `None` for `sandbox.max_containers`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub max_containers: Option<usize>,
-    /// Folder with the certificates for TLS; `None` for an unencrypted connection.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub certificates: Option<String>,
-    /// Configuration file for `ssh`; `None` for the user's own.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub ssh_config: Option<String>,
+    /// Address of its daemon: `unix:///var/run/docker.sock`, `tcp://host:2376`,
+    /// `https://host:2376`, `http://host:2375`, or `ssh://user@host`, where a port and the path of
+    /// the socket may follow.
+    url: String = String::new() => "required";
+    /// Name in messages and metrics.
+    name: Option<String> = None => "the address";
+    /// Containers alive at once on this host.
+    max_containers: Option<usize> = None => "`sandbox.max_containers`", containers();
+    /// Folder with `ca.pem`, `cert.pem` and `key.pem`, as in Docker's `DOCKER_CERT_PATH`. With it
+    /// `tcp://` uses TLS; `https://` requires it.
+    certificates: Option<String> = None => "none";
+    /// File that `ssh` reads instead of the user's configuration (its option -F).
+    ssh_config: Option<String> = None => "the user's configuration";
 }
 
 /// Why a host's URL is invalid. The message completes `sandbox.docker_host = <url>: `.
@@ -90,27 +72,6 @@ pub(crate) struct Destination {
     /// Path of the daemon's socket on that machine.
     pub(crate) socket: String,
     pub(crate) config: Option<String>,
-}
-
-impl RawDockerHost {
-    /// The host, and what is wrong with it; `key` is where it stands in the settings.
-    pub(crate) fn check(&self, key: &str, problems: &mut Vec<ConfigProblem>) -> DockerHost {
-        let host = DockerHost {
-            url: self.url.clone().unwrap_or_default(),
-            name: self.name.clone(),
-            max_containers: self.max_containers,
-            certificates: self.certificates.clone(),
-            ssh_config: self.ssh_config.clone(),
-        };
-        let key = format!("{key}.url");
-        if self.url.is_none() {
-            let remedy = "say where its daemon is, like \"ssh://user@host\"";
-            problems.push(ConfigProblem::missing(key, remedy));
-        } else if let Err(remedy) = host.transport() {
-            problems.push(ConfigProblem::new(key, &host.url, remedy.to_string()));
-        }
-        host
-    }
 }
 
 impl DockerHost {

@@ -6,13 +6,13 @@
 //!
 //! ```no_run
 //! use orchestrate_sandbox::{
-//!     Command, DockerProvider, Owner, Purpose, SandboxConfig, SandboxProvider as _, SandboxSpec,
+//!     Command, DockerProvider, Owner, Purpose, SandboxSettings, SandboxProvider as _, SandboxSpec,
 //! };
 //! use orchestrate_types::{ByteSize, RunId};
 //! use std::time::Duration;
 //!
 //! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
-//! let config = SandboxConfig::default();
+//! let config = SandboxSettings::default();
 //! let limits = config.limits();
 //! let provider = DockerProvider::connect(config).await?;
 //! let mut sandbox = provider
@@ -71,10 +71,10 @@ pub use api::{
     SandboxLimits, SandboxProvider, SandboxSpec, SweepReport,
 };
 pub use bare_container::BareContainer;
-pub use config::{PullPolicy, RawSandboxConfig, SandboxConfig, Seccomp};
+pub use config::{PullPolicy, SandboxSection, SandboxSettings, Seccomp};
 pub use doctor::{DaemonReport, ProbeReport};
 pub use error::{Cause, SandboxError, SandboxErrorKind};
-pub use host::{DockerHost, RawDockerHost};
+pub use host::{DockerHost, DockerHostSection};
 pub use hosts::DockerHosts;
 pub use image::{
     ImageEvent, ImageHooks, ImageIdentity, ImageListener, ImageLock, ImagesOnHost, PulledImage,

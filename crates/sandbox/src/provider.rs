@@ -1,7 +1,7 @@
 //! Sandboxes on one Docker host.
 
 use crate::api::{QuarantinedContainer, Sandbox, SandboxProvider, SandboxSpec, SweepReport};
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::container::check_spec;
 use crate::daemon::Daemon;
 use crate::disk::DiskMonitor;
@@ -62,7 +62,7 @@ impl DockerProvider {
     /// # Errors
     /// [`SandboxErrorKind::NoDaemon`] with a hint if no daemon answers; `Refused` for settings with
     /// several hosts, which [`DockerHosts`](crate::DockerHosts) supports.
-    pub async fn connect(config: SandboxConfig) -> Result<Self, SandboxError> {
+    pub async fn connect(config: SandboxSettings) -> Result<Self, SandboxError> {
         Self::connect_with(config, ImageHooks::default()).await
     }
 
@@ -71,7 +71,7 @@ impl DockerProvider {
     /// # Errors
     /// The same as [`DockerProvider::connect`].
     pub async fn connect_with(
-        config: SandboxConfig,
+        config: SandboxSettings,
         hooks: ImageHooks,
     ) -> Result<Self, SandboxError> {
         Self::connect_notifying(&config, hooks, Arc::default()).await
@@ -80,7 +80,7 @@ impl DockerProvider {
     /// Connects like [`DockerProvider::connect_with`]. `freed` is notified when a slot or an idle
     /// container becomes available.
     pub(crate) async fn connect_notifying(
-        config: &SandboxConfig,
+        config: &SandboxSettings,
         hooks: ImageHooks,
         freed: Arc<Notify>,
     ) -> Result<Self, SandboxError> {
@@ -121,7 +121,7 @@ impl DockerProvider {
     }
 
     /// The settings in use.
-    pub fn config(&self) -> &SandboxConfig {
+    pub fn config(&self) -> &SandboxSettings {
         &self.state.config
     }
 

@@ -10,7 +10,7 @@ use crate::api::{
     Command, ExecResult, Exit, FileEntry, Owner, Purpose, Sandbox, SandboxLimits,
     SandboxProvider as _, SandboxSpec,
 };
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::error::{SandboxError, SandboxErrorKind};
 use crate::provider::DockerProvider;
 use case::{Action, Case, ErrorClass, Expected};
@@ -78,12 +78,12 @@ pub fn self_test_cases() -> Vec<&'static str> {
 /// # Errors
 /// Any error that keeps the cases from running, such as an unreachable daemon or a missing image.
 pub async fn run_self_test(
-    config: &SandboxConfig,
+    config: &SandboxSettings,
     image: &str,
     is_wanted: impl Fn(&str) -> bool,
     mut report: impl FnMut(&SelfTestResult),
 ) -> Result<Vec<SelfTestResult>, SandboxError> {
-    let config = SandboxConfig {
+    let config = SandboxSettings {
         command_grace: HumanDuration(Duration::from_millis(GRACE_MS)),
         reuse: true,
         ..config.clone()

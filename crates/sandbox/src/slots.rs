@@ -264,14 +264,14 @@ impl Drop for Slot {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::SandboxConfig;
+    use crate::config::SandboxSettings;
     use futures::FutureExt as _;
 
     fn key(purpose: Purpose) -> ReuseKey {
         ReuseKey {
             image: "i".into(),
             purpose,
-            limits: SandboxConfig::default().limits(),
+            limits: SandboxSettings::default().limits(),
             workdir: "/w".into(),
             run: RunId::generate(),
             epoch: 1,

@@ -1,6 +1,6 @@
 //! The state that a Docker provider shares with the sandboxes it opened.
 
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::daemon::Daemon;
 use crate::disk::DiskMonitor;
 use crate::guard::{BackgroundJob, Remover};
@@ -23,7 +23,7 @@ pub(crate) struct Counters {
 #[derive(Debug)]
 pub(crate) struct ProviderState {
     pub(crate) daemon: Daemon,
-    pub(crate) config: SandboxConfig,
+    pub(crate) config: SandboxSettings,
     pub(crate) slots: Arc<Slots>,
     pub(crate) counters: Counters,
     pub(crate) images: Arc<Images>,

@@ -1,35 +1,49 @@
-//! Config values with units: `"90s"`, `"8 GiB"`. A bare number is refused, because its unit would
-//! be a guess.
+//! Durations and sizes as people write them: `"90s"`, `"1h30m"`, `90`; `"4 GiB"`, `"4GB"`, `4096`.
 
-use serde::{Deserialize, Serialize};
+use jiff::SignedDuration;
+use serde::de::{self, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::borrow::Cow;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
 /// Text that is not a number with a known unit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is not a {kind} (write a number with its unit, like {example})")]
+#[error("`{text}`: must be {expected}")]
 pub struct ParseUnitError {
-    kind: &'static str,
-    example: &'static str,
+    expected: &'static str,
     text: String,
 }
 
-fn split_unit(text: &str) -> Option<(f64, &str)> {
-    let text = text.trim();
-    let at = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
-    let (number, unit) = text.split_at(at);
-    Some((number.parse().ok()?, unit.trim()))
-}
-
-/// A duration written with a unit: `ms`, `s`, `m` or `h`.
+/// A duration of 0 or more.
+///
+/// Read from text in the units `ms`, `s`, `m` and `h`, alone or combined (`"1h30m"`), or from a
+/// plain number of seconds. Printed in whole seconds, else in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HumanDuration(pub Duration);
 
 impl HumanDuration {
-    /// Whole seconds.
+    /// What a configured duration must look like.
+    pub const EXPECTED: &'static str =
+        "a duration like \"90s\", \"1h30m\" or \"250ms\", or a number of seconds";
+
+    /// A number of whole seconds.
     pub const fn secs(seconds: u64) -> Self {
         Self(Duration::from_secs(seconds))
+    }
+
+    /// A number of milliseconds.
+    pub const fn millis(millis: u64) -> Self {
+        Self(Duration::from_millis(millis))
+    }
+
+    fn error(text: &dyn fmt::Display) -> ParseUnitError {
+        ParseUnitError { expected: Self::EXPECTED, text: text.to_string() }
+    }
+
+    fn from_seconds(seconds: f64) -> Result<Self, ParseUnitError> {
+        Duration::try_from_secs_f64(seconds).map(Self).map_err(|_| Self::error(&seconds))
     }
 }
 
@@ -42,17 +56,8 @@ impl From<HumanDuration> for Duration {
 impl FromStr for HumanDuration {
     type Err = ParseUnitError;
     fn from_str(text: &str) -> Result<Self, ParseUnitError> {
-        let error =
-            || ParseUnitError { kind: "duration", example: "\"90s\"", text: text.to_owned() };
-        let (number, unit) = split_unit(text).ok_or_else(error)?;
-        let seconds = match unit {
-            "ms" => number / 1000.0,
-            "s" => number,
-            "m" | "min" => number * 60.0,
-            "h" => number * 3600.0,
-            _ => return Err(error()),
-        };
-        Duration::try_from_secs_f64(seconds).map(Self).map_err(|_| error())
+        let signed: SignedDuration = text.trim().parse().map_err(|_| Self::error(&text))?;
+        Duration::try_from(signed).map(Self).map_err(|_| Self::error(&text))
     }
 }
 
@@ -67,14 +72,26 @@ impl fmt::Display for HumanDuration {
     }
 }
 
-/// A size in bytes written with a unit: `B`, `KiB`, `MiB`, `GiB` or `TiB`.
+/// A size in bytes.
+///
+/// Read from text with a decimal (`kB`, `MB`, `GB`, `TB`) or binary unit (`KiB`, `MiB`, `GiB`,
+/// `TiB`), with or without a space before it, or from a plain number of bytes. Printed in the
+/// largest binary unit that divides it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ByteSize(pub u64);
 
 impl ByteSize {
-    /// Whole mebibytes.
+    /// What a configured size must look like.
+    pub const EXPECTED: &'static str =
+        "a size like \"4 GiB\", \"512MiB\" or \"4GB\", or a number of bytes";
+
+    /// A number of whole mebibytes.
     pub const fn mib(count: u64) -> Self {
         Self(count << 20)
+    }
+
+    fn error(text: &dyn fmt::Display) -> ParseUnitError {
+        ParseUnitError { expected: Self::EXPECTED, text: text.to_string() }
     }
 }
 
@@ -83,13 +100,9 @@ const BYTE_UNITS: [(&str, u32); 5] = [("B", 0), ("KiB", 10), ("MiB", 20), ("GiB"
 impl FromStr for ByteSize {
     type Err = ParseUnitError;
     fn from_str(text: &str) -> Result<Self, ParseUnitError> {
-        let error = || ParseUnitError { kind: "size", example: "\"8 GiB\"", text: text.to_owned() };
-        let at = text.trim().find(|c: char| !c.is_ascii_digit()).ok_or_else(error)?;
-        let (number, unit) = text.trim().split_at(at);
-        let number: u64 = number.parse().map_err(|_| error())?;
-        let (_, shift) =
-            BYTE_UNITS.iter().find(|(name, _)| *name == unit.trim()).ok_or_else(error)?;
-        number.checked_mul(1 << shift).map(Self).ok_or_else(error)
+        let size: bytesize::ByteSize = text.parse().map_err(|_| Self::error(&text))?;
+        // The crate computes in floating point, and an overflow gives the largest number.
+        if size.as_u64() == u64::MAX { Err(Self::error(&text)) } else { Ok(Self(size.as_u64())) }
     }
 }
 
@@ -106,51 +119,149 @@ impl fmt::Display for ByteSize {
     }
 }
 
-macro_rules! text_with_unit {
-    ($type:ty, $name:literal, $pattern:literal, $example:literal) => {
+struct DurationVisitor;
+
+impl Visitor<'_> for DurationVisitor {
+    type Value = HumanDuration;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(HumanDuration::EXPECTED)
+    }
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<HumanDuration, E> {
+        text.parse().map_err(E::custom)
+    }
+    fn visit_u64<E: de::Error>(self, seconds: u64) -> Result<HumanDuration, E> {
+        Ok(HumanDuration::secs(seconds))
+    }
+    fn visit_i64<E: de::Error>(self, seconds: i64) -> Result<HumanDuration, E> {
+        let seconds = u64::try_from(seconds);
+        seconds.map(HumanDuration::secs).map_err(|_| E::custom("must not be negative"))
+    }
+    fn visit_f64<E: de::Error>(self, seconds: f64) -> Result<HumanDuration, E> {
+        HumanDuration::from_seconds(seconds).map_err(E::custom)
+    }
+}
+
+struct SizeVisitor;
+
+impl Visitor<'_> for SizeVisitor {
+    type Value = ByteSize;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(ByteSize::EXPECTED)
+    }
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<ByteSize, E> {
+        text.parse().map_err(E::custom)
+    }
+    fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<ByteSize, E> {
+        Ok(ByteSize(bytes))
+    }
+    fn visit_i64<E: de::Error>(self, bytes: i64) -> Result<ByteSize, E> {
+        u64::try_from(bytes).map(ByteSize).map_err(|_| E::custom("must not be negative"))
+    }
+}
+
+macro_rules! text_or_number {
+    ($type:ty, $visitor:expr, $name:literal, $format:literal, $number:literal, $examples:tt) => {
         impl Serialize for $type {
-            fn serialize<S: serde::Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
-                s.collect_str(self)
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_str(self)
             }
         }
         impl<'de> Deserialize<'de> for $type {
-            fn deserialize<D: serde::Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-                String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                deserializer.deserialize_any($visitor)
             }
         }
         impl schemars::JsonSchema for $type {
-            fn schema_name() -> std::borrow::Cow<'static, str> {
+            fn schema_name() -> Cow<'static, str> {
                 $name.into()
             }
             fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-                schemars::json_schema!({"type": "string", "pattern": $pattern, "examples": [$example]})
+                schemars::json_schema!({
+                    "description": format!("{}{}", "Must be ", <$type>::EXPECTED),
+                    "type": ["string", $number],
+                    "format": $format,
+                    "minimum": 0,
+                    "examples": $examples,
+                })
             }
         }
     };
 }
-text_with_unit!(HumanDuration, "Duration", r"^\d+(\.\d+)? ?(ms|s|m|min|h)$", "90s");
-text_with_unit!(ByteSize, "ByteSize", r"^\d+ ?(B|KiB|MiB|GiB|TiB)$", "8 GiB");
+text_or_number!(HumanDuration, DurationVisitor, "Duration", "duration", "number", ["90s", "1h30m"]);
+text_or_number!(ByteSize, SizeVisitor, "ByteSize", "byte-size", "integer", ["8 GiB", "512MiB"]);
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde::de::value::{Error, F64Deserializer, I64Deserializer, StrDeserializer};
+
+    fn text<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Error> {
+        T::deserialize(StrDeserializer::new(text))
+    }
 
     #[test]
-    fn durations_need_a_unit() {
-        assert_eq!("90s".parse::<HumanDuration>().unwrap().0, Duration::from_secs(90));
-        assert_eq!("1.5m".parse::<HumanDuration>().unwrap().0, Duration::from_secs(90));
-        assert_eq!("250ms".parse::<HumanDuration>().unwrap().to_string(), "250ms");
-        for bad in ["90", "", "s", "-1s", "1 day", "1e9999s"] {
-            assert!(bad.parse::<HumanDuration>().is_err(), "{bad}");
+    fn durations_are_read_with_units_or_as_seconds() {
+        for (written, millis) in [
+            ("90s", 90_000),
+            ("1.5m", 90_000),
+            ("90 s", 90_000),
+            ("10min", 600_000),
+            ("1h30m", 5_400_000),
+            ("720h", 2_592_000_000),
+            ("250ms", 250),
+            ("0s", 0),
+        ] {
+            assert_eq!(text(written), Ok(HumanDuration::millis(millis)), "{written}");
+        }
+        let seconds = HumanDuration::deserialize(I64Deserializer::<Error>::new(90));
+        assert_eq!(seconds, Ok(HumanDuration::secs(90)));
+        let seconds = HumanDuration::deserialize(F64Deserializer::<Error>::new(1.5));
+        assert_eq!(seconds, Ok(HumanDuration::millis(1500)));
+        for bad in ["90", "", "s", "-1s", "1 day", "1e9999s", "soon"] {
+            let error = text::<HumanDuration>(bad).unwrap_err().to_string();
+            assert!(error.contains("must be a duration like"), "{bad}: {error}");
+        }
+        assert!(HumanDuration::deserialize(I64Deserializer::<Error>::new(-1)).is_err());
+        assert!(HumanDuration::deserialize(F64Deserializer::<Error>::new(f64::NAN)).is_err());
+    }
+
+    #[test]
+    fn durations_print_in_seconds_or_milliseconds() {
+        for printed in ["90s", "250ms", "1500ms", "5400s"] {
+            assert_eq!(printed.parse::<HumanDuration>().unwrap().to_string(), printed);
         }
     }
 
     #[test]
+    fn sizes_are_read_in_decimal_and_binary_units_or_as_bytes() {
+        for (written, bytes) in [
+            ("8 GiB", 8 << 30),
+            ("8GiB", 8 << 30),
+            ("512MiB", 512 << 20),
+            ("4GB", 4_000_000_000),
+            ("4 GB", 4_000_000_000),
+            ("1 TiB", 1 << 40),
+            ("1.5 GiB", 3 << 29),
+            ("64 KiB", 64 << 10),
+            ("1000 B", 1000),
+            ("0 B", 0),
+            ("4096", 4096),
+        ] {
+            assert_eq!(text(written), Ok(ByteSize(bytes)), "{written}");
+        }
+        let bytes = ByteSize::deserialize(I64Deserializer::<Error>::new(4096));
+        assert_eq!(bytes, Ok(ByteSize(4096)));
+        for bad in ["99999999999 GiB", "", "GiB", "-1 GiB", "8 Gb8", "many"] {
+            let error = text::<ByteSize>(bad).unwrap_err().to_string();
+            assert!(error.contains("must be a size like"), "{bad}: {error}");
+        }
+        assert!(ByteSize::deserialize(I64Deserializer::<Error>::new(-1)).is_err());
+    }
+
+    #[test]
     fn sizes_print_in_their_largest_whole_unit() {
-        assert_eq!("8 GiB".parse::<ByteSize>().unwrap().0, 8 << 30);
-        assert_eq!(ByteSize(3 << 20).to_string(), "3 MiB");
-        assert_eq!(ByteSize(1000).to_string(), "1000 B");
-        assert!("99999999999 GiB".parse::<ByteSize>().is_err());
-        assert!("8".parse::<ByteSize>().is_err());
+        for printed in ["8 GiB", "3 MiB", "1000 B", "0 B"] {
+            assert_eq!(printed.parse::<ByteSize>().unwrap().to_string(), printed);
+        }
     }
 }

@@ -16,5 +16,5 @@ pub use duration::{ByteSize, HumanDuration, ParseUnitError};
 pub use id::{AttemptId, EpisodeId, GroupId, IdError, PolicyVersion, RequestId, RunId, TokenId};
 pub use model::ModelShape;
 pub use outcome::{AbortCause, Limit, Outcome, Retry, Stage};
-pub use problem::ConfigProblem;
+pub use problem::{ConfigProblem, Found};
 pub use trajectory::{LengthMismatch, Trajectory, TurnSpan};

@@ -3,7 +3,7 @@
 
 use crate::world::World;
 use orchestrate_e2e::{Daemon, docker_or_skip, metrics, orchestrate, pause, say};
-use orchestrate_rollout::RolloutConfig;
+use orchestrate_rollout::RolloutSection;
 use orchestrate_sandbox::SandboxProvider as _;
 use orchestrate_types::{HumanDuration, Outcome};
 use std::collections::BTreeSet;
@@ -78,7 +78,7 @@ async fn docker_abandoned_episodes_leave_no_container_volume_or_process() {
             let batch = (first..episodes.min(first + 8)).map(async |number| {
                 let time = Duration::from_millis(u64::from(number * 7919 % 1500));
                 let stop = CancellationToken::new();
-                let config = RolloutConfig {
+                let config = RolloutSection {
                     command_timeout: Some(HumanDuration::secs(1)),
                     episode_timeout: Some(HumanDuration::secs(if number % 3 == 2 {
                         1

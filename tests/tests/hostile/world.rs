@@ -5,9 +5,9 @@ use orchestrate_e2e::root;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     Action, ChatModel, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes as _, GradingRules,
-    PrefillLeaders, RolloutConfig, RowSharing, grade_by_summary,
+    PrefillLeaders, RolloutSection, RowSharing, grade_by_summary,
 };
-use orchestrate_sandbox::{DockerProvider, RawSandboxConfig, SandboxLimits};
+use orchestrate_sandbox::{DockerProvider, SandboxLimits, SandboxSection};
 use orchestrate_tasks::{Task, micro};
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
 use orchestrate_types::{
@@ -24,7 +24,7 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) async fn new() -> Self {
-        let config = RawSandboxConfig::default().check().unwrap();
+        let config = SandboxSection::default().check().unwrap();
         let provider = Arc::new(DockerProvider::connect(config).await.unwrap());
         let policy = root().join("environments/micro/policy");
         let chat = Arc::new(ChatModel::load(Utf8Path::from_path(&policy).unwrap()).unwrap());
@@ -39,11 +39,11 @@ impl World {
         task
     }
 
-    pub(crate) fn config() -> RolloutConfig {
-        RolloutConfig {
+    pub(crate) fn config() -> RolloutSection {
+        RolloutSection {
             command_timeout: Some(HumanDuration::secs(20)),
             max_response_tokens: Some(20_000),
-            ..RolloutConfig::default()
+            ..RolloutSection::default()
         }
     }
 
@@ -62,7 +62,7 @@ impl World {
         number: u32,
         task: &Task,
         turns: &[String],
-        config: RolloutConfig,
+        config: RolloutSection,
         stop: &CancellationToken,
     ) -> EpisodeReport {
         let call = |name: &str, arguments| Action { name: name.to_owned(), arguments };

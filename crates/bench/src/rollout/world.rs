@@ -2,7 +2,8 @@
 
 use camino::Utf8Path;
 use orchestrate_rollout::{
-    ChatModel, MICRO_CHAT_TEMPLATE, RolloutConfig, RolloutPlan, opening_messages, train_tokenizer,
+    ChatModel, MICRO_CHAT_TEMPLATE, RolloutSection, RolloutSettings, opening_messages,
+    train_tokenizer,
 };
 use orchestrate_synthetic::{EnginePlan, Latency, Script, task};
 use orchestrate_tasks::Task;
@@ -102,15 +103,15 @@ impl World {
     }
 
     /// Limits that no episode reaches.
-    pub(super) fn rollout_plan(turns: usize) -> anyhow::Result<RolloutPlan> {
+    pub(super) fn rollout_plan(turns: usize) -> anyhow::Result<RolloutSettings> {
         let hours = HumanDuration(Duration::from_hours(2));
-        let config = RolloutConfig {
+        let config = RolloutSection {
             max_turns: Some(u32::try_from(turns)? + 1),
             max_sequence_tokens: Some(CONTEXT),
             max_response_tokens: Some(512),
             generate_timeout: Some(HumanDuration::secs(120)),
             episode_timeout: Some(hours),
-            ..RolloutConfig::default()
+            ..RolloutSection::default()
         };
         config.check().map_err(|problems| anyhow::anyhow!("{problems:?}"))
     }

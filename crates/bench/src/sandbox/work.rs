@@ -5,7 +5,7 @@ use anyhow::{Context, ensure};
 use futures::future::try_join_all;
 use orchestrate_cli::SandboxUnderTest;
 use orchestrate_sandbox::{
-    Command, DockerProvider, FileEntry, Owner, Purpose, Sandbox, SandboxConfig, SandboxProvider,
+    Command, DockerProvider, FileEntry, Owner, Purpose, Sandbox, SandboxProvider, SandboxSettings,
     SandboxSpec,
 };
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
@@ -47,7 +47,7 @@ impl World {
     async fn provider(&self, room: u32, reuse: bool) -> anyhow::Result<DockerProvider> {
         let room = usize::try_from(room)? * 8 / 7 + 2;
         let max_containers = self.sandbox.config.max_containers.max(room);
-        let config = SandboxConfig { max_containers, reuse, ..self.sandbox.config.clone() };
+        let config = SandboxSettings { max_containers, reuse, ..self.sandbox.config.clone() };
         Ok(DockerProvider::connect(config).await?)
     }
 

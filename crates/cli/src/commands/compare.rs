@@ -5,7 +5,7 @@ mod matrix;
 
 use super::run::{Job, drive};
 use crate::args::{CompareArgs, ConfigSource};
-use crate::config::{self, ConfigError, RawConfig};
+use crate::config::{self, ConfigError, Sections};
 use crate::exit::{STOPPED, TRAINER};
 use crate::run_folder::{self, write_whole};
 use crate::{live, output, tables, wiring};
@@ -181,7 +181,7 @@ impl State {
         let text = fs_err::read_to_string(&path)
             .map_err(|error| ConfigError::Unreadable { file: path.clone(), error })?;
         // With the defaults of this version, which the plan of an earlier one may lack.
-        let stored: RawConfig = config::parse_layer(path.as_str(), &text)?;
+        let stored: Sections = config::parse_layer(path.as_str(), &text)?;
         anyhow::ensure!(
             stored.with_defaults()? == cell.raw,
             ConfigError::Layer {

@@ -1,7 +1,7 @@
-//! `orchestrate config`: check, show, schema.
+//! `orchestrate config`: check, show, schema, docs.
 
 use crate::args::{ConfigArgs, ConfigCommand};
-use crate::config::{self, RawConfig};
+use crate::config::{self, Sections};
 use crate::output;
 use std::process::ExitCode;
 
@@ -9,14 +9,15 @@ use std::process::ExitCode;
 pub(crate) fn run(args: ConfigArgs) -> anyhow::Result<ExitCode> {
     match args.command {
         ConfigCommand::Check(source) => {
-            config::load::<RawConfig>(&source)?.check()?;
-            output::say("the config is sound");
+            config::load(&source)?.check()?;
+            output::say("no problems in the configuration");
         }
         ConfigCommand::Show(source) => {
-            let plan = config::load::<RawConfig>(&source)?.with_defaults()?;
-            output::data(toml::to_string(&plan)?.trim_end());
+            let plan = config::load(&source)?.with_defaults()?;
+            output::data(plan.annotated()?.trim_end());
         }
-        ConfigCommand::Schema => output::json(&schemars::schema_for!(RawConfig))?,
+        ConfigCommand::Schema => output::json(&schemars::schema_for!(Sections))?,
+        ConfigCommand::Docs => output::data(Sections::page().trim_end()),
     }
     Ok(ExitCode::SUCCESS)
 }

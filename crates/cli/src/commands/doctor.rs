@@ -1,7 +1,7 @@
 //! `orchestrate doctor`: checks everything that a run needs.
 
 use crate::args::DoctorArgs;
-use crate::config::{self, RawConfig, Settings};
+use crate::config::{self, Settings};
 use crate::error::{OutputError, UsageError};
 use crate::glob::matches_glob;
 use crate::progress::Progress;
@@ -41,7 +41,7 @@ struct Finding {
 
 /// Runs the command; the exit code is that of the first failed check.
 pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
-    let settings = config::load::<RawConfig>(&args.source)?.check()?;
+    let settings = config::load(&args.source)?.check()?;
     if let Some(pattern) = &args.self_test {
         check_pattern(pattern)?;
     }
@@ -65,7 +65,7 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
         fs_err::write(path, results)
             .map_err(|source| OutputError { file: path.clone(), source })?;
     }
-    let urls = args.engine.clone().map_or_else(|| settings.engine.urls.clone(), |url| vec![url]);
+    let urls = args.engine.clone().map_or_else(|| settings.engine.servers(), |url| vec![url]);
     for url in urls {
         findings.extend(engine(&settings, url).await);
     }
@@ -102,9 +102,10 @@ fn finding(what: &'static str, result: anyhow::Result<String>) -> Finding {
 fn policy(settings: &Settings) -> anyhow::Result<String> {
     let plan = &settings.engine;
     run_folder::check_model(settings)?;
-    let chat = ChatModel::load_for(&settings.engine.tokenizer, settings.rollout.chat_options())?;
+    let chat =
+        ChatModel::load_for(settings.engine.tokenizer_folder(), settings.rollout.chat_options())?;
     if plan.kind == EngineKind::Openai {
-        return Ok(format!("{}: vocabulary {}", plan.tokenizer, chat.vocab_size()));
+        return Ok(format!("{}: vocabulary {}", plan.tokenizer_folder(), chat.vocab_size()));
     }
     let config = ModelConfig::load(&plan.model)?;
     Ok(format!(
@@ -310,10 +311,10 @@ async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
         shape: wiring::shape(plan, &plan.model)?,
         max_in_flight: 1,
         require_routed_experts: plan.require_routed_experts,
-        sync_timeout: plan.sync_timeout,
+        sync_timeout: plan.sync_timeout.0,
         served_model: plan.served_model.clone(),
     };
-    if plan.urls.iter().any(|own| own == url.trim_end_matches('/')) && plan.kind != kind {
+    if plan.servers().iter().any(|own| own == url.trim_end_matches('/')) && plan.kind != kind {
         anyhow::bail!(EngineError {
             engine: url.to_owned(),
             call: "probe",

@@ -2,7 +2,7 @@
 
 use super::run::{Job, drive};
 use crate::args::EvalArgs;
-use crate::config::{self, ConfigError, RawConfig, Settings};
+use crate::config::{self, ConfigError, Sections, Settings};
 use crate::error::BrokenMeasurement;
 use crate::exit::STOPPED;
 use crate::{live, output, run_folder, tables, task_source, wiring};
@@ -61,7 +61,7 @@ pub(crate) async fn run(args: EvalArgs) -> anyhow::Result<ExitCode> {
 
 /// Records the plan of a new evaluation.
 async fn create(args: &EvalArgs, folder: &Utf8Path) -> anyhow::Result<(Settings, Store)> {
-    let mut raw: RawConfig = config::load(&args.source)?;
+    let mut raw: Sections = config::load(&args.source)?;
     if let Some(checkpoint) = &args.checkpoint {
         if raw.check()?.engine.kind == EngineKind::Openai {
             let error = "a chat server has its own weights; remove --checkpoint".to_owned();

@@ -1,12 +1,12 @@
 //! `orchestrate gc`: removes containers that runs left behind, and images that they pulled.
 
 use crate::args::{ConfigSource, GcArgs};
-use crate::config::{self, ConfigError, RawConfig};
+use crate::config::{self, ConfigError, Sections};
 use crate::run_folder::PLAN_FILE;
 use crate::{output, wiring};
 use camino::Utf8Path;
 use orchestrate_sandbox::{
-    DockerProvider, GcScope, SandboxConfig, SandboxError, SandboxProvider, SweepReport,
+    DockerProvider, GcScope, SandboxError, SandboxProvider, SandboxSettings, SweepReport,
 };
 use orchestrate_store::{Reader, Store};
 use orchestrate_types::RunId;
@@ -45,26 +45,26 @@ pub(crate) async fn run(args: GcArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// The settings with the Docker hosts: those of the run's plan, or of the command line.
-fn settings(folder: Option<&Utf8Path>, source: &ConfigSource) -> anyhow::Result<SandboxConfig> {
+fn settings(folder: Option<&Utf8Path>, source: &ConfigSource) -> anyhow::Result<SandboxSettings> {
     let plan = folder.map(|folder| folder.join(PLAN_FILE));
-    let raw: RawConfig = match plan {
+    let raw: Sections = match plan {
         Some(plan) if !source.files.is_empty() || !source.sets.is_empty() => {
             let error =
                 "names the Docker hosts of the run already; remove --config and --set".to_owned();
             anyhow::bail!(ConfigError::Layer { name: plan.into_string(), error });
         }
-        Some(plan) => config::load(&ConfigSource { files: vec![plan], sets: Vec::new() })?,
+        Some(plan) => config::load_plan(&plan)?,
         None => config::load(source)?,
     };
     let sandbox = raw.sandbox.check().map_err(ConfigError::Problems)?;
     // Other requirements on a host do not matter for removing what is on it.
-    let SandboxConfig { docker_host, hosts, call_timeout, .. } = sandbox;
-    Ok(SandboxConfig { docker_host, hosts, call_timeout, ..SandboxConfig::default() })
+    let SandboxSettings { docker_host, hosts, call_timeout, .. } = sandbox;
+    Ok(SandboxSettings { docker_host, hosts, call_timeout, ..SandboxSettings::default() })
 }
 
 /// Cleans one host; `title` names it in messages where there are several.
 async fn on_host(
-    config: SandboxConfig,
+    config: SandboxSettings,
     title: Option<&str>,
     args: &GcArgs,
     scope: GcScope,

@@ -3,7 +3,7 @@
 mod patches;
 
 use crate::args::GradeArgs;
-use crate::config::{self, RawConfig};
+use crate::config;
 use crate::error::{InputError, OutputError, UsageError};
 use crate::output;
 use anyhow::Context;
@@ -62,7 +62,8 @@ fn open(log: &Utf8Path) -> Result<BufReader<File>, InputError> {
 }
 
 fn r2e(row: &R2eRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<()> {
-    let compat = config::load::<RawConfig>(&args.source)?.reward.compat;
+    let compat =
+        config::load(&args.source)?.reward.check().map_err(config::ConfigError::Problems)?.compat;
     let task = row.to_task()?;
     let verdict = grade_log(open(log)?, &task.expected)
         .map_err(|source| InputError::Unreadable { file: log.to_owned(), source })?;

@@ -8,7 +8,10 @@ use crate::args::RemoveUnstartedArgs;
 use crate::config::Settings;
 use anyhow::Context;
 use futures::future::join_all;
-use orchestrate_sandbox::{DockerProvider, SandboxConfig, SandboxError, SandboxProvider};
+use orchestrate_sandbox::{
+    DockerHostSection, DockerProvider, SandboxError, SandboxProvider, SandboxSettings,
+};
+use orchestrate_settings::Setting;
 use orchestrate_types::RunId;
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
@@ -31,11 +34,10 @@ pub(crate) async fn run(args: RemoveUnstartedArgs) -> anyhow::Result<ExitCode> {
     if received.await?.context("failed to read standard input")? == DISMISSED {
         return Ok(ExitCode::SUCCESS);
     }
-    let hosts = args.hosts.as_deref().map_or(Ok(Vec::new()), serde_json::from_str);
-    let config = SandboxConfig {
-        hosts: hosts.context("failed to parse --hosts")?,
-        ..SandboxConfig::default()
-    };
+    let hosts: Result<Vec<DockerHostSection>, _> =
+        args.hosts.as_deref().map_or(Ok(Vec::new()), serde_json::from_str);
+    let hosts = Setting::from_written(hosts.context("failed to parse --hosts")?);
+    let config = SandboxSettings { hosts, ..SandboxSettings::default() };
     let until = Instant::now() + LOOK_FOR;
     // A failing daemon may be what killed the coordinator, so an error is not a reason to give up.
     while Instant::now() < until {
@@ -49,7 +51,7 @@ pub(crate) async fn run(args: RemoveUnstartedArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-async fn look(config: SandboxConfig, run: RunId, epoch: i64) -> Result<(), SandboxError> {
+async fn look(config: SandboxSettings, run: RunId, epoch: i64) -> Result<(), SandboxError> {
     let provider = DockerProvider::connect(config).await?;
     provider.sweep_unstarted(run, epoch).await?;
     provider.shutdown().await
@@ -68,7 +70,8 @@ impl Helper {
             let mut command = Command::new(std::env::current_exe()?);
             command.args(["remove-unstarted", "--run", &run.to_string()]);
             command.args(["--epoch", &epoch.to_string()]);
-            command.args(["--hosts", &serde_json::to_string(&settings.sandbox.docker_hosts())?]);
+            let hosts = settings.sandbox.docker_hosts().to_written();
+            command.args(["--hosts", &serde_json::to_string(&hosts)?]);
             // In a separate process group, so that Ctrl-C does not end it with the coordinator.
             command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null());
             command.stderr(Stdio::null()).spawn()

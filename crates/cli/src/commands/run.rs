@@ -4,7 +4,7 @@ mod forecast;
 
 use super::remove_unstarted::Helper;
 use crate::args::RunArgs;
-use crate::config::{self, RawConfig, Settings};
+use crate::config::{self, Sections, Settings};
 use crate::exit::STOPPED;
 use crate::{live, output, run_folder, tables, wiring};
 use camino::Utf8Path;
@@ -24,7 +24,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let (settings, store) = if args.resume {
         run_folder::resume(&folder, &args.source).await?
     } else {
-        let raw: RawConfig = config::load(&args.source)?;
+        let raw: Sections = config::load(&args.source)?;
         raw.check()?.check_training()?;
         run_folder::create(&folder, &raw).await?
     };

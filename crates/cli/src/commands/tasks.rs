@@ -5,7 +5,7 @@ mod rows;
 mod verify;
 
 use crate::args::{SplitArg, TaskSelection, TasksArgs, TasksCommand};
-use crate::config::{self, RawConfig, Settings};
+use crate::config::{self, Sections, Settings};
 use crate::error::UsageError;
 use crate::{output, tables, task_source, wiring};
 use camino::Utf8Path;
@@ -45,7 +45,7 @@ pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn select(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
-    let mut raw: RawConfig = config::load(&selection.source)?;
+    let mut raw: Sections = config::load(&selection.source)?;
     raw.tasks.environment = Some(selection.environment.clone());
     if raw.tasks.held_out.is_none() {
         raw.tasks.held_out = Some(400);
@@ -67,7 +67,7 @@ fn to_verify(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)>
     if !file.is_file() {
         return select(selection);
     }
-    let settings = config::load::<RawConfig>(&selection.source)?.check()?;
+    let settings = config::load(&selection.source)?.check()?;
     let tasks = task_source::of_file(file, &settings.tasks.skip)?;
     Ok((settings, tasks))
 }

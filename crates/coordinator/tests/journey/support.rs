@@ -92,7 +92,7 @@ pub(crate) fn plan(steps: u32) -> Plan {
             temperature: 1.0,
         },
         algorithm: AlgorithmSection::default().check().unwrap(),
-        handoff: HandoffSection::default().plan(),
+        handoff: HandoffSection::default().check().unwrap(),
         diagnostics: DiagnosticsSection { no_replay_every: Some(2), on_collapse: None }
             .check()
             .unwrap(),

@@ -31,6 +31,8 @@ pub enum WeightFormat {
     Q4_0,
 }
 
+orchestrate_settings::setting_types!(WeightFormat);
+
 /// A weight matrix, ready to be multiplied with.
 #[derive(Debug)]
 pub(super) enum Matrix {

@@ -2,7 +2,8 @@
 
 use orchestrate_engine::Engine;
 use orchestrate_rollout::{
-    ChatModel, EpisodeRequest, EpisodeRunner, GradingRules, PrefillLeaders, RolloutPlan, RowSharing,
+    ChatModel, EpisodeRequest, EpisodeRunner, GradingRules, PrefillLeaders, RolloutSettings,
+    RowSharing,
 };
 use orchestrate_sandbox::{SandboxLimits, SandboxProvider};
 use orchestrate_tasks::Task;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 pub(crate) fn runner(
     engine: Arc<dyn Engine>,
     sandboxes: Arc<dyn SandboxProvider>,
-    (chat, plan): (Arc<ChatModel>, RolloutPlan),
+    (chat, plan): (Arc<ChatModel>, RolloutSettings),
     rules: GradingRules,
 ) -> EpisodeRunner {
     let container_limits = SandboxLimits {

@@ -18,7 +18,7 @@ use models::Model;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     ChatModel, EpisodeReport, EpisodeRequest, Episodes, GradingRules, History, Message,
-    RolloutConfig, RolloutPlan, Scaffold,
+    RolloutSection, RolloutSettings, Scaffold,
 };
 use orchestrate_sandbox::Exit;
 use orchestrate_testkit::{
@@ -59,19 +59,24 @@ struct Played {
     replies: Vec<Reply>,
 }
 
-fn plan(scaffold: Scaffold, history: History) -> RolloutPlan {
-    let config = RolloutConfig {
+fn plan(scaffold: Scaffold, history: History) -> RolloutSettings {
+    let config = RolloutSection {
         scaffold: Some(scaffold),
         history: Some(history),
         max_turns: Some(TURNS),
         observation_chars: Some(150),
         system_prompt: Some("You repair <|im_end|> programs.".to_owned()),
-        ..RolloutConfig::default()
+        ..RolloutSection::default()
     };
     config.check().unwrap()
 }
 
-async fn play(chat: &Arc<ChatModel>, plan: &RolloutPlan, replies: Vec<Reply>, seed: u64) -> Played {
+async fn play(
+    chat: &Arc<ChatModel>,
+    plan: &RolloutSettings,
+    replies: Vec<Reply>,
+    seed: u64,
+) -> Played {
     let script = replies.clone();
     let shape = ModelShape { context: 1 << 20, ..toy_shape(chat.vocab_size()) };
     let engine = Arc::new(FakeEngine::new(shape, move |_, call| FakeReply::Tokens {
@@ -183,7 +188,13 @@ impl Checked<'_> {
     }
 }
 
-fn check(model: &Model, chat: &ChatModel, plan: &RolloutPlan, played: &Played, seen: &mut Seen) {
+fn check(
+    model: &Model,
+    chat: &ChatModel,
+    plan: &RolloutSettings,
+    played: &Played,
+    seen: &mut Seen,
+) {
     let Played { report, requests, replies } = played;
     let opening = plan.opening(&toy_task());
     let mut checked = Checked {

@@ -4,9 +4,9 @@
 use crate::{FIX, bash, folder, play, r2e_task, scored, submit};
 use camino::Utf8Path;
 use orchestrate_e2e::Daemon;
-use orchestrate_rollout::{EpisodeReport, RewardSection, RolloutConfig};
+use orchestrate_rollout::{EpisodeReport, RewardSettings, RolloutSection};
 use orchestrate_sandbox::{
-    Command, DockerProvider, Owner, Purpose, RawSandboxConfig, Sandbox, SandboxProvider as _,
+    Command, DockerProvider, Owner, Purpose, Sandbox, SandboxProvider as _, SandboxSection,
     SandboxSpec,
 };
 use orchestrate_tasks::Task;
@@ -24,11 +24,11 @@ const WRITES: &str = "cat > calc.py <<'EOF'\nimport time\n\n\ndef total(items):\
     time.sleep(0.05)\n    return sum(items)\nEOF";
 
 async fn provider(daemon: &Daemon) -> Arc<DockerProvider> {
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         docker_host: Some(daemon.host()),
         max_containers: Some(4),
         min_free_disk: Some(ByteSize::mib(300)),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     Arc::new(DockerProvider::connect(raw.check().unwrap()).await.unwrap())
 }
@@ -39,7 +39,7 @@ async fn attempt(
     command: &str,
     logs: &Utf8Path,
 ) -> EpisodeReport {
-    let (config, reward) = (RolloutConfig::default(), RewardSection::default());
+    let (config, reward) = (RolloutSection::default(), RewardSettings::default());
     play(sandboxes, task, &[bash(command), submit()], &config, reward, logs).await
 }
 

@@ -9,11 +9,11 @@ use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     Action, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes,
     GradeError, GradeLogs, GradedChange, MICRO_CHAT_TEMPLATE, Message, PrefillLeaders,
-    RewardCompat, RewardSection, RolloutConfig, RowSharing, grade_patch, opening_messages,
+    RewardCompat, RewardSection, RolloutSection, RowSharing, grade_patch, opening_messages,
     train_tokenizer,
 };
 use orchestrate_sandbox::{
-    DockerProvider, Owner, Purpose, RawSandboxConfig, SandboxProvider as _, SandboxSpec,
+    DockerProvider, Owner, Purpose, SandboxProvider as _, SandboxSection, SandboxSpec,
 };
 use orchestrate_tasks::r2e::R2eRow;
 use orchestrate_tasks::swe::{Harness, SweRow};
@@ -112,7 +112,7 @@ fn submit() -> Action {
 }
 
 async fn provider() -> Arc<DockerProvider> {
-    let config = RawSandboxConfig { max_containers: Some(2), ..RawSandboxConfig::default() };
+    let config = SandboxSection { max_containers: Some(2), ..SandboxSection::default() };
     Arc::new(DockerProvider::connect(config.check().unwrap()).await.unwrap())
 }
 
@@ -120,8 +120,8 @@ async fn provider() -> Arc<DockerProvider> {
 async fn episode(
     task: &Task,
     commands: &[&str],
-    config: &RolloutConfig,
-    reward: RewardSection,
+    config: &RolloutSection,
+    reward: RewardSettings,
     folder: &Utf8Path,
 ) -> EpisodeReport {
     let mut turns: Vec<Action> = commands.iter().map(|command| bash(command)).collect();
@@ -137,8 +137,8 @@ async fn play(
     sandboxes: &Arc<DockerProvider>,
     task: &Task,
     calls: &[Action],
-    config: &RolloutConfig,
-    reward: RewardSection,
+    config: &RolloutSection,
+    reward: RewardSettings,
     folder: &Utf8Path,
 ) -> EpisodeReport {
     let turns: Vec<Vec<u32>> = calls
@@ -202,7 +202,7 @@ async fn docker_r2e_agent_finds_no_tests_and_no_history_and_is_graded_by_hidden_
         "python -c 'import calc; print(calc.total([1, 2]))'; git diff --stat | tail -1",
     ];
     let report =
-        episode(&task, &looks, &RolloutConfig::default(), RewardSection::default(), &logs).await;
+        episode(&task, &looks, &RolloutSection::default(), RewardSettings::default(), &logs).await;
     let found = "0\nThe repository as it is given\n# needed here\nuntracked.cfg\n\
         /testbed/.venv/bin/python\nbash";
     assert!(report.turns[0].observation.contains(found), "{}", report.turns[0].observation);
@@ -223,9 +223,9 @@ async fn docker_r2e_agent_finds_no_tests_and_no_history_and_is_graded_by_hidden_
 async fn docker_r2e_history_is_kept_if_configured() {
     let Some(task) = r2e_task() else { return };
     let (_kept, logs) = folder();
-    let config = RolloutConfig { hide_history: Some(false), ..RolloutConfig::default() };
+    let config = RolloutSection { hide_history: Some(false), ..RolloutSection::default() };
     let looks = ["git log --all --format=%s; git commit -qam mine && git gc -q --prune=now", FIX];
-    let report = episode(&task, &looks, &config, RewardSection::default(), &logs).await;
+    let report = episode(&task, &looks, &config, RewardSettings::default(), &logs).await;
     assert!(report.turns[0].observation.contains("the fix\nold"), "{:?}", report.turns[0]);
     assert!(scored(&report) > 0.5);
     assert_eq!(patch::parse(&report.patch).unwrap().len(), 1);
@@ -246,7 +246,8 @@ async fn docker_r2e_every_byte_of_a_change_reaches_the_tests() {
          mkdir r2e_tests; echo forged > r2e_tests/a",
     ];
     let report =
-        episode(&task, &changes, &RolloutConfig::default(), RewardSection::default(), &logs).await;
+        episode(&task, &changes, &RolloutSection::default(), RewardSettings::default(), &logs)
+            .await;
     assert!(scored(&report) > 0.5, "{:?}\n{}", report.verdict, report.patch);
     assert!(!report.patch.contains("r2e_tests") && !report.patch.contains("new.pyc"));
 }
@@ -264,8 +265,8 @@ async fn docker_r2e_changed_tests_and_runners_score_only_with_the_official_rule(
         "printf '#!/bin/sh\\necho short test summary info; echo PASSED x::test_total' > .venv/bin/python",
     ];
     for (compat, solved) in [(RewardCompat::Strict, false), (RewardCompat::R2e, true)] {
-        let reward = RewardSection { compat, ..RewardSection::default() };
-        let report = episode(&task, &tricks, &RolloutConfig::default(), reward, &logs).await;
+        let reward = RewardSettings { compat, ..RewardSettings::default() };
+        let report = episode(&task, &tricks, &RolloutSection::default(), reward, &logs).await;
         assert_eq!(scored(&report) > 0.5, solved, "{compat:?}: {:?}", report.verdict);
         assert!(!report.patch.contains("PASSED"), "{}", report.patch);
     }
@@ -277,7 +278,7 @@ async fn docker_agent_that_breaks_git_has_an_empty_patch() {
     let (_kept, logs) = folder();
     let tricks = [FIX, "rm -rf /opt/.orchestrate.git"];
     let report =
-        episode(&task, &tricks, &RolloutConfig::default(), RewardSection::default(), &logs).await;
+        episode(&task, &tricks, &RolloutSection::default(), RewardSettings::default(), &logs).await;
     assert!(scored(&report) < 0.5);
     assert_eq!(report.patch, "");
 }
@@ -291,7 +292,7 @@ async fn docker_oversized_tree_is_truncated_and_not_retried() {
         "for n in 1 2 3; do truncate -s 1900M sparse$n; done; ls -l sparse3 | cut -d' ' -f5";
     let text = "yes 'a line of text' | head -c 20000000 > text; wc -c < text";
     for blow_up in [sparse, text] {
-        let (config, reward) = (RolloutConfig::default(), RewardSection::default());
+        let (config, reward) = (RolloutSection::default(), RewardSettings::default());
         let report = episode(&task, &[FIX, blow_up], &config, reward, &logs).await;
         assert!(report.turns[1].observation.contains("00"), "{:?}", report.turns);
         let cut = Outcome::Truncated { limit: Limit::ChangeSize, reward: 0.0 };
@@ -299,9 +300,9 @@ async fn docker_oversized_tree_is_truncated_and_not_retried() {
         assert!(report.trajectory.is_some());
     }
     // If the whole folder is deleted, nothing is left to grade.
-    let config = RolloutConfig::default();
+    let config = RolloutSection::default();
     let gone = ["cd /; rm -rf /testbed; ls -d /testbed 2>&1"];
-    let report = episode(&task, &gone, &config, RewardSection::default(), &logs).await;
+    let report = episode(&task, &gone, &config, RewardSettings::default(), &logs).await;
     assert!(report.turns[0].observation.contains("No such file"), "{:?}", report.turns);
     assert!(scored(&report).abs() < 0.5);
 }
@@ -325,7 +326,7 @@ async fn graded(
         deadline: Duration::from_mins(10),
         reusable: false,
     };
-    let mut rules = RewardSection::default().rules();
+    let mut rules = RewardSettings::default().rules();
     rules.harness = harness.unwrap_or_default();
     let graded = grade_patch(sandboxes.as_ref(), &spec, task, patch, rules).await;
     sandboxes.shutdown().await.unwrap();
@@ -382,7 +383,8 @@ async fn docker_swe_episode_writes_the_log_folder_of_the_harness() {
     let (_kept, logs) = folder();
     let commands = ["python -c 'import calc' && ls /eval.sh; git log --format=%s", FIX];
     let report =
-        episode(&task, &commands, &RolloutConfig::default(), RewardSection::default(), &logs).await;
+        episode(&task, &commands, &RolloutSection::default(), RewardSettings::default(), &logs)
+            .await;
     assert!(scored(&report) > 0.5, "{:?}", report.verdict);
     let kept = logs.join("logs/run_evaluation/v00003.00/org__policy@3/pytest-dev__pytest-1");
     let text = |name: &str| std::fs::read_to_string(kept.join(name)).unwrap();

@@ -15,7 +15,7 @@ mod world;
 use crate::world::*;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
-    Action, CONTROL_TOKENS, EpisodeReport, EpisodeRequest, Episodes, RolloutConfig,
+    Action, CONTROL_TOKENS, EpisodeReport, EpisodeRequest, Episodes, RolloutSection,
 };
 use orchestrate_sandbox::Purpose;
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
@@ -141,7 +141,7 @@ async fn evaluation_episode_requests_no_rows() {
 }
 
 async fn truncated(
-    config: RolloutConfig,
+    config: RolloutSection,
     script: impl Fn(usize) -> FakeReply + Send + Sync + 'static,
 ) -> (Limit, EpisodeReport) {
     let report = world_with(&config, script).run().await;
@@ -155,11 +155,11 @@ async fn truncated(
 
 #[tokio::test(start_paused = true)]
 async fn each_limit_truncates_and_the_change_so_far_is_graded() {
-    let config = RolloutConfig { max_turns: Some(2), ..RolloutConfig::default() };
+    let config = RolloutSection { max_turns: Some(2), ..RolloutSection::default() };
     let turns = || playing(vec![fix(), bash("echo hi")]);
     assert_eq!(truncated(config, turns()).await.0, Limit::Turns);
 
-    let config = RolloutConfig { max_response_tokens: Some(60), ..RolloutConfig::default() };
+    let config = RolloutSection { max_response_tokens: Some(60), ..RolloutSection::default() };
     let long = |call| match call {
         0 => stop(turn_ids(&[fix()])),
         _ => FakeReply::Tokens { ids: vec![300; 60], finish: Finish::Length },
@@ -171,15 +171,15 @@ async fn each_limit_truncates_and_the_change_so_far_is_graded() {
 
     let prompt = chat().prompt(&expert().prompt).unwrap().len();
     let room = prompt + turn_ids(&[fix()]).len() + 5;
-    let config = RolloutConfig { max_sequence_tokens: Some(room), ..RolloutConfig::default() };
+    let config = RolloutSection { max_sequence_tokens: Some(room), ..RolloutSection::default() };
     let (limit, report) = truncated(config, turns()).await;
     assert_eq!(limit, Limit::SequenceTokens);
     assert_eq!(report.trajectory.unwrap().turns().len(), 1);
 
-    let config = RolloutConfig {
+    let config = RolloutSection {
         episode_timeout: Some(HumanDuration::secs(60)),
         command_timeout: Some(HumanDuration::secs(5)),
-        ..RolloutConfig::default()
+        ..RolloutSection::default()
     };
     let hanging = |call| match call {
         0 => stop(turn_ids(&[fix()])),

@@ -3,7 +3,7 @@
 use crate::world::*;
 use camino::Utf8Path;
 use orchestrate_engine::{Engine, EngineError, EngineInfo, GenerateRequest, Reply};
-use orchestrate_rollout::{EpisodeRequest, Episodes, RolloutConfig, RowSharing};
+use orchestrate_rollout::{EpisodeRequest, Episodes, RolloutSection, RowSharing};
 use orchestrate_routing::{
     BLOCK_ROWS, CacheOptions, MixedRows, PrefixCache, RoutingMask, SharingScope,
 };
@@ -16,9 +16,9 @@ fn shared_world(
     mixed: MixedRows,
     script: impl Fn(usize) -> FakeReply + Send + Sync + 'static,
 ) -> (World, Arc<PrefixCache>) {
-    let config = RolloutConfig {
+    let config = RolloutSection {
         system_prompt: Some("fix the program, then submit ".repeat(30)),
-        ..RolloutConfig::default()
+        ..RolloutSection::default()
     };
     let cache = PrefixCache::open(CacheOptions { bytes: 1 << 20, spill: None }).unwrap();
     let cache = Arc::new(cache);

@@ -5,7 +5,7 @@ use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     Action, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes,
-    ExpertEpisode, ExpertTurn, GradingRules, MICRO_CHAT_TEMPLATE, RolloutConfig, opening_messages,
+    ExpertEpisode, ExpertTurn, GradingRules, MICRO_CHAT_TEMPLATE, RolloutSection, opening_messages,
     train_tokenizer,
 };
 use orchestrate_testkit::{
@@ -88,7 +88,7 @@ pub(crate) struct World {
 }
 
 pub(crate) fn world_with(
-    config: &RolloutConfig,
+    config: &RolloutSection,
     script: impl Fn(usize) -> FakeReply + Send + Sync + 'static,
 ) -> World {
     let shape = toy_shape(chat().vocab_size());
@@ -104,7 +104,7 @@ pub(crate) fn world_with(
 }
 
 pub(crate) fn world(script: impl Fn(usize) -> FakeReply + Send + Sync + 'static) -> World {
-    world_with(&RolloutConfig::default(), script)
+    world_with(&RolloutSection::default(), script)
 }
 
 pub(crate) fn request() -> EpisodeRequest {

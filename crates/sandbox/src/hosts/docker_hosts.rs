@@ -5,7 +5,7 @@ use super::scheduler::Scheduler;
 use crate::api::{
     HostUsage, QuarantinedContainer, Sandbox, SandboxProvider, SandboxSpec, SweepReport,
 };
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::container::check_spec;
 use crate::error::{SandboxError, SandboxErrorKind};
 use crate::host::DockerHost;
@@ -36,7 +36,10 @@ impl DockerHosts {
     /// # Errors
     /// [`SandboxErrorKind::NoDaemon`] with a hint if no host answers; any error of a host that
     /// retrying would not fix.
-    pub async fn connect(config: &SandboxConfig, hooks: ImageHooks) -> Result<Self, SandboxError> {
+    pub async fn connect(
+        config: &SandboxSettings,
+        hooks: ImageHooks,
+    ) -> Result<Self, SandboxError> {
         // All hosts share one image lock, so that an image is the same on all of them.
         let lock = hooks.lock.clone().unwrap_or_else(|| Arc::new(InMemoryImageLock::default()));
         let hooks = ImageHooks { lock: Some(lock), ..hooks };

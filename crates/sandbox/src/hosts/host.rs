@@ -2,7 +2,7 @@
 
 use super::placement::HostOffer;
 use crate::api::{HostUsage, SandboxProvider as _, SandboxSpec, SweepReport};
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::error::{SandboxError, SandboxErrorKind};
 use crate::image::ImageHooks;
 use crate::provider::DockerProvider;
@@ -47,7 +47,7 @@ struct LastSweep {
 #[derive(Debug)]
 pub(super) struct Host {
     pub(super) title: String,
-    config: SandboxConfig,
+    config: SandboxSettings,
     hooks: ImageHooks,
     /// Notified when a slot becomes free, and when the host leaves or returns to service.
     freed: Arc<Notify>,
@@ -64,7 +64,7 @@ impl Host {
     /// A host without a connection. `config` must name this host only.
     pub(super) fn new(
         title: &str,
-        config: SandboxConfig,
+        config: SandboxSettings,
         hooks: ImageHooks,
         freed: Arc<Notify>,
     ) -> Self {

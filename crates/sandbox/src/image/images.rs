@@ -7,7 +7,7 @@ use super::lock::{ImageIdentity, ImageLock, InMemoryImageLock};
 use super::name::ImageName;
 use super::pull::{self, PullError};
 use super::supervisor;
-use crate::config::{PullPolicy, SandboxConfig};
+use crate::config::{PullPolicy, SandboxSettings};
 use crate::daemon::{CallError, Daemon};
 use crate::disk::free_disk;
 use crate::error::{SandboxError, SandboxErrorKind};
@@ -101,7 +101,7 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    pub(crate) fn new(daemon: Daemon, config: &SandboxConfig, hooks: ImageHooks) -> Arc<Self> {
+    pub(crate) fn new(daemon: Daemon, config: &SandboxSettings, hooks: ImageHooks) -> Arc<Self> {
         Arc::new(Self {
             daemon,
             policy: config.pull,

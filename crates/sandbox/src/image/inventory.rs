@@ -1,7 +1,7 @@
 //! Which images the hosts of some settings have, to estimate what a run still has to pull.
 
 use super::name::ImageName;
-use crate::config::SandboxConfig;
+use crate::config::SandboxSettings;
 use crate::daemon::Daemon;
 use crate::error::SandboxError;
 use bollard::query_parameters::ListImagesOptions;
@@ -22,7 +22,7 @@ pub struct ImagesOnHost {
 ///
 /// The result has one entry per host; an error if the host did not answer.
 pub async fn images_on_hosts(
-    config: &SandboxConfig,
+    config: &SandboxSettings,
     images: &[String],
 ) -> Vec<Result<ImagesOnHost, SandboxError>> {
     let hosts = config.docker_hosts();

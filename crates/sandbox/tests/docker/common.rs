@@ -1,8 +1,8 @@
 //! Fixtures and helpers for the tests on a real daemon.
 
 use orchestrate_sandbox::{
-    Command, DockerProvider, ExecResult, Owner, Purpose, RawSandboxConfig, Sandbox, SandboxLimits,
-    SandboxProvider as _, SandboxSpec,
+    Command, DockerProvider, ExecResult, Owner, Purpose, Sandbox, SandboxLimits,
+    SandboxProvider as _, SandboxSection, SandboxSpec,
 };
 use orchestrate_types::{ByteSize, RunId};
 use std::time::Duration;
@@ -18,10 +18,10 @@ pub(crate) struct Fixture {
 
 impl Fixture {
     pub(crate) async fn new() -> Option<Self> {
-        Self::with(RawSandboxConfig::default()).await
+        Self::with(SandboxSection::default()).await
     }
 
-    pub(crate) async fn with(raw: RawSandboxConfig) -> Option<Self> {
+    pub(crate) async fn with(raw: SandboxSection) -> Option<Self> {
         match DockerProvider::connect(raw.check().unwrap()).await {
             Ok(provider) => Some(Self { provider, run: RunId::generate() }),
             Err(error) => {

@@ -3,8 +3,8 @@
 use crate::common::{Fixture, IMAGE, SHORT};
 use orchestrate_e2e::{Daemon, SMALL_DISK_FILES};
 use orchestrate_sandbox::{
-    Command, DockerHosts, ExecResult, ImageHooks, RawDockerHost, RawSandboxConfig, Sandbox,
-    SandboxError, SandboxErrorKind, SandboxProvider as _, SandboxSpec,
+    Command, DockerHostSection, DockerHosts, ExecResult, ImageHooks, Sandbox, SandboxError,
+    SandboxErrorKind, SandboxProvider as _, SandboxSection, SandboxSpec,
 };
 use orchestrate_types::ByteSize;
 use std::time::{Duration, Instant};
@@ -28,10 +28,10 @@ fn daemon(test: &str) -> Option<Daemon> {
 }
 
 async fn fixture(daemon: &Daemon) -> Fixture {
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         docker_host: Some(daemon.host()),
         min_free_disk: Some(MIN_FREE),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     Fixture::with(raw).await.unwrap()
 }
@@ -168,15 +168,15 @@ async fn docker_full_disk_rejects_results_of_other_sandboxes_on_the_host() {
 async fn docker_min_free_disk_applies_to_hosts_whose_folders_are_not_visible() {
     let test = "docker_min_free_disk_applies_to_hosts_whose_folders_are_not_visible";
     let Some(daemon) = daemon(test) else { return };
-    let remote = RawDockerHost {
+    let remote = DockerHostSection {
         url: daemon.tls_host(),
         certificates: Some(daemon.certificates().to_str().unwrap().to_owned()),
-        ..RawDockerHost::default()
+        ..DockerHostSection::default()
     };
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         hosts: Some(vec![remote]),
         min_free_disk: Some(ByteSize(1 << 50)),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     let hosts = DockerHosts::connect(&raw.check().unwrap(), ImageHooks::default()).await.unwrap();
     let fixture = fixture(&daemon).await;

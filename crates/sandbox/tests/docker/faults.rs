@@ -3,17 +3,17 @@
 
 use crate::common::{Fixture, check_alive, docker};
 use crate::proxy::{Fault, Proxy};
-use orchestrate_sandbox::{RawSandboxConfig, SandboxErrorKind, SandboxProvider as _, SandboxSpec};
+use orchestrate_sandbox::{SandboxErrorKind, SandboxProvider as _, SandboxSection, SandboxSpec};
 use orchestrate_types::{HumanDuration, RunId};
 use std::time::{Duration, Instant};
 
 async fn fixture() -> Option<(Proxy, Fixture)> {
     let proxy = Proxy::start()?;
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         docker_host: Some(proxy.host.clone()),
         call_timeout: Some(HumanDuration::secs(5)),
         max_containers: Some(4),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     // Checked first without the proxy, because a missing daemon skips the test instead of failing
     // it.

@@ -7,8 +7,8 @@ use futures::FutureExt as _;
 use futures::future::join_all;
 use orchestrate_e2e::Daemon;
 use orchestrate_sandbox::{
-    Command, DockerHosts, HostUsage, ImageHooks, Owner, PullPolicy, Purpose, RawDockerHost,
-    RawSandboxConfig, Sandbox, SandboxErrorKind, SandboxLimits, SandboxProvider as _, SandboxSpec,
+    Command, DockerHostSection, DockerHosts, HostUsage, ImageHooks, Owner, PullPolicy, Purpose,
+    Sandbox, SandboxErrorKind, SandboxLimits, SandboxProvider as _, SandboxSection, SandboxSpec,
 };
 use orchestrate_types::{ByteSize, HumanDuration, RunId};
 use std::time::{Duration, Instant};
@@ -40,25 +40,25 @@ impl Fixture {
     }
 
     /// Settings with capacity for three agents on the local host and seven on the remote one.
-    fn raw(&self) -> RawSandboxConfig {
-        let local = RawDockerHost {
+    fn raw(&self) -> SandboxSection {
+        let local = DockerHostSection {
             url: Some(usual_url()),
             name: Some(LOCAL.into()),
             max_containers: Some(4),
-            ..RawDockerHost::default()
+            ..DockerHostSection::default()
         };
-        let remote = RawDockerHost {
+        let remote = DockerHostSection {
             url: self.daemon.tls_host(),
             name: Some(REMOTE.into()),
             certificates: Some(self.daemon.certificates().to_str().unwrap().to_owned()),
-            ..RawDockerHost::default()
+            ..DockerHostSection::default()
         };
-        RawSandboxConfig {
+        SandboxSection {
             hosts: Some(vec![local, remote]),
             max_containers: Some(8),
             pull: Some(PullPolicy::Never),
             call_timeout: Some(HumanDuration::secs(20)),
-            ..RawSandboxConfig::default()
+            ..SandboxSection::default()
         }
     }
 
@@ -298,7 +298,7 @@ async fn docker_host_that_starts_late_is_swept_and_used() {
     // Without a certificate, the connection fails.
     let mut raw = fixture.raw();
     raw.hosts = raw.hosts.map(|hosts| {
-        let plain = |host| RawDockerHost { certificates: None, ..host };
+        let plain = |host| DockerHostSection { certificates: None, ..host };
         hosts.into_iter().skip(1).map(plain).collect()
     });
     let refused = DockerHosts::connect(&raw.check().unwrap(), ImageHooks::default()).await;
@@ -322,12 +322,12 @@ async fn docker_image_is_the_same_on_all_hosts() {
     };
     let registry = Registry::start().await;
     let image = |name: &str| format!("{}/team/{name}:1", registry.host);
-    let at = |daemon: &Daemon| RawDockerHost { url: Some(daemon.host()), ..Default::default() };
+    let at = |daemon: &Daemon| DockerHostSection { url: Some(daemon.host()), ..Default::default() };
     // Capacity for one agent on each host.
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         hosts: Some(vec![at(&first), at(&second)]),
         max_containers: Some(2),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     let config = raw.check().unwrap();
     let hosts = DockerHosts::connect(&config, ImageHooks::default()).await.unwrap();
@@ -384,15 +384,15 @@ async fn docker_ssh_host_reconnects_after_its_connection_broke() {
         orchestrate_e2e::skip::skip_test(test, "ssh", "no SSH server can be started");
         return;
     };
-    let host = RawDockerHost {
+    let host = DockerHostSection {
         url: Some(format!("ssh://daemon-host{}", usual_url().trim_start_matches("unix://"))),
         ssh_config: Some(server.config()),
-        ..RawDockerHost::default()
+        ..DockerHostSection::default()
     };
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         hosts: Some(vec![host]),
         pull: Some(PullPolicy::Never),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     let config = raw.check().unwrap();
     let hosts = DockerHosts::connect(&config, ImageHooks::default()).await.unwrap();

@@ -4,7 +4,7 @@ use crate::registry::Registry;
 use orchestrate_e2e::Daemon;
 use orchestrate_sandbox::{
     DockerProvider, ImageEvent, ImageHooks, ImageIdentity, ImageListener, ImageLock, Owner,
-    PullPolicy, Purpose, RawSandboxConfig, SandboxError, SandboxErrorKind, SandboxProvider as _,
+    PullPolicy, Purpose, SandboxError, SandboxErrorKind, SandboxProvider as _, SandboxSection,
     SandboxSpec,
 };
 use orchestrate_types::{ByteSize, RunId};
@@ -82,8 +82,8 @@ impl Fixture {
         Some(Self { daemon, registry: Registry::start().await, lock, events })
     }
 
-    async fn provider(&self, raw: RawSandboxConfig) -> DockerProvider {
-        let raw = RawSandboxConfig { docker_host: Some(self.daemon.host()), ..raw };
+    async fn provider(&self, raw: SandboxSection) -> DockerProvider {
+        let raw = SandboxSection { docker_host: Some(self.daemon.host()), ..raw };
         let events = Arc::clone(&self.events);
         let listener = ImageListener::new(move |event| {
             events.events.lock().unwrap().push(event.clone());
@@ -118,7 +118,7 @@ fn spec(image: &str, attempt: u32, reusable: bool) -> SandboxSpec {
             attempt: format!("t{attempt:06}.00-a01").parse().unwrap(),
         },
         workdir: "/testbed".into(),
-        limits: RawSandboxConfig::default().check().unwrap().limits(),
+        limits: SandboxSection::default().check().unwrap().limits(),
         deadline: Duration::from_mins(10),
         reusable,
     }
@@ -150,14 +150,14 @@ async fn docker_missing_images_are_pulled_once_and_locked_despite_temporary_regi
     // The daemon may retry by itself.
     fixture.registry.fail("/team/a/manifests/", 429, limited, 2);
     fixture.registry.fail("/team/a/manifests/", 503, "down for a moment", 2);
-    let never = RawSandboxConfig { pull: Some(PullPolicy::Never), ..RawSandboxConfig::default() };
+    let never = SandboxSection { pull: Some(PullPolicy::Never), ..SandboxSection::default() };
     let strict = fixture.provider(never).await;
     let error = strict.open(&spec(&image, 1, false)).await.unwrap_err();
     assert!(matches!(error.kind, SandboxErrorKind::ImageMissing(_)), "{error}");
     assert_eq!(fixture.registry.requests("team/a"), 0);
     strict.shutdown().await.unwrap();
 
-    let provider = fixture.provider(RawSandboxConfig::default()).await;
+    let provider = fixture.provider(SandboxSection::default()).await;
     let specs = [spec(&image, 1, false), spec(&image, 2, true), spec(&image, 3, false)];
     let opened = futures::future::join_all(specs.iter().map(|spec| provider.open(spec))).await;
     for sandbox in opened {
@@ -182,10 +182,8 @@ async fn docker_missing_images_are_pulled_once_and_locked_despite_temporary_regi
     provider.shutdown().await.unwrap();
 
     // Pulled from a mirror, an image gets its usual name on the daemon.
-    let raw = RawSandboxConfig {
-        mirror: Some(fixture.registry.host.clone()),
-        ..RawSandboxConfig::default()
-    };
+    let raw =
+        SandboxSection { mirror: Some(fixture.registry.host.clone()), ..SandboxSection::default() };
     let provider = fixture.provider(raw).await;
     let official = fixture.registry.push("library/thing", "latest", 10);
     use_once(&provider, "thing").await;
@@ -198,7 +196,7 @@ async fn docker_run_keeps_the_image_that_it_first_used() {
     let Some(fixture) = Fixture::new("docker_run_keeps_the_image").await else { return };
     let first = fixture.registry.push("team/b", "1", 10);
     let image = fixture.name("team/b:1");
-    let provider = fixture.provider(RawSandboxConfig::default()).await;
+    let provider = fixture.provider(SandboxSection::default()).await;
     use_once(&provider, &image).await;
     let recorded: Vec<(String, ImageIdentity)> =
         fixture.lock.0.lock().unwrap().clone().into_iter().collect();
@@ -217,7 +215,7 @@ async fn docker_run_keeps_the_image_that_it_first_used() {
 
     // The new image, pulled by hand, is not the one in the image lock.
     fixture.docker(&["pull", "-q", &image]);
-    let provider = fixture.provider(RawSandboxConfig::default()).await;
+    let provider = fixture.provider(SandboxSection::default()).await;
     let checked = provider.check_images(&recorded).await.unwrap_err();
     let opened = provider.open(&spec(&image, 1, false)).await.unwrap_err();
     for error in [checked, opened] {
@@ -231,7 +229,7 @@ async fn docker_run_keeps_the_image_that_it_first_used() {
 
     // With a full disk, no pull is started.
     let full =
-        RawSandboxConfig { min_free_disk: Some(ByteSize(1 << 60)), ..RawSandboxConfig::default() };
+        SandboxSection { min_free_disk: Some(ByteSize(1 << 60)), ..SandboxSection::default() };
     let provider = fixture.provider(full).await;
     fixture.registry.push("team/c", "1", 10);
     let error = provider.open(&spec(&fixture.name("team/c:1"), 1, false)).await.unwrap_err();
@@ -248,9 +246,9 @@ async fn docker_only_unused_images_of_this_program_are_evicted() {
         fixture.registry.push(&format!("team/{name}"), "1", LAYER);
     }
     fixture.docker(&["pull", "-q", &image("foreign")]);
-    let raw = RawSandboxConfig {
+    let raw = SandboxSection {
         image_cache: Some(ByteSize(4 * LAYER as u64 + (1 << 20))),
-        ..RawSandboxConfig::default()
+        ..SandboxSection::default()
     };
     let provider = fixture.provider(raw).await;
     let sandbox = provider.open(&spec(&image("used"), 1, true)).await.unwrap();
@@ -285,7 +283,7 @@ async fn docker_only_unused_images_of_this_program_are_evicted() {
     provider.shutdown().await.unwrap();
 
     // Another provider removes everything that is unused, including the derived image.
-    let other = fixture.provider(RawSandboxConfig::default()).await;
+    let other = fixture.provider(SandboxSection::default()).await;
     let before = other.remove_pulled_images(true).await.unwrap();
     assert!(before.iter().any(|image| image.kept.is_none()), "{before:?}");
     let seen = other.remove_pulled_images(false).await.unwrap();

@@ -2,8 +2,8 @@
 
 use crate::common::{Fixture, IMAGE, SHORT, check_alive, docker, run};
 use orchestrate_sandbox::{
-    Command, DockerProvider, Exit, FileEntry, GcScope, PullPolicy, Purpose, RawSandboxConfig,
-    SandboxErrorKind, SandboxProvider as _, SandboxSpec,
+    Command, DockerProvider, Exit, FileEntry, GcScope, PullPolicy, Purpose, SandboxErrorKind,
+    SandboxProvider as _, SandboxSection, SandboxSpec,
 };
 use orchestrate_types::{ByteSize, HumanDuration};
 use std::time::{Duration, Instant};
@@ -307,7 +307,7 @@ async fn docker_leftover_container_of_the_same_name_is_replaced() {
 
 #[tokio::test]
 async fn docker_missing_image_and_unreachable_daemon_errors_say_what_to_do() {
-    let raw = RawSandboxConfig { pull: Some(PullPolicy::Never), ..RawSandboxConfig::default() };
+    let raw = SandboxSection { pull: Some(PullPolicy::Never), ..SandboxSection::default() };
     let Some(fixture) = Fixture::with(raw).await else { return };
     for reusable in [true, false] {
         let spec = SandboxSpec { image: "orchestrate/no-such:1".into(), ..fixture.spec(reusable) };
@@ -316,10 +316,10 @@ async fn docker_missing_image_and_unreachable_daemon_errors_say_what_to_do() {
     }
     fixture.finish().await;
     for host in ["unix:///no/such/socket", "tcp://127.0.0.1:1"] {
-        let raw = RawSandboxConfig {
+        let raw = SandboxSection {
             docker_host: Some(host.into()),
             call_timeout: Some(HumanDuration::secs(5)),
-            ..RawSandboxConfig::default()
+            ..SandboxSection::default()
         };
         let error = DockerProvider::connect(raw.check().unwrap()).await.unwrap_err();
         assert!(matches!(error.kind, SandboxErrorKind::NoDaemon(_)), "{error}");
@@ -330,7 +330,7 @@ async fn docker_missing_image_and_unreachable_daemon_errors_say_what_to_do() {
 #[tokio::test]
 async fn docker_nothing_starts_below_min_free_disk() {
     let min_free_disk = Some(ByteSize(1 << 50));
-    let raw = RawSandboxConfig { min_free_disk, ..RawSandboxConfig::default() };
+    let raw = SandboxSection { min_free_disk, ..SandboxSection::default() };
     let Some(fixture) = Fixture::with(raw).await else { return };
     let error = fixture.provider.open(&fixture.spec(true)).await.unwrap_err();
     assert!(error.to_string().contains("sandbox.min_free_disk"), "{error}");
@@ -339,7 +339,7 @@ async fn docker_nothing_starts_below_min_free_disk() {
 
 #[tokio::test]
 async fn docker_idle_sandbox_of_another_kind_is_evicted() {
-    let raw = RawSandboxConfig { max_containers: Some(2), ..RawSandboxConfig::default() };
+    let raw = SandboxSection { max_containers: Some(2), ..SandboxSection::default() };
     let Some(fixture) = Fixture::with(raw).await else { return };
     let grader = SandboxSpec { purpose: Purpose::Grader, ..fixture.spec(true) };
     fixture.open().await.close().await.unwrap();
@@ -356,7 +356,7 @@ async fn docker_idle_sandbox_of_another_kind_is_evicted() {
 
 #[tokio::test]
 async fn docker_twenty_sandboxes_work_at_once_within_max_containers() {
-    let raw = RawSandboxConfig { max_containers: Some(8), ..RawSandboxConfig::default() };
+    let raw = SandboxSection { max_containers: Some(8), ..SandboxSection::default() };
     let Some(fixture) = Fixture::with(raw).await else { return };
     let works = (0..20).map(|number| {
         let fixture = &fixture;
@@ -422,7 +422,7 @@ async fn docker_configured_runtime_is_used_or_named_if_missing() {
     fixture.finish().await;
     let with = |runtime: &str| {
         let runtime = Some(runtime.to_owned());
-        RawSandboxConfig { runtime, ..RawSandboxConfig::default() }
+        SandboxSection { runtime, ..SandboxSection::default() }
     };
     for runtime in &report.runtimes {
         // Docker lists this old runtime even if it is not installed.

@@ -3,7 +3,7 @@
 
 use crate::common::{Fixture, IMAGE, SHORT, check_alive, run};
 use orchestrate_sandbox::{
-    Command, Exit, RawSandboxConfig, Seccomp, SelfTestResult, run_self_test, self_test_cases,
+    Command, Exit, SandboxSection, Seccomp, SelfTestResult, run_self_test, self_test_cases,
 };
 use orchestrate_types::ByteSize;
 use std::time::Duration;
@@ -80,7 +80,7 @@ fn peak() -> u64 {
 #[tokio::test]
 async fn docker_endless_writer_is_killed_soon_without_using_memory() {
     let cap = ByteSize::mib(1);
-    let raw = RawSandboxConfig { max_output: Some(cap), ..RawSandboxConfig::default() };
+    let raw = SandboxSection { max_output: Some(cap), ..SandboxSection::default() };
     let Some(fixture) = Fixture::with(raw).await else { return };
     let mut sandbox = fixture.open().await;
     run(&mut sandbox, "seq 1 100000").await;
@@ -201,7 +201,7 @@ print('answered', ctypes.CFUNCTYPE(ctypes.c_int)(entry)())
 
 #[tokio::test]
 async fn docker_seccomp_setting_selects_the_daemons_own_profile() {
-    let raw = RawSandboxConfig { seccomp: Some(Seccomp::Daemon), ..RawSandboxConfig::default() };
+    let raw = SandboxSection { seccomp: Some(Seccomp::Daemon), ..SandboxSection::default() };
     let Some(fixture) = Fixture::with(raw).await else { return };
     let mut sandbox = fixture.open().await;
     // `remap_file_pages`, which Docker's profile allows and ours does not: there, an invalid

@@ -40,6 +40,8 @@ pub enum Harness {
     V5_0_2,
 }
 
+orchestrate_settings::setting_types!(Harness);
+
 /// Not a version of the harness that is reproduced here.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is not a known version of the harness (4.1.0 or 5.0.2)")]

@@ -1,7 +1,6 @@
 //! Runs that exist already, made by any command, on this machine or another.
 
-use crate::args::ConfigSource;
-use crate::config::{self, RawConfig};
+use crate::config::{self, Sections};
 use crate::error::{InputError, OutputError, UsageError};
 use crate::run_folder::PLAN_FILE;
 use crate::wiring;
@@ -72,8 +71,7 @@ fn from_file(path: &Utf8Path) -> anyhow::Result<Vec<ConfigRuns>> {
 async fn from_folder(folder: &Utf8Path) -> anyhow::Result<ConfigRuns> {
     // Opened first: its error says what is missing if the folder holds no run at all.
     let reader = Reader::open(folder).await?;
-    let source = ConfigSource { files: vec![folder.join(PLAN_FILE)], sets: vec![] };
-    let raw: RawConfig = config::load(&source)?;
+    let raw = config::load_plan(&folder.join(PLAN_FILE))?.with_defaults()?;
     let run = read_run(&reader, folder, &raw.check()?.run).await?;
     Ok(ConfigRuns { name: name_of(folder), plan: plan(&raw)?, runs: vec![run] })
 }
@@ -90,7 +88,7 @@ pub(super) async fn read_run(
 }
 
 /// The plan of a configuration: the plan of any of its runs, without the seed.
-pub(super) fn plan(raw: &RawConfig) -> anyhow::Result<serde_json::Value> {
+pub(super) fn plan(raw: &Sections) -> anyhow::Result<serde_json::Value> {
     let mut raw = raw.clone();
     raw.run.seed = None;
     Ok(serde_json::to_value(&raw)?)

@@ -1,7 +1,7 @@
 //! The runs of a comparison: configs × variants × seeds.
 
 use crate::args::{CompareArgs, ConfigSource, Variant};
-use crate::config::{self, ConfigError, RawConfig, Settings};
+use crate::config::{self, ConfigError, Sections, Settings};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 
@@ -12,7 +12,7 @@ pub(super) struct Cell {
     pub(super) name: String,
     pub(super) seed: u64,
     /// Its settings with every default filled in.
-    pub(super) raw: RawConfig,
+    pub(super) raw: Sections,
     pub(super) folder: Utf8PathBuf,
 }
 
@@ -52,7 +52,7 @@ impl Matrix {
                     let sets = args.sets.iter().chain(sets).cloned();
                     let sets = sets.chain(std::iter::once(format!("run.seed={seed}"))).collect();
                     let source = ConfigSource { files: vec![file.clone()], sets };
-                    let raw = config::load(&source).and_then(|raw: RawConfig| {
+                    let raw = config::load(&source).and_then(|raw: Sections| {
                         let raw = raw.with_defaults()?;
                         raw.check()?.check_training()?;
                         Ok(raw)

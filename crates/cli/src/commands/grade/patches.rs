@@ -1,7 +1,7 @@
 //! Predictions graded in sandboxes, with the files that SWE-bench's harness leaves.
 
 use crate::args::GradeArgs;
-use crate::config::{self, RawConfig};
+use crate::config;
 use crate::error::{BrokenMeasurement, OutputError, UsageError};
 use crate::grader::Grader;
 use crate::progress::Progress;
@@ -29,7 +29,7 @@ enum Outcome {
 }
 
 pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
-    let settings = config::load::<RawConfig>(&args.source)?.check()?;
+    let settings = config::load(&args.source)?.check()?;
     let tasks = task_source::of_file(&args.tasks, &settings.tasks.skip)?;
     let by_id: HashMap<&str, &Task> = tasks.iter().map(|task| (task.id.as_str(), task)).collect();
     let mut work = Vec::new();

@@ -1,7 +1,7 @@
 //! `orchestrate run --dry-run`: what a run needs at most, from its settings alone.
 
 use crate::args::ConfigSource;
-use crate::config::{self, RawConfig, Settings};
+use crate::config::{self, Settings};
 use crate::{output, tables, task_source};
 use orchestrate_engine::EngineKind;
 use orchestrate_moe::ModelConfig;
@@ -68,7 +68,7 @@ struct HostForecast {
 
 /// Runs the command.
 pub(super) async fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<ExitCode> {
-    let settings = config::load::<RawConfig>(source)?.check()?;
+    let settings = config::load(source)?.check()?;
     settings.check_training()?;
     let mut notes = Vec::new();
     let shape = match ModelConfig::load(&settings.engine.model) {
@@ -256,7 +256,7 @@ mod tests {
             max_in_flight = 3\n[sandbox]\nmax_containers = 16\nmemory = \"1 GiB\"\n\
             [[sandbox.hosts]]\nurl = \"ssh://a\"\nmax_containers = 4\n\
             [[sandbox.hosts]]\nurl = \"ssh://b\"\n";
-        let raw: RawConfig = config::parse_layer("test", text).unwrap();
+        let raw = config::parse_layer("test", text).unwrap();
         let settings = raw.check().unwrap();
         let shape = ModelShape {
             hidden_layers: 48,

@@ -4,7 +4,7 @@ mod journal;
 
 use super::verify::{Finding, check};
 use crate::args::MakeArgs;
-use crate::config::{self, RawConfig};
+use crate::config;
 use crate::grader::Grader;
 use crate::output;
 use crate::progress::Progress;
@@ -35,7 +35,7 @@ pub(super) async fn make(args: MakeArgs) -> anyhow::Result<ExitCode> {
     for path in [Some(&args.out), held_out.as_ref()].into_iter().flatten() {
         ensure!(!path.exists(), "{path} is there already; remove it or name another --out");
     }
-    let mut settings = config::load::<RawConfig>(&args.source)?.check()?;
+    let mut settings = config::load(&args.source)?.check()?;
     let jobs = match args.jobs {
         Some(jobs) => jobs.into(),
         None => std::thread::available_parallelism().map_or(1, usize::from),

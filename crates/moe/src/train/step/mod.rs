@@ -88,10 +88,7 @@ pub fn measure(
 /// # Errors
 /// Lists every invalid hyperparameter with its remedy.
 pub fn check_settings(settings: &Hyperparameters) -> Result<(), StepError> {
-    let problems: Vec<String> = refusals(settings)
-        .into_iter()
-        .map(|r| format!("`{}` = {} is not usable: {}", r.field, r.value, r.remedy))
-        .collect();
+    let problems: Vec<String> = refusals(settings).iter().map(ToString::to_string).collect();
     if problems.is_empty() { Ok(()) } else { Err(StepError::Setting(problems.join("; "))) }
 }
 

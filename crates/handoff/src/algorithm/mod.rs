@@ -1,0 +1,477 @@
+//! The section `[algorithm]`: as written ([`AlgorithmSection`]), checked ([`AlgorithmSettings`]),
+//! and as sent to a trainer ([`Hyperparameters`]).
+//!
+//! All three follow from `declaration.rs`. The checked form is a sum type: it has a variant for
+//! each policy loss, correction, replay and aggregation, and a variant holds only the
+//! hyperparameters that apply with it, so that a value without effect cannot be represented.
+
+mod declaration;
+mod describe;
+mod macros;
+#[cfg(test)]
+mod python;
+
+use crate::rules::{Bound, FieldValue, refusals};
+use crate::{AdvantageNorm, Overlong};
+use orchestrate_settings::{Problems, Section, SectionKeys, Setting, setting_types};
+use orchestrate_types::ConfigProblem;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+pub use declaration::{
+    AggregationSettings, AlgorithmSection, CorrectionSettings, Hyperparameters,
+    ImportanceCorrection, ImportanceLevel, KlEstimator, KlEstimatorSettings, LossAggregation,
+    LossSettings, PolicyLoss, ReplaySettings, RouterShift, RouterShiftSettings, RoutingReplay,
+};
+pub(crate) use declaration::{CHOICES, rules};
+pub(crate) use describe::describe_keys;
+
+/// What happens with episodes that a limit ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TruncatedEpisodes {
+    /// They are trained on with their reward.
+    Train,
+    /// They count towards the group's baseline, but their tokens are not trained on.
+    Mask,
+}
+
+setting_types!(AdvantageNorm, TruncatedEpisodes);
+
+/// A number that is written as 0 to turn it off.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OffAtZero(pub Option<f64>);
+
+impl Setting for OffAtZero {
+    type Written = f64;
+    type Limited = f64;
+
+    fn from_written(written: f64) -> Self {
+        Self(Some(written).filter(|value| value.abs() >= f64::EPSILON))
+    }
+
+    fn to_written(&self) -> Option<f64> {
+        Some(self.0.unwrap_or(0.0))
+    }
+
+    fn limited(&self) -> Option<&f64> {
+        self.0.as_ref()
+    }
+}
+
+/// The type of a hyperparameter in `[algorithm]`, and how it is sent to a trainer.
+pub trait Hyperparameter {
+    /// The type in a request.
+    type Sent;
+    /// The type in the PyTorch trainer.
+    const PYTHON: &'static str;
+
+    /// The value in a request.
+    fn sent(&self) -> Self::Sent;
+    /// The value in `[algorithm]` that sends `sent`.
+    fn from_sent(sent: Self::Sent) -> Self;
+    /// The value for rules.
+    fn value(sent: &Self::Sent) -> FieldValue;
+    /// Names of the options, if it is a choice.
+    fn options() -> Vec<&'static str> {
+        Vec::new()
+    }
+}
+
+macro_rules! sent_as_it_is {
+    ($($type:ty, $python:literal, $value:expr;)*) => {$(
+        impl Hyperparameter for $type {
+            type Sent = Self;
+            const PYTHON: &'static str = $python;
+
+            fn sent(&self) -> Self {
+                *self
+            }
+
+            fn from_sent(sent: Self) -> Self {
+                sent
+            }
+
+            fn value(sent: &Self) -> FieldValue {
+                let value: fn(Self) -> FieldValue = $value;
+                value(*sent)
+            }
+        }
+    )*};
+}
+
+sent_as_it_is! {
+    f64, "float", FieldValue::Number;
+    bool, "bool", FieldValue::Flag;
+    u32, "int", |value| FieldValue::Whole(value.into());
+    usize, "int", |value| FieldValue::Whole(value as u64);
+    (f64, f64), "tuple[float, float]", |(one, two)| FieldValue::Pair(one, two);
+}
+
+impl Hyperparameter for OffAtZero {
+    type Sent = Option<f64>;
+    const PYTHON: &'static str = "float | None";
+
+    fn sent(&self) -> Option<f64> {
+        self.0
+    }
+
+    fn from_sent(sent: Option<f64>) -> Self {
+        Self(sent)
+    }
+
+    fn value(sent: &Option<f64>) -> FieldValue {
+        sent.map_or(FieldValue::Off, FieldValue::Number)
+    }
+}
+
+/// What is known about a hyperparameter.
+#[derive(Debug)]
+#[cfg_attr(not(test), expect(dead_code, reason = "read by the generator of Python, in a test"))]
+pub(crate) struct Field {
+    pub(crate) name: &'static str,
+    /// Lines of its description.
+    pub(crate) description: &'static [&'static str],
+    /// Its type in the PyTorch trainer.
+    pub(crate) python: &'static str,
+    /// Names of the options, if it is a choice.
+    pub(crate) options: Vec<&'static str>,
+    pub(crate) presence: Presence,
+    pub(crate) bounds: Vec<Bound>,
+}
+
+/// What a request without a hyperparameter means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Presence {
+    /// It is an error.
+    Required,
+    /// The default of an empty `[algorithm]`.
+    Optional,
+    /// The hyperparameter is turned off.
+    Nullable,
+}
+
+/// A hyperparameter that chooses which others apply.
+#[derive(Debug)]
+pub(crate) struct Choice {
+    pub(crate) key: &'static str,
+    pub(crate) options: &'static [ChoiceOption],
+}
+
+/// One option of a choice.
+#[derive(Debug)]
+pub(crate) struct ChoiceOption {
+    pub(crate) name: &'static str,
+    /// Hyperparameters that apply with it.
+    pub(crate) applies: &'static [&'static str],
+    /// Hyperparameters with a single possible value.
+    pub(crate) fixed: &'static [&'static str],
+}
+
+/// Names of the options of a hyperparameter; none if it is not a choice.
+#[cfg(test)]
+pub(crate) fn options(field: &str) -> Vec<&'static str> {
+    let fields = Hyperparameters::fields();
+    fields.into_iter().find(|known| known.name == field).map_or(Vec::new(), |known| known.options)
+}
+
+impl RoutingReplay {
+    /// Whether the engine's rows are executed.
+    pub fn replays_rollout(self) -> bool {
+        match self {
+            Self::Rollout | Self::Predictive => true,
+            Self::None | Self::Recompute => false,
+        }
+    }
+}
+
+/// The divergence from the run's starting policy.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct KlSettings {
+    /// Factor, above 0.
+    pub coefficient: f64,
+    /// Estimator.
+    pub estimator: KlEstimatorSettings,
+}
+
+/// The optimizer, and how a batch is split for it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OptimizerSettings {
+    /// Optimizer steps per batch, at least 1.
+    pub mini_steps: u32,
+    /// Most tokens in one forward and backward pass.
+    pub micro_batch_tokens: usize,
+    /// AdamW learning rate, above 0.
+    pub learning_rate: f64,
+    /// Optimizer steps over which the learning rate rises.
+    pub warmup_steps: u32,
+    /// AdamW decay rates, each from 0 to below 1.
+    pub betas: (f64, f64),
+    /// AdamW ε, above 0.
+    pub adam_eps: f64,
+    /// Decoupled weight decay, at least 0.
+    pub weight_decay: f64,
+    /// Global L2 norm that gradients are clipped to, above 0.
+    pub max_grad_norm: f64,
+}
+
+/// The checked section `[algorithm]`: what applies, and nothing else.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AlgorithmSettings {
+    /// The policy loss.
+    pub loss: LossSettings,
+    /// How the losses of tokens become one number.
+    pub aggregation: AggregationSettings,
+    /// Weight against the mismatch of sampler and trainer.
+    pub correction: CorrectionSettings,
+    /// Divergence from the starting policy; `None` = off.
+    pub kl: Option<KlSettings>,
+    /// Whose routes the trainer uses.
+    pub replay: ReplaySettings,
+    /// The optimizer.
+    pub optimizer: OptimizerSettings,
+    /// How rewards of a group become advantages; `None` = a value head gives them.
+    pub advantage: Option<AdvantageNorm>,
+    /// What happens with truncated episodes.
+    pub truncated: TruncatedEpisodes,
+    /// Penalty for long episodes; `None` = off.
+    pub overlong: Option<Overlong>,
+}
+
+impl AlgorithmSettings {
+    /// What is sent to the trainer for one step with rollouts sampled at `temperature`.
+    pub fn hyperparameters(&self, temperature: f64, measure_no_replay: bool) -> Hyperparameters {
+        let OptimizerSettings {
+            mini_steps,
+            micro_batch_tokens,
+            learning_rate,
+            warmup_steps,
+            betas,
+            adam_eps,
+            weight_decay,
+            max_grad_norm,
+        } = self.optimizer;
+        let mut h = Hyperparameters {
+            dual_clip: None,
+            mini_steps,
+            micro_batch_tokens,
+            learning_rate,
+            warmup_steps,
+            betas,
+            adam_eps,
+            weight_decay,
+            max_grad_norm,
+            temperature,
+            measure_no_replay,
+            ..Hyperparameters::default()
+        };
+        self.loss.write(&mut h);
+        self.aggregation.write(&mut h);
+        self.correction.write(&mut h);
+        self.replay.write(&mut h);
+        if let Some(kl) = &self.kl {
+            h.kl_coefficient = kl.coefficient;
+            kl.estimator.write(&mut h);
+        }
+        h
+    }
+
+    /// Whose routes the trainer uses.
+    pub fn routing_replay(&self) -> RoutingReplay {
+        self.replay.choice()
+    }
+
+    /// The policy loss.
+    pub fn policy_loss(&self) -> PolicyLoss {
+        self.loss.choice()
+    }
+
+    /// How rewards of a group become advantages. With a value head this only tells which groups
+    /// carry a signal.
+    pub fn advantage_norm(&self) -> AdvantageNorm {
+        self.advantage.unwrap_or(AdvantageNorm::Std)
+    }
+
+    /// The section that says the same, with every default written out.
+    pub fn section(&self) -> AlgorithmSection {
+        let h = self.hyperparameters(1.0, false);
+        let mut section = AlgorithmSection::sending(&h);
+        for key in section.given() {
+            if !is_used(key, &h) {
+                section.clear(key);
+            }
+        }
+        AlgorithmSection {
+            advantage_normalisation: self.advantage,
+            truncated: Some(self.truncated),
+            overlong_max_tokens: self.overlong.map(|overlong| overlong.max_tokens),
+            overlong_cache_tokens: self.overlong.map(|overlong| overlong.cache_tokens),
+            ..section
+        }
+    }
+}
+
+impl AlgorithmSection {
+    /// The same section without a `loss_norm_tokens` that has no effect, which older versions wrote
+    /// into plans.
+    #[must_use]
+    pub fn without_unused_norm(self) -> Self {
+        let sums = self.aggregation == Some(LossAggregation::TokenSumNorm);
+        Self { loss_norm_tokens: self.loss_norm_tokens.filter(|_| sums), ..self }
+    }
+
+    /// Fills in defaults and checks each value, and all of them together.
+    ///
+    /// # Errors
+    /// All problems at once.
+    pub fn check(&self) -> Result<AlgorithmSettings, Vec<ConfigProblem>> {
+        let values = self.fill();
+        let h = values.sent();
+        let mut problems = Problems::new(Self::NAME);
+        refuse_values(&h, &mut problems);
+        if matches!(values.aggregation, LossAggregation::TokenSumNorm)
+            && self.loss_norm_tokens.is_none()
+        {
+            let remedy = "must be given with aggregation = \"token-sum-norm\", which divides by \
+                          it: usually the longest sequence in tokens";
+            problems.missing("loss_norm_tokens", remedy);
+        }
+        let overlong = self.overlong(&mut problems);
+        let by_value_head = matches!(values.policy_loss, PolicyLoss::Ppo);
+        let settings = AlgorithmSettings {
+            loss: LossSettings::read(&h),
+            aggregation: AggregationSettings::read(&h),
+            correction: CorrectionSettings::read(&h),
+            kl: (h.kl_coefficient > 0.0).then(|| KlSettings {
+                coefficient: h.kl_coefficient,
+                estimator: KlEstimatorSettings::read(&h),
+            }),
+            replay: ReplaySettings::read(&h),
+            optimizer: OptimizerSettings {
+                mini_steps: h.mini_steps,
+                micro_batch_tokens: h.micro_batch_tokens,
+                learning_rate: h.learning_rate,
+                warmup_steps: h.warmup_steps,
+                betas: h.betas,
+                adam_eps: h.adam_eps,
+                weight_decay: h.weight_decay,
+                max_grad_norm: h.max_grad_norm,
+            },
+            advantage: (!by_value_head).then_some(values.advantage_normalisation),
+            truncated: values.truncated,
+            overlong,
+        };
+        self.refuse_without_effect(&h, &settings, &mut problems);
+        problems.into_result(settings)
+    }
+
+    /// Refuses keys that have a value but no effect with the chosen options.
+    fn refuse_without_effect(
+        &self,
+        h: &Hyperparameters,
+        settings: &AlgorithmSettings,
+        problems: &mut Problems,
+    ) {
+        let written = serde_json::to_value(self).unwrap_or_default();
+        let effective = settings.hyperparameters(1.0, false);
+        for key in self.given() {
+            let is_right = is_fixed(key, h) && h.value(key) == effective.value(key);
+            if is_used(key, h) || is_right || problems.has(key) {
+                continue;
+            }
+            let Some(options) = describe::applies_with(key) else { continue };
+            let value = written.get(key).map(ToString::to_string).unwrap_or_default();
+            problems.refuse(key, value, format!("only applies with {options}; remove it"));
+        }
+        if let (Some(given), PolicyLoss::Ppo) = (self.advantage_normalisation, h.policy_loss) {
+            let value = serde_json::json!(given);
+            let remedy = "does not apply with policy_loss = \"ppo\", whose advantages come from \
+                          its value head; remove it";
+            problems.refuse("advantage_normalisation", value, remedy);
+        }
+    }
+
+    fn overlong(&self, problems: &mut Problems) -> Option<Overlong> {
+        match (self.overlong_max_tokens, self.overlong_cache_tokens) {
+            (None, None) => None,
+            (Some(max_tokens), Some(cache_tokens)) => {
+                problems.require(
+                    (1..=max_tokens).contains(&cache_tokens),
+                    "overlong_cache_tokens",
+                    cache_tokens,
+                    format!("must be from 1 to overlong_max_tokens, {max_tokens}"),
+                );
+                Some(Overlong { max_tokens, cache_tokens })
+            }
+            (Some(_), None) => {
+                let remedy = "must be given with overlong_max_tokens: the tokens before it over \
+                              which the loss grows";
+                problems.missing("overlong_cache_tokens", remedy);
+                None
+            }
+            (None, Some(_)) => {
+                let remedy = "must be given with overlong_cache_tokens: the tokens above which an \
+                              episode loses 1 of its reward";
+                problems.missing("overlong_max_tokens", remedy);
+                None
+            }
+        }
+    }
+}
+
+impl Section for AlgorithmSection {
+    type Settings = AlgorithmSettings;
+
+    fn check_section(&self) -> Result<AlgorithmSettings, Vec<ConfigProblem>> {
+        self.check()
+    }
+
+    fn from_settings(settings: &AlgorithmSettings) -> Self {
+        settings.section()
+    }
+
+    fn value_problems(&self) -> Vec<ConfigProblem> {
+        let mut problems = Problems::new(Self::NAME);
+        refuse_values(&self.fill().sent(), &mut problems);
+        problems.into_found()
+    }
+}
+
+/// Refuses what a trainer would refuse, and a learning rate of 0.
+fn refuse_values(h: &Hyperparameters, problems: &mut Problems) {
+    for refusal in refusals(h) {
+        problems.refuse(refusal.field, refusal.value, refusal.remedy);
+    }
+    if h.learning_rate.abs() < f64::MIN_POSITIVE {
+        problems.refuse("learning_rate", h.learning_rate, "must be above 0");
+    }
+}
+
+/// The options that are chosen in `h` and on which something depends.
+fn chosen(h: &Hyperparameters) -> impl Iterator<Item = (&'static str, &'static ChoiceOption)> {
+    CHOICES.iter().filter_map(|choice| {
+        let value = h.value(choice.key);
+        let is_chosen = |option: &&ChoiceOption| value == FieldValue::Choice(option.name);
+        choice.options.iter().find(is_chosen).map(|option| (choice.key, option))
+    })
+}
+
+/// Whether a hyperparameter applies with the options chosen in `h`.
+fn is_used(key: &str, h: &Hyperparameters) -> bool {
+    let gate = declaration::GATES.iter().find(|(gated, _)| *gated == key);
+    if gate.is_some_and(|(_, number)| h.value(number).number() <= 0.0) {
+        return false;
+    }
+    let depends = CHOICES
+        .iter()
+        .any(|choice| choice.options.iter().any(|option| option.applies.contains(&key)));
+    let applies = |(choice, option): (&str, &ChoiceOption)| {
+        option.applies.contains(&key) && is_used(choice, h)
+    };
+    !depends || chosen(h).any(applies)
+}
+
+/// Whether a hyperparameter has a single possible value with the options chosen in `h`.
+fn is_fixed(key: &str, h: &Hyperparameters) -> bool {
+    chosen(h).any(|(choice, option)| option.fixed.contains(&key) && is_used(choice, h))
+}

@@ -1,0 +1,339 @@
+//! Configuration files and assignments, merged: later layers win, tables merge, lists replace.
+
+use crate::limit::NOT_SHOWN;
+use crate::shape::Reader;
+use orchestrate_types::{ConfigProblem, Found};
+use schemars::JsonSchema;
+use serde_json::Value as Json;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use toml::de::DeTable;
+use toml::{Table, Value};
+
+/// Where each value was written.
+#[derive(Debug, Clone, Default)]
+pub struct Origins(BTreeMap<String, String>);
+
+impl Origins {
+    /// Where the value of `key` was written, e.g. `run.toml:12:1` or `--set run.steps=3`; `None`
+    /// for a default.
+    pub fn of(&self, key: &str) -> Option<&str> {
+        let list = key.split('[').next().unwrap_or(key);
+        let element = key.rfind(']').and_then(|end| key.get(..=end)).unwrap_or(key);
+        let known = [key, element, list].into_iter().find_map(|key| self.0.get(key));
+        known.map(String::as_str)
+    }
+
+    /// Adds to each problem where its value was written, where that is known.
+    pub fn locate(&self, problems: &mut [ConfigProblem]) {
+        for problem in problems {
+            let absent = problem.found == Found::Missing && !problem.key.contains('[');
+            if problem.origin.is_none() && !absent {
+                let origin = self.of(&problem.key).map(str::to_owned);
+                // An assignment would show the value again.
+                let is_secret = problem.found == Found::Value(NOT_SHOWN.to_owned());
+                let shown = |origin: String| match origin.split_once('=') {
+                    Some((key, _)) if is_secret && key.starts_with("--set ") => key.to_owned(),
+                    Some(_) | None => origin,
+                };
+                problem.origin = origin.map(shown);
+            }
+        }
+    }
+}
+
+/// Settings and the metadata of a file have equal values wherever they were written.
+impl PartialEq for Origins {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+/// The layers of a configuration. Problems are collected, so that all files are read.
+#[derive(Debug)]
+pub struct Layers {
+    schema: Json,
+    merged: Table,
+    origins: Origins,
+    problems: Vec<ConfigProblem>,
+}
+
+impl Layers {
+    /// No layers yet of a configuration of type `T`.
+    pub fn of<T: JsonSchema>() -> Self {
+        Self {
+            schema: schemars::schema_for!(T).to_value(),
+            merged: Table::new(),
+            origins: Origins::default(),
+            problems: Vec::new(),
+        }
+    }
+
+    /// Adds a file, which is called `name` in messages.
+    pub fn add_file(&mut self, name: &str, text: &str) {
+        let place = |span: Range<usize>| {
+            let (line, column) = position(text, span.start);
+            format!("{name}:{line}:{column}")
+        };
+        self.add(text, &place);
+    }
+
+    /// Records that the file called `name` cannot be read.
+    pub fn add_unreadable(&mut self, name: &str, error: &std::io::Error) {
+        self.problems.push(ConfigProblem {
+            key: String::new(),
+            found: Found::Unreadable(String::new()),
+            remedy: format!("cannot be read: {error}"),
+            origin: Some(name.to_owned()),
+        });
+    }
+
+    /// Adds an assignment like `rollout.group_size=8`. A value that is not TOML counts as text.
+    pub fn add_assignment(&mut self, assignment: &str) {
+        let place = format!("--set {assignment}");
+        match assignment_as_toml(assignment) {
+            Some(text) => self.add(&text, &|_| place.clone()),
+            None => self.problems.push(ConfigProblem {
+                key: assignment.to_owned(),
+                found: Found::Unreadable(String::new()),
+                remedy: "must be KEY=VALUE, like rollout.group_size=8".to_owned(),
+                origin: Some(place),
+            }),
+        }
+    }
+
+    fn add(&mut self, text: &str, place: &dyn Fn(Range<usize>) -> String) {
+        let (table, errors) = DeTable::parse_recoverable(text);
+        let starts: Vec<usize> =
+            errors.iter().map(|error| error.span().unwrap_or(0..0).start).collect();
+        // The parser puts a value in place of what it cannot read: nothing is known about that key.
+        let unreadable = |entry: Range<usize>| {
+            let rest = text.get(entry.end..).unwrap_or_default();
+            let end = entry.end + rest.find('\n').unwrap_or(rest.len());
+            starts.iter().any(|start| (entry.start..=end).contains(start))
+        };
+        let mut reader = Reader {
+            schema: &self.schema,
+            place,
+            unreadable: &unreadable,
+            problems: Vec::new(),
+            origins: Vec::new(),
+        };
+        let fitting = reader.table(table.get_ref());
+        let mut problems = reader.problems;
+        for error in errors {
+            let span = error.span().unwrap_or(0..0);
+            let problem = ConfigProblem {
+                key: String::new(),
+                found: Found::Unreadable(excerpt(text, &span)),
+                remedy: format!("not valid TOML: {}", error.message()),
+                origin: Some(place(span.clone())),
+            };
+            problems.push((span.start, problem));
+        }
+        problems.sort_by_key(|(start, _)| *start);
+        self.problems.extend(problems.into_iter().map(|(_, problem)| problem));
+        for (path, place) in reader.origins {
+            let inside = format!("{path}[");
+            self.origins.0.retain(|known, _| !known.starts_with(&inside));
+            self.origins.0.insert(path, place);
+        }
+        merge(&mut self.merged, fitting);
+    }
+
+    /// The merged values that fit the schema, where they were written, and all problems.
+    pub fn finish(self) -> (Table, Origins, Vec<ConfigProblem>) {
+        (self.merged, self.origins, self.problems)
+    }
+}
+
+/// `a.b=c` as a line of TOML.
+fn assignment_as_toml(assignment: &str) -> Option<String> {
+    let (key, value) = assignment.split_once('=')?;
+    let (key, value) = (key.trim(), value.trim());
+    let valid = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    if key.is_empty() || !key.chars().all(valid) {
+        return None;
+    }
+    let literal = format!("{key} = {value}");
+    if toml::from_str::<Table>(&literal).is_ok() {
+        return Some(literal);
+    }
+    Some(format!("{key} = {}", Value::String(value.to_owned())))
+}
+
+fn merge(into: &mut Table, from: Table) {
+    for (key, value) in from {
+        match (into.get_mut(&key), value) {
+            (Some(Value::Table(old)), Value::Table(new)) => merge(old, new),
+            (_, value) => {
+                into.insert(key, value);
+            }
+        }
+    }
+}
+
+/// Line and column of a byte of the text, both from 1.
+fn position(text: &str, at: usize) -> (usize, usize) {
+    let before = text.get(..at).unwrap_or(text);
+    let line = before.matches('\n').count() + 1;
+    let column = before.rsplit('\n').next().unwrap_or_default().chars().count() + 1;
+    (line, column)
+}
+
+/// The line of a span, with a marker below it.
+fn excerpt(text: &str, span: &Range<usize>) -> String {
+    let (line, column) = position(text, span.start);
+    let content = text.lines().nth(line - 1).unwrap_or_default();
+    let left = content.chars().count().saturating_sub(column - 1);
+    let length = span.len().min(left).max(1);
+    let (gutter, indent) = (format!("{line:>5} | "), " ".repeat(column - 1));
+    format!("{gutter}{content}\n{} | {indent}{}", " ".repeat(5), "^".repeat(length))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{at_least, settings};
+    use orchestrate_types::{ByteSize, HumanDuration};
+
+    settings! {
+        /// A thing of which there are several.
+        #[derive(Eq)]
+        [first.parts] pub(crate) PartSection -> PartSettings;
+
+        /// Its name.
+        name: String = String::new();
+        /// How many.
+        count: u32 = 1, at_least(1);
+    }
+
+    settings! {
+        /// The first section.
+        [first] pub(crate) FirstSection -> FirstSettings;
+
+        /// A number.
+        number: u32 = 1, at_least(1);
+        /// Some text.
+        text: Option<String> = None;
+        /// A list.
+        list: Vec<u32> = Vec::new();
+        /// A pair.
+        pair: (f64, f64) = (1.0, 2.0);
+        /// A time.
+        time: HumanDuration = HumanDuration::secs(1);
+        /// A size.
+        size: ByteSize = ByteSize(1);
+        /// Things.
+        parts: Vec<PartSettings> = Vec::new();
+    }
+
+    #[derive(Debug, Default, serde::Deserialize, schemars::JsonSchema)]
+    #[serde(default)]
+    struct Whole {
+        first: FirstSection,
+        second: PartSection,
+    }
+
+    fn read(files: &[(&str, &str)], sets: &[&str]) -> (Whole, Origins, Vec<String>) {
+        let mut layers = Layers::of::<Whole>();
+        for (name, text) in files {
+            layers.add_file(name, text);
+        }
+        for set in sets {
+            layers.add_assignment(set);
+        }
+        let (table, origins, problems) = layers.finish();
+        let problems = problems.iter().map(ToString::to_string).collect();
+        (table.try_into().unwrap(), origins, problems)
+    }
+
+    #[test]
+    fn later_layers_win_tables_merge_and_lists_replace() {
+        let files = [
+            ("a.toml", "[first]\nnumber = 1\nlist = [1, 2]\n"),
+            ("b.toml", "[first]\nlist = [3]\ntext = \"from b\"\n"),
+        ];
+        let (whole, origins, problems) = read(&files, &["first.number=2", "first.time=90"]);
+        assert_eq!(problems, [] as [&str; 0]);
+        let first = whole.first;
+        assert_eq!((first.number, first.list), (Some(2), Some(vec![3])));
+        assert_eq!(first.text.as_deref(), Some("from b"));
+        assert_eq!(first.time, Some(HumanDuration::secs(90)));
+        assert_eq!(origins.of("first.number"), Some("--set first.number=2"));
+        assert_eq!(origins.of("first.list"), Some("b.toml:2:1"));
+        assert_eq!(origins.of("first.size"), None);
+    }
+
+    #[test]
+    fn assignments_without_quotes_are_text() {
+        let (whole, _, problems) = read(&[], &["first.text=two words"]);
+        assert_eq!(problems, [] as [&str; 0]);
+        assert_eq!(whole.first.text.as_deref(), Some("two words"));
+        for bad in ["no equals", "=1", "a b=1"] {
+            let (_, _, problems) = read(&[], &[bad]);
+            let expected = format!("--set {bad}: must be KEY=VALUE, like rollout.group_size=8");
+            assert_eq!(problems, [expected]);
+        }
+    }
+
+    #[test]
+    fn every_problem_of_every_file_is_reported_with_its_place() {
+        let files = [
+            ("a.toml", "[first]\nnumbr = 1\ntext = 3\nnumber = \"many\"\ntime = \"soon\"\n"),
+            ("b.toml", "[first]\nsize = \"4 elephants\"\nlist = 3\npair = [1.0]\nnumber =\n"),
+            ("c.toml", "[frist]\n[second]\nnumber = 3\n[[first.parts]]\ncuont = 3\ncount = 1.5\n"),
+        ];
+        let (_, _, problems) = read(&files, &["first.number=-1", "first.nothing=1"]);
+        assert_eq!(
+            problems,
+            [
+                "a.toml:2:1: unknown key first.numbr; did you mean `number`?",
+                "a.toml:3:8: first.text = 3: must be text in quotes",
+                "a.toml:4:10: first.number = \"many\": must be a whole number",
+                "a.toml:5:8: first.time = \"soon\": must be a duration like \"90s\", \"1h30m\" or \
+                 \"250ms\", or a number of seconds",
+                "b.toml:2:8: first.size = \"4 elephants\": must be a size like \"4 GiB\", \
+                 \"512MiB\" or \"4GB\", or a number of bytes",
+                "b.toml:3:8: first.list = 3: must be a list in square brackets",
+                "b.toml:4:8: first.pair = [1.0]: must be two numbers, like [0.9, 0.999]",
+                "b.toml:5:9: not valid TOML: string values must be quoted, expected literal \
+                 string\n    5 | number =\n      |         ^",
+                "c.toml:1:2: unknown key frist; did you mean `first`?",
+                "c.toml:3:1: unknown key second.number; it belongs to [first]",
+                "c.toml:5:1: unknown key first.parts[0].cuont; did you mean `count`?",
+                "c.toml:6:9: first.parts[0].count = 1.5: must be a whole number",
+                "--set first.number=-1: must be at least 1",
+                "--set first.nothing=1: unknown key first.nothing",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_secret_that_is_refused_is_not_shown() {
+        let mut problems = vec![ConfigProblem::new("a.token_env", NOT_SHOWN, "must be a name")];
+        let set = ("a.token_env".to_owned(), "--set a.token_env=s=cret".to_owned());
+        Origins([set].into()).locate(&mut problems);
+        let expected = "--set a.token_env: a.token_env = (not shown): must be a name";
+        assert_eq!(problems[0].to_string(), expected);
+    }
+
+    #[test]
+    fn nothing_is_said_about_keys_that_cannot_be_read() {
+        let (whole, _, problems) =
+            read(&[("a.toml", "[first]\nnumber = = 3\ntext = \"x\"\n")], &[]);
+        assert!(problems.iter().all(|problem| problem.contains("not valid TOML")), "{problems:?}");
+        assert_eq!((whole.first.number, whole.first.text.as_deref()), (None, Some("x")));
+    }
+
+    #[test]
+    fn problems_inside_of_lists_are_located() {
+        let file = [("a.toml", "[[first.parts]]\ncount = 0\n\n[[first.parts]]\n")];
+        let (whole, origins, problems) = read(&file, &[]);
+        assert_eq!(problems, [] as [&str; 0]);
+        let mut problems = whole.first.check().unwrap_err();
+        origins.locate(&mut problems);
+        let texts: Vec<String> = problems.iter().map(ToString::to_string).collect();
+        assert_eq!(texts, ["a.toml:2:1: first.parts[0].count = 0: must be at least 1"]);
+    }
+}

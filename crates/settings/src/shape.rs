@@ -1,0 +1,273 @@
+//! Compares a parsed file with the JSON schema: unknown keys, and values of the wrong type.
+
+use orchestrate_types::{ByteSize, ConfigProblem, HumanDuration};
+use serde::Deserialize;
+use serde_json::{Map, Value as Json};
+use std::fmt::Display;
+use std::ops::Range;
+use toml::de::{DeTable, DeValue, ValueDeserializer};
+use toml::{Spanned, Table, Value};
+
+/// Reads values by the schema, and collects what does not fit.
+pub(crate) struct Reader<'a> {
+    pub(crate) schema: &'a Json,
+    /// The place of a span of the text, e.g. `run.toml:3:8`.
+    pub(crate) place: &'a dyn Fn(Range<usize>) -> String,
+    /// Whether a part of the text cannot be read.
+    pub(crate) unreadable: &'a dyn Fn(Range<usize>) -> bool,
+    /// What does not fit, with its place in the text in bytes.
+    pub(crate) problems: Vec<(usize, ConfigProblem)>,
+    /// Path and place of every value that fits.
+    pub(crate) origins: Vec<(String, String)>,
+}
+
+/// What a schema allows.
+enum Shape<'a> {
+    Table(&'a Map<String, Json>),
+    List(&'a Json),
+    Pair,
+    Choice(Vec<&'a str>),
+    Duration,
+    Size,
+    /// A whole number with its limits.
+    Whole(&'a Map<String, Json>),
+    Number,
+    Text,
+    Flag,
+}
+
+impl Reader<'_> {
+    /// The values of a table that fit the schema.
+    pub(crate) fn table(&mut self, table: &DeTable<'_>) -> Table {
+        let root = self.schema;
+        match self.shape(root) {
+            Some(Shape::Table(properties)) => self.entries(table, properties, ""),
+            _ => Table::new(),
+        }
+    }
+
+    fn entries(
+        &mut self,
+        table: &DeTable<'_>,
+        properties: &Map<String, Json>,
+        path: &str,
+    ) -> Table {
+        let mut fitting = Table::new();
+        for (name, value) in table {
+            let key = name.get_ref().as_ref();
+            let full = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
+            let is_table = matches!(value.get_ref(), DeValue::Table(_));
+            if !is_table && (self.unreadable)(name.span().start..value.span().end) {
+                continue;
+            }
+            let Some(schema) = properties.get(key) else {
+                let mut problem = ConfigProblem::unknown(full, self.similar(key, properties, path));
+                problem.origin = Some((self.place)(name.span()));
+                self.problems.push((name.span().start, problem));
+                continue;
+            };
+            // Tables are written over many places; the place of each of their values counts.
+            if !is_table {
+                let place = (self.place)(name.span());
+                self.origins.push((full.clone(), place));
+            }
+            if let Some(value) = self.value(value, schema, &full) {
+                fitting.insert(key.to_owned(), value);
+            }
+        }
+        fitting
+    }
+
+    /// The value, if it has the shape of the schema.
+    fn value(&mut self, value: &Spanned<DeValue<'_>>, schema: &Json, path: &str) -> Option<Value> {
+        let shape = self.shape(schema)?;
+        if let (Shape::Table(properties), DeValue::Table(table)) = (&shape, value.get_ref()) {
+            return Some(Value::Table(self.entries(table, properties, path)));
+        }
+        if let (Shape::List(items), DeValue::Array(list)) = (&shape, value.get_ref()) {
+            let values = list
+                .iter()
+                .enumerate()
+                .map(|(index, item)| self.value(item, items, &format!("{path}[{index}]")));
+            // A list with an item that does not fit is left out as a whole.
+            return values
+                .collect::<Vec<_>>()
+                .into_iter()
+                .collect::<Option<Vec<_>>>()
+                .map(Value::Array);
+        }
+        let plain = Value::deserialize(ValueDeserializer::from(value.clone()));
+        let refused = match &plain {
+            Ok(plain) => refusal(plain, &shape),
+            // Only a whole number of more than 64 bits cannot be read.
+            Err(_) => Some(format!("must be at most {}", i64::MAX)),
+        };
+        let Some(remedy) = refused else { return plain.ok() };
+        let shown = plain.map_or_else(|_| "(too large)".to_owned(), |plain| plain.to_string());
+        let mut problem = ConfigProblem::new(path, shown, remedy);
+        problem.origin = Some((self.place)(value.span()));
+        self.problems.push((value.span().start, problem));
+        None
+    }
+
+    /// What a schema allows; `None` if anything.
+    fn shape<'s>(&self, schema: &'s Json) -> Option<Shape<'s>>
+    where
+        Self: 's,
+    {
+        let schema = self.resolve(schema);
+        let choices = choices(schema);
+        if !choices.is_empty() {
+            return Some(Shape::Choice(choices));
+        }
+        let object = schema.as_object()?;
+        let kind = |name: &str| match object.get("type") {
+            Some(Json::String(kind)) => kind == name,
+            Some(Json::Array(kinds)) => kinds.iter().any(|kind| kind == name),
+            _ => false,
+        };
+        Some(match object.get("format").and_then(Json::as_str) {
+            Some("duration") => Shape::Duration,
+            Some("byte-size") => Shape::Size,
+            _ if kind("object") => Shape::Table(object.get("properties")?.as_object()?),
+            _ if object.contains_key("prefixItems") => Shape::Pair,
+            _ if kind("array") => Shape::List(object.get("items")?),
+            _ if kind("integer") => Shape::Whole(object),
+            _ if kind("number") => Shape::Number,
+            _ if kind("string") => Shape::Text,
+            _ if kind("boolean") => Shape::Flag,
+            _ => return None,
+        })
+    }
+
+    /// Follows `$ref`.
+    fn resolve<'s>(&self, schema: &'s Json) -> &'s Json
+    where
+        Self: 's,
+    {
+        let target = schema.get("$ref").and_then(Json::as_str);
+        target
+            .and_then(|target| self.schema.pointer(target.trim_start_matches('#')))
+            .unwrap_or(schema)
+    }
+
+    /// What may have been meant by a key that does not exist.
+    fn similar(&self, key: &str, properties: &Map<String, Json>, path: &str) -> String {
+        if let Some(name) = closest(key, properties.keys().map(String::as_str)) {
+            return format!("did you mean `{name}`?");
+        }
+        // The right key in the wrong section.
+        let Some(Shape::Table(sections)) = self.shape(self.schema) else { return String::new() };
+        let owner = sections.iter().find(|(name, schema)| {
+            let inside = |schema| match self.shape(schema) {
+                Some(Shape::Table(properties)) => properties.contains_key(key),
+                _ => false,
+            };
+            *name != path && inside(schema)
+        });
+        owner.map(|(name, _)| format!("it belongs to [{name}]")).unwrap_or_default()
+    }
+}
+
+/// The name most similar to `text`, if one is similar enough to suggest it.
+fn closest<'a>(text: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let scored = names.map(|name| (strsim::jaro_winkler(text, name), name));
+    let best = scored.max_by(|(a, _), (b, _)| a.total_cmp(b))?;
+    (best.0 > 0.88).then_some(best.1)
+}
+
+/// The names that a schema of a choice allows; none for other schemas.
+pub(crate) fn choices(schema: &Json) -> Vec<&str> {
+    let mut names = Vec::new();
+    let parts = schema.get("oneOf").and_then(Json::as_array).into_iter().flatten();
+    for part in parts.chain(std::iter::once(schema)) {
+        names.extend(part.get("const").and_then(Json::as_str));
+        let list = part.get("enum").and_then(Json::as_array).into_iter().flatten();
+        names.extend(list.filter_map(Json::as_str));
+    }
+    names
+}
+
+/// What `value` must be to have the shape; `None` if it has it.
+fn refusal(value: &Value, shape: &Shape<'_>) -> Option<String> {
+    if fits(value, shape) {
+        return None;
+    }
+    let expected = match shape {
+        Shape::Table(_) => "a table".to_owned(),
+        Shape::List(_) => "a list in square brackets".to_owned(),
+        Shape::Pair => "two numbers, like [0.9, 0.999]".to_owned(),
+        Shape::Choice(names) => {
+            let meant = value.as_str().and_then(|text| closest(text, names.iter().copied()));
+            let meant = meant.map(|name| format!("; did you mean \"{name}\"?")).unwrap_or_default();
+            format!("{}{meant}", one_of(names))
+        }
+        Shape::Duration => HumanDuration::EXPECTED.to_owned(),
+        Shape::Size => ByteSize::EXPECTED.to_owned(),
+        Shape::Whole(limits) => match value.as_integer() {
+            Some(number) => return out_of_type(number, limits),
+            None => "a whole number".to_owned(),
+        },
+        Shape::Number => "a number".to_owned(),
+        Shape::Text => "text in quotes".to_owned(),
+        Shape::Flag => "true or false".to_owned(),
+    };
+    Some(format!("must be {expected}"))
+}
+
+fn fits(value: &Value, shape: &Shape<'_>) -> bool {
+    match (shape, value) {
+        (Shape::Pair, Value::Array(pair)) => pair.len() == 2 && pair.iter().all(is_number),
+        (Shape::Choice(names), Value::String(text)) => names.contains(&text.as_str()),
+        (Shape::Duration, Value::String(text)) => text.parse::<HumanDuration>().is_ok(),
+        (Shape::Size, Value::String(text)) => text.parse::<ByteSize>().is_ok(),
+        (Shape::Duration | Shape::Size, Value::Integer(number)) => *number >= 0,
+        (Shape::Duration, Value::Float(seconds)) => *seconds >= 0.0 && seconds.is_finite(),
+        (Shape::Whole(limits), Value::Integer(number)) => out_of_type(*number, limits).is_none(),
+        (Shape::Number, value) => is_number(value),
+        (Shape::Text, Value::String(_)) | (Shape::Flag, Value::Boolean(_)) => true,
+        (_, _) => false,
+    }
+}
+
+fn is_number(value: &Value) -> bool {
+    matches!(value, Value::Integer(_) | Value::Float(_))
+}
+
+/// The remedy for a whole number that its type cannot hold. Narrower limits are checked later.
+fn out_of_type(number: i64, limits: &Map<String, Json>) -> Option<String> {
+    let largest = match limits.get("format").and_then(Json::as_str) {
+        Some("uint16") => i64::from(u16::MAX),
+        Some("uint32") => i64::from(u32::MAX),
+        _ => i64::MAX,
+    };
+    if (0..=largest).contains(&number) {
+        return None;
+    }
+    let limit = |name: &str| limits.get(name).and_then(Json::as_i64);
+    let low = limit("minimum").unwrap_or(0);
+    let high = limit("maximum").or((largest < i64::MAX).then_some(largest));
+    Some(match high {
+        Some(high) if number > largest || limits.contains_key("maximum") => {
+            format!("must be from {low} to {high}")
+        }
+        Some(_) | None => format!("must be at least {low}"),
+    })
+}
+
+fn one_of(names: &[&str]) -> String {
+    let quoted: Vec<String> = names.iter().map(|name| format!("{name:?}")).collect();
+    list_of(&quoted, "or")
+}
+
+/// The items as `a, b or c`, with `word` before the last one.
+pub fn list_of(items: &[impl Display], word: &str) -> String {
+    match items {
+        [] => String::new(),
+        [one] => one.to_string(),
+        [first @ .., last] => {
+            let first: Vec<String> = first.iter().map(ToString::to_string).collect();
+            format!("{} {word} {last}", first.join(", "))
+        }
+    }
+}
