@@ -1,4 +1,7 @@
-"""Which options the golden vectors cover, and the made-up inputs they are evaluated on."""
+"""Which options the golden vectors cover, and the made-up inputs they are evaluated on.
+
+Inputs are drawn with ``RandomState``, whose streams NumPy keeps the same in every version.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"importance_correction": "icepop", "importance_level": "token", "importance_low": 0.8,
      "importance_high": 1.5},
     {"importance_correction": "geometric_mask", "importance_level": "sequence",
-     "importance_low": 0.9, "importance_high": 1.1},
+     "importance_low": 0.95, "importance_high": 1.3},
 ]  # fmt: skip
 
 DIVERGENCES: list[dict[str, Any]] = [
@@ -164,7 +167,7 @@ def batches() -> dict[str, Batch]:
 
 
 def _ordinary() -> Batch:
-    draw = np.random.default_rng(20)
+    draw = np.random.RandomState(20)
     shape = (5, 6)
     mask = np.array(
         [

@@ -20,7 +20,7 @@ def run() -> int:
         check()
         for check in (
             _objective, _sequence_forms, _divergence, _routers, _replay, _predictor, _value_loss,
-            _options,
+            _coverage, _options,
         )
     )  # fmt: skip
 
@@ -177,6 +177,32 @@ def _value_loss() -> int:
         gradient = numerical_gradient(value, file["new"])
         compared += _same(case["name"], case["expected"]["gradient"], gradient)
     return compared
+
+
+def _coverage() -> int:
+    """The ordinary batch has tokens on both sides of every bound that can hold some of them."""
+    batches = cases.batches()
+    for loss in vectors.OPTIONS["policy_loss"]:
+        found = objective.evaluate(cases.DEFAULTS | cases.base(loss), batches["ordinary"])
+        shares = found.diagnostics["clipped_low"], found.diagnostics["clipped_high"]
+        # The lower clip of 1 of cispo holds nothing, and sapo has no clip.
+        sides = {"cispo": (1,), "sapo": ()}.get(loss, (0, 1))
+        assert all(0 < shares[side] < 1 for side in sides), (loss, shares)
+    for correction in cases.CORRECTIONS[1:]:
+        found = objective.evaluate(
+            cases.DEFAULTS | cases.base("grpo") | correction, batches["ordinary"]
+        )
+        assert 0 < found.diagnostics["corrected"] < 1, correction
+    for threshold, expected in ((None, 0), (0.1, 1)):
+        settings = cases.DEFAULTS | cases.base("grpo") | {"off_policy_delta": threshold}
+        gradient = objective.evaluate(settings, batches["ordinary"]).gradient
+        empty = [i for i in (0, 1, 2, 4) if not gradient[i].any()]
+        assert len(empty) == expected, (threshold, empty)
+    # Some tokens are at the floor of the router shift and some are not.
+    shifted = cases.DEFAULTS | cases.base("rspo")
+    floored = objective.evaluate(shifted, batches["ordinary"]).diagnostics["gamma_floored"]
+    assert 0 < floored < 1
+    return 0
 
 
 def _options() -> int:

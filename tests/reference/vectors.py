@@ -128,7 +128,7 @@ def advantage_vectors() -> dict[str, Any]:
 
 def router_vectors() -> dict[str, Any]:
     """Own and replayed choice of every family: gates and gradients."""
-    draw = np.random.default_rng(3)
+    draw = np.random.RandomState(3)
     logits = draw.normal(0.0, 1.5, (5, 6))
     logits[4] = [0.5, -0.25, 0.5, 0.5, -0.25, 0.5]
     upstream = draw.normal(0.0, 1.0, (5, 6))
@@ -152,7 +152,7 @@ def router_vectors() -> dict[str, Any]:
 
 def router_shift_vectors() -> dict[str, Any]:
     """The weight of tokens from old and new logits of two layers, softmax and sigmoid."""
-    draw = np.random.default_rng(4)
+    draw = np.random.RandomState(4)
     old = draw.normal(0.0, 1.5, (4, 2, 6))
     new = old + draw.normal(0.0, 0.3, old.shape)
     # An unchanged router, and a probability below the least one.
@@ -172,7 +172,7 @@ def router_shift_vectors() -> dict[str, Any]:
 
 def replay_vectors() -> dict[str, Any]:
     """A layer of experts, forward and backward, with its own and with recorded experts."""
-    draw = np.random.default_rng(5)
+    draw = np.random.RandomState(5)
     layer = replay.Layer(
         router=draw.normal(0.0, 1.0, (4, 4)),
         gate=draw.normal(0.0, 0.7, (4, 3, 4)),
@@ -205,7 +205,7 @@ def replay_vectors() -> dict[str, Any]:
 
 def predictor_vectors() -> dict[str, Any]:
     """PR2's predictor: predicted experts, loss and gradient, at 0 and after one step."""
-    draw = np.random.default_rng(6)
+    draw = np.random.RandomState(6)
     hidden, old = draw.normal(0.0, 1.0, (4, 3)), draw.normal(0.0, 1.0, (4, 5))
     new = old + draw.normal(0.0, 0.4, old.shape)
     router = Router("softmax_renormalised", 2)
@@ -229,7 +229,7 @@ def predictor_vectors() -> dict[str, Any]:
 
 def value_vectors() -> dict[str, Any]:
     """Generalised advantages, returns, whitening and the value loss."""
-    draw = np.random.default_rng(8)
+    draw = np.random.RandomState(8)
     mask = np.array([[0, 1, 1, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 1, 0, 0]], dtype=bool)
     old = draw.normal(0.2, 0.5, mask.shape)
     new = old + draw.normal(0.0, 0.25, mask.shape)
@@ -268,7 +268,7 @@ def value_vectors() -> dict[str, Any]:
 
 def measure_vectors() -> dict[str, Any]:
     """Mismatch of log-probs, disagreement of routes, and load of experts."""
-    draw = np.random.default_rng(9)
+    draw = np.random.RandomState(9)
     lengths = (5, 9, 1)
     train = [-draw.uniform(0.01, 6.0, n) for n in lengths]
     engine = [np.minimum(t + draw.normal(0.0, 0.4, len(t)), -1e-3) for t in train]
@@ -276,7 +276,7 @@ def measure_vectors() -> dict[str, Any]:
     engine[1][4] = train[1][4] - 2.6
     engine[0][2] = train[0][2] - 1e-5
     routes = [
-        np.array([draw.permuted(np.tile(np.arange(6), (3, 1)), axis=1)[:, :2] for _ in range(n)])
+        np.array([[draw.permutation(6)[:2] for _ in range(3)] for _ in range(n)])
         for n in lengths
     ]
     others = [rows.copy() for rows in routes]
@@ -303,7 +303,7 @@ def measure_vectors() -> dict[str, Any]:
 
 def optimizer_vectors() -> dict[str, Any]:
     """Parameters over a few steps, with warm-up, decay and clipped gradients."""
-    draw = np.random.default_rng(10)
+    draw = np.random.RandomState(10)
     start = draw.normal(0.0, 1.0, 6)
     gradients = draw.normal(0.0, 1.0, (5, 6)) * np.array([0.1, 1.0, 3.0, 0.5, 2.0])[:, None]
     found = []
@@ -328,12 +328,10 @@ def optimizer_vectors() -> dict[str, Any]:
 
 def stitching_vectors() -> dict[str, Any]:
     """Three engine calls of one trajectory: complete, truncated, and with a gap."""
-    draw = np.random.default_rng(11)
+    draw = np.random.RandomState(11)
 
     def rows(count: int) -> np.ndarray:
-        return np.array(
-            [draw.permuted(np.tile(np.arange(8), (3, 1)), axis=1)[:, :2] for _ in range(count)]
-        )
+        return np.array([[draw.permutation(8)[:2] for _ in range(3)] for _ in range(count)])
 
     first, second, third = rows(6), rows(6), rows(17)
     # The last call sends everything again: one row inside the prompt has drifted.

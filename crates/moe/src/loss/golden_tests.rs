@@ -349,7 +349,7 @@ fn gradients_are_those_of_the_loss() {
         // Parts of these losses are constants by definition: their gradient is not the slope of
         // their value. The reference checks them with those parts held where they are.
         let straight_through = matches!(h.policy_loss, PolicyLoss::Cispo | PolicyLoss::Minirl)
-            || (h.policy_loss.is_per_sequence()
+            || (matches!(h.policy_loss, PolicyLoss::Gspo | PolicyLoss::Gmpo | PolicyLoss::Rspo)
                 && h.importance_correction != ImportanceCorrection::None
                 && h.importance_level == ImportanceLevel::Token)
             || h.kl_estimator == KlEstimator::K3Plus;
