@@ -101,7 +101,7 @@ impl Sample {
     fn of(line: &StepLine) -> Self {
         // JSON has null for a number that is not finite. In a skipped step all of them are null.
         let finite = |value: Option<f64>| value.filter(|v| v.is_finite());
-        let trained = line.has_training();
+        let trained = line.loss_tokens.is_some();
         let (loss, gradient) = (finite(line.loss), finite(line.grad_norm));
         Self {
             step: line.global_step,
@@ -218,11 +218,11 @@ impl Detector {
     fn find_missing(&mut self, line: &StepLine, sample: Sample) -> Vec<Finding> {
         let updated = self.version.is_some_and(|before| sample.version > before)
             || line.groups_kept.is_some_and(|groups| groups > 0);
-        let trained = sample.trained || updated;
+        let trained = updated || line.has_training();
         let sampled = line.episodes.is_none_or(|episodes| episodes > 0);
         let needed = [
             ("reward_mean", sampled && sample.reward.is_none()),
-            ("loss and grad_norm", updated && !sample.trained),
+            ("loss_tokens", trained && !sample.trained),
             ("kl_train_infer", trained && sample.kl.is_none()),
             ("extreme_token_fraction at 2", trained && sample.extreme.is_none()),
         ];
@@ -429,10 +429,7 @@ mod tests {
                 },
                 "no extreme_token_fraction at 2",
             ),
-            (
-                |line| *line = StepLine { groups_kept: Some(4), ..skipped(1, 1) },
-                "no loss and grad_norm",
-            ),
+            (|line| *line = StepLine { groups_kept: Some(4), ..skipped(1, 1) }, "no loss_tokens"),
         ];
         for (remove, expected) in cases {
             let mut detector = Detector::default();
@@ -448,6 +445,6 @@ mod tests {
         detector.observe(&whole().into());
         let unmeasured = StepLine { groups_kept: None, ..skipped(2, 2) };
         let found = detector.observe(&unmeasured.into());
-        assert!(warnings(&found).iter().any(|text| text.contains("no loss")), "{found:?}");
+        assert!(warnings(&found).iter().any(|text| text.contains("no loss_tokens")), "{found:?}");
     }
 }

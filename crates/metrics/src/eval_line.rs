@@ -9,7 +9,7 @@ metrics_line! {
     EvalLine {
         /// Pass@1 on held-out tasks of known families: mean over tasks of the share of solved episodes.
         eval_pass_at_1: f64, "share, 0 to 1", healthy: "rises over the run";
-        /// Its standard error over tasks.
+        /// Standard error of `eval_pass_at_1` over tasks.
         eval_pass_at_1_se: f64, "share, ≥ 0";
         /// Pass@k on the same tasks; null with a single sample per task.
         eval_pass_at_k: f64, "share, 0 to 1";
@@ -17,12 +17,12 @@ metrics_line! {
         eval_k: u64, "episodes per task";
         /// Held-out tasks that were evaluated.
         eval_tasks: u64, "tasks";
-        /// Those of them that count: at least one of their episodes has a trusted outcome. Lines of
-        /// older programs lack it.
+        /// Held-out tasks that Pass@1 and pass@k are means over: those with a trusted outcome. Lines
+        /// of older programs lack it.
         eval_tasks_trusted: u64, "tasks", healthy: "`eval_tasks`";
         /// Pass@1 on tasks of unseen families.
         eval_held_out_families_pass_at_1: f64, "share, 0 to 1";
-        /// Its standard error over tasks.
+        /// Standard error of `eval_held_out_families_pass_at_1` over tasks.
         eval_held_out_families_pass_at_1_se: f64, "share, ≥ 0";
         /// Tasks of unseen families that were evaluated.
         eval_held_out_families_tasks: u64, "tasks";

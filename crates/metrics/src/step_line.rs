@@ -36,7 +36,7 @@ metrics_line! {
         /// Mean reward of the step's episodes that have a trusted outcome, those of dropped groups
         /// included.
         reward_mean: f64, "reward, 0 to 1", healthy: "rises over the run";
-        /// Share of the same episodes that solved their task.
+        /// Episodes that solved their task, of all episodes with a trusted outcome.
         solve_rate: f64, "share, 0 to 1", healthy: "rises over the run";
         /// Groups that were trained on.
         groups_kept: u64, "groups", healthy: "`rollout.groups_per_step`";
@@ -104,7 +104,7 @@ metrics_line! {
         train_tokens: u64, "tokens";
         /// (token, layer) pairs without a routing row, for which the trainer's own choice was executed.
         routing_missing_pairs: u64, "pairs", healthy: "0";
-        /// Their share of all pairs that could have a row.
+        /// (token, layer) pairs without a routing row, of all pairs that could have one.
         routing_missing_fraction: f64, "share, 0 to 1", healthy: "below 0.001";
 
         /// Train-inference KL, the k3 estimate: mean of `ρ − 1 − ln ρ`.
@@ -140,7 +140,7 @@ metrics_line! {
         /// (token, layer) pairs whose expert sets differ between engine and trainer, in a forward pass
         /// without replay.
         router_disagreement: f64, "share, 0 to 1", healthy: "small and steady";
-        /// Tokens with at least one such layer.
+        /// Tokens with at least one layer whose expert sets differ.
         token_disagreement: f64, "share, 0 to 1";
         /// Differing layers per token: mean over a sequence, then over sequences.
         sequence_disagreement_mean: f64, "layers per token, ≥ 0";
@@ -195,7 +195,7 @@ metrics_line! {
 }
 
 impl StepLine {
-    /// Whether the trainer measured anything: false for a skipped step.
+    /// Whether it has any measurement of the trainer: false for a skipped step.
     pub fn has_training(&self) -> bool {
         self.loss_tokens.is_some()
             || self.loss.is_some()

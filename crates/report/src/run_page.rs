@@ -218,6 +218,7 @@ mod tests {
             reward_mean: Some(0.2),
             solve_rate: Some(0.2),
             loss: Some(0.0),
+            loss_tokens: Some(9),
             grad_norm: Some(1.0),
             kl_train_infer: Some(1e-3),
             extreme_token_fraction: Some(BTreeMap::from([("2".to_owned(), 0.0)]).into()),

@@ -9,6 +9,9 @@ use orchestrate_report::{RunReport, metrics_lines, run_page};
 use orchestrate_store::Reader;
 use std::process::ExitCode;
 
+/// Warnings that are printed; of the others only the number is.
+const WARNINGS: usize = 5;
+
 /// Runs the command.
 pub(crate) async fn run(args: AnalyzeArgs) -> anyhow::Result<ExitCode> {
     let folder = wiring::absolute(&args.run_dir)?;
@@ -27,8 +30,12 @@ pub(crate) async fn run(args: AnalyzeArgs) -> anyhow::Result<ExitCode> {
         if report.collapse.is_none() {
             output::data("no sign of collapse");
         }
-        for warning in detect_collapse(&lines).1 {
+        let warnings = detect_collapse(&lines).1;
+        for warning in warnings.iter().take(WARNINGS) {
             output::say(format!("warning: {warning}"));
+        }
+        if warnings.len() > WARNINGS {
+            output::say(format!("warning: and {} more", warnings.len() - WARNINGS));
         }
     }
     match written {

@@ -26,7 +26,8 @@ fn without_clock(mut value: Value) -> Value {
 }
 
 fn assert_golden(name: &str, lines: &[Value]) {
-    let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
+    let mut text = lines.iter().map(Value::to_string).collect::<Vec<_>>().join("\n");
+    text.push('\n');
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/journey/golden").join(name);
     if std::env::var_os("ORCHESTRATE_UPDATE_GOLDEN").is_some() {
         fs_err::create_dir_all(path.parent().unwrap()).unwrap();
