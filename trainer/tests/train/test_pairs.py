@@ -27,7 +27,7 @@ from test_agreement import Embedded, agree, moments_here, moments_there
 from test_service import Running, request
 from transformers.core_model_loading import revert_weight_conversion
 
-from orchestrate_trainer.policy import ModelOptions, refill
+from orchestrate_trainer.policy import ModelOptions, reload_weights
 from orchestrate_trainer.service import Trainer
 from orchestrate_trainer.store import CheckpointStore
 
@@ -110,7 +110,7 @@ class Both:
             self._same_weights(load_file(checkpoint / "model.safetensors"))
             self._same_heads([Path(result["checkpoint"]) for result in results])
         finally:
-            refill(self.running.trainer.policy, checkpoint, self.running.trainer.world)
+            reload_weights(self.running.trainer.policy, checkpoint, self.running.trainer.world)
         metrics: dict[str, Any] = results[0]["metrics"]
         return metrics
 
