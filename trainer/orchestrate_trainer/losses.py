@@ -4,9 +4,10 @@ All tokens of all sequences of a micro-batch lie in one row of ``n``; ``Tokens``
 each belongs to. Denominators come from :class:`Totals`, the size of the whole optimizer step, so
 neither micro-batches nor ranks change the objective.
 
-Every loss is a row of token terms. The losses of a whole sequence (GSPO, GMPO, RSPO) give each token
-the sequence's loss and the gradient of the token's own term, so a weight on a token scales its loss
-and its gradient alike. Without weights on single tokens the gradient is that of the sequence's loss.
+Every loss is a row of token terms. The losses of a whole sequence (GSPO, GMPO, RSPO) give each
+token the sequence's loss and the gradient of the token's own term, so a weight on a token scales
+its loss and its gradient alike. Without weights on single tokens the gradient is that of the
+sequence's loss.
 
 The formulas with their sources, and the golden vectors that these functions are tested against,
 are in ``tests/reference`` of the repository.
@@ -61,7 +62,7 @@ class Loss:
 
 
 def aggregate(terms: Tensor, tokens: Tokens, totals: Totals, mode: str) -> Tensor:
-    """This micro-batch's summand of the step's loss: ``terms`` ``[n]`` weighted as ``mode`` says."""
+    """The micro-batch's summand of the step's loss: ``terms`` ``[n]`` summed as ``mode`` says."""
     if mode == "token-mean":
         return terms.sum() / max(totals.loss_tokens, 1)
     if mode == "token-sum-norm":

@@ -175,8 +175,9 @@ class Ratio:
         if len(log_ratio) == 0:
             return
         ratio = bounded_ratio(log_ratio.detach().double())
-        parts = [len(ratio), ratio.sum(), clipped_high.sum(), clipped_low.sum()]
-        self._sums = [a + float(b) for a, b in zip(self._sums, parts)]
+        parts = [ratio.sum(), clipped_high.sum(), clipped_low.sum()]
+        values = [float(len(ratio)), *map(float, parts)]
+        self._sums = [a + b for a, b in zip(self._sums, values)]
         self._largest = max(self._largest, float(ratio.max()))
 
     @property

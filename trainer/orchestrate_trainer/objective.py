@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from . import losses
@@ -142,15 +141,15 @@ class Objective:
         low, high = settings.clip_low, settings.clip_high
         advantage = micro.advantages
         log_ratio = logp - old
-        before = log_shift is not None and settings.router_shift == "before_clip"
-        shifted = log_ratio + log_shift if before else log_ratio
+        shifted, after = log_ratio, log_shift
+        if log_shift is not None and settings.router_shift == "before_clip":
+            shifted, after = log_ratio + log_shift, None
         match settings.policy_loss:
             case "grpo" | "ppo":
                 return losses.surrogate(shifted, each, low, high, settings.dual_clip)
             case "gspo":
                 return losses.sequence_surrogate(shifted, tokens, advantage, low, high)
             case "gmpo" | "rspo":
-                after = None if before else log_shift
                 return losses.geometric_mean(shifted, tokens, advantage, low, high, after)
             case "cispo":
                 return losses.cispo(logp, old, each, low, high)

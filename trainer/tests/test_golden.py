@@ -62,13 +62,13 @@ def test_layers_are_chosen_by_their_global_number(golden):
                     assert found.tolist() == rows[:, place].tolist()
     with pytest.raises(ValueError, match="do not exist"):
         batch.rank(0, 1, [hidden])
-    first = batch.sequence(0, [stored[0]])
+    sequence = batch.sequence(0, [stored[0]])
     with pytest.raises(ValueError, match="not among the layers read"):
-        first.experts(stored[1])
+        sequence.experts(stored[1])
 
 
 def test_pieces_are_the_rows_in_order(golden):
-    folder, expected = golden
+    folder, _ = golden
     shared = folder.name.endswith("_shared")
     counts = []
     for sequence in Batch.open(folder).rank(0, 1):

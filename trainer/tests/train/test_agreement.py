@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import needs  # noqa: F401
+
 import pytest
 
 import torch  # isort: skip
@@ -146,7 +147,7 @@ def cosine(one: torch.Tensor, two: torch.Tensor) -> float:
 
 
 PPO = {"policy_loss": "ppo", "dual_clip": 3.0}
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "grpo, two mini steps": {"mini_steps": 2, "kl_coefficient": 0.1},
     "grpo, recompute": {"mini_steps": 2, "routing_replay": "recompute"},

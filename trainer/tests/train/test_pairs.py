@@ -4,7 +4,8 @@ Both trainers serve from one process each and apply one step after the other, ev
 options, on other random data. After each, all measurements, the whole gradient and all weights are
 compared, and the PyTorch trainer continues from the weights of the embedded one, so that rounding
 errors do not add up. Both compute in f32; measurements agree within a relative 1e-4, every tensor's
-gradient within a relative 1e-3 in norm, and weights within 1e-6 where a step moves them by up to 2e-3.
+gradient within a relative 1e-3 in norm, and weights within 1e-6 where a step moves them by up to
+2e-3.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import needs  # noqa: F401
+
 import numpy as np
 import pytest
 

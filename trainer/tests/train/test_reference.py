@@ -1,5 +1,5 @@
-"""Every option of the objective, every router family and every measure against the golden vectors of
-the reference implementation, in float64."""
+"""Every option of the objective, every router family and every measure against the golden vectors
+of the reference implementation, in float64."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import needs  # noqa: F401
+
 import pytest
 
 import torch  # isort: skip
@@ -36,7 +37,11 @@ def close(found: Any, expected: Any, name: str = "") -> None:
     found = found if isinstance(found, Tensor) else tensor(found)
     expected = expected if isinstance(expected, Tensor) else tensor(expected)
     torch.testing.assert_close(
-        found.detach().double(), expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{name}: {text}"
+        found.detach().double(),
+        expected,
+        rtol=1e-11,
+        atol=1e-11,
+        msg=lambda text: f"{name}: {text}",
     )
 
 
@@ -180,9 +185,7 @@ def test_a_token_that_a_correction_masks_has_no_gradient_in_any_loss() -> None:
             rows = Rows("ordinary")
             total, _ = rows.evaluate(settings)
             total.backward()
-            weight, _ = correction(
-                rows.old, rows.sampler, rows.tokens, how, "token", 0.8, 1.5
-            )
+            weight, _ = correction(rows.old, rows.sampler, rows.tokens, how, "token", 0.8, 1.5)
             assert (weight == 0).any()
             assert torch.equal(rows.new.grad != 0, weight > 0), (loss, how)
             checked += 1
@@ -253,9 +256,7 @@ def test_every_router_family_has_a_vector(folders: dict[str, Any], world: Any) -
     def features(spec: RouterSpec) -> tuple[Any, ...]:
         return spec.kind, spec.renormalise, spec.groups > 1
 
-    seen = {
-        features(spec_of(case["router"], 6)[0]) for case in vectors("routers")["cases"]
-    }
+    seen = {features(spec_of(case["router"], 6)[0]) for case in vectors("routers")["cases"]}
     assert len(folders) == len(FAMILIES)
     for folder in folders.values():
         spec = load_policy(folder, ModelOptions(), world).routing.spec
@@ -364,7 +365,10 @@ def test_mismatch(world: Any) -> None:
     for part in (slice(0, 1), slice(1, 3)):
         rows = file["train"][part]
         owner = [i for i, row in enumerate(rows) for _ in row]
-        train, engine = (tensor(sum(file[key][part], [])) for key in ("train", "engine"))
+        train, engine = (
+            tensor([value for row in file[key][part] for value in row])
+            for key in ("train", "engine")
+        )
         sums.add(train, engine, Tokens(torch.tensor(owner), len(rows)))
     mismatch, ratio = sums.finish(world)
     same(mismatch, file["expected"]["mismatch"], "mismatch")
