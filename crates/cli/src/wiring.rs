@@ -242,7 +242,7 @@ pub(crate) fn limits(settings: &Settings) -> SandboxLimits {
 pub struct SandboxUnderTest {
     /// `[sandbox]`, of one Docker host.
     pub config: SandboxSettings,
-    /// SandboxLimits of each container.
+    /// Resource limits of each container.
     pub limits: SandboxLimits,
     /// Image of the first task of the settings.
     pub image: String,

@@ -7,7 +7,7 @@ use orchestrate_engine::{
     SglangOptions, TokenPrompt,
 };
 use orchestrate_routing::MaskBuilder;
-use orchestrate_synthetic::{EngineSettings, Latency, Script, expected_rows, serve};
+use orchestrate_synthetic::{EnginePlan, Latency, Script, expected_rows, serve};
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, RunId};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ fn shape() -> ModelShape {
     }
 }
 
-fn plan() -> EngineSettings {
+fn plan() -> EnginePlan {
     let script = Script {
         end_of_message: 2,
         header: vec![1, 7],
@@ -45,7 +45,7 @@ fn plan() -> EngineSettings {
         submit: vec![12, 2],
     };
     let latency = Latency { base_ms: 20.0, prefill_ms_per_1k: 0.0, decode_ms: 0.0, jitter: 0.5 };
-    EngineSettings {
+    EnginePlan {
         shape: shape(),
         script,
         latency,
