@@ -9,7 +9,7 @@ use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     Action, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes,
     GradeError, GradeLogs, GradedChange, MICRO_CHAT_TEMPLATE, Message, PrefillLeaders,
-    RewardCompat, RewardSection, RolloutSection, RowSharing, grade_patch, opening_messages,
+    RewardCompat, RewardSettings, RolloutSection, RowSharing, grade_patch, opening_messages,
     train_tokenizer,
 };
 use orchestrate_sandbox::{
