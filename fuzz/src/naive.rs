@@ -16,8 +16,8 @@ const VALUES: [u8; 256] = {
     values
 };
 
-/// The bytes a base64 text stands for; `None` for those of a group that is not standard. No value
-/// at all where the text is no whole number of groups.
+/// The bytes a base64 text stands for; `None` for those of a group that is not standard. `None`
+/// for the whole text if its length is not a multiple of a group.
 pub fn base64(text: &[u8]) -> Option<Vec<Option<u8>>> {
     if text.len() % 4 != 0 {
         return None;

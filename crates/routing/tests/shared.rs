@@ -184,7 +184,7 @@ fn a_difference_between_members_is_drift_and_each_keeps_its_own() {
     first.push(rows(&shape, &all, 0), 130, V).unwrap();
     cache.insert(&mut chain(&shape, &all, V, "w"), &mut first);
     let mut bytes = rows(&shape, &all, 0).to_vec();
-    bytes.swap(0, 1); // another slot order is no drift
+    bytes.swap(0, 1); // another slot order is not drift
     bytes[shape.row_bytes() * 65] = (bytes[shape.row_bytes() * 65 + 1] + 1) % 16;
     let changed = RoutedRows::new(&shape, 0, &bytes).unwrap();
     let mut second = MaskBuilder::new(shape.clone()).unwrap();
