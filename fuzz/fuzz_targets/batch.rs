@@ -1,5 +1,5 @@
-//! Batch folders: manifest and shards as a trainer opens them. Whatever is accepted is a batch
-//! that could have been written.
+//! Batch folders: manifest and shards as a trainer opens them. Every accepted batch is one that could
+//! have been written.
 #![no_main]
 
 use camino::{Utf8Path, Utf8PathBuf};
@@ -99,7 +99,7 @@ fn template(shape: &ModelShape, sent: &Sent, share: bool) -> Template {
     };
     let dir = folder().join("template");
     let _ = std::fs::remove_dir_all(&dir);
-    write_batch(&dir, &meta, &samples).expect("a right batch");
+    write_batch(&dir, &meta, &samples).expect("a valid batch");
     let read = |name: &str| std::fs::read(dir.join(name)).expect("it was written");
     Template { manifest: read("manifest.json"), shard: read("0000.safetensors") }
 }
@@ -126,7 +126,7 @@ fuzz_target!(|input: Input| {
             assert!(input.seal || shard == template.shard, "changed bytes were accepted");
             check(&batch);
         }
-        Err(error) => assert!(!right, "a right batch was refused: {error}"),
+        Err(error) => assert!(!right, "a valid batch was rejected: {error}"),
     }
 });
 

@@ -1,5 +1,5 @@
-//! Faults put into Python source: each is another text that parses, changed nowhere but in its
-//! span, and the same source has the same ones.
+//! Faults inserted into Python source: each gives a different text that parses and is changed only in
+//! its span, and the same source always gives the same faults.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};

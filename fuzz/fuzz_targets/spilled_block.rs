@@ -1,5 +1,5 @@
-//! Blocks of the prefix cache in files: a changed file is a miss, also where its checksum was made
-//! right again and what lies behind it is not a block; no more memory than a block is taken.
+//! Blocks of the prefix cache in files: a changed file is a miss, even if its checksum was recomputed
+//! and the content is not a block. Memory use is bounded by one block.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -45,7 +45,7 @@ fuzz_target!(|input: Input| {
     let cache = PrefixCache::open(CacheOptions { bytes: stored.len() as u64, spill })
         .expect("/dev/shm can be written to");
     let insert = |first: u32| {
-        let mut builder = MaskBuilder::new(Arc::clone(&shape)).expect("a usable shape");
+        let mut builder = MaskBuilder::new(Arc::clone(&shape)).expect("a valid shape");
         builder.push(rows.clone(), ROWS + 1, V).expect("all rows from the first");
         let mut chain = PrefixChain::new(&shape, "m", V, "w");
         chain.extend_to(&(first..first + ROWS as u32).collect::<Vec<_>>());
@@ -73,7 +73,7 @@ fuzz_target!(|input: Input| {
     let metrics = cache.metrics();
     match found.as_slice() {
         [] => {
-            assert!(bytes != whole, "a right block was refused");
+            assert!(bytes != whole, "a valid block was rejected");
             assert_eq!((metrics.spill_failures, path.exists()), (1, false));
         }
         [block] => {
@@ -86,7 +86,7 @@ fuzz_target!(|input: Input| {
     }
 });
 
-/// Makes the checksum right again: it covers header and key (the file's name) and the frame.
+/// Recomputes the checksum: it covers header and key (the file's name) and the frame.
 fn seal(bytes: &mut [u8], path: &Path) {
     let name = path.file_stem().and_then(|name| name.to_str()).expect("a key in hexadecimal");
     let key = (0..name.len()).step_by(2).map(|at| u8::from_str_radix(&name[at..at + 2], 16));

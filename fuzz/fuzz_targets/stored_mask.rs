@@ -1,5 +1,5 @@
-//! Stored masks: only what was stored is read, also where the checksum was made right again; no
-//! more memory than the rows that are really there.
+//! Stored masks: only what was stored is read, even if the checksum was recomputed. Memory use is
+//! bounded by the rows that exist.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -63,11 +63,11 @@ fuzz_target!(|input: Input| {
             assert_eq!(RoutingMask::from_bytes(&found.to_bytes()), Ok(found));
         }
         Ok(found) => assert!(!changed && found == mask, "changed bytes were accepted"),
-        Err(error) => assert!(changed || input.seal, "stored bytes were refused: {error}"),
+        Err(error) => assert!(changed || input.seal, "stored bytes were rejected: {error}"),
     }
 });
 
-/// Makes the checksum right again, so that what lies behind it is reached: that of version 1 over
+/// Recomputes the checksum, so that the code behind it is reached: that of version 1 over
 /// all before it, that of version 2 over header and frame.
 fn seal(bytes: &mut [u8]) {
     let number = |bytes: &[u8], at: usize| {

@@ -1,4 +1,4 @@
-//! Files of rows: whatever the bytes, rows or reasons, and an end.
+//! Files of task rows: any bytes give rows or reasons, and reading ends.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};

@@ -3,7 +3,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicIsize, Ordering::Relaxed};
 
-/// What a run may hold beyond its cap.
+/// Allowance of a run beyond its cap, bytes.
 const SLACK: isize = 1 << 20;
 
 static HELD: AtomicIsize = AtomicIsize::new(0);
@@ -19,7 +19,7 @@ fn count(change: isize) {
     PEAK.fetch_max(held, Relaxed);
 }
 
-// SAFETY: passes every call on to the system's allocator and only counts.
+// SAFETY: forwards every call to the system allocator and only counts.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size().cast_signed());
@@ -46,6 +46,6 @@ pub fn bounded<T>(cap: usize, work: impl FnOnce() -> T) -> T {
     PEAK.store(before, Relaxed);
     let result = work();
     let peak = PEAK.load(Relaxed) - before;
-    assert!(peak <= cap.cast_signed() + SLACK, "held {peak} bytes where {cap} and 1 MiB are right");
+    assert!(peak <= cap.cast_signed() + SLACK, "held {peak} bytes where {cap} and 1 MiB are allowed");
     result
 }

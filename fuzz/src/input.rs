@@ -1,4 +1,4 @@
-//! Inputs that are right but for what was changed: random bytes alone never get past a length.
+//! Valid inputs with a few changes: purely random bytes never get past a length check.
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use orchestrate_types::ModelShape;
@@ -14,7 +14,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// Its shape; one in thirty-two is not usable.
+    /// Its shape; one in thirty-two is invalid.
     pub fn shape(&self) -> ModelShape {
         const EXPERTS: [usize; 16] =
             [1, 2, 3, 4, 8, 12, 16, 64, 127, 128, 255, 256, 257, 300, 512, 65_536];
@@ -44,13 +44,13 @@ pub struct Sent {
 }
 
 impl Sent {
-    /// First position asked for.
+    /// First position requested.
     pub fn start(&self) -> usize {
         // Up to behind the border of the second block.
         usize::from(self.start) % 72
     }
 
-    /// Tokens after the generation.
+    /// Number of tokens after the generation.
     pub fn tokens(&self) -> usize {
         self.start() + usize::from(self.rows) % 16 + usize::from(self.seed % 16 != 0)
     }

@@ -1,5 +1,5 @@
-//! What the fuzz targets share: inputs that are valid but for what was changed in them, decoders
-//! that are slow and plain, and a bound on memory.
+//! Shared by the fuzz targets: valid inputs with a few changes, slow and simple decoders, and a bound
+//! on memory.
 
 pub mod heap;
 pub mod input;

@@ -1,4 +1,4 @@
-//! Plain decoders, to compare with. Slow, and written from the formats' descriptions.
+//! Simple, slow decoders to compare with, written from the descriptions of the formats.
 
 use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError};
 use orchestrate_types::ModelShape;
@@ -16,8 +16,8 @@ const VALUES: [u8; 256] = {
     values
 };
 
-/// The bytes a base64 text stands for; `None` for those of a group that is not standard. No value
-/// at all where the text is no whole number of groups.
+/// The bytes a base64 text stands for; `None` for those of a group that is not standard. `None`
+/// for the whole text if its length is not a multiple of a group.
 pub fn base64(text: &[u8]) -> Option<Vec<Option<u8>>> {
     if text.len() % 4 != 0 {
         return None;
@@ -119,8 +119,8 @@ pub fn usable(shape: &ModelShape) -> bool {
     !shape.moe_layers.is_empty() && shape.top_k >= 1 && shape.top_k <= shape.experts
 }
 
-/// Panics where the decoder took what the plain one does not, or took it for something else; or,
-/// when `complete`, refused what is right.
+/// Panics if the decoder accepted what the plain one rejects, or decoded it differently; or, if
+/// `complete`, rejected a valid payload.
 pub fn compare(
     found: &Result<RoutedRows, RoutingError>,
     plain: Option<&Verdict>,
@@ -133,8 +133,8 @@ pub fn compare(
         // A fault of the whole capture: rows that are right one by one.
         (Err(RoutingError::LayersIdentical { .. } | RoutingError::NotCaptured { .. }), Some(_)) => {
         }
-        (Err(error), Some(_)) => assert!(!complete, "refused what is right: {error}"),
-        (Ok(_), None) => panic!("accepted what is wrong"),
+        (Err(error), Some(_)) => assert!(!complete, "rejected a valid payload: {error}"),
+        (Ok(_), None) => panic!("accepted an invalid payload"),
         (Ok(rows), Some(plain)) => {
             assert_eq!(
                 (rows.form(), rows.start(), rows.rows()),

@@ -1,4 +1,4 @@
-//! Certificates of a test's own, for a daemon and its clients on loopback.
+//! Certificates created by a test, for a daemon and its clients on loopback.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -6,7 +6,8 @@ use std::process::{Command, Stdio};
 const KEY: [&str; 5] = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"];
 
 /// Makes `ca.pem`, a client's `cert.pem` and `key.pem`, and a server's `server-cert.pem` and
-/// `server-key.pem` in a folder; whether there is an `openssl` to make them with.
+/// `server-key.pem` in a folder. Returns false if `openssl` is not
+/// installed.
 ///
 /// # Errors
 /// If the folder cannot be written.

@@ -1,4 +1,4 @@
-//! A Docker daemon of a test's own: it may be filled, starved and killed.
+//! A Docker daemon started by a test, which may fill its disk or kill it.
 
 use crate::certificates;
 use std::net::{Ipv4Addr, TcpListener};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// A pause between two looks at something that sends no event.
+/// Pauses between two polls of something that sends no events.
 pub fn pause(time: Duration) {
     let (_sender, nobody) = std::sync::mpsc::channel::<()>();
     let _ = nobody.recv_timeout(time);
@@ -15,18 +15,18 @@ pub fn pause(time: Duration) {
 /// Runs `docker` with these arguments, on the given host or the usual one.
 ///
 /// # Errors
-/// If there is no such program.
+/// If `docker` cannot be started.
 pub fn docker(host: Option<&str>, args: &[&str]) -> anyhow::Result<Output> {
     let mut command = Command::new("docker");
     command.args(host.map(|host| ["-H", host]).into_iter().flatten()).args(args);
     Ok(command.output()?)
 }
 
-/// Names of all containers, or of those with a label, in whatever state; the id of one without a
-/// name. What a daemon only lists and does not have is none: see `DockerProvider::list`.
+/// Names of all containers, or of those with a label, in any state; ids for containers without a
+/// name. Containers that a daemon lists but no longer has are left out: see `DockerProvider::list`.
 ///
 /// # Errors
-/// If Docker cannot be asked.
+/// If Docker cannot be queried.
 pub fn containers(host: Option<&str>, label: Option<&str>) -> anyhow::Result<Vec<String>> {
     let filter = label.map(|label| format!("--filter=label={label}"));
     let mut arguments = vec!["ps", "-a", "--no-trunc", "--format={{.ID}} {{.Names}}"];
@@ -48,34 +48,34 @@ pub fn containers(host: Option<&str>, label: Option<&str>) -> anyhow::Result<Vec
     Ok(names)
 }
 
-/// Files that a small disk has room for.
+/// Number of files that fit on a small disk.
 pub const SMALL_DISK_FILES: u32 = 100_000;
 
-/// A daemon without a network for containers. It ends when this is dropped, and all of it goes.
+/// A daemon without a container network. Dropping this stops it and removes all of its data.
 #[derive(Debug)]
 pub struct Daemon {
     folder: tempfile::TempDir,
     child: Option<Child>,
-    /// Where it also listens, for whoever has a certificate.
+    /// Port on which it also listens, for clients with a certificate.
     tls_port: Option<u16>,
 }
 
 impl Daemon {
-    /// Starts one; `None` where that is not possible here.
+    /// Starts a daemon; `None` if this machine does not allow it.
     ///
     /// # Errors
-    /// If its folder cannot be made.
+    /// If its folder cannot be created.
     pub fn start() -> anyhow::Result<Option<Self>> {
         let folder = tempfile::tempdir()?;
         let mut daemon = Self { folder, child: None, tls_port: None };
         Ok(daemon.spawn()?.then_some(daemon))
     }
 
-    /// As [`Daemon::start`], and it also listens on a port of loopback, with TLS; `None`, too, where
-    /// no certificates can be made.
+    /// Like [`Daemon::start`], and also listens on a loopback port with TLS; `None` also if no
+    /// certificates can be created.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Daemon::start`].
     pub fn start_with_tls() -> anyhow::Result<Option<Self>> {
         let folder = tempfile::tempdir()?;
         if !certificates::make(folder.path())? {
@@ -85,11 +85,11 @@ impl Daemon {
         Ok(daemon.spawn()?.then_some(daemon))
     }
 
-    /// As [`Daemon::start_with_tls`], with all that it keeps on a file system of its own, of so
-    /// many MiB and [`SMALL_DISK_FILES`]: ext4 in a file.
+    /// As [`Daemon::start_with_tls`], with its data on a separate file system (ext4 in a
+    /// file) of `mib` MiB and [`SMALL_DISK_FILES`] files.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Daemon::start`].
     pub fn start_small(mib: u32) -> anyhow::Result<Option<Self>> {
         let folder = tempfile::tempdir()?;
         if !certificates::make(folder.path())? {
@@ -110,7 +110,7 @@ impl Daemon {
         Ok(daemon.spawn()?.then_some(daemon))
     }
 
-    /// Where it listens with TLS.
+    /// Its URL with TLS, if it has one.
     pub fn tls_host(&self) -> Option<String> {
         self.tls_port.map(|port| format!("tcp://127.0.0.1:{port}"))
     }
@@ -120,7 +120,7 @@ impl Daemon {
         self.folder.path()
     }
 
-    /// Where it listens.
+    /// Its URL, a Unix socket.
     pub fn host(&self) -> String {
         format!("unix://{}", self.path("docker.sock").display())
     }
@@ -129,10 +129,10 @@ impl Daemon {
         self.folder.path().join(name)
     }
 
-    /// Runs `docker` on it.
+    /// Runs `docker` with this daemon as its host.
     ///
     /// # Errors
-    /// If there is no such program.
+    /// If `docker` cannot be started.
     pub fn docker(&self, args: &[&str]) -> anyhow::Result<Output> {
         docker(Some(&self.host()), args)
     }
@@ -148,10 +148,10 @@ impl Daemon {
         Ok(())
     }
 
-    /// Starts it (again); whether it answers.
+    /// Starts or restarts the daemon. Returns whether it answers.
     ///
     /// # Errors
-    /// If its log cannot be made.
+    /// If its log file cannot be created.
     pub fn spawn(&mut self) -> anyhow::Result<bool> {
         let argument = |name: &str| self.path(name).display().to_string();
         let log = std::fs::File::create(self.path("log"))?;
@@ -232,10 +232,10 @@ impl Drop for Daemon {
             let _ = child.kill();
             let _ = child.wait();
         }
-        // Whatever it started has this folder among its arguments.
+        // All processes that it started have this folder among their arguments.
         let folder = self.folder.path().display().to_string();
         let _ = Command::new("pkill").args(["-KILL", "-f", &folder]).status();
-        // The daemon makes its folder a mount of its own, and leaves it; a small disk is one more.
+        // The daemon mounts its folder and leaves the mount behind; a small disk is another mount.
         let data = self.path("data");
         let unmount = || Command::new("umount").arg("-l").arg(&data).stderr(Stdio::null()).status();
         while unmount().is_ok_and(|status| status.success()) {}

@@ -9,7 +9,7 @@ pub use daemon::{Daemon, SMALL_DISK_FILES, containers, docker, pause};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// The project's root folder.
+/// Absolute path of the repository's root folder.
 pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
@@ -56,7 +56,7 @@ pub fn run(args: &[&str]) -> anyhow::Result<Output> {
     Ok(orchestrate(args)?.output()?)
 }
 
-/// Standard error as text.
+/// Standard error of a process as text.
 pub fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
@@ -78,7 +78,7 @@ pub fn docker_or_skip(test: &str) -> anyhow::Result<bool> {
     Ok(answers)
 }
 
-/// A line on standard error, where test runners show it.
+/// Prints a line to standard error, where test runners show it.
 #[expect(clippy::print_stderr, reason = "a skip must be visible in the test's output")]
 pub fn say(line: &str) {
     eprintln!("{line}");
@@ -87,7 +87,7 @@ pub fn say(line: &str) {
 /// Names of containers that belong to the run in `run_dir`.
 ///
 /// # Errors
-/// If Docker cannot be asked.
+/// If Docker cannot be queried.
 pub fn containers_of(run_id: &str) -> anyhow::Result<Vec<String>> {
     containers(None, Some(&format!("orchestrate.run={run_id}")))
 }

@@ -1,4 +1,4 @@
-//! Bad input has clear ends: each exits with its documented code, names the thing and a remedy.
+//! Invalid input: each case exits with its documented code and names the cause and a remedy.
 
 #![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
 
@@ -60,7 +60,7 @@ fn wrong_settings_exit_with_3_and_name_key_and_remedy() {
     let file = folder.path().join("broken.toml");
     std::fs::write(&file, "[run]\nsteps = = 3\n").unwrap();
     fails(&["config", "check", "--config", file.to_str().unwrap()], 3, &["broken.toml", "2"]);
-    // Nothing of a comparison is begun when one of its settings is wrong.
+    // A comparison with one invalid setting starts no run.
     let out = folder.path().join("out");
     let compare = ["compare", "configs/compare/mild.toml", "--seeds", "1", "--out"];
     let mut args = compare.to_vec();
@@ -76,7 +76,7 @@ fn wrong_settings_exit_with_3_and_name_key_and_remedy() {
 }
 
 #[test]
-fn the_comparison_of_the_docs_has_sound_settings() {
+fn comparison_in_the_docs_has_valid_settings() {
     let folder = tempfile::tempdir().unwrap();
     for setting in ["mild", "coarse"] {
         let out = folder.path().join(setting);
@@ -93,7 +93,7 @@ fn the_comparison_of_the_docs_has_sound_settings() {
 }
 
 #[test]
-fn all_shipped_configs_are_sound_and_the_schema_is_current() {
+fn all_shipped_configs_are_valid_and_the_schema_is_current() {
     let files = |folder: &str| std::fs::read_dir(orchestrate_e2e::root().join(folder)).unwrap();
     for entry in files("configs").chain(files("configs/compare")) {
         let path = entry.unwrap().path();
@@ -156,7 +156,7 @@ fn resuming_nothing_exits_with_6() {
     fails(&["compare", "--runs", folder.path().to_str().unwrap()], 6, &["orchestrate.db"]);
 }
 
-/// The rule: an argument that names nothing exits with 2, an unusable input file with 3.
+/// The rule: an argument that names nothing exits with 2, an invalid input file with 3.
 #[test]
 fn unknown_ids_exit_with_2_and_unusable_input_files_with_3() {
     let folder = tempfile::tempdir().unwrap();

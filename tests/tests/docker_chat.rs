@@ -1,4 +1,4 @@
-//! A model behind a chat server that gives words alone: it can be evaluated, and not trained.
+//! A model behind a chat server that returns only text: it can be evaluated, but not trained.
 
 #![expect(
     clippy::unwrap_used,
@@ -23,7 +23,7 @@ use tokio::task::JoinSet;
 const TASKS: usize = 4;
 const SEED: u64 = 5;
 
-/// What to do for each problem.
+/// The scripted actions for each problem.
 type Experts = Arc<Vec<(String, Vec<ExpertTurn>)>>;
 
 /// Scripted experts on the tasks that a run with these counts is evaluated on.
@@ -38,16 +38,16 @@ fn experts() -> Experts {
     Arc::new(plays.collect())
 }
 
-/// The next turn of whoever is asked. Every other expert writes its calls into its words, as behind
-/// a server that does not take them apart.
+/// The next turn of the addressed expert. Every other expert writes its calls as text, as behind a
+/// server that does not parse them.
 async fn converse(
     State(experts): State<Experts>,
     Json(asked): Json<Value>,
 ) -> Result<Json<Value>, (StatusCode, String)> {
-    let refuse = |words: String| (StatusCode::BAD_REQUEST, words);
+    let refuse = |message: String| (StatusCode::BAD_REQUEST, message);
     let messages = asked["messages"].as_array().unwrap();
     let last = messages.last().unwrap();
-    // The form that hosted servers insist on.
+    // The form that hosted servers require.
     for (at, message) in messages.iter().enumerate() {
         for (nth, call) in message["tool_calls"].as_array().into_iter().flatten().enumerate() {
             let answer = &messages.get(at + 1 + nth);
@@ -125,8 +125,8 @@ async fn with_chat(url: &str, command: &[&str]) -> Output {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn docker_a_chat_server_is_evaluated_by_its_words() {
-    if !docker_or_skip("docker_a_chat_server_is_evaluated_by_its_words").unwrap() {
+async fn docker_chat_server_is_evaluated_by_its_text() {
+    if !docker_or_skip("docker_chat_server_is_evaluated_by_its_text").unwrap() {
         return;
     }
     let mut tasks = JoinSet::new();
@@ -144,7 +144,7 @@ async fn docker_a_chat_server_is_evaluated_by_its_words() {
         predictions.lines().all(|line| line.contains(r#""model_name_or_path":"expert@0""#)),
         "{predictions}"
     );
-    // Their turns are kept with their calls, whoever took them apart.
+    // Turns are stored with their calls, whether the server or the client parsed them.
     for (index, thought) in [("00000", true), ("00001", false)] {
         let shown = run(&["show", run_dir, &format!("v00000-{index}.00")]).unwrap();
         assert!(shown.status.success(), "{}", stderr(&shown));
@@ -162,7 +162,7 @@ async fn docker_a_chat_server_is_evaluated_by_its_words() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_run_does_not_begin_to_train_with_a_chat_server() {
+async fn training_with_a_chat_server_is_rejected_before_it_starts() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("run");
     let run_dir = dir.to_str().unwrap();
@@ -171,12 +171,12 @@ async fn a_run_does_not_begin_to_train_with_a_chat_server() {
     for command in [&["run", "--run-dir", run_dir][..], &["run", "--dry-run"], &compare] {
         let refused = with_chat(url, command).await;
         assert_eq!(refused.status.code(), Some(3), "{}", stderr(&refused));
-        let words = stderr(&refused);
+        let message = stderr(&refused);
         assert!(
-            words.contains("engine.kind = openai") && words.contains("orchestrate eval"),
-            "{words}"
+            message.contains("engine.kind = openai") && message.contains("orchestrate eval"),
+            "{message}"
         );
-        assert!(!dir.exists(), "nothing was begun");
+        assert!(!dir.exists(), "nothing was started");
     }
     let checkpoint = ["eval", "--run-dir", run_dir, "--checkpoint", "environments/micro/policy"];
     let refused = with_chat(url, &checkpoint).await;

@@ -55,10 +55,10 @@ fn compare(out: &Path, more: &[&str]) -> Command {
 
 fn wait_until(what: &str, holds: impl Fn() -> bool) {
     let begun = Instant::now();
-    // Nobody sends: this is a pause.
+    // There is no event to wait for, so this polls.
     let (_sender, receiver) = std::sync::mpsc::channel::<()>();
     while !holds() {
-        assert!(begun.elapsed() < Duration::from_mins(5), "waited in vain for {what}");
+        assert!(begun.elapsed() < Duration::from_mins(5), "timed out waiting for {what}");
         let _ = receiver.recv_timeout(Duration::from_millis(50));
     }
 }
@@ -71,7 +71,7 @@ fn run_id(folder: &Path) -> String {
 }
 
 #[test]
-fn docker_a_comparison_goes_on_where_it_was_killed() {
+fn docker_comparison_resumes_where_it_was_killed() {
     if !docker_or_skip("docker_a_comparison").unwrap() {
         return;
     }
@@ -157,7 +157,7 @@ fn reports_on_runs_that_exist(out: &Path, folder: &Path) {
     assert_eq!(seen, [("none", 2), ("r3", 1)]);
     assert!(beside.join("report.html").exists());
 
-    // What one machine has of three runs and another of the fourth is the whole again.
+    // Three runs of one machine and the fourth of another make the same report.
     let file = |folder: &Path| folder.join("runs.jsonl.zst");
     let all = report(&joined, &[file(&beside), out.join("r3/seed-2")]);
     let whole = std::fs::read_to_string(out.join("report.md")).unwrap();

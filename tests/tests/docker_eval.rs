@@ -34,7 +34,7 @@ fn docker_eval_works_with_the_config_of_a_run_for_each_policy_loss() {
         let found: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(found.pointer("/baseline/tasks"), Some(&1.into()), "{found:#}");
 
-        // Again: nothing is left to do, and the same is reported.
+        // Repeating it runs nothing and reports the same.
         let again = run(&["eval", "--run-dir", run_dir, "--resume", "--json"]).unwrap();
         assert!(again.status.success(), "{}", stderr(&again));
         let repeated: Value = serde_json::from_slice(&again.stdout).unwrap();

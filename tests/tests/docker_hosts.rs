@@ -1,4 +1,4 @@
-//! Commands that look after Docker hosts look after all of them, and say which one they mean.
+//! Commands that manage Docker hosts cover all of them and name the host they refer to.
 
 #![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
 
@@ -9,21 +9,21 @@ use std::process::{Output, Stdio};
 use std::time::{Duration, Instant};
 
 const IMAGE: &str = "orchestrate/micro:latest";
-/// Long ago, so that nobody can need the container.
+/// A time long ago, so that the container cannot be in use.
 const EXPIRED: &str = "orchestrate.deadline=1000000000";
 
 fn printed(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// The usual daemon, as one of a list.
+/// The default daemon as an entry of `sandbox.hosts`.
 fn near(max_containers: u32) -> String {
     let usual = std::env::var("DOCKER_HOST").ok().filter(|host| !host.is_empty());
     let usual = usual.unwrap_or_else(|| "unix:///var/run/docker.sock".to_owned());
     format!("{{url=\"{usual}\", name=\"near\", max_containers={max_containers}}}")
 }
 
-/// A daemon of a test's own, by TLS.
+/// A daemon started by the test, reached through TLS.
 fn far(daemon: &Daemon) -> String {
     format!(
         "{{url=\"{}\", name=\"far\", certificates=\"{}\"}}",
@@ -52,7 +52,7 @@ fn gc_of_a_run_asks_the_hosts_of_its_plan() {
     }
     let both = gc(&["--set", "sandbox.docker_host=\"unix:///x\""]);
     assert_eq!(both.status.code(), Some(3), "{}", stderr(&both));
-    // Without a run it is the environment's.
+    // Without a run, the host of the environment is used.
     let mut command = orchestrate(&["gc"]).unwrap();
     let nobody = "unix:///nonexistent/of-the-environment.sock";
     let output = command.env("DOCKER_HOST", nobody).output().unwrap();
@@ -86,7 +86,7 @@ fn docker_gc_and_doctor_go_over_all_hosts() {
     for host in ["near", "far"] {
         assert!(listed.contains(&format!("{name}\tcreated\t{host}\n")), "{listed}");
     }
-    // A host that is away holds up no other, and is told.
+    // An unreachable host is reported and does not block the others.
     let with_gone = format!("sandbox.hosts=[{gone}, {near}, {far}]");
     let swept = run(&["gc", "--set", &with_gone]).unwrap();
     assert_eq!(swept.status.code(), Some(5), "{}", stderr(&swept));

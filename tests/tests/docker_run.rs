@@ -111,7 +111,7 @@ fn docker_a_run_trains_evaluates_and_leaves_nothing_behind() {
     let run = report["run"].as_str().unwrap();
     assert_eq!(containers_of(run).unwrap(), Vec::<String>::new());
 
-    // Seen by `show`: every row of the mask is there.
+    // `show` finds every row of the mask.
     let id = trained_episodes(&run_dir).first().cloned();
     if let Some(id) = id {
         let shown = orchestrate_e2e::run(&["show", run_dir.to_str().unwrap(), &id]).unwrap();
@@ -141,7 +141,7 @@ fn docker_equal_f32_engines_do_not_differ() {
     }
 }
 
-/// A small disk of its own at `at`, unmounted when dropped; `None` where mounting is not allowed.
+/// A small tmpfs mounted at `at` and unmounted when dropped; `None` if mounting is not allowed.
 struct SmallDisk {
     at: std::path::PathBuf,
 }
@@ -295,7 +295,7 @@ fn docker_sampling_ahead_keeps_its_bound_through_a_kill() {
     assert!(lines.iter().any(|line| stale(line) > 0), "nothing was sampled ahead: {lines:?}");
     for line in &lines {
         assert_eq!(line["routing_missing"], 0, "{line}");
-        // Rows of other weights than the log-probs beside them would show here.
+        // Rows from other weights than the log-probs next to them would show up here.
         assert!(line["kl_train_infer"].as_f64().unwrap() < 1e-2, "{line}");
     }
     assert_once(&trained_episodes(&run_dir));
@@ -309,14 +309,14 @@ fn ends_within(child: &mut Child, time: Duration) -> bool {
         if child.try_wait().unwrap().is_some() {
             return true;
         }
-        // Nobody sends: this is a wait with a deadline.
+        // There is no event to wait for, so this polls until the deadline.
         let _ = receiver.recv_timeout(Duration::from_millis(20));
     }
     drop(sender);
     false
 }
 
-/// A server of ours on a port the system chose.
+/// One of our own servers, on a port chosen by the system.
 struct Server {
     child: Child,
     url: String,
@@ -402,7 +402,7 @@ fn betrayals(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Everything that Docker and the kernel tell of a run's containers: settings, labels, environment,
+/// Everything that Docker and the kernel report about a run's containers: settings, labels, environment,
 /// and once the files.
 fn told_of_containers(export: bool) -> Option<Vec<u8>> {
     let docker = |args: &[&str]| Command::new("docker").args(args).output().unwrap().stdout;

@@ -1,4 +1,4 @@
-//! Data sets of the Hugging Face hub, by the program, against an HTTP server that answers as the
+//! Data sets of the Hugging Face hub, read by the program from an HTTP server that answers as the
 //! hub does.
 
 #![expect(
@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::task::JoinSet;
 
-/// Commit of `main` at first, and after somebody pushed.
+/// Commit of `main` before and after a push.
 const COMMITS: [&str; 2] =
     ["1111111111111111111111111111111111111111", "2222222222222222222222222222222222222222"];
 
@@ -28,9 +28,9 @@ struct Hub {
     url: String,
     /// Files of each commit.
     commits: [BTreeMap<&'static str, String>; 2],
-    /// Which commit `main` is.
+    /// Index of the commit that `main` refers to.
     main: AtomicUsize,
-    /// Times a file was sent.
+    /// Number of times a file was sent.
     sent: AtomicUsize,
 }
 
@@ -60,7 +60,7 @@ async fn info(
     Ok(axum::Json(json!({"sha": COMMITS[commit], "siblings": files})))
 }
 
-/// A file lies elsewhere: the hub says where, and which one it is.
+/// A file is stored elsewhere: the hub redirects there and gives its identity.
 async fn resolve(
     State(hub): State<Arc<Hub>>,
     Path((_, _, revision, path)): Path<(String, String, String, String)>,
@@ -184,7 +184,7 @@ async fn a_named_commit_stays_what_it_was_and_several_splits_must_be_named() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_data_set_or_hub_that_is_not_there_is_named_with_a_remedy() {
+async fn missing_data_set_or_unreachable_hub_is_named_with_a_remedy() {
     let ((hub, _served), cache) = (hub().await, tempfile::tempdir().unwrap());
     for (url, source, words) in [
         (hub.url.as_str(), "hf://datasets/R2E-Gym/Huge", &["R2E-Gym/Huge", "HF_TOKEN", "404"][..]),

@@ -21,11 +21,11 @@ pub enum AdvantageNorm {
 }
 
 impl AdvantageNorm {
-    /// All of them.
+    /// All variants, in order of declaration.
     pub const ALL: [Self; 4] = [Self::Std, Self::PopulationStd, Self::None, Self::Rloo];
 }
 
-/// Whether a group says anything about its policy.
+/// Whether a group has a training signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupSignal {
     /// Trusted rewards differ.
@@ -46,8 +46,8 @@ pub struct GroupAdvantages {
     pub signal: GroupSignal,
 }
 
-/// Advantages over the members with a trusted reward; the others neither get one nor count in
-/// the baseline. `rewards` has one entry per *rollout*: the samples of a forked rollout share
+/// Computes advantages over the members with a trusted reward. The other members get none and do not
+/// count in the baseline. `rewards` has one entry per *rollout*: the samples of a forked rollout share
 /// its entry, so that a fork does not count twice. A reward that is not finite is not trusted.
 pub fn group_advantages(rewards: &[Option<f64>], norm: AdvantageNorm) -> GroupAdvantages {
     let trusted: Vec<f64> =
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_of_uneven_size_have_baselines_of_their_own() {
+    fn each_group_has_its_own_baseline() {
         // A batch-wide baseline would be 4/7 for all of them.
         let groups: [&[Option<f64>]; 3] = [
             &[Some(1.0), Some(1.0), Some(1.0), Some(0.0)],
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reward_that_is_not_a_number_is_not_trusted() {
+    fn non_finite_reward_is_not_trusted() {
         let got = group_advantages(&[Some(f64::NAN), Some(1.0), Some(0.0)], AdvantageNorm::None);
         assert_eq!(got.values, [None, Some(0.5), Some(-0.5)]);
         let got = group_advantages(&[Some(f64::INFINITY), Some(1.0)], AdvantageNorm::None);
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_rewards_that_are_no_binary_fractions_are_degenerate() {
+    fn equal_rewards_without_exact_binary_form_are_degenerate() {
         let got = group_advantages(&[Some(0.1); 7], AdvantageNorm::Std);
         assert_eq!(got.signal, GroupSignal::Degenerate);
         assert_eq!(got.values, [Some(0.0); 7]);

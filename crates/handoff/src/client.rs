@@ -1,4 +1,4 @@
-//! Client of the trainer protocol.
+//! HTTP client of the trainer protocol, with retries.
 
 use crate::protocol::{
     CheckpointReply, ErrorBody, LogprobsReply, LogprobsRequest, PROTOCOL_VERSION, StepRequest,
@@ -11,66 +11,66 @@ use serde::de::DeserializeOwned;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Time for one connection.
+/// Limit on the time to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time for a call that only asks or accepts.
+/// Limit on a call that only reads state or accepts a request.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
-/// Pause between two looks at a running step, at first and at most.
+/// Initial and longest pause between two status requests for a running step.
 const POLL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
-/// Largest answer read: the log-probs of a large batch as JSON.
+/// Limit on the size of an answer: the log-probs of a large batch as JSON.
 const BODY_LIMIT: usize = 512 << 20;
-/// Tries of one call before its error is handed on.
+/// Attempts of one call before its error is returned.
 const TRIES: usize = 6;
 
-/// What went wrong with a trainer call.
+/// Why a call to a trainer failed.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainerErrorKind {
-    /// No connection, or it broke.
+    /// The connection could not be opened, or it broke.
     #[error("cannot reach it: {0}")]
     Unreachable(String),
-    /// No complete answer, or no end of the step, in time.
+    /// No complete answer, or no end of the step, within the limit.
     #[error("no answer within {0:?}")]
     TimedOut(Duration),
-    /// It answered with an HTTP error.
+    /// The trainer answered with an HTTP error.
     #[error("answered {status} ({code}): {message}")]
     Refused {
-        /// HTTP status.
+        /// HTTP status code.
         status: u16,
-        /// Its word for it; empty if it gave none.
+        /// Error code of the protocol; empty if the answer has none.
         code: String,
-        /// Its own words.
+        /// Message of the trainer.
         message: String,
     },
-    /// The answer is not what the protocol says.
+    /// The answer does not follow the protocol.
     #[error("sent an invalid answer: {0}")]
     InvalidReply(String),
-    /// The step was refused or failed; the weights are as before.
+    /// The trainer rejected the step or failed; its weights are unchanged.
     #[error("step {step_id} failed: {error}")]
     StepFailed {
-        /// Which.
+        /// Id of the step.
         step_id: String,
-        /// Why.
+        /// Message of the trainer.
         error: String,
     },
-    /// It speaks another version of the protocol.
-    #[error("speaks protocol version {0}, this program {PROTOCOL_VERSION}")]
+    /// The trainer uses another version of the protocol.
+    #[error("uses protocol version {0}, but this program uses {PROTOCOL_VERSION}")]
     Protocol(u32),
 }
 
-/// A trainer error: which trainer, doing what, and why.
+/// A failed call to a trainer: which trainer, which call, and why.
 #[derive(Debug, thiserror::Error)]
 #[error("trainer {trainer} ({call}): {kind}")]
 pub struct TrainerError {
-    /// Base URL.
+    /// Base URL of the trainer.
     pub trainer: String,
-    /// The call.
+    /// Method and path of the call, e.g. `GET /v1/info`.
     pub call: &'static str,
-    /// What happened.
+    /// Why it failed.
     pub kind: TrainerErrorKind,
 }
 
 impl TrainerError {
-    /// What the caller may do. Steps are idempotent, so a retry never trains twice.
+    /// Whether the call may be retried. Steps are idempotent, so a retry never trains twice.
     pub fn retry(&self) -> Retry {
         match &self.kind {
             TrainerErrorKind::Unreachable(_) | TrainerErrorKind::TimedOut(_) => {
@@ -91,7 +91,7 @@ impl TrainerError {
     }
 }
 
-/// A trainer behind an URL.
+/// Client of the trainer at one URL.
 #[derive(Debug, Clone)]
 pub struct TrainerClient {
     base: String,
@@ -101,13 +101,13 @@ pub struct TrainerClient {
 
 impl TrainerClient {
     /// A client of the trainer at `base` (e.g. `http://127.0.0.1:7070`), with its bearer token
-    /// where it asks for one. Connects on the first call. Proxies of the environment are ignored.
+    /// if it requires one. Connects on the first call. Proxies of the environment are ignored.
     ///
     /// # Errors
     /// [`TrainerErrorKind::Unreachable`] when the HTTP client cannot be set up.
     pub fn new(base: &str, token: Option<String>) -> Result<Self, TrainerError> {
         let base = base.trim_end_matches('/').to_owned();
-        // Fails only where a provider is installed already, which serves as well.
+        // Fails only if a provider is already installed, which works as well.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder()
             .no_proxy()
@@ -124,12 +124,12 @@ impl TrainerClient {
         }
     }
 
-    /// Base URL.
+    /// Base URL, without a trailing slash.
     pub fn url(&self) -> &str {
         &self.base
     }
 
-    /// Asks what the trainer is and where it stands.
+    /// Requests the identity and current state of the trainer.
     ///
     /// # Errors
     /// [`TrainerError`]; [`TrainerErrorKind::Protocol`] for another protocol version.
@@ -143,10 +143,10 @@ impl TrainerClient {
         }
     }
 
-    /// Hands over a step. The same `step_id` again answers with where that step stands.
+    /// Submits a step. Submitting the same `step_id` again returns the state of that step.
     ///
     /// # Errors
-    /// [`TrainerError`] after retries of what may pass.
+    /// [`TrainerError`], after retries of temporary failures.
     pub async fn submit_step(&self, request: &StepRequest) -> Result<StepStatus, TrainerError> {
         let name = "POST /v1/steps";
         let body = self.encode(name, request)?;
@@ -155,10 +155,10 @@ impl TrainerClient {
         self.same_step(name, &request.step_id, status)
     }
 
-    /// Asks where a step stands.
+    /// Requests the state of a step.
     ///
     /// # Errors
-    /// [`TrainerError`]; a step the trainer does not know is refused with 404.
+    /// [`TrainerError`]; a step unknown to the trainer gives status 404.
     pub async fn step_status(&self, step_id: &str) -> Result<StepStatus, TrainerError> {
         let name = "GET /v1/steps/{step_id}";
         let path = format!("/v1/steps/{step_id}");
@@ -167,12 +167,12 @@ impl TrainerClient {
         self.same_step(name, step_id, status)
     }
 
-    /// Waits until a submitted step is done, at most for `deadline`; `progress` sees every state
-    /// on the way.
+    /// Waits until a submitted step is done, at most for `deadline`, and passes every state on the way
+    /// to `progress`.
     ///
     /// # Errors
-    /// [`TrainerErrorKind::StepFailed`], [`TrainerErrorKind::TimedOut`], or what
-    /// [`TrainerClient::step_status`] says.
+    /// [`TrainerErrorKind::StepFailed`], [`TrainerErrorKind::TimedOut`], or an
+    /// error of [`TrainerClient::step_status`].
     pub async fn wait_step(
         &self,
         step_id: &str,
@@ -182,18 +182,18 @@ impl TrainerClient {
         self.wait_until(step_id, (Instant::now(), deadline), progress).await
     }
 
-    /// Submits a step and waits for its end. A trainer that restarted and no longer knows the
-    /// step gets it again; one that already applied it answers with the stored result.
+    /// Submits a step and waits for its end. The step is submitted again to a trainer that restarted
+    /// and lost it. A trainer that has already applied it returns the stored result.
     ///
     /// # Errors
-    /// As [`TrainerClient::wait_step`].
+    /// The errors of [`TrainerClient::wait_step`].
     pub async fn apply_step(
         &self,
         request: &StepRequest,
         deadline: Duration,
         mut progress: impl FnMut(&StepState),
     ) -> Result<StepResult, TrainerError> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let submitted = async {
             loop {
                 match self.submit_step(request).await {
@@ -209,13 +209,13 @@ impl TrainerClient {
                     }
                     Err(error) => return Err(error),
                 }
-                match self.wait_until(&request.step_id, (begun, deadline), &mut progress).await {
+                match self.wait_until(&request.step_id, (started, deadline), &mut progress).await {
                     Err(error) if error.is_unknown_step() => self.warn(&request.step_id, &error),
                     other => return other,
                 }
             }
         };
-        tokio::time::timeout_at(begun + deadline, submitted).await.unwrap_or_else(|_| {
+        tokio::time::timeout_at(started + deadline, submitted).await.unwrap_or_else(|_| {
             Err(self.error("POST /v1/steps", TrainerErrorKind::TimedOut(deadline)))
         })
     }
@@ -252,7 +252,7 @@ impl TrainerClient {
     async fn wait_until(
         &self,
         step_id: &str,
-        (begun, deadline): (Instant, Duration),
+        (started, deadline): (Instant, Duration),
         mut progress: impl FnMut(&StepState),
     ) -> Result<StepResult, TrainerError> {
         let name = "GET /v1/steps/{step_id}";
@@ -265,7 +265,7 @@ impl TrainerClient {
                             return Ok(result);
                         }
                     }
-                    // A trainer that restarts comes back with its steps; the deadline is ours.
+                    // A trainer keeps its steps over a restart; only the deadline ends the wait.
                     Err(error) if error.retry() != Retry::Never => self.warn(step_id, &error),
                     Err(error) => return Err(error),
                 }
@@ -273,7 +273,7 @@ impl TrainerClient {
                 pause = (pause * 2).min(POLL.1);
             }
         };
-        tokio::time::timeout_at(begun + deadline, waited)
+        tokio::time::timeout_at(started + deadline, waited)
             .await
             .unwrap_or_else(|_| Err(self.error(name, TrainerErrorKind::TimedOut(deadline))))
     }
@@ -295,7 +295,7 @@ impl TrainerClient {
     }
 
     fn warn(&self, step_id: &str, error: &TrainerError) {
-        tracing::warn!(trainer = self.base, step_id, %error, "step is not confirmed, asking again");
+        tracing::warn!(trainer = self.base, step_id, %error, "step is not confirmed, retrying");
     }
 
     fn same_step(
@@ -307,8 +307,8 @@ impl TrainerClient {
         if status.step_id == step_id {
             return Ok(status);
         }
-        let words = format!("asked for step {step_id}, it answers for {}", status.step_id);
-        Err(self.error(call, TrainerErrorKind::InvalidReply(words)))
+        let message = format!("requested step {step_id}, but the answer is for {}", status.step_id);
+        Err(self.error(call, TrainerErrorKind::InvalidReply(message)))
     }
 
     fn encode(
@@ -317,8 +317,8 @@ impl TrainerClient {
         body: &impl serde::Serialize,
     ) -> Result<Vec<u8>, TrainerError> {
         serde_json::to_vec(body).map_err(|error| {
-            let words = format!("the request cannot be written as JSON: {error}");
-            self.error(call, TrainerErrorKind::InvalidReply(words))
+            let message = format!("the request cannot be written as JSON: {error}");
+            self.error(call, TrainerErrorKind::InvalidReply(message))
         })
     }
 
@@ -362,8 +362,8 @@ impl TrainerClient {
         let mut body = Vec::new();
         while let Some(chunk) = response.chunk().await.map_err(unreachable)? {
             if body.len() + chunk.len() > BODY_LIMIT {
-                let words = format!("its answer is longer than {BODY_LIMIT} bytes");
-                return Err(fail(TrainerErrorKind::InvalidReply(words)));
+                let message = format!("its answer is longer than {BODY_LIMIT} bytes");
+                return Err(fail(TrainerErrorKind::InvalidReply(message)));
             }
             body.extend_from_slice(&chunk);
         }
@@ -392,11 +392,11 @@ fn refused(status: StatusCode, body: &[u8]) -> TrainerErrorKind {
 
 /// An error with its causes; reqwest's own text names only the URL.
 fn chain(error: &dyn std::error::Error) -> String {
-    let mut words = error.to_string();
+    let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(inner) = cause {
-        words = format!("{words}: {inner}");
+        text = format!("{text}: {inner}");
         cause = inner.source();
     }
-    words
+    text
 }

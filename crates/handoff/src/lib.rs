@@ -1,7 +1,7 @@
 //! From rollouts to the trainer: advantages, batch files, trainer protocol client.
 //!
-//! The invariant: a batch folder is complete or absent (manifest last), and its bytes never
-//! change once published.
+//! The invariant: a batch folder is either complete or absent (the manifest is written last), and
+//! its bytes never change once published.
 //!
 //! [`group_advantages`] → [`write_batch`] → [`TrainerClient::apply_step`]; a trainer reads with
 //! [`Batch::open`], or any safetensors reader by the layout in [`batch`].

@@ -1,20 +1,20 @@
-//! What a trainer measures in one step. Fields that came later have defaults: results stored in a
-//! journal are read by later versions.
+//! Measurements of a trainer in one step. Fields added later have defaults, because later versions
+//! read results stored in a journal.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 const ROOT_OF_TEN: f64 = 3.162_277_660_168_379_5;
 
-/// How many values are how large, in half decades: bounded in size, whatever the scale. 18 counts:
-/// below 1e-7 (zero included), from there to [`HalfDecades::EDGES`]' next, …, 10 and above. Empty
-/// where a trainer does not count.
+/// Histogram over half decades, of bounded size at any scale. It has 18 counts: values below 1e-7
+/// (including zero), then one count between consecutive [`HalfDecades::EDGES`], then 10 and above.
+/// Empty if the trainer does not count.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct HalfDecades(Vec<u64>);
 
 impl HalfDecades {
-    /// Where one count ends and the next begins.
+    /// Boundaries between consecutive counts; a value equal to an edge belongs to the upper count.
     pub const EDGES: [f64; 17] = [
         1e-7,
         ROOT_OF_TEN * 1e-7,
@@ -35,7 +35,7 @@ impl HalfDecades {
         10.0,
     ];
 
-    /// Counts a value, at least 0.
+    /// Counts a value, which must be at least 0.
     pub fn add(&mut self, value: f64) {
         self.0.resize(Self::EDGES.len() + 1, 0);
         if let Some(count) = self.0.get_mut(Self::EDGES.partition_point(|edge| *edge <= value)) {
@@ -43,25 +43,24 @@ impl HalfDecades {
         }
     }
 
-    /// The counts.
+    /// The 18 counts in ascending order, or none.
     pub fn counts(&self) -> &[u64] {
         &self.0
     }
 }
 
-/// Tokens by their probability under sampler and trainer: the scatter of one against the other in
-/// bounded size. Bin `b` of an axis holds `−ln p` from `(b / 8)²` to `((b + 1) / 8)²`, the last of 32
-/// bins all that is above: fine where probabilities are high, as most are. Each entry is (sampler's
+/// Two-dimensional histogram of tokens by their probability under sampler and trainer. Bin `b` of an axis holds `−ln p` from `(b / 8)²` to `((b + 1) / 8)²`, and the
+/// last of 32 bins everything above: bins are finest where probabilities are high, as most are. Each entry is (sampler's
 /// bin, trainer's bin, tokens); pairs of bins without a token are left out.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ProbabilityGrid(Vec<(u8, u8, u64)>);
 
 impl ProbabilityGrid {
-    /// Bins of an axis.
+    /// Number of bins per axis.
     pub const BINS: u8 = 32;
 
-    /// From counted pairs.
+    /// Creates a grid from token counts by (sampler's bin, trainer's bin).
     pub fn new(counts: &BTreeMap<(u8, u8), u64>) -> Self {
         Self(
             counts
@@ -71,13 +70,13 @@ impl ProbabilityGrid {
         )
     }
 
-    /// The bin of a log-prob, nats.
+    /// The bin, 0 to 31, of a log-prob in nats.
     pub fn bin(logprob: f64) -> u8 {
         let below = |bin: &u8| -logprob < (f64::from(*bin) / 8.0).powi(2);
         (1..Self::BINS).find(below).unwrap_or(Self::BINS) - 1
     }
 
-    /// Its entries.
+    /// Non-empty entries as (sampler's bin, trainer's bin, tokens).
     pub fn entries(&self) -> &[(u8, u8, u64)] {
         &self.0
     }
@@ -96,13 +95,13 @@ pub struct Mismatch {
     pub mean_abs_prob_diff: f64,
     /// F(τ): share of tokens with `max(ρ, 1/ρ) > τ`, by τ as text.
     pub extreme_token_fraction: BTreeMap<String, f64>,
-    /// Tokens by `|ln ρ|`.
+    /// Number of tokens by `|ln ρ|`.
     #[serde(default)]
     pub token_histogram: HalfDecades,
-    /// Sequences by their mean `|ln ρ|`.
+    /// Number of sequences by their mean `|ln ρ|`.
     #[serde(default)]
     pub sequence_histogram: HalfDecades,
-    /// Tokens by both probabilities.
+    /// Number of tokens by sampler and trainer probability.
     #[serde(default)]
     pub probability_grid: ProbabilityGrid,
 }
@@ -138,9 +137,9 @@ pub struct Disagreement {
 /// all mini steps.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct PolicyRatio {
-    /// Mean.
+    /// Mean ratio.
     pub mean: f64,
-    /// Largest.
+    /// Largest ratio.
     pub max: f64,
     /// Share of loss tokens clipped from above (positive advantage).
     pub clipped_high: f64,
@@ -151,28 +150,28 @@ pub struct PolicyRatio {
 /// Ratio ρ of trainer to sampler at the weights of the rollout, over the loss tokens.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct RolloutRatio {
-    /// Mean.
+    /// Mean ratio.
     pub mean: f64,
-    /// Largest.
+    /// Largest ratio.
     pub max: f64,
     /// Effective share of samples: `1 / mean((ρ / mean)²)`, 0 to 1.
     pub effective_share: f64,
     /// Mean weight of the importance correction; 1 without one.
     pub weight_mean: f64,
-    /// Share of loss tokens it truncated or left out.
+    /// Share of loss tokens that the correction truncated or masked.
     pub corrected: f64,
 }
 
 /// Router-shift weights of the mini steps after the first.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct RouterShiftStats {
-    /// Mean of γ, floored.
+    /// Mean of γ after applying the lower bound.
     pub mean: f64,
-    /// Share of loss tokens at the floor.
+    /// Share of loss tokens at the lower bound.
     pub floored: f64,
 }
 
-/// The value head's part.
+/// Measurements of the value head.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct ValueStats {
     /// Mean value loss over mini steps.
@@ -198,22 +197,22 @@ pub struct StepMetrics {
     /// Learning rate of the last mini step.
     #[serde(default)]
     pub learning_rate: f64,
-    /// Ratio of new to old policy.
+    /// Ratio of the updated policy to the rollout's.
     #[serde(default)]
     pub ratio: PolicyRatio,
-    /// Ratio of trainer to sampler.
+    /// Ratio of trainer to sampler at the weights of the rollout.
     #[serde(default)]
     pub rollout_ratio: RolloutRatio,
-    /// Mean divergence from the reference policy, where one is asked for.
+    /// Mean divergence from the reference policy, if one is configured.
     #[serde(default)]
     pub kl_reference: Option<f64>,
-    /// Router-shift weights, where they are used.
+    /// Router-shift weights, if they are used.
     #[serde(default)]
     pub router_shift: Option<RouterShiftStats>,
-    /// Mean loss of PR2's predictor, where it learned.
+    /// Mean loss of PR2's predictor, if it was trained.
     #[serde(default)]
     pub predictor_loss: Option<f64>,
-    /// The value head, where there is one.
+    /// Measurements of the value head, if there is one.
     #[serde(default)]
     pub value: Option<ValueStats>,
     /// Entropy of the executed experts' shares per MoE layer, 1 = all experts equally used.
@@ -224,23 +223,23 @@ pub struct StepMetrics {
     #[serde(default)]
     pub expert_load: Vec<Vec<f64>>,
     /// Share of (token, layer) pairs of the last mini step whose own choice has left the replayed
-    /// one; absent where nothing is replayed.
+    /// one; absent if nothing is replayed.
     #[serde(default)]
     pub route_drift: Option<f64>,
-    /// Mismatch with the run's replay.
+    /// Mismatch under the run's replay setting.
     pub mismatch: Mismatch,
-    /// Mismatch in a forward without replay, when asked for.
+    /// Mismatch in a forward without replay, if one was requested.
     pub mismatch_no_replay: Option<Mismatch>,
-    /// Route disagreement, when a forward without replay was made.
+    /// Route disagreement, if a forward without replay was made.
     pub disagreement: Option<Disagreement>,
     /// (token, layer) pairs that had no row and fell back to the trainer's own choice.
     pub routing_missing: u64,
     /// Their share of all pairs a row could have; above 1e-3 is alarming.
     #[serde(default)]
     pub routing_missing_fraction: f64,
-    /// Loss tokens.
+    /// Number of loss tokens.
     pub loss_tokens: u64,
-    /// All tokens.
+    /// Number of tokens, including those outside the loss mask.
     pub tokens: u64,
     /// Seconds for recompute, update and checkpoint together.
     pub seconds: f64,

@@ -1,4 +1,4 @@
-//! Trainer protocol, version 1: control by HTTP, data by batch folders.
+//! Trainer protocol, version 1: control over HTTP, data in batch folders.
 //!
 //! | Call | Body → answer |
 //! |---|---|
@@ -22,10 +22,10 @@ use camino::Utf8PathBuf;
 use orchestrate_types::{ModelShape, PolicyVersion};
 use serde::{Deserialize, Serialize};
 
-/// Version of this protocol.
+/// Version of the protocol in this module.
 pub const PROTOCOL_VERSION: u32 = 1;
 
-/// What a trainer is and where it stands.
+/// Identity and current state of a trainer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainerInfo {
     /// [`PROTOCOL_VERSION`] it speaks.
@@ -38,19 +38,19 @@ pub struct TrainerInfo {
     pub algorithms: Vec<String>,
     /// Weights it holds now.
     pub policy_version: PolicyVersion,
-    /// Restoring an older checkpoint opens a new lineage.
+    /// Counts restored checkpoints: restoring an older one starts a new lineage.
     pub lineage: u64,
     /// Last step that is part of its newest checkpoint.
     pub last_step_id: Option<String>,
     /// Folder of its newest checkpoint (Hugging Face layout).
     pub checkpoint: Utf8PathBuf,
-    /// Processes that train together.
+    /// Number of processes that train together.
     pub world_size: u32,
     /// Devices, for people.
     pub devices: Vec<String>,
 }
 
-/// `POST /v1/steps`.
+/// Body of `POST /v1/steps`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepRequest {
     /// Idempotency key; a step already applied answers with its stored result.
@@ -59,17 +59,17 @@ pub struct StepRequest {
     pub base_version: PolicyVersion,
     /// Path of the batch folder's `manifest.json`, readable by the trainer.
     pub manifest: Utf8PathBuf,
-    /// Settings.
+    /// Settings of the update.
     pub hyperparameters: Hyperparameters,
 }
 
-/// Where a step stands.
+/// State of a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum StepState {
-    /// Accepted, not begun.
+    /// Accepted, but not started.
     Queued,
-    /// Under way.
+    /// Being processed.
     Running {
         /// `recompute`, `update` or `checkpoint`.
         phase: String,
@@ -78,12 +78,12 @@ pub enum StepState {
     },
     /// Applied, and part of a checkpoint on disk.
     Done {
-        /// What it did.
+        /// New weights and measurements.
         result: Box<StepResult>,
     },
     /// Refused or failed; weights are as before.
     Failed {
-        /// Why.
+        /// Why the step failed, for people.
         error: String,
     },
 }
@@ -91,25 +91,25 @@ pub enum StepState {
 /// Answer to both step calls.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepStatus {
-    /// The step asked about.
+    /// Id of the requested step.
     pub step_id: String,
-    /// Where it stands.
+    /// Current state of that step.
     #[serde(flatten)]
     pub state: StepState,
 }
 
-/// What an applied step did.
+/// Result of an applied step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepResult {
     /// Version of the new weights.
     pub policy_version: PolicyVersion,
     /// Folder of the new weights (Hugging Face layout).
     pub checkpoint: Utf8PathBuf,
-    /// Measurements.
+    /// Measurements of the step.
     pub metrics: StepMetrics,
 }
 
-/// `POST /v1/logprobs`: forward only, nothing changes.
+/// Body of `POST /v1/logprobs`: forward pass only, nothing changes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LogprobsRequest {
     /// Path of a batch's `manifest.json`.
@@ -136,24 +136,24 @@ pub struct LogprobsReply {
 /// Answer to `POST /v1/checkpoints`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointReply {
-    /// Its folder.
+    /// Folder of the checkpoint.
     pub checkpoint: Utf8PathBuf,
-    /// Its weights' version.
+    /// Version of its weights.
     pub policy_version: PolicyVersion,
 }
 
-/// Error body.
+/// Body of an error response.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ErrorBody {
-    /// The error.
+    /// Code and message.
     pub error: ErrorDetail,
 }
 
-/// Inside of [`ErrorBody`].
+/// The error in an [`ErrorBody`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ErrorDetail {
-    /// One word a program can match on.
+    /// Identifier that a program can match on.
     pub code: String,
-    /// For a person.
+    /// Text for people.
     pub message: String,
 }

@@ -48,7 +48,7 @@ pub use machine::{
 };
 pub use prefill::PrefillLeaders;
 pub use prefix::History;
-pub use reward::{RewardCompat, RewardSection};
+pub use reward::{RewardCompat, RewardSection, RewardSettings};
 pub use rows::RowSharing;
 pub use runner::EpisodeRunner;
 pub use scaffold::{Call, Change, EditorCommand, Mistake, Prompts, Scaffold};

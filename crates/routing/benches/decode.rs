@@ -30,7 +30,7 @@ fn shape() -> ModelShape {
     ModelShape { hidden_layers: 48, moe_layers, experts: 128, top_k: 8, vocab: 1, context: TOKENS }
 }
 
-/// Distinct ids per choice from a generator of our own, `[rows, layers, k]`.
+/// Distinct ids per choice from a deterministic generator, `[rows, layers, k]`.
 fn ids(shape: &ModelShape, rows: usize) -> Vec<u16> {
     let mut state = 7u64;
     let mut ids = Vec::with_capacity(rows * shape.ids_per_row());

@@ -1,18 +1,18 @@
-//! Base64 text to bytes: `base64-simd`, and in front of it, where the processor can translate 64
-//! characters in two instructions (AVX-512 VBMI), a loop that does.
+//! Decodes base64 with `base64-simd`, preceded by a custom loop on processors that can translate 64
+//! characters in two instructions (AVX-512 VBMI).
 //!
-//! Why a loop of our own: decoding is most of the work on a mask, and this halves it. What it
-//! takes for text is exactly what `base64-simd` takes; the tests compare them.
+//! Why a custom loop: decoding is most of the work on a mask, and the loop halves it. It accepts
+//! exactly the text that `base64-simd` accepts; the tests compare the two.
 
 use base64_simd::STANDARD;
 
-/// Characters of a group and the bytes they stand for.
+/// Characters of a base64 group.
 pub(crate) const GROUP_CHARS: usize = 4;
-/// See [`GROUP_CHARS`].
+/// Bytes that the characters of a group encode.
 pub(crate) const GROUP_BYTES: usize = 3;
 
-/// Appends the bytes that `chars`, standard base64 with padding, stands for. `None` when it is
-/// not that; what was appended is then of no use.
+/// Decodes `chars`, standard base64 with padding, to the end of `out`. `None` if the text is invalid;
+/// the content appended to `out` is then unspecified.
 pub(crate) fn append(chars: &[u8], out: &mut Vec<u8>) -> Option<()> {
     let rest = wide::append(chars, out)?;
     STANDARD.decode_append(rest, out).ok()
@@ -20,8 +20,12 @@ pub(crate) fn append(chars: &[u8], out: &mut Vec<u8>) -> Option<()> {
 
 #[cfg(target_arch = "x86_64")]
 mod wide {
-    #![expect(unsafe_code, reason = "vectors are read, written and chosen by unsafe calls only")]
+    #![expect(
+        unsafe_code,
+        reason = "vector loads, stores and feature dispatch require unsafe calls"
+    )]
 
+    use crate::base64::{GROUP_BYTES, GROUP_CHARS};
     use std::arch::x86_64::{
         _MM_HINT_ET0, _mm_prefetch, _mm512_loadu_epi8, _mm512_madd_epi16, _mm512_maddubs_epi16,
         _mm512_mask_storeu_epi8, _mm512_movepi8_mask, _mm512_or_si512, _mm512_permutex2var_epi8,
@@ -33,11 +37,11 @@ mod wide {
     const BLOCK_CHARS: usize = 64;
     const BLOCK_BYTES: usize = 48;
 
-    /// Bytes ahead of the store whose cache line is asked for: rows go to memory that no cache
-    /// holds, and without this every other store waits for it.
+    /// Prefetch distance ahead of the store: rows go to uncached memory, and without the prefetch
+    /// every other store waits for its cache line.
     const AHEAD: usize = 4096;
 
-    /// What no character of the alphabet stands for.
+    /// Marks characters outside the alphabet.
     const NONE: u8 = 0x80;
 
     /// Value of each character below 128.
@@ -55,7 +59,7 @@ mod wide {
         values
     };
 
-    /// Where the bytes of 16 groups lie in 16 words whose lowest 24 bits they are.
+    /// Positions of the bytes of 16 groups, each held in the lowest 24 bits of a 32-bit lane.
     const PLACES: [u8; 64] = {
         let mut places = [0; 64];
         let mut group = 0u8;
@@ -71,8 +75,8 @@ mod wide {
         places
     };
 
-    /// Appends the bytes of some characters at the begin of `chars`, and gives back the others;
-    /// padding is among these. `None` when a character is not in the alphabet.
+    /// Decodes leading characters of `chars` to the end of `out` and returns the rest, which includes
+    /// any padding. `None` if a character is not in the alphabet.
     pub(super) fn append<'a>(chars: &'a [u8], out: &mut Vec<u8>) -> Option<&'a [u8]> {
         let available = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
@@ -82,19 +86,19 @@ mod wide {
             return Some(chars);
         }
         let (wide, rest) = chars.split_at(blocks * BLOCK_CHARS);
-        out.reserve(chars.len() / super::GROUP_CHARS * super::GROUP_BYTES);
-        // SAFETY: there are blocks only where the processor has all of the function's features.
+        out.reserve(chars.len() / GROUP_CHARS * GROUP_BYTES);
+        // SAFETY: `blocks` is 0 unless the processor has all features of the function.
         let valid = unsafe { decode(wide.as_chunks().0, out.spare_capacity_mut()) };
         if !valid {
             return None;
         }
-        // SAFETY: there was capacity for that many blocks of bytes, and `decode` wrote them all.
+        // SAFETY: capacity for that many blocks was reserved, and `decode` wrote all of them.
         unsafe { out.set_len(out.len() + blocks * BLOCK_BYTES) };
         Some(rest)
     }
 
-    /// Writes the bytes of all `blocks`, for which there is room in `out`. Whether every character
-    /// is in the alphabet.
+    /// Writes the bytes of all `blocks` to `out`, which is large enough. Returns whether every
+    /// character is in the alphabet.
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     fn decode(blocks: &[[u8; BLOCK_CHARS]], out: &mut [MaybeUninit<u8>]) -> bool {
         assert!(blocks.len() * BLOCK_BYTES <= out.len());
@@ -111,10 +115,10 @@ mod wide {
         let mut bytes_of = |block: &[u8; BLOCK_CHARS]| {
             // SAFETY: a block has 64 bytes.
             let chars = unsafe { _mm512_loadu_epi8(block.as_ptr().cast()) };
-            // By the lower 7 bits of each character; the highest tells it from what is beyond.
+            // Looks up the lower 7 bits of each character; the highest bit marks non-ASCII ones.
             let values = _mm512_permutex2var_epi8(low, chars, high);
             wrong = _mm512_or_si512(wrong, _mm512_or_si512(values, chars));
-            // Pairs of 6 bits to 12, pairs of these to 24, then their bytes in order.
+            // Joins pairs of 6 bits to 12 and pairs of those to 24, then orders the bytes.
             let pairs = _mm512_maddubs_epi16(values, _mm512_set1_epi32(0x0140_0140));
             let groups = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x0001_1000));
             _mm512_permutexvar_epi8(places, groups)
@@ -123,8 +127,8 @@ mod wide {
         let mut to = out.as_mut_ptr();
         for block in before {
             let bytes = bytes_of(block);
-            // SAFETY: the store fills 48 bytes of this block and 16 of the next one, which has
-            // room for 48; asking for a cache line has no effect but on time, whatever address.
+            // SAFETY: the store writes 48 bytes of this block and 16 of the next one, which has room
+            // for 48. A prefetch only affects timing and is valid for any address.
             unsafe {
                 _mm512_storeu_epi8(to.cast(), bytes);
                 _mm_prefetch::<_MM_HINT_ET0>(to.wrapping_add(AHEAD).cast());
@@ -132,7 +136,7 @@ mod wide {
             }
         }
         let bytes = bytes_of(last);
-        // SAFETY: the mask chooses as many bytes as there is room for.
+        // SAFETY: the mask limits the store to the bytes that fit.
         unsafe { _mm512_mask_storeu_epi8(to.cast(), (1 << BLOCK_BYTES) - 1, bytes) };
         _mm512_movepi8_mask(wrong) == 0
     }
@@ -140,8 +144,8 @@ mod wide {
 
 #[cfg(not(target_arch = "x86_64"))]
 mod wide {
-    /// Leaves everything to the crate.
-    #[expect(clippy::unnecessary_wraps, reason = "as on processors that may refuse")]
+    /// Decodes nothing, so that `base64-simd` decodes all of the text.
+    #[expect(clippy::unnecessary_wraps, reason = "same signature as on x86-64")]
     pub(super) fn append<'a>(chars: &'a [u8], _out: &mut Vec<u8>) -> Option<&'a [u8]> {
         Some(chars)
     }
@@ -159,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn all_lengths_come_back() {
+    fn all_lengths_round_trip() {
         let bytes: Vec<u8> = (0..400u32).map(|at| ((at * 167) >> 3).to_le_bytes()[0]).collect();
         for length in 0..=bytes.len() {
             let text = STANDARD.encode_to_string(&bytes[..length]);
@@ -168,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_at_every_place_is_judged_as_the_crate_judges_it() {
+    fn every_byte_at_every_position_is_accepted_or_rejected_as_by_base64_simd() {
         let text = STANDARD.encode_to_string([0x5a; 150]);
         for at in 0..text.len() {
             for byte in 0..=u8::MAX {
@@ -182,7 +186,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_judged_as_the_crate_judges_it(
+        fn any_text_decodes_as_with_base64_simd(
             bytes in prop::collection::vec(any::<u8>(), 0..500),
             cut in 0usize..8,
         ) {

@@ -1,18 +1,18 @@
 //! Rows in immutable blocks that several masks may share.
 //!
-//! The one invariant: in a [`Blocks`] every block but the open last one holds exactly
-//! [`BLOCK_ROWS`] rows, so row `p` lies in block `p / BLOCK_ROWS` whatever replies it came in.
+//! The invariant: every block of a [`Blocks`] except the open last one holds exactly
+//! [`BLOCK_ROWS`] rows, so row `p` is in block `p / BLOCK_ROWS` regardless of which reply sent it.
 
 use crate::BLOCK_ROWS;
 use std::sync::Arc;
 
-/// [`BLOCK_ROWS`] rows (the last block of a mask may have fewer), immutable and shared by
-/// reference: a clone costs a counter.
+/// [`BLOCK_ROWS`] rows (the last block of a mask may have fewer), immutable and reference-counted:
+/// cloning copies no rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block(Arc<Vec<u8>>);
 
 impl Block {
-    /// Takes the bytes as they are; capacity beyond them is given back.
+    /// Takes ownership of the bytes and releases spare capacity.
     pub(crate) fn new(mut bytes: Vec<u8>) -> Self {
         bytes.shrink_to_fit();
         Self(Arc::new(bytes))
@@ -23,17 +23,17 @@ impl Block {
         &self.0
     }
 
-    /// Whether somebody else holds it, too.
+    /// Whether another mask, builder or cache entry holds this block as well.
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }
 
-    /// Where its bytes lie: equal for clones of one block, different for two blocks in use.
+    /// Address of the block: equal for clones of one block, different for two live blocks.
     pub(crate) fn address(&self) -> usize {
         Arc::as_ptr(&self.0).addr()
     }
 
-    /// The bytes for changing them: moved out if nobody else holds them, else the first `keep`.
+    /// The first `keep` bytes for modification: moved out of an unshared block, copied otherwise.
     fn into_open(self, keep: usize) -> Vec<u8> {
         match Arc::try_unwrap(self.0) {
             Ok(mut bytes) => {
@@ -45,16 +45,16 @@ impl Block {
     }
 }
 
-/// Bytes of routing rows in memory.
+/// Bytes of routing rows in memory, split by sharing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct HeldBytes {
-    /// In blocks that nobody else holds.
+    /// Bytes in blocks that have a single holder.
     pub own: usize,
-    /// In blocks that another mask, builder or the prefix cache holds, too.
+    /// Bytes in blocks that another mask, builder or the prefix cache holds as well.
     pub shared: usize,
 }
 
-/// Rows `0..n` of one sequence while they are collected.
+/// Rows `0..n` of one sequence while they are being collected.
 #[derive(Debug, Clone)]
 pub(crate) struct Blocks {
     row_bytes: usize,
@@ -86,8 +86,8 @@ impl Blocks {
         bytes.get(at..at + self.row_bytes)
     }
 
-    /// Appends a piece of rows less its first `skip`; rows and piece end within one block. A piece
-    /// that begins a block is taken by move.
+    /// Appends a piece without its first `skip` rows. The piece lies within one block; a piece that
+    /// starts a block is moved, not copied.
     pub(crate) fn append(&mut self, piece: Vec<u8>, skip: usize) {
         let block_bytes = BLOCK_ROWS * self.row_bytes;
         if skip == 0 && self.open.is_empty() {
@@ -102,13 +102,13 @@ impl Blocks {
         }
     }
 
-    /// Puts full blocks in front of nothing: only for an empty sequence.
+    /// Sets the full blocks of an empty sequence.
     pub(crate) fn seed(&mut self, blocks: Vec<Block>) {
         debug_assert_eq!(self.rows(), 0);
         self.full = blocks;
     }
 
-    /// Replaces full block `index` by another one with equal bytes.
+    /// Replaces full block `index` by another block with equal bytes.
     pub(crate) fn share(&mut self, index: usize, block: &Block) {
         if let Some(mine) = self.full.get_mut(index) {
             debug_assert_eq!(mine, block);
@@ -126,7 +126,7 @@ impl Blocks {
         }
     }
 
-    /// Rows `0..rows` once more: full blocks by reference, at most one partial one copied.
+    /// A copy of rows `0..rows`: full blocks are shared, at most one partial block is copied.
     pub(crate) fn fork(&self, rows: usize) -> Self {
         let (keep, rest) = (rows / BLOCK_ROWS, rows % BLOCK_ROWS * self.row_bytes);
         let cut = self.full.get(keep).map_or(self.open.as_slice(), Block::bytes);

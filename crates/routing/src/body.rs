@@ -1,17 +1,17 @@
 //! Cuts the routed experts out of a JSON reply without parsing it.
 //!
-//! Why a search for `"routed_experts"`, quotes included, finds keys and nothing else: inside a
-//! JSON string every quote has a backslash before it. So where the byte before the first quote is
-//! no backslash, that quote begins or ends a string. If it ended one, a bare `routed_experts`
-//! would follow, which is no JSON, and stays in the rest for the parser to refuse. If it begins
-//! one, the string is exactly `routed_experts`, since the byte before its last quote is no
-//! backslash either; and a string before a colon is a key. The payload ends at the next quote:
-//! base64 has neither quotes nor backslashes, and a quote with a backslash before it is refused.
+//! Why a search for `"routed_experts"`, including the quotes, finds only keys: inside a JSON string
+//! every quote follows a backslash. So if the byte before the first quote is not a backslash, that
+//! quote starts or ends a string. If it ends one, a bare `routed_experts` follows, which is not valid
+//! JSON and stays in the rest for the parser to reject. If it starts one, the string is exactly
+//! `routed_experts`, because the byte before its last quote is not a backslash either; and a string
+//! before a colon is a key. The payload ends at the next quote: base64 contains neither quotes nor
+//! backslashes, and a quote after a backslash is an error.
 //!
-//! A payload that is a `.npy` file says itself how long it is. Where a quote stands just there, the
-//! bytes before it are not searched for one: of a whole sequence sent again with every turn this is
-//! nearly all there is to read. The decoder refuses a quote among the rows that it takes, and of
-//! those before them nobody reads any.
+//! A payload that is a `.npy` file states its own length. If a quote stands exactly at that end, the
+//! bytes before it are not searched: when the whole sequence is sent again with every turn, this is
+//! nearly all of the body. The decoder rejects a quote among the rows it decodes, and rows before
+//! those are never read.
 
 use crate::{RoutingError, npy};
 use memchr::memchr;
@@ -20,30 +20,30 @@ use std::ops::Range;
 
 const KEY: &[u8] = b"\"routed_experts\"";
 
-/// More samples than this in one reply are no reply to us.
+/// Limit on the samples of one reply; more than this is not a plausible reply.
 const MAX_PAYLOADS: usize = 1024;
 
 /// A JSON reply without its routed experts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SplitBody {
-    /// The reply with every string under a key `routed_experts` replaced by the empty one; as
-    /// valid, or not, as the body was. Other values under that key (`null`) are left as they are.
+    /// The reply with every string under a key `routed_experts` replaced by an empty string. It is
+    /// valid JSON if and only if the body is. Other values under that key (`null`) are unchanged.
     pub json: Vec<u8>,
-    /// The bytes of the body between the quotes of these strings, in order; the n-th belongs to
-    /// the n-th string under such a key in `json`.
+    /// Byte ranges in the body of the text between the quotes of these strings, in order. The n-th
+    /// belongs to the n-th string under such a key in `json`.
     pub payloads: Vec<Range<usize>>,
 }
 
-/// Cuts every string under a key `routed_experts`, at whatever depth, out of a JSON text. The
-/// strings are passed at most once, in search of their end, and neither copied nor looked at.
+/// Cuts every string under a key `routed_experts`, at any depth, out of a JSON text. The strings are
+/// scanned at most once, to find their end, and never copied.
 ///
 /// # Errors
 /// [`RoutingError::Body`] when such a string does not end, ends in an escaped quote, or when
-/// there are more than 1024 of them. Whether the rest is JSON is for its parser to say.
+/// there are more than 1024 of them. The rest is not parsed, so it may be invalid JSON.
 pub fn split_body(body: &[u8]) -> Result<SplitBody, RoutingError> {
     let finder = Finder::new(KEY);
     let mut split = SplitBody { json: Vec::new(), payloads: Vec::new() };
-    // Up to where the body is copied, and up to where it was searched.
+    // The body is copied up to `copied` and searched up to `searched`.
     let (mut copied, mut searched) = (0, 0);
     while let Some(found) = finder.find(body.get(searched..).unwrap_or_default()) {
         let key = searched + found;
@@ -53,13 +53,13 @@ pub fn split_body(body: &[u8]) -> Result<SplitBody, RoutingError> {
         }
         let Some(begin) = string_value(body, searched) else { continue };
         let text = body.get(begin..).unwrap_or_default();
-        let length = length(text).ok_or(RoutingError::Body("it ends inside them"))?;
+        let length = length(text).ok_or(RoutingError::Body("the body ends inside the string"))?;
         let end = begin + length;
         if body.get(begin..end).is_some_and(|text| text.last() == Some(&b'\\')) {
-            return Err(RoutingError::Body("a backslash is in them"));
+            return Err(RoutingError::Body("the string contains a backslash"));
         }
         if split.payloads.len() == MAX_PAYLOADS {
-            return Err(RoutingError::Body("there are more than 1024 of them"));
+            return Err(RoutingError::Body("the reply has more than 1024 of them"));
         }
         split.json.extend_from_slice(body.get(copied..begin).unwrap_or_default());
         split.payloads.push(begin..end);
@@ -69,7 +69,7 @@ pub fn split_body(body: &[u8]) -> Result<SplitBody, RoutingError> {
     Ok(split)
 }
 
-/// Where the text of the string begins that is the value of the key ending at `at`, if it is one.
+/// Start of the string value of the key that ends at `at`; `None` if the value is not a string.
 fn string_value(body: &[u8], at: usize) -> Option<usize> {
     let colon = at + blanks(body.get(at..)?);
     let value = match body.get(colon)? {
@@ -79,13 +79,13 @@ fn string_value(body: &[u8], at: usize) -> Option<usize> {
     (body.get(value) == Some(&b'"')).then_some(value + 1)
 }
 
-/// How many bytes of `text` are before the quote that ends the string it begins with.
+/// Number of bytes in `text` before the quote that ends the string.
 fn length(text: &[u8]) -> Option<usize> {
-    let said = npy::chars(text).filter(|&chars| text.get(chars) == Some(&b'"'));
-    said.or_else(|| memchr(b'"', text))
+    let declared = npy::declared_chars(text).filter(|&chars| text.get(chars) == Some(&b'"'));
+    declared.or_else(|| memchr(b'"', text))
 }
 
-/// White space, as JSON defines it, at the begin of `text`.
+/// Number of leading JSON white-space bytes of `text`.
 fn blanks(text: &[u8]) -> usize {
     text.iter().take_while(|byte| matches!(byte, b' ' | b'\t' | b'\n' | b'\r')).count()
 }

@@ -1,18 +1,19 @@
 //! Joins the rows of all replies of one episode, by absolute token position.
 //!
-//! Which row stands, and under which version:
+//! Which row is kept, and under which version:
 //!
-//! * The first row received for a position stands. It was chosen in the forward pass whose KV the
-//!   later tokens were sampled over. A row received again (overlap, resume, re-prefill on another
-//!   worker) is compared as a set per layer and counted.
+//! * The first row received for a position is kept. It was chosen in the forward pass whose KV cache
+//!   the later tokens were sampled over. A row received again (overlap, resume, re-prefill on another
+//!   worker) is compared as a set per layer, and differences are counted.
 //! * Row `t` carries the version whose weights sampled token `t + 1`: both come from one pass. The
 //!   row of a turn's last token therefore belongs to the turn after it.
-//! * A range is *mixed* when that link is broken. Weights exchanged while a request ran: rows from
-//!   the first change on were chosen over KV of other weights. KV dropped inside a request
-//!   (retraction, preemption): SGLang prefills prompt and sampled tokens again and sends those
-//!   rows, while the log-probabilities are the first pass's; all new rows of that reply are mixed
-//!   and, if the weights changed as well, carry the last version, which computed them. An abort
-//!   before an update and a resume after it mix nothing: each reply has one pass under one version.
+//! * A range is *mixed* when that link is broken. If weights are replaced while a request runs, rows
+//!   from the first change on were chosen over the KV cache of other weights. If KV is dropped inside
+//!   a request (retraction, preemption), SGLang prefills prompt and sampled tokens again and sends
+//!   those rows, while the log-probabilities come from the first pass. All new rows of that reply are
+//!   then mixed; if the weights changed as well, the rows carry the last version, which computed them.
+//!   An abort before an update and a resume after it mix nothing: each reply has one pass under one
+//!   version.
 
 use crate::blocks::{Block, Blocks, HeldBytes};
 use crate::check::{check_shape, same_sets};
@@ -26,25 +27,59 @@ use std::sync::Arc;
 pub struct PushReport {
     /// Rows stored for the first time.
     pub new_rows: usize,
-    /// Rows that were already held, and compared.
+    /// Rows that were already held and were compared.
     pub overlap_rows: usize,
-    /// Of these, rows whose expert sets differ in some layer; the first one stands.
+    /// Overlap rows whose expert sets differ in some layer; the held row is kept.
     pub drift_rows: usize,
-    /// Of the new rows, those marked mixed.
+    /// New rows that are marked mixed.
     pub mixed_rows: usize,
 }
 
-/// How an engine came to the rows of one reply.
+/// The forward passes in which an engine computed the rows of one reply.
 #[derive(Debug, Clone, Copy)]
 pub struct Passes<'a> {
     /// Weights by absolute row range, ascending; must cover every row of the reply that is not
     /// held yet.
     pub versions: &'a [RowVersion],
-    /// Whether the engine dropped the request's KV on the way and computed it again.
+    /// Whether the engine dropped the request's KV cache during the request and recomputed it.
     pub retracted: bool,
 }
 
-/// Collects rows. A row, once held, is never overwritten.
+/// Collects the rows of one episode by absolute position. A held row is never overwritten.
+///
+/// ```
+/// use orchestrate_routing::{MaskBuilder, RoutedRows};
+/// use orchestrate_types::{ModelShape, PolicyVersion};
+/// use std::sync::Arc;
+///
+/// // One MoE layer, 4 experts, top-2: each row is two ids.
+/// let shape = Arc::new(ModelShape {
+///     hidden_layers: 1,
+///     moe_layers: vec![0],
+///     experts: 4,
+///     top_k: 2,
+///     vocab: 100,
+///     context: 64,
+/// });
+/// let mut builder = MaskBuilder::new(Arc::clone(&shape))?;
+///
+/// // Turn 1 ends at 3 tokens. The last token has no row yet: it was not an input.
+/// let rows = RoutedRows::from_ids(&shape, 0, &[0, 1, 2, 3])?;
+/// builder.push(rows, 3, PolicyVersion(7))?;
+///
+/// // Turn 2 ends at 5 tokens. It sends the last row held again, which is compared.
+/// assert_eq!(builder.next_start(), 1);
+/// let rows = RoutedRows::from_ids(&shape, 1, &[3, 2, 1, 2, 0, 3])?;
+/// let report = builder.push(rows, 5, PolicyVersion(8))?;
+/// assert_eq!((report.new_rows, report.overlap_rows, report.drift_rows), (2, 1, 0));
+///
+/// // A mask of 5 tokens has 4 rows.
+/// let mask = builder.finish(5)?;
+/// assert_eq!(mask.rows(), 4);
+/// assert_eq!(mask.experts(2, 0), Some(vec![1, 2]));
+/// assert_eq!(mask.versions().len(), 2);
+/// # Ok::<(), orchestrate_routing::RoutingError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct MaskBuilder {
     shape: Arc<ModelShape>,
@@ -54,49 +89,49 @@ pub struct MaskBuilder {
 }
 
 impl MaskBuilder {
-    /// Nothing held yet.
+    /// An empty builder for a model of this shape.
     ///
     /// # Errors
-    /// [`RoutingError::Shape`] for a model without usable MoE layers.
+    /// [`RoutingError::Shape`] for a model that cannot have routing rows, e.g. without MoE layers.
     pub fn new(shape: Arc<ModelShape>) -> Result<Self, RoutingError> {
         check_shape(&shape)?;
         let blocks = Blocks::new(shape.row_bytes());
         Ok(Self { shape, blocks, versions: Vec::new(), mixed: Vec::new() })
     }
 
-    /// Leading positions that have a row.
+    /// Number of rows held; they cover positions `0..rows()`.
     pub fn rows(&self) -> usize {
         self.blocks.rows()
     }
 
-    /// Bytes of rows held, by whether others hold them, too.
+    /// Bytes of rows held, split by whether other masks, builders or the cache share them.
     pub fn held(&self) -> HeldBytes {
         self.blocks.held()
     }
 
-    /// First position to ask the next reply for: the last row held, so that one row of overlap
-    /// shows whether engine and builder still mean the same positions.
+    /// First position to request with the next reply: the last row held. One row of overlap shows
+    /// whether engine and builder still agree on positions.
     pub fn next_start(&self) -> usize {
         self.rows().saturating_sub(1)
     }
 
-    /// Policy version per row range; ascending, without gap.
+    /// Policy version per row range; ascending, without gaps.
     pub fn versions(&self) -> &[RowVersion] {
         &self.versions
     }
 
-    /// Ranges of rows that are mixed; ascending and apart.
+    /// Ranges of mixed rows; ascending and not adjacent.
     pub fn mixed(&self) -> &[Range<usize>] {
         &self.mixed
     }
 
     /// Places the rows of one reply that was computed in one pass under one version, after which
     /// the sequence has `total_tokens` tokens. Rows of positions already held are compared as sets
-    /// per layer, and dropped; whole blocks are taken by move.
+    /// per layer and dropped; whole blocks are moved, not copied.
     ///
     /// # Errors
     /// [`RoutingError::Gap`], [`RoutingError::BeyondEnd`] or [`RoutingError::RowBytes`]; the
-    /// builder is then as before.
+    /// builder is unchanged.
     pub fn push(
         &mut self,
         rows: RoutedRows,
@@ -108,11 +143,11 @@ impl MaskBuilder {
         self.push_passes(rows, total_tokens, Passes { versions: &one, retracted: false })
     }
 
-    /// As [`MaskBuilder::push`], for a reply during which weights or KV may have changed.
+    /// Like [`MaskBuilder::push`], for a reply during which weights or KV cache may have changed.
     ///
     /// # Errors
-    /// As [`MaskBuilder::push`], and [`RoutingError::Versions`] when the versions leave out a new
-    /// row.
+    /// The errors of [`MaskBuilder::push`], and [`RoutingError::Versions`] if the versions do not
+    /// cover a new row.
     pub fn push_passes(
         &mut self,
         rows: RoutedRows,
@@ -167,7 +202,7 @@ impl MaskBuilder {
         Ok(report)
     }
 
-    /// Starts an empty builder with full blocks that were computed for the same tokens under
+    /// Fills an empty builder with full blocks that were computed for the same tokens under
     /// `version` (see [`crate::PrefixCache`]); does nothing if rows are held already.
     pub fn seed(&mut self, blocks: Vec<Block>, version: PolicyVersion) {
         if self.rows() > 0 || blocks.is_empty() {
@@ -177,16 +212,16 @@ impl MaskBuilder {
         self.versions = vec![RowVersion { start: 0, end: self.rows(), version }];
     }
 
-    /// Cuts the sequence to `tokens` tokens: rows from `tokens − 1` on are dropped, the new last
-    /// token is pending again.
+    /// Truncates the sequence to `tokens` tokens: rows from `tokens − 1` on are dropped, and the new
+    /// last token waits for its row again.
     pub fn truncate(&mut self, tokens: usize) {
         let rows = self.rows().min(tokens.saturating_sub(1));
         self.blocks.truncate(rows);
         self.cut_ranges(rows);
     }
 
-    /// A second builder that begins with the first `tokens` tokens of this one. Full blocks are
-    /// shared; the token after the fork makes row `tokens − 1` its own.
+    /// A second builder that starts with the first `tokens` tokens of this one. Full blocks are
+    /// shared. Row `tokens − 1` is not copied, because it depends on the branch that follows.
     #[must_use]
     pub fn fork(&self, tokens: usize) -> Self {
         let rows = self.rows().min(tokens.saturating_sub(1));
@@ -211,8 +246,8 @@ impl MaskBuilder {
         });
     }
 
-    /// Full blocks whose rows all came from one clean run of passes under `version`, from the
-    /// first on: what another sequence with the same tokens may use.
+    /// Leading full blocks whose rows all come from unmixed passes under `version`: the blocks that
+    /// another sequence with the same tokens may use.
     pub(crate) fn clean_blocks(&self, version: PolicyVersion) -> &[Block] {
         let pure = self.versions.first().filter(|range| range.version == version);
         let clean = self.mixed.first().map_or(usize::MAX, |range| range.start);
@@ -221,12 +256,13 @@ impl MaskBuilder {
         full.get(..(rows / crate::BLOCK_ROWS).min(full.len())).unwrap_or_default()
     }
 
-    /// Replaces full block `index` by one of equal bytes that others hold.
+    /// Replaces full block `index` by a shared block with equal bytes.
     pub(crate) fn share(&mut self, index: usize, block: &Block) {
         self.blocks.share(index, block);
     }
 
-    /// Ends the trajectory of `total_tokens` tokens. INV-3: exactly `total_tokens − 1` rows.
+    /// Finishes the mask of a trajectory of `total_tokens` tokens, which needs exactly
+    /// `total_tokens − 1` rows (INV-3).
     ///
     /// # Errors
     /// [`RoutingError::Incomplete`] with any other number of rows.
@@ -240,7 +276,7 @@ impl MaskBuilder {
     }
 }
 
-/// Versions of the new rows, and which of them are mixed.
+/// The versions of the new rows, and the range of them that is mixed.
 fn attribute(
     new: Range<usize>,
     passes: Passes<'_>,
@@ -266,7 +302,7 @@ fn attribute(
         }
         return Ok((versions, new));
     }
-    // Held rows of the same reply count: a change inside them is a change before the new ones.
+    // Rows that were already held count too: a change inside them comes before the new rows.
     let change = passes.versions.windows(2).find_map(|pair| match pair {
         [before, after] if before.version != after.version => Some(after.start),
         _ => None,

@@ -1,83 +1,62 @@
-//! Rows of common prefixes: fetched once, held once.
+//! Cache of routing rows by token prefix: rows of a common prefix are fetched once and held once.
 //!
-//! # When rows of one sequence are right for another
+//! # When rows of one sequence are valid for another
 //!
-//! Row `t` is a function of the weights and of tokens `0 ..= t`, up to rounding: a router's near
-//! tie may fall either way when the same tokens run in another batch, another chunk or on another
-//! worker. What replay must reproduce is the choice behind the KV that later tokens were sampled
-//! over. So there are two cases when a second episode begins with the same tokens.
+//! Row `t` is a function of the weights and of tokens `0 ..= t`, up to rounding: a near tie in a
+//! router may resolve either way when the same tokens run in another batch, another chunk or on
+//! another worker. Replay must reproduce the choice behind the KV cache that later tokens were
+//! sampled over. So there are two cases when a second episode starts with the same tokens.
 //!
 //! * The engine answers them from its own prefix cache. Then this KV *is* that of the first
-//!   episode, and the first episode's rows are exactly right. (An engine that returns rows by KV
-//!   slot would send the same bytes again.)
-//! * It computes them again. Then equal rows are expected, not promised. Prompt tokens carry no
+//!   episode, and the first episode's rows are exact. (An engine that returns rows by KV slot would
+//!   send the same bytes again.)
+//! * It computes them again. Then equal rows are expected, but not guaranteed. Prompt tokens carry no
 //!   loss, so a differing row there shifts later log-probabilities by rounding, as any two
-//!   computations do; but it is noticed: the next request asks for the last row held once more,
-//!   and a difference is counted as drift ([`CacheMetrics::drift_rows`], the metric
+//!   computations do. The difference is still detected: the next request includes the last row held,
+//!   and a difference counts as drift ([`CacheMetrics::drift_rows`], the metric
 //!   `routing_drift`).
 //!
-//! Where that is not good enough, the scope `worker` shares only among episodes on one worker,
-//! whose KV cache the first case is about; the scope `fleet` shares among all.
+//! Where that is not acceptable, the scope `worker` shares rows only among episodes on one worker,
+//! which share its KV cache (the first case). The scope `fleet` shares rows among all workers.
 //!
-//! Whatever is *not* a function of the key must never get in: rows of other weights (the policy
-//! version is part of the key, and a seed whose first reply comes under another version is thrown
-//! away), mixed rows, and rows that follow a change of version, whose KV was of two versions.
-//! Keys are a hash chain of whole blocks of tokens, so a block is found only under the very prefix
-//! it was computed for.
+//! Rows that are *not* a function of the key are never inserted: rows of other weights (the policy
+//! version is part of the key, and a seed whose first reply comes under another version is
+//! discarded), mixed rows, and rows after a change of version, whose KV cache is of two versions.
+//! Keys are a hash chain over whole blocks of tokens, so a block is found only under the exact
+//! prefix it was computed for.
 //!
 //! # Order of eviction
 //!
-//! A block without those before it is useless, so a chain is always touched from its end to its
-//! beginning: ends are older and go first. Evicted blocks that a second sequence has used are
-//! written to files (the tail of one conversation never is); a file that is missing or damaged is
-//! a miss.
+//! A block is useless without the blocks before it, so a chain is always touched from its end to its
+//! start: blocks at the end are older and evicted first. Evicted blocks that a second sequence has
+//! used are written to files; the tail of a single conversation never is. A missing or damaged file
+//! is a miss.
 
 use crate::blocks::Block;
 use crate::check::same_sets;
+use crate::key::BlockKey;
 use crate::recent::Recent;
 use crate::spill::{SpillFolder, SpillIndex};
 use crate::{BLOCK_ROWS, MaskBuilder};
 use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
 use std::collections::HashMap;
-use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Names a block: model, policy version, scope, and all tokens up to the block's end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct BlockKey([u8; 32]);
-
-impl BlockKey {
-    pub(crate) fn as_bytes(&self) -> &[u8] {
-        &self.0
-    }
-
-    #[cfg(test)]
-    pub(crate) fn from_bytes(bytes: [u8; 32]) -> Self {
-        Self(bytes)
-    }
-}
-
-impl fmt::Display for BlockKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
-    }
-}
-
-/// The keys of one growing sequence.
+/// The block keys of one growing sequence.
 #[derive(Debug, Clone)]
 pub struct PrefixChain {
     version: PolicyVersion,
     shape: ModelShape,
     last: BlockKey,
     keys: Vec<BlockKey>,
-    /// Leading blocks that were compared with the cache's: each is counted once.
+    /// Number of leading blocks already compared with the cache, so that each is counted once.
     compared: usize,
 }
 
 impl PrefixChain {
-    /// An empty sequence. `model` tells weights of equal version apart (a run's id), `scope` is
-    /// the worker's name or empty for the fleet.
+    /// An empty sequence. `model` distinguishes weights of equal version (a run id); `scope` is the
+    /// worker's name, or empty for the fleet.
     pub fn new(shape: &ModelShape, model: &str, version: PolicyVersion, scope: &str) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("orchestrate routing prefix 1");
         for text in [model, scope] {
@@ -88,90 +67,91 @@ impl PrefixChain {
         for number in numbers.iter().chain(&shape.moe_layers) {
             hasher.update(&(*number as u64).to_le_bytes());
         }
-        let last = BlockKey(*hasher.finalize().as_bytes());
+        let last = BlockKey::new(*hasher.finalize().as_bytes());
         Self { version, shape: shape.clone(), last, keys: Vec::new(), compared: 0 }
     }
 
-    /// The version its rows were computed under.
+    /// Policy version under which its rows were computed.
     pub fn version(&self) -> PolicyVersion {
         self.version
     }
 
-    /// Takes in the sequence as it is now: all of its tokens, the known ones unchanged.
+    /// Extends the chain to all tokens of the sequence; tokens passed before must be unchanged.
     pub fn extend_to(&mut self, tokens: &[TokenId]) {
         let (blocks, _) = tokens.as_chunks::<BLOCK_ROWS>();
-        let mut bytes = Vec::with_capacity(self.last.0.len() + size_of::<[TokenId; BLOCK_ROWS]>());
+        let mut bytes =
+            Vec::with_capacity(self.last.as_bytes().len() + size_of::<[TokenId; BLOCK_ROWS]>());
         for block in blocks.iter().skip(self.keys.len()) {
-            // In one piece: token by token takes three times the instructions.
+            // Hashed in one piece: token by token takes three times as many instructions.
             bytes.clear();
-            bytes.extend_from_slice(&self.last.0);
+            bytes.extend_from_slice(self.last.as_bytes());
             for token in block {
                 bytes.extend_from_slice(&token.to_le_bytes());
             }
-            self.last = BlockKey(*blake3::hash(&bytes).as_bytes());
+            self.last = BlockKey::new(*blake3::hash(&bytes).as_bytes());
             self.keys.push(self.last);
         }
     }
 }
 
-/// How large the cache may be.
+/// Size limits of a [`PrefixCache`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheOptions {
-    /// Bytes of blocks in memory. Blocks that masks hold as well count all the same, once.
+    /// Limit on the bytes of blocks in memory. Blocks that masks share count as well, once.
     pub bytes: u64,
-    /// Folder for evicted blocks and its size in bytes; `None` = they are forgotten. What an
-    /// earlier process left there is removed.
+    /// Folder for evicted blocks and its size limit in bytes; `None` discards them. Blocks of an
+    /// earlier process in the folder are removed.
     pub spill: Option<(PathBuf, u64)>,
 }
 
-/// What happened so far, and what is held now.
+/// Counters since the cache was opened, and current sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CacheMetrics {
     /// Lookups that found at least one block.
     pub hits: u64,
-    /// Lookups that found none.
+    /// Lookups that found no block.
     pub misses: u64,
-    /// Rows handed out by lookups.
+    /// Rows returned by lookups.
     pub rows_reused: u64,
-    /// Blocks that came with a sequence but were held already, and are shared since.
+    /// Inserted blocks that were already cached and are shared since.
     pub blocks_merged: u64,
-    /// Rows that came with a sequence and differ from those held for the same tokens.
+    /// Inserted rows that differ from the cached rows of the same tokens.
     pub drift_rows: u64,
-    /// Bytes of blocks in memory now.
+    /// Current bytes of blocks in memory.
     pub bytes_held: u64,
-    /// Bytes of files now.
+    /// Current bytes of files.
     pub bytes_spilled: u64,
     /// Blocks written to files.
     pub spills: u64,
-    /// Blocks read back.
+    /// Blocks read back from files.
     pub reloads: u64,
-    /// Files that could not be written, or not be used.
+    /// Files that could not be written, read or validated.
     pub spill_failures: u64,
 }
 
-/// What [`PrefixCache::insert`] found.
+/// Result of [`PrefixCache::insert`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Inserted {
-    /// Rows that are shared with an earlier sequence from now on.
+    /// Rows that are now shared with an earlier sequence.
     pub merged_rows: usize,
-    /// Rows that differ, as sets per layer, from those held for the same tokens.
+    /// Rows that differ, as sets per layer, from the cached rows of the same tokens.
     pub drift_rows: usize,
 }
 
-/// Blocks that had to give way to newer ones and are worth a file each.
+/// Evicted blocks that are worth writing to files; see [`PrefixCache::write`].
 #[derive(Debug, Default)]
 #[must_use = "they are lost unless they are written"]
 pub struct Evicted(Vec<(BlockKey, Block)>);
 
 impl Evicted {
-    /// Whether there is nothing to write.
+    /// Whether no blocks have to be written.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// Blocks by token prefix. Calls may write and read files, all but
-/// [`PrefixCache::insert_in_memory`]: make them where blocking is allowed.
+/// Blocks by token prefix. All calls except [`PrefixCache::insert_in_memory`] may read or write
+/// files: make them where blocking is allowed.
 #[derive(Debug)]
 pub struct PrefixCache {
     state: Mutex<State>,
@@ -192,15 +172,15 @@ struct State {
 struct Entry {
     block: Block,
     version: PolicyVersion,
-    /// A second sequence has used it.
+    /// Whether a second sequence has used it.
     reused: bool,
 }
 
 impl PrefixCache {
-    /// An empty cache.
+    /// Opens an empty cache and its spill folder.
     ///
     /// # Errors
-    /// When the spill folder cannot be made or emptied.
+    /// If the spill folder cannot be created or emptied.
     pub fn open(options: CacheOptions) -> std::io::Result<Self> {
         let (folder, limit) = match options.spill {
             Some((path, limit)) => (Some(SpillFolder::open(&path)?), limit),
@@ -221,7 +201,7 @@ impl PrefixCache {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What happened so far.
+    /// Current counters and sizes.
     pub fn metrics(&self) -> CacheMetrics {
         let state = self.lock();
         CacheMetrics {
@@ -231,8 +211,7 @@ impl PrefixCache {
         }
     }
 
-    /// The longest run of blocks from the sequence's beginning, to [`MaskBuilder::seed`] a builder
-    /// with.
+    /// The longest run of cached blocks from the start of the sequence, for [`MaskBuilder::seed`].
     pub fn lookup(&self, chain: &PrefixChain) -> Vec<Block> {
         let in_files: Vec<BlockKey> = {
             let state = self.lock();
@@ -261,16 +240,16 @@ impl PrefixCache {
         found.into_iter().map(|(_, block)| block).collect()
     }
 
-    /// Takes in what a sequence has collected: its full blocks of one clean run under the chain's
-    /// version. Blocks held already are compared, and shared from now on where they are equal.
-    /// Writes to files what had to give way.
+    /// Inserts the leading full, unmixed blocks of a sequence under the chain's version. Blocks that
+    /// are already cached are compared, and shared if they are equal. Evicted blocks are written to
+    /// files.
     pub fn insert(&self, chain: &mut PrefixChain, builder: &mut MaskBuilder) -> Inserted {
         let (inserted, evicted) = self.insert_in_memory(chain, builder);
         self.write(evicted);
         inserted
     }
 
-    /// As [`PrefixCache::insert`], without touching a file: what had to give way is for
+    /// Like [`PrefixCache::insert`], but without file access: pass the evicted blocks to
     /// [`PrefixCache::write`].
     pub fn insert_in_memory(
         &self,
@@ -283,7 +262,7 @@ impl PrefixCache {
         let new: Vec<Block> = blocks.get(compared..clean).unwrap_or_default().to_vec();
         let mut inserted = Inserted::default();
         let mut state = self.lock();
-        // From the end, so that what is needed for all that follows gives way last.
+        // From the end, so that the blocks that all later ones depend on are evicted last.
         for (at, block) in new.iter().enumerate().rev() {
             let index = compared + at;
             let Some(key) = chain.keys.get(index) else { continue };
@@ -303,8 +282,8 @@ impl PrefixCache {
                 None => state.put(*key, block, chain.version, false),
             }
         }
-        // Who was used last matters when something must give way soon. Until then nothing has gone: a
-        // cache that ever was full stays so.
+        // The order of last use matters only when eviction is near. Below half of the limit nothing
+        // has ever been evicted: a cache that was full once stays full.
         if state.bytes > state.limit / 2 {
             let known = chain.keys.iter().zip(builder.clean_blocks(chain.version)).take(compared);
             for (key, block) in known.collect::<Vec<_>>().into_iter().rev() {
@@ -327,7 +306,7 @@ impl PrefixCache {
                     loaded.insert(*key, Block::new(bytes));
                 }
                 Err(error) => {
-                    tracing::warn!(%key, %error, "a spilled routing block is lost");
+                    tracing::warn!(%key, %error, "cannot read a spilled routing block; its rows are fetched again");
                     folder.delete(key);
                     let mut state = self.lock();
                     state.spilled.remove(key);
@@ -338,7 +317,7 @@ impl PrefixCache {
         loaded
     }
 
-    /// Writes blocks that had to give way, and deletes the oldest files for them.
+    /// Writes evicted blocks to files and deletes the oldest files beyond the size limit.
     pub fn write(&self, evicted: Evicted) {
         let Some(folder) = &self.folder else { return };
         for (key, block) in evicted.0 {
@@ -350,7 +329,7 @@ impl PrefixCache {
                     state.spilled.add(key, bytes)
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "an evicted routing block cannot be written");
+                    tracing::warn!(%error, "cannot write an evicted routing block");
                     state.counts.spill_failures += 1;
                     Vec::new()
                 }
@@ -380,7 +359,7 @@ impl State {
         self.memory.put(key, Entry { block: block.clone(), version, reused });
     }
 
-    /// Takes out what is too much; gives the blocks worth a file.
+    /// Removes the oldest blocks beyond the limit and returns those worth writing to files.
     fn evict(&mut self) -> Evicted {
         let mut victims = Vec::new();
         while self.bytes > self.limit {

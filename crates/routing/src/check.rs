@@ -5,17 +5,17 @@ use crate::kernels::{Repeats, WireId, any_above, any_set};
 use crate::{BLOCK_ROWS, RoutingError};
 use orchestrate_types::ModelShape;
 
-/// The cost of looking for a repeated expert grows with the square of top-k.
+/// Bound on top-k: the cost of finding a repeated expert grows with its square.
 const MAX_TOP_K: usize = 256;
-/// Rows from which a layer of nothing but zeros is no coincidence at top-1.
+/// From this many rows on, an all-zero layer at top-1 is not a coincidence.
 const ZERO_LAYER_ROWS: usize = 8;
-/// Rows from which equal layers are looked for.
+/// From this many rows on, equal layers are an error.
 const EQUAL_LAYER_ROWS: usize = 16;
-/// Independent coincidences that make equal layers a fault: repeated tokens repeat their row, so
-/// only changes of the row count, once per further layer.
+/// Independent coincidences after which equal layers are an error. Repeated tokens repeat their row,
+/// so only changes from row to row count, once per additional layer.
 const EQUAL_LAYER_EVIDENCE: usize = 8;
 
-/// Refuses shapes that have no rows, or rows that do not fit the stored ids.
+/// Checks that a model of this shape has routing rows whose ids fit the stored width.
 pub(crate) fn check_shape(shape: &ModelShape) -> Result<(), RoutingError> {
     let fault = if shape.moe_layers.is_empty() {
         Some("it has no MoE layer")
@@ -26,18 +26,18 @@ pub(crate) fn check_shape(shape: &ModelShape) -> Result<(), RoutingError> {
     } else if shape.top_k == 0 || shape.top_k > shape.experts {
         Some("top-k must be at least 1 and at most the number of experts")
     } else if shape.top_k > MAX_TOP_K {
-        Some("top-k is beyond any model")
+        Some("top-k is larger than 256")
     } else if shape.experts > 1 << 16 {
         Some("it has more than 65536 experts")
     } else if shape.hidden_layers.checked_mul(shape.top_k).is_none_or(|ids| ids > 1 << 24) {
-        Some("layers times top-k is beyond any model")
+        Some("hidden layers times top-k is larger than 2^24")
     } else {
         None
     };
     fault.map_or(Ok(()), |fault| Err(RoutingError::Shape(fault)))
 }
 
-/// Reads one stored id.
+/// Reads the stored id in `slot` of a cell; `id_bytes` is 1 or 2.
 pub(crate) fn id_at(cell: &[u8], slot: usize, id_bytes: usize) -> usize {
     if id_bytes == 1 {
         usize::from(cell[slot])
@@ -46,8 +46,8 @@ pub(crate) fn id_at(cell: &[u8], slot: usize, id_bytes: usize) -> usize {
     }
 }
 
-/// Says what is wrong with whole wire rows, the first one of absolute position `position`, by
-/// walking them id by id. Nothing wrong is no error: who calls may have been overcautious.
+/// Finds the error in whole wire rows by walking them id by id; the first row has absolute position
+/// `position`. Valid rows are not an error: the fast check may report false positives.
 pub(crate) fn explain(
     wire: &[u8],
     ids: WireId,
@@ -68,7 +68,7 @@ pub(crate) fn explain(
     Ok(())
 }
 
-/// Says what is wrong with one router's choice: an id out of range, or twice.
+/// Finds the error in one router's choice: an id that is out of range or repeated.
 fn explain_cell(
     cell: &[u8],
     ids: WireId,
@@ -94,17 +94,17 @@ fn explain_cell(
     Ok(())
 }
 
-/// Checks what only shows over many rows: a layer never captured, one layer sent for all. Both
-/// are settled by the first few rows of a sound payload, and cost nothing from then on.
+/// Detects faults that only show over many rows: a layer that was never captured, or one layer sent
+/// for all. The first few rows of a valid payload rule out both; later rows cost nothing.
 #[derive(Debug)]
 pub(crate) struct LayerWatch<'a> {
     shape: &'a ModelShape,
     start: usize,
     rows: usize,
-    /// Indices of the MoE layers that were zero in every row; only watched for at top-1, since
-    /// else an all-zero choice repeats expert 0 and was refused.
+    /// Indices of the MoE layers that were zero in every row. Only used at top-1: otherwise an
+    /// all-zero choice repeats expert 0 and is already an error.
     zero: Vec<usize>,
-    /// Whether in every row all layers had the same ids.
+    /// Whether all layers had the same ids in every row.
     equal: bool,
     /// How often a row differed from the one before, while `equal`.
     changes: usize,
@@ -120,7 +120,7 @@ impl<'a> LayerWatch<'a> {
         Self { shape, start, rows: 0, zero, equal, changes: 0, last: Vec::new() }
     }
 
-    /// Takes the next rows, in stored form.
+    /// Processes the next rows, in stored form.
     pub(crate) fn observe(&mut self, stored: &[u8]) {
         let row_bytes = self.shape.row_bytes();
         self.rows += stored.len() / row_bytes;
@@ -141,7 +141,7 @@ impl<'a> LayerWatch<'a> {
         }
     }
 
-    /// After the last row.
+    /// Reports a fault, if any, after the last row.
     pub(crate) fn finish(self) -> Result<(), RoutingError> {
         let (rows, layers) = (self.rows, self.shape.moe_layers.len());
         if rows >= ZERO_LAYER_ROWS
@@ -158,7 +158,7 @@ impl<'a> LayerWatch<'a> {
     }
 }
 
-/// Checks stored rows as a whole: length, every id and choice, and the layers over all rows.
+/// Checks stored rows: their length, every id and choice, and each layer over all rows.
 pub(crate) fn check_rows(
     data: &[u8],
     shape: &ModelShape,
@@ -172,8 +172,8 @@ pub(crate) fn check_rows(
     check_pieces(data.chunks(BLOCK_ROWS * row_bytes), shape, start)
 }
 
-/// As [`check_rows`], for rows in pieces of whole rows: what is suspicious only in many rows is
-/// judged over all of them.
+/// Like [`check_rows`], for pieces of whole rows. Faults that only show over many rows are detected
+/// across pieces.
 pub(crate) fn check_pieces<'a>(
     pieces: impl Iterator<Item = &'a [u8]>,
     shape: &ModelShape,
@@ -205,7 +205,7 @@ pub(crate) fn same_sets(a: &[u8], b: &[u8], shape: &ModelShape) -> bool {
         return true;
     }
     let (width, k) = (shape.id_bytes(), shape.top_k);
-    // Ids of a checked cell are distinct, so inclusion of equally many is equality.
+    // Ids of a checked cell are distinct, so inclusion between cells of equal size is equality.
     a.chunks_exact(k * width).zip(b.chunks_exact(k * width)).all(|(a, b)| {
         (0..k).all(|slot| {
             let id = id_at(a, slot, width);

@@ -1,12 +1,12 @@
-//! Rows at rest: one compressed, checked frame.
+//! Stored rows: one compressed frame with a checksum.
 //!
-//! `method u8 | payload | checksum [16]`; the checksum is that of the context (header or key, kept
-//! or known elsewhere), the method and the payload, so that no flipped byte, no missing one and no
-//! frame under another name is taken for rows. The raw size is never read from the frame: the
-//! reader knows it, and no more than that is ever unpacked.
+//! `method u8 | payload | checksum [16]`. The checksum covers the context (a header or key that is
+//! stored or known elsewhere), the method and the payload, so a changed or missing byte, or a frame
+//! under another name, is detected. The raw size is never read from the frame: the reader knows it
+//! and never decompresses more than that.
 //!
-//! Frames are zstd level 1 of the rows as they are, or the bare rows where that is not smaller.
-//! README.md has the comparison and why slot order is kept.
+//! Frames hold the rows compressed with zstd level 1, or uncompressed if that is not larger. The
+//! README of this crate compares codecs and explains why slot order is kept.
 
 use crate::RoutingError;
 use std::io::{Read, Write};
@@ -14,13 +14,13 @@ use std::io::{Read, Write};
 const LEVEL: i32 = 1;
 /// Largest zstd window accepted, as a power of two; level 1 writes far smaller ones.
 const WINDOW_LOG: u32 = 23;
-/// Bytes allocated before any of them has come.
+/// Largest allocation before any decompressed data has arrived.
 const MOST_AT_ONCE: usize = 1 << 20;
 const RAW: u8 = 0;
 const ZSTD: u8 = 1;
 const CHECKSUM_BYTES: usize = 16;
 
-/// Appends a frame of `raw_bytes` bytes in `chunks` to `out`; `context` goes into the checksum.
+/// Appends a frame with the `raw_bytes` bytes of `chunks` to `out`; the checksum covers `context`.
 pub(crate) fn pack<'a>(
     out: &mut Vec<u8>,
     chunks: impl Iterator<Item = &'a [u8]> + Clone,
@@ -47,14 +47,15 @@ fn compress<'a>(out: &mut Vec<u8>, chunks: impl Iterator<Item = &'a [u8]>) -> st
     encoder.finish().map(|_| ())
 }
 
-/// The `raw_bytes` bytes of a frame, in pieces of `piece_bytes` (the last one may be shorter).
+/// Decompresses the `raw_bytes` bytes of a frame into pieces of `piece_bytes`; the last piece may be
+/// shorter.
 pub(crate) fn unpack(
     frame: &[u8],
     context: &[u8],
     raw_bytes: usize,
     piece_bytes: usize,
 ) -> Result<Vec<Vec<u8>>, RoutingError> {
-    let cut_off = RoutingError::Stored("it is cut off");
+    let cut_off = RoutingError::Stored("it is truncated");
     let at = frame.len().checked_sub(CHECKSUM_BYTES).ok_or_else(|| cut_off.clone())?;
     let (body, sum) = frame.split_at(at);
     if checksum(context, body) != sum {
@@ -63,24 +64,24 @@ pub(crate) fn unpack(
     match body.split_first() {
         Some((&RAW, payload)) => read_pieces(payload, raw_bytes, piece_bytes),
         Some((&ZSTD, payload)) => {
-            let unreadable = |_| RoutingError::Stored("its rows do not unpack");
+            let unreadable = |_| RoutingError::Stored("its rows cannot be decompressed");
             let mut decoder =
                 zstd::stream::read::Decoder::with_buffer(payload).map_err(unreadable)?;
             decoder.window_log_max(WINDOW_LOG).map_err(unreadable)?;
             read_pieces(decoder, raw_bytes, piece_bytes)
         }
-        Some(_) => Err(RoutingError::Stored("its rows are packed in an unknown way")),
+        Some(_) => Err(RoutingError::Stored("its compression method is unknown")),
         None => Err(cut_off),
     }
 }
 
-/// Memory grows with what really comes, whatever size was announced.
+/// Reads the pieces. Memory grows with the data that arrives, not with the announced size.
 fn read_pieces(
     mut from: impl Read,
     raw_bytes: usize,
     piece_bytes: usize,
 ) -> Result<Vec<Vec<u8>>, RoutingError> {
-    let unreadable = |_| RoutingError::Stored("its rows do not unpack");
+    let unreadable = |_| RoutingError::Stored("its rows cannot be decompressed");
     let mut pieces = Vec::new();
     let mut left = raw_bytes;
     while left > 0 {
@@ -88,13 +89,13 @@ fn read_pieces(
         let mut piece = Vec::with_capacity(want.min(MOST_AT_ONCE));
         let got = from.by_ref().take(want as u64).read_to_end(&mut piece).map_err(unreadable)?;
         if got != want {
-            return Err(RoutingError::Stored("it has fewer rows than it says"));
+            return Err(RoutingError::Stored("it has fewer rows than its header says"));
         }
         left -= want;
         pieces.push(piece);
     }
     if from.read(&mut [0]).map_err(unreadable)? != 0 {
-        return Err(RoutingError::Stored("it has more rows than it says"));
+        return Err(RoutingError::Stored("it has more rows than its header says"));
     }
     Ok(pieces)
 }
@@ -112,14 +113,14 @@ mod tests {
     use super::*;
 
     fn packed(data: &[u8]) -> Vec<u8> {
-        let mut frame = vec![9]; // something before it
+        let mut frame = vec![9]; // bytes before the frame
         pack(&mut frame, data.chunks(7), data.len(), b"name");
         frame.remove(0);
         frame
     }
 
     #[test]
-    fn frames_give_their_bytes_back_in_pieces() {
+    fn frames_round_trip_in_pieces() {
         let noise: Vec<u8> =
             (0..400u64).map(|i| ((i * i * 2_654_435) >> 13).to_le_bytes()[0]).collect();
         for data in [vec![], vec![1], vec![5; 5000], noise] {
@@ -132,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn every_flipped_bit_every_prefix_and_every_other_name_is_refused() {
+    fn flipped_bits_prefixes_and_other_contexts_are_rejected() {
         for data in [vec![3; 300], (0..=60).collect::<Vec<u8>>()] {
             let frame = packed(&data);
             for at in 0..frame.len() {
@@ -148,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_other_than_the_known_one_is_refused_without_unpacking_more() {
+    fn wrong_raw_size_is_rejected() {
         let frame = packed(&vec![7; 1 << 20]);
         assert!(frame.len() < 1000);
         for wrong in [0, 1, (1 << 20) - 1, (1 << 20) + 1, usize::MAX] {

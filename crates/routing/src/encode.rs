@@ -1,4 +1,4 @@
-//! Writes rows as engines send them, in blocks.
+//! Encodes rows in the wire formats of the engines.
 
 use crate::check::check_shape;
 use crate::{RoutedRows, RoutingError, npy};
@@ -8,15 +8,16 @@ use orchestrate_types::ModelShape;
 /// Wire bytes encoded at a time.
 const BLOCK_BYTES: usize = 16 << 10;
 
-/// Writes rows as SGLang sends them: int32, zeros for dense layers, standard padded base64.
+/// Encodes rows as SGLang sends them: int32, zeros for dense layers, standard padded base64.
 ///
 /// # Errors
-/// [`RoutingError::RowBytes`] when the rows are another model's, [`RoutingError::Shape`].
+/// [`RoutingError::RowBytes`] if the rows belong to another model, [`RoutingError::Shape`] if the
+/// shape cannot have rows.
 pub fn encode_sglang(rows: &RoutedRows, shape: &ModelShape) -> Result<String, RoutingError> {
     encode(rows, shape, 4, Vec::new())
 }
 
-/// Writes rows as vLLM sends them: a `.npy` file of the model's id width (`|u1` or `<u2`), zeros
+/// Encodes rows as vLLM sends them: a `.npy` file of the model's id width (`|u1` or `<u2`), zeros
 /// for dense layers, standard padded base64.
 ///
 /// # Errors
@@ -56,7 +57,7 @@ fn encode(
             }
         }
         if wire.len() >= BLOCK_BYTES {
-            // Whole groups only: padding comes at the very end.
+            // Whole groups only: padding is allowed only at the end.
             let whole = wire.len() - wire.len() % 3;
             if let Some(groups) = wire.get(..whole) {
                 STANDARD.encode_append(groups, &mut text);
@@ -68,7 +69,7 @@ fn encode(
     Ok(text)
 }
 
-/// Appends stored ids of `width` bytes in `wire_width` bytes each.
+/// Appends stored ids of `width` bytes, widened to `wire_width` bytes each.
 fn widen(stored: &[u8], width: usize, wire_width: usize, wire: &mut Vec<u8>) {
     let before = wire.len();
     wire.resize(before + stored.len() / width * wire_width, 0);

@@ -1,20 +1,20 @@
-//! What can be wrong with routing rows, and where.
+//! Errors in routing rows, each with its position.
 
-/// Rows that cannot be used. Nothing of a refused payload is kept.
+/// Why routing rows were rejected. Nothing of a rejected payload is kept.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RoutingError {
-    /// The model's shape itself makes no rows.
+    /// A model of this shape cannot have routing rows.
     #[error("model shape cannot have routing rows: {0}")]
     Shape(&'static str),
-    /// Rows were asked for from beyond the sequence.
-    #[error("routing start {start} lies beyond the {tokens} tokens of the sequence")]
+    /// The first requested position is beyond the end of the sequence.
+    #[error("routing start {start} is beyond the {tokens} tokens of the sequence")]
     StartBeyondEnd {
-        /// First position asked for.
+        /// First position requested.
         start: usize,
         /// Tokens of prompt and output together.
         tokens: usize,
     },
-    /// The payload's length is not that of the rows asked for.
+    /// The payload's length does not match the requested rows.
     #[error(
         "routing payload has {found} base64 characters, expected {expected} for {rows} rows of \
          {layers} layers and top-{top_k}{hint}"
@@ -22,38 +22,36 @@ pub enum RoutingError {
     Length {
         /// Characters found.
         found: usize,
-        /// Characters of a right payload.
+        /// Characters of a valid payload.
         expected: usize,
-        /// Rows asked for.
+        /// Rows requested.
         rows: usize,
-        /// Hidden layers by the model's configuration.
+        /// Hidden layers of the model.
         layers: usize,
-        /// Experts per token by the model's configuration.
+        /// Experts per token of the model.
         top_k: usize,
-        /// What it looks like instead, or nothing.
+        /// Likely cause, starting with `; `; empty if unknown.
         hint: &'static str,
     },
-    /// The payload is not the `.npy` file that was announced.
-    #[error("routing payload is not a usable .npy file: {0}")]
+    /// The payload is not a valid `.npy` file.
+    #[error("routing payload is not a valid .npy file: {0}")]
     Npy(&'static str),
-    /// The dimensions in a `.npy` header are not those of the rows asked for.
-    #[error(
-        "routing payload has the shape {found:?}, expected is [{rows}, {layers}, {top_k}]{hint}"
-    )]
+    /// The dimensions in a `.npy` header do not match the requested rows.
+    #[error("routing payload has shape {found:?}, expected [{rows}, {layers}, {top_k}]{hint}")]
     NpyShape {
         /// Rows, layers and columns found.
         found: [usize; 3],
-        /// Rows asked for.
+        /// Rows requested.
         rows: usize,
-        /// Hidden layers by the model's configuration.
+        /// Hidden layers of the model.
         layers: usize,
-        /// Experts per token by the model's configuration.
+        /// Experts per token of the model.
         top_k: usize,
-        /// What it looks like instead, or nothing.
+        /// Likely cause, starting with `; `; empty if unknown.
         hint: &'static str,
     },
     /// The routed experts cannot be cut out of the reply's body.
-    #[error("reply's routed experts are not base64 in a JSON string: {0}")]
+    #[error("the reply's routed experts are not base64 in a JSON string: {0}")]
     Body(&'static str),
     /// The payload is not standard, padded base64.
     #[error(
@@ -63,35 +61,35 @@ pub enum RoutingError {
         /// Absolute position of the first row of the block that does not decode.
         position: usize,
     },
-    /// A dense layer carries something else than zeros: the layer numbers are shifted.
+    /// A dense layer has values other than zero: the layer numbers are shifted.
     #[error("position {position}: dense layer {layer} has expert ids, so layers are misnumbered")]
     DenseLayer {
         /// Absolute token position.
         position: usize,
-        /// Global layer number.
+        /// Global number of the layer.
         layer: usize,
     },
-    /// An id that no expert has (physical ids of a load balancer look like this, too).
+    /// An expert id is out of range. Physical ids of a load balancer also look like this.
     #[error(
         "position {position}, layer {layer}: expert {id} does not exist among {experts}{}",
-        places_hint(*id, *experts)
+        slots_hint(*id, *experts)
     )]
     ExpertRange {
         /// Absolute token position.
         position: usize,
-        /// Global layer number.
+        /// Global number of the layer.
         layer: usize,
-        /// The id, as the signed number on the wire.
+        /// The id as a signed number on the wire.
         id: i64,
-        /// Number of experts.
+        /// Number of experts of the model.
         experts: usize,
     },
-    /// One expert twice in one router's choice.
+    /// A router's choice contains one expert twice.
     #[error("position {position}, layer {layer}: expert {id} is chosen twice")]
     Repeated {
         /// Absolute token position.
         position: usize,
-        /// Global layer number.
+        /// Global number of the layer.
         layer: usize,
         /// The repeated id.
         id: usize,
@@ -104,28 +102,28 @@ pub enum RoutingError {
     NotCaptured {
         /// Absolute token position.
         position: usize,
-        /// Global layer number.
+        /// Global number of the layer.
         layer: usize,
     },
-    /// Every layer carries the same ids in every row: one layer's buffer was sent for all.
+    /// All layers have the same ids in every row: one layer's buffer was sent for all.
     #[error(
-        "all {layers} layers carry the same ids in each of {rows} rows, so the capture is wrong"
+        "all {layers} layers have the same ids in each of {rows} rows, so the capture is wrong"
     )]
     LayersIdentical {
-        /// Rows looked at.
+        /// Rows inspected.
         rows: usize,
-        /// MoE layers.
+        /// Number of MoE layers.
         layers: usize,
     },
-    /// Rows of another model.
+    /// The rows belong to another model.
     #[error("rows have {found} bytes, this model's have {expected}")]
     RowBytes {
-        /// Bytes per row found, or bytes that are no whole number of rows.
+        /// Bytes per row found, or a total that is not a multiple of the row size.
         found: usize,
         /// Bytes per row of the model.
         expected: usize,
     },
-    /// Rows that would leave a hole.
+    /// The rows would leave a gap.
     #[error("rows start at position {start}, but only {have} are held: a gap")]
     Gap {
         /// Leading positions that have a row.
@@ -133,7 +131,7 @@ pub enum RoutingError {
         /// First position of the rows offered.
         start: usize,
     },
-    /// A row for a token that was never an input.
+    /// The payload has a row for a token that was never an input.
     #[error("rows reach position {end}, but {tokens} tokens have only {} rows", .tokens.saturating_sub(1))]
     BeyondEnd {
         /// One past the last position of the rows.
@@ -141,25 +139,27 @@ pub enum RoutingError {
         /// Tokens of the sequence.
         tokens: usize,
     },
-    /// INV-3: a finished mask has tokens − 1 rows.
-    #[error("a mask of {tokens} tokens needs {} rows, {rows} are held", .tokens.saturating_sub(1))]
+    /// The number of rows is not tokens − 1 (INV-3).
+    #[error("a mask of {tokens} tokens needs {} rows, but {rows} are held", .tokens.saturating_sub(1))]
     Incomplete {
         /// Rows held.
         rows: usize,
         /// Tokens of the sequence.
         tokens: usize,
     },
-    /// Version ranges that do not cover the rows without gap, in order.
+    /// The version ranges do not cover the rows in order and without gaps.
     #[error("policy version ranges of a mask do not cover its {rows} rows in order")]
     Versions {
         /// Rows of the mask.
         rows: usize,
     },
-    /// Stored bytes that are not a mask of a known format.
-    #[error("stored routing mask is not readable: {0}")]
+    /// Stored bytes are not a valid mask.
+    #[error("stored routing mask cannot be read: {0}")]
     Stored(&'static str),
-    /// Stored by a newer program.
-    #[error("stored routing mask has format {major}.{minor}, this program reads 1.x and 2.x")]
+    /// A newer version of this program stored the mask.
+    #[error(
+        "stored routing mask has format {major}.{minor}, but this program reads only 1.x and 2.x"
+    )]
     StoredVersion {
         /// Major version found.
         major: u16,
@@ -168,11 +168,11 @@ pub enum RoutingError {
     },
 }
 
-/// Load balancers copy experts to spare places, of which there are fewer than experts.
-fn places_hint(id: i64, experts: usize) -> &'static str {
+/// Hint for ids in the range of a load balancer's spare slots, of which there are fewer than experts.
+fn slots_hint(id: i64, experts: usize) -> &'static str {
     match usize::try_from(id) {
         Ok(id) if (experts..2 * experts).contains(&id) => {
-            "; if experts are load-balanced (EPLB), these are places: serve the logical ids"
+            "; if experts are load-balanced (EPLB), these are physical slots: serve the logical ids"
         }
         Ok(_) | Err(_) => "",
     }

@@ -1,10 +1,11 @@
-//! A mask at rest: `ORMK`, version 2.0; 1.x is still read.
+//! File format of a stored mask: `ORMK`, version 2.0. Version 1.x can still be read.
 //!
-//! All numbers little-endian. `magic [4] | major u16 | minor u16 | rows u64 | hidden_layers u32 |
+//! All numbers are little-endian. `magic [4] | major u16 | minor u16 | rows u64 | hidden_layers u32 |
 //! moe_layers u32 | experts u32 | top_k u32 | vocab u64 | context u64 | version ranges u32 |
 //! mixed ranges u32 | moe layer numbers u32 × n | (end u64, version u64) × n |
-//! (start u64, end u64) × n | frame of the rows` ([`crate::codec`]), whose checksum covers all
-//! before it. Version 1 had no mixed ranges, bare rows, and blake3 of all before at its end.
+//! (start u64, end u64) × n | frame of the rows` ([`crate::codec`]), whose checksum covers
+//! everything before it. Version 1 had no mixed ranges, uncompressed rows, and the BLAKE3 digest of
+//! everything before it at the end.
 
 use crate::blocks::Blocks;
 use crate::check::{check_pieces, check_shape};
@@ -19,11 +20,11 @@ const MAGIC: [u8; 4] = *b"ORMK";
 const MAJOR: u16 = 2;
 const MINOR: u16 = 0;
 const DIGEST_BYTES: usize = 32;
-/// Bytes of rows beyond any trajectory: a million tokens of 128 layers, top-16.
+/// Limit on the bytes of rows: more than any trajectory has (a million tokens of 128 layers, top-16).
 const MAX_BYTES: usize = 4 << 30;
 
 impl RoutingMask {
-    /// The mask as a self-describing block with a checksum; equal masks give equal bytes.
+    /// Encodes the mask as a self-describing block with a checksum. Equal masks give equal bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
         let shape = &*self.shape;
         let wide = |value: usize| (value as u64).to_le_bytes();
@@ -57,15 +58,15 @@ impl RoutingMask {
         out
     }
 
-    /// Reads what [`RoutingMask::to_bytes`] wrote, now or in version 1.
+    /// Decodes the output of [`RoutingMask::to_bytes`], in the current format or in version 1.
     ///
     /// # Errors
-    /// [`RoutingError::StoredVersion`] for a newer major version, [`RoutingError::Stored`] when
-    /// any byte was changed, cut off or added.
+    /// [`RoutingError::StoredVersion`] for a newer major version, [`RoutingError::Stored`] if any
+    /// byte was changed, removed or added.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, RoutingError> {
         let mut reader = Reader { rest: bytes };
         if reader.take(4)? != MAGIC {
-            return Err(RoutingError::Stored("it does not begin with ORMK"));
+            return Err(RoutingError::Stored("it does not start with ORMK"));
         }
         let (major, minor) = (reader.u16()?, reader.u16()?);
         let (header, pieces) = match major {
@@ -95,7 +96,7 @@ impl RoutingMask {
     }
 }
 
-/// What stands before the rows.
+/// The fields before the rows.
 struct Header {
     rows: usize,
     shape: ModelShape,
@@ -114,7 +115,7 @@ impl Header {
         let context = reader.wide()?;
         let ranges = reader.narrow()?;
         let mixed_ranges = if has_mixed { reader.narrow()? } else { 0 };
-        // Collecting stops at the end of the bytes, so a count alone allocates nothing.
+        // Reading stops at the end of the bytes, so a large count alone allocates nothing.
         let moe_layers: Vec<usize> =
             (0..moe_count).map(|_| reader.narrow()).collect::<Result<_, _>>()?;
         let mut start = 0;
@@ -189,5 +190,5 @@ impl<'a> Reader<'a> {
     }
 }
 
-const CUT_OFF: RoutingError = RoutingError::Stored("it is cut off");
+const CUT_OFF: RoutingError = RoutingError::Stored("it is truncated");
 const TOO_LARGE: RoutingError = RoutingError::Stored("a number in it is too large");

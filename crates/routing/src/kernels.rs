@@ -1,9 +1,9 @@
-//! The inner loops over ids: plain Rust over fixed-size chunks, which the compiler turns into
-//! vector code, once for each kind of vector unit; `pulp` chooses when the program runs. They only
-//! say *that* something is wrong; [`crate::check::explain`] says what.
+//! The inner loops over ids: plain Rust over fixed-size chunks, which the compiler vectorises once
+//! per instruction set; `pulp` selects one at run time. The loops only detect *that* there is an
+//! error; [`crate::check::explain`] finds which.
 #![expect(
     clippy::inline_always,
-    reason = "a loop that is not part of one of pulp's versions is compiled for the oldest unit"
+    reason = "a loop that is not inlined into pulp's dispatch is compiled for the baseline instruction set"
 )]
 
 use orchestrate_types::ModelShape;
@@ -27,7 +27,7 @@ impl WireId {
         }
     }
 
-    /// Reads one id; `bytes` has [`WireId::bytes`] of them.
+    /// Reads one id from exactly [`WireId::bytes`] bytes.
     pub(crate) fn read(self, bytes: &[u8]) -> i64 {
         match (self, bytes) {
             (Self::U8, &[a]) => i64::from(a),
@@ -39,8 +39,8 @@ impl WireId {
     }
 }
 
-/// Writes the ids of `wire` to `out` in `width` bytes each (1 or 2), cutting what does not fit.
-/// Whether some id is negative or above `limit`; then `out` is not to be used.
+/// Writes the ids of `wire` to `out` in `width` bytes each (1 or 2), truncating those that do not fit.
+/// Returns whether any id is negative or above `limit`; `out` is then invalid.
 pub(crate) fn narrow(ids: WireId, wire: &[u8], width: usize, out: &mut [u8], limit: usize) -> bool {
     Arch::new().dispatch(Narrow { ids, wire, width, out, limit })
 }
@@ -62,7 +62,7 @@ impl NullaryFnOnce for Narrow<'_> {
         let limit16 = u16::try_from(limit).unwrap_or(u16::MAX);
         match (ids, width) {
             (WireId::U8, _) => copy_u8(wire, out, u8::try_from(limit).unwrap_or(u8::MAX)),
-            // Negative ones are, as unsigned numbers, above every limit up to the largest signed.
+            // Negative ids, read as unsigned, exceed every limit up to the largest signed number.
             (WireId::U16 | WireId::I16, 1) => narrow_16_to_8(wire, out, limit16),
             (WireId::U16, _) => copy_u16(wire, out, limit16),
             (WireId::I16, _) => copy_u16(wire, out, limit16.min(i16::MAX.unsigned_abs())),
@@ -133,12 +133,12 @@ fn narrow_32_to_16(wire: &[u8], out: &mut [u8], limit: usize) -> bool {
     bits & HIGHEST != 0
 }
 
-/// Whether a byte is not zero.
+/// Whether any byte is not zero.
 pub(crate) fn any_set(bytes: &[u8]) -> bool {
     bytes.iter().fold(0, |all, byte| all | byte) != 0
 }
 
-/// Whether a stored id is above `limit`.
+/// Whether any stored id is above `limit`.
 pub(crate) fn any_above(stored: &[u8], width: usize, limit: usize) -> bool {
     Arch::new().dispatch(AnyAbove { stored, width, limit })
 }
@@ -166,23 +166,23 @@ impl NullaryFnOnce for AnyAbove<'_> {
     }
 }
 
-/// Ids compared at a time; a multiple of every top-k up to 12, and of all that models have.
+/// Upper bound on the ids compared at a time.
 const SPAN_IDS: usize = 4096;
 
-/// Looks for an expert that is twice in one choice.
+/// Finds choices that contain an expert twice.
 #[derive(Debug)]
 pub(crate) struct Repeats {
     top_k: usize,
     width: usize,
-    /// The slot of each id of a span, as wide as an id; empty for choices of 8.
+    /// The slot of each id of a span, in the width of an id; empty for top-8.
     slots: Vec<u8>,
 }
 
 impl Repeats {
     pub(crate) fn new(shape: &ModelShape) -> Self {
         let (top_k, width) = (shape.top_k, shape.id_bytes());
-        // For choices of 8 there are quicker ways. The pattern is copied, not computed: short
-        // payloads would spend most of their time on it.
+        // Top-8 has faster code. The pattern is copied, not computed: otherwise short payloads would
+        // spend most of their time on it.
         let ids = if top_k == 8 { 0 } else { (SPAN_IDS / top_k).max(1) * top_k };
         let mut slots = Vec::with_capacity(ids * width);
         if ids > 0 {
@@ -194,7 +194,7 @@ impl Repeats {
         Self { top_k, width, slots }
     }
 
-    /// Whether some choice in `stored`, whole choices in stored form, repeats an expert.
+    /// Whether any choice in `stored` (whole choices in stored form) repeats an expert.
     pub(crate) fn any(&self, stored: &[u8]) -> bool {
         Arch::new().dispatch(AnyRepeats { repeats: self, stored })
     }
@@ -222,8 +222,8 @@ impl NullaryFnOnce for AnyRepeats<'_> {
     }
 }
 
-/// The commonest choice, 8 ids of a byte, as one word: turned by 1, 2, 3 and 4 bytes it puts every
-/// id upon every other one.
+/// The most common case, 8 ids of one byte, as one 64-bit word: rotating it by 1, 2, 3 and 4 bytes
+/// compares every id with every other one.
 #[inline(always)]
 fn repeats_8_of_u8(choices: &[[u8; 8]]) -> bool {
     const LOWEST: u64 = u64::from_le_bytes([0x01; 8]);
@@ -237,7 +237,7 @@ fn repeats_8_of_u8(choices: &[[u8; 8]]) -> bool {
     zero & (LOWEST << 7) != 0
 }
 
-/// 8 ids of two bytes as two words: each is turned upon itself and upon the other one.
+/// 8 ids of two bytes as two 64-bit words: rotations compare each with itself and with the other.
 #[inline(always)]
 fn repeats_8_of_u16(choices: &[[[u8; 8]; 2]]) -> bool {
     const LOWEST: u64 = u64::from_le_bytes([1, 0, 1, 0, 1, 0, 1, 0]);
@@ -262,8 +262,8 @@ fn zero_lanes(word: u64, lowest: u64) -> u64 {
     word.wrapping_sub(lowest) & !word
 }
 
-/// Every id is compared with the one `distance` further on, for all distances below top-k; what
-/// crosses the border of a choice is masked out. No shuffles, any top-k, any width.
+/// Compares every id with the one `distance` later, for all distances below top-k, and masks out
+/// pairs that cross into the next choice. Needs no shuffles and works for any top-k.
 #[inline(always)]
 fn repeats_u8(ids: &[u8], slots: &[u8], top_k: usize) -> bool {
     let mut repeated = 0;
@@ -277,7 +277,7 @@ fn repeats_u8(ids: &[u8], slots: &[u8], top_k: usize) -> bool {
     repeated != 0
 }
 
-/// As [`repeats_u8`], for ids of two bytes.
+/// Like [`repeats_u8`], for ids of two bytes.
 #[inline(always)]
 fn repeats_u16(ids: &[[u8; 2]], slots: &[[u8; 2]], top_k: usize) -> bool {
     let mut repeated = 0;

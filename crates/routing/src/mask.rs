@@ -1,4 +1,4 @@
-//! The joined routing mask of one whole trajectory.
+//! The complete routing mask of one trajectory.
 
 use crate::blocks::{Block, Blocks, HeldBytes, held};
 use crate::check::{check_rows, id_at};
@@ -8,21 +8,21 @@ use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Rows `start..end` were produced under `version`.
+/// Rows `start..end` were computed under `version`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowVersion {
-    /// First row.
+    /// Index of the first row.
     pub start: usize,
-    /// One past the last row.
+    /// Index one past the last row.
     pub end: usize,
     /// Policy version whose weights chose the experts.
     pub version: PolicyVersion,
 }
 
-/// Routing rows of one trajectory of `T` tokens: `T − 1` rows (INV-3), row `t` belongs to input
-/// token `t`. The last token was never an input and has none.
+/// Routing rows of one trajectory of `T` tokens: `T − 1` rows (INV-3). Row `t` belongs to input
+/// token `t`; the last token was never an input and has no row.
 ///
-/// Rows lie in blocks of [`BLOCK_ROWS`] that other masks may share; a clone copies none.
+/// Rows are held in blocks of [`BLOCK_ROWS`] that masks may share; cloning copies no rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RoutingMask {
     pub(crate) shape: Arc<ModelShape>,
@@ -64,7 +64,7 @@ impl RoutingMask {
         self.shape.row_bytes()
     }
 
-    /// Shape of the model the rows belong to; its `moe_layers` number the parts of a row.
+    /// Shape of the model the rows belong to; `moe_layers` gives the layer of each part of a row.
     pub fn shape(&self) -> &ModelShape {
         &self.shape
     }
@@ -89,7 +89,7 @@ impl RoutingMask {
     }
 
     /// Expert ids `[top_k]` of row `t` in the MoE layer with global number `layer`, in the
-    /// engine's order; `None` where there is no such row or the layer is dense.
+    /// engine's order; `None` if the row does not exist or the layer is dense.
     pub fn experts(&self, t: usize, layer: usize) -> Option<Vec<usize>> {
         let index = self.shape.moe_layers.binary_search(&layer).ok()?;
         let (width, k) = (self.shape.id_bytes(), self.shape.top_k);
@@ -97,24 +97,24 @@ impl RoutingMask {
         Some((0..k).map(|slot| id_at(cell, slot, width)).collect())
     }
 
-    /// Policy version per row range; ascending, without gap.
+    /// Policy version per row range; ascending, without gaps.
     pub fn versions(&self) -> &[RowVersion] {
         &self.versions
     }
 
     /// Ranges of rows that may not be the choices behind the log-probabilities of their tokens
-    /// (weights changed inside a turn, or its KV was dropped and computed again); ascending and
-    /// apart.
+    /// (weights changed inside a turn, or its KV cache was dropped and recomputed); ascending and
+    /// not adjacent.
     pub fn mixed(&self) -> &[Range<usize>] {
         &self.mixed
     }
 
-    /// Bytes in memory, by whether others hold them, too.
+    /// Bytes in memory, split by whether other masks, builders or the cache share them.
     pub fn held(&self) -> HeldBytes {
         held(&self.blocks)
     }
 
-    /// Bytes that several masks hold together, every shared block counted once.
+    /// Total bytes that several masks hold, counting each shared block once.
     pub fn held_together<'a>(masks: impl IntoIterator<Item = &'a Self>) -> usize {
         let mut seen = HashSet::new();
         masks
@@ -126,7 +126,7 @@ impl RoutingMask {
     }
 }
 
-/// Refuses ranges that do not cover rows `0..rows` in order.
+/// Checks that the ranges cover rows `0..rows` in order.
 pub(crate) fn check_versions(versions: &[RowVersion], rows: usize) -> Result<(), RoutingError> {
     let mut next = 0;
     for range in versions {
@@ -138,7 +138,7 @@ pub(crate) fn check_versions(versions: &[RowVersion], rows: usize) -> Result<(),
     if next == rows { Ok(()) } else { Err(RoutingError::Versions { rows }) }
 }
 
-/// Refuses mixed ranges that are empty, beyond the rows, or not in order and apart.
+/// Checks that mixed ranges are non-empty, within the rows, ascending and not adjacent.
 pub(crate) fn check_mixed(mixed: &[Range<usize>], rows: usize) -> Result<(), RoutingError> {
     let fits = mixed.iter().all(|range| range.start < range.end && range.end <= rows);
     let apart = mixed.is_sorted_by(|a, b| a.end < b.start);

@@ -1,8 +1,8 @@
-//! The header of a `.npy` file, as vLLM wraps its routed experts in: parsed strictly, and written.
+//! Strict parser and writer for the header of the `.npy` files in which vLLM sends routed experts.
 //!
 //! `\x93NUMPY | major u8 | minor u8 | header length u16 (version 1) or u32 (2 and 3) | header`,
-//! the header a Python dict of three entries, padded with spaces to a multiple of 64 and ended by
-//! a newline; then the data.
+//! where the header is a Python dict of three entries, padded with spaces to a multiple of 64 bytes
+//! and terminated by a newline. The data follows.
 
 use crate::RoutingError;
 use crate::base64::{self, GROUP_BYTES, GROUP_CHARS};
@@ -11,25 +11,25 @@ use memchr::memchr;
 
 const MAGIC: &[u8] = b"\x93NUMPY";
 
-/// Header and what comes before it are at most this long; real ones have 128 bytes.
+/// Limit on the header and the bytes before it; real files have 128.
 pub(crate) const MAX_HEADER_BYTES: usize = 4096;
 
-/// The data of the file.
+/// Location and layout of the data of a file.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct NpyHeader {
-    /// Byte at which it begins.
+    /// Byte offset of the data.
     pub(crate) data_at: usize,
     pub(crate) ids: WireId,
-    /// Its three dimensions, the first one varying slowest.
+    /// Rows, layers and top-k; row-major.
     pub(crate) dims: [usize; 3],
 }
 
-/// Reads the header at the begin of `file`, of which at least [`MAX_HEADER_BYTES`] are given
-/// unless it is shorter.
+/// Parses the header at the start of `file`: its first [`MAX_HEADER_BYTES`] bytes, or all of a shorter
+/// file.
 pub(crate) fn parse(file: &[u8]) -> Result<NpyHeader, RoutingError> {
     let mut reader = Literal { rest: file };
-    reader.expect(MAGIC, "it does not begin as a .npy file does")?;
-    let cut_off = RoutingError::Npy("its header is cut off, or longer than 4096 bytes");
+    reader.expect(MAGIC, "it does not start like a .npy file")?;
+    let cut_off = RoutingError::Npy("its header is truncated or longer than 4096 bytes");
     let (version, rest) = reader.rest.split_first_chunk::<2>().ok_or_else(|| cut_off.clone())?;
     let (length, rest) = match *version {
         [1, 0] => rest
@@ -38,7 +38,7 @@ pub(crate) fn parse(file: &[u8]) -> Result<NpyHeader, RoutingError> {
         [2 | 3, 0] => {
             rest.split_first_chunk().map(|(length, rest)| (u32::from_le_bytes(*length), rest))
         }
-        _ => return Err(RoutingError::Npy("its version is none of 1.0, 2.0 and 3.0")),
+        _ => return Err(RoutingError::Npy("its version must be 1.0, 2.0 or 3.0")),
     }
     .ok_or_else(|| cut_off.clone())?;
     let header_at = file.len() - rest.len();
@@ -52,9 +52,9 @@ pub(crate) fn parse(file: &[u8]) -> Result<NpyHeader, RoutingError> {
     Ok(NpyHeader { data_at, ids, dims })
 }
 
-/// How many characters of base64 a file has by its own word, where `text` begins with one: `None`
-/// where it does not, and where the next quote is so near that finding it is quicker.
-pub(crate) fn chars(text: &[u8]) -> Option<usize> {
+/// Number of base64 characters of the file at the start of `text`, according to its header. `None` if
+/// `text` does not start with a file, or if the next quote is so near that searching is faster.
+pub(crate) fn declared_chars(text: &[u8]) -> Option<usize> {
     let head = text.get(..MAX_HEADER_BYTES.div_ceil(GROUP_BYTES) * GROUP_CHARS)?;
     if memchr(b'"', head).is_some() {
         return None;
@@ -68,7 +68,7 @@ pub(crate) fn chars(text: &[u8]) -> Option<usize> {
 
 /// Reads `{'descr': '|u1', 'fortran_order': False, 'shape': (78, 4, 2), }`, entries in any order.
 fn parse_dict(header: &[u8]) -> Result<(WireId, [usize; 3]), RoutingError> {
-    const SYNTAX: &str = "its header is not the dict that numpy writes";
+    const SYNTAX: &str = "its header is not a dict as NumPy writes it";
     let mut reader = Literal { rest: header };
     let (mut ids, mut order, mut dims) = (None, None, None);
     reader.expect(b"{", SYNTAX)?;
@@ -81,7 +81,7 @@ fn parse_dict(header: &[u8]) -> Result<(WireId, [usize; 3]), RoutingError> {
             }
             b"fortran_order" => {
                 reader.expect(b":", SYNTAX)?;
-                reader.expect(b"False", "its order is not the one of C (`fortran_order`)")?;
+                reader.expect(b"False", "its `fortran_order` must be False")?;
                 order.replace(()).is_some()
             }
             b"shape" => {
@@ -113,40 +113,40 @@ fn id_type(descr: &[u8]) -> Result<WireId, RoutingError> {
         b"<u2" => Ok(WireId::U16),
         b"<i2" => Ok(WireId::I16),
         b"<i4" => Ok(WireId::I32),
-        _ => Err(RoutingError::Npy("its `descr` is none of |u1, <u2, <i2 and <i4")),
+        _ => Err(RoutingError::Npy("its `descr` must be |u1, <u2, <i2 or <i4")),
     }
 }
 
-/// The few Python literals of a header.
+/// Parser for the few Python literals of a header.
 struct Literal<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Literal<'a> {
-    fn accept(&mut self, word: &[u8]) -> bool {
+    fn accept(&mut self, token: &[u8]) -> bool {
         let trimmed = self.rest.trim_ascii_start();
-        let Some(rest) = trimmed.strip_prefix(word) else { return false };
+        let Some(rest) = trimmed.strip_prefix(token) else { return false };
         self.rest = rest;
         true
     }
 
-    fn expect(&mut self, word: &[u8], otherwise: &'static str) -> Result<(), RoutingError> {
-        if self.accept(word) { Ok(()) } else { Err(RoutingError::Npy(otherwise)) }
+    fn expect(&mut self, token: &[u8], otherwise: &'static str) -> Result<(), RoutingError> {
+        if self.accept(token) { Ok(()) } else { Err(RoutingError::Npy(otherwise)) }
     }
 
-    /// A string without escapes, in either kind of quotes.
+    /// Parses a string without escapes, in single or double quotes.
     fn quoted(&mut self) -> Option<&'a [u8]> {
         let (&quote, rest) = self.rest.trim_ascii_start().split_first()?;
         if !matches!(quote, b'\'' | b'"') {
             return None;
         }
-        let (word, _) = rest.split_at_checked(rest.iter().position(|&byte| byte == quote)?)?;
-        self.rest = rest.get(word.len() + 1..)?;
-        Some(word)
+        let (text, _) = rest.split_at_checked(rest.iter().position(|&byte| byte == quote)?)?;
+        self.rest = rest.get(text.len() + 1..)?;
+        Some(text)
     }
 
     fn dims(&mut self) -> Result<[usize; 3], RoutingError> {
-        const DIMS: &str = "its `shape` is not (rows, layers, top-k)";
+        const DIMS: &str = "its `shape` must be (rows, layers, top-k)";
         let mut dims = [0; 3];
         self.expect(b"(", DIMS)?;
         for (index, dim) in dims.iter_mut().enumerate() {
@@ -165,7 +165,7 @@ impl<'a> Literal<'a> {
         let digits = text.iter().take_while(|byte| byte.is_ascii_digit()).count();
         let (digits, rest) = text.split_at(digits);
         self.rest = rest;
-        // Python writes numbers without leading zeros; without digits, parsing fails.
+        // Python writes numbers without leading zeros. Without digits, parsing below fails.
         if digits.len() > 1 && digits.starts_with(b"0") {
             return None;
         }
@@ -173,7 +173,7 @@ impl<'a> Literal<'a> {
     }
 }
 
-/// The begin of a file of `dims`, as numpy writes it, up to the data.
+/// The bytes before the data of a file of shape `dims`, as NumPy writes them.
 pub(crate) fn header(width: usize, dims: [usize; 3]) -> Vec<u8> {
     let [rows, layers, top_k] = dims;
     let descr = if width == 1 { "|u1" } else { "<u2" };

@@ -1,27 +1,26 @@
-//! Values by block, in the order of their last use.
+//! Least-recently-used map from block keys to values.
 //!
-//! One large table would be built anew whenever it is full, and every entry looked at for it: with
-//! sixty thousand of them 9 to 16 ms in one piece, under the cache's lock. Many small ones grow one after
-//! the other.
+//! One large table would be rehashed whenever it is full: with sixty thousand entries that takes 9 to
+//! 16 ms at once, under the cache's lock. Many small tables grow one after the other.
 
-use crate::cache::BlockKey;
+use crate::key::BlockKey;
 use lru::LruCache;
 
 const TABLES: usize = 64;
 
-/// As one [`LruCache`] without bounds.
+/// Behaves like one unbounded [`LruCache`].
 #[derive(Debug)]
 pub(crate) struct Recent<V> {
-    /// By the key's first byte: keys are hashes.
+    /// Indexed by the key's first byte, which is uniform because keys are hashes.
     tables: Vec<LruCache<BlockKey, Used<V>>>,
-    /// Uses so far.
+    /// Number of uses so far.
     uses: u64,
 }
 
 #[derive(Debug)]
 struct Used<V> {
     value: V,
-    /// [`Recent::uses`] when it was used last.
+    /// Value of [`Recent::uses`] at its last use.
     at: u64,
 }
 
@@ -34,7 +33,7 @@ impl<V> Recent<V> {
         self.peek(key).is_some()
     }
 
-    /// No use of it.
+    /// Returns the value without counting as a use.
     pub(crate) fn peek(&self, key: &BlockKey) -> Option<&V> {
         self.tables.get(table(key))?.peek(key).map(|used| &used.value)
     }
@@ -46,7 +45,7 @@ impl<V> Recent<V> {
         Some(&mut used.value)
     }
 
-    /// Gives the value that was there before.
+    /// Inserts a value and returns the previous one.
     pub(crate) fn put(&mut self, key: BlockKey, value: V) -> Option<V> {
         self.uses += 1;
         let used = Used { value, at: self.uses };
@@ -57,7 +56,7 @@ impl<V> Recent<V> {
         Some(self.tables.get_mut(table(key))?.pop(key)?.value)
     }
 
-    /// Takes out what was not used for the longest time.
+    /// Removes the least recently used entry.
     pub(crate) fn pop_oldest(&mut self) -> Option<(BlockKey, V)> {
         let at =
             |table: &LruCache<_, Used<V>>| table.peek_lru().map_or(u64::MAX, |(_, used)| used.at);
@@ -97,10 +96,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_like_one_table(uses in uses()) {
+        fn behaves_like_a_single_lru_cache(uses in uses()) {
             let mut one = LruCache::unbounded();
             let mut many = Recent::new();
-            let key = |byte| BlockKey::from_bytes([byte; 32]);
+            let key = |byte| BlockKey::new([byte; 32]);
             for (index, step) in uses.into_iter().enumerate() {
                 match step {
                     Use::Put(byte) => {

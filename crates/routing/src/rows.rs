@@ -1,30 +1,30 @@
-//! Decoded, checked and narrowed rows of one engine reply.
+//! Decoded, validated and narrowed rows of one engine reply.
 
 use crate::RoutingError;
 use crate::check::check_rows;
 use orchestrate_types::ModelShape;
 
-/// How the payload related to what was asked for.
+/// How the rows of a payload relate to the requested rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PayloadForm {
-    /// Exactly the rows asked for.
+    /// Exactly the requested rows.
     Exact,
-    /// One row too many at the end (engines that speculate, at a stop edge); it was dropped.
+    /// One surplus row at the end, which was dropped (sent by speculating engines when they stop).
     SurplusRow,
-    /// All rows from position 0 although later ones were asked for; only the tail was decoded, and
-    /// what lies before it was not looked at.
+    /// All rows from position 0 although only later ones were requested. Only the requested tail was
+    /// decoded; the rows before it were not inspected.
     WholeSequence,
 }
 
-/// Rows per block. Row `p` of a sequence lives in block `p / BLOCK_ROWS`, whatever reply it came in.
+/// Rows per block. Row `p` of a sequence is in block `p / BLOCK_ROWS`, regardless of the reply.
 pub const BLOCK_ROWS: usize = 64;
 
 /// Rows of positions `start .. start + rows`, row-major `[rows, moe layers, top_k]`, one byte per
-/// id up to 256 experts, else two (little-endian).
+/// id up to 256 experts, otherwise two (little-endian).
 ///
-/// The bytes lie in pieces, cut wherever an absolute position is a multiple of [`BLOCK_ROWS`], so
-/// that who joins replies takes whole blocks by move. A piece that begins a block has room for
-/// the whole of it.
+/// The bytes are split into pieces wherever an absolute position is a multiple of [`BLOCK_ROWS`], so
+/// that whole blocks can be moved into a mask. A piece that starts a block has capacity for a full
+/// one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RoutedRows {
     start: usize,
@@ -39,14 +39,14 @@ impl RoutedRows {
     /// each, little-endian.
     ///
     /// # Errors
-    /// [`RoutingError`] when the length is no whole number of rows, an id is out of range, or a
+    /// [`RoutingError`] if the length is not a multiple of the row size, an id is out of range, or a
     /// choice repeats an expert.
     pub fn new(shape: &ModelShape, start: usize, data: &[u8]) -> Result<Self, RoutingError> {
         check_rows(data, shape, start)?;
         Ok(Self::from_checked(shape, start, data, PayloadForm::Exact))
     }
 
-    /// Cuts checked rows into pieces.
+    /// Splits checked rows into pieces.
     pub(crate) fn from_checked(
         shape: &ModelShape,
         start: usize,
@@ -67,7 +67,7 @@ impl RoutedRows {
     /// Rows from plain ids `[rows, moe layers, top_k]`, narrowed to the model's width.
     ///
     /// # Errors
-    /// As [`RoutedRows::new`].
+    /// The errors of [`RoutedRows::new`].
     pub fn from_ids(shape: &ModelShape, start: usize, ids: &[u16]) -> Result<Self, RoutingError> {
         let mut data = Vec::with_capacity(ids.len() * shape.id_bytes());
         for (index, &id) in ids.iter().enumerate() {
@@ -88,12 +88,12 @@ impl RoutedRows {
         Self::new(shape, start, &data)
     }
 
-    /// Absolute position of the first row.
+    /// Absolute token position of the first row.
     pub fn start(&self) -> usize {
         self.start
     }
 
-    /// Number of rows.
+    /// Number of rows, possibly 0.
     pub fn rows(&self) -> usize {
         self.rows
     }
@@ -108,9 +108,8 @@ impl RoutedRows {
         self.pieces.iter().map(Vec::as_slice)
     }
 
-    /// The bytes in order, one vector per block touched. The first one holds what its block has
-    /// from `start` on, the last one what its block has up to the end; one that begins a block
-    /// has capacity for [`BLOCK_ROWS`] rows.
+    /// The bytes in order, one vector per block touched. The first and the last may hold only a part
+    /// of their block; a vector that starts a block has capacity for [`BLOCK_ROWS`] rows.
     pub fn into_pieces(self) -> Vec<Vec<u8>> {
         self.pieces
     }
@@ -120,7 +119,7 @@ impl RoutedRows {
         self.pieces.concat()
     }
 
-    /// The row of absolute position `position`, if it is among these.
+    /// The row at absolute position `position`; `None` outside of these rows.
     pub fn row(&self, position: usize) -> Option<&[u8]> {
         position.checked_sub(self.start)?;
         let piece = (position / BLOCK_ROWS).checked_sub(self.start / BLOCK_ROWS)?;
@@ -129,13 +128,13 @@ impl RoutedRows {
         self.pieces.get(piece)?.get(at..at.checked_add(self.row_bytes)?)
     }
 
-    /// How the payload related to what was asked for.
+    /// How the rows of a payload relate to the requested rows.
     pub fn form(&self) -> PayloadForm {
         self.form
     }
 }
 
-/// Hands out the pieces of rows `start .. start + rows` one after the other, to be filled.
+/// Returns empty pieces for rows `start .. start + rows` one after the other, to be filled.
 #[derive(Debug)]
 pub(crate) struct PieceWriter {
     start: usize,
@@ -145,12 +144,12 @@ pub(crate) struct PieceWriter {
     pieces: Vec<Vec<u8>>,
 }
 
-/// An empty piece and what has to go into it.
+/// An empty piece to fill.
 #[derive(Debug)]
 pub(crate) struct EmptyPiece<'a> {
-    /// Rows it must get.
+    /// Number of rows to append.
     pub(crate) rows: usize,
-    /// Where they go; has the capacity.
+    /// Destination, with sufficient capacity.
     pub(crate) bytes: &'a mut Vec<u8>,
 }
 
@@ -160,20 +159,20 @@ impl PieceWriter {
         Self { start, rows, row_bytes, given: 0, pieces: Vec::with_capacity(blocks) }
     }
 
-    /// The next piece; `None` after the last one. Its caller fills it before asking again.
+    /// The next piece; `None` after the last one. The caller fills it before the next call.
     pub(crate) fn next_piece(&mut self) -> Option<EmptyPiece<'_>> {
         let position = self.start + self.given;
-        let to_border = BLOCK_ROWS - position % BLOCK_ROWS;
-        let rows = to_border.min(self.rows - self.given);
+        let to_boundary = BLOCK_ROWS - position % BLOCK_ROWS;
+        let rows = to_boundary.min(self.rows - self.given);
         if rows == 0 {
             return None;
         }
         self.given += rows;
-        self.pieces.push(Vec::with_capacity(to_border * self.row_bytes));
+        self.pieces.push(Vec::with_capacity(to_boundary * self.row_bytes));
         self.pieces.last_mut().map(|bytes| EmptyPiece { rows, bytes })
     }
 
-    /// The rows; every piece was asked for and filled.
+    /// Returns the rows after every piece has been requested and filled.
     pub(crate) fn finish(self, form: PayloadForm) -> RoutedRows {
         let Self { start, rows, row_bytes, pieces, given } = self;
         debug_assert_eq!(given, rows);

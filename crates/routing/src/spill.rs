@@ -1,12 +1,12 @@
-//! Blocks in files: a folder bounded in bytes, least recently used goes first.
+//! Evicted blocks in files: a folder with a size limit, evicted in least-recently-used order.
 //!
 //! One file per block, named by its key: `magic [4] | major u16 | minor u16 | frame`
 //! ([`crate::codec`]), where key and header are part of the frame's checksum: a file under another
-//! name is refused as a damaged one is. A file that cannot be used is a block that has to be
-//! fetched again, never an error of the run.
+//! name is rejected like a damaged one. If a file is unreadable, its block is fetched again; this is
+//! never an error of the run.
 
-use crate::cache::BlockKey;
 use crate::codec::{pack, unpack};
+use crate::key::BlockKey;
 use crate::recent::Recent;
 use crate::{BLOCK_ROWS, RoutingError};
 use std::io::Write;
@@ -16,7 +16,7 @@ const HEADER: [u8; 8] = *b"ORMB\x01\0\0\0";
 const SUFFIX: &str = ".ormb";
 const TEMPORARY: &str = ".ormb-new";
 
-/// Which files there are, by use. Knows nothing of their content and touches none.
+/// Index of the files in order of use. Does not access the files themselves.
 #[derive(Debug)]
 pub(crate) struct SpillIndex {
     files: Recent<u64>,
@@ -41,7 +41,7 @@ impl SpillIndex {
         self.files.get(key);
     }
 
-    /// Notes a written file; gives the keys of files that must go.
+    /// Records a written file and returns the keys of files to delete.
     pub(crate) fn add(&mut self, key: BlockKey, bytes: u64) -> Vec<BlockKey> {
         self.bytes += bytes;
         if let Some(before) = self.files.put(key, bytes) {
@@ -63,7 +63,7 @@ impl SpillIndex {
     }
 }
 
-/// The folder itself.
+/// The folder with the files.
 #[derive(Debug)]
 pub(crate) struct SpillFolder(PathBuf);
 
@@ -87,7 +87,7 @@ impl SpillFolder {
         self.0.join(format!("{key}{suffix}"))
     }
 
-    /// Writes a block; gives the file's size. Not synced: after a crash the folder is emptied.
+    /// Writes a block and returns the file's size. Not synced: the folder is emptied at the start.
     pub(crate) fn write(&self, key: &BlockKey, block: &[u8]) -> std::io::Result<u64> {
         let mut file = HEADER.to_vec();
         pack(&mut file, std::iter::once(block), block.len(), &context(key));
@@ -107,14 +107,14 @@ impl SpillFolder {
         let block_bytes = BLOCK_ROWS * row_bytes;
         let unreadable = |_| RoutingError::Stored("its file cannot be read");
         let path = self.path(key, SUFFIX);
-        // A frame is never larger than its bare rows and a few bytes.
+        // A frame exceeds its uncompressed rows by a few bytes at most.
         let limit = (HEADER.len() + block_bytes + 64) as u64;
         if std::fs::metadata(&path).map_err(unreadable)?.len() > limit {
             return Err(RoutingError::Stored("it is larger than a block"));
         }
         let file = std::fs::read(&path).map_err(unreadable)?;
         let frame = file.strip_prefix(&HEADER);
-        let frame = frame.ok_or(RoutingError::Stored("it does not begin like a block"))?;
+        let frame = frame.ok_or(RoutingError::Stored("it does not start like a block"))?;
         let mut pieces = unpack(frame, &context(key), block_bytes, block_bytes)?;
         pieces.pop().ok_or(RoutingError::Stored("it is empty"))
     }

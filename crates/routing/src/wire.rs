@@ -1,8 +1,8 @@
-//! From the base64 text of a reply to checked rows, in one pass.
+//! Decodes the base64 text of a reply into validated rows, in one pass.
 //!
-//! The text is decoded in blocks small enough for the first-level cache; each block is narrowed
-//! into its final piece and checked while it is there. Only the rows asked for are decoded, also
-//! where the engine sent the whole sequence: base64 can be entered at every third byte.
+//! The text is decoded in blocks that fit the L1 cache; each block is narrowed into its final piece
+//! and checked while it is cached. Only the requested rows are decoded, even if the engine sent the
+//! whole sequence: base64 can be decoded from every third byte on.
 
 use crate::base64::{self, GROUP_BYTES, GROUP_CHARS};
 use crate::check::{LayerWatch, check_shape, explain};
@@ -13,32 +13,32 @@ use crate::{PayloadForm, RoutedRows, RoutingError};
 use orchestrate_types::ModelShape;
 use std::ops::Range;
 
-/// Wire bytes decoded at a time: with their text and their narrowed form they fit a first-level
-/// cache of 48 KiB, so between the steps nothing travels further.
+/// Wire bytes decoded at a time. Together with their text and their narrowed form they fit an L1 cache
+/// of 48 KiB.
 const SCRATCH_BYTES: usize = 16 << 10;
 
-/// How an engine writes routed experts. Both send a part for every hidden layer, dense ones as
-/// zeros, in row-major order `[rows, hidden layers, top_k]`, little-endian.
+/// Wire format of routed experts. Both formats have a part for every hidden layer, zeros for dense
+/// ones, in row-major order `[rows, hidden layers, top_k]`, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WireForm {
     /// SGLang, `meta_info.routed_experts` and `sglext.routed_experts`: base64 of plain int32.
     SglangI32,
-    /// vLLM, `choices[i].routed_experts`: base64 of a `.npy` file; its header says the id type
+    /// vLLM, `choices[i].routed_experts`: base64 of a `.npy` file; its header gives the id type
     /// (`u1`, `u2`, `i2` or `i4`) and the number of rows.
     VllmNpy,
 }
 
 /// Decodes the routed experts of a reply whose prompt and output have `tokens_total` tokens and
-/// for which rows from position `start` were asked; `base64` is borrowed from the body.
+/// for which rows from position `start` on were requested; `base64` is borrowed from the body.
 ///
-/// Expected are `tokens_total − 1 − start` rows. Two documented deviations are accepted and
+/// The payload should have `tokens_total − 1 − start` rows. Two known deviations are accepted and
 /// reported by [`RoutedRows::form`]: one surplus row at the end, and all rows from position 0.
-/// Dense layers are dropped, ids narrowed to the model's width. The expected length is compared
-/// before anything is allocated.
+/// Dense layers are dropped and ids are narrowed to the model's width. The length is checked before
+/// anything is allocated.
 ///
 /// # Errors
-/// [`RoutingError`], with the absolute position and global layer, when the length, the header,
-/// the text, or any id is not what it must be. Nothing is padded.
+/// [`RoutingError`], with the absolute position and global layer, if the length, the header, the text
+/// or any id is invalid. Missing rows are never padded.
 pub fn decode(
     form: WireForm,
     base64: &[u8],
@@ -59,12 +59,12 @@ pub fn decode(
     decode_rows(&text, &payload, shape, asked)
 }
 
-/// Which rows were asked for.
+/// Which rows were requested.
 #[derive(Clone, Copy)]
 struct Asked {
-    /// First position.
+    /// First requested position.
     start: usize,
-    /// Rows of the whole sequence.
+    /// Number of rows of the whole sequence.
     all: usize,
 }
 
@@ -73,13 +73,13 @@ impl Asked {
         self.all.saturating_sub(self.start)
     }
 
-    /// What a payload of `found` rows is: its form, and the index of the first row asked for.
+    /// Form of a payload of `found` rows, and the index of the first requested row in it.
     fn classify(self, found: usize) -> Result<(PayloadForm, usize), Mismatch> {
         let rows = self.rows();
         if found == rows {
             return Ok((PayloadForm::Exact, 0));
         }
-        // From start 1 on, one row more can be either deviation: rows would be misplaced by a guess.
+        // With start 1, one surplus row fits both deviations; a guess could misplace rows.
         if self.start == 1 && found == rows + 1 {
             return Err(Mismatch::Ambiguous);
         }
@@ -93,7 +93,7 @@ impl Asked {
     }
 }
 
-/// Why a number of rows is none of the known forms.
+/// Why a number of rows does not match any known form.
 enum Mismatch {
     Ambiguous,
     Rows,
@@ -101,11 +101,11 @@ enum Mismatch {
 
 const AMBIGUOUS: &str = "; it may start at 0 or end one row late, which start 1 cannot tell apart";
 
-/// Where the rows lie in the decoded bytes.
+/// Location and type of the rows in the decoded bytes.
 struct Payload {
     form: PayloadForm,
     ids: WireId,
-    /// Byte at which the first row asked for begins.
+    /// Byte offset of the first requested row.
     at: usize,
 }
 
@@ -125,11 +125,11 @@ fn sglang_payload(
         Some(Err(Mismatch::Rows)) | None => {
             let is = |ids: usize| rows > 0 && Some(text.decoded) == (rows * 4).checked_mul(ids);
             if !text.is_whole() {
-                "; it was cut off or is not padded"
+                "; it is truncated or not padded"
             } else if (1..=4).any(|more| is(shape.hidden_layers * (shape.top_k + more))) {
                 "; it has more columns than top-k: serve with --disable-shared-experts-fusion"
             } else if is(shape.moe_layers.len() * shape.top_k) {
-                "; it has the MoE layers only, but a part for every hidden layer is expected"
+                "; it has only the MoE layers, but a part for every hidden layer is expected"
             } else {
                 ""
             }
@@ -151,26 +151,26 @@ fn npy_payload(
     asked: Asked,
 ) -> Result<Payload, RoutingError> {
     if !text.is_whole() {
-        return Err(RoutingError::Npy("its base64 text was cut off or is not padded"));
+        return Err(RoutingError::Npy("its base64 text is truncated or not padded"));
     }
     let mut scratch = Vec::new();
     let head = text
         .decode(0..text.decoded.min(npy::MAX_HEADER_BYTES), &mut scratch)
-        .ok_or(RoutingError::Npy("its base64 text is not valid where its header should be"))?;
+        .ok_or(RoutingError::Npy("its base64 text is invalid in the header"))?;
     let NpyHeader { data_at, ids, dims } = npy::parse(head)?;
     let [found, layers, top_k] = dims;
     let hint = if (layers, top_k) == (shape.hidden_layers, shape.top_k) {
         match asked.classify(found) {
             Ok((form, first)) => {
                 if ids.bytes() < shape.id_bytes() {
-                    return Err(RoutingError::Npy("ids of one byte cannot name all experts"));
+                    return Err(RoutingError::Npy("ids of one byte cannot represent all experts"));
                 }
                 let row_bytes = layers * top_k * ids.bytes();
-                // `decoded` is the length of a text that exists, so neither side overflows.
+                // `decoded` comes from a text in memory, so neither side overflows.
                 if found.checked_mul(row_bytes).and_then(|bytes| bytes.checked_add(data_at))
                     != Some(text.decoded)
                 {
-                    return Err(RoutingError::Npy("it is not as long as its header says"));
+                    return Err(RoutingError::Npy("its length does not match its header"));
                 }
                 return Ok(Payload { form, ids, at: data_at + first * row_bytes });
             }
@@ -180,9 +180,9 @@ fn npy_payload(
     } else if top_k > shape.top_k {
         "; it has more columns than top-k: serve without fused shared experts"
     } else if layers == shape.moe_layers.len() {
-        "; it has the MoE layers only, but a part for every hidden layer is expected"
+        "; it has only the MoE layers, but a part for every hidden layer is expected"
     } else {
-        "; it is another model's"
+        "; it belongs to another model"
     };
     Err(RoutingError::NpyShape {
         found: dims,
@@ -239,8 +239,8 @@ struct Narrower<'a> {
     ids: WireId,
     wire_row: usize,
     repeats: Repeats,
-    /// Bytes of each run of layers of one kind, in order; a row is their sum. One run for many
-    /// rows where no layer is dense.
+    /// Runs of consecutive layers of one kind, in order; together they make up a row. A model without
+    /// dense layers has a single run.
     runs: Vec<Run>,
 }
 
@@ -265,7 +265,7 @@ impl<'a> Narrower<'a> {
         Self { shape, ids, wire_row, repeats: Repeats::new(shape), runs }
     }
 
-    /// Whether rows are stored just as they come.
+    /// Whether the stored form equals the wire form.
     fn copies(&self) -> bool {
         let same = match self.ids {
             WireId::U8 => self.shape.id_bytes() == 1,
@@ -275,7 +275,7 @@ impl<'a> Narrower<'a> {
         same && matches!(*self.runs, [Run { moe: true, .. }])
     }
 
-    /// Checks rows that are stored as they came, the first one of absolute position `position`.
+    /// Checks rows whose stored form equals the wire form; the first has absolute position `position`.
     fn check(&self, stored: &[u8], position: usize) -> Result<(), RoutingError> {
         let (width, limit) = (self.shape.id_bytes(), self.shape.experts - 1);
         if any_above(stored, width, limit) || self.repeats.any(stored) {
@@ -284,8 +284,8 @@ impl<'a> Narrower<'a> {
         Ok(())
     }
 
-    /// Appends the MoE layers of whole wire rows, the first one of absolute position `position`,
-    /// to `bytes`, which has the capacity; gives back what was appended.
+    /// Appends the MoE layers of whole wire rows to `bytes`, which has the capacity, and returns the
+    /// appended part. The first row has absolute position `position`.
     fn rows<'b>(
         &self,
         wire: &[u8],
@@ -326,10 +326,10 @@ impl<'a> Narrower<'a> {
     }
 }
 
-/// A base64 text that is decoded in parts.
+/// A base64 text that can be decoded in parts.
 struct Base64Text<'a> {
     chars: &'a [u8],
-    /// Bytes it stands for, if its padding is right.
+    /// Decoded length in bytes, assuming valid padding.
     decoded: usize,
 }
 
@@ -344,8 +344,8 @@ impl<'a> Base64Text<'a> {
         self.chars.len().is_multiple_of(GROUP_CHARS)
     }
 
-    /// The decoded bytes `range`, which lie in the text, in `scratch`. `None` when a group of theirs
-    /// is not standard padded base64.
+    /// Decodes the bytes `range` into `scratch` and returns them. `None` if one of their groups is not
+    /// standard padded base64.
     fn decode<'b>(&self, range: Range<usize>, scratch: &'b mut Vec<u8>) -> Option<&'b [u8]> {
         let groups = range.start / GROUP_BYTES..range.end.div_ceil(GROUP_BYTES);
         let lead = range.start - groups.start * GROUP_BYTES;
@@ -354,7 +354,7 @@ impl<'a> Base64Text<'a> {
         scratch.get(lead..lead + range.len())
     }
 
-    /// As [`Base64Text::decode`], to the end of `out`: whole groups go straight there.
+    /// Like [`Base64Text::decode`], but appends to `out`; whole groups are decoded directly into it.
     fn append(&self, range: Range<usize>, out: &mut Vec<u8>) -> Option<()> {
         let first = range.start.next_multiple_of(GROUP_BYTES).min(range.end);
         let last = (range.end - range.end % GROUP_BYTES).max(first);
@@ -369,7 +369,7 @@ impl<'a> Base64Text<'a> {
         let promised = self.decoded.min(groups.end * GROUP_BYTES) - groups.start * GROUP_BYTES;
         let before = out.len();
         base64::append(self.chars.get(groups.start * GROUP_CHARS..groups.end * GROUP_CHARS)?, out)?;
-        // Padding in the middle of the text makes fewer bytes than its length promises.
+        // Padding in the middle of the text yields fewer bytes than its length implies.
         (out.len() - before == promised).then_some(())
     }
 }

@@ -4,7 +4,7 @@
     clippy::unwrap_used,
     clippy::indexing_slicing,
     clippy::cast_possible_truncation,
-    reason = "helpers of tests"
+    reason = "test helpers"
 )]
 
 use orchestrate_routing::{
@@ -30,7 +30,7 @@ fn shape() -> Arc<ModelShape> {
     })
 }
 
-/// One recorded reply, decoded without any code of ours.
+/// One recorded reply, decoded independently of this crate.
 #[derive(Debug)]
 struct Reply {
     tokens: Vec<u32>,
@@ -159,7 +159,7 @@ fn recorded_conversations_join_to_the_recorded_experts_row_by_row() {
                 assert_eq!(whole.start, 0);
                 assert!(delta.rows() < whole.prompt, "the boundary row is pending");
                 let had = delta.rows();
-                // Asked for from the number of tokens, the boundary row would be missing.
+                // Requested from the number of tokens on, the boundary row would be missing.
                 if had > 0 {
                     let late =
                         delta.clone().push(whole.rows(total), whole.tokens.len(), PolicyVersion(0));
@@ -291,7 +291,7 @@ fn rows_of_equal_prefixes_are_equal_in_every_recording_so_they_may_be_shared() {
                 let mut builder = MaskBuilder::new(shape.clone()).unwrap();
                 builder.seed(cache.lookup(&chain), PolicyVersion(0));
                 found += builder.rows() / BLOCK_ROWS;
-                // As if everything had come again: nothing may differ.
+                // As if all rows had been sent again: none may differ.
                 let total = reply.tokens.len();
                 let report = builder.push(reply.rows(0), total, PolicyVersion(0)).unwrap();
                 assert_eq!(report.drift_rows, 0, "{engine} {name}");

@@ -1,6 +1,6 @@
 //! Joining the routing rows of several engine calls, against the vectors of `tests/reference`.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "test helpers")]
 
 use orchestrate_routing::{MaskBuilder, RoutedRows, RoutingError};
 use orchestrate_types::{ModelShape, PolicyVersion};
@@ -50,7 +50,7 @@ fn rows_of_three_calls_join_as_in_the_reference() {
             }
         }
         checked += 1;
-        // Rows that no call delivers are a gap; nothing is made up for them.
+        // Rows that no call delivers are a gap; they are never invented.
         if let Some(gap) = expected.get("gap") {
             let (have, start) = (number(&gap["have"]), number(&gap["start"]));
             assert_eq!(outcome.unwrap_err(), RoutingError::Gap { have, start });

@@ -1,7 +1,7 @@
-//! Random histories of an episode and its group against a map from position to row. Every reply
-//! goes through the text an engine would send.
+//! Random histories of an episode and its group, compared with a map from position to row. Every
+//! reply is encoded as an engine would send it.
 
-#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "test helpers")]
 
 use orchestrate_routing::{
     CacheOptions, MaskBuilder, Passes, PayloadForm, PrefixCache, PrefixChain, RoutedRows,
@@ -23,7 +23,7 @@ fn shape() -> Arc<ModelShape> {
     })
 }
 
-/// Four ids of one row; every salt gives other sets.
+/// Four ids of one row; each salt gives different sets.
 fn row(position: usize, salt: u64) -> [u8; 4] {
     let mix = (position as u64 * 31 + salt * 7 + 5) % 56;
     let cell = |n: u64| {
@@ -40,7 +40,7 @@ fn payload(start: usize, end: usize, salt: u64) -> RoutedRows {
     RoutedRows::new(&shape(), start, &bytes).unwrap()
 }
 
-/// The rows `start..end` as one of five ways to send them makes them: as they are, in the text of
+/// The rows `start..end` received in one of five ways: as they are, in the text of
 /// either engine, and in the two deviations (all rows although a tail was asked for, one too many).
 fn received(start: usize, end: usize, salt: u64, way: usize) -> RoutedRows {
     let shape = shape();
@@ -93,11 +93,11 @@ enum Step {
         after: usize,
         retracted: bool,
     },
-    /// A second branch goes on, the first one is finished as it is.
+    /// A second branch continues; the first one is finished unchanged.
     Fork {
         at: usize,
     },
-    /// Another episode that begins with the same tokens and the rows the cache has of them.
+    /// Another episode that starts with the same tokens and the cached rows for them.
     Member {
         prompt: usize,
         output: usize,
@@ -105,7 +105,7 @@ enum Step {
     Truncate {
         at: usize,
     },
-    /// Payloads that must be refused.
+    /// Payloads that must be rejected.
     Wrong {
         by: usize,
     },
@@ -151,7 +151,7 @@ struct Both {
     replies: usize,
 }
 
-/// What all episodes of a history have in common.
+/// State shared by all episodes of a history.
 struct Group {
     cache: PrefixCache,
     /// Token, version and row of every row that was chosen in a clean pass.
@@ -362,7 +362,11 @@ impl Both {
                 let unversioned = payload(have, have + by, self.salt);
                 let passes = Passes { versions: &[], retracted: false };
                 assert!(self.builder.push_passes(unversioned, have + by + 1, passes).is_err());
-                assert_eq!(format!("{:?}", self.builder), before, "a refusal changes nothing");
+                assert_eq!(
+                    format!("{:?}", self.builder),
+                    before,
+                    "a rejected payload changes nothing"
+                );
             }
         }
     }
@@ -424,7 +428,7 @@ fn after_an_engine_died_between_turns_held_rows_stand_and_differences_are_counte
     let mut both = Both::new();
     both.grow(97);
     both.plain(0);
-    both.salt += 1; // another worker, whose near ties fall otherwise
+    both.salt += 1; // another worker, whose near ties resolve differently
     both.grow(30);
     let report = both.builder.clone().push(payload(0, 129, both.salt), 130, PolicyVersion(0));
     let report = report.unwrap();

@@ -1,6 +1,6 @@
-//! Joining of replies into one mask, and the mask at rest.
+//! Joining replies into one mask, and storing the mask.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "test helpers")]
 
 use orchestrate_routing::{
     MaskBuilder, PushReport, RoutedRows, RoutingError, RoutingMask, RowVersion,
@@ -86,7 +86,7 @@ fn stale_rows_of_a_prefix_loaded_from_elsewhere_are_counted_and_never_replace_he
         let reply = RoutedRows::from_ids(&shape, from, &stale[from * 4..]).unwrap();
         let report = builder.clone().push(reply, 30, V).unwrap();
         assert_eq!((report.new_rows, report.overlap_rows), (10, 19 - from));
-        // The one row of overlap is enough to see it.
+        // One row of overlap is enough to detect it.
         assert!(report.drift_rows > 0 && report.drift_rows + 3 > report.overlap_rows);
     }
     let reply = RoutedRows::from_ids(&shape, start, &stale[start * 4..]).unwrap();
@@ -115,7 +115,7 @@ fn the_row_of_the_last_sampled_token_waits_for_the_next_turn() {
 }
 
 #[test]
-fn inv3_a_mask_with_any_other_number_of_rows_than_tokens_less_one_is_refused() {
+fn inv3_mask_without_exactly_tokens_minus_one_rows_is_rejected() {
     let shape = shape(8);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
     builder.push(rows(&shape, 0, 7), 8, V).unwrap();
@@ -219,7 +219,7 @@ fn every_prefix_of_a_stored_mask_is_refused() {
     assert!(RoutingMask::from_bytes(&[&bytes[..], &[0]].concat()).is_err());
 }
 
-/// What version 1 wrote: bare rows, and blake3 of everything before at the end.
+/// The format of version 1: uncompressed rows, followed by the BLAKE3 digest of everything before.
 fn version_one(mask: &RoutingMask) -> Vec<u8> {
     let shape = mask.shape();
     let mut out = b"ORMK\x01\0\0\0".to_vec();
@@ -244,7 +244,7 @@ fn version_one(mask: &RoutingMask) -> Vec<u8> {
 }
 
 #[test]
-fn masks_stored_by_version_one_are_still_read_and_its_damage_still_found() {
+fn masks_of_version_one_are_read_and_their_damage_is_detected() {
     let (mask, _) = stored();
     let old = version_one(&mask);
     assert_eq!(RoutingMask::from_bytes(&old).unwrap(), mask);
@@ -257,7 +257,7 @@ fn masks_stored_by_version_one_are_still_read_and_its_damage_still_found() {
 }
 
 #[test]
-fn a_newer_major_version_is_refused_by_name() {
+fn newer_major_version_is_rejected_with_its_number() {
     let (_, mut bytes) = stored();
     bytes[4] = 3;
     assert_eq!(

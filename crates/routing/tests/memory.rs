@@ -1,4 +1,4 @@
-//! What one reply costs in memory: its rows once, and nothing of the size of its text.
+//! Memory used to decode one reply: its rows once, and nothing proportional to its text.
 #![expect(unsafe_code, reason = "an allocator that counts")]
 
 use orchestrate_routing::{RoutedRows, WireForm, decode, encode_npy, encode_sglang, split_body};
@@ -22,8 +22,8 @@ fn grew(bytes: usize) {
     PEAK.set(PEAK.get().max(held));
 }
 
-// SAFETY: every call is passed on to the system's allocator as it came; the rest only counts, in
-// thread-local numbers that need no allocation.
+// SAFETY: every call is forwarded unchanged to the system allocator; the counters are thread-local
+// and need no allocation.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         grew(layout.size());
@@ -38,7 +38,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        // Both may be there for a moment.
+        // Both blocks may exist for a moment.
         grew(new_size);
         HELD.set(HELD.get().wrapping_sub(layout.size()));
         // SAFETY: as above.
@@ -46,7 +46,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// What `work` held at most beyond what was held before.
+/// Peak of the bytes that `work` allocates on top of those held before.
 fn peak_of<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = HELD.get();
     PEAK.set(before);
@@ -76,7 +76,7 @@ fn a_reply_is_decoded_with_one_copy_of_its_rows_and_none_of_its_text() {
         .collect();
     let made = RoutedRows::from_ids(&shape, 0, &ids).unwrap();
     let stored = rows * shape.row_bytes();
-    // The last block has room for its other rows; working memory is that of a first-level cache.
+    // The last block has capacity for its other rows; working memory fits the L1 cache.
     let allowed = stored + 64 * shape.row_bytes() + (64 << 10);
     for (form, payload) in [
         (WireForm::SglangI32, encode_sglang(&made, &shape).unwrap()),
@@ -89,7 +89,7 @@ fn a_reply_is_decoded_with_one_copy_of_its_rows_and_none_of_its_text() {
         });
         assert_eq!(found, made);
         assert!(peak <= allowed, "{form:?}: {peak} bytes for {stored} of rows");
-        // Of a whole sequence only the rows asked for are ever in memory.
+        // Of a whole sequence, only the requested rows are ever in memory.
         let (tail, peak) =
             peak_of(|| decode(form, payload.as_bytes(), &shape, rows - 10, rows + 1).unwrap());
         assert_eq!(tail.rows(), 10);

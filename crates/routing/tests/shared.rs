@@ -1,6 +1,6 @@
-//! Blocks shared by forks, by a group and through the prefix cache, and what spills.
+//! Blocks shared by forks, by a group and through the prefix cache, and blocks spilled to files.
 
-#![expect(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "test helpers")]
 
 use orchestrate_routing::{
     BLOCK_ROWS, Block, CacheOptions, HeldBytes, Inserted, MaskBuilder, PrefixCache, PrefixChain,
@@ -184,7 +184,7 @@ fn a_difference_between_members_is_drift_and_each_keeps_its_own() {
     first.push(rows(&shape, &all, 0), 130, V).unwrap();
     cache.insert(&mut chain(&shape, &all, V, "w"), &mut first);
     let mut bytes = rows(&shape, &all, 0).to_vec();
-    bytes.swap(0, 1); // another slot order is no drift
+    bytes.swap(0, 1); // another slot order is not drift
     bytes[shape.row_bytes() * 65] = (bytes[shape.row_bytes() * 65 + 1] + 1) % 16;
     let changed = RoutedRows::new(&shape, 0, &bytes).unwrap();
     let mut second = MaskBuilder::new(shape.clone()).unwrap();
@@ -196,7 +196,7 @@ fn a_difference_between_members_is_drift_and_each_keeps_its_own() {
 }
 
 #[test]
-fn memory_is_bounded_and_beginnings_outlive_ends() {
+fn memory_is_bounded_and_ends_are_evicted_before_starts() {
     let shape = small();
     let block = BLOCK_ROWS * shape.row_bytes();
     let cache = cache(5 * block, None);
@@ -238,12 +238,12 @@ fn evicted_blocks_that_were_shared_come_back_from_files() {
     assert_eq!(bytes, mask.to_vec()[..bytes.len()]);
     assert_eq!(blocks.len(), 4);
     assert_eq!((cache.metrics().reloads, cache.metrics().spill_failures), (4, 0));
-    // The second prompt was used by nobody else: it is not worth a file.
+    // The second prompt was used only once: it is not worth a file.
     assert_eq!(files(folder.path()).len(), 4);
 }
 
 #[test]
-fn a_missing_damaged_or_foreign_file_is_a_miss_and_nothing_else() {
+fn missing_damaged_or_misnamed_file_is_a_miss() {
     let damage: [fn(&Path); 5] = [
         |file| std::fs::remove_file(file).unwrap(),
         |file| std::fs::write(file, []).unwrap(),
@@ -255,7 +255,7 @@ fn a_missing_damaged_or_foreign_file_is_a_miss_and_nothing_else() {
             std::fs::write(file, bytes).unwrap();
         },
         |file| {
-            // Another block under this name.
+            // Another block under the same file name.
             let folder = file.parent().unwrap();
             let other = files(folder).into_iter().find(|other| other != file).unwrap();
             std::fs::copy(other, file).unwrap();
@@ -274,7 +274,7 @@ fn a_missing_damaged_or_foreign_file_is_a_miss_and_nothing_else() {
         let found = cache.lookup(&chain(&small(), &prompt, V, "w")).len();
         assert!(found <= 1, "a copy may stand under its own name");
         assert!(cache.metrics().spill_failures >= 3);
-        // Fetched again, it is held again.
+        // After it is fetched again, it is cached again.
         episode(&cache, &small(), &prompt, &[1, 2]);
         assert_eq!(cache.lookup(&chain(&small(), &prompt, V, "w")).len(), 4);
     }
@@ -303,7 +303,7 @@ fn every_flipped_byte_of_a_spilled_block_is_detected() {
 }
 
 #[test]
-fn the_folder_is_bounded_and_emptied_at_the_start() {
+fn spill_folder_is_bounded_and_emptied_at_the_start() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("notes.txt"), "kept").unwrap();
     drop(spilled(folder.path(), 1 << 20));
@@ -318,7 +318,7 @@ fn the_folder_is_bounded_and_emptied_at_the_start() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_costs_only_reuse() {
+fn unwritable_spill_folder_only_prevents_reuse() {
     let folder = tempfile::tempdir().unwrap();
     let inner = folder.path().join("blocks");
     let block = BLOCK_ROWS * small().row_bytes();
@@ -346,7 +346,7 @@ fn a_fork_shares_the_blocks_of_the_common_prefix() {
         assert_eq!(fork.rows(), kept);
         let shared = kept / BLOCK_ROWS * BLOCK_ROWS * row;
         assert_eq!(fork.held(), HeldBytes { own: kept * row - shared, shared });
-        // Another branch grows from it; the first one does not notice.
+        // Another branch grows from it without affecting the first one.
         let branch = [&all[..at.min(300)], &tokens(90, 9)].concat();
         let start = fork.next_start();
         fork.push(rows(&shape, &branch, start), branch.len(), V).unwrap();

@@ -9,36 +9,36 @@
 //! | attempt intended | [`Store::abort_attempt`] | attempt aborted, episode open |
 //! | group filling | [`Store::keep_group`], [`Store::drop_group`] | kept or dropped |
 //!
-//! An attempt that was under way when its coordinator died becomes lost at the next start.
+//! An attempt that was running when its coordinator died is marked lost at the next start.
 
 use crate::error::StoreError;
 use crate::record::EpisodeRecord;
-use crate::rows::EpisodeState;
+use crate::rows::{AttemptState, EpisodeState, GroupState};
 use crate::sql;
 use crate::store::Store;
 use orchestrate_types::{AttemptId, EpisodeId, GroupId};
 
-/// What a claim found.
+/// Answer of [`Store::claim_attempt`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Claim {
     /// Run this attempt.
     Attempt(AttemptId),
-    /// Nothing to do: the episode has its outcome.
+    /// The episode already has its outcome.
     Sealed,
-    /// Nothing to do: the episode was given up.
+    /// The episode was given up after too many broken attempts.
     Quarantined,
 }
 
-/// What became of a finished attempt.
+/// Answer of [`Store::seal_attempt`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sealing {
-    /// It is the episode's outcome.
+    /// This attempt is the episode's outcome.
     Sealed,
-    /// Another attempt was sealed before; this one is kept as evidence.
+    /// Another attempt was sealed first; this one is kept as evidence.
     Superseded,
 }
 
-/// What follows a broken attempt.
+/// Answer of [`Store::break_attempt`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AfterBreak {
     /// Claim another attempt.
@@ -70,8 +70,8 @@ impl Store {
         let mut write = self.begin("open_group").await?;
         let fail = write.fail();
         let kind = match id {
-            GroupId::Train { .. } => "train",
-            GroupId::Eval { .. } => "eval",
+            GroupId::Train { .. } => sql::TRAIN,
+            GroupId::Eval { .. } => sql::EVAL,
         };
         sqlx::query(sql::INSERT_GROUP)
             .bind(id.to_string())
@@ -97,10 +97,10 @@ impl Store {
         self.commit(write, "open_group").await
     }
 
-    /// Decides the next attempt of an episode: committed before anything is started for it.
+    /// Records the next attempt of an episode. This is committed before anything is started for it.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if an attempt of this coordinator is still under way,
+    /// [`StoreError::Refused`] if an attempt of this coordinator is still running,
     /// [`StoreError::Absent`], [`StoreError::Fenced`], and any database error.
     pub async fn claim_attempt(&self, episode: EpisodeId) -> Result<Claim, StoreError> {
         let mut write = self.begin("claim_attempt").await?;
@@ -116,14 +116,15 @@ impl Store {
             Some(EpisodeState::Open) => {}
             Some(EpisodeState::Sealed) => return Ok(Claim::Sealed),
             Some(EpisodeState::Quarantined) => return Ok(Claim::Quarantined),
-            None => return Err(write.refuse(format!("episode state `{state}`"))),
+            None => return Err(write.refuse(format!("unknown episode state `{state}`"))),
         }
         let (last,): (i64,) = sqlx::query_as(sql::LAST_ATTEMPT)
             .bind(episode.to_string())
             .fetch_one(&mut *write.tx)
             .await
             .map_err(&fail)?;
-        let attempt = u16::try_from(last + 1).map_err(|_| write.refuse("too many attempts"))?;
+        let attempt = u16::try_from(last + 1)
+            .map_err(|_| write.refuse("more than 65535 attempts of one episode"))?;
         let id = AttemptId { episode, attempt };
         sqlx::query(sql::INSERT_ATTEMPT)
             .bind(id.to_string())
@@ -141,7 +142,7 @@ impl Store {
     /// Stores a finished attempt and makes it the episode's outcome.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if the attempt is not under way, [`StoreError::Full`],
+    /// [`StoreError::Refused`] if the attempt is not running, [`StoreError::Full`],
     /// [`StoreError::Fenced`], and any file or database error.
     pub async fn seal_attempt(&self, record: &EpisodeRecord) -> Result<Sealing, StoreError> {
         let file = self.write_record("seal_attempt", record).await?;
@@ -156,14 +157,14 @@ impl Store {
             .map_err(&fail)?
             .rows_affected()
             == 1;
-        let state = if sealed { "sealed" } else { "superseded" };
+        let state = if sealed { AttemptState::Sealed } else { AttemptState::Superseded };
         self.close(&mut write, record.attempt, state, Some(&file)).await?;
         self.commit(write, "seal_attempt").await?;
         Ok(if sealed { Sealing::Sealed } else { Sealing::Superseded })
     }
 
-    /// Stores a broken attempt. After `max_attempts` broken ones since this coordinator started
-    /// the episode is quarantined.
+    /// Stores a broken attempt. The episode is quarantined once `max_attempts` of its attempts have
+    /// broken since this coordinator started.
     ///
     /// # Errors
     /// As [`Store::seal_attempt`].
@@ -176,7 +177,7 @@ impl Store {
         let episode = record.attempt.episode.to_string();
         let mut write = self.begin("break_attempt").await?;
         let fail = write.fail();
-        self.close(&mut write, record.attempt, "broken", Some(&file)).await?;
+        self.close(&mut write, record.attempt, AttemptState::Broken, Some(&file)).await?;
         let (broken,): (i64,) = sqlx::query_as(sql::COUNT_BROKEN)
             .bind(&episode)
             .bind(write.epoch)
@@ -197,43 +198,43 @@ impl Store {
         Ok(if give_up { AfterBreak::Quarantined } else { AfterBreak::Retry })
     }
 
-    /// Marks an attempt that was ended from outside; its episode stays open.
+    /// Marks an attempt as aborted because it was cancelled; its episode stays open.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if it is not under way, [`StoreError::Fenced`], database errors.
+    /// [`StoreError::Refused`] if it is not running, [`StoreError::Fenced`], database errors.
     pub async fn abort_attempt(&self, attempt: AttemptId) -> Result<(), StoreError> {
         let mut write = self.begin("abort_attempt").await?;
-        self.close(&mut write, attempt, "aborted", None).await?;
+        self.close(&mut write, attempt, AttemptState::Aborted, None).await?;
         self.commit(write, "abort_attempt").await
     }
 
-    /// Decides that a group's episodes count.
+    /// Keeps a group: its episodes count.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if it was decided before, [`StoreError::Fenced`], database errors.
+    /// [`StoreError::Refused`] if it was already kept or dropped, [`StoreError::Fenced`], database errors.
     pub async fn keep_group(&self, id: GroupId) -> Result<(), StoreError> {
-        self.decide_group(id, "kept", None).await
+        self.decide_group(id, GroupState::Kept, None).await
     }
 
-    /// Decides that a group is left out, and why.
+    /// Drops a group, so that its episodes do not count, and records the reason.
     ///
     /// # Errors
     /// As [`Store::keep_group`].
     pub async fn drop_group(&self, id: GroupId, reason: &str) -> Result<(), StoreError> {
-        self.decide_group(id, "dropped", Some(reason)).await
+        self.decide_group(id, GroupState::Dropped, Some(reason)).await
     }
 
     async fn decide_group(
         &self,
         id: GroupId,
-        state: &str,
+        state: GroupState,
         reason: Option<&str>,
     ) -> Result<(), StoreError> {
         let mut write = self.begin("decide_group").await?;
         let fail = write.fail();
         let changed = sqlx::query(sql::DECIDE_GROUP)
             .bind(id.to_string())
-            .bind(state)
+            .bind(state.name())
             .bind(reason)
             .bind(write.epoch)
             .bind(write.now)
@@ -280,12 +281,12 @@ impl Store {
         &self,
         write: &mut crate::db::Write,
         attempt: AttemptId,
-        state: &str,
+        state: AttemptState,
         file: Option<&StoredFile>,
     ) -> Result<(), StoreError> {
         let changed = sqlx::query(sql::CLOSE_ATTEMPT)
             .bind(attempt.to_string())
-            .bind(state)
+            .bind(state.name())
             .bind(file.map(|f| f.outcome.as_str()))
             .bind(file.map(|f| f.summary.as_str()))
             .bind(file.map(|f| f.blob.as_str()))
@@ -299,7 +300,7 @@ impl Store {
         if changed == 1 {
             Ok(())
         } else {
-            Err(write.refuse(format!("attempt {attempt} is not under way")))
+            Err(write.refuse(format!("attempt {attempt} is not running")))
         }
     }
 }

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The folder of all stored trajectories of a run.
+/// The folder with all stored trajectories of a run.
 #[derive(Debug)]
 pub(crate) struct Blobs {
     folder: Utf8PathBuf,
@@ -19,8 +19,8 @@ impl Blobs {
         Self { folder: run_folder.join("blobs"), written: AtomicU64::new(0) }
     }
 
-    /// Where the blob with this digest lies. The digest must be lower-case hexadecimal; anything
-    /// else (a damaged row) maps to a name that cannot exist, never to a path outside.
+    /// Path of the blob with this digest, 64 hexadecimal digits. Anything else (from a damaged row)
+    /// maps to a file that is never written, and never to a path outside the folder.
     pub(crate) fn path(&self, digest: &str) -> Utf8PathBuf {
         let safe = digest.len() == 64 && digest.bytes().all(|b| b.is_ascii_hexdigit());
         match digest.get(..2) {
@@ -29,8 +29,8 @@ impl Blobs {
         }
     }
 
-    /// Writes `bytes` durably and returns their digest. Temporary name, fsync, rename, fsync of
-    /// the folder: after this returns a row may point at it. Blocking.
+    /// Writes `bytes` durably and returns their digest: temporary name, fsync, rename, fsync of the
+    /// folder. Once this returns, a row may refer to the file. Blocking.
     pub(crate) fn write(&self, bytes: &[u8]) -> Result<String, StoreError> {
         let digest = blake3::hash(bytes).to_hex().to_string();
         let target = self.path(&digest);
@@ -48,16 +48,16 @@ impl Blobs {
             sync_folder(&self.folder)
         })();
         if let Err(e) = written {
-            // A full disk must not stay full because of the half file; if this fails too, the
-            // next start collects it.
+            // A half-written file must not keep the disk full. If this fails as well, the next
+            // start removes the file.
             let _ = fs::remove_file(&temporary);
             return Err(io(e));
         }
         Ok(digest)
     }
 
-    /// Removes what no row names: temporary files of writers that died, and files whose row was
-    /// never committed. Only while the run lock is held. Returns how many.
+    /// Removes files that no row names: temporary files of interrupted writes, and files whose row
+    /// was never committed. The caller holds the run lock. Returns the number of files removed.
     pub(crate) fn collect_garbage(&self, named: &HashSet<String>) -> Result<usize, StoreError> {
         let io = |e| StoreError::from_io(&self.folder, e);
         let mut removed = 0;

@@ -1,4 +1,4 @@
-//! Connections, and the one way to write: a transaction that begins with the epoch check.
+//! Connections, and the only way to write: a transaction that starts with the epoch check.
 
 use crate::error::StoreError;
 use crate::sql;
@@ -9,9 +9,11 @@ use sqlx::sqlite::{
 use sqlx::{Connection, Sqlite, Transaction};
 use std::time::Duration;
 
-/// Longest wait for another process (a backup, a viewer) that holds the database.
+/// Name of the journal inside a run folder.
+pub const JOURNAL_FILE: &str = "orchestrate.db";
+/// Longest wait for another process (a backup, a viewer) that has locked the database.
 const BUSY_TIMEOUT: Duration = Duration::from_mins(1);
-/// Readers: the run loop asks one thing at a time, `orchestrate show` a few.
+/// Read connections: the run loop makes one query at a time, `orchestrate show` a few.
 const READERS: u32 = 4;
 
 pub(crate) static MIGRATIONS: sqlx::migrate::Migrator = sqlx::migrate!("../../migrations/sqlite");
@@ -21,7 +23,7 @@ fn options(journal: &Utf8Path) -> SqliteConnectOptions {
         .filename(journal)
         .foreign_keys(true)
         .journal_mode(SqliteJournalMode::Wal)
-        // FULL: a commit that was answered survives a power cut, not only a crash.
+        // FULL: an acknowledged commit survives a power failure, not only a crash.
         .synchronous(SqliteSynchronous::Full)
         .busy_timeout(BUSY_TIMEOUT)
 }
@@ -32,15 +34,15 @@ pub(crate) async fn writer(journal: &Utf8Path, create: bool) -> Result<SqlitePoo
         .max_connections(1)
         .idle_timeout(None)
         .max_lifetime(None)
-        // SQLite ends a transaction by itself when the disk is full; the driver does not notice
-        // and would refuse every later transaction on that connection.
+        // SQLite ends a transaction by itself when the disk is full. The driver does not notice and
+        // would reject every later transaction on that connection.
         .after_release(|connection, _| Box::pin(async move { Ok(!connection.is_in_transaction()) }))
         .connect_with(options(journal).create_if_missing(create))
         .await
         .map_err(|e| StoreError::from_db(journal, "open", e))
 }
 
-/// Connections that cannot write. In a folder that cannot be written to, nothing is created either.
+/// Connections that cannot write. They create no files in a read-only folder.
 pub(crate) async fn readers(journal: &Utf8Path) -> Result<SqlitePool, StoreError> {
     let options = SqliteConnectOptions::new()
         .filename(journal)
@@ -62,7 +64,7 @@ pub(crate) async fn readers(journal: &Utf8Path) -> Result<SqlitePool, StoreError
 }
 
 /// How a journal can be opened for reading. SQLite opens a database in WAL mode only if it can use
-/// the `-shm` file beside it, or create it; a database without a `-wal` file can be declared immutable
+/// the `-shm` file next to it, or create it; a database without a `-wal` file can be declared immutable
 /// instead.
 #[derive(Debug, Clone, Copy)]
 enum Access {
@@ -82,13 +84,14 @@ impl Access {
             fs_err::metadata(format!("{journal}{suffix}")).map(|metadata| metadata.len()).ok()
         };
         let shared_memory = length("-shm").is_some();
-        // Beside a shared memory, an empty log may belong to a live run.
+        // An empty log next to a `-shm` file may belong to a live run.
         let wal = length("-wal").is_some_and(|bytes| bytes > 0 || shared_memory);
         Self::ReadOnly { wal, shared_memory }
     }
 }
 
-/// Brings the schema up to date (one transaction per migration) or refuses a newer one.
+/// Migrates the schema to the current version, one transaction per migration. A newer schema is an
+/// error.
 pub(crate) async fn migrate(pool: &SqlitePool, journal: &Utf8Path) -> Result<(), StoreError> {
     use sqlx::migrate::MigrateError;
     MIGRATIONS.run(pool).await.map_err(|e| match e {
@@ -102,7 +105,7 @@ pub(crate) async fn migrate(pool: &SqlitePool, journal: &Utf8Path) -> Result<(),
     })
 }
 
-/// Fails with [`StoreError::Corrupt`] if the file is not a sound database.
+/// Fails with [`StoreError::Corrupt`] if SQLite's quick check finds a problem.
 pub(crate) async fn check(pool: &SqlitePool, journal: &Utf8Path) -> Result<(), StoreError> {
     let (verdict,): (String,) = sqlx::query_as("PRAGMA quick_check(1)")
         .fetch_one(pool)
@@ -115,7 +118,7 @@ pub(crate) async fn check(pool: &SqlitePool, journal: &Utf8Path) -> Result<(), S
     }
 }
 
-/// A write under way. Dropping it without [`Write::commit`] changes nothing.
+/// An open write transaction. Dropping it without [`Write::commit`] changes nothing.
 pub(crate) struct Write {
     pub(crate) tx: Transaction<'static, Sqlite>,
     pub(crate) epoch: i64,
@@ -125,7 +128,7 @@ pub(crate) struct Write {
 }
 
 impl Write {
-    /// Begins. `BEGIN IMMEDIATE` takes the write lock first, so that the epoch cannot change
+    /// Starts the transaction. `BEGIN IMMEDIATE` takes the write lock first, so that the epoch cannot change
     /// between its check and the commit: a replaced coordinator gets [`StoreError::Fenced`].
     pub(crate) async fn begin(
         pool: &SqlitePool,
@@ -147,18 +150,18 @@ impl Write {
         Ok(Self { tx, epoch, now, what, journal: journal.to_owned() })
     }
 
-    /// Translates a driver error of this write.
+    /// Returns a function that translates driver errors of this write.
     pub(crate) fn fail(&self) -> impl Fn(sqlx::Error) -> StoreError + use<> {
         let (journal, what) = (self.journal.clone(), self.what);
         move |e| StoreError::from_db(&journal, what, e)
     }
 
-    /// The transition is not possible from the row's present state.
+    /// The error for a transition that the row's current state does not allow.
     pub(crate) fn refuse(&self, detail: impl Into<String>) -> StoreError {
         StoreError::Refused { what: self.what, detail: detail.into() }
     }
 
-    /// Makes it durable.
+    /// Commits the transaction durably.
     pub(crate) async fn commit(self) -> Result<(), StoreError> {
         let (journal, what) = (self.journal, self.what);
         self.tx.commit().await.map_err(|e| StoreError::from_db(&journal, what, e))
@@ -171,7 +174,7 @@ mod tests {
     use sqlx::{Executor, SqlSafeStr};
 
     #[tokio::test]
-    async fn every_statement_fits_the_migrated_schema() {
+    async fn every_statement_prepares_against_the_migrated_schema() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Utf8PathBuf::from_path_buf(folder.path().join("j.db")).unwrap();
         let pool = writer(&journal, true).await.unwrap();
@@ -184,7 +187,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_newer_schema_is_refused() {
+    async fn newer_schema_is_rejected() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Utf8PathBuf::from_path_buf(folder.path().join("j.db")).unwrap();
         let pool = writer(&journal, true).await.unwrap();

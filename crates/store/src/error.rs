@@ -1,4 +1,4 @@
-//! Every way a journal can fail, with the remedy in the message.
+//! Errors of the journal, each with its remedy in the message.
 
 use crate::record::RecordError;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -6,135 +6,137 @@ use camino::{Utf8Path, Utf8PathBuf};
 /// A failed store operation.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// Another process works on this run.
+    /// Another process is using this run folder.
     #[error(
         "run folder {folder} is in use by {holder} (stop that process, or choose another --run-dir)"
     )]
     Locked {
-        /// The run folder.
+        /// Path of the run folder.
         folder: Utf8PathBuf,
-        /// What the lock file says: pid and host.
+        /// Process id and host of the holder, from the lock file.
         holder: String,
     },
-    /// There is a journal already.
+    /// The run folder already has a journal.
     #[error(
-        "{journal} exists already (add --resume to continue that run, or choose another --run-dir)"
+        "{journal} already exists (add --resume to continue that run, or choose another --run-dir)"
     )]
     Exists {
-        /// The journal.
+        /// Path of the journal.
         journal: Utf8PathBuf,
     },
-    /// There is no journal.
+    /// The run folder has no journal.
     #[error("{journal} does not exist (check --run-dir, or start a new run without --resume)")]
     Missing {
-        /// The journal.
+        /// Path of the journal.
         journal: Utf8PathBuf,
     },
-    /// The journal was not closed, and cannot be recovered where it lies.
+    /// The journal was not closed cleanly and cannot be recovered in a read-only folder.
     #[error(
-        "{journal} was not closed cleanly and lies in a read-only folder without its -shm file \
+        "{journal} was not closed cleanly and is in a read-only folder without its -shm file \
          (copy the folder to a writable place and open the copy)"
     )]
     NeedsRecovery {
-        /// The journal.
+        /// Path of the journal.
         journal: Utf8PathBuf,
     },
-    /// A newer coordinator took this run over; nothing was written.
+    /// A newer coordinator has taken over this run; nothing was written.
     #[error("this coordinator (epoch {epoch}) was replaced by a newer one and wrote nothing")]
     Fenced {
         /// The epoch that is no longer valid.
         epoch: i64,
     },
-    /// The disk, or the quota, is full. What was committed before is intact.
-    #[error("no space left in {folder}: free some space there, then continue with --resume")]
+    /// The disk or its quota is full. Everything committed before is intact.
+    #[error("no space left in {folder}: free some space, then run again with --resume")]
     Full {
-        /// The run folder.
+        /// Path of the run folder.
         folder: Utf8PathBuf,
     },
-    /// The journal's bytes are not a sound database.
+    /// The journal's bytes are not a valid database.
     #[error(
         "{journal} is damaged ({detail}): restore it from a backup together with its -wal file, or start a new run"
     )]
     Corrupt {
-        /// The journal.
+        /// Path of the journal.
         journal: Utf8PathBuf,
-        /// What the check found.
+        /// First problem that SQLite reported.
         detail: String,
     },
-    /// The journal is older than the lock file beside it.
+    /// The journal is older than the lock file next to it.
     #[error(
-        "{journal} is an old copy: it is at epoch {journal_epoch}, the run reached epoch \
+        "{journal} is an old copy: it is at epoch {journal_epoch}, but the run reached epoch \
          {lock_epoch} (put the newer journal and its -wal file back, or delete run.lock to \
          continue from the old copy on purpose)"
     )]
     OldCopy {
-        /// The journal.
+        /// Path of the journal.
         journal: Utf8PathBuf,
-        /// Epoch in the journal.
+        /// Epoch recorded in the journal.
         journal_epoch: i64,
-        /// Epoch in the lock file.
+        /// Epoch recorded in the lock file.
         lock_epoch: i64,
     },
-    /// A newer program wrote the journal.
+    /// A newer version of this program wrote the journal.
     #[error(
         "{journal} was written by a newer version of this program ({detail}): upgrade to open it"
     )]
     Newer {
-        /// The journal.
+        /// Path of the journal.
         journal: Utf8PathBuf,
-        /// What is not known here.
+        /// Which schema migration is unknown to this program.
         detail: String,
     },
-    /// Another process holds the database locked for longer than we wait.
-    #[error("{journal} is locked by another process: close tools that have it open, then --resume")]
+    /// Another process has held a lock on the database for more than a minute.
+    #[error(
+        "{journal} is locked by another process: close tools that have it open, then run again with --resume"
+    )]
     Busy {
-        /// The journal.
+        /// Path of the journal.
         journal: Utf8PathBuf,
     },
-    /// A transition the journal's constraints forbid.
-    #[error("the journal refuses {what}: {detail}")]
+    /// A transition that the journal's constraints forbid.
+    #[error("the journal rejected {what}: {detail}")]
     Refused {
-        /// The operation.
+        /// Name of the operation.
         what: &'static str,
-        /// The constraint.
+        /// The violated constraint.
         detail: String,
     },
-    /// No such episode, or none with a sealed attempt.
+    /// The requested item is not in the journal.
     #[error("{what} is not in the journal")]
     Absent {
-        /// What was asked for.
+        /// The requested item, e.g. `episode t000012.03`.
         what: String,
     },
-    /// A stored trajectory is missing or differs from its digest.
+    /// A stored trajectory is missing, damaged or malformed.
     #[error("stored trajectory {path} cannot be used: {source} (restore it from a backup)")]
     Record {
-        /// The file.
+        /// Path of the stored file.
         path: Utf8PathBuf,
-        /// Why.
+        /// Why it cannot be used.
         source: RecordError,
     },
-    /// A value in a row that no version of this program writes.
+    /// A row holds a value that no version of this program writes.
     #[error("{journal} holds an unreadable value: {detail}")]
     Unreadable {
-        /// The journal.
+        /// Path of the journal.
         journal: Utf8PathBuf,
-        /// What and where.
+        /// The value and where it was found.
         detail: String,
     },
     /// A file operation failed.
     #[error("failed to access {path}")]
     Io {
-        /// The file or folder.
+        /// Path of the file or folder.
         path: Utf8PathBuf,
-        /// The system's word.
+        /// Error of the operating system.
         source: std::io::Error,
     },
     /// Any other database error.
     #[error("journal operation {what} failed")]
     Db {
-        /// The operation.
+        /// Name of the operation.
         what: &'static str,
-        /// The driver's word.
+        /// Error of the database driver.
         source: sqlx::Error,
     },
 }
@@ -150,7 +152,7 @@ mod code {
 }
 
 impl StoreError {
-    /// Translates a driver error: the one place that knows SQLite's codes.
+    /// Translates a driver error. Only this function knows SQLite's codes.
     pub(crate) fn from_db(journal: &Utf8Path, what: &'static str, source: sqlx::Error) -> Self {
         let journal = journal.to_owned();
         let known = match &source {

@@ -1,4 +1,4 @@
-//! Container images of a run: what their names meant when they were first used.
+//! Container images of a run: which image each name referred to at its first use.
 
 use crate::db::Write;
 use crate::error::StoreError;
@@ -8,18 +8,18 @@ use crate::store::Store;
 use camino::Utf8PathBuf;
 use sqlx::sqlite::SqlitePool;
 
-/// An image, by the name that tasks call it.
+/// Which image a name used by tasks refers to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageRow {
-    /// As tasks name it.
+    /// Image name as tasks give it, e.g. `orchestrate/micro:latest`.
     pub name: String,
-    /// The container engine's id of it.
+    /// Id of the image in the container engine, `sha256:…`.
     pub image_id: String,
-    /// Digest of its manifest in a registry, where it has one.
+    /// Digest of its registry manifest; `None` for an image built locally.
     pub digest: Option<String>,
 }
 
-/// Writes [`ImageRow`]s beside the coordinator, under its epoch. Cheap to clone.
+/// Reads and writes [`ImageRow`]s under the coordinator's epoch. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct ImageRecords {
     journal: Utf8PathBuf,
@@ -29,7 +29,7 @@ pub struct ImageRecords {
 }
 
 impl Store {
-    /// A handle that records images, for whoever learns what they are.
+    /// A handle for the sandbox provider, which resolves image names.
     pub fn image_records(&self) -> ImageRecords {
         ImageRecords {
             journal: self.journal.clone(),
@@ -41,7 +41,7 @@ impl Store {
 }
 
 impl ImageRecords {
-    /// What is recorded for this name.
+    /// The image recorded for `name`, if any.
     ///
     /// # Errors
     /// Any database error.
@@ -49,12 +49,12 @@ impl ImageRecords {
         self.reader.image(name).await
     }
 
-    /// Records what a name means, unless that was done before; answers what is recorded.
+    /// Records the image of a name unless the name has one already, and returns the recorded image.
     ///
     /// # Errors
-    /// [`StoreError::Fenced`] once another coordinator has the run, and any database error.
+    /// [`StoreError::Fenced`] once another coordinator has taken over the run, and any database error.
     pub async fn record(&self, row: &ImageRow) -> Result<ImageRow, StoreError> {
-        // Most are recorded: a name is written once, and looked up at every start.
+        // The common case: a name is written once and looked up at every start.
         if let Some(known) = self.get(&row.name).await? {
             return Ok(known);
         }

@@ -1,10 +1,10 @@
-//! The journal of a run: what was decided, in SQLite; what was sampled, in files by digest.
+//! The journal of a run: decisions in SQLite, sampled trajectories in files named by digest.
 //!
-//! The invariant: one writer. [`Store`] holds an operating-system lock on the run folder and an
-//! epoch; every write transaction begins by checking that epoch, so a coordinator that lost its
-//! place writes nothing. A file is complete on disk before the row that names it.
+//! The invariant: there is one writer. [`Store`] holds an operating-system lock on the run folder
+//! and an epoch. Every write transaction starts by checking that epoch, so a coordinator that has
+//! been replaced writes nothing. A file is complete on disk before a row names it.
 //!
-//! [`Reader`] looks at a run, live or finished, without a lock. Read `store.rs` for how a journal
+//! [`Reader`] reads a live or finished run without a lock. See `store.rs` for how a journal
 //! is opened, `attempts.rs` and `steps.rs` for its transitions, `record.rs` for the file format.
 
 mod attempts;
@@ -23,6 +23,7 @@ mod steps;
 mod store;
 
 pub use attempts::{AfterBreak, Claim, Sealing};
+pub use db::JOURNAL_FILE;
 pub use error::StoreError;
 #[cfg(feature = "failpoints")]
 pub use failpoint::Failpoint;
@@ -35,6 +36,3 @@ pub use rows::{
 };
 pub use steps::BatchMember;
 pub use store::{NewRun, Store};
-
-/// Name of the journal inside a run folder.
-pub const JOURNAL_FILE: &str = "orchestrate.db";

@@ -8,8 +8,8 @@ use std::io::{Read, Seek, SeekFrom, Write};
 
 const LOCK_FILE: &str = "run.lock";
 
-/// An exclusive operating-system lock on `run.lock`; the kernel frees it when the process ends,
-/// however it ends. The file's text names the holder and the highest epoch of the run.
+/// An exclusive operating-system lock on `run.lock`. The kernel releases it when the process ends
+/// for any reason. The file's text names the holder and the highest epoch of the run.
 #[derive(Debug)]
 pub(crate) struct RunLock {
     file: File,
@@ -18,7 +18,7 @@ pub(crate) struct RunLock {
 }
 
 impl RunLock {
-    /// Takes the lock or fails at once with [`StoreError::Locked`].
+    /// Takes the lock, or fails immediately with [`StoreError::Locked`].
     pub(crate) fn take(folder: &Utf8Path) -> Result<Self, StoreError> {
         let path = folder.join(LOCK_FILE);
         let io = |e| StoreError::from_io(&path, e);
@@ -31,7 +31,7 @@ impl RunLock {
             .map_err(io)?;
         let locked = file.file().try_lock();
         let mut text = String::new();
-        // The text is advice for people and a check against old copies; a torn one is no error.
+        // The text informs the user and guards against old copies; a torn one is tolerated.
         let _ = file.read_to_string(&mut text);
         match locked {
             Ok(()) => {}
@@ -51,12 +51,12 @@ impl RunLock {
         Ok(lock)
     }
 
-    /// Highest epoch that was ever written into this lock file.
+    /// Epoch recorded in the lock file when the lock was taken; 0 if none was.
     pub(crate) fn epoch_before(&self) -> i64 {
         self.epoch_before
     }
 
-    /// Writes holder and epoch. Called after the journal committed that epoch.
+    /// Writes holder and epoch. Called after the journal has committed that epoch.
     pub(crate) fn write(&mut self, epoch: i64) -> Result<(), StoreError> {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let text = format!("pid {} on host {host}\nepoch {epoch}\n", std::process::id());

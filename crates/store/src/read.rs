@@ -1,8 +1,7 @@
-//! Looking at a run, live or finished, without taking part in it.
+//! Reading a live or finished run without taking its lock.
 
-use crate::JOURNAL_FILE;
 use crate::blob::Blobs;
-use crate::db;
+use crate::db::{self, JOURNAL_FILE};
 use crate::error::StoreError;
 use crate::record::{EpisodeRecord, RecordError};
 use crate::rows::{
@@ -18,31 +17,31 @@ use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// The run itself.
+/// The row of the run itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunRow {
-    /// Its id.
+    /// Id of the run.
     pub run: RunId,
-    /// Coordinators so far.
+    /// Number of coordinators so far: the current or last coordinator's epoch.
     pub epoch: i64,
-    /// Digest of the recorded plan.
+    /// Digest of the plan recorded when the run was created.
     pub plan_digest: String,
-    /// When it was created, µs UTC.
+    /// When the run was created, µs since the Unix epoch.
     pub created_us: i64,
 }
 
-/// An episode with all its attempts, and the record of the one that counts.
+/// An episode with all its attempts, and one stored record.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StoredEpisode {
-    /// The episode.
+    /// State of the episode.
     pub episode: EpisodeRow,
-    /// Its attempts, in order.
+    /// All attempts, in order of their number.
     pub attempts: Vec<AttemptRow>,
-    /// The sealed attempt's record, else the newest stored one's.
+    /// Record of the sealed attempt; without one, of the newest attempt that stored a record.
     pub record: Option<EpisodeRecord>,
 }
 
-/// Reads a journal. Cheap to clone.
+/// Reads the journal of one run. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Reader {
     journal: Utf8PathBuf,
@@ -59,7 +58,7 @@ impl Reader {
     /// Opens the journal of the run in `folder`.
     ///
     /// # Errors
-    /// [`StoreError::Missing`], and any database error.
+    /// [`StoreError::Missing`] if the folder has no journal, and any database error.
     pub async fn open(folder: &Utf8Path) -> Result<Self, StoreError> {
         let journal = folder.join(JOURNAL_FILE);
         if !journal.exists() {
@@ -69,10 +68,10 @@ impl Reader {
         Ok(Self { journal, pool, blobs: Arc::new(Blobs::new(folder)) })
     }
 
-    /// The run.
+    /// The run's own row: id, epoch, plan digest, creation time.
     ///
     /// # Errors
-    /// Any database error; [`StoreError::Absent`] if its creation never finished.
+    /// Any database error; [`StoreError::Absent`] if its creation was interrupted.
     pub async fn run(&self) -> Result<RunRow, StoreError> {
         let row: Option<(String, i64, String, i64)> = sqlx::query_as(sql::SELECT_RUN)
             .fetch_optional(&self.pool)
@@ -95,7 +94,7 @@ impl Reader {
         rows.into_iter().map(|row| self.step_row(row)).collect()
     }
 
-    /// One global step.
+    /// The global step with number `step`; `None` if it was never opened.
     ///
     /// # Errors
     /// Any database error.
@@ -143,7 +142,7 @@ impl Reader {
         Ok(lines.into_iter().map(|(_, _, line)| line).collect())
     }
 
-    /// All weights known to the run, by version.
+    /// All weights known to the run, ordered by version.
     ///
     /// # Errors
     /// Any database error.
@@ -198,7 +197,7 @@ impl Reader {
         rows.into_iter().map(|(id, advantage)| Ok((self.parse(&id)?, advantage))).collect()
     }
 
-    /// One group.
+    /// The group with this id; `None` if it was never opened.
     ///
     /// # Errors
     /// Any database error.
@@ -216,7 +215,7 @@ impl Reader {
     /// # Errors
     /// Any database error.
     pub async fn groups_of_step(&self, step: u32) -> Result<Vec<GroupRow>, StoreError> {
-        self.groups("train", step).await
+        self.groups(sql::TRAIN, step).await
     }
 
     /// The groups of an evaluation round, by task index.
@@ -224,7 +223,7 @@ impl Reader {
     /// # Errors
     /// Any database error.
     pub async fn groups_of_eval(&self, round: u32) -> Result<Vec<GroupRow>, StoreError> {
-        self.groups("eval", round).await
+        self.groups(sql::EVAL, round).await
     }
 
     async fn groups(&self, kind: &str, step: u32) -> Result<Vec<GroupRow>, StoreError> {
@@ -237,7 +236,7 @@ impl Reader {
         rows.into_iter().map(|row| self.group_row(row)).collect()
     }
 
-    /// Training groups opened so far: the sequence number of the next one.
+    /// Number of training groups opened so far, which is the sequence number of the next one.
     ///
     /// # Errors
     /// Any database error.
@@ -249,7 +248,7 @@ impl Reader {
         self.number(count)
     }
 
-    /// Attempts of a step's training groups that ended in `state`.
+    /// Number of attempts of a step's training groups that are in `state`.
     ///
     /// # Errors
     /// Any database error.
@@ -259,7 +258,7 @@ impl Reader {
         state: AttemptState,
     ) -> Result<u64, StoreError> {
         let (count,): (i64,) = sqlx::query_as(sql::COUNT_ATTEMPTS_OF_STEP)
-            .bind("train")
+            .bind(sql::TRAIN)
             .bind(step)
             .bind(state.name())
             .fetch_one(&self.pool)
@@ -268,7 +267,7 @@ impl Reader {
         self.number(count)
     }
 
-    /// Members of a group, in order.
+    /// Episodes of a group, in order of their member number.
     ///
     /// # Errors
     /// Any database error.
@@ -281,7 +280,7 @@ impl Reader {
         rows.into_iter().map(|row| self.episode_row(row)).collect()
     }
 
-    /// All episodes of the run.
+    /// All episodes of the run, ordered by id.
     ///
     /// # Errors
     /// Any database error.
@@ -293,7 +292,7 @@ impl Reader {
         rows.into_iter().map(|row| self.episode_row(row)).collect()
     }
 
-    /// The sealed attempts of a group, by member.
+    /// The sealed attempts of a group, ordered by member number.
     ///
     /// # Errors
     /// Any database error.
@@ -367,7 +366,7 @@ impl Reader {
         }
     }
 
-    /// Digests that rows point at.
+    /// Digests of all stored files that rows refer to.
     pub(crate) async fn named_blobs(&self) -> Result<HashSet<String>, StoreError> {
         let rows: Vec<(String,)> = sqlx::query_as(sql::NAMED_BLOBS)
             .fetch_all(&self.pool)
@@ -393,11 +392,11 @@ impl Reader {
     }
 
     fn number<T: TryFrom<i64>>(&self, value: i64) -> Result<T, StoreError> {
-        T::try_from(value).map_err(|_| self.unreadable(format!("number {value}")))
+        T::try_from(value).map_err(|_| self.unreadable(format!("number {value} is out of range")))
     }
 
     fn state<T>(&self, parsed: Option<T>, text: &str) -> Result<T, StoreError> {
-        parsed.ok_or_else(|| self.unreadable(format!("state `{text}`")))
+        parsed.ok_or_else(|| self.unreadable(format!("unknown state `{text}`")))
     }
 
     fn json<T: serde::de::DeserializeOwned>(

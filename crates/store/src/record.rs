@@ -1,4 +1,4 @@
-//! One attempt's result as bytes: what was sampled, its routing rows, and the log for people.
+//! One attempt's result as bytes: the trajectory, its routing rows, and the log for people.
 //!
 //! Layout: magic `ORCHEPSD`, major and minor version (`u16` little-endian each), four zero bytes,
 //! then one zstd frame: length of the JSON part (`u32`), the JSON part, and, where it says so,
@@ -17,43 +17,44 @@ const ZSTD_LEVEL: i32 = 1;
 /// Rows `start..end` were produced under `version`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowSpan {
-    /// First row.
+    /// Index of the first row.
     pub start: usize,
-    /// One past the last row.
+    /// Index one past the last row.
     pub end: usize,
-    /// Policy version.
+    /// Policy version whose weights chose the experts.
     pub version: PolicyVersion,
 }
 
 /// Routing rows of one trajectory as stored: `[T − 1]` rows of `row_bytes` bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredRouting {
-    /// Bytes per row.
+    /// Bytes per row: MoE layers × top-k × id width.
     pub row_bytes: usize,
-    /// Row-major bytes.
+    /// Bytes of the rows, row-major.
     pub data: Vec<u8>,
     /// Which policy version produced which rows.
     pub versions: Vec<RowSpan>,
 }
 
-/// Everything kept of an attempt.
+/// Everything that is stored about an attempt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EpisodeRecord {
-    /// Which attempt.
+    /// Id of the attempt.
     pub attempt: AttemptId,
-    /// How it ended.
+    /// How the attempt ended.
     pub outcome: Outcome,
-    /// Its tokens; absent if it broke before the first turn.
+    /// Its tokens; `None` if it broke before the first turn.
     pub trajectory: Option<Trajectory>,
-    /// Its routing rows; absent if not collected or not complete.
+    /// Its routing rows; `None` if they were not collected or are incomplete.
     pub routing: Option<StoredRouting>,
-    /// Turn log, patch, verdict: JSON that only people and reports read.
+    /// Turn log, patch and verdict: JSON that only people and reports read.
     pub detail: serde_json::Value,
-    /// Numbers that metrics are computed from; kept in the row, not in the file.
+    /// JSON object with the numbers that metrics are computed from; stored in the row, not in the
+    /// file.
     pub summary: serde_json::Value,
 }
 
-/// Why stored bytes are no record.
+/// Why stored bytes are not a valid record.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
     /// The file cannot be read.
@@ -62,16 +63,16 @@ pub enum RecordError {
     /// The bytes are not those that were written.
     #[error("its bytes have digest {found}, the journal says {expected}")]
     Digest {
-        /// As in the journal.
+        /// Digest in the journal, hexadecimal.
         expected: String,
-        /// As read.
+        /// Digest of the bytes read, hexadecimal.
         found: String,
     },
-    /// Not our format.
-    #[error("it does not begin like a stored trajectory")]
+    /// The file does not start with the magic bytes of this format.
+    #[error("it does not start like a stored trajectory")]
     Magic,
-    /// A newer program wrote it.
-    #[error("it has format version {0}, this program knows up to 1: upgrade to read it")]
+    /// A newer version of this program wrote it.
+    #[error("it has format version {0}, but this program reads only version 1: upgrade to read it")]
     Newer(u16),
     /// Parts are missing or do not fit together.
     #[error("it is malformed: {0}")]
@@ -79,10 +80,10 @@ pub enum RecordError {
     /// The JSON part is damaged.
     #[error("its description is malformed")]
     Json(#[from] serde_json::Error),
-    /// The arrays disagree.
+    /// The arrays of the trajectory differ in length.
     #[error(transparent)]
     Length(#[from] LengthMismatch),
-    /// zstd failed.
+    /// Compressing or decompressing failed.
     #[error("it cannot be (de)compressed: {0}")]
     Compression(#[source] std::io::Error),
 }
@@ -105,7 +106,7 @@ struct RoutingDescription {
 }
 
 impl EpisodeRecord {
-    /// The file's bytes. CPU-bound: about 1 ms per MiB.
+    /// Encodes the record as a file. CPU-bound: about 1 ms per MiB.
     pub(crate) fn encode(&self) -> Result<Vec<u8>, RecordError> {
         let description = serde_json::to_vec(&Description {
             attempt: self.attempt,
@@ -120,7 +121,7 @@ impl EpisodeRecord {
             detail: self.detail.clone(),
         })?;
         let length = u32::try_from(description.len())
-            .map_err(|_| RecordError::Malformed("description above 4 GiB"))?;
+            .map_err(|_| RecordError::Malformed("its description is larger than 4 GiB"))?;
         let mut body = length.to_le_bytes().to_vec();
         body.extend_from_slice(&description);
         if let Some(t) = &self.trajectory {
@@ -142,7 +143,7 @@ impl EpisodeRecord {
         Ok(file)
     }
 
-    /// Reads bytes that must have the given digest. `summary` comes from the row.
+    /// Decodes a file that must have the given digest. `summary` comes from the row.
     pub(crate) fn decode(
         file: &[u8],
         digest: &str,
@@ -182,7 +183,7 @@ impl EpisodeRecord {
             }),
         };
         if !body.0.is_empty() {
-            return Err(RecordError::Malformed("bytes after its end"));
+            return Err(RecordError::Malformed("it has bytes after its end"));
         }
         let (attempt, outcome, detail) = (about.attempt, about.outcome, about.detail);
         Ok(Self { attempt, outcome, trajectory, routing, detail, summary })
@@ -211,7 +212,8 @@ impl<'a> Cursor<'a> {
         count: usize,
         from: fn([u8; N]) -> T,
     ) -> Result<Vec<T>, RecordError> {
-        let bytes = count.checked_mul(N).ok_or(RecordError::Malformed("absurd length"))?;
+        let bytes =
+            count.checked_mul(N).ok_or(RecordError::Malformed("a length in it is too large"))?;
         let mut piece = Cursor(self.take(bytes)?);
         (0..count).map(|_| Ok(from(piece.array()?))).collect()
     }
@@ -257,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_reads_back_as_written() {
+    fn record_round_trips() {
         for (tokens, routing) in [(2, true), (40, true), (1, false), (0, false)] {
             let record = record(tokens, routing);
             let bytes = record.encode().unwrap();
@@ -279,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_major_is_refused_by_name() {
+    fn newer_major_version_is_rejected_with_its_number() {
         let mut bytes = record(3, false).encode().unwrap();
         bytes[8] = 2;
         let error = EpisodeRecord::decode(&bytes, &digest(&bytes), serde_json::Value::Null);
@@ -287,7 +289,7 @@ mod tests {
     }
 
     proptest! {
-        /// Bytes with a right digest but a wrong content (a bug, not bad luck) never panic.
+        /// Content that is malformed although its digest matches never panics.
         #[test]
         fn prop_arbitrary_content_never_panics(mut body in proptest::collection::vec(any::<u8>(), 0..200), n in 0u32..64) {
             body.splice(0..0, n.to_le_bytes());

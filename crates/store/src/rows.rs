@@ -1,4 +1,4 @@
-//! What the journal's rows say, in our words.
+//! Rows of the journal as typed structs.
 
 use camino::Utf8PathBuf;
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, Outcome, PolicyVersion};
@@ -10,7 +10,7 @@ macro_rules! state_enum {
         pub enum $name { $($(#[$vdoc])* $variant,)* }
 
         impl $name {
-            /// The word in the journal.
+            /// Name of this state in the journal.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $text,)* }
             }
@@ -23,67 +23,67 @@ macro_rules! state_enum {
 }
 
 state_enum! {
-    /// Where a group stands: `Filling ▶ Kept | Dropped`.
+    /// State of a group: `Filling ▶ Kept | Dropped`.
     GroupState {
         /// Episodes are still open.
         Filling = "filling",
         /// Its episodes may be trained on (or, for an evaluation, are counted).
         Kept = "kept",
-        /// Left out, with a reason.
+        /// Excluded from training or evaluation; the row has the reason.
         Dropped = "dropped",
     }
 }
 state_enum! {
-    /// Where an episode stands: `Open ▶ Sealed | Quarantined`.
+    /// State of an episode: `Open ▶ Sealed | Quarantined`.
     EpisodeState {
-        /// Not finished.
+        /// No attempt has a trusted outcome yet.
         Open = "open",
         /// One attempt has a trusted outcome.
         Sealed = "sealed",
-        /// Every attempt broke; a new start of the run opens it again while its group is filling.
+        /// Too many attempts broke. The next start of the run reopens it while its group is filling.
         Quarantined = "quarantined",
     }
 }
 state_enum! {
-    /// Where an attempt stands: `Intended ▶ Sealed | Superseded | Broken | Aborted | Lost`.
+    /// State of an attempt: `Intended ▶ Sealed | Superseded | Broken | Aborted | Lost`.
     AttemptState {
-        /// Decided, perhaps started.
+        /// Recorded, and possibly started.
         Intended = "intended",
-        /// Its outcome is the episode's.
+        /// Its outcome is the outcome of the episode.
         Sealed = "sealed",
-        /// Ended well after another attempt was sealed; kept as evidence.
+        /// Finished after another attempt was sealed; kept as evidence.
         Superseded = "superseded",
-        /// Our machinery failed.
+        /// Failed because of the infrastructure (sandbox, engine, grader).
         Broken = "broken",
-        /// Ended from outside.
+        /// Cancelled before it finished.
         Aborted = "aborted",
-        /// Under way when its coordinator died.
+        /// Still running when its coordinator died.
         Lost = "lost",
     }
 }
 state_enum! {
-    /// Where a global step stands: `Sampling ▶ Training ▶ Trained ▶ Applied`, or `Skipped`.
+    /// State of a global step: `Sampling ▶ Training ▶ Trained ▶ Applied`, or `Skipped`.
     StepState {
-        /// Episodes are made.
+        /// Episodes are being sampled.
         Sampling = "sampling",
-        /// The batch is published; the trainer has it or will get it.
+        /// The batch is published; the trainer has received it or will.
         Training = "training",
         /// The trainer's result is recorded; engines may not have the weights yet.
         Trained = "trained",
-        /// The weights are live; metrics are recorded.
+        /// The engines serve the new weights; metrics are recorded.
         Applied = "applied",
-        /// Nothing to train on.
+        /// Closed without training because no group was usable.
         Skipped = "skipped",
     }
 }
 state_enum! {
-    /// Where a batch stands: `Assembling ▶ Published ▶ Applied ▶ Retired`.
+    /// State of a batch: `Assembling ▶ Published ▶ Applied ▶ Retired`.
     BatchState {
-        /// Members are decided; files may be half written.
+        /// Members are recorded; files may be half written.
         Assembling = "assembling",
         /// The folder is complete and never changes.
         Published = "published",
-        /// Part of a trainer checkpoint.
+        /// Trained on, and part of a trainer checkpoint.
         Applied = "applied",
         /// Its folder may be deleted.
         Retired = "retired",
@@ -91,7 +91,7 @@ state_enum! {
 }
 
 impl StepState {
-    /// Whether the trainer has, or gets, its batch, and the step is not closed.
+    /// Whether the step's batch is published and the step is still open.
     pub fn is_in_training(self) -> bool {
         match self {
             Self::Training | Self::Trained => true,
@@ -100,74 +100,74 @@ impl StepState {
     }
 }
 
-/// A group.
+/// A group of episodes of one task.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupRow {
-    /// Which.
+    /// Id of the group.
     pub id: GroupId,
     /// Global step (training) or round (evaluation) it belongs to.
     pub step: u32,
-    /// Its task.
+    /// Id of its task.
     pub task_id: String,
-    /// Episodes in it.
+    /// Number of episodes in the group.
     pub size: u16,
-    /// State.
+    /// Whether the group is filling, kept or dropped.
     pub state: GroupState,
-    /// Why it was dropped.
+    /// Why the group was dropped; `None` in any other state.
     pub reason: Option<String>,
 }
 
-/// An episode.
+/// An episode of a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EpisodeRow {
-    /// Which.
+    /// Id of the episode.
     pub id: EpisodeId,
-    /// State.
+    /// Whether the episode is open, sealed or quarantined.
     pub state: EpisodeState,
-    /// Its task.
+    /// Id of its task.
     pub task_id: String,
-    /// Attempts so far.
+    /// Number of attempts so far.
     pub attempts: u32,
 }
 
-/// An attempt.
+/// One attempt to run an episode.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttemptRow {
-    /// Which.
+    /// Id of the attempt.
     pub id: AttemptId,
-    /// State.
+    /// Whether the attempt is running, or how it ended.
     pub state: AttemptState,
-    /// How it ended; absent while under way, or lost.
+    /// How it ended; `None` while it is running, or if it was aborted or lost.
     pub outcome: Option<Outcome>,
-    /// Numbers that metrics are computed from.
+    /// JSON object with the numbers that metrics are computed from.
     pub summary: serde_json::Value,
-    /// Digest of the stored trajectory.
+    /// BLAKE3 digest of the stored trajectory, hexadecimal; `None` if nothing was stored.
     pub blob: Option<String>,
-    /// Its size in bytes.
+    /// Size of the stored trajectory in bytes; 0 if nothing was stored.
     pub blob_bytes: u64,
-    /// When it was decided, µs UTC.
+    /// When it was recorded, µs since the Unix epoch.
     pub opened_us: i64,
-    /// When it ended, µs UTC.
+    /// When it ended, µs since the Unix epoch.
     pub closed_us: Option<i64>,
 }
 
-/// A global step.
+/// A global step of training.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepRow {
-    /// Counts from 1.
+    /// Number of the step, from 1.
     pub step: u32,
-    /// Idempotency key at the trainer.
+    /// Idempotency key of the step in the trainer protocol.
     pub step_id: String,
-    /// State.
+    /// How far the step has come.
     pub state: StepState,
-    /// Version whose weights it trains; until its batch is assembled, the one that was live when
-    /// it was opened.
+    /// Version of the weights it trains. Until its batch is assembled, the version that was live
+    /// when the step was opened.
     pub base_version: PolicyVersion,
-    /// The trainer's result, JSON.
+    /// The trainer's result as JSON; present from [`StepState::Trained`] on.
     pub result: Option<serde_json::Value>,
-    /// The step's line of `metrics.jsonl`.
+    /// The step's line of `metrics.jsonl`; present once the step is closed.
     pub metrics: Option<serde_json::Value>,
-    /// Why it was skipped.
+    /// Why the step was skipped; `None` in any other state.
     pub reason: Option<String>,
 }
 
@@ -176,34 +176,34 @@ pub struct StepRow {
 pub struct EvalRow {
     /// Global step after which it ran; 0 = before training.
     pub round: u32,
-    /// Evaluated version.
+    /// Policy version that was evaluated.
     pub policy_version: PolicyVersion,
     /// The round's line of `metrics.jsonl`; present once done.
     pub metrics: Option<serde_json::Value>,
 }
 
-/// A batch.
+/// The batch of a global step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BatchRow {
-    /// Global step it is for.
+    /// Global step the batch belongs to.
     pub step: u32,
-    /// State.
+    /// How far the batch has come.
     pub state: BatchState,
-    /// Its folder, relative to the run folder.
+    /// Folder of the batch, relative to the run folder.
     pub folder: Utf8PathBuf,
-    /// Digest of its manifest, once published.
+    /// Digest of the batch manifest; present once published.
     pub digest: Option<String>,
 }
 
 /// Weights known to the run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VersionRow {
-    /// Version.
+    /// Policy version of the weights.
     pub version: PolicyVersion,
-    /// The trainer's lineage.
+    /// Lineage of the trainer that made them; it changes when an older checkpoint is restored.
     pub lineage: u64,
-    /// Folder (Hugging Face layout).
+    /// Folder with the weights, in Hugging Face layout.
     pub checkpoint: Utf8PathBuf,
-    /// Whether every engine serves, or served, it.
+    /// Whether every engine serves these weights, or has served them.
     pub live: bool,
 }

@@ -1,4 +1,9 @@
-//! Every statement. `$n` placeholders and `ON CONFLICT`, which SQLite and Postgres both read.
+//! Every SQL statement. `$n` placeholders and `ON CONFLICT` work in both SQLite and Postgres.
+
+/// Kind of a training group.
+pub(crate) const TRAIN: &str = "train";
+/// Kind of an evaluation group.
+pub(crate) const EVAL: &str = "eval";
 
 pub(crate) const CHECK_EPOCH: &str = "SELECT epoch FROM run WHERE only_row = 1 AND epoch = $1";
 pub(crate) const INSERT_RUN: &str =
@@ -7,10 +12,10 @@ pub(crate) const SELECT_RUN: &str =
     "SELECT run_id, epoch, plan_digest, created_us FROM run WHERE only_row = 1";
 pub(crate) const NEXT_EPOCH: &str =
     "UPDATE run SET epoch = epoch + 1 WHERE only_row = 1 RETURNING epoch";
-/// Attempts under way when the last coordinator ended: what they did is not known.
+/// Attempts that were running when the last coordinator ended; their outcome is unknown.
 pub(crate) const LOSE_ATTEMPTS: &str =
     "UPDATE attempts SET state = 'lost', epoch = $1, closed_us = $2 WHERE state = 'intended'";
-/// A new start gives episodes that only met broken machinery another chance.
+/// Reopens episodes that failed only because of the infrastructure.
 pub(crate) const REOPEN_QUARANTINED: &str = "UPDATE episodes SET state = 'open', epoch = $1 \
      WHERE state = 'quarantined' \
      AND group_id IN (SELECT group_id FROM groups WHERE state = 'filling')";
@@ -55,7 +60,7 @@ pub(crate) const INSERT_ATTEMPT: &str = "INSERT INTO attempts \
 pub(crate) const CLOSE_ATTEMPT: &str = "UPDATE attempts SET state = $2, outcome = $3, \
      summary = $4, blob = $5, blob_bytes = $6, epoch = $7, closed_us = $8 \
      WHERE attempt_id = $1 AND state = 'intended'";
-/// Attempts that broke since this coordinator started; those of earlier ones do not count.
+/// Attempts that broke since this coordinator started; those of earlier epochs do not count.
 pub(crate) const COUNT_BROKEN: &str =
     "SELECT COUNT(*) FROM attempts WHERE episode_id = $1 AND state = 'broken' AND epoch = $2";
 pub(crate) const SELECT_ATTEMPTS: &str = "SELECT attempt_id, state, outcome, summary, blob, \

@@ -12,23 +12,23 @@
 
 use crate::db::Write;
 use crate::error::StoreError;
-use crate::rows::StepRow;
+use crate::rows::{BatchState, StepRow};
 use crate::sql;
 use crate::store::Store;
 use camino::Utf8Path;
 use orchestrate_types::{EpisodeId, PolicyVersion};
 
-/// An episode that goes into a batch.
+/// An episode in a batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BatchMember {
-    /// Which.
+    /// Id of the episode.
     pub episode: EpisodeId,
-    /// Its advantage.
+    /// Advantage of the whole episode.
     pub advantage: f64,
 }
 
 impl Store {
-    /// Opens a global step; opening it again returns it as it stands.
+    /// Opens a global step, or returns it unchanged if it was opened before.
     ///
     /// # Errors
     /// [`StoreError::Fenced`] and any database error.
@@ -57,11 +57,11 @@ impl Store {
         row.ok_or_else(|| StoreError::Absent { what: format!("step {step}") })
     }
 
-    /// Decides which episodes a step trains on and from which weights, before the first byte of its
+    /// Records which episodes a step trains on and from which weights, before the first byte of its
     /// batch is written. May be repeated until the batch is published.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if an episode is in another batch (INV-4) or the batch is
+    /// [`StoreError::Refused`] if an episode is in another batch (INV-4) or the batch is already
     /// published, [`StoreError::Fenced`], and any database error.
     pub async fn assemble_batch(
         &self,
@@ -82,7 +82,7 @@ impl Store {
             .map_err(&fail)?
             .rows_affected();
         if changed != 1 {
-            return Err(write.refuse(format!("the batch of step {step} is published")));
+            return Err(write.refuse(format!("the batch of step {step} is already published")));
         }
         let base = to_i64(&write, base_version.0)?;
         sqlx::query(sql::STEP_BASE)
@@ -108,7 +108,7 @@ impl Store {
         self.commit(write, "assemble_batch").await
     }
 
-    /// Records that the batch folder is complete; `digest` is that of its manifest.
+    /// Records that the batch folder is complete; `digest` is the digest of its manifest.
     ///
     /// # Errors
     /// [`StoreError::Refused`] if it is not assembling, [`StoreError::Fenced`], database errors.
@@ -160,11 +160,11 @@ impl Store {
         if changed != 1 {
             return Err(write.refuse(format!("step {step} is not training")));
         }
-        set_batch_state(&mut write, step, "published", "applied").await?;
+        set_batch_state(&mut write, step, BatchState::Published, BatchState::Applied).await?;
         self.commit(write, "record_result").await
     }
 
-    /// Announces weights before any engine loads them.
+    /// Records new weights before any engine loads them.
     ///
     /// # Errors
     /// [`StoreError::Fenced`] and any database error.
@@ -230,7 +230,7 @@ impl Store {
         self.commit(write, "finish_step").await
     }
 
-    /// Closes a step that has nothing to train on.
+    /// Closes a step without training, with the reason and its line of `metrics.jsonl`.
     ///
     /// # Errors
     /// [`StoreError::Refused`] if it is not sampling, [`StoreError::Fenced`], database errors.
@@ -257,13 +257,13 @@ impl Store {
         self.commit(write, "skip_step").await
     }
 
-    /// Allows an applied batch's folder to be deleted: committed before it is.
+    /// Marks an applied batch as retired. This is committed before its folder is deleted.
     ///
     /// # Errors
     /// [`StoreError::Fenced`] and any database error.
     pub async fn retire_batch(&self, step: u32) -> Result<(), StoreError> {
         let mut write = self.begin("retire_batch").await?;
-        set_batch_state(&mut write, step, "applied", "retired").await?;
+        set_batch_state(&mut write, step, BatchState::Applied, BatchState::Retired).await?;
         self.commit(write, "retire_batch").await
     }
 
@@ -314,14 +314,14 @@ impl Store {
 async fn set_batch_state(
     write: &mut Write,
     step: u32,
-    from: &'static str,
-    to: &'static str,
+    from: BatchState,
+    to: BatchState,
 ) -> Result<(), StoreError> {
     sqlx::query(sql::SET_BATCH_STATE)
         .bind(step)
-        .bind(to)
+        .bind(to.name())
         .bind(write.epoch)
-        .bind(from)
+        .bind(from.name())
         .execute(&mut *write.tx)
         .await
         .map(drop)
@@ -329,5 +329,6 @@ async fn set_batch_state(
 }
 
 fn to_i64(write: &Write, value: u64) -> Result<i64, StoreError> {
-    i64::try_from(value).map_err(|_| write.refuse(format!("number {value}")))
+    i64::try_from(value)
+        .map_err(|_| write.refuse(format!("number {value} is larger than 2^63 − 1")))
 }

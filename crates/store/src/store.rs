@@ -1,8 +1,7 @@
 //! Opening a journal for writing.
 
-use crate::JOURNAL_FILE;
 use crate::blob::Blobs;
-use crate::db::{self, Write};
+use crate::db::{self, JOURNAL_FILE, Write};
 use crate::error::StoreError;
 #[cfg(feature = "failpoints")]
 use crate::failpoint::Failpoint;
@@ -14,17 +13,17 @@ use orchestrate_types::RunId;
 use sqlx::sqlite::SqlitePool;
 use std::sync::Arc;
 
-/// What is fixed when a run is created.
+/// Values that are fixed when a run is created.
 #[derive(Debug, Clone)]
 pub struct NewRun {
-    /// Its id.
+    /// Id of the run.
     pub run: RunId,
-    /// Digest of the recorded plan; compared by the caller on resume.
+    /// Digest of the recorded plan. The caller compares it on resume.
     pub plan_digest: String,
 }
 
-/// The journal of one run, open for writing. One per run folder at a time, over all processes of
-/// this machine; dropping it (or dying) frees the folder.
+/// The journal of one run, open for writing. At most one exists per run folder at any time, across
+/// all processes of this machine. Dropping it, or the end of its process, releases the folder.
 #[derive(Debug)]
 pub struct Store {
     pub(crate) journal: Utf8PathBuf,
@@ -38,18 +37,19 @@ pub struct Store {
 }
 
 impl Store {
-    /// Creates the journal of a new run in `folder` (made if absent) and begins its first epoch.
+    /// Creates the journal of a new run in `folder`, which is created if absent, and starts its first
+    /// epoch.
     ///
     /// # Errors
-    /// [`StoreError::Exists`] if there is one already, [`StoreError::Locked`] if another process
-    /// works there, and any file or database error.
+    /// [`StoreError::Exists`] if the folder already has a journal, [`StoreError::Locked`] if another
+    /// process uses the folder, and any file or database error.
     pub async fn create(folder: &Utf8Path, new: &NewRun) -> Result<Self, StoreError> {
         fs_err::create_dir_all(folder).map_err(|e| StoreError::from_io(folder, e))?;
         let lock = RunLock::take(folder)?;
         let journal = folder.join(JOURNAL_FILE);
         let pool = db::writer(&journal, true).await?;
         db::migrate(&pool, &journal).await?;
-        // A creation that died before this row is begun again; one that got further is not.
+        // A creation that was interrupted before this row may be repeated; a later one may not.
         let inserted = sqlx::query(sql::INSERT_RUN)
             .bind(new.run.to_string())
             .bind(&new.plan_digest)
@@ -65,8 +65,8 @@ impl Store {
         Self::begin_epoch(folder, journal, pool, lock).await
     }
 
-    /// Opens the journal in `folder` to continue its run: checks the database, collects half
-    /// written files, begins the next epoch, and marks attempts of the last one as lost.
+    /// Opens the journal in `folder` to resume its run: checks the database, removes half-written
+    /// files, starts the next epoch, and marks attempts left running by the previous one as lost.
     ///
     /// # Errors
     /// [`StoreError::Missing`], [`StoreError::Locked`], [`StoreError::Corrupt`],
@@ -118,7 +118,7 @@ impl Store {
         let named = reader.named_blobs().await?;
         let removed = blobs.collect_garbage(&named)?;
         if removed > 0 {
-            tracing::info!(removed, "removed files that no journal row names");
+            tracing::info!(removed, "removed stored files that no journal row refers to");
         }
         Ok(Self {
             journal,
@@ -137,31 +137,31 @@ impl Store {
         self.epoch
     }
 
-    /// The reading half.
+    /// A reader of the same journal, for queries without the epoch check.
     pub fn reader(&self) -> &Reader {
         &self.reader
     }
 
-    /// Begins a fenced write named `what`.
+    /// Starts a write named `what` after checking the epoch.
     pub(crate) async fn begin(&self, what: &'static str) -> Result<Write, StoreError> {
         self.reach(what, "before").await;
         Write::begin(&self.pool, &self.journal, what, self.epoch).await
     }
 
-    /// Commits it.
+    /// Commits a write; `what` names it for failpoints.
     pub(crate) async fn commit(&self, write: Write, what: &'static str) -> Result<(), StoreError> {
         write.commit().await?;
         self.reach(what, "after").await;
         Ok(())
     }
 
-    /// Installs a failpoint that every later write passes.
+    /// Installs a failpoint that is called around every later write.
     #[cfg(feature = "failpoints")]
     pub fn set_failpoint(&mut self, failpoint: Arc<dyn Failpoint>) {
         self.failpoint = Some(failpoint);
     }
 
-    /// Lets the database file grow to `pages` pages of 4 KiB at most, as a full disk would.
+    /// Limits the database file to `pages` pages of 4 KiB, to simulate a full disk.
     #[cfg(feature = "failpoints")]
     pub async fn limit_pages(&self, pages: u32) {
         let pragma = format!("PRAGMA max_page_count = {pages}");
@@ -176,7 +176,7 @@ impl Store {
     }
 
     #[cfg(not(feature = "failpoints"))]
-    #[expect(clippy::unused_self, reason = "called as the one with failpoints is")]
+    #[expect(clippy::unused_self, reason = "same signature as the version with failpoints")]
     pub(crate) fn reach(&self, _what: &str, _side: &str) -> std::future::Ready<()> {
         std::future::ready(())
     }

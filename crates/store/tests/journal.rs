@@ -1,6 +1,6 @@
-//! What the journal promises, through its public face.
+//! Guarantees of the journal, tested through its public API.
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "test helpers fail by panicking")]
 
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_store::{
@@ -71,7 +71,7 @@ async fn raw(path: &Utf8Path, statement: &'static str) {
 }
 
 #[tokio::test]
-async fn a_sealed_episode_reads_back_after_a_restart() {
+async fn sealed_episode_is_read_back_after_a_restart() {
     let (_temp, path) = folder();
     let store = create(&path).await;
     store.open_group(GROUP, 1, "micro__1", 2).await.unwrap();
@@ -99,7 +99,7 @@ async fn at_most_one_attempt_of_an_episode_is_sealed() {
     assert!(matches!(store.claim_attempt(episode(0)).await, Err(StoreError::Refused { .. })));
     let sealed = record(first, Outcome::Scored { reward: 0.0 });
     store.seal_attempt(&sealed).await.unwrap();
-    // The same result delivered twice, and a result nobody asked for.
+    // The same result delivered twice, and an unrequested result.
     assert!(matches!(store.seal_attempt(&sealed).await, Err(StoreError::Refused { .. })));
     let stranger = AttemptId { episode: episode(0), attempt: 9 };
     let late = record(stranger, Outcome::Scored { reward: 1.0 });
@@ -109,7 +109,7 @@ async fn at_most_one_attempt_of_an_episode_is_sealed() {
 }
 
 #[tokio::test]
-async fn broken_attempts_are_retried_then_quarantined_and_reopened_at_the_next_start() {
+async fn episode_is_quarantined_after_broken_attempts_and_reopened_at_the_next_start() {
     let (_temp, path) = folder();
     let store = create(&path).await;
     store.open_group(GROUP, 1, "t", 1).await.unwrap();
@@ -133,7 +133,7 @@ async fn broken_attempts_are_retried_then_quarantined_and_reopened_at_the_next_s
 }
 
 #[tokio::test]
-async fn an_attempt_under_way_is_lost_with_its_coordinator() {
+async fn running_attempt_is_lost_with_its_coordinator() {
     let (_temp, path) = folder();
     let store = create(&path).await;
     store.open_group(GROUP, 1, "t", 2).await.unwrap();
@@ -149,7 +149,7 @@ async fn an_attempt_under_way_is_lost_with_its_coordinator() {
 }
 
 #[tokio::test]
-async fn a_replaced_coordinator_writes_nothing() {
+async fn replaced_coordinator_writes_nothing() {
     let (_temp, path) = folder();
     let store = create(&path).await;
     store.open_group(GROUP, 1, "t", 1).await.unwrap();
@@ -166,7 +166,7 @@ async fn a_replaced_coordinator_writes_nothing() {
 }
 
 #[tokio::test]
-async fn a_second_coordinator_is_refused_with_the_pid_of_the_first() {
+async fn second_coordinator_is_rejected_with_the_pid_of_the_first() {
     let (_temp, path) = folder();
     let store = create(&path).await;
     let error = Store::open(&path).await.unwrap_err().to_string();
@@ -182,7 +182,7 @@ async fn a_second_coordinator_is_refused_with_the_pid_of_the_first() {
 }
 
 #[tokio::test]
-async fn creating_twice_and_opening_nothing_are_refused() {
+async fn creating_an_existing_and_opening_a_missing_journal_fail() {
     let (_temp, path) = folder();
     assert!(matches!(Store::open(&path).await, Err(StoreError::Missing { .. })));
     drop(create(&path).await);
@@ -191,7 +191,7 @@ async fn creating_twice_and_opening_nothing_are_refused() {
 }
 
 #[tokio::test]
-async fn an_old_copy_of_the_journal_is_refused() {
+async fn old_copy_of_the_journal_is_rejected() {
     let (_temp, path) = folder();
     drop(create(&path).await);
     drop(Store::open(&path).await.unwrap());
@@ -201,7 +201,7 @@ async fn an_old_copy_of_the_journal_is_refused() {
 }
 
 #[tokio::test]
-async fn a_step_goes_its_way_once() {
+async fn step_passes_through_each_state_once() {
     let (_temp, path) = folder();
     let store = create(&path).await;
     store.open_group(GROUP, 1, "t", 2).await.unwrap();
@@ -256,7 +256,7 @@ async fn a_step_goes_its_way_once() {
 }
 
 #[tokio::test]
-async fn a_damaged_trajectory_file_is_named_and_not_used() {
+async fn damaged_trajectory_file_is_named_and_rejected() {
     let (_temp, path) = folder();
     let store = create(&path).await;
     store.open_group(GROUP, 1, "t", 1).await.unwrap();
@@ -277,7 +277,7 @@ async fn a_damaged_trajectory_file_is_named_and_not_used() {
 }
 
 #[tokio::test]
-async fn files_without_a_row_are_collected_at_the_next_start() {
+async fn files_without_a_row_are_removed_at_the_next_start() {
     let (_temp, path) = folder();
     let store = create(&path).await;
     store.open_group(GROUP, 1, "t", 1).await.unwrap();
@@ -295,7 +295,7 @@ async fn files_without_a_row_are_collected_at_the_next_start() {
 }
 
 #[tokio::test]
-async fn a_full_disk_is_named_and_what_was_committed_stays_readable() {
+async fn full_disk_is_reported_and_committed_data_stays_readable() {
     let (_temp, path) = folder();
     let store = create(&path).await;
     store.limit_pages(40).await;
@@ -315,7 +315,7 @@ async fn a_full_disk_is_named_and_what_was_committed_stays_readable() {
 }
 
 #[tokio::test]
-async fn damaged_journals_are_refused_and_never_panic() {
+async fn damaged_journals_are_rejected_without_panic() {
     let (_temp, path) = folder();
     let store = create(&path).await;
     for seq in 0..50 {
@@ -343,14 +343,14 @@ async fn damaged_journals_are_refused_and_never_panic() {
             }
         }
     }
-    assert!(refused >= 12, "only {refused} of 24 damaged journals were refused");
-    fs_err::write(&journal, b"this is no database at all, but long enough to be read").unwrap();
+    assert!(refused >= 12, "only {refused} of 24 damaged journals were rejected");
+    fs_err::write(&journal, b"this is not a database, but it is long enough to be read").unwrap();
     let error = Store::open(&path).await.unwrap_err();
     assert!(matches!(error, StoreError::Corrupt { .. }), "{error}");
 }
 
 #[tokio::test]
-async fn an_image_is_recorded_once_and_outlives_its_coordinator() {
+async fn image_is_recorded_once_and_outlives_its_coordinator() {
     let (_temp, path) = folder();
     let store = create(&path).await;
     let image = |id: &str| ImageRow {

@@ -1,5 +1,5 @@
-//! What may be left behind: nothing. Episodes that are abandoned, coordinators that are killed, and
-//! a daemon that is killed under its containers.
+//! Nothing may be left behind by abandoned episodes, by killed coordinators, or by a daemon that is
+//! killed while its containers run.
 
 use crate::world::World;
 use orchestrate_e2e::{Daemon, docker_or_skip, metrics, orchestrate, pause, say};
@@ -25,13 +25,13 @@ fn lines(output: &Output) -> BTreeSet<String> {
     String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect()
 }
 
-/// Ids of the containers of a run, in whatever state.
+/// Ids of the containers of a run, in any state.
 fn ids(host: Option<&str>, run: &str) -> BTreeSet<String> {
     let filter = format!("label=orchestrate.run={run}");
     lines(&docker(host, &["ps", "-aq", "--no-trunc", "--filter", &filter]))
 }
 
-/// Docker's processes beside these containers that are still alive.
+/// Docker's shim processes of these containers that are still alive.
 fn shims(ids: &BTreeSet<String>) -> Vec<String> {
     let entries = std::fs::read_dir("/proc").unwrap().map_while(Result::ok);
     let commands = entries.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());
@@ -42,7 +42,7 @@ fn shims(ids: &BTreeSet<String>) -> Vec<String> {
         .collect()
 }
 
-/// Waits with a deadline; how long it took.
+/// Waits until a condition holds, with a deadline, and returns the time it took.
 fn within(time: Duration, what: &str, mut holds: impl FnMut() -> bool) -> Duration {
     let began = Instant::now();
     while !holds() {
@@ -90,7 +90,7 @@ async fn docker_abandoned_episodes_leave_no_container_volume_or_process() {
                 let turns = vec![linger.clone(); 6];
                 let episode = world.episode_with(number, &task, &turns, config, &stop);
                 match number % 3 {
-                    // As when the program is told to stop at once.
+                    // As when the program receives the request to stop immediately.
                     0 => drop(tokio::time::timeout(time, episode).await),
                     1 => {
                         let stopping = async {
@@ -203,7 +203,7 @@ fn docker_killed_coordinators_leave_no_container() {
         seen.extend(ids(None, &run));
         child.kill().unwrap();
         child.wait().unwrap();
-        // Nobody starts it again at once: they end by themselves.
+        // It is not restarted immediately: the containers end by themselves.
         if kill % 2 == 1 || kill == kills {
             let gone = || ids(None, &run).is_empty();
             slowest = slowest.max(within(Duration::from_secs(30), "containers", gone));
@@ -214,7 +214,7 @@ fn docker_killed_coordinators_leave_no_container() {
 }
 
 #[test]
-fn docker_a_daemon_that_is_killed_breaks_attempts_and_the_run_goes_on() {
+fn docker_run_survives_a_killed_daemon_with_broken_attempts() {
     if !docker_or_skip("docker_a_daemon_that_is_killed").unwrap() {
         return;
     }

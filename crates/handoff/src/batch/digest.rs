@@ -1,8 +1,8 @@
-//! BLAKE3 of a file whose front is known last.
+//! BLAKE3 digest of a file whose front is known last.
 //!
-//! Rows are written, and digested, as they come; header and columns in front of them are complete
-//! only with the last sequence. BLAKE3 is a tree over the file, so the branches that lie within
-//! the rows can be made first, side by side, and while the rows are written.
+//! Rows are written and digested as they arrive; the header and columns in front of them are complete
+//! only after the last sequence. BLAKE3 is a tree over the file, so the branches within the rows can
+//! be computed first, in parallel, and while the rows are written.
 
 use blake3::hazmat::{
     ChainingValue, HasherExt as _, Mode, left_subtree_len, merge_subtrees_non_root,
@@ -12,15 +12,15 @@ use blake3::{Hash, Hasher};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use std::io;
 
-/// Bytes of a branch: a power of two of BLAKE3's chunks, and little enough to stay in a core's L2
-/// cache from the first use to the last.
+/// Bytes of a branch: a power of two of BLAKE3's chunks, and small enough to stay in a core's L2
+/// cache while it is processed.
 const BRANCH_BYTES: u64 = 1 << 19;
 
-/// Digests a file from byte `front` on, then what is before it.
+/// Digests a file from byte `front` on, and the bytes before that last.
 #[derive(Debug)]
 pub(super) struct FileDigest {
     front: u64,
-    /// Bytes from `front` up to the first border of a branch: they share one with the front.
+    /// Bytes from `front` up to the first branch boundary: they share a branch with the front.
     head: Vec<u8>,
     head_bytes: usize,
     rest: Branches,
@@ -33,8 +33,8 @@ impl FileDigest {
         Self { front, head: Vec::new(), head_bytes, rest: Branches::new(border) }
     }
 
-    /// Takes the next bytes after the front, and has each written once to where it belongs in the
-    /// file.
+    /// Digests the next bytes after the front and writes each of them once, through `write_at`, at its
+    /// offset in the file.
     pub(super) fn write<'c>(
         &mut self,
         chunks: impl IntoIterator<Item = &'c [u8]>,
@@ -43,8 +43,8 @@ impl FileDigest {
         let head = self.head.len() as u64;
         let start = if head < self.head_bytes as u64 { self.front + head } else { self.rest.end };
         let pieces = pieces(start, chunks);
-        // A file takes one write at a time. Each thread digests a piece first and writes it then,
-        // from its cache, while another digests.
+        // The file system serialises writes to one file. Each thread first digests a piece and then
+        // writes it from its cache, while another thread digests.
         let digests: Vec<Option<ChainingValue>> = pieces
             .par_iter()
             .map_init(Vec::new, |whole, piece| {
@@ -66,21 +66,21 @@ impl FileDigest {
         Ok(())
     }
 
-    /// Takes the front, in parts, and gives the digest of the whole file.
+    /// Takes the front, in parts, and returns the digest of the whole file.
     pub(super) fn finish<'p>(self, front: impl IntoIterator<Item = &'p [u8]>) -> Hash {
-        let mut begin = Branches::new(0);
+        let mut front_branches = Branches::new(0);
         for part in front {
-            begin.update(part);
+            front_branches.update(part);
         }
-        begin.update(&self.head);
-        if self.rest.is_empty() && begin.closed.is_empty() {
-            return begin.open.finalize();
+        front_branches.update(&self.head);
+        if self.rest.is_empty() && front_branches.closed.is_empty() {
+            return front_branches.open.finalize();
         }
-        let bytes = begin.end.max(self.rest.end);
-        let mut values = begin.close();
+        let bytes = front_branches.end.max(self.rest.end);
+        let mut values = front_branches.close();
         values.extend(self.rest.close());
         let Some((left, right, left_bytes)) = halves(&values, bytes) else {
-            // One branch alone was returned above.
+            // A single branch was handled above.
             return Hash::from_bytes(values.first().copied().unwrap_or_default());
         };
         let right = merge(right, bytes - left_bytes);
@@ -88,7 +88,7 @@ impl FileDigest {
     }
 }
 
-/// Bytes that follow each other in the file, within one branch.
+/// Consecutive bytes of the file within one branch.
 #[derive(Debug)]
 struct Piece<'c> {
     at: u64,
@@ -101,8 +101,9 @@ impl Piece<'_> {
         self.bytes == BRANCH_BYTES
     }
 
-    /// Copies the parts to `whole`: a block of rows is short and lies across BLAKE3's chunks, of
-    /// which many at a time are quicker than the copy costs, and so is one call to the system.
+    /// Copies the parts to `whole`: blocks of rows are short and cross BLAKE3's chunk
+    /// boundaries. Hashing many chunks at once, and writing with one system call, saves more than the
+    /// copy costs.
     fn gather(&self, whole: &mut Vec<u8>) {
         whole.clear();
         self.parts.iter().for_each(|part| whole.extend_from_slice(part));
@@ -115,7 +116,7 @@ impl Piece<'_> {
     }
 }
 
-/// Cuts bytes that begin at `start` in the file where a branch ends.
+/// Splits bytes that start at offset `start` in the file at branch boundaries.
 fn pieces<'c>(start: u64, chunks: impl IntoIterator<Item = &'c [u8]>) -> Vec<Piece<'c>> {
     let mut pieces: Vec<Piece<'c>> = Vec::new();
     let mut at = start;
@@ -140,12 +141,12 @@ fn pieces<'c>(start: u64, chunks: impl IntoIterator<Item = &'c [u8]>) -> Vec<Pie
     pieces
 }
 
-/// Consecutive branches, the last one open.
+/// Consecutive branches; the last one is open.
 #[derive(Debug)]
 struct Branches {
     closed: Vec<ChainingValue>,
     open: Hasher,
-    /// Where in the file the last byte taken ends.
+    /// File offset one past the last byte taken.
     end: u64,
 }
 
@@ -160,7 +161,7 @@ impl Branches {
         self.closed.is_empty() && self.open.count() == 0
     }
 
-    /// Closes the open branch, if it has a byte; the next one begins at the end.
+    /// Closes the open branch unless it is empty, and opens the next one at the end.
     fn next(&mut self) {
         if self.open.count() > 0 {
             self.closed.push(self.open.finalize_non_root());
@@ -169,7 +170,7 @@ impl Branches {
         self.open.set_input_offset(self.end);
     }
 
-    /// Takes a whole branch, made elsewhere.
+    /// Appends a complete branch that was digested elsewhere.
     fn push(&mut self, branch: ChainingValue) {
         self.next();
         self.closed.push(branch);
@@ -190,7 +191,7 @@ impl Branches {
         }
     }
 
-    /// All values.
+    /// The chaining values of all branches.
     fn close(mut self) -> Vec<ChainingValue> {
         if self.open.count() > 0 {
             self.closed.push(self.open.finalize_non_root());
@@ -199,7 +200,8 @@ impl Branches {
     }
 }
 
-/// Splits the branches of `bytes` bytes where BLAKE3's tree splits them; `None` for a single one.
+/// Splits the branches of `bytes` bytes where BLAKE3's tree splits them; `None` for a single
+/// branch.
 fn halves(
     values: &[ChainingValue],
     bytes: u64,
@@ -229,7 +231,7 @@ mod tests {
     use std::sync::Mutex;
 
     #[test]
-    fn a_failed_write_is_told() {
+    fn failed_write_is_reported() {
         let mut digest = FileDigest::new(10);
         let full = |at, _: &[u8]| match at {
             0..2_000_000 => Ok(()),
@@ -241,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn is_the_digest_of_the_whole_wherever_the_front_ends_and_however_parts_come() {
+    fn digest_does_not_depend_on_the_front_or_the_parts() {
         const MIB: usize = 1 << 20;
         let file: Vec<u8> =
             (0..5 * MIB + 12_345).map(|at| ((at * 2_654_435_761) >> 11).to_le_bytes()[0]).collect();

@@ -1,36 +1,36 @@
-//! What can be wrong with a batch.
+//! Errors of reading and writing batches.
 
 use super::FORMAT_VERSION;
 use camino::Utf8PathBuf;
 use orchestrate_types::EpisodeId;
 use std::io;
 
-/// A batch that cannot be written or read, and the file that says so.
+/// Why a batch cannot be written or read, and in which file.
 #[derive(Debug, thiserror::Error)]
 #[error("batch file {file}: {kind}")]
 pub struct BatchError {
     /// Path of the file.
     pub file: Utf8PathBuf,
-    /// What is wrong.
+    /// The error in it.
     #[source]
     pub kind: BatchErrorKind,
 }
 
-/// What is wrong with a batch.
+/// Kinds of batch errors.
 #[derive(Debug, thiserror::Error)]
 pub enum BatchErrorKind {
     /// Reading or writing failed.
     #[error(transparent)]
     Io(io::Error),
-    /// The disk, or the quota on it, is full.
+    /// The disk or its quota is full.
     #[error("{0} (ENOSPC or EDQUOT); nothing was published: free some space and write it again")]
     Full(io::Error),
-    /// The manifest is not a manifest.
-    #[error("it is not a readable manifest")]
+    /// The manifest is not valid JSON or lacks a field.
+    #[error("it is not a valid manifest")]
     Manifest(#[source] serde_json::Error),
-    /// A newer program wrote it.
+    /// A newer version of this program wrote the batch.
     #[error(
-        "its format version is {0}, this program reads {FORMAT_VERSION}; use the version of \
+        "its format version is {0}, but this program reads only {FORMAT_VERSION}; use the version of \
          Orchestrate that wrote it"
     )]
     Version(u32),
@@ -39,54 +39,54 @@ pub enum BatchErrorKind {
     Model {
         /// The part of the shape that differs.
         field: &'static str,
-        /// What the batch says.
+        /// Value in the batch.
         found: String,
-        /// What the reader's model has.
+        /// Value of the reader's model.
         expected: String,
     },
-    /// The file is not the one the manifest means.
-    #[error("its size or digest is not the manifest's; the batch must be written again")]
+    /// The file's size or digest does not match the manifest.
+    #[error("its size or digest does not match the manifest; write the batch again")]
     Digest,
-    /// The safetensors header is broken.
-    #[error("it is not a readable safetensors file")]
+    /// The safetensors header is invalid.
+    #[error("it is not a valid safetensors file")]
     Header(#[source] safetensors::SafeTensorError),
     /// A tensor is missing, or has another dtype or shape.
     #[error("tensor `{name}` is {found}, expected {expected}")]
     Tensor {
-        /// Its name.
+        /// Name of the tensor.
         name: &'static str,
-        /// What is there.
+        /// Dtype and shape found, or `absent`.
         found: String,
-        /// What must be there.
+        /// Dtype and shape expected.
         expected: String,
     },
-    /// A value that must not be.
+    /// A tensor has an invalid value.
     #[error("tensor `{name}`, index {index}: {problem}")]
     Value {
-        /// Tensor.
+        /// Name of the tensor.
         name: &'static str,
-        /// Flat index.
+        /// Flat index of the value.
         index: usize,
-        /// What is wrong with it.
+        /// Why the value is invalid.
         problem: &'static str,
     },
     /// A field of the manifest or of the header metadata disagrees with the data.
     #[error("{0}")]
     Inconsistent(&'static str),
-    /// A sequence that the batch does not have.
-    #[error("it has {sequences} sequences, there is no number {index}")]
+    /// The requested sequence does not exist.
+    #[error("it has {sequences} sequences, so sequence {index} does not exist")]
     NoSequence {
-        /// Asked for, from 0.
+        /// Requested index, from 0.
         index: usize,
-        /// Held.
+        /// Number of sequences in the batch.
         sequences: usize,
     },
-    /// A sample that must not be trained on.
+    /// A sample is not valid for training.
     #[error("episode {episode}: {problem}")]
     Sample {
-        /// Which.
+        /// Episode of the sample.
         episode: EpisodeId,
-        /// Why.
+        /// Why the sample is invalid.
         problem: &'static str,
     },
     /// Another batch is already published under this name.

@@ -10,29 +10,29 @@ pub(super) const EXPERTS: &str = "experts";
 /// Name of the tensor that maps tokens to rows where rows are shared.
 pub(super) const ROW_INDEX: &str = "routed_row";
 
-/// `manifest.json`.
+/// Content of `manifest.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// [`FORMAT_VERSION`].
+    /// Version of the folder format, [`FORMAT_VERSION`].
     pub format_version: u32,
-    /// The run's id.
+    /// Id of the run.
     pub run: String,
     /// Idempotency key of the step.
     pub step_id: String,
-    /// Step of the run.
+    /// Global step of the run, from 1.
     pub global_step: u64,
     /// Version the trainer's weights must have before the step.
     pub base_version: PolicyVersion,
-    /// Shape of the model.
+    /// Shape of the model the batch was sampled from.
     pub model: ModelShape,
-    /// What was recorded per token and layer. Readers look for the kinds they know and pass over
-    /// the others.
+    /// What was recorded per token and layer. Readers use the kinds they know and
+    /// ignore the others.
     pub records: Vec<RecordEntry>,
-    /// Sequences of all shards.
+    /// Number of sequences in all shards.
     pub sequences: usize,
-    /// Tokens of all shards.
+    /// Number of tokens in all shards.
     pub tokens: usize,
-    /// The shards, in order.
+    /// The shards, in order of their sequences.
     pub shards: Vec<ShardEntry>,
 }
 
@@ -47,7 +47,7 @@ pub struct RecordEntry {
     pub dtype: String,
     /// Global numbers of its layers, in order.
     pub layers: Vec<usize>,
-    /// Numbers per token and layer.
+    /// Numbers per token and layer; top-k for `experts`.
     pub per_layer: usize,
     /// Tensor `[N]` that gives each token its row; absent where token `t` has row `t`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -57,15 +57,15 @@ pub struct RecordEntry {
 /// One shard in the manifest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardEntry {
-    /// File name in the folder.
+    /// File name within the batch folder.
     pub file: String,
-    /// Sequences `S`.
+    /// Number of sequences, `S`.
     pub sequences: usize,
-    /// Tokens `N`.
+    /// Number of tokens, `N`.
     pub tokens: usize,
     /// Rows of `routed_experts`: `N`, or fewer where prefix rows are shared.
     pub rows: usize,
-    /// File size.
+    /// File size in bytes.
     pub bytes: u64,
     /// BLAKE3 of the file, hexadecimal.
     pub blake3: String,
@@ -88,7 +88,7 @@ impl Manifest {
         }
     }
 
-    /// Whether tokens find their row through `routed_row`.
+    /// Whether prefix rows are shared, so that `routed_row` gives the row of each token.
     pub fn shares_rows(&self) -> bool {
         self.records.iter().any(|record| record.kind == EXPERTS && record.row_index.is_some())
     }
@@ -99,7 +99,7 @@ impl Manifest {
         struct Versioned {
             format_version: u32,
         }
-        // The version first: a newer manifest need not parse as ours.
+        // The version first: a newer manifest may have other fields.
         let versioned: Versioned =
             serde_json::from_slice(text).map_err(BatchErrorKind::Manifest)?;
         if versioned.format_version != FORMAT_VERSION {
@@ -119,7 +119,7 @@ impl Manifest {
             || !shape.moe_layers.is_sorted_by(|a, b| a < b)
             || shape.moe_layers.last().is_none_or(|&last| last >= shape.hidden_layers)
         {
-            return Err("its model shape is not that of a MoE model");
+            return Err("its model shape is not valid for a MoE model");
         }
         let records: Vec<&RecordEntry> =
             self.records.iter().filter(|record| record.kind == EXPERTS).collect();
@@ -135,15 +135,15 @@ impl Manifest {
         if sum(|shard| shard.sequences) != Some(self.sequences)
             || sum(|shard| shard.tokens) != Some(self.tokens)
         {
-            return Err("its totals are not those of its shards");
+            return Err("its totals do not match its shards");
         }
         let shared = record.row_index.is_some();
         if self.shards.iter().any(|s| s.rows > s.tokens || (!shared && s.rows != s.tokens)) {
-            return Err("a shard's row count does not fit its tokens");
+            return Err("the row count of a shard does not match its tokens");
         }
         let plain = |file: &str| !file.is_empty() && !file.contains(['/', '\\']) && file != "..";
         if !self.shards.iter().all(|shard| plain(&shard.file)) {
-            return Err("a shard's name leads out of the folder");
+            return Err("the file name of a shard points outside of the folder");
         }
         Ok(())
     }
@@ -186,13 +186,13 @@ fn experts_record(shape: &ModelShape, shared: bool) -> RecordEntry {
 /// Sizes of a shard's tensors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Extent {
-    /// `S`.
+    /// Number of sequences, `S`.
     pub(super) sequences: usize,
-    /// `N`.
+    /// Number of tokens, `N`.
     pub(super) tokens: usize,
     /// Rows of `routed_experts`.
     pub(super) rows: usize,
-    /// Whether `routed_row` is there.
+    /// Whether the shard has the tensor `routed_row`.
     pub(super) shared: bool,
 }
 
@@ -224,7 +224,7 @@ pub(super) fn tensors(shape: &ModelShape, extent: Extent) -> Vec<TensorPlan> {
     tensors
 }
 
-/// Bytes of a tensor.
+/// Size of a tensor in bytes.
 pub(super) fn tensor_bytes((_, dtype, dims): &TensorPlan) -> usize {
     dims.iter().product::<usize>() * dtype.bitsize() / 8
 }

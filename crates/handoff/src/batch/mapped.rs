@@ -1,4 +1,4 @@
-//! A mapped shard and the views into it.
+//! A memory-mapped shard and views into it.
 
 use super::manifest::{Extent, Manifest, ROW_INDEX, ShardEntry, tensors};
 use super::{BatchErrorKind, FORMAT_VERSION};
@@ -12,10 +12,10 @@ use safetensors::tensor::Metadata;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Ids looked at together when they are checked.
+/// Number of ids checked per parallel task.
 const CHECKED_TOGETHER: usize = 1 << 16;
 
-/// One shard, checked.
+/// One shard that has passed all checks.
 #[derive(Debug)]
 pub(super) struct Shard {
     map: Mmap,
@@ -34,12 +34,12 @@ pub(super) struct Shard {
     routing_valid: Vec<u8>,
 }
 
-/// One sequence of `T` tokens.
+/// One sequence of `T` tokens, borrowed from a [`Batch`](super::Batch).
 #[derive(Debug, Clone, Copy)]
 pub struct Sequence<'a> {
-    /// Where it comes from, e.g. `t000012.03`.
+    /// Id of its episode, e.g. `t000012.03`.
     pub episode_id: &'a str,
-    /// Number of its group.
+    /// Number of its group, equal for members of one group.
     pub group: i64,
     /// Token ids `[T]`, each below the vocabulary size.
     pub token_ids: &'a [TokenId],
@@ -55,7 +55,7 @@ pub struct Sequence<'a> {
     pub routing_valid: &'a [u8],
     /// Advantage of the whole sequence.
     pub advantage: f32,
-    /// Verifier's reward.
+    /// Reward of the episode.
     pub reward: f32,
 }
 
@@ -64,7 +64,7 @@ pub struct Sequence<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct Rows<'a> {
     bytes: &'a [u8],
-    /// Row of each token in `bytes`; `None`: token `t` has row `t`.
+    /// Row of each token in `bytes`; `None` if token `t` has row `t`.
     index: Option<&'a [u32]>,
     row_bytes: usize,
 }
@@ -79,8 +79,8 @@ impl<'a> Rows<'a> {
         self.span(row, 1)
     }
 
-    /// The rows in order, as the pieces that lie together in the file: one, or with shared prefix
-    /// rows at most two.
+    /// The rows in order, as contiguous pieces of the file: one, or at most two if prefix rows are
+    /// shared.
     pub fn pieces(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
         let rows = *self;
         let whole = rows.index.is_none().then_some(rows.bytes);
@@ -91,7 +91,7 @@ impl<'a> Rows<'a> {
         whole.into_iter().chain(shared)
     }
 
-    /// A copy in one piece.
+    /// A copy of all rows in one vector, `[T, moe layers, top_k]`.
     pub fn to_vec(&self) -> Vec<u8> {
         self.pieces().flatten().copied().collect()
     }
@@ -150,25 +150,29 @@ impl Shard {
             None => Ok(()),
         };
         let finite = |values: &[f32]| values.iter().position(|value| !value.is_finite());
-        all("advantages", finite(&self.advantages), "it is not finite")?;
-        all("rewards", finite(&self.rewards), "it is not finite")?;
+        all("advantages", finite(&self.advantages), "it must be finite")?;
+        all("rewards", finite(&self.rewards), "it must be finite")?;
         let flag = |values: &[u8]| values.iter().position(|&value| value > 1);
-        all("loss_mask", flag(&self.loss_mask), "it is neither 0 nor 1")?;
-        all("routing_valid", flag(&self.routing_valid), "it is neither 0 nor 1")?;
+        all("loss_mask", flag(&self.loss_mask), "it must be 0 or 1")?;
+        all("routing_valid", flag(&self.routing_valid), "it must be 0 or 1")?;
         let token = self.token_ids.iter().position(|&id| id as usize >= shape.vocab);
-        all("token_ids", token, "it is not in the vocabulary")?;
+        all("token_ids", token, "it must be below the vocabulary size")?;
         let sampled = self.loss_mask.iter().zip(&self.rollout_logprobs);
         let logprob =
             sampled.clone().position(|(&m, lp)| m == 1 && !(lp.is_finite() && *lp <= 0.0));
-        all("rollout_logprobs", logprob, "it is not finite and ≤ 0 under the loss mask")?;
+        all("rollout_logprobs", logprob, "it must be finite and ≤ 0 where the loss mask is 1")?;
         let index = self.routed_row.as_deref().unwrap_or_default();
         let lost = index.iter().position(|&row| usize::try_from(row).is_ok_and(|row| row >= rows));
-        all(ROW_INDEX, lost, "there is no such row")?;
+        all(ROW_INDEX, lost, "it must be below the number of rows")?;
         let routed = self.map.get(self.routed_experts.clone()).unwrap_or_default();
-        all("routed_experts", unknown_expert(routed, shape), "no expert has this id")?;
+        all(
+            "routed_experts",
+            unknown_expert(routed, shape),
+            "it must be below the number of experts",
+        )?;
         let ends = self.starts.iter().skip(1).map(|end| end - 1);
         let last = ends.clone().find(|&end| self.routing_valid.get(end) != Some(&0));
-        all("routing_valid", last, "the last token of a sequence has no row")
+        all("routing_valid", last, "it must be 0 for the last token of a sequence")
     }
 
     /// Sequence `i` of this shard.
@@ -197,7 +201,7 @@ impl Shard {
     }
 }
 
-#[expect(unsafe_code, reason = "memory maps are the point of the format")]
+#[expect(unsafe_code, reason = "the format is designed to be memory-mapped")]
 fn map_file(path: &Utf8Path) -> Result<Mmap, BatchErrorKind> {
     let file = fs_err::File::open(path)?;
     // SAFETY: published batches never change (they are renamed into place and not written to
@@ -210,7 +214,7 @@ fn digest(bytes: &[u8]) -> String {
     blake3::Hasher::new().update_rayon(bytes).finalize().to_hex().to_string()
 }
 
-/// Checks the header metadata and answers the episode ids.
+/// Checks the header metadata and returns the episode ids.
 fn check_metadata(
     metadata: Option<&HashMap<String, String>>,
     sequences: usize,
@@ -218,20 +222,20 @@ fn check_metadata(
 ) -> Result<Vec<String>, BatchErrorKind> {
     let field = |name: &str| metadata.and_then(|metadata| metadata.get(name));
     if field("format_version") != Some(&FORMAT_VERSION.to_string()) {
-        return Err(BatchErrorKind::Inconsistent("its format_version is not the manifest's"));
+        return Err(BatchErrorKind::Inconsistent("its format_version does not match the manifest"));
     }
     let layers: Option<Vec<usize>> =
         field("moe_layers").and_then(|text| serde_json::from_str(text).ok());
     if layers.as_ref() != Some(&shape.moe_layers) {
-        return Err(BatchErrorKind::Inconsistent("its moe_layers are not the manifest's"));
+        return Err(BatchErrorKind::Inconsistent("its moe_layers do not match the manifest"));
     }
     let ids: Option<Vec<String>> =
         field("episode_ids").and_then(|text| serde_json::from_str(text).ok());
     ids.filter(|ids| ids.len() == sequences)
-        .ok_or(BatchErrorKind::Inconsistent("its episode_ids are not one per sequence"))
+        .ok_or(BatchErrorKind::Inconsistent("its episode_ids must be one per sequence"))
 }
 
-/// Where each expected tensor lies in the file. The header's own consistency (ranges without gap
+/// The byte range of each expected tensor in the file. The header's own consistency (ranges without gap
 /// or overlap, as long as dtype and shape say, up to the end of the file) was checked when it was
 /// read.
 fn places(
@@ -263,7 +267,7 @@ fn check_offsets(offsets: &[i64], tokens: usize) -> Result<Vec<usize>, BatchErro
         let start = usize::try_from(offset).map_err(|_| value(index, "it is negative"))?;
         let rises = starts.last().is_none_or(|&before| start > before);
         if !rises || (index == 0 && start != 0) {
-            return Err(value(index, "offsets must rise from 0"));
+            return Err(value(index, "offsets must start at 0 and increase"));
         }
         starts.push(start);
     }
@@ -284,8 +288,8 @@ fn unknown_expert(ids: &[u8], shape: &ModelShape) -> Option<usize> {
     }
 }
 
-/// Index of the first value above `last`: by the greatest of each part, which needs no branch per
-/// value, and vectors no wider than the values.
+/// Index of the first value above `last`. Takes the maximum of each part first, which needs no branch
+/// per value and vectorises at the width of the values.
 fn first_above<T: Sync, V: Ord + Default + Copy + Sync>(
     values: &[T],
     read: impl Fn(&T) -> V + Sync,

@@ -1,32 +1,32 @@
 //! Batch folders, format version 1.
 //!
 //! A folder holds `manifest.json` ([`Manifest`]) and packed shards `NNNN.safetensors`. Nothing is
-//! padded. A shard of `S` sequences with `N` tokens together has, in file order:
+//! padded. A shard of `S` sequences with `N` tokens in total has, in file order:
 //!
 //! | tensor | dtype and shape | meaning |
 //! |---|---|---|
 //! | `cu_seqlens` | i64 `[S + 1]` | offsets of the sequences, from 0 to `N` |
 //! | `group_ids` | i64 `[S]` | equal for members of one group |
-//! | `policy_versions` | i64 `[N]` | weights that processed the token first |
+//! | `policy_versions` | i64 `[N]` | version of the weights that first processed the token |
 //! | `advantages`, `rewards` | f32 `[S]` | |
 //! | `rollout_logprobs` | f32 `[N]` | nats; read only where the mask is 1 |
 //! | `token_ids` | u32 `[N]` | |
 //! | `routed_row` | u32 `[N]` | only with shared rows: the row of each token |
 //! | `loss_mask` | u8 `[N]` | 1 = the policy wrote the token |
-//! | `routing_valid` | u8 `[N]` | 0 = this row holds ids `0..K` that nobody chose |
+//! | `routing_valid` | u8 `[N]` | 0 = placeholder row with ids `0..K` |
 //! | `routed_experts` | u8 or u16 `[N, L, K]` | by the model's expert count; `[M, L, K]` with shared rows |
 //!
 //! All numbers are little-endian, and every tensor is aligned to its element in the file. The
 //! header metadata holds `format_version`, `episode_ids` and `moe_layers` (both JSON lists; `L`
 //! counts the *global* layer numbers of `moe_layers`). The row of each sequence's last token is
-//! never valid: that token was no input yet.
+//! never valid, because that token was not an input.
 //!
 //! # Shared rows
 //!
-//! Members of a group begin with the same prompt and, under one policy, with the same rows. With
+//! Members of a group start with the same prompt and, under one policy, with the same rows. With
 //! [`BatchMeta::share_prefix_rows`] a member's leading rows that are equal to those of the group's
 //! first member in the shard, byte for byte and under the same tokens, are not written again:
-//! `routed_experts` has `M ≤ N` rows, `routed_row` tells which one each token has, and the manifest
+//! `routed_experts` has `M ≤ N` rows, `routed_row` gives the row of each token, and the manifest
 //! names it in [`RecordEntry::row_index`]. The price is 4 bytes per token and that a sequence is
 //! two pieces of the file instead of one, so that plain slicing by `cu_seqlens` no longer does.
 //! For a 48-layer top-8 model (384 bytes a row) a group of 16 with 8,192 prompt tokens of 32,768
@@ -35,13 +35,14 @@
 //!
 //! # Publishing
 //!
-//! Shards are written under a temporary name and digested meanwhile, synced and renamed; the
-//! manifest comes last. A folder without a manifest is no batch.
+//! Shards are written and digested under a temporary name, synced and renamed; the manifest is written
+//! last. A folder without a manifest is not a batch.
 
 mod digest;
 mod error;
 mod manifest;
 mod mapped;
+mod meta;
 mod read;
 mod shard;
 mod write;
@@ -49,49 +50,6 @@ mod write;
 pub use error::{BatchError, BatchErrorKind};
 pub use manifest::{Manifest, RecordEntry, ShardEntry};
 pub use mapped::{Rows, Sequence};
+pub use meta::{BatchMeta, BatchSample, FORMAT_VERSION, MANIFEST_FILE};
 pub use read::Batch;
 pub use write::{Planned, stream_batch, write_batch};
-
-use orchestrate_routing::RoutingMask;
-use orchestrate_types::{EpisodeId, ModelShape, PolicyVersion, Trajectory};
-
-/// Version of the folder format.
-pub const FORMAT_VERSION: u32 = 1;
-/// Name of the file that makes a folder complete.
-pub const MANIFEST_FILE: &str = "manifest.json";
-
-/// What a batch belongs to.
-#[derive(Debug, Clone, PartialEq)]
-pub struct BatchMeta {
-    /// The run's id.
-    pub run: String,
-    /// Idempotency key of the step.
-    pub step_id: String,
-    /// Step of the run, from 1.
-    pub global_step: u64,
-    /// Version the trainer's weights must have before the step.
-    pub base_version: PolicyVersion,
-    /// Shape of the model; fixes the id width.
-    pub shape: ModelShape,
-    /// Bytes of tensor data after which a new shard begins; a longer sequence gets its own.
-    pub max_shard_bytes: u64,
-    /// Whether equal prefix rows of a group are written once.
-    pub share_prefix_rows: bool,
-}
-
-/// One sequence to train on.
-#[derive(Debug, Clone)]
-pub struct BatchSample {
-    /// Where it comes from.
-    pub episode_id: EpisodeId,
-    /// Number of its group, equal for members of one group.
-    pub group: i64,
-    /// Tokens, masks, log-probs, versions.
-    pub trajectory: Trajectory,
-    /// Its routing rows; `None` trains it without replay.
-    pub routing: Option<RoutingMask>,
-    /// Advantage of the whole sequence.
-    pub advantage: f32,
-    /// Verifier's reward.
-    pub reward: f32,
-}

@@ -1,4 +1,4 @@
-//! Reading a batch folder: mapped, each shard checked in full before anything of it is handed out.
+//! Reading a batch folder. Shards are memory-mapped, and fully checked before any data is returned.
 
 use super::mapped::{Sequence, Shard};
 use super::{BatchError, BatchErrorKind, Manifest};
@@ -6,10 +6,11 @@ use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_types::ModelShape;
 use std::sync::OnceLock;
 
-/// Largest manifest read; a real one has a few hundred bytes per shard.
+/// Limit on the size of a manifest; a real one has a few hundred bytes per shard.
 const MANIFEST_LIMIT: u64 = 64 << 20;
 
-/// An opened batch. Routing rows stay in the mapped files; the rest is small and held.
+/// An opened batch. Routing rows stay in the mapped files; the rest is small and kept in memory.
+/// [`write_batch`](super::write_batch) has an example.
 #[derive(Debug)]
 pub struct Batch {
     path: Utf8PathBuf,
@@ -24,7 +25,7 @@ impl Batch {
     /// shards, dtypes and shapes, every value's range. Blocking; reads every byte once.
     ///
     /// # Errors
-    /// [`BatchError`] names the file and what is wrong with it.
+    /// [`BatchError`] names the file and the error in it.
     pub fn open(manifest_path: &Utf8Path) -> Result<Self, BatchError> {
         let batch = Self::open_lazily(manifest_path)?;
         for number in 0..batch.shards.len() {
@@ -34,10 +35,10 @@ impl Batch {
     }
 
     /// Opens a batch as [`open`](Self::open) does, but each shard is mapped and checked only when
-    /// its first sequence is asked for, so that a reader of some shards reads no others.
+    /// one of its sequences is first requested, so that a reader of some shards reads no others.
     ///
     /// # Errors
-    /// [`BatchError`] if the manifest is not one.
+    /// [`BatchError`] if the manifest cannot be read or is invalid.
     pub fn open_lazily(manifest_path: &Utf8Path) -> Result<Self, BatchError> {
         let at = |kind: BatchErrorKind| kind.at(manifest_path);
         let size = fs_err::metadata(manifest_path).map_err(|e| at(e.into()))?.len();
@@ -56,13 +57,12 @@ impl Batch {
         Ok(Self { path: manifest_path.to_owned(), manifest, shards, firsts })
     }
 
-    /// The manifest.
+    /// The content of `manifest.json`.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// Refuses a batch that was made for another model than `expected`; the context length may
-    /// differ.
+    /// Checks that the batch was made for the model `expected`; only the context length may differ.
     ///
     /// # Errors
     /// [`BatchErrorKind::Model`] names the first part of the shape that differs.
@@ -70,7 +70,7 @@ impl Batch {
         self.manifest.require_model(expected).map_err(|kind| kind.at(&self.path))
     }
 
-    /// Number of sequences.
+    /// Number of sequences in all shards.
     pub fn len(&self) -> usize {
         self.manifest.sequences
     }
@@ -83,7 +83,7 @@ impl Batch {
     /// Sequence `index`, counted over all shards in order.
     ///
     /// # Errors
-    /// [`BatchError`] if there is none; in a lazily opened batch also if its shard is damaged.
+    /// [`BatchError`] if `index` is out of range; in a lazily opened batch also if its shard is damaged.
     pub fn sequence(&self, index: usize) -> Result<Sequence<'_>, BatchError> {
         let sequences = self.len();
         let number = self.firsts.partition_point(|&first| first <= index).saturating_sub(1);
@@ -102,7 +102,7 @@ impl Batch {
 
     fn shard(&self, number: usize) -> Result<&Shard, BatchError> {
         let absent = || {
-            let kind = BatchErrorKind::Inconsistent("it does not have that many shards");
+            let kind = BatchErrorKind::Inconsistent("it has fewer shards than the manifest lists");
             kind.at(&self.path)
         };
         let slot = self.shards.get(number).ok_or_else(absent)?;

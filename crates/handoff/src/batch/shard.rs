@@ -1,5 +1,5 @@
-//! Writing one shard: rows go from the masks' own memory to the file, the rest follows when the
-//! last sequence is known.
+//! Writing one shard. Rows go directly from the masks to the file; the rest follows once the last
+//! sequence is known.
 
 use super::digest::FileDigest;
 use super::manifest::{EXPERTS, Extent, ShardEntry, tensor_bytes, tensors};
@@ -14,12 +14,12 @@ use std::borrow::Borrow;
 use std::io::{self, IoSlice, Write};
 use std::os::unix::fs::FileExt;
 
-/// Slices handed to the system in one call; Linux takes at most 1024.
+/// Slices per vectored write; Linux accepts at most 1024.
 const SLICES: usize = 512;
-/// Rows that nobody chose are written this many at a time.
+/// Placeholder rows written at a time.
 const ABSENT_ROWS: usize = 256;
 
-/// A shard under way. `S` is the sample, owned or borrowed.
+/// A shard that is being written. `S` is the sample, owned or borrowed.
 pub(super) struct ShardWriter<'a, S> {
     file: File,
     digest: FileDigest,
@@ -29,7 +29,7 @@ pub(super) struct ShardWriter<'a, S> {
     share: bool,
     /// File offset of the first row.
     rows_at: u64,
-    /// Rows written.
+    /// Number of rows written.
     rows: usize,
     tokens: usize,
     columns: Columns,
@@ -38,7 +38,7 @@ pub(super) struct ShardWriter<'a, S> {
     absent: Vec<u8>,
 }
 
-/// Everything but the rows, as the file holds it: a few bytes per token.
+/// All tensors except the rows, in file form: a few bytes per token.
 #[derive(Default)]
 struct Columns {
     cu_seqlens: Vec<u8>,
@@ -71,7 +71,7 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
     ) -> io::Result<Self> {
         let tokens = planned.iter().map(|sequence| sequence.tokens).sum();
         let extent = Extent { sequences: planned.len(), tokens, rows: tokens, shared: share };
-        // With fewer rows the header's text can only become shorter; spaces make up for it.
+        // With fewer rows the header's text can only become shorter; spaces fill the difference.
         let mut front = size_of::<u64>() + header(shape, planned, extent)?.len();
         front = front.next_multiple_of(size_of::<u64>());
         let plan = tensors(shape, extent);
@@ -97,7 +97,7 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
         })
     }
 
-    /// Writes the rows of the next sequence and keeps the rest of it for the end.
+    /// Writes the rows of the next sequence; its other columns are kept until the end.
     pub(super) fn push(&mut self, sample: S) -> io::Result<()> {
         let sequence: &BatchSample = sample.borrow();
         let tokens = sequence.trajectory.len();
@@ -128,8 +128,8 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
         Ok(())
     }
 
-    /// Writes and digests a mask's rows from row `skip` on, then `absent` bytes of rows that nobody
-    /// chose.
+    /// Writes and digests a mask's rows from row `skip` on, then `absent` bytes of placeholder
+    /// rows.
     fn write_rows(
         &mut self,
         mask: Option<&RoutingMask>,
@@ -171,7 +171,7 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
 }
 
 impl Unsealed {
-    /// Puts the shard on the disk.
+    /// Syncs the shard to disk and checks its size.
     pub(super) fn seal(self) -> io::Result<ShardEntry> {
         self.file.sync_all()?;
         let bytes = self.file.metadata()?.len();
@@ -179,7 +179,7 @@ impl Unsealed {
             let Self { temporary, entry, .. } = self;
             return Err(io::Error::new(
                 io::ErrorKind::WriteZero,
-                format!("{bytes} of {} bytes arrived in {temporary}", entry.bytes),
+                format!("only {bytes} of {} bytes were written to {temporary}", entry.bytes),
             ));
         }
         Ok(self.entry)
@@ -232,7 +232,7 @@ fn append<const N: usize>(column: &mut Vec<u8>, values: impl ExactSizeIterator<I
     }
 }
 
-/// Text of the safetensors header, not padded.
+/// JSON text of the safetensors header, without padding.
 fn header(shape: &ModelShape, planned: &[Planned], extent: Extent) -> io::Result<Vec<u8>> {
     let episodes: Vec<String> =
         planned.iter().map(|sequence| sequence.episode_id.to_string()).collect();
@@ -280,8 +280,7 @@ fn skip_bytes<'c>(
     })
 }
 
-/// Writes borrowed pieces in order, many in one call to the system, however few bytes it takes at
-/// a time.
+/// Writes borrowed pieces in order, many per system call, and handles short writes.
 fn write_chunks<'c>(
     out: &mut impl Write,
     chunks: impl IntoIterator<Item = &'c [u8]>,
@@ -306,8 +305,8 @@ fn write_chunks<'c>(
     }
 }
 
-/// Ids `0..K` in every layer: distinct and in range, so that any consumer can process the row
-/// that nobody chose.
+/// Ids `0..K` in every layer: distinct and in range, so that any consumer can process the
+/// placeholder row.
 fn absent_row(shape: &ModelShape) -> Vec<u8> {
     let mut row = Vec::with_capacity(shape.row_bytes());
     for _ in &shape.moe_layers {
@@ -351,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn short_and_interrupted_writes_lose_nothing_and_a_full_disk_is_told() {
+    fn short_and_interrupted_writes_lose_nothing_and_a_full_disk_is_reported() {
         let data: Vec<u8> = (0..=255).cycle().take(3000).collect();
         for (chunk, step) in [(1, 7), (100, 1), (64, 64), (3000, 999)] {
             let mut out = Trickle { taken: vec![], step, room: 3000, calls: 0 };
@@ -364,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn skipping_bytes_crosses_chunk_borders() {
+    fn skipping_bytes_crosses_chunk_boundaries() {
         let data: Vec<u8> = (0..100).collect();
         for chunk in [1, 3, 64, 100] {
             for skip in 0..=100 {

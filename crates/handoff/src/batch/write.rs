@@ -1,4 +1,4 @@
-//! Writing a batch folder: streamed, atomic, byte for byte the same for the same input.
+//! Writing a batch folder: streamed, atomic, and byte-for-byte reproducible.
 
 use super::shard::{ShardWriter, Unsealed};
 use super::{
@@ -11,19 +11,64 @@ use std::borrow::Borrow;
 use std::io::Write;
 use std::thread::ScopedJoinHandle;
 
-/// What is known of a sequence before it is loaded.
+/// Description of a sequence before it is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Planned {
-    /// Where it comes from.
+    /// Id of its episode.
     pub episode_id: EpisodeId,
-    /// Its length `T`, at least 1.
+    /// Number of tokens, `T`, at least 1.
     pub tokens: usize,
 }
 
-/// Writes `samples` as [`stream_batch`] does, where all of them are in memory anyway.
+/// Writes `samples`, which are all in memory, as [`stream_batch`] does.
+///
+/// ```
+/// use camino::Utf8Path;
+/// use orchestrate_handoff::{Batch, BatchMeta, BatchSample, write_batch};
+/// use orchestrate_types::{ModelShape, PolicyVersion, Trajectory};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let folder = tempfile::tempdir()?;
+/// let folder = Utf8Path::from_path(folder.path()).ok_or("a path in UTF-8")?;
+/// let meta = BatchMeta {
+///     run: "example".to_owned(),
+///     step_id: "example-00001".to_owned(),
+///     global_step: 1,
+///     base_version: PolicyVersion(0),
+///     shape: ModelShape {
+///         hidden_layers: 1,
+///         moe_layers: vec![0],
+///         experts: 4,
+///         top_k: 2,
+///         vocab: 100,
+///         context: 64,
+///     },
+///     max_shard_bytes: 1 << 20,
+///     share_prefix_rows: false,
+/// };
+/// // Two prompt tokens, then one token that the policy wrote.
+/// let trajectory =
+///     Trajectory::new(vec![5, 6, 7], vec![0, 0, 1], vec![0.0, 0.0, -0.7], vec![0; 3], vec![])?;
+/// let sample = BatchSample {
+///     episode_id: "t000012.03".parse()?,
+///     group: 12,
+///     trajectory,
+///     routing: None,
+///     advantage: 0.5,
+///     reward: 1.0,
+/// };
+/// write_batch(folder, &meta, &[sample])?;
+///
+/// let batch = Batch::open(&folder.join("manifest.json"))?;
+/// let sequence = batch.sequence(0)?;
+/// assert_eq!(sequence.token_ids, [5, 6, 7]);
+/// assert_eq!(sequence.routing_valid, [0, 0, 0], "trained without replay");
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// # Errors
-/// As [`stream_batch`].
+/// The errors of [`stream_batch`].
 pub fn write_batch(
     dir: &Utf8Path,
     meta: &BatchMeta,
@@ -38,15 +83,15 @@ pub fn write_batch(
 
 /// Writes a batch folder `dir` and returns its manifest. Blocking.
 ///
-/// `samples` yields the sequences of `planned` in that order. One is asked for at a time and let
-/// go once its rows are in the file; where prefix rows are shared, the group's first is kept
-/// beside it. Of earlier ones only tokens, masks and log-probs of the shard under way are held,
-/// about 20 bytes per token. While a shard is written, the one before it is synced.
+/// `samples` yields the sequences of `planned` in that order. Each is requested only when it is needed
+/// and dropped once its rows are in the file; if prefix rows are shared, the group's first sequence
+/// is kept as well. Of earlier sequences only the tokens, masks and log-probs of the current shard
+/// are kept, about 20 bytes per token. While a shard is written, the previous one is synced.
 ///
-/// Shards have temporary names until all are synced; the manifest comes last. A folder without a
-/// manifest is the rest of an interrupted write and is replaced. Where the same batch is already
-/// published, nothing changes and its manifest is returned. After an error nothing of this call
-/// is left.
+/// Shards have temporary names until all are synced; the manifest is written last. A folder
+/// without a manifest is left over from an interrupted write and is replaced. If the same batch is
+/// already published, nothing changes and its manifest is returned. After an error, all files of
+/// this call are removed.
 ///
 /// # Errors
 /// [`BatchError`] for a sample that is not the planned one, does not fit the model or has values
@@ -87,14 +132,14 @@ pub fn stream_batch<S: Borrow<BatchSample>>(
     Ok(manifest)
 }
 
-/// Removes what has a temporary name, and the folder if nothing is in it, when a write ends.
+/// Removes temporary files, and the folder if it is empty, when a write ends.
 struct Unfinished<'a> {
     dir: &'a Utf8Path,
 }
 
 impl Drop for Unfinished<'_> {
     fn drop(&mut self) {
-        // What cannot be removed now is cleared by the next write.
+        // Files that cannot be removed now are removed by the next write.
         let published = self.dir.join(MANIFEST_FILE).exists();
         let _ = clear_leftovers(self.dir, published);
         let _ = std::fs::remove_dir(self.dir);
@@ -151,7 +196,7 @@ fn write_shard<S: Borrow<BatchSample>>(
         ShardWriter::create(temporary(dir, name), &meta.shape, planned, share).map_err(io)?;
     for expected in planned {
         let Some(sample) = samples.next() else {
-            let problem = "it was planned, but not delivered";
+            let problem = "it was planned, but not provided";
             let kind = BatchErrorKind::Sample { episode: expected.episode_id, problem };
             return Err(kind.at(path));
         };
@@ -178,13 +223,13 @@ fn sample_problem(
     if trajectory.is_empty() {
         Some("it has no tokens")
     } else if planned.episode_id != sample.episode_id || planned.tokens != trajectory.len() {
-        Some("it is not the planned episode, or has another length than planned")
+        Some("its id or length differs from the plan")
     } else if trajectory.token_ids().iter().any(|&id| id as usize >= shape.vocab) {
-        Some("a token id is not in the vocabulary")
+        Some("a token id is not below the vocabulary size")
     } else if trajectory.loss_mask().iter().any(|&mask| mask > 1) {
         Some("its loss mask has values other than 0 and 1")
     } else if log_probs.clone().any(|(&mask, lp)| mask == 1 && !(lp.is_finite() && *lp <= 0.0)) {
-        Some("a log-probability of a sampled token is not finite and ≤ 0")
+        Some("the log-probability of a sampled token must be finite and ≤ 0")
     } else if !sample.advantage.is_finite() || !sample.reward.is_finite() {
         Some("its advantage or reward is not finite")
     } else {

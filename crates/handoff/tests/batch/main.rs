@@ -1,4 +1,4 @@
-//! Batch folders: what is written is read back, anything else is refused with its file.
+//! Batch folders round-trip; anything else is rejected with its file.
 
 #[cfg(test)]
 mod refused;
@@ -23,7 +23,7 @@ fn what_is_written_is_read_back_over_several_shards() {
         assert!(manifest.shards.len() > 1);
         assert_eq!((manifest.sequences, manifest.tokens), (5, 58));
         assert_eq!(manifest.records[0].dtype, if experts == 8 { "u8" } else { "u16" });
-        // A sequence without routing is written, and says so row by row.
+        // A sequence without routing is written with every row marked invalid.
         samples[1].routing = None;
         let (_keep, dir) = folder();
         write_batch(&dir, &meta(shape(experts)), &samples).unwrap();
@@ -81,7 +81,7 @@ fn sequences_of_any_length_are_packed_without_a_padding_token_or_row() {
     let header = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().unwrap())).unwrap();
     let per_token = 4 + 8 + 4 + 2 + shape.row_bytes();
     assert_eq!(bytes.len(), 8 + header + tokens * per_token + 8 + sequences * (8 + 8 + 4 + 4));
-    // The only rows that nobody chose are those of last tokens, one per sequence.
+    // The only placeholder rows are those of last tokens, one per sequence.
     let batch = Batch::open(&dir.join("manifest.json")).unwrap();
     let mut absent = 0;
     for sequence in batch.sequences() {
@@ -177,7 +177,7 @@ fn rows_are_shared_only_where_tokens_and_bytes_agree() {
     assert_eq!(rows(&foreign), 32);
     let mut unrouted = samples.clone();
     unrouted[0].routing = None;
-    assert_eq!(rows(&unrouted), 32, "nothing is shared with rows that nobody chose");
+    assert_eq!(rows(&unrouted), 32, "placeholder rows are not shared");
     let three = group_of(&shape, 10, &[16, 16, 16]);
     let mut first_unrouted = three.clone();
     first_unrouted[0].routing = None;

@@ -1,4 +1,4 @@
-//! What is no batch, or may not become one, is refused by name.
+//! Invalid batches and samples are rejected with the file and the reason.
 
 use crate::support::{assert_same, batch, folder, mask, meta, sample, shape};
 use camino::{Utf8Path, Utf8PathBuf};
@@ -84,7 +84,7 @@ fn values_out_of_range_are_refused_even_with_a_right_digest() {
 }
 
 #[test]
-fn headers_that_say_something_else_are_refused() {
+fn headers_that_contradict_the_manifest_are_rejected() {
     let replace = |file: &mut Vec<u8>, from: &str, to: &str| {
         let at = file.windows(from.len()).position(|w| w == from.as_bytes()).unwrap();
         file[at..at + from.len()].copy_from_slice(to.as_bytes());
@@ -113,7 +113,7 @@ fn headers_that_say_something_else_are_refused() {
 }
 
 #[test]
-fn manifests_that_lie_or_lead_away_are_refused() {
+fn inconsistent_or_escaping_manifests_are_rejected() {
     let (_keep, dir) = folder();
     batch(&dir, 8, &[2, 3]);
     let path = dir.join("manifest.json");
@@ -170,7 +170,7 @@ fn samples_that_must_not_be_trained_on_are_refused_before_anything_is_written() 
 }
 
 #[test]
-fn a_shared_row_that_does_not_exist_is_refused() {
+fn missing_shared_row_is_rejected() {
     let shape = shape(8);
     let (_keep, dir) = folder();
     let meta = BatchMeta { share_prefix_rows: true, ..meta(shape.clone()) };

@@ -47,7 +47,7 @@ fn a_payload_ends_at_its_quote_whatever_its_length() {
         assert_eq!(split(&body), (rest, vec![payload.as_str()]));
         let cut_off = format!(r#"{{"routed_experts":"{payload}"#);
         let error = split_body(cut_off.as_bytes()).unwrap_err();
-        assert_eq!(error, RoutingError::Body("it ends inside them"), "{length}");
+        assert_eq!(error, RoutingError::Body("the body ends inside the string"), "{length}");
     }
 }
 
@@ -60,7 +60,7 @@ fn a_file_ends_where_its_header_says_and_at_the_next_quote_where_it_does_not() {
         let file = encode_npy(&rows, &shape).unwrap();
         let body = format!("{{\"routed_experts\": \"{file}\", \"b\": \"{file}\"}}");
         assert_eq!(split(&body).1, [file.as_str()], "{count}");
-        // One that is shorter or longer than it says ends at its quote all the same.
+        // A file that is shorter or longer than its header says ends at its quote.
         for wrong in
             [file.get(..file.len().saturating_sub(4)).unwrap().to_owned(), file.clone() + "AAAA"]
         {
@@ -93,7 +93,7 @@ fn text_of_the_model_is_never_taken_for_a_payload() {
 }
 
 #[test]
-fn body_that_is_no_json_stays_no_json() {
+fn body_that_is_not_json_stays_invalid() {
     for body in [
         r#"{"a":"x"routed_experts":"AAAA"}"#,
         r#"{"a":1 "routed_experts":"AAAA"}"#,
@@ -118,7 +118,7 @@ fn payload_that_does_not_end_or_has_an_escape_is_refused() {
 }
 
 #[test]
-fn absurd_number_of_payloads_is_refused() {
+fn too_many_payloads_are_rejected() {
     let of = |count| format!("[{}]", vec![r#"{"routed_experts":"AAAA"}"#; count].join(","));
     assert_eq!(split(&of(1024)).1.len(), 1024);
     let error = split_body(of(1025).as_bytes()).unwrap_err();

@@ -1,11 +1,6 @@
-//! Decoding of replies: what is accepted, and that everything else is refused with its place.
+//! Decoding of replies: accepted payloads, and errors with their position for all others.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
-    clippy::panic,
-    reason = "helpers of tests"
-)]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, clippy::panic, reason = "test helpers")]
 
 mod body;
 mod captures;
@@ -15,7 +10,7 @@ mod sglang;
 
 use orchestrate_types::ModelShape;
 
-/// A model of that shape.
+/// A model shape with a vocabulary of arbitrary size.
 fn shape(hidden_layers: usize, moe_layers: &[usize], experts: usize, top_k: usize) -> ModelShape {
     let moe_layers = moe_layers.to_vec();
     ModelShape { hidden_layers, moe_layers, experts, top_k, vocab: 100, context: 1000 }
@@ -57,7 +52,7 @@ fn text(bytes: &[u8]) -> String {
     base64_simd::STANDARD.encode_to_string(bytes)
 }
 
-/// Base64 by the book, one character at a time; `None` for anything that is not canonical.
+/// Plain base64 decoder, one character at a time; `None` for anything that is not canonical.
 fn plain_base64(text: &[u8]) -> Option<Vec<u8>> {
     const ALPHABET: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     if !text.len().is_multiple_of(4) {
@@ -78,12 +73,12 @@ fn plain_base64(text: &[u8]) -> Option<Vec<u8>> {
             bits &= (1 << held) - 1;
         }
     }
-    // What is left over must be zeros, and as many as the padding says.
+    // The remaining bits must be zero and match the padding.
     (bits == 0 && held == 2 * padding).then_some(bytes)
 }
 
-/// Rows by the book from wire ids `[rows, hidden layers, k]`, in stored form; `None` for rows
-/// that must be refused for one id or one choice.
+/// Plain conversion of wire ids `[rows, hidden layers, k]` to stored form; `None` for rows with an
+/// invalid id or choice.
 fn plain_rows(shape: &ModelShape, ids: &[i64]) -> Option<Vec<u8>> {
     let mut stored = Vec::new();
     for (cell, choice) in ids.chunks(shape.top_k).enumerate() {

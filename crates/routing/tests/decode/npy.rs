@@ -14,7 +14,7 @@ fn decode_npy(
     decode(WireForm::VllmNpy, payload.as_bytes(), shape, start, tokens_total)
 }
 
-/// A file with a header of our words.
+/// A file with an arbitrary header.
 fn file(version: [u8; 2], header: &str, data: &[u8]) -> Vec<u8> {
     let mut bytes = b"\x93NUMPY".to_vec();
     bytes.extend_from_slice(&version);
@@ -75,7 +75,7 @@ fn the_stored_width_is_the_models_whatever_the_id_type_of_the_file() {
         for descr in ["|u1", "<u1", "<u2", "<i2", "<i4"] {
             let result = decode_npy(&payload(descr, &shape, &ids), &shape, 0, 151);
             if experts > 256 && descr.ends_with('1') {
-                assert!(refusal(result).contains("one byte cannot name all experts"));
+                assert!(refusal(result).contains("one byte cannot represent all experts"));
             } else {
                 assert_eq!(result.unwrap(), expected, "{descr} of {experts}");
             }
@@ -84,7 +84,7 @@ fn the_stored_width_is_the_models_whatever_the_id_type_of_the_file() {
 }
 
 #[test]
-fn negative_ids_are_no_large_ones() {
+fn negative_ids_are_rejected_not_read_as_large_ones() {
     let small = shape(1, &[0], 65_536, 1);
     for descr in ["<i2", "<i4"] {
         let mut bytes = data(descr, &[1, 2]);
@@ -111,28 +111,28 @@ fn later_versions_of_the_header_and_entries_in_any_order_are_read() {
 }
 
 #[test]
-fn header_of_anything_else_is_refused_by_name() {
+fn invalid_header_is_rejected_with_its_fault() {
     let small = shape(2, &[0, 1], 8, 2);
     let good = header("|u1", [1, 2, 2]);
     for (version, header, words) in [
-        ([4, 0], good.clone(), "version is none of"),
-        ([1, 1], good.clone(), "version is none of"),
+        ([4, 0], good.clone(), "version must be"),
+        ([1, 1], good.clone(), "version must be"),
         ([1, 0], good.replace("|u1", "|i1"), "`descr`"),
         ([1, 0], good.replace("|u1", ">u2"), "`descr`"),
-        ([1, 0], good.replace("'|u1'", "[('a', '|u1')]"), "not the dict"),
-        ([1, 0], good.replace("False", "True"), "the one of C"),
+        ([1, 0], good.replace("'|u1'", "[('a', '|u1')]"), "not a dict"),
+        ([1, 0], good.replace("False", "True"), "`fortran_order` must be False"),
         ([1, 0], good.replace("(1, 2, 2)", "(1, 2)"), "`shape`"),
         ([1, 0], good.replace("(1, 2, 2)", "(1, 2, 2, 1)"), "`shape`"),
         ([1, 0], good.replace("(1, 2, 2)", "(1, 2, -2)"), "`shape`"),
         ([1, 0], good.replace("(1, 2, 2)", "(01, 2, 2)"), "`shape`"),
         ([1, 0], good.replace("(1, 2, 2)", "(99999999999999999999, 2, 2)"), "`shape`"),
-        ([1, 0], good.replace("'shape': (1, 2, 2), ", ""), "not the dict"),
-        ([1, 0], good.replace('}', "'shape': (1, 2, 2)}"), "not the dict"),
-        ([1, 0], good.replace('}', "'more': 1}"), "not the dict"),
-        ([1, 0], good.replace('}', ""), "not the dict"),
-        ([1, 0], format!("{good} x"), "not the dict"),
+        ([1, 0], good.replace("'shape': (1, 2, 2), ", ""), "not a dict"),
+        ([1, 0], good.replace('}', "'shape': (1, 2, 2)}"), "not a dict"),
+        ([1, 0], good.replace('}', "'more': 1}"), "not a dict"),
+        ([1, 0], good.replace('}', ""), "not a dict"),
+        ([1, 0], format!("{good} x"), "not a dict"),
         ([2, 0], format!("{good}{}", " ".repeat(5000)), "longer than 4096"),
-        ([1, 0], good.replace("(1, ", "(3, "), "[3, 2, 2], expected is [1, 2, 2]"),
+        ([1, 0], good.replace("(1, ", "(3, "), "[3, 2, 2], expected [1, 2, 2]"),
         ([1, 0], good.replace("2, 2)", "3, 2)"), "another model"),
         ([1, 0], good.replace("2, 2)", "2, 3)"), "more columns than top-k"),
     ] {
@@ -141,7 +141,7 @@ fn header_of_anything_else_is_refused_by_name() {
         assert!(found.contains(words), "{header}: {found}");
     }
     let no_file = text(b"anything but a file");
-    assert!(refusal(decode_npy(&no_file, &small, 0, 2)).contains("does not begin as"));
+    assert!(refusal(decode_npy(&no_file, &small, 0, 2)).contains("does not start like"));
     assert!(decode_npy("", &small, 0, 1).is_err(), "even no rows have a header");
     for huge in [usize::MAX, usize::MAX / 2, usize::MAX / 4 + 1] {
         let header = header("|u1", [huge, 2, 2]);
@@ -152,12 +152,14 @@ fn header_of_anything_else_is_refused_by_name() {
 }
 
 #[test]
-fn data_of_another_length_than_the_header_says_is_refused() {
+fn data_length_that_differs_from_the_header_is_rejected() {
     let small = shape(2, &[0, 1], 8, 2);
     let header = header("|u1", [2, 2, 2]);
     for length in (0..20).filter(|&length| length != 8) {
         let text = text(&file([1, 0], &header, &varied_bytes(length)));
-        assert!(refusal(decode_npy(&text, &small, 0, 3)).contains("as long as its header says"));
+        assert!(
+            refusal(decode_npy(&text, &small, 0, 3)).contains("length does not match its header")
+        );
     }
 }
 
@@ -166,7 +168,7 @@ fn varied_bytes(length: usize) -> Vec<u8> {
 }
 
 #[test]
-fn surplus_and_whole_sequence_deviations_are_known_here_too() {
+fn surplus_row_and_whole_sequence_are_accepted() {
     let shape = shape(3, &[1, 2], 16, 2);
     let ids = varied(&shape, 140);
     let full = RoutedRows::from_ids(&shape, 0, &ids).unwrap();
@@ -185,7 +187,7 @@ fn surplus_and_whole_sequence_deviations_are_known_here_too() {
 
 #[test]
 fn dense_layers_of_a_file_must_be_zero_and_are_dropped() {
-    // Rows go by the global layer numbers.
+    // Layers are selected by their global numbers.
     let dense = shape(4, &[1, 3], 8, 2);
     let bytes = [0, 0, 1, 2, 0, 0, 3, 4, 0, 0, 5, 6, 0, 0, 7, 0];
     let payload = text(&file([1, 0], &header("|u1", [2, 4, 2]), &bytes));
@@ -232,7 +234,7 @@ fn every_changed_character_is_refused_or_is_exactly_what_it_encodes() {
                 accepted += 1;
             }
         }
-        assert!(accepted > 0, "other ids are as good");
+        assert!(accepted > 0, "some changes give other valid ids");
     }
 }
 
@@ -274,7 +276,7 @@ proptest! {
             (Ok(found), Some(plain)) => prop_assert_eq!(found.to_vec(), plain),
             (Err(RoutingError::LayersIdentical { .. } | RoutingError::NotCaptured { .. }), _)
             | (Err(_), None) => {}
-            (Ok(_), None) => prop_assert!(false, "accepted what is wrong"),
+            (Ok(_), None) => prop_assert!(false, "accepted an invalid payload"),
             (Err(error), Some(_)) => prop_assert!(false, "{}", error),
         }
     }

@@ -1,10 +1,10 @@
-//! How decoded rows lie in memory.
+//! Memory layout of decoded rows.
 
 use super::{shape, varied};
 use orchestrate_routing::{BLOCK_ROWS, RoutedRows};
 
 #[test]
-fn pieces_end_at_absolute_block_borders_and_have_room_for_their_block() {
+fn pieces_end_at_block_boundaries_and_have_capacity_for_their_block() {
     let shape = shape(2, &[0, 1], 8, 2);
     for (start, rows, lengths) in [
         (0, 0, vec![]),

@@ -1,4 +1,4 @@
-//! SGLang's int32 form: what is accepted, and that everything else is refused with its place.
+//! SGLang's int32 form: accepted payloads, and errors with their position for all others.
 
 use super::{shape, text, varied, wire};
 use orchestrate_routing::{
@@ -107,7 +107,7 @@ fn of_a_whole_sequence_nothing_before_the_overlap_row_is_looked_at_and_that_row_
     let whole = wire(&shape, &ids[..39 * row_ids]);
     assert_eq!(joined(&text(&whole)).unwrap(), right);
 
-    // What nobody needs may be anything: the rows held were checked when they came.
+    // Unneeded rows may hold anything: the rows held were checked when they arrived.
     let skipped = start * row_ids * 4;
     let mut noise = whole.clone();
     noise[..skipped].fill(0xff);
@@ -123,7 +123,7 @@ fn of_a_whole_sequence_nothing_before_the_overlap_row_is_looked_at_and_that_row_
         RoutingError::ExpertRange { position: 18, layer: 0, id: 8, experts: 8 }
     );
 
-    // Rows of other positions are noticed, and the row that was held stands.
+    // Rows of other positions are detected, and the held row is kept.
     let shifted = wire(&shape, &ids[row_ids..40 * row_ids]);
     let (report, bytes) = joined(&text(&shifted)).unwrap();
     assert_eq!((report.overlap_rows, report.drift_rows), (1, 1));
@@ -132,7 +132,7 @@ fn of_a_whole_sequence_nothing_before_the_overlap_row_is_looked_at_and_that_row_
 
 #[test]
 fn physical_ids_of_a_load_balancer_with_spare_experts_are_refused() {
-    // 64 experts of the model in 72 places: ids of places reach beyond the model's.
+    // 64 experts of the model in 72 physical slots: slot ids exceed the model's range.
     let model = shape(2, &[0, 1], 64, 2);
     let places = ModelShape { experts: 72, ..model.clone() };
     let payload = text(&wire(&places, &varied(&places, 40)));
@@ -147,7 +147,7 @@ fn physical_ids_of_a_load_balancer_with_spare_experts_are_refused() {
 
 #[test]
 fn rows_past_the_end_of_a_capture_buffer_are_refused_and_never_filled_up() {
-    // A prefill of 600 tokens through a buffer of 512: the rest never came, or came as zeros.
+    // A prefill of 600 tokens through a buffer of 512: the rest is missing or zero.
     let shape = shape(2, &[0, 1], 8, 2);
     let ids = varied(&shape, 600);
     let short = text(&wire(&shape, &ids[..512 * shape.ids_per_row()]));
@@ -167,7 +167,7 @@ fn all_zero_captures_are_refused() {
         let error = decode_sglang(&payload, &shape, 0, 11).unwrap_err();
         assert_eq!(error, RoutingError::NotCaptured { position: 0, layer: 0 });
     }
-    // A layer of zeros at top-1 is a coincidence in few rows.
+    // With few rows, a layer of zeros at top-1 may be a coincidence.
     let shape = shape(2, &[0, 1], 8, 1);
     let payload = text(&wire(&shape, &[0; 6]));
     assert_eq!(decode_sglang(&payload, &shape, 0, 4).unwrap().rows(), 3);

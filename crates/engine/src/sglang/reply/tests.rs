@@ -248,7 +248,7 @@ fn mutations_of_rows_and_ends() -> Vec<Mutation> {
         ("e9 a list", ROUTING, Some(json!([[1, 2]])), "`meta_info.routed_experts`"),
         ("e9 no base64", ROUTING, Some(json!("!".repeat(routing(4).len()))), "base64"),
         ("e9 white space", ROUTING, Some(json!(format!(" {}", routing(4)))), "base64"),
-        ("e9 cut off", ROUTING, Some(json!(routing(4)[..126])), "cut off"),
+        ("e9 cut off", ROUTING, Some(json!(routing(4)[..126])), "truncated"),
         ("e10 one row short", ROUTING, Some(json!(routing(3))), "base64"),
         ("e10 two rows long", ROUTING, Some(json!(routing(7))), "base64"),
         ("e11 nothing captured", ROUTING, Some(json!("A".repeat(128))), "captured nothing"),
