@@ -206,7 +206,7 @@ pub(crate) struct GradeArgs {
 }
 
 /// Parses a version of SWE-bench's harness; `--help` lists them.
-fn harness_parser() -> impl TypedValueParser<Value = Harness> {
+pub(in crate::args) fn harness_parser() -> impl TypedValueParser<Value = Harness> {
     let versions = Harness::ALL.map(|h| PossibleValue::new(h.version()).help(h.summary()));
     PossibleValuesParser::new(versions).try_map(|version| version.parse::<Harness>())
 }

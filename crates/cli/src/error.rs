@@ -45,6 +45,12 @@ pub enum UsageError {
         /// The run folder.
         run_dir: Utf8PathBuf,
     },
+    /// An evaluation script was requested for a row of another family.
+    #[error("task `{id}` has no evaluation script: only SWE-bench rows have one")]
+    NoEvalScript {
+        /// As given.
+        id: String,
+    },
     /// None of the predictions is for a task of the file.
     #[error("no prediction in {predictions} is for a usable row of {tasks}")]
     NoPrediction {
@@ -115,6 +121,12 @@ pub(crate) enum InputError {
         log: Utf8PathBuf,
         /// Why.
         source: LogError,
+    },
+    /// A compressed test log.
+    #[error("{log} is compressed with gzip; decompress it first (gunzip)")]
+    CompressedLog {
+        /// The log.
+        log: Utf8PathBuf,
     },
     /// Not the file of a comparison.
     #[error("{file} is not a runs.jsonl.zst of orchestrate compare")]

@@ -1,4 +1,4 @@
-//! Grading patches in sandboxes, outside of a run.
+//! Grades patches in sandboxes, outside of a run.
 
 use crate::config::Settings;
 use crate::wiring;
@@ -9,12 +9,12 @@ use orchestrate_types::{AttemptId, EpisodeId, GroupId, Retry, RunId};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// Sandboxes tried for one patch before it is given up.
+/// Number of sandboxes tried for one patch.
 const TRIES: u32 = 2;
-/// Time a sandbox may live beyond the tests it is opened for.
+/// Time that a sandbox may live beyond the timeout of its tests.
 const SLACK: Duration = Duration::from_mins(5);
 
-/// Grades patches, each in a sandbox of its own.
+/// Grades patches, each in a new sandbox.
 #[derive(Debug)]
 pub(crate) struct Grader<'a> {
     settings: &'a Settings,
@@ -34,12 +34,12 @@ impl<'a> Grader<'a> {
         Ok(Self { settings, provider, rules, run: RunId::generate(), count: AtomicU32::new(0) })
     }
 
-    /// Patches that may be graded at once.
+    /// Number of patches that may be graded concurrently.
     pub(crate) fn width(&self) -> usize {
         self.settings.sandbox.capacity()
     }
 
-    /// Grades `patch`, in another sandbox where the first one fails.
+    /// Grades `patch`, and tries another sandbox if the first one fails.
     pub(crate) async fn grade(&self, task: &Task, patch: &str) -> Result<GradedChange, GradeError> {
         let mut tries = 0;
         loop {
@@ -56,7 +56,7 @@ impl<'a> Grader<'a> {
         }
     }
 
-    /// Removes what is left of the sandboxes.
+    /// Removes all remaining sandboxes.
     pub(crate) async fn shutdown(self) -> anyhow::Result<()> {
         Ok(self.provider.shutdown().await?)
     }
@@ -70,7 +70,7 @@ impl<'a> Grader<'a> {
             owner: Owner { run: self.run, epoch: 0, attempt: AttemptId { episode, attempt: 1 } },
             workdir: task.workdir.clone(),
             limits: wiring::limits(self.settings),
-            deadline: task.test_timeout + SLACK,
+            deadline: task.test_timeout.saturating_add(SLACK),
             reusable: task.origin == Origin::Files,
         }
     }

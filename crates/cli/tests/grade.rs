@@ -90,7 +90,7 @@ fn a_file_of_rows_is_imported_listed_and_shown() {
 }
 
 #[test]
-fn a_recorded_log_is_graded_by_the_rules_that_are_asked_for() {
+fn recorded_log_is_graded_by_the_selected_rules() {
     let folder = Folder::new();
     let file = folder.file("rows.jsonl", rows());
     let grade = |id: &str, log: &str, more: &[&str]| {
@@ -119,6 +119,53 @@ fn a_recorded_log_is_graded_by_the_rules_that_are_asked_for() {
     assert_eq!(grade("aiohttp__abc", forged, &[])["resolved"], false);
     let official = grade("aiohttp__abc", forged, &["--set", "reward.compat=r2e"]);
     assert_eq!(official["resolved"], true);
+    assert_eq!(official["tests_status"], json!({"a": "PASSED"}));
+    assert_eq!(official["differing"], json!([]));
+}
+
+#[test]
+fn eval_script_is_printed_without_docker() {
+    let folder = Folder::new();
+    let file = folder.file("rows.jsonl", rows());
+    let show = |id: &str, more: &[&str]| {
+        orchestrate(&[&["tasks", "show", id, "--file", &file, "--eval-script"], more].concat())
+    };
+    let script = text(&show("pallets__flask-1", &[]).stdout);
+    assert!(script.starts_with("#!/bin/bash\n") && script.contains(">>>>> Start Test Output"));
+    assert!(!script.contains("Test Exit Code"));
+    let new = text(&show("pallets__flask-1", &["--harness", "5.0.2"]).stdout);
+    assert!(new.contains("Test Exit Code"), "{new}");
+    assert_eq!(show("aiohttp__abc", &[]).status.code(), Some(2));
+}
+
+#[test]
+fn hostile_rows_and_logs_are_reported_safely() {
+    let folder = Folder::new();
+    let hostile =
+        rows().replace("pallets__flask-1", "a\\u001b[31m\\nb").replace("bad-1", "c\\u0007");
+    let file = folder.file("rows.jsonl", hostile);
+    let output = orchestrate(&["tasks", "list", "--file", &file]);
+    assert!(output.status.success());
+    for bytes in [&output.stdout, &output.stderr] {
+        assert!(!text(bytes).contains(['\x1b', '\x07']), "{}", text(bytes));
+    }
+
+    let file = folder.file("rows.jsonl", rows());
+    let grade = |log: &str| {
+        let id = "pallets__flask-1";
+        orchestrate(&["grade", "--tasks", &file, "--instance", id, "--log", log])
+    };
+    let zipped = grade(&folder.file("x.log.gz", b"\x1f\x8bxx"));
+    assert_eq!(zipped.status.code(), Some(3));
+    assert!(text(&zipped.stderr).contains("x.log.gz is compressed"));
+    let long = grade(&folder.file("long", "x".repeat(3 << 20)));
+    assert!(text(&long.stderr).contains("1 lines are longer"), "{}", text(&long.stderr));
+    let cut = folder.file("rows.jsonl.gz", b"\x1f\x8b\x08\0\0\0\0\0\0\xff\x01");
+    for command in ["import", "list"] {
+        let flag = if command == "list" { &["--file"][..] } else { &[] };
+        let output = orchestrate(&[&["tasks", command], flag, &[cut.as_str()]].concat());
+        assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A column that holds JSON: read as a text or already decoded, written as a text.
+//! A column that holds JSON: read as JSON text or as a decoded value, written as JSON text.
 
 use serde::de::{DeserializeOwned, Error as _};
 use serde::ser::Error as _;
@@ -12,7 +12,21 @@ pub(crate) fn deserialize<'de, T: DeserializeOwned, D: Deserializer<'de>>(
     from: D,
 ) -> Result<T, D::Error> {
     match serde_json::Value::deserialize(from)? {
-        serde_json::Value::String(text) => serde_json::from_str(&text).map_err(D::Error::custom),
+        serde_json::Value::String(text) => serde_json::from_str(&text).map_err(|error| {
+            if is_python(&text) {
+                D::Error::custom(
+                    "is written in Python's syntax, not JSON; write it with json.dumps",
+                )
+            } else {
+                D::Error::custom(error)
+            }
+        }),
         value => serde_json::from_value(value).map_err(D::Error::custom),
     }
+}
+
+/// Whether `text` looks like what Python's `str` gives for a list or dict of strings.
+fn is_python(text: &str) -> bool {
+    let inside = text.trim_start().strip_prefix(['[', '{']).map(str::trim_start);
+    inside.is_some_and(|inside| inside.starts_with('\''))
 }

@@ -1,13 +1,13 @@
-//! Tasks: what the agent is asked, in which tree, and how its patch is judged.
+//! Tasks: the issue that an agent is given, the tree it works in, and how its patch is graded.
 //!
-//! The invariant: hidden tests and the gold patch live in fields that nothing puts into the
+//! The invariant: hidden tests and the gold patch are in fields that are never copied into the
 //! agent's sandbox ([`Task::agent_files`] are the only files it gets).
 //!
-//! [`micro`] writes the bundled tasks, [`expert`] solves them by script, and [`repair`] makes tasks
-//! from any Python repository with tests. [`load`] reads rows of
-//! [`r2e`] (R2E-Gym) and of [`swe`] (SWE-bench, with its scripts, log parsers and verdicts) from
-//! files, [`predictions`] the patches that agents made. [`patch`] makes and applies unified diffs,
-//! [`verify`] builds the trees a grader needs, and [`grade`] turns a test log into a [`Verdict`].
+//! [`micro`] generates the bundled tasks, [`expert`] solves them with scripted episodes, and
+//! [`repair`] makes tasks from any Python repository with tests. [`load`] reads rows of [`r2e`]
+//! (R2E-Gym) and [`swe`] (SWE-bench, with its scripts, log parsers and verdicts) from files;
+//! [`predictions`] reads patches made by agents. [`patch`] makes and applies unified diffs, [`verify`]
+//! builds the trees that are graded, and [`grade`] turns a test log into a [`Verdict`].
 
 pub mod expert;
 mod json_column;
@@ -23,6 +23,6 @@ mod task;
 mod text;
 pub mod verify;
 
-pub use log::{grade, grade_log};
+pub use log::{SummaryRule, grade, grade_by, grade_log, grade_log_by};
 pub use task::{Origin, Split, Task, TaskFile, TestStatus, Verdict};
-pub use text::LINE_BYTES;
+pub use text::{LINE_BYTES, printable, printable_lines};

@@ -1,8 +1,8 @@
-//! Rows of any family from a file: JSON lines, JSON or parquet, plain or compressed by gzip.
+//! Rows of any family from a file: JSON lines, JSON or parquet, plain or compressed with gzip.
 //!
-//! The invariant: a bad row never hides the good ones behind it, and is named by its place, its id
-//! and its reason; rows are read one by one, so a file may be larger than memory (but for JSON
-//! that is one document).
+//! The invariant: a bad row never hides the good ones after it, and is reported with its position,
+//! id and reason. A file that is damaged as a whole is an error. Rows are read one by one, so a file
+//! may be larger than memory, except for JSON that is one document.
 
 mod hub;
 mod parquet_file;
@@ -11,31 +11,42 @@ use crate::r2e::{R2eRow, RowError};
 use crate::repair;
 use crate::swe::SweRow;
 use crate::task::Task;
+use crate::text::printable;
 use camino::{Utf8Path, Utf8PathBuf};
 use flate2::read::MultiGzDecoder;
 pub use hub::HubError;
 use hub::HubSource;
 use serde::Deserialize;
 use serde_json::Value;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::{BufRead, BufReader, Chain, Cursor, Read};
 
-/// Bytes of one row; a longer one is no row, or a bomb.
+/// Maximum size of one row in bytes, which also limits what a small compressed file can expand to.
 const ROW_BYTES: u64 = 512 << 20;
-/// How deep repackaged rows lie in columns `extra_info`.
+/// Maximum depth of `extra_info` columns around a repackaged row.
 const WRAPPERS: usize = 3;
+/// Number of lines that may fail before the first row, after which the file is given up.
+const LINES_TRIED: usize = 20;
+/// Reason for refusing a file without a single entry.
+const NOT_ROWS: &str =
+    "this is not a file of rows (JSON lines, a JSON list or parquet; gzip is allowed)";
+/// The byte order mark of UTF-8.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+/// Number of characters of an id, and of a reason, that are printed.
+const ID_CHARS: usize = 120;
+const REASON_CHARS: usize = 400;
 
-/// A row of a known family.
+/// A row of a known task family.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Row {
-    /// R2E-Gym, or our own `micro` rows in its columns.
+    /// R2E-Gym, or a `micro` or `repair` row in the same columns.
     R2e(Box<R2eRow>),
     /// SWE-bench: full, Lite or Verified.
     Swe(Box<SweRow>),
 }
 
 impl Row {
-    /// Its id.
+    /// The task's id.
     pub fn id(&self) -> String {
         match self {
             Self::R2e(row) => row.id(),
@@ -43,7 +54,7 @@ impl Row {
         }
     }
 
-    /// Its family: `micro`, `repair`, `r2e` or `swe-bench`.
+    /// The task family: `micro`, `repair`, `r2e` or `swe-bench`.
     pub fn environment(&self) -> &'static str {
         match self {
             Self::R2e(row) if row.micro.is_some() => "micro",
@@ -53,7 +64,7 @@ impl Row {
         }
     }
 
-    /// Its repository, as the data set names it.
+    /// The repository, as the data set names it.
     pub fn repo(&self) -> &str {
         match self {
             Self::R2e(row) => &row.repo_name,
@@ -61,7 +72,7 @@ impl Row {
         }
     }
 
-    /// What the agent reads.
+    /// The issue text that the agent reads.
     pub fn issue(&self) -> &str {
         match self {
             Self::R2e(row) => row.issue(),
@@ -69,7 +80,7 @@ impl Row {
         }
     }
 
-    /// The image it runs in.
+    /// The container image that the task runs in.
     pub fn image(&self) -> String {
         match self {
             Self::R2e(row) => row.docker_image.clone(),
@@ -77,10 +88,10 @@ impl Row {
         }
     }
 
-    /// Its task.
+    /// Converts the row to a task.
     ///
     /// # Errors
-    /// Never for a row that was loaded: loading checks it.
+    /// Never for a row returned by [`rows`], which checks it.
     pub fn to_task(&self) -> Result<Task, RowError> {
         match self {
             Self::R2e(row) => row.to_task(),
@@ -88,21 +99,21 @@ impl Row {
         }
     }
 
-    /// Reads a decoded row.
+    /// Reads a row from its JSON value.
     ///
     /// # Errors
-    /// Says why it is no row, or cannot be a task.
+    /// The reason why it is not a row, or cannot be a task.
     fn of(value: Value) -> Result<Self, String> {
         let has = |column: &str| value.get(column).is_some();
-        let said = |error: serde_path_to_error::Error<serde_json::Error>| error.to_string();
+        let reason = |error: serde_path_to_error::Error<serde_json::Error>| error.to_string();
         if has("FAIL_TO_PASS") {
-            let row = serde_path_to_error::deserialize::<_, SweRow>(value).map_err(said)?;
+            let row = serde_path_to_error::deserialize::<_, SweRow>(value).map_err(reason)?;
             match row.problem() {
                 Some(problem) => Err(problem),
                 None => Ok(Self::Swe(Box::new(row))),
             }
         } else if has("expected_output_json") || has("parsed_commit_content") {
-            let row = serde_path_to_error::deserialize::<_, R2eRow>(value).map_err(said)?;
+            let row = serde_path_to_error::deserialize::<_, R2eRow>(value).map_err(reason)?;
             match row.to_task() {
                 Err(error) => Err(error.to_string()),
                 Ok(_) => Ok(Self::R2e(Box::new(row))),
@@ -116,13 +127,17 @@ impl Row {
 
 /// A row that cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("row {row} ({}): {reason}", id.as_deref().unwrap_or("without id"))]
+#[error(
+    "row {row} ({}): {}",
+    printable(id.as_deref().unwrap_or("without id"), ID_CHARS),
+    printable(reason, REASON_CHARS)
+)]
 pub struct Refused {
-    /// Its place in the file, from 1.
+    /// Its position in the file, from 1.
     pub row: usize,
     /// Its id, if it has one.
     pub id: Option<String>,
-    /// What is wrong with it.
+    /// Why it cannot be used.
     pub reason: String,
 }
 
@@ -134,20 +149,28 @@ pub enum LoadError {
     Io {
         /// The file.
         path: Utf8PathBuf,
-        /// What the system says.
+        /// The system's reason.
         source: std::io::Error,
     },
-    /// A data set of the Hugging Face hub cannot be had.
+    /// The compressed file is truncated or corrupt.
+    #[error("{path} is a truncated or corrupt gzip file; download or compress it again")]
+    Damaged {
+        /// The file.
+        path: Utf8PathBuf,
+        /// The decoder's reason.
+        source: std::io::Error,
+    },
+    /// A data set of the Hugging Face hub cannot be fetched.
     #[error(transparent)]
     Hub(#[from] HubError),
-    /// An entry is not what the file should hold.
+    /// An entry is not a prediction.
     #[error("{path}, entry {entry}: {reason}")]
     Entry {
         /// The file.
         path: Utf8PathBuf,
-        /// Which one, from 1.
+        /// Its position in the file, from 1.
         entry: usize,
-        /// What is wrong.
+        /// Why it cannot be used.
         reason: String,
     },
 }
@@ -158,8 +181,8 @@ impl LoadError {
     }
 }
 
-/// `path` as it is, or, where it names a data set of the Hugging Face hub, at the commit that it has
-/// now: rows loaded by the answer stay the same. Blocking.
+/// Pins `path` to a commit where it names a data set of the Hugging Face hub, so that the rows loaded
+/// from it stay the same; any other path is returned unchanged. Blocking.
 ///
 /// # Errors
 /// If the hub does not know the data set, or cannot be reached.
@@ -170,12 +193,12 @@ pub fn pinned(path: &str) -> Result<String, LoadError> {
     }
 }
 
-/// The rows of `path`, good and bad. The format is known by the file's first bytes. A path may name
-/// a data set of the Hugging Face hub, `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, whose files are
-/// fetched to its cache. Blocking.
+/// The rows of `path`, usable and refused. The format is detected from the file's first bytes. A path
+/// may name a data set of the Hugging Face hub, `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, whose
+/// files are fetched to its cache. Blocking.
 ///
 /// # Errors
-/// If the file cannot be opened, or fetched.
+/// If the file cannot be opened or fetched, or is a truncated or corrupt gzip file.
 pub fn rows(
     path: &Utf8Path,
 ) -> Result<impl Iterator<Item = Result<Row, Refused>> + use<>, LoadError> {
@@ -201,7 +224,7 @@ pub fn rows(
     }))
 }
 
-/// Entries, or what is wrong with them.
+/// Entries, or the reasons why they cannot be read.
 pub(crate) type Values = Box<dyn Iterator<Item = Result<Value, String>>>;
 
 /// The entries of a file, as JSON.
@@ -219,16 +242,32 @@ pub(crate) fn values(path: &Utf8Path) -> Result<Values, LoadError> {
     if &magic == b"PAR1" {
         return Ok(parquet_file::values(file.into_parts().0));
     }
+    let is_gzip = magic.starts_with(&[0x1f, 0x8b]);
+    if is_gzip {
+        check_gzip(path)?;
+    }
     let start = magic.into_iter().take(read).collect::<Vec<_>>();
     let whole: Chain<Cursor<Vec<u8>>, fs_err::File> = Cursor::new(start).chain(file);
-    if magic.starts_with(&[0x1f, 0x8b]) {
+    if is_gzip {
         return text_values(BufReader::new(MultiGzDecoder::new(whole))).map_err(io);
     }
     text_values(BufReader::new(whole)).map_err(io)
 }
 
-/// Entries of a text: those of one JSON document, or one per line.
+/// Decompresses the whole file once, so that damage is found before any of its rows is used.
+fn check_gzip(path: &Utf8Path) -> Result<(), LoadError> {
+    let file = fs_err::File::open(path)
+        .map_err(|source| LoadError::Io { path: path.to_owned(), source })?;
+    std::io::copy(&mut MultiGzDecoder::new(file), &mut std::io::sink())
+        .map(drop)
+        .map_err(|source| LoadError::Damaged { path: path.to_owned(), source })
+}
+
+/// Entries of a text: those of one JSON document, or one per line. A byte order mark is skipped.
 fn text_values(mut text: impl BufRead + 'static) -> std::io::Result<Values> {
+    if text.fill_buf()?.starts_with(BYTE_ORDER_MARK) {
+        text.consume(BYTE_ORDER_MARK.len());
+    }
     let first = loop {
         let part = text.fill_buf()?;
         let blank = part.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
@@ -243,12 +282,45 @@ fn text_values(mut text: impl BufRead + 'static) -> std::io::Result<Values> {
             Err(error) => Box::new(std::iter::once(Err(format!("is not JSON: {error}")))),
         });
     }
-    let mut lines = JsonLines { text, failed: false };
-    Ok(Box::new(std::iter::from_fn(move || lines.next())))
+    let lines = JsonLines { text, failed: false };
+    let mut entries = Entries { lines, first: VecDeque::new(), started: false };
+    Ok(Box::new(std::iter::from_fn(move || entries.next())))
 }
 
-/// JSON objects, each from a new line on; one may be spread over lines, as a document is that
-/// people shall read.
+/// Entries of JSON lines. A text without any becomes one refusal, not one per line.
+#[derive(Debug)]
+struct Entries<R> {
+    lines: JsonLines<R>,
+    /// Entries up to the first good one that were read but not returned yet.
+    first: VecDeque<Result<Value, String>>,
+    started: bool,
+}
+
+impl<R: BufRead> Entries<R> {
+    fn next(&mut self) -> Option<Result<Value, String>> {
+        if !std::mem::replace(&mut self.started, true) {
+            self.read_first();
+        }
+        self.first.pop_front().or_else(|| self.lines.next())
+    }
+
+    fn read_first(&mut self) {
+        while self.first.len() < LINES_TRIED {
+            let Some(entry) = self.lines.next() else { break };
+            let is_good = entry.is_ok();
+            self.first.push_back(entry);
+            if is_good {
+                return;
+            }
+        }
+        if self.first.len() > 1 {
+            self.first = [Err(NOT_ROWS.to_owned())].into();
+            self.lines.failed = true;
+        }
+    }
+}
+
+/// JSON objects, each starting on a new line; one may span several lines.
 #[derive(Debug)]
 struct JsonLines<R> {
     text: R,
@@ -278,11 +350,12 @@ impl<R: BufRead> JsonLines<R> {
     }
 
     fn entry(&mut self, line: &[u8]) -> Result<Value, String> {
-        let error = match serde_json::from_slice(line) {
+        let error = match serde_json::from_slice::<Value>(line) {
+            Ok(value) if !value.is_object() => return Err("is not a JSON object".to_owned()),
             Ok(value) => return Ok(value),
             Err(error) => error,
         };
-        // A line that only begins an object begins a document that goes on.
+        // A line with only an opening brace starts a document that spans several lines.
         if line.trim_ascii() == b"{" {
             let rest = self.text.by_ref().take(ROW_BYTES);
             let mut document = serde_json::Deserializer::from_reader(line.chain(rest));
@@ -295,8 +368,8 @@ impl<R: BufRead> JsonLines<R> {
     }
 }
 
-/// The row inside columns of a trainer's own data set: rLLM and verl keep it in `extra_info`,
-/// decoded or as a text.
+/// The row inside a data set of a trainer: rLLM and verl keep it in `extra_info`, as an object or as
+/// JSON text.
 fn unwrapped(mut value: Value, depth: usize) -> Value {
     let has = |column: &str| value.get(column).is_some();
     if depth == 0 || has("FAIL_TO_PASS") || has("expected_output_json") {
@@ -310,7 +383,7 @@ fn unwrapped(mut value: Value, depth: usize) -> Value {
     inner.map_or(value, |inner| unwrapped(inner, depth - 1))
 }
 
-/// What names a row that may be broken.
+/// The id of a row that may be invalid.
 fn id(row: &Value) -> Option<String> {
     let text = |column: &str| Some(row.get(column)?.as_str()?.to_owned());
     let of_commit = || Some(format!("{}__{}", text("repo_name")?, text("commit_hash")?));

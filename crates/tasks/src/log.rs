@@ -1,40 +1,66 @@
-//! From a test log to a verdict, with R2E-Gym's own rule and with a strict one beside it.
+//! Turns a test log into a verdict, by R2E-Gym's own rule and by a strict one.
 //!
-//! The invariant: [`Verdict::official_reward`] is what R2E-Gym gives for the same log, hole for
-//! hole; [`Verdict::reward`] is 1.0 only if every expected test is there with its status and
-//! nothing else is.
+//! The invariant: [`Verdict::official_reward`] equals R2E-Gym's reward for the same log, including
+//! its known defects; [`Verdict::reward`] is 1.0 only if the log has exactly the expected tests, each
+//! with its expected status.
 
 use crate::task::{TestStatus, Verdict};
 use crate::text::{Decoding, Ends, Lines, strip};
 use std::collections::BTreeMap;
 use std::io::BufRead;
 
-/// The line that pytest and R2E-Gym's runners print in front of the results.
+/// The line that pytest and R2E-Gym's runners print before the results.
 const SUMMARY: &str = "short test summary info";
 
 /// Statuses by test key.
 type Statuses = BTreeMap<String, TestStatus>;
 
-/// Bytes of keys that one block may hold. No expectation is as large, so such a log scores nothing.
+/// Bytes of keys that one block may hold. A log with more scores 0: no task expects that many.
 const KEY_BYTES: usize = 64 << 20;
 
-/// Judges the merged stdout and stderr of the hidden tests against `expected`.
+/// Which rule decides [`Verdict::reward`], and which summary block its statuses are from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SummaryRule {
+    /// The last block, compared in full.
+    Strict,
+    /// R2E-Gym's own rule: the first block, with its defects.
+    R2e,
+}
+
+/// Grades the merged stdout and stderr of the hidden tests against `expected`.
 ///
 /// The official reward reads the first summary block and skips an empty key when it compares. The
 /// strict one reads the last block (what a test prints cannot replace the real results), treats an
 /// empty key like any other, and gives 0.0 where there is no block at all.
 pub fn grade(log: &str, expected: &BTreeMap<String, TestStatus>) -> Verdict {
-    let mut blocks = Blocks::default();
-    log.split('\n').for_each(|line| blocks.line(line));
-    blocks.verdict(expected)
+    grade_by(SummaryRule::Strict, log, expected)
 }
 
-/// The same for a log of any size, which is read once and not held; bytes that are not UTF-8
-/// become U+FFFD, and of lines over [`crate::LINE_BYTES`] only the ends count.
+/// As [`grade`], with reward, statuses and differing tests by `rule`.
+pub fn grade_by(rule: SummaryRule, log: &str, expected: &BTreeMap<String, TestStatus>) -> Verdict {
+    let mut blocks = Blocks::default();
+    log.split('\n').for_each(|line| blocks.line(line));
+    blocks.verdict(rule, expected)
+}
+
+/// As [`grade`], for a log of any size; see [`grade_log_by`].
 ///
 /// # Errors
 /// If reading fails.
 pub fn grade_log(
+    log: impl BufRead,
+    expected: &BTreeMap<String, TestStatus>,
+) -> std::io::Result<Verdict> {
+    grade_log_by(SummaryRule::Strict, log, expected)
+}
+
+/// As [`grade_by`], for a log of any size, which is read once and not held in memory. Bytes that are
+/// not UTF-8 become U+FFFD; lines over [`crate::LINE_BYTES`] are shortened.
+///
+/// # Errors
+/// If reading fails.
+pub fn grade_log_by(
+    rule: SummaryRule,
     log: impl BufRead,
     expected: &BTreeMap<String, TestStatus>,
 ) -> std::io::Result<Verdict> {
@@ -43,7 +69,7 @@ pub fn grade_log(
     while let Some(line) = lines.next()? {
         blocks.line(&line);
     }
-    Ok(blocks.verdict(expected))
+    Ok(blocks.verdict(rule, expected))
 }
 
 /// The first summary block and the last one so far.
@@ -69,29 +95,29 @@ impl Blocks {
         }
     }
 
-    fn verdict(self, expected: &BTreeMap<String, TestStatus>) -> Verdict {
+    fn verdict(self, rule: SummaryRule, expected: &BTreeMap<String, TestStatus>) -> Verdict {
         let last = self.last.map(Block::ended);
         let any = last.is_some();
         let first = self.first.or_else(|| last.clone()).unwrap_or_default();
         let last = last.unwrap_or_default();
         let complete = !first.is_cut && !last.is_cut;
         let expected = normalised(expected.clone());
-        let (first, statuses) = (normalised(first.statuses), normalised(last.statuses));
+        let (first, last) = (normalised(first.statuses), normalised(last.statuses));
 
         let fits = |(key, status): (&String, &TestStatus)| {
             key.is_empty() || expected.get(key) == Some(status)
         };
         let official = complete && first.len() == expected.len() && first.iter().all(fits);
-        let mut differing: Vec<String> = expected
-            .iter()
-            .filter(|(key, status)| statuses.get(*key) != Some(*status))
-            .map(|(key, _)| key.clone())
-            .chain(statuses.keys().filter(|key| !expected.contains_key(*key)).cloned())
-            .collect();
-        differing.sort_unstable();
-        let strict = complete && differing.is_empty() && any;
+        let strict = complete && last == expected && any;
+        let (solved, statuses) = match rule {
+            SummaryRule::Strict => (strict, last),
+            SummaryRule::R2e => (official, first),
+        };
+        // The official rule accepts some blocks that differ from what was expected.
+        let accepted = rule == SummaryRule::R2e && official;
+        let differing = if accepted { Vec::new() } else { differing(&expected, &statuses) };
         Verdict {
-            reward: f64::from(u8::from(strict)),
+            reward: f64::from(u8::from(solved)),
             official_reward: f64::from(u8::from(official)),
             statuses,
             differing,
@@ -100,11 +126,23 @@ impl Blocks {
     }
 }
 
-/// What follows one heading.
+/// Sorted keys whose status is not the expected one, including missing and unexpected tests.
+fn differing(expected: &Statuses, found: &Statuses) -> Vec<String> {
+    let mut keys: Vec<String> = expected
+        .iter()
+        .filter(|(key, status)| found.get(*key) != Some(*status))
+        .map(|(key, _)| key.clone())
+        .chain(found.keys().filter(|key| !expected.contains_key(*key)).cloned())
+        .collect();
+    keys.sort_unstable();
+    keys
+}
+
+/// The results that follow one heading.
 #[derive(Debug, Clone, Default)]
 struct Block {
     statuses: Statuses,
-    /// The last line that is not blank: white space at the end of a block is no part of a key.
+    /// The last line that is not blank: white space at the end of a block is not part of a key.
     pending: Option<String>,
     key_bytes: usize,
     is_cut: bool,
@@ -235,11 +273,19 @@ mod tests {
     #[test]
     fn a_forged_first_block_is_official_only() {
         let log = "short test summary info\nPASSED t::a\nshort test summary info\nFAILED t::a";
+        let want = map(&[("a", TestStatus::Passed)]);
         assert_eq!(rewards(log, &[("a", TestStatus::Passed)]), (false, true));
+        let official = grade_by(SummaryRule::R2e, log, &want);
+        assert!(official.reward > 0.5 && official.differing.is_empty());
+        assert_eq!(official.statuses, want);
+        let failed = "short test summary info\nFAILED t::a\nshort test summary info\nPASSED t::a";
+        let official = grade_by(SummaryRule::R2e, failed, &want);
+        assert_eq!((official.reward, official.differing), (0.0, vec!["a".to_owned()]));
+        assert!(grade(failed, &want).reward > 0.5);
     }
 
     #[test]
-    fn white_space_at_the_end_of_a_block_is_no_part_of_a_key() {
+    fn white_space_at_the_end_of_a_block_is_not_part_of_a_key() {
         let log = "short test summary info\nPASSED t::a \nPASSED t::b \x1d\n \n";
         let want = map(&[("a ", TestStatus::Passed), ("b", TestStatus::Passed)]);
         assert_eq!(grade(log, &want).statuses, want);

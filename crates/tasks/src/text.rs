@@ -1,18 +1,70 @@
-//! Text as Python reads it: its white space, its line ends, and lines of a log of any size.
+//! Text as Python reads it (white space, line ends, lines of a log of any size), and text made safe
+//! for a terminal.
 //!
-//! The invariant: a [`Lines`] holds no more than a few [`LINE_BYTES`], however long the log and
-//! its lines are.
+//! The invariant: a [`Lines`] holds at most a few times [`LINE_BYTES`], however long the log and its
+//! lines are.
 
 use std::borrow::Cow;
+use std::fmt::Write as _;
 use std::io::{BufRead, Error, ErrorKind};
 
-/// Bytes of a line that are read. A longer one is read as its first and its last half, with
-/// U+FFFD between them: what graders look for stands at the ends of lines.
+/// Number of bytes of a line that are read. Of a longer line, the first and last half of this many
+/// bytes are read, and the markers of graders between them, joined by U+FFFD.
 pub const LINE_BYTES: usize = 1 << 20;
 
 const HALF: usize = LINE_BYTES / 2;
 
-/// Python counts the four ASCII separators as white space, beside Unicode's.
+/// Markers that graders search for anywhere in a line.
+const MARKERS: [&str; 7] = [
+    ">>>>> Start Test Output",
+    ">>>>> End Test Output",
+    ">>>>> Patch Apply Failed",
+    ">>>>> Reset Failed",
+    ">>>>> Tests Errored",
+    ">>>>> Tests Timed Out",
+    "short test summary info",
+];
+/// Length of the longest marker.
+const MARKER_BYTES: usize = 24;
+/// Number of times that each marker is kept from the middle of a line. The third occurrence of one
+/// changes no verdict.
+const MARKER_REPEATS: usize = 2;
+
+/// A one-line text for a terminal: control characters and characters that change the direction of
+/// text are escaped, and the text is cut after `limit` characters, marked by `…`.
+pub fn printable(text: &str, limit: usize) -> String {
+    let mut escaped = String::new();
+    for (n, c) in text.chars().enumerate() {
+        if n == limit {
+            escaped.push('…');
+            break;
+        }
+        push_printable(&mut escaped, c);
+    }
+    escaped
+}
+
+/// A text of several lines for a terminal: as [`printable`], but line feeds and tabs are kept and
+/// the length is not limited.
+pub fn printable_lines(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        if matches!(c, '\n' | '\t') { escaped.push(c) } else { push_printable(&mut escaped, c) }
+    }
+    escaped
+}
+
+fn push_printable(text: &mut String, c: char) {
+    let changes_direction =
+        matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    if c.is_control() || changes_direction {
+        let _ = write!(text, "{}", c.escape_default());
+    } else {
+        text.push(c);
+    }
+}
+
+/// Whether Python counts `c` as white space: Unicode's white space and the four ASCII separators.
 pub(crate) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\x1c'..='\x1f').contains(&c)
 }
@@ -27,7 +79,7 @@ pub(crate) fn strip(text: &str) -> &str {
     text.trim_matches(is_space)
 }
 
-/// What ends a line.
+/// Which characters end a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ends {
     /// `\n` only.
@@ -36,16 +88,16 @@ pub(crate) enum Ends {
     Universal,
 }
 
-/// How bytes become text.
+/// How bytes that are not UTF-8 are treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Decoding {
-    /// A byte that is not UTF-8 is an error.
+    /// They are an error.
     Strict,
-    /// It becomes U+FFFD.
+    /// They become U+FFFD.
     Replace,
 }
 
-/// Lines of a log, one after the other.
+/// Reads a log line by line.
 #[derive(Debug)]
 pub(crate) struct Lines<R> {
     log: R,
@@ -56,11 +108,21 @@ pub(crate) struct Lines<R> {
     offset: u64,
     /// The last line ended with `\r`; a `\n` that follows belongs to it.
     after_return: bool,
+    /// Markers from the part of the present line that was dropped, as indices into [`MARKERS`].
+    markers: Vec<usize>,
 }
 
 impl<R: BufRead> Lines<R> {
     pub(crate) fn new(log: R, ends: Ends, decoding: Decoding) -> Self {
-        Self { log, ends, decoding, line: Vec::new(), offset: 0, after_return: false }
+        Self {
+            log,
+            ends,
+            decoding,
+            line: Vec::new(),
+            offset: 0,
+            after_return: false,
+            markers: Vec::new(),
+        }
     }
 
     /// The next line without its end; `None` after the last one.
@@ -70,6 +132,7 @@ impl<R: BufRead> Lines<R> {
     /// decoding is strict.
     pub(crate) fn next(&mut self) -> Result<Option<Cow<'_, str>>, Error> {
         self.line.clear();
+        self.markers.clear();
         let (mut read, mut cut, mut ended) = (0_u64, false, false);
         while !ended {
             let part = match self.log.fill_buf() {
@@ -93,6 +156,7 @@ impl<R: BufRead> Lines<R> {
             for piece in content.chunks(HALF) {
                 self.line.extend_from_slice(piece);
                 if self.line.len() > 2 * LINE_BYTES {
+                    keep_markers(&self.line, cut, &mut self.markers);
                     self.line.drain(HALF..self.line.len() - HALF);
                     cut = true;
                 }
@@ -109,7 +173,8 @@ impl<R: BufRead> Lines<R> {
             return Ok(None);
         }
         if cut || self.line.len() > LINE_BYTES {
-            return Ok(Some(Cow::Owned(self.ends_of_line())));
+            keep_markers(&self.line, cut, &mut self.markers);
+            return Ok(Some(Cow::Owned(self.shortened())));
         }
         match self.decoding {
             Decoding::Replace => Ok(Some(String::from_utf8_lossy(&self.line))),
@@ -124,10 +189,36 @@ impl<R: BufRead> Lines<R> {
         }
     }
 
-    /// The two ends of a line that is too long; a character cut through becomes U+FFFD.
-    fn ends_of_line(&self) -> String {
-        let ends = [self.line.get(..HALF), self.line.get(self.line.len() - HALF..)];
-        ends.map(|end| String::from_utf8_lossy(end.unwrap_or_default())).join("\u{fffd}")
+    /// The two ends of a line that is too long, with the markers between them. A character that is
+    /// cut in half becomes U+FFFD.
+    fn shortened(&self) -> String {
+        let end =
+            |end: Option<&[u8]>| String::from_utf8_lossy(end.unwrap_or_default()).into_owned();
+        let mut parts = vec![end(self.line.get(..HALF))];
+        let markers = self.markers.iter().filter_map(|&marker| MARKERS.get(marker));
+        parts.extend(markers.map(|&marker| marker.to_owned()));
+        parts.push(end(self.line.get(self.line.len() - HALF..)));
+        parts.join("\u{fffd}")
+    }
+}
+
+/// Adds the markers that start before the last [`HALF`] bytes of `line` and end after the first ones
+/// to `found`, in order. Where the line was `cut` before, its middle does not continue its head.
+fn keep_markers(line: &[u8], cut: bool, found: &mut Vec<usize>) {
+    let from = if cut { HALF } else { HALF - MARKER_BYTES };
+    let to = line.len() - HALF;
+    let text = line.get(from..line.len().min(to + MARKER_BYTES)).unwrap_or_default();
+    let mut here = Vec::new();
+    for (marker, pattern) in MARKERS.iter().enumerate() {
+        let places = memchr::memmem::find_iter(text, pattern.as_bytes()).map(|at| from + at);
+        let dropped = places.filter(|at| *at < to && at + pattern.len() > HALF);
+        here.extend(dropped.take(MARKER_REPEATS).map(|at| (at, marker)));
+    }
+    here.sort_unstable();
+    for (_, marker) in here {
+        if found.iter().filter(|known| **known == marker).count() < MARKER_REPEATS {
+            found.push(marker);
+        }
     }
 }
 
@@ -155,7 +246,35 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_too_long_keeps_its_ends() {
+    fn long_lines_keep_markers_from_their_middle() {
+        for marker in MARKERS {
+            assert!(marker.len() <= MARKER_BYTES);
+            for at in [HALF - 3, HALF, LINE_BYTES, 3 * HALF - 7, 2 * LINE_BYTES, 5 * HALF - 1] {
+                let mut log = vec![b'x'; 3 * LINE_BYTES];
+                log.splice(at..at + marker.len(), marker.bytes());
+                for buffer in [4096, 1 << 17, 3 << 20] {
+                    let found = lines(&log, Ends::Universal, buffer);
+                    assert!(found[0].contains(marker), "{marker} at {at}");
+                }
+            }
+        }
+        let log = format!("{0}{1}{0}{2}{0}", "x".repeat(LINE_BYTES), MARKERS[1], MARKERS[0]);
+        let found = lines(log.as_bytes(), Ends::Universal, 8192);
+        assert!(found[0].find(MARKERS[1]) < found[0].find(MARKERS[0]));
+        let log = MARKERS[5].repeat(LINE_BYTES);
+        assert!(lines(log.as_bytes(), Ends::Feed, 8192)[0].len() < LINE_BYTES + 200);
+    }
+
+    #[test]
+    fn printable_text_has_no_control_characters_and_a_limited_length() {
+        assert_eq!(printable("a\x1b[31m\n\u{202e}é", 20), "a\\u{1b}[31m\\n\\u{202e}é");
+        assert_eq!(printable(&"é".repeat(1000), 3), "ééé…");
+        assert_eq!(printable("abc", 3), "abc");
+        assert_eq!(printable_lines("a\n\tb\r\x07"), "a\n\tb\\r\\u{7}");
+    }
+
+    #[test]
+    fn long_line_keeps_its_ends() {
         let mut log = b"head".to_vec();
         log.resize(5 * LINE_BYTES, b'x');
         log.extend_from_slice(b"tail\nnext");

@@ -1,4 +1,4 @@
-//! Rows and predictions from files of every shape that is about.
+//! Rows and predictions from files of every supported format.
 
 #![expect(clippy::unwrap_used, reason = "a test stops where something is not as promised")]
 
@@ -187,15 +187,68 @@ fn compressed_files_and_json_documents_load_alike() {
         assert_eq!(loaded(bytes), want);
     }
     assert_eq!(loaded(b""), (vec![], vec![]));
-    let (good, bad) = loaded(&gzipped[0][..gzipped[0].len() / 2]);
-    assert!(
-        good.is_empty() && bad.len() == 1 && bad[0].reason.contains("cannot be read"),
-        "{bad:?}"
-    );
+    for text in [&lines, &list] {
+        assert_eq!(loaded(format!("\u{feff}{text}").as_bytes()), want);
+        assert_eq!(loaded(&gzip(format!("\u{feff}{text}").as_bytes())), want);
+    }
+}
+
+#[test]
+fn damaged_gzip_is_an_error_before_any_row_is_used() {
+    let lines: Vec<Value> = (0..200).map(|n| swe_row(&format!("a-{n}"))).collect();
+    let good = gzip(json_lines(&lines).as_bytes());
+    let folder = Folder::new();
+    let mut corrupt = good.clone();
+    let checksum = corrupt.len() - 6;
+    corrupt[checksum] ^= 1;
+    for bytes in [&good[..good.len() / 2], &good[..good.len() - 1], &corrupt] {
+        let path = folder.file("rows.jsonl.gz", bytes);
+        let Err(error) = load::rows(&path) else { panic!("a damaged file was read") };
+        let message = error.to_string();
+        assert!(message.contains("rows.jsonl.gz") && message.contains("corrupt"), "{message}");
+        assert!(predictions::read(&path).is_err());
+    }
+}
+
+#[test]
+fn file_that_holds_no_rows_is_refused_once() {
+    let text = "Some notes.\n".repeat(800);
+    let numbers = "1\n".repeat(50);
+    let mut binary = vec![0_u8; 100_000];
+    binary.iter_mut().step_by(50).for_each(|byte| *byte = b'\n');
+    for bytes in [text.as_bytes(), numbers.as_bytes(), &binary] {
+        let (good, bad) = loaded(bytes);
+        assert!(good.is_empty() && bad.len() == 1, "{bad:?}");
+        assert!(bad[0].reason.contains("not a file of rows"), "{bad:?}");
+    }
+    let (good, bad) = loaded(format!("a comment\nanother\n{}", swe_row("a-1")).as_bytes());
+    assert_eq!((good.len(), bad.len()), (1, 2));
+}
+
+#[test]
+fn python_list_is_named_and_refusals_are_safe_to_print() {
+    let mut row = swe_row("a\u{1b}]0;title\u{7}\n");
+    row["FAIL_TO_PASS"] = json!("['t::a', 't::b']");
+    let (_, bad) = loaded(row.to_string().as_bytes());
+    let message = bad[0].to_string();
+    assert!(message.contains("Python's syntax") && message.contains("FAIL_TO_PASS"), "{message}");
+    assert!(!message.contains(char::is_control), "{message:?}");
+    row["instance_id"] = json!("a".repeat(100_000));
+    assert!(loaded(row.to_string().as_bytes()).1[0].to_string().len() < 1000);
 }
 
 /// The columns of SWE-bench rows as Hugging Face stores them; test lists as text or as lists.
 fn parquet(rows: &[SweRow], lists: bool, compression: Compression) -> Vec<u8> {
+    parquet_with(rows, lists, compression, "(UTF8)")
+}
+
+/// The same, where the type of text columns has `annotation`.
+fn parquet_with(
+    rows: &[SweRow],
+    lists: bool,
+    compression: Compression,
+    annotation: &str,
+) -> Vec<u8> {
     let texts = [
         "instance_id",
         "repo",
@@ -205,9 +258,9 @@ fn parquet(rows: &[SweRow], lists: bool, compression: Compression) -> Vec<u8> {
         "patch",
         "test_patch",
     ];
-    let text = |name: &str| format!("optional binary {name} (UTF8);");
+    let text = |name: &str| format!("optional binary {name} {annotation};");
     let list = |name: &str| {
-        let item = "repeated group list { optional binary element (UTF8); }";
+        let item = format!("repeated group list {{ optional binary element {annotation}; }}");
         format!("optional group {name} (LIST) {{ {item} }}")
     };
     let mut schema: Vec<String> = texts.into_iter().map(text).collect();
@@ -262,6 +315,8 @@ fn parquet_files_load_like_json_lines() {
     for compression in compressions {
         for lists in [false, true] {
             assert_eq!(loaded(&parquet(&rows, lists, compression)), (want.clone(), vec![]));
+            let binary = parquet_with(&rows, lists, compression, "");
+            assert_eq!(loaded(&binary), (want.clone(), vec![]));
         }
     }
     rows[1].test_patch.clear();

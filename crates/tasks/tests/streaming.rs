@@ -148,6 +148,22 @@ const PIECES: [&str; 40] = [
     "...",
 ];
 
+#[test]
+fn marker_in_the_middle_of_a_long_line_counts() {
+    let half = "x".repeat(LINE_BYTES);
+    let log = |bad: &str| {
+        let start = ">>>>> Start Test Output\nPASSED t::a\n";
+        format!("{start}{half}{bad}{half}\n>>>>> End Test Output\n")
+    };
+    for harness in HARNESSES {
+        let resolved = |log: &str| {
+            grade(&row("pallets/flask", "t::a"), harness, log.as_bytes()).unwrap().resolved
+        };
+        assert!(resolved(&log("")));
+        assert!(!resolved(&log(">>>>> Tests Timed Out")));
+    }
+}
+
 proptest! {
     #[test]
     fn prop_no_log_makes_a_parser_panic_and_buffers_do_not_matter(
@@ -170,10 +186,10 @@ proptest! {
                     let reader = BufReader::with_capacity(buffer, &log[..]);
                     spec.parser.parse(harness, reader).map_err(|error| error.to_string())
                 };
-                let words = |map: orchestrate_tasks::swe::StatusMap| {
+                let pairs = |map: orchestrate_tasks::swe::StatusMap| {
                     map.iter().map(|(name, s)| (name.to_owned(), s.clone())).collect::<Vec<_>>()
                 };
-                prop_assert_eq!(parse(buffer).map(words), parse(8192).map(words));
+                prop_assert_eq!(parse(buffer).map(pairs), parse(8192).map(pairs));
                 let graded = grade(&row(spec.repo, "test_a"), harness, &log[..]);
                 prop_assert!(graded.is_err() || !graded.unwrap().patch_is_none);
             }

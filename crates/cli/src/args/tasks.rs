@@ -3,6 +3,7 @@
 use super::ConfigSource;
 use camino::Utf8PathBuf;
 use clap::{Args, Subcommand, ValueEnum};
+use orchestrate_tasks::swe::Harness;
 
 #[derive(Debug, Args)]
 pub(crate) struct TasksArgs {
@@ -31,6 +32,12 @@ pub(crate) enum TasksCommand {
         /// `hf://datasets/OWNER/NAME`.
         #[arg(long, value_name = "FILE")]
         file: Option<Utf8PathBuf>,
+        /// Print only the script that a grading container runs, for a SWE-bench row of --file.
+        #[arg(long, requires = "file", conflicts_with = "json")]
+        eval_script: bool,
+        /// Version of SWE-bench's harness that the script is for.
+        #[arg(long, requires = "eval_script", default_value = "4.1.0", value_parser = super::harness_parser())]
+        harness: Harness,
     },
     /// Read task rows of R2E-Gym or SWE-bench and report which can be used.
     Import {

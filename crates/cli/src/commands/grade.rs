@@ -1,4 +1,4 @@
-//! `orchestrate grade`: judges a recorded test log, or predictions in sandboxes.
+//! `orchestrate grade`: grades a recorded test log, or predictions in sandboxes.
 
 mod patches;
 
@@ -10,16 +10,16 @@ use anyhow::Context;
 use camino::Utf8Path;
 use fs_err::File;
 use orchestrate_rollout::RewardCompat;
-use orchestrate_tasks::grade_log;
 use orchestrate_tasks::load::{self, Row};
 use orchestrate_tasks::predictions;
 use orchestrate_tasks::r2e::R2eRow;
 use orchestrate_tasks::swe::{self, Outcomes, Report, SweRow};
+use orchestrate_tasks::{LINE_BYTES, SummaryRule, grade_log, grade_log_by, printable};
 use serde_json::json;
-use std::io::BufReader;
+use std::io::{self, BufRead, BufReader, Seek};
 use std::process::ExitCode;
 
-/// Bytes read from a log at once.
+/// Size of the read buffer for a log, in bytes.
 const BUFFER: usize = 1 << 18;
 
 /// Runs the command.
@@ -34,7 +34,7 @@ pub(crate) async fn run(args: GradeArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The row of `id`.
+/// The row with id `id`.
 ///
 /// # Errors
 /// If the file has no usable row, or none with this id; the reason if the row was refused.
@@ -55,36 +55,70 @@ pub(crate) fn find(file: &Utf8Path, id: &str) -> anyhow::Result<Row> {
     anyhow::bail!(UsageError::UnknownRow { id, file, usable: good, refused: bad })
 }
 
+/// Number of characters of a test name that are printed.
+const TEST_CHARS: usize = 400;
+
+/// Opens a log, and reports lines that are too long to be read in full.
 fn open(log: &Utf8Path) -> Result<BufReader<File>, InputError> {
-    let file = File::open(log)
-        .map_err(|source| InputError::Unreadable { file: log.to_owned(), source })?;
-    Ok(BufReader::with_capacity(BUFFER, file))
+    let unreadable = |source| InputError::Unreadable { file: log.to_owned(), source };
+    let mut file = BufReader::with_capacity(BUFFER, File::open(log).map_err(unreadable)?);
+    if file.fill_buf().map_err(unreadable)?.starts_with(b"\x1f\x8b") {
+        return Err(InputError::CompressedLog { log: log.to_owned() });
+    }
+    let long = long_lines(&mut file).map_err(unreadable)?;
+    if long > 0 {
+        output::say(format!(
+            "note: {log}: {long} lines are longer than {LINE_BYTES} bytes; of each, only the start, \
+             the end and the markers between them are read"
+        ));
+    }
+    file.rewind().map_err(unreadable)?;
+    Ok(file)
+}
+
+/// Number of lines of more than [`LINE_BYTES`].
+fn long_lines(log: &mut impl BufRead) -> io::Result<usize> {
+    let (mut long, mut length) = (0, 0);
+    loop {
+        let part = log.fill_buf()?;
+        if part.is_empty() {
+            return Ok(long);
+        }
+        for (n, piece) in part.split(|byte| matches!(byte, b'\n' | b'\r')).enumerate() {
+            length = if n == 0 { length } else { 0 };
+            long += usize::from(length <= LINE_BYTES && length + piece.len() > LINE_BYTES);
+            length += piece.len();
+        }
+        let read = part.len();
+        log.consume(read);
+    }
 }
 
 fn r2e(row: &R2eRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<()> {
     let compat =
         config::load(&args.source)?.reward.check().map_err(config::ConfigError::Problems)?.compat;
     let task = row.to_task()?;
-    let verdict = grade_log(open(log)?, &task.expected)
-        .map_err(|source| InputError::Unreadable { file: log.to_owned(), source })?;
-    let reward = match compat {
-        RewardCompat::Strict => verdict.reward,
-        RewardCompat::R2e => verdict.official_reward,
+    let rule = match compat {
+        RewardCompat::Strict => SummaryRule::Strict,
+        RewardCompat::R2e => SummaryRule::R2e,
     };
-    let resolved = reward > 0.5;
+    let verdict = grade_log_by(rule, open(log)?, &task.expected)
+        .map_err(|source| InputError::Unreadable { file: log.to_owned(), source })?;
+    let resolved = verdict.reward > 0.5;
     if args.json {
         return output::json(&json!({
             "instance_id": task.id,
             "resolved": resolved,
-            "reward": reward,
+            "reward": verdict.reward,
             "official_reward": verdict.official_reward,
             "tests_status": verdict.statuses,
             "differing": verdict.differing,
         }));
     }
-    output::data(format!("{}: {}", task.id, word(resolved)));
-    let agree = (verdict.reward - verdict.official_reward).abs() < 0.5;
-    if !agree {
+    output::data(format!("{}: {}", printable(&task.id, TEST_CHARS), outcome(resolved)));
+    let other = grade_log(open(log)?, &task.expected)
+        .map_err(|source| InputError::Unreadable { file: log.to_owned(), source })?;
+    if (other.reward - other.official_reward).abs() > 0.5 {
         output::data("the strict rule and R2E-Gym's own disagree (reward.compat)");
     }
     list("not as expected", &verdict.differing);
@@ -106,7 +140,11 @@ fn swe_bench(row: &SweRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<(
     if args.json {
         return output::json(&report);
     }
-    output::data(format!("{}: {}", row.instance_id, word(report.resolved)));
+    output::data(format!(
+        "{}: {}",
+        printable(&row.instance_id, TEST_CHARS),
+        outcome(report.resolved)
+    ));
     if let Some(why) = &report.not_graded {
         output::data(format!("not graded: {why}"));
     }
@@ -134,12 +172,12 @@ fn has_patch(row: &SweRow, args: &GradeArgs) -> anyhow::Result<bool> {
     Ok(prediction.model_patch.is_some())
 }
 
-fn word(resolved: bool) -> &'static str {
+fn outcome(resolved: bool) -> &'static str {
     if resolved { "resolved" } else { "not resolved" }
 }
 
 fn list(title: &str, tests: &[String]) {
     for test in tests {
-        output::data(format!("  {title}: {test}"));
+        output::data(format!("  {title}: {}", printable(test, TEST_CHARS)));
     }
 }

@@ -1,4 +1,4 @@
-//! `orchestrate tasks`: list, show, import, make, verify.
+//! `orchestrate tasks`: lists, shows, imports, makes and verifies tasks.
 
 mod make;
 mod rows;
@@ -9,20 +9,26 @@ use crate::config::{self, Sections, Settings};
 use crate::error::UsageError;
 use crate::{output, tables, task_source, wiring};
 use camino::Utf8Path;
-use orchestrate_tasks::{Split, Task};
+use orchestrate_tasks::{Split, Task, printable, printable_lines};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 use std::collections::HashSet;
 use std::process::ExitCode;
 
+/// Number of characters of an id or another name that are printed.
+const NAME_CHARS: usize = 120;
+
 /// Runs the command.
 pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
     match args.command {
         TasksCommand::List { selection, file: None } => list(&selection),
         TasksCommand::List { selection, file: Some(file) } => rows::list(&file, selection.json),
-        TasksCommand::Show { id, selection, file: None } => show(&id, &selection),
-        TasksCommand::Show { id, selection, file: Some(file) } => {
+        TasksCommand::Show { id, selection, file: None, .. } => show(&id, &selection),
+        TasksCommand::Show { id, file: Some(file), eval_script: true, harness, .. } => {
+            rows::eval_script(&file, &id, harness)
+        }
+        TasksCommand::Show { id, selection, file: Some(file), .. } => {
             rows::show(&file, &id, selection.json)
         }
         TasksCommand::Import { file, json } => rows::import(&file, json),
@@ -61,7 +67,7 @@ fn select(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
     Ok((settings, tasks))
 }
 
-/// The tasks of an environment, or of a file of rows where that is what is named.
+/// The tasks of an environment, or of a file of rows if one is named.
 fn to_verify(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
     let file = Utf8Path::new(&selection.environment);
     if !file.is_file() {
@@ -85,7 +91,7 @@ fn list(selection: &TaskSelection) -> anyhow::Result<ExitCode> {
     let mut table = tables::table(&["id", "family", "issue"]);
     for task in &tasks {
         let issue = task.problem_statement.lines().next().unwrap_or_default();
-        table.add_row([task.id.as_str(), task.family.as_str(), issue]);
+        table.add_row([&task.id, &task.family, issue].map(|cell| printable(cell, NAME_CHARS)));
     }
     output::data(table);
     Ok(ExitCode::SUCCESS)
@@ -105,16 +111,23 @@ fn show(id: &str, selection: &TaskSelection) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A task for people, with what is hidden from the agent.
+/// Prints a task for people, including what is hidden from the agent.
 fn print(task: &Task) {
     output::data(format!(
         "{} ({}, image {})\n\n{}",
-        task.id, task.family, task.image, task.problem_statement
+        printable(&task.id, NAME_CHARS),
+        printable(&task.family, NAME_CHARS),
+        printable(&task.image, NAME_CHARS),
+        printable_lines(&task.problem_statement)
     ));
     for (title, files) in [("given", &task.agent_files), ("hidden", &task.hidden_files)] {
         for file in files {
-            output::data(format!("\n--- {title}: {}\n{}", file.path, file.content.trim_end()));
+            let path = printable(&file.path, NAME_CHARS);
+            output::data(format!(
+                "\n--- {title}: {path}\n{}",
+                printable_lines(file.content.trim_end())
+            ));
         }
     }
-    output::data(format!("\n--- gold patch\n{}", task.gold_patch.trim_end()));
+    output::data(format!("\n--- gold patch\n{}", printable_lines(task.gold_patch.trim_end())));
 }

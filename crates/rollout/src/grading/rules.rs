@@ -1,7 +1,7 @@
 //! The rules that turn a test log into a verdict.
 
 use orchestrate_tasks::swe::Harness;
-use orchestrate_tasks::{Task, Verdict};
+use orchestrate_tasks::{SummaryRule, Task, Verdict, grade_by};
 
 /// Turns the log of a task's hidden tests into a verdict. [`grade_by_summary`] fits every family
 /// that prints pytest's short test summary.
@@ -34,8 +34,7 @@ pub fn grade_by_summary(task: &Task, log: &str) -> Verdict {
 
 /// R2E-Gym's own rule for pytest's short test summary, including its known defects.
 pub fn grade_as_r2e(task: &Task, log: &str) -> Verdict {
-    let verdict = grade_by_summary(task, log);
-    Verdict { reward: verdict.official_reward, ..verdict }
+    grade_by(SummaryRule::R2e, log, &task.expected)
 }
 
 #[cfg(test)]

@@ -3,11 +3,13 @@
 use super::Values;
 use parquet::file::reader::{FileReader as _, SerializedFileReader};
 use parquet::record::reader::RowIter;
+use parquet::record::{Field, Row};
+use serde_json::Value;
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The rows, one by one. What is wrong with the file itself is said by its first entry; after a
-/// row that cannot be read nothing is, as its columns are no longer in step.
+/// The rows, one by one. An error of the file itself is the first entry. A row that cannot be read
+/// is the last one, because the columns are no longer in step after it.
 pub(super) fn values(file: File) -> Values {
     let opened = guarded(|| {
         let reader = SerializedFileReader::new(file)?;
@@ -21,7 +23,7 @@ pub(super) fn values(file: File) -> Values {
     };
     Box::new(std::iter::from_fn(move || {
         left = left.checked_sub(1).filter(|left| *left >= 0)?;
-        let row = guarded(|| rows.next().map(|row| Ok(row?.to_json_value())).transpose());
+        let row = guarded(|| rows.next().map(|row| Ok(object(&row?))).transpose());
         if row.is_err() {
             left = 0;
         }
@@ -29,8 +31,26 @@ pub(super) fn values(file: File) -> Values {
     }))
 }
 
-/// What `read` gives. The library panics on some damaged files; such a file is as bad as any
-/// other, and what was half read is dropped.
+/// A row as a JSON object.
+fn object(row: &Row) -> Value {
+    row.get_column_iter().map(|(name, field)| (name.clone(), value(field))).collect()
+}
+
+/// A field as JSON. Binary columns hold text where a writer left out the annotation; only other
+/// bytes become base64.
+fn value(field: &Field) -> Value {
+    match field {
+        Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
+            Ok(text) => text.into(),
+            Err(_) => field.to_json_value(),
+        },
+        Field::Group(row) => object(row),
+        Field::ListInternal(list) => list.elements().iter().map(value).collect(),
+        field => field.to_json_value(),
+    }
+}
+
+/// Calls `read`, and turns a panic of the library, which some damaged files cause, into an error.
 fn guarded<T>(read: impl FnOnce() -> parquet::errors::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(read)) {
         Ok(Ok(value)) => Ok(value),

@@ -1,4 +1,4 @@
-//! Predictions graded in sandboxes, with the files that SWE-bench's harness leaves.
+//! Grades predictions in sandboxes and writes the files that SWE-bench's harness writes.
 
 use crate::args::GradeArgs;
 use crate::config;
@@ -10,21 +10,24 @@ use camino::Utf8Path;
 use futures::stream::{self, StreamExt};
 use orchestrate_rollout::{GradeError, GradeLogs, GradingRules, write_log_folder};
 use orchestrate_tasks::predictions::{self, Prediction};
-use orchestrate_tasks::{Origin, Task};
+use orchestrate_tasks::{Origin, Task, printable};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::process::ExitCode;
 
-/// What became of one prediction.
+/// Number of characters of an id or another name that are printed.
+const NAME_CHARS: usize = 120;
+
+/// Result of grading one prediction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     Resolved,
     Unresolved,
-    /// There was nothing to grade.
+    /// The patch is empty, so it was not graded.
     Empty,
-    /// The harness has no report of it: no command applies the patch, or its log cannot be graded.
+    /// The harness writes no report: the patch does not apply, or its log cannot be graded.
     Error,
-    /// The sandbox failed: nothing is known.
+    /// The sandbox failed, so the patch was not graded.
     Broken,
 }
 
@@ -38,7 +41,8 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
             Some(task) => work.push((*task, prediction)),
             None => output::say(format!(
                 "note: no usable row for `{}` in {}",
-                prediction.instance_id, args.tasks
+                printable(&prediction.instance_id, NAME_CHARS),
+                args.tasks
             )),
         }
     }
@@ -65,8 +69,9 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
         while let Some((task, prediction, outcome)) = graded.next().await {
             done += 1;
             let outcome = outcome?;
-            progress.line(&format!("{}: {outcome:?}", task.id).to_lowercase());
-            progress.update(done, work.len() as u64, task.id.clone());
+            let id = printable(&task.id, NAME_CHARS);
+            progress.line(&format!("{id}: {outcome:?}").to_lowercase());
+            progress.update(done, work.len() as u64, id);
             let of_model = outcomes.entry(prediction.model_name_or_path.as_str()).or_default();
             of_model.insert(&task.id, outcome);
         }
@@ -91,7 +96,7 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The predictions that are asked for; of several for one task and model the last one.
+/// The selected predictions; of several for the same task and model, the last one.
 fn chosen(args: &GradeArgs) -> anyhow::Result<Vec<Prediction>> {
     let Some(path) = &args.predictions else { anyhow::bail!("name --predictions or --log") };
     let mut latest = BTreeMap::new();
@@ -133,13 +138,13 @@ async fn grade(
             Ok(Outcome::Error)
         }
         Err(GradeError::Sandbox(error)) => {
-            output::say(format!("{}: {error}", task.id));
+            output::say(format!("{}: {error}", printable(&task.id, NAME_CHARS)));
             Ok(Outcome::Broken)
         }
     }
 }
 
-/// The outcome that an earlier grading of the same patch left in `folder`.
+/// The outcome of an earlier grading of the same patch, read from `folder`.
 fn known(folder: &Utf8Path, task: &Task, patch: &str) -> Option<Outcome> {
     let graded = fs_err::read_to_string(folder.join("patch.diff")).ok()?;
     let report = fs_err::read(folder.join("report.json")).ok()?;
@@ -152,8 +157,8 @@ fn known(folder: &Utf8Path, task: &Task, patch: &str) -> Option<Outcome> {
     (graded == patch).then_some(outcome)
 }
 
-/// The harness' report on a whole run. Broken ones are among its errors, as nothing else says that
-/// they are not decided.
+/// The harness's report on a whole run. Predictions whose sandbox failed are listed as errors, because
+/// the format has no other place for undecided ones.
 fn report(tasks: &[Task], outcomes: &BTreeMap<&str, Outcome>) -> Value {
     let ids = |wanted: &[Outcome]| -> Vec<&str> {
         let of = outcomes.iter().filter(|(_, outcome)| wanted.contains(outcome));
@@ -194,10 +199,14 @@ fn table(model: &str, tasks: &HashMap<&str, &Task>, outcomes: &BTreeMap<&str, Ou
     }
     let mut table = tables::table(&["repository", "resolved", "of"]);
     for (name, (solved, all)) in &repositories {
-        table.add_row([(*name).to_owned(), solved.to_string(), all.to_string()]);
+        table.add_row([printable(name, NAME_CHARS), solved.to_string(), all.to_string()]);
     }
     let (solved, all) = repositories.values().fold((0, 0), |(a, b), (c, d)| (a + c, b + d));
-    table.add_row([format!("all ({model})"), solved.to_string(), all.to_string()]);
+    table.add_row([
+        format!("all ({})", printable(model, NAME_CHARS)),
+        solved.to_string(),
+        all.to_string(),
+    ]);
     output::data(table);
 }
 

@@ -1,10 +1,13 @@
-//! Tasks in a file of rows.
+//! `orchestrate tasks` with a file of rows.
 
+use super::NAME_CHARS;
 use crate::commands::grade::find;
-use crate::error::InputError;
+use crate::error::{InputError, UsageError};
 use crate::{output, tables};
 use camino::Utf8Path;
 use orchestrate_tasks::load::{self, Row};
+use orchestrate_tasks::swe::{self, Harness};
+use orchestrate_tasks::{printable, printable_lines};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -57,7 +60,9 @@ pub(super) fn list(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode> {
             }));
         } else {
             let title = row.issue().lines().next().unwrap_or_default();
-            table.add_row([row.id().as_str(), row.repo(), title]);
+            table.add_row(
+                [row.id().as_str(), row.repo(), title].map(|cell| printable(cell, NAME_CHARS)),
+            );
         }
     }
     check_usable(file, usable, bad)?;
@@ -67,7 +72,7 @@ pub(super) fn list(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A file without a usable row is a mistake, also where it is empty.
+/// Rejects a file without a usable row, including an empty one.
 fn check_usable(file: &Utf8Path, usable: usize, refused: usize) -> Result<(), InputError> {
     match usable {
         0 => Err(InputError::NoUsableRow { file: file.to_owned(), refused, skipped: 0 }),
@@ -75,22 +80,42 @@ fn check_usable(file: &Utf8Path, usable: usize, refused: usize) -> Result<(), In
     }
 }
 
-/// Shows one row of `file`, with what is hidden from the agent.
+/// Prints the script that a grading container runs for one SWE-bench row of `file`.
+pub(super) fn eval_script(file: &Utf8Path, id: &str, harness: Harness) -> anyhow::Result<ExitCode> {
+    let Row::Swe(row) = find(file, id)? else {
+        anyhow::bail!(UsageError::NoEvalScript { id: id.to_owned() });
+    };
+    // The script is data for a shell, so it is printed byte for byte.
+    output::data(swe::eval_script(&row, harness)?.trim_end_matches('\n'));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Shows one row of `file`, including what is hidden from the agent.
 pub(super) fn show(file: &Utf8Path, id: &str, as_json: bool) -> anyhow::Result<ExitCode> {
     match find(file, id)? {
         Row::R2e(row) if as_json => output::json(&row.to_task()?)?,
         Row::R2e(row) => super::print(&row.to_task()?),
         Row::Swe(row) if as_json => output::json(&row)?,
         Row::Swe(row) => {
-            let (image, issue) = (row.image(), row.problem_statement.trim_end());
-            output::data(format!("{id} ({} {}, image {image})\n\n{issue}", row.repo, row.version));
+            let name = |text: &str| printable(text, NAME_CHARS);
+            output::data(format!(
+                "{} ({} {}, image {})\n\n{}",
+                name(id),
+                name(&row.repo),
+                name(&row.version),
+                name(&row.image()),
+                printable_lines(row.problem_statement.trim_end())
+            ));
             for (title, tests) in
                 [("FAIL_TO_PASS", &row.fail_to_pass), ("PASS_TO_PASS", &row.pass_to_pass)]
             {
-                output::data(format!("\n--- {title}\n{}", tests.join("\n")));
+                output::data(format!("\n--- {title}\n{}", printable_lines(&tests.join("\n"))));
             }
-            output::data(format!("\n--- hidden tests\n{}", row.test_patch.trim_end()));
-            output::data(format!("\n--- gold patch\n{}", row.patch.trim_end()));
+            output::data(format!(
+                "\n--- hidden tests\n{}",
+                printable_lines(row.test_patch.trim_end())
+            ));
+            output::data(format!("\n--- gold patch\n{}", printable_lines(row.patch.trim_end())));
         }
     }
     Ok(ExitCode::SUCCESS)

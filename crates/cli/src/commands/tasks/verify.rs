@@ -1,4 +1,5 @@
-//! `orchestrate tasks verify`: gold = 1 and no-op = 0, each twice, in real sandboxes.
+//! `orchestrate tasks verify`: checks twice in sandboxes that the gold patch scores 1 and no patch
+//! scores 0.
 
 use crate::config::Settings;
 use crate::grader::Grader;
@@ -7,23 +8,24 @@ use crate::progress::Progress;
 use camino::Utf8Path;
 use futures::stream::{self, StreamExt};
 use orchestrate_rollout::{GradeError, GradeLogs, write_log_folder};
-use orchestrate_tasks::Task;
 use orchestrate_tasks::verify::{Check, Health};
+use orchestrate_tasks::{Task, printable};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-/// Checks of each task: two tell a flaky one from a sound one more often than not.
+/// Number of checks of each task. Two detect most flaky tasks.
 const ROUNDS: usize = 2;
 
-/// What became of one task.
+/// Result of checking one task.
 pub(super) enum Finding {
     Known(Health),
-    /// Reasons that are ours: nothing is known about the task.
+    /// The check failed because of the infrastructure, so nothing is known about the task.
     Broken(String),
 }
 
-/// Checks `tasks`, and lists those that should not be used. What was graded is kept in `out`.
+/// Checks `tasks` and lists those that should not be used. Patches, logs and verdicts are kept in
+/// `out`.
 pub(super) async fn verify(
     settings: &Settings,
     tasks: &[Task],
@@ -56,7 +58,8 @@ pub(super) async fn verify(
             Finding::Known(Health::Flaky(problems)) => ("flaky", problems.join("; ")),
             Finding::Broken(why) => ("broken", why),
         };
-        progress.line(&format!("{}: {kind}: {why}", task.id));
+        let (id, message) = (printable(&task.id, 120), printable(&why, 2000));
+        progress.line(&format!("{id}: {kind}: {message}"));
         lists.entry(kind).or_default().insert(&task.id, why);
         progress.update(done, total, format!("{} sound", sound.len()));
     }
@@ -91,7 +94,7 @@ pub(super) async fn verify(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Checks one task, twice. In `out` the rounds are runs, `round-1` and on, with two models: `gold`
+/// Checks one task twice. In `out` each round is a run (`round-1`, `round-2`) with two models, `gold`
 /// and `nothing`.
 pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Path>) -> Finding {
     let mut rounds = Vec::new();
@@ -100,11 +103,11 @@ pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Pat
             let graded = grader.grade(task, patch).await?;
             if let Some(root) = out {
                 let logs = GradeLogs { root: root.to_owned(), model: model.to_owned() };
-                // What was found stands without its log.
+                // The result is valid without its log.
                 if let Err(error) =
                     write_log_folder(&logs, &format!("round-{round}"), task, &graded)
                 {
-                    output::say(format!("{}: a test log was not kept: {error}", task.id));
+                    output::say(format!("{}: cannot write the test log: {error}", task.id));
                 }
             }
             Ok::<_, GradeError>(graded.verdict)
