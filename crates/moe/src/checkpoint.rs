@@ -132,7 +132,10 @@ impl PendingFolder {
     /// If `target` already exists, or the temporary folder cannot be created.
     pub fn create(target: &Utf8Path) -> Result<Self, CheckpointError> {
         if target.exists() {
-            return Err(CheckpointError::new(target, "already exists; remove it, or choose another path"));
+            return Err(CheckpointError::new(
+                target,
+                "already exists; remove it, or choose another path",
+            ));
         }
         let name = target.file_name().unwrap_or("checkpoint");
         let temporary = target.with_file_name(format!(".{name}.partial"));
@@ -195,7 +198,8 @@ pub(crate) fn write_json<T: serde::Serialize>(
 /// f16 is an error.
 pub(crate) fn read_tensors(path: &Utf8Path) -> Result<BTreeMap<String, Tensor>, CheckpointError> {
     let bytes = fs_err::read(path).map_err(|e| CheckpointError::new(path, e))?;
-    let damaged = |e| CheckpointError::new(path, format!("incomplete or damaged safetensors file: {e}"));
+    let damaged =
+        |e| CheckpointError::new(path, format!("incomplete or damaged safetensors file: {e}"));
     let file = SafeTensors::deserialize(&bytes).map_err(damaged)?;
     let mut tensors = BTreeMap::new();
     for (name, view) in file.iter() {
@@ -305,7 +309,11 @@ mod tests {
         assert_eq!(Weights::load(&target).unwrap().tensors(), weights.tensors());
         assert!(target.join("tokenizer.json").exists());
         let weights_file = fs_err::metadata(target.join("model.safetensors")).unwrap();
-        assert_eq!(weights_file.permissions().mode() & 0o777, 0o644, "engines of other users read it");
+        assert_eq!(
+            weights_file.permissions().mode() & 0o777,
+            0o644,
+            "engines of other users read it"
+        );
         let again = save_checkpoint(&target, &weights, StoredType::F32, None).unwrap_err();
         assert!(again.to_string().contains("already exists"), "{again}");
 
@@ -355,7 +363,10 @@ mod tests {
 
         fs_err::write(&file, &whole[..whole.len() / 2]).unwrap();
         let error = Weights::load(&target).unwrap_err().to_string();
-        assert!(error.contains("model.safetensors") && error.contains("incomplete or damaged"), "{error}");
+        assert!(
+            error.contains("model.safetensors") && error.contains("incomplete or damaged"),
+            "{error}"
+        );
 
         let mut tensors = weights.tensors().clone();
         tensors.remove("model.norm.weight");
