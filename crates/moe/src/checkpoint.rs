@@ -1,8 +1,8 @@
 //! Checkpoint folders in the Hugging Face layout: `config.json`, `model.safetensors` (or shards
 //! with `model.safetensors.index.json`), tokenizer files.
 //!
-//! The invariant: a folder is complete or absent. It is written under a temporary name, synced,
-//! and renamed ([`PendingFolder`]).
+//! Invariant: a checkpoint folder is either complete or absent. It is written under a temporary
+//! name, synced, and renamed ([`PendingFolder`]).
 
 use crate::weights::{EMBEDDING, HEAD, Tensor, Weights};
 use crate::{CheckpointError, ModelConfig};
@@ -12,16 +12,16 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::PermissionsExt;
 
-/// Files that travel with a model unchanged.
+/// Tokenizer and generation files that are copied unchanged from checkpoint to checkpoint.
 pub const COMPANION_FILES: [&str; 4] =
     ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"];
 
-/// Type of the stored values.
+/// Data type of the values in a safetensors file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoredType {
-    /// 4 bytes, exact.
+    /// 32-bit float; the values are stored exactly.
     F32,
-    /// 2 bytes, rounded to nearest even.
+    /// bfloat16, rounded to nearest, ties to even.
     Bf16,
 }
 
@@ -31,11 +31,11 @@ struct ShardIndex {
 }
 
 impl Weights {
-    /// Reads a checkpoint folder. Values in f32, bf16 and f16 are accepted and become f32.
+    /// Reads a checkpoint folder. Values stored as f32, bf16 or f16 are converted to f32.
     ///
     /// # Errors
-    /// If a file is missing or damaged, or a tensor is missing or has the wrong shape or type; the
-    /// error names file and tensor.
+    /// If a file is missing or damaged, or a tensor is missing or has the wrong shape or type. The
+    /// error names the file and the tensor.
     pub fn load(folder: &Utf8Path) -> Result<Self, CheckpointError> {
         let config = ModelConfig::load(folder)?;
         let single = folder.join("model.safetensors");
@@ -49,7 +49,7 @@ impl Weights {
         let mut tensors = BTreeMap::new();
         for shard in parsed.weight_map.into_values().collect::<BTreeSet<_>>() {
             if shard.contains(['/', '\\']) {
-                let problem = format!("shard name `{shard}` leaves the folder");
+                let problem = format!("shard name `{shard}` must not contain `/` or `\\`");
                 return Err(CheckpointError::new(&index, problem));
             }
             tensors.extend(read_tensors(&folder.join(shard))?);
@@ -57,9 +57,9 @@ impl Weights {
         Self::from_tensors(config, tensors, &index)
     }
 
-    /// Writes `config.json` and `model.safetensors` into an existing folder. The output head is
-    /// written also where it is the embedding, for engines that ask for it. Not atomic by itself:
-    /// use [`save_checkpoint`], or write into a [`PendingFolder`].
+    /// Writes `config.json` and `model.safetensors` into an existing folder. A tied output head is
+    /// written as well, because some engines require it. This is not atomic: use
+    /// [`save_checkpoint`], or write into a [`PendingFolder`].
     ///
     /// # Errors
     /// If a file cannot be written.
@@ -70,7 +70,7 @@ impl Weights {
             StoredType::Bf16 => "bfloat16".into(),
         };
         write_json(&folder.join("config.json"), &config)?;
-        // SGLang 0.5.23 builds an output head of its own and looks for its weights, tied or not.
+        // SGLang 0.5.23 creates a separate output head and loads its weights even when it is tied.
         let tied = self.config().tie_word_embeddings.then(|| self.tensors().get(EMBEDDING));
         let head = tied.flatten().map(|tensor| (HEAD, tensor));
         let named = self.tensors().iter().map(|(name, tensor)| (name.as_str(), tensor));
@@ -81,11 +81,11 @@ impl Weights {
     }
 }
 
-/// Writes a whole checkpoint folder atomically. With `companions`, the [`COMPANION_FILES`] found
-/// in that folder are copied along.
+/// Writes a checkpoint folder atomically. If `companions` is given, the [`COMPANION_FILES`] found
+/// in that folder are copied too.
 ///
 /// # Errors
-/// If `target` exists already, or a file cannot be written.
+/// If `target` already exists, or a file cannot be written.
 pub fn save_checkpoint(
     target: &Utf8Path,
     weights: &Weights,
@@ -100,10 +100,10 @@ pub fn save_checkpoint(
     pending.publish()
 }
 
-/// Copies those of [`COMPANION_FILES`] that exist in `source`.
+/// Copies the [`COMPANION_FILES`] that exist in `source` to `target`.
 ///
 /// # Errors
-/// If one exists but cannot be copied.
+/// If a file exists but cannot be copied.
 pub fn copy_companions(source: &Utf8Path, target: &Utf8Path) -> Result<(), CheckpointError> {
     for name in COMPANION_FILES {
         let from = source.join(name);
@@ -116,8 +116,8 @@ pub fn copy_companions(source: &Utf8Path, target: &Utf8Path) -> Result<(), Check
     Ok(())
 }
 
-/// A folder being written under a temporary name beside its final one. Dropped without
-/// [`PendingFolder::publish`], it is removed.
+/// A folder that is being written under a temporary name next to its final path. It is removed if
+/// it is dropped before [`PendingFolder::publish`].
 #[derive(Debug)]
 pub struct PendingFolder {
     temporary: Utf8PathBuf,
@@ -126,13 +126,16 @@ pub struct PendingFolder {
 }
 
 impl PendingFolder {
-    /// Makes the temporary folder.
+    /// Creates the temporary folder, replacing one that an earlier attempt left.
     ///
     /// # Errors
-    /// If `target` exists already, or the folder cannot be made.
+    /// If `target` already exists, or the temporary folder cannot be created.
     pub fn create(target: &Utf8Path) -> Result<Self, CheckpointError> {
         if target.exists() {
-            return Err(CheckpointError::new(target, "exists already: remove it, or name another"));
+            return Err(CheckpointError::new(
+                target,
+                "already exists; remove it, or choose another path",
+            ));
         }
         let name = target.file_name().unwrap_or("checkpoint");
         let temporary = target.with_file_name(format!(".{name}.partial"));
@@ -143,15 +146,15 @@ impl PendingFolder {
         Ok(Self { temporary, target: target.to_owned(), published: false })
     }
 
-    /// Where to write.
+    /// The temporary folder; files are written here.
     pub fn path(&self) -> &Utf8Path {
         &self.temporary
     }
 
-    /// Syncs all files and the folder, then gives the folder its name.
+    /// Syncs all files and the folder, then renames the folder to its final path.
     ///
     /// # Errors
-    /// If syncing or renaming fails; nothing appears under the final name then.
+    /// If syncing or renaming fails. The final path is not created if the rename fails.
     pub fn publish(mut self) -> Result<(), CheckpointError> {
         let fail = |e: std::io::Error| CheckpointError::io(&self.target, e);
         for entry in fs_err::read_dir(&self.temporary).map_err(fail)? {
@@ -171,7 +174,7 @@ impl PendingFolder {
 impl Drop for PendingFolder {
     fn drop(&mut self) {
         if !self.published {
-            // Best effort: the name is reused, and cleared, by the next attempt.
+            // Best effort: the next attempt clears and reuses the temporary folder.
             drop(fs_err::remove_dir_all(&self.temporary));
         }
     }
@@ -181,7 +184,7 @@ fn sync_folder(path: &Utf8Path) -> std::io::Result<()> {
     fs_err::File::open(path)?.sync_all()
 }
 
-/// Writes pretty JSON.
+/// Writes `value` as indented JSON with a final newline.
 pub(crate) fn write_json<T: serde::Serialize>(
     path: &Utf8Path,
     value: &T,
@@ -191,21 +194,23 @@ pub(crate) fn write_json<T: serde::Serialize>(
     fs_err::write(path, text).map_err(|e| CheckpointError::io(path, e))
 }
 
-/// Reads every floating-point tensor of one safetensors file as f32.
+/// Reads every tensor of one safetensors file as f32. A tensor of any type other than f32, bf16 and
+/// f16 is an error.
 pub(crate) fn read_tensors(path: &Utf8Path) -> Result<BTreeMap<String, Tensor>, CheckpointError> {
     let bytes = fs_err::read(path).map_err(|e| CheckpointError::new(path, e))?;
-    let damaged = |e| CheckpointError::new(path, format!("not a whole safetensors file: {e}"));
+    let damaged =
+        |e| CheckpointError::new(path, format!("incomplete or damaged safetensors file: {e}"));
     let file = SafeTensors::deserialize(&bytes).map_err(damaged)?;
     let mut tensors = BTreeMap::new();
     for (name, view) in file.iter() {
         let raw = view.data();
         let data = match view.dtype() {
-            Dtype::F32 => words(raw).map(f32::from_le_bytes).collect(),
-            Dtype::BF16 => words(raw).map(|w| half::bf16::from_le_bytes(w).to_f32()).collect(),
-            Dtype::F16 => words(raw).map(|w| half::f16::from_le_bytes(w).to_f32()).collect(),
+            Dtype::F32 => elements(raw).map(f32::from_le_bytes).collect(),
+            Dtype::BF16 => elements(raw).map(|b| half::bf16::from_le_bytes(b).to_f32()).collect(),
+            Dtype::F16 => elements(raw).map(|b| half::f16::from_le_bytes(b).to_f32()).collect(),
             other => {
                 let problem =
-                    format!("tensor `{name}` has type {other:?}; f32, bf16 or f16 needed");
+                    format!("tensor `{name}` has type {other:?}; must be f32, bf16 or f16");
                 return Err(CheckpointError::new(path, problem));
             }
         };
@@ -214,11 +219,11 @@ pub(crate) fn read_tensors(path: &Utf8Path) -> Result<BTreeMap<String, Tensor>, 
     Ok(tensors)
 }
 
-fn words<const N: usize>(raw: &[u8]) -> impl Iterator<Item = [u8; N]> + '_ {
+fn elements<const N: usize>(raw: &[u8]) -> impl Iterator<Item = [u8; N]> + '_ {
     raw.as_chunks::<N>().0.iter().copied()
 }
 
-/// A tensor about to be stored.
+/// A borrowed tensor and the type in which it is stored.
 pub(crate) struct StoredTensor<'a> {
     pub(crate) shape: &'a [usize],
     pub(crate) data: &'a [f32],
@@ -255,7 +260,7 @@ impl View for StoredTensor<'_> {
     }
 }
 
-/// Writes one safetensors file.
+/// Writes one safetensors file that every user may read (mode 0644).
 pub(crate) fn write_tensors<'a>(
     path: &Utf8Path,
     views: impl Iterator<Item = (&'a str, StoredTensor<'a>)>,
@@ -267,7 +272,7 @@ pub(crate) fn write_tensors<'a>(
             other => CheckpointError::new(path, other),
         }
     })?;
-    // The file began as a private one; engines that read weights may be another user's.
+    // safetensors creates a private file, but an engine may run as another user.
     fs_err::set_permissions(path, std::fs::Permissions::from_mode(0o644))
         .map_err(|e| CheckpointError::new(path, e))
 }
@@ -294,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_saved_model_loads_back_the_same() {
+    fn saved_model_loads_back_unchanged() {
         let (_guard, root) = scratch();
         fs_err::write(root.join("tokenizer.json"), "{}").unwrap();
         let weights = Weights::random(config(), 7);
@@ -304,9 +309,13 @@ mod tests {
         assert_eq!(Weights::load(&target).unwrap().tensors(), weights.tensors());
         assert!(target.join("tokenizer.json").exists());
         let weights_file = fs_err::metadata(target.join("model.safetensors")).unwrap();
-        assert_eq!(weights_file.permissions().mode() & 0o777, 0o644, "engines of others read it");
+        assert_eq!(
+            weights_file.permissions().mode() & 0o777,
+            0o644,
+            "engines of other users read it"
+        );
         let again = save_checkpoint(&target, &weights, StoredType::F32, None).unwrap_err();
-        assert!(again.to_string().contains("exists already"), "{again}");
+        assert!(again.to_string().contains("already exists"), "{again}");
 
         let small = root.join("bf16");
         save_checkpoint(&small, &weights, StoredType::Bf16, None).unwrap();
@@ -320,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tied_head_is_written_for_engines_that_ask_for_it_and_must_be_the_embedding() {
+    fn tied_head_is_written_and_must_equal_the_embedding() {
         let (_guard, root) = scratch();
         let weights = Weights::random(config(), 7);
         let embedding = weights.get(EMBEDDING).unwrap();
@@ -330,7 +339,7 @@ mod tests {
             let file = read_tensors(&target.join("model.safetensors")).unwrap();
             assert_eq!(file[HEAD], file[EMBEDDING]);
             let read = Weights::load(&target).unwrap();
-            assert!(read.get(HEAD).is_none(), "it is no parameter of its own");
+            assert!(read.get(HEAD).is_none(), "a tied head is not a separate parameter");
             assert_eq!(read.parameters(), weights.parameters());
         }
         let mut tensors = weights.tensors().clone();
@@ -344,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_the_file_and_the_tensor() {
+    fn errors_name_file_and_tensor() {
         let (_guard, root) = scratch();
         let weights = Weights::random(config(), 7);
         let target = root.join("m");
@@ -354,7 +363,10 @@ mod tests {
 
         fs_err::write(&file, &whole[..whole.len() / 2]).unwrap();
         let error = Weights::load(&target).unwrap_err().to_string();
-        assert!(error.contains("model.safetensors") && error.contains("not a whole"), "{error}");
+        assert!(
+            error.contains("model.safetensors") && error.contains("incomplete or damaged"),
+            "{error}"
+        );
 
         let mut tensors = weights.tensors().clone();
         tensors.remove("model.norm.weight");

@@ -4,30 +4,30 @@ use camino::Utf8Path;
 use orchestrate_types::ModelShape;
 use serde::{Deserialize, Serialize};
 
-/// A checkpoint folder that cannot be used.
+/// A checkpoint file or folder that cannot be read, written or used.
 #[derive(Debug, thiserror::Error)]
 #[error("checkpoint {path}: {problem}")]
 pub struct CheckpointError {
-    /// The file or folder.
+    /// Path of the file or folder.
     pub path: String,
-    /// What is wrong, and what to do.
+    /// What is wrong, and what to do about it.
     pub problem: String,
-    /// The failed file operation, where that is the problem.
+    /// The failed file operation, if that is the cause.
     source: Option<std::io::Error>,
 }
 
 impl CheckpointError {
-    /// An error about `path`.
+    /// Creates an error about `path`; `problem` completes the sentence `checkpoint {path}: …`.
     pub fn new(path: &Utf8Path, problem: impl std::fmt::Display) -> Self {
         Self { path: path.to_string(), problem: problem.to_string(), source: None }
     }
 
-    /// A file operation on `path` that failed.
+    /// Creates an error from a failed file operation on `path`, which it keeps as its source.
     pub(crate) fn io(path: &Utf8Path, source: std::io::Error) -> Self {
         Self { path: path.to_string(), problem: source.to_string(), source: Some(source) }
     }
 
-    /// Whether the disk, or a quota on it, is full.
+    /// Whether the cause is a full disk or an exhausted quota.
     pub fn is_disk_full(&self) -> bool {
         use std::io::ErrorKind::{QuotaExceeded, StorageFull};
         let kind = self.source.as_ref().map(std::io::Error::kind);
@@ -35,75 +35,75 @@ impl CheckpointError {
     }
 }
 
-/// Architecture of a Qwen3-MoE model. Field names are those of `config.json`; the spellings of
-/// newer writers (`num_local_experts`, `rope_parameters`, `dtype`) are read too.
+/// Architecture of a Qwen3-MoE model. Field names are those of `config.json`; the newer spellings
+/// (`num_local_experts`, `rope_parameters`, `dtype`) are accepted too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ModelConfig {
-    /// `["Qwen3MoeForCausalLM"]`.
+    /// Model classes of Hugging Face transformers; by default `["Qwen3MoeForCausalLM"]`.
     #[serde(default = "architectures")]
     pub architectures: Vec<String>,
-    /// `qwen3_moe`.
+    /// Model family; must be `qwen3_moe`.
     pub model_type: String,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Layers.
+    /// Number of transformer layers.
     pub num_hidden_layers: usize,
-    /// Query heads.
+    /// Number of query heads; a multiple of the number of key and value heads.
     pub num_attention_heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads, at least 1.
     pub num_key_value_heads: usize,
-    /// Width of one head.
+    /// Width of one attention head; even.
     pub head_dim: usize,
-    /// Hidden width of one expert.
+    /// Inner width of one expert.
     pub moe_intermediate_size: usize,
-    /// Hidden width of dense layers (none in our own models).
+    /// Inner width of dense layers; unused, since every layer must be MoE.
     #[serde(default)]
     pub intermediate_size: usize,
-    /// Experts per MoE layer.
+    /// Number of experts per layer.
     #[serde(alias = "num_local_experts")]
     pub num_experts: usize,
-    /// Experts chosen per token.
+    /// Number of experts chosen per token (top-k), in `1..=num_experts`.
     pub num_experts_per_tok: usize,
-    /// Whether gate weights are renormalised over the chosen experts. The class default of the
-    /// original library is `false`, so an absent field means `false`.
+    /// Whether gate weights are renormalised over the chosen experts. Defaults to `false`, as in
+    /// Hugging Face transformers.
     #[serde(default)]
     pub norm_topk_prob: bool,
-    /// Vocabulary.
+    /// Number of token ids in the vocabulary.
     pub vocab_size: usize,
-    /// RoPE base.
+    /// RoPE base; see [`ModelConfig::rope_base`].
     #[serde(default)]
     pub rope_theta: Option<f64>,
-    /// Newer place of the RoPE base.
+    /// Where newer configs store the RoPE base.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope_parameters: Option<RopeParameters>,
     /// ε of every RMSNorm.
     pub rms_norm_eps: f64,
-    /// Whether the output projection is the embedding.
+    /// Whether the output head shares its weights with the token embedding.
     #[serde(default)]
     pub tie_word_embeddings: bool,
-    /// Every `decoder_sparse_step`-th layer is MoE.
+    /// Every `decoder_sparse_step`-th layer is MoE; must be 1.
     #[serde(default = "one")]
     pub decoder_sparse_step: usize,
-    /// Layers that are dense all the same.
+    /// Indices of dense layers; must be empty.
     #[serde(default)]
     pub mlp_only_layers: Vec<usize>,
-    /// Longest sequence.
+    /// Longest sequence, in tokens.
     pub max_position_embeddings: usize,
-    /// Biases in the attention projections; only `false` is supported.
+    /// Whether attention projections have biases; must be `false`.
     #[serde(default)]
     pub attention_bias: bool,
-    /// `silu`.
+    /// Activation function; must be `silu`.
     #[serde(default = "silu")]
     pub hidden_act: String,
-    /// Type of the stored weights.
+    /// Data type of the stored weights, e.g. `bfloat16`.
     #[serde(default = "float32", alias = "dtype")]
     pub torch_dtype: String,
 }
 
-/// `rope_parameters` of newer configs.
+/// The `rope_parameters` object of newer configs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RopeParameters {
-    /// RoPE base.
+    /// RoPE base (θ).
     pub rope_theta: f64,
 }
 
@@ -127,43 +127,46 @@ impl ModelConfig {
     /// Reads and checks `config.json` of a checkpoint folder.
     ///
     /// # Errors
-    /// If it is missing, is not JSON of this form, or describes a model this crate cannot run.
+    /// If the file is missing, cannot be parsed, or describes a model this crate cannot run.
     pub fn load(folder: &Utf8Path) -> Result<Self, CheckpointError> {
         let path = folder.join("config.json");
         let text = fs_err::read_to_string(&path).map_err(|e| CheckpointError::new(&path, e))?;
         let config: Self =
             serde_json::from_str(&text).map_err(|e| CheckpointError::new(&path, e))?;
-        config.check().map_err(|problem| CheckpointError::new(&path, problem))?;
+        config.check(&path)?;
         Ok(config)
     }
 
-    fn check(&self) -> Result<(), String> {
+    fn check(&self, path: &Utf8Path) -> Result<(), CheckpointError> {
+        let invalid = |problem: &str| Err(CheckpointError::new(path, problem));
         if self.model_type != "qwen3_moe" {
-            return Err(format!("model_type `{}` is not `qwen3_moe`", self.model_type));
+            return invalid(&format!("model_type `{}` must be `qwen3_moe`", self.model_type));
         }
         if !self.mlp_only_layers.is_empty() || self.decoder_sparse_step != 1 {
-            return Err("dense layers are not supported: every layer must be MoE".into());
+            return invalid("dense layers are not supported: every layer must be MoE");
         }
         if self.attention_bias || self.hidden_act != "silu" {
-            return Err("attention_bias and activations other than silu are not supported".into());
+            return invalid("attention_bias and activations other than silu are not supported");
         }
         if self.num_experts_per_tok == 0 || self.num_experts_per_tok > self.num_experts {
-            return Err("num_experts_per_tok must lie in 1..=num_experts".into());
+            return invalid("num_experts_per_tok must be in 1..=num_experts");
         }
         let heads = (self.num_attention_heads, self.num_key_value_heads);
         if heads.1 == 0 || !heads.0.is_multiple_of(heads.1) || !self.head_dim.is_multiple_of(2) {
-            return Err("query heads must be a multiple of key heads, and head_dim even".into());
+            return invalid(
+                "num_attention_heads must be a multiple of num_key_value_heads, and head_dim even",
+            );
         }
         Ok(())
     }
 
-    /// RoPE base, wherever it is written; 10,000 if nowhere.
+    /// RoPE base: `rope_theta`, else that of `rope_parameters`, else 10,000.
     pub fn rope_base(&self) -> f64 {
         let newer = self.rope_parameters.as_ref().map(|r| r.rope_theta);
         self.rope_theta.or(newer).unwrap_or(10_000.0)
     }
 
-    /// The shape routing rows have.
+    /// The shape that routing masks of this model have.
     pub fn shape(&self) -> ModelShape {
         ModelShape {
             hidden_layers: self.num_hidden_layers,

@@ -1,26 +1,26 @@
-//! How far the trainer is from the sampler: probabilities ([`MismatchSum`]) and routes
-//! ([`DisagreementSum`]). Both are sums that grow sequence by sequence.
+//! Differences between trainer and sampler: in probabilities ([`MismatchSum`]) and in routes
+//! ([`DisagreementSum`]). Both accumulate sequence by sequence.
 
 use orchestrate_handoff::protocol::{
     Disagreement, HalfDecades, Mismatch, ProbabilityGrid, RolloutRatio,
 };
 use std::collections::BTreeMap;
 
-/// Thresholds τ of the extreme-token share.
+/// Thresholds τ on `max(ρ, 1/ρ)` for which the share of extreme tokens is reported.
 pub const EXTREME_RATIOS: [f64; 6] = [1.05, 1.2, 1.5, 2.0, 5.0, 10.0];
 
-/// `ρ − 1 − ln ρ` with `ln ρ = trainer − sampler`.
+/// The k3 estimator `ρ − 1 − ln ρ` with `ln ρ = trainer − sampler`, both in nats.
 pub fn k3(trainer: f64, sampler: f64) -> f64 {
     let log_ratio = trainer - sampler;
     log_ratio.exp() - 1.0 - log_ratio
 }
 
-/// Whether `max(ρ, 1/ρ) > τ`, strictly, decided in log space.
+/// Whether `max(ρ, 1/ρ) > τ` (strictly), compared in log space.
 pub fn is_extreme(trainer: f64, sampler: f64, tau: f64) -> bool {
     (trainer - sampler).abs() > tau.ln()
 }
 
-/// Mismatch over loss tokens.
+/// Accumulates the probability mismatch over loss tokens.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct MismatchSum {
     tokens: u64,
@@ -30,13 +30,13 @@ pub struct MismatchSum {
     extreme: [u64; EXTREME_RATIOS.len()],
     by_size: HalfDecades,
     grid: BTreeMap<(u8, u8), u64>,
-    /// Tokens and sum of `|ln ρ|` of the sequence under way.
+    /// Number of tokens and sum of `|ln ρ|` of the current sequence.
     sequence: (u64, f64),
     sequences: HalfDecades,
 }
 
 impl MismatchSum {
-    /// Adds one loss token: its log-prob under trainer and sampler, nats.
+    /// Adds one loss token: its log-probs under trainer and sampler, in nats.
     pub fn add(&mut self, trainer: f64, sampler: f64) {
         self.tokens += 1;
         self.k3 += k3(trainer, sampler);
@@ -52,7 +52,7 @@ impl MismatchSum {
         self.sequence.1 += (trainer - sampler).abs();
     }
 
-    /// The tokens added since the last call are one sequence.
+    /// Ends a sequence: the tokens added since the last call belong to it.
     pub fn end_sequence(&mut self) {
         let (tokens, absolute) = std::mem::take(&mut self.sequence);
         if tokens > 0 {
@@ -60,7 +60,7 @@ impl MismatchSum {
         }
     }
 
-    /// Means over the tokens added; zeros if there were none.
+    /// Means over the added tokens; zeros if none were added.
     pub fn finish(&self) -> Mismatch {
         let tokens = self.tokens.max(1) as f64;
         let shares = EXTREME_RATIOS.iter().zip(self.extreme);
@@ -78,13 +78,13 @@ impl MismatchSum {
     }
 }
 
-/// Number of chosen experts of one (token, layer) that the other side did not choose; the order
-/// does not matter.
+/// Number of experts that the sampler chose for one (token, layer) and the trainer did not. The
+/// order within each slice does not matter.
 pub fn differing_experts(sampler: &[u16], trainer: &[u16]) -> usize {
     sampler.iter().filter(|e| !trainer.contains(e)).count()
 }
 
-/// Route disagreement over tokens that have a row.
+/// Accumulates the route disagreement over tokens that have a routing row.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct DisagreementSum {
     routers: u64,
@@ -94,18 +94,18 @@ pub struct DisagreementSum {
     sequences: u64,
     sequence_means: f64,
     sequence_expert_means: f64,
-    /// (token, layer) pairs by the number of experts that differ.
+    /// Number of (token, layer) pairs, indexed by how many experts differ.
     histogram: Vec<u64>,
-    /// Tokens that differ, by layer.
+    /// Number of tokens whose experts differ, indexed by layer.
     by_layer: Vec<u64>,
-    /// Tokens by the number of layers that differ.
+    /// Number of tokens, indexed by how many layers differ.
     token_histogram: Vec<u64>,
     sequence_histogram: HalfDecades,
 }
 
 impl DisagreementSum {
-    /// Adds one sequence: for each token with a row, its ids `[layers · top_k]` under sampler and
-    /// trainer.
+    /// Adds one sequence: for each token with a routing row, its expert ids `[layers · top_k]` under
+    /// sampler and trainer.
     pub fn add_sequence<'a>(
         &mut self,
         rows: impl Iterator<Item = (&'a [u16], &'a [u16])>,
@@ -147,7 +147,7 @@ impl DisagreementSum {
         }
     }
 
-    /// Shares and means over what was added; zeros if there was nothing.
+    /// Shares and means over the added sequences; zeros if none were added.
     pub fn finish(&self) -> Disagreement {
         let share = |part: u64, whole: u64| part as f64 / whole.max(1) as f64;
         Disagreement {
@@ -187,8 +187,8 @@ impl ExpertLoad {
         Self(counts)
     }
 
-    /// Entropy of the experts' shares of all assignments, per layer, over `ln experts`: 1 = evenly
-    /// used.
+    /// Entropy of the experts' shares of all assignments, per layer, divided by `ln experts`; 1 means
+    /// evenly used.
     pub fn entropy(&self) -> Vec<f64> {
         let entropy = |counts: &Vec<u64>| {
             let all = counts.iter().sum::<u64>().max(1) as f64;
@@ -199,8 +199,8 @@ impl ExpertLoad {
         self.0.iter().map(entropy).collect()
     }
 
-    /// Per layer, use of the experts from the busiest to the idlest, 1 = even: at most 16 groups of
-    /// equal size, the mean of each, to three decimals.
+    /// Load of the experts per layer, from the most to the least used, where 1 is the even share. The
+    /// experts are averaged in at most 16 groups of equal size, rounded to three decimals.
     pub fn curves(&self) -> Vec<Vec<f64>> {
         let curve = |counts: &Vec<u64>| {
             let even = counts.iter().sum::<u64>().max(1) as f64 / counts.len().max(1) as f64;
@@ -214,7 +214,7 @@ impl ExpertLoad {
     }
 }
 
-/// Ratio of trainer to sampler over the loss tokens of a batch.
+/// Accumulates the probability ratio ρ of trainer to sampler over the loss tokens of a batch.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RolloutRatioSum {
     tokens: u64,
@@ -226,8 +226,8 @@ pub struct RolloutRatioSum {
 }
 
 impl RolloutRatioSum {
-    /// Adds the loss tokens of one sequence: their ln ρ, their importance weights, and how many of
-    /// them the correction changed.
+    /// Adds the loss tokens of one sequence: their ln ρ, their importance weights, and the number of
+    /// weights that the correction changed.
     pub fn add(&mut self, log_ratios: &[f64], weights: &[f64], corrected: usize) {
         for log in log_ratios {
             let ratio = log.exp();
@@ -240,7 +240,7 @@ impl RolloutRatioSum {
         self.corrected += corrected as u64;
     }
 
-    /// Statistics over what was added; zeros if there was nothing.
+    /// Statistics over the added tokens; zeros if none were added.
     pub fn finish(&self) -> RolloutRatio {
         let tokens = self.tokens.max(1) as f64;
         let spread = self.squares * tokens;
@@ -260,7 +260,7 @@ mod tests {
     use crate::golden::{close, ids, numbers, typed, vectors};
     use serde_json::{Value, json};
 
-    /// Equal up to rounding, key by key.
+    /// Asserts equality up to rounding, key by key.
     fn same(found: &Value, expected: &Value, name: &str) {
         match (found, expected) {
             (Value::Object(found), Value::Object(expected)) => {
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn mismatch_matches_its_vectors() {
+    fn mismatch_matches_golden_vectors() {
         let file = vectors("measures");
         let [trainer, sampler]: [Vec<Vec<f64>>; 2] =
             ["train", "engine"].map(|key| typed(&file[key]));
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mean_of_k3_over_the_samplers_tokens_is_the_divergence() {
+    fn mean_k3_over_sampled_tokens_is_the_kl_divergence() {
         let (q, p) = ([0.5_f64, 0.3, 0.15, 0.05], [0.4_f64, 0.35, 0.05, 0.2]);
         let mean: f64 = q.iter().zip(&p).map(|(q, p)| q * k3(p.ln(), q.ln())).sum();
         let divergence: f64 = q.iter().zip(&p).map(|(q, p)| q * (q / p).ln()).sum();
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn route_disagreement_and_expert_load_match_their_vectors() {
+    fn disagreement_and_expert_load_match_golden_vectors() {
         let file = vectors("measures");
         let rows = |key: &str| -> Vec<Vec<Vec<u16>>> {
             let sequences = file[key].as_array().unwrap().iter();
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn evenly_used_experts_have_entropy_one_and_a_flat_curve() {
+    fn even_expert_load_has_entropy_one_and_flat_curve() {
         let rows: [[u16; 4]; 2] = [[0, 1, 0, 1], [2, 3, 0, 1]];
         let load = ExpertLoad::count(rows.iter().map(|r| &r[..]), 2, 4);
         close(&load.entropy(), &[1.0, 0.5], 1e-12);
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn the_curve_of_many_experts_is_one_of_few_groups() {
+    fn curve_of_many_experts_is_grouped() {
         let row: Vec<u16> = (0..64).collect();
         let load = ExpertLoad::count(std::iter::once(&row[..]), 1, 128);
         let expected: Vec<f64> = [[2.0; 8], [0.0; 8]].concat();
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_ratios_are_worth_all_their_tokens_and_one_large_one_is_not() {
+    fn effective_share_is_one_for_equal_ratios_and_lower_with_an_outlier() {
         let mut even = RolloutRatioSum::default();
         even.add(&[0.1; 4], &[1.0; 4], 0);
         close(&[even.finish().effective_share], &[1.0], 1e-12);

@@ -1,4 +1,5 @@
-//! A Qwen3-MoE model: inference server with routing capture, and trainer with routing replay.
+//! A Qwen3-MoE model on CPU: an inference server with routing capture ([`infer`]) and a trainer with
+//! routing replay ([`train`]).
 
 pub mod checkpoint;
 mod config;

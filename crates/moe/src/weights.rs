@@ -1,7 +1,7 @@
-//! The parameters of a Qwen3-MoE by their Hugging Face names, in f32.
+//! The parameters of a Qwen3-MoE model in f32, by their Hugging Face names.
 //!
-//! The invariant: a [`Weights`] holds every tensor its configuration asks for, in the shape it
-//! asks for ([`tensor_shapes`]). Files are read by [`crate::checkpoint`].
+//! Invariant: a [`Weights`] holds every tensor that its configuration requires, in the required
+//! shape ([`tensor_shapes`]). Files are read by [`crate::checkpoint`].
 
 use crate::{CheckpointError, ModelConfig};
 use camino::Utf8Path;
@@ -19,7 +19,7 @@ pub(crate) const HEAD: &str = "lm_head.weight";
 pub struct Tensor {
     /// Dimensions, outermost first.
     pub shape: Vec<usize>,
-    /// Values; their number is the product of `shape`.
+    /// Values; as many as the product of `shape`.
     pub data: Vec<f32>,
 }
 
@@ -30,7 +30,7 @@ impl Tensor {
     }
 }
 
-/// All parameters of one model.
+/// All parameters of one model, with its configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Weights {
     config: ModelConfig,
@@ -71,11 +71,12 @@ pub fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
 }
 
 impl Weights {
-    /// Takes the tensors a model of this configuration needs out of `tensors`; others are dropped.
+    /// Selects the tensors that a model of this configuration needs and drops the others. `path` is
+    /// where the tensors came from; it appears in errors only.
     ///
     /// # Errors
-    /// If one is missing or has another shape, or a head that is tied to the embedding differs
-    /// from it, which engines would disagree about; `path` says where they came from.
+    /// If a tensor is missing or has another shape, or if an output head that is tied to the embedding
+    /// differs from it: engines disagree about which of the two to use.
     pub fn from_tensors(
         config: ModelConfig,
         mut tensors: BTreeMap<String, Tensor>,
@@ -88,7 +89,7 @@ impl Weights {
                 .ok_or_else(|| CheckpointError::new(path, format!("tensor `{name}` is missing")))?;
             if tensor.shape != shape {
                 let problem = format!(
-                    "tensor `{name}` has shape {:?}, but config.json asks for {shape:?}",
+                    "tensor `{name}` has shape {:?}, but config.json requires {shape:?}",
                     tensor.shape
                 );
                 return Err(CheckpointError::new(path, problem));
@@ -100,7 +101,7 @@ impl Weights {
             && !head.same_bits(embedding)
         {
             let problem = format!(
-                "tensor `{HEAD}` differs from the embedding it is tied to: leave it out, or set \
+                "tensor `{HEAD}` differs from the embedding it is tied to; remove it, or set \
                  tie_word_embeddings to false"
             );
             return Err(CheckpointError::new(path, problem));
@@ -108,18 +109,19 @@ impl Weights {
         Ok(Self { config, tensors: taken })
     }
 
-    /// A new model: normal values of deviation 0.02, projections back into the residual stream
-    /// scaled down by `sqrt(2 × layers)`, norms at 1. The same seed gives the same model.
+    /// Initialises a new model: normal values with standard deviation 0.02, divided by
+    /// `sqrt(2 × layers)` for projections into the residual stream; norms are 1. The same seed gives
+    /// the same model.
     pub fn random(config: ModelConfig, seed: u64) -> Self {
         let residual = 0.02 / (2.0 * config.num_hidden_layers as f64).sqrt();
-        Self::drawn(config, seed, |name, _| if is_residual(name) { residual } else { 0.02 })
+        Self::sample(config, seed, |name, _| if is_residual(name) { residual } else { 0.02 })
     }
 
-    /// A new model of small width: deviation `0.5 / sqrt(inputs)`, half of that for projections
-    /// back into the residual stream, 0.1 for embeddings, norms at 1. With the usual 0.02 a model
-    /// a hundred wide has attention too faint to learn to copy from.
+    /// Initialises a new model of small width: standard deviation `0.5 / sqrt(inputs)`, half of that
+    /// for projections into the residual stream, 0.1 for embeddings; norms are 1. With the usual 0.02,
+    /// attention in a model of width 100 is too weak to learn copying.
     pub fn random_by_width(config: ModelConfig, seed: u64) -> Self {
-        Self::drawn(config, seed, |name, inputs| {
+        Self::sample(config, seed, |name, inputs| {
             if name.ends_with("embed_tokens.weight") {
                 0.1
             } else if is_residual(name) {
@@ -130,8 +132,8 @@ impl Weights {
         })
     }
 
-    /// Draws every tensor with the deviation that its name and number of inputs ask for.
-    fn drawn(config: ModelConfig, seed: u64, deviation: impl Fn(&str, f64) -> f64) -> Self {
+    /// Draws every tensor; `deviation` maps its name and number of inputs to a standard deviation.
+    fn sample(config: ModelConfig, seed: u64, deviation: impl Fn(&str, f64) -> f64) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut tensors = BTreeMap::new();
         for (name, shape) in tensor_shapes(&config) {
@@ -147,27 +149,27 @@ impl Weights {
         Self { config, tensors }
     }
 
-    /// The architecture.
+    /// Architecture of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Values of one tensor, row-major; `None` if the model has none of that name.
+    /// Values of one tensor, row-major; `None` if the model has no tensor of that name.
     pub fn get(&self, name: &str) -> Option<&[f32]> {
         self.tensors.get(name).map(|t| t.data.as_slice())
     }
 
-    /// All tensors by name.
+    /// All tensors by their Hugging Face names.
     pub fn tensors(&self) -> &BTreeMap<String, Tensor> {
         &self.tensors
     }
 
-    /// The parts, for a caller that rearranges them.
+    /// Splits the weights into configuration and tensors.
     pub fn into_parts(self) -> (ModelConfig, BTreeMap<String, Tensor>) {
         (self.config, self.tensors)
     }
 
-    /// Number of parameters.
+    /// Total number of parameter values.
     pub fn parameters(&self) -> usize {
         self.tensors.values().map(|t| t.data.len()).sum()
     }
@@ -177,7 +179,7 @@ fn is_residual(name: &str) -> bool {
     name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight")
 }
 
-/// Box–Muller, because it is short and the same on every machine.
+/// Normal values by Box–Muller, which is short and gives the same values on every machine.
 #[expect(clippy::cast_possible_truncation, reason = "weights are stored in f32")]
 fn normal(rng: &mut ChaCha8Rng, count: usize, deviation: f64) -> Vec<f32> {
     let mut values = Vec::with_capacity(count + 1);

@@ -1,11 +1,12 @@
-//! Parsing and checking of `/generate` bodies, with SGLang's words for what is wrong.
+//! Parsing and validation of `/generate` bodies, with SGLang's error messages.
 
 use super::cache::Namespace;
+use super::request::InvalidBody;
 use super::sampling::Sampling;
 use serde::{Deserialize, Deserializer};
 
-/// Sampling settings of SGLang that this engine does not have. Sent with a value, they are
-/// refused: ignoring one would give samples of another distribution than asked for.
+/// Error for SGLang sampling parameters that this engine does not implement. They are rejected,
+/// because ignoring one would sample from another distribution than requested.
 const UNSUPPORTED_SAMPLING: &str = "is not supported by this engine; leave it out";
 
 #[derive(Debug, Clone, Deserialize)]
@@ -16,7 +17,7 @@ enum OneOrMany<T> {
 }
 
 /// The body of `/generate`. Unknown top-level keys are ignored, as SGLang does.
-#[expect(clippy::struct_excessive_bools, reason = "the wire form has them")]
+#[expect(clippy::struct_excessive_bools, reason = "they are fields of the wire format")]
 #[derive(Debug, Deserialize)]
 pub(crate) struct GenerateBody {
     text: Option<OneOrMany<String>>,
@@ -72,7 +73,7 @@ struct RawSampling {
     ignore_eos: Option<bool>,
     skip_special_tokens: Option<bool>,
     no_stop_trim: Option<bool>,
-    // Without effect on what is sampled here.
+    // Accepted, but without effect on sampling.
     spaces_between_special_tokens: Option<bool>,
     stream_interval: Option<i64>,
     custom_params: Option<serde_json::Value>,
@@ -90,20 +91,20 @@ struct RawSampling {
     choice: Option<serde_json::Value>,
 }
 
-/// `max_new_tokens`: absent is 128, null is up to the context end.
+/// `max_new_tokens`: 128 if absent, up to the end of the context if null.
 #[derive(Debug, Clone, Copy, Default)]
 enum Budget {
     #[default]
-    Usual,
-    ToTheEnd,
+    Absent,
+    Unlimited,
     Tokens(i64),
 }
 
 fn budget<'de, D: Deserializer<'de>>(from: D) -> Result<Budget, D::Error> {
-    Ok(Option::<i64>::deserialize(from)?.map_or(Budget::ToTheEnd, Budget::Tokens))
+    Ok(Option::<i64>::deserialize(from)?.map_or(Budget::Unlimited, Budget::Tokens))
 }
 
-/// One object or a list of them; read in two steps to keep the name of a wrong field in the error.
+/// One object or a list of objects, parsed in two steps so that errors name the invalid field.
 fn sampling<'de, D: Deserializer<'de>>(
     from: D,
 ) -> Result<Option<OneOrMany<RawSampling>>, D::Error> {
@@ -117,38 +118,38 @@ fn sampling<'de, D: Deserializer<'de>>(
     })
 }
 
-/// What the checks need to know about the engine.
+/// Limits of the engine that bodies are checked against.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bounds<'a> {
     pub(crate) vocab: usize,
-    /// Longest sequence, prompt and output.
+    /// Longest sequence (prompt and output), in tokens.
     pub(crate) context: usize,
     pub(crate) tokenizer: Option<&'a tokenizers::Tokenizer>,
 }
 
-/// One checked sequence to generate.
+/// One validated sequence to generate.
 #[derive(Debug)]
 pub(crate) struct Prompt {
     pub(crate) rid: String,
     pub(crate) input_ids: Vec<u32>,
     pub(crate) sampling: Sampling,
-    pub(crate) show: Show,
+    pub(crate) show: ReplyOptions,
 }
 
-/// What the reply shall contain.
-#[expect(clippy::struct_excessive_bools, reason = "independent switches of the wire form")]
+/// Optional parts of the reply.
+#[expect(clippy::struct_excessive_bools, reason = "independent flags of the wire format")]
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Show {
+pub(crate) struct ReplyOptions {
     pub(crate) logprobs: bool,
     pub(crate) prompt_ids: bool,
     pub(crate) skip_special_tokens: bool,
     pub(crate) no_stop_trim: bool,
 }
 
-/// A checked body.
+/// A validated body.
 #[derive(Debug)]
 pub(crate) struct Checked {
-    /// In the order of the reply: prompts, and within one prompt its `n` samples.
+    /// In the order of the reply: by prompt, then by the `n` samples of a prompt.
     pub(crate) prompts: Vec<Prompt>,
     /// Whether the reply is an array.
     pub(crate) array: bool,
@@ -160,15 +161,15 @@ pub(crate) struct Checked {
 }
 
 impl GenerateBody {
-    /// Checks everything the engine relies on. `fresh_rid` makes an id for a request without one.
+    /// Validates the body. `new_rid` creates an id for a request without one.
     ///
     /// # Errors
-    /// The message of the 400 reply.
+    /// If a value is invalid or not supported.
     pub(crate) fn check(
         self,
         bounds: Bounds<'_>,
-        mut fresh_rid: impl FnMut() -> String,
-    ) -> Result<Checked, String> {
+        mut new_rid: impl FnMut() -> String,
+    ) -> Result<Checked, InvalidBody> {
         if self.top_logprobs_num != 0 || self.token_ids_logprob.is_some_and(|v| !v.is_null()) {
             return Err(
                 "top_logprobs_num and token_ids_logprob are not supported by this engine".into()
@@ -197,15 +198,16 @@ impl GenerateBody {
             let limit = i64::try_from(length).unwrap_or(i64::MAX);
             if self.logprob_start_len.is_some_and(|s| s > limit || s < -1) {
                 return Err(format!(
-                    "logprob_start_len must lie in -1..={length} for a prompt of {length} tokens."
-                ));
+                    "logprob_start_len must be in -1..={length} for a prompt of {length} tokens."
+                )
+                .into());
             }
             let n = raw.n.unwrap_or(1);
             if !(1..=1024).contains(&n) {
-                return Err(format!("n must be between 1 and 1024, got {n}."));
+                return Err(format!("n must be between 1 and 1024, got {n}.").into());
             }
             array |= n > 1;
-            let show = Show {
+            let show = ReplyOptions {
                 logprobs: self.return_logprob,
                 prompt_ids: self.return_prompt_token_ids,
                 skip_special_tokens: raw.skip_special_tokens.unwrap_or(true),
@@ -215,7 +217,7 @@ impl GenerateBody {
             for stream in 0..n.unsigned_abs() {
                 let given = rids.as_ref().filter(|_| n == 1).and_then(|r| r.get(index)).cloned();
                 checked.push(Prompt {
-                    rid: given.unwrap_or_else(&mut fresh_rid),
+                    rid: given.unwrap_or_else(&mut new_rid),
                     input_ids: input_ids.clone(),
                     sampling: Sampling { stream, ..sampling.clone() },
                     show,
@@ -240,18 +242,20 @@ impl GenerateBody {
     }
 }
 
-fn check_routed_start(start: i64, length: usize) -> Result<(), String> {
+fn check_routed_start(start: i64, length: usize) -> Result<(), InvalidBody> {
     if start < 0 {
         return Err(format!(
             "recv_req.routed_experts_start_len={start} is lower than 0. Please use a \
              non-negative routed_experts_start_len."
-        ));
+        )
+        .into());
     }
     if usize::try_from(start).is_ok_and(|s| s > length) {
         return Err(format!(
             "recv_req.routed_experts_start_len={start} is higher than the number of input tokens \
              len(req.origin_input_ids)={length}. Please use a smaller routed_experts_start_len."
-        ));
+        )
+        .into());
     }
     Ok(())
 }
@@ -261,7 +265,7 @@ fn prompts(
     text: Option<OneOrMany<String>>,
     input_ids: Option<Ids>,
     bounds: Bounds<'_>,
-) -> Result<(Vec<Vec<u32>>, bool), String> {
+) -> Result<(Vec<Vec<u32>>, bool), InvalidBody> {
     let (lists, array) = match (text, input_ids) {
         (None, None) => {
             return Err("Either text, input_ids or input_embeds should be provided.".into());
@@ -269,11 +273,11 @@ fn prompts(
         (Some(_), Some(_)) => return Err("Only one of text and input_ids may be provided.".into()),
         (Some(text), None) => {
             let tokenizer = bounds.tokenizer.ok_or(
-                "text needs a tokenizer.json in the model folder; send input_ids instead.",
+                "text requires a tokenizer.json in the model folder; send input_ids instead.",
             )?;
             let encode = |text: String| {
                 let encoding = tokenizer.encode(text, true).map_err(|e| e.to_string())?;
-                Ok::<_, String>(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
+                Ok::<_, InvalidBody>(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
             };
             match text {
                 OneOrMany::One(text) => (vec![encode(text)?], false),
@@ -298,25 +302,26 @@ fn prompts(
 }
 
 impl RawSampling {
-    fn check(self, prompt: usize, bounds: Bounds<'_>) -> Result<Sampling, String> {
-        self.refuse_unsupported()?;
+    fn check(self, prompt: usize, bounds: Bounds<'_>) -> Result<Sampling, InvalidBody> {
+        self.reject_unsupported()?;
         let temperature = self.temperature.unwrap_or(1.0);
         if !temperature.is_finite() || temperature < 0.0 {
             return Err(format!(
                 "temperature must be a non-negative finite number, got {temperature}."
-            ));
+            )
+            .into());
         }
         let top_p = self.top_p.unwrap_or(1.0);
         if !(top_p > 0.0 && top_p <= 1.0) {
-            return Err(format!("top_p must be in (0, 1], got {top_p}."));
+            return Err(format!("top_p must be in (0, 1], got {top_p}.").into());
         }
         let min_p = self.min_p.unwrap_or(0.0);
         if !(0.0..=1.0).contains(&min_p) {
-            return Err(format!("min_p must be in [0, 1], got {min_p}."));
+            return Err(format!("min_p must be in [0, 1], got {min_p}.").into());
         }
         let top_k = self.top_k.unwrap_or(-1);
         if top_k < -1 || top_k == 0 {
-            return Err(format!("top_k must be -1 (disable) or at least 1, got {top_k}."));
+            return Err(format!("top_k must be -1 (disable) or at least 1, got {top_k}.").into());
         }
         let max_new_tokens = budget_tokens(self.max_new_tokens, prompt, bounds.context)?;
         let min_new_tokens = self.min_new_tokens.unwrap_or(0);
@@ -332,17 +337,18 @@ impl RawSampling {
         let stop: Vec<String> = stop.into_iter().filter(|s| !s.is_empty()).collect();
         if !stop.is_empty() && bounds.tokenizer.is_none() {
             return Err(
-                "stop needs a tokenizer.json in the model folder; use stop_token_ids.".into()
+                "stop requires a tokenizer.json in the model folder; use stop_token_ids.".into()
             );
         }
         let seed = self.sampling_seed.map(|seed| {
-            let wide = || format!("sampling_seed must fit 64 bits, got {seed}.");
+            let wide = || format!("sampling_seed must fit into 64 bits, got {seed}.");
             i64::try_from(seed).map(i64::cast_unsigned).or(u64::try_from(seed)).map_err(|_| wide())
         });
         let seed = seed.transpose()?;
         let ids = self.stop_token_ids.unwrap_or_default();
-        let narrow =
-            |id| u32::try_from(id).map_err(|_| format!("stop token id {id} is no token id."));
+        let narrow = |id| {
+            u32::try_from(id).map_err(|_| format!("stop token id {id} is not a valid token id."))
+        };
         #[expect(clippy::cast_possible_truncation, reason = "sampling is done in f32")]
         let f32 = |v: f64| v as f32;
         Ok(Sampling {
@@ -360,7 +366,7 @@ impl RawSampling {
         })
     }
 
-    fn refuse_unsupported(&self) -> Result<(), String> {
+    fn reject_unsupported(&self) -> Result<(), InvalidBody> {
         let neutral = |value: Option<f64>, neutral: f64| {
             value.is_none_or(|v| v.to_bits() == neutral.to_bits())
         };
@@ -382,25 +388,26 @@ impl RawSampling {
             ("choice", given(&self.choice)),
         ] {
             if present {
-                return Err(format!("{name} {UNSUPPORTED_SAMPLING}."));
+                return Err(format!("{name} {UNSUPPORTED_SAMPLING}.").into());
             }
         }
         Ok(())
     }
 }
 
-/// The output budget of a prompt of `prompt` tokens; a request that cannot fit is refused, never
-/// cut short.
-fn budget_tokens(budget: Budget, prompt: usize, context: usize) -> Result<usize, String> {
+/// Maximum number of output tokens after a prompt of `prompt` tokens. A request that does not fit
+/// the context is rejected rather than shortened.
+fn budget_tokens(budget: Budget, prompt: usize, context: usize) -> Result<usize, InvalidBody> {
     if prompt >= context {
         return Err(format!(
             "The input ({prompt} tokens) is longer than the model's context length ({context} \
              tokens)."
-        ));
+        )
+        .into());
     }
     let wanted = match budget {
-        Budget::Usual => 128.min(context - prompt),
-        Budget::ToTheEnd => context - prompt,
+        Budget::Absent => 128.min(context - prompt),
+        Budget::Unlimited => context - prompt,
         Budget::Tokens(n) => usize::try_from(n)
             .map_err(|_| format!("max_new_tokens must be at least 0, got {n}."))?,
     };
@@ -411,7 +418,8 @@ fn budget_tokens(budget: Budget, prompt: usize, context: usize) -> Result<usize,
              and {wanted} tokens for the completion. Please reduce the number of tokens in the \
              input messages or the completion to fit within the limit.",
             prompt.saturating_add(wanted)
-        ));
+        )
+        .into());
     }
     Ok(wanted)
 }
@@ -421,14 +429,15 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
-    fn check(body: Value) -> Result<Checked, String> {
-        let body: GenerateBody = serde_json::from_value(body).map_err(|e| e.to_string())?;
+    fn check(body: Value) -> Result<Checked, InvalidBody> {
+        let body: GenerateBody =
+            serde_json::from_value(body).map_err(|e| InvalidBody(e.to_string()))?;
         let bounds = Bounds { vocab: 100, context: 64, tokenizer: None };
-        body.check(bounds, || "fresh".into())
+        body.check(bounds, || "new".into())
     }
 
     #[test]
-    fn a_plain_body_gets_the_documented_defaults() {
+    fn plain_body_gets_documented_defaults() {
         let checked = check(json!({"input_ids": [1, 2], "no_such_field": 1})).unwrap();
         let sampling = &checked.prompts[0].sampling;
         assert_eq!((sampling.max_new_tokens, sampling.top_k, sampling.seed), (62, None, None));
@@ -436,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_served_is_refused_with_the_reason() {
+    fn invalid_bodies_are_rejected_with_the_reason() {
         for (body, part) in [
             (json!({"input_ids": []}), "input_ids cannot be empty."),
             (json!({}), "Either text, input_ids"),
@@ -460,13 +469,13 @@ mod tests {
             (json!({"input_ids": [1], "logprob_start_len": 5}), "logprob_start_len"),
             (json!({"input_ids": [1], "top_logprobs_num": 2}), "not supported"),
         ] {
-            let message = check(body.clone()).unwrap_err();
+            let message = check(body.clone()).unwrap_err().to_string();
             assert!(message.contains(part), "{body}: {message}");
         }
     }
 
     #[test]
-    fn batches_and_samples_become_one_prompt_each() {
+    fn each_prompt_and_sample_becomes_one_sequence() {
         let body = json!({"input_ids": [[1], [2, 3]], "sampling_params": {"n": 2}});
         let checked = check(body).unwrap();
         let streams: Vec<u64> = checked.prompts.iter().map(|p| p.sampling.stream).collect();
@@ -475,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn a_null_budget_reaches_to_the_context_end() {
+    fn null_max_new_tokens_reaches_the_context_end() {
         let body = json!({"input_ids": [1], "sampling_params": {"max_new_tokens": null}});
         assert_eq!(check(body).unwrap().prompts[0].sampling.max_new_tokens, 63);
     }

@@ -1,22 +1,22 @@
-//! Prefix cache: which token sequences have their keys, values and routing rows in which slots.
+//! Prefix cache: maps token sequences to the slots of their keys, values and routing rows.
 //!
-//! A radix tree over tokens, one tree per name space, exact to the token. It owns slots of the
-//! [`KvPool`](super::model::KvPool), and because routing rows are stored by slot, a hit brings the
-//! rows along. Nodes on the path of a running request are pinned; the rest is evicted, least
-//! recently used leaf first. The one invariant: every slot is in the free list, in exactly one tree
-//! node, or owned by exactly one running request.
+//! One radix tree over tokens per namespace, exact to the token. It owns slots of the
+//! [`KvPool`](super::model::KvPool); since routing rows are stored by slot, a hit includes them. Nodes
+//! on the path of a running request are pinned; the others are evicted, least recently used leaf
+//! first. Invariant: every slot is in the free list, in exactly one tree node, or owned by exactly
+//! one running request.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
-/// Separates sequences that must not share a cache: both strings must match.
+/// Sequences share cached prefixes only if both strings are equal.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Namespace {
     pub(crate) extra_key: String,
     pub(crate) cache_salt: String,
 }
 
-/// A place in the tree; holding it as a pin keeps the whole path from the root.
+/// A tree node whose path from the root must not be evicted; release it with [`PrefixCache::unpin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Pin(usize);
 
@@ -30,7 +30,7 @@ struct Node {
     used: u64,
 }
 
-/// The slots and the trees over them.
+/// Radix trees of all namespaces, and the free slots.
 #[derive(Debug)]
 pub(crate) struct PrefixCache {
     nodes: Vec<Node>,
@@ -42,17 +42,17 @@ pub(crate) struct PrefixCache {
     clock: u64,
 }
 
-/// What [`PrefixCache::insert`] did.
+/// Result of [`PrefixCache::insert`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Inserted {
-    /// Leading tokens that were there already: the caller keeps owning its own slots for them.
+    /// Number of leading tokens that were already cached: the caller still owns its slots for them.
     pub(crate) existing: usize,
-    /// The end of the sequence, pinned.
+    /// Pin on the end of the sequence.
     pub(crate) pin: Pin,
 }
 
 impl PrefixCache {
-    /// An empty cache over slots `0..capacity`.
+    /// Creates an empty cache over slots `0..capacity`.
     pub(crate) fn new(capacity: u32) -> Self {
         Self {
             nodes: Vec::new(),
@@ -65,31 +65,31 @@ impl PrefixCache {
         }
     }
 
-    /// Slots that can be handed out: free ones, and those of unpinned nodes.
+    /// Number of slots that can be allocated: free ones, and those of unpinned nodes.
     pub(crate) fn available(&self) -> usize {
         self.free.len() + self.evictable
     }
 
-    /// Slots in use by running requests or the tree.
+    /// Number of slots in use by running requests or the trees.
     pub(crate) fn used(&self) -> usize {
         self.capacity - self.free.len()
     }
 
-    /// Takes `count` slots, evicting where needed; `None` (and nothing evicted) if that many
-    /// cannot be had.
+    /// Takes `count` slots, evicting nodes if needed. Returns `None`, and evicts nothing, if fewer
+    /// than `count` are available.
     pub(crate) fn allocate(&mut self, count: usize) -> Option<Vec<u32>> {
         if count > self.available() {
             return None;
         }
         if count > self.free.len() {
-            // A little more than asked, since finding victims costs a walk over all nodes.
+            // Evict more than requested, because finding victims visits all nodes.
             let extra = self.capacity / 16;
             self.evict((count - self.free.len() + extra).min(self.evictable));
         }
         Some(self.free.split_off(self.free.len() - count))
     }
 
-    /// Gives slots back.
+    /// Returns slots to the free list.
     pub(crate) fn release(&mut self, slots: impl IntoIterator<Item = u32>) {
         self.free.extend(slots);
     }
@@ -101,7 +101,7 @@ impl PrefixCache {
         (slots, Pin(end))
     }
 
-    /// Length of the longest cached prefix.
+    /// Length of the longest cached prefix of `tokens`, without changing the cache.
     pub(crate) fn cached_len(&self, namespace: &Namespace, tokens: &[u32]) -> usize {
         let Some(&root) = self.roots.get(namespace) else { return 0 };
         let (mut node, mut found) = (root, 0);
@@ -118,7 +118,7 @@ impl PrefixCache {
         }
     }
 
-    /// Adds a sequence; the slots after `existing` now belong to the tree.
+    /// Adds a sequence. The tree takes ownership of the slots after [`Inserted::existing`].
     pub(crate) fn insert(
         &mut self,
         namespace: &Namespace,
@@ -146,7 +146,7 @@ impl PrefixCache {
         Inserted { existing, pin: Pin(end) }
     }
 
-    /// Takes a pin away.
+    /// Releases a pin.
     pub(crate) fn unpin(&mut self, pin: Pin) {
         let mut at = Some(pin.0);
         while let Some(node) = at.and_then(|i| self.nodes.get_mut(i)) {
@@ -158,7 +158,7 @@ impl PrefixCache {
         }
     }
 
-    /// Forgets everything. Only correct while nothing is pinned.
+    /// Removes all sequences. Nothing may be pinned.
     pub(crate) fn flush(&mut self) {
         debug_assert!(self.nodes.iter().all(|n| n.pins == 0));
         for node in self.nodes.drain(..) {
@@ -199,7 +199,7 @@ impl PrefixCache {
         }
     }
 
-    /// Follows `tokens` as far as they are cached, splitting the node in which they end.
+    /// Follows `tokens` as far as they are cached, and splits the node in which they diverge.
     fn walk(&mut self, namespace: &Namespace, tokens: &[u32]) -> (usize, Vec<u32>) {
         self.clock += 1;
         let clock = self.clock;
@@ -224,7 +224,7 @@ impl PrefixCache {
         }
     }
 
-    /// Cuts a node in two; its own index stays with the lower part, so that pins keep their place.
+    /// Splits a node in two. The lower part keeps the index, so that pins stay valid.
     fn split(&mut self, index: usize, at: usize) -> usize {
         let Some(lower) = self.node_mut(index) else { return index };
         let upper = Node {
@@ -272,7 +272,7 @@ impl PrefixCache {
                 }
             }
         }
-        // Name spaces of past policy versions would otherwise pile up as empty roots.
+        // Otherwise the namespaces of past policy versions would accumulate as empty roots.
         let Self { nodes, roots, spare, .. } = self;
         roots.retain(|_, root| {
             let keep = nodes.get(*root).is_some_and(|n| n.pins > 0 || !n.children.is_empty());
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_is_found_to_the_token() {
+    fn lookup_finds_prefix_to_the_token() {
         let mut cache = PrefixCache::new(100);
         let slots = store(&mut cache, &[1, 2, 3, 4, 5]);
         store(&mut cache, &[1, 2, 9]);
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn name_spaces_share_nothing() {
+    fn namespaces_share_nothing() {
         let mut cache = PrefixCache::new(100);
         store(&mut cache, &[1, 2, 3]);
         let other = Namespace { extra_key: "7".into(), ..space() };
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_recently_used_leaf_goes_first_and_pinned_ones_stay() {
+    fn least_recently_used_leaf_is_evicted_first_and_pinned_leaves_stay() {
         let mut cache = PrefixCache::new(9);
         store(&mut cache, &[1, 2, 3]);
         store(&mut cache, &[4, 5, 6]);
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn a_duplicate_insert_leaves_the_slots_with_the_caller() {
+    fn duplicate_insert_leaves_slots_with_the_caller() {
         let mut cache = PrefixCache::new(10);
         store(&mut cache, &[1, 2, 3]);
         let own = cache.allocate(4).unwrap();
@@ -355,7 +355,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn prop_no_slot_is_lost_or_held_twice(
+        fn prop_no_slot_is_lost_or_owned_twice(
             sequences in prop::collection::vec(prop::collection::vec(0u32..3, 1..12), 1..40),
         ) {
             let mut cache = PrefixCache::new(24);

@@ -1,9 +1,9 @@
-//! Every route but `/generate`: health, information, cache, pause, abort and weight updates.
+//! All routes except `/generate`: health, information, cache, pause, abort and weight updates.
 
+use super::engine::{Engine, ErrorReply, parse};
 use super::matrix::WeightFormat;
 use super::reply::now_seconds;
-use super::request::{Command, PauseMode, Status, Update, Which};
-use super::server::{Engine, Failure, parse};
+use super::request::{AbortTarget, Command, PauseMode, Status, Update};
 use axum::Json;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -26,10 +26,10 @@ pub(super) async fn ready(State(engine): State<Arc<Engine>>) -> StatusCode {
 
 pub(super) async fn flush_cache(
     State(engine): State<Arc<Engine>>,
-) -> Result<(StatusCode, String), Failure> {
+) -> Result<(StatusCode, String), ErrorReply> {
     const DETAIL: &str = "Please check backend logs for more details. (When there are running or \
                           waiting requests, the operation will not be performed.)\n";
-    Ok(if engine.ask(Command::Flush).await? {
+    Ok(if engine.request(Command::Flush).await? {
         (StatusCode::OK, format!("Cache flushed.\n{DETAIL}"))
     } else {
         (StatusCode::BAD_REQUEST, format!("Flush cache failed.\n{DETAIL}"))
@@ -44,14 +44,14 @@ struct PauseBody {
 pub(super) async fn pause(
     State(engine): State<Arc<Engine>>,
     body: Bytes,
-) -> Result<Json<Value>, Failure> {
+) -> Result<Json<Value>, ErrorReply> {
     let mode = parse::<PauseBody>(&body)?.mode.unwrap_or(PauseMode::Abort);
-    engine.ask(|reply| Command::Pause(mode, reply)).await?;
+    engine.request(|reply| Command::Pause(mode, reply)).await?;
     Ok(Json(json!({ "message": "Generation paused successfully.", "status": "ok" })))
 }
 
-pub(super) async fn resume(State(engine): State<Arc<Engine>>) -> Result<Json<Value>, Failure> {
-    engine.ask(Command::Continue).await?;
+pub(super) async fn resume(State(engine): State<Arc<Engine>>) -> Result<Json<Value>, ErrorReply> {
+    engine.request(Command::Continue).await?;
     Ok(Json(json!({ "message": "Generation continued successfully.", "status": "ok" })))
 }
 
@@ -63,21 +63,22 @@ struct AbortBody {
     abort_all: bool,
 }
 
-/// Aborts by id *prefix*, but only if the id itself is known, as SGLang does.
+/// Aborts all requests whose id starts with `rid`, but only if `rid` itself is a running request, as
+/// SGLang does.
 pub(super) async fn abort(
     State(engine): State<Arc<Engine>>,
     body: Bytes,
-) -> Result<StatusCode, Failure> {
+) -> Result<StatusCode, ErrorReply> {
     let body: AbortBody = parse(&body)?;
     let known = engine.live().contains(&body.rid);
     if body.abort_all || known {
-        let which = if body.abort_all { Which::All } else { Which::Prefix(body.rid) };
-        engine.commands.send(Command::Abort(which)).await.map_err(|_| Failure::Stopped)?;
+        let target = if body.abort_all { AbortTarget::All } else { AbortTarget::Prefix(body.rid) };
+        engine.commands.send(Command::Abort(target)).await.map_err(|_| ErrorReply::Stopped)?;
     }
     Ok(StatusCode::OK)
 }
 
-fn yes() -> bool {
+fn default_true() -> bool {
     true
 }
 
@@ -87,17 +88,17 @@ struct UpdateBody {
     weight_version: Option<String>,
     #[serde(default)]
     abort_all_requests: bool,
-    #[serde(default = "yes")]
+    #[serde(default = "default_true")]
     flush_cache: bool,
 }
 
 pub(super) async fn update_weights(
     State(engine): State<Arc<Engine>>,
     body: Bytes,
-) -> Result<(StatusCode, Json<Value>), Failure> {
+) -> Result<(StatusCode, Json<Value>), ErrorReply> {
     let body: UpdateBody = parse(&body)?;
     let result = engine
-        .ask(|reply| {
+        .request(|reply| {
             Command::Update(Update {
                 model_path: body.model_path,
                 version: body.weight_version,
@@ -117,17 +118,17 @@ pub(super) async fn update_weights(
 #[derive(Deserialize)]
 struct VersionBody {
     new_version: String,
-    #[serde(default = "yes")]
+    #[serde(default = "default_true")]
     abort_all_requests: bool,
 }
 
 pub(super) async fn update_weight_version(
     State(engine): State<Arc<Engine>>,
     body: Bytes,
-) -> Result<Json<Value>, Failure> {
+) -> Result<Json<Value>, ErrorReply> {
     let VersionBody { new_version, abort_all_requests: abort_all } = parse(&body)?;
     let version = new_version.clone();
-    engine.ask(|reply| Command::SetVersion { version, abort_all, reply }).await?;
+    engine.request(|reply| Command::SetVersion { version, abort_all, reply }).await?;
     let message = format!("Weight version updated to {new_version}");
     Ok(Json(json!({ "success": true, "message": message, "new_version": new_version })))
 }
@@ -242,17 +243,27 @@ pub(super) async fn metrics(State(engine): State<Arc<Engine>>) -> impl IntoRespo
         ("num_queue_reqs", "gauge", "Waiting requests.", status.waiting as f64),
         ("num_used_tokens", "gauge", "Tokens of running requests.", status.active_tokens as f64),
         ("token_usage", "gauge", "Share of the KV pool in use by requests.", usage),
-        ("max_total_num_tokens", "gauge", "Tokens the KV pool holds.", pool),
-        ("context_len", "gauge", "Longest sequence.", engine.context as f64),
+        ("max_total_num_tokens", "gauge", "Capacity of the KV pool in tokens.", pool),
+        ("context_len", "gauge", "Longest sequence in tokens.", engine.context as f64),
         ("page_size", "gauge", "Tokens per page.", 1.0),
         ("gen_throughput", "gauge", "Sampled tokens per second.", status.throughput),
         ("cache_hit_rate", "gauge", "Cached share of prompt tokens.", hit_rate(&status)),
         ("is_paused", "gauge", "1 while generation is paused.", f64::from(status.paused)),
-        ("num_requests_total", "counter", "Requests.", status.requests_total as f64),
-        ("num_aborted_requests_total", "counter", "Aborted.", status.aborted_total as f64),
-        ("num_retractions_total", "counter", "Retractions.", status.retracted_total as f64),
+        ("num_requests_total", "counter", "Requests received.", status.requests_total as f64),
+        ("num_aborted_requests_total", "counter", "Aborted requests.", status.aborted_total as f64),
+        (
+            "num_retractions_total",
+            "counter",
+            "Requests retracted to the queue.",
+            status.retracted_total as f64,
+        ),
         ("prompt_tokens_total", "counter", "Prompt tokens.", status.prompt_tokens_total as f64),
-        ("cached_tokens_total", "counter", "From the cache.", status.cached_tokens_total as f64),
+        (
+            "cached_tokens_total",
+            "counter",
+            "Prompt tokens found in the cache.",
+            status.cached_tokens_total as f64,
+        ),
         (
             "prefill_effective_tokens_total",
             "counter",

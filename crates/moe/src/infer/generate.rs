@@ -1,9 +1,10 @@
-//! `/generate`: from a body to sequences on the engine thread and back, as one reply or a stream.
+//! `/generate`: submits the sequences of a body to the engine thread and returns one reply or a
+//! stream.
 
 use super::body::{Checked, GenerateBody, Prompt};
+use super::engine::{Engine, ErrorReply, parse};
 use super::reply::{self, Context};
 use super::request::{Command, Finished, Job, Progress, Refusal};
-use super::server::{Engine, Failure, parse};
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -15,84 +16,85 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 
-/// A health probe slower than this means the engine is stuck.
+/// Time after which a health probe reports the engine as unavailable.
 const PROBE_DEADLINE: Duration = Duration::from_secs(20);
 
-/// A sequence on its way through the engine. Dropped early, it aborts the sequence.
-struct Flight {
+/// A submitted sequence. Dropping it before its answer arrives aborts the sequence.
+struct PendingSequence {
     engine: Arc<Engine>,
     context: Context,
     answer: oneshot::Receiver<Result<Finished, Refusal>>,
     progress: Option<mpsc::Receiver<Progress>>,
 }
 
-impl Drop for Flight {
+impl Drop for PendingSequence {
     fn drop(&mut self) {
         self.engine.live().remove(&self.context.rid);
-        // The engine sees the closed channel at its next step; this wakes it if it sleeps. A full
-        // queue means that it is awake.
+        // The engine notices the closed channel at its next step; the command wakes it if it is idle.
+        // A full command queue means that it is not idle.
         self.answer.close();
         self.engine.commands.try_send(Command::Sweep).ok();
     }
 }
 
-impl Flight {
-    async fn land(&mut self) -> Result<Finished, Failure> {
+impl PendingSequence {
+    async fn wait(&mut self) -> Result<Finished, ErrorReply> {
         match (&mut self.answer).await {
             Ok(Ok(finished)) => Ok(finished),
-            Ok(Err(Refusal::QueueFull)) => Err(Failure::QueueFull),
-            Err(_) => Err(Failure::Stopped),
+            Ok(Err(Refusal::QueueFull)) => Err(ErrorReply::QueueFull),
+            Err(_) => Err(ErrorReply::Stopped),
         }
     }
 
-    fn render(&self, finished: &Finished) -> Result<String, Failure> {
+    fn render(&self, finished: &Finished) -> Result<String, ErrorReply> {
         reply::finished(&self.context, finished, self.engine.tokenizer.as_deref())
-            .map_err(|e| Failure::Internal(e.to_string()))
+            .map_err(|e| ErrorReply::Internal(e.to_string()))
     }
 }
 
-/// The handler.
+/// Handler of `/generate`.
 pub(crate) async fn generate(State(engine): State<Arc<Engine>>, body: Bytes) -> Response {
     let received = reply::now_seconds();
     let parsed = match parse::<GenerateBody>(&body) {
         Ok(parsed) => parsed,
-        Err(failure) => return failure.into_response(),
+        Err(error) => return error.into_response(),
     };
     drop(body);
     let stream = parsed.stream;
-    let fresh = || {
+    let new_id = || {
         let number = engine.rids.fetch_add(1, Ordering::Relaxed);
         format!("{:016x}{number:016x}", received.to_bits())
     };
-    let checked = parsed.check(engine.bounds(), fresh).map_err(Failure::Invalid);
-    let launched = match checked {
-        Ok(checked) => launch(&engine, checked, received).await,
-        Err(failure) => Err(failure),
+    let checked = parsed.check(engine.bounds(), new_id).map_err(ErrorReply::Invalid);
+    let submitted = match checked {
+        Ok(checked) => submit(&engine, checked, received).await,
+        Err(error) => Err(error),
     };
-    match launched {
-        Err(failure) if stream => streamed_failure(&failure),
-        Err(failure) => failure.into_response(),
-        Ok((mut flights, _)) if stream => match flights.pop() {
-            Some(flight) => streamed(flight),
-            None => Failure::Internal("no sequence".into()).into_response(),
+    match submitted {
+        Err(error) if stream => streamed_error(&error),
+        Err(error) => error.into_response(),
+        Ok((mut sequences, _)) if stream => match sequences.pop() {
+            Some(sequence) => streamed(sequence),
+            None => ErrorReply::Internal("no sequence".into()).into_response(),
         },
-        Ok((flights, array)) => match landed(flights, array).await {
+        Ok((sequences, array)) => match join_replies(sequences, array).await {
             Ok(text) => json_text(text),
-            Err(failure) => failure.into_response(),
+            Err(error) => error.into_response(),
         },
     }
 }
 
-async fn launch(
+async fn submit(
     engine: &Arc<Engine>,
     checked: Checked,
     received: f64,
-) -> Result<(Vec<Flight>, bool), Failure> {
+) -> Result<(Vec<PendingSequence>, bool), ErrorReply> {
     let started = Instant::now();
-    let mut flights = Vec::with_capacity(checked.prompts.len());
+    let mut sequences = Vec::with_capacity(checked.prompts.len());
     for Prompt { rid, input_ids, sampling, show } in checked.prompts {
         if !engine.live().insert(rid.clone()) {
-            return Err(Failure::Invalid(format!("Duplicate request ID detected: {rid}")));
+            let message = format!("Duplicate request ID detected: {rid}");
+            return Err(ErrorReply::Invalid(message.into()));
         }
         let (reply, answer) = oneshot::channel();
         let (sender, progress) = if checked.stream {
@@ -101,10 +103,10 @@ async fn launch(
         } else {
             (None, None)
         };
-        // -1 asks for output tokens only; so does the prompt's length.
+        // -1 and the length of the prompt both mean output tokens only.
         let start = checked.logprob_start.and_then(|s| usize::try_from(s).ok());
         let logprob_start = start.filter(|&s| s < input_ids.len());
-        flights.push(Flight {
+        sequences.push(PendingSequence {
             engine: Arc::clone(engine),
             context: Context {
                 rid: rid.clone(),
@@ -129,17 +131,17 @@ async fn launch(
             received: started,
         };
         let command = Command::Generate(Box::new(job));
-        engine.commands.send(command).await.map_err(|_| Failure::Stopped)?;
+        engine.commands.send(command).await.map_err(|_| ErrorReply::Stopped)?;
     }
-    Ok((flights, checked.array))
+    Ok((sequences, checked.array))
 }
 
 /// Waits for all sequences and joins their replies.
-async fn landed(flights: Vec<Flight>, array: bool) -> Result<String, Failure> {
-    let mut texts = Vec::with_capacity(flights.len());
-    for mut flight in flights {
-        let finished = flight.land().await?;
-        texts.push(flight.render(&finished)?);
+async fn join_replies(sequences: Vec<PendingSequence>, array: bool) -> Result<String, ErrorReply> {
+    let mut texts = Vec::with_capacity(sequences.len());
+    for mut sequence in sequences {
+        let finished = sequence.wait().await?;
+        texts.push(sequence.render(&finished)?);
     }
     Ok(if array { format!("[{}]", texts.join(",")) } else { texts.concat() })
 }
@@ -156,74 +158,77 @@ fn event(data: &str) -> Bytes {
     format!("data: {data}\n\n").into()
 }
 
-/// Errors of a stream arrive inside it, after HTTP 200.
-fn failure_event(failure: &Failure) -> Bytes {
-    let code = failure.status();
-    let error = serde_json::json!({
+/// Errors of a streamed request are sent as events, after HTTP 200.
+fn error_event(error: &ErrorReply) -> Bytes {
+    let code = error.status();
+    let data = serde_json::json!({
         "error": {
-            "message": failure.message(),
+            "message": error.message(),
             "type": if code.is_client_error() { "invalid_request_error" } else { "server_error" },
             "code": code.as_u16(),
             "retryable": code == StatusCode::SERVICE_UNAVAILABLE,
         }
     });
-    event(&error.to_string())
+    event(&data.to_string())
 }
 
-fn streamed_failure(failure: &Failure) -> Response {
-    let mut body = failure_event(failure).to_vec();
+fn streamed_error(error: &ErrorReply) -> Response {
+    let mut body = error_event(error).to_vec();
     body.extend_from_slice(&event("[DONE]"));
     event_stream(body.into())
 }
 
-/// Where a stream stands.
-enum Stage {
+/// State of a stream.
+enum StreamState {
     Sampling { ids: Vec<u32>, logprobs: Vec<f32> },
     Done,
     Closed,
 }
 
-fn streamed(flight: Flight) -> Response {
-    let start = Stage::Sampling { ids: Vec::new(), logprobs: Vec::new() };
-    let chunks = futures::stream::unfold((flight, start), async |(mut flight, stage)| {
-        let (bytes, stage) = match stage {
-            Stage::Closed => return None,
-            Stage::Done => (event("[DONE]"), Stage::Closed),
-            Stage::Sampling { ids, logprobs } => next_event(&mut flight, ids, logprobs).await,
+fn streamed(sequence: PendingSequence) -> Response {
+    let start = StreamState::Sampling { ids: Vec::new(), logprobs: Vec::new() };
+    let chunks = futures::stream::unfold((sequence, start), async |(mut sequence, state)| {
+        let (bytes, state) = match state {
+            StreamState::Closed => return None,
+            StreamState::Done => (event("[DONE]"), StreamState::Closed),
+            StreamState::Sampling { ids, logprobs } => {
+                next_event(&mut sequence, ids, logprobs).await
+            }
         };
-        Some((Ok::<_, Infallible>(bytes), (flight, stage)))
+        Some((Ok::<_, Infallible>(bytes), (sequence, state)))
     });
     event_stream(Body::from_stream(chunks))
 }
 
 async fn next_event(
-    flight: &mut Flight,
+    sequence: &mut PendingSequence,
     mut ids: Vec<u32>,
     mut logprobs: Vec<f32>,
-) -> (Bytes, Stage) {
-    let newest = match flight.progress.as_mut() {
+) -> (Bytes, StreamState) {
+    let newest = match sequence.progress.as_mut() {
         Some(progress) => progress.recv().await,
         None => None,
     };
     let Some(newest) = newest else {
-        // The engine dropped its end, so the answer is there or never comes.
-        let text = flight.land().await.and_then(|finished| flight.render(&finished));
+        // The engine dropped its sender: the answer is ready, or will never arrive.
+        let text = sequence.wait().await.and_then(|finished| sequence.render(&finished));
         return match text {
-            Ok(text) => (event(&text), Stage::Done),
-            Err(failure) => (failure_event(&failure), Stage::Done),
+            Ok(text) => (event(&text), StreamState::Done),
+            Err(error) => (error_event(&error), StreamState::Done),
         };
     };
     ids.push(newest.token);
     logprobs.push(newest.logprob);
-    let version = flight.engine.status().weight_version;
-    let tokenizer = flight.engine.tokenizer.as_deref();
-    match reply::partial(&flight.context, (&ids, &logprobs), newest, &version, tokenizer) {
-        Ok(text) => (event(&text), Stage::Sampling { ids, logprobs }),
-        Err(e) => (failure_event(&Failure::Internal(e.to_string())), Stage::Done),
+    let version = sequence.engine.status().weight_version;
+    let tokenizer = sequence.engine.tokenizer.as_deref();
+    match reply::partial(&sequence.context, (&ids, &logprobs), newest, &version, tokenizer) {
+        Ok(text) => (event(&text), StreamState::Sampling { ids, logprobs }),
+        Err(e) => (error_event(&ErrorReply::Internal(e.to_string())), StreamState::Done),
     }
 }
 
-/// Runs one token through the model; a paused engine is healthy all the same.
+/// Handler of `/health_generate`: runs one token through the model. A paused engine counts as
+/// healthy.
 pub(crate) async fn health_generate(State(engine): State<Arc<Engine>>) -> StatusCode {
     if engine.status().paused {
         return StatusCode::OK;

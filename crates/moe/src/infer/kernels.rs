@@ -1,10 +1,10 @@
-//! Number kernels of the engine: matrix products, attention, norms.
+//! Numeric kernels of the engine: matrix products, attention, norms.
 //!
-//! The one invariant: a row of a result is computed from its own input row by a fixed sequence of
-//! operations, whatever else is in the batch. That is what makes a request independent of its
-//! neighbours, a cached prefix equal to a computed one, and a seed repeat an episode bit by bit.
-//! Each kernel is written once and compiled for several instruction sets; the widest one the CPU
-//! has is chosen at start-up.
+//! Invariant: each row of a result is computed from its own input row by a fixed sequence of
+//! operations, whatever else is in the batch. This makes a request independent of the rest of its
+//! batch, a cached prefix equal to a computed one, and an episode reproducible bit by bit from its
+//! seed. Each kernel is written once and compiled for several instruction sets; the widest one that
+//! the CPU supports is chosen at start-up.
 #![expect(
     clippy::indexing_slicing,
     reason = "dense numeric code; lengths are asserted at the entry of each kernel"
@@ -15,19 +15,19 @@
     reason = "a body is compiled for an instruction set only where it is inlined into its wrapper"
 )]
 
-/// Values in one [`Lanes`].
+/// Number of values in one [`Lanes`].
 const LANES: usize = 16;
-/// Columns computed together; a panel of this many columns and 128 rows fits the L1 cache.
+/// Number of columns computed together; a panel of this many columns and 128 rows fits the L1 cache.
 const PANEL: usize = 2 * LANES;
-/// The instruction set in use. Made by [`Level::detect`] only, so that holding one proves support.
+/// The instruction set in use. Created only by [`Level::detect`], so a value proves CPU support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Level {
     pub(super) isa: Isa,
-    /// Byte dot products in 512-bit registers.
+    /// Whether the CPU has byte dot products on 512-bit registers (AVX-512 VNNI).
     pub(super) byte_dots: bool,
 }
 
-/// Instruction sets that kernels are compiled for.
+/// Instruction sets for which kernels are compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Isa {
     #[cfg(target_arch = "x86_64")]
@@ -38,7 +38,7 @@ pub(super) enum Isa {
 }
 
 impl Level {
-    /// The widest set this CPU has.
+    /// Detects the widest instruction set of this CPU.
     pub(crate) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -75,7 +75,7 @@ macro_rules! dispatch {
             }
             match level.isa {
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: a `Level` of this kind exists only where the CPU has the features.
+                // SAFETY: this `Level` exists only if the CPU has the features.
                 $crate::infer::kernels::Isa::Avx512 => unsafe { wide($($arg),*) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
@@ -88,14 +88,14 @@ macro_rules! dispatch {
 
 pub(super) use dispatch;
 
-/// `a * b + c`, fused where the hardware does it (elsewhere the library call is far too slow).
+/// `a * b + c`, fused if the hardware supports it (the software fallback is far too slow).
 #[inline(always)]
 pub(super) fn madd<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FUSED { a.mul_add(b, c) } else { a * b + c }
 }
 
-/// A register's worth of values. Index loops over its array are what compiles to vector code;
-/// iterator chains do not, reliably.
+/// One register of values. Its loops use indices because those reliably compile to vector code;
+/// iterator chains do not.
 #[derive(Clone, Copy)]
 struct Lanes([f32; LANES]);
 
@@ -110,7 +110,7 @@ impl Lanes {
         (Self(a), Self(b))
     }
 
-    /// At most [`LANES`] values, the rest zero.
+    /// Takes at most [`LANES`] values and fills the rest with zeros.
     #[inline(always)]
     fn partial(values: &[f32]) -> Self {
         let mut all = [0.0; LANES];
@@ -140,7 +140,7 @@ impl Lanes {
         self
     }
 
-    /// The sum, folded by halves.
+    /// Sum of all values, added pairwise by halves.
     #[inline(always)]
     fn sum(mut self) -> f32 {
         let mut half = LANES / 2;
@@ -192,7 +192,7 @@ fn dense_body<const FUSED: bool, const WIDE: bool>(matrix: &Dense, x: &[f32], ou
     let (n, k) = (matrix.n, matrix.k);
     for (index, panel) in matrix.panels.chunks_exact(PANEL * k).enumerate() {
         let column = index * PANEL;
-        // More rows at once need more registers than the narrower sets have.
+        // The narrower instruction sets do not have enough registers for four rows.
         if WIDE {
             tiles::<4, FUSED>(x, k, panel, out, n, column);
         } else {
@@ -221,7 +221,7 @@ fn tiles<const ROWS: usize, const FUSED: bool>(
     }
 }
 
-/// Some output columns of a few rows; all partial sums stay in registers.
+/// Computes [`PANEL`] output columns of `ROWS` rows; all partial sums stay in registers.
 #[inline(always)]
 fn tile<const ROWS: usize, const FUSED: bool>(
     x: &[f32],
@@ -255,7 +255,7 @@ fn tile<const ROWS: usize, const FUSED: bool>(
 /// clamped to ±87; `NaN` stays `NaN`.
 #[inline(always)]
 fn exp<const FUSED: bool>(x: f32) -> f32 {
-    /// Adding it leaves the integer nearest to the summand in the low mantissa bits.
+    /// Adding this leaves the nearest integer in the low mantissa bits.
     const ROUND: f32 = 12_582_912.0;
     let x = if x < -87.0 { -87.0 } else { x };
     let x = if x > 87.0 { 87.0 } else { x };
@@ -360,18 +360,18 @@ fn exp_shifted_body<const FUSED: bool, const WIDE: bool>(
     *stats = [max, sums.sum()];
 }
 
-/// Where attention reads keys and values: pages of one position, `[slots, kv_heads * head_dim]`.
+/// Keys and values that attention reads, stored by slot: `[slots, kv_heads * head_dim]`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct KvView<'a> {
     /// Keys after RoPE.
     pub(crate) keys: &'a [f32],
-    /// Values.
+    /// Values, in the same layout as `keys`.
     pub(crate) values: &'a [f32],
-    /// Slot of position `i` at index `i`; its length is the number of attended positions.
+    /// Slot of each attended position, in order.
     pub(crate) slots: &'a [u32],
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub(crate) kv_heads: usize,
-    /// Width of a head.
+    /// Width of one head.
     pub(crate) head_dim: usize,
 }
 
@@ -434,7 +434,7 @@ fn attend_body<const FUSED: bool, const WIDE: bool>(
     }
 }
 
-/// Weighted sum of `PARTS` registers of each position's value, from `start` on.
+/// Weighted sum over positions of `PARTS` registers of their values, starting at offset `start`.
 #[inline(always)]
 fn weighted<const PARTS: usize, const FUSED: bool>(
     values: &[f32],

@@ -1,4 +1,4 @@
-//! A checkpoint folder as the engine serves it.
+//! Loading a checkpoint folder for the engine.
 
 use super::matrix::WeightFormat;
 use super::model::Model;
@@ -6,16 +6,16 @@ use crate::train::side::Side;
 use crate::{CheckpointError, ModelConfig, Weights};
 use camino::Utf8Path;
 
-/// A model folder, loaded.
+/// A model loaded from a checkpoint folder.
 #[derive(Debug)]
 pub(crate) struct Loaded {
     pub(crate) model: Model,
-    /// Tokens that end a sequence by themselves.
+    /// End-of-sequence tokens; sampling one ends the sequence.
     pub(crate) eos: Vec<u32>,
 }
 
 impl Loaded {
-    /// Reads weights, the router predictor if there is one, and the end-of-sequence tokens.
+    /// Reads the weights, the end-of-sequence tokens and, if the folder has one, the router predictor.
     pub(crate) fn read(folder: &Utf8Path, format: WeightFormat) -> Result<Self, CheckpointError> {
         let mut model = Model::build(&Weights::load(folder)?, format)?;
         if let Some(predictor) = Side::load(folder, model.config())?.predictor {
@@ -25,7 +25,8 @@ impl Loaded {
     }
 }
 
-/// `eos_token_id` of `generation_config.json`, or else of `config.json`; one number or a list.
+/// `eos_token_id` (a number or a list) of `generation_config.json`, else of `config.json`; empty if
+/// neither sets it.
 fn eos_tokens(folder: &Utf8Path) -> Result<Vec<u32>, CheckpointError> {
     #[derive(serde::Deserialize)]
     struct Config {
@@ -49,8 +50,8 @@ fn eos_tokens(folder: &Utf8Path) -> Result<Vec<u32>, CheckpointError> {
     Ok(Vec::new())
 }
 
-/// Whether weights of one can take the place of the other's without touching the KV pool.
-pub(crate) fn same_form(a: &ModelConfig, b: &ModelConfig) -> bool {
+/// Whether weights of `b` can replace weights of `a` while the KV pool stays as it is.
+pub(crate) fn shares_kv_layout(a: &ModelConfig, b: &ModelConfig) -> bool {
     let heads = |c: &ModelConfig| (c.num_key_value_heads, c.head_dim);
     a.shape() == b.shape() && heads(a) == heads(b)
 }

@@ -1,10 +1,10 @@
-//! Weight matrices in the format that the engine holds them in.
+//! Weight matrices in the in-memory format of the engine.
 
 use super::kernels::{Dense, Level};
 use super::quantized::{BLOCK, Bits, Quantized};
 use std::sync::Arc;
 
-/// How weight matrices are held and multiplied.
+/// Format in which weight matrices are stored in memory and multiplied.
 #[derive(
     Debug,
     Clone,
@@ -22,22 +22,22 @@ pub enum WeightFormat {
     F32,
     /// GGML block quantisation: blocks of 32 signed bytes with one f16 scale, for projections,
     /// experts, embedding and output head; activations are quantised per block as well. The router,
-    /// norms, RoPE, attention and softmax stay f32, and so does any matrix whose inner dimension
-    /// is not a multiple of 32.
+    /// norms, RoPE, attention and softmax stay f32, as does any matrix whose inner dimension is not a
+    /// multiple of 32.
     #[default]
     Q8_0,
-    /// As `Q8_0`, but weights have only the 16 values of GGML's `Q4_0`: a coarse sampler, to study
-    /// what its distance from the trainer does. It saves neither memory nor time.
+    /// As `Q8_0`, but weights have only the 16 values of GGML's `Q4_0`: a coarse sampler for studying
+    /// the effect of a large mismatch with the trainer. It saves neither memory nor time.
     Q4_0,
 }
 
 orchestrate_settings::setting_types!(WeightFormat);
 
-/// A weight matrix, ready to be multiplied with.
+/// A weight matrix `[n, k]`, packed for multiplication.
 #[derive(Debug)]
 pub(super) enum Matrix {
     Dense(Dense),
-    /// Shared with the embedding where that is tied to the output head.
+    /// Shared between embedding and output head if they are tied.
     Quantized(Arc<Quantized>),
 }
 

@@ -1,14 +1,16 @@
-//! The embedded inference engine: Qwen3-MoE on CPU behind SGLang's HTTP form.
+//! The embedded inference engine: Qwen3-MoE on CPU with SGLang's HTTP API.
 //!
-//! [`serve_engine`] runs it in-process or stand-alone. HTTP handlers (`server`, `control`, `generate`) check
-//! bodies (`body`) and pass sequences (`request`) to one engine thread (`scheduler`), which batches
-//! them through the model (`model`, `kernels`, `quantized`) over the prefix cache (`cache`), samples
-//! (`sampling`) and answers (`reply`). The one invariant: every routing row returned is the choice
-//! made when that token was processed; it is stored beside its key and value and never recomputed.
+//! [`serve_engine`] runs it in-process or stand-alone. HTTP handlers (`server`, `control`,
+//! `generate`) share an `engine`, check bodies (`body`) and pass sequences (`request`) to one engine
+//! thread (`scheduler`). The thread batches them through the model (`model`, `kernels`, `quantized`)
+//! over the prefix cache (`cache`), samples (`sampling`) and replies (`reply`). Invariant: every
+//! routing row in a reply is the choice made when that token was processed; it is stored with the
+//! token's key and value and never recomputed.
 
 mod body;
 mod cache;
 mod control;
+mod engine;
 mod generate;
 mod kernels;
 mod loaded;
@@ -21,5 +23,6 @@ mod sampling;
 mod scheduler;
 mod server;
 
+pub use engine::{EngineOptions, EngineServeError};
 pub use matrix::WeightFormat;
-pub use server::{EngineOptions, EngineServeError, serve_engine};
+pub use server::serve_engine;

@@ -1,8 +1,8 @@
-//! Incremental forward pass of Qwen3-MoE for tokens of many requests at once.
+//! Incremental forward pass of Qwen3-MoE over tokens of many requests at once.
 //!
 //! Keys, values and routing rows live in a [`KvPool`] by *slot*, one slot per token position. A
-//! request is a list of slots, so a shared prefix is shared slots, and its routing rows come with
-//! it: a prefix hit never runs the router again.
+//! request is a list of slots, so requests that share a prefix share its slots, including the
+//! routing rows: a prefix hit never runs the router again.
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over checked shapes")]
 #![expect(clippy::cast_possible_truncation, reason = "constants of the model are used in f32")]
 
@@ -13,7 +13,7 @@ use crate::router::RouterFamily;
 use crate::{CheckpointError, ModelConfig, Weights};
 use std::sync::Arc;
 
-/// Embedding table, read row by row.
+/// Token embedding `[vocab, hidden]`, read row by row.
 #[derive(Debug)]
 enum Embedding {
     Rows(Vec<f32>),
@@ -35,12 +35,14 @@ struct Layer {
     output: Matrix,
     post_norm: Vec<f32>,
     router: Dense,
-    /// What is added to the router's logits to choose experts, not to weigh them.
+    /// Router predictor. Its output is added to the router logits to choose experts, but not to
+    /// compute their gate weights.
     predictor: Option<Dense>,
     experts: Vec<Expert>,
 }
 
-/// A loaded model. Immutable; all state is in the [`KvPool`] and [`Scratch`] of the caller.
+/// Model weights packed for inference. Immutable: all state is in the caller's [`KvPool`] and
+/// [`Scratch`].
 #[derive(Debug)]
 pub(crate) struct Model {
     config: ModelConfig,
@@ -53,14 +55,14 @@ pub(crate) struct Model {
     family: RouterFamily,
 }
 
-/// Tokens of one request to run: `tokens` follow what `slots` already holds.
+/// Tokens of one request to run in a forward pass.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Chunk<'a> {
-    /// New tokens, at positions `slots.len() - tokens.len() ..`.
+    /// New tokens, at positions `slots.len() - tokens.len()..slots.len()`.
     pub(crate) tokens: &'a [u32],
-    /// Slot of every position up to the last new token.
+    /// Slots of all positions up to the last new token.
     pub(crate) slots: &'a [u32],
-    /// Logits are computed for new tokens from this index on; `tokens.len()` = none.
+    /// Logits are computed for `tokens[logits_from..]`; `tokens.len()` means none.
     pub(crate) logits_from: usize,
 }
 
@@ -75,7 +77,7 @@ pub(crate) struct KvPool {
 }
 
 impl KvPool {
-    /// Room for `slots` positions. The memory is touched only as slots are used.
+    /// Allocates `slots` positions. Memory pages are touched only once their slots are used.
     pub(crate) fn new(config: &ModelConfig, slots: usize) -> Self {
         let kv_width = config.num_key_value_heads * config.head_dim;
         let row_width = config.num_hidden_layers * config.num_experts_per_tok;
@@ -89,19 +91,19 @@ impl KvPool {
         }
     }
 
-    /// Ids per routing row: layers × top-k.
+    /// Expert ids per routing row: layers × top-k.
     pub(crate) fn row_width(&self) -> usize {
         self.row_width
     }
 
-    /// The routing row of a slot, `[layers, top_k]`, larger router weight first.
+    /// Routing row of a slot, `[layers, top_k]`, ordered by descending router weight.
     pub(crate) fn route(&self, slot: u32) -> &[u16] {
         let start = slot as usize * self.row_width;
         &self.routes[start..start + self.row_width]
     }
 }
 
-/// Work space of the forward pass, kept between calls.
+/// Buffers of the forward pass, reused between calls.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     x: Vec<f32>,
@@ -120,13 +122,13 @@ pub(crate) struct Scratch {
     expert_out: Vec<f32>,
     per_choice: Vec<f32>,
     scores: Vec<f32>,
-    /// Sine and cosine of every frequency, for every new token.
+    /// Sine and cosine of the RoPE angles, `[new tokens, head_dim / 2]`.
     angles: Vec<(f32, f32)>,
-    /// Logits of the wanted tokens in order of chunks, `[wanted, vocab]`.
+    /// Logits of the requested tokens in the order of the chunks, `[requested, vocab]`.
     pub(crate) logits: Vec<f32>,
 }
 
-/// The same buffer with exactly `len` values; the contents are unspecified.
+/// The first `len` values of `buffer`, which grows if needed; their contents are unspecified.
 fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if buffer.len() < len {
         buffer.resize(len, 0.0);
@@ -135,12 +137,13 @@ fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
 }
 
 impl Model {
-    /// Builds the model from checkpoint weights.
+    /// Packs checkpoint weights in the given format.
     pub(crate) fn build(weights: &Weights, format: WeightFormat) -> Result<Self, CheckpointError> {
         let config = weights.config().clone();
         let c = &config;
         let weight = |name: &str| {
-            let missing = || CheckpointError::new(name.into(), "the weights lack this tensor");
+            let missing =
+                || CheckpointError::new(name.into(), "this tensor is missing from the weights");
             weights.get(name).ok_or_else(missing)
         };
         let (d, f) = (c.hidden_size, c.moe_intermediate_size);
@@ -213,8 +216,8 @@ impl Model {
         })
     }
 
-    /// Lets experts be chosen by the routers' predicted logits: `weights [layers, experts, hidden]`
-    /// of a linear predictor on the routers' inputs.
+    /// Chooses experts by predicted router logits from now on. `weights [layers, experts, hidden]` are
+    /// those of a linear predictor on the router inputs.
     pub(crate) fn predict_routes(&mut self, weights: &[f32]) {
         let (experts, hidden) = (self.config.num_experts, self.config.hidden_size);
         for (layer, weights) in self.layers.iter_mut().zip(weights.chunks_exact(experts * hidden)) {
@@ -222,12 +225,12 @@ impl Model {
         }
     }
 
-    /// The architecture.
+    /// Architecture of the model.
     pub(crate) fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Runs all chunks, writes their keys, values and routing rows to the pool and the wanted
+    /// Runs all chunks. Writes their keys, values and routing rows to the pool, and the requested
     /// logits to `scratch.logits`.
     pub(crate) fn forward(&self, pool: &mut KvPool, chunks: &[Chunk<'_>], scratch: &mut Scratch) {
         let d = self.config.hidden_size;
@@ -240,7 +243,7 @@ impl Model {
         scratch.angles.clear();
         for chunk in chunks {
             for position in chunk.slots.len() - chunk.tokens.len()..chunk.slots.len() {
-                // In f64, as the trainer does it: in f32 the angle itself would be off.
+                // In f64, as in the trainer: f32 angles would be inaccurate.
                 scratch.angles.extend(self.inverse_frequencies.iter().map(|f| {
                     let (sin, cos) = (position as f64 * f).sin_cos();
                     (sin as f32, cos as f32)
@@ -361,7 +364,7 @@ impl Model {
             pool.routes[at..at + top_k].copy_from_slice(ids);
         }
 
-        // Each expert runs once, over all tokens that chose it.
+        // Each expert runs once over all tokens that chose it.
         let order = &mut scratch.order;
         order.clear();
         order.extend(0..ids.len());
@@ -384,7 +387,7 @@ impl Model {
                 per_choice[choice * d..(choice + 1) * d].copy_from_slice(out);
             }
         }
-        // Summed in the order of choice, so that the grouping by expert leaves no trace.
+        // Summed in the order of choice, so that the result does not depend on the grouping by expert.
         let gates = gates.chunks_exact(top_k);
         let outputs = per_choice.chunks_exact(top_k * d);
         for ((x, outputs), gates) in x.chunks_exact_mut(d).zip(outputs).zip(gates) {
@@ -414,7 +417,7 @@ impl Model {
         self.head.apply(self.level, &h[..wanted * d], &mut scratch.logits);
     }
 
-    /// Replaces `logits` by probabilities at `1 / scale` and returns the logarithm of their
+    /// Replaces `logits` by probabilities at temperature `1 / scale` and returns the logarithm of the
     /// normaliser: `ln p[i] = scale * logit[i] - normaliser`.
     pub(crate) fn probabilities(&self, logits: &mut [f32], scale: f32) -> f32 {
         let mut stats = [0.0; 2];
@@ -442,7 +445,7 @@ fn add(x: &mut [f32], y: &[f32]) {
     }
 }
 
-/// RoPE, rotate-half: both halves of a head share the angles.
+/// Applies RoPE (rotate-half): both halves of a head use the same angles.
 fn rotate(x: &[f32], angles: &[(f32, f32)], out: &mut [f32]) {
     let (low, high) = x.split_at(angles.len());
     let (out_low, out_high) = out.split_at_mut(angles.len());

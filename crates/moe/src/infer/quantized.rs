@@ -1,10 +1,10 @@
 //! Matrices in GGML's `Q8_0`: blocks of 32 signed bytes with one f16 scale. Values of its `Q4_0` are
-//! such bytes, too, and are held as such: they are coarser, not smaller.
+//! stored as bytes too: they are coarser, not smaller.
 //!
 //! The product quantises its input rows the same way, multiplies and sums bytes exactly in
 //! integers, and scales the sum of each block. Bytes are stored four values of sixteen columns at
-//! a time, the shape in which AVX-512 VNNI consumes them; elsewhere the same sums are formed by
-//! portable code, with the same result.
+//! a time, the layout that AVX-512 VNNI consumes; on other CPUs, portable code computes the same
+//! sums with the same result.
 #![expect(clippy::indexing_slicing, reason = "fixed tiles; lengths are asserted at entry")]
 #![expect(
     clippy::cast_possible_truncation,
@@ -19,23 +19,23 @@
 use super::kernels::{Level, dispatch, madd};
 use half::f16;
 
-/// Values that share a scale.
+/// Number of consecutive values that share a scale.
 pub(crate) const BLOCK: usize = 32;
-/// Columns stored together.
+/// Number of columns stored together in a tile.
 const COLUMNS: usize = 16;
-/// Consecutive values of one column stored together.
+/// Number of consecutive values of one column stored together.
 const QUAD: usize = 4;
-/// Input bytes are shifted by this to be unsigned, which the byte instructions want.
+/// Added to input bytes to make them unsigned, as the byte dot product instructions require.
 const SHIFT: i32 = 128;
 
-/// One block of sixteen columns.
+/// One block of values of 16 columns.
 #[derive(Debug, Clone)]
 #[repr(C, align(64))]
 struct Tile {
     /// `[value / 4][column][value % 4]`.
     bytes: [[[i8; QUAD]; COLUMNS]; BLOCK / QUAD],
     scales: [f32; COLUMNS],
-    /// What the shift of the input adds to each column's sum.
+    /// What [`SHIFT`] adds to the sum of each column.
     excess: [i32; COLUMNS],
 }
 
@@ -56,12 +56,12 @@ struct Input {
     scales: Vec<f32>,
 }
 
-/// How finely weights are told apart.
+/// Precision of quantised weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Bits {
-    /// 255 values: `Q8_0`.
+    /// 255 distinct values (`Q8_0`).
     Eight,
-    /// 16 values: `Q4_0`.
+    /// 16 distinct values (`Q4_0`).
     Four,
 }
 
@@ -105,14 +105,14 @@ impl Quantized {
         quantize(level, x, &mut input);
         #[cfg(target_arch = "x86_64")]
         if level.byte_dots {
-            // SAFETY: the level says that the CPU has these instructions.
+            // SAFETY: `byte_dots` is set only if the CPU has these instructions.
             unsafe { vnni::product(self, &input, out) };
             return;
         }
         portable(level, self, &input, out);
     }
 
-    /// Row `index` in f32, as the embedding look-up needs it.
+    /// Writes row `index` to `out [k]` in f32, for the embedding lookup.
     pub(crate) fn row(&self, index: usize, out: &mut [f32]) {
         let blocks = self.k / BLOCK;
         let at = index % COLUMNS;
@@ -127,7 +127,7 @@ impl Quantized {
     }
 }
 
-/// The stored scale of a block, and the exact factor that maps it to ±127.
+/// The stored scale of a block (rounded to f16), and the exact factor that maps its values to ±127.
 #[inline(always)]
 fn scale_of(values: &[f32; BLOCK]) -> (f32, f32) {
     let mut largest = 0.0f32;
@@ -142,8 +142,8 @@ fn scale_of(values: &[f32; BLOCK]) -> (f32, f32) {
     (f16::from_f32(scale).to_f32(), inverse)
 }
 
-/// As [`scale_of`], for −8 to 7: the value that is farthest from 0 becomes −8, so that the scale has
-/// the other sign.
+/// As [`scale_of`], for −8 to 7: the value farthest from 0 becomes −8, so the scale has the opposite
+/// sign of that value.
 fn coarse_scale_of(values: &[f32; BLOCK]) -> (f32, f32) {
     let farther = |a: f32, b: &f32| if b.abs() > a.abs() { *b } else { a };
     let scale = values.iter().fold(0.0, farther) / -8.0;
@@ -151,10 +151,10 @@ fn coarse_scale_of(values: &[f32; BLOCK]) -> (f32, f32) {
     (f16::from_f32(scale).to_f32(), inverse)
 }
 
-/// To the nearest integer, halves away from zero.
+/// Rounds to the nearest integer, halves away from zero.
 #[inline(always)]
 fn round(value: f32) -> f32 {
-    // The largest number below one half: adding a half itself would carry 0.49999997 over.
+    // The largest number below one half: adding 0.5 itself would round 0.49999997 up to 1.
     (value + 0.499_999_97_f32.copysign(value)).trunc()
 }
 
@@ -224,7 +224,7 @@ mod vnni {
         _mm512_setzero_si512, _mm512_storeu_ps, _mm512_sub_epi32,
     };
 
-    /// As the portable product, for sixteen columns at a time.
+    /// The same product as the portable code, for 16 columns at a time.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")]
     pub(super) fn product(matrix: &Quantized, input: &Input, out: &mut [f32]) {
         let blocks = matrix.k / BLOCK;
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn the_product_is_that_of_ggml_blocks() {
+    fn product_equals_that_of_ggml_blocks() {
         let (n, k, rows) = (37, 96, 6);
         let weights = values(1, 37 * 96);
         let x = values(2, 6 * 96);
@@ -339,10 +339,10 @@ mod tests {
     }
 
     #[test]
-    fn four_bits_are_those_of_ggml_blocks() {
+    fn four_bit_values_equal_those_of_ggml_blocks() {
         let k = 64;
         let mut weights = values(5, 3 * 64);
-        // A block of zeros, and one whose farthest value is there with both signs.
+        // A block of zeros, and one in which the largest magnitude occurs with both signs.
         weights[..BLOCK].fill(0.0);
         (weights[40], weights[50]) = (0.75, -0.75);
         let matrix = Quantized::pack(Bits::Four, &weights, 3, k);
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn every_instruction_set_gives_the_same_bits() {
+    fn instruction_sets_give_identical_bits() {
         let matrix = Quantized::pack(Bits::Eight, &values(3, 48 * 64), 48, 64);
         let x = values(4, 5 * 64);
         let detected = Level::detect();

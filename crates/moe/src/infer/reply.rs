@@ -1,21 +1,21 @@
-//! Replies of `/generate` in SGLang's form.
+//! Replies of `/generate` in SGLang's format.
 
-use super::body::Show;
+use super::body::ReplyOptions;
 use super::request::{Finish, Finished, Progress, Span};
 use base64_simd::STANDARD;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use tokenizers::Tokenizer;
 
-/// A sequence's identity and times, known to the HTTP side.
+/// What the HTTP handler knows about a sequence: id, prompt, options and arrival time.
 #[derive(Debug, Clone)]
 pub(crate) struct Context {
     pub(crate) rid: String,
     pub(crate) prompt: Vec<u32>,
-    pub(crate) show: Show,
-    /// Seconds since the epoch.
+    pub(crate) show: ReplyOptions,
+    /// Arrival time, in seconds since the Unix epoch.
     pub(crate) received: f64,
-    /// First prompt position with a log-prob.
+    /// First prompt position whose log-prob is reported.
     pub(crate) logprob_start: usize,
 }
 
@@ -49,7 +49,7 @@ struct Meta<'a> {
     cached_tokens: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     weight_versions: Option<&'a [Span]>,
-    cached_tokens_details: Option<Tiers>,
+    cached_tokens_details: Option<CacheTiers>,
     #[serde(skip_serializing_if = "Option::is_none")]
     routed_experts: Option<String>,
     dp_rank: Option<u32>,
@@ -65,14 +65,14 @@ struct Meta<'a> {
     response_sent_to_client_ts: f64,
 }
 
-/// Where cached tokens lay; there is one tier only.
+/// Cached tokens by storage tier; this engine has only one.
 #[derive(Serialize)]
-struct Tiers {
+struct CacheTiers {
     device: usize,
     host: usize,
 }
 
-impl Tiers {
+impl CacheTiers {
     fn of(cached: usize) -> Option<Self> {
         (cached > 0).then_some(Self { device: cached, host: 0 })
     }
@@ -119,12 +119,12 @@ impl Serialize for Span {
     }
 }
 
-/// Seconds since the epoch.
+/// Current time in seconds since the Unix epoch.
 pub(crate) fn now_seconds() -> f64 {
     orchestrate_types::unix_micros() as f64 / 1e6
 }
 
-/// The finished reply of one sequence.
+/// Renders the final reply of one sequence.
 pub(crate) fn finished(
     context: &Context,
     finished: &Finished,
@@ -156,7 +156,7 @@ pub(crate) fn finished(
             completion_tokens: outputs,
             cached_tokens: finished.cached_tokens,
             weight_versions: Some(&finished.spans),
-            cached_tokens_details: Tiers::of(finished.cached_tokens),
+            cached_tokens_details: CacheTiers::of(finished.cached_tokens),
             routed_experts: finished.rows.as_deref().map(encode_rows),
             dp_rank: None,
             e2e_latency: Some(latency),
@@ -170,7 +170,7 @@ pub(crate) fn finished(
     })
 }
 
-/// A reply while the sequence grows: everything so far, without what only the end knows.
+/// Renders a streamed reply: all output so far, without the fields known only at the end.
 pub(crate) fn partial(
     context: &Context,
     (output_ids, logprobs): (&[u32], &[f32]),
@@ -197,7 +197,7 @@ pub(crate) fn partial(
             completion_tokens: output_ids.len(),
             cached_tokens: newest.cached_tokens,
             weight_versions: None,
-            cached_tokens_details: Tiers::of(newest.cached_tokens),
+            cached_tokens_details: CacheTiers::of(newest.cached_tokens),
             routed_experts: None,
             dp_rank: None,
             e2e_latency: None,
@@ -214,18 +214,18 @@ fn triples(logprobs: &[f32], ids: &[u32]) -> Vec<(f32, u32, ())> {
     logprobs.iter().zip(ids).map(|(&lp, &id)| (lp, id, ())).collect()
 }
 
-/// Base64 of the ids as little-endian 32-bit integers, row-major; empty for no rows.
+/// Base64 of the expert ids as little-endian 32-bit integers, row-major; empty without rows.
 fn encode_rows(ids: &[u16]) -> String {
     let bytes: Vec<u8> = ids.iter().flat_map(|&id| u32::from(id).to_le_bytes()).collect();
     STANDARD.encode_to_string(&bytes)
 }
 
 fn decode(tokenizer: &Tokenizer, ids: &[u32], skip_special: bool) -> String {
-    // Ids beyond the tokenizer's own vocabulary have no text.
+    // Ids outside the tokenizer's vocabulary have no text.
     tokenizer.decode(ids, skip_special).unwrap_or_default()
 }
 
-/// The output text, without what matched a stop condition unless the caller wants it.
+/// The output text. The matched stop token or string is removed unless `no_stop_trim` is set.
 fn text(tokenizer: &Tokenizer, context: &Context, finished: &Finished) -> String {
     let (ids, show) = (finished.output_ids.as_slice(), context.show);
     match &finished.finish {
@@ -253,13 +253,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_base64_of_little_endian_int32() {
+    fn rows_are_encoded_as_base64_of_little_endian_int32() {
         assert_eq!(encode_rows(&[1, 2, 3, 4]), "AQAAAAIAAAADAAAABAAAAA==");
         assert_eq!(encode_rows(&[]), "");
     }
 
     #[test]
-    fn finish_reasons_have_the_documented_form() {
+    fn finish_reasons_have_the_documented_format() {
         let text = |f: Finish| serde_json::to_string(&f).unwrap();
         assert_eq!(text(Finish::Token(7)), r#"{"type":"stop","matched":7}"#);
         assert_eq!(text(Finish::Length(3)), r#"{"type":"length","length":3}"#);

@@ -1,4 +1,4 @@
-//! What passes between the HTTP side and the engine thread.
+//! Messages between the HTTP handlers and the engine thread.
 
 use super::cache::Namespace;
 use super::sampling::Sampling;
@@ -6,27 +6,27 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::{mpsc, oneshot};
 
-/// One sequence to generate, already checked.
+/// One validated sequence to generate.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) rid: String,
     pub(crate) input_ids: Vec<u32>,
     pub(crate) sampling: Sampling,
-    /// First prompt position whose log-prob is wanted; `None` = none.
+    /// First prompt position whose log-prob is requested; `None` means none.
     pub(crate) logprob_start: Option<usize>,
-    /// First position whose routing row is wanted; `None` = none.
+    /// First position whose routing row is requested; `None` means none.
     pub(crate) routed_start: Option<usize>,
     pub(crate) namespace: Namespace,
-    /// Higher runs first.
+    /// Requests with higher priority run first.
     pub(crate) priority: i64,
-    /// Sampled tokens as they come. Its capacity is the number of tokens that can come, so
-    /// sending never waits.
+    /// Receives each sampled token. Its capacity is the maximum number of tokens, so sending never
+    /// blocks.
     pub(crate) progress: Option<mpsc::Sender<Progress>>,
     pub(crate) reply: oneshot::Sender<Result<Finished, Refusal>>,
     pub(crate) received: Instant,
 }
 
-/// One sampled token.
+/// One sampled token of a streamed request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Progress {
     pub(crate) token: u32,
@@ -39,11 +39,11 @@ pub(crate) struct Progress {
 pub(crate) struct Finished {
     pub(crate) output_ids: Vec<u32>,
     pub(crate) logprobs: Vec<f32>,
-    /// Log-probs of prompt tokens from `logprob_start` on; the first has none.
+    /// Log-probs of prompt tokens from `logprob_start` on; the first is `None`.
     pub(crate) input_logprobs: Vec<Option<f32>>,
     pub(crate) finish: Finish,
     pub(crate) cached_tokens: usize,
-    /// Expert ids `[rows, layers, top_k]`; absent if not asked for or never computed.
+    /// Expert ids `[rows, layers, top_k]`; `None` if not requested or never computed.
     pub(crate) rows: Option<Vec<u16>>,
     pub(crate) spans: Vec<Span>,
     pub(crate) weight_version: Arc<str>,
@@ -55,19 +55,19 @@ pub(crate) struct Finished {
 /// Why a sequence ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Finish {
-    /// A stop token.
+    /// A stop token was sampled.
     Token(u32),
-    /// A stop string.
+    /// A stop string was completed.
     Text(String),
-    /// A logit was not a number; the sample is worthless.
+    /// A logit was NaN; the sample is unusable.
     NotANumber,
-    /// The budget was reached.
+    /// `max_new_tokens` was reached, after this many tokens.
     Length(usize),
-    /// Cut from outside.
+    /// The request was aborted; the message is sent to the client.
     Aborted(&'static str),
 }
 
-/// Output tokens `start..end` were sampled under `version`.
+/// Output tokens `start..end` were sampled with weights `version`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Span {
     pub(crate) version: Arc<str>,
@@ -75,26 +75,43 @@ pub(crate) struct Span {
     pub(crate) end: usize,
 }
 
-/// A job the engine would not take.
+/// Why the engine rejected a [`Job`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// Too many are waiting.
+    /// `max_queued` requests are already waiting.
     QueueFull,
+}
+
+/// A `/generate` body that cannot be served. Holds the message of the 400 reply.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct InvalidBody(pub(super) String);
+
+impl From<String> for InvalidBody {
+    fn from(message: String) -> Self {
+        Self(message)
+    }
+}
+
+impl From<&str> for InvalidBody {
+    fn from(message: &str) -> Self {
+        Self(message.to_owned())
+    }
 }
 
 /// How [`Command::Pause`] treats running requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum PauseMode {
-    /// They end, with what they have.
+    /// They end with the output so far.
     Abort,
     /// They stop where they are and keep their KV.
     InPlace,
-    /// They lose their KV and wait; it is computed again when they continue.
+    /// They lose their KV and return to the queue; the KV is recomputed when they continue.
     Retract,
 }
 
-/// New weights from a folder.
+/// Request to load new weights from a folder.
 #[derive(Debug)]
 pub(crate) struct Update {
     pub(crate) model_path: camino::Utf8PathBuf,
@@ -104,19 +121,19 @@ pub(crate) struct Update {
     pub(crate) reply: oneshot::Sender<UpdateResult>,
 }
 
-/// What became of an [`Update`].
+/// Result of an [`Update`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct UpdateResult {
     pub(crate) success: bool,
     pub(crate) message: String,
 }
 
-/// Which requests an abort means.
+/// The requests to abort.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Which {
-    /// Every one.
+pub(crate) enum AbortTarget {
+    /// All requests.
     All,
-    /// Those whose id starts with this.
+    /// Requests whose id starts with this string.
     Prefix(String),
 }
 
@@ -124,12 +141,12 @@ pub(crate) enum Which {
 #[derive(Debug)]
 pub(crate) enum Command {
     Generate(Box<Job>),
-    Abort(Which),
-    /// Look for requests whose caller is gone.
+    Abort(AbortTarget),
+    /// Drop requests whose caller has disconnected.
     Sweep,
     Pause(PauseMode, oneshot::Sender<()>),
     Continue(oneshot::Sender<()>),
-    /// `true` if the cache was flushed.
+    /// Flush the prefix cache; replies `true` if it was flushed.
     Flush(oneshot::Sender<bool>),
     Update(Update),
     SetVersion {
@@ -137,11 +154,11 @@ pub(crate) enum Command {
         abort_all: bool,
         reply: oneshot::Sender<()>,
     },
-    /// Abort everything and end the thread.
+    /// Abort all requests and end the thread.
     Stop,
 }
 
-/// What the engine thread tells the world, refreshed at every step.
+/// State that the engine thread publishes after every step.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Status {
     pub(crate) model_path: String,
@@ -149,18 +166,18 @@ pub(crate) struct Status {
     pub(crate) paused: bool,
     pub(crate) running: usize,
     pub(crate) waiting: usize,
-    /// Slots held by running requests.
+    /// Number of slots held by running requests.
     pub(crate) active_tokens: usize,
-    /// Slots held by requests or the prefix cache.
+    /// Number of slots held by requests or the prefix cache.
     pub(crate) held_tokens: usize,
     pub(crate) requests_total: u64,
     pub(crate) aborted_total: u64,
     pub(crate) retracted_total: u64,
     pub(crate) prompt_tokens_total: u64,
     pub(crate) cached_tokens_total: u64,
-    /// Prompt tokens run through the model.
+    /// Number of prompt tokens run through the model (not cached).
     pub(crate) prefilled_tokens_total: u64,
     pub(crate) generated_tokens_total: u64,
-    /// Sampled tokens per second over the last second of work.
+    /// Sampled tokens per second, measured over at least one second of work.
     pub(crate) throughput: f64,
 }

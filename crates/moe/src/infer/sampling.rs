@@ -1,4 +1,4 @@
-//! How one token is drawn from logits, and the log-probability that is reported for it.
+//! Sampling one token from logits, and the log-probability reported for it.
 
 use super::model::Model;
 use rand::{RngExt, SeedableRng};
@@ -10,23 +10,23 @@ const GREEDY: f32 = 1e-6;
 /// Checked sampling parameters of one sequence.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Sampling {
-    /// Most tokens to sample.
+    /// Maximum number of tokens to sample.
     pub(crate) max_new_tokens: usize,
-    /// Stop tokens have no effect before this many tokens.
+    /// Stop tokens cannot be sampled before this many output tokens.
     pub(crate) min_new_tokens: usize,
     pub(crate) temperature: f32,
-    /// Most tokens considered; `None` = all.
+    /// Number of most likely tokens considered; `None` means all.
     pub(crate) top_k: Option<usize>,
     pub(crate) top_p: f32,
     pub(crate) min_p: f32,
-    /// Seed of the stream; `None` = one derived from the engine's.
+    /// Random seed; `None` means one derived from the engine's seed.
     pub(crate) seed: Option<u64>,
-    /// Stream of this sequence among the `n` of one request.
+    /// Random stream: the index of this sequence among the `n` of one request.
     pub(crate) stream: u64,
     pub(crate) stop_token_ids: Vec<u32>,
-    /// Stop strings; need a tokenizer.
+    /// Stop strings; they require a tokenizer.
     pub(crate) stop: Vec<String>,
-    /// Disables end-of-sequence and stop tokens alike.
+    /// Disables both end-of-sequence and stop tokens.
     pub(crate) ignore_eos: bool,
 }
 
@@ -34,13 +34,14 @@ pub(crate) struct Sampling {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Drawn {
     pub(crate) token: u32,
-    /// `ln p` under the softmax at the given temperature (1 when greedy), before any cut.
+    /// `ln p` under the softmax at the sampling temperature (1 when greedy), before top-k, top-p and
+    /// min-p.
     pub(crate) logprob: f32,
 }
 
 impl Sampling {
-    /// Draws output token `position`. The random number depends on seed, stream and position
-    /// only, so a sequence repeats whatever happened around it. `None` if a logit is NaN.
+    /// Draws output token `position`. The random number depends only on seed, stream and position, so
+    /// a sequence is reproducible whatever else runs. Returns `None` if a logit is NaN.
     pub(crate) fn draw(
         &self,
         model: &Model,
@@ -60,7 +61,7 @@ impl Sampling {
         } else {
             let mut rng = ChaCha8Rng::seed_from_u64(self.seed.unwrap_or(seed));
             rng.set_stream(self.stream);
-            // One draw takes two 32-bit words.
+            // One f64 consumes two 32-bit words.
             rng.set_word_pos(2 * position as u128);
             let u: f64 = rng.random();
             if self.top_k.is_none_or(|k| k >= p.len()) && self.top_p >= 1.0 && self.min_p <= 0.0 {
@@ -74,7 +75,7 @@ impl Sampling {
         Some(Drawn { token, logprob: (logit * scale - normaliser).min(0.0) })
     }
 
-    /// The tokens left by top-k, top-p and min-p, most likely first; at least one.
+    /// Tokens that pass top-k, top-p and min-p, most likely first; at least one.
     fn kept(&self, p: &[f32]) -> Vec<(usize, f32)> {
         let mut order: Vec<(usize, f32)> = p.iter().copied().enumerate().collect();
         order.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
@@ -101,7 +102,7 @@ fn largest(values: &[f32]) -> usize {
     best.0
 }
 
-/// The index at which the running sum of weights passes `u` times their total.
+/// The index at which the running sum of weights exceeds `u` times their total.
 fn invert(weights: impl Iterator<Item = (usize, f32)> + Clone, u: f64) -> usize {
     let total: f64 = weights.clone().map(|(_, w)| f64::from(w)).sum();
     let mut left = u * total;
@@ -146,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn frequencies_follow_the_distribution_and_its_log_probs() {
+    fn sampled_frequencies_match_reported_log_probs() {
         let model = model();
         let logits = [0.5f32.ln(), 0.3f32.ln(), 0.2f32.ln()];
         let mut counts = [0u32; 3];
@@ -162,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn cuts_leave_the_most_likely_tokens() {
+    fn top_k_top_p_and_min_p_keep_the_most_likely_tokens() {
         let p = [0.1, 0.4, 0.3, 0.2];
         let ids = |s: &Sampling| s.kept(&p).iter().map(|k| k.0).collect::<Vec<_>>();
         assert_eq!(ids(&Sampling { top_k: Some(2), ..sampling() }), [1, 2]);
@@ -172,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn temperature_zero_takes_the_largest_and_reports_the_raw_log_softmax() {
+    fn temperature_zero_is_greedy_and_reports_unscaled_log_softmax() {
         let greedy = Sampling { temperature: 0.0, ..sampling() };
         let drawn = greedy.draw(&model(), &[1.0, 3.0, 3.0], 0, 0).unwrap();
         let expected = 3.0 - (1f32.exp() + 2.0 * 3f32.exp()).ln();
@@ -182,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_seed_stream_and_position_draw_the_same_token() {
+    fn same_seed_stream_and_position_draw_the_same_token() {
         let model = model();
         let logits: Vec<f32> = (0..1000u16).map(|i| f32::from(i % 7)).collect();
         let draw = |s: &Sampling, at| s.draw(&model, &logits, 0, at).unwrap().token;

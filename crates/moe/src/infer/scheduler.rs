@@ -1,17 +1,18 @@
 //! Continuous batching on one thread: which requests run, with which slots, in which order.
 //!
-//! Every step runs one batch: one token of each decoding request and chunks of prompts. Kernels
-//! are row-wise, so what a request gets does not depend on its batch. The invariant over slots is
-//! that of [`PrefixCache`]; a request gives its own back in [`Scheduler::let_go`].
+//! Each step runs one batch: one token of every decoding request and chunks of prompts. Kernels work
+//! row by row, so the result of a request does not depend on its batch. The invariant over slots is
+//! that of [`PrefixCache`]; a request returns its own slots in [`Scheduler::retire`].
 
 mod batch;
 
 use super::cache::{Pin, PrefixCache};
-use super::loaded::{Loaded, same_form};
+use super::loaded::{Loaded, shares_kv_layout};
 use super::matrix::WeightFormat;
 use super::model::{KvPool, Scratch};
 use super::request::{
-    Command, Finish, Finished, Job, PauseMode, Refusal, Span, Status, Update, UpdateResult, Which,
+    AbortTarget, Command, Finish, Finished, Job, PauseMode, Refusal, Span, Status, Update,
+    UpdateResult,
 };
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,18 +20,18 @@ use std::time::{Duration, Instant};
 use tokenizers::Tokenizer;
 use tokio::sync::{mpsc, oneshot};
 
-/// Limits of a scheduler.
+/// Limits of a scheduler, from [`EngineOptions`](super::EngineOptions).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
-    /// Requests in a batch.
+    /// Maximum number of requests in a batch.
     pub(crate) max_running: usize,
-    /// Requests waiting.
+    /// Maximum number of waiting requests.
     pub(crate) max_queued: usize,
-    /// Prompt tokens per step.
+    /// Maximum number of prompt tokens per step.
     pub(crate) chunked_prefill: usize,
-    /// Slots.
+    /// Number of slots in the KV pool.
     pub(crate) cache_tokens: u32,
-    /// Seed of requests that bring none.
+    /// Base seed of requests without a seed.
     pub(crate) random_seed: u64,
 }
 
@@ -39,17 +40,17 @@ type Answer = Result<Finished, Refusal>;
 #[derive(Debug)]
 struct Request {
     job: Job,
-    /// Order of arrival; also the seed of a request that brings none.
+    /// Order of arrival; added to the base seed for a request without a seed.
     sequence: u64,
-    /// Prompt and output.
+    /// Prompt and output tokens.
     tokens: Vec<u32>,
     slots: Vec<u32>,
-    /// Leading slots that are not this request's to give back.
+    /// Number of leading slots owned by the prefix tree, not by this request.
     in_tree: usize,
-    /// Slots of tokens that another request had put into the tree first.
+    /// Own slots of tokens that another request inserted into the tree first.
     duplicates: Vec<u32>,
     pin: Option<Pin>,
-    /// Tokens whose keys, values and rows are in the pool.
+    /// Number of tokens whose keys, values and routing rows are in the pool.
     computed: usize,
     logprobs: Vec<f32>,
     input_logprobs: Vec<Option<f32>>,
@@ -69,8 +70,8 @@ impl Request {
         self.tokens.get(self.prompt_len()..).unwrap_or(&[])
     }
 
-    /// Slots it will ask for before long.
-    fn soon_needed(&self) -> usize {
+    /// Slots that the request will need soon.
+    fn slots_needed_soon(&self) -> usize {
         let left = self.job.sampling.max_new_tokens.saturating_sub(self.output().len());
         left.min(batch::RESERVED_TOKENS)
     }
@@ -79,7 +80,7 @@ impl Request {
         self.computed + 1 < self.tokens.len()
     }
 
-    /// Whether the logits that follow token `position` are wanted.
+    /// First position whose logits are needed.
     fn first_logit(&self) -> usize {
         let last = self.tokens.len() - 1;
         self.job.logprob_start.map_or(last, |start| start.min(last))
@@ -100,8 +101,9 @@ pub(crate) struct Scheduler {
     scratch: Scratch,
     running: Vec<Request>,
     waiting: Vec<Request>,
-    /// Updates that wait for running requests, and requests that wait for those updates.
+    /// Updates that wait for running requests.
     updates: VecDeque<Update>,
+    /// Requests that wait for those updates.
     held: Vec<Request>,
     paused: bool,
     stopped: bool,
@@ -113,7 +115,7 @@ pub(crate) struct Scheduler {
 }
 
 impl Scheduler {
-    /// A scheduler with an empty cache.
+    /// Creates a scheduler with an empty cache.
     pub(crate) fn new(
         loaded: Loaded,
         format: WeightFormat,
@@ -149,7 +151,7 @@ impl Scheduler {
         new
     }
 
-    /// Serves commands until [`Command::Stop`] or until nobody can send any more.
+    /// Processes commands until [`Command::Stop`], or until all senders are dropped.
     pub(crate) fn run(mut self, mut commands: mpsc::Receiver<Command>) {
         while !self.stopped {
             if self.idle() {
@@ -169,7 +171,7 @@ impl Scheduler {
             }
             self.publish();
         }
-        self.abort(&Which::All);
+        self.abort(&AbortTarget::All);
         self.publish();
     }
 
@@ -181,12 +183,12 @@ impl Scheduler {
     fn handle(&mut self, command: Command) {
         match command {
             Command::Generate(job) => self.enqueue(*job),
-            Command::Abort(which) => self.abort(&which),
+            Command::Abort(target) => self.abort(&target),
             Command::Sweep => {}
             Command::Pause(mode, reply) => {
                 self.pause(mode);
                 self.publish();
-                // A caller that no longer listens needs no answer; so below.
+                // Here and below: a send fails only if the caller no longer waits.
                 reply.send(()).ok();
             }
             Command::Continue(reply) => {
@@ -201,14 +203,14 @@ impl Scheduler {
             }
             Command::Update(update) => {
                 if update.abort_all {
-                    self.abort(&Which::All);
+                    self.abort(&AbortTarget::All);
                 }
-                // A paused engine is updated at once, whatever it holds.
+                // A paused engine is updated immediately, even if it holds requests.
                 if self.paused { self.update(update) } else { self.updates.push_back(update) }
             }
             Command::SetVersion { version, abort_all, reply } => {
                 if abort_all {
-                    self.abort(&Which::All);
+                    self.abort(&AbortTarget::All);
                 }
                 self.version = version.into();
                 self.publish();
@@ -250,14 +252,14 @@ impl Scheduler {
         }
     }
 
-    fn abort(&mut self, which: &Which) {
-        let hit = |r: &mut Request| match which {
-            Which::All => true,
-            Which::Prefix(prefix) => r.job.rid.starts_with(prefix.as_str()),
+    fn abort(&mut self, target: &AbortTarget) {
+        let matches = |r: &mut Request| match target {
+            AbortTarget::All => true,
+            AbortTarget::Prefix(prefix) => r.job.rid.starts_with(prefix.as_str()),
         };
-        let running: Vec<_> = self.running.extract_if(.., hit).collect();
-        let queued: Vec<_> = self.waiting.extract_if(.., hit).collect();
-        let held: Vec<_> = self.held.extract_if(.., hit).collect();
+        let running: Vec<_> = self.running.extract_if(.., matches).collect();
+        let queued: Vec<_> = self.waiting.extract_if(.., matches).collect();
+        let held: Vec<_> = self.held.extract_if(.., matches).collect();
         self.totals.aborted_total += (running.len() + queued.len() + held.len()) as u64;
         for request in running {
             self.finish(request, Finish::Aborted("Aborted"));
@@ -267,22 +269,22 @@ impl Scheduler {
         }
     }
 
-    /// Drops requests whose caller is gone.
+    /// Drops requests whose caller has disconnected.
     fn sweep(&mut self) {
-        let gone = |r: &mut Request| r.job.reply.is_closed();
-        let running: Vec<_> = self.running.extract_if(.., gone).collect();
-        let queued = self.waiting.extract_if(.., gone).count();
-        let held = self.held.extract_if(.., gone).count();
+        let disconnected = |r: &mut Request| r.job.reply.is_closed();
+        let running: Vec<_> = self.running.extract_if(.., disconnected).collect();
+        let queued = self.waiting.extract_if(.., disconnected).count();
+        let held = self.held.extract_if(.., disconnected).count();
         self.totals.aborted_total += (running.len() + queued + held) as u64;
         for request in running {
-            self.let_go(request);
+            self.retire(request);
         }
     }
 
     fn pause(&mut self, mode: PauseMode) {
         self.paused = true;
         match mode {
-            PauseMode::Abort => self.abort(&Which::All),
+            PauseMode::Abort => self.abort(&AbortTarget::All),
             PauseMode::InPlace => {}
             PauseMode::Retract => {
                 while let Some(request) = self.running.pop() {
@@ -292,7 +294,8 @@ impl Scheduler {
         }
     }
 
-    /// Refused while requests run, or wait (unless paused: then they hold no KV).
+    /// Flushes the cache and returns whether it did. Not possible while requests run, or wait
+    /// (unless paused: then waiting requests hold no KV).
     fn flush(&mut self) -> bool {
         let busy = !self.running.is_empty() || (!self.paused && !self.waiting.is_empty());
         if !busy {
@@ -321,10 +324,12 @@ impl Scheduler {
         let loaded = Loaded::read(&model_path, self.format);
         let checked = loaded.map_err(|e| e.to_string()).and_then(|new| {
             let (old, config) = (self.loaded.model.config(), new.model.config());
-            if same_form(old, config) {
+            if shares_kv_layout(old, config) {
                 Ok(new)
             } else {
-                Err(format!("{model_path} has another architecture than the served model"))
+                Err(format!(
+                    "the architecture of {model_path} differs from that of the served model"
+                ))
             }
         });
         let result = match checked {
@@ -355,13 +360,13 @@ impl Scheduler {
         reply.send(result).ok();
     }
 
-    /// Puts a finished prefill into the tree, so that others share it at once.
+    /// Inserts the prompt of a finished prefill into the tree, so that other requests can share it.
     fn share_prompt(&mut self, request: &mut Request) {
         let len = request.prompt_len().min(request.slots.len());
-        self.give_to_tree(request, len);
+        self.insert_into_tree(request, len);
     }
 
-    fn give_to_tree(&mut self, request: &mut Request, len: usize) {
+    fn insert_into_tree(&mut self, request: &mut Request, len: usize) {
         let tokens = request.tokens.get(..len).unwrap_or(&[]);
         let slots = request.slots.get(..len).unwrap_or(&[]);
         let done = self.cache.insert(&request.job.namespace, tokens, slots);
@@ -373,7 +378,7 @@ impl Scheduler {
         }
     }
 
-    /// Takes all slots from a request and puts it back into the queue.
+    /// Releases all slots of a request and returns it to the queue.
     fn retract(&mut self, mut request: Request) {
         self.release(&mut request);
         request.computed = 0;
@@ -391,11 +396,11 @@ impl Scheduler {
         }
     }
 
-    /// Keeps what a request computed in the tree and gives its other slots back.
-    fn let_go(&mut self, mut request: Request) {
+    /// Inserts the computed tokens of a request into the tree and releases its other slots.
+    fn retire(&mut self, mut request: Request) {
         if request.pin.is_some() && request.computed > request.in_tree {
             let computed = request.computed;
-            self.give_to_tree(&mut request, computed);
+            self.insert_into_tree(&mut request, computed);
         }
         self.release(&mut request);
     }
@@ -403,7 +408,7 @@ impl Scheduler {
     fn finish(&mut self, mut request: Request, finish: Finish) {
         let start = request.job.routed_start;
         let end = request.tokens.len() - 1;
-        // A request cut before its prompt was computed has no rows to show.
+        // A request that was aborted before its prompt was computed has no routing rows.
         let rows =
             start.filter(|_| request.computed >= end && request.pin.is_some()).map(|start| {
                 let mut rows =
@@ -432,11 +437,12 @@ impl Scheduler {
         };
         let (unused, _) = oneshot::channel();
         let reply = std::mem::replace(&mut request.job.reply, unused);
-        self.let_go(request);
+        self.retire(request);
         self.answers.push((reply, Ok(finished)));
     }
 
-    /// Refreshes the public status, then sends the answers: who has one sees it counted.
+    /// Updates the published status, then sends the answers, so that a caller with an answer sees it
+    /// counted.
     fn publish(&mut self) {
         let (since, before) = self.window;
         let elapsed = since.elapsed();

@@ -13,7 +13,7 @@ fn numbers(value: &Value) -> Vec<f32> {
     serde_json::from_value(value.clone()).unwrap()
 }
 
-/// The shape the bundled policy has.
+/// Configuration of the bundled policy, with the given number of layers.
 pub(crate) fn small_config(layers: usize) -> ModelConfig {
     serde_json::from_value(json!({
         "model_type": "qwen3_moe", "hidden_size": 128, "num_hidden_layers": layers,
@@ -32,7 +32,7 @@ fn run(model: &Model, pool: &mut KvPool, tokens: &[u32], slots: &[u32]) -> Vec<f
 }
 
 #[test]
-fn f32_forward_matches_the_reference_logits_and_routes() {
+fn f32_forward_matches_reference_logits_and_routes() {
     let Some((weights, case)) = golden() else { return };
     let model = Model::build(&weights, WeightFormat::F32).unwrap();
     let tokens: Vec<u32> = serde_json::from_value(case["inputs"]["input_ids"].clone()).unwrap();
@@ -59,7 +59,7 @@ fn f32_forward_matches_the_reference_logits_and_routes() {
 }
 
 #[test]
-fn rows_do_not_depend_on_chunking_or_on_neighbours() {
+fn rows_do_not_depend_on_chunking_or_batch() {
     for format in [WeightFormat::F32, WeightFormat::Q8_0] {
         let model = Model::build(&Weights::random(small_config(2), 7), format).unwrap();
         let tokens: Vec<u32> = (0..40).map(|i| i * 23 % 1024).collect();
@@ -105,11 +105,11 @@ fn q8_stays_close_to_f32_and_q4_is_coarser() {
         |found: &[f32]| exact.iter().zip(found).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     let (fine, coarse) = (worst(&fine), worst(&coarse));
     assert!(fine > 0.0 && fine < 0.05, "{fine}");
-    assert!(coarse > 4.0 * fine && coarse < 1.0, "{coarse} beside {fine}");
+    assert!(coarse > 4.0 * fine && coarse < 1.0, "coarse {coarse}, fine {fine}");
 }
 
-/// Seconds this thread has been on a CPU, so that a busy machine does not blur the result.
-fn busy_seconds() -> f64 {
+/// CPU seconds used by this thread; unlike wall time, they do not depend on other load.
+fn thread_cpu_seconds() -> f64 {
     let text = fs_err::read_to_string("/proc/thread-self/schedstat").unwrap();
     text.split(' ').next().unwrap().parse::<f64>().unwrap() / 1e9
 }
@@ -126,7 +126,7 @@ fn measure_decode_and_prefill() {
         for batch in [1u32, 16, 32] {
             let slots: Vec<Vec<u32>> =
                 (0..batch).map(|b| (b * 320..b * 320 + 300).collect()).collect();
-            let started = busy_seconds();
+            let started = thread_cpu_seconds();
             for position in 150..300 {
                 let chunks: Vec<Chunk<'_>> = slots
                     .iter()
@@ -134,22 +134,22 @@ fn measure_decode_and_prefill() {
                     .collect();
                 model.forward(&mut pool, &chunks, &mut scratch);
             }
-            let rate = 150.0 * f64::from(batch) / (busy_seconds() - started);
+            let rate = 150.0 * f64::from(batch) / (thread_cpu_seconds() - started);
             eprintln!("{format:?} decode, batch {batch}: {rate:.0} tokens/s");
         }
         let tokens: Vec<u32> = (0..200).collect();
-        let started = busy_seconds();
+        let started = thread_cpu_seconds();
         for _ in 0..20 {
             let chunk = Chunk { tokens: &tokens, slots: &tokens, logits_from: 199 };
             model.forward(&mut pool, &[chunk], &mut scratch);
         }
-        let rate = 20.0 * 200.0 / (busy_seconds() - started);
+        let rate = 20.0 * 200.0 / (thread_cpu_seconds() - started);
         eprintln!("{format:?} prefill of 200: {rate:.0} tokens/s");
     }
 }
 
 #[test]
-fn predicted_logits_choose_the_experts_and_the_routers_own_weigh_them() {
+fn predicted_logits_choose_experts_and_router_logits_weigh_them() {
     use crate::loss::predictor::add_prediction;
     use crate::train::{PackedBatch, Pass, Routes, TrainModel};
     let config = small_config(3);
@@ -170,7 +170,7 @@ fn predicted_logits_choose_the_experts_and_the_routers_own_weigh_them() {
     let (chosen, logits) = route(&model);
     assert_ne!(chosen, own);
 
-    // The trainer replays them, and says what its routers saw.
+    // The trainer replays the routes and returns its router inputs and logits.
     let routes = Routes::new(chosen.clone(), vec![true; 24], (3, 2, 8)).unwrap();
     let batch = PackedBatch::new(tokens.clone(), vec![0, 24], vec![true; 24]).unwrap();
     let trainer: TrainModel<f32> = TrainModel::new(&weights);

@@ -1,14 +1,14 @@
-//! One step of the scheduler: who joins the batch, what runs, and what each request gets from it.
+//! One step of the scheduler: admitting requests, running a batch, and distributing its results.
 
 use super::{Request, Scheduler};
 use crate::infer::model::Chunk;
 use crate::infer::request::{Finish, Progress, Span};
 use std::sync::Arc;
 
-/// A request waits for another one's prefill if that saves it at least this many tokens.
+/// A request waits for the prefill of another if that saves it at least this many tokens.
 const WORTH_WAITING_TOKENS: usize = 32;
 
-/// Slots kept back per request when another one is admitted.
+/// Slots reserved per request when another request is admitted.
 pub(super) const RESERVED_TOKENS: usize = 32;
 
 impl Scheduler {
@@ -31,7 +31,7 @@ impl Scheduler {
         }
     }
 
-    /// Whether a running prefill is about to cache more of this prompt than the cache has.
+    /// Whether a running prefill will soon cache much more of this prompt than is cached now.
     fn prefill_soon_shared(&self, request: &Request) -> bool {
         let mut cached = None;
         self.running
@@ -47,7 +47,8 @@ impl Scheduler {
             })
     }
 
-    /// Gives a request its slots: those of the cached prefix, and own ones for the rest.
+    /// Assigns slots to a request: those of the cached prefix, and newly allocated ones for the rest.
+    /// Returns `false`, with nothing assigned, if there are too few.
     fn place(&mut self, request: &mut Request) -> bool {
         let last = request.tokens.len() - 1;
         let reusable = request.job.logprob_start.map_or(last, |start| start.min(last));
@@ -55,8 +56,9 @@ impl Scheduler {
         let (mut slots, pin) = self.cache.lookup(&request.job.namespace, prefix);
         let cached = slots.len();
         let needed = request.tokens.len() - cached;
-        // Room for the next tokens of all, or the newcomer would be sent back in a moment.
-        let reserve: usize = self.running.iter().chain([&*request]).map(Request::soon_needed).sum();
+        // Keep space for the next tokens of all requests, or this one would soon be retracted.
+        let reserve: usize =
+            self.running.iter().chain([&*request]).map(Request::slots_needed_soon).sum();
         let fits = self.running.is_empty() || self.cache.available() >= needed + reserve;
         let Some(own) = fits.then(|| self.cache.allocate(needed)).flatten() else {
             self.cache.unpin(pin);
@@ -75,9 +77,9 @@ impl Scheduler {
         true
     }
 
-    /// Runs one batch and deals out its results.
+    /// Runs one batch and distributes its results.
     pub(super) fn step(&mut self) {
-        self.make_room();
+        self.allocate_slots();
         let mut budget = self.limits.chunked_prefill;
         let mut plan = Vec::with_capacity(self.running.len());
         for request in &self.running {
@@ -103,7 +105,7 @@ impl Scheduler {
         let logits = std::mem::take(&mut self.scratch.logits);
         let mut rows = logits.chunks_exact(vocab);
         let wanted: Vec<usize> = chunks.iter().map(|c| c.tokens.len() - c.logits_from).collect();
-        let mut going = Vec::with_capacity(self.running.len());
+        let mut continuing = Vec::with_capacity(self.running.len());
         let batch = std::mem::take(&mut self.running);
         for ((mut request, (_, take)), wanted) in batch.into_iter().zip(plan).zip(wanted) {
             let prompt_left = request.prompt_len().saturating_sub(request.computed);
@@ -113,25 +115,26 @@ impl Scheduler {
             self.score_prompt(&mut request, &mine);
             let last = mine.last().copied();
             match last.filter(|_| request.computed == request.tokens.len()) {
-                None => going.push(request),
+                None => continuing.push(request),
                 Some(logits) => match self.extend(&mut request, logits) {
-                    None => going.push(request),
+                    None => continuing.push(request),
                     Some(finish) => self.finish(request, finish),
                 },
             }
         }
-        self.running = going;
+        self.running = continuing;
         self.scratch.logits = logits;
     }
 
-    /// Makes sure every request has a slot for its newest token, sending the youngest back to the
-    /// queue while there are too few.
-    fn make_room(&mut self) {
-        let lacking = |r: &Request| r.slots.len() < r.tokens.len();
+    /// Ensures that every request has a slot for its newest token. Retracts the youngest requests
+    /// while there are too few slots.
+    fn allocate_slots(&mut self) {
+        let needs_slot = |r: &Request| r.slots.len() < r.tokens.len();
         loop {
-            let need = self.running.iter().filter(|r| lacking(r)).count();
+            let need = self.running.iter().filter(|r| needs_slot(r)).count();
             if let Some(slots) = self.cache.allocate(need) {
-                for (request, slot) in self.running.iter_mut().filter(|r| lacking(r)).zip(slots) {
+                for (request, slot) in self.running.iter_mut().filter(|r| needs_slot(r)).zip(slots)
+                {
                     request.slots.push(slot);
                 }
                 return;
@@ -143,7 +146,7 @@ impl Scheduler {
         }
     }
 
-    /// Log-probs of prompt tokens, from the logits of the tokens before them.
+    /// Computes log-probs of prompt tokens from the logits of the tokens before them.
     fn score_prompt(&mut self, request: &mut Request, logits: &[&[f32]]) {
         let Some(start) = request.job.logprob_start else { return };
         let first = request.computed - logits.len();
@@ -159,7 +162,8 @@ impl Scheduler {
         }
     }
 
-    /// Samples the next token of a request whose tokens are all computed.
+    /// Samples the next token of a request whose tokens are all computed. Returns why the request ends,
+    /// if it does.
     fn extend(&mut self, request: &mut Request, logits: &[f32]) -> Option<Finish> {
         if request.output().is_empty() {
             self.share_prompt(request);
@@ -202,7 +206,8 @@ impl Scheduler {
         if let Some(progress) = &request.job.progress {
             let cached_tokens = request.cached_tokens.unwrap_or(0);
             let event = Progress { token: drawn.token, logprob: drawn.logprob, cached_tokens };
-            // Has room for every token; fails only if the caller is gone, which `sweep` handles.
+            // The channel has capacity for every token; sending fails only if the caller has
+            // disconnected, which `sweep` handles.
             progress.try_send(event).ok();
         }
         if stopped {
@@ -215,12 +220,13 @@ impl Scheduler {
         (position + 1 >= budget).then_some(Finish::Length(position + 1))
     }
 
-    /// The stop string that the newest token completed.
+    /// The stop string that the newest token completed, if any.
     fn stop_text(&self, request: &Request) -> Option<String> {
         let stops = &request.job.sampling.stop;
         let longest = stops.iter().map(String::len).max()?;
         let tokenizer = self.tokenizer.as_ref()?;
-        // A token is at least one byte, so a match that ends in the newest token starts here.
+        // A token is at least one byte long, so a match that ends in the newest token lies in this
+        // tail.
         let output = request.output();
         let tail = output.get(output.len().saturating_sub(longest + 1)..).unwrap_or(&[]);
         let text = tokenizer.decode(tail, false).ok()?;

@@ -17,8 +17,8 @@ const LIMITS: Limits = Limits {
     random_seed: 5,
 };
 
-/// A scheduler on a thread, and two folders with different weights of the same form.
-struct Bench {
+/// A scheduler on a thread, and two folders with different weights of the same architecture.
+struct Fixture {
     commands: mpsc::Sender<Command>,
     status: Arc<Mutex<Status>>,
     thread: Option<JoinHandle<()>>,
@@ -27,7 +27,7 @@ struct Bench {
 
 type Reply = oneshot::Receiver<Result<Finished, Refusal>>;
 
-impl Bench {
+impl Fixture {
     fn new(limits: Limits, format: WeightFormat) -> Self {
         let folder = tempfile::tempdir().unwrap();
         for (name, seed) in [("a", 1), ("b", 2)] {
@@ -60,7 +60,7 @@ impl Bench {
         answer.blocking_recv().unwrap()
     }
 
-    fn submit(&self, ask: Ask) -> (Reply, mpsc::Receiver<Progress>) {
+    fn submit(&self, ask: TestRequest) -> (Reply, mpsc::Receiver<Progress>) {
         let (reply, answer) = oneshot::channel();
         let (progress, seen) = mpsc::channel(ask.tokens.max(1));
         self.send(Command::Generate(Box::new(Job {
@@ -90,7 +90,7 @@ impl Bench {
         (answer, seen)
     }
 
-    fn run(&self, ask: Ask) -> Finished {
+    fn run(&self, ask: TestRequest) -> Finished {
         self.submit(ask).0.blocking_recv().unwrap().unwrap()
     }
 
@@ -106,14 +106,14 @@ impl Bench {
     }
 }
 
-impl Drop for Bench {
+impl Drop for Fixture {
     fn drop(&mut self) {
         self.commands.blocking_send(Command::Stop).unwrap();
         self.thread.take().unwrap().join().unwrap();
     }
 }
 
-/// Larger embeddings, so that tokens differ and the routing is not a coin toss.
+/// Enlarges the embeddings, so that tokens differ clearly and routing has no near-ties.
 fn sharpen(weights: &mut Weights) {
     let (config, mut tensors) = weights.clone().into_parts();
     for (name, tensor) in &mut tensors {
@@ -125,7 +125,7 @@ fn sharpen(weights: &mut Weights) {
 }
 
 #[derive(Clone)]
-struct Ask {
+struct TestRequest {
     rid: String,
     prompt: Vec<u32>,
     tokens: usize,
@@ -136,8 +136,8 @@ struct Ask {
     extra_key: String,
 }
 
-fn ask(prompt: &[u32], tokens: usize) -> Ask {
-    Ask {
+fn ask(prompt: &[u32], tokens: usize) -> TestRequest {
+    TestRequest {
         rid: "r".into(),
         prompt: prompt.to_vec(),
         tokens,
@@ -165,45 +165,45 @@ fn assert_same(a: &Finished, b: &Finished) {
 }
 
 #[test]
-fn a_prefix_hit_gives_the_cold_result_and_its_rows_come_from_the_cache() {
+fn prefix_hit_equals_cold_result_and_reuses_cached_rows() {
     for format in [WeightFormat::F32, WeightFormat::Q8_0] {
-        let bench = Bench::new(LIMITS, format);
+        let fixture = Fixture::new(LIMITS, format);
         let prompt = prompt(1, 100);
-        let cold = bench.run(ask(&prompt, 20));
+        let cold = fixture.run(ask(&prompt, 20));
         assert_eq!(cold.cached_tokens, 0);
-        assert_eq!(bench.status().prefilled_tokens_total, 100);
-        let hit = bench.run(ask(&prompt, 20));
+        assert_eq!(fixture.status().prefilled_tokens_total, 100);
+        let hit = fixture.run(ask(&prompt, 20));
         assert_eq!(hit.cached_tokens, 99);
-        // One token ran through the model; the other 99 rows were stored.
-        assert_eq!(bench.status().prefilled_tokens_total, 101);
+        // Only one token ran through the model; the other 99 rows were cached.
+        assert_eq!(fixture.status().prefilled_tokens_total, 101);
         assert_same(&cold, &hit);
     }
 }
 
 #[test]
-fn the_next_turn_finds_all_of_the_previous_one_but_its_last_token() {
-    let bench = Bench::new(LIMITS, WeightFormat::Q8_0);
+fn next_turn_reuses_all_but_the_last_token_of_the_previous_turn() {
+    let fixture = Fixture::new(LIMITS, WeightFormat::Q8_0);
     let mut tokens = prompt(2, 50);
-    let first = bench.run(ask(&tokens, 17));
+    let first = fixture.run(ask(&tokens, 17));
     tokens.extend(&first.output_ids);
     let total = tokens.len();
     tokens.extend(prompt(3, 9));
-    let second = bench.run(ask(&tokens, 5));
+    let second = fixture.run(ask(&tokens, 5));
     assert_eq!(second.cached_tokens, total - 1);
     let rows = first.rows.unwrap();
     assert_eq!(second.rows.unwrap()[..rows.len()], rows);
 }
 
 #[test]
-fn rows_are_prompt_plus_output_minus_one_minus_start() {
-    let bench = Bench::new(LIMITS, WeightFormat::F32);
+fn row_count_is_prompt_plus_output_minus_one_minus_start() {
+    let fixture = Fixture::new(LIMITS, WeightFormat::F32);
     let prompt = prompt(4, 12);
     let width = 2 * 2;
     for tokens in [0, 1, 6] {
-        let all = bench.run(ask(&prompt, tokens)).rows.unwrap();
+        let all = fixture.run(ask(&prompt, tokens)).rows.unwrap();
         assert_eq!(all.len(), (12 + tokens - 1) * width);
         for start in 0..=12 {
-            let rows = bench.run(Ask { start, ..ask(&prompt, tokens) }).rows.unwrap();
+            let rows = fixture.run(TestRequest { start, ..ask(&prompt, tokens) }).rows.unwrap();
             let from = (start * width).min(all.len());
             assert_eq!(rows, all[from..], "start {start}, {tokens} tokens");
         }
@@ -211,15 +211,15 @@ fn rows_are_prompt_plus_output_minus_one_minus_start() {
 }
 
 #[test]
-fn a_request_does_not_depend_on_its_neighbours() {
+fn result_does_not_depend_on_the_batch() {
     for format in [WeightFormat::F32, WeightFormat::Q8_0] {
         let wanted = ask(&prompt(5, 70), 30);
-        let alone = Bench::new(LIMITS, format).run(wanted.clone());
-        let bench = Bench::new(LIMITS, format);
+        let alone = Fixture::new(LIMITS, format).run(wanted.clone());
+        let fixture = Fixture::new(LIMITS, format);
         let others: Vec<_> = (6u32..14)
-            .map(|i| bench.submit(Ask { seed: i.into(), ..ask(&prompt(i, 40 + i), 60) }))
+            .map(|i| fixture.submit(TestRequest { seed: i.into(), ..ask(&prompt(i, 40 + i), 60) }))
             .collect();
-        let among = bench.run(wanted);
+        let among = fixture.run(wanted);
         assert_same(&alone, &among);
         for (reply, _) in others {
             assert_eq!(reply.blocking_recv().unwrap().unwrap().output_ids.len(), 60);
@@ -228,13 +228,13 @@ fn a_request_does_not_depend_on_its_neighbours() {
 }
 
 #[test]
-fn a_tight_pool_retracts_and_still_gives_the_same_results() {
-    let asks: Vec<Ask> =
-        (0u32..6).map(|i| Ask { seed: i.into(), ..ask(&prompt(i, 60), 150) }).collect();
-    let roomy = Bench::new(LIMITS, WeightFormat::F32);
-    let tight = Bench::new(Limits { cache_tokens: 600, ..LIMITS }, WeightFormat::F32);
-    let [expected, got] = [&roomy, &tight].map(|bench| {
-        let replies: Vec<_> = asks.iter().map(|a| bench.submit(a.clone())).collect();
+fn small_pool_retracts_requests_without_changing_results() {
+    let asks: Vec<TestRequest> =
+        (0u32..6).map(|i| TestRequest { seed: i.into(), ..ask(&prompt(i, 60), 150) }).collect();
+    let roomy = Fixture::new(LIMITS, WeightFormat::F32);
+    let tight = Fixture::new(Limits { cache_tokens: 600, ..LIMITS }, WeightFormat::F32);
+    let [expected, got] = [&roomy, &tight].map(|fixture| {
+        let replies: Vec<_> = asks.iter().map(|a| fixture.submit(a.clone())).collect();
         let done = |(reply, _): (Reply, _)| reply.blocking_recv().unwrap().unwrap();
         replies.into_iter().map(done).collect::<Vec<_>>()
     });
@@ -246,36 +246,37 @@ fn a_tight_pool_retracts_and_still_gives_the_same_results() {
 }
 
 #[test]
-fn members_of_a_group_share_one_prefill() {
-    let bench = Bench::new(LIMITS, WeightFormat::F32);
+fn group_members_share_one_prefill() {
+    let fixture = Fixture::new(LIMITS, WeightFormat::F32);
     let shared = prompt(7, 300);
-    bench.ask(|reply| Command::Pause(PauseMode::InPlace, reply));
+    fixture.ask(|reply| Command::Pause(PauseMode::InPlace, reply));
     let replies: Vec<_> =
-        (0..8).map(|seed| bench.submit(Ask { seed, ..ask(&shared, 4) })).collect();
-    bench.ask(Command::Continue);
+        (0..8).map(|seed| fixture.submit(TestRequest { seed, ..ask(&shared, 4) })).collect();
+    fixture.ask(Command::Continue);
     let done = |(reply, _): (Reply, _)| reply.blocking_recv().unwrap().unwrap();
     let cached: Vec<usize> = replies.into_iter().map(done).map(|f| f.cached_tokens).collect();
     assert_eq!(cached.iter().filter(|&&c| c == 299).count(), 7);
-    assert_eq!(bench.status().prefilled_tokens_total, 307);
+    assert_eq!(fixture.status().prefilled_tokens_total, 307);
 }
 
 #[test]
-fn name_spaces_do_not_share_their_prefixes() {
-    let bench = Bench::new(LIMITS, WeightFormat::F32);
-    bench.run(ask(&prompt(8, 40), 2));
-    let other = Ask { extra_key: "2".into(), ..ask(&prompt(8, 40), 2) };
-    assert_eq!(bench.run(other).cached_tokens, 0);
+fn namespaces_do_not_share_prefixes() {
+    let fixture = Fixture::new(LIMITS, WeightFormat::F32);
+    fixture.run(ask(&prompt(8, 40), 2));
+    let other = TestRequest { extra_key: "2".into(), ..ask(&prompt(8, 40), 2) };
+    assert_eq!(fixture.run(other).cached_tokens, 0);
 }
 
 #[test]
-fn an_abort_by_prefix_returns_what_is_there_and_leaves_the_rest() {
-    let bench = Bench::new(LIMITS, WeightFormat::F32);
-    let (cut, mut seen) = bench.submit(Ask { rid: "job-1".into(), ..ask(&prompt(9, 30), 900) });
-    let (other, _) = bench.submit(Ask { rid: "keep".into(), ..ask(&prompt(10, 30), 40) });
+fn abort_by_prefix_returns_partial_output_and_spares_other_requests() {
+    let fixture = Fixture::new(LIMITS, WeightFormat::F32);
+    let (cut, mut seen) =
+        fixture.submit(TestRequest { rid: "job-1".into(), ..ask(&prompt(9, 30), 900) });
+    let (other, _) = fixture.submit(TestRequest { rid: "keep".into(), ..ask(&prompt(10, 30), 40) });
     for _ in 0..5 {
         seen.blocking_recv().unwrap();
     }
-    bench.send(Command::Abort(Which::Prefix("job".into())));
+    fixture.send(Command::Abort(AbortTarget::Prefix("job".into())));
     let cut = cut.blocking_recv().unwrap().unwrap();
     assert_eq!(cut.finish, Finish::Aborted("Aborted"));
     let outputs = cut.output_ids.len();
@@ -285,32 +286,32 @@ fn an_abort_by_prefix_returns_what_is_there_and_leaves_the_rest() {
 }
 
 #[test]
-fn a_caller_that_leaves_frees_its_slots() {
-    let bench = Bench::new(LIMITS, WeightFormat::F32);
-    let (reply, mut seen) = bench.submit(ask(&prompt(9, 30), 900));
+fn disconnected_caller_frees_its_slots() {
+    let fixture = Fixture::new(LIMITS, WeightFormat::F32);
+    let (reply, mut seen) = fixture.submit(ask(&prompt(9, 30), 900));
     seen.blocking_recv().unwrap();
     drop(reply);
-    // The channel closes when the engine lets the request go.
+    // The channel closes when the engine drops the request.
     while seen.blocking_recv().is_some() {}
-    assert!(bench.ask(Command::Flush));
-    assert_eq!((bench.status().held_tokens, bench.status().aborted_total), (0, 1));
+    assert!(fixture.ask(Command::Flush));
+    assert_eq!((fixture.status().held_tokens, fixture.status().aborted_total), (0, 1));
 }
 
 #[test]
-fn a_pause_stops_requests_and_continuing_gives_the_undisturbed_result() {
+fn pausing_and_continuing_does_not_change_the_result() {
     let wanted = ask(&prompt(12, 64), 100);
-    let undisturbed = Bench::new(LIMITS, WeightFormat::F32).run(wanted.clone());
+    let undisturbed = Fixture::new(LIMITS, WeightFormat::F32).run(wanted.clone());
     for (mode, retractions) in [(PauseMode::InPlace, 0), (PauseMode::Retract, 1)] {
-        let bench = Bench::new(LIMITS, WeightFormat::F32);
-        let (reply, mut seen) = bench.submit(wanted.clone());
+        let fixture = Fixture::new(LIMITS, WeightFormat::F32);
+        let (reply, mut seen) = fixture.submit(wanted.clone());
         seen.blocking_recv().unwrap();
-        bench.ask(|reply| Command::Pause(mode, reply));
-        let generated = bench.status().generated_tokens_total;
-        let (late, _) = bench.submit(ask(&prompt(13, 20), 3));
-        // Retracted requests hold no KV, so a flush is in order; running ones forbid it.
-        assert_eq!(bench.ask(Command::Flush), mode == PauseMode::Retract);
-        assert_eq!(bench.status().generated_tokens_total, generated);
-        bench.ask(Command::Continue);
+        fixture.ask(|reply| Command::Pause(mode, reply));
+        let generated = fixture.status().generated_tokens_total;
+        let (late, _) = fixture.submit(ask(&prompt(13, 20), 3));
+        // Retracted requests hold no KV, so a flush is allowed; running requests prevent it.
+        assert_eq!(fixture.ask(Command::Flush), mode == PauseMode::Retract);
+        assert_eq!(fixture.status().generated_tokens_total, generated);
+        fixture.ask(Command::Continue);
         let got = reply.blocking_recv().unwrap().unwrap();
         assert_same(&undisturbed, &got);
         assert_eq!(got.retractions, retractions);
@@ -319,56 +320,56 @@ fn a_pause_stops_requests_and_continuing_gives_the_undisturbed_result() {
 }
 
 #[test]
-fn a_pause_with_abort_ends_running_requests() {
-    let bench = Bench::new(LIMITS, WeightFormat::F32);
-    let (reply, mut seen) = bench.submit(ask(&prompt(14, 20), 900));
+fn pause_with_abort_ends_running_requests() {
+    let fixture = Fixture::new(LIMITS, WeightFormat::F32);
+    let (reply, mut seen) = fixture.submit(ask(&prompt(14, 20), 900));
     seen.blocking_recv().unwrap();
-    bench.ask(|reply| Command::Pause(PauseMode::Abort, reply));
+    fixture.ask(|reply| Command::Pause(PauseMode::Abort, reply));
     assert_eq!(reply.blocking_recv().unwrap().unwrap().finish, Finish::Aborted("Aborted"));
 }
 
 #[test]
-fn an_update_waits_for_running_requests_then_flushes_and_changes_the_version() {
-    let bench = Bench::new(LIMITS, WeightFormat::F32);
+fn update_waits_for_running_requests_then_flushes_and_changes_version() {
+    let fixture = Fixture::new(LIMITS, WeightFormat::F32);
     let wanted = ask(&prompt(15, 40), 60);
-    let (reply, mut seen) = bench.submit(wanted.clone());
+    let (reply, mut seen) = fixture.submit(wanted.clone());
     seen.blocking_recv().unwrap();
-    let result = bench.update("b", "2", true);
+    let result = fixture.update("b", "2", true);
     assert!(result.success);
     assert_eq!(result.message, "Succeeded to update model weights. Weight version updated to 2.");
     let old = reply.blocking_recv().unwrap().unwrap();
     assert_eq!(old.finish, Finish::Length(60));
     assert!(old.spans.iter().all(|s| &*s.version == "1"));
-    assert_eq!(bench.status().weight_version, "2");
-    let new = bench.run(wanted);
+    assert_eq!(fixture.status().weight_version, "2");
+    let new = fixture.run(wanted);
     assert_eq!((new.cached_tokens, &*new.weight_version), (0, "2"));
     assert_ne!(new.rows, old.rows);
 }
 
 #[test]
-fn a_failed_update_keeps_weights_version_and_cache() {
-    let bench = Bench::new(LIMITS, WeightFormat::F32);
-    let before = bench.run(ask(&prompt(16, 40), 10));
-    let result = bench.update("absent", "2", true);
+fn failed_update_keeps_weights_version_and_cache() {
+    let fixture = Fixture::new(LIMITS, WeightFormat::F32);
+    let before = fixture.run(ask(&prompt(16, 40), 10));
+    let result = fixture.update("absent", "2", true);
     assert!(!result.success && result.message.contains("absent"));
-    let after = bench.run(ask(&prompt(16, 40), 10));
+    let after = fixture.run(ask(&prompt(16, 40), 10));
     assert_same(&before, &after);
     assert_eq!((after.cached_tokens, &*after.weight_version), (39, "1"));
 }
 
 #[test]
-fn an_update_during_a_pause_splits_the_version_spans() {
+fn update_during_pause_splits_version_spans() {
     for (mode, flush, success) in [
         (PauseMode::InPlace, false, true),
         (PauseMode::InPlace, true, false),
         (PauseMode::Retract, true, true),
     ] {
-        let bench = Bench::new(LIMITS, WeightFormat::F32);
-        let (reply, mut seen) = bench.submit(ask(&prompt(17, 40), 200));
+        let fixture = Fixture::new(LIMITS, WeightFormat::F32);
+        let (reply, mut seen) = fixture.submit(ask(&prompt(17, 40), 200));
         seen.blocking_recv().unwrap();
-        bench.ask(|reply| Command::Pause(mode, reply));
-        assert_eq!(bench.update("b", "2", flush).success, success);
-        bench.ask(Command::Continue);
+        fixture.ask(|reply| Command::Pause(mode, reply));
+        assert_eq!(fixture.update("b", "2", flush).success, success);
+        fixture.ask(Command::Continue);
         let done = reply.blocking_recv().unwrap().unwrap();
         let versions: Vec<&str> = done.spans.iter().map(|s| &*s.version).collect();
         assert_eq!(versions, ["1", "2"]);
@@ -379,13 +380,13 @@ fn an_update_during_a_pause_splits_the_version_spans() {
 }
 
 #[test]
-fn prompt_log_probs_agree_with_sampled_ones() {
-    let bench = Bench::new(LIMITS, WeightFormat::F32);
+fn prompt_log_probs_equal_sampled_log_probs() {
+    let fixture = Fixture::new(LIMITS, WeightFormat::F32);
     let start = prompt(18, 30);
-    let sampled = bench.run(ask(&start, 10));
+    let sampled = fixture.run(ask(&start, 10));
     let mut whole = start.clone();
     whole.extend(&sampled.output_ids);
-    let scored = bench.run(Ask { logprob_start: Some(29), ..ask(&whole, 0) });
+    let scored = fixture.run(TestRequest { logprob_start: Some(29), ..ask(&whole, 0) });
     assert_eq!(scored.cached_tokens, 29);
     assert_eq!(scored.input_logprobs.len(), 11);
     assert_eq!(scored.input_logprobs[0], None);
@@ -395,26 +396,26 @@ fn prompt_log_probs_agree_with_sampled_ones() {
 }
 
 #[test]
-fn higher_priority_runs_first_and_a_full_queue_refuses() {
+fn higher_priority_runs_first_and_full_queue_rejects() {
     let limits = Limits { max_running: 1, max_queued: 2, ..LIMITS };
-    let bench = Bench::new(limits, WeightFormat::F32);
-    bench.ask(|reply| Command::Pause(PauseMode::InPlace, reply));
-    let (first, _) = bench.submit(ask(&prompt(19, 10), 5));
-    let (second, _) = bench.submit(ask(&prompt(20, 10), 5));
-    let (third, _) = bench.submit(ask(&prompt(21, 10), 5));
+    let fixture = Fixture::new(limits, WeightFormat::F32);
+    fixture.ask(|reply| Command::Pause(PauseMode::InPlace, reply));
+    let (first, _) = fixture.submit(ask(&prompt(19, 10), 5));
+    let (second, _) = fixture.submit(ask(&prompt(20, 10), 5));
+    let (third, _) = fixture.submit(ask(&prompt(21, 10), 5));
     assert_eq!(third.blocking_recv().unwrap().unwrap_err(), Refusal::QueueFull);
-    bench.ask(Command::Continue);
+    fixture.ask(Command::Continue);
     let a = first.blocking_recv().unwrap().unwrap();
     let b = second.blocking_recv().unwrap().unwrap();
     assert!(a.queue_seconds <= b.queue_seconds);
 }
 
 #[test]
-fn the_trainer_sees_the_log_probs_and_routes_of_an_f32_engine() {
-    let bench = Bench::new(LIMITS, WeightFormat::F32);
+fn trainer_reproduces_log_probs_and_routes_of_f32_engine() {
+    let fixture = Fixture::new(LIMITS, WeightFormat::F32);
     let start = prompt(22, 90);
-    let got = bench.run(Ask { temperature: 0.7, ..ask(&start, 120) });
-    let trainer = TrainModel::<f32>::load(&bench.path("a")).unwrap();
+    let got = fixture.run(TestRequest { temperature: 0.7, ..ask(&start, 120) });
+    let trainer = TrainModel::<f32>::load(&fixture.path("a")).unwrap();
     let tokens = [start.clone(), got.output_ids].concat();
     let scored = (0..tokens.len()).map(|i| i >= start.len()).collect();
     let end = tokens.len();

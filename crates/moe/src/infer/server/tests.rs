@@ -1,13 +1,15 @@
 use super::*;
 use crate::checkpoint::{StoredType, save_checkpoint};
+use crate::infer::WeightFormat;
 use crate::infer::model::tests::small_config;
 use crate::{CheckpointError, Weights};
+use camino::Utf8PathBuf;
 use reqwest::Client;
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// A served engine; dropped, it is cancelled.
-struct Served {
+/// A running engine server; dropping it cancels the server.
+struct TestServer {
     url: String,
     client: Client,
     cancel: CancellationToken,
@@ -19,7 +21,7 @@ fn folder(root: &tempfile::TempDir, name: &str) -> Utf8PathBuf {
     Utf8PathBuf::try_from(root.path().join(name)).unwrap()
 }
 
-async fn serve(change: impl FnOnce(&mut EngineOptions)) -> Served {
+async fn serve(change: impl FnOnce(&mut EngineOptions)) -> TestServer {
     let root = tempfile::tempdir().unwrap();
     for (name, seed) in [("a", 1), ("b", 2)] {
         let weights = Weights::random(small_config(2), seed);
@@ -33,10 +35,10 @@ async fn serve(change: impl FnOnce(&mut EngineOptions)) -> Served {
     let mut tasks = JoinSet::new();
     tasks.spawn(serve_engine(options, listener, cancel.clone()));
     let _ = rustls::crypto::ring::default_provider().install_default();
-    Served { url, client: Client::new(), cancel, tasks, folder: root }
+    TestServer { url, client: Client::new(), cancel, tasks, folder: root }
 }
 
-impl Served {
+impl TestServer {
     async fn post(&self, path: &str, body: &Value) -> (u16, String) {
         let request = self.client.post(format!("{}{path}", self.url)).body(body.to_string());
         let response = request.send().await.unwrap();
@@ -68,8 +70,7 @@ fn body(tokens: usize) -> Value {
     })
 }
 
-/// Exchanges recorded with SGLang itself; `None`, reported as a skip, where the recordings are
-/// absent.
+/// Exchanges recorded with SGLang; `None`, reported as a skip, if the recordings are absent.
 fn recorded(name: &str) -> Option<Vec<Value>> {
     let path = orchestrate_e2e::skip::data(&format!("captures/sglang-0.5.23/{name}.json"))?;
     let text = fs_err::read_to_string(path).unwrap();
@@ -77,11 +78,11 @@ fn recorded(name: &str) -> Option<Vec<Value>> {
     recording["exchanges"].as_array().cloned()
 }
 
-async fn replay(served: &Served, exchange: &Value) -> (u16, String) {
+async fn replay(server: &TestServer, exchange: &Value) -> (u16, String) {
     let request = &exchange["request"];
     let method = request["method"].as_str().unwrap().parse().unwrap();
-    let url = format!("{}{}", served.url, request["path"].as_str().unwrap());
-    let mut builder = served.client.request(method, url);
+    let url = format!("{}{}", server.url, request["path"].as_str().unwrap());
+    let mut builder = server.client.request(method, url);
     if let Some(body) = request["body_raw"].as_str() {
         builder = builder.body(body.to_owned());
     }
@@ -90,12 +91,12 @@ async fn replay(served: &Served, exchange: &Value) -> (u16, String) {
 }
 
 #[tokio::test]
-async fn refusals_have_the_recorded_status_and_body() {
-    let served = serve(|_| {}).await;
+async fn error_replies_have_recorded_status_and_body() {
+    let server = serve(|_| {}).await;
     for name in ["bad_requests", "overlong", "flush_cache", "abort_unknown_rid", "info_get_load"] {
         let Some(exchanges) = recorded(name) else { return };
         for exchange in exchanges {
-            let (status, text) = replay(&served, &exchange).await;
+            let (status, text) = replay(&server, &exchange).await;
             let expected = &exchange["response"];
             let what = exchange["request"]["body_raw"].as_str().unwrap_or("").len();
             assert_eq!(json!(status), expected["status"], "{name} {what}: {text}");
@@ -111,7 +112,7 @@ async fn refusals_have_the_recorded_status_and_body() {
             };
             let got: Value = serde_json::from_str(&text).unwrap();
             if expected["type"] == "Bad Request" {
-                // The original names its own source files in the message.
+                // SGLang names its source files in the message.
                 let keys = |v: &Value| v.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
                 assert_eq!(keys(&got), keys(&expected));
             } else if status != 200 {
@@ -119,12 +120,12 @@ async fn refusals_have_the_recorded_status_and_body() {
             }
         }
     }
-    served.stop().await.unwrap();
+    server.stop().await.unwrap();
 }
 
 #[tokio::test]
-async fn replies_have_the_recorded_fields() {
-    /// Times of parts this engine does not have.
+async fn replies_have_recorded_fields() {
+    /// Timings of components that this engine does not have.
     const FOREIGN: [&str; 5] = [
         "storage_prefetch_wait",
         "storage_staging_wait",
@@ -132,11 +133,11 @@ async fn replies_have_the_recorded_fields() {
         "prefill_finished_time",
         "api_server_dispatch_finish_ts",
     ];
-    let served = serve(|_| {}).await;
+    let server = serve(|_| {}).await;
     for (name, index) in [("turn1", 0), ("max_new_tokens_0_1", 0), ("max_new_tokens_0_1", 1)] {
         let Some(exchanges) = recorded(name) else { return };
         let exchange = &exchanges[index];
-        let (status, text) = replay(&served, exchange).await;
+        let (status, text) = replay(&server, exchange).await;
         assert_eq!(status, 200, "{text}");
         let got: Value = serde_json::from_str(&text).unwrap();
         let expected = exchange["response"]["body_raw"].as_str().unwrap();
@@ -159,16 +160,16 @@ async fn replies_have_the_recorded_fields() {
         let outputs = got["meta_info"]["completion_tokens"].as_u64().unwrap();
         assert_eq!(bytes.len() as u64, (prompt + outputs - 1) * 2 * 2 * 4);
     }
-    served.stop().await.unwrap();
+    server.stop().await.unwrap();
 }
 
 #[tokio::test]
-async fn a_stream_is_cumulative_and_ends_with_the_plain_reply() {
-    let served = serve(|_| {}).await;
-    let plain = served.generate(body(8)).await;
+async fn stream_is_cumulative_and_ends_with_the_plain_reply() {
+    let server = serve(|_| {}).await;
+    let plain = server.generate(body(8)).await;
     let mut asked = body(8);
     asked["stream"] = json!(true);
-    let (status, text) = served.post("/generate", &asked).await;
+    let (status, text) = server.post("/generate", &asked).await;
     assert_eq!(status, 200);
     let events: Vec<&str> = text.lines().filter_map(|l| l.strip_prefix("data: ")).collect();
     let (done, events) = events.split_last().unwrap();
@@ -182,13 +183,13 @@ async fn a_stream_is_cumulative_and_ends_with_the_plain_reply() {
         assert_eq!(last["meta_info"][key], plain["meta_info"][key]);
     }
     assert_eq!(last["output_ids"], plain["output_ids"]);
-    served.stop().await.unwrap();
+    server.stop().await.unwrap();
 }
 
 #[tokio::test]
-async fn batches_samples_and_duplicate_ids() {
-    let served = serve(|_| {}).await;
-    let batch = served.generate(json!({
+async fn batches_and_samples_are_served_and_duplicate_ids_rejected() {
+    let server = serve(|_| {}).await;
+    let batch = server.generate(json!({
         "input_ids": [[1, 2, 3], [4, 5]], "rid": ["x", "y"],
         "sampling_params": {"max_new_tokens": 2}
     }));
@@ -197,113 +198,113 @@ async fn batches_samples_and_duplicate_ids() {
     assert_eq!(batch[1]["meta_info"]["prompt_tokens"], 2);
     let mut asked = body(6);
     asked["sampling_params"]["n"] = json!(2);
-    let samples = served.generate(asked).await;
+    let samples = server.generate(asked).await;
     assert_ne!(samples[0]["output_ids"], samples[1]["output_ids"]);
     let twice = json!({"input_ids": [[1], [2]], "rid": ["same", "same"]});
-    let (status, text) = served.post("/generate", &twice).await;
+    let (status, text) = server.post("/generate", &twice).await;
     assert_eq!(status, 400);
     assert!(text.contains("Duplicate request ID"), "{text}");
-    // The refusal released the id.
-    served.generate(json!({"input_ids": [1], "rid": "same"})).await;
-    let (status, text) = served.post("/generate", &json!({"input_ids": [5000, 3]})).await;
+    // The error released the id.
+    server.generate(json!({"input_ids": [1], "rid": "same"})).await;
+    let (status, text) = server.post("/generate", &json!({"input_ids": [5000, 3]})).await;
     assert_eq!(status, 400);
     assert!(text.contains("token id 5000 is outside the vocabulary"), "{text}");
     let unknown = json!({"input_ids": [1], "sampling_params": {"seed": 1}});
-    let (status, text) = served.post("/generate", &unknown).await;
+    let (status, text) = server.post("/generate", &unknown).await;
     let error: Value = serde_json::from_str(&text).unwrap();
     assert!(status == 400 && error["error"].is_string(), "{text}");
-    served.stop().await.unwrap();
+    server.stop().await.unwrap();
 }
 
 #[tokio::test]
-async fn weights_are_updated_from_disk_or_left_alone() {
-    let served = serve(|o| o.weight_version = "1".into()).await;
-    let before = served.generate(body(4)).await;
+async fn weights_are_updated_from_disk_or_stay_unchanged() {
+    let server = serve(|o| o.weight_version = "1".into()).await;
+    let before = server.generate(body(4)).await;
     assert_eq!(before["meta_info"]["weight_version"], "1");
     let path = "/update_weights_from_disk";
-    let (status, text) = served.post(path, &json!({"model_path": "no-such-dir"})).await;
+    let (status, text) = server.post(path, &json!({"model_path": "no-such-dir"})).await;
     let reply: Value = serde_json::from_str(&text).unwrap();
     assert_eq!((status, &reply["success"]), (400, &json!(false)));
-    let again = served.generate(body(4)).await;
+    let again = server.generate(body(4)).await;
     assert_eq!(again["meta_info"]["cached_tokens"], 38);
-    let folder = folder(&served.folder, "b");
+    let folder = folder(&server.folder, "b");
     let asked = json!({"model_path": folder, "weight_version": "2"});
-    let (status, text) = served.post(path, &asked).await;
+    let (status, text) = server.post(path, &asked).await;
     let reply: Value = serde_json::from_str(&text).unwrap();
     assert_eq!((status, &reply["success"]), (200, &json!(true)));
-    let (_, info) = served.get("/server_info").await;
+    let (_, info) = server.get("/server_info").await;
     let info: Value = serde_json::from_str(&info).unwrap();
     assert_eq!((&info["weight_version"], &info["model_path"]), (&json!("2"), &json!(folder)));
     assert_eq!(info["enable_return_routed_experts"], true);
-    let after = served.generate(body(4)).await;
+    let after = server.generate(body(4)).await;
     assert_eq!(after["meta_info"]["cached_tokens"], 0);
     assert_ne!(after["meta_info"]["routed_experts"], before["meta_info"]["routed_experts"]);
-    served.stop().await.unwrap();
+    server.stop().await.unwrap();
 }
 
 #[tokio::test]
-async fn a_paused_engine_is_healthy_but_not_ready() {
-    let served = serve(|_| {}).await;
-    assert_eq!(served.get("/health_generate").await, (200, String::new()));
-    let (_, text) = served.post("/pause_generation", &json!({"mode": "in_place"})).await;
+async fn paused_engine_is_healthy_but_not_ready() {
+    let server = serve(|_| {}).await;
+    assert_eq!(server.get("/health_generate").await, (200, String::new()));
+    let (_, text) = server.post("/pause_generation", &json!({"mode": "in_place"})).await;
     assert_eq!(text, r#"{"message":"Generation paused successfully.","status":"ok"}"#);
-    assert_eq!(served.get("/health").await.0, 200);
-    assert_eq!(served.get("/ready").await.0, 503);
-    let (status, _) = served.post("/pause_generation", &json!({"mode": "sideways"})).await;
+    assert_eq!(server.get("/health").await.0, 200);
+    assert_eq!(server.get("/ready").await.0, 503);
+    let (status, _) = server.post("/pause_generation", &json!({"mode": "sideways"})).await;
     assert_eq!(status, 400);
-    served.post("/continue_generation", &json!({})).await;
-    assert_eq!(served.get("/ready").await.0, 200);
-    served.stop().await.unwrap();
+    server.post("/continue_generation", &json!({})).await;
+    assert_eq!(server.get("/ready").await.0, 200);
+    server.stop().await.unwrap();
 }
 
 #[tokio::test]
-async fn everything_but_health_wants_the_key() {
-    let served = serve(|o| o.api_key = Some("secret".into())).await;
-    assert_eq!(served.get("/health").await.0, 200);
-    let (status, text) = served.get("/server_info").await;
+async fn all_routes_except_health_require_the_key() {
+    let server = serve(|o| o.api_key = Some("secret".into())).await;
+    assert_eq!(server.get("/health").await.0, 200);
+    let (status, text) = server.get("/server_info").await;
     assert_eq!((status, text.as_str()), (401, r#"{"error":"Unauthorized"}"#));
-    assert_eq!(served.post("/generate", &body(1)).await.0, 401);
-    let request = served.client.get(format!("{}/server_info", served.url)).bearer_auth("secret");
+    assert_eq!(server.post("/generate", &body(1)).await.0, 401);
+    let request = server.client.get(format!("{}/server_info", server.url)).bearer_auth("secret");
     assert_eq!(request.send().await.unwrap().status(), 200);
-    served.stop().await.unwrap();
+    server.stop().await.unwrap();
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_up_aborts_its_request() {
-    let served = serve(|_| {}).await;
+async fn disconnected_client_aborts_its_request() {
+    let server = serve(|_| {}).await;
     let mut asked = body(900);
     asked["stream"] = json!(true);
-    let request = served.client.post(format!("{}/generate", served.url)).body(asked.to_string());
+    let request = server.client.post(format!("{}/generate", server.url)).body(asked.to_string());
     let mut response = request.send().await.unwrap();
     response.chunk().await.unwrap().unwrap();
     drop(response);
-    // A flush is refused until the request is gone.
-    while served.get("/flush_cache").await.0 != 200 {}
-    let (_, metrics) = served.get("/metrics").await;
+    // A flush fails until the request has ended.
+    while server.get("/flush_cache").await.0 != 200 {}
+    let (_, metrics) = server.get("/metrics").await;
     assert!(metrics.contains("sglang:num_running_reqs{"), "{metrics}");
     let aborted = metrics.lines().find(|l| l.starts_with("sglang:num_aborted_requests_total{"));
     assert!(aborted.unwrap().ends_with(" 1"));
-    served.stop().await.unwrap();
+    server.stop().await.unwrap();
 }
 
 #[tokio::test]
-async fn cancelling_answers_running_requests_and_ends() {
-    let served = serve(|_| {}).await;
-    let url = format!("{}/generate", served.url);
+async fn cancelling_answers_running_requests_and_stops() {
+    let server = serve(|_| {}).await;
+    let url = format!("{}/generate", server.url);
     let mut asked = body(900);
     asked["stream"] = json!(true);
-    let request = served.client.post(url).body(asked.to_string());
+    let request = server.client.post(url).body(asked.to_string());
     let mut response = request.send().await.unwrap();
     response.chunk().await.unwrap().unwrap();
-    let (ended, text) = tokio::join!(served.stop(), response.text());
+    let (ended, text) = tokio::join!(server.stop(), response.text());
     ended.unwrap();
     assert!(text.unwrap().contains(r#""finish_reason":{"type":"abort""#));
 }
 
 #[tokio::test]
-async fn a_missing_model_is_an_error_that_names_it() {
-    let mut served = serve(|o| o.model_path = "/no/such/model".into()).await;
-    let error = served.tasks.join_next().await.unwrap().unwrap().unwrap_err();
+async fn missing_model_error_names_the_folder() {
+    let mut server = serve(|o| o.model_path = "/no/such/model".into()).await;
+    let error = server.tasks.join_next().await.unwrap().unwrap().unwrap_err();
     assert!(matches!(error, EngineServeError::Model(CheckpointError { ref path, .. })
         if path.contains("/no/such/model")));
 }
@@ -316,15 +317,15 @@ async fn measure_turns_over_http() {
         let root = tempfile::tempdir().unwrap();
         let weights = Weights::random(small_config(4), 1);
         save_checkpoint(&folder(&root, "m"), &weights, StoredType::F32, None).unwrap();
-        let served = serve(|o| {
+        let server = serve(|o| {
             o.weight_format = format;
             o.model_path = folder(&root, "m");
         });
-        let served = served.await;
+        let server = server.await;
         let started = std::time::Instant::now();
         let mut tasks = JoinSet::new();
         for seed in 0..16u32 {
-            let (client, url) = (served.client.clone(), format!("{}/generate", served.url));
+            let (client, url) = (server.client.clone(), format!("{}/generate", server.url));
             tasks.spawn(async move {
                 let (mut tokens, mut have, mut sampled) = (vec![seed + 1; 100], 0, 0);
                 for _ in 0..4 {
@@ -349,12 +350,12 @@ async fn measure_turns_over_http() {
         let sampled: usize = tasks.join_all().await.into_iter().sum();
         let rate = sampled as f64 / started.elapsed().as_secs_f64();
         eprintln!("{format:?}, 16 episodes of 4 turns: {rate:.0} sampled tokens/s");
-        served.stop().await.unwrap();
+        server.stop().await.unwrap();
     }
 }
 
 #[tokio::test]
-async fn text_goes_in_and_comes_out_where_there_is_a_tokenizer() {
+async fn text_is_accepted_and_returned_with_a_tokenizer() {
     let vocab: serde_json::Map<String, Value> =
         (0..1024).map(|i| (format!("t{i}"), json!(i))).collect();
     let tokenizer = json!({
@@ -362,28 +363,28 @@ async fn text_goes_in_and_comes_out_where_there_is_a_tokenizer() {
         "normalizer": null, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null,
         "decoder": null, "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"}
     });
-    let served = serve(|o| {
+    let server = serve(|o| {
         fs_err::write(o.model_path.join("tokenizer.json"), tokenizer.to_string()).unwrap();
     });
-    let served = served.await;
+    let server = server.await;
     let asked = |more: Value| {
         let mut sampling = json!({"max_new_tokens": 6, "temperature": 1.0, "sampling_seed": 1});
         sampling.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         json!({"text": "t5 t6", "sampling_params": sampling})
     };
-    let plain = served.generate(asked(json!({}))).await;
+    let plain = server.generate(asked(json!({}))).await;
     assert_eq!(plain["meta_info"]["prompt_tokens"], 2);
     let words: Vec<&str> = plain["text"].as_str().unwrap().split(' ').collect();
     assert_eq!(words.len(), 6);
-    let stopped = served.generate(asked(json!({"stop": words[2]}))).await;
+    let stopped = server.generate(asked(json!({"stop": words[2]}))).await;
     let finish = json!({"type": "stop", "matched": words[2]});
     assert_eq!(stopped["meta_info"]["finish_reason"], finish);
     assert_eq!(stopped["text"], format!("{} {} ", words[0], words[1]));
     assert_eq!(stopped["output_ids"].as_array().unwrap().len(), 3);
     let id = plain["output_ids"][1].clone();
-    let stopped = served.generate(asked(json!({"stop_token_ids": [id]}))).await;
+    let stopped = server.generate(asked(json!({"stop_token_ids": [id]}))).await;
     assert_eq!(stopped["text"], words[0]);
-    let ignored = served.generate(asked(json!({"stop_token_ids": [id], "ignore_eos": true}))).await;
+    let ignored = server.generate(asked(json!({"stop_token_ids": [id], "ignore_eos": true}))).await;
     assert_eq!(ignored["output_ids"], plain["output_ids"]);
-    served.stop().await.unwrap();
+    server.stop().await.unwrap();
 }
