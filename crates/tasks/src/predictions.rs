@@ -1,7 +1,7 @@
 //! Predictions: one patch per task, in the files that SWE-bench's harness and agents exchange.
 //!
-//! The invariant: a patch is passed on byte for byte. Without its last line end neither `git
-//! apply` nor `patch` takes it.
+//! The invariant: a patch is kept byte for byte. `git apply` and `patch` both reject one without
+//! its final line end.
 
 use crate::load::{self, LoadError};
 use camino::Utf8Path;
@@ -11,17 +11,17 @@ use serde_json::{Map, Value};
 /// One patch for one task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Prediction {
-    /// The task.
+    /// Id of the task.
     pub instance_id: String,
-    /// Who made it.
+    /// The model that made the patch.
     #[serde(default)]
     pub model_name_or_path: String,
-    /// The patch; `None` if the agent made none. The harness does not run an empty one either.
+    /// The patch; `None` if the agent made none. Like an empty one, it is not graded.
     pub model_patch: Option<String>,
 }
 
 /// Reads `predictions.jsonl` (a prediction per line), or JSON: a list, or an object by instance id
-/// like mini-swe-agent's `preds.json`. Any may be compressed by gzip.
+/// like mini-swe-agent's `preds.json`. Each may be compressed with gzip.
 ///
 /// # Errors
 /// If the file cannot be read or an entry is not a prediction.
@@ -67,7 +67,7 @@ pub fn jsonl(predictions: &[Prediction]) -> serde_json::Result<String> {
 }
 
 /// The content of mini-swe-agent's `preds.json`: an object by instance id. Of two predictions for
-/// one task the later one stands.
+/// one task, the later one is kept.
 ///
 /// # Errors
 /// Never in practice: every prediction can be written.

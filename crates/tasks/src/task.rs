@@ -1,4 +1,4 @@
-//! One task, whatever family it comes from.
+//! A task of any family.
 
 use crate::swe::{Report, SweRow};
 use serde::{Deserialize, Serialize};
@@ -9,11 +9,11 @@ use std::time::Duration;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Split {
-    /// Trained on.
+    /// Used for training.
     Train,
-    /// Unseen identifiers, known bug families.
+    /// Not trained on: unseen identifiers, known bug families.
     HeldOut,
-    /// Unseen bug families.
+    /// Not trained on: unseen bug families.
     HeldOutFamilies,
 }
 
@@ -26,28 +26,28 @@ pub struct TaskFile {
     pub content: String,
 }
 
-/// Result of one test, in R2E-Gym's words.
+/// Result of one test, with R2E-Gym's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum TestStatus {
-    /// It passed.
+    /// The test passed.
     Passed,
     /// An assertion failed.
     Failed,
-    /// It could not run.
+    /// The test could not run.
     Error,
 }
 
-/// Where a task's tree comes from, and with it how a change to it is taken and judged.
+/// Where a task's tree comes from, which decides how a change is extracted and graded.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Origin {
-    /// [`Task::agent_files`], in a folder that is empty otherwise.
+    /// [`Task::agent_files`], in an otherwise empty folder.
     #[default]
     Files,
-    /// A git repository in an image of R2E-Gym's, with its hidden tests.
+    /// A git repository in an R2E-Gym image, with its hidden tests.
     R2e,
-    /// A git repository in an image of SWE-bench's; the row says how it is tested.
+    /// A git repository in a SWE-bench image; the row defines how it is tested.
     SweBench(Box<SweRow>),
 }
 
@@ -57,7 +57,7 @@ impl Origin {
     }
 }
 
-/// One problem with its environment and its judge.
+/// One problem, with its environment and its hidden tests.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Task {
     /// Unique within its family, e.g. `micro__000123` or `aiohttp__<commit>`.
@@ -66,9 +66,9 @@ pub struct Task {
     pub environment: String,
     /// Bug family inside the environment, for reports.
     pub family: String,
-    /// Part.
+    /// Training or held-out part of the family.
     pub split: Split,
-    /// What the agent reads.
+    /// The issue text that the agent reads.
     pub problem_statement: String,
     /// Container image.
     pub image: String,
@@ -76,11 +76,11 @@ pub struct Task {
     pub workdir: String,
     /// Files the agent finds in `workdir`.
     pub agent_files: Vec<TaskFile>,
-    /// Files only the grader gets, laid over the patched tree.
+    /// Files that only the grader gets; they are written over the patched tree.
     pub hidden_files: Vec<TaskFile>,
     /// Shell command that runs the hidden tests in `workdir`.
     pub test_command: String,
-    /// Longest time for it.
+    /// Time limit of [`Task::test_command`].
     pub test_timeout: Duration,
     /// Every hidden test with the status it must have.
     pub expected: BTreeMap<String, TestStatus>,
@@ -92,8 +92,8 @@ pub struct Task {
 }
 
 impl Task {
-    /// Folder of the repository's own programs, which come first in a command's `PATH`; `None`
-    /// where the image needs no such help.
+    /// Folder of the repository's own programs, which is put first in the `PATH` of commands;
+    /// `None` if the image does not need it.
     pub fn programs(&self) -> Option<&'static str> {
         match self.origin {
             Origin::Files => None,
@@ -103,7 +103,7 @@ impl Task {
     }
 }
 
-/// What the judge says about one log.
+/// Result of grading one log.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
     /// 1.0 if the whole status map is as expected, else 0.0 (the strict rule).
@@ -115,7 +115,7 @@ pub struct Verdict {
     /// Tests whose status differs from what was expected (missing ones included).
     pub differing: Vec<String>,
     /// SWE-bench's entry of `report.json`; `None` for other families, and where its harness leaves
-    /// none (no command applies the patch, the tests ran out of time, the log cannot be read).
+    /// no report (no command applies the patch, the tests ran out of time, the log cannot be read).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<Report>,
 }

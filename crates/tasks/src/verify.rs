@@ -1,13 +1,13 @@
-//! Building blocks for grading a patch and for checking a task: which files the hidden tests run
-//! on, and what a healthy task scores.
+//! Building blocks for grading a patch and for checking a task: the files that the hidden tests run
+//! on, and the scores of a sound task.
 //!
 //! The invariant: in a graded tree everything under the hidden tests' folder is ours.
 
 use crate::patch::{self, PatchError};
 use crate::task::{Task, TaskFile, Verdict};
 
-/// The files in which `task`'s hidden tests judge `patch`: the agent's files, patched; then
-/// whatever the patch put where hidden tests live taken away; then the hidden files.
+/// The tree in which `task`'s hidden tests grade `patch`: the agent's files with the patch applied,
+/// without anything in the folders of the hidden tests, plus the hidden files.
 ///
 /// # Errors
 /// If the patch does not apply to [`Task::agent_files`].
@@ -29,10 +29,10 @@ pub fn with_hidden(task: &Task, mut tree: Vec<TaskFile>) -> Vec<TaskFile> {
     tree
 }
 
-/// Tests that a problem names; all of them may be thousands.
+/// Maximum number of tests listed in a problem.
 const NAMED: usize = 5;
 
-/// Verdicts of the gold patch and of no patch at all.
+/// Verdicts of the gold patch and of an empty patch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Check {
     /// With [`Task::gold_patch`].
@@ -62,19 +62,19 @@ impl Check {
     }
 }
 
-/// What repeated checks say about a task.
+/// Result of repeated checks of a task.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Health {
-    /// The gold patch scores 1 and no patch scores 0, each time.
+    /// The gold patch scores 1 and an empty patch scores 0, each time.
     Sound,
-    /// It does not, each time in the same way.
+    /// Not sound, in the same way each time; the problems.
     Unsound(Vec<String>),
-    /// Checks differ: what does.
+    /// Checks of the same task differ; which ones.
     Flaky(Vec<String>),
 }
 
 impl Health {
-    /// The verdict on `rounds` of the same task.
+    /// Health of a task from repeated checks of it.
     pub fn of(rounds: &[Check]) -> Self {
         let scores = |part: fn(&Check) -> &Verdict| -> Vec<bool> {
             rounds.iter().map(|check| part(check).reward > 0.5).collect()

@@ -1,4 +1,4 @@
-//! What version 5 of the harness looks for in a log beside results.
+//! What version 5 of the harness searches for in a log besides test results.
 
 use super::parsers::pattern;
 use super::reading::InfraFailure;
@@ -21,12 +21,12 @@ static SUITE_RAN: LazyLock<Regex> = LazyLock::new(|| {
 });
 static EXIT_CODE: LazyLock<Regex> =
     LazyLock::new(|| pattern(r">>>>> Test Exit Code:[\s\x1c-\x1f]*(-?\d+)"));
-/// What these patterns may find on the next line that is not blank.
+/// The start of a match that may continue on the next line that is not blank.
 static UNFINISHED: LazyLock<Regex> =
     LazyLock::new(|| pattern(r"(?:Tests|Test Suites|>>>>> Test Exit Code):[\s\x1c-\x1f]*$"));
 
-/// Troubles of the environment: name, whether no patch could cause it, pattern. The first that is
-/// anywhere in the log counts.
+/// Problems of the environment: name, whether it cannot have been caused by a patch, pattern. The
+/// first one of the list that occurs anywhere in the log counts.
 const TROUBLES: [(&str, bool, &str); 8] = [
     ("browser_launch_failed", true, "Failed to launch|Failed to connect to the bus"),
     ("display_unavailable", true, "cannot open display|Missing X server|unable to open X display"),
@@ -46,13 +46,13 @@ static SIGNS: LazyLock<RegexSet> = LazyLock::new(|| {
     RegexSet::new(TROUBLES.map(|(_, _, sign)| sign)).expect("patterns of this file")
 });
 
-/// Evidence of one log.
+/// Evidence found in one log.
 #[derive(Debug, Default)]
 pub(super) struct Evidence {
     suite_ran: bool,
     exit_code: Option<String>,
     troubles: [bool; TROUBLES.len()],
-    /// The beginning of something that may go on after white space and line ends.
+    /// The start of a match that may continue after white space and line ends.
     unfinished: Option<String>,
 }
 
@@ -93,7 +93,7 @@ impl Evidence {
         self.exit_code.as_deref().is_some_and(|code| !is_zero(code))
     }
 
-    /// The first trouble of the list that the log shows.
+    /// The first problem of the list that occurs in the log.
     pub(super) fn infra_failure(&self) -> Option<InfraFailure> {
         let mut seen = TROUBLES.iter().zip(self.troubles).filter(|(_, seen)| *seen);
         let ((reason, certain, _), _) = seen.next()?;

@@ -1,6 +1,6 @@
-//! From a test log to the statuses that count.
+//! Reads from a test log the statuses that count.
 //!
-//! The invariant: the log is read once, in order, and nothing that is held grows with it (see
+//! The invariant: the log is read once, in order, and memory does not grow with it (see
 //! [`crate::LINE_BYTES`] and [`super::OTHER_NAMES_BYTES`]).
 
 use super::evidence::Evidence;
@@ -12,7 +12,7 @@ use std::io::BufRead;
 
 const START: &str = ">>>>> Start Test Output";
 const END: &str = ">>>>> End Test Output";
-/// Whatever else it says, a log with one of these is not graded.
+/// A log that contains one of these is not graded, whatever else it contains.
 const BAD: [&str; 4] = [
     ">>>>> Patch Apply Failed",
     ">>>>> Reset Failed",
@@ -20,12 +20,13 @@ const BAD: [&str; 4] = [
     ">>>>> Tests Timed Out",
 ];
 
-/// What a log says.
+/// Result of reading a log.
 #[derive(Debug)]
 pub enum Reading {
-    /// The tests ran; for each its status.
+    /// The tests ran; the status of each.
     Ran(StatusMap),
-    /// They did not, or the log does not describe the run: to the harness the patch did not apply.
+    /// They did not run, or the log is incomplete. The harness reports that the patch did not
+    /// apply.
     DidNotRun(DidNotRun),
 }
 
@@ -34,20 +35,20 @@ pub enum Reading {
 pub struct DidNotRun {
     /// What is wrong with the log.
     pub reason: String,
-    /// What version 5 takes for the cause, if it knows one.
+    /// The cause that version 5 recognises, if any.
     pub infra: Option<InfraFailure>,
 }
 
-/// A trouble of the environment that a log shows. Advisory: it changes no verdict.
+/// A problem of the environment that a log shows. Advisory: it changes no verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InfraFailure {
-    /// The harness' name for it, like `out_of_memory`.
+    /// The harness's name for it, such as `out_of_memory`.
     pub reason: &'static str,
-    /// Whether no patch could cause it.
+    /// Whether it cannot have been caused by a patch.
     pub certain: bool,
 }
 
-/// A parser and what it found so far; a failure of it counts only if its map does.
+/// A parser and the statuses it found so far. Its failure counts only if its statuses are used.
 #[derive(Debug)]
 struct Parse {
     parser: Box<dyn ReadLines>,
@@ -66,7 +67,7 @@ impl Parse {
     }
 }
 
-/// Where the log is, seen from its markers.
+/// Position in the log relative to its markers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     Before,
@@ -74,11 +75,11 @@ enum Part {
     After,
 }
 
-/// Reads `log` into `map`, an empty one. What stands between the markers counts; where that holds
-/// no result, as when streams were not kept in order, the whole log does.
+/// Reads `log` into a fresh copy of `map`. Only the part between the markers counts, unless it has
+/// no result (for example because output streams were interleaved); then the whole log counts.
 ///
 /// # Errors
-/// If reading fails, or the harness would raise.
+/// If reading fails, or the harness would raise an exception.
 pub(super) fn read(
     parser: LogParser,
     harness: Harness,

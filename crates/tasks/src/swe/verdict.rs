@@ -1,4 +1,4 @@
-//! From statuses to a verdict, in the shape of the harness' `report.json`.
+//! Turns test statuses into a verdict, in the format of the harness's `report.json`.
 
 use super::reading::{self, Reading};
 use super::status::{Status, StatusMap};
@@ -10,14 +10,14 @@ use std::io::BufRead;
 /// Tests of one list, by outcome, in the list's order. A test may be in neither.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outcomes {
-    /// They count as passed.
+    /// Tests that count as passed.
     pub success: Vec<String>,
-    /// They count as failed.
+    /// Tests that count as failed.
     pub failure: Vec<String>,
 }
 
 impl Outcomes {
-    /// Whether none failed; also if there is none.
+    /// Whether no test failed; true for an empty list.
     fn all(&self) -> bool {
         self.failure.is_empty()
     }
@@ -29,7 +29,7 @@ impl Outcomes {
 pub struct TestsStatus {
     /// Tests that the patch must make pass.
     pub fail_to_pass: Outcomes,
-    /// Tests that must go on passing.
+    /// Tests that must keep passing.
     pub pass_to_pass: Outcomes,
     /// Always empty: the harness writes it.
     pub fail_to_fail: Outcomes,
@@ -37,12 +37,12 @@ pub struct TestsStatus {
     pub pass_to_fail: Outcomes,
 }
 
-/// How much of a task is solved.
+/// The harness's verdict on a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Resolution {
-    /// All tests are as they must be.
+    /// Every test has the required outcome.
     Full,
-    /// Some of those that must begin to pass do, and none broke.
+    /// Some tests of `FAIL_TO_PASS` pass, and no test of `PASS_TO_PASS` broke.
     Partial,
     /// Anything else.
     No,
@@ -64,28 +64,29 @@ impl TestsStatus {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(clippy::struct_excessive_bools, reason = "the harness' own shape")]
 pub struct Report {
-    /// Whose rules these are, like `swebench-4.1.0`. The harness has no such key, and ignores it.
+    /// Version whose rules were applied, such as `swebench-4.1.0`. The harness itself neither
+    /// writes nor reads this key.
     #[serde(with = "super::reported")]
     pub harness: Harness,
     /// Whether the prediction has no patch.
     #[serde(rename = "patch_is_None")]
     pub patch_is_none: bool,
-    /// Whether it has one.
+    /// Whether the prediction has a patch.
     pub patch_exists: bool,
     /// Whether the log can be graded.
     pub patch_successfully_applied: bool,
     /// Whether the task is solved.
     pub resolved: bool,
-    /// Whether the environment, and no patch, is why it was not graded. Version 5 only.
+    /// Whether the environment, not the patch, is the reason why it was not graded. Version 5 only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub infra_failure: Option<bool>,
-    /// What seems to be wrong with the environment. Version 5 only.
+    /// The suspected problem of the environment. Version 5 only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub infra_failure_reason: Option<String>,
-    /// Why the log was not graded. The harness has no such key, and ignores it.
+    /// Why the log was not graded. The harness itself neither writes nor reads this key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub not_graded: Option<String>,
-    /// Outcomes by test, if the log was graded.
+    /// Outcome of each test, if the log was graded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tests_status: Option<TestsStatus>,
 }
@@ -122,8 +123,8 @@ impl Report {
 /// Grades the log of one run of `row`'s evaluation script by the rules of `harness`.
 ///
 /// # Errors
-/// If reading fails, nobody knows how to read logs of this repository, or the harness itself would
-/// raise: to it all of these are errors of the instance, which leave no report.
+/// If reading fails, no log parser is known for the repository, or the harness itself would raise
+/// an exception. The harness counts all of these as errors of the instance and writes no report.
 pub fn grade(row: &SweRow, harness: Harness, log: impl BufRead) -> Result<Report, LogError> {
     let parser = row.log_parser().ok_or_else(|| LogError::Parser(row.repo.clone()))?;
     let tests = row.fail_to_pass.iter().chain(&row.pass_to_pass);

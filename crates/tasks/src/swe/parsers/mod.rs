@@ -1,8 +1,8 @@
-//! The harness' log parsers: one per test runner, each reading a log line by line.
+//! The harness's log parsers: one per test runner, each reading a log line by line.
 //!
-//! The invariant: for the same text a parser gives the status map of SWE-bench's own parser of
-//! that version, key by key, whatever one thinks of it; what a parser holds does not grow with
-//! the log.
+//! The invariant: for the same text, a parser returns the status map of SWE-bench's own parser of
+//! that version, key by key, including its defects; the memory of a parser does not grow with the
+//! log.
 
 mod django;
 mod pytest;
@@ -18,11 +18,11 @@ use std::io::BufRead;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LogParser {
-    /// pytest's summary: lines that begin with a status.
+    /// pytest's summary: lines that start with a status.
     Pytest,
-    /// The same, paths in test parameters shortened.
+    /// As `Pytest`, with paths in test parameters shortened.
     PytestOptions,
-    /// The same for matplotlib, whose test ids held unstable names.
+    /// As `Pytest`, for matplotlib, whose test ids contained unstable names.
     Matplotlib,
     /// pytest's summary with colours, or a status at the end of lines.
     PytestV2,
@@ -39,10 +39,10 @@ pub(super) trait ReadLines: std::fmt::Debug {
     /// Takes the next line.
     ///
     /// # Errors
-    /// Where the harness raises.
+    /// Where the harness raises an exception.
     fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare>;
 
-    /// After the last line.
+    /// Called after the last line.
     fn finish(&mut self, map: &mut StatusMap);
 }
 
@@ -82,7 +82,7 @@ impl LogParser {
     /// The statuses in all of `log`, as the harness' parser returns them for it.
     ///
     /// # Errors
-    /// If reading fails, or the harness' parser would raise.
+    /// If reading fails, or the harness's parser would raise an exception.
     pub fn parse(self, harness: Harness, log: impl BufRead) -> Result<StatusMap, LogError> {
         let mut map = StatusMap::new();
         let mut parser = self.start(harness);
