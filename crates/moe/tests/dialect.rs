@@ -230,7 +230,7 @@ async fn new_weights_give_the_recorded_tokens_with_and_without_a_flush() {
         }
         // New weights over the old ones' cache, which a run never asks for. Rows of cached tokens
         // are the old weights' in both. The original also keeps the old KV and row of the prompt's
-        // last token, which it computed anew; here it is new, and so tokens part after it.
+        // last token, which it computed again; here it is new, and so tokens part after it.
         let rows = |reply: &Value| {
             let text = reply["meta_info"]["routed_experts"].as_str().unwrap();
             base64_simd::STANDARD.decode_to_vec(text).unwrap()

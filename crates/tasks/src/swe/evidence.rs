@@ -1,4 +1,4 @@
-//! What version 5 of the harness looks for in a log beside results.
+//! What version 5 of the harness looks for in a log besides results.
 
 use super::parsers::pattern;
 use super::reading::InfraFailure;

@@ -32,7 +32,7 @@ pub enum Reading {
 /// Why a log is not graded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DidNotRun {
-    /// What is wrong with the log.
+    /// The problems of the log.
     pub reason: String,
     /// What version 5 takes for the cause, if it knows one.
     pub infra: Option<InfraFailure>,

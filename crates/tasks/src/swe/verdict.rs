@@ -122,7 +122,7 @@ impl Report {
 /// Grades the log of one run of `row`'s evaluation script by the rules of `harness`.
 ///
 /// # Errors
-/// If reading fails, nobody knows how to read logs of this repository, or the harness itself would
+/// If reading fails, no parser reads logs of this repository, or the harness itself would
 /// raise: to it all of these are errors of the instance, which leave no report.
 pub fn grade(row: &SweRow, harness: Harness, log: impl BufRead) -> Result<Report, LogError> {
     let parser = row.log_parser().ok_or_else(|| LogError::Parser(row.repo.clone()))?;
@@ -193,7 +193,7 @@ impl Rules {
             (Some(Status::Passed | Status::Xfail), _) => Some(true),
             (None | Some(Status::Failed | Status::Error), _) => Some(false),
             (Some(Status::Skipped), Harness::V5_0_2) => Some(list == List::PassToPass),
-            // To version 4 a skipped test is no result, so that skipping all of them resolves.
+            // To version 4 a skipped test is not a result, so that skipping all of them resolves.
             (Some(Status::Skipped), Harness::V4_1_0) | (Some(Status::Other(_)), _) => None,
         }
     }
