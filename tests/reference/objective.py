@@ -80,7 +80,7 @@ def evaluate(settings: dict[str, Any], batch: Batch, held: Array | None = None) 
         )
         keep = 0.0 if left_out else 1.0
         value, slope = weight * keep * terms.loss, weight * keep * terms.slope
-        # k1 is subtracted from the rewards (values.py) and is no part of the loss.
+        # k1 is subtracted from the rewards (values.py) and is not part of the loss.
         if settings["kl_coefficient"] > 0 and settings["kl_estimator"] != "k1":
             log_ratio = tokens.new - tokens.old if settings["kl_unbiased"] else None
             kl, kl_slope = divergence.penalty(

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 /// Pauses between two polls of something that sends no events.
 pub fn pause(time: Duration) {
-    let (_sender, nobody) = std::sync::mpsc::channel::<()>();
-    let _ = nobody.recv_timeout(time);
+    let (_sender, receiver) = std::sync::mpsc::channel::<()>();
+    let _ = receiver.recv_timeout(time);
 }
 
 /// Runs `docker` with these arguments, on the given host or the usual one.

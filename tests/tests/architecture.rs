@@ -98,7 +98,7 @@ fn numbers(version: &str) -> Vec<u64> {
     version.split(['.', '-', '+']).map_while(|part| part.parse().ok()).collect()
 }
 
-/// What is wrong with the packages of a lock file.
+/// Problems of the packages in a lock file.
 fn distrusted(lock: &str) -> Vec<String> {
     let mut wrong = Vec::new();
     for package in lock.split("[[package]]").skip(1) {

@@ -145,9 +145,9 @@ fn reports_on_runs_that_exist(out: &Path, folder: &Path) {
         assert!(output.status.success(), "{}", stderr(&output));
         serde_json::from_slice(&output.stdout).unwrap()
     };
-    let (beside, joined) = (folder.join("beside"), folder.join("joined"));
+    let (both, joined) = (folder.join("both"), folder.join("joined"));
     let runs = ["none/seed-1", "r3/seed-1", "none/seed-2"].map(|run| out.join(run));
-    let three = report(&beside, &runs);
+    let three = report(&both, &runs);
     let seen: Vec<(&str, usize)> = three["configs"]
         .as_array()
         .unwrap()
@@ -155,15 +155,15 @@ fn reports_on_runs_that_exist(out: &Path, folder: &Path) {
         .map(|c| (c["name"].as_str().unwrap(), c["runs"].as_array().unwrap().len()))
         .collect();
     assert_eq!(seen, [("none", 2), ("r3", 1)]);
-    assert!(beside.join("report.html").exists());
+    assert!(both.join("report.html").exists());
 
     // Three runs of one machine and the fourth of another make the same report.
     let file = |folder: &Path| folder.join("runs.jsonl.zst");
-    let all = report(&joined, &[file(&beside), out.join("r3/seed-2")]);
+    let all = report(&joined, &[file(&both), out.join("r3/seed-2")]);
     let whole = std::fs::read_to_string(out.join("report.md")).unwrap();
     assert_eq!(std::fs::read_to_string(joined.join("report.md")).unwrap(), whole);
     assert_eq!(all["configs"][1]["runs"].as_array().unwrap().len(), 2);
-    let twice = of(&folder.join("twice"), &[file(&beside), out.join("none/seed-2")]);
+    let twice = of(&folder.join("twice"), &[file(&both), out.join("none/seed-2")]);
     assert!(!twice.status.success());
     assert!(stderr(&twice).contains("seed 2 of none was given twice"), "{}", stderr(&twice));
     let other = of(&folder.join("other"), &[out.join("report.md")]);

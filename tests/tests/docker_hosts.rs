@@ -54,9 +54,9 @@ fn gc_of_a_run_asks_the_hosts_of_its_plan() {
     assert_eq!(both.status.code(), Some(3), "{}", stderr(&both));
     // Without a run, the host of the environment is used.
     let mut command = orchestrate(&["gc"]).unwrap();
-    let nobody = "unix:///nonexistent/of-the-environment.sock";
-    let output = command.env("DOCKER_HOST", nobody).output().unwrap();
-    assert!(stderr(&output).contains(nobody), "{}", stderr(&output));
+    let unused = "unix:///nonexistent/of-the-environment.sock";
+    let output = command.env("DOCKER_HOST", unused).output().unwrap();
+    assert!(stderr(&output).contains(unused), "{}", stderr(&output));
 }
 
 #[test]

@@ -57,9 +57,27 @@ fn help_of_every_command() {
     let mut all = Vec::new();
     collect(&[], &mut all);
     assert!(all.len() > 20, "{} commands found", all.len());
+    check_commands_page(&all);
     for (name, text) in all {
         insta::assert_snapshot!(name, text);
     }
+}
+
+/// The page of the documentation that lists every help text is the one the program prints.
+fn check_commands_page(all: &[(String, String)]) {
+    let mut page = "# Commands\n\nEvery command's `--help`, as the program prints it.\n".to_owned();
+    for (name, text) in all {
+        let title = name.replace("help-", "orchestrate ").replace("help", "orchestrate");
+        let text = text.trim_end();
+        page = format!("{page}\n## {}\n\n```text\n{text}\n```\n", title.replace('-', " "));
+    }
+    let file = root().join("docs/src/commands.md");
+    if std::env::var_os("ORCHESTRATE_REGENERATE").is_some() {
+        std::fs::write(&file, &page).unwrap();
+    }
+    let committed = std::fs::read_to_string(&file).unwrap_or_default();
+    let remedy = "ORCHESTRATE_REGENERATE=1 cargo nextest run -p orchestrate-cli help_of_every";
+    assert!(committed == page, "docs/src/commands.md is out of date; run {remedy}");
 }
 
 /// What a command printed and how it ended, without what differs between machines.

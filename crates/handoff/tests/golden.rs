@@ -1,5 +1,5 @@
 //! Golden batches in `trainer/tests/golden`: this version writes exactly them, and reads from
-//! them exactly what is listed beside. The Python package reads the same files.
+//! them exactly what is listed there. The Python package reads the same files.
 //!
 //! After a deliberate change of the format:
 //! `cargo test -p orchestrate-handoff --test golden -- --ignored write_golden_batches`

@@ -1,6 +1,7 @@
-//! Prints the trainer's speed on the shape of the shipped policy: tokens per second of forward
-//! and backward over synthetic sequences. `cargo run -p orchestrate-moe --example train_speed`.
-#![expect(clippy::print_stdout, reason = "this program is for reading its output")]
+//! Measures the trainer's speed on a model of the bundled policy's shape: tokens per second of
+//! forward and backward over synthetic sequences. Run it with `cargo run -p orchestrate-moe
+//! --example train_speed`.
+#![expect(clippy::print_stdout, reason = "this program prints its measurements")]
 
 use orchestrate_moe::train::sft::{SftOptions, SftSequence, train};
 use orchestrate_moe::train::{PackedBatch, Pass, TrainModel};

@@ -104,8 +104,8 @@ pub struct DisagreementSum {
 }
 
 impl DisagreementSum {
-    /// Adds one sequence: for each token with a routing row, its expert ids `[layers · top_k]` under
-    /// sampler and trainer.
+    /// Adds one sequence: for each token with a routing row, its expert ids `[layers · top_k]`
+    /// under sampler and trainer.
     pub fn add_sequence<'a>(
         &mut self,
         rows: impl Iterator<Item = (&'a [u16], &'a [u16])>,
@@ -187,8 +187,8 @@ impl ExpertLoad {
         Self(counts)
     }
 
-    /// Entropy of the experts' shares of all assignments, per layer, divided by `ln experts`; 1 means
-    /// evenly used.
+    /// Entropy of the experts' shares of all assignments, per layer, divided by `ln experts`; 1
+    /// means evenly used.
     pub fn entropy(&self) -> Vec<f64> {
         let entropy = |counts: &Vec<u64>| {
             let all = counts.iter().sum::<u64>().max(1) as f64;
@@ -199,8 +199,8 @@ impl ExpertLoad {
         self.0.iter().map(entropy).collect()
     }
 
-    /// Load of the experts per layer, from the most to the least used, where 1 is the even share. The
-    /// experts are averaged in at most 16 groups of equal size, rounded to three decimals.
+    /// Load of the experts per layer, from the most to the least used, where 1 is the even share.
+    /// The experts are averaged in at most 16 groups of equal size, rounded to three decimals.
     pub fn curves(&self) -> Vec<Vec<f64>> {
         let curve = |counts: &Vec<u64>| {
             let even = counts.iter().sum::<u64>().max(1) as f64 / counts.len().max(1) as f64;
@@ -226,8 +226,8 @@ pub struct RolloutRatioSum {
 }
 
 impl RolloutRatioSum {
-    /// Adds the loss tokens of one sequence: their ln ρ, their importance weights, and the number of
-    /// weights that the correction changed.
+    /// Adds the loss tokens of one sequence: their ln ρ, their importance weights, and the number
+    /// of weights that the correction changed.
     pub fn add(&mut self, log_ratios: &[f64], weights: &[f64], corrected: usize) {
         for log in log_ratios {
             let ratio = log.exp();

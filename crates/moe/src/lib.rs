@@ -1,5 +1,5 @@
-//! A Qwen3-MoE model on CPU: an inference server with routing capture ([`infer`]) and a trainer with
-//! routing replay ([`train`]).
+//! A Qwen3-MoE model on CPU: an inference server with routing capture ([`infer`]) and a trainer
+//! with routing replay ([`train`]).
 
 pub mod checkpoint;
 mod config;

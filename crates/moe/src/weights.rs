@@ -75,8 +75,8 @@ impl Weights {
     /// where the tensors came from; it appears in errors only.
     ///
     /// # Errors
-    /// If a tensor is missing or has another shape, or if an output head that is tied to the embedding
-    /// differs from it: engines disagree about which of the two to use.
+    /// If a tensor is missing or has another shape, or if an output head that is tied to the
+    /// embedding differs from it: engines disagree about which of the two to use.
     pub fn from_tensors(
         config: ModelConfig,
         mut tensors: BTreeMap<String, Tensor>,
@@ -110,16 +110,16 @@ impl Weights {
     }
 
     /// Initialises a new model: normal values with standard deviation 0.02, divided by
-    /// `sqrt(2 × layers)` for projections into the residual stream; norms are 1. The same seed gives
-    /// the same model.
+    /// `sqrt(2 × layers)` for projections into the residual stream; norms are 1. The same seed
+    /// gives the same model.
     pub fn random(config: ModelConfig, seed: u64) -> Self {
         let residual = 0.02 / (2.0 * config.num_hidden_layers as f64).sqrt();
         Self::sample(config, seed, |name, _| if is_residual(name) { residual } else { 0.02 })
     }
 
-    /// Initialises a new model of small width: standard deviation `0.5 / sqrt(inputs)`, half of that
-    /// for projections into the residual stream, 0.1 for embeddings; norms are 1. With the usual 0.02,
-    /// attention in a model of width 100 is too weak to learn copying.
+    /// Initialises a new model of small width: standard deviation `0.5 / sqrt(inputs)`, half of
+    /// that for projections into the residual stream, 0.1 for embeddings; norms are 1. With the
+    /// usual 0.02, attention in a model of width 100 is too weak to learn copying.
     pub fn random_by_width(config: ModelConfig, seed: u64) -> Self {
         Self::sample(config, seed, |name, inputs| {
             if name.ends_with("embed_tokens.weight") {

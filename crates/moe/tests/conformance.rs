@@ -1,5 +1,5 @@
-//! The embedded engine keeps the promises of every engine, through the client that runs use.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+//! The embedded engine passes the engine conformance suite, through the client that runs use.
+#![expect(clippy::unwrap_used, reason = "test helpers")]
 
 use camino::Utf8PathBuf;
 use orchestrate_engine::{ClientOptions, EngineKind};
@@ -60,7 +60,7 @@ async fn subject(weight_format: WeightFormat) -> Subject {
     };
     let (engine, _) = EngineKind::Sglang.connect(client, Duration::from_mins(1)).await.unwrap();
     let report = engine.probe().await.unwrap();
-    assert_eq!(report.findings, [], "it is fit for training");
+    assert_eq!(report.findings, [], "the engine supports training");
     let (good, missing) = (root.join("b"), root.join("c"));
     let alive = (folder, server, stop.drop_guard());
     let abort = Box::new(move |id: RequestId| -> Pin<Box<dyn Future<Output = ()> + Send>> {

@@ -1,6 +1,6 @@
-//! The embedded engine speaks SGLang's dialect: recorded requests, sent to it with the very
-//! model of the recording, have the recorded answers, tokens and experts included.
-#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
+//! The embedded engine implements SGLang's API: requests recorded with SGLang, replayed on the same
+//! model, give the recorded replies, including tokens and experts.
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "test helpers")]
 
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_e2e::skip;
@@ -13,13 +13,13 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// Makes the models of the recordings; `None`, reported as a skip, where they cannot be made.
+/// Creates the models of the recordings; `None`, reported as a skip, if that is not possible.
 fn models(root: &Utf8Path) -> Option<()> {
     let maker = skip::data("captures/tools/mkmodel.py")?;
     let python = std::env::var("ORCHESTRATE_PYTHON").unwrap_or("python3".into());
     let able = Command::new(&python).args(["-c", "import torch, transformers"]).output();
     if !able.is_ok_and(|output| output.status.success()) {
-        let why = "ORCHESTRATE_PYTHON names no Python with torch and transformers";
+        let why = "ORCHESTRATE_PYTHON is not a Python with torch and transformers";
         skip::skip("torch", why);
         return None;
     }
@@ -32,7 +32,7 @@ fn models(root: &Utf8Path) -> Option<()> {
     Some(())
 }
 
-struct Served {
+struct TestServer {
     url: String,
     client: Client,
     root: Utf8PathBuf,
@@ -41,7 +41,7 @@ struct Served {
     _stop: DropGuard,
 }
 
-async fn serve() -> Option<Served> {
+async fn serve() -> Option<TestServer> {
     let folder = tempfile::tempdir().unwrap();
     let root = Utf8PathBuf::try_from(folder.path().to_owned()).unwrap();
     models(&root)?;
@@ -60,7 +60,7 @@ async fn serve() -> Option<Served> {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let client = Client::new();
     let guard = stop.drop_guard();
-    Some(Served { url, client, root, _folder: folder, _tasks: tasks, _stop: guard })
+    Some(TestServer { url, client, root, _folder: folder, _tasks: tasks, _stop: guard })
 }
 
 fn recording(name: &str) -> Vec<Value> {
@@ -70,8 +70,8 @@ fn recording(name: &str) -> Vec<Value> {
     recording["exchanges"].as_array().unwrap().clone()
 }
 
-impl Served {
-    /// Sends a recorded request; folders of models are those made here.
+impl TestServer {
+    /// Sends a recorded request, with the paths of the models replaced by the local ones.
     async fn replay(&self, exchange: &Value) -> (u16, String) {
         let request = &exchange["request"];
         let url = format!("{}{}", self.url, request["path"].as_str().unwrap());
@@ -87,12 +87,12 @@ impl Served {
     }
 }
 
-/// The replies in a body, of one sequence or of several.
+/// The replies in a body: one per sequence.
 fn sequences(body: &Value) -> Vec<&Value> {
     body.as_array().map_or_else(|| vec![body], |list| list.iter().collect())
 }
 
-/// Compares one reply with the recorded one. Experts in full, row by row.
+/// Compares one reply with the recorded one, including all experts.
 fn compare(what: &str, got: &Value, expected: &Value) {
     assert_eq!(got["output_ids"], expected["output_ids"], "{what}");
     assert_eq!(got["text"], expected["text"], "{what}");
@@ -118,7 +118,7 @@ fn compare(what: &str, got: &Value, expected: &Value) {
         let difference = triple[0].as_f64().unwrap() - wanted[0].as_f64().unwrap();
         assert!(difference.abs() < 1e-4, "{what}: {triple} {wanted}");
     }
-    // Times of parts that this engine does not have, and fields that only some replies have.
+    // Timings of components that this engine does not have, and fields that only some replies have.
     let foreign = [
         "storage_prefetch_wait",
         "storage_staging_wait",
@@ -138,7 +138,7 @@ fn compare(what: &str, got: &Value, expected: &Value) {
 }
 
 #[tokio::test]
-async fn recorded_requests_have_the_recorded_tokens_and_experts() {
+async fn recorded_requests_give_recorded_tokens_and_experts() {
     let Some(served) = serve().await else { return };
     let mut compared = 0;
     for name in [
@@ -168,7 +168,8 @@ async fn recorded_requests_have_the_recorded_tokens_and_experts() {
         for (index, exchange) in recording(name).iter().enumerate() {
             let what = format!("{name} {index}");
             let asked = exchange["request"]["body_raw"].as_str().unwrap_or_default();
-            // Random samples of another generator, and wishes that this engine refuses by name.
+            // Skip samples that depend on SGLang's random generator, and parameters that this
+            // engine rejects.
             if asked.contains("\"n\": 2")
                 || asked.contains("top_logprobs_num")
                 || asked.contains("return_text_in_logprobs")
@@ -195,7 +196,7 @@ async fn recorded_requests_have_the_recorded_tokens_and_experts() {
 }
 
 #[tokio::test]
-async fn a_conversation_is_cached_to_the_same_token() {
+async fn conversation_is_cached_to_the_same_token_as_in_sglang() {
     let Some(served) = serve().await else { return };
     for name in ["turn1", "turn2", "turn3", "turn4"] {
         for (index, exchange) in recording(name).iter().enumerate() {
@@ -204,7 +205,7 @@ async fn a_conversation_is_cached_to_the_same_token() {
             let expected = exchange["response"]["body_raw"].as_str().unwrap();
             let expected: Value = serde_json::from_str(expected).unwrap();
             let cached = |reply: &Value| reply["meta_info"]["cached_tokens"].as_u64().unwrap();
-            // What the server had cached before its first recorded turn is not known.
+            // The server's cache before the first recorded turn is unknown.
             if (name, index) != ("turn1", 0) {
                 assert_eq!(cached(&got), cached(&expected), "{name} {index}");
             }
@@ -213,7 +214,7 @@ async fn a_conversation_is_cached_to_the_same_token() {
 }
 
 #[tokio::test]
-async fn new_weights_give_the_recorded_tokens_with_and_without_a_flush() {
+async fn new_weights_give_recorded_tokens_with_and_without_flush() {
     let Some(served) = serve().await else { return };
     for (index, exchange) in recording("weight_update").iter().enumerate() {
         let (status, text) = served.replay(exchange).await;
@@ -228,9 +229,10 @@ async fn new_weights_give_the_recorded_tokens_with_and_without_a_flush() {
             compare(&format!("weight_update {index}"), &got, &expected);
             continue;
         }
-        // New weights over the old ones' cache, which a run never asks for. Rows of cached tokens
-        // are the old weights' in both. The original also keeps the old KV and row of the prompt's
-        // last token, which it computed anew; here it is new, and so tokens part after it.
+        // New weights with the cache of the old ones, which a run never requests. In both engines
+        // the rows of cached tokens come from the old weights. SGLang also keeps the old KV and row
+        // of the prompt's last token although it recomputes that token; this engine uses the new
+        // ones, so later tokens differ.
         let rows = |reply: &Value| {
             let text = reply["meta_info"]["routed_experts"].as_str().unwrap();
             base64_simd::STANDARD.decode_to_vec(text).unwrap()

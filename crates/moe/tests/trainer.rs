@@ -1,5 +1,5 @@
-//! The trainer through its HTTP protocol, as the coordinator uses it.
-#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests fail loudly")]
+//! Tests of the trainer through its HTTP protocol, as the coordinator uses it.
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "test helpers")]
 
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_handoff::protocol::{Hyperparameters, LogprobsRequest, StepRequest};
@@ -43,8 +43,8 @@ fn settings() -> Hyperparameters {
     }
 }
 
-/// A trainer that serves until it is stopped, and the folder it lives in.
-struct World {
+/// A temporary folder with a starting policy, in which trainers are served.
+struct Fixture {
     _guard: tempfile::TempDir,
     root: Utf8PathBuf,
 }
@@ -56,7 +56,7 @@ struct Server {
     tasks: JoinSet<Result<(), ServeTrainerError>>,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         let guard = tempfile::tempdir().unwrap();
         let root = Utf8PathBuf::from_path_buf(guard.path().canonicalize().unwrap()).unwrap();
@@ -88,7 +88,8 @@ impl World {
         Server { client, url, stop, tasks }
     }
 
-    /// Writes a batch as if `checkpoint` had sampled it, with its own routes, and asks for a step.
+    /// Writes a batch as if `checkpoint` had sampled it, with its own routes, and returns the step
+    /// request.
     fn request(&self, step: u64, checkpoint: &Utf8Path, advantage: f32) -> StepRequest {
         let model: TrainModel<f32> = TrainModel::load(checkpoint).unwrap();
         let version = PolicyVersion(step - 1);
@@ -121,7 +122,7 @@ impl World {
                 episode_id: EpisodeId { group: GroupId::Train { seq: 0 }, member },
                 group: 0,
                 trajectory: trajectory.unwrap(),
-                // One sequence came without rows.
+                // One sequence has no routing rows.
                 routing: (output.sequence != 1).then_some(routing),
                 advantage: if output.sequence % 2 == 0 { advantage } else { -advantage },
                 reward: 0.0,
@@ -156,30 +157,30 @@ impl Server {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_step_is_applied_once_even_over_a_restart() {
-    let world = World::new();
-    let server = world.serve(None).await;
+async fn step_is_applied_once_even_across_a_restart() {
+    let fixture = Fixture::new();
+    let server = fixture.serve(None).await;
     let info = server.client.info().await.unwrap();
     assert_eq!((info.policy_version, info.lineage), (PolicyVersion(0), 0));
     assert!(info.checkpoint.join("tokenizer.json").exists());
 
-    let request = world.request(1, &info.checkpoint, 1.0);
+    let request = fixture.request(1, &info.checkpoint, 1.0);
     let result = server.client.apply_step(&request, DEADLINE, |_| {}).await.unwrap();
     assert_eq!(result.policy_version, PolicyVersion(1));
     for file in ["model.safetensors", "optimizer.state", "trainer.json", "tokenizer.json"] {
         assert!(result.checkpoint.join(file).exists(), "{file}");
     }
-    // An inference server loads whatever has this ending.
+    // An inference server loads every file with this extension.
     let files = result.checkpoint.read_dir_utf8().unwrap().map(|entry| entry.unwrap());
     let weights = files.filter(|file| file.path().extension() == Some("safetensors"));
     assert_eq!(weights.count(), 1);
     let metrics = &result.metrics;
-    // Sampler and trainer are the same code, so nothing but rounding lies between them.
+    // Sampler and trainer are the same code, so they differ by rounding only.
     assert!(metrics.mismatch.kl_k3.abs() < 1e-9, "{metrics:?}");
     assert!(metrics.disagreement.as_ref().is_some_and(|d| d.token.abs() < 1e-9), "{metrics:?}");
     assert!(metrics.grad_norm > 0.0 && metrics.entropy > 0.0);
     assert_eq!((metrics.tokens, metrics.loss_tokens), (54, 42));
-    // The sequence without rows: 8 inputs, 2 layers.
+    // The sequence without rows has 8 inputs and 2 layers.
     assert_eq!(metrics.routing_missing, 16);
 
     let again = server.client.apply_step(&request, DEADLINE, |_| {}).await.unwrap();
@@ -187,13 +188,13 @@ async fn a_step_is_applied_once_even_over_a_restart() {
     let after = fs_err::read(result.checkpoint.join("model.safetensors")).unwrap();
     server.stop().await;
 
-    let server = world.serve(None).await;
+    let server = fixture.serve(None).await;
     let info = server.client.info().await.unwrap();
     assert_eq!((info.policy_version, info.lineage), (PolicyVersion(1), 0));
     assert_eq!(info.last_step_id.as_deref(), Some("step-1"));
     assert_eq!(server.client.apply_step(&request, DEADLINE, |_| {}).await.unwrap(), result);
     assert_eq!(fs_err::read(info.checkpoint.join("model.safetensors")).unwrap(), after);
-    let next = world.request(2, &info.checkpoint, 1.0);
+    let next = fixture.request(2, &info.checkpoint, 1.0);
     let result = server.client.apply_step(&next, DEADLINE, |_| {}).await.unwrap();
     assert_eq!(result.policy_version, PolicyVersion(2));
     let reply = server.client.checkpoint(DEADLINE).await.unwrap();
@@ -202,57 +203,57 @@ async fn a_step_is_applied_once_even_over_a_restart() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn old_checkpoints_go_and_restoring_one_opens_a_lineage() {
-    let world = World::new();
-    let server = world.serve(None).await;
+async fn old_checkpoints_are_deleted_and_restoring_one_starts_a_lineage() {
+    let fixture = Fixture::new();
+    let server = fixture.serve(None).await;
     let mut checkpoint = server.client.info().await.unwrap().checkpoint;
     for step in 1..=4 {
-        let request = world.request(step, &checkpoint, 1.0);
+        let request = fixture.request(step, &checkpoint, 1.0);
         checkpoint = server.client.apply_step(&request, DEADLINE, |_| {}).await.unwrap().checkpoint;
     }
     server.stop().await;
-    let folder = world.root.join("checkpoints");
+    let folder = fixture.root.join("checkpoints");
     let kept: Vec<bool> = (0..=4).map(|v| folder.join(format!("v{v:06}")).exists()).collect();
     assert_eq!(kept, [true, false, false, true, true]);
 
     fs_err::remove_dir_all(folder.join("v000004")).unwrap();
-    let server = world.serve(None).await;
+    let server = fixture.serve(None).await;
     let info = server.client.info().await.unwrap();
     assert_eq!((info.policy_version, info.lineage), (PolicyVersion(3), 1));
-    let request = world.request(4, &info.checkpoint, 1.0);
+    let request = fixture.request(4, &info.checkpoint, 1.0);
     server.client.apply_step(&request, DEADLINE, |_| {}).await.unwrap();
     assert_eq!(server.client.info().await.unwrap().lineage, 1);
     server.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_failed_step_leaves_the_weights_and_may_be_tried_again() {
-    let world = World::new();
-    let server = world.serve(None).await;
+async fn failed_step_keeps_weights_and_can_be_retried() {
+    let fixture = Fixture::new();
+    let server = fixture.serve(None).await;
     let start = server.client.info().await.unwrap().checkpoint;
-    let broken = world.request(1, &start, f32::MAX);
+    let broken = fixture.request(1, &start, f32::MAX);
     let error = server.client.apply_step(&broken, DEADLINE, |_| {}).await.unwrap_err();
     assert!(error.to_string().contains("is not finite"), "{error}");
     assert_eq!(server.client.info().await.unwrap().policy_version, PolicyVersion(0));
 
-    fs_err::remove_dir_all(world.root.join("batches")).unwrap();
-    let good = world.request(1, &start, 1.0);
+    fs_err::remove_dir_all(fixture.root.join("batches")).unwrap();
+    let good = fixture.request(1, &start, 1.0);
     let result = server.client.apply_step(&good, DEADLINE, |_| {}).await.unwrap();
     assert_eq!(result.policy_version, PolicyVersion(1));
 
-    let mut stale = world.request(2, &start, 1.0);
+    let mut stale = fixture.request(2, &start, 1.0);
     stale.base_version = PolicyVersion(7);
     let error = server.client.apply_step(&stale, DEADLINE, |_| {}).await.unwrap_err();
-    assert!(error.to_string().contains("version 7, this trainer holds version 1"), "{error}");
+    assert!(error.to_string().contains("version 7, but this trainer is at version 1"), "{error}");
     server.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn logprobs_are_measured_without_any_change() {
-    let world = World::new();
-    let server = world.serve(None).await;
+async fn measuring_logprobs_changes_nothing() {
+    let fixture = Fixture::new();
+    let server = fixture.serve(None).await;
     let start = server.client.info().await.unwrap().checkpoint;
-    let manifest = world.request(1, &start, 1.0).manifest;
+    let manifest = fixture.request(1, &start, 1.0).manifest;
     let mut request = LogprobsRequest { manifest, replay: false, temperature: 1.0 };
     let own = server.client.logprobs(&request, DEADLINE).await.unwrap();
     assert!(own.mismatch.kl_k3.abs() < 1e-9 && own.disagreement.is_some());
@@ -267,21 +268,21 @@ async fn logprobs_are_measured_without_any_change() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bad_calls_are_refused_with_their_reason() {
-    let world = World::new();
-    let server = world.serve(Some("secret")).await;
+async fn invalid_requests_are_rejected_with_the_reason() {
+    let fixture = Fixture::new();
+    let server = fixture.serve(Some("secret")).await;
     let start = server.client.info().await.unwrap().checkpoint;
-    let good = world.request(1, &start, 1.0);
+    let good = fixture.request(1, &start, 1.0);
     let outside = tempfile::tempdir().unwrap();
     let outside = Utf8PathBuf::from_path_buf(outside.path().join("manifest.json")).unwrap();
     fs_err::write(&outside, "{}").unwrap();
-    let garbage = world.root.join("garbage").join("manifest.json");
+    let garbage = fixture.root.join("garbage").join("manifest.json");
     fs_err::create_dir_all(garbage.parent().unwrap()).unwrap();
     fs_err::write(&garbage, "{").unwrap();
     let cases = [
-        (world.root.join("batches/../batches/step-1/manifest.json"), 400, "bad_manifest_path"),
-        (world.root.join("policy/config.json"), 400, "bad_manifest_path"),
-        (world.root.join("nowhere/manifest.json"), 400, "bad_manifest_path"),
+        (fixture.root.join("batches/../batches/step-1/manifest.json"), 400, "bad_manifest_path"),
+        (fixture.root.join("policy/config.json"), 400, "bad_manifest_path"),
+        (fixture.root.join("nowhere/manifest.json"), 400, "bad_manifest_path"),
         (outside, 400, "bad_manifest_path"),
         (garbage, 400, "bad_batch"),
     ];

@@ -173,7 +173,7 @@ impl<'a> Literal<'a> {
     }
 }
 
-/// The bytes before the data of a file of shape `dims`, as NumPy writes them.
+/// The bytes before the data of a file of shape `dims`, as `NumPy` writes them.
 pub(crate) fn header(width: usize, dims: [usize; 3]) -> Vec<u8> {
     let [rows, layers, top_k] = dims;
     let descr = if width == 1 { "|u1" } else { "<u2" };

@@ -108,7 +108,7 @@ pub struct ExecutionResult {
     pub old_commit_res_stdout: String,
 }
 
-/// A row that is no task, or a file of rows that cannot be used.
+/// A row that is not a task, or a file of rows that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RowError {
     /// Reading or writing failed.
@@ -255,7 +255,7 @@ fn test_command(repo_name: &str, names: &[String]) -> String {
 }
 
 /// Writes rows, one JSON object per line. The file is complete or not there: it is written under
-/// a temporary name beside `path` and then renamed.
+/// a temporary name next to `path` and then renamed.
 ///
 /// # Errors
 /// If the file cannot be written.

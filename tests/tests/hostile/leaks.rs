@@ -120,7 +120,7 @@ async fn docker_abandoned_episodes_leave_no_container_volume_or_process() {
     say(&format!("dropped, stopped, timed out: {ends:?}; {} containers", seen.len()));
     assert!(!seen.is_empty());
     assert_eq!(ids(None, &run), BTreeSet::new());
-    within(Duration::from_secs(10), "processes beside containers", || shims(&seen).is_empty());
+    within(Duration::from_secs(10), "processes next to containers", || shims(&seen).is_empty());
     let after = lines(&docker(None, &["volume", "ls", "-q"]));
     assert_eq!(after.difference(&volumes).collect::<Vec<_>>(), Vec::<&String>::new());
 }
@@ -209,7 +209,7 @@ fn docker_killed_coordinators_leave_no_container() {
             slowest = slowest.max(within(Duration::from_secs(30), "containers", gone));
         }
     }
-    within(Duration::from_secs(10), "processes beside containers", || shims(&seen).is_empty());
+    within(Duration::from_secs(10), "processes next to containers", || shims(&seen).is_empty());
     say(&format!("{kills} kills, {} containers, the last gone within {slowest:?}", seen.len()));
 }
 

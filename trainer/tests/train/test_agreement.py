@@ -199,7 +199,7 @@ def test_a_step_is_the_embedded_trainers(
     assert cosine(one, two) >= 0.9999
     for key in there:
         assert there[key].shape == here[key].shape and cosine(there[key], here[key]) >= 0.9999, key
-    # The files beside the model have the same names and tensors.
+    # The files next to the model have the same names and tensors.
     sides = ("value_head.state", "router_predictor.state")
     for side in sides:
         paths = [Path(result["checkpoint"]) / side for result in results]

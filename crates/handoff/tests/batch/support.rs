@@ -113,7 +113,7 @@ pub(crate) fn assert_same(dir: &Utf8Path, shape: &ModelShape, samples: &[BatchSa
         let absent: Vec<u8> =
             if shape.id_bytes() == 1 { vec![0, 1, 0, 1] } else { vec![0, 0, 1, 0, 0, 0, 1, 0] };
         for row in rows[held_bytes..].chunks(row_bytes) {
-            assert_eq!(row, absent, "a row that nobody chose holds ids 0..K");
+            assert_eq!(row, absent, "a row that no engine chose holds ids 0..K");
         }
         let valid: Vec<u8> = (0..trajectory.len()).map(|t| u8::from(t < held)).collect();
         assert_eq!(got.routing_valid, valid);

@@ -1,10 +1,10 @@
 //! Prefix cache: maps token sequences to the slots of their keys, values and routing rows.
 //!
 //! One radix tree over tokens per namespace, exact to the token. It owns slots of the
-//! [`KvPool`](super::model::KvPool); since routing rows are stored by slot, a hit includes them. Nodes
-//! on the path of a running request are pinned; the others are evicted, least recently used leaf
-//! first. Invariant: every slot is in the free list, in exactly one tree node, or owned by exactly
-//! one running request.
+//! [`KvPool`](super::model::KvPool); since routing rows are stored by slot, a hit includes them.
+//! Nodes on the path of a running request are pinned; the others are evicted, least recently used
+//! leaf first. Invariant: every slot is in the free list, in exactly one tree node, or owned by
+//! exactly one running request.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
@@ -16,7 +16,8 @@ pub(crate) struct Namespace {
     pub(crate) cache_salt: String,
 }
 
-/// A tree node whose path from the root must not be evicted; release it with [`PrefixCache::unpin`].
+/// A tree node whose path from the root must not be evicted; release it with
+/// [`PrefixCache::unpin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Pin(usize);
 

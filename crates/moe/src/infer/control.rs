@@ -63,8 +63,8 @@ struct AbortBody {
     abort_all: bool,
 }
 
-/// Aborts all requests whose id starts with `rid`, but only if `rid` itself is a running request, as
-/// SGLang does.
+/// Aborts all requests whose id starts with `rid`, but only if `rid` itself is a running request,
+/// as SGLang does.
 pub(super) async fn abort(
     State(engine): State<Arc<Engine>>,
     body: Bytes,

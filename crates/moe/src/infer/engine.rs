@@ -27,7 +27,8 @@ pub struct EngineOptions {
     pub max_running: usize,
     /// Maximum number of waiting sequences; further requests get status 503.
     pub max_queued: usize,
-    /// Capacity of the KV pool in token positions, shared by running sequences and the prefix cache.
+    /// Capacity of the KV pool in token positions, shared by running sequences and the prefix
+    /// cache.
     pub cache_tokens: usize,
     /// Longest sequence (prompt and output) in tokens; `None` means the limit of model and KV pool.
     pub context_length: Option<usize>,
@@ -35,8 +36,8 @@ pub struct EngineOptions {
     pub chunked_prefill: usize,
     /// Base seed for requests without `sampling_seed`.
     pub random_seed: u64,
-    /// Key that clients must send as `Authorization: Bearer …` on all routes except health checks; `None`
-    /// disables authorization.
+    /// Key that clients must send as `Authorization: Bearer …` on all routes except health checks;
+    /// `None` disables authorization.
     pub api_key: Option<String>,
     /// Largest request body, in bytes.
     pub max_body_bytes: usize,
@@ -82,7 +83,7 @@ pub enum EngineServeError {
     #[error("cannot load the model")]
     Model(#[from] crate::CheckpointError),
     /// `tokenizer.json` cannot be read.
-    #[error("cannot read tokenizer {path}: {source}")]
+    #[error("cannot read tokenizer {path}")]
     Tokenizer {
         /// Path of `tokenizer.json`.
         path: Utf8PathBuf,

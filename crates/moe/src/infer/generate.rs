@@ -30,8 +30,8 @@ struct PendingSequence {
 impl Drop for PendingSequence {
     fn drop(&mut self) {
         self.engine.live().remove(&self.context.rid);
-        // The engine notices the closed channel at its next step; the command wakes it if it is idle.
-        // A full command queue means that it is not idle.
+        // The engine notices the closed channel at its next step; the command wakes it if it is
+        // idle. A full command queue means that it is not idle.
         self.answer.close();
         self.engine.commands.try_send(Command::Sweep).ok();
     }

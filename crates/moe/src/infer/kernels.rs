@@ -17,7 +17,8 @@
 
 /// Number of values in one [`Lanes`].
 const LANES: usize = 16;
-/// Number of columns computed together; a panel of this many columns and 128 rows fits the L1 cache.
+/// Number of columns computed together; a panel of this many columns and 128 rows fits the L1
+/// cache.
 const PANEL: usize = 2 * LANES;
 /// The instruction set in use. Created only by [`Level::detect`], so a value proves CPU support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -308,7 +309,8 @@ fn dot<const FUSED: bool>(a: &[f32], b: &[f32]) -> f32 {
 }
 
 dispatch!(
-    /// `silu(gate) * up` for rows `[gate | up]` of `x`, `[rows, 2 * width]`; `out` is `[rows, width]`.
+    /// `silu(gate) * up` for rows `[gate | up]` of `x`, `[rows, 2 * width]`; `out` is `[rows,
+    /// width]`.
     pub(crate) gated_silu => gated_silu_body(x: &[f32], width: usize, out: &mut [f32])
 );
 

@@ -2,7 +2,7 @@
 
 use super::matrix::WeightFormat;
 use super::model::Model;
-use crate::train::side::Side;
+use crate::train::auxiliary::AuxiliaryWeights;
 use crate::{CheckpointError, ModelConfig, Weights};
 use camino::Utf8Path;
 
@@ -15,10 +15,11 @@ pub(crate) struct Loaded {
 }
 
 impl Loaded {
-    /// Reads the weights, the end-of-sequence tokens and, if the folder has one, the router predictor.
+    /// Reads the weights, the end-of-sequence tokens and, if the folder has one, the router
+    /// predictor.
     pub(crate) fn read(folder: &Utf8Path, format: WeightFormat) -> Result<Self, CheckpointError> {
         let mut model = Model::build(&Weights::load(folder)?, format)?;
-        if let Some(predictor) = Side::load(folder, model.config())?.predictor {
+        if let Some(predictor) = AuxiliaryWeights::load(folder, model.config())?.predictor {
             model.predict_routes(predictor.weights());
         }
         Ok(Self { model, eos: eos_tokens(folder)? })

@@ -22,12 +22,12 @@ pub enum WeightFormat {
     F32,
     /// GGML block quantisation: blocks of 32 signed bytes with one f16 scale, for projections,
     /// experts, embedding and output head; activations are quantised per block as well. The router,
-    /// norms, RoPE, attention and softmax stay f32, as does any matrix whose inner dimension is not a
-    /// multiple of 32.
+    /// norms, RoPE, attention and softmax stay f32, as does any matrix whose inner dimension is not
+    /// a multiple of 32.
     #[default]
     Q8_0,
-    /// As `Q8_0`, but weights have only the 16 values of GGML's `Q4_0`: a coarse sampler for studying
-    /// the effect of a large mismatch with the trainer. It saves neither memory nor time.
+    /// As `Q8_0`, but weights have only the 16 values of GGML's `Q4_0`: a coarse sampler for
+    /// studying the effect of a large mismatch with the trainer. It saves neither memory nor time.
     Q4_0,
 }
 

@@ -216,8 +216,8 @@ impl Model {
         })
     }
 
-    /// Chooses experts by predicted router logits from now on. `weights [layers, experts, hidden]` are
-    /// those of a linear predictor on the router inputs.
+    /// Chooses experts by predicted router logits from now on. `weights [layers, experts, hidden]`
+    /// are those of a linear predictor on the router inputs.
     pub(crate) fn predict_routes(&mut self, weights: &[f32]) {
         let (experts, hidden) = (self.config.num_experts, self.config.hidden_size);
         for (layer, weights) in self.layers.iter_mut().zip(weights.chunks_exact(experts * hidden)) {
@@ -387,7 +387,8 @@ impl Model {
                 per_choice[choice * d..(choice + 1) * d].copy_from_slice(out);
             }
         }
-        // Summed in the order of choice, so that the result does not depend on the grouping by expert.
+        // Summed in the order of choice, so that the result does not depend on the grouping by
+        // expert.
         let gates = gates.chunks_exact(top_k);
         let outputs = per_choice.chunks_exact(top_k * d);
         for ((x, outputs), gates) in x.chunks_exact_mut(d).zip(outputs).zip(gates) {
@@ -417,8 +418,8 @@ impl Model {
         self.head.apply(self.level, &h[..wanted * d], &mut scratch.logits);
     }
 
-    /// Replaces `logits` by probabilities at temperature `1 / scale` and returns the logarithm of the
-    /// normaliser: `ln p[i] = scale * logit[i] - normaliser`.
+    /// Replaces `logits` by probabilities at temperature `1 / scale` and returns the logarithm of
+    /// the normaliser: `ln p[i] = scale * logit[i] - normaliser`.
     pub(crate) fn probabilities(&self, logits: &mut [f32], scale: f32) -> f32 {
         let mut stats = [0.0; 2];
         exp_shifted(self.level, logits, scale, &mut stats);

@@ -1,5 +1,5 @@
-//! Matrices in GGML's `Q8_0`: blocks of 32 signed bytes with one f16 scale. Values of its `Q4_0` are
-//! stored as bytes too: they are coarser, not smaller.
+//! Matrices in GGML's `Q8_0`: blocks of 32 signed bytes with one f16 scale. Values of its `Q4_0`
+//! are stored as bytes too: they are coarser, not smaller.
 //!
 //! The product quantises its input rows the same way, multiplies and sums bytes exactly in
 //! integers, and scales the sum of each block. Bytes are stored four values of sixteen columns at
@@ -142,8 +142,8 @@ fn scale_of(values: &[f32; BLOCK]) -> (f32, f32) {
     (f16::from_f32(scale).to_f32(), inverse)
 }
 
-/// As [`scale_of`], for −8 to 7: the value farthest from 0 becomes −8, so the scale has the opposite
-/// sign of that value.
+/// As [`scale_of`], for −8 to 7: the value farthest from 0 becomes −8, so the scale has the
+/// opposite sign of that value.
 fn coarse_scale_of(values: &[f32; BLOCK]) -> (f32, f32) {
     let farther = |a: f32, b: &f32| if b.abs() > a.abs() { *b } else { a };
     let scale = values.iter().fold(0.0, farther) / -8.0;

@@ -34,14 +34,14 @@ pub(crate) struct Sampling {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Drawn {
     pub(crate) token: u32,
-    /// `ln p` under the softmax at the sampling temperature (1 when greedy), before top-k, top-p and
-    /// min-p.
+    /// `ln p` under the softmax at the sampling temperature (1 when greedy), before top-k, top-p
+    /// and min-p.
     pub(crate) logprob: f32,
 }
 
 impl Sampling {
-    /// Draws output token `position`. The random number depends only on seed, stream and position, so
-    /// a sequence is reproducible whatever else runs. Returns `None` if a logit is NaN.
+    /// Draws output token `position`. The random number depends only on seed, stream and position,
+    /// so a sequence is reproducible whatever else runs. Returns `None` if a logit is NaN.
     pub(crate) fn draw(
         &self,
         model: &Model,

@@ -1,8 +1,8 @@
 //! Continuous batching on one thread: which requests run, with which slots, in which order.
 //!
-//! Each step runs one batch: one token of every decoding request and chunks of prompts. Kernels work
-//! row by row, so the result of a request does not depend on its batch. The invariant over slots is
-//! that of [`PrefixCache`]; a request returns its own slots in [`Scheduler::retire`].
+//! Each step runs one batch: one token of every decoding request and chunks of prompts. Kernels
+//! work row by row, so the result of a request does not depend on its batch. The invariant over
+//! slots is that of [`PrefixCache`]; a request returns its own slots in [`Scheduler::retire`].
 
 mod batch;
 
@@ -441,8 +441,8 @@ impl Scheduler {
         self.answers.push((reply, Ok(finished)));
     }
 
-    /// Updates the published status, then sends the answers, so that a caller with an answer sees it
-    /// counted.
+    /// Updates the published status, then sends the answers, so that a caller with an answer sees
+    /// it counted.
     fn publish(&mut self) {
         let (since, before) = self.window;
         let elapsed = since.elapsed();

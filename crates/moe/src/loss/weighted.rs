@@ -5,7 +5,7 @@ use super::{Clip, Ratio, Token, TokenLoss};
 use orchestrate_handoff::protocol::Hyperparameters;
 
 /// CISPO: the clipped ratio is the weight, so a clipped token keeps a gradient. A lower clip of 1
-/// is no bound.
+/// sets no bound.
 pub(crate) fn cispo(h: &Hyperparameters, token: &Token) -> TokenLoss {
     let ratio = Ratio::exp(token.log_ratio).value;
     let weight = ratio.clamp(1.0 - h.clip_low, 1.0 + h.clip_high);

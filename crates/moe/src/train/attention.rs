@@ -1,7 +1,7 @@
-//! Causal attention with grouped key heads over packed sequences of unequal length.
+//! Causal grouped-query attention over packed sequences of different lengths.
 //!
-//! Queries are taken in blocks, so that nothing larger than `[block, keys so far]` exists; the
-//! backward pass computes the probabilities again from the stored log-sum-exp.
+//! Queries are processed in blocks, so that no buffer is larger than `[block, keys so far]`. The
+//! backward pass recomputes the probabilities from the stored log-sum-exp.
 #![expect(clippy::inline_always, reason = "loops must inline into `simd` to be vectorised")]
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
@@ -10,11 +10,11 @@ use super::norm::HeadShape;
 use super::real::Real;
 use std::ops::Range;
 
-/// Rows of queries handled at once: small enough that their scores stay in cache.
+/// Number of query rows processed at once: small enough that their scores stay in cache.
 const BLOCK: usize = 64;
 
-/// `qkv [N, width]` → `out [N, query_heads · head_dim]` and `lse [N, query_heads]`, for each
-/// sequence (a range of rows) by itself.
+/// Computes `out [N, query_heads · head_dim]` and the log-sum-exp `lse [N, query_heads]` from
+/// `qkv [N, width]`, separately for each sequence (a range of rows).
 pub(crate) fn attention<T: Real>(
     shape: HeadShape,
     sequences: &[Range<usize>],
@@ -26,7 +26,7 @@ pub(crate) fn attention<T: Real>(
     let mut scores = Vec::new();
     for sequence in sequences {
         for head in 0..shape.query_heads {
-            let at = Places::new(shape, sequence.start, head);
+            let at = HeadOffsets::new(shape, sequence.start, head);
             for block in blocks(sequence.len()) {
                 let (rows, keys) = (block.len(), block.end);
                 scores.resize(rows * keys, T::ZERO);
@@ -56,7 +56,7 @@ pub(crate) fn attention<T: Real>(
     }
 }
 
-/// Adds the gradient of `qkv` to `d_qkv`, given that of `out`.
+/// Adds the gradient of `qkv` to `d_qkv`, given the gradient of `out`.
 pub(crate) fn attention_backward<T: Real>(
     shape: HeadShape,
     sequences: &[Range<usize>],
@@ -69,7 +69,7 @@ pub(crate) fn attention_backward<T: Real>(
     let (mut p, mut ds) = (Vec::new(), Vec::new());
     for sequence in sequences {
         for head in 0..heads {
-            let at = Places::new(shape, sequence.start, head);
+            let at = HeadOffsets::new(shape, sequence.start, head);
             for block in blocks(sequence.len()) {
                 let (rows, keys) = (block.len(), block.end);
                 p.resize(rows * keys, T::ZERO);
@@ -109,7 +109,7 @@ pub(crate) fn attention_backward<T: Real>(
     }
 }
 
-/// Exponentials relative to the largest, in place; returns their sum and the largest.
+/// Replaces `row` by `exp(row - max)`; returns the sum and the maximum.
 #[inline(always)]
 fn exponentials<T: Real>(row: &mut [T]) -> (T, T) {
     let top = largest(row);
@@ -123,9 +123,9 @@ fn blocks(rows: usize) -> impl Iterator<Item = Range<usize>> {
     (0..rows).step_by(BLOCK).map(move |start| start..(start + BLOCK).min(rows))
 }
 
-/// Where one head of one sequence lies.
+/// Offsets of one head of one sequence in the packed buffers.
 #[derive(Clone, Copy)]
-struct Places {
+struct HeadOffsets {
     width: usize,
     dim: usize,
     out_width: usize,
@@ -135,7 +135,7 @@ struct Places {
     out: usize,
 }
 
-impl Places {
+impl HeadOffsets {
     fn new(shape: HeadShape, first_row: usize, head: usize) -> Self {
         let (dim, width) = (shape.head_dim, shape.width());
         let key_head = head / (shape.query_heads / shape.key_heads);

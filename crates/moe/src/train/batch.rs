@@ -1,9 +1,9 @@
-//! What the model is run on: packed sequences without padding, and recorded routes.
-#![expect(clippy::indexing_slicing, reason = "offsets are checked when the batch is made")]
+//! Inputs of the model: sequences packed without padding, and recorded routes.
+#![expect(clippy::indexing_slicing, reason = "offsets are checked when the batch is created")]
 
 use std::ops::Range;
 
-/// Sequences one after the other, `N` tokens in all.
+/// `S` sequences stored one after the other without padding, `N` tokens in total.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PackedBatch {
     tokens: Vec<u32>,
@@ -11,61 +11,61 @@ pub struct PackedBatch {
     scored: Vec<bool>,
 }
 
-/// Arrays of a batch that do not fit together or the model.
+/// Batch arrays that do not fit together, or do not fit the model.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BatchError {
     /// An array has the wrong length.
     #[error("array `{array}` has {found} entries, expected {expected}")]
     Length {
-        /// Which.
+        /// Name of the array.
         array: &'static str,
         /// Its length.
         found: usize,
         /// The length it should have.
         expected: usize,
     },
-    /// Offsets do not rise from 0 to the number of tokens.
+    /// Sequence offsets do not rise from 0 to the number of tokens.
     #[error(
         "cu_seqlens must rise from 0 to the number of tokens, each sequence at least one token"
     )]
     Offsets,
-    /// A token id the model does not know.
+    /// A token id is outside the vocabulary.
     #[error("token id {id} at position {position} is outside the vocabulary of {vocab}")]
     Token {
-        /// The id.
+        /// The token id.
         id: u32,
-        /// Where in the packed batch.
+        /// Position in the packed batch.
         position: usize,
         /// Vocabulary size.
         vocab: usize,
     },
-    /// A sequence longer than the model's context.
+    /// A sequence is longer than the model's context.
     #[error("sequence {sequence} has {tokens} tokens, more than the model's context of {context}")]
     TooLong {
-        /// Which.
+        /// Index of the sequence.
         sequence: usize,
         /// Its length.
         tokens: usize,
-        /// The model's limit.
+        /// The model's context length, in tokens.
         context: usize,
     },
-    /// A routing row with an unknown or repeated expert.
+    /// A routing row has an unknown or repeated expert.
     #[error(
         "routing row of token {position}, layer {layer}: ids must be distinct and below {experts}"
     )]
     Route {
-        /// Where in the packed batch.
+        /// Position in the packed batch.
         position: usize,
-        /// Index among the `MoE` layers.
+        /// Index of the `MoE` layer.
         layer: usize,
-        /// Experts per layer.
+        /// Number of experts per layer.
         experts: usize,
     },
 }
 
 impl PackedBatch {
-    /// Checks and wraps: `tokens [N]`, `offsets [S + 1]` rising from 0 to `N`, and `scored [N]`,
-    /// which says of which tokens the log-prob is wanted (the first of a sequence never has one).
+    /// Creates a batch from `tokens [N]`, `offsets [S + 1]` rising from 0 to `N`, and `scored [N]`,
+    /// which marks the tokens whose log-prob is computed (never the first token of a sequence).
     ///
     /// # Errors
     /// If the arrays do not fit together.
@@ -86,7 +86,7 @@ impl PackedBatch {
         Ok(Self { tokens, offsets, scored })
     }
 
-    /// Checks token ids and lengths against a model.
+    /// Checks that token ids are below `vocab` and sequences have at most `context` tokens.
     ///
     /// # Errors
     /// Names the first token or sequence that does not fit.
@@ -104,7 +104,7 @@ impl PackedBatch {
         Ok(())
     }
 
-    /// The same tokens, every one of them scored.
+    /// A copy of the batch with all tokens scored.
     #[must_use]
     pub fn with_all_scored(&self) -> Self {
         let scored = vec![true; self.tokens.len()];
@@ -116,7 +116,7 @@ impl PackedBatch {
         self.offsets.len().saturating_sub(1)
     }
 
-    /// Tokens of one sequence, as places in the packed arrays.
+    /// Positions of one sequence in the packed arrays.
     pub fn range(&self, sequence: usize) -> Range<usize> {
         self.offsets[sequence]..self.offsets[sequence + 1]
     }
@@ -126,13 +126,13 @@ impl PackedBatch {
         &self.tokens
     }
 
-    /// Whose log-prob is wanted `[N]`.
+    /// Which tokens have their log-prob computed `[N]`.
     pub fn scored(&self) -> &[bool] {
         &self.scored
     }
 }
 
-/// Recorded experts of the packed tokens.
+/// Recorded expert choices of the packed tokens, for replay.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Routes {
     ids: Vec<u16>,
@@ -142,10 +142,11 @@ pub struct Routes {
 }
 
 impl Routes {
-    /// Checks and wraps: `ids [N, layers, top_k]`, `valid [N]`. Ids of invalid rows are not read.
+    /// Creates routes from `ids [N, layers, top_k]` and `valid [N]`. Ids of invalid rows are
+    /// ignored.
     ///
     /// # Errors
-    /// If a length disagrees, or a valid row has an unknown or repeated expert.
+    /// If an array has the wrong length, or a valid row has an unknown or repeated expert.
     pub fn new(
         ids: Vec<u16>,
         valid: Vec<bool>,
@@ -173,28 +174,28 @@ impl Routes {
         self.valid.len()
     }
 
-    /// Whether a token has a row.
+    /// Whether the token at `position` has a recorded row.
     pub fn is_valid(&self, position: usize) -> bool {
         self.valid[position]
     }
 
-    /// Ids of a token, all layers: `[layers · top_k]`.
+    /// Expert ids of a token at all layers: `[layers · top_k]`.
     pub fn row(&self, position: usize) -> &[u16] {
         let width = self.layers * self.top_k;
         &self.ids[position * width..(position + 1) * width]
     }
 
-    /// Ids of a token at one layer: `[top_k]`.
+    /// Expert ids of a token at one layer: `[top_k]`.
     pub fn layer(&self, position: usize, layer: usize) -> &[u16] {
         &self.row(position)[layer * self.top_k..(layer + 1) * self.top_k]
     }
 
-    /// Layers per row.
+    /// Number of layers per row.
     pub fn layers(&self) -> usize {
         self.layers
     }
 
-    /// Experts per layer of a row.
+    /// Number of experts per layer of a row.
     pub fn top_k(&self) -> usize {
         self.top_k
     }

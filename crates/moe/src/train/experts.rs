@@ -1,5 +1,5 @@
-//! The Mixture-of-Experts block: router, grouped SwiGLU experts over tokens sorted by expert, and
-//! their backward pass. Choosing experts is left to the caller: replay is passing other ids.
+//! The mixture-of-experts block: router, SwiGLU experts over tokens grouped by expert, and their
+//! backward pass. The caller chooses the experts; replay means passing recorded ids.
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
 use super::layout::LayerSlots;
@@ -8,7 +8,7 @@ use super::real::Real;
 use crate::router::{RouterFamily, softmax};
 use std::ops::Range;
 
-/// Sizes of the block.
+/// Dimensions of the block.
 #[derive(Debug, Clone)]
 pub(crate) struct MoeShape {
     pub(crate) hidden: usize,
@@ -18,7 +18,7 @@ pub(crate) struct MoeShape {
     pub(crate) family: RouterFamily,
 }
 
-/// What the forward pass leaves for the backward pass.
+/// Intermediate results that the backward pass needs.
 #[derive(Debug)]
 pub(crate) struct MoeTrace<T> {
     /// Router logits `[N, E]`.
@@ -26,9 +26,9 @@ pub(crate) struct MoeTrace<T> {
     /// Executed experts `[N, K]`.
     pub(crate) ids: Vec<u16>,
     gates: Vec<T>,
-    /// Slots `token · K + k`, sorted by expert, stable.
+    /// Slots `token · K + k`, stably sorted by expert.
     order: Vec<usize>,
-    /// Places of each expert's slots in `order`.
+    /// Range of each expert's slots in `order`.
     groups: Vec<Range<usize>>,
     /// Gate and up projections of each sorted slot `[N·K, 2·width]`.
     gate_up: Vec<T>,
@@ -149,7 +149,7 @@ pub(crate) fn moe_backward<T: Real>(
                     d_up[i] = d * silu;
                     d_gate[i] = d * up[i] * s * (T::ONE + gate[i] - silu);
                 }
-                // <dy, E(x)> without E(x): the projection is moved to the other side.
+                // Computes <dy, E(x)> without E(x) by applying the transposed projection to dy.
                 d_gates[slot] = dot(d_act, act);
                 for a in act {
                     *a = *a * weight;
@@ -189,15 +189,16 @@ pub(crate) fn moe_backward<T: Real>(
     matmul(into, true, 1.0, d_logits.t(), View::new(h, rows_all, hidden));
 }
 
-/// The auxiliary loss that spreads tokens over experts; used in supervised training only.
+/// The auxiliary loss that balances tokens over experts; used in supervised training only.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Balance {
-    /// Factor on the loss of each token: the coefficient over all tokens of the step.
+    /// Factor on the loss of each token: the coefficient divided by the number of tokens of the
+    /// step.
     pub(crate) per_token: f64,
 }
 
-/// `E · Σ_e f_e · P_e` of one layer: f the share of assignments, P the mean router probability.
-/// At least 1; 1 when perfectly balanced.
+/// Balance loss `E · Σ_e f_e · P_e` of one layer, where f is the share of assignments and P the
+/// mean router probability. 1 when perfectly balanced.
 pub(crate) fn balance_loss<T: Real>(shape: &MoeShape, trace: &MoeTrace<T>) -> f64 {
     let share = trace.shares();
     let mut total = 0.0;
@@ -228,13 +229,13 @@ fn balance_backward<T: Real>(
 }
 
 impl<T> MoeTrace<T> {
-    /// Share of all assignments that went to each expert.
+    /// Each expert's share of all assignments.
     fn shares(&self) -> Vec<f64> {
         self.groups.iter().map(|g| g.len() as f64 / self.order.len() as f64).collect()
     }
 }
 
-/// Slots in the order of their expert, and where each expert's slots lie; a counting sort.
+/// Sorts slots by expert (counting sort); also returns the range of each expert's slots.
 fn sort_by_expert(ids: &[u16], experts: usize) -> (Vec<usize>, Vec<Range<usize>>) {
     let mut counts = vec![0; experts];
     for &e in ids {

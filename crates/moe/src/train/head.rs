@@ -1,21 +1,21 @@
-//! Output head: log-probabilities and entropy of given next tokens, and their backward pass.
-//! Logits exist for [`CHUNK`] rows at a time only.
+//! Output head: log-probabilities and entropy of given next tokens, and their backward pass. Logits
+//! are computed for [`CHUNK`] rows at a time, to bound memory.
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
 use super::linalg::{View, ViewMut, add_scaled, dot, largest, matmul, simd, sum};
 use super::real::Real;
 
-/// Rows of logits that exist at once.
+/// Number of rows whose logits are computed at once.
 const CHUNK: usize = 128;
 
-/// Rows of the final hidden states `[N, hidden]` that are scored, and the token each predicts.
+/// The scored rows of the final hidden states `[N, hidden]`, and the token that each predicts.
 #[derive(Debug, Default)]
 pub(crate) struct Targets {
     pub(crate) rows: Vec<usize>,
     pub(crate) tokens: Vec<u32>,
 }
 
-/// Per target: log-prob and entropy (nats, at the temperature) and the log-sum-exp of its logits.
+/// Log-prob and entropy (in nats, at the temperature) and log-sum-exp of the logits, per target.
 #[derive(Debug)]
 pub(crate) struct HeadTrace<T> {
     pub(crate) logprobs: Vec<T>,
@@ -23,7 +23,7 @@ pub(crate) struct HeadTrace<T> {
     lse: Vec<T>,
 }
 
-/// `head [V, hidden]` and the inverse of the temperature.
+/// Output head weights `[V, hidden]` and the inverse temperature.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Head<'a, T> {
     pub(crate) weight: &'a [T],
@@ -36,7 +36,7 @@ impl<T: Real> Head<'_, T> {
         self.weight.len() / self.hidden
     }
 
-    /// Log-probs of the targets.
+    /// Computes log-prob and entropy of each target.
     pub(crate) fn forward(&self, x: &[T], targets: &Targets) -> HeadTrace<T> {
         let count = targets.rows.len();
         let mut trace = HeadTrace {
@@ -51,7 +51,7 @@ impl<T: Real> Head<'_, T> {
                 for (row, &token) in logits.chunks_exact_mut(self.vocab()).zip(tokens) {
                     let top = largest(row);
                     let chosen = row[token as usize] - top;
-                    // The shifted logit is weighted by its exponential in the same sweep.
+                    // Accumulates the entropy term in the same loop.
                     let mut weighted = [T::ZERO; 16];
                     let (lanes, rest) = row.as_chunks_mut::<16>();
                     for lane in lanes {
@@ -78,8 +78,8 @@ impl<T: Real> Head<'_, T> {
         trace
     }
 
-    /// Adds the gradients of `x` and of the weight, given `coefficients = dL/dlogprob` per target.
-    /// Targets with coefficient 0 cost nothing.
+    /// Adds the gradients of `x` and of the head weights, given `coefficients = dL/dlogprob` per
+    /// target. Targets with coefficient 0 are skipped.
     pub(crate) fn backward(
         &self,
         x: &[T],
@@ -136,7 +136,7 @@ impl<T: Real> Head<'_, T> {
     }
 }
 
-/// A linear value head on the final hidden states: `[hidden]` weights, then the bias.
+/// A linear value head on the final hidden states: `hidden` weights, then the bias.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ValueHead<'a, T> {
     pub(crate) weights: &'a [T],
@@ -147,7 +147,7 @@ impl<T: Real> ValueHead<'_, T> {
         self.weights.len() - 1
     }
 
-    /// Value at each target's row.
+    /// Computes the value at each target's row.
     pub(crate) fn forward(&self, x: &[T], targets: &Targets) -> Vec<T> {
         let hidden = self.hidden();
         let (weights, bias) = self.weights.split_at(hidden);

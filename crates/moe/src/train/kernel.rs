@@ -1,10 +1,10 @@
-//! Matrix product in f32 for CPUs with AVX-512: four times as fast on this model's small, oddly
-//! strided shapes as the general library, which serves everything else.
+//! f32 matrix product for CPUs with AVX-512. It is four times as fast as the general library on
+//! this model's small, irregularly strided shapes; the library handles everything else.
 //!
 //! The right operand is packed into panels of 32 columns, the left one is read in place (or packed
-//! when it is transposed), and a tile of 8 × 32 sums stays in registers. Each element is summed in
-//! the order of `k` wherever it lies in a tile, so a row's result does not depend on how many other
-//! rows there are: a sequence has the same log-probs in every micro batch.
+//! if it is transposed), and a tile of 8 × 32 sums stays in registers. Each element is summed in
+//! the order of `k` wherever it lies in a tile, so the result of a row does not depend on the
+//! number of other rows: a sequence has the same log-probs in every micro batch.
 #![expect(unsafe_code, reason = "vector intrinsics over raw pointers")]
 
 use std::arch::x86_64::{
@@ -13,11 +13,12 @@ use std::arch::x86_64::{
 };
 use std::cell::RefCell;
 
-/// Rows of a tile.
+/// Number of rows of a tile.
 const ROWS: usize = 8;
-/// Columns of a tile: two registers.
+/// Number of columns of a tile: two registers.
 const COLUMNS: usize = 32;
-/// Summands handled before sums go back to memory: a panel then stays in the first-level cache.
+/// Number of summands processed before sums are written back, so that a panel stays in the L1
+/// cache.
 const DEPTH: usize = 256;
 
 /// Address and strides, in elements, of an operand.
@@ -33,7 +34,7 @@ pub(super) struct Operand {
 pub(super) struct Target {
     pub(super) at: *mut f32,
     pub(super) row_stride: usize,
-    /// Whether the product is added to what is there.
+    /// Whether the product is added to the present values.
     pub(super) add: bool,
     pub(super) scale: f32,
 }
@@ -69,8 +70,8 @@ pub(super) unsafe fn multiply(
         let mut done = 0;
         while done < summands {
             let depth = DEPTH.min(summands - done);
-            // SAFETY: the caller vouches for operands and CPU; the scratch buffers were just made
-            // large enough for this depth.
+            // SAFETY: the caller guarantees operands and CPU; the scratch buffers were just resized
+            // for this depth.
             unsafe {
                 let b = Operand { at: b.at.wrapping_add(done * b.row_stride), ..b };
                 let a = Operand { at: a.at.wrapping_add(done * a.col_stride), ..a };
@@ -104,7 +105,7 @@ unsafe fn block(
         let height = ROWS.min(rows - row);
         let mut part = Operand { at: left.at.wrapping_add(row * left.row_stride), ..left };
         if left.col_stride != 1 || height < ROWS {
-            // SAFETY: `height` rows are there, and the strip has ROWS · DEPTH places.
+            // SAFETY: `height` rows exist, and the strip has ROWS · DEPTH elements.
             unsafe { pack_strip((height, depth), part, strip) };
             part = Operand { at: strip, row_stride: 1, col_stride: ROWS };
         }
@@ -121,14 +122,14 @@ unsafe fn block(
     }
 }
 
-/// Copies the rows of a transposed or too low operand side by side: `[depth, 8]`. Rows that are
-/// not there stay as they are: their sums are never stored.
+/// Packs the rows of an operand that is transposed or has fewer than 8 rows: `[depth, 8]`. Missing
+/// rows keep their old contents: their sums are never stored.
 #[inline]
 unsafe fn pack_strip((rows, depth): (usize, usize), a: Operand, strip: *mut f32) {
     let (mut from, mut to) = (a.at, strip);
     for _ in 0..depth {
         for r in 0..rows {
-            // SAFETY: the caller vouches for the rows and the strip.
+            // SAFETY: the caller guarantees the rows and the strip.
             unsafe { to.wrapping_add(r).write(from.wrapping_add(r * a.row_stride).read()) };
         }
         from = from.wrapping_add(a.col_stride);
@@ -136,10 +137,10 @@ unsafe fn pack_strip((rows, depth): (usize, usize), a: Operand, strip: *mut f32)
     }
 }
 
-/// Copies `columns` columns into a panel `[depth, 32]`, the rest of which becomes 0.
+/// Copies `columns` columns into a panel `[depth, 32]` and fills the rest with zeros.
 #[inline]
 unsafe fn pack(depth: usize, columns: usize, b: Operand, panel: *mut f32) {
-    // Pointers are stepped instead of computed: no multiplication is checked in the inner loops.
+    // Pointers are incremented, which avoids checked multiplications in the inner loops.
     if b.col_stride == 1 {
         let (mut from, mut to) = (b.at, panel);
         for _ in 0..depth {
@@ -165,8 +166,8 @@ unsafe fn pack(depth: usize, columns: usize, b: Operand, panel: *mut f32) {
     }
 }
 
-/// One tile of at most 8 × 32 sums. Not inlined: inside the caller's loops the compiler runs out of
-/// registers and moves a sum through memory at every step.
+/// Computes one tile of at most 8 × 32 sums. Not inlined: inside the caller's loops the compiler
+/// runs out of registers and spills a sum to memory at every step.
 #[inline(never)]
 #[target_feature(enable = "avx512f")]
 unsafe fn tile(

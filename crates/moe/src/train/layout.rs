@@ -1,5 +1,5 @@
-//! Where each parameter lies in one flat buffer. Gradients and optimizer moments use the same
-//! places, so the optimizer and the gradient norm are plain loops.
+//! Layout of all parameters in one flat buffer. Gradients and optimizer moments use the same
+//! layout, so the optimizer and the gradient norm are plain loops.
 #![expect(clippy::indexing_slicing, reason = "ranges are built over the buffer they index")]
 
 use super::real::Real;
@@ -9,11 +9,11 @@ use camino::Utf8Path;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Places of one layer's parameters. Adjacent projections of the same input form one matrix.
+/// Ranges of one layer's parameters. Adjacent projections of the same input form one matrix.
 #[derive(Debug, Clone)]
 pub(crate) struct LayerSlots {
     pub(crate) attention_norm: Range<usize>,
-    /// Query, key and value projections below each other: `[(H + 2·KV)·head_dim, hidden]`.
+    /// Query, key and value projections, stacked: `[(H + 2·KV)·head_dim, hidden]`.
     pub(crate) qkv: Range<usize>,
     pub(crate) output: Range<usize>,
     pub(crate) query_norm: Range<usize>,
@@ -23,28 +23,28 @@ pub(crate) struct LayerSlots {
     pub(crate) experts: Vec<ExpertSlots>,
 }
 
-/// Places of one expert's parameters.
+/// Ranges of one expert's parameters.
 #[derive(Debug, Clone)]
 pub(crate) struct ExpertSlots {
-    /// Gate and up projections below each other: `[2·width, hidden]`.
+    /// Gate and up projections, stacked: `[2·width, hidden]`.
     pub(crate) gate_up: Range<usize>,
     pub(crate) down: Range<usize>,
 }
 
-/// Places of all parameters.
+/// Ranges of all parameters in the flat buffer.
 #[derive(Debug, Clone)]
 pub struct Layout {
     entries: Vec<(String, Vec<usize>, Range<usize>)>,
     pub(crate) embedding: Range<usize>,
     pub(crate) layers: Vec<LayerSlots>,
     pub(crate) norm: Range<usize>,
-    /// The embedding itself when tied.
+    /// The range of the embedding if the head is tied to it.
     pub(crate) head: Range<usize>,
     total: usize,
 }
 
 impl Layout {
-    /// The layout of a model.
+    /// Computes the layout for a model configuration.
     pub fn new(config: &ModelConfig) -> Self {
         let mut entries = Vec::new();
         let mut total = 0;
@@ -53,7 +53,7 @@ impl Layout {
             entries.push((name, shape, total..end));
             total = end;
         }
-        // The order of `tensor_shapes` is the contract: walk it once.
+        // Parameters are laid out in the order of `tensor_shapes`.
         let mut walk = entries.iter().map(|(_, _, range)| range.clone());
         let mut next = || walk.next().unwrap_or_default();
         let embedding = next();
@@ -76,12 +76,12 @@ impl Layout {
         Self { entries, embedding, layers, norm, head, total }
     }
 
-    /// Number of parameters.
+    /// Total number of parameter values.
     pub fn total(&self) -> usize {
         self.total
     }
 
-    /// Name, shape and place of every tensor, in network order.
+    /// Name, shape and range of every tensor, in network order.
     pub fn entries(&self) -> impl Iterator<Item = (&str, &[usize], Range<usize>)> {
         self.entries.iter().map(|(name, shape, r)| (name.as_str(), shape.as_slice(), r.clone()))
     }
@@ -98,7 +98,7 @@ impl Layout {
         flat
     }
 
-    /// Cuts a flat buffer into named tensors of f32.
+    /// Splits a flat buffer into named f32 tensors.
     #[expect(clippy::cast_possible_truncation, reason = "stored in f32")]
     pub fn unflatten<T: Real>(&self, flat: &[T]) -> BTreeMap<String, Tensor> {
         self.entries()
@@ -109,10 +109,10 @@ impl Layout {
             .collect()
     }
 
-    /// Weights out of a flat buffer.
+    /// Converts a flat buffer to weights.
     ///
     /// # Errors
-    /// If `config` is not the configuration this layout was made for.
+    /// If `config` is not the configuration of this layout.
     pub fn weights<T: Real>(
         &self,
         config: &ModelConfig,

@@ -1,51 +1,51 @@
-//! What a trainer changes: model, optimizer, and the weights beside the model.
+//! The state that training changes: model, optimizer and auxiliary weights.
 
+use super::auxiliary::AuxiliaryWeights;
 use super::model::TrainModel;
 use super::optimizer::{AdamSettings, AdamW};
-use super::side::Side;
 use orchestrate_handoff::protocol::Hyperparameters;
 
-/// A model in training.
+/// A model with its optimizer and auxiliary weights.
 #[derive(Debug)]
 pub struct Learner {
-    /// The model.
+    /// Model that is trained.
     pub model: TrainModel<f32>,
-    /// Its optimizer.
+    /// Optimizer state of the model.
     pub adam: AdamW,
-    /// Weights beside it.
-    pub side: Side,
+    /// Router predictor and value head, each with its own optimizer state.
+    pub auxiliary: AuxiliaryWeights,
 }
 
-/// A copy to go back to.
+/// A copy of a [`Learner`]'s state, to undo a failed step.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     params: Vec<f32>,
     adam: AdamW,
-    side: Side,
+    auxiliary: AuxiliaryWeights,
 }
 
 impl Learner {
-    /// A model that has not been trained here yet.
+    /// Wraps a model with a fresh optimizer state and no auxiliary weights.
     pub fn new(model: TrainModel<f32>) -> Self {
         let adam = AdamW::new(model.params().len());
-        Self { model, adam, side: Side::default() }
+        Self { model, adam, auxiliary: AuxiliaryWeights::default() }
     }
 
-    /// A copy of everything that training changes.
+    /// Copies everything that training changes.
     pub fn snapshot(&self) -> Snapshot {
         let params = self.model.params().to_vec();
-        Snapshot { params, adam: self.adam.clone(), side: self.side.clone() }
+        Snapshot { params, adam: self.adam.clone(), auxiliary: self.auxiliary.clone() }
     }
 
-    /// Goes back to a copy.
+    /// Restores the state of a snapshot.
     pub fn restore(&mut self, snapshot: Snapshot) {
         self.model.params_mut().copy_from_slice(&snapshot.params);
         self.adam = snapshot.adam;
-        self.side = snapshot.side;
+        self.auxiliary = snapshot.auxiliary;
     }
 
-    /// Settings of the optimizer's next step. Its own count places it in the warm-up, so that a
-    /// resumed run goes on where it was.
+    /// Settings of the next optimizer update. The position in the warm-up follows from the
+    /// optimizer's step count, so that a resumed run continues where it stopped.
     pub(crate) fn next_update(&self, settings: &Hyperparameters) -> AdamSettings {
         let step = f64::from(self.adam.steps()) + 1.0;
         let share = (step / f64::from(settings.warmup_steps.max(1))).min(1.0);

@@ -1,4 +1,5 @@
-//! Matrix products and vectorised loops: the only module of the trainer with `unsafe`.
+//! Matrix products and vectorised loops. `unsafe` code of the trainer is confined to this module
+//! and its AVX-512 kernel.
 #![expect(unsafe_code, reason = "the matrix library takes raw pointers; CPU features are checked")]
 #![expect(clippy::inline_always, reason = "loops must inline into `simd` to be vectorised")]
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over fixed-size lanes")]
@@ -8,7 +9,7 @@ use super::kernel;
 use super::real::Real;
 use std::any::TypeId;
 
-/// A read-only matrix inside a slice.
+/// A read-only matrix view into a slice.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a, T> {
     data: &'a [T],
@@ -19,18 +20,19 @@ pub(crate) struct View<'a, T> {
 }
 
 impl<'a, T> View<'a, T> {
-    /// Row-major, rows adjacent.
+    /// A row-major matrix with contiguous rows.
     pub(crate) fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
         Self::strided(data, rows, cols, cols)
     }
 
-    /// Row-major, rows `row_stride` apart; starts at the first element of `data`.
+    /// A row-major matrix with rows `row_stride` elements apart, starting at the first element of
+    /// `data`.
     pub(crate) fn strided(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
-        assert!(fits(data.len(), rows, cols, row_stride), "matrix leaves its buffer");
+        assert!(fits(data.len(), rows, cols, row_stride), "matrix exceeds its buffer");
         Self { data, rows, cols, row_stride, col_stride: 1 }
     }
 
-    /// The transposed matrix; nothing moves.
+    /// The transposed matrix; no data is copied.
     pub(crate) fn t(self) -> Self {
         Self {
             rows: self.cols,
@@ -42,7 +44,7 @@ impl<'a, T> View<'a, T> {
     }
 }
 
-/// A row-major matrix to write into.
+/// A mutable row-major matrix view into a slice.
 #[derive(Debug)]
 pub(crate) struct ViewMut<'a, T> {
     data: &'a mut [T],
@@ -52,14 +54,14 @@ pub(crate) struct ViewMut<'a, T> {
 }
 
 impl<'a, T> ViewMut<'a, T> {
-    /// Rows adjacent.
+    /// A matrix with contiguous rows.
     pub(crate) fn new(data: &'a mut [T], rows: usize, cols: usize) -> Self {
         Self::strided(data, rows, cols, cols)
     }
 
-    /// Rows `row_stride` apart.
+    /// A matrix with rows `row_stride` elements apart.
     pub(crate) fn strided(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
-        assert!(fits(data.len(), rows, cols, row_stride), "matrix leaves its buffer");
+        assert!(fits(data.len(), rows, cols, row_stride), "matrix exceeds its buffer");
         Self { data, rows, cols, row_stride }
     }
 }
@@ -68,7 +70,8 @@ fn fits(len: usize, rows: usize, cols: usize, row_stride: usize) -> bool {
     rows == 0 || cols == 0 || (cols <= row_stride && (rows - 1) * row_stride + cols <= len)
 }
 
-/// `dst = scale · a·b`, or `dst += scale · a·b`. One thread: work is divided by sequences above.
+/// `dst = scale · a·b`, or `dst += scale · a·b` if `add`. Single-threaded: callers parallelise over
+/// sequences.
 pub(crate) fn matmul<T: Real>(
     dst: ViewMut<'_, T>,
     add: bool,
@@ -78,7 +81,7 @@ pub(crate) fn matmul<T: Real>(
 ) {
     assert!(
         dst.rows == a.rows && dst.cols == b.cols && a.cols == b.rows,
-        "shapes of a matrix product disagree"
+        "matrix shapes do not match"
     );
     if dst.rows == 0 || dst.cols == 0 || a.cols == 0 {
         return;
@@ -97,20 +100,26 @@ pub(crate) fn matmul<T: Real>(
             add,
             scale: Real::from_f64(scale),
         };
-        // SAFETY: T is f32, the CPU has the features, and the views lie inside their slices, as
-        // for the library below.
+        // SAFETY: T is f32, the CPU has the features, and the views lie inside their slices, as in
+        // `general_matmul`.
         unsafe { kernel::multiply(shape, target, operand(a), operand(b)) };
         return;
     }
-    library(dst, add, scale, a, b);
+    general_matmul(dst, add, scale, a, b);
 }
 
-/// The general matrix library: any CPU, and f64.
-#[expect(clippy::needless_pass_by_value, reason = "a view is borrowed for one product")]
-fn library<T: Real>(dst: ViewMut<'_, T>, add: bool, scale: f64, a: View<'_, T>, b: View<'_, T>) {
+/// Product by the general matrix library, for any CPU and for f64.
+#[expect(clippy::needless_pass_by_value, reason = "a view is used for one product")]
+fn general_matmul<T: Real>(
+    dst: ViewMut<'_, T>,
+    add: bool,
+    scale: f64,
+    a: View<'_, T>,
+    b: View<'_, T>,
+) {
     // Strides come from slice lengths, which never exceed isize::MAX.
     let stride = |s: usize| s.cast_signed();
-    // SAFETY: each view was checked to lie inside its slice when it was made, with its strides;
+    // SAFETY: each view was checked to lie inside its slice, with its strides, when it was created;
     // `dst` is a unique borrow, so it overlaps neither operand; T is f32 or f64 (`Real` has no
     // other implementations), both of which the library dispatches on.
     unsafe {
@@ -138,8 +147,8 @@ fn library<T: Real>(dst: ViewMut<'_, T>, add: bool, scale: f64, a: View<'_, T>, 
     }
 }
 
-/// Runs a loop compiled for AVX2 where the CPU has it. The binary stays runnable anywhere, and
-/// the loop must be inlined into the closure to profit.
+/// Runs `work` compiled for AVX2 if the CPU supports it; the binary still runs on any CPU. Loops
+/// benefit only if they are inlined into the closure.
 pub(crate) fn simd<R>(work: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
@@ -157,7 +166,7 @@ fn on_avx2<R>(work: impl FnOnce() -> R) -> R {
 
 const LANES: usize = 16;
 
-/// Inner product, summed in fixed lanes so that the compiler may vectorise it.
+/// Inner product, summed in fixed lanes so that the compiler can vectorise it.
 #[inline(always)]
 pub(crate) fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     let (a_lanes, a_rest) = a.as_chunks::<LANES>();
@@ -172,7 +181,7 @@ pub(crate) fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     sums.into_iter().sum::<T>() + rest
 }
 
-/// Largest value, [`Real::LOWEST`] of an empty slice.
+/// Largest value; [`Real::LOWEST`] for an empty slice.
 #[inline(always)]
 pub(crate) fn largest<T: Real>(values: &[T]) -> T {
     let (lanes, rest) = values.as_chunks::<LANES>();
@@ -185,7 +194,7 @@ pub(crate) fn largest<T: Real>(values: &[T]) -> T {
     tops.iter().chain(rest).copied().fold(T::LOWEST, Real::max)
 }
 
-/// Sum in fixed lanes.
+/// Sum, computed in fixed lanes so that the compiler can vectorise it.
 #[inline(always)]
 pub(crate) fn sum<T: Real>(values: &[T]) -> T {
     let (lanes, rest) = values.as_chunks::<LANES>();
@@ -210,7 +219,7 @@ pub(crate) fn add_scaled<T: Real>(dst: &mut [T], a: T, src: &[T]) {
 mod tests {
     use super::*;
 
-    /// Product by definition, in f64.
+    /// One element of the product by definition, in f64.
     fn plain(a: View<'_, f32>, b: View<'_, f32>, i: usize, j: usize) -> f64 {
         let element = |v: View<'_, f32>, r: usize, c: usize| {
             f64::from(v.data[r * v.row_stride + c * v.col_stride])
@@ -219,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn products_of_every_shape_and_layout_are_right() {
+    fn products_of_all_shapes_and_layouts_are_correct() {
         let noise = |count: usize, seed: usize| -> Vec<f32> {
             (0..count).map(|i| ((i * 7919 + seed * 31) % 101) as f32 / 50.0 - 1.0).collect()
         };
@@ -234,7 +243,7 @@ mod tests {
         ];
         for (m, n, k) in shapes {
             let (x, y) = (noise(m * k + k + m, 1), noise(n * k + n + k, 2));
-            // Rows one longer than needed, so that strides differ from widths.
+            // Row strides are one more than the width, so that the two differ.
             let lefts =
                 [View::strided(&x[..], m, k, k + 1 - usize::from(m == 1)), View::new(&x, k, m).t()];
             let rights = [View::new(&y[..], k, n), View::new(&y, n, k).t()];
@@ -243,7 +252,7 @@ mod tests {
                     let before = noise(m * (n + 2), 3);
                     let (mut ours, mut theirs) = (before.clone(), before.clone());
                     matmul(ViewMut::strided(&mut ours, m, n, n + 2), add, 0.5, a, b);
-                    library(ViewMut::strided(&mut theirs, m, n, n + 2), add, 0.5, a, b);
+                    general_matmul(ViewMut::strided(&mut theirs, m, n, n + 2), add, 0.5, a, b);
                     for i in 0..m {
                         for j in 0..n + 2 {
                             let at = i * (n + 2) + j;

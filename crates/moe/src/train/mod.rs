@@ -1,8 +1,10 @@
-//! The trainer: model with backward pass, optimizer, supervised phase, step service and server.
+//! The trainer: a model with backward pass, the optimizer, the supervised phase, training steps,
+//! and the service and server around them.
 //!
 //! Read [`model`] first, then [`step`] and [`service`].
 
 mod attention;
+pub mod auxiliary;
 mod batch;
 mod experts;
 mod head;
@@ -22,7 +24,6 @@ pub mod real;
 pub mod server;
 pub mod service;
 pub mod sft;
-pub mod side;
 pub mod step;
 pub mod store;
 

@@ -1,12 +1,13 @@
 //! The trainer's model: forward over packed sequences, and backward of `Σ c · logp`.
 //!
-//! Written out by hand over flat buffers instead of on a tensor library: there is one fixed
-//! architecture, its backward pass is short, and no operation's gradient can stop silently. Each
-//! lane (one per thread) runs its own sequences through the whole model, with its own gradient
-//! buffer, so no operation needs threads inside. Losses never appear here: a caller turns the
+//! It is written by hand over flat buffers rather than with a tensor library: there is one fixed
+//! architecture, its backward pass is short, and no gradient can be dropped silently. Each lane
+//! (one per thread) runs its own sequences through the whole model with its own gradient buffer, so
+//! no operation is threaded internally. Losses are computed elsewhere: the caller turns the
 //! log-probs of one sequence into `dL/dlogp` ([`crate::loss`]).
 //!
-//! The invariant: with replay, [`RouterFamily::select`] is not called for tokens that have a row.
+//! Invariant: with replay, [`RouterFamily::select`] is not called for tokens that have a routing
+//! row.
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
 use super::attention::{attention, attention_backward};
@@ -18,7 +19,7 @@ use super::linalg::{View, ViewMut, matmul};
 use super::norm::{
     HeadShape, Rope, add, norm_and_rotate, norm_and_rotate_backward, rms_norm, rms_norm_backward,
 };
-use super::part::{Captured, Part, lanes};
+use super::part::{Part, RouterCapture, lanes};
 use super::pass::{LossGradient, Pass, SequenceOutput};
 use super::real::Real;
 use crate::router::RouterFamily;
@@ -26,7 +27,7 @@ use crate::{CheckpointError, ModelConfig, Weights};
 use camino::Utf8Path;
 use rayon::prelude::*;
 
-/// A model that can be trained.
+/// A trainable model: configuration and parameters in one flat buffer.
 #[derive(Debug)]
 pub struct TrainModel<T> {
     config: ModelConfig,
@@ -48,7 +49,7 @@ struct LayerTrace<T> {
     moe: MoeTrace<T>,
 }
 
-/// Everything one part's work needs.
+/// Inputs shared by all layers while one part is processed.
 struct Work<'a, T> {
     batch: &'a PackedBatch,
     pass: Pass<'a, T>,
@@ -62,7 +63,7 @@ struct LaneResult<T> {
 }
 
 impl<T: Real> TrainModel<T> {
-    /// Takes over weights.
+    /// Creates a model from weights.
     pub fn new(weights: &Weights) -> Self {
         let config = weights.config().clone();
         let layout = Layout::new(&config);
@@ -87,55 +88,57 @@ impl<T: Real> TrainModel<T> {
         Self { config, layout, params, heads, moe }
     }
 
-    /// Reads a checkpoint folder.
+    /// Reads the model from a checkpoint folder.
     ///
     /// # Errors
-    /// As [`Weights::load`].
+    /// The errors of [`Weights::load`].
     pub fn load(folder: &Utf8Path) -> Result<Self, CheckpointError> {
         Ok(Self::new(&Weights::load(folder)?))
     }
 
-    /// The architecture.
+    /// Architecture of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// How its routers choose experts.
+    /// How the routers choose experts.
     pub(crate) fn family(&self) -> &RouterFamily {
         &self.moe.family
     }
 
-    /// Where each parameter lies in [`TrainModel::params`].
+    /// Offsets of each parameter in [`TrainModel::params`].
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// All parameters, flat.
+    /// All parameters in one flat buffer; see [`TrainModel::layout`].
     pub fn params(&self) -> &[T] {
         &self.params
     }
 
-    /// All parameters, to be updated.
+    /// All parameters, mutable, for the optimizer.
     pub fn params_mut(&mut self) -> &mut [T] {
         &mut self.params
     }
 
-    /// The parameters as weights to save.
+    /// Copies the parameters into weights that can be saved.
     ///
     /// # Errors
-    /// Never for a model made from weights of its own configuration.
+    /// Never for a model that was created from weights of its own configuration.
     pub fn weights(&self) -> Result<Weights, CheckpointError> {
         self.layout.weights(&self.config, &self.params)
     }
 
-    /// Log-probs, entropy and executed routes, in the order of `pass.sequences`.
+    /// Runs the forward pass. Returns log-probs, entropy and executed routes of each sequence, in
+    /// the order of `pass.sequences`.
     pub fn forward(&self, batch: &PackedBatch, pass: Pass<'_, T>) -> Vec<SequenceOutput<T>> {
         self.run(batch, pass, None).0
     }
 
-    /// Forward and backward: adds `Σ_t c_t · dlogp_t/dθ` to `grads` (laid out as the parameters,
-    /// followed by the value head's where there is one), with `c` from `loss`. Returns what the forward said, and the balance loss (mean over
-    /// tokens, sum over layers; 0 when `balance_per_token` is).
+    /// Runs forward and backward: adds `Σ_t c_t · dlogp_t/dθ` to `grads`, with `c` from `loss`.
+    /// `grads` is laid out as the parameters, followed by those of the value head if there is one.
+    /// Returns the outputs of the forward pass and the balance loss (mean over tokens, sum over
+    /// layers; 0 if `balance_per_token` is 0).
     pub fn forward_backward(
         &self,
         batch: &PackedBatch,
@@ -205,7 +208,7 @@ impl<T: Real> TrainModel<T> {
             x.extend_from_slice(&embedding[token * hidden..(token + 1) * hidden]);
         }
         let layers = self.config.num_hidden_layers;
-        let mut captured = Captured::new(part, layers, &self.moe, work.pass);
+        let mut captured = RouterCapture::new(part, layers, &self.moe, work.pass);
         let mut traces = Vec::new();
         let mut balance = 0.0;
         for layer in 0..layers {
@@ -314,7 +317,8 @@ impl<T: Real> TrainModel<T> {
         LayerTrace { x, normed, raw, qkv, out, lse, middle, moe_input, moe }
     }
 
-    /// Experts to execute `[rows, top_k]`: the recorded ones where there is a row.
+    /// Experts to execute `[rows, top_k]`: the recorded ones for tokens with a routing row, else
+    /// those that the router selects.
     fn choose(&self, work: &Work<'_, T>, part: &Part, layer: usize, logits: &[T]) -> Vec<u16> {
         let mut ids = vec![0; part.places.len() * self.moe.top_k];
         let rows = logits.chunks_exact(self.moe.experts).zip(ids.chunks_exact_mut(self.moe.top_k));
@@ -327,7 +331,7 @@ impl<T: Real> TrainModel<T> {
         ids
     }
 
-    /// Turns the gradient of a layer's output into that of its input, in place.
+    /// Converts the gradient of a layer's output into that of its input, in place.
     fn layer_backward(
         &self,
         work: &Work<'_, T>,

@@ -1,4 +1,4 @@
-//! The whole model against golden numbers, finite differences and its own invariants.
+//! Tests of the whole model against golden values, finite differences and its invariants.
 
 use super::experts::{MoeShape, moe, moe_backward, router_logits};
 use super::layout::{ExpertSlots, LayerSlots};
@@ -12,7 +12,7 @@ use crate::{ModelConfig, Weights};
 use orchestrate_handoff::protocol::Hyperparameters;
 use serde_json::Value;
 
-/// The external model and its expected outputs.
+/// The reference model and its expected outputs.
 struct Golden<T: Real> {
     model: TrainModel<T>,
     file: Value,
@@ -118,7 +118,7 @@ fn forward_matches_the_golden_model_in_f32() {
     forward_matches::<f32>(5e-4);
 }
 
-/// Layer and expert of an expert's tensor.
+/// Layer and expert index of an expert tensor; `None` for other tensors.
 fn expert_of(name: &str) -> Option<(usize, u16)> {
     let (layer, rest) = name.strip_prefix("model.layers.")?.split_once(".mlp.experts.")?;
     Some((layer.parse().ok()?, rest.split('.').next()?.parse().ok()?))
@@ -175,7 +175,8 @@ fn policy_step_matches<T: Real>(tolerance: f64) {
         }
         let idle = without.iter().any(|e| name.starts_with(&format!("{}.", e.as_str().unwrap())));
         zero += usize::from(idle);
-        // An expert that only the last token used gets zeros too: nothing depends on that token.
+        // An expert used only by the last token also gets zeros, because nothing depends on that
+        // token.
         let used = expert_of(name).is_none_or(|(layer, expert)| {
             (0..count - 1).any(|p| routes.layer(p, layer).contains(&expert))
         });
@@ -196,7 +197,7 @@ fn policy_step_matches_the_golden_gradients_in_f32() {
 }
 
 #[test]
-fn one_layer_of_experts_matches_its_vectors_own_and_replayed() {
+fn expert_layer_matches_golden_vectors_with_own_and_replayed_routes() {
     let file = vectors("replay");
     let (x, layer) = (numbers(&file["x"]), &file["layer"]);
     for case in cases(&file) {
@@ -272,8 +273,8 @@ fn small(tied: bool, renormalised: bool) -> ModelConfig {
     .unwrap()
 }
 
-/// Weights far larger than usual ones, so that nothing is nearly linear.
-fn lively(config: ModelConfig) -> TrainModel<f64> {
+/// A model with unusually large weights, so that no operation is nearly linear.
+fn large_weight_model(config: ModelConfig) -> TrainModel<f64> {
     let mut model: TrainModel<f64> = TrainModel::new(&Weights::random(config, 11));
     for (i, p) in model.params_mut().iter_mut().enumerate() {
         *p = *p * 12.0 + 0.02 * ((i % 7) as f64 - 3.0);
@@ -281,7 +282,7 @@ fn lively(config: ModelConfig) -> TrainModel<f64> {
     model
 }
 
-/// Three sequences, one longer than an attention block and one head chunk.
+/// Three sequences, one of them longer than an attention block and a head chunk.
 fn ragged() -> PackedBatch {
     let lengths = [70_usize, 1, 9];
     let count = lengths.iter().sum();
@@ -296,18 +297,18 @@ fn coefficient(sequence: usize, position: usize) -> f64 {
 }
 
 #[test]
-fn every_gradient_agrees_with_finite_differences() {
+fn gradients_agree_with_finite_differences() {
     for (tied, renormalised, balance) in [(true, true, 0.0), (false, false, 0.3)] {
-        let mut model = lively(small(tied, renormalised));
+        let mut model = large_weight_model(small(tied, renormalised));
         let width = model.config().hidden_size;
-        // Small, so that values do not bend the objective more than log-probs do.
+        // Small, so that values contribute no more curvature than log-probs.
         let head: Vec<f64> = (0..=width).map(|i| 0.02 * coefficient(i, 3)).collect();
         let batch = ragged();
         let all = [0, 1, 2];
         let own: Vec<u16> =
             model.forward(&batch, Pass::new(&all)).into_iter().flat_map(|o| o.routes).collect();
         let count = batch.tokens().len();
-        // Routes are pinned: a finite difference must not cross a change of experts.
+        // Routes are fixed, so that a finite difference never crosses a change of experts.
         let routes = Routes::new(own, vec![true; count], (2, 2, 4)).unwrap();
         let pass = Pass {
             replay: Some(&routes),
@@ -341,7 +342,7 @@ fn every_gradient_agrees_with_finite_differences() {
             model.layout().entries().map(|(n, _, r)| (n.to_owned(), r)).collect();
         for (name, range) in places {
             let busy = grads[range.clone()].iter().any(|g| g.abs() > 0.0);
-            assert!(busy, "{name} gets no gradient");
+            assert!(busy, "{name} has no gradient");
             for at in [range.start, range.start + range.len() / 2 + 1] {
                 let (kept, step) = (model.params()[at], 1e-6);
                 model.params_mut()[at] = kept + step;
@@ -370,8 +371,8 @@ fn every_gradient_agrees_with_finite_differences() {
 }
 
 #[test]
-fn replaying_own_routes_changes_nothing_and_missing_rows_fall_back() {
-    let model = lively(small(true, true));
+fn replaying_own_routes_changes_nothing_and_missing_rows_use_the_router() {
+    let model = large_weight_model(small(true, true));
     let batch = ragged();
     let free = model.forward(&batch, Pass::new(&[0, 1, 2]));
     let own: Vec<u16> = free.iter().flat_map(|o| o.routes.clone()).collect();
@@ -391,7 +392,7 @@ fn replaying_own_routes_changes_nothing_and_missing_rows_fall_back() {
 
 #[test]
 fn packing_and_micro_batches_do_not_change_a_sequence() {
-    let model = lively(small(true, true));
+    let model = large_weight_model(small(true, true));
     let batch = ragged();
     let together = model.forward(&batch, Pass::new(&[0, 1, 2]));
     let pass = Pass { micro_batch_tokens: 8, ..Pass::new(&[2, 0]) };
@@ -402,11 +403,14 @@ fn packing_and_micro_batches_do_not_change_a_sequence() {
         assert_eq!(output.routes, whole.routes);
         close(&output.logprobs, &whole.logprobs, 1e-12);
     }
-    assert!(together[0].logprobs[3].abs() < f64::MIN_POSITIVE, "not scored, so 0");
+    assert!(
+        together[0].logprobs[3].abs() < f64::MIN_POSITIVE,
+        "tokens that are not scored have log-prob 0"
+    );
 }
 
 #[test]
-fn routes_with_repeated_or_unknown_experts_are_refused() {
+fn routes_with_repeated_or_unknown_experts_are_rejected() {
     for bad in [vec![1, 1], vec![0, 4]] {
         assert!(Routes::new(bad, vec![true], (1, 2, 4)).is_err());
     }
@@ -415,7 +419,7 @@ fn routes_with_repeated_or_unknown_experts_are_refused() {
 
 #[test]
 #[cfg(target_arch = "x86_64")]
-fn with_our_kernel_a_sequence_has_the_same_bits_in_every_batch() {
+fn kernel_gives_identical_bits_for_a_sequence_in_every_batch() {
     if !super::kernel::available() {
         return;
     }

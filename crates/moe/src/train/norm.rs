@@ -5,7 +5,7 @@
 use super::linalg::{add_scaled, dot, simd};
 use super::real::Real;
 
-/// `y = x / sqrt(mean(x²) + ε) · w` for each row of `x [rows, w.len()]`.
+/// RMSNorm: `y = x / sqrt(mean(x²) + ε) · w` for each row of `x [rows, w.len()]`.
 pub(crate) fn rms_norm<T: Real>(x: &[T], weight: &[T], eps: f64, y: &mut [T]) {
     let width = weight.len();
     simd(|| {
@@ -18,7 +18,8 @@ pub(crate) fn rms_norm<T: Real>(x: &[T], weight: &[T], eps: f64, y: &mut [T]) {
     });
 }
 
-/// Adds to `dx` and `d_weight`, given `dy`; the statistics are computed again from `x`.
+/// Backward of [`rms_norm`]: adds to `dx` and `d_weight`, given `dy`. Recomputes the statistics
+/// from `x`.
 pub(crate) fn rms_norm_backward<T: Real>(
     x: &[T],
     weight: &[T],
@@ -63,7 +64,7 @@ fn norm_row_backward<T: Real>(
     }
 }
 
-/// Cosines and sines of every position: `[positions, head_dim / 2]` each.
+/// RoPE tables: cosines and sines, `[positions, head_dim / 2]` each.
 #[derive(Debug)]
 pub(crate) struct Rope<T> {
     half: usize,
@@ -72,7 +73,7 @@ pub(crate) struct Rope<T> {
 }
 
 impl<T: Real> Rope<T> {
-    /// Tables for positions `0..positions`, angles in f64.
+    /// Computes the tables for positions `0..positions`, with angles in f64.
     pub(crate) fn new(base: f64, head_dim: usize, positions: usize) -> Self {
         let half = head_dim / 2;
         let inverse: Vec<f64> =
@@ -87,7 +88,7 @@ impl<T: Real> Rope<T> {
         Self { half, cos, sin }
     }
 
-    /// Rotates one head in place; the backward pass is the same with the sign of the sine turned.
+    /// Rotates one head in place; the backward pass rotates by the negative angle.
     #[inline(always)]
     fn rotate(&self, position: usize, backward: bool, head: &mut [T]) {
         let at = position * self.half..(position + 1) * self.half;
@@ -100,7 +101,7 @@ impl<T: Real> Rope<T> {
     }
 }
 
-/// Heads of one row: query heads, then key heads (both normed and rotated), then value heads.
+/// Heads of one row: query heads, then key heads (both normalised and rotated), then value heads.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HeadShape {
     pub(crate) query_heads: usize,
@@ -110,7 +111,7 @@ pub(crate) struct HeadShape {
 }
 
 impl HeadShape {
-    /// Width of a row of queries, keys and values.
+    /// Width of a row: all query, key and value heads.
     pub(crate) fn width(self) -> usize {
         (self.query_heads + 2 * self.key_heads) * self.head_dim
     }
@@ -120,7 +121,7 @@ impl HeadShape {
     }
 }
 
-/// Norms every query and key head, rotates it by its position, and copies the values.
+/// Normalises every query and key head and rotates it by its position; copies the values.
 pub(crate) fn norm_and_rotate<T: Real>(
     shape: HeadShape,
     rope: &Rope<T>,
@@ -178,7 +179,7 @@ pub(crate) fn norm_and_rotate_backward<T: Real>(
     });
 }
 
-/// `dst += src`.
+/// Adds `src` to `dst`, element by element.
 pub(crate) fn add<T: Real>(dst: &mut [T], src: &[T]) {
     simd(|| add_scaled(dst, T::ONE, src));
 }

@@ -6,27 +6,27 @@ use crate::checkpoint::{StoredTensor, StoredType, read_tensors, write_tensors};
 use camino::Utf8Path;
 use rayon::prelude::*;
 
-/// File of the optimizer's state inside a checkpoint folder: safetensors under another ending, because
-/// servers load every `*.safetensors` of a folder.
+/// File of the optimizer state in a checkpoint folder. It is in safetensors format, but with
+/// another extension, because servers load every `*.safetensors` file of a folder.
 pub const OPTIMIZER_FILE: &str = "optimizer.state";
 
-/// Parameters a thread updates at a time.
+/// Number of parameters that a thread updates at a time.
 const CHUNK: usize = 1 << 16;
 
-/// Settings of one update.
+/// Hyperparameters of one AdamW update.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamSettings {
     /// Learning rate.
     pub learning_rate: f64,
-    /// Decay rates of the first and second moment.
+    /// Decay rates of the first and second moment (β₁, β₂).
     pub betas: (f64, f64),
-    /// ε under the division.
+    /// ε, added to the denominator.
     pub eps: f64,
     /// Decoupled weight decay, applied to every parameter.
     pub weight_decay: f64,
 }
 
-/// Moments of the gradient, laid out as the parameters.
+/// AdamW state: first and second moments of the gradient, laid out as the parameters.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdamW {
     first: Vec<f32>,
@@ -35,27 +35,28 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    /// A fresh state for a model of `parameters` values.
+    /// Creates a zero state for a model of `parameters` values.
     pub fn new(parameters: usize) -> Self {
         Self { first: vec![0.0; parameters], second: vec![0.0; parameters], steps: 0 }
     }
 
-    /// Updates made so far.
+    /// Number of updates so far.
     pub fn steps(&self) -> u32 {
         self.steps
     }
 
-    /// First and second moments.
+    /// First and second moments, each laid out as the parameters.
     pub(crate) fn moments(&self) -> [&[f32]; 2] {
         [&self.first, &self.second]
     }
 
-    /// From stored moments; `None` if `steps` is no count.
+    /// Restores the state from stored moments; `None` if `steps` is not a whole number ≥ 0.
     pub(crate) fn from_parts(first: Vec<f32>, second: Vec<f32>, steps: f32) -> Option<Self> {
-        Some(Self { first, second, steps: whole(steps)? })
+        Some(Self { first, second, steps: to_count(steps)? })
     }
 
-    /// One update. Parameters without gradient carry zeros and move by momentum and decay only.
+    /// Applies one update. Parameters without a gradient have zeros in `grads`; they move by
+    /// momentum and weight decay only.
     #[expect(clippy::cast_possible_truncation, reason = "parameters are f32")]
     pub fn update(&mut self, settings: AdamSettings, params: &mut [f32], grads: &[f32]) {
         self.steps += 1;
@@ -103,10 +104,10 @@ impl AdamW {
         write_tensors(&folder.join(OPTIMIZER_FILE), views)
     }
 
-    /// Reads what [`AdamW::write`] wrote.
+    /// Reads the state that [`AdamW::write`] wrote.
     ///
     /// # Errors
-    /// If the file is missing or damaged, or does not fit the layout.
+    /// If the file is missing or damaged, or does not match the layout.
     pub fn load(layout: &Layout, folder: &Utf8Path) -> Result<Self, CheckpointError> {
         let path = folder.join(OPTIMIZER_FILE);
         let tensors = read_tensors(&path)?;
@@ -116,7 +117,10 @@ impl AdamW {
             for (prefix, values) in parts {
                 let key = format!("{prefix}.{name}");
                 let tensor = tensors.get(&key).filter(|t| t.shape == shape).ok_or_else(|| {
-                    CheckpointError::new(&path, format!("`{key}` is missing or misshapen"))
+                    CheckpointError::new(
+                        &path,
+                        format!("`{key}` is missing or has the wrong shape"),
+                    )
                 })?;
                 if let Some(slot) = values.get_mut(range.clone()) {
                     slot.copy_from_slice(&tensor.data);
@@ -124,19 +128,20 @@ impl AdamW {
             }
         }
         let steps = tensors.get("step").and_then(|t| t.data.first().copied());
-        state.steps = whole(steps.unwrap_or(-1.0))
-            .ok_or_else(|| CheckpointError::new(&path, "`step` is missing or no count"))?;
+        state.steps = to_count(steps.unwrap_or(-1.0)).ok_or_else(|| {
+            CheckpointError::new(&path, "`step` is missing or not a whole number")
+        })?;
         Ok(state)
     }
 }
 
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "range is checked")]
-fn whole(value: f32) -> Option<u32> {
+fn to_count(value: f32) -> Option<u32> {
     (value.fract() == 0.0 && (0.0..16_777_216.0).contains(&value)).then_some(value as u32)
 }
 
-/// Scales `grads` down to a global L2 norm of at most `limit`; returns the norm before, which is
-/// not finite if any gradient is not.
+/// Scales `grads` down to a global L2 norm of at most `limit`. Returns the norm before scaling,
+/// which is not finite if any gradient is not.
 #[expect(clippy::cast_possible_truncation, reason = "gradients are f32")]
 pub fn clip_global_norm(grads: &mut [f32], limit: f64) -> f64 {
     let squares: f64 = grads
@@ -160,13 +165,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_update_moves_each_parameter_by_the_learning_rate() {
+    fn first_update_moves_each_parameter_by_the_learning_rate() {
         let settings =
             AdamSettings { learning_rate: 0.1, betas: (0.9, 0.999), eps: 1e-8, weight_decay: 0.5 };
         let mut adam = AdamW::new(3);
         let mut params = [1.0, 1.0, 0.0];
         adam.update(settings, &mut params, &[2.0, -0.01, 0.0]);
-        // At the first step the corrected moments are the gradient itself: p(1 − lr·wd) − lr·sign.
+        // At the first step the bias-corrected moments equal the gradient: p(1 − lr·wd) − lr·sign.
         for (found, expected) in params.iter().zip([0.85_f32, 1.05, 0.0]) {
             assert!((found - expected).abs() < 1e-5, "{params:?}");
         }
@@ -174,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn clipping_keeps_the_direction_and_tells_the_norm() {
+    fn clipping_keeps_direction_and_returns_the_norm() {
         let mut grads = [3.0, 4.0];
         assert!((clip_global_norm(&mut grads, 1.0) - 5.0).abs() < 1e-9);
         assert!((grads[0] - 0.6).abs() < 1e-5 && (grads[1] - 0.8).abs() < 1e-5);

@@ -1,5 +1,5 @@
-//! How a batch is divided: over lanes (threads), and each lane's share into parts whose
-//! activations are held together.
+//! Division of a batch into lanes (threads), and of each lane into parts whose activations are held
+//! together.
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
 use super::batch::PackedBatch;
@@ -9,23 +9,24 @@ use super::pass::{Pass, SequenceOutput, spread};
 use super::real::Real;
 use std::ops::Range;
 
-/// Most tokens a lane holds activations of, whatever the caller allows: beyond this, larger parts
-/// only cost memory.
+/// Maximum number of tokens per part, whatever the caller allows: larger parts cost memory without
+/// being faster.
 const PART_TOKENS: usize = 1024;
 
-/// A part of a lane's work: sequences whose activations are held together.
+/// Sequences of a lane whose activations are held together.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) sequences: Vec<usize>,
     /// Rows of each sequence.
     pub(super) ranges: Vec<Range<usize>>,
-    /// Row → place in the packed batch.
+    /// Position in the packed batch, by row.
     pub(super) places: Vec<usize>,
-    /// Row → position in its sequence.
+    /// Position in its sequence, by row.
     pub(super) positions: Vec<usize>,
 }
 
-/// Sequences over lanes (one per thread, longest first to the emptiest), each lane cut into parts.
+/// Distributes sequences over lanes (one per thread; longest first, to the least loaded lane) and
+/// splits each lane into parts.
 pub(super) fn lanes<T>(batch: &PackedBatch, pass: &Pass<'_, T>) -> Vec<Vec<Part>> {
     let count = rayon::current_num_threads().min(pass.sequences.len()).max(1);
     let limit = (pass.micro_batch_tokens / count).clamp(1, PART_TOKENS);
@@ -69,7 +70,7 @@ impl Part {
         self.places.extend(range);
     }
 
-    /// Token `p` is predicted by row `p − 1` of its sequence.
+    /// Scored tokens of the part: token `p` is predicted by row `p − 1` of its sequence.
     pub(super) fn targets(&self, batch: &PackedBatch) -> Targets {
         let mut targets = Targets::default();
         for range in &self.ranges {
@@ -85,7 +86,7 @@ impl Part {
         &self,
         targets: &Targets,
         (logprobs, entropy, values): (&[T], &[T], Option<&[T]>),
-        captured: Captured<T>,
+        captured: RouterCapture<T>,
         outputs: &mut Vec<SequenceOutput<T>>,
     ) {
         let spread = |values: &[T]| {
@@ -113,9 +114,9 @@ impl Part {
         }
     }
 
-    /// Coefficients of the part's tokens → one per target.
+    /// Selects one coefficient per target from those of all tokens of the part.
     pub(super) fn gather<T: Real>(&self, targets: &Targets, rows: &[T]) -> Vec<T> {
-        assert!(rows.len() == self.places.len(), "a loss gave not one coefficient per token");
+        assert!(rows.len() == self.places.len(), "a loss must return one coefficient per token");
         targets.rows.iter().map(|&row| rows[row + 1]).collect()
     }
 
@@ -138,25 +139,25 @@ impl Part {
     }
 }
 
-/// What is kept of the routers, layer by layer.
+/// Router outputs collected layer by layer.
 #[derive(Debug)]
-pub(super) struct Captured<T> {
+pub(super) struct RouterCapture<T> {
     routes: Vec<u16>,
     routes_width: usize,
     top_k: usize,
-    /// `[rows, layers, experts]`, or empty.
+    /// Router logits `[rows, layers, experts]`, or empty.
     logits: Vec<T>,
     logits_width: usize,
     experts: usize,
     /// Rows of each sequence whose router inputs are kept.
     input_rows: Vec<Vec<usize>>,
-    /// Per sequence `[rows, layers, hidden]`.
+    /// Router inputs of each sequence, `[rows, layers, hidden]`.
     inputs: Vec<Vec<T>>,
     layers: usize,
     hidden: usize,
 }
 
-impl<T: Real> Captured<T> {
+impl<T: Real> RouterCapture<T> {
     pub(super) fn new(part: &Part, layers: usize, shape: &MoeShape, pass: Pass<'_, T>) -> Self {
         let rows = part.places.len();
         let routes_width = layers * shape.top_k;
@@ -186,7 +187,7 @@ impl<T: Real> Captured<T> {
         }
     }
 
-    /// Executed experts, logits and inputs of one layer's router.
+    /// Stores executed experts, logits and inputs of one layer's router.
     pub(super) fn take(&mut self, layer: usize, (ids, logits, inputs): (&[u16], &[T], &[T])) {
         let rows = self.routes.chunks_exact_mut(self.routes_width);
         for (row, ids) in rows.zip(ids.chunks_exact(self.top_k)) {

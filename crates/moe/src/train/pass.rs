@@ -1,33 +1,33 @@
-//! How the model is run over a batch, and what it says.
+//! Options and outputs of a pass of the model over a batch.
 
 use super::batch::Routes;
 
-/// How to run the model over a batch.
+/// Options of one pass of the model over a batch.
 #[derive(Debug, Clone, Copy)]
 pub struct Pass<'a, T> {
-    /// Which sequences of the batch.
+    /// Indices of the sequences to run.
     pub sequences: &'a [usize],
-    /// Routes to execute; tokens without a row use the model's own choice. `None` = always own.
+    /// Routes to replay; tokens without a row use the model's own choice. `None` disables replay.
     pub replay: Option<&'a Routes>,
     /// Temperature of log-probs and entropy, > 0.
     pub temperature: f64,
-    /// Most tokens whose activations are held at once, all lanes together.
+    /// Maximum number of tokens whose activations are held at once, over all lanes.
     pub micro_batch_tokens: usize,
     /// Factor on the balance loss of each token; 0 outside supervised training.
     pub balance_per_token: f64,
-    /// Weights of a value head, `[hidden + 1]` with the bias last.
+    /// Weights of the value head, `[hidden + 1]` with the bias last; `None` to skip it.
     pub value_head: Option<&'a [T]>,
-    /// Whether router logits are wanted.
+    /// Whether to return router logits.
     pub router_logits: bool,
-    /// Router inputs are wanted of so many rows of each sequence at most ([`spread`]).
+    /// Maximum number of rows per sequence whose router inputs are returned ([`spread`]).
     pub router_inputs: usize,
-    /// Added to the router logits `[N, layers, experts]`: a stand-in for another engine's noise.
+    /// Added to the router logits, `[N, layers, experts]`, to simulate the noise of another engine.
     #[cfg(test)]
     pub router_shift: Option<&'a [f64]>,
 }
 
 impl<'a, T> Pass<'a, T> {
-    /// Own routes, temperature 1, nothing beside log-probs.
+    /// Default options: no replay, temperature 1, log-probs and entropy only.
     pub fn new(sequences: &'a [usize]) -> Self {
         Self {
             sequences,
@@ -44,32 +44,32 @@ impl<'a, T> Pass<'a, T> {
     }
 }
 
-/// What the model says about one sequence of `T` tokens.
+/// Output of the model for one sequence of `T` tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SequenceOutput<T> {
-    /// Its number in the batch.
+    /// Index of the sequence in the batch.
     pub sequence: usize,
-    /// Log-prob of each scored token given those before, nats; 0.0 elsewhere. `[T]`
+    /// Log-prob of each scored token given the tokens before it, in nats; 0.0 elsewhere. `[T]`
     pub logprobs: Vec<T>,
-    /// Entropy of the distribution each scored token was drawn from, nats; 0.0 elsewhere. `[T]`
+    /// Entropy of the predicted distribution at each scored token, in nats; 0.0 elsewhere. `[T]`
     pub entropy: Vec<T>,
-    /// Value of what comes before each scored token; 0.0 elsewhere, empty without a value head.
-    /// `[T]`
+    /// Value of the prefix before each scored token `[T]`; 0.0 elsewhere; empty without a value
+    /// head.
     pub values: Vec<T>,
     /// Executed experts `[T, layers, top_k]`.
     pub routes: Vec<u16>,
-    /// Router logits `[T, layers, experts]`; empty if not wanted.
+    /// Router logits `[T, layers, experts]`; empty if not requested.
     pub router_logits: Vec<T>,
-    /// Router inputs of the rows [`spread`] names, `[rows, layers, hidden]`.
+    /// Router inputs of the rows selected by [`spread`], `[rows, layers, hidden]`.
     pub router_inputs: Vec<T>,
 }
 
 /// `dL/dlogp` and `dL/dvalue` of one sequence.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenGradient<T> {
-    /// By the log-probs. `[T]`
+    /// Gradient with respect to the log-probs. `[T]`
     pub logprobs: Vec<T>,
-    /// By the values `[T]`; empty without a value head.
+    /// Gradient with respect to the values `[T]`; empty without a value head.
     pub values: Vec<T>,
 }
 
@@ -79,11 +79,10 @@ impl<T> From<Vec<T>> for TokenGradient<T> {
     }
 }
 
-/// Gradient of the loss of one sequence, from what the model says about it. Called on worker
-/// threads.
+/// Computes the gradient of the loss of one sequence from its output. Called on worker threads.
 pub type LossGradient<'a, T> = dyn Fn(&SequenceOutput<T>) -> TokenGradient<T> + Sync + 'a;
 
-/// At most `limit` of the first `rows` numbers, evenly spread.
+/// At most `limit` evenly spaced indices below `rows`.
 pub fn spread(rows: usize, limit: usize) -> impl Iterator<Item = usize> {
     let count = rows.min(limit);
     (0..count).map(move |i| i * rows / count)
@@ -94,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_spread_evenly_and_never_twice() {
+    fn spread_rows_are_even_and_distinct() {
         assert_eq!(spread(3, 10).collect::<Vec<_>>(), [0, 1, 2]);
         assert_eq!(spread(10, 4).collect::<Vec<_>>(), [0, 2, 5, 7]);
         assert_eq!(spread(0, 4).count() + spread(4, 0).count(), 0);

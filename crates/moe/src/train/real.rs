@@ -1,17 +1,17 @@
-//! The two float types the trainer's code is written for: f32 to train, f64 for sharp tests.
+//! The two float types of the trainer: f32 for training, f64 for precise tests.
 
 use std::fmt::Debug;
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
 mod sealed {
-    /// Keeps [`super::Real`] to the types the matrix library knows.
+    /// Restricts [`super::Real`] to the types that the matrix library supports.
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
 }
 
-/// f32 or f64, and nothing else: unsafe code relies on it.
+/// Either f32 or f64; unsafe code relies on there being no other implementations.
 pub trait Real:
     sealed::Sealed
     + Copy
@@ -29,18 +29,18 @@ pub trait Real:
     + Neg<Output = Self>
     + 'static
 {
-    /// 0.
+    /// Zero.
     const ZERO: Self;
-    /// 1.
+    /// One.
     const ONE: Self;
     /// The lowest finite value.
     const LOWEST: Self;
-    /// Rounds to this type.
+    /// Converts from f64, rounding to nearest.
     fn from_f64(value: f64) -> Self;
-    /// Exact.
+    /// Converts to f64 exactly.
     fn to_f64(self) -> f64;
-    /// `e^self`; in f32 a polynomial within 2 units in the last place that the compiler can
-    /// vectorise, saturating outside `[-87, 88]`.
+    /// `e^self`. In f32 this is a polynomial that the compiler can vectorise, accurate to 2 units
+    /// in the last place and saturating outside `[-87, 88]`.
     #[must_use]
     fn exp(self) -> Self;
     /// Natural logarithm.
@@ -49,7 +49,7 @@ pub trait Real:
     /// Square root.
     #[must_use]
     fn sqrt(self) -> Self;
-    /// The larger.
+    /// The larger of the two values.
     #[must_use]
     #[inline]
     fn max(self, other: Self) -> Self {
@@ -98,11 +98,11 @@ impl Real for f32 {
     }
     #[inline]
     fn exp(self) -> Self {
-        // 1.5 × 2^23: adding it leaves the rounded integer in the low bits of the mantissa.
+        // Adding 1.5 × 2^23 leaves the rounded integer in the low bits of the mantissa.
         const MAGIC: f32 = 12_582_912.0;
         const LN2_HIGH: f32 = 0.693_359_4;
         const LN2_LOW: f32 = -2.121_944_4e-4;
-        // Written as comparisons, not `clamp`, so that NaN stays NaN and the loop vectorises.
+        // Comparisons instead of `clamp`: NaN stays NaN, and the loop vectorises.
         let x = if self > 88.0 { 88.0 } else { self };
         let x = if x < -87.0 { -87.0 } else { x };
         let shifted = x * std::f32::consts::LOG2_E + MAGIC;
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fast_exponential_is_close_and_keeps_nan() {
+    fn fast_exponential_is_accurate_and_keeps_nan() {
         let mut x = -86.9_f32;
         while x < 87.9 {
             let (ours, exact) = (Real::exp(x), x.exp());

@@ -1,4 +1,4 @@
-//! HTTP face of the trainer: protocol version 1 of `orchestrate_handoff::protocol`.
+//! HTTP server of the trainer: protocol version 1 of `orchestrate_handoff::protocol`.
 
 use super::service::{TrainerHandle, TrainerOptions, TrainerRefusal, start};
 use crate::CheckpointError;
@@ -17,24 +17,24 @@ use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-/// Largest request body: requests name files, they carry no data.
+/// Largest request body in bytes: requests contain paths of files rather than data.
 const BODY_LIMIT: usize = 1 << 20;
 
-/// Of a larger body so much is read and dropped: to a client that is still sending, a closed
-/// connection would hide the answer that says why.
+/// Number of bytes of a larger body that are read and discarded before replying: a client that is
+/// still sending when the connection closes would not see the error.
 const DRAIN_LIMIT: usize = 64 << 20;
 
-/// A trainer that cannot be served.
+/// Why a trainer cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeTrainerError {
-    /// Its checkpoints cannot be used.
+    /// Checkpoints cannot be read or written.
     #[error("cannot start the trainer")]
     Start(#[from] CheckpointError),
-    /// The socket failed.
+    /// The HTTP listener failed.
     #[error("cannot serve the trainer")]
     Serve(#[from] std::io::Error),
-    /// A task of the runtime was lost.
-    #[error("the trainer's start or end was interrupted")]
+    /// The task that starts or stops the trainer was cancelled or panicked.
+    #[error("starting or stopping the trainer was interrupted")]
     Interrupted(#[from] tokio::task::JoinError),
 }
 
@@ -44,11 +44,11 @@ struct Server {
     token: Option<Arc<blake3::Hash>>,
 }
 
-/// Serves a trainer on `listener` until `stop` is cancelled: no new calls are taken, the step
-/// under way stops at its next phase, and its thread is joined.
+/// Serves a trainer on `listener` until `stop` is cancelled. It then accepts no new requests, stops
+/// the current step at its next phase, and joins the trainer's thread.
 ///
 /// # Errors
-/// If the checkpoints cannot be used or the socket fails.
+/// If the checkpoints cannot be read or written, or the listener fails.
 pub async fn serve_trainer(
     options: TrainerOptions,
     listener: TcpListener,
@@ -72,7 +72,11 @@ fn routes(server: Server) -> Router {
         .route("/v1/checkpoints", post(checkpoint))
         .fallback(|| async { problem(StatusCode::NOT_FOUND, "not_found", "no such path") })
         .method_not_allowed_fallback(|| async {
-            problem(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", "no such method here")
+            problem(
+                StatusCode::METHOD_NOT_ALLOWED,
+                "method_not_allowed",
+                "method not allowed on this path",
+            )
         })
         .layer(from_fn_with_state(server.clone(), authorised))
         .with_state(server)
@@ -82,11 +86,11 @@ async fn authorised(State(server): State<Server>, request: Request, next: Next) 
     let Some(expected) = &server.token else { return next.run(request).await };
     let sent = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     let sent = sent.and_then(|value| value.strip_prefix("Bearer "));
-    // Digests compare in constant time.
+    // blake3 hashes are compared in constant time.
     if sent.is_some_and(|token| blake3::hash(token.as_bytes()) == **expected) {
         return next.run(request).await;
     }
-    problem(StatusCode::UNAUTHORIZED, "unauthorized", "a valid bearer token is needed")
+    problem(StatusCode::UNAUTHORIZED, "unauthorized", "a valid bearer token is required")
 }
 
 async fn info(State(server): State<Server>) -> Response {
@@ -102,7 +106,7 @@ async fn submit(State(server): State<Server>, body: Body) -> Response {
         let message = "step_id must be 1 to 128 letters, digits, `.`, `_` or `-`";
         return problem(StatusCode::BAD_REQUEST, "bad_step_id", message);
     }
-    // Reads the batch: off the async threads.
+    // Blocking, because it reads the batch.
     answer(tokio::task::spawn_blocking(move || server.trainer.submit(request)).await)
 }
 
@@ -127,7 +131,7 @@ async fn checkpoint(State(server): State<Server>) -> Response {
     Json(server.trainer.checkpoint()).into_response()
 }
 
-/// Ids appear in paths and file names.
+/// Whether an id is safe in paths and file names.
 fn is_plain_id(id: &str) -> bool {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     (1..=128).contains(&id.len()) && id.chars().all(plain)
@@ -138,7 +142,7 @@ async fn parse<T: DeserializeOwned>(body: Body) -> Result<T, Response> {
     let mut chunks = body.into_data_stream();
     let (mut bytes, mut length) = (Vec::new(), 0);
     while let Some(chunk) = chunks.next().await {
-        let chunk = chunk.map_err(|e| bad(&format!("the body broke off: {e}")))?;
+        let chunk = chunk.map_err(|e| bad(&format!("the request body ended early: {e}")))?;
         length += chunk.len();
         if length <= BODY_LIMIT {
             bytes.extend_from_slice(&chunk);
@@ -147,7 +151,7 @@ async fn parse<T: DeserializeOwned>(body: Body) -> Result<T, Response> {
         }
     }
     if length > BODY_LIMIT {
-        let message = format!("the body may have at most {BODY_LIMIT} bytes");
+        let message = format!("the request body must be at most {BODY_LIMIT} bytes");
         return Err(problem(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", &message));
     }
     serde_json::from_slice(&bytes).map_err(|e| bad(&e.to_string()))
@@ -159,9 +163,11 @@ fn answer<T: Serialize>(
     match result {
         Ok(Ok(value)) => Json(value).into_response(),
         Ok(Err(refusal)) => refused(&refusal),
-        Err(lost) => {
-            problem(StatusCode::INTERNAL_SERVER_ERROR, "internal", &format!("call lost: {lost}"))
-        }
+        Err(lost) => problem(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "internal",
+            &format!("the request was lost: {lost}"),
+        ),
     }
 }
 

@@ -1,7 +1,8 @@
-//! The trainer as a service: one thread that owns model and optimizer, and a handle that answers.
+//! The trainer as a service: one thread that owns model and optimizer, and a handle that answers
+//! requests.
 //!
-//! The invariant: a step is `Done` only when its checkpoint is on disk; a step that fails leaves
-//! weights and optimizer as they were. Read [`super::step`] for what a step does.
+//! Invariant: a step is `Done` only when its checkpoint is on disk; a failed step leaves weights
+//! and optimizer unchanged. See [`super::step`] for what a step does.
 
 use super::learner::Learner;
 use super::model::TrainModel;
@@ -23,68 +24,68 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 use tokio::sync::oneshot;
 
-/// Jobs that may wait: one step and a few measurements; more is a client that does not listen.
+/// Maximum number of waiting jobs: one step and a few measurements.
 const QUEUE: usize = 4;
 
-/// How to run a trainer.
+/// Options of the embedded trainer.
 #[derive(Debug, Clone)]
 pub struct TrainerOptions {
     /// Starting policy: a checkpoint folder. Read only while `checkpoints` is empty.
     pub policy: Utf8PathBuf,
-    /// Folder of the trainer's own checkpoints, `v000000` and on.
+    /// Folder for the trainer's checkpoints, `v000000` onwards.
     pub checkpoints: Utf8PathBuf,
-    /// Newest checkpoints to keep, beside `v000000`.
+    /// Number of newest checkpoints to keep, in addition to `v000000`.
     pub keep: usize,
-    /// Folder that manifests must lie in; `None` = anywhere this process can read.
+    /// Folder that must contain all batch manifests; `None` allows any readable path.
     pub batch_root: Option<Utf8PathBuf>,
-    /// Bearer token that callers must send; `None` = none.
+    /// Bearer token that clients must send; `None` disables authorization.
     pub token: Option<String>,
 }
 
-/// A call the trainer refuses.
+/// Why the trainer rejects a request.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainerRefusal {
-    /// The manifest's path is not one this trainer reads.
+    /// The manifest's path is not allowed, or cannot be read.
     #[error("manifest {path}: {problem}")]
     Path {
-        /// As sent.
+        /// Path of the manifest, as sent.
         path: Utf8PathBuf,
-        /// What is wrong with it.
+        /// Problem with the path.
         problem: &'static str,
     },
     /// The batch cannot be read.
     #[error("manifest {path}: {source}")]
     Batch {
-        /// As sent.
+        /// Path of the manifest, as sent.
         path: Utf8PathBuf,
-        /// Why.
+        /// Why it cannot be read.
         source: Box<BatchError>,
     },
-    /// The batch, or a setting, does not fit this trainer.
+    /// The batch or a setting does not fit this trainer.
     #[error("{}", chain(.0))]
     Step(#[from] StepError),
     /// The manifest was written for another step.
     #[error("manifest {path} belongs to step {found}, not {expected}")]
     OtherStep {
-        /// As sent.
+        /// Path of the manifest, as sent.
         path: Utf8PathBuf,
-        /// Step the manifest names.
+        /// Step id in the manifest.
         found: String,
-        /// Step that was asked for.
+        /// Step id in the request.
         expected: String,
     },
-    /// No such step.
-    #[error("no step {0} is known: it was never submitted, or is too long ago")]
+    /// The step id is unknown.
+    #[error("step {0} is unknown: it was never submitted, or is no longer remembered")]
     UnknownStep(String),
-    /// Something else is under way.
-    #[error("busy with {0}: ask again later")]
+    /// Another request is being processed.
+    #[error("busy with {0}; try again later")]
     Busy(String),
     /// The trainer's thread has ended.
     #[error("the trainer is shutting down")]
     Down,
 }
 
-/// Answers for a running trainer; cheap to clone.
+/// Handle to a running trainer, used to submit steps and query their status; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct TrainerHandle {
     shared: Arc<Shared>,
@@ -103,15 +104,15 @@ struct Shared {
     config: ModelConfig,
     batch_root: Option<Utf8PathBuf>,
     stopping: AtomicBool,
-    board: Mutex<Board>,
+    public_state: Mutex<PublicState>,
 }
 
-/// What the handle answers from.
+/// State that the trainer's thread publishes for the handle.
 #[derive(Debug)]
-struct Board {
+struct PublicState {
     state: TrainerState,
     checkpoint: Utf8PathBuf,
-    /// The step under way, or the last that failed.
+    /// The current step, or the last step if it failed.
     current: Option<StepStatus>,
 }
 
@@ -136,7 +137,7 @@ struct StepJob {
 /// Opens the checkpoints and starts the trainer's thread. Blocking: reads a model.
 ///
 /// # Errors
-/// If the newest checkpoint or the starting policy cannot be used, or no thread can be had.
+/// If the newest checkpoint or the starting policy cannot be used, or the thread cannot be started.
 pub fn start(options: &TrainerOptions) -> Result<(TrainerHandle, TrainerThread), CheckpointError> {
     let (store, restored) =
         CheckpointStore::open(&options.checkpoints, &options.policy, options.keep)?;
@@ -145,7 +146,11 @@ pub fn start(options: &TrainerOptions) -> Result<(TrainerHandle, TrainerThread),
         config: restored.learner.model.config().clone(),
         batch_root: options.batch_root.clone(),
         stopping: AtomicBool::new(false),
-        board: Mutex::new(Board { state: restored.state.clone(), checkpoint, current: None }),
+        public_state: Mutex::new(PublicState {
+            state: restored.state.clone(),
+            checkpoint,
+            current: None,
+        }),
     });
     let (jobs, queue) = sync_channel(QUEUE);
     let worker = Worker { shared: Arc::clone(&shared), store, restored, reference: None };
@@ -158,25 +163,25 @@ pub fn start(options: &TrainerOptions) -> Result<(TrainerHandle, TrainerThread),
 }
 
 impl TrainerThread {
-    /// Asks the step under way to stop at its next phase (it then fails, and nothing changed), and
-    /// waits for the thread. Blocking; drop all handles before, or it waits for them.
+    /// Stops the current step at its next phase (it then fails and changes nothing) and joins the
+    /// thread. Blocking: it also waits until all handles are dropped.
     pub fn stop(self) {
         self.shared.stopping.store(true, Ordering::Relaxed);
         if self.thread.join().is_err() {
-            tracing::error!("trainer thread ended by a panic");
+            tracing::error!("trainer thread panicked");
         }
     }
 }
 
 impl Shared {
-    fn board(&self) -> MutexGuard<'_, Board> {
-        // The board is plain data that every writer replaces whole.
-        self.board.lock().unwrap_or_else(PoisonError::into_inner)
+    fn public_state(&self) -> MutexGuard<'_, PublicState> {
+        // Plain data: it stays consistent even if a writer panicked.
+        self.public_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Board {
-    fn known(&self, step_id: &str) -> Option<StepStatus> {
+impl PublicState {
+    fn find_step(&self, step_id: &str) -> Option<StepStatus> {
         if let Some(step) = self.state.applied(step_id) {
             let state = StepState::Done { result: Box::new(step.result.clone()) };
             return Some(StepStatus { step_id: step_id.to_owned(), state });
@@ -193,30 +198,30 @@ impl Board {
 }
 
 impl TrainerHandle {
-    /// What the trainer is and where it stands.
+    /// Describes the trainer and its current policy version.
     pub fn info(&self) -> TrainerInfo {
-        let board = self.shared.board();
+        let public = self.shared.public_state();
         TrainerInfo {
             protocol_version: PROTOCOL_VERSION,
             trainer: concat!("orchestrate-moe ", env!("CARGO_PKG_VERSION")).to_owned(),
             model: self.shared.config.shape(),
             algorithms: PolicyLoss::ALL.iter().map(|loss| loss.name().to_owned()).collect(),
-            policy_version: board.state.policy_version,
-            lineage: board.state.lineage,
-            last_step_id: board.state.steps.last().map(|step| step.step_id.clone()),
-            checkpoint: board.checkpoint.clone(),
+            policy_version: public.state.policy_version,
+            lineage: public.state.lineage,
+            last_step_id: public.state.steps.last().map(|step| step.step_id.clone()),
+            checkpoint: public.checkpoint.clone(),
             world_size: 1,
             devices: vec![format!("cpu, {} threads", rayon::current_num_threads())],
         }
     }
 
-    /// Accepts a step, or says where it stands. A step that failed may be submitted again.
+    /// Accepts a step, or returns its status if it is known. A failed step can be submitted again.
     /// Blocking: reads the whole batch.
     ///
     /// # Errors
-    /// [`TrainerRefusal`] if the batch cannot be read or used, or another step is under way.
+    /// [`TrainerRefusal`] if the batch cannot be read or used, or another step is running.
     pub fn submit(&self, request: StepRequest) -> Result<StepStatus, TrainerRefusal> {
-        if let Some(status) = self.standing(&request.step_id)? {
+        if let Some(status) = self.existing_status(&request.step_id)? {
             return Ok(status);
         }
         check_settings(&request.hyperparameters)?;
@@ -233,38 +238,40 @@ impl TrainerHandle {
             .map(|bytes| blake3::hash(&bytes).to_hex().to_string())
             .unwrap_or_default();
         let step_id = request.step_id.clone();
-        let mut board = self.shared.board();
-        // Asked again under the lock: another call may have been faster.
-        if let Some(status) = Self::standing_on(&board, &step_id)? {
+        let mut public = self.shared.public_state();
+        // Check again under the lock: another request may have been faster.
+        if let Some(status) = Self::existing_status_in(&public, &step_id)? {
             return Ok(status);
         }
-        let has = board.state.policy_version;
-        if request.base_version != has {
+        let current = public.state.policy_version;
+        if request.base_version != current {
             let error = format!(
-                "step {step_id} is for weights of version {}, this trainer holds version {has}",
+                "step {step_id} is based on policy version {}, but this trainer is at version \
+                 {current}",
                 request.base_version
             );
             let state = StepState::Failed { error };
             let status = StepStatus { step_id, state };
-            board.current = Some(status.clone());
+            public.current = Some(status.clone());
             return Ok(status);
         }
         self.send(Job::Step(Box::new(StepJob { request, batch, digest })))?;
         let status = StepStatus { step_id, state: StepState::Queued };
-        board.current = Some(status.clone());
+        public.current = Some(status.clone());
         Ok(status)
     }
 
-    /// Where a step stands.
+    /// Returns the status of a step.
     ///
     /// # Errors
-    /// [`TrainerRefusal::UnknownStep`].
+    /// [`TrainerRefusal::UnknownStep`] if the step was never submitted or is no longer remembered.
     pub fn status(&self, step_id: &str) -> Result<StepStatus, TrainerRefusal> {
-        let known = self.shared.board().known(step_id);
+        let known = self.shared.public_state().find_step(step_id);
         known.ok_or_else(|| TrainerRefusal::UnknownStep(step_id.to_owned()))
     }
 
-    /// Queues a measurement; the receiver gets its answer. Blocking: reads the whole batch.
+    /// Queues a measurement of a batch's log-probs; the receiver gets the reply. Blocking: reads
+    /// the whole batch.
     ///
     /// # Errors
     /// [`TrainerRefusal`] if the batch cannot be read or used, or the queue is full.
@@ -273,7 +280,7 @@ impl TrainerHandle {
         request: &LogprobsRequest,
     ) -> Result<oneshot::Receiver<LogprobsReply>, TrainerRefusal> {
         if !(request.temperature.is_finite() && request.temperature > 0.0) {
-            let problem = format!("`temperature` = {}: use a number above 0", request.temperature);
+            let problem = format!("temperature = {}: must be greater than 0", request.temperature);
             return Err(StepError::Setting(problem).into());
         }
         let (_, batch) = self.read(&request.manifest)?;
@@ -283,22 +290,26 @@ impl TrainerHandle {
         Ok(answer)
     }
 
-    /// The newest checkpoint: every applied step has written one.
+    /// Returns the newest checkpoint. Every applied step has written one, so nothing is written
+    /// now.
     pub fn checkpoint(&self) -> CheckpointReply {
-        let board = self.shared.board();
+        let public = self.shared.public_state();
         CheckpointReply {
-            checkpoint: board.checkpoint.clone(),
-            policy_version: board.state.policy_version,
+            checkpoint: public.checkpoint.clone(),
+            policy_version: public.state.policy_version,
         }
     }
 
-    fn standing(&self, step_id: &str) -> Result<Option<StepStatus>, TrainerRefusal> {
-        Self::standing_on(&self.shared.board(), step_id)
+    fn existing_status(&self, step_id: &str) -> Result<Option<StepStatus>, TrainerRefusal> {
+        Self::existing_status_in(&self.shared.public_state(), step_id)
     }
 
-    /// The answer that needs no new work: the step is known and has not failed.
-    fn standing_on(board: &Board, step_id: &str) -> Result<Option<StepStatus>, TrainerRefusal> {
-        if let Some(status) = board.known(step_id) {
+    /// Status of a step that is known and has not failed; `None` if it has to be run.
+    fn existing_status_in(
+        public: &PublicState,
+        step_id: &str,
+    ) -> Result<Option<StepStatus>, TrainerRefusal> {
+        if let Some(status) = public.find_step(step_id) {
             match status.state {
                 StepState::Queued | StepState::Running { .. } | StepState::Done { .. } => {
                     return Ok(Some(status));
@@ -306,25 +317,28 @@ impl TrainerHandle {
                 StepState::Failed { .. } => {}
             }
         }
-        match board.running() {
+        match public.running() {
             Some(other) => Err(TrainerRefusal::Busy(format!("step {}", other.step_id))),
             None => Ok(None),
         }
     }
 
     fn read(&self, manifest: &Utf8Path) -> Result<(Batch, TrainBatch), TrainerRefusal> {
-        let refuse = |problem| TrainerRefusal::Path { path: manifest.to_owned(), problem };
+        let invalid_path = |problem| TrainerRefusal::Path { path: manifest.to_owned(), problem };
         if manifest.components().any(|part| part.as_str() == "..") {
-            return Err(refuse("must not contain `..`"));
+            return Err(invalid_path("must not contain `..`"));
         }
         if manifest.file_name() != Some("manifest.json") {
-            return Err(refuse("must name a file `manifest.json`"));
+            return Err(invalid_path("the file name must be `manifest.json`"));
         }
-        let real = manifest.canonicalize_utf8().map_err(|_| refuse("cannot be found or read"))?;
+        let real =
+            manifest.canonicalize_utf8().map_err(|_| invalid_path("cannot be found or read"))?;
         if let Some(root) = &self.shared.batch_root {
-            let root = root.canonicalize_utf8().map_err(|_| refuse("the batch folder is gone"))?;
+            let root = root
+                .canonicalize_utf8()
+                .map_err(|_| invalid_path("the batch folder cannot be found or read"))?;
             if !real.starts_with(root) {
-                return Err(refuse("lies outside the folder this trainer reads batches from"));
+                return Err(invalid_path("is outside the folder of batches"));
             }
         }
         let files = Batch::open(&real).map_err(|source| TrainerRefusal::Batch {
@@ -337,17 +351,30 @@ impl TrainerHandle {
 
     fn send(&self, job: Job) -> Result<(), TrainerRefusal> {
         self.jobs.try_send(job).map_err(|error| match error {
-            TrySendError::Full(_) => TrainerRefusal::Busy("earlier calls".to_owned()),
+            TrySendError::Full(_) => TrainerRefusal::Busy("earlier requests".to_owned()),
             TrySendError::Disconnected(_) => TrainerRefusal::Down,
         })
     }
+}
+
+/// Why a step failed; weights and optimizer are restored.
+#[derive(Debug, thiserror::Error)]
+enum StepFailure {
+    #[error("cannot read the reference policy")]
+    Reference(#[source] CheckpointError),
+    #[error(transparent)]
+    Step(#[from] StepError),
+    #[error(transparent)]
+    Checkpoint(CheckpointError),
+    #[error("the trainer panicked; see its log")]
+    Panicked,
 }
 
 struct Worker {
     shared: Arc<Shared>,
     store: CheckpointStore,
     restored: Restored,
-    /// The starting policy, read when a step first asks for it.
+    /// The starting policy, read when a step first needs it.
     reference: Option<TrainModel<f32>>,
 }
 
@@ -360,7 +387,7 @@ impl Worker {
                     let Measured { logprobs, mismatch, disagreement } =
                         measure(&self.restored.learner.model, &batch, replay, temperature);
                     let policy_version = self.restored.state.policy_version;
-                    // A caller that went away does not want its answer.
+                    // Sending fails only if the caller has disconnected.
                     drop(reply.send(LogprobsReply {
                         policy_version,
                         logprobs,
@@ -375,17 +402,17 @@ impl Worker {
     fn step(&mut self, job: &StepJob) {
         let before = self.restored.learner.snapshot();
         let done = catch_unwind(AssertUnwindSafe(|| self.apply_and_save(job)));
-        let done = done.unwrap_or_else(|_| Err("the trainer panicked; see its log".to_owned()));
+        let done = done.unwrap_or(Err(StepFailure::Panicked));
         let step_id = job.request.step_id.clone();
         match done {
             Ok(state) => {
                 let result = state.steps.last().map(|step| step.result.clone());
                 self.restored.state = state.clone();
-                let mut board = self.shared.board();
-                board.checkpoint = self.store.folder(state.policy_version);
-                board.state = state;
-                board.current = None;
-                drop(board);
+                let mut public = self.shared.public_state();
+                public.checkpoint = self.store.folder(state.policy_version);
+                public.state = state;
+                public.current = None;
+                drop(public);
                 if let Some(StepResult { policy_version, metrics, .. }) = result {
                     tracing::info!(
                         step_id,
@@ -398,24 +425,22 @@ impl Worker {
                     );
                 }
             }
-            Err(error) => {
+            Err(failure) => {
+                let error = chain(&failure);
                 self.restored.learner.restore(before);
-                tracing::warn!(step_id, error, "step failed, weights are as before");
+                tracing::warn!(step_id, error, "step failed; weights are unchanged");
                 let state = StepState::Failed { error };
-                self.shared.board().current = Some(StepStatus { step_id, state });
+                self.shared.public_state().current = Some(StepStatus { step_id, state });
             }
         }
     }
 
-    fn apply_and_save(&mut self, job: &StepJob) -> Result<TrainerState, String> {
+    fn apply_and_save(&mut self, job: &StepJob) -> Result<TrainerState, StepFailure> {
         let started = Instant::now();
         let settings = &job.request.hyperparameters;
         if settings.kl_coefficient > 0.0 && self.reference.is_none() {
             let folder = self.store.folder(PolicyVersion(0));
-            let model = TrainModel::load(&folder).map_err(|error| {
-                format!("the reference policy cannot be read: {}", chain(&error))
-            })?;
-            self.reference = Some(model);
+            self.reference = Some(TrainModel::load(&folder).map_err(StepFailure::Reference)?);
         }
         let Restored { learner, state } = &mut self.restored;
         let shared = Arc::clone(&self.shared);
@@ -423,12 +448,11 @@ impl Worker {
         let mut progress = |phase: &'static str, share: f64| {
             let state = StepState::Running { phase: phase.to_owned(), progress: share };
             let step_id = step_id.clone();
-            shared.board().current = Some(StepStatus { step_id, state });
+            shared.public_state().current = Some(StepStatus { step_id, state });
             !shared.stopping.load(Ordering::Relaxed)
         };
         let reference = self.reference.as_ref();
-        let mut metrics = apply(learner, reference, &job.batch, settings, &mut progress)
-            .map_err(|error| chain(&error))?;
+        let mut metrics = apply(learner, reference, &job.batch, settings, &mut progress)?;
         progress("checkpoint", 1.0);
         let version = state.policy_version.next();
         save(&self.store, learner, (state, version), || {
@@ -443,7 +467,7 @@ impl Worker {
                 },
             }
         })
-        .map_err(|error| chain(&error))
+        .map_err(StepFailure::Checkpoint)
     }
 }
 
@@ -454,10 +478,10 @@ fn save(
     step: impl FnOnce() -> AppliedStep,
 ) -> Result<TrainerState, CheckpointError> {
     let companions = store.folder(state.policy_version);
-    store.save(learner, version, &companions, || state.after(step()))
+    store.save(learner, version, &companions, || state.with_step(step()))
 }
 
-/// An error with its causes, for an answer that has no other place for them.
+/// Formats an error with all its causes, for replies that have only one text field.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

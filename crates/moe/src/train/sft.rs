@@ -1,4 +1,4 @@
-//! Supervised training of a starting policy: weighted next-token loss plus expert balancing.
+//! Supervised training of a starting policy: weighted next-token loss plus expert balance loss.
 
 use super::batch::{BatchError, PackedBatch};
 use super::model::TrainModel;
@@ -7,48 +7,48 @@ use super::pass::{Pass, SequenceOutput, TokenGradient};
 use std::ops::ControlFlow;
 use std::time::Instant;
 
-/// One demonstration.
+/// One demonstration of `T` tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SftSequence {
     /// Token ids `[T]`.
     pub tokens: Vec<u32>,
-    /// Weight of each token's loss, ≥ 0; that of the first token is not read. `[T]`
+    /// Weight of each token's loss, ≥ 0; that of the first token is ignored. `[T]`
     pub weights: Vec<f32>,
 }
 
-/// How the learning rate falls after the warm-up, over the token budget.
+/// Shape of the learning rate decay after the warm-up, up to the end of the token budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decay {
-    /// Half a cosine.
+    /// Half a cosine wave.
     Cosine,
-    /// A straight line.
+    /// Linear decay.
     Linear,
 }
 
-/// Settings of the supervised phase.
+/// Hyperparameters of the supervised phase.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SftOptions {
-    /// Tokens to train on; training ends with the step that reaches them.
+    /// Number of tokens to train on; training ends with the step that reaches it.
     pub token_budget: u64,
-    /// Tokens over which the learning rate rises from 0.
+    /// Number of tokens over which the learning rate rises linearly from 0.
     pub warmup_tokens: u64,
-    /// Highest learning rate.
+    /// Peak learning rate.
     pub learning_rate: f64,
-    /// Share of it that is left at the end.
+    /// Learning rate at the end, as a share of the peak.
     pub final_share: f64,
-    /// Shape of the fall.
+    /// Shape of the decay.
     pub decay: Decay,
-    /// Sequences per optimizer step.
+    /// Number of sequences per optimizer step.
     pub batch_sequences: usize,
-    /// Coefficient of the balance loss (per layer).
+    /// Coefficient of the balance loss, per layer.
     pub balance: f64,
-    /// `AdamW` decay rates.
+    /// `AdamW` decay rates (β₁, β₂).
     pub betas: (f64, f64),
-    /// `AdamW` ε.
+    /// `AdamW` ε, added to the denominator.
     pub adam_eps: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
-    /// Global norm the gradient is clipped to.
+    /// Global L2 norm to which the gradient is clipped.
     pub max_grad_norm: f64,
 }
 
@@ -71,7 +71,7 @@ impl Default for SftOptions {
 }
 
 impl SftOptions {
-    /// Learning rate after `tokens` tokens.
+    /// Learning rate after `tokens` training tokens.
     pub fn rate_at(&self, tokens: u64) -> f64 {
         if tokens < self.warmup_tokens {
             return self.learning_rate * (tokens + 1) as f64 / self.warmup_tokens as f64;
@@ -86,53 +86,53 @@ impl SftOptions {
     }
 }
 
-/// Where the supervised phase stands after a step.
+/// Progress of the supervised phase after a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SftProgress {
-    /// Optimizer steps so far.
+    /// Number of optimizer steps so far.
     pub step: u64,
-    /// Tokens so far.
+    /// Number of training tokens so far.
     pub tokens: u64,
-    /// Weighted mean negative log-prob of this step's batch, nats.
+    /// Weighted mean negative log-prob of this step's batch, in nats.
     pub loss: f64,
     /// Balance loss, mean over layers: 1 = perfectly balanced.
     pub balance: f64,
-    /// Global gradient norm before clipping.
+    /// Global L2 norm of the gradient before clipping.
     pub grad_norm: f64,
     /// Learning rate of this step.
     pub learning_rate: f64,
-    /// Speed so far, tokens per second, the caller's own work in `on_step` excluded.
+    /// Average speed in tokens per second, excluding time spent in `on_step`.
     pub tokens_per_second: f64,
 }
 
-/// A supervised phase that cannot go on.
+/// Why the supervised phase failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SftError {
     /// A demonstration does not fit the model.
     #[error("demonstration batch {step} does not fit the model")]
     Batch {
-        /// Step it was for.
+        /// Index of the step.
         step: u64,
-        /// What is wrong.
+        /// Why the batch does not fit.
         #[source]
         source: BatchError,
     },
-    /// Loss or gradient is not a number any more.
-    #[error("loss or gradient of step {step} is not finite: lower the learning rate")]
+    /// The loss or the gradient is no longer finite.
+    #[error("loss or gradient of step {step} is not finite; lower the learning rate")]
     NotFinite {
-        /// The step.
+        /// Index of the step.
         step: u64,
     },
 }
 
-/// Trains `model` on demonstrations in the order given (repeat or shuffle them in the iterator)
-/// until the token budget is used up, the iterator ends, or `on_step` breaks. `on_step` sees the
-/// model after each update, to evaluate or save it. Returns the last progress, `None` without any
-/// step.
+/// Trains `model` on demonstrations in the given order (repeat or shuffle them in the iterator)
+/// until the token budget is reached, the iterator ends, or `on_step` breaks. `on_step` is called
+/// with the model after each update, to evaluate or save it. Returns the progress after the last
+/// step, or `None` if there was no step.
 ///
 /// # Errors
-/// If a demonstration does not fit the model or the loss stops being finite; the model then is as
-/// after the last good step.
+/// If a demonstration does not fit the model, or the loss or gradient is not finite. The model is
+/// then as after the last successful step.
 pub fn train(
     model: &mut TrainModel<f32>,
     demonstrations: impl IntoIterator<Item = SftSequence>,
@@ -187,10 +187,10 @@ pub fn train(
     }
 }
 
-/// Mean loss over demonstrations that are not trained on, weighted, nats.
+/// Weighted mean negative log-prob of held-out demonstrations, in nats.
 ///
 /// # Errors
-/// If one does not fit the model.
+/// If a demonstration does not fit the model.
 pub fn evaluate(model: &TrainModel<f32>, held_out: &[SftSequence]) -> Result<f64, BatchError> {
     let packed = pack(model, held_out)?;
     let all: Vec<usize> = (0..packed.batch.sequences()).collect();
@@ -201,7 +201,7 @@ pub fn evaluate(model: &TrainModel<f32>, held_out: &[SftSequence]) -> Result<f64
 
 struct Weighted {
     batch: PackedBatch,
-    /// `[N]`, 0 for the first token of each sequence.
+    /// Loss weights `[N]`; 0 for the first token of each sequence.
     weights: Vec<f32>,
 }
 
@@ -223,7 +223,8 @@ fn pack(model: &TrainModel<f32>, batch: &[SftSequence]) -> Result<Weighted, Batc
     Ok(Weighted { batch, weights })
 }
 
-/// Adds the gradient of the batch's loss; returns the loss and the balance loss per layer.
+/// Adds the gradient of the batch's loss to `grads`. Returns the loss and the balance loss per
+/// layer.
 #[expect(clippy::cast_possible_truncation, reason = "coefficients are f32")]
 fn gradients(
     model: &TrainModel<f32>,
@@ -276,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_simple_rule_is_learned_within_the_budget() {
+    fn simple_rule_is_learned_within_the_budget() {
         let mut model = tiny();
         let held_out: Vec<_> = (0..17).map(counting).collect();
         let before = evaluate(&model, &held_out).unwrap();
@@ -296,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_can_break_the_phase_and_bad_tokens_are_named() {
+    fn callback_can_stop_training_and_errors_name_bad_tokens() {
         let mut model = tiny();
         let options = SftOptions::default();
         let one = train(&mut model, (0..).map(counting), &options, |_, _| ControlFlow::Break(()));
@@ -310,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn the_learning_rate_rises_and_falls() {
+    fn learning_rate_warms_up_and_decays() {
         let options =
             SftOptions { token_budget: 1000, warmup_tokens: 100, ..SftOptions::default() };
         assert!(options.rate_at(0) < options.rate_at(50));

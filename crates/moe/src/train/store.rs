@@ -1,12 +1,12 @@
-//! The trainer's folder of checkpoints: `v000000`, `v000001`, …, and where it stands.
+//! The trainer's checkpoint folders `v000000`, `v000001`, …, and the trainer state in them.
 //!
-//! The newest complete folder is the trainer's whole state: weights, optimizer, and the results of
-//! the steps that led there ([`TrainerState`]). Losing everything after it loses nothing else.
+//! The newest complete folder is the whole state of the trainer: weights, optimizer, and the
+//! results of the last steps ([`TrainerState`]). A restart continues from it alone.
 
+use super::auxiliary::AuxiliaryWeights;
 use super::learner::Learner;
 use super::model::TrainModel;
 use super::optimizer::AdamW;
-use super::side::Side;
 use crate::CheckpointError;
 use crate::checkpoint::{PendingFolder, StoredType, copy_companions, write_json};
 use camino::{Utf8Path, Utf8PathBuf};
@@ -14,44 +14,45 @@ use orchestrate_handoff::protocol::StepResult;
 use orchestrate_types::PolicyVersion;
 use serde::{Deserialize, Serialize};
 
-/// File that tells what a checkpoint is; written last.
+/// File with the [`TrainerState`] of a checkpoint; written last.
 pub const STATE_FILE: &str = "trainer.json";
-/// Highest version ever published here and its lineage: how a restored older state is noticed.
+/// File with the highest version ever published here and its lineage, used to detect that an older
+/// checkpoint was restored.
 const HISTORY_FILE: &str = "lineage.json";
-/// Applied steps whose results are remembered.
+/// Number of applied steps whose results are kept.
 const REMEMBERED_STEPS: usize = 64;
 
-/// An applied step and what it did.
+/// An applied step and its result.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct AppliedStep {
-    /// Its idempotency key.
+    /// Idempotency key of the step.
     pub step_id: String,
     /// BLAKE3 of the batch's manifest, hexadecimal.
     pub batch_digest: String,
-    /// Its result.
+    /// Result of the step.
     pub result: StepResult,
 }
 
-/// `trainer.json` of a checkpoint.
+/// Contents of a checkpoint's `trainer.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
-    /// Counts restorations of older checkpoints.
+    /// Number of times that an older checkpoint was restored.
     pub lineage: u64,
-    /// Version of the weights beside it.
+    /// Version of the weights in this checkpoint.
     pub policy_version: PolicyVersion,
     /// The last applied steps, oldest first.
     pub steps: Vec<AppliedStep>,
 }
 
 impl TrainerState {
-    /// Result of a step that led to this state.
+    /// Finds an applied step by its id, among those remembered.
     pub fn applied(&self, step_id: &str) -> Option<&AppliedStep> {
         self.steps.iter().find(|step| step.step_id == step_id)
     }
 
-    /// The state after one more step.
+    /// Returns the state after one more step.
     #[must_use]
-    pub fn after(&self, step: AppliedStep) -> Self {
+    pub fn with_step(&self, step: AppliedStep) -> Self {
         let mut steps = self.steps.clone();
         let surplus = (steps.len() + 1).saturating_sub(REMEMBERED_STEPS);
         steps.drain(..surplus);
@@ -67,28 +68,29 @@ struct History {
     highest_version: PolicyVersion,
 }
 
-/// The folder.
+/// The folder that holds the trainer's checkpoints.
 #[derive(Debug)]
 pub struct CheckpointStore {
     root: Utf8PathBuf,
     keep: usize,
 }
 
-/// What a trainer starts from.
+/// State from which a trainer starts.
 #[derive(Debug)]
 pub struct Restored {
-    /// Weights and optimizer.
+    /// Weights and optimizer state.
     pub learner: Learner,
-    /// Where it stands.
+    /// Version, lineage and last steps.
     pub state: TrainerState,
 }
 
 impl CheckpointStore {
-    /// Opens the folder, or makes it from a starting policy, which becomes `v000000`. Beside that
-    /// one, the newest `keep` (at least 1) checkpoints are kept.
+    /// Opens the folder, or creates it from a starting policy, which becomes `v000000`. Besides
+    /// that one, the newest `keep` (at least 1) checkpoints are kept.
     ///
     /// # Errors
-    /// If the newest checkpoint, or the starting policy, cannot be read or written.
+    /// If the newest checkpoint or the starting policy cannot be read, or a checkpoint cannot be
+    /// written.
     pub fn open(
         root: &Utf8Path,
         policy: &Utf8Path,
@@ -99,21 +101,21 @@ impl CheckpointStore {
         let store = Self { root, keep: keep.max(1) };
         let restored = match store.versions()?.last() {
             Some(&version) => store.restore(version)?,
-            None => store.begin(policy)?,
+            None => store.initialize(policy)?,
         };
         Ok((store, restored))
     }
 
-    /// Folder of a version.
+    /// Path of the checkpoint folder of a version.
     pub fn folder(&self, version: PolicyVersion) -> Utf8PathBuf {
         self.root.join(format!("v{:06}", version.0))
     }
 
-    /// Writes a checkpoint whole, then drops the oldest beyond those kept. `state` is asked for
+    /// Writes a checkpoint atomically, then deletes the oldest beyond those kept. `state` is called
     /// last, when everything else is on disk.
     ///
     /// # Errors
-    /// If anything cannot be written; nothing is published then.
+    /// If a file cannot be written; the checkpoint is then not published.
     pub fn save(
         &self,
         learner: &Learner,
@@ -124,22 +126,22 @@ impl CheckpointStore {
         let pending = PendingFolder::create(&self.folder(version))?;
         learner.model.weights()?.write(pending.path(), StoredType::F32)?;
         learner.adam.write(learner.model.layout(), pending.path())?;
-        learner.side.write(pending.path())?;
+        learner.auxiliary.write(pending.path())?;
         copy_companions(companions, pending.path())?;
         let state = state();
         write_json(&pending.path().join(STATE_FILE), &state)?;
         pending.publish()?;
-        // The step is applied from here on: what follows must not turn it into a failure.
-        if let Err(error) = self.note(&state).and_then(|()| self.prune()) {
-            tracing::warn!(%error, "checkpoint is written, but older ones could not be tidied up");
+        // From here on the step counts as applied: later errors must not make it fail.
+        if let Err(error) = self.record_history(&state).and_then(|()| self.prune()) {
+            tracing::warn!(%error, "checkpoint written, but older checkpoints could not be deleted");
         }
         Ok(state)
     }
 
-    fn begin(&self, policy: &Utf8Path) -> Result<Restored, CheckpointError> {
+    fn initialize(&self, policy: &Utf8Path) -> Result<Restored, CheckpointError> {
         let learner = Learner::new(TrainModel::load(policy)?);
         let version = PolicyVersion(0);
-        // All checkpoints were taken away: that is a restoration too.
+        // All checkpoints were deleted: starting again also counts as a restoration.
         let lineage = self.history()?.map_or(0, |history| history.lineage + 1);
         let state = TrainerState { lineage, policy_version: version, steps: Vec::new() };
         let state = self.save(&learner, version, policy, || state)?;
@@ -150,18 +152,19 @@ impl CheckpointStore {
         let folder = self.folder(version);
         let mut state: TrainerState = read_json(&folder.join(STATE_FILE))?;
         if state.policy_version != version {
-            let problem = format!("it says version {}: was it renamed?", state.policy_version);
+            let problem =
+                format!("contains version {}; it may have been renamed", state.policy_version);
             return Err(CheckpointError::new(&folder.join(STATE_FILE), problem));
         }
         if let Some(history) = self.history()? {
             let abandoned = u64::from(history.highest_version > version);
             state.lineage = state.lineage.max(history.lineage + abandoned);
         }
-        self.note(&state)?;
+        self.record_history(&state)?;
         let model = TrainModel::load(&folder)?;
         let adam = AdamW::load(model.layout(), &folder)?;
-        let side = Side::load(&folder, model.config())?;
-        Ok(Restored { learner: Learner { model, adam, side }, state })
+        let auxiliary = AuxiliaryWeights::load(&folder, model.config())?;
+        Ok(Restored { learner: Learner { model, adam, auxiliary }, state })
     }
 
     fn history(&self) -> Result<Option<History>, CheckpointError> {
@@ -169,7 +172,7 @@ impl CheckpointStore {
         if path.exists() { read_json(&path).map(Some) } else { Ok(None) }
     }
 
-    fn note(&self, state: &TrainerState) -> Result<(), CheckpointError> {
+    fn record_history(&self, state: &TrainerState) -> Result<(), CheckpointError> {
         let history = History { lineage: state.lineage, highest_version: state.policy_version };
         let temporary = self.root.join(format!(".{HISTORY_FILE}.partial"));
         write_json(&temporary, &history)?;
@@ -180,7 +183,7 @@ impl CheckpointStore {
             .map_err(|e| CheckpointError::io(&target, e))
     }
 
-    /// Versions of the complete checkpoints, ascending.
+    /// Versions of all complete checkpoints, in ascending order.
     fn versions(&self) -> Result<Vec<PolicyVersion>, CheckpointError> {
         let entries = self.root.read_dir_utf8().map_err(|e| CheckpointError::new(&self.root, e))?;
         let mut versions = Vec::new();

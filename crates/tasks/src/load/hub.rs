@@ -71,7 +71,7 @@ pub enum HubError {
         source: ApiError,
     },
     /// The cache lies where paths are not text.
-    #[error("the Hugging Face cache has a path that is no UTF-8: {0}; set HF_HOME to another")]
+    #[error("the Hugging Face cache has a path that is not UTF-8: {0}; set HF_HOME to another")]
     Path(std::path::PathBuf),
 }
 

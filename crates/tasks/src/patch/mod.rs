@@ -130,7 +130,7 @@ pub fn file_diff(path: &str, old: Option<&str>, new: Option<&str>) -> FilePatch 
 /// Applies the unified diff `patch` to `tree`, strictly. The result is ordered by path.
 ///
 /// # Errors
-/// If the text is no patch, a path leaves the tree, a file is missing or in the way, or any line
+/// If the text is not a patch, a path leaves the tree, a file is missing or in the way, or any line
 /// differs from what the patch says. Then nothing is applied.
 pub fn apply(tree: &[TaskFile], patch: &str) -> Result<Vec<TaskFile>, PatchError> {
     let mut files: BTreeMap<String, String> =

@@ -47,7 +47,7 @@ pub(crate) struct Failure {
 
 /// Why a mutant makes no task, or a repository none at all.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Unfit {
+pub enum Rejection {
     /// There is no summary in the log: it ran out of time or memory, or pytest did not start.
     #[error("its tests come to no end")]
     NoEnd,
@@ -102,10 +102,10 @@ impl Bench {
     /// how long they may take. Says which are left out.
     ///
     /// # Errors
-    /// [`Unfit::NoEnd`] where there is no summary, [`Unfit::Unseen`] where no test passes.
-    pub fn learn(&mut self, logs: [&[u8]; 2], elapsed: Duration) -> Result<Vec<String>, Unfit> {
+    /// [`Rejection::NoEnd`] where there is no summary, [`Rejection::Unseen`] where no test passes.
+    pub fn learn(&mut self, logs: [&[u8]; 2], elapsed: Duration) -> Result<Vec<String>, Rejection> {
         let [first, second] = logs.map(results);
-        let (first, second) = (first.ok_or(Unfit::NoEnd)?, second.ok_or(Unfit::NoEnd)?);
+        let (first, second) = (first.ok_or(Rejection::NoEnd)?, second.ok_or(Rejection::NoEnd)?);
         let passes = |test: &&String| {
             first.get(*test) == Some(&TestStatus::Passed)
                 && second.get(*test) == Some(&TestStatus::Passed)
@@ -121,7 +121,7 @@ impl Bench {
         // is left out.
         let log: Vec<String> = passing.map(|test| format!("PASSED {test}")).collect();
         if log.is_empty() {
-            return Err(Unfit::Unseen);
+            return Err(Rejection::Unseen);
         }
         let log = format!("short test summary info\n{}\n", log.join("\n"));
         self.expected = crate::grade(&log, &BTreeMap::new()).statuses;
@@ -163,17 +163,17 @@ impl Bench {
     ///
     /// # Errors
     /// Why it makes no task.
-    pub fn judge(&self, path: &str, mutant: &Mutant, log: &[u8]) -> Result<R2eRow, Unfit> {
-        results(log).ok_or(Unfit::NoEnd)?;
-        let verdict = grade_log(log, &self.expected).map_err(|_| Unfit::NoEnd)?;
+    pub fn judge(&self, path: &str, mutant: &Mutant, log: &[u8]) -> Result<R2eRow, Rejection> {
+        results(log).ok_or(Rejection::NoEnd)?;
+        let verdict = grade_log(log, &self.expected).map_err(|_| Rejection::NoEnd)?;
         let (broken, total) = (verdict.differing.len(), self.expected.len());
         if broken == 0 {
-            return Err(Unfit::Unseen);
+            return Err(Rejection::Unseen);
         }
         if broken > total.div_ceil(2) || broken == total {
-            return Err(Unfit::TooMuch { broken, total });
+            return Err(Rejection::TooMuch { broken, total });
         }
-        let (tree, solved, faulty) = self.broken(path, mutant).ok_or(Unfit::Unseen)?;
+        let (tree, solved, faulty) = self.broken(path, mutant).ok_or(Rejection::Unseen)?;
         let failures = failures(log);
         Ok(row::of(self, path, mutant, row::Broken { tree, solved, faulty, failures, log }))
     }
@@ -187,7 +187,7 @@ impl Bench {
         Some((tree, solved, faulty))
     }
 
-    /// Everything that decides what the tests do: tests, what they read beside, pytest's settings
+    /// Everything that decides what the tests do: tests, what they read besides, pytest's settings
     /// where there could be some, and the runner.
     fn hidden_files(&self) -> Vec<TaskFile> {
         let files = self.repository.files.iter();

@@ -1,7 +1,7 @@
 //! Small faults put into Python source, each as an edit of one span.
 //!
 //! The invariant: every byte outside the span is as it was, and the changed text parses. What a
-//! mutant does to the tests nobody knows before they have run.
+//! mutant does to the tests is unknown before they have run.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -277,7 +277,7 @@ impl<'a> Finder<'a> {
         for operator in operators {
             let text = self.text(operator);
             let words: Vec<&str> = text.split_whitespace().collect();
-            let (other, beside) = match words.as_slice() {
+            let (other, neighbour) = match words.as_slice() {
                 ["<"] => (">", Some("<=")),
                 [">"] => ("<", Some(">=")),
                 ["<="] => (">=", Some("<")),
@@ -291,8 +291,8 @@ impl<'a> Finder<'a> {
                 _ => continue,
             };
             self.put(Fault::Comparison, operator.byte_range(), other, (place, operator));
-            if let Some(beside) = beside {
-                self.put(Fault::Boundary, operator.byte_range(), beside, (place, operator));
+            if let Some(neighbour) = neighbour {
+                self.put(Fault::Boundary, operator.byte_range(), neighbour, (place, operator));
             }
         }
     }

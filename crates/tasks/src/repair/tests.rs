@@ -59,8 +59,8 @@ fn what_does_not_pass_each_time_is_not_run_again() {
 fn tests_that_do_not_run_or_never_pass_are_no_bench() {
     let failing = log(&["FAILED tests/test_double.py::test_double"]);
     let none = b"no module named pytest".to_vec();
-    assert_eq!(bench().learn([&none, &none], Duration::ZERO), Err(Unfit::NoEnd));
-    assert_eq!(bench().learn([&failing, &failing], Duration::ZERO), Err(Unfit::Unseen));
+    assert_eq!(bench().learn([&none, &none], Duration::ZERO), Err(Rejection::NoEnd));
+    assert_eq!(bench().learn([&failing, &failing], Duration::ZERO), Err(Rejection::Unseen));
 }
 
 #[test]
@@ -99,9 +99,9 @@ fn faults_that_nobody_or_everybody_sees_are_no_tasks() {
     let mutant = mutant(&bench);
     let judge = |lines: &[&str]| bench.judge("calc.py", &mutant, &log(lines)).unwrap_err();
     let (double, half) = (format!("PASSED {DOUBLE}"), format!("PASSED {HALF}"));
-    assert_eq!(judge(&[&double, &half]), Unfit::Unseen);
-    assert_eq!(judge(&["ERROR tests - ImportError"]), Unfit::TooMuch { broken: 3, total: 2 });
-    assert_eq!(bench.judge("calc.py", &mutant, b"Killed").unwrap_err(), Unfit::NoEnd);
+    assert_eq!(judge(&[&double, &half]), Rejection::Unseen);
+    assert_eq!(judge(&["ERROR tests - ImportError"]), Rejection::TooMuch { broken: 3, total: 2 });
+    assert_eq!(bench.judge("calc.py", &mutant, b"Killed").unwrap_err(), Rejection::NoEnd);
 }
 
 #[test]

@@ -110,7 +110,7 @@ fn is_python(path: &str) -> bool {
     Utf8Path::new(path).extension() == Some("py")
 }
 
-/// `python-slugify` of `python-slugify-8.0.4`: a version is no part of a name.
+/// `python-slugify` of `python-slugify-8.0.4`: a version is not part of a name.
 fn short_name(folder: &str) -> String {
     match folder.rsplit_once('-') {
         Some((name, version)) if version.starts_with(|c: char| c.is_ascii_digit()) => name,
@@ -134,7 +134,7 @@ pub(super) fn is_pytest_config(path: &str) -> bool {
     matches!(path, "pytest.ini" | ".pytest.ini" | "pyproject.toml" | "tox.ini" | "setup.cfg")
 }
 
-/// Whether faults may be put into this file: Python that is no test, nor for installing, documents
+/// Whether faults may be put into this file: Python that is not a test, nor for installing, documents
 /// or examples.
 pub fn is_source(path: &str) -> bool {
     let aside = |name: &str| {

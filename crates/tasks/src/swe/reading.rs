@@ -33,7 +33,7 @@ pub enum Reading {
 /// Why a log is not graded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DidNotRun {
-    /// What is wrong with the log.
+    /// The problems of the log.
     pub reason: String,
     /// The cause that version 5 recognises, if any.
     pub infra: Option<InfraFailure>,

@@ -19,7 +19,7 @@ pub struct Spec {
     pub parser: LogParser,
 }
 
-/// A row whose tests nobody knows how to run.
+/// A row whose tests cannot be run.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum SpecError {
     /// Unknown repository.

@@ -8,14 +8,14 @@ use serde::{Serialize, Serializer};
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// Bytes of names that nobody asked for which a map keeps. They matter to nothing but the
+/// Bytes of unrequested names that a map keeps. They matter to nothing but the
 /// matching of truncated ids, and a log can hold any number of them.
 pub const OTHER_NAMES_BYTES: usize = 64 << 20;
 
-/// Bytes of a word that is no status.
+/// Bytes of a word that is not a status.
 const WORD_BYTES: usize = 64;
 
-/// The word that a log puts beside a test.
+/// The word that a log puts next to a test.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Status {
     /// It passed.

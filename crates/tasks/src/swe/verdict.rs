@@ -194,7 +194,7 @@ impl Rules {
             (Some(Status::Passed | Status::Xfail), _) => Some(true),
             (None | Some(Status::Failed | Status::Error), _) => Some(false),
             (Some(Status::Skipped), Harness::V5_0_2) => Some(list == List::PassToPass),
-            // To version 4 a skipped test is no result, so that skipping all of them resolves.
+            // To version 4 a skipped test is not a result, so that skipping all of them resolves.
             (Some(Status::Skipped), Harness::V4_1_0) | (Some(Status::Other(_)), _) => None,
         }
     }

@@ -13,7 +13,7 @@ use camino::{Utf8Path, Utf8PathBuf};
 use futures::stream::{self, StreamExt};
 use journal::{Journal, Outcome};
 use orchestrate_tasks::r2e::{R2eRow, write_rows};
-use orchestrate_tasks::repair::{Bench, Mutant, Repository, Unfit, is_held_out};
+use orchestrate_tasks::repair::{Bench, Mutant, Rejection, Repository, is_held_out};
 use orchestrate_tasks::verify::Health;
 use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
@@ -28,10 +28,10 @@ const NAMED: usize = 10;
 pub(super) async fn make(args: MakeArgs) -> anyhow::Result<ExitCode> {
     ensure!(
         (0.0..1.0).contains(&args.held_out),
-        "--held-out {} is no share: give one from 0 to below 1",
+        "--held-out {} is not a share: it must be at least 0 and below 1",
         args.held_out
     );
-    let held_out = (args.held_out > 0.0).then(|| beside(&args.out, "held_out"));
+    let held_out = (args.held_out > 0.0).then(|| sibling(&args.out, "held_out"));
     for path in [Some(&args.out), held_out.as_ref()].into_iter().flatten() {
         ensure!(!path.exists(), "{path} is there already; remove it or name another --out");
     }
@@ -52,7 +52,7 @@ pub(super) async fn make(args: MakeArgs) -> anyhow::Result<ExitCode> {
             args.repo
         );
     }
-    let mut journal = Journal::open(&beside(&args.out, "partial"), &args, &repository)?;
+    let mut journal = Journal::open(&sibling(&args.out, "partial"), &args, &repository)?;
     let bench = Bench::new(repository, args.image.clone(), args.tests.clone());
     let grader = Grader::connect(&settings, settings.reward.rules()).await?;
     let maker = Maker { args: &args, grader: &grader, jobs };
@@ -118,7 +118,7 @@ fn listed(counts: &BTreeMap<String, usize>) -> String {
 }
 
 /// `out.WORD.jsonl` for `out.jsonl`.
-fn beside(out: &Utf8Path, word: &str) -> Utf8PathBuf {
+fn sibling(out: &Utf8Path, word: &str) -> Utf8PathBuf {
     match (out.file_stem(), out.extension()) {
         (Some(stem), Some(extension)) => out.with_file_name(format!("{stem}.{word}.{extension}")),
         (_, _) => Utf8PathBuf::from(format!("{out}.{word}")),
@@ -131,7 +131,7 @@ struct Made {
     /// Rows, with whether they are held out.
     rows: Vec<(bool, R2eRow)>,
     tried: usize,
-    /// Why candidates are no tasks: how many of each kind.
+    /// Number of rejected candidates by reason.
     rejected: BTreeMap<String, usize>,
     /// Tasks that the proof did not hold for, and what it says.
     flaky: BTreeMap<String, String>,
@@ -193,7 +193,7 @@ impl Maker<'_> {
                         is_held_out(self.args.seed, path, &mutant.function, self.args.held_out);
                     made.rows.push((held, *row));
                 }
-                Outcome::Unfit(why) => *made.rejected.entry(why).or_default() += 1,
+                Outcome::Rejected(why) => *made.rejected.entry(why).or_default() += 1,
                 Outcome::Unproved { id, why } => {
                     progress.line(&format!("{id}: dropped: {why}"));
                     *made.rejected.entry("not proved".to_owned()).or_default() += 1;
@@ -221,13 +221,13 @@ impl Maker<'_> {
         let image = &self.args.image;
         let left_out = match bench.learn([&first.log, &second.log], elapsed) {
             Ok(left_out) => left_out,
-            Err(Unfit::NoEnd) => bail!(
+            Err(Rejection::NoEnd) => bail!(
                 "the tests of {} do not run in image {image}, which must have Python, pytest and what \
                  they import (--image); the end of their log:\n{}",
                 self.args.repo,
                 tail(&first.log)
             ),
-            Err(Unfit::Unseen | Unfit::TooMuch { .. }) => bail!(
+            Err(Rejection::Unseen | Rejection::TooMuch { .. }) => bail!(
                 "no test of {} passes in image {image} (--tests, --image); the end of the log:\n{}",
                 self.args.repo,
                 tail(&first.log)
@@ -252,7 +252,7 @@ impl Maker<'_> {
         Ok(left_out)
     }
 
-    /// What becomes of one mutant; an error only where that is not known.
+    /// The outcome of one mutant; an error only if it is not known.
     async fn outcome(&self, bench: &Bench, path: &str, mutant: &Mutant) -> anyhow::Result<Outcome> {
         let Some(candidate) = bench.candidate(path, mutant) else {
             bail!("{path} is not the text that it was");
@@ -260,10 +260,10 @@ impl Maker<'_> {
         let graded = self.grader.grade(&candidate, "").await?;
         let row = match bench.judge(path, mutant, &graded.log) {
             Ok(row) => row,
-            Err(Unfit::NoEnd) => return Ok(Outcome::Unfit("without an end".to_owned())),
-            Err(Unfit::Unseen) => return Ok(Outcome::Unfit("seen by no test".to_owned())),
-            Err(Unfit::TooMuch { .. }) => {
-                return Ok(Outcome::Unfit("seen by most tests".to_owned()));
+            Err(Rejection::NoEnd) => return Ok(Outcome::Rejected("without an end".to_owned())),
+            Err(Rejection::Unseen) => return Ok(Outcome::Rejected("seen by no test".to_owned())),
+            Err(Rejection::TooMuch { .. }) => {
+                return Ok(Outcome::Rejected("seen by most tests".to_owned()));
             }
         };
         let task = row.to_task()?;

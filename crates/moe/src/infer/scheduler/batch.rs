@@ -47,8 +47,8 @@ impl Scheduler {
             })
     }
 
-    /// Assigns slots to a request: those of the cached prefix, and newly allocated ones for the rest.
-    /// Returns `false`, with nothing assigned, if there are too few.
+    /// Assigns slots to a request: those of the cached prefix, and newly allocated ones for the
+    /// rest. Returns `false`, with nothing assigned, if there are too few.
     fn place(&mut self, request: &mut Request) -> bool {
         let last = request.tokens.len() - 1;
         let reusable = request.job.logprob_start.map_or(last, |start| start.min(last));
@@ -162,8 +162,8 @@ impl Scheduler {
         }
     }
 
-    /// Samples the next token of a request whose tokens are all computed. Returns why the request ends,
-    /// if it does.
+    /// Samples the next token of a request whose tokens are all computed. Returns why the request
+    /// ends, if it does.
     fn extend(&mut self, request: &mut Request, logits: &[f32]) -> Option<Finish> {
         if request.output().is_empty() {
             self.share_prompt(request);

@@ -39,10 +39,10 @@ impl<'a> Base<'a> {
     ) -> Result<Self, StepError> {
         let config = learner.model.config().clone();
         let values = settings.policy_loss == PolicyLoss::Ppo;
-        let head = values.then(|| learner.side.value_head(&config).weights().to_vec());
+        let head = values.then(|| learner.auxiliary.value_head(&config).weights().to_vec());
         let predictive = settings.routing_replay == RoutingReplay::Predictive;
         if predictive {
-            learner.side.predictor(&config);
+            learner.auxiliary.predictor(&config);
         }
         let mut base = Self {
             batch,

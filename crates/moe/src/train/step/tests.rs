@@ -2,9 +2,9 @@
 
 use super::{StepError, TrainBatch, apply, check_settings, measure};
 use crate::golden::{cases, close, numbers, typed, vectors};
+use crate::train::auxiliary::AuxiliaryWeights;
 use crate::train::learner::Learner;
 use crate::train::optimizer::{AdamW, clip_global_norm};
-use crate::train::side::Side;
 use crate::train::{PackedBatch, Pass, Routes, TrainModel};
 use crate::{ModelConfig, Weights};
 use orchestrate_handoff::AlgorithmSection;
@@ -342,7 +342,7 @@ fn the_router_predictor_learns_where_the_routers_go() {
         ..settings()
     };
     let (learner, metrics) = applied(&h);
-    let predictor = learner.side.predictor.as_ref().unwrap();
+    let predictor = learner.auxiliary.predictor.as_ref().unwrap();
     assert_eq!(predictor.weights().len(), 2 * 4 * 16);
     assert!(predictor.weights().iter().any(|w| w.abs() > 0.0));
     let loss = metrics.predictor_loss.unwrap();
@@ -353,8 +353,8 @@ fn the_router_predictor_learns_where_the_routers_go() {
     // A checkpoint keeps it.
     let folder = tempfile::tempdir().unwrap();
     let folder = camino::Utf8Path::from_path(folder.path()).unwrap();
-    learner.side.write(folder).unwrap();
-    assert_eq!(Side::load(folder, &config()).unwrap(), learner.side);
+    learner.auxiliary.write(folder).unwrap();
+    assert_eq!(AuxiliaryWeights::load(folder, &config()).unwrap(), learner.auxiliary);
 }
 
 #[test]

@@ -84,7 +84,7 @@ impl Base<'_> {
         let predictive = moved && h.routing_replay == RoutingReplay::Predictive;
         let shifted = moved && h.router_shift != RouterShift::None;
         let drifts = moved && last && self.routes().is_some();
-        let head = self.estimates.as_ref().and(learner.side.value_head.as_ref());
+        let head = self.estimates.as_ref().and(learner.auxiliary.value_head.as_ref());
         let head = head.map(|head| head.weights().to_vec());
         let pass = Pass {
             replay: self.routes(),
@@ -138,19 +138,20 @@ impl Base<'_> {
         }
         let update = learner.next_update(h);
         tally.learning_rate = update.learning_rate;
-        let beside = |rate: f64| AdamSettings {
+        let with_rate = |rate: f64| AdamSettings {
             learning_rate: update.learning_rate * rate,
             weight_decay: 0.0,
             ..update
         };
         if predictive {
-            tally.predictor.0 += self.learn_to_predict(learner, &outputs, beside(h.predictor_rate));
+            tally.predictor.0 +=
+                self.learn_to_predict(learner, &outputs, with_rate(h.predictor_rate));
             tally.predictor.1 += 1;
         }
         if head.is_some()
-            && let Some(head) = &mut learner.side.value_head
+            && let Some(head) = &mut learner.auxiliary.value_head
         {
-            head.update(beside(h.value_rate), head_grads, h.max_grad_norm);
+            head.update(with_rate(h.value_rate), head_grads, h.max_grad_norm);
         }
         learner.adam.update(update, learner.model.params_mut(), grads);
         Ok(outputs)
@@ -218,7 +219,7 @@ impl Base<'_> {
         let config = learner.model.config().clone();
         let (layers, experts) = (config.num_hidden_layers, config.num_experts);
         let (hidden, limit) = (config.hidden_size, self.settings.predictor_tokens);
-        let predictor = learner.side.predictor(&config);
+        let predictor = learner.auxiliary.predictor(&config);
         let mut grads = vec![0.0; predictor.weights().len()];
         let (mut total, mut rows) = (0.0, 0);
         let per_layer = predictor.weights().chunks_exact(experts * hidden);

@@ -1,6 +1,6 @@
 //! What is known of each fault so far, so that an interrupted command goes on.
 //!
-//! The invariant: an outcome is in the file before it counts, and a line that a crash cut is none.
+//! The invariant: an outcome is in the file before it counts, and a line that a crash cut short does not count.
 
 use crate::args::MakeArgs;
 use anyhow::{Context, ensure};
@@ -19,7 +19,8 @@ pub(super) enum Outcome {
     /// A task that was proved.
     Row(Box<R2eRow>),
     /// No task, of this kind.
-    Unfit(String),
+    #[serde(rename = "unfit")]
+    Rejected(String),
     /// A task whose proof failed.
     Unproved {
         /// Its id.
@@ -64,15 +65,15 @@ impl Journal {
         let mut known = BTreeMap::new();
         if let Some(head) = lines.next() {
             let head: Head =
-                serde_json::from_str(head).with_context(|| format!("{path} is no journal"))?;
+                serde_json::from_str(head).with_context(|| format!("{path} is not a journal"))?;
             ensure!(
                 head.made_from == made_from,
-                "{path} was begun from another repository or with other options; remove it to begin \
-                 anew, or repeat the command as it was"
+                "{path} was started from another repository or with other options; remove it to start \
+                 again, or repeat the command as it was"
             );
             for line in lines {
                 let Line { n, outcome } = serde_json::from_str(line)
-                    .with_context(|| format!("{path} is damaged; remove it to begin anew"))?;
+                    .with_context(|| format!("{path} is damaged; remove it to start again"))?;
                 known.insert(n, outcome);
             }
         }

@@ -1,6 +1,7 @@
-//! Weights beside the model, with an optimizer of their own: PR2's router predictor and PPO's
-//! value head. They lie in files of their own in a checkpoint and are no part of the model. The files
-//! have the form of safetensors and not its ending: servers load every `*.safetensors` of a folder.
+//! Auxiliary weights with their own optimizers: the router predictor of PR2 and the value head of
+//! PPO. They are not part of the model and are stored in separate files of a checkpoint. The files
+//! are in safetensors format, but with another extension, because servers load every
+//! `*.safetensors` file of a folder.
 
 use super::optimizer::{AdamSettings, AdamW, clip_global_norm};
 use crate::checkpoint::{StoredTensor, StoredType, read_tensors, write_tensors};
@@ -9,31 +10,31 @@ use camino::Utf8Path;
 
 /// File of the router predictor.
 pub const PREDICTOR_FILE: &str = "router_predictor.state";
-/// Its weights in that file, `[layers, experts, hidden]`.
+/// Name of the predictor's weights in that file, `[layers, experts, hidden]`.
 pub const PREDICTOR_WEIGHTS: &str = "router_predictor";
 const VALUE_FILE: &str = "value_head.state";
 const VALUE_WEIGHTS: &str = "value_head";
 
-/// One flat tensor and its moments.
+/// One auxiliary tensor and its optimizer state.
 #[derive(Debug, Clone, PartialEq)]
-pub struct SideWeights {
+pub struct AuxiliaryTensor {
     shape: Vec<usize>,
     weights: Vec<f32>,
     adam: AdamW,
 }
 
-impl SideWeights {
+impl AuxiliaryTensor {
     fn new(shape: Vec<usize>) -> Self {
         let count = shape.iter().product();
         Self { shape, weights: vec![0.0; count], adam: AdamW::new(count) }
     }
 
-    /// The weights.
+    /// Values of the tensor, row-major.
     pub fn weights(&self) -> &[f32] {
         &self.weights
     }
 
-    /// One update, with the gradient clipped to `limit`.
+    /// Applies one update, with the gradient clipped to the norm `limit`.
     pub(crate) fn update(&mut self, settings: AdamSettings, grads: &mut [f32], limit: f64) {
         clip_global_norm(grads, limit);
         self.adam.update(settings, &mut self.weights, grads);
@@ -64,8 +65,9 @@ impl SideWeights {
         let mut tensors = read_tensors(&path)?;
         let mut take = |key: &str, shape: &[usize]| {
             let tensor = tensors.remove(key).filter(|tensor| tensor.shape == shape);
-            let problem =
-                || CheckpointError::new(&path, format!("`{key}` is missing or misshapen"));
+            let problem = || {
+                CheckpointError::new(&path, format!("`{key}` is missing or has the wrong shape"))
+            };
             tensor.map(|tensor| tensor.data).ok_or_else(problem)
         };
         let weights = take(name, &shape)?;
@@ -73,32 +75,32 @@ impl SideWeights {
         let second = take(&format!("exp_avg_sq.{name}"), &shape)?;
         let steps = take("step", &[1])?.first().copied().unwrap_or(-1.0);
         let adam = AdamW::from_parts(first, second, steps)
-            .ok_or_else(|| CheckpointError::new(&path, "`step` is no count"))?;
+            .ok_or_else(|| CheckpointError::new(&path, "`step` is not a whole number"))?;
         Ok(Some(Self { shape, weights, adam }))
     }
 }
 
-/// What a trainer has of them; made when first needed.
+/// Auxiliary weights of a trainer; each is created when first needed.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Side {
-    /// The router predictor, `[layers, experts, hidden]`.
-    pub predictor: Option<SideWeights>,
-    /// The value head, `[hidden + 1]` with the bias last.
-    pub value_head: Option<SideWeights>,
+pub struct AuxiliaryWeights {
+    /// Router predictor, `[layers, experts, hidden]`.
+    pub predictor: Option<AuxiliaryTensor>,
+    /// Value head, `[hidden + 1]` with the bias last.
+    pub value_head: Option<AuxiliaryTensor>,
 }
 
-impl Side {
-    /// The predictor, zeros at first: zeros predict that nothing moves.
-    pub(crate) fn predictor(&mut self, config: &ModelConfig) -> &mut SideWeights {
-        self.predictor.get_or_insert_with(|| SideWeights::new(predictor_shape(config)))
+impl AuxiliaryWeights {
+    /// The router predictor. It starts with zeros, which predict unchanged logits.
+    pub(crate) fn predictor(&mut self, config: &ModelConfig) -> &mut AuxiliaryTensor {
+        self.predictor.get_or_insert_with(|| AuxiliaryTensor::new(predictor_shape(config)))
     }
 
-    /// The value head, zeros at first.
-    pub(crate) fn value_head(&mut self, config: &ModelConfig) -> &mut SideWeights {
-        self.value_head.get_or_insert_with(|| SideWeights::new(vec![config.hidden_size + 1]))
+    /// The value head, which starts with zeros.
+    pub(crate) fn value_head(&mut self, config: &ModelConfig) -> &mut AuxiliaryTensor {
+        self.value_head.get_or_insert_with(|| AuxiliaryTensor::new(vec![config.hidden_size + 1]))
     }
 
-    /// Writes what there is.
+    /// Writes the auxiliary weights that exist.
     ///
     /// # Errors
     /// If a file cannot be written.
@@ -112,15 +114,16 @@ impl Side {
         Ok(())
     }
 
-    /// Reads what [`Side::write`] wrote.
+    /// Reads the files that [`AuxiliaryWeights::write`] wrote; a missing file means no such
+    /// weights.
     ///
     /// # Errors
-    /// If a file is damaged or was made for another model.
+    /// If a file is damaged, or was written for another model.
     pub fn load(folder: &Utf8Path, config: &ModelConfig) -> Result<Self, CheckpointError> {
         let shape = predictor_shape(config);
         Ok(Self {
-            predictor: SideWeights::load(folder, PREDICTOR_FILE, PREDICTOR_WEIGHTS, shape)?,
-            value_head: SideWeights::load(
+            predictor: AuxiliaryTensor::load(folder, PREDICTOR_FILE, PREDICTOR_WEIGHTS, shape)?,
+            value_head: AuxiliaryTensor::load(
                 folder,
                 VALUE_FILE,
                 VALUE_WEIGHTS,
