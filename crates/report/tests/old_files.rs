@@ -10,7 +10,7 @@ use std::path::Path;
 /// Runs of the published comparison, written before lines had a `schema_version`.
 fn published() -> Vec<u8> {
     let path =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/comparison/mild-seed-1.jsonl.zst");
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/src/comparison/mild-seed-1.jsonl.zst");
     zstd::decode_all(std::fs::File::open(path).unwrap()).unwrap()
 }
 
