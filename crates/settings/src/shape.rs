@@ -57,7 +57,9 @@ impl Reader<'_> {
             let key = name.get_ref().as_ref();
             let full = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
             let is_table = matches!(value.get_ref(), DeValue::Table(_));
-            if !is_table && (self.unreadable)(name.span().start..value.span().end) {
+            if !is_table
+                && (self.unreadable)(name.span().start..name.span().end.max(value.span().end))
+            {
                 continue;
             }
             let Some(schema) = properties.get(key) else {
