@@ -1,5 +1,5 @@
 //! Lines of older versions are still read, and the catalogue is complete and documented.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "a failed step fails the test")]
+#![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
 
 use orchestrate_metrics::{
     EvalLine, MetricsLine, StepLine, Threshold, catalogue, catalogue_markdown, detect_collapse,

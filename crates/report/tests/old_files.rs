@@ -1,5 +1,5 @@
 //! Files that older versions wrote are still read.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "a failed step fails the test")]
+#![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
 
 use orchestrate_metrics::MetricsLine;
 use orchestrate_report::{Comparison, read_runs};
@@ -9,8 +9,8 @@ use std::path::Path;
 
 /// Runs of the published comparison, written before lines had a `schema_version`.
 fn published() -> Vec<u8> {
-    let path =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/src/comparison/mild-seed-1.jsonl.zst");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../docs/src/comparison/mild-seed-1.jsonl.zst");
     zstd::decode_all(std::fs::File::open(path).unwrap()).unwrap()
 }
 

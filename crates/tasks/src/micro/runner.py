@@ -3,7 +3,7 @@
 No code of the tested module runs in this process. A child is forked before any
 test is read; it sees no stream, no test and no expected value, and answers each
 call with a plain value over a pipe. The tests themselves run here, against
-proxies. Start with `python3 -I -S -B`, so that files next to the tested module
+proxies. Start with `python3 -I -S -B`, so that files beside the tested module
 cannot stand in for modules of the standard library.
 """
 
