@@ -415,10 +415,12 @@ mod tests {
         assert!(extreme.contains("5.0 %") && kl.contains("above 1e-2"), "{found:?}");
     }
 
+    type Change = fn(&mut StepLine);
+
     #[test]
     fn step_that_cannot_be_judged_is_reported_once_for_each_missing_metric() {
         let whole = || step(1, 0.8, 0.0, 0.5, 1e-3);
-        let cases: [(fn(&mut StepLine), &str); 5] = [
+        let cases: [(Change, &str); 5] = [
             (|line| line.reward_mean = None, "no reward_mean"),
             (|line| line.kl_train_infer = None, "no kl_train_infer"),
             (|line| line.extreme_token_fraction = None, "no extreme_token_fraction at 2"),
