@@ -72,8 +72,12 @@ impl Blobs {
                 if entry.file_type().map_err(io)?.is_dir() {
                     pending.push(path.to_owned());
                 } else if !path.file_stem().is_some_and(|stem| named.contains(stem)) {
-                    fs::remove_file(path).map_err(io)?;
-                    removed += 1;
+                    match fs::remove_file(path) {
+                        Ok(()) => removed += 1,
+                        // A writer that is still ending removed its own temporary file.
+                        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                        Err(error) => return Err(io(error)),
+                    }
                 }
             }
         }
