@@ -11,18 +11,21 @@ check:
     ./scripts/lint-language
     cargo nextest run --workspace --locked -E 'not (test(/(^|::)docker_/) or binary(/^docker_/))'
 
-# Format Rust and Python.
+# Format the Rust code.
 fmt:
     cargo fmt --all
-    ./scripts/check-python --fix
 
-# Every test: Docker, Python and documentation examples included.
+# Every Rust test, Docker and documentation examples included.
 test *args:
     ./scripts/test {{args}}
 
 # Licences, sources, banned and vulnerable crates.
 deny:
     ./scripts/deny
+
+# Format, lints, types and tests of the Python package.
+python *args:
+    ./scripts/test-python {{args}}
 
 # The documentation site, in target/book.
 docs:
