@@ -6,7 +6,7 @@
 //!
 //! | Need | Missing |
 //! |---|---|
-//! | `data` | test data that is not part of the repository: the folder in `ORCHESTRATE_TEST_DATA`, by default `../shared` next to the checkout |
+//! | `data` | test data that is not part of the repository: the folder in `ORCHESTRATE_TEST_DATA` |
 //! | `docker` | a Docker daemon, or an image that `scripts/test` builds |
 //! | `daemons` | a second Docker daemon, started by the test |
 //! | `ssh` | an SSH server, started by the test |

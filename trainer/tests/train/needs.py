@@ -17,7 +17,7 @@ for name in ("torch", "transformers", "safetensors", "starlette", "uvicorn", "bl
     pytest.importorskip(name, reason=f"package {name} is not installed: scripts/test-python")
 
 #: A tiny checkpoint with its expected outputs, which is not part of the repository: below
-#: ``ORCHESTRATE_TEST_DATA``, by default ``../shared`` next to the checkout.
+#: ``ORCHESTRATE_TEST_DATA``.
 DATA = os.environ.get("ORCHESTRATE_TEST_DATA", Path(__file__).resolve().parents[4] / "shared")
 GOLDEN = Path(DATA) / "data" / "golden"
 
