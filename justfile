@@ -4,7 +4,7 @@
 default:
     @just --list
 
-# Format, lints, documentation and every test that needs neither Docker nor Python.
+# Format, lints, language and every test without Docker.
 check:
     cargo fmt --all --check
     cargo clippy --workspace --all-targets --locked -- -D warnings

@@ -1,5 +1,5 @@
-//! Batch folders: manifest and shards as a trainer opens them. Every accepted batch is one that could
-//! have been written.
+//! Batch folders: manifest and shards as a trainer opens them. Every accepted batch could have been
+//! written by the coordinator.
 #![no_main]
 
 use camino::{Utf8Path, Utf8PathBuf};
@@ -17,7 +17,7 @@ struct Input {
     template: u8,
     manifest: Vec<Change>,
     shard: Vec<Change>,
-    /// Whether size and digest in the manifest are made right for the changed shard.
+    /// Whether size and digest in the manifest are recomputed for the changed shard.
     seal: bool,
 }
 
@@ -26,12 +26,12 @@ struct Template {
     shard: Vec<u8>,
 }
 
-/// Files lie in memory; the folder is per process.
+/// A folder in memory, one per process.
 fn folder() -> &'static Utf8Path {
     static FOLDER: OnceLock<Utf8PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let path = Utf8PathBuf::from(format!("/dev/shm/orchestrate-fuzz-{}", std::process::id()));
-        std::fs::create_dir_all(&path).expect("/dev/shm can be written to");
+        std::fs::create_dir_all(&path).expect("/dev/shm is writable");
         path
     })
 }
@@ -70,7 +70,8 @@ fn template(shape: &ModelShape, sent: &Sent, share: bool) -> Template {
             }
             let versions =
                 vec![RowVersion { start: 0, end: tokens - 1, version: PolicyVersion(3) }];
-            let mask = RoutingMask::new(Arc::new(shape.clone()), &rows, versions).expect("right");
+            let mask =
+                RoutingMask::new(Arc::new(shape.clone()), &rows, versions).expect("a valid mask");
             BatchSample {
                 episode_id: EpisodeId { group: GroupId::Train { seq: 1 }, member },
                 group: 1,
@@ -111,7 +112,8 @@ fuzz_target!(|input: Input| {
     input::change(&mut shard, &input.shard);
     if input.seal {
         let text = String::from_utf8(manifest).expect("JSON");
-        let sizes = (format!("\"bytes\": {}", template.shard.len()), format!("\"bytes\": {}", shard.len()));
+        let sizes =
+            (format!("\"bytes\": {}", template.shard.len()), format!("\"bytes\": {}", shard.len()));
         let digests = (digest(&template.shard), digest(&shard));
         manifest = text.replace(&sizes.0, &sizes.1).replace(&digests.0, &digests.1).into_bytes();
     }
@@ -120,13 +122,13 @@ fuzz_target!(|input: Input| {
     std::fs::write(&path, &manifest).expect("write");
     std::fs::write(folder().join("0000.safetensors"), &shard).expect("write");
 
-    let right = manifest == template.manifest && shard == template.shard;
+    let unchanged = manifest == template.manifest && shard == template.shard;
     match bounded(manifest.len() + shard.len(), || Batch::open(&path)) {
         Ok(batch) => {
             assert!(input.seal || shard == template.shard, "changed bytes were accepted");
             check(&batch);
         }
-        Err(error) => assert!(!right, "a valid batch was rejected: {error}"),
+        Err(error) => assert!(!unchanged, "a valid batch was rejected: {error}"),
     }
 });
 
@@ -138,7 +140,7 @@ fn check(batch: &Batch) {
     let shape = &batch.manifest().model;
     let mut tokens = 0;
     for sequence in batch.sequences() {
-        let sequence = sequence.expect("an opened batch has all its sequences");
+        let sequence = sequence.expect("an open batch has all its sequences");
         let length = sequence.token_ids.len();
         tokens += length;
         assert!(length > 0 && sequence.token_ids.iter().all(|&id| (id as usize) < shape.vocab));
@@ -150,7 +152,7 @@ fn check(batch: &Batch) {
         ];
         assert_eq!(lengths, [length; 4]);
         assert!(sequence.loss_mask.iter().chain(sequence.routing_valid).all(|&mask| mask <= 1));
-        assert_eq!(sequence.routing_valid.last(), Some(&0), "the last token was no input");
+        assert_eq!(sequence.routing_valid.last(), Some(&0), "the last token has no row");
         for (&mask, &logprob) in sequence.loss_mask.iter().zip(sequence.rollout_logprobs) {
             assert!(mask == 0 || (logprob.is_finite() && logprob <= 0.0));
         }
@@ -163,8 +165,11 @@ fn check(batch: &Batch) {
                 .chunks_exact(shape.id_bytes())
                 .map(|id| id.iter().rev().fold(0, |value, &byte| value << 8 | usize::from(byte)))
                 .collect();
-            assert!(ids.iter().all(|&id| id < shape.experts), "an id that no expert has: {ids:?}");
-            assert!((1..ids.len()).all(|at| !ids[..at].contains(&ids[at])), "an id twice: {ids:?}");
+            assert!(ids.iter().all(|&id| id < shape.experts), "an id out of range: {ids:?}");
+            assert!(
+                (1..ids.len()).all(|at| !ids[..at].contains(&ids[at])),
+                "a repeated id: {ids:?}"
+            );
         }
     }
     assert_eq!(tokens, batch.manifest().tokens);

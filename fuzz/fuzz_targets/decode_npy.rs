@@ -1,4 +1,4 @@
-//! vLLM's form: a decoder that agrees with the plain one on every input, in bounded memory.
+//! vLLM's routed experts: the decoder agrees with the naive one on every input, in bounded memory.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -65,8 +65,8 @@ fuzz_target!(|input: Input| {
         }
         naive::rows(&bytes, at, rows, ids, &shape, (start, tokens))
     });
-    // The plain parser of the header is lenient: only headers as numpy writes them must be taken,
-    // and bytes only where they can name every expert.
+    // The naive header parser is lenient. Acceptance is required only for headers as NumPy writes
+    // them, and for one-byte ids only if they can name every expert.
     let complete = input.header.is_empty()
         && input.text.is_empty()
         && (width > 1 || shape.experts <= 256)

@@ -1,4 +1,5 @@
-//! SGLang's form: a decoder that agrees with the plain one on every input, in bounded memory.
+//! SGLang's routed experts: the decoder agrees with the naive one on every input, in bounded
+//! memory.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};

@@ -1,5 +1,5 @@
-//! Faults inserted into Python source: each gives a different text that parses and is changed only in
-//! its span, and the same source always gives the same faults.
+//! Faults inserted into Python source: each changes the text, and only within its span. The same
+//! source always gives the same faults.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -18,7 +18,8 @@ const PIECES: [&str; 40] = [
 
 #[derive(Debug, Arbitrary)]
 struct Input {
-    /// Pieces of lines: which, and how deep; after a high bit the line goes on.
+    /// Pieces of lines: index and indentation. If the high bit of the latter is set, the piece
+    /// continues the line.
     pieces: Vec<(u8, u8)>,
     changes: Vec<Change>,
 }
@@ -36,8 +37,8 @@ fuzz_target!(|input: Input| {
     let source = String::from_utf8_lossy(&text);
     let found = mutants(&source);
     for mutant in &found {
-        let changed = mutant.apply(&source).expect("it was found in this text");
-        assert!(changed != source, "nothing is changed: {mutant:?}");
+        let changed = mutant.apply(&source).expect("the fault was found in this text");
+        assert!(changed != source, "the text is unchanged: {mutant:?}");
         assert!(changed.starts_with(&source[..mutant.span.start]));
         assert!(changed.ends_with(&source[mutant.span.end..]));
         assert!(!mutant.function.is_empty());

@@ -1,5 +1,5 @@
-//! Blocks of the prefix cache in files: a changed file is a miss, even if its checksum was recomputed
-//! and the content is not a block. Memory use is bounded by one block.
+//! Blocks of the prefix cache in files: a changed file is a miss, and so is one with a recomputed
+//! checksum whose content is not a block. Memory use is bounded by one block.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -18,7 +18,8 @@ use std::sync::{Arc, OnceLock};
 struct Input {
     model: Model,
     seed: u32,
-    /// Rows after which they repeat: what repeats is compressed, the rest is stored as it is.
+    /// Number of rows after which the rows repeat; 0 for never. Repeated rows compress, others are
+    /// stored uncompressed.
     period: u8,
     changes: Vec<Change>,
     seal: bool,
@@ -27,7 +28,7 @@ struct Input {
 const V: PolicyVersion = PolicyVersion(1);
 const ROWS: usize = BLOCK_ROWS;
 
-/// Files lie in memory; the folder is per process.
+/// A folder in memory, one per process.
 fn folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| PathBuf::from(format!("/dev/shm/orchestrate-spill-{}", std::process::id())))
@@ -43,16 +44,16 @@ fuzz_target!(|input: Input| {
     let shape = Arc::new(shape);
     let spill = Some((folder().to_owned(), 1 << 20));
     let cache = PrefixCache::open(CacheOptions { bytes: stored.len() as u64, spill })
-        .expect("/dev/shm can be written to");
+        .expect("/dev/shm is writable");
     let insert = |first: u32| {
         let mut builder = MaskBuilder::new(Arc::clone(&shape)).expect("a valid shape");
-        builder.push(rows.clone(), ROWS + 1, V).expect("all rows from the first");
+        builder.push(rows.clone(), ROWS + 1, V).expect("rows from the first on");
         let mut chain = PrefixChain::new(&shape, "m", V, "w");
         chain.extend_to(&(first..first + ROWS as u32).collect::<Vec<_>>());
         cache.insert(&mut chain, &mut builder);
         chain
     };
-    // Used twice, then moved out by another one.
+    // Used twice, then evicted by another block.
     let chain = insert(0);
     insert(0);
     insert(1);
@@ -66,7 +67,7 @@ fuzz_target!(|input: Input| {
     if input.seal {
         let changed = bytes != whole;
         seal(&mut bytes, &path);
-        assert!(changed || bytes == whole, "this target does not know the checksum");
+        assert!(changed || bytes == whole, "this target computes another checksum than the cache");
     }
     std::fs::write(&path, &bytes).expect("write");
     let found = bounded(4 * stored.len() + 2 * bytes.len(), || cache.lookup(&chain));
@@ -82,7 +83,7 @@ fuzz_target!(|input: Input| {
             assert!(bytes != whole || Block::bytes(block) == stored);
             assert_eq!((metrics.spill_failures, metrics.reloads), (0, 1));
         }
-        _ => panic!("more blocks than there are"),
+        _ => panic!("more blocks than were inserted"),
     }
 });
 

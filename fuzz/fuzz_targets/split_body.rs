@@ -1,5 +1,5 @@
-//! Cutting payloads out of a reply: what is left is the same JSON with empty strings in their
-//! place, and each payload is the string that was there.
+//! Cutting payloads out of a reply: the rest is the same JSON with empty strings in their place, and
+//! each payload is the string that was there.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -96,7 +96,7 @@ fn write(node: &Node, depth: usize, out: &mut Vec<u8>) {
     }
 }
 
-/// JSON with every entry of every object, repeated keys too.
+/// JSON with every entry of every object, including repeated keys.
 #[derive(Debug, PartialEq)]
 enum Json {
     Scalar(String),
@@ -161,7 +161,7 @@ impl<'de> Deserialize<'de> for Json {
     }
 }
 
-/// Empties the strings under the key, as the cutting must, and collects them.
+/// Empties the strings under `routed_experts`, as `split_body` must, and collects them.
 fn empty(json: &mut Json, taken: &mut Vec<String>) {
     match json {
         Json::Scalar(_) | Json::Text(_) => {}
@@ -196,9 +196,9 @@ fuzz_target!(|input: Input| {
         assert!(end <= payload.start && payload.end <= body.len(), "payloads are in order");
         end = payload.end;
     }
-    // A payload with an escape in it is refused when it is decoded; as text it differs here.
+    // A payload with an escape is refused when it is decoded; here its unescaped text differs.
     let escaped = split.payloads.iter().any(|payload| body[payload.clone()].contains(&b'\\'));
-    // Control characters and bytes that are not UTF-8 leave with the payload; neither is base64.
+    // Control characters and invalid UTF-8 are cut out with the payload, whose decoder refuses them.
     let plain = split
         .payloads
         .iter()
@@ -208,7 +208,7 @@ fuzz_target!(|input: Input| {
             let mut taken = Vec::new();
             let before = format!("{whole:?}");
             empty(&mut whole, &mut taken);
-            // A key written with an escape stays whole: its reader must not take it for a payload.
+            // A key written with an escape is not cut out, so the parsed values differ there.
             if !body.windows(2).any(|two| two == b"\\u") {
                 assert_eq!(whole, rest, "{before}");
                 if !escaped {
@@ -219,8 +219,8 @@ fuzz_target!(|input: Input| {
                 }
             }
         }
-        (Ok(_), Err(error)) => panic!("valid JSON is not any more: {error}"),
-        (Err(error), Ok(_)) => assert!(!plain || escaped, "a fault of the body was lost: {error}"),
+        (Ok(_), Err(error)) => panic!("valid JSON became invalid: {error}"),
+        (Err(error), Ok(_)) => assert!(!plain || escaped, "invalid JSON became valid: {error}"),
         (Err(_), Err(_)) => {}
     }
 });

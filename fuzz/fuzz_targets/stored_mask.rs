@@ -20,7 +20,7 @@ struct Input {
     seal: bool,
 }
 
-/// Rows read back may be larger than the file they came from: the cap of what they unpack to.
+/// Limit on memory: rows may be much larger than the compressed file that they are read from.
 const CAP: usize = 4 << 20;
 
 fuzz_target!(|input: Input| {
@@ -54,12 +54,12 @@ fuzz_target!(|input: Input| {
     let changed = bytes != whole;
     if input.seal {
         seal(&mut bytes);
-        assert!(changed || bytes == whole, "this target does not know the checksum");
+        assert!(changed || bytes == whole, "this target computes another checksum than the mask");
     }
     let found = bounded(CAP, || RoutingMask::from_bytes(&bytes));
     match found {
         Ok(found) if input.seal => {
-            // Another mask, but one that is right: it can be stored and read again.
+            // A different but valid mask: it can be stored and read again.
             assert_eq!(RoutingMask::from_bytes(&found.to_bytes()), Ok(found));
         }
         Ok(found) => assert!(!changed && found == mask, "changed bytes were accepted"),
@@ -67,8 +67,8 @@ fuzz_target!(|input: Input| {
     }
 });
 
-/// Recomputes the checksum, so that the code behind it is reached: that of version 1 over
-/// all before it, that of version 2 over header and frame.
+/// Recomputes the checksum, so that the code behind it is reached: that of version 1 covers all bytes
+/// before it, that of version 2 header and frame.
 fn seal(bytes: &mut [u8]) {
     let number = |bytes: &[u8], at: usize| {
         bytes.get(at..at + 4).map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) as usize)

@@ -1,4 +1,4 @@
-//! Files of task rows: any bytes give rows or reasons, and reading ends.
+//! Files of task rows: any bytes give rows or errors, and reading ends.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -24,7 +24,7 @@ fuzz_target!(|input: Input| {
     input::change(&mut bytes, &input.changes);
     let path = camino::Utf8PathBuf::from(format!("/tmp/orchestrate-fuzz-{}", std::process::id()));
     std::fs::write(&path, &bytes).expect("a temporary file");
-    let rows: Vec<_> = load::rows(&path).expect("it is there").take(1 + bytes.len()).collect();
+    let rows: Vec<_> = load::rows(&path).expect("the file exists").take(1 + bytes.len()).collect();
     assert!(rows.len() <= bytes.len());
     if input.changes.is_empty() {
         assert!(rows.len() == 2 && rows.iter().all(Result::is_ok), "{rows:?}");

@@ -1,4 +1,4 @@
-//! Test logs: a verdict that agrees with plain reading of the whole log, in bounded memory.
+//! Test logs: the verdict agrees with a naive parse of the whole log, in bounded memory.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -27,7 +27,7 @@ struct Input {
     buffer: u8,
 }
 
-/// The map that counts, read from the whole text; `None` where it is not graded.
+/// The status map of the whole text; `None` if the log is not graded.
 fn plain(parser: LogParser, log: &str) -> Option<Result<StatusMap, ()>> {
     let log = log.replace("\r\n", "\n").replace('\r', "\n");
     let bad = ["Patch Apply Failed", "Reset Failed", "Tests Errored", "Tests Timed Out"];
@@ -50,7 +50,7 @@ fuzz_target!(|input: Input| {
         ..SweRow::default()
     };
     let read = || BufReader::with_capacity(1 + usize::from(input.buffer), &log[..]);
-    // Compiled patterns and their caches are made once and stay.
+    // Includes compiled patterns and their caches, which are created once and kept.
     let found = bounded((8 << 20) + 16 * log.len(), || grade(&row, Harness::V4_1_0, read()));
     let _ = grade(&row, Harness::V5_0_2, read());
     let expected = [("a".to_owned(), TestStatus::Passed)].into();

@@ -1,9 +1,9 @@
-//! A bound on what one run may hold.
+//! A limit on the memory that one run may use.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicIsize, Ordering::Relaxed};
 
-/// Allowance of a run beyond its cap, bytes.
+/// Memory that a run may use beyond its cap, in bytes.
 const SLACK: isize = 1 << 20;
 
 static HELD: AtomicIsize = AtomicIsize::new(0);
@@ -40,7 +40,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Does `work`; panics when it held more than `cap` bytes and one MiB at any moment.
+/// Runs `work`. Panics if it held more than `cap` bytes and 1 MiB at any moment.
 pub fn bounded<T>(cap: usize, work: impl FnOnce() -> T) -> T {
     let before = HELD.load(Relaxed);
     PEAK.store(before, Relaxed);

@@ -3,7 +3,7 @@
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use orchestrate_types::ModelShape;
 
-/// A small model, with expert counts at the borders of id widths.
+/// A small model, with expert counts at the limits of id widths.
 #[derive(Debug, Clone, Arbitrary)]
 pub struct Model {
     hidden: u8,
@@ -37,7 +37,7 @@ impl Model {
 pub struct Sent {
     rows: u8,
     start: u16,
-    /// 0, 1: all rows, one too many; 2: one too few; otherwise exactly what was asked for.
+    /// 0: all rows; 1: one too many; 2: one too few; otherwise exactly those requested.
     deviation: u8,
     seed: u32,
     ids: Vec<(u8, u8, u8, i32)>,
@@ -46,7 +46,7 @@ pub struct Sent {
 impl Sent {
     /// First position requested.
     pub fn start(&self) -> usize {
-        // Up to behind the border of the second block.
+        // Reaches into the second block of 64 rows.
         usize::from(self.start) % 72
     }
 
@@ -66,7 +66,7 @@ impl Sent {
         }
     }
 
-    /// Ids as an engine would send them, `[rows, hidden layers, top_k]`, but for those changed.
+    /// Ids as an engine would send them, `[rows, hidden layers, top_k]`, except for those changed.
     pub fn wire_ids(&self, shape: &ModelShape) -> Vec<i32> {
         let mut state = u64::from(self.seed) << 1 | 1;
         let mut next = || {
@@ -84,7 +84,7 @@ impl Sent {
             if !shape.moe_layers.contains(&(cell % shape.hidden_layers)) {
                 continue;
             }
-            // An arithmetic progression over the experts has no id twice in its first E.
+            // An arithmetic progression modulo E repeats no id within its first E terms.
             let (first, step) = (next() % shape.experts, 1 + 2 * (next() % 4));
             let step = if shape.experts % step == 0 { 1 } else { step };
             for (slot, id) in out.iter_mut().enumerate() {
@@ -96,7 +96,7 @@ impl Sent {
             let cell = usize::from(row) * shape.hidden_layers + usize::from(layer) % 8;
             let at = cell * k + usize::from(slot) % k;
             if at < length {
-                // Mostly near the border of what is allowed.
+                // Mostly near the limit of what is allowed.
                 ids[at] = if value % 4 == 0 { value } else { value % 4 + shape.experts as i32 - 1 };
             }
         }

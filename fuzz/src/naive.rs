@@ -1,11 +1,11 @@
-//! Simple, slow decoders to compare with, written from the descriptions of the formats.
+//! Simple, slow decoders to compare with, written from the format descriptions.
 
 use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError};
 use orchestrate_types::ModelShape;
 
 pub const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
-/// Value of each character; 64 for those that are none of [`ALPHABET`].
+/// Value of each character; 64 for those that are not in [`ALPHABET`].
 const VALUES: [u8; 256] = {
     let mut values = [64; 256];
     let mut value = 0;
@@ -16,8 +16,8 @@ const VALUES: [u8; 256] = {
     values
 };
 
-/// The bytes a base64 text stands for; `None` for those of a group that is not standard. `None`
-/// for the whole text if its length is not a multiple of a group.
+/// The bytes that a base64 text encodes; `None` for the bytes of an invalid group. `None` as a whole if
+/// the length is not a multiple of four.
 pub fn base64(text: &[u8]) -> Option<Vec<Option<u8>>> {
     if text.len() % 4 != 0 {
         return None;
@@ -29,17 +29,17 @@ pub fn base64(text: &[u8]) -> Option<Vec<Option<u8>>> {
         let padding =
             if last { group.iter().rev().take(2).take_while(|&&c| c == b'=').count() } else { 0 };
         let mut word = 0u32;
-        let mut right = true;
+        let mut valid = true;
         for &c in &group[..4 - padding] {
             let six = VALUES[usize::from(c)];
-            right &= six < 64;
+            valid &= six < 64;
             word = word << 6 | u32::from(six & 63);
         }
         word <<= 6 * padding;
         // Bits beyond the last byte must be zero.
-        right &= word & ((1 << (8 * padding)) - 1) == 0;
+        valid &= word & ((1 << (8 * padding)) - 1) == 0;
         for at in 0..3 - padding {
-            bytes.push(right.then_some((word >> (16 - 8 * at)) as u8));
+            bytes.push(valid.then_some((word >> (16 - 8 * at)) as u8));
         }
     }
     Some(bytes)
@@ -52,13 +52,14 @@ pub struct Ids {
     pub signed: bool,
 }
 
-/// What one payload says, row by row: ids `[moe layers, top_k]` per row, and its form.
+/// Contents of a payload: its form, and the ids `[moe layers, top_k]` of each row.
 pub struct Verdict {
     pub form: PayloadForm,
     pub rows: Vec<Vec<i64>>,
 }
 
-/// Reads `found` rows that begin at byte `at`, when rows from `start` of `tokens` were asked for.
+/// Reads `found` rows that begin at byte `at`. Rows from `start` on were requested of a sequence of
+/// `tokens` tokens.
 pub fn rows(
     bytes: &[Option<u8>],
     at: usize,
@@ -119,8 +120,8 @@ pub fn usable(shape: &ModelShape) -> bool {
     !shape.moe_layers.is_empty() && shape.top_k >= 1 && shape.top_k <= shape.experts
 }
 
-/// Panics if the decoder accepted what the plain one rejects, or decoded it differently; or, if
-/// `complete`, rejected a valid payload.
+/// Panics if the decoder accepted what the naive one rejects, or decoded it differently. With
+/// `complete`, also if it rejected a valid payload.
 pub fn compare(
     found: &Result<RoutedRows, RoutingError>,
     plain: Option<&Verdict>,
@@ -130,7 +131,7 @@ pub fn compare(
 ) {
     match (found, plain) {
         (Err(_), None) => {}
-        // A fault of the whole capture: rows that are right one by one.
+        // A fault of the whole capture, in which every single row is valid.
         (Err(RoutingError::LayersIdentical { .. } | RoutingError::NotCaptured { .. }), Some(_)) => {
         }
         (Err(error), Some(_)) => assert!(!complete, "rejected a valid payload: {error}"),
@@ -157,8 +158,8 @@ pub fn compare(
     }
 }
 
-/// What a `.npy` header says: where the data begins, the ids, and the three dimensions. Lenient:
-/// whatever the strict parser takes, this one reads the same way.
+/// Reads a `.npy` header: offset of the data, id type, and the three dimensions. Lenient: it reads
+/// everything that the strict parser accepts, with the same result.
 pub fn npy_header(bytes: &[Option<u8>]) -> Option<(usize, Ids, [usize; 3])> {
     let bytes: Vec<u8> = bytes.iter().map_while(|byte| *byte).take(1 << 13).collect();
     let rest = bytes.strip_prefix(b"\x93NUMPY")?;

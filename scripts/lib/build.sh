@@ -1,4 +1,4 @@
-# Sourced by the scripts in the folder above: what a build needs beyond the Rust toolchain.
+# Sourced by the scripts in the parent folder: installs what a build needs beyond the Rust toolchain.
 
 # Installs a C compiler and the C library's headers where there are none.
 ensure_build_tools() {

@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def required_symbols(folder: Path) -> dict[str, dict[str, set[str]]]:
-    """Functions that PyTorch's libraries in ``folder`` need of each CUDA library, by version.
+    """Functions that PyTorch's libraries in ``folder`` need from each CUDA library, by version.
 
     Functions without a version are listed under the version ``""`` of the CUDA runtime: which
     library provides them does not matter.
@@ -78,7 +78,7 @@ def required_symbols(folder: Path) -> dict[str, dict[str, set[str]]]:
 
 
 def version_owners(library: Path) -> dict[str, str]:
-    """The library that each symbol version needed by ``library`` belongs to."""
+    """For each symbol version that ``library`` needs, the name of the library that provides it."""
     owners = {}
     name = ""
     for line in output("readelf", "--version-info", "--wide", library).splitlines():

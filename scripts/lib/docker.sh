@@ -35,7 +35,7 @@ _need() {
     { apt-get update >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >&2; }
 }
 
-# Starts dockerd, detached from this shell, and waits for it. Fails if it ends or does not answer in 60 s.
+# Starts dockerd, detached from this shell, and waits for it. Fails if it ends or does not answer within 60 s.
 _start_dockerd() {
   local log=$1 pid i
   setsid -f bash -c 'echo $$ >"$1"; exec dockerd >>"$2" 2>&1 </dev/null' _ "$log.pid" "$log"

@@ -10,8 +10,10 @@ ensure_tool() {
   PATH="$root/bin:$PATH"
   if [ "$("$root/bin/$crate" --version 2>/dev/null | grep -oE '[0-9]+\.[0-9]+\.[0-9]+' | head -1)" != "$version" ]; then
     echo "building $crate $version (once, into $root)" >&2
-    # In a target folder of its own: flags of this project must not rebuild it.
-    CARGO_TARGET_DIR="$root/build" cargo install --quiet --locked --root "$root" \
+    # In a target folder of its own: flags of this project must not rebuild it. Unoptimised: compiling
+    # these programs takes longer than anything they do here.
+    CARGO_TARGET_DIR="$root/build" CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off \
+      cargo install --quiet --locked --root "$root" \
       --version "$version" "$@" "$crate" >&2
     rm -rf "$root/build"
   fi

@@ -1,12 +1,12 @@
-"""From the rewards of a group to advantages, and the soft penalty for overlong responses.
+"""Advantages from the rewards of a group, and the soft penalty for overlong responses.
 
 * GRPO: Shao et al. 2024, arXiv 2402.03300, eq (3): ``(R_i - mean R) / std R``. The paper does not
   say which standard deviation; ``std`` divides by G - 1, ``population_std`` by G. Both add 1e-6 to
   the denominator, as verl and slime do.
 * Dr. GRPO: Liu et al. 2025, arXiv 2503.20783: ``R_i - mean R`` (``none``).
-* RLOO: Ahmadian et al. 2024, arXiv 2402.14740: the reward less the mean of the *other* rewards.
-* DAPO: Yu et al. 2025, arXiv 2503.14476: dynamic sampling, eq (11), drops a group without a
-  difference in reward; the overlong penalty is eq (13).
+* RLOO: Ahmadian et al. 2024, arXiv 2402.14740: the reward minus the mean of the *other* rewards.
+* DAPO: Yu et al. 2025, arXiv 2503.14476: dynamic sampling, eq (11), drops a group whose
+  rewards are all equal; the overlong penalty is eq (13).
 """
 
 from __future__ import annotations

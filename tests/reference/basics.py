@@ -7,14 +7,14 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 
-#: Differences of log-probs are held within this before they are exponentiated, so that one absurd
-#: token cannot overflow a step. verl bounds its ratios the same way. Where the bound holds, the
-#: result is a constant and its derivative is 0.
+#: Differences of log-probs are clamped to ± this before they are exponentiated, so that one extreme
+#: token cannot overflow a step. verl bounds its ratios the same way. A clamped value is a constant,
+#: so its derivative is 0.
 LOG_RATIO_LIMIT = 20.0
 
 
 def bounded_exp(log_ratio: ArrayLike) -> Array:
-    """``exp`` of a log-ratio held within ±20."""
+    """``exp`` of a log-ratio clamped to ±20."""
     return np.exp(np.clip(np.asarray(log_ratio, dtype=float), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 

@@ -1,6 +1,6 @@
-"""Which options the golden vectors cover, and the made-up inputs they are evaluated on.
+"""Which options the golden vectors cover, and the synthetic inputs they are evaluated on.
 
-Inputs are drawn with ``RandomState``, whose streams NumPy keeps the same in every version.
+Inputs are drawn with ``RandomState``, whose streams are the same in every version of NumPy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from aggregation import AGGREGATIONS
 from objective import Batch
 from policy_losses import PER_SEQUENCE, POLICY_LOSSES
 
-#: Hyperparameters as the trainer protocol names them. A case lists those that differ.
+#: Hyperparameters under the names of the trainer protocol. A case lists those that differ.
 DEFAULTS: dict[str, Any] = {
     "policy_loss": "grpo",
     "clip_low": 0.2,
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "kl_unbiased": False,
 }
 
-#: Clips at which some tokens of the ordinary batch are held and some are not.
+#: Clips that apply to some tokens of the ordinary batch and not to others.
 CLIPS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "ppo": {},
@@ -68,7 +68,7 @@ DIVERGENCES: list[dict[str, Any]] = [
 
 
 def base(loss: str) -> dict[str, Any]:
-    """A loss with the aggregation it was published with."""
+    """Settings of a loss with the aggregation that it was published with."""
     published = {
         "gspo": "seq-mean-token-mean",
         "gmpo": "seq-mean-token-mean",
@@ -81,7 +81,7 @@ def base(loss: str) -> dict[str, Any]:
 
 def fits(settings: dict[str, Any]) -> bool:
     """Whether a loss and a correction can be combined: gmpo and rspo have one factor per sequence,
-    and the ratio of minirl is the one to the engine already."""
+    and minirl's ratio is already the ratio to the engine."""
     loss, correction = settings["policy_loss"], settings.get("importance_correction", "none")
     if correction == "none":
         return True
@@ -91,7 +91,7 @@ def fits(settings: dict[str, Any]) -> bool:
 
 
 def step_cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name, batch and changed hyperparameters of every case of the objective."""
+    """Name, batch and changed hyperparameters of each case of the objective."""
     for loss in POLICY_LOSSES:
         aggregations = ("seq-mean-token-mean",) if loss in PER_SEQUENCE else AGGREGATIONS
         shifts = ("before_clip", "after_clip") if loss == "rspo" else ("none",)
@@ -140,7 +140,7 @@ def step_cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
         name = divergence["kl_estimator"] + (" unbiased" if "kl_unbiased" in divergence else "")
         yield f"grpo extreme, {name}", "extreme", {**base("grpo"), **divergence}
     for loss in ("grpo", "gspo", "gmpo"):
-        # The clamped mean of the second sequence would be below the threshold.
+        # With clamped log-ratios the mean of the second sequence would be below the threshold.
         yield f"{loss} extreme, off-policy mask", "extreme", {**base(loss), "off_policy_delta": 0.1}
 
 
@@ -181,7 +181,7 @@ def _ordinary() -> Batch:
     )
     old = -draw.uniform(1.0, 4.0, shape)
     change = draw.normal(0.0, 0.25, shape)
-    # Tokens that each clip and the dual clip hold.
+    # Tokens to which each clip and the dual clip apply.
     change[0, 2], change[0, 4], change[1, 1] = 0.62, -0.71, 1.31
     change[1, 5], change[2, 3] = -0.55, 0.47
     change[4] -= 0.3

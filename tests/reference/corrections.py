@@ -1,4 +1,4 @@
-"""Constant weights against the mismatch of inference engine and trainer.
+"""Constant weights that correct the mismatch between inference engine and trainer.
 
 With ``rho = pi_train / pi_engine``, both at the weights of the rollout, the loss of each token is
 multiplied by a constant ``w`` that is computed from ``rho``:
@@ -10,11 +10,12 @@ multiplied by a constant ``w`` that is computed from ``rho``:
   ``[low, high]``, else 0.
 
 At level ``token``, ``rho`` is each token's own; at level ``sequence`` it is the product over the
-loss tokens of the sequence and all of them get one weight. Masking tokens changes no denominator.
+loss tokens of the sequence and all of them get the same weight. Masking tokens does not change any
+denominator.
 
-The off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556) leaves out a sequence with a
-negative advantage from which the policy has moved away: mean of ``log pi_old - log pi`` above
-``delta``.
+The off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556) leaves out sequences that have a
+negative advantage and that the policy has moved away from: the mean of ``log pi_old - log pi`` is
+above ``delta``.
 """
 
 from __future__ import annotations

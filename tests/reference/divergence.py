@@ -8,14 +8,14 @@ Schulman 2020, "Approximating KL divergence", with ``k = log pi - log pi_ref``:
 * ``k3 = e^-k - 1 + k``: GRPO's estimator, arXiv 2402.03300, eq (4); gradient ``1 - e^-k``.
 * ``k3_plus``: the value of k3 with the gradient of k2 (verl).
 
-``k`` is held within ±20. In the loss, the value of a k3 term is capped at 10, as in verl's and
-slime's ``low_var_kl``, and where the cap holds the term has no gradient: without it one token whose
+``k`` is clamped to ±20. In the loss, the value of a k3 term is capped at 10, as in verl's and
+slime's ``low_var_kl``, and a capped term has no gradient: without the cap, one token whose
 probability collapsed (``k = -20`` gives 4.9e8) would decide the direction of the whole step. The
 gradient of ``k3_plus`` is ``k`` and needs no cap.
 
 The unbiased form (DeepSeek-V3.2, arXiv 2512.02556) multiplies k3 by ``r = pi / pi_old`` and takes
-the gradient through both. The cap applies to the product, as in slime: applied to k3 alone, the
-gradient that is left, ``10 r``, would push a token away from the reference.
+the gradient through both. The cap applies to the product, as in slime: if it applied to k3
+alone, the remaining gradient, ``10 r``, would push a token away from the reference.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ K3_LIMIT = 10.0
 def penalty(
     estimator: str, new: Array, reference: Array, log_ratio: Array | None = None
 ) -> tuple[Array, Array]:
-    """Value of each token and its derivative by ``new``; with ``log_ratio = new - old`` the
-    unbiased form."""
+    """Value of each token and its derivative with respect to ``new``. Passing
+    ``log_ratio = new - old`` selects the unbiased form."""
     free = new - reference
     k = np.clip(free, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     inside = (np.abs(free) <= LOG_RATIO_LIMIT).astype(float)

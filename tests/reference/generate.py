@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the golden vectors; with ``--check`` derives them again and compares.
+"""Writes the golden vectors; with ``--check``, derives them again and compares.
 
     python tests/reference/generate.py [--check]
 
-Needs NumPy. Both first check the reference by itself (selfcheck.py).
+Needs NumPy. Both commands first check the reference itself (selfcheck.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it."""
+    """Converts NumPy values to what JSON can represent."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -72,7 +72,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(content: dict[str, Any]) -> str:
-    """JSON with one line per entry of the two outer levels, so that a diff can be read."""
+    """JSON with one line per entry of the two outer levels, so that diffs are readable."""
     lines = []
     for key, value in content.items():
         items = None

@@ -1,12 +1,12 @@
-"""What is measured between inference engine and trainer, in probabilities and in routes.
+"""Mismatch between inference engine and trainer, in probabilities and in routes.
 
 R3, arXiv 2510.11370, with ``rho = pi_train / pi_engine`` over the response tokens:
 
     eq (2)  k3 = mean(rho - 1 - log rho)
     eq (3)  F(tau) = mean 1[max(rho, 1/rho) > tau]
 
-No bound is applied to these: they are measurements, not terms of a loss. Disagreement of routes
-(section 3.2) counts, per token and layer, the engine's experts that the trainer did not choose.
+These are measurements, not terms of a loss, so they are not bounded. Route disagreement (section
+3.2) counts, per token and layer, the engine's experts that the trainer did not choose.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from basics import Array
 
 TAUS = {"1.05": 1.05, "1.2": 1.2, "1.5": 1.5, "2": 2.0, "5": 5.0, "10": 10.0}
-#: Borders of the counts of sizes, in half decades from 1e-7 to 10.
+#: Bin edges of the histograms, in half decades from 1e-7 to 10.
 EDGES = [10.0 ** (n / 2) for n in range(-14, 3)]
-#: Most points of a curve of expert use.
+#: Largest number of points in a curve of expert use.
 CURVE_POINTS = 16
 
 
 def mismatch(train: list[Array], engine: list[Array]) -> dict:
-    """Over the loss tokens of sequences, log-probs ``[n]`` of each."""
+    """Mismatch over the loss tokens of sequences; log-probs are ``[n]`` per sequence."""
     log_rho = np.concatenate(train) - np.concatenate(engine)
     rho = np.exp(log_rho)
     size = np.abs(log_rho)
@@ -48,7 +48,7 @@ def mismatch(train: list[Array], engine: list[Array]) -> dict:
 
 
 def rollout_ratio(log_rho: Array) -> dict[str, float]:
-    """Moments of rho, and the effective share of samples ``1 / mean((rho / mean rho)^2)``."""
+    """Moments of rho, and the effective sample fraction ``1 / mean((rho / mean rho)^2)``."""
     rho = np.exp(log_rho)
     return {
         "mean": float(rho.mean()),
@@ -58,7 +58,7 @@ def rollout_ratio(log_rho: Array) -> dict[str, float]:
 
 
 def disagreement(engine: list[Array], train: list[Array], top_k: int) -> dict:
-    """Of sequences' routing rows ``[T, L, K]``; the order within K says nothing."""
+    """Route disagreement of rows ``[T, L, K]`` per sequence; the order within K does not matter."""
     differing = [
         np.array(
             [
@@ -84,9 +84,9 @@ def disagreement(engine: list[Array], train: list[Array], top_k: int) -> dict:
 
 
 def expert_load(executed: Array, experts: int) -> dict[str, list]:
-    """Per layer, from executed experts ``[T, L, K]``: entropy of the shares over ``log E``, and use
-    of the experts from the busiest to the idlest, 1 = even, in at most 16 groups of equal size, the
-    mean of each to three decimals."""
+    """Per layer, from executed experts ``[T, L, K]``: the entropy of the shares over ``log E``, and
+    the use of the experts from the busiest to the idlest, 1 = even: the means of at most 16 groups
+    of equal size, rounded to three decimals."""
     entropies, curves = [], []
     for layer in range(executed.shape[1]):
         counts = np.bincount(executed[:, layer].ravel(), minlength=experts).astype(float)
@@ -100,7 +100,7 @@ def expert_load(executed: Array, experts: int) -> dict[str, list]:
 
 
 def half_decades(values: Array) -> list[int]:
-    """18 counts: below 1e-7, ..., 10 and above."""
+    """18 counts, from below 1e-7 to 10 and above."""
     counts = [0] * (len(EDGES) + 1)
     for value in values:
         counts[sum(edge <= value for edge in EDGES)] += 1
@@ -108,5 +108,5 @@ def half_decades(values: Array) -> list[int]:
 
 
 def _bin(logp: float) -> int:
-    """Bin b of 32 holds ``-log p`` from ``(b / 8)^2`` to ``((b + 1) / 8)^2``."""
+    """Bin of a log-prob: bin b of 32 has ``-log p`` from ``(b / 8)^2`` to ``((b + 1) / 8)^2``."""
     return min(int(8 * np.sqrt(-logp)), 31)

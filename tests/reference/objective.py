@@ -23,8 +23,8 @@ from policy_losses import Tokens
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of T tokens, ``[S, T]`` each; ``advantage`` is ``[S]``, and ``token_advantage``
-    stands in for it where a value head gives one to every token."""
+    """Sequences of T tokens, ``[S, T]`` each. ``advantage`` is ``[S]``; losses with a value head use
+    ``token_advantage`` instead."""
 
     new: Array
     old: Array
@@ -38,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Result:
-    """Loss of a step, its gradient by ``new`` ``[S, T]``, and what is reported beside it."""
+    """Loss of a step, its gradient with respect to ``new``, ``[S, T]``, and its diagnostics."""
 
     loss: float
     gradient: Array
@@ -47,7 +47,7 @@ class Result:
 
 
 def evaluate(settings: dict[str, Any], batch: Batch, held: Array | None = None) -> Result:
-    """The step's loss. ``held`` is the part of ``new`` that is under stop-gradient."""
+    """The step's loss. ``held`` is ``new`` where it is under stop-gradient."""
     held = batch.new if held is None else held
     counts = [int(row.sum()) for row in batch.mask]
     floor = settings["router_shift_floor"]
@@ -118,5 +118,5 @@ def evaluate(settings: dict[str, Any], batch: Batch, held: Array | None = None) 
 
 
 def moved(batch: Batch, new: Array) -> Batch:
-    """The batch under another policy."""
+    """The batch with the log-probs of another policy."""
     return replace(batch, new=new)

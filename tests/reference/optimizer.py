@@ -20,14 +20,14 @@ from basics import Array
 
 
 def clipped(gradient: Array, max_norm: float) -> tuple[Array, float]:
-    """The gradient to apply, and its norm before."""
+    """The clipped gradient, and its norm before clipping."""
     norm = float(np.sqrt((gradient**2).sum()))
     return gradient * min(1.0, max_norm / (norm + 1e-6)), norm
 
 
 @dataclass
 class AdamW:
-    """State of an optimizer over parameters ``[n]``."""
+    """AdamW over parameters ``[n]``, with its state."""
 
     rate: float
     betas: tuple[float, float]

@@ -4,14 +4,14 @@ Notation: ``r = pi / pi_old`` of a token, A its advantage, n the loss tokens of 
 ``sg[.]`` a constant with respect to the parameters (stop-gradient).
 
 Every loss is written as token terms ``l_t`` whose mean over the sequence is the loss of the
-sequence, and each ``l_t`` depends on its own ``log pi(y_t)`` only, everything else being under
-``sg``. A constant weight on a token (corrections.py) therefore scales its loss and its gradient
-alike. For the losses of whole sequences this is the token form that the GSPO paper gives for
-weights and advantages of single tokens, eq (13) and (14); without such weights its value and its
-gradient are those of the sequence form (selfcheck.py).
+sequence, and each ``l_t`` depends only on its own ``log pi(y_t)``; everything else is under ``sg``.
+A constant weight on a token (corrections.py) therefore scales both its loss and its gradient. For
+sequence-level losses this is the token form that the GSPO paper gives for weights and advantages of
+single tokens, eq (13) and (14); without such weights its value and its gradient are those of the
+sequence form (selfcheck.py).
 
-``held`` is the part of the log-probs that is under ``sg``. It equals ``new``; it is a separate
-argument only so that finite differences can leave it where it is.
+``held`` is the log-probs where they are under ``sg``. It equals ``new``; it is a separate argument
+only so that finite differences can keep it fixed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Terms:
-    """Loss of each token, its derivative by the token's log-prob, and which tokens the clip holds
-    from below and from above."""
+    """Loss of each token, its derivative with respect to the token's log-prob, and which tokens are
+    clipped from below and from above."""
 
     loss: Array
     slope: Array
@@ -146,7 +146,7 @@ def cispo(settings: dict[str, Any], tokens: Tokens, held: Array) -> Terms:
 
 def minirl(settings: dict[str, Any], tokens: Tokens, held: Array) -> Terms:
     """MiniRL, arXiv 2512.01374: ``-M sg[min(pi / pi_engine, cap)] A log pi``, where M = 0 for the
-    tokens that PPO's clip would hold. The cap on the ratio is ``importance_high``."""
+    tokens that PPO would clip. The cap on the ratio is ``importance_high``."""
     low, high = settings["clip_low"], settings["clip_high"]
     ratio = bounded_exp(held - tokens.old)
     above = (tokens.advantage > 0) & (ratio > 1 + high)

@@ -1,4 +1,4 @@
-"""PR2, predictive routing replay, arXiv 2606.00395: a linear guess of where a router will stand.
+"""PR2, predictive routing replay, arXiv 2606.00395: a linear prediction of the new router logits.
 
     eq (4), (5)  p_hat = softmax(z_old + h_old W)
     eq (6)       experts of the rollout = TopK(p_hat)          weights stay those of z alone
@@ -16,7 +16,7 @@ from basics import Array, softmax
 
 
 def loss(hidden: Array, old: Array, new: Array, w: Array) -> float:
-    """Mean over tokens; ``hidden [T, d]``, logits ``[T, E]``, ``w [d, E]``."""
+    """Mean loss over tokens; ``hidden [T, d]``, logits ``[T, E]``, ``w [d, E]``."""
     target, guess = softmax(new), softmax(old + hidden @ w)
     return float((target * (np.log(target) - np.log(guess))).sum(axis=1).mean())
 

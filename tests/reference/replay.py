@@ -1,9 +1,9 @@
-"""A layer of SwiGLU experts with recorded experts in place of the router's choice.
+"""A layer of SwiGLU experts that executes recorded experts in place of the router's choice.
 
 R3, arXiv 2510.11370: eq (4) to (7) for the router's own choice, (8) and (9) for a replayed one.
 With gates g over the chosen set C of a token x, ``y = sum_C g_e E_e(x)`` and
 ``E_e(x) = W_down (silu(W_gate x) * (W_up x))``. The chosen set is a constant, so an expert outside
-it has no gradient, and with renormalised gates neither has its row of the router.
+it has no gradient; with renormalised gates its row of the router has none either.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def forward(spec: Router, layer: Layer, x: Array, recorded: list[list[int]] | No
 def backward(
     spec: Router, layer: Layer, x: Array, chosen: list[list[int]], upstream: Array
 ) -> dict[str, Array]:
-    """Gradients of ``sum(y * upstream)`` by the inputs and all weights."""
+    """Gradients of ``sum(y * upstream)`` with respect to the inputs and all weights."""
     found = {name: np.zeros_like(getattr(layer, name)) for name in ("router", "gate", "up", "down")}
     found["x"] = np.zeros_like(x)
     logits = x @ layer.router.T

@@ -6,8 +6,8 @@ old weights:
     gamma = exp(-1/L sum_l 1/K sum_k | log p_new(e_k) - log p_old(e_k) |)
 
 and the ratio of the token is multiplied by ``sg[max(gamma, floor)]`` (policy_losses.py).
-Probabilities are those of the full router distribution and not taken smaller than 1e-8. The weight
-of the log-prob of token p comes from routing row p - 1, which is the input it was predicted from.
+Probabilities are those of the full router distribution, at least 1e-8 each. The weight of token p's
+log-prob comes from routing row p - 1, which belongs to the input that predicted it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST_PROBABILITY = 1e-8
 
 
 def gamma(spec: Router, old: Array, new: Array, executed: list[list[int]]) -> float:
-    """Weight of one token from its old and new logits ``[L, E]``, before the floor."""
+    """Weight of one token from its old and new logits ``[L, E]``, before the floor is applied."""
     shifts = []
     for before, after, experts in zip(old, new, executed):
         p, q = spec.distribution(before), spec.distribution(after)

@@ -1,4 +1,4 @@
-"""Router families: how the logits of a token choose K experts, and how the chosen are weighted.
+"""Router families: how the logits of a token choose K experts, and how these are weighted.
 
 | family | score | chosen by | weight of expert i in the chosen set C | models |
 |---|---|---|---|---|
@@ -11,11 +11,11 @@
 
 DeepSeek-V2, arXiv 2405.04434, section 2.2.2, ranks a group by its best expert; DeepSeek-V3, arXiv
 2412.19437, eq (12) to (16), by the sum of its two best, and its bias affects the choice only. Ties
-go to the lower expert id, in every engine of this project.
+go to the lower expert id, in every engine and trainer of this project.
 
-Routing replay (R3, arXiv 2510.11370, eq (8)) replaces the choice by recorded experts and nothing
-else: weights still come from the trainer's own logits, and the gradient reaches exactly the logits
-that the family's weights depend on.
+Routing replay (R3, arXiv 2510.11370, eq (8)) replaces only the choice by recorded experts: weights
+still come from the trainer's own logits, and the gradient reaches exactly the logits that the
+family's weights depend on.
 """
 
 from __future__ import annotations

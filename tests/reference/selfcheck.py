@@ -1,4 +1,4 @@
-"""Checks of the reference by itself: every analytic gradient against finite differences."""
+"""Checks of the reference itself: every analytic gradient against finite differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from basics import bounded_exp, numerical_gradient
 
 
 def run() -> int:
-    """Runs every check; answers with the number of gradients compared."""
+    """Runs every check; returns the number of derivatives compared."""
     return sum(
         check()
         for check in (
@@ -33,7 +33,7 @@ def _same(name: str, analytic, numeric, scale: float = 1.0) -> int:
 
 
 def _objective() -> int:
-    """With the constant parts (stop-gradient) held where they are."""
+    """Every case, with everything under a stop-gradient kept fixed."""
     batches = cases.batches()
     compared = 0
     for name, which, changed in cases.step_cases():
@@ -52,8 +52,8 @@ def _objective() -> int:
 
 
 def _sequence_forms() -> int:
-    """Without weights on single tokens the token forms of GSPO and GMPO have the value and the
-    gradient of the sequence forms, in which every token moves the ratio of the sequence."""
+    """Without weights on single tokens, the token forms of GSPO and GMPO have the value and the
+    gradient of the sequence forms, in which every token affects the ratio of the sequence."""
     batch = cases.batches()["ordinary"]
     compared = 0
 
@@ -102,7 +102,7 @@ def _divergence() -> int:
             log_ratio = new - old if ratio else None
             slope = divergence.penalty(estimator, new, reference, log_ratio)[1]
             compared += _same(estimator, slope, numerical_gradient(total, new))
-    # k3_plus is defined as the value of one and the gradient of the other.
+    # k3_plus is defined as the value of k3 with the gradient of k2.
     plus, two, three = (divergence.penalty(e, new, reference) for e in ("k3_plus", "k2", "k3"))
     assert (plus[0] == three[0]).all() and (plus[1] == two[1]).all()
     return compared
@@ -180,12 +180,12 @@ def _value_loss() -> int:
 
 
 def _coverage() -> int:
-    """The ordinary batch has tokens on both sides of every bound that can hold some of them."""
+    """The ordinary batch has tokens on both sides of every bound that can apply."""
     batches = cases.batches()
     for loss in vectors.OPTIONS["policy_loss"]:
         found = objective.evaluate(cases.DEFAULTS | cases.base(loss), batches["ordinary"])
         shares = found.diagnostics["clipped_low"], found.diagnostics["clipped_high"]
-        # The lower clip of 1 of cispo holds nothing, and sapo has no clip.
+        # cispo's lower clip of 1 never applies, and sapo has no clip.
         sides = {"cispo": (1,), "sapo": ()}.get(loss, (0, 1))
         assert all(0 < shares[side] < 1 for side in sides), (loss, shares)
     for correction in cases.CORRECTIONS[1:]:
@@ -206,7 +206,7 @@ def _coverage() -> int:
 
 
 def _options() -> int:
-    """Every option is the setting of some case."""
+    """Every option is used by at least one case."""
     seen = [cases.DEFAULTS | settings for _, _, settings in cases.step_cases()]
     for key, options in vectors.OPTIONS.items():
         assert {settings[key] for settings in seen} == set(options), key

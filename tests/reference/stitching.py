@@ -2,9 +2,9 @@
 
 A call gets a prompt and returns output tokens; its routing rows cover the input positions
 ``[start, prompt + output - 1)``: the last sampled token has not been an input yet. Its row, and the
-rows of the observation behind it, come from the prefill of the next call. The first row that was
-received for a position stands, because it produced the log-probs of the tokens after it; a later
-row that differs is counted as drift. A trajectory of T tokens has T - 1 rows.
+rows of the observation after it, come from the prefill of the next call. The first row received for
+a position is kept, because it produced the log-probs of the tokens after it; a later row that
+differs is counted as drift. A trajectory of T tokens has T - 1 rows.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class Call:
 
 
 def stitch(calls: list[Call], length: int | None = None) -> dict:
-    """Rows, the version that made each, and drifted rows; with ``length`` cut to that many tokens.
+    """Rows, the policy version of each, and the number of drifted rows, cut to ``length`` tokens if
+    given.
 
-    A call that starts beyond the rows held leaves a gap; nothing is made up for it: the result
-    names the first missing row and where the call starts.
+    A call that starts beyond the rows received so far leaves a gap, which is not filled: the result
+    is then the first missing row and the start of the call.
     """
     rows: list[list] = []
     versions: list[int] = []

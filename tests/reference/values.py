@@ -1,7 +1,7 @@
 """PPO with a value model: advantages, returns and the clipped value loss.
 
-GAE, Schulman et al. 2016, arXiv 1506.02438, eq (16), over the loss tokens of a sequence; the tokens
-of tools and prompts between them are passed over, so a discount counts loss tokens only:
+GAE, Schulman et al. 2016, arXiv 1506.02438, eq (16), over the loss tokens of a sequence. Tokens of
+tools and prompts between them are skipped, so the discount counts only loss tokens:
 
     delta_t = R_t + g V_{t+} - V_t,   A_t = delta_t + g lambda A_{t+},   V_return = A + V
 
@@ -20,7 +20,7 @@ from basics import Array
 def estimates(
     rewards: Array, values: Array, mask: Array, discount: float, decay: float
 ) -> tuple[Array, Array]:
-    """Advantages and returns of one sequence ``[T]``; 0 where the mask is."""
+    """Advantages and returns of one sequence ``[T]``; 0 where the mask is 0."""
     live = np.flatnonzero(mask)
     v, r = values[live], rewards[live]
     after = np.append(v[1:], 0.0)
@@ -41,10 +41,10 @@ def whiten(advantages: Array) -> Array:
 
 
 def value_loss(value: Array, old: Array, returns: Array, clip: float) -> tuple[Array, Array]:
-    """Loss of each token and its derivative by the value."""
+    """Loss of each token and its derivative with respect to the value."""
     held = np.clip(value, old - clip, old + clip)
     free, clipped = (value - returns) ** 2, (held - returns) ** 2
-    # Where the clipped value is the worse one it lies at the edge, a constant.
+    # Where the clipped value has the larger error, it is at the bound and therefore constant.
     slope = np.where(clipped > free, 0.0, value - returns)
     return np.maximum(free, clipped) / 2, slope
 

@@ -1,4 +1,4 @@
-"""The contents of every golden file, from the formulas of this folder."""
+"""The contents of every golden file, computed with the formulas in this folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import stitching
 import values
 from routers import Router
 
-#: A router of each kind; ``sigmoid_bias`` with groups and without.
+#: Routers of every family; ``sigmoid_bias`` with and without groups.
 ROUTERS: dict[str, Router] = {
     "softmax_renormalised": Router("softmax_renormalised", 2),
     "softmax_renormalised, one of six": Router("softmax_renormalised", 1),
@@ -127,7 +127,7 @@ def advantage_vectors() -> dict[str, Any]:
 
 
 def router_vectors() -> dict[str, Any]:
-    """Own and replayed choice of every family: gates and gradients."""
+    """Gates and gradients of every family, for its own and for replayed choices."""
     draw = np.random.RandomState(3)
     logits = draw.normal(0.0, 1.5, (5, 6))
     logits[4] = [0.5, -0.25, 0.5, 0.5, -0.25, 0.5]
@@ -151,11 +151,11 @@ def router_vectors() -> dict[str, Any]:
 
 
 def router_shift_vectors() -> dict[str, Any]:
-    """The weight of tokens from old and new logits of two layers, softmax and sigmoid."""
+    """Router-shift weights from the old and new logits of two layers, softmax and sigmoid."""
     draw = np.random.RandomState(4)
     old = draw.normal(0.0, 1.5, (4, 2, 6))
     new = old + draw.normal(0.0, 0.3, old.shape)
-    # An unchanged router, and a probability below the least one.
+    # An unchanged router, and a probability below the smallest that is used.
     new[1] = old[1]
     old[3, 0, 2], new[3, 0, 2] = -30.0, -20.0
     executed = [[[0, 1], [4, 2]], [[3, 5], [1, 0]], [[2, 4], [5, 3]], [[2, 0], [1, 5]]]
@@ -228,7 +228,7 @@ def predictor_vectors() -> dict[str, Any]:
 
 
 def value_vectors() -> dict[str, Any]:
-    """Generalised advantages, returns, whitening and the value loss."""
+    """Generalised advantage estimates, returns, whitening and the value loss."""
     draw = np.random.RandomState(8)
     mask = np.array([[0, 1, 1, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 1, 0, 0]], dtype=bool)
     old = draw.normal(0.2, 0.5, mask.shape)
@@ -302,7 +302,7 @@ def measure_vectors() -> dict[str, Any]:
 
 
 def optimizer_vectors() -> dict[str, Any]:
-    """Parameters over a few steps, with warm-up, decay and clipped gradients."""
+    """Parameters after each of a few steps, with warm-up, decay and clipped gradients."""
     draw = np.random.RandomState(10)
     start = draw.normal(0.0, 1.0, 6)
     gradients = draw.normal(0.0, 1.0, (5, 6)) * np.array([0.1, 1.0, 3.0, 0.5, 2.0])[:, None]
@@ -334,7 +334,7 @@ def stitching_vectors() -> dict[str, Any]:
         return np.array([[draw.permutation(8)[:2] for _ in range(3)] for _ in range(count)])
 
     first, second, third = rows(6), rows(6), rows(17)
-    # The last call sends everything again: one row inside the prompt has drifted.
+    # The last call returns all rows again; one row inside the prompt has drifted.
     third[:6], third[6:12] = first, second
     third[2, 1] = [e for e in range(8) if e not in first[2, 1]][:2]
     # (prompt, output): (4, 3), (9, 4), (14, 4); the first call ends at row 6, the second at row 12.
@@ -378,7 +378,7 @@ FILES: dict[str, Callable[[], dict[str, Any]]] = {
     "optimizer": optimizer_vectors,
     "stitching": stitching_vectors,
 }
-#: Options that every implementation has to look up here; a missing one fails the reference itself.
+#: Options that the cases must cover: selfcheck.py fails if one of them has no case.
 OPTIONS = {
     "policy_loss": policy_losses.POLICY_LOSSES,
     "importance_correction": corrections.CORRECTIONS,

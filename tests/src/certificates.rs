@@ -6,11 +6,10 @@ use std::process::{Command, Stdio};
 const KEY: [&str; 5] = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"];
 
 /// Makes `ca.pem`, a client's `cert.pem` and `key.pem`, and a server's `server-cert.pem` and
-/// `server-key.pem` in a folder. Returns false if `openssl` is not
-/// installed.
+/// `server-key.pem` in a folder. Returns false if `openssl` is not installed.
 ///
 /// # Errors
-/// If the folder cannot be written.
+/// Fails if the folder cannot be written.
 pub(crate) fn make(folder: &Path) -> anyhow::Result<bool> {
     let server = "subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth\n";
     std::fs::write(folder.join("server.ext"), server)?;

@@ -15,7 +15,7 @@ pub fn pause(time: Duration) {
 /// Runs `docker` with these arguments, on the given host or the usual one.
 ///
 /// # Errors
-/// If `docker` cannot be started.
+/// Fails if `docker` cannot be started.
 pub fn docker(host: Option<&str>, args: &[&str]) -> anyhow::Result<Output> {
     let mut command = Command::new("docker");
     command.args(host.map(|host| ["-H", host]).into_iter().flatten()).args(args);
@@ -26,7 +26,7 @@ pub fn docker(host: Option<&str>, args: &[&str]) -> anyhow::Result<Output> {
 /// name. Containers that a daemon lists but no longer has are left out: see `DockerProvider::list`.
 ///
 /// # Errors
-/// If Docker cannot be queried.
+/// Fails if Docker cannot be queried.
 pub fn containers(host: Option<&str>, label: Option<&str>) -> anyhow::Result<Vec<String>> {
     let filter = label.map(|label| format!("--filter=label={label}"));
     let mut arguments = vec!["ps", "-a", "--no-trunc", "--format={{.ID}} {{.Names}}"];
@@ -64,7 +64,7 @@ impl Daemon {
     /// Starts a daemon; `None` if this machine does not allow it.
     ///
     /// # Errors
-    /// If its folder cannot be created.
+    /// Fails if its folder cannot be created.
     pub fn start() -> anyhow::Result<Option<Self>> {
         let folder = tempfile::tempdir()?;
         let mut daemon = Self { folder, child: None, tls_port: None };
@@ -85,8 +85,8 @@ impl Daemon {
         Ok(daemon.spawn()?.then_some(daemon))
     }
 
-    /// As [`Daemon::start_with_tls`], with its data on a separate file system (ext4 in a
-    /// file) of `mib` MiB and [`SMALL_DISK_FILES`] files.
+    /// Like [`Daemon::start_with_tls`], with its data on a separate file system (ext4 in a file) of
+    /// `mib` MiB and [`SMALL_DISK_FILES`] files.
     ///
     /// # Errors
     /// The errors of [`Daemon::start`].
@@ -132,7 +132,7 @@ impl Daemon {
     /// Runs `docker` with this daemon as its host.
     ///
     /// # Errors
-    /// If `docker` cannot be started.
+    /// Fails if `docker` cannot be started.
     pub fn docker(&self, args: &[&str]) -> anyhow::Result<Output> {
         docker(Some(&self.host()), args)
     }
@@ -140,7 +140,7 @@ impl Daemon {
     /// Copies an image from the usual daemon.
     ///
     /// # Errors
-    /// If either daemon refuses.
+    /// Fails if either daemon refuses.
     pub fn load(&self, image: &str) -> anyhow::Result<()> {
         let copy = format!("docker save {image} | docker -H {} load", self.host());
         let output = Command::new("sh").args(["-c", &copy]).output()?;
@@ -151,7 +151,7 @@ impl Daemon {
     /// Starts or restarts the daemon. Returns whether it answers.
     ///
     /// # Errors
-    /// If its log file cannot be created.
+    /// Fails if its log file cannot be created.
     pub fn spawn(&mut self) -> anyhow::Result<bool> {
         let argument = |name: &str| self.path(name).display().to_string();
         let log = std::fs::File::create(self.path("log"))?;
@@ -192,7 +192,7 @@ impl Daemon {
     /// Kills it, as the kernel does when memory runs out. Its containers live on.
     ///
     /// # Errors
-    /// If it cannot be killed.
+    /// Fails if it cannot be killed.
     pub fn kill(&mut self) -> anyhow::Result<()> {
         if let Some(mut child) = self.child.take() {
             child.kill()?;

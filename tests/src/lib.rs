@@ -17,7 +17,7 @@ pub fn root() -> PathBuf {
 /// The built `orchestrate`, in the folder of this test's own executable.
 ///
 /// # Errors
-/// If it was not built.
+/// Fails if it was not built.
 pub fn program() -> anyhow::Result<PathBuf> {
     built_program("orchestrate")
 }
@@ -25,7 +25,7 @@ pub fn program() -> anyhow::Result<PathBuf> {
 /// A built program of the workspace by its name, in the folder of this test's own executable.
 ///
 /// # Errors
-/// If it was not built.
+/// Fails if it was not built.
 pub fn built_program(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe()?;
     let folder = own.ancestors().nth(2).unwrap_or(Path::new("."));
@@ -41,7 +41,7 @@ pub fn built_program(name: &str) -> anyhow::Result<PathBuf> {
 /// A command line of the built program, run from the project's root.
 ///
 /// # Errors
-/// If the program was not built.
+/// Fails if the program was not built.
 pub fn orchestrate(args: &[&str]) -> anyhow::Result<Command> {
     let mut command = Command::new(program()?);
     command.args(args).current_dir(root());
@@ -51,7 +51,7 @@ pub fn orchestrate(args: &[&str]) -> anyhow::Result<Command> {
 /// Runs the program to its end.
 ///
 /// # Errors
-/// If it was not built or cannot be started.
+/// Fails if it was not built or cannot be started.
 pub fn run(args: &[&str]) -> anyhow::Result<Output> {
     Ok(orchestrate(args)?.output()?)
 }
@@ -64,7 +64,7 @@ pub fn stderr(output: &Output) -> String {
 /// Whether tests that need Docker can run; reported as a skip where no daemon answers.
 ///
 /// # Errors
-/// If `ORCHESTRATE_REQUIRE` lists `docker` and no daemon answers.
+/// Fails if `ORCHESTRATE_REQUIRE` lists `docker` and no daemon answers.
 pub fn docker_or_skip(test: &str) -> anyhow::Result<bool> {
     let answers = Command::new("docker").arg("info").output().is_ok_and(|o| o.status.success());
     if !answers {
@@ -87,7 +87,7 @@ pub fn say(line: &str) {
 /// Names of containers that belong to the run in `run_dir`.
 ///
 /// # Errors
-/// If Docker cannot be queried.
+/// Fails if Docker cannot be queried.
 pub fn containers_of(run_id: &str) -> anyhow::Result<Vec<String>> {
     containers(None, Some(&format!("orchestrate.run={run_id}")))
 }
@@ -95,7 +95,7 @@ pub fn containers_of(run_id: &str) -> anyhow::Result<Vec<String>> {
 /// All lines of a run's `metrics.jsonl`.
 ///
 /// # Errors
-/// If the file is missing or a line is not JSON.
+/// Fails if the file is missing or a line is not JSON.
 pub fn metrics(run_dir: &Path) -> anyhow::Result<Vec<serde_json::Value>> {
     let text = std::fs::read_to_string(run_dir.join("metrics.jsonl"))?;
     text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 /// Reports that the current test cannot run; the caller returns.
 ///
 /// # Panics
-/// If `ORCHESTRATE_REQUIRE` lists `need`, or the file of skips cannot be written.
+/// Panics if `ORCHESTRATE_REQUIRE` lists `need`, or the file of skips cannot be written.
 #[track_caller]
 pub fn skip(need: &str, why: &str) {
     skip_test(&current_test(), need, why);
@@ -30,7 +30,7 @@ pub fn skip(need: &str, why: &str) {
 /// [`skip`] for a test named by the caller.
 ///
 /// # Panics
-/// As [`skip`].
+/// The panics of [`skip`].
 #[track_caller]
 pub fn skip_test(test: &str, need: &str, why: &str) {
     assert!(!is_required(need), "{test} needs {need}, which ORCHESTRATE_REQUIRE lists: {why}");
@@ -64,7 +64,7 @@ pub fn data(path: &str) -> Option<PathBuf> {
     None
 }
 
-/// The package and the test that runs now: test runners name the thread after it.
+/// The package and the name of the current test, after which test runners name the thread.
 fn current_test() -> String {
     let thread = std::thread::current();
     let program = std::env::args().next().unwrap_or_default();

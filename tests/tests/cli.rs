@@ -1,6 +1,6 @@
 //! Invalid input: each case exits with its documented code and names the cause and a remedy.
 
-#![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
+#![expect(clippy::unwrap_used, reason = "a panic fails the test")]
 
 use orchestrate_e2e::{run, stderr};
 use orchestrate_handoff::protocol::PolicyLoss;
@@ -38,7 +38,7 @@ fn every_command_has_help_with_its_arguments() {
 }
 
 #[test]
-fn wrong_command_lines_exit_with_2() {
+fn invalid_command_lines_exit_with_2() {
     fails(&["run"], 2, &["--run-dir"]);
     fails(&["dance"], 2, &["dance"]);
     fails(&["compare"], 2, &["CONFIG", "--seeds", "--out"]);
@@ -48,7 +48,7 @@ fn wrong_command_lines_exit_with_2() {
 }
 
 #[test]
-fn wrong_settings_exit_with_3_and_name_key_and_remedy() {
+fn invalid_settings_exit_with_3_and_name_the_key_and_a_remedy() {
     fails(&["config", "check", "--set", "rollout.group_sise=8"], 3, &["group_sise"]);
     fails(
         &["config", "check", "--set", "run.steps=0", "--set", "algorithm.clip_low=7"],
@@ -148,7 +148,7 @@ fn a_missing_docker_daemon_exits_with_5() {
 }
 
 #[test]
-fn resuming_nothing_exits_with_6() {
+fn missing_journal_exits_with_6() {
     let folder = tempfile::tempdir().unwrap();
     fails(&["run", "--resume", "--run-dir", folder.path().to_str().unwrap()], 6, &["--run-dir"]);
     fails(&["show", folder.path().to_str().unwrap()], 6, &["orchestrate.db"]);
@@ -158,7 +158,7 @@ fn resuming_nothing_exits_with_6() {
 
 /// The rule: an argument that names nothing exits with 2, an invalid input file with 3.
 #[test]
-fn unknown_ids_exit_with_2_and_unusable_input_files_with_3() {
+fn unknown_ids_exit_with_2_and_invalid_input_files_with_3() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, bytes: &[u8]| {
         let path = folder.path().join(name);
@@ -183,7 +183,7 @@ fn unknown_ids_exit_with_2_and_unusable_input_files_with_3() {
 }
 
 #[test]
-fn taken_address_exits_with_2() {
+fn address_in_use_exits_with_2() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let policy = "environments/micro/policy";
@@ -233,7 +233,7 @@ fn missing_default_policy_exits_with_3_and_creates_no_run() {
 /// Without Docker an evaluation gets as far as the daemon, whatever the loss; with it, see
 /// `docker_eval.rs`.
 #[test]
-fn eval_takes_the_config_of_a_training_run_for_each_policy_loss() {
+fn eval_accepts_the_config_of_a_training_run_with_each_policy_loss() {
     for loss in PolicyLoss::ALL {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path().join("eval");

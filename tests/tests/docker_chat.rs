@@ -1,10 +1,6 @@
 //! A model behind a chat server that returns only text: it can be evaluated, but not trained.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
-    reason = "a failure is the verdict of a test"
-)]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a panic fails the test")]
 
 use axum::extract::State;
 use axum::http::StatusCode;

@@ -1,10 +1,6 @@
 //! `compare` and `analyze` of the built program on small real runs: interrupted, resumed, reported.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
-    reason = "a failure is the verdict of a test"
-)]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a panic fails the test")]
 
 use orchestrate_e2e::{docker_or_skip, orchestrate, run, stderr};
 use serde_json::Value;
@@ -12,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Two settings, two seeds each, every run a few seconds.
+/// Two variants with two seeds each. Every run takes a few seconds.
 const MATRIX: &[&str] = &[
     "configs/compare/mild.toml",
     "--seeds",
@@ -72,7 +68,7 @@ fn run_id(folder: &Path) -> String {
 
 #[test]
 fn docker_comparison_resumes_where_it_was_killed() {
-    if !docker_or_skip("docker_a_comparison").unwrap() {
+    if !docker_or_skip("docker_comparison").unwrap() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -157,7 +153,7 @@ fn reports_on_runs_that_exist(out: &Path, folder: &Path) {
     assert_eq!(seen, [("none", 2), ("r3", 1)]);
     assert!(both.join("report.html").exists());
 
-    // Three runs of one machine and the fourth of another make the same report.
+    // Three runs from one machine and the fourth from another give the same report.
     let file = |folder: &Path| folder.join("runs.jsonl.zst");
     let all = report(&joined, &[file(&both), out.join("r3/seed-2")]);
     let whole = std::fs::read_to_string(out.join("report.md")).unwrap();

@@ -17,8 +17,8 @@ const SMALL: &[&str] = &[
 ];
 
 #[test]
-fn docker_eval_works_with_the_config_of_a_run_for_each_policy_loss() {
-    if !docker_or_skip("docker_eval_works_with_the_config_of_a_run").unwrap() {
+fn docker_eval_accepts_the_config_of_a_training_run_with_each_policy_loss() {
+    if !docker_or_skip("docker_eval_accepts_the_config_of_a_training_run").unwrap() {
         return;
     }
     for loss in PolicyLoss::ALL {

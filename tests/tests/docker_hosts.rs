@@ -1,6 +1,6 @@
 //! Commands that manage Docker hosts cover all of them and name the host they refer to.
 
-#![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
+#![expect(clippy::unwrap_used, reason = "a panic fails the test")]
 
 use orchestrate_e2e::{
     Daemon, containers, docker, docker_or_skip, metrics, orchestrate, pause, run, say, skip, stderr,
@@ -33,7 +33,7 @@ fn far(daemon: &Daemon) -> String {
 }
 
 #[test]
-fn gc_of_a_run_asks_the_hosts_of_its_plan() {
+fn gc_of_a_run_uses_the_hosts_of_its_plan() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("run");
     let dir = dir.to_str().unwrap();
@@ -60,8 +60,8 @@ fn gc_of_a_run_asks_the_hosts_of_its_plan() {
 }
 
 #[test]
-fn docker_gc_and_doctor_go_over_all_hosts() {
-    let test = "docker_gc_and_doctor_go_over_all_hosts";
+fn docker_gc_and_doctor_cover_all_hosts() {
+    let test = "docker_gc_and_doctor_cover_all_hosts";
     if !docker_or_skip(test).unwrap() {
         return;
     }
@@ -116,8 +116,8 @@ fn docker_gc_and_doctor_go_over_all_hosts() {
 }
 
 #[test]
-fn docker_a_run_on_two_hosts_survives_the_death_of_one() {
-    let test = "docker_a_run_on_two_hosts_survives_the_death_of_one";
+fn docker_run_on_two_hosts_survives_the_loss_of_one() {
+    let test = "docker_run_on_two_hosts_survives_the_loss_of_one";
     if !docker_or_skip(test).unwrap() {
         return;
     }
@@ -148,7 +148,8 @@ fn docker_a_run_on_two_hosts_survives_the_death_of_one() {
     let far_host = daemon.host();
     let held = || printed(&docker(Some(&far_host), &all).unwrap()).lines().count();
     let began = Instant::now();
-    // In the middle: after the first step, with sandboxes open there.
+    // The daemon is killed in the middle of the run: after the first step, while it has open
+    // sandboxes.
     while !dir.join("metrics.jsonl").exists() || held() < 4 {
         let runs = child.try_wait().unwrap().is_none();
         assert!(runs && began.elapsed() < Duration::from_mins(3), "{}", told());
@@ -160,7 +161,7 @@ fn docker_a_run_on_two_hosts_survives_the_death_of_one() {
         assert!(began.elapsed() < Duration::from_mins(1), "{}", told());
         pause(Duration::from_millis(50));
     }
-    assert!(daemon.spawn().unwrap() || daemon.spawn().unwrap(), "the daemon does not come back");
+    assert!(daemon.spawn().unwrap() || daemon.spawn().unwrap(), "the daemon did not restart");
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", told());
 
@@ -171,7 +172,7 @@ fn docker_a_run_on_two_hosts_survives_the_death_of_one() {
     assert_eq!((&last[0]["host"], &last[1]["host"]), (&"near".into(), &"far".into()));
     assert!(last.iter().all(|host| host["started"].as_u64().unwrap() > 0), "{last:?}");
     assert!(last[1]["taken_out"].as_u64().unwrap() >= 1, "{last:?}");
-    say(&format!("{} attempts broken and tried again; {last:?}", sum("broken_attempts")));
+    say(&format!("{} broken attempts were retried; {last:?}", sum("broken_attempts")));
     let id: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let id = id["run"].as_str().unwrap();
     for host in [None, Some(daemon.host())] {

@@ -4,7 +4,7 @@
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::indexing_slicing,
-    reason = "a failure is the verdict of a test"
+    reason = "a panic fails the test"
 )]
 
 use orchestrate_e2e::{containers_of, docker_or_skip, metrics, orchestrate, say, skip, stderr};
@@ -125,7 +125,7 @@ fn docker_a_run_trains_evaluates_and_leaves_nothing_behind() {
 }
 
 #[test]
-fn docker_equal_f32_engines_do_not_differ() {
+fn docker_equal_f32_engines_have_no_mismatch() {
     if !docker_or_skip("docker_equal_f32_engines").unwrap() {
         return;
     }
@@ -196,8 +196,8 @@ fn docker_a_full_disk_exits_with_6_and_the_run_resumes_when_there_is_space() {
 }
 
 #[test]
-fn docker_a_run_is_not_continued_on_another_image_of_the_same_name() {
-    if !docker_or_skip("docker_a_run_is_not_continued").unwrap() {
+fn docker_run_is_not_resumed_with_another_image_of_the_same_name() {
+    if !docker_or_skip("docker_run_is_not_resumed").unwrap() {
         return;
     }
     let name = format!("orchestrate/test-moving:{}", std::process::id());
@@ -226,7 +226,7 @@ fn docker_a_run_is_not_continued_on_another_image_of_the_same_name() {
 }
 
 #[test]
-fn docker_kills_at_any_moment_lose_and_double_nothing() {
+fn docker_kills_at_any_moment_lose_and_duplicate_nothing() {
     if !docker_or_skip("docker_kills").unwrap() {
         return;
     }
@@ -267,7 +267,7 @@ fn docker_kills_at_any_moment_lose_and_double_nothing() {
 }
 
 #[test]
-fn docker_sampling_ahead_keeps_its_bound_through_a_kill() {
+fn docker_sampling_ahead_stays_within_its_limit_after_a_kill() {
     if !docker_or_skip("docker_sampling_ahead").unwrap() {
         return;
     }
@@ -275,7 +275,7 @@ fn docker_sampling_ahead_keeps_its_bound_through_a_kill() {
     let run_dir = folder.path().join("run");
     let mut settings = SMALL.to_vec();
     settings.extend(["--set", "run.steps=6", "--set", "run.max_staleness=2"]);
-    // Old weights are then nearly the new ones, and what they disagree about is a mistake.
+    // Old weights are then nearly equal to the new ones, so that a disagreement is a mistake.
     settings.extend(["--set", "algorithm.learning_rate=1e-6"]);
     let mut child =
         start(&run_dir, &settings).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -461,8 +461,8 @@ fn docker_secrets_stay_out_of_sandboxes_files_and_logs() {
 }
 
 #[test]
-fn docker_a_dry_run_says_which_images_are_there_and_which_must_be_pulled() {
-    if !docker_or_skip("docker_a_dry_run").unwrap() {
+fn docker_dry_run_lists_present_and_missing_images() {
+    if !docker_or_skip("docker_dry_run").unwrap() {
         return;
     }
     for (image, there) in [("orchestrate/micro", 1), ("nobody.example/nothing:1", 0)] {

@@ -1,4 +1,4 @@
-//! The documentation is true: links lead somewhere, commands parse, settings pass the check.
+//! The documentation is correct: links have targets, commands parse, settings pass the check.
 
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
 
@@ -85,7 +85,7 @@ fn has_anchor(page: &str, wanted: &str) -> bool {
 }
 
 #[test]
-fn every_relative_link_leads_to_a_file_and_an_anchor() {
+fn every_relative_link_points_to_an_existing_file_and_anchor() {
     let mut broken = Vec::new();
     for (path, text) in pages() {
         for target in links(&text) {
@@ -155,7 +155,7 @@ fn commands(page: &str) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn every_command_of_the_docs_parses() {
+fn every_command_in_the_docs_parses() {
     let mut wrong = Vec::new();
     let mut checked = 0;
     for (path, text) in pages() {
@@ -176,7 +176,7 @@ fn every_command_of_the_docs_parses() {
 }
 
 #[test]
-fn every_toml_snippet_of_the_docs_passes_the_check() {
+fn every_toml_snippet_in_the_docs_is_valid() {
     let folder = tempfile::tempdir().unwrap();
     let program = orchestrate_e2e::built_program("orchestrate").unwrap();
     let mut wrong = Vec::new();
@@ -197,7 +197,7 @@ fn every_toml_snippet_of_the_docs_passes_the_check() {
 }
 
 #[test]
-fn a_page_is_read_as_a_shell_and_a_renderer_would() {
+fn commands_links_and_anchors_of_a_page_are_parsed() {
     let page = "# A b-c (d)\n```sh\nA=1 orchestrate run --set 'x=\"y z\"' \\\n  --json  # why\n\
                 cat a | orchestrate show\n```\n[x](y.md#z) `[not](a)`\n";
     assert_eq!(commands(page), vec![vec!["orchestrate", "run", "--set", "x=\"y z\"", "--json"]]);

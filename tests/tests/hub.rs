@@ -1,11 +1,7 @@
 //! Data sets of the Hugging Face hub, read by the program from an HTTP server that answers as the
 //! hub does.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
-    reason = "a failure is the verdict of a test"
-)]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a panic fails the test")]
 
 use axum::Router;
 use axum::extract::{Path, State};
@@ -156,7 +152,7 @@ async fn a_data_set_is_fetched_once_and_all_files_of_its_split_are_read() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_named_commit_stays_what_it_was_and_several_splits_must_be_named() {
+async fn a_pinned_commit_never_changes_and_one_of_several_splits_must_be_chosen() {
     let ((hub, _served), cache) = (hub().await, tempfile::tempdir().unwrap());
     hub.main.store(1, Ordering::Relaxed);
     let import = ["tasks", "import", "hf://datasets/R2E-Gym/Tiny"];

@@ -1,4 +1,4 @@
-"""Constant weights on the loss against the mismatch of inference engine and trainer.
+"""Constant weights on the loss that correct the mismatch of inference engine and trainer.
 
 Loss tokens of several sequences lie in one row of ``n``; :class:`Tokens` says which sequence each
 belongs to.
@@ -30,7 +30,7 @@ class Tokens:
 
     #: Number of the token's sequence, int64 ``[n]``.
     sequence: Tensor
-    #: Number of sequences S, those without loss tokens included.
+    #: Number of sequences S, including those without loss tokens.
     sequences: int
 
     @cached_property

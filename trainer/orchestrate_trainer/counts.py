@@ -11,7 +11,7 @@ from .world import World
 __all__ = ["HalfDecades", "ProbabilityGrid", "load_curve"]
 
 ROOT_OF_TEN = 3.1622776601683795
-#: Borders between the bins of :class:`HalfDecades`; a border belongs to the bin above it.
+#: Boundaries between the bins of :class:`HalfDecades`; a boundary belongs to the bin above it.
 EDGES = torch.tensor(
     [step * float(f"1e-{n}") for n in range(7, 0, -1) for step in (1.0, ROOT_OF_TEN)]
     + [1.0, ROOT_OF_TEN, 10.0],
@@ -19,7 +19,7 @@ EDGES = torch.tensor(
 )
 #: Bins on each axis of :class:`ProbabilityGrid`.
 BINS = 32
-#: Lower borders of all bins but the first, in ``-log p``.
+#: Lower boundaries of all bins but the first, in ``-log p``.
 GRID_EDGES = (torch.arange(1, BINS, dtype=torch.float64) / 8) ** 2
 #: Largest number of points of an expert-load curve.
 CURVE_POINTS = 16

@@ -1,12 +1,12 @@
 """Policy losses, as functions of the log-probs of loss tokens. Minimise them.
 
-All tokens of all sequences of a micro-batch lie in one row of ``n``; ``Tokens`` says which sequence
-each belongs to. Denominators come from :class:`Totals`, the size of the whole optimizer step, so
-neither micro-batches nor ranks change the objective.
+All tokens of all sequences of a micro-batch are in one row of length ``n``; ``Tokens`` says which
+sequence each belongs to. Denominators come from :class:`Totals`, the size of the whole optimizer
+step, so neither micro-batches nor ranks change the objective.
 
 Every loss is a row of token terms. The losses of a whole sequence (GSPO, GMPO, RSPO) give each
 token the sequence's loss and the gradient of the token's own term, so a weight on a token scales
-its loss and its gradient alike. Without weights on single tokens the gradient is that of the
+both its loss and its gradient. Without weights on single tokens the gradient is that of the
 sequence's loss.
 
 The formulas with their sources, and the golden vectors that these functions are tested against,
@@ -53,7 +53,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Loss:
-    """Terms of a loss before weights and sums, ``[n]``, and which tokens the clip holds from above
+    """Terms of a loss before weights and sums, ``[n]``, and which tokens are clipped from above
     and from below, bool ``[n]``."""
 
     terms: Tensor
@@ -139,8 +139,8 @@ def minirl(
     high: float,
     cap: float,
 ) -> Loss:
-    """Log-prob times the capped ratio to the engine, which is a constant; tokens that the clip of
-    the ratio to ``old`` holds are left out."""
+    """Log-prob times the capped ratio to the engine, which is a constant; tokens whose
+    ratio to ``old`` is clipped are left out."""
     ratio = bounded_ratio(logp.detach() - old)
     over = (advantage > 0) & (ratio > 1 + high)
     under = (advantage < 0) & (ratio < 1 - low)
@@ -171,9 +171,9 @@ def kl_penalty(
     """Divergence from a reference policy on each token, nats, ``[n]``.
 
     ``k = logp − reference`` is clamped to ±20, and the value of k3 is capped at 10; there is no
-    gradient where a bound holds, except that ``k3_plus`` always has that of k2. With ``log_ratio``
-    the estimate is multiplied by the ratio and the gradient goes through both; the cap then holds
-    the product.
+    gradient where a bound applies, but ``k3_plus`` always has that of k2. With ``log_ratio``
+    the estimate is multiplied by the ratio and the gradient goes through both; the cap then applies
+    to the product.
     """
     k = (logp - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":

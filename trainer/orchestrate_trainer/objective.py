@@ -56,8 +56,8 @@ class Objective:
         shift: Shift | None = None,
         critic: Critic | None = None,
     ) -> Tensor:
-        """The micro-batch's summand of the mini step's loss. ``logp``, ``old`` and ``reference``
-        are ``[n]``, nats; only ``logp`` and the critic's values get a gradient."""
+        """The micro-batch's share of the mini step's loss. ``logp``, ``old`` and ``reference`` are
+        ``[n]``, nats; only ``logp`` and the critic's values get a gradient."""
         settings = self.settings
         if not micro.live:
             return 0.0 * logp.sum()

@@ -26,7 +26,7 @@ __all__ = ["Server", "app"]
 
 #: Largest request body, in bytes. Requests name files and carry no data.
 BODY_LIMIT = 1 << 20
-#: Form of step ids, which appear in paths and file names.
+#: Valid step ids, which appear in paths and file names.
 STEP_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 #: How error messages name a type.
 KINDS = {
@@ -153,7 +153,7 @@ def _error(status: int, code: str, message: str) -> Response:
 
 
 class Server:
-    """An HTTP server that runs in a thread of its own."""
+    """An HTTP server that runs in a separate thread."""
 
     def __init__(self, service: TrainerService, host: str, port: int, token: str | None) -> None:
         """Binds the address, so that an address in use is an error here, and starts the thread."""

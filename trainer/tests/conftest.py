@@ -2,7 +2,8 @@
 
 ``ORCHESTRATE_REQUIRE`` is a comma-separated list of what must be present: with ``python`` a missing
 package is a failure, with ``data`` missing test data, with ``embedded`` a missing orchestrator
-program.
+program. Skips are appended to the file that ``ORCHESTRATE_SKIPS`` names, one line per test, as the
+Rust tests do.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = ["u8", "u8_shared", "u16", "u16_shared"]
 #: Kernels that compute a model's experts: one expert after the other, and transformers' default.
 KERNELS = ["eager", "grouped_mm"]
-#: What a skip's reason says is missing, by the name that requires it.
+#: Texts by which a skip's reason shows what is missing, by the name in ``ORCHESTRATE_REQUIRE``.
 MISSING = {
     "python": ("is not installed", "could not import"),
     "data": ("test data missing",),
@@ -60,6 +61,15 @@ class Skips:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        listed = os.environ.get("ORCHESTRATE_SKIPS")
+        # A process of pytest-xdist reports to the one that started it.
+        if listed and not hasattr(session.config, "workerinput"):
+            with open(listed, "a") as file:
+                file.writelines(
+                    f"trainer {name}: {reason}\n"
+                    for reason, names in self.by_reason.items()
+                    for name in names
+                )
         if any(map(self.is_required, self.by_reason)) and session.exitstatus in (0, 5):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -142,7 +152,8 @@ def change_manifest(folder: Path, change: Any) -> None:
 
 
 def write_sparse(folder: Path, lengths: list[int], layers: int, top_k: int) -> None:
-    """Writes a batch of one shard whose rows are a hole in a sparse file: large, but not stored."""
+    """Writes a batch of one shard whose rows are a hole in a sparse file: large, but without
+    content on disk."""
     s, n = len(lengths), sum(lengths)
     small = [
         ("cu_seqlens", "I64", np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")),

@@ -84,7 +84,7 @@ def test_opening_and_slicing_reads_no_rows(large):
     assert grown < 4 << 10, f"resident memory grew by {grown} KiB"
 
 
-def test_reading_one_rank_touches_its_rows_alone(large):
+def test_reading_one_rank_touches_only_its_rows(large):
     sequences = Batch.open(large, verify="never").rank(0, 8)
     own = sum(sequence.routed_experts.nbytes for sequence in sequences)
     tracemalloc.start()

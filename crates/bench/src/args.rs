@@ -2,7 +2,7 @@
 
 use camino::Utf8PathBuf;
 use clap::{Args, Parser, Subcommand};
-use orchestrate_cli::ConfigSource;
+use orchestrate_cli::{ConfigSource, LogArgs};
 
 /// Measure this machine: how close orchestrate is to what the hardware needs.
 #[derive(Debug, Parser)]
@@ -10,12 +10,8 @@ use orchestrate_cli::ConfigSource;
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
-    /// Log more on standard error (-v: debug, -vv: trace).
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
-    pub(crate) verbose: u8,
-    /// Log filter, like `orchestrate_sandbox=debug,info` (overrides -v).
-    #[arg(long, global = true, value_name = "FILTER")]
-    pub(crate) log_filter: Option<String>,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -54,7 +50,7 @@ Examples:
 What is measured:
   Episodes as `run` executes them, with the same runner, fleet, client and routing masks.
   Engines are separate processes, reached over HTTP, that only track a prefix cache and sleep;
-  sandboxes answer at once. The coordinator and the engines get half of the processors each,
+  sandboxes answer immediately. The coordinator and the engines get half of the processors each,
   because in a run they are on different machines. Every routing row is a function of the tokens
   before it, and every row of every finished episode is compared with its expected value.
 
@@ -63,9 +59,9 @@ What is measured:
   4,096 conversations open on 4 engines at 500 turns per second, busy_4096 at 1,500: a turn that
   arrives at an idle processor with cold caches costs more.
 
-  CPU    processor time of this process per turn, over the second half of the turns, without the
-         threads that only check rows or observe the machine. Finished episodes are handed at once
-         to a thread that checks their rows on the engines' processors.
+  CPU    CPU time of this process per turn, over the second half of the turns, without the
+         threads that only check rows or observe the machine. Finished episodes are passed
+         immediately to a thread that checks their rows on the engines' processors.
   KiB/episode  heap per open episode after half of the turns, without its tokens (17 bytes each)
          and rows
   added  time from an engine's sending a reply to its having read the conversation's next request,
@@ -79,7 +75,7 @@ What is measured:
          processors: the hypervisor paused the machine
   held   longest lag without such pauses. Without the right to real-time priority (CAP_SYS_NICE),
          pauses are not detected, and held equals lag
-  poll   processor time of the longest poll of an episode
+  poll   CPU time of the longest poll of an episode
 
 Limits (the column `verdict`, and `ok` in JSON):
   all cases: no episode lost, no row wrong; unless the only engine is killed, 0.99 of the

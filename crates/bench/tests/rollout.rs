@@ -1,6 +1,6 @@
 //! Episodes on a fleet of engine processes, one of which is killed.
 
-#![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
+#![expect(clippy::unwrap_used, reason = "a panic fails the test")]
 
 use serde_json::Value;
 use std::process::Command;
@@ -19,7 +19,7 @@ fn case(name: &str) -> Value {
 }
 
 #[test]
-fn killed_engine_costs_no_episode_no_row_and_no_hit_on_other_engines() {
+fn a_killed_engine_loses_no_episodes_or_rows_and_other_caches_still_hit() {
     let found = case("workers_4_kill");
     assert_eq!(found["lost_episodes"], 0, "{found}");
     assert_eq!(found["wrong_rows"], 0, "{found}");

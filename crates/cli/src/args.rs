@@ -37,12 +37,25 @@ Exit codes:
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+}
+
+/// How much is logged, for every command of both programs.
+#[derive(Debug, Args)]
+pub struct LogArgs {
     /// Log more on standard error (-v: debug, -vv: trace).
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub(crate) verbose: u8,
     /// Log filter, like `orchestrate_sandbox=debug,info` (overrides -v).
-    #[arg(long, global = true, value_name = "FILTER")]
+    #[arg(long, global = true, value_name = "FILTER", value_parser = log_filter)]
     pub(crate) log_filter: Option<String>,
+}
+
+/// The text of a filter that `tracing_subscriber` accepts.
+fn log_filter(text: &str) -> Result<String, tracing_subscriber::filter::ParseError> {
+    tracing_subscriber::EnvFilter::try_new(text)?;
+    Ok(text.to_owned())
 }
 
 #[derive(Debug, Subcommand)]

@@ -302,7 +302,7 @@ fn check_across(
         problems.push(ConfigProblem::new(
             "tasks.environment",
             &tasks.environment,
-            "must be \"micro\"; for tasks from files of rows set tasks.file and \
+            "must be \"micro\"; to load tasks from files, set tasks.file and \
              tasks.held_out_file",
         ));
     }

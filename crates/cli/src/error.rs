@@ -1,4 +1,4 @@
-//! What commands refuse, apart from settings ([`crate::config::ConfigError`]). The rule for exit
+//! Errors of commands, apart from those of settings ([`crate::config::ConfigError`]). The rule for exit
 //! codes: an argument that names something that does not exist is [`UsageError`] (2), a file given
 //! as input that cannot be used is [`InputError`] (3), a file that cannot be written is
 //! [`OutputError`] (6).
@@ -8,7 +8,8 @@ use orchestrate_tasks::swe::LogError;
 use std::io;
 use std::net::SocketAddr;
 
-/// An argument that is well-formed, but names something that does not exist or is taken. Exit code 2.
+/// An argument that is well-formed, but names something that does not exist or is already in use.
+/// Exit code 2.
 #[derive(Debug, thiserror::Error)]
 pub enum UsageError {
     /// No such task in the environment.
@@ -21,13 +22,13 @@ pub enum UsageError {
     },
     /// No such row in a file.
     #[error(
-        "no task `{id}` among the {usable} usable rows of {file}, {refused} more are refused \
+        "no task `{id}` among the {usable} usable rows of {file}; {refused} more are refused \
          (orchestrate tasks list --file {file})"
     )]
     UnknownRow {
         /// As given.
         id: String,
-        /// The file of rows.
+        /// The task file.
         file: Utf8PathBuf,
         /// Number of usable rows.
         usable: usize,
@@ -56,7 +57,7 @@ pub enum UsageError {
     NoPrediction {
         /// The predictions.
         predictions: Utf8PathBuf,
-        /// The file of rows.
+        /// The task file.
         tasks: Utf8PathBuf,
     },
     /// A pattern that matches no case.
@@ -104,10 +105,10 @@ pub(crate) enum InputError {
         /// The system's reason.
         source: io::Error,
     },
-    /// A file of rows without a task.
+    /// A task file without a usable row.
     #[error("{file} has no usable row: {refused} refused{}", listed(*skipped))]
     NoUsableRow {
-        /// The file of rows.
+        /// The task file.
         file: Utf8PathBuf,
         /// Rows that cannot be used.
         refused: usize,

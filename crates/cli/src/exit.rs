@@ -21,7 +21,7 @@ use std::process::ExitCode;
 
 /// 1: a bug, or a failure that this program does not foresee.
 const BUG: u8 = 1;
-/// 2: the command line is malformed, or names something that does not exist or is taken.
+/// 2: the command line is malformed, or names something that does not exist or is already in use.
 const USAGE: u8 = 2;
 /// 3: settings, plan, checkpoint or an input file (task rows, predictions, a test log) are missing,
 /// unreadable, invalid, or without a usable entry.
@@ -41,12 +41,12 @@ pub(crate) const STOPPED: u8 = 130;
 pub fn usage(error: &clap::Error) -> ExitCode {
     let _ = error.print();
     if error.get(ContextKind::InvalidSubcommand) == Some(&ContextValue::String("bench".into())) {
-        output::say("hint: benchmarks are a program of their own: orchestrate-bench");
+        output::say("hint: benchmarks are a separate program, orchestrate-bench");
     }
     if error.use_stderr() { ExitCode::from(USAGE) } else { ExitCode::SUCCESS }
 }
 
-/// Prints the error with its causes and, where there is one, a hint. Returns its exit code.
+/// Prints the error with its causes and a hint, if there is one. Returns the exit code.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     output::say(format!("error: {}", with_causes(error)));
     if let Some(hint) = hint(error) {
@@ -55,7 +55,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     ExitCode::from(code(error))
 }
 
-/// The message and its causes, each once.
+/// The error message and those of its causes, without repetitions.
 pub(crate) fn with_causes(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {
@@ -68,7 +68,7 @@ pub(crate) fn with_causes(error: &anyhow::Error) -> String {
     text
 }
 
-/// The error and its causes; one that a [`RunError`] passes through transparently comes after it.
+/// The error and its causes. An error that a [`RunError`] wraps transparently follows it.
 fn causes(error: &anyhow::Error) -> impl Iterator<Item = &(dyn Error + 'static)> {
     error.chain().flat_map(|cause| {
         let inner = cause.downcast_ref::<RunError>().and_then(|run| match run {
@@ -83,7 +83,7 @@ fn causes(error: &anyhow::Error) -> impl Iterator<Item = &(dyn Error + 'static)>
     })
 }
 
-/// Whether a disk, or a quota on it, is full: here, or at a trainer.
+/// Whether the cause is a full disk or an exceeded quota, on this machine or on the trainer's.
 fn is_disk_full(cause: &(dyn Error + 'static)) -> bool {
     if let Some(error) = cause.downcast_ref::<io::Error>() {
         return matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
@@ -92,7 +92,7 @@ fn is_disk_full(cause: &(dyn Error + 'static)) -> bool {
         return error.is_disk_full();
     }
     if let Some(error) = cause.downcast_ref::<TrainerError>() {
-        // The protocol has nothing but the message of the trainer's system.
+        // The protocol transfers only the text of the operating system's error.
         return match &error.kind {
             TrainerErrorKind::StepFailed { error, .. } => error.contains(NO_SPACE),
             TrainerErrorKind::Refused { message, .. } => message.contains(NO_SPACE),
@@ -106,14 +106,14 @@ fn is_disk_full(cause: &(dyn Error + 'static)) -> bool {
         || matches!(cause.downcast_ref(), Some(StoreError::Full { .. }))
 }
 
-/// What systems call `ENOSPC` in the message of a trainer.
+/// Text of `ENOSPC` in a trainer's error message.
 const NO_SPACE: &str = "No space left on device";
 
 fn code(error: &anyhow::Error) -> u8 {
     if causes(error).any(is_disk_full) {
         return STORE;
     }
-    // A server that could not load its model failed by the model, not by serving.
+    // A server that cannot load its model fails because of the model, not because of serving.
     let is_config = |cause: &(dyn Error + 'static)| {
         cause.is::<ConfigError>()
             || cause.is::<InputError>()
@@ -157,7 +157,7 @@ fn code(error: &anyhow::Error) -> u8 {
 
 fn hint(error: &anyhow::Error) -> Option<&'static str> {
     if causes(error).any(is_disk_full) {
-        return Some("free some space, then run again with --resume; nothing finished is lost");
+        return Some("free some space, then repeat the command (a run: with --resume); nothing finished is lost");
     }
     for cause in causes(error) {
         if let Some(sandbox) = cause.downcast_ref::<SandboxError>() {
@@ -183,10 +183,10 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
 fn sandbox_hint(kind: &SandboxErrorKind) -> Option<&'static str> {
     match kind {
         SandboxErrorKind::NoDaemon(_) => {
-            Some("start Docker (scripts/quickstart does), or set DOCKER_HOST or sandbox.hosts")
+            Some("start Docker (scripts/quickstart does that), or set DOCKER_HOST or sandbox.hosts")
         }
         SandboxErrorKind::ImageMissing(_) => {
-            Some("build the sandbox image (scripts/quickstart does), or docker pull it")
+            Some("build the sandbox image (scripts/quickstart does that), or docker pull it")
         }
         SandboxErrorKind::NotPulled { .. } => Some(
             "images of this project are built by scripts/quickstart; others can be loaded \
@@ -195,7 +195,7 @@ fn sandbox_hint(kind: &SandboxErrorKind) -> Option<&'static str> {
         // Their messages say what to do.
         SandboxErrorKind::ImageChanged { .. } | SandboxErrorKind::NotRecorded { .. } => None,
         SandboxErrorKind::DiskFull(_) => Some(
-            "free some space on the Docker host, or limit what is kept there by \
+            "free some space on the Docker host, or limit the images kept there with \
              sandbox.image_cache",
         ),
         SandboxErrorKind::SelfTestFailed(_) => {
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn mentioning_a_full_disk_does_not_make_one() {
+    fn message_that_mentions_a_full_disk_is_not_a_full_disk() {
         let text = "`echo No space left on device` is not an episode";
         assert_eq!(code(&anyhow::anyhow!(text)), BUG);
     }

@@ -23,7 +23,7 @@ pub mod tables;
 mod task_source;
 mod wiring;
 
-pub use args::ConfigSource;
+pub use args::{ConfigSource, LogArgs};
 pub use error::UsageError;
 pub use exit::usage;
 pub use glob::matches_glob;
@@ -38,7 +38,7 @@ use std::process::ExitCode;
 pub fn main() -> ExitCode {
     match Cli::try_parse() {
         Ok(cli) => {
-            output::init_logging(cli.verbose, cli.log_filter.as_deref());
+            output::init_logging(&cli.log);
             process::block_on(dispatch(cli.command))
         }
         Err(error) => exit::usage(&error),

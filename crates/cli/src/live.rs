@@ -1,4 +1,4 @@
-//! What a person sees while a run is in progress, and how they stop it.
+//! The live view of a run in progress, and the signals that stop it.
 
 use crate::output;
 use crate::progress::Progress;

@@ -1,5 +1,6 @@
 //! The program `orchestrate`; see the library of this package.
 
+#[cfg(feature = "jemalloc")]
 mod heap;
 
 use std::process::ExitCode;

@@ -1,28 +1,26 @@
 //! The one place that prints. Data goes to standard output, everything else to standard error.
 
+use crate::args::LogArgs;
 use std::io::{IsTerminal, Write};
 use tracing_subscriber::EnvFilter;
 
-/// Starts logging to standard error. `verbose` counts `-v` (0: warnings, 1: debug, 2: trace); `filter`
-/// replaces it, in the syntax of `tracing_subscriber`'s `EnvFilter`.
-pub fn init_logging(verbose: u8, filter: Option<&str>) {
-    let level = match verbose {
+/// Starts logging to standard error.
+pub fn init_logging(args: &LogArgs) {
+    let level = match args.verbose {
         0 => "warn",
         1 => "debug",
         _ => "trace",
     };
     let default = format!("{level},hyper=warn,hyper_util=warn,bollard=warn,sqlx=warn");
-    let filter = EnvFilter::try_new(filter.unwrap_or(&default))
-        .unwrap_or_else(|_| EnvFilter::new(default.clone()));
     tracing_subscriber::fmt()
-        .with_env_filter(filter)
+        .with_env_filter(EnvFilter::new(args.log_filter.as_ref().unwrap_or(&default)))
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
-        .with_target(verbose > 0)
+        .with_target(args.verbose > 0)
         .init();
 }
 
-/// Prints a line of data to standard output. A closed pipe is not an error: its reader has enough.
+/// Prints a line of data to standard output. A closed pipe is not an error: the reader needs no more.
 pub fn data(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stdout().lock(), "{line}");
 }

@@ -1,4 +1,4 @@
-//! What the operating system and the allocator are asked for when a program starts.
+//! Settings of the operating system and the allocator that a program makes when it starts.
 
 use crate::exit;
 use rustix::io::fcntl_dupfd_cloexec;
@@ -52,7 +52,7 @@ pub fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> Exit
 /// Threads for tasks that mostly wait: a quarter of the processors. A turn is several hundred small
 /// polls, and with one thread per processor the polls migrate: each starts on a cold cache, after
 /// waking a thread. With 4,096 open episodes on two processors one thread took 390 and 470 µs of
-/// processor time per turn, two took 540 and 610. Computation has threads of its own.
+/// CPU time per turn, two took 540 and 610. Computation has threads of its own.
 fn async_threads() -> usize {
     std::thread::available_parallelism().map_or(1, |processors| processors.get().div_ceil(4))
 }

@@ -5,7 +5,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 use std::time::Duration;
 
-/// A progress bar for work of known length, with finished lines above it.
+/// A progress bar for work of known length, with permanent lines above it.
 #[derive(Debug, Clone)]
 pub struct Progress {
     bar: ProgressBar,
@@ -13,7 +13,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// A bar for `total` units of work.
+    /// Shows a bar for `total` units of work.
     pub fn new(total: u64) -> Self {
         let terminal = std::io::stderr().is_terminal();
         let target =
@@ -29,14 +29,14 @@ impl Progress {
         Self { bar, terminal }
     }
 
-    /// Sets how much is done, and a message about what is happening.
+    /// Sets the units of work that are done, their total, and a status message.
     pub fn update(&self, done: u64, total: u64, message: String) {
         self.bar.set_length(total);
         self.bar.set_position(done);
         self.bar.set_message(message);
     }
 
-    /// Prints a line that stays, above the bar.
+    /// Prints a permanent line, above the bar.
     pub fn line(&self, text: &str) {
         if self.terminal {
             self.bar.println(text);

@@ -14,7 +14,7 @@ use orchestrate_types::{ConfigProblem, RunId};
 /// The recorded plan inside a run folder.
 pub(crate) const PLAN_FILE: &str = "plan.toml";
 
-/// Records the plan of a new run or evaluation, with every default, and creates its journal.
+/// Records the plan of a new run or evaluation, with every default filled in, and creates its journal.
 pub(crate) async fn create(folder: &Utf8Path, raw: &Sections) -> anyhow::Result<(Settings, Store)> {
     let mut raw = raw.with_defaults()?;
     pin_data_sets(&mut raw).await?;
@@ -22,29 +22,29 @@ pub(crate) async fn create(folder: &Utf8Path, raw: &Sections) -> anyhow::Result<
     check_model(&settings)?;
     // A damaged checkpoint is reported here as well.
     wiring::shape(&settings.engine, &settings.engine.model)?;
-    let plan = toml::to_string(&raw).context("write the plan")?;
+    let plan = toml::to_string(&raw).context("failed to write the plan as TOML")?;
     let new = NewRun { run: RunId::generate(), plan_digest: digest(&plan) };
-    // The plan comes first, so that a journal never lacks it; a plan alone is not a run yet.
+    // The plan is written first, so that every journal has one; a plan alone is not a run yet.
     if !folder.join(JOURNAL_FILE).exists() {
         write_whole(&folder.join(PLAN_FILE), &plan)?;
     }
     Ok((settings, Store::create(folder, &new).await?))
 }
 
-/// Refuses a missing model before anything is written. The default one exists in a checkout of the
-/// project only.
+/// Fails if the model does not exist, before anything is written. The default model exists only in a
+/// checkout of the project.
 pub(crate) fn check_model(settings: &Settings) -> Result<(), ConfigError> {
     let EngineSettings { kind, model, .. } = &settings.engine;
     if *kind == EngineKind::Openai || model.exists() {
         return Ok(());
     }
     let remedy = "must be an existing checkpoint folder, relative to the current directory; the \
-                  default, environments/micro/policy, exists in a checkout of the project only: \
+                  default, environments/micro/policy, exists only in a checkout of the project: \
                   run from there, or set engine.model";
     Err(ConfigError::Problems(vec![ConfigProblem::new("engine.model", model, remedy)]))
 }
 
-/// Replaces the name of a data set on a hub, which may change during a run, by its commit.
+/// Pins data sets on a hub, which may change during a run, to their current commit.
 async fn pin_data_sets(raw: &mut Sections) -> anyhow::Result<()> {
     for file in [&mut raw.tasks.file, &mut raw.tasks.held_out_file].into_iter().flatten() {
         let named = file.clone();
@@ -92,7 +92,7 @@ fn digest(plan: &str) -> String {
     blake3::hash(plan.as_bytes()).to_hex().to_string()
 }
 
-/// Writes a file atomically, and creates the folders above it.
+/// Writes a file atomically, and creates missing parent folders.
 pub(crate) fn write_whole(path: &Utf8Path, text: &str) -> Result<(), RunError> {
     let write = || {
         fs_err::create_dir_all(path.parent().unwrap_or(path))?;

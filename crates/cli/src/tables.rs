@@ -18,7 +18,7 @@ fn gain(gain: &Gain) -> String {
     format!("{:+.4} ± {:.4} ({} tasks)", gain.pass_at_1, gain.se, gain.tasks)
 }
 
-/// What a run achieved, with standard errors, so that a small gain is not taken for a large one.
+/// The results of a run, with standard errors, so that a small gain is not mistaken for a large one.
 pub(crate) fn final_table(report: &RunReport) -> Table {
     let mut table = table(&["", "held-out tasks"]);
     let mut row = |name: &str, value: Option<String>| {

@@ -1,4 +1,4 @@
-//! Where tasks come from: an environment that generates them, or files of rows.
+//! Where tasks come from: an environment that generates them, or task files.
 
 use crate::config::Settings;
 use crate::error::InputError;

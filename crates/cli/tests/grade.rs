@@ -1,10 +1,6 @@
-//! Files of rows and recorded logs, through the program. Needs no Docker.
+//! The program on task files and recorded logs, without Docker.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
-    reason = "a test stops where something is not as promised"
-)]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
 
 use serde_json::{Value, json};
 use std::process::{Command, Output};
@@ -31,7 +27,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// What a command that succeeds prints, as JSON.
+/// Runs a command that must succeed and parses its output as JSON.
 fn printed(arguments: &[&str]) -> Value {
     let output = orchestrate(arguments);
     assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
@@ -58,7 +54,7 @@ fn rows() -> String {
 }
 
 #[test]
-fn a_file_of_rows_is_imported_listed_and_shown() {
+fn task_file_is_imported_listed_and_shown() {
     let folder = Folder::new();
     let file = folder.file("rows.jsonl", rows());
     let report = printed(&["tasks", "import", &file, "--json"]);
@@ -159,7 +155,7 @@ fn hostile_rows_and_logs_are_reported_safely() {
     assert_eq!(zipped.status.code(), Some(3));
     assert!(text(&zipped.stderr).contains("x.log.gz is compressed"));
     let long = grade(&folder.file("long", "x".repeat(3 << 20)));
-    assert!(text(&long.stderr).contains("1 lines are longer"), "{}", text(&long.stderr));
+    assert!(text(&long.stderr).contains("bytes: 1; of each"), "{}", text(&long.stderr));
     let cut = folder.file("rows.jsonl.gz", b"\x1f\x8b\x08\0\0\0\0\0\0\xff\x01");
     for command in ["import", "list"] {
         let flag = if command == "list" { &["--file"][..] } else { &[] };

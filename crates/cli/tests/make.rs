@@ -1,6 +1,6 @@
-//! Repair tasks made from a small repository, on real Docker.
+//! `tasks make` on a small repository, with real Docker.
 
-#![expect(clippy::unwrap_used, reason = "a test stops where something is not as promised")]
+#![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
 
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 
 const IMAGE: &str = "orchestrate/repository:latest";
 
-/// Whether an image with pytest is there.
+/// Whether Docker has an image with pytest.
 fn can_run() -> bool {
     let pytest = ["run", "--rm", "--network=none", IMAGE, "python3", "-c", "import pytest"];
     if Command::new("docker").args(pytest).output().is_ok_and(|output| output.status.success()) {
@@ -65,7 +65,7 @@ fn rows(file: &Path) -> Vec<Value> {
 }
 
 #[test]
-fn docker_made_tasks_are_proved_complete_and_the_same_again() {
+fn docker_made_tasks_are_verified_complete_and_reproducible() {
     if !can_run() {
         return;
     }
@@ -79,7 +79,7 @@ fn docker_made_tasks_are_proved_complete_and_the_same_again() {
         (text(&output.stdout), text(&output.stderr))
     };
     let (summary, said) = make("a.jsonl", &["--jobs", "2"]);
-    assert!(summary.contains("4 tasks, each proved twice"), "{summary}");
+    assert!(summary.contains("4 tasks, each verified twice"), "{summary}");
     assert!(said.contains("1 tests are left out"), "{said}");
     assert!(!at.join("a.partial.jsonl").exists());
 
@@ -94,7 +94,7 @@ fn docker_made_tasks_are_proved_complete_and_the_same_again() {
         let expected: Value =
             serde_json::from_str(row["expected_output_json"].as_str().unwrap()).unwrap();
         assert_eq!(expected.as_object().unwrap().len(), 5, "{expected}");
-        // The tests that see the fault are hidden, and the solution is nowhere in the issue.
+        // The tests that detect the fault are hidden, and the issue does not contain the solution.
         let given: BTreeSet<&str> = row["repair"]["agent_files"]
             .as_array()
             .unwrap()
@@ -113,11 +113,11 @@ fn docker_made_tasks_are_proved_complete_and_the_same_again() {
         assert_eq!(row["repo_name"], "ranges");
     }
 
-    // The loader and the proof of their own see the same.
+    // `tasks verify` loads the file and comes to the same result.
     let verified = orchestrate(at, &["tasks", "verify", "a.jsonl", "--all"]);
     assert!(verified.status.success(), "{}", text(&verified.stderr));
 
-    // The same seed makes the same rows, with other parallelism and held-out ones apart.
+    // The same seed makes the same rows with another number of jobs and with held-out tasks.
     make("b.jsonl", &["--jobs", "1", "--held-out", "0.5"]);
     let mut again = rows(&at.join("b.jsonl"));
     again.extend(rows(&at.join("b.held_out.jsonl")));
@@ -127,11 +127,11 @@ fn docker_made_tasks_are_proved_complete_and_the_same_again() {
     assert_eq!(names(&again), names(&made));
 
     let taken = orchestrate(at, &["tasks", "make", "ranges-1.0", "--out", "a.jsonl"]);
-    assert!(text(&taken.stderr).contains("a.jsonl is there already"), "{}", text(&taken.stderr));
+    assert!(text(&taken.stderr).contains("a.jsonl already exists"), "{}", text(&taken.stderr));
 }
 
 #[test]
-fn docker_an_interrupted_command_goes_on_and_other_options_are_refused() {
+fn docker_an_interrupted_command_resumes_only_with_the_same_options() {
     if !can_run() {
         return;
     }
@@ -142,7 +142,7 @@ fn docker_an_interrupted_command_goes_on_and_other_options_are_refused() {
     assert!(orchestrate(at, &args).status.success());
     let rows = fs_err::read_to_string(at.join("a.jsonl")).unwrap();
 
-    // A file that was cut in the middle of a line, as a crash leaves it.
+    // A journal whose last line a crash left incomplete.
     fs_err::remove_file(at.join("a.jsonl")).unwrap();
     let again =
         orchestrate(at, &[&args[..], &["--set", "sandbox.docker_host=unix:///nowhere"]].concat());
@@ -161,7 +161,7 @@ fn docker_an_interrupted_command_goes_on_and_other_options_are_refused() {
 }
 
 #[test]
-fn docker_a_repository_whose_tests_do_not_run_is_named_with_its_log() {
+fn docker_a_repository_whose_tests_do_not_run_is_reported_with_its_log() {
     if !can_run() {
         return;
     }

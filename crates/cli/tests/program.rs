@@ -4,7 +4,7 @@
 use std::process::Command;
 
 #[test]
-fn the_program_says_its_version() {
+fn version_is_printed() {
     let output = Command::new(env!("CARGO_BIN_EXE_orchestrate")).arg("--version").output().unwrap();
     assert_eq!(
         String::from_utf8(output.stdout).unwrap().trim(),

@@ -1,6 +1,6 @@
 //! Runs in folders that cannot be written to: an archive, another user's run, a read-only mount.
 
-#![expect(clippy::unwrap_used, reason = "a failure is the verdict of a test")]
+#![expect(clippy::unwrap_used, reason = "a panic fails the test")]
 
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_store::{JOURNAL_FILE, NewRun, Reader, Store};
@@ -8,12 +8,12 @@ use orchestrate_types::{GroupId, RunId};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-/// A folder mounted read-only onto itself, or without the right to write; restored when dropped.
-/// Permissions alone do not stop root, who in turn may mount.
+/// A folder mounted read-only onto itself or, if mounting fails, without write permission; restored
+/// when dropped. Permissions do not stop root, but root may mount.
 struct ReadOnly<'a>(&'a Utf8Path);
 
 impl<'a> ReadOnly<'a> {
-    /// `None` where neither way works.
+    /// Makes a folder read-only; `None` if neither way works.
     fn make(folder: &'a Utf8Path) -> Option<Self> {
         let path = folder.as_str();
         let mounted = run("mount", &["--bind", path, path])
@@ -64,7 +64,7 @@ fn opens_without_writing(folder: &Utf8Path) {
     let Some(_guard) = ReadOnly::make(folder) else {
         let _ = std::io::Write::write_all(
             &mut std::io::stderr(),
-            b"skipped: read-only run folders (no right to mount, and root may write anyway)\n",
+            b"skipped: read-only run folders (cannot mount, and permissions do not stop root)\n",
         );
         return;
     };
@@ -87,7 +87,7 @@ async fn closed_run_in_a_read_only_folder_can_be_shown_analyzed_and_compared() {
     let temp = tempfile::tempdir().unwrap();
     let folder = Utf8PathBuf::from_path_buf(temp.path().join("run")).unwrap();
     let store = run_folder(&folder).await;
-    // The driver closes dropped connections in the background; the last one merges the log.
+    // The driver closes dropped connections in the background; the last one merges the write-ahead log.
     drop(store);
     let wal = folder.join(format!("{JOURNAL_FILE}-wal"));
     for _ in 0..500 {
@@ -105,7 +105,7 @@ async fn killed_run_in_a_read_only_folder_can_be_shown_analyzed_and_compared() {
     let temp = tempfile::tempdir().unwrap();
     let live = Utf8PathBuf::from_path_buf(temp.path().join("live")).unwrap();
     let store = run_folder(&live).await;
-    // As a kill leaves it: the log is not merged into the database.
+    // A killed process leaves the write-ahead log unmerged.
     let killed = live.with_file_name("killed");
     assert!(run("cp", &["-r", live.as_str(), killed.as_str()]));
     assert!(killed.join(format!("{JOURNAL_FILE}-wal")).metadata().unwrap().len() > 0);

@@ -1,10 +1,10 @@
-//! Files of rows through the program, on real Docker: verify, grade, evaluate.
+//! The program on task files, with real Docker: verify, grade, evaluate.
 
 #![expect(
     clippy::unwrap_used,
     clippy::indexing_slicing,
     clippy::panic,
-    reason = "a test stops where something is not as promised"
+    reason = "a failed step fails the test"
 )]
 
 use serde_json::{Value, json};
@@ -147,7 +147,7 @@ fn docker_predictions_are_graded_once_and_leave_the_harness_files() {
 }
 
 #[test]
-fn docker_an_evaluation_on_rows_counts_by_repository_and_refuses_a_number_of_broken_ones() {
+fn docker_evaluation_counts_by_repository_and_fails_on_broken_episodes_unless_allowed() {
     let Some(rows) = rows() else { return };
     let folder = tempfile::tempdir().unwrap();
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");

@@ -1,4 +1,4 @@
-//! Every text a user meets on the command line, as snapshots: a change of wording is a diff to review.
+//! Snapshots of every text that the command line prints, so that a changed wording is a diff to review.
 //!
 //! Accept intended changes with `INSTA_UPDATE=always cargo nextest run -p orchestrate-cli texts`.
 
@@ -12,7 +12,8 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// The program in the repository's root, without what a user's environment would add.
+/// The program in the repository's root, without the user's environment variables that change its
+/// output.
 fn program(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_orchestrate"));
     command
@@ -63,7 +64,7 @@ fn help_of_every_command() {
     }
 }
 
-/// The page of the documentation that lists every help text is the one the program prints.
+/// Checks that `docs/src/commands.md` lists every help text as the program prints it.
 fn check_commands_page(all: &[(String, String)]) {
     let mut page = "# Commands\n\nEvery command's `--help`, as the program prints it.\n".to_owned();
     for (name, text) in all {
@@ -80,7 +81,7 @@ fn check_commands_page(all: &[(String, String)]) {
     assert!(committed == page, "docs/src/commands.md is out of date; run {remedy}");
 }
 
-/// What a command printed and how it ended, without what differs between machines.
+/// The output and exit code of a command; paths that differ between machines are replaced.
 fn transcript(args: &[&str], folder: &Path) -> String {
     let output = program(args).output().unwrap();
     let mut text = format!("$ orchestrate {}\n", args.join(" "));
@@ -96,8 +97,8 @@ fn transcripts(cases: &[&[&str]], folder: &Path) -> String {
     cases.iter().map(|args| transcript(args, folder)).collect()
 }
 
-/// Keys of the schema with a value that no key accepts: each key's own message.
-fn a_bad_value_for_every_key() -> Vec<String> {
+/// All settings keys in the schema, as `section.key`.
+fn settings_keys() -> Vec<String> {
     let text = std::fs::read_to_string(root().join("configs/schema.json")).unwrap();
     let schema: serde_json::Value = serde_json::from_str(&text).unwrap();
     let mut keys = BTreeSet::new();
@@ -119,7 +120,7 @@ fn config_problem_of_every_key() {
     let folder = tempfile::tempdir().unwrap();
     for (name, value) in [("zero", "0"), ("negative", "-1"), ("text", "\"nonsense\"")] {
         let mut text = String::new();
-        for key in a_bad_value_for_every_key() {
+        for key in settings_keys() {
             let set = format!("{key}={value}");
             text.push_str(&transcript(&["config", "check", "--set", &set], folder.path()));
         }
@@ -182,7 +183,7 @@ fn config_problems_of_files_and_combinations() {
 }
 
 #[test]
-fn every_way_to_end() {
+fn output_of_every_exit_status() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     std::fs::create_dir(path("empty")).unwrap();

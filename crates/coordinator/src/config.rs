@@ -99,7 +99,7 @@ settings! {
         not_blank("must be the name of an image; leave it out for the environment's own");
 }
 
-const FILE: &str = "must be a file of rows; leave it out for generated tasks";
+const FILE: &str = "must be a task file; leave it out for generated tasks";
 
 fn check_tasks(_: &TasksSection, settings: &TasksSettings, problems: &mut Problems) {
     problems.require(
@@ -124,7 +124,7 @@ pub enum OnCollapse {
 setting_types!(OnCollapse);
 
 settings! {
-    /// What is measured beyond what training needs.
+    /// Measurements that training itself does not need.
     #[derive(Eq)]
     [diagnostics] pub DiagnosticsSection -> DiagnosticsSettings;
 

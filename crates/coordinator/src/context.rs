@@ -1,4 +1,4 @@
-//! What a training run and an evaluation have in common: the journal, the episodes under way, the
+//! The common part of a training run and an evaluation: the journal, the episodes under way, the
 //! weights that engines serve, and the way both end.
 
 use crate::error::RunError;
@@ -88,8 +88,8 @@ impl Context {
         self.report(&Event::Warning { message });
     }
 
-    /// Does `work` until it ends or a stop request ends it, then removes the sandboxes. Returns
-    /// whether `work` came to its end.
+    /// Runs `work` until it ends or a stop request ends it, then removes the sandboxes. Returns
+    /// whether `work` ran to its end.
     pub(crate) async fn drive(
         &self,
         sandboxes: &dyn SandboxProvider,
@@ -152,7 +152,7 @@ impl Context {
         Ok(())
     }
 
-    /// Records what was decided about a complete group.
+    /// Records the decision about a complete group.
     pub(crate) async fn decide(&self, id: GroupId, decision: &Decision) -> Result<(), RunError> {
         let dropped = match decision {
             Decision::Keep => {

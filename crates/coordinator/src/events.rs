@@ -1,4 +1,4 @@
-//! What happens in a run, reported while it happens.
+//! Events of a run, reported as they happen.
 
 use orchestrate_handoff::protocol::StepState;
 use orchestrate_metrics::{EvalLine, StepLine};
@@ -48,7 +48,7 @@ pub enum Event {
     EvalStarted {
         /// Global step after which it runs; 0 = before training.
         round: u32,
-        /// Episodes of the evaluation, those that ended before included.
+        /// Episodes of the evaluation, including those that have already ended.
         episodes: usize,
     },
     /// A group was opened.
@@ -110,7 +110,7 @@ pub enum Event {
         /// Its line of `metrics.jsonl`.
         line: Box<EvalLine>,
     },
-    /// Something that a person should know; the run continues.
+    /// A warning for the user; the run continues.
     Warning {
         /// The message.
         message: String,

@@ -1,4 +1,4 @@
-//! The files in a run's folder. All of them repeat the journal, so each can be written again.
+//! The files in a run's folder. All of them are derived from the journal and can be regenerated.
 
 use crate::error::RunError;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -36,8 +36,8 @@ impl RunFolder {
     }
 
     /// Makes `metrics.jsonl` hold exactly `lines`. Appends what is missing at its end; replaces the file
-    /// if it differs otherwise (after a crash, an edit, or in another run's folder). Lines are written
-    /// as the journal has them, those of older versions included.
+    /// if it differs otherwise (after a crash, an edit, or in another run's folder). Every line is
+    /// written as stored in the journal, even if an older version of the program stored it.
     pub(crate) fn write_metrics(&self, lines: &[Value]) -> Result<(), RunError> {
         let path = self.root.join("metrics.jsonl");
         let mut wanted = String::new();
@@ -58,7 +58,7 @@ impl RunFolder {
         }
     }
 
-    /// Writes `predictions.jsonl`, and `predictions-N.jsonl` for each of `samples`, from 1.
+    /// Writes `predictions.jsonl`, and `predictions-N.jsonl` for the Nth of `samples`, counted from 1.
     pub(crate) fn write_predictions(
         &self,
         predictions: &[Prediction],
@@ -74,7 +74,7 @@ impl RunFolder {
         write("predictions.jsonl", predictions)
     }
 
-    /// Makes the report from the journal and writes `report.html`.
+    /// Builds the report from the journal and writes `report.html`.
     pub(crate) async fn write_report(&self, reader: &Reader) -> Result<RunReport, RunError> {
         let report = RunReport::from_journal(reader).await?;
         let page = run_page(&report, &metrics_lines(reader).await?);

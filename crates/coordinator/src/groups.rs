@@ -1,5 +1,5 @@
-//! Decisions about groups. They are pure functions of what is sealed, so that a resumed run decides the
-//! same.
+//! Decisions about groups. They are pure functions of the sealed episodes, so that a resumed run makes
+//! the same decisions.
 
 use crate::error::RunError;
 use crate::plan::Plan;
@@ -115,8 +115,8 @@ fn is_trainable(plan: &Plan, member: &SealedMember) -> bool {
 }
 
 /// How many groups of a step are in which state. Groups are opened one after the other and a dropped one
-/// is replaced, so the groups of a finished step are the shortest sequence with enough kept ones: the
-/// same whatever the order in which episodes end.
+/// is replaced, so the groups of a finished step are the shortest sequence with enough kept ones, in
+/// whatever order episodes end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct GroupCounts {
     /// Kept groups that the step needs.

@@ -13,8 +13,8 @@ const PER_DOUBLING: f64 = 4.0;
 const BUCKETS: usize = 88;
 
 /// Measures the delay of a timer that fires every 10 ms. A task that does not yield, or a long queue of
-/// ready tasks, delays it like every other task. It runs as a task on the runtime of the episodes and
-/// ends when this is dropped.
+/// ready tasks, delays it like every other task. The timer is a task on the runtime of the episodes and
+/// ends when this value is dropped.
 #[derive(Debug)]
 pub struct LoopLag {
     delays: Arc<Mutex<Delays>>,
@@ -30,9 +30,9 @@ struct Delays {
 /// Delays of the event loop over a period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LagSummary {
-    /// Number of timers.
+    /// Number of times that the timer fired.
     pub samples: u64,
-    /// Delay that 99 of 100 timers did not exceed.
+    /// 99th percentile of the delay.
     pub p99: Duration,
     /// The longest delay.
     pub max: Duration,

@@ -36,7 +36,7 @@ pub(crate) async fn step_line(
     for group in &groups {
         let sealed = SealedGroup::load(reader, group.id, group.size).await?;
         members.extend(sealed.members.into_iter().flatten());
-        let episodes = reader.group_of(group.id).await?;
+        let episodes = reader.episodes_of_group(group.id).await?;
         let given_up = episodes.iter().filter(|e| e.state == EpisodeState::Quarantined);
         broken_episodes += given_up.count() as u64;
     }
@@ -60,8 +60,8 @@ pub(crate) async fn step_line(
     Ok(with_times(with_episodes(line, &members), &members, times))
 }
 
-/// Fills in what the episodes say. Rewards are those of all sampled groups: those of kept groups alone
-/// are biased towards the middle.
+/// Fills in the metrics that come from episodes. Rewards are those of all sampled groups: those of kept
+/// groups alone are biased towards the middle.
 fn with_episodes(line: StepLine, members: &[SealedMember]) -> StepLine {
     let rewards: Vec<f64> = members.iter().filter_map(|m| m.outcome.trusted_reward()).collect();
     let truncated = members.iter().filter(|m| is_truncated(&m.outcome)).count();
@@ -106,8 +106,8 @@ fn with_times(line: StepLine, members: &[SealedMember], times: &StepTimes) -> St
     }
 }
 
-/// Fills in what the trainer measured. The patterns name every field, so that a measurement which is
-/// added to the protocol must be given a place here.
+/// Fills in the trainer's measurements. The patterns name every field, so that a measurement added to
+/// the protocol must be handled here.
 fn with_training(line: StepLine, metrics: Option<&StepMetrics>) -> StepLine {
     let Some(metrics) = metrics else { return line };
     let StepMetrics {
@@ -263,7 +263,7 @@ fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     (count > 0).then(|| sum / f64::from(count))
 }
 
-/// `None` where the whole is 0.
+/// `None` if the whole is 0.
 fn share(part: u64, whole: u64) -> Option<f64> {
     (whole > 0).then(|| part as f64 / whole as f64)
 }

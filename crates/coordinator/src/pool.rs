@@ -61,7 +61,7 @@ impl Pool {
 
     /// Starts every episode of `group` that has no outcome yet.
     pub(crate) async fn add(&mut self, group: GroupId, task: &Arc<Task>) -> Result<(), RunError> {
-        let members = self.context.store.reader().group_of(group).await?;
+        let members = self.context.store.reader().episodes_of_group(group).await?;
         let mut open = Vec::new();
         for member in members {
             match member.state {

@@ -1,4 +1,4 @@
-//! What the journal stores: episodes, from the report of an attempt to a training sample, and the results
+//! Records of the journal: episodes, from the report of an attempt to a training sample, and the results
 //! of steps.
 
 use crate::error::RunError;
@@ -15,9 +15,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::sync::Arc;
 
-/// A line of metrics as the journal stores it.
+/// A metrics line as the journal stores it.
 pub(crate) fn stored_line(line: &impl Serialize) -> Result<Value, RunError> {
-    serde_json::to_value(line).map_err(|e| RunError::stored("line of metrics", e))
+    serde_json::to_value(line).map_err(|e| RunError::stored("metrics line", e))
 }
 
 /// The trainer's result of a step as the journal stores it.
@@ -49,14 +49,15 @@ pub(crate) fn result_of(row: &StepRow) -> Result<StepResult, RunError> {
     if stored.schema_version > SCHEMA_VERSION {
         let found = stored.schema_version;
         return Err(invalid(format!(
-            "schema version {found}, this program reads up to {SCHEMA_VERSION}: upgrade to read it"
+            "schema version {found}, but this program reads versions up to {SCHEMA_VERSION}: \
+             upgrade it"
         )));
     }
     let StoredResult { policy_version, checkpoint, metrics, .. } = stored;
     Ok(StepResult { policy_version, checkpoint, metrics })
 }
 
-/// What is stored of an attempt for people to read: the `detail` of its record.
+/// The part of an attempt that is stored for people to read: the `detail` of its record.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EpisodeDetail {
     /// Id of the task.

@@ -6,17 +6,17 @@
 //! state requires. So there is no recovery code: a run that was killed at any point is opened again and
 //! continues with the same loop.
 //!
-//! Sampling and training are two streams over the same steps. Sampling may be `max_staleness` steps
-//! ahead of the last closed one; with 0 they take turns. Since a step starts to sample only then, no
-//! token of its batch is stale by more versions than that.
+//! Sampling and training are two streams over the same steps. Besides the step after the last closed
+//! one, up to `max_staleness` later steps may be sampled; with 0, sampling and training alternate. So no
+//! token of a batch is more than `max_staleness` policy versions stale.
 //!
 //! | Killed while | Found at the next start | What happens |
 //! |---|---|---|
-//! | episodes run | attempts `lost`, containers of an older epoch | containers swept, new attempts |
-//! | groups fill | some episodes sealed | sealed ones count, open ones run |
-//! | the batch is written | step `sampling`, batch `assembling` | the same members and bytes, again |
-//! | the trainer works | step `training` | the same step id again: applied once |
-//! | weights are synced | step `trained` | announced and synced again |
+//! | episodes run | attempts `lost`, containers of an older epoch | containers are swept, attempts repeated |
+//! | groups fill | some episodes sealed | sealed episodes count, open ones run |
+//! | the batch is written | step `sampling`, batch `assembling` | the same members and bytes are written again |
+//! | the trainer works | step `training` | the same step id is submitted again and applied once |
+//! | weights are synced | step `trained` | the version is announced and synced again |
 //! | metrics are written | step `applied` | `metrics.jsonl` is repaired from the journal |
 //!
 //! Spans let a subscriber of `tracing` follow one episode, step or weight sync. All have level
@@ -70,7 +70,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{Instrument, Span};
 
-/// Number of groups whose images the sandboxes learn ahead of time. They choose how many to pull.
+/// Number of upcoming groups whose images are announced to the sandboxes, which decide how many to pull.
 const GROUPS_AHEAD: u32 = 16;
 
 /// One run and everything it needs. Build it, then [`Coordinator::run`] it.
@@ -83,11 +83,11 @@ pub struct Coordinator {
     pub episodes: Arc<dyn Episodes>,
     /// Serves the weights; gets new ones after each step.
     pub engine: Arc<dyn Engine>,
-    /// Makes new weights.
+    /// Trains on batches and writes new weights.
     pub trainer: Arc<dyn TrainerSink>,
     /// Swept at the start, shut down at the end.
     pub sandboxes: Arc<dyn SandboxProvider>,
-    /// What is trained and evaluated on.
+    /// The tasks to train and evaluate on.
     pub tasks: TaskSet,
     /// The checked settings.
     pub plan: Plan,
@@ -103,7 +103,7 @@ impl std::fmt::Debug for Coordinator {
 
 impl Coordinator {
     /// Runs to the end, or until stopped. Can be called again on a store that was opened after any end,
-    /// a kill included: it continues where the journal ends.
+    /// even a kill: it continues where the journal ends.
     ///
     /// # Errors
     /// [`RunError`] says what must be fixed. Everything that finished before is kept.
@@ -165,7 +165,7 @@ impl Driver {
         }
     }
 
-    /// Evaluates after global step `round` if the plan says so and it is not done yet.
+    /// Evaluates after global step `round` if the plan requires it and it is not done yet.
     async fn evaluate_after(&self, round: u32, version: PolicyVersion) -> Result<(), RunError> {
         let evaluator = self.evaluator();
         if evaluator.is_done(round).await? || !self.plan().evaluates_after(round) {
@@ -174,7 +174,7 @@ impl Driver {
         evaluator.evaluate(round, version).await
     }
 
-    /// The collapse detection, which has seen the lines of all closed steps.
+    /// The collapse detector, which has observed the lines of all closed steps.
     pub(crate) fn detector(&self) -> MutexGuard<'_, Detector> {
         self.detector.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -197,8 +197,8 @@ impl Driver {
         }
         self.evaluate_after(0, version).await?;
         let (closed, closed_steps) = watch::channel(0);
-        // Holds every step that may be sampled before the one in training is closed: a sender that
-        // had to wait would stop the steps behind it.
+        // Has room for every step that may be sampled before the one in training is closed: a sender
+        // that had to wait would block the steps behind it.
         let (sampled, sampled_steps) = mpsc::channel(self.plan().run.max_staleness as usize + 1);
         tokio::try_join!(
             self.sample_all(closed_steps, sampled),
@@ -218,7 +218,7 @@ impl Driver {
         let steps = stream::iter(1..=run.steps).map(|step| {
             let mut closed = closed.clone();
             async move {
-                // Fails only after training ended; the caller returns the error of that.
+                // Fails only after training ended; the caller returns the error of training.
                 let _ = closed.wait_for(|&last| step <= last + 1 + ahead).await;
                 let span = tracing::info_span!("step", step);
                 let took = self.sample(step).instrument(span.clone()).await;
@@ -227,13 +227,13 @@ impl Driver {
         });
         let mut steps = std::pin::pin!(steps.buffered(ahead as usize + 1));
         while let Some(took) = steps.next().await {
-            // As above.
+            // Fails only after training ended, as above.
             let _ = sampled.send(took?).await;
         }
         Ok(())
     }
 
-    /// Trains every sampled step and evaluates after it where the plan says so.
+    /// Trains every sampled step and evaluates after those for which the plan requires it.
     async fn train_all(
         &self,
         mut version: PolicyVersion,
@@ -241,7 +241,7 @@ impl Driver {
         mut sampled: mpsc::Receiver<(Duration, Span)>,
     ) -> Result<(), RunError> {
         for step in 1..=self.plan().run.steps {
-            // The channel closes if sampling failed; the caller returns the error of that.
+            // The channel closes if sampling failed; the caller returns the error of sampling.
             let Some((rollout, span)) = sampled.recv().await else { return Ok(()) };
             let times = StepTimes { rollout, ..StepTimes::default() };
             version = self.close_step(step, version, times).instrument(span).await?;
@@ -251,8 +251,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Brings a sampled step to its end, from whatever state it has in the journal. Returns the version
-    /// that is live after it.
+    /// Continues a sampled step from its state in the journal until it is closed. Returns the policy
+    /// version that engines serve after it.
     async fn close_step(
         &self,
         step: u32,
@@ -379,8 +379,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Makes the files that repeat the journal agree with it, and shows its lines to the collapse
-    /// detection.
+    /// Repairs the files that are derived from the journal, and passes its metrics lines to the
+    /// collapse detector.
     async fn bring_files_up_to_date(&self) -> Result<(), RunError> {
         let reader = self.store().reader();
         self.folder.write_metrics(&reader.metrics().await?)?;

@@ -1,11 +1,11 @@
-//! The task of a group and the seed of an episode: functions of the run's seed alone.
+//! The task of a group and the seed of an episode. The only source of randomness is the run's seed.
 
 use orchestrate_types::{EpisodeId, GroupId};
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// What a random stream is used for; keeps the streams of a run apart.
+/// Purpose of a random stream: streams of different purposes are independent.
 #[derive(Clone, Copy)]
 enum Purpose {
     TaskOrder = 1,
@@ -22,8 +22,8 @@ fn stream(run_seed: u64, purpose: Purpose, first: u64, second: u64) -> ChaCha8Rn
     ChaCha8Rng::from_seed(seed)
 }
 
-/// Index of the training task of group `seq`, below `tasks`, the number of tasks. Every pass over the
-/// set visits each task once, in another random order. `tasks` must not be 0.
+/// Index of the training task of group `seq`, from 0 to `tasks − 1`. Every pass over the tasks visits
+/// each once, in a different random order. `tasks` is the number of tasks and must not be 0.
 pub fn task_index(run_seed: u64, seq: u32, tasks: usize) -> usize {
     let (pass, place) = (seq as usize / tasks, seq as usize % tasks);
     let mut order: Vec<usize> = (0..tasks).collect();
@@ -31,8 +31,8 @@ pub fn task_index(run_seed: u64, seq: u32, tasks: usize) -> usize {
     order.get(place).copied().unwrap_or(0)
 }
 
-/// Seed of an episode; a retry has the same. That of an evaluation episode depends on task and sample
-/// but not on the round, so that rounds are compared under the same random numbers.
+/// Seed of an episode; a retry has the same seed. The seed of an evaluation episode depends on task and
+/// sample but not on the round, so that rounds are compared under the same random numbers.
 pub fn episode_seed(run_seed: u64, episode: EpisodeId) -> u64 {
     let member = u64::from(episode.member);
     let mut stream = match episode.group {

@@ -1,4 +1,4 @@
-//! How a run or an evaluation is asked to end early.
+//! Requests to end a run or an evaluation early.
 
 use crate::error::RunError;
 use std::time::Duration;
@@ -7,15 +7,15 @@ use tokio_util::sync::CancellationToken;
 /// Two requests to end early; clones share them.
 #[derive(Debug, Clone, Default)]
 pub struct Stop {
-    /// First request: start no more episodes, end running ones at their next turn border.
+    /// First request: start no more episodes, end running ones after their current turn.
     pub drain: CancellationToken,
     /// Second request: end now. Nothing that is finished is lost.
     pub now: CancellationToken,
 }
 
 impl Stop {
-    /// Resolves when everything must end at once: on the second request, or `grace` after the
-    /// first, at which `draining` is called.
+    /// Calls `draining` on the first request. Resolves when everything must end immediately: on the
+    /// second request, or `grace` after the first.
     pub(crate) async fn immediately(&self, grace: Duration, draining: impl Fn()) {
         let out_of_grace = async {
             self.drain.cancelled().await;

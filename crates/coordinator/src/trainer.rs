@@ -22,12 +22,12 @@ pub trait TrainerSink: Send + Sync + std::fmt::Debug {
     ) -> Result<StepResult, TrainerError>;
 }
 
-/// A trainer that is reached over HTTP, as the embedded one is, too.
+/// A trainer that is reached over HTTP; the embedded trainer is one, too.
 #[derive(Debug, Clone)]
 pub struct HttpTrainer {
     /// Client of the trainer protocol.
     pub client: TrainerClient,
-    /// Longest time one step may take.
+    /// Maximum time for one step.
     pub step_timeout: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! From kept groups to weights that engines serve.
+//! The training part of a step: from kept groups to new weights that engines serve.
 
 use crate::config::OnCollapse;
 use crate::error::RunError;
@@ -20,26 +20,26 @@ use tokio::time::Instant;
 /// Tensor data per shard: large enough that a batch has few files, small enough that most of it is
 /// synced and digested while the next shard is written.
 const SHARD_BYTES: u64 = 256 << 20;
-/// Loaded samples that wait for the batch writer, so that loading and writing overlap. Each holds its
-/// whole routing mask.
+/// Maximum number of loaded samples that wait for the batch writer: loading and writing overlap, but
+/// each sample holds its whole routing mask.
 const LOADED_AHEAD: usize = 1;
 
 impl Driver {
-    /// Checks that trainer and journal are at the same version and gives engines its weights. Returns
-    /// the version that the next step starts from.
+    /// Checks that trainer and journal are at the same policy version and has engines serve its weights.
+    /// Returns the version that the next step starts from.
     pub(crate) async fn agree_with_trainer(&self) -> Result<PolicyVersion, RunError> {
         let info = self.trainer.info().await?;
         self.check_trainer(&info)?;
         let steps = self.store().reader().steps().await?;
         let versions = self.store().reader().versions().await?;
         let under_way = steps.iter().find(|row| row.state.is_in_training());
-        // Later steps may have started to sample; only training makes weights.
+        // Later steps may already be sampling, but only trained steps have new weights.
         let journal = match (steps.iter().rev().find(|row| row.result.is_some()), steps.first()) {
             (Some(trained), _) => result_of(trained)?.policy_version,
             (None, Some(first)) => first.base_version,
             (None, None) => versions.last().map_or(info.policy_version, |v| v.version),
         };
-        // The trainer may have applied a step whose result never arrived: it is requested again.
+        // The trainer may have applied a step whose result never arrived; the result is requested again.
         let applied_unrecorded =
             under_way.is_some_and(|row| info.last_step_id.as_deref() == Some(row.step_id.as_str()));
         if info.policy_version != journal && !applied_unrecorded {
@@ -51,7 +51,7 @@ impl Driver {
             });
         }
         if let Some(row) = under_way {
-            // The weights follow when that step is closed; nothing is sampled before.
+            // Engines get the weights when that step is closed; nothing is sampled before that.
             return Ok(row.base_version);
         }
         self.serve(&info, journal).await?;
@@ -155,7 +155,7 @@ impl Driver {
         let written = written
             .await
             .map_err(|e| RunError::Panicked { task: "batch writer", detail: e.to_string() })?;
-        // If a sample could not be loaded, that is why the writer lacks it: report it first.
+        // A sample that cannot be loaded makes the writer fail as well: report the cause first.
         loaded?;
         let digest = written?;
         self.store().publish_batch(step, &digest).await?;
@@ -214,7 +214,7 @@ impl Driver {
         self.step_closed(line).await
     }
 
-    /// Writes what follows from a closed step, and looks for a collapse.
+    /// Updates the files after a closed step, deletes old batches and checks for a collapse.
     async fn step_closed(&self, line: StepLine) -> Result<(), RunError> {
         self.folder.write_metrics(&self.store().reader().metrics().await?)?;
         self.context.report(&Event::StepFinished { line: Box::new(line.clone()) });
@@ -229,8 +229,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Warns of a collapse or ends the run, as `diagnostics.on_collapse` says. The step is closed by
-    /// then, so a resumed run continues with the next one.
+    /// Warns of a collapse or ends the run, depending on `diagnostics.on_collapse`. The step is already
+    /// closed, so a resumed run continues with the next one.
     async fn collapsed(&self, collapse: &Collapse) -> Result<(), RunError> {
         let versions = self.store().reader().versions().await?;
         let good = versions.iter().find(|v| Some(v.version.0) == collapse.last_good);
@@ -254,8 +254,8 @@ impl Driver {
         }
     }
 
-    /// Deletes batch folders beyond `run.keep_batches`. The journal records that first, so a missing
-    /// folder is never one that is still needed. Checkpoints are deleted by the trainer.
+    /// Deletes the oldest batch folders, keeping `run.keep_batches`. The journal records a deletion
+    /// first, so a missing folder is never still needed. The trainer deletes checkpoints.
     pub(crate) async fn retire_folders(&self) -> Result<(), RunError> {
         let batches = self.store().reader().batches().await?;
         let keep = self.plan().run.keep_batches as usize;

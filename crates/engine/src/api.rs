@@ -7,7 +7,7 @@ use crate::request::{GenerateRequest, SessionOpening};
 use camino::Utf8Path;
 use orchestrate_types::{ModelShape, PolicyVersion};
 
-/// What an engine reports about itself.
+/// Properties of an engine, as it reports them.
 #[derive(Debug, Clone)]
 pub struct EngineInfo {
     /// Name and version, for display.

@@ -62,7 +62,7 @@ impl fmt::Display for CapabilityFinding {
 /// Result of a capability probe.
 #[derive(Debug, Clone)]
 pub struct ProbeReport {
-    /// What the server reports about itself.
+    /// Properties of the server, as it reports them.
     pub info: EngineInfo,
     /// Further facts for display, as `(name, value)`.
     pub facts: Vec<(&'static str, String)>,
@@ -76,7 +76,7 @@ impl ProbeReport {
         self.findings.iter().filter(|finding| finding.severity == Severity::Refusal)
     }
 
-    /// What the user should know, refusals left out.
+    /// Warnings for the user, without the refusals.
     pub fn warnings(&self) -> impl Iterator<Item = &CapabilityFinding> {
         self.findings.iter().filter(|finding| finding.severity == Severity::Warning)
     }

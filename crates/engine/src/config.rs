@@ -45,7 +45,7 @@ settings! {
     sync_timeout: HumanDuration = HumanDuration::secs(10 * 60), above(NO_TIME);
     /// Longest time to wait until the server has started.
     start_timeout: HumanDuration = HumanDuration::secs(120), above(NO_TIME);
-    /// Most generations that run at the same time on each server.
+    /// Maximum number of generations that run at the same time on each server.
     max_in_flight: usize = 64, between(1, 65_536);
     /// Time between two health checks of a server; three that fail take it out of service.
     probe_interval: HumanDuration = HumanDuration::secs(10), above(NO_TIME);

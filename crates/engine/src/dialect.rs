@@ -1,4 +1,4 @@
-//! What differs between servers: the form of requests and replies, and the control routes.
+//! Dialects: the form of requests and replies, and the control routes, which differ between servers.
 
 use crate::api::EngineInfo;
 use crate::capability::CapabilityFinding;
@@ -68,10 +68,10 @@ pub struct GenerateOptions {
     pub rank: Option<usize>,
 }
 
-/// What a server reports about itself.
+/// Properties of a server, as it reports them.
 #[derive(Debug)]
 pub struct Capabilities {
-    /// The part that every engine has.
+    /// The properties that every engine has.
     pub info: EngineInfo,
     /// Unsupported or doubtful properties.
     pub findings: Vec<CapabilityFinding>,

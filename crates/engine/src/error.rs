@@ -16,7 +16,7 @@ pub struct EngineError {
     pub engine: String,
     /// The HTTP route, or the name of the step for steps without one.
     pub call: &'static str,
-    /// What happened.
+    /// The kind of failure, with its details.
     #[source]
     pub kind: EngineErrorKind,
 }
@@ -87,7 +87,7 @@ impl EngineErrorKind {
         Self::Unsupported(detail.into())
     }
 
-    /// The routing rows' own error, where they made a reply invalid.
+    /// The error of the routing rows, if they made a reply invalid.
     pub(crate) fn routing(&self) -> Option<&RoutingError> {
         let Self::InvalidReply(detail) = self else { return None };
         match detail.cause.as_deref() {
@@ -97,7 +97,7 @@ impl EngineErrorKind {
     }
 }
 
-/// A message, and the error that caused it where there is one.
+/// A message, and the error that caused it, if there is one.
 ///
 /// Displayed with all of its causes: journals and logs keep only this text.
 #[derive(Debug)]
@@ -107,7 +107,7 @@ pub struct ErrorDetail {
     cause: Option<Box<Cause>>,
 }
 
-/// The foreign errors that engine errors stem from.
+/// Errors of other crates that cause engine errors.
 #[derive(Debug)]
 pub(crate) enum Cause {
     Http(reqwest::Error),

@@ -1,4 +1,4 @@
-//! What an engine answers: sampled tokens with their routing rows, or a message.
+//! Replies of an engine: sampled tokens with their routing rows, or a message.
 
 use crate::error::EngineErrorKind;
 use crate::message::AssistantMessage;
@@ -70,14 +70,14 @@ impl Reply {
     }
 }
 
-/// What a model wrote, from a server that hides its tokens.
+/// A message of the model, from a server that does not return tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MessageReply {
     /// The text and the tool calls.
     pub message: AssistantMessage,
     /// Why sampling stopped.
     pub finish: Finish,
-    /// Prompt tokens answered from the prefix cache, at most
+    /// Prompt tokens found in the prefix cache, at most
     /// [`MessagePrompt::estimated_tokens`](crate::MessagePrompt::estimated_tokens).
     pub cached_tokens: usize,
     /// Base URL of the server that answered.
@@ -103,7 +103,7 @@ pub struct SampledTokens {
 pub struct Generation {
     sampled: SampledTokens,
     finish: Finish,
-    /// Prompt tokens answered from the prefix cache.
+    /// Prompt tokens found in the prefix cache.
     pub cached_tokens: usize,
     /// Rows of positions `start .. P+N-1`, MoE layers only, narrowed to `u8` or `u16`; absent if
     /// not requested.

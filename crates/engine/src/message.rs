@@ -37,7 +37,7 @@ pub struct FunctionCall {
     pub arguments: String,
 }
 
-/// What the model wrote in one turn, as the server reports it.
+/// The model's output in one turn, as the server parsed it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AssistantMessage {
     /// The text before the tool calls.

@@ -30,7 +30,8 @@ const STALE_SHARE: f64 = 0.05;
 /// Low enough that the most likely token has nearly all probability, but above what servers treat
 /// specially as greedy sampling.
 const LOW_TEMPERATURE: f32 = 0.01;
-/// No token sampled at the low temperature has a log-probability below this.
+/// A token sampled at the low temperature has a log-probability below this only if another is almost as
+/// likely.
 const UNLIKELY_LOGPROB: f32 = -0.7;
 
 #[async_trait]
@@ -265,21 +266,28 @@ impl<D: Dialect> Probe<'_, D> {
         }
     }
 
-    /// Whether log-probabilities describe the distribution that was sampled from.
+    /// Whether log-probabilities describe the distribution that was sampled from. After one prompt two
+    /// tokens may be almost equally likely even at the low temperature; after two unrelated prompts that
+    /// is not a coincidence.
     async fn check_temperature(&mut self, prompt: &[TokenId]) -> Result<(), EngineErrorKind> {
-        let reply = self.generate(prompt, None, LOW_TEMPERATURE).await?;
-        let first = reply.generation.logprobs().first();
-        if let Some(logprob) = first.filter(|&&logprob| logprob < UNLIKELY_LOGPROB) {
-            self.findings.push(CapabilityFinding::warning(
-                "raw-logprobs",
-                format!(
-                    "log-probs ignore the temperature (the token sampled at {LOW_TEMPERATURE} has \
-                     {logprob})"
-                ),
-                "train at temperature 1 and top-p 1, or start vLLM with --logprobs-mode \
-                 processed_logprobs",
-            ));
+        let other = self.tokens(prompt.len(), 11);
+        for prompt in [prompt, &other] {
+            let reply = self.generate(prompt, None, LOW_TEMPERATURE).await?;
+            let first = reply.generation.logprobs().first();
+            let Some(logprob) = first.filter(|&&logprob| logprob < UNLIKELY_LOGPROB) else {
+                return Ok(());
+            };
+            tracing::debug!(logprob, "a token that is unlikely at a low temperature was sampled");
         }
+        self.findings.push(CapabilityFinding::warning(
+            "raw-logprobs",
+            format!(
+                "log-probs ignore the temperature (the tokens sampled at {LOW_TEMPERATURE} have \
+                 less than {UNLIKELY_LOGPROB})"
+            ),
+            "train at temperature 1 and top-p 1, or start vLLM with --logprobs-mode \
+             processed_logprobs",
+        ));
         Ok(())
     }
 

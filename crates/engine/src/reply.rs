@@ -1,4 +1,4 @@
-//! Checks of every reply, whatever its form. Replies are hostile input until they have passed.
+//! Checks of the replies of every dialect. Replies are hostile input until they have passed.
 
 use crate::error::{EngineErrorKind, ErrorDetail};
 use crate::generation::{Generation, VersionSpan};
@@ -17,7 +17,7 @@ const LOGPROB_TOLERANCE: f32 = 1e-6;
 /// Engines report this or less for "no log-probability".
 const LOGPROB_FLOOR: f32 = -9999.0;
 
-/// What a reply is checked against.
+/// The values that a reply is checked against.
 #[derive(Debug, Clone)]
 pub struct ExpectedReply {
     /// Id of the request.
@@ -30,7 +30,7 @@ pub struct ExpectedReply {
     pub routed_experts_start: Option<usize>,
     /// Shape of the model.
     pub shape: Arc<ModelShape>,
-    /// Version of the tokens if the server does not report one.
+    /// Policy version of the tokens if the server does not report one.
     pub serving: PolicyVersion,
 }
 
@@ -58,7 +58,7 @@ pub struct CheckedReply {
     pub dp_rank: Option<u32>,
 }
 
-/// An invalid reply, by the field at fault.
+/// The error of an invalid reply; it names the field at fault.
 pub(crate) fn invalid_field(field: &str, problem: impl Display) -> EngineErrorKind {
     EngineErrorKind::invalid_reply(format!("`{field}`: {problem}"))
 }
@@ -82,11 +82,11 @@ pub(crate) fn parse<'de, T: Deserialize<'de>>(body: &'de [u8]) -> Result<T, Engi
 
 fn explain<'de, T: Deserialize<'de>>(body: &'de [u8], error: serde_json::Error) -> EngineErrorKind {
     if let Some(message) = error_message(body) {
-        let message = format!("HTTP success with an error inside: {message}");
+        let message = format!("the HTTP status is success, but the body is an error: {message}");
         return EngineErrorKind::invalid_reply(message);
     }
     if error.is_data() {
-        // Parsed again, now with the path: only invalid replies pay for it.
+        // Parse again to find the path of the field; only invalid replies pay for this.
         let mut json = serde_json::Deserializer::from_slice(body);
         if let Err(error) = serde_path_to_error::deserialize::<_, T>(&mut json) {
             let path = truncated(&error.path().to_string());
@@ -97,7 +97,7 @@ fn explain<'de, T: Deserialize<'de>>(body: &'de [u8], error: serde_json::Error) 
     EngineErrorKind::InvalidReply(ErrorDetail::caused_by(message, error))
 }
 
-/// A list with one element per sampled token. It is allocated for the length of most turns.
+/// A list with one element per sampled token. Its initial capacity is enough for most turns.
 pub(crate) struct PerToken<T>(pub(crate) Vec<T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for PerToken<T> {
@@ -157,7 +157,9 @@ impl<'a> SplitBody<'a> {
             {
                 Ok(self.body.get(at.clone()))
             }
-            (Some(_), _) => Err(invalid_field(field, "its key is escaped, as no server does")),
+            (Some(_), _) => {
+                Err(invalid_field(field, "the key is escaped, which no supported server does"))
+            }
         }
     }
 
@@ -199,16 +201,16 @@ pub(crate) fn routed_rows(
     Ok(Some(rows))
 }
 
-/// Checks which request is answered.
+/// Checks that the reply answers the request that was sent.
 pub(crate) fn check_id(field: &str, found: &str, sent: &str) -> Result<(), EngineErrorKind> {
     if found == sent {
         return Ok(());
     }
     let found = truncated(found);
-    Err(invalid_field(field, format!("it answers request `{found}`, but `{sent}` was sent")))
+    Err(invalid_field(field, format!("answers request `{found}`, but `{sent}` was sent")))
 }
 
-/// The first 80 characters of foreign text, escaped, for error messages.
+/// The first 80 characters of untrusted text, escaped, for error messages.
 pub(crate) fn truncated(text: &str) -> String {
     text.chars().take(80).collect::<String>().escape_debug().to_string()
 }
@@ -268,7 +270,7 @@ impl TokenCounts<'_> {
         }
         match self.cached {
             (field, Some(found)) if found > prompt => {
-                Err(invalid_field(field, format!("{found} tokens of a prompt of {prompt}")))
+                Err(invalid_field(field, format!("{found} tokens, but the prompt has {prompt}")))
             }
             (_, Some(_) | None) => Ok(()),
         }
@@ -302,8 +304,8 @@ pub(crate) fn check_logprobs(
     Ok(logprobs)
 }
 
-/// The policy version that an engine's name for its weights stands for. SGLang and vLLM name the
-/// weights that they started with `default`.
+/// The policy version of an engine's weights, from the name that it gives them; `None` if the name is not
+/// a number. SGLang and vLLM call the weights that they started with `default`: version 0.
 pub(crate) fn parse_version(name: &str) -> Option<PolicyVersion> {
     if name == "default" {
         return Some(PolicyVersion(0));
@@ -315,7 +317,7 @@ pub(crate) fn parse_version(name: &str) -> Option<PolicyVersion> {
 pub(crate) fn version(field: &str, name: &str) -> Result<PolicyVersion, EngineErrorKind> {
     parse_version(name).ok_or_else(|| {
         let name = truncated(name);
-        invalid_field(field, format!("`{name}` is not a number; sync the weights"))
+        invalid_field(field, format!("`{name}` is not a policy version; sync the weights"))
     })
 }
 
@@ -337,7 +339,7 @@ pub(crate) fn check_versions(
     let mut next = 0;
     for span in reported.iter().filter(|span| span.start != span.end) {
         if span.start != next || span.end < span.start {
-            return Err(invalid_field(field, "a gap or an overlap"));
+            return Err(invalid_field(field, "has a gap or an overlap"));
         }
         next = span.end;
         let version = version(field, &span.version)?;

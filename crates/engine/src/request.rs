@@ -1,4 +1,4 @@
-//! What an engine is asked: a prompt, and how to continue it.
+//! Requests to an engine: a prompt, and how to continue it.
 
 use crate::message::ChatMessage;
 use orchestrate_types::{PolicyVersion, RequestId, TokenId};

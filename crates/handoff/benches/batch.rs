@@ -1,11 +1,11 @@
-//! Batch write and read, next to what the same folder needs for the same bytes.
+//! Writing and reading a batch, compared with a plain write of as many bytes to the same folder.
 //!
 //! The folder is `ORCHESTRATE_BENCH_DIR`, or a temporary one. On a memory file system (`/dev/shm`)
-//! syncing costs nothing, so that the page-cache ratio is seen alone.
+//! syncing is free, which isolates the page-cache ratio.
 #![expect(
     clippy::unwrap_used,
     clippy::print_stderr,
-    reason = "a benchmark: setup may fail, and the ratio is for people"
+    reason = "a benchmark: setup may fail, and the ratio is printed for people"
 )]
 
 use camino::{Utf8Path, Utf8PathBuf};
@@ -17,13 +17,13 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Sequences, tokens of each, and tokens of their common prompt.
+/// Number of sequences, tokens per sequence, and tokens of their common prompt.
 const SEQUENCES: u16 = 16;
 const TOKENS: usize = 32_768;
 const PROMPT: usize = 8_192;
-/// Pieces of the plain write.
+/// Bytes per call of the plain write.
 const PIECE: usize = 8 << 20;
-/// Rounds of which the ratio is the median.
+/// The printed ratios are medians over this many rounds.
 const ROUNDS: usize = 7;
 const RANKS: usize = 8;
 
@@ -75,11 +75,11 @@ fn meta(shape: &ModelShape, share_prefix_rows: bool) -> BatchMeta {
     }
 }
 
-/// Writes `bytes` bytes to a fresh file, from warm memory, and answers the times until they are in
-/// the page cache and until they are on the disk.
-fn floor(folder: &Utf8Path, piece: &[u8], bytes: u64) -> (Duration, Duration) {
-    let path = folder.join("floor");
-    let begun = Instant::now();
+/// Writes `bytes` bytes from warm memory to a new file. Returns the times until they are in the page
+/// cache and until they are on disk.
+fn plain_write(folder: &Utf8Path, piece: &[u8], bytes: u64) -> (Duration, Duration) {
+    let path = folder.join("plain");
+    let started = Instant::now();
     let mut file = std::fs::File::create(&path).unwrap();
     let mut rest = usize::try_from(bytes).unwrap();
     while rest > 0 {
@@ -87,18 +87,18 @@ fn floor(folder: &Utf8Path, piece: &[u8], bytes: u64) -> (Duration, Duration) {
         file.write_all(part).unwrap();
         rest -= part.len();
     }
-    let cached = begun.elapsed();
+    let cached = started.elapsed();
     file.sync_all().unwrap();
-    let synced = begun.elapsed();
+    let synced = started.elapsed();
     std::fs::remove_file(path).unwrap();
     (cached, synced)
 }
 
 fn write(folder: &Utf8Path, meta: &BatchMeta, samples: &[BatchSample]) -> (Duration, u64) {
     let dir = folder.join("batch");
-    let begun = Instant::now();
+    let started = Instant::now();
     let manifest = write_batch(&dir, meta, samples).unwrap();
-    let took = begun.elapsed();
+    let took = started.elapsed();
     std::fs::remove_dir_all(dir).unwrap();
     (took, manifest.shards.iter().map(|shard| shard.bytes).sum())
 }
@@ -108,22 +108,22 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or_default()
 }
 
-/// Floor and batch in turn, so that noise of the machine meets both.
+/// Alternates the plain write and the batch, so that noise of the machine affects both.
 fn ratios(folder: &Utf8Path, meta: &BatchMeta, samples: &[BatchSample], piece: &[u8]) {
     let (mut cached, mut synced, mut seconds) = (vec![], vec![], vec![]);
     let mut size = write(folder, meta, samples).1;
     for _ in 0..ROUNDS {
-        let floor = floor(folder, piece, size);
+        let plain = plain_write(folder, piece, size);
         let (took, bytes) = write(folder, meta, samples);
         size = bytes;
-        cached.push(floor.0.as_secs_f64() / took.as_secs_f64());
-        synced.push(floor.1.as_secs_f64() / took.as_secs_f64());
+        cached.push(plain.0.as_secs_f64() / took.as_secs_f64());
+        synced.push(plain.1.as_secs_f64() / took.as_secs_f64());
         seconds.push(took.as_secs_f64());
     }
     let (best, gb) = (cached.iter().copied().fold(0.0, f64::max), size as f64 / 1e9);
     eprintln!(
-        "write of {gb:.3} GB, shared rows {}: {:.2} GB/s; page-cache floor / batch {:.2} (best \
-         {best:.2}); floor with fsync / batch {:.2}",
+        "write of {gb:.3} GB, shared rows {}: {:.2} GB/s; plain write / batch {:.2} (best \
+         {best:.2}), with fsync {:.2}",
         meta.share_prefix_rows,
         gb / median(seconds),
         median(cached),

@@ -19,7 +19,7 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 const POLL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
 /// Limit on the size of an answer: the log-probs of a large batch as JSON.
 const BODY_LIMIT: usize = 512 << 20;
-/// Attempts of one call before its error is returned.
+/// Maximum number of attempts of one call before its error is returned.
 const TRIES: usize = 6;
 
 /// Why a call to a trainer failed.
@@ -101,13 +101,13 @@ pub struct TrainerClient {
 
 impl TrainerClient {
     /// A client of the trainer at `base` (e.g. `http://127.0.0.1:7070`), with its bearer token
-    /// if it requires one. Connects on the first call. Proxies of the environment are ignored.
+    /// if it requires one. Connects on the first call. Proxy settings in the environment are ignored.
     ///
     /// # Errors
     /// [`TrainerErrorKind::Unreachable`] when the HTTP client cannot be set up.
     pub fn new(base: &str, token: Option<String>) -> Result<Self, TrainerError> {
         let base = base.trim_end_matches('/').to_owned();
-        // Fails only if a provider is already installed, which works as well.
+        // Fails only if a provider is already installed; that one is used then.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder()
             .no_proxy()
@@ -167,8 +167,8 @@ impl TrainerClient {
         self.same_step(name, step_id, status)
     }
 
-    /// Waits until a submitted step is done, at most for `deadline`, and passes every state on the way
-    /// to `progress`.
+    /// Waits at most `deadline` until a submitted step is done, and reports every state until then to
+    /// `progress`.
     ///
     /// # Errors
     /// [`TrainerErrorKind::StepFailed`], [`TrainerErrorKind::TimedOut`], or an
@@ -265,7 +265,7 @@ impl TrainerClient {
                             return Ok(result);
                         }
                     }
-                    // A trainer keeps its steps over a restart; only the deadline ends the wait.
+                    // A trainer keeps its steps across a restart; only the deadline ends the wait.
                     Err(error) if error.retry() != Retry::Never => self.warn(step_id, &error),
                     Err(error) => return Err(error),
                 }
@@ -317,7 +317,7 @@ impl TrainerClient {
         body: &impl serde::Serialize,
     ) -> Result<Vec<u8>, TrainerError> {
         serde_json::to_vec(body).map_err(|error| {
-            let message = format!("the request cannot be written as JSON: {error}");
+            let message = format!("the request cannot be encoded as JSON: {error}");
             self.error(call, TrainerErrorKind::InvalidReply(message))
         })
     }
@@ -390,7 +390,7 @@ fn refused(status: StatusCode, body: &[u8]) -> TrainerErrorKind {
     TrainerErrorKind::Refused { status: status.as_u16(), code, message }
 }
 
-/// An error with its causes; reqwest's own text names only the URL.
+/// An error with its causes, because reqwest's own text names only the URL.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

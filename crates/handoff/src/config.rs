@@ -4,18 +4,18 @@ use orchestrate_settings::{above, satisfies, settings, variable_name};
 use orchestrate_types::{ConfigProblem, HumanDuration};
 
 settings! {
-    /// How batches are written.
+    /// Format of the batches.
     #[derive(Copy, Eq)]
     [handoff] pub HandoffSection -> HandoffSettings;
 
-    /// Write the routing rows that the members of a group have in common once, with a number per
-    /// token that names its row. This saves space where prompts are long; readers then see the
-    /// rows of a sequence in two parts.
+    /// Write routing rows that several members of a group share only once, with the number of its row
+    /// for each token. This saves space if prompts are long; readers then see the rows of a sequence
+    /// in two parts.
     share_prefix_rows: bool = false;
 }
 
 settings! {
-    /// Where the trainer is.
+    /// Address of the trainer.
     #[derive(Eq)]
     [trainer] pub TrainerSection -> TrainerSettings;
 
@@ -29,7 +29,7 @@ settings! {
     /// Name of the environment variable that holds the trainer's bearer token.
     token_env: Option<String> = None => "no token is sent",
         variable_name("must be the name of an environment variable, not the token itself");
-    /// Longest time one step may take, recompute and checkpoint included.
+    /// Maximum time for one step, including recompute and checkpoint.
     step_timeout: HumanDuration = HumanDuration::secs(2 * 3600), above(HumanDuration::secs(0));
 }
 

@@ -10,6 +10,7 @@ mod advantage;
 mod algorithm;
 pub mod batch;
 mod client;
+mod condition;
 mod config;
 mod metrics;
 mod overlong;

@@ -1,5 +1,5 @@
-//! Measurements of a trainer in one step. Fields added later have defaults, because later versions
-//! read results stored in a journal.
+//! Measurements of a trainer in one step. Fields that were added later have defaults, because results
+//! that older versions stored in a journal are still read.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -49,9 +49,11 @@ impl HalfDecades {
     }
 }
 
-/// Two-dimensional histogram of tokens by their probability under sampler and trainer. Bin `b` of an axis holds `−ln p` from `(b / 8)²` to `((b + 1) / 8)²`, and the
-/// last of 32 bins everything above: bins are finest where probabilities are high, as most are. Each entry is (sampler's
-/// bin, trainer's bin, tokens); pairs of bins without a token are left out.
+/// Two-dimensional histogram of tokens by their probability under sampler and trainer.
+///
+/// Bin `b` of an axis holds `−ln p` from `(b / 8)²` to `((b + 1) / 8)²`, and the last of 32 bins
+/// everything above: bins are finest at high probabilities, which most tokens have. Each entry is
+/// (sampler's bin, trainer's bin, tokens); pairs of bins without a token are left out.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ProbabilityGrid(Vec<(u8, u8, u64)>);
@@ -133,8 +135,8 @@ pub struct Disagreement {
     pub sequence_histogram: HalfDecades,
 }
 
-/// Ratio of the updated policy to the one at the weights of the rollout, over the loss tokens of
-/// all mini steps.
+/// Probability ratio of the updated policy to the policy of the rollout, over the loss tokens of all
+/// mini steps.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct PolicyRatio {
     /// Mean ratio.
@@ -176,7 +178,7 @@ pub struct RouterShiftStats {
 pub struct ValueStats {
     /// Mean value loss over mini steps.
     pub loss: f64,
-    /// Share of the returns' variance that the old values explain; negative = worse than a mean.
+    /// Share of the returns' variance that the old values explain; negative = worse than the mean.
     pub explained_variance: f64,
 }
 
@@ -218,23 +220,23 @@ pub struct StepMetrics {
     /// Entropy of the executed experts' shares per MoE layer, 1 = all experts equally used.
     #[serde(default)]
     pub expert_load_entropy: Vec<f64>,
-    /// Per `MoE` layer, use of its experts from the busiest to the idlest, 1 = even: experts in at
-    /// most 16 groups of equal size, means of each.
+    /// Use of the experts per `MoE` layer, from the busiest to the idlest; 1 = even. Each value is the
+    /// mean of one of at most 16 groups of equal size.
     #[serde(default)]
     pub expert_load: Vec<Vec<f64>>,
-    /// Share of (token, layer) pairs of the last mini step whose own choice has left the replayed
-    /// one; absent if nothing is replayed.
+    /// Share of (token, layer) pairs of the last mini step in which the router's own choice differs
+    /// from the replayed one; absent if nothing is replayed.
     #[serde(default)]
     pub route_drift: Option<f64>,
     /// Mismatch under the run's replay setting.
     pub mismatch: Mismatch,
-    /// Mismatch in a forward without replay, if one was requested.
+    /// Mismatch in a forward pass without replay, if one was requested.
     pub mismatch_no_replay: Option<Mismatch>,
-    /// Route disagreement, if a forward without replay was made.
+    /// Route disagreement, if there was a forward pass without replay.
     pub disagreement: Option<Disagreement>,
     /// (token, layer) pairs that had no row and fell back to the trainer's own choice.
     pub routing_missing: u64,
-    /// Their share of all pairs a row could have; above 1e-3 is alarming.
+    /// `routing_missing` as a share of all pairs that could have a row; above 1e-3 is alarming.
     #[serde(default)]
     pub routing_missing_fraction: f64,
     /// Number of loss tokens.
@@ -272,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn results_of_trainers_that_count_less_are_read() {
+    fn results_without_histograms_are_read() {
         let old = r#"{"kl_k3": 1e-3, "mean_abs_logprob_diff": 0.1, "extreme_token_fraction": {}}"#;
         let read: Mismatch = serde_json::from_str(old).unwrap();
         assert!(read.probability_grid.entries().is_empty());

@@ -129,7 +129,7 @@ pub struct LogprobsReply {
     pub logprobs: Vec<Vec<f32>>,
     /// Mismatch against the batch's rollout log-probs.
     pub mismatch: Mismatch,
-    /// Route disagreement of a forward without replay; absent when `replay` was set.
+    /// Route disagreement of a forward pass without replay; null if `replay` was set.
     pub disagreement: Option<Disagreement>,
 }
 

@@ -1,5 +1,5 @@
 //! The trainer client against a scripted trainer, and the configuration sections.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "test helpers")]
 
 use axum::Router;
 use axum::body::Body;
@@ -106,7 +106,7 @@ async fn a_step_is_submitted_followed_and_its_result_returned() {
 }
 
 #[tokio::test]
-async fn a_step_already_applied_answers_at_once() {
+async fn a_step_that_was_already_applied_returns_at_once() {
     let mut tasks = JoinSet::new();
     let (client, trainer) = serve(&mut tasks, vec![(200, done())]).await;
     client.apply_step(&request(), SOON, |_| {}).await.unwrap();
@@ -114,7 +114,7 @@ async fn a_step_already_applied_answers_at_once() {
 }
 
 #[tokio::test]
-async fn submitting_is_repeated_under_the_same_step_id_after_passing_errors() {
+async fn a_submission_is_retried_with_the_same_step_id_after_transient_errors() {
     let mut tasks = JoinSet::new();
     let busy = json!({"error": {"code": "busy", "message": "starting"}});
     let answers = vec![(503, busy.clone()), (500, busy), (200, done())];
@@ -126,7 +126,7 @@ async fn submitting_is_repeated_under_the_same_step_id_after_passing_errors() {
 }
 
 #[tokio::test]
-async fn a_trainer_that_restarted_and_forgot_the_step_gets_it_again() {
+async fn a_step_that_a_restarted_trainer_lost_is_submitted_again() {
     let mut tasks = JoinSet::new();
     let unknown = json!({"error": {"code": "unknown_step", "message": "no step s1"}});
     let answers = vec![(200, queued()), (404, unknown), (200, queued()), (200, done())];
@@ -150,7 +150,7 @@ async fn a_failed_step_is_an_error_that_is_not_retried() {
 }
 
 #[tokio::test]
-async fn refusals_and_invalid_answers_are_typed_and_not_retried() {
+async fn refusals_and_invalid_replies_are_typed_and_not_retried() {
     let refusal = json!({"error": {"code": "bad_manifest", "message": "digest differs"}});
     for (status, body, word) in [
         (400, refusal, "bad_manifest"),
@@ -169,7 +169,7 @@ async fn refusals_and_invalid_answers_are_typed_and_not_retried() {
 }
 
 #[tokio::test]
-async fn waiting_ends_with_the_deadline() {
+async fn waiting_ends_at_the_deadline() {
     let mut tasks = JoinSet::new();
     let answers = (0..50).map(|_| (200, running())).collect();
     let (client, _) = serve(&mut tasks, answers).await;
@@ -213,7 +213,7 @@ async fn info_refuses_another_protocol_version() {
 }
 
 #[tokio::test]
-async fn log_probs_and_checkpoints_are_asked_for() {
+async fn log_probs_and_checkpoints_are_requested() {
     let mut tasks = JoinSet::new();
     let mismatch =
         json!({"kl_k3": 0.1, "mean_abs_logprob_diff": 0.2, "extreme_token_fraction": {}});

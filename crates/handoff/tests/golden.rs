@@ -1,9 +1,9 @@
-//! Golden batches in `trainer/tests/golden`: this version writes exactly them, and reads from
-//! them exactly what is listed there. The Python package reads the same files.
+//! Golden batches in `trainer/tests/golden`: this version writes exactly these files, and reads from
+//! them exactly the values in the JSON files there. The Python package reads the same files.
 //!
 //! After a deliberate change of the format:
 //! `cargo test -p orchestrate-handoff --test golden -- --ignored write_golden_batches`
-#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "test helpers")]
 
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_handoff::{Batch, BatchMeta, BatchSample, write_batch};
@@ -20,7 +20,7 @@ const SEQUENCES: [(u32, usize, usize); 8] =
     [(3, 6, 12), (3, 6, 9), (3, 6, 17), (3, 6, 7), (9, 4, 5), (9, 4, 11), (9, 4, 8), (9, 4, 1)];
 /// The sequence without routing rows.
 const UNROUTED: usize = 6;
-/// The sequence whose engine chose otherwise inside the prompt, and the row from which on.
+/// The sequence whose engine chose other experts inside the prompt, and the first row that differs.
 const DRIFTED: (usize, usize) = (2, 3);
 
 fn golden() -> Utf8PathBuf {
@@ -38,7 +38,7 @@ fn meta(shape: ModelShape, share_prefix_rows: bool) -> BatchMeta {
         step_id: "golden-s000004".to_owned(),
         global_step: 4,
         base_version: PolicyVersion(3),
-        // Two shards, with the border inside a group.
+        // Two shards, with the boundary inside a group.
         max_shard_bytes: 40 * (18 + shape.row_bytes() as u64),
         shape,
         share_prefix_rows,
@@ -178,7 +178,7 @@ fn this_version_writes_the_golden_batches_byte_for_byte() {
 }
 
 #[test]
-fn golden_batches_hold_what_is_listed_beside_them() {
+fn golden_batches_match_their_listed_contents() {
     for (name, experts, layers, hidden) in MODELS {
         let text = std::fs::read(golden().join(format!("{name}.json"))).unwrap();
         let listed: Value = serde_json::from_slice(&text).unwrap();

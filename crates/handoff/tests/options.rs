@@ -1,6 +1,6 @@
 //! All pairs of algorithm options: either they work together, or the refusal names one of them
 //! and says what it must be.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "test helpers")]
 
 use orchestrate_handoff::protocol::{Hyperparameters, PolicyLoss};
 use orchestrate_handoff::rules::refusals;
@@ -52,7 +52,7 @@ fn check(section: &Map<String, Value>) -> Result<AlgorithmSettings, Vec<(String,
     checked.map_err(|found| found.into_iter().map(|p| (p.key, p.remedy)).collect())
 }
 
-/// What the papers rule out, written independently of the rules under test.
+/// Combinations that the papers rule out, written independently of the rules under test.
 fn is_contradiction(section: &Map<String, Value>) -> bool {
     let given = |key: &str| section.get(key);
     let is = |key: &str, default: &str, one_of: &[&str]| {
@@ -211,7 +211,7 @@ fn defaults_are_the_published_values_of_each_loss() {
 }
 
 #[test]
-fn requests_of_older_versions_are_understood() {
+fn requests_of_older_versions_are_accepted() {
     let old = json!({
         "policy_loss": "grpo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": null,
         "aggregation": "token-mean", "loss_norm_tokens": 1.0, "routing_replay": "rollout",

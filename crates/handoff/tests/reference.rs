@@ -1,5 +1,5 @@
 //! Advantages and the overlong penalty against the golden vectors of `tests/reference`.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "test helpers")]
 
 use orchestrate_handoff::{AdvantageNorm, GroupSignal, Overlong, group_advantages};
 use serde_json::Value;

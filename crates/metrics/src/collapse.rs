@@ -1,8 +1,8 @@
 //! Detects a run that collapses. Pure: lines of `metrics.jsonl` in, findings out.
 //!
 //! Reward, extreme tokens and gradient norm are watched, because the KL alone can stay flat while a run
-//! collapses. A step that lacks what the detection needs is a finding, too: a run is never silently
-//! unwatched.
+//! collapses. A step that lacks a metric that the detection needs is a finding, too, so that no run goes
+//! unmonitored without a warning.
 
 use crate::{MetricsLine, StepLine, Threshold};
 use serde::{Serialize, Serializer};
@@ -18,7 +18,7 @@ const REWARD_PATIENCE: u32 = 10;
 const EXTREME_PATIENCE: u32 = 5;
 const GRADIENT_PATIENCE: u32 = 3;
 
-/// How a collapse shows.
+/// A symptom of a collapse.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Symptom {
     /// Loss or gradient norm is not finite.
@@ -57,7 +57,7 @@ impl fmt::Display for Symptom {
     }
 }
 
-/// As text, the same as it is displayed.
+/// Serialized as the text that is displayed.
 impl Serialize for Symptom {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
@@ -67,24 +67,24 @@ impl Serialize for Symptom {
 /// A run that has collapsed.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Collapse {
-    /// First global step of the window that shows it.
+    /// First global step at which the symptom was observed.
     pub step: u32,
-    /// How it shows.
+    /// The symptom that revealed the collapse.
     pub symptom: Symptom,
     /// Version of the weights before that step, to go back to; `None` if it was the first step.
     pub last_good: Option<u64>,
 }
 
-/// What a line says about the health of the run.
+/// A result of the collapse detection.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Finding {
-    /// A message that a person should read.
+    /// A message for the user.
     Warning(String),
     /// The run has collapsed.
     Collapse(Collapse),
 }
 
-/// The part of a line that matters here.
+/// The metrics of a line that the detection uses.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     step: u32,
@@ -116,7 +116,7 @@ impl Sample {
     }
 }
 
-/// A symptom that must last, and since when it does.
+/// The duration of a symptom, and the step and weights at which it started.
 #[derive(Debug, Default)]
 struct Lasting {
     steps: u32,
@@ -151,13 +151,13 @@ pub struct Detector {
     extreme: Lasting,
     steep: Lasting,
     not_finite: Lasting,
-    /// What was found missing, so that it is reported once.
+    /// Metrics that were reported as missing; each is reported once.
     missing: BTreeSet<&'static str>,
 }
 
 impl Detector {
-    /// Takes the next line; evaluations say nothing. Each symptom is reported once, when it has lasted,
-    /// and each metric that is missing once.
+    /// Takes the next line; lines of evaluations are ignored. A symptom is reported once, when it has
+    /// lasted long enough, and a missing metric is reported once.
     pub fn observe(&mut self, line: &MetricsLine) -> Vec<Finding> {
         let Some(line) = line.step() else { return Vec::new() };
         let sample = Sample::of(line);
@@ -168,7 +168,9 @@ impl Detector {
         };
         if let Some(extreme) = sample.extreme.filter(|share| *share > 0.01 && *share <= 0.1) {
             let share = extreme * 100.0;
-            warn(format!("{share:.1} % of tokens are twice as (un)likely in the trainer"));
+            warn(format!(
+                "{share:.1} % of tokens are twice as (un)likely in the trainer as in the engine"
+            ));
         }
         if let Some(kl) = sample.kl.filter(|kl| *kl > 1e-2) {
             warn(format!("train-inference KL is {kl:.2e}, above 1e-2"));
@@ -213,8 +215,8 @@ impl Detector {
         found
     }
 
-    /// What the line should have and has not. A step that was trained on has new weights or a kept
-    /// group, whatever else its line says.
+    /// Reports metrics that the line should have but lacks. A step counts as trained if it has new
+    /// weights, a kept group or any measurement of the trainer.
     fn find_missing(&mut self, line: &StepLine, sample: Sample) -> Vec<Finding> {
         let updated = self.version.is_some_and(|before| sample.version > before)
             || line.groups_kept.is_some_and(|groups| groups > 0);
@@ -230,8 +232,8 @@ impl Detector {
         for (name, missing) in needed {
             if missing && self.missing.insert(name) {
                 found.push(Finding::Warning(format!(
-                    "step {}: no {name} in the line of metrics: a collapse that shows in it cannot be \
-                     detected",
+                    "step {}: no {name} in the metrics line: a collapse that only {name} would show \
+                     cannot be detected",
                     sample.step
                 )));
             }
@@ -240,7 +242,8 @@ impl Detector {
     }
 }
 
-/// Looks at the lines of a whole run: the collapse that starts first, and all warnings.
+/// Runs the detection over the lines of a whole run. Returns the collapse that starts first, and all
+/// warnings.
 pub fn detect_collapse<'a>(
     lines: impl IntoIterator<Item = &'a MetricsLine>,
 ) -> (Option<Collapse>, Vec<String>) {
@@ -299,7 +302,7 @@ mod tests {
         step(at, reward, extreme, gradient, kl).into()
     }
 
-    /// A step that had nothing to train on.
+    /// The line of a step that had nothing to train on.
     fn skipped(step: u32, version: u64) -> StepLine {
         StepLine {
             global_step: step,
@@ -341,13 +344,14 @@ mod tests {
         assert_eq!(detector.observe(&skipped(60, 59).into()), []);
     }
 
-    /// Lines that show a symptom, the symptom, since which step it shows, and when it is reported.
-    type Sick = (fn(u32) -> MetricsLine, fn(&Symptom) -> bool, u32, u32);
+    /// Lines with a symptom, the expected symptom, the step at which it starts, and the step at which it
+    /// is reported.
+    type SymptomCase = (fn(u32) -> MetricsLine, fn(&Symptom) -> bool, u32, u32);
 
     #[test]
     fn each_symptom_is_reported_once_with_its_first_step_and_the_weights_before() {
         let healthy = |step| line(step, 0.8, 0.0, 0.5, 1e-3);
-        let sick: [Sick; 4] = [
+        let cases: [SymptomCase; 4] = [
             (
                 |s| line(s, 0.0, 0.0, 0.5, 1e-3),
                 |s| matches!(s, Symptom::LowReward { best } if (best - 0.8).abs() < 1e-9),
@@ -364,11 +368,11 @@ mod tests {
                 30,
             ),
         ];
-        for (sick, expected, first, reported_at) in sick {
+        for (unhealthy, expected, first, reported_at) in cases {
             let mut detector = Detector::default();
             let mut reported = Vec::new();
             for step in 1..60 {
-                let line = if step < 30 { healthy(step) } else { sick(step) };
+                let line = if step < 30 { healthy(step) } else { unhealthy(step) };
                 for collapse in collapses(detector.observe(&line)) {
                     reported.push((step, collapse));
                 }

@@ -1,6 +1,6 @@
 //! The line of an evaluation.
 
-use crate::catalogue::metrics_line;
+use crate::metric::metrics_line;
 use crate::score::{TaskScore, mean_and_se};
 
 metrics_line! {
@@ -17,8 +17,8 @@ metrics_line! {
         eval_k: u64, "episodes per task";
         /// Held-out tasks that were evaluated.
         eval_tasks: u64, "tasks";
-        /// Held-out tasks that Pass@1 and pass@k are means over: those with a trusted outcome. Lines
-        /// of older programs lack it.
+        /// Held-out tasks that Pass@1 and pass@k are means over: those with a trusted outcome. Missing
+        /// in lines of older versions.
         eval_tasks_trusted: u64, "tasks", healthy: "`eval_tasks`";
         /// Pass@1 on tasks of unseen families.
         eval_held_out_families_pass_at_1: f64, "share, 0 to 1";
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_before_trusted_tasks_were_counted_name_all_tasks() {
+    fn lines_without_trusted_tasks_count_all_tasks() {
         let line = EvalLine { eval_tasks: Some(4), ..EvalLine::default() };
         assert_eq!(line.counted_tasks(), Some(4));
     }

@@ -4,12 +4,12 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Share of loss tokens with `max(ρ, 1/ρ) > τ`, `ρ = p_train / p_infer`, by τ. Shares are 0 to 1 and
-/// fall with τ. In JSON an object with τ as text.
+/// fall with τ. Serialized as an object whose keys are τ as text.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ExtremeTokens(BTreeMap<String, f64>);
 
-/// The τ for which both trainers report a share.
+/// Values of τ for which both trainers report a share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Threshold {
     /// τ = 1.05.

@@ -1,5 +1,5 @@
-//! What a run measures: the lines of `metrics.jsonl`, how a solved task and Pass@1 are defined, and how
-//! a collapse is detected. Pure: no journal, no files, no clock.
+//! The measurements of a run: the lines of `metrics.jsonl`, the definitions of a solved task and of
+//! Pass@1, and collapse detection. Pure: no journal, no files, no clock.
 //!
 //! Two invariants. There is one definition of a solved episode ([`is_solved`]) and one of the tasks that
 //! an evaluation counts ([`TaskScore::rate`]). And every key of a line is a field: a reader that asks
@@ -12,13 +12,15 @@ mod collapse;
 mod eval_line;
 mod extreme;
 mod line;
+mod metric;
 mod score;
 mod step_line;
 
-pub use catalogue::{CATALOGUE_TITLE, Metric, catalogue, catalogue_markdown};
+pub use catalogue::{CATALOGUE_TITLE, catalogue, catalogue_markdown};
 pub use collapse::{Collapse, Detector, Finding, Symptom, detect_collapse};
 pub use eval_line::EvalLine;
 pub use extreme::{ExtremeTokens, Threshold};
 pub use line::{LineError, MetricsLine, SCHEMA_VERSION};
+pub use metric::Metric;
 pub use score::{TaskScore, is_solved, mean_and_se};
 pub use step_line::{SandboxHost, StepLine};

@@ -1,4 +1,4 @@
-//! A line of `metrics.jsonl`, whichever kind it is.
+//! A line of `metrics.jsonl` of either kind.
 
 use crate::{EvalLine, StepLine};
 use jiff::Timestamp;
@@ -22,24 +22,24 @@ pub enum MetricsLine {
 /// Why a JSON value is not a metrics line.
 #[derive(Debug, thiserror::Error)]
 pub enum LineError {
-    /// Neither kind.
+    /// The value is neither a step nor an evaluation.
     #[error(
         "not a metrics line: it has neither `episodes` (a step) nor `eval_tasks` (an evaluation)"
     )]
     Unknown,
-    /// A newer program wrote it.
+    /// A newer version of the program wrote the line.
     #[error(
-        "metrics line of schema version {found}, this program reads up to {SCHEMA_VERSION}: upgrade \
-         to read it"
+        "metrics line has schema version {found}, but this program reads versions up to \
+         {SCHEMA_VERSION}: upgrade it"
     )]
     Newer {
         /// The line's version.
         found: u64,
     },
-    /// A value has another type.
+    /// A key is missing, or its value has the wrong type.
     #[error("malformed metrics line at `{path}`: {source}")]
     Malformed {
-        /// The key.
+        /// Path of the key.
         path: String,
         /// Why its value is invalid.
         source: serde_json::Error,
@@ -47,7 +47,7 @@ pub enum LineError {
 }
 
 impl MetricsLine {
-    /// When it was written, UTC; `None` in lines written before it was recorded.
+    /// When the line was written, UTC; `None` in lines of versions that did not record it.
     pub fn time(&self) -> Option<Timestamp> {
         match self {
             Self::Step(line) => line.time,
@@ -117,7 +117,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn lines_are_told_apart_by_what_they_measure() {
+    fn kind_of_a_line_follows_from_its_keys() {
         let step = json!({"global_step": 3, "policy_version": 2, "episodes": 8, "loss": null});
         let line = MetricsLine::try_from(step).unwrap();
         let step = line.step().unwrap();

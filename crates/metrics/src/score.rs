@@ -1,9 +1,10 @@
 //! Solved episodes, Pass@1 and pass@k.
 
-/// Rewards from here on count as solved: graders give exactly 0 or 1, or the share of passed tests.
+/// Lowest reward that counts as solved. Graders give 0 or 1, or the share of passed tests, which
+/// rounding may bring slightly below 1.
 const SOLVED: f64 = 1.0 - 1e-9;
 
-/// Whether a reward (0 to 1) means that the task is solved. Nothing below the full reward does.
+/// Whether a reward (0 to 1) means that the task is solved. Only the full reward does.
 pub fn is_solved(reward: f64) -> bool {
     reward >= SOLVED
 }
@@ -13,7 +14,7 @@ pub fn is_solved(reward: f64) -> bool {
 pub struct TaskScore {
     /// Episodes that solved the task.
     pub solved: usize,
-    /// Episodes with a trusted outcome, the solved ones included.
+    /// Episodes with a trusted outcome, including the solved ones.
     pub trusted: usize,
     /// Episodes without a trusted outcome.
     pub broken: usize,
@@ -29,16 +30,16 @@ impl TaskScore {
         }
     }
 
-    /// Share of solved episodes among those with a trusted outcome; `None` without any: such a task does
-    /// not count, in no number of the evaluation.
+    /// Share of solved episodes among those with a trusted outcome; `None` if there are none. Such a task
+    /// is left out of every number of the evaluation.
     pub fn rate(&self) -> Option<f64> {
         (self.trusted > 0).then(|| self.solved as f64 / self.trusted as f64)
     }
 
     /// Unbiased estimate of the chance that one of `k` samples solves the task,
     /// `1 − C(n−c, k) / C(n, k)`, with `n` trusted samples of which `c` solved it. A task that lost
-    /// samples so that `n < k` is estimated at `n`, which can only understate it; `None` exactly where
-    /// [`rate`](Self::rate) is.
+    /// samples so that `n < k` is estimated at `n`, which can only understate it. `None` exactly when
+    /// [`rate`](Self::rate) is `None`.
     pub fn pass_at(&self, k: usize) -> Option<f64> {
         let (n, failed) = (self.trusted, self.trusted - self.solved);
         if n == 0 {
@@ -91,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_counts_for_pass_at_k_exactly_where_it_counts_for_pass_at_1() {
+    fn a_task_counts_for_pass_at_k_exactly_if_it_counts_for_pass_at_1() {
         for (solved, trusted, broken) in [(0, 0, 4), (0, 1, 3), (1, 1, 3), (1, 3, 1), (2, 4, 0)] {
             let score = score(solved, trusted, broken);
             assert_eq!(score.rate().is_some(), score.pass_at(4).is_some(), "{score:?}");

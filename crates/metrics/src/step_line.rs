@@ -1,24 +1,24 @@
 //! The line of a global step.
 
-use crate::catalogue::metrics_line;
 use crate::extreme::ExtremeTokens;
+use crate::metric::metrics_line;
 use orchestrate_handoff::protocol::{
     HalfDecades, PolicyRatio, ProbabilityGrid, RolloutRatio, RouterShiftStats, ValueStats,
 };
 use serde::{Deserialize, Serialize};
 
-/// What one Docker host did for the sandboxes of a run.
+/// Use of one Docker host by the sandboxes of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SandboxHost {
-    /// Its name, or its URL where it has none.
+    /// Its name, or its URL if it has no name.
     pub host: String,
     /// Whether new sandboxes are opened there.
     pub in_service: bool,
     /// How often it was taken out of service.
     pub taken_out: u64,
-    /// Most containers that may be alive at once.
+    /// Maximum number of containers at the same time.
     pub capacity: usize,
-    /// Containers in use at the end of the step, those being started or removed included.
+    /// Containers in use at the end of the step, including those being started or removed.
     pub open: usize,
     /// Clean containers that wait for their next use.
     pub idle: usize,
@@ -33,8 +33,8 @@ metrics_line! {
     /// that sampled it. Metrics with the suffix `_no_replay` are those of a forward pass in which the
     /// trainer's routers choose for themselves; it is made every `diagnostics.no_replay_every` steps.
     StepLine {
-        /// Mean reward of the step's episodes that have a trusted outcome, those of dropped groups
-        /// included.
+        /// Mean reward of the step's episodes that have a trusted outcome, including those of dropped
+        /// groups.
         reward_mean: f64, "reward, 0 to 1", healthy: "rises over the run";
         /// Episodes that solved their task, of all episodes with a trusted outcome.
         solve_rate: f64, "share, 0 to 1", healthy: "rises over the run";
@@ -42,13 +42,13 @@ metrics_line! {
         groups_kept: u64, "groups", healthy: "`rollout.groups_per_step`";
         /// Groups that were sampled and left out, mostly because all their rewards are equal.
         groups_dropped: u64, "groups", healthy: "few; many mean that tasks are too easy or too hard";
-        /// Episodes with a trusted outcome, those of dropped groups included.
+        /// Episodes with a trusted outcome, including those of dropped groups.
         episodes: u64, "episodes";
         /// Episodes that failed in every attempt because of the infrastructure.
         broken_episodes: u64, "episodes", healthy: "0";
-        /// Attempts that failed because of the infrastructure, those that were retried included.
+        /// Attempts that failed because of the infrastructure, including those that were retried.
         broken_attempts: u64, "attempts", healthy: "0 or few";
-        /// Episodes that a limit of turns, tokens, time or size ended.
+        /// Episodes that were ended by a limit of turns, tokens, time or size.
         truncated_episodes: u64, "episodes", healthy: "few, and falling";
         /// Staleness of the oldest token of each trained episode, mean.
         staleness_mean: f64, "policy versions, ≥ 0", healthy: "at most `run.max_staleness`";
@@ -95,12 +95,12 @@ metrics_line! {
         /// Use of the experts from the busiest to the idlest, per MoE layer, in at most 16 groups of
         /// equal size; 1 = even.
         expert_load: Vec<Vec<f64>>, "per layer and group, ≥ 0", healthy: "near 1";
-        /// (token, layer) pairs of the last mini step whose own choice of experts has left the replayed
-        /// one; null without replay.
+        /// (token, layer) pairs of the last mini step in which the router's own choice of experts differs
+        /// from the replayed one; null without replay.
         route_drift: f64, "share, 0 to 1";
         /// Tokens in the loss.
         loss_tokens: u64, "tokens";
-        /// Tokens that the trainer processed, prompts and observations included.
+        /// Tokens that the trainer processed, including prompts and observations.
         train_tokens: u64, "tokens";
         /// (token, layer) pairs without a routing row, for which the trainer's own choice was executed.
         routing_missing_pairs: u64, "pairs", healthy: "0";
@@ -115,7 +115,7 @@ metrics_line! {
         prob_diff_mean: f64, "probability, 0 to 1", healthy: "below 0.005; above 0.01 points to the engine";
         /// F(τ): loss tokens with `max(ρ, 1/ρ) > τ`, by τ.
         extreme_token_fraction: ExtremeTokens, "share by τ, 0 to 1", healthy: "F(2) below 0.01; above 0.1 the run has collapsed";
-        /// Tokens by `|ln ρ|`: 18 half decades, the first below 1e-7, the last from 10.
+        /// Tokens by `|ln ρ|`, in 18 half decades: the first is below 1e-7, the last is 10 and above.
         logprob_diff_histogram: HalfDecades, "tokens";
         /// Sequences by their mean `|ln ρ|`, in the same half decades.
         sequence_logprob_diff_histogram: HalfDecades, "sequences";
@@ -157,10 +157,10 @@ metrics_line! {
 
         /// Routing payloads received.
         routing_bytes_wire: u64, "bytes";
-        /// Routing rows held in memory, those shared by several episodes counted once.
+        /// Routing rows held in memory. Rows that several episodes share count once.
         routing_bytes_held: u64, "bytes";
-        /// Routing rows that were not computed for their episode: from a cache of rows, or sent by the
-        /// engine from its own.
+        /// Routing rows that were not computed for their episode, but taken from the cache of rows or
+        /// sent by the engine from its own cache.
         routing_rows_reused: u64, "rows";
         /// Routing rows of turns during which the weights or the KV cache changed.
         routing_rows_mixed: u64, "rows", healthy: "0 without `run.max_staleness`";
@@ -181,13 +181,13 @@ metrics_line! {
         time_train_s: f64, "seconds";
         /// Wall time of the weight sync.
         time_sync_s: f64, "seconds";
-        /// Delay of the event loop that 99 of 100 of its timers did not exceed.
+        /// Delay of the event loop, 99th percentile over its timers.
         loop_lag_p99_ms: f64, "milliseconds", healthy: "low: it delays every episode";
         /// Longest delay of the event loop.
         loop_lag_max_ms: f64, "milliseconds", healthy: "low";
         /// Time that episodes spent in sandboxes, summed over episodes that run at the same time.
         time_sandbox_s: f64, "seconds";
-        /// The Docker hosts at the end of the step: what each holds, and whether it is in service.
+        /// The Docker hosts at the end of the step: the containers of each, and whether it is in service.
         sandbox_hosts: Vec<SandboxHost>, "list", healthy: "all in service";
         /// Tokens that the policy wrote per second of the rollout stage.
         tokens_per_s: f64, "tokens per second";
@@ -203,7 +203,7 @@ impl StepLine {
             || self.kl_train_infer.is_some()
     }
 
-    /// Share of the step's episodes that a limit ended; `None` without episodes.
+    /// Share of the step's episodes that were ended by a limit; `None` without episodes.
     pub fn truncated_share(&self) -> Option<f64> {
         let episodes = self.episodes.filter(|&episodes| episodes > 0)?;
         Some(self.truncated_episodes? as f64 / episodes as f64)

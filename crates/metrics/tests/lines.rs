@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Lines that the version before `schema_version` wrote: an evaluation, a step of GRPO with R3 that also
+/// Lines written before `schema_version` was introduced: an evaluation, a step of GRPO with R3 that also
 /// measured without replay, one of RSPO with router-shift weights, one of PR2 with its predictor.
 const OLD: &str = include_str!("data/before-schema-1.jsonl");
 
@@ -18,7 +18,7 @@ fn old() -> Vec<(Value, MetricsLine)> {
 }
 
 #[test]
-fn lines_of_the_version_before_are_read_without_loss() {
+fn lines_of_the_previous_version_are_read_without_loss() {
     for (raw, line) in old() {
         let written = serde_json::to_value(&line).unwrap();
         for (key, value) in raw.as_object().unwrap() {
@@ -31,7 +31,7 @@ fn lines_of_the_version_before_are_read_without_loss() {
 }
 
 #[test]
-fn fields_of_old_lines_have_their_values() {
+fn fields_of_old_lines_keep_their_values() {
     let lines: Vec<MetricsLine> = old().into_iter().map(|(_, line)| line).collect();
     let [evaluation, r3, rspo, pr2] = &lines[..] else { panic!("four lines") };
     let evaluation = evaluation.evaluation().unwrap();
@@ -69,17 +69,17 @@ fn every_key_of_a_line_is_in_the_catalogue() {
 }
 
 #[test]
-fn the_page_of_metrics_is_current() {
+fn metrics_page_is_current() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/src/metrics.md");
     let page = catalogue_markdown();
-    if std::env::var_os("ORCHESTRATE_UPDATE_GOLDEN").is_some() {
+    if std::env::var_os("ORCHESTRATE_REGENERATE").is_some() {
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(&path, &page).unwrap();
     }
     let stored = std::fs::read_to_string(&path).unwrap_or_default();
     assert!(
         stored == page,
-        "docs/src/metrics.md is out of date: ORCHESTRATE_UPDATE_GOLDEN=1 cargo test -p \
+        "docs/src/metrics.md is out of date: ORCHESTRATE_REGENERATE=1 cargo test -p \
          orchestrate-metrics"
     );
 }

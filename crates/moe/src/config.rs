@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 pub struct CheckpointError {
     /// Path of the file or folder.
     pub path: String,
-    /// What is wrong, and what to do about it.
+    /// The problem, and what to do about it.
     pub problem: String,
     /// The failed file operation, if that is the cause.
     source: Option<std::io::Error>,

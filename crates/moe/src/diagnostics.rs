@@ -163,7 +163,7 @@ impl DisagreementSum {
     }
 }
 
-/// Most values of [`ExpertLoad::curves`] per layer.
+/// Maximum number of values of [`ExpertLoad::curves`] per layer.
 const CURVE_POINTS: usize = 16;
 
 /// How often the experts of each layer were executed. `[layers][experts]`

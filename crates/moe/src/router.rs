@@ -1,16 +1,16 @@
-//! How router logits become experts and gate weights, for every family of public models.
+//! Selection of experts and their gate weights from router logits, for every family of public models.
 //!
 //! Selection and weights are separate functions on purpose: replaying recorded routes means
 //! calling [`RouterFamily::gates`] with the recorded ids and not [`RouterFamily::select`]. Gate
-//! weights always come from the logits of the model that runs, whatever chose the experts.
+//! weights always come from the logits of the model that runs, no matter how the experts were chosen.
 #![expect(clippy::indexing_slicing, reason = "dense numeric code; lengths are checked at entry")]
 
 use crate::train::real::Real;
 
-/// How one token's logits `[E]` become `K` experts and their weights.
+/// Mapping of one token's logits `[E]` to `K` experts and their weights.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RouterFamily {
-    /// Softmax over all experts, renormalised over the chosen (Qwen3-MoE, Mixtral).
+    /// Softmax over all experts, renormalised over the chosen ones (Qwen3-MoE, Mixtral).
     SoftmaxRenormalised,
     /// Softmax over the chosen logits only (gpt-oss); the same numbers as renormalising.
     LogitsThenSoftmax,
@@ -170,8 +170,8 @@ fn top_k<T: Real>(keys: &[T], ids: &mut [u16]) {
     }
 }
 
-/// `keys` with those outside the best groups at the lowest value. Groups are ranked by the sum of
-/// their `best` largest keys.
+/// `keys`, in which those outside the `top_groups` best groups are replaced with the lowest value.
+/// Groups are ranked by the sum of their `best` largest keys.
 fn keep_groups<T: Real>(keys: &[T], groups: usize, top_groups: usize, best: usize) -> Vec<T> {
     if groups <= 1 {
         return keys.to_vec();
@@ -197,8 +197,8 @@ mod tests {
     use crate::golden::{cases, close, ids, numbers, typed, vectors};
     use serde_json::Value;
 
-    /// Every family, by the name it has in the reference. `sigmoid_bias_plain`, scores that are not
-    /// renormalised, is the PyTorch trainer's alone.
+    /// The family of a router in the reference vectors. `None` for `sigmoid_bias_plain` (scores that are
+    /// not renormalised), which only the PyTorch trainer supports.
     fn family(router: &Value) -> Option<RouterFamily> {
         let count = |key: &str| typed(&router[key]);
         let scale: f64 = typed(&router["scale"]);
@@ -224,7 +224,7 @@ mod tests {
         })
     }
 
-    /// Fails to compile when a family is added: give it a vector.
+    /// Does not compile when a family is added without a number here; add a vector for it, too.
     fn number(family: &RouterFamily) -> usize {
         match family {
             RouterFamily::SoftmaxRenormalised => 0,
@@ -283,7 +283,7 @@ mod tests {
         let expected: Vec<f64> =
             (0..4).map(|e| all[0] * (if e == 0 { 1.0 } else { 0.0 } - all[e])).collect();
         close(&d_logits, &expected, 1e-12);
-        // Renormalised over the chosen: still this router's own logits, and they add up to one.
+        // Renormalised over the chosen experts: still from this router's own logits, with a sum of one.
         RouterFamily::SoftmaxRenormalised.gates(&logits, &replayed, &mut gates);
         let chosen = all[0] + all[1];
         close(&gates, &[all[0] / chosen, all[1] / chosen], 1e-12);

@@ -29,7 +29,7 @@ pub struct ComparedRun {
     pub finished: bool,
     /// The error that ended it early, if one did.
     pub failure: Option<String>,
-    /// What it achieved.
+    /// Its results.
     pub report: RunReport,
     /// The lines of its `metrics.jsonl`.
     #[serde(skip)]
@@ -41,7 +41,7 @@ impl ComparedRun {
     /// `finished`.
     ///
     /// # Errors
-    /// Store errors, and a stored line of metrics that this version cannot read.
+    /// Store errors, and a stored metrics line that this version cannot read.
     pub async fn read(
         reader: &Reader,
         folder: &Utf8Path,
@@ -89,12 +89,12 @@ impl Estimate {
     }
 }
 
-/// What one configuration achieved.
+/// The results of one configuration.
 #[derive(Debug, Clone, Serialize)]
 pub struct ConfigResult {
     /// Its name.
     pub name: String,
-    /// The settings that differ between configurations, by key; null where this one has none.
+    /// The settings that differ between configurations, by key; null if this one does not set a key.
     pub settings: BTreeMap<String, Value>,
     /// Pass@1 at the newest evaluation.
     pub final_pass_at_1: Option<Estimate>,
@@ -127,9 +127,9 @@ pub struct ConfigResult {
 /// Configurations compared with each other.
 #[derive(Debug, Clone, Serialize)]
 pub struct Comparison {
-    /// Version of this format, the same as that of the lines of metrics.
+    /// Version of this format, the same as that of metrics lines.
     pub schema_version: u32,
-    /// When the newest line of metrics of its runs was written, UTC; `None` if none says so.
+    /// When the newest metrics line of its runs was written, UTC; `None` if no line has a time.
     pub time: Option<Timestamp>,
     /// One result per configuration, in the order given.
     pub configs: Vec<ConfigResult>,

@@ -9,7 +9,7 @@ pub enum ReportError {
     /// The journal cannot be read.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A stored line of metrics is not one that this program, or an older one, writes.
+    /// A stored metrics line has a format that neither this version nor an older one writes.
     #[error("line {number} of the stored metrics cannot be read")]
     Line {
         /// Its number in `metrics.jsonl`, from 1.

@@ -1,4 +1,4 @@
-//! What reports read from a journal.
+//! Reads the metrics lines and task scores of a journal.
 
 use crate::error::ReportError;
 use orchestrate_metrics::{MetricsLine, TaskScore};

@@ -1,5 +1,5 @@
-//! What runs achieved, for people: summaries, pages of charts, comparisons. Reads journals and lines of
-//! metrics, and writes neither.
+//! Reports of runs, for people: summaries, pages of charts, comparisons. Reads journals and metrics lines,
+//! and writes neither.
 //!
 //! Start reading at `summary.rs` for the numbers and at `run_page.rs` for the page of one run.
 

@@ -1,4 +1,5 @@
-//! A self-contained HTML page: no script, no network, light or dark as the reader's system is.
+//! A self-contained HTML page without scripts or network access. It follows the light or dark mode of the
+//! reader's system.
 
 use std::fmt::Write;
 
@@ -42,7 +43,7 @@ pub(crate) fn document(title: &str, body: &str) -> String {
     )
 }
 
-/// Figures under a heading; empty if all of them are.
+/// Figures under a heading; an empty string if all figures are empty.
 pub(crate) fn section(heading: &str, figures: &[String]) -> String {
     let figures = figures.concat();
     if figures.is_empty() {
@@ -59,7 +60,7 @@ pub(crate) struct Tile {
     pub(crate) note: String,
 }
 
-/// Tiles in a row.
+/// A row of tiles.
 pub(crate) fn tiles(tiles: &[Tile]) -> String {
     let mut out = String::from("<div class=\"tiles\">");
     for tile in tiles {
@@ -75,7 +76,7 @@ pub(crate) fn tiles(tiles: &[Tile]) -> String {
     out
 }
 
-/// Rows under a header, which may be empty.
+/// A table with a header, which may be empty.
 pub(crate) fn table(header: &[String], rows: &[Vec<String>]) -> String {
     let mut out = String::from("<div class=\"wide\"><table>\n");
     let mut put = |cells: &[String], tag: &str| {
@@ -95,7 +96,7 @@ pub(crate) fn table(header: &[String], rows: &[Vec<String>]) -> String {
     out
 }
 
-/// Text with the characters escaped that are markup in HTML.
+/// Escapes the characters of `text` that are markup in HTML.
 pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
@@ -105,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn foreign_text_is_escaped() {
+    fn untrusted_text_is_escaped() {
         let row = vec!["<script>".to_owned(), "\"&".to_owned()];
         let page = document("a<b", &table(&row, std::slice::from_ref(&row)));
         assert!(!page.contains("<script") && page.contains("&lt;script&gt;"), "{page}");

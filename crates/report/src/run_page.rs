@@ -113,7 +113,7 @@ fn measure_chart(measure: &Measure, lines: &[MetricsLine], mark: Option<(f64, &s
 }
 
 fn evaluation_chart(lines: &[MetricsLine]) -> String {
-    // Pass@1, and its standard error where it has one.
+    // Pass@1, and its standard error if it has one.
     type Value = fn(&EvalLine) -> (Option<f64>, Option<f64>);
     let series = |style, name: &str, value: Value| {
         let point = |line: &EvalLine| {

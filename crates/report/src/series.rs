@@ -1,10 +1,10 @@
-//! Lines of `metrics.jsonl` as series over global steps, and the charts that the page of one run and the
-//! page of a comparison have in common.
+//! Lines of `metrics.jsonl` as series over global steps, and the charts that the page of a run and the
+//! page of a comparison share.
 
 use crate::plot::Scale;
 use orchestrate_metrics::{ExtremeTokens, MetricsLine, StepLine, Threshold};
 
-/// Takes one value from a step's line; `None` where it has none.
+/// Takes one value from a step's line; `None` if it has none.
 pub(crate) type Read = fn(&StepLine) -> Option<f64>;
 
 /// `(global step, value)` of every step that has the value.
@@ -18,7 +18,7 @@ pub(crate) fn steps(lines: &[MetricsLine]) -> impl DoubleEndedIterator<Item = &S
     lines.iter().filter_map(MetricsLine::step)
 }
 
-/// A mean over steps, and how many of them it is taken over.
+/// A mean over steps, and the number of steps that it covers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct StepMean {
     pub(crate) mean: f64,
@@ -29,7 +29,7 @@ pub(crate) struct StepMean {
 }
 
 impl StepMean {
-    /// `None` where no step has the value.
+    /// Computes the mean; `None` if no step has the value.
     pub(crate) fn new(lines: &[MetricsLine], read: Read) -> Option<Self> {
         let values: Vec<f64> = steps(lines).filter_map(read).collect();
         (!values.is_empty()).then(|| Self {
@@ -39,7 +39,7 @@ impl StepMean {
         })
     }
 
-    /// The mean as `write` has it, with the number of steps where some have no value.
+    /// The mean as formatted by `write`, with the number of steps if some have no value.
     pub(crate) fn text(self, write: impl Fn(f64) -> String) -> String {
         let text = write(self.mean);
         if self.steps == self.of {
@@ -64,7 +64,7 @@ pub(crate) fn extreme_tokens_no_replay(line: &StepLine) -> Option<f64> {
     beyond(line.extreme_token_fraction_no_replay.as_ref(), Threshold::T2)
 }
 
-/// A chart of what is measured at every step.
+/// A chart of a measurement at every step.
 pub(crate) struct Measure {
     pub(crate) title: &'static str,
     pub(crate) note: &'static str,
@@ -82,11 +82,11 @@ const fn measure(
     Measure { title, note, scale, series }
 }
 
-/// How well the policy does.
+/// Charts of how well the policy does.
 pub(crate) const LEARNING: &[Measure] = &[
     measure(
         "Training reward",
-        "Over all sampled episodes, dropped groups included.",
+        "Over all sampled episodes, including dropped groups.",
         Scale::FromZero,
         &[("mean reward", |l| l.reward_mean), ("solve rate", |l| l.solve_rate)],
     ),
@@ -104,13 +104,13 @@ pub(crate) const LEARNING: &[Measure] = &[
     ),
     measure(
         "Truncated episodes",
-        "Share that a limit of turns, tokens, time or size ended.",
+        "Share that was ended by a limit of turns, tokens, time or size.",
         Scale::FromZero,
         &[("truncated", StepLine::truncated_share)],
     ),
 ];
 
-/// How far trainer and engine are apart.
+/// Charts of how far trainer and engine are apart.
 pub(crate) const MISMATCH: &[Measure] = &[
     measure(
         "Train-inference KL (k3, nats)",
@@ -120,13 +120,13 @@ pub(crate) const MISMATCH: &[Measure] = &[
     ),
     measure(
         "F(2): tokens with ρ above 2 or below 1/2",
-        "Share of tokens that are twice as (un)likely in the trainer. Above 0.1 a run has collapsed. \
-         Zero is not drawn.",
+        "Share of tokens that are twice as (un)likely in the trainer as in the engine. Above 0.1 a \
+         run has collapsed. Zero is not drawn.",
         Scale::Log,
         &[("as trained", extreme_tokens), ("without replay", extreme_tokens_no_replay)],
     ),
     measure(
-        "Routers that choose other experts",
+        "Routers that choose different experts",
         "Share of (token, layer) pairs whose expert set differs from the engine's, without replay.",
         Scale::FromZero,
         &[("routers", |l| l.router_disagreement), ("tokens with any", |l| l.token_disagreement)],
@@ -149,20 +149,21 @@ pub(crate) const MISMATCH_DETAIL: &[Measure] = &[
         ],
     ),
     measure(
-        "Difference of probabilities, mean",
+        "Mean difference of probabilities",
         "Below 0.005 is healthy, above 0.01 points to the engine.",
         Scale::FromZero,
         &[("as trained", |l| l.prob_diff_mean), ("without replay", |l| l.prob_diff_mean_no_replay)],
     ),
     measure(
         "Routes that left the replayed ones",
-        "Share of (token, layer) pairs whose own choice has changed by the last mini step.",
+        "Share of (token, layer) pairs in which the router's own choice differs from the replayed \
+         one at the last mini step.",
         Scale::FromZero,
         &[("drift", |l| l.route_drift)],
     ),
 ];
 
-/// What the optimizer does.
+/// Charts of the optimizer.
 pub(crate) const OPTIMIZER: &[Measure] = &[
     measure(
         "Gradient norm",
@@ -190,7 +191,7 @@ pub(crate) const OPTIMIZER: &[Measure] = &[
     ),
 ];
 
-/// What a step costs.
+/// Charts of what a step costs.
 pub(crate) const COST: &[Measure] = &[
     measure(
         "Seconds per step",
@@ -205,7 +206,7 @@ pub(crate) const COST: &[Measure] = &[
     ),
     measure(
         "Prefix cache hits",
-        "Share of prompt tokens that the engine had in its cache, and that it could have had.",
+        "Share of prompt tokens that were in the engine's cache, and that could have been.",
         Scale::FromZero,
         &[
             ("hits", |l| l.prefix_cache_hit_rate),
@@ -219,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn means_say_over_how_many_steps_they_are_taken() {
+    fn means_show_the_number_of_steps_they_cover() {
         let line = |entropy| MetricsLine::from(StepLine { entropy, ..StepLine::default() });
         let lines = [line(Some(1.0)), line(None), line(Some(3.0))];
         let mean = StepMean::new(&lines, |l| l.entropy).unwrap();

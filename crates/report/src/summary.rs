@@ -1,4 +1,4 @@
-//! What a run achieved and how its training went, in numbers. `run_page.rs` draws them.
+//! The results of a run and the course of its training, in numbers. `run_page.rs` draws them.
 
 use crate::error::ReportError;
 use crate::journal::{metrics_lines, task_scores};
@@ -21,7 +21,7 @@ pub struct EvalPoint {
     pub policy_version: PolicyVersion,
     /// Pass@1 on held-out tasks, 0 to 1.
     pub pass_at_1: f64,
-    /// Its standard error over tasks.
+    /// Standard error of `pass_at_1` over tasks.
     pub pass_at_1_se: f64,
     /// Pass@k, 0 to 1; `None` with a single sample per task.
     pub pass_at_k: Option<f64>,
@@ -98,14 +98,14 @@ impl StepMeans {
     }
 }
 
-/// What a run achieved so far.
+/// The results of a run so far.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunReport {
-    /// Version of this format, the same as that of the lines of metrics; 0 in reports written before it
-    /// was recorded.
+    /// Version of this format, the same as that of metrics lines; 0 in reports of versions that did not
+    /// record it.
     #[serde(default)]
     pub schema_version: u32,
-    /// When the newest line of metrics that it is made from was written, UTC; `None` if none says so.
+    /// When the newest of its metrics lines was written, UTC; `None` if no line has a time.
     pub time: Option<Timestamp>,
     /// The run.
     pub run: RunId,
@@ -120,9 +120,9 @@ pub struct RunReport {
     /// The evaluation with the highest Pass@1, the first of equals. The highest of many evaluations
     /// overstates what the same weights would score again.
     pub best: Option<EvalPoint>,
-    /// What training gained on held-out tasks.
+    /// Gain of Pass@1 on held-out tasks from the first to the last evaluation.
     pub gain: Option<Gain>,
-    /// What training gained on unseen families.
+    /// Gain of Pass@1 on unseen families from the first to the last evaluation.
     pub held_out_families_gain: Option<Gain>,
     /// Training episodes with a trusted outcome.
     pub episodes: u64,
@@ -134,11 +134,11 @@ pub struct RunReport {
     pub kl_ratio: Option<f64>,
     /// Wall time of rollouts, training and weight syncs together, seconds.
     pub seconds: f64,
-    /// The collapse that started first, if the run collapsed. It is written as text, so it is not read
-    /// back but detected again.
+    /// The collapse that started first, if the run collapsed. It is serialized as text; a reader detects
+    /// it again from the metrics lines.
     #[serde(skip_deserializing)]
     pub collapse: Option<Collapse>,
-    /// How training went on average.
+    /// Means over the steps.
     pub means: StepMeans,
     /// Containers that could not be removed by the end, each with the reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -146,10 +146,10 @@ pub struct RunReport {
 }
 
 impl RunReport {
-    /// Reads what a run achieved from its journal.
+    /// Computes the report of a run from its journal.
     ///
     /// # Errors
-    /// Store errors, and a stored line of metrics that this version cannot read.
+    /// Store errors, and a stored metrics line that this version cannot read.
     pub async fn from_journal(reader: &Reader) -> Result<Self, ReportError> {
         let rows = reader.steps().await?;
         let lines = metrics_lines(reader).await?;
@@ -196,7 +196,7 @@ impl RunReport {
             train_tokens: total(|line| line.train_tokens),
             kl_train_infer: StepMean::new(&lines, |line| line.kl_train_infer).map(|mean| mean.mean),
             kl_ratio: kl_ratio(&lines),
-            // From 0.0: the sum of no numbers is -0.0.
+            // Starts from 0.0, because `sum` of no numbers is -0.0.
             seconds: steps(&lines).filter_map(StepLine::seconds).fold(0.0, |all, step| all + step),
             collapse: detect_collapse(&lines).0,
             means: StepMeans::of(&lines),
@@ -209,7 +209,7 @@ impl RunReport {
     }
 }
 
-/// Over the steps where both were measured.
+/// KL without replay divided by KL as trained, over the steps where both were measured.
 fn kl_ratio(lines: &[MetricsLine]) -> Option<f64> {
     let both = |line: &StepLine| Some((line.kl_train_infer?, line.kl_train_infer_no_replay?));
     let (with, without) = steps(lines)
@@ -232,7 +232,8 @@ fn eval_point(line: &EvalLine) -> Option<EvalPoint> {
     })
 }
 
-/// Task by task, so that tasks which are always or never solved add no noise.
+/// Mean change of the solve rate over tasks. Pairing by task keeps tasks that are always or never solved
+/// from adding noise.
 fn paired_gain(before: &[TaskScore], after: &[TaskScore]) -> Option<Gain> {
     let differences: Vec<f64> = before
         .iter()
@@ -275,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_of_the_version_before_are_read() {
+    fn reports_without_schema_version_are_read() {
         let old = r#"{"run":"01a20504-cb20-7561-9d1a-a733901976f4","steps_applied":40,
             "steps_skipped":0,"baseline":{"global_step":0,"policy_version":0,"pass_at_1":0.3075,
             "pass_at_1_se":0.0257,"pass_at_k":0.47,"k":2,"tasks":200,

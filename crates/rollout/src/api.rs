@@ -52,14 +52,14 @@ pub struct Action {
     pub arguments: serde_json::Value,
 }
 
-/// One turn in readable form: what the policy wrote and what it observed.
+/// One turn in readable form: the policy's text and its observations.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TurnLog {
     /// The policy's text, decoded from its tokens.
     pub text: String,
     /// The calls that were performed; empty if the text had no valid call.
     pub actions: Vec<Action>,
-    /// What the policy observed, all calls joined by line ends.
+    /// Observations of all calls of the turn, joined by line ends.
     pub observation: String,
     /// Time spent waiting for the engine, in milliseconds.
     pub generate_ms: u64,

@@ -31,7 +31,7 @@ const PLACEHOLDER: &str = "ORCHESTRATE-SAMPLED-TEXT";
 /// Number of opening prompts whose tokens are cached: enough for the groups that start together.
 const CACHED_PROMPTS: NonZeroUsize = NonZeroUsize::new(256).unwrap();
 
-/// What went wrong with a model's tokenizer or chat template.
+/// Kinds of errors of a model's tokenizer or chat template.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatErrorKind {
     /// A file could not be read or written.
@@ -50,7 +50,7 @@ pub enum ChatErrorKind {
     Incomplete {
         /// Name of the file.
         file: &'static str,
-        /// What is missing, and what to do about it.
+        /// The missing part, and what to do about it.
         problem: &'static str,
     },
     /// The template failed on a conversation.
@@ -80,7 +80,7 @@ pub enum ChatErrorKind {
 pub struct ChatError {
     /// Folder of the model.
     pub folder: Utf8PathBuf,
-    /// What went wrong.
+    /// The kind of error, with its details.
     #[source]
     pub kind: ChatErrorKind,
 }
@@ -92,7 +92,7 @@ pub struct ChatOptions {
     pub tools: Vec<serde_json::Value>,
     /// The scaffold, whose observations the template renders.
     pub scaffold: Scaffold,
-    /// What prompts keep of earlier turns.
+    /// Content of earlier turns in prompts.
     pub history: History,
 }
 
@@ -334,7 +334,7 @@ impl ChatModel {
         Ok(self.template.render_with_tools(safe, self.tools.clone(), true)?)
     }
 
-    /// Breaks control tokens in messages of the environment by a space after their first character.
+    /// Breaks control tokens in messages of the environment with a space after their first character.
     /// A file with the model's end-of-turn text in it could otherwise inject turns.
     fn without_control_texts<'a>(&self, message: &'a Message) -> Cow<'a, Message> {
         if message.role == "assistant" || !self.any_control_text.is_match(&message.content) {

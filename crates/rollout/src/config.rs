@@ -19,7 +19,7 @@ settings! {
     group_size: u32 = 8, at_least(1);
     /// Groups with a gradient per global step.
     groups_per_step: u32 = 16, at_least(1);
-    /// Most groups that are rolled out per global step when dynamic sampling drops some.
+    /// Maximum number of groups that are rolled out per global step when dynamic sampling drops some.
     max_groups_per_step: u32 = groups_per_step.saturating_mul(4) => "four times `groups_per_step`";
     /// Episodes that run at the same time.
     max_in_flight: u32 = 32, at_least(1);
@@ -49,8 +49,8 @@ settings! {
     observation_chars: usize = 10_000, at_least(100);
     /// How the policy's text becomes tool calls, and results become messages.
     scaffold: Scaffold = Scaffold::default();
-    /// What a prompt contains of earlier turns where the chat template drops their thinking. With
-    /// `template` every turn with thinking forks the conversation, and only what was sampled after
+    /// Content of earlier turns in a prompt, if the chat template drops their thinking. With
+    /// `template`, every turn with thinking forks the conversation, and only what was sampled after
     /// the last fork is trained on.
     history: History = History::default();
     /// Text of the system message before the task; `{workdir}` stands for the repository's folder.

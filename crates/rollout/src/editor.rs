@@ -17,7 +17,7 @@ const SNIPPET_LINES: usize = 4;
 /// Longer files, in lines, are viewed without the bodies of functions.
 const MAX_WHOLE_LINES: usize = 110;
 
-/// Most characters of one observation; the rest is clipped.
+/// Maximum number of characters of one observation; the rest is clipped.
 const CLIP_CHARS: usize = 10_000;
 
 const CLIPPED_NOTE: &str = "<response clipped><NOTE>Only a part of this file has been shown. Look for line numbers with \
@@ -35,7 +35,7 @@ pub(crate) struct Editor {
 pub(crate) struct Edited {
     /// The file's new text.
     pub(crate) text: String,
-    /// What the policy reads.
+    /// The observation of the policy.
     pub(crate) observation: String,
 }
 

@@ -39,11 +39,11 @@ const MAX_ABORTS_PER_TURN: u32 = 16;
 /// Limits of one episode, in turns and tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EpisodeLimits {
-    /// Most generations, at least 1.
+    /// Maximum number of generations, at least 1.
     pub max_turns: u32,
-    /// Most tokens of prompt, responses and observations together.
+    /// Maximum number of tokens of prompt, responses and observations together.
     pub max_sequence_tokens: usize,
-    /// Most tokens of one response.
+    /// Maximum number of tokens of one response.
     pub max_response_tokens: usize,
 }
 
@@ -77,7 +77,7 @@ pub enum EpisodePhase {
     Ended(Outcome),
 }
 
-/// What happened since the last command.
+/// The result of a command, or another event since then.
 #[derive(Debug, Clone, PartialEq)]
 pub enum EpisodeEvent {
     /// The agent's sandbox is open and filled, and its tree is known.
@@ -123,7 +123,7 @@ pub enum EpisodeEvent {
     },
 }
 
-/// What the runner must do next.
+/// The next action of the runner.
 #[derive(Debug, Clone, PartialEq)]
 pub enum EpisodeCommand {
     /// Open and fill the agent's sandbox.
@@ -136,7 +136,7 @@ pub enum EpisodeCommand {
         turn: u32,
         /// Whether this continues a turn whose last reply was aborted.
         resumed: bool,
-        /// Most tokens to sample, at least 1.
+        /// Maximum number of tokens to sample, at least 1.
         max_new_tokens: usize,
     },
     /// Perform the turn's calls.

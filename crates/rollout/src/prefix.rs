@@ -1,4 +1,4 @@
-//! What a chat template does with earlier turns, detected by rendering probe conversations.
+//! The treatment of earlier turns by a chat template, detected by rendering probe conversations.
 //!
 //! The invariant: a conversation continues from the tokens that it has. The only part of earlier
 //! turns that a template may drop is their thinking. [`History`] says whether our prompts drop it
@@ -12,20 +12,20 @@ use serde::{Deserialize, Serialize};
 const OPEN: &str = "<think>";
 const CLOSE: &str = "</think>";
 
-/// What a prompt keeps of earlier turns.
+/// Content of earlier turns in a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum History {
-    /// Everything that was sampled, whatever the chat template would drop. A conversation is one
+    /// Everything that was sampled, even parts that the chat template would drop. A conversation is one
     /// sequence, and every turn of it can be trained on.
     #[default]
     Sampled,
-    /// What the chat template keeps. Where it drops the thinking of an earlier turn, the
+    /// The parts that the chat template keeps. If it drops the thinking of an earlier turn, the
     /// conversation forks: the rest of that turn is context and is not trained on.
     Template,
 }
 
-/// What a template does with the thinking of turns that already have an observation.
+/// Treatment of the thinking of turns that already have an observation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EarlierThinking {
     /// It is kept, or the template has no thinking.

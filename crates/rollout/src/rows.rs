@@ -14,14 +14,14 @@ use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// How episodes share routing rows, and what they do with mixed ones.
+/// Rules for sharing routing rows between episodes, and for mixed rows.
 #[derive(Debug, Clone, Default)]
 pub struct RowSharing {
     /// Cache of the rows of common prefixes; `None` = every episode fetches its own.
     pub cache: Option<Arc<PrefixCache>>,
     /// The episodes among which rows are shared: those of one worker, or of the whole fleet.
     pub scope: SharingScope,
-    /// What happens to mixed rows, which were computed while weights or KV changed.
+    /// Treatment of mixed rows, which were computed while weights or KV cache changed.
     pub mixed: MixedRows,
 }
 
@@ -39,7 +39,7 @@ pub(crate) enum RowsRefused {
     Routing(#[from] RoutingError),
     /// The seeded rows belong to other weights, or to another worker, than the reply. They have
     /// been dropped, so that another try starts at row 0.
-    #[error("weights changed under rows of the prefix cache")]
+    #[error("rows from the prefix cache belong to other weights or another worker than the reply")]
     StaleSeed,
 }
 
@@ -80,7 +80,7 @@ impl EpisodeRows {
         })
     }
 
-    /// The first row to request with the next reply.
+    /// The first row to request with the next call.
     pub(crate) fn next_start(&self) -> usize {
         self.builder.next_start()
     }
@@ -103,7 +103,7 @@ impl EpisodeRows {
     }
 
     /// Takes rows that other episodes fetched for the same tokens under the same weights. Called
-    /// before the first request; `worker` is the one that will answer, if that is known.
+    /// before the first request; `worker` is the worker that will answer, if known.
     pub(crate) async fn seed(
         &mut self,
         prompt: &[TokenId],
@@ -121,8 +121,8 @@ impl EpisodeRows {
         self.seeded = self.builder.rows();
     }
 
-    /// Adds the rows of a reply to a prompt of `prompt` tokens. Refused rows change nothing but a
-    /// stale seed.
+    /// Adds the rows of a reply to a prompt of `prompt` tokens. Refused rows change nothing, except
+    /// that a stale seed is dropped.
     pub(crate) fn accept(
         &mut self,
         reply: &mut Generation,
@@ -176,7 +176,7 @@ impl EpisodeRows {
     }
 
     /// Offers the rows of all `tokens` to other episodes. Called after a reply was accepted;
-    /// `worker` is the one that answered. An episode that moved between workers stops sharing per
+    /// `worker` is the worker that answered. An episode that moved between workers stops sharing per
     /// worker.
     pub(crate) async fn offer(&mut self, tokens: &[TokenId], version: PolicyVersion, worker: &str) {
         let Some(cache) = self.sharing.cache.clone() else { return };
@@ -193,8 +193,8 @@ impl EpisodeRows {
         self.counts.shared += inserted.merged_rows as u64;
         self.counts.drift += inserted.drift_rows as u64;
         if !evicted.is_empty() {
-            // Another thread writes them. Awaiting it bounds what is queued by the number of
-            // episodes.
+            // Another thread writes the evicted blocks. Waiting for it limits the queued writes to one
+            // per episode.
             let written = tokio::task::spawn_blocking(move || cache.write(evicted)).await;
             if let Err(error) = written {
                 tracing::error!(%error, "writing evicted routing blocks failed");

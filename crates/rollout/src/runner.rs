@@ -288,7 +288,7 @@ impl EpisodeRunner {
             owner: Owner { run: *run, epoch: *epoch, attempt: *attempt },
             workdir: task.workdir.clone(),
             limits: self.container_limits,
-            deadline: time + SANDBOX_SLACK,
+            deadline: time.saturating_add(SANDBOX_SLACK),
             // A task that brings all of its files starts from an empty folder, which a reset can
             // empty again. A repository in the image needs a fresh container.
             reusable: task.origin == Origin::Files && !task.agent_files.is_empty(),

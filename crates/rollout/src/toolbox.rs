@@ -1,7 +1,7 @@
 //! Performs the policy's calls in its sandbox.
 //!
-//! The invariant: whatever goes wrong by the policy's doing is an observation; an error is a
-//! failure of the sandbox.
+//! The invariant: a mistake of the policy becomes an observation; an error is always a failure of the
+//! sandbox.
 
 use crate::editor::{self, Editor};
 use crate::scaffold::{
@@ -34,7 +34,7 @@ printf %s "$4"; cat <&4; exit $code"#;
 const LIST_SCRIPT: &str = r#"[ -e "$1" ] || exit 44; [ -d "$1" ] || exit 45
 exec find -L "$1" -maxdepth 2 -not -path '*/.*' '(' -type d -o -name '*.py' ')'"#;
 
-/// Searches text `$2` in `$1`: prints the matching lines of a file, or the number of matching lines
+/// Searches `$1` for text `$2`: prints the matching lines of a file, or the number of matching lines
 /// in each Python file of a folder, without hidden ones. The first output line says whether `$1` is
 /// a file or a folder, and its real path. Exits with 44 if nothing has this name.
 const SEARCH_SCRIPT: &str = r#"[ -e "$1" ] || exit 44
@@ -45,10 +45,10 @@ echo "folder $at"
 find . -name '.?*' -prune -o -type f -name '*.py' -exec grep -cHF -e "$2" -- {} + | grep -v ':0$'
 exit 0"#;
 
-/// Most files that a search of a folder lists.
+/// Maximum number of files that the search of a folder lists.
 const MAX_LISTED_FILES: usize = 100;
 
-/// Timeout of our own short commands.
+/// Timeout of the toolbox's own short commands.
 const HELPER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Performs calls in the sandbox of one task.
@@ -107,7 +107,7 @@ impl Toolbox<'_> {
         })
     }
 
-    /// The command for the policy's command line.
+    /// The sandbox command that runs the policy's command line.
     fn command(&self, line: &str) -> Command {
         let mut run = Command::shell(line, self.limits.command_timeout);
         if self.scaffold == Scaffold::R2eXml {
@@ -152,7 +152,7 @@ impl Toolbox<'_> {
         }
     }
 
-    /// Performs an edit of R2E-Gym's editor.
+    /// Performs an edit with R2E-Gym's editor.
     async fn edit_with_editor(
         &self,
         sandbox: &mut dyn Sandbox,
@@ -227,7 +227,7 @@ impl Toolbox<'_> {
         })
     }
 
-    /// Searches a text anywhere in the sandbox.
+    /// Searches a file or folder anywhere in the sandbox for a text.
     async fn search(
         &self,
         sandbox: &mut dyn Sandbox,
@@ -272,11 +272,11 @@ fn helper(argv: &[&str]) -> Command {
     Command { argv: owned(argv), env, timeout: HELPER_TIMEOUT, keep_bytes }
 }
 
-/// A path as a program argument that cannot be read as an option; `None` if no argument can hold
-/// it.
+/// A path as a program argument that cannot be read as an option; `None` if it is
+/// empty or contains a NUL.
 fn path_argument(path: &str) -> Option<String> {
     let is_valid = !path.is_empty() && !path.contains('\0');
-    // With these characters an expression of `find` starts.
+    // An expression of `find` starts with one of these characters.
     let is_plain = !path.starts_with(['-', '(', ')', ',', '!']);
     is_valid.then(|| if is_plain { path.to_owned() } else { format!("./{path}") })
 }

@@ -1,4 +1,4 @@
-//! Trains the byte-level tokenizer of our own small models.
+//! Trains the byte-level tokenizer of the small models.
 
 use crate::chat::{ChatError, ChatErrorKind};
 use camino::Utf8Path;
@@ -16,7 +16,7 @@ use tokenizers::{
 pub const MICRO_CHAT_TEMPLATE: &str =
     include_str!("../../../environments/micro/chat_template.jinja");
 
-/// Control tokens of our own small models, in the order of their ids, which start at 0.
+/// Control tokens of the small models, in the order of their ids, which start at 0.
 pub const CONTROL_TOKENS: [&str; 5] =
     ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"];
 

@@ -90,7 +90,7 @@ fn supervised_tokens_are_those_of_the_rendered_conversation() {
 }
 
 #[test]
-fn word_is_one_token_in_every_position() {
+fn word_is_the_same_token_after_any_prefix() {
     let chat = shared();
     let word = chat.encode("return").unwrap();
     assert_eq!(word.len(), 1);

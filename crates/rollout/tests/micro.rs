@@ -60,7 +60,7 @@ fn failures(output: &str) -> FakeExec {
 }
 
 #[tokio::test(start_paused = true)]
-async fn replayed_micro_experts_give_their_own_tokens_and_the_gold_change() {
+async fn replayed_micro_experts_reproduce_their_tokens_and_the_gold_change() {
     let experts = experts(300);
     let chat = Arc::new(chat(&experts));
     let mut tokens = 0;

@@ -33,7 +33,7 @@ fn has_image() -> bool {
     false
 }
 
-/// A task and its repair: the file, the wrong line, the right one.
+/// A task and its repair: the file, the wrong line and the correct line.
 fn repair() -> (Task, String, String, String) {
     let counts = micro::MicroCounts { train: 1, held_out: 0, held_out_families: 0 };
     let mut task = micro::generate(8, counts).remove(0);
@@ -80,8 +80,8 @@ async fn episode(task: &Task, scaffold: Scaffold, turns: &[String]) -> EpisodeRe
     report
 }
 
-/// Checks that the episode was solved, with observations that start with these texts or, after a
-/// `…`, contain them.
+/// Asserts that the episode was solved, and that each observation starts with the expected text or, if
+/// the text starts with `…`, contains the rest of it.
 fn assert_solved(report: &EpisodeReport, observations: &[&str]) {
     for (number, (turn, expected)) in report.turns.iter().zip(observations).enumerate() {
         let is_expected = match expected.strip_prefix('…') {

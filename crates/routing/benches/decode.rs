@@ -1,15 +1,15 @@
-//! What decoding the routed experts of one trajectory costs, against the least that any decoder
-//! has to do: find the closing quote, one base64 pass, and narrowing without a check.
+//! The cost of decoding the routed experts of one trajectory, compared with the least work that any
+//! decoder has to do: find the closing quote, one base64 pass, and narrowing without checks.
 //!
 //! One trajectory of 32,768 tokens in 20 turns, 48 layers, top-8 of 128 experts. Every case is
-//! the whole trajectory, from the bodies to checked rows. After criterion's figures come ratios of
-//! minimum times, case and floor by turns, which a busy machine disturbs least.
+//! the whole trajectory, from the bodies to checked rows. After criterion's figures it prints ratios
+//! of minimum times, measured alternately, which are the least sensitive to a busy machine.
 
 #![expect(
     clippy::indexing_slicing,
     clippy::unwrap_used,
     clippy::print_stderr,
-    reason = "a benchmark measures wall time, prints it, and stops where it fails"
+    reason = "a benchmark measures wall time, prints it, and stops at the first failure"
 )]
 
 use base64_simd::{Out, STANDARD};
@@ -85,7 +85,7 @@ impl Case {
         self.turns.iter().map(|turn| turn.body.len()).sum()
     }
 
-    /// What we do: all turns, keeping what was decoded.
+    /// The decoder under test: all turns, keeping the decoded rows.
     fn decode(&self, shape: &ModelShape) -> Vec<RoutedRows> {
         let decode = |turn: &Turn| {
             let split = split_body(&turn.body).unwrap();
@@ -95,14 +95,14 @@ impl Case {
         self.turns.iter().map(decode).collect()
     }
 
-    /// The scan for the closing quotes.
+    /// Only the scan for the closing quotes.
     fn scan(&self) -> usize {
         let quote = |turn: &Turn| memchr(b'"', &turn.body[turn.payload_at..]).unwrap();
         self.turns.iter().map(quote).sum()
     }
 
-    /// The scan, one base64 pass over what is new, and narrowing into fresh memory.
-    fn floor(&self) -> Vec<Vec<u8>> {
+    /// The minimum: the scan, one base64 pass over the new part, and narrowing into new memory.
+    fn minimum(&self) -> Vec<Vec<u8>> {
         let width = match self.form {
             WireForm::SglangI32 => 4,
             WireForm::VllmNpy => 1,
@@ -130,9 +130,9 @@ impl Case {
 }
 
 fn timed<T>(work: impl FnOnce() -> T) -> Duration {
-    let begin = Instant::now();
+    let started = Instant::now();
     black_box(work());
-    begin.elapsed()
+    started.elapsed()
 }
 
 fn measure(criterion: &mut Criterion) {
@@ -149,22 +149,22 @@ fn measure(criterion: &mut Criterion) {
         group.sampling_mode(SamplingMode::Flat).sample_size(10);
         group.throughput(Throughput::Bytes(u64::try_from(case.bytes()).unwrap()));
         group.bench_function("decode", |bencher| bencher.iter(|| case.decode(&shape)));
-        group.bench_function("floor", |bencher| bencher.iter(|| case.floor()));
+        group.bench_function("minimum", |bencher| bencher.iter(|| case.minimum()));
         group.bench_function("scan", |bencher| bencher.iter(|| case.scan()));
         group.finish();
 
         let mut least = [Duration::MAX; 3];
         for _ in 0..ROUNDS {
             least[0] = least[0].min(timed(|| case.decode(&shape)));
-            least[1] = least[1].min(timed(|| case.floor()));
+            least[1] = least[1].min(timed(|| case.minimum()));
             least[2] = least[2].min(timed(|| case.scan()));
         }
-        let [decode, floor, scan] = least.map(|time| time.as_secs_f64() * 1e3);
+        let [decode, minimum, scan] = least.map(|time| time.as_secs_f64() * 1e3);
         eprintln!(
-            "{name}: {:.1} MB, decode {decode:.1} ms, floor {floor:.1} ms, scan {scan:.1} ms, \
-             decode/floor {:.2}, decode/scan {:.2}\n",
+            "{name}: {:.1} MB, decode {decode:.1} ms, minimum {minimum:.1} ms, scan {scan:.1} ms, \
+             decode/minimum {:.2}, decode/scan {:.2}\n",
             case.bytes() as f64 / 1e6,
-            decode / floor,
+            decode / minimum,
             decode / scan,
         );
     }

@@ -1,15 +1,15 @@
-//! Compares ways to store routing rows: bytes per row, ratio, and speed both ways.
+//! Compares encodings of routing rows: bytes per row, compression ratio, and speed both ways.
 //!
-//! `cargo run --release --example codecs -- NAME LAYERS EXPERTS TOP_K PATH …` reads a file of bare
-//! rows, `u8 [rows, layers, top_k]`, or a folder of recorded traffic with SGLang or vLLM: JSON
+//! `cargo run --release --example codecs -- NAME LAYERS EXPERTS TOP_K PATH …` reads a file of
+//! uncompressed rows, `u8 [rows, layers, top_k]`, or a folder of recorded traffic with SGLang or vLLM: JSON
 //! files with a list `exchanges` of `request.body_raw` and `response.body_raw`. Without arguments it
-//! makes uniform random sets.
+//! generates uniform random sets.
 #![expect(
     clippy::unwrap_used,
     clippy::indexing_slicing,
     clippy::print_stdout,
     clippy::cast_possible_truncation,
-    reason = "a measuring program, not a part of the library"
+    reason = "a measurement program, not part of the library"
 )]
 
 use serde_json::Value;
@@ -224,7 +224,7 @@ fn table(source: &Source, block_rows: usize) {
     );
     let block_bytes = block_rows.saturating_mul(row);
     let blocks: Vec<&[u8]> = sequences.iter().flat_map(|data| data.chunks(block_bytes)).collect();
-    // A measurement takes a megabyte, however few there are.
+    // Small sources are repeated, so that every measurement covers about a megabyte.
     let repeats = (1_000_000 / data_bytes).max(1);
     for (codec, ordered, encode, decode) in codecs(shape) {
         let time = |work: &mut dyn FnMut()| {
@@ -293,8 +293,8 @@ fn uniform(shape: Shape, rows: usize) -> Vec<u8> {
     data
 }
 
-/// Rows of all sequences in a folder of recordings whose rows were sent from the first on; those
-/// that only begin another one are left out.
+/// Rows of the sequences in a folder of recordings whose rows were sent from the start, without those
+/// that are a prefix of another.
 fn recorded(folder: &Path, row: usize) -> Vec<Vec<u8>> {
     let mut files: Vec<_> =
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -344,7 +344,7 @@ fn payloads(value: &Value, take: &mut impl FnMut(&str)) {
     }
 }
 
-/// One byte per id, of either engine's form.
+/// Stored form of a payload in either engine's format: one byte per id.
 fn stored(base64: &str) -> Vec<u8> {
     let bytes = base64_simd::STANDARD.decode_to_vec(base64).unwrap();
     if bytes.starts_with(b"\x93NUMPY") {

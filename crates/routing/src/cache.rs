@@ -180,7 +180,7 @@ impl PrefixCache {
     /// Opens an empty cache and its spill folder.
     ///
     /// # Errors
-    /// If the spill folder cannot be created or emptied.
+    /// Fails if the spill folder cannot be created or emptied.
     pub fn open(options: CacheOptions) -> std::io::Result<Self> {
         let (folder, limit) = match options.spill {
             Some((path, limit)) => (Some(SpillFolder::open(&path)?), limit),

@@ -1,4 +1,4 @@
-//! The checks every row passes, whatever its source.
+//! The checks that every row must pass, whatever its source.
 #![expect(clippy::indexing_slicing, reason = "indices are bounded by the id range checked before")]
 
 use crate::kernels::{Repeats, WireId, any_above, any_set};
@@ -47,7 +47,7 @@ pub(crate) fn id_at(cell: &[u8], slot: usize, id_bytes: usize) -> usize {
 }
 
 /// Finds the error in whole wire rows by walking them id by id; the first row has absolute position
-/// `position`. Valid rows are not an error: the fast check may report false positives.
+/// `position`. Returns `Ok` for valid rows, because the fast check may report false positives.
 pub(crate) fn explain(
     wire: &[u8],
     ids: WireId,
@@ -172,8 +172,8 @@ pub(crate) fn check_rows(
     check_pieces(data.chunks(BLOCK_ROWS * row_bytes), shape, start)
 }
 
-/// Like [`check_rows`], for pieces of whole rows. Faults that only show over many rows are detected
-/// across pieces.
+/// Like [`check_rows`], for rows in several pieces, each of whole rows. Faults that only show over
+/// many rows are detected across pieces.
 pub(crate) fn check_pieces<'a>(
     pieces: impl Iterator<Item = &'a [u8]>,
     shape: &ModelShape,

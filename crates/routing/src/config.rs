@@ -20,7 +20,7 @@ pub enum SharingScope {
 
 /// What happens with mixed rows.
 ///
-/// Mixed rows may not be the choices behind the log-probabilities of their tokens, because the
+/// Mixed rows may differ from the choices behind the log-probabilities of their tokens, because the
 /// weights changed within a turn, or the engine evicted its KV cache and computed it again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -66,7 +66,7 @@ impl RoutingSettings {
     /// The cache of a run that spills to `folder`; `None` if nothing is shared.
     ///
     /// # Errors
-    /// If the folder cannot be created or emptied.
+    /// Fails if the folder cannot be created or emptied.
     pub fn open_cache(&self, folder: &Path) -> std::io::Result<Option<PrefixCache>> {
         if self.cache_bytes.0 == 0 {
             return Ok(None);

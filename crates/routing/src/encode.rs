@@ -21,7 +21,7 @@ pub fn encode_sglang(rows: &RoutedRows, shape: &ModelShape) -> Result<String, Ro
 /// for dense layers, standard padded base64.
 ///
 /// # Errors
-/// As [`encode_sglang`].
+/// The errors of [`encode_sglang`].
 pub fn encode_npy(rows: &RoutedRows, shape: &ModelShape) -> Result<String, RoutingError> {
     let width = shape.id_bytes();
     let header = npy::header(width, [rows.rows(), shape.hidden_layers, shape.top_k]);

@@ -102,9 +102,9 @@ impl RoutingMask {
         &self.versions
     }
 
-    /// Ranges of rows that may not be the choices behind the log-probabilities of their tokens
-    /// (weights changed inside a turn, or its KV cache was dropped and recomputed); ascending and
-    /// not adjacent.
+    /// Ranges of rows that may differ from the choices behind their tokens' log-probabilities,
+    /// because weights changed inside a turn, or its KV cache was dropped and recomputed. Ascending
+    /// and not adjacent.
     pub fn mixed(&self) -> &[Range<usize>] {
         &self.mixed
     }

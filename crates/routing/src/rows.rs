@@ -134,7 +134,7 @@ impl RoutedRows {
     }
 }
 
-/// Returns empty pieces for rows `start .. start + rows` one after the other, to be filled.
+/// Hands out the empty pieces of rows `start .. start + rows`, one at a time, to be filled.
 #[derive(Debug)]
 pub(crate) struct PieceWriter {
     start: usize,

@@ -375,9 +375,7 @@ impl Both {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
     #[test]
-    fn prop_any_history_of_turns_aborts_failovers_updates_forks_members_and_cuts_equals_a_map(
-        steps in steps(),
-    ) {
+    fn prop_random_histories_match_a_map_of_rows(steps in steps()) {
         let mut both = Both::new();
         let mut group = Group::new();
         for step in &steps {
@@ -396,7 +394,7 @@ proptest! {
 }
 
 #[test]
-fn two_aborts_then_a_resume_hold_every_row_once() {
+fn two_aborts_and_a_resume_keep_every_row_exactly_once() {
     let mut both = Both::new();
     for output in [20, 13, 7] {
         both.grow(output);
@@ -407,7 +405,7 @@ fn two_aborts_then_a_resume_hold_every_row_once() {
 }
 
 #[test]
-fn the_boundary_row_of_twenty_turns_is_the_next_turns_never_a_copy() {
+fn boundary_rows_of_twenty_turns_come_from_the_next_turn_and_are_never_copied() {
     let mut both = Both::new();
     for turn in 0..20 {
         both.grow(5 + turn);
@@ -424,7 +422,7 @@ fn the_boundary_row_of_twenty_turns_is_the_next_turns_never_a_copy() {
 }
 
 #[test]
-fn after_an_engine_died_between_turns_held_rows_stand_and_differences_are_counted() {
+fn held_rows_are_kept_when_an_engine_dies_between_turns_and_differences_are_counted() {
     let mut both = Both::new();
     both.grow(97);
     both.plain(0);
@@ -439,7 +437,7 @@ fn after_an_engine_died_between_turns_held_rows_stand_and_differences_are_counte
 }
 
 #[test]
-fn a_weight_update_between_turns_starts_a_version_at_the_boundary_row_and_mixes_nothing() {
+fn a_weight_update_between_turns_starts_a_version_at_the_boundary_row_without_mixed_rows() {
     let mut both = Both::new();
     both.grow(47);
     both.plain(0);
@@ -455,7 +453,7 @@ fn a_weight_update_between_turns_starts_a_version_at_the_boundary_row_and_mixes_
 }
 
 #[test]
-fn weights_changed_inside_a_turn_mix_from_the_change_on_and_a_retraction_mixes_all_of_it() {
+fn a_weight_change_within_a_turn_mixes_the_rows_after_it_and_a_retraction_mixes_them_all() {
     let built = |retracted| {
         let mut builder = MaskBuilder::new(shape()).unwrap();
         builder.push(payload(0, 9, 1), 10, PolicyVersion(1)).unwrap();

@@ -115,7 +115,7 @@ fn the_row_of_the_last_sampled_token_waits_for_the_next_turn() {
 }
 
 #[test]
-fn inv3_mask_without_exactly_tokens_minus_one_rows_is_rejected() {
+fn a_mask_without_exactly_tokens_minus_one_rows_is_rejected() {
     let shape = shape(8);
     let mut builder = MaskBuilder::new(shape.clone()).unwrap();
     builder.push(rows(&shape, 0, 7), 8, V).unwrap();
@@ -142,7 +142,7 @@ fn truncation_cuts_rows_and_makes_the_new_last_token_pending() {
 }
 
 #[test]
-fn rows_of_another_width_do_not_mix() {
+fn rows_of_a_different_width_are_rejected() {
     let (narrow, wide) = (shape(8), shape(300));
     let mut builder = MaskBuilder::new(narrow.clone()).unwrap();
     let error = builder.push(rows(&wide, 0, 3), 4, V).unwrap_err();
@@ -163,7 +163,7 @@ fn rows_are_read_by_position_and_global_layer() {
 }
 
 #[test]
-fn masks_are_built_from_valid_parts_only() {
+fn masks_are_built_only_from_valid_parts() {
     let shape = shape(8);
     let data = rows(&shape, 0, 5).to_vec();
     let range = |start, end| RowVersion { start, end, version: V };
@@ -219,7 +219,8 @@ fn every_prefix_of_a_stored_mask_is_refused() {
     assert!(RoutingMask::from_bytes(&[&bytes[..], &[0]].concat()).is_err());
 }
 
-/// The format of version 1: uncompressed rows, followed by the BLAKE3 digest of everything before.
+/// Encodes a mask in format version 1: uncompressed rows, then the BLAKE3 digest of all bytes before
+/// it.
 fn version_one(mask: &RoutingMask) -> Vec<u8> {
     let shape = mask.shape();
     let mut out = b"ORMK\x01\0\0\0".to_vec();
@@ -244,7 +245,7 @@ fn version_one(mask: &RoutingMask) -> Vec<u8> {
 }
 
 #[test]
-fn masks_of_version_one_are_read_and_their_damage_is_detected() {
+fn version_1_masks_are_read_and_damage_in_them_is_detected() {
     let (mask, _) = stored();
     let old = version_one(&mask);
     assert_eq!(RoutingMask::from_bytes(&old).unwrap(), mask);
@@ -266,7 +267,7 @@ fn newer_major_version_is_rejected_with_its_number() {
     );
 }
 
-/// One call on the engine: how the sequence grows, and how much overlap the payload has.
+/// One call to the engine: how the sequence grows, and how much overlap the payload has.
 #[derive(Debug, Clone)]
 struct Call {
     observation: usize,
@@ -284,7 +285,7 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
 
 proptest! {
     #[test]
-    fn prop_any_split_into_turns_aborts_resumes_and_repeats_gives_the_same_mask(calls in calls()) {
+    fn prop_mask_is_independent_of_turns_aborts_resumes_and_repeats(calls in calls()) {
         let shape = shape(8);
         let mut builder = MaskBuilder::new(shape.clone()).unwrap();
         let mut total = 2;
@@ -308,7 +309,7 @@ proptest! {
     }
 
     #[test]
-    fn prop_drift_is_counted_for_sets_not_for_order(
+    fn prop_drift_compares_expert_sets_not_their_order(
         swaps in proptest::collection::vec(any::<bool>(), 10),
         changes in proptest::collection::vec(any::<bool>(), 10),
     ) {

@@ -176,7 +176,7 @@ fn rows_that_are_mixed_or_follow_a_change_of_version_are_not_shared() {
 }
 
 #[test]
-fn a_difference_between_members_is_drift_and_each_keeps_its_own() {
+fn a_difference_between_members_is_drift_and_each_keeps_its_own_rows() {
     let shape = small();
     let cache = cache(1 << 20, None);
     let all = tokens(130, 0);
@@ -303,7 +303,7 @@ fn every_flipped_byte_of_a_spilled_block_is_detected() {
 }
 
 #[test]
-fn spill_folder_is_bounded_and_emptied_at_the_start() {
+fn spill_folder_is_bounded_and_emptied_at_startup() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("notes.txt"), "kept").unwrap();
     drop(spilled(folder.path(), 1 << 20));
@@ -371,7 +371,7 @@ fn whole_blocks_are_taken_without_a_copy() {
 }
 
 #[test]
-fn dtype_is_the_models_at_128_256_257_and_512_experts() {
+fn id_width_follows_the_model_at_128_256_257_and_512_experts() {
     for (experts, width) in [(128, 1), (256, 1), (257, 2), (512, 2)] {
         let shape = shape(3, experts, 4);
         let all = tokens(150, 0);

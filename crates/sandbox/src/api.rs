@@ -67,7 +67,7 @@ pub struct Command {
     pub env: Vec<(String, String)>,
     /// Time after which the command and everything it started are killed.
     pub timeout: Duration,
-    /// Bytes of merged stdout and stderr kept from the start, and again from the end; at most 16
+    /// Bytes of merged stdout and stderr kept from the start, and as many from the end; at most 16
     /// MiB.
     pub keep_bytes: usize,
 }
@@ -104,13 +104,13 @@ pub struct ExecResult {
     pub exit: Exit,
     /// The first `keep_bytes` of its output, raw.
     pub head: Vec<u8>,
-    /// The last `keep_bytes` of what came after the head, raw.
+    /// The last `keep_bytes` of the output after the head, raw.
     pub tail: Vec<u8>,
     /// Bytes of output in total, including those that were not kept.
     pub total_bytes: u64,
     /// Processes that the kernel killed for lack of memory while it ran.
     pub oom_kills: u32,
-    /// Time from its start until nothing of it was alive.
+    /// Time from its start until none of its processes was alive.
     pub elapsed: Duration,
 }
 
@@ -176,7 +176,7 @@ pub struct SweepReport {
     pub failed: Vec<(String, String)>,
 }
 
-/// The present use of one sandbox host, for metrics.
+/// Current use of one sandbox host, for metrics.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct HostUsage {
     /// Name of the host.
@@ -185,7 +185,7 @@ pub struct HostUsage {
     pub in_service: bool,
     /// Number of times it went out of service.
     pub taken_out: u64,
-    /// Most containers that may exist at once.
+    /// Largest number of containers that may exist at once.
     pub capacity: usize,
     /// Containers in use, including those that are starting or being removed.
     pub open: usize,
@@ -253,12 +253,12 @@ pub trait SandboxProvider: Send + Sync + std::fmt::Debug {
         Vec::new()
     }
 
-    /// The present use of each host; empty for a provider without hosts.
+    /// Current use of each host; empty for a provider without hosts.
     fn hosts(&self) -> Vec<HostUsage> {
         Vec::new()
     }
 
-    /// Removes all containers that this provider still holds, idle ones and queued removals
-    /// included.
+    /// Removes all containers that this provider still holds, including idle ones and queued
+    /// removals.
     async fn shutdown(&self) -> Result<(), SandboxError>;
 }

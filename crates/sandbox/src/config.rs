@@ -1,8 +1,7 @@
 //! The section `[sandbox]`.
 
 use crate::api::SandboxLimits;
-use crate::host::DockerHost;
-use crate::isolation::UserNamespace;
+use crate::host::{DockerHost, containers};
 use orchestrate_settings::{
     Problems, Range, at_least, at_most, between, satisfies, setting_types, settings,
 };
@@ -38,6 +37,19 @@ pub enum PullPolicy {
     Never,
 }
 
+/// Whether root in a container must be an unprivileged user of the host.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum UserNamespace {
+    /// The daemon's configuration decides.
+    #[default]
+    Optional,
+    /// A daemon that does not map users is refused.
+    Required,
+}
+
 setting_types!(Seccomp, PullPolicy, UserNamespace);
 
 settings! {
@@ -57,7 +69,7 @@ settings! {
     start_parallelism: usize = 4, between(1, 256);
     /// Containers being removed at once on each host.
     remove_parallelism: usize = 4, between(1, 256);
-    /// Longest wait for one answer of the daemon or of a sandbox's supervisor.
+    /// Time limit of one call to the daemon or to a sandbox's supervisor.
     call_timeout: HumanDuration = HumanDuration::secs(60), times();
     /// Time that a command's result may take beyond the time limit of the command itself.
     command_grace: HumanDuration = HumanDuration::secs(30), times();
@@ -71,8 +83,8 @@ settings! {
     tmpfs: ByteSize = ByteSize::mib(128), at_least(ByteSize::mib(1));
     /// Which system calls are allowed.
     seccomp: Seccomp = Seccomp::default();
-    /// Runtime for containers, by the daemon's name for it: `runc`, or one with a kernel of its
-    /// own, like gVisor's `runsc`. A daemon without it is refused.
+    /// Container runtime, as the daemon names it: `runc`, or one with its own kernel, like gVisor's
+    /// `runsc`. A daemon without this runtime is refused.
     runtime: Option<String> = None => "the daemon's default";
     /// Whether a daemon is refused if root in its containers is root of the host (neither
     /// userns-remap nor rootless). With `optional` it is not refused, and `orchestrate doctor`
@@ -90,8 +102,8 @@ settings! {
     reuse: bool = true;
     /// Age at which a reusable container is replaced.
     reuse_lifetime: HumanDuration = HumanDuration::secs(7200), times();
-    /// Free disk on the Docker host below which no container is started there. An attempt that ran
-    /// in a writable root while less than 256 MiB were free is broken in any case.
+    /// Free disk space on the Docker host below which no container is started there. An attempt that
+    /// ran in a writable root while less than 256 MiB were free always counts as broken.
     min_free_disk: ByteSize = ByteSize::mib(2048);
     /// What happens if an image is not on the Docker host.
     pull: PullPolicy = PullPolicy::default();
@@ -115,11 +127,6 @@ settings! {
 
 /// Largest size that is accepted: 1 PiB.
 const LARGEST: ByteSize = ByteSize(1 << 50);
-
-/// How many containers may be alive at once on one host.
-pub(crate) fn containers() -> Range<usize> {
-    between(2, 4096).hint("an agent and its grader are two")
-}
 
 fn times() -> Range<HumanDuration> {
     between(HumanDuration::secs(1), HumanDuration::secs(720 * 3600))
@@ -192,7 +199,7 @@ impl SandboxSettings {
         self.hosts.clone()
     }
 
-    /// The same settings with only this one of the hosts.
+    /// The same settings with `host` as the only host.
     #[must_use]
     pub fn on(&self, host: &DockerHost) -> Self {
         Self {
@@ -203,7 +210,7 @@ impl SandboxSettings {
         }
     }
 
-    /// Most containers alive at once on all hosts together.
+    /// Largest number of containers alive at once on all hosts together.
     pub fn capacity(&self) -> usize {
         self.docker_hosts().iter().map(|host| self.on(host).max_containers).sum()
     }

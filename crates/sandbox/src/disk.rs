@@ -1,5 +1,5 @@
-//! The disk of one Docker host. Nothing starts there while it is nearly full, and no result counts
-//! that was produced while it was full.
+//! The disk of one Docker host. Nothing starts there while it is nearly full, and results produced
+//! while it was full do not count.
 //!
 //! The limit is checked before a start, and again with the free space in the supervisor's hello,
 //! which also works for hosts whose folders are not visible here. Supervisors detect that a disk

@@ -33,7 +33,7 @@ pub enum SandboxErrorKind {
         /// Why it could not be pulled.
         source: Cause,
     },
-    /// The name stands for another image than when the run first used it.
+    /// The name stands for a different image than when the run first used it.
     #[error(
         "image `{image}` is {found} on this host, but was {recorded} when the run first used it; \
          restore that image under its name, or start a new run"

@@ -130,7 +130,7 @@ impl Remover {
         loop {
             tokio::select! {
                 biased;
-                // All branches are cancel-safe: a queued job stays queued, a finished one finished.
+                // All branches are cancel-safe: a queued job stays queued, a finished one stays finished.
                 () = self.stop.cancelled(), if !queue.is_closed() => queue.close(),
                 Some(_) = jobs.join_next() => {}
                 job = queue.recv() => match job {

@@ -1,7 +1,6 @@
 //! One Docker host: its settings, and how to connect to its daemon.
 
-use crate::config::containers;
-use orchestrate_settings::settings;
+use orchestrate_settings::{Range, between, settings};
 use std::num::ParseIntError;
 use std::path::PathBuf;
 
@@ -28,6 +27,11 @@ settings! {
     certificates: Option<String> = None => "none";
     /// File that `ssh` reads instead of the user's configuration (its option -F).
     ssh_config: Option<String> = None => "the user's configuration";
+}
+
+/// How many containers may be alive at once on one host.
+pub(crate) fn containers() -> Range<usize> {
+    between(2, 4096).hint("an agent and its grader are two")
 }
 
 /// Why a host's URL is invalid. The message completes `sandbox.docker_host = <url>: `.

@@ -1,22 +1,9 @@
 //! Isolation features that not every daemon has: other runtimes, and user namespaces.
 
+use crate::config::UserNamespace;
 use crate::daemon::Daemon;
 use crate::error::{SandboxError, SandboxErrorKind};
 use bollard::models::SystemInfo;
-use serde::{Deserialize, Serialize};
-
-/// Whether root in a container must be an unprivileged user of the host.
-#[derive(
-    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
-)]
-#[serde(rename_all = "snake_case")]
-pub enum UserNamespace {
-    /// The daemon's configuration decides.
-    #[default]
-    Optional,
-    /// A daemon that does not map users is refused.
-    Required,
-}
 
 /// Whether the daemon's security options say that it maps the users of containers.
 pub(crate) fn maps_users(security: &[String]) -> bool {

@@ -71,7 +71,7 @@ pub use api::{
     SandboxLimits, SandboxProvider, SandboxSpec, SweepReport,
 };
 pub use bare_container::BareContainer;
-pub use config::{PullPolicy, SandboxSection, SandboxSettings, Seccomp};
+pub use config::{PullPolicy, SandboxSection, SandboxSettings, Seccomp, UserNamespace};
 pub use doctor::{DaemonReport, ProbeReport};
 pub use error::{Cause, SandboxError, SandboxErrorKind};
 pub use host::{DockerHost, DockerHostSection};
@@ -80,7 +80,6 @@ pub use image::{
     ImageEvent, ImageHooks, ImageIdentity, ImageListener, ImageLock, ImagesOnHost, PulledImage,
     images_on_hosts,
 };
-pub use isolation::UserNamespace;
 pub use memory::MemoryUse;
 pub use provider::{DockerProvider, ProviderStats};
 pub use self_test::{SelfTestResult, run_self_test, self_test_cases};

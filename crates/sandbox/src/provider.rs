@@ -36,7 +36,7 @@ pub struct ProviderStats {
     pub resets_refused: u64,
     /// Containers removed so far.
     pub removed: u64,
-    /// Containers that the daemon fails to remove at present.
+    /// Containers that the daemon currently fails to remove.
     pub quarantined: usize,
     /// Containers in use, including those that are starting or being removed.
     pub open: usize,
@@ -125,7 +125,7 @@ impl DockerProvider {
         &self.state.config
     }
 
-    /// Checks that the recorded images which this host has are still the same.
+    /// Checks that this host's copy of each recorded image, if it has one, is still the same image.
     ///
     /// # Errors
     /// [`SandboxErrorKind::ImageChanged`] for the first image that differs; any error of the
@@ -140,11 +140,11 @@ impl DockerProvider {
         Ok(())
     }
 
-    /// Removes the images that this program pulled, in any run, and that nothing uses now. With
-    /// `dry_run`, only lists them.
+    /// Removes images that this program pulled in any run and that are not in use. With `dry_run`,
+    /// only lists them.
     ///
     /// # Errors
-    /// Any error of the daemon, except for its refusal to remove an image that is in use.
+    /// Any error of the daemon, except that an image in use cannot be removed.
     pub async fn remove_pulled_images(
         &self,
         dry_run: bool,

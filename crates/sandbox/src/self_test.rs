@@ -23,14 +23,15 @@ use tokio::time::Instant;
 const TOLERANCE: Duration = Duration::from_secs(2);
 /// Time limit of the check that follows each case.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
-/// When a running command is interfered with.
+/// How long a command runs before it is interfered with.
 const INTERFERE_AFTER: Duration = Duration::from_millis(200);
 const TREE_CAP: ByteSize = ByteSize::mib(8);
 /// Prints what is left in a reused sandbox: the folder's mode, the number of leftover files, and
 /// the number of leftover entries in /dev.
 const LIST_LEFTOVERS: &str = "stat -c %a .; find . /tmp /dev/shm -mindepth 1 | wc -l; \
                               ls /dev/hidden 2> /dev/null | wc -l";
-/// Most processes alive during the check: process 1, the shell and two commands of its pipeline.
+/// Largest number of processes alive during the check: process 1, the shell and the two commands of
+/// its pipeline.
 const CHECK_PROCESSES: u32 = 4;
 
 /// The result of one case.
@@ -44,16 +45,16 @@ pub struct SelfTestResult {
     pub outcome: String,
     /// Milliseconds from the start of the action to its outcome.
     pub elapsed_ms: u64,
-    /// Milliseconds that it may take.
+    /// Largest permitted `elapsed_ms`.
     pub limit_ms: u64,
     /// Whether the next command ran in another container.
     pub replaced: bool,
-    /// What is wrong; `None` if the case passed.
+    /// Why the case failed; `None` if it passed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
 
-/// What an action led to.
+/// The outcome of an action.
 #[derive(Debug)]
 enum Outcome {
     Ran(ExecResult),
@@ -273,9 +274,9 @@ impl SelfTest {
                 let text = result.text();
                 let count = text.strip_prefix("alive\n").and_then(|n| n.trim().parse().ok());
                 let ok = count.is_some_and(|count: u32| count <= CHECK_PROCESSES);
-                (!ok).then(|| format!("afterwards: {:?}, {text:?}", result.exit))
+                (!ok).then(|| format!("the next command ended with {:?}, {text:?}", result.exit))
             }
-            Err(error) => Some(format!("afterwards: {error}")),
+            Err(error) => Some(format!("the next command failed: {error}")),
         };
         sandbox.close().await?;
         Ok((name, problem))

@@ -63,7 +63,7 @@ struct State {
     agents: usize,
     graders: usize,
     names: HashSet<String>,
-    /// The one used last comes last.
+    /// In order of last use, the most recent last.
     idle: Vec<IdleSandbox>,
     closed: bool,
 }
@@ -104,7 +104,7 @@ pub(crate) struct Availability {
     pub(crate) idle: bool,
     /// Containers in use.
     pub(crate) used: usize,
-    /// Most containers that may exist at once.
+    /// Largest number of containers that may exist at once.
     pub(crate) capacity: usize,
 }
 
@@ -152,7 +152,7 @@ impl Slots {
         until: Instant,
     ) -> Option<Grant> {
         let mut state = self.lock();
-        // The one used last is most likely still in the caches.
+        // The most recently used one is most likely still in the caches.
         let last = state.idle.iter().rposition(|idle| reusable && idle.can_serve(key, until));
         if let Some(at) = last {
             return Some(Grant::Reuse(Box::new(state.idle.remove(at))));

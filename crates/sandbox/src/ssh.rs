@@ -12,9 +12,9 @@ use tokio::process::{Child, Command};
 
 /// `cat` sends this line back, which shows that the connection works and the socket is forwarded.
 const ECHO: &str = "orchestrate: connected";
-/// Most bytes of a login banner that are read before the echo.
+/// Limit of the bytes of a login banner that are read before the echo.
 const BANNER_BYTES: u64 = 64 << 10;
-/// Most characters of `ssh`'s own output in an error message.
+/// Limit of the characters of `ssh`'s own output in an error message.
 const LOG_CHARS: usize = 2048;
 /// Interval of `ssh`'s keep-alive messages, and how many may stay unanswered.
 const KEEP_ALIVE_SECONDS: u32 = 10;

@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 /// Interval between sweeps for containers that appear after their coordinator is gone.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Docker's state of a container that was never started.
+/// State that Docker reports for a container that was never started.
 const CREATED: &str = "created";
 
 /// A container of this program, as its labels describe it. A missing or invalid label is `None`.
@@ -40,16 +40,16 @@ pub struct ContainerInfo {
     pub purpose: Option<Purpose>,
     /// Unix time in seconds after which it cannot be in use any more.
     pub deadline: Option<i64>,
-    /// Docker's state of it, e.g. `running`.
+    /// State that Docker reports, e.g. `running`.
     pub state: String,
 }
 
 /// Which containers [`DockerProvider::sweep_all_orphans`] removes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GcScope {
-    /// Those of any run whose deadline has passed. Safe while other runs are active.
+    /// Containers of any run whose deadline has passed. Safe while other runs are active.
     Expired,
-    /// Those, and all containers of this run. Only for a run whose coordinator is dead.
+    /// The expired ones, and all containers of this run. Only for a run whose coordinator is dead.
     Run(RunId),
 }
 
@@ -58,7 +58,7 @@ enum Verdict {
     Keep(&'static str),
 }
 
-/// Removes what older coordinators of the same run left. Anything else may still be in use.
+/// Removes containers that older coordinators of the same run left. All others may still be in use.
 fn verdict_for_sweep(info: &ContainerInfo, run: RunId, epoch: i64) -> Verdict {
     match (info.run, info.epoch) {
         (Some(owner), _) if owner != run => Verdict::Keep("belongs to another run"),
@@ -68,7 +68,8 @@ fn verdict_for_sweep(info: &ContainerInfo, run: RunId, epoch: i64) -> Verdict {
     }
 }
 
-/// Removes what was created and never started: it has no process that would end by itself.
+/// Removes containers that were created but never started: they have no process that would end by
+/// itself.
 fn verdict_for_unstarted(info: &ContainerInfo, run: RunId, epoch: i64) -> Verdict {
     if info.state != CREATED {
         return Verdict::Keep("it was started and ends by itself");

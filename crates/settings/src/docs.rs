@@ -44,7 +44,7 @@ fn default_text(key: &KeyInfo) -> String {
     }
 }
 
-/// A schema without references.
+/// The definition that a schema refers to, or the schema itself if it is not a reference.
 fn resolved(schema: &Map<String, Value>, definitions: &Map<String, Value>) -> Value {
     let target = schema.get("$ref").and_then(Value::as_str);
     let name = target.and_then(|target| target.rsplit('/').next());

@@ -1,4 +1,4 @@
-//! What is known about a key: the source of the JSON schema and of the documentation.
+//! Metadata of a key: the source of the JSON schema and of the documentation.
 
 use crate::{Limit, SectionKeys};
 use schemars::{Schema, SchemaGenerator};
@@ -7,9 +7,9 @@ use serde_json::{Map, Value, json};
 /// One key of a section.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KeyInfo {
-    /// Its name within the section.
+    /// Name within the section.
     pub name: &'static str,
-    /// What it means: paragraphs of one line each.
+    /// Description; each paragraph is one line.
     pub description: String,
     /// The default where it is a fixed value.
     pub default: Option<Value>,
@@ -22,7 +22,8 @@ pub struct KeyInfo {
 }
 
 impl KeyInfo {
-    /// A key with doc comment `lines`; `defaults` holds the default by name, if there is one.
+    /// A key with doc comment `lines`. `defaults` is an object with the default of each key that has
+    /// one.
     pub fn new(name: &'static str, lines: &[&str], schema: Schema, defaults: &Value) -> Self {
         let schema = match schema.to_value() {
             Value::Object(schema) => schema,
@@ -84,7 +85,7 @@ impl KeyInfo {
     }
 }
 
-/// The lines of a doc comment with one line per paragraph.
+/// Joins the lines of a doc comment into one line per paragraph.
 pub(crate) fn paragraphs(lines: &[&str]) -> String {
     let mut text = String::new();
     for line in lines.iter().map(|line| line.trim()) {

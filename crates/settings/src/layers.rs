@@ -24,7 +24,7 @@ impl Origins {
         known.map(String::as_str)
     }
 
-    /// Adds to each problem where its value was written, where that is known.
+    /// Adds to each problem the place where its value was written, if that is known.
     pub fn locate(&self, problems: &mut [ConfigProblem]) {
         for problem in problems {
             let absent = problem.found == Found::Missing && !problem.key.contains('[');
@@ -42,7 +42,7 @@ impl Origins {
     }
 }
 
-/// Settings and the metadata of a file have equal values wherever they were written.
+/// All origins are equal: settings compare by their values, not by where these were written.
 impl PartialEq for Origins {
     fn eq(&self, _: &Self) -> bool {
         true
@@ -59,7 +59,7 @@ pub struct Layers {
 }
 
 impl Layers {
-    /// No layers yet of a configuration of type `T`.
+    /// A configuration of type `T` without any layer yet.
     pub fn of<T: JsonSchema>() -> Self {
         Self {
             schema: schemars::schema_for!(T).to_value(),
@@ -106,7 +106,8 @@ impl Layers {
         let (table, errors) = DeTable::parse_recoverable(text);
         let starts: Vec<usize> =
             errors.iter().map(|error| error.span().unwrap_or(0..0).start).collect();
-        // The parser puts a value in place of what it cannot read: nothing is known about that key.
+        // The parser substitutes a value for text that it cannot read, so nothing is known about
+        // that key.
         let unreadable = |entry: Range<usize>| {
             let rest = text.get(entry.end..).unwrap_or_default();
             let end = entry.end + rest.find('\n').unwrap_or(rest.len());
@@ -147,7 +148,7 @@ impl Layers {
     }
 }
 
-/// `a.b=c` as a line of TOML.
+/// Rewrites `a.b=c` as a line of TOML; `None` if it is not a valid assignment.
 fn assignment_as_toml(assignment: &str) -> Option<String> {
     let (key, value) = assignment.split_once('=')?;
     let (key, value) = (key.trim(), value.trim());
@@ -173,7 +174,7 @@ fn merge(into: &mut Table, from: Table) {
     }
 }
 
-/// Line and column of a byte of the text, both from 1.
+/// Line and column of the byte at offset `at`, both from 1; the column counts characters.
 fn position(text: &str, at: usize) -> (usize, usize) {
     let before = text.get(..at).unwrap_or(text);
     let line = before.matches('\n').count() + 1;

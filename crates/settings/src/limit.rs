@@ -6,17 +6,18 @@ use std::fmt::{self, Display};
 
 /// A limit that a value of type `T` must respect.
 pub trait Limit<T: ?Sized> {
-    /// `None` if `value` respects the limit; else the value as it may be shown, and the remedy.
+    /// `None` if `value` respects the limit; otherwise the value as it may be shown, and the remedy.
     fn refusal(&self, value: &T) -> Option<(String, String)>;
 
-    /// The limit for the documentation, e.g. `at least 1`.
+    /// The limit as the documentation shows it, e.g. `at least 1`.
     fn text(&self) -> String;
 
     /// Adds the limit to the JSON schema of a key, where JSON schema can express it.
     fn annotate(&self, _schema: &mut Map<String, Value>) {}
 }
 
-/// `limit`, with its types inferred from the value type `T` that it applies to.
+/// Returns `limit` unchanged. The value type `T` that it applies to fixes the types that would
+/// otherwise be ambiguous.
 pub fn limited<T: ?Sized, L: Limit<T>>(limit: L) -> L {
     limit
 }
@@ -50,7 +51,7 @@ macro_rules! real {
                 <$type>::is_finite(self)
             }
             fn json(self) -> Option<Value> {
-                // By its text, so that 0.1 of 32 bits stays 0.1.
+                // Converted through text, so that a 32-bit 0.1 stays 0.1.
                 self.to_string().parse::<f64>().ok().map(|number| json!(number))
             }
         }
@@ -214,7 +215,8 @@ pub struct Predicate<T: ?Sized> {
     secret: bool,
 }
 
-/// Values for which `holds`; `text` names them in the documentation, e.g. `an http URL`.
+/// Values for which `holds` returns true; `text` describes them in the documentation, e.g.
+/// `an http URL`.
 pub fn satisfies<T: ?Sized>(
     holds: fn(&T) -> bool,
     text: &'static str,
@@ -228,7 +230,7 @@ pub fn not_blank(remedy: &'static str) -> Predicate<str> {
     satisfies(|value: &str| !value.trim().is_empty(), "non-empty", remedy)
 }
 
-/// The name of an environment variable. What is refused is not shown: it may be the secret itself.
+/// The name of an environment variable. A refused value is not shown: it may be the secret itself.
 pub fn variable_name(remedy: &'static str) -> Predicate<str> {
     let holds = |name: &str| {
         !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')

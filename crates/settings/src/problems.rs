@@ -11,7 +11,7 @@ pub struct Problems {
 }
 
 impl Problems {
-    /// No problems yet of `section`, e.g. `rollout`.
+    /// An empty list of problems with `section`, e.g. `rollout`.
     pub fn new(section: &str) -> Self {
         Self { section: section.to_owned(), found: Vec::new() }
     }
@@ -52,7 +52,7 @@ impl Problems {
         self.found.append(&mut nested.found);
     }
 
-    /// `value`, unless there are problems.
+    /// Returns `value` if there are no problems.
     ///
     /// # Errors
     /// All problems found.

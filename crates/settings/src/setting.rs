@@ -1,4 +1,4 @@
-//! What the [`settings!`](crate::settings) block is built on: types of values, and sections.
+//! The traits behind the [`settings!`](crate::settings) block: types of values, and sections.
 
 use crate::{KeyInfo, Problems};
 use camino::Utf8PathBuf;
@@ -12,22 +12,22 @@ use serde::de::DeserializeOwned;
 /// Implemented for numbers, text, durations, sizes, options and lists of these, for every section,
 /// and by [`setting_types!`](crate::setting_types) for enums.
 pub trait Setting: Sized {
-    /// The type in which the value is written. That of `Option<T>` is that of `T`, because a key
-    /// without a value is left out.
+    /// The form of the value in a configuration file. `Option<T>` has the form of `T`, because a
+    /// key without a value is left out.
     type Written: Clone + Serialize + DeserializeOwned + JsonSchema;
-    /// The type that limits apply to; that of `Option<T>` is that of `T`.
+    /// The type that limits apply to. For `Option<T>`, that is the type for `T`.
     type Limited: ?Sized;
 
-    /// The value that was written.
+    /// Converts from the written form.
     fn from_written(written: Self::Written) -> Self;
 
-    /// The value as it is written; `None` if its key is to be left out.
+    /// Converts to the written form; `None` if the key is to be left out.
     fn to_written(&self) -> Option<Self::Written>;
 
     /// The value that limits apply to; `None` if the setting has no value.
     fn limited(&self) -> Option<&Self::Limited>;
 
-    /// Checks values inside this one; `key` is where it lies in its section.
+    /// Checks the values nested in this one, whose path in its section is `key`.
     fn check_inside(&self, _key: &str, _problems: &mut Problems) {}
 }
 
@@ -143,7 +143,7 @@ pub trait SectionKeys: Clone + Default + Serialize + DeserializeOwned + JsonSche
     const NAME: &'static str;
     /// Description of the section, line by line.
     const ABOUT: &'static [&'static str];
-    /// The keys with a value for each.
+    /// A struct with a value for every key.
     type Values;
 
     /// Fills in the defaults.
@@ -179,7 +179,8 @@ pub trait Section: SectionKeys {
     /// The section with every value written out.
     fn from_settings(settings: &Self::Settings) -> Self;
 
-    /// Problems of single values alone, for a section of which other keys are known to be wrong.
+    /// Problems of single values alone, for a section in which other keys are already known to be
+    /// invalid.
     fn value_problems(&self) -> Vec<ConfigProblem> {
         let mut problems = Problems::new(Self::NAME);
         Self::check_values(&self.fill(), &mut problems);

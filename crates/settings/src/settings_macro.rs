@@ -1,18 +1,18 @@
-//! The block that declares a section.
+//! The macros that declare a section.
 
 /// Declares a section of the configuration; see the [crate's documentation](crate).
 ///
 /// ```text
 /// settings! {
 ///     /// Description of the section.
-///     #[derive(Eq)]                                    // further traits, optional
+///     #[derive(Eq)]                                    // additional traits, optional
 ///     [name] pub NameSection -> NameSettings, check: function;   // `check:` is optional
 ///
 ///     /// Description of the key.
 ///     key: Type = default, limit, limit;
 ///     /// A default that depends on keys above, with the text that describes it.
 ///     other: Type = key * 2 => "twice `key`", limit;
-///     /// A key without a value unless it is set, with what that means.
+///     /// An optional key, with the text that describes its absence.
 ///     optional: Option<Type> = None => "no limit";
 /// }
 /// ```
@@ -69,10 +69,11 @@ macro_rules! settings {
     };
 }
 
-/// The types of a section and what is known about its keys, without a check of all keys together.
+/// Declares the types of a section and the metadata of its keys, without a check of all keys
+/// together.
 ///
 /// The base of [`settings!`](crate::settings), which takes the same declaration. The function of
-/// `amend:` completes what is known about the keys, a `&mut Vec<KeyInfo>`.
+/// `amend:` takes the metadata, a `&mut Vec<KeyInfo>`, and completes it.
 #[macro_export]
 macro_rules! declare_section {
     (

@@ -8,14 +8,14 @@ use std::ops::Range;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 use toml::{Spanned, Table, Value};
 
-/// Reads values by the schema, and collects what does not fit.
+/// Reads values according to the schema, and collects problems with those that do not fit.
 pub(crate) struct Reader<'a> {
     pub(crate) schema: &'a Json,
-    /// The place of a span of the text, e.g. `run.toml:3:8`.
+    /// Formats the place of a span of the text, e.g. `run.toml:3:8`.
     pub(crate) place: &'a dyn Fn(Range<usize>) -> String,
     /// Whether a part of the text cannot be read.
     pub(crate) unreadable: &'a dyn Fn(Range<usize>) -> bool,
-    /// What does not fit, with its place in the text in bytes.
+    /// Problems, each with its byte offset in the text.
     pub(crate) problems: Vec<(usize, ConfigProblem)>,
     /// Path and place of every value that fits.
     pub(crate) origins: Vec<(String, String)>,
@@ -68,7 +68,7 @@ impl Reader<'_> {
                 self.problems.push((name.span().start, problem));
                 continue;
             };
-            // Tables are written over many places; the place of each of their values counts.
+            // A table may be spread over several places, so its values have origins instead.
             if !is_table {
                 let place = (self.place)(name.span());
                 self.origins.push((full.clone(), place));
@@ -101,7 +101,7 @@ impl Reader<'_> {
         let plain = Value::deserialize(ValueDeserializer::from(value.clone()));
         let refused = match &plain {
             Ok(plain) => refusal(plain, &shape),
-            // Only a whole number of more than 64 bits cannot be read.
+            // The only valid TOML that cannot be read is a whole number of more than 64 bits.
             Err(_) => Some(format!("must be at most {}", i64::MAX)),
         };
         let Some(remedy) = refused else { return plain.ok() };
@@ -112,7 +112,7 @@ impl Reader<'_> {
         None
     }
 
-    /// What a schema allows; `None` if anything.
+    /// What a schema allows; `None` if it allows anything.
     fn shape<'s>(&self, schema: &'s Json) -> Option<Shape<'s>>
     where
         Self: 's,
@@ -153,12 +153,13 @@ impl Reader<'_> {
             .unwrap_or(schema)
     }
 
-    /// What may have been meant by a key that does not exist.
+    /// A hint for a key that does not exist: a similar key, or the section that has it. Empty if
+    /// there is neither.
     fn similar(&self, key: &str, properties: &Map<String, Json>, path: &str) -> String {
         if let Some(name) = closest(key, properties.keys().map(String::as_str)) {
             return format!("did you mean `{name}`?");
         }
-        // The right key in the wrong section.
+        // The key may exist in another section.
         let Some(Shape::Table(sections)) = self.shape(self.schema) else { return String::new() };
         let owner = sections.iter().find(|(name, schema)| {
             let inside = |schema| match self.shape(schema) {
@@ -190,7 +191,7 @@ pub(crate) fn choices(schema: &Json) -> Vec<&str> {
     names
 }
 
-/// What `value` must be to have the shape; `None` if it has it.
+/// What `value` must be to have the shape; `None` if it already has it.
 fn refusal(value: &Value, shape: &Shape<'_>) -> Option<String> {
     if fits(value, shape) {
         return None;

@@ -18,7 +18,7 @@ use crate::sql;
 use crate::store::Store;
 use orchestrate_types::{AttemptId, EpisodeId, GroupId};
 
-/// Answer of [`Store::claim_attempt`].
+/// Result of [`Store::claim_attempt`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Claim {
     /// Run this attempt.
@@ -29,7 +29,7 @@ pub enum Claim {
     Quarantined,
 }
 
-/// Answer of [`Store::seal_attempt`].
+/// Result of [`Store::seal_attempt`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sealing {
     /// This attempt is the episode's outcome.
@@ -38,7 +38,7 @@ pub enum Sealing {
     Superseded,
 }
 
-/// Answer of [`Store::break_attempt`].
+/// Result of [`Store::break_attempt`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AfterBreak {
     /// Claim another attempt.
@@ -167,7 +167,7 @@ impl Store {
     /// broken since this coordinator started.
     ///
     /// # Errors
-    /// As [`Store::seal_attempt`].
+    /// The errors of [`Store::seal_attempt`].
     pub async fn break_attempt(
         &self,
         record: &EpisodeRecord,
@@ -201,25 +201,27 @@ impl Store {
     /// Marks an attempt as aborted because it was cancelled; its episode stays open.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if it is not running, [`StoreError::Fenced`], database errors.
+    /// [`StoreError::Refused`] if the attempt is not running, [`StoreError::Fenced`], and any
+    /// database error.
     pub async fn abort_attempt(&self, attempt: AttemptId) -> Result<(), StoreError> {
         let mut write = self.begin("abort_attempt").await?;
         self.close(&mut write, attempt, AttemptState::Aborted, None).await?;
         self.commit(write, "abort_attempt").await
     }
 
-    /// Keeps a group: its episodes count.
+    /// Keeps a group: its episodes may be trained on or, for an evaluation, are counted.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if it was already kept or dropped, [`StoreError::Fenced`], database errors.
+    /// [`StoreError::Refused`] if the group was already kept or dropped, [`StoreError::Fenced`], and
+    /// any database error.
     pub async fn keep_group(&self, id: GroupId) -> Result<(), StoreError> {
         self.decide_group(id, GroupState::Kept, None).await
     }
 
-    /// Drops a group, so that its episodes do not count, and records the reason.
+    /// Drops a group from training or evaluation, and records the reason.
     ///
     /// # Errors
-    /// As [`Store::keep_group`].
+    /// The errors of [`Store::keep_group`].
     pub async fn drop_group(&self, id: GroupId, reason: &str) -> Result<(), StoreError> {
         self.decide_group(id, GroupState::Dropped, Some(reason)).await
     }

@@ -74,7 +74,7 @@ impl Blobs {
                 } else if !path.file_stem().is_some_and(|stem| named.contains(stem)) {
                     match fs::remove_file(path) {
                         Ok(()) => removed += 1,
-                        // A writer that is still ending removed its own temporary file.
+                        // A writer that is still shutting down removed its own temporary file.
                         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
                         Err(error) => return Err(io(error)),
                     }

@@ -3,20 +3,34 @@
 use crate::error::StoreError;
 use crate::sql;
 use camino::{Utf8Path, Utf8PathBuf};
+use sqlx::migrate::{Migration, MigrationType, Migrator};
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
 };
-use sqlx::{Connection, Sqlite, Transaction};
+use sqlx::{Connection, SqlSafeStr, Sqlite, Transaction};
 use std::time::Duration;
 
 /// Name of the journal inside a run folder.
 pub const JOURNAL_FILE: &str = "orchestrate.db";
-/// Longest wait for another process (a backup, a viewer) that has locked the database.
+/// How long to wait for another process (a backup, a viewer) that has locked the database.
 const BUSY_TIMEOUT: Duration = Duration::from_mins(1);
 /// Read connections: the run loop makes one query at a time, `orchestrate show` a few.
 const READERS: u32 = 4;
 
-pub(crate) static MIGRATIONS: sqlx::migrate::Migrator = sqlx::migrate!("../../migrations/sqlite");
+/// Version, description and text of each file in `migrations/sqlite`, oldest first. Listed by hand,
+/// because sqlx's macro that reads the folder compiles `SQLite` a second time, for the build machine.
+const MIGRATIONS: &[(i64, &str, &str)] = &[
+    (1, "create journal", include_str!("../../../migrations/sqlite/0001_create_journal.sql")),
+    (2, "record images", include_str!("../../../migrations/sqlite/0002_record_images.sql")),
+];
+
+fn migrator() -> Migrator {
+    let migrations = MIGRATIONS.iter().map(|&(version, description, sql)| {
+        let kind = MigrationType::Simple;
+        Migration::new(version, description.into(), kind, sql.into_sql_str(), false)
+    });
+    Migrator::with_migrations(migrations.collect())
+}
 
 fn options(journal: &Utf8Path) -> SqliteConnectOptions {
     SqliteConnectOptions::new()
@@ -64,7 +78,7 @@ pub(crate) async fn readers(journal: &Utf8Path) -> Result<SqlitePool, StoreError
 }
 
 /// How a journal can be opened for reading. SQLite opens a database in WAL mode only if it can use
-/// the `-shm` file next to it, or create it; a database without a `-wal` file can be declared immutable
+/// or create the `-shm` file next to it; a database without a `-wal` file can be declared immutable
 /// instead.
 #[derive(Debug, Clone, Copy)]
 enum Access {
@@ -94,7 +108,7 @@ impl Access {
 /// error.
 pub(crate) async fn migrate(pool: &SqlitePool, journal: &Utf8Path) -> Result<(), StoreError> {
     use sqlx::migrate::MigrateError;
-    MIGRATIONS.run(pool).await.map_err(|e| match e {
+    migrator().run(pool).await.map_err(|e| match e {
         MigrateError::VersionMissing(_) | MigrateError::VersionMismatch(_) => {
             StoreError::Newer { journal: journal.to_owned(), detail: e.to_string() }
         }
@@ -118,7 +132,7 @@ pub(crate) async fn check(pool: &SqlitePool, journal: &Utf8Path) -> Result<(), S
     }
 }
 
-/// An open write transaction. Dropping it without [`Write::commit`] changes nothing.
+/// An open write transaction. Dropping it without [`Write::commit`] rolls it back.
 pub(crate) struct Write {
     pub(crate) tx: Transaction<'static, Sqlite>,
     pub(crate) epoch: i64,
@@ -128,8 +142,8 @@ pub(crate) struct Write {
 }
 
 impl Write {
-    /// Starts the transaction. `BEGIN IMMEDIATE` takes the write lock first, so that the epoch cannot change
-    /// between its check and the commit: a replaced coordinator gets [`StoreError::Fenced`].
+    /// Starts the transaction. `BEGIN IMMEDIATE` takes the write lock first, so that the epoch cannot
+    /// change between its check and the commit: a replaced coordinator gets [`StoreError::Fenced`].
     pub(crate) async fn begin(
         pool: &SqlitePool,
         journal: &Utf8Path,
@@ -171,7 +185,22 @@ impl Write {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sqlx::{Executor, SqlSafeStr};
+    use sqlx::Executor;
+
+    #[test]
+    fn every_file_of_the_folder_is_a_migration() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../migrations/sqlite");
+        let mut files: Vec<_> = std::fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        files.sort();
+        let listed: Vec<_> = MIGRATIONS
+            .iter()
+            .map(|(version, what, _)| format!("{version:04}_{}.sql", what.replace(' ', "_")))
+            .collect();
+        assert_eq!(files, listed);
+    }
 
     #[tokio::test]
     async fn every_statement_prepares_against_the_migrated_schema() {

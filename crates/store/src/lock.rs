@@ -31,7 +31,7 @@ impl RunLock {
             .map_err(io)?;
         let locked = file.file().try_lock();
         let mut text = String::new();
-        // The text informs the user and guards against old copies; a torn one is tolerated.
+        // The text informs the user and guards against old copies; incomplete text is tolerated.
         let _ = file.read_to_string(&mut text);
         match locked {
             Ok(()) => {}

@@ -142,7 +142,7 @@ impl Reader {
         Ok(lines.into_iter().map(|(_, _, line)| line).collect())
     }
 
-    /// All weights known to the run, ordered by version.
+    /// All policy versions known to the run, in order.
     ///
     /// # Errors
     /// Any database error.
@@ -271,12 +271,12 @@ impl Reader {
     ///
     /// # Errors
     /// Any database error.
-    pub async fn group_of(&self, id: GroupId) -> Result<Vec<EpisodeRow>, StoreError> {
+    pub async fn episodes_of_group(&self, id: GroupId) -> Result<Vec<EpisodeRow>, StoreError> {
         let rows: Vec<(String, String, String, i64)> = sqlx::query_as(sql::SELECT_EPISODES)
             .bind(id.to_string())
             .fetch_all(&self.pool)
             .await
-            .map_err(self.fail("group_of"))?;
+            .map_err(self.fail("episodes_of_group"))?;
         rows.into_iter().map(|row| self.episode_row(row)).collect()
     }
 
@@ -323,7 +323,7 @@ impl Reader {
     /// # Errors
     /// [`StoreError::Absent`], [`StoreError::Record`], and any database error.
     pub async fn load_episode(&self, id: EpisodeId) -> Result<StoredEpisode, StoreError> {
-        let members = self.group_of(id.group).await?;
+        let members = self.episodes_of_group(id.group).await?;
         let episode = members
             .into_iter()
             .find(|e| e.id == id)

@@ -1,9 +1,10 @@
-//! One attempt's result as bytes: the trajectory, its routing rows, and the log for people.
+//! One attempt's result as bytes: the trajectory, its routing rows, and a human-readable log.
 //!
 //! Layout: magic `ORCHEPSD`, major and minor version (`u16` little-endian each), four zero bytes,
-//! then one zstd frame: length of the JSON part (`u32`), the JSON part, and, where it says so,
-//! `token_ids u32[T]`, `loss_mask u8[T]`, `rollout_logprobs f32[T]`, `policy_versions i64[T]` and
-//! the routing bytes, all little-endian. The file is named by the blake3 digest of all its bytes.
+//! then one zstd frame: length of the JSON part (`u32`), the JSON part, and, if the JSON part
+//! announces them, `token_ids u32[T]`, `loss_mask u8[T]`, `rollout_logprobs f32[T]`,
+//! `policy_versions i64[T]` and the routing bytes, all little-endian. The file is named by the
+//! blake3 digest of all its bytes.
 
 use orchestrate_types::{AttemptId, LengthMismatch, Outcome, PolicyVersion, Trajectory, TurnSpan};
 use serde::{Deserialize, Serialize};
@@ -61,7 +62,7 @@ pub enum RecordError {
     #[error("it cannot be read: {0}")]
     Unreadable(#[source] std::io::Error),
     /// The bytes are not those that were written.
-    #[error("its bytes have digest {found}, the journal says {expected}")]
+    #[error("its bytes have digest {found}, but the journal records {expected}")]
     Digest {
         /// Digest in the journal, hexadecimal.
         expected: String,
@@ -69,7 +70,7 @@ pub enum RecordError {
         found: String,
     },
     /// The file does not start with the magic bytes of this format.
-    #[error("it does not start like a stored trajectory")]
+    #[error("it does not start with the magic bytes of a stored trajectory")]
     Magic,
     /// A newer version of this program wrote it.
     #[error("it has format version {0}, but this program reads only version 1: upgrade to read it")]
@@ -190,7 +191,7 @@ impl EpisodeRecord {
     }
 }
 
-/// Takes checked pieces off the front of a slice.
+/// Reads values from the front of a slice; fails where it ends too early.
 struct Cursor<'a>(&'a [u8]);
 
 impl<'a> Cursor<'a> {

@@ -18,7 +18,7 @@ use crate::store::Store;
 use camino::Utf8Path;
 use orchestrate_types::{EpisodeId, PolicyVersion};
 
-/// An episode in a batch.
+/// An episode of a batch, with its advantage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BatchMember {
     /// Id of the episode.
@@ -111,7 +111,8 @@ impl Store {
     /// Records that the batch folder is complete; `digest` is the digest of its manifest.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if it is not assembling, [`StoreError::Fenced`], database errors.
+    /// [`StoreError::Refused`] if it is not assembling, [`StoreError::Fenced`], and any
+    /// database error.
     pub async fn publish_batch(&self, step: u32, digest: &str) -> Result<(), StoreError> {
         let mut write = self.begin("publish_batch").await?;
         let fail = write.fail();
@@ -140,8 +141,8 @@ impl Store {
     /// Records the trainer's result of a step. Repeating it changes nothing.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if the step has no published batch, [`StoreError::Fenced`],
-    /// database errors.
+    /// [`StoreError::Refused`] if the step has no published batch, [`StoreError::Fenced`], and any
+    /// database error.
     pub async fn record_result(
         &self,
         step: u32,
@@ -208,7 +209,8 @@ impl Store {
     /// Closes a trained step with its line of `metrics.jsonl`.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if it is not trained, [`StoreError::Fenced`], database errors.
+    /// [`StoreError::Refused`] if it is not trained, [`StoreError::Fenced`], and any
+    /// database error.
     pub async fn finish_step(
         &self,
         step: u32,
@@ -233,7 +235,8 @@ impl Store {
     /// Closes a step without training, with the reason and its line of `metrics.jsonl`.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if it is not sampling, [`StoreError::Fenced`], database errors.
+    /// [`StoreError::Refused`] if it is not sampling, [`StoreError::Fenced`], and any
+    /// database error.
     pub async fn skip_step(
         &self,
         step: u32,
@@ -288,7 +291,8 @@ impl Store {
     /// Closes an evaluation round with its line of `metrics.jsonl`.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] if it is not running, [`StoreError::Fenced`], database errors.
+    /// [`StoreError::Refused`] if it is not running, [`StoreError::Fenced`], and any
+    /// database error.
     pub async fn finish_eval(
         &self,
         round: u32,

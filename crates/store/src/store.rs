@@ -49,7 +49,8 @@ impl Store {
         let journal = folder.join(JOURNAL_FILE);
         let pool = db::writer(&journal, true).await?;
         db::migrate(&pool, &journal).await?;
-        // A creation that was interrupted before this row may be repeated; a later one may not.
+        // A creation that was interrupted before this insert can be repeated. After it, the run
+        // exists and the insert fails.
         let inserted = sqlx::query(sql::INSERT_RUN)
             .bind(new.run.to_string())
             .bind(&new.plan_digest)

@@ -1,4 +1,4 @@
-//! Ends process 1 at its deadline, from a thread of its own.
+//! Ends process 1 at its deadline, from a separate thread.
 
 use crate::log;
 use std::io;

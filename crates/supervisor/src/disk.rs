@@ -17,7 +17,8 @@ pub struct FreeSpace {
 }
 
 impl FreeSpace {
-    /// Below this the result of a command no longer depends on the command alone: a write may fail.
+    /// Below these values a write may fail, so that the result of a command no longer depends on the
+    /// command alone.
     ///
     /// With a check every tenth of a second, a drop below 256 MiB is noticed before the first write
     /// fails at up to 2.5 GB/s, even if the space is freed again at once. ext4 allocates one inode

@@ -44,8 +44,8 @@ fn io_error(path: &Path) -> impl Fn(io::Error) -> WriteError + '_ {
 
 /// Writes one piece of a file.
 ///
-/// Missing folders are created; a symlink or special file at the path is replaced. A folder at the
-/// path, or anything but a folder on the way to it, is an error.
+/// Missing parent folders are created; a symlink or special file at the path is replaced. A folder
+/// at the path is an error, and so is a parent that is not a folder.
 pub(crate) fn write(
     root: &Path,
     path: &str,
@@ -75,7 +75,7 @@ fn resolve(root: &Path, path: &str) -> Result<PathBuf, WriteError> {
     }
 }
 
-/// Creates the folders on the way and removes what is at the path.
+/// Creates the missing parent folders and removes any file at the path.
 fn prepare(root: &Path, path: &str) -> Result<PathBuf, WriteError> {
     let target = resolve(root, path)?;
     let mut folder = root.to_owned();

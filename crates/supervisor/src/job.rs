@@ -9,7 +9,7 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Most bytes kept of either end of the output: process 1 shares the container's memory limit.
+/// Limit of the bytes kept of each end of the output: process 1 shares the container's memory limit.
 const MAX_KEEP: usize = 16 << 20;
 const READ_BYTES: usize = 256 * 1024;
 /// Time between TERM and KILL at a command's deadline.
@@ -77,7 +77,7 @@ impl KeptOutput {
         self.tail.drain(..excess);
     }
 
-    /// The last `keep` bytes of what came after the head.
+    /// The last `keep` bytes of the output after the head.
     pub(crate) fn tail(&mut self) -> &[u8] {
         self.trim_tail();
         &self.tail

@@ -13,7 +13,7 @@ use std::fmt;
 
 /// Version of this protocol, sent in [`Reply::Hello`].
 pub const VERSION: u32 = 2;
-/// Most bytes of file or output content in one frame.
+/// Largest content of a file or an output in one frame, in bytes.
 pub const CHUNK: usize = 256 * 1024;
 
 /// Why the supervisor refused a request.
@@ -44,8 +44,8 @@ pub enum Request {
     Exec(ExecRequest),
     /// Shows that the host is alive and checks that the supervisor is. Answered by [`Reply::Ack`].
     Ping,
-    /// Write a piece of a file below the working directory. Answered with [`Request::WriteEnd`]
-    /// only.
+    /// Write a piece of a file below the working directory. Gets no reply of its own: the
+    /// [`Request::WriteEnd`] after it is answered.
     Write {
         /// Path relative to the working directory, see [`is_safe_path`].
         path: String,
@@ -61,7 +61,7 @@ pub enum Request {
     /// Read all regular files. Answered by [`Reply::TreeFile`] and [`Reply::TreeData`], then
     /// [`Reply::TreeEnd`].
     ReadTree {
-        /// Most bytes of content and paths together.
+        /// Limit of the content and paths together, in bytes.
         cap: u64,
     },
     /// Kill every process, wipe every writable folder and verify both. Answered by [`Reply::Ack`].
@@ -83,9 +83,9 @@ pub struct ExecRequest {
     pub env: Vec<(String, String)>,
     /// Milliseconds after which the command and everything it started are killed.
     pub timeout_ms: u64,
-    /// Bytes of output kept from the start, and again from the end.
+    /// Bytes of output kept from the start, and as many from the end.
     pub keep: u64,
-    /// Bytes of output after which the command is killed one second later.
+    /// Bytes of output; the command is killed one second after it has written more.
     pub max_output: u64,
 }
 
@@ -154,7 +154,7 @@ pub struct CommandReport {
     pub total_bytes: u64,
     /// Processes that the kernel killed for lack of memory while it ran.
     pub oom_kills: u32,
-    /// Microseconds from its start until nothing of it was alive.
+    /// Microseconds from its start until none of its processes was alive.
     pub elapsed_us: u64,
 }
 

@@ -149,7 +149,7 @@ fn unwiped_mount(mountinfo: &str, wiped: &[PathBuf]) -> Option<String> {
 }
 
 impl Baseline {
-    /// Records the present state. Fails if the sandbox cannot be reset.
+    /// Records the current state. Fails if the sandbox cannot be reset.
     pub(crate) fn take(options: &Options) -> Result<Self, ResetError> {
         let wiped = wiped_folders(options);
         let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;

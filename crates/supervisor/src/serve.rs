@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 
 /// A host that sends no frame for this long while a command runs is considered gone.
 const HOST_SILENCE: Duration = Duration::from_mins(1);
-/// Lies on the host's disk. If it is writable, so does everything else that commands can write to.
+/// The container's root, which is on the host's disk. If it is writable, all other places that
+/// commands can write to are on that disk, too.
 const ROOT: &std::ffi::CStr = c"/";
 /// A killed process may take a while to free its memory; one that takes longer than this is stuck.
 const KILL_TIMEOUT: Duration = Duration::from_secs(15);
@@ -198,7 +199,7 @@ impl Server {
         }
     }
 
-    /// Reads the command's output until it ends or must be killed. In the latter case returns why.
+    /// Reads the command's output until the command ends (`None`) or must be killed (the reason).
     fn watch(&mut self, job: &mut Job) -> io::Result<Option<CommandEnd>> {
         let mut killing_at = None;
         loop {
@@ -287,8 +288,8 @@ impl Server {
         Ok(())
     }
 
-    /// Kills until no other process is alive. Meanwhile reads the output, so that writers do not
-    /// block.
+    /// Kills all other processes until none is alive. Meanwhile reads the command's output, so that
+    /// its writers do not block.
     fn kill_everything(&mut self, mut job: Option<&mut Job>) -> io::Result<()> {
         let give_up_at = Instant::now() + KILL_TIMEOUT;
         while sys::kill_all()? {

@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 
 /// Deepest nesting of folders; a deeper tree is refused.
 const MAX_DEPTH: usize = 128;
-/// Most entries of all folders together. Listing more could take memory that the container does not
-/// have.
+/// Largest number of entries in all folders together. Listing more could take memory that the
+/// container does not have.
 const MAX_ENTRIES: usize = 50_000;
 /// Bytes counted per file in addition to its content, so that empty files count, too.
 const FILE_COST: u64 = 64;
@@ -24,13 +24,13 @@ struct FoundFile {
     size: u64,
 }
 
-/// What the rest of the tree may use.
+/// What is left of the limits for the rest of the tree.
 struct Budget {
     bytes: u64,
     entries: usize,
 }
 
-/// Sends all regular files below `root`, sorted by path, and how that ended.
+/// Sends all regular files below `root`, sorted by path, then a [`Reply::TreeEnd`].
 ///
 /// The result is an error only if sending fails.
 pub(crate) fn send(
@@ -144,8 +144,8 @@ fn send_content(
     Ok(Ok(()))
 }
 
-/// Performs `action`. If permission is denied, grants the bits for the time of the action: root
-/// without capabilities is bound by the permissions of its own files.
+/// Performs `action`. If permission is denied, adds `bits` to the mode of `path` while the action is
+/// repeated: root without capabilities is bound by the permissions of its own files.
 fn with_access<T>(path: &Path, bits: u32, action: impl Fn() -> io::Result<T>) -> io::Result<T> {
     match action() {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {

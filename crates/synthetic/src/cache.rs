@@ -4,8 +4,8 @@ use crate::rows::{extend, mix};
 use lru::LruCache;
 use orchestrate_types::TokenId;
 
-/// The cached pages, identified by the hash of all tokens up to their end; least recently used
-/// first out.
+/// The cached pages, each identified by the hash of all tokens up to its end. The least recently
+/// used pages are evicted first.
 #[derive(Debug)]
 pub(crate) struct PageCache {
     pages: LruCache<u64, ()>,

@@ -47,8 +47,8 @@ pub struct EnginePlan {
 pub struct EngineStats {
     /// Number of generations that it answered.
     pub answered: u64,
-    /// Times between handing out a reply and having read the next request of the same conversation,
-    /// in microseconds: what the client and both ends of HTTP add to a turn.
+    /// Times from handing out a reply until the next request of the same conversation was read, in
+    /// microseconds: what the client and HTTP on both sides add to a turn.
     pub gaps_us: Vec<u32>,
 }
 
@@ -56,7 +56,8 @@ pub struct EngineStats {
 struct Engine {
     plan: EnginePlan,
     state: Mutex<EngineState>,
-    /// Whether generation is paused, and how often it has been. A pause aborts running generations.
+    /// Whether generation is paused, and how often it was paused so far. A pause aborts running
+    /// generations.
     pause: watch::Sender<(bool, u64)>,
 }
 
@@ -95,7 +96,7 @@ struct SamplingParams {
 /// Serves until dropped. The initial weight version is `default`, as in SGLang.
 ///
 /// # Errors
-/// If the listener fails.
+/// Any error of the listener.
 pub async fn serve(plan: EnginePlan, listener: TcpListener) -> std::io::Result<()> {
     let state = EngineState {
         version: "default".to_owned(),
@@ -230,7 +231,7 @@ fn reply(
     }
     let body = json!({"output_ids": output, "meta_info": meta}).to_string();
     let mut state = engine.lock();
-    // Not reused under other weights, even if they changed while it ran.
+    // Tokens computed under older weights are not cached, even if the weights changed during the call.
     if state.version == version {
         state.cache.insert(&request.extra_key, tokens.get(..computed).unwrap_or_default());
     }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
 /// The time of a call as a function of what the server has to compute. Concurrent requests do not
-/// slow each other down, because the coordinator is measured and not a batch scheduler.
+/// slow each other down, because benchmarks measure the coordinator, not a batch scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Latency {
     /// Time that every call takes, in milliseconds.

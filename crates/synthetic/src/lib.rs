@@ -1,8 +1,7 @@
 //! Stand-ins for benchmarks: everything but the program under measurement is cheap and predictable.
 //!
-//! * [`serve`] is an engine with SGLang's routes that computes nothing. Time comes from a
-//!   [`Latency`]
-//!   model, text from a [`Script`], and routing rows from [`expected_rows`].
+//! * [`serve`] is an engine with SGLang's routes that computes nothing. Its response times come from
+//!   a [`Latency`] model, its tokens from a [`Script`], and its routing rows from [`expected_rows`].
 //! * [`SyntheticSandboxes`] run no command, and [`task`] is solved by any episode that submits.
 //!
 //! The invariant: a row is a function of the policy version and the tokens up to its position, and

@@ -1,7 +1,7 @@
 //! Scripted episodes that solve micro tasks, for supervised warm-start.
 //!
-//! The invariant: every observation is what the real environment answers to the same calls, so
-//! that warm-start data needs no container. Only turns of weight 1 are to be imitated.
+//! The invariant: every observation equals what the real environment returns for the same calls, so
+//! warm-start data needs no container. Only turns of weight 1 are to be imitated.
 
 use crate::micro::families::{Choice, Family, fill};
 use crate::micro::value::Value;
@@ -12,78 +12,78 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 
-/// Episodes of 100 that try a wrong line first.
+/// Percentage of episodes that first try a wrong line.
 const RECOVERIES_PERCENT: usize = 12;
 
-/// A tool call.
+/// A tool call of the expert.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ExpertAction {
     /// `bash`, `edit` or `submit`.
     pub name: String,
-    /// Its arguments, a JSON object.
+    /// The tool's arguments, a JSON object.
     pub arguments: Json,
 }
 
 /// One turn of the expert.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ExpertTurn {
-    /// What it does.
+    /// The tool call.
     pub action: ExpertAction,
-    /// What the environment answers; empty after `submit`, which ends the episode.
+    /// What the environment returns; empty after `submit`, which ends the episode.
     pub observation: String,
-    /// 1.0 if the turn is to be imitated, 0.0 if it is a mistake that a later turn repairs.
+    /// 1.0 if the turn is to be imitated, 0.0 if it is a mistake that a later turn corrects.
     pub weight: f32,
 }
 
-/// The one line that a gold patch changes.
-struct Repair {
+/// The one-line change that a gold patch makes.
+struct LineChange {
     file: String,
-    /// From 1.
+    /// Line number, from 1.
     line: usize,
     old: String,
     new: String,
 }
 
-/// An episode that solves `task`: list the file, replace the line, run the visible tests, submit.
-/// About one in eight first puts a wrong line in, sees the tests fail, and repairs it.
-/// `None` if `task` is not a micro task.
+/// An episode that solves `task`: print the file, replace the line, run the visible tests, submit.
+/// About one in eight first inserts a wrong line, sees the tests fail, and corrects it. `None` if
+/// `task` is not a micro task.
 pub fn episode(task: &Task, rng: &mut ChaCha8Rng) -> Option<Vec<ExpertTurn>> {
-    let repair = Repair::of(task)?;
-    let module = &task.agent_files.iter().find(|file| file.path == repair.file)?.content;
+    let change = LineChange::of_gold_patch(task)?;
+    let module = &task.agent_files.iter().find(|file| file.path == change.file)?.content;
     let turn = |name: &str, arguments: Json, observation: String| ExpertTurn {
         action: ExpertAction { name: name.to_owned(), arguments },
         observation,
         weight: 1.0,
     };
     let edit = |new: &str| {
-        let arguments = json!({"path": repair.file, "line": repair.line, "new": new});
+        let arguments = json!({"path": change.file, "line": change.line, "new": new});
         turn("edit", arguments, "ok".to_owned())
     };
     let bash =
         |command: &str, observation: String| turn("bash", json!({"command": command}), observation);
 
-    let mut turns = vec![bash(&format!("cat -n {}", repair.file), numbered(module))];
+    let mut turns = vec![bash(&format!("cat -n {}", change.file), numbered(module))];
     let mut draw = Draw::new(rng);
     if draw.chance(RECOVERIES_PERCENT)
-        && let Some((line, failure)) = mistake(task, &repair, &mut draw)
+        && let Some((line, failure)) = draw_mistake(task, &change, &mut draw)
     {
         turns.push(ExpertTurn { weight: 0.0, ..edit(&line) });
         turns.push(bash(RUN_COMMAND, format!("exit 1\n{failure}")));
     }
-    turns.push(edit(&repair.new));
+    turns.push(edit(&change.new));
     turns.push(bash(RUN_COMMAND, "ok".to_owned()));
     turns.push(turn("submit", json!({}), String::new()));
     Some(turns)
 }
 
-/// `text` as `cat -n` shows it, without the last line's end.
+/// `text` as `cat -n` prints it, without the final line feed.
 fn numbered(text: &str) -> String {
     let lines = text.lines().enumerate().map(|(n, line)| format!("{:6}\t{line}", n + 1));
     lines.collect::<Vec<_>>().join("\n")
 }
 
-impl Repair {
-    fn of(task: &Task) -> Option<Self> {
+impl LineChange {
+    fn of_gold_patch(task: &Task) -> Option<Self> {
         let patches = parse(&task.gold_patch).ok()?;
         let [patch] = patches.as_slice() else { return None };
         let [hunk] = patch.hunks.as_slice() else { return None };
@@ -103,12 +103,13 @@ impl Repair {
     }
 }
 
-/// A wrong line of the same family that the visible tests catch, and what they say about it.
-fn mistake(task: &Task, repair: &Repair, draw: &mut Draw<'_>) -> Option<(String, String)> {
-    let family = Family::named(&task.family)?;
+/// Draws a wrong line from the same family that the visible tests detect, and the line they print
+/// about it. The example call is read back from the issue.
+fn draw_mistake(task: &Task, change: &LineChange, draw: &mut Draw<'_>) -> Option<(String, String)> {
+    let family = Family::by_name(&task.family)?;
     let issue = &task.problem_statement;
     let (name, _) = issue.split_once(' ')?;
-    let module = &task.agent_files.iter().find(|file| file.path == repair.file)?.content;
+    let module = &task.agent_files.iter().find(|file| file.path == change.file)?.content;
     let head = module.lines().find_map(|line| line.strip_prefix(&format!("def {name}(")))?;
     let params: Vec<&str> = head.strip_suffix("):")?.split(", ").collect();
     let (_, call) = issue.split_once(&format!(" {name}("))?;
@@ -116,18 +117,18 @@ fn mistake(task: &Task, repair: &Repair, draw: &mut Draw<'_>) -> Option<(String,
     let (args, want) =
         (Value::parse_list(args)?, rest.split_once(", expected ")?.1.strip_suffix('.')?);
 
-    // The right and the buggy line are equal around the expression that stands in them.
-    let written = |choice: &Choice, line: &str| -> Option<(String, String)> {
+    // The correct line and the buggy one differ only in their expression.
+    let around_expression = |choice: &Choice, line: &str| -> Option<(String, String)> {
         let code = fill(choice.code, &params);
         let (head, tail) = line.split_once(code.as_str())?;
         Some((head.to_owned(), tail.to_owned()))
     };
-    let (head, tail) = family.choices.iter().find_map(|right| {
-        let found = written(right, &repair.new)?;
-        let fits = |bug: &Choice| {
-            repair.old == format!("{}{}{}", found.0, fill(bug.code, &params), found.1)
+    let (head, tail) = family.choices.iter().find_map(|correct| {
+        let found = around_expression(correct, &change.new)?;
+        let is_bug = |bug: &Choice| {
+            change.old == format!("{}{}{}", found.0, fill(bug.code, &params), found.1)
         };
-        family.choices.iter().any(fits).then_some(found)
+        family.choices.iter().any(is_bug).then_some(found)
     })?;
     let wrong: Vec<(String, String)> = family
         .choices
@@ -135,7 +136,7 @@ fn mistake(task: &Task, repair: &Repair, draw: &mut Draw<'_>) -> Option<(String,
         .filter_map(|choice| {
             let line = format!("{head}{}{tail}", fill(choice.code, &params));
             let got = (choice.run)(&args)?.to_string();
-            let differs = got != want && line != repair.new && line != repair.old;
+            let differs = got != want && line != change.new && line != change.old;
             differs.then(|| (line, format!("FAILED {name}: got {got}, expected {want}")))
         })
         .collect();

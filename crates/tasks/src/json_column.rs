@@ -1,4 +1,5 @@
-//! A column that holds JSON: read as JSON text or as a decoded value, written as JSON text.
+//! Serde functions for a column that contains JSON: it is read as JSON text or as a decoded value,
+//! and written as JSON text.
 
 use serde::de::{DeserializeOwned, Error as _};
 use serde::ser::Error as _;
@@ -13,7 +14,7 @@ pub(crate) fn deserialize<'de, T: DeserializeOwned, D: Deserializer<'de>>(
 ) -> Result<T, D::Error> {
     match serde_json::Value::deserialize(from)? {
         serde_json::Value::String(text) => serde_json::from_str(&text).map_err(|error| {
-            if is_python(&text) {
+            if is_python_literal(&text) {
                 D::Error::custom(
                     "is written in Python's syntax, not JSON; write it with json.dumps",
                 )
@@ -25,8 +26,8 @@ pub(crate) fn deserialize<'de, T: DeserializeOwned, D: Deserializer<'de>>(
     }
 }
 
-/// Whether `text` looks like what Python's `str` gives for a list or dict of strings.
-fn is_python(text: &str) -> bool {
+/// Whether `text` looks like the `str` of a Python list or dict of strings.
+fn is_python_literal(text: &str) -> bool {
     let inside = text.trim_start().strip_prefix(['[', '{']).map(str::trim_start);
     inside.is_some_and(|inside| inside.starts_with('\''))
 }

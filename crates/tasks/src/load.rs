@@ -1,8 +1,8 @@
 //! Rows of any family from a file: JSON lines, JSON or parquet, plain or compressed with gzip.
 //!
-//! The invariant: a bad row never hides the good ones after it, and is reported with its position,
-//! id and reason. A file that is damaged as a whole is an error. Rows are read one by one, so a file
-//! may be larger than memory, except for JSON that is one document.
+//! The invariant: an invalid row never hides the valid ones after it, and is reported with its
+//! position, id and reason. A file that is damaged as a whole is an error. Rows are read one by
+//! one, so a file may be larger than memory, except for JSON that is one document.
 
 mod hub;
 mod parquet_file;
@@ -29,7 +29,7 @@ const WRAPPERS: usize = 3;
 const LINES_TRIED: usize = 20;
 /// Reason for refusing a file without a single entry.
 const NOT_ROWS: &str =
-    "this is not a file of rows (JSON lines, a JSON list or parquet; gzip is allowed)";
+    "this is not a task file (JSON lines, a JSON list or parquet; gzip is allowed)";
 /// The byte order mark of UTF-8.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 /// Number of characters of an id, and of a reason, that are printed.
@@ -103,7 +103,7 @@ impl Row {
     ///
     /// # Errors
     /// The reason why it is not a row, or cannot be a task.
-    fn of(value: Value) -> Result<Self, String> {
+    fn from_value(value: Value) -> Result<Self, String> {
         let has = |column: &str| value.get(column).is_some();
         let reason = |error: serde_path_to_error::Error<serde_json::Error>| error.to_string();
         if has("FAIL_TO_PASS") {
@@ -119,13 +119,13 @@ impl Row {
                 Ok(_) => Ok(Self::R2e(Box::new(row))),
             }
         } else {
-            let columns = "`expected_output_json`, as R2E-Gym has it, nor `FAIL_TO_PASS`";
-            Err(format!("has neither a column {columns}, as SWE-bench has it"))
+            let columns = "`expected_output_json` (R2E-Gym) nor `FAIL_TO_PASS` (SWE-bench)";
+            Err(format!("has neither a column {columns}"))
         }
     }
 }
 
-/// A row that cannot be used.
+/// A row that was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "row {row} ({}): {}",
@@ -133,15 +133,15 @@ impl Row {
     printable(reason, REASON_CHARS)
 )]
 pub struct Refused {
-    /// Its position in the file, from 1.
+    /// Position of the row in the file, from 1.
     pub row: usize,
-    /// Its id, if it has one.
+    /// Id of the row, if it has one.
     pub id: Option<String>,
-    /// Why it cannot be used.
+    /// Why the row was refused.
     pub reason: String,
 }
 
-/// A file that cannot be used.
+/// A file of rows or predictions that cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// Reading failed.
@@ -168,9 +168,9 @@ pub enum LoadError {
     Entry {
         /// The file.
         path: Utf8PathBuf,
-        /// Its position in the file, from 1.
+        /// Position of the entry in the file, from 1.
         entry: usize,
-        /// Why it cannot be used.
+        /// Why it is not a prediction.
         reason: String,
     },
 }
@@ -181,8 +181,8 @@ impl LoadError {
     }
 }
 
-/// Pins `path` to a commit where it names a data set of the Hugging Face hub, so that the rows loaded
-/// from it stay the same; any other path is returned unchanged. Blocking.
+/// Pins `path` to a commit where it names a data set of the Hugging Face hub, so that the rows
+/// loaded from it stay the same; any other path is returned unchanged. Blocking.
 ///
 /// # Errors
 /// If the hub does not know the data set, or cannot be reached.
@@ -193,9 +193,9 @@ pub fn pinned(path: &str) -> Result<String, LoadError> {
     }
 }
 
-/// The rows of `path`, usable and refused. The format is detected from the file's first bytes. A path
-/// may name a data set of the Hugging Face hub, `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, whose
-/// files are fetched to its cache. Blocking.
+/// The rows of `path`, usable and refused. The format is detected from the file's first bytes. A
+/// path may name a data set of the Hugging Face hub, `hf://datasets/OWNER/NAME[@REVISION][/PATH]`,
+/// whose files are fetched to its cache. Blocking.
 ///
 /// # Errors
 /// If the file cannot be opened or fetched, or is a truncated or corrupt gzip file.
@@ -213,7 +213,7 @@ pub fn rows(
         let value = value.map_err(|reason| Refused { row, id: None, reason })?;
         let value = unwrapped(value, WRAPPERS);
         let id = id(&value);
-        let found = Row::of(value).map_err(|reason| Refused { row, id, reason })?;
+        let found = Row::from_value(value).map_err(|reason| Refused { row, id, reason })?;
         match seen.insert(found.id(), row) {
             None => Ok(found),
             Some(first) => {
@@ -263,7 +263,7 @@ fn check_gzip(path: &Utf8Path) -> Result<(), LoadError> {
         .map_err(|source| LoadError::Damaged { path: path.to_owned(), source })
 }
 
-/// Entries of a text: those of one JSON document, or one per line. A byte order mark is skipped.
+/// The entries of a text file: those of a JSON list, or one per line. A byte order mark is skipped.
 fn text_values(mut text: impl BufRead + 'static) -> std::io::Result<Values> {
     if text.fill_buf()?.starts_with(BYTE_ORDER_MARK) {
         text.consume(BYTE_ORDER_MARK.len());
@@ -287,11 +287,11 @@ fn text_values(mut text: impl BufRead + 'static) -> std::io::Result<Values> {
     Ok(Box::new(std::iter::from_fn(move || entries.next())))
 }
 
-/// Entries of JSON lines. A text without any becomes one refusal, not one per line.
+/// Entries of JSON lines. A file without any valid entry is refused once, not once per line.
 #[derive(Debug)]
 struct Entries<R> {
     lines: JsonLines<R>,
-    /// Entries up to the first good one that were read but not returned yet.
+    /// Entries up to the first valid one that were read but not returned yet.
     first: VecDeque<Result<Value, String>>,
     started: bool,
 }
@@ -368,8 +368,8 @@ impl<R: BufRead> JsonLines<R> {
     }
 }
 
-/// The row inside a data set of a trainer: rLLM and verl keep it in `extra_info`, as an object or as
-/// JSON text.
+/// The row inside an entry of a trainer's data set: rLLM and verl store it in `extra_info`, as an
+/// object or as JSON text. At most `depth` levels are unwrapped.
 fn unwrapped(mut value: Value, depth: usize) -> Value {
     let has = |column: &str| value.get(column).is_some();
     if depth == 0 || has("FAIL_TO_PASS") || has("expected_output_json") {

@@ -1,8 +1,8 @@
 //! Turns a test log into a verdict, by R2E-Gym's own rule and by a strict one.
 //!
 //! The invariant: [`Verdict::official_reward`] equals R2E-Gym's reward for the same log, including
-//! its known defects; [`Verdict::reward`] is 1.0 only if the log has exactly the expected tests, each
-//! with its expected status.
+//! its known defects; [`Verdict::reward`] is 1.0 only if the log has exactly the expected tests,
+//! each with its expected status.
 
 use crate::task::{TestStatus, Verdict};
 use crate::text::{Decoding, Ends, Lines, strip};
@@ -15,7 +15,8 @@ const SUMMARY: &str = "short test summary info";
 /// Statuses by test key.
 type Statuses = BTreeMap<String, TestStatus>;
 
-/// Bytes of keys that one block may hold. A log with more scores 0: no task expects that many.
+/// Maximum number of bytes of the keys in one block. A log with more scores 0, because no task
+/// expects so many tests.
 const KEY_BYTES: usize = 64 << 20;
 
 /// Which rule decides [`Verdict::reward`], and which summary block its statuses are from.
@@ -54,8 +55,8 @@ pub fn grade_log(
     grade_log_by(SummaryRule::Strict, log, expected)
 }
 
-/// As [`grade_by`], for a log of any size, which is read once and not held in memory. Bytes that are
-/// not UTF-8 become U+FFFD; lines over [`crate::LINE_BYTES`] are shortened.
+/// As [`grade_by`], for a log of any size, which is read once and not held in memory. Bytes that
+/// are not UTF-8 become U+FFFD; lines over [`crate::LINE_BYTES`] are shortened.
 ///
 /// # Errors
 /// If reading fails.
@@ -145,6 +146,7 @@ struct Block {
     /// The last line that is not blank: white space at the end of a block is not part of a key.
     pending: Option<String>,
     key_bytes: usize,
+    /// Whether results were dropped because of [`KEY_BYTES`].
     is_cut: bool,
 }
 
@@ -154,20 +156,21 @@ impl Block {
             return;
         }
         if let Some(pending) = self.pending.replace(line.to_owned()) {
-            self.result(&pending);
+            self.add_result(&pending);
         }
     }
 
     fn ended(mut self) -> Self {
         if let Some(pending) = self.pending.take() {
-            self.result(strip(&pending));
+            self.add_result(strip(&pending));
         }
         self
     }
 
-    /// The tests for the three words are plain substring tests and their order matters: a failing
-    /// test whose name holds `PASSED` counts as passed upstream.
-    fn result(&mut self, line: &str) {
+    /// Records the result on `line`, if it has one. As in R2E-Gym, the three words are searched for
+    /// anywhere in the line and in this order, so a failing test whose name contains `PASSED`
+    /// counts as passed.
+    fn add_result(&mut self, line: &str) {
         let tail = || line.split("::").skip(1).collect::<Vec<_>>().join(".");
         let (key, status) = if line.contains("PASSED") {
             (tail(), TestStatus::Passed)
@@ -189,8 +192,8 @@ impl Block {
     }
 }
 
-/// Keys without colour and without ` - reason`; where two fall together the later one in key
-/// order wins, as upstream.
+/// Removes colours and ` - reason` from keys. If two keys become equal, the later one in key order
+/// wins, as in R2E-Gym.
 fn normalised(statuses: Statuses) -> Statuses {
     let plain: Statuses =
         statuses.into_iter().map(|(key, status)| (without_colour(&key, false), status)).collect();
@@ -201,17 +204,17 @@ fn before_reason(key: &str) -> String {
     key.split(" - ").next().unwrap_or_default().to_owned()
 }
 
-/// `text` without colour escapes: `ESC [ digits m`, in a log (`many`) also with `;` and with no
-/// digits at all.
-fn without_colour(text: &str, many: bool) -> String {
+/// `text` without colour escapes `ESC [ digits m`. In a log (`is_log`), the digits may also be
+/// absent or contain `;`.
+fn without_colour(text: &str, is_log: bool) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some((head, tail)) = rest.split_once("\x1b[") {
         out.push_str(head);
-        let end = tail.find(|c: char| !(c.is_ascii_digit() || many && c == ';'));
+        let end = tail.find(|c: char| !(c.is_ascii_digit() || is_log && c == ';'));
         let code = end.and_then(|end| tail.split_at_checked(end));
         match code.and_then(|(digits, after)| Some((digits, after.strip_prefix('m')?))) {
-            Some((digits, after)) if many || !digits.is_empty() => rest = after,
+            Some((digits, after)) if is_log || !digits.is_empty() => rest = after,
             Some(_) | None => {
                 out.push_str("\x1b[");
                 rest = tail;
@@ -265,13 +268,13 @@ mod tests {
     }
 
     #[test]
-    fn the_empty_key_hole_is_official_only() {
+    fn an_empty_key_scores_only_by_the_official_rule() {
         let log = "short test summary info\nERROR t.py - ImportError";
         assert_eq!(rewards(log, &[("a", TestStatus::Passed)]), (false, true));
     }
 
     #[test]
-    fn a_forged_first_block_is_official_only() {
+    fn a_forged_first_block_scores_only_by_the_official_rule() {
         let log = "short test summary info\nPASSED t::a\nshort test summary info\nFAILED t::a";
         let want = map(&[("a", TestStatus::Passed)]);
         assert_eq!(rewards(log, &[("a", TestStatus::Passed)]), (false, true));

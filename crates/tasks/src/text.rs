@@ -1,8 +1,8 @@
 //! Text as Python reads it (white space, line ends, lines of a log of any size), and text made safe
 //! for a terminal.
 //!
-//! The invariant: a [`Lines`] holds at most a few times [`LINE_BYTES`], however long the log and its
-//! lines are.
+//! The invariant: a [`Lines`] holds at most a few times [`LINE_BYTES`], however long the log and
+//! its lines are.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -84,7 +84,7 @@ pub(crate) fn strip(text: &str) -> &str {
 pub(crate) enum Ends {
     /// `\n` only.
     Feed,
-    /// `\n`, `\r\n` and a lone `\r`, as a file opened as text.
+    /// `\n`, `\r\n` and a lone `\r`, as Python reads a text file.
     Universal,
 }
 
@@ -108,7 +108,7 @@ pub(crate) struct Lines<R> {
     offset: u64,
     /// The last line ended with `\r`; a `\n` that follows belongs to it.
     after_return: bool,
-    /// Markers from the part of the present line that was dropped, as indices into [`MARKERS`].
+    /// Markers from the dropped part of the current line, as indices into [`MARKERS`].
     markers: Vec<usize>,
 }
 
@@ -202,8 +202,9 @@ impl<R: BufRead> Lines<R> {
     }
 }
 
-/// Adds the markers that start before the last [`HALF`] bytes of `line` and end after the first ones
-/// to `found`, in order. Where the line was `cut` before, its middle does not continue its head.
+/// Adds the markers that start before the last [`HALF`] bytes of `line` and end after the first
+/// ones to `found`, in order. Where the line was `cut` before, its middle does not continue its
+/// head.
 fn keep_markers(line: &[u8], cut: bool, found: &mut Vec<usize>) {
     let from = if cut { HALF } else { HALF - MARKER_BYTES };
     let to = line.len() - HALF;
@@ -239,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_split_where_python_splits_them() {
+    fn tokens_are_split_as_in_python() {
         let found: Vec<_> = tokens(" a\x1cb\x1f\u{a0}c\u{2003}d\x00e ").collect();
         assert_eq!(found, ["a", "b", "c", "d\0e"]);
         assert_eq!(strip("\x1e \tx y\u{85}"), "x y");
@@ -274,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn long_line_keeps_its_ends() {
+    fn a_long_line_keeps_its_ends() {
         let mut log = b"head".to_vec();
         log.resize(5 * LINE_BYTES, b'x');
         log.extend_from_slice(b"tail\nnext");

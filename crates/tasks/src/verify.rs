@@ -1,7 +1,8 @@
 //! Building blocks for grading a patch and for checking a task: the files that the hidden tests run
 //! on, and the scores of a sound task.
 //!
-//! The invariant: in a graded tree everything under the hidden tests' folder is ours.
+//! The invariant: in a graded tree, the folders of the hidden tests contain only the task's hidden
+//! files.
 
 use crate::patch::{self, PatchError};
 use crate::task::{Task, TaskFile, Verdict};
@@ -18,13 +19,13 @@ pub fn graded_tree(task: &Task, patch: &str) -> Result<Vec<TaskFile>, PatchError
 
 /// `tree` with `task`'s hidden files as its only content in their folders.
 pub fn with_hidden(task: &Task, mut tree: Vec<TaskFile>) -> Vec<TaskFile> {
-    let taken = |path: &str| {
+    let is_replaced = |path: &str| {
         task.hidden_files.iter().any(|hidden| match hidden.path.split_once('/') {
             Some((folder, _)) => path.split('/').next() == Some(folder),
             None => path == hidden.path,
         })
     };
-    tree.retain(|file| !taken(&file.path));
+    tree.retain(|file| !is_replaced(&file.path));
     tree.extend(task.hidden_files.iter().cloned());
     tree
 }
@@ -87,9 +88,9 @@ impl Health {
         let flaky: Vec<String> = parts
             .iter()
             .filter(|(_, scores)| differs(scores))
-            .map(|(who, scores)| {
+            .map(|(patch, scores)| {
                 let solved = scores.iter().filter(|&&solved| solved).count();
-                format!("{who} scores 1 in {solved} of {} checks", scores.len())
+                format!("{patch} scores 1 in {solved} of {} checks", scores.len())
             })
             .collect();
         if !flaky.is_empty() {
@@ -113,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn files_beside_the_hidden_tests_are_taken_away() {
+    fn other_files_in_the_folder_of_hidden_tests_are_removed() {
         let task = task();
         let mut tree = task.agent_files.clone();
         for path in ["r2e_tests/test_2.py", "r2e_tests/runner.py", "r2e_tests", "notes/r2e_tests"] {

@@ -1,4 +1,4 @@
-"""Reads tasks as JSON lines and prints a line for each thing that is not as the task says."""
+"""Reads tasks as JSON lines and prints one line for each difference from what the task claims."""
 
 import json
 import sys

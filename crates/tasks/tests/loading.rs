@@ -1,6 +1,6 @@
-//! Rows and predictions from files of every supported format.
+//! Loads rows and predictions from files of every supported format.
 
-#![expect(clippy::unwrap_used, reason = "a test stops where something is not as promised")]
+#![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
 
 use camino::{Utf8Path, Utf8PathBuf};
 use flate2::Compression as GzipStrength;
@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::sync::Arc;
 
-/// The path of a file of test data; `None`, reported as a skip, where it is absent.
+/// The path of a file of test data; `None`, reported as a skip, if it does not exist.
 fn data(name: &str) -> Option<Utf8PathBuf> {
     let path = orchestrate_e2e::skip::data(&format!("data/swe/{name}"))?;
     Some(Utf8PathBuf::from_path_buf(path).unwrap())
@@ -103,7 +103,7 @@ fn every_real_row_of_swe_bench_loads() {
 }
 
 #[test]
-fn every_real_row_of_r2e_loads_bare_and_repackaged() {
+fn every_real_row_of_r2e_loads_as_published_and_repackaged() {
     let Some(path) = data("r2e/rows.jsonl.gz") else { return };
     let mut text = String::new();
     let file = std::fs::File::open(path).unwrap();
@@ -123,7 +123,7 @@ fn every_real_row_of_r2e_loads_bare_and_repackaged() {
 }
 
 #[test]
-fn bad_rows_are_refused_by_id_and_reason_and_the_rest_go_on() {
+fn invalid_rows_are_refused_with_id_and_reason_and_the_others_load() {
     let changed = |column: &str, value: Value| {
         let mut row = swe_row(&format!("bad-{column}"));
         row[column] = value;
@@ -176,7 +176,7 @@ fn bad_rows_are_refused_by_id_and_reason_and_the_rest_go_on() {
 }
 
 #[test]
-fn compressed_files_and_json_documents_load_alike() {
+fn compressed_files_and_json_lists_load_like_json_lines() {
     let values = [swe_row("a-1"), r2e_row("b")];
     let lines = json_lines(&values);
     let want = loaded(lines.as_bytes());
@@ -211,7 +211,7 @@ fn damaged_gzip_is_an_error_before_any_row_is_used() {
 }
 
 #[test]
-fn file_that_holds_no_rows_is_refused_once() {
+fn a_file_without_rows_is_refused_once() {
     let text = "Some notes.\n".repeat(800);
     let numbers = "1\n".repeat(50);
     let mut binary = vec![0_u8; 100_000];
@@ -219,14 +219,14 @@ fn file_that_holds_no_rows_is_refused_once() {
     for bytes in [text.as_bytes(), numbers.as_bytes(), &binary] {
         let (good, bad) = loaded(bytes);
         assert!(good.is_empty() && bad.len() == 1, "{bad:?}");
-        assert!(bad[0].reason.contains("not a file of rows"), "{bad:?}");
+        assert!(bad[0].reason.contains("not a task file"), "{bad:?}");
     }
     let (good, bad) = loaded(format!("a comment\nanother\n{}", swe_row("a-1")).as_bytes());
     assert_eq!((good.len(), bad.len()), (1, 2));
 }
 
 #[test]
-fn python_list_is_named_and_refusals_are_safe_to_print() {
+fn python_syntax_is_recognised_and_refusals_are_safe_to_print() {
     let mut row = swe_row("a\u{1b}]0;title\u{7}\n");
     row["FAIL_TO_PASS"] = json!("['t::a', 't::b']");
     let (_, bad) = loaded(row.to_string().as_bytes());
@@ -242,7 +242,7 @@ fn parquet(rows: &[SweRow], lists: bool, compression: Compression) -> Vec<u8> {
     parquet_with(rows, lists, compression, "(UTF8)")
 }
 
-/// The same, where the type of text columns has `annotation`.
+/// As [`parquet`], with `annotation` on the type of text columns.
 fn parquet_with(
     rows: &[SweRow],
     lists: bool,
@@ -370,7 +370,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     #[test]
-    fn prop_no_bytes_make_a_loader_panic(
+    fn prop_loaders_never_panic(
         base in 0_usize..6, at in prop::collection::vec((0.0..1.0_f64, any::<u8>()), 0..4),
         cut in 0.0..1.3_f64,
     ) {

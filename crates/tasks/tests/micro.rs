@@ -1,6 +1,6 @@
-//! Promises of the micro generator that need no Python.
+//! Properties of the micro generator that need no Python to check.
 
-#![expect(clippy::indexing_slicing, reason = "a test stops where something is not as promised")]
+#![expect(clippy::indexing_slicing, reason = "a failed step fails the test")]
 
 use orchestrate_tasks::load::{self, Row};
 use orchestrate_tasks::micro::{self, FAMILIES, IMAGE, MicroCounts};
@@ -23,7 +23,7 @@ fn the_same_seed_gives_the_same_bytes() {
 }
 
 #[test]
-fn more_tasks_change_no_earlier_one() {
+fn more_tasks_do_not_change_earlier_ones() {
     let few = micro::generate(1, MicroCounts { train: 20, held_out: 20, held_out_families: 0 });
     let many = micro::generate(1, SMALL);
     for task in few {
@@ -33,7 +33,7 @@ fn more_tasks_change_no_earlier_one() {
 }
 
 #[test]
-fn rows_and_tasks_say_the_same() {
+fn rows_convert_to_the_generated_tasks() {
     let rows = micro::rows(4, SMALL);
     let tasks: Vec<_> = rows.iter().map(|row| row.to_task().unwrap()).collect();
     assert_eq!(tasks, micro::generate(4, SMALL));
@@ -84,7 +84,7 @@ fn held_out_names_are_unseen_and_their_words_are_not() {
 }
 
 #[test]
-fn families_of_a_split_are_its_own_and_all_occur() {
+fn every_split_has_all_of_its_families_and_no_others() {
     let tasks = micro::generate(1, MicroCounts::default());
     for split in [Split::Train, Split::HeldOut, Split::HeldOutFamilies] {
         let found: BTreeSet<_> = tasks
@@ -122,7 +122,7 @@ fn one_line_differs_and_modules_are_short() {
 }
 
 #[test]
-fn nothing_hidden_is_among_the_agents_files() {
+fn hidden_tests_are_not_among_the_agents_files() {
     for task in micro::generate(1, SMALL) {
         for file in &task.agent_files {
             assert!(!file.path.starts_with("r2e_tests"));

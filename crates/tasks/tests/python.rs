@@ -1,11 +1,8 @@
-//! Micro tasks under a real Python: what the issue claims is true, gold solves, doing nothing does
-//! not, and no trick of the tested module scores. Where there is no `python3` a skip is printed.
+//! Micro tasks under a real Python: the issue's claims are true, the gold patch solves the task, an
+//! empty patch does not, and no trick of the tested module scores. Without `python3`, the tests are
+//! skipped.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
-    reason = "a test stops where something is not as promised"
-)]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
 
 use orchestrate_tasks::micro::{self, MicroCounts, RUN_COMMAND};
 use orchestrate_tasks::{Split, Task, TaskFile, TestStatus, Verdict, expert, grade, patch, verify};
@@ -32,7 +29,7 @@ fn repaired(task: &Task) -> String {
     tree.into_iter().find(|file| file.path == module(task).path).unwrap().content
 }
 
-fn lay(folder: &std::path::Path, tree: &[TaskFile]) {
+fn write_tree(folder: &std::path::Path, tree: &[TaskFile]) {
     for file in tree {
         let path = folder.join(&file.path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -51,7 +48,7 @@ fn shell(folder: &std::path::Path, command: &str) -> (String, Option<i32>) {
 
 fn run_tree(task: &Task, tree: &[TaskFile]) -> (String, Verdict) {
     let folder = tempfile::tempdir().unwrap();
-    lay(folder.path(), tree);
+    write_tree(folder.path(), tree);
     let (log, _) = shell(folder.path(), &task.test_command);
     let verdict = grade(&log, &task.expected);
     (log, verdict)
@@ -114,7 +111,7 @@ fn python_runner_prints_the_recorded_logs() {
 }
 
 #[test]
-fn python_and_coreutils_answer_as_the_expert_says() {
+fn python_and_coreutils_print_the_experts_observations() {
     if no_python() {
         return;
     }
@@ -123,7 +120,7 @@ fn python_and_coreutils_answer_as_the_expert_says() {
     let mut recoveries = 0;
     for task in &tasks {
         let folder = tempfile::tempdir().unwrap();
-        lay(folder.path(), &task.agent_files);
+        write_tree(folder.path(), &task.agent_files);
         let before = std::fs::read_dir(folder.path()).unwrap().count();
         let turns = expert::episode(task, &mut rng).unwrap();
         recoveries += usize::from(turns.iter().any(|turn| turn.weight < 0.5));
@@ -159,14 +156,14 @@ fn python_run_survives_a_broken_module() {
     }
     let task = &micro::generate(3, MicroCounts { train: 1, held_out: 0, held_out_families: 0 })[0];
     let folder = tempfile::tempdir().unwrap();
-    lay(folder.path(), &task.agent_files);
+    write_tree(folder.path(), &task.agent_files);
     std::fs::write(folder.path().join(&module(task).path), "def f(:\n").unwrap();
     let (text, code) = shell(folder.path(), RUN_COMMAND);
     assert_eq!((text.lines().count(), code), (2, Some(1)));
     assert!(text.contains(": got SyntaxError, expected ") && !text.contains('/'), "{text}");
 }
 
-/// Trees that an agent might leave, none of which is a repair.
+/// Files that an agent might write to score without repairing the module.
 fn tricks(task: &Task) -> Vec<(&'static str, Vec<TaskFile>)> {
     let module = module(task);
     let name = module.path.trim_end_matches(".py");
@@ -254,7 +251,7 @@ fn python_tricks_never_score() {
 }
 
 #[test]
-fn python_a_trick_beside_a_true_repair_only_costs() {
+fn python_a_forged_summary_does_not_spoil_a_correct_repair() {
     if no_python() {
         return;
     }
@@ -284,13 +281,13 @@ fn python_a_call_that_hangs_fails_quickly() {
 }
 
 #[test]
-fn python_tested_code_reaches_no_test_and_no_stream() {
+fn python_tested_code_cannot_access_tests_or_streams() {
     if no_python() {
         return;
     }
     let task = &micro::generate(8, MicroCounts { train: 1, held_out: 0, held_out_families: 0 })[0];
     let mut tree = patch::apply(&task.agent_files, &task.gold_patch).unwrap();
-    // Any success of these attempts makes the import fail, and with it a true repair.
+    // If any of these attempts succeeds, the import fails, and so does the correct repair.
     let probe = "import os\n\
         up = '/proc/%d/' % os.getppid()\n\
         assert not os.path.exists('r2e_tests/test_1.py')\n\

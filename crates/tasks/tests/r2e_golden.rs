@@ -1,6 +1,6 @@
-//! Real R2E-Gym rows: rewards, parsed logs and rebuilt gold patches.
+//! Rewards, parsed logs and rebuilt gold patches of real R2E-Gym rows.
 
-#![expect(clippy::unwrap_used, reason = "a test stops where something is not as promised")]
+#![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
 
 use orchestrate_tasks::r2e::R2eRow;
 use orchestrate_tasks::{TaskFile, TestStatus, grade, grade_log, patch};
@@ -53,7 +53,7 @@ fn real_logs_get_their_official_rewards_and_maps() {
 }
 
 #[test]
-fn runners_that_look_for_tests_find_a_package() {
+fn unittest_runners_get_a_package() {
     let runners = ["tornado_unittest_runner.py", "unittest_custom_runner.py"];
     for (other, marker) in [(runners[0], true), (runners[1], true), ("conftest.py", false)] {
         let row: R2eRow = serde_json::from_value(serde_json::json!({
@@ -100,7 +100,7 @@ fn rebuilt_gold_patches_turn_the_old_files_into_the_new_ones() {
     }
 }
 
-/// The official tool agrees, on every file of the commit and not only on those of the gold patch.
+/// Checks every file of the commit, not only those of the gold patch.
 #[test]
 fn git_applies_every_rebuilt_diff_exactly() {
     let mut applied = 0;
@@ -131,7 +131,7 @@ fn git_applies_every_rebuilt_diff_exactly() {
 }
 
 #[test]
-fn real_rows_survive_being_written_and_read() {
+fn real_rows_are_unchanged_by_writing_and_reading() {
     for Entry { row, .. } in entries() {
         let text = serde_json::to_string(&row).unwrap();
         assert_eq!(serde_json::from_str::<R2eRow>(&text).unwrap(), row);

@@ -1,10 +1,6 @@
-//! Logs of any size and content: read once, in bounded memory, without a panic.
+//! Logs of any size and content are read once, in bounded memory, without a panic.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
-    reason = "a test stops where something is not as promised"
-)]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
 
 use orchestrate_tasks::swe::{Harness, LogParser, SPECS, SweRow, grade};
 use orchestrate_tasks::{LINE_BYTES, TestStatus, grade_log};
@@ -14,13 +10,17 @@ use std::io::{BufReader, Read};
 
 const HARNESSES: [Harness; 2] = [Harness::V4_1_0, Harness::V5_0_2];
 
-/// A log that is never anywhere as a whole: a head, `lines` results, a tail.
+/// A log that is generated as it is read: a head, `lines` results, and a tail.
 struct Generated {
+    /// Bytes that are generated but not all read yet.
     ready: Vec<u8>,
+    /// Number of bytes of `ready` that have been read.
     at: usize,
+    /// Number of results that have been generated.
     next: u64,
     lines: u64,
     tail: &'static str,
+    /// Number of bytes that have been read in total.
     given: u64,
 }
 
@@ -52,7 +52,7 @@ impl Read for Generated {
     }
 }
 
-/// The most memory this process ever had, in bytes.
+/// Peak memory of this process, in bytes.
 fn peak_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -104,7 +104,7 @@ fn a_large_r2e_log_is_graded_in_bounded_memory() {
     assert!(verdict.reward > 0.5 && verdict.official_reward > 0.5, "{:?}", verdict.differing);
 }
 
-/// Pieces of which logs are made that parsers look at closely.
+/// Pieces of logs that have a meaning to some parser.
 const PIECES: [&str; 40] = [
     "PASSED",
     "FAILED",
@@ -149,7 +149,7 @@ const PIECES: [&str; 40] = [
 ];
 
 #[test]
-fn marker_in_the_middle_of_a_long_line_counts() {
+fn a_marker_in_the_middle_of_a_long_line_counts() {
     let half = "x".repeat(LINE_BYTES);
     let log = |bad: &str| {
         let start = ">>>>> Start Test Output\nPASSED t::a\n";
@@ -166,7 +166,7 @@ fn marker_in_the_middle_of_a_long_line_counts() {
 
 proptest! {
     #[test]
-    fn prop_no_log_makes_a_parser_panic_and_buffers_do_not_matter(
+    fn prop_parsers_never_panic_and_ignore_buffer_sizes(
         pieces in prop::collection::vec(0..PIECES.len(), 0..60),
         noise in prop::collection::vec(any::<u8>(), 0..8),
         at in 0.0..1.0_f64,

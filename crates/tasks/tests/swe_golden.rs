@@ -1,6 +1,7 @@
-//! Real SWE-bench logs: status maps, verdicts and lists of the official harness, and its scripts.
+//! Status maps, verdicts, test lists and scripts equal those that the official harness recorded for
+//! real SWE-bench runs.
 
-#![expect(clippy::unwrap_used, reason = "a test stops where something is not as promised")]
+#![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
 
 use flate2::read::MultiGzDecoder;
 use orchestrate_tasks::swe::{
@@ -17,7 +18,7 @@ const HARNESSES: [Harness; 2] = [Harness::V4_1_0, Harness::V5_0_2];
 #[derive(Deserialize)]
 struct Run {
     instance_id: String,
-    /// The harness' `report.json`; one run has none.
+    /// The harness's `report.json`; one run has none.
     report: Option<BTreeMap<String, Value>>,
     swebench_4_1_0: Option<bool>,
     swebench_5_0_2: Option<bool>,
@@ -40,7 +41,7 @@ fn lines<T: for<'de> Deserialize<'de>>(path: &Path) -> Vec<T> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// A path below the SWE-bench data; `None`, reported as a skip, where it is absent.
+/// A path below the SWE-bench data; `None`, reported as a skip, if it does not exist.
 fn data(path: &str) -> Option<PathBuf> {
     orchestrate_e2e::skip::data(&format!("data/swe/{path}"))
 }
@@ -75,7 +76,7 @@ fn repo(instance_id: &str) -> String {
     instance_id.rsplit_once('-').unwrap().0.replacen("__", "/", 1)
 }
 
-/// The row of a run, or as much of it as its report tells.
+/// The row of a run, or the part of it that can be derived from the report.
 fn row(rows: &HashMap<String, SweRow>, run: &Run, recorded: &TestsStatus) -> SweRow {
     let all = |list: &Outcomes| [list.success.clone(), list.failure.clone()].concat();
     rows.get(&run.instance_id).cloned().unwrap_or_else(|| SweRow {
@@ -92,7 +93,7 @@ fn words(map: &StatusMap) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn status_maps_are_those_of_both_official_versions() {
+fn status_maps_equal_those_of_both_official_versions() {
     let (mut maps, mut whole) = (0, 0);
     for (run, official) in runs() {
         assert_eq!(run.instance_id, official.instance_id);
@@ -118,7 +119,7 @@ fn status_maps_are_those_of_both_official_versions() {
 }
 
 #[test]
-fn verdicts_and_lists_are_the_recorded_ones() {
+fn verdicts_and_test_lists_equal_the_recorded_ones() {
     let mut graded = 0;
     let mut rows_of_runs = None;
     for (run, _) in runs() {
@@ -148,7 +149,7 @@ fn verdicts_and_lists_are_the_recorded_ones() {
 }
 
 #[test]
-fn scripts_are_the_recorded_ones_byte_for_byte() {
+fn scripts_equal_the_recorded_ones_byte_for_byte() {
     let (mut of_rows, mut of_scripts) = (0, 0);
     let mut rows_of_runs = None;
     for (run, _) in runs() {
@@ -158,7 +159,8 @@ fn scripts_are_the_recorded_ones_byte_for_byte() {
             of_rows += 1;
             continue;
         }
-        // Without a row, what the script itself tells of it; the version is one of the table's.
+        // Without a row, the commit and the patch are taken from the script, and every version of
+        // the repository is tried.
         let base = script.split("core.fileMode=false diff ").nth(1).unwrap().lines().next();
         let (_, patch) = script.split_once("<<'EOF_114329324912'\n").unwrap();
         let (patch, _) = patch.split_once("\nEOF_114329324912\n").unwrap();
@@ -212,7 +214,7 @@ fn a_log_in_which_nothing_ran_is_not_graded() {
 }
 
 #[test]
-fn results_outside_the_markers_count_only_where_there_are_none_inside() {
+fn results_outside_the_markers_count_only_if_there_are_none_inside() {
     let row = SweRow {
         repo: "pallets/flask".into(),
         fail_to_pass: vec!["t::a".into()],

@@ -1,7 +1,7 @@
 //! The conformance suite: what every [`Engine`] promises, checked on the fake, the embedded engine,
 //! recorded traffic behind a client, and real servers.
 //!
-//! Start with [`crate::engine_conformance!`], or with [`all`] if a subject takes long to start.
+//! Use [`crate::engine_conformance!`], or [`all`] if a subject takes long to start.
 
 use camino::Utf8PathBuf;
 use orchestrate_engine::{
@@ -32,7 +32,8 @@ pub struct Subject {
     abort: Box<Abort>,
     /// Tokens sampled per turn.
     turn_tokens: usize,
-    /// A number of tokens that takes long enough to sample to be aborted before.
+    /// A number of tokens that takes so long to sample that the request can be aborted before its
+    /// end.
     long_tokens: usize,
     checkpoint: Option<Utf8PathBuf>,
     missing_checkpoint: Option<Utf8PathBuf>,
@@ -61,7 +62,7 @@ impl std::error::Error for BrokenPromise {}
 
 type Kept = Result<(), BrokenPromise>;
 
-/// Breaks the promise unless the condition holds.
+/// Returns a [`BrokenPromise`] with this message unless the condition holds.
 macro_rules! promise {
     ($kept:expr, $($message:tt)+) => {
         if !$kept {
@@ -104,7 +105,7 @@ impl Subject {
         }
     }
 
-    /// Adds the checks of weight syncs: from a valid checkpoint, and from one that does not exist.
+    /// Enables the checks of weight syncs: from a valid checkpoint, and from one that does not exist.
     #[must_use]
     pub fn with_checkpoints(mut self, good: Utf8PathBuf, missing: Option<Utf8PathBuf>) -> Self {
         self.checkpoint = Some(good);
@@ -155,7 +156,7 @@ impl Subject {
         Ok(got)
     }
 
-    /// What every generation promises.
+    /// Checks what every generation promises.
     fn check(&self, request: &GenerateRequest, got: &Generation) -> Kept {
         let Prompt::Tokens(asked) = &request.prompt else { return Ok(()) };
         let (prompt, outputs) = (asked.ids.len(), got.output_ids().len());
@@ -191,7 +192,7 @@ impl Subject {
         Ok(())
     }
 
-    /// All turns, each with all rows. Returns the last prompt and its reply.
+    /// Generates all turns, each with all rows. Returns the last prompt and its reply.
     async fn converse(&self) -> Result<(Vec<TokenId>, Generation), BrokenPromise> {
         let mut so_far: Vec<TokenId> = Vec::new();
         let mut last = None;
@@ -205,7 +206,8 @@ impl Subject {
     }
 }
 
-/// Turns join without gap; rows from any start are the tail of all rows.
+/// The rows of all turns join without gaps, and rows requested from a later start are the tail of all
+/// rows.
 ///
 /// # Errors
 /// The promise that was broken.
@@ -259,7 +261,8 @@ pub async fn turns_join_whichever_rows_are_requested(subject: &Subject) -> Kept 
     Ok(())
 }
 
-/// A stop token ends a turn, is its last token, and counts for rows like any other.
+/// A stop token ends a turn, is the turn's last token, and counts towards the routing rows like any
+/// other token.
 ///
 /// # Errors
 /// The promise that was broken.
@@ -335,7 +338,7 @@ pub async fn callers_that_disconnect_do_no_harm(subject: &Subject) -> Kept {
     Ok(())
 }
 
-/// Concurrent requests get the replies that they get alone.
+/// A request gets the same reply alone and next to concurrent requests.
 ///
 /// # Errors
 /// The promise that was broken.
@@ -432,19 +435,21 @@ pub async fn all(subject: &Subject) -> Kept {
         move |broken: BrokenPromise| BrokenPromise(format!("{name}: {broken}"))
     };
     turns_join_whichever_rows_are_requested(subject).await.map_err(named("turns"))?;
-    a_stop_token_ends_a_turn_and_is_kept(subject).await.map_err(named("stop"))?;
+    a_stop_token_ends_a_turn_and_is_kept(subject).await.map_err(named("stop token"))?;
     an_abort_returns_what_was_sampled(subject).await.map_err(named("abort"))?;
-    callers_that_disconnect_do_no_harm(subject).await.map_err(named("leave"))?;
-    concurrent_requests_do_not_mix(subject).await.map_err(named("together"))?;
+    callers_that_disconnect_do_no_harm(subject).await.map_err(named("disconnect"))?;
+    concurrent_requests_do_not_mix(subject).await.map_err(named("concurrency"))?;
     prompts_that_cannot_be_served_are_refused_permanently(subject)
         .await
-        .map_err(named("refuse"))?;
-    a_sync_versions_every_token_and_clears_the_cache(subject).await.map_err(named("sync"))?;
-    after_a_failed_sync_nothing_is_sampled(subject).await.map_err(named("failed sync"))
+        .map_err(named("refusal"))?;
+    a_sync_versions_every_token_and_clears_the_cache(subject)
+        .await
+        .map_err(named("weight sync"))?;
+    after_a_failed_sync_nothing_is_sampled(subject).await.map_err(named("failed weight sync"))
 }
 
-/// Creates one test per promise of [`crate::conformance`], in a module of the given name. `$make` is an
-/// `async fn() -> Option<Subject>`, which prints the reason before it returns `None` to skip.
+/// Creates one test per promise of [`crate::conformance`], in a module of the given name. `$make` is
+/// an `async fn() -> Option<Subject>`, which prints the reason before it returns `None` to skip.
 #[macro_export]
 macro_rules! engine_conformance {
     ($name:ident, $make:path) => {

@@ -18,9 +18,9 @@ const WORKER: &str = "fake";
 /// A request as [`FakeEngine`] received it. Its prompt is always tokens.
 #[derive(Debug, Clone)]
 pub struct FakeRequest {
-    /// Unique for every try.
+    /// Id of the request, new for every try.
     pub request_id: RequestId,
-    /// The conversation.
+    /// Id of the conversation.
     pub session: String,
     /// All tokens so far, `[P]`.
     pub token_ids: Arc<Vec<TokenId>>,
@@ -70,7 +70,7 @@ pub enum FakeReply {
     Hang,
 }
 
-/// Returns the reply to a request. The number is that of earlier calls in the same session.
+/// Returns the reply to a request, given the number of earlier calls in the same session.
 pub type EngineScript = dyn Fn(&FakeRequest, usize) -> FakeReply + Send + Sync;
 
 /// A fake engine: replies come from a script, routing rows from a hash of position, token and
@@ -109,8 +109,8 @@ pub fn toy_shape(vocab: usize) -> ModelShape {
     }
 }
 
-/// A script that samples `max_new_tokens` tokens from a hash of the prompt, fewer if a stop token comes
-/// first. Requests for more than `long` tokens do not end until they are aborted.
+/// A script that samples `max_new_tokens` tokens from a hash of the prompt, or fewer if a stop token
+/// comes first. Requests for more than `long` tokens do not end until they are aborted.
 pub fn well_behaved(
     vocab: usize,
     long: usize,
@@ -160,7 +160,7 @@ impl FakeEngine {
     /// Aborts a request, as an operator would on a real server. An unknown id is ignored.
     pub fn abort(&self, request_id: &RequestId) {
         if let Some(held) = self.lock().held.remove(request_id.as_str()) {
-            // Fails if the caller has left, who then needs no reply.
+            // Fails if the caller is gone, which then needs no reply.
             held.send(()).ok();
         }
     }
@@ -169,7 +169,8 @@ impl FakeEngine {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Appends the ids of one row: for each MoE layer `top_k` consecutive experts, modulo their number.
+    /// Appends the ids of one row: for each MoE layer `top_k` consecutive experts, modulo the number
+    /// of experts.
     fn row(&self, position: usize, token: TokenId, version: PolicyVersion, ids: &mut Vec<u16>) {
         for layer in &self.shape.moe_layers {
             let first = position * 7 + token as usize * 3 + layer * 5 + version_shift(version);
@@ -182,7 +183,7 @@ impl FakeEngine {
         EngineError { engine: "fake".to_owned(), call: "generate", kind }
     }
 
-    /// Refuses what a client would refuse before sending it.
+    /// Refuses requests that a client refuses before it sends them.
     fn check(&self, request: &FakeRequest) -> Result<(), EngineError> {
         let (prompt, shape) = (request.token_ids.len(), &self.shape);
         let outside = request.token_ids.iter().any(|&id| id as usize >= shape.vocab);

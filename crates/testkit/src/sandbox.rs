@@ -100,7 +100,7 @@ impl FakeSandboxes {
         lock(&self.records).opened.clone()
     }
 
-    /// Number of sandboxes that were neither closed nor dropped yet.
+    /// Number of sandboxes that were neither closed nor dropped so far.
     pub fn still_open(&self) -> usize {
         let records = lock(&self.records);
         records.opened.len() - records.closed - records.dropped

@@ -19,7 +19,7 @@ pub struct ParseUnitError {
 /// A duration of 0 or more.
 ///
 /// Read from text in the units `ms`, `s`, `m` and `h`, alone or combined (`"1h30m"`), or from a
-/// plain number of seconds. Printed in whole seconds, else in milliseconds.
+/// plain number of seconds. Printed in seconds if they are whole, otherwise in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HumanDuration(pub Duration);
 
@@ -101,7 +101,7 @@ impl FromStr for ByteSize {
     type Err = ParseUnitError;
     fn from_str(text: &str) -> Result<Self, ParseUnitError> {
         let size: bytesize::ByteSize = text.parse().map_err(|_| Self::error(&text))?;
-        // The crate computes in floating point, and an overflow gives the largest number.
+        // The crate `bytesize` computes in floating point, and an overflow gives the largest number.
         if size.as_u64() == u64::MAX { Err(Self::error(&text)) } else { Ok(Self(size.as_u64())) }
     }
 }

@@ -1,7 +1,7 @@
 //! Ids of runs, groups, episodes, attempts and requests.
 //!
-//! The invariant: every id but [`RunId`] is derived and not random. After a crash the same thing
-//! gets the same id, so unique constraints and deterministic container names work.
+//! The invariant: every id but [`RunId`] is derived, not random. After a crash the same episode gets
+//! the same id, so unique constraints and deterministic container names work.
 
 use serde::{Deserialize, Serialize};
 use std::fmt::{self, Write as _};

@@ -3,7 +3,7 @@
 use crate::{PolicyVersion, TokenId};
 use serde::{Deserialize, Serialize};
 
-/// Two arrays of a trajectory that must have the same length differ.
+/// The arrays of a trajectory differ in length, or a turn ends after the last token.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("trajectory array `{array}` has length {found}, expected {expected}")]
 pub struct LengthMismatch {
@@ -17,7 +17,7 @@ pub struct LengthMismatch {
 pub struct TurnSpan {
     /// Number of tokens in the prompt of this turn, which is the index of its first sampled token.
     pub prompt_end: usize,
-    /// Index after the last sampled token.
+    /// Index one past the last sampled token.
     pub output_end: usize,
     /// Policy version of the turn's first token.
     pub policy_version: PolicyVersion,
@@ -29,7 +29,8 @@ pub struct TurnSpan {
 
 /// A multi-turn trajectory of `T` tokens: prompt, responses and observations.
 ///
-/// Token ids are those that the engine processed and sampled; none was rendered or tokenized again.
+/// Token ids are those that the engine processed and sampled; no text was rendered or tokenized
+/// again.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Trajectory {
     token_ids: Vec<TokenId>,
@@ -41,7 +42,7 @@ pub struct Trajectory {
 
 impl Trajectory {
     /// Builds a trajectory after checking that all arrays have `token_ids.len()` entries and that
-    /// no turn ends later.
+    /// no turn ends after the last token.
     ///
     /// * `token_ids` `[T]`
     /// * `loss_mask` `[T]`, 1 = sampled by the policy and part of the loss
@@ -49,7 +50,7 @@ impl Trajectory {
     /// * `policy_versions` `[T]`, the version that first processed the token
     ///
     /// # Errors
-    /// [`LengthMismatch`] names the first array with a different length.
+    /// [`LengthMismatch`] names the first array with a different length, or `turns`.
     pub fn new(
         token_ids: Vec<TokenId>,
         loss_mask: Vec<u8>,

@@ -8,8 +8,8 @@ use orchestrate_tasks::{Task, patch};
 use orchestrate_types::{Limit, Outcome};
 use std::fmt::Write as _;
 
-/// One attack: shell commands, one per turn, and what the last of them must have printed, which
-/// shows that the trap was set (or that setting it was refused).
+/// One attack: shell commands, one per turn, and a text that the last of them must print. The text
+/// shows that the trap was set, or that setting it was refused.
 struct Attack {
     name: &'static str,
     says: &'static str,
@@ -34,7 +34,7 @@ impl Target {
         Self { module: file.path.clone(), source: file.content.clone(), forged }
     }
 
-    /// The tested module with this in front of it.
+    /// A command that writes the tested module with `code` in front of it.
     fn head(&self, code: &str) -> String {
         file(&self.module, &format!("{code}\n{}", self.source))
     }
@@ -101,7 +101,7 @@ fn attacks(target: &Target) -> Vec<Attack> {
     let shell = format!("#!/bin/sh\ncat <<'E'\n{forged}\nE\nexit 0");
     let stem = target.module.trim_end_matches(".py");
     vec![
-        // Reading what is hidden.
+        // Reading the hidden tests.
         attack(
             "search_for_tests",
             "found=0",
@@ -164,7 +164,7 @@ fn attacks(target: &Target) -> Vec<Attack> {
             "armed",
             format!("{}\npython3 -c 'import py_compile; py_compile.compile(\"{m}\", cfile=\"{stem}.pyc\"); py_compile.compile(\"{m}\")' && rm {m} && echo armed", file(&target.module, ANYTHING), m = target.module),
         ),
-        // Staying behind.
+        // Processes and files that outlive the agent.
         attack("daemon_in_the_agents_sandbox", "armed", format!("{}\nsetsid python3 forge.py > /dev/null 2>&1 & sleep 0.2; echo armed", file("forge.py", &stay))),
         attack("left_for_the_grader", "armed", format!("for d in /tmp /dev/shm /dev/mqueue; do cp {m} $d/{m}; done 2> /dev/null; python3 -c 'import ctypes; print(ctypes.CDLL(None).shmget(77, 4096, 0o1666) >= 0)'; mkfifo r2e_tests; (while :; do echo x > r2e_tests; done) & echo armed", m = target.module)),
         attack("process_that_outlives_the_runner", "armed", target.head(&stay)),
@@ -220,7 +220,7 @@ async fn docker_no_attack_on_the_reward_is_rewarded() {
         let report = world.episode(number, &task, &attack.turns).await;
         let seen = report.turns.get(attack.turns.len() - 1).map(|turn| turn.observation.as_str());
         if !seen.is_some_and(|seen| seen.contains(attack.says) && !seen.contains("landed")) {
-            wrong.push(format!("{}: not set as planned: {seen:?}", attack.name));
+            wrong.push(format!("{}: the trap was not set as planned: {seen:?}", attack.name));
         }
         match &report.outcome {
             Outcome::Broken { stage, .. } => broken.push(format!("{} ({stage:?})", attack.name)),
@@ -247,6 +247,6 @@ async fn docker_no_attack_on_the_reward_is_rewarded() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     // No attack leads to another attempt.
     assert_eq!(broken, Vec::<String>::new());
-    // Too much to carry over is not graded.
+    // A change that is too large to carry over is not graded.
     assert_eq!(too_large, ["full_disks", "sparse_file", "many_files", "deep_folders"]);
 }

@@ -203,7 +203,8 @@ fn docker_killed_coordinators_leave_no_container() {
         seen.extend(ids(None, &run));
         child.kill().unwrap();
         child.wait().unwrap();
-        // It is not restarted immediately: the containers end by themselves.
+        // The coordinator is not restarted immediately, because its containers must end by
+        // themselves.
         if kill % 2 == 1 || kill == kills {
             let gone = || ids(None, &run).is_empty();
             slowest = slowest.max(within(Duration::from_secs(30), "containers", gone));
@@ -235,8 +236,8 @@ fn docker_run_survives_a_killed_daemon_with_broken_attempts() {
     let written = std::fs::File::create(&log).unwrap();
     let mut child =
         start(&run_dir, &settings).stdout(Stdio::piped()).stderr(written).spawn().unwrap();
-    // Setting up is tried again within an attempt, and some kills fall between episodes: the
-    // daemon is killed until an attempt has lost its sandbox in the middle.
+    // Setup is retried within an attempt, and some kills fall between episodes. The daemon is
+    // therefore killed until an attempt has lost its sandbox midway.
     for kill in 0..6 {
         within(Duration::from_mins(3), "live sandboxes", || {
             assert!(child.try_wait().unwrap().is_none(), "the run ended by itself");
@@ -246,10 +247,7 @@ fn docker_run_survives_a_killed_daemon_with_broken_attempts() {
         within(Duration::from_secs(5), "a pause", || Instant::now() > moment);
         daemon.kill().unwrap();
         // A start soon after a crash can give up on its containerd; the second try then works.
-        assert!(
-            daemon.spawn().unwrap() || daemon.spawn().unwrap(),
-            "the daemon does not come back"
-        );
+        assert!(daemon.spawn().unwrap() || daemon.spawn().unwrap(), "the daemon did not restart");
         if std::fs::read_to_string(&log).unwrap().contains("attempt broken") {
             break;
         }
@@ -263,7 +261,7 @@ fn docker_run_survives_a_killed_daemon_with_broken_attempts() {
         metrics(&run_dir).unwrap().iter().filter_map(|line| line["broken_attempts"].as_u64()).sum();
     let given_up: u64 =
         metrics(&run_dir).unwrap().iter().filter_map(|line| line["broken_episodes"].as_u64()).sum();
-    say(&format!("{broken} attempts broken and tried again, {given_up} episodes given up"));
+    say(&format!("{broken} broken attempts were retried, {given_up} episodes were given up"));
     assert!(broken >= 1, "every kill fell between episodes");
     assert_eq!(given_up, 0);
     let left = orchestrate_e2e::containers(Some(&host), None).unwrap();

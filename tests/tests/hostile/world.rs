@@ -31,7 +31,7 @@ impl World {
         Self { provider, chat, run: RunId::generate() }
     }
 
-    /// The task that all episodes are about.
+    /// The task of all episodes.
     pub(crate) fn task() -> Task {
         let counts = micro::MicroCounts { train: 1, held_out: 0, held_out_families: 0 };
         let mut task = micro::generate(8, counts).remove(0);
@@ -47,7 +47,7 @@ impl World {
         }
     }
 
-    /// An episode in which these commands are run, one per turn, and the tree then submitted.
+    /// Runs an episode whose agent runs these commands, one per turn, and then submits.
     pub(crate) async fn episode(
         &self,
         number: u32,

@@ -16,7 +16,7 @@ PUBLISHED = dict.fromkeys(("gspo", "gmpo", "rspo", "sapo"), "seq-mean-token-mean
 
 
 def base(loss: str) -> dict[str, Any]:
-    """A loss alone."""
+    """Settings of a loss by itself."""
     settings: dict[str, Any] = {
         "policy_loss": loss,
         "aggregation": PUBLISHED.get(loss, "token-mean"),
@@ -37,7 +37,7 @@ def is_allowed(settings: dict[str, Any]) -> bool:
     return True
 
 
-def sums() -> list[dict[str, Any]]:
+def aggregated_losses() -> list[dict[str, Any]]:
     """Every loss with every aggregation and every correction at every level."""
     return [
         settings
@@ -57,7 +57,7 @@ def sums() -> list[dict[str, Any]]:
 
 
 def pairs() -> list[dict[str, Any]]:
-    """Every option with every option of another kind, where the rules allow the two."""
+    """Every option with every option of another kind, where the rules allow the pair."""
     kinds: list[list[dict[str, Any]]] = [
         [base(loss) for loss in CHOICES["policy_loss"]],
         [{"router_shift": shift} for shift in CHOICES["router_shift"] if shift != "none"],

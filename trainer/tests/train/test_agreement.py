@@ -34,7 +34,7 @@ FLOOR = 0.1
 
 
 def program() -> Path:
-    """The orchestrator's program; skips the test where there is none."""
+    """The orchestrator's program; skips the test if it is missing."""
     named = [os.environ.get("ORCHESTRATE_BIN")]
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     built = [target / kind / "orchestrate" for kind in ("release", "debug")]
@@ -61,7 +61,7 @@ class Embedded:
             env={**os.environ, "RAYON_NUM_THREADS": "1", "NO_COLOR": "1"},
         )
         lines = []
-        # It ends with the process, if that does not get so far.
+        # Ends with the process if it exits before it listens.
         for line in self._process.stdout:
             lines.append(line)
             found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
@@ -119,13 +119,13 @@ def cells(grid: list[list[int]]) -> dict[Any, int]:
 
 
 def moved(one: dict[Any, int], two: dict[Any, int]) -> int:
-    """How many were counted elsewhere: a value at a border falls to either side by rounding."""
+    """Number of values in different bins: a value at a bin's edge may be rounded to either side."""
     assert sum(one.values()) == sum(two.values())
     return sum(abs(one.get(key, 0) - two.get(key, 0)) for key in one.keys() | two.keys()) // 2
 
 
 def moments_here(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """First moments by the names that tensors have on disk."""
+    """First moments under the names that the tensors have on disk."""
     states = trainer.learner.optimizer.state
     named = trainer.policy.model.named_parameters()
     moments = {name: states[p]["exp_avg"].full_tensor() for name, p in named}
@@ -141,7 +141,7 @@ def moments_there(checkpoint: Path) -> dict[str, torch.Tensor]:
 def cosine(one: torch.Tensor, two: torch.Tensor) -> float:
     if torch.equal(one, two):
         return 1.0
-    # Scaled first: squares of small gradients are too small to be multiplied once more.
+    # Scaled first, because products of the squares of small gradients underflow.
     one, two = (part.double().flatten() / part.double().norm() for part in (one, two))
     return float(one @ two)
 
@@ -168,7 +168,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_step_is_the_embedded_trainers(
+def test_a_step_matches_the_embedded_trainer(
     name: str, both: tuple[Embedded, Running], tmp_path: Path
 ) -> None:
     embedded, running = both
@@ -179,8 +179,8 @@ def test_a_step_is_the_embedded_trainers(
         body = {"manifest": str(manifest), "replay": replay, "temperature": 1.0}
         there, here = (each.client.call("/v1/logprobs", body)[1] for each in both)
         agree(there, here, "log-probs")
-    # Rates at which weights move by what f32 can tell, and rounding in Adam's first steps, where
-    # a tiny gradient moves a weight as far as a large one, does not show.
+    # With these rates weights move by more than the precision of f32. The epsilon hides rounding in
+    # Adam's first steps, in which a tiny gradient would move a weight as far as a large one.
     changed = {"learning_rate": 1e-4, "adam_eps": 1e-3, "weight_decay": 0.0} | CASES[name]
     results = []
     for each in both:
@@ -242,7 +242,7 @@ REFUSED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_both_refuse_the_same_in_the_same_words(
+def test_both_refuse_the_same_settings_with_the_same_message(
     both: tuple[Embedded, Running], tmp_path: Path
 ) -> None:
     shape = both[0].client.call("/v1/info")[1]["model"]

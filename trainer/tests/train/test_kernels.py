@@ -108,8 +108,8 @@ def test_kernels_agree_on_a_whole_step(
     family: str, mode: str, folders: dict[str, Path], world: Any, tmp_path: Path
 ) -> None:
     results = []
-    # With Adam's usual epsilon a gradient that is rounding alone would move a weight as far as a
-    # large one does.
+    # With Adam's usual epsilon, a gradient that is only rounding would move a weight as far as a
+    # large one.
     changed: dict[str, Any] = {
         "routing_replay": mode,
         "mini_steps": 2,
@@ -137,7 +137,7 @@ def test_kernels_agree_on_a_whole_step(
 
 
 def agree(one: Any, two: Any, name: str = "metrics") -> None:
-    """Compares metrics; histograms may differ by one value at the border of a bin."""
+    """Compares metrics; histograms may differ by one value at the boundary of a bin."""
     if isinstance(one, dict):
         assert one.keys() == two.keys(), name
         for key in one:

@@ -23,7 +23,7 @@ import pytest
 
 import torch  # isort: skip
 from model_families import draw_routes, write_batch
-from option_pairs import pairs, sums
+from option_pairs import aggregated_losses, pairs
 from safetensors.torch import load_file
 from test_agreement import Embedded, agree, moments_here, moments_there
 from test_service import Running, request
@@ -94,7 +94,7 @@ class Both:
         return step_id, manifest
 
     def step(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """One step of both, compared; answers with its measurements."""
+        """Applies one step with both and compares them; returns its measurements."""
         step_id, manifest = self.batch(settings.get("temperature", 1.0))
         body = request(manifest, step_id, self.steps, **settings)
         results = []
@@ -158,7 +158,7 @@ def both(
 
 
 def complete(settings: dict[str, Any]) -> dict[str, Any]:
-    """A combination with everything at which its options act and rounding does not show."""
+    """A combination, and the settings at which its options act and rounding does not show."""
     full: dict[str, Any] = {
         "policy_loss": "grpo",
         "mini_steps": 2,
@@ -202,12 +202,12 @@ def check(both: Both, combinations: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def test_every_loss_aggregation_and_correction(both: Both) -> None:
-    combinations = sums()
+    combinations = aggregated_losses()
     assert len(combinations) > 100
     measured = check(both, combinations)
     corrected = [m["rollout_ratio"]["corrected"] for m in measured]
     clipped = [m["clip_fraction"] for m in measured]
-    # The data is such that the options act.
+    # The data makes every option act.
     assert sum(0 < share < 1 for share in corrected) > 20
     assert sum(0 < share < 1 for share in clipped) > 40
 

@@ -14,7 +14,7 @@ import torch  # isort: skip
 import torch.nn.functional as F
 from golden_vectors import vectors
 from model_families import hyperparameters
-from option_pairs import base, is_allowed, sums
+from option_pairs import aggregated_losses, base, is_allowed
 from torch import Tensor
 
 from orchestrate_trainer import advantages, losses, measures
@@ -129,7 +129,7 @@ def test_loss_gradient_and_diagnostics(case: dict[str, Any], world: Any) -> None
 
 def combinations() -> list[dict[str, Any]]:
     """Every combination of options that has to have a vector of its own, refused ones included."""
-    found = sums()
+    found = aggregated_losses()
     for loss in CHOICES["policy_loss"]:
         alone = base(loss)
         found += (
@@ -250,7 +250,7 @@ def test_gates_of_own_and_replayed_experts(case: dict[str, Any]) -> None:
 
 
 def test_every_router_family_has_a_vector(folders: dict[str, Any], world: Any) -> None:
-    """Of each model family that can be trained, a router of its kind is among the vectors."""
+    """The vectors include a router like that of each model family that can be trained."""
     from orchestrate_trainer.policy import ModelOptions, load_policy
 
     def features(spec: RouterSpec) -> tuple[Any, ...]:
@@ -261,7 +261,7 @@ def test_every_router_family_has_a_vector(folders: dict[str, Any], world: Any) -
     for folder in folders.values():
         spec = load_policy(folder, ModelOptions(), world).routing.spec
         assert features(spec) in seen, spec
-    # Of DeepSeek-V3 without `norm_topk_prob`.
+    # For DeepSeek-V3 without `norm_topk_prob`.
     assert ("sigmoid", False, False) in seen
 
 

@@ -56,7 +56,7 @@ class Client:
         return status, answer["error"]["code"], answer["error"]["message"]
 
     def finished(self, step_id: str) -> dict[str, Any]:
-        """Status of a step when it is done or has failed."""
+        """Polls until a step is done or has failed, and returns its status."""
         # Counts polls, not time: a busy machine may stop this process for minutes.
         for _ in range(100_000):
             code, status = self.call(f"/v1/steps/{step_id}")

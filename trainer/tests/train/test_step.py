@@ -102,7 +102,7 @@ def test_replay_changes_the_measurements(bench: Bench) -> None:
     assert metrics["tokens"] == sum(LENGTHS)
     loss_tokens = sum(int(s.loss_mask[1:].sum()) for s in sequences)
     assert metrics["loss_tokens"] == loss_tokens
-    # Of random choices of 2 from 8 experts, a share of 1 - 1/28 differs.
+    # Two random choices of 2 from 8 experts differ with probability 1 - 1/28.
     assert 0.7 < metrics["disagreement"]["router"] <= 1
     assert sum(metrics["disagreement"]["histogram"]) == pytest.approx(1)
     assert all(0 < load <= 1 for load in metrics["expert_load_entropy"])

@@ -159,8 +159,8 @@ pub(super) async fn measure(
     let halfway = async {
         observed.half_way().await;
         let (grown, summary) = (heap.grown(), observed.summary());
-        // Counting allocations costs time that a run does not spend, so it ends before processor time
-        // is measured.
+        // Counting allocations costs time that a run does not spend, so it ends before CPU time is
+        // measured.
         drop(heap);
         let before = (cpu_time(&observers), observed.turns());
         apply(kind.fate, &mut engines).await?;

@@ -10,7 +10,7 @@ use rustix::process::{Pid, setpriority_process};
 use rustix::thread::gettid;
 use std::sync::mpsc::{self, Receiver, Sender};
 
-/// Lowest priority.
+/// Nice value of the checking thread: the lowest priority.
 const NICE: i32 = 19;
 
 /// Compares every row of every mask with its expected value.
@@ -27,11 +27,12 @@ pub(super) struct Checked {
     /// Number of episodes without a reward or without all rows.
     pub(super) lost: usize,
     pub(super) rows: usize,
+    /// Number of rows that differ from the expected ones, missing and surplus rows among them.
     pub(super) wrong: usize,
     /// Number of rows that were shared with another episode.
     pub(super) shared_rows: u64,
     pub(super) routing_wire_bytes: u64,
-    /// Reason for the first lost episode.
+    /// Why the first lost episode was lost; empty if none was.
     pub(super) note: String,
 }
 
@@ -50,7 +51,7 @@ impl Checker {
         Ok(Self { reports, thread })
     }
 
-    /// The checking thread.
+    /// Id of the checking thread.
     pub(super) fn thread(&self) -> Pid {
         self.thread.id()
     }

@@ -11,14 +11,14 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 
-/// Forwards every call to the fleet.
+/// Forwards every call to the fleet and records where conversations run and what the caches hit.
 #[derive(Debug)]
 pub(super) struct Observed {
     fleet: Arc<Fleet>,
     page_tokens: usize,
     notes: Mutex<Notes>,
     turns: AtomicUsize,
-    /// Number of turns of the first half.
+    /// Number of turns in the first half.
     half: usize,
     half_way: Notify,
 }
@@ -26,7 +26,7 @@ pub(super) struct Observed {
 #[derive(Debug, Default)]
 struct Notes {
     sessions: HashMap<String, Seen>,
-    /// Prompts that a worker has seen: group and worker.
+    /// Group prompts that a worker has seen, as (group, worker).
     led: HashSet<(String, String)>,
 }
 
@@ -40,7 +40,8 @@ struct Seen {
     hits: Hits,
 }
 
-/// Prompt tokens that the engine's prefix cache answered, and could have answered.
+/// Prompt tokens that were found in the engine's prefix cache (`hit`), and that could have been
+/// (`possible`).
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Hits {
     pub(super) hit: u64,
@@ -169,7 +170,7 @@ impl Engine for Observed {
         if let Reply::Tokens(generation) = &reply {
             self.note(&session, prompt, generation);
         }
-        // The waiting task is woken once, not at each turn, because that would be measured, too.
+        // The waiting task is woken once: waking it at each turn would add to the measured time.
         if self.turns.fetch_add(1, Relaxed) + 1 == self.half {
             self.end_first_half();
         }

@@ -1,4 +1,4 @@
-//! Threads that only observe; their processor time is not counted as the program's.
+//! Threads that only observe; their CPU time is not counted as the program's.
 
 use anyhow::Context;
 use rustix::process::Pid;
@@ -16,8 +16,10 @@ pub(super) struct Observer<T> {
 }
 
 impl<T: Send + 'static> Observer<T> {
-    /// Starts a thread that sets its affinity and priority with `place` and then does `work`. Fails if
-    /// `place` does.
+    /// Starts a thread that sets its affinity and priority with `place` and then runs `work`.
+    ///
+    /// # Errors
+    /// The error of `place`; `work` is then not run.
     pub(super) fn begin(
         place: impl FnOnce() -> anyhow::Result<()> + Send + 'static,
         work: impl FnOnce() -> T + Send + 'static,
@@ -26,11 +28,11 @@ impl<T: Send + 'static> Observer<T> {
         let thread = std::thread::spawn(move || {
             let placed = place();
             let is_placed = placed.is_ok();
-            // The caller waits for this.
+            // `begin` waits for this message.
             let _ = ready.send(placed.map(|()| gettid()));
             is_placed.then(work)
         });
-        let id = begun.recv().context("an observer thread ended at once")??;
+        let id = begun.recv().context("an observer thread panicked while it started")??;
         Ok(Self { id, thread })
     }
 
@@ -44,7 +46,7 @@ impl<T: Send + 'static> Observer<T> {
     }
 }
 
-/// Processor time of this process, without some of its threads.
+/// CPU time of this process, except that of the threads `without`.
 pub(super) fn cpu_time(without: &[Pid]) -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
@@ -52,7 +54,7 @@ pub(super) fn cpu_time(without: &[Pid]) -> Duration {
     all.saturating_sub(without.iter().filter_map(|thread| thread_time(*thread)).sum())
 }
 
-/// Processor time of one thread, if the kernel reports it.
+/// CPU time of one thread; `None` if the kernel does not report it.
 fn thread_time(thread: Pid) -> Option<Duration> {
     let text = fs_err::read_to_string(format!("/proc/self/task/{thread}/schedstat")).ok()?;
     text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
@@ -63,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn observer_does_not_work_if_its_placement_fails() {
+    fn work_is_not_run_if_placing_the_thread_fails() {
         let worked = Observer::begin(|| Ok(()), || 7).unwrap().end().unwrap();
         assert_eq!(worked, 7);
         let refused = Observer::begin(|| anyhow::bail!("no place"), || 7).unwrap_err();

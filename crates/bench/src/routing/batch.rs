@@ -42,16 +42,16 @@ pub(super) fn measure(
         let folder = tempfile::tempdir_in(dir).context("failed to create a folder for files")?;
         let folder_path = Utf8PathBuf::try_from(folder.path().to_owned())?;
         let (batch, raw) = (folder_path.join("batch"), folder_path.join("raw"));
-        let least =
+        let measure_floor =
             |meter: &mut Meter, bytes| meter.floor(|| floors::write_file(raw.as_std_path(), bytes));
         // The number of bytes is known after the first round.
         if round % 2 == 0 && file_bytes > 0 {
-            least(&mut write, file_bytes)?;
+            measure_floor(&mut write, file_bytes)?;
         }
         let manifest = write.case(0, || write_batch(&batch, &meta, &samples))?;
         if round % 2 == 1 || file_bytes == 0 {
             file_bytes = manifest.shards.iter().map(|shard| shard.bytes).sum();
-            least(&mut write, file_bytes)?;
+            measure_floor(&mut write, file_bytes)?;
         }
         write.end_round();
 
@@ -59,7 +59,7 @@ pub(super) fn measure(
         let path = batch.join("manifest.json");
         let opened = read.case(0, || {
             let batch = Batch::open(&path)?;
-            let visited: u64 = sequences(&batch)?;
+            let visited: u64 = visit_rows(&batch)?;
             anyhow::Ok((batch, visited))
         })?;
         let padding = (SEQUENCES * size.shape().row_bytes()) as u64;
@@ -79,8 +79,8 @@ pub(super) fn measure(
     Ok((out, back))
 }
 
-/// Total bytes of the rows of all sequences, which are visited in place.
-fn sequences(batch: &Batch) -> anyhow::Result<u64> {
+/// Visits the rows of all sequences in place. Returns their size in bytes.
+fn visit_rows(batch: &Batch) -> anyhow::Result<u64> {
     let mut bytes = 0;
     for sequence in batch.sequences() {
         for piece in sequence?.routed_experts.pieces() {

@@ -7,9 +7,9 @@ use anyhow::{Context as _, ensure};
 use orchestrate_routing::{MaskBuilder, RoutingMask, decode, split_body};
 use orchestrate_types::{ModelShape, PolicyVersion};
 
-/// Time allowed for the standard conversation with deltas, whatever the floor.
+/// Maximum time for the standard conversation with deltas, in seconds, independent of the floor.
 const DELTA_SECONDS: f64 = 0.030;
-/// Largest number of tokens to which this limit applies.
+/// Largest number of tokens to which [`DELTA_SECONDS`] applies.
 const DELTA_TOKENS: usize = 32_768;
 
 /// One kind of conversation.
@@ -33,7 +33,7 @@ pub(super) fn measure(kind: &Kind, rounds: u32, seed: u64) -> anyhow::Result<Cas
             let asked = builder.next_start();
             let start = if kind.mode == Mode::Full { 0 } else { asked };
             let payload = conversation.write_reply(kind.wire, turn, start, &mut body)?;
-            let least = |meter: &mut Meter, floor: &mut Floor| {
+            let measure_floor = |meter: &mut Meter, floor: &mut Floor| {
                 meter.floor(|| match kind.mode {
                     Mode::Delta => floor.delta(kind.wire, &body, payload.start),
                     Mode::Full => Floor::scan(&body, payload.start).map(|text| {
@@ -41,15 +41,15 @@ pub(super) fn measure(kind: &Kind, rounds: u32, seed: u64) -> anyhow::Result<Cas
                     }),
                 })
             };
-            // The second one finds the body in the cache, so the order alternates.
+            // Whichever runs second finds the body in the CPU cache, so the order alternates.
             if round % 2 == 0 {
-                least(&mut meter, &mut floor)?;
+                measure_floor(&mut meter, &mut floor)?;
             }
             meter.case(body.len(), || {
                 absorb(kind.wire, &body, asked, turn.total, &conversation.shape, &mut builder)
             })?;
             if round % 2 == 1 {
-                least(&mut meter, &mut floor)?;
+                measure_floor(&mut meter, &mut floor)?;
             }
         }
         let mask = meter.case(0, || builder.finish(kind.size.tokens))?;
@@ -85,7 +85,7 @@ pub(super) fn absorb(
     Ok(())
 }
 
-/// Fails if the rows are not the drawn ones.
+/// Fails if the mask's rows differ from the rows that were drawn.
 pub(super) fn check(mask: &RoutingMask, conversation: &Conversation) -> anyhow::Result<()> {
     let mut rest = conversation.rows.as_slice();
     for chunk in mask.chunks() {

@@ -1,4 +1,4 @@
-//! The least work that the same machine needs for a case, measured together with it.
+//! Floors: the minimum work that a case needs on the same machine, measured together with the case.
 
 use super::workload::Wire;
 use anyhow::{Context as _, ensure};
@@ -16,8 +16,8 @@ pub(super) const DELTA_COPY: &str =
     "scan of the payload for its closing quote and one base64 pass over it";
 pub(super) const FULL: &str = "scan of the payload for its closing quote";
 
-/// Buffers that a floor decodes into. All rows of a round are kept, as those of the case are. The
-/// memory is kept between rounds, so that its pages are mapped already.
+/// Buffers that a floor decodes into. All rows of a round are kept, as in the case. The memory is
+/// kept between rounds, so its pages are already mapped.
 #[derive(Debug, Default)]
 pub(super) struct Floor {
     scratch: Vec<u8>,
@@ -97,10 +97,10 @@ pub(super) const READ_FILE: &str =
     "read of the same number of bytes from one file in the page cache of the same folder";
 pub(super) const COPY: &str = "copy of the same bytes to fresh memory";
 
-/// Bytes per call, large enough that the number of calls does not matter.
+/// Bytes per read or write call, large enough that the number of calls does not matter.
 const CALL_BYTES: usize = 1 << 20;
 
-/// Writes `bytes` bytes that are not zero to a new file.
+/// Writes `bytes` non-zero bytes to a new file.
 pub(super) fn write_file(path: &Path, bytes: u64) -> anyhow::Result<()> {
     let part = vec![0x5a; CALL_BYTES];
     let mut file = fs_err::File::create(path)?;

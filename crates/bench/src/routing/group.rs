@@ -1,4 +1,4 @@
-//! Groups whose members start with the same prompt, whose rows are fetched once and held once.
+//! Groups whose members start with the same prompt: its rows are fetched once and held once.
 
 use super::conversation::{absorb, check};
 use super::floors::{self, Floor};
@@ -52,11 +52,11 @@ pub(super) fn measure(groups: &Groups, rounds: u32, seed: u64) -> anyhow::Result
                     let start = builder.next_start();
                     let payload =
                         conversation.write_reply(Wire::SglangI32, turn, start, &mut body)?;
-                    let mut least = |meter: &mut Meter| {
+                    let mut measure_floor = |meter: &mut Meter| {
                         meter.floor(|| floor.delta(Wire::SglangI32, &body, payload.start))
                     };
                     if round % 2 == 0 {
-                        least(&mut meter)?;
+                        measure_floor(&mut meter)?;
                     }
                     meter.case(body.len(), || {
                         absorb(Wire::SglangI32, &body, start, turn.total, shape, &mut builder)?;
@@ -65,7 +65,7 @@ pub(super) fn measure(groups: &Groups, rounds: u32, seed: u64) -> anyhow::Result
                         anyhow::Ok(())
                     })?;
                     if round % 2 == 1 {
-                        least(&mut meter)?;
+                        measure_floor(&mut meter)?;
                     }
                 }
                 let mask = meter.case(0, || {
@@ -84,8 +84,8 @@ pub(super) fn measure(groups: &Groups, rounds: u32, seed: u64) -> anyhow::Result
     let own = (size.tokens - 1 - groups.prompt) * groups.members;
     let once = groups.count * (groups.prompt + own) * row_bytes;
     let note = format!(
-        "{} masks of {} rows hold {kept_bytes} bytes, of which each group's {} prompt rows are \
-         held once; without sharing it would be {}",
+        "{} masks of {} rows hold {kept_bytes} bytes; each group's {} prompt rows are held once. \
+         Without sharing they would hold {} bytes",
         groups.count * groups.members,
         size.tokens - 1,
         groups.prompt,
@@ -98,13 +98,13 @@ pub(super) fn measure(groups: &Groups, rounds: u32, seed: u64) -> anyhow::Result
     Ok(case)
 }
 
-/// Tokens of one member; those of the prompt are the same for the whole group.
+/// Tokens of one member; the prompt tokens are the same for the whole group.
 fn tokens(length: usize, prompt: usize, group: usize, member: usize) -> Vec<TokenId> {
     let vocab = VOCAB as usize;
     (0..length)
         .map(|at| {
-            let whose = if at < prompt { 0 } else { member + 1 };
-            TokenId::try_from((at * 7919 + group * 104_729 + whose * 1_299_709) % vocab)
+            let writer = if at < prompt { 0 } else { member + 1 };
+            TokenId::try_from((at * 7919 + group * 104_729 + writer * 1_299_709) % vocab)
                 .unwrap_or(0)
         })
         .collect()

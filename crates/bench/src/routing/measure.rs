@@ -1,4 +1,4 @@
-//! Rounds of floor and case, and their results.
+//! Times a case and its floor over several rounds.
 
 use crate::heap::{self, HeapUse};
 use serde::Serialize;
@@ -18,7 +18,7 @@ pub(super) struct Case {
     pub(super) floor: &'static str,
     /// Bytes of rows that are kept at the end.
     pub(super) kept_bytes: u64,
-    /// Peak of the bytes held, reply body included, beyond those held before and `kept_bytes`.
+    /// Peak of the bytes held, including the reply body, beyond those held before and `kept_bytes`.
     pub(super) peak_extra_bytes: u64,
     /// Limit of `peak_extra_bytes`, if any.
     pub(super) peak_extra_limit_bytes: Option<u64>,
@@ -94,7 +94,7 @@ impl Meter {
         result
     }
 
-    /// Ends a round, after which the case holds nothing.
+    /// Ends a round. The case must have released all its memory.
     pub(super) fn end_round(&mut self) {
         self.case.push(std::mem::take(&mut self.round_case));
         self.floor.push(std::mem::take(&mut self.round_floor));

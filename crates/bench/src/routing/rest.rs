@@ -12,7 +12,7 @@ use orchestrate_routing::{
 use orchestrate_types::{PolicyVersion, TokenId};
 use std::sync::Arc;
 
-/// A conversation whose rows are blocks that can go into a cache.
+/// A conversation whose rows can be inserted into a cache.
 struct Cached {
     chain: PrefixChain,
     builder: MaskBuilder,
@@ -52,7 +52,10 @@ pub(super) fn spill(
         cache.insert(&mut first.chain, &mut first.builder);
         kept = cache.metrics().bytes_held;
         // Only blocks that a second sequence has used are written to files.
-        ensure!(!cache.lookup(&first.chain).is_empty(), "blocks put into the cache are not found");
+        ensure!(
+            !cache.lookup(&first.chain).is_empty(),
+            "blocks that were inserted into the cache are not found"
+        );
         drop(first.builder);
 
         let raw = folder.path().join("raw");

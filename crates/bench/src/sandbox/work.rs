@@ -1,4 +1,4 @@
-//! The measured work, on real containers.
+//! The measured work of each case, on real containers.
 
 use super::case::{Case, Limits, Memory};
 use anyhow::{Context, ensure};
@@ -12,14 +12,15 @@ use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
 use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Number of sandboxes that run commands at once in `commands_parallel`.
-const SIDE_BY_SIDE: u32 = 4;
-/// Number of sandboxes opened at once in `parallel_start_16`, and number of rounds.
+/// Number of sandboxes that run commands concurrently in `commands_parallel`.
+const COMMAND_SANDBOXES: u32 = 4;
+/// Number of sandboxes opened concurrently in `parallel_start_16`.
 const STARTED_AT_ONCE: u32 = 16;
+/// Number of rounds of `parallel_start_16`.
 const START_ROUNDS: u32 = 2;
-/// Longest time that a removal may take.
-const GONE_WITHIN: Duration = Duration::from_mins(2);
-const LOOK_EVERY: Duration = Duration::from_millis(1);
+/// Maximum time for the removal of a container.
+const REMOVAL_TIMEOUT: Duration = Duration::from_mins(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The sandboxes under test.
 #[derive(Debug)]
@@ -43,7 +44,8 @@ impl World {
         }
     }
 
-    /// A provider with room for `room` sandboxes of one purpose.
+    /// Connects a provider with room for `room` sandboxes of one purpose: up to an eighth of the
+    /// containers is reserved for graders.
     async fn provider(&self, room: u32, reuse: bool) -> anyhow::Result<DockerProvider> {
         let room = usize::try_from(room)? * 8 / 7 + 2;
         let max_containers = self.sandbox.config.max_containers.max(room);
@@ -61,16 +63,16 @@ impl World {
 }
 
 /// Waits until the provider has removed `removed` containers in total.
-async fn gone(provider: &DockerProvider, removed: u64) -> anyhow::Result<()> {
+async fn wait_until_removed(provider: &DockerProvider, removed: u64) -> anyhow::Result<()> {
     let polling = async {
         while provider.stats().removed < removed {
-            sleep(LOOK_EVERY).await;
+            sleep(POLL_INTERVAL).await;
         }
     };
-    timeout(GONE_WITHIN, polling).await.context("a container was not removed in time")
+    timeout(REMOVAL_TIMEOUT, polling).await.context("a container was not removed within 2 minutes")
 }
 
-fn nothing() -> Command {
+fn true_command() -> Command {
     let mut command = Command::shell("", Duration::from_secs(20));
     command.argv = vec!["true".to_owned()];
     command
@@ -78,22 +80,22 @@ fn nothing() -> Command {
 
 async fn run_true(sandbox: &mut Box<dyn Sandbox>) -> anyhow::Result<Duration> {
     let began = Instant::now();
-    let result = sandbox.exec(&nothing()).await?;
+    let result = sandbox.exec(&true_command()).await?;
     let took = began.elapsed();
     ensure!(result.success(), "`true` ended with {:?}", result.exit);
     Ok(took)
 }
 
-/// `start`, `start_writable`, `start_floor` and `remove`, in turn.
+/// Cases `start`, `start_writable` and `start_floor` in rotation, and `remove`.
 pub(super) async fn starts(world: &World, rounds: u32) -> anyhow::Result<Vec<Case>> {
     let provider = world.provider(4, false).await?;
     // The first start builds the image that contains the supervisor.
     world.open(&provider, 0).await?.close().await?;
-    gone(&provider, 1).await?;
+    wait_until_removed(&provider, 1).await?;
     let (mut reusable, mut writable) = (Vec::new(), Vec::new());
     let (mut floor, mut removals) = (Vec::new(), Vec::new());
     for round in 0..rounds {
-        // In changing order, because each step is affected by the one before.
+        // The order rotates, because each step affects the next.
         for step in 0..3 {
             let kind = (round + step) % 3;
             if kind == 2 {
@@ -114,7 +116,7 @@ pub(super) async fn starts(world: &World, rounds: u32) -> anyhow::Result<Vec<Cas
             let removed = provider.stats().removed;
             let began = Instant::now();
             sandbox.close().await?;
-            gone(&provider, removed + 1).await?;
+            wait_until_removed(&provider, removed + 1).await?;
             removals.push(began.elapsed());
         }
     }
@@ -129,7 +131,7 @@ pub(super) async fn starts(world: &World, rounds: u32) -> anyhow::Result<Vec<Cas
     ])
 }
 
-/// `command` and `exec_floor`, in turn.
+/// Cases `command` and `exec_floor`, interleaved.
 pub(super) async fn commands(world: &World, count: u32) -> anyhow::Result<Vec<Case>> {
     let provider = world.provider(2, true).await?;
     let mut sandbox = world.open(&provider, 0).await?;
@@ -150,15 +152,15 @@ pub(super) async fn commands(world: &World, count: u32) -> anyhow::Result<Vec<Ca
     Ok(vec![Case::in_turn("command", ours).above(&floor).within(limits), floor])
 }
 
-/// `commands_parallel`.
+/// Case `commands_parallel`.
 pub(super) async fn commands_parallel(world: &World, count: u32) -> anyhow::Result<Vec<Case>> {
-    let provider = world.provider(SIDE_BY_SIDE, true).await?;
-    let opening = (0..SIDE_BY_SIDE).map(|index| world.open(&provider, index));
+    let provider = world.provider(COMMAND_SANDBOXES, true).await?;
+    let opening = (0..COMMAND_SANDBOXES).map(|index| world.open(&provider, index));
     let sandboxes = try_join_all(opening).await?;
     let began = Instant::now();
     let working = sandboxes.into_iter().map(async |mut sandbox| {
         let mut samples = Vec::new();
-        for _ in 0..count.div_ceil(SIDE_BY_SIDE) {
+        for _ in 0..count.div_ceil(COMMAND_SANDBOXES) {
             samples.push(run_true(&mut sandbox).await?);
         }
         anyhow::Ok((sandbox, samples))
@@ -175,11 +177,11 @@ pub(super) async fn commands_parallel(world: &World, count: u32) -> anyhow::Resu
     Ok(vec![Case::new("commands_parallel", samples, wall).within(limits)])
 }
 
-/// `parallel_start_16`.
+/// Case `parallel_start_16`.
 pub(super) async fn parallel_start(world: &World) -> anyhow::Result<Vec<Case>> {
     let provider = world.provider(STARTED_AT_ONCE, false).await?;
     world.open(&provider, 0).await?.close().await?;
-    gone(&provider, 1).await?;
+    wait_until_removed(&provider, 1).await?;
     let (mut samples, mut wall) = (Vec::new(), Duration::ZERO);
     for _ in 0..START_ROUNDS {
         let began = Instant::now();
@@ -194,13 +196,13 @@ pub(super) async fn parallel_start(world: &World) -> anyhow::Result<Vec<Case>> {
             samples.push(took);
             sandbox.close().await?;
         }
-        gone(&provider, removed).await?;
+        wait_until_removed(&provider, removed).await?;
     }
     provider.shutdown().await?;
     Ok(vec![Case::new("parallel_start_16", samples, wall)])
 }
 
-/// `reuse`: the time between the end of one attempt's work and the start of the next one's.
+/// Case `reuse`: the time between the end of one attempt's work and the start of the next one's.
 pub(super) async fn reuse(world: &World, rounds: u32) -> anyhow::Result<Vec<Case>> {
     let provider = world.provider(1, true).await?;
     let mut sandbox = world.open(&provider, 0).await?;
@@ -229,7 +231,7 @@ pub(super) async fn reuse(world: &World, rounds: u32) -> anyhow::Result<Vec<Case
     Ok(vec![Case::in_turn("reuse", samples)])
 }
 
-/// `held_N`: that many sandboxes are open at once, and each runs a command.
+/// Case `held_N`: `count` sandboxes are open at the same time, and each runs a command.
 pub(super) async fn held(world: &World, count: u32) -> anyhow::Result<Vec<Case>> {
     let provider = world.provider(count, true).await?;
     let before = resident()?;
@@ -261,7 +263,7 @@ pub(super) async fn held(world: &World, count: u32) -> anyhow::Result<Vec<Case>>
     Ok(vec![Case { memory: Some(memory), ..Case::in_turn(format!("held_{count}"), samples) }])
 }
 
-/// Memory of this process, in bytes.
+/// Resident memory of this process, in bytes.
 fn resident() -> anyhow::Result<u64> {
     let status = fs_err::read_to_string("/proc/self/status")?;
     let line = status

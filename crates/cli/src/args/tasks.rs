@@ -13,7 +13,7 @@ pub(crate) struct TasksArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum TasksCommand {
-    /// List the tasks of an environment, or of a file of rows.
+    /// List the tasks of an environment, or of a task file.
     List {
         #[command(flatten)]
         selection: TaskSelection,
@@ -50,7 +50,7 @@ pub(crate) enum TasksCommand {
     /// Make repair tasks from a Python repository: small faults that some of its tests detect.
     Make(MakeArgs),
     /// Check in sandboxes, twice, that the gold patch is rewarded 1 and no patch 0. Takes an
-    /// environment or a file of rows.
+    /// environment or a task file.
     Verify {
         #[command(flatten)]
         selection: TaskSelection,
@@ -73,7 +73,7 @@ pub(crate) enum TasksCommand {
 /// Selects tasks.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct TaskSelection {
-    /// Environment, or for `verify` a file of rows.
+    /// Environment, or for `verify` a task file.
     #[arg(default_value = "micro")]
     pub(crate) environment: String,
     #[command(flatten)]
@@ -103,19 +103,19 @@ Examples:
   orchestrate tasks make ../lib --image my/lib:latest --tests tests/unit --out lib.jsonl
   orchestrate run --set tasks.file=toolz.jsonl --set tasks.held_out_file=toolz.held_out.jsonl ...
 
-The repository's code runs only in sandboxes, which have no network: everything its tests import
-must be in the image, pytest included. Repeating an interrupted command resumes it.")]
+The repository's code runs only in sandboxes, which have no network: everything its tests import,
+including pytest, must be in the image. Repeating an interrupted command resumes it.")]
 pub(crate) struct MakeArgs {
     /// Folder of a Python repository with tests that pytest runs.
     pub(crate) repo: Utf8PathBuf,
-    /// File of rows to write, for `tasks.file`; held-out tasks go to a second file with `.held_out` in
+    /// Task file to write, for `tasks.file`; held-out tasks go to a second file with `.held_out` in
     /// its name.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Utf8PathBuf,
     /// Image in which the tests run; it must have Python, pytest and everything the tests import.
     #[arg(long, default_value = "orchestrate/repository:latest")]
     pub(crate) image: String,
-    /// Number of tasks to make, held-out ones included.
+    /// Number of tasks to make, including held-out ones.
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) count: u32,
     /// Seed of the order in which faults are tried.

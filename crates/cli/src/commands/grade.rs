@@ -68,8 +68,8 @@ fn open(log: &Utf8Path) -> Result<BufReader<File>, InputError> {
     let long = long_lines(&mut file).map_err(unreadable)?;
     if long > 0 {
         output::say(format!(
-            "note: {log}: {long} lines are longer than {LINE_BYTES} bytes; of each, only the start, \
-             the end and the markers between them are read"
+            "note: {log}: lines longer than {LINE_BYTES} bytes: {long}; of each, only the start, the \
+             end and the markers between them are read"
         ));
     }
     file.rewind().map_err(unreadable)?;

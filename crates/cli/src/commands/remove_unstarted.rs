@@ -1,8 +1,8 @@
-//! `orchestrate remove-unstarted`: a helper process of a coordinator, for the case that it is killed.
+//! `orchestrate remove-unstarted`: a helper process of a coordinator, in case it is killed.
 //!
 //! Containers stop by themselves when the coordinator's stream closes, except those that it had
 //! created and not yet started, in which nothing runs. This helper removes them; otherwise they would
-//! stay until the next start of the run, which may be far away.
+//! stay until the next start of the run, which may be much later.
 
 use crate::args::RemoveUnstartedArgs;
 use crate::config::Settings;
@@ -19,7 +19,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// What a coordinator writes that ends normally.
+/// Message of a coordinator that ends normally.
 const DISMISSED: &[u8] = b"dismissed";
 /// A busy daemon takes some time to create a requested container, and lists it only then.
 const LOOK_FOR: Duration = Duration::from_secs(30);

@@ -45,7 +45,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// What is done in a run folder.
+/// The work that is done in a run folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Job {
     /// Train and evaluate, until `run.steps` are done.

@@ -79,7 +79,7 @@ async fn overview(reader: &Reader, json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A line of metrics in the columns of the overview; empty where it has no value.
+/// A metrics line in the columns of the overview; empty where it has no value.
 fn overview_row(line: &MetricsLine) -> [String; 7] {
     let cell = |value: Option<f64>| match value {
         Some(number) if number != 0.0 && number.abs() < 1e-3 => format!("{number:.2e}"),

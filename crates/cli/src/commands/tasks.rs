@@ -67,7 +67,7 @@ fn select(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
     Ok((settings, tasks))
 }
 
-/// The tasks of an environment, or of a file of rows if one is named.
+/// The tasks of an environment, or of a task file if one is named.
 fn to_verify(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
     let file = Utf8Path::new(&selection.environment);
     if !file.is_file() {

@@ -20,12 +20,12 @@ use rand_chacha::ChaCha8Rng;
 use std::ops::ControlFlow;
 use std::process::ExitCode;
 
-/// Number of tokens of the trained tokenizer.
+/// Vocabulary size of the trained tokenizer.
 const VOCABULARY: usize = 1024;
 /// Loss weight of tokens that the policy never writes: enough to learn what tasks look like.
 const OTHER_WEIGHT: f32 = 0.25;
 
-/// Length of a copying drill.
+/// Length of a copying drill, in tokens.
 const DRILL_TOKENS: usize = 72;
 
 /// Runs the command.
@@ -175,8 +175,8 @@ fn fit(
         pass
     })
     .flatten();
-    let lessons = drills.into_iter().chain(passes);
-    let last = sft::train(model, lessons, &options, |now, _| {
+    let sequences = drills.into_iter().chain(passes);
+    let last = sft::train(model, sequences, &options, |now, _| {
         let message = format!(
             "loss {:.4}  {:.0} tokens/s  lr {:.1e}",
             now.loss, now.tokens_per_second, now.learning_rate

@@ -31,13 +31,13 @@ pub struct Evaluation {
     pub episodes: Arc<dyn Episodes>,
     /// Serves the checkpoint.
     pub engine: Arc<dyn Engine>,
-    /// What is evaluated: a folder, or a model's name where the server has weights of its own.
+    /// The weights to evaluate: a folder, or a model's name if the server has its own weights.
     pub checkpoint: Utf8PathBuf,
     /// Swept at the start, shut down at the end.
     pub sandboxes: Arc<dyn SandboxProvider>,
     /// The held-out tasks; tasks for training are not used.
     pub tasks: TaskSet,
-    /// What was configured.
+    /// The checked settings.
     pub plan: EvaluationPlan,
     /// Receives events.
     pub reporter: Arc<dyn Reporter>,
@@ -51,7 +51,7 @@ impl std::fmt::Debug for Evaluation {
 
 impl Evaluation {
     /// Evaluates to the end, or until stopped. May be called again on a store opened after any
-    /// end, a kill included: episodes with an outcome are not run again.
+    /// end, even a kill: episodes with an outcome are not run again.
     ///
     /// # Errors
     /// [`RunError`] says what must be fixed. Everything that finished before is kept.

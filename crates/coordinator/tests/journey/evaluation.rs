@@ -1,4 +1,4 @@
-//! Evaluations without training: what they leave in the folder, and that they can be resumed.
+//! Evaluations without training: the files that they write, and how they are resumed.
 
 use crate::parts::Kill;
 use crate::support::{World, plan, usual};
@@ -7,7 +7,7 @@ use orchestrate_store::Reader;
 use orchestrate_types::{GroupId, PolicyVersion};
 use std::sync::atomic::Ordering;
 
-/// Evaluates until the end or until `kill` strikes (`None`).
+/// Evaluates until the end; `None` if `kill` ended the evaluation first.
 async fn start(world: &World, kill: &std::sync::Arc<Kill>) -> Option<Result<RunEnd, RunError>> {
     let evaluation = world.evaluation(kill).await;
     tokio::select! {
@@ -64,7 +64,7 @@ async fn evaluation_killed_anywhere_resumes_with_the_same_result() {
 }
 
 #[tokio::test]
-async fn finished_evaluation_runs_no_episode_again() {
+async fn finished_evaluation_repeats_no_episode() {
     let world = World::new(plan(1), usual);
     let first = finish(&world).await;
     let episodes = world.episodes.requests.lock().unwrap().len();

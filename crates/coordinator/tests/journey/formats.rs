@@ -1,6 +1,6 @@
 //! The formats that a run writes, pinned by golden files, and those of older versions, which it reads.
 //!
-//! `ORCHESTRATE_UPDATE_GOLDEN=1` rewrites the golden files.
+//! `ORCHESTRATE_REGENERATE=1` rewrites the golden files.
 
 use crate::support::{World, plan, usual};
 use orchestrate_coordinator::RunEnd;
@@ -29,7 +29,7 @@ fn assert_golden(name: &str, lines: &[Value]) {
     let mut text = lines.iter().map(Value::to_string).collect::<Vec<_>>().join("\n");
     text.push('\n');
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/journey/golden").join(name);
-    if std::env::var_os("ORCHESTRATE_UPDATE_GOLDEN").is_some() {
+    if std::env::var_os("ORCHESTRATE_REGENERATE").is_some() {
         fs_err::create_dir_all(path.parent().unwrap()).unwrap();
         fs_err::write(&path, &text).unwrap();
     }
@@ -42,7 +42,7 @@ fn lines_of(world: &World) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn written_formats_are_those_of_the_golden_files() {
+async fn written_formats_match_the_golden_files() {
     let world = World::new(plan(1), usual);
     let RunEnd::Finished(report) = world.finish().await else { panic!("stopped") };
     assert_golden("metrics.jsonl", &lines_of(&world));
@@ -63,7 +63,7 @@ async fn written_formats_are_those_of_the_golden_files() {
 }
 
 #[tokio::test]
-async fn skipped_step_has_every_key_and_no_training_metric() {
+async fn skipped_step_has_every_key_but_no_training_metrics() {
     let mut plan = plan(1);
     plan.run.eval_every = 0;
     let world = World::new(plan, |_| Outcome::Scored { reward: 1.0 });
@@ -87,7 +87,7 @@ async fn make_old(world: &World) {
 }
 
 #[tokio::test]
-async fn journal_of_the_version_before_is_reported_and_resumed() {
+async fn journal_of_the_previous_version_is_reported_and_resumed() {
     let mut world = World::new(plan(1), usual);
     let RunEnd::Finished(before) = world.finish().await else { panic!("stopped") };
     make_old(&world).await;
@@ -117,7 +117,7 @@ async fn journal_of_the_version_before_is_reported_and_resumed() {
 }
 
 #[tokio::test]
-async fn line_that_cannot_be_read_is_an_error_that_names_it() {
+async fn unreadable_metrics_line_is_named_in_the_error() {
     let world = World::new(plan(1), usual);
     world.finish().await;
     let journal = format!("sqlite://{}", world.folder.join("orchestrate.db"));

@@ -4,7 +4,7 @@ use crate::parts::Kill;
 use crate::support::{World, plan, usual};
 use orchestrate_coordinator::RunEnd;
 
-/// The result of the killed run must be that of the run without kills.
+/// Asserts that a killed run has the same result as the reference run, which was not killed.
 async fn assert_same(world: &World, reference: &World, what: &str) {
     let (got, want) = (
         world.trainer.state.lock().unwrap().clone(),
@@ -28,7 +28,7 @@ async fn reference() -> World {
 }
 
 #[tokio::test]
-async fn run_killed_at_any_point_ends_as_without_kills() {
+async fn run_killed_at_any_point_ends_as_if_never_killed() {
     let reference = reference().await;
     let mut points = 0;
     let mut names = std::collections::BTreeSet::new();
@@ -71,7 +71,7 @@ async fn run_killed_at_any_point_ends_as_without_kills() {
 }
 
 #[tokio::test]
-async fn repeated_kills_also_while_recovering_do_not_change_the_result() {
+async fn repeated_kills_even_during_recovery_do_not_change_the_result() {
     let reference = reference().await;
     for stride in [23, 41, 67] {
         let world = World::new(plan(2), usual);

@@ -1,4 +1,4 @@
-//! What a run does if nothing kills it.
+//! Runs that are not killed.
 
 use crate::parts::{Kill, mix};
 use crate::support::{World, plan, task, usual};
@@ -428,7 +428,7 @@ async fn long_episodes_lose_reward_in_the_batch_but_not_in_the_metrics() {
 }
 
 #[tokio::test]
-async fn collapse_ends_the_run_if_configured_and_a_resumed_run_continues() {
+async fn collapse_ends_the_run_if_configured_but_not_after_a_resume() {
     let reported = |world: &World| {
         let events = world.events.lock().unwrap();
         events.iter().filter(|event| format!("{event:?}").contains("training collapsed")).count()
@@ -452,7 +452,7 @@ async fn collapse_ends_the_run_if_configured_and_a_resumed_run_continues() {
 }
 
 #[tokio::test]
-async fn old_batches_are_deleted_and_the_newest_kept() {
+async fn old_batches_are_deleted_and_the_newest_are_kept() {
     let mut world = World::new(plan(4), usual);
     world.plan.run.keep_batches = 1;
     world.finish().await;

@@ -1,4 +1,4 @@
-//! What a subscriber sees of a run.
+//! Spans of a run, as a `tracing` subscriber sees them.
 
 use crate::support::{World, plan, usual};
 use orchestrate_testkit::{SpanCollector, SpanPath};
@@ -9,7 +9,7 @@ fn names(path: &SpanPath) -> Vec<&'static str> {
 }
 
 #[tokio::test]
-async fn every_event_of_an_episode_is_below_its_span() {
+async fn every_event_of_an_episode_is_inside_its_span() {
     let (collector, guard) = SpanCollector::install();
     let world = World::new(plan(2), usual);
     let end = world.finish().await;

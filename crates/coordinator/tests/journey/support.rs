@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tempfile::TempDir;
 use tokio::sync::Notify;
+
 /// Everything outside of the coordinator, and its run folder.
 pub(crate) struct World {
     _temp: TempDir,
@@ -30,7 +31,8 @@ pub(crate) struct World {
     pub(crate) events: Arc<Mutex<Vec<Event>>>,
 }
 
-/// Most episodes succeed half the time; a few are broken once, one task is always solved.
+/// Outcomes of a typical run: episodes succeed half the time, some break on their first attempt, and
+/// some are truncated. Tasks whose id ends with `easy` are always solved.
 pub(crate) fn usual(request: &EpisodeRequest) -> Outcome {
     let id = request.attempt.episode;
     let group = match id.group {
@@ -168,7 +170,7 @@ impl World {
         }
     }
 
-    /// The journal as a freshly started process finds it, which stops the world as `kill` says.
+    /// Opens the journal as a newly started process does. Its failpoints let `kill` end the run.
     async fn restarted(&self, kill: &Arc<Kill>) -> Store {
         let mut store = self.store().await;
         store.set_failpoint(Arc::new(Hook(kill.clone())));
@@ -218,7 +220,7 @@ impl World {
         }
     }
 
-    /// Runs until its end or until `kill` strikes (`None`).
+    /// Runs until the end; `None` if `kill` ended the run first.
     pub(crate) async fn start(&self, kill: &Arc<Kill>) -> Option<Result<RunEnd, RunError>> {
         let coordinator = self.coordinator(kill).await;
         tokio::select! {
@@ -238,15 +240,15 @@ impl World {
         let strip = |line: &str| {
             let mut line: serde_json::Value = serde_json::from_str(line).unwrap();
             line.as_object_mut().unwrap().retain(|key, _| {
-                let of_the_clock = ["time", "loop_lag_", "tokens_per_s"];
-                !of_the_clock.iter().any(|name| key.starts_with(name)) && key != "broken_attempts"
+                let timing = ["time", "loop_lag_", "tokens_per_s"];
+                !timing.iter().any(|name| key.starts_with(name)) && key != "broken_attempts"
             });
             line
         };
         text.lines().map(strip).collect()
     }
 
-    /// Ids of all sealed episodes, with the digest of what was stored.
+    /// Outcomes of all sealed episodes, by episode id.
     pub(crate) async fn sealed(&self) -> BTreeMap<String, Outcome> {
         let reader = orchestrate_store::Reader::open(&self.folder).await.unwrap();
         let mut sealed = BTreeMap::new();

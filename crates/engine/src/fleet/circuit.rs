@@ -39,7 +39,7 @@ pub(super) enum Circuit {
     Recovering,
 }
 
-/// What happened to one worker.
+/// An event of one worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CircuitEvent {
     /// A reply passed all checks.

@@ -12,7 +12,7 @@
 //! |---|---|
 //! | `placement.rs` | which worker a conversation is assigned to (pure) |
 //! | `circuit.rs` | whether a worker gets requests (pure) |
-//! | `worker.rs` | one worker: its circuit, its permits, and waiting for either |
+//! | `worker.rs` | one worker: its circuit breaker, its permits, and how calls wait for them |
 //! | `shared.rs` | the state that the following share |
 //! | `call.rs` | one call |
 //! | `health.rs` | health checks, and the recovery of a worker that returns |
@@ -109,7 +109,7 @@ impl Fleet {
 
 #[async_trait]
 impl Engine for Fleet {
-    /// What all workers in service have in common. An error if one of them cannot be asked.
+    /// The common properties of all workers in service. An error if one of them does not answer.
     async fn info(&self) -> Result<EngineInfo, EngineError> {
         let mut common: Option<EngineInfo> = None;
         for worker in self.shared.workers.iter().filter(|worker| worker.circuit().is_in_service()) {

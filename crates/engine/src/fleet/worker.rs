@@ -1,4 +1,4 @@
-//! One worker of a fleet: its circuit, its permits, and waiting for either.
+//! One worker of a fleet: its circuit breaker, its permits, and how calls wait for them.
 
 use super::circuit::{Circuit, CircuitEvent};
 use super::placement::WorkerLoad;
@@ -15,7 +15,7 @@ pub struct FleetWorker {
     pub name: String,
     /// Its client. The client's limit of concurrent generations must not be below the fleet's.
     pub engine: Arc<dyn Engine>,
-    /// Whether it answered. If not, it is probed until it does.
+    /// Whether it is reachable. If not, it is probed until it answers.
     pub is_up: bool,
 }
 
@@ -28,7 +28,7 @@ pub struct WorkerStatus {
     pub state: &'static str,
     /// Number of open conversations assigned to it.
     pub sessions: usize,
-    /// Their tokens.
+    /// Number of tokens of these conversations.
     pub tokens: u64,
     /// Calls that wait for its reply or a permit.
     pub calls: usize,
@@ -40,7 +40,7 @@ pub struct WorkerStatus {
     pub ejected: u64,
 }
 
-/// What calls wait on.
+/// The state that calls wait on.
 #[derive(Debug, Clone, Copy)]
 struct State {
     circuit: Circuit,
@@ -136,15 +136,15 @@ impl Worker {
         self.failed.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Changes with every requested probe.
+    /// Receives the number of requested probes whenever it grows.
     pub(super) fn probe_requests(&self) -> watch::Receiver<u64> {
         self.requested_probes.subscribe()
     }
 
-    /// Records that a probe ended which started after `requested` probes were requested. Its result
-    /// is in the circuit.
+    /// Records the end of a probe that started after `requested` probes had been requested. Its result
+    /// is already in the circuit.
     pub(super) fn finish_probe(&self, requested: u64) {
-        // Every running call watches this state: without a change none of them may be woken.
+        // Every running call watches this state, so none may be woken without a change.
         self.state
             .send_if_modified(|state| std::mem::replace(&mut state.probed, requested) != requested);
     }
@@ -156,8 +156,8 @@ impl Worker {
         let _ = state.wait_for(|state| !state.circuit.is_in_service()).await;
     }
 
-    /// Waits for a permit and for the end of a weight sync. `None` if the worker is out of service
-    /// by then.
+    /// Waits for a permit and for the end of a weight sync; `None` if the worker is then out of
+    /// service.
     pub(super) async fn ready(&self) -> Option<SemaphorePermit<'_>> {
         let permit = self.permits.acquire().await.ok()?;
         if self.circuit().accepts_requests() {

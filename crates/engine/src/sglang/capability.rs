@@ -1,4 +1,4 @@
-//! What `/server_info` reports, judged for training with routing replay.
+//! Checks whether the settings in `/server_info` allow training with routing replay.
 
 use crate::capability::{CapabilityFinding, Release, check_version};
 use serde::Deserialize;
@@ -128,14 +128,14 @@ impl ServerInfo {
         if is_on(self.enable_hierarchical_cache) {
             findings.push(CapabilityFinding::refusal(
                 "hierarchical-cache",
-                "KV that HiCache loads back has the routed experts of other tokens",
+                "KV entries that HiCache reloads come with the routed experts of other tokens",
                 "start it without --enable-hierarchical-cache",
             ));
         }
         if is_on(self.enable_lmcache) || self.flexkv_config_file.is_some() {
             findings.push(CapabilityFinding::refusal(
                 "external-cache",
-                "KV from an external cache comes without its routed experts",
+                "KV entries from an external cache come without their routed experts",
                 "start it without --enable-lmcache and --flexkv-config-file",
             ));
         }

@@ -53,7 +53,7 @@ struct FinishReason {
     status_code: Option<u16>,
 }
 
-/// What ended the text. Only one form matters: the report of logits that were NaN.
+/// The stop token or text. Only one value matters: the report of logits that were NaN.
 struct Matched {
     not_a_number: bool,
 }

@@ -1,4 +1,4 @@
-//! What vLLM's information routes report, judged for training with routing replay.
+//! Checks whether the settings that vLLM reports allow training with routing replay.
 
 use crate::capability::{CapabilityFinding, Release, check_version};
 use serde_json::Value;

@@ -5,7 +5,7 @@
 //! `ORCHESTRATE_SGLANG_START`, in which `{port}` is replaced; `ORCHESTRATE_SGLANG_MODEL` is the
 //! folder of its model (likewise with `VLLM`). `ORCHESTRATE_REQUIRE=sglang,vllm` turns a missing
 //! server into a failure.
-#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "test helpers")]
 
 mod recorded;
 
@@ -61,12 +61,12 @@ fn abort_over_http(kind: EngineKind, options: &ClientOptions) -> Box<Abort> {
 const START_TIMEOUT: Duration = Duration::from_mins(10);
 
 #[tokio::test]
-async fn engine_sglang_keeps_every_promise() {
+async fn engine_sglang_conforms() {
     real(EngineKind::Sglang, "SGLANG").await;
 }
 
 #[tokio::test]
-async fn engine_vllm_keeps_every_promise() {
+async fn engine_vllm_conforms() {
     real(EngineKind::Vllm, "VLLM").await;
 }
 

@@ -79,7 +79,7 @@ async fn subject(kind: EngineKind, folder: &str, names: &[&str]) -> Option<Subje
             }
             let body: Value = serde_json::from_str(request["body_raw"].as_str().unwrap()).unwrap();
             let params = &body["sampling_params"];
-            // With `ignore_eos` SGLang also ignores stop tokens. We never send it.
+            // With `ignore_eos`, SGLang also ignores stop tokens. The clients never send it.
             if params.get("stop").is_some()
                 || (params["ignore_eos"] == true && params.get("stop_token_ids").is_some())
             {

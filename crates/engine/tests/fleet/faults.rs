@@ -28,7 +28,7 @@ async fn a_broken_connection_of_a_live_worker_is_retried_there_by_the_caller() {
     workers[0].set(Behaviour::BreaksConnections);
     let error = sample(fleet.as_ref(), request("a", 10)).await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::Unreachable(_)), "{error}");
-    workers[0].set(Behaviour::Well);
+    workers[0].set(Behaviour::Healthy);
     let reply = sample(fleet.as_ref(), request("a", 10)).await.unwrap();
     assert_eq!((reply.worker.as_str(), fleet.moves()), ("w0", 0));
     assert_eq!(states(&fleet), ["up", "up"]);
@@ -46,7 +46,7 @@ async fn a_worker_that_breaks_every_connection_goes_out_of_service_though_it_ans
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stopped_worker_is_found_by_probes_and_its_calls_move() {
+async fn a_stopped_worker_is_detected_by_probes_and_its_calls_move() {
     let (fleet, workers) = fleet(2, 8);
     workers[0].set(Behaviour::Stopped);
     let started = tokio::time::Instant::now();
@@ -105,7 +105,7 @@ async fn calls_wait_for_a_worker_in_service_but_not_forever() {
     };
     tokio::time::sleep(Duration::from_mins(1)).await;
     assert_eq!(states(&fleet), ["out of service", "out of service"]);
-    workers[1].set(Behaviour::Well);
+    workers[1].set(Behaviour::Healthy);
     let reply = waiting.join_all().await.remove(0).unwrap();
     assert_eq!(reply.worker, "w1");
 
@@ -133,6 +133,6 @@ async fn a_dropped_call_frees_its_permit() {
         tokio::time::timeout(Duration::from_secs(1), sample(fleet.as_ref(), request("a", 10)));
     call.await.unwrap_err();
     assert_eq!(fleet.status()[0].calls, 0);
-    workers[0].set(Behaviour::Well);
+    workers[0].set(Behaviour::Healthy);
     sample(fleet.as_ref(), request("b", 10)).await.unwrap();
 }

@@ -67,7 +67,7 @@ async fn a_worker_never_has_more_calls_than_permits() {
     }
     settle().await;
     assert_eq!(fleet.status().iter().map(|worker| worker.calls).collect::<Vec<_>>(), [10, 10]);
-    set_all(&workers, Behaviour::Well);
+    set_all(&workers, Behaviour::Healthy);
     while let Some(reply) = calls.join_next().await {
         reply.unwrap().unwrap();
     }

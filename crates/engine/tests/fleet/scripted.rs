@@ -10,10 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use tokio::sync::watch;
 
-/// What a worker does with requests and probes.
+/// How a worker reacts to requests and probes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Behaviour {
-    Well,
+    /// Answers requests and probes.
+    Healthy,
     /// Answers probes, but requests wait until the behaviour changes.
     Slow,
     /// Neither answers nor closes connections, like a stopped process.
@@ -60,7 +61,7 @@ impl Scripted {
             name: name.to_owned(),
             shape: shape(),
             ranks,
-            behaviour: watch::Sender::new(Behaviour::Well),
+            behaviour: watch::Sender::new(Behaviour::Healthy),
             notes: Mutex::new(notes),
         })
     }
@@ -161,7 +162,7 @@ impl Engine for Scripted {
             Behaviour::Invalid => {
                 return Err(self.error(EngineErrorKind::invalid_reply("zeros")));
             }
-            Behaviour::Well | Behaviour::Slow | Behaviour::Stopped | Behaviour::Gone => {}
+            Behaviour::Healthy | Behaviour::Slow | Behaviour::Stopped | Behaviour::Gone => {}
         }
         let version = self.notes().version;
         let sampled = SampledTokens {

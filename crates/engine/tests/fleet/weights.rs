@@ -73,7 +73,7 @@ async fn a_sync_waits_while_no_worker_is_in_service() {
     syncing.spawn(async move { sync(other.as_ref(), 7).await });
     tokio::time::sleep(Duration::from_secs(30)).await;
     assert!(syncing.try_join_next().is_none());
-    workers[0].set(Behaviour::Well);
+    workers[0].set(Behaviour::Healthy);
     syncing.join_all().await.remove(0).unwrap();
     assert_eq!(workers[0].notes().version, PolicyVersion(7));
     assert_eq!(states(&fleet), ["up"]);

@@ -1,5 +1,5 @@
-//! Hundreds of hostile replies: correct replies, hand-written or recorded, with one thing wrong. Each
-//! is an error that names the field at fault; none panics, none is accepted.
+//! Hundreds of hostile replies: correct replies, hand-written or recorded, with one error each.
+//! Each is refused with an error that names the field at fault; none panics, none is accepted.
 
 use crate::server::{
     Recorded, Reply, SGLANG, VLLM, options, recorded, recording, request, sample, serve, shape,
@@ -26,7 +26,7 @@ fn remove(reply: &mut Value, path: &str, key: &str) -> Option<()> {
     object.remove(key).map(|_| ())
 }
 
-/// The base64 text at a path, changed.
+/// Changes the text at a path; `None` if there is none or it stays the same.
 fn recode(reply: &mut Value, path: &str, change: impl FnOnce(&str) -> String) -> Option<()> {
     let text = reply.pointer(path)?.as_str()?.to_owned();
     let changed = change(&text);
@@ -36,7 +36,7 @@ fn recode(reply: &mut Value, path: &str, change: impl FnOnce(&str) -> String) ->
     set(reply, path, json!(changed))
 }
 
-/// The decoded payload at a path, changed byte by byte.
+/// Changes the bytes of the base64 payload at a path, like [`recode`].
 fn rebyte(reply: &mut Value, path: &str, change: impl FnOnce(&mut Vec<u8>)) -> Option<()> {
     recode(reply, path, |text| {
         let mut bytes = base64_simd::STANDARD.decode_to_vec(text).unwrap();
@@ -95,7 +95,7 @@ fn sglang_corruptions() -> Vec<Corruption> {
         "finish_reason": |r| set(r, S_FIN, json!(null));
         "finish_reason": |r| set(r, S_FIN, json!("stop"));
         "finish_reason": |r| set(r, S_FIN, json!({}));
-        "finish_reason": |r| set(r, S_FIN, json!({"type": "weary"}));
+        "finish_reason": |r| set(r, S_FIN, json!({"type": "unknown"}));
         "finish_reason": |r| set(r, S_FIN, json!({"type": "stop", "matched": "NaN happened"}));
         "finish_reason": |r| remove(r, "/meta_info", "finish_reason");
         "output_token_logprobs": |r| remove(r, "/meta_info", "output_token_logprobs");
@@ -335,7 +335,7 @@ fn from_recordings(engine: &str) -> Vec<Base> {
     bases
 }
 
-/// Sends every corrupted form of every base through a client. Returns how many there were.
+/// Asserts that a client refuses every corrupted form of every base. Returns how many there were.
 async fn refuse_all<D: Dialect>(bases: Vec<Base>, corruptions: &[Corruption]) -> usize {
     let mut tasks = JoinSet::new();
     let body = Arc::new(Mutex::new(String::new()));
@@ -364,14 +364,14 @@ async fn refuse_all<D: Dialect>(bases: Vec<Base>, corruptions: &[Corruption]) ->
 }
 
 #[tokio::test]
-async fn e5_to_e15_three_hundred_hand_written_replies_are_refused_by_field() {
+async fn three_hundred_hand_written_replies_are_refused_by_field() {
     let sglang = refuse_all::<Sglang>(hand_written(false), &sglang_corruptions()).await;
     let vllm = refuse_all::<Vllm>(hand_written(true), &vllm_corruptions()).await;
     assert!(sglang >= 300 && vllm >= 300, "{sglang} and {vllm}");
 }
 
 #[tokio::test]
-async fn e5_to_e15_changed_recorded_replies_are_refused_by_field() {
+async fn corrupted_recorded_replies_are_refused_by_field() {
     for (bases, vllm) in [(from_recordings(SGLANG), false), (from_recordings(VLLM), true)] {
         let recordings = bases.len();
         let count = if vllm {
@@ -385,7 +385,7 @@ async fn e5_to_e15_changed_recorded_replies_are_refused_by_field() {
 }
 
 #[tokio::test]
-async fn e6_malformed_bodies_are_refused() {
+async fn malformed_bodies_are_refused() {
     let base = &hand_written(false)[0];
     let text = base.reply.to_string();
     let mut bodies: Vec<Vec<u8>> = vec![

@@ -1,5 +1,5 @@
 //! The clients against scripted servers, and against recorded replies of SGLang and vLLM.
-#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "test helpers")]
 
 mod chat;
 mod hostile;

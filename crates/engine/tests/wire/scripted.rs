@@ -1,4 +1,4 @@
-//! What is sent to SGLang, and how faults are reported.
+//! The requests sent to SGLang, and how faults are reported.
 
 use crate::server::{Reply, one_token, options, replay, request, sample, serve, server_info};
 use orchestrate_engine::{
@@ -96,7 +96,7 @@ async fn a_request_can_name_a_data_parallel_rank() {
 }
 
 #[tokio::test]
-async fn the_pause_that_a_busy_server_requests_is_kept() {
+async fn the_retry_delay_of_a_busy_server_is_respected() {
     let second = Retry::After(Duration::from_secs(1));
     for (status, pause, expected) in [
         (503, "7", Retry::After(Duration::from_secs(7))),
@@ -149,7 +149,7 @@ async fn a_server_unsupported_for_replay_is_refused_with_the_flag_to_change() {
 }
 
 #[tokio::test]
-async fn e1_a_missing_server_and_a_broken_connection_are_unreachable() {
+async fn a_missing_server_and_a_broken_connection_are_unreachable() {
     let client = SglangClient::new(options("http://127.0.0.1:9")).unwrap();
     let error = sample(&client, request(vec![1], 4, None)).await.unwrap_err();
     assert!(matches!(error.kind, EngineErrorKind::Unreachable(_)), "{error}");
@@ -172,7 +172,7 @@ async fn e1_a_missing_server_and_a_broken_connection_are_unreachable() {
 }
 
 #[tokio::test]
-async fn e2_a_request_that_times_out_is_aborted() {
+async fn a_request_that_times_out_is_aborted() {
     let mut tasks = JoinSet::new();
     let (url, mut seen) = serve(&mut tasks, |path, _| match path {
         "/generate" => Reply::Never(None),
@@ -194,7 +194,7 @@ async fn e2_a_request_that_times_out_is_aborted() {
 }
 
 #[tokio::test]
-async fn e4_the_status_decides_whether_to_retry() {
+async fn the_status_decides_whether_to_retry() {
     for (status, retried) in [
         (400, false),
         (401, false),
@@ -214,7 +214,7 @@ async fn e4_the_status_decides_whether_to_retry() {
 }
 
 #[tokio::test]
-async fn e6_a_body_longer_than_any_correct_reply_is_refused() {
+async fn a_body_longer_than_any_valid_reply_is_refused() {
     let mut tasks = JoinSet::new();
     let client = replay::<Sglang>(&mut tasks, 200, " ".repeat(6 << 20)).await;
     let error = sample(&client, request(vec![1], 4, None)).await.unwrap_err();

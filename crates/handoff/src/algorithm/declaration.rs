@@ -4,11 +4,14 @@
 //! the modules `settings.py` and `rules.py` of the PyTorch trainer follow from this file. A new
 //! policy loss is one entry in `policy_loss` below, plus defaults and bounds where they differ.
 
+use super::describe::describe_keys;
+use super::hyperparameter::{Choice, OffAtZero};
 use super::macros::{choice, hyperparameters, named};
 use crate::AdvantageNorm;
-use crate::algorithm::{OffAtZero, TruncatedEpisodes};
-use crate::rules::{Rule, always, constant, is, is_on, number, rule, when, within};
-use orchestrate_settings::{above, at_least, between};
+use crate::condition::{Rule, always, constant, is, is_on, number, rule, when, within};
+use orchestrate_settings::{above, at_least, between, setting_types};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 choice! {
     /// Which loss the update minimises. `r` is the probability ratio of new to old policy.
@@ -45,7 +48,7 @@ choice! {
 }
 
 choice! {
-    /// How the losses of tokens become one number.
+    /// How token losses are aggregated to one number.
     aggregation: LossAggregation -> AggregationSettings, default TokenMean {
         /// Sum over all tokens, divided by the number of loss tokens.
         TokenMean "token-mean" {} fixed { loss_norm_tokens = 1.0 },
@@ -105,7 +108,7 @@ choice! {
 }
 
 named! {
-    /// What ρ is taken over.
+    /// Tokens over which ρ is taken.
     ImportanceLevel, default Token {
         /// Each token by itself.
         Token "token",
@@ -129,7 +132,7 @@ choice! {
 }
 
 /// Every choice that decides which hyperparameters apply.
-pub(crate) const CHOICES: &[super::Choice] = &[
+pub(crate) const CHOICES: &[Choice] = &[
     PolicyLoss::CHOICE,
     LossAggregation::CHOICE,
     RoutingReplay::CHOICE,
@@ -141,11 +144,24 @@ pub(crate) const CHOICES: &[super::Choice] = &[
 /// Keys that apply while a number is above 0: the key and the number.
 pub(crate) const GATES: &[(&str, &str)] = &[("kl_estimator", "kl_coefficient")];
 
+/// What happens with episodes that a limit ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TruncatedEpisodes {
+    /// They are trained on with their reward.
+    Train,
+    /// They count towards the group's baseline, but their tokens are not trained on.
+    Mask,
+}
+
+setting_types!(AdvantageNorm, TruncatedEpisodes);
+
 hyperparameters! {
+    amend: describe_keys;
     sent {
         /// Policy loss.
         policy_loss: PolicyLoss = PolicyLoss::default(), required;
-        /// How the losses of tokens become one number.
+        /// How token losses are aggregated to one number.
         aggregation: LossAggregation = default_aggregation(policy_loss), required;
         /// Constant of `token-sum-norm`, in tokens: usually the longest sequence. Required there.
         loss_norm_tokens: f64 = 1.0, required, always(above(0.0));
@@ -170,7 +186,7 @@ hyperparameters! {
             always(above(1.0).hint("0 turns it off"));
         /// Thresholds of `sapo`'s sigmoid for positive and for other advantages.
         sapo_tau: (f64, f64) = (1.0, 1.05), optional, above(0.0);
-        /// Weight against the mismatch of sampler and trainer.
+        /// Importance weight that corrects the mismatch between engine and trainer.
         importance_correction: ImportanceCorrection = ImportanceCorrection::default(), optional;
         /// Whether the weight is taken over single tokens or whole sequences.
         importance_level: ImportanceLevel = default_level(policy_loss, importance_correction),
@@ -205,11 +221,11 @@ hyperparameters! {
         value_rate: f64 = 10.0, optional, above(0.0);
         /// Learning rate of the router predictor, as a multiple of `learning_rate`.
         predictor_rate: f64 = 100.0, optional, above(0.0);
-        /// Most tokens per sequence that the router predictor learns from, evenly spread.
+        /// Maximum number of tokens per sequence that the router predictor learns from, evenly spread.
         predictor_tokens: usize = 2048, optional, at_least(1.0);
         /// Optimizer steps that one batch is split into.
         mini_steps: u32 = 1, required, always(at_least(1.0));
-        /// Most tokens in one forward and backward pass; gradients accumulate beyond.
+        /// Maximum number of tokens in one forward and backward pass; gradients accumulate over passes.
         micro_batch_tokens: usize = 16_384, required,
             at_least(1.0).hint("a longer sequence is a pass by itself");
         /// AdamW learning rate. A run requires a rate above 0.
@@ -229,11 +245,12 @@ hyperparameters! {
         /// How the rewards of a group become advantages. Not with `ppo`, whose advantages come from
         /// its value head.
         advantage_normalisation: AdvantageNorm = AdvantageNorm::Std;
-        /// What happens with episodes that a limit ended.
+        /// How episodes that were ended by a limit are used.
         truncated: TruncatedEpisodes = TruncatedEpisodes::Train;
         /// Response tokens above which an episode loses 1 of its reward.
         overlong_max_tokens: Option<u64> = None => "no episode does";
-        /// Tokens before `overlong_max_tokens` over which that loss grows from 0. Required with it.
+        /// Tokens before `overlong_max_tokens` over which this loss of reward grows from 0 to 1. Required
+        /// with `overlong_max_tokens`.
         overlong_cache_tokens: Option<u64> = None => "none";
     }
     per_step {

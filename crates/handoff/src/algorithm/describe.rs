@@ -1,9 +1,9 @@
 //! The description of the keys of `[algorithm]`: when they apply, their bounds, and their default
 //! with each option.
 
-use super::declaration::GATES;
-use super::{AlgorithmSection, CHOICES, Hyperparameters, is_used};
-use crate::rules::{Condition, applies};
+use super::declaration::{AlgorithmSection, CHOICES, GATES, Hyperparameters};
+use super::hyperparameter::ChoiceOption;
+use crate::condition::{Condition, FieldValue};
 use orchestrate_settings::{KeyInfo, Limit, SectionKeys, list_of};
 use serde_json::{Map, Value};
 
@@ -84,4 +84,50 @@ fn default_with(choice: &str, option: &str, key: &str) -> Option<Value> {
         return None;
     }
     serde_json::to_value(AlgorithmSection::from_values(&values)).ok()?.get(key).cloned()
+}
+
+/// The options with which the hyperparameter applies; `None` if it always does.
+pub(crate) fn applies(field: &str) -> Option<Condition> {
+    let mut any = Vec::new();
+    for choice in CHOICES {
+        let with = choice.options.iter().filter(|option| option.applies.contains(&field));
+        let names: Vec<&'static str> = with.map(|option| option.name).collect();
+        if !names.is_empty() {
+            any.push(Condition::Is(choice.key, names));
+        }
+    }
+    match any.len() {
+        0 => None,
+        1 => any.pop(),
+        _ => Some(Condition::Any(any)),
+    }
+}
+
+/// The options that are chosen in `h` and on which something depends.
+fn chosen(h: &Hyperparameters) -> impl Iterator<Item = (&'static str, &'static ChoiceOption)> {
+    CHOICES.iter().filter_map(|choice| {
+        let value = h.value(choice.key);
+        let is_chosen = |option: &&ChoiceOption| value == FieldValue::Choice(option.name);
+        choice.options.iter().find(is_chosen).map(|option| (choice.key, option))
+    })
+}
+
+/// Whether a hyperparameter applies with the options chosen in `h`.
+pub(super) fn is_used(key: &str, h: &Hyperparameters) -> bool {
+    let gate = GATES.iter().find(|(gated, _)| *gated == key);
+    if gate.is_some_and(|(_, number)| h.value(number).number() <= 0.0) {
+        return false;
+    }
+    let depends = CHOICES
+        .iter()
+        .any(|choice| choice.options.iter().any(|option| option.applies.contains(&key)));
+    let applies = |(choice, option): (&str, &ChoiceOption)| {
+        option.applies.contains(&key) && is_used(choice, h)
+    };
+    !depends || chosen(h).any(applies)
+}
+
+/// Whether a hyperparameter has a single possible value with the options chosen in `h`.
+pub(super) fn is_fixed(key: &str, h: &Hyperparameters) -> bool {
+    chosen(h).any(|(choice, option)| option.fixed.contains(&key) && is_used(choice, h))
 }

@@ -53,8 +53,8 @@ macro_rules! named {
                 sent
             }
 
-            fn value(sent: &Self) -> crate::rules::FieldValue {
-                crate::rules::FieldValue::Choice(sent.name())
+            fn value(sent: &Self) -> crate::condition::FieldValue {
+                crate::condition::FieldValue::Choice(sent.name())
             }
 
             fn options() -> Vec<&'static str> {
@@ -173,6 +173,7 @@ macro_rules! choice {
 ///
 /// ```text
 /// hyperparameters! {
+///     amend: function;   // completes what is known about the keys
 ///     sent {       // keys of [algorithm] that are sent to the trainer
 ///         /// Description.
 ///         key: Type = default, presence, bound, bound;
@@ -188,9 +189,10 @@ macro_rules! choice {
 ///
 /// A default may depend on the keys above it. The presence says what a request without the key
 /// means: `required` is an error, `optional` means the default of an empty section, and `nullable`
-/// means none. Bounds are those of [`rules`](crate::rules).
+/// means none. Bounds are those of [`condition`](crate::condition).
 macro_rules! hyperparameters {
     (
+        amend: $amend:path;
         sent {
             $(
                 $(#[doc = $doc:literal])*
@@ -213,7 +215,7 @@ macro_rules! hyperparameters {
         orchestrate_settings::declare_section! {
             /// How rewards become an update of the weights.
             [algorithm] pub AlgorithmSection -> AlgorithmValues,
-                amend: crate::algorithm::describe_keys;
+                amend: $amend;
 
             $(
                 $(#[doc = $doc])*
@@ -229,7 +231,7 @@ macro_rules! hyperparameters {
         #[expect(non_camel_case_types, reason = "named as the hyperparameters")]
         #[expect(dead_code, reason = "some belong to no choice")]
         pub(crate) mod types {
-            use super::*;
+            use crate::algorithm::declaration::*;
 
             $(pub(crate) type $name = <$type as crate::algorithm::Hyperparameter>::Sent;)*
         }
@@ -278,7 +280,7 @@ macro_rules! hyperparameters {
         }
 
         impl AlgorithmValues {
-            /// What is sent to a trainer, at temperature 1.
+            /// The hyperparameters that are sent to a trainer, at temperature 1.
             pub(crate) fn sent(&self) -> Hyperparameters {
                 Hyperparameters {
                     $($name: crate::algorithm::Hyperparameter::sent(&self.$name),)*
@@ -312,7 +314,7 @@ macro_rules! hyperparameters {
                             python: <$type as crate::algorithm::Hyperparameter>::PYTHON,
                             options: <$type as crate::algorithm::Hyperparameter>::options(),
                             presence: hyperparameters!(@presence $presence),
-                            bounds: vec![$(crate::rules::Bound::from($bound)),*],
+                            bounds: vec![$(crate::condition::Bound::from($bound)),*],
                         },
                     )*
                     $(
@@ -322,14 +324,14 @@ macro_rules! hyperparameters {
                             python: <$step_type as crate::algorithm::Hyperparameter>::PYTHON,
                             options: <$step_type as crate::algorithm::Hyperparameter>::options(),
                             presence: hyperparameters!(@presence required),
-                            bounds: vec![$(crate::rules::Bound::from($step_bound)),*],
+                            bounds: vec![$(crate::condition::Bound::from($step_bound)),*],
                         },
                     )*
                 ]
             }
 
             /// The value of the hyperparameter called `name`; `Off` for unknown names.
-            pub(crate) fn value(&self, name: &str) -> crate::rules::FieldValue {
+            pub(crate) fn value(&self, name: &str) -> crate::condition::FieldValue {
                 $(
                     if name == stringify!($name) {
                         return <$type as crate::algorithm::Hyperparameter>::value(&self.$name);
@@ -340,7 +342,7 @@ macro_rules! hyperparameters {
                         return <$step_type as crate::algorithm::Hyperparameter>::value(&self.$step);
                     }
                 )*
-                crate::rules::FieldValue::Off
+                crate::condition::FieldValue::Off
             }
         }
     };

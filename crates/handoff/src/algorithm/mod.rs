@@ -7,166 +7,26 @@
 
 mod declaration;
 mod describe;
+mod hyperparameter;
 mod macros;
 #[cfg(test)]
 mod python;
 
-use crate::rules::{Bound, FieldValue, refusals};
+use crate::rules::refusals;
 use crate::{AdvantageNorm, Overlong};
-use orchestrate_settings::{Problems, Section, SectionKeys, Setting, setting_types};
+use describe::{applies_with, is_fixed, is_used};
+use orchestrate_settings::{Problems, Section, SectionKeys};
 use orchestrate_types::ConfigProblem;
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 
+pub(crate) use declaration::rules;
 pub use declaration::{
     AggregationSettings, AlgorithmSection, CorrectionSettings, Hyperparameters,
     ImportanceCorrection, ImportanceLevel, KlEstimator, KlEstimatorSettings, LossAggregation,
     LossSettings, PolicyLoss, ReplaySettings, RouterShift, RouterShiftSettings, RoutingReplay,
+    TruncatedEpisodes,
 };
-pub(crate) use declaration::{CHOICES, rules};
-pub(crate) use describe::describe_keys;
-
-/// What happens with episodes that a limit ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum TruncatedEpisodes {
-    /// They are trained on with their reward.
-    Train,
-    /// They count towards the group's baseline, but their tokens are not trained on.
-    Mask,
-}
-
-setting_types!(AdvantageNorm, TruncatedEpisodes);
-
-/// A number that is written as 0 to turn it off.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct OffAtZero(pub Option<f64>);
-
-impl Setting for OffAtZero {
-    type Written = f64;
-    type Limited = f64;
-
-    fn from_written(written: f64) -> Self {
-        Self(Some(written).filter(|value| value.abs() >= f64::EPSILON))
-    }
-
-    fn to_written(&self) -> Option<f64> {
-        Some(self.0.unwrap_or(0.0))
-    }
-
-    fn limited(&self) -> Option<&f64> {
-        self.0.as_ref()
-    }
-}
-
-/// The type of a hyperparameter in `[algorithm]`, and how it is sent to a trainer.
-pub trait Hyperparameter {
-    /// The type in a request.
-    type Sent;
-    /// The type in the PyTorch trainer.
-    const PYTHON: &'static str;
-
-    /// The value in a request.
-    fn sent(&self) -> Self::Sent;
-    /// The value in `[algorithm]` that sends `sent`.
-    fn from_sent(sent: Self::Sent) -> Self;
-    /// The value for rules.
-    fn value(sent: &Self::Sent) -> FieldValue;
-    /// Names of the options, if it is a choice.
-    fn options() -> Vec<&'static str> {
-        Vec::new()
-    }
-}
-
-macro_rules! sent_as_it_is {
-    ($($type:ty, $python:literal, $value:expr;)*) => {$(
-        impl Hyperparameter for $type {
-            type Sent = Self;
-            const PYTHON: &'static str = $python;
-
-            fn sent(&self) -> Self {
-                *self
-            }
-
-            fn from_sent(sent: Self) -> Self {
-                sent
-            }
-
-            fn value(sent: &Self) -> FieldValue {
-                let value: fn(Self) -> FieldValue = $value;
-                value(*sent)
-            }
-        }
-    )*};
-}
-
-sent_as_it_is! {
-    f64, "float", FieldValue::Number;
-    bool, "bool", FieldValue::Flag;
-    u32, "int", |value| FieldValue::Whole(value.into());
-    usize, "int", |value| FieldValue::Whole(value as u64);
-    (f64, f64), "tuple[float, float]", |(one, two)| FieldValue::Pair(one, two);
-}
-
-impl Hyperparameter for OffAtZero {
-    type Sent = Option<f64>;
-    const PYTHON: &'static str = "float | None";
-
-    fn sent(&self) -> Option<f64> {
-        self.0
-    }
-
-    fn from_sent(sent: Option<f64>) -> Self {
-        Self(sent)
-    }
-
-    fn value(sent: &Option<f64>) -> FieldValue {
-        sent.map_or(FieldValue::Off, FieldValue::Number)
-    }
-}
-
-/// What is known about a hyperparameter.
-#[derive(Debug)]
-#[cfg_attr(not(test), expect(dead_code, reason = "read by the generator of Python, in a test"))]
-pub(crate) struct Field {
-    pub(crate) name: &'static str,
-    /// Lines of its description.
-    pub(crate) description: &'static [&'static str],
-    /// Its type in the PyTorch trainer.
-    pub(crate) python: &'static str,
-    /// Names of the options, if it is a choice.
-    pub(crate) options: Vec<&'static str>,
-    pub(crate) presence: Presence,
-    pub(crate) bounds: Vec<Bound>,
-}
-
-/// What a request without a hyperparameter means.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Presence {
-    /// It is an error.
-    Required,
-    /// The default of an empty `[algorithm]`.
-    Optional,
-    /// The hyperparameter is turned off.
-    Nullable,
-}
-
-/// A hyperparameter that chooses which others apply.
-#[derive(Debug)]
-pub(crate) struct Choice {
-    pub(crate) key: &'static str,
-    pub(crate) options: &'static [ChoiceOption],
-}
-
-/// One option of a choice.
-#[derive(Debug)]
-pub(crate) struct ChoiceOption {
-    pub(crate) name: &'static str,
-    /// Hyperparameters that apply with it.
-    pub(crate) applies: &'static [&'static str],
-    /// Hyperparameters with a single possible value.
-    pub(crate) fixed: &'static [&'static str],
-}
+pub(crate) use describe::applies;
+pub(crate) use hyperparameter::{Choice, ChoiceOption, Field, Hyperparameter, Presence};
 
 /// Names of the options of a hyperparameter; none if it is not a choice.
 #[cfg(test)]
@@ -199,7 +59,7 @@ pub struct KlSettings {
 pub struct OptimizerSettings {
     /// Optimizer steps per batch, at least 1.
     pub mini_steps: u32,
-    /// Most tokens in one forward and backward pass.
+    /// Maximum number of tokens in one forward and backward pass.
     pub micro_batch_tokens: usize,
     /// AdamW learning rate, above 0.
     pub learning_rate: f64,
@@ -220,9 +80,9 @@ pub struct OptimizerSettings {
 pub struct AlgorithmSettings {
     /// The policy loss.
     pub loss: LossSettings,
-    /// How the losses of tokens become one number.
+    /// How token losses are aggregated to one number.
     pub aggregation: AggregationSettings,
-    /// Weight against the mismatch of sampler and trainer.
+    /// Importance weight that corrects the mismatch between engine and trainer.
     pub correction: CorrectionSettings,
     /// Divergence from the starting policy; `None` = off.
     pub kl: Option<KlSettings>,
@@ -232,14 +92,14 @@ pub struct AlgorithmSettings {
     pub optimizer: OptimizerSettings,
     /// How rewards of a group become advantages; `None` = a value head gives them.
     pub advantage: Option<AdvantageNorm>,
-    /// What happens with truncated episodes.
+    /// How truncated episodes are used.
     pub truncated: TruncatedEpisodes,
     /// Penalty for long episodes; `None` = off.
     pub overlong: Option<Overlong>,
 }
 
 impl AlgorithmSettings {
-    /// What is sent to the trainer for one step with rollouts sampled at `temperature`.
+    /// The hyperparameters of one step with rollouts sampled at `temperature`.
     pub fn hyperparameters(&self, temperature: f64, measure_no_replay: bool) -> Hyperparameters {
         let OptimizerSettings {
             mini_steps,
@@ -379,7 +239,7 @@ impl AlgorithmSection {
             if is_used(key, h) || is_right || problems.has(key) {
                 continue;
             }
-            let Some(options) = describe::applies_with(key) else { continue };
+            let Some(options) = applies_with(key) else { continue };
             let value = written.get(key).map(ToString::to_string).unwrap_or_default();
             problems.refuse(key, value, format!("only applies with {options}; remove it"));
         }
@@ -445,33 +305,4 @@ fn refuse_values(h: &Hyperparameters, problems: &mut Problems) {
     if h.learning_rate.abs() < f64::MIN_POSITIVE {
         problems.refuse("learning_rate", h.learning_rate, "must be above 0");
     }
-}
-
-/// The options that are chosen in `h` and on which something depends.
-fn chosen(h: &Hyperparameters) -> impl Iterator<Item = (&'static str, &'static ChoiceOption)> {
-    CHOICES.iter().filter_map(|choice| {
-        let value = h.value(choice.key);
-        let is_chosen = |option: &&ChoiceOption| value == FieldValue::Choice(option.name);
-        choice.options.iter().find(is_chosen).map(|option| (choice.key, option))
-    })
-}
-
-/// Whether a hyperparameter applies with the options chosen in `h`.
-fn is_used(key: &str, h: &Hyperparameters) -> bool {
-    let gate = declaration::GATES.iter().find(|(gated, _)| *gated == key);
-    if gate.is_some_and(|(_, number)| h.value(number).number() <= 0.0) {
-        return false;
-    }
-    let depends = CHOICES
-        .iter()
-        .any(|choice| choice.options.iter().any(|option| option.applies.contains(&key)));
-    let applies = |(choice, option): (&str, &ChoiceOption)| {
-        option.applies.contains(&key) && is_used(choice, h)
-    };
-    !depends || chosen(h).any(applies)
-}
-
-/// Whether a hyperparameter has a single possible value with the options chosen in `h`.
-fn is_fixed(key: &str, h: &Hyperparameters) -> bool {
-    chosen(h).any(|(choice, option)| option.fixed.contains(&key) && is_used(choice, h))
 }

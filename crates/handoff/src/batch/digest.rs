@@ -28,9 +28,9 @@ pub(super) struct FileDigest {
 
 impl FileDigest {
     pub(super) fn new(front: u64) -> Self {
-        let border = front.next_multiple_of(BRANCH_BYTES);
-        let head_bytes = usize::try_from(border - front).unwrap_or(usize::MAX);
-        Self { front, head: Vec::new(), head_bytes, rest: Branches::new(border) }
+        let boundary = front.next_multiple_of(BRANCH_BYTES);
+        let head_bytes = usize::try_from(boundary - front).unwrap_or(usize::MAX);
+        Self { front, head: Vec::new(), head_bytes, rest: Branches::new(boundary) }
     }
 
     /// Digests the next bytes after the front and writes each of them once, through `write_at`, at its

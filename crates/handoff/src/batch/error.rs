@@ -11,7 +11,7 @@ use std::io;
 pub struct BatchError {
     /// Path of the file.
     pub file: Utf8PathBuf,
-    /// The error in it.
+    /// Why the file is invalid, or why it cannot be accessed.
     #[source]
     pub kind: BatchErrorKind,
 }

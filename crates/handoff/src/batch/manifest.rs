@@ -25,7 +25,7 @@ pub struct Manifest {
     pub base_version: PolicyVersion,
     /// Shape of the model the batch was sampled from.
     pub model: ModelShape,
-    /// What was recorded per token and layer. Readers use the kinds they know and
+    /// Choices that were recorded per token and layer. Readers use the kinds they know and
     /// ignore the others.
     pub records: Vec<RecordEntry>,
     /// Number of sequences in all shards.
@@ -39,7 +39,7 @@ pub struct Manifest {
 /// One recorded choice: `per_layer` small numbers per token and layer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordEntry {
-    /// What the numbers are; `experts` = expert ids that a router chose.
+    /// Meaning of the numbers; `experts` = expert ids that a router chose.
     pub kind: String,
     /// Tensor that holds them, `[rows, layers, per_layer]`.
     pub tensor: String,

@@ -20,7 +20,7 @@ pub struct Planned {
     pub tokens: usize,
 }
 
-/// Writes `samples`, which are all in memory, as [`stream_batch`] does.
+/// Like [`stream_batch`], for samples that are all in memory.
 ///
 /// ```
 /// use camino::Utf8Path;
@@ -196,7 +196,7 @@ fn write_shard<S: Borrow<BatchSample>>(
         ShardWriter::create(temporary(dir, name), &meta.shape, planned, share).map_err(io)?;
     for expected in planned {
         let Some(sample) = samples.next() else {
-            let problem = "it was planned, but not provided";
+            let problem = "it is planned, but was not provided";
             let kind = BatchErrorKind::Sample { episode: expected.episode_id, problem };
             return Err(kind.at(path));
         };

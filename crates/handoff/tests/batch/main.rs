@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use std::sync::Arc;
 
 #[test]
-fn what_is_written_is_read_back_over_several_shards() {
+fn batches_of_several_shards_round_trip() {
     for experts in [8, 300] {
         let (_keep, dir) = folder();
         let (mut samples, manifest) = batch(&dir, experts, &[5, 9, 1, 40, 3]);
@@ -65,7 +65,7 @@ fn a_shard_is_plain_safetensors_with_the_documented_tensors() {
 }
 
 #[test]
-fn sequences_of_any_length_are_packed_without_a_padding_token_or_row() {
+fn sequences_of_any_length_are_packed_without_padding() {
     let (_keep, dir) = folder();
     let lengths = [1, 700, 2, 3, 90];
     let shape = shape(8);
@@ -113,7 +113,7 @@ fn a_published_batch_never_changes() {
 }
 
 #[test]
-fn the_rest_of_an_interrupted_write_is_replaced() {
+fn leftovers_of_an_interrupted_write_are_replaced() {
     let (_keep, dir) = folder();
     let (_clean, other) = folder();
     std::fs::create_dir_all(&dir).unwrap();
@@ -185,7 +185,7 @@ fn rows_are_shared_only_where_tokens_and_bytes_agree() {
 }
 
 #[test]
-fn samples_are_taken_one_at_a_time_and_must_be_the_planned_ones() {
+fn samples_are_streamed_one_at_a_time_and_must_match_the_plan() {
     let shape = shape(8);
     let samples: Vec<BatchSample> = (0..3).map(|i| sample(&shape, i, 6)).collect();
     let planned: Vec<Planned> = samples
@@ -210,7 +210,7 @@ fn samples_are_taken_one_at_a_time_and_must_be_the_planned_ones() {
 }
 
 #[test]
-fn a_lazily_opened_batch_checks_the_shards_that_are_read() {
+fn a_lazily_opened_batch_checks_only_the_shards_that_are_read() {
     let (_keep, dir) = folder();
     let (samples, manifest) = batch(&dir, 8, &[5, 9, 1, 40, 3]);
     let damaged = dir.join(&manifest.shards.last().unwrap().file);
@@ -228,7 +228,7 @@ fn a_lazily_opened_batch_checks_the_shards_that_are_read() {
 }
 
 #[test]
-fn records_of_unknown_kinds_are_passed_over() {
+fn records_of_unknown_kinds_are_ignored() {
     let (_keep, dir) = folder();
     let (samples, mut manifest) = batch(&dir, 8, &[5]);
     let other = RecordEntry {
@@ -244,7 +244,7 @@ fn records_of_unknown_kinds_are_passed_over() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn prop_any_lengths_and_shard_sizes_read_back(
+    fn prop_batches_of_any_lengths_and_shard_sizes_round_trip(
         lengths in proptest::collection::vec(1usize..30, 1..8),
         max_shard_bytes in 1u64..2000,
         wide in any::<bool>(),

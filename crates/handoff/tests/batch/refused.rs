@@ -25,7 +25,8 @@ fn every_changed_byte_of_a_shard_is_detected_and_the_file_named() {
     }
 }
 
-/// Replaces the first shard's bytes by `change` and puts the right digest into the manifest.
+/// Applies `change` to the first shard's bytes (and the offset of its tensor data), and updates size and
+/// digest in the manifest. Returns the error of opening the batch.
 fn forge(dir: &Utf8Path, change: impl FnOnce(&mut Vec<u8>, usize)) -> BatchErrorKind {
     let manifest_path = dir.join("manifest.json");
     let mut manifest: Manifest =
@@ -42,7 +43,7 @@ fn forge(dir: &Utf8Path, change: impl FnOnce(&mut Vec<u8>, usize)) -> BatchError
 }
 
 #[test]
-fn values_out_of_range_are_refused_even_with_a_right_digest() {
+fn values_out_of_range_are_refused_even_with_a_valid_digest() {
     // One shard of 2 + 3 tokens; offsets of the tensors in file order.
     let cu = 0;
     let groups = cu + 3 * 8;
@@ -175,7 +176,7 @@ fn missing_shared_row_is_rejected() {
     let (_keep, dir) = folder();
     let meta = BatchMeta { share_prefix_rows: true, ..meta(shape.clone()) };
     write_batch(&dir, &meta, &[sample(&shape, 0, 2), sample(&shape, 1, 3)]).unwrap();
-    // Offsets, groups, versions, advantages, rewards, log-probs and tokens come before.
+    // Offsets, groups, versions, advantages, rewards, log-probs and tokens precede the tensor.
     let at = 3 * 8 + 2 * 8 + 5 * 8 + 2 * 4 + 2 * 4 + 5 * 4 + 5 * 4;
     let kind =
         forge(&dir, |file, data| file[data + at..data + at + 4].copy_from_slice(&[5, 0, 0, 0]));
@@ -203,11 +204,11 @@ fn a_batch_of_another_model_is_refused_by_name() {
     }
 }
 
-/// Set in the copy of this test that runs on a disk of a quarter mebibyte.
+/// Set in the copy of this test process that runs with a disk of 256 KiB; the disk's path.
 const SMALL_DISK: &str = "ORCHESTRATE_TEST_SMALL_DISK";
 
 #[test]
-fn a_full_disk_publishes_nothing_and_says_so() {
+fn a_full_disk_is_reported_and_nothing_is_published() {
     if let Some(disk) = std::env::var_os(SMALL_DISK) {
         let disk = Utf8PathBuf::from_path_buf(disk.into()).unwrap();
         return on_a_small_disk(&disk.join("batch"));
@@ -218,7 +219,7 @@ fn a_full_disk_publishes_nothing_and_says_so() {
         .args(["--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"])
         .arg(folder.path())
         .arg(std::env::current_exe().unwrap())
-        .arg("refused::a_full_disk_publishes_nothing_and_says_so")
+        .arg("refused::a_full_disk_is_reported_and_nothing_is_published")
         .env(SMALL_DISK, folder.path())
         .output();
     match status {
@@ -241,7 +242,7 @@ fn a_full_disk_publishes_nothing_and_says_so() {
 fn on_a_small_disk(dir: &Utf8Path) {
     let shape = shape(8);
     let samples: Vec<BatchSample> = (0..8).map(|i| sample(&shape, i, 3000)).collect();
-    // Two shards fit, the rest does not.
+    // Two shards fit, the others do not.
     let meta = BatchMeta { max_shard_bytes: 80_000, ..meta(shape.clone()) };
     let error = write_batch(dir, &meta, &samples).unwrap_err();
     assert!(matches!(error.kind, BatchErrorKind::Full(_)), "{error}");

@@ -95,7 +95,7 @@ pub enum EngineServeError {
     Option {
         /// Name of the option.
         option: &'static str,
-        /// What is wrong, and what to do about it.
+        /// The problem, and what to do about it.
         problem: &'static str,
     },
     /// The HTTP listener failed.

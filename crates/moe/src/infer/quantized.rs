@@ -35,7 +35,7 @@ struct Tile {
     /// `[value / 4][column][value % 4]`.
     bytes: [[[i8; QUAD]; COLUMNS]; BLOCK / QUAD],
     scales: [f32; COLUMNS],
-    /// What [`SHIFT`] adds to the sum of each column.
+    /// Amount that [`SHIFT`] adds to the sum of each column.
     excess: [i32; COLUMNS],
 }
 

@@ -7,7 +7,7 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use tokenizers::Tokenizer;
 
-/// What the HTTP handler knows about a sequence: id, prompt, options and arrival time.
+/// Data of a sequence that the HTTP handler keeps: id, prompt, options and arrival time.
 #[derive(Debug, Clone)]
 pub(crate) struct Context {
     pub(crate) rid: String,

@@ -7,12 +7,12 @@ use orchestrate_handoff::protocol::{Hyperparameters, KlEstimator};
 /// whose probability collapsed decides the direction of a whole step.
 const K3_LIMIT: f64 = 10.0;
 
-/// An estimate for one token and its derivative by the token's log-prob.
+/// An estimate for one token and its derivative with respect to the token's log-prob.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Term {
     /// Estimate, nats.
     pub value: f64,
-    /// Derivative by the log-prob.
+    /// Derivative with respect to the log-prob.
     pub gradient: f64,
 }
 

@@ -3,8 +3,8 @@
 use super::{Clip, Ratio, Token, TokenLoss};
 use orchestrate_handoff::protocol::{Hyperparameters, RouterShift};
 
-/// `−A exp(mean k)` on every token, where `k` is the log-ratio, clipped on the side that the
-/// advantage rewards. Clipped tokens have no gradient of their own.
+/// `−A exp(mean k)` on every token, where `k` is the log-ratio, clipped in the direction that the
+/// advantage rewards. Clipped tokens have gradient 0.
 pub(crate) fn losses(h: &Hyperparameters, live: &[Token]) -> Vec<TokenLoss> {
     let Some(first) = live.first() else { return Vec::new() };
     let advantage = first.advantage;

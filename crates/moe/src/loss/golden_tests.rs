@@ -158,7 +158,7 @@ fn of(policy_loss: PolicyLoss) -> Hyperparameters {
     }
 }
 
-/// Every combination of options that has to have a vector of its own, refused ones included.
+/// Every combination of options that must have its own vector, including refused combinations.
 fn combinations() -> Vec<Hyperparameters> {
     let mut all = Vec::new();
     for policy_loss in options::<PolicyLoss>() {

@@ -46,7 +46,7 @@ const LOG_RATIO_LIMIT: f64 = 20.0;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Ratio {
     pub(crate) value: f64,
-    /// Derivative by `x`: the value itself, or 0 where `x` is clamped.
+    /// Derivative with respect to `x`: the value itself, or 0 where `x` is clamped.
     pub(crate) slope: f64,
 }
 
@@ -61,7 +61,7 @@ impl Ratio {
 /// Size of the whole optimizer step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Totals {
-    /// Number of sequences, those without loss tokens included.
+    /// Number of sequences, including those without loss tokens.
     pub sequences: usize,
     /// Number of loss tokens over all sequences.
     pub loss_tokens: usize,
@@ -76,7 +76,7 @@ pub enum Advantages<'a> {
     Tokens(&'a [f64]),
 }
 
-/// What the loss of one sequence of `T` tokens depends on. All but `new` are constants.
+/// Inputs of the loss of one sequence of `T` tokens. All but `new` are constants.
 #[derive(Debug, Clone, Copy)]
 pub struct SequenceTokens<'a, T> {
     /// Log-probs under the policy that is updated, nats. `[T]`
@@ -128,7 +128,7 @@ pub(crate) enum Clip {
     Above,
 }
 
-/// Loss of one token and its derivative by the token's log-prob.
+/// Loss of one token and its derivative with respect to the token's log-prob.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TokenLoss {
     pub(crate) loss: f64,

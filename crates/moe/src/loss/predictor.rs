@@ -5,7 +5,7 @@
 use crate::router::softmax;
 use crate::train::real::Real;
 
-/// What the predictor learns from, over `N` tokens. Constants.
+/// Training data of the predictor for `N` tokens. Constants.
 #[derive(Debug, Clone, Copy)]
 pub struct Features<'a, T> {
     /// Router inputs at the weights of the rollout. `[N, hidden]`

@@ -3,7 +3,7 @@
 use super::{Clip, Ratio, Token, TokenLoss};
 use orchestrate_handoff::protocol::Hyperparameters;
 
-/// `max(−A r, −A clip(r))`; for A < 0 at most `−A c`. There is no gradient where a bound holds.
+/// `max(−A r, −A clip(r))`; for A < 0 at most `−A c`. The gradient is 0 if a bound is active.
 pub(crate) fn token(h: &Hyperparameters, token: &Token) -> TokenLoss {
     let clipped = clipped(h, token.advantage, token.log_ratio + token.log_shift);
     match h.dual_clip {
@@ -14,7 +14,7 @@ pub(crate) fn token(h: &Hyperparameters, token: &Token) -> TokenLoss {
     }
 }
 
-/// The surrogate without dual clip, and its derivative by the log-ratio.
+/// The surrogate without dual clip, and its derivative with respect to the log-ratio.
 pub(crate) fn clipped(h: &Hyperparameters, advantage: f64, log_ratio: f64) -> TokenLoss {
     let ratio = Ratio::exp(log_ratio);
     let bounded = ratio.value.clamp(1.0 - h.clip_low, 1.0 + h.clip_high);

@@ -41,11 +41,11 @@ pub fn whiten(advantages: &mut [&mut f64]) {
     }
 }
 
-/// `½ max((V − R)², (clip(V) − R)²)` of one token and its derivative by V; `clip` keeps V within
-/// `range` of the old value.
+/// `½ max((V − R)², (clip(V) − R)²)` of one token and its derivative with respect to V; `clip` keeps
+/// V within `range` of the old value.
 pub fn loss(value: f64, old: f64, due: f64, range: f64) -> (f64, f64) {
     let held = value.clamp(old - range, old + range);
     let (free, clipped) = ((value - due).powi(2), (held - due).powi(2));
-    // Where the clipped value is the worse one it does not depend on the new value.
+    // If the clipped value has the larger loss, the loss does not depend on the new value.
     if clipped > free { (clipped / 2.0, 0.0) } else { (free / 2.0, value - due) }
 }

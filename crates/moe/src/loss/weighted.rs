@@ -4,8 +4,8 @@ use super::surrogate::clipped;
 use super::{Clip, Ratio, Token, TokenLoss};
 use orchestrate_handoff::protocol::Hyperparameters;
 
-/// CISPO: the clipped ratio is the weight, so a clipped token keeps a gradient. A lower clip of 1
-/// sets no bound.
+/// CISPO: the clipped ratio is the weight, so a clipped token keeps a gradient. With `clip_low = 1`
+/// there is no lower bound.
 pub(crate) fn cispo(h: &Hyperparameters, token: &Token) -> TokenLoss {
     let ratio = Ratio::exp(token.log_ratio).value;
     let weight = ratio.clamp(1.0 - h.clip_low, 1.0 + h.clip_high);
@@ -19,7 +19,7 @@ pub(crate) fn cispo(h: &Hyperparameters, token: &Token) -> TokenLoss {
     weighted(token, weight, clip)
 }
 
-/// `MiniRL`: the capped ratio to the engine is the weight; tokens that PPO would clip have none.
+/// `MiniRL`: the capped ratio to the engine is the weight; tokens that PPO would clip have weight 0.
 pub(crate) fn minirl(h: &Hyperparameters, token: &Token) -> TokenLoss {
     let clip = clipped(h, token.advantage, token.log_ratio).clip;
     let weight = match clip {

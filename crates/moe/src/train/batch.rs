@@ -169,7 +169,7 @@ impl Routes {
         Ok(routes)
     }
 
-    /// Number of rows `N`, invalid ones included.
+    /// Number of rows `N`, including invalid ones.
     pub fn rows(&self) -> usize {
         self.valid.len()
     }

@@ -8,14 +8,15 @@ use super::real::Real;
 /// Number of rows whose logits are computed at once.
 const CHUNK: usize = 128;
 
-/// The scored rows of the final hidden states `[N, hidden]`, and the token that each predicts.
+/// Scored rows of the final hidden states `[N, hidden]`, and the token that each must predict.
 #[derive(Debug, Default)]
 pub(crate) struct Targets {
     pub(crate) rows: Vec<usize>,
     pub(crate) tokens: Vec<u32>,
 }
 
-/// Log-prob and entropy (in nats, at the temperature) and log-sum-exp of the logits, per target.
+/// Log-prob and entropy (in nats, at the sampling temperature) and log-sum-exp of the logits, per
+/// target.
 #[derive(Debug)]
 pub(crate) struct HeadTrace<T> {
     pub(crate) logprobs: Vec<T>,

@@ -8,7 +8,7 @@ use orchestrate_handoff::protocol::Hyperparameters;
 /// A model with its optimizer and auxiliary weights.
 #[derive(Debug)]
 pub struct Learner {
-    /// Model that is trained.
+    /// The model being trained.
     pub model: TrainModel<f32>,
     /// Optimizer state of the model.
     pub adam: AdamW,
@@ -48,9 +48,9 @@ impl Learner {
     /// optimizer's step count, so that a resumed run continues where it stopped.
     pub(crate) fn next_update(&self, settings: &Hyperparameters) -> AdamSettings {
         let step = f64::from(self.adam.steps()) + 1.0;
-        let share = (step / f64::from(settings.warmup_steps.max(1))).min(1.0);
+        let warmed_up = (step / f64::from(settings.warmup_steps.max(1))).min(1.0);
         AdamSettings {
-            learning_rate: settings.learning_rate * share,
+            learning_rate: settings.learning_rate * warmed_up,
             betas: settings.betas,
             eps: settings.adam_eps,
             weight_decay: settings.weight_decay,

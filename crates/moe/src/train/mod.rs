@@ -1,5 +1,5 @@
-//! The trainer: a model with backward pass, the optimizer, the supervised phase, training steps,
-//! and the service and server around them.
+//! The trainer: a model with a backward pass, the optimizer, supervised training, training steps, and
+//! the service and server around them.
 //!
 //! Read [`model`] first, then [`step`] and [`service`].
 

@@ -22,10 +22,11 @@ impl Comparison {
         }
         let (header, rows) = self.settings_table();
         if header.len() > 1 {
-            body.push_str("<h2>What differs</h2>\n");
+            body.push_str("<h2>Settings that differ</h2>\n");
             body.push_str(&table(&header, &rows));
         }
-        let note = "Bold: mean over seeds, bars: its standard error; thin: single runs.";
+        let note =
+            "Bold lines: means over seeds, with standard errors as bars. Thin lines: single runs.";
         let caption = Caption { title: "Evaluation Pass@1", note };
         let pass = self.chart(caption, Scale::FromZero, |lines| {
             let point = |line: &EvalLine| Some((f64::from(line.global_step), line.eval_pass_at_1?));

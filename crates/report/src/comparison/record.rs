@@ -1,5 +1,5 @@
-//! Runs as lines of JSON: what a comparison was made from, so that it can be made again without the
-//! folders of the runs. Files from several machines can be joined.
+//! Runs as JSON lines: the input of a comparison, so that the comparison can be repeated without the run
+//! folders. Files from several machines can be concatenated.
 
 use super::{ComparedRun, ConfigRuns};
 use jiff::Timestamp;
@@ -12,7 +12,7 @@ use std::io::{self, BufRead, Write};
 /// One run: a line of the file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Record {
-    /// 0 in files written before it was recorded.
+    /// Version of the format; 0 in files of versions that did not record it.
     #[serde(default)]
     schema_version: u32,
     time: Option<Timestamp>,
@@ -22,8 +22,8 @@ struct Record {
     metrics: Vec<MetricsLine>,
 }
 
-/// Writes every run as one line: name and plan of its configuration, what it achieved, and the lines of
-/// its `metrics.jsonl`. Folders are written as `NAME/seed-N`.
+/// Writes every run as one line: name and plan of its configuration, its report, and the lines of its
+/// `metrics.jsonl`. Folders are written as `NAME/seed-N`.
 ///
 /// # Errors
 /// If writing fails.
@@ -46,8 +46,8 @@ pub fn write_runs(configs: &[ConfigRuns], mut into: impl Write) -> io::Result<()
     into.flush()
 }
 
-/// Reads what [`write_runs`] of this or an older version wrote: one entry per line, each with a single
-/// run.
+/// Reads runs that [`write_runs`] of this or an older version wrote: one entry per line, each with a
+/// single run.
 ///
 /// # Errors
 /// If reading fails; [`io::ErrorKind::InvalidData`] with the number of a line that is not a run.
@@ -60,8 +60,8 @@ pub fn read_runs(from: impl BufRead) -> io::Result<Vec<ConfigRuns>> {
             serde_json::from_str(&line?).map_err(|error| invalid(&error))?;
         if schema_version > SCHEMA_VERSION {
             return Err(invalid(&format!(
-                "schema version {schema_version}, this program reads up to {SCHEMA_VERSION}: \
-                 upgrade to read it"
+                "schema version {schema_version}, but this program reads versions up to \
+                 {SCHEMA_VERSION}: upgrade it"
             )));
         }
         run.report.collapse = detect_collapse(&metrics).0;

@@ -4,7 +4,7 @@ use super::{Comparison, ConfigResult, Estimate};
 use serde_json::Value;
 use std::fmt::Write;
 
-/// What the columns of [`Comparison::table`] mean.
+/// Explains the columns of [`Comparison::table`].
 pub(crate) const LEGEND: &str = "\
 Means ± standard error over seeds; with fewer seeds than the row has, their number follows. Pass@1 is \
 that of the newest evaluation. Best is the highest of each run's evaluations; the more there are, the \
@@ -101,8 +101,8 @@ fn absent() -> String {
     "–".to_owned()
 }
 
-/// The estimate with its standard error, and with the number of runs that have the value where it is not
-/// all of `runs`.
+/// The estimate with its standard error, and with the number of runs that have the value unless all
+/// `runs` have it.
 fn with_error(estimate: Option<Estimate>, runs: usize, write: impl Fn(f64) -> String) -> String {
     let Some(estimate) = estimate else { return absent() };
     let mean = write(estimate.mean);

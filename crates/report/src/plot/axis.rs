@@ -1,8 +1,8 @@
-//! Axes: which values a chart spans, where they lie, and which of them are labelled.
+//! Axes: the range of values of a chart, their positions, and their labels.
 
 use super::{BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, label, scientific};
 
-/// How a value becomes a height.
+/// The mapping of values to heights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Scale {
     /// Linear, with 0 in view.
@@ -17,8 +17,9 @@ impl Scale {
         value.is_finite() && (self == Self::FromZero || value > 0.0)
     }
 
-    /// How far down an error bar of half width `bar` should be in view. A bar may reach below zero, or
-    /// close to zero on a logarithmic scale, where no value is: there it is cut off.
+    /// The lower end of an error bar of half width `bar` around `value`. Cut off at zero for a value that
+    /// is not negative, and at a tenth of the value on a logarithmic scale, so that a long bar does not
+    /// stretch the axis.
     pub(super) fn lower_end(self, value: f64, bar: f64) -> f64 {
         match self {
             Self::FromZero if value >= 0.0 => (value - bar).max(0.0),
@@ -28,7 +29,7 @@ impl Scale {
     }
 }
 
-/// A range of values, and where it lies in the drawing.
+/// A range of values, and its position in the drawing.
 #[derive(Debug, Clone)]
 pub(super) struct Axis {
     values: (f64, f64),
@@ -72,7 +73,7 @@ impl Axis {
         &self.ticks
     }
 
-    /// Where a value lies; values beyond the ends lie at the ends.
+    /// Position of a value, in pixels. Values beyond an end are placed at the end.
     pub(super) fn place(&self, value: f64) -> f64 {
         let (low, high) = self.values;
         let share = match self.scale {
@@ -103,8 +104,8 @@ fn linear_ticks(low: f64, high: f64) -> Vec<(f64, String)> {
     ticks
 }
 
-/// Decades, the first at or below `low`, the last at or above `high`; over few decades also 2 and 5 times
-/// each of them.
+/// Decades, the first at or below `low`, the last at or above `high`; if there are at most two, also 2
+/// and 5 times each of them.
 fn log_ticks(low: f64, high: f64) -> Vec<(f64, String)> {
     let exponent = |value: f64| value.log10();
     let first = (exponent(low) + 1e-9).floor();

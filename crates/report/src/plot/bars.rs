@@ -7,7 +7,7 @@ use super::{
 use crate::page::escape;
 use std::fmt::Write;
 
-/// Labels that fit below the chart.
+/// Maximum number of labels below the chart.
 const LABELS: usize = 9;
 
 /// The bars of several series, side by side in each bin.

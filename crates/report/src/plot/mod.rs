@@ -23,7 +23,7 @@ const TOP: f64 = 12.0;
 const BOTTOM: f64 = 22.0;
 /// Colours in the style sheet.
 const COLOURS: usize = 8;
-/// They repeat what colours say, and keep series apart once the colours come round again.
+/// Dash patterns. They distinguish series without colour, and once the colours repeat.
 const DASHES: [&str; 4] = ["", "6 3", "2 3", "9 3 2 3"];
 
 /// The text above and below a chart.

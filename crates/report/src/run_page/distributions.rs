@@ -1,4 +1,4 @@
-//! What the trainer counted, over the whole run: scatter of probabilities, histograms, expert load.
+//! Figures of the trainer's counts over the whole run: scatter of probabilities, histograms, expert load.
 
 use crate::plot::{Bars, Caption, Grid, Scale};
 use crate::series::steps;
@@ -6,7 +6,7 @@ use orchestrate_handoff::protocol::{HalfDecades, ProbabilityGrid};
 use orchestrate_metrics::{MetricsLine, StepLine};
 use std::collections::BTreeMap;
 
-/// Takes one histogram from a step's line; empty where it has none.
+/// Takes one histogram from a step's line; empty if it has none.
 type Histogram = fn(&StepLine) -> Vec<f64>;
 
 fn half_decades(histogram: Option<&HalfDecades>) -> Vec<f64> {
@@ -18,7 +18,7 @@ fn numbers(histogram: Option<&Vec<f64>>) -> Vec<f64> {
     histogram.cloned().unwrap_or_default()
 }
 
-/// The histogram of the whole run: those of its steps added up.
+/// The histogram of the whole run: the sum over its steps.
 fn sums(lines: &[MetricsLine], histogram: Histogram) -> Vec<f64> {
     let mut sum = Vec::new();
     for found in steps(lines).map(histogram) {
@@ -30,7 +30,7 @@ fn sums(lines: &[MetricsLine], histogram: Histogram) -> Vec<f64> {
     sum
 }
 
-/// The same as shares of their total.
+/// Like [`sums`], as shares of the total.
 fn shares(lines: &[MetricsLine], histogram: Histogram) -> Vec<f64> {
     let mut sums = sums(lines, histogram);
     let all: f64 = sums.iter().sum();
@@ -40,7 +40,7 @@ fn shares(lines: &[MetricsLine], histogram: Histogram) -> Vec<f64> {
     sums
 }
 
-/// Bars over half decades, from the first bin to the last in which any series has something.
+/// Bars over half decades, from the first to the last bin in which any series has a value above 0.
 fn half_decade_bars(
     caption: Caption<'_>,
     scale: Scale,
@@ -105,8 +105,8 @@ fn scatter(
         .iter()
         .map(|p: &f64| (bins as f64 - (-p.ln()).max(0.0).sqrt() * 8.0, p.to_string()))
         .collect();
-    let note = "Across: probability of a token in the engine; up: in the trainer. All loss tokens of \
-                the run; the darker, the more. On the line both agree.";
+    let note = "Horizontal: probability of a token in the engine; vertical: in the trainer. All loss \
+                tokens of the run; darker cells have more tokens. On the diagonal both agree.";
     let caption = Caption { title, note };
     let (below, left) = (ticks.clone(), ticks);
     Grid { caption, columns: bins, rows: bins, cells, below, left, density: true }.draw()
@@ -129,13 +129,13 @@ pub(super) fn routing(lines: &[MetricsLine]) -> Vec<String> {
         ),
         by_number(
             "Tokens by routers that differ",
-            "Share of tokens by how many of their layers choose other experts.",
+            "Share of tokens by how many of their layers choose different experts.",
             |l| numbers(l.token_disagreement_histogram.as_ref()),
         ),
         half_decade_bars(
             Caption {
                 title: "Sequences by share of routers that differ",
-                note: "Share of sequences, in half decades; the first bin has those without any.",
+                note: "Share of sequences, in half decades; the first bin has those that do not differ.",
             },
             Scale::FromZero,
             vec![(
@@ -178,8 +178,8 @@ fn expert_load(lines: &[MetricsLine]) -> String {
     });
     let last = columns.saturating_sub(1) as f64;
     let title = "Expert load";
-    let note = "Experts from the busiest to the idlest, layers from the first (top) to the last; at \
-                the newest step. The more even the shade, the better; 1 is even use.";
+    let note = "Experts from the busiest to the idlest, layers from the first (top) to the last, at \
+                the newest step. An even shade is best; 1 means even use.";
     Grid {
         caption: Caption { title, note },
         columns,

@@ -5,8 +5,7 @@ use orchestrate_sandbox::ExecResult;
 use serde_json::json;
 use std::time::Duration;
 
-/// Separates what a command wrote to stdout from what it wrote to stderr, where a scaffold shows
-/// the streams apart.
+/// Separates a command's stdout from its stderr, for scaffolds that show the streams separately.
 pub(crate) const STDERR_MARKER: &str = "\n[orchestrate: stderr]\n";
 
 /// A call of the policy, with its arguments checked.
@@ -21,17 +20,17 @@ pub enum Call {
     Edit {
         /// Path as the policy wrote it.
         path: String,
-        /// What to change.
+        /// The change to make.
         change: Change,
     },
     /// Uses R2E-Gym's `file_editor`.
     Editor {
         /// Path as the policy wrote it.
         path: String,
-        /// What to do with the file.
+        /// The editor's command.
         command: EditorCommand,
     },
-    /// Searches a text in a file, or in the Python files of a folder.
+    /// Searches a file, or the Python files of a folder, for a text.
     Search {
         /// The text.
         term: String,
@@ -45,7 +44,7 @@ pub enum Call {
 /// The change that an `edit` call makes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// Replaces the only occurrence of `old` by `new`; an empty `old` creates the file.
+    /// Replaces the only occurrence of `old` with `new`; an empty `old` creates the file.
     Replace {
         /// Text to find.
         old: String,
@@ -129,7 +128,7 @@ impl Call {
     }
 }
 
-/// A mistake of the policy: the observation that explains it. Never a failure of the
+/// A mistake of the policy, as the observation that explains it. Never a failure of the
 /// infrastructure.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
@@ -138,9 +137,9 @@ pub struct Mistake(pub String);
 /// Limits of one tool call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ToolLimits {
-    /// Longest time for one command.
+    /// Maximum time for one command.
     pub(crate) command_timeout: Duration,
-    /// Most characters of one observation.
+    /// Maximum number of characters of one observation.
     pub(crate) observation_chars: usize,
 }
 
@@ -149,7 +148,7 @@ pub(crate) struct ToolLimits {
 pub(crate) enum ToolResult {
     /// A command of the policy ended.
     Command(ExecResult),
-    /// One of our tools answered with this text.
+    /// A built-in tool returned this text.
     Text(String),
     /// The policy ended the episode.
     Submitted,

@@ -1,5 +1,5 @@
-//! Tasks whose repository is in an image, with real Docker: what the agent finds, which change is
-//! collected, and how it is graded. The images are built here, from `orchestrate/repository`.
+//! Tasks whose repository is in an image, with real Docker: the files that the agent finds, the change
+//! that is collected, and its grading. The images are built here, from `orchestrate/repository`.
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
 
 mod disk;

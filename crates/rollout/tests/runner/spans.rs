@@ -1,4 +1,4 @@
-//! What a subscriber sees of an attempt.
+//! Spans of an attempt, as a `tracing` subscriber sees them.
 
 use crate::world::*;
 use orchestrate_testkit::SpanCollector;

@@ -12,7 +12,7 @@ fn split(body: &str) -> (String, Vec<&str>) {
 }
 
 #[test]
-fn payloads_are_cut_out_wherever_engines_put_them() {
+fn payloads_are_found_wherever_engines_put_them() {
     for (body, rest, payloads) in [
         (
             r#"{"text":"a","meta_info":{"id":"1","routed_experts":"AAAA","cached":2}}"#,
@@ -38,9 +38,9 @@ fn payloads_are_cut_out_wherever_engines_put_them() {
 }
 
 #[test]
-fn a_payload_ends_at_its_quote_whatever_its_length() {
-    let borders = (1..=3).flat_map(|block| block * 2048 - 2..=block * 2048 + 2);
-    for length in borders.chain([0, 1, 100_000]) {
+fn a_payload_of_any_length_ends_at_its_quote() {
+    let boundaries = (1..=3).flat_map(|block| block * 2048 - 2..=block * 2048 + 2);
+    for length in boundaries.chain([0, 1, 100_000]) {
         let payload = "A".repeat(length);
         let body = format!(r#"{{"routed_experts":"{payload}","id":"x"}}"#);
         let rest = r#"{"routed_experts":"","id":"x"}"#.to_owned();
@@ -52,7 +52,7 @@ fn a_payload_ends_at_its_quote_whatever_its_length() {
 }
 
 #[test]
-fn a_file_ends_where_its_header_says_and_at_the_next_quote_where_it_does_not() {
+fn a_file_ends_where_its_header_says_or_else_at_the_next_quote() {
     let shape = shape(6, &[0, 1, 2, 3, 4, 5], 256, 8);
     for count in [0, 1, 82, 83, 84, 400] {
         let ids = varied(&shape, count);
@@ -72,7 +72,7 @@ fn a_file_ends_where_its_header_says_and_at_the_next_quote_where_it_does_not() {
 }
 
 #[test]
-fn text_of_the_model_is_never_taken_for_a_payload() {
+fn model_text_is_never_mistaken_for_a_payload() {
     let words = [
         "\"routed_experts\":\"AAAA\"",
         "routed_experts",
@@ -93,7 +93,7 @@ fn text_of_the_model_is_never_taken_for_a_payload() {
 }
 
 #[test]
-fn body_that_is_not_json_stays_invalid() {
+fn invalid_json_stays_invalid_after_the_split() {
     for body in [
         r#"{"a":"x"routed_experts":"AAAA"}"#,
         r#"{"a":1 "routed_experts":"AAAA"}"#,
@@ -105,7 +105,7 @@ fn body_that_is_not_json_stays_invalid() {
 }
 
 #[test]
-fn payload_that_does_not_end_or_has_an_escape_is_refused() {
+fn unterminated_or_escaped_payload_is_refused() {
     for body in [
         r#"{"routed_experts":"AAAA"#,
         r#"{"routed_experts":""#,
@@ -153,7 +153,7 @@ fn json_value() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Empties the strings under the key, in the order of the text.
+/// Moves every string under the key `routed_experts` to `payloads`, in document order.
 fn take(value: &mut Value, payloads: &mut Vec<String>) {
     match value {
         Value::Object(entries) => {
@@ -173,7 +173,7 @@ fn take(value: &mut Value, payloads: &mut Vec<String>) {
 
 proptest! {
     #[test]
-    fn prop_what_is_cut_out_is_what_a_json_parser_finds(mut value in json_value(), pretty in any::<bool>()) {
+    fn prop_payloads_match_those_of_a_json_parser(mut value in json_value(), pretty in any::<bool>()) {
         let body = if pretty { format!("{value:#}") } else { value.to_string() };
         let (rest, found) = split(&body);
         let mut payloads = Vec::new();
@@ -183,7 +183,7 @@ proptest! {
     }
 
     #[test]
-    fn prop_no_bytes_make_it_panic(mut body in "[{}\":, \\\\a]{0,20}", at in any::<prop::sample::Index>()) {
+    fn prop_split_body_never_panics(mut body in "[{}\":, \\\\a]{0,20}", at in any::<prop::sample::Index>()) {
         body.insert_str(at.index(body.len() + 1), "\"routed_experts\":\"");
         let _ = split_body(body.as_bytes());
     }

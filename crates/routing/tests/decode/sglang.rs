@@ -37,7 +37,7 @@ fn published_example_decodes() {
 }
 
 #[test]
-fn no_rows_are_an_empty_text() {
+fn an_empty_payload_has_no_rows() {
     let shape = shape(2, &[0, 1], 8, 2);
     for (start, total) in [(0, 0), (0, 1), (4, 5), (5, 5)] {
         assert_eq!(decode_sglang("", &shape, start, total).unwrap().rows(), 0);
@@ -82,7 +82,7 @@ fn only_the_tail_is_decoded_when_the_engine_ignores_the_start() {
 }
 
 #[test]
-fn of_a_whole_sequence_nothing_before_the_overlap_row_is_looked_at_and_that_row_is_compared() {
+fn rows_before_the_overlap_row_of_a_whole_sequence_are_skipped_and_that_row_is_compared() {
     let shape = Arc::new(shape(2, &[0, 1], 8, 2));
     let ids = varied(&shape, 40);
     let row_ids = shape.ids_per_row();
@@ -146,7 +146,7 @@ fn physical_ids_of_a_load_balancer_with_spare_experts_are_refused() {
 }
 
 #[test]
-fn rows_past_the_end_of_a_capture_buffer_are_refused_and_never_filled_up() {
+fn rows_missing_past_the_end_of_a_capture_buffer_are_refused() {
     // A prefill of 600 tokens through a buffer of 512: the rest is missing or zero.
     let shape = shape(2, &[0, 1], 8, 2);
     let ids = varied(&shape, 600);
@@ -184,14 +184,14 @@ fn one_layer_sent_for_all_is_refused() {
 }
 
 #[test]
-fn repeated_tokens_in_two_layers_are_not_mistaken_for_a_fault() {
+fn equal_layers_of_repeated_tokens_are_accepted() {
     let shape = shape(2, &[0, 1], 8, 2);
     let ids = [3u16, 4, 3, 4].repeat(20);
     assert_eq!(decode_sglang(&text(&wire(&shape, &ids)), &shape, 0, 21).unwrap().rows(), 20);
 }
 
 #[test]
-fn ids_are_checked_with_position_and_global_layer() {
+fn invalid_ids_are_reported_with_position_and_global_layer() {
     let shape = shape(3, &[1, 2], 8, 2);
     // Row 2 on the wire: 6 ids; dense layer 0 is ids 0..2, layer 1 ids 2..4.
     let at = 2 * 6;
@@ -251,7 +251,7 @@ fn extra_columns_are_refused_with_the_flag_to_turn_off() {
 }
 
 #[test]
-fn every_prefix_and_every_cut_group_of_a_valid_payload_is_refused() {
+fn a_valid_payload_cut_short_or_missing_a_group_is_refused() {
     let shape = shape(2, &[1], 8, 2);
     let payload = text(&wire(&shape, &varied(&shape, 7)));
     for end in 0..payload.len() {
@@ -310,7 +310,7 @@ fn shapes_without_rows_are_refused() {
 
 proptest! {
     #[test]
-    fn prop_encoding_and_decoding_give_the_rows_back(
+    fn prop_encoded_rows_round_trip(
         dense in 0usize..3,
         moe in 1usize..4,
         top_k in 1usize..4,
@@ -330,7 +330,7 @@ proptest! {
     }
 
     #[test]
-    fn prop_no_proper_prefix_of_a_right_payload_is_accepted(
+    fn prop_proper_prefixes_of_a_valid_payload_are_refused(
         hidden in 1usize..4,
         experts in prop_oneof![4usize..20, 250usize..400],
         top_k in 1usize..4,
@@ -356,7 +356,7 @@ proptest! {
     }
 
     #[test]
-    fn prop_no_text_makes_the_decoder_panic(
+    fn prop_decoder_never_panics(
         payload in "[A-Za-z0-9+/=]{0,80}",
         start in 0usize..10,
         total in 0usize..12,
@@ -370,9 +370,7 @@ proptest! {
     }
 
     #[test]
-    fn prop_swapped_layers_and_top_k_are_refused_or_valid(
-        rows in 1usize..8,
-    ) {
+    fn prop_swapped_layers_and_top_k_are_refused(rows in 1usize..8) {
         // 4 layers × top-2 and 2 layers × top-4 have the same product: ids then repeat.
         let served = shape(4, &[0, 1, 2, 3], 8, 2);
         let configured = shape(2, &[0, 1], 8, 4);

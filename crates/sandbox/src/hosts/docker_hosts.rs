@@ -87,12 +87,12 @@ impl DockerHosts {
         Self { scheduler, stop, tasks: tokio::sync::Mutex::new(tasks) }
     }
 
-    /// Checks on every host in service that the recorded images which it has are still the same. A
+    /// Checks on every host in service that its copies of the recorded images are still the same. A
     /// host where an image differs is not used for that image.
     ///
     /// # Errors
-    /// [`SandboxErrorKind::ImageChanged`] for the first image that differs on every host which has
-    /// one of its name; any error of a daemon.
+    /// [`SandboxErrorKind::ImageChanged`] for the first image that differs on every host that has an
+    /// image of its name; any error of a daemon.
     pub async fn check_images(
         &self,
         recorded: &[(String, ImageIdentity)],
@@ -180,7 +180,7 @@ impl SandboxProvider for DockerHosts {
                 }
             }
         }
-        // The other hosts are swept when they return into service.
+        // The other hosts are swept when they return to service.
         match first_error.filter(|_| !any_succeeded) {
             Some(error) => Err(error),
             None => Ok(all),

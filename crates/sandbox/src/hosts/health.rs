@@ -1,4 +1,4 @@
-//! Health checks of a host, and its return into service with a growing pause between tries.
+//! Health checks of a host, and its return to service with a growing pause between tries.
 
 use super::host::Host;
 use super::scheduler::Scheduler;

@@ -123,7 +123,7 @@ impl Host {
         self.provider().filter(|_| self.is_in_service())
     }
 
-    /// From now on, sandboxes are opened on other hosts.
+    /// Takes the host out of service: new sandboxes are opened on other hosts.
     pub(super) fn take_out_of_service(&self, error: SandboxError) {
         let mut state = self.state();
         if state.out_of_service.is_none() {
@@ -143,7 +143,7 @@ impl Host {
         }
     }
 
-    /// For a while, the host is not used for this image.
+    /// Stops using the host for this image for a while.
     pub(super) fn mark_image_unavailable(&self, image: &str, kind: SandboxErrorKind) {
         tracing::warn!(
             host = self.title,

@@ -17,7 +17,7 @@
 //! | `queue.rs` | requests that wait for a slot, first come, first served |
 //! | `placement.rs` | which host is best for a request (pure functions) |
 //! | `host.rs` | one host: its service state, and images that it cannot provide |
-//! | `health.rs` | health checks, and the return into service |
+//! | `health.rs` | health checks, and the return to service |
 
 mod docker_hosts;
 mod health;

@@ -9,7 +9,7 @@ pub(super) struct HostOffer {
     pub(super) image: bool,
     /// Containers in use.
     pub(super) used: usize,
-    /// Most containers that may exist at once.
+    /// Largest number of containers that may exist at once.
     pub(super) capacity: usize,
 }
 

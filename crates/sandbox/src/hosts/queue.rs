@@ -26,7 +26,7 @@ enum Placement {
 enum Prospect {
     /// A host in service may get a free slot.
     Open,
-    /// No host in service can serve the request, but one may return into service.
+    /// No host in service can serve the request, but one that can may return to service.
     WaitForHost(SandboxError),
     /// No host can serve the request.
     Impossible(SandboxError),
@@ -149,8 +149,8 @@ impl Scheduler {
             .unwrap_or(Prospect::Open)
     }
 
-    /// Waits for a host to return into service that may serve the request. `false` if none does
-    /// before `until`.
+    /// Waits until a host that may serve the request returns to service. `false` if none does before
+    /// `until`.
     async fn wait_for_host(
         &self,
         spec: &SandboxSpec,

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 /// A call of [`SandboxProvider::open`](crate::SandboxProvider::open) in progress.
 #[derive(Debug)]
 pub(super) struct OpenRequest {
-    /// Its position in the queue.
+    /// Position in the queue.
     pub(super) ticket: u64,
     /// Hosts, by index, that failed to open this sandbox.
     pub(super) failed_hosts: Vec<(usize, SandboxError)>,

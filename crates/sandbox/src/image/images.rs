@@ -53,8 +53,8 @@ pub(super) struct ImageEntry {
     pub(super) found: tokio::sync::Mutex<Option<bool>>,
 }
 
-/// An image that is not removed while this is held: until a container is created, which then keeps
-/// it.
+/// Keeps an image from being removed until a container is created from it, which then keeps the image
+/// itself.
 #[derive(Debug)]
 pub(crate) struct PreparedImage {
     /// What to create a container from.
@@ -434,7 +434,7 @@ impl Images {
                     if let Err(error) = self.ensure(&image, false).await {
                         tracing::warn!(%error, image, "cannot pull the image of a coming task");
                     }
-                    // A new list takes effect after the present image.
+                    // A new list takes effect after the current image.
                     if upcoming.has_changed().unwrap_or(true) {
                         break;
                     }

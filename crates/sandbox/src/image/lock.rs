@@ -10,13 +10,14 @@ use std::sync::{Mutex, PoisonError};
 pub struct ImageIdentity {
     /// The daemon's id of the image, `sha256:…`.
     pub id: String,
-    /// Digest of its manifest, by which a registry delivers the same image again; `None` if it
-    /// never was in a registry.
+    /// Digest of its manifest, by which a registry delivers the same image again; `None` if the
+    /// image was never in a registry.
     pub digest: Option<String>,
 }
 
 impl ImageIdentity {
-    /// The identity of an image that the daemon described, as an image of `repository`.
+    /// The identity of an image that the daemon described. Prefers its digest in `repository`.
+    /// `None` if the description has no id.
     pub(super) fn of(found: ImageInspect, repository: &str) -> Option<Self> {
         let digests = found.repo_digests.unwrap_or_default();
         let pairs = || digests.iter().filter_map(|digest| digest.split_once('@'));

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 /// How long an overloaded registry is retried: rate limits last for up to an hour.
 const BUSY_TIMEOUT: Duration = Duration::from_mins(30);
-/// Tries after failures that may be temporary or a mistake in a name.
+/// Number of tries after failures that may be temporary or due to a mistake in a name.
 const UNCLEAR_TRIES: u32 = 3;
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_mins(1);

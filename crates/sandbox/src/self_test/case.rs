@@ -45,17 +45,18 @@ pub(super) enum Action {
 /// The correct outcome of an action.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Expected {
-    /// The command ends like this.
+    /// The command ends with this status.
     Ends(Exit),
-    /// It ends like this, and this is its output.
+    /// The command ends with this status and exactly this output.
     Text(Exit, &'static str),
-    /// It ends like this with this many bytes of output, of which both ends are kept.
+    /// The command ends with this status and this many bytes of output, of which both ends are
+    /// kept.
     Bytes(Exit, u64),
-    /// It ends like this, and its output contains this.
+    /// The command ends with this status, and its output contains this text.
     Contains(Exit, &'static str),
-    /// It is killed because of its output, of which both ends are kept.
+    /// The command is killed for too much output, of which both ends are kept.
     OutputKilled,
-    /// It ends like this, after the kernel killed a process for lack of memory.
+    /// The command ends with this status, after the kernel killed a process for lack of memory.
     OutOfMemory(Exit),
     /// The tree consists of these paths.
     Tree(&'static [&'static str]),

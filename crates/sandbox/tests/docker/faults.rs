@@ -125,7 +125,7 @@ async fn docker_stale_records_of_the_daemon_are_not_listed() {
     expected.sort_unstable();
     assert_eq!(names, expected);
 
-    // If the daemon cannot answer that, listing fails.
+    // Listing fails if the daemon cannot say whether a container exists.
     proxy.fault(["GET", &ghost], Fault::Answer(500, "deadlock"), 1);
     let error = fixture.provider.list().await.unwrap_err();
     assert!(error.to_string().contains("deadlock"), "{error}");

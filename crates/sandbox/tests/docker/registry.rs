@@ -1,4 +1,4 @@
-//! A registry that serves what a daemon's pull needs, and injects faults.
+//! An image registry that supports pulls and injects faults.
 
 use serde_json::json;
 use std::collections::HashMap;
@@ -31,7 +31,7 @@ struct Content {
     requests: Vec<String>,
 }
 
-/// The registry. It closes when this is dropped.
+/// The registry. Dropping it stops the server.
 #[derive(Debug)]
 pub(crate) struct Registry {
     /// Host and port, as in image names.

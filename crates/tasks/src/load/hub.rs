@@ -1,77 +1,76 @@
-//! Rows in a data set of the Hugging Face hub, fetched through its usual cache.
+//! Files of rows in a data set of the Hugging Face hub, fetched through the usual local cache.
 //!
-//! `HF_HOME`, `HF_ENDPOINT` and `HF_TOKEN` mean what they mean elsewhere.
+//! `HF_HOME`, `HF_ENDPOINT` and `HF_TOKEN` apply as they do to Hugging Face's own libraries.
 
 use camino::Utf8PathBuf;
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
 use hf_hub::{Repo, RepoType};
 use std::collections::BTreeMap;
 
-/// How a data set is named, as Hugging Face's own libraries name it.
+/// Prefix of a data set's address, as in Hugging Face's own libraries.
 const SCHEME: &str = "hf://datasets/";
-const HINT: &str = "write hf://datasets/OWNER/NAME, with @REVISION or /PATH behind it where needed";
-/// Endings of files that hold rows.
-const ENDINGS: [&str; 5] = [".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz"];
-/// A hub that stumbles is asked so many times more.
+/// Extensions of files that contain rows.
+const EXTENSIONS: [&str; 5] = [".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz"];
+/// Number of times that a failed request is repeated.
 const RETRIES: usize = 3;
 
-/// A data set that cannot be used.
+/// A data set that cannot be fetched.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
-    /// The text names no data set.
-    #[error("`{0}` names no data set; {HINT}")]
+    /// The text is not the address of a data set.
+    #[error("`{0}` is not a data set; expected {SCHEME}OWNER/NAME[@REVISION][/PATH]")]
     Name(String),
-    /// The hub's client could not be made.
-    #[error("cannot open the Hugging Face cache")]
+    /// The hub's client cannot be created.
+    #[error("cannot create the client of the Hugging Face hub")]
     Client(#[source] ApiError),
-    /// The hub does not tell about the data set.
+    /// The hub cannot be reached, or does not know the data set or its revision.
     #[error(
-        "the Hugging Face hub does not give the data set {id} at `{revision}`: check both names; a \
-         gated one needs HF_TOKEN, another hub HF_ENDPOINT; without a network name local files"
+        "cannot look up data set {id} at `{revision}` on the Hugging Face hub; check both names, \
+         set HF_TOKEN if it is gated or HF_ENDPOINT for another hub, or use local files if offline"
     )]
     Info {
         /// The data set.
         id: String,
         /// Branch, tag or commit.
         revision: String,
-        /// What the hub says.
+        /// The client's error.
         source: ApiError,
     },
-    /// None of its files fits.
-    #[error("the data set {id} has no file of rows that fits {wanted}; it has: {found}")]
+    /// No file of the data set matches.
+    #[error("data set {id} has no file of rows that matches {wanted}; it has: {found}")]
     NoFile {
         /// The data set.
         id: String,
-        /// What was asked for.
+        /// The path or pattern that was requested.
         wanted: String,
-        /// Its files of rows.
+        /// The files of rows that it has, separated by commas.
         found: String,
     },
-    /// It has several splits.
+    /// The data set has several splits, and the address names none of them.
     #[error(
-        "the data set {id} has the splits {splits}: name one, such as \
-         {SCHEME}{id}/{example}, with * for any text"
+        "data set {id} has several splits ({splits}); choose one, for example \
+         {SCHEME}{id}/{example} (* matches any text)"
     )]
     Splits {
         /// The data set.
         id: String,
-        /// Their names.
+        /// Names of the splits, separated by commas.
         splits: String,
-        /// A path of one.
+        /// A path that matches the files of one split.
         example: String,
     },
-    /// A file does not come.
-    #[error("cannot fetch {file} of the data set {id}; what came is kept, so ask again")]
+    /// A file cannot be downloaded.
+    #[error("cannot fetch {file} of data set {id}; what was downloaded is kept, so run again")]
     File {
         /// The data set.
         id: String,
         /// The file.
         file: String,
-        /// What went wrong.
+        /// The client's error.
         source: ApiError,
     },
-    /// The cache lies where paths are not text.
-    #[error("the Hugging Face cache has a path that is not UTF-8: {0}; set HF_HOME to another")]
+    /// The path of a cached file is not UTF-8.
+    #[error("the path {0} in the Hugging Face cache is not UTF-8; set HF_HOME to another folder")]
     Path(std::path::PathBuf),
 }
 
@@ -80,20 +79,20 @@ pub enum HubError {
 pub(super) struct HubSource {
     id: String,
     revision: String,
-    /// Files by their path, in which `*` stands for any text.
+    /// Path of the files, in which `*` matches any text; `None` = the only split.
     path: Option<String>,
 }
 
 impl HubSource {
-    /// `None` where `text` is a path of this machine.
+    /// Parses the address of a data set; `None` if `text` is a local path.
     pub(super) fn parse(text: &str) -> Option<Result<Self, HubError>> {
         text.starts_with("hf://").then(|| {
-            let named = text.strip_prefix(SCHEME).and_then(Self::of_name);
+            let named = text.strip_prefix(SCHEME).and_then(Self::parse_name);
             named.ok_or_else(|| HubError::Name(text.to_owned()))
         })
     }
 
-    fn of_name(name: &str) -> Option<Self> {
+    fn parse_name(name: &str) -> Option<Self> {
         let mut parts = name.splitn(3, '/');
         let (owner, rest, path) = (parts.next()?, parts.next()?, parts.next());
         let (name, revision) = rest.split_once('@').unwrap_or((rest, "main"));
@@ -102,28 +101,29 @@ impl HubSource {
         whole.then(|| Self { id: format!("{owner}/{name}"), revision: revision.to_owned(), path })
     }
 
-    /// The same at the commit that its revision is now.
+    /// The address with its revision resolved to a commit.
     pub(super) fn pinned(&self) -> Result<String, HubError> {
         let commit = if is_commit(&self.revision) {
             self.revision.clone()
         } else {
-            self.listing(&api()?)?.1
+            self.list_files(&api()?)?.1
         };
         let path = self.path.as_ref().map(|path| format!("/{path}")).unwrap_or_default();
         Ok(format!("{SCHEME}{}@{commit}{path}", self.id))
     }
 
-    /// Its files on this machine, in the order of their names; those not in the cache are fetched.
+    /// Local paths of the selected files, sorted by name. Files that are not in the cache are
+    /// fetched.
     pub(super) fn fetch(&self) -> Result<Vec<Utf8PathBuf>, HubError> {
         let api = api()?;
         let (files, commit) = match &self.path {
-            // What a commit's file is stays so: it may be here already, and no hub is asked.
+            // A file of a commit never changes, so a cached one is used without asking the hub.
             Some(path) if !path.contains('*') && is_commit(&self.revision) => {
                 (vec![path.clone()], self.revision.clone())
             }
             _ => {
-                let (files, commit) = self.listing(&api)?;
-                (self.choose(&files)?, commit)
+                let (files, commit) = self.list_files(&api)?;
+                (self.select_files(&files)?, commit)
             }
         };
         let repo = api.repo(Repo::with_revision(self.id.clone(), RepoType::Dataset, commit));
@@ -138,8 +138,8 @@ impl HubSource {
         fetched.collect()
     }
 
-    /// All files of the data set, and the commit that its revision is.
-    fn listing(&self, api: &Api) -> Result<(Vec<String>, String), HubError> {
+    /// All files of the data set, and the commit that its revision refers to.
+    fn list_files(&self, api: &Api) -> Result<(Vec<String>, String), HubError> {
         let revision = self.revision.clone();
         let repo = Repo::with_revision(self.id.clone(), RepoType::Dataset, revision.clone());
         let info = api.repo(repo).info().map_err(|source| HubError::Info {
@@ -150,31 +150,32 @@ impl HubSource {
         Ok((info.siblings.into_iter().map(|file| file.rfilename).collect(), info.sha))
     }
 
-    /// Those of `files` that are asked for: all that fit the path, or the only split there is.
-    fn choose(&self, files: &[String]) -> Result<Vec<String>, HubError> {
-        let has_rows = |file: &&String| ENDINGS.iter().any(|ending| file.ends_with(ending));
+    /// Selects from `files` those that match the path or, without one, those of the only split.
+    fn select_files(&self, files: &[String]) -> Result<Vec<String>, HubError> {
+        let has_rows =
+            |file: &&String| EXTENSIONS.iter().any(|extension| file.ends_with(extension));
         let mut rows: Vec<String> = files.iter().filter(has_rows).cloned().collect();
         rows.sort();
-        let none = |wanted: &str, rows: &[String]| HubError::NoFile {
+        let no_match = |wanted: &str, rows: &[String]| HubError::NoFile {
             id: self.id.clone(),
             wanted: wanted.to_owned(),
             found: if rows.is_empty() { "none".to_owned() } else { rows.join(", ") },
         };
         if let Some(path) = &self.path {
-            let fitting: Vec<_> = rows.iter().filter(|file| fits(path, file)).cloned().collect();
-            return if fitting.is_empty() { Err(none(path, &rows)) } else { Ok(fitting) };
+            let found: Vec<_> = rows.iter().filter(|file| matches(path, file)).cloned().collect();
+            return if found.is_empty() { Err(no_match(path, &rows)) } else { Ok(found) };
         }
         let mut splits: BTreeMap<&str, Vec<String>> = BTreeMap::new();
         for file in &rows {
-            splits.entry(split(file)).or_default().push(file.clone());
+            splits.entry(split_name(file)).or_default().push(file.clone());
         }
         match splits.first_key_value() {
-            None => Err(none("*.parquet or *.jsonl", &rows)),
+            None => Err(no_match("*.parquet or *.jsonl", &rows)),
             Some((_, files)) if splits.len() == 1 => Ok(files.clone()),
             Some((_, files)) => Err(HubError::Splits {
                 id: self.id.clone(),
                 splits: splits.keys().copied().collect::<Vec<_>>().join(", "),
-                example: files.first().map(|file| pattern(file)).unwrap_or_default(),
+                example: files.first().map(|file| split_pattern(file)).unwrap_or_default(),
             }),
         }
     }
@@ -188,8 +189,8 @@ fn api() -> Result<Api, HubError> {
     builder.build().map_err(HubError::Client)
 }
 
-/// The split that a file is a part of: `train` of `data/train-00000-of-00003.parquet`.
-fn split(file: &str) -> &str {
+/// The split that a file belongs to, such as `train` for `data/train-00000-of-00003.parquet`.
+fn split_name(file: &str) -> &str {
     let name = file.rsplit('/').next().unwrap_or(file);
     let stem = name.split('.').next().unwrap_or(name);
     match stem.find("-0") {
@@ -198,8 +199,8 @@ fn split(file: &str) -> &str {
     }
 }
 
-/// A path that fits all files of the same split.
-fn pattern(file: &str) -> String {
+/// A path that matches all files of `file`'s split.
+fn split_pattern(file: &str) -> String {
     match (file.find("-0"), file.rfind('.')) {
         (Some(begin), Some(end)) if begin < end => {
             let part = |text: Option<&str>| text.unwrap_or_default().to_owned();
@@ -213,15 +214,15 @@ fn is_commit(revision: &str) -> bool {
     revision.len() == 40 && revision.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Whether `file` is what `pattern` says, in which `*` stands for any text.
-fn fits(pattern: &str, file: &str) -> bool {
+/// Whether `file` matches `pattern`, in which `*` matches any text, including `/`.
+fn matches(pattern: &str, file: &str) -> bool {
     let Some((first, rest)) = pattern.split_once('*') else { return pattern == file };
     let Some(mut left) = file.strip_prefix(first) else { return false };
     let mut parts: Vec<&str> = rest.split('*').collect();
     let last = parts.pop().unwrap_or_default();
     for part in parts {
-        let Some((_, behind)) = left.split_once(part) else { return false };
-        left = behind;
+        let Some((_, after)) = left.split_once(part) else { return false };
+        left = after;
     }
     left.ends_with(last)
 }
@@ -235,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_those_of_hugging_face() {
+    fn addresses_are_parsed_like_hugging_face_does() {
         let whole = source("hf://datasets/a/b@v1/data/train-*.parquet");
         assert_eq!((whole.id.as_str(), whole.revision.as_str()), ("a/b", "v1"));
         assert_eq!(whole.path.as_deref(), Some("data/train-*.parquet"));
@@ -249,8 +250,8 @@ mod tests {
     }
 
     #[test]
-    fn stars_stand_for_any_text() {
-        for (pattern, file, is) in [
+    fn stars_match_any_text() {
+        for (pattern, file, expected) in [
             ("data/*", "data/x.parquet", true),
             ("*.parquet", "data/x.parquet", true),
             ("d*-0*.p", "data/t-00.p", true),
@@ -259,24 +260,24 @@ mod tests {
             ("a*b", "ab", true),
             ("a", "ab", false),
         ] {
-            assert_eq!(fits(pattern, file), is, "{pattern} {file}");
+            assert_eq!(matches(pattern, file), expected, "{pattern} {file}");
         }
     }
 
     #[test]
-    fn the_only_split_is_taken_and_of_several_one_must_be_named() {
+    fn the_only_split_is_the_default_and_one_of_several_must_be_named() {
         let files =
             |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
         let one =
             files(&["README.md", "data/t-1-00001-of-2.parquet", "data/t-1-00000-of-2.parquet"]);
-        let chosen = source("hf://datasets/a/b").choose(&one).unwrap();
+        let chosen = source("hf://datasets/a/b").select_files(&one).unwrap();
         assert_eq!(chosen, ["data/t-1-00000-of-2.parquet", "data/t-1-00001-of-2.parquet"]);
         let two = files(&["data/dev-00000-of-1.parquet", "data/test-00000-of-1.parquet"]);
-        let error = source("hf://datasets/a/b").choose(&two).unwrap_err().to_string();
+        let error = source("hf://datasets/a/b").select_files(&two).unwrap_err().to_string();
         assert!(error.contains("dev, test") && error.contains("a/b/data/dev-*.parquet"), "{error}");
-        let chosen = source("hf://datasets/a/b/data/test-*").choose(&two).unwrap();
+        let chosen = source("hf://datasets/a/b/data/test-*").select_files(&two).unwrap();
         assert_eq!(chosen, ["data/test-00000-of-1.parquet"]);
-        let error = source("hf://datasets/a/b/x*").choose(&two).unwrap_err().to_string();
+        let error = source("hf://datasets/a/b/x*").select_files(&two).unwrap_err().to_string();
         assert!(error.contains("x*") && error.contains("data/dev-0"), "{error}");
     }
 }

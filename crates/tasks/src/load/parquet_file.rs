@@ -8,12 +8,12 @@ use serde_json::Value;
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The rows, one by one. An error of the file itself is the first entry. A row that cannot be read
-/// is the last one, because the columns are no longer in step after it.
+/// The rows, one by one. If the file cannot be opened as parquet, the error is the only entry. A
+/// row that cannot be read is the last entry, because the columns are not aligned after it.
 pub(super) fn values(file: File) -> Values {
     let opened = guarded(|| {
         let reader = SerializedFileReader::new(file)?;
-        // A file may claim any number of rows.
+        // A damaged file may claim any number of rows, even a negative one.
         let rows = reader.metadata().file_metadata().num_rows();
         Ok((rows, RowIter::from_file_into(Box::new(reader))))
     });
@@ -36,8 +36,8 @@ fn object(row: &Row) -> Value {
     row.get_column_iter().map(|(name, field)| (name.clone(), value(field))).collect()
 }
 
-/// A field as JSON. Binary columns hold text where a writer left out the annotation; only other
-/// bytes become base64.
+/// A field as JSON. Some writers store text in binary columns without annotating it, so bytes that
+/// are UTF-8 become text; only other bytes become base64.
 fn value(field: &Field) -> Value {
     match field {
         Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
@@ -50,7 +50,8 @@ fn value(field: &Field) -> Value {
     }
 }
 
-/// Calls `read`, and turns a panic of the library, which some damaged files cause, into an error.
+/// Calls `read` and turns a panic of the parquet library, which some damaged files cause, into an
+/// error.
 fn guarded<T>(read: impl FnOnce() -> parquet::errors::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(read)) {
         Ok(Ok(value)) => Ok(value),

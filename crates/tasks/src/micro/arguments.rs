@@ -1,5 +1,7 @@
-//! What the tables in `catalog` call: arguments drawn so that the expressions of a family differ on
-//! them, and results that take more than a line.
+//! Helpers for the tables in `catalog`.
+//!
+//! The `draw_*` functions draw arguments on which the expressions of a family often differ; the
+//! others compute results that do not fit one line of a table.
 
 use super::draw::Draw;
 use super::families::{i, int, list, nums, text};
@@ -36,7 +38,8 @@ pub(super) fn radix(args: &[Value], base: u32) -> Option<Value> {
     i(i64::from_str_radix(text(args, 0)?, base).ok()?)
 }
 
-/// `str.center`: an odd rest goes to the left only if the width is odd.
+/// `str.center`: of an odd amount of padding, the extra space goes to the left only if the width is
+/// odd, as in `CPython`.
 pub(super) fn center(value: &str, width: usize) -> String {
     let rest = width.saturating_sub(value.len());
     let left = rest / 2 + (rest & width & 1);
@@ -64,17 +67,17 @@ pub(super) fn swap_case(value: &str) -> String {
         .collect()
 }
 
-/// `str.isupper` (`other` = lower) and `str.islower`: a letter, and none of the other case.
+/// `str.islower` or `str.isupper`: `value` has a letter, and none in the `other` case.
 pub(super) fn one_case(value: &str, other: fn(&u8) -> bool) -> bool {
     value.bytes().any(|c| c.is_ascii_alphabetic()) && !value.bytes().any(|c| other(&c))
 }
 
-/// Numbers and a limit that is often one of them.
-pub(super) fn near(d: &mut Draw<'_>) -> Vec<Value> {
+/// Draws numbers, and a limit that often equals one of them.
+pub(super) fn draw_numbers_and_limit(d: &mut Draw<'_>) -> Vec<Value> {
     vec![d.numbers(1, 7), d.int(2, 6)]
 }
 
-pub(super) fn mixed_case(d: &mut Draw<'_>) -> Value {
+pub(super) fn draw_mixed_case(d: &mut Draw<'_>) -> Value {
     let word = d.word();
     let (head, tail) = word.split_at_checked(2).unwrap_or((word, ""));
     Value::Text(match d.below(3) {
@@ -84,16 +87,17 @@ pub(super) fn mixed_case(d: &mut Draw<'_>) -> Value {
     })
 }
 
-pub(super) fn punctuated(d: &mut Draw<'_>) -> Value {
-    let mut out = d.one(&["a", "b", "c"]).to_owned();
+/// Draws letters joined by commas, dashes, colons and dots.
+pub(super) fn draw_punctuated(d: &mut Draw<'_>) -> Value {
+    let mut out = d.choose(&["a", "b", "c"]).to_owned();
     for letter in ["x", "y", "z"].into_iter().take(2 + d.below(2)) {
-        out.push_str(d.one(&[",", "-", ":", "."]));
+        out.push_str(d.choose(&[",", "-", ":", "."]));
         out.push_str(letter);
     }
     Value::Text(out)
 }
 
-pub(super) fn prices(d: &mut Draw<'_>) -> Value {
+pub(super) fn draw_prices(d: &mut Draw<'_>) -> Value {
     let keys = ["a", "b", "c", "d"];
     let first = d.below(2);
     let count = 2 + d.below(2);
@@ -106,19 +110,22 @@ pub(super) fn prices(d: &mut Draw<'_>) -> Value {
     )
 }
 
-pub(super) fn day(d: &mut Draw<'_>) -> Value {
+/// Draws a date, written `YYYY-MM-DD`.
+pub(super) fn draw_date(d: &mut Draw<'_>) -> Value {
     Value::Text(format!("20{:02}-{:02}-{:02}", d.number(10, 29), d.number(1, 12), d.number(1, 28)))
 }
 
-pub(super) fn digits(d: &mut Draw<'_>) -> Value {
+/// Draws two to four binary digits, which are valid in every base.
+pub(super) fn draw_binary_digits(d: &mut Draw<'_>) -> Value {
     let mut out = String::from("1");
     for _ in 0..=d.below(3) {
-        out.push_str(d.one(&["0", "1"]));
+        out.push_str(d.choose(&["0", "1"]));
     }
     Value::Text(out)
 }
 
-pub(super) fn affix(d: &mut Draw<'_>) -> Vec<Value> {
+/// Draws a word, and a text that is often a part of it.
+pub(super) fn draw_word_and_affix(d: &mut Draw<'_>) -> Vec<Value> {
     let word = d.word();
     let part = match d.below(5) {
         0 => word.get(..2),
@@ -130,7 +137,8 @@ pub(super) fn affix(d: &mut Draw<'_>) -> Vec<Value> {
     vec![Value::Text(word.to_owned()), Value::Text(part.unwrap_or(word).to_owned())]
 }
 
-pub(super) fn lettered(d: &mut Draw<'_>) -> Value {
+/// Draws letters in one of several cases, digits, or both.
+pub(super) fn draw_letters_or_digits(d: &mut Draw<'_>) -> Value {
     let word = d.word();
     Value::Text(match d.below(5) {
         0 => word.to_ascii_uppercase(),

@@ -1,9 +1,10 @@
-//! The families: each row of a table is a phrase, the expression that it asks for, and what the
-//! function then returns. `environments/micro/README.md` lists them for people.
+//! The bug families. Each entry of `choices` is a phrase, the expression that it asks for, and what
+//! the function returns with that expression. `environments/micro/README.md` lists the phrases.
 
 use super::arguments::{
-    affix, center, count, day, digits, guard, joined, lettered, mixed_case, near, one_case, prices,
-    punctuated, radix, sorted, swap_case, title, unique,
+    center, count, draw_binary_digits, draw_date, draw_letters_or_digits, draw_mixed_case,
+    draw_numbers_and_limit, draw_prices, draw_punctuated, draw_word_and_affix, guard, joined,
+    one_case, radix, sorted, swap_case, title, unique,
 };
 use super::families::{Choice, Family, b, cut, i, int, ints, list, nums, s, table, text, texts};
 use super::value::Value;
@@ -13,7 +14,7 @@ const fn c(phrase: &'static str, code: &'static str, run: fn(&[Value]) -> Option
     Choice { phrase, code, run }
 }
 
-/// All families, those for training first.
+/// All bug families, those for training first.
 pub(crate) const FAMILIES: &[Family] = &[
     Family {
         name: "arith",
@@ -118,7 +119,7 @@ pub(crate) const FAMILIES: &[Family] = &[
         before: &[],
         line: "return {c}",
         after: &[],
-        args: |d| near(d),
+        args: |d| draw_numbers_and_limit(d),
         choices: &[
             c("keep {0} above {1}", "[v for v in {0} if v > {1}]", |a| {
                 ints(nums(a, 0)?.into_iter().filter(|v| int(a, 1).is_some_and(|n| *v > n)))
@@ -267,7 +268,7 @@ pub(crate) const FAMILIES: &[Family] = &[
         before: &[],
         line: "return {c}",
         after: &[],
-        args: |d| vec![mixed_case(d)],
+        args: |d| vec![draw_mixed_case(d)],
         choices: &[
             c("put {0} in upper case", "{0}.upper()", |a| s(text(a, 0)?.to_ascii_uppercase())),
             c("put {0} in lower case", "{0}.lower()", |a| s(text(a, 0)?.to_ascii_lowercase())),
@@ -282,7 +283,7 @@ pub(crate) const FAMILIES: &[Family] = &[
         before: &[],
         line: "return {c}",
         after: &[],
-        args: |d| vec![punctuated(d)],
+        args: |d| vec![draw_punctuated(d)],
         choices: &[
             c("split {0} at commas", "{0}.split(',')", |a| texts(text(a, 0)?.split(','))),
             c("split {0} at dashes", "{0}.split('-')", |a| texts(text(a, 0)?.split('-'))),
@@ -312,7 +313,7 @@ pub(crate) const FAMILIES: &[Family] = &[
         before: &[],
         line: "return {c}",
         after: &[],
-        args: |d| vec![prices(d)],
+        args: |d| vec![draw_prices(d)],
         choices: &[
             c("list the keys of {0}", "list({0})", |a| {
                 texts(table(a, 0)?.iter().map(|(key, _)| key.as_str()))
@@ -336,7 +337,7 @@ pub(crate) const FAMILIES: &[Family] = &[
         before: &[],
         line: "return {c}",
         after: &[],
-        args: |d| vec![day(d)],
+        args: |d| vec![draw_date(d)],
         choices: &[
             c("return the year of {0}", "{0}[:4]", |a| cut(text(a, 0)?, 0, 4)),
             c("return the month of {0}", "{0}[5:7]", |a| cut(text(a, 0)?, 5, 7)),
@@ -353,7 +354,7 @@ pub(crate) const FAMILIES: &[Family] = &[
         before: &[],
         line: "return {c}",
         after: &[],
-        args: |d| vec![digits(d)],
+        args: |d| vec![draw_binary_digits(d)],
         choices: &[
             c("read {0} as decimal", "int({0})", |a| radix(a, 10)),
             c("read {0} as binary", "int({0}, 2)", |a| radix(a, 2)),
@@ -410,7 +411,7 @@ pub(crate) const FAMILIES: &[Family] = &[
         before: &[],
         line: "return {c}",
         after: &[],
-        args: |d| affix(d),
+        args: |d| draw_word_and_affix(d),
         choices: &[
             c("tell whether {0} starts with {1}", "{0}.startswith({1})", |a| {
                 b(text(a, 0)?.starts_with(text(a, 1)?))
@@ -431,7 +432,7 @@ pub(crate) const FAMILIES: &[Family] = &[
         before: &[],
         line: "return {c}",
         after: &[],
-        args: |d| vec![lettered(d)],
+        args: |d| vec![draw_letters_or_digits(d)],
         choices: &[
             c("tell whether {0} is all digits", "{0}.isdigit()", |a| {
                 b(text(a, 0)?.bytes().all(|c| c.is_ascii_digit()))

@@ -1,14 +1,14 @@
 //! Random choices that are the same on every machine and in every later version.
 //!
-//! The invariant: only 64-bit words of `ChaCha8` are used, reduced here, so that no change of a
-//! random-number library's range algorithms can change a task.
+//! The invariant: every choice is reduced here from a 64-bit word of `ChaCha8`, so a change to the
+//! range algorithms of a random-number library cannot change a task.
 
 use super::value::Value;
 use super::words;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Small words used as text arguments.
+/// Words used as text arguments, each of four letters.
 const TEXTS: &[&str] = &[
     "bird", "boat", "book", "card", "coin", "desk", "door", "fish", "flag", "game", "gold", "hill",
     "lamp", "leaf", "moon", "park", "rain", "ring", "road", "rock", "rose", "sand", "seed", "ship",
@@ -21,7 +21,7 @@ pub(crate) struct Draw<'a> {
     rng: &'a mut ChaCha8Rng,
 }
 
-/// The generator of (`seed`, `purpose`).
+/// The generator for `seed` and `purpose`; different purposes give independent sequences.
 pub(crate) fn generator(seed: u64, purpose: &str) -> ChaCha8Rng {
     let mut hasher = blake3::Hasher::new_derive_key("orchestrate micro tasks 1");
     hasher.update(&seed.to_le_bytes());
@@ -30,7 +30,7 @@ pub(crate) fn generator(seed: u64, purpose: &str) -> ChaCha8Rng {
 }
 
 impl<'a> Draw<'a> {
-    /// Draws from `rng`.
+    /// A source that takes its words from `rng`.
     pub(crate) fn new(rng: &'a mut ChaCha8Rng) -> Self {
         Self { rng }
     }
@@ -46,25 +46,25 @@ impl<'a> Draw<'a> {
         self.below(100) < percent
     }
 
-    /// One of `items`, which is not empty.
-    pub(crate) fn one<T: Copy + Default>(&mut self, items: &[T]) -> T {
+    /// One of `items`, which must not be empty.
+    pub(crate) fn choose<T: Copy + Default>(&mut self, items: &[T]) -> T {
         items.get(self.below(items.len())).copied().unwrap_or_default()
     }
 
-    /// An integer of `low..=high`.
+    /// An integer in `low..=high`.
     pub(crate) fn number(&mut self, low: i64, high: i64) -> i64 {
         let span = usize::try_from(high - low).unwrap_or(0) + 1;
         low + i64::try_from(self.below(span)).unwrap_or(0)
     }
 
-    /// The same as a value.
+    /// An integer in `low..=high`, as a value.
     pub(crate) fn int(&mut self, low: i64, high: i64) -> Value {
         Value::Int(self.number(low, high))
     }
 
-    /// A word.
+    /// A word of four letters.
     pub(crate) fn word(&mut self) -> &'static str {
-        self.one(TEXTS)
+        self.choose(TEXTS)
     }
 
     /// A word as a value.
@@ -72,19 +72,20 @@ impl<'a> Draw<'a> {
         Value::Text(self.word().to_owned())
     }
 
-    /// Three or four integers of `low..=high`.
+    /// Three or four integers in `low..=high`.
     pub(crate) fn numbers(&mut self, low: i64, high: i64) -> Value {
         let count = 3 + self.below(2);
         Value::List((0..count).map(|_| self.int(low, high)).collect())
     }
 
-    /// Two to `most` words.
+    /// `least` to `most` words.
     pub(crate) fn words(&mut self, least: usize, most: usize) -> Value {
         let count = least + self.below(most - least + 1);
         Value::List((0..count).map(|_| self.text()).collect())
     }
 
-    /// A name made of two words, unseen in training if `held_out`.
+    /// A name made of a verb and a noun: a pair reserved for evaluation if `held_out`, else one for
+    /// training.
     pub(crate) fn function_name(&mut self, held_out: bool) -> String {
         loop {
             let (v, n) = (self.below(words::VERBS.len()), self.below(words::NOUNS.len()));

@@ -1,9 +1,10 @@
-//! The bundled `micro` family: repairs so small that a model of two million parameters learns them.
+//! The bundled `micro` environment: bug fixes small enough for a model of two million parameters to
+//! learn.
 //!
 //! A task is one Python module with two functions, one line of which is wrong. The invariant: a
-//! task depends on (seed, split, index) only, so that asking for more tasks changes none of the
-//! earlier ones, on any machine. What an issue says is computed here and checked with a real
-//! Python by the tests. Start reading at [`generate`]; the bug families are in `catalog`.
+//! task depends only on (seed, split, index), so generating more tasks changes none of the earlier
+//! ones, on any machine. The values in an issue are computed here, and the tests check them with a
+//! real Python interpreter. Start reading at [`generate`]; the bug families are in `catalog`.
 
 mod arguments;
 mod catalog;
@@ -30,11 +31,11 @@ use std::sync::LazyLock;
 use std::time::Duration;
 use value::Value;
 
-/// Image of all micro tasks: any with `python3`, a shell and coreutils.
+/// Image of all micro tasks. It needs `python3`, a shell and coreutils.
 pub const IMAGE: &str = "orchestrate-micro:1";
-/// Runs the hidden tests; see `runner.py` for why it is started like this.
+/// Shell command that runs the hidden tests; `runner.py` explains the interpreter's flags.
 pub const TEST_COMMAND: &str = "exec python3 -I -S -B r2e_tests/runner.py";
-/// Runs the visible tests; prints `ok`, or a line per failure.
+/// Shell command that runs the visible tests and prints `ok`, or one line per failure.
 pub const RUN_COMMAND: &str = "python3 run.py";
 
 const RUNNER: &str = include_str!("runner.py");
@@ -47,7 +48,7 @@ pub struct FamilyInfo {
     pub name: &'static str,
     /// Whether it only occurs in [`Split::HeldOutFamilies`].
     pub held_out: bool,
-    /// Number of (phrase, expression) pairs.
+    /// Number of expressions that an issue can ask for.
     pub variants: usize,
 }
 
@@ -61,14 +62,14 @@ pub static FAMILIES: LazyLock<Vec<FamilyInfo>> = LazyLock::new(|| {
     CATALOG.iter().map(info).collect()
 });
 
-/// How many tasks of each part.
+/// Number of tasks to generate for each split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MicroCounts {
-    /// For training.
+    /// Tasks of [`Split::Train`].
     pub train: usize,
-    /// Unseen function names, known families.
+    /// Tasks of [`Split::HeldOut`]: unseen function names, known families.
     pub held_out: usize,
-    /// Unseen function names and unseen families.
+    /// Tasks of [`Split::HeldOutFamilies`]: unseen function names and unseen families.
     pub held_out_families: usize,
 }
 
@@ -78,13 +79,12 @@ impl Default for MicroCounts {
     }
 }
 
-/// The tasks of `seed`: those for training, then held-out ones, then held-out families. No two of
-/// a seed are equal.
+/// Generates the tasks of `seed` in the order of [`MicroCounts`]. No two of them are equal.
 pub fn generate(seed: u64, counts: MicroCounts) -> Vec<Task> {
     instances(seed, counts).map(|(id, split, instance)| instance.task(id, split)).collect()
 }
 
-/// The same tasks as rows of an R2E-Gym data set.
+/// Generates the same tasks as [`generate`], as rows of an R2E-Gym data set.
 pub fn rows(seed: u64, counts: MicroCounts) -> Vec<R2eRow> {
     instances(seed, counts).map(|(id, split, instance)| instance.row(id, split)).collect()
 }
@@ -115,13 +115,14 @@ fn instances(seed: u64, counts: MicroCounts) -> impl Iterator<Item = (String, Sp
 }
 
 impl Instance {
-    fn faulty(&self) -> Option<(&Function, &Case)> {
+    /// The broken function and its example.
+    fn broken_function(&self) -> Option<(&Function, &Case)> {
         self.parts().find(|part| part.3).map(|(function, example, _, _)| (function, example))
     }
 
-    /// What the agent reads.
+    /// The issue text: what the function should do, and one call that gives a wrong result.
     fn issue(&self) -> String {
-        let Some((function, example)) = self.faulty() else { return String::new() };
+        let Some((function, example)) = self.broken_function() else { return String::new() };
         let (name, file) = (&function.name, &self.file);
         let phrase = fill(function.choice.phrase, &function.params);
         let args = Value::join(&example.args);
@@ -150,7 +151,8 @@ impl Instance {
         ]
     }
 
-    /// The hidden test file, and its tests with whether they pass on the broken module.
+    /// The content of the hidden test file, and for each of its tests whether it passes on the
+    /// broken module.
     fn tests(&self) -> (String, Vec<(String, bool)>) {
         let module = self.file.trim_end_matches(".py");
         let mut names: Vec<_> =
@@ -184,7 +186,10 @@ impl Instance {
         Task {
             id,
             environment: "micro".to_owned(),
-            family: self.faulty().map_or("", |(function, _)| function.family.name).to_owned(),
+            family: self
+                .broken_function()
+                .map_or("", |(function, _)| function.family.name)
+                .to_owned(),
             split,
             problem_statement: self.issue(),
             image: IMAGE.to_owned(),
@@ -244,7 +249,10 @@ impl Instance {
             expected_output_json: expected,
             micro: Some(MicroColumns {
                 id,
-                family: self.faulty().map_or("", |(function, _)| function.family.name).to_owned(),
+                family: self
+                    .broken_function()
+                    .map_or("", |(function, _)| function.family.name)
+                    .to_owned(),
                 split,
                 agent_files,
             }),
@@ -253,7 +261,7 @@ impl Instance {
     }
 }
 
-/// What the hidden runner prints.
+/// The log that the hidden runner prints for the broken or the repaired module.
 fn summary(tests: &[(String, bool)], repaired: bool) -> String {
     let mut out = format!("{0} short test summary info {0}=\n", "=".repeat(27));
     let mut failed = 0;

@@ -1,7 +1,8 @@
-//! The Python values that micro tasks compute with, their `repr` and the way back.
+//! The Python values that micro tasks compute with: printed like `repr`, and parsed back.
 //!
-//! The invariant: [`Value::parse_list`] of a printed argument list gives the same values, and
-//! `repr` is byte for byte what `CPython` prints (texts hold no quotes, backslashes or controls).
+//! The invariant: [`Value::parse_list`] of a printed argument list gives the same values, and a
+//! printed value is byte for byte what `CPython`'s `repr` gives. This holds for texts without
+//! quotes, backslashes and control characters; others are not used.
 
 use std::fmt;
 
@@ -16,7 +17,7 @@ pub(crate) enum Value {
     Text(String),
     /// A `list`.
     List(Vec<Value>),
-    /// A `dict` with text keys, in insertion order.
+    /// A `dict` from `str` to `int`, in insertion order.
     Table(Vec<(String, i64)>),
 }
 
@@ -46,11 +47,11 @@ impl Value {
         values.iter().map(Self::to_string).collect::<Vec<_>>().join(", ")
     }
 
-    /// The values of a printed argument list, `None` if it is not one.
+    /// Parses a printed argument list; `None` if it is not one.
     pub(crate) fn parse_list(text: &str) -> Option<Vec<Self>> {
-        let mut rest = Cursor { rest: text };
-        let values = rest.items(None)?;
-        rest.rest.is_empty().then_some(values)
+        let mut cursor = Cursor { rest: text };
+        let values = cursor.items(None)?;
+        cursor.rest.is_empty().then_some(values)
     }
 }
 
@@ -69,7 +70,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Values up to `close`, or to the end of the text.
+    /// Parses values up to `close`, or up to the end of the text if it is `None`.
     fn items(&mut self, close: Option<&str>) -> Option<Vec<Value>> {
         let mut items = Vec::new();
         loop {
@@ -150,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_an_argument_list_is_refused() {
+    fn invalid_argument_lists_are_refused() {
         for text in ["1,2", "[1", "'a", "x", "{'a' 1}", "1 2", "--1"] {
             assert_eq!(Value::parse_list(text), None, "{text}");
         }

@@ -1,4 +1,4 @@
-//! The words that names are made of, the same for all splits.
+//! The words that function and module names consist of. All splits use the same words.
 
 /// First halves of function names.
 pub(crate) const VERBS: &[&str] = &[
@@ -26,26 +26,26 @@ pub(crate) const NOUNS: &[&str] = &[
 /// Module names.
 pub(crate) const FILES: &[&str] = &["app", "core", "data", "lib", "main", "tools", "util", "work"];
 
-/// Names of whole numbers.
+/// Parameter names of integers.
 pub(crate) const INTS: &[&str] = &["a", "b", "k", "n", "x", "y"];
-/// Names of texts.
+/// Parameter names of strings.
 pub(crate) const TEXTS: &[&str] = &["line", "text", "word"];
-/// Names of lists of numbers.
+/// Parameter names of lists of integers.
 pub(crate) const NUMS: &[&str] = &["nums", "rows", "vals"];
-/// Names of lists of words.
+/// Parameter names of lists of strings.
 pub(crate) const LISTS: &[&str] = &["items", "names", "parts"];
-/// Names of tables.
+/// Parameter names of dictionaries.
 pub(crate) const TABLES: &[&str] = &["counts", "prices", "stats"];
-/// Names of dates.
+/// Parameter names of dates.
 pub(crate) const DATES: &[&str] = &["date", "day"];
 
-/// Whether the pair of verb `v` and noun `n` is kept for evaluation. One pair in five is, and
-/// every word has pairs on both sides: what is unseen is the pair, never the word.
+/// Whether the pair of verb `v` and noun `n` (indices) is reserved for evaluation. One pair in five
+/// is, and every word occurs in both kinds of pair, so only the pair is unseen, never the word.
 pub(crate) fn is_held_out(v: usize, n: usize) -> bool {
     (v + 2 * n) % 5 == 3
 }
 
-/// All words that identifiers and file names are made of, without repeats, in a fixed order.
+/// All words that occur in identifiers and module names, sorted and without duplicates.
 pub fn words() -> Vec<&'static str> {
     let mut all: Vec<_> = [VERBS, NOUNS, FILES, INTS, TEXTS, NUMS, LISTS, TABLES, DATES]
         .into_iter()

@@ -1,7 +1,7 @@
-//! Unified diffs between two trees, in git's form, and a strict way to apply them.
+//! Unified diffs between two trees, in git's format, and strict application of them.
 //!
-//! The invariant: `apply(old, &diff(old, new)) == new` for every two trees of text files. Applying
-//! knows no fuzz and no offset: every context line must be where the hunk says.
+//! The invariant: `apply(old, &diff(old, new)) == new` for any two trees of text files. Hunks are
+//! applied without fuzz or offset: every context line must be exactly where the hunk says.
 
 mod parse;
 
@@ -12,50 +12,50 @@ use similar::{Algorithm, DiffTag, capture_diff_slices, group_diff_ops};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// Lines of context around a change, as git shows by default.
+/// Number of context lines around a change, as in git.
 const CONTEXT: usize = 3;
 
 /// Why a patch was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PatchErrorKind {
     /// The text is not a unified diff.
-    #[error("line {line} of the patch is not understood: {text:?}")]
+    #[error("line {line} of the patch is not valid in a unified diff: {text:?}")]
     Syntax {
         /// Line of the patch, from 1.
         line: usize,
-        /// That line.
+        /// The first 80 characters of that line.
         text: String,
     },
-    /// It holds something that a text patch cannot carry out.
-    #[error("{0} is not supported: give additions, changes and deletions of text files only")]
+    /// The patch contains a change that is not supported.
+    #[error("{0} is not supported; only additions, changes and deletions of text files are")]
     Unsupported(&'static str),
     /// A path is absolute, empty or leaves the tree.
-    #[error("the path is not inside the tree")]
+    #[error("the path is not a relative path inside the tree")]
     Path,
-    /// The file to change is not there.
+    /// The file to change does not exist.
     #[error("no such file")]
     Missing,
-    /// The file to create is there already.
-    #[error("the file exists already")]
+    /// The file to create already exists.
+    #[error("the file already exists")]
     Exists,
-    /// A line is not what the hunk says.
-    #[error("line {line} is not the line the hunk expects")]
+    /// A line of the file differs from the hunk.
+    #[error("line {line} of the file differs from the hunk")]
     Context {
         /// Line of the old file, from 1.
         line: usize,
     },
-    /// A deletion leaves lines behind.
+    /// A deletion does not remove all lines of the file.
     #[error("the deletion does not cover the whole file")]
     Leftover,
 }
 
-/// A patch that cannot be applied: where, and why.
+/// A patch that cannot be applied, with the file and the reason.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("patch of `{path}`: {kind}")]
 pub struct PatchError {
-    /// The file, or `-` where the patch itself cannot be read.
+    /// Path of the file; `-` if the patch cannot be parsed.
     pub path: String,
-    /// What is wrong.
+    /// Why it cannot be applied.
     pub kind: PatchErrorKind,
 }
 
@@ -65,13 +65,13 @@ impl PatchError {
     }
 }
 
-/// Lines with their ends; only `\n` ends a line, so that `\r` survives.
+/// Lines with their line feeds. Only `\n` ends a line, so `\r` is preserved.
 fn lines(text: &str) -> Vec<&str> {
     text.split_inclusive('\n').collect()
 }
 
-/// The unified diff that turns `old` into `new`; empty if they are equal. Files are ordered by
-/// path; where a path occurs twice in a tree the last one counts.
+/// The unified diff that turns `old` into `new`; empty if they are equal. Files are sorted by path.
+/// If a path occurs twice in a tree, the last file counts.
 pub fn diff(old: &[TaskFile], new: &[TaskFile]) -> String {
     let index = |tree: &[TaskFile]| -> BTreeMap<String, String> {
         tree.iter().map(|file| (file.path.clone(), file.content.clone())).collect()
@@ -88,7 +88,7 @@ pub fn diff(old: &[TaskFile], new: &[TaskFile]) -> String {
     out
 }
 
-/// The change of one file; an absent side is `None`.
+/// The change of one file; `None` means that the file does not exist on that side.
 pub fn file_diff(path: &str, old: Option<&str>, new: Option<&str>) -> FilePatch {
     let (before, after) = (lines(old.unwrap_or_default()), lines(new.unwrap_or_default()));
     let ops = capture_diff_slices(Algorithm::Myers, &before, &after);
@@ -127,11 +127,11 @@ pub fn file_diff(path: &str, old: Option<&str>, new: Option<&str>) -> FilePatch 
     FilePatch { old: old.map(|_| path.to_owned()), new: new.map(|_| path.to_owned()), hunks }
 }
 
-/// Applies the unified diff `patch` to `tree`, strictly. The result is ordered by path.
+/// Applies the unified diff `patch` to `tree`. The result is sorted by path.
 ///
 /// # Errors
-/// If the text is not a patch, a path leaves the tree, a file is missing or in the way, or any line
-/// differs from what the patch says. Then nothing is applied.
+/// If the text is not a patch, a path leaves the tree, a file is missing or already exists, or any
+/// line differs from the patch. Nothing is applied in that case.
 pub fn apply(tree: &[TaskFile], patch: &str) -> Result<Vec<TaskFile>, PatchError> {
     let mut files: BTreeMap<String, String> =
         tree.iter().map(|file| (file.path.clone(), file.content.clone())).collect();
@@ -164,7 +164,7 @@ fn apply_hunks(before: &str, hunks: &[Hunk]) -> Result<String, PatchErrorKind> {
     let mut out = String::with_capacity(before.len());
     let mut at = 0;
     for hunk in hunks {
-        // A hunk without old lines names the line *after which* it inserts.
+        // A hunk without old lines gives the line *after which* it inserts.
         let (old_len, _) = hunk.lengths();
         let start = if old_len == 0 { hunk.old_start } else { hunk.old_start.saturating_sub(1) };
         let kept = old.get(at..start).ok_or(PatchErrorKind::Context { line: hunk.old_start })?;
@@ -186,6 +186,7 @@ fn apply_hunks(before: &str, hunks: &[Hunk]) -> Result<String, PatchErrorKind> {
     Ok(out)
 }
 
+/// Whether `path` is a relative path that stays inside its tree.
 pub(crate) fn is_inside(path: &str) -> bool {
     !path.contains('\0') && path.split('/').all(|part| !matches!(part, "" | "." | ".."))
 }
@@ -202,14 +203,14 @@ impl std::fmt::Display for FilePatch {
         if self.hunks.is_empty() {
             return Ok(());
         }
-        // A tab ends a name that holds a space, so that other tools do not read a date there.
+        // After a name with a space, a tab keeps other tools from reading the rest as a date.
         let tab = if path.contains(' ') { "\t" } else { "" };
-        let side = |prefix, path: &Option<String>| match path {
+        let name = |prefix, path: &Option<String>| match path {
             Some(path) => format!("{}{tab}", parse::quoted(prefix, path)),
             None => "/dev/null".to_owned(),
         };
-        writeln!(f, "--- {}", side("a/", &self.old))?;
-        writeln!(f, "+++ {}", side("b/", &self.new))?;
+        writeln!(f, "--- {}", name("a/", &self.old))?;
+        writeln!(f, "+++ {}", name("b/", &self.new))?;
         for hunk in &self.hunks {
             let (old_len, new_len) = hunk.lengths();
             let mut head = format!("@@ -{}", range(hunk.old_start, old_len));
@@ -247,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_diff_reads_like_git() {
+    fn a_diff_has_the_format_of_git() {
         let old = [file("a.py", "1\n2\n3\n4\n5\n6\n7\n8\n"), file("gone.py", "x\n")];
         let new = [file("a.py", "1\n2\n3\n4\nfive\n6\n7\n8"), file("new dir/b.py", "")];
         let patch = diff(&old, &new);

@@ -1,22 +1,24 @@
-//! Reading a unified diff. Lengths in hunk heads decide what belongs to a hunk, so that a changed
-//! line that looks like a diff header is just a line.
+//! Parses unified diffs.
+//!
+//! The invariant: the lengths in the `@@` line decide which lines belong to a hunk, so a changed
+//! line that looks like a diff header remains a line of its hunk.
 
 use super::{PatchError, PatchErrorKind};
 use std::fmt::Write as _;
 
-/// What a line of a hunk does.
+/// Kind of a line in a hunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LineKind {
-    /// On both sides.
+    /// In both files.
     Context,
-    /// New.
+    /// Only in the new file.
     Added,
-    /// Old.
+    /// Only in the old file.
     Deleted,
 }
 
 impl LineKind {
-    /// Its first character in a patch.
+    /// The first character of such a line in a patch.
     pub(crate) fn mark(self) -> char {
         match self {
             Self::Context => ' ',
@@ -29,29 +31,29 @@ impl LineKind {
 /// One line of a hunk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HunkLine {
-    /// What it does.
+    /// Kind of the line.
     pub kind: LineKind,
-    /// The line with its `\n`; without one only at the end of a file that has none.
+    /// The line with its `\n`, which only the last line of a file may lack.
     pub text: String,
 }
 
 impl HunkLine {
-    /// A line.
     pub(crate) fn new(kind: LineKind, text: &str) -> Self {
         Self { kind, text: text.to_owned() }
     }
 }
 
-/// A run of changes with its context.
+/// Consecutive changes with their context.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hunk {
-    /// First old line, from 1; with no old lines the line after which new ones come (0 at the top).
+    /// First line in the old file, from 1. A hunk without old lines has the line after which it
+    /// inserts, which is 0 at the top of the file.
     pub old_start: usize,
-    /// The same on the new side.
+    /// First line in the new file, by the same rule.
     pub new_start: usize,
-    /// What stands after the second `@@`.
+    /// Text after the second `@@`, usually the enclosing function.
     pub section: String,
-    /// Lines in order.
+    /// Lines of the hunk, in order.
     pub lines: Vec<HunkLine>,
 }
 
@@ -63,29 +65,29 @@ impl Hunk {
     }
 }
 
-/// The change of one file. At least one side is present.
+/// The change of one file. At least one path is present.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FilePatch {
-    /// Path before; `None` for a new file.
+    /// Path in the old tree; `None` for a new file.
     pub old: Option<String>,
-    /// Path after; `None` for a deleted file.
+    /// Path in the new tree; `None` for a deleted file.
     pub new: Option<String>,
-    /// Changes from top to bottom; none for an empty file.
+    /// Hunks from top to bottom; empty if an empty file is added or deleted.
     pub hunks: Vec<Hunk>,
 }
 
 impl FilePatch {
-    /// The file's path.
+    /// Path of the file in the new tree, or in the old one if it is deleted.
     pub fn path(&self) -> &str {
         self.new.as_deref().or(self.old.as_deref()).unwrap_or_default()
     }
 }
 
-/// Reads a unified diff, with or without git's extended header lines.
+/// Parses a unified diff, with or without git's extended header lines.
 ///
 /// # Errors
-/// If a line cannot be understood, or the patch renames, copies, changes modes only, or holds
-/// binary files.
+/// If a line is not valid in a unified diff, or the patch renames or copies a file or contains a
+/// binary file.
 pub fn parse(patch: &str) -> Result<Vec<FilePatch>, PatchError> {
     let mut reader = Reader { lines: patch.split_inclusive('\n').collect(), at: 0 };
     let mut files = Vec::new();
@@ -93,7 +95,7 @@ pub fn parse(patch: &str) -> Result<Vec<FilePatch>, PatchError> {
         if line.starts_with("diff --git ") || line.starts_with("--- ") {
             files.push(reader.file()?);
         } else if files.is_empty() || line.trim().is_empty() {
-            // Mail headers and commit messages may stand in front.
+            // A mail header or a commit message may precede the first file.
             reader.at += 1;
         } else {
             return Err(reader.syntax());
@@ -108,7 +110,7 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// The current line without its end.
+    /// The current line without its line feed.
     fn peek(&self) -> Option<&'a str> {
         self.lines.get(self.at).map(|line| line.strip_suffix('\n').unwrap_or(line))
     }
@@ -119,21 +121,22 @@ impl<'a> Reader<'a> {
     }
 
     fn file(&mut self) -> Result<FilePatch, PatchError> {
-        let mut named = None;
+        let mut path = None;
         let (mut created, mut deleted) = (false, false);
         if let Some(names) = self.peek().and_then(|line| line.strip_prefix("diff --git ")) {
-            named = Some(twice(names).ok_or_else(|| self.syntax())?);
+            path = Some(header_path(names).ok_or_else(|| self.syntax())?);
             self.at += 1;
             while let Some(line) = self.peek() {
-                let refused = |what| Err(PatchError::new("-", PatchErrorKind::Unsupported(what)));
+                let unsupported =
+                    |what| Err(PatchError::new("-", PatchErrorKind::Unsupported(what)));
                 if line.starts_with("new file mode ") {
                     created = true;
                 } else if line.starts_with("deleted file mode ") {
                     deleted = true;
                 } else if line.starts_with("rename ") || line.starts_with("copy ") {
-                    return refused("a rename or copy");
+                    return unsupported("a rename or copy");
                 } else if line.starts_with("Binary files ") || line == "GIT binary patch" {
-                    return refused("a binary file");
+                    return unsupported("a binary file");
                 } else if !["index ", "old mode ", "new mode ", "similarity ", "dissimilarity "]
                     .iter()
                     .any(|known| line.starts_with(known))
@@ -143,13 +146,13 @@ impl<'a> Reader<'a> {
                 self.at += 1;
             }
         }
-        let (mut old, mut new) = (named.clone(), named);
+        let (mut old, mut new) = (path.clone(), path);
         if let Some(name) = self.peek().and_then(|line| line.strip_prefix("--- ")) {
-            old = self.side(name, "a/")?;
+            old = self.file_path(name, "a/")?;
             let Some(name) = self.peek().and_then(|line| line.strip_prefix("+++ ")) else {
                 return Err(self.syntax());
             };
-            new = self.side(name, "b/")?;
+            new = self.file_path(name, "b/")?;
             if old.is_none() && new.is_none() {
                 return Err(self.syntax());
             }
@@ -168,8 +171,8 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// The path of a `---` or `+++` line; `None` for the null device.
-    fn side(&mut self, name: &str, prefix: &str) -> Result<Option<String>, PatchError> {
+    /// Parses the path of a `---` or `+++` line; `None` for `/dev/null`.
+    fn file_path(&mut self, name: &str, prefix: &str) -> Result<Option<String>, PatchError> {
         let path = if name.starts_with('"') {
             unquoted(name).filter(|(_, rest)| rest.trim().is_empty()).map(|(path, _)| path)
         } else {
@@ -190,7 +193,7 @@ impl<'a> Reader<'a> {
         while old_left > 0 || new_left > 0 {
             let Some(line) = self.lines.get(self.at) else { return Err(self.syntax()) };
             let kind = match line.chars().next() {
-                // Some tools strip the space of an empty context line.
+                // Some tools strip the space of a blank context line.
                 Some(' ' | '\n') => LineKind::Context,
                 Some('+') => LineKind::Added,
                 Some('-') => LineKind::Deleted,
@@ -217,7 +220,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// `@@ -s[,l] +s[,l] @@[ section]`: the empty hunk and its two lengths.
+/// Parses `@@ -s[,l] +s[,l] @@[ section]` into a hunk without lines and its old and new lengths.
 fn hunk_head(line: &str) -> Option<(Hunk, (usize, usize))> {
     let (ranges, section) = line.strip_prefix("@@ -")?.split_once(" @@")?;
     let (old, new) = ranges.split_once(" +")?;
@@ -233,9 +236,9 @@ fn hunk_head(line: &str) -> Option<(Hunk, (usize, usize))> {
     Some((hunk, (old.1, new.1)))
 }
 
-/// The path of `a/P b/P`. Both halves are the same path (a rename says so in other lines), which
-/// is what makes a path with spaces readable.
-fn twice(names: &str) -> Option<String> {
+/// The path in `a/PATH b/PATH`. Both paths are equal, because a rename has lines of its own, so the
+/// text can be split in the middle even if the path contains spaces.
+fn header_path(names: &str) -> Option<String> {
     if names.starts_with('"') {
         return unquoted(names)
             .map(|(path, _)| path.strip_prefix("a/").unwrap_or(&path).to_owned());
@@ -245,7 +248,8 @@ fn twice(names: &str) -> Option<String> {
     (path == other).then(|| path.to_owned())
 }
 
-/// `prefix` + `path`, in git's C-like quotes where the path holds a quote, backslash or control.
+/// `prefix` and `path`, quoted like git does if the path contains a quote, a backslash or a control
+/// character.
 pub(super) fn quoted(prefix: &str, path: &str) -> String {
     if !path.chars().any(|c| c == '"' || c == '\\' || c.is_ascii_control()) {
         return format!("{prefix}{path}");
@@ -266,7 +270,7 @@ pub(super) fn quoted(prefix: &str, path: &str) -> String {
     out
 }
 
-/// A path in git's quotes, and what follows it.
+/// Parses a path that git quoted; also returns the text after the closing quote.
 fn unquoted(text: &str) -> Option<(String, &str)> {
     let mut bytes = Vec::new();
     let mut chars = text.strip_prefix('"')?.char_indices();
@@ -300,7 +304,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plain_diff_without_git_lines_is_read() {
+    fn a_diff_without_git_headers_is_parsed() {
         let files =
             parse("--- a/x.py\t2024-01-01\n+++ b/x.py\n@@ -1 +1 @@ def f():\n-a\n+b\n").unwrap();
         assert_eq!(files[0].path(), "x.py");
@@ -308,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_carried_out_is_refused() {
+    fn unsupported_and_malformed_patches_are_refused() {
         for patch in [
             "diff --git a/x b/x\nsimilarity index 90%\nrename from x\nrename to y\n",
             "diff --git a/x b/x\nBinary files a/x and b/x differ\n",

@@ -4,102 +4,102 @@ use crate::patch::{FilePatch, LineKind};
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
 
-/// A commit as R2E-Gym stores it.
+/// The changes of a commit, in R2E-Gym's format.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ParsedCommit {
     /// Changed files.
     pub file_diffs: Vec<FileDiff>,
-    /// An expression for the parent, e.g. `HASH^`.
+    /// Revision of the parent, e.g. `HASH^`.
     #[serde(default)]
     pub old_commit_hash: String,
-    /// The commit.
+    /// Hash of the commit.
     #[serde(default)]
     pub new_commit_hash: String,
-    /// Its message.
+    /// Message of the commit.
     #[serde(default)]
     pub commit_message: String,
-    /// Its date, ISO 8601.
+    /// Date of the commit, in ISO 8601; may be empty.
     #[serde(default)]
     pub commit_date: String,
 }
 
-/// The change of one file.
+/// The changes of one file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileDiff {
-    /// Text before; empty for a new file.
+    /// Content before the commit; empty for a new file.
     #[serde(default)]
     pub old_file_content: String,
-    /// Text after; empty for a deleted file.
+    /// Content after the commit; empty for a deleted file.
     #[serde(default)]
     pub new_file_content: String,
-    /// Name and extended header line.
+    /// Path and extended header line.
     pub header: Header,
-    /// Blob ids.
+    /// The `index` line, which names the file's blobs.
     #[serde(default)]
     pub index_line: Option<IndexLine>,
-    /// Whether git calls it binary.
+    /// Whether git treats the file as binary.
     #[serde(default)]
     pub is_binary_file: Option<bool>,
-    /// git's line about that.
+    /// The line that git prints for a binary file.
     #[serde(default)]
     pub binary_line: Option<String>,
-    /// `a/PATH`, or the null device.
+    /// `a/PATH`, or `/dev/null` for a new file.
     #[serde(default)]
     pub minus_file: Option<FilePath>,
-    /// `b/PATH`, or the null device.
+    /// `b/PATH`, or `/dev/null` for a deleted file.
     #[serde(default)]
     pub plus_file: Option<FilePath>,
-    /// Changes.
+    /// Hunks from top to bottom.
     #[serde(default)]
     pub hunks: Vec<HunkRecord>,
 }
 
-/// First lines of a file's diff.
+/// The first lines of a file's diff.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Header {
-    /// The file.
+    /// Path of the file.
     pub file: FilePath,
-    /// `new file mode …`, `rename from …` and the like.
+    /// An extended header line, such as `new file mode 100644` or `rename from PATH`.
     #[serde(default)]
     pub misc_line: Option<String>,
 }
 
-/// A path.
+/// A path, stored as an object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FilePath {
-    /// The path.
+    /// Path relative to the repository, in `minus_file` and `plus_file` with its prefix.
     pub path: String,
 }
 
-/// Blob ids of a file's diff.
+/// The `index` line of a file's diff. Its hashes are those of blobs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IndexLine {
-    /// Before.
+    /// Blob before the commit.
     pub old_commit_hash: String,
-    /// After.
+    /// Blob after the commit.
     pub new_commit_hash: String,
     /// File mode; may be absent or empty.
     #[serde(default)]
     pub mode: Option<String>,
 }
 
-/// A hunk.
+/// A hunk, in R2E-Gym's format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HunkRecord {
-    /// Its head.
+    /// The `@@` line.
     pub descriptor: Descriptor,
-    /// Its lines.
+    /// The lines of the hunk.
     pub line_group: LineGroup,
 }
 
-/// The head of a hunk.
+/// The `@@` line of a hunk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Descriptor {
-    /// Lines before.
+    /// Range of the old file.
     pub old_range: LineRange,
-    /// Lines after.
+    /// Range of the new file.
     pub new_range: LineRange,
-    /// What stands after the second `@@`.
+    /// Text after the second `@@`, usually the enclosing function.
     #[serde(default)]
     pub section: Option<String>,
 }
@@ -114,39 +114,39 @@ pub struct LineRange {
     pub length: Option<usize>,
 }
 
-/// Lines of a hunk.
+/// The lines of a hunk, stored as an object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LineGroup {
-    /// In order.
+    /// All lines, in order.
     pub all_lines: Vec<LineRecord>,
 }
 
-/// One line of a hunk, without its end.
+/// One line of a hunk, without its line feed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LineRecord {
-    /// Text.
+    /// The line without its first character, which `kind` stands for.
     pub content: String,
-    /// Kind.
+    /// Kind of the line.
     #[serde(rename = "type")]
     pub kind: LineRecordKind,
 }
 
-/// Kind of a line.
+/// Kind of a line in a hunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LineRecordKind {
-    /// On both sides.
+    /// In both files.
     Context,
-    /// New.
+    /// Only in the new file.
     Added,
-    /// Old.
+    /// Only in the old file.
     Deleted,
-    /// `No newline at end of file`.
+    /// The note `No newline at end of file`.
     Note,
 }
 
 impl ParsedCommit {
-    /// The solution as a unified diff: files that end in `.py` and are not tests.
+    /// The gold patch as a unified diff: the changes of files that end in `.py` and are not tests.
     pub fn gold_patch(&self) -> String {
         let is_gold = |path: &str| path.strip_suffix(".py").is_some() && !is_test(path);
         self.file_diffs
@@ -158,7 +158,7 @@ impl ParsedCommit {
 }
 
 impl FileDiff {
-    /// The record of one changed file.
+    /// Converts `patch`, which turns `old` into `new`, to R2E-Gym's format.
     pub(crate) fn of(patch: &FilePatch, old: &str, new: &str) -> Self {
         let side = |prefix: &str, path: &Option<String>| {
             let path = path
@@ -206,7 +206,7 @@ impl FileDiff {
         }
     }
 
-    /// Its unified diff, line by line as R2E-Gym rebuilds it.
+    /// The file's unified diff, exactly as R2E-Gym rebuilds it.
     pub fn patch(&self) -> String {
         let path = &self.header.file.path;
         let mut out = format!("diff --git a/{path} b/{path}\n");
@@ -231,7 +231,7 @@ impl FileDiff {
         }
         for hunk in &self.hunks {
             let Descriptor { old_range, new_range, section } = &hunk.descriptor;
-            let mut head = format!("@@ -{} +{} @@", old_range.shown(), new_range.shown());
+            let mut head = format!("@@ -{old_range} +{new_range} @@");
             if let Some(section) = section.as_deref().filter(|section| !section.is_empty()) {
                 let _ = write!(head, " {section}");
             }
@@ -250,14 +250,14 @@ impl FileDiff {
     }
 }
 
-impl LineRange {
-    fn shown(self) -> String {
-        let length = self.length.map(|length| format!(",{length}")).unwrap_or_default();
-        format!("{}{length}", self.start)
+impl std::fmt::Display for LineRange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.start)?;
+        self.length.map_or(Ok(()), |length| write!(f, ",{length}"))
     }
 }
 
-/// R2E-Gym's rule for what is a test file.
+/// Whether `path` is a test file by R2E-Gym's rule.
 fn is_test(path: &str) -> bool {
     let (folders, name) = path.rsplit_once('/').unwrap_or(("", path));
     name.ends_with("_test.py")
@@ -270,7 +270,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tests_are_known_by_name_or_folder() {
+    fn test_files_are_recognised_by_name_or_folder() {
         for path in ["a/x_test.py", "test_x.py", "tests/x.py", "a/Test/b/x.py"] {
             assert!(is_test(path), "{path}");
         }

@@ -1,72 +1,67 @@
-//! Repair tasks made from a Python repository: one small fault each, that some of its tests see.
+//! Repair tasks made from a Python repository, each with one small fault that some of its tests
+//! detect.
 //!
-//! The invariant: nothing of the repository runs here. A [`Repository`] is read, [`mutants`] are
-//! found in its source, and a [`Bench`] turns each into the [`Task`] that a sandbox can run; what
-//! its tests say there decides in [`Bench::judge`] whether a row comes of it.
+//! The invariant: no code of the repository runs in this process. A [`Repository`] is read,
+//! [`mutants`] are found in its source, and a [`TaskGenerator`] turns each into a [`Task`] that a
+//! sandbox runs. From the resulting test log, [`TaskGenerator::make_row`] decides whether the
+//! mutant becomes a row.
 
 mod issue;
 mod mutate;
 mod row;
 mod tree;
 
+pub use crate::r2e::RepairColumns;
 pub use mutate::{Fault, Mutant, mutants};
-pub use row::RepairColumns;
 pub use tree::{Repository, TreeError, is_source, is_test};
 
 use crate::log::grade_log;
 use crate::r2e::{R2eRow, WORKDIR};
 use crate::task::{Origin, Split, Task, TaskFile, TestStatus};
+use issue::Failure;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
-use serde::Deserialize;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::time::Duration;
 
-/// Environment of made tasks, as [`Task::environment`] has it.
+/// [`Task::environment`] of these tasks.
 pub const ENVIRONMENT: &str = "repair";
 const RUNNER: &str = include_str!("runner.py");
 const RUNNER_PATH: &str = "r2e_tests/runner.py";
-/// In front of a line of [`RUNNER`]'s.
-const FAILURE: &str = "orchestrate-failure:";
-/// A test run may take this many times what the untouched repository's takes; machines differ.
-const PATIENCE: u32 = 10;
-const SHORTEST_TIMEOUT: Duration = Duration::from_secs(30);
-/// Time for the untouched repository.
+/// Prefix of the lines in which [`RUNNER`] reports failures.
+const FAILURE_PREFIX: &str = "orchestrate-failure:";
+/// Time limit of a test run as a multiple of the unmodified repository's time, because machines
+/// differ in speed.
+const TIMEOUT_FACTOR: u32 = 10;
+const MIN_TIMEOUT: Duration = Duration::from_secs(30);
+/// Time limit of a test run of the unmodified repository.
 const BASELINE_TIMEOUT: Duration = Duration::from_mins(15);
 
-/// A failing test and what it says.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub(crate) struct Failure {
-    /// Its id, as pytest has it.
-    pub(crate) test: String,
-    /// Why it fails.
-    pub(crate) message: String,
-}
-
-/// Why a mutant makes no task, or a repository none at all.
+/// Why a mutant does not become a task, or no task can be made from a repository.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Rejection {
-    /// There is no summary in the log: it ran out of time or memory, or pytest did not start.
-    #[error("its tests come to no end")]
-    NoEnd,
-    /// Every test passes.
-    #[error("no test sees it")]
-    Unseen,
-    /// Over half of the tests break, as they do where something cannot be imported.
-    #[error("{broken} of {total} tests break")]
-    TooMuch {
-        /// Tests that do not pass any more.
-        broken: usize,
-        /// Tests that passed.
+    /// The log has no summary: the tests ran out of time or memory, or pytest did not start.
+    #[error("the test log has no summary")]
+    NoSummary,
+    /// Every test passes with the fault, or no test passes without one.
+    #[error("no test detects the fault")]
+    Undetected,
+    /// All or more than half of the tests fail, as they do if a module cannot be imported.
+    #[error("{failed} of {total} tests fail")]
+    TooManyFailures {
+        /// Number of tests that do not pass any more.
+        failed: usize,
+        /// Number of tests that pass in the unmodified repository.
         total: usize,
     },
 }
 
-/// A repository, its tests and how they run: everything that the tasks made of it have in common.
+/// Makes tasks from one repository. It contains what all of them share: the files, the image, and
+/// how the tests are run.
 #[derive(Debug, Clone)]
-pub struct Bench {
+pub struct TaskGenerator {
     repository: Repository,
     image: String,
     tests: Vec<String>,
@@ -75,37 +70,45 @@ pub struct Bench {
     timeout: Duration,
 }
 
-impl Bench {
-    /// The tests of `repository` in `image`: those below the paths `tests`, or all that pytest
-    /// finds.
+impl TaskGenerator {
+    /// A generator for `repository` whose tests run in `image`. `tests` are the files and folders
+    /// of tests to run; if it is empty, pytest runs all that it finds.
     pub fn new(repository: Repository, image: String, tests: Vec<String>) -> Self {
         let (left_out, expected) = (Vec::new(), BTreeMap::new());
         Self { repository, image, tests, left_out, expected, timeout: BASELINE_TIMEOUT }
     }
 
-    /// The repository.
+    /// The repository that tasks are made from.
     pub fn repository(&self) -> &Repository {
         &self.repository
     }
 
-    /// Tests that pass in the untouched repository, once that is known.
+    /// Tests that pass in the unmodified repository; empty before
+    /// [`TaskGenerator::record_baseline`].
     pub fn expected(&self) -> &BTreeMap<String, TestStatus> {
         &self.expected
     }
 
-    /// The task of the tree as it is, to run its tests.
-    pub fn untouched(&self) -> Task {
+    /// A task with the unmodified tree, to find out which of its tests pass.
+    pub fn baseline_task(&self) -> Task {
         self.task(&self.repository.files, "untouched")
     }
 
-    /// Learns from the logs of two runs of [`Bench::untouched`] which tests can be relied on, and
-    /// how long they may take. Says which are left out.
+    /// Derives the expected results and the time limit from the logs of two runs of
+    /// [`TaskGenerator::baseline_task`]. Returns the tests that do not pass in both, sorted; tasks
+    /// do not run them.
     ///
     /// # Errors
-    /// [`Rejection::NoEnd`] where there is no summary, [`Rejection::Unseen`] where no test passes.
-    pub fn learn(&mut self, logs: [&[u8]; 2], elapsed: Duration) -> Result<Vec<String>, Rejection> {
-        let [first, second] = logs.map(results);
-        let (first, second) = (first.ok_or(Rejection::NoEnd)?, second.ok_or(Rejection::NoEnd)?);
+    /// [`Rejection::NoSummary`] if a log has no summary, [`Rejection::Undetected`] if no test
+    /// passes.
+    pub fn record_baseline(
+        &mut self,
+        logs: [&[u8]; 2],
+        elapsed: Duration,
+    ) -> Result<Vec<String>, Rejection> {
+        let [first, second] = logs.map(parse_results);
+        let (first, second) =
+            (first.ok_or(Rejection::NoSummary)?, second.ok_or(Rejection::NoSummary)?);
         let passes = |test: &&String| {
             first.get(*test) == Some(&TestStatus::Passed)
                 && second.get(*test) == Some(&TestStatus::Passed)
@@ -114,25 +117,25 @@ impl Bench {
             first.keys().chain(second.keys()).filter(|test| !passes(test)).cloned().collect();
         left_out.sort_unstable();
         left_out.dedup();
-        // pytest takes what it is not to run as the beginning of an id.
+        // pytest's `--deselect` matches prefixes of ids.
         let is_run = |test: &&String| !left_out.iter().any(|id| test.starts_with(id.as_str()));
         let passing = first.keys().filter(passes).filter(is_run);
-        // A key is what follows the file's name, so that a test may share its key with one that
-        // is left out.
+        // Expected results are keyed without the file's path, so a test can share its key with one
+        // that is left out. Only tests that run contribute.
         let log: Vec<String> = passing.map(|test| format!("PASSED {test}")).collect();
         if log.is_empty() {
-            return Err(Rejection::Unseen);
+            return Err(Rejection::Undetected);
         }
         let log = format!("short test summary info\n{}\n", log.join("\n"));
         self.expected = crate::grade(&log, &BTreeMap::new()).statuses;
         self.left_out.clone_from(&left_out);
-        let whole = Duration::from_secs(elapsed.as_secs() / 10 * 10 + 10);
-        self.timeout = (PATIENCE * whole).clamp(SHORTEST_TIMEOUT, BASELINE_TIMEOUT);
+        let rounded = Duration::from_secs(elapsed.as_secs() / 10 * 10 + 10);
+        self.timeout = (TIMEOUT_FACTOR * rounded).clamp(MIN_TIMEOUT, BASELINE_TIMEOUT);
         Ok(left_out)
     }
 
-    /// Every mutant of the sources with the file it is in, in the order in which `seed` tries them:
-    /// faults take turns, so that a few tasks already have many kinds.
+    /// All mutants of the sources, each with the path of its file, in the order in which `seed`
+    /// tries them. Kinds of faults alternate, so that even a few tasks have many of them.
     pub fn mutants(&self, seed: u64) -> Vec<(&str, Mutant)> {
         let mut kinds: BTreeMap<Fault, Vec<(&str, Mutant)>> = BTreeMap::new();
         for file in self.repository.files.iter().filter(|file| is_source(&file.path)) {
@@ -143,7 +146,7 @@ impl Bench {
         let mut queues: Vec<VecDeque<(&str, Mutant)>> = kinds
             .into_iter()
             .map(|(fault, mut found)| {
-                found.shuffle(&mut generator(seed, fault.name()));
+                found.shuffle(&mut seeded_rng(seed, fault.name()));
                 found.into()
             })
             .collect();
@@ -154,32 +157,35 @@ impl Bench {
         order
     }
 
-    /// The task of one mutant before anything is known of it; `None` if it is of another text.
-    pub fn candidate(&self, path: &str, mutant: &Mutant) -> Option<Task> {
-        Some(self.task(&self.broken(path, mutant)?.0, "candidate"))
+    /// A task with the fault of `mutant`, to find out which tests detect it; `None` if the mutant
+    /// is not of this file.
+    pub fn candidate_task(&self, path: &str, mutant: &Mutant) -> Option<Task> {
+        Some(self.task(&self.apply_mutant(path, mutant)?.0, "candidate"))
     }
 
-    /// The row of a mutant whose tests gave `log`.
+    /// The row of a mutant, from the test log of its [`TaskGenerator::candidate_task`].
     ///
     /// # Errors
-    /// Why it makes no task.
-    pub fn judge(&self, path: &str, mutant: &Mutant, log: &[u8]) -> Result<R2eRow, Rejection> {
-        results(log).ok_or(Rejection::NoEnd)?;
-        let verdict = grade_log(log, &self.expected).map_err(|_| Rejection::NoEnd)?;
-        let (broken, total) = (verdict.differing.len(), self.expected.len());
-        if broken == 0 {
-            return Err(Rejection::Unseen);
+    /// If the mutant does not become a task.
+    pub fn make_row(&self, path: &str, mutant: &Mutant, log: &[u8]) -> Result<R2eRow, Rejection> {
+        parse_results(log).ok_or(Rejection::NoSummary)?;
+        let verdict = grade_log(log, &self.expected).map_err(|_| Rejection::NoSummary)?;
+        let (failed, total) = (verdict.differing.len(), self.expected.len());
+        if failed == 0 {
+            return Err(Rejection::Undetected);
         }
-        if broken > total.div_ceil(2) || broken == total {
-            return Err(Rejection::TooMuch { broken, total });
+        if failed > total.div_ceil(2) || failed == total {
+            return Err(Rejection::TooManyFailures { failed, total });
         }
-        let (tree, solved, faulty) = self.broken(path, mutant).ok_or(Rejection::Unseen)?;
-        let failures = failures(log);
-        Ok(row::of(self, path, mutant, row::Broken { tree, solved, faulty, failures, log }))
+        let (tree, solved, faulty) =
+            self.apply_mutant(path, mutant).ok_or(Rejection::Undetected)?;
+        let failures = parse_failures(log);
+        let detected = row::DetectedMutant { tree, solved, faulty, failures, log };
+        Ok(row::build(self, path, mutant, detected))
     }
 
-    /// The tree with the fault, and the file without and with it.
-    fn broken(&self, path: &str, mutant: &Mutant) -> Option<(Vec<TaskFile>, String, String)> {
+    /// The tree with the fault, and the content of the changed file without and with it.
+    fn apply_mutant(&self, path: &str, mutant: &Mutant) -> Option<(Vec<TaskFile>, String, String)> {
         let mut tree = self.repository.files.clone();
         let file = tree.iter_mut().find(|file| file.path == path)?;
         let faulty = mutant.apply(&file.content)?;
@@ -187,8 +193,8 @@ impl Bench {
         Some((tree, solved, faulty))
     }
 
-    /// Everything that decides what the tests do: tests, what they read besides, pytest's settings
-    /// where there could be some, and the runner.
+    /// Everything that determines the results of the tests: the tests with their data, every file
+    /// that can contain pytest's settings, and the runner.
     fn hidden_files(&self) -> Vec<TaskFile> {
         let files = self.repository.files.iter();
         let mut hidden: Vec<TaskFile> = files
@@ -200,7 +206,7 @@ impl Bench {
                 hidden.push(TaskFile { path: path.to_owned(), content: content.to_owned() });
             }
         };
-        // An empty one where there is none: an agent's would be read.
+        // If the repository has none, an empty one replaces any that an agent adds.
         put("conftest.py", "");
         put(RUNNER_PATH, RUNNER);
         hidden.sort_by(|a, b| a.path.cmp(&b.path));
@@ -248,20 +254,22 @@ impl Bench {
     }
 }
 
-/// A word for a shell.
+/// `word` quoted for a POSIX shell.
 fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-fn generator(seed: u64, purpose: &str) -> ChaCha8Rng {
+/// The random-number generator for `seed` and `purpose`.
+fn seeded_rng(seed: u64, purpose: &str) -> ChaCha8Rng {
     let mut hasher = blake3::Hasher::new_derive_key("orchestrate repair tasks 1");
     hasher.update(&seed.to_le_bytes());
     hasher.update(purpose.as_bytes());
     ChaCha8Rng::from_seed(*hasher.finalize().as_bytes())
 }
 
-/// Whether `share` of all functions, of which this is one, are held out with it. Tasks of one
-/// function are never in both parts: who has repaired it once knows it.
+/// Whether the tasks of `function` in the file `path` are held out, which is so for `share` (0 to
+/// 1) of all functions. All tasks of a function are in the same split, because a policy that has
+/// repaired it once knows its code.
 pub fn is_held_out(seed: u64, path: &str, function: &str, share: f64) -> bool {
     let mut hasher = blake3::Hasher::new_derive_key("orchestrate repair tasks held out 1");
     hasher.update(&seed.to_le_bytes());
@@ -272,8 +280,9 @@ pub fn is_held_out(seed: u64, path: &str, function: &str, share: f64) -> bool {
     f64::from(u32::from_le_bytes([a, b, c, d])) < share * (f64::from(u32::MAX) + 1.0)
 }
 
-/// Lines of the last summary: tests (or files) by their id, with their results. None without one.
-fn results(log: &[u8]) -> Option<BTreeMap<String, TestStatus>> {
+/// The results in the last summary of `log`, by id of the test (or file); `None` if it has no
+/// summary.
+fn parse_results(log: &[u8]) -> Option<BTreeMap<String, TestStatus>> {
     let text = String::from_utf8_lossy(log);
     let (_, summary) = text.rsplit_once("short test summary info")?;
     let mut results = BTreeMap::new();
@@ -287,7 +296,8 @@ fn results(log: &[u8]) -> Option<BTreeMap<String, TestStatus>> {
             known.iter().find_map(|(word, status)| Some((line.strip_prefix(word)?, status)));
         if let Some((test, status)) = found {
             let test = test.split(" - ").next().unwrap_or(test).trim();
-            // A test that passes and then breaks on its way out is named twice; the worse counts.
+            // A test that passes and then fails in its teardown is listed twice; the failure
+            // counts.
             let worse = results.get(test).is_none_or(|known| *known == TestStatus::Passed);
             if worse {
                 results.insert(test.to_owned(), *status);
@@ -297,10 +307,10 @@ fn results(log: &[u8]) -> Option<BTreeMap<String, TestStatus>> {
     Some(results)
 }
 
-/// What the runner says of each failure.
-fn failures(log: &[u8]) -> Vec<Failure> {
+/// The failures that the runner reports in `log`.
+fn parse_failures(log: &[u8]) -> Vec<Failure> {
     let text = String::from_utf8_lossy(log);
-    let lines = text.lines().filter_map(|line| line.strip_prefix(FAILURE));
+    let lines = text.lines().filter_map(|line| line.strip_prefix(FAILURE_PREFIX));
     lines.filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
 

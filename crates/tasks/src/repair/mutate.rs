@@ -1,41 +1,42 @@
-//! Small faults put into Python source, each as an edit of one span.
+//! Finds small faults that can be inserted into Python source, each as a replacement of one span.
 //!
-//! The invariant: every byte outside the span is as it was, and the changed text parses. What a
-//! mutant does to the tests is unknown before they have run.
+//! The invariant: bytes outside the span are unchanged, and the changed source parses. Whether
+//! tests detect a mutant is known only after they have run.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::rc::Rc;
 use tree_sitter::{Node, Parser};
 
-/// A way to break code, and the bug family of a task made with it.
+/// A kind of fault, which is the bug family of the tasks made with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Fault {
-    /// `<` for `>`, `==` for `!=`, `in` for `not in`, `is` for `is not`.
+    /// A comparison replaced by its counterpart: `<` and `>`, `==` and `!=`, `in` and `not in`,
+    /// `is` and `is not`.
     Comparison,
-    /// `<` for `<=`, `>` for `>=`.
+    /// A comparison with the equal case added or removed: `<` and `<=`, `>` and `>=`.
     Boundary,
-    /// `+` for `-`, `*` for `//` and the like, also in `+=`.
+    /// An arithmetic or bitwise operator replaced by another, also in an assignment like `+=`.
     Arithmetic,
-    /// `and` for `or`.
+    /// `and` replaced by `or`, or `or` by `and`.
     BooleanOperator,
-    /// An index, a slice's end or an argument of `range` that is one too high or too low.
+    /// An integer in an index, a slice or the arguments of `range` that is one too high or too low.
     OffByOne,
-    /// Another number, or `True` for `False`.
+    /// A number changed by one, or `True` and `False` exchanged.
     Constant,
-    /// The first two arguments of a call in each other's place.
+    /// The first two arguments of a call, swapped.
     SwappedArguments,
-    /// A condition turned round.
+    /// The negated condition of an `if`, an `elif` or a conditional expression.
     NegatedCondition,
-    /// An `if`, `elif` or `else` that is gone.
+    /// A removed `if` without alternatives, or a removed `elif` or `else`.
     DroppedBranch,
-    /// A parameter or local variable where another one belongs.
+    /// A parameter or local variable used in place of another.
     WrongVariable,
-    /// A value that is computed and not returned.
+    /// A removed `return` whose value is still computed.
     DroppedReturn,
-    /// A call or an addition in place that is not made.
+    /// A call or an augmented assignment replaced by `pass`.
     DroppedStatement,
-    /// `break` for `continue`.
+    /// `continue` replaced by `break`.
     LoopControl,
 }
 
@@ -57,7 +58,7 @@ impl Fault {
         Self::LoopControl,
     ];
 
-    /// Its name, as [`crate::Task::family`] has it.
+    /// The name that [`crate::Task::family`] contains.
     pub fn name(self) -> &'static str {
         match self {
             Self::Comparison => "comparison",
@@ -77,46 +78,49 @@ impl Fault {
     }
 }
 
-/// One possible change of a source text.
+/// One fault that can be inserted into a source text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mutant {
-    /// What it does.
+    /// Kind of the fault.
     pub fault: Fault,
-    /// Bytes that it replaces.
+    /// Range of the replaced bytes.
     pub span: Range<usize>,
-    /// What stands there instead.
+    /// The text that replaces them.
     pub replacement: String,
-    /// Line on which the span begins, from 0.
+    /// Line on which the changed code starts, from 0. The span of a removed `elif` or `else` also
+    /// covers the line end before it and so starts earlier.
     pub line: usize,
-    /// The function it is in, with the names around it: `Class.method`.
+    /// Qualified name of the innermost function that contains it, such as `Class.method`.
     pub function: String,
 }
 
 impl Mutant {
-    /// `source` with the change made; `None` if that is another text than the one it was found in.
+    /// Applies the fault to `source`, the text that it was found in. `None` if the span is not in
+    /// `source`.
     pub fn apply(&self, source: &str) -> Option<String> {
         let (before, after) = (source.get(..self.span.start)?, source.get(self.span.end..)?);
         Some([before, &self.replacement, after].concat())
     }
 }
 
-/// All mutants of `source`, in the order of the text: those inside of functions, as a module that
-/// cannot be imported breaks every test and says nothing. Empty where the text is not Python.
+/// All mutants of `source`, sorted by position. Only code inside functions is changed, because a
+/// module that cannot be imported fails every test and shows nothing. Empty if `source` does not
+/// parse as Python.
 pub fn mutants(source: &str) -> Vec<Mutant> {
-    let Some(mut parser) = python() else { return Vec::new() };
+    let Some(mut parser) = python_parser() else { return Vec::new() };
     let Some(tree) = parser.parse(source, None).filter(|tree| !tree.root_node().has_error()) else {
         return Vec::new();
     };
     let mut finder = Finder { source, found: Vec::new() };
-    let mut open = vec![(tree.root_node(), Rc::new(Place::default()))];
-    while let Some((node, around)) = open.pop() {
-        let place = finder.enter(node, &around).map_or(around, Rc::new);
-        if !place.function.is_empty() {
-            finder.look(node, &place);
+    let mut open = vec![(tree.root_node(), Rc::new(Scope::default()))];
+    while let Some((node, outer)) = open.pop() {
+        let scope = finder.enter(node, &outer).map_or(outer, Rc::new);
+        if !scope.function.is_empty() {
+            finder.visit(node, &scope);
         }
         let mut cursor = node.walk();
         let inner = node.children(&mut cursor).filter(|inner| !is_opaque(*inner));
-        open.extend(inner.map(|inner| (inner, Rc::clone(&place))));
+        open.extend(inner.map(|inner| (inner, Rc::clone(&scope))));
     }
     let mut found = finder.found;
     found.retain(|mutant| {
@@ -130,26 +134,28 @@ pub fn mutants(source: &str) -> Vec<Mutant> {
     found
 }
 
-fn python() -> Option<Parser> {
+fn python_parser() -> Option<Parser> {
     let mut parser = Parser::new();
     parser.set_language(&tree_sitter_python::LANGUAGE.into()).ok()?;
     Some(parser)
 }
 
-/// What no mutant is looked for in: annotations do not run, decorators make what a function is, and
-/// quotes inside an f-string have rules of their own.
+/// Whether no mutant is sought inside `node`: annotations usually have no effect, decorators run
+/// when the module is imported, and an edit inside an f-string could conflict with its quotes.
 fn is_opaque(node: Node<'_>) -> bool {
     matches!(node.kind(), "type" | "decorator" | "string" | "comment" | "type_parameter")
 }
 
-/// Where in a text a node stands.
+/// The classes and functions that contain a node.
 #[derive(Debug, Clone, Default)]
-struct Place {
-    scope: String,
-    /// Empty outside of functions.
+struct Scope {
+    /// Qualified name of the innermost class or function; empty at module level.
+    qualified_name: String,
+    /// Qualified name of the innermost function; empty outside functions.
     function: String,
-    /// Parameters and local variables of the function, with where each first has a value.
-    names: BTreeSet<(String, usize)>,
+    /// Parameters and local variables of the function, each with the byte offset from which it has
+    /// a value.
+    variables: BTreeSet<(String, usize)>,
 }
 
 struct Finder<'a> {
@@ -166,27 +172,28 @@ impl<'a> Finder<'a> {
         node.child_by_field_name(field).map_or("", |child| self.text(child))
     }
 
-    /// The place inside of `node`, if that is another one.
-    fn enter(&self, node: Node<'_>, around: &Place) -> Option<Place> {
+    /// The scope inside `node`, if `node` defines a class or function.
+    fn enter(&self, node: Node<'_>, outer: &Scope) -> Option<Scope> {
         let is_function = node.kind() == "function_definition";
         if !is_function && node.kind() != "class_definition" {
             return None;
         }
-        let mut place = around.clone();
-        if !place.scope.is_empty() {
-            place.scope.push('.');
+        let mut scope = outer.clone();
+        if !scope.qualified_name.is_empty() {
+            scope.qualified_name.push('.');
         }
-        place.scope.push_str(self.field(node, "name"));
+        scope.qualified_name.push_str(self.field(node, "name"));
         if is_function {
-            place.function.clone_from(&place.scope);
-            place.names = self.names(node);
+            scope.function.clone_from(&scope.qualified_name);
+            scope.variables = self.variables(node);
         }
-        Some(place)
+        Some(scope)
     }
 
-    /// Names that have a value in `function`, each with the byte from which on it has one.
-    fn names(&self, function: Node<'_>) -> BTreeSet<(String, usize)> {
-        let mut names = BTreeSet::new();
+    /// Parameters and local variables of `function`, each with the byte offset from which it has a
+    /// value. A variable that is assigned several times has several entries.
+    fn variables(&self, function: Node<'_>) -> BTreeSet<(String, usize)> {
+        let mut variables = BTreeSet::new();
         if let Some(parameters) = function.child_by_field_name("parameters") {
             let mut cursor = parameters.walk();
             for parameter in parameters.named_children(&mut cursor) {
@@ -201,7 +208,7 @@ impl<'a> Finder<'a> {
                     _ => "",
                 };
                 if !matches!(name, "" | "self" | "cls") && !name.starts_with('*') {
-                    names.insert((name.to_owned(), parameter.end_byte()));
+                    variables.insert((name.to_owned(), parameter.end_byte()));
                 }
             }
         }
@@ -214,63 +221,63 @@ impl<'a> Finder<'a> {
                 && let Some(left) = node.child_by_field_name("left")
                 && left.kind() == "identifier"
             {
-                names.insert((self.text(left).to_owned(), node.end_byte()));
+                variables.insert((self.text(left).to_owned(), node.end_byte()));
             }
             let mut cursor = node.walk();
             open.extend(node.named_children(&mut cursor));
         }
-        names
+        variables
     }
 
-    fn put(
+    fn add(
         &mut self,
         fault: Fault,
         span: Range<usize>,
         text: impl Into<String>,
-        at: (&Place, Node<'_>),
+        at: (&Scope, Node<'_>),
     ) {
-        let (place, node) = at;
+        let (scope, node) = at;
         self.found.push(Mutant {
             fault,
             span,
             replacement: text.into(),
             line: node.start_position().row,
-            function: place.function.clone(),
+            function: scope.function.clone(),
         });
     }
 
-    fn look(&mut self, node: Node<'_>, place: &Place) {
-        let at = (place, node);
+    fn visit(&mut self, node: Node<'_>, scope: &Scope) {
+        let at = (scope, node);
         match node.kind() {
-            "comparison_operator" => self.comparison(node, place),
+            "comparison_operator" => self.comparison(node, scope),
             "binary_operator" | "augmented_assignment" | "boolean_operator" => {
-                self.operator(node, place);
+                self.operator(node, scope);
             }
-            "integer" | "float" | "true" | "false" => self.constant(node, place),
-            "argument_list" => self.arguments(node, place),
+            "integer" | "float" | "true" | "false" => self.constant(node, scope),
+            "argument_list" => self.arguments(node, scope),
             "if_statement" | "elif_clause" | "conditional_expression" => {
-                self.condition(node, place);
-                self.branch(node, place);
+                self.condition(node, scope);
+                self.branch(node, scope);
             }
-            "else_clause" => self.branch(node, place),
-            "identifier" => self.variable(node, place),
+            "else_clause" => self.branch(node, scope),
+            "identifier" => self.variable(node, scope),
             "return_statement" => {
                 if let Some(value) = node.named_child(0) {
-                    self.put(Fault::DroppedReturn, node.start_byte()..value.start_byte(), "", at);
+                    self.add(Fault::DroppedReturn, node.start_byte()..value.start_byte(), "", at);
                 }
             }
             "expression_statement" => {
                 let kind = node.named_child(0).map_or("", |inner| inner.kind());
                 if matches!(kind, "call" | "augmented_assignment") {
-                    self.put(Fault::DroppedStatement, node.byte_range(), "pass", at);
+                    self.add(Fault::DroppedStatement, node.byte_range(), "pass", at);
                 }
             }
-            "continue_statement" => self.put(Fault::LoopControl, node.byte_range(), "break", at),
+            "continue_statement" => self.add(Fault::LoopControl, node.byte_range(), "break", at),
             _ => {}
         }
     }
 
-    fn comparison(&mut self, node: Node<'_>, place: &Place) {
+    fn comparison(&mut self, node: Node<'_>, scope: &Scope) {
         let mut cursor = node.walk();
         let operators: Vec<Node<'_>> =
             node.children_by_field_name("operators", &mut cursor).collect();
@@ -290,14 +297,14 @@ impl<'a> Finder<'a> {
                 ["is", "not"] => ("is", None),
                 _ => continue,
             };
-            self.put(Fault::Comparison, operator.byte_range(), other, (place, operator));
+            self.add(Fault::Comparison, operator.byte_range(), other, (scope, operator));
             if let Some(neighbour) = neighbour {
-                self.put(Fault::Boundary, operator.byte_range(), neighbour, (place, operator));
+                self.add(Fault::Boundary, operator.byte_range(), neighbour, (scope, operator));
             }
         }
     }
 
-    fn operator(&mut self, node: Node<'_>, place: &Place) {
+    fn operator(&mut self, node: Node<'_>, scope: &Scope) {
         let Some(operator) = node.child_by_field_name("operator") else { return };
         let text = self.text(operator);
         let is_format = node
@@ -311,7 +318,7 @@ impl<'a> Finder<'a> {
             "*" => (Fault::Arithmetic, "//"),
             "/" | "**" => (Fault::Arithmetic, "*"),
             "//" => (Fault::Arithmetic, "%"),
-            // Of a text it makes a text: no arithmetic.
+            // With a string on the left, `%` formats the string.
             "%" if !is_format => (Fault::Arithmetic, "//"),
             "&" => (Fault::Arithmetic, "|"),
             "|" | "^" => (Fault::Arithmetic, "&"),
@@ -320,31 +327,30 @@ impl<'a> Finder<'a> {
             _ => return,
         };
         let other = if text.ends_with('=') { format!("{other}=") } else { other.to_owned() };
-        self.put(fault, operator.byte_range(), other, (place, operator));
+        self.add(fault, operator.byte_range(), other, (scope, operator));
     }
 
-    fn constant(&mut self, node: Node<'_>, place: &Place) {
-        let (text, at) = (self.text(node), (place, node));
-        let fault =
-            if counts_places(node, self.source) { Fault::OffByOne } else { Fault::Constant };
+    fn constant(&mut self, node: Node<'_>, scope: &Scope) {
+        let (text, at) = (self.text(node), (scope, node));
+        let fault = if is_position(node, self.source) { Fault::OffByOne } else { Fault::Constant };
         match node.kind() {
-            "true" => self.put(fault, node.byte_range(), "False", at),
-            "false" => self.put(fault, node.byte_range(), "True", at),
-            "float" => self.put(fault, node.byte_range(), format!("({text} + 1)"), at),
+            "true" => self.add(fault, node.byte_range(), "False", at),
+            "false" => self.add(fault, node.byte_range(), "True", at),
+            "float" => self.add(fault, node.byte_range(), format!("({text} + 1)"), at),
             _ => match text.parse::<i64>() {
                 Ok(number) => {
-                    self.put(fault, node.byte_range(), number.saturating_add(1).to_string(), at);
-                    // Never negative: in front of it may stand an operator.
+                    self.add(fault, node.byte_range(), number.saturating_add(1).to_string(), at);
+                    // A negative number could combine with an operator before it, so none is made.
                     if number > 0 {
-                        self.put(fault, node.byte_range(), (number - 1).to_string(), at);
+                        self.add(fault, node.byte_range(), (number - 1).to_string(), at);
                     }
                 }
-                Err(_) => self.put(fault, node.byte_range(), format!("({text} + 1)"), at),
+                Err(_) => self.add(fault, node.byte_range(), format!("({text} + 1)"), at),
             },
         }
     }
 
-    fn arguments(&mut self, node: Node<'_>, place: &Place) {
+    fn arguments(&mut self, node: Node<'_>, scope: &Scope) {
         let mut cursor = node.walk();
         let arguments: Vec<Node<'_>> = node.named_children(&mut cursor).take(2).collect();
         let [first, second] = arguments.as_slice() else { return };
@@ -359,60 +365,60 @@ impl<'a> Finder<'a> {
             let between =
                 self.source.get(first.end_byte()..second.start_byte()).unwrap_or_default();
             let span = first.start_byte()..second.end_byte();
-            self.put(Fault::SwappedArguments, span, format!("{b}{between}{a}"), (place, *first));
+            self.add(Fault::SwappedArguments, span, format!("{b}{between}{a}"), (scope, *first));
         }
     }
 
-    fn condition(&mut self, node: Node<'_>, place: &Place) {
+    fn condition(&mut self, node: Node<'_>, scope: &Scope) {
         let condition = match node.kind() {
-            // `VALUE if CONDITION else VALUE`, without names for its parts.
+            // The parts of `VALUE if CONDITION else VALUE` have no field names.
             "conditional_expression" => node.named_child(1),
             _ => node.child_by_field_name("condition"),
         };
         let Some(condition) = condition else { return };
-        let turned = match condition.kind() {
+        let negated = match condition.kind() {
             "not_operator" => self.field(condition, "argument").to_owned(),
             _ => format!("not ({})", self.text(condition)),
         };
-        self.put(Fault::NegatedCondition, condition.byte_range(), turned, (place, condition));
+        self.add(Fault::NegatedCondition, condition.byte_range(), negated, (scope, condition));
     }
 
-    fn branch(&mut self, node: Node<'_>, place: &Place) {
-        let at = (place, node);
+    fn branch(&mut self, node: Node<'_>, scope: &Scope) {
+        let at = (scope, node);
         match node.kind() {
             "if_statement" if node.child_by_field_name("alternative").is_none() => {
-                self.put(Fault::DroppedBranch, node.byte_range(), "pass", at);
+                self.add(Fault::DroppedBranch, node.byte_range(), "pass", at);
             }
             "elif_clause" | "else_clause" => {
                 let is_if = node.parent().is_some_and(|parent| parent.kind() == "if_statement");
                 if is_if && let Some(before) = node.prev_sibling() {
-                    self.put(Fault::DroppedBranch, before.end_byte()..node.end_byte(), "", at);
+                    self.add(Fault::DroppedBranch, before.end_byte()..node.end_byte(), "", at);
                 }
             }
             _ => {}
         }
     }
 
-    fn variable(&mut self, node: Node<'_>, place: &Place) {
+    fn variable(&mut self, node: Node<'_>, scope: &Scope) {
         let name = self.text(node);
-        if !place.names.iter().any(|(known, _)| known == name) || !is_read(node) {
+        if !scope.variables.iter().any(|(known, _)| known == name) || !is_read(node) {
             return;
         }
         let has_value = |from: &usize| *from < node.start_byte();
-        let others: BTreeSet<&String> = place
-            .names
+        let others: BTreeSet<&String> = scope
+            .variables
             .iter()
             .filter(|(other, from)| other != name && has_value(from))
             .map(|(other, _)| other)
             .collect();
         for other in others {
-            self.put(Fault::WrongVariable, node.byte_range(), other.as_str(), (place, node));
+            self.add(Fault::WrongVariable, node.byte_range(), other.as_str(), (scope, node));
         }
     }
 }
 
-/// Whether a number says which or how many: in a subscript, a slice or the arguments of `range`.
-fn counts_places(node: Node<'_>, source: &str) -> bool {
+/// Whether a number is a position or a count: in a subscript, a slice or the arguments of `range`.
+fn is_position(node: Node<'_>, source: &str) -> bool {
     let mut at = node.parent();
     while let Some(outer) = at {
         match outer.kind() {
@@ -431,7 +437,8 @@ fn counts_places(node: Node<'_>, source: &str) -> bool {
     false
 }
 
-/// Whether the value of this name is used here, and nothing else is meant by it.
+/// Whether an identifier reads a variable here, as opposed to assigning it or naming an attribute,
+/// a keyword or a function.
 fn is_read(node: Node<'_>) -> bool {
     let Some(parent) = node.parent() else { return false };
     let is = |field: &str| parent.child_by_field_name(field) == Some(node);

@@ -1,36 +1,33 @@
-//! The row of a made task: R2E-Gym's columns, and one more for what is in no image.
+//! Builds the row of a repair task: R2E-Gym's columns, and one more for what is not in an image.
 
-use super::{Bench, Failure, Mutant, issue};
+use super::issue::{self, Failure};
+use super::{Mutant, TaskGenerator};
 use crate::patch::{self, LineKind};
-use crate::r2e::{ExecutionResult, FileDiff, ParsedCommit, R2eRow};
+use crate::r2e::{ExecutionResult, FileDiff, ParsedCommit, R2eRow, RepairColumns};
 use crate::task::TaskFile;
-use serde::{Deserialize, Serialize};
 
-/// What a made row says beyond R2E-Gym's columns, as its files are in no image.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RepairColumns {
-    /// The fault, see [`super::Fault`].
-    pub family: String,
-    /// Files the agent finds: the repository with the fault, without the tests that see it.
-    pub agent_files: Vec<TaskFile>,
-    /// Runs the hidden tests in the repository's folder.
-    pub test_command: String,
-    /// Longest time for it, in seconds.
-    pub test_timeout_s: u64,
-}
-
-/// A mutant that some tests see.
-pub(super) struct Broken<'a> {
+/// A mutant that some tests detect.
+pub(super) struct DetectedMutant<'a> {
+    /// The repository with the fault.
     pub(super) tree: Vec<TaskFile>,
+    /// Content of the changed file without the fault.
     pub(super) solved: String,
+    /// Content of the changed file with the fault.
     pub(super) faulty: String,
     pub(super) failures: Vec<Failure>,
+    /// Test log of `tree`.
     pub(super) log: &'a [u8],
 }
 
-pub(super) fn of(bench: &Bench, path: &str, mutant: &Mutant, broken: Broken<'_>) -> R2eRow {
-    let Broken { mut tree, solved, faulty, failures, log } = broken;
-    let name = bench.repository.name.clone();
+/// Builds the row of `mutant`, which changes the file `path`.
+pub(super) fn build(
+    generator: &TaskGenerator,
+    path: &str,
+    mutant: &Mutant,
+    detected: DetectedMutant<'_>,
+) -> R2eRow {
+    let DetectedMutant { mut tree, solved, faulty, failures, log } = detected;
+    let name = generator.repository.name.clone();
     let gold = patch::file_diff(path, Some(&faulty), Some(&solved));
     let added = |line: &&patch::HunkLine| line.kind == LineKind::Added;
     let solution: Vec<String> = gold
@@ -40,15 +37,16 @@ pub(super) fn of(bench: &Bench, path: &str, mutant: &Mutant, broken: Broken<'_>)
         .map(|line| line.text.trim().to_owned())
         .collect();
     let issue = issue::write(&name, &failures, &solution);
-    // What fails would show the way: these files come back for the grader.
-    let seen_in: Vec<&str> =
+    // The failing tests would reveal where the fault is. The grader gets their files as hidden
+    // files.
+    let failing_files: Vec<&str> =
         failures.iter().filter_map(|failure| failure.test.split("::").next()).collect();
-    tree.retain(|file| !seen_in.contains(&file.path.as_str()));
-    let hidden = bench.hidden_files();
-    let command = bench.test_command();
+    tree.retain(|file| !failing_files.contains(&file.path.as_str()));
+    let hidden = generator.hidden_files();
+    let command = generator.test_command();
 
     let mut hasher = blake3::Hasher::new();
-    for file in &bench.repository.files {
+    for file in &generator.repository.files {
         for part in [&file.path, &file.content] {
             hasher.update(&(part.len() as u64).to_le_bytes());
             hasher.update(part.as_bytes());
@@ -63,7 +61,7 @@ pub(super) fn of(bench: &Bench, path: &str, mutant: &Mutant, broken: Broken<'_>)
     let changed = lines.filter(|line| line.kind != LineKind::Context).count();
     R2eRow {
         repo_name: name.clone(),
-        docker_image: bench.image.clone(),
+        docker_image: generator.image.clone(),
         commit_hash: commit_hash.clone(),
         parsed_commit_content: ParsedCommit {
             file_diffs: vec![FileDiff::of(&gold, &faulty, &solved)],
@@ -86,13 +84,13 @@ pub(super) fn of(bench: &Bench, path: &str, mutant: &Mutant, broken: Broken<'_>)
         num_non_test_func_methods: 1,
         num_non_test_lines: i64::try_from(changed).unwrap_or(i64::MAX),
         problem_statement: format!("[ISSUE]\n{issue}\n[/ISSUE]"),
-        expected_output_json: bench.expected.clone(),
+        expected_output_json: generator.expected.clone(),
         micro: None,
         repair: Some(RepairColumns {
             family: mutant.fault.name().to_owned(),
             agent_files: tree,
             test_command: command,
-            test_timeout_s: bench.timeout.as_secs(),
+            test_timeout_s: generator.timeout.as_secs(),
         }),
     }
 }

@@ -1,17 +1,17 @@
-//! A repository on disk as the files of a task.
+//! Reads a repository from disk as the files of a task.
 //!
-//! The invariant: what is read is what stands in the folder: no line end is changed, and whatever
-//! is left out is counted.
+//! The invariant: contents are read byte for byte, including line ends, and files that cannot be
+//! included are listed in [`Repository::left_out`]. Folders and caches of tools are ignored.
 
 use crate::task::TaskFile;
 use camino::{Utf8Path, Utf8PathBuf};
 use std::io;
 
-/// Bytes that every row of a repository carries; above it a set of tasks gets unwieldy.
+/// Maximum number of bytes of text in a repository. Every row contains all of it.
 const TREE_BYTES: usize = 16 << 20;
 
-/// Folders that tools make.
-const TOOLS: &[&str] = &[
+/// Names of folders that are ignored: those of tools and build outputs, and that of hidden tests.
+const IGNORED_FOLDERS: &[&str] = &[
     ".git",
     ".hg",
     ".svn",
@@ -29,30 +29,30 @@ const TOOLS: &[&str] = &[
     "r2e_tests",
 ];
 
-/// A repository that cannot be used.
+/// A repository that tasks cannot be made from.
 #[derive(Debug, thiserror::Error)]
 pub enum TreeError {
     /// Reading failed.
     #[error("cannot read the repository {0}")]
     Io(Utf8PathBuf, #[source] io::Error),
-    /// Too much of it.
+    /// The text files are too large in total.
     #[error(
-        "{0} holds more than {TREE_BYTES} bytes of text, which every row would carry; remove what the tests do not need"
+        "{0} contains more than {TREE_BYTES} bytes of text, which every row would contain; remove what the tests do not need"
     )]
     TooLarge(Utf8PathBuf),
-    /// No Python in it.
-    #[error("{0} holds no Python file; name the folder of a Python repository")]
+    /// The folder has no Python file.
+    #[error("{0} contains no Python file; expected the folder of a Python repository")]
     NoPython(Utf8PathBuf),
 }
 
 /// The text files of a repository.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Repository {
-    /// Name, from the folder's.
+    /// Name of the folder in lower case, without a version.
     pub name: String,
-    /// Its files, by path.
+    /// The text files, sorted by path.
     pub files: Vec<TaskFile>,
-    /// Paths that are left out: links and files that are not UTF-8.
+    /// Paths that are left out, sorted: links and files that are not UTF-8.
     pub left_out: Vec<String>,
 }
 
@@ -60,35 +60,35 @@ impl Repository {
     /// Reads the folder `root`.
     ///
     /// # Errors
-    /// If it cannot be read, is too large, or holds no Python.
+    /// If it cannot be read, is too large, or contains no Python file.
     pub fn read(root: &Utf8Path) -> Result<Self, TreeError> {
         let io = |error| TreeError::Io(root.to_owned(), error);
-        let whole = root.canonicalize_utf8().map_err(io)?;
+        let base = root.canonicalize_utf8().map_err(io)?;
         let mut repository =
-            Self { name: short_name(whole.file_name().unwrap_or("repository")), ..Self::default() };
+            Self { name: short_name(base.file_name().unwrap_or("repository")), ..Self::default() };
         let mut bytes = 0;
-        let mut folders = vec![whole.clone()];
+        let mut folders = vec![base.clone()];
         while let Some(folder) = folders.pop() {
             for entry in folder.read_dir_utf8().map_err(io)? {
                 let entry = entry.map_err(io)?;
                 let (path, kind) = (entry.path(), entry.file_type().map_err(io)?);
                 let name = entry.file_name();
-                let inside = path.strip_prefix(&whole).unwrap_or(path).to_string();
+                let relative = path.strip_prefix(&base).unwrap_or(path).to_string();
                 if kind.is_dir() {
-                    let is_tool = TOOLS.contains(&name) || name.ends_with("_cache");
-                    if !is_tool {
+                    let is_ignored = IGNORED_FOLDERS.contains(&name) || name.ends_with("_cache");
+                    if !is_ignored {
                         folders.push(path.to_owned());
                     }
                 } else if kind.is_file() && path.extension() != Some("pyc") {
                     match String::from_utf8(fs_err::read(path).map_err(io)?) {
                         Ok(content) => {
                             bytes += content.len();
-                            repository.files.push(TaskFile { path: inside, content });
+                            repository.files.push(TaskFile { path: relative, content });
                         }
-                        Err(_) => repository.left_out.push(inside),
+                        Err(_) => repository.left_out.push(relative),
                     }
                 } else if !kind.is_file() {
-                    repository.left_out.push(inside);
+                    repository.left_out.push(relative);
                 }
                 if bytes > TREE_BYTES {
                     return Err(TreeError::TooLarge(root.to_owned()));
@@ -105,12 +105,13 @@ impl Repository {
     }
 }
 
-/// Whether Python would import it: extensions count as they are written.
+/// Whether Python can import the file. Extensions are case-sensitive.
 fn is_python(path: &str) -> bool {
     Utf8Path::new(path).extension() == Some("py")
 }
 
-/// `python-slugify` of `python-slugify-8.0.4`: a version is not part of a name.
+/// The folder's name in lower case and without a version: `python-slugify` for
+/// `python-slugify-8.0.4`.
 fn short_name(folder: &str) -> String {
     match folder.rsplit_once('-') {
         Some((name, version)) if version.starts_with(|c: char| c.is_ascii_digit()) => name,
@@ -119,7 +120,7 @@ fn short_name(folder: &str) -> String {
     .to_lowercase()
 }
 
-/// Whether a file belongs to the tests: by name or folder.
+/// Whether a file belongs to the tests, by its name or folder.
 pub fn is_test(path: &str) -> bool {
     let is_folder = |name: &str| matches!(name, "test" | "tests" | "Test" | "Tests" | "testing");
     let (folders, name) = path.rsplit_once('/').unwrap_or(("", path));
@@ -129,15 +130,15 @@ pub fn is_test(path: &str) -> bool {
         || name.ends_with("_test.py")
 }
 
-/// Whether pytest may read its settings here.
+/// Whether pytest may read its settings from this file.
 pub(super) fn is_pytest_config(path: &str) -> bool {
     matches!(path, "pytest.ini" | ".pytest.ini" | "pyproject.toml" | "tox.ini" | "setup.cfg")
 }
 
-/// Whether faults may be put into this file: Python that is not a test, nor for installing, documents
-/// or examples.
+/// Whether faults may be inserted into this file: a Python file that does not belong to the tests,
+/// installation, documentation, examples, tools or vendored code.
 pub fn is_source(path: &str) -> bool {
-    let aside = |name: &str| {
+    let is_auxiliary = |name: &str| {
         matches!(
             name,
             "doc"
@@ -154,14 +155,14 @@ pub fn is_source(path: &str) -> bool {
         )
     };
     let (folders, name) = path.rsplit_once('/').unwrap_or(("", path));
-    let named =
+    let is_script =
         matches!(name, "setup.py" | "noxfile.py" | "fabfile.py" | "tasks.py" | "versioneer.py");
     let is_version = name.trim_start_matches('_').starts_with("version");
     is_python(name)
         && !is_test(path)
-        && !named
+        && !is_script
         && !is_version
-        && !folders.split('/').any(|folder| aside(folder) || folder.starts_with('.'))
+        && !folders.split('/').any(|folder| is_auxiliary(folder) || folder.starts_with('.'))
 }
 
 #[cfg(test)]
@@ -169,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_is_read_without_what_tools_made() {
+    fn folders_and_caches_of_tools_are_ignored() {
         let folder = tempfile::tempdir().unwrap();
         let root = Utf8Path::from_path(folder.path()).unwrap().join("Small-Lib-1.2.0");
         for (path, content) in [
@@ -201,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn sources_are_neither_tests_nor_aside() {
+    fn sources_are_neither_tests_nor_auxiliary_files() {
         for path in ["a.py", "src/pkg/core.py", "pkg/contest.py"] {
             assert!(is_source(path), "{path}");
         }

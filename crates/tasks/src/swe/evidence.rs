@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_trouble_of_the_list_is_named() {
+    fn the_first_problem_of_the_list_is_reported() {
         let log = "collected 0 items\nKilled\nnot Killed";
         let found = evidence(log).infra_failure().unwrap();
         assert_eq!((found.reason, found.certain), ("out_of_memory", true));

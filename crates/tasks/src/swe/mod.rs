@@ -1,10 +1,10 @@
 //! SWE-bench and its family: rows, evaluation scripts, log parsers and verdicts.
 //!
-//! The invariant: for the same row and log, script, status map, test lists and verdict are those
-//! of the official harness, in the version that [`Harness`] names.
+//! The invariant: for the same row and log, the script, status map, test lists and verdict equal
+//! those of the official harness in the version that [`Harness`] names.
 //!
-//! [`SweRow`] is a row; [`eval_script`] writes what a grading container runs; [`grade`] turns its
-//! log into a [`Report`].
+//! [`SweRow`] is a row, [`eval_script`] writes the script that a grading container runs, and
+//! [`grade`] turns the log of that script into a [`Report`].
 
 mod evidence;
 mod parsers;
@@ -13,6 +13,7 @@ mod row;
 mod script;
 mod spec;
 mod status;
+mod task;
 mod verdict;
 
 pub use parsers::LogParser;
@@ -42,7 +43,7 @@ pub enum Harness {
 
 orchestrate_settings::setting_types!(Harness);
 
-/// Not a version of the harness that is reproduced here.
+/// The text is not a version of the harness that this crate reproduces.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is not a known version of the harness (4.1.0 or 5.0.2)")]
 pub struct UnknownHarness(String);
@@ -59,7 +60,7 @@ impl Harness {
         }
     }
 
-    /// One line about its rules, for help texts.
+    /// One line about the version's rules, for help texts.
     pub fn summary(self) -> &'static str {
         match self {
             Self::V4_1_0 => "The rules of published numbers up to 2026",
@@ -79,7 +80,7 @@ impl FromStr for Harness {
     }
 }
 
-/// The form in reports: `swebench-4.1.0`.
+/// Serialises a version as reports contain it: `swebench-4.1.0`.
 mod reported {
     use super::Harness;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
@@ -97,16 +98,18 @@ mod reported {
     }
 }
 
-/// A log that cannot be graded at all.
+/// A log that cannot be graded.
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
-    /// Reading failed, or a byte is not UTF-8 where version 4 insists on it.
+    /// Reading failed, or the log is not UTF-8, which is an error in version 4.
     #[error("cannot read the test log")]
     Io(#[from] std::io::Error),
-    /// A status with nothing after it.
-    #[error("a line of the log is a status without a test, on which this version's parser fails")]
-    Bare,
-    /// A repository of no known data set.
-    #[error("no log parser for repository `{0}`: the row's `log_parser` column could name one")]
+    /// A line has a status but no test name, for which the harness raises an exception.
+    #[error(
+        "the log has a status without a test name, which this version of the harness cannot parse"
+    )]
+    MissingName,
+    /// The repository is not in the harness's table, and the row does not name a parser.
+    #[error("no log parser for repository `{0}`; name one in the row's `log_parser` column")]
     Parser(String),
 }

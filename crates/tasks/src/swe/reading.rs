@@ -4,7 +4,7 @@
 //! [`crate::LINE_BYTES`] and [`super::OTHER_NAMES_BYTES`]).
 
 use super::evidence::Evidence;
-use super::parsers::{Bare, LogParser, ReadLines};
+use super::parsers::{LogParser, MissingName, ReadLines};
 use super::status::StatusMap;
 use super::{Harness, LogError};
 use crate::text::{Ends, Lines};
@@ -48,22 +48,25 @@ pub struct InfraFailure {
     pub certain: bool,
 }
 
-/// A parser and the statuses it found so far. Its failure counts only if its statuses are used.
+/// A parser and the statuses it has found so far. Its failure matters only if its statuses are
+/// used.
 #[derive(Debug)]
 struct Parse {
     parser: Box<dyn ReadLines>,
     map: StatusMap,
-    bare: bool,
+    /// Whether a line had a status without a test name.
+    missing_name: bool,
 }
 
 impl Parse {
     fn line(&mut self, line: &str) {
-        self.bare |= !self.bare && self.parser.line(line, &mut self.map) == Err(Bare);
+        self.missing_name |=
+            !self.missing_name && self.parser.line(line, &mut self.map) == Err(MissingName);
     }
 
     fn finish(mut self) -> Result<StatusMap, LogError> {
         self.parser.finish(&mut self.map);
-        if self.bare { Err(LogError::Bare) } else { Ok(self.map) }
+        if self.missing_name { Err(LogError::MissingName) } else { Ok(self.map) }
     }
 }
 
@@ -86,7 +89,7 @@ pub(super) fn read(
     log: impl BufRead,
     map: &StatusMap,
 ) -> Result<Reading, LogError> {
-    let start = || Parse { parser: parser.start(harness), map: map.fresh(), bare: false };
+    let start = || Parse { parser: parser.start(harness), map: map.fresh(), missing_name: false };
     let mut slice = start();
     // Dropped as soon as it is known not to count.
     let mut whole = Some(start());

@@ -1,4 +1,4 @@
-//! The script that a grading container runs, byte for byte as the harness writes it.
+//! Writes the script that a grading container runs, byte for byte as the harness does.
 
 use super::parsers::pattern;
 use super::spec::{SpecError, spec};
@@ -6,17 +6,18 @@ use super::{Harness, SweRow};
 use regex::Regex;
 use std::sync::LazyLock;
 
-/// Ends the test patch inside the script.
+/// Delimiter of the here-document that contains the test patch.
 const HEREDOC: &str = "EOF_114329324912";
 const END_MARKER: &str = ">>>>> End Test Output";
-/// Files that test runners are not given. Without its dot, `csv` also holds for other endings.
-const NO_TESTS: [&str; 11] =
+/// Name endings of files that are not passed to the test runner. As in the harness, `csv` lacks its
+/// dot and so matches other endings too.
+const NOT_TESTS: [&str; 11] =
     [".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"];
 
-/// The script `eval.sh` for `row`.
+/// The content of `eval.sh` for `row`.
 ///
-/// Version 5 takes it from the row's `eval_script` column and adds the test command's exit code; a
-/// row without that column gets the script of version 4 with the same addition.
+/// For version 5, it is the row's `eval_script` column with commands that log the test command's
+/// exit code. A row without that column gets the script of version 4 with the same commands added.
 ///
 /// # Errors
 /// If the row's repository or version is unknown.
@@ -26,26 +27,27 @@ pub fn eval_script(row: &SweRow, harness: Harness) -> Result<String, SpecError> 
             let is_line = |line: &&str| !matches!(*line, "#!/bin/bash" | "set -uxo pipefail");
             crate::text::strip(script).split('\n').filter(is_line).map(ToOwned::to_owned).collect()
         }
-        _ => lines(row)?,
+        _ => version_4_lines(row)?,
     };
     let mut script = "#!/bin/bash\nset -uxo pipefail\n".to_owned();
-    let mut recorded = harness == Harness::V4_1_0;
+    let mut needs_exit_code = harness == Harness::V5_0_2;
     for line in lines {
-        let records = !recorded && line.contains(END_MARKER);
-        recorded |= records;
-        if records {
+        let is_end_of_tests = needs_exit_code && line.contains(END_MARKER);
+        needs_exit_code &= !is_end_of_tests;
+        if is_end_of_tests {
             script.push_str("SWEBENCH_TEST_EXIT_CODE=$?\n");
         }
         script.push_str(&line);
         script.push('\n');
-        if records {
+        if is_end_of_tests {
             script.push_str("echo \">>>>> Test Exit Code: $SWEBENCH_TEST_EXIT_CODE\"\n");
         }
     }
     Ok(script)
 }
 
-fn lines(row: &SweRow) -> Result<Vec<String>, SpecError> {
+/// The commands of version 4's script for `row`.
+fn version_4_lines(row: &SweRow) -> Result<Vec<String>, SpecError> {
     let spec = spec(&row.repo, &row.version)?;
     let base = &row.base_commit;
     let restore = format!("git checkout {base} {}", test_files(&row.test_patch).join(" "));
@@ -71,13 +73,13 @@ fn lines(row: &SweRow) -> Result<Vec<String>, SpecError> {
     Ok(lines)
 }
 
-/// What the test command is given for `test_patch`: its files, but for data files; Django's as
-/// module names.
+/// Arguments of the test command: the new paths of the files in `test_patch`, without data files.
+/// For Django, they are module names.
 pub fn test_directives(repo: &str, test_patch: &str) -> Vec<String> {
     static HEADER: LazyLock<Regex> = LazyLock::new(|| pattern("diff --git a/.* b/(.*)"));
     let headers = HEADER.captures_iter(test_patch);
     let paths = headers.filter_map(|found| found.get(1)).map(|path| path.as_str());
-    let paths = paths.filter(|path| !NO_TESTS.iter().any(|end| path.ends_with(end)));
+    let paths = paths.filter(|path| !NOT_TESTS.iter().any(|end| path.ends_with(end)));
     let directive = |path: &str| {
         if repo != "django/django" {
             return path.to_owned();
@@ -88,14 +90,14 @@ pub fn test_directives(repo: &str, test_patch: &str) -> Vec<String> {
     paths.map(directive).collect()
 }
 
-/// Old paths of the files that `test_patch` changes, in order; those that it creates have none.
+/// Old paths of the files in `test_patch`, in order. Files that it creates are left out.
 pub fn test_files(test_patch: &str) -> Vec<String> {
     static HEADER: LazyLock<Regex> =
         LazyLock::new(|| pattern(r#"^diff --git ("?a/[^\t\n]+"?) "?b/[^\t\n]+"?"#));
     static HUNK: LazyLock<Regex> =
         LazyLock::new(|| pattern(r"^@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@"));
     let mut files: Vec<&str> = Vec::new();
-    // In a git header the lines `---` and `+++` only repeat its names.
+    // After a `diff --git` line, the lines `---` and `+++` only repeat the paths.
     let (mut in_header, mut old_name) = (false, None);
     let (mut old_left, mut new_left) = (0_u64, 0_u64);
     for line in test_patch.split('\n') {
@@ -141,7 +143,7 @@ mod tests {
         diff --git a/x.png b/x.png\nindex 3..4 100644\nBinary files a/x.png and b/x.png differ\n";
 
     #[test]
-    fn files_are_those_that_exist_before_the_test_patch() {
+    fn files_that_the_test_patch_creates_are_left_out() {
         assert_eq!(test_files(PATCH), ["tests/a/test_b.py", "tests/old.py", "x.png"]);
         let plain =
             "--- a/one.py\t2020\n+++ b/one.py\n@@ -1 +1 @@\n-a\n+b\n--- a/two.py\n+++ b/two.py\n";
@@ -149,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn directives_are_tests_only() {
+    fn directives_contain_only_tests() {
         assert_eq!(test_directives("a/b", PATCH), ["tests/a/test_b.py", "tests/new.py"]);
         assert_eq!(test_directives("django/django", PATCH), ["a.test_b", "new"]);
     }

@@ -1,46 +1,47 @@
-//! What the harness knows about each repository: how its tests are run, and who reads their log.
+//! The harness's table of repositories: how the tests of each version are run and their log is
+//! parsed.
 
 use super::parsers::LogParser;
 
-/// How the tests of some versions of a repository are run.
+/// How the tests of some versions of a repository are run and their log is parsed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Spec {
-    /// `owner/name`.
+    /// Repository, `owner/name`.
     pub repo: &'static str,
-    /// Versions, apart by spaces.
+    /// Versions, separated by spaces.
     pub versions: &'static str,
-    /// Shell command in front of the test files.
+    /// Shell command to which the test files are appended.
     pub test_command: &'static str,
-    /// Shell command that installs the repository once more.
+    /// Shell command that installs the repository again before the tests run.
     pub install: &'static str,
-    /// Shell lines in front of everything else.
+    /// Shell commands that run first in the repository, such as setting the locale.
     pub setup: &'static [&'static str],
-    /// Reader of the log.
+    /// Parser of the test log.
     pub parser: LogParser,
 }
 
-/// A row whose tests cannot be run.
+/// The table has no entry for a row, so its tests cannot be run.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum SpecError {
-    /// Unknown repository.
+    /// The repository is unknown.
     #[error("repository `{0}` is not in SWE-bench's table, and the row has no `eval_script`")]
     Repo(String),
-    /// Unknown version of a known one.
+    /// The repository is known, but not this version of it.
     #[error("version `{version}` of `{repo}` is not in SWE-bench's table; known: {known}")]
     Version {
-        /// Repository.
+        /// The repository, `owner/name`.
         repo: String,
-        /// Version of the row.
+        /// The version that the row names.
         version: String,
-        /// Versions of the table, apart by spaces.
+        /// The known versions of the repository, separated by spaces.
         known: String,
     },
 }
 
-/// The entry for a version of a repository.
+/// The table's entry for a version of a repository.
 ///
 /// # Errors
-/// If there is none.
+/// If the repository or the version is unknown.
 pub fn spec(repo: &str, version: &str) -> Result<&'static Spec, SpecError> {
     let of_repo = || SPECS.iter().filter(|spec| spec.repo == repo);
     let found = of_repo().find(|spec| spec.versions.split(' ').any(|known| known == version));
@@ -53,7 +54,7 @@ pub fn spec(repo: &str, version: &str) -> Result<&'static Spec, SpecError> {
     })
 }
 
-/// Who reads the logs of a repository.
+/// The log parser of a repository, whatever its version.
 pub(super) fn parser(repo: &str) -> Option<LogParser> {
     SPECS.iter().find(|spec| spec.repo == repo).map(|spec| spec.parser)
 }
@@ -68,7 +69,7 @@ const DJANGO_LOCALE: &[&str] = &[
     "export LANGUAGE=en_US:en",
 ];
 
-/// Runs `pytest -rA` after an editable install.
+/// An entry that runs `pytest -rA` after an editable install.
 const fn plain(repo: &'static str, versions: &'static str, parser: LogParser) -> Spec {
     Spec { repo, versions, test_command: PYTEST, install: EDITABLE, setup: &[], parser }
 }
@@ -78,8 +79,8 @@ const fn django(versions: &'static str, install: &'static str) -> Spec {
     Spec { repo, versions, test_command: DJANGO, install, setup: &[], parser }
 }
 
-/// The table of version 4.1.0: the twelve repositories of the test split, then those of the
-/// development split.
+/// The table of version 4.1.0 of the harness: the twelve repositories of SWE-bench's test split,
+/// then those of its development split.
 pub const SPECS: &[Spec] = &[
     Spec {
         install: "python -m pip install -e .[test] --verbose",

@@ -1,38 +1,39 @@
-//! What a log says about each test.
+//! The status of each test, as a log reports it.
 //!
-//! The invariant: a map made for known tests holds them all, and of other names no more than
-//! [`OTHER_NAMES_BYTES`].
+//! The invariant: a map for known tests keeps all of them, and at most [`OTHER_NAMES_BYTES`] of
+//! other names.
 
 use indexmap::IndexMap;
 use serde::{Serialize, Serializer};
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// Bytes of unrequested names that a map keeps. They matter to nothing but the
-/// matching of truncated ids, and a log can hold any number of them.
+/// Maximum number of bytes of other names that a map for known tests keeps. They are used only to
+/// match truncated ids, and a log can contain any number of them.
 pub const OTHER_NAMES_BYTES: usize = 64 << 20;
 
-/// Bytes of a word that is not a status.
+/// Maximum number of bytes that are kept of a word that is not a status.
 const WORD_BYTES: usize = 64;
 
-/// The word that a log puts next to a test.
+/// The status that a log reports for a test.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Status {
-    /// It passed.
+    /// The test passed.
     Passed,
     /// An assertion failed.
     Failed,
-    /// It was not run.
+    /// The test was not run.
     Skipped,
-    /// It could not run.
+    /// The test could not run.
     Error,
-    /// It failed, as it should.
+    /// The test failed as expected.
     Xfail,
-    /// Any other word where a status should be; counts neither as success nor as failure.
+    /// Any other word in place of a status, at most 64 bytes of it. It counts neither as success
+    /// nor as failure.
     Other(Box<str>),
 }
 
-/// The words with which a line of results begins or ends.
+/// The words that start or end a line with a result.
 pub(super) const WORDS: [&str; 5] = ["FAILED", "PASSED", "SKIPPED", "ERROR", "XFAIL"];
 
 impl Status {
@@ -50,7 +51,7 @@ impl Status {
         }
     }
 
-    /// The word.
+    /// The status as the log writes it.
     pub fn as_str(&self) -> &str {
         match self {
             Self::Passed => "PASSED",
@@ -62,12 +63,12 @@ impl Status {
         }
     }
 
-    /// Whether it counts as a success: passed, or failed as it should.
+    /// Whether it counts as a success: the test passed, or failed as expected.
     pub fn is_success(&self) -> bool {
         matches!(self, Self::Passed | Self::Xfail)
     }
 
-    /// Whether it says that something went wrong.
+    /// Whether it counts as a failure: the test failed or could not run.
     pub fn is_failure(&self) -> bool {
         matches!(self, Self::Failed | Self::Error)
     }
@@ -83,9 +84,11 @@ impl Serialize for Status {
 #[derive(Debug, Clone, Default)]
 pub struct StatusMap {
     statuses: IndexMap<Box<str>, Status>,
-    /// Names that are kept in any case; absent = all are.
+    /// Names that are always kept; `None` = every name is.
     wanted: Option<Arc<HashSet<Box<str>>>>,
+    /// Size of the other names that are kept, with their statuses.
     other_bytes: usize,
+    /// Whether a test that failed was not kept.
     dropped_failure: bool,
 }
 
@@ -95,18 +98,18 @@ impl StatusMap {
         Self::default()
     }
 
-    /// An empty map that keeps `names` whatever happens, and others while there is room.
+    /// An empty map that always keeps `names`, and others up to [`OTHER_NAMES_BYTES`].
     pub fn for_tests<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
         let wanted = Some(Arc::new(names.into_iter().map(Into::into).collect()));
         Self { wanted, ..Self::default() }
     }
 
-    /// An empty map that keeps the same names.
+    /// An empty map that always keeps the same names as this one.
     pub(super) fn fresh(&self) -> Self {
         Self { wanted: self.wanted.clone(), ..Self::default() }
     }
 
-    /// Notes a status; the last one of a name stands.
+    /// Records a status, which replaces an earlier one of the same test.
     pub(super) fn insert(&mut self, name: &str, status: Status) {
         if let Some(known) = self.statuses.get_mut(name) {
             *known = status;
@@ -123,17 +126,17 @@ impl StatusMap {
         self.statuses.insert(name.into(), status);
     }
 
-    /// The status of a test.
+    /// The status of a test; `None` if it is not in the map.
     pub fn get(&self, name: &str) -> Option<&Status> {
         self.statuses.get(name)
     }
 
-    /// Whether no test is known.
+    /// Whether the map has no test.
     pub fn is_empty(&self) -> bool {
         self.statuses.is_empty()
     }
 
-    /// How many tests are known.
+    /// Number of tests in the map.
     pub fn len(&self) -> usize {
         self.statuses.len()
     }
@@ -143,7 +146,7 @@ impl StatusMap {
         self.statuses.iter().map(|(name, status)| (name.as_ref(), status))
     }
 
-    /// Whether any test failed, or could not run.
+    /// Whether any test failed or could not run, including tests that were not kept.
     pub(super) fn any_failure(&self) -> bool {
         self.dropped_failure || self.statuses.values().any(Status::is_failure)
     }
@@ -160,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wanted_names_are_kept_when_there_is_no_more_room() {
+    fn wanted_names_are_kept_when_the_limit_is_reached() {
         let mut map = StatusMap::for_tests(["a"]);
         let long = "x".repeat(4 << 20);
         for n in 0..20 {
@@ -174,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_is_cut_at_a_character() {
+    fn a_long_word_is_cut_at_a_character_boundary() {
         let word = "ß".repeat(100);
         assert!(Status::of(&format!("a{word}")).as_str().len() <= WORD_BYTES);
     }

@@ -62,7 +62,7 @@ impl TestsStatus {
 
 /// One instance's entry in `report.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(clippy::struct_excessive_bools, reason = "the harness' own shape")]
+#[expect(clippy::struct_excessive_bools, reason = "the harness's own format")]
 pub struct Report {
     /// Version whose rules were applied, such as `swebench-4.1.0`. The harness itself neither
     /// writes nor reads this key.
@@ -199,8 +199,8 @@ impl Rules {
         }
     }
 
-    /// The status of a test whose name is cut inside its parameters, as 676 names of Verified are:
-    /// that of the first test which begins so, if all that do agree on success.
+    /// The status of a test whose name is truncated inside its parameters, as 676 names of Verified
+    /// are: that of the first test that starts with it, if all such tests agree on success.
     fn of_truncated(&self, test: &str) -> Option<&Status> {
         if test.matches('[').count() <= test.matches(']').count() {
             return None;
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn each_status_counts_as_the_version_has_it() {
+    fn each_status_counts_by_the_rules_of_the_version() {
         let (yes, no) = (Some(true), Some(false));
         for (word, v4, fixed, kept) in [
             ("PASSED", yes, yes, yes),
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn tests_that_only_record_failures_pass_when_absent() {
+    fn an_unreported_test_passes_if_only_failures_are_reported() {
         let rules = Rules {
             eval_type: EvalType::FailOnly,
             ..rules(Harness::V5_0_2, &[("a", "FAILED"), ("b", "ERROR")])
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn resolution_is_by_both_lists() {
+    fn resolution_depends_on_both_lists() {
         let list = |success: usize, failure: usize| Outcomes {
             success: vec![String::new(); success],
             failure: vec![String::new(); failure],

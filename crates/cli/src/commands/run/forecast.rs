@@ -1,4 +1,4 @@
-//! `orchestrate run --dry-run`: what a run needs at most, from its settings alone.
+//! `orchestrate run --dry-run`: upper bounds of what a run needs, from its settings alone.
 
 use crate::args::ConfigSource;
 use crate::config::{self, Settings};
@@ -15,17 +15,17 @@ use std::process::ExitCode;
 const TOKEN_BYTES: u64 = 4 + 1 + 4 + 8 + 1;
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// The upper bounds of a run, attempts that fail and are retried aside. A step trains on
-/// `rollout.groups_per_step` groups; because groups without a gradient are replaced, it samples up to
+/// Upper bounds of a run, not counting retried attempts. A step trains on `rollout.groups_per_step`
+/// groups; because groups without a gradient are replaced, it samples up to
 /// `rollout.max_groups_per_step`.
 #[derive(Debug, Serialize)]
 struct Forecast {
     steps: u64,
     /// Episodes that a step trains on.
     episodes_per_step: u64,
-    /// Episodes that a step samples at most.
+    /// Maximum number of episodes that a step samples.
     most_episodes_per_step: u64,
-    /// Episodes that all steps sample at most.
+    /// Maximum number of episodes that all steps sample.
     training_episodes: u64,
     evaluations: u64,
     evaluation_episodes: u64,
@@ -38,7 +38,7 @@ struct Forecast {
     /// Bytes of a step's batch on disk; absent without the model's folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     batch_disk_bytes: Option<u64>,
-    /// Distinct images of the tasks; absent without the file of rows.
+    /// Distinct images of the tasks; absent if the task file cannot be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     images: Option<u64>,
     /// Images that no host has; absent if a host does not answer.
@@ -46,22 +46,22 @@ struct Forecast {
     image_pulls: Option<u64>,
     containers: u64,
     container_memory_bytes: u64,
-    /// What each Docker host may hold.
+    /// Upper bounds for each Docker host.
     docker_hosts: Vec<HostForecast>,
-    /// What could not be determined, and why.
+    /// Values that could not be determined, and why.
     notes: Vec<String>,
 }
 
-/// What one Docker host may hold.
+/// Upper bounds for one Docker host.
 #[derive(Debug, Serialize)]
 struct HostForecast {
     host: String,
     max_containers: u64,
     memory_bytes: u64,
-    /// Images of the tasks that it has; absent if it does not answer.
+    /// Task images that the host has; absent if it does not answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     images: Option<u64>,
-    /// Sum of their sizes; a layer that several images share counts for each.
+    /// Sum of the sizes of these images, in bytes; a shared layer counts once per image.
     #[serde(skip_serializing_if = "Option::is_none")]
     image_bytes: Option<u64>,
 }
@@ -148,10 +148,10 @@ fn forecast(
     let most_per_step = episodes(rollout.max_groups_per_step);
     let batch_tokens = per_step * episode_tokens;
     let ids = |shape: &ModelShape| match settings.engine.kind {
-        // Four bytes for every layer, those without experts too.
+        // Four bytes per id, for every layer, including those without experts.
         EngineKind::Sglang => (shape.hidden_layers * shape.top_k * 4) as u64,
         EngineKind::Vllm => (shape.hidden_layers * shape.top_k * shape.id_bytes()) as u64,
-        // A chat server sends none, and a run cannot train with it.
+        // A chat server sends no rows, and a run cannot train with it.
         EngineKind::Openai => 0,
     };
     let row = |shape: &ModelShape| (shape.ids_per_row() * shape.id_bytes()) as u64;

@@ -1,4 +1,4 @@
-//! `orchestrate tasks make`: repair tasks from a repository, each proved in sandboxes.
+//! `orchestrate tasks make`: makes repair tasks from a repository and verifies each in sandboxes.
 
 mod journal;
 
@@ -13,34 +13,42 @@ use camino::{Utf8Path, Utf8PathBuf};
 use futures::stream::{self, StreamExt};
 use journal::{Journal, Outcome};
 use orchestrate_tasks::r2e::{R2eRow, write_rows};
-use orchestrate_tasks::repair::{Bench, Mutant, Rejection, Repository, is_held_out};
+use orchestrate_tasks::repair::{Mutant, Rejection, Repository, TaskGenerator, is_held_out};
 use orchestrate_tasks::verify::Health;
 use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
 use std::process::ExitCode;
 
-/// Lines of a log that are shown where tests do not run.
+/// Number of log lines that are printed if the tests do not run.
 const LOG_LINES: usize = 15;
-/// Names of tests that are shown where many are left out.
+/// Maximum number of left-out tests that are named.
 const NAMED: usize = 10;
 
-/// Makes the tasks.
+/// Reasons why a fault is rejected. Journals and JSON output contain them, so they never change;
+/// [`describe`] gives the text that is printed.
+const DUPLICATE_LINE: &str = "on a line of another task";
+const NOT_VERIFIED: &str = "not proved";
+const NO_SUMMARY: &str = "without an end";
+const UNDETECTED: &str = "seen by no test";
+const TOO_MANY_FAILURES: &str = "seen by most tests";
+
+/// Runs the command.
 pub(super) async fn make(args: MakeArgs) -> anyhow::Result<ExitCode> {
     ensure!(
         (0.0..1.0).contains(&args.held_out),
-        "--held-out {} is not a share: it must be at least 0 and below 1",
+        "--held-out {} is not a share; it must be at least 0 and below 1",
         args.held_out
     );
     let held_out = (args.held_out > 0.0).then(|| sibling(&args.out, "held_out"));
     for path in [Some(&args.out), held_out.as_ref()].into_iter().flatten() {
-        ensure!(!path.exists(), "{path} is there already; remove it or name another --out");
+        ensure!(!path.exists(), "{path} already exists; remove it or choose another --out");
     }
     let mut settings = config::load(&args.source)?.check()?;
     let jobs = match args.jobs {
         Some(jobs) => jobs.into(),
         None => std::thread::available_parallelism().map_or(1, usize::from),
     };
-    // Never below what the settings' own check allows.
+    // The sandbox settings require at least 2.
     settings.sandbox.max_containers = jobs.max(2);
     let repository = Repository::read(&args.repo)?;
     for path in &args.tests {
@@ -53,15 +61,15 @@ pub(super) async fn make(args: MakeArgs) -> anyhow::Result<ExitCode> {
         );
     }
     let mut journal = Journal::open(&sibling(&args.out, "partial"), &args, &repository)?;
-    let bench = Bench::new(repository, args.image.clone(), args.tests.clone());
+    let generator = TaskGenerator::new(repository, args.image.clone(), args.tests.clone());
     let grader = Grader::connect(&settings, settings.reward.rules()).await?;
     let maker = Maker { args: &args, grader: &grader, jobs };
-    let made = Box::pin(maker.make(bench, &mut journal)).await;
+    let made = Box::pin(maker.make(generator, &mut journal)).await;
     grader.shutdown().await?;
     finish(&args, held_out.as_deref(), journal, made?)
 }
 
-/// Writes the rows and says what became of all that was tried.
+/// Writes the rows and prints a summary, including why faults were rejected.
 fn finish(
     args: &MakeArgs,
     held_out: Option<&Utf8Path>,
@@ -69,7 +77,9 @@ fn finish(
     made: Made,
 ) -> anyhow::Result<ExitCode> {
     let total = made.rows.len();
-    ensure!(total > 0, "none of {} faults makes a task: {}", made.tried, listed(&made.rejected));
+    let rejected: BTreeMap<String, usize> =
+        made.rejected.iter().map(|(reason, n)| (describe(reason).to_owned(), *n)).collect();
+    ensure!(total > 0, "none of {} faults became a task: {}", made.tried, listed(&rejected));
     let mut families: BTreeMap<String, usize> = BTreeMap::new();
     let (mut train, mut held) = (Vec::new(), Vec::new());
     for (is_held, row) in made.rows {
@@ -85,7 +95,7 @@ fn finish(
     let wanted = args.count as usize;
     if total < wanted {
         output::say(format!(
-            "note: {total} tasks instead of {wanted}: no more faults are possible"
+            "note: made {total} of {wanted} tasks; all possible faults were tried"
         ));
     }
     if args.json {
@@ -97,19 +107,31 @@ fn finish(
         }))?;
     } else {
         output::data(format!(
-            "{}: {} tasks{}, each proved twice (gold patch = 1.0, no patch = 0.0) on {} tests",
+            "{}: {} tasks{}, each verified twice (gold patch = 1.0, no patch = 0.0) on {} tests",
             args.out,
             train.len(),
             held_out.map(|path| format!(", {path}: {}", held.len())).unwrap_or_default(),
             made.tests
         ));
         output::data(format!("faults: {}", listed(&families)));
-        output::data(format!("{} tried, not used: {}", made.tried, listed(&made.rejected)));
+        output::data(format!("{} faults tried; rejected: {}", made.tried, listed(&rejected)));
         for (id, why) in &made.flaky {
             output::data(format!("  dropped: {id}: {why}"));
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The printed text of a reason for rejecting faults.
+fn describe(reason: &str) -> &str {
+    match reason {
+        DUPLICATE_LINE => "duplicate line",
+        NOT_VERIFIED => "not verified",
+        NO_SUMMARY => "no test summary",
+        UNDETECTED => "detected by no test",
+        TOO_MANY_FAILURES => "detected by most tests",
+        other => other,
+    }
 }
 
 fn listed(counts: &BTreeMap<String, usize>) -> String {
@@ -125,18 +147,20 @@ fn sibling(out: &Utf8Path, word: &str) -> Utf8PathBuf {
     }
 }
 
-/// What came of a repository.
+/// Tasks made from a repository, and what was left out.
 #[derive(Debug, Default)]
 struct Made {
-    /// Rows, with whether they are held out.
+    /// Rows, each with whether it is held out.
     rows: Vec<(bool, R2eRow)>,
+    /// Number of faults that were tried.
     tried: usize,
-    /// Number of rejected candidates by reason.
+    /// Number of rejected faults by reason.
     rejected: BTreeMap<String, usize>,
-    /// Tasks that the proof did not hold for, and what it says.
+    /// Problems of each task that could not be verified, by id.
     flaky: BTreeMap<String, String>,
-    /// Tests that every task is judged by.
+    /// Number of tests that grade every task.
     tests: usize,
+    /// Tests that are not run, because they do not pass reliably.
     left_out: Vec<String>,
 }
 
@@ -147,14 +171,22 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    async fn make(&self, mut bench: Bench, journal: &mut Journal) -> anyhow::Result<Made> {
-        for path in &bench.repository().left_out {
-            output::say(format!("note: {path} is left out: not a file of UTF-8 text"));
+    async fn make(
+        &self,
+        mut generator: TaskGenerator,
+        journal: &mut Journal,
+    ) -> anyhow::Result<Made> {
+        for path in &generator.repository().left_out {
+            output::say(format!("note: skipped {path}, which is not a UTF-8 text file"));
         }
-        let left_out = self.learn(&mut bench).await?;
-        let order = bench.mutants(self.args.seed);
-        ensure!(!order.is_empty(), "no function of {} can be changed", self.args.repo);
-        let tests = bench.expected().len();
+        let left_out = self.record_baseline(&mut generator).await?;
+        let order = generator.mutants(self.args.seed);
+        ensure!(
+            !order.is_empty(),
+            "no possible fault found in the functions of {}",
+            self.args.repo
+        );
+        let tests = generator.expected().len();
         output::say(format!("{tests} tests pass, {} possible faults", order.len()));
         let wanted = u64::from(self.args.count);
         let progress = Progress::new(wanted);
@@ -166,27 +198,27 @@ impl Maker<'_> {
                 .enumerate()
                 .map(|(n, (path, mutant))| {
                     let known = known.get(&n).cloned();
-                    let bench = &bench;
+                    let generator = &generator;
                     async move {
                         match known {
                             Some(outcome) => Ok(outcome),
-                            None => self.outcome(bench, path, mutant).await,
+                            None => self.outcome(generator, path, mutant).await,
                         }
                     }
                 })
-                // In order, so that the same seed makes the same tasks with any number of jobs.
+                // In order, so that the tasks depend only on the seed, not on the number of jobs.
                 .buffered(self.jobs)
                 .zip(stream::iter(&order)),
         );
         while let Some((outcome, (path, mutant))) = outcomes.next().await {
             let outcome = outcome.context(
-                "a sandbox failed, and nothing is known of the fault; the same command goes on here",
+                "a sandbox failed before a fault was tested; run the same command again to resume",
             )?;
-            journal.put(made.tried, &outcome)?;
+            journal.record(made.tried, &outcome)?;
             made.tried += 1;
             match outcome {
                 Outcome::Row(_) if !lines.insert((*path, mutant.line)) => {
-                    *made.rejected.entry("on a line of another task".to_owned()).or_default() += 1;
+                    *made.rejected.entry(DUPLICATE_LINE.to_owned()).or_default() += 1;
                 }
                 Outcome::Row(row) => {
                     let held =
@@ -194,9 +226,9 @@ impl Maker<'_> {
                     made.rows.push((held, *row));
                 }
                 Outcome::Rejected(why) => *made.rejected.entry(why).or_default() += 1,
-                Outcome::Unproved { id, why } => {
+                Outcome::Unverified { id, why } => {
                     progress.line(&format!("{id}: dropped: {why}"));
-                    *made.rejected.entry("not proved".to_owned()).or_default() += 1;
+                    *made.rejected.entry(NOT_VERIFIED.to_owned()).or_default() += 1;
                     made.flaky.insert(id, why);
                 }
             }
@@ -211,24 +243,25 @@ impl Maker<'_> {
         Ok(made)
     }
 
-    /// Runs the untouched repository's tests: twice to learn which can be relied on, and once more
-    /// with these alone.
-    async fn learn(&self, bench: &mut Bench) -> anyhow::Result<Vec<String>> {
-        let untouched = bench.untouched();
-        let first = self.grader.grade(&untouched, "").await?;
-        let second = self.grader.grade(&untouched, "").await?;
+    /// Runs the tests of the unmodified repository: twice to find those that pass reliably, and
+    /// once more with only these. Returns the tests that are left out.
+    async fn record_baseline(&self, generator: &mut TaskGenerator) -> anyhow::Result<Vec<String>> {
+        let baseline = generator.baseline_task();
+        let first = self.grader.grade(&baseline, "").await?;
+        let second = self.grader.grade(&baseline, "").await?;
         let elapsed = first.test_time.max(second.test_time);
         let image = &self.args.image;
-        let left_out = match bench.learn([&first.log, &second.log], elapsed) {
+        let left_out = match generator.record_baseline([&first.log, &second.log], elapsed) {
             Ok(left_out) => left_out,
-            Err(Rejection::NoEnd) => bail!(
-                "the tests of {} do not run in image {image}, which must have Python, pytest and what \
-                 they import (--image); the end of their log:\n{}",
+            Err(Rejection::NoSummary) => bail!(
+                "the tests of {} do not run in image {image}; choose an --image with Python, pytest and \
+                 everything they import; end of the log:\n{}",
                 self.args.repo,
                 tail(&first.log)
             ),
-            Err(Rejection::Unseen | Rejection::TooMuch { .. }) => bail!(
-                "no test of {} passes in image {image} (--tests, --image); the end of the log:\n{}",
+            Err(Rejection::Undetected | Rejection::TooManyFailures { .. }) => bail!(
+                "no test of {} passes in image {image}; choose other --tests or another --image; end of \
+                 the log:\n{}",
                 self.args.repo,
                 tail(&first.log)
             ),
@@ -236,47 +269,60 @@ impl Maker<'_> {
         if !left_out.is_empty() {
             let names: Vec<&str> = left_out.iter().take(NAMED).map(String::as_str).collect();
             output::say(format!(
-                "note: {} tests are left out, as they do not pass reliably: {}{}",
+                "note: {} tests are left out because they do not pass reliably: {}{}",
                 left_out.len(),
                 names.join(", "),
                 if left_out.len() > NAMED { ", …" } else { "" }
             ));
         }
-        let proof = self.grader.grade(&bench.untouched(), "").await?;
+        let repeated = self.grader.grade(&generator.baseline_task(), "").await?;
         ensure!(
-            proof.verdict.reward > 0.5,
-            "the tests of {} do not give the same results again: {} (--tests names those to use)",
+            repeated.verdict.reward > 0.5,
+            "tests of {} gave other results in a third run: {}; choose reliable tests with --tests",
             self.args.repo,
-            proof.verdict.differing.join(", ")
+            repeated.verdict.differing.join(", ")
         );
         Ok(left_out)
     }
 
-    /// The outcome of one mutant; an error only if it is not known.
-    async fn outcome(&self, bench: &Bench, path: &str, mutant: &Mutant) -> anyhow::Result<Outcome> {
-        let Some(candidate) = bench.candidate(path, mutant) else {
-            bail!("{path} is not the text that it was");
+    /// The outcome of one mutant.
+    ///
+    /// # Errors
+    /// If a sandbox failed, so that the outcome is unknown.
+    async fn outcome(
+        &self,
+        generator: &TaskGenerator,
+        path: &str,
+        mutant: &Mutant,
+    ) -> anyhow::Result<Outcome> {
+        let Some(candidate) = generator.candidate_task(path, mutant) else {
+            bail!("{path} has changed since its faults were found");
         };
         let graded = self.grader.grade(&candidate, "").await?;
-        let row = match bench.judge(path, mutant, &graded.log) {
+        let row = match generator.make_row(path, mutant, &graded.log) {
             Ok(row) => row,
-            Err(Rejection::NoEnd) => return Ok(Outcome::Rejected("without an end".to_owned())),
-            Err(Rejection::Unseen) => return Ok(Outcome::Rejected("seen by no test".to_owned())),
-            Err(Rejection::TooMuch { .. }) => {
-                return Ok(Outcome::Rejected("seen by most tests".to_owned()));
+            Err(Rejection::NoSummary) => {
+                return Ok(Outcome::Rejected(NO_SUMMARY.to_owned()));
+            }
+            Err(Rejection::Undetected) => {
+                return Ok(Outcome::Rejected(UNDETECTED.to_owned()));
+            }
+            Err(Rejection::TooManyFailures { .. }) => {
+                return Ok(Outcome::Rejected(TOO_MANY_FAILURES.to_owned()));
             }
         };
         let task = row.to_task()?;
         match Box::pin(check(self.grader, &task, None)).await {
             Finding::Known(Health::Sound) => Ok(Outcome::Row(Box::new(row))),
             Finding::Known(Health::Unsound(why) | Health::Flaky(why)) => {
-                Ok(Outcome::Unproved { id: task.id, why: why.join("; ") })
+                Ok(Outcome::Unverified { id: task.id, why: why.join("; ") })
             }
             Finding::Broken(why) => bail!("{}: {why}", task.id),
         }
     }
 }
 
+/// The last [`LOG_LINES`] lines of `log`.
 fn tail(log: &[u8]) -> String {
     let text = String::from_utf8_lossy(log);
     let lines: Vec<&str> = text.lines().collect();

@@ -1,4 +1,4 @@
-//! `orchestrate tasks` with a file of rows.
+//! `orchestrate tasks` with a task file.
 
 use super::NAME_CHARS;
 use crate::commands::grade::find;

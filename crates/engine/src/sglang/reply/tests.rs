@@ -118,7 +118,7 @@ fn a_request_aborted_in_the_queue_is_an_abort_without_tokens() {
 }
 
 #[test]
-fn e5_bodies_that_are_not_replies_are_refused() {
+fn bodies_that_are_not_replies_are_refused() {
     for body in [
         &b""[..],
         b"<html><body>Bad Gateway</body></html>",
@@ -137,7 +137,7 @@ fn e5_bodies_that_are_not_replies_are_refused() {
 }
 
 #[test]
-fn e6_hostile_json_is_refused_without_a_panic() {
+fn hostile_json_is_refused_without_a_panic() {
     let deep = format!(r#"{{"meta_info":{}{}}}"#, "[".repeat(10_000), "]".repeat(10_000));
     let text = reply().to_string();
     for body in [
@@ -169,7 +169,7 @@ fn mutations_of_tokens() -> Vec<Mutation> {
             "e7 another request",
             &[META, "id"],
             Some(json!("r-2")),
-            "`meta_info.id`: it answers request `r-2`",
+            "`meta_info.id`: answers request `r-2`",
         ),
         ("e7 no id", &[META, "id"], None, "`meta_info`: missing field `id`"),
         (
@@ -288,7 +288,7 @@ fn mutations_of_rows_and_ends() -> Vec<Mutation> {
 }
 
 #[test]
-fn e7_to_e15_every_wrong_field_is_a_typed_error_with_its_reason() {
+fn every_invalid_field_is_a_typed_error_with_its_reason() {
     for (case, path, value, message) in
         mutations_of_tokens().into_iter().chain(mutations_of_rows_and_ends())
     {

@@ -115,7 +115,7 @@ fn every_wrong_field_is_named() {
     let with_first = |first: Value| json!([first, entry(8, json!(-0.1)), entry(9, json!(-0.1))]);
     let choice = |key: &str| format!("/choices/0/{key}");
     for (path, value, message) in [
-        ("/request_id".to_owned(), json!("r-1"), "`request_id`: it answers request `r-1`"),
+        ("/request_id".to_owned(), json!("r-1"), "`request_id`: answers request `r-1`"),
         ("/request_id".to_owned(), json!("generate-tokens-r-2"), "`request_id`"),
         ("/request_id".to_owned(), json!(null), "`request_id`"),
         ("/output_mode".to_owned(), json!("text"), "`output_mode`"),

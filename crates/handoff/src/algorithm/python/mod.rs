@@ -2,7 +2,8 @@
 
 use super::declaration::AlgorithmValues;
 use super::{Field, Hyperparameters, Presence, options};
-use crate::rules::{Condition, FieldValue, Number, Rule, all_rules};
+use crate::condition::{Condition, FieldValue, Number, Rule};
+use crate::rules::all_rules;
 use orchestrate_settings::Range;
 use std::fmt::Write;
 use std::path::Path;
@@ -112,13 +113,13 @@ fn rules() -> String {
 
 fn rule_statement(rule: &Rule, field: &Field) -> String {
     let mut parts = operands(&rule.refused);
-    // A value that is turned off has nothing to compare.
+    // A value that is turned off cannot be compared.
     let nullable = field.presence == Presence::Nullable;
     let is_on = format!("h.{} is not None", rule.field);
     if nullable && !parts.contains(&is_on) {
         parts.insert(parts.len() - 1, is_on);
     }
-    // Alternatives last, where they can be broken into lines by themselves.
+    // Alternatives come last, where they can be wrapped on their own lines.
     parts.sort_by_key(|part| part.starts_with('('));
     let one_line = format!("    if {}:", parts.join(" and "));
     let mut text = match parts.as_slice() {
@@ -144,7 +145,7 @@ fn refusal(rule: &Rule) -> String {
     let mut lines = vec![String::new()];
     for word in rule.remedy.split_inclusive(' ') {
         let last = lines.last_mut().unwrap();
-        // Quotes, and their escapes at most.
+        // The literal, with its quotes and escapes, must fit on a line.
         if string(&format!("{last}{word}")).chars().count() > WIDTH - indent.len() {
             lines.push(word.to_owned());
         } else {
@@ -201,7 +202,8 @@ fn expression(condition: &Condition) -> String {
     }
 }
 
-/// The test that the option is one of `names`, or that it is not; by whichever list is shorter.
+/// A test that the option is one of `names` or, if not `is_one`, that it is none of them. Uses the
+/// complement of `names` if that is shorter.
 fn comparison(field: &str, names: &[&str], is_one: bool) -> String {
     let others: Vec<&str> =
         options(field).into_iter().filter(|option| !names.contains(option)).collect();
@@ -223,7 +225,7 @@ fn kind(field: &str) -> &'static str {
     fields.iter().find(|known| known.name == field).map_or("", |known| known.python)
 }
 
-/// The tests that a value is on, and that it is off.
+/// Two tests: that a value is on, and that it is off.
 fn is_on(field: &str) -> (String, String) {
     match kind(field) {
         "bool" => (format!("h.{field}"), format!("not h.{field}")),
@@ -237,7 +239,7 @@ fn inside(field: &str, range: &Range<f64>) -> String {
         let low = range.low().map(|(low, closed)| (plain(low), if closed { "<=" } else { "<" }));
         let high =
             range.high().map(|(high, closed)| (plain(high), if closed { "<=" } else { "<" }));
-        // NaN and infinity lie in no range.
+        // No range contains NaN or infinity.
         let unbounded = Some(("math.inf".to_owned(), "<")).filter(|_| kind != "int");
         match (low, high.or(unbounded)) {
             (Some((low, below)), Some((high, above))) => {
@@ -266,7 +268,7 @@ fn number(of: &Number) -> String {
     }
 }
 
-/// A number without a point where it is whole.
+/// A number, without a decimal point if it is whole.
 fn plain(value: f64) -> String {
     let text = format!("{value:?}");
     text.strip_suffix(".0").map_or_else(|| text.clone(), str::to_owned)
@@ -299,7 +301,7 @@ fn string(text: &str) -> String {
     literal
 }
 
-/// A tuple of `items` after `start`, over several lines where it is too long for one.
+/// A tuple of `items` between `start` and `end`, on several lines if it is too long for one.
 fn call(start: &str, items: &[String], end: &str) -> String {
     let one_line = format!("{start}({}){end}", items.join(", "));
     if one_line.chars().count() <= WIDTH {

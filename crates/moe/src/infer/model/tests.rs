@@ -115,7 +115,7 @@ fn thread_cpu_seconds() -> f64 {
 }
 
 #[test]
-#[ignore = "a measurement, not a promise"]
+#[ignore = "a measurement without assertions"]
 #[expect(clippy::print_stderr, reason = "prints what it measured")]
 fn measure_decode_and_prefill() {
     let weights = Weights::random(small_config(4), 7);

@@ -126,7 +126,7 @@ async fn error_replies_have_recorded_status_and_body() {
 #[tokio::test]
 async fn replies_have_recorded_fields() {
     /// Timings of components that this engine does not have.
-    const FOREIGN: [&str; 5] = [
+    const ABSENT_TIMINGS: [&str; 5] = [
         "storage_prefetch_wait",
         "storage_staging_wait",
         "forward_entry_time",
@@ -147,7 +147,7 @@ async fn replies_have_recorded_fields() {
         };
         let (mine, theirs) = (keys(&got), keys(&expected));
         let missing: Vec<_> =
-            theirs.difference(&mine).filter(|k| !FOREIGN.contains(&k.as_str())).collect();
+            theirs.difference(&mine).filter(|k| !ABSENT_TIMINGS.contains(&k.as_str())).collect();
         assert!(missing.is_empty() || missing == ["decode_throughput"], "{missing:?}");
         let extra: Vec<_> = mine.difference(&theirs).collect();
         assert!(extra.is_empty(), "{extra:?}");
@@ -310,7 +310,7 @@ async fn missing_model_error_names_the_folder() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-#[ignore = "a measurement, not a promise"]
+#[ignore = "a measurement without assertions"]
 #[expect(clippy::print_stderr, reason = "prints what it measured")]
 async fn measure_turns_over_http() {
     for format in [WeightFormat::F32, WeightFormat::Q8_0] {

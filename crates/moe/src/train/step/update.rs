@@ -60,7 +60,7 @@ impl Tally {
     }
 }
 
-/// Loss of one sequence, value head included.
+/// Loss of one sequence, including the value head.
 struct Terms {
     policy: SequenceLoss<f32>,
     value_loss: f64,

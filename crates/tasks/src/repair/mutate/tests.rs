@@ -1,24 +1,24 @@
 use super::*;
 use proptest::prelude::*;
 
-/// What each mutant of `fault` makes of the body of a function.
+/// The body of a function as each mutant of `fault` changes it.
 fn changed(fault: Fault, parameters: &str, body: &str) -> Vec<String> {
     let body = body.replace('\n', "\n    ");
     let source = format!("def f({parameters}):\n    {body}\n");
-    let head = source.find(":\n    ").unwrap() + ":\n    ".len();
+    let body_start = source.find(":\n    ").unwrap() + ":\n    ".len();
     let of_fault = mutants(&source).into_iter().filter(|mutant| mutant.fault == fault);
     of_fault
         .map(|mutant| {
             let text = mutant.apply(&source).unwrap();
             assert_eq!(text[..mutant.span.start], source[..mutant.span.start]);
             assert!(text.ends_with(&source[mutant.span.end..]));
-            text[head..].trim_end().replace("\n    ", "\n")
+            text[body_start..].trim_end().replace("\n    ", "\n")
         })
         .collect()
 }
 
 #[test]
-fn comparisons_turn_round() {
+fn comparisons_are_inverted() {
     let found = changed(Fault::Comparison, "", "return g() < 1 or h() == 2 in k()");
     assert_eq!(
         found,
@@ -41,7 +41,7 @@ fn boundaries_gain_or_lose_the_equal_case() {
 }
 
 #[test]
-fn arithmetic_takes_another_operator_and_leaves_formatting_alone() {
+fn arithmetic_operators_are_replaced_but_not_string_formatting() {
     assert_eq!(
         changed(Fault::Arithmetic, "", "return g() + h() * 2"),
         ["return g() - h() * 2", "return g() + h() // 2"]
@@ -60,7 +60,7 @@ fn boolean_operators_are_exchanged() {
 }
 
 #[test]
-fn places_are_off_by_one_and_other_numbers_are_constants() {
+fn positions_are_off_by_one_and_other_numbers_are_constants() {
     let body = "return [g[1:-2], range(3), 4.5, True]";
     assert_eq!(
         changed(Fault::OffByOne, "g", body),
@@ -81,7 +81,7 @@ fn places_are_off_by_one_and_other_numbers_are_constants() {
 }
 
 #[test]
-fn the_first_two_arguments_change_places() {
+fn the_first_two_arguments_are_swapped() {
     assert_eq!(changed(Fault::SwappedArguments, "", "g(h(1),  k, 3)"), ["g(k,  h(1), 3)"]);
     for body in ["g(a, *b)", "g(1, key=2)", "g(a, a)", "g(a)"] {
         assert!(changed(Fault::SwappedArguments, "", body).is_empty(), "{body}");
@@ -105,7 +105,7 @@ fn conditions_are_negated() {
 }
 
 #[test]
-fn branches_are_dropped_whole() {
+fn whole_branches_are_dropped() {
     let body = "if g():\n    return 1\nelif h():\n    return 2\nelse:\n    return 3";
     assert_eq!(
         changed(Fault::DroppedBranch, "", body),
@@ -119,7 +119,7 @@ fn branches_are_dropped_whole() {
 }
 
 #[test]
-fn a_variable_is_taken_for_another_that_has_a_value() {
+fn a_variable_is_replaced_by_another_that_has_a_value() {
     assert_eq!(
         changed(Fault::WrongVariable, "self, a, b=1", "c = a + 1\nreturn self.a(c)"),
         [
@@ -128,7 +128,7 @@ fn a_variable_is_taken_for_another_that_has_a_value() {
             "c = a + 1\nreturn self.a(b)"
         ]
     );
-    // Neither what a name is given to, nor names of keywords, attributes and functions.
+    // Assigned names and the names of keywords, attributes and functions are not replaced.
     assert!(changed(Fault::WrongVariable, "a, b", "a = 1\ng(a=1)\nx.a\na()").is_empty());
 }
 
@@ -148,7 +148,7 @@ fn statements_that_change_something_are_dropped() {
 }
 
 #[test]
-fn a_loop_is_left_instead_of_continued() {
+fn continue_becomes_break() {
     assert_eq!(
         changed(Fault::LoopControl, "", "for a in b:\n    continue"),
         ["for a in b:\n    break"]
@@ -156,13 +156,13 @@ fn a_loop_is_left_instead_of_continued() {
 }
 
 #[test]
-fn every_fault_has_a_name_of_its_own() {
+fn fault_names_are_distinct() {
     let names: BTreeSet<&str> = Fault::ALL.iter().map(|fault| fault.name()).collect();
     assert_eq!(names.len(), Fault::ALL.len());
 }
 
 #[test]
-fn nothing_outside_of_functions_and_in_annotations_decorators_or_texts_is_touched() {
+fn module_level_code_annotations_decorators_and_strings_are_unchanged() {
     let source = "LIMIT = 1 + 2\nclass A:\n    n = 3\n\n    @mark(1 < 2)\n    def f(self, a: x[1]) -> y[2]:\n        return f'{1 + 2}'\n";
     let found = mutants(source);
     assert!(found.iter().all(|mutant| mutant.fault == Fault::DroppedReturn), "{found:?}");
@@ -171,14 +171,14 @@ fn nothing_outside_of_functions_and_in_annotations_decorators_or_texts_is_touche
 }
 
 #[test]
-fn text_that_is_not_python_has_no_mutants() {
+fn invalid_python_has_no_mutants() {
     assert!(mutants("def f(:\n  return 1 +").is_empty());
     assert!(mutants("\u{0}\u{feff}}{").is_empty());
 }
 
 proptest! {
     #[test]
-    fn prop_any_text_is_survived_and_changed_in_one_place(
+    fn prop_mutants_of_any_text_change_only_their_span(
         pieces in proptest::collection::vec(
             prop_oneof![
                 "[ -~\n]{0,12}",

@@ -1,13 +1,14 @@
-//! Django's test runner.
+//! Parses the log of Django's test runner.
 
-use super::{Bare, ReadLines, pattern};
+use super::{MissingName, ReadLines, pattern};
 use crate::swe::status::{Status, StatusMap};
 use crate::text::{strip, tokens};
 use regex::Regex;
 use std::collections::VecDeque;
 use std::sync::LazyLock;
 
-/// A test's name, which the interrupted patterns share; Python's `\s` is wider than this crate's.
+/// A pattern for a test's name followed by `$rest`. Python's `\s` also matches the four ASCII
+/// separators.
 macro_rules! after_name {
     ($rest:literal) => {
         concat!(r"(?m)^(.*?)[\s\x1c-\x1f]\.\.\.[\s\x1c-\x1f]", $rest)
@@ -23,50 +24,57 @@ static SYSTEM_CHECK: LazyLock<Regex> = LazyLock::new(|| {
     pattern(after_name!(r"System check identified no issues \(0 silenced\)\nok\z"))
 });
 
-/// Lines that a pattern may reach back over: the name, the dots, and the message before `ok` may
-/// each stand on a line of their own.
+/// Number of earlier lines that a match can include: the name, the dots and the message before `ok`
+/// may each be on a line of their own.
 const LINES_BACK: usize = 3;
 
-/// Results on one line, and results that a message tore away from their test's name. The harness
-/// finds the latter by patterns over the whole log, and they win over the former; here they are
-/// found as the lines come, and wait until the end.
+/// Finds results on one line, and results that a message separates from their test's name.
+///
+/// The harness finds the latter with patterns over the whole log, and they take precedence. Here
+/// they are found line by line, and are added to the map at the end.
 #[derive(Debug, Default)]
 pub(super) struct Django {
-    /// Name on the last line with dots.
+    /// Name of the test on the last line with ` ... `.
     last_name: Option<String>,
-    /// The lines before this one, newest last.
+    /// Up to [`LINES_BACK`] lines before this one, newest last.
     before: VecDeque<String>,
-    /// Number of this line.
+    /// Number of this line, from 0.
     line: usize,
-    /// First line of the next match of each pattern: matches do not overlap.
+    /// First line that the next match of each pattern can include, because matches do not overlap.
     opening_from: usize,
     server_error_from: usize,
     system_check_from: usize,
-    /// A test whose result was torn by [`TESTING`], and whether the line before ended the message.
+    /// A test whose result is separated by [`TESTING`], and whether the previous line ended the
+    /// message.
     open: Option<(String, bool)>,
-    torn: Option<StatusMap>,
+    /// Tests with separated results.
+    separated: Option<StatusMap>,
 }
 
 impl ReadLines for Django {
-    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare> {
-        let result = self.whole_result(strip(line), map);
-        for name in self.torn_result(line) {
-            self.torn.get_or_insert_with(|| map.fresh()).insert(&name, Status::Passed);
+    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), MissingName> {
+        let result = self.parse_results_on_line(strip(line), map);
+        for name in self.find_separated_results(line) {
+            self.separated.get_or_insert_with(|| map.fresh()).insert(&name, Status::Passed);
         }
         self.remember(line);
         result
     }
 
     fn finish(&mut self, map: &mut StatusMap) {
-        for (name, _) in self.torn.iter().flat_map(StatusMap::iter) {
+        for (name, _) in self.separated.iter().flat_map(StatusMap::iter) {
             map.insert(name, Status::Passed);
         }
     }
 }
 
 impl Django {
-    /// Results on this line; more than one rule may hold.
-    fn whole_result(&mut self, mut line: &str, map: &mut StatusMap) -> Result<(), Bare> {
+    /// Records the results on this line; several rules may apply.
+    fn parse_results_on_line(
+        &mut self,
+        mut line: &str,
+        map: &mut StatusMap,
+    ) -> Result<(), MissingName> {
         const VERSION: &str = "--version is equivalent to version";
         if line.contains(VERSION) {
             map.insert(VERSION, Status::Passed);
@@ -77,7 +85,7 @@ impl Django {
         if let Some(end) =
             [" ... ok", " ... OK", " ...  OK"].iter().find(|end| line.ends_with(*end))
         {
-            // One task prints a migration in front of its test.
+            // In one instance, a migration is printed before the test's name.
             if line.starts_with("Applying sites.0002_alter_domain_unique...test_no_migrations")
                 && let Some((_, test)) = line.split_once("...")
             {
@@ -98,7 +106,7 @@ impl Django {
                 map.insert(name, status.clone());
             }
             if line.starts_with(heading) {
-                map.insert(tokens(line).nth(1).ok_or(Bare)?, status);
+                map.insert(tokens(line).nth(1).ok_or(MissingName)?, status);
             }
         }
         if line.starts_with("ok")
@@ -109,8 +117,8 @@ impl Django {
         Ok(())
     }
 
-    /// Tests to whose torn results this line is the end.
-    fn torn_result(&mut self, line: &str) -> Vec<String> {
+    /// Names of the tests whose separated results end on this line.
+    fn find_separated_results(&mut self, line: &str) -> Vec<String> {
         let mut passed = Vec::new();
         if line == "ok" {
             if let Some((name, _)) = self.open.take_if(|(_, ends)| *ends) {
@@ -119,14 +127,14 @@ impl Django {
             }
             let last = self.before.back().map(String::as_str).unwrap_or_default();
             if last.ends_with('/') {
-                let found = self.name_before(&SERVER_ERROR, self.server_error_from, line);
+                let found = self.find_name(&SERVER_ERROR, self.server_error_from, line);
                 if let Some((name, _)) = found {
                     self.server_error_from = self.line + 1;
                     passed.push(name);
                 }
             }
             if last.ends_with("System check identified no issues (0 silenced)") {
-                let found = self.name_before(&SYSTEM_CHECK, self.system_check_from, line);
+                let found = self.find_name(&SYSTEM_CHECK, self.system_check_from, line);
                 if let Some((name, _)) = found {
                     self.system_check_from = self.line + 1;
                     passed.push(name);
@@ -137,15 +145,15 @@ impl Django {
         if let Some((_, message_ends)) = &mut self.open {
             *message_ends = ends(line);
         } else if line.contains(TESTING) {
-            let found = self.name_before(&OPENING, self.opening_from, line);
+            let found = self.find_name(&OPENING, self.opening_from, line);
             self.open = found.map(|(name, message)| (name, ends(&message)));
         }
         passed
     }
 
-    /// What `pattern` finds in this line and those before it, from line `from` on: the test's
-    /// name, and what stands after the match.
-    fn name_before(&self, pattern: &Regex, from: usize, line: &str) -> Option<(String, String)> {
+    /// Searches for `pattern` in this line and those before it, starting at line `from`. Returns
+    /// the test's name and the text after the match.
+    fn find_name(&self, pattern: &Regex, from: usize, line: &str) -> Option<(String, String)> {
         let back = (self.line - from.min(self.line)).min(self.before.len());
         let mut text = String::new();
         for before in self.before.iter().skip(self.before.len() - back) {

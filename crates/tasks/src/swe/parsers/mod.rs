@@ -14,7 +14,7 @@ use crate::text::{Decoding, Ends, Lines};
 use serde::{Deserialize, Serialize};
 use std::io::BufRead;
 
-/// Which parser reads the logs of a repository.
+/// A log parser of the harness.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LogParser {
@@ -34,21 +34,21 @@ pub enum LogParser {
     Django,
 }
 
-/// Reads one log. Lines come in order, without their ends.
+/// Parses one log, whose lines are passed in order and without their ends.
 pub(super) trait ReadLines: std::fmt::Debug {
-    /// Takes the next line.
+    /// Parses the next line and records its statuses in `map`.
     ///
     /// # Errors
-    /// Where the harness raises an exception.
-    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare>;
+    /// If the harness would raise an exception.
+    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), MissingName>;
 
     /// Called after the last line.
     fn finish(&mut self, map: &mut StatusMap);
 }
 
-/// A line on which the harness itself fails: a status and nothing after it.
+/// A line has a status but no test name, for which the harness raises an exception.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Bare;
+pub(super) struct MissingName;
 
 impl LogParser {
     /// The parser called `name` in a row's `log_parser` column, like `parse_log_pytest_v2`; some
@@ -67,6 +67,7 @@ impl LogParser {
         })
     }
 
+    /// A parser for one log.
     pub(super) fn start(self, harness: Harness) -> Box<dyn ReadLines> {
         match self {
             Self::Pytest => Box::new(pytest::Summary::plain(harness)),
@@ -79,7 +80,7 @@ impl LogParser {
         }
     }
 
-    /// The statuses in all of `log`, as the harness' parser returns them for it.
+    /// Parses all of `log`; the statuses equal those of the harness's parser.
     ///
     /// # Errors
     /// If reading fails, or the harness's parser would raise an exception.
@@ -88,7 +89,7 @@ impl LogParser {
         let mut parser = self.start(harness);
         let mut lines = Lines::new(log, Ends::Universal, harness.decoding());
         while let Some(line) = lines.next()? {
-            parser.line(&line, &mut map).map_err(|Bare| LogError::Bare)?;
+            parser.line(&line, &mut map).map_err(|MissingName| LogError::MissingName)?;
         }
         parser.finish(&mut map);
         Ok(map)
@@ -96,7 +97,7 @@ impl LogParser {
 }
 
 impl Harness {
-    /// How this version reads what a container printed.
+    /// How this version decodes a container's output.
     pub(super) fn decoding(self) -> Decoding {
         match self {
             Self::V4_1_0 => Decoding::Strict,
@@ -105,7 +106,7 @@ impl Harness {
     }
 }
 
-/// A constant pattern, compiled.
+/// Compiles a constant pattern.
 #[expect(clippy::expect_used, reason = "patterns are constants, and each is used by a test")]
 pub(super) fn pattern(text: &str) -> regex::Regex {
     regex::Regex::new(text).expect("a pattern of this crate")

@@ -1,30 +1,31 @@
-//! Parsers of what pytest prints with `-rA`.
+//! Parses the test summary that pytest prints with `-rA`.
 
-use super::{Bare, Harness, ReadLines, pattern};
+use super::{Harness, MissingName, ReadLines, pattern};
 use crate::swe::status::{Status, StatusMap, WORDS};
 use crate::text::tokens;
 use regex::Regex;
 use std::borrow::Cow;
 use std::sync::LazyLock;
 
-fn begins_with_status(line: &str) -> bool {
+fn starts_with_status(line: &str) -> bool {
     WORDS.iter().any(|word| line.starts_with(word))
 }
 
-/// pytest's count of skipped tests, `SKIPPED [3] file:line: reason`: no test, for version 5.
+/// Whether a line is pytest's count of skipped tests, `SKIPPED [3] file:line: reason`, which is not
+/// a test to version 5.
 fn is_skip_count(harness: Harness, status: &str, name: &str) -> bool {
     let count = name.strip_prefix('[').and_then(|name| name.strip_suffix(']'));
     let is_count = |count: &str| !count.is_empty() && count.chars().all(char::is_numeric);
     harness == Harness::V5_0_2 && status == "SKIPPED" && count.is_some_and(is_count)
 }
 
-/// Lines that begin with a status: status, then name.
+/// Parses lines that start with a status, followed by a test name.
 #[derive(Debug)]
 pub(super) struct Summary {
     harness: Harness,
-    /// Parameters that are paths lose their folders.
+    /// Whether test parameters that are paths are reduced to their last component.
     short_paths: bool,
-    /// Names of mouse buttons become their numbers.
+    /// Whether names of mouse buttons are replaced by their numbers.
     mouse_buttons: bool,
 }
 
@@ -43,13 +44,13 @@ impl Summary {
 }
 
 impl ReadLines for Summary {
-    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare> {
+    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), MissingName> {
         let mut line = Cow::Borrowed(line);
         if self.mouse_buttons && line.contains("MouseButton.") {
             let named = line.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3");
             line = Cow::Owned(named);
         }
-        if !begins_with_status(&line) {
+        if !starts_with_status(&line) {
             return Ok(());
         }
         if line.starts_with("FAILED") {
@@ -68,7 +69,7 @@ impl ReadLines for Summary {
     fn finish(&mut self, _: &mut StatusMap) {}
 }
 
-/// `test[/a/b/c]` as `test[/c]`; what follows the last bracket is dropped.
+/// Shortens `test[/a/b/c]` to `test[/c]` and drops the text after the last bracket.
 fn with_short_path(name: &str) -> Cow<'_, str> {
     let Some((test, rest)) = name.split_once('[') else { return Cow::Borrowed(name) };
     let Some((option, _)) = rest.rsplit_once(']') else { return Cow::Borrowed(name) };
@@ -79,17 +80,18 @@ fn with_short_path(name: &str) -> Cow<'_, str> {
     }
 }
 
-/// Lines that begin with a status or, of older pytest, end with one; colours taken away.
+/// Parses lines that start with a status or, for older versions of pytest, end with one. Colours
+/// are removed.
 #[derive(Debug)]
 pub(super) struct Coloured(pub(super) Harness);
 
 impl ReadLines for Coloured {
-    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare> {
+    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), MissingName> {
         let line = without_colour(line);
-        if begins_with_status(&line) {
-            self.begins(&line, map);
+        if starts_with_status(&line) {
+            self.parse_leading_status(&line, map);
         } else if WORDS.iter().any(|word| line.ends_with(word)) {
-            self.ends(&line, map);
+            self.parse_trailing_status(&line, map);
         }
         Ok(())
     }
@@ -98,7 +100,7 @@ impl ReadLines for Coloured {
 }
 
 impl Coloured {
-    fn begins(&self, line: &str, map: &mut StatusMap) {
+    fn parse_leading_status(&self, line: &str, map: &mut StatusMap) {
         let failed = line.starts_with("FAILED");
         match self.0 {
             Harness::V4_1_0 => {
@@ -120,7 +122,7 @@ impl Coloured {
         }
     }
 
-    fn ends(&self, line: &str, map: &mut StatusMap) {
+    fn parse_trailing_status(&self, line: &str, map: &mut StatusMap) {
         let mut words = tokens(line);
         let (Some(first), Some(second)) = (words.next(), words.next()) else { return };
         match self.0 {
@@ -136,8 +138,8 @@ impl Coloured {
     }
 }
 
-/// `line` without `[31m` and the like, and without control characters: so goes what stood before
-/// the bracket, and tabs.
+/// `line` without colour codes like `[31m` and without control characters, which removes the escape
+/// character before the bracket, but also tabs.
 fn without_colour(line: &str) -> Cow<'_, str> {
     static COLOUR: LazyLock<Regex> = LazyLock::new(|| pattern(r"\[\d+m"));
     let plain = if line.contains('[') { COLOUR.replace_all(line, "") } else { line.into() };
@@ -148,12 +150,12 @@ fn without_colour(line: &str) -> Cow<'_, str> {
     plain
 }
 
-/// seaborn: results at the ends of lines that go on, or at their beginning.
+/// Parses seaborn's logs, in which `FAILED` or `PASSED` starts a line, or ` PASSED ` is within it.
 #[derive(Debug)]
 pub(super) struct Seaborn(pub(super) Harness);
 
 impl ReadLines for Seaborn {
-    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare> {
+    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), MissingName> {
         let mut words = tokens(line);
         let (first, second) = (words.next(), words.next());
         let failed = line.starts_with("FAILED");
@@ -162,7 +164,7 @@ impl ReadLines for Seaborn {
             return Ok(());
         }
         let (Some(first), Some(second)) = (first, second) else {
-            return if self.0 == Harness::V4_1_0 { Err(Bare) } else { Ok(()) };
+            return if self.0 == Harness::V4_1_0 { Err(MissingName) } else { Ok(()) };
         };
         if failed {
             map.insert(second, Status::Failed);

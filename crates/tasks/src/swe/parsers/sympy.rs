@@ -1,16 +1,17 @@
-//! sympy's own test runner.
+//! Parses the log of sympy's test runner.
 
-use super::{Bare, ReadLines};
+use super::{MissingName, ReadLines};
 use crate::swe::status::{Status, StatusMap};
 use crate::text::{strip, tokens};
 
-/// Headings of tracebacks name failed tests, `____ sympy/a/test_b.py:test_c ____`; results stand
-/// at the end of a test's line, and win over a heading wherever it stands.
+/// Finds results at the end of a test's line, and failed tests in the headings of tracebacks like
+/// `____ sympy/a/test_b.py:test_c ____`. A result takes precedence over a heading, whichever comes
+/// first.
 #[derive(Debug, Default)]
 pub(super) struct Sympy;
 
 impl ReadLines for Sympy {
-    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), Bare> {
+    fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), MissingName> {
         if let Some(name) = heading(line)
             && map.get(name).is_none()
         {
@@ -31,8 +32,8 @@ impl ReadLines for Sympy {
     fn finish(&mut self, _: &mut StatusMap) {}
 }
 
-/// What stands between the first and the last space of a line, if it looks like `file.py:name`.
-/// That is all that the harness' pattern comes to: its runs of underscores may be empty.
+/// The text between the first and the last space of a line, if it looks like `file.py:name`. This
+/// is equivalent to the harness's pattern, whose runs of underscores may be empty.
 fn heading(line: &str) -> Option<&str> {
     let (_, rest) = line.split_once(' ')?;
     let (name, _) = rest.rsplit_once(' ')?;

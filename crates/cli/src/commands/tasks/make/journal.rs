@@ -1,6 +1,7 @@
-//! What is known of each fault so far, so that an interrupted command goes on.
+//! Records the outcome of each fault, so that an interrupted command can be resumed.
 //!
-//! The invariant: an outcome is in the file before it counts, and a line that a crash cut short does not count.
+//! The invariant: an outcome is written to the file before it is used, and a last line that a crash
+//! left incomplete is ignored.
 
 use crate::args::MakeArgs;
 use anyhow::{Context, ensure};
@@ -12,32 +13,36 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::Write as _;
 
-/// What became of one fault.
+/// Outcome of one fault.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Outcome {
-    /// A task that was proved.
+    /// A verified task.
     Row(Box<R2eRow>),
-    /// No task, of this kind.
+    /// The fault does not become a task; the reason.
     #[serde(rename = "unfit")]
     Rejected(String),
-    /// A task whose proof failed.
-    Unproved {
-        /// Its id.
+    /// A task that could not be verified.
+    #[serde(rename = "unproved")]
+    Unverified {
+        /// Id of the task.
         id: String,
-        /// What the proof says.
+        /// The problems that were found.
         why: String,
     },
 }
 
-/// The first line: what the outcomes were made from.
+/// The first line of the file.
 #[derive(Debug, Serialize, Deserialize)]
-struct Head {
+struct Header {
+    /// Digest of the command's inputs, in hexadecimal.
     made_from: String,
 }
 
+/// Every other line of the file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Line {
+    /// Position of the fault in the order in which faults are tried, from 0.
     n: usize,
     outcome: Outcome,
 }
@@ -47,11 +52,15 @@ struct Line {
 pub(super) struct Journal {
     path: Utf8PathBuf,
     file: File,
+    /// Outcomes that the file contained when it was opened.
     known: BTreeMap<usize, Outcome>,
 }
 
 impl Journal {
-    /// Opens the journal at `path`, or begins it.
+    /// Opens the journal at `path`, or creates it.
+    ///
+    /// # Errors
+    /// If it cannot be read or written, or was made by a command with other inputs.
     pub(super) fn open(
         path: &Utf8Path,
         args: &MakeArgs,
@@ -59,17 +68,17 @@ impl Journal {
     ) -> anyhow::Result<Self> {
         let made_from = digest(args, repository);
         let text = if path.exists() { fs_err::read_to_string(path)? } else { String::new() };
-        // What follows the last line end was cut by a crash.
-        let whole = text.rfind('\n').map_or(0, |end| end + 1);
-        let mut lines = text.get(..whole).unwrap_or_default().lines();
+        // Text after the last line feed is a line that a crash left incomplete.
+        let complete = text.rfind('\n').map_or(0, |end| end + 1);
+        let mut lines = text.get(..complete).unwrap_or_default().lines();
         let mut known = BTreeMap::new();
-        if let Some(head) = lines.next() {
-            let head: Head =
-                serde_json::from_str(head).with_context(|| format!("{path} is not a journal"))?;
+        if let Some(header) = lines.next() {
+            let header: Header =
+                serde_json::from_str(header).with_context(|| format!("{path} is not a journal"))?;
             ensure!(
-                head.made_from == made_from,
+                header.made_from == made_from,
                 "{path} was started from another repository or with other options; remove it to start \
-                 again, or repeat the command as it was"
+                 again, or repeat the original command"
             );
             for line in lines {
                 let Line { n, outcome } = serde_json::from_str(line)
@@ -78,27 +87,27 @@ impl Journal {
             }
         }
         let mut file = OpenOptions::new().create(true).append(true).open(path)?;
-        file.set_len(whole as u64)?;
-        if whole == 0 {
-            write(&mut file, &Head { made_from })?;
+        file.set_len(complete as u64)?;
+        if complete == 0 {
+            write(&mut file, &Header { made_from })?;
         }
         Ok(Self { path: path.to_owned(), file, known })
     }
 
-    /// Outcomes of an earlier command, by place in the order of faults.
+    /// Outcomes of an earlier, interrupted command, by position in the order of faults.
     pub(super) fn known(&self) -> BTreeMap<usize, Outcome> {
         self.known.clone()
     }
 
-    /// Keeps the outcome of fault `n`.
-    pub(super) fn put(&mut self, n: usize, outcome: &Outcome) -> anyhow::Result<()> {
+    /// Records the outcome of the fault at position `n`, unless it is already recorded.
+    pub(super) fn record(&mut self, n: usize, outcome: &Outcome) -> anyhow::Result<()> {
         if self.known.contains_key(&n) {
             return Ok(());
         }
         write(&mut self.file, &Line { n, outcome: outcome.clone() })
     }
 
-    /// Removes it: the rows are in their own files now.
+    /// Removes the file, once the rows are in their own files.
     pub(super) fn remove(self) -> anyhow::Result<()> {
         Ok(fs_err::remove_file(&self.path)?)
     }
@@ -110,7 +119,7 @@ fn write(file: &mut File, line: &impl Serialize) -> anyhow::Result<()> {
     Ok(file.write_all(&text)?)
 }
 
-/// Everything that decides what a fault's outcome is.
+/// Digest of everything that determines the outcomes: version, image, seed, tests and repository.
 fn digest(args: &MakeArgs, repository: &Repository) -> String {
     let mut hasher = blake3::Hasher::new();
     let mut put = |part: &str| {
