@@ -157,7 +157,9 @@ fn code(error: &anyhow::Error) -> u8 {
 
 fn hint(error: &anyhow::Error) -> Option<&'static str> {
     if causes(error).any(is_disk_full) {
-        return Some("free some space, then repeat the command (a run: with --resume); nothing finished is lost");
+        return Some(
+            "free some space, then repeat the command (a run: with --resume); nothing finished is lost",
+        );
     }
     for cause in causes(error) {
         if let Some(sandbox) = cause.downcast_ref::<SandboxError>() {

@@ -267,8 +267,8 @@ fn seeded_rng(seed: u64, purpose: &str) -> ChaCha8Rng {
     ChaCha8Rng::from_seed(*hasher.finalize().as_bytes())
 }
 
-/// Whether the tasks of `function` in the file `path` are held out, which is so for `share` (0 to
-/// 1) of all functions. All tasks of a function are in the same split, because a policy that has
+/// Whether the tasks of `function` in the file `path` are held out: a fraction `share` (between
+/// 0 and 1) of all functions is. All tasks of a function are in the same split, because a policy that has
 /// repaired it once knows its code.
 pub fn is_held_out(seed: u64, path: &str, function: &str, share: f64) -> bool {
     let mut hasher = blake3::Hasher::new_derive_key("orchestrate repair tasks held out 1");
