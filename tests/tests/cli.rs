@@ -128,7 +128,7 @@ fn a_corrupt_checkpoint_exits_with_3_and_names_the_file() {
 }
 
 #[test]
-fn a_dead_engine_url_exits_with_4() {
+fn docker_a_dead_engine_url_exits_with_4() {
     // Port 9 (discard) is closed on any machine that runs tests.
     fails(&["doctor", "--engine", "http://127.0.0.1:9"], 4, &["http://127.0.0.1:9", "hint:"]);
 }

@@ -41,7 +41,7 @@ class Hyperparameters:
 
     #: Policy loss.
     policy_loss: str
-    #: How the losses of tokens become one number.
+    #: How token losses are aggregated to one number.
     aggregation: str
     #: Constant of `token-sum-norm`, in tokens: usually the longest sequence. Required there.
     loss_norm_tokens: float
@@ -53,7 +53,7 @@ class Hyperparameters:
     clip_high: float
     #: Optimizer steps that one batch is split into.
     mini_steps: int
-    #: Most tokens in one forward and backward pass; gradients accumulate beyond.
+    #: Maximum number of tokens in one forward and backward pass; gradients accumulate over passes.
     micro_batch_tokens: int
     #: AdamW learning rate. A run requires a rate above 0.
     learning_rate: float
@@ -77,7 +77,7 @@ class Hyperparameters:
     dual_clip: float | None = None
     #: Thresholds of `sapo`'s sigmoid for positive and for other advantages.
     sapo_tau: tuple[float, float] = (1.0, 1.05)
-    #: Weight against the mismatch of sampler and trainer.
+    #: Importance weight that corrects the mismatch between engine and trainer.
     importance_correction: str = "none"
     #: Whether the weight is taken over single tokens or whole sequences.
     importance_level: str = "token"
@@ -107,7 +107,7 @@ class Hyperparameters:
     value_rate: float = 10.0
     #: Learning rate of the router predictor, as a multiple of `learning_rate`.
     predictor_rate: float = 100.0
-    #: Most tokens per sequence that the router predictor learns from, evenly spread.
+    #: Maximum number of tokens per sequence that the router predictor learns from, evenly spread.
     predictor_tokens: int = 2048
     #: Optimizer steps over which the learning rate rises: step `k` has `k / warmup_steps` of it.
     warmup_steps: int = 0

@@ -79,7 +79,7 @@ pub enum UsageError {
         name: String,
     },
     /// The output exists, and is not overwritten.
-    #[error("{path} exists already; remove it, or choose another --out")]
+    #[error("{path} already exists; remove it, or choose another --out")]
     OutputExists {
         /// The file or folder.
         path: Utf8PathBuf,
@@ -114,6 +114,21 @@ pub(crate) enum InputError {
         refused: usize,
         /// Ids in `tasks.skip`.
         skipped: usize,
+    },
+    /// Tasks that must not be trained on.
+    #[error(
+        "{unsound} of {checked} tasks are unsound, {flaky} flaky, {broken} could not be checked; list \
+         the ids in tasks.skip"
+    )]
+    UnsoundTasks {
+        /// All tasks.
+        checked: usize,
+        /// Tasks whose gold patch is not rewarded 1, or no patch not 0.
+        unsound: usize,
+        /// Tasks with another verdict the second time.
+        flaky: usize,
+        /// Tasks without a verdict because their sandboxes failed.
+        broken: usize,
     },
     /// A test log that the harness would not grade either.
     #[error("cannot grade {log}")]
@@ -168,6 +183,17 @@ pub(crate) enum BrokenMeasurement {
         episodes: usize,
         /// The run folder.
         folder: Utf8PathBuf,
+    },
+    /// Of a check of tasks.
+    #[error(
+        "{broken} of {checked} tasks could not be checked because their sandboxes failed; repeat the \
+         command with --ids to check only those"
+    )]
+    Verification {
+        /// Tasks without a verdict.
+        broken: usize,
+        /// All tasks.
+        checked: usize,
     },
     /// Of a grading.
     #[error(

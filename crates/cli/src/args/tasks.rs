@@ -13,7 +13,7 @@ pub(crate) struct TasksArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum TasksCommand {
-    /// List the tasks of an environment, or of a task file.
+    /// List the tasks of an environment, or of a task file (`--file`).
     List {
         #[command(flatten)]
         selection: TaskSelection,
@@ -73,7 +73,7 @@ pub(crate) enum TasksCommand {
 /// Selects tasks.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct TaskSelection {
-    /// Environment, or for `verify` a task file.
+    /// Environment; `verify` also takes a task file.
     #[arg(default_value = "micro")]
     pub(crate) environment: String,
     #[command(flatten)]

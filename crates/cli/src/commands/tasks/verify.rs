@@ -2,6 +2,7 @@
 //! scores 0.
 
 use crate::config::Settings;
+use crate::error::{BrokenMeasurement, InputError};
 use crate::grader::Grader;
 use crate::output;
 use crate::progress::Progress;
@@ -84,13 +85,13 @@ pub(super) async fn verify(
         ));
     }
     let count = |kind: &str| lists.get(kind).map_or(0, BTreeMap::len);
-    anyhow::ensure!(
-        sound.len() == tasks.len(),
-        "{} of {done} tasks are unsound, {} flaky, {} could not be checked",
-        count("unsound"),
-        count("flaky"),
-        count("broken")
-    );
+    let (unsound, flaky, broken) = (count("unsound"), count("flaky"), count("broken"));
+    if unsound + flaky > 0 {
+        return Err(InputError::UnsoundTasks { checked: tasks.len(), unsound, flaky, broken }.into());
+    }
+    if broken > 0 {
+        return Err(BrokenMeasurement::Verification { broken, checked: tasks.len() }.into());
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -107,7 +108,8 @@ pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Pat
                 if let Err(error) =
                     write_log_folder(&logs, &format!("round-{round}"), task, &graded)
                 {
-                    output::say(format!("{}: cannot write the test log: {error}", task.id));
+                    let id = printable(&task.id, 120);
+                    output::say(format!("{id}: cannot write the test log: {error}"));
                 }
             }
             Ok::<_, GradeError>(graded.verdict)

@@ -163,7 +163,7 @@ fn every_wrong_field_is_named() {
         (
             choice("weight_versions"),
             json!([{"version": "b-noflush", "start": 0, "end": 3}]),
-            "`b-noflush` is not a number",
+            "`b-noflush` is not a policy version",
         ),
     ] {
         let mut reply = reply();
