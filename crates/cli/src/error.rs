@@ -78,6 +78,20 @@ pub enum UsageError {
         /// Its configuration.
         name: String,
     },
+    /// Not a share of held-out tasks.
+    #[error("--held-out {share} is not a share; it must be at least 0 and below 1")]
+    HeldOutShare {
+        /// As given.
+        share: f64,
+    },
+    /// No tests at this path of a repository.
+    #[error("--tests {path}: no such file or folder in {repo}")]
+    NoTestFile {
+        /// As given.
+        path: String,
+        /// Folder of the repository.
+        repo: Utf8PathBuf,
+    },
     /// The output exists, and is not overwritten.
     #[error("{path} already exists; remove it, or choose another --out")]
     OutputExists {
@@ -114,6 +128,22 @@ pub(crate) enum InputError {
         refused: usize,
         /// Ids in `tasks.skip`.
         skipped: usize,
+    },
+    /// A repository of which no tasks can be made.
+    #[error("{repo}: {why}")]
+    Repository {
+        /// Its folder.
+        repo: Utf8PathBuf,
+        /// What is missing, and the remedy.
+        why: String,
+    },
+    /// The journal of an interrupted `tasks make`.
+    #[error("cannot continue from {file}: {why}")]
+    Journal {
+        /// The journal.
+        file: Utf8PathBuf,
+        /// What is wrong with it, and the remedy.
+        why: String,
     },
     /// Tasks that must not be trained on.
     #[error(

@@ -15,6 +15,7 @@ use orchestrate_rollout::ChatError;
 use orchestrate_sandbox::{SandboxError, SandboxErrorKind};
 use orchestrate_store::StoreError;
 use orchestrate_tasks::load::{LoadError, Refused};
+use orchestrate_tasks::repair::TreeError;
 use std::error::Error;
 use std::io;
 use std::process::ExitCode;
@@ -121,6 +122,7 @@ fn code(error: &anyhow::Error) -> u8 {
             || cause.is::<ChatError>()
             || cause.is::<LoadError>()
             || cause.is::<Refused>()
+            || cause.is::<TreeError>()
     };
     if causes(error).any(is_config) {
         return CONFIG;

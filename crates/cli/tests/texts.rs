@@ -192,7 +192,7 @@ fn output_of_every_exit_status() {
     std::fs::write(path("nothing.jsonl"), "").unwrap();
     let (empty, text, bytes, none, absent) =
         (path("empty"), path("text.txt"), path("bytes.log"), path("nothing.jsonl"), path("absent"));
-    let quickstart = "configs/quickstart.toml";
+    let (quickstart, rows) = ("configs/quickstart.toml", path("rows.jsonl"));
     let cases: &[&[&str]] = &[
         &[],
         &["nonsense"],
@@ -218,6 +218,10 @@ fn output_of_every_exit_status() {
         &["tasks", "import", &none],
         &["tasks", "import", &text],
         &["tasks", "verify", "micro"],
+        &["tasks", "make", &absent, "--out", &rows],
+        &["tasks", "make", &empty, "--out", &rows, "--held-out", "1.5"],
+        &["tasks", "make", &empty, "--out", &rows],
+        &["tasks", "make", &empty, "--out", &text],
         &["grade", "--tasks", &absent, "--instance", "a__b-1", "--log", &bytes],
         &["grade", "--tasks", &none, "--instance", "a__b-1", "--log", &bytes],
         &["grade", "--tasks", &text, "--instance", "a__b-1", "--log", &bytes],

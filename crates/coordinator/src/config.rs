@@ -24,6 +24,8 @@ settings! {
     max_staleness: u32 = 0, at_most(MAX_STALENESS).hint("older samples teach little");
     /// Evaluate before training, after every this many steps, and after the last one. 0 = never.
     eval_every: u32 = 10;
+    /// Evaluate before training. Without it, the gain is counted from the first evaluation that ran.
+    eval_first: bool = true;
     /// Held-out tasks per evaluation.
     eval_tasks: u32 = 100;
     /// Held-out tasks of unseen families per evaluation.
@@ -65,7 +67,8 @@ impl RunSettings {
     /// Whether an evaluation follows global step `step` (0 = before training).
     pub fn evaluates_after(&self, step: u32) -> bool {
         let every = self.eval_every;
-        every > 0 && (step.is_multiple_of(every) || step == self.steps)
+        let due = if step == 0 { self.eval_first } else { step.is_multiple_of(every) };
+        every > 0 && (due || step == self.steps)
     }
 }
 
@@ -166,6 +169,17 @@ mod tests {
         );
         let tasks: TasksSection = toml::from_str("train = 0\nimage = \"\"").unwrap();
         assert_eq!(tasks.check().unwrap_err().len(), 2);
+    }
+
+    #[test]
+    fn evaluations_are_before_at_multiples_and_at_the_end() {
+        let evaluated = |text: &str| {
+            let run = toml::from_str::<RunSection>(text).unwrap().check().unwrap();
+            (0..=run.steps).filter(|step| run.evaluates_after(*step)).collect::<Vec<_>>()
+        };
+        assert_eq!(evaluated("steps = 7\neval_every = 3"), [0, 3, 6, 7]);
+        assert_eq!(evaluated("steps = 7\neval_every = 3\neval_first = false"), [3, 6, 7]);
+        assert_eq!(evaluated("steps = 7\neval_every = 0"), [0; 0]);
     }
 
     #[test]

@@ -15,8 +15,10 @@ use tokio::time::Instant;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Limit on a call that only reads state or accepts a request.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
-/// Initial and longest pause between two status requests for a running step.
+/// Shortest and longest pause between two status requests for a running step. In between, a pause is
+/// 1/`POLL_SHARE` of the time waited, so that a step of any length is noticed about 5 % late at most.
 const POLL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
+const POLL_SHARE: u32 = 20;
 /// Limit on the size of an answer: the log-probs of a large batch as JSON.
 const BODY_LIMIT: usize = 512 << 20;
 /// Maximum number of attempts of one call before its error is returned.
@@ -257,7 +259,7 @@ impl TrainerClient {
     ) -> Result<StepResult, TrainerError> {
         let name = "GET /v1/steps/{step_id}";
         let waited = async {
-            let mut pause = POLL.0;
+            let waiting_since = Instant::now();
             loop {
                 match self.step_status(step_id).await {
                     Ok(status) => {
@@ -269,8 +271,8 @@ impl TrainerClient {
                     Err(error) if error.retry() != Retry::Never => self.warn(step_id, &error),
                     Err(error) => return Err(error),
                 }
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(POLL.1);
+                let pause = waiting_since.elapsed() / POLL_SHARE;
+                tokio::time::sleep(pause.clamp(POLL.0, POLL.1)).await;
             }
         };
         tokio::time::timeout_at(started + deadline, waited)

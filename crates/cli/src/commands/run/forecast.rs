@@ -137,7 +137,9 @@ fn forecast(
     let evaluations = match u64::from(run.eval_every) {
         0 => 0,
         // Before the first step, at each multiple, and after the last step.
-        every => 1 + steps / every + u64::from(!steps.is_multiple_of(every)),
+        every => {
+            u64::from(run.eval_first) + steps / every + u64::from(!steps.is_multiple_of(every))
+        }
     };
     let (held_out, families) = tasks.map_or((u64::MAX, u64::MAX), |(_, parts)| parts);
     let evaluated = u64::from(run.eval_tasks).min(held_out)

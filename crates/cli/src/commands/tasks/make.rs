@@ -2,9 +2,11 @@
 
 mod journal;
 
-use super::verify::{Finding, check};
+use super::NAME_CHARS;
+use super::verify::{Finding, WHY_CHARS, check};
 use crate::args::MakeArgs;
 use crate::config;
+use crate::error::{InputError, OutputError, UsageError};
 use crate::grader::Grader;
 use crate::output;
 use crate::progress::Progress;
@@ -15,8 +17,10 @@ use journal::{Journal, Outcome};
 use orchestrate_tasks::r2e::{R2eRow, write_rows};
 use orchestrate_tasks::repair::{Mutant, Rejection, Repository, TaskGenerator, is_held_out};
 use orchestrate_tasks::verify::Health;
+use orchestrate_tasks::{printable, printable_lines};
 use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
+use std::io;
 use std::process::ExitCode;
 
 /// Number of log lines that are printed if the tests do not run.
@@ -34,14 +38,10 @@ const TOO_MANY_FAILURES: &str = "seen by most tests";
 
 /// Runs the command.
 pub(super) async fn make(args: MakeArgs) -> anyhow::Result<ExitCode> {
-    ensure!(
-        (0.0..1.0).contains(&args.held_out),
-        "--held-out {} is not a share; it must be at least 0 and below 1",
-        args.held_out
-    );
+    ensure!((0.0..1.0).contains(&args.held_out), UsageError::HeldOutShare { share: args.held_out });
     let held_out = (args.held_out > 0.0).then(|| sibling(&args.out, "held_out"));
     for path in [Some(&args.out), held_out.as_ref()].into_iter().flatten() {
-        ensure!(!path.exists(), "{path} already exists; remove it or choose another --out");
+        ensure!(!path.exists(), UsageError::OutputExists { path: path.clone() });
     }
     let mut settings = config::load(&args.source)?.check()?;
     let jobs = match args.jobs {
@@ -56,8 +56,7 @@ pub(super) async fn make(args: MakeArgs) -> anyhow::Result<ExitCode> {
         let inside = |file: &str| file == path || file.starts_with(&format!("{path}/"));
         ensure!(
             repository.files.iter().any(|file| inside(&file.path)),
-            "--tests {path}: no such file or folder in {}",
-            args.repo
+            UsageError::NoTestFile { path: path.to_owned(), repo: args.repo.clone() }
         );
     }
     let mut journal = Journal::open(&sibling(&args.out, "partial"), &args, &repository)?;
@@ -79,7 +78,11 @@ fn finish(
     let total = made.rows.len();
     let rejected: BTreeMap<String, usize> =
         made.rejected.iter().map(|(reason, n)| (describe(reason).to_owned(), *n)).collect();
-    ensure!(total > 0, "none of {} faults became a task: {}", made.tried, listed(&rejected));
+    if total == 0 {
+        let rejected = listed(&rejected);
+        let why = format!("none of {} faults became a task: {rejected}", made.tried);
+        bail!(unusable(args, why));
+    }
     let mut families: BTreeMap<String, usize> = BTreeMap::new();
     let (mut train, mut held) = (Vec::new(), Vec::new());
     for (is_held, row) in made.rows {
@@ -87,9 +90,9 @@ fn finish(
         *families.entry(family.to_owned()).or_default() += 1;
         if is_held { held.push(row) } else { train.push(row) }
     }
-    write_rows(&args.out, &train)?;
+    write(&args.out, &train)?;
     if let Some(path) = held_out {
-        write_rows(path, &held)?;
+        write(path, &held)?;
     }
     journal.remove()?;
     let wanted = args.count as usize;
@@ -177,15 +180,14 @@ impl Maker<'_> {
         journal: &mut Journal,
     ) -> anyhow::Result<Made> {
         for path in &generator.repository().left_out {
+            let path = printable(path, NAME_CHARS);
             output::say(format!("note: skipped {path}, which is not a UTF-8 text file"));
         }
         let left_out = self.record_baseline(&mut generator).await?;
         let order = generator.mutants(self.args.seed);
-        ensure!(
-            !order.is_empty(),
-            "no possible fault found in the functions of {}",
-            self.args.repo
-        );
+        if order.is_empty() {
+            bail!(unusable(self.args, "no possible fault found in its functions".to_owned()));
+        }
         let tests = generator.expected().len();
         output::say(format!("{tests} tests pass, {} possible faults", order.len()));
         let wanted = u64::from(self.args.count);
@@ -227,7 +229,8 @@ impl Maker<'_> {
                 }
                 Outcome::Rejected(why) => *made.rejected.entry(why).or_default() += 1,
                 Outcome::Unverified { id, why } => {
-                    progress.line(&format!("{id}: dropped: {why}"));
+                    let (name, reason) = (printable(&id, NAME_CHARS), printable(&why, WHY_CHARS));
+                    progress.line(&format!("{name}: dropped: {reason}"));
                     *made.rejected.entry(NOT_VERIFIED.to_owned()).or_default() += 1;
                     made.flaky.insert(id, why);
                 }
@@ -253,21 +256,26 @@ impl Maker<'_> {
         let image = &self.args.image;
         let left_out = match generator.record_baseline([&first.log, &second.log], elapsed) {
             Ok(left_out) => left_out,
-            Err(Rejection::NoSummary) => bail!(
-                "the tests of {} do not run in image {image}; choose an --image with Python, pytest and \
-                 everything they import; end of the log:\n{}",
-                self.args.repo,
-                tail(&first.log)
-            ),
-            Err(Rejection::Undetected | Rejection::TooManyFailures { .. }) => bail!(
-                "no test of {} passes in image {image}; choose other --tests or another --image; end of \
-                 the log:\n{}",
-                self.args.repo,
-                tail(&first.log)
-            ),
+            Err(Rejection::NoSummary) => {
+                let why = format!(
+                    "its tests do not run in image {image}; choose an --image with Python, pytest and \
+                     everything they import; end of the log:\n{}",
+                    tail(&first.log)
+                );
+                bail!(unusable(self.args, why));
+            }
+            Err(Rejection::Undetected | Rejection::TooManyFailures { .. }) => {
+                let why = format!(
+                    "no test passes in image {image}; choose other --tests or another --image; end of \
+                     the log:\n{}",
+                    tail(&first.log)
+                );
+                bail!(unusable(self.args, why));
+            }
         };
         if !left_out.is_empty() {
-            let names: Vec<&str> = left_out.iter().take(NAMED).map(String::as_str).collect();
+            let names: Vec<String> =
+                left_out.iter().take(NAMED).map(|name| printable(name, NAME_CHARS)).collect();
             output::say(format!(
                 "note: {} tests are left out because they do not pass reliably: {}{}",
                 left_out.len(),
@@ -276,12 +284,14 @@ impl Maker<'_> {
             ));
         }
         let repeated = self.grader.grade(&generator.baseline_task(), "").await?;
-        ensure!(
-            repeated.verdict.reward > 0.5,
-            "tests of {} gave other results in a third run: {}; choose reliable tests with --tests",
-            self.args.repo,
-            repeated.verdict.differing.join(", ")
-        );
+        if repeated.verdict.reward <= 0.5 {
+            let differing = printable(&repeated.verdict.differing.join(", "), WHY_CHARS);
+            let why = format!(
+                "some tests gave other results in a third run: {differing}; choose reliable tests with \
+                 --tests"
+            );
+            bail!(unusable(self.args, why));
+        }
         Ok(left_out)
     }
 
@@ -317,14 +327,24 @@ impl Maker<'_> {
             Finding::Known(Health::Unsound(why) | Health::Flaky(why)) => {
                 Ok(Outcome::Unverified { id: task.id, why: why.join("; ") })
             }
-            Finding::Broken(why) => bail!("{}: {why}", task.id),
+            Finding::Broken(error) => Err(error.into()),
         }
     }
 }
 
-/// The last [`LOG_LINES`] lines of `log`.
+fn write(file: &Utf8Path, rows: &[R2eRow]) -> Result<(), OutputError> {
+    write_rows(file, rows)
+        .map_err(|error| OutputError { file: file.to_owned(), source: io::Error::other(error) })
+}
+
+fn unusable(args: &MakeArgs, why: String) -> InputError {
+    InputError::Repository { repo: args.repo.clone(), why }
+}
+
+/// The last [`LOG_LINES`] lines of `log`, for a terminal.
 fn tail(log: &[u8]) -> String {
     let text = String::from_utf8_lossy(log);
     let lines: Vec<&str> = text.lines().collect();
-    lines.get(lines.len().saturating_sub(LOG_LINES)..).unwrap_or_default().join("\n")
+    let end = lines.get(lines.len().saturating_sub(LOG_LINES)..).unwrap_or_default();
+    printable_lines(&end.join("\n"))
 }

@@ -1,6 +1,7 @@
 //! `orchestrate tasks verify`: checks twice in sandboxes that the gold patch scores 1 and no patch
 //! scores 0.
 
+use super::NAME_CHARS;
 use crate::config::Settings;
 use crate::error::{BrokenMeasurement, InputError};
 use crate::grader::Grader;
@@ -9,12 +10,15 @@ use crate::progress::Progress;
 use camino::Utf8Path;
 use futures::stream::{self, StreamExt};
 use orchestrate_rollout::{GradeError, GradeLogs, write_log_folder};
+use orchestrate_sandbox::SandboxError;
 use orchestrate_tasks::verify::{Check, Health};
 use orchestrate_tasks::{Task, printable};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
+/// Characters of a reason that are printed.
+pub(super) const WHY_CHARS: usize = 2000;
 /// Number of checks of each task. Two detect most flaky tasks.
 const ROUNDS: usize = 2;
 
@@ -22,7 +26,7 @@ const ROUNDS: usize = 2;
 pub(super) enum Finding {
     Known(Health),
     /// The check failed because of the infrastructure, so nothing is known about the task.
-    Broken(String),
+    Broken(SandboxError),
 }
 
 /// Checks `tasks` and lists those that should not be used. Patches, logs and verdicts are kept in
@@ -57,9 +61,9 @@ pub(super) async fn verify(
             }
             Finding::Known(Health::Unsound(problems)) => ("unsound", problems.join("; ")),
             Finding::Known(Health::Flaky(problems)) => ("flaky", problems.join("; ")),
-            Finding::Broken(why) => ("broken", why),
+            Finding::Broken(error) => ("broken", error.to_string()),
         };
-        let (id, message) = (printable(&task.id, 120), printable(&why, 2000));
+        let (id, message) = (printable(&task.id, NAME_CHARS), printable(&why, WHY_CHARS));
         progress.line(&format!("{id}: {kind}: {message}"));
         lists.entry(kind).or_default().insert(&task.id, why);
         progress.update(done, total, format!("{} sound", sound.len()));
@@ -87,7 +91,9 @@ pub(super) async fn verify(
     let count = |kind: &str| lists.get(kind).map_or(0, BTreeMap::len);
     let (unsound, flaky, broken) = (count("unsound"), count("flaky"), count("broken"));
     if unsound + flaky > 0 {
-        return Err(InputError::UnsoundTasks { checked: tasks.len(), unsound, flaky, broken }.into());
+        return Err(
+            InputError::UnsoundTasks { checked: tasks.len(), unsound, flaky, broken }.into()
+        );
     }
     if broken > 0 {
         return Err(BrokenMeasurement::Verification { broken, checked: tasks.len() }.into());
@@ -108,7 +114,7 @@ pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Pat
                 if let Err(error) =
                     write_log_folder(&logs, &format!("round-{round}"), task, &graded)
                 {
-                    let id = printable(&task.id, 120);
+                    let id = printable(&task.id, NAME_CHARS);
                     output::say(format!("{id}: cannot write the test log: {error}"));
                 }
             }
@@ -127,7 +133,7 @@ pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Pat
             ) => {
                 return Finding::Known(Health::Unsound(vec![format!("gold: {error}")]));
             }
-            Err(GradeError::Sandbox(error)) => return Finding::Broken(error.to_string()),
+            Err(GradeError::Sandbox(error)) => return Finding::Broken(error),
         }
     }
     Finding::Known(Health::of(&rounds))

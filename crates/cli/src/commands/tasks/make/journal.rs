@@ -4,14 +4,14 @@
 //! left incomplete is ignored.
 
 use crate::args::MakeArgs;
-use anyhow::{Context, ensure};
+use crate::error::{InputError, OutputError};
 use camino::{Utf8Path, Utf8PathBuf};
-use fs_err::{File, OpenOptions};
 use orchestrate_tasks::r2e::R2eRow;
 use orchestrate_tasks::repair::Repository;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::io::Write as _;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write as _};
 
 /// Outcome of one fault.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -67,29 +67,37 @@ impl Journal {
         repository: &Repository,
     ) -> anyhow::Result<Self> {
         let made_from = digest(args, repository);
-        let text = if path.exists() { fs_err::read_to_string(path)? } else { String::new() };
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
+            Err(source) => {
+                return Err(InputError::Unreadable { file: path.to_owned(), source }.into());
+            }
+        };
         // Text after the last line feed is a line that a crash left incomplete.
         let complete = text.rfind('\n').map_or(0, |end| end + 1);
         let mut lines = text.get(..complete).unwrap_or_default().lines();
         let mut known = BTreeMap::new();
         if let Some(header) = lines.next() {
-            let header: Header =
-                serde_json::from_str(header).with_context(|| format!("{path} is not a journal"))?;
-            ensure!(
-                header.made_from == made_from,
-                "{path} was started from another repository or with other options; remove it to start \
-                 again, or repeat the original command"
-            );
+            let header: Header = serde_json::from_str(header)
+                .map_err(|error| unusable(path, format!("it is not a journal: {error}")))?;
+            if header.made_from != made_from {
+                let why = "it was started from another repository or with other options; remove it to \
+                           start again, or repeat the original command";
+                return Err(unusable(path, why.to_owned()).into());
+            }
             for line in lines {
-                let Line { n, outcome } = serde_json::from_str(line)
-                    .with_context(|| format!("{path} is damaged; remove it to start again"))?;
+                let Line { n, outcome } = serde_json::from_str(line).map_err(|error| {
+                    unusable(path, format!("it is damaged; remove it to start again: {error}"))
+                })?;
                 known.insert(n, outcome);
             }
         }
-        let mut file = OpenOptions::new().create(true).append(true).open(path)?;
-        file.set_len(complete as u64)?;
+        let failed = |source| OutputError { file: path.to_owned(), source };
+        let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;
+        file.set_len(complete as u64).map_err(failed)?;
         if complete == 0 {
-            write(&mut file, &Header { made_from })?;
+            write(&mut file, &Header { made_from }).map_err(failed)?;
         }
         Ok(Self { path: path.to_owned(), file, known })
     }
@@ -104,19 +112,28 @@ impl Journal {
         if self.known.contains_key(&n) {
             return Ok(());
         }
-        write(&mut self.file, &Line { n, outcome: outcome.clone() })
+        let line = Line { n, outcome: outcome.clone() };
+        Ok(write(&mut self.file, &line).map_err(|source| self.failed(source))?)
     }
 
     /// Removes the file, once the rows are in their own files.
     pub(super) fn remove(self) -> anyhow::Result<()> {
-        Ok(fs_err::remove_file(&self.path)?)
+        Ok(std::fs::remove_file(&self.path).map_err(|source| self.failed(source))?)
+    }
+
+    fn failed(&self, source: io::Error) -> OutputError {
+        OutputError { file: self.path.clone(), source }
     }
 }
 
-fn write(file: &mut File, line: &impl Serialize) -> anyhow::Result<()> {
+fn unusable(path: &Utf8Path, why: String) -> InputError {
+    InputError::Journal { file: path.to_owned(), why }
+}
+
+fn write(file: &mut File, line: &impl Serialize) -> io::Result<()> {
     let mut text = serde_json::to_vec(line)?;
     text.push(b'\n');
-    Ok(file.write_all(&text)?)
+    file.write_all(&text)
 }
 
 /// Digest of everything that determines the outcomes: version, image, seed, tests and repository.
