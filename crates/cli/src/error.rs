@@ -142,7 +142,7 @@ pub(crate) enum InputError {
     Journal {
         /// The journal.
         file: Utf8PathBuf,
-        /// What is wrong with it, and the remedy.
+        /// The problem, and the remedy.
         why: String,
     },
     /// Tasks that must not be trained on.
