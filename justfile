@@ -11,6 +11,10 @@ check:
     ./scripts/lint-language
     cargo nextest run --workspace --locked -E 'not (test(/(^|::)docker_/) or binary(/^docker_/))'
 
+# Rewrite generated files (schema, settings, metrics and commands pages, Python tables) and recorded texts.
+regenerate:
+    ORCHESTRATE_REGENERATE=1 INSTA_UPDATE=always cargo nextest run --locked -p orchestrate-cli -p orchestrate-metrics -p orchestrate-handoff
+
 # Format the Rust code.
 fmt:
     cargo fmt --all

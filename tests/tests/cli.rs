@@ -148,12 +148,14 @@ fn a_missing_docker_daemon_exits_with_5() {
 }
 
 #[test]
-fn missing_journal_exits_with_6() {
+fn folder_without_a_run_exits_with_2() {
     let folder = tempfile::tempdir().unwrap();
-    fails(&["run", "--resume", "--run-dir", folder.path().to_str().unwrap()], 6, &["--run-dir"]);
-    fails(&["show", folder.path().to_str().unwrap()], 6, &["orchestrate.db"]);
-    fails(&["analyze", folder.path().to_str().unwrap()], 6, &["orchestrate.db"]);
-    fails(&["compare", "--runs", folder.path().to_str().unwrap()], 6, &["orchestrate.db"]);
+    let path = folder.path().to_str().unwrap();
+    for command in
+        [&["run", "--resume", "--run-dir"][..], &["show"], &["analyze"], &["compare", "--runs"]]
+    {
+        fails(&[command, &[path]].concat(), 2, &["not a run folder", "orchestrate.db"]);
+    }
 }
 
 /// The rule: an argument that names nothing exits with 2, an invalid input file with 3.

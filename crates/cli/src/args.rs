@@ -11,6 +11,7 @@ use camino::Utf8PathBuf;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use orchestrate_tasks::swe::Harness;
+use std::num::{NonZeroU16, NonZeroU32};
 use std::process::ExitCode;
 
 /// Reinforcement learning of Mixture-of-Experts coding agents with Rollout Routing Replay.
@@ -419,11 +420,11 @@ pub(crate) struct ServeEngineArgs {
     #[arg(long, default_value = "q8_0")]
     pub(crate) weight_format: String,
     /// Maximum number of requests decoded in one batch.
-    #[arg(long, default_value_t = 32)]
-    pub(crate) max_running: usize,
+    #[arg(long, default_value = "32")]
+    pub(crate) max_running: NonZeroU16,
     /// Capacity of the prefix cache, in tokens.
-    #[arg(long, default_value_t = 65_536)]
-    pub(crate) cache_tokens: usize,
+    #[arg(long, default_value = "65536")]
+    pub(crate) cache_tokens: NonZeroU32,
     /// Version name of the initial weights.
     #[arg(long, default_value = "0")]
     pub(crate) weight_version: String,

@@ -21,6 +21,7 @@ use orchestrate_types::{ConfigProblem, Found};
 use schemars::{JsonSchema, Schema};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::io::Read as _;
 
 /// Errors in the configuration. Exit code 3.
 #[derive(Debug)]
@@ -164,7 +165,7 @@ fn without_defaults(schema: &mut Schema) {
 pub(crate) fn load(source: &ConfigSource) -> Result<Sections, ConfigError> {
     let mut layers = Layers::of::<Sections>();
     for file in &source.files {
-        match std::fs::read_to_string(file) {
+        match read_limited(file) {
             Ok(text) => layers.add_file(file.as_str(), &text),
             Err(error) => layers.add_unreadable(file.as_str(), &error),
         }
@@ -173,6 +174,18 @@ pub(crate) fn load(source: &ConfigSource) -> Result<Sections, ConfigError> {
         layers.add_assignment(assignment);
     }
     merged(layers)
+}
+
+/// Bytes of a configuration file.
+const FILE_LIMIT: u64 = 16 << 20;
+
+fn read_limited(file: &Utf8Path) -> std::io::Result<String> {
+    let mut text = String::new();
+    let read = std::fs::File::open(file)?.take(FILE_LIMIT + 1).read_to_string(&mut text)?;
+    if read as u64 > FILE_LIMIT {
+        return Err(std::io::Error::other("it has more than 16 MiB, too many for settings"));
+    }
+    Ok(text)
 }
 
 /// Reads the plan that a run stored, by this version or an older one.
@@ -250,9 +263,16 @@ impl Sections {
     pub(crate) fn annotated(&self) -> Result<String, toml::ser::Error> {
         let mut section = String::new();
         let mut text = String::new();
+        let mut in_string = false;
         for line in toml::to_string(self)?.lines() {
             text.push_str(line);
-            if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+            let delimiters = line.matches("\"\"\"").count() + line.matches("'''").count();
+            if in_string || !delimiters.is_multiple_of(2) {
+                // Part of a string of several lines, where a comment would be part of the value.
+                in_string ^= !delimiters.is_multiple_of(2);
+            } else if let Some(name) =
+                line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'))
+            {
                 name.clone_into(&mut section);
             } else if let Some((key, _)) = line.split_once(" = ")
                 && let Some(origin) = self.origins.of(&format!("{section}.{key}"))

@@ -92,6 +92,24 @@ pub enum UsageError {
         /// Folder of the repository.
         repo: Utf8PathBuf,
     },
+    /// The output would replace a file of the run.
+    #[error("{path} is inside the run folder and not a page; choose an --out that ends in .html")]
+    RunFile {
+        /// The output.
+        path: Utf8PathBuf,
+    },
+    /// The output is one of the inputs.
+    #[error("{path} is an input of this command and would be overwritten; choose another file")]
+    OutputIsInput {
+        /// The file.
+        path: Utf8PathBuf,
+    },
+    /// Not a path.
+    #[error("`{path}` is not a path of a file or folder in UTF-8")]
+    NotAPath {
+        /// As given.
+        path: String,
+    },
     /// The output exists, and is not overwritten.
     #[error("{path} already exists; remove it, or choose another --out")]
     OutputExists {
@@ -196,6 +214,15 @@ pub(crate) struct OutputError {
     pub(crate) file: Utf8PathBuf,
     /// The system's reason.
     pub(crate) source: io::Error,
+}
+
+impl OutputError {
+    /// Data did not reach standard output.
+    pub(crate) fn stdout(error: &io::Error) -> Self {
+        let source =
+            error.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error);
+        Self { file: "standard output".into(), source }
+    }
 }
 
 /// Too much of a measurement is broken by the infrastructure to be one. Exit code 5.

@@ -1,7 +1,8 @@
 //! The one place that prints. Data goes to standard output, everything else to standard error.
 
 use crate::args::LogArgs;
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
+use std::sync::OnceLock;
 use tracing_subscriber::EnvFilter;
 
 /// Starts logging to standard error.
@@ -20,9 +21,23 @@ pub fn init_logging(args: &LogArgs) {
         .init();
 }
 
+/// The first error of writing to standard output.
+static DATA_LOST: OnceLock<io::Error> = OnceLock::new();
+
 /// Prints a line of data to standard output. A closed pipe is not an error: the reader needs no more.
+/// Any other error is kept for [`lost`].
 pub fn data(line: impl std::fmt::Display) {
-    let _ = writeln!(std::io::stdout().lock(), "{line}");
+    let mut out = std::io::stdout().lock();
+    if let Err(error) = writeln!(out, "{line}").and_then(|()| out.flush())
+        && error.kind() != io::ErrorKind::BrokenPipe
+    {
+        let _ = DATA_LOST.set(error);
+    }
+}
+
+/// Why some data did not reach standard output; `None` if all of it did.
+pub fn lost() -> Option<&'static io::Error> {
+    DATA_LOST.get()
 }
 
 /// Prints a line to standard error, for the person at the terminal.

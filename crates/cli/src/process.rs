@@ -1,6 +1,7 @@
 //! Settings of the operating system and the allocator that a program makes when it starts.
 
-use crate::exit;
+use crate::error::OutputError;
+use crate::{exit, output};
 use rustix::io::fcntl_dupfd_cloexec;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::process::ExitCode;
@@ -43,6 +44,10 @@ pub fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> Exit
     let result = runtime.block_on(Box::pin(command));
     // Engine and trainer threads may still be in a blocking task, and nothing waits for it.
     runtime.shutdown_timeout(SHUTDOWN);
+    let result = match output::lost() {
+        Some(error) => result.and(Err(OutputError::stdout(error).into())),
+        None => result,
+    };
     match result {
         Ok(code) => code,
         Err(error) => exit::report(&error),

@@ -7,9 +7,12 @@ use anyhow::Context;
 use camino::Utf8Path;
 use orchestrate_coordinator::RunError;
 use orchestrate_engine::{EngineKind, EngineSettings};
-use orchestrate_store::{JOURNAL_FILE, NewRun, Store};
+use orchestrate_store::{JOURNAL_FILE, NewRun, Store, check_new};
 use orchestrate_tasks::load;
 use orchestrate_types::{ConfigProblem, RunId};
+use std::fs::Permissions;
+use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
 
 /// The recorded plan inside a run folder.
 pub(crate) const PLAN_FILE: &str = "plan.toml";
@@ -24,6 +27,7 @@ pub(crate) async fn create(folder: &Utf8Path, raw: &Sections) -> anyhow::Result<
     wiring::shape(&settings.engine, &settings.engine.model)?;
     let plan = toml::to_string(&raw).context("failed to write the plan as TOML")?;
     let new = NewRun { run: RunId::generate(), plan_digest: digest(&plan) };
+    check_new(folder)?;
     // The plan is written first, so that every journal has one; a plan alone is not a run yet.
     if !folder.join(JOURNAL_FILE).exists() {
         write_whole(&folder.join(PLAN_FILE), &plan)?;
@@ -92,14 +96,24 @@ fn digest(plan: &str) -> String {
     blake3::hash(plan.as_bytes()).to_hex().to_string()
 }
 
-/// Writes a file atomically, and creates missing parent folders.
+/// Writes a file atomically, and creates missing parent folders. A link is followed; a device or a
+/// pipe is written to, not replaced.
 pub(crate) fn write_whole(path: &Utf8Path, text: &str) -> Result<(), RunError> {
     let write = || {
-        fs_err::create_dir_all(path.parent().unwrap_or(path))?;
-        let temporary = path.with_extension("tmp");
-        fs_err::write(&temporary, text)?;
-        fs_err::File::open(&temporary)?.sync_all()?;
-        fs_err::rename(&temporary, path)
+        let target = path.canonicalize_utf8().unwrap_or_else(|_| path.to_owned());
+        if target.metadata().is_ok_and(|meta| !meta.is_file() && !meta.is_dir()) {
+            return fs_err::write(&target, text);
+        }
+        let folder = target.parent().unwrap_or(&target);
+        fs_err::create_dir_all(folder)?;
+        // Removed on an error.
+        let mut file = tempfile::Builder::new()
+            .permissions(Permissions::from_mode(0o666))
+            .tempfile_in(folder)?;
+        file.write_all(text.as_bytes())?;
+        file.as_file().sync_all()?;
+        file.persist(&target).map_err(|error| error.error)?;
+        Ok(())
     };
     write().map_err(|source| RunError::File { path: path.to_owned(), source })
 }

@@ -3,6 +3,7 @@
 
 use crate::args::ConfigSource;
 use crate::config::{self, Settings};
+use crate::error::UsageError;
 use crate::{images, output, task_source};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -410,9 +411,8 @@ pub(crate) fn servers() -> Servers {
 }
 
 /// The absolute path of a folder: the engine and the trainer may have another working directory.
-pub(crate) fn absolute(folder: &Utf8Path) -> anyhow::Result<Utf8PathBuf> {
-    let path =
-        std::path::absolute(folder).with_context(|| format!("failed to resolve {folder}"))?;
-    Utf8PathBuf::from_path_buf(path)
-        .map_err(|path| anyhow::anyhow!("path {} is not valid UTF-8", path.display()))
+pub(crate) fn absolute(folder: &Utf8Path) -> Result<Utf8PathBuf, UsageError> {
+    let not_a_path = |path: String| UsageError::NotAPath { path };
+    let path = std::path::absolute(folder).map_err(|_| not_a_path(folder.to_string()))?;
+    Utf8PathBuf::from_path_buf(path).map_err(|path| not_a_path(path.display().to_string()))
 }

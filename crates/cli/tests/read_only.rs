@@ -117,3 +117,41 @@ async fn killed_run_in_a_read_only_folder_can_be_shown_analyzed_and_compared() {
     assert!(error.to_string().contains("copy the folder"), "{error}");
     drop(store);
 }
+
+#[tokio::test]
+async fn page_replaces_neither_files_of_the_run_nor_links_nor_devices() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let run = Utf8PathBuf::from(path("run"));
+    drop(run_folder(&run).await);
+    let analyze = |out: &str| orchestrate(&["analyze", run.as_str(), "--out", out]);
+
+    let journal = std::fs::read(run.join(JOURNAL_FILE)).unwrap();
+    let refused = analyze(run.join(JOURNAL_FILE).as_str());
+    assert_eq!(refused.status.code(), Some(2), "{}", String::from_utf8_lossy(&refused.stderr));
+    assert_eq!(std::fs::read(run.join(JOURNAL_FILE)).unwrap(), journal);
+    assert_eq!(analyze("").status.code(), Some(2));
+
+    std::fs::write(path("page.tmp"), "precious").unwrap();
+    assert!(analyze(&path("page.html")).status.success());
+    assert_eq!(std::fs::read_to_string(path("page.tmp")).unwrap(), "precious");
+
+    std::os::unix::fs::symlink(path("page.html"), path("link.html")).unwrap();
+    std::fs::write(path("page.html"), "").unwrap();
+    assert!(analyze(&path("link.html")).status.success());
+    assert!(std::fs::symlink_metadata(path("link.html")).unwrap().is_symlink());
+    assert!(!std::fs::read_to_string(path("page.html")).unwrap().is_empty());
+
+    std::fs::create_dir(path("folder")).unwrap();
+    assert_eq!(analyze(&path("folder")).status.code(), Some(6));
+    let before = files(&Utf8PathBuf::from(path("")));
+    assert_eq!(before, ["folder", "link.html", "page.html", "page.tmp", "run"]);
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let shown = Command::new(env!("CARGO_BIN_EXE_orchestrate"))
+        .args(["config", "show"])
+        .stdout(full)
+        .output()
+        .unwrap();
+    assert_eq!(shown.status.code(), Some(6), "{}", String::from_utf8_lossy(&shown.stderr));
+    assert!(std::fs::metadata("/dev/full").is_ok_and(|meta| !meta.is_file()));
+}

@@ -72,6 +72,9 @@ impl RunSettings {
     }
 }
 
+/// Tasks are generated before a run starts, and kept in memory.
+const MAX_GENERATED: u32 = 1_000_000;
+
 settings! {
     /// Which tasks are trained on and evaluated.
     #[derive(Eq)]
@@ -86,15 +89,15 @@ settings! {
     /// Rows to evaluate on, in the order of the file.
     held_out_file: Option<String> = None, not_blank(FILE);
     /// Generated tasks to train on in addition to those of `file`.
-    mix: u32 = 0;
+    mix: u32 = 0, at_most(MAX_GENERATED);
     /// Ids of rows to leave out, such as those that `orchestrate tasks verify` found unsound.
     skip: Vec<String> = Vec::new();
     /// Training tasks.
     train: Option<u32> = (file.is_none() && held_out_file.is_none()).then_some(1000)
-        => "`1000`; of a file all", at_least(1);
+        => "`1000`; of a file all", between(1, MAX_GENERATED);
     /// Held-out tasks of each held-out part.
     held_out: Option<u32> = (file.is_none() && held_out_file.is_none()).then_some(200)
-        => "`200`; of a file all";
+        => "`200`; of a file all", at_most(MAX_GENERATED);
     /// Seed of generated tasks.
     seed: u64 = 0;
     /// Container image of tasks that do not name one.

@@ -58,6 +58,11 @@ pub struct Layers {
     problems: Vec<ConfigProblem>,
 }
 
+/// Syntax errors of one layer that are reported; more follow from the first ones.
+const SYNTAX_ERRORS: usize = 20;
+/// Characters of a line that are quoted.
+const EXCERPT: usize = 160;
+
 impl Layers {
     /// A configuration of type `T` without any layer yet.
     pub fn of<T: JsonSchema>() -> Self {
@@ -71,8 +76,9 @@ impl Layers {
 
     /// Adds a file, which is called `name` in messages.
     pub fn add_file(&mut self, name: &str, text: &str) {
+        let starts = line_starts(text);
         let place = |span: Range<usize>| {
-            let (line, column) = position(text, span.start);
+            let (line, column) = position(text, &starts, span.start);
             format!("{name}:{line}:{column}")
         };
         self.add(text, &place);
@@ -122,11 +128,12 @@ impl Layers {
         };
         let fitting = reader.table(table.get_ref());
         let mut problems = reader.problems;
-        for error in errors {
+        let line_starts = line_starts(text);
+        for error in errors.into_iter().take(SYNTAX_ERRORS) {
             let span = error.span().unwrap_or(0..0);
             let problem = ConfigProblem {
                 key: String::new(),
-                found: Found::Unreadable(excerpt(text, &span)),
+                found: Found::Unreadable(excerpt(text, &line_starts, &span)),
                 remedy: format!("not valid TOML: {}", error.message()),
                 origin: Some(place(span.clone())),
             };
@@ -153,11 +160,23 @@ fn assignment_as_toml(assignment: &str) -> Option<String> {
     let (key, value) = assignment.split_once('=')?;
     let (key, value) = (key.trim(), value.trim());
     let valid = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    if key.is_empty() || !key.chars().all(valid) {
+    if key.split('.').any(str::is_empty) || !key.chars().all(valid) {
         return None;
     }
     let literal = format!("{key} = {value}");
-    if toml::from_str::<Table>(&literal).is_ok() {
+    // A line feed in the value may start a second assignment.
+    let assigns_once = |table: Table| {
+        let mut inner = Value::Table(table);
+        key.split('.').all(|part| {
+            let Value::Table(mut table) = std::mem::replace(&mut inner, Value::Boolean(true))
+            else {
+                return false;
+            };
+            inner = table.remove(part).unwrap_or(Value::Boolean(true));
+            table.is_empty()
+        })
+    };
+    if toml::from_str::<Table>(&literal).is_ok_and(assigns_once) {
         return Some(literal);
     }
     Some(format!("{key} = {}", Value::String(value.to_owned())))
@@ -174,22 +193,29 @@ fn merge(into: &mut Table, from: Table) {
     }
 }
 
-/// Line and column of the byte at offset `at`, both from 1; the column counts characters.
-fn position(text: &str, at: usize) -> (usize, usize) {
-    let before = text.get(..at).unwrap_or(text);
-    let line = before.matches('\n').count() + 1;
-    let column = before.rsplit('\n').next().unwrap_or_default().chars().count() + 1;
-    (line, column)
+/// Offsets in bytes at which the lines of `text` start.
+fn line_starts(text: &str) -> Vec<usize> {
+    std::iter::once(0).chain(text.match_indices('\n').map(|(at, _)| at + 1)).collect()
 }
 
-/// The line of a span, with a marker below it.
-fn excerpt(text: &str, span: &Range<usize>) -> String {
-    let (line, column) = position(text, span.start);
-    let content = text.lines().nth(line - 1).unwrap_or_default();
-    let left = content.chars().count().saturating_sub(column - 1);
+/// Line and column of the byte at offset `at`, both from 1; the column counts characters.
+fn position(text: &str, starts: &[usize], at: usize) -> (usize, usize) {
+    let line = starts.partition_point(|start| *start <= at).max(1);
+    let start = starts.get(line - 1).copied().unwrap_or(0);
+    (line, text.get(start..at).unwrap_or_default().chars().count() + 1)
+}
+
+/// The part of a span's line around its start, with a marker below it.
+fn excerpt(text: &str, starts: &[usize], span: &Range<usize>) -> String {
+    let (line, column) = position(text, starts, span.start);
+    let start = starts.get(line - 1).copied().unwrap_or(0);
+    let content = text.get(start..).and_then(|rest| rest.lines().next()).unwrap_or_default();
+    let skipped = (column - 1).saturating_sub(EXCERPT / 2);
+    let shown: String = content.chars().skip(skipped).take(EXCERPT).collect();
+    let left = shown.chars().count().saturating_sub(column - 1 - skipped);
     let length = span.len().min(left).max(1);
-    let (gutter, indent) = (format!("{line:>5} | "), " ".repeat(column - 1));
-    format!("{gutter}{content}\n{} | {indent}{}", " ".repeat(5), "^".repeat(length))
+    let (gutter, indent) = (format!("{line:>5} | "), " ".repeat(column - 1 - skipped));
+    format!("{gutter}{shown}\n{} | {indent}{}", " ".repeat(5), "^".repeat(length))
 }
 
 #[cfg(test)]
@@ -276,6 +302,37 @@ mod tests {
             let expected = format!("--set {bad}: must be KEY=VALUE, like rollout.group_size=8");
             assert_eq!(problems, [expected]);
         }
+    }
+
+    #[test]
+    fn an_assignment_assigns_one_key() {
+        let (whole, _, problems) = read(&[], &["first.text=a\nfirst.number=3"]);
+        assert_eq!(problems, [] as [&str; 0]);
+        assert_eq!(whole.first.text.as_deref(), Some("a\nfirst.number=3"));
+        for wrong in [".first.number=3", "first..number=3", "first.=3", "=3"] {
+            let (_, _, problems) = read(&[], &[wrong]);
+            assert_eq!(problems.len(), 1, "{wrong}: {problems:?}");
+            assert!(problems[0].contains("must be KEY=VALUE"), "{problems:?}");
+        }
+    }
+
+    #[test]
+    fn files_full_of_errors_have_short_reports() {
+        let keys = |n: usize| (0..n).map(|i| format!("key{i} = 1\n")).collect::<String>();
+        let (_, _, problems) = read(&[("a.toml", &format!("[first]\n{}", keys(2000)))], &[]);
+        assert_eq!(problems.len(), 2000);
+        let junk = "= \u{0} ".repeat(50_000);
+        let (_, _, problems) = read(&[("junk.toml", &junk)], &[]);
+        assert!(problems.len() <= SYNTAX_ERRORS + 1, "{}", problems.len());
+        assert!(problems.iter().all(|problem| problem.len() < 1000), "{problems:?}");
+    }
+
+    #[test]
+    fn durations_out_of_range_are_problems_with_a_place() {
+        let file = [("a.toml", "[first]\ntime = 1e20\nnumber = 0\n")];
+        let (_, _, problems) = read(&file, &[]);
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        assert!(problems[0].starts_with("a.toml:2:8: first.time"), "{problems:?}");
     }
 
     #[test]

@@ -5,6 +5,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value as Json};
 use std::fmt::Display;
 use std::ops::Range;
+use std::time::Duration;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 use toml::{Spanned, Table, Value};
 
@@ -174,7 +175,8 @@ impl Reader<'_> {
 
 /// The name most similar to `text`, if one is similar enough to suggest it.
 fn closest<'a>(text: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let scored = names.map(|name| (strsim::jaro_winkler(text, name), name));
+    let text = text.to_lowercase();
+    let scored = names.map(|name| (strsim::jaro_winkler(&text, name), name));
     let best = scored.max_by(|(a, _), (b, _)| a.total_cmp(b))?;
     (best.0 > 0.88).then_some(best.1)
 }
@@ -225,7 +227,7 @@ fn fits(value: &Value, shape: &Shape<'_>) -> bool {
         (Shape::Duration, Value::String(text)) => text.parse::<HumanDuration>().is_ok(),
         (Shape::Size, Value::String(text)) => text.parse::<ByteSize>().is_ok(),
         (Shape::Duration | Shape::Size, Value::Integer(number)) => *number >= 0,
-        (Shape::Duration, Value::Float(seconds)) => *seconds >= 0.0 && seconds.is_finite(),
+        (Shape::Duration, Value::Float(seconds)) => Duration::try_from_secs_f64(*seconds).is_ok(),
         (Shape::Whole(limits), Value::Integer(number)) => out_of_type(*number, limits).is_none(),
         (Shape::Number, value) => is_number(value),
         (Shape::Text, Value::String(_)) | (Shape::Flag, Value::Boolean(_)) => true,

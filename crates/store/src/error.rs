@@ -25,10 +25,20 @@ pub enum StoreError {
         journal: Utf8PathBuf,
     },
     /// The run folder has no journal.
-    #[error("{journal} does not exist (check --run-dir, or start a new run without --resume)")]
+    #[error("{folder} is not a run folder: it has no {}", crate::JOURNAL_FILE)]
     Missing {
-        /// Path of the journal.
-        journal: Utf8PathBuf,
+        /// The folder.
+        folder: Utf8PathBuf,
+    },
+    /// The folder holds a run whose journal is gone.
+    #[error(
+        "{folder} holds files of a run, but no {}: restore it from a copy, or choose another folder; \
+         nothing was changed",
+        crate::JOURNAL_FILE
+    )]
+    JournalLost {
+        /// The folder.
+        folder: Utf8PathBuf,
     },
     /// The journal was not closed cleanly and cannot be recovered in a read-only folder.
     #[error(

@@ -35,4 +35,4 @@ pub use rows::{
     GroupState, StepRow, StepState, VersionRow,
 };
 pub use steps::BatchMember;
-pub use store::{NewRun, Store};
+pub use store::{NewRun, Store, check_new};

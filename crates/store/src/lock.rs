@@ -17,6 +17,18 @@ pub(crate) struct RunLock {
     epoch_before: i64,
 }
 
+/// The highest epoch that the lock file in `folder` records; 0 if there is none.
+pub(crate) fn recorded_epoch(folder: &Utf8Path) -> i64 {
+    epoch(&fs_err::read_to_string(folder.join(LOCK_FILE)).unwrap_or_default())
+}
+
+fn epoch(text: &str) -> i64 {
+    text.lines()
+        .find_map(|line| line.strip_prefix("epoch "))
+        .and_then(|n| n.trim().parse().ok())
+        .unwrap_or(0)
+}
+
 impl RunLock {
     /// Takes the lock, or fails immediately with [`StoreError::Locked`].
     pub(crate) fn take(folder: &Utf8Path) -> Result<Self, StoreError> {
@@ -41,11 +53,7 @@ impl RunLock {
             }
             Err(TryLockError::Error(e)) => return Err(io(e)),
         }
-        let epoch_before = text
-            .lines()
-            .find_map(|line| line.strip_prefix("epoch "))
-            .and_then(|n| n.trim().parse().ok())
-            .unwrap_or(0);
+        let epoch_before = epoch(&text);
         let mut lock = Self { file, path, epoch_before };
         lock.write(epoch_before)?;
         Ok(lock)

@@ -62,7 +62,7 @@ impl Reader {
     pub async fn open(folder: &Utf8Path) -> Result<Self, StoreError> {
         let journal = folder.join(JOURNAL_FILE);
         if !journal.exists() {
-            return Err(StoreError::Missing { journal });
+            return Err(StoreError::Missing { folder: folder.to_owned() });
         }
         let pool = db::readers(&journal).await?;
         Ok(Self { journal, pool, blobs: Arc::new(Blobs::new(folder)) })

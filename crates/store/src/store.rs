@@ -5,7 +5,7 @@ use crate::db::{self, JOURNAL_FILE, Write};
 use crate::error::StoreError;
 #[cfg(feature = "failpoints")]
 use crate::failpoint::Failpoint;
-use crate::lock::RunLock;
+use crate::lock::{self, RunLock};
 use crate::read::Reader;
 use crate::sql;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -36,6 +36,25 @@ pub struct Store {
     failpoint: Option<Arc<dyn Failpoint>>,
 }
 
+/// Folders of a run that have entries once it has started.
+const RUN_FOLDERS: [&str; 3] = ["batches", "blobs", "checkpoints"];
+
+/// Checks that `folder` does not hold a run whose journal is gone: a new journal beside its files would
+/// hide that they belong to another run.
+///
+/// # Errors
+/// [`StoreError::JournalLost`].
+pub fn check_new(folder: &Utf8Path) -> Result<(), StoreError> {
+    let has_entries = |name: &str| {
+        std::fs::read_dir(folder.join(name)).is_ok_and(|mut entries| entries.next().is_some())
+    };
+    let started = lock::recorded_epoch(folder) > 0 || RUN_FOLDERS.into_iter().any(has_entries);
+    if started && !folder.join(JOURNAL_FILE).exists() {
+        return Err(StoreError::JournalLost { folder: folder.to_owned() });
+    }
+    Ok(())
+}
+
 impl Store {
     /// Creates the journal of a new run in `folder`, which is created if absent, and starts its first
     /// epoch.
@@ -44,6 +63,7 @@ impl Store {
     /// [`StoreError::Exists`] if the folder already has a journal, [`StoreError::Locked`] if another
     /// process uses the folder, and any file or database error.
     pub async fn create(folder: &Utf8Path, new: &NewRun) -> Result<Self, StoreError> {
+        check_new(folder)?;
         fs_err::create_dir_all(folder).map_err(|e| StoreError::from_io(folder, e))?;
         let lock = RunLock::take(folder)?;
         let journal = folder.join(JOURNAL_FILE);
@@ -75,7 +95,7 @@ impl Store {
     pub async fn open(folder: &Utf8Path) -> Result<Self, StoreError> {
         let journal = folder.join(JOURNAL_FILE);
         if !journal.exists() {
-            return Err(StoreError::Missing { journal });
+            return Err(StoreError::Missing { folder: folder.to_owned() });
         }
         let lock = RunLock::take(folder)?;
         let pool = db::writer(&journal, false).await?;

@@ -191,6 +191,21 @@ async fn creating_an_existing_and_opening_a_missing_journal_fail() {
 }
 
 #[tokio::test]
+async fn run_whose_journal_is_gone_is_not_begun_again() {
+    let (_temp, path) = folder();
+    drop(create(&path).await);
+    let moved = path.join("elsewhere");
+    std::fs::rename(path.join(JOURNAL_FILE), &moved).unwrap();
+    let lock = std::fs::read(path.join("run.lock")).unwrap();
+    let new = NewRun { run: RunId::generate(), plan_digest: String::new() };
+    assert!(matches!(Store::create(&path, &new).await, Err(StoreError::JournalLost { .. })));
+    assert!(!path.join(JOURNAL_FILE).exists());
+    assert_eq!(std::fs::read(path.join("run.lock")).unwrap(), lock);
+    std::fs::rename(&moved, path.join(JOURNAL_FILE)).unwrap();
+    assert_eq!(Store::open(&path).await.unwrap().epoch(), 2);
+}
+
+#[tokio::test]
 async fn old_copy_of_the_journal_is_rejected() {
     let (_temp, path) = folder();
     drop(create(&path).await);

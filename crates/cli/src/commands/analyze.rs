@@ -1,8 +1,10 @@
 //! `orchestrate analyze`: writes one run as a page of charts and prints its summary.
 
 use crate::args::AnalyzeArgs;
+use crate::error::UsageError;
 use crate::run_folder::write_whole;
 use crate::{output, tables, wiring};
+use camino::Utf8Path;
 use orchestrate_coordinator::RunError;
 use orchestrate_metrics::detect_collapse;
 use orchestrate_report::{RunReport, metrics_lines, run_page};
@@ -12,11 +14,24 @@ use std::process::ExitCode;
 /// Warnings that are printed; of the others only the number is.
 const WARNINGS: usize = 5;
 
+/// Rejects a page that would replace a file of the run.
+fn check_out(folder: &Utf8Path, out: &Utf8Path) -> Result<(), UsageError> {
+    let real = |path: &Utf8Path| path.canonicalize_utf8().unwrap_or_else(|_| path.to_owned());
+    let out = real(out);
+    if out.starts_with(real(folder)) && out.extension() != Some("html") {
+        return Err(UsageError::RunFile { path: out });
+    }
+    Ok(())
+}
+
 /// Runs the command.
 pub(crate) async fn run(args: AnalyzeArgs) -> anyhow::Result<ExitCode> {
     let folder = wiring::absolute(&args.run_dir)?;
     let reader = Reader::open(&folder).await?;
     let report = RunReport::from_journal(&reader).await.map_err(RunError::from)?;
+    if let Some(file) = &args.out {
+        check_out(&folder, &wiring::absolute(file)?)?;
+    }
     let lines = metrics_lines(&reader).await.map_err(RunError::from)?;
     let page = match &args.out {
         Some(file) => wiring::absolute(file)?,

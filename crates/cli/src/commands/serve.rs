@@ -19,13 +19,14 @@ pub(crate) async fn engine(args: ServeEngineArgs) -> anyhow::Result<ExitCode> {
     let options = EngineOptions {
         weight_format,
         weight_version: args.weight_version,
-        max_running: args.max_running,
-        cache_tokens: args.cache_tokens,
+        max_running: usize::from(args.max_running.get()),
+        cache_tokens: args.cache_tokens.get().try_into().unwrap_or(usize::MAX),
         api_key: args.api_key_env.as_deref().map(secret).transpose()?,
         ..EngineOptions::new(wiring::absolute(&args.model)?)
     };
     let listener = listen(args.listen).await?;
-    output::say(format!("serving {} on http://{}", args.model, listener.local_addr()?));
+    let address = listener.local_addr()?;
+    output::say(format!("loading {}; listening on http://{address}", args.model));
     let stop = CancellationToken::new();
     let server = serve_engine(options, listener, stop.clone());
     until_signal(async { Ok(server.await?) }, stop).await
@@ -41,7 +42,8 @@ pub(crate) async fn trainer(args: ServeTrainerArgs) -> anyhow::Result<ExitCode> 
         token: args.token_env.as_deref().map(secret).transpose()?,
     };
     let listener = listen(args.listen).await?;
-    output::say(format!("training {} on http://{}", args.model, listener.local_addr()?));
+    let address = listener.local_addr()?;
+    output::say(format!("loading {}; listening on http://{address}", args.model));
     let stop = CancellationToken::new();
     let server = serve_trainer(options, listener, stop.clone());
     until_signal(async { Ok(server.await?) }, stop).await

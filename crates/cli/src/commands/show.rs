@@ -7,11 +7,15 @@ use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary, RunError};
 use orchestrate_metrics::MetricsLine;
 use orchestrate_report::{RunReport, metrics_lines};
 use orchestrate_rollout::{Action, TurnLog};
-use orchestrate_store::{EpisodeRecord, Reader, StoreError, StoredEpisode};
+use orchestrate_store::{EpisodeRecord, JOURNAL_FILE, Reader, StoreError, StoredEpisode};
+use orchestrate_tasks::printable;
 use orchestrate_types::{EpisodeId, Outcome, Trajectory};
 use serde::Serialize;
 use serde_json::Value;
 use std::process::ExitCode;
+
+/// Characters of a task's id that are printed.
+const NAME_CHARS: usize = 120;
 
 /// Runs the command.
 pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {
@@ -73,7 +77,8 @@ async fn overview(reader: &Reader, json: bool) -> anyhow::Result<()> {
     let mut last = tables::table(&["newest episodes", "task", "state", "attempts"]);
     for row in episodes.iter().rev().take(12) {
         let state = row.state.name().to_owned();
-        last.add_row([row.id.to_string(), row.task_id.clone(), state, row.attempts.to_string()]);
+        let task = printable(&row.task_id, NAME_CHARS);
+        last.add_row([row.id.to_string(), task, state, row.attempts.to_string()]);
     }
     output::data(last);
     Ok(())
@@ -208,7 +213,12 @@ fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<St
     let summary =
         stored.attempts.iter().find(|a| a.id == record.attempt).map(|a| a.summary.clone());
     let summary: Option<EpisodeSummary> =
-        summary.filter(|s| !s.is_null()).map(serde_json::from_value).transpose()?;
+        summary.filter(|s| !s.is_null()).map(serde_json::from_value).transpose().map_err(
+            |error| StoreError::Unreadable {
+                journal: JOURNAL_FILE.into(),
+                detail: format!("summary of attempt {}: {error}", record.attempt),
+            },
+        )?;
     let tokens = record.trajectory.as_ref().map_or(0, Trajectory::len);
     let written = record.trajectory.as_ref().map_or(0, Trajectory::response_tokens);
     let mask = match &record.routing {
