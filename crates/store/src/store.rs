@@ -39,7 +39,7 @@ pub struct Store {
 /// Folders of a run that have entries once it has started.
 const RUN_FOLDERS: [&str; 3] = ["batches", "blobs", "checkpoints"];
 
-/// Checks that `folder` does not hold a run whose journal is gone: a new journal beside its files would
+/// Checks that `folder` does not hold a run whose journal is gone: a new journal next to its files would
 /// hide that they belong to another run.
 ///
 /// # Errors
