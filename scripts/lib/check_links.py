@@ -42,7 +42,9 @@ def problems(site: Path) -> list[str]:
                 continue
             target = (path.parent / unquote(url.path)).resolve() if url.path else path
             exists = target.exists()
-            anchored = not url.fragment or target not in pages or url.fragment in pages[target].anchors
+            anchored = (
+                not url.fragment or target not in pages or url.fragment in pages[target].anchors
+            )
             if not (exists and anchored):
                 broken.append(f"{path.relative_to(site)}: {link}")
     return broken

@@ -53,7 +53,7 @@ def test_every_rule_has_the_orchestrators_message() -> None:
             {"routing_replay": "predictive"},
             "`mini_steps` = 1: must be at least 2 with routing_replay",
         ),
-        ({"policy_loss": "rspo"}, "`aggregation` = token-mean: must be \"seq-mean-token-mean\""),
+        ({"policy_loss": "rspo"}, '`aggregation` = token-mean: must be "seq-mean-token-mean"'),
         (
             {"kl_coefficient": 1.0, "kl_estimator": "k2", "kl_unbiased": True},
             "`kl_unbiased` = true: must be false",
