@@ -21,6 +21,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Collects the links and anchors of a tag."""
         for name, value in attrs:
             if value and name in ("href", "src") and tag in ("a", "img", "link", "script"):
                 self.links.append(value)
@@ -33,7 +34,7 @@ def problems(site: Path) -> list[str]:
     pages = {path: Page(path.read_text()) for path in site.rglob("*.html")}
     broken = []
     for path, page in pages.items():
-        # `print.html` repeats every page, with links that the pages have; `404.html` has a base of its own.
+        # `print.html` repeats the pages, and `404.html` has a base of its own.
         if path.name in ("print.html", "404.html"):
             continue
         for link in page.links:
@@ -51,6 +52,7 @@ def problems(site: Path) -> list[str]:
 
 
 def main() -> int:
+    """Prints the broken links and returns the exit code."""
     site = Path(sys.argv[1]).resolve()
     broken = problems(site)
     for line in broken:
