@@ -216,7 +216,7 @@ def _kl_estimator(h: Hyperparameters) -> Iterator[Refusal]:
     if h.kl_coefficient > 0 and h.kl_estimator == "k1" and h.policy_loss != "ppo":
         remedy = (
             'must be "k2", "k3" or "k3_plus": k1 is subtracted from the reward of each token, '
-            "which only ppo has, and in a loss its gradient says nothing"
+            "which only ppo has, and as a loss term its expected gradient is zero"
         )
         yield "kl_estimator", h.kl_estimator, remedy
 

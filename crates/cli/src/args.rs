@@ -27,11 +27,11 @@ Examples:
 
 Exit codes:
   0    done
-  1    a bug, or a failure that is not foreseen
-  2    usage: a malformed command line, an unknown id, a taken address
+  1    a bug, or an unforeseen failure
+  2    usage: a malformed command line, an unknown id, an address in use
   3    config: settings, checkpoint, or an input file that cannot be used
   4    engine
-  5    sandbox: Docker, or episodes that broke there
+  5    sandbox: Docker, a sandbox, or broken episodes
   6    store: run folder or another output file, a full disk
   7    trainer
   130  stopped, can be resumed")]
@@ -142,7 +142,7 @@ pub(crate) struct RunArgs {
 #[command(after_help = "\
 Examples:
   orchestrate eval --config configs/quickstart.toml --run-dir runs/eval-start
-  orchestrate eval --config configs/micro-learn.toml --checkpoint runs/first/checkpoints/v000040 \\
+  orchestrate eval --config configs/micro-learn.toml --checkpoint runs/first/checkpoints/v000044 \\
       --run-dir runs/eval-40 --set run.eval_tasks=400 --set run.eval_samples=4
   orchestrate eval --run-dir runs/eval-40 --resume
   API_KEY=... orchestrate eval --config configs/eval-chat-verified.toml --run-dir runs/baseline \\

@@ -30,7 +30,7 @@ const USAGE: u8 = 2;
 const CONFIG: u8 = 3;
 /// 4: the inference engine.
 const ENGINE: u8 = 4;
-/// 5: Docker or a sandbox, or episodes that broke there.
+/// 5: Docker, a sandbox, or broken episodes.
 const SANDBOX: u8 = 5;
 /// 6: run folder, journal, blobs or another output file; a full disk.
 const STORE: u8 = 6;
@@ -179,9 +179,6 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
                 | EngineErrorKind::InvalidReply(_)
                 | EngineErrorKind::Unsupported(_) => None,
             };
-        }
-        if let Some(StoreError::Exists { .. }) = cause.downcast_ref::<StoreError>() {
-            return Some("add --resume to continue it, or choose another --run-dir");
         }
     }
     None

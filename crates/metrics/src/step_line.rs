@@ -85,7 +85,7 @@ metrics_line! {
         /// Router-shift weights of the mini steps after the first: `mean`, and the share of tokens at
         /// the lower bound (`floored`); null without `algorithm.router_shift`.
         router_shift: RouterShiftStats, "weight, 0 to 1; share, 0 to 1";
-        /// Loss of the router predictor, mean over mini steps; null without `pr2`.
+        /// Loss of the router predictor, mean over mini steps; null unless `routing_replay` is `predictive`.
         predictor_loss: f64, "loss, ≥ 0", healthy: "falls";
         /// The value head's `loss`, and the share of the returns' variance that it explains
         /// (`explained_variance`, negative = worse than the mean); null unless the loss is `ppo`.

@@ -318,7 +318,7 @@ mod tests {
 
     #[test]
     fn files_full_of_errors_have_short_reports() {
-        let keys = |n: usize| (0..n).map(|i| format!("key{i} = 1\n")).collect::<String>();
+        let keys = |n: usize| (0..n).map(|i| format!("key{i} = 1\n")).collect::<Vec<_>>().concat();
         let (_, _, problems) = read(&[("a.toml", &format!("[first]\n{}", keys(2000)))], &[]);
         assert_eq!(problems.len(), 2000);
         let junk = "= \u{0} ".repeat(50_000);

@@ -74,11 +74,14 @@ async fn on_host(
     let column = title.map(|title| format!("\t{title}")).unwrap_or_default();
     let provider = DockerProvider::connect(config).await?;
     if args.dry_run {
+        let mut listed = 0;
         for container in provider.list().await? {
             if only.is_none() || container.run == only {
+                listed += 1;
                 output::data(format!("{}\t{}{column}", container.name, container.state));
             }
         }
+        output::say(format!("{listed} containers{at}; nothing was removed"));
     } else {
         print_sweep(&provider.sweep_all_orphans(scope).await?, &at, &column);
     }

@@ -348,7 +348,7 @@ pub(crate) fn rules() -> Vec<Rule> {
                 & is("kl_estimator", &["k1"])
                 & !loss(&["ppo"]),
             "must be \"k2\", \"k3\" or \"k3_plus\": k1 is subtracted from the reward of each \
-             token, which only ppo has, and in a loss its gradient says nothing",
+             token, which only ppo has, and as a loss term its expected gradient is zero",
         ),
         rule(
             "kl_unbiased",
