@@ -129,6 +129,7 @@ impl Layers {
         let fitting = reader.table(table.get_ref());
         let mut problems = reader.problems;
         let line_starts = line_starts(text);
+        let unreported = errors.len().saturating_sub(SYNTAX_ERRORS);
         for error in errors.into_iter().take(SYNTAX_ERRORS) {
             let span = error.span().unwrap_or(0..0);
             let problem = ConfigProblem {
@@ -140,6 +141,15 @@ impl Layers {
             problems.push((span.start, problem));
         }
         problems.sort_by_key(|(start, _)| *start);
+        if unreported > 0 {
+            let problem = ConfigProblem {
+                key: String::new(),
+                found: Found::Unreadable(String::new()),
+                remedy: format!("not valid TOML: {unreported} more errors; is this a TOML file?"),
+                origin: Some(place(0..0)),
+            };
+            problems.push((text.len(), problem));
+        }
         self.problems.extend(problems.into_iter().map(|(_, problem)| problem));
         for (path, place) in reader.origins {
             let inside = format!("{path}[");
@@ -321,10 +331,12 @@ mod tests {
         let keys = |n: usize| (0..n).map(|i| format!("key{i} = 1\n")).collect::<Vec<_>>().concat();
         let (_, _, problems) = read(&[("a.toml", &format!("[first]\n{}", keys(2000)))], &[]);
         assert_eq!(problems.len(), 2000);
-        let junk = "= \u{0} ".repeat(50_000);
-        let (_, _, problems) = read(&[("junk.toml", &junk)], &[]);
-        assert!(problems.len() <= SYNTAX_ERRORS + 1, "{}", problems.len());
+        let (_, _, problems) = read(&[("line.toml", &"= \u{0} ".repeat(50_000))], &[]);
         assert!(problems.iter().all(|problem| problem.len() < 1000), "{problems:?}");
+        let (_, _, problems) = read(&[("lines.toml", &"a = =\n".repeat(5000))], &[]);
+        assert_eq!(problems.len(), SYNTAX_ERRORS + 1);
+        assert!(problems.iter().all(|problem| problem.len() < 1000), "{problems:?}");
+        assert!(problems.last().is_some_and(|last| last.contains("more errors")), "{problems:?}");
     }
 
     #[test]

@@ -36,8 +36,9 @@ pub struct Store {
     failpoint: Option<Arc<dyn Failpoint>>,
 }
 
-/// Folders of a run that have entries once it has started.
-const RUN_FOLDERS: [&str; 3] = ["batches", "blobs", "checkpoints"];
+/// Folders of a run that have entries once it has started. A trainer may write its first checkpoint before
+/// that.
+const RUN_FOLDERS: [&str; 2] = ["batches", "blobs"];
 
 /// Checks that `folder` does not hold a run whose journal is gone: a new journal next to its files would
 /// hide that they belong to another run.

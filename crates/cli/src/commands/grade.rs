@@ -134,9 +134,10 @@ fn swe_bench(row: &SweRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<(
         Report::without_patch(harness)
     };
     if let Some(path) = &args.report {
-        let same = |input: &Utf8Path| matches!((path.canonicalize_utf8(), input.canonicalize_utf8()), (Ok(a), Ok(b)) if a == b);
+        let real = |path: &Utf8Path| path.canonicalize_utf8().ok();
         let inputs = [Some(&args.tasks), args.log.as_ref(), args.predictions.as_ref()];
-        if inputs.into_iter().flatten().any(|input| same(input)) {
+        let mut inputs = inputs.into_iter().flatten().filter_map(|input| real(input));
+        if real(path).is_some_and(|output| inputs.any(|input| input == output)) {
             return Err(UsageError::OutputIsInput { path: path.clone() }.into());
         }
         fs_err::write(path, serde_json::to_vec_pretty(&report.file(&row.instance_id)?)?)

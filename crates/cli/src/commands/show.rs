@@ -1,5 +1,6 @@
 //! `orchestrate show`: a run as tables, or one episode turn by turn.
 
+use super::tasks::NAME_CHARS;
 use crate::args::ShowArgs;
 use crate::error::UsageError;
 use crate::{output, tables, wiring};
@@ -13,9 +14,6 @@ use orchestrate_types::{EpisodeId, Outcome, Trajectory};
 use serde::Serialize;
 use serde_json::Value;
 use std::process::ExitCode;
-
-/// Characters of a task's id that are printed.
-const NAME_CHARS: usize = 120;
 
 /// Runs the command.
 pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {

@@ -17,7 +17,7 @@ use std::collections::HashSet;
 use std::process::ExitCode;
 
 /// Number of characters of an id or another name that are printed.
-const NAME_CHARS: usize = 120;
+pub(super) const NAME_CHARS: usize = 120;
 
 /// Runs the command.
 pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
