@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import selfcheck
-from vectors import FILES
+from vectors import CHECKPOINTS, FILES
 
 FOLDER = Path(__file__).parent / "vectors"
 #: Relative tolerance of ``--check``: libraries differ in the last digits of exp and log.
@@ -35,6 +35,9 @@ def main() -> int:
         FOLDER.mkdir(exist_ok=True)
         for name, content in FILES.items():
             (FOLDER / f"{name}.json").write_text(_text(_plain(content())))
+        for path, content in _checkpoint_files():
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
         return 0
     wrong = []
     stored = {path.stem for path in FOLDER.glob("*.json")}
@@ -45,6 +48,9 @@ def main() -> int:
             wrong.append(f"{name}.json: missing")
             continue
         wrong += _differences(f"{name}.json", json.loads(path.read_text()), _plain(content()))
+    for path, content in _checkpoint_files():
+        if not path.exists() or path.read_bytes() != content:
+            wrong.append(f"{path.relative_to(FOLDER)}: missing or different")
     for line in wrong[:20]:
         print(line, file=sys.stderr)
     if wrong:
@@ -52,6 +58,14 @@ def main() -> int:
         return 1
     print(f"{len(FILES)} files are up to date")
     return 0
+
+
+def _checkpoint_files() -> list[tuple[Path, bytes]]:
+    return [
+        (FOLDER / name / file, content)
+        for name, files in CHECKPOINTS.items()
+        for file, content in files().items()
+    ]
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ import predictor
 import replay
 import values
 import vectors
+import whole_model
 from basics import bounded_exp, numerical_gradient
 
 
@@ -20,7 +21,7 @@ def run() -> int:
         check()
         for check in (
             _objective, _sequence_forms, _divergence, _routers, _replay, _predictor, _value_loss,
-            _coverage, _options,
+            _whole_model, _coverage, _options,
         )
     )  # fmt: skip
 
@@ -177,6 +178,39 @@ def _value_loss() -> int:
         gradient = numerical_gradient(value, file["new"])
         compared += _same(case["name"], case["expected"]["gradient"], gradient)
     return compared
+
+
+def _whole_model() -> int:
+    """The largest derivative of every tensor against differences, and an expert layer against
+    ``replay.py``, which computes token by token."""
+    file = vectors.whole_model_cases.vectors()
+    step = file["cases"][3]
+    given = step["inputs"]
+    parameters = whole_model.draw(vectors.whole_model_cases.SEED)
+    answer = slice(given["prompt_len"] - 1, None)
+    compared = 0
+    for name, gradient in step["expected"]["grads"].items():
+        place = np.unravel_index(np.abs(gradient).argmax(), gradient.shape)
+
+        def loss(value):
+            moved = parameters | {name: parameters[name].copy()}
+            moved[name][place] = value
+            new = whole_model.forward(moved, given["input_ids"], recorded=given["idx_infer"])
+            bounds = given["advantage"], given["eps_low"], given["eps_high"]
+            return whole_model.policy_loss(new.logprobs[answer], given["logp_old"][answer], *bounds)
+
+        numeric = numerical_gradient(loss, np.array(parameters[name][place]))
+        compared += _same(name, gradient[place], numeric)
+
+    at = "model.layers.0."
+    spec = vectors.Router("softmax_renormalised", whole_model.TOP_K)
+    parts = (whole_model.experts(parameters, at, part) for part in ("gate", "up", "down"))
+    layer = replay.Layer(parameters[f"{at}mlp.gate.weight"], *parts)
+    x = np.random.default_rng(1).standard_normal((5, whole_model.HIDDEN))
+    y, logits, chosen = replay.forward(spec, layer, x)
+    found = whole_model.expert_layer(parameters, at, x, None, None)
+    assert np.array_equal(found[2], chosen)
+    return compared + _same("layer", found[0], y) + _same("router", found[1], logits)
 
 
 def _coverage() -> int:

@@ -20,6 +20,7 @@ import replay
 import router_shift
 import stitching
 import values
+import whole_model_cases
 from routers import Router
 
 #: Routers of every family; ``sigmoid_bias`` with and without groups.
@@ -377,6 +378,11 @@ FILES: dict[str, Callable[[], dict[str, Any]]] = {
     "measures": measure_vectors,
     "optimizer": optimizer_vectors,
     "stitching": stitching_vectors,
+    "whole_model": whole_model_cases.vectors,
+}
+#: Checkpoints that vectors belong to: a folder of files each.
+CHECKPOINTS: dict[str, Callable[[], dict[str, bytes]]] = {
+    "whole_model": whole_model_cases.checkpoint,
 }
 #: Options that the cases must cover: selfcheck.py fails if one of them has no case.
 OPTIONS = {

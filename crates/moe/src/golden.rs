@@ -1,4 +1,4 @@
-//! Golden vectors of `tests/reference` for unit tests of this crate, and the external test model.
+//! Golden vectors of `tests/reference` for unit tests of this crate.
 
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
@@ -31,11 +31,9 @@ pub(crate) fn options<T: JsonSchema + DeserializeOwned>() -> Vec<T> {
     found
 }
 
-/// Folder of the tiny Qwen3-MoE checkpoint with its expected outputs, which is not part of the
-/// repository; `None`, reported as a skip, where it is absent.
-pub(crate) fn external_model() -> Option<camino::Utf8PathBuf> {
-    let folder = orchestrate_e2e::skip::data("data/golden")?;
-    Some(camino::Utf8PathBuf::from_path_buf(folder).unwrap())
+/// Folder of the small Qwen3-MoE checkpoint that `whole_model` of the golden vectors describes.
+pub(crate) fn checkpoint() -> &'static camino::Utf8Path {
+    concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/reference/vectors/whole_model").into()
 }
 
 /// A value of a case, typed.

@@ -1,14 +1,6 @@
 use super::*;
 use serde_json::{Value, json};
 
-fn golden() -> Option<(Weights, Value)> {
-    let folder = crate::golden::external_model()?;
-    let weights = Weights::load(&folder.join("qwen3_moe_tiny")).unwrap();
-    let text = fs_err::read_to_string(folder.join("qwen3_moe_tiny.json")).unwrap();
-    let cases: Value = serde_json::from_str(&text).unwrap();
-    Some((weights, cases["cases"][0].clone()))
-}
-
 fn numbers(value: &Value) -> Vec<f32> {
     serde_json::from_value(value.clone()).unwrap()
 }
@@ -33,7 +25,9 @@ fn run(model: &Model, pool: &mut KvPool, tokens: &[u32], slots: &[u32]) -> Vec<f
 
 #[test]
 fn f32_forward_matches_reference_logits_and_routes() {
-    let Some((weights, case)) = golden() else { return };
+    let weights = Weights::load(crate::golden::checkpoint()).unwrap();
+    let file = crate::golden::vectors("whole_model");
+    let case = &crate::golden::cases(&file)[0];
     let model = Model::build(&weights, WeightFormat::F32).unwrap();
     let tokens: Vec<u32> = serde_json::from_value(case["inputs"]["input_ids"].clone()).unwrap();
     let slots: Vec<u32> = (0u32..).take(tokens.len()).collect();
