@@ -226,6 +226,11 @@ pub(in crate::args) fn harness_parser() -> impl TypedValueParser<Value = Harness
 }
 
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate config check --config configs/micro-learn.toml --set rollout.group_size=16
+  orchestrate config show --config configs/quickstart.toml
+  orchestrate config schema > orchestrate.schema.json     # for an editor's completion")]
 pub(crate) struct ConfigArgs {
     #[command(subcommand)]
     pub(crate) command: ConfigCommand,
@@ -244,6 +249,11 @@ pub(crate) enum ConfigCommand {
 }
 
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate doctor
+  orchestrate doctor --engine http://127.0.0.1:30000
+  orchestrate doctor --self-test              # hostile commands in real sandboxes")]
 pub(crate) struct DoctorArgs {
     #[command(flatten)]
     pub(crate) source: ConfigSource,
@@ -395,7 +405,7 @@ pub(crate) struct WarmStartArgs {
     /// Seed of the weights, the tasks and their order.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Peak learning rate of `AdamW`.
+    /// Peak learning rate (AdamW).
     #[arg(long, default_value_t = 1.5e-3)]
     pub(crate) learning_rate: f64,
     /// Number of tasks with scripted expert episodes.
@@ -436,7 +446,7 @@ pub(crate) struct ServeEngineArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  orchestrate serve-trainer --model environments/micro/policy --checkpoints /tmp/ckpt --listen 127.0.0.1:30100")]
+  orchestrate serve-trainer --model environments/micro/policy --checkpoints checkpoints")]
 pub(crate) struct ServeTrainerArgs {
     /// Starting checkpoint (Hugging Face layout); ignored once `--checkpoints` holds a newer one.
     #[arg(long, value_name = "DIR")]
@@ -469,22 +479,42 @@ pub(crate) struct RemoveUnstartedArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate completions bash > /etc/bash_completion.d/orchestrate
+  orchestrate completions zsh > ~/.zfunc/_orchestrate")]
 pub(crate) struct CompletionsArgs {
     /// Shell to generate the script for.
     pub(crate) shell: clap_complete::Shell,
 }
 
 /// Writes a completion script to standard output.
-pub(crate) fn write_completions(shell: clap_complete::Shell) -> anyhow::Result<ExitCode> {
+pub(crate) fn write_completions(shell: clap_complete::Shell) -> ExitCode {
+    output::data(completion_script(shell).trim_end());
+    ExitCode::SUCCESS
+}
+
+fn completion_script(shell: clap_complete::Shell) -> String {
+    let whole = Cli::command();
+    // Completion would offer the commands that help hides.
+    let shown = whole.get_subcommands().filter(|command| !command.is_hide_set());
+    let mut command = clap::Command::new("orchestrate")
+        .args(whole.get_arguments().cloned())
+        .subcommands(shown.cloned());
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "orchestrate", &mut script);
-    output::data(String::from_utf8(script)?.trim_end());
-    Ok(ExitCode::SUCCESS)
+    clap_complete::generate(shell, &mut command, "orchestrate", &mut script);
+    String::from_utf8_lossy(&script).into_owned()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn completions_offer_no_hidden_command() {
+        let script = completion_script(clap_complete::Shell::Bash);
+        assert!(script.contains("serve-trainer") && !script.contains("remove-unstarted"));
+    }
 
     #[test]
     fn command_line_is_well_formed() {

@@ -98,6 +98,12 @@ pub enum UsageError {
         /// The output.
         path: Utf8PathBuf,
     },
+    /// A resumed run was given settings.
+    #[error("a resumed run keeps the plan in {plan}; remove --config and --set")]
+    SettingsOfResumedRun {
+        /// The recorded plan.
+        plan: Utf8PathBuf,
+    },
     /// The output is one of the inputs.
     #[error("{path} is an input of this command and would be overwritten; choose another file")]
     OutputIsInput {

@@ -61,6 +61,6 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         Command::ServeEngine(args) => commands::serve::engine(args).await,
         Command::ServeTrainer(args) => commands::serve::trainer(args).await,
         Command::RemoveUnstarted(args) => commands::remove_unstarted::run(args).await,
-        Command::Completions(args) => args::write_completions(args.shell),
+        Command::Completions(args) => Ok(args::write_completions(args.shell)),
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::args::ConfigSource;
 use crate::config::{self, ConfigError, Sections, Settings};
+use crate::error::UsageError;
 use crate::wiring;
 use anyhow::Context;
 use camino::Utf8Path;
@@ -64,12 +65,7 @@ pub(crate) async fn resume(
 ) -> anyhow::Result<(Settings, Store)> {
     anyhow::ensure!(
         source.files.is_empty() && source.sets.is_empty(),
-        ConfigError::Layer {
-            name: "--resume".into(),
-            error: format!(
-                "a resumed run keeps the plan in {folder}/{PLAN_FILE}; drop --config and --set"
-            ),
-        }
+        UsageError::SettingsOfResumedRun { plan: folder.join(PLAN_FILE) }
     );
     let path = folder.join(PLAN_FILE);
     if path.exists() && !folder.join(JOURNAL_FILE).exists() {

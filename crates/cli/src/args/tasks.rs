@@ -14,6 +14,10 @@ pub(crate) struct TasksArgs {
 #[derive(Debug, Subcommand)]
 pub(crate) enum TasksCommand {
     /// List the tasks of an environment, or of a task file (`--file`).
+    #[command(after_help = "\
+Examples:
+  orchestrate tasks list micro --split held-out
+  orchestrate tasks list --file toolz.jsonl")]
     List {
         #[command(flatten)]
         selection: TaskSelection,
@@ -23,6 +27,10 @@ pub(crate) enum TasksCommand {
         file: Option<Utf8PathBuf>,
     },
     /// Show one task: issue, files, hidden tests, gold patch.
+    #[command(after_help = "\
+Examples:
+  orchestrate tasks show micro__train_000007
+  orchestrate tasks show django__django-11099 --file verified.parquet --eval-script")]
     Show {
         /// Task id, as `tasks list` prints it.
         id: String,
@@ -40,6 +48,10 @@ pub(crate) enum TasksCommand {
         harness: Harness,
     },
     /// Read task rows of R2E-Gym or SWE-bench and report which can be used.
+    #[command(after_help = "\
+Examples:
+  orchestrate tasks import hf://datasets/SWE-bench/SWE-bench_Verified
+  orchestrate tasks import r2e-rows.jsonl --json")]
     Import {
         /// JSON lines, JSON or parquet, also .gz; or `hf://datasets/OWNER/NAME[@REVISION][/PATH]`.
         file: Utf8PathBuf,
@@ -51,6 +63,10 @@ pub(crate) enum TasksCommand {
     Make(MakeArgs),
     /// Check in sandboxes, twice, that the gold patch is rewarded 1 and no patch 0. Takes an
     /// environment or a task file.
+    #[command(after_help = "\
+Examples:
+  orchestrate tasks verify micro --sample 20
+  orchestrate tasks verify toolz.jsonl --all --out checked")]
     Verify {
         #[command(flatten)]
         selection: TaskSelection,
