@@ -18,7 +18,7 @@ def attempt(call, *args):
 
 
 def attributes(path):
-    names = attempt(os.listxattr, path, False) if hasattr(os, "listxattr") else []
+    names = attempt(lambda: os.listxattr(path, follow_symlinks=False))
     names = names if isinstance(names, list) else [names]
     known = ["system.posix_acl_default", "system.posix_acl_access"]
     values = {}

@@ -1,12 +1,16 @@
 //! Compares a sandbox that served an attacker with a new one.
 
 use crate::play::World;
+use orchestrate_e2e::root;
 use orchestrate_sandbox::{Command, Purpose, Sandbox, SandboxProvider as _};
 use orchestrate_tasks::Task;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-const SCRIPT: &str = include_str!("listing.py");
+/// The program that lists what a sandbox keeps.
+fn script() -> String {
+    std::fs::read_to_string(root().join("tests/tests/docker_attacks/listing.py")).unwrap()
+}
 
 /// Everything that a new agent's and a new grader's sandbox keep, as lines.
 #[derive(Debug)]
@@ -16,7 +20,7 @@ pub(crate) struct Listing {
 }
 
 async fn lines(sandbox: &mut dyn Sandbox) -> Result<BTreeSet<String>, String> {
-    let argv = ["python3", "-I", "-S", "-B", "-c", SCRIPT].map(str::to_owned).to_vec();
+    let argv = ["python3", "-I", "-S", "-B", "-c", &script()].map(str::to_owned).to_vec();
     let mut command = Command::shell("", Duration::from_secs(30));
     command.argv = argv;
     command.keep_bytes = 4 << 20;

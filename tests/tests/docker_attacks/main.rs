@@ -2,8 +2,8 @@
 //! episodes, real containers and real grading; only the sampler is scripted.
 //!
 //! No attack may be rewarded, earn another attempt, or affect another episode.
-//! `ORCHESTRATE_ATTACKS` selects them: `sample` (the default, every sixth of them), `all`, or words
-//! separated by commas of which a name contains one. `ORCHESTRATE_ATTACK_REPEATS` is the number of
+//! `ORCHESTRATE_ATTACKS` selects them: `sample` (the default, every sixth of them), `all`, `K/N` (those
+//! whose number leaves the remainder K), or words separated by commas of which a name contains one. `ORCHESTRATE_ATTACK_REPEATS` is the number of
 //! repeats, which must all end in the same way. A table of all results is written to
 //! `target/attacks/FAMILY.md`.
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
@@ -44,10 +44,12 @@ fn repeats() -> usize {
 fn selected(family: Family, target: &Target) -> Vec<Attack> {
     let all = attacks(family, target);
     let choice = std::env::var("ORCHESTRATE_ATTACKS").unwrap_or_else(|_| "sample".to_owned());
-    let chosen = |(number, attack): &(usize, Attack)| match choice.as_str() {
-        "all" => true,
-        "sample" => !attack.slow && number % 6 == family as usize,
-        words => words.split(',').any(|word| attack.name.contains(word.trim())),
+    let part = choice.split_once('/').and_then(|(k, n)| Some((k.parse::<usize>().ok()?, n.parse::<usize>().ok()?)));
+    let chosen = |(number, attack): &(usize, Attack)| match (choice.as_str(), part) {
+        ("all", _) => true,
+        ("sample", _) => !attack.slow && number % 6 == family as usize,
+        (_, Some((k, n))) => number % n == k,
+        (words, None) => words.split(',').any(|word| attack.name.contains(word.trim())),
     };
     all.into_iter().enumerate().filter(chosen).map(|(_, attack)| attack).collect()
 }
@@ -96,7 +98,10 @@ async fn no_attack_is_rewarded(family: Family) {
     let Some(target) = Target::new(family, &world).await else { return };
     let attacks = selected(family, &target);
     assert!(!attacks.is_empty(), "no attack is selected");
-    let new = Listing::of_new(&world, &target.task).await;
+    let new = match family.is_pooled() {
+        true => Some(Listing::of_new(&world, &target.task).await),
+        false => None,
+    };
     // The harness itself can tell a solution from none.
     let honest = world.episode(&target.task, &target.solution).await;
     assert_eq!(honest.outcome, Outcome::Scored { reward: 1.0 }, "{:?}", honest.verdict);
@@ -112,6 +117,7 @@ async fn no_attack_is_rewarded(family: Family) {
             let (reports, neighbour) = tokio::join!(join_all(episodes), neighbour);
             for (attack, report) in wave.iter().zip(reports) {
                 let (outcome, wrong) = judge(attack, &report);
+                say(&format!("{}: {outcome} {}", attack.name, wrong.join("; ")));
                 let tally = table.entry(attack.name.clone()).or_default();
                 tally.outcomes.push(outcome);
                 tally.wrong.extend(wrong);
@@ -121,7 +127,7 @@ async fn no_attack_is_rewarded(family: Family) {
             if neighbour.outcome != (Outcome::Scored { reward: 1.0 }) {
                 others.push(format!("neighbour of {names:?}: {:?}", neighbour.outcome));
             }
-            if family.is_pooled() {
+            if let Some(new) = &new {
                 for difference in new.differences(&world, &target.task, AT_ONCE + 1).await {
                     others.push(format!("after {names:?}: {difference}"));
                 }
