@@ -351,6 +351,12 @@ impl ChatModel {
         Cow::Owned(message)
     }
 
+    /// The messages as [`ChatModel::prompt`] shows them: without control tokens of this model, except
+    /// in what the policy wrote.
+    pub(crate) fn without_control_tokens(&self, messages: &[Message]) -> Vec<Message> {
+        messages.iter().map(|message| self.without_control_texts(message).into_owned()).collect()
+    }
+
     pub(crate) fn encode_inner(&self, text: &str) -> Result<Vec<TokenId>, ChatErrorKind> {
         self.codec.encode(text).map_err(ChatErrorKind::Tokenizer)
     }

@@ -21,6 +21,7 @@
 //! | `Generating`, `Acting` | `TimeUp` | `Grading` truncated by `EpisodeTime` | `Grade` |
 //! | `Created`, `SandboxReady`, `Generating`, `Acting` | `StopRequested` | `Ended` `Aborted{Shutdown}` | `Finish` |
 //! | `Grading` | `Graded` | `Ended` `Scored` or `Truncated` | `Finish` |
+//! | `Acting`, `Grading` | `SandboxDamaged` | `Ended` `Truncated{SandboxDamage}`, reward 0 | `Finish` |
 //! | `Grading` | `ChangeTooLarge` | `Ended` `Truncated{ChangeSize}`, reward 0 | `Finish` |
 //! | all but `Ended` | `Failed` | `Ended` `Broken` | `Finish` |
 //!
@@ -110,6 +111,12 @@ pub enum EpisodeEvent {
     },
     /// The agent's change is too large for a grader, so nothing is graded.
     ChangeTooLarge,
+    /// The policy's commands, or the tests of its change, made a sandbox unusable, so nothing is
+    /// graded.
+    SandboxDamaged {
+        /// What is damaged, for a person.
+        what: String,
+    },
     /// The episode's time is used up.
     TimeUp,
     /// The run is shutting down.
@@ -224,6 +231,13 @@ impl EpisodeMachine {
                 end(Outcome::Truncated { limit: Limit::ChangeSize, reward: 0.0 })
             }
             (
+                EpisodePhase::Acting { .. } | EpisodePhase::Grading { .. },
+                EpisodeEvent::SandboxDamaged { what },
+            ) => {
+                tracing::warn!(what, "the policy's commands damaged a sandbox");
+                end(Outcome::Truncated { limit: Limit::SandboxDamage, reward: 0.0 })
+            }
+            (
                 EpisodePhase::Created
                 | EpisodePhase::SandboxReady
                 | EpisodePhase::Generating { .. }
@@ -244,6 +258,7 @@ impl EpisodeMachine {
                 | EpisodeEvent::Acted { .. }
                 | EpisodeEvent::Graded { .. }
                 | EpisodeEvent::ChangeTooLarge
+                | EpisodeEvent::SandboxDamaged { .. }
                 | EpisodeEvent::TimeUp
                 | EpisodeEvent::StopRequested
                 | EpisodeEvent::Failed { .. },

@@ -10,30 +10,30 @@
 use crate::api::{EpisodeReport, EpisodeRequest, Episodes};
 use crate::attempt::Attempt;
 use crate::chat::ChatModel;
+use crate::collection::{self, CollectedChange, CollectionBaseline};
 use crate::config::RolloutSettings;
 use crate::dialogue::Dialogue;
-use crate::grading::{self, GradeError, GradeLogs, GradedChange, GradingRules, write_log_folder};
+use crate::grading::{
+    self, GradeError, GradeLogs, GradedChange, GradedInput, GradingRules, write_log_folder,
+};
 use crate::machine::{EpisodeCommand, EpisodeEvent, EpisodeMachine};
 use crate::prefill::PrefillLeaders;
-use crate::repository::{self, RepositoryBaseline};
+use crate::repository;
 use crate::rows::RowSharing;
 use crate::sandboxes::{close, file_entry};
-use crate::tree::{TreeChange, compare_trees};
+use crate::tree;
 use orchestrate_engine::Engine;
 use orchestrate_sandbox::{
     FileEntry, Owner, Purpose, Sandbox, SandboxError, SandboxErrorKind, SandboxLimits,
     SandboxProvider, SandboxSpec,
 };
 use orchestrate_tasks::{Origin, Task};
-use orchestrate_types::{ByteSize, GroupId, Outcome, Retry, Stage};
+use orchestrate_types::{GroupId, Outcome, Retry, Stage};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
-
-/// Largest tree that is read back, in bytes.
-const MAX_TREE_BYTES: ByteSize = ByteSize::mib(512);
 
 /// Sandboxes to try for one purpose before the attempt fails.
 const SANDBOX_TRIES: u32 = 2;
@@ -148,18 +148,18 @@ impl EpisodeRunner {
         spec: &SandboxSpec,
         task: &Task,
         files: &[FileEntry],
-    ) -> Result<(Box<dyn Sandbox>, Baseline), SandboxError> {
+    ) -> Result<(Box<dyn Sandbox>, CollectionBaseline), SandboxError> {
         let mut sandbox = self.sandboxes.open(spec).await?;
         let filled = async {
-            if task.origin != Origin::Files {
-                let hide_history = self.plan.hide_history;
-                let baseline = repository::reset(sandbox.as_mut(), task, hide_history).await?;
-                return Ok(Baseline::Repository(baseline));
-            }
             if !files.is_empty() {
                 sandbox.write_files(files).await?;
             }
-            sandbox.read_tree(MAX_TREE_BYTES).await.map(Baseline::Files)
+            let mut tracked = None;
+            if task.origin != Origin::Files {
+                let hide_history = self.plan.hide_history;
+                tracked = Some(repository::reset(sandbox.as_mut(), task, hide_history).await?);
+            }
+            collection::mark(sandbox.as_mut(), task, tracked).await
         };
         match filled.await {
             Ok(baseline) => Ok((sandbox, baseline)),
@@ -173,6 +173,7 @@ impl EpisodeRunner {
     fn render_prompt(&self, attempt: &mut Attempt<'_>) -> EpisodeEvent {
         let messages = self.plan.opening(&attempt.request.task);
         if self.engine.takes_messages() {
+            let messages = self.chat.without_control_tokens(&messages);
             attempt.dialogue = Some(Dialogue::open(&messages, &self.chat.options.tools));
         }
         match self.chat.prompt(&messages) {
@@ -191,58 +192,66 @@ impl EpisodeRunner {
             return failed(Stage::Collect, "no sandbox is open");
         };
         let started = Instant::now();
-        let change = match &agent.baseline {
-            Baseline::Files(before) => {
-                match sandbox.read_tree(MAX_TREE_BYTES).await {
-                    Ok(after) => Ok(Some(compare_trees(before, &after))),
-                    // The given tree was within the same limit, so this is the agent's doing.
-                    Err(SandboxError {
-                        kind: SandboxErrorKind::TooLarge { what, cap }, ..
-                    }) => {
-                        tracing::warn!(what, %cap, "the agent's tree is too large to grade");
-                        Ok(None)
-                    }
-                    Err(error) => Err(error),
-                }
-            }
-            Baseline::Repository(baseline) => {
-                let patch = repository::collect(sandbox.as_mut(), baseline).await;
-                let change = |patch| TreeChange { patch, ..TreeChange::default() };
-                patch.map(|patch| patch.map(change))
-            }
-        };
+        let collected = collection::collect(sandbox.as_mut(), &agent.baseline).await;
         close(sandbox).await;
-        let event = match change {
-            Ok(Some(change)) => self.grade_change(attempt, change).await,
+        let event = match collected {
+            Ok(Some(collected)) => self.grade_collected(attempt, collected).await,
             Ok(None) => EpisodeEvent::ChangeTooLarge,
-            Err(error) => failed(Stage::Collect, error),
+            Err(error) => sandbox_failed(Stage::Collect, error),
         };
         attempt.timings.grade_s += started.elapsed().as_secs_f64();
         event
     }
 
-    async fn grade_change(&self, attempt: &mut Attempt<'_>, change: TreeChange) -> EpisodeEvent {
+    async fn grade_collected(
+        &self,
+        attempt: &mut Attempt<'_>,
+        collected: CollectedChange,
+    ) -> EpisodeEvent {
+        let task = Arc::clone(&attempt.request.task);
+        // A task that brings all its files needs no sandbox for the comparison.
+        if task.origin != Origin::Files || task.agent_files.is_empty() {
+            return self.grade_change(attempt, GradedInput::Files(&collected)).await;
+        }
+        match tree::change_of_files(&task, collected).await {
+            Ok(Some(change)) => {
+                let event = self.grade_change(attempt, GradedInput::Change(&change)).await;
+                attempt.patch = change.patch;
+                event
+            }
+            Ok(None) => EpisodeEvent::ChangeTooLarge,
+            Err(error) => failed(Stage::Collect, error),
+        }
+    }
+
+    async fn grade_change(
+        &self,
+        attempt: &mut Attempt<'_>,
+        input: GradedInput<'_>,
+    ) -> EpisodeEvent {
         let task = Arc::clone(&attempt.request.task);
         let spec = self.spec(&attempt.request, Purpose::Grader, task.test_timeout);
         let mut tries = 0;
         let graded = loop {
             tries += 1;
             let provider = self.sandboxes.as_ref();
-            match grading::grade(provider, &spec, &task, &change, self.rules).await {
+            match grading::grade(provider, &spec, &task, input, self.rules).await {
                 Ok(graded) => break Ok(graded),
                 Err(GradeError::Sandbox(error))
-                    if tries < SANDBOX_TRIES && pause(error.retry()).await =>
+                    if !error.is_agents_doing()
+                        && tries < SANDBOX_TRIES
+                        && pause(error.retry()).await =>
                 {
                     tracing::debug!(%error, "grading failed, trying another sandbox");
                 }
                 Err(error) => break Err(error),
             }
         };
-        attempt.patch = change.patch;
         match graded {
             Ok(graded) => {
                 self.write_log(&attempt.request, &graded).await;
                 let reward = graded.verdict.reward;
+                attempt.patch = graded.patch;
                 attempt.verdict = Some(graded.verdict);
                 EpisodeEvent::Graded { reward }
             }
@@ -250,7 +259,11 @@ impl EpisodeRunner {
                 tracing::warn!(%error, "the agent's change is too large to grade");
                 EpisodeEvent::ChangeTooLarge
             }
-            Err(error) => failed(Stage::Grade, error),
+            Err(GradeError::Sandbox(error)) => sandbox_failed(Stage::Grade, error),
+            // The diff was made for this very tree, so only what it contains can be the reason.
+            Err(error @ (GradeError::Patch(_) | GradeError::NotApplied(_))) => {
+                EpisodeEvent::SandboxDamaged { what: error.to_string() }
+            }
         }
     }
 
@@ -296,23 +309,11 @@ impl EpisodeRunner {
     }
 }
 
-/// The agent's sandbox and the tree that the agent was given.
+/// The agent's sandbox and what tells which of its changes count.
 #[derive(Debug, Default)]
 struct Agent {
     sandbox: Option<Box<dyn Sandbox>>,
-    baseline: Baseline,
-}
-
-#[derive(Debug)]
-enum Baseline {
-    Files(Vec<FileEntry>),
-    Repository(RepositoryBaseline),
-}
-
-impl Default for Baseline {
-    fn default() -> Self {
-        Self::Files(Vec::new())
-    }
+    baseline: CollectionBaseline,
 }
 
 /// Waits for as long as an error advises; `false` if retrying is useless.
@@ -330,4 +331,23 @@ async fn pause(retry: Retry) -> bool {
 /// The event for a failure of the infrastructure, at `stage`.
 pub(crate) fn failed(stage: Stage, error: impl std::fmt::Display) -> EpisodeEvent {
     EpisodeEvent::Failed { stage, error: error.to_string() }
+}
+
+/// The event for an error of a sandbox, at a stage after the policy got control of it.
+///
+/// Whatever commands can cause is the attempt's own result, because another attempt would reward it.
+/// That includes every refusal of the supervisor: it can do what it is asked as long as nothing
+/// disturbs it.
+pub(crate) fn sandbox_failed(stage: Stage, error: SandboxError) -> EpisodeEvent {
+    match (&error.kind, stage) {
+        (SandboxErrorKind::TooLarge { .. }, Stage::Collect | Stage::Grade) => {
+            tracing::warn!(%error, "the agent's change is too large to grade");
+            EpisodeEvent::ChangeTooLarge
+        }
+        (SandboxErrorKind::Refused { .. }, Stage::Exec | Stage::Collect) => {
+            EpisodeEvent::SandboxDamaged { what: error.to_string() }
+        }
+        _ if error.is_agents_doing() => EpisodeEvent::SandboxDamaged { what: error.to_string() },
+        _ => failed(stage, error),
+    }
 }

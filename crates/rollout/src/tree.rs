@@ -1,81 +1,100 @@
-//! The agent's change to a task that brings its own files: the difference between two trees, as
-//! files for the grader and as a diff for people.
+//! The agent's change as files for a grader and as a diff.
 //!
-//! The invariant: the grader receives this change and nothing else from the agent's container.
+//! The diff is made here, against files that the agent never touched: the task's own, or those in a
+//! fresh grader's sandbox. The invariant: the grader receives this change and nothing else from the
+//! agent's container.
 
-use orchestrate_sandbox::FileEntry;
+use crate::collection::{CollectedChange, MAX_CHANGE, failed_here, text};
+use crate::offload::{self, OffloadError};
+use crate::sandboxes::file_entry;
+use orchestrate_sandbox::{FileEntry, Sandbox, SandboxError, SandboxErrorKind};
+use orchestrate_tasks::Task;
+use orchestrate_tasks::patch::{DiffLimits, FileChange, FileVersion, bounded_diff};
+use orchestrate_types::ByteSize;
 use std::collections::BTreeMap;
+
+/// Limit of the originals of all changed files together.
+const MAX_ORIGINALS: ByteSize = ByteSize::mib(8);
 
 /// The difference between the tree that the agent was given and the tree that it left.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TreeChange {
-    /// Files with new content or mode, sorted by path.
+    /// Text files with new content or mode, sorted by path.
     pub written: Vec<FileEntry>,
-    /// Paths of deleted files, sorted.
+    /// Paths of deleted text files, sorted.
     pub removed: Vec<String>,
-    /// Unified diff in git's format; binary files appear only by name.
+    /// Unified diff in git's format.
     pub patch: String,
 }
 
-/// Compares two trees. The `.git` folder is left out, because it is not part of the agent's work.
-pub fn compare_trees(before: &[FileEntry], after: &[FileEntry]) -> TreeChange {
-    let index = |files: &'_ [FileEntry]| -> BTreeMap<String, FileEntry> {
-        let kept = files.iter().filter(|f| f.path != ".git" && !f.path.starts_with(".git/"));
-        kept.map(|f| (f.path.clone(), f.clone())).collect()
+/// The change to a task that brings its own files; `None` if its diff is too large.
+pub(crate) async fn change_of_files(
+    task: &Task,
+    collected: CollectedChange,
+) -> Result<Option<TreeChange>, OffloadError> {
+    let changed = |path: &str| {
+        let written = collected.written.binary_search_by(|file| file.path.as_str().cmp(path));
+        written.is_ok() || collected.removed.iter().any(|removed| removed == path)
     };
-    let (before, after) = (index(before), index(after));
-    let mut change = TreeChange::default();
-    let mut paths: Vec<&String> = before.keys().chain(after.keys()).collect();
-    paths.sort_unstable();
-    paths.dedup();
-    for path in paths {
-        let (old, new) = (before.get(path), after.get(path));
-        if old == new {
-            continue;
-        }
-        change.patch.push_str(&diff_of_file(path, old, new));
-        match new {
-            Some(file) => change.written.push(file.clone()),
-            None => change.removed.push(path.clone()),
-        }
-    }
-    change
+    let originals =
+        task.agent_files.iter().filter(|file| changed(&file.path)).map(file_entry).collect();
+    offload::run(move || compare(originals, collected, DiffLimits::default())).await
 }
 
-fn diff_of_file(path: &str, old: Option<&FileEntry>, new: Option<&FileEntry>) -> String {
-    let text = |file: Option<&FileEntry>| -> Option<String> {
-        let content = file.map_or(&[][..], |f| f.content.as_slice());
-        let text = std::str::from_utf8(content).ok()?;
-        (!text.contains('\0')).then(|| text.to_owned())
-    };
-    let mode = match (old.map(git_mode), new.map(git_mode)) {
-        (None, Some(mode)) => format!("new file mode 100{mode:o}\n"),
-        (Some(mode), None) => format!("deleted file mode 100{mode:o}\n"),
-        (Some(old), Some(new)) if old != new => {
-            format!("old mode 100{old:o}\nnew mode 100{new:o}\n")
-        }
-        (Some(_) | None, Some(_) | None) => String::new(),
-    };
-    let name = |file: Option<&FileEntry>, side: &str| {
-        file.map_or_else(|| "/dev/null".to_owned(), |_| format!("{side}/{path}"))
-    };
-    let (from, to) = (name(old, "a"), name(new, "b"));
-    let content = match (text(old), text(new)) {
-        (Some(before), Some(after)) if before == after => String::new(),
-        (Some(before), Some(after)) => {
-            let diff = similar::TextDiff::from_lines(before.as_str(), after.as_str());
-            diff.unified_diff().header(&from, &to).to_string()
-        }
-        (None, Some(_) | None) | (Some(_), None) => {
-            format!("Binary files {from} and {to} differ\n")
-        }
-    };
-    format!("diff --git a/{path} b/{path}\n{mode}{content}")
+/// The change to the tree in a fresh sandbox, from which the originals are read.
+///
+/// Fails with [`SandboxErrorKind::TooLarge`] if the originals or the diff are too large.
+pub(crate) async fn change_in(
+    sandbox: &mut dyn Sandbox,
+    collected: &CollectedChange,
+) -> Result<TreeChange, SandboxError> {
+    // Held from here, because from here on the originals are in memory.
+    let permit = offload::permit().await.map_err(|error| failed_here(sandbox, error))?;
+    let written = collected.written.iter().map(|file| file.path.clone());
+    let paths: Vec<String> = written.chain(collected.removed.iter().cloned()).collect();
+    let originals = sandbox.read_files(&paths, MAX_ORIGINALS).await?;
+    let collected = collected.clone();
+    let work = move || compare(originals, collected, DiffLimits::default());
+    let change = offload::run_with(permit, work).await;
+    change.map_err(|error| failed_here(sandbox, error))?.ok_or_else(|| SandboxError {
+        sandbox: sandbox.name().to_owned(),
+        kind: SandboxErrorKind::TooLarge { what: "the diff of the change".to_owned(), cap: MAX_CHANGE },
+    })
 }
 
-/// The mode that git records for a regular file: executable or not.
-fn git_mode(file: &FileEntry) -> u32 {
-    if file.mode & 0o100 == 0 { 0o644 } else { 0o755 }
+/// Compares the change with the original files; `None` if its diff exceeds `limits`. A binary
+/// original keeps its content.
+fn compare(
+    originals: Vec<FileEntry>,
+    collected: CollectedChange,
+    limits: DiffLimits,
+) -> Option<TreeChange> {
+    let originals: BTreeMap<String, FileEntry> =
+        originals.into_iter().map(|file| (file.path.clone(), file)).collect();
+    let is_text = |path: &str| originals.get(path).is_none_or(|file| text(file).is_some());
+    let CollectedChange { mut written, mut removed } = collected;
+    written.retain(|file| {
+        is_text(&file.path) && originals.get(&file.path).is_none_or(|old| !is_same(old, file))
+    });
+    removed.retain(|path| is_text(path) && originals.contains_key(path));
+    let new: BTreeMap<&str, &FileEntry> = written.iter().map(|f| (f.path.as_str(), f)).collect();
+    let paths: std::collections::BTreeSet<&str> =
+        new.keys().copied().chain(removed.iter().map(String::as_str)).collect();
+    let changes = paths.into_iter().map(|path| FileChange {
+        path,
+        old: originals.get(path).and_then(version),
+        new: new.get(path).copied().and_then(version),
+    });
+    let patch = bounded_diff(changes, limits)?;
+    Some(TreeChange { written, removed, patch })
+}
+
+fn is_same(old: &FileEntry, new: &FileEntry) -> bool {
+    version(old) == version(new)
+}
+
+fn version(file: &FileEntry) -> Option<FileVersion<'_>> {
+    Some(FileVersion { text: text(file)?, executable: file.mode & 0o100 != 0 })
 }
 
 #[cfg(test)]
@@ -88,32 +107,36 @@ mod tests {
 
     #[test]
     fn change_has_written_files_removed_files_and_a_diff() {
-        let before = [
+        let before = vec![
             file("a.py", 0o644, b"one\ntwo\n"),
             file("gone.py", 0o644, b"x\n"),
-            file("same.py", 0o644, b"s"),
+            file("image", 0o644, b"\0\x01"),
+            file("old", 0o644, b"\0\x01"),
+            file("same.py", 0o600, b"s"),
         ];
-        let after = [
-            file(".git/index", 0o644, b"noise"),
-            file("a.py", 0o755, b"one\n2\n"),
-            file("blob", 0o644, b"\0\xff"),
-            file("same.py", 0o644, b"s"),
-        ];
-        let change = compare_trees(&before, &after);
+        let collected = CollectedChange {
+            written: vec![
+                file("a.py", 0o755, b"one\n2\n"),
+                file("image", 0o644, b"text"),
+                file("new.py", 0o644, b"n\n"),
+                file("same.py", 0o644, b"s"),
+            ],
+            removed: ["gone.py", "never", "old"].map(str::to_owned).to_vec(),
+        };
+        let change = compare(before, collected, DiffLimits::default()).unwrap();
         let written: Vec<&str> = change.written.iter().map(|f| f.path.as_str()).collect();
-        assert_eq!(written, ["a.py", "blob"]);
+        assert_eq!(written, ["a.py", "new.py"]);
         assert_eq!(change.removed, ["gone.py"]);
-        assert!(change.patch.starts_with(
-            "diff --git a/a.py b/a.py\nold mode 100644\nnew mode 100755\n--- a/a.py\n+++ b/a.py\n"
-        ), "{}", change.patch);
-        assert!(change.patch.contains("-two\n+2\n"));
-        assert!(change.patch.contains("Binary files /dev/null and b/blob differ"));
-        assert!(change.patch.contains("--- a/gone.py\n+++ /dev/null\n"));
+        let want = "diff --git a/a.py b/a.py\nold mode 100644\nnew mode 100755\n--- a/a.py\n+++ b/a.py\n\
+            @@ -1,2 +1,2 @@\n one\n-two\n+2\ndiff --git a/gone.py b/gone.py\ndeleted file mode 100644\n\
+            --- a/gone.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\ndiff --git a/new.py b/new.py\n\
+            new file mode 100644\n--- /dev/null\n+++ b/new.py\n@@ -0,0 +1 @@\n+n\n";
+        assert_eq!(change.patch, want);
     }
 
     #[test]
-    fn equal_trees_have_an_empty_patch() {
-        let tree = [file("a.py", 0o644, b"one\n")];
-        assert_eq!(compare_trees(&tree, &tree), TreeChange::default());
+    fn nothing_changed_gives_an_empty_patch() {
+        let empty = compare(Vec::new(), CollectedChange::default(), DiffLimits::default());
+        assert_eq!(empty, Some(TreeChange::default()));
     }
 }

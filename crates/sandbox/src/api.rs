@@ -145,6 +145,42 @@ pub struct FileEntry {
     pub content: Vec<u8>,
 }
 
+/// How to mark a tree.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TreeMark {
+    /// Names of entries that are left out of the tree at any depth, here and when changes are
+    /// listed; an entry that starts with `/` is the path of one file or folder instead.
+    pub skip: Vec<String>,
+    /// Name of the files whose content is returned.
+    pub send: String,
+    /// Limit of that content together.
+    pub cap: ByteSize,
+}
+
+/// A regular file that is new, or whose content or mode differs from the marked tree.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChangedFile {
+    /// Relative path with `/` as separator, without `..`.
+    pub path: String,
+    /// Permission bits.
+    pub mode: u32,
+    /// Size in bytes.
+    pub size: u64,
+    /// Whether the marked tree has no such file.
+    pub is_new: bool,
+    /// Whether it starts like a binary file.
+    pub is_binary: bool,
+}
+
+/// What changed in a tree since it was marked.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TreeChanges {
+    /// Files that are new or differ, sorted by path.
+    pub written: Vec<ChangedFile>,
+    /// Paths of marked files that no longer exist or are no regular files any more, sorted.
+    pub removed: Vec<String>,
+}
+
 /// A container that its daemon fails to remove. Removal is retried in the background.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct QuarantinedContainer {
@@ -231,6 +267,26 @@ pub trait Sandbox: Send + std::fmt::Debug {
     /// Symlinks, devices, fifos and `__pycache__` are left out. Fails with
     /// [`TooLarge`](crate::SandboxErrorKind::TooLarge) if contents and paths exceed `cap` bytes.
     async fn read_tree(&mut self, cap: ByteSize) -> Result<Vec<FileEntry>, SandboxError>;
+
+    /// Marks the regular files below the working directory as they are, for
+    /// [`Sandbox::list_changes`], and returns those with the name that `mark` asks for.
+    ///
+    /// The mark is out of reach for commands, and no program of the image takes part in it.
+    async fn mark_tree(&mut self, mark: &TreeMark) -> Result<Vec<FileEntry>, SandboxError>;
+
+    /// Lists what commands changed since the tree was marked. Symlinks are never followed and never
+    /// listed. Fails with [`TooLarge`](crate::SandboxErrorKind::TooLarge) if the tree has grown too
+    /// much to be walked.
+    async fn list_changes(&mut self) -> Result<TreeChanges, SandboxError>;
+
+    /// Reads the regular files among these paths below the working directory, in this order; others
+    /// are left out. Fails with [`TooLarge`](crate::SandboxErrorKind::TooLarge) if their contents
+    /// exceed `cap` bytes.
+    async fn read_files(
+        &mut self,
+        paths: &[String],
+        cap: ByteSize,
+    ) -> Result<Vec<FileEntry>, SandboxError>;
 
     /// Gives the sandbox back. A reusable one is reset and verified; any other is removed.
     async fn close(self: Box<Self>) -> Result<(), SandboxError>;

@@ -67,8 +67,9 @@ mod state;
 mod sweep;
 
 pub use api::{
-    Command, ExecResult, Exit, FileEntry, HostUsage, Owner, Purpose, QuarantinedContainer, Sandbox,
-    SandboxLimits, SandboxProvider, SandboxSpec, SweepReport,
+    ChangedFile, Command, ExecResult, Exit, FileEntry, HostUsage, Owner, Purpose,
+    QuarantinedContainer, Sandbox, SandboxLimits, SandboxProvider, SandboxSpec, SweepReport,
+    TreeChanges, TreeMark,
 };
 pub use bare_container::BareContainer;
 pub use config::{PullPolicy, SandboxSection, SandboxSettings, Seccomp, UserNamespace};

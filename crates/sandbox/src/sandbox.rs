@@ -1,6 +1,8 @@
 //! One open container.
 
-use crate::api::{Command, ExecResult, Exit, FileEntry, Sandbox};
+mod changes;
+
+use crate::api::{Command, ExecResult, Exit, FileEntry, Sandbox, TreeChanges, TreeMark};
 use crate::error::{SandboxError, SandboxErrorKind};
 use crate::guard::ContainerGuard;
 use crate::link::SupervisorLink;
@@ -20,6 +22,8 @@ use tokio::time::{Instant, MissedTickBehavior};
 const PING_INTERVAL: Duration = Duration::from_secs(15);
 /// A reset kills a process tree and removes at most a few thousand files.
 const RESET_TIMEOUT: Duration = Duration::from_secs(30);
+/// A supervisor gives up a walk over a tree after a minute and a half.
+const TREE_TIMEOUT: Duration = Duration::from_mins(3);
 /// The signal reported for a command that was killed because of its output.
 const SIGKILL: i32 = 9;
 
@@ -99,6 +103,7 @@ impl DockerSandbox {
                 | SandboxErrorKind::TimedOut { .. }
                 | SandboxErrorKind::DiskFull(_)
                 | SandboxErrorKind::Gone(_)
+                | SandboxErrorKind::Damaged { .. }
                 | SandboxErrorKind::Protocol(_)
                 | SandboxErrorKind::NotClean(_)
                 | SandboxErrorKind::SelfTestFailed(_) => State::Lost(error.kind.to_string()),
@@ -337,6 +342,23 @@ impl Sandbox for DockerSandbox {
     async fn read_tree(&mut self, cap: ByteSize) -> Result<Vec<FileEntry>, SandboxError> {
         let limit = self.provider.config.call_timeout.0;
         self.call("read_tree", limit, async |this| this.read_all(cap).await).await
+    }
+
+    async fn mark_tree(&mut self, mark: &TreeMark) -> Result<Vec<FileEntry>, SandboxError> {
+        self.call("mark_tree", TREE_TIMEOUT, async |this| this.mark(mark).await).await
+    }
+
+    async fn list_changes(&mut self) -> Result<TreeChanges, SandboxError> {
+        self.call("list_changes", TREE_TIMEOUT, async |this| this.changes().await).await
+    }
+
+    async fn read_files(
+        &mut self,
+        paths: &[String],
+        cap: ByteSize,
+    ) -> Result<Vec<FileEntry>, SandboxError> {
+        let limit = self.provider.config.call_timeout.0;
+        self.call("read_files", limit, async |this| this.read_named(paths, cap).await).await
     }
 
     async fn close(mut self: Box<Self>) -> Result<(), SandboxError> {

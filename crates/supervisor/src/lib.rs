@@ -5,6 +5,7 @@
 //! command is reported, the supervisor is the only process alive in the container. Read
 //! [`protocol`] first, then `serve.rs`.
 
+mod changes;
 mod deadline;
 mod disk;
 mod files;

@@ -12,7 +12,7 @@ use std::error::Error;
 use std::fmt;
 
 /// Version of this protocol, sent in [`Reply::Hello`].
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Largest content of a file or an output in one frame, in bytes.
 pub const CHUNK: usize = 256 * 1024;
 
@@ -62,6 +62,27 @@ pub enum Request {
     /// [`Reply::TreeEnd`].
     ReadTree {
         /// Limit of the content and paths together, in bytes.
+        cap: u64,
+    },
+    /// Record the regular files below the working directory, for [`Request::ListChanges`]. Answered
+    /// by the content of the files with one name, as to [`Request::ReadFiles`].
+    MarkTree {
+        /// Names of entries that are left out at any depth; a path after `/` is left out itself.
+        skip: Vec<String>,
+        /// Name of the files that are sent.
+        send: String,
+        /// Limit of their content together, in bytes.
+        cap: u64,
+    },
+    /// List what changed since the tree was marked. Answered by [`Reply::TreeItem`], then
+    /// [`Reply::TreeEnd`].
+    ListChanges,
+    /// Read these regular files. Answered by [`Reply::TreeFile`] and [`Reply::TreeData`], then
+    /// [`Reply::TreeEnd`].
+    ReadFiles {
+        /// Paths relative to the working directory. Those that are not regular files are left out.
+        paths: Vec<String>,
+        /// Limit of the content together, in bytes.
         cap: u64,
     },
     /// Kill every process, wipe every writable folder and verify both. Answered by [`Reply::Ack`].
@@ -127,8 +148,33 @@ pub enum Reply {
         /// Raw bytes, at most [`CHUNK`].
         data: Vec<u8>,
     },
+    /// A file that changed since the tree was marked.
+    TreeItem(ChangedItem),
     /// End of the tree.
     TreeEnd(TreeEnd),
+}
+
+/// A regular file that differs from the marked tree.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ChangedItem {
+    /// It does not exist any more, or is not a regular file any more.
+    Removed {
+        /// Path relative to the working directory.
+        path: String,
+    },
+    /// It is new, or its content or mode differs.
+    Written {
+        /// Path relative to the working directory.
+        path: String,
+        /// Permission bits.
+        mode: u32,
+        /// Bytes of content.
+        size: u64,
+        /// Whether it did not exist in the marked tree.
+        is_new: bool,
+        /// Whether it starts like a binary file.
+        is_binary: bool,
+    },
 }
 
 /// How reading a tree ended.
@@ -213,6 +259,9 @@ impl Request {
             Self::ReadTree { cap } => w.u64(*cap).frame(id, 5),
             Self::Reset => w.frame(id, 6),
             Self::Deadline { millis } => w.u64(*millis).frame(id, 7),
+            Self::MarkTree { skip, send, cap } => w.u64(*cap).text(send).texts(skip).frame(id, 8),
+            Self::ListChanges => w.frame(id, 9),
+            Self::ReadFiles { paths, cap } => w.u64(*cap).texts(paths).frame(id, 10),
         }
     }
 
@@ -234,6 +283,15 @@ impl Request {
             5 => r.u64().map(|cap| Self::ReadTree { cap }),
             6 => Some(Self::Reset),
             7 => r.u64().map(|millis| Self::Deadline { millis }),
+            8 => (|| {
+                let (cap, send) = (r.u64()?, r.text()?);
+                Some(Self::MarkTree { skip: r.texts()?, send, cap })
+            })(),
+            9 => Some(Self::ListChanges),
+            10 => (|| {
+                let cap = r.u64()?;
+                Some(Self::ReadFiles { paths: r.texts()?, cap })
+            })(),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(request, r, kind)
@@ -282,6 +340,15 @@ impl Reply {
             Self::Ack(Err(Refusal(reason))) => w.u8(1).text(reason).frame(id, 67),
             Self::TreeFile { path, mode, size } => w.text(path).u32(*mode).u64(*size).frame(id, 68),
             Self::TreeData { data } => w.rest(data).frame(id, 69),
+            Self::TreeItem(ChangedItem::Removed { path }) => w.u8(0).text(path).frame(id, 72),
+            Self::TreeItem(ChangedItem::Written { path, mode, size, is_new, is_binary }) => w
+                .u8(1)
+                .text(path)
+                .u32(*mode)
+                .u64(*size)
+                .u8(u8::from(*is_new))
+                .u8(u8::from(*is_binary))
+                .frame(id, 72),
             Self::TreeEnd(TreeEnd::Complete { files }) => w.u8(0).u64(*files).frame(id, 70),
             Self::TreeEnd(TreeEnd::TooLarge(path)) => w.u8(1).text(path).frame(id, 70),
             Self::TreeEnd(TreeEnd::Failed(reason)) => w.u8(2).text(reason).frame(id, 70),
@@ -314,6 +381,7 @@ impl Reply {
                 }))
             })(),
             71 => free_space(r).map(Self::DiskFull),
+            72 => changed_item(r).map(Self::TreeItem),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(reply, r, kind)
@@ -332,6 +400,20 @@ impl Reply {
         };
         let (total_bytes, oom_kills, elapsed_us) = (r.u64()?, r.u32()?, r.u64()?);
         Some(Self::Done(CommandReport { end, total_bytes, oom_kills, elapsed_us }))
+    }
+}
+
+fn changed_item(r: &mut Reader<'_>) -> Option<ChangedItem> {
+    match r.u8()? {
+        0 => Some(ChangedItem::Removed { path: r.text()? }),
+        1 => Some(ChangedItem::Written {
+            path: r.text()?,
+            mode: r.u32()?,
+            size: r.u64()?,
+            is_new: r.flag()?,
+            is_binary: r.flag()?,
+        }),
+        _ => None,
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! A second thread ends the process at its deadline, even while the first is blocked on a write.
 
+use crate::changes::{self, MarkedTree};
 use crate::deadline::DeadlineTimer;
 use crate::disk::CHECK_INTERVAL;
 use crate::files::{self, WriteError};
@@ -9,7 +10,7 @@ use crate::job::{Job, StartError, TERM_GRACE, oom_kills};
 use crate::options::Options;
 use crate::protocol::{
     CHUNK, CommandEnd, CommandReport, ExecRequest, Frame, FrameBuffer, Refusal, Reply, Request,
-    VERSION,
+    TreeEnd, VERSION,
 };
 use crate::reset::{Baseline, ResetError};
 use crate::{sys, tree};
@@ -39,6 +40,8 @@ struct Server {
     /// `None` if the sandbox is not reusable.
     baseline: Option<Result<Baseline, ResetError>>,
     write_failure: Option<WriteError>,
+    /// The tree as it was before the commands whose changes count.
+    marked: Option<MarkedTree>,
     /// Whether commands can write to the host's disk and it has not been full yet.
     watches_disk: bool,
 }
@@ -66,6 +69,7 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
         last_frame_at: Instant::now(),
         baseline,
         write_failure: None,
+        marked: None,
     };
     server.reply(0, &Reply::Hello { version: VERSION, free })?;
     loop {
@@ -123,6 +127,14 @@ impl Server {
                     output.write_all(&reply.encode(frame.id).map_err(io::Error::other)?)
                 })
             }
+            Request::MarkTree { skip, send, cap } => self.mark_tree(frame.id, &skip, &send, cap),
+            Request::ListChanges => self.list_changes(frame.id),
+            Request::ReadFiles { paths, cap } => {
+                let output = &mut self.output;
+                changes::send_files(Path::new(&self.options.workdir), &paths, cap, |reply| {
+                    output.write_all(&reply.encode(frame.id).map_err(io::Error::other)?)
+                })
+            }
             Request::Reset => {
                 let result = self.reset();
                 self.reply(frame.id, &Reply::Ack(result))
@@ -151,6 +163,7 @@ impl Server {
     fn reset(&mut self) -> Result<(), Refusal> {
         self.kill_everything(None).map_err(Refusal::new)?;
         self.write_failure = None;
+        self.marked = None;
         // The deadline belonged to the attempt; now only the container's lifetime remains.
         self.deadline.set(Duration::MAX);
         match &self.baseline {
@@ -158,6 +171,31 @@ impl Server {
             Some(Err(error)) => Err(Refusal::new(error)),
             None => Err(Refusal::new("this sandbox was not opened for reuse")),
         }
+    }
+
+    fn mark_tree(&mut self, id: u64, skip: &[String], send: &str, cap: u64) -> io::Result<()> {
+        let root = Path::new(&self.options.workdir);
+        let tree = match changes::mark(root, skip) {
+            Ok(tree) => tree,
+            Err(end) => return self.reply(id, &Reply::TreeEnd(end)),
+        };
+        let output = &mut self.output;
+        tree.send_named(root, send, cap, |reply| {
+            output.write_all(&reply.encode(id).map_err(io::Error::other)?)
+        })?;
+        self.marked = Some(tree);
+        Ok(())
+    }
+
+    fn list_changes(&mut self, id: u64) -> io::Result<()> {
+        let Some(tree) = &self.marked else {
+            let end = TreeEnd::Failed("the tree was not marked".to_owned());
+            return self.reply(id, &Reply::TreeEnd(end));
+        };
+        let output = &mut self.output;
+        tree.send_changes(Path::new(&self.options.workdir), |reply| {
+            output.write_all(&reply.encode(id).map_err(io::Error::other)?)
+        })
     }
 
     fn exec(&mut self, id: u64, request: &ExecRequest) -> io::Result<()> {
@@ -254,6 +292,9 @@ impl Server {
                 | Request::Write { .. }
                 | Request::WriteEnd
                 | Request::ReadTree { .. }
+                | Request::MarkTree { .. }
+                | Request::ListChanges
+                | Request::ReadFiles { .. }
                 | Request::Reset
                 | Request::Deadline { .. } => {
                     let busy = Reply::Ack(Err(Refusal::new("a command is running")));

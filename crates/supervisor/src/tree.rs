@@ -11,7 +11,7 @@ use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 /// Deepest nesting of folders; a deeper tree is refused.
-const MAX_DEPTH: usize = 128;
+pub(crate) const MAX_DEPTH: usize = 128;
 /// Largest number of entries in all folders together. Listing more could take memory that the
 /// container does not have.
 const MAX_ENTRIES: usize = 50_000;
@@ -125,7 +125,7 @@ fn send_file(
     send_content(handle, file.size, emit)
 }
 
-fn send_content(
+pub(crate) fn send_content(
     handle: File,
     size: u64,
     emit: &mut impl FnMut(Reply) -> io::Result<()>,
@@ -146,7 +146,11 @@ fn send_content(
 
 /// Performs `action`. If permission is denied, adds `bits` to the mode of `path` while the action is
 /// repeated: root without capabilities is bound by the permissions of its own files.
-fn with_access<T>(path: &Path, bits: u32, action: impl Fn() -> io::Result<T>) -> io::Result<T> {
+pub(crate) fn with_access<T>(
+    path: &Path,
+    bits: u32,
+    action: impl Fn() -> io::Result<T>,
+) -> io::Result<T> {
     match action() {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             let meta: Metadata = std::fs::symlink_metadata(path)?;
@@ -211,6 +215,7 @@ mod tests {
                 | Reply::DiskFull(_)
                 | Reply::Output { .. }
                 | Reply::Done(_)
+                | Reply::TreeItem(_)
                 | Reply::Ack(_) => {
                     panic!("not a reply to ReadTree")
                 }

@@ -60,6 +60,9 @@ impl Writer {
     pub(crate) fn text(self, text: &str) -> Self {
         self.u64(text.len() as u64).rest(text.as_bytes())
     }
+    pub(crate) fn texts(self, texts: &[String]) -> Self {
+        texts.iter().fold(self.u64(texts.len() as u64), |writer, text| writer.text(text))
+    }
     pub(crate) fn frame(mut self, id: u64, kind: u8) -> Result<Vec<u8>, ProtocolError> {
         let length = self.0.len() - HEADER;
         let wire = u32::try_from(length).map_err(|_| ProtocolError::TooLong(length))?;
@@ -116,6 +119,10 @@ impl<'a> Reader<'a> {
     pub(crate) fn text(&mut self) -> Option<String> {
         let length = self.u64()?;
         String::from_utf8(self.take(length)?.to_vec()).ok()
+    }
+    /// Every element has its own length, so an excessive count fails at the end of the payload.
+    pub(crate) fn texts(&mut self) -> Option<Vec<String>> {
+        (0..self.u64()?).map(|_| self.text()).collect()
     }
     pub(crate) fn rest(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.0).to_vec()

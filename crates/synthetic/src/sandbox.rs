@@ -3,7 +3,7 @@
 use async_trait::async_trait;
 use orchestrate_sandbox::{
     Command, ExecResult, Exit, FileEntry, Sandbox, SandboxError, SandboxProvider, SandboxSpec,
-    SweepReport,
+    SweepReport, TreeChanges, TreeMark,
 };
 use orchestrate_types::{ByteSize, RunId};
 use std::time::Duration;
@@ -61,6 +61,23 @@ impl Sandbox for SyntheticSandbox {
 
     async fn read_tree(&mut self, _cap: ByteSize) -> Result<Vec<FileEntry>, SandboxError> {
         Ok(self.files.clone())
+    }
+
+    async fn mark_tree(&mut self, _mark: &TreeMark) -> Result<Vec<FileEntry>, SandboxError> {
+        Ok(Vec::new())
+    }
+
+    async fn list_changes(&mut self) -> Result<TreeChanges, SandboxError> {
+        Ok(TreeChanges::default())
+    }
+
+    async fn read_files(
+        &mut self,
+        paths: &[String],
+        _cap: ByteSize,
+    ) -> Result<Vec<FileEntry>, SandboxError> {
+        let asked = self.files.iter().filter(|file| paths.contains(&file.path));
+        Ok(asked.cloned().collect())
     }
 
     async fn close(self: Box<Self>) -> Result<(), SandboxError> {

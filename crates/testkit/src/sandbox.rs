@@ -1,8 +1,8 @@
 //! In-memory sandboxes with a scripted shell and planned faults.
 
 use orchestrate_sandbox::{
-    Command, ExecResult, Exit, FileEntry, Purpose, Sandbox, SandboxError, SandboxErrorKind,
-    SandboxProvider, SandboxSpec, SweepReport,
+    ChangedFile, Command, ExecResult, Exit, FileEntry, Purpose, Sandbox, SandboxError,
+    SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport, TreeChanges, TreeMark,
 };
 use orchestrate_types::{ByteSize, RunId};
 use std::collections::BTreeMap;
@@ -44,6 +44,10 @@ pub enum Operation {
     Write,
     /// [`Sandbox::read_tree`].
     ReadTree,
+    /// [`Sandbox::mark_tree`].
+    MarkTree,
+    /// [`Sandbox::list_changes`] and [`Sandbox::read_files`].
+    Collect,
     /// [`Sandbox::close`].
     Close,
 }
@@ -56,6 +60,8 @@ struct Fault {
     skip: u32,
     /// Number of calls that fail after that.
     times: u32,
+    /// The error of these calls; `None` = the sandbox is gone.
+    kind: Option<SandboxErrorKind>,
 }
 
 #[derive(Debug, Default)]
@@ -92,7 +98,23 @@ impl FakeSandboxes {
 
     /// Makes `operation` fail `times` times for sandboxes of `purpose`, after `skip` successes.
     pub fn fail(&self, operation: Operation, purpose: Purpose, skip: u32, times: u32) {
-        lock(&self.records).faults.push(Fault { operation, purpose, skip, times });
+        self.add_fault(Fault { operation, purpose, skip, times, kind: None });
+    }
+
+    /// Makes `operation` fail with `kind` in every sandbox of `purpose`, after `skip` successes.
+    pub fn fail_with(
+        &self,
+        operation: Operation,
+        purpose: Purpose,
+        skip: u32,
+        kind: SandboxErrorKind,
+    ) {
+        let kind = Some(kind);
+        self.add_fault(Fault { operation, purpose, skip, times: u32::MAX, kind });
+    }
+
+    fn add_fault(&self, fault: Fault) {
+        lock(&self.records).faults.push(fault);
     }
 
     /// The specifications of all opened sandboxes, in order.
@@ -127,13 +149,17 @@ impl FakeSandboxes {
                     fault.skip -= 1;
                 } else if fault.times > 0 {
                     fault.times -= 1;
-                    let message = format!("planned fault in {operation:?}");
-                    return Err(error(SandboxErrorKind::Gone(message)));
+                    let gone = || SandboxErrorKind::Gone(format!("planned fault in {operation:?}"));
+                    return Err(error(fault.kind.clone().unwrap_or_else(gone)));
                 }
             }
         }
         Ok(())
     }
+}
+
+fn entry((path, (mode, content)): (&String, &(u32, Vec<u8>))) -> FileEntry {
+    FileEntry { path: path.clone(), mode: *mode, content: content.clone() }
 }
 
 fn error(kind: SandboxErrorKind) -> SandboxError {
@@ -149,6 +175,7 @@ impl SandboxProvider for FakeSandboxes {
             name: format!("fake-{}-{:?}", spec.owner.attempt, spec.purpose),
             purpose: spec.purpose,
             tree: FakeTree::new(),
+            marked: FakeTree::new(),
             shell: Arc::clone(&self.shell),
             records: Arc::clone(&self.records),
             is_closed: false,
@@ -172,6 +199,7 @@ pub struct ScriptedSandbox {
     name: String,
     purpose: Purpose,
     tree: FakeTree,
+    marked: FakeTree,
     shell: Arc<FakeShell>,
     records: Arc<Mutex<Records>>,
     is_closed: bool,
@@ -250,12 +278,48 @@ impl Sandbox for ScriptedSandbox {
 
     async fn read_tree(&mut self, _cap: ByteSize) -> Result<Vec<FileEntry>, SandboxError> {
         FakeSandboxes::check(&self.records, Operation::ReadTree, self.purpose)?;
-        let entry = |(path, (mode, content)): (&String, &(u32, Vec<u8>))| FileEntry {
+        Ok(self.tree.iter().map(entry).collect())
+    }
+
+    async fn mark_tree(&mut self, mark: &TreeMark) -> Result<Vec<FileEntry>, SandboxError> {
+        FakeSandboxes::check(&self.records, Operation::MarkTree, self.purpose)?;
+        self.marked = self.tree.clone();
+        let has_name = |path: &str| path.rsplit('/').next() == Some(mark.send.as_str());
+        Ok(self.tree.iter().filter(|(path, _)| has_name(path)).map(entry).collect())
+    }
+
+    async fn list_changes(&mut self) -> Result<TreeChanges, SandboxError> {
+        FakeSandboxes::check(&self.records, Operation::Collect, self.purpose)?;
+        let changed = |(path, file): &(&String, &(u32, Vec<u8>))| {
+            self.marked.get(path.as_str()) != Some(*file)
+        };
+        let item = |(path, (mode, content)): (&String, &(u32, Vec<u8>))| ChangedFile {
             path: path.clone(),
             mode: *mode,
-            content: content.clone(),
+            size: content.len() as u64,
+            is_new: !self.marked.contains_key(path),
+            is_binary: content.contains(&0),
         };
-        Ok(self.tree.iter().map(entry).collect())
+        let gone = self.marked.keys().filter(|path| !self.tree.contains_key(*path));
+        Ok(TreeChanges {
+            written: self.tree.iter().filter(changed).map(item).collect(),
+            removed: gone.cloned().collect(),
+        })
+    }
+
+    async fn read_files(
+        &mut self,
+        paths: &[String],
+        cap: ByteSize,
+    ) -> Result<Vec<FileEntry>, SandboxError> {
+        FakeSandboxes::check(&self.records, Operation::Collect, self.purpose)?;
+        let files: Vec<FileEntry> =
+            paths.iter().filter_map(|path| self.tree.get_key_value(path)).map(entry).collect();
+        let size: usize = files.iter().map(|file| file.content.len()).sum();
+        if size as u64 > cap.0 {
+            return Err(error(SandboxErrorKind::TooLarge { what: "files".to_owned(), cap }));
+        }
+        Ok(files)
     }
 
     async fn close(mut self: Box<Self>) -> Result<(), SandboxError> {

@@ -21,6 +21,9 @@ pub enum Limit {
     /// The agent's change is too large for a grader, or the agent made it unreadable. It is not
     /// graded, and its reward is 0.
     ChangeSize,
+    /// The agent's commands, or the tests of its change, made a sandbox unusable. Nothing is graded,
+    /// and the reward is 0, so that breaking a sandbox never earns another attempt.
+    SandboxDamage,
 }
 
 /// The stage of an episode at which the infrastructure failed.

@@ -4,7 +4,7 @@ use super::{Attempt, millis};
 use crate::api::{Action, Message};
 use crate::chat::message;
 use crate::machine::EpisodeEvent;
-use crate::runner::failed;
+use crate::runner::{failed, sandbox_failed};
 use crate::scaffold::{Call, Mistake, ToolLimits, truncate_middle};
 use crate::toolbox::Toolbox;
 use orchestrate_sandbox::{Sandbox, SandboxError};
@@ -45,7 +45,7 @@ impl Attempt<'_> {
             let observation = match call {
                 Ok((action, call)) => match self.perform_one(sandbox, action, &call).await {
                     Ok(observation) => observation,
-                    Err(error) => return failed(Stage::Exec, error),
+                    Err(error) => return sandbox_failed(Stage::Exec, error),
                 },
                 Err(mistake) => Some(truncate_middle(mistake.0, plan.observation_chars)),
             };
@@ -66,7 +66,8 @@ impl Attempt<'_> {
             match self.runner.chat.delta(&new_messages, self.buffer.last()) {
                 Ok(delta) => {
                     if let Some(dialogue) = &mut self.dialogue {
-                        dialogue.push_observations(&new_messages);
+                        let safe = self.runner.chat.without_control_tokens(&new_messages);
+                        dialogue.push_observations(&safe);
                     }
                     self.extend_prompt(&delta);
                 }

@@ -14,10 +14,21 @@ pub use logs::{GradeLogs, write_log_folder};
 pub use rules::{GradingRules, LogGrader, grade_as_r2e, grade_by_summary};
 
 use crate::sandboxes::close;
-use crate::tree::TreeChange;
+use crate::collection::CollectedChange;
+use crate::tree::{self, TreeChange};
 use graded::{log_bytes, test_output};
 use orchestrate_sandbox::{Sandbox, SandboxProvider, SandboxSpec};
 use orchestrate_tasks::{Origin, Task};
+use std::borrow::Cow;
+
+/// What is graded.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum GradedInput<'a> {
+    /// A change with its diff.
+    Change(&'a TreeChange),
+    /// Files that are compared with those in the grader's sandbox first.
+    Files(&'a CollectedChange),
+}
 
 /// Opens a grader sandbox, applies the change, runs the hidden tests and grades their log.
 ///
@@ -27,22 +38,38 @@ pub(crate) async fn grade(
     provider: &dyn SandboxProvider,
     spec: &SandboxSpec,
     task: &Task,
-    change: &TreeChange,
+    input: GradedInput<'_>,
     rules: GradingRules,
 ) -> Result<GradedChange, GradeError> {
-    if spec.reusable && task.origin == Origin::Files {
+    if let GradedInput::Change(change) = input
+        && spec.reusable
+        && task.origin == Origin::Files
+    {
         files::check_room(task, change, spec.limits.tmpfs)?;
     }
     let mut sandbox = provider.open(spec).await?;
-    let graded = match &task.origin {
-        Origin::Files => grade_files(sandbox.as_mut(), task, change, rules).await,
-        Origin::R2e => image::grade_r2e(sandbox.as_mut(), task, &change.patch, rules).await,
-        Origin::SweBench(row) => {
-            image::grade_swe_bench(sandbox.as_mut(), task, row, &change.patch, rules).await
-        }
-    };
+    let graded = grade_in(sandbox.as_mut(), task, input, rules).await;
     close(sandbox).await;
     graded
+}
+
+async fn grade_in(
+    sandbox: &mut dyn Sandbox,
+    task: &Task,
+    input: GradedInput<'_>,
+    rules: GradingRules,
+) -> Result<GradedChange, GradeError> {
+    let change = match input {
+        GradedInput::Change(change) => Cow::Borrowed(change),
+        GradedInput::Files(files) => Cow::Owned(tree::change_in(sandbox, files).await?),
+    };
+    match &task.origin {
+        Origin::Files => grade_files(sandbox, task, &change, rules).await,
+        Origin::R2e => image::grade_r2e(sandbox, task, &change.patch, rules).await,
+        Origin::SweBench(row) => {
+            image::grade_swe_bench(sandbox, task, row, &change.patch, rules).await
+        }
+    }
 }
 
 /// Grades a text patch in the same way as an episode's change.
@@ -64,7 +91,7 @@ pub async fn grade_patch(
             TreeChange { patch: patch.to_owned(), ..TreeChange::default() }
         }
     };
-    grade(provider, spec, task, &change, rules).await
+    grade(provider, spec, task, GradedInput::Change(&change), rules).await
 }
 
 async fn grade_files(

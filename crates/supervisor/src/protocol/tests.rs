@@ -24,6 +24,11 @@ fn request() -> impl Strategy<Value = Request> {
             .prop_map(|(path, mode, first, data)| Request::Write { path, mode, first, data }),
         Just(Request::WriteEnd),
         any::<u64>().prop_map(|cap| Request::ReadTree { cap }),
+        (proptest::collection::vec(text(), 0..4), text(), any::<u64>())
+            .prop_map(|(skip, send, cap)| Request::MarkTree { skip, send, cap }),
+        Just(Request::ListChanges),
+        (proptest::collection::vec(text(), 0..4), any::<u64>())
+            .prop_map(|(paths, cap)| Request::ReadFiles { paths, cap }),
         Just(Request::Reset),
         any::<u64>().prop_map(|millis| Request::Deadline { millis }),
     ]
@@ -61,6 +66,16 @@ fn reply() -> impl Strategy<Value = Reply> {
             size
         }),
         any::<Vec<u8>>().prop_map(|data| Reply::TreeData { data }),
+        text().prop_map(|path| Reply::TreeItem(ChangedItem::Removed { path })),
+        (text(), any::<u32>(), any::<u64>(), any::<[bool; 2]>()).prop_map(
+            |(path, mode, size, [is_new, is_binary])| Reply::TreeItem(ChangedItem::Written {
+                path,
+                mode,
+                size,
+                is_new,
+                is_binary
+            })
+        ),
         any::<u64>().prop_map(|files| Reply::TreeEnd(TreeEnd::Complete { files })),
         text().prop_map(|path| Reply::TreeEnd(TreeEnd::TooLarge(path))),
         text().prop_map(|reason| Reply::TreeEnd(TreeEnd::Failed(reason))),

@@ -3,14 +3,17 @@
 //! The invariant: `apply(old, &diff(old, new)) == new` for any two trees of text files. Hunks are
 //! applied without fuzz or offset: every context line must be exactly where the hunk says.
 
+mod bounded;
 mod parse;
 
+pub use bounded::{DiffLimits, FileChange, FileVersion, bounded_diff};
 pub use parse::{FilePatch, Hunk, HunkLine, LineKind, parse};
 
 use crate::task::TaskFile;
-use similar::{Algorithm, DiffTag, capture_diff_slices, group_diff_ops};
+use similar::{Algorithm, DiffTag, capture_diff_slices_deadline, group_diff_ops};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::time::Instant;
 
 /// Number of context lines around a change, as in git.
 const CONTEXT: usize = 3;
@@ -90,8 +93,18 @@ pub fn diff(old: &[TaskFile], new: &[TaskFile]) -> String {
 
 /// The change of one file; `None` means that the file does not exist on that side.
 pub fn file_diff(path: &str, old: Option<&str>, new: Option<&str>) -> FilePatch {
+    file_diff_until(path, old, new, None)
+}
+
+/// As [`file_diff`]. After `deadline` the comparison ends, and the result is valid but not minimal.
+fn file_diff_until(
+    path: &str,
+    old: Option<&str>,
+    new: Option<&str>,
+    deadline: Option<Instant>,
+) -> FilePatch {
     let (before, after) = (lines(old.unwrap_or_default()), lines(new.unwrap_or_default()));
-    let ops = capture_diff_slices(Algorithm::Myers, &before, &after);
+    let ops = capture_diff_slices_deadline(Algorithm::Myers, &before, &after, deadline);
     let hunks = group_diff_ops(ops, CONTEXT)
         .into_iter()
         .filter_map(|group| {
