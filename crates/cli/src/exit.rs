@@ -212,6 +212,8 @@ fn sandbox_hint(kind: &SandboxErrorKind) -> Option<&'static str> {
         | SandboxErrorKind::Protocol(_)
         | SandboxErrorKind::NotClean(_)
         | SandboxErrorKind::TooLarge { .. } => Some("orchestrate doctor checks the daemon"),
+        // The commands of one sandbox caused it; there is nothing to set up.
+        SandboxErrorKind::Damaged { .. } => None,
     }
 }
 

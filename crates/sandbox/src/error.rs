@@ -14,7 +14,8 @@ const DAEMON_HINT: &str = "start Docker (on Debian as root: `. scripts/lib/docke
 /// The error that led to a [`SandboxErrorKind`]. It is shared because kinds are cloned.
 pub type Cause = Arc<dyn Error + Send + Sync>;
 
-/// What went wrong with a sandbox. None of these is the policy's fault.
+/// What went wrong with a sandbox. [`SandboxError::is_agents_doing`] tells what the commands in the
+/// sandbox caused from what they cannot cause.
 ///
 /// The message is complete; [`Error::source`] additionally leads to the error behind it, if any.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -85,6 +86,17 @@ pub enum SandboxErrorKind {
     /// The container ended or was removed while it was in use.
     #[error("the container is gone: {0}")]
     Gone(String),
+    /// Commands that ran in the sandbox damaged it, so that it can no longer do what was asked.
+    ///
+    /// Reported only after a command has run in the sandbox since it was opened, and only for what
+    /// commands can cause: process 1 was changed beyond repair or killed because the container's
+    /// own memory ran out, no process or descriptor is left to start a command, or the files below
+    /// the working directory cannot be read. Everything else keeps the kind that names its cause.
+    #[error("the sandbox was damaged by the commands that ran in it: {what}")]
+    Damaged {
+        /// What is damaged, and how it was noticed.
+        what: String,
+    },
     /// The supervisor sent something that its protocol does not allow.
     #[error("the supervisor violated its protocol: {0}")]
     Protocol(String),
@@ -127,13 +139,39 @@ impl Error for SandboxError {
 }
 
 impl SandboxError {
-    /// Whether and when the caller may try again, with a *new* sandbox.
+    /// Whether the commands in the sandbox caused this error.
+    ///
+    /// Such an error is part of the attempt's result: repeating the attempt because of it would
+    /// reward breaking the sandbox with a second try. [`SandboxErrorKind::Refused`] is not counted,
+    /// because only the caller knows whether its request or the state of the sandbox was at fault.
+    pub fn is_agents_doing(&self) -> bool {
+        match &self.kind {
+            SandboxErrorKind::Damaged { .. } | SandboxErrorKind::TooLarge { .. } => true,
+            SandboxErrorKind::NoDaemon(_)
+            | SandboxErrorKind::ImageMissing(_)
+            | SandboxErrorKind::NotPulled { .. }
+            | SandboxErrorKind::ImageChanged { .. }
+            | SandboxErrorKind::NotRecorded { .. }
+            | SandboxErrorKind::TimedOut { .. }
+            | SandboxErrorKind::Refused { .. }
+            | SandboxErrorKind::Failed { .. }
+            | SandboxErrorKind::DiskFull(_)
+            | SandboxErrorKind::Gone(_)
+            | SandboxErrorKind::Protocol(_)
+            | SandboxErrorKind::NotClean(_)
+            | SandboxErrorKind::SelfTestFailed(_) => false,
+        }
+    }
+
+    /// Whether and when the caller may try again, with a *new* sandbox. Never if the sandbox was
+    /// damaged from inside: that is a result.
     pub fn retry(&self) -> Retry {
         match &self.kind {
             SandboxErrorKind::ImageMissing(_)
             | SandboxErrorKind::NotPulled { .. }
             | SandboxErrorKind::ImageChanged { .. }
             | SandboxErrorKind::NotRecorded { .. }
+            | SandboxErrorKind::Damaged { .. }
             | SandboxErrorKind::SelfTestFailed(_) => Retry::Never,
             SandboxErrorKind::NoDaemon(_) => Retry::After(Duration::from_secs(2)),
             SandboxErrorKind::DiskFull(_) => Retry::After(DISK_FULL_PAUSE),
@@ -165,6 +203,17 @@ pub(crate) fn message_with_sources(error: &(dyn Error + 'static)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn damage_by_commands_is_a_result_and_never_retried() {
+        let error = |kind| SandboxError { sandbox: "x".to_owned(), kind };
+        let damaged = error(SandboxErrorKind::Damaged { what: "process 1 is gone".to_owned() });
+        assert!(damaged.is_agents_doing());
+        assert_eq!(damaged.retry(), Retry::Never);
+        let gone = error(SandboxErrorKind::Gone("killed".to_owned()));
+        assert!(!gone.is_agents_doing());
+        assert_eq!(gone.retry(), Retry::Now);
+    }
 
     #[test]
     fn source_of_a_sandbox_error_leads_to_the_system_error() {

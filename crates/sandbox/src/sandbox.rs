@@ -99,6 +99,7 @@ impl DockerSandbox {
                 | SandboxErrorKind::TimedOut { .. }
                 | SandboxErrorKind::DiskFull(_)
                 | SandboxErrorKind::Gone(_)
+                | SandboxErrorKind::Damaged { .. }
                 | SandboxErrorKind::Protocol(_)
                 | SandboxErrorKind::NotClean(_)
                 | SandboxErrorKind::SelfTestFailed(_) => State::Lost(error.kind.to_string()),

@@ -296,6 +296,7 @@ fn error_class(kind: &SandboxErrorKind) -> Option<ErrorClass> {
         SandboxErrorKind::Refused { .. } => Some(ErrorClass::Refused),
         SandboxErrorKind::TooLarge { .. } => Some(ErrorClass::TooLarge),
         SandboxErrorKind::Gone(_) => Some(ErrorClass::Gone),
+        SandboxErrorKind::Damaged { .. } => Some(ErrorClass::Damaged),
         SandboxErrorKind::TimedOut { .. } => Some(ErrorClass::TimedOut),
         SandboxErrorKind::Protocol(_) => Some(ErrorClass::Protocol),
         SandboxErrorKind::NoDaemon(_)

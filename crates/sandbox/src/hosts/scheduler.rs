@@ -182,6 +182,7 @@ impl Scheduler {
             }
             SandboxErrorKind::NotRecorded { .. }
             | SandboxErrorKind::Gone(_)
+            | SandboxErrorKind::Damaged { .. }
             | SandboxErrorKind::Protocol(_)
             | SandboxErrorKind::NotClean(_)
             | SandboxErrorKind::TooLarge { .. }

@@ -72,6 +72,7 @@ pub(super) enum ErrorClass {
     Refused,
     TooLarge,
     Gone,
+    Damaged,
     TimedOut,
     Protocol,
 }
