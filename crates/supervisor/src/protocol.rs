@@ -12,7 +12,7 @@ use std::error::Error;
 use std::fmt;
 
 /// Version of this protocol, sent in [`Reply::Hello`].
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Largest content of a file or an output in one frame, in bytes.
 pub const CHUNK: usize = 256 * 1024;
 
@@ -113,6 +113,10 @@ pub enum Reply {
     Done(CommandReport),
     /// The request was carried out, or refused.
     Ack(Result<(), Refusal>),
+    /// The request cannot be carried out because of what commands did to the container, with a
+    /// description. The final reply to any request but [`Request::Reset`], and only after a command
+    /// has run since the start or the last reset.
+    Damaged(String),
     /// A regular file follows.
     TreeFile {
         /// Path relative to the working directory.
@@ -280,6 +284,7 @@ impl Reply {
             }
             Self::Ack(Ok(())) => w.u8(0).text("").frame(id, 67),
             Self::Ack(Err(Refusal(reason))) => w.u8(1).text(reason).frame(id, 67),
+            Self::Damaged(what) => w.text(what).frame(id, 73),
             Self::TreeFile { path, mode, size } => w.text(path).u32(*mode).u64(*size).frame(id, 68),
             Self::TreeData { data } => w.rest(data).frame(id, 69),
             Self::TreeEnd(TreeEnd::Complete { files }) => w.u8(0).u64(*files).frame(id, 70),
@@ -314,6 +319,7 @@ impl Reply {
                 }))
             })(),
             71 => free_space(r).map(Self::DiskFull),
+            73 => r.text().map(Self::Damaged),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(reply, r, kind)
