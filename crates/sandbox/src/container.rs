@@ -92,6 +92,24 @@ fn labels(spec: &SandboxSpec, lifetime: Duration) -> HashMap<String, String> {
     .collect()
 }
 
+fn ulimit(name: &str, value: i64) -> ResourcesUlimits {
+    ResourcesUlimits { name: Some(name.to_owned()), soft: Some(value), hard: Some(value) }
+}
+
+/// Sets the limits that the daemon must be allowed to raise.
+///
+/// The kernel counts the queued signals of all containers of one user together, and refuses more to
+/// whoever has reached its own limit. Without a limit, none can be refused because of another one;
+/// the memory of each container, to which its signals count, still limits them. `nice` lets
+/// process 1 return to its own priority, but not above it.
+pub(crate) fn raise_shared_limits(body: &mut ContainerCreateBody) {
+    const UNLIMITED: i64 = -1;
+    const DOWN_TO_NICE_0: i64 = 20;
+    let host = body.host_config.get_or_insert_default();
+    let limits = host.ulimits.get_or_insert_default();
+    limits.extend([ulimit("sigpending", UNLIMITED), ulimit("nice", DOWN_TO_NICE_0)]);
+}
+
 /// The request that creates the container. It has no bind mounts, no network and no devices, so
 /// nothing of the host is visible inside.
 pub(crate) fn create_body(
@@ -101,11 +119,6 @@ pub(crate) fn create_body(
     lifetime: Duration,
 ) -> ContainerCreateBody {
     let options = Options { workdir: spec.workdir.clone(), lifetime, reusable: spec.reusable };
-    let ulimit = |name: &str, value: u64| ResourcesUlimits {
-        name: Some(name.to_owned()),
-        soft: Some(signed(value)),
-        hard: Some(signed(value)),
-    };
     let memory = signed(spec.limits.memory.0);
     let tmpfs = spec.reusable.then(|| {
         let mount =
@@ -130,8 +143,10 @@ pub(crate) fn create_body(
         shm_size: Some(signed(config.shm.0)),
         ulimits: Some(vec![
             ulimit("core", 0),
-            ulimit("nofile", u64::from(config.open_files)),
-            ulimit("fsize", config.file_size.0),
+            ulimit("nofile", i64::from(config.open_files)),
+            ulimit("fsize", signed(config.file_size.0)),
+            // POSIX message queues of all containers together count towards this.
+            ulimit("msgqueue", 0),
         ]),
         log_config: Some(HostConfigLogConfig { typ: Some("none".to_owned()), config: None }),
         readonly_rootfs: Some(spec.reusable),
@@ -230,6 +245,9 @@ mod tests {
             "fsopen",
             "fspick",
             "init_module",
+            "inotify_init",
+            "inotify_init1",
+            "io_setup",
             "io_uring_enter",
             "io_uring_register",
             "io_uring_setup",
@@ -238,17 +256,24 @@ mod tests {
             "mount",
             "mount_setattr",
             "move_mount",
+            "mq_open",
             "open_by_handle_at",
             "open_tree",
             "perf_event_open",
             "personality",
             "pivot_root",
+            "prlimit64",
             "process_vm_readv",
             "process_vm_writev",
             "quotactl",
             "reboot",
             "request_key",
+            "sched_setattr",
+            "sched_setparam",
+            "sched_setscheduler",
             "setns",
+            "setpriority",
+            "setxattr",
             "socket",
             "swapon",
             "syslog",
@@ -279,5 +304,18 @@ mod tests {
         assert!(host.binds.is_none() && host.mounts.is_none() && host.devices.is_none());
         assert!(host.tmpfs.unwrap()["/w"].contains("size=134217728"));
         assert_eq!(body.tty, Some(false));
+    }
+
+    #[test]
+    fn limits_that_containers_share_are_raised_only_on_request() {
+        let names = |body: &ContainerCreateBody| -> Vec<String> {
+            let limits = body.host_config.clone().unwrap().ulimits.unwrap();
+            limits.into_iter().map(|limit| limit.name.unwrap()).collect()
+        };
+        let (spec, settings) = (spec("/w", true), SandboxSettings::default());
+        let mut body = create_body(&spec, &settings, "x", Duration::from_secs(9));
+        assert_eq!(names(&body), ["core", "nofile", "fsize", "msgqueue"]);
+        raise_shared_limits(&mut body);
+        assert_eq!(names(&body)[4..], ["sigpending", "nice"]);
     }
 }

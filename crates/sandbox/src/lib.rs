@@ -56,6 +56,7 @@ mod hosts;
 mod image;
 mod isolation;
 mod link;
+mod loss;
 mod memory;
 mod open;
 mod provider;
