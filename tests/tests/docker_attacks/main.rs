@@ -11,6 +11,7 @@
 mod data;
 mod families;
 mod listing;
+mod load;
 mod play;
 
 use data::{Attack, attacks};
@@ -54,7 +55,7 @@ fn selected(family: Family, target: &Target) -> Vec<Attack> {
     all.into_iter().enumerate().filter(chosen).map(|(_, attack)| attack).collect()
 }
 
-/// Judges one attack's report: its outcome as text, and what is wrong with it.
+/// Judges one attack's report: its outcome as text, and every violation in it.
 fn judge(attack: &Attack, report: &orchestrate_rollout::EpisodeReport) -> (String, Vec<String>) {
     let mut wrong = Vec::new();
     let outcome = match &report.outcome {

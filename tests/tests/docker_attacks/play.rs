@@ -38,7 +38,12 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) async fn new() -> Self {
-        let config = SandboxSection { max_containers: Some(12), ..SandboxSection::default() };
+        Self::with_containers(12).await
+    }
+
+    pub(crate) async fn with_containers(count: usize) -> Self {
+        let config =
+            SandboxSection { max_containers: Some(count), ..SandboxSection::default() };
         let provider = Arc::new(DockerProvider::connect(config.check().unwrap()).await.unwrap());
         let policy = root().join("environments/micro/policy");
         let chat = Arc::new(ChatModel::load(Utf8Path::from_path(&policy).unwrap()).unwrap());
