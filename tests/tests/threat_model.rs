@@ -9,7 +9,15 @@ use std::process::Command;
 fn known() -> BTreeSet<String> {
     let root = orchestrate_e2e::root();
     let listed = Command::new("git")
-        .args(["ls-files", "-co", "--exclude-standard", "--", "*.rs", "*.py", "tests/attacks/*.toml"])
+        .args([
+            "ls-files",
+            "-co",
+            "--exclude-standard",
+            "--",
+            "*.rs",
+            "*.py",
+            "tests/attacks/*.toml",
+        ])
         .current_dir(&root)
         .output()
         .unwrap();
@@ -20,7 +28,8 @@ fn known() -> BTreeSet<String> {
             let line = line.strip_prefix("async ").unwrap_or(line);
             let line = line.strip_prefix("pub ").unwrap_or(line);
             let function = line.strip_prefix("fn ").or_else(|| line.strip_prefix("def "));
-            let attack = line.strip_prefix("name = \"").filter(|_| path.ends_with(".toml"));
+            let attack =
+                line.strip_prefix("name = \"").filter(|_| path.starts_with("tests/attacks/"));
             if let Some(name) = function.or(attack) {
                 let end = |c: char| !c.is_alphanumeric() && c != '_';
                 names.insert(name.split(end).next().unwrap_or_default().to_owned());

@@ -61,7 +61,10 @@ fn docker(args: &[&str]) -> Option<String> {
 fn image(name: &str) -> Option<String> {
     let base = "orchestrate/repository:latest";
     if docker(&["image", "inspect", "-f", "{{.Id}}", base]).is_none() {
-        skip::skip("docker", "image orchestrate/repository:latest not found (scripts/test builds it)");
+        skip::skip(
+            "docker",
+            "image orchestrate/repository:latest not found (scripts/test builds it)",
+        );
         return None;
     }
     let folder = root().join("tests/attacks");
@@ -111,7 +114,8 @@ impl Target {
         let mut task = micro::generate(8, counts).remove(0);
         "orchestrate/micro:latest".clone_into(&mut task.image);
         let solved = patch::apply(&task.agent_files, &task.gold_patch).unwrap();
-        let (module, source) = (task.agent_files[0].path.clone(), task.agent_files[0].content.clone());
+        let (module, source) =
+            (task.agent_files[0].path.clone(), task.agent_files[0].content.clone());
         let solved = solved.into_iter().find(|file| file.path == module).unwrap().content;
         Self::of(task, &module, source, &solved, "r2e_tests/test_1.py")
     }
@@ -133,7 +137,8 @@ impl Target {
             ],
             left_out: Vec::new(),
         };
-        let mut generator = TaskGenerator::new(repository, image.to_owned(), vec!["tests".to_owned()]);
+        let mut generator =
+            TaskGenerator::new(repository, image.to_owned(), vec!["tests".to_owned()]);
         let logs = [
             world.log_of(&generator.baseline_task()).await,
             world.log_of(&generator.baseline_task()).await,
@@ -147,7 +152,8 @@ impl Target {
         let candidate = generator.candidate_task(path, &mutant).unwrap();
         let row = generator.make_row(path, &mutant, &world.log_of(&candidate).await).unwrap();
         let task = row.to_task().unwrap();
-        let source = task.agent_files.iter().find(|file| file.path == MODULE).unwrap().content.clone();
+        let source =
+            task.agent_files.iter().find(|file| file.path == MODULE).unwrap().content.clone();
         Some(Self::of(task, MODULE, source, &text("repository/calc.py"), "tests/test_calc.py"))
     }
 

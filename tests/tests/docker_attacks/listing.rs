@@ -48,7 +48,12 @@ impl Listing {
 
     /// Opens as many sandboxes of each purpose as attackers may have used, and compares each with a
     /// new one.
-    pub(crate) async fn differences(&self, world: &World, task: &Task, count: usize) -> Vec<String> {
+    pub(crate) async fn differences(
+        &self,
+        world: &World,
+        task: &Task,
+        count: usize,
+    ) -> Vec<String> {
         let mut differences = Vec::new();
         for (purpose, new) in [(Purpose::Agent, &self.agent), (Purpose::Grader, &self.grader)] {
             let mut open = Vec::new();

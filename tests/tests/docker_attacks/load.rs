@@ -4,11 +4,12 @@
 use crate::families::{Family, Target};
 use crate::play::World;
 use futures::future::join_all;
-use orchestrate_e2e::{docker_or_skip, say};
+use orchestrate_e2e::{docker_or_skip, pause, say};
 use orchestrate_types::Outcome;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use tokio::task::JoinSet;
 
 /// Hostile episodes in flight.
 const EPISODES: usize = 32;
@@ -65,14 +66,15 @@ async fn docker_hostile_episodes_neither_exhaust_memory_nor_delay_others() {
         let mut delays = Vec::new();
         while !stop.load(Ordering::Relaxed) {
             let began = Instant::now();
-            std::thread::sleep(TICK);
+            pause(TICK);
             delays.push(delay_since(began));
         }
         delays
     });
     let (stop, most) = (Arc::clone(&done), Arc::new(AtomicU64::new(0)));
     let seen = Arc::clone(&most);
-    let event_loop = tokio::spawn(async move {
+    let mut event_loop = JoinSet::new();
+    event_loop.spawn(async move {
         let mut delays = Vec::new();
         while !stop.load(Ordering::Relaxed) {
             let began = Instant::now();
@@ -98,7 +100,7 @@ async fn docker_hostile_episodes_neither_exhaust_memory_nor_delay_others() {
     let (reports, neighbours) = tokio::join!(join_all(hostile), neighbours);
     done.store(true, Ordering::Relaxed);
     let ((near, near_most), (machine, machine_most)) =
-        (tail(event_loop.await.unwrap()), tail(machine.join().unwrap()));
+        (tail(event_loop.join_next().await.unwrap().unwrap()), tail(machine.join().unwrap()));
     world.shutdown().await;
 
     let most = most.load(Ordering::Relaxed);

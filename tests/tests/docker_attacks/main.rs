@@ -45,7 +45,9 @@ fn repeats() -> usize {
 fn selected(family: Family, target: &Target) -> Vec<Attack> {
     let all = attacks(family, target);
     let choice = std::env::var("ORCHESTRATE_ATTACKS").unwrap_or_else(|_| "sample".to_owned());
-    let part = choice.split_once('/').and_then(|(k, n)| Some((k.parse::<usize>().ok()?, n.parse::<usize>().ok()?)));
+    let part = choice
+        .split_once('/')
+        .and_then(|(k, n)| Some((k.parse::<usize>().ok()?, n.parse::<usize>().ok()?)));
     let chosen = |(number, attack): &(usize, Attack)| match (choice.as_str(), part) {
         ("all", _) => true,
         ("sample", _) => !attack.slow && number % 6 == family as usize,
@@ -99,10 +101,8 @@ async fn no_attack_is_rewarded(family: Family) {
     let Some(target) = Target::new(family, &world).await else { return };
     let attacks = selected(family, &target);
     assert!(!attacks.is_empty(), "no attack is selected");
-    let new = match family.is_pooled() {
-        true => Some(Listing::of_new(&world, &target.task).await),
-        false => None,
-    };
+    let new =
+        if family.is_pooled() { Some(Listing::of_new(&world, &target.task).await) } else { None };
     // The harness itself can tell a solution from none.
     let honest = world.episode(&target.task, &target.solution).await;
     assert_eq!(honest.outcome, Outcome::Scored { reward: 1.0 }, "{:?}", honest.verdict);

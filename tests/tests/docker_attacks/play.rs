@@ -8,7 +8,8 @@ use orchestrate_rollout::{
     RewardSettings, RolloutSection, RowSharing, grade_patch,
 };
 use orchestrate_sandbox::{
-    DockerProvider, Owner, Purpose, SandboxLimits, SandboxProvider as _, SandboxSection, SandboxSpec,
+    DockerProvider, Owner, Purpose, SandboxLimits, SandboxProvider as _, SandboxSection,
+    SandboxSpec,
 };
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
@@ -42,8 +43,7 @@ impl World {
     }
 
     pub(crate) async fn with_containers(count: usize) -> Self {
-        let config =
-            SandboxSection { max_containers: Some(count), ..SandboxSection::default() };
+        let config = SandboxSection { max_containers: Some(count), ..SandboxSection::default() };
         let provider = Arc::new(DockerProvider::connect(config.check().unwrap()).await.unwrap());
         let policy = root().join("environments/micro/policy");
         let chat = Arc::new(ChatModel::load(Utf8Path::from_path(&policy).unwrap()).unwrap());
