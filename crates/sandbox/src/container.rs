@@ -96,20 +96,6 @@ fn ulimit(name: &str, value: i64) -> ResourcesUlimits {
     ResourcesUlimits { name: Some(name.to_owned()), soft: Some(value), hard: Some(value) }
 }
 
-/// Sets the limits that the daemon must be allowed to raise.
-///
-/// The kernel counts the queued signals of all containers of one user together, and refuses more to
-/// whoever has reached its own limit. Without a limit, none can be refused because of another one;
-/// the memory of each container, to which its signals count, still limits them. `nice` lets
-/// process 1 return to its own priority, but not above it.
-pub(crate) fn raise_shared_limits(body: &mut ContainerCreateBody) {
-    const UNLIMITED: i64 = -1;
-    const DOWN_TO_NICE_0: i64 = 20;
-    let host = body.host_config.get_or_insert_default();
-    let limits = host.ulimits.get_or_insert_default();
-    limits.extend([ulimit("sigpending", UNLIMITED), ulimit("nice", DOWN_TO_NICE_0)]);
-}
-
 /// The request that creates the container. It has no bind mounts, no network and no devices, so
 /// nothing of the host is visible inside.
 pub(crate) fn create_body(
@@ -304,18 +290,5 @@ mod tests {
         assert!(host.binds.is_none() && host.mounts.is_none() && host.devices.is_none());
         assert!(host.tmpfs.unwrap()["/w"].contains("size=134217728"));
         assert_eq!(body.tty, Some(false));
-    }
-
-    #[test]
-    fn limits_that_containers_share_are_raised_only_on_request() {
-        let names = |body: &ContainerCreateBody| -> Vec<String> {
-            let limits = body.host_config.clone().unwrap().ulimits.unwrap();
-            limits.into_iter().map(|limit| limit.name.unwrap()).collect()
-        };
-        let (spec, settings) = (spec("/w", true), SandboxSettings::default());
-        let mut body = create_body(&spec, &settings, "x", Duration::from_secs(9));
-        assert_eq!(names(&body), ["core", "nofile", "fsize", "msgqueue"]);
-        raise_shared_limits(&mut body);
-        assert_eq!(names(&body)[4..], ["sigpending", "nice"]);
     }
 }

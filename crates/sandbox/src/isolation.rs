@@ -18,24 +18,21 @@ pub(crate) fn runtimes(info: &SystemInfo) -> Vec<String> {
     names
 }
 
-/// Whether the daemon runs without privileges. It cannot raise the limits of processes then.
-pub(crate) fn is_rootless(security: &[String]) -> bool {
-    security.iter().any(|option| option.contains("name=rootless"))
-}
-
-/// Refuses a daemon that lacks the required runtime or user namespaces. Returns its security
-/// options.
+/// Refuses a daemon that lacks the required runtime or user namespaces.
 pub(crate) async fn check(
     daemon: &Daemon,
     runtime: Option<&str>,
     user_namespace: UserNamespace,
-) -> Result<Vec<String>, SandboxError> {
+) -> Result<(), SandboxError> {
+    if runtime.is_none() && user_namespace == UserNamespace::Optional {
+        return Ok(());
+    }
     let info =
         daemon.call(daemon.docker.info()).await.map_err(|error| error.at(&daemon.host, "info"))?;
     let security = info.security_options.clone().unwrap_or_default();
     match missing_feature(&runtimes(&info), &security, runtime, user_namespace) {
         Some(message) => Err(daemon.error(SandboxErrorKind::Refused { call: "connect", message })),
-        None => Ok(security),
+        None => Ok(()),
     }
 }
 

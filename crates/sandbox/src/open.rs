@@ -1,7 +1,7 @@
 //! Opening a sandbox on one Docker host: reuse an idle one, or create and start a container.
 
 use crate::api::SandboxSpec;
-use crate::container::{attempt_name, create_body, pooled_name, raise_shared_limits};
+use crate::container::{attempt_name, create_body, pooled_name};
 use crate::daemon::{CallError, Daemon};
 use crate::error::{SandboxError, SandboxErrorKind};
 use crate::guard::{BackgroundJob, ContainerGuard};
@@ -77,10 +77,7 @@ impl ProviderState {
         // From here on the container may exist, even if this future is dropped.
         let guard = ContainerGuard::new(name.clone(), slot, self.jobs.clone());
         let expires_at = Instant::now() + lifetime;
-        let mut body = create_body(spec, &self.config, &image.reference, lifetime);
-        if self.may_raise_limits {
-            raise_shared_limits(&mut body);
-        }
+        let body = create_body(spec, &self.config, &image.reference, lifetime);
         let guard = self.create(guard, spec.image.clone(), body).await?;
         // From now on the container keeps the image from being removed.
         drop(image);

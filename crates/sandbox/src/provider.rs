@@ -96,8 +96,7 @@ impl DockerProvider {
         };
         let config = config.on(host);
         let daemon = Daemon::connect(host, config.call_timeout.0).await?;
-        let security =
-            isolation::check(&daemon, config.runtime.as_deref(), config.user_namespace).await?;
+        isolation::check(&daemon, config.runtime.as_deref(), config.user_namespace).await?;
         let (jobs, queue) = mpsc::channel(JOB_QUEUE_CAPACITY);
         let stop = CancellationToken::new();
         let remover = Remover::new(daemon.clone(), config.remove_parallelism, stop.clone());
@@ -116,7 +115,6 @@ impl DockerProvider {
             next_number: AtomicU32::new(0),
             disk: DiskMonitor::new(config.min_free_disk),
             owners: Mutex::default(),
-            may_raise_limits: !isolation::is_rootless(&security),
             config,
         });
         Ok(Self { state, stop, tasks: tokio::sync::Mutex::new(tasks) })

@@ -24,8 +24,6 @@ pub(crate) struct Counters {
 pub(crate) struct ProviderState {
     pub(crate) daemon: Daemon,
     pub(crate) config: SandboxSettings,
-    /// Whether the daemon can give containers higher limits than its own.
-    pub(crate) may_raise_limits: bool,
     pub(crate) slots: Arc<Slots>,
     pub(crate) counters: Counters,
     pub(crate) images: Arc<Images>,
