@@ -10,6 +10,7 @@
 //! builds the trees that are graded, and [`grade`] turns a test log into a [`Verdict`].
 
 pub mod expert;
+mod finding;
 mod json_column;
 pub mod load;
 mod log;
@@ -23,6 +24,7 @@ mod task;
 mod text;
 pub mod verify;
 
+pub use finding::Finding;
 pub use log::{SummaryRule, grade, grade_by, grade_log, grade_log_by};
 pub use task::{Origin, Split, Task, TaskFile, TestStatus, Verdict};
 pub use text::{LINE_BYTES, printable, printable_lines};

@@ -4,6 +4,7 @@
 //! applied without fuzz or offset: every context line must be exactly where the hunk says.
 
 mod parse;
+pub mod rules;
 
 pub use parse::{FilePatch, Hunk, HunkLine, LineKind, parse};
 
