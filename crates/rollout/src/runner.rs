@@ -224,11 +224,13 @@ impl EpisodeRunner {
     async fn grade_change(&self, attempt: &mut Attempt<'_>, change: TreeChange) -> EpisodeEvent {
         let task = Arc::clone(&attempt.request.task);
         let spec = self.spec(&attempt.request, Purpose::Grader, task.test_timeout);
+        let is_evaluation = matches!(attempt.request.attempt.episode.group, GroupId::Eval { .. });
+        let rules = if is_evaluation { self.rules.for_evaluation() } else { self.rules };
         let mut tries = 0;
         let graded = loop {
             tries += 1;
             let provider = self.sandboxes.as_ref();
-            match grading::grade(provider, &spec, &task, &change, self.rules).await {
+            match grading::grade(provider, &spec, &task, &change, rules).await {
                 Ok(graded) => break Ok(graded),
                 Err(GradeError::Sandbox(error))
                     if tries < SANDBOX_TRIES && pause(error.retry()).await =>

@@ -4,8 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// One suspicious property of a change, or of the test run that graded it.
 ///
-/// Only [`Finding::OutputForged`], [`Finding::Tampered`] and [`Finding::NotApplied`] decide the
-/// reward, which is then 0. The others are counted.
+/// Some of them set the reward to 0, see [`Finding::voids`]. The others are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Finding {
@@ -26,8 +25,8 @@ pub enum Finding {
     EnvironmentTouched,
     /// The change replaces a file by a symbolic link that leaves the tree.
     LinkOutside,
-    /// The output of the tests contains a summary that the grader did not write, or a message that
-    /// only the reporter may send.
+    /// The tests printed a second summary, or a line that looks like a report. What they print does
+    /// not decide.
     OutputForged,
     /// The tested code interfered with the test runner or its report.
     Tampered,
@@ -88,7 +87,7 @@ impl Finding {
 
     /// Whether a verdict with this finding has the reward 0.
     pub fn voids(self) -> bool {
-        matches!(self, Self::OutputForged | Self::Tampered | Self::ExitStatus | Self::NotApplied)
+        matches!(self, Self::Tampered | Self::ExitStatus | Self::NotApplied)
     }
 }
 

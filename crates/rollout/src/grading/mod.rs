@@ -1,13 +1,16 @@
 //! Grading a change in a fresh sandbox that the agent never touched.
 //!
 //! The invariant: the grader's sandbox receives the change and nothing else from the agent's; the
-//! tests that grade it are ours or the image's.
+//! tests that grade it are ours or the image's. With the strict rules, the verdict comes from a
+//! process that the tested code cannot reach ([`orchestrate_tasks::reporter`]).
 
+mod change;
 mod files;
 mod graded;
 mod image;
 mod logs;
 mod rules;
+mod tests_run;
 
 pub use graded::{GradeError, GradedChange};
 pub use logs::{GradeLogs, write_log_folder};
@@ -15,8 +18,7 @@ pub use rules::{GradingRules, LogGrader, grade_as_r2e, grade_by_summary};
 
 use crate::sandboxes::close;
 use crate::tree::TreeChange;
-use graded::{log_bytes, test_output};
-use orchestrate_sandbox::{Sandbox, SandboxProvider, SandboxSpec};
+use orchestrate_sandbox::{SandboxProvider, SandboxSpec};
 use orchestrate_tasks::{Origin, Task};
 
 /// Opens a grader sandbox, applies the change, runs the hidden tests and grades their log.
@@ -35,7 +37,7 @@ pub(crate) async fn grade(
     }
     let mut sandbox = provider.open(spec).await?;
     let graded = match &task.origin {
-        Origin::Files => grade_files(sandbox.as_mut(), task, change, rules).await,
+        Origin::Files => files::grade(sandbox.as_mut(), task, change, rules).await,
         Origin::R2e => image::grade_r2e(sandbox.as_mut(), task, &change.patch, rules).await,
         Origin::SweBench(row) => {
             image::grade_swe_bench(sandbox.as_mut(), task, row, &change.patch, rules).await
@@ -64,23 +66,5 @@ pub async fn grade_patch(
             TreeChange { patch: patch.to_owned(), ..TreeChange::default() }
         }
     };
-    grade(provider, spec, task, &change, rules).await
-}
-
-async fn grade_files(
-    sandbox: &mut dyn Sandbox,
-    task: &Task,
-    change: &TreeChange,
-    rules: GradingRules,
-) -> Result<GradedChange, GradeError> {
-    let result = files::run_tests(sandbox, task, change).await?;
-    Ok(GradedChange {
-        verdict: (rules.grade_log)(task, &test_output(sandbox, &result)?),
-        patch: change.patch.clone(),
-        log: log_bytes(&result),
-        apply_log: String::new(),
-        eval_script: None,
-        problem: None,
-        test_time: result.elapsed,
-    })
+    grade(provider, spec, task, &change, rules.for_evaluation()).await
 }

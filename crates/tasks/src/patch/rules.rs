@@ -5,6 +5,7 @@
 //! may not take the name of one that Python or pytest import.
 
 use crate::finding::Finding;
+use camino::Utf8Path;
 
 /// Checks `path` (relative to the tree, `/` between its parts) against the rules of strict grading.
 ///
@@ -119,7 +120,7 @@ pub fn is_test_path(path: &str) -> bool {
     let is_folder = |part: &str| matches!(part, "tests" | "Tests" | "test" | "Test");
     folders.split('/').any(is_folder)
         || is_folder(name)
-        || name.starts_with("test_") && name.ends_with(".py")
+        || name.starts_with("test_") && is_python(name)
         || name.ends_with("_test.py")
 }
 
@@ -137,10 +138,14 @@ fn shadowed(path: &str, existed: impl Fn(&str) -> bool) -> Option<Finding> {
         let first = path.strip_prefix(root)?.split('/').next()?;
         let module = first.strip_suffix(".py").unwrap_or(first);
         let imported = STANDARD.contains(&module) || TEST_TOOLS.contains(&module);
-        let is_python = first != module || path.ends_with(".py");
-        (imported && is_python && !existed(&format!("{root}{first}")))
-            .then_some(Finding::ShadowsModule)
+        let loads = first != module || is_python(path);
+        (imported && loads && !existed(&format!("{root}{first}"))).then_some(Finding::ShadowsModule)
     })
+}
+
+/// Whether Python can import the file. Extensions are case-sensitive.
+fn is_python(path: &str) -> bool {
+    Utf8Path::new(path).extension() == Some("py")
 }
 
 fn file_name(path: &str) -> &str {
