@@ -17,6 +17,10 @@ settings! {
     compat: RewardCompat = RewardCompat::default();
     /// Version of SWE-bench's harness whose rules grade SWE-bench tasks.
     harness: Harness = Harness::default();
+    /// Whether training episodes of SWE-bench tasks are graded strictly: changes to tests, and to
+    /// settings of pytest and Python, are left out, and the tests' exit status must agree with their
+    /// results. Evaluation always follows the official harness, which applies every change.
+    strict: bool = true;
 }
 
 impl RewardSettings {
@@ -26,6 +30,7 @@ impl RewardSettings {
             grade_log: self.compat.log_grader(),
             harness: self.harness,
             exclude_test_changes: self.compat == RewardCompat::Strict,
+            strict_swe_bench: self.strict,
         }
     }
 }

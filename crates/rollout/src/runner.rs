@@ -231,11 +231,13 @@ impl EpisodeRunner {
     ) -> EpisodeEvent {
         let task = Arc::clone(&attempt.request.task);
         let spec = self.spec(&attempt.request, Purpose::Grader, task.test_timeout);
+        let is_evaluation = matches!(attempt.request.attempt.episode.group, GroupId::Eval { .. });
+        let rules = if is_evaluation { self.rules.for_evaluation() } else { self.rules };
         let mut tries = 0;
         let graded = loop {
             tries += 1;
             let provider = self.sandboxes.as_ref();
-            match grading::grade(provider, &spec, &task, input, self.rules).await {
+            match grading::grade(provider, &spec, &task, input, rules).await {
                 Ok(graded) => break Ok(graded),
                 Err(GradeError::Sandbox(error))
                     if !error.is_agents_doing()

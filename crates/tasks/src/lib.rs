@@ -7,9 +7,11 @@
 //! [`repair`] makes tasks from any Python repository with tests. [`load`] reads rows of [`r2e`]
 //! (R2E-Gym) and [`swe`] (SWE-bench, with its scripts, log parsers and verdicts) from files;
 //! [`predictions`] reads patches made by agents. [`patch`] makes and applies unified diffs, [`verify`]
-//! builds the trees that are graded, and [`grade`] turns a test log into a [`Verdict`].
+//! builds the trees that are graded, and [`grade`] turns a test log into a [`Verdict`]. [`reporter`]
+//! runs tests so that what they print cannot decide; [`Finding`] is what a verdict noticed besides.
 
 pub mod expert;
+mod finding;
 mod json_column;
 pub mod load;
 mod log;
@@ -18,11 +20,13 @@ pub mod patch;
 pub mod predictions;
 pub mod r2e;
 pub mod repair;
+pub mod reporter;
 pub mod swe;
 mod task;
 mod text;
 pub mod verify;
 
-pub use log::{SummaryRule, grade, grade_by, grade_log, grade_log_by};
+pub use finding::Finding;
+pub use log::{SummaryRule, grade, grade_by, grade_log, grade_log_by, grade_reported};
 pub use task::{Origin, Split, Task, TaskFile, TestStatus, Verdict};
 pub use text::{LINE_BYTES, printable, printable_lines};

@@ -73,6 +73,35 @@ pub fn grade_log_by(
     Ok(blocks.verdict(rule, expected))
 }
 
+/// Grades results that do not come from a log, by pytest's id of each test. The official reward is
+/// that of `log`.
+pub fn grade_reported(
+    results: &[(String, TestStatus)],
+    log: &str,
+    expected: &BTreeMap<String, TestStatus>,
+) -> Verdict {
+    let official = grade_by(SummaryRule::R2e, log, expected).official_reward;
+    let expected = normalised(expected.clone());
+    let mut statuses = Statuses::new();
+    for (id, status) in results {
+        let tail = id.split("::").skip(1).collect::<Vec<_>>().join(".");
+        let key = before_reason(&without_colour(&tail.replace('\r', ""), false));
+        // Of two tests with one key, the failure counts.
+        let known = statuses.entry(key).or_insert(*status);
+        if *known == TestStatus::Passed {
+            *known = *status;
+        }
+    }
+    Verdict {
+        reward: f64::from(u8::from(statuses == expected)),
+        official_reward: official,
+        differing: differing(&expected, &statuses),
+        statuses,
+        report: None,
+        suspicious: Vec::new(),
+    }
+}
+
 /// The first summary block and the last one so far.
 #[derive(Debug, Default)]
 struct Blocks {
@@ -123,6 +152,7 @@ impl Blocks {
             statuses,
             differing,
             report: None,
+            suspicious: Vec::new(),
         }
     }
 }
@@ -295,6 +325,32 @@ mod tests {
         let verdict = grade_log(log.as_bytes(), &want).unwrap();
         assert_eq!(verdict, grade(log, &want));
         assert!(verdict.reward > 0.5);
+    }
+
+    #[test]
+    fn reported_results_are_graded_by_the_keys_of_logs() {
+        let results = [
+            ("r2e_tests/t.py::C::test_a[x]", TestStatus::Passed),
+            ("r2e_tests/t.py::test_b", TestStatus::Failed),
+            ("r2e_tests/u.py", TestStatus::Error),
+        ]
+        .map(|(id, status)| (id.to_owned(), status));
+        let expected = map(&[
+            ("C.test_a[x]", TestStatus::Passed),
+            ("test_b", TestStatus::Failed),
+            ("", TestStatus::Error),
+        ]);
+        let log = "short test summary info\nPASSED r2e_tests/t.py::C::test_a[x]\n\
+            ERROR r2e_tests/u.py\nFAILED r2e_tests/t.py::test_b - x\n";
+        let verdict = grade_reported(&results, log, &expected);
+        assert_eq!(verdict, grade(log, &expected));
+        assert!(verdict.reward > 0.5);
+        // The text of an exception can contain any word.
+        let log = "short test summary info\nFAILED t.py::a - Exception: PASSED";
+        let failed = [("t.py::a".to_owned(), TestStatus::Failed)];
+        let expected = map(&[("a", TestStatus::Passed)]);
+        assert!(grade(log, &expected).reward > 0.5);
+        assert!(grade_reported(&failed, log, &expected).reward < 0.5);
     }
 
     #[test]

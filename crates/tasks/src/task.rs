@@ -1,5 +1,6 @@
 //! A task of any family.
 
+use crate::finding::Finding;
 use crate::swe::{Report, SweRow};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -118,4 +119,22 @@ pub struct Verdict {
     /// no report (no command applies the patch, the tests ran out of time, the log cannot be read).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<Report>,
+    /// What the grader noticed besides the results; empty in records of older versions.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub suspicious: Vec<Finding>,
+}
+
+impl Verdict {
+    /// The verdict with these findings in addition. Some of them set the reward to 0, see
+    /// [`Finding::voids`].
+    #[must_use]
+    pub fn with_findings(mut self, findings: impl IntoIterator<Item = Finding>) -> Self {
+        self.suspicious.extend(findings);
+        self.suspicious.sort_unstable();
+        self.suspicious.dedup();
+        if self.suspicious.iter().any(|finding| finding.voids()) {
+            self.reward = 0.0;
+        }
+        self
+    }
 }

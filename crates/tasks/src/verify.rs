@@ -54,7 +54,12 @@ impl Check {
                 more => format!(" and {more} more"),
             };
             let tests = tests.join(", ");
-            problems.push(format!("the gold patch scores 0; tests that differ: {tests}{more}"));
+            let found = self.gold.suspicious.iter().filter(|finding| finding.voids());
+            let found: Vec<&str> = found.map(|finding| finding.name()).collect();
+            let found =
+                if found.is_empty() { String::new() } else { format!(" ({})", found.join(", ")) };
+            problems
+                .push(format!("the gold patch scores 0{found}; tests that differ: {tests}{more}"));
         }
         if self.noop.reward > 0.0 {
             problems.push("doing nothing scores 1".to_owned());

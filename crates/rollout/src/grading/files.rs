@@ -1,17 +1,24 @@
 //! Grading of tasks that bring their own files.
 
-use super::graded::{GradeError, LOG_BYTES};
+use super::change::{GradedPart, strict_change};
+use super::graded::{GradeError, GradedChange, LOG_BYTES};
+use super::rules::GradingRules;
+use super::tests_run::{TestRun, run_by_log, run_reported};
 use crate::sandboxes::{file_entry, refused};
 use crate::tree::TreeChange;
-use orchestrate_sandbox::{Command, ExecResult, FileEntry, Sandbox, SandboxError};
+use orchestrate_sandbox::{Command, FileEntry, Sandbox, SandboxError};
 use orchestrate_tasks::Task;
 use orchestrate_tasks::patch::{self, PatchError};
+use orchestrate_tasks::reporter::{self, TestCommand, TestPlan};
 use orchestrate_types::ByteSize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// Timeout for removing files.
 const HELPER_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// Folder, inside the task's, to which the reporter's files are uploaded. It removes them.
+const STAGING_FOLDER: &str = ".grading";
 
 /// Page size of the kernels that containers run on, in bytes. Where it is larger, files take more.
 const PAGE: u64 = 4096;
@@ -28,11 +35,36 @@ pub(super) fn apply_patch(task: &Task, patch: &str) -> Result<TreeChange, PatchE
 
 /// Writes the task's files, the change over them and the hidden files over both, then runs the
 /// tests.
-pub(super) async fn run_tests(
+pub(super) async fn grade(
     sandbox: &mut dyn Sandbox,
     task: &Task,
     change: &TreeChange,
-) -> Result<ExecResult, SandboxError> {
+    rules: GradingRules,
+) -> Result<GradedChange, GradeError> {
+    let (change, part) = if rules.is_strict() {
+        strict_change(task, change)
+    } else {
+        (change.clone(), GradedPart::default())
+    };
+    let run = run_tests(sandbox, task, &change, &part, rules).await?;
+    Ok(GradedChange {
+        verdict: run.verdict.with_findings(part.findings),
+        patch: change.patch,
+        log: run.log,
+        apply_log: String::new(),
+        eval_script: None,
+        problem: None,
+        test_time: run.elapsed,
+    })
+}
+
+async fn run_tests(
+    sandbox: &mut dyn Sandbox,
+    task: &Task,
+    change: &TreeChange,
+    part: &GradedPart,
+    rules: GradingRules,
+) -> Result<TestRun, SandboxError> {
     let given: BTreeSet<&str> = task.agent_files.iter().map(|file| file.path.as_str()).collect();
     let in_image: Vec<&String> =
         change.removed.iter().filter(|path| !given.contains(path.as_str())).collect();
@@ -45,10 +77,41 @@ pub(super) async fn run_tests(
             return Err(refused(sandbox, "rm", removed.text()));
         }
     }
-    sandbox.write_files(&graded_files(task, change)).await?;
+    let mut files = graded_files(task, change);
+    let command = reported_command(task, rules);
+    if let Some(command) = &command {
+        let plan = TestPlan {
+            touched: part.touched.clone(),
+            tracing: tracing_files(task),
+            hidden: task.hidden_files.iter().map(|file| file.path.clone()).collect(),
+            unset: Vec::new(),
+        };
+        let reporter = reporter::files(task, command, &plan, STAGING_FOLDER)
+            .map_err(|error| refused(sandbox, "plan", error.to_string()))?;
+        files.extend(reporter.iter().map(file_entry));
+    }
+    sandbox.write_files(&files).await?;
+    if let Some(command) = &command
+        && let Some(run) = run_reported(sandbox, task, command, STAGING_FOLDER).await?
+    {
+        return Ok(run);
+    }
     let mut tests = Command::shell(task.test_command.as_str(), task.test_timeout);
     tests.keep_bytes = LOG_BYTES;
-    sandbox.exec(&tests).await
+    run_by_log(sandbox, task, &tests, rules).await
+}
+
+/// The tests' command, if the reporter runs them.
+fn reported_command(task: &Task, rules: GradingRules) -> Option<TestCommand> {
+    rules.is_strict().then(|| TestCommand::parse(&task.test_command)).flatten()
+}
+
+/// Files that set trace functions before the change.
+fn tracing_files(task: &Task) -> Vec<String> {
+    let words = ["settrace", "setprofile", "sys.monitoring"];
+    let sets = |content: &str| words.iter().any(|word| content.contains(word));
+    let files = task.agent_files.iter().filter(|file| sets(&file.content));
+    files.map(|file| file.path.clone()).collect()
 }
 
 /// Rejects a change with which the task's files no longer fit into a grader's folder. If they do
@@ -58,8 +121,12 @@ pub(super) fn check_room(
     change: &TreeChange,
     room: ByteSize,
 ) -> Result<(), GradeError> {
-    let needed = footprint(&graded_files(task, change));
-    let without = footprint(&graded_files(task, &TreeChange::default()));
+    let own = match TestCommand::parse(&task.test_command) {
+        Some(_) => reporter::FILE_BYTES,
+        None => 0,
+    };
+    let needed = ByteSize(footprint(&graded_files(task, change)).0 + own);
+    let without = ByteSize(footprint(&graded_files(task, &TreeChange::default())).0 + own);
     if needed > room && without <= room {
         return Err(GradeError::TooLarge { needed, room });
     }

@@ -1,12 +1,16 @@
 //! Grading in a task's own image, as R2E-Gym and as SWE-bench do it.
 
+use super::change::{GradedPart, PatchListing, exclude_option};
 use super::graded::{GradeError, GradedChange, LOG_BYTES, log_bytes, test_output};
 use super::logs::APPLY_FAILED;
 use super::rules::GradingRules;
+use super::tests_run::{TestRun, run_by_log, run_reported};
 use crate::sandboxes::{file_entry, refused};
-use orchestrate_sandbox::{Command, ExecResult, Exit, FileEntry, Sandbox, SandboxError};
+use orchestrate_sandbox::{Command, Exit, FileEntry, Sandbox};
+use orchestrate_tasks::r2e::HIDDEN_FOLDER;
+use orchestrate_tasks::reporter::{self, TestCommand, TestPlan};
 use orchestrate_tasks::swe::{self, Harness, SweRow};
-use orchestrate_tasks::{Task, TaskFile};
+use orchestrate_tasks::{Finding, Task, TaskFile};
 use std::time::Duration;
 
 /// Folder, inside the task's, to which files are uploaded; the scripts move them from there.
@@ -18,35 +22,16 @@ const APPLY_TIMEOUT: Duration = Duration::from_mins(2);
 /// Exit of the scripts when a change does not apply.
 const NOT_APPLIED: Exit = Exit::Code(3);
 
+const LIST_PATCH: &str = include_str!("list_patch.sh");
 const PREPARE_R2E: &str = include_str!("prepare_r2e.sh");
 const APPLY: &str = include_str!("apply.sh");
 
 /// Paths whose changes in an R2E-Gym repository never count: the hidden tests and their runner.
 const HIDDEN_PATHS: &[&str] = &["r2e_tests", "r2e_tests/*", "run_tests.sh"];
 
-/// Paths whose changes do not count with [`GradingRules::exclude_test_changes`]: tests, by the rule
-/// that keeps them out of gold patches, and files that pytest and Python read by themselves.
-const TEST_PATHS: &[&str] = &[
-    "tests/*",
-    "*/tests/*",
-    "Tests/*",
-    "*/Tests/*",
-    "test/*",
-    "*/test/*",
-    "Test/*",
-    "*/Test/*",
-    "test_*.py",
-    "*/test_*.py",
-    "*_test.py",
-    "conftest.py",
-    "*/conftest.py",
-    "sitecustomize.py",
-    "*/sitecustomize.py",
-    "usercustomize.py",
-    "*/usercustomize.py",
-    "pytest.ini",
-    ".pytest.ini",
-];
+/// Paths that one command may leave out, in number and in bytes.
+const MAX_EXCLUDED: usize = 2_000;
+const MAX_EXCLUDED_BYTES: usize = 256 << 10;
 
 /// Grades as R2E-Gym does, but in a container that the agent never touched.
 pub(super) async fn grade_r2e(
@@ -61,10 +46,9 @@ pub(super) async fn grade_r2e(
         file_entry(&TaskFile { path, content: file.content.clone() })
     }));
     sandbox.write_files(&files).await?;
-    let test_paths: &[&str] = if rules.exclude_test_changes { TEST_PATHS } else { &[] };
-    let excluded = HIDDEN_PATHS.iter().chain(test_paths);
-    let options: Vec<String> = excluded.map(|glob| format!("--exclude={glob}")).collect();
-    let options: Vec<&str> = options.iter().map(String::as_str).collect();
+    let listing = list_patch(sandbox).await?;
+    let part = if rules.is_strict() { listing.strict_part() } else { GradedPart::default() };
+    let options = exclusions(&part.refused)?;
     let prepared = sandbox.exec(&script(PREPARE_R2E, &options)).await?;
     let apply_log = prepared.text();
     match prepared.exit {
@@ -72,24 +56,83 @@ pub(super) async fn grade_r2e(
         NOT_APPLIED => return Err(GradeError::NotApplied(apply_log.trim().to_owned())),
         _ => return Err(refused(sandbox, "prepare", apply_log).into()),
     }
-    let runner = format!(
-        "if [ -f /root/run_tests.sh ]; then exec bash /root/run_tests.sh; fi\n{}",
-        task.test_command
-    );
-    let result = run_tests(sandbox, task, &runner).await?;
-    let verdict = (rules.grade_log)(task, &test_output(sandbox, &result)?);
-    if (verdict.reward - verdict.official_reward).abs() > 0.5 {
+    let run = run_r2e_tests(sandbox, task, &listing, &part, rules).await?;
+    if (run.verdict.reward - run.verdict.official_reward).abs() > 0.5 {
         tracing::warn!(task_id = task.id, "the strict rule and R2E-Gym's own disagree");
     }
     Ok(GradedChange {
-        verdict,
+        verdict: run.verdict.with_findings(part.findings),
         patch: patch.to_owned(),
-        log: log_bytes(&result),
+        log: run.log,
         apply_log,
         eval_script: None,
         problem: None,
-        test_time: result.elapsed,
+        test_time: run.elapsed,
     })
+}
+
+/// Moves the uploaded files out of the tree, and reads what the patch among them touches.
+async fn list_patch(sandbox: &mut dyn Sandbox) -> Result<PatchListing, GradeError> {
+    let mut command = script(LIST_PATCH, &[]);
+    command.keep_bytes = LOG_BYTES;
+    let listed = sandbox.exec(&command).await?;
+    match listed.exit {
+        Exit::Code(0) => {}
+        NOT_APPLIED => {
+            let text = listed.text();
+            let message = text.rsplit('\u{1}').next().unwrap_or_default();
+            let message = message.split_once('\n').map_or(message, |(_, message)| message);
+            return Err(GradeError::NotApplied(message.trim().to_owned()));
+        }
+        _ => return Err(refused(sandbox, "list", listed.text()).into()),
+    }
+    PatchListing::read(&listed.text())
+        .ok_or_else(|| GradeError::NotApplied("its list of files cannot be read".to_owned()))
+}
+
+/// Options of `git apply` that leave out the hidden tests and these paths.
+fn exclusions(refused: &[String]) -> Result<Vec<String>, GradeError> {
+    let bytes: usize = refused.iter().map(String::len).sum();
+    if refused.len() > MAX_EXCLUDED || bytes > MAX_EXCLUDED_BYTES {
+        let message = format!("{} of its files may not be part of a change", refused.len());
+        return Err(GradeError::NotApplied(message));
+    }
+    let hidden = HIDDEN_PATHS.iter().map(|glob| format!("--exclude={glob}"));
+    Ok(hidden.chain(refused.iter().map(|path| exclude_option(path))).collect())
+}
+
+/// Runs the image's own tests, through the reporter if it knows their command.
+async fn run_r2e_tests(
+    sandbox: &mut dyn Sandbox,
+    task: &Task,
+    listing: &PatchListing,
+    part: &GradedPart,
+    rules: GradingRules,
+) -> Result<TestRun, GradeError> {
+    let runner = if listing.runner.is_empty() { &task.test_command } else { &listing.runner };
+    let command = rules.is_strict().then(|| TestCommand::parse(runner)).flatten();
+    if let Some(mut command) = command {
+        command.env.insert("PIP_RETRIES".to_owned(), "0".to_owned());
+        let plan = TestPlan {
+            touched: part.touched.clone(),
+            tracing: listing.tracing.clone(),
+            hidden: vec![HIDDEN_FOLDER.to_owned()],
+            unset: ["PAGER", "GIT_PAGER", "LANG"].map(ToOwned::to_owned).to_vec(),
+        };
+        let files = reporter::files(task, &command, &plan, STAGING_FOLDER)
+            .map_err(|error| refused(sandbox, "plan", error.to_string()))?;
+        let files: Vec<FileEntry> = files.iter().map(file_entry).collect();
+        sandbox.write_files(&files).await?;
+        if let Some(run) = run_reported(sandbox, task, &command, STAGING_FOLDER).await? {
+            return Ok(run);
+        }
+    }
+    let script = format!(
+        "rm -rf {STAGING_FOLDER}\n\
+         if [ -f /root/run_tests.sh ]; then exec bash /root/run_tests.sh; fi\n{}",
+        task.test_command
+    );
+    Ok(run_by_log(sandbox, task, &test_command(task, &script), rules).await?)
 }
 
 /// Grades as SWE-bench's harness does. What the harness calls an error of the instance is a verdict
@@ -101,8 +144,11 @@ pub(super) async fn grade_swe_bench(
     patch: &str,
     rules: GradingRules,
 ) -> Result<GradedChange, GradeError> {
-    let eval = swe::eval_script(row, rules.harness)
-        .map_err(|error| refused(sandbox, "eval.sh", error.to_string()))?;
+    let is_strict = rules.strict_swe_bench;
+    let error = |error: swe::SpecError| refused(sandbox, "eval.sh", error.to_string());
+    let eval =
+        if is_strict { strict_eval_script(row) } else { swe::eval_script(row, rules.harness) };
+    let eval = eval.map_err(error)?;
     sandbox.write_files(&[staged("patch", patch), staged("eval.sh", &eval)]).await?;
     let mut graded = GradedChange {
         verdict: row.verdict(None),
@@ -113,13 +159,30 @@ pub(super) async fn grade_swe_bench(
         problem: None,
         test_time: Duration::ZERO,
     };
+    let mut part = GradedPart::default();
+    if is_strict && !patch.is_empty() {
+        match list_patch(sandbox).await {
+            Ok(listing) => part = listing.strict_part(),
+            Err(GradeError::NotApplied(message)) => {
+                graded.apply_log = message;
+                graded.problem = Some(APPLY_FAILED.to_owned());
+                return Ok(graded);
+            }
+            Err(error) => return Err(error),
+        }
+    }
     // The harness skips empty patches. Here the tests run, to show their result without a change.
-    let order = match (patch.is_empty(), rules.harness) {
-        (true, _) => "none",
-        (false, Harness::V4_1_0) => "4",
-        (false, Harness::V5_0_2) => "5",
+    let order = match (patch.is_empty(), is_strict, rules.harness) {
+        (true, ..) => "none",
+        (false, true, _) => "strict",
+        (false, false, Harness::V4_1_0) => "4",
+        (false, false, Harness::V5_0_2) => "5",
     };
-    let applied = sandbox.exec(&script(APPLY, &[order])).await?;
+    let mut arguments = vec![order.to_owned()];
+    if is_strict {
+        arguments.extend(exclusions(&part.refused)?);
+    }
+    let applied = sandbox.exec(&script(APPLY, &arguments)).await?;
     graded.apply_log = applied.text();
     match applied.exit {
         Exit::Code(0) => {}
@@ -129,7 +192,7 @@ pub(super) async fn grade_swe_bench(
         }
         _ => return Err(refused(sandbox, "apply", graded.apply_log).into()),
     }
-    let result = run_tests(sandbox, task, &task.test_command).await?;
+    let result = sandbox.exec(&test_command(task, &task.test_command)).await?;
     test_output(sandbox, &result)?;
     graded.log = log_bytes(&result);
     graded.test_time = result.elapsed;
@@ -143,31 +206,57 @@ pub(super) async fn grade_swe_bench(
         Ok(report) => graded.verdict = row.verdict(Some(report)),
         Err(error) => graded.problem = Some(error.to_string()),
     }
+    if is_strict {
+        part.findings.extend(strict_findings(&graded, result.exit));
+    }
+    graded.verdict = graded.verdict.with_findings(part.findings);
     Ok(graded)
+}
+
+/// The script of version 5, whose exit status is that of the tests.
+fn strict_eval_script(row: &SweRow) -> Result<String, swe::SpecError> {
+    let script = swe::eval_script(row, Harness::V5_0_2)?;
+    Ok(format!("{script}exit \"$SWEBENCH_TEST_EXIT_CODE\"\n"))
+}
+
+/// What a strictly graded SWE-bench log shows besides its results. No reporter runs these tests.
+fn strict_findings(graded: &GradedChange, exit: Exit) -> Vec<Finding> {
+    let mut findings = vec![Finding::Unprotected];
+    let text = String::from_utf8_lossy(&graded.log);
+    if reporter::is_forged(&text) {
+        findings.extend([Finding::OutputForged, Finding::Tampered]);
+    }
+    // pytest's own exit status tells apart the end of a run with failures from any other failure.
+    let failed = text.lines().any(|line| line.starts_with("FAILED ") || line.starts_with("ERROR "));
+    let agrees = match exit {
+        Exit::Code(0) => !failed,
+        Exit::Code(1) => failed || graded.verdict.reward < 0.5,
+        _ => false,
+    };
+    if !agrees {
+        findings.push(Finding::ExitStatus);
+    }
+    findings
 }
 
 fn staged(name: &str, content: &str) -> FileEntry {
     file_entry(&TaskFile { path: format!("{STAGING_FOLDER}/{name}"), content: content.to_owned() })
 }
 
-fn script(text: &str, arguments: &[&str]) -> Command {
+fn script(text: &str, arguments: &[String]) -> Command {
     let mut command = Command::shell(text, APPLY_TIMEOUT);
     command.argv.push("sh".to_owned());
-    command.argv.extend(arguments.iter().map(|&argument| argument.to_owned()));
+    command.argv.extend_from_slice(arguments);
     command
 }
 
-/// Runs the tests in the image's own environment, without the variables that make the output of an
-/// agent's commands readable, because tests may notice those.
-async fn run_tests(
-    sandbox: &mut dyn Sandbox,
-    task: &Task,
-    runner: &str,
-) -> Result<ExecResult, SandboxError> {
+/// The command that runs the tests in the image's own environment, without the variables that make
+/// the output of an agent's commands readable, because tests may notice those.
+fn test_command(task: &Task, runner: &str) -> Command {
     // Without a network, pip would retry for minutes in vain.
     let environment = "unset PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED PAGER GIT_PAGER LANG\n\
         export PIP_RETRIES=0";
     let mut tests = Command::shell(format!("{environment}\n{runner}"), task.test_timeout);
     tests.keep_bytes = LOG_BYTES;
-    sandbox.exec(&tests).await
+    tests
 }

@@ -1,13 +1,16 @@
 //! Grading a change in a fresh sandbox that the agent never touched.
 //!
 //! The invariant: the grader's sandbox receives the change and nothing else from the agent's; the
-//! tests that grade it are ours or the image's.
+//! tests that grade it are ours or the image's. With the strict rules, the verdict comes from a
+//! process that the tested code cannot reach ([`orchestrate_tasks::reporter`]).
 
+mod change;
 mod files;
 mod graded;
 mod image;
 mod logs;
 mod rules;
+mod tests_run;
 
 pub use graded::{GradeError, GradedChange};
 pub use logs::{GradeLogs, write_log_folder};
@@ -16,7 +19,6 @@ pub use rules::{GradingRules, LogGrader, grade_as_r2e, grade_by_summary};
 use crate::sandboxes::close;
 use crate::collection::CollectedChange;
 use crate::tree::{self, TreeChange};
-use graded::{log_bytes, test_output};
 use orchestrate_sandbox::{Sandbox, SandboxProvider, SandboxSpec};
 use orchestrate_tasks::{Origin, Task};
 use std::borrow::Cow;
@@ -64,7 +66,7 @@ async fn grade_in(
         GradedInput::Files(files) => Cow::Owned(tree::change_in(sandbox, files).await?),
     };
     match &task.origin {
-        Origin::Files => grade_files(sandbox, task, &change, rules).await,
+        Origin::Files => files::grade(sandbox, task, &change, rules).await,
         Origin::R2e => image::grade_r2e(sandbox, task, &change.patch, rules).await,
         Origin::SweBench(row) => {
             image::grade_swe_bench(sandbox, task, row, &change.patch, rules).await
@@ -91,23 +93,6 @@ pub async fn grade_patch(
             TreeChange { patch: patch.to_owned(), ..TreeChange::default() }
         }
     };
+    let rules = rules.for_evaluation();
     grade(provider, spec, task, GradedInput::Change(&change), rules).await
-}
-
-async fn grade_files(
-    sandbox: &mut dyn Sandbox,
-    task: &Task,
-    change: &TreeChange,
-    rules: GradingRules,
-) -> Result<GradedChange, GradeError> {
-    let result = files::run_tests(sandbox, task, change).await?;
-    Ok(GradedChange {
-        verdict: (rules.grade_log)(task, &test_output(sandbox, &result)?),
-        patch: change.patch.clone(),
-        log: log_bytes(&result),
-        apply_log: String::new(),
-        eval_script: None,
-        problem: None,
-        test_time: result.elapsed,
-    })
 }

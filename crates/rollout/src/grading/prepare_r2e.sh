@@ -1,10 +1,7 @@
-# Moves the tests of an R2E-Gym task to their place and applies the diff .grading/patch to the tree.
+# Moves the tests of an R2E-Gym task to their place and applies the diff in /tmp/grading to the tree.
 # Tests and their runner are the image's own; those of the row are used only if the image has none.
 # "$@": options that exclude parts of the diff. Exits with 3 if the diff does not apply.
 set -eu
-mkdir /tmp/grading
-mv .grading/* /tmp/grading/
-rmdir .grading
 for place in /r2e_tests r2e_tests /tmp/grading/r2e_tests; do
   [ -d /root/r2e_tests ] || [ ! -d "$place" ] || [ -L "$place" ] || mv "$place" /root/r2e_tests
 done
@@ -14,10 +11,6 @@ done
 [ -d /root/r2e_tests ] || { echo "neither the image nor the row has hidden tests" >&2; exit 1; }
 git config --global --add safe.directory '*'
 if [ -s /tmp/grading/patch ]; then
-  # Every byte of a file counts, whatever the repository's own attributes say.
-  git init -q --bare --template= /tmp/grading/git
-  mkdir -p /tmp/grading/git/info
-  echo '* -text -filter -ident -working-tree-encoding' >/tmp/grading/git/info/attributes
   git --git-dir=/tmp/grading/git --work-tree=. apply -v --whitespace=nowarn "$@" \
     /tmp/grading/patch 2>&1 || exit 3
 fi

@@ -14,15 +14,34 @@ pub struct GradingRules {
     pub grade_log: LogGrader,
     /// Version of SWE-bench's harness whose rules apply to SWE-bench tasks.
     pub harness: Harness,
-    /// Whether changes to tests, and to files that pytest reads by itself, are left out of the
-    /// graded tree of an R2E-Gym task, whose hidden tests import such files.
+    /// Whether changes to tests, and to files that pytest and Python read by themselves, are left
+    /// out of the graded tree, and results come from the reporter instead of the log.
     pub exclude_test_changes: bool,
+    /// Whether SWE-bench tasks too are graded strictly: false for evaluation, which follows the
+    /// harness to the letter.
+    pub strict_swe_bench: bool,
 }
 
 impl GradingRules {
     /// The strict rules, with `grade_log` for logs with a summary.
     pub fn new(grade_log: LogGrader) -> Self {
-        Self { grade_log, harness: Harness::default(), exclude_test_changes: true }
+        Self {
+            grade_log,
+            harness: Harness::default(),
+            exclude_test_changes: true,
+            strict_swe_bench: true,
+        }
+    }
+
+    /// Whether the strict rules hold for micro, repair and R2E-Gym tasks.
+    pub(crate) fn is_strict(self) -> bool {
+        self.exclude_test_changes
+    }
+
+    /// The rules for evaluation, which grades SWE-bench tasks as the official harness does.
+    #[must_use]
+    pub fn for_evaluation(self) -> Self {
+        Self { strict_swe_bench: false, ..self }
     }
 }
 

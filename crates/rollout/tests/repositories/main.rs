@@ -2,6 +2,7 @@
 //! that is collected, and its grading. The images are built here, from `orchestrate/repository`.
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
 
+mod attacks;
 mod disk;
 
 use camino::{Utf8Path, Utf8PathBuf};

@@ -5,6 +5,7 @@
 
 mod bounded;
 mod parse;
+pub mod rules;
 
 pub use bounded::{DiffLimits, FileChange, FileVersion, bounded_diff};
 pub use parse::{FilePatch, Hunk, HunkLine, LineKind, parse};

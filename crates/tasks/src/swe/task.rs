@@ -43,6 +43,13 @@ impl SweRow {
         let did_not_pass = |test: &&String| statuses.get(*test) != Some(&TestStatus::Passed);
         let differing = wanted.filter(did_not_pass).cloned().collect();
         let reward = f64::from(u8::from(report.as_ref().is_some_and(|report| report.resolved)));
-        Verdict { reward, official_reward: reward, statuses, differing, report }
+        Verdict {
+            reward,
+            official_reward: reward,
+            statuses,
+            differing,
+            report,
+            suspicious: Vec::new(),
+        }
     }
 }
