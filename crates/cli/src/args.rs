@@ -11,6 +11,7 @@ use camino::Utf8PathBuf;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use orchestrate_tasks::swe::Harness;
+use orchestrate_types::GradingRun;
 use std::num::{NonZeroU16, NonZeroU32};
 use std::process::ExitCode;
 
@@ -208,7 +209,7 @@ pub(crate) struct GradeArgs {
     pub(crate) report: Option<Utf8PathBuf>,
     /// Without --log: name of this grading, the RUN of the paths.
     #[arg(long, value_name = "NAME", default_value = "orchestrate", conflicts_with = "log")]
-    pub(crate) run_id: String,
+    pub(crate) run_id: GradingRun,
     /// Without --log: folder for logs and reports.
     #[arg(long, value_name = "DIR", default_value = ".", conflicts_with = "log")]
     pub(crate) out: Utf8PathBuf,

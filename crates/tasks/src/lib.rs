@@ -9,6 +9,7 @@
 //! [`predictions`] reads patches made by agents. [`patch`] makes and applies unified diffs, [`verify`]
 //! builds the trees that are graded, and [`grade`] turns a test log into a [`Verdict`].
 
+mod column;
 pub mod expert;
 mod json_column;
 pub mod load;

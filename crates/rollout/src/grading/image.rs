@@ -79,7 +79,7 @@ pub(super) async fn grade_r2e(
     let result = run_tests(sandbox, task, &runner).await?;
     let verdict = (rules.grade_log)(task, &test_output(sandbox, &result)?);
     if (verdict.reward - verdict.official_reward).abs() > 0.5 {
-        tracing::warn!(task_id = task.id, "the strict rule and R2E-Gym's own disagree");
+        tracing::warn!(task_id = task.id.as_str(), "the strict rule and R2E-Gym's own disagree");
     }
     Ok(GradedChange {
         verdict,

@@ -13,6 +13,7 @@ use orchestrate_rollout::{GradeError, GradeLogs, write_log_folder};
 use orchestrate_sandbox::SandboxError;
 use orchestrate_tasks::verify::{Check, Health};
 use orchestrate_tasks::{Task, printable};
+use orchestrate_types::{GradingRun, ModelName};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -109,11 +110,10 @@ pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Pat
         let grade = async |model: &str, patch: &str| {
             let graded = grader.grade(task, patch).await?;
             if let Some(root) = out {
-                let logs = GradeLogs { root: root.to_owned(), model: model.to_owned() };
+                let run = GradingRun::made_of(&format!("round-{round}"));
+                let logs = GradeLogs { root: root.to_owned(), model: ModelName::made_of(model) };
                 // The result is valid without its log.
-                if let Err(error) =
-                    write_log_folder(&logs, &format!("round-{round}"), task, &graded)
-                {
+                if let Err(error) = write_log_folder(&logs, &run, task, &graded) {
                     let id = printable(&task.id, NAME_CHARS);
                     output::say(format!("{id}: cannot write the test log: {error}"));
                 }
