@@ -491,7 +491,7 @@ pub(crate) struct CompletionsArgs {
 
 /// Writes a completion script to standard output.
 pub(crate) fn write_completions(shell: clap_complete::Shell) -> ExitCode {
-    output::data(completion_script(shell).trim_end());
+    output::raw(completion_script(shell).trim_end());
     ExitCode::SUCCESS
 }
 

@@ -104,7 +104,7 @@ pub(crate) fn write_whole(path: &Utf8Path, text: &str) -> Result<(), RunError> {
         fs_err::create_dir_all(folder)?;
         // Removed on an error.
         let mut file = tempfile::Builder::new()
-            .permissions(Permissions::from_mode(0o666))
+            .permissions(Permissions::from_mode(0o600))
             .tempfile_in(folder)?;
         file.write_all(text.as_bytes())?;
         file.as_file().sync_all()?;

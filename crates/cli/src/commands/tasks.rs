@@ -84,7 +84,7 @@ fn list(selection: &TaskSelection) -> anyhow::Result<ExitCode> {
         for task in &tasks {
             let line =
                 serde_json::json!({"id": task.id, "family": task.family, "split": task.split});
-            output::data(line);
+            output::json_line(&line)?;
         }
         return Ok(ExitCode::SUCCESS);
     }

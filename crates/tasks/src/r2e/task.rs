@@ -92,9 +92,15 @@ impl R2eRow {
 
     /// Checks the columns one by one, and returns the id.
     fn check(&self) -> Result<TaskId, ColumnProblem> {
-        let column = if self.micro.is_some() { "micro.id" } else { "commit_hash" };
+        let id = |column, id: &str| TaskId::new(id).map_err(|e| ColumnProblem::new(column, e));
         column::name("repo_name", &self.repo_name)?;
-        let id = TaskId::new(self.id()).map_err(|error| ColumnProblem::new(column, error))?;
+        let id = if let Some(micro) = &self.micro {
+            id("micro.id", &micro.id)?
+        } else {
+            id("repo_name", &self.repo_name)?;
+            id("commit_hash", &self.commit_hash)?;
+            id("commit_hash", &self.id())?
+        };
         ImageName::new(self.docker_image.as_str())
             .map_err(|error| ColumnProblem::new("docker_image", error))?;
         column::text("problem_statement", &self.problem_statement)?;

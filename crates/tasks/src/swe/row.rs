@@ -81,13 +81,17 @@ impl SweRow {
             return Some("`FAIL_TO_PASS` is empty: doing nothing would solve the task".to_owned());
         }
         if self.log_parser().is_none() {
-            let named = self.log_parser.as_deref().unwrap_or(&self.repo);
-            return Some(format!("no log parser for `{named}`"));
+            let (column, named) = match &self.log_parser {
+                Some(name) => ("log_parser", name),
+                None => ("repo", &self.repo),
+            };
+            return Some(format!("column `{column}`: no log parser for `{named}`"));
         }
         if self.eval_script.is_some() {
             return None;
         }
-        spec(&self.repo, &self.version).err().map(|error| error.to_string())
+        let version = spec(&self.repo, &self.version).err();
+        version.map(|error| format!("column `version`: {error}"))
     }
 
     /// Checks the columns one by one.

@@ -72,7 +72,7 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
             let outcome = outcome?;
             let id = printable(&task.id, NAME_CHARS);
             progress.line(&format!("{id}: {outcome:?}").to_lowercase());
-            progress.update(done, work.len() as u64, id);
+            progress.update(done, work.len() as u64, &id);
             let of_model = outcomes.entry(&prediction.model_name_or_path).or_default();
             of_model.insert(&task.id, outcome);
         }

@@ -236,7 +236,7 @@ impl Maker<'_> {
                 }
             }
             let done = made.rows.len() as u64;
-            progress.update(done, wanted, format!("{} tried", made.tried));
+            progress.update(done, wanted, &format!("{} tried", made.tried));
             if done == wanted {
                 break;
             }

@@ -57,7 +57,7 @@ pub(super) async fn verify(
         let (kind, why) = match finding {
             Finding::Known(Health::Sound) => {
                 sound.push(task.id.as_str());
-                progress.update(done, total, format!("{} sound", sound.len()));
+                progress.update(done, total, &format!("{} sound", sound.len()));
                 continue;
             }
             Finding::Known(Health::Unsound(problems)) => ("unsound", problems.join("; ")),
@@ -67,7 +67,7 @@ pub(super) async fn verify(
         let (id, message) = (printable(&task.id, NAME_CHARS), printable(&why, WHY_CHARS));
         progress.line(&format!("{id}: {kind}: {message}"));
         lists.entry(kind).or_default().insert(&task.id, why);
-        progress.update(done, total, format!("{} sound", sound.len()));
+        progress.update(done, total, &format!("{} sound", sound.len()));
     }
     drop(checks);
     progress.finish();
