@@ -10,6 +10,7 @@ use crate::output;
 use camino::Utf8PathBuf;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, CommandFactory, Parser, Subcommand};
+use orchestrate_settings::is_assignment;
 use orchestrate_tasks::swe::Harness;
 use orchestrate_types::GradingRun;
 use std::num::{NonZeroU16, NonZeroU32};
@@ -96,6 +97,14 @@ pub(crate) enum Command {
     Completions(CompletionsArgs),
 }
 
+/// An assignment of a setting, which is checked further with all others.
+fn assignment(text: &str) -> Result<String, &'static str> {
+    if is_assignment(text) {
+        return Ok(text.to_owned());
+    }
+    Err("must be KEY=VALUE, like rollout.group_size=8")
+}
+
 /// Where settings come from; later sources win.
 #[derive(Debug, Clone, Default, Args)]
 pub struct ConfigSource {
@@ -103,7 +112,7 @@ pub struct ConfigSource {
     #[arg(long = "config", value_name = "FILE")]
     pub files: Vec<Utf8PathBuf>,
     /// One setting, e.g. `rollout.group_size=8`; wins over files.
-    #[arg(long = "set", value_name = "KEY=VALUE")]
+    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = assignment)]
     pub sets: Vec<String>,
 }
 
