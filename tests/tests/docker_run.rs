@@ -10,6 +10,7 @@
 use orchestrate_e2e::{containers_of, docker_or_skip, metrics, orchestrate, say, skip, stderr};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -406,6 +407,22 @@ fn betrayals(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
+/// What `folder` holds, itself included, that its user is not alone in accessing.
+fn readable_by_others(folder: &Path) -> Vec<PathBuf> {
+    let is_open =
+        |path: &Path| std::fs::symlink_metadata(path).unwrap().permissions().mode() & 0o077 != 0;
+    let mut found: Vec<PathBuf> = is_open(folder).then(|| folder.to_owned()).into_iter().collect();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(readable_by_others(&path));
+        } else if is_open(&path) {
+            found.push(path);
+        }
+    }
+    found
+}
+
 /// Everything that Docker and the kernel report about a run's containers: settings, labels, environment,
 /// and once the files.
 fn told_of_containers(export: bool) -> Option<Vec<u8>> {
@@ -462,6 +479,9 @@ fn docker_secrets_stay_out_of_sandboxes_files_and_logs() {
     assert!(looks > 3, "no container was seen");
     assert_eq!(steps(&run_dir).len(), 1);
     assert_eq!(betrayals(folder.path()), Vec::<PathBuf>::new());
+    for folder in [run_dir.as_path(), Path::new(checkpoints)] {
+        assert_eq!(readable_by_others(folder), Vec::<PathBuf>::new());
+    }
 }
 
 #[test]

@@ -91,7 +91,7 @@ pub(super) async fn run(args: &BenchSandboxArgs) -> anyhow::Result<ExitCode> {
     for (done, work) in chosen.iter().enumerate() {
         let names = work.names(args).join(", ");
         progress.line(&format!("measuring {names}"));
-        progress.update(done as u64, chosen.len() as u64, names);
+        progress.update(done as u64, chosen.len() as u64, &names);
         let measured = work.measure(&world, args).await?;
         cases.extend(measured.into_iter().filter(|case| fit(&case.name)));
     }

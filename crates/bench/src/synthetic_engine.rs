@@ -16,7 +16,7 @@ pub(crate) async fn run(args: SyntheticEngineArgs) -> anyhow::Result<ExitCode> {
     let plan =
         serde_json::from_slice(&plan).with_context(|| format!("failed to read {}", args.plan))?;
     let listener = TcpListener::bind(args.listen).await.context("failed to listen")?;
-    output::data(serde_json::to_string(&Listening { address: listener.local_addr()? })?);
+    output::json_line(&Listening { address: listener.local_addr()? })?;
     let closed =
         tokio::task::spawn_blocking(|| std::io::copy(&mut std::io::stdin(), &mut std::io::sink()));
     tokio::select! {

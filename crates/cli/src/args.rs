@@ -10,7 +10,9 @@ use crate::output;
 use camino::Utf8PathBuf;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, CommandFactory, Parser, Subcommand};
+use orchestrate_settings::is_assignment;
 use orchestrate_tasks::swe::Harness;
+use orchestrate_types::GradingRun;
 use std::num::{NonZeroU16, NonZeroU32};
 use std::process::ExitCode;
 
@@ -95,6 +97,14 @@ pub(crate) enum Command {
     Completions(CompletionsArgs),
 }
 
+/// An assignment of a setting, which is checked further with all others.
+fn assignment(text: &str) -> Result<String, &'static str> {
+    if is_assignment(text) {
+        return Ok(text.to_owned());
+    }
+    Err("must be KEY=VALUE, like rollout.group_size=8")
+}
+
 /// Where settings come from; later sources win.
 #[derive(Debug, Clone, Default, Args)]
 pub struct ConfigSource {
@@ -102,7 +112,7 @@ pub struct ConfigSource {
     #[arg(long = "config", value_name = "FILE")]
     pub files: Vec<Utf8PathBuf>,
     /// One setting, e.g. `rollout.group_size=8`; wins over files.
-    #[arg(long = "set", value_name = "KEY=VALUE")]
+    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = assignment)]
     pub sets: Vec<String>,
 }
 
@@ -208,7 +218,7 @@ pub(crate) struct GradeArgs {
     pub(crate) report: Option<Utf8PathBuf>,
     /// Without --log: name of this grading, the RUN of the paths.
     #[arg(long, value_name = "NAME", default_value = "orchestrate", conflicts_with = "log")]
-    pub(crate) run_id: String,
+    pub(crate) run_id: GradingRun,
     /// Without --log: folder for logs and reports.
     #[arg(long, value_name = "DIR", default_value = ".", conflicts_with = "log")]
     pub(crate) out: Utf8PathBuf,
@@ -490,7 +500,7 @@ pub(crate) struct CompletionsArgs {
 
 /// Writes a completion script to standard output.
 pub(crate) fn write_completions(shell: clap_complete::Shell) -> ExitCode {
-    output::data(completion_script(shell).trim_end());
+    output::raw(completion_script(shell).trim_end());
     ExitCode::SUCCESS
 }
 

@@ -15,9 +15,9 @@ use orchestrate_rollout::{RewardSection, RolloutSection};
 use orchestrate_routing::RoutingSection;
 use orchestrate_sandbox::{DockerHostSection, SandboxSection};
 use orchestrate_settings::{
-    Layers, Origins, Section, SectionKeys, at_least, documentation, settings,
+    Layers, NOT_SHOWN, Origins, Section, SectionKeys, at_least, documentation, settings,
 };
-use orchestrate_types::{ConfigProblem, Found};
+use orchestrate_types::{ConfigProblem, Found, has_credentials};
 use schemars::{JsonSchema, Schema};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -242,6 +242,7 @@ impl Sections {
         let mut problems = Vec::new();
         let checked = self.check_each(misread, &mut problems);
         check_across(self, misread, &mut problems);
+        check_secrets(self, &mut problems);
         self.origins.locate(&mut problems);
         (checked, problems)
     }
@@ -350,13 +351,65 @@ fn check_across(
     }
 }
 
+/// Refuses passwords in addresses: addresses are part of the plan, of messages, of metrics and of logs.
+/// Other problems with such an address are dropped, because they may repeat it.
+fn check_secrets(sections: &Sections, problems: &mut Vec<ConfigProblem>) {
+    const ENGINE: &str = "must not contain a user name, a password or a token: name the environment \
+                          variable that holds the API key in engine.api_key_env";
+    const TRAINER: &str = "must not contain a user name, a password or a token: name the \
+                           environment variable that holds the token in trainer.token_env";
+    const DOCKER: &str = "must not contain a password: ssh uses keys (ssh_config), tcp and https use \
+                          certificates";
+    const MIRROR: &str = "must not contain a user name or a password: log in on the Docker host \
+                          (docker login)";
+    let Sections { engine, trainer, sandbox, .. } = sections;
+    let mut addresses = vec![
+        ("engine.url".to_owned(), engine.url.as_ref(), ENGINE),
+        ("engine.discover".to_owned(), engine.discover.as_ref(), ENGINE),
+        ("trainer.url".to_owned(), trainer.url.as_ref(), TRAINER),
+        ("sandbox.docker_host".to_owned(), sandbox.docker_host.as_ref(), DOCKER),
+    ];
+    let urls = engine.urls.iter().flatten();
+    addresses.extend(urls.map(|url| ("engine.urls".to_owned(), Some(url), ENGINE)));
+    for (index, host) in sandbox.hosts.iter().flatten().enumerate() {
+        addresses.push((format!("sandbox.hosts[{index}].url"), host.url.as_ref(), DOCKER));
+    }
+    let mut refuse = |key: &str, remedy: &str| {
+        problems.retain(|problem| problem.key != key);
+        problems.push(ConfigProblem::new(key, NOT_SHOWN, remedy));
+    };
+    for (key, address, remedy) in &addresses {
+        if address.is_some_and(|address| has_credentials(address) || has_query(address)) {
+            refuse(key, remedy);
+        }
+    }
+    if sandbox.mirror.as_ref().is_some_and(|mirror| mirror.contains('@')) {
+        refuse("sandbox.mirror", MIRROR);
+    }
+}
+
+/// Whether an address has a query, in which some servers expect a key.
+fn has_query(address: &str) -> bool {
+    address.contains("://") && address.contains('?')
+}
+
 impl Settings {
     /// Checks that a run can train with these settings.
     ///
     /// # Errors
-    /// For engines that do not return what training needs.
+    /// For engines that do not return what training needs, and for sampling whose probabilities the
+    /// trainer cannot compute again.
     pub(crate) fn check_training(&self) -> Result<(), ConfigError> {
-        self.engine.check_training().map_err(|problem| ConfigError::Problems(vec![problem]))
+        let mut problems: Vec<ConfigProblem> =
+            self.engine.check_training().err().into_iter().collect();
+        let top_p = self.rollout.top_p;
+        if top_p < 1.0 {
+            let remedy = "must be 1.0 for a run: the engine renormalises over the tokens that are \
+                          kept, the trainer does not, so every importance ratio would be biased \
+                          (orchestrate eval may use a lower value)";
+            problems.push(ConfigProblem::new("rollout.top_p", top_p, remedy));
+        }
+        if problems.is_empty() { Ok(()) } else { Err(ConfigError::Problems(problems)) }
     }
 }
 

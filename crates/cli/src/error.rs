@@ -198,6 +198,14 @@ pub(crate) enum InputError {
         /// The log.
         log: Utf8PathBuf,
     },
+    /// Not a test log: a device or a pipe, or too large.
+    #[error("{log} is not a regular file of at most {limit} bytes, which a test log must be")]
+    NotALog {
+        /// The log.
+        log: Utf8PathBuf,
+        /// Maximum size in bytes.
+        limit: u64,
+    },
     /// Not the file of a comparison.
     #[error("{file} is not a runs.jsonl.zst of orchestrate compare")]
     NotRuns {

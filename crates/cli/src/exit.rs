@@ -15,7 +15,6 @@ use orchestrate_rollout::ChatError;
 use orchestrate_sandbox::{SandboxError, SandboxErrorKind};
 use orchestrate_store::StoreError;
 use orchestrate_tasks::load::{LoadError, Refused};
-use orchestrate_tasks::printable_lines;
 use orchestrate_tasks::repair::TreeError;
 use std::error::Error;
 use std::io;
@@ -50,7 +49,7 @@ pub fn usage(error: &clap::Error) -> ExitCode {
 
 /// Prints the error with its causes and a hint, if there is one. Returns the exit code.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
-    output::say(format!("error: {}", printable_lines(&with_causes(error))));
+    output::say(format!("error: {}", with_causes(error)));
     if let Some(hint) = hint(error) {
         output::say(format!("hint: {hint}"));
     }

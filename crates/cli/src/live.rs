@@ -136,7 +136,7 @@ impl View {
                     .line("stopping: episodes end after their current turn (Ctrl-C again: now)");
             }
         }
-        self.progress.update(stage.ended, stage.planned.max(stage.ended).max(1), stage.message());
+        self.progress.update(stage.ended, stage.planned.max(stage.ended).max(1), &stage.message());
     }
 }
 

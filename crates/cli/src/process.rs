@@ -2,8 +2,9 @@
 
 use crate::error::OutputError;
 use crate::{exit, output};
+use rustix::fs::Mode;
 use rustix::io::fcntl_dupfd_cloexec;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit, umask};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -29,6 +30,7 @@ const SHUTDOWN: Duration = Duration::from_secs(2);
 /// Runs a command on the async runtime, reports its error on standard error, and returns the exit
 /// code. Call it once, before there are other threads.
 pub fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> ExitCode {
+    keep_files_private();
     raise_open_files();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(async_threads())
@@ -52,6 +54,14 @@ pub fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> Exit
         Ok(code) => code,
         Err(error) => exit::report(&error),
     }
+}
+
+/// Makes every file and folder that this process creates readable by its user alone: 0600 and 0700. Run
+/// folders hold prompts, patches and logs of code that belongs to others, and the process's mask applies
+/// to what libraries create as well, such as the journal and its write-ahead log. Files in sandboxes
+/// have modes of their own.
+fn keep_files_private() {
+    umask(Mode::RWXG | Mode::RWXO);
 }
 
 /// Threads for tasks that mostly wait: a quarter of the processors. A turn is several hundred small

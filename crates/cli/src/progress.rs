@@ -5,6 +5,10 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 use std::time::Duration;
 
+/// Maximum number of characters of a status message, and of a line.
+const STATUS_CHARS: usize = 400;
+const LINE_CHARS: usize = 4000;
+
 /// A progress bar for work of known length, with permanent lines above it.
 #[derive(Debug, Clone)]
 pub struct Progress {
@@ -29,15 +33,16 @@ impl Progress {
         Self { bar, terminal }
     }
 
-    /// Sets the units of work that are done, their total, and a status message.
-    pub fn update(&self, done: u64, total: u64, message: String) {
+    /// Sets the units of work that are done, their total, and a status message, which is escaped.
+    pub fn update(&self, done: u64, total: u64, message: &str) {
         self.bar.set_length(total);
         self.bar.set_position(done);
-        self.bar.set_message(message);
+        self.bar.set_message(output::one_line(message, STATUS_CHARS));
     }
 
-    /// Prints a permanent line, above the bar.
+    /// Prints a permanent line, above the bar, escaped.
     pub fn line(&self, text: &str) {
+        let text = output::one_line(text, LINE_CHARS);
         if self.terminal {
             self.bar.println(text);
         } else {

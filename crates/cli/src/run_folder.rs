@@ -8,7 +8,7 @@ use anyhow::Context;
 use camino::Utf8Path;
 use orchestrate_coordinator::RunError;
 use orchestrate_engine::{EngineKind, EngineSettings};
-use orchestrate_store::{JOURNAL_FILE, NewRun, Store, check_new};
+use orchestrate_store::{JOURNAL_FILE, NewRun, Store, StoreError, check_new};
 use orchestrate_tasks::load;
 use orchestrate_types::{ConfigProblem, RunId};
 use std::fs::Permissions;
@@ -34,6 +34,13 @@ pub(crate) async fn create(folder: &Utf8Path, raw: &Sections) -> anyhow::Result<
         write_whole(&folder.join(PLAN_FILE), &plan)?;
     }
     Ok((settings, Store::create(folder, &new).await?))
+}
+
+/// Fails if `folder` holds a run already, as [`create`] would.
+pub(crate) fn check_unused(folder: &Utf8Path) -> Result<(), StoreError> {
+    check_new(folder)?;
+    let journal = folder.join(JOURNAL_FILE);
+    if journal.exists() { Err(StoreError::Exists { journal }) } else { Ok(()) }
 }
 
 /// Fails if the model does not exist, before anything is written. The default model exists only in a
@@ -104,7 +111,7 @@ pub(crate) fn write_whole(path: &Utf8Path, text: &str) -> Result<(), RunError> {
         fs_err::create_dir_all(folder)?;
         // Removed on an error.
         let mut file = tempfile::Builder::new()
-            .permissions(Permissions::from_mode(0o666))
+            .permissions(Permissions::from_mode(0o600))
             .tempfile_in(folder)?;
         file.write_all(text.as_bytes())?;
         file.as_file().sync_all()?;

@@ -1,13 +1,25 @@
 //! Tables for people.
 
-use comfy_table::{Table, presets};
+use comfy_table::{ContentArrangement, Table, presets};
 use orchestrate_report::{EvalPoint, Gain, RunReport};
+use orchestrate_tasks::printable;
+
+/// Maximum number of characters of a cell.
+const CELL_CHARS: usize = 2000;
+/// Width of a table in characters; longer cells are wrapped.
+const WIDTH: u16 = 100;
 
 /// An empty table with a header row, in the style of all commands.
 pub fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY).set_header(header);
+    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
     table
+}
+
+/// A text that came from elsewhere as a cell: in one line, escaped and limited in length.
+pub(crate) fn cell(text: &str) -> String {
+    printable(text, CELL_CHARS)
 }
 
 fn point(point: &EvalPoint) -> String {
@@ -54,7 +66,7 @@ pub(crate) fn final_table(report: &RunReport) -> Table {
     let collapse = report.collapse.as_ref();
     row("collapsed", collapse.map(|c| format!("at step {}: {}", c.step, c.symptom)));
     for container in &report.quarantined {
-        row("container left behind", Some(container.clone()));
+        row("container left behind", Some(cell(container)));
     }
     row("time", Some(format!("{:.0} s", report.seconds)));
     table

@@ -27,7 +27,7 @@ use orchestrate_sandbox::{
 };
 use orchestrate_store::Store;
 use orchestrate_tasks::Task;
-use orchestrate_types::ModelShape;
+use orchestrate_types::{ModelName, ModelShape};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use tokio::net::TcpListener;
@@ -273,9 +273,10 @@ pub fn sandbox_under_test(source: &ConfigSource) -> anyhow::Result<SandboxUnderT
 }
 
 /// Name of the model in predictions.
-fn model_name(settings: &Settings) -> String {
+fn model_name(settings: &Settings) -> ModelName {
     let EngineSettings { served_model, model, .. } = &settings.engine;
-    served_model.clone().unwrap_or_else(|| model.file_name().unwrap_or("policy").to_owned())
+    let folder = model.file_name().unwrap_or("policy");
+    ModelName::made_of(served_model.as_deref().unwrap_or(folder))
 }
 
 /// The plan of the run loop.

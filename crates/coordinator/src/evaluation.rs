@@ -158,7 +158,7 @@ impl Evaluator<'_> {
                 })?;
                 let prediction = Prediction {
                     instance_id: task.id.clone(),
-                    model_name_or_path: format!("{}@{version}", self.context.plan.model_name),
+                    model_name_or_path: self.context.plan.model_name.at_version(version),
                     model_patch: Some(detail.patch),
                 };
                 if place == 0 {

@@ -105,6 +105,7 @@ impl RunFolder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use orchestrate_types::{ModelName, TaskId};
     use serde_json::json;
 
     fn folder() -> (tempfile::TempDir, RunFolder) {
@@ -137,8 +138,8 @@ mod tests {
     fn each_sample_of_an_evaluation_has_its_predictions() {
         let (temp, folder) = folder();
         let prediction = |patch: &str| Prediction {
-            instance_id: "a".to_owned(),
-            model_name_or_path: "toy".to_owned(),
+            instance_id: TaskId::made_of("a"),
+            model_name_or_path: ModelName::made_of("toy"),
             model_patch: Some(patch.to_owned()),
         };
         let samples = [vec![prediction("first\n")], vec![prediction("second\n")]];

@@ -4,6 +4,7 @@ use crate::config::{DiagnosticsSettings, RunSettings};
 use orchestrate_handoff::{AlgorithmSettings, HandoffSettings};
 use orchestrate_rollout::RolloutSettings;
 use orchestrate_tasks::Task;
+use orchestrate_types::ModelName;
 use std::sync::Arc;
 
 /// How episodes are sampled: the coordinator's part of `[rollout]`.
@@ -51,7 +52,7 @@ pub struct Plan {
     /// `[diagnostics]`.
     pub diagnostics: DiagnosticsSettings,
     /// Name of the model in `predictions.jsonl`.
-    pub model_name: String,
+    pub model_name: ModelName,
 }
 
 /// The checked settings that an evaluation uses.
@@ -62,7 +63,7 @@ pub struct EvaluationPlan {
     /// How episodes are sampled, but for the temperature, which is `run.eval_temperature`.
     pub sampling: SamplingPlan,
     /// Name of the model in `predictions.jsonl`.
-    pub model_name: String,
+    pub model_name: ModelName,
 }
 
 impl Plan {

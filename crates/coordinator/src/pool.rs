@@ -74,7 +74,8 @@ impl Pool {
             self.complete.push_back(group);
             return Ok(());
         }
-        let group_span = tracing::info_span!("group", group_id = %group, task_id = task.id);
+        let group_span =
+            tracing::info_span!("group", group_id = %group, task_id = task.id.as_str());
         for &episode in &open {
             let (context, settings) = (self.context.clone(), self.settings);
             let task = task.clone();

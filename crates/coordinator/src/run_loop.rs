@@ -316,7 +316,8 @@ impl Driver {
                 let task = self.train_task(id)?;
                 self.expect_images_after(seq)?;
                 self.store().open_group(id, step, &task.id, group_size).await?;
-                self.context.report(&Event::GroupOpened { group: id, task_id: task.id.clone() });
+                self.context
+                    .report(&Event::GroupOpened { group: id, task_id: task.id.to_string() });
                 pool.add(id, &task).await?;
                 counts.opened();
             }

@@ -10,7 +10,6 @@ use camino::{Utf8Path, Utf8PathBuf};
 use safetensors::{Dtype, SafeTensorError, SafeTensors, View};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::unix::fs::PermissionsExt;
 
 /// Tokenizer and generation files that are copied unchanged from checkpoint to checkpoint.
 pub const COMPANION_FILES: [&str; 4] =
@@ -260,7 +259,7 @@ impl View for StoredTensor<'_> {
     }
 }
 
-/// Writes one safetensors file that every user may read (mode 0644).
+/// Writes one safetensors file that its user alone may read (mode 0600), like every file of a run.
 pub(crate) fn write_tensors<'a>(
     path: &Utf8Path,
     views: impl Iterator<Item = (&'a str, StoredTensor<'a>)>,
@@ -271,15 +270,13 @@ pub(crate) fn write_tensors<'a>(
             SafeTensorError::IoError(error) => CheckpointError::io(path, error),
             other => CheckpointError::new(path, other),
         }
-    })?;
-    // safetensors creates a private file, but an engine may run as another user.
-    fs_err::set_permissions(path, std::fs::Permissions::from_mode(0o644))
-        .map_err(|e| CheckpointError::new(path, e))
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt as _;
 
     fn config() -> ModelConfig {
         serde_json::from_value(serde_json::json!({
@@ -311,7 +308,7 @@ mod tests {
         let weights_file = fs_err::metadata(target.join("model.safetensors")).unwrap();
         assert_eq!(
             weights_file.permissions().mode() & 0o777,
-            0o644,
+            0o600,
             "engines of other users read it"
         );
         let again = save_checkpoint(&target, &weights, StoredType::F32, None).unwrap_err();

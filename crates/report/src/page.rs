@@ -1,6 +1,7 @@
 //! A self-contained HTML page without scripts or network access. It follows the light or dark mode of the
 //! reader's system.
 
+use orchestrate_types::is_unprintable;
 use std::fmt::Write;
 
 const STYLE: &str = "\
@@ -96,9 +97,23 @@ pub(crate) fn table(header: &[String], rows: &[Vec<String>]) -> String {
     out
 }
 
-/// Escapes the characters of `text` that are markup in HTML.
+/// Escapes the characters of `text` that are markup in HTML, and those that are invisible or change the
+/// direction of text.
 pub(crate) fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\'' => escaped.push_str("&#39;"),
+            '\n' | '\t' => escaped.push(c),
+            c if is_unprintable(c) => escaped.extend(c.escape_default()),
+            c => escaped.push(c),
+        }
+    }
+    escaped
 }
 
 #[cfg(test)]
@@ -111,6 +126,10 @@ mod tests {
         let page = document("a<b", &table(&row, std::slice::from_ref(&row)));
         assert!(!page.contains("<script") && page.contains("&lt;script&gt;"), "{page}");
         assert!(page.contains("<title>a&lt;b</title>") && page.contains("&quot;&amp;"));
+        assert_eq!(
+            escape("' onload='\u{1b}[2J\u{202e}\u{200b}\r"),
+            "&#39; onload=&#39;\\u{1b}[2J\\u{202e}\\u{200b}\\r"
+        );
         assert_eq!(section("empty", &[String::new()]), "");
     }
 }

@@ -28,7 +28,7 @@ use orchestrate_sandbox::{
     SandboxProvider, SandboxSpec,
 };
 use orchestrate_tasks::{Origin, Task};
-use orchestrate_types::{GroupId, Outcome, Retry, Stage};
+use orchestrate_types::{GradingRun, GroupId, Outcome, Retry, Stage};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -280,9 +280,10 @@ impl EpisodeRunner {
         if task.origin == Origin::Files {
             return;
         }
-        let model = format!("{}@{}", logs.model, request.policy_version);
+        let model = logs.model.at_version(request.policy_version);
         let logs = GradeLogs { root: logs.root.clone(), model };
-        let run = format!("v{round:05}.{:02}", request.attempt.episode.member);
+        let sample = request.attempt.episode.member;
+        let run = GradingRun::made_of(&format!("v{round:05}.{sample:02}"));
         let graded = graded.clone();
         let written = tokio::task::spawn_blocking(move || {
             write_log_folder(&logs, &run, &task, &graded).map(drop)

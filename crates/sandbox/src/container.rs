@@ -78,7 +78,7 @@ fn signed(value: u64) -> i64 {
 
 fn labels(spec: &SandboxSpec, lifetime: Duration) -> HashMap<String, String> {
     let now = unix_micros() / 1_000_000;
-    let deadline = now.saturating_add(signed((lifetime + DEADLINE_SLACK).as_secs()));
+    let deadline = now.saturating_add(signed(lifetime.saturating_add(DEADLINE_SLACK).as_secs()));
     let attempt = if spec.reusable { POOLED.to_owned() } else { spec.owner.attempt.to_string() };
     [
         (LABEL_RUN, spec.owner.run.to_string()),

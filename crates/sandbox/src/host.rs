@@ -1,6 +1,7 @@
 //! One Docker host: its settings, and how to connect to its daemon.
 
 use orchestrate_settings::{Range, between, settings};
+use orchestrate_types::has_credentials;
 use std::num::ParseIntError;
 use std::path::PathBuf;
 
@@ -37,6 +38,10 @@ pub(crate) fn containers() -> Range<usize> {
 /// Why a host's URL is invalid. The message completes `sandbox.docker_host = <url>: `.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum HostUrlError {
+    #[error(
+        "must not contain a password: ssh uses keys (ssh_config), tcp and https use certificates"
+    )]
+    Password,
     #[error("must be an ssh:// URL, because ssh_config is set")]
     SshConfigWithoutSsh,
     #[error(
@@ -107,6 +112,9 @@ impl DockerHost {
 
     /// How to connect to it.
     pub(crate) fn transport(&self) -> Result<Transport, HostUrlError> {
+        if has_credentials(&self.url) {
+            return Err(HostUrlError::Password);
+        }
         let (scheme, rest) = self.url.split_once("://").unwrap_or(("", &self.url));
         let folder = self.certificates.as_ref().map(PathBuf::from);
         if self.ssh_config.is_some() && scheme != "ssh" {

@@ -165,6 +165,11 @@ impl Layers {
     }
 }
 
+/// Whether `text` has the form of an assignment, `KEY=VALUE`.
+pub fn is_assignment(text: &str) -> bool {
+    assignment_as_toml(text).is_some()
+}
+
 /// Rewrites `a.b=c` as a line of TOML; `None` if it is not a valid assignment.
 fn assignment_as_toml(assignment: &str) -> Option<String> {
     let (key, value) = assignment.split_once('=')?;

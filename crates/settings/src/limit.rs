@@ -239,7 +239,7 @@ pub fn variable_name(remedy: &'static str) -> Predicate<str> {
 }
 
 /// Shown instead of a value that may be a secret.
-pub(crate) const NOT_SHOWN: &str = "(not shown)";
+pub const NOT_SHOWN: &str = "(not shown)";
 
 impl<T: Display + ?Sized> Limit<T> for Predicate<T> {
     fn refusal(&self, value: &T) -> Option<(String, String)> {

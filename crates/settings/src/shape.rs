@@ -1,11 +1,10 @@
 //! Compares a parsed file with the JSON schema: unknown keys, and values of the wrong type.
 
-use orchestrate_types::{ByteSize, ConfigProblem, HumanDuration};
+use orchestrate_types::{ByteSize, ConfigProblem, HumanDuration, ParseUnitError};
 use serde::Deserialize;
 use serde_json::{Map, Value as Json};
 use std::fmt::Display;
 use std::ops::Range;
-use std::time::Duration;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 use toml::{Spanned, Table, Value};
 
@@ -103,7 +102,10 @@ impl Reader<'_> {
         let refused = match &plain {
             Ok(plain) => refusal(plain, &shape),
             // The only valid TOML that cannot be read is a whole number of more than 64 bits.
-            Err(_) => Some(format!("must be at most {}", i64::MAX)),
+            Err(_) => Some(match &shape {
+                Shape::Whole(limits) => whole_range(limits),
+                _ => format!("must be at most {}", i64::MAX),
+            }),
         };
         let Some(remedy) = refused else { return plain.ok() };
         let shown = plain.map_or_else(|_| "(too large)".to_owned(), |plain| plain.to_string());
@@ -207,7 +209,10 @@ fn refusal(value: &Value, shape: &Shape<'_>) -> Option<String> {
             let meant = meant.map(|name| format!("; did you mean \"{name}\"?")).unwrap_or_default();
             format!("{}{meant}", one_of(names))
         }
-        Shape::Duration => HumanDuration::EXPECTED.to_owned(),
+        Shape::Duration => match duration(value) {
+            Some(Err(error)) => error.expected().to_owned(),
+            Some(Ok(_)) | None => HumanDuration::EXPECTED.to_owned(),
+        },
         Shape::Size => ByteSize::EXPECTED.to_owned(),
         Shape::Whole(limits) => match value.as_integer() {
             Some(number) => return out_of_type(number, limits),
@@ -224,14 +229,23 @@ fn fits(value: &Value, shape: &Shape<'_>) -> bool {
     match (shape, value) {
         (Shape::Pair, Value::Array(pair)) => pair.len() == 2 && pair.iter().all(is_number),
         (Shape::Choice(names), Value::String(text)) => names.contains(&text.as_str()),
-        (Shape::Duration, Value::String(text)) => text.parse::<HumanDuration>().is_ok(),
+        (Shape::Duration, value) => duration(value).is_some_and(|read| read.is_ok()),
         (Shape::Size, Value::String(text)) => text.parse::<ByteSize>().is_ok(),
-        (Shape::Duration | Shape::Size, Value::Integer(number)) => *number >= 0,
-        (Shape::Duration, Value::Float(seconds)) => Duration::try_from_secs_f64(*seconds).is_ok(),
+        (Shape::Size, Value::Integer(number)) => *number >= 0,
         (Shape::Whole(limits), Value::Integer(number)) => out_of_type(*number, limits).is_none(),
         (Shape::Number, value) => is_number(value),
         (Shape::Text, Value::String(_)) | (Shape::Flag, Value::Boolean(_)) => true,
         (_, _) => false,
+    }
+}
+
+/// A value read as a duration; `None` if it is neither text nor a number.
+fn duration(value: &Value) -> Option<Result<HumanDuration, ParseUnitError>> {
+    match value {
+        Value::String(text) => Some(text.parse()),
+        Value::Integer(seconds) => Some(HumanDuration::from_seconds(*seconds as f64)),
+        Value::Float(seconds) => Some(HumanDuration::from_seconds(*seconds)),
+        _ => None,
     }
 }
 
@@ -241,11 +255,7 @@ fn is_number(value: &Value) -> bool {
 
 /// The remedy for a whole number that its type cannot hold. Narrower limits are checked later.
 fn out_of_type(number: i64, limits: &Map<String, Json>) -> Option<String> {
-    let largest = match limits.get("format").and_then(Json::as_str) {
-        Some("uint16") => i64::from(u16::MAX),
-        Some("uint32") => i64::from(u32::MAX),
-        _ => i64::MAX,
-    };
+    let largest = largest(limits);
     if (0..=largest).contains(&number) {
         return None;
     }
@@ -258,6 +268,22 @@ fn out_of_type(number: i64, limits: &Map<String, Json>) -> Option<String> {
         }
         Some(_) | None => format!("must be at least {low}"),
     })
+}
+
+/// The largest number of a whole number's type that can be written.
+fn largest(limits: &Map<String, Json>) -> i64 {
+    match limits.get("format").and_then(Json::as_str) {
+        Some("uint16") => i64::from(u16::MAX),
+        Some("uint32") => i64::from(u32::MAX),
+        _ => i64::MAX,
+    }
+}
+
+/// The remedy for a whole number that TOML cannot hold.
+fn whole_range(limits: &Map<String, Json>) -> String {
+    let limit = |name: &str| limits.get(name).and_then(Json::as_i64);
+    let high = limit("maximum").unwrap_or_else(|| largest(limits));
+    format!("must be from {} to {high}", limit("minimum").unwrap_or(0))
 }
 
 fn one_of(names: &[&str]) -> String {

@@ -104,6 +104,32 @@ impl Access {
     }
 }
 
+/// Fails if the journal has no byte, which SQLite would take for a new database.
+pub(crate) fn check_not_empty(journal: &Utf8Path) -> Result<(), StoreError> {
+    let length = |path: &str| fs_err::metadata(path).map_or(0, |about| about.len());
+    // In WAL mode a new database may be in its log only.
+    if length(journal.as_str()) > 0 || length(&format!("{journal}-wal")) > 0 {
+        return Ok(());
+    }
+    Err(StoreError::Corrupt { journal: journal.to_owned(), detail: "it is empty".to_owned() })
+}
+
+/// Fails if the schema is newer than this program. A schema that is older, or not complete because
+/// the creation was interrupted, is left to the queries.
+pub(crate) async fn check_version(pool: &SqlitePool, journal: &Utf8Path) -> Result<(), StoreError> {
+    let found: Result<(Option<i64>,), _> =
+        sqlx::query_as("SELECT max(version) FROM _sqlx_migrations").fetch_one(pool).await;
+    let known = MIGRATIONS.last().map_or(0, |(version, ..)| *version);
+    match found {
+        Ok((Some(version),)) if version > known => {
+            let detail = format!("schema version {version}, this program reads up to {known}");
+            Err(StoreError::Newer { journal: journal.to_owned(), detail })
+        }
+        Ok(_) | Err(sqlx::Error::Database(_)) => Ok(()),
+        Err(error) => Err(StoreError::from_db(journal, "open", error)),
+    }
+}
+
 /// Migrates the schema to the current version, one transaction per migration. A newer schema is an
 /// error.
 pub(crate) async fn migrate(pool: &SqlitePool, journal: &Utf8Path) -> Result<(), StoreError> {
@@ -185,6 +211,7 @@ impl Write {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Reader, Store};
     use sqlx::Executor;
 
     #[test]
@@ -218,7 +245,8 @@ mod tests {
     #[tokio::test]
     async fn newer_schema_is_rejected() {
         let folder = tempfile::tempdir().unwrap();
-        let journal = Utf8PathBuf::from_path_buf(folder.path().join("j.db")).unwrap();
+        let root = Utf8PathBuf::from_path_buf(folder.path().to_owned()).unwrap();
+        let journal = root.join(JOURNAL_FILE);
         let pool = writer(&journal, true).await.unwrap();
         migrate(&pool, &journal).await.unwrap();
         let newer = "INSERT INTO _sqlx_migrations (version, description, success, checksum, \
@@ -226,5 +254,19 @@ mod tests {
         sqlx::query(newer).execute(&pool).await.unwrap();
         let error = migrate(&pool, &journal).await.unwrap_err();
         assert!(matches!(error, StoreError::Newer { .. }), "{error}");
+        let error = Reader::open(&root).await.unwrap_err();
+        assert!(error.to_string().contains("schema version 999"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn empty_journal_is_reported_as_empty() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Utf8PathBuf::from_path_buf(folder.path().to_owned()).unwrap();
+        fs_err::write(root.join(JOURNAL_FILE), "").unwrap();
+        let errors = [Reader::open(&root).await.err(), Store::open(&root).await.err()];
+        for error in errors {
+            let error = error.unwrap().to_string();
+            assert!(error.contains("is damaged (it is empty)"), "{error}");
+        }
     }
 }

@@ -58,13 +58,16 @@ impl Reader {
     /// Opens the journal of the run in `folder`.
     ///
     /// # Errors
-    /// [`StoreError::Missing`] if the folder has no journal, and any database error.
+    /// [`StoreError::Missing`] if the folder has no journal, [`StoreError::Corrupt`] if it is empty,
+    /// [`StoreError::Newer`], and any database error.
     pub async fn open(folder: &Utf8Path) -> Result<Self, StoreError> {
         let journal = folder.join(JOURNAL_FILE);
         if !journal.exists() {
             return Err(StoreError::Missing { folder: folder.to_owned() });
         }
+        db::check_not_empty(&journal)?;
         let pool = db::readers(&journal).await?;
+        db::check_version(&pool, &journal).await?;
         Ok(Self { journal, pool, blobs: Arc::new(Blobs::new(folder)) })
     }
 

@@ -98,6 +98,7 @@ impl Store {
         if !journal.exists() {
             return Err(StoreError::Missing { folder: folder.to_owned() });
         }
+        db::check_not_empty(&journal)?;
         let lock = RunLock::take(folder)?;
         let pool = db::writer(&journal, false).await?;
         db::check(&pool, &journal).await?;

@@ -1,6 +1,7 @@
 //! A task that any episode solves by submitting.
 
 use orchestrate_tasks::{Origin, Split, Task, TaskFile, Verdict};
+use orchestrate_types::TaskId;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use std::time::Duration;
 pub fn task(index: usize, words: usize) -> Task {
     let statement: Vec<String> = (0..words.max(1)).map(|word| format!("w{index}x{word}")).collect();
     Task {
-        id: format!("synthetic__{index:06}"),
+        id: TaskId::made_of(&format!("synthetic__{index:06}")),
         environment: "synthetic".to_owned(),
         family: "synthetic".to_owned(),
         split: Split::Train,

@@ -10,6 +10,7 @@
 //! builds the trees that are graded, and [`grade`] turns a test log into a [`Verdict`]. [`reporter`]
 //! runs tests so that what they print cannot decide; [`Finding`] is what a verdict noticed besides.
 
+mod column;
 pub mod expert;
 mod finding;
 mod json_column;

@@ -1,10 +1,12 @@
 //! Predictions: one patch per task, in the files that SWE-bench's harness and agents exchange.
 //!
 //! The invariant: a patch is kept byte for byte. `git apply` and `patch` both reject one without
-//! its final line end.
+//! its final line end. Ids and names of models are checked when they are read: they become parts of
+//! paths.
 
 use crate::load::{self, LoadError};
 use camino::Utf8Path;
+use orchestrate_types::{ModelName, TaskId};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -12,10 +14,10 @@ use serde_json::{Map, Value};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Prediction {
     /// Id of the task.
-    pub instance_id: String,
+    pub instance_id: TaskId,
     /// The model that made the patch.
-    #[serde(default)]
-    pub model_name_or_path: String,
+    #[serde(default = "ModelName::none")]
+    pub model_name_or_path: ModelName,
     /// The patch; `None` if the agent made none. Like an empty one, it is not graded.
     pub model_patch: Option<String>,
 }
@@ -33,9 +35,9 @@ pub fn read(path: &Utf8Path) -> Result<Vec<Prediction>, LoadError> {
             Value::Object(entry) if !entry.contains_key("instance_id") => by_id(entry),
             entry => vec![entry],
         };
-        for entry in keyed {
+        for (place, entry) in keyed.into_iter().enumerate() {
             let prediction = serde_path_to_error::deserialize(entry)
-                .map_err(|error| LoadError::entry(path, n + 1, error.to_string()))?;
+                .map_err(|error| LoadError::entry(path, n + place + 1, error.to_string()))?;
             predictions.push(prediction);
         }
     }
@@ -74,7 +76,7 @@ pub fn jsonl(predictions: &[Prediction]) -> serde_json::Result<String> {
 pub fn preds_json(predictions: &[Prediction]) -> serde_json::Result<String> {
     let mut entries = Map::new();
     for prediction in predictions {
-        entries.insert(prediction.instance_id.clone(), serde_json::to_value(prediction)?);
+        entries.insert(prediction.instance_id.to_string(), serde_json::to_value(prediction)?);
     }
     serde_json::to_string_pretty(&entries)
 }

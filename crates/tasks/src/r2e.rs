@@ -9,8 +9,11 @@ mod task;
 
 pub use commit::{FileDiff, FilePath, Header, HunkRecord, IndexLine, LineRecord, ParsedCommit};
 
+pub use crate::column::ColumnProblem;
 use crate::task::{Split, TaskFile, TestStatus};
+use crate::text::printable;
 use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_types::TestTimeout;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::{BufWriter, Write as _};
@@ -19,6 +22,9 @@ use std::io::{BufWriter, Write as _};
 pub const WORKDIR: &str = "/testbed";
 /// Folder of the hidden tests inside [`WORKDIR`].
 pub const HIDDEN_FOLDER: &str = "r2e_tests";
+
+/// Number of characters of a refused name that a message repeats.
+const NAME_CHARS: usize = 120;
 
 /// One row of an R2E-Gym data set. JSON columns are read as JSON text or as decoded values and
 /// written as JSON text; unknown columns are ignored.
@@ -86,8 +92,8 @@ pub struct RepairColumns {
     pub agent_files: Vec<TaskFile>,
     /// Shell command that runs the hidden tests in the repository's folder.
     pub test_command: String,
-    /// Time limit of [`RepairColumns::test_command`], in seconds.
-    pub test_timeout_s: u64,
+    /// Time limit of [`RepairColumns::test_command`], written in seconds.
+    pub test_timeout_s: TestTimeout,
 }
 
 /// Hidden tests of a row, and the logs of its two commits.
@@ -127,7 +133,10 @@ pub enum RowError {
         source: serde_json::Error,
     },
     /// The numbers of names and contents of the hidden tests differ.
-    #[error("row {row}: {names} test file names but {codes} test file contents")]
+    #[error(
+        "row {row}: column `execution_result_content`: {names} `test_file_names` but {codes} \
+         `test_file_codes`"
+    )]
     Tests {
         /// Id of the row.
         row: String,
@@ -137,15 +146,27 @@ pub enum RowError {
         codes: usize,
     },
     /// A hidden test would be written outside its folder.
-    #[error("row {row}: test file name `{name}` is not a plain file name inside the repository")]
+    #[error(
+        "row {row}: column `execution_result_content`: `test_file_names` has `{}`, which is not a \
+         plain file name inside the repository",
+        printable(name, NAME_CHARS)
+    )]
     TestName {
         /// Id of the row.
         row: String,
         /// The invalid name.
         name: String,
     },
+    /// A column has a value that no task may have.
+    #[error("row {row}: {problem}")]
+    Column {
+        /// Id of the row.
+        row: String,
+        /// The column, and what is wrong with it.
+        problem: ColumnProblem,
+    },
     /// The row expects no test result, so it cannot be graded.
-    #[error("row {row}: no expected test results")]
+    #[error("row {row}: column `expected_output_json`: it is empty")]
     NothingExpected {
         /// Id of the row.
         row: String,

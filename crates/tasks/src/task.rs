@@ -2,7 +2,8 @@
 
 use crate::finding::Finding;
 use crate::swe::{Report, SweRow};
-use serde::{Deserialize, Serialize};
+use orchestrate_types::{RelativePath, TaskId};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -21,10 +22,16 @@ pub enum Split {
 /// A text file of a task, relative to the task's folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskFile {
-    /// Relative path.
+    /// Relative path, which is checked to be a [`RelativePath`] when the file is read from a row.
+    #[serde(deserialize_with = "inside")]
     pub path: String,
     /// Content.
     pub content: String,
+}
+
+/// A path that stays inside its tree.
+fn inside<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    RelativePath::deserialize(from).map(String::from)
 }
 
 /// Result of one test, with R2E-Gym's names.
@@ -62,7 +69,7 @@ impl Origin {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Task {
     /// Unique within its family, e.g. `micro__000123` or `aiohttp__<commit>`.
-    pub id: String,
+    pub id: TaskId,
     /// Task family, e.g. `micro`.
     pub environment: String,
     /// Bug family inside the environment, for reports.

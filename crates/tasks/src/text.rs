@@ -4,6 +4,7 @@
 //! The invariant: a [`Lines`] holds at most a few times [`LINE_BYTES`], however long the log and
 //! its lines are.
 
+use orchestrate_types::is_unprintable;
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io::{BufRead, Error, ErrorKind};
@@ -30,8 +31,8 @@ const MARKER_BYTES: usize = 24;
 /// changes no verdict.
 const MARKER_REPEATS: usize = 2;
 
-/// A one-line text for a terminal: control characters and characters that change the direction of
-/// text are escaped, and the text is cut after `limit` characters, marked by `…`.
+/// A one-line text for a terminal: control characters and characters that are invisible or change the
+/// direction of text ([`is_unprintable`]) are escaped, and the text is cut after `limit` characters, marked by `…`.
 pub fn printable(text: &str, limit: usize) -> String {
     let mut escaped = String::new();
     for (n, c) in text.chars().enumerate() {
@@ -55,9 +56,7 @@ pub fn printable_lines(text: &str) -> String {
 }
 
 fn push_printable(text: &mut String, c: char) {
-    let changes_direction =
-        matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    if c.is_control() || changes_direction {
+    if is_unprintable(c) {
         let _ = write!(text, "{}", c.escape_default());
     } else {
         text.push(c);

@@ -351,8 +351,8 @@ fn predictions_of_real_tools_are_read() {
 fn predictions_keep_every_byte_of_a_patch() {
     let folder = Folder::new();
     let prediction = |id: &str, patch: Option<&str>| Prediction {
-        instance_id: id.into(),
-        model_name_or_path: "m/n".into(),
+        instance_id: id.parse().unwrap(),
+        model_name_or_path: "m/n".parse().unwrap(),
         model_patch: patch.map(Into::into),
     };
     let want = [prediction("a", Some("\ndiff \u{1f}\r\n\n")), prediction("b", None)];

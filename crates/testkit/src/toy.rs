@@ -2,6 +2,7 @@
 
 use crate::sandbox::{FakeExec, FakeTree};
 use orchestrate_tasks::{Origin, Split, Task, TaskFile, TestStatus, Verdict};
+use orchestrate_types::TaskId;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ pub fn toy_task() -> Task {
     let file =
         |path: &str, content: &str| TaskFile { path: path.to_owned(), content: content.to_owned() };
     Task {
-        id: "toy__000000".to_owned(),
+        id: TaskId::made_of("toy__000000"),
         environment: "toy".to_owned(),
         family: "slice".to_owned(),
         split: Split::Train,

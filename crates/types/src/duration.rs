@@ -16,17 +16,27 @@ pub struct ParseUnitError {
     text: String,
 }
 
-/// A duration of 0 or more.
+/// A duration of 0 up to ten years, so that it can be added to any time.
 ///
 /// Read from text in the units `ms`, `s`, `m` and `h`, alone or combined (`"1h30m"`), or from a
 /// plain number of seconds. Printed in seconds if they are whole, otherwise in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HumanDuration(pub Duration);
 
+impl ParseUnitError {
+    /// What the text must be.
+    pub fn expected(&self) -> &'static str {
+        self.expected
+    }
+}
+
 impl HumanDuration {
     /// What a configured duration must look like.
     pub const EXPECTED: &'static str =
         "a duration like \"90s\", \"1h30m\" or \"250ms\", or a number of seconds";
+
+    /// The longest duration that is read.
+    pub const LONGEST: Self = Self::secs(10 * 365 * 24 * 3600);
 
     /// A number of whole seconds.
     pub const fn secs(seconds: u64) -> Self {
@@ -42,8 +52,21 @@ impl HumanDuration {
         ParseUnitError { expected: Self::EXPECTED, text: text.to_string() }
     }
 
-    fn from_seconds(seconds: f64) -> Result<Self, ParseUnitError> {
-        Duration::try_from_secs_f64(seconds).map(Self).map_err(|_| Self::error(&seconds))
+    /// A number of seconds.
+    ///
+    /// # Errors
+    /// If it is negative, not finite, or more than [`HumanDuration::LONGEST`].
+    pub fn from_seconds(seconds: f64) -> Result<Self, ParseUnitError> {
+        let time = Duration::try_from_secs_f64(seconds).map_err(|_| Self::error(&seconds))?;
+        Self::bounded(time)
+    }
+
+    fn bounded(time: Duration) -> Result<Self, ParseUnitError> {
+        let time = Self(time);
+        if time <= Self::LONGEST {
+            return Ok(time);
+        }
+        Err(ParseUnitError { expected: "at most ten years", text: time.to_string() })
     }
 }
 
@@ -57,7 +80,7 @@ impl FromStr for HumanDuration {
     type Err = ParseUnitError;
     fn from_str(text: &str) -> Result<Self, ParseUnitError> {
         let signed: SignedDuration = text.trim().parse().map_err(|_| Self::error(&text))?;
-        Duration::try_from(signed).map(Self).map_err(|_| Self::error(&text))
+        Self::bounded(Duration::try_from(signed).map_err(|_| Self::error(&text))?)
     }
 }
 
@@ -130,11 +153,11 @@ impl Visitor<'_> for DurationVisitor {
         text.parse().map_err(E::custom)
     }
     fn visit_u64<E: de::Error>(self, seconds: u64) -> Result<HumanDuration, E> {
-        Ok(HumanDuration::secs(seconds))
+        HumanDuration::bounded(Duration::from_secs(seconds)).map_err(E::custom)
     }
     fn visit_i64<E: de::Error>(self, seconds: i64) -> Result<HumanDuration, E> {
-        let seconds = u64::try_from(seconds);
-        seconds.map(HumanDuration::secs).map_err(|_| E::custom("must not be negative"))
+        let seconds = u64::try_from(seconds).map_err(|_| E::custom("must not be negative"))?;
+        self.visit_u64(seconds)
     }
     fn visit_f64<E: de::Error>(self, seconds: f64) -> Result<HumanDuration, E> {
         HumanDuration::from_seconds(seconds).map_err(E::custom)
@@ -193,7 +216,9 @@ text_or_number!(ByteSize, SizeVisitor, "ByteSize", "byte-size", "integer", ["8 G
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde::de::value::{Error, F64Deserializer, I64Deserializer, StrDeserializer};
+    use serde::de::value::{
+        Error, F64Deserializer, I64Deserializer, StrDeserializer, U64Deserializer,
+    };
 
     fn text<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Error> {
         T::deserialize(StrDeserializer::new(text))
@@ -223,6 +248,20 @@ mod tests {
         }
         assert!(HumanDuration::deserialize(I64Deserializer::<Error>::new(-1)).is_err());
         assert!(HumanDuration::deserialize(F64Deserializer::<Error>::new(f64::NAN)).is_err());
+    }
+
+    #[test]
+    fn durations_are_bounded() {
+        for text in ["90000h", "9223372036854775807s"] {
+            let error = text.parse::<HumanDuration>().unwrap_err();
+            assert_eq!(error.expected(), "at most ten years", "{text}");
+        }
+        for seconds in [u64::MAX, i64::MAX.unsigned_abs(), 400_000_000] {
+            let read = HumanDuration::deserialize(U64Deserializer::<Error>::new(seconds));
+            assert!(read.is_err(), "{seconds}");
+        }
+        assert!(HumanDuration::from_seconds(1e18).is_err());
+        assert_eq!("87600h".parse::<HumanDuration>(), Ok(HumanDuration::LONGEST));
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! The vocabulary of all other crates: ids, policy versions, turns, trajectories, outcomes.
+//! The vocabulary of all other crates: ids, policy versions, turns, trajectories, outcomes, and names
+//! from files that other people wrote.
 //!
 //! This crate does no I/O and nothing asynchronous. Its invariant: a [`Trajectory`] whose arrays
 //! differ in length cannot be built ([`Trajectory::new`]). Read [`Outcome`] next.
@@ -7,14 +8,21 @@ mod clock;
 mod duration;
 mod id;
 mod model;
+mod name;
 mod outcome;
 mod problem;
+mod secret;
 mod trajectory;
 
 pub use clock::{now, unix_micros};
 pub use duration::{ByteSize, HumanDuration, ParseUnitError};
 pub use id::{AttemptId, EpisodeId, GroupId, IdError, PolicyVersion, RequestId, RunId, TokenId};
 pub use model::ModelShape;
+pub use name::{
+    GradingRun, ImageName, ModelName, NameError, RelativePath, TaskId, TestTimeout, TimeoutError,
+    is_unprintable,
+};
 pub use outcome::{AbortCause, Limit, Outcome, Retry, Stage};
 pub use problem::{ConfigProblem, Found};
+pub use secret::{has_credentials, without_credentials};
 pub use trajectory::{LengthMismatch, Trajectory, TurnSpan};

@@ -1,12 +1,13 @@
 //! A problem with one value of the configuration.
 
+use crate::without_credentials;
 use std::fmt;
 
 /// One problem with the configuration, phrased so that a person can fix it.
 ///
 /// A check returns every problem that it finds, so that a configuration can be fixed in one go.
 /// Printed as `rollout.group_size = 0: must be at least 1`, after the place where the value was
-/// written when that is known.
+/// written when that is known. User names and passwords of URLs are never printed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ConfigProblem {
     /// Dotted key as written in the configuration, e.g. `algorithm.clip_low`.
@@ -57,26 +58,32 @@ impl ConfigProblem {
 
 impl fmt::Display for ConfigProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&without_credentials(&self.text()))
+    }
+}
+
+impl ConfigProblem {
+    fn text(&self) -> String {
         let Self { key, found, remedy, origin } = self;
-        match (origin, found) {
+        let place = match (origin, found) {
             // The origin of an assignment already shows its key and value.
             (Some(set), Found::Value(_))
                 if set.strip_prefix("--set ").is_some_and(|set| {
                     set.split_once('=').is_some_and(|(name, _)| name.trim() == key)
                 }) =>
             {
-                return write!(f, "{set}: {remedy}");
+                return format!("{set}: {remedy}");
             }
-            (Some(origin), _) => write!(f, "{origin}: ")?,
-            (None, _) => {}
-        }
+            (Some(origin), _) => format!("{origin}: "),
+            (None, _) => String::new(),
+        };
         match found {
-            Found::Value(value) => write!(f, "{key} = {value}: {remedy}"),
-            Found::Missing => write!(f, "{key} is missing: {remedy}"),
-            Found::UnknownKey if remedy.is_empty() => write!(f, "unknown key {key}"),
-            Found::UnknownKey => write!(f, "unknown key {key}; {remedy}"),
-            Found::Unreadable(excerpt) if excerpt.is_empty() => f.write_str(remedy),
-            Found::Unreadable(excerpt) => write!(f, "{remedy}\n{excerpt}"),
+            Found::Value(value) => format!("{place}{key} = {value}: {remedy}"),
+            Found::Missing => format!("{place}{key} is missing: {remedy}"),
+            Found::UnknownKey if remedy.is_empty() => format!("{place}unknown key {key}"),
+            Found::UnknownKey => format!("{place}unknown key {key}; {remedy}"),
+            Found::Unreadable(excerpt) if excerpt.is_empty() => format!("{place}{remedy}"),
+            Found::Unreadable(excerpt) => format!("{place}{remedy}\n{excerpt}"),
         }
     }
 }

@@ -233,7 +233,9 @@ fn show(comparison: &Comparison, json: bool) -> anyhow::Result<()> {
     let (header, rows) = comparison.table();
     let header: Vec<&str> = header.iter().map(String::as_str).collect();
     let mut table = tables::table(&header);
-    table.add_rows(rows);
+    for row in rows {
+        table.add_row(row.iter().map(|text| tables::cell(text)));
+    }
     output::data(table);
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! `orchestrate doctor`: checks everything that a run needs.
 
 use crate::args::DoctorArgs;
-use crate::config::{self, Settings};
+use crate::config::{self, ConfigError, Settings};
 use crate::error::{OutputError, UsageError};
 use crate::glob::matches_glob;
 use crate::progress::Progress;
@@ -16,8 +16,9 @@ use orchestrate_sandbox::{
     DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
     SelfTestResult, run_self_test, self_test_cases,
 };
+use orchestrate_settings::NOT_SHOWN;
 use orchestrate_tasks::{Origin, Task};
-use orchestrate_types::{AttemptId, EpisodeId, GroupId, RunId};
+use orchestrate_types::{AttemptId, ConfigProblem, EpisodeId, GroupId, RunId, has_credentials};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -65,6 +66,12 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
         fs_err::write(path, results)
             .map_err(|source| OutputError { file: path.clone(), source })?;
     }
+    if args.engine.as_deref().is_some_and(has_credentials) {
+        let remedy = "must not contain a user name or a password: name the environment variable that \
+                      holds the API key in engine.api_key_env";
+        let problem = ConfigProblem::new("--engine", NOT_SHOWN, remedy);
+        anyhow::bail!(ConfigError::Problems(vec![problem]));
+    }
     let urls = args.engine.clone().map_or_else(|| settings.engine.servers(), |url| vec![url]);
     for url in urls {
         findings.extend(engine(&settings, url).await);
@@ -79,7 +86,7 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
                 (true, true) => "warning",
                 (false, _) => "FAILED",
             };
-            table.add_row([finding.what, state, finding.detail.as_str()]);
+            table.add_row([finding.what, state, &tables::cell(&finding.detail)]);
         }
         output::data(table);
     }
@@ -227,7 +234,7 @@ async fn self_test(
         |name| matches_glob(pattern, name),
         |result| {
             done += 1;
-            progress.update(done, chosen as u64, result.name.to_owned());
+            progress.update(done, chosen as u64, result.name);
             if let Some(problem) = &result.problem {
                 progress.line(&format!("{}: {problem}, got {}", result.name, result.outcome));
             }

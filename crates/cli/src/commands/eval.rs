@@ -127,7 +127,7 @@ fn repository_table(sums: &BTreeMap<String, Sum>) -> Table {
     let mut table = tables::table(&["repository", "tasks", "solved", "of episodes", "broken"]);
     for (name, sum) in sums {
         let counts = [sum.tasks, sum.solved, sum.episodes, sum.broken].map(|n| n.to_string());
-        table.add_row([&[name.clone()][..], &counts].concat());
+        table.add_row([&[tables::cell(name)][..], &counts].concat());
     }
     table
 }

@@ -58,10 +58,17 @@ pub(crate) fn find(file: &Utf8Path, id: &str) -> anyhow::Result<Row> {
 /// Number of characters of a test name that are printed.
 const TEST_CHARS: usize = 400;
 
+/// Maximum size of a log, in bytes. Logs are read several times.
+const LOG_BYTES: u64 = 16 << 30;
+
 /// Opens a log, and reports lines that are too long to be read in full.
 fn open(log: &Utf8Path) -> Result<BufReader<File>, InputError> {
     let unreadable = |source| InputError::Unreadable { file: log.to_owned(), source };
     let mut file = BufReader::with_capacity(BUFFER, File::open(log).map_err(unreadable)?);
+    let about = file.get_ref().metadata().map_err(unreadable)?;
+    if !about.is_file() || about.len() > LOG_BYTES {
+        return Err(InputError::NotALog { log: log.to_owned(), limit: LOG_BYTES });
+    }
     if file.fill_buf().map_err(unreadable)?.starts_with(b"\x1f\x8b") {
         return Err(InputError::CompressedLog { log: log.to_owned() });
     }

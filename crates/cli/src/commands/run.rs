@@ -17,6 +17,9 @@ use std::process::ExitCode;
 /// Runs the command.
 pub(crate) async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     if args.dry_run {
+        if let Some(run_dir) = &args.run_dir {
+            run_folder::check_unused(&wiring::absolute(run_dir)?)?;
+        }
         return forecast::run(&args.source, args.json).await;
     }
     let Some(run_dir) = &args.run_dir else { anyhow::bail!("--run-dir is missing") };

@@ -40,7 +40,7 @@ pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
                 if let Some(id) = ids.iter().find(|id| !known.contains(id.as_str())) {
                     anyhow::bail!(UsageError::UnknownTask { id: id.clone(), known: tasks.len() });
                 }
-                tasks.retain(|task| ids.contains(&task.id));
+                tasks.retain(|task| ids.iter().any(|id| task.id == *id));
             } else if !all && sample > 0 {
                 tasks.shuffle(&mut ChaCha8Rng::seed_from_u64(settings.tasks.seed));
                 tasks.truncate(sample);
@@ -84,14 +84,16 @@ fn list(selection: &TaskSelection) -> anyhow::Result<ExitCode> {
         for task in &tasks {
             let line =
                 serde_json::json!({"id": task.id, "family": task.family, "split": task.split});
-            output::data(line);
+            output::json_line(&line)?;
         }
         return Ok(ExitCode::SUCCESS);
     }
     let mut table = tables::table(&["id", "family", "issue"]);
     for task in &tasks {
         let issue = task.problem_statement.lines().next().unwrap_or_default();
-        table.add_row([&task.id, &task.family, issue].map(|cell| printable(cell, NAME_CHARS)));
+        table.add_row(
+            [task.id.as_str(), &task.family, issue].map(|cell| printable(cell, NAME_CHARS)),
+        );
     }
     output::data(table);
     Ok(ExitCode::SUCCESS)

@@ -184,7 +184,7 @@ fn fit(
         if now.step % 100 == 0 {
             progress.line(&format!("{} tokens: {message}", now.tokens));
         }
-        progress.update(now.tokens, length, message);
+        progress.update(now.tokens, length, &message);
         if now.tokens >= stop_after { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })
     .context("supervised training failed")?;

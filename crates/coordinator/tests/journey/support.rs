@@ -10,7 +10,7 @@ use orchestrate_handoff::{AlgorithmSection, HandoffSection};
 use orchestrate_rollout::EpisodeRequest;
 use orchestrate_store::{NewRun, Store, StoreError};
 use orchestrate_tasks::{Split, Task};
-use orchestrate_types::{GroupId, HumanDuration, Limit, Outcome, RunId, Stage};
+use orchestrate_types::{GroupId, HumanDuration, Limit, ModelName, Outcome, RunId, Stage, TaskId};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -55,7 +55,7 @@ pub(crate) fn usual(request: &EpisodeRequest) -> Outcome {
 
 pub(crate) fn task(id: &str, split: Split) -> Arc<Task> {
     Arc::new(Task {
-        id: id.to_owned(),
+        id: TaskId::made_of(id),
         environment: "toy".into(),
         family: "toy".into(),
         split,
@@ -98,7 +98,7 @@ pub(crate) fn plan(steps: u32) -> Plan {
         diagnostics: DiagnosticsSection { no_replay_every: Some(2), on_collapse: None }
             .check()
             .unwrap(),
-        model_name: "toy-model".into(),
+        model_name: ModelName::made_of("toy-model"),
     }
 }
 

@@ -58,7 +58,7 @@ pub(super) async fn grade_r2e(
     }
     let run = run_r2e_tests(sandbox, task, &listing, &part, rules).await?;
     if (run.verdict.reward - run.verdict.official_reward).abs() > 0.5 {
-        tracing::warn!(task_id = task.id, "the strict rule and R2E-Gym's own disagree");
+        tracing::warn!(task_id = task.id.as_str(), "the strict rule and R2E-Gym's own disagree");
     }
     Ok(GradedChange {
         verdict: run.verdict.with_findings(part.findings),

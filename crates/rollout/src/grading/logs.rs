@@ -4,6 +4,7 @@ use super::graded::GradedChange;
 use camino::{Utf8Path, Utf8PathBuf};
 use fs_err as fs;
 use orchestrate_tasks::{Origin, Task};
+use orchestrate_types::{GradingRun, ModelName};
 use std::fmt::Write as _;
 use std::io;
 
@@ -13,14 +14,14 @@ pub struct GradeLogs {
     /// Folder that contains `logs/run_evaluation`.
     pub root: Utf8PathBuf,
     /// Name of the model, as in predictions.
-    pub model: String,
+    pub model: ModelName,
 }
 
 impl GradeLogs {
     /// The folder of one graded change.
-    pub fn folder(&self, run_id: &str, task: &Task) -> Utf8PathBuf {
-        let model = self.model.replace('/', "__");
-        self.root.join("logs/run_evaluation").join(run_id).join(model).join(&task.id)
+    pub fn folder(&self, run: &GradingRun, task: &Task) -> Utf8PathBuf {
+        let evaluation = self.root.join("logs/run_evaluation").join(run.as_str());
+        evaluation.join(self.model.file_name()).join(task.id.as_str())
     }
 }
 
@@ -28,18 +29,19 @@ impl GradeLogs {
 /// path.
 ///
 /// It contains `patch.diff`, `eval.sh`, `test_output.txt`, `report.json` and `run_instance.log`; a
-/// file without content is left out. In the model's name `/` becomes `__`. For families other than
+/// file without content is left out. In the model's name `/` becomes `__`; none of the three names
+/// can lead out of [`GradeLogs::root`]. For families other than
 /// SWE-bench `report.json` is the verdict.
 ///
 /// # Errors
 /// If a file cannot be written.
 pub fn write_log_folder(
     logs: &GradeLogs,
-    run_id: &str,
+    run: &GradingRun,
     task: &Task,
     graded: &GradedChange,
 ) -> io::Result<Utf8PathBuf> {
-    let folder = logs.folder(run_id, task);
+    let folder = logs.folder(run, task);
     fs::create_dir_all(&folder)?;
     fs::write(folder.join("patch.diff"), &graded.patch)?;
     if let Some(script) = &graded.eval_script {

@@ -159,7 +159,7 @@ async fn play(
         plan: config.check().unwrap(),
         container_limits: sandboxes.config().limits(),
         rules: reward.rules(),
-        logs: Some(GradeLogs { root: folder.to_owned(), model: "org/policy".into() }),
+        logs: Some(GradeLogs { root: folder.to_owned(), model: "org/policy".parse().unwrap() }),
         rows: RowSharing::default(),
         prefill_leaders: PrefillLeaders::default(),
     };
@@ -212,7 +212,7 @@ async fn docker_r2e_agent_finds_no_tests_and_no_history_and_is_graded_by_hidden_
     let changed = patch::parse(&report.patch).unwrap();
     assert_eq!(changed.len(), 1, "changes of the image are in the patch: {}", report.patch);
 
-    let kept = logs.join("logs/run_evaluation/v00003.00/org__policy@3").join(&task.id);
+    let kept = logs.join("logs/run_evaluation/v00003.00/org__policy@3").join(task.id.as_str());
     let text = |name: &str| std::fs::read_to_string(kept.join(name)).unwrap();
     assert_eq!(text("patch.diff"), report.patch);
     assert!(text("test_output.txt").contains("PASSED r2e_tests/test_1.py::test_total"));

@@ -25,6 +25,7 @@ use crate::r2e::{
 use crate::task::{Origin, Split, Task, TaskFile, TestStatus};
 use families::{CATALOG, Family, fill};
 use instance::{Case, Function, Instance};
+use orchestrate_types::TaskId;
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
 use std::sync::LazyLock;
@@ -81,7 +82,7 @@ impl Default for MicroCounts {
 
 /// Generates the tasks of `seed` in the order of [`MicroCounts`]. No two of them are equal.
 pub fn generate(seed: u64, counts: MicroCounts) -> Vec<Task> {
-    instances(seed, counts).map(|(id, split, instance)| instance.task(id, split)).collect()
+    instances(seed, counts).map(|(id, split, instance)| instance.task(&id, split)).collect()
 }
 
 /// Generates the same tasks as [`generate`], as rows of an R2E-Gym data set.
@@ -176,7 +177,7 @@ impl Instance {
         (code, tests)
     }
 
-    fn task(&self, id: String, split: Split) -> Task {
+    fn task(&self, id: &str, split: Split) -> Task {
         let (test_code, tests) = self.tests();
         let hidden = |name: &str, content: String| TaskFile {
             path: format!("{HIDDEN_FOLDER}/{name}"),
@@ -184,7 +185,7 @@ impl Instance {
         };
         let (old, new) = (self.module(false), self.module(true));
         Task {
-            id,
+            id: TaskId::made_of(id),
             environment: "micro".to_owned(),
             family: self
                 .broken_function()

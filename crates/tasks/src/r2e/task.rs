@@ -1,9 +1,10 @@
 //! Converts a row to a task.
 
 use super::{HIDDEN_FOLDER, R2eRow, RowError, WORKDIR};
-use crate::patch::is_inside;
+use crate::column::{self, ColumnProblem};
 use crate::task::{Origin, Split, Task, TaskFile};
 use crate::{micro, repair};
+use orchestrate_types::{ImageName, RelativePath, TaskId};
 use std::time::Duration;
 
 /// Names of test runners that discover the other test files of a row with `unittest`.
@@ -19,8 +20,10 @@ impl R2eRow {
     /// is in the image.
     ///
     /// # Errors
-    /// If the hidden tests are incomplete or misnamed, or no result is expected.
+    /// If an id, a name, a path or a size is invalid, the hidden tests are incomplete or misnamed, or
+    /// no result is expected.
     pub fn to_task(&self) -> Result<Task, RowError> {
+        let id = self.check().map_err(|problem| RowError::Column { row: self.id(), problem })?;
         let result = &self.execution_result_content;
         let (names, codes) = (&result.test_file_names, &result.test_file_codes);
         if names.len() != codes.len() {
@@ -28,7 +31,8 @@ impl R2eRow {
         }
         let is_repair = self.repair.is_some();
         let is_invalid = |name: &&String| {
-            if is_repair { !is_inside(name) } else { name.contains('/') || name.starts_with('.') }
+            RelativePath::new(name.as_str()).is_err()
+                || !is_repair && (name.contains('/') || name.starts_with('.'))
         };
         if let Some(name) = names.iter().find(is_invalid) {
             return Err(RowError::TestName { row: self.id(), name: name.clone() });
@@ -52,7 +56,7 @@ impl R2eRow {
             hidden_files.push(TaskFile { path, content: String::new() });
         }
         let mut task = Task {
-            id: self.id(),
+            id,
             environment: "r2e".to_owned(),
             family: self.repo_name.clone(),
             split: Split::Train,
@@ -80,10 +84,40 @@ impl R2eRow {
             task.family.clone_from(&repair.family);
             task.agent_files.clone_from(&repair.agent_files);
             task.test_command.clone_from(&repair.test_command);
-            task.test_timeout = Duration::from_secs(repair.test_timeout_s);
+            task.test_timeout = repair.test_timeout_s.get();
             task.origin = Origin::Files;
         }
         Ok(task)
+    }
+
+    /// Checks the columns one by one, and returns the id.
+    fn check(&self) -> Result<TaskId, ColumnProblem> {
+        let id = |column, id: &str| TaskId::new(id).map_err(|e| ColumnProblem::new(column, e));
+        column::name("repo_name", &self.repo_name)?;
+        let id = if let Some(micro) = &self.micro {
+            id("micro.id", &micro.id)?
+        } else {
+            id("repo_name", &self.repo_name)?;
+            id("commit_hash", &self.commit_hash)?;
+            id("commit_hash", &self.id())?
+        };
+        ImageName::new(self.docker_image.as_str())
+            .map_err(|error| ColumnProblem::new("docker_image", error))?;
+        column::text("problem_statement", &self.problem_statement)?;
+        column::tests("expected_output_json", self.expected_output_json.keys())?;
+        let result = &self.execution_result_content;
+        column::count("execution_result_content", result.test_file_names.len())?;
+        column::contents("execution_result_content", &result.test_file_codes)?;
+        if let Some(micro) = &self.micro {
+            column::name("micro.family", &micro.family)?;
+            column::files("micro.agent_files", &micro.agent_files)?;
+        }
+        if let Some(repair) = &self.repair {
+            column::name("repair.family", &repair.family)?;
+            column::files("repair.agent_files", &repair.agent_files)?;
+            column::text("repair.test_command", &repair.test_command)?;
+        }
+        Ok(id)
     }
 }
 

@@ -19,6 +19,7 @@ use crate::log::grade_log;
 use crate::r2e::{R2eRow, WORKDIR};
 use crate::task::{Origin, Split, Task, TaskFile, TestStatus};
 use issue::Failure;
+use orchestrate_types::TaskId;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
@@ -236,7 +237,7 @@ impl TaskGenerator {
 
     fn task(&self, tree: &[TaskFile], id: &str) -> Task {
         Task {
-            id: format!("{}__{id}", self.repository.name),
+            id: TaskId::made_of(&format!("{}__{id}", self.repository.name)),
             environment: ENVIRONMENT.to_owned(),
             family: String::new(),
             split: Split::Train,

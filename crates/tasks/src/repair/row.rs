@@ -5,6 +5,7 @@ use super::{Mutant, TaskGenerator};
 use crate::patch::{self, LineKind};
 use crate::r2e::{ExecutionResult, FileDiff, ParsedCommit, R2eRow, RepairColumns};
 use crate::task::TaskFile;
+use orchestrate_types::TestTimeout;
 
 /// A mutant that some tests detect.
 pub(super) struct DetectedMutant<'a> {
@@ -90,7 +91,7 @@ pub(super) fn build(
             family: mutant.fault.name().to_owned(),
             agent_files: tree,
             test_command: command,
-            test_timeout_s: generator.timeout.as_secs(),
+            test_timeout_s: TestTimeout::nearest(generator.timeout),
         }),
     }
 }

@@ -5,10 +5,14 @@
 
 use crate::task::TaskFile;
 use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_types::{RelativePath, TaskId};
 use std::io;
 
 /// Maximum number of bytes of text in a repository. Every row contains all of it.
 const TREE_BYTES: usize = 16 << 20;
+
+/// Maximum number of characters of a repository's name, which leaves space for the rest of an id.
+const NAME_CHARS: usize = 100;
 
 /// Names of folders that are ignored: those of tools and build outputs, and that of hidden tests.
 const IGNORED_FOLDERS: &[&str] = &[
@@ -48,11 +52,12 @@ pub enum TreeError {
 /// The text files of a repository.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Repository {
-    /// Name of the folder in lower case, without a version.
+    /// Name of the folder in lower case, without a version, in the characters that an id may have.
     pub name: String,
     /// The text files, sorted by path.
     pub files: Vec<TaskFile>,
-    /// Paths that are left out, sorted: links and files that are not UTF-8.
+    /// Paths that are left out, sorted: links, files that are not UTF-8, and files whose names no row
+    /// may contain ([`RelativePath`]).
     pub left_out: Vec<String>,
 }
 
@@ -79,6 +84,8 @@ impl Repository {
                     if !is_ignored {
                         folders.push(path.to_owned());
                     }
+                } else if kind.is_file() && RelativePath::new(relative.as_str()).is_err() {
+                    repository.left_out.push(relative);
                 } else if kind.is_file() && path.extension() != Some("pyc") {
                     match String::from_utf8(fs_err::read(path).map_err(io)?) {
                         Ok(content) => {
@@ -111,13 +118,13 @@ fn is_python(path: &str) -> bool {
 }
 
 /// The folder's name in lower case and without a version: `python-slugify` for
-/// `python-slugify-8.0.4`.
+/// `python-slugify-8.0.4`. It becomes the first part of ids.
 fn short_name(folder: &str) -> String {
-    match folder.rsplit_once('-') {
+    let name = match folder.rsplit_once('-') {
         Some((name, version)) if version.starts_with(|c: char| c.is_ascii_digit()) => name,
         Some(_) | None => folder,
-    }
-    .to_lowercase()
+    };
+    TaskId::made_of(&name.to_lowercase()).chars().take(NAME_CHARS).collect()
 }
 
 /// Whether a file belongs to the tests, by its name or folder.

@@ -3,6 +3,8 @@
 use super::Harness;
 use super::parsers::LogParser;
 use super::spec::{self, spec};
+use crate::column::{self, ColumnProblem};
+use orchestrate_types::{ImageName, TaskId};
 use serde::{Deserialize, Serialize};
 
 /// A row of SWE-bench (full, Lite or Verified), with the columns of version 4 or 5 of the harness.
@@ -72,17 +74,48 @@ impl SweRow {
                 return Some(format!("column `{column}` is empty"));
             }
         }
+        if let Err(problem) = self.check() {
+            return Some(problem.to_string());
+        }
         if self.fail_to_pass.is_empty() {
             return Some("`FAIL_TO_PASS` is empty: doing nothing would solve the task".to_owned());
         }
         if self.log_parser().is_none() {
-            let named = self.log_parser.as_deref().unwrap_or(&self.repo);
-            return Some(format!("no log parser for `{named}`"));
+            let (column, named) = match &self.log_parser {
+                Some(name) => ("log_parser", name),
+                None => ("repo", &self.repo),
+            };
+            return Some(format!("column `{column}`: no log parser for `{named}`"));
         }
         if self.eval_script.is_some() {
             return None;
         }
-        spec(&self.repo, &self.version).err().map(|error| error.to_string())
+        let version = spec(&self.repo, &self.version).err();
+        version.map(|error| format!("column `version`: {error}"))
+    }
+
+    /// Checks the columns one by one.
+    fn check(&self) -> Result<(), ColumnProblem> {
+        TaskId::new(self.instance_id.as_str())
+            .map_err(|error| ColumnProblem::new("instance_id", error))?;
+        column::name("repo", &self.repo)?;
+        column::name("version", &self.version)?;
+        column::revision("base_commit", &self.base_commit)?;
+        let named = [("image", &self.image), ("docker_image", &self.docker_image)];
+        let of_image = named.into_iter().find(|(_, image)| image.is_some());
+        ImageName::new(self.image()).map_err(|error| {
+            ColumnProblem::new(of_image.map_or("instance_id", |(column, _)| column), error)
+        })?;
+        for (column, text) in [
+            ("problem_statement", Some(&self.problem_statement)),
+            ("patch", Some(&self.patch)),
+            ("test_patch", Some(&self.test_patch)),
+            ("eval_script", self.eval_script.as_ref()),
+        ] {
+            column::text(column, text.map_or("", String::as_str))?;
+        }
+        column::tests("FAIL_TO_PASS", &self.fail_to_pass)?;
+        column::tests("PASS_TO_PASS", &self.pass_to_pass)
     }
 
     /// The container image: the one in the row, else the one that SWE-bench publishes for the

@@ -3,6 +3,7 @@
 use super::{Report, SweRow};
 use crate::r2e::WORKDIR;
 use crate::task::{Origin, Split, Task, TestStatus, Verdict};
+use orchestrate_types::TaskId;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -14,7 +15,8 @@ impl SweRow {
     pub fn to_task(&self) -> Task {
         let tests = self.fail_to_pass.iter().chain(&self.pass_to_pass);
         Task {
-            id: self.instance_id.clone(),
+            // Of a row that was read, this is the id itself.
+            id: TaskId::made_of(&self.instance_id),
             environment: "swe-bench".to_owned(),
             family: self.repo.clone(),
             split: Split::HeldOut,

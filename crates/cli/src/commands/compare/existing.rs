@@ -8,10 +8,36 @@ use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{RunError, RunSettings, is_finished};
 use orchestrate_report::{ComparedRun, ConfigRuns, read_runs, write_runs};
 use orchestrate_store::Reader;
-use std::io::{BufReader, BufWriter};
+use std::io::{self, BufReader, BufWriter, Read};
 
 /// The file in the folder of a comparison with all its runs. `--runs` reads it on any machine.
 pub(super) const RUNS_FILE: &str = "runs.jsonl.zst";
+
+/// Maximum size of a file of runs, unpacked. A small file may expand to any size.
+const RUNS_BYTES: u64 = 512 << 20;
+
+/// A reader that fails at a number of bytes.
+struct Limited<R> {
+    inner: io::Take<R>,
+    limit: u64,
+}
+
+impl<R: Read> Limited<R> {
+    fn new(inner: R, limit: u64) -> Self {
+        Self { inner: inner.take(limit + 1), limit }
+    }
+}
+
+impl<R: Read> Read for Limited<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.inner.read(buffer)?;
+        if self.inner.limit() > 0 {
+            return Ok(read);
+        }
+        let limit = self.limit;
+        Err(io::Error::other(format!("it has more than {limit} bytes when unpacked")))
+    }
+}
 
 /// Reads the runs in `paths`: folders of one run, or files that [`write()`] made. Runs that differ only in
 /// their seed are one configuration.
@@ -64,7 +90,7 @@ pub(super) fn write(configs: &[ConfigRuns], out: &Utf8Path) -> anyhow::Result<()
 fn from_file(path: &Utf8Path) -> anyhow::Result<Vec<ConfigRuns>> {
     let file = fs_err::File::open(path)
         .map_err(|source| InputError::Unreadable { file: path.to_owned(), source })?;
-    let read = || read_runs(BufReader::new(zstd::Decoder::new(file)?));
+    let read = || read_runs(BufReader::new(Limited::new(zstd::Decoder::new(file)?, RUNS_BYTES)));
     Ok(read().map_err(|source| InputError::NotRuns { file: path.to_owned(), source })?)
 }
 

@@ -11,6 +11,7 @@ use futures::stream::{self, StreamExt};
 use orchestrate_rollout::{GradeError, GradeLogs, GradingRules, write_log_folder};
 use orchestrate_tasks::predictions::{self, Prediction};
 use orchestrate_tasks::{Origin, Task, printable};
+use orchestrate_types::ModelName;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::process::ExitCode;
@@ -56,7 +57,7 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
     let rules = GradingRules { harness: args.harness, ..settings.reward.rules() };
     let grader = Grader::connect(&settings, rules).await?;
     let progress = Progress::new(work.len() as u64);
-    let mut outcomes: BTreeMap<&str, BTreeMap<&str, Outcome>> = BTreeMap::new();
+    let mut outcomes: BTreeMap<&ModelName, BTreeMap<&str, Outcome>> = BTreeMap::new();
     {
         let graded = stream::iter(&work)
             .map(|(task, prediction)| {
@@ -71,8 +72,8 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
             let outcome = outcome?;
             let id = printable(&task.id, NAME_CHARS);
             progress.line(&format!("{id}: {outcome:?}").to_lowercase());
-            progress.update(done, work.len() as u64, id);
-            let of_model = outcomes.entry(prediction.model_name_or_path.as_str()).or_default();
+            progress.update(done, work.len() as u64, &id);
+            let of_model = outcomes.entry(&prediction.model_name_or_path).or_default();
             of_model.insert(&task.id, outcome);
         }
     }
@@ -81,7 +82,7 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
     let mut broken = 0;
     for (model, outcomes) in &outcomes {
         let report = report(&tasks, outcomes);
-        let name = format!("{}.{}.json", file_name(model), args.run_id);
+        let name = format!("{}.{}.json", model.file_name(), args.run_id);
         let file = args.out.join(name);
         fs_err::write(&file, format!("{report:#}"))
             .map_err(|source| OutputError { file, source })?;
@@ -101,7 +102,7 @@ fn chosen(args: &GradeArgs) -> anyhow::Result<Vec<Prediction>> {
     let Some(path) = &args.predictions else { anyhow::bail!("name --predictions or --log") };
     let mut latest = BTreeMap::new();
     for prediction in predictions::read(path)? {
-        let wanted = args.instance.as_ref().is_none_or(|id| *id == prediction.instance_id);
+        let wanted = args.instance.as_ref().is_none_or(|id| prediction.instance_id == *id);
         if wanted {
             let key = (prediction.model_name_or_path.clone(), prediction.instance_id.clone());
             latest.insert(key, prediction);
@@ -150,7 +151,7 @@ fn known(folder: &Utf8Path, task: &Task, patch: &str) -> Option<Outcome> {
     let report = fs_err::read(folder.join("report.json")).ok()?;
     let report: Value = serde_json::from_slice(&report).ok()?;
     let resolved = match task.origin {
-        Origin::SweBench(_) => report.get(&task.id)?.get("resolved")?.as_bool()?,
+        Origin::SweBench(_) => report.get(task.id.as_str())?.get("resolved")?.as_bool()?,
         Origin::R2e | Origin::Files => report.get("reward")?.as_f64()? > 0.5,
     };
     let outcome = if resolved { Outcome::Resolved } else { Outcome::Unresolved };
@@ -208,8 +209,4 @@ fn table(model: &str, tasks: &HashMap<&str, &Task>, outcomes: &BTreeMap<&str, Ou
         all.to_string(),
     ]);
     output::data(table);
-}
-
-fn file_name(model: &str) -> String {
-    model.replace('/', "__")
 }

@@ -6,6 +6,7 @@ use crate::{output, tables, task_source};
 use orchestrate_engine::EngineKind;
 use orchestrate_moe::ModelConfig;
 use orchestrate_sandbox::images_on_hosts;
+use orchestrate_tasks::load::LoadError;
 use orchestrate_types::ModelShape;
 use serde::Serialize;
 use std::collections::{BTreeSet, HashSet};
@@ -38,7 +39,7 @@ struct Forecast {
     /// Bytes of a step's batch on disk; absent without the model's folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     batch_disk_bytes: Option<u64>,
-    /// Distinct images of the tasks; absent if the task file cannot be read.
+    /// Distinct images of the tasks; absent if the hub with the task file does not answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     images: Option<u64>,
     /// Images that no host has; absent if a host does not answer.
@@ -86,6 +87,10 @@ pub(super) async fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<
             let held_out = (set.held_out.len() as u64, set.held_out_families.len() as u64);
             let names = images.insert(names.into_iter().map(ToOwned::to_owned).collect::<Vec<_>>());
             Some((names.len() as u64, held_out))
+        }
+        // The run itself could not start either, except that the hub may be reachable later.
+        Err(error) if !matches!(error.downcast_ref(), Some(LoadError::Hub(_))) => {
+            return Err(error);
         }
         Err(error) => {
             notes.push(format!("images are unknown: {error:#}"));

@@ -236,7 +236,7 @@ impl Maker<'_> {
                 }
             }
             let done = made.rows.len() as u64;
-            progress.update(done, wanted, format!("{} tried", made.tried));
+            progress.update(done, wanted, &format!("{} tried", made.tried));
             if done == wanted {
                 break;
             }
@@ -325,7 +325,7 @@ impl Maker<'_> {
         match Box::pin(check(self.grader, &task, None)).await {
             Finding::Known(Health::Sound) => Ok(Outcome::Row(Box::new(row))),
             Finding::Known(Health::Unsound(why) | Health::Flaky(why)) => {
-                Ok(Outcome::Unverified { id: task.id, why: why.join("; ") })
+                Ok(Outcome::Unverified { id: task.id.into(), why: why.join("; ") })
             }
             Finding::Broken(error) => Err(error.into()),
         }

@@ -52,12 +52,12 @@ pub(super) fn list(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode> {
         };
         usable += 1;
         if as_json {
-            output::data(json!({
+            output::json_line(&json!({
                 "id": row.id(),
                 "environment": row.environment(),
                 "repo": row.repo(),
                 "image": row.image(),
-            }));
+            }))?;
         } else {
             let title = row.issue().lines().next().unwrap_or_default();
             table.add_row(
@@ -86,7 +86,7 @@ pub(super) fn eval_script(file: &Utf8Path, id: &str, harness: Harness) -> anyhow
         anyhow::bail!(UsageError::NoEvalScript { id: id.to_owned() });
     };
     // The script is data for a shell, so it is printed byte for byte.
-    output::data(swe::eval_script(&row, harness)?.trim_end_matches('\n'));
+    output::raw(swe::eval_script(&row, harness)?.trim_end_matches('\n'));
     Ok(ExitCode::SUCCESS)
 }
 

@@ -13,6 +13,7 @@ use orchestrate_rollout::{GradeError, GradeLogs, write_log_folder};
 use orchestrate_sandbox::SandboxError;
 use orchestrate_tasks::verify::{Check, Health};
 use orchestrate_tasks::{Task, printable};
+use orchestrate_types::{GradingRun, ModelName};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -56,7 +57,7 @@ pub(super) async fn verify(
         let (kind, why) = match finding {
             Finding::Known(Health::Sound) => {
                 sound.push(task.id.as_str());
-                progress.update(done, total, format!("{} sound", sound.len()));
+                progress.update(done, total, &format!("{} sound", sound.len()));
                 continue;
             }
             Finding::Known(Health::Unsound(problems)) => ("unsound", problems.join("; ")),
@@ -66,7 +67,7 @@ pub(super) async fn verify(
         let (id, message) = (printable(&task.id, NAME_CHARS), printable(&why, WHY_CHARS));
         progress.line(&format!("{id}: {kind}: {message}"));
         lists.entry(kind).or_default().insert(&task.id, why);
-        progress.update(done, total, format!("{} sound", sound.len()));
+        progress.update(done, total, &format!("{} sound", sound.len()));
     }
     drop(checks);
     progress.finish();
@@ -109,11 +110,10 @@ pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Pat
         let grade = async |model: &str, patch: &str| {
             let graded = grader.grade(task, patch).await?;
             if let Some(root) = out {
-                let logs = GradeLogs { root: root.to_owned(), model: model.to_owned() };
+                let run = GradingRun::made_of(&format!("round-{round}"));
+                let logs = GradeLogs { root: root.to_owned(), model: ModelName::made_of(model) };
                 // The result is valid without its log.
-                if let Err(error) =
-                    write_log_folder(&logs, &format!("round-{round}"), task, &graded)
-                {
+                if let Err(error) = write_log_folder(&logs, &run, task, &graded) {
                     let id = printable(&task.id, NAME_CHARS);
                     output::say(format!("{id}: cannot write the test log: {error}"));
                 }

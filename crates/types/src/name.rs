@@ -1,0 +1,573 @@
+//! Names, paths and limits that come from files other people wrote: task rows and predictions.
+//!
+//! The invariant: a value of these types is safe to join to a path, to send to a Docker daemon and
+//! to add to a time, whatever the file contained. Each type is checked where the file is read, so
+//! that no later code has to.
+
+use crate::PolicyVersion;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::borrow::{Borrow, Cow};
+use std::fmt;
+use std::ops::Deref;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// Maximum length of an id or of a model's name, in bytes. A file system allows 255 for a name, and
+/// reports add a suffix.
+const NAME_BYTES: usize = 200;
+/// Maximum length of an image name, in bytes: a name of 255, a tag of 128, and a digest.
+const IMAGE_BYTES: usize = 512;
+/// Maximum lengths of a path and of one of its parts, in bytes (those of Linux).
+const PATH_BYTES: usize = 4095;
+const PART_BYTES: usize = 255;
+/// Number of characters of a refused text that a message repeats.
+const SHOWN_CHARS: usize = 60;
+
+/// A text from a file that is not valid as what it should be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{shown}` is not a valid {kind}: {reason}")]
+pub struct NameError {
+    kind: &'static str,
+    /// The start of the text, with everything but printable characters escaped.
+    shown: String,
+    reason: Cow<'static, str>,
+}
+
+impl NameError {
+    fn new(kind: &'static str, text: &str, reason: impl Into<Cow<'static, str>>) -> Self {
+        let shown = text.chars().take(SHOWN_CHARS).flat_map(char::escape_debug);
+        let mut shown: String = shown.collect();
+        if text.chars().nth(SHOWN_CHARS).is_some() {
+            shown.push('…');
+        }
+        Self { kind, shown, reason: reason.into() }
+    }
+}
+
+/// Declares a text that is checked when it is made.
+macro_rules! checked_text {
+    ($(#[$doc:meta])* $name:ident, $kind:literal, $check:path) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+        #[serde(transparent)]
+        pub struct $name(String);
+
+        impl $name {
+            /// Checks `text`.
+            ///
+            /// # Errors
+            #[doc = concat!("If it is not a valid ", $kind, ".")]
+            pub fn new(text: impl Into<String>) -> Result<Self, NameError> {
+                let text = text.into();
+                match $check(&text) {
+                    Ok(()) => Ok(Self(text)),
+                    Err(reason) => Err(NameError::new($kind, &text, reason)),
+                }
+            }
+
+            /// The text.
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl Deref for $name {
+            type Target = str;
+            fn deref(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl AsRef<str> for $name {
+            fn as_ref(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl Borrow<str> for $name {
+            fn borrow(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+
+        impl From<$name> for String {
+            fn from(name: $name) -> Self {
+                name.0
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = NameError;
+            fn from_str(text: &str) -> Result<Self, NameError> {
+                Self::new(text)
+            }
+        }
+
+        impl PartialEq<str> for $name {
+            fn eq(&self, other: &str) -> bool {
+                self.0 == other
+            }
+        }
+
+        impl PartialEq<&str> for $name {
+            fn eq(&self, other: &&str) -> bool {
+                self.0 == *other
+            }
+        }
+
+        impl PartialEq<String> for $name {
+            fn eq(&self, other: &String) -> bool {
+                self.0 == *other
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+                Self::new(String::deserialize(from)?).map_err(serde::de::Error::custom)
+            }
+        }
+    };
+}
+
+checked_text! {
+    /// Id of a task, e.g. `django__django-11099` or `aiohttp__006fbe03`. It is one part of a path:
+    /// 1 to 200 ASCII letters, digits and `_ - . + @ : = ,`, that neither starts with `.` or `-` nor
+    /// contains `..`.
+    TaskId, "task id", check_id
+}
+
+checked_text! {
+    /// Name of a grading run, below which its logs are kept. The rules are those of [`TaskId`].
+    GradingRun, "name of a grading run", check_id
+}
+
+checked_text! {
+    /// Name of a model, e.g. `org/model@3`: 1 to 200 bytes without control or invisible characters.
+    /// It may contain `/`, because hubs and folders do; [`ModelName::file_name`] is its form in a
+    /// path.
+    ModelName, "model name", check_model
+}
+
+checked_text! {
+    /// Name of a container image by the grammar of image references:
+    /// `[HOST[:PORT]/]PATH[:TAG][@DIGEST]`, at most 512 bytes.
+    ImageName, "image name", check_image
+}
+
+checked_text! {
+    /// Path of a file inside a tree: relative, its parts separated by `/`, none of them empty, `.` or
+    /// `..`, without control characters, at most 4,095 bytes and 255 per part.
+    RelativePath, "path inside the repository", check_path
+}
+
+impl TaskId {
+    /// An id made of `text` for a generated task: what an id cannot contain becomes `_`.
+    #[must_use]
+    pub fn made_of(text: &str) -> Self {
+        Self(as_id(text))
+    }
+}
+
+impl GradingRun {
+    /// A name made of `text`, as [`TaskId::made_of`].
+    #[must_use]
+    pub fn made_of(text: &str) -> Self {
+        Self(as_id(text))
+    }
+}
+
+impl ModelName {
+    /// The name as a file or folder: `/` becomes `__`, as SWE-bench's harness does.
+    pub fn file_name(&self) -> String {
+        self.0.replace('/', "__")
+    }
+
+    /// A name made of `text`, which is that of a setting or of a folder of the user's own: what a name
+    /// cannot contain becomes `_`.
+    #[must_use]
+    pub fn made_of(text: &str) -> Self {
+        Self::new(text).unwrap_or_else(|_| Self(as_id(text)))
+    }
+
+    /// The name of this model's weights of one version, `MODEL@VERSION`.
+    #[must_use]
+    pub fn at_version(&self, version: PolicyVersion) -> Self {
+        Self(format!("{}@{version}", self.0))
+    }
+
+    /// The name that SWE-bench's harness gives a prediction without one.
+    #[must_use]
+    pub fn none() -> Self {
+        Self("None".to_owned())
+    }
+}
+
+/// An id made of any text.
+fn as_id(text: &str) -> String {
+    let mut id: String = text.chars().map(|c| if is_id_char(c) { c } else { '_' }).collect();
+    while id.contains("..") {
+        id = id.replace("..", "._");
+    }
+    if id.is_empty() || id.starts_with(['.', '-']) {
+        id.insert(0, '_');
+    }
+    // All characters are ASCII by now.
+    id.truncate(NAME_BYTES);
+    id
+}
+
+fn is_id_char(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | '+' | '@' | ':' | '=' | ',')
+}
+
+fn check_length(text: &str, limit: usize) -> Result<(), String> {
+    match text.len() {
+        0 => Err("it is empty".to_owned()),
+        bytes if bytes > limit => Err(format!("it has {bytes} bytes, more than {limit}")),
+        _ => Ok(()),
+    }
+}
+
+fn check_id(text: &str) -> Result<(), String> {
+    check_length(text, NAME_BYTES)?;
+    if let Some(c) = text.chars().find(|&c| !is_id_char(c)) {
+        return Err(format!("it contains {c:?}"));
+    }
+    if text.starts_with(['.', '-']) {
+        return Err("it starts with a dot or a dash".to_owned());
+    }
+    if text.contains("..") { Err("it contains \"..\"".to_owned()) } else { Ok(()) }
+}
+
+fn check_model(text: &str) -> Result<(), String> {
+    // Its form in a path may be longer than the name.
+    check_length(&text.replace('/', "__"), NAME_BYTES)?;
+    if let Some(c) = text.chars().find(|&c| is_unprintable(c)) {
+        return Err(format!("it contains {c:?}"));
+    }
+    if text.trim().is_empty() {
+        return Err("it is blank".to_owned());
+    }
+    if text.starts_with(['.', '-']) {
+        return Err("it starts with a dot or a dash".to_owned());
+    }
+    if text.split('/').any(|part| part == "..") {
+        return Err("it contains \"..\"".to_owned());
+    }
+    Ok(())
+}
+
+fn check_path(text: &str) -> Result<(), String> {
+    check_length(text, PATH_BYTES)?;
+    if let Some(c) = text.chars().find(|c| c.is_control()) {
+        return Err(format!("it contains {c:?}"));
+    }
+    for part in text.split('/') {
+        match part {
+            "" => return Err("it is absolute or has an empty part".to_owned()),
+            "." | ".." => return Err(format!("it contains the part \"{part}\"")),
+            part if part.len() > PART_BYTES => {
+                return Err(format!("a part has {} bytes, more than {PART_BYTES}", part.len()));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// The grammar of <https://github.com/distribution/reference>.
+fn check_image(text: &str) -> Result<(), String> {
+    check_length(text, IMAGE_BYTES)?;
+    let (rest, digest) = match text.split_once('@') {
+        Some((rest, digest)) => (rest, Some(digest)),
+        None => (text, None),
+    };
+    if digest.is_some_and(|digest| !is_digest(digest)) {
+        return Err("after `@` it must have a digest like sha256:<hexadecimal digits>".to_owned());
+    }
+    // A colon before the last slash belongs to the port of the registry.
+    let tag_at = rest.rfind(':').filter(|at| !rest.get(*at..).is_some_and(|t| t.contains('/')));
+    let (name, tag) = match tag_at.and_then(|at| rest.split_at_checked(at)) {
+        Some((name, tag)) => (name, tag.strip_prefix(':')),
+        None => (rest, None),
+    };
+    if tag.is_some_and(|tag| !is_tag(tag)) {
+        return Err("its tag must have 1 to 128 letters, digits and `_ - .`".to_owned());
+    }
+    let mut parts: Vec<&str> = name.split('/').collect();
+    let is_host = |part: &str| part.contains(['.', ':']) || part == "localhost";
+    if let [host, _, ..] = parts.as_slice()
+        && is_host(host)
+    {
+        if !is_registry(host) {
+            return Err("its registry must be HOST or HOST:PORT".to_owned());
+        }
+        parts.remove(0);
+    }
+    if parts.iter().all(|part| is_image_part(part)) {
+        return Ok(());
+    }
+    Err("its name must have lower-case letters and digits, separated by single `.`, `_` or `-`"
+        .to_owned())
+}
+
+fn is_digest(text: &str) -> bool {
+    text.split_once(':').is_some_and(|(algorithm, hex)| {
+        let is_word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '.' | '_' | '-');
+        algorithm.starts_with(|c: char| c.is_ascii_alphabetic())
+            && algorithm.chars().all(is_word)
+            && hex.len() >= 32
+            && hex.chars().all(|c| c.is_ascii_hexdigit())
+    })
+}
+
+fn is_tag(text: &str) -> bool {
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    (1..=128).contains(&text.len())
+        && text.starts_with(is_word)
+        && text.chars().all(|c| is_word(c) || matches!(c, '.' | '-'))
+}
+
+fn is_registry(text: &str) -> bool {
+    let (host, port) = text.split_once(':').unwrap_or((text, "443"));
+    let is_label = |label: &str| {
+        !label.is_empty()
+            && !label.starts_with('-')
+            && !label.ends_with('-')
+            && label.chars().all(|c| c.is_ascii_alphanumeric() || c == '-')
+    };
+    host.split('.').all(is_label) && port.parse::<u16>().is_ok()
+}
+
+/// Whether `part` is words of lower-case letters and digits, with `.`, `_`, `__` or dashes between
+/// two of them.
+fn is_image_part(part: &str) -> bool {
+    let is_word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+    let separators = part.split(is_word).filter(|between| !between.is_empty());
+    let is_separator =
+        |text: &str| matches!(text, "." | "_" | "__") || text.chars().all(|c| c == '-');
+    part.starts_with(is_word) && part.ends_with(is_word) && separators.into_iter().all(is_separator)
+}
+
+/// Whether a character is invisible or changes how the text around it is shown: a control character,
+/// a line or paragraph separator, one that changes the direction of text, or one without width.
+/// Shown text has these escaped, and names do not contain them.
+pub fn is_unprintable(c: char) -> bool {
+    c.is_control()
+        || matches!(
+            c,
+            '\u{ad}'
+                | '\u{34f}'
+                | '\u{61c}'
+                | '\u{115f}' | '\u{1160}'
+                | '\u{17b4}' | '\u{17b5}'
+                | '\u{180b}'..='\u{180f}'
+                | '\u{200b}'..='\u{200f}'
+                | '\u{2028}'..='\u{202e}'
+                | '\u{2060}'..='\u{206f}'
+                | '\u{3164}'
+                | '\u{feff}'
+                | '\u{ffa0}'
+                | '\u{fff9}'..='\u{fffb}'
+                | '\u{1bca0}'..='\u{1bca3}'
+                | '\u{1d173}'..='\u{1d17a}'
+                | '\u{e0000}'..='\u{e0fff}'
+        )
+}
+
+/// Time limit of a test run, between 1 second and 24 hours. Written as a whole number of seconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TestTimeout(Duration);
+
+/// A time limit that no test run may have.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{seconds} is not a valid time limit: it must be 1 to 86400 seconds")]
+pub struct TimeoutError {
+    seconds: u64,
+}
+
+impl TestTimeout {
+    /// The shortest limit.
+    pub const SHORTEST: Duration = Duration::from_secs(1);
+    /// The longest limit.
+    pub const LONGEST: Duration = Duration::from_hours(24);
+
+    /// A limit of `seconds`.
+    ///
+    /// # Errors
+    /// If it is not between 1 second and 24 hours.
+    pub fn from_secs(seconds: u64) -> Result<Self, TimeoutError> {
+        let time = Duration::from_secs(seconds);
+        let is_valid = (Self::SHORTEST..=Self::LONGEST).contains(&time);
+        if is_valid { Ok(Self(time)) } else { Err(TimeoutError { seconds }) }
+    }
+
+    /// The valid limit that is nearest to `time`, in whole seconds.
+    #[must_use]
+    pub fn nearest(time: Duration) -> Self {
+        let time = time.clamp(Self::SHORTEST, Self::LONGEST);
+        Self(Duration::from_secs(time.as_secs()))
+    }
+
+    /// The limit.
+    pub fn get(self) -> Duration {
+        self.0
+    }
+}
+
+impl Serialize for TestTimeout {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_u64(self.0.as_secs())
+    }
+}
+
+impl<'de> Deserialize<'de> for TestTimeout {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        Self::from_secs(u64::deserialize(from)?).map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_of_public_data_sets_are_valid() {
+        for id in [
+            "django__django-12345",
+            "aiohttp__006fbe03fede4eaa1eeba7b8393cbf4d63cb44b6",
+            "micro__000123",
+            "python-slugify__0123abcd",
+            "oauthlib__oauthlib.1fd52536.combine_file__09vlzwgc",
+            "scikit-learn__scikit-learn-10297",
+        ] {
+            assert_eq!(TaskId::new(id).unwrap().as_str(), id);
+            assert_eq!(TaskId::made_of(id), id);
+        }
+    }
+
+    #[test]
+    fn ids_that_leave_their_folder_or_hide_something_are_refused() {
+        let long = "a".repeat(201);
+        for id in [
+            "",
+            ".",
+            "..",
+            "../x",
+            "/etc/x",
+            "a/b",
+            "a\\b",
+            ".hidden",
+            "-rf",
+            "a..b",
+            "a b",
+            "a\nb",
+            "a\0b",
+            "a\u{1b}[2J",
+            "a\u{202e}b",
+            "a\u{200b}b",
+            "é",
+            &long,
+        ] {
+            let error = TaskId::new(id).unwrap_err().to_string();
+            assert!(error.contains("is not a valid task id"), "{error}");
+            assert!(error.len() < 400 && !error.contains(is_unprintable), "{error:?}");
+            let made = TaskId::made_of(id);
+            assert_eq!(TaskId::new(made.as_str()), Ok(made), "{id:?}");
+        }
+    }
+
+    #[test]
+    fn model_names_have_a_safe_form_in_a_path() {
+        for (name, file) in [
+            ("org/model@3", "org__model@3"),
+            ("/models/Qwen", "__models__Qwen"),
+            ("GPT 4 (May)", "GPT 4 (May)"),
+            ("a/...", "a__..."),
+        ] {
+            assert_eq!(ModelName::new(name).unwrap().file_name(), file);
+        }
+        let long = "/".repeat(101);
+        for name in
+            ["", " ", ".", "..", "../x", "a/../b", "-x", "a\nb", "a\u{7}", "a\u{200d}", &long]
+        {
+            assert!(ModelName::new(name).is_err(), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn image_names_follow_the_grammar_of_references() {
+        for image in [
+            "i",
+            "ubuntu:24.04",
+            "orchestrate/micro:latest",
+            "namanjain12/aiohttp_final:006fbe03fede4eaa1eeba7b8393cbf4d63cb44b6",
+            "swebench/sweb.eval.x86_64.django_1776_django-11099:latest",
+            "ghcr.io:443/Org/x".to_lowercase().as_str(),
+            "localhost:5000/a__b/c--d:T-1.x",
+            &format!("a@sha256:{}", "0a".repeat(32)),
+            &format!("sha256:{}", "0a".repeat(32)),
+            &format!("r.example/a:1@sha256:{}", "0a".repeat(32)),
+        ] {
+            assert_eq!(ImageName::new(image).unwrap().as_str(), image);
+        }
+        let (long, digest) = ("a".repeat(513), format!("a@sha256:{}", "0g".repeat(32)));
+        for image in [
+            "",
+            "A",
+            "a b",
+            "a:",
+            ":x",
+            "a:-x",
+            "a//b",
+            "/a",
+            "a/",
+            "../x",
+            "a/../b",
+            "a__",
+            "a___b",
+            "a..b",
+            "a?x=1",
+            "a#b",
+            "a%2e",
+            "http://a/b",
+            "a@",
+            "a@sha256:00",
+            "x.y:99999/a",
+            "a\n",
+            "é",
+            &digest,
+            &long,
+        ] {
+            assert!(ImageName::new(image).is_err(), "{image:?}");
+        }
+    }
+
+    #[test]
+    fn paths_stay_inside_their_tree() {
+        for path in ["a", ".gitignore", "a/b.py", "a b/é", "..a", "-x"] {
+            assert_eq!(RelativePath::new(path).unwrap().as_str(), path);
+        }
+        let (long, part) = ("a/".repeat(2100) + "a", "a".repeat(256));
+        for path in ["", "/a", "a//b", "a/", ".", "..", "../a", "a/../b", "a/.", "a\0b", "a\nb"] {
+            assert!(RelativePath::new(path).is_err(), "{path:?}");
+        }
+        assert!(RelativePath::new(long).is_err() && RelativePath::new(part).is_err());
+    }
+
+    #[test]
+    fn time_limits_are_bounded() {
+        for seconds in [0, 86_401, i64::MAX.unsigned_abs(), u64::MAX] {
+            assert_eq!(TestTimeout::from_secs(seconds), Err(TimeoutError { seconds }));
+        }
+        assert_eq!(TestTimeout::from_secs(86_400).unwrap().get(), TestTimeout::LONGEST);
+        assert_eq!(TestTimeout::nearest(Duration::MAX).get(), TestTimeout::LONGEST);
+        assert_eq!(TestTimeout::nearest(Duration::ZERO).get(), TestTimeout::SHORTEST);
+    }
+}
