@@ -33,7 +33,7 @@ pub(super) async fn run_reported(
     let result = sandbox.exec(&run).await?;
     if matches!(result.exit, Exit::NotStarted | Exit::Code(NOT_STARTED)) {
         tracing::warn!(
-            task_id = task.id,
+            task_id = task.id.as_str(),
             output = result.text(),
             "the reporter cannot run in this image, so the verdict relies on the test log"
         );
@@ -45,7 +45,7 @@ pub(super) async fn run_reported(
         if reporter::is_forged(&text) { vec![Finding::OutputForged] } else { Vec::new() };
     let verdict = if let Some(report) = report.filter(|_| result.exit == Exit::Code(0)) {
         for (finding, reason) in &report.findings {
-            tracing::info!(task_id = task.id, finding = finding.name(), reason, "noticed");
+            tracing::info!(task_id = task.id.as_str(), finding = finding.name(), reason, "noticed");
         }
         findings.extend(report.findings.keys());
         grade_reported(&report.results, &text, &task.expected)
