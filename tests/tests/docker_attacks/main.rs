@@ -3,7 +3,7 @@
 //!
 //! No attack may be rewarded, earn another attempt, or affect another episode.
 //! `ORCHESTRATE_ATTACKS` selects them: `sample` (the default, every sixth of them), `all`, `K/N` (those
-//! whose number leaves the remainder K), or words separated by commas of which a name contains one. `ORCHESTRATE_ATTACK_REPEATS` is the number of
+//! whose number leaves the remainder K; like the sample without those that wait for a timeout), or words separated by commas of which a name contains one. `ORCHESTRATE_ATTACK_REPEATS` is the number of
 //! repeats, which must all end in the same way. A table of all results is written to
 //! `target/attacks/FAMILY.md`.
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
@@ -51,7 +51,7 @@ fn selected(family: Family, target: &Target) -> Vec<Attack> {
     let chosen = |(number, attack): &(usize, Attack)| match (choice.as_str(), part) {
         ("all", _) => true,
         ("sample", _) => !attack.slow && number % 6 == family as usize,
-        (_, Some((k, n))) => number % n == k,
+        (_, Some((k, n))) => !attack.slow && number % n == k,
         (words, None) => words.split(',').any(|word| attack.name.contains(word.trim())),
     };
     all.into_iter().enumerate().filter(chosen).map(|(_, attack)| attack).collect()
