@@ -92,6 +92,10 @@ fn labels(spec: &SandboxSpec, lifetime: Duration) -> HashMap<String, String> {
     .collect()
 }
 
+fn ulimit(name: &str, value: i64) -> ResourcesUlimits {
+    ResourcesUlimits { name: Some(name.to_owned()), soft: Some(value), hard: Some(value) }
+}
+
 /// The request that creates the container. It has no bind mounts, no network and no devices, so
 /// nothing of the host is visible inside.
 pub(crate) fn create_body(
@@ -101,11 +105,6 @@ pub(crate) fn create_body(
     lifetime: Duration,
 ) -> ContainerCreateBody {
     let options = Options { workdir: spec.workdir.clone(), lifetime, reusable: spec.reusable };
-    let ulimit = |name: &str, value: u64| ResourcesUlimits {
-        name: Some(name.to_owned()),
-        soft: Some(signed(value)),
-        hard: Some(signed(value)),
-    };
     let memory = signed(spec.limits.memory.0);
     let tmpfs = spec.reusable.then(|| {
         let mount =
@@ -130,8 +129,10 @@ pub(crate) fn create_body(
         shm_size: Some(signed(config.shm.0)),
         ulimits: Some(vec![
             ulimit("core", 0),
-            ulimit("nofile", u64::from(config.open_files)),
-            ulimit("fsize", config.file_size.0),
+            ulimit("nofile", i64::from(config.open_files)),
+            ulimit("fsize", signed(config.file_size.0)),
+            // POSIX message queues of all containers together count towards this.
+            ulimit("msgqueue", 0),
         ]),
         log_config: Some(HostConfigLogConfig { typ: Some("none".to_owned()), config: None }),
         readonly_rootfs: Some(spec.reusable),
@@ -230,6 +231,9 @@ mod tests {
             "fsopen",
             "fspick",
             "init_module",
+            "inotify_init",
+            "inotify_init1",
+            "io_setup",
             "io_uring_enter",
             "io_uring_register",
             "io_uring_setup",
@@ -238,17 +242,24 @@ mod tests {
             "mount",
             "mount_setattr",
             "move_mount",
+            "mq_open",
             "open_by_handle_at",
             "open_tree",
             "perf_event_open",
             "personality",
             "pivot_root",
+            "prlimit64",
             "process_vm_readv",
             "process_vm_writev",
             "quotactl",
             "reboot",
             "request_key",
+            "sched_setattr",
+            "sched_setparam",
+            "sched_setscheduler",
             "setns",
+            "setpriority",
+            "setxattr",
             "socket",
             "swapon",
             "syslog",

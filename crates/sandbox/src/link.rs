@@ -104,8 +104,8 @@ impl SupervisorLink {
 
     /// Receives the next frame. Cancel-safe: a frame is returned whole or stays in the buffer.
     ///
-    /// A full disk on the host is an error at any time, because nothing that the container sends
-    /// after that can be trusted.
+    /// A full disk on the host and damage by commands are errors at any time, because nothing that
+    /// the container sends after that can be trusted.
     pub(crate) async fn receive(&mut self) -> Result<(u64, Reply), SandboxError> {
         loop {
             if let Some(frame) = self.frames.next_frame().map_err(|e| self.protocol_error(e))? {
@@ -114,6 +114,9 @@ impl SupervisorLink {
                 if let Reply::DiskFull(free) = reply {
                     let message = format!("{free}, so no result of this sandbox counts");
                     return Err(self.error(SandboxErrorKind::DiskFull(message)));
+                }
+                if let Reply::Damaged(what) = reply {
+                    return Err(self.error(SandboxErrorKind::Damaged { what }));
                 }
                 return Ok((frame.id, reply));
             }

@@ -6,6 +6,7 @@ use crate::api::{Command, ExecResult, Exit, FileEntry, Sandbox, TreeChanges, Tre
 use crate::error::{SandboxError, SandboxErrorKind};
 use crate::guard::ContainerGuard;
 use crate::link::SupervisorLink;
+use crate::loss;
 use crate::slots::{IdleSandbox, ReuseKey};
 use crate::state::ProviderState;
 use orchestrate_supervisor::protocol::{
@@ -49,6 +50,10 @@ pub(crate) struct DockerSandbox {
     /// Whether commands in it can write to the host's disk.
     pub(crate) writes_to_host_disk: bool,
     state: State,
+    /// Whether a command was started in it since it was opened.
+    has_run: bool,
+    /// Whether any call failed. The container is not reused then, whatever its state seems to be.
+    is_tainted: bool,
 }
 
 impl DockerSandbox {
@@ -59,8 +64,17 @@ impl DockerSandbox {
         key: Option<ReuseKey>,
         expires_at: Instant,
     ) -> Self {
-        let state = State::Ready;
-        Self { link, guard, provider, key, expires_at, writes_to_host_disk: false, state }
+        Self {
+            link,
+            guard,
+            provider,
+            key,
+            expires_at,
+            writes_to_host_disk: false,
+            state: State::Ready,
+            has_run: false,
+            is_tainted: false,
+        }
     }
 
     fn error(&self, kind: SandboxErrorKind) -> SandboxError {
@@ -89,6 +103,7 @@ impl DockerSandbox {
     /// Marks the end of a call. The stream remains usable after a refusal, but not after other
     /// errors.
     fn end_call<T>(&mut self, result: Result<T, SandboxError>) -> Result<T, SandboxError> {
+        self.is_tainted |= result.is_err();
         self.state = match &result {
             Ok(_) => State::Ready,
             Err(error) => match &error.kind {
@@ -126,6 +141,10 @@ impl DockerSandbox {
             Err(_) => Err(self.error(SandboxErrorKind::TimedOut { call, after })),
         };
         let result = self.reject_if_disk_was_full(full_count, result);
+        let result = match result {
+            Err(error) => Err(self.blame(error).await),
+            Ok(value) => Ok(value),
+        };
         self.end_call(result)
     }
 
@@ -152,6 +171,21 @@ impl DockerSandbox {
         result
     }
 
+    /// The same error, or [`SandboxErrorKind::Damaged`] if the container is gone because commands
+    /// used up its own memory.
+    async fn blame(&mut self, error: SandboxError) -> SandboxError {
+        match error.kind {
+            SandboxErrorKind::Gone(reason) if self.has_run => {
+                let kind = match loss::cause(&self.provider.daemon, self.guard.name()).await {
+                    Some(cause) => SandboxErrorKind::Damaged { what: format!("{cause}: {reason}") },
+                    None => SandboxErrorKind::Gone(reason),
+                };
+                SandboxError { kind, ..error }
+            }
+            _ => error,
+        }
+    }
+
     async fn run(&mut self, command: &Command) -> Result<ExecResult, SandboxError> {
         let keep = command.keep_bytes as u64;
         let request = Request::Exec(ExecRequest {
@@ -162,6 +196,7 @@ impl DockerSandbox {
             max_output: self.provider.config.max_output.0,
         });
         let id = self.link.send(&request).await?;
+        self.has_run = true;
         let mut pings = tokio::time::interval_at(Instant::now() + PING_INTERVAL, PING_INTERVAL);
         pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut head, mut tail) = (Vec::new(), Vec::new());
@@ -225,11 +260,6 @@ impl DockerSandbox {
     }
 
     async fn write_all(&mut self, files: &[FileEntry]) -> Result<(), SandboxError> {
-        // Checked first, because the supervisor writes every piece that it receives.
-        if let Some(bad) = files.iter().find(|file| !is_safe_path(&file.path)) {
-            let refusal = Refusal(format!("`{}` is not a plain relative path", bad.path));
-            return Err(self.refused("write_files", refusal));
-        }
         for file in files {
             let mut pieces = file.content.chunks(CHUNK);
             let mut next = Some(pieces.next().unwrap_or_default());
@@ -335,6 +365,11 @@ impl Sandbox for DockerSandbox {
     }
 
     async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError> {
+        // Checked first, because the supervisor writes every piece that it receives.
+        if let Some(bad) = files.iter().find(|file| !is_safe_path(&file.path)) {
+            let refusal = Refusal(format!("`{}` is not a plain relative path", bad.path));
+            return Err(self.refused("write_files", refusal));
+        }
         let limit = self.provider.config.call_timeout.0;
         self.call("write_files", limit, async |this| this.write_all(files).await).await
     }
@@ -362,7 +397,8 @@ impl Sandbox for DockerSandbox {
     }
 
     async fn close(mut self: Box<Self>) -> Result<(), SandboxError> {
-        if let Some(key) = self.key.take().filter(|_| self.state == State::Ready) {
+        let is_sound = self.state == State::Ready && !self.is_tainted;
+        if let Some(key) = self.key.take().filter(|_| is_sound) {
             match self.reset().await {
                 Ok(()) => {
                     let Self { link, guard, provider, expires_at, .. } = *self;

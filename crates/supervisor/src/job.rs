@@ -121,7 +121,7 @@ impl Job {
             )));
         }
         let (reader, writer) = io::pipe().map_err(StartError::System)?;
-        sys::prepare_pipe(reader.as_fd()).map_err(StartError::System)?;
+        sys::make_nonblocking(reader.as_fd()).map_err(StartError::System)?;
         let mut command = Command::new(program);
         command
             .args(args)

@@ -134,6 +134,10 @@ pub enum Reply {
     Done(CommandReport),
     /// The request was carried out, or refused.
     Ack(Result<(), Refusal>),
+    /// The request cannot be carried out because of what commands did to the container, with a
+    /// description. The final reply to any request but [`Request::Reset`], and only after a command
+    /// has run since the start or the last reset.
+    Damaged(String),
     /// A regular file follows.
     TreeFile {
         /// Path relative to the working directory.
@@ -338,6 +342,7 @@ impl Reply {
             }
             Self::Ack(Ok(())) => w.u8(0).text("").frame(id, 67),
             Self::Ack(Err(Refusal(reason))) => w.u8(1).text(reason).frame(id, 67),
+            Self::Damaged(what) => w.text(what).frame(id, 73),
             Self::TreeFile { path, mode, size } => w.text(path).u32(*mode).u64(*size).frame(id, 68),
             Self::TreeData { data } => w.rest(data).frame(id, 69),
             Self::TreeItem(ChangedItem::Removed { path }) => w.u8(0).text(path).frame(id, 72),
@@ -382,6 +387,7 @@ impl Reply {
             })(),
             71 => free_space(r).map(Self::DiskFull),
             72 => changed_item(r).map(Self::TreeItem),
+            73 => r.text().map(Self::Damaged),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(reply, r, kind)

@@ -2,18 +2,19 @@
 //! start, and nothing else is left.
 
 use crate::options::Options;
-use crate::sys::{self, Ipc, ProcessState};
+use crate::sys::{self, Attributes, Ipc, ProcessState, Times};
 use crate::tree;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
+use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 /// Folders that Docker leaves writable besides the wiped ones. They have few entries, none of them
 /// regular files, so they are compared entry by entry. The second is writable with cgroup v1 only.
-const COMPARED: [&str; 2] = ["/dev", "/sys/fs/cgroup"];
+const COMPARED: [&str; 2] = ["/dev", CONTROL_GROUPS];
 const IPC_LISTS: [(Ipc, &str); 3] = [
     (Ipc::Shm, "/proc/sysvipc/shm"),
     (Ipc::Sem, "/proc/sysvipc/sem"),
@@ -29,7 +30,7 @@ pub(crate) enum ResetError {
     NotEmpty(PathBuf),
     UnknownFormat(&'static str),
     /// This property differs from the baseline.
-    Changed(&'static str),
+    Changed(String),
     NoBaseline(PathBuf),
     ReadList {
         list: &'static str,
@@ -76,34 +77,70 @@ impl From<io::Error> for ResetError {
     }
 }
 
-/// Type, permissions, owner and link target of a path.
+/// Everything that a file system keeps about a path, except for its content and for what a command
+/// cannot choose (the time of the last change).
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Entry {
     mode: u32,
     owner: (u32, u32),
+    /// Device and inode number of the entry: an equal entry in its place is another one.
+    inode: (u64, u64),
+    links: u64,
     device: u64,
     target: Option<PathBuf>,
+    attributes: Attributes,
+    /// `None` for a mounted control group: it is read-only, and the kernel changes its times.
+    times: Option<Times>,
 }
+
+/// The folder of the control groups, a tmpfs with version 1.
+const CONTROL_GROUPS: &str = "/sys/fs/cgroup";
+/// Counters of the network interfaces of this network namespace. They also show whether a later
+/// command would find closed connections, which keep their ports for a minute.
+const NETWORK: &str = "/proc/net/dev";
 
 /// The state of the sandbox before the first command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Baseline {
     mounts: String,
+    network: String,
     process: ProcessState,
-    oom_score: String,
     compared: BTreeMap<PathBuf, Entry>,
     roots: BTreeMap<PathBuf, Entry>,
+}
+
+fn times(meta: &Metadata) -> Times {
+    Times {
+        accessed: (meta.atime(), meta.atime_nsec()),
+        modified: (meta.mtime(), meta.mtime_nsec()),
+    }
 }
 
 fn entry(path: &Path) -> io::Result<Entry> {
     let meta = std::fs::symlink_metadata(path)?;
     let target = if meta.is_symlink() { Some(std::fs::read_link(path)?) } else { None };
-    Ok(Entry { mode: meta.mode(), owner: (meta.uid(), meta.gid()), device: meta.rdev(), target })
+    let is_mounted_group = match path.parent() {
+        Some(parent) if parent == Path::new(CONTROL_GROUPS) => {
+            std::fs::symlink_metadata(parent)?.dev() != meta.dev()
+        }
+        Some(_) | None => false,
+    };
+    Ok(Entry {
+        mode: meta.mode(),
+        owner: (meta.uid(), meta.gid()),
+        inode: (meta.dev(), meta.ino()),
+        links: meta.nlink(),
+        device: meta.rdev(),
+        target,
+        attributes: sys::attributes(path)?,
+        times: (!is_mounted_group).then(|| times(&meta)),
+    })
 }
 
 /// Records the folder and everything below it, except for the control groups mounted there: those
 /// are read-only, and the kernel changes their content.
 fn snapshot(folder: &Path, into: &mut BTreeMap<PathBuf, Entry>) -> io::Result<()> {
+    // Before the folder is read, which changes its time of access.
     into.insert(folder.to_owned(), entry(folder)?);
     let device = std::fs::symlink_metadata(folder)?.dev();
     for found in std::fs::read_dir(folder)? {
@@ -162,8 +199,9 @@ impl Baseline {
             .collect::<io::Result<_>>()?;
         Ok(Self {
             mounts,
+            // A kernel without networks has no such file.
+            network: std::fs::read_to_string(NETWORK).unwrap_or_default(),
             process: sys::process_state()?,
-            oom_score: std::fs::read_to_string("/proc/self/oom_score_adj")?,
             compared: snapshot_compared()?,
             roots,
         })
@@ -193,7 +231,19 @@ impl Baseline {
                 sys::remove_ipc(kind, id);
             }
         }
+        self.restore_times();
         self.verify(options)
+    }
+
+    /// Gives all entries the times that they had. This must be the last change.
+    fn restore_times(&self) {
+        for (path, was) in self.compared.iter().chain(&self.roots) {
+            let Some(before) = was.times else { continue };
+            // An entry whose times cannot be read or set still differs when it is verified.
+            if std::fs::symlink_metadata(path).is_ok_and(|now| times(&now) != before) {
+                let _ = sys::set_times(path, before);
+            }
+        }
     }
 
     fn verify(&self, options: &Options) -> Result<(), ResetError> {
@@ -203,28 +253,39 @@ impl Baseline {
                 return Err(ResetError::ProcessAlive(name.display().to_string()));
             }
         }
-        for path in wiped_folders(options) {
-            if std::fs::read_dir(&path)?.next().is_some() {
-                return Err(ResetError::NotEmpty(path));
-            }
-        }
         for (_, list) in IPC_LISTS {
             if !ipc_ids(list)?.is_empty() {
                 return Err(ResetError::NotEmpty(PathBuf::from(list)));
             }
         }
+        // Before the folders are read, which changes their times of access.
         let now = Self::take(options)?;
+        for path in wiped_folders(options) {
+            if std::fs::read_dir(&path)?.next().is_some() {
+                return Err(ResetError::NotEmpty(path));
+            }
+        }
         let same = [
             ("mounts", now.mounts == self.mounts),
-            ("limits, priority or CPUs of process 1", now.process == self.process),
-            ("oom score of process 1", now.oom_score == self.oom_score),
-            ("/dev or the folder of the control groups", now.compared == self.compared),
-            ("owner or mode of a writable folder", now.roots == self.roots),
+            ("the counters of the network interfaces", now.network == self.network),
+            ("limits, priority, CPUs or memory settings of process 1", now.process == self.process),
         ];
-        match same.iter().find(|(_, same)| !same) {
-            Some((property, _)) => Err(ResetError::Changed(property)),
-            None => Ok(()),
+        if let Some((property, _)) = same.iter().find(|(_, same)| !same) {
+            return Err(ResetError::Changed((*property).to_owned()));
         }
+        compare(&self.compared, &now.compared)?;
+        compare(&self.roots, &now.roots)
+    }
+}
+
+/// Fails with the first path whose entry differs.
+fn compare(
+    before: &BTreeMap<PathBuf, Entry>,
+    now: &BTreeMap<PathBuf, Entry>,
+) -> Result<(), ResetError> {
+    match before.keys().chain(now.keys()).find(|path| before.get(*path) != now.get(*path)) {
+        Some(path) => Err(ResetError::Changed(format!("the attributes of {}", path.display()))),
+        None => Ok(()),
     }
 }
 
@@ -273,5 +334,33 @@ mod tests {
         std::fs::write(dir.path().join("x"), "").unwrap();
         snapshot(dir.path(), &mut after).unwrap();
         assert_ne!(before, after);
+        let error = compare(&before, &after).unwrap_err().to_string();
+        assert!(error.contains(&dir.path().display().to_string()), "{error}");
+    }
+
+    #[test]
+    fn entries_differ_in_every_attribute_that_a_command_can_set() {
+        let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+        let path = dir.path().join("folder");
+        std::fs::create_dir(&path).unwrap();
+        let before = entry(&path).unwrap();
+        assert_eq!(entry(&path).unwrap(), before);
+        let times = Times { accessed: (1, 2), modified: (3, 4) };
+        sys::set_times(&path, times).unwrap();
+        assert_ne!(entry(&path).unwrap(), before);
+        sys::set_times(&path, before.times.unwrap()).unwrap();
+        assert_eq!(entry(&path).unwrap(), before);
+        for command in [["chattr", "+d"].as_slice(), &["setfattr", "-n", "user.x", "-v", "1"]] {
+            let mut set = std::process::Command::new(command[0]);
+            // Not every machine has these programs, nor every file system these attributes.
+            if set.args(&command[1..]).arg(&path).output().is_ok_and(|set| set.status.success()) {
+                assert_ne!(entry(&path).unwrap(), before, "{command:?}");
+            }
+        }
+        // An equal folder in its place is another one.
+        std::fs::rename(&path, dir.path().join("aside")).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        sys::set_times(&path, before.times.unwrap()).unwrap();
+        assert_ne!(entry(&path).unwrap(), before);
     }
 }

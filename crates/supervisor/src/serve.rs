@@ -13,6 +13,7 @@ use crate::protocol::{
     TreeEnd, VERSION,
 };
 use crate::reset::{Baseline, ResetError};
+use crate::sys::ProcessState;
 use crate::{sys, tree};
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
@@ -42,6 +43,15 @@ struct Server {
     write_failure: Option<WriteError>,
     /// The tree as it was before the commands whose changes count.
     marked: Option<MarkedTree>,
+    /// Properties of this process before the first command.
+    own_state: ProcessState,
+    /// Whether a command has run since the start or the last reset.
+    has_run: bool,
+    /// Whether a command changed this process. The change was undone, but the sandbox is not
+    /// reused.
+    was_changed: bool,
+    /// What commands did to this process that cannot be undone.
+    damage: Option<String>,
     /// Whether commands can write to the host's disk and it has not been full yet.
     watches_disk: bool,
 }
@@ -70,11 +80,15 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
         baseline,
         write_failure: None,
         marked: None,
+        own_state: sys::process_state()?,
+        has_run: false,
+        was_changed: false,
+        damage: None,
     };
     server.reply(0, &Reply::Hello { version: VERSION, free })?;
     loop {
         while let Some(frame) = server.next_frame()? {
-            server.handle(&frame)?;
+            server.handle(&frame).or_else(|error| server.give_up(frame.id, error))?;
         }
         let [input, child] =
             sys::poll_readable([Some(server.input.as_fd()), Some(server.children.as_fd())], None)?;
@@ -87,7 +101,24 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
     }
 }
 
+/// A tree that cannot be read after a command has run was damaged by commands.
+fn blame(reply: Reply, has_run: bool) -> Reply {
+    match reply {
+        Reply::TreeEnd(TreeEnd::Failed(reason)) if has_run => Reply::Damaged(reason),
+        other => other,
+    }
+}
+
 impl Server {
+    /// Tells the host why this process ends, if commands can have caused it, and returns the error.
+    /// If the stream is at fault instead, the host does not receive that.
+    fn give_up(&mut self, id: u64, error: io::Error) -> io::Result<()> {
+        if self.has_run && error.kind() != io::ErrorKind::UnexpectedEof {
+            self.reply(id, &Reply::Damaged(format!("process 1 ends: {error}")))?;
+        }
+        Err(error)
+    }
+
     fn reply(&mut self, id: u64, reply: &Reply) -> io::Result<()> {
         self.output.write_all(&reply.encode(id).map_err(io::Error::other)?)
     }
@@ -107,6 +138,11 @@ impl Server {
 
     fn handle(&mut self, frame: &Frame) -> io::Result<()> {
         let request = Request::decode(frame.kind, &frame.payload).map_err(io::Error::other)?;
+        // A piece of a file has no reply of its own, and a reset reports its own refusal.
+        let is_answered = !matches!(request, Request::Write { .. } | Request::Reset);
+        if let Some(what) = self.damage.clone().filter(|_| is_answered) {
+            return self.reply(frame.id, &Reply::Damaged(what));
+        }
         match request {
             Request::Exec(exec) => self.exec(frame.id, &exec),
             Request::Ping => self.reply(frame.id, &Reply::Ack(Ok(()))),
@@ -122,16 +158,18 @@ impl Server {
                 self.reply(frame.id, &Reply::Ack(result))
             }
             Request::ReadTree { cap } => {
-                let output = &mut self.output;
+                let (output, has_run) = (&mut self.output, self.has_run);
                 tree::send(Path::new(&self.options.workdir), cap, |reply| {
+                    let reply = blame(reply, has_run);
                     output.write_all(&reply.encode(frame.id).map_err(io::Error::other)?)
                 })
             }
             Request::MarkTree { skip, send, cap } => self.mark_tree(frame.id, &skip, &send, cap),
             Request::ListChanges => self.list_changes(frame.id),
             Request::ReadFiles { paths, cap } => {
-                let output = &mut self.output;
+                let (output, has_run) = (&mut self.output, self.has_run);
                 changes::send_files(Path::new(&self.options.workdir), &paths, cap, |reply| {
+                    let reply = blame(reply, has_run);
                     output.write_all(&reply.encode(frame.id).map_err(io::Error::other)?)
                 })
             }
@@ -166,10 +204,26 @@ impl Server {
         self.marked = None;
         // The deadline belonged to the attempt; now only the container's lifetime remains.
         self.deadline.set(Duration::MAX);
+        if let Some(damage) = &self.damage {
+            return Err(Refusal::new(damage));
+        }
+        if self.was_changed {
+            return Err(Refusal::new("a command changed process 1"));
+        }
         match &self.baseline {
-            Some(Ok(baseline)) => baseline.restore(&self.options).map_err(Refusal::new),
-            Some(Err(error)) => Err(Refusal::new(error)),
-            None => Err(Refusal::new("this sandbox was not opened for reuse")),
+            Some(Ok(baseline)) => baseline.restore(&self.options).map_err(Refusal::new)?,
+            Some(Err(error)) => return Err(Refusal::new(error)),
+            None => return Err(Refusal::new("this sandbox was not opened for reuse")),
+        }
+        self.has_run = false;
+        Ok(())
+    }
+
+    /// Undoes what the last command, which is dead, did to this process.
+    fn restore_own_state(&mut self) {
+        match self.own_state.restore() {
+            Ok(changed) => self.was_changed |= changed,
+            Err(error) => self.damage = Some(error.to_string()),
         }
     }
 
@@ -192,8 +246,9 @@ impl Server {
             let end = TreeEnd::Failed("the tree was not marked".to_owned());
             return self.reply(id, &Reply::TreeEnd(end));
         };
-        let output = &mut self.output;
+        let (output, has_run) = (&mut self.output, self.has_run);
         tree.send_changes(Path::new(&self.options.workdir), |reply| {
+            let reply = blame(reply, has_run);
             output.write_all(&reply.encode(id).map_err(io::Error::other)?)
         })
     }
@@ -202,12 +257,14 @@ impl Server {
         let oom_before = oom_kills();
         match Job::start(request, &self.options.workdir) {
             Ok(mut job) => {
+                self.has_run = true;
                 self.last_frame_at = Instant::now();
                 let cause = self.watch(&mut job)?;
                 // Before the kill, because deleted files free their space once their holders are
                 // dead.
                 self.check_disk()?;
                 self.kill_everything(Some(&mut job))?;
+                self.restore_own_state();
                 while job.read_available()? {}
                 let elapsed = job.started.elapsed();
                 self.send_output(id, false, &job.kept.head)?;
@@ -231,8 +288,13 @@ impl Server {
                 self.reply(id, &Reply::Done(report))
             }
             Err(StartError::System(error)) => {
-                let refusal = Refusal(format!("cannot start a process: {error}"));
-                self.reply(id, &Reply::Ack(Err(refusal)))
+                let reason = format!("cannot start a process: {error}");
+                let reply = if self.has_run {
+                    Reply::Damaged(reason)
+                } else {
+                    Reply::Ack(Err(Refusal(reason)))
+                };
+                self.reply(id, &reply)
             }
         }
     }

@@ -1,5 +1,11 @@
-//! C library calls that the standard library does not wrap. All unsafe code is in this file.
+//! C library calls that the standard library does not wrap. All unsafe code is in this module.
 #![expect(unsafe_code, reason = "process control needs system calls that std does not wrap")]
+
+mod attributes;
+mod process;
+
+pub(crate) use attributes::{Attributes, Times, attributes, set_times};
+pub(crate) use process::{ProcessState, process_state};
 
 use crate::disk::FreeSpace;
 use std::ffi::{CStr, c_char, c_int, c_long, c_short, c_ulong, c_void};
@@ -25,8 +31,6 @@ const SIG_IGN: usize = 1;
 const ESRCH: i32 = 3;
 const ECHILD: i32 = 10;
 const EINTR: i32 = 4;
-/// Number of `RLIMIT_*` kinds on Linux.
-const RLIMITS: c_int = 16;
 
 /// As large as glibc's and musl's `sigset_t`.
 #[repr(C)]
@@ -58,12 +62,6 @@ struct StatVfs {
     rest: [u64; 16],
 }
 
-#[repr(C)]
-struct RLimit {
-    soft: u64,
-    hard: u64,
-}
-
 unsafe extern "C" {
     fn prctl(option: c_int, ...) -> c_int;
     fn signal(number: c_int, handler: usize) -> usize;
@@ -78,10 +76,6 @@ unsafe extern "C" {
     fn open(path: *const u8, flags: c_int, ...) -> c_int;
     fn write(fd: c_int, bytes: *const c_void, count: usize) -> isize;
     fn close(fd: c_int) -> c_int;
-    fn getrlimit(kind: c_int, limit: *mut RLimit) -> c_int;
-    fn getpriority(which: c_int, who: u32) -> c_int;
-    fn sched_getaffinity(pid: c_int, size: usize, mask: *mut u64) -> c_int;
-    fn sched_getscheduler(pid: c_int) -> c_int;
     fn shmctl(id: c_int, command: c_int, ...) -> c_int;
     fn msgctl(id: c_int, command: c_int, ...) -> c_int;
     fn semctl(id: c_int, index: c_int, command: c_int, ...) -> c_int;
@@ -191,17 +185,12 @@ pub(crate) fn poll_readable<const N: usize>(
     }
 }
 
-/// Makes a pipe non-blocking, and as large as an unprivileged user may make it.
-pub(crate) fn prepare_pipe(fd: BorrowedFd<'_>) -> io::Result<()> {
+/// Makes a pipe non-blocking. Its size stays as it is: the kernel limits the pipes of all
+/// containers of one user together, and 64 enlarged ones would use that up.
+pub(crate) fn make_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
     const F_SETFL: c_int = 4;
-    const F_SETPIPE_SZ: c_int = 1031;
     // SAFETY: the descriptor is borrowed and therefore open; the arguments are plain integers.
-    unsafe {
-        check(fcntl(fd.as_raw_fd(), F_SETFL, O_NONBLOCK))?;
-        // A failure is ignored: a small pipe is only slower.
-        fcntl(fd.as_raw_fd(), F_SETPIPE_SZ, 1 << 20);
-    }
-    Ok(())
+    check(unsafe { fcntl(fd.as_raw_fd(), F_SETFL, O_NONBLOCK) }).map(|_| ())
 }
 
 /// Free space on the file system of a path.
@@ -214,32 +203,6 @@ pub(crate) fn free_space(path: &CStr) -> io::Result<FreeSpace> {
         bytes: counted(stat.blocks, stat.blocks_available.saturating_mul(stat.fragment)),
         files: counted(stat.files, stat.files_available),
     })
-}
-
-/// Properties of this process that a command of the same user can change: limits, priority, CPUs.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct ProcessState {
-    limits: Vec<(u64, u64)>,
-    priority: i32,
-    scheduler: i32,
-    cpus: [u64; 64],
-}
-
-pub(crate) fn process_state() -> io::Result<ProcessState> {
-    let mut limits = Vec::new();
-    for kind in 0..RLIMITS {
-        let mut limit = RLimit { soft: 0, hard: 0 };
-        // SAFETY: `limit` can hold the result.
-        check(unsafe { getrlimit(kind, &raw mut limit) })?;
-        limits.push((limit.soft, limit.hard));
-    }
-    let mut cpus = [0; 64];
-    // SAFETY: the mask has the given size; the other calls take plain integers.
-    let (priority, scheduler) = unsafe {
-        check(sched_getaffinity(0, size_of_val(&cpus), cpus.as_mut_ptr()))?;
-        (getpriority(0, 0), sched_getscheduler(0))
-    };
-    Ok(ProcessState { limits, priority, scheduler, cpus })
 }
 
 /// Kinds of System V objects, which outlive the processes that create them.

@@ -7,6 +7,7 @@ mod disk;
 mod faults;
 mod hosts;
 mod images;
+mod isolation;
 mod provider;
 mod proxy;
 mod registry;

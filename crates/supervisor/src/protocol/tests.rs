@@ -60,6 +60,7 @@ fn reply() -> impl Strategy<Value = Reply> {
         ),
         Just(Reply::Ack(Ok(()))),
         text().prop_map(|reason| Reply::Ack(Err(Refusal(reason)))),
+        text().prop_map(Reply::Damaged),
         (text(), any::<u32>(), any::<u64>()).prop_map(|(path, mode, size)| Reply::TreeFile {
             path,
             mode,
