@@ -447,3 +447,6 @@ pub(crate) fn absolute(folder: &Utf8Path) -> Result<Utf8PathBuf, UsageError> {
     let path = std::path::absolute(folder).map_err(|_| not_a_path(folder.to_string()))?;
     Utf8PathBuf::from_path_buf(path).map_err(|path| not_a_path(path.display().to_string()))
 }
+
+#[cfg(test)]
+mod tests;
