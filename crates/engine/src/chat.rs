@@ -80,7 +80,7 @@ impl ChatClient {
     pub fn new(options: ClientOptions) -> Result<Self, EngineError> {
         let base = options.url.trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base);
-        let server = Server::new(base, options.api_key.as_deref())?;
+        let server = Server::new(base, options.api_key.as_deref(), &options.tls)?;
         let model = options.served_model.ok_or_else(|| {
             let message = "chat requests must name a model; set engine.served_model";
             server.error("connect", EngineErrorKind::unsupported(message))

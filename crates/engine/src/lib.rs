@@ -43,6 +43,8 @@ pub use request::{GenerateRequest, MessagePrompt, Prompt, Sampling, SessionOpeni
 pub use sglang::Sglang;
 pub use vllm::Vllm;
 
+pub use orchestrate_settings::TlsClientPem;
+
 /// The client of an SGLang server.
 pub type SglangClient = Client<Sglang>;
 /// The client of a vLLM server.

@@ -321,16 +321,18 @@ async fn engine(settings: &Settings, url: String) -> Vec<Finding> {
 async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
     let plan = &settings.engine;
     let api_key = plan.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?;
+    let tls = plan.tls().read("engine").map_err(|p| config::ConfigError::Problems(vec![p]))?;
     let kind = match plan.kind {
         // Servers of the other kinds have the same routes, so it cannot be detected.
         EngineKind::Openai => EngineKind::Openai,
         EngineKind::Sglang | EngineKind::Vllm => {
-            EngineKind::detect(url, api_key.as_deref()).await?
+            EngineKind::detect(url, api_key.as_deref(), &tls).await?
         }
     };
     let options = ClientOptions {
         url: url.to_owned(),
         api_key,
+        tls,
         shape: wiring::shape(plan, &plan.model)?,
         max_in_flight: 1,
         require_routed_experts: plan.require_routed_experts,

@@ -1,7 +1,7 @@
 //! The embedded inference engine: Qwen3-MoE on CPU with SGLang's HTTP API.
 //!
 //! [`serve_engine`] runs it in-process or stand-alone. HTTP handlers (`server`, `control`,
-//! `generate`) share an `engine`, check bodies (`body`) and pass sequences (`request`) to one
+//! `generate`) share an `engine`, check bodies (`body`, `fields`) and pass sequences (`request`) to one
 //! engine thread (`scheduler`). The thread batches them through the model (`model`, `kernels`,
 //! `quantized`) over the prefix cache (`cache`), samples (`sampling`) and replies (`reply`).
 //! Invariant: every routing row in a reply is the choice made when that token was processed; it is
@@ -11,6 +11,7 @@ mod body;
 mod cache;
 mod control;
 mod engine;
+mod fields;
 mod generate;
 mod kernels;
 mod loaded;
