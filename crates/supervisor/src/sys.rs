@@ -64,6 +64,7 @@ struct RLimit {
     hard: u64,
 }
 
+// SAFETY: the signatures are those of the C library on 64-bit Linux, whose structures are declared above.
 unsafe extern "C" {
     fn prctl(option: c_int, ...) -> c_int;
     fn signal(number: c_int, handler: usize) -> usize;
