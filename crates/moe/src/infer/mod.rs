@@ -27,3 +27,20 @@ mod server;
 pub use engine::{EngineOptions, EngineServeError};
 pub use matrix::WeightFormat;
 pub use server::serve_engine;
+
+/// Parsers of requests, for the fuzz targets.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    use super::body::{Bounds, GenerateBody};
+
+    /// The sequences that a body of `/generate` asks for, each as its prompt and the most tokens that it
+    /// may sample; `None` if the body is refused.
+    pub fn check_body(body: &[u8], vocab: usize, context: usize) -> Option<Vec<(Vec<u32>, usize)>> {
+        let body: GenerateBody = super::engine::parse(body).ok()?;
+        let bounds = Bounds { vocab, context, tokenizer: None };
+        let checked = body.check(bounds, || "new".into()).ok()?;
+        let sequence =
+            |prompt: super::body::Prompt| (prompt.input_ids, prompt.sampling.max_new_tokens);
+        Some(checked.prompts.into_iter().map(sequence).collect())
+    }
+}
