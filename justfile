@@ -23,7 +23,7 @@ fmt:
 test *args:
     ./scripts/test {{args}}
 
-# Licences, sources, banned and vulnerable crates.
+# Licences, sources, banned and vulnerable crates, and the code that runs at build time.
 deny:
     ./scripts/deny
 

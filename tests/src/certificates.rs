@@ -10,7 +10,7 @@ const KEY: [&str; 5] = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256
 ///
 /// # Errors
 /// Fails if the folder cannot be written.
-pub(crate) fn make(folder: &Path) -> anyhow::Result<bool> {
+pub fn make(folder: &Path) -> anyhow::Result<bool> {
     let server = "subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth\n";
     std::fs::write(folder.join("server.ext"), server)?;
     std::fs::write(folder.join("client.ext"), "extendedKeyUsage=clientAuth\n")?;

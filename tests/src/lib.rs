@@ -1,6 +1,6 @@
 //! Helpers of the end-to-end tests: the built program, run folders, containers.
 
-mod certificates;
+pub mod certificates;
 mod daemon;
 pub mod skip;
 

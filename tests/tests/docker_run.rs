@@ -363,13 +363,24 @@ fn docker_separate_processes_give_the_same_run_as_one() {
 
     let policy = "environments/micro/policy";
     let checkpoints = folder.path().join("checkpoints");
-    let engine = Server::start(&["serve-engine", "--model", policy, "--listen", "127.0.0.1:0"]);
+    let root = folder.path().to_str().unwrap();
+    let engine = Server::start(&[
+        "serve-engine",
+        "--model",
+        policy,
+        "--checkpoint-root",
+        root,
+        "--listen",
+        "127.0.0.1:0",
+    ]);
     let trainer = Server::start(&[
         "serve-trainer",
         "--model",
         policy,
         "--checkpoints",
         checkpoints.to_str().unwrap(),
+        "--batch-root",
+        root,
         "--listen",
         "127.0.0.1:0",
     ]);
@@ -454,9 +465,12 @@ fn docker_secrets_stay_out_of_sandboxes_files_and_logs() {
         let mut command = orchestrate(args).unwrap();
         Server::of(command.args(["--listen", "127.0.0.1:0"]).env("CANARY", SECRET))
     };
-    let engine = serve(&["serve-engine", "--model", policy, "--api-key-env", "CANARY"]);
+    let root = folder.path().to_str().unwrap();
+    let engine = ["serve-engine", "--model", policy, "--checkpoint-root", root];
+    let engine = serve(&[&engine[..], &["--api-key-env", "CANARY"]].concat());
     let checkpoints = checkpoints.to_str().unwrap();
-    let trainer = ["serve-trainer", "--model", policy, "--checkpoints", checkpoints];
+    let trainer =
+        ["serve-trainer", "--model", policy, "--checkpoints", checkpoints, "--batch-root", root];
     let trainer = serve(&[&trainer[..], &["--token-env", "CANARY"]].concat());
     let (engine_url, trainer_url) =
         (format!("engine.url=\"{}\"", engine.url), format!("trainer.url=\"{}\"", trainer.url));

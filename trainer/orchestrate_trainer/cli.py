@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["main", "parser"]
@@ -22,6 +23,36 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     return serve.serve(given)
+
+
+def _add_network(add: Callable[..., object]) -> None:
+    """Adds the options that say who may reach the server."""
+    add("--tls-cert", type=Path, help="PEM file with the server's certificate: serve HTTPS")
+    add("--tls-key", type=Path, help="PEM file with the private key of --tls-cert")
+    add(
+        "--tls-client-ca",
+        type=Path,
+        help="PEM file with authorities: serve only clients with a certificate of one of them",
+    )
+    add(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="host name by which clients address the server, besides localhost and IP addresses; "
+        "may be repeated",
+    )
+    add(
+        "--max-connections",
+        type=int,
+        default=64,
+        help="number of open connections (default: %(default)s)",
+    )
+    add(
+        "--insecure",
+        action="store_true",
+        help="listen on an address that other hosts reach, without a token or client certificates",
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +77,13 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=30100, help="port; 0 chooses a free one (default: %(default)s)")
     add("--token-env", help="environment variable that holds the bearer token (default: no token)")
-    add("--batch-root", type=Path, help="folder that batches must lie in (default: any folder)")
+    add(
+        "--batch-root",
+        type=Path,
+        action="append",
+        help="folder that batches must lie in; may be repeated (default: the current folder)",
+    )
+    _add_network(add)
     add(
         "--keep",
         type=int,

@@ -8,11 +8,13 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 from transformers.utils import logging as transformers_logging
 
 from .cli import parser
+from .network import NetworkOptions
 from .policy import ModelError, ModelOptions
 from .routers import UnknownRouterError
 from .server import Server
@@ -37,6 +39,22 @@ def serve(given: argparse.Namespace) -> int:
             f"error: environment variable {given.token_env} is unset or empty; set it to the token",
             file=sys.stderr,
         )
+        return 2
+    network = NetworkOptions(
+        host=given.host,
+        port=given.port,
+        token=token,
+        tls_cert=given.tls_cert,
+        tls_key=given.tls_key,
+        tls_client_ca=given.tls_client_ca,
+        allowed_hosts=tuple(given.allowed_host),
+        insecure=given.insecure,
+        max_connections=given.max_connections,
+    )
+    try:
+        network.check()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     transformers_logging.set_verbosity_error()
@@ -64,10 +82,18 @@ def serve(given: argparse.Namespace) -> int:
         return 2
     devices = world.device_names()
     service = server = None
+    roots = given.batch_root or [Path.cwd()]
     if world.is_leader:
-        service = TrainerService(trainer, devices, given.batch_root)
-        server = Server(service, given.host, given.port, token)
-        log.info("listening on http://%s:%d", given.host, server.port)
+        service = TrainerService(trainer, devices, roots)
+        try:
+            server = Server(service, network)
+        except (OSError, ValueError) as error:
+            # uvicorn itself ends the process when the address is in use.
+            print(f"error: cannot serve: {error}", file=sys.stderr)
+            world.leave()
+            return 2
+        scheme = "http" if network.tls_cert is None else "https"
+        log.info("listening on %s://%s:%d", scheme, given.host, server.port)
     # Only the leader decides when to stop; it tells the others.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stopping.set() if service else None)

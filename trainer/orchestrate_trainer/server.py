@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import json
 import math
 import re
@@ -17,15 +17,17 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .jobs import LogprobsRequest, StepRequest
+from .network import Guard, NetworkOptions, error_reply
 from .service import ProtocolError, TrainerService
 
 __all__ = ["Server", "app"]
 
 #: Largest request body, in bytes. Requests name files and carry no data.
 BODY_LIMIT = 1 << 20
+#: Longest time for the body of a request, in seconds.
+BODY_TIME = 30.0
 #: Valid step ids, which appear in paths and file names.
 STEP_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 #: How error messages name a type.
@@ -41,11 +43,8 @@ STEP_FIELDS = {"step_id": str, "base_version": int, "manifest": str, "hyperparam
 LOGPROBS_FIELDS = {"manifest": str, "replay": bool, "temperature": float}
 
 
-def app(service: TrainerService, token: str | None) -> Starlette:
-    """The protocol's routes, answered by ``service``.
-
-    Every request must carry the bearer token ``token``, unless it is ``None``.
-    """
+def app(service: TrainerService, options: NetworkOptions) -> Starlette:
+    """The protocol's routes, answered by ``service`` to requests that ``options`` permit."""
 
     async def info(_: Request) -> Response:
         return JSONResponse(service.info())
@@ -71,16 +70,16 @@ def app(service: TrainerService, token: str | None) -> Starlette:
 
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, ProtocolError)
-        return _error(error.status, error.code, str(error))
+        return error_reply(error.status, error.code, str(error))
 
     async def not_found(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 405:
-            return _error(405, "method_not_allowed", "method not allowed for this path")
-        return _error(error.status_code, "not_found", "path not found")
+            return error_reply(405, "method_not_allowed", "method not allowed for this path")
+        return error_reply(error.status_code, "not_found", "path not found")
 
     async def internal(_: Request, error: Exception) -> Response:
-        return _error(500, "internal", f"internal error: {error!r}")
+        return error_reply(500, "internal", f"internal error: {error!r}")
 
     return Starlette(
         routes=[
@@ -90,7 +89,7 @@ def app(service: TrainerService, token: str | None) -> Starlette:
             Route("/v1/logprobs", logprobs, methods=["POST"]),
             Route("/v1/checkpoints", checkpoint, methods=["POST"]),
         ],
-        middleware=[Middleware(_RequireToken, token=token)],
+        middleware=[Middleware(Guard, options=options)],
         exception_handlers={
             ProtocolError: refused,
             HTTPException: not_found,
@@ -99,37 +98,30 @@ def app(service: TrainerService, token: str | None) -> Starlette:
     )
 
 
-class _RequireToken:
-    """Middleware that checks the bearer token before the request is parsed."""
-
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self._app = app
-        self._expected = None if token is None else f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._expected is not None:
-            sent = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(sent, self._expected):
-                answer = _error(401, "unauthorized", "a valid bearer token is required")
-                await answer(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 async def _body(request: Request) -> Any:
     """The JSON value of a request's body."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > BODY_LIMIT:
-            message = f"the request body must have at most {BODY_LIMIT} bytes"
-            raise ProtocolError(413, "body_too_large", message)
+    try:
+        body = await asyncio.wait_for(_read(request), BODY_TIME)
+    except (TimeoutError, asyncio.TimeoutError):
+        message = "the request body did not arrive in time"
+        raise ProtocolError(408, "body_timed_out", message) from None
     try:
         return json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(
             400, "bad_request", f"the request body is not valid JSON: {error}"
         ) from error
+
+
+async def _read(request: Request) -> bytearray:
+    """The bytes of a request's body."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > BODY_LIMIT:
+            message = f"the request body must have at most {BODY_LIMIT} bytes"
+            raise ProtocolError(413, "body_too_large", message)
+    return body
 
 
 def _fields(body: Any, kinds: dict[str, type]) -> dict[str, Any]:
@@ -148,18 +140,23 @@ def _fields(body: Any, kinds: dict[str, type]) -> dict[str, Any]:
     return found
 
 
-def _error(status: int, code: str, message: str) -> Response:
-    return JSONResponse({"error": {"code": code, "message": message}}, status)
-
-
 class Server:
     """An HTTP server that runs in a separate thread."""
 
-    def __init__(self, service: TrainerService, host: str, port: int, token: str | None) -> None:
-        """Binds the address, so that an address in use is an error here, and starts the thread."""
+    def __init__(self, service: TrainerService, options: NetworkOptions) -> None:
+        """Binds the address, so that an address in use is an error here, and starts the thread.
+
+        Raises ``ValueError`` for an address that other hosts reach without a secret, and
+        ``OSError`` for TLS files that cannot be used.
+        """
+        options.check()
         config = uvicorn.Config(
-            app(service, token), host=host, port=port, log_level="warning", access_log=False
+            app(service, options),
+            log_level="warning",
+            access_log=False,
+            **options.uvicorn_settings(),
         )
+        config.load()
         self._socket = config.bind_socket()
         # Requests made before the thread runs wait instead of being refused.
         self._socket.listen()

@@ -16,6 +16,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 from blake3 import blake3
 
 from .batch import Batch, BatchError
+from .folders import NotAllowedError, batch_file
 from .jobs import (
     LogprobsJob,
     LogprobsRequest,
@@ -102,11 +104,14 @@ class Trainer:
 class TrainerService:
     """Answers requests to a running trainer. Methods may be called from any thread."""
 
-    def __init__(self, trainer: Trainer, devices: list[str], batch_root: Path | None) -> None:
-        """``devices`` are shown to clients; batches must lie in ``batch_root`` if it is given."""
+    def __init__(
+        self, trainer: Trainer, devices: list[str], batch_roots: Sequence[Path] | None
+    ) -> None:
+        """``devices`` are shown to clients; batches must lie in a folder of ``batch_roots``, or
+        anywhere if it is ``None``."""
         self._trainer = trainer
         self._devices = devices
-        self._batch_root = batch_root
+        self._batch_roots = batch_roots
         self._lock = threading.Lock()
         self._position = trainer.position
         #: The step that is queued or running, or the last one if it failed.
@@ -256,11 +261,9 @@ class TrainerService:
         if path.name != "manifest.json":
             raise invalid_path("the file name must be `manifest.json`")
         try:
-            real = path.resolve(strict=True)
-        except OSError:
-            raise invalid_path("file not found or not readable") from None
-        if self._batch_root is not None and not real.is_relative_to(self._batch_root.resolve()):
-            raise invalid_path("lies outside the folder set by --batch-root")
+            real = batch_file(path, self._batch_roots)
+        except NotAllowedError as error:
+            raise invalid_path(str(error)) from None
         try:
             batch = Batch.open(real)
         except BatchError as error:

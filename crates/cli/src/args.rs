@@ -1,8 +1,10 @@
 //! The command line. Settings of a run are never flags: they live in config files and `--set`.
 
+mod network;
 mod tasks;
 mod variant;
 
+pub(crate) use network::NetworkArgs;
 pub(crate) use tasks::{MakeArgs, SplitArg, TaskSelection, TasksArgs, TasksCommand};
 pub(crate) use variant::Variant;
 
@@ -426,7 +428,10 @@ pub(crate) struct WarmStartArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  orchestrate serve-engine --model environments/micro/policy --listen 127.0.0.1:30000
+  orchestrate serve-engine --model environments/micro/policy --listen 127.0.0.1:30000 \\
+      --checkpoint-root runs
+  KEY=... orchestrate serve-engine --model policy --listen 0.0.0.0:30000 --api-key-env KEY \\
+      --tls-cert cert.pem --tls-key key.pem
   curl -s 127.0.0.1:30000/generate -H 'content-type: application/json' \\
       -d '{\"input_ids\":[1,2,3],\"sampling_params\":{\"max_new_tokens\":4},\"return_routed_experts\":true}'")]
 pub(crate) struct ServeEngineArgs {
@@ -448,15 +453,24 @@ pub(crate) struct ServeEngineArgs {
     /// Version name of the initial weights.
     #[arg(long, default_value = "0")]
     pub(crate) weight_version: String,
+    /// Folder that weight updates may load checkpoints from; may be repeated [default: the folder
+    /// that contains --model].
+    #[arg(long = "checkpoint-root", value_name = "DIR")]
+    pub(crate) checkpoint_roots: Vec<Utf8PathBuf>,
     /// Environment variable with the API key that clients must send [default: no key needed].
-    #[arg(long, value_name = "VAR")]
+    #[arg(long, value_name = "VAR", alias = "token-env")]
     pub(crate) api_key_env: Option<String>,
+    #[command(flatten)]
+    pub(crate) network: NetworkArgs,
 }
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  orchestrate serve-trainer --model environments/micro/policy --checkpoints checkpoints")]
+  orchestrate serve-trainer --model environments/micro/policy --checkpoints checkpoints \\
+      --batch-root runs
+  orchestrate serve-trainer --model policy --checkpoints checkpoints --listen 0.0.0.0:30100 \\
+      --tls-cert cert.pem --tls-key key.pem --tls-client-ca ca.pem")]
 pub(crate) struct ServeTrainerArgs {
     /// Starting checkpoint (Hugging Face layout); ignored once `--checkpoints` holds a newer one.
     #[arg(long, value_name = "DIR")]
@@ -470,9 +484,14 @@ pub(crate) struct ServeTrainerArgs {
     /// Number of newest checkpoints to keep.
     #[arg(long, default_value_t = 3)]
     pub(crate) keep: usize,
+    /// Folder that batches may lie in; may be repeated [default: the current folder].
+    #[arg(long = "batch-root", value_name = "DIR")]
+    pub(crate) batch_roots: Vec<Utf8PathBuf>,
     /// Environment variable with the bearer token that clients must send [default: no token needed].
     #[arg(long, value_name = "VAR")]
     pub(crate) token_env: Option<String>,
+    #[command(flatten)]
+    pub(crate) network: NetworkArgs,
 }
 
 #[derive(Debug, Args)]

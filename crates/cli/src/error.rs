@@ -122,6 +122,16 @@ pub enum UsageError {
         /// The file or folder.
         path: Utf8PathBuf,
     },
+    /// Other hosts reach the address, and nobody would have to prove who they are.
+    #[error(
+        "{address} is reachable from other hosts, and anybody there could load weights and use the \
+         server; require a secret (--token-env) or client certificates (--tls-client-ca), or insist \
+         with --insecure"
+    )]
+    OpenAddress {
+        /// As given.
+        address: SocketAddr,
+    },
     /// The address cannot be listened on.
     #[error("cannot listen on {address}; choose another --listen")]
     Listen {

@@ -9,6 +9,7 @@ use orchestrate_engine::{EngineError, EngineErrorKind};
 use orchestrate_handoff::batch::BatchErrorKind;
 use orchestrate_handoff::{TrainerError, TrainerErrorKind};
 use orchestrate_moe::CheckpointError;
+use orchestrate_moe::http::HttpSetupError;
 use orchestrate_moe::infer::EngineServeError;
 use orchestrate_moe::train::ServeTrainerError;
 use orchestrate_rollout::ChatError;
@@ -123,6 +124,7 @@ fn code(error: &anyhow::Error) -> u8 {
             || cause.is::<LoadError>()
             || cause.is::<Refused>()
             || cause.is::<TreeError>()
+            || matches!(cause.downcast_ref(), Some(HttpSetupError::TlsFile { .. }))
     };
     if causes(error).any(is_config) {
         return CONFIG;

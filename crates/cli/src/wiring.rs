@@ -17,6 +17,7 @@ use orchestrate_engine::{
 };
 use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
+use orchestrate_moe::http::{AllowedFolders, HttpLimits, HttpOptions};
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{
@@ -36,6 +37,9 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// Time that embedded servers get to finish after a run.
 const SERVER_GRACE: std::time::Duration = std::time::Duration::from_secs(10);
+
+/// Maximum number of connections of the embedded trainer. The coordinator is its only client.
+const TRAINER_CONNECTIONS: usize = 64;
 
 /// The tasks that serve the embedded engine and trainer.
 #[derive(Debug)]
@@ -84,6 +88,19 @@ async fn loopback() -> anyhow::Result<(TcpListener, String)> {
     Ok((listener, url))
 }
 
+/// A key that only this process knows, so that no other user of this machine can use an embedded
+/// server. It is never written anywhere.
+fn random_key() -> String {
+    let bytes: [u8; 32] = rand::random();
+    blake3::Hash::from_bytes(bytes).to_hex().to_string()
+}
+
+/// How this process reaches an embedded server.
+fn embedded(key: String, max_connections: usize) -> HttpOptions {
+    let limits = HttpLimits { max_connections, ..HttpLimits::default() };
+    HttpOptions { token: Some(key), limits, ..HttpOptions::default() }
+}
+
 /// The shape of the served model, which determines the shape of routing rows.
 pub(crate) fn shape(plan: &EngineSettings, model: &Utf8Path) -> anyhow::Result<ModelShape> {
     match plan.kind {
@@ -92,11 +109,12 @@ pub(crate) fn shape(plan: &EngineSettings, model: &Utf8Path) -> anyhow::Result<M
     }
 }
 
-/// The configured servers as one engine, or an embedded one started on `model`.
+/// The configured servers as one engine, or an embedded one started on `model`, which loads weights
+/// from the run's `folder`.
 pub(crate) async fn engine(
     settings: &Settings,
     servers: &mut Servers,
-    model: &Utf8Path,
+    (model, folder): (&Utf8Path, &Utf8Path),
 ) -> anyhow::Result<Fleet> {
     let plan = &settings.engine;
     let shape = shape(plan, model)?;
@@ -104,25 +122,36 @@ pub(crate) async fn engine(
         Some(name) => discover(name).await?,
         None => plan.servers(),
     };
+    let mut api_key = plan.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?;
     if urls.is_empty() {
         let (listener, url) = loopback().await?;
+        let key = random_key();
+        let around = model.parent().unwrap_or(model).to_owned();
         let options = EngineOptions {
             weight_format: settings.embedded.weight_format,
             weight_version: "0".into(),
             max_running: settings.embedded.max_running,
             cache_tokens: settings.embedded.cache_tokens,
+            checkpoint_roots: match &settings.trainer.url {
+                None => AllowedFolders::below([folder.join("checkpoints"), around]),
+                // Its trainer says where its checkpoints are, and only this process has the key.
+                Some(_) => AllowedFolders::any(),
+            },
+            http: embedded(key.clone(), 4 * plan.max_in_flight + 64),
             ..EngineOptions::new(model)
         };
         let cancel = servers.cancel.clone();
         servers.tasks.spawn(async move { Ok(serve_engine(options, listener, cancel).await?) });
         urls.push(url);
+        api_key = Some(key);
     }
-    let api_key = plan.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?;
+    let tls = plan.tls().read("engine").map_err(|p| config::ConfigError::Problems(vec![p]))?;
     let (kind, patience) = (plan.kind, plan.start_timeout.0);
     let connecting = urls.into_iter().map(|url| {
         let options = ClientOptions {
             url: url.clone(),
             api_key: api_key.clone(),
+            tls: tls.clone(),
             shape: shape.clone(),
             max_in_flight: plan.max_in_flight,
             require_routed_experts: plan.require_routed_experts,
@@ -202,23 +231,25 @@ pub(crate) async fn trainer(
     servers: &mut Servers,
 ) -> anyhow::Result<HttpTrainer> {
     let plan = &settings.trainer;
-    let url = if let Some(url) = &plan.url {
-        url.clone()
+    let (url, token) = if let Some(url) = &plan.url {
+        let token = plan.token().map_err(|p| config::ConfigError::Problems(vec![p]))?;
+        (url.clone(), token)
     } else {
         let (listener, url) = loopback().await?;
+        let key = random_key();
         let options = TrainerOptions {
             policy: settings.engine.model.clone(),
             checkpoints: folder.join("checkpoints"),
             keep: settings.run.keep_checkpoints as usize,
-            batch_root: Some(folder.to_owned()),
-            token: None,
+            batch_roots: AllowedFolders::below([folder.to_owned()]),
+            http: embedded(key.clone(), TRAINER_CONNECTIONS),
         };
         let cancel = servers.cancel.clone();
         servers.tasks.spawn(async move { Ok(serve_trainer(options, listener, cancel).await?) });
-        url
+        (url, Some(key))
     };
-    let token = plan.token().map_err(|p| config::ConfigError::Problems(vec![p]))?;
-    let client = TrainerClient::new(&url, token)?;
+    let tls = plan.tls().read("trainer").map_err(|p| config::ConfigError::Problems(vec![p]))?;
+    let client = TrainerClient::new(&url, token, &tls)?;
     Ok(HttpTrainer { client, step_timeout: plan.step_timeout.0 })
 }
 
@@ -326,7 +357,7 @@ pub(crate) async fn parts(
     provider.check_images(&known).await?;
     let sandboxes: Arc<dyn SandboxProvider> = Arc::new(provider);
     let engine: Arc<dyn Engine> =
-        Arc::new(engine(settings, servers, &settings.engine.model).await?);
+        Arc::new(engine(settings, servers, (&settings.engine.model, folder)).await?);
     let chat =
         ChatModel::load_for(settings.engine.tokenizer_folder(), settings.rollout.chat_options())?;
     let episodes = Arc::new(EpisodeRunner {
@@ -417,3 +448,6 @@ pub(crate) fn absolute(folder: &Utf8Path) -> Result<Utf8PathBuf, UsageError> {
     let path = std::path::absolute(folder).map_err(|_| not_a_path(folder.to_string()))?;
     Utf8PathBuf::from_path_buf(path).map_err(|path| not_a_path(path.display().to_string()))
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,6 +5,7 @@ use crate::error::RunError;
 use crate::events::{Event, Reporter};
 use crate::groups::Decision;
 use crate::plan::EvaluationPlan;
+use crate::retries::RetryWatch;
 use crate::stop::Stop;
 use camino::Utf8Path;
 use orchestrate_engine::Engine;
@@ -42,6 +43,7 @@ pub(crate) struct Context {
     pub(crate) stop: Stop,
     pub(crate) in_flight: Semaphore,
     pub(crate) live: LiveVersion,
+    pub(crate) retries: RetryWatch,
 }
 
 /// The weights that engines serve: an episode that starts now is sampled with them.
@@ -71,6 +73,7 @@ impl Context {
             run: store.reader().run().await?.run,
             in_flight: Semaphore::new(plan.sampling.max_in_flight as usize),
             live: LiveVersion::default(),
+            retries: RetryWatch::default(),
             store,
             episodes,
             plan,

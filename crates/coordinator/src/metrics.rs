@@ -4,10 +4,10 @@ use crate::error::RunError;
 use crate::groups::{SealedGroup, SealedMember};
 use crate::lag::LagSummary;
 use orchestrate_handoff::protocol::{Disagreement, Mismatch, StepMetrics, StepResult};
-use orchestrate_metrics::{SCHEMA_VERSION, SandboxHost, StepLine, is_solved};
+use orchestrate_metrics::{BrokenByStage, SCHEMA_VERSION, SandboxHost, StepLine, is_solved};
 use orchestrate_sandbox::HostUsage;
 use orchestrate_store::{AttemptState, EpisodeState, GroupRow, GroupState, Reader, StepRow};
-use orchestrate_types::{Outcome, PolicyVersion, now};
+use orchestrate_types::{Outcome, PolicyVersion, Stage, now};
 use std::time::Duration;
 
 /// Wall time that this coordinator spent on a step. Time that an earlier start spent on it is not
@@ -40,6 +40,12 @@ pub(crate) async fn step_line(
         let given_up = episodes.iter().filter(|e| e.state == EpisodeState::Quarantined);
         broken_episodes += given_up.count() as u64;
     }
+    let broken_attempts = reader.attempts_of_step(row.step, AttemptState::Broken).await?;
+    let by_stage = if broken_attempts > 0 {
+        broken_by_stage(reader, &groups).await?
+    } else {
+        BrokenByStage::default()
+    };
     let count = |state| Some(groups.iter().filter(|g| g.state == state).count() as u64);
     let staleness = trained_staleness(&groups, &members, row.base_version);
     let line = StepLine {
@@ -50,7 +56,8 @@ pub(crate) async fn step_line(
         groups_kept: count(GroupState::Kept),
         groups_dropped: count(GroupState::Dropped),
         broken_episodes: Some(broken_episodes),
-        broken_attempts: Some(reader.attempts_of_step(row.step, AttemptState::Broken).await?),
+        broken_attempts: Some(broken_attempts),
+        broken_attempts_by_stage: Some(by_stage),
         staleness_mean: mean(staleness.iter().map(|&versions| versions as f64)),
         staleness_max: staleness.iter().max().copied(),
         sandbox_hosts: Some(hosts.iter().map(sandbox_host).collect()),
@@ -58,6 +65,28 @@ pub(crate) async fn step_line(
     };
     let line = with_training(line, result.map(|result| &result.metrics));
     Ok(with_times(with_episodes(line, &members), &members, times))
+}
+
+/// Counts the broken attempts of these groups by the stage at which they broke.
+async fn broken_by_stage(reader: &Reader, groups: &[GroupRow]) -> Result<BrokenByStage, RunError> {
+    let mut counts = BrokenByStage::default();
+    for group in groups {
+        for episode in reader.episodes_of_group(group.id).await? {
+            let attempts = reader.attempts(episode.id).await?;
+            for attempt in attempts.iter().filter(|row| row.state == AttemptState::Broken) {
+                let Some(Outcome::Broken { stage, .. }) = &attempt.outcome else { continue };
+                *match stage {
+                    Stage::Setup => &mut counts.setup,
+                    Stage::Generate => &mut counts.generate,
+                    Stage::Exec => &mut counts.exec,
+                    Stage::Collect => &mut counts.collect,
+                    Stage::Grade => &mut counts.grade,
+                    Stage::Record => &mut counts.record,
+                } += 1;
+            }
+        }
+    }
+    Ok(counts)
 }
 
 /// Fills in the metrics that come from episodes. Rewards are those of all sampled groups: those of kept

@@ -4,10 +4,10 @@ use crate::context::Context;
 use crate::error::RunError;
 use crate::events::Event;
 use crate::record::{broken_report, to_record};
-use crate::schedule::episode_seed;
+use crate::schedule::attempt_seed;
 use futures::FutureExt;
 use orchestrate_rollout::{EpisodeReport, EpisodeRequest};
-use orchestrate_store::{AfterBreak, Claim, EpisodeState};
+use orchestrate_store::{AfterBreak, AttemptState, Claim, EpisodeState};
 use orchestrate_tasks::Task;
 use orchestrate_types::{AbortCause, AttemptId, EpisodeId, GroupId, Outcome, Stage};
 use std::collections::{BTreeMap, VecDeque};
@@ -182,7 +182,8 @@ async fn run_episode(
             }
         };
         context.report(&Event::AttemptStarted { attempt });
-        let report = run_attempt(context, settings, attempt, task.clone()).await;
+        let seed = seed_of(context, attempt).await?;
+        let report = run_attempt(context, settings, attempt, seed, task.clone()).await;
         drop(permit);
         context.report(&Event::AttemptEnded {
             attempt,
@@ -190,6 +191,10 @@ async fn run_episode(
             turns: report.turns.len(),
         });
         let outcome = report.outcome.clone();
+        let is_broken = matches!(outcome, Outcome::Broken { .. });
+        if let Some(warning) = context.retries.count(&task.id, is_broken) {
+            context.warn(warning);
+        }
         let record = to_record(report, &task.id, settings.want_routing)?;
         match outcome {
             Outcome::Scored { .. } | Outcome::Truncated { .. } => {
@@ -216,10 +221,22 @@ async fn run_episode(
     }
 }
 
+/// The seed of an attempt: of its own after each attempt that broke.
+async fn seed_of(context: &Context, attempt: AttemptId) -> Result<u64, RunError> {
+    let mut broken = 0;
+    if attempt.attempt > 1 {
+        let earlier = context.store.reader().attempts(attempt.episode).await?;
+        broken = earlier.iter().filter(|row| row.state == AttemptState::Broken).count();
+    }
+    let broken = u32::try_from(broken).unwrap_or(u32::MAX);
+    Ok(attempt_seed(context.plan.run.seed, attempt.episode, broken))
+}
+
 async fn run_attempt(
     context: &Context,
     settings: StageSettings,
     attempt: AttemptId,
+    seed: u64,
     task: Arc<Task>,
 ) -> EpisodeReport {
     let request = EpisodeRequest {
@@ -228,7 +245,7 @@ async fn run_attempt(
         attempt,
         task,
         policy_version: context.live.get(),
-        seed: episode_seed(context.plan.run.seed, attempt.episode),
+        seed,
         temperature: settings.temperature,
         want_routing: settings.want_routing,
     };

@@ -11,6 +11,7 @@ enum Purpose {
     TaskOrder = 1,
     TrainEpisode = 2,
     EvalEpisode = 3,
+    Retry = 4,
 }
 
 fn stream(run_seed: u64, purpose: Purpose, first: u64, second: u64) -> ChaCha8Rng {
@@ -31,7 +32,19 @@ pub fn task_index(run_seed: u64, seq: u32, tasks: usize) -> usize {
     order.get(place).copied().unwrap_or(0)
 }
 
-/// Seed of an episode; a retry has the same seed. The seed of an evaluation episode depends on task and
+/// Seed of an attempt of an episode, of which `broken` attempts broke before: the episode's own for
+/// the first, and another for each retry, because a deterministic engine would otherwise repeat what
+/// broke it. Attempts that the coordinator itself lost do not count, so that a resumed run samples the
+/// same.
+pub fn attempt_seed(run_seed: u64, episode: EpisodeId, broken: u32) -> u64 {
+    let first = episode_seed(run_seed, episode);
+    if broken == 0 {
+        return first;
+    }
+    stream(run_seed, Purpose::Retry, first, u64::from(broken)).next_u64()
+}
+
+/// Seed of an episode's first attempt. The seed of an evaluation episode depends on task and
 /// sample but not on the round, so that rounds are compared under the same random numbers.
 pub fn episode_seed(run_seed: u64, episode: EpisodeId) -> u64 {
     let member = u64::from(episode.member);
@@ -57,6 +70,14 @@ mod tests {
         for order in [first, second] {
             assert_eq!(order.into_iter().collect::<BTreeSet<_>>().len(), 7);
         }
+    }
+
+    #[test]
+    fn each_retry_has_a_seed_of_its_own() {
+        let id: EpisodeId = "t000012.03".parse().unwrap();
+        let seeds: BTreeSet<u64> = (0..5).map(|broken| attempt_seed(1, id, broken)).collect();
+        assert_eq!(seeds.len(), 5);
+        assert_eq!(attempt_seed(1, id, 0), episode_seed(1, id));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Chat servers take messages, which they turn into tokens with their own template. They hide token
 //! ids, log-probabilities and routed experts, so their replies can be evaluated but never trained on.
 
-mod reply;
+pub(crate) mod reply;
 
 use crate::api::{Engine, EngineInfo};
 use crate::capability::{CapabilityFinding, ProbeReport, Worker};
@@ -80,7 +80,7 @@ impl ChatClient {
     pub fn new(options: ClientOptions) -> Result<Self, EngineError> {
         let base = options.url.trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base);
-        let server = Server::new(base, options.api_key.as_deref())?;
+        let server = Server::new(base, options.api_key.as_deref(), &options.tls)?;
         let model = options.served_model.ok_or_else(|| {
             let message = "chat requests must name a model; set engine.served_model";
             server.error("connect", EngineErrorKind::unsupported(message))

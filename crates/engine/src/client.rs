@@ -13,6 +13,7 @@ use async_trait::async_trait;
 use backon::{ConstantBuilder, Retryable};
 use bytes::Bytes;
 use camino::Utf8Path;
+use orchestrate_settings::TlsClientPem;
 use orchestrate_types::{ModelShape, PolicyVersion};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -32,6 +33,8 @@ pub struct ClientOptions {
     pub url: String,
     /// API key, sent as a bearer token.
     pub api_key: Option<String>,
+    /// Authorities that sign the server's certificate, and the client's own certificate.
+    pub tls: TlsClientPem,
     /// Shape of the model that it serves. Replies are checked against it.
     pub shape: ModelShape,
     /// Maximum number of concurrent generations, at least 1.
@@ -92,7 +95,7 @@ impl<D: Dialect> Client<D> {
     /// cannot be set up.
     pub fn new(options: ClientOptions) -> Result<Self, EngineError> {
         Ok(Self {
-            server: Server::new(&options.url, options.api_key.as_deref())?,
+            server: Server::new(&options.url, options.api_key.as_deref(), &options.tls)?,
             context: AtomicUsize::new(options.shape.context),
             shape: Arc::new(options.shape),
             permits: Semaphore::new(options.max_in_flight.clamp(1, Semaphore::MAX_PERMITS)),

@@ -4,7 +4,7 @@ use crate::EngineKind;
 use crate::capability::TRAINING_REQUIREMENTS;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_settings::{
-    Problems, above, between, not_blank, setting_types, settings, variable_name,
+    Problems, TlsClientFiles, above, between, not_blank, setting_types, settings, variable_name,
 };
 use orchestrate_types::{ConfigProblem, HumanDuration};
 
@@ -39,6 +39,13 @@ settings! {
     /// Name of the environment variable that holds the server's API key.
     api_key_env: Option<String> = None => "no key is sent",
         variable_name("must be the name of an environment variable, not the key itself");
+    /// PEM file with the authorities whose certificates are accepted from an `https` server, instead of the
+    /// system's.
+    tls_ca: Option<Utf8PathBuf> = None => "the system's authorities";
+    /// PEM file with the certificate that is shown to a server that asks for one (mutual TLS).
+    tls_cert: Option<Utf8PathBuf> = None => "no certificate is shown";
+    /// PEM file with the private key of `tls_cert`.
+    tls_key: Option<Utf8PathBuf> = None => "none";
     /// Longest time one generation may take.
     request_timeout: HumanDuration = HumanDuration::secs(20 * 60), above(NO_TIME);
     /// Longest time one weight update may take.
@@ -57,6 +64,9 @@ settings! {
 
 fn check_together(written: &EngineSection, settings: &EngineSettings, problems: &mut Problems) {
     check_servers(settings, problems);
+    let servers = settings.servers();
+    let urls = servers.iter().map(String::as_str).chain(settings.discover.as_deref());
+    settings.tls().check(urls, problems);
     let has_url = !settings.servers().is_empty() || settings.discover.is_some();
     let kind = settings.kind;
     let served = settings.served_model.as_deref();
@@ -157,6 +167,12 @@ impl EngineSettings {
              but {TRAINING_REQUIREMENTS}"
         );
         Err(ConfigProblem::new("engine.kind", self.kind, remedy))
+    }
+
+    /// The files of `tls_ca`, `tls_cert` and `tls_key`.
+    pub fn tls(&self) -> TlsClientFiles {
+        let Self { tls_ca: ca, tls_cert: certificate, tls_key: key, .. } = self.clone();
+        TlsClientFiles { ca, certificate, key }
     }
 
     /// The API key from the environment; `None` if no variable is named.

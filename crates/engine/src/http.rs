@@ -2,6 +2,7 @@
 
 use crate::error::{EngineError, EngineErrorKind, ErrorDetail};
 use bytes::Bytes;
+use orchestrate_settings::TlsClientPem;
 use orchestrate_types::TokenId;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use reqwest::{Method, RequestBuilder, Url};
@@ -54,7 +55,11 @@ pub struct Server {
 
 impl Server {
     /// Connects on the first call. Proxy settings of the environment are ignored.
-    pub(crate) fn new(url: &str, api_key: Option<&str>) -> Result<Self, EngineError> {
+    pub(crate) fn new(
+        url: &str,
+        api_key: Option<&str>,
+        tls: &TlsClientPem,
+    ) -> Result<Self, EngineError> {
         let base = url.trim_end_matches('/').to_owned();
         let error = |kind| EngineError { engine: base.clone(), call: "connect", kind };
         // `localhost:30000` parses, too: as a URL with the scheme `localhost`.
@@ -83,12 +88,13 @@ impl Server {
             .pool_idle_timeout(POOL_IDLE)
             .tcp_keepalive(KEEP_ALIVE)
             .redirect(reqwest::redirect::Policy::none())
-            .retry(reqwest::retry::never())
-            .build()
-            .map_err(|cause| {
-                let message = "the HTTP client cannot be set up";
-                error(EngineErrorKind::Unsupported(ErrorDetail::caused_by(message, cause)))
-            })?;
+            .retry(reqwest::retry::never());
+        let http = with_tls(http, tls).and_then(reqwest::ClientBuilder::build);
+        let http = http.map_err(|cause| {
+            let message =
+                "the HTTP client cannot be set up; check engine.tls_ca, tls_cert and tls_key";
+            error(EngineErrorKind::Unsupported(ErrorDetail::caused_by(message, cause)))
+        })?;
         Ok(Self { base, root, api_key, http })
     }
 
@@ -174,6 +180,20 @@ impl Server {
         let request = self.request(Method::POST, path).json(body);
         send(request, timeout, INFO_LIMIT).await.map_err(|kind| self.error(call, kind))
     }
+}
+
+/// Has a client trust the given authorities only, and show the given certificate.
+fn with_tls(
+    mut client: reqwest::ClientBuilder,
+    tls: &TlsClientPem,
+) -> reqwest::Result<reqwest::ClientBuilder> {
+    if let Some(ca) = &tls.ca {
+        client = client.tls_certs_only(reqwest::Certificate::from_pem_bundle(ca)?);
+    }
+    if let Some(identity) = &tls.identity {
+        client = client.identity(reqwest::Identity::from_pem(identity)?);
+    }
+    Ok(client)
 }
 
 /// The JSON body of a request: token ids under `key`, then the fields of the object `others`.
@@ -366,14 +386,14 @@ mod tests {
             ("http://one:1/", "http://one:1/generate"),
             ("https://one/models/a/", "https://one/models/a/generate"),
         ] {
-            let server = Server::new(url, Some("key")).unwrap();
+            let server = Server::new(url, Some("key"), &TlsClientPem::default()).unwrap();
             let request = server.sampling_request("/generate", String::new(), "session");
             let request = request.build().unwrap();
             assert_eq!(request.url().as_str(), path);
             assert_eq!(request.headers()[AUTHORIZATION], "Bearer key");
         }
         for url in ["", "/one", "localhost:30000", "unix:///one"] {
-            let error = Server::new(url, None).unwrap_err().to_string();
+            let error = Server::new(url, None, &TlsClientPem::default()).unwrap_err().to_string();
             assert!(error.contains("is not a valid HTTP URL (expected e.g. http://"), "{error}");
         }
     }
@@ -400,7 +420,7 @@ mod tests {
         let requests = async {
             let read = async |limit| {
                 // A new connection each time: the server closes it after one reply.
-                let server = Server::new(&url, None).unwrap();
+                let server = Server::new(&url, None, &TlsClientPem::default()).unwrap();
                 send(server.request(Method::GET, "/"), CALL_TIMEOUT, limit).await
             };
             assert_eq!(read(9).await.unwrap(), "abcdefghi");

@@ -8,6 +8,7 @@ use crate::error::{EngineError, EngineErrorKind};
 use crate::http::Server;
 use crate::sglang::Sglang;
 use crate::vllm::Vllm;
+use orchestrate_settings::TlsClientPem;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -62,6 +63,7 @@ impl EngineKind {
         start_timeout: Duration,
     ) -> Result<(Arc<dyn Worker>, EngineInfo), EngineError> {
         let (url, api_key) = (options.url.clone(), options.api_key.clone());
+        let tls = options.tls.clone();
         let connected: Result<(Arc<dyn Worker>, EngineInfo), EngineError> = match self {
             Self::Sglang => Client::<Sglang>::connect(options, start_timeout)
                 .await
@@ -77,7 +79,7 @@ impl EngineKind {
         };
         match connected {
             Err(error) if may_be_another_kind(&error.kind) => {
-                Err(self.explain(&url, api_key.as_deref()).await.unwrap_or(error))
+                Err(self.explain(&url, api_key.as_deref(), &tls).await.unwrap_or(error))
             }
             connected => connected,
         }
@@ -85,8 +87,13 @@ impl EngineKind {
 
     /// The error for a server that does not answer like this kind; `None` if it is of this kind
     /// after all, or cannot be asked.
-    async fn explain(self, url: &str, api_key: Option<&str>) -> Option<EngineError> {
-        let server = Server::new(url, api_key).ok()?;
+    async fn explain(
+        self,
+        url: &str,
+        api_key: Option<&str>,
+        tls: &TlsClientPem,
+    ) -> Option<EngineError> {
+        let server = Server::new(url, api_key, tls).ok()?;
         let message = match identify(&server).await.ok()? {
             Identity::Known(kind) if kind == self => return None,
             Identity::Known(kind) => {
@@ -102,8 +109,12 @@ impl EngineKind {
     ///
     /// # Errors
     /// If nothing answers, or if the server cannot be trained with.
-    pub async fn detect(url: &str, api_key: Option<&str>) -> Result<Self, EngineError> {
-        let server = Server::new(url, api_key)?;
+    pub async fn detect(
+        url: &str,
+        api_key: Option<&str>,
+        tls: &TlsClientPem,
+    ) -> Result<Self, EngineError> {
+        let server = Server::new(url, api_key, tls)?;
         let message = match identify(&server).await? {
             Identity::Known(kind) => return Ok(kind),
             Identity::ChatOnly => chat_only(),

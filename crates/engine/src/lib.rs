@@ -43,9 +43,29 @@ pub use request::{GenerateRequest, MessagePrompt, Prompt, Sampling, SessionOpeni
 pub use sglang::Sglang;
 pub use vllm::Vllm;
 
+pub use orchestrate_settings::TlsClientPem;
+
 /// The client of an SGLang server.
 pub type SglangClient = Client<Sglang>;
 /// The client of a vLLM server.
 pub type VllmClient = Client<Vllm>;
 /// How to reach one SGLang server.
 pub type SglangOptions = ClientOptions;
+
+/// Parsers of replies, for the fuzz targets.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    pub use crate::reply::{CheckedReply, ExpectedReply};
+    use crate::{AssistantMessage, EngineErrorKind, Finish};
+
+    /// Parses a reply of `/v1/chat/completions` to a prompt of `messages` messages.
+    ///
+    /// # Errors
+    /// The first field that is wrong, and why.
+    pub fn chat_reply(
+        body: &[u8],
+        messages: usize,
+    ) -> Result<(Finish, AssistantMessage, usize), EngineErrorKind> {
+        crate::chat::reply::read(body, messages)
+    }
+}

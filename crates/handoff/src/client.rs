@@ -5,6 +5,7 @@ use crate::protocol::{
     StepResult, StepState, StepStatus, TrainerInfo,
 };
 use backon::{ExponentialBuilder, Retryable};
+use orchestrate_settings::TlsClientPem;
 use orchestrate_types::Retry;
 use reqwest::{Method, StatusCode};
 use serde::de::DeserializeOwned;
@@ -13,6 +14,9 @@ use tokio::time::Instant;
 
 /// Limit on the time to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Shorter than the 5 s after which trainers close idle connections, so that no request is sent on a
+/// connection that is being closed.
+const POOL_IDLE: Duration = Duration::from_secs(2);
 /// Limit on a call that only reads state or accepts a request.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Shortest and longest pause between two status requests for a running step. In between, a pause is
@@ -94,7 +98,7 @@ impl TrainerError {
 }
 
 /// Client of the trainer at one URL.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct TrainerClient {
     base: String,
     token: Option<String>,
@@ -103,20 +107,26 @@ pub struct TrainerClient {
 
 impl TrainerClient {
     /// A client of the trainer at `base` (e.g. `http://127.0.0.1:7070`), with its bearer token
-    /// if it requires one. Connects on the first call. Proxy settings in the environment are ignored.
+    /// if it requires one, and the certificates for an `https` URL. Connects on the first call. Proxy
+    /// settings in the environment are ignored.
     ///
     /// # Errors
-    /// [`TrainerErrorKind::Unreachable`] when the HTTP client cannot be set up.
-    pub fn new(base: &str, token: Option<String>) -> Result<Self, TrainerError> {
+    /// [`TrainerErrorKind::Unreachable`] when the HTTP client cannot be set up, e.g. with a certificate
+    /// that is not valid.
+    pub fn new(
+        base: &str,
+        token: Option<String>,
+        tls: &TlsClientPem,
+    ) -> Result<Self, TrainerError> {
         let base = base.trim_end_matches('/').to_owned();
         // Fails only if a provider is already installed; that one is used then.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder()
             .no_proxy()
             .connect_timeout(CONNECT_TIMEOUT)
-            .redirect(reqwest::redirect::Policy::none())
-            .build();
-        match http {
+            .pool_idle_timeout(POOL_IDLE)
+            .redirect(reqwest::redirect::Policy::none());
+        match with_tls(http, tls).and_then(reqwest::ClientBuilder::build) {
             Ok(http) => Ok(Self { base, token, http }),
             Err(error) => Err(TrainerError {
                 trainer: base,
@@ -375,6 +385,29 @@ impl TrainerClient {
     fn error(&self, call: &'static str, kind: TrainerErrorKind) -> TrainerError {
         TrainerError { trainer: self.base.clone(), call, kind }
     }
+}
+
+impl std::fmt::Debug for TrainerClient {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TrainerClient")
+            .field("base", &self.base)
+            .field("token", &self.token.as_ref().map(|_| "(not shown)"))
+            .finish_non_exhaustive()
+    }
+}
+
+/// Has a client trust the given authorities only, and show the given certificate.
+fn with_tls(
+    mut client: reqwest::ClientBuilder,
+    tls: &TlsClientPem,
+) -> reqwest::Result<reqwest::ClientBuilder> {
+    if let Some(ca) = &tls.ca {
+        client = client.tls_certs_only(reqwest::Certificate::from_pem_bundle(ca)?);
+    }
+    if let Some(identity) = &tls.identity {
+        client = client.identity(reqwest::Identity::from_pem(identity)?);
+    }
+    Ok(client)
 }
 
 struct Call<'a> {

@@ -1,6 +1,7 @@
 //! The sections `[handoff]` and `[trainer]`.
 
-use orchestrate_settings::{above, satisfies, settings, variable_name};
+use camino::Utf8PathBuf;
+use orchestrate_settings::{Problems, TlsClientFiles, above, satisfies, settings, variable_name};
 use orchestrate_types::{ConfigProblem, HumanDuration};
 
 settings! {
@@ -17,7 +18,7 @@ settings! {
 settings! {
     /// Address of the trainer.
     #[derive(Eq)]
-    [trainer] pub TrainerSection -> TrainerSettings;
+    [trainer] pub TrainerSection -> TrainerSettings, check: check_tls;
 
     /// Base URL of a trainer, e.g. `http://127.0.0.1:7070`.
     url: Option<String> = None => "the embedded trainer",
@@ -29,6 +30,13 @@ settings! {
     /// Name of the environment variable that holds the trainer's bearer token.
     token_env: Option<String> = None => "no token is sent",
         variable_name("must be the name of an environment variable, not the token itself");
+    /// PEM file with the authorities whose certificates are accepted from an `https` trainer, instead of the
+    /// system's.
+    tls_ca: Option<Utf8PathBuf> = None => "the system's authorities";
+    /// PEM file with the certificate that is shown to a trainer that asks for one (mutual TLS).
+    tls_cert: Option<Utf8PathBuf> = None => "no certificate is shown";
+    /// PEM file with the private key of `tls_cert`.
+    tls_key: Option<Utf8PathBuf> = None => "none";
     /// Maximum time for one step, including recompute and checkpoint.
     step_timeout: HumanDuration = HumanDuration::secs(2 * 3600), above(HumanDuration::secs(0));
 }
@@ -38,7 +46,17 @@ fn is_http_url(url: &str) -> bool {
         .is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host())
 }
 
+fn check_tls(_: &TrainerSection, settings: &TrainerSettings, problems: &mut Problems) {
+    settings.tls().check(settings.url.as_deref(), problems);
+}
+
 impl TrainerSettings {
+    /// The files of `tls_ca`, `tls_cert` and `tls_key`.
+    pub fn tls(&self) -> TlsClientFiles {
+        let Self { tls_ca: ca, tls_cert: certificate, tls_key: key, .. } = self.clone();
+        TlsClientFiles { ca, certificate, key }
+    }
+
     /// The bearer token from the environment; `None` if no variable is named.
     ///
     /// # Errors

@@ -29,4 +29,5 @@ pub use batch::{
 };
 pub use client::{TrainerClient, TrainerError, TrainerErrorKind};
 pub use config::{HandoffSection, HandoffSettings, TrainerSection, TrainerSettings};
+pub use orchestrate_settings::TlsClientPem;
 pub use overlong::Overlong;

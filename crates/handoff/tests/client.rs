@@ -12,6 +12,7 @@ use orchestrate_handoff::protocol::{
 use orchestrate_handoff::{
     AdvantageNorm, AlgorithmSection, TrainerClient, TrainerErrorKind, TrainerSection,
 };
+use orchestrate_settings::TlsClientPem;
 use orchestrate_types::{ModelShape, PolicyVersion, Retry};
 use schemars::schema_for;
 use serde_json::{Value, json};
@@ -50,7 +51,10 @@ async fn serve(tasks: &mut JoinSet<()>, answers: Vec<(u16, Value)>) -> (TrainerC
     let url = format!("http://{}/", listener.local_addr().unwrap());
     let app = Router::new().fallback(handle).with_state(trainer.clone());
     tasks.spawn(async move { axum::serve(listener, app).await.unwrap() });
-    (TrainerClient::new(&url, Some("token-1".to_owned())).unwrap(), trainer)
+    (
+        TrainerClient::new(&url, Some("token-1".to_owned()), &TlsClientPem::default()).unwrap(),
+        trainer,
+    )
 }
 
 fn request() -> StepRequest {
@@ -176,7 +180,7 @@ async fn waiting_ends_at_the_deadline() {
     let deadline = Duration::from_millis(120);
     let error = client.wait_step("s1", deadline, |_| {}).await.unwrap_err();
     assert!(matches!(error.kind, TrainerErrorKind::TimedOut(_)), "{error}");
-    let absent = TrainerClient::new("http://127.0.0.1:9", None).unwrap();
+    let absent = TrainerClient::new("http://127.0.0.1:9", None, &TlsClientPem::default()).unwrap();
     let error = absent.apply_step(&request(), deadline, |_| {}).await.unwrap_err();
     assert!(matches!(error.kind, TrainerErrorKind::TimedOut(_)), "{error}");
 }

@@ -23,4 +23,4 @@ pub use extreme::{ExtremeTokens, Threshold};
 pub use line::{LineError, MetricsLine, SCHEMA_VERSION};
 pub use metric::Metric;
 pub use score::{TaskScore, is_solved, mean_and_se};
-pub use step_line::{SandboxHost, StepLine};
+pub use step_line::{BrokenByStage, SandboxHost, StepLine};

@@ -26,6 +26,23 @@ pub struct SandboxHost {
     pub started: u64,
 }
 
+/// Broken attempts by the stage at which the infrastructure failed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BrokenByStage {
+    /// While the sandbox was opened and filled.
+    pub setup: u64,
+    /// While the engine sampled.
+    pub generate: u64,
+    /// While a command ran.
+    pub exec: u64,
+    /// While the change was collected.
+    pub collect: u64,
+    /// While the change was graded.
+    pub grade: u64,
+    /// While the result was recorded.
+    pub record: u64,
+}
+
 metrics_line! {
     /// The line of a global step in `metrics.jsonl`.
     ///
@@ -48,6 +65,9 @@ metrics_line! {
         broken_episodes: u64, "episodes", healthy: "0";
         /// Attempts that failed because of the infrastructure, including those that were retried.
         broken_attempts: u64, "attempts", healthy: "0 or few";
+        /// The same attempts by the stage at which they failed: `setup`, `generate`, `exec`, `collect`,
+        /// `grade`, `record`.
+        broken_attempts_by_stage: BrokenByStage, "attempts by stage", healthy: "0 or few";
         /// Episodes that were ended by a limit of turns, tokens, time or size.
         truncated_episodes: u64, "episodes", healthy: "few, and falling";
         /// Staleness of the oldest token of each trained episode, mean.

@@ -6,6 +6,7 @@ mod config;
 pub mod diagnostics;
 #[cfg(test)]
 mod golden;
+pub mod http;
 pub mod infer;
 pub mod loss;
 pub mod router;

@@ -52,6 +52,7 @@ async fn subject(weight_format: WeightFormat) -> Subject {
     let client = ClientOptions {
         url,
         api_key: None,
+        tls: orchestrate_engine::TlsClientPem::default(),
         shape: shape.clone(),
         max_in_flight: 8,
         require_routed_experts: true,

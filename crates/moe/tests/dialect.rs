@@ -80,7 +80,8 @@ impl TestServer {
         if let Some(body) = request["body_raw"].as_str() {
             let path = |name: &str| format!("\"{}\"", self.root.join(name));
             let body = body.replace("\"model-a\"", &path("model-a"));
-            builder = builder.body(body.replace("\"model-b\"", &path("model-b")));
+            let body = body.replace("\"model-b\"", &path("model-b"));
+            builder = builder.header("content-type", "application/json").body(body);
         }
         let response = builder.send().await.unwrap();
         (response.status().as_u16(), response.text().await.unwrap())

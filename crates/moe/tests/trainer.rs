@@ -4,11 +4,13 @@
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_handoff::protocol::{Hyperparameters, LogprobsRequest, StepRequest};
 use orchestrate_handoff::{BatchMeta, BatchSample, TrainerClient, TrainerErrorKind, write_batch};
+use orchestrate_moe::http::{AllowedFolders, HttpOptions};
 use orchestrate_moe::train::{
     PackedBatch, Pass, ServeTrainerError, TrainModel, TrainerOptions, serve_trainer,
 };
 use orchestrate_moe::{ModelConfig, StoredType, Weights, save_checkpoint};
 use orchestrate_routing::{RoutingMask, RowVersion};
+use orchestrate_settings::TlsClientPem;
 use orchestrate_types::{EpisodeId, GroupId, PolicyVersion, Trajectory};
 use std::sync::Arc;
 use std::time::Duration;
@@ -78,13 +80,14 @@ impl Fixture {
             policy: self.root.join("policy"),
             checkpoints: self.root.join("checkpoints"),
             keep: 2,
-            batch_root: Some(self.root.clone()),
-            token: token.map(str::to_owned),
+            batch_roots: AllowedFolders::below([self.root.clone()]),
+            http: HttpOptions { token: token.map(str::to_owned), ..HttpOptions::default() },
         };
         let stop = CancellationToken::new();
         let mut tasks = JoinSet::new();
         tasks.spawn(serve_trainer(options, listener, stop.clone()));
-        let client = TrainerClient::new(&url, token.map(str::to_owned)).unwrap();
+        let client =
+            TrainerClient::new(&url, token.map(str::to_owned), &TlsClientPem::default()).unwrap();
         Server { client, url, stop, tasks }
     }
 
@@ -323,7 +326,10 @@ async fn invalid_requests_are_rejected_with_the_reason() {
     let authorised = |r: reqwest::RequestBuilder| r.bearer_auth("secret").send();
     let unknown = authorised(http.get(format!("{}/v1/steps/none", server.url))).await.unwrap();
     assert_eq!(unknown.status(), 404);
-    let large = http.post(format!("{}/v1/steps", server.url)).body(vec![b' '; 2 << 20]);
+    let large = http
+        .post(format!("{}/v1/steps", server.url))
+        .header("content-type", "application/json")
+        .body(vec![b' '; 2 << 20]);
     assert_eq!(authorised(large).await.unwrap().status(), 413);
     let nothing = authorised(http.get(format!("{}/nothing", server.url))).await.unwrap();
     assert_eq!(nothing.status(), 404);

@@ -18,6 +18,9 @@ use std::collections::BTreeSet;
 /// Largest content of all changed files together that is graded.
 pub(crate) const MAX_CHANGE: ByteSize = ByteSize::mib(4);
 
+/// Number of changed files above which nothing is graded.
+const MAX_CHANGED_FILES: usize = 5_000;
+
 /// Limit of a repository's ignore files together.
 const MAX_IGNORE_FILES: ByteSize = ByteSize::mib(1);
 
@@ -34,7 +37,8 @@ pub(crate) struct CollectionBaseline {
     ignored: Option<IgnoreRules>,
 }
 
-/// The files that the agent changed and that count, all of them text.
+/// The files that the agent changed and that may count. Those that are not text are left out when they
+/// are compared.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct CollectedChange {
     /// New and changed files, sorted by path.
@@ -80,13 +84,15 @@ pub(crate) async fn collect(
         };
         let written: Vec<_> =
             changes.written.into_iter().filter(|f| !f.is_binary && counts(&f.path)).collect();
-        let removed: Vec<String> = changes.removed.into_iter().filter(|path| counts(path)).collect();
+        let removed: Vec<String> =
+            changes.removed.into_iter().filter(|path| counts(path)).collect();
         (written, removed)
     });
     let (written, removed) = picked.await.map_err(|error| failed_here(sandbox, error))?;
     let size: u64 = written.iter().map(|file| file.size).fold(0, u64::saturating_add);
-    if size > MAX_CHANGE.0 {
-        tracing::warn!(files = written.len(), size, "the agent's change is too large to grade");
+    let files = written.len() + removed.len();
+    if size > MAX_CHANGE.0 || files > MAX_CHANGED_FILES {
+        tracing::warn!(files, size, "the agent's change is too large to grade");
         return Ok(None);
     }
     let asked: Vec<String> = written.into_iter().map(|file| file.path).collect();
@@ -94,7 +100,6 @@ pub(crate) async fn collect(
         Ok(written) => written,
         Err(error) => return too_large(error),
     };
-    written.retain(|file| text(file).is_some());
     for file in &mut written {
         file.mode &= 0o777;
     }

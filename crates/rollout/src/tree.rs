@@ -58,7 +58,10 @@ pub(crate) async fn change_in(
     let change = offload::run_with(permit, work).await;
     change.map_err(|error| failed_here(sandbox, error))?.ok_or_else(|| SandboxError {
         sandbox: sandbox.name().to_owned(),
-        kind: SandboxErrorKind::TooLarge { what: "the diff of the change".to_owned(), cap: MAX_CHANGE },
+        kind: SandboxErrorKind::TooLarge {
+            what: "the diff of the change".to_owned(),
+            cap: MAX_CHANGE,
+        },
     })
 }
 
@@ -74,7 +77,9 @@ fn compare(
     let is_text = |path: &str| originals.get(path).is_none_or(|file| text(file).is_some());
     let CollectedChange { mut written, mut removed } = collected;
     written.retain(|file| {
-        is_text(&file.path) && originals.get(&file.path).is_none_or(|old| !is_same(old, file))
+        text(file).is_some()
+            && is_text(&file.path)
+            && originals.get(&file.path).is_none_or(|old| !is_same(old, file))
     });
     removed.retain(|path| is_text(path) && originals.contains_key(path));
     let new: BTreeMap<&str, &FileEntry> = written.iter().map(|f| (f.path.as_str(), f)).collect();
@@ -118,6 +123,7 @@ mod tests {
             written: vec![
                 file("a.py", 0o755, b"one\n2\n"),
                 file("image", 0o644, b"text"),
+                file("latin", 0o644, b"caf\xe9"),
                 file("new.py", 0o644, b"n\n"),
                 file("same.py", 0o644, b"s"),
             ],

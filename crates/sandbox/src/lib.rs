@@ -62,6 +62,7 @@ mod open;
 mod provider;
 mod sandbox;
 mod self_test;
+mod shared_limits;
 mod slots;
 mod ssh;
 mod state;
@@ -85,4 +86,5 @@ pub use image::{
 pub use memory::MemoryUse;
 pub use provider::{DockerProvider, ProviderStats};
 pub use self_test::{SelfTestResult, run_self_test, self_test_cases};
+pub use shared_limits::SharedLimit;
 pub use sweep::{ContainerInfo, GcScope};

@@ -40,6 +40,7 @@ mod problems;
 mod setting;
 mod settings_macro;
 mod shape;
+mod tls;
 
 pub use docs::documentation;
 pub use key::KeyInfo;
@@ -51,6 +52,7 @@ pub use limit::{
 pub use problems::Problems;
 pub use setting::{Section, SectionKeys, Setting};
 pub use shape::list_of;
+pub use tls::{TlsClientFiles, TlsClientPem};
 
 #[doc(hidden)]
 pub use {schemars, serde, serde_json};

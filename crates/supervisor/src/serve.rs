@@ -167,8 +167,9 @@ impl Server {
             Request::MarkTree { skip, send, cap } => self.mark_tree(frame.id, &skip, &send, cap),
             Request::ListChanges => self.list_changes(frame.id),
             Request::ReadFiles { paths, cap } => {
-                let output = &mut self.output;
+                let (output, has_run) = (&mut self.output, self.has_run);
                 changes::send_files(Path::new(&self.options.workdir), &paths, cap, |reply| {
+                    let reply = blame(reply, has_run);
                     output.write_all(&reply.encode(frame.id).map_err(io::Error::other)?)
                 })
             }
@@ -245,8 +246,9 @@ impl Server {
             let end = TreeEnd::Failed("the tree was not marked".to_owned());
             return self.reply(id, &Reply::TreeEnd(end));
         };
-        let output = &mut self.output;
+        let (output, has_run) = (&mut self.output, self.has_run);
         tree.send_changes(Path::new(&self.options.workdir), |reply| {
+            let reply = blame(reply, has_run);
             output.write_all(&reply.encode(id).map_err(io::Error::other)?)
         })
     }

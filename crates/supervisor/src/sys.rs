@@ -62,6 +62,7 @@ struct StatVfs {
     rest: [u64; 16],
 }
 
+// SAFETY: the signatures are those of the C library on 64-bit Linux, whose structures are declared above.
 unsafe extern "C" {
     fn prctl(option: c_int, ...) -> c_int;
     fn signal(number: c_int, handler: usize) -> usize;

@@ -54,6 +54,7 @@ class Embedded:
             [
                 *(program(), "serve-trainer", "--model", model),
                 *("--checkpoints", checkpoints, "--listen", "127.0.0.1:0"),
+                *("--batch-root", "/"),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -132,6 +132,7 @@ class Run:
 
     def fork(self) -> TrainerProcess:
         arguments = ["--model", str(self.model), "--checkpoint-dir", str(self.checkpoints)]
+        arguments += ["--batch-root", str(self.folder)]
         fixed = ["--port", "0", "--device", "cpu", "--threads", "1", "--experts", "eager"]
         return TrainerProcess(self._server, self.folder / "log", arguments + fixed)
 

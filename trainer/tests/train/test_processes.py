@@ -53,6 +53,7 @@ class Process:
                 *(launcher or [*start, "orchestrate_trainer.serve"]),
                 *("--model", str(model), "--checkpoint-dir", str(checkpoints), "--port", "0"),
                 *("--device", "cpu", "--threads", "1", "--experts", "eager"),
+                *("--batch-root", "/"),
             ],
             stdout=self._log,
             stderr=self._log,

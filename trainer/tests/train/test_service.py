@@ -19,6 +19,7 @@ import pytest
 import torch  # isort: skip
 from model_families import hyperparameters, write_batch
 
+from orchestrate_trainer.network import NetworkOptions
 from orchestrate_trainer.policy import ModelOptions
 from orchestrate_trainer.server import BODY_LIMIT, Server
 from orchestrate_trainer.service import Trainer, TrainerService, run_jobs
@@ -40,6 +41,8 @@ class Client:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         url = f"http://127.0.0.1:{self.port}{path}"
         request = urllib.request.Request(url, data, method=method)
+        if data is not None:
+            request.add_header("Content-Type", "application/json")
         if self.token is not None:
             request.add_header("Authorization", f"Bearer {self.token}")
         try:
@@ -73,8 +76,10 @@ class Running:
 
     def __init__(self, trainer: Trainer, batch_root: Path | None, token: str | None) -> None:
         self.trainer = trainer
-        self.service = TrainerService(trainer, trainer.world.device_names(), batch_root)
-        self.server = Server(self.service, "127.0.0.1", 0, token)
+        self.service = TrainerService(
+            trainer, trainer.world.device_names(), [batch_root] if batch_root else None
+        )
+        self.server = Server(self.service, NetworkOptions(token=token))
         self.client = Client(self.server.port)
         self._thread = threading.Thread(target=run_jobs, args=(trainer, self.service))
         self._thread.start()
@@ -244,7 +249,7 @@ def test_invalid_batches_are_refused_and_named(start: Any, tmp_path: Path) -> No
     assert refusal(good.parent / ".." / "b" / "manifest.json")[:2] == (400, path)
     assert refusal(tmp_path / "batches" / "absent" / "manifest.json")[:2] == (400, path)
     status, code, message = refusal(outside)
-    assert (status, code) == (400, path) and "outside the folder" in message
+    assert (status, code) == (400, path) and "not below a folder" in message
     status, code, message = refusal(good, step_id="s9")
     assert (status, code) == (409, "other_step") and "s1" in message and "s9" in message
 

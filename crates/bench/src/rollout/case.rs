@@ -248,6 +248,7 @@ async fn fleet(kind: &Kind, world: &World, urls: &[String]) -> anyhow::Result<Fl
         let options = SglangOptions {
             url: url.clone(),
             api_key: None,
+            tls: orchestrate_engine::TlsClientPem::default(),
             shape: world.shape.clone(),
             max_in_flight: kind.conversations,
             require_routed_experts: true,

@@ -14,7 +14,7 @@ use orchestrate_moe::ModelConfig;
 use orchestrate_rollout::ChatModel;
 use orchestrate_sandbox::{
     DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
-    SelfTestResult, run_self_test, self_test_cases,
+    SelfTestResult, SharedLimit, run_self_test, self_test_cases,
 };
 use orchestrate_settings::NOT_SHOWN;
 use orchestrate_tasks::{Origin, Task};
@@ -134,7 +134,7 @@ async fn docker_host(
 ) -> Vec<Finding> {
     let mut findings = docker(settings).await;
     if findings.iter().all(|f| f.ok) {
-        findings.push(finding("sandbox", sandbox(settings).await));
+        findings.extend(sandbox(settings).await);
     }
     if let Some(pattern) = args.self_test.as_deref().filter(|_| findings.iter().all(|f| f.ok)) {
         let results = self_test(settings, pattern).await.and_then(|(image, results)| {
@@ -185,7 +185,21 @@ async fn docker(settings: &Settings) -> Vec<Finding> {
     findings
 }
 
-async fn sandbox(settings: &Settings) -> anyhow::Result<String> {
+/// Checks that a sandbox works, and whether one can starve others on its host.
+async fn sandbox(settings: &Settings) -> Vec<Finding> {
+    match probe_sandbox(settings).await {
+        Ok((detail, shared)) => {
+            let warnings = shared.into_iter().map(|limit| Finding {
+                warning: true,
+                ..finding("host limits", Ok(limit.to_string()))
+            });
+            std::iter::once(finding("sandbox", Ok(detail))).chain(warnings).collect()
+        }
+        Err(error) => vec![finding("sandbox", Err(error))],
+    }
+}
+
+async fn probe_sandbox(settings: &Settings) -> anyhow::Result<(String, Vec<SharedLimit>)> {
     let task = first_task(settings)?;
     let reusable = task.origin == Origin::Files;
     let group = GroupId::Eval { round: 0, index: 0 };
@@ -204,13 +218,15 @@ async fn sandbox(settings: &Settings) -> anyhow::Result<String> {
     };
     let provider = DockerProvider::connect(settings.sandbox.clone()).await?;
     let probe = provider.probe(&spec).await;
+    let shared = provider.shared_limits(&spec).await;
     provider.shutdown().await?;
-    let probe = probe?;
+    let (probe, shared) = (probe?, shared?);
     let closed = if reusable { "reset and verified" } else { "closed" };
-    Ok(format!(
+    let detail = format!(
         "image {}: open {:.0?}, command {:.1?}, {closed} {:.1?}",
         task.image, probe.open, probe.command, probe.close
-    ))
+    );
+    Ok((detail, shared))
 }
 
 /// The first task that a run with these settings would open a sandbox for.
@@ -305,16 +321,18 @@ async fn engine(settings: &Settings, url: String) -> Vec<Finding> {
 async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
     let plan = &settings.engine;
     let api_key = plan.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?;
+    let tls = plan.tls().read("engine").map_err(|p| config::ConfigError::Problems(vec![p]))?;
     let kind = match plan.kind {
         // Servers of the other kinds have the same routes, so it cannot be detected.
         EngineKind::Openai => EngineKind::Openai,
         EngineKind::Sglang | EngineKind::Vllm => {
-            EngineKind::detect(url, api_key.as_deref()).await?
+            EngineKind::detect(url, api_key.as_deref(), &tls).await?
         }
     };
     let options = ClientOptions {
         url: url.to_owned(),
         api_key,
+        tls,
         shape: wiring::shape(plan, &plan.model)?,
         max_in_flight: 1,
         require_routed_experts: plan.require_routed_experts,

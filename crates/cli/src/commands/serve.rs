@@ -4,6 +4,8 @@ use crate::args::{ServeEngineArgs, ServeTrainerArgs};
 use crate::config::{ConfigError, weight_format};
 use crate::error::UsageError;
 use crate::{output, wiring};
+use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_moe::http::{AllowedFolders, HttpOptions};
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_types::ConfigProblem;
@@ -16,17 +18,20 @@ pub(crate) async fn engine(args: ServeEngineArgs) -> anyhow::Result<ExitCode> {
     let weight_format = weight_format(&args.weight_format).ok_or_else(|| {
         problem("--weight-format", &args.weight_format, "must be \"q8_0\", \"q4_0\" or \"f32\"")
     })?;
-    let options = EngineOptions {
+    let token = args.api_key_env.as_deref().map(secret).transpose()?;
+    let mut options = EngineOptions {
         weight_format,
         weight_version: args.weight_version,
         max_running: usize::from(args.max_running.get()),
         cache_tokens: args.cache_tokens.get().try_into().unwrap_or(usize::MAX),
-        api_key: args.api_key_env.as_deref().map(secret).transpose()?,
+        http: args.network.options(args.listen, token)?,
         ..EngineOptions::new(wiring::absolute(&args.model)?)
     };
+    if !args.checkpoint_roots.is_empty() {
+        options.checkpoint_roots = AllowedFolders::below(args.checkpoint_roots);
+    }
     let listener = listen(args.listen).await?;
-    let address = listener.local_addr()?;
-    output::say(format!("loading {}; listening on http://{address}", args.model));
+    announce(&args.model, &listener, &options.http)?;
     let stop = CancellationToken::new();
     let server = serve_engine(options, listener, stop.clone());
     until_signal(async { Ok(server.await?) }, stop).await
@@ -34,19 +39,33 @@ pub(crate) async fn engine(args: ServeEngineArgs) -> anyhow::Result<ExitCode> {
 
 /// Serves the trainer protocol until a signal arrives.
 pub(crate) async fn trainer(args: ServeTrainerArgs) -> anyhow::Result<ExitCode> {
+    let token = args.token_env.as_deref().map(secret).transpose()?;
+    let roots =
+        if args.batch_roots.is_empty() { vec![Utf8PathBuf::from(".")] } else { args.batch_roots };
     let options = TrainerOptions {
         policy: wiring::absolute(&args.model)?,
         checkpoints: wiring::absolute(&args.checkpoints)?,
         keep: args.keep,
-        batch_root: None,
-        token: args.token_env.as_deref().map(secret).transpose()?,
+        batch_roots: AllowedFolders::below(roots),
+        http: args.network.options(args.listen, token)?,
     };
     let listener = listen(args.listen).await?;
-    let address = listener.local_addr()?;
-    output::say(format!("loading {}; listening on http://{address}", args.model));
+    announce(&args.model, &listener, &options.http)?;
     let stop = CancellationToken::new();
     let server = serve_trainer(options, listener, stop.clone());
     until_signal(async { Ok(server.await?) }, stop).await
+}
+
+fn announce(model: &Utf8Path, listener: &TcpListener, http: &HttpOptions) -> anyhow::Result<()> {
+    let scheme = if http.tls.is_some() { "https" } else { "http" };
+    let address = listener.local_addr()?;
+    output::say(format!("loading {model}; listening on {scheme}://{address}"));
+    if http.insecure && !address.ip().is_loopback() {
+        output::say(format!(
+            "warning: --insecure: anybody who reaches {address} may be able to use this server"
+        ));
+    }
+    Ok(())
 }
 
 async fn listen(address: std::net::SocketAddr) -> Result<TcpListener, UsageError> {

@@ -241,7 +241,8 @@ impl World {
             let mut line: serde_json::Value = serde_json::from_str(line).unwrap();
             line.as_object_mut().unwrap().retain(|key, _| {
                 let timing = ["time", "loop_lag_", "tokens_per_s"];
-                !timing.iter().any(|name| key.starts_with(name)) && key != "broken_attempts"
+                !timing.iter().any(|name| key.starts_with(name))
+                    && !key.starts_with("broken_attempts")
             });
             line
         };

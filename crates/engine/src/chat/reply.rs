@@ -45,7 +45,7 @@ struct Details {
 
 /// Parses and checks a reply to a prompt of `messages` messages. Returns the message, why it ended,
 /// and how many prompt tokens were cached.
-pub(super) fn read(
+pub(crate) fn read(
     body: &[u8],
     messages: usize,
 ) -> Result<(Finish, AssistantMessage, usize), EngineErrorKind> {

@@ -86,6 +86,7 @@ async fn real(kind: EngineKind, name: &str) {
     let options = ClientOptions {
         url,
         api_key: setting("KEY"),
+        tls: orchestrate_engine::TlsClientPem::default(),
         shape: shape(&model),
         max_in_flight: 8,
         require_routed_experts: true,

@@ -102,6 +102,7 @@ async fn subject(kind: EngineKind, folder: &str, names: &[&str]) -> Option<Subje
     let options = ClientOptions {
         url,
         api_key: None,
+        tls: orchestrate_engine::TlsClientPem::default(),
         shape: ModelShape {
             hidden_layers: 4,
             moe_layers: vec![0, 1, 2, 3],

@@ -95,6 +95,7 @@ fn fleet(servers: &[Server]) -> Arc<Fleet> {
         let options = SglangOptions {
             url: server.url(),
             api_key: None,
+            tls: orchestrate_engine::TlsClientPem::default(),
             shape: shape(),
             max_in_flight: 64,
             require_routed_experts: true,

@@ -32,7 +32,12 @@ async fn each_kind_is_recognised() {
     for (kind, expected) in [("sglang", EngineKind::Sglang), ("vllm", EngineKind::Vllm)] {
         let mut tasks = JoinSet::new();
         let url = server(&mut tasks, kind).await;
-        assert_eq!(EngineKind::detect(&url, None).await.unwrap(), expected);
+        assert_eq!(
+            EngineKind::detect(&url, None, &orchestrate_engine::TlsClientPem::default())
+                .await
+                .unwrap(),
+            expected
+        );
         let (_, info) = expected.connect(options(&url), Duration::ZERO).await.unwrap();
         assert!(info.routed_experts && info.engine.starts_with(kind), "{info:?}");
     }
@@ -65,7 +70,9 @@ async fn a_server_without_token_ids_is_refused_with_the_training_requirements() 
                 assert!(error.contains(part), "{configured}: {error}");
             }
         }
-        let error = EngineKind::detect(&url, None).await.unwrap_err();
+        let error = EngineKind::detect(&url, None, &orchestrate_engine::TlsClientPem::default())
+            .await
+            .unwrap_err();
         assert!(error.to_string().contains(message), "{error}");
     }
 }

@@ -110,6 +110,7 @@ pub(crate) fn options(url: &str) -> ClientOptions {
     ClientOptions {
         url: format!("{url}/"),
         api_key: Some("key-1".to_owned()),
+        tls: orchestrate_engine::TlsClientPem::default(),
         shape: shape(),
         max_in_flight: 8,
         require_routed_experts: true,

@@ -1,36 +1,39 @@
 //! Parsing and validation of `/generate` bodies, with SGLang's error messages.
 
 use super::cache::Namespace;
+use super::fields::{
+    Capped, FromOne, Given, Ids, MAX_NAME_BYTES, MAX_PROMPTS, MAX_STOP_BYTES, MAX_STOP_IDS,
+    MAX_STOPS, OneOrMany,
+};
 use super::request::InvalidBody;
 use super::sampling::Sampling;
+use serde::de::MapAccess;
+use serde::de::value::MapAccessDeserializer;
 use serde::{Deserialize, Deserializer};
+use std::sync::Arc;
+
+/// Texts longer than this are refused, in bytes per token of the context.
+const TEXT_BYTES_PER_TOKEN: usize = 8;
 
 /// Error for SGLang sampling parameters that this engine does not implement. They are rejected,
 /// because ignoring one would sample from another distribution than requested.
 const UNSUPPORTED_SAMPLING: &str = "is not supported by this engine; leave it out";
 
-#[derive(Debug, Clone, Deserialize)]
-#[serde(untagged)]
-enum OneOrMany<T> {
-    One(T),
-    Many(Vec<T>),
-}
-
 /// The body of `/generate`. Unknown top-level keys are ignored, as SGLang does.
 #[expect(clippy::struct_excessive_bools, reason = "they are fields of the wire format")]
 #[derive(Debug, Deserialize)]
 pub(crate) struct GenerateBody {
-    text: Option<OneOrMany<String>>,
+    text: Option<OneOrMany<String, MAX_PROMPTS>>,
     input_ids: Option<Ids>,
-    #[serde(default, deserialize_with = "sampling")]
-    sampling_params: Option<OneOrMany<RawSampling>>,
-    rid: Option<OneOrMany<String>>,
+    sampling_params: Option<OneOrMany<RawSampling, MAX_PROMPTS>>,
+    rid: Option<OneOrMany<String, MAX_PROMPTS>>,
     #[serde(default)]
     return_logprob: bool,
     logprob_start_len: Option<i64>,
     #[serde(default)]
     top_logprobs_num: i64,
-    token_ids_logprob: Option<serde_json::Value>,
+    #[serde(default)]
+    token_ids_logprob: Given,
     #[serde(default)]
     pub(crate) stream: bool,
     #[serde(default)]
@@ -44,19 +47,11 @@ pub(crate) struct GenerateBody {
     priority: Option<i64>,
 }
 
-/// One prompt, or a list of prompts.
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "input_ids must be a list of token ids, or a list of such lists")]
-enum Ids {
-    One(Vec<i64>),
-    Many(Vec<Vec<i64>>),
-}
-
 fn not_null<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<T, D::Error> {
     T::deserialize(from)
 }
 
-#[derive(Debug, Default, Clone, Deserialize)]
+#[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct RawSampling {
     #[serde(deserialize_with = "budget")]
@@ -68,27 +63,27 @@ struct RawSampling {
     min_p: Option<f64>,
     n: Option<i64>,
     sampling_seed: Option<i128>,
-    stop: Option<OneOrMany<String>>,
-    stop_token_ids: Option<Vec<i64>>,
+    stop: Option<OneOrMany<String, MAX_STOPS>>,
+    stop_token_ids: Option<Capped<i64, MAX_STOP_IDS>>,
     ignore_eos: Option<bool>,
     skip_special_tokens: Option<bool>,
     no_stop_trim: Option<bool>,
     // Accepted, but without effect on sampling.
     spaces_between_special_tokens: Option<bool>,
     stream_interval: Option<i64>,
-    custom_params: Option<serde_json::Value>,
+    custom_params: Given,
     frequency_penalty: Option<f64>,
     presence_penalty: Option<f64>,
     repetition_penalty: Option<f64>,
-    stop_regex: Option<serde_json::Value>,
-    json_schema: Option<serde_json::Value>,
-    regex: Option<serde_json::Value>,
-    ebnf: Option<serde_json::Value>,
-    structural_tag: Option<serde_json::Value>,
-    logit_bias: Option<serde_json::Value>,
-    beam_width: Option<serde_json::Value>,
-    watermark: Option<serde_json::Value>,
-    choice: Option<serde_json::Value>,
+    stop_regex: Given,
+    json_schema: Given,
+    regex: Given,
+    ebnf: Given,
+    structural_tag: Given,
+    logit_bias: Given,
+    beam_width: Given,
+    watermark: Given,
+    choice: Given,
 }
 
 /// `max_new_tokens`: 128 if absent, up to the end of the context if null.
@@ -104,18 +99,12 @@ fn budget<'de, D: Deserializer<'de>>(from: D) -> Result<Budget, D::Error> {
     Ok(Option::<i64>::deserialize(from)?.map_or(Budget::Unlimited, Budget::Tokens))
 }
 
-/// One object or a list of objects, parsed in two steps so that errors name the invalid field.
-fn sampling<'de, D: Deserializer<'de>>(
-    from: D,
-) -> Result<Option<OneOrMany<RawSampling>>, D::Error> {
-    let read = |value| serde_json::from_value(value).map_err(serde::de::Error::custom);
-    Ok(match serde_json::Value::deserialize(from)? {
-        serde_json::Value::Null => None,
-        serde_json::Value::Array(many) => {
-            Some(OneOrMany::Many(many.into_iter().map(read).collect::<Result<_, _>>()?))
-        }
-        one => Some(OneOrMany::One(read(one)?)),
-    })
+impl<'de> FromOne<'de> for RawSampling {
+    const KIND: &'static str = "an object of sampling parameters";
+
+    fn from_object<A: MapAccess<'de>>(object: A) -> Result<Self, A::Error> {
+        Self::deserialize(MapAccessDeserializer::new(object))
+    }
 }
 
 /// Limits of the engine that bodies are checked against.
@@ -124,6 +113,10 @@ pub(crate) struct Bounds<'a> {
     pub(crate) vocab: usize,
     /// Longest sequence (prompt and output), in tokens.
     pub(crate) context: usize,
+    /// Maximum number of sequences of a request: prompts times samples.
+    pub(crate) sequences: usize,
+    /// Maximum number of prompt tokens of a request, each counted once per sample.
+    pub(crate) tokens: usize,
     pub(crate) tokenizer: Option<&'a tokenizers::Tokenizer>,
 }
 
@@ -170,29 +163,37 @@ impl GenerateBody {
         bounds: Bounds<'_>,
         mut new_rid: impl FnMut() -> String,
     ) -> Result<Checked, InvalidBody> {
-        if self.top_logprobs_num != 0 || self.token_ids_logprob.is_some_and(|v| !v.is_null()) {
+        if self.top_logprobs_num != 0 || self.token_ids_logprob.0 {
             return Err(
                 "top_logprobs_num and token_ids_logprob are not supported by this engine".into()
             );
         }
         let (lists, mut array) = prompts(self.text, self.input_ids, bounds)?;
         let raw = match self.sampling_params {
-            None => vec![RawSampling::default(); lists.len()],
-            Some(OneOrMany::One(one)) => vec![one; lists.len()],
-            Some(OneOrMany::Many(many)) if many.len() == lists.len() => many,
-            Some(OneOrMany::Many(_)) => {
+            None => vec![RawSampling::default()],
+            Some(given) if !given.is_list || given.values.len() == lists.len() => given.values,
+            Some(_) => {
                 return Err("sampling_params must be one object, or one per prompt.".into());
             }
         };
+        let samples = samples(&raw, &lists, bounds)?;
         let rids = match self.rid {
             None => None,
-            Some(OneOrMany::One(rid)) if lists.len() == 1 => Some(vec![rid]),
-            Some(OneOrMany::Many(many)) if many.len() == lists.len() => Some(many),
+            Some(rid) if rid.values.len() == lists.len() => Some(rid.values),
             Some(_) => return Err("rid must be one string per prompt.".into()),
         };
+        let names = rids.iter().flatten().chain(&self.extra_key).chain(&self.cache_salt);
+        if names.into_iter().any(|name| name.len() > MAX_NAME_BYTES) {
+            return Err(format!(
+                "rid, extra_key and cache_salt must have at most {MAX_NAME_BYTES} bytes each."
+            )
+            .into());
+        }
         let start = self.routed_experts_start_len;
         let mut checked = Vec::new();
-        for (index, (input_ids, raw)) in lists.into_iter().zip(raw).enumerate() {
+        // One object of sampling parameters is that of every prompt.
+        let each = raw.iter().cycle().zip(samples);
+        for (index, (input_ids, (raw, n))) in lists.into_iter().zip(each).enumerate() {
             let length = input_ids.len();
             check_routed_start(start, length)?;
             let limit = i64::try_from(length).unwrap_or(i64::MAX);
@@ -202,10 +203,6 @@ impl GenerateBody {
                 )
                 .into());
             }
-            let n = raw.n.unwrap_or(1);
-            if !(1..=1024).contains(&n) {
-                return Err(format!("n must be between 1 and 1024, got {n}.").into());
-            }
             array |= n > 1;
             let show = ReplyOptions {
                 logprobs: self.return_logprob,
@@ -214,7 +211,7 @@ impl GenerateBody {
                 no_stop_trim: raw.no_stop_trim.unwrap_or(false),
             };
             let sampling = raw.check(length, bounds)?;
-            for stream in 0..n.unsigned_abs() {
+            for stream in 0..n {
                 let given = rids.as_ref().filter(|_| n == 1).and_then(|r| r.get(index)).cloned();
                 checked.push(Prompt {
                     rid: given.unwrap_or_else(&mut new_rid),
@@ -242,6 +239,33 @@ impl GenerateBody {
     }
 }
 
+/// Number of samples of each prompt. All of them are counted here, before any is created.
+fn samples(
+    raw: &[RawSampling],
+    lists: &[Vec<u32>],
+    bounds: Bounds<'_>,
+) -> Result<Vec<u64>, InvalidBody> {
+    let (mut samples, mut sequences, mut tokens) = (Vec::with_capacity(lists.len()), 0, 0);
+    for (list, raw) in lists.iter().zip(raw.iter().cycle()) {
+        let n = raw.n.unwrap_or(1);
+        let count = usize::try_from(n).ok().filter(|n| (1..=1024).contains(n));
+        let count = count.ok_or_else(|| format!("n must be between 1 and 1024, got {n}."))?;
+        sequences += count;
+        tokens += count.saturating_mul(list.len());
+        samples.push(n.unsigned_abs());
+    }
+    let Bounds { sequences: most_sequences, tokens: most_tokens, .. } = bounds;
+    if sequences > most_sequences || tokens > most_tokens {
+        return Err(format!(
+            "the request has {sequences} sequences (prompts times n) with {tokens} prompt tokens, \
+             but may have at most {most_sequences} sequences with {most_tokens} tokens; send \
+             several requests."
+        )
+        .into());
+    }
+    Ok(samples)
+}
+
 fn check_routed_start(start: i64, length: usize) -> Result<(), InvalidBody> {
     if start < 0 {
         return Err(format!(
@@ -262,47 +286,53 @@ fn check_routed_start(start: i64, length: usize) -> Result<(), InvalidBody> {
 
 /// Token ids of every prompt, and whether the body held a list of prompts.
 fn prompts(
-    text: Option<OneOrMany<String>>,
+    text: Option<OneOrMany<String, MAX_PROMPTS>>,
     input_ids: Option<Ids>,
     bounds: Bounds<'_>,
 ) -> Result<(Vec<Vec<u32>>, bool), InvalidBody> {
-    let (lists, array) = match (text, input_ids) {
+    let ids = match (text, input_ids) {
         (None, None) => {
             return Err("Either text, input_ids or input_embeds should be provided.".into());
         }
         (Some(_), Some(_)) => return Err("Only one of text and input_ids may be provided.".into()),
-        (Some(text), None) => {
-            let tokenizer = bounds.tokenizer.ok_or(
-                "text requires a tokenizer.json in the model folder; send input_ids instead.",
-            )?;
-            let encode = |text: String| {
-                let encoding = tokenizer.encode(text, true).map_err(|e| e.to_string())?;
-                Ok::<_, InvalidBody>(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
-            };
-            match text {
-                OneOrMany::One(text) => (vec![encode(text)?], false),
-                OneOrMany::Many(many) => {
-                    (many.into_iter().map(encode).collect::<Result<_, _>>()?, true)
-                }
-            }
-        }
-        (None, Some(Ids::One(one))) => (vec![one], false),
-        (None, Some(Ids::Many(many))) => (many, true),
+        (Some(text), None) => encode(&text, bounds)?,
+        (None, Some(ids)) => ids,
     };
-    if lists.is_empty() || lists.iter().any(Vec::is_empty) {
+    if ids.lists.is_empty() || ids.lists.iter().any(Vec::is_empty) {
         return Err("input_ids cannot be empty.".into());
     }
-    let narrow = |id: i64| {
-        u32::try_from(id).ok().filter(|&t| (t as usize) < bounds.vocab).ok_or_else(|| {
-            format!("token id {id} is outside the vocabulary (0..{}).", bounds.vocab)
-        })
+    let outside = ids.lists.iter().flatten().find(|&&id| id as usize >= bounds.vocab);
+    if let Some(id) = ids.invalid.or(outside.map(|&id| id.into())) {
+        let vocab = bounds.vocab;
+        return Err(format!("token id {id} is outside the vocabulary (0..{vocab}).").into());
+    }
+    Ok((ids.lists, ids.is_list))
+}
+
+/// Tokenises texts. A tokenizer needs a hundred times the memory of a text, so texts that cannot
+/// fit the context are not given to it.
+fn encode(text: &OneOrMany<String, MAX_PROMPTS>, bounds: Bounds<'_>) -> Result<Ids, InvalidBody> {
+    let tokenizer = bounds
+        .tokenizer
+        .ok_or("text requires a tokenizer.json in the model folder; send input_ids instead.")?;
+    let most = bounds.context.saturating_mul(TEXT_BYTES_PER_TOKEN);
+    let bytes: usize = text.values.iter().map(String::len).sum();
+    if bytes > most {
+        return Err(format!(
+            "text has {bytes} bytes, but may have at most {most}; send input_ids instead."
+        )
+        .into());
+    }
+    let one = |text: &String| {
+        let encoding = tokenizer.encode_fast(text.as_str(), true).map_err(|e| e.to_string())?;
+        Ok::<_, InvalidBody>(encoding.get_ids().to_vec())
     };
-    let checked = lists.into_iter().map(|list| list.into_iter().map(narrow).collect());
-    Ok((checked.collect::<Result<_, _>>()?, array))
+    let lists = text.values.iter().map(one).collect::<Result<_, _>>()?;
+    Ok(Ids { lists, is_list: text.is_list, invalid: None })
 }
 
 impl RawSampling {
-    fn check(self, prompt: usize, bounds: Bounds<'_>) -> Result<Sampling, InvalidBody> {
+    fn check(&self, prompt: usize, bounds: Bounds<'_>) -> Result<Sampling, InvalidBody> {
         self.reject_unsupported()?;
         let temperature = self.temperature.unwrap_or(1.0);
         if !temperature.is_finite() || temperature < 0.0 {
@@ -329,12 +359,11 @@ impl RawSampling {
         let min_new_tokens = min_new_tokens.ok_or_else(|| {
             format!("min_new_tokens must be in [0, max_new_tokens({max_new_tokens})].")
         })?;
-        let stop = match self.stop {
-            None => Vec::new(),
-            Some(OneOrMany::One(one)) => vec![one],
-            Some(OneOrMany::Many(many)) => many,
-        };
-        let stop: Vec<String> = stop.into_iter().filter(|s| !s.is_empty()).collect();
+        let stop = self.stop.iter().flat_map(|stop| &stop.values);
+        let stop: Arc<[String]> = stop.filter(|text| !text.is_empty()).cloned().collect();
+        if stop.iter().any(|text| text.len() > MAX_STOP_BYTES) {
+            return Err(format!("a stop string must have at most {MAX_STOP_BYTES} bytes.").into());
+        }
         if !stop.is_empty() && bounds.tokenizer.is_none() {
             return Err(
                 "stop requires a tokenizer.json in the model folder; use stop_token_ids.".into()
@@ -345,8 +374,8 @@ impl RawSampling {
             i64::try_from(seed).map(i64::cast_unsigned).or(u64::try_from(seed)).map_err(|_| wide())
         });
         let seed = seed.transpose()?;
-        let ids = self.stop_token_ids.unwrap_or_default();
-        let narrow = |id| {
+        let ids = self.stop_token_ids.iter().flat_map(|ids| &ids.0);
+        let narrow = |&id: &i64| {
             u32::try_from(id).map_err(|_| format!("stop token id {id} is not a valid token id."))
         };
         #[expect(clippy::cast_possible_truncation, reason = "sampling is done in f32")]
@@ -360,7 +389,7 @@ impl RawSampling {
             min_p: f32(min_p),
             seed,
             stream: 0,
-            stop_token_ids: ids.into_iter().map(narrow).collect::<Result<_, _>>()?,
+            stop_token_ids: ids.map(narrow).collect::<Result<_, _>>()?,
             stop,
             ignore_eos: self.ignore_eos.unwrap_or(false),
         })
@@ -370,22 +399,19 @@ impl RawSampling {
         let neutral = |value: Option<f64>, neutral: f64| {
             value.is_none_or(|v| v.to_bits() == neutral.to_bits())
         };
-        let given = |value: &Option<serde_json::Value>| {
-            !value.as_ref().is_none_or(|v| v.is_null() || v == &serde_json::json!(false))
-        };
         for (name, present) in [
             ("frequency_penalty", !neutral(self.frequency_penalty, 0.0)),
             ("presence_penalty", !neutral(self.presence_penalty, 0.0)),
             ("repetition_penalty", !neutral(self.repetition_penalty, 1.0)),
-            ("stop_regex", given(&self.stop_regex)),
-            ("json_schema", given(&self.json_schema)),
-            ("regex", given(&self.regex)),
-            ("ebnf", given(&self.ebnf)),
-            ("structural_tag", given(&self.structural_tag)),
-            ("logit_bias", given(&self.logit_bias)),
-            ("beam_width", given(&self.beam_width)),
-            ("watermark", given(&self.watermark)),
-            ("choice", given(&self.choice)),
+            ("stop_regex", self.stop_regex.0),
+            ("json_schema", self.json_schema.0),
+            ("regex", self.regex.0),
+            ("ebnf", self.ebnf.0),
+            ("structural_tag", self.structural_tag.0),
+            ("logit_bias", self.logit_bias.0),
+            ("beam_width", self.beam_width.0),
+            ("watermark", self.watermark.0),
+            ("choice", self.choice.0),
         ] {
             if present {
                 return Err(format!("{name} {UNSUPPORTED_SAMPLING}.").into());
@@ -432,7 +458,8 @@ mod tests {
     fn check(body: Value) -> Result<Checked, InvalidBody> {
         let body: GenerateBody =
             serde_json::from_value(body).map_err(|e| InvalidBody(e.to_string()))?;
-        let bounds = Bounds { vocab: 100, context: 64, tokenizer: None };
+        let bounds =
+            Bounds { vocab: 100, context: 64, sequences: 100, tokens: 200, tokenizer: None };
         body.check(bounds, || "new".into())
     }
 
@@ -468,6 +495,16 @@ mod tests {
             (json!({"input_ids": [1], "routed_experts_start_len": null}), "null"),
             (json!({"input_ids": [1], "logprob_start_len": 5}), "logprob_start_len"),
             (json!({"input_ids": [1], "top_logprobs_num": 2}), "not supported"),
+            (json!({"input_ids": [1], "sampling_params": {"n": 101}}), "101 sequences"),
+            (json!({"input_ids": [1], "sampling_params": {"n": 1025}}), "between 1 and 1024"),
+            (json!({"input_ids": vec![1; 30], "sampling_params": {"n": 7}}), "210 prompt tokens"),
+            (
+                json!({"input_ids": vec![[1]; 51], "sampling_params": {"n": 2}}),
+                "102 sequences (prompts times n)",
+            ),
+            (json!({"input_ids": [1], "rid": "r".repeat(513)}), "at most 512 bytes"),
+            (json!({"input_ids": [1], "cache_salt": "s".repeat(513)}), "at most 512 bytes"),
+            (json!({"input_ids": [1], "sampling_params": {"stop": vec!["a"; 33]}}), "at most 32"),
         ] {
             let message = check(body.clone()).unwrap_err().to_string();
             assert!(message.contains(part), "{body}: {message}");

@@ -97,6 +97,15 @@ pub(super) async fn update_weights(
     body: Bytes,
 ) -> Result<(StatusCode, Json<Value>), ErrorReply> {
     let body: UpdateBody = parse(&body)?;
+    let (roots, path) = (engine.options.checkpoint_roots.clone(), body.model_path.clone());
+    let allowed = tokio::task::spawn_blocking(move || roots.folder(&path));
+    let allowed = allowed.await.map_err(|error| ErrorReply::Internal(error.to_string()))?;
+    if let Err(refusal) = allowed {
+        // The same reply whether or not the folder exists.
+        let message = format!("model_path {}: {refusal}; see --checkpoint-root", body.model_path);
+        tracing::warn!(message, "weights not updated");
+        return Ok(update_reply(false, &message));
+    }
     let result = engine
         .request(|reply| {
             Command::Update(Update {
@@ -108,11 +117,13 @@ pub(super) async fn update_weights(
             })
         })
         .await?;
-    let status = if result.success { StatusCode::OK } else { StatusCode::BAD_REQUEST };
-    let body = json!({
-        "success": result.success, "message": result.message, "num_paused_requests": 0
-    });
-    Ok((status, Json(body)))
+    Ok(update_reply(result.success, &result.message))
+}
+
+fn update_reply(success: bool, message: &str) -> (StatusCode, Json<Value>) {
+    let status = if success { StatusCode::OK } else { StatusCode::BAD_REQUEST };
+    let body = json!({ "success": success, "message": message, "num_paused_requests": 0 });
+    (status, Json(body))
 }
 
 #[derive(Deserialize)]

@@ -3,6 +3,7 @@
 use super::body::Bounds;
 use super::matrix::WeightFormat;
 use super::request::{Command, InvalidBody, Status};
+use crate::http::{AllowedFolders, HttpOptions, HttpSetupError};
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
@@ -12,7 +13,7 @@ use serde_json::json;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokenizers::Tokenizer;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 
 /// Options of the embedded inference engine.
 #[derive(Clone)]
@@ -36,18 +37,24 @@ pub struct EngineOptions {
     pub chunked_prefill: usize,
     /// Base seed for requests without `sampling_seed`.
     pub random_seed: u64,
-    /// Key that clients must send as `Authorization: Bearer …` on all routes except health checks;
-    /// `None` disables authorization.
-    pub api_key: Option<String>,
-    /// Largest request body, in bytes.
+    /// Maximum number of tokens, over all requests that are not answered yet, of their prompts (each
+    /// counted once per sample); further requests get status 503.
+    pub max_queued_tokens: usize,
+    /// Largest request body, in bytes. All bodies that are being received have at most this size.
     pub max_body_bytes: usize,
+    /// Folders that a weight update may load a checkpoint from.
+    pub checkpoint_roots: AllowedFolders,
+    /// Who may reach the server. The health checks `/health`, `/ping` and `/ready` need no token.
+    pub http: HttpOptions,
 }
 
 impl EngineOptions {
-    /// Default options for a model folder.
+    /// Default options for a model folder. Weight updates may load from the folder around it.
     pub fn new(model_path: impl Into<Utf8PathBuf>) -> Self {
+        let model_path = model_path.into();
+        let around = model_path.parent().unwrap_or(&model_path).to_owned();
         Self {
-            model_path: model_path.into(),
+            model_path,
             weight_format: WeightFormat::default(),
             weight_version: "default".into(),
             max_running: 32,
@@ -56,8 +63,10 @@ impl EngineOptions {
             context_length: None,
             chunked_prefill: 512,
             random_seed: 0,
-            api_key: None,
-            max_body_bytes: 64 << 20,
+            max_queued_tokens: 4 << 20,
+            max_body_bytes: 16 << 20,
+            checkpoint_roots: AllowedFolders::below([around]),
+            http: HttpOptions::default(),
         }
     }
 }
@@ -71,7 +80,7 @@ impl std::fmt::Debug for EngineOptions {
             .field("max_running", &self.max_running)
             .field("cache_tokens", &self.cache_tokens)
             .field("context_length", &self.context_length)
-            .field("api_key", &self.api_key.as_ref().map(|_| "…"))
+            .field("http", &self.http)
             .finish_non_exhaustive()
     }
 }
@@ -98,9 +107,9 @@ pub enum EngineServeError {
         /// The problem, and what to do about it.
         problem: &'static str,
     },
-    /// The HTTP listener failed.
-    #[error("HTTP server failed")]
-    Http(#[source] std::io::Error),
+    /// The HTTP server cannot be set up.
+    #[error("cannot serve HTTP")]
+    Http(#[from] HttpSetupError),
     /// The engine thread panicked.
     #[error("the engine thread panicked: {0}")]
     Panicked(String),
@@ -119,6 +128,8 @@ pub(crate) struct Engine {
     pub(crate) vocab: usize,
     pub(super) context: usize,
     pub(super) pool_tokens: usize,
+    /// Prompt tokens that requests which are not answered yet may still add.
+    pub(super) token_room: Arc<Semaphore>,
     pub(crate) rids: std::sync::atomic::AtomicU64,
 }
 
@@ -134,7 +145,10 @@ impl Engine {
 
     pub(crate) fn bounds(&self) -> Bounds<'_> {
         let tokenizer = self.tokenizer.as_deref();
-        Bounds { vocab: self.vocab, context: self.context, tokenizer }
+        let sequences = self.options.max_running + self.options.max_queued;
+        // One request must leave room for others, and one sequence of full length always fits.
+        let tokens = (self.options.max_queued_tokens / 4).max(self.context);
+        Bounds { vocab: self.vocab, context: self.context, sequences, tokens, tokenizer }
     }
 
     /// Sends a command and waits for its answer.

@@ -14,7 +14,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 /// Time after which a health probe reports the engine as unavailable.
 const PROBE_DEADLINE: Duration = Duration::from_secs(20);
@@ -25,6 +25,8 @@ struct PendingSequence {
     context: Context,
     answer: oneshot::Receiver<Result<Finished, Refusal>>,
     progress: Option<mpsc::Receiver<Progress>>,
+    /// Counts the tokens of the prompt as held.
+    _room: Option<OwnedSemaphorePermit>,
 }
 
 impl Drop for PendingSequence {
@@ -84,12 +86,21 @@ pub(crate) async fn generate(State(engine): State<Arc<Engine>>, body: Bytes) -> 
     }
 }
 
+/// Reserves room for the prompts of a request, so that waiting requests hold a bounded number of
+/// tokens.
+fn reserve(engine: &Arc<Engine>, checked: &Checked) -> Result<OwnedSemaphorePermit, ErrorReply> {
+    let tokens: usize = checked.prompts.iter().map(|prompt| prompt.input_ids.len()).sum();
+    let tokens = u32::try_from(tokens).map_err(|_| ErrorReply::QueueFull)?;
+    Arc::clone(&engine.token_room).try_acquire_many_owned(tokens).map_err(|_| ErrorReply::QueueFull)
+}
+
 async fn submit(
     engine: &Arc<Engine>,
     checked: Checked,
     received: f64,
 ) -> Result<(Vec<PendingSequence>, bool), ErrorReply> {
     let started = Instant::now();
+    let mut room = reserve(engine, &checked)?;
     let mut sequences = Vec::with_capacity(checked.prompts.len());
     for Prompt { rid, input_ids, sampling, show } in checked.prompts {
         if !engine.live().insert(rid.clone()) {
@@ -117,6 +128,7 @@ async fn submit(
             },
             answer,
             progress,
+            _room: room.split(input_ids.len()),
         });
         let job = Job {
             rid,

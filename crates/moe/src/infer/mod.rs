@@ -1,7 +1,7 @@
 //! The embedded inference engine: Qwen3-MoE on CPU with SGLang's HTTP API.
 //!
 //! [`serve_engine`] runs it in-process or stand-alone. HTTP handlers (`server`, `control`,
-//! `generate`) share an `engine`, check bodies (`body`) and pass sequences (`request`) to one
+//! `generate`) share an `engine`, check bodies (`body`, `fields`) and pass sequences (`request`) to one
 //! engine thread (`scheduler`). The thread batches them through the model (`model`, `kernels`,
 //! `quantized`) over the prefix cache (`cache`), samples (`sampling`) and replies (`reply`).
 //! Invariant: every routing row in a reply is the choice made when that token was processed; it is
@@ -11,6 +11,7 @@ mod body;
 mod cache;
 mod control;
 mod engine;
+mod fields;
 mod generate;
 mod kernels;
 mod loaded;
@@ -26,3 +27,20 @@ mod server;
 pub use engine::{EngineOptions, EngineServeError};
 pub use matrix::WeightFormat;
 pub use server::serve_engine;
+
+/// Parsers of requests, for the fuzz targets.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    use super::body::{Bounds, GenerateBody};
+
+    /// The sequences that a body of `/generate` asks for, each as its prompt and the most tokens that it
+    /// may sample; `None` if the body is refused.
+    pub fn check_body(body: &[u8], vocab: usize, context: usize) -> Option<Vec<(Vec<u32>, usize)>> {
+        let body: GenerateBody = super::engine::parse(body).ok()?;
+        let bounds = Bounds { vocab, context, tokenizer: None };
+        let checked = body.check(bounds, || "new".into()).ok()?;
+        let sequence =
+            |prompt: super::body::Prompt| (prompt.input_ids, prompt.sampling.max_new_tokens);
+        Some(checked.prompts.into_iter().map(sequence).collect())
+    }
+}

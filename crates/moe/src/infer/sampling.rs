@@ -3,6 +3,7 @@
 use super::model::Model;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use std::sync::Arc;
 
 /// Below this temperature sampling is greedy, as in SGLang.
 const GREEDY: f32 = 1e-6;
@@ -23,9 +24,9 @@ pub(crate) struct Sampling {
     pub(crate) seed: Option<u64>,
     /// Random stream: the index of this sequence among the `n` of one request.
     pub(crate) stream: u64,
-    pub(crate) stop_token_ids: Vec<u32>,
+    pub(crate) stop_token_ids: Arc<[u32]>,
     /// Stop strings; they require a tokenizer.
-    pub(crate) stop: Vec<String>,
+    pub(crate) stop: Arc<[String]>,
     /// Disables both end-of-sequence and stop tokens.
     pub(crate) ignore_eos: bool,
 }
@@ -136,8 +137,8 @@ mod tests {
             min_p: 0.0,
             seed: Some(3),
             stream: 0,
-            stop_token_ids: Vec::new(),
-            stop: Vec::new(),
+            stop_token_ids: Arc::default(),
+            stop: Arc::default(),
             ignore_eos: false,
         }
     }

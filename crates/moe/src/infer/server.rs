@@ -9,19 +9,18 @@ use super::generate::{generate, health_generate};
 use super::loaded::Loaded;
 use super::request::{Command, Status};
 use super::scheduler::{Limits, Scheduler};
-use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::{HeaderMap, Method, StatusCode, header};
-use axum::middleware::Next;
+use crate::http::{Denial, HttpServer, Routes};
+use axum::extract::DefaultBodyLimit;
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::serve::ListenerExt;
 use axum::{Json, Router};
 use serde_json::json;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 use tokenizers::Tokenizer;
 use tokio::net::TcpListener;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -29,18 +28,22 @@ use tokio_util::sync::CancellationToken;
 /// full, handlers wait.
 const COMMAND_QUEUE: usize = 1024;
 
+/// Health checks, which need no token: a client that waits for the server has not proved anything yet.
+const OPEN: [&str; 3] = ["/health", "/ping", "/ready"];
+
 /// Serves a model on `listener` until `cancel` is cancelled. Running requests are then aborted and
 /// answered with their output so far. The model runs on a dedicated thread.
 ///
 /// # Errors
-/// If the model folder cannot be loaded, an option is invalid, the listener fails, or the engine
-/// thread panics.
+/// If the address is reachable from other hosts without a token or client certificates, a TLS file
+/// or the model folder cannot be loaded, an option is invalid, or the engine thread panics.
 pub async fn serve_engine(
     options: EngineOptions,
     listener: TcpListener,
     cancel: CancellationToken,
 ) -> Result<(), EngineServeError> {
     check_options(&options)?;
+    let http = HttpServer::new(listener, options.http.clone())?;
     let mut threads = JoinSet::new();
     let (path, format) = (options.model_path.clone(), options.weight_format);
     threads.spawn_blocking(move || Loaded::read(&path, format));
@@ -55,25 +58,21 @@ pub async fn serve_engine(
     threads.spawn_blocking(move || scheduler.run(inbox));
 
     let stop = CancellationToken::new();
-    let app = router(Arc::clone(&engine));
-    // Replies are small; Nagle's algorithm would only delay them.
-    let listener = listener.tap_io(|stream| {
-        stream.set_nodelay(true).ok();
-    });
-    let server = axum::serve(listener, app).with_graceful_shutdown(stop.clone().cancelled_owned());
-    let mut server = std::pin::pin!(server.into_future());
+    let routes =
+        Routes { open: &OPEN, max_body_bytes: engine.options.max_body_bytes, reply: denied };
+    let mut server = Box::pin(http.serve(router(Arc::clone(&engine)), routes, stop.clone()));
     // `cancelled` and `join_next` are cancel-safe; the server is polled again below.
     let ended_early = tokio::select! {
         biased;
         () = cancel.cancelled() => None,
         ended = threads.join_next() => ended,
-        served = &mut server => return served.map_err(EngineServeError::Http),
+        () = &mut server => None,
     };
     stop.cancel();
     // A closed channel means that the thread has already ended.
     engine.commands.send(Command::Stop).await.ok();
     drop(engine);
-    server.await.map_err(EngineServeError::Http)?;
+    server.await;
     match ended_early.or(threads.join_next().await) {
         Some(Err(e)) => Err(EngineServeError::Panicked(e.to_string())),
         Some(Ok(())) | None => Ok(()),
@@ -85,6 +84,7 @@ fn check_options(options: &EngineOptions) -> Result<(), EngineServeError> {
     for (option, value) in [
         ("max_running", options.max_running),
         ("max_queued", options.max_queued),
+        ("max_queued_tokens", options.max_queued_tokens),
         ("cache_tokens", options.cache_tokens),
         ("chunked_prefill", options.chunked_prefill),
         ("context_length", options.context_length.unwrap_or(1)),
@@ -92,10 +92,6 @@ fn check_options(options: &EngineOptions) -> Result<(), EngineServeError> {
         if value == 0 {
             return Err(EngineServeError::Option { option, problem: at_least_one });
         }
-    }
-    if options.api_key.as_deref() == Some("") {
-        let problem = "must not be empty; remove it to serve without a key";
-        return Err(EngineServeError::Option { option: "api_key", problem });
     }
     if u32::try_from(options.cache_tokens).is_err() {
         let problem = "must fit into 32 bits";
@@ -152,6 +148,7 @@ fn assemble(
         vocab: config.vocab_size,
         context,
         pool_tokens: pool as usize,
+        token_room: Arc::new(Semaphore::new(options.max_queued_tokens.min(Semaphore::MAX_PERMITS))),
         rids: std::sync::atomic::AtomicU64::new(0),
         options,
     };
@@ -159,7 +156,6 @@ fn assemble(
 }
 
 fn router(engine: Arc<Engine>) -> Router {
-    let limit = DefaultBodyLimit::max(engine.options.max_body_bytes);
     Router::new()
         .route("/generate", post(generate).put(generate))
         .route("/flush_cache", get(flush_cache).post(flush_cache))
@@ -175,7 +171,6 @@ fn router(engine: Arc<Engine>) -> Router {
         .route("/v1/models", get(models))
         .route("/v1/loads", get(loads))
         .route("/metrics", get(metrics))
-        .layer(axum::middleware::from_fn_with_state(Arc::clone(&engine), authorize))
         .route("/health", get(health))
         .route("/health_generate", get(health_generate))
         .route("/ready", get(ready))
@@ -184,7 +179,8 @@ fn router(engine: Arc<Engine>) -> Router {
         .method_not_allowed_fallback(async || {
             detail_reply(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed")
         })
-        .layer(limit)
+        // The guard has read the body, within its own limit.
+        .layer(DefaultBodyLimit::disable())
         .with_state(engine)
 }
 
@@ -192,22 +188,13 @@ fn detail_reply(status: StatusCode, text: &str) -> Response {
     (status, Json(json!({ "detail": text }))).into_response()
 }
 
-async fn authorize(
-    State(engine): State<Arc<Engine>>,
-    headers: HeaderMap,
-    request: Request,
-    next: Next,
-) -> Response {
-    let authorized = engine.options.api_key.as_ref().is_none_or(|key| {
-        let sent = headers.get(header::AUTHORIZATION).map_or(&b""[..], |v| v.as_bytes());
-        // blake3 hashes are compared in constant time.
-        blake3::hash(sent) == blake3::hash(format!("Bearer {key}").as_bytes())
-    });
-    if authorized || request.method() == Method::OPTIONS {
-        next.run(request).await
-    } else {
-        (StatusCode::UNAUTHORIZED, Json(json!({ "error": "Unauthorized" }))).into_response()
-    }
+/// The reply to a denied request, as SGLang and the other error replies have it.
+fn denied(denial: &Denial) -> Response {
+    let text = match denial {
+        Denial::Unauthorized => "Unauthorized".to_owned(),
+        other => other.to_string(),
+    };
+    (denial.status(), Json(json!({ "error": text }))).into_response()
 }
 
 #[cfg(test)]

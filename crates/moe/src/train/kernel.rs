@@ -84,6 +84,9 @@ pub(super) unsafe fn multiply(
 }
 
 /// One block of at most [`DEPTH`] summands.
+///
+/// # Safety
+/// That of [`multiply`]; `panels` holds `⌈columns / 32⌉` panels of `depth × 32`, and `strip` `depth × 8`.
 #[target_feature(enable = "avx512f")]
 unsafe fn block(
     (rows, columns, depth): (usize, usize, usize),
@@ -124,6 +127,9 @@ unsafe fn block(
 
 /// Packs the rows of an operand that is transposed or has fewer than 8 rows: `[depth, 8]`. Missing
 /// rows keep their old contents: their sums are never stored.
+///
+/// # Safety
+/// `a` must be readable over `rows × depth`, and `strip` writable over `depth × 8`.
 #[inline]
 unsafe fn pack_strip((rows, depth): (usize, usize), a: Operand, strip: *mut f32) {
     let (mut from, mut to) = (a.at, strip);
@@ -138,6 +144,10 @@ unsafe fn pack_strip((rows, depth): (usize, usize), a: Operand, strip: *mut f32)
 }
 
 /// Copies `columns` columns into a panel `[depth, 32]` and fills the rest with zeros.
+///
+/// # Safety
+/// `b` must be readable over `depth × columns`, and `panel` writable over `depth × 32`; they must not
+/// overlap.
 #[inline]
 unsafe fn pack(depth: usize, columns: usize, b: Operand, panel: *mut f32) {
     // Pointers are incremented, which avoids checked multiplications in the inner loops.
@@ -168,6 +178,10 @@ unsafe fn pack(depth: usize, columns: usize, b: Operand, panel: *mut f32) {
 
 /// Computes one tile of at most 8 × 32 sums. Not inlined: inside the caller's loops the compiler
 /// runs out of registers and spills a sum to memory at every step.
+///
+/// # Safety
+/// The CPU must have AVX-512F; `left` must be readable over 8 rows of `depth`, `panel` over `depth × 32`,
+/// and `target` writable over `rows × columns`.
 #[inline(never)]
 #[target_feature(enable = "avx512f")]
 unsafe fn tile(

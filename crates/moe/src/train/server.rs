@@ -2,27 +2,20 @@
 
 use super::service::{TrainerHandle, TrainerOptions, TrainerRefusal, start};
 use crate::CheckpointError;
-use axum::body::Body;
-use axum::extract::{Path, Request, State};
-use axum::http::{StatusCode, header};
-use axum::middleware::{Next, from_fn_with_state};
+use crate::http::{Denial, HttpServer, HttpSetupError, Routes};
+use axum::body::Bytes;
+use axum::extract::{Path, State};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use futures::StreamExt;
 use orchestrate_handoff::protocol::{ErrorBody, ErrorDetail, LogprobsRequest, StepRequest};
 use serde::Serialize;
-use serde::de::DeserializeOwned;
-use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 /// Largest request body in bytes: requests contain paths of files rather than data.
 const BODY_LIMIT: usize = 1 << 20;
-
-/// Number of bytes of a larger body that are read and discarded before replying: a client that is
-/// still sending when the connection closes would not see the error.
-const DRAIN_LIMIT: usize = 64 << 20;
 
 /// Why a trainer cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -30,9 +23,9 @@ pub enum ServeTrainerError {
     /// Checkpoints cannot be read or written.
     #[error("cannot start the trainer")]
     Start(#[from] CheckpointError),
-    /// The HTTP listener failed.
+    /// The HTTP server cannot be set up.
     #[error("cannot serve the trainer")]
-    Serve(#[from] std::io::Error),
+    Serve(#[from] HttpSetupError),
     /// The task that starts or stops the trainer was cancelled or panicked.
     #[error("starting or stopping the trainer was interrupted")]
     Interrupted(#[from] tokio::task::JoinError),
@@ -41,26 +34,25 @@ pub enum ServeTrainerError {
 #[derive(Clone)]
 struct Server {
     trainer: TrainerHandle,
-    token: Option<Arc<blake3::Hash>>,
 }
 
 /// Serves a trainer on `listener` until `stop` is cancelled. It then accepts no new requests, stops
 /// the current step at its next phase, and joins the trainer's thread.
 ///
 /// # Errors
-/// If the checkpoints cannot be read or written, or the listener fails.
+/// If the address is reachable from other hosts without a token or client certificates, a TLS file
+/// cannot be used, or the checkpoints cannot be read or written.
 pub async fn serve_trainer(
     options: TrainerOptions,
     listener: TcpListener,
     stop: CancellationToken,
 ) -> Result<(), ServeTrainerError> {
-    let token = options.token.as_deref().map(|token| Arc::new(blake3::hash(token.as_bytes())));
+    let http = HttpServer::new(listener, options.http.clone())?;
     let (trainer, thread) = tokio::task::spawn_blocking(move || start(&options)).await??;
-    let server = Server { trainer, token };
-    let served =
-        axum::serve(listener, routes(server)).with_graceful_shutdown(stop.cancelled_owned()).await;
+    let guard = Routes { open: &[], max_body_bytes: BODY_LIMIT, reply: denied };
+    http.serve(routes(Server { trainer }), guard, stop).await;
     tokio::task::spawn_blocking(move || thread.stop()).await?;
-    Ok(served?)
+    Ok(())
 }
 
 fn routes(server: Server) -> Router {
@@ -78,29 +70,21 @@ fn routes(server: Server) -> Router {
                 "method not allowed on this path",
             )
         })
-        .layer(from_fn_with_state(server.clone(), authorised))
         .with_state(server)
 }
 
-async fn authorised(State(server): State<Server>, request: Request, next: Next) -> Response {
-    let Some(expected) = &server.token else { return next.run(request).await };
-    let sent = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let sent = sent.and_then(|value| value.strip_prefix("Bearer "));
-    // blake3 hashes are compared in constant time.
-    if sent.is_some_and(|token| blake3::hash(token.as_bytes()) == **expected) {
-        return next.run(request).await;
-    }
-    problem(StatusCode::UNAUTHORIZED, "unauthorized", "a valid bearer token is required")
+fn denied(denial: &Denial) -> Response {
+    problem(denial.status(), denial.code(), &denial.to_string())
 }
 
 async fn info(State(server): State<Server>) -> Response {
     Json(server.trainer.info()).into_response()
 }
 
-async fn submit(State(server): State<Server>, body: Body) -> Response {
-    let request: StepRequest = match parse(body).await {
+async fn submit(State(server): State<Server>, body: Bytes) -> Response {
+    let request: StepRequest = match serde_json::from_slice(&body) {
         Ok(request) => request,
-        Err(answer) => return answer,
+        Err(error) => return unexpected(&error),
     };
     if !is_plain_id(&request.step_id) {
         let message = "step_id must be 1 to 128 letters, digits, `.`, `_` or `-`";
@@ -114,10 +98,10 @@ async fn status(State(server): State<Server>, Path(step_id): Path<String>) -> Re
     answer(Ok(server.trainer.status(&step_id)))
 }
 
-async fn logprobs(State(server): State<Server>, body: Body) -> Response {
-    let request: LogprobsRequest = match parse(body).await {
+async fn logprobs(State(server): State<Server>, body: Bytes) -> Response {
+    let request: LogprobsRequest = match serde_json::from_slice(&body) {
         Ok(request) => request,
-        Err(answer) => return answer,
+        Err(error) => return unexpected(&error),
     };
     let queued = tokio::task::spawn_blocking(move || server.trainer.logprobs(&request)).await;
     match queued {
@@ -137,24 +121,9 @@ fn is_plain_id(id: &str) -> bool {
     (1..=128).contains(&id.len()) && id.chars().all(plain)
 }
 
-async fn parse<T: DeserializeOwned>(body: Body) -> Result<T, Response> {
-    let bad = |message: &str| problem(StatusCode::BAD_REQUEST, "bad_request", message);
-    let mut chunks = body.into_data_stream();
-    let (mut bytes, mut length) = (Vec::new(), 0);
-    while let Some(chunk) = chunks.next().await {
-        let chunk = chunk.map_err(|e| bad(&format!("the request body ended early: {e}")))?;
-        length += chunk.len();
-        if length <= BODY_LIMIT {
-            bytes.extend_from_slice(&chunk);
-        } else if length > DRAIN_LIMIT {
-            break;
-        }
-    }
-    if length > BODY_LIMIT {
-        let message = format!("the request body must be at most {BODY_LIMIT} bytes");
-        return Err(problem(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", &message));
-    }
-    serde_json::from_slice(&bytes).map_err(|e| bad(&e.to_string()))
+/// Reply to a body that is not what the route expects.
+fn unexpected(error: &serde_json::Error) -> Response {
+    problem(StatusCode::BAD_REQUEST, "bad_request", &error.to_string())
 }
 
 fn answer<T: Serialize>(

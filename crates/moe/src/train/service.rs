@@ -8,6 +8,7 @@ use super::learner::Learner;
 use super::model::TrainModel;
 use super::step::{Measured, StepError, TrainBatch, apply, check_settings, measure};
 use super::store::{AppliedStep, CheckpointStore, Restored, TrainerState};
+use crate::http::{AllowedFolders, HttpOptions};
 use crate::{CheckpointError, ModelConfig};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_handoff::protocol::{
@@ -36,10 +37,10 @@ pub struct TrainerOptions {
     pub checkpoints: Utf8PathBuf,
     /// Number of newest checkpoints to keep, in addition to `v000000`.
     pub keep: usize,
-    /// Folder that must contain all batch manifests; `None` allows any readable path.
-    pub batch_root: Option<Utf8PathBuf>,
-    /// Bearer token that clients must send; `None` disables authorization.
-    pub token: Option<String>,
+    /// Folders that batches may lie in.
+    pub batch_roots: AllowedFolders,
+    /// Who may reach the server.
+    pub http: HttpOptions,
 }
 
 /// Why the trainer rejects a request.
@@ -102,7 +103,7 @@ pub struct TrainerThread {
 #[derive(Debug)]
 struct Shared {
     config: ModelConfig,
-    batch_root: Option<Utf8PathBuf>,
+    batch_roots: AllowedFolders,
     stopping: AtomicBool,
     public_state: Mutex<PublicState>,
 }
@@ -144,7 +145,7 @@ pub fn start(options: &TrainerOptions) -> Result<(TrainerHandle, TrainerThread),
     let checkpoint = store.folder(restored.state.policy_version);
     let shared = Arc::new(Shared {
         config: restored.learner.model.config().clone(),
-        batch_root: options.batch_root.clone(),
+        batch_roots: options.batch_roots.clone(),
         stopping: AtomicBool::new(false),
         public_state: Mutex::new(PublicState {
             state: restored.state.clone(),
@@ -331,16 +332,12 @@ impl TrainerHandle {
         if manifest.file_name() != Some("manifest.json") {
             return Err(invalid_path("the file name must be `manifest.json`"));
         }
-        let real =
-            manifest.canonicalize_utf8().map_err(|_| invalid_path("cannot be found or read"))?;
-        if let Some(root) = &self.shared.batch_root {
-            let root = root
-                .canonicalize_utf8()
-                .map_err(|_| invalid_path("the batch folder cannot be found or read"))?;
-            if !real.starts_with(root) {
-                return Err(invalid_path("is outside the folder of batches"));
-            }
-        }
+        // The same refusal whether or not a file outside exists.
+        let not_there = |_| invalid_path("is not below a folder of batches, or cannot be read");
+        let roots = &self.shared.batch_roots;
+        let real = roots.file(manifest).map_err(not_there)?;
+        let folder = real.parent().unwrap_or(&real);
+        roots.folder(folder).map_err(not_there)?;
         let files = Batch::open(&real).map_err(|source| TrainerRefusal::Batch {
             path: manifest.to_owned(),
             source: Box::new(source),

@@ -32,11 +32,7 @@ impl IgnoreRules {
                 folders.insert(folder.trim_end_matches('/').to_owned(), rules);
             }
         }
-        Self {
-            folders: Arc::new(folders),
-            exclude: Arc::new(exclude),
-            tracked: Arc::new(tracked),
-        }
+        Self { folders: Arc::new(folders), exclude: Arc::new(exclude), tracked: Arc::new(tracked) }
     }
 
     /// Whether git leaves the file out when it adds everything. What is in an ignored folder is
@@ -105,9 +101,24 @@ mod tests {
         ];
         let rules = IgnoreRules::new(files.to_vec(), BTreeSet::from(["t.log".to_owned()]));
         let paths = [
-            "a.py", "a.log", "keep.log", "x/keep.log", "build/a", "x/build/a", "top", "x/top",
-            "sub/a.tmp", "x/sub/a.tmp", "q/deep/a.x", "#odd", "sub/a.log", "sub/x/a.log",
-            "sub/local", "local", "a.bak", "x/build",
+            "a.py",
+            "a.log",
+            "keep.log",
+            "x/keep.log",
+            "build/a",
+            "x/build/a",
+            "top",
+            "x/top",
+            "sub/a.tmp",
+            "x/sub/a.tmp",
+            "q/deep/a.x",
+            "#odd",
+            "sub/a.log",
+            "sub/x/a.log",
+            "sub/local",
+            "local",
+            "a.bak",
+            "x/build",
         ];
         let folder = tempfile::tempdir().unwrap();
         let git = |arguments: &[&str]| {

@@ -16,8 +16,8 @@ pub use graded::{GradeError, GradedChange};
 pub use logs::{GradeLogs, write_log_folder};
 pub use rules::{GradingRules, LogGrader, grade_as_r2e, grade_by_summary};
 
-use crate::sandboxes::close;
 use crate::collection::CollectedChange;
+use crate::sandboxes::close;
 use crate::tree::{self, TreeChange};
 use orchestrate_sandbox::{Sandbox, SandboxProvider, SandboxSpec};
 use orchestrate_tasks::{Origin, Task};

@@ -37,6 +37,8 @@ fn table() -> Vec<(&'static str, EpisodePhase, EpisodeEvent, EpisodePhase, Episo
     let (aborted, finish_aborted) = ended(Outcome::Aborted { by: AbortCause::Shutdown });
     let (scored, finish_scored) = ended(Outcome::Scored { reward: 1.0 });
     let too_large = Outcome::Truncated { limit: Limit::ChangeSize, reward: 0.0 };
+    let damaged = Outcome::Truncated { limit: Limit::SandboxDamage, reward: 0.0 };
+    let damage = EpisodeEvent::SandboxDamaged { what: "no process can be started".to_owned() };
     let (truncated, finish_truncated) =
         ended(Outcome::Truncated { limit: Limit::Turns, reward: 0.0 });
     let (too_many_aborts, finish_too_many_aborts) = ended(Outcome::Broken {
@@ -182,6 +184,20 @@ fn table() -> Vec<(&'static str, EpisodePhase, EpisodeEvent, EpisodePhase, Episo
             EpisodePhase::Ended(too_large.clone()),
             EpisodeCommand::Finish(too_large),
         ),
+        (
+            "damaged while acting",
+            acting.clone(),
+            damage.clone(),
+            EpisodePhase::Ended(damaged.clone()),
+            EpisodeCommand::Finish(damaged.clone()),
+        ),
+        (
+            "damaged while grading",
+            truncated_by(Limit::Turns),
+            damage,
+            EpisodePhase::Ended(damaged.clone()),
+            EpisodeCommand::Finish(damaged),
+        ),
     ];
     for phase in [EpisodePhase::Created, ready, generating(0, 0, 0), acting] {
         rows.push((
@@ -226,7 +242,7 @@ fn pairs_outside_the_table_are_refused_and_change_nothing() {
             events.push(event.clone());
         }
     }
-    assert_eq!((phases.len(), events.len()), (6, 9), "a phase or an event has no row");
+    assert_eq!((phases.len(), events.len()), (6, 10), "a phase or an event has no row");
     for phase in &phases {
         for event in &events {
             let listed =
@@ -276,6 +292,7 @@ fn any_event() -> impl Strategy<Value = EpisodeEvent> {
         (any::<bool>(), 0usize..120).prop_map(|(s, t)| acted(s, t)),
         Just(EpisodeEvent::Graded { reward: 1.0 }),
         Just(EpisodeEvent::ChangeTooLarge),
+        Just(EpisodeEvent::SandboxDamaged { what: "x".to_owned() }),
         Just(EpisodeEvent::TimeUp),
         Just(EpisodeEvent::StopRequested),
         Just(EpisodeEvent::Failed { stage: Stage::Grade, error: "x".to_owned() }),

@@ -16,12 +16,12 @@ if os.environ.get("LANG") or "needed here" not in open("tests/helper.py").read()
 if os.path.exists("want_bytes"):
     results["test_bytes"] = (
         read("windows.txt") == b"a\r\nB\r\n"
-        and read("latin.txt") == b"th\xe9\n"
-        and read("blob") == b"\0\1\2"
+        and read("latin.txt") == b"caf\xe9\n"
+        and read("blob") is None
         and read("kept.log") == b"2\n"
         and not os.path.lexists("gone.txt")
         and os.access("calc.py", os.X_OK)
-        and os.readlink("link") == "calc.py"
+        and not os.path.lexists("link")
     )
 print("=== short test summary info ===")
 for name, passed in results.items():

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
 
 mod attacks;
+mod damage;
 mod disk;
 
 use camino::{Utf8Path, Utf8PathBuf};
@@ -233,7 +234,7 @@ async fn docker_r2e_history_is_kept_if_configured() {
 }
 
 #[tokio::test]
-async fn docker_r2e_every_byte_of_a_change_reaches_the_tests() {
+async fn docker_r2e_every_byte_of_a_text_change_reaches_the_tests_and_nothing_else() {
     let Some(mut task) = r2e_task() else { return };
     task.expected.insert("test_bytes".into(), orchestrate_tasks::TestStatus::Passed);
     let (_kept, logs) = folder();
@@ -274,30 +275,31 @@ async fn docker_r2e_changed_tests_and_runners_score_only_with_the_official_rule(
 }
 
 #[tokio::test]
-async fn docker_agent_that_breaks_git_has_an_empty_patch() {
+async fn docker_agent_that_breaks_git_keeps_its_patch() {
     let Some(task) = r2e_task() else { return };
     let (_kept, logs) = folder();
-    let tricks = [FIX, "rm -rf /opt/.orchestrate.git"];
+    let tricks = [FIX, "rm -rf .git /usr/bin/git"];
     let report =
         episode(&task, &tricks, &RolloutSection::default(), RewardSettings::default(), &logs).await;
-    assert!(scored(&report) < 0.5);
-    assert_eq!(report.patch, "");
+    assert!(scored(&report) > 0.5, "{:?}", report.verdict);
+    assert_eq!(report.patch, GOLD);
 }
 
 #[tokio::test]
 async fn docker_oversized_tree_is_truncated_and_not_retried() {
     let Some(task) = r2e_task() else { return };
     let (_kept, logs) = folder();
-    // Sparse files larger than any container, and a text larger than any graded change.
+    // Sparse files larger than any container are binary, and no part of the change; a text larger than
+    // any graded change is.
     let sparse =
         "for n in 1 2 3; do truncate -s 1900M sparse$n; done; ls -l sparse3 | cut -d' ' -f5";
     let text = "yes 'a line of text' | head -c 20000000 > text; wc -c < text";
-    for blow_up in [sparse, text] {
+    let cut = Outcome::Truncated { limit: Limit::ChangeSize, reward: 0.0 };
+    for (blow_up, expected) in [(sparse, Outcome::Scored { reward: 1.0 }), (text, cut)] {
         let (config, reward) = (RolloutSection::default(), RewardSettings::default());
         let report = episode(&task, &[FIX, blow_up], &config, reward, &logs).await;
         assert!(report.turns[1].observation.contains("00"), "{:?}", report.turns);
-        let cut = Outcome::Truncated { limit: Limit::ChangeSize, reward: 0.0 };
-        assert_eq!(report.outcome, cut, "{blow_up}");
+        assert_eq!(report.outcome, expected, "{blow_up}");
         assert!(report.trajectory.is_some());
     }
     // If the whole folder is deleted, nothing is left to grade.

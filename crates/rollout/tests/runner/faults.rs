@@ -2,23 +2,23 @@
 
 use crate::world::*;
 use orchestrate_engine::EngineErrorKind;
-use orchestrate_sandbox::Purpose;
+use orchestrate_sandbox::{Purpose, SandboxErrorKind};
 use orchestrate_testkit::{FakeEngine, FakeReply, Operation};
-use orchestrate_types::{Outcome, PolicyVersion, Stage};
+use orchestrate_types::{Limit, Outcome, PolicyVersion, Stage};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 #[tokio::test(start_paused = true)]
 async fn sandbox_failure_breaks_the_attempt_at_its_stage_without_a_reward() {
-    use Operation::{Exec, Open, ReadTree, Write};
+    use Operation::{Collect, Exec, MarkTree, Open, Write};
     use Purpose::{Agent, Grader};
     let cases = [
         (Open, Agent, 0, Stage::Setup),
         (Write, Agent, 0, Stage::Setup),
-        (ReadTree, Agent, 0, Stage::Setup),
+        (MarkTree, Agent, 0, Stage::Setup),
         (Exec, Agent, 0, Stage::Exec),
         (Write, Agent, 1, Stage::Exec),
-        (ReadTree, Agent, 1, Stage::Collect),
+        (Collect, Agent, 0, Stage::Collect),
         (Open, Grader, 0, Stage::Grade),
         (Write, Grader, 0, Stage::Grade),
         (Exec, Grader, 0, Stage::Grade),
@@ -33,6 +33,39 @@ async fn sandbox_failure_breaks_the_attempt_at_its_stage_without_a_reward() {
         assert_eq!(*stage, expected, "{operation:?} of {purpose:?}");
         assert!(error.contains("planned fault"), "{error}");
         assert_eq!(report.outcome.trusted_reward(), None);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn sandbox_that_commands_damaged_is_the_attempts_own_result() {
+    let damaged = || SandboxErrorKind::Damaged { what: "process 1 was changed".to_owned() };
+    let refused = |call| SandboxErrorKind::Refused { call, message: "no process".to_owned() };
+    let cases = [
+        (Operation::Exec, Purpose::Agent, damaged()),
+        (Operation::Exec, Purpose::Agent, refused("exec")),
+        (Operation::Collect, Purpose::Agent, damaged()),
+        (Operation::Collect, Purpose::Agent, refused("list_changes")),
+        (Operation::Exec, Purpose::Grader, damaged()),
+    ];
+    for (operation, purpose, kind) in cases {
+        let world = world(solving());
+        world.sandboxes.fail_with(operation, purpose, 0, kind);
+        let report = world.run().await;
+        let zero = Outcome::Truncated { limit: Limit::SandboxDamage, reward: 0.0 };
+        assert_eq!(report.outcome, zero, "{operation:?} of {purpose:?}");
+        assert!(report.trajectory.is_some() || operation == Operation::Exec);
+        let graders = world.sandboxes.opened().iter().filter(|s| s.purpose == purpose).count();
+        assert_eq!(graders, 1, "a damaged sandbox is replaced: {operation:?} of {purpose:?}");
+    }
+    // Setting up and grading start from what no command has touched.
+    for (operation, purpose, stage) in [
+        (Operation::MarkTree, Purpose::Agent, Stage::Setup),
+        (Operation::Exec, Purpose::Grader, Stage::Grade),
+    ] {
+        let world = world(solving());
+        world.sandboxes.fail_with(operation, purpose, 0, refused("exec"));
+        let outcome = world.run().await.outcome;
+        assert!(matches!(outcome, Outcome::Broken { stage: s, .. } if s == stage), "{outcome:?}");
     }
 }
 

@@ -5,6 +5,7 @@
     clippy::panic,
     reason = "a failed step fails the test"
 )]
+mod bounds;
 #[path = "../common/mod.rs"]
 mod common;
 mod faults;

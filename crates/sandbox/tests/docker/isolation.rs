@@ -389,3 +389,14 @@ async fn docker_ordinary_tools_work_without_attributes_and_inotify() {
     sandbox.close().await.unwrap();
     fixture.finish().await;
 }
+
+#[tokio::test]
+async fn docker_limits_that_containers_share_are_read_from_inside() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let limits = fixture.provider.shared_limits(&fixture.spec(true)).await.unwrap();
+    let soft = std::fs::read_to_string("/proc/sys/fs/pipe-user-pages-soft").unwrap();
+    let named = limits.iter().find(|limit| limit.name == "fs.pipe-user-pages-soft");
+    // The daemon of these tests runs on the same kernel.
+    assert_eq!(named.map_or(0, |limit| limit.value), soft.trim().parse::<u64>().unwrap());
+    fixture.finish().await;
+}

@@ -73,11 +73,14 @@ pub fn bounded_diff<'a>(
                 && Instant::now() < deadline;
             if is_comparable {
                 let sides = (file.old.map(|v| v.text), file.new.map(|v| v.text));
-                write_hunks(&mut out, &file_diff_until(file.path, sides.0, sides.1, Some(deadline)));
+                write_hunks(
+                    &mut out,
+                    &file_diff_until(file.path, sides.0, sides.1, Some(deadline)),
+                );
             } else {
+                let room = limits.patch_bytes.saturating_sub(out.len());
                 // Every line takes one more byte than in the file.
-                let needed = bytes + line_feeds(old) + line_feeds(new);
-                if out.len() + needed > limits.patch_bytes {
+                if bytes > room || bytes + line_feeds(old) + line_feeds(new) > room {
                     return None;
                 }
                 write_replacement(&mut out, &file, old, new);
@@ -90,7 +93,7 @@ pub fn bounded_diff<'a>(
     Some(out)
 }
 
-fn text<'a>(version: Option<FileVersion<'a>>) -> &'a str {
+fn text(version: Option<FileVersion<'_>>) -> &str {
     version.map_or("", |version| version.text)
 }
 

@@ -40,7 +40,7 @@ async fn serve(change: impl FnOnce(&mut EngineOptions)) -> TestServer {
 
 impl TestServer {
     async fn post(&self, path: &str, body: &Value) -> (u16, String) {
-        let request = self.client.post(format!("{}{path}", self.url)).body(body.to_string());
+        let request = self.client.post(format!("{}{path}", self.url)).json(body);
         let response = request.send().await.unwrap();
         (response.status().as_u16(), response.text().await.unwrap())
     }
@@ -84,7 +84,7 @@ async fn replay(server: &TestServer, exchange: &Value) -> (u16, String) {
     let url = format!("{}{}", server.url, request["path"].as_str().unwrap());
     let mut builder = server.client.request(method, url);
     if let Some(body) = request["body_raw"].as_str() {
-        builder = builder.body(body.to_owned());
+        builder = builder.header("content-type", "application/json").body(body.to_owned());
     }
     let response = builder.send().await.unwrap();
     (response.status().as_u16(), response.text().await.unwrap())
@@ -259,7 +259,7 @@ async fn paused_engine_is_healthy_but_not_ready() {
 
 #[tokio::test]
 async fn all_routes_except_health_require_the_key() {
-    let server = serve(|o| o.api_key = Some("secret".into())).await;
+    let server = serve(|o| o.http.token = Some("secret".into())).await;
     assert_eq!(server.get("/health").await.0, 200);
     let (status, text) = server.get("/server_info").await;
     assert_eq!((status, text.as_str()), (401, r#"{"error":"Unauthorized"}"#));
@@ -274,7 +274,7 @@ async fn disconnected_client_aborts_its_request() {
     let server = serve(|_| {}).await;
     let mut asked = body(900);
     asked["stream"] = json!(true);
-    let request = server.client.post(format!("{}/generate", server.url)).body(asked.to_string());
+    let request = server.client.post(format!("{}/generate", server.url)).json(&asked);
     let mut response = request.send().await.unwrap();
     response.chunk().await.unwrap().unwrap();
     drop(response);
@@ -293,7 +293,7 @@ async fn cancelling_answers_running_requests_and_stops() {
     let url = format!("{}/generate", server.url);
     let mut asked = body(900);
     asked["stream"] = json!(true);
-    let request = server.client.post(url).body(asked.to_string());
+    let request = server.client.post(url).json(&asked);
     let mut response = request.send().await.unwrap();
     response.chunk().await.unwrap().unwrap();
     let (ended, text) = tokio::join!(server.stop(), response.text());
@@ -334,7 +334,7 @@ async fn measure_turns_over_http() {
                         "return_routed_experts": true, "routed_experts_start_len": have,
                         "sampling_params": {"max_new_tokens": 25, "sampling_seed": seed},
                     });
-                    let sent = client.post(&url).body(asked.to_string()).send().await;
+                    let sent = client.post(&url).json(&asked).send().await;
                     let reply: Value =
                         serde_json::from_str(&sent.unwrap().text().await.unwrap()).unwrap();
                     let ids: Vec<u32> =

@@ -1,0 +1,22 @@
+//! What the HTTP servers of the engine and of the trainer have in common.
+//!
+//! [`HttpOptions`] says who may reach a server. [`HttpServer::new`] refuses an address that other
+//! hosts reach without a token or client certificates. `connections` accepts connections, TLS ones
+//! with `tls`, and bounds their number and the time of their headers. `guard` then checks every
+//! request before a handler sees it: host, origin, token, content type, and the size and time of
+//! the body. [`AllowedFolders`] bounds which folders a request may name.
+
+mod body;
+mod connections;
+mod denial;
+mod folders;
+mod guard;
+mod hosts;
+mod options;
+mod tls;
+
+pub(crate) use connections::HttpServer;
+pub(crate) use denial::Denial;
+pub use folders::{AllowedFolders, NotAllowed};
+pub(crate) use guard::Routes;
+pub use options::{HttpLimits, HttpOptions, HttpSetupError, TlsFiles};

@@ -1,0 +1,81 @@
+//! Tool calls in the text of a policy, of every scaffold: each is a call or a mistake, and a call reads
+//! the same after another pass through the shared form.
+#![no_main]
+
+use libfuzzer_sys::arbitrary::{self, Arbitrary};
+use libfuzzer_sys::fuzz_target;
+use orchestrate_fuzz::heap::bounded;
+use orchestrate_fuzz::input::{self, Change};
+use orchestrate_rollout::Scaffold;
+
+const PIECES: [&str; 40] = [
+    "<tool_call>",
+    "</tool_call>",
+    "{\"name\": \"bash\", \"arguments\": {\"command\": \"ls\"}}",
+    "{\"name\": \"edit\", \"arguments\": {\"path\": \"a\", \"old_str\": \"b\", \"new_str\": \"c\"}}",
+    "{\"name\": \"submit\", \"arguments\": {}}",
+    "{\"name\": \"edit\", \"arguments\": {\"line\": 0}}",
+    "<function=file_editor>",
+    "<function=execute_bash>",
+    "<function=search>",
+    "<function=finish>",
+    "</function>",
+    "<parameter=command>view</parameter>",
+    "<parameter=path>/testbed/a.py</parameter>",
+    "<parameter=view_range>[1, -1]</parameter>",
+    "<parameter=old_str>",
+    "<parameter=new_str>",
+    "</parameter>",
+    "<parameter=insert_line>9223372036854775808</parameter>",
+    "<parameter=concise>True",
+    "<parameter=search_term>x",
+    "<parameter=cmd>ls",
+    "create",
+    "insert",
+    "undo_edit",
+    "str_replace",
+    "<think>",
+    "</think>",
+    "```bash\n",
+    "```mswea_bash_command\n",
+    "\n```",
+    "```",
+    "ls -la",
+    "\n",
+    " ",
+    "é\u{1f600}",
+    "&lt;",
+    "\\",
+    "\"",
+    "<|im_end|>",
+    "\u{85}\u{a0}",
+];
+
+#[derive(Debug, Arbitrary)]
+struct Input {
+    pieces: Vec<u8>,
+    changes: Vec<Change>,
+}
+
+fuzz_target!(|input: Input| {
+    let pieces = input.pieces.iter().map(|&piece| PIECES[usize::from(piece) % PIECES.len()]);
+    let mut bytes = pieces.collect::<String>().into_bytes();
+    input::change(&mut bytes, &input.changes);
+    let text = String::from_utf8_lossy(&bytes);
+    for scaffold in [Scaffold::Tools, Scaffold::R2eXml, Scaffold::Mini] {
+        let calls = bounded((1 << 20) + 64 * text.len(), || scaffold.parse(&text));
+        assert!(!calls.is_empty(), "a text without a call is a mistake");
+        assert!(calls.len() == 1 || matches!(scaffold, Scaffold::Tools));
+        for call in &calls {
+            match call {
+                Ok((action, _)) => {
+                    assert!(action.arguments.is_object(), "{action:?}");
+                    let known = ["bash", "view", "edit", "search", "submit"];
+                    assert!(known.contains(&action.name.as_str()), "{action:?}");
+                }
+                Err(mistake) => assert!(!mistake.0.is_empty()),
+            }
+        }
+        assert_eq!(calls, scaffold.parse(&text));
+    }
+});
