@@ -197,8 +197,10 @@ fn sandbox_hint(kind: &SandboxErrorKind) -> Option<&'static str> {
             "images of this project are built by scripts/quickstart; others can be loaded \
              (docker load), or come from the registry that sandbox.mirror names",
         ),
-        // Their messages say what to do.
-        SandboxErrorKind::ImageChanged { .. } | SandboxErrorKind::NotRecorded { .. } => None,
+        // Their messages say what to do, and commands that damage their sandbox need nothing.
+        SandboxErrorKind::ImageChanged { .. }
+        | SandboxErrorKind::NotRecorded { .. }
+        | SandboxErrorKind::Damaged { .. } => None,
         SandboxErrorKind::DiskFull(_) => Some(
             "free some space on the Docker host, or limit the images kept there with \
              sandbox.image_cache",
@@ -213,8 +215,6 @@ fn sandbox_hint(kind: &SandboxErrorKind) -> Option<&'static str> {
         | SandboxErrorKind::Protocol(_)
         | SandboxErrorKind::NotClean(_)
         | SandboxErrorKind::TooLarge { .. } => Some("orchestrate doctor checks the daemon"),
-        // The commands of one sandbox caused it; there is nothing to set up.
-        SandboxErrorKind::Damaged { .. } => None,
     }
 }
 

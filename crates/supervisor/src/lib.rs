@@ -12,6 +12,7 @@ mod files;
 mod job;
 mod log;
 mod options;
+mod protection;
 pub mod protocol;
 mod reset;
 mod serve;
@@ -72,6 +73,10 @@ pub fn run(args: impl Iterator<Item = String>) -> ExitCode {
 }
 
 fn try_run(args: impl Iterator<Item = String>) -> Result<(), RunError> {
+    let mut args = args.peekable();
+    if args.peek().is_some_and(|arg| arg == protection::CHECK) {
+        return protection::check_from_command().map_err(RunError::Serve);
+    }
     if std::process::id() != 1 {
         return Err(RunError::NotProcessOne);
     }

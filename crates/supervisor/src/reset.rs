@@ -89,7 +89,8 @@ struct Entry {
     device: u64,
     target: Option<PathBuf>,
     attributes: Attributes,
-    /// `None` for a mounted control group: it is read-only, and the kernel changes its times.
+    /// `None` where commands cannot choose them: a mounted control group is read-only, and with
+    /// user namespaces, devices are those of the host and belong to another user.
     times: Option<Times>,
 }
 
@@ -133,7 +134,7 @@ fn entry(path: &Path) -> io::Result<Entry> {
         device: meta.rdev(),
         target,
         attributes: sys::attributes(path)?,
-        times: (!is_mounted_group).then(|| times(&meta)),
+        times: (!is_mounted_group && meta.uid() == sys::user()).then(|| times(&meta)),
     })
 }
 
@@ -172,7 +173,11 @@ fn wiped_folders(options: &Options) -> Vec<PathBuf> {
 
 /// Finds the first mount in the text of `/proc/self/mountinfo` that commands can write to and that
 /// a reset does not wipe. That includes a writable root.
-fn unwiped_mount(mountinfo: &str, wiped: &[PathBuf]) -> Option<String> {
+fn unwiped_mount(
+    mountinfo: &str,
+    wiped: &[PathBuf],
+    is_foreign: impl Fn(&Path) -> bool,
+) -> Option<String> {
     mountinfo.lines().find_map(|line| {
         let mut fields = line.split(' ');
         let (point, flags) = (fields.nth(4)?, fields.next()?);
@@ -180,7 +185,8 @@ fn unwiped_mount(mountinfo: &str, wiped: &[PathBuf]) -> Option<String> {
         let known = wiped.iter().any(|path| path == Path::new(point))
             || COMPARED.contains(&point)
             || Path::new(point).starts_with("/dev")
-            || Path::new(point).starts_with("/proc");
+            || Path::new(point).starts_with("/proc")
+            || Path::new(point).starts_with(CONTROL_GROUPS) && is_foreign(Path::new(point));
         (!read_only && !known).then(|| point.to_owned())
     })
 }
@@ -190,7 +196,11 @@ impl Baseline {
     pub(crate) fn take(options: &Options) -> Result<Self, ResetError> {
         let wiped = wiped_folders(options);
         let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
-        if let Some(point) = unwiped_mount(&mounts, &wiped) {
+        // With user namespaces, control groups are mounted writable, but belong to the host's root.
+        let is_foreign = |path: &Path| {
+            std::fs::symlink_metadata(path).is_ok_and(|meta| meta.uid() != sys::user())
+        };
+        if let Some(point) = unwiped_mount(&mounts, &wiped, is_foreign) {
             return Err(ResetError::UnwipedMount(point));
         }
         let roots = wiped
@@ -317,11 +327,15 @@ mod tests {
                      4 1 0:4 / /testbed rw - tmpfs tmpfs rw\n\
                      6 1 0:6 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n\
                      5 1 0:5 / /etc/hosts ro - ext4 /dev/vda rw\n";
-        assert_eq!(unwiped_mount(clean, &wiped), None);
+        let own = |_: &Path| false;
+        assert_eq!(unwiped_mount(clean, &wiped, own), None);
         let volume = format!("{clean}7 1 0:7 / /data rw - ext4 /dev/vda rw\n");
-        assert_eq!(unwiped_mount(&volume, &wiped).as_deref(), Some("/data"));
-        let root = unwiped_mount("1 2 0:1 / / rw - overlay overlay rw", &wiped);
+        assert_eq!(unwiped_mount(&volume, &wiped, |_| true).as_deref(), Some("/data"));
+        let root = unwiped_mount("1 2 0:1 / / rw - overlay overlay rw", &wiped, |_| true);
         assert_eq!(root.as_deref(), Some("/"));
+        let group = format!("{clean}8 1 0:8 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw\n");
+        assert_eq!(unwiped_mount(&group, &wiped, |_| true), None);
+        assert_eq!(unwiped_mount(&group, &wiped, own).as_deref(), Some("/sys/fs/cgroup/cpu"));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::protocol::{
 };
 use crate::reset::{Baseline, ResetError};
 use crate::sys::ProcessState;
-use crate::{sys, tree};
+use crate::{protection, sys, tree};
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
@@ -59,6 +59,7 @@ struct Server {
 /// Serves requests until the host closes the stream. Fails if the stream or a system call fails.
 pub(crate) fn serve(options: Options) -> io::Result<()> {
     sys::harden_process()?;
+    protection::check()?;
     let children = sys::open_child_signal()?;
     let deadline = DeadlineTimer::start(options.lifetime)?;
     if !options.reusable {

@@ -74,6 +74,7 @@ unsafe extern "C" {
     fn fcntl(fd: c_int, command: c_int, ...) -> c_int;
     fn statvfs(path: *const c_char, into: *mut StatVfs) -> c_int;
     fn setsid() -> c_int;
+    fn geteuid() -> u32;
     fn open(path: *const u8, flags: c_int, ...) -> c_int;
     fn write(fd: c_int, bytes: *const c_void, count: usize) -> isize;
     fn close(fd: c_int) -> c_int;
@@ -84,6 +85,12 @@ unsafe extern "C" {
 
 fn check(result: c_int) -> io::Result<c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// The user that this process and its commands run as.
+pub(crate) fn user() -> u32 {
+    // SAFETY: the call has no arguments and always succeeds.
+    unsafe { geteuid() }
 }
 
 /// Protects this process from the commands: it is not dumpable (so that they cannot open

@@ -222,7 +222,7 @@ pub(super) const CASES: &[Case] = &[
         ),
         Text(OK, "755\n0\n0\n"),
     ),
-    case("device_replaced", Spoil("rm /dev/null; echo x > /dev/null"), Replaced),
+    case("device_replaced", Spoil("rm /dev/stdin; echo x > /dev/stdin"), Replaced),
     case("shm_opened", Spoil("chmod 777 /dev/shm"), Replaced),
     case("process_1_first_to_die", Spoil("echo 900 > /proc/1/oom_score_adj"), Replaced),
     // A container that is lost never yields a result.

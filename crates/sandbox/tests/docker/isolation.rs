@@ -122,7 +122,8 @@ async fn docker_times_of_folders_and_devices_are_those_of_a_new_container() {
     let name = sandbox.name().to_owned();
     let before = run(&mut sandbox, &look).await.text();
     let set = format!("touch -d @1234567 {paths}; touch -h -d @7654321 /dev/fd");
-    assert_eq!(run(&mut sandbox, &set).await.text(), "");
+    // With user namespaces, devices belong to the host, and their times cannot be set.
+    run(&mut sandbox, &set).await;
     sandbox.close().await.unwrap();
     let mut next = fixture.open().await;
     assert_eq!(next.name(), name);
