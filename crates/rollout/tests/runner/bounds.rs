@@ -67,23 +67,24 @@ async fn hostile_trees_are_too_large_or_graded_within_seconds() {
 async fn hostile_episodes_do_not_delay_a_neighbours_timer() {
     let mut best = Duration::MAX;
     for _ in 0..5 {
-        let attacks = tokio::task::JoinSet::from_iter((0..8).map(|n| {
+        let mut attacks = tokio::task::JoinSet::new();
+        for n in 0..8 {
             let text = if n % 2 == 0 { newlines(3 << 20) } else { noise(7 + n) };
-            episode_with(vec![("total.py".to_owned(), text)])
-        }));
-        let ended = tokio::spawn(attacks.join_all());
-        let mut longest = Duration::ZERO;
-        while !ended.is_finished() {
+            attacks.spawn(episode_with(vec![("total.py".to_owned(), text)]));
+        }
+        let (mut longest, mut ended) = (Duration::ZERO, 0);
+        while ended < 8 {
             let began = Instant::now();
             tokio::time::sleep(Duration::from_millis(5)).await;
             longest = longest.max(began.elapsed().saturating_sub(Duration::from_millis(5)));
+            while attacks.try_join_next().is_some_and(|attack| attack.is_ok()) {
+                ended += 1;
+            }
         }
-        assert_eq!(ended.await.unwrap().len(), 8);
         best = best.min(longest);
         if best <= Duration::from_millis(50) {
             break;
         }
     }
-    println!("longest delay of a timer: {best:?}");
     assert!(best <= Duration::from_millis(50), "{best:?}");
 }
