@@ -288,7 +288,8 @@ fn mutated_rows_never_panic_nor_leave_the_folder_and_refusals_name_row_and_colum
             *id = format!("{id}-{n}");
         }
         changed.push(mutate(&mut row, &mut rng));
-        text.push_str(&format!("{row}\n"));
+        text.push_str(&row.to_string());
+        text.push('\n');
     }
     let file = world.work().join("rows.jsonl");
     std::fs::write(&file, text).unwrap();

@@ -55,15 +55,15 @@ pub fn read(path: &Utf8Path) -> Result<Vec<Prediction>, LoadError> {
 /// # Errors
 /// If a value is not an object: the entries are then rather one prediction without its id.
 fn by_id(entries: Map<String, Value>) -> Result<Vec<Value>, String> {
-    let with_id = |(id, mut entry): (String, Value)| match &mut entry {
-        Value::Object(fields) => {
-            fields.entry("instance_id").or_insert(Value::String(id));
-            Ok(entry)
-        }
-        _ => {
+    let with_id = |(id, mut entry): (String, Value)| {
+        let Value::Object(fields) = &mut entry else {
             let id = printable(&id, ID_CHARS);
-            Err(format!("has no `instance_id`, and `{id}` is not an object with a prediction"))
-        }
+            return Err(format!(
+                "has no `instance_id`, and `{id}` is not an object with a prediction"
+            ));
+        };
+        fields.entry("instance_id").or_insert(Value::String(id));
+        Ok(entry)
     };
     entries.into_iter().map(with_id).collect()
 }
