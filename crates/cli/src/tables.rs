@@ -71,3 +71,22 @@ pub(crate) fn final_table(report: &RunReport) -> Table {
     row("time", Some(format!("{:.0} s", report.seconds)));
     table
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wide_tables_are_wrapped_at_100_characters() {
+        let mut table = table(&["a", "b"]);
+        table.add_row(["x".repeat(300), "word ".repeat(90)]);
+        let text = table.to_string();
+        assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+    }
+
+    #[test]
+    fn cells_are_short_lines_without_anything_that_acts() {
+        let text = cell(&"\u{1b}[2J\n".repeat(50_000));
+        assert!(text.chars().count() < 20_000 && !text.contains(['\u{1b}', '\n']));
+    }
+}

@@ -129,11 +129,11 @@ fn keys_of_servers_stay_in_the_environment() {
         run(folder, &[command, keys].concat(), &[]);
     }
     let url = format!("http://u:{CANARY}@127.0.0.1:9");
-    let (code, stderr) = run(folder, &["doctor", "--engine", &url], &[]);
+    let (code, stderr) = run(folder, &["doctor", "--set", &model, "--engine", &url], &[]);
     assert_eq!(code, Some(3), "{stderr}");
     for host in ["ssh://u:", "tcp://u:", "https://u:"] {
         let host = format!("{host}{CANARY}@127.0.0.1:9");
-        let (code, stderr) = run(folder, &["doctor"], &[("DOCKER_HOST", &host)]);
+        let (code, stderr) = run(folder, &["doctor", "--set", &model], &[("DOCKER_HOST", &host)]);
         assert_eq!(code, Some(5), "{stderr}");
         run(folder, &["gc"], &[("DOCKER_HOST", &host)]);
     }

@@ -7,6 +7,7 @@ use bollard::errors::Error as DriverError;
 use bollard::models::ImageInspect;
 use bollard::query_parameters::RemoveContainerOptions;
 use bollard::{API_DEFAULT_VERSION, Docker};
+use orchestrate_types::without_credentials;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -226,7 +227,7 @@ fn connect_error(
     error: impl std::error::Error + Send + Sync + 'static,
 ) -> SandboxError {
     SandboxError {
-        sandbox: host.title().to_owned(),
+        sandbox: without_credentials(host.title()).into_owned(),
         kind: SandboxErrorKind::Failed { call: "connect", source: Arc::new(error) },
     }
 }

@@ -5,10 +5,14 @@
 //! paths.
 
 use crate::load::{self, LoadError};
+use crate::text::printable;
 use camino::Utf8Path;
 use orchestrate_types::{ModelName, TaskId};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+
+/// Number of characters of an id that a message repeats.
+const ID_CHARS: usize = 120;
 
 /// One patch for one task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,7 +36,9 @@ pub fn read(path: &Utf8Path) -> Result<Vec<Prediction>, LoadError> {
     for (n, entry) in load::values(path)?.enumerate() {
         let entry = entry.map_err(|reason| LoadError::entry(path, n + 1, reason))?;
         let keyed = match entry {
-            Value::Object(entry) if !entry.contains_key("instance_id") => by_id(entry),
+            Value::Object(entry) if !entry.contains_key("instance_id") => {
+                by_id(entry).map_err(|reason| LoadError::entry(path, n + 1, reason))?
+            }
             entry => vec![entry],
         };
         for (place, entry) in keyed.into_iter().enumerate() {
@@ -45,12 +51,19 @@ pub fn read(path: &Utf8Path) -> Result<Vec<Prediction>, LoadError> {
 }
 
 /// The entries of an object keyed by instance id; an entry may leave its id out.
-fn by_id(entries: Map<String, Value>) -> Vec<Value> {
+///
+/// # Errors
+/// If a value is not an object: the entries are then rather one prediction without its id.
+fn by_id(entries: Map<String, Value>) -> Result<Vec<Value>, String> {
     let with_id = |(id, mut entry): (String, Value)| {
-        if let Value::Object(fields) = &mut entry {
-            fields.entry("instance_id").or_insert(Value::String(id));
-        }
-        entry
+        let Value::Object(fields) = &mut entry else {
+            let id = printable(&id, ID_CHARS);
+            return Err(format!(
+                "has no `instance_id`, and `{id}` is not an object with a prediction"
+            ));
+        };
+        fields.entry("instance_id").or_insert(Value::String(id));
+        Ok(entry)
     };
     entries.into_iter().map(with_id).collect()
 }

@@ -164,7 +164,7 @@ fn invalid_rows_are_refused_with_id_and_reason_and_the_others_load() {
         ("bad-test_patch", "`test_patch` is empty"),
         ("-", "is not JSON"),
         ("other", "nor `FAIL_TO_PASS`"),
-        ("aiohttp__u", "1 test file names but 0"),
+        ("aiohttp__u", "1 `test_file_names` but 0"),
         ("aiohttp__o", "not a plain file name"),
         ("good-1", "has the id of row 1"),
     ];

@@ -86,7 +86,7 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
                 (true, true) => "warning",
                 (false, _) => "FAILED",
             };
-            table.add_row([finding.what, state, &tables::cell(&finding.detail)]);
+            table.add_row([finding.what, state, finding.detail.as_str()]);
         }
         output::data(table);
     }
