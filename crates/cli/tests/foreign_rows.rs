@@ -260,6 +260,7 @@ fn graded() -> GradedChange {
             statuses: std::collections::BTreeMap::new(),
             differing: Vec::new(),
             report: None,
+            suspicious: Vec::new(),
         },
         patch: "diff".to_owned(),
         log: b"log".to_vec(),
