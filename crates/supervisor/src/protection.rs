@@ -1,5 +1,5 @@
 //! Checks at the start that commands cannot reach process 1: its input and output carry the results
-//! of commands, so whoever can write there can forge them.
+//! of commands, so a command that can write there can forge them.
 //!
 //! On Linux a process that is not dumpable is protected. Another kernel may not do that, like old
 //! releases of gVisor.
