@@ -51,21 +51,26 @@ def _begin():
         while data:
             data = data[write(events, data) :]
 
-    def ask(*fields):
-        """Sends a message and waits for the answer. A copy of the process sends nothing."""
+    def tell(*fields):
+        """Sends a message. A copy of the process sends nothing."""
         if state["canary"] is not None:
-            return b"c"
+            return
         lock.acquire()
         try:
             pending, state["pending"] = state["pending"], []
             for finding in pending:
                 send(("finding",) + finding)
-                take(1)
             send(fields)
-            answer = take(1)
-            return answer + take(16) if answer in (b"k", b"p") else answer
         finally:
             lock.release()
+
+    def ask(*fields):
+        """Sends a message and waits for the answer."""
+        if state["canary"] is not None:
+            return b"c"
+        tell(*fields)
+        answer = take(1)
+        return answer + take(16) if answer in (b"k", b"p") else answer
 
     def note(finding, why):
         if (finding, why) not in state["sent"] and len(state["sent"]) < 100:
@@ -109,6 +114,7 @@ def _begin():
     def done(token):
         """Called where a test has reached its end."""
         check()
+        state["checked"] = True
         answer = ask("done", token)
         if answer[:1] not in (b"k", b"p"):
             return
@@ -324,7 +330,7 @@ def _begin():
                 flat.extend(statement if isinstance(statement, list) else [statement])
             function.body = flat + [mark(token, last)]
             required, plain = "01"[required], "01"[plain]
-            ask("function", path, prefix + function.name, token, required, plain)
+            tell("function", path, prefix + function.name, token, required, plain)
 
     compiled = {}
 
@@ -399,7 +405,7 @@ def _begin():
         def pytest_runtest_logstart(self, nodeid):
             if state["canary"] is not None:
                 end_canary("lost", "")
-            ask("start", nodeid)
+            tell("start", nodeid)
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_runtest_logreport(self, report):
@@ -407,14 +413,17 @@ def _begin():
                 expected = hasattr(report, "wasxfail") and report.outcome == "skipped"
                 outcome = "expected" if expected else str(report.outcome)
                 end_canary(outcome, str(report.longrepr)[-2000:])
-            check()
+            if report.when == "call" and not state.pop("checked", False):
+                check()
             is_plain = type(report).__name__ == "TestReport" and not hasattr(report, "wasxfail")
             kind = "plain" if is_plain else "other"
-            ask("report", str(report.nodeid), str(report.when), str(report.outcome), kind)
+            if report.when != "call" and report.outcome == "passed":
+                return
+            tell("report", str(report.nodeid), str(report.when), str(report.outcome), kind)
 
         def pytest_collectreport(self, report):
             if report.failed:
-                ask("collect", str(report.nodeid))
+                tell("collect", str(report.nodeid))
 
         @pytest.hookimpl(trylast=True)
         def pytest_sessionfinish(self, exitstatus):

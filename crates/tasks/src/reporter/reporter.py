@@ -103,7 +103,6 @@ class Results:
         entry[1].add(token)
         if plain == "1":
             self.chosen[token] = None
-        return b"c"
 
     def on_ready(self, pid):
         if self.settled:
@@ -120,7 +119,6 @@ class Results:
     def on_start(self, test):
         self.test = test
         self.seen = set()
-        return b"c"
 
     def on_done(self, token):
         if token not in self.tokens:
@@ -165,7 +163,6 @@ class Results:
         elif outcome == "passed" and when == "call" and kind == "plain":
             self.completed(test)
             self.set(test, "PASSED")
-        return b"c"
 
     def completed(self, test):
         """Checks that the body of a test which is reported as passed was left at its end."""
@@ -177,13 +174,11 @@ class Results:
 
     def on_collect(self, test):
         self.set(test, "ERROR")
-        return b"c"
 
     def on_finding(self, finding, why):
         if finding not in ("tampered", "introspection"):
             raise Tampered("an unknown finding")
         self.note(finding, why)
-        return b"c"
 
     def on_finish(self, status):
         self.finished = int(status)
