@@ -150,8 +150,8 @@ mod tests {
     use crate::task::TaskFile;
     use proptest::prelude::*;
 
-    fn version(text: &str) -> Option<FileVersion<'_>> {
-        Some(FileVersion { text, executable: false })
+    fn version(text: &str) -> FileVersion<'_> {
+        FileVersion { text, executable: false }
     }
 
     fn tree(path: &str, text: Option<&str>) -> Vec<TaskFile> {
@@ -179,16 +179,18 @@ mod tests {
         let limits = DiffLimits::default();
         let began = Instant::now();
         let newlines = "\n".repeat(120 << 20);
-        let change = FileChange { path: "a", old: version("x\n"), new: version(&newlines) };
+        let change =
+            FileChange { path: "a", old: Some(version("x\n")), new: Some(version(&newlines)) };
         assert_eq!(bounded_diff([change], limits), None);
         assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
         // Lines without any order, which are the worst case of the algorithm.
-        let lines = |factor: usize| -> String {
-            (0..19_000).map(|n| format!("{}\n", n * factor % 19_001)).collect()
+        let lines = |factor: usize| {
+            let numbers = (0..19_000).map(|n| (n * factor % 19_001).to_string());
+            numbers.collect::<Vec<_>>().join("\n")
         };
         let (old, new) = (lines(7), lines(12_345));
         let began = Instant::now();
-        let change = FileChange { path: "a", old: version(&old), new: version(&new) };
+        let change = FileChange { path: "a", old: Some(version(&old)), new: Some(version(&new)) };
         let patch = bounded_diff([change], limits).unwrap();
         assert!(began.elapsed() < limits.time * 3, "{:?}", began.elapsed());
         assert_eq!(apply(&tree("a", Some(&old)), &patch).unwrap(), tree("a", Some(&new)));
@@ -202,12 +204,10 @@ mod tests {
             compared_lines in 0_usize..40,
         ) {
             let limits = DiffLimits { compared_lines, ..DiffLimits::default() };
-            let side = |text: &'_ Option<String>| -> Option<String> { text.clone() };
-            let (old, new) = (side(&old), side(&new));
             let change = FileChange {
                 path: "d/x y",
-                old: old.as_deref().and_then(version),
-                new: new.as_deref().and_then(version),
+                old: old.as_deref().map(version),
+                new: new.as_deref().map(version),
             };
             let patch = bounded_diff([change], limits).unwrap();
             let applied = apply(&tree("d/x y", old.as_deref()), &patch).unwrap();
