@@ -216,6 +216,7 @@ fn refusal(value: &Value, shape: &Shape<'_>) -> Option<String> {
         Shape::Size => ByteSize::EXPECTED.to_owned(),
         Shape::Whole(limits) => match value.as_integer() {
             Some(number) => return out_of_type(number, limits),
+            None if is_huge(value) => return Some(whole_range(limits)),
             None => "a whole number".to_owned(),
         },
         Shape::Number => "a number".to_owned(),
@@ -277,6 +278,13 @@ fn largest(limits: &Map<String, Json>) -> i64 {
         Some("uint32") => i64::from(u32::MAX),
         _ => i64::MAX,
     }
+}
+
+/// Whether an assignment's value is text because it is a whole number that TOML cannot hold.
+fn is_huge(value: &Value) -> bool {
+    let digits = value.as_str().map(|text| text.trim_start_matches(['+', '-']));
+    digits
+        .is_some_and(|digits| digits.len() > 18 && digits.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 /// The remedy for a whole number that TOML cannot hold.
