@@ -31,7 +31,7 @@ TOO_MANY = (
 
 
 class OpenAddressError(ValueError):
-    """Other hosts reach an address, and nobody would have to prove who they are."""
+    """Other hosts reach an address, and would be answered without a secret."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ pub enum UsageError {
         /// The file or folder.
         path: Utf8PathBuf,
     },
-    /// Other hosts reach the address, and nobody would have to prove who they are.
+    /// Other hosts reach the address, and would be answered without a secret.
     #[error(
         "{address} is reachable from other hosts, and anybody there could load weights and use the \
          server; require a secret (--token-env) or client certificates (--tls-client-ca), or insist \

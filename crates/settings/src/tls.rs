@@ -26,7 +26,7 @@ pub struct TlsClientPem {
 }
 
 impl TlsClientFiles {
-    /// Records what is wrong with the keys of a section whose servers have these URLs.
+    /// Records the problems in the keys of a section whose servers have these URLs.
     pub fn check<'a>(&self, urls: impl IntoIterator<Item = &'a str>, problems: &mut Problems) {
         match (&self.certificate, &self.key) {
             (Some(_), None) => problems.missing("tls_key", "must be the key of tls_cert"),

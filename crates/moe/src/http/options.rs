@@ -103,7 +103,7 @@ impl std::fmt::Debug for HttpOptions {
 /// Why a server cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum HttpSetupError {
-    /// The address is reachable from other hosts, and nobody would have to prove who they are.
+    /// The address is reachable from other hosts, which would be answered without a secret.
     #[error(
         "{address} is reachable from other hosts, which could load weights and use the model \
          without a secret"
