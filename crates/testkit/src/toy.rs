@@ -86,5 +86,12 @@ pub fn grade_toy(task: &Task, log: &str) -> Verdict {
         .map(|(name, _)| name.clone())
         .collect();
     let reward = if differing.is_empty() { 1.0 } else { 0.0 };
-    Verdict { reward, official_reward: reward, statuses, differing, report: None, suspicious: Vec::new() }
+    Verdict {
+        reward,
+        official_reward: reward,
+        statuses,
+        differing,
+        report: None,
+        suspicious: Vec::new(),
+    }
 }

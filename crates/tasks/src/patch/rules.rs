@@ -1,7 +1,7 @@
 //! Which paths of a change may reach the tree that is graded.
 //!
-//! The invariant: a path that is refused never reaches a strictly graded tree, whoever made the
-//! change and however it is described. The rules depend on the path alone, except that a new module
+//! The invariant: a path that is refused never reaches a strictly graded tree, by any
+//! author and in any form of the diff. The rules depend on the path alone, except that a new module
 //! may not take the name of one that Python or pytest import.
 
 use crate::finding::Finding;
