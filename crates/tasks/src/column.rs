@@ -1,6 +1,5 @@
 //! Checks of a row's columns: names, revisions, and the sizes of texts and lists.
 
-use crate::task::TaskFile;
 use orchestrate_types::is_unprintable;
 use std::fmt;
 
@@ -65,19 +64,21 @@ pub(crate) fn tests<'a>(
     count(column, number)
 }
 
-/// Checks the contents of files.
-pub(crate) fn contents(column: &'static str, files: &[String]) -> Result<(), ColumnProblem> {
-    files.iter().try_for_each(|content| text(column, content))
-}
-
-/// Checks number and sizes of files. Their paths are checked as they are read.
-pub(crate) fn files(column: &'static str, files: &[TaskFile]) -> Result<(), ColumnProblem> {
-    count(column, files.len())?;
-    files.iter().try_for_each(|file| text(column, &file.content))
+/// Checks number and sizes of files, given their contents. Their paths are checked elsewhere.
+pub(crate) fn files<'a>(
+    column: &'static str,
+    contents: impl IntoIterator<Item = &'a String>,
+) -> Result<(), ColumnProblem> {
+    let mut number = 0;
+    for content in contents {
+        number += 1;
+        text(column, content)?;
+    }
+    count(column, number)
 }
 
 /// Checks the length of a list.
-pub(crate) fn count(column: &'static str, number: usize) -> Result<(), ColumnProblem> {
+fn count(column: &'static str, number: usize) -> Result<(), ColumnProblem> {
     at_most(column, "entries", number, COUNT)
 }
 

@@ -162,7 +162,7 @@ pub enum RowError {
     Column {
         /// Id of the row.
         row: String,
-        /// The column, and what is wrong with it.
+        /// The column and its problem.
         problem: ColumnProblem,
     },
     /// The row expects no test result, so it cannot be graded.

@@ -106,15 +106,17 @@ impl R2eRow {
         column::text("problem_statement", &self.problem_statement)?;
         column::tests("expected_output_json", self.expected_output_json.keys())?;
         let result = &self.execution_result_content;
-        column::count("execution_result_content", result.test_file_names.len())?;
-        column::contents("execution_result_content", &result.test_file_codes)?;
+        column::files("execution_result_content", &result.test_file_codes)?;
         if let Some(micro) = &self.micro {
             column::name("micro.family", &micro.family)?;
-            column::files("micro.agent_files", &micro.agent_files)?;
+            column::files("micro.agent_files", micro.agent_files.iter().map(|file| &file.content))?;
         }
         if let Some(repair) = &self.repair {
             column::name("repair.family", &repair.family)?;
-            column::files("repair.agent_files", &repair.agent_files)?;
+            column::files(
+                "repair.agent_files",
+                repair.agent_files.iter().map(|file| &file.content),
+            )?;
             column::text("repair.test_command", &repair.test_command)?;
         }
         Ok(id)
