@@ -64,7 +64,7 @@ impl EngineOptions {
             chunked_prefill: 512,
             random_seed: 0,
             max_queued_tokens: 4 << 20,
-            max_body_bytes: 16 << 20,
+            max_body_bytes: 8 << 20,
             checkpoint_roots: AllowedFolders::below([around]),
             http: HttpOptions::default(),
         }

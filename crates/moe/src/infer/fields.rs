@@ -8,7 +8,7 @@ use std::fmt;
 /// Maximum number of prompts of a request.
 pub(super) const MAX_PROMPTS: usize = 1024;
 /// Maximum number of token ids of a request.
-pub(super) const MAX_IDS: usize = 2 << 20;
+pub(super) const MAX_IDS: usize = 1 << 20;
 /// Maximum number of stop strings.
 pub(super) const MAX_STOPS: usize = 32;
 /// Maximum number of stop token ids.

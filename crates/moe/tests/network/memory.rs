@@ -1,18 +1,54 @@
-//! Small requests that would need much memory. Alone in its process with `cargo nextest`; the
-//! measured memory is that of server and clients together.
+//! Small requests that would need much memory, sent to the built program, whose memory is measured.
 
-use crate::server::{Kind, TestServer, serve, with_token};
-use orchestrate_moe::http::{HttpLimits, HttpOptions};
+use crate::server::TestServer;
+use std::io::BufRead;
+use std::process::{Child, Stdio};
 use tokio::io::AsyncWriteExt;
 
 /// Largest body of the server under test, in bytes.
-const LARGEST_BODY: usize = 16 << 20;
+const LARGEST_BODY: usize = 8 << 20;
 
-/// Resident memory of this process, in bytes.
-fn resident() -> usize {
-    let text = fs_err::read_to_string("/proc/self/statm").unwrap();
-    let pages: usize = text.split(' ').nth(1).unwrap().parse().unwrap();
-    pages * 4096
+/// `orchestrate serve-engine` as a process of its own; it ends when it is dropped.
+struct Program(Child);
+
+impl Program {
+    /// Starts the server and waits until it listens. `None`, reported as a skip, if the program is
+    /// not built.
+    fn start() -> Option<(Self, TestServer)> {
+        let line = ["serve-engine", "--listen", "127.0.0.1:0", "--api-key-env", "KEY"];
+        let line = [&line[..], &["--model", "environments/micro/policy"]].concat();
+        let Ok(mut command) = orchestrate_e2e::orchestrate(&line) else {
+            let why = "the program is not built (cargo build -p orchestrate-cli)";
+            orchestrate_e2e::skip::skip_test("hostile_bodies", "program", why);
+            return None;
+        };
+        command.env("KEY", crate::server::TOKEN).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut said = String::new();
+        let mut output = std::io::BufReader::new(child.stderr.take().unwrap());
+        while !said.contains("http://") {
+            assert!(output.read_line(&mut said).unwrap() > 0, "{said}");
+        }
+        let address = said.split("http://").nth(1).unwrap().trim().parse().unwrap();
+        // The pipe stays open, so that the program may go on to write.
+        child.stderr = Some(output.into_inner());
+        Some((Self(child), TestServer::outside(address)))
+    }
+
+    /// Resident memory of the process, in bytes.
+    fn resident(&self) -> usize {
+        let file = format!("/proc/{}/statm", self.0.id());
+        let text = fs_err::read_to_string(file).unwrap();
+        let pages: usize = text.split(' ').nth(1).unwrap().parse().unwrap();
+        pages * 4096
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        self.0.kill().ok();
+        self.0.wait().ok();
+    }
 }
 
 async fn refused(server: &TestServer, what: &str, body: &str) {
@@ -26,14 +62,13 @@ async fn refused(server: &TestServer, what: &str, body: &str) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn hostile_bodies_stay_within_twice_the_idle_memory_and_one_body() {
-    let http = HttpOptions { limits: HttpLimits::default(), ..with_token() };
-    let server = serve(Kind::Engine(|_| {}), http).await;
+    let Some((program, server)) = Program::start() else { return };
     let small = r#"{"input_ids":[1,2],"sampling_params":{"max_new_tokens":1}}"#;
     assert_eq!(server.request("POST /generate", &[], Some(small)).await.0, 200);
-    let idle = resident();
+    let idle = program.resident();
     let most = 2 * idle + LARGEST_BODY;
     let within = |what: &str| {
-        let now = resident();
+        let now = program.resident();
         assert!(now <= most, "{what}: {} MB of {} MB", now >> 20, most >> 20);
     };
 
@@ -63,7 +98,7 @@ async fn hostile_bodies_stay_within_twice_the_idle_memory_and_one_body() {
         ("many stops", "{\"input_ids\":[1],\"sampling_params\":{\"stop\":[", "\"\",", "\"\"]}}"),
         ("many values", "{\"input_ids\":[[2]],\"sampling_params\":{\"regex\":[", "[],", "[]]}}"),
     ] {
-        let body = format!("{start}{}{end}", unit.repeat(8 * mb / unit.len()));
+        let body = format!("{start}{}{end}", unit.repeat(7 * mb / unit.len()));
         refused(&server, what, &body).await;
         drop(body);
         within(what);

@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) struct TestServer {
     pub(crate) address: SocketAddr,
     pub(crate) root: Utf8PathBuf,
-    _folder: tempfile::TempDir,
+    _folder: Option<tempfile::TempDir>,
     _tasks: JoinSet<()>,
     _stop: DropGuard,
 }
@@ -90,13 +90,19 @@ pub(crate) async fn serve(kind: Kind, http: HttpOptions) -> TestServer {
         }
     }
     let _stop = stop.drop_guard();
-    let server = TestServer { address, root, _folder: folder, _tasks: tasks, _stop };
+    let server = TestServer { address, root, _folder: Some(folder), _tasks: tasks, _stop };
     // Connections made before the model is loaded wait in the listener's queue.
     drop(server.connect().await);
     server
 }
 
 impl TestServer {
+    /// A server of another process.
+    pub(crate) fn outside(address: SocketAddr) -> Self {
+        let _stop = CancellationToken::new().drop_guard();
+        Self { address, root: Utf8PathBuf::new(), _folder: None, _tasks: JoinSet::new(), _stop }
+    }
+
     pub(crate) async fn connect(&self) -> TcpStream {
         TcpStream::connect(self.address).await.unwrap()
     }
