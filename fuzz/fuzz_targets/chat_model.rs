@@ -12,8 +12,18 @@ use orchestrate_rollout::{
 use std::sync::OnceLock;
 
 const PIECES: [&str; 12] = [
-    "<|im_start|>", "<|im_end|>", "<think>", "</think>", "assistant\n", "{{ messages }}", "{% raw %}",
-    "\u{feff}", "é", " ", "\0", "<tool_call>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "assistant\n",
+    "{{ messages }}",
+    "{% raw %}",
+    "\u{feff}",
+    "é",
+    " ",
+    "\0",
+    "<tool_call>",
 ];
 
 #[derive(Debug, Arbitrary)]

@@ -29,7 +29,8 @@ struct Template {
 fn template() -> &'static Template {
     static TEMPLATE: OnceLock<Template> = OnceLock::new();
     TEMPLATE.get_or_init(|| {
-        let folder = Utf8PathBuf::from(format!("/dev/shm/orchestrate-checkpoint-{}", std::process::id()));
+        let folder =
+            Utf8PathBuf::from(format!("/dev/shm/orchestrate-checkpoint-{}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("/dev/shm is writable");
         std::fs::write(folder.join("config.json"), CONFIG).expect("write");
         let config = ModelConfig::load(&folder).expect("a valid configuration");
@@ -51,7 +52,8 @@ fuzz_target!(|input: Input| {
     let mut changed = tensors.clone();
     input::change(&mut changed, &input.tensors);
     write(&folder.join("config.json"), &config);
-    let (single, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
+    let (single, index) =
+        (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
     if let Some(changes) = &input.index {
         let mut text = INDEX.as_bytes().to_vec();
         input::change(&mut text, changes);

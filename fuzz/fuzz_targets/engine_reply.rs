@@ -62,7 +62,8 @@ fn sglang(outputs: usize) -> Value {
 
 fn vllm(outputs: usize) -> Value {
     let rows = PROMPT + outputs - 1;
-    let mut header = format!("{{'descr': '|u1', 'fortran_order': False, 'shape': ({rows}, 2, 2), }}");
+    let mut header =
+        format!("{{'descr': '|u1', 'fortran_order': False, 'shape': ({rows}, 2, 2), }}");
     while (header.len() + 11) % 64 != 0 {
         header.push(' ');
     }

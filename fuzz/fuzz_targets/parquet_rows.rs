@@ -33,11 +33,12 @@ struct Input {
 fn file(compression: Compression) -> Vec<u8> {
     let columns: String =
         COLUMNS.iter().map(|(name, _)| format!("required binary {name} (UTF8);")).collect();
-    let schema = parse_message_type(&format!("message rows {{ {columns} }}")).expect("a valid schema");
+    let schema =
+        parse_message_type(&format!("message rows {{ {columns} }}")).expect("a valid schema");
     let properties = WriterProperties::builder().set_compression(compression).build();
     let mut bytes = Vec::new();
-    let mut writer =
-        SerializedFileWriter::new(&mut bytes, Arc::new(schema), Arc::new(properties)).expect("memory");
+    let mut writer = SerializedFileWriter::new(&mut bytes, Arc::new(schema), Arc::new(properties))
+        .expect("memory");
     let mut group = writer.next_row_group().expect("memory");
     for (_, value) in COLUMNS {
         let mut column = group.next_column().expect("memory").expect("a column");
@@ -71,7 +72,8 @@ fuzz_target!(|input: Input| {
     only_own_panics();
     let mut bytes = files[usize::from(input.compressed)].clone();
     input::change(&mut bytes, &input.changes);
-    let path = camino::Utf8PathBuf::from(format!("/dev/shm/orchestrate-parquet-{}", std::process::id()));
+    let path =
+        camino::Utf8PathBuf::from(format!("/dev/shm/orchestrate-parquet-{}", std::process::id()));
     std::fs::write(&path, &bytes).expect("a temporary file");
     let Ok(rows) = load::rows(&path) else { return };
     let rows: Vec<_> = rows.take(1 + bytes.len()).collect();

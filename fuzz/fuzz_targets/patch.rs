@@ -10,8 +10,18 @@ use orchestrate_tasks::TaskFile;
 use orchestrate_tasks::patch::{apply, diff, parse};
 
 const LINES: [&str; 12] = [
-    "a\n", "b\n", "\n", "+x\n", "-y\n", "@@ -1 +1 @@\n", "--- a/f\n", "diff --git a/f b/f\n", "é\r\n",
-    "\\ No newline at end of file\n", "last", "\u{85}z\n",
+    "a\n",
+    "b\n",
+    "\n",
+    "+x\n",
+    "-y\n",
+    "@@ -1 +1 @@\n",
+    "--- a/f\n",
+    "diff --git a/f b/f\n",
+    "é\r\n",
+    "\\ No newline at end of file\n",
+    "last",
+    "\u{85}z\n",
 ];
 const PATHS: [&str; 8] = ["f", "a/b.py", "a b", "q\"uote", "tab\there", "é", "new\nline", "a/b/c"];
 

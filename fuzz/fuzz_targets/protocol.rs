@@ -7,7 +7,8 @@ use libfuzzer_sys::fuzz_target;
 use orchestrate_fuzz::heap::bounded;
 use orchestrate_fuzz::input::{self, Change};
 use orchestrate_handoff::protocol::{
-    CheckpointReply, ErrorBody, LogprobsReply, LogprobsRequest, StepRequest, StepStatus, TrainerInfo,
+    CheckpointReply, ErrorBody, LogprobsReply, LogprobsRequest, StepRequest, StepStatus,
+    TrainerInfo,
 };
 use orchestrate_metrics::{Detector, MetricsLine};
 use orchestrate_report::read_runs;

@@ -40,8 +40,30 @@ struct Host {
 const FILE: &str = "steps = 3\nrate = 1e-4\non = true\nname = \"é\"\nkind = \"small\"\n\
                     hosts = [{ url = \"tcp://a:1\", slots = 2 }]\n[env]\nA = '''x\ny'''\n";
 const PIECES: [&str; 24] = [
-    "steps", "rate", "on", "name", "kind", "hosts", "env.A", "env", "=", " = ", "\n", "[", "]", "[[", "{",
-    "}", "\"", "'''", "1979-05-27T07:32:00Z", "0xFFFFFFFFFFFFFFFFF", "nan", "\u{feff}", "\\u12", ".",
+    "steps",
+    "rate",
+    "on",
+    "name",
+    "kind",
+    "hosts",
+    "env.A",
+    "env",
+    "=",
+    " = ",
+    "\n",
+    "[",
+    "]",
+    "[[",
+    "{",
+    "}",
+    "\"",
+    "'''",
+    "1979-05-27T07:32:00Z",
+    "0xFFFFFFFFFFFFFFFFF",
+    "nan",
+    "\u{feff}",
+    "\\u12",
+    ".",
 ];
 
 #[derive(Debug, Arbitrary)]

@@ -31,7 +31,8 @@ const ROWS: usize = BLOCK_ROWS;
 /// A folder in memory, one per process.
 fn folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| PathBuf::from(format!("/dev/shm/orchestrate-spill-{}", std::process::id())))
+    FOLDER
+        .get_or_init(|| PathBuf::from(format!("/dev/shm/orchestrate-spill-{}", std::process::id())))
 }
 
 fuzz_target!(|input: Input| {

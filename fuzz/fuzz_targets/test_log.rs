@@ -12,11 +12,38 @@ use std::io::BufReader;
 const START: &str = ">>>>> Start Test Output";
 const END: &str = ">>>>> End Test Output";
 const PIECES: [&str; 32] = [
-    "PASSED", "FAILED", "SKIPPED", "ERROR", "XFAIL", " - ", " ... ", "ok", " ... ok", "\nok\n",
-    " ... skipped", " ... FAIL", "FAIL:", "ERROR:", "test_a", " E", " F", "a.py:b", "____ ",
-    "Testing against Django installed in ", " silenced).", "Internal Server Error: /", "/",
-    "System check identified no issues (0 silenced)", "[1]", "\x1b[31m", "\r", "\n", " ",
-    ">>>>> Tests Errored", START, END,
+    "PASSED",
+    "FAILED",
+    "SKIPPED",
+    "ERROR",
+    "XFAIL",
+    " - ",
+    " ... ",
+    "ok",
+    " ... ok",
+    "\nok\n",
+    " ... skipped",
+    " ... FAIL",
+    "FAIL:",
+    "ERROR:",
+    "test_a",
+    " E",
+    " F",
+    "a.py:b",
+    "____ ",
+    "Testing against Django installed in ",
+    " silenced).",
+    "Internal Server Error: /",
+    "/",
+    "System check identified no issues (0 silenced)",
+    "[1]",
+    "\x1b[31m",
+    "\r",
+    "\n",
+    " ",
+    ">>>>> Tests Errored",
+    START,
+    END,
 ];
 
 #[derive(Debug, Arbitrary)]
@@ -44,11 +71,8 @@ fuzz_target!(|input: Input| {
     let mut log = pieces.collect::<String>().into_bytes();
     input::change(&mut log, &input.changes);
     let spec = &SPECS[usize::from(input.spec) % SPECS.len()];
-    let row = SweRow {
-        repo: spec.repo.into(),
-        fail_to_pass: vec!["test_a".into()],
-        ..SweRow::default()
-    };
+    let row =
+        SweRow { repo: spec.repo.into(), fail_to_pass: vec!["test_a".into()], ..SweRow::default() };
     let read = || BufReader::with_capacity(1 + usize::from(input.buffer), &log[..]);
     // Includes compiled patterns and their caches, which are created once and kept.
     let found = bounded((8 << 20) + 16 * log.len(), || grade(&row, Harness::V4_1_0, read()));

@@ -1,6 +1,6 @@
 """Compares the third-party code that runs while this project is built with a reviewed list.
 
-Build scripts and procedural macros run with the rights of whoever builds, before any test. The list
+Build scripts and procedural macros run with the rights of the user who builds, before any test. The list
 supply-chain/build-code.toml names each crate that has one, and each library that is linked into one, with
 version, checksum and the reason why it may run. The check fails on a crate that is not in the list, on one
 that changed and on one that is gone.

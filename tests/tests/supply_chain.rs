@@ -72,7 +72,10 @@ fn unsafe_code_is_listed_with_its_reason() {
     let listed = listed();
     let counts: BTreeMap<String, usize> =
         listed.iter().map(|(file, (uses, ..))| (file.clone(), *uses)).collect();
-    assert_eq!(found, counts, "left: the code, right: docs/src/unsafe.md; review and correct the list");
+    assert_eq!(
+        found, counts,
+        "left: the code, right: docs/src/unsafe.md; review and correct the list"
+    );
     for (file, (_, reason, check)) in listed {
         assert!(reason.len() > 20 && !check.is_empty(), "{file}: no reason or check");
     }
@@ -119,7 +122,10 @@ fn compare_build_code(list: &Path) -> Output {
 
 fn has_python() -> bool {
     let script = "import sys, tomllib";
-    Command::new("python3").args(["-c", script]).output().is_ok_and(|output| output.status.success())
+    Command::new("python3")
+        .args(["-c", script])
+        .output()
+        .is_ok_and(|output| output.status.success())
 }
 
 #[test]
@@ -138,7 +144,8 @@ fn new_and_changed_build_code_is_refused() {
         return orchestrate_e2e::skip::skip("python", "Python 3.11 to compare the list");
     }
     let text =
-        std::fs::read_to_string(orchestrate_e2e::root().join("supply-chain/build-code.toml")).unwrap();
+        std::fs::read_to_string(orchestrate_e2e::root().join("supply-chain/build-code.toml"))
+            .unwrap();
     let entries: Vec<&str> = text.split("[[crate]]").collect();
     let of = |name: &str| {
         let line = format!("name = \"{name}\"\n");
@@ -174,11 +181,12 @@ fn new_and_changed_build_code_is_refused() {
         // A reviewed crate gains a macro or a build script.
         (
             with(&|entries| {
-                entries[ring] = entries[ring].replace("runs = [\"build script\"]", "runs = [\"proc macro\"]");
+                entries[ring] =
+                    entries[ring].replace("runs = [\"build script\"]", "runs = [\"proc macro\"]");
             }),
             "changed: ring",
         ),
-        // Nobody wrote why it may run.
+        // A crate without the reason why it may run.
         (
             with(&|entries| {
                 let (before, after) = entries[ring].split_once("reason = \"").unwrap();

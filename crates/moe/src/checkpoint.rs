@@ -299,6 +299,30 @@ mod tests {
     }
 
     #[test]
+    fn sizes_that_no_model_has_are_refused() {
+        let (_guard, root) = scratch();
+        for (key, size) in [
+            ("num_attention_heads", u64::MAX),
+            ("head_dim", 1 << 40),
+            ("num_hidden_layers", 1 << 32),
+            ("num_experts", u64::MAX / 2),
+            ("hidden_size", 0),
+            ("vocab_size", 1 << 60),
+        ] {
+            let mut json = serde_json::to_value(config()).unwrap();
+            json[key] = size.into();
+            fs_err::write(root.join("config.json"), json.to_string()).unwrap();
+            let error = Weights::load(&root).unwrap_err().to_string();
+            assert!(error.contains(&format!("{key} is {size}")), "{error}");
+        }
+        // Sizes of which each is allowed, but with more tensors than any file names.
+        let mut large = config();
+        (large.num_hidden_layers, large.num_experts) = (4096, 4096);
+        let error = Weights::from_tensors(large, BTreeMap::new(), &root).unwrap_err().to_string();
+        assert!(error.contains("requires more than 50331648 tensors, but there are 0"), "{error}");
+    }
+
+    #[test]
     fn saved_model_loads_back_unchanged() {
         let (_guard, root) = scratch();
         fs_err::write(root.join("tokenizer.json"), "{}").unwrap();

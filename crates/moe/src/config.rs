@@ -123,6 +123,11 @@ fn float32() -> String {
     "float32".into()
 }
 
+/// Largest width, vocabulary and context of a model.
+const LARGEST_WIDTH: usize = 1 << 24;
+/// Largest number of layers, and of experts in one.
+const LARGEST_DEPTH: usize = 1 << 12;
+
 impl ModelConfig {
     /// Reads and checks `config.json` of a checkpoint folder.
     ///
@@ -148,6 +153,7 @@ impl ModelConfig {
         if self.attention_bias || self.hidden_act != "silu" {
             return invalid("attention_bias and activations other than silu are not supported");
         }
+        self.check_sizes(path)?;
         if self.num_experts_per_tok == 0 || self.num_experts_per_tok > self.num_experts {
             return invalid("num_experts_per_tok must be in 1..=num_experts");
         }
@@ -156,6 +162,27 @@ impl ModelConfig {
             return invalid(
                 "num_attention_heads must be a multiple of num_key_value_heads, and head_dim even",
             );
+        }
+        Ok(())
+    }
+
+    /// Refuses sizes that no model has: products of two others must not overflow.
+    fn check_sizes(&self, path: &Utf8Path) -> Result<(), CheckpointError> {
+        for (key, size, largest) in [
+            ("hidden_size", self.hidden_size, LARGEST_WIDTH),
+            ("num_hidden_layers", self.num_hidden_layers, LARGEST_DEPTH),
+            ("num_attention_heads", self.num_attention_heads, LARGEST_WIDTH),
+            ("num_key_value_heads", self.num_key_value_heads, LARGEST_WIDTH),
+            ("head_dim", self.head_dim, LARGEST_WIDTH),
+            ("moe_intermediate_size", self.moe_intermediate_size, LARGEST_WIDTH),
+            ("num_experts", self.num_experts, LARGEST_DEPTH),
+            ("vocab_size", self.vocab_size, LARGEST_WIDTH),
+            ("max_position_embeddings", self.max_position_embeddings, LARGEST_WIDTH),
+        ] {
+            if size == 0 || size > largest {
+                let problem = format!("{key} is {size}; must be in 1..={largest}");
+                return Err(CheckpointError::new(path, problem));
+            }
         }
         Ok(())
     }

@@ -30,6 +30,9 @@ impl Tensor {
     }
 }
 
+/// Number of tensors up to which a missing one is named.
+const LISTED_TENSORS: usize = 1 << 16;
+
 /// All parameters of one model, with its configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Weights {
@@ -82,6 +85,16 @@ impl Weights {
         mut tensors: BTreeMap<String, Tensor>,
         path: &Utf8Path,
     ) -> Result<Self, CheckpointError> {
+        // Listing the tensors of a large model takes long; a file has at most those that it names.
+        let expected =
+            config.num_hidden_layers.saturating_mul(config.num_experts).saturating_mul(3);
+        if expected > tensors.len().max(LISTED_TENSORS) {
+            let problem = format!(
+                "config.json requires more than {expected} tensors, but there are {}",
+                tensors.len()
+            );
+            return Err(CheckpointError::new(path, problem));
+        }
         let mut taken = BTreeMap::new();
         for (name, shape) in tensor_shapes(&config) {
             let tensor = tensors

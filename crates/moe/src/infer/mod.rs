@@ -38,7 +38,8 @@ pub mod fuzzing {
         let body: GenerateBody = super::engine::parse(body).ok()?;
         let bounds = Bounds { vocab, context, tokenizer: None };
         let checked = body.check(bounds, || "new".into()).ok()?;
-        let sequence = |prompt: super::body::Prompt| (prompt.input_ids, prompt.sampling.max_new_tokens);
+        let sequence =
+            |prompt: super::body::Prompt| (prompt.input_ids, prompt.sampling.max_new_tokens);
         Some(checked.prompts.into_iter().map(sequence).collect())
     }
 }

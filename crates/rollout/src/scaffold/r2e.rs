@@ -47,11 +47,12 @@ pub(super) fn parse(text: &str) -> Result<(Action, Call), Mistake> {
 fn tag<'a>(text: &'a str, open: &str) -> Option<(&'a str, &'a str)> {
     let mut rest = text;
     while let Some((_, after)) = rest.split_once(open) {
-        if let Some(value) = after.trim_start().strip_prefix('=')
-            && let Some((name, rest)) = value.split_once('>')
-            && !name.trim().is_empty()
-        {
-            return Some((name.trim(), rest));
+        if let Some(value) = after.trim_start().strip_prefix('=') {
+            // Without a `>` after this tag there is none after a later one.
+            let (name, rest) = value.split_once('>')?;
+            if !name.trim().is_empty() {
+                return Some((name.trim(), rest));
+            }
         }
         rest = after;
     }
