@@ -53,9 +53,9 @@ fn listed() -> BTreeMap<String, (usize, String, String)> {
     let rows = text.lines().filter(|line| line.starts_with("| `"));
     rows.map(|row| {
         let cells: Vec<&str> = row.split('|').map(str::trim).collect();
-        let [_, file, uses, reason, check, _] = cells[..] else { panic!("{row}") };
-        let file = file.trim_matches('`').to_owned();
-        (file, (uses.parse().unwrap(), reason.to_owned(), check.to_owned()))
+        assert_eq!(cells.len(), 6, "{row}");
+        let file = cells[1].trim_matches('`').to_owned();
+        (file, (cells[2].parse().unwrap(), cells[3].to_owned(), cells[4].to_owned()))
     })
     .collect()
 }
@@ -95,7 +95,6 @@ fn every_use_of_unsafe_says_why_it_is_sound() {
         for at in unsafe_lines(&text) {
             // The methods of an allocator are unsafe because the trait's are.
             let of_trait = lines[at].trim_start().starts_with("unsafe fn ")
-                && file.ends_with(".rs")
                 && text.contains("unsafe impl GlobalAlloc");
             if !of_trait && !is_justified(&lines, at) {
                 without.push(format!("{file}:{}: {}", at + 1, lines[at].trim()));
