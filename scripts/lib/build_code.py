@@ -1,23 +1,24 @@
 """Compares the third-party code that runs while this project is built with a reviewed list.
 
-Build scripts and procedural macros run with the rights of the user who builds, before any test. The list
-supply-chain/build-code.toml names each crate that has one, and each library that is linked into one, with
-version, checksum and the reason why it may run. The check fails on a crate that is not in the list, on one
-that changed and on one that is gone.
+Build scripts and procedural macros run with the rights of the user who builds, before any test.
+The list supply-chain/build-code.toml names each crate that has one, and each library that is linked
+into one, with version, checksum and the reason why it may run. The check fails on a crate that is
+not in the list, on one that changed and on one that is gone.
 
     build_code.py               compare; exit status 1 if the list differs
     build_code.py --list FILE   compare with another list
-    build_code.py --accept      rewrite the list: versions and checksums from Cargo.lock, reasons kept
+    build_code.py --accept      rewrite the list from Cargo.lock; reasons are kept
 """
 
 import json
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "supply-chain" / "build-code.toml"
@@ -27,9 +28,9 @@ TARGETS = ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu")
 UNREVIEWED = "not reviewed yet"
 
 HEADER = """\
-# Third-party code that runs while this project is built; checked by scripts/deny, which explains how to
-# review a difference. `reason` says what the code does and why it may run. A crate without `reason` is a
-# library that is linked into those of `used-by`.
+# Third-party code that runs while this project is built; checked by scripts/deny, which explains
+# how to review a difference. `reason` says what the code does and why it may run. A crate without
+# `reason` is a library that is linked into those of `used-by`.
 """
 
 Key = tuple[str, str]
@@ -94,14 +95,14 @@ def kinds(package: dict[str, Any]) -> list[str]:
 
 
 def linked(node: dict[str, Any], kind: str | None) -> Iterable[str]:
-    """Ids of a package's dependencies of one kind: None for normal ones, `build` for build scripts."""
+    """Ids of dependencies of one kind: None for normal ones, `build` for build scripts."""
     for dependency in node["deps"]:
         if any(use["kind"] == kind for use in dependency["dep_kinds"]):
             yield dependency["pkg"]
 
 
 def collect() -> dict[Key, Entry]:
-    """Every third-party crate whose code runs in a build of the workspace or of the fuzz targets."""
+    """The third-party crates whose code runs in a build of the program or the fuzz targets."""
     entries: dict[Key, Entry] = {}
     for workspace in WORKSPACES:
         known = checksums(workspace)
@@ -172,7 +173,9 @@ def problems(found: dict[Key, Entry], listed: list[Entry]) -> list[str]:
         if not before:
             text.append(f"new: {entry.name} {entry.version} ({what})")
         elif key in {other.key for other in before}:
-            text.append(f"changed: {entry.name} {entry.version}: other bytes or another use ({what})")
+            text.append(
+                f"changed: {entry.name} {entry.version}: other bytes or another use ({what})"
+            )
         else:
             versions = ", ".join(other.version for other in before)
             text.append(f"changed: {entry.name} {versions} -> {entry.version} ({what})")

@@ -1,7 +1,7 @@
 """Checks that the lock files of trainer/ pin every package by version and hash.
 
-pip checks the hashes at installation (`--require-hashes`), but only of the lock that it installs. This
-checks all of them, and that a package has the same version and no foreign hash wherever it appears.
+pip checks the hashes at installation (`--require-hashes`), but only of the lock that it installs.
+This checks all of them, and that a package has the same version and hashes wherever it appears.
 """
 
 import re
