@@ -8,6 +8,7 @@ use orchestrate_metrics::{BrokenByStage, SCHEMA_VERSION, SandboxHost, StepLine, 
 use orchestrate_sandbox::HostUsage;
 use orchestrate_store::{AttemptState, EpisodeState, GroupRow, GroupState, Reader, StepRow};
 use orchestrate_types::{Outcome, PolicyVersion, Stage, now};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Wall time that this coordinator spent on a step. Time that an earlier start spent on it is not
@@ -101,6 +102,7 @@ fn with_episodes(line: StepLine, members: &[SealedMember]) -> StepLine {
         solve_rate: mean(rewards.iter().map(|&reward| f64::from(u8::from(is_solved(reward))))),
         episodes: Some(members.len() as u64),
         truncated_episodes: Some(truncated as u64),
+        suspicious: Some(suspicious(members)),
         turns_mean: mean(members.iter().map(|m| m.summary.turns as f64)),
         response_tokens_mean: mean(members.iter().map(|m| m.summary.response_tokens as f64)),
         routing_bytes_wire: Some(sum(|m| m.summary.routing_wire_bytes)),
@@ -113,6 +115,15 @@ fn with_episodes(line: StepLine, members: &[SealedMember]) -> StepLine {
         prefix_cache_hit_rate_possible: share(sum(|m| m.summary.cacheable_tokens), prompt),
         ..line
     }
+}
+
+/// Episodes by finding; only findings that occur.
+fn suspicious(members: &[SealedMember]) -> BTreeMap<String, u64> {
+    let mut counts = BTreeMap::new();
+    for finding in members.iter().flat_map(|member| &member.summary.suspicious) {
+        *counts.entry(finding.name().to_owned()).or_default() += 1;
+    }
+    counts
 }
 
 fn with_times(line: StepLine, members: &[SealedMember], times: &StepTimes) -> StepLine {

@@ -9,7 +9,7 @@ use orchestrate_metrics::SCHEMA_VERSION;
 use orchestrate_rollout::{EpisodeReport, Timings, TurnLog};
 use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_store::{AttemptRow, EpisodeRecord, RowSpan, StepRow, StoredRouting};
-use orchestrate_tasks::Verdict;
+use orchestrate_tasks::{Finding, Verdict};
 use orchestrate_types::{GroupId, ModelShape, Outcome, PolicyVersion, Trajectory, now};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -73,7 +73,7 @@ pub struct EpisodeDetail {
 }
 
 /// The numbers that metrics are computed from: the `summary` of an attempt's row.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct EpisodeSummary {
     /// Tokens of the trajectory.
     pub tokens: u64,
@@ -105,6 +105,9 @@ pub struct EpisodeSummary {
     pub cacheable_tokens: u64,
     /// Time spent in each stage.
     pub timings: Timings,
+    /// What the grader noticed besides the results.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub suspicious: Vec<Finding>,
 }
 
 fn oldest_version(trajectory: &Trajectory) -> Option<PolicyVersion> {
@@ -139,6 +142,7 @@ pub(crate) fn to_record(
         cached_tokens: report.cached_tokens,
         cacheable_tokens: report.cacheable_tokens,
         timings: report.timings,
+        suspicious: report.verdict.as_ref().map(|v| v.suspicious.clone()).unwrap_or_default(),
     };
     let detail = EpisodeDetail {
         task_id: task_id.to_owned(),

@@ -6,6 +6,7 @@ use orchestrate_handoff::protocol::{
     HalfDecades, PolicyRatio, ProbabilityGrid, RolloutRatio, RouterShiftStats, ValueStats,
 };
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// Use of one Docker host by the sandboxes of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -70,6 +71,9 @@ metrics_line! {
         broken_attempts_by_stage: BrokenByStage, "attempts by stage", healthy: "0 or few";
         /// Episodes that were ended by a limit of turns, tokens, time or size.
         truncated_episodes: u64, "episodes", healthy: "few, and falling";
+        /// Episodes by what their graders noticed besides the results, for example `tampered`,
+        /// `conftest_touched` or `tests_deleted`; only what occurs.
+        suspicious: BTreeMap<String, u64>, "episodes by finding", healthy: "few; a rise means that the policy works on the tests instead of the task";
         /// Staleness of the oldest token of each trained episode, mean.
         staleness_mean: f64, "policy versions, ≥ 0", healthy: "at most `run.max_staleness`";
         /// Staleness of the oldest token of all trained episodes.

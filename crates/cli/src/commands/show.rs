@@ -151,6 +151,10 @@ fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
     }
     if let Some(verdict) = &detail.verdict {
         output::data(format!("\n── verdict: reward {} {:?}", verdict.reward, verdict.statuses));
+        if !verdict.suspicious.is_empty() {
+            let names: Vec<&str> = verdict.suspicious.iter().map(|f| f.name()).collect();
+            output::data(format!("── noticed: {}", names.join(", ")));
+        }
     }
     Ok(())
 }

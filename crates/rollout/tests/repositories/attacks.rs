@@ -97,7 +97,6 @@ async fn docker_in_process_attacks_on_the_test_run_score_nothing() {
     for (name, code) in &attacks {
         let change = diff(&[("calc.py", BROKEN)], &[("calc.py", code)]);
         let found = graded(&sandboxes, &task, &change, rules).await;
-        eprintln!("{name}: {:?}", found.verdict.suspicious);
         if found.verdict.reward > 0.0 {
             scored.push((name, found.verdict, String::from_utf8_lossy(&found.log).into_owned()));
         }
@@ -122,7 +121,6 @@ async fn docker_attacks_score_where_the_log_alone_decides() {
         let change = diff(&[("calc.py", BROKEN)], &[("calc.py", &attacks[name])]);
         let found = graded(&sandboxes, &task, &change, rules).await;
         let passed = found.verdict.statuses.values().filter(|s| **s == TestStatus::Passed);
-        eprintln!("{name}: {:?}", found.verdict);
         assert!(passed.count() >= 4, "{name}: {:?}", found.verdict);
     }
     sandboxes.shutdown().await.unwrap();
@@ -188,6 +186,5 @@ async fn docker_grading_through_the_reporter_takes_little_longer() {
         }
     }
     sandboxes.shutdown().await.unwrap();
-    eprintln!("tests by their log: {:?}, through the reporter: {:?}", times[0] / 3, times[1] / 3);
     assert!(times[1] < times[0] * 3 + Duration::from_secs(3), "{times:?}");
 }
