@@ -329,11 +329,13 @@ def _begin():
             self.count = 0
 
         def visit_Constant(self, node):
-            kind = type(node.value)
+            # Old versions have a class for each kind of literal.
+            value = getattr(node, "value", getattr(node, "n", getattr(node, "s", None)))
+            kind = type(value)
             if kind in (int, float):
-                value = node.value * 3 + 1000003
+                value = value * 3 + 1000003
             elif kind in (str, bytes):
-                value = node.value + ("\u2420other" if kind is str else b"\x00other")
+                value = value + (u"\u2420other" if kind is str else b"\x00other")
             else:
                 return node
             self.count += 1
