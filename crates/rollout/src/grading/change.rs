@@ -85,7 +85,11 @@ impl PatchListing {
                 "entries" => listing.entries = lines().collect(),
                 "runner" => text.clone_into(&mut listing.runner),
                 "new" => listing.paths = numstat(text).map(|p| (p.clone(), p)).collect(),
-                "old" => renamed = numstat(text).collect(),
+                // Git lists a reversed patch from its end.
+                "old" => {
+                    renamed = numstat(text).collect();
+                    renamed.reverse();
+                }
                 "deleted" => {
                     let path = |line: &str| {
                         Some(line.trim().split_once("mode ")?.1.split_once(' ')?.1.to_owned())
@@ -182,7 +186,7 @@ mod tests {
     #[test]
     fn the_listing_of_a_patch_names_renamed_and_deleted_files() {
         let new = ["1\t1\tcalc.py", "-\t-\tdata [x].bin", "0\t0\tnew.py", "0\t3\ttests/test_b.py"];
-        let old = [new[0], new[1], "0\t0\ttests/test_a.py", new[3]];
+        let old = [new[3], "0\t0\ttests/test_a.py", new[1], new[0]];
         let output = format!(
             "\u{1}entries\ncalc.py\nattr\n\u{1}runner\npython -m pytest\n\u{1}new\n{}\u{0}\u{1}old\n\
              {}\u{0}\u{1}deleted\n delete mode 100644 tests/test_b.py\n\u{1}tracing\ncalc.py\n\u{1}end\n",
