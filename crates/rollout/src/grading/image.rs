@@ -4,6 +4,7 @@ use super::change::{GradedPart, PatchListing, exclude_option};
 use super::graded::{GradeError, GradedChange, LOG_BYTES, log_bytes, test_output};
 use super::logs::APPLY_FAILED;
 use super::rules::GradingRules;
+use super::swe_reported::{SplitScript, log_of};
 use super::tests_run::{TestRun, run_by_log, run_reported};
 use crate::sandboxes::{file_entry, refused};
 use orchestrate_sandbox::{Command, Exit, FileEntry, Sandbox};
@@ -149,7 +150,9 @@ pub(super) async fn grade_swe_bench(
     let eval =
         if is_strict { strict_eval_script(row) } else { swe::eval_script(row, rules.harness) };
     let eval = eval.map_err(error)?;
-    sandbox.write_files(&[staged("patch", patch), staged("eval.sh", &eval)]).await?;
+    let split = if is_strict { SplitScript::of(&eval) } else { None };
+    let script_to_run = split.as_ref().map_or(&eval, |split| &split.setup);
+    sandbox.write_files(&[staged("patch", patch), staged("eval.sh", script_to_run)]).await?;
     let mut graded = GradedChange {
         verdict: row.verdict(None),
         patch: patch.to_owned(),
@@ -159,10 +162,13 @@ pub(super) async fn grade_swe_bench(
         problem: None,
         test_time: Duration::ZERO,
     };
-    let mut part = GradedPart::default();
+    let (mut part, mut tracing) = (GradedPart::default(), Vec::new());
     if is_strict && !patch.is_empty() {
         match list_patch(sandbox).await {
-            Ok(listing) => part = listing.strict_part(),
+            Ok(listing) => {
+                part = listing.strict_part();
+                tracing = listing.tracing;
+            }
             Err(GradeError::NotApplied(message)) => {
                 graded.apply_log = message;
                 graded.problem = Some(APPLY_FAILED.to_owned());
@@ -192,7 +198,27 @@ pub(super) async fn grade_swe_bench(
         }
         _ => return Err(refused(sandbox, "apply", graded.apply_log).into()),
     }
-    let result = sandbox.exec(&test_command(task, &task.test_command)).await?;
+    let mut result = sandbox.exec(&test_command(task, &task.test_command)).await?;
+    if let Some(split) = &split
+        && result.exit != Exit::TimedOut
+    {
+        let folder = STAGING_FOLDER;
+        if let Some(run) = split.run(sandbox, task, &part.touched, &tracing, folder).await? {
+            graded.log = [log_bytes(&result), run.log].concat();
+            graded.test_time = result.elapsed.saturating_add(run.elapsed);
+            match swe::grade(row, rules.harness, log_of(&run.results).as_bytes()) {
+                Ok(report) => graded.verdict = row.verdict(Some(report)),
+                Err(error) => graded.problem = Some(error.to_string()),
+            }
+            let findings = run.verdict.suspicious.into_iter().chain(part.findings);
+            graded.verdict = graded.verdict.with_findings(findings);
+            return Ok(graded);
+        }
+        sandbox.write_files(&[staged("eval.sh", &split.tests)]).await?;
+        let start = format!("mv {STAGING_FOLDER}/eval.sh /eval.sh && rm -rf {STAGING_FOLDER}");
+        let start = format!("{start}\n{}", task.test_command);
+        result = sandbox.exec(&test_command(task, &start)).await?;
+    }
     test_output(sandbox, &result)?;
     graded.log = log_bytes(&result);
     graded.test_time = result.elapsed;

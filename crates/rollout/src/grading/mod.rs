@@ -10,6 +10,7 @@ mod graded;
 mod image;
 mod logs;
 mod rules;
+mod swe_reported;
 mod tests_run;
 
 pub use graded::{GradeError, GradedChange};

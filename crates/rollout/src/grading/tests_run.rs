@@ -10,6 +10,8 @@ use std::time::Duration;
 /// A run of the hidden tests.
 pub(super) struct TestRun {
     pub(super) verdict: Verdict,
+    /// What a reporter reported, by pytest's ids; empty without one.
+    pub(super) results: Vec<(String, TestStatus)>,
     /// What the tests printed.
     pub(super) log: Vec<u8>,
     pub(super) elapsed: Duration,
@@ -43,12 +45,14 @@ pub(super) async fn run_reported(
     let text = String::from_utf8_lossy(&log);
     let mut findings: Vec<Finding> =
         if reporter::is_forged(&text) { vec![Finding::OutputForged] } else { Vec::new() };
+    let mut results = Vec::new();
     let verdict = if let Some(report) = report.filter(|_| result.exit == Exit::Code(0)) {
         for (finding, reason) in &report.findings {
             tracing::info!(task_id = task.id.as_str(), finding = finding.name(), reason, "noticed");
         }
         findings.extend(report.findings.keys());
-        grade_reported(&report.results, &text, &task.expected)
+        results = report.results;
+        grade_reported(&results, &text, &task.expected)
     } else {
         if result.exit != Exit::TimedOut {
             findings.push(Finding::ExitStatus);
@@ -56,7 +60,7 @@ pub(super) async fn run_reported(
         Verdict { reward: 0.0, ..grade_reported(&[], &text, &task.expected) }
     };
     let verdict = verdict.with_findings(findings);
-    Ok(Some(TestRun { verdict, elapsed: result.elapsed, log }))
+    Ok(Some(TestRun { verdict, results, elapsed: result.elapsed, log }))
 }
 
 /// Runs the tests with `command` and grades what they print.
@@ -72,7 +76,8 @@ pub(super) async fn run_by_log(
     let findings =
         if rules.is_strict() { log_findings(task, &verdict, &result, &text) } else { Vec::new() };
     let verdict = verdict.with_findings(findings);
-    Ok(TestRun { verdict, log: log_bytes(&result), elapsed: result.elapsed })
+    let results = Vec::new();
+    Ok(TestRun { verdict, results, log: log_bytes(&result), elapsed: result.elapsed })
 }
 
 /// What a log shows that no reporter watched.

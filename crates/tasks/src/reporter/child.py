@@ -29,6 +29,7 @@ def _begin():
     get_profile, AssertionFailure = sys.getprofile, AssertionError
     lock = _thread.allocate_lock()
     state = {"canary": None, "parent_of": None, "pending": [], "sent": set(), "ready": False}
+    state["gate"] = None
     first_trace, first_profile = get_trace(), get_profile()
 
     def take(size):
@@ -127,10 +128,34 @@ def _begin():
         if parent_fails:
             ask("moved", str(process_id()))
 
+    def altered(token):
+        """Whether this copy of the process runs the test with other expected values."""
+        answer = ask("altered", token)
+        if answer[:1] not in (b"k", b"p"):
+            return False
+        parent_runs = answer[:1] == b"p"
+        watched_end, gate = posix.pipe()
+        copy = fork()
+        if (copy != 0) == parent_runs:
+            posix.close(watched_end)
+            state["gate"] = gate
+            state["parent_of"] = copy if parent_runs else None
+            state["canary"] = (token, "")
+            return True
+        posix.close(gate)
+        # Only one of the two uses what tests share.
+        read(watched_end, 1)
+        posix.close(watched_end)
+        if parent_runs:
+            ask("moved", str(process_id()))
+        return False
+
     def end_canary(outcome, message):
         """Reports the forced failure and ends this copy of the process."""
         token, _ = state["canary"]
         send(("canary", token, outcome, message[:2000]))
+        if state["gate"] is not None:
+            write(state["gate"], b"x")
         status = 0
         if state["parent_of"] is not None:
             _, status = waitpid(state["parent_of"], 0)
@@ -224,6 +249,7 @@ def _begin():
 
     marks = "@done_" + posix.urandom(4).hex()
     probes = "@probe_" + posix.urandom(4).hex()
+    others = "@other_" + posix.urandom(4).hex()
     harmless = ("mark", "patch", "skip", "skipIf", "skipUnless", "given", "settings", "example")
 
     def call(name, argument, like):
@@ -296,6 +322,85 @@ def _begin():
                 node = node.value
         return getattr(node, "id", "")
 
+    class Other(ast.NodeTransformer):
+        """Replaces expected values by values that no honest result equals."""
+
+        def __init__(self):
+            self.count = 0
+
+        def visit_Constant(self, node):
+            # Old versions have a class for each kind of literal.
+            value = getattr(node, "value", getattr(node, "n", getattr(node, "s", None)))
+            kind = type(value)
+            if kind in (int, float):
+                value = value * 3 + 1000003
+            elif kind in (str, bytes):
+                value = value + (u"\u2420other" if kind is str else b"\x00other")
+            else:
+                return node
+            self.count += 1
+            return ast.copy_location(ast.Constant(value=value), node)
+
+        visit_Num = visit_Str = visit_Bytes = visit_Constant
+
+        def generic_visit(self, node):
+            # Only literals: what is computed may not change with its parts.
+            literals = (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.USub, ast.Load)
+            return super().generic_visit(node) if isinstance(node, literals) else node
+
+    def alter(statement):
+        """A copy of an assertion that expects something else; None if it has no such form."""
+        copied = copy_of(statement)
+        if isinstance(copied, ast.Assert) and isinstance(copied.test, ast.Compare):
+            test = copied.test
+            if len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
+                return None
+            other = Other()
+            if not isinstance(test.left, ast.Constant):
+                test.comparators = [other.visit(test.comparators[0])]
+            else:
+                test.left = other.visit(test.left)
+            return copied if other.count else None
+        if isinstance(copied, ast.Expr) and isinstance(copied.value, ast.Call):
+            name = getattr(copied.value.func, "attr", "")
+            if name in ("assertEqual", "assertEquals") and len(copied.value.args) >= 2:
+                other = Other()
+                at = 0 if isinstance(copied.value.args[0], ast.Constant) else 1
+                copied.value.args[at] = other.visit(copied.value.args[at])
+                return copied if other.count else None
+        return None
+
+    def copy_of(node):
+        if not isinstance(node, ast.AST):
+            return [copy_of(item) for item in node] if isinstance(node, list) else node
+        new = type(node)(**{name: copy_of(value) for name, value in ast.iter_fields(node)})
+        for name in node._attributes:
+            if hasattr(node, name):
+                setattr(new, name, getattr(node, name))
+        return new
+
+    def add_altered(node, prefix, has_cleanup):
+        """Appends to tests a second body with other expected values, for copies of the process."""
+        for function in node.body:
+            if isinstance(function, ast.ClassDef):
+                add_altered(function, prefix + function.name + ".", cleans_up(function))
+            if not isinstance(function, ast.FunctionDef) or not function.name.startswith("test"):
+                continue
+            names = [decorator(item) for item in function.decorator_list]
+            if has_cleanup or own_yield(function) or not all(name == "mark" for name in names):
+                continue
+            changed = [alter(statement) for statement in function.body]
+            scopes = (ast.Return, ast.Global, ast.Nonlocal)
+            if not any(changed) or any(isinstance(part, scopes) for part in ast.walk(function)):
+                continue
+            changed = [new or copy_of(old) for new, old in zip(changed, function.body)]
+            token = posix.urandom(8).hex()
+            text = ast.copy_location(ast.parse(repr(token)).body[0].value, function)
+            condition = call(others, text, function).value
+            second = ast.If(test=condition, body=changed, orelse=[])
+            function.body.append(ast.copy_location(second, function))
+            tell("alterable", token, prefix + function.name)
+
     def cleans_up(node):
         """Whether code of the class, or of an unknown base, runs after the body of a test."""
         names = [decorator(base) for base in node.bases]
@@ -333,6 +438,13 @@ def _begin():
             tell("function", path, prefix + function.name, token, required, plain)
 
     compiled = {}
+    own_source = (b"__file__", b"inspect", b"getsource", b"linecache", b"doctest")
+
+    def is_collected(name, config):
+        """Whether pytest loads such a file by our compiled form only."""
+        if list(config.getini("python_files")) != ["test_*.py", "*_test.py"]:
+            return False
+        return name.startswith("test_") or name.endswith("_test.py")
 
     def compile_tests(config, rewrite):
         """Compiles the hidden tests before any code of the repository runs."""
@@ -352,10 +464,16 @@ def _begin():
                 with open(path, "rb") as file:
                     source = file.read()
                 tree = ast.parse(source, filename=os.path.join(here, path))
+                add_altered(tree, "", False)
+                ast.fix_missing_locations(tree)
                 rewrite(tree, source, path, config)
                 instrument(os.path.normpath(path), tree, "", False)
                 tree = ast.fix_missing_locations(Probes().visit(tree))
                 compiled[realpath(path)] = tree
+                if is_collected(name, config) and not any(word in source for word in own_source):
+                    # Nothing of the repository needs to read what its tests expect.
+                    with open(path, "wb"):
+                        pass
             except (SyntaxError, ValueError, OSError, RecursionError):
                 continue
 
@@ -381,7 +499,9 @@ def _begin():
         rewriting._write_pyc = lambda *args, **kwargs: True
         vars(builtins)[marks] = done
         vars(builtins)[probes] = probe
+        vars(builtins)[others] = altered
         watch(vars(builtins), marks, done)
+        watch(vars(builtins), others, altered)
         watch(vars(builtins), probes, probe)
         for name in spec["builtins"]:
             watch(vars(builtins), name, vars(builtins)[name])

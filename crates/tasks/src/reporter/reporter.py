@@ -6,7 +6,9 @@ tests in a session of their own without capabilities. What the tests print is pa
 text and never read. Results arrive as messages over a pipe from the plug-in in `child.py`, which
 asks this process after the body of every test whether to go on. For a few tests, chosen at random,
 the answer is to fail: a copy of the process then has to report that failure. Tested code that turns
-failures into passes cannot tell these tests from the others.
+failures into passes cannot tell these tests from the others. For a few more, a copy runs the body
+again with other expected values, which must fail: code that reads what a test expects, or that
+returns something equal to everything, passes there too.
 """
 
 import errno
@@ -65,6 +67,8 @@ class Results:
         self.findings = {}
         self.chosen = {}
         self.canaries = {}
+        self.alterable = {}
+        self.altered = []
         self.settled = False
         self.finished = None
         self.test = None
@@ -109,12 +113,31 @@ class Results:
             raise Tampered("the tests began twice")
         self.settled = True
         self.pid = int(pid)
+        names = sorted(self.alterable)
+        preferred = [token for token in names if self.alterable[token] in self.wanted]
+        self.altered = sample(preferred, CANARIES)
+        others = [token for token in names if token not in self.altered]
+        self.altered += sample(others, CANARIES - len(self.altered))
         plain = sorted(self.chosen)
         preferred = [token for token in plain if self.tokens[token][1] in self.wanted]
         chosen = sample(preferred, CANARIES)
         others = [token for token in plain if token not in chosen]
         self.chosen = dict.fromkeys(chosen + sample(others, CANARIES - len(chosen)))
         return b"c"
+
+    def on_alterable(self, token, name):
+        if self.settled:
+            raise Tampered("a test function was registered late")
+        self.alterable[token] = name
+
+    def on_altered(self, token):
+        """Decides whether a copy of the process runs this test with other expected values."""
+        if token not in self.alterable:
+            raise Tampered("a test that is unknown was to be altered")
+        if token not in self.altered or token in self.canaries or not self.is_single():
+            return b"c"
+        self.canaries[token] = [None, None, time.monotonic()]
+        return (b"p" if os.urandom(1)[0] & 1 else b"k") + bytes(16)
 
     def on_start(self, test):
         self.test = test
@@ -146,6 +169,12 @@ class Results:
         entry = self.canaries.get(token)
         if entry is None or entry[1] is not None:
             raise Tampered("a forced failure was reported that was not asked for")
+        if entry[0] is None:
+            # Any failure will do: the test ran a second time.
+            entry[1] = outcome != "passed"
+            if not entry[1]:
+                self.note("tampered", "a test passed with other expected values")
+            return None
         if outcome == "expected":
             # The test is marked to be expected to fail, so its report says nothing.
             del self.canaries[token]
