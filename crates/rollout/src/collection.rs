@@ -7,10 +7,10 @@
 //! The invariant: the memory that a change takes here is bounded, whatever is in the container.
 
 mod ignored;
-mod paths;
 
 use ignored::IgnoreRules;
 use orchestrate_sandbox::{FileEntry, Sandbox, SandboxError, SandboxErrorKind, TreeMark};
+use orchestrate_tasks::patch::rules::is_source_path;
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::ByteSize;
 use std::collections::BTreeSet;
@@ -80,7 +80,7 @@ pub(crate) async fn collect(
     let ignored = baseline.ignored.clone();
     let picked = crate::offload::run(move || {
         let counts = |path: &str| {
-            paths::may_be_changed(path) && ignored.as_ref().is_none_or(|rules| !rules.ignores(path))
+            is_source_path(path) && ignored.as_ref().is_none_or(|rules| !rules.ignores(path))
         };
         let written: Vec<_> =
             changes.written.into_iter().filter(|f| !f.is_binary && counts(&f.path)).collect();

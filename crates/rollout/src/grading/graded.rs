@@ -9,7 +9,7 @@ use std::time::Duration;
 
 /// Bytes of a test log that are kept from its start, and as many from its end; supervisors keep no
 /// more.
-pub(super) const LOG_BYTES: usize = 16 << 20;
+pub(super) const LOG_BYTES: usize = 4 << 20;
 
 /// A graded change, with the evidence for its verdict.
 #[derive(Debug, Clone)]
@@ -18,7 +18,7 @@ pub struct GradedChange {
     pub verdict: Verdict,
     /// The change as a unified diff.
     pub patch: String,
-    /// Output of the tests; of more than 32 MiB, the start and the end.
+    /// Output of the tests; of more than 8 MiB, the start and the end.
     pub log: Vec<u8>,
     /// The commands that tried to apply the diff, and their output; empty if files were written
     /// instead.
@@ -55,13 +55,13 @@ pub enum GradeError {
     Sandbox(#[from] SandboxError),
 }
 
-/// The output of a test command that ran, however it ended.
-pub(super) fn test_output(
+/// Fails if a test command did not run. How it ended does not matter.
+pub(super) fn check_started(
     sandbox: &dyn Sandbox,
     result: &ExecResult,
-) -> Result<String, SandboxError> {
+) -> Result<(), SandboxError> {
     match result.exit {
-        Exit::Code(_) | Exit::Signal(_) | Exit::TimedOut => Ok(result.text()),
+        Exit::Code(_) | Exit::Signal(_) | Exit::TimedOut => Ok(()),
         Exit::NotStarted => Err(refused(
             sandbox,
             "test command",

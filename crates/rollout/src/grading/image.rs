@@ -1,11 +1,13 @@
 //! Grading in a task's own image, as R2E-Gym and as SWE-bench do it.
 
 use super::change::{GradedPart, PatchListing, exclude_option};
-use super::graded::{GradeError, GradedChange, LOG_BYTES, log_bytes, test_output};
+use super::graded::{GradeError, GradedChange, LOG_BYTES, check_started, log_bytes};
 use super::logs::APPLY_FAILED;
 use super::rules::GradingRules;
 use super::swe_reported::{SplitScript, log_of};
 use super::tests_run::{TestRun, run_by_log, run_reported};
+use crate::collection::failed_here;
+use crate::offload;
 use crate::sandboxes::{file_entry, refused};
 use orchestrate_sandbox::{Command, Exit, FileEntry, Sandbox};
 use orchestrate_tasks::r2e::HIDDEN_FOLDER;
@@ -219,7 +221,7 @@ pub(super) async fn grade_swe_bench(
         let start = format!("{start}\n{}", task.test_command);
         result = sandbox.exec(&test_command(task, &start)).await?;
     }
-    test_output(sandbox, &result)?;
+    check_started(sandbox, &result)?;
     graded.log = log_bytes(&result);
     graded.test_time = result.elapsed;
     if result.exit == Exit::TimedOut {
@@ -228,15 +230,19 @@ pub(super) async fn grade_swe_bench(
         graded.problem = Some(format!("Test timed out after {seconds} seconds."));
         return Ok(graded);
     }
-    match swe::grade(row, rules.harness, graded.log.as_slice()) {
-        Ok(report) => graded.verdict = row.verdict(Some(report)),
-        Err(error) => graded.problem = Some(error.to_string()),
-    }
-    if is_strict {
-        part.findings.extend(strict_findings(&graded, result.exit));
-    }
-    graded.verdict = graded.verdict.with_findings(part.findings);
-    Ok(graded)
+    let row = row.clone();
+    let judged = offload::run(move || {
+        match swe::grade(&row, rules.harness, graded.log.as_slice()) {
+            Ok(report) => graded.verdict = row.verdict(Some(report)),
+            Err(error) => graded.problem = Some(error.to_string()),
+        }
+        if is_strict {
+            part.findings.extend(strict_findings(&graded, result.exit));
+        }
+        graded.verdict = graded.verdict.with_findings(part.findings);
+        graded
+    });
+    judged.await.map_err(|error| failed_here(sandbox, error).into())
 }
 
 /// The script of version 5, whose exit status is that of the tests.

@@ -1,11 +1,13 @@
 //! The rules that turn a test log into a verdict.
 
 use orchestrate_tasks::swe::Harness;
-use orchestrate_tasks::{SummaryRule, Task, Verdict, grade_by};
+use orchestrate_tasks::{SummaryRule, TestStatus, Verdict, grade_by};
+use std::collections::BTreeMap;
 
-/// Turns the log of a task's hidden tests into a verdict. [`grade_by_summary`] fits every family
+/// Turns the log of a task's hidden tests into a verdict, given the status that each test must have.
+/// [`grade_by_summary`] fits every family
 /// that prints pytest's short test summary.
-pub type LogGrader = fn(&Task, &str) -> Verdict;
+pub type LogGrader = fn(&BTreeMap<String, TestStatus>, &str) -> Verdict;
 
 /// The rules by which changes are graded.
 #[derive(Debug, Clone, Copy)]
@@ -47,27 +49,26 @@ impl GradingRules {
 
 /// The strict rule for pytest's short test summary: every expected test must have its expected
 /// status.
-pub fn grade_by_summary(task: &Task, log: &str) -> Verdict {
-    orchestrate_tasks::grade(log, &task.expected)
+pub fn grade_by_summary(expected: &BTreeMap<String, TestStatus>, log: &str) -> Verdict {
+    orchestrate_tasks::grade(log, expected)
 }
 
 /// R2E-Gym's own rule for pytest's short test summary, including its known defects.
-pub fn grade_as_r2e(task: &Task, log: &str) -> Verdict {
-    grade_by(SummaryRule::R2e, log, &task.expected)
+pub fn grade_as_r2e(expected: &BTreeMap<String, TestStatus>, log: &str) -> Verdict {
+    grade_by(SummaryRule::R2e, log, expected)
 }
 
 #[cfg(test)]
 mod tests {
-    use orchestrate_testkit::toy_task;
+    use orchestrate_tasks::TestStatus;
 
     #[test]
     fn official_rule_has_known_defects_and_strict_rule_does_not() {
-        let mut task = toy_task();
-        task.expected = [("a".to_owned(), orchestrate_tasks::TestStatus::Passed)].into();
+        let expected = [("a".to_owned(), TestStatus::Passed)].into();
         let forged = "short test summary info\nPASSED t::a\nshort test summary info\nFAILED t::a";
         let nameless = "short test summary info\nERROR t.py - ImportError";
         for log in [forged, nameless] {
-            let reward = |compat: crate::RewardCompat| (compat.log_grader())(&task, log).reward;
+            let reward = |compat: crate::RewardCompat| (compat.log_grader())(&expected, log).reward;
             assert!(reward(crate::RewardCompat::Strict) < 0.5, "{log}");
             assert!(reward(crate::RewardCompat::R2e) > 0.5, "{log}");
         }

@@ -1,10 +1,13 @@
 //! Runs of hidden tests, and the verdicts on them.
 
-use super::graded::{LOG_BYTES, log_bytes, test_output};
+use super::graded::{LOG_BYTES, check_started, log_bytes};
 use super::rules::GradingRules;
+use crate::collection::failed_here;
+use crate::offload;
 use orchestrate_sandbox::{Command, ExecResult, Exit, Sandbox, SandboxError};
 use orchestrate_tasks::reporter::{self, NONCE_VARIABLE, NOT_STARTED, Nonce, TestCommand};
 use orchestrate_tasks::{Finding, Task, TestStatus, Verdict, grade_reported, micro};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// A run of the hidden tests.
@@ -41,26 +44,38 @@ pub(super) async fn run_reported(
         );
         return Ok(None);
     }
-    let (log, report) = reporter::split(&log_bytes(&result), &nonce);
+    let (id, expected) = (task.id.to_string(), task.expected.clone());
+    let judged = offload::run(move || judge_reported(&id, &expected, &result, &nonce)).await;
+    judged.map(Some).map_err(|error| failed_here(sandbox, error))
+}
+
+/// The verdict on what a reporter printed.
+fn judge_reported(
+    task_id: &str,
+    expected: &BTreeMap<String, TestStatus>,
+    result: &ExecResult,
+    nonce: &Nonce,
+) -> TestRun {
+    let (log, report) = reporter::split(&log_bytes(result), nonce);
     let text = String::from_utf8_lossy(&log);
     let mut findings: Vec<Finding> =
         if reporter::is_forged(&text) { vec![Finding::OutputForged] } else { Vec::new() };
     let mut results = Vec::new();
     let verdict = if let Some(report) = report.filter(|_| result.exit == Exit::Code(0)) {
         for (finding, reason) in &report.findings {
-            tracing::info!(task_id = task.id.as_str(), finding = finding.name(), reason, "noticed");
+            tracing::info!(task_id, finding = finding.name(), reason, "noticed");
         }
         findings.extend(report.findings.keys());
         results = report.results;
-        grade_reported(&results, &text, &task.expected)
+        grade_reported(&results, &text, expected)
     } else {
         if result.exit != Exit::TimedOut {
             findings.push(Finding::ExitStatus);
         }
-        Verdict { reward: 0.0, ..grade_reported(&[], &text, &task.expected) }
+        Verdict { reward: 0.0, ..grade_reported(&[], &text, expected) }
     };
     let verdict = verdict.with_findings(findings);
-    Ok(Some(TestRun { verdict, results, elapsed: result.elapsed, log }))
+    TestRun { verdict, results, elapsed: result.elapsed, log }
 }
 
 /// Runs the tests with `command` and grades what they print.
@@ -71,22 +86,32 @@ pub(super) async fn run_by_log(
     rules: GradingRules,
 ) -> Result<TestRun, SandboxError> {
     let result = sandbox.exec(command).await?;
-    let text = test_output(sandbox, &result)?;
-    let verdict = (rules.grade_log)(task, &text);
-    let findings =
-        if rules.is_strict() { log_findings(task, &verdict, &result, &text) } else { Vec::new() };
-    let verdict = verdict.with_findings(findings);
-    let results = Vec::new();
-    Ok(TestRun { verdict, results, log: log_bytes(&result), elapsed: result.elapsed })
+    check_started(sandbox, &result)?;
+    let expected = task.expected.clone();
+    // The runner of micro tasks keeps the tested code in a process of its own.
+    let is_protected = task.test_command == micro::TEST_COMMAND;
+    let judged = offload::run(move || {
+        let text = result.text();
+        let verdict = (rules.grade_log)(&expected, &text);
+        let findings = if rules.is_strict() {
+            log_findings(is_protected, &verdict, &result, &text)
+        } else {
+            Vec::new()
+        };
+        let verdict = verdict.with_findings(findings);
+        TestRun { verdict, results: Vec::new(), log: log_bytes(&result), elapsed: result.elapsed }
+    });
+    judged.await.map_err(|error| failed_here(sandbox, error))
 }
 
 /// What a log shows that no reporter watched.
-fn log_findings(task: &Task, verdict: &Verdict, result: &ExecResult, text: &str) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    // The runner of micro tasks keeps the tested code in a process of its own.
-    if task.test_command != micro::TEST_COMMAND {
-        findings.push(Finding::Unprotected);
-    }
+fn log_findings(
+    is_protected: bool,
+    verdict: &Verdict,
+    result: &ExecResult,
+    text: &str,
+) -> Vec<Finding> {
+    let mut findings = if is_protected { Vec::new() } else { vec![Finding::Unprotected] };
     let statuses = &verdict.statuses;
     let all_passed = statuses.values().all(|status| *status == TestStatus::Passed);
     if !statuses.is_empty() && all_passed && result.exit != Exit::Code(0) {

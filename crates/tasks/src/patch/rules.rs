@@ -16,6 +16,7 @@ use camino::Utf8Path;
 /// The reason why the path must not reach the graded tree.
 pub fn check_path(path: &str, existed: impl Fn(&str) -> bool) -> Result<(), Finding> {
     let refused = environment(path)
+        .or_else(|| git_settings(path))
         .or_else(|| runner(path))
         .or_else(|| configuration(path))
         .or_else(|| test(path))
@@ -28,22 +29,21 @@ pub fn is_gradable_path(path: &str, existed: impl Fn(&str) -> bool) -> bool {
     check_path(path, existed).is_ok()
 }
 
-/// Checks `path` against the rules that hold for every change, whatever grades it: files that
-/// belong to no source tree, and the hidden tests of an R2E-Gym repository with their runner.
-///
-/// # Errors
-/// The reason why the path must not be part of a change.
-pub fn check_source_path(path: &str) -> Result<(), Finding> {
-    environment(path).or_else(|| runner(path)).map_or(Ok(()), Err)
+/// Whether `path` can be part of a change at all, whatever grades it: a source file, and not part of
+/// an environment, a cache or the metadata of version control.
+pub fn is_source_path(path: &str) -> bool {
+    environment(path).is_none()
 }
 
 /// File names that Python runs by itself when it starts.
 const START_UP: &[&str] = &["sitecustomize.py", "usercustomize.py", "pyvenv.cfg"];
 
+/// Folders that Python imports by itself as packages.
+const START_UP_FOLDERS: &[&str] = &["sitecustomize", "usercustomize"];
+
 /// Folders that hold installed packages, caches or version-control metadata.
 const ENVIRONMENT_FOLDERS: &[&str] = &[
     ".venv",
-    "venv",
     ".tox",
     ".nox",
     ".hg",
@@ -60,15 +60,15 @@ const BINARY_EXTENSIONS: &[&str] = &["pyc", "pyo", "pyd", "so", "dylib", "dll", 
 fn environment(path: &str) -> Option<Finding> {
     let invalid = path.is_empty()
         || path.starts_with('/')
-        || path.contains(['\0', '\n', '\r'])
+        || path.chars().any(char::is_control)
         || path.split('/').any(|part| matches!(part, "" | "." | ".."));
     let part = |part: &str| {
         let lower = part.to_ascii_lowercase();
         // On some file systems these all name the folder of git.
         lower == ".git"
-            || lower.starts_with(".git") && lower != ".github"
             || lower.starts_with("git~")
             || ENVIRONMENT_FOLDERS.contains(&lower.as_str())
+            || START_UP_FOLDERS.contains(&lower.as_str())
             || [".egg-info", ".dist-info", ".egg-link"].iter().any(|end| lower.ends_with(end))
     };
     let name = file_name(path).to_ascii_lowercase();
@@ -77,6 +77,13 @@ fn environment(path: &str) -> Option<Finding> {
     let is_refused =
         invalid || is_binary || START_UP.contains(&name.as_str()) || path.split('/').any(part);
     is_refused.then_some(Finding::EnvironmentTouched)
+}
+
+/// Files in a tree by which git changes what it reads or writes.
+fn git_settings(path: &str) -> Option<Finding> {
+    let lower = path.to_ascii_lowercase();
+    let is_setting = lower.split('/').any(|part| part.starts_with(".git") && part != ".github");
+    is_setting.then_some(Finding::EnvironmentTouched)
 }
 
 fn runner(path: &str) -> Option<Finding> {
@@ -300,11 +307,36 @@ mod tests {
 
     #[test]
     fn the_rule_for_every_change_allows_tests_and_settings() {
-        for path in ["tests/test_a.py", "setup.cfg", "conftest.py", "random.py"] {
-            assert_eq!(check_source_path(path), Ok(()), "{path}");
+        for path in [
+            "tests/test_a.py",
+            "setup.cfg",
+            "conftest.py",
+            "random.py",
+            "src/git.py",
+            "docs/site/x.md",
+            ".gitignore",
+            "venv/a.py",
+            "a b.py",
+        ] {
+            assert!(is_source_path(path), "{path}");
         }
-        for path in [".git/config", ".venv/x", "x.pyc", "evil.pth", "r2e_tests/x"] {
-            assert!(check_source_path(path).is_err(), "{path}");
+        for path in [
+            ".git/config",
+            "sub/.GIT/hooks/x",
+            ".venv/lib/x.py",
+            "x.pyc",
+            "evil.pth",
+            "x/__pycache__/y.py",
+            "lib/site-packages/x.py",
+            "sitecustomize.py",
+            "usercustomize/__init__.py",
+            "env/pyvenv.cfg",
+            "fast.cpython-311.so",
+            "lib.so.1",
+            "a\nb.py",
+            "a\u{1b}[2J.py",
+        ] {
+            assert!(!is_source_path(path), "{path}");
         }
     }
 }
