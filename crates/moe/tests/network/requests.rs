@@ -11,8 +11,11 @@ use tokio_util::sync::CancellationToken;
 const GENERATE: &str = r#"{"input_ids":[1,2],"sampling_params":{"max_new_tokens":1}}"#;
 const LOGPROBS: &str = r#"{"manifest":"/m","replay":true,"temperature":1.0}"#;
 
-/// One attack: headers that replace the usual ones, and the status that must follow.
-const ATTACKS: [(&str, &[(&str, &str)], u16); 13] = [
+/// One attack: its name, the headers that replace the usual ones, and the status that must follow; 0
+/// is that of an allowed request.
+type Attack = (&'static str, &'static [(&'static str, &'static str)], u16);
+
+const ATTACKS: [Attack; 13] = [
     ("nothing wrong", &[], 0),
     ("no token", &[("authorization", "")], 401),
     ("a wrong token", &[("authorization", "Bearer canary-of-the-serveR")], 401),

@@ -15,7 +15,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 pub(crate) const TOKEN: &str = "canary-of-the-server";
 /// Longest time a client waits for the end of a connection.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 
 /// A running server and the folder of its model; dropping it stops the server.
 pub(crate) struct TestServer {
@@ -89,8 +89,8 @@ pub(crate) async fn serve(kind: Kind, http: HttpOptions) -> TestServer {
             tasks.spawn(async move { server.await.unwrap() });
         }
     }
-    let _stop = stop.drop_guard();
-    let server = TestServer { address, root, _folder: Some(folder), _tasks: tasks, _stop };
+    let stop = stop.drop_guard();
+    let server = TestServer { address, root, _folder: Some(folder), _tasks: tasks, _stop: stop };
     // Connections made before the model is loaded wait in the listener's queue.
     drop(server.connect().await);
     server
@@ -99,8 +99,9 @@ pub(crate) async fn serve(kind: Kind, http: HttpOptions) -> TestServer {
 impl TestServer {
     /// A server of another process.
     pub(crate) fn outside(address: SocketAddr) -> Self {
-        let _stop = CancellationToken::new().drop_guard();
-        Self { address, root: Utf8PathBuf::new(), _folder: None, _tasks: JoinSet::new(), _stop }
+        let stop = CancellationToken::new().drop_guard();
+        let (root, tasks) = (Utf8PathBuf::new(), JoinSet::new());
+        Self { address, root, _folder: None, _tasks: tasks, _stop: stop }
     }
 
     pub(crate) async fn connect(&self) -> TcpStream {
@@ -133,8 +134,9 @@ impl TestServer {
         }
         all.retain(|(name, _)| headers.iter().all(|(other, _)| other != name));
         all.extend(headers.iter().filter(|(_, value)| !value.is_empty()));
-        let lines: String =
+        let lines: Vec<String> =
             all.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+        let lines = lines.concat();
         let text = format!("{line} HTTP/1.1\r\n{lines}\r\n{}", body.unwrap_or(""));
         let reply = self.exchange(text.as_bytes()).await;
         (status(&reply), reply)
@@ -145,7 +147,7 @@ impl TestServer {
 pub(crate) async fn received(stream: &mut TcpStream) -> String {
     let mut bytes = Vec::new();
     // A reset ends the connection as well.
-    timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.expect("the server closes").ok();
+    timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.unwrap().ok();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
