@@ -1,6 +1,6 @@
 //! A task that any episode solves by submitting.
 
-use orchestrate_tasks::{Origin, Split, Task, TaskFile, Verdict};
+use orchestrate_tasks::{Origin, Split, Task, TaskFile, TestStatus, Verdict};
 use orchestrate_types::TaskId;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -28,7 +28,7 @@ pub fn task(index: usize, words: usize) -> Task {
 }
 
 /// Grades any log with reward 1: an episode that submits has solved its task.
-pub fn grade(_task: &Task, _log: &str) -> Verdict {
+pub fn grade(_expected: &BTreeMap<String, TestStatus>, _log: &str) -> Verdict {
     Verdict {
         reward: 1.0,
         official_reward: 1.0,
