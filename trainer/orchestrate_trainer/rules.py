@@ -286,8 +286,8 @@ def _micro_batch_tokens(h: Hyperparameters) -> Iterator[Refusal]:
 
 
 def _learning_rate(h: Hyperparameters) -> Iterator[Refusal]:
-    if not 0 <= h.learning_rate < math.inf:
-        yield "learning_rate", h.learning_rate, "must be at least 0"
+    if not 0 <= h.learning_rate <= 100:
+        yield "learning_rate", h.learning_rate, "must be from 0 to 100"
 
 
 def _betas(h: Hyperparameters) -> Iterator[Refusal]:

@@ -177,7 +177,7 @@ pub struct ChangedFile {
 pub struct TreeChanges {
     /// Files that are new or differ, sorted by path.
     pub written: Vec<ChangedFile>,
-    /// Paths of marked files that no longer exist or are no regular files any more, sorted.
+    /// Paths of marked files that no longer exist or are not regular files any more, sorted.
     pub removed: Vec<String>,
 }
 

@@ -247,6 +247,6 @@ async fn docker_no_attack_on_the_reward_is_rewarded() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     // No attack leads to another attempt.
     assert_eq!(broken, Vec::<String>::new());
-    // A change that is too large to carry over is not graded. A huge binary file is no part of it.
+    // A change that is too large to carry over is not graded. A huge binary file never counts.
     assert_eq!(too_large, ["many_files", "deep_folders"]);
 }

@@ -122,7 +122,7 @@ async fn docker_hostile_trees_are_bounded() {
         assert!(report.patch.is_empty());
         assert!(began.elapsed().as_secs() < 90, "{tree}: {:?}", began.elapsed());
     }
-    // Rewriting every file of the tree is no change.
+    // Rewriting every file of the tree leaves the change empty.
     let touched =
         "find . -type f -not -path './.git/*' -exec sed -i '' {} +; git stash list; echo same";
     let report = attack(&task, &[touched, FIX]).await;

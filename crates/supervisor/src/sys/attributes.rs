@@ -27,6 +27,7 @@ struct TimeSpec {
     nanoseconds: i64,
 }
 
+// SAFETY: the signatures are those of the C library on 64-bit Linux, whose structures are declared above.
 unsafe extern "C" {
     fn llistxattr(path: *const c_char, list: *mut c_char, size: usize) -> isize;
     fn lgetxattr(

@@ -22,6 +22,7 @@ struct SchedParam {
     priority: c_int,
 }
 
+// SAFETY: the signatures are those of the C library on 64-bit Linux, whose structures are declared above.
 unsafe extern "C" {
     fn getrlimit(kind: c_int, limit: *mut RLimit) -> c_int;
     fn setrlimit(kind: c_int, limit: *const RLimit) -> c_int;

@@ -1,4 +1,4 @@
-//! Diffs of files that nobody vouches for, within limits of time and size.
+//! Diffs of untrusted files, within limits of time and size.
 //!
 //! The invariant: the time and memory for a diff are bounded by [`DiffLimits`], whatever the contents
 //! are, and the result is always a valid diff that [`super::apply`] and git accept. A file that is too
