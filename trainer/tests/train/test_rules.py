@@ -44,7 +44,7 @@ def test_every_rule_has_the_orchestrators_message() -> None:
     [
         ({"clip_low": 1.0}, "`clip_low` = 1: must be above 0 and below 1"),
         ({"betas": [0.5, 1.0]}, "`betas` = [0.5, 1]: must be at least 0 and below 1"),
-        ({"learning_rate": -1e-7}, "`learning_rate` = -0.0000001: must be at least 0"),
+        ({"learning_rate": -1e-7}, "`learning_rate` = -0.0000001: must be from 0 to 100"),
         (
             {"policy_loss": "ppo", "off_policy_delta": 0.5},
             "`off_policy_delta` = 0.5: must be left out: it needs one advantage per sequence",

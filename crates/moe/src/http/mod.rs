@@ -1,6 +1,6 @@
 //! What the HTTP servers of the engine and of the trainer have in common.
 //!
-//! [`HttpOptions`] says who may reach a server. [`HttpServer::new`] refuses an address that other
+//! [`HttpOptions`] says who may reach a server. `HttpServer::new` refuses an address that other
 //! hosts reach without a token or client certificates. `connections` accepts connections, TLS ones
 //! with `tls`, and bounds their number and the time of their headers. `guard` then checks every
 //! request before a handler sees it: host, origin, token, content type, and the size and time of
