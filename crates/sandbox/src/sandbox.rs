@@ -10,7 +10,7 @@ use crate::loss;
 use crate::slots::{IdleSandbox, ReuseKey};
 use crate::state::ProviderState;
 use orchestrate_supervisor::protocol::{
-    CHUNK, CommandEnd, CommandReport, ExecRequest, Refusal, Reply, Request, TreeEnd, is_safe_path,
+    CHUNK, CommandEnd, CommandReport, ExecRequest, Refusal, Reply, Request, is_safe_path,
 };
 use orchestrate_types::{ByteSize, HumanDuration};
 use std::sync::Arc;
@@ -277,53 +277,11 @@ impl DockerSandbox {
 
     async fn read_all(&mut self, cap: ByteSize) -> Result<Vec<FileEntry>, SandboxError> {
         let id = self.link.send(&Request::ReadTree { cap: cap.0 }).await?;
-        let mut files: Vec<FileEntry> = Vec::new();
-        let (mut missing, mut total) = (0_u64, 0_u64);
-        loop {
-            match self.link.receive().await? {
-                (from, Reply::TreeFile { path, mode, size }) if from == id && missing == 0 => {
-                    let sorted = files.last().is_none_or(|last| last.path < path);
-                    total = total.saturating_add(size).saturating_add(path.len() as u64);
-                    if !is_safe_path(&path) || !sorted || total > cap.0 {
-                        return Err(self
-                            .link
-                            .protocol_error(format!("invalid tree entry `{path}`")));
-                    }
-                    missing = size;
-                    files.push(FileEntry { path, mode, content: Vec::new() });
-                }
-                (from, Reply::TreeData { data }) if from == id => {
-                    let (Some(left), Some(file)) =
-                        (missing.checked_sub(data.len() as u64), files.last_mut())
-                    else {
-                        return Err(self.link.protocol_error("more content than announced"));
-                    };
-                    missing = left;
-                    file.content.extend_from_slice(&data);
-                }
-                (from, Reply::TreeEnd(end)) if from == id => {
-                    return match end {
-                        TreeEnd::Complete { files: count }
-                            if missing == 0 && count == files.len() as u64 =>
-                        {
-                            Ok(files)
-                        }
-                        TreeEnd::Complete { .. } => {
-                            Err(self.link.protocol_error("a file is missing"))
-                        }
-                        TreeEnd::TooLarge(what) => {
-                            Err(self.error(SandboxErrorKind::TooLarge { what, cap }))
-                        }
-                        TreeEnd::Failed(reason) => Err(self.refused("read_tree", Refusal(reason))),
-                    };
-                }
-                (_, other) => {
-                    return Err(self
-                        .link
-                        .protocol_error(format!("expected a tree, got {other:?}")));
-                }
-            }
+        let files = self.receive_files("read_tree", id, cap).await?;
+        if !files.is_sorted_by(|a, b| a.path < b.path) {
+            return Err(self.link.protocol_error("the files of a tree are not sorted"));
         }
+        Ok(files)
     }
 
     /// Wipes the sandbox and verifies that nothing of the attempt is left.

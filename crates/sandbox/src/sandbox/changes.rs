@@ -97,7 +97,7 @@ impl DockerSandbox {
     }
 
     /// Receives files in the order in which they are sent, then the end.
-    async fn receive_files(
+    pub(super) async fn receive_files(
         &mut self,
         call: &'static str,
         id: u64,
