@@ -28,8 +28,9 @@ const WALK_TIME: Duration = Duration::from_secs(90);
 const MAX_HASHED_FILE: u64 = 64 << 20;
 /// Bytes at the start of a file in which a NUL makes it a binary file, as in git.
 const SNIFFED_BYTES: u64 = 8000;
-/// A new folder with this file is a virtual environment, and never part of a change.
-const ENVIRONMENT_MARKER: &str = "pyvenv.cfg";
+/// A new folder with one of these files is a virtual environment or a cache of a tool, and never part
+/// of a change.
+const SKIP_MARKERS: [&str; 2] = ["pyvenv.cfg", "CACHEDIR.TAG"];
 
 /// The files of a tree at the time when it was marked.
 #[derive(Debug)]
@@ -112,7 +113,11 @@ impl Walk<'_> {
             .checked_sub(entries.len())
             .ok_or_else(|| TreeEnd::TooLarge(format!("{prefix}/")))?;
         let is_new = self.known.is_some_and(|known| !known.contains(prefix)) && !prefix.is_empty();
-        if is_new && entries.iter().any(|entry| entry.file_name() == ENVIRONMENT_MARKER) {
+        if is_new
+            && entries
+                .iter()
+                .any(|entry| SKIP_MARKERS.iter().any(|marker| entry.file_name() == *marker))
+        {
             return Ok(());
         }
         for entry in entries {

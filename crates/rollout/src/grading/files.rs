@@ -143,30 +143,37 @@ fn footprint(files: &[FileEntry]) -> ByteSize {
 /// both.
 ///
 /// If a test folder has hidden files, nothing that the agent wrote there is kept, because it could
-/// change what the tests do.
+/// change what the tests do. A file of the agent that takes the place of a folder of other files, or
+/// the reverse, is left out too: it would break the grading as if the infrastructure had failed, and
+/// so let an agent escape its verdict.
 fn graded_files(task: &Task, change: &TreeChange) -> Vec<FileEntry> {
     let mut files: BTreeMap<String, FileEntry> = BTreeMap::new();
-    let mut put = |file: FileEntry| files.insert(file.path.clone(), file);
     let removed: BTreeSet<&str> = change.removed.iter().map(String::as_str).collect();
     for file in task.agent_files.iter().filter(|f| !removed.contains(f.path.as_str())) {
-        put(file_entry(file));
+        files.insert(file.path.clone(), file_entry(file));
+    }
+    for file in &task.hidden_files {
+        files.insert(file.path.clone(), file_entry(file));
     }
     let test_folders: BTreeSet<&str> =
         task.hidden_files.iter().filter_map(|file| test_folder(&file.path)).collect();
     let contains = |folder: &str, path: &str| {
         path.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/'))
     };
-    // A file where a hidden one needs a folder, or the reverse, would break the grading as if the
-    // infrastructure had failed, and so let an agent escape its verdict.
+    let hidden: BTreeSet<&str> = task.hidden_files.iter().map(|file| file.path.as_str()).collect();
     let is_planted = |path: &str| {
-        test_folders.iter().any(|folder| contains(folder, path))
-            || task.hidden_files.iter().any(|h| contains(path, &h.path) || contains(&h.path, path))
+        hidden.contains(path) || test_folders.iter().any(|folder| contains(folder, path))
     };
-    for file in change.written.iter().filter(|file| !is_planted(&file.path)) {
-        put(file.clone());
-    }
-    for file in &task.hidden_files {
-        put(file_entry(file));
+    let kept: BTreeSet<String> = files.keys().cloned().collect();
+    let conflicts = |path: &str| {
+        let below = format!("{path}/");
+        path.match_indices('/').any(|(at, _)| path.get(..at).is_some_and(|up| kept.contains(up)))
+            || kept.range(below.clone()..).next().is_some_and(|next| next.starts_with(&below))
+    };
+    for file in &change.written {
+        if !is_planted(&file.path) && !conflicts(&file.path) {
+            files.insert(file.path.clone(), file.clone());
+        }
     }
     files.into_values().collect()
 }
@@ -181,6 +188,7 @@ fn test_folder(path: &str) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use orchestrate_tasks::TaskFile;
     use orchestrate_testkit::toy_task;
 
     fn file(path: &str) -> FileEntry {
@@ -217,6 +225,23 @@ mod tests {
             ("src/new.py", true),
             ("total.py", true),
         ];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn files_of_the_agent_never_take_the_place_of_a_folder_of_kept_files_or_the_reverse() {
+        let mut task = toy_task();
+        let kept = ["pkg/conftest.py", "setup.cfg"];
+        task.agent_files = kept
+            .iter()
+            .map(|path| TaskFile { path: (*path).to_owned(), content: String::new() })
+            .collect();
+        let written = ["pkg", "pkg.py", "setup.cfg/x.py", "setup/x.py"].map(file).to_vec();
+        let change = TreeChange { written, ..TreeChange::default() };
+        let files = graded_files(&task, &change);
+        let found: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
+        let expected =
+            ["pkg.py", "pkg/conftest.py", "r2e_tests/test_1.py", "setup.cfg", "setup/x.py"];
         assert_eq!(found, expected);
     }
 

@@ -1,3 +1,7 @@
+"""Hidden tests; the first statement is not on the first line, as in most files."""
+
+from __future__ import annotations
+
 import unittest
 
 import pytest

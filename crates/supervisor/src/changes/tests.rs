@@ -76,6 +76,9 @@ fn changes_are_those_of_content_and_executable_bit() {
         std::fs::write(root.join(folder).join("evil.pth"), "x").unwrap();
     }
     std::fs::write(root.join("env/pyvenv.cfg"), "x").unwrap();
+    std::fs::create_dir_all(root.join(".mypy_cache/3.11")).unwrap();
+    std::fs::write(root.join(".mypy_cache/CACHEDIR.TAG"), "x").unwrap();
+    std::fs::write(root.join(".mypy_cache/3.11/builtins.data.json"), "{}").unwrap();
     let (items, end) = changes(&tree, root);
     let expected = ["-gone", "-linked", "+deep/.venv/evil.pth", "~edited", "+new(binary)", "~run"];
     assert_eq!(paths(&items), expected);

@@ -333,6 +333,8 @@ def _begin():
             value = getattr(node, "value", getattr(node, "n", getattr(node, "s", None)))
             kind = type(value)
             if kind in (int, float):
+                if value - value != 0:  # An infinity has no other value near it.
+                    return node
                 value = value * 3 + 1000003
             elif kind in (str, bytes):
                 value = value + (u"\u2420other" if kind is str else b"\x00other")
@@ -438,7 +440,17 @@ def _begin():
             tell("function", path, prefix + function.name, token, required, plain)
 
     compiled = {}
-    own_source = (b"__file__", b"inspect", b"getsource", b"linecache", b"doctest")
+    own_source = (
+        b"__file__",
+        b"inspect",
+        b"getsource",
+        b"linecache",
+        b"doctest",
+        b"traceback",
+        b"exc_info",
+        b"currentframe",
+        b"_getframe",
+    )
 
     def is_collected(name, config):
         """Whether pytest loads such a file by our compiled form only."""
@@ -468,7 +480,12 @@ def _begin():
                 ast.fix_missing_locations(tree)
                 rewrite(tree, source, path, config)
                 instrument(os.path.normpath(path), tree, "", False)
-                tree = ast.fix_missing_locations(Probes().visit(tree))
+                tree = Probes().visit(tree)
+                for node in ast.walk(tree):
+                    # pytest's own imports have no end, and would be given that of the module.
+                    if hasattr(node, "lineno") and getattr(node, "end_lineno", None) is None:
+                        node.end_lineno, node.end_col_offset = node.lineno, node.col_offset
+                ast.fix_missing_locations(tree)
                 compiled[realpath(path)] = tree
                 if is_collected(name, config) and not any(word in source for word in own_source):
                     # Nothing of the repository needs to read what its tests expect.
