@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::rc::Rc;
-use tree_sitter::{Node, Parser};
+use tree_sitter::{InputEdit, Node, Parser, Point};
 
 /// A kind of fault, which is the bug family of the tasks made with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -101,6 +101,26 @@ impl Mutant {
         let (before, after) = (source.get(..self.span.start)?, source.get(self.span.end..)?);
         Some([before, &self.replacement, after].concat())
     }
+
+    /// The fault as an edit of the parsed `source`.
+    fn edit(&self, source: &str) -> InputEdit {
+        let point = |from: Point, text: &str| match text.rsplit_once('\n') {
+            Some((lines, last)) => {
+                Point::new(from.row + 1 + lines.matches('\n').count(), last.len())
+            }
+            None => Point::new(from.row, from.column + text.len()),
+        };
+        let text = |range: Range<usize>| source.get(range).unwrap_or_default();
+        let start = point(Point::new(0, 0), text(0..self.span.start));
+        InputEdit {
+            start_byte: self.span.start,
+            old_end_byte: self.span.end,
+            new_end_byte: self.span.start + self.replacement.len(),
+            start_position: start,
+            old_end_position: point(start, text(self.span.clone())),
+            new_end_position: point(start, &self.replacement),
+        }
+    }
 }
 
 /// All mutants of `source`, sorted by position. Only code inside functions is changed, because a
@@ -124,7 +144,11 @@ pub fn mutants(source: &str) -> Vec<Mutant> {
     }
     let mut found = finder.found;
     found.retain(|mutant| {
-        let parses = |text: String| parser.parse(text, None).map(|t| !t.root_node().has_error());
+        // What the edit does not touch is taken from the parsed source: a file has many mutants.
+        let mut edited = tree.clone();
+        edited.edit(&mutant.edit(source));
+        let parses =
+            |text: String| parser.parse(text, Some(&edited)).map(|t| !t.root_node().has_error());
         mutant.apply(source).and_then(parses) == Some(true)
     });
     found.sort_by(|a, b| {

@@ -198,3 +198,19 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn mutants_of_a_long_file_are_those_that_parse_on_their_own() {
+    let body = "def f(a, b):\n    if a < b and b:\n        return a + 1\n    elif a:\n        return \
+                \"\"\"x\n\"\"\"\n    else:\n        for i in range(b):\n            a -= i\n            \
+                break\n    return g(a, b)\n\n\n";
+    let source = body.repeat(40);
+    let found = mutants(&source);
+    let alone = mutants(body);
+    assert_eq!(found.len(), 40 * alone.len());
+    let mut parser = python_parser().unwrap();
+    for mutant in found.iter().step_by(7) {
+        let text = mutant.apply(&source).unwrap();
+        assert!(!parser.parse(&text, None).unwrap().root_node().has_error(), "{mutant:?}");
+    }
+}
