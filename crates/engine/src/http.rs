@@ -89,7 +89,7 @@ impl Server {
             .tcp_keepalive(KEEP_ALIVE)
             .redirect(reqwest::redirect::Policy::none())
             .retry(reqwest::retry::never());
-        let http = with_tls(http, tls).and_then(reqwest::ClientBuilder::build);
+        let http = tls.configure(http).and_then(reqwest::ClientBuilder::build);
         let http = http.map_err(|cause| {
             let message =
                 "the HTTP client cannot be set up; check engine.tls_ca, tls_cert and tls_key";
@@ -180,20 +180,6 @@ impl Server {
         let request = self.request(Method::POST, path).json(body);
         send(request, timeout, INFO_LIMIT).await.map_err(|kind| self.error(call, kind))
     }
-}
-
-/// Has a client trust the given authorities only, and show the given certificate.
-fn with_tls(
-    mut client: reqwest::ClientBuilder,
-    tls: &TlsClientPem,
-) -> reqwest::Result<reqwest::ClientBuilder> {
-    if let Some(ca) = &tls.ca {
-        client = client.tls_certs_only(reqwest::Certificate::from_pem_bundle(ca)?);
-    }
-    if let Some(identity) = &tls.identity {
-        client = client.identity(reqwest::Identity::from_pem(identity)?);
-    }
-    Ok(client)
 }
 
 /// The JSON body of a request: token ids under `key`, then the fields of the object `others`.

@@ -126,7 +126,7 @@ impl TrainerClient {
             .connect_timeout(CONNECT_TIMEOUT)
             .pool_idle_timeout(POOL_IDLE)
             .redirect(reqwest::redirect::Policy::none());
-        match with_tls(http, tls).and_then(reqwest::ClientBuilder::build) {
+        match tls.configure(http).and_then(reqwest::ClientBuilder::build) {
             Ok(http) => Ok(Self { base, token, http }),
             Err(error) => Err(TrainerError {
                 trainer: base,
@@ -394,20 +394,6 @@ impl std::fmt::Debug for TrainerClient {
             .field("token", &self.token.as_ref().map(|_| "(not shown)"))
             .finish_non_exhaustive()
     }
-}
-
-/// Has a client trust the given authorities only, and show the given certificate.
-fn with_tls(
-    mut client: reqwest::ClientBuilder,
-    tls: &TlsClientPem,
-) -> reqwest::Result<reqwest::ClientBuilder> {
-    if let Some(ca) = &tls.ca {
-        client = client.tls_certs_only(reqwest::Certificate::from_pem_bundle(ca)?);
-    }
-    if let Some(identity) = &tls.identity {
-        client = client.identity(reqwest::Identity::from_pem(identity)?);
-    }
-    Ok(client)
 }
 
 struct Call<'a> {

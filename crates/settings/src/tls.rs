@@ -68,6 +68,26 @@ impl TlsClientFiles {
     }
 }
 
+#[cfg(feature = "http")]
+impl TlsClientPem {
+    /// Has an HTTP client trust the given authorities only, and show the given certificate.
+    ///
+    /// # Errors
+    /// If the content is not valid PEM.
+    pub fn configure(
+        &self,
+        mut client: reqwest::ClientBuilder,
+    ) -> reqwest::Result<reqwest::ClientBuilder> {
+        if let Some(ca) = &self.ca {
+            client = client.tls_certs_only(reqwest::Certificate::from_pem_bundle(ca)?);
+        }
+        if let Some(identity) = &self.identity {
+            client = client.identity(reqwest::Identity::from_pem(identity)?);
+        }
+        Ok(client)
+    }
+}
+
 impl std::fmt::Debug for TlsClientPem {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("TlsClientPem")

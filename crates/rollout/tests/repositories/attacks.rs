@@ -1,13 +1,12 @@
 //! Changes that manipulate the test run instead of solving the task. Each file of `attacks/` is such
 //! a `calc.py`; a verdict that relies on the test log alone is fooled by several of them.
 
-use crate::{image, provider};
+use crate::{grader_spec, image, provider};
 use camino::Utf8PathBuf;
 use orchestrate_rollout::{GradedChange, GradingRules, RewardSettings, grade_patch};
-use orchestrate_sandbox::{DockerProvider, Owner, Purpose, SandboxProvider as _, SandboxSpec};
+use orchestrate_sandbox::{DockerProvider, SandboxProvider as _};
 use orchestrate_tasks::r2e::R2eRow;
 use orchestrate_tasks::{Finding, Task, TaskFile, TestStatus, patch};
-use orchestrate_types::RunId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -55,19 +54,7 @@ async fn graded(
     change: &str,
     rules: GradingRules,
 ) -> GradedChange {
-    let spec = SandboxSpec {
-        image: task.image.clone(),
-        purpose: Purpose::Grader,
-        owner: Owner {
-            run: RunId::generate(),
-            epoch: 1,
-            attempt: "v00000-00000.00-a01".parse().unwrap(),
-        },
-        workdir: task.workdir.clone(),
-        limits: sandboxes.config().limits(),
-        deadline: Duration::from_mins(10),
-        reusable: false,
-    };
+    let spec = grader_spec(sandboxes, task);
     grade_patch(sandboxes.as_ref(), &spec, task, change, rules).await.unwrap()
 }
 

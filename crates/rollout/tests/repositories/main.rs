@@ -310,13 +310,9 @@ async fn docker_oversized_tree_is_truncated_and_not_retried() {
     assert!(scored(&report).abs() < 0.5);
 }
 
-async fn graded(
-    task: &Task,
-    patch: &str,
-    harness: Option<Harness>,
-) -> Result<GradedChange, GradeError> {
-    let sandboxes = provider().await;
-    let spec = SandboxSpec {
+/// A sandbox in which a change to the task is graded.
+fn grader_spec(sandboxes: &DockerProvider, task: &Task) -> SandboxSpec {
+    SandboxSpec {
         image: task.image.clone(),
         purpose: Purpose::Grader,
         owner: Owner {
@@ -328,7 +324,16 @@ async fn graded(
         limits: sandboxes.config().limits(),
         deadline: Duration::from_mins(10),
         reusable: false,
-    };
+    }
+}
+
+async fn graded(
+    task: &Task,
+    patch: &str,
+    harness: Option<Harness>,
+) -> Result<GradedChange, GradeError> {
+    let sandboxes = provider().await;
+    let spec = grader_spec(&sandboxes, task);
     let mut rules = RewardSettings::default().rules();
     rules.harness = harness.unwrap_or_default();
     let graded = grade_patch(sandboxes.as_ref(), &spec, task, patch, rules).await;
