@@ -229,8 +229,25 @@ def _begin():
     class Stranger(object):
         """Equal to nothing."""
 
+    libraries = ("%ssite-packages%s" % (os.sep, os.sep), "%sdist-packages%s" % (os.sep, os.sep))
+    standard = realpath(os.path.dirname(os.__file__)) + os.sep
+
+    def is_library(name, cache={}):
+        known = cache.get(name)
+        if known is None:
+            path = realpath(name)
+            installed = path.startswith(standard) or any(part in path for part in libraries)
+            known = cache[name] = installed and path not in touched
+        return known
+
+    def strangers():
+        """Values that differ from each other and from one call to the next, the likely kinds first."""
+        number = int.from_bytes(posix.urandom(2), "big")
+        word = posix.urandom(3).hex()
+        return (number, number + 1, -number - 1, word, word + "x", [number], (word,), Stranger())
+
     def probe(value):
-        """Returns `value`, after a check that it is not equal to everything."""
+        """Returns `value`, after a check that it is not equal to everything, or to what comes first."""
         kind = type(value)
         if kind in plain_types:
             return value
@@ -238,12 +255,15 @@ def _begin():
             method = base.__dict__.get("__eq__")
             if method is not None:
                 code = getattr(method, "__code__", None)
-                if code is not None and is_touched(code.co_filename):
-                    try:
-                        if method(value, Stranger()) is True:
-                            note("tampered", "a value is equal to everything")
-                    except Exception:
-                        pass
+                if code is not None and not is_library(code.co_filename):
+                    equal = 0
+                    for stranger in strangers():
+                        try:
+                            equal += method(value, stranger) is True
+                        except Exception:
+                            pass
+                    if equal > 1:
+                        note("tampered", "a value is equal to everything")
                 break
         return value
 
@@ -401,6 +421,7 @@ def _begin():
             condition = call(others, text, function).value
             second = ast.If(test=condition, body=changed, orelse=[])
             function.body.append(ast.copy_location(second, function))
+            function.altered_token = token
             tell("alterable", token, prefix + function.name)
 
     def cleans_up(node):
@@ -437,7 +458,8 @@ def _begin():
                 flat.extend(statement if isinstance(statement, list) else [statement])
             function.body = flat + [mark(token, last)]
             required, plain = "01"[required], "01"[plain]
-            tell("function", path, prefix + function.name, token, required, plain)
+            repeated = getattr(function, "altered_token", "")
+            tell("function", path, prefix + function.name, token, required, plain, repeated)
 
     compiled = {}
     own_source = (

@@ -69,6 +69,7 @@ class Results:
         self.canaries = {}
         self.alterable = {}
         self.altered = []
+        self.repeated = {}
         self.settled = False
         self.finished = None
         self.test = None
@@ -96,10 +97,12 @@ class Results:
             raise Tampered("an unknown message")
         return handler(*fields)
 
-    def on_function(self, path, name, token, required, plain):
+    def on_function(self, path, name, token, required, plain, repeated):
         if self.settled:
             raise Tampered("a test function was registered late")
         self.tokens[token] = (path, name)
+        if repeated:
+            self.repeated[token] = repeated
         # Ids of tests may be relative to another folder, so only the file's name is compared.
         place = (os.path.basename(path), name)
         entry = self.functions.setdefault(place, [True, set()])
@@ -134,6 +137,7 @@ class Results:
         """Decides whether a copy of the process runs this test with other expected values."""
         if token not in self.alterable:
             raise Tampered("a test that is unknown was to be altered")
+        self.seen.add(token)
         if token not in self.altered or token in self.canaries or not self.is_single():
             return b"c"
         self.canaries[token] = [None, None, time.monotonic()]
@@ -146,6 +150,9 @@ class Results:
     def on_done(self, token):
         if token not in self.tokens:
             raise Tampered("a test that is unknown was completed")
+        # Both questions are at the end of the body, this one last.
+        if self.repeated.get(token, token) not in self.seen | {token}:
+            self.note("tampered", "a test was completed before its body had reached its end")
         self.seen.add(token)
         if token in self.chosen and token not in self.canaries and self.is_single():
             secret = os.urandom(8).hex()
