@@ -12,17 +12,16 @@ mod name;
 mod outcome;
 mod problem;
 mod secret;
+mod test_timeout;
 mod trajectory;
 
 pub use clock::{now, unix_micros};
 pub use duration::{ByteSize, HumanDuration, ParseUnitError};
 pub use id::{AttemptId, EpisodeId, GroupId, IdError, PolicyVersion, RequestId, RunId, TokenId};
 pub use model::ModelShape;
-pub use name::{
-    GradingRun, ImageName, ModelName, NameError, RelativePath, TaskId, TestTimeout, TimeoutError,
-    is_unprintable,
-};
+pub use name::{GradingRun, ImageName, ModelName, NameError, RelativePath, TaskId, is_unprintable};
 pub use outcome::{AbortCause, Limit, Outcome, Retry, Stage};
 pub use problem::{ConfigProblem, Found};
 pub use secret::{has_credentials, without_credentials};
+pub use test_timeout::{TestTimeout, TimeoutError};
 pub use trajectory::{LengthMismatch, Trajectory, TurnSpan};

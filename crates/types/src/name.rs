@@ -1,22 +1,21 @@
-//! Names, paths and limits that come from files other people wrote: task rows and predictions.
+//! Names and paths that come from files other people wrote: task rows and predictions.
 //!
-//! The invariant: a value of these types is safe to join to a path, to send to a Docker daemon and
-//! to add to a time, whatever the file contained. Each type is checked where the file is read, so
+//! The invariant: a value of these types is safe to join to a path and to send to a Docker daemon,
+//! whatever the file contained. Each type is checked where the file is read, so
 //! that no later code has to.
 
+mod image;
+
 use crate::PolicyVersion;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::borrow::{Borrow, Cow};
 use std::fmt;
 use std::ops::Deref;
 use std::str::FromStr;
-use std::time::Duration;
 
 /// Maximum length of an id or of a model's name, in bytes. A file system allows 255 for a name, and
 /// reports add a suffix.
 const NAME_BYTES: usize = 200;
-/// Maximum length of an image name, in bytes: a name of 255, a tag of 128, and a digest.
-const IMAGE_BYTES: usize = 512;
 /// Maximum lengths of a path and of one of its parts, in bytes (those of Linux).
 const PATH_BYTES: usize = 4095;
 const PART_BYTES: usize = 255;
@@ -157,7 +156,7 @@ checked_text! {
 checked_text! {
     /// Name of a container image by the grammar of image references:
     /// `[HOST[:PORT]/]PATH[:TAG][@DIGEST]`, at most 512 bytes.
-    ImageName, "image name", check_image
+    ImageName, "image name", image::check
 }
 
 checked_text! {
@@ -281,80 +280,6 @@ fn check_path(text: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// The grammar of <https://github.com/distribution/reference>.
-fn check_image(text: &str) -> Result<(), String> {
-    check_length(text, IMAGE_BYTES)?;
-    let (rest, digest) = match text.split_once('@') {
-        Some((rest, digest)) => (rest, Some(digest)),
-        None => (text, None),
-    };
-    if digest.is_some_and(|digest| !is_digest(digest)) {
-        return Err("after `@` it must have a digest like sha256:<hexadecimal digits>".to_owned());
-    }
-    // A colon before the last slash belongs to the port of the registry.
-    let tag_at = rest.rfind(':').filter(|at| !rest.get(*at..).is_some_and(|t| t.contains('/')));
-    let (name, tag) = match tag_at.and_then(|at| rest.split_at_checked(at)) {
-        Some((name, tag)) => (name, tag.strip_prefix(':')),
-        None => (rest, None),
-    };
-    if tag.is_some_and(|tag| !is_tag(tag)) {
-        return Err("its tag must have 1 to 128 letters, digits and `_ - .`".to_owned());
-    }
-    let mut parts: Vec<&str> = name.split('/').collect();
-    let is_host = |part: &str| part.contains(['.', ':']) || part == "localhost";
-    if let [host, _, ..] = parts.as_slice()
-        && is_host(host)
-    {
-        if !is_registry(host) {
-            return Err("its registry must be HOST or HOST:PORT".to_owned());
-        }
-        parts.remove(0);
-    }
-    if parts.iter().all(|part| is_image_part(part)) {
-        return Ok(());
-    }
-    Err("its name must have lower-case letters and digits, separated by single `.`, `_` or `-`"
-        .to_owned())
-}
-
-fn is_digest(text: &str) -> bool {
-    text.split_once(':').is_some_and(|(algorithm, hex)| {
-        let is_word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '.' | '_' | '-');
-        algorithm.starts_with(|c: char| c.is_ascii_alphabetic())
-            && algorithm.chars().all(is_word)
-            && hex.len() >= 32
-            && hex.chars().all(|c| c.is_ascii_hexdigit())
-    })
-}
-
-fn is_tag(text: &str) -> bool {
-    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
-    (1..=128).contains(&text.len())
-        && text.starts_with(is_word)
-        && text.chars().all(|c| is_word(c) || matches!(c, '.' | '-'))
-}
-
-fn is_registry(text: &str) -> bool {
-    let (host, port) = text.split_once(':').unwrap_or((text, "443"));
-    let is_label = |label: &str| {
-        !label.is_empty()
-            && !label.starts_with('-')
-            && !label.ends_with('-')
-            && label.chars().all(|c| c.is_ascii_alphanumeric() || c == '-')
-    };
-    host.split('.').all(is_label) && port.parse::<u16>().is_ok()
-}
-
-/// Whether `part` is words of lower-case letters and digits, with `.`, `_`, `__` or dashes between
-/// two of them.
-fn is_image_part(part: &str) -> bool {
-    let is_word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
-    let separators = part.split(is_word).filter(|between| !between.is_empty());
-    let is_separator =
-        |text: &str| matches!(text, "." | "_" | "__") || text.chars().all(|c| c == '-');
-    part.starts_with(is_word) && part.ends_with(is_word) && separators.into_iter().all(is_separator)
-}
-
 /// Whether a character is invisible or changes how the text around it is shown: a control character,
 /// a line or paragraph separator, one that changes the direction of text, or one without width.
 /// Shown text has these escaped, and names do not contain them.
@@ -379,58 +304,6 @@ pub fn is_unprintable(c: char) -> bool {
                 | '\u{1d173}'..='\u{1d17a}'
                 | '\u{e0000}'..='\u{e0fff}'
         )
-}
-
-/// Time limit of a test run, between 1 second and 24 hours. Written as a whole number of seconds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct TestTimeout(Duration);
-
-/// A time limit that no test run may have.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{seconds} is not a valid time limit: it must be 1 to 86400 seconds")]
-pub struct TimeoutError {
-    seconds: u64,
-}
-
-impl TestTimeout {
-    /// The shortest limit.
-    pub const SHORTEST: Duration = Duration::from_secs(1);
-    /// The longest limit.
-    pub const LONGEST: Duration = Duration::from_hours(24);
-
-    /// A limit of `seconds`.
-    ///
-    /// # Errors
-    /// If it is not between 1 second and 24 hours.
-    pub fn from_secs(seconds: u64) -> Result<Self, TimeoutError> {
-        let time = Duration::from_secs(seconds);
-        let is_valid = (Self::SHORTEST..=Self::LONGEST).contains(&time);
-        if is_valid { Ok(Self(time)) } else { Err(TimeoutError { seconds }) }
-    }
-
-    /// The valid limit that is nearest to `time`, in whole seconds.
-    #[must_use]
-    pub fn nearest(time: Duration) -> Self {
-        let time = time.clamp(Self::SHORTEST, Self::LONGEST);
-        Self(Duration::from_secs(time.as_secs()))
-    }
-
-    /// The limit.
-    pub fn get(self) -> Duration {
-        self.0
-    }
-}
-
-impl Serialize for TestTimeout {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_u64(self.0.as_secs())
-    }
-}
-
-impl<'de> Deserialize<'de> for TestTimeout {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        Self::from_secs(u64::deserialize(from)?).map_err(serde::de::Error::custom)
-    }
 }
 
 #[cfg(test)]
@@ -559,15 +432,5 @@ mod tests {
             assert!(RelativePath::new(path).is_err(), "{path:?}");
         }
         assert!(RelativePath::new(long).is_err() && RelativePath::new(part).is_err());
-    }
-
-    #[test]
-    fn time_limits_are_bounded() {
-        for seconds in [0, 86_401, i64::MAX.unsigned_abs(), u64::MAX] {
-            assert_eq!(TestTimeout::from_secs(seconds), Err(TimeoutError { seconds }));
-        }
-        assert_eq!(TestTimeout::from_secs(86_400).unwrap().get(), TestTimeout::LONGEST);
-        assert_eq!(TestTimeout::nearest(Duration::MAX).get(), TestTimeout::LONGEST);
-        assert_eq!(TestTimeout::nearest(Duration::ZERO).get(), TestTimeout::SHORTEST);
     }
 }
