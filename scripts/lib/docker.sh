@@ -85,6 +85,25 @@ ensure_docker() {
   return 1
 }
 
+# Prints what may explain why sandboxes failed: the daemon's containers, the end of its log, space, and which of
+# its goroutines have been blocked for minutes.
+docker_state() {
+  local log=/var/log/orchestrate-dockerd.log pid stacks
+  _say "state after the failure:"
+  { df -h / /var/lib/docker 2>/dev/null; free -m; } >&2 || true
+  timeout 20 docker ps -a --format '{{.Names}} {{.Image}} {{.Status}}' 2>&1 | tail -n 30 >&2
+  pid=$(cat "$log.pid" 2>/dev/null || true)
+  [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null || return 0
+  kill -USR1 "$pid" 2>/dev/null && sleep 2
+  stacks=$(sed -n 's/.*goroutine stacks written to \([^ "]*\).*/\1/p' "$log" | tail -n 1)
+  if [ -r "$stacks" ]; then
+    # A paragraph per goroutine: those that have worked on a container for minutes.
+    awk -v RS= '/^goroutine [0-9]+ \[[^]]* minutes/ && /daemon\.\(\*Daemon\)\.(container|Container|create|start|Create|Kill|Cleanup)|libcontainerd.*(Create|Start|Delete)/ { print $0 "\n" }' "$stacks" |
+      head -c 6000 >&2
+  fi
+  tail -n 20 "$log" | cut -c1-300 >&2
+}
+
 # Prints the tag of an environment's image: 12 digits of a hash of its recipe and the machine's architecture.
 _recipe_tag() {
   local recipe=$1 file

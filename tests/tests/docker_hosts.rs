@@ -144,9 +144,10 @@ fn docker_run_on_two_hosts_survives_the_loss_of_one() {
     let written = std::fs::File::create(&log).unwrap();
     let mut child = command.stdout(Stdio::piped()).stderr(written).spawn().unwrap();
     let told = || std::fs::read_to_string(&log).unwrap();
-    let all = ["ps", "-aq", "--filter", "label=orchestrate.epoch"];
+    // Only running ones: a container that was created but not started is not a sandbox yet.
+    let running = ["ps", "-q", "--filter", "label=orchestrate.epoch"];
     let far_host = daemon.host();
-    let held = || printed(&docker(Some(&far_host), &all).unwrap()).lines().count();
+    let held = || printed(&docker(Some(&far_host), &running).unwrap()).lines().count();
     let began = Instant::now();
     // The daemon is killed in the middle of the run: after the first step, while it has open
     // sandboxes.
