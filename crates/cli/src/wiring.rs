@@ -364,7 +364,7 @@ pub(crate) async fn parts(
         engine: engine.clone(),
         sandboxes: sandboxes.clone(),
         chat: Arc::new(chat),
-        plan: settings.rollout.clone(),
+        plan: Arc::new(settings.rollout.clone()),
         container_limits: limits(settings),
         rules: settings.reward.rules(),
         logs: Some(GradeLogs { root: folder.to_owned(), model: model_name(settings) }),

@@ -53,8 +53,7 @@ async fn run_folder(folder: &Utf8Path) {
     let record = EpisodeRecord {
         attempt,
         outcome: Outcome::Scored { reward: 1.0 },
-        trajectory: None,
-        routing: None,
+        branches: Vec::new(),
         detail,
         summary: serde_json::Value::Null,
     };

@@ -6,9 +6,9 @@ use jiff::Timestamp;
 use orchestrate_handoff::protocol::{StepMetrics, StepResult};
 use orchestrate_handoff::{BatchSample, Overlong};
 use orchestrate_metrics::SCHEMA_VERSION;
-use orchestrate_rollout::{EpisodeReport, Timings, TurnLog};
+use orchestrate_rollout::{EpisodeBranch, EpisodeReport, Timings, TurnLog};
 use orchestrate_routing::{RoutingMask, RowVersion};
-use orchestrate_store::{AttemptRow, EpisodeRecord, RowSpan, StepRow, StoredRouting};
+use orchestrate_store::{AttemptRow, EpisodeRecord, RowSpan, StepRow, StoredBranch, StoredRouting};
 use orchestrate_tasks::{Finding, Verdict};
 use orchestrate_types::{GroupId, ModelShape, Outcome, PolicyVersion, Trajectory, now};
 use serde::{Deserialize, Serialize};
@@ -75,8 +75,11 @@ pub struct EpisodeDetail {
 /// The numbers that metrics are computed from: the `summary` of an attempt's row.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct EpisodeSummary {
-    /// Tokens of the trajectory.
+    /// Tokens of all branches.
     pub tokens: u64,
+    /// Tokens of each branch, in order; not stored for a single one, whose number is `tokens`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub branch_tokens: Vec<u64>,
     /// Tokens that the policy wrote.
     pub response_tokens: u64,
     /// Turns.
@@ -110,6 +113,19 @@ pub struct EpisodeSummary {
     pub suspicious: Vec<Finding>,
 }
 
+fn to_stored_branch(branch: EpisodeBranch) -> StoredBranch {
+    let routing = branch.routing.map(|mask| StoredRouting {
+        row_bytes: mask.row_bytes(),
+        data: mask.to_vec(),
+        versions: mask
+            .versions()
+            .iter()
+            .map(|v| RowSpan { start: v.start, end: v.end, version: v.version })
+            .collect(),
+    });
+    StoredBranch { trajectory: branch.trajectory, routing }
+}
+
 fn oldest_version(trajectory: &Trajectory) -> Option<PolicyVersion> {
     let oldest = trajectory.policy_versions().iter().min()?;
     u64::try_from(*oldest).ok().map(PolicyVersion)
@@ -122,22 +138,30 @@ pub(crate) fn to_record(
     want_routing: bool,
 ) -> Result<EpisodeRecord, RunError> {
     // Rows shared with other episodes count for the episode that held them first.
-    let bytes = report.routing.as_ref().map_or(0, |mask| {
-        let shared = usize::try_from(report.routing_rows_shared).unwrap_or(usize::MAX);
-        mask.rows().saturating_sub(shared) * mask.row_bytes()
-    });
-    let trajectory = report.trajectory;
+    let masks = || report.branches.iter().filter_map(|branch| branch.routing.as_ref());
+    let rows: usize = masks().map(RoutingMask::rows).sum();
+    let row_bytes = masks().map(RoutingMask::row_bytes).next().unwrap_or(0);
+    let shared = usize::try_from(report.routing_rows_shared).unwrap_or(usize::MAX);
+    let bytes = rows.saturating_sub(shared) * row_bytes;
+    let trajectories = || report.branches.iter().map(|branch| &branch.trajectory);
+    let mut branch_tokens: Vec<u64> = trajectories().map(|t| t.len() as u64).collect();
+    let tokens = branch_tokens.iter().sum();
+    if branch_tokens.len() == 1 {
+        branch_tokens.clear();
+    }
     let summary = EpisodeSummary {
-        tokens: trajectory.as_ref().map_or(0, |t| t.len() as u64),
-        response_tokens: trajectory.as_ref().map_or(0, |t| t.response_tokens() as u64),
+        tokens,
+        branch_tokens,
+        response_tokens: trajectories().map(|t| t.response_tokens() as u64).sum(),
         turns: report.turns.len() as u64,
         routing_bytes: bytes as u64,
-        routing_missing: want_routing && report.routing.is_none(),
+        routing_missing: want_routing
+            && (report.branches.is_empty() || masks().count() < report.branches.len()),
         routing_drift: report.routing_drift,
         routing_wire_bytes: report.routing_wire_bytes,
         routing_rows_reused: report.routing_rows_reused,
         routing_rows_mixed: report.routing_rows_mixed,
-        oldest_version: trajectory.as_ref().and_then(oldest_version),
+        oldest_version: trajectories().filter_map(oldest_version).min(),
         prompt_tokens: report.prompt_tokens,
         cached_tokens: report.cached_tokens,
         cacheable_tokens: report.cacheable_tokens,
@@ -155,16 +179,7 @@ pub(crate) fn to_record(
     Ok(EpisodeRecord {
         attempt: report.attempt,
         outcome: report.outcome,
-        trajectory,
-        routing: report.routing.map(|mask| StoredRouting {
-            row_bytes: mask.row_bytes(),
-            data: mask.to_vec(),
-            versions: mask
-                .versions()
-                .iter()
-                .map(|v| RowSpan { start: v.start, end: v.end, version: v.version })
-                .collect(),
-        }),
+        branches: report.branches.into_iter().map(to_stored_branch).collect(),
         detail: serde_json::to_value(detail).map_err(json)?,
         summary: serde_json::to_value(summary).map_err(json)?,
     })
@@ -178,8 +193,7 @@ pub(crate) fn broken_report(
     EpisodeReport {
         attempt,
         outcome,
-        trajectory: None,
-        routing: None,
+        branches: Vec::new(),
         routing_problem: None,
         turns: Vec::new(),
         patch: String::new(),
@@ -196,55 +210,64 @@ pub(crate) fn broken_report(
     }
 }
 
+impl EpisodeSummary {
+    /// Number of tokens of each branch.
+    pub(crate) fn tokens_by_branch(&self) -> Vec<u64> {
+        if self.branch_tokens.is_empty() { vec![self.tokens] } else { self.branch_tokens.clone() }
+    }
+}
+
 /// The numbers of a stored attempt, from its row.
 pub(crate) fn summary_of(row: &AttemptRow) -> Result<EpisodeSummary, RunError> {
     serde_json::from_value(row.summary.clone())
         .map_err(|e| RunError::stored(format!("summary of attempt {}", row.id), e))
 }
 
-/// A stored episode as a training sample; `overlong` lowers the reward of long ones. Every routing row is
-/// checked again against the model's shape.
-pub(crate) fn to_sample(
+/// The branches of a stored episode as training samples, all with the episode's advantage; `overlong`
+/// lowers the reward of long episodes. Every routing row is checked again against the model's shape.
+pub(crate) fn to_samples(
     record: EpisodeRecord,
     advantage: f64,
     overlong: Option<Overlong>,
     shape: &Arc<ModelShape>,
-) -> Result<BatchSample, RunError> {
+) -> Result<Vec<BatchSample>, RunError> {
     let episode_id = record.attempt.episode;
     let what = || format!("episode {episode_id}");
-    let trajectory = record.trajectory.ok_or_else(|| RunError::stored(what(), "no trajectory"))?;
     let reward = record
         .outcome
         .trusted_reward()
         .ok_or_else(|| RunError::stored(what(), "no trusted reward"))?;
-    let response_tokens = trajectory.response_tokens() as u64;
-    let reward = reward + overlong.map_or(0.0, |o| o.penalty(response_tokens));
-    let routing = match record.routing {
-        None => None,
-        Some(rows) => {
-            let versions = rows
-                .versions
-                .iter()
-                .map(|v| RowVersion { start: v.start, end: v.end, version: v.version })
-                .collect();
-            let mask = RoutingMask::new(shape.clone(), &rows.data, versions);
-            Some(mask.map_err(|e| RunError::stored(what(), e))?)
-        }
-    };
+    let response_tokens: usize =
+        record.branches.iter().map(|branch| branch.trajectory.response_tokens()).sum();
+    let reward = reward + overlong.map_or(0.0, |o| o.penalty(response_tokens as u64));
     let group = match episode_id.group {
         GroupId::Train { seq } => i64::from(seq),
         GroupId::Eval { .. } => {
             return Err(RunError::stored(what(), "evaluation episodes are not trained on"));
         }
     };
-    Ok(BatchSample {
-        episode_id,
-        group,
-        trajectory,
-        routing,
-        advantage: to_f32(advantage),
-        reward: to_f32(reward),
-    })
+    if record.branches.is_empty() {
+        return Err(RunError::stored(what(), "no trajectory"));
+    }
+    let sample = |branch: StoredBranch| {
+        let routing = branch.routing.map(|rows| {
+            let versions = rows
+                .versions
+                .iter()
+                .map(|v| RowVersion { start: v.start, end: v.end, version: v.version })
+                .collect();
+            RoutingMask::new(shape.clone(), &rows.data, versions)
+        });
+        Ok(BatchSample {
+            episode_id,
+            group,
+            trajectory: branch.trajectory,
+            routing: routing.transpose().map_err(|e| RunError::stored(what(), e))?,
+            advantage: to_f32(advantage),
+            reward: to_f32(reward),
+        })
+    };
+    record.branches.into_iter().map(sample).collect()
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "the hand-off format stores f32")]

@@ -6,7 +6,7 @@ use crate::events::Event;
 use crate::files::batch_folder;
 use crate::groups::SealedGroup;
 use crate::metrics::{StepTimes, step_line};
-use crate::record::{result_of, stored_line, to_sample, to_stored_result};
+use crate::record::{result_of, stored_line, to_samples, to_stored_result};
 use crate::run_loop::Driver;
 use orchestrate_handoff::batch::{BatchMeta, MANIFEST_FILE, Planned, stream_batch};
 use orchestrate_handoff::protocol::{StepRequest, StepState, TrainerInfo};
@@ -96,9 +96,11 @@ impl Driver {
         for group in groups.iter().filter(|g| g.state == GroupState::Kept) {
             let sealed = SealedGroup::load(reader, group.id, group.size).await?;
             for (member, advantage) in sealed.trained(self.plan()) {
-                let tokens = usize::try_from(member.summary.tokens)
-                    .map_err(|e| RunError::stored(format!("attempt {}", member.row.id), e))?;
-                planned.push(Planned { episode_id: member.row.id.episode, tokens });
+                for tokens in member.summary.tokens_by_branch() {
+                    let tokens = usize::try_from(tokens)
+                        .map_err(|e| RunError::stored(format!("attempt {}", member.row.id), e))?;
+                    planned.push(Planned { episode_id: member.row.id.episode, tokens });
+                }
                 attempts.push((member.row.clone(), advantage));
             }
         }
@@ -144,9 +146,11 @@ impl Driver {
         let loading = async move {
             for (attempt, advantage) in &attempts {
                 let record = reader.load_record(attempt).await?;
-                if loaded.send(to_sample(record, *advantage, overlong, &shape)?).await.is_err() {
-                    // The writer failed and returns the reason itself.
-                    break;
+                for sample in to_samples(record, *advantage, overlong, &shape)? {
+                    if loaded.send(sample).await.is_err() {
+                        // The writer failed and returns the reason itself.
+                        return Ok(());
+                    }
                 }
             }
             Ok::<_, RunError>(())

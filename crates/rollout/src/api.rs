@@ -93,6 +93,30 @@ pub(crate) struct RowCounts {
     pub(crate) mixed: u64,
 }
 
+impl std::ops::AddAssign for RowCounts {
+    fn add_assign(&mut self, other: Self) {
+        let Self { drift, wire_bytes, reused, shared, mixed } = other;
+        self.drift += drift;
+        self.wire_bytes += wire_bytes;
+        self.reused += reused;
+        self.shared += shared;
+        self.mixed += mixed;
+    }
+}
+
+/// One branch of an attempt's conversation: a whole sequence from the first token of its prompt on.
+///
+/// Branches may begin with the same tokens. A sampled token has loss mask 1 in exactly one of them.
+#[derive(Debug, Clone)]
+pub struct EpisodeBranch {
+    /// The tokens.
+    pub trajectory: Trajectory,
+    /// The routing mask; `None` if it was not requested or is incomplete. In the latter case
+    /// `routing_problem` of the report has the reason, and the branch must not be trained on with
+    /// replay.
+    pub routing: Option<RoutingMask>,
+}
+
 /// The result of an attempt.
 #[derive(Debug, Clone)]
 pub struct EpisodeReport {
@@ -100,12 +124,10 @@ pub struct EpisodeReport {
     pub attempt: AttemptId,
     /// How the attempt ended.
     pub outcome: Outcome,
-    /// The tokens; `None` if there was no reply.
-    pub trajectory: Option<Trajectory>,
-    /// The routing mask; `None` if it was not requested or is incomplete. In the latter case
-    /// `routing_problem` has the reason, and the trajectory must not be trained on with replay.
-    pub routing: Option<RoutingMask>,
-    /// Why the routing mask is missing.
+    /// The branches of the conversation, in the order of their first reply; empty if there was no reply.
+    /// An agent that only appends to its conversation has one.
+    pub branches: Vec<EpisodeBranch>,
+    /// Why a routing mask is missing.
     pub routing_problem: Option<String>,
     /// The turns in readable form.
     pub turns: Vec<TurnLog>,
@@ -134,6 +156,18 @@ pub struct EpisodeReport {
     pub cacheable_tokens: u64,
     /// How long each part took.
     pub timings: Timings,
+}
+
+impl EpisodeReport {
+    /// Tokens of the first branch, the only one of a built-in scaffold; `None` if there was no reply.
+    pub fn trajectory(&self) -> Option<&Trajectory> {
+        self.branches.first().map(|branch| &branch.trajectory)
+    }
+
+    /// Routing mask of the first branch.
+    pub fn routing(&self) -> Option<&RoutingMask> {
+        self.branches.first()?.routing.as_ref()
+    }
 }
 
 /// Runs attempts. [`crate::EpisodeRunner`] does; tests of the coordinator use a scripted one.

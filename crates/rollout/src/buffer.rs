@@ -54,12 +54,12 @@ pub struct Fork {
 #[derive(Debug, Clone)]
 struct SampledReply {
     range: Range<usize>,
-    logprobs: Box<[f32]>,
+    logprobs: Arc<[f32]>,
     /// Version of the environment's tokens before this reply, and of sampled ones that no span
     /// covers.
     version: PolicyVersion,
     /// Positions are relative to the start of `range`.
-    spans: Box<[VersionSpan]>,
+    spans: Arc<[VersionSpan]>,
 }
 
 impl TokenBuffer {
@@ -170,6 +170,47 @@ impl TokenBuffer {
         self.excluded.push(range);
     }
 
+    /// A second buffer with the first `tokens` committed tokens. They carry no loss there: it stays with
+    /// this buffer, so that no token is trained on twice.
+    ///
+    /// `tokens` must be the end of a reply, or 0.
+    #[must_use]
+    pub(crate) fn branch(&self, tokens: usize) -> Self {
+        let ids = self.ids().get(..tokens).unwrap_or_default();
+        let mut branch = Self { ids: Arc::new(ids.to_vec()), committed: ids.len(), ..Self::default() };
+        let inherited = self.replies.iter().filter(|reply| reply.range.end <= tokens);
+        branch.replies = inherited.cloned().collect();
+        branch.turns = self.turns.iter().filter(|turn| turn.output_end <= tokens).cloned().collect();
+        branch.excluded = branch.replies.iter().map(|reply| reply.range.clone()).collect();
+        branch
+    }
+
+    /// Takes over the loss of all tokens of `parent`, from which this buffer branched at its end.
+    pub(crate) fn take_over(&mut self, parent: &Self) {
+        let end = parent.committed;
+        self.excluded.retain(|range| range.start >= end);
+        self.excluded.extend(parent.excluded.iter().cloned());
+    }
+
+    /// Whether a reply was sampled in this buffer and not only in the one that it branched from.
+    pub(crate) fn has_own_reply(&self) -> bool {
+        self.replies.iter().any(|reply| !self.excluded.contains(&reply.range))
+    }
+
+    /// Log-probabilities of the last turn's tokens.
+    pub(crate) fn last_logprobs(&self) -> Vec<f32> {
+        let start = self.turns.last().map_or(0, |turn| turn.prompt_end);
+        let replies = self.replies.iter().filter(|reply| reply.range.start >= start);
+        replies.flat_map(|reply| reply.logprobs.iter().copied()).collect()
+    }
+
+    /// Number of sampled tokens that carry loss.
+    #[cfg(test)]
+    pub(crate) fn trained(&self) -> usize {
+        let excluded = |at: &usize| self.excluded.iter().any(|range| range.contains(at));
+        self.replies.iter().flat_map(|reply| reply.range.clone()).filter(|at| !excluded(at)).count()
+    }
+
     /// Sampled tokens of the last turn.
     pub fn last_turn(&self) -> &[TokenId] {
         let range = self.turns.last().map_or(0..0, |turn| turn.prompt_end..turn.output_end);
@@ -197,7 +238,7 @@ impl TokenBuffer {
             logprobs.resize(start.max(logprobs.len()), 0.0);
             logprobs.extend_from_slice(&reply.logprobs);
             versions.resize(end, version_number(reply.version));
-            for span in &reply.spans {
+            for span in reply.spans.iter() {
                 let range = start + span.start..start + span.end;
                 if let Some(versions) = versions.get_mut(range) {
                     versions.fill(version_number(span.version));

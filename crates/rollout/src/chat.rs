@@ -234,8 +234,17 @@ impl ChatModel {
     /// # Errors
     /// If the template or the tokenizer fails.
     pub fn prompt(&self, messages: &[Message]) -> Result<Arc<[TokenId]>, ChatError> {
+        self.prompt_with(messages, &self.tools)
+    }
+
+    /// Like [`Self::prompt`], with these tools instead of the model's.
+    pub(crate) fn prompt_with(
+        &self,
+        messages: &[Message],
+        tools: &minijinja::Value,
+    ) -> Result<Arc<[TokenId]>, ChatError> {
         let run = || {
-            let text = self.render(messages)?;
+            let text = self.render_with(messages, tools)?;
             let prompts = || self.prompts.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(known) = prompts().get(&text) {
                 return Ok(Arc::clone(known));
@@ -260,8 +269,18 @@ impl ChatModel {
         new_messages: &[Message],
         last_sampled: Option<TokenId>,
     ) -> Result<Vec<TokenId>, ChatError> {
+        self.delta_with(new_messages, last_sampled, &self.tools)
+    }
+
+    /// Like [`Self::delta`], with these tools instead of the model's.
+    pub(crate) fn delta_with(
+        &self,
+        new_messages: &[Message],
+        last_sampled: Option<TokenId>,
+        tools: &minijinja::Value,
+    ) -> Result<Vec<TokenId>, ChatError> {
         let run = || {
-            let text = self.text_after_turn(new_messages)?;
+            let text = self.text_after_turn_with(new_messages, tools)?;
             let is_closed = last_sampled == Some(self.end_of_turn);
             let rest = if is_closed { text.strip_prefix(&self.end_of_turn_text) } else { None };
             self.encode_inner(rest.unwrap_or(&text))
@@ -301,9 +320,17 @@ impl ChatModel {
         &self,
         new_messages: &[Message],
     ) -> Result<String, ChatErrorKind> {
+        self.text_after_turn_with(new_messages, &self.tools)
+    }
+
+    fn text_after_turn_with(
+        &self,
+        new_messages: &[Message],
+        tools: &minijinja::Value,
+    ) -> Result<String, ChatErrorKind> {
         let mut messages = vec![message("user", "x"), message("assistant", PLACEHOLDER)];
         messages.extend_from_slice(new_messages);
-        let text = self.render(&messages)?;
+        let text = self.render_with(&messages, tools)?;
         match text.split_once(PLACEHOLDER) {
             Some((_, after)) => Ok(after.to_owned()),
             None => Err(ChatErrorKind::NotAppendOnly("an assistant turn is not shown".to_owned())),
@@ -329,9 +356,17 @@ impl ChatModel {
     }
 
     pub(crate) fn render(&self, messages: &[Message]) -> Result<String, ChatErrorKind> {
+        self.render_with(messages, &self.tools)
+    }
+
+    fn render_with(
+        &self,
+        messages: &[Message],
+        tools: &minijinja::Value,
+    ) -> Result<String, ChatErrorKind> {
         let safe: Vec<_> = messages.iter().map(|m| self.without_control_texts(m)).collect();
         let safe = safe.iter().map(AsRef::as_ref);
-        Ok(self.template.render_with_tools(safe, self.tools.clone(), true)?)
+        Ok(self.template.render_with_tools(safe, tools.clone(), true)?)
     }
 
     /// Breaks control tokens in messages of the environment with a space after their first character.
@@ -340,15 +375,23 @@ impl ChatModel {
         if message.role == "assistant" || !self.any_control_text.is_match(&message.content) {
             return Cow::Borrowed(message);
         }
-        let mut message = message.clone();
-        for text in &self.control_texts {
-            if message.content.contains(text.as_str()) {
-                let mut broken = text.clone();
-                broken.insert(text.chars().next().map_or(0, char::len_utf8), ' ');
-                message.content = message.content.replace(text.as_str(), &broken);
+        Cow::Owned(Message { content: self.break_control_texts(&message.content), ..message.clone() })
+    }
+
+    /// The text with a space after the first character of each control token.
+    pub(crate) fn break_control_texts(&self, text: &str) -> String {
+        let mut out = text.to_owned();
+        if !self.any_control_text.is_match(text) {
+            return out;
+        }
+        for control in &self.control_texts {
+            if out.contains(control.as_str()) {
+                let mut broken = control.clone();
+                broken.insert(control.chars().next().map_or(0, char::len_utf8), ' ');
+                out = out.replace(control.as_str(), &broken);
             }
         }
-        Cow::Owned(message)
+        out
     }
 
     /// The messages as [`ChatModel::prompt`] shows them: without control tokens of this model, except

@@ -22,7 +22,7 @@ const MAX_TOKEN_CHARS: usize = 64;
 const NOT_PERFORMED: &str = "not performed";
 
 /// A conversation that grows by turns and observations.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Dialogue {
     messages: Arc<Vec<ChatMessage>>,
     tools: Arc<Vec<serde_json::Value>>,

@@ -15,10 +15,12 @@ mod chat;
 mod codec;
 mod collection;
 mod config;
+mod conversation;
 mod dialogue;
 mod editor;
 mod expert;
 mod grading;
+mod line;
 mod machine;
 mod offload;
 mod prefill;
@@ -35,10 +37,11 @@ mod tree;
 mod vocabulary;
 
 pub use api::{
-    Action, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog, opening_messages,
+    Action, EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog, opening_messages,
 };
 pub use buffer::{Fork, TokenBuffer};
 pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatOptions};
+pub use conversation::{Ask, AskError, ForkCause, Said, SampledReply};
 pub use config::{RolloutSection, RolloutSettings};
 pub use expert::{ExpertEpisode, ExpertTurn, SupervisedExample};
 pub use grading::{

@@ -35,7 +35,7 @@ use orchestrate_engine::Finish;
 use orchestrate_types::{AbortCause, Limit, Outcome, Stage};
 
 /// How often one turn may be aborted and resumed. Each weight update during the turn takes one.
-const MAX_ABORTS_PER_TURN: u32 = 16;
+pub(crate) const MAX_ABORTS_PER_TURN: u32 = 16;
 
 /// Limits of one episode, in turns and tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -43,8 +43,8 @@ pub(crate) enum RowsRefused {
     StaleSeed,
 }
 
-/// The routing rows that an attempt has collected so far.
-#[derive(Debug)]
+/// The routing rows that a line has collected so far.
+#[derive(Debug, Clone)]
 pub(crate) struct EpisodeRows {
     shape: Arc<ModelShape>,
     model: String,
@@ -91,6 +91,24 @@ impl EpisodeRows {
         self.unforked = Some(std::mem::replace(&mut self.builder, forked));
         self.seeded = 0;
         self.chain = None;
+    }
+
+    /// The rows of another sequence that starts with the first `tokens` tokens of this one. Their memory
+    /// is shared.
+    pub(crate) fn branch(&self, tokens: usize) -> Self {
+        let builder = self.builder.fork(tokens);
+        let counts = RowCounts { shared: builder.rows() as u64, ..RowCounts::default() };
+        Self {
+            shape: Arc::clone(&self.shape),
+            model: self.model.clone(),
+            sharing: self.sharing.clone(),
+            builder,
+            unforked: None,
+            chain: None,
+            worker: String::new(),
+            seeded: 0,
+            counts,
+        }
     }
 
     fn start_chain(&mut self, version: PolicyVersion, worker: Option<String>) {

@@ -12,6 +12,7 @@ use crate::attempt::Attempt;
 use crate::chat::ChatModel;
 use crate::collection::{self, CollectedChange, CollectionBaseline};
 use crate::config::RolloutSettings;
+use crate::line::Calls;
 use crate::dialogue::Dialogue;
 use crate::grading::{
     self, GradeError, GradeLogs, GradedChange, GradedInput, GradingRules, write_log_folder,
@@ -51,7 +52,7 @@ pub struct EpisodeRunner {
     /// Tokenizer and chat template of the served model.
     pub chat: Arc<ChatModel>,
     /// The checked `[rollout]` section.
-    pub plan: RolloutSettings,
+    pub plan: Arc<RolloutSettings>,
     /// Resource limits of every container.
     pub container_limits: SandboxLimits,
     /// The rules that turn a test log into a verdict.
@@ -80,10 +81,24 @@ impl Episodes for EpisodeRunner {
 }
 
 impl EpisodeRunner {
+    /// What the lines of an attempt share.
+    pub(crate) fn calls(&self, request: EpisodeRequest, stop: &CancellationToken) -> Calls {
+        Calls {
+            request,
+            engine: Arc::clone(&self.engine),
+            chat: Arc::clone(&self.chat),
+            plan: Arc::clone(&self.plan),
+            sharing: self.rows.clone(),
+            leaders: self.prefill_leaders.clone(),
+            stop: stop.clone(),
+            deadline: None,
+        }
+    }
+
     async fn run_inner(&self, request: EpisodeRequest, stop: &CancellationToken) -> EpisodeReport {
-        let shape = Arc::new(self.engine.shape().clone());
-        let (mut machine, mut command) = EpisodeMachine::new(self.plan.limits(shape.context));
-        let mut attempt = Attempt::new(self, request, stop, shape);
+        let context = self.engine.shape().context;
+        let (mut machine, mut command) = EpisodeMachine::new(self.plan.limits(context));
+        let mut attempt = Attempt::new(self, request, stop);
         let mut agent = Agent::default();
         let outcome = loop {
             let event = match command {
@@ -115,11 +130,11 @@ impl EpisodeRunner {
         attempt.report(outcome)
     }
 
-    async fn open_agent(&self, attempt: &mut Attempt<'_>, agent: &mut Agent) -> EpisodeEvent {
+    async fn open_agent(&self, attempt: &mut Attempt, agent: &mut Agent) -> EpisodeEvent {
         let started = Instant::now();
-        let task = Arc::clone(&attempt.request.task);
+        let task = Arc::clone(&attempt.calls.request.task);
         let time = self.plan.episode_timeout.0;
-        let spec = self.spec(&attempt.request, Purpose::Agent, time);
+        let spec = self.spec(&attempt.calls.request, Purpose::Agent, time);
         let files: Vec<FileEntry> = task.agent_files.iter().map(file_entry).collect();
         let mut tries = 0;
         let opened = loop {
@@ -136,7 +151,7 @@ impl EpisodeRunner {
         match opened {
             Ok((sandbox, baseline)) => {
                 *agent = Agent { sandbox: Some(sandbox), baseline };
-                attempt.start_clock(time);
+                attempt.calls.start_clock(time);
                 EpisodeEvent::SandboxOpened
             }
             Err(error) => failed(Stage::Setup, error),
@@ -170,15 +185,15 @@ impl EpisodeRunner {
         }
     }
 
-    fn render_prompt(&self, attempt: &mut Attempt<'_>) -> EpisodeEvent {
-        let messages = self.plan.opening(&attempt.request.task);
+    fn render_prompt(&self, attempt: &mut Attempt) -> EpisodeEvent {
+        let messages = self.plan.opening(&attempt.calls.request.task);
         if self.engine.takes_messages() {
             let messages = self.chat.without_control_tokens(&messages);
-            attempt.dialogue = Some(Dialogue::open(&messages, &self.chat.options.tools));
+            attempt.line.dialogue = Some(Dialogue::open(&messages, &self.chat.options.tools));
         }
         match self.chat.prompt(&messages) {
             Ok(ids) => {
-                attempt.buffer.add_pending(&ids);
+                attempt.line.buffer.add_pending(&ids);
                 EpisodeEvent::PromptRendered { tokens: ids.len() }
             }
             Err(error) => failed(Stage::Setup, error),
@@ -187,7 +202,7 @@ impl EpisodeRunner {
 
     /// Collects the agent's change, closes its sandbox and grades the change in a fresh one.
     #[tracing::instrument(name = "grade", parent = &attempt.turn_span, skip_all)]
-    async fn grade(&self, attempt: &mut Attempt<'_>, agent: &mut Agent) -> EpisodeEvent {
+    async fn grade(&self, attempt: &mut Attempt, agent: &mut Agent) -> EpisodeEvent {
         let Some(mut sandbox) = agent.sandbox.take() else {
             return failed(Stage::Collect, "no sandbox is open");
         };
@@ -205,10 +220,10 @@ impl EpisodeRunner {
 
     async fn grade_collected(
         &self,
-        attempt: &mut Attempt<'_>,
+        attempt: &mut Attempt,
         collected: CollectedChange,
     ) -> EpisodeEvent {
-        let task = Arc::clone(&attempt.request.task);
+        let task = Arc::clone(&attempt.calls.request.task);
         // A task that brings all its files needs no sandbox for the comparison.
         if task.origin != Origin::Files || task.agent_files.is_empty() {
             return self.grade_change(attempt, GradedInput::Files(&collected)).await;
@@ -226,12 +241,12 @@ impl EpisodeRunner {
 
     async fn grade_change(
         &self,
-        attempt: &mut Attempt<'_>,
+        attempt: &mut Attempt,
         input: GradedInput<'_>,
     ) -> EpisodeEvent {
-        let task = Arc::clone(&attempt.request.task);
-        let spec = self.spec(&attempt.request, Purpose::Grader, task.test_timeout);
-        let is_evaluation = matches!(attempt.request.attempt.episode.group, GroupId::Eval { .. });
+        let task = Arc::clone(&attempt.calls.request.task);
+        let spec = self.spec(&attempt.calls.request, Purpose::Grader, task.test_timeout);
+        let is_evaluation = matches!(attempt.calls.request.attempt.episode.group, GroupId::Eval { .. });
         let rules = if is_evaluation { self.rules.for_evaluation() } else { self.rules };
         let mut tries = 0;
         let graded = loop {
@@ -251,7 +266,7 @@ impl EpisodeRunner {
         };
         match graded {
             Ok(graded) => {
-                self.write_log(&attempt.request, &graded).await;
+                self.write_log(&attempt.calls.request, &graded).await;
                 let reward = graded.verdict.reward;
                 attempt.patch = graded.patch;
                 attempt.verdict = Some(graded.verdict);

@@ -97,7 +97,7 @@ async fn replayed_micro_experts_reproduce_their_tokens_and_the_gold_change() {
         let report = runner.run(common::request(task.clone()), &CancellationToken::new()).await;
         // The fake cannot run the hidden tests; everything else is as in a real episode.
         assert_eq!(report.outcome, Outcome::Scored { reward: 0.0 });
-        assert_eq!(report.trajectory.unwrap().token_ids(), data.token_ids, "{}", task.id);
+        assert_eq!(report.trajectory().unwrap().token_ids(), data.token_ids, "{}", task.id);
         for (turn, expert) in report.turns.iter().zip(&episode.turns) {
             assert_eq!(turn.actions, expert.calls);
             assert_eq!(turn.observation, expert.observations[0]);

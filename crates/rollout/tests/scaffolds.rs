@@ -93,8 +93,8 @@ fn assert_solved(report: &EpisodeReport, observations: &[&str]) {
     assert_eq!(report.turns.len(), observations.len() + 1, "{:?}", report.turns.last());
     assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 }, "{:?}", report.verdict);
     assert_eq!(report.turns.last().unwrap().actions.last().unwrap().name, "submit");
-    let trajectory = report.trajectory.as_ref().unwrap();
-    assert_eq!(report.routing.as_ref().unwrap().rows(), trajectory.len() - 1);
+    let trajectory = report.trajectory().unwrap();
+    assert_eq!(report.routing().unwrap().rows(), trajectory.len() - 1);
 }
 
 #[tokio::test]

@@ -29,7 +29,7 @@ pub use error::StoreError;
 pub use failpoint::Failpoint;
 pub use images::{ImageRecords, ImageRow};
 pub use read::{Reader, RunRow, StoredEpisode};
-pub use record::{EpisodeRecord, RecordError, RowSpan, StoredRouting};
+pub use record::{EpisodeRecord, RecordError, RowSpan, StoredBranch, StoredRouting};
 pub use rows::{
     AttemptRow, AttemptState, BatchRow, BatchState, EpisodeRow, EpisodeState, EvalRow, GroupRow,
     GroupState, StepRow, StepState, VersionRow,

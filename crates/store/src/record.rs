@@ -1,17 +1,18 @@
-//! One attempt's result as bytes: the trajectory, its routing rows, and a human-readable log.
+//! One attempt's result as bytes: the branches of its conversation, their routing rows, and a
+//! human-readable log.
 //!
 //! Layout: magic `ORCHEPSD`, major and minor version (`u16` little-endian each), four zero bytes,
-//! then one zstd frame: length of the JSON part (`u32`), the JSON part, and, if the JSON part
-//! announces them, `token_ids u32[T]`, `loss_mask u8[T]`, `rollout_logprobs f32[T]`,
-//! `policy_versions i64[T]` and the routing bytes, all little-endian. The file is named by the
-//! blake3 digest of all its bytes.
+//! then one zstd frame: length of the JSON part (`u32`), the JSON part, and, for each branch that the
+//! JSON part announces, `token_ids u32[T]`, `loss_mask u8[T]`, `rollout_logprobs f32[T]`,
+//! `policy_versions i64[T]` and the routing bytes if there are any, all little-endian. The file is
+//! named by the blake3 digest of all its bytes. Minor version 1 added branches after the first.
 
 use orchestrate_types::{AttemptId, LengthMismatch, Outcome, PolicyVersion, Trajectory, TurnSpan};
 use serde::{Deserialize, Serialize};
 
 const MAGIC: &[u8; 8] = b"ORCHEPSD";
 const MAJOR: u16 = 1;
-const MINOR: u16 = 0;
+const MINOR: u16 = 1;
 const HEADER_BYTES: usize = 16;
 const ZSTD_LEVEL: i32 = 1;
 
@@ -37,6 +38,15 @@ pub struct StoredRouting {
     pub versions: Vec<RowSpan>,
 }
 
+/// One branch of an attempt's conversation.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StoredBranch {
+    /// Its tokens.
+    pub trajectory: Trajectory,
+    /// Its routing rows; `None` if they were not collected or are incomplete.
+    pub routing: Option<StoredRouting>,
+}
+
 /// Everything that is stored about an attempt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EpisodeRecord {
@@ -44,10 +54,9 @@ pub struct EpisodeRecord {
     pub attempt: AttemptId,
     /// How the attempt ended.
     pub outcome: Outcome,
-    /// Its tokens; `None` if it broke before the first turn.
-    pub trajectory: Option<Trajectory>,
-    /// Its routing rows; `None` if they were not collected or are incomplete.
-    pub routing: Option<StoredRouting>,
+    /// The branches of its conversation; empty if it broke before the first turn. A sampled token has
+    /// loss mask 1 in exactly one of them.
+    pub branches: Vec<StoredBranch>,
     /// Turn log, patch and verdict: JSON that only people and reports read.
     pub detail: serde_json::Value,
     /// JSON object with the numbers that metrics are computed from; stored in the row, not in the
@@ -96,7 +105,17 @@ struct Description {
     tokens: Option<usize>,
     turns: Vec<TurnSpan>,
     routing: Option<RoutingDescription>,
+    /// Branches after the first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    branches: Vec<BranchDescription>,
     detail: serde_json::Value,
+}
+
+#[derive(Serialize, Deserialize)]
+struct BranchDescription {
+    tokens: usize,
+    turns: Vec<TurnSpan>,
+    routing: Option<RoutingDescription>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -109,30 +128,31 @@ struct RoutingDescription {
 impl EpisodeRecord {
     /// Encodes the record as a file. CPU-bound: about 1 ms per MiB.
     pub(crate) fn encode(&self) -> Result<Vec<u8>, RecordError> {
+        let mut described = self.branches.iter().map(BranchDescription::of);
+        let first = described.next();
+        let (tokens, turns, routing) = match first {
+            Some(BranchDescription { tokens, turns, routing }) => (Some(tokens), turns, routing),
+            None => (None, Vec::new(), None),
+        };
         let description = serde_json::to_vec(&Description {
             attempt: self.attempt,
             outcome: self.outcome.clone(),
-            tokens: self.trajectory.as_ref().map(Trajectory::len),
-            turns: self.trajectory.as_ref().map(|t| t.turns().to_vec()).unwrap_or_default(),
-            routing: self.routing.as_ref().map(|r| RoutingDescription {
-                row_bytes: r.row_bytes,
-                bytes: r.data.len(),
-                versions: r.versions.clone(),
-            }),
+            tokens,
+            turns,
+            routing,
+            branches: described.collect(),
             detail: self.detail.clone(),
         })?;
         let length = u32::try_from(description.len())
             .map_err(|_| RecordError::Malformed("its description is larger than 4 GiB"))?;
         let mut body = length.to_le_bytes().to_vec();
         body.extend_from_slice(&description);
-        if let Some(t) = &self.trajectory {
+        for StoredBranch { trajectory: t, routing } in &self.branches {
             body.extend(t.token_ids().iter().flat_map(|v| v.to_le_bytes()));
             body.extend_from_slice(t.loss_mask());
             body.extend(t.rollout_logprobs().iter().flat_map(|v| v.to_le_bytes()));
             body.extend(t.policy_versions().iter().flat_map(|v| v.to_le_bytes()));
-        }
-        if let Some(r) = &self.routing {
-            body.extend_from_slice(&r.data);
+            body.extend_from_slice(routing.as_ref().map_or(&[], |r| r.data.as_slice()));
         }
         let mut file = Vec::with_capacity(HEADER_BYTES + body.len() / 2);
         file.extend_from_slice(MAGIC);
@@ -165,17 +185,41 @@ impl EpisodeRecord {
         let mut body = Cursor(&body);
         let length = u32::from_le_bytes(body.array()?) as usize;
         let about: Description = serde_json::from_slice(body.take(length)?)?;
-        let trajectory = match about.tokens {
-            None => None,
-            Some(t) => Some(Trajectory::new(
-                body.values(t, u32::from_le_bytes)?,
-                body.take(t)?.to_vec(),
-                body.values(t, f32::from_le_bytes)?,
-                body.values(t, i64::from_le_bytes)?,
-                about.turns,
-            )?),
-        };
-        let routing = match about.routing {
+        let Description { attempt, outcome, tokens, turns, routing, branches, detail } = about;
+        let first = tokens.map(|tokens| BranchDescription { tokens, turns, routing });
+        let described = first.into_iter().chain(branches);
+        let branches = described.map(|branch| branch.read(&mut body)).collect::<Result<_, _>>()?;
+        if !body.0.is_empty() {
+            return Err(RecordError::Malformed("it has bytes after its end"));
+        }
+        Ok(Self { attempt, outcome, branches, detail, summary })
+    }
+}
+
+impl BranchDescription {
+    fn of(branch: &StoredBranch) -> Self {
+        Self {
+            tokens: branch.trajectory.len(),
+            turns: branch.trajectory.turns().to_vec(),
+            routing: branch.routing.as_ref().map(|r| RoutingDescription {
+                row_bytes: r.row_bytes,
+                bytes: r.data.len(),
+                versions: r.versions.clone(),
+            }),
+        }
+    }
+
+    /// Reads the branch's arrays from the front of `body`.
+    fn read(self, body: &mut Cursor<'_>) -> Result<StoredBranch, RecordError> {
+        let Self { tokens, turns, routing } = self;
+        let trajectory = Trajectory::new(
+            body.values(tokens, u32::from_le_bytes)?,
+            body.take(tokens)?.to_vec(),
+            body.values(tokens, f32::from_le_bytes)?,
+            body.values(tokens, i64::from_le_bytes)?,
+            turns,
+        )?;
+        let routing = match routing {
             None => None,
             Some(r) => Some(StoredRouting {
                 row_bytes: r.row_bytes,
@@ -183,11 +227,7 @@ impl EpisodeRecord {
                 versions: r.versions,
             }),
         };
-        if !body.0.is_empty() {
-            return Err(RecordError::Malformed("it has bytes after its end"));
-        }
-        let (attempt, outcome, detail) = (about.attempt, about.outcome, about.detail);
-        Ok(Self { attempt, outcome, trajectory, routing, detail, summary })
+        Ok(StoredBranch { trajectory, routing })
     }
 }
 
@@ -225,7 +265,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn record(tokens: usize, routing: bool) -> EpisodeRecord {
+    fn branch(tokens: usize, routing: bool) -> StoredBranch {
         let version = PolicyVersion(3);
         let trajectory = Trajectory::new(
             (0..u32::try_from(tokens).unwrap()).collect(),
@@ -241,15 +281,21 @@ mod tests {
             }],
         )
         .unwrap();
-        EpisodeRecord {
-            attempt: "t000012.03-a01".parse().unwrap(),
-            outcome: Outcome::Scored { reward: 1.0 },
+        StoredBranch {
             routing: routing.then(|| StoredRouting {
                 row_bytes: 6,
                 data: (0u8..=250).cycle().take((tokens - 1) * 6).collect(),
                 versions: vec![RowSpan { start: 0, end: tokens - 1, version }],
             }),
-            trajectory: Some(trajectory),
+            trajectory,
+        }
+    }
+
+    fn record(branches: Vec<StoredBranch>) -> EpisodeRecord {
+        EpisodeRecord {
+            attempt: "t000012.03-a01".parse().unwrap(),
+            outcome: Outcome::Scored { reward: 1.0 },
+            branches,
             detail: serde_json::json!({"patch": "diff"}),
             summary: serde_json::json!({"turns": 1}),
         }
@@ -261,8 +307,13 @@ mod tests {
 
     #[test]
     fn record_round_trips() {
-        for (tokens, routing) in [(2, true), (40, true), (1, false), (0, false)] {
-            let record = record(tokens, routing);
+        for branches in [
+            vec![],
+            vec![branch(2, true)],
+            vec![branch(0, false)],
+            vec![branch(40, true), branch(1, false), branch(7, true)],
+        ] {
+            let record = record(branches);
             let bytes = record.encode().unwrap();
             let back =
                 EpisodeRecord::decode(&bytes, &digest(&bytes), record.summary.clone()).unwrap();
@@ -272,7 +323,7 @@ mod tests {
 
     #[test]
     fn every_flipped_byte_is_detected() {
-        let bytes = record(30, true).encode().unwrap();
+        let bytes = record(vec![branch(30, true), branch(5, true)]).encode().unwrap();
         let name = digest(&bytes);
         for at in 0..bytes.len() {
             let mut bad = bytes.clone();
@@ -283,7 +334,7 @@ mod tests {
 
     #[test]
     fn newer_major_version_is_rejected_with_its_number() {
-        let mut bytes = record(3, false).encode().unwrap();
+        let mut bytes = record(vec![branch(3, false)]).encode().unwrap();
         bytes[8] = 2;
         let error = EpisodeRecord::decode(&bytes, &digest(&bytes), serde_json::Value::Null);
         assert!(error.unwrap_err().to_string().contains("format version 2"));

@@ -4,7 +4,7 @@
 
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_store::{
-    AfterBreak, AttemptState, BatchMember, BatchState, Claim, EpisodeRecord, EpisodeState,
+    AfterBreak, AttemptState, BatchMember, BatchState, Claim, EpisodeRecord, StoredBranch, EpisodeState,
     GroupState, ImageRow, JOURNAL_FILE, NewRun, Reader, Sealing, StepState, Store, StoreError,
 };
 use orchestrate_types::{
@@ -36,8 +36,8 @@ fn record(attempt: AttemptId, outcome: Outcome) -> EpisodeRecord {
     EpisodeRecord {
         attempt,
         outcome,
-        trajectory: Some(
-            Trajectory::new(
+        branches: vec![StoredBranch {
+            trajectory: Trajectory::new(
                 tokens,
                 vec![0, 0, 1, 1],
                 vec![0.0, 0.0, -0.5, -1.5],
@@ -45,8 +45,8 @@ fn record(attempt: AttemptId, outcome: Outcome) -> EpisodeRecord {
                 vec![],
             )
             .unwrap(),
-        ),
-        routing: None,
+            routing: None,
+        }],
         detail: json!({"patch": "diff --git"}),
         summary: json!({"turns": 2}),
     }

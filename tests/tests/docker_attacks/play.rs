@@ -106,7 +106,7 @@ impl World {
             engine: Arc::new(engine),
             sandboxes: Arc::clone(&self.provider) as _,
             chat: Arc::clone(&self.chat),
-            plan: config.check().unwrap(),
+            plan: Arc::new(config.check().unwrap()),
             container_limits: LIMITS,
             rules: RewardSettings::default().rules(),
             logs: None,

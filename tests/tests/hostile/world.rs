@@ -82,7 +82,7 @@ impl World {
             engine: Arc::new(engine),
             sandboxes: Arc::clone(&self.provider) as _,
             chat: Arc::clone(&self.chat),
-            plan: config.check().unwrap(),
+            plan: Arc::new(config.check().unwrap()),
             container_limits: SandboxLimits {
                 memory: ByteSize::mib(256),
                 cpu_millis: 1000,

@@ -272,7 +272,7 @@ fn runner(kind: &Kind, world: &World, engine: Arc<dyn Engine>) -> anyhow::Result
         engine,
         sandboxes: Arc::new(SyntheticSandboxes { output: world.observation.to_owned() }),
         chat: Arc::clone(&world.chat),
-        plan: World::rollout_plan(kind.turns)?,
+        plan: Arc::new(World::rollout_plan(kind.turns)?),
         container_limits: SandboxLimits {
             memory: ByteSize::mib(1),
             cpu_millis: 1,

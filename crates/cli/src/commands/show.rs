@@ -8,7 +8,7 @@ use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary, RunError};
 use orchestrate_metrics::MetricsLine;
 use orchestrate_report::{RunReport, metrics_lines};
 use orchestrate_rollout::{Action, TurnLog};
-use orchestrate_store::{EpisodeRecord, JOURNAL_FILE, Reader, StoreError, StoredEpisode};
+use orchestrate_store::{EpisodeRecord, JOURNAL_FILE, Reader, StoreError, StoredBranch, StoredEpisode};
 use orchestrate_tasks::printable;
 use orchestrate_types::{EpisodeId, Outcome, Trajectory};
 use serde::Serialize;
@@ -113,8 +113,24 @@ struct EpisodeView<'a> {
     attempt: String,
     outcome: &'a Outcome,
     detail: &'a EpisodeDetail,
-    trajectory: &'a Option<Trajectory>,
+    /// The first branch of the conversation.
+    trajectory: Option<&'a Trajectory>,
     mask_rows: Option<usize>,
+    /// The other branches; absent if there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    branches: Vec<BranchView<'a>>,
+}
+
+/// A branch in [`EpisodeView`].
+#[derive(Debug, Serialize)]
+struct BranchView<'a> {
+    trajectory: &'a Trajectory,
+    mask_rows: Option<usize>,
+}
+
+fn branch_view(branch: &StoredBranch) -> BranchView<'_> {
+    let mask_rows = branch.routing.as_ref().map(routing_rows);
+    BranchView { trajectory: &branch.trajectory, mask_rows }
 }
 
 fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
@@ -132,8 +148,9 @@ fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
             attempt: record.attempt.to_string(),
             outcome: &record.outcome,
             detail: &detail,
-            trajectory: &record.trajectory,
-            mask_rows: record.routing.as_ref().map(routing_rows),
+            trajectory: record.branches.first().map(|branch| &branch.trajectory),
+            mask_rows: record.branches.first().and_then(|b| b.routing.as_ref()).map(routing_rows),
+            branches: record.branches.get(1..).unwrap_or_default().iter().map(branch_view).collect(),
         });
     }
     output::data(format!(
@@ -221,26 +238,34 @@ fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<St
                 detail: format!("summary of attempt {}: {error}", record.attempt),
             },
         )?;
-    let tokens = record.trajectory.as_ref().map_or(0, Trajectory::len);
-    let written = record.trajectory.as_ref().map_or(0, Trajectory::response_tokens);
-    let mask = match &record.routing {
-        Some(routing) => {
-            let rows = routing_rows(routing);
-            format!("routing mask: {rows} of {} rows", tokens.saturating_sub(1))
+    let branches = &record.branches;
+    let sum = |count: fn(&Trajectory) -> usize| -> usize {
+        branches.iter().map(|branch| count(&branch.trajectory)).sum()
+    };
+    let (tokens, written) = (sum(Trajectory::len), sum(Trajectory::response_tokens));
+    let rows: Option<usize> =
+        branches.iter().map(|branch| branch.routing.as_ref().map(routing_rows)).sum();
+    let mask = match rows.filter(|_| !branches.is_empty()) {
+        Some(rows) => {
+            format!("routing mask: {rows} of {} rows", tokens.saturating_sub(branches.len()))
         }
         None => "routing mask: not collected".to_owned(),
+    };
+    let forks = match branches.len() {
+        0 | 1 => String::new(),
+        count => format!(" in {count} branches"),
     };
     let cache = summary.map_or_else(String::new, |s| {
         format!("; prefix cache {} of {} prompt tokens", s.cached_tokens, s.prompt_tokens)
     });
-    let turns = record.trajectory.as_ref().map_or(0, |trajectory| trajectory.turns().len());
+    let turns = sum(|trajectory| trajectory.turns().len());
     let origin = if turns > 0 && written == 0 {
         // A chat server returns text: which tokens it sampled is unknown.
         "by the local tokenizer".to_owned()
     } else {
         format!("{written} by the policy")
     };
-    Ok(format!("{tokens} tokens, {origin}; {mask}{cache}"))
+    Ok(format!("{tokens} tokens{forks}, {origin}; {mask}{cache}"))
 }
 
 #[cfg(test)]

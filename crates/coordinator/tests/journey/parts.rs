@@ -11,7 +11,7 @@ use orchestrate_handoff::protocol::{
     StepRequest, StepResult, TrainerInfo,
 };
 use orchestrate_handoff::{Batch, TrainerError, TrainerErrorKind};
-use orchestrate_rollout::{EpisodeReport, EpisodeRequest, Episodes, Timings, TurnLog};
+use orchestrate_rollout::{EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Timings, TurnLog};
 use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, SweepReport};
 use orchestrate_store::Failpoint;
@@ -171,9 +171,8 @@ fn report(request: &EpisodeRequest, outcome: Outcome) -> EpisodeReport {
     EpisodeReport {
         attempt: request.attempt,
         outcome,
-        trajectory: Some(trajectory),
+        branches: vec![EpisodeBranch { trajectory, routing }],
         routing_problem: missing.then(|| "engine sent none".to_owned()),
-        routing,
         turns: vec![turn; 2],
         patch: format!("patch of {}", request.task.id),
         verdict: None,

@@ -33,9 +33,17 @@ pub(super) struct ShardWriter<'a, S> {
     rows: usize,
     tokens: usize,
     columns: Columns,
-    /// The group's first sequence with rows, and its first row in the file.
-    leader: Option<(S, usize)>,
+    /// Sequences whose rows later ones may share: the group's first one with rows, and the branches so
+    /// far of the latest episode.
+    written: Vec<Written<S>>,
     absent: Vec<u8>,
+}
+
+/// A sequence whose rows are in the file.
+struct Written<S> {
+    sample: S,
+    /// The row of each token.
+    rows: Vec<usize>,
 }
 
 /// All tensors except the rows, in file form: a few bytes per token.
@@ -92,7 +100,7 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
             rows: 0,
             tokens: 0,
             columns,
-            leader: None,
+            written: Vec::new(),
             absent,
         })
     }
@@ -102,30 +110,47 @@ impl<'a, S: Borrow<BatchSample>> ShardWriter<'a, S> {
         let sequence: &BatchSample = sample.borrow();
         let tokens = sequence.trajectory.len();
         let held = sequence.routing.as_ref().map_or(0, RoutingMask::rows);
-        let (shared, leader_row) = match &self.leader {
-            Some((leader, row)) if self.share => (equal_rows(leader.borrow(), sequence), *row),
-            Some(_) | None => (0, 0),
-        };
+        let mut rows: Vec<usize> = Vec::new();
+        if self.share {
+            // The last of the longest: a branch has more in common with another one than with the group.
+            let common = self.written.iter().map(|w| (equal_rows(w.sample.borrow(), sequence), w));
+            if let Some((shared, from)) = common.max_by_key(|(shared, _)| *shared) {
+                rows = from.rows.get(..shared).unwrap_or_default().to_vec();
+            }
+        }
+        let shared = rows.len();
         let absent = (tokens - held) * self.shape.row_bytes();
         self.write_rows(sequence.routing.as_ref(), shared, absent)?;
 
         let first = self.rows;
         self.rows += tokens - shared;
         self.tokens += tokens;
-        if self.share {
-            let own = first..self.rows;
-            for row in (leader_row..leader_row + shared).chain(own) {
-                let row = u32::try_from(row).map_err(io::Error::other)?;
-                self.columns.routed_row.extend(row.to_le_bytes());
-            }
-        }
         let end = i64::try_from(self.tokens).map_err(io::Error::other)?;
         self.columns.push(sequence, held, end);
-        let led = self.leader.as_ref().is_some_and(|(l, _)| l.borrow().group == sequence.group);
-        if self.share && !led {
-            self.leader = (held > 0).then_some((sample, first));
+        if self.share {
+            rows.extend(first..self.rows);
+            for row in &rows {
+                let row = u32::try_from(*row).map_err(io::Error::other)?;
+                self.columns.routed_row.extend(row.to_le_bytes());
+            }
+            self.keep(sample, rows);
         }
         Ok(())
+    }
+
+    /// Keeps a sequence that later ones may share rows with.
+    fn keep(&mut self, sample: S, rows: Vec<usize>) {
+        let sequence: &BatchSample = sample.borrow();
+        let mut is_first = true;
+        self.written.retain(|written| {
+            let leads = is_first;
+            is_first = false;
+            let other: &BatchSample = written.sample.borrow();
+            other.group == sequence.group && (leads || other.episode_id == sequence.episode_id)
+        });
+        if sequence.routing.is_some() {
+            self.written.push(Written { sample, rows });
+        }
     }
 
     /// Writes and digests a mask's rows from row `skip` on, then `absent` bytes of placeholder
@@ -257,13 +282,13 @@ fn header(shape: &ModelShape, planned: &[Planned], extent: Extent) -> io::Result
     Ok(serde_json::to_vec(&Value::Object(header))?)
 }
 
-/// Leading rows that two members of a group have in common: same tokens, same bytes.
-fn equal_rows(leader: &BatchSample, member: &BatchSample) -> usize {
-    let (Some(first), Some(second)) = (&leader.routing, &member.routing) else { return 0 };
-    if leader.group != member.group {
+/// Leading rows that two sequences of a group have in common: same tokens, same bytes.
+fn equal_rows(written: &BatchSample, next: &BatchSample) -> usize {
+    let (Some(first), Some(second)) = (&written.routing, &next.routing) else { return 0 };
+    if written.group != next.group {
         return 0;
     }
-    let tokens = leader.trajectory.token_ids().iter().zip(member.trajectory.token_ids());
+    let tokens = written.trajectory.token_ids().iter().zip(next.trajectory.token_ids());
     let common = tokens.take_while(|(a, b)| a == b).count();
     (0..common).take_while(|&t| second.row(t).is_some() && first.row(t) == second.row(t)).count()
 }

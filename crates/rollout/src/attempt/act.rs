@@ -12,13 +12,13 @@ use orchestrate_types::{Stage, TokenId};
 use std::sync::Arc;
 use tokio::time::Instant;
 
-impl Attempt<'_> {
+impl Attempt {
     /// Performs the tool calls of the last turn, and appends their results to the prompt.
     #[tracing::instrument(name = "exec", parent = &self.turn_span, skip_all)]
     pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> EpisodeEvent {
         let started = Instant::now();
         let text = self.turns.last().map_or("", |turn| turn.text.as_str());
-        let calls = self.runner.plan.scaffold.parse(text);
+        let calls = self.calls.plan.scaffold.parse(text);
         let event = self.perform(sandbox, calls).await;
         self.timings.exec_s += started.elapsed().as_secs_f64();
         if let Some(turn) = self.turns.last_mut() {
@@ -32,14 +32,14 @@ impl Attempt<'_> {
         sandbox: &mut dyn Sandbox,
         calls: Vec<Result<(Action, Call), Mistake>>,
     ) -> EpisodeEvent {
-        let plan = &self.runner.plan;
+        let plan = Arc::clone(&self.calls.plan);
         let scaffold = plan.scaffold;
         let turns = u32::try_from(self.turns.len()).unwrap_or(u32::MAX);
         let turns_left = plan.max_turns.saturating_sub(turns);
         let mut new_messages: Vec<Message> = Vec::new();
         let mut submitted = false;
         for call in calls {
-            if self.remaining().is_zero() {
+            if self.calls.remaining().is_zero() {
                 return EpisodeEvent::TimeUp;
             }
             let observation = match call {
@@ -63,10 +63,10 @@ impl Attempt<'_> {
             new_messages.push(message(scaffold.observation_role(), &observation));
         }
         if !submitted {
-            match self.runner.chat.delta(&new_messages, self.buffer.last()) {
+            match self.calls.chat.delta(&new_messages, self.line.buffer.last()) {
                 Ok(delta) => {
-                    if let Some(dialogue) = &mut self.dialogue {
-                        let safe = self.runner.chat.without_control_tokens(&new_messages);
+                    if let Some(dialogue) = &mut self.line.dialogue {
+                        let safe = self.calls.chat.without_control_tokens(&new_messages);
                         dialogue.push_observations(&safe);
                     }
                     self.extend_prompt(&delta);
@@ -74,7 +74,7 @@ impl Attempt<'_> {
                 Err(error) => return failed(Stage::Exec, error),
             }
         }
-        EpisodeEvent::Acted { submitted, next_prompt_tokens: self.buffer.prompt_len() }
+        EpisodeEvent::Acted { submitted, next_prompt_tokens: self.line.buffer.prompt_len() }
     }
 
     /// Performs one tool call. Returns what the policy sees of it; `None` if the call submits.
@@ -84,10 +84,10 @@ impl Attempt<'_> {
         action: Action,
         call: &Call,
     ) -> Result<Option<String>, SandboxError> {
-        let task = Arc::clone(&self.request.task);
-        let plan = &self.runner.plan;
+        let task = Arc::clone(&self.calls.request.task);
+        let plan = Arc::clone(&self.calls.plan);
         let terms = ToolLimits {
-            command_timeout: plan.command_timeout.0.min(self.remaining()),
+            command_timeout: plan.command_timeout.0.min(self.calls.remaining()),
             observation_chars: plan.observation_chars,
         };
         let toolbox = Toolbox {
@@ -113,11 +113,7 @@ impl Attempt<'_> {
 
     /// Appends what follows the last turn, and forks if the next prompt leaves some of it out.
     fn extend_prompt(&mut self, delta: &[TokenId]) {
-        self.buffer.add_pending(delta);
-        let (header, thinking) = self.runner.chat.dropped_tokens(self.buffer.last_turn());
-        self.buffer.fork_last_turn(header, thinking);
-        if let (Some(fork), Some(rows)) = (self.buffer.fork(), &mut self.rows) {
-            rows.fork(fork.at);
-        }
+        self.line.buffer.add_pending(delta);
+        self.line.fork_last_turn(&self.calls.chat);
     }
 }

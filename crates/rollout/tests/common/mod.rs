@@ -28,7 +28,7 @@ pub(crate) fn runner(
         engine,
         sandboxes,
         chat,
-        plan,
+        plan: Arc::new(plan),
         container_limits,
         rules,
         logs: None,

@@ -269,7 +269,7 @@ fn check(
     let last = report.turns.last().unwrap();
     seen.submitted += usize::from(last.actions.last().is_some_and(|a| a.name == "submit"));
 
-    let trajectory = report.trajectory.as_ref().unwrap();
+    let trajectory = report.trajectory().unwrap();
     let end = requests.len() - 1;
     let whole = [requests[end].token_ids.as_slice(), &replies[end].ids].concat();
     assert_eq!(trajectory.token_ids(), whole);
@@ -279,7 +279,7 @@ fn check(
     }
     assert_eq!(trajectory.loss_mask(), mask);
     assert_eq!(report.routing_problem, None);
-    assert_eq!(report.routing.as_ref().unwrap().rows(), whole.len() - 1);
+    assert_eq!(report.routing().unwrap().rows(), whole.len() - 1);
     assert_eq!(report.routing_drift, 0);
 }
 

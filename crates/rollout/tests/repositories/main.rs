@@ -157,7 +157,7 @@ async fn play(
         engine: Arc::new(engine),
         sandboxes: sandboxes.clone(),
         chat: chat(),
-        plan: config.check().unwrap(),
+        plan: Arc::new(config.check().unwrap()),
         container_limits: sandboxes.config().limits(),
         rules: reward.rules(),
         logs: Some(GradeLogs { root: folder.to_owned(), model: "org/policy".parse().unwrap() }),
@@ -300,7 +300,7 @@ async fn docker_oversized_tree_is_truncated_and_not_retried() {
         let report = episode(&task, &[FIX, blow_up], &config, reward, &logs).await;
         assert!(report.turns[1].observation.contains("00"), "{:?}", report.turns);
         assert_eq!(report.outcome, expected, "{blow_up}");
-        assert!(report.trajectory.is_some());
+        assert!(report.trajectory().is_some());
     }
     // If the whole folder is deleted, nothing is left to grade.
     let config = RolloutSection::default();

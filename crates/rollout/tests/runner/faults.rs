@@ -53,7 +53,7 @@ async fn sandbox_that_commands_damaged_is_the_attempts_own_result() {
         let report = world.run().await;
         let zero = Outcome::Truncated { limit: Limit::SandboxDamage, reward: 0.0 };
         assert_eq!(report.outcome, zero, "{operation:?} of {purpose:?}");
-        assert!(report.trajectory.is_some() || operation == Operation::Exec);
+        assert!(report.trajectory().is_some() || operation == Operation::Exec);
         let graders = world.sandboxes.opened().iter().filter(|s| s.purpose == purpose).count();
         assert_eq!(graders, 1, "a damaged sandbox is replaced: {operation:?} of {purpose:?}");
     }
@@ -160,8 +160,8 @@ async fn invalid_routing_rows_are_retried_once_then_break_the_episode() {
         let world = self::world(move |_| bad());
         let report = world.run().await;
         assert!(matches!(report.outcome, Outcome::Broken { stage: Stage::Generate, .. }));
-        assert!(report.routing_problem.unwrap().contains("routing rows"));
-        assert!(report.routing.is_none());
+        assert!(report.routing_problem.as_deref().unwrap().contains("routing rows"));
+        assert!(report.routing().is_none());
         assert_eq!(world.engine.requests().len(), 2);
     }
 }

@@ -36,7 +36,7 @@ async fn solved_task_is_scored_with_a_row_for_every_token_but_the_last() {
     assert!(report.patch.contains("-    return sum(items[:-1])\n+    return sum(items)\n"));
     assert!(report.verdict.is_some());
 
-    let trajectory = report.trajectory.unwrap();
+    let trajectory = report.trajectory().unwrap();
     let expert = expert().supervised_example(&chat(), 0.0).unwrap();
     assert_eq!(trajectory.token_ids(), expert.token_ids, "supervised data is token-exact");
     let mask: Vec<f32> = trajectory.loss_mask().iter().map(|&m| f32::from(m)).collect();
@@ -89,8 +89,8 @@ async fn sent_rows_grow_with_the_tokens_of_an_episode_and_not_with_its_turns() {
     });
     let report = world.run().await;
     assert_whole(&report);
-    let mask = report.routing.unwrap();
-    let turns = report.trajectory.as_ref().unwrap().turns();
+    let mask = report.routing().unwrap();
+    let turns = report.trajectory().unwrap().turns();
     assert_eq!(turns.len(), 21);
     // Every row once, and one row of overlap per turn after the first.
     let row_text = mask.row_bytes() * 4;
@@ -122,7 +122,7 @@ async fn sampled_tokens_are_sent_back_unchanged_even_if_their_text_encodes_diffe
     let report = world.run().await;
     assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 });
     assert_whole(&report);
-    let trajectory = report.trajectory.unwrap();
+    let trajectory = report.trajectory().unwrap();
     let span = &trajectory.turns()[0];
     assert_eq!(trajectory.token_ids()[span.prompt_end..span.output_end], sampled);
     for (turn, request) in world.engine.requests().iter().enumerate() {
@@ -137,7 +137,7 @@ async fn evaluation_episode_requests_no_rows() {
     let request = EpisodeRequest { want_routing: false, ..request() };
     let report = world.runner.run(request, &CancellationToken::new()).await;
     assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 });
-    assert!(report.routing.is_none() && report.routing_problem.is_none());
+    assert!(report.routing().is_none() && report.routing_problem.is_none());
     assert!(world.engine.requests().iter().all(|r| r.routed_experts_start.is_none()));
 }
 
@@ -167,7 +167,7 @@ async fn each_limit_truncates_and_the_change_so_far_is_graded() {
     };
     let (limit, report) = truncated(config, long).await;
     assert_eq!(limit, Limit::ResponseTokens);
-    let trajectory = report.trajectory.unwrap();
+    let trajectory = report.trajectory().unwrap();
     assert_eq!(trajectory.token_ids().last(), Some(&300), "no closing token is added");
 
     let prompt = chat().prompt(&expert().prompt).unwrap().len();
@@ -175,7 +175,7 @@ async fn each_limit_truncates_and_the_change_so_far_is_graded() {
     let config = RolloutSection { max_sequence_tokens: Some(room), ..RolloutSection::default() };
     let (limit, report) = truncated(config, turns()).await;
     assert_eq!(limit, Limit::SequenceTokens);
-    assert_eq!(report.trajectory.unwrap().turns().len(), 1);
+    assert_eq!(report.trajectory().unwrap().turns().len(), 1);
 
     let config = RolloutSection {
         episode_timeout: Some(HumanDuration::secs(60)),
@@ -261,7 +261,7 @@ async fn aborted_reply_continues_in_the_same_turn_with_the_new_weights() {
     let report = world.run().await;
     assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 });
     assert_whole(&report);
-    let trajectory = report.trajectory.unwrap();
+    let trajectory = report.trajectory().unwrap();
     assert_eq!(trajectory.turns().len(), 2);
     let span = &trajectory.turns()[0];
     assert_eq!(trajectory.token_ids()[span.prompt_end..span.output_end], turn_ids(&[fix()]));
@@ -296,9 +296,9 @@ async fn same_seed_gives_the_same_trajectory() {
         World { engine, ..world }
     };
     let (first, second) = (make().run().await, make().run().await);
-    assert_eq!(first.trajectory, second.trajectory);
-    assert_eq!(first.routing, second.routing);
+    assert_eq!(first.trajectory(), second.trajectory());
+    assert_eq!(first.routing(), second.routing());
     let other = EpisodeRequest { seed: 8, ..request() };
     let third = make().runner.run(other, &CancellationToken::new()).await;
-    assert_ne!(first.trajectory, third.trajectory);
+    assert_ne!(first.trajectory(), third.trajectory());
 }

@@ -53,9 +53,9 @@ async fn prompt_rows_of_a_group_are_requested_and_held_once() {
     for report in &reports {
         assert_whole(report);
         assert_eq!(report.routing_drift, 0);
-        assert_eq!(report.routing, reports[0].routing, "same tokens, same rows");
+        assert_eq!(report.routing(), reports[0].routing(), "same tokens, same rows");
     }
-    let masks: Vec<&RoutingMask> = reports.iter().map(|r| r.routing.as_ref().unwrap()).collect();
+    let masks: Vec<&RoutingMask> = reports.iter().map(|r| r.routing().unwrap()).collect();
     // All three have the same turns, so whole conversations are held once.
     let whole = masks[0].rows() / BLOCK_ROWS * BLOCK_ROWS;
     let tails = 3 * (masks[0].rows() - whole);
@@ -87,7 +87,7 @@ async fn episodes_that_start_together_fetch_their_prompt_rows_once() {
     assert_eq!(requests[0].routed_experts_start, Some(0), "the prefill leader requests all rows");
     for report in [&a, &b, &c, &d] {
         assert_whole(report);
-        assert_eq!(report.routing, a.routing, "the same tokens, the same rows");
+        assert_eq!(report.routing(), a.routing(), "the same tokens, the same rows");
         assert!(report.cached_tokens <= report.cacheable_tokens, "{report:?}");
     }
     let mut possible = [&a, &b, &c, &d].map(|report| report.cacheable_tokens);
@@ -156,7 +156,7 @@ async fn cached_rows_are_dropped_if_weights_changed_before_the_first_reply() {
         world.engine.requests()[before..].iter().map(|r| r.routed_experts_start).collect();
     assert!(starts[0] > Some(0));
     assert_eq!(starts[1], Some(0), "the retry requests every row");
-    let versions = report.routing.unwrap().versions().to_vec();
+    let versions = report.routing().unwrap().versions().to_vec();
     assert_eq!((versions.len(), versions[0].version), (1, PolicyVersion(1)));
     assert_eq!(report.routing_rows_shared, 0);
 }
@@ -177,8 +177,8 @@ async fn mixed_rows_are_kept_masked_or_dropped_according_to_the_plan() {
     };
     let kept = run(MixedRows::Keep).await;
     assert_whole(&kept);
-    let trajectory = kept.trajectory.unwrap();
-    let mixed = kept.routing.unwrap().mixed().to_vec();
+    let trajectory = kept.trajectory().unwrap();
+    let mixed = kept.routing().unwrap().mixed().to_vec();
     let spans = trajectory.turns();
     assert_eq!(mixed.len(), 1);
     assert_eq!(mixed[0], spans[0].output_end - 1..spans[1].output_end - 1);
@@ -186,7 +186,7 @@ async fn mixed_rows_are_kept_masked_or_dropped_according_to_the_plan() {
 
     let masked = run(MixedRows::Mask).await;
     assert_whole(&masked);
-    let masked = masked.trajectory.unwrap();
+    let masked = masked.trajectory().unwrap();
     assert_eq!(masked.token_ids(), trajectory.token_ids());
     for (t, (&before, &after)) in trajectory.loss_mask().iter().zip(masked.loss_mask()).enumerate()
     {
@@ -195,7 +195,7 @@ async fn mixed_rows_are_kept_masked_or_dropped_according_to_the_plan() {
     }
 
     let dropped = run(MixedRows::Drop).await;
-    assert!(dropped.routing.is_none());
-    assert!(dropped.routing_problem.unwrap().contains("mixed"));
-    assert_eq!(dropped.trajectory.unwrap().loss_mask(), trajectory.loss_mask());
+    assert!(dropped.routing().is_none());
+    assert!(dropped.routing_problem.as_deref().unwrap().contains("mixed"));
+    assert_eq!(dropped.trajectory().unwrap().loss_mask(), trajectory.loss_mask());
 }

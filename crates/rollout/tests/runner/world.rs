@@ -130,8 +130,8 @@ impl World {
 }
 
 pub(crate) fn assert_whole(report: &EpisodeReport) {
-    let trajectory = report.trajectory.as_ref().unwrap();
+    let trajectory = report.trajectory().unwrap();
     assert_eq!(report.routing_problem, None);
-    assert_eq!(report.routing.as_ref().unwrap().rows(), trajectory.len() - 1);
+    assert_eq!(report.routing().unwrap().rows(), trajectory.len() - 1);
     assert_eq!(trajectory.loss_mask().last(), Some(&1));
 }

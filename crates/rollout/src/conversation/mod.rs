@@ -1,0 +1,558 @@
+//! The conversation of an agent that brings its own loop and sends whole histories.
+//!
+//! [`Conversation::sample`] takes a request in messages and returns a sampled reply. The request is
+//! placed in a [`Tree`] of branches; each branch is a [`Line`]. What continues a branch goes on with the
+//! tokens that were sampled, and only what is new is tokenised; what departs from all branches begins
+//! another one, whose cause is counted.
+//!
+//! The invariants: every sampled token carries loss in exactly one branch, whatever the agent does with
+//! its history; and a request that is repeated after a broken connection gets the same reply.
+
+mod reply;
+mod served;
+mod tree;
+
+use crate::api::{EpisodeBranch, Message, RowCounts, TurnLog};
+use crate::chat::ChatError;
+use crate::line::{Calls, Counters, GenerationId, Line, NoReply, Sampled};
+use crate::machine::{EpisodeLimits, MAX_ABORTS_PER_TURN};
+use crate::prefix::History;
+use crate::template::tools_value;
+use orchestrate_engine::Finish;
+use orchestrate_types::{Limit, TokenId};
+use reply::ReplyParts;
+pub use served::SampledReply;
+use served::{Receipts, Served};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::time::Instant;
+use tracing::Instrument;
+pub use tree::{ForkCause, Said};
+use tree::{Branch, Place, Step, Tree};
+
+/// A request for a reply.
+#[derive(Debug, Clone)]
+pub struct Ask {
+    /// The whole history, without the reply.
+    pub said: Vec<Arc<Said>>,
+    /// JSON schemas of the tools that the agent offers, in the form that chat templates read.
+    pub tools: Arc<Vec<serde_json::Value>>,
+    /// Most tokens that the agent wants.
+    pub max_tokens: Option<usize>,
+    /// Number of this sample among those that one request asks for.
+    pub sample: usize,
+    /// Whether the agent says that it repeats a request whose reply it did not get.
+    pub repeats: bool,
+}
+
+/// Why there is no reply.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum AskError {
+    /// The request cannot be rendered as a prompt.
+    #[error("{0}")]
+    Refused(String),
+    /// The prompt leaves no room for a reply.
+    #[error("the prompt has {prompt} tokens, but at most {limit} are possible")]
+    TooLong {
+        /// Its length in tokens.
+        prompt: usize,
+        /// Longest sequence in tokens.
+        limit: usize,
+    },
+    /// The episode has no generations or time left, or has ended.
+    #[error("{0}")]
+    Ended(String),
+    /// The engine failed. The attempt is broken.
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// One agent's conversation.
+#[derive(Debug)]
+pub(crate) struct Conversation {
+    calls: Calls,
+    limits: EpisodeLimits,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    tree: Tree<Line>,
+    receipts: Receipts,
+    /// Number of generations that have begun for each prompt, by its digest.
+    prompts: HashMap<[u8; 32], u32>,
+    generations: u32,
+    turns: Vec<TurnLog>,
+    forks: BTreeMap<ForkCause, u64>,
+    generate_s: f64,
+    end: Option<End>,
+}
+
+/// Why no more requests are answered.
+#[derive(Debug, Clone)]
+enum End {
+    Closed,
+    Limit(Limit),
+    Stopped,
+    Failed(String),
+}
+
+/// What a conversation ended with.
+#[derive(Debug)]
+pub(crate) struct FinishedConversation {
+    pub(crate) branches: Vec<EpisodeBranch>,
+    pub(crate) routing_problem: Option<String>,
+    pub(crate) rows: RowCounts,
+    pub(crate) counters: Counters,
+    pub(crate) turns: Vec<TurnLog>,
+    pub(crate) forks: BTreeMap<ForkCause, u64>,
+    pub(crate) generate_s: f64,
+    /// The limit that ended it.
+    pub(crate) limit: Option<Limit>,
+    /// The engine's failure, which breaks the attempt.
+    pub(crate) failure: Option<String>,
+    /// Whether the run stops.
+    pub(crate) stopped: bool,
+}
+
+/// A generation that is about to run.
+struct Planned {
+    branch: usize,
+    line: Line,
+    id: GenerationId,
+    room: usize,
+}
+
+impl Conversation {
+    pub(crate) fn new(calls: Calls, limits: EpisodeLimits) -> Self {
+        let state = State {
+            tree: Tree::new(),
+            receipts: Receipts::default(),
+            prompts: HashMap::new(),
+            generations: 0,
+            turns: Vec::new(),
+            forks: BTreeMap::new(),
+            generate_s: 0.0,
+            end: None,
+        };
+        Self { calls, limits, state: Mutex::new(state) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Longest sequence in tokens.
+    pub(crate) fn context(&self) -> usize {
+        self.limits.max_sequence_tokens
+    }
+
+    /// Prompt tokens of a request, as if it were sampled now.
+    pub(crate) fn count(&self, ask: &Ask) -> Result<usize, AskError> {
+        let (tools, digest) = tools_of(ask);
+        let state = self.state();
+        let place = state.tree.locate(&digest, &ask.said);
+        let (head, tail) = self.prompt_at(&state.tree, place, &ask.said, &tools)?;
+        Ok(head + tail.len())
+    }
+
+    /// Samples a reply. Sampling goes on if the caller is dropped; a request with the same content then
+    /// gets that reply.
+    pub(crate) async fn sample(self: &Arc<Self>, ask: &Ask) -> Result<Arc<SampledReply>, AskError> {
+        let (served, planned) = {
+            let mut state = self.state();
+            let digest = digest_of(ask);
+            if let Some(served) = state.receipts.find(digest, ask.repeats) {
+                (served, None)
+            } else {
+                let planned = self.plan(&mut state, ask)?;
+                (state.receipts.open(digest), Some(planned))
+            }
+        };
+        let waiting = served.wait();
+        if let Some(planned) = planned {
+            let (this, served) = (Arc::clone(self), Arc::clone(&served));
+            let said = ask.said.clone();
+            tokio::spawn(
+                async move { this.run(planned, said, &served).await }.in_current_span(),
+            );
+        }
+        waiting.await
+    }
+
+    /// Finds the place of a request and prepares its line.
+    fn plan(&self, state: &mut State, ask: &Ask) -> Result<Planned, AskError> {
+        self.check_open(state)?;
+        let Some(Said { message, .. }) = ask.said.last().map(AsRef::as_ref) else {
+            return Err(AskError::Refused("the request has no messages".to_owned()));
+        };
+        if message.role == "assistant" {
+            let problem = "the last message is the assistant's: a reply that was begun cannot be continued";
+            return Err(AskError::Refused(problem.to_owned()));
+        }
+        let (tools, tools_digest) = tools_of(ask);
+        let place = state.tree.locate(&tools_digest, &ask.said);
+        let (head, tail) = self.prompt_at(&state.tree, place, &ask.said, &tools)?;
+        let prompt = head + tail.len();
+        let room = self.limits.max_sequence_tokens.saturating_sub(prompt);
+        if room == 0 {
+            return Err(AskError::TooLong { prompt, limit: self.limits.max_sequence_tokens });
+        }
+        let known = place.steps(&state.tree);
+        let (branch, forked) = self.branch_at(state, place, tools_digest, &tail);
+        for cause in place.cause().into_iter().chain(forked) {
+            *state.forks.entry(cause).or_default() += 1;
+        }
+        let Some(target) = state.tree.branches.get_mut(branch) else {
+            return Err(AskError::Refused("the branch is gone".to_owned()));
+        };
+        let new = ask.said.iter().skip(known).cloned();
+        target.steps.extend(new.map(Step::Given));
+        target.is_busy = true;
+        let turn = target.steps.iter().filter(|step| matches!(step, Step::Reply { .. })).count();
+        let mut line = target.line.copy();
+        line.extend(&tail);
+        let repetition = {
+            let ids = line.buffer.prompt_for_turn();
+            let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+            let count = state.prompts.entry(*blake3::hash(&bytes).as_bytes()).or_default();
+            let repetition = *count;
+            *count += 1;
+            repetition
+        };
+        let ordinal = state.generations;
+        state.generations += 1;
+        let longest = room.min(self.limits.max_response_tokens);
+        let room = ask.max_tokens.map_or(longest, |wanted| wanted.max(1).min(longest));
+        let turn = u32::try_from(turn).unwrap_or(u32::MAX);
+        let id = GenerationId { turn, ordinal, repetition, max_new_tokens: room };
+        Ok(Planned { branch, line, id, room })
+    }
+
+    fn check_open(&self, state: &mut State) -> Result<(), AskError> {
+        if state.end.is_none() {
+            if self.calls.stop.is_cancelled() {
+                state.end = Some(End::Stopped);
+            } else if self.calls.remaining().is_zero() {
+                state.end = Some(End::Limit(Limit::EpisodeTime));
+            } else if state.generations >= self.limits.max_turns {
+                state.end = Some(End::Limit(Limit::Turns));
+            }
+        }
+        match &state.end {
+            None => Ok(()),
+            Some(End::Closed) => Err(AskError::Ended("the episode has ended".to_owned())),
+            Some(End::Stopped) => Err(AskError::Ended("the run is stopping".to_owned())),
+            Some(End::Limit(Limit::Turns)) => Err(AskError::Ended(format!(
+                "all {} generations of this episode are used (rollout.max_turns)",
+                self.limits.max_turns
+            ))),
+            Some(End::Limit(_)) => {
+                Err(AskError::Ended("the episode's time is up (rollout.episode_timeout)".to_owned()))
+            }
+            Some(End::Failed(error)) => Err(AskError::Failed(error.clone())),
+        }
+    }
+
+    /// The prompt of a request at a place: number of tokens that the branch has, and those that follow.
+    fn prompt_at(
+        &self,
+        tree: &Tree<Line>,
+        place: Place,
+        said: &[Arc<Said>],
+        tools: &minijinja::Value,
+    ) -> Result<(usize, Vec<TokenId>), AskError> {
+        let new: Vec<Message> =
+            said.iter().skip(place.steps(tree)).map(|said| self.rendered(said)).collect();
+        let refused = |error: ChatError| AskError::Refused(error.to_string());
+        let chat = &self.calls.chat;
+        let (branch, tokens) = match place {
+            Place::Root { .. } => {
+                return Ok((0, chat.prompt_with(&new, tools).map_err(refused)?.to_vec()));
+            }
+            Place::Tip { branch } => (branch, None),
+            Place::Fork { branch, tokens, .. } => (branch, Some(tokens)),
+        };
+        let Some(branch) = tree.branches.get(branch) else { return Ok((0, Vec::new())) };
+        let ids = branch.line.buffer.ids();
+        let head = tokens.unwrap_or(ids.len());
+        let last = head.checked_sub(1).and_then(|last| ids.get(last)).copied();
+        Ok((head, chat.delta_with(&new, last, tools).map_err(refused)?))
+    }
+
+    /// A message as the template shows it. An agent's text cannot hold control tokens, even in replies
+    /// that it made up.
+    fn rendered(&self, said: &Said) -> Message {
+        let mut message = said.message.clone();
+        if message.role == "assistant" {
+            message.content = self.calls.chat.break_control_texts(&message.content);
+            if let Some(thinking) = &said.reasoning {
+                let thinking = self.calls.chat.break_control_texts(thinking);
+                message.content = format!("<think>\n{thinking}\n</think>\n\n{}", message.content);
+            }
+        }
+        message
+    }
+
+    /// The branch for a place, begun if necessary, without the messages and tokens that are new.
+    fn branch_at(
+        &self,
+        state: &mut State,
+        place: Place,
+        tools: [u8; 32],
+        tail: &[TokenId],
+    ) -> (usize, Option<ForkCause>) {
+        let number = state.tree.branches.len();
+        let (parent, steps, tokens) = match place {
+            Place::Tip { branch } => match self.dropped_thinking(state, branch, number) {
+                Some(forked) => {
+                    state.tree.branches.push(forked);
+                    return (number, Some(ForkCause::Thinking));
+                }
+                None => return (branch, None),
+            },
+            Place::Fork { branch, steps, tokens, .. } => (branch, steps, tokens),
+            Place::Root { .. } => {
+                let line = self.root_line(&state.tree, number, tail);
+                let branch =
+                    Branch { tools, steps: Vec::new(), is_busy: false, parent: None, line };
+                state.tree.branches.push(branch);
+                return (number, None);
+            }
+        };
+        if let Some(from) = state.tree.branches.get(parent) {
+            let branch = Branch {
+                tools,
+                steps: from.steps.get(..steps).unwrap_or_default().to_vec(),
+                is_busy: false,
+                parent: Some((parent, tokens)),
+                line: from.line.branch(&self.calls, number, tokens),
+            };
+            state.tree.branches.push(branch);
+        }
+        (number, None)
+    }
+
+    /// A line for a conversation that begins anew. Rows of tokens that it has in common with another
+    /// branch are shared.
+    fn root_line(&self, tree: &Tree<Line>, number: usize, prompt: &[TokenId]) -> Line {
+        let common = |line: &Line| {
+            line.buffer.ids().iter().zip(prompt).take_while(|(a, b)| a == b).count()
+        };
+        let lines = tree.branches.iter().map(|branch| &branch.line);
+        match lines.map(|line| (common(line), line)).max_by_key(|(common, _)| *common) {
+            Some((common, line)) => line.sibling(&self.calls, number, common),
+            None => Line::new(&self.calls, number),
+        }
+    }
+
+    /// If the chat template leaves out the thinking of a branch's last reply: a branch without it.
+    fn dropped_thinking(&self, state: &State, branch: usize, number: usize) -> Option<Branch<Line>> {
+        let chat = &self.calls.chat;
+        if chat.options.history != History::Template {
+            return None;
+        }
+        let from = state.tree.branches.get(branch)?;
+        let buffer = &from.line.buffer;
+        let turn = buffer.last_turn();
+        let (header, thinking) = chat.dropped_tokens(turn);
+        if header + thinking == 0 {
+            return None;
+        }
+        let end = buffer.len();
+        let at = end.checked_sub(turn.len() + header)?;
+        let kept = turn.get(thinking..).unwrap_or_default();
+        let mut line = from.line.branch(&self.calls, number, at);
+        line.extend(kept);
+        let mut steps = from.steps.clone();
+        if let Some(Step::Reply { end, .. }) = steps.last_mut() {
+            *end = at + kept.len();
+        }
+        Some(Branch { tools: from.tools, steps, is_busy: false, parent: Some((branch, at)), line })
+    }
+
+    /// Samples one reply, with all of its continuations after aborts, and stores it.
+    async fn run(&self, planned: Planned, said: Vec<Arc<Said>>, served: &Served) {
+        let Planned { branch, mut line, id, room } = planned;
+        let prompt_tokens = line.buffer.prompt_len();
+        let started = Instant::now();
+        let result = self.generate(&mut line, id, room).await;
+        let elapsed = started.elapsed();
+        let mut state = self.state();
+        state.generate_s += elapsed.as_secs_f64();
+        let Some(target) = state.tree.branches.get_mut(branch) else {
+            // The conversation was ended meanwhile.
+            served.answer(Err(AskError::Ended("the episode has ended".to_owned())));
+            return;
+        };
+        target.is_busy = false;
+        let reply = result.and_then(|(finish, cached)| {
+            let ids = line.buffer.last_turn().to_vec();
+            let text = self.calls.chat.decode(&ids).map_err(|e| NoReply::Failed(e.to_string()))?;
+            let parts = ReplyParts::parse(&text);
+            Ok((text, SampledReply::new(parts, finish, id.ordinal, prompt_tokens, cached, ids, line.buffer.last_logprobs())))
+        });
+        match reply {
+            Ok((text, reply)) => {
+                let end = line.buffer.len();
+                target.steps.push(Step::Reply { message: Arc::new(reply.message.clone()), end });
+                target.line = line;
+                state.log(text, &reply, &said, elapsed);
+                served.answer(Ok(Arc::new(reply)));
+            }
+            Err(no_reply) => {
+                // The messages stay with the next request that has them.
+                while matches!(target.steps.last(), Some(Step::Given(_))) {
+                    target.steps.pop();
+                }
+                let end = match no_reply {
+                    NoReply::Stopped => End::Stopped,
+                    NoReply::TimeUp => End::Limit(Limit::EpisodeTime),
+                    NoReply::Failed(error) => End::Failed(error),
+                };
+                state.end.get_or_insert(end);
+                let error = self.check_open(&mut state).err();
+                let error = error.unwrap_or_else(|| AskError::Ended("the episode has ended".into()));
+                served.answer(Err(error));
+            }
+        }
+    }
+
+    async fn generate(
+        &self,
+        line: &mut Line,
+        mut id: GenerationId,
+        room: usize,
+    ) -> Result<(Finish, usize), NoReply> {
+        let (mut sampled, mut cached) = (0, 0);
+        for aborts in 0..=MAX_ABORTS_PER_TURN {
+            id.max_new_tokens = room.saturating_sub(sampled);
+            let reply: Sampled = line.sample(&self.calls, id, aborts > 0).await?;
+            sampled += reply.tokens;
+            cached += reply.cached_tokens;
+            match reply.finish {
+                Finish::Abort if sampled < room => {}
+                // The engine's context may be shorter than the episode's limit.
+                Finish::Stop | Finish::Length if sampled == 0 => {
+                    return Err(NoReply::Failed("the engine returned no tokens".to_owned()));
+                }
+                Finish::Stop => return Ok((Finish::Stop, cached)),
+                Finish::Length | Finish::Abort => return Ok((Finish::Length, cached)),
+            }
+        }
+        let turn = id.turn;
+        Err(NoReply::Failed(format!("turn {turn} was aborted {} times", MAX_ABORTS_PER_TURN + 1)))
+    }
+
+    /// Whether the engine failed, so that nothing that the agent does counts any more.
+    pub(crate) fn has_failed(&self) -> bool {
+        matches!(self.state().end, Some(End::Failed(_)))
+    }
+
+    /// Ends the conversation: later requests are refused. Generations that still run are not part of it.
+    pub(crate) fn finish(&self) -> FinishedConversation {
+        let mut state = self.state();
+        let end = state.end.replace(End::Closed);
+        let mut branches = std::mem::replace(&mut state.tree, Tree::new()).branches;
+        hand_over(&mut branches);
+        let mut finished = FinishedConversation {
+            branches: Vec::new(),
+            routing_problem: None,
+            rows: RowCounts::default(),
+            counters: Counters::default(),
+            turns: std::mem::take(&mut state.turns),
+            forks: std::mem::take(&mut state.forks),
+            generate_s: state.generate_s,
+            limit: None,
+            failure: None,
+            stopped: false,
+        };
+        match end {
+            Some(End::Limit(limit)) => finished.limit = Some(limit),
+            Some(End::Failed(error)) => finished.failure = Some(error),
+            Some(End::Stopped) => finished.stopped = true,
+            Some(End::Closed) | None => {}
+        }
+        for branch in branches {
+            let line = branch.line.finish();
+            finished.branches.extend(line.branch);
+            finished.routing_problem = finished.routing_problem.or(line.routing_problem);
+            finished.rows += line.rows;
+            finished.counters += line.counters;
+        }
+        finished
+    }
+}
+
+/// Lets a branch that ends where another one forked from it be part of that one, and drops branches
+/// without a reply of their own.
+fn hand_over(branches: &mut Vec<Branch<Line>>) {
+    let mut is_whole = vec![false; branches.len()];
+    for index in 0..branches.len() {
+        let (before, after) = branches.split_at_mut(index + 1);
+        let Some(parent) = before.last() else { continue };
+        let end = parent.line.buffer.len();
+        let heir = after.iter_mut().find(|child| {
+            child.parent == Some((index, end)) && child.line.buffer.len() > end
+        });
+        if let (Some(heir), Some(part)) = (heir, is_whole.get_mut(index)) {
+            heir.line.buffer.take_over(&parent.line.buffer);
+            *part = true;
+        }
+    }
+    let mut part_of_another = is_whole.into_iter();
+    branches.retain(|branch| {
+        let is_part = part_of_another.next().unwrap_or(false);
+        !is_part && branch.line.buffer.has_own_reply()
+    });
+}
+
+impl State {
+    /// Logs a turn. What the agent added since the turn before is that one's observation.
+    fn log(
+        &mut self,
+        text: String,
+        reply: &SampledReply,
+        said: &[Arc<Said>],
+        elapsed: std::time::Duration,
+    ) {
+        let new = said.iter().rev().take_while(|said| said.message.role != "assistant");
+        let mut observation: Vec<&str> = new.map(|said| said.message.content.as_str()).collect();
+        observation.reverse();
+        if let Some(before) = self.turns.last_mut() {
+            before.observation = observation.join("\n");
+        }
+        self.turns.push(TurnLog {
+            text,
+            actions: reply.message.tool_calls.clone(),
+            observation: String::new(),
+            generate_ms: u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX),
+            exec_ms: 0,
+            fork: None,
+        });
+    }
+}
+
+/// The tools as the template reads them, and their digest.
+fn tools_of(ask: &Ask) -> (minijinja::Value, [u8; 32]) {
+    let text = serde_json::to_vec(&*ask.tools).unwrap_or_default();
+    (tools_value(&ask.tools), *blake3::hash(&text).as_bytes())
+}
+
+/// Digest of everything that makes two requests the same.
+fn digest_of(ask: &Ask) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new();
+    let mut part = |bytes: &[u8]| {
+        hasher.update(&(bytes.len() as u64).to_le_bytes()).update(bytes);
+    };
+    part(&serde_json::to_vec(&*ask.tools).unwrap_or_default());
+    for said in &ask.said {
+        part(&serde_json::to_vec(&said.message).unwrap_or_default());
+    }
+    part(&(ask.sample as u64).to_le_bytes());
+    part(&(ask.max_tokens.unwrap_or(0) as u64).to_le_bytes());
+    *hasher.finalize().as_bytes()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,387 @@
+use super::*;
+use crate::api::{Action, EpisodeRequest};
+use crate::chat::{ChatModel, message};
+use crate::config::RolloutSection;
+use crate::expert::{ExpertEpisode, ExpertTurn};
+use crate::prefill::PrefillLeaders;
+use crate::rows::RowSharing;
+use crate::template::ChatTemplate;
+use crate::vocabulary::{MICRO_CHAT_TEMPLATE, train_tokenizer};
+use camino::Utf8Path;
+use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape, toy_task};
+use orchestrate_types::{ModelShape, PolicyVersion};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
+use serde_json::json;
+use std::sync::OnceLock;
+use std::time::Duration;
+use tokio_util::sync::CancellationToken;
+
+fn chat() -> Arc<ChatModel> {
+    static CHAT: OnceLock<Arc<ChatModel>> = OnceLock::new();
+    let make = || {
+        let folder = tempfile::tempdir().unwrap();
+        let path = Utf8Path::from_path(folder.path()).unwrap();
+        let call = Action { name: "bash".to_owned(), arguments: json!({"command": "cat total.py"}) };
+        let episode = ExpertEpisode {
+            prompt: vec![message("user", "total in total.py should include the last item.")],
+            turns: vec![ExpertTurn {
+                content: "Look.".to_owned(),
+                calls: vec![call],
+                observations: vec!["def total(items):".to_owned()],
+                weight: 1.0,
+            }],
+        };
+        let text = episode.text(&ChatTemplate::new(MICRO_CHAT_TEMPLATE).unwrap()).unwrap();
+        train_tokenizer(std::iter::repeat_n(text, 3), 400, MICRO_CHAT_TEMPLATE, path).unwrap();
+        Arc::new(ChatModel::load(path).unwrap())
+    };
+    Arc::clone(CHAT.get_or_init(make))
+}
+
+/// Replies with a text and sometimes a call, decided by the call's seed.
+fn engine() -> Arc<FakeEngine> {
+    let shape = ModelShape { context: 1 << 16, ..toy_shape(chat().vocab_size()) };
+    Arc::new(FakeEngine::new(shape, |request, _| {
+        let seed = request.sampling.seed;
+        let calls = if seed.is_multiple_of(3) {
+            Vec::new()
+        } else {
+            vec![Action { name: "bash".to_owned(), arguments: json!({"command": format!("ls {seed}")}) }]
+        };
+        let mut ids = chat().assistant(&format!("say {seed}"), &calls).unwrap();
+        ids.truncate(request.sampling.max_new_tokens);
+        let ended = ids.last() == Some(&chat().end_of_turn());
+        FakeReply::Tokens { ids, finish: if ended { Finish::Stop } else { Finish::Length } }
+    }))
+}
+
+fn conversation(engine: &Arc<FakeEngine>, max_turns: u32) -> Arc<Conversation> {
+    let plan = RolloutSection { max_turns: Some(max_turns), ..RolloutSection::default() };
+    let plan = plan.check().unwrap();
+    let limits = plan.limits(1 << 16);
+    let mut calls = Calls {
+        request: EpisodeRequest {
+            run: "01900000-0000-7000-8000-000000000000".parse().unwrap(),
+            epoch: 1,
+            attempt: "t000001.02-a01".parse().unwrap(),
+            task: Arc::new(toy_task()),
+            policy_version: PolicyVersion(0),
+            seed: 7,
+            temperature: 1.0,
+            want_routing: true,
+        },
+        engine: Arc::clone(engine) as _,
+        chat: chat(),
+        plan: Arc::new(plan),
+        sharing: RowSharing::default(),
+        leaders: PrefillLeaders::default(),
+        stop: CancellationToken::new(),
+        deadline: None,
+    };
+    calls.start_clock(Duration::from_secs(600));
+    Arc::new(Conversation::new(calls, limits))
+}
+
+fn said(role: &str, text: &str) -> Arc<Said> {
+    Arc::new(Said { message: message(role, text), reasoning: None })
+}
+
+fn ask(said: &[Arc<Said>]) -> Ask {
+    Ask {
+        said: said.to_vec(),
+        tools: Arc::default(),
+        max_tokens: None,
+        sample: 0,
+        repeats: false,
+    }
+}
+
+fn repeated(reply: &SampledReply) -> Arc<Said> {
+    Arc::new(Said { message: reply.message.clone(), reasoning: None })
+}
+
+/// Checks a finished conversation against the engine's log: every row is the one that a prefill of the
+/// whole branch would give, and every reply carries loss in exactly one branch, right after its prompt.
+fn check(engine: &FakeEngine, finished: &FinishedConversation, replies: &[Arc<SampledReply>]) {
+    assert_eq!(finished.routing_problem, None);
+    for branch in &finished.branches {
+        let tokens = branch.trajectory.token_ids();
+        let mask = branch.routing.as_ref().unwrap();
+        assert_eq!(mask.rows(), tokens.len() - 1);
+        for (position, token) in tokens.iter().enumerate().take(mask.rows()) {
+            for layer in [1, 2] {
+                let first = position * 7 + *token as usize * 3 + layer * 5;
+                let expected: Vec<usize> = (0..2).map(|slot| (first + slot) % 8).collect();
+                assert_eq!(mask.experts(position, layer), Some(expected), "row {position}");
+            }
+        }
+    }
+    let requests = engine.requests();
+    assert_eq!(requests.len(), replies.len());
+    let mut trained = 0;
+    for reply in replies {
+        let prompt = &requests[reply.number as usize].token_ids;
+        let owners = finished.branches.iter().filter(|branch| {
+            let (ids, mask) = (branch.trajectory.token_ids(), branch.trajectory.loss_mask());
+            let end = prompt.len() + reply.token_ids.len();
+            let turns = branch.trajectory.turns();
+            turns.iter().any(|turn| (turn.prompt_end, turn.output_end) == (prompt.len(), end))
+                && ids[..prompt.len()] == prompt[..]
+                && ids[prompt.len()..end] == reply.token_ids[..]
+                && mask[prompt.len()..end].iter().all(|mask| *mask == 1)
+        });
+        // Short replies to the same prompt may be equal.
+        let equal = replies.iter().filter(|other| {
+            requests[other.number as usize].token_ids == *prompt
+                && other.token_ids == reply.token_ids
+        });
+        assert_eq!(owners.count(), equal.count(), "reply {}", reply.number);
+        trained += reply.token_ids.len();
+    }
+    let loss: usize = finished.branches.iter().map(|b| b.trajectory.response_tokens()).sum();
+    assert_eq!(loss, trained);
+}
+
+#[tokio::test]
+async fn a_linear_conversation_is_one_branch_with_the_tokens_of_the_built_in_loop() {
+    let engine = engine();
+    let conversation = conversation(&engine, 10);
+    let mut history = vec![said("user", "mend it")];
+    let mut replies = Vec::new();
+    let mut expected = chat().prompt(&[message("user", "mend it")]).unwrap().to_vec();
+    for turn in 0..4 {
+        let reply = conversation.sample(&ask(&history)).await.unwrap();
+        reply.delivered();
+        expected.extend(&reply.token_ids);
+        let observation = message("tool", &format!("result {turn}"));
+        if turn < 3 {
+            expected.extend(chat().delta(&[observation.clone()], expected.last().copied()).unwrap());
+        }
+        history.extend([repeated(&reply), Arc::new(Said { message: observation, reasoning: None })]);
+        replies.push(reply);
+    }
+    let finished = conversation.finish();
+    assert_eq!((finished.branches.len(), finished.forks.len()), (1, 0));
+    assert_eq!(finished.branches[0].trajectory.token_ids(), expected);
+    assert_eq!(finished.turns.len(), 4);
+    assert_eq!(finished.turns[0].observation, "result 0");
+    check(&engine, &finished, &replies);
+}
+
+#[tokio::test]
+async fn a_reply_that_no_client_got_is_given_again() {
+    let engine = engine();
+    let conversation = conversation(&engine, 10);
+    let request = ask(&[said("user", "mend it")]);
+    let lost = conversation.sample(&request).await.unwrap();
+    let again = conversation.sample(&request).await.unwrap();
+    assert!(Arc::ptr_eq(&lost, &again), "the first was not delivered");
+    again.delivered();
+    let other = conversation.sample(&request).await.unwrap();
+    assert_ne!(other.token_ids, again.token_ids, "another sample");
+    other.delivered();
+    let retried = conversation.sample(&Ask { repeats: true, ..request.clone() }).await.unwrap();
+    assert!(Arc::ptr_eq(&other, &retried), "the client says that it did not get it");
+    let finished = conversation.finish();
+    assert_eq!(finished.forks, [(ForkCause::Repeated, 1)].into());
+    check(&engine, &finished, &[lost, other]);
+}
+
+#[tokio::test]
+async fn a_dropped_client_leaves_its_reply_to_the_next_one() {
+    let engine = engine();
+    let conversation = conversation(&engine, 10);
+    let request = ask(&[said("user", "mend it")]);
+    {
+        let first = conversation.sample(&request);
+        tokio::pin!(first);
+        // Polled once, so that it has begun.
+        assert!(futures_poll(first.as_mut()).await || true);
+    }
+    let reply = conversation.sample(&request).await.unwrap();
+    assert_eq!(engine.requests().len(), 1);
+    check(&engine, &conversation.finish(), &[reply]);
+}
+
+/// Polls a future once; whether it was ready.
+async fn futures_poll<F: Future + Unpin>(mut future: F) -> bool {
+    std::future::poll_fn(|context| {
+        let polled = std::pin::Pin::new(&mut future).poll(context);
+        std::task::Poll::Ready(polled.is_ready())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn limits_end_the_conversation_with_their_names() {
+    let engine = engine();
+    let conversation = conversation(&engine, 1);
+    let empty = conversation.sample(&ask(&[])).await.unwrap_err();
+    assert!(matches!(empty, AskError::Refused(_)), "{empty}");
+    let prefill = [said("user", "a"), said("assistant", "b")];
+    let refused = conversation.sample(&ask(&prefill)).await.unwrap_err();
+    assert!(matches!(refused, AskError::Refused(_)), "{refused}");
+    let long = said("user", &"word ".repeat(70_000));
+    let too_long = conversation.sample(&ask(&[long])).await.unwrap_err();
+    assert!(matches!(too_long, AskError::TooLong { .. }), "{too_long}");
+    conversation.sample(&ask(&[said("user", "a")])).await.unwrap().delivered();
+    let ended = conversation.sample(&ask(&[said("user", "b")])).await.unwrap_err();
+    assert!(ended.to_string().contains("rollout.max_turns"), "{ended}");
+    assert_eq!(conversation.finish().limit, Some(Limit::Turns));
+    let ended = conversation.sample(&ask(&[said("user", "b")])).await.unwrap_err();
+    assert!(matches!(ended, AskError::Ended(_)), "{ended}");
+}
+
+/// Everything that was said up to a reply, and the tokens of it: the naive reference.
+struct Known {
+    tools: usize,
+    said: Vec<Arc<Said>>,
+    tokens: Vec<u32>,
+}
+
+/// The prompt of a request, found by comparing it with every reply.
+fn naive_prompt(known: &[Known], tools: usize, said: &[Arc<Said>]) -> Vec<u32> {
+    let is_prefix = |known: &&Known| {
+        known.tools == tools
+            && known.said.len() <= said.len()
+            && known.said.iter().zip(said).all(|(a, b)| a.message == b.message)
+    };
+    let longest = known.iter().filter(is_prefix).max_by_key(|known| known.said.len());
+    let messages = |from: usize| -> Vec<Message> {
+        said[from..].iter().map(|said| said.message.clone()).collect()
+    };
+    let shown = tools_value(&tool_set(tools));
+    match longest {
+        Some(Known { said: before, tokens, .. }) => {
+            let new = messages(before.len());
+            let mut prompt = tokens.clone();
+            prompt.extend(chat().delta_with(&new, tokens.last().copied(), &shown).unwrap());
+            prompt
+        }
+        None => chat().prompt_with(&messages(0), &shown).unwrap().to_vec(),
+    }
+}
+
+fn tool_set(number: usize) -> Vec<serde_json::Value> {
+    (0..number).map(|n| json!({"type": "function", "function": {"name": format!("t{n}")}})).collect()
+}
+
+/// An agent that does with its history whatever agents do.
+struct Agent {
+    rng: ChaCha8Rng,
+    known: Vec<Known>,
+    replies: Vec<Arc<SampledReply>>,
+}
+
+impl Agent {
+    fn below(&mut self, limit: usize) -> usize {
+        (self.rng.next_u64() % limit as u64) as usize
+    }
+
+    /// The next request: tools and messages.
+    fn request(&mut self) -> (usize, Vec<Arc<Said>>) {
+        let fresh = format!("input {}", self.rng.next_u32());
+        let Some(count) = Some(self.known.len()).filter(|count| *count > 0) else {
+            return (0, vec![said("user", &fresh)]);
+        };
+        // Mostly the latest reply, else any.
+        let from = if self.below(3) > 0 { count - 1 } else { self.below(count) };
+        let (mut tools, mut history) = (self.known[from].tools, self.known[from].said.clone());
+        match self.below(12) {
+            0 => history = vec![said("system", "a sub-agent"), said("user", &fresh)],
+            1 => tools = (tools + 1) % 3,
+            2 => {
+                // Compaction: the beginning stays, the rest is summarised.
+                let kept = self.below(history.len()) + 1;
+                history.truncate(kept);
+            }
+            3 => {
+                let at = self.below(history.len());
+                let mut changed = Said::clone(&history[at]);
+                changed.message.content.push_str(" (edited)");
+                history[at] = Arc::new(changed);
+            }
+            4 => {
+                let at = self.below(history.len());
+                history.remove(at);
+            }
+            5 => return (tools, history[..history.len() - 1].to_vec()),
+            _ => {}
+        }
+        for _ in 0..self.below(3) {
+            history.push(said("tool", &format!("result {}", self.rng.next_u32() % 100)));
+        }
+        if history.last().is_none_or(|last| last.message.role == "assistant") {
+            history.push(said("user", &fresh));
+        }
+        (tools, history)
+    }
+
+    fn learn(&mut self, tools: usize, mut said: Vec<Arc<Said>>, prompt: &[u32], reply: &Arc<SampledReply>) {
+        if reply.number as usize >= self.replies.len() {
+            self.replies.push(Arc::clone(reply));
+        }
+        said.push(repeated(reply));
+        let tokens = [prompt, &reply.token_ids].concat();
+        self.known.push(Known { tools, said, tokens });
+    }
+}
+
+/// One conversation with random histories, compared with the naive reference.
+async fn random_conversation(seed: u64, requests: usize) -> BTreeMap<ForkCause, u64> {
+    let engine = engine();
+    let conversation = conversation(&engine, 10_000);
+    let mut agent =
+        Agent { rng: ChaCha8Rng::seed_from_u64(seed), known: Vec::new(), replies: Vec::new() };
+    for _ in 0..requests {
+        let (tools, history) = agent.request();
+        let before = engine.requests().len();
+        let mut request = ask(&history);
+        request.tools = Arc::new(tool_set(tools));
+        request.max_tokens = (agent.below(8) == 0).then(|| agent.below(20) + 1);
+        let expected = naive_prompt(&agent.known, tools, &history);
+        assert_eq!(conversation.count(&request).unwrap(), expected.len());
+        // Sometimes several samples at once, or a client that goes away.
+        let samples = if agent.below(6) == 0 { 3 } else { 1 };
+        let asked = (0..samples).map(|sample| Ask { sample, ..request.clone() });
+        let replies: Vec<_> = asked
+            .map(|ask| {
+                let conversation = Arc::clone(&conversation);
+                tokio::spawn(async move { conversation.sample(&ask).await.unwrap() })
+            })
+            .collect();
+        let lost = agent.below(10) == 0;
+        for reply in replies {
+            let reply = reply.await.unwrap();
+            if !lost {
+                reply.delivered();
+            }
+            let prompts = engine.requests();
+            if reply.number as usize >= before {
+                assert_eq!(*prompts[reply.number as usize].token_ids, expected);
+            }
+            agent.learn(tools, history.clone(), &expected, &reply);
+        }
+        agent.replies.sort_by_key(|reply| reply.number);
+        agent.replies.dedup_by_key(|reply| reply.number);
+    }
+    let finished = conversation.finish();
+    check(&engine, &finished, &agent.replies);
+    finished.forks
+}
+
+#[tokio::test]
+async fn random_histories_equal_the_naive_reference() {
+    let count = std::env::var("ORCHESTRATE_HISTORIES").ok().and_then(|n| n.parse().ok());
+    let mut causes = BTreeMap::new();
+    for seed in 0..count.unwrap_or(60) {
+        for (cause, number) in random_conversation(seed, 20).await {
+            *causes.entry(cause).or_insert(0) += number;
+        }
+    }
+    println!("{causes:?}");
+    for cause in [ForkCause::Tools, ForkCause::Opening, ForkCause::History, ForkCause::Repeated] {
+        assert!(causes.contains_key(&cause), "{cause:?} did not occur: {causes:?}");
+    }
+}

@@ -1,0 +1,270 @@
+//! The shape of an agent's conversation: branches of messages that share their beginnings.
+//!
+//! Agents send their whole history with every request. [`Tree::locate`] finds the branch that a
+//! request continues: the one whose messages, sampled replies included, are the request's first ones.
+//! Where the request departs from everything that was said, a branch forks off after the last reply
+//! that both have in common. This file compares messages only; tokens and rows are the payload `L`.
+
+use crate::api::Message;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// A message of a request.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Said {
+    /// Role, text and tool calls.
+    pub message: Message,
+    /// The thinking of an assistant message, if the agent sent it back.
+    pub reasoning: Option<String>,
+}
+
+impl Said {
+    /// Whether an agent that sends this repeats the reply `sampled`. Agents drop thinking, trim text and
+    /// write the JSON of tool calls anew, so these do not count.
+    fn repeats(&self, sampled: &Message) -> bool {
+        self.message.role == "assistant"
+            && self.message.content.trim() == sampled.content.trim()
+            && self.message.tool_calls == sampled.tool_calls
+    }
+}
+
+/// Why a branch began.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ForkCause {
+    /// The request has other tools than the branches before.
+    Tools,
+    /// Its first message differs from theirs: a sub-agent, another system prompt, a side request.
+    Opening,
+    /// A message differs from what was said before, after a common beginning: the history was edited,
+    /// shortened or summarised.
+    History,
+    /// The same history is sampled once more: a retry of the agent, or several samples at once.
+    Repeated,
+    /// The chat template leaves the thinking of the last reply out of later prompts.
+    Thinking,
+}
+
+/// One element of a branch.
+#[derive(Debug, Clone)]
+pub(crate) enum Step {
+    /// A message of the agent.
+    Given(Arc<Said>),
+    /// A sampled reply.
+    Reply {
+        /// As the agent got it.
+        message: Arc<Message>,
+        /// Number of tokens of the branch up to its end.
+        end: usize,
+    },
+}
+
+/// A branch: everything that was said from the start of the conversation on.
+#[derive(Debug)]
+pub(crate) struct Branch<L> {
+    /// Digest of the tools that its prompts show.
+    pub(crate) tools: [u8; 32],
+    pub(crate) steps: Vec<Step>,
+    /// Whether a reply is being sampled at its end.
+    pub(crate) is_busy: bool,
+    /// The branch that it forked from, and the number of tokens that both have.
+    pub(crate) parent: Option<(usize, usize)>,
+    pub(crate) line: L,
+}
+
+/// Where a request belongs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// It continues a branch after its last reply.
+    Tip { branch: usize },
+    /// It departs from a branch after `steps` steps, the last of which is a reply that ends at `tokens`.
+    Fork { branch: usize, steps: usize, tokens: usize, cause: ForkCause },
+    /// It has no reply in common with any branch. `cause` is absent for the first request.
+    Root { cause: Option<ForkCause> },
+}
+
+impl Place {
+    /// How many of the request's messages the place already has.
+    pub(crate) fn steps<L>(self, tree: &Tree<L>) -> usize {
+        match self {
+            Self::Tip { branch } => tree.branches.get(branch).map_or(0, |b| b.steps.len()),
+            Self::Fork { steps, .. } => steps,
+            Self::Root { .. } => 0,
+        }
+    }
+
+    pub(crate) fn cause(self) -> Option<ForkCause> {
+        match self {
+            Self::Tip { .. } => None,
+            Self::Fork { cause, .. } => Some(cause),
+            Self::Root { cause } => cause,
+        }
+    }
+}
+
+/// The branches of one conversation, in the order in which they began.
+#[derive(Debug)]
+pub(crate) struct Tree<L> {
+    pub(crate) branches: Vec<Branch<L>>,
+}
+
+impl<L> Tree<L> {
+    pub(crate) fn new() -> Self {
+        Self { branches: Vec::new() }
+    }
+
+    /// Finds the place of a request: after the longest common history that ends with a reply. Of equal
+    /// ones, the end of a branch is preferred, so that nothing forks without need.
+    pub(crate) fn locate(&self, tools: &[u8; 32], said: &[Arc<Said>]) -> Place {
+        let mut best: Option<(usize, bool, Place)> = None;
+        for (index, branch) in self.branches.iter().enumerate() {
+            if branch.tools != *tools {
+                continue;
+            }
+            let common = branch.common(said);
+            let Some((steps, tokens)) = branch.last_reply(common) else { continue };
+            let is_tip = steps == branch.steps.len() && !branch.is_busy;
+            if best.is_some_and(|(most, tip, _)| (most, tip) >= (steps, is_tip)) {
+                continue;
+            }
+            let place = if is_tip {
+                Place::Tip { branch: index }
+            } else {
+                let cause = branch.cause_of_fork(common, said);
+                Place::Fork { branch: index, steps, tokens, cause }
+            };
+            best = Some((steps, is_tip, place));
+        }
+        best.map_or_else(|| Place::Root { cause: self.cause_of_root(tools, said) }, |(_, _, p)| p)
+    }
+
+    fn cause_of_root(&self, tools: &[u8; 32], said: &[Arc<Said>]) -> Option<ForkCause> {
+        if self.branches.is_empty() {
+            return None;
+        }
+        let mut alike = self.branches.iter().filter(|branch| branch.tools == *tools).peekable();
+        if alike.peek().is_none() {
+            return Some(ForkCause::Tools);
+        }
+        let most = alike.map(|branch| (branch.common(said), branch)).max_by_key(|(n, _)| *n);
+        Some(match most {
+            None | Some((0, _)) => ForkCause::Opening,
+            Some((common, branch)) => branch.cause_of_fork(common, said),
+        })
+    }
+}
+
+impl<L> Branch<L> {
+    /// Number of leading steps that are the request's first messages.
+    fn common(&self, said: &[Arc<Said>]) -> usize {
+        let pairs = self.steps.iter().zip(said);
+        pairs
+            .take_while(|(step, said)| match step {
+                Step::Given(given) => Arc::ptr_eq(given, said) || given == *said,
+                Step::Reply { message, .. } => said.repeats(message),
+            })
+            .count()
+    }
+
+    /// The last reply among the first `common` steps: number of steps up to it, and of tokens.
+    fn last_reply(&self, common: usize) -> Option<(usize, usize)> {
+        let steps = self.steps.get(..common)?;
+        steps.iter().enumerate().rev().find_map(|(index, step)| match step {
+            Step::Given(_) => None,
+            Step::Reply { end, .. } => Some((index + 1, *end)),
+        })
+    }
+
+    fn cause_of_fork(&self, common: usize, said: &[Arc<Said>]) -> ForkCause {
+        // All of the request was said before, and answered or about to be.
+        let is_answered = match self.steps.get(common) {
+            Some(Step::Reply { .. }) => true,
+            Some(Step::Given(_)) => false,
+            None => self.is_busy,
+        };
+        if common == said.len() && is_answered { ForkCause::Repeated } else { ForkCause::History }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(role: &str, text: &str) -> Arc<Said> {
+        Arc::new(Said { message: crate::chat::message(role, text), reasoning: None })
+    }
+
+    fn reply(text: &str, end: usize) -> Step {
+        Step::Reply { message: Arc::new(crate::chat::message("assistant", text)), end }
+    }
+
+    const TOOLS: [u8; 32] = [1; 32];
+
+    /// `u a v b`, with replies `a` and `b`.
+    fn tree() -> Tree<()> {
+        let steps = vec![
+            Step::Given(said("user", "u")),
+            reply("a", 10),
+            Step::Given(said("user", "v")),
+            reply("b", 20),
+        ];
+        let branch = Branch { tools: TOOLS, steps, is_busy: false, parent: None, line: () };
+        Tree { branches: vec![branch] }
+    }
+
+    fn request(texts: &[&str]) -> Vec<Arc<Said>> {
+        let role = |text: &str| if matches!(text, "a" | "b" | "x") { "assistant" } else { "user" };
+        texts.iter().map(|text| said(role(text), text)).collect()
+    }
+
+    #[test]
+    fn requests_are_placed_after_the_last_common_reply() {
+        let fork = |steps, tokens, cause| Place::Fork { branch: 0, steps, tokens, cause };
+        let root = |cause| Place::Root { cause: Some(cause) };
+        for (texts, expected) in [
+            (&["u", "a", "v", "b", "w"][..], Place::Tip { branch: 0 }),
+            (&["u", "a", "v", "b"], Place::Tip { branch: 0 }),
+            (&["u", "a", "v"], fork(2, 10, ForkCause::Repeated)),
+            (&["u", "a", "other"], fork(2, 10, ForkCause::History)),
+            (&["u", "a", "v", "x", "w"], fork(2, 10, ForkCause::History)),
+            (&["u"], root(ForkCause::Repeated)),
+            (&["u", "x"], root(ForkCause::History)),
+            (&["summary"], root(ForkCause::Opening)),
+        ] {
+            assert_eq!(tree().locate(&TOOLS, &request(texts)), expected, "{texts:?}");
+        }
+        assert_eq!(tree().locate(&[2; 32], &request(&["u", "a", "v"])), root(ForkCause::Tools));
+        assert_eq!(Tree::<()>::new().locate(&TOOLS, &request(&["u"])), Place::Root { cause: None });
+    }
+
+    #[test]
+    fn a_branch_that_is_sampling_is_not_continued() {
+        let mut tree = tree();
+        tree.branches[0].steps.push(Step::Given(said("user", "w")));
+        tree.branches[0].is_busy = true;
+        let place = tree.locate(&TOOLS, &request(&["u", "a", "v", "b", "w"]));
+        let cause = ForkCause::Repeated;
+        assert_eq!(place, Place::Fork { branch: 0, steps: 4, tokens: 20, cause });
+        let place = tree.locate(&TOOLS, &request(&["u", "a", "v", "b", "z"]));
+        let cause = ForkCause::History;
+        assert_eq!(place, Place::Fork { branch: 0, steps: 4, tokens: 20, cause });
+    }
+
+    #[test]
+    fn a_reply_is_recognised_without_its_thinking_and_with_its_json_rewritten() {
+        let call = |text: &str| crate::api::Action {
+            name: "bash".to_owned(),
+            arguments: serde_json::from_str(text).unwrap(),
+        };
+        let mut sampled = crate::chat::message("assistant", "Look.\n");
+        sampled.tool_calls = vec![call(r#"{"command": "ls", "n": 1}"#)];
+        let mut sent = sampled.clone();
+        sent.content = "Look.".to_owned();
+        sent.tool_calls = vec![call(r#"{"n":1,"command":"ls"}"#)];
+        let sent = Said { message: sent, reasoning: Some("hm".to_owned()) };
+        assert!(sent.repeats(&sampled));
+        let mut other = sent.clone();
+        other.message.tool_calls[0].arguments = serde_json::json!({"command": "rm"});
+        assert!(!other.repeats(&sampled));
+    }
+}

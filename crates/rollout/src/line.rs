@@ -1,0 +1,595 @@
+//! A line: one sequence of tokens that grows by text of the environment and by sampled replies, and
+//! the engine calls that sample them.
+//!
+//! A built-in scaffold has one line per attempt; an agent that talks to the gateway has one for each
+//! branch of its conversation. Both sample here, so tokens, rows and records are made in one way.
+
+use crate::api::{EpisodeBranch, EpisodeRequest, RowCounts};
+use crate::buffer::TokenBuffer;
+use crate::chat::ChatModel;
+use crate::config::RolloutSettings;
+use crate::dialogue::{Dialogue, TurnText};
+use crate::prefill::{PrefillKey, PrefillLeader, PrefillLeaders, PrefillRole};
+use crate::rows::{EpisodeRows, RowSharing, RowsRefused};
+use orchestrate_engine::{
+    Engine, Finish, GenerateRequest, Generation, MessageReply, Prompt, Reply, SampledTokens,
+    Sampling, SessionOpening, TokenPrompt, VersionSpan,
+};
+use orchestrate_routing::MixedRows;
+use orchestrate_types::{ModelShape, PolicyVersion, RequestId, Retry, TokenId};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tracing::Span;
+
+/// Maximum number of engine calls for one generation. With the pauses between them an engine may be
+/// unreachable for about a minute, long enough for a restart.
+const MAX_TRIES: u32 = 8;
+
+/// Maximum number of these calls that may end with a late or invalid reply.
+const MAX_REPLY_TRIES: u32 = 3;
+
+/// Maximum number of these calls that may end with routing rows that do not join the ones so far.
+const MAX_ROUTING_TRIES: u32 = 2;
+
+/// Maximum pause between two calls. Pauses double up to it.
+const MAX_PAUSE: Duration = Duration::from_secs(30);
+
+/// The engine's reply is in a different form than the prompt.
+const MESSAGE_MISMATCH: &str = "a message in reply to tokens, or tokens in reply to a message";
+
+/// What all lines of an attempt share.
+#[derive(Debug)]
+pub(crate) struct Calls {
+    pub(crate) request: EpisodeRequest,
+    pub(crate) engine: Arc<dyn Engine>,
+    pub(crate) chat: Arc<ChatModel>,
+    pub(crate) plan: Arc<RolloutSettings>,
+    pub(crate) sharing: RowSharing,
+    pub(crate) leaders: PrefillLeaders,
+    pub(crate) stop: CancellationToken,
+    /// End of the agent's time; `None` before it has started.
+    pub(crate) deadline: Option<Instant>,
+}
+
+impl Calls {
+    /// Starts the time limit of the agent.
+    pub(crate) fn start_clock(&mut self, time: Duration) {
+        self.deadline = Some(Instant::now() + time);
+    }
+
+    /// The agent's remaining time.
+    pub(crate) fn remaining(&self) -> Duration {
+        self.deadline.map_or(Duration::ZERO, |end| end.saturating_duration_since(Instant::now()))
+    }
+
+    fn shape(&self) -> Arc<ModelShape> {
+        Arc::new(self.engine.shape().clone())
+    }
+}
+
+/// What tells the generations of an attempt apart.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GenerationId {
+    /// Number of replies before it on its line. It decides the seed.
+    pub(crate) turn: u32,
+    /// Number of earlier generations of the attempt, on all lines: no two share a request id.
+    pub(crate) ordinal: u32,
+    /// Number of earlier generations with the same prompt, which must not repeat their tokens.
+    pub(crate) repetition: u32,
+    /// Most tokens to sample.
+    pub(crate) max_new_tokens: usize,
+}
+
+/// A reply that was stored.
+#[derive(Debug)]
+pub(crate) struct Sampled {
+    pub(crate) finish: Finish,
+    /// Number of sampled tokens; 0 if nothing was stored.
+    pub(crate) tokens: usize,
+    /// Whether it continued an aborted reply.
+    pub(crate) resumed: bool,
+    /// The reply as text, if the engine returned a message.
+    pub(crate) message_text: Option<String>,
+    /// Prompt tokens that were sent, and how many of them the engine had cached.
+    pub(crate) prompt_tokens: usize,
+    pub(crate) cached_tokens: usize,
+}
+
+/// Why there is no reply.
+#[derive(Debug)]
+pub(crate) enum NoReply {
+    /// The run stops.
+    Stopped,
+    /// The agent's time is up.
+    TimeUp,
+    /// No tries are left, or the error cannot be retried.
+    Failed(String),
+}
+
+/// One sequence of tokens under construction.
+#[derive(Debug)]
+pub(crate) struct Line {
+    session: Arc<Session>,
+    /// If this line is the first of its group to sample: held until its first reply is stored.
+    leading: Option<PrefillLeader>,
+    pub(crate) buffer: TokenBuffer,
+    /// The conversation in messages, for an engine that takes messages. The buffer then has the
+    /// tokens of our own tokenizer, for its length only: none of them is trained on.
+    pub(crate) dialogue: Option<Dialogue>,
+    rows: Option<EpisodeRows>,
+    routing_problem: Option<String>,
+    version: PolicyVersion,
+    /// Number of calls for the current generation. Part of the request id, so that none is used twice.
+    tries: u32,
+    /// Whether the last stored reply was aborted, so that the next reply continues its turn.
+    turn_is_open: bool,
+    counters: Counters,
+}
+
+/// The conversation's name at the engine. Dropping it closes the session.
+#[derive(Debug)]
+struct Session {
+    engine: Arc<dyn Engine>,
+    name: String,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.engine.close_session(&self.name);
+    }
+}
+
+/// Prompt tokens of a line, summed over its generations.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Counters {
+    pub(crate) prompt: u64,
+    pub(crate) cached: u64,
+    pub(crate) cacheable: u64,
+}
+
+impl std::ops::AddAssign for Counters {
+    fn add_assign(&mut self, other: Self) {
+        let Self { prompt, cached, cacheable } = other;
+        self.prompt += prompt;
+        self.cached += cached;
+        self.cacheable += cacheable;
+    }
+}
+
+/// A finished line.
+#[derive(Debug)]
+pub(crate) struct FinishedLine {
+    /// Its tokens and rows; `None` without a reply.
+    pub(crate) branch: Option<EpisodeBranch>,
+    /// Why its routing mask is missing.
+    pub(crate) routing_problem: Option<String>,
+    pub(crate) rows: RowCounts,
+    pub(crate) counters: Counters,
+}
+
+impl Line {
+    /// An empty line. `branch` is its number in the attempt, from 0.
+    pub(crate) fn new(calls: &Calls, branch: usize) -> Self {
+        let EpisodeRequest { run, want_routing, policy_version, .. } = calls.request;
+        let (mut rows, mut routing_problem) = (None, None);
+        if want_routing {
+            match EpisodeRows::new(calls.shape(), run.to_string(), calls.sharing.clone()) {
+                Ok(new) => rows = Some(new),
+                Err(error) => routing_problem = Some(error.to_string()),
+            }
+        }
+        Self {
+            session: Arc::new(Session::new(calls, branch)),
+            leading: None,
+            buffer: TokenBuffer::default(),
+            dialogue: None,
+            rows,
+            routing_problem,
+            version: policy_version,
+            tries: 0,
+            turn_is_open: false,
+            counters: Counters::default(),
+        }
+    }
+
+    /// A line that starts with the first `tokens` tokens of this one, which are the end of a reply or 0,
+    /// and with their rows. Their loss stays with this line.
+    pub(crate) fn branch(&self, calls: &Calls, branch: usize, tokens: usize) -> Self {
+        let buffer = self.buffer.branch(tokens);
+        Self { buffer, rows: self.rows.as_ref().map(|rows| rows.branch(tokens)), ..self.empty(calls, branch) }
+    }
+
+    /// A line without tokens, which has the rows of its first `common` tokens from this one.
+    pub(crate) fn sibling(&self, calls: &Calls, branch: usize, common: usize) -> Self {
+        let rows = self.rows.as_ref().map(|rows| rows.branch(common));
+        Self { rows, ..self.empty(calls, branch) }
+    }
+
+    fn empty(&self, calls: &Calls, branch: usize) -> Self {
+        Self {
+            session: Arc::new(Session::new(calls, branch)),
+            leading: None,
+            buffer: TokenBuffer::default(),
+            dialogue: None,
+            rows: None,
+            routing_problem: self.routing_problem.clone(),
+            version: self.version,
+            tries: 0,
+            turn_is_open: false,
+            counters: Counters::default(),
+        }
+    }
+
+    /// A copy to sample with. If sampling is dropped half-way, this line is as it was.
+    pub(crate) fn copy(&self) -> Self {
+        Self {
+            session: Arc::clone(&self.session),
+            leading: None,
+            buffer: self.buffer.clone(),
+            dialogue: self.dialogue.clone(),
+            rows: self.rows.clone(),
+            routing_problem: self.routing_problem.clone(),
+            version: self.version,
+            tries: self.tries,
+            turn_is_open: self.turn_is_open,
+            counters: self.counters,
+        }
+    }
+
+    /// Appends text of the environment.
+    pub(crate) fn extend(&mut self, tokens: &[TokenId]) {
+        self.buffer.add_pending(tokens);
+    }
+
+    /// The policy version that sampled last.
+    pub(crate) fn version(&self) -> PolicyVersion {
+        self.version
+    }
+
+    /// Samples one reply to the line's prompt, or continues one that was aborted, and stores it.
+    pub(crate) async fn sample(
+        &mut self,
+        calls: &Calls,
+        id: GenerationId,
+        resumed: bool,
+    ) -> Result<Sampled, NoReply> {
+        if let (true, Some(problem)) = (calls.request.want_routing, &self.routing_problem) {
+            return Err(NoReply::Failed(problem.clone()));
+        }
+        if calls.stop.is_cancelled() {
+            return Err(NoReply::Stopped);
+        }
+        if !resumed {
+            self.tries = 0;
+        }
+        let reply = self.try_generate(calls, id).await?;
+        let (generation, message_text) = match reply {
+            Reply::Tokens(generation) => (generation, None),
+            Reply::Message(reply) => {
+                let (generation, text) = self.record_message(calls, reply)?;
+                (generation, Some(text))
+            }
+        };
+        let finish = generation.finish().clone();
+        let tokens = generation.output_ids().len();
+        let prompt_tokens = self.buffer.prompt_len();
+        let cached_tokens = generation.cached_tokens;
+        let resumed = self.turn_is_open;
+        if tokens == 0 {
+            // Aborted before its first token, or without room for one: nothing is stored.
+            return Ok(Sampled {
+                finish,
+                tokens,
+                resumed,
+                message_text: None,
+                prompt_tokens,
+                cached_tokens,
+            });
+        }
+        Span::current().record("engine", generation.worker.as_str());
+        self.count(&generation, id.turn, resumed);
+        self.buffer.push_reply(&generation, resumed, self.version);
+        self.turn_is_open = finish == Finish::Abort;
+        if let (Some(rows), Some(span)) = (&mut self.rows, generation.versions().first()) {
+            rows.offer(self.buffer.ids(), span.version, &generation.worker).await;
+        }
+        if let Some(leading) = self.leading.take() {
+            leading.finish();
+        }
+        if let Some(last) = generation.versions().last() {
+            self.version = last.version;
+        }
+        if message_text.is_some() {
+            let end = self.buffer.len();
+            self.buffer.exclude(end - tokens..end);
+        }
+        Ok(Sampled { finish, tokens, resumed, message_text, prompt_tokens, cached_tokens })
+    }
+
+    async fn try_generate(&mut self, calls: &Calls, id: GenerationId) -> Result<Reply, NoReply> {
+        let Some(deadline) = calls.deadline else {
+            return Err(NoReply::Failed("the episode's time limit was not started".to_owned()));
+        };
+        let prompt_tokens = self.buffer.prompt_len();
+        if self.buffer.is_empty() && self.tries == 0 {
+            let prompt = self.buffer.prompt_for_turn();
+            self.open_session(calls, &prompt).await;
+        }
+        let (mut tries, mut pauses, mut routing_failures) = (0, 0, 0);
+        loop {
+            if calls.stop.is_cancelled() {
+                return Err(NoReply::Stopped);
+            }
+            if calls.remaining().is_zero() {
+                return Err(NoReply::TimeUp);
+            }
+            let prompt = self.buffer.prompt_for_turn();
+            let request = self.engine_request(calls, id, prompt);
+            self.tries += 1;
+            tries += 1;
+            // The request has a deadline, too; this one is for an engine that ignores it.
+            let Ok(result) = timeout_at(deadline, calls.engine.generate(request)).await else {
+                return Err(NoReply::TimeUp);
+            };
+            let (error, retry) = match result {
+                Ok(mut reply) => match self.accept(&mut reply, prompt_tokens) {
+                    Ok(()) => return Ok(reply),
+                    Err(Refusal::Reply(problem)) => (problem, Retry::Now),
+                    Err(Refusal::Routing(problem)) => {
+                        routing_failures += 1;
+                        if routing_failures >= MAX_ROUTING_TRIES {
+                            self.routing_problem = Some(problem.clone());
+                        }
+                        (problem, Retry::Now)
+                    }
+                },
+                Err(error) => (error.to_string(), error.retry()),
+            };
+            let is_last = tries >= MAX_TRIES || tries - pauses >= MAX_REPLY_TRIES;
+            if is_last || self.routing_problem.is_some() {
+                return Err(NoReply::Failed(format!("{error} (after {tries} tries)")));
+            }
+            tracing::debug!(error, turn = id.turn, tries, "generation failed, retrying");
+            match retry {
+                Retry::Never => return Err(NoReply::Failed(error)),
+                Retry::Now => {}
+                Retry::After(time) => {
+                    let time = time.saturating_mul(1 << pauses).min(MAX_PAUSE);
+                    pauses += 1;
+                    tokio::select! {
+                        biased;
+                        () = calls.stop.cancelled() => {}
+                        () = tokio::time::sleep(time.min(calls.remaining())) => {}
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds a message to the conversation. Returns the tokens that our own tokenizer makes of it, and
+    /// the whole turn as text.
+    fn record_message(
+        &mut self,
+        calls: &Calls,
+        reply: MessageReply,
+    ) -> Result<(Generation, String), NoReply> {
+        let failed = |error: &dyn std::fmt::Display| NoReply::Failed(error.to_string());
+        let Some(dialogue) = &mut self.dialogue else {
+            return Err(failed(&MESSAGE_MISMATCH));
+        };
+        let TurnText { text, kept } = dialogue.push_turn(reply.message);
+        let mut output_ids = calls.chat.encode(&kept).map_err(|error| failed(&error))?;
+        if reply.finish == Finish::Stop {
+            output_ids.push(calls.chat.end_of_turn());
+        }
+        let end = output_ids.len();
+        let span = VersionSpan { version: self.version, start: 0, end };
+        let sampled = SampledTokens {
+            logprobs: vec![0.0; end],
+            versions: if end == 0 { Vec::new() } else { vec![span] },
+            output_ids,
+        };
+        let mut generation = Generation::new(sampled, reply.finish, usize::MAX)
+            .map_err(|error| failed(&error))?;
+        generation.cached_tokens = reply.cached_tokens;
+        generation.worker = reply.worker;
+        Ok((generation, text))
+    }
+
+    /// Before the first call: opens the session, waits for the first attempt of the group or becomes
+    /// it, and takes the rows that are cached for this prompt.
+    async fn open_session(&mut self, calls: &Calls, prompt: &[TokenId]) {
+        let EpisodeRequest { run, attempt, .. } = calls.request;
+        let engine = &calls.engine;
+        let group = attempt.episode.group;
+        engine.open_session(&SessionOpening {
+            session: &self.session.name,
+            group: Some(&format!("{}-{group}", run.short())),
+            prompt_tokens: prompt.len(),
+        });
+        let worker = engine.worker_of(&self.session.name);
+        let key = PrefillKey { group, version: self.version, worker };
+        let patience = calls.plan.follow_wait.0.min(calls.remaining());
+        let part = tokio::select! {
+            biased;
+            () = calls.stop.cancelled() => PrefillRole::Alone,
+            part = calls.leaders.join(key, patience) => part,
+        };
+        match part {
+            PrefillRole::Leader(leading) => self.leading = Some(leading),
+            PrefillRole::Follower => {}
+            PrefillRole::Alone => tracing::debug!("not waiting for the group's first reply"),
+        }
+        if let Some(rows) = &mut self.rows {
+            // It may have changed: a worker can go out of service during the wait.
+            let worker = engine.worker_of(&self.session.name);
+            rows.seed(prompt, self.version, worker).await;
+        }
+    }
+
+    fn engine_request(
+        &self,
+        calls: &Calls,
+        id: GenerationId,
+        ids: Arc<Vec<TokenId>>,
+    ) -> GenerateRequest {
+        let EpisodeRequest { run, attempt, seed, temperature, .. } = calls.request;
+        let GenerationId { turn, ordinal, repetition, max_new_tokens } = id;
+        let sampling = Sampling {
+            temperature,
+            top_p: calls.plan.top_p,
+            max_new_tokens,
+            stop_token_ids: calls.chat.stop_token_ids().to_vec(),
+            seed: call_seed(seed, turn, ids.len(), repetition),
+        };
+        let prompt = match &self.dialogue {
+            Some(dialogue) => Prompt::Messages(dialogue.prompt(ids.len())),
+            None => Prompt::Tokens(TokenPrompt {
+                ids,
+                routed_experts_start: self.rows.as_ref().map(EpisodeRows::next_start),
+                cache_namespace: self.version,
+            }),
+        };
+        GenerateRequest {
+            request_id: RequestId::new(run, attempt, ordinal, self.tries),
+            session: self.session.name.clone(),
+            prompt,
+            sampling,
+            priority: i32::try_from(turn).unwrap_or(i32::MAX),
+            deadline: calls.plan.generate_timeout.0.min(calls.remaining()),
+        }
+    }
+
+    /// Takes the rows of a reply to a prompt of `prompt` tokens, whose tokens the engine has checked.
+    /// A refused reply leaves no trace.
+    fn accept(&mut self, reply: &mut Reply, prompt: usize) -> Result<(), Refusal> {
+        let generation = match (&self.dialogue, reply) {
+            (None, Reply::Tokens(generation)) => generation,
+            (Some(_), Reply::Message(_)) => return Ok(()),
+            (None, Reply::Message(_)) | (Some(_), Reply::Tokens(_)) => {
+                return Err(Refusal::Reply(MESSAGE_MISMATCH.to_owned()));
+            }
+        };
+        if generation.output_ids().is_empty() {
+            // Without tokens only an abort can be continued.
+            return match generation.finish() {
+                Finish::Abort => Ok(()),
+                Finish::Stop | Finish::Length => {
+                    Err(Refusal::Reply("the reply has no tokens, but was not aborted".to_owned()))
+                }
+            };
+        }
+        let Some(rows) = &mut self.rows else { return Ok(()) };
+        rows.accept(generation, prompt, self.version).map_err(|refused| match refused {
+            refused @ RowsRefused::StaleSeed => Refusal::Reply(refused.to_string()),
+            refused @ (RowsRefused::Missing
+            | RowsRefused::WrongEnd { .. }
+            | RowsRefused::Routing(_)) => Refusal::Routing(refused.to_string()),
+        })
+    }
+
+    /// Counts prompt tokens: those sent, those that the engine had in its prefix cache, and those that a
+    /// perfect cache would have had. The last are the tokens of the turn before, or at the first turn
+    /// the whole prompt unless this episode is the group's first to send it; the last token is always
+    /// computed. A prefix that other tasks share may be cached, too, so hits are a lower bound.
+    fn count(&mut self, generation: &Generation, turn: u32, resumed: bool) {
+        let prompt = self.buffer.prompt_len();
+        let seen_before = if resumed {
+            0
+        } else if turn > 0 {
+            self.buffer.common_len()
+        } else if self.leading.is_some() {
+            0
+        } else {
+            prompt
+        };
+        let cacheable = seen_before.saturating_sub(1).max(generation.cached_tokens);
+        let counters = &mut self.counters;
+        counters.prompt += prompt as u64;
+        counters.cached += generation.cached_tokens as u64;
+        counters.cacheable += cacheable as u64;
+    }
+
+    /// Leaves tokens out of the next prompt where the chat template drops the thinking of the last turn.
+    pub(crate) fn fork_last_turn(&mut self, chat: &ChatModel) {
+        let (header, thinking) = chat.dropped_tokens(self.buffer.last_turn());
+        self.buffer.fork_last_turn(header, thinking);
+        if let (Some(fork), Some(rows)) = (self.buffer.fork(), &mut self.rows) {
+            rows.fork(fork.at);
+        }
+    }
+
+    /// Ends the line. A routing mask that does not cover all tokens is left out, with the reason.
+    pub(crate) fn finish(mut self) -> FinishedLine {
+        let mut routing_problem = self.routing_problem.take();
+        let row_counts = self.rows.as_ref().map(|rows| rows.counts).unwrap_or_default();
+        if let Some(rows) = self.rows.take_if(|rows| !rows.mixed_tokens().is_empty()) {
+            self.rows = match rows.mixed_policy() {
+                MixedRows::Keep => Some(rows),
+                MixedRows::Mask => {
+                    let mixed: Vec<Range<usize>> = rows.mixed_tokens();
+                    mixed.into_iter().for_each(|range| self.buffer.exclude(range));
+                    Some(rows)
+                }
+                MixedRows::Drop => {
+                    let count = row_counts.mixed;
+                    routing_problem =
+                        Some(format!("{count} rows are mixed (routing.mixed = drop)"));
+                    None
+                }
+            };
+        }
+        let trajectory = self.buffer.into_trajectory().unwrap_or_else(|error| {
+            routing_problem = Some(error.to_string());
+            None
+        });
+        let mut routing = None;
+        if let (Some(rows), Some(trajectory)) = (self.rows, &trajectory) {
+            match rows.finish(trajectory.len()) {
+                Ok(mask) => routing = Some(mask),
+                Err(error) => routing_problem = routing_problem.or(Some(error.to_string())),
+            }
+        }
+        FinishedLine {
+            branch: trajectory.map(|trajectory| EpisodeBranch { trajectory, routing }),
+            routing_problem,
+            rows: row_counts,
+            counters: self.counters,
+        }
+    }
+}
+
+impl Session {
+    fn new(calls: &Calls, branch: usize) -> Self {
+        let EpisodeRequest { run, attempt, .. } = calls.request;
+        let name = match branch {
+            0 => format!("{}-{attempt}", run.short()),
+            branch => format!("{}-{attempt}-b{branch}", run.short()),
+        };
+        Self { engine: Arc::clone(&calls.engine), name }
+    }
+}
+
+/// Why a reply is refused.
+enum Refusal {
+    /// The reply as a whole.
+    Reply(String),
+    /// Its routing rows.
+    Routing(String),
+}
+
+/// Seed of one call (`SplitMix64` of the arguments): the same for every try of the same part of the
+/// same turn, and different for all others.
+fn call_seed(episode: u64, turn: u32, prompt_tokens: usize, repetition: u32) -> u64 {
+    let mix = |value: u64| {
+        let value = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let value = (value ^ (value >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        value ^ (value >> 31)
+    };
+    let seed = mix(mix(mix(episode) ^ u64::from(turn)) ^ prompt_tokens as u64);
+    if repetition == 0 { seed } else { mix(seed ^ u64::from(repetition)) }
+}
