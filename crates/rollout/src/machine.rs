@@ -7,6 +7,8 @@
 //! | phase | event | next phase | command |
 //! |---|---|---|---|
 //! | `Created` | `SandboxOpened` | `SandboxReady` | `RenderPrompt` |
+//! | `Created`, agent with its own loop | `SandboxOpened` | `AgentRunning` | `RunAgent` |
+//! | `AgentRunning` | `AgentEnded` | `Grading`, truncated if a limit ended it | `Grade` |
 //! | `SandboxReady` | `PromptRendered`, room left | `Generating` turn 0 | `Generate` |
 //! | `SandboxReady` | `PromptRendered`, no room | `Grading` truncated by `SequenceTokens` | `Grade` |
 //! | `Generating` | `Generated`, stop | `Acting` | `Act` |
@@ -19,9 +21,9 @@
 //! | `Acting` | `Acted`, no room | `Grading` truncated by `SequenceTokens` | `Grade` |
 //! | `Acting` | `Acted` | `Generating`, next turn | `Generate` |
 //! | `Generating`, `Acting` | `TimeUp` | `Grading` truncated by `EpisodeTime` | `Grade` |
-//! | `Created`, `SandboxReady`, `Generating`, `Acting` | `StopRequested` | `Ended` `Aborted{Shutdown}` | `Finish` |
+//! | `Created`, `SandboxReady`, `Generating`, `Acting`, `AgentRunning` | `StopRequested` | `Ended` `Aborted{Shutdown}` | `Finish` |
 //! | `Grading` | `Graded` | `Ended` `Scored` or `Truncated` | `Finish` |
-//! | `Acting`, `Grading` | `SandboxDamaged` | `Ended` `Truncated{SandboxDamage}`, reward 0 | `Finish` |
+//! | `Acting`, `AgentRunning`, `Grading` | `SandboxDamaged` | `Ended` `Truncated{SandboxDamage}`, reward 0 | `Finish` |
 //! | `Grading` | `ChangeTooLarge` | `Ended` `Truncated{ChangeSize}`, reward 0 | `Finish` |
 //! | all but `Ended` | `Failed` | `Ended` `Broken` | `Finish` |
 //!
@@ -69,6 +71,8 @@ pub enum EpisodePhase {
         /// Turn number, from 0.
         turn: u32,
     },
+    /// An agent with its own loop is running, and samples through the gateway.
+    AgentRunning,
     /// The agent's change is being collected and graded.
     Grading {
         /// The limit that ended the episode; `None` if the policy submitted.
@@ -103,6 +107,11 @@ pub enum EpisodeEvent {
         submitted: bool,
         /// Length of the next prompt, in tokens.
         next_prompt_tokens: usize,
+    },
+    /// The agent with its own loop has ended.
+    AgentEnded {
+        /// The limit that ended it; `None` if it ended by itself.
+        truncated_by: Option<Limit>,
     },
     /// The grader gave its verdict.
     Graded {
@@ -148,6 +157,8 @@ pub enum EpisodeCommand {
     },
     /// Perform the turn's calls.
     Act,
+    /// Run the agent with its own loop until it ends.
+    RunAgent,
     /// Collect the agent's change, close its sandbox and grade the change.
     Grade,
     /// Close what is open and report this outcome.
@@ -166,13 +177,21 @@ pub struct IllegalTransition {
 #[derive(Debug, Clone)]
 pub struct EpisodeMachine {
     limits: EpisodeLimits,
+    has_agent: bool,
     phase: EpisodePhase,
 }
 
 impl EpisodeMachine {
     /// A machine in `Created`, and its first command, [`EpisodeCommand::OpenSandbox`].
     pub fn new(limits: EpisodeLimits) -> (Self, EpisodeCommand) {
-        (Self { limits, phase: EpisodePhase::Created }, EpisodeCommand::OpenSandbox)
+        let machine = Self { limits, has_agent: false, phase: EpisodePhase::Created };
+        (machine, EpisodeCommand::OpenSandbox)
+    }
+
+    /// Like [`Self::new`], for an agent that brings its own loop.
+    pub fn with_agent(limits: EpisodeLimits) -> (Self, EpisodeCommand) {
+        let machine = Self { limits, has_agent: true, phase: EpisodePhase::Created };
+        (machine, EpisodeCommand::OpenSandbox)
     }
 
     /// The current phase.
@@ -187,6 +206,12 @@ impl EpisodeMachine {
     /// change.
     pub fn step(&mut self, event: EpisodeEvent) -> Result<EpisodeCommand, IllegalTransition> {
         let (next, command) = match (&self.phase, &event) {
+            (EpisodePhase::Created, EpisodeEvent::SandboxOpened) if self.has_agent => {
+                (EpisodePhase::AgentRunning, EpisodeCommand::RunAgent)
+            }
+            (EpisodePhase::AgentRunning, EpisodeEvent::AgentEnded { truncated_by }) => {
+                grade(*truncated_by)
+            }
             (EpisodePhase::Created, EpisodeEvent::SandboxOpened) => {
                 (EpisodePhase::SandboxReady, EpisodeCommand::RenderPrompt)
             }
@@ -217,7 +242,8 @@ impl EpisodeMachine {
                 EpisodePhase::Created
                 | EpisodePhase::SandboxReady
                 | EpisodePhase::Generating { .. }
-                | EpisodePhase::Acting { .. },
+                | EpisodePhase::Acting { .. }
+                | EpisodePhase::AgentRunning,
                 EpisodeEvent::StopRequested,
             ) => end(Outcome::Aborted { by: AbortCause::Shutdown }),
             (EpisodePhase::Grading { truncated_by }, EpisodeEvent::Graded { reward }) => {
@@ -231,7 +257,9 @@ impl EpisodeMachine {
                 end(Outcome::Truncated { limit: Limit::ChangeSize, reward: 0.0 })
             }
             (
-                EpisodePhase::Acting { .. } | EpisodePhase::Grading { .. },
+                EpisodePhase::Acting { .. }
+                | EpisodePhase::AgentRunning
+                | EpisodePhase::Grading { .. },
                 EpisodeEvent::SandboxDamaged { what },
             ) => {
                 tracing::warn!(what, "the policy's commands damaged a sandbox");
@@ -242,6 +270,7 @@ impl EpisodeMachine {
                 | EpisodePhase::SandboxReady
                 | EpisodePhase::Generating { .. }
                 | EpisodePhase::Acting { .. }
+                | EpisodePhase::AgentRunning
                 | EpisodePhase::Grading { .. },
                 EpisodeEvent::Failed { stage, error },
             ) => end(Outcome::Broken { stage: *stage, error: error.clone() }),
@@ -250,12 +279,14 @@ impl EpisodeMachine {
                 | EpisodePhase::SandboxReady
                 | EpisodePhase::Generating { .. }
                 | EpisodePhase::Acting { .. }
+                | EpisodePhase::AgentRunning
                 | EpisodePhase::Grading { .. }
                 | EpisodePhase::Ended(_),
                 EpisodeEvent::SandboxOpened
                 | EpisodeEvent::PromptRendered { .. }
                 | EpisodeEvent::Generated { .. }
                 | EpisodeEvent::Acted { .. }
+                | EpisodeEvent::AgentEnded { .. }
                 | EpisodeEvent::Graded { .. }
                 | EpisodeEvent::ChangeTooLarge
                 | EpisodeEvent::SandboxDamaged { .. }

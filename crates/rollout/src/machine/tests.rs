@@ -57,6 +57,34 @@ fn table() -> Vec<(&'static str, EpisodePhase, EpisodeEvent, EpisodePhase, Episo
             EpisodeCommand::RenderPrompt,
         ),
         (
+            "opened for an agent",
+            EpisodePhase::Created,
+            EpisodeEvent::SandboxOpened,
+            EpisodePhase::AgentRunning,
+            EpisodeCommand::RunAgent,
+        ),
+        (
+            "agent ended",
+            EpisodePhase::AgentRunning,
+            EpisodeEvent::AgentEnded { truncated_by: None },
+            grading.clone(),
+            EpisodeCommand::Grade,
+        ),
+        (
+            "agent at its limit",
+            EpisodePhase::AgentRunning,
+            EpisodeEvent::AgentEnded { truncated_by: Some(Limit::Turns) },
+            truncated_by(Limit::Turns),
+            EpisodeCommand::Grade,
+        ),
+        (
+            "damaged by an agent",
+            EpisodePhase::AgentRunning,
+            damage.clone(),
+            EpisodePhase::Ended(damaged.clone()),
+            EpisodeCommand::Finish(damaged.clone()),
+        ),
+        (
             "first turn",
             ready.clone(),
             EpisodeEvent::PromptRendered { tokens: 10 },
@@ -199,7 +227,8 @@ fn table() -> Vec<(&'static str, EpisodePhase, EpisodeEvent, EpisodePhase, Episo
             EpisodeCommand::Finish(damaged),
         ),
     ];
-    for phase in [EpisodePhase::Created, ready, generating(0, 0, 0), acting] {
+    let running = EpisodePhase::AgentRunning;
+    for phase in [EpisodePhase::Created, ready, generating(0, 0, 0), acting, running] {
         rows.push((
             "stop request",
             phase.clone(),
@@ -216,7 +245,8 @@ fn table() -> Vec<(&'static str, EpisodePhase, EpisodeEvent, EpisodePhase, Episo
 #[test]
 fn every_row_of_the_table_holds() {
     for (name, from, event, to, command) in table() {
-        let mut machine = EpisodeMachine { limits: LIMITS, phase: from };
+        let has_agent = command == EpisodeCommand::RunAgent;
+        let mut machine = EpisodeMachine { limits: LIMITS, has_agent, phase: from };
         assert_eq!(machine.step(event), Ok(command), "{name}");
         assert_eq!(machine.phase(), &to, "{name}");
     }
@@ -242,12 +272,12 @@ fn pairs_outside_the_table_are_refused_and_change_nothing() {
             events.push(event.clone());
         }
     }
-    assert_eq!((phases.len(), events.len()), (6, 10), "a phase or an event has no row");
+    assert_eq!((phases.len(), events.len()), (7, 11), "a phase or an event has no row");
     for phase in &phases {
         for event in &events {
             let listed =
                 rows.iter().any(|(_, p, e, _, _)| kind(p) == kind(phase) && kind(e) == kind(event));
-            let mut machine = EpisodeMachine { limits: LIMITS, phase: phase.clone() };
+            let mut machine = EpisodeMachine { limits: LIMITS, has_agent: false, phase: phase.clone() };
             assert_eq!(machine.step(event.clone()).is_ok(), listed, "{phase:?} {event:?}");
             assert!(listed || machine.phase() == phase);
         }
@@ -290,6 +320,7 @@ fn any_event() -> impl Strategy<Value = EpisodeEvent> {
         (0usize..120).prop_map(|tokens| EpisodeEvent::PromptRendered { tokens }),
         (finish, 0usize..25, 0usize..110).prop_map(|(f, s, t)| generated(f, s, t)),
         (any::<bool>(), 0usize..120).prop_map(|(s, t)| acted(s, t)),
+        Just(EpisodeEvent::AgentEnded { truncated_by: None }),
         Just(EpisodeEvent::Graded { reward: 1.0 }),
         Just(EpisodeEvent::ChangeTooLarge),
         Just(EpisodeEvent::SandboxDamaged { what: "x".to_owned() }),
@@ -303,8 +334,12 @@ proptest! {
     /// Whatever events come: every legal step is a row of the table, a generation always has room,
     /// turns stay below the limit, and `Ended` is final.
     #[test]
-    fn prop_random_episodes_follow_the_table(events in prop::collection::vec(any_event(), 0..60)) {
-        let (mut machine, first) = EpisodeMachine::new(LIMITS);
+    fn prop_random_episodes_follow_the_table(
+        has_agent in any::<bool>(),
+        events in prop::collection::vec(any_event(), 0..60),
+    ) {
+        let new = if has_agent { EpisodeMachine::with_agent } else { EpisodeMachine::new };
+        let (mut machine, first) = new(LIMITS);
         prop_assert_eq!(first, EpisodeCommand::OpenSandbox);
         for event in events {
             let from = machine.phase().clone();

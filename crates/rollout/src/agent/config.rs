@@ -1,0 +1,103 @@
+//! The section `[agent]`: an agent with its own loop, for `rollout.scaffold = "command"`.
+
+use camino::Utf8PathBuf;
+use orchestrate_settings::{Problems, between, setting_types, settings};
+use orchestrate_types::HumanDuration;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// An agent whose command line is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum AgentPreset {
+    /// mini-swe-agent (PyPI `mini-swe-agent`): Chat Completions. The folder holds its site-packages.
+    MiniSweAgent,
+    /// Codex CLI (npm `@openai/codex`): Responses. The folder holds the binary `codex`.
+    Codex,
+    /// Claude Code (npm `@anthropic-ai/claude-code`): Messages. The folder holds the binary `claude`.
+    ClaudeCode,
+    /// Qwen Code (npm `@qwen-code/qwen-code`): Chat Completions. The folder holds `node` and the
+    /// package's folder `qwen-code`.
+    QwenCode,
+    /// opencode (npm `opencode-ai`): Chat Completions. The folder holds the binary `opencode`.
+    Opencode,
+}
+
+setting_types!(AgentPreset);
+
+settings! {
+    /// An agent with its own loop: a command that runs in the task's sandbox and samples through the
+    /// gateway. Used with `rollout.scaffold = "command"`.
+    [agent] pub AgentSection -> AgentSettings, check: check_together;
+
+    /// An agent whose command is known; `command` replaces it.
+    preset: Option<AgentPreset> = None => "none";
+    /// Shell script that runs the agent in the task's folder. Its environment has the task as
+    /// `TASK_PROMPT`, the model's name as `MODEL`, the folder of `agent.folder` as `AGENT_DIR`, and
+    /// `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`.
+    command: Option<String> = None => "that of the preset";
+    /// Folder of this machine that becomes `/opt/agent` in the sandbox, as an image layer that is built
+    /// once per image.
+    folder: Option<Utf8PathBuf> = None => "none";
+    /// Additional environment variables, as `NAME=VALUE`.
+    env: Vec<String> = Vec::new();
+    /// Port of the container's loopback on which the gateway listens.
+    port: u16 = 4180, between(1, 65_535);
+    /// Time that an agent has to end by itself after its last generation was refused.
+    grace: HumanDuration = HumanDuration::secs(20);
+}
+
+fn check_together(_: &AgentSection, settings: &AgentSettings, problems: &mut Problems) {
+    for variable in &settings.env {
+        let name = variable.split_once('=').map(|(name, _)| name);
+        let is_name = |name: &str| {
+            !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
+        };
+        problems.require(
+            name.is_some_and(is_name),
+            "env",
+            format!("{variable:?}"),
+            "must be NAME=VALUE, with a name of letters, digits and _",
+        );
+    }
+}
+
+impl AgentPreset {
+    /// The preset's shell script.
+    fn command(self) -> &'static str {
+        match self {
+            Self::MiniSweAgent => include_str!("mini-swe-agent.sh"),
+            Self::Codex => include_str!("codex.sh"),
+            Self::ClaudeCode => include_str!("claude-code.sh"),
+            Self::QwenCode => include_str!("qwen-code.sh"),
+            Self::Opencode => include_str!("opencode.sh"),
+        }
+    }
+}
+
+impl AgentSettings {
+    /// The shell script that runs the agent; `None` if neither a command nor a preset is set.
+    pub fn script(&self) -> Option<&str> {
+        self.command.as_deref().or(self.preset.map(AgentPreset::command))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_replaces_that_of_the_preset_and_variables_have_names() {
+        let section = AgentSection {
+            preset: Some(AgentPreset::Codex),
+            env: Some(vec!["A_1=b=c".to_owned()]),
+            ..AgentSection::default()
+        };
+        assert!(section.check().unwrap().script().unwrap().contains("codex exec"));
+        let own = AgentSection { command: Some("run".to_owned()), ..section };
+        assert_eq!(own.check().unwrap().script(), Some("run"));
+        assert_eq!(AgentSection::default().check().unwrap().script(), None);
+        let wrong = AgentSection { env: Some(vec!["=x".into(), "a b=c".into(), "x".into()]), ..own };
+        assert_eq!(wrong.check().unwrap_err().len(), 3);
+    }
+}
