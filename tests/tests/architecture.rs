@@ -17,6 +17,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("sandbox", &["settings", "supervisor", "types"]),
     ("tasks", &["settings", "types"]),
     ("rollout", &["engine", "routing", "sandbox", "settings", "tasks", "types"]),
+    ("gateway", &["types"]),
     ("store", &["types"]),
     ("handoff", &["routing", "settings", "types"]),
     ("metrics", &["handoff", "types"]),

@@ -1,0 +1,56 @@
+//! OpenAI Chat Completions.
+
+mod reply;
+mod request;
+
+use crate::problem::Problem;
+use crate::sampler::{Dialect, SampleRequest, Sampled};
+use crate::wire::{Envelope, Purpose, Wire, event};
+use bytes::Bytes;
+use serde_json::{Value, json};
+
+/// What a request says about its reply.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Chat {
+    stream: bool,
+    replies: usize,
+    /// `logprobs`.
+    logprobs: bool,
+    /// `top_logprobs` above 0: the sampled token is listed as its own alternative.
+    alternatives: bool,
+    /// `stream_options.include_usage`.
+    usage_at_end: bool,
+}
+
+impl Wire for Chat {
+    const DIALECT: Dialect = Dialect::Chat;
+    const KEEP_ALIVE: &'static str = ": keep-alive\n\n";
+
+    fn parse(body: &[u8], _: Purpose) -> Result<(SampleRequest, Self), Problem> {
+        request::parse(body)
+    }
+
+    fn streams(&self) -> bool {
+        self.stream
+    }
+
+    fn replies(&self) -> usize {
+        self.replies
+    }
+
+    fn reply(&self, envelope: &Envelope, replies: &[Sampled]) -> Value {
+        reply::completion(*self, envelope, replies)
+    }
+
+    fn events(&self, envelope: &Envelope, replies: &[Sampled]) -> Vec<Bytes> {
+        reply::chunks(*self, envelope, replies)
+    }
+
+    fn late_error(&self, _: &Envelope, problem: &Problem) -> Vec<Bytes> {
+        vec![event(None, &problem.body(Self::DIALECT))]
+    }
+
+    fn count(tokens: usize) -> Value {
+        json!({"input_tokens": tokens})
+    }
+}

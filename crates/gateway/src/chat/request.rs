@@ -1,0 +1,365 @@
+//! Requests.
+
+use super::Chat;
+use crate::content::{self, Part, TextOr, known, limit, says, stop_strings, structured, text_of};
+use crate::message::{Message, Role, ToolCall};
+use crate::problem::Problem;
+use crate::sampler::{Dialect, SampleRequest, Tool, ToolChoice};
+use serde::Deserialize;
+use serde_json::Value;
+
+/// Most replies to one request, as in the vendor's API.
+const MAX_REPLIES: u64 = 128;
+
+#[derive(Debug, Deserialize)]
+struct Body {
+    messages: Vec<ChatMessage>,
+    tools: Option<Vec<ToolDeclaration>>,
+    tool_choice: Option<Value>,
+    functions: Option<Value>,
+    function_call: Option<Value>,
+    max_tokens: Option<u64>,
+    max_completion_tokens: Option<u64>,
+    stop: Option<TextOr<String>>,
+    n: Option<u64>,
+    best_of: Option<u64>,
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    logprobs: Option<bool>,
+    top_logprobs: Option<u64>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    reasoning_effort: Option<String>,
+    enable_thinking: Option<bool>,
+    chat_template_kwargs: Option<TemplateOptions>,
+    response_format: Option<Value>,
+    logit_bias: Option<Value>,
+    audio: Option<Value>,
+    web_search_options: Option<Value>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+struct TemplateOptions {
+    enable_thinking: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ChatMessage {
+    role: String,
+    content: Option<TextOr<Part>>,
+    reasoning_content: Option<String>,
+    reasoning: Option<String>,
+    refusal: Option<String>,
+    tool_calls: Option<Vec<CallParam>>,
+    tool_call_id: Option<String>,
+    function_call: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+struct CallParam {
+    id: Option<String>,
+    function: Option<FunctionParam>,
+}
+
+#[derive(Debug, Deserialize)]
+struct FunctionParam {
+    name: String,
+    arguments: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ToolDeclaration {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    function: Option<FunctionDeclaration>,
+}
+
+#[derive(Debug, Deserialize)]
+struct FunctionDeclaration {
+    name: Option<String>,
+    description: Option<String>,
+    parameters: Option<Value>,
+}
+
+/// Parses a body.
+pub(super) fn parse(body: &[u8]) -> Result<(SampleRequest, Chat), Problem> {
+    let body: Body = content::parse(body)?;
+    refuse(&body)?;
+    let form = form(&body)?;
+    let thinking = thinking(&body);
+    let tools = tools(body.tools.unwrap_or_default())?;
+    let tool_choice = known(choice(body.tool_choice.as_ref())?, &tools)?;
+    if body.messages.is_empty() {
+        return Err(Problem::field("messages", "must not be empty"));
+    }
+    let messages = body.messages.into_iter().enumerate();
+    let messages = messages.map(|(index, message)| convert(message, index));
+    let max_tokens = limit(body.max_completion_tokens, "max_completion_tokens")?;
+    let request = SampleRequest {
+        dialect: Dialect::Chat,
+        messages: messages.collect::<Result<_, _>>()?,
+        tools,
+        tool_choice,
+        max_tokens: max_tokens.or(limit(body.max_tokens, "max_tokens")?),
+        stop: stop_strings(body.stop, "stop")?,
+        temperature: body.temperature,
+        top_p: body.top_p,
+        thinking,
+        repeats: false,
+    };
+    Ok((request, form))
+}
+
+/// Refuses what would need another reply than the sampled one.
+fn refuse(body: &Body) -> Result<(), Problem> {
+    let replies = "the reply is exactly what the model sampled";
+    for (field, value, why) in [
+        ("functions", &body.functions, "use `tools`"),
+        ("function_call", &body.function_call, "use `tool_choice`"),
+        ("logit_bias", &body.logit_bias, replies),
+        ("audio", &body.audio, "the model writes text only"),
+        (
+            "web_search_options",
+            &body.web_search_options,
+            "the model has only the tools of the request",
+        ),
+    ] {
+        if says(value.as_ref()) {
+            return Err(Problem::unsupported(field, "this field", why));
+        }
+    }
+    if structured(body.response_format.as_ref()) {
+        return Err(Problem::unsupported("response_format", "a format other than text", replies));
+    }
+    if body.best_of.is_some_and(|best_of| best_of > 1) {
+        return Err(Problem::unsupported("best_of", "this field", replies));
+    }
+    Ok(())
+}
+
+fn form(body: &Body) -> Result<Chat, Problem> {
+    let replies = body.n.unwrap_or(1);
+    if !(1..=MAX_REPLIES).contains(&replies) {
+        return Err(Problem::field("n", format!("must be between 1 and {MAX_REPLIES}")));
+    }
+    let logprobs = body.logprobs.unwrap_or(false);
+    let alternatives = body.top_logprobs.unwrap_or(0);
+    if alternatives > 0 && !logprobs {
+        return Err(Problem::field("top_logprobs", "needs `logprobs`: true"));
+    }
+    let options = body.stream_options.as_ref();
+    Ok(Chat {
+        stream: body.stream.unwrap_or(false),
+        replies: usize::try_from(replies).unwrap_or(1),
+        logprobs,
+        alternatives: alternatives > 0,
+        usage_at_end: options.and_then(|options| options.include_usage).unwrap_or(false),
+    })
+}
+
+fn thinking(body: &Body) -> Option<bool> {
+    let of_template =
+        body.chat_template_kwargs.as_ref().and_then(|options| options.enable_thinking);
+    let of_effort = body.reasoning_effort.as_deref().map(|effort| effort != "none");
+    body.enable_thinking.or(of_template).or(of_effort)
+}
+
+fn tools(tools: Vec<ToolDeclaration>) -> Result<Vec<Tool>, Problem> {
+    let convert = |(index, tool): (usize, ToolDeclaration)| {
+        let at = format!("tools[{index}]");
+        match (tool.kind.as_deref(), tool.function) {
+            (Some("function") | None, Some(function)) => content::tool(
+                function.name,
+                function.description,
+                function.parameters,
+                &format!("{at}.function"),
+            ),
+            (Some("function") | None, None) => Err(Problem::field(at, "`function` is missing")),
+            (Some(_), _) => {
+                let why = "declare a tool of type `function`";
+                Err(Problem::unsupported(format!("{at}.type"), "this type of tool", why))
+            }
+        }
+    };
+    tools.into_iter().enumerate().map(convert).collect()
+}
+
+fn choice(choice: Option<&Value>) -> Result<ToolChoice, Problem> {
+    let named = |choice: &Value| choice.pointer("/function/name")?.as_str().map(str::to_owned);
+    match choice {
+        None | Some(Value::Null) => Ok(ToolChoice::Auto),
+        Some(Value::String(word)) if word == "auto" => Ok(ToolChoice::Auto),
+        Some(Value::String(word)) if word == "none" => Ok(ToolChoice::None),
+        Some(Value::String(word)) if word == "required" => Ok(ToolChoice::Required),
+        Some(choice) => named(choice).map(ToolChoice::Named).ok_or_else(|| {
+            let expected = "must be `auto`, `none`, `required` or name a function";
+            Problem::field("tool_choice", expected)
+        }),
+    }
+}
+
+fn convert(message: ChatMessage, index: usize) -> Result<Message, Problem> {
+    let at = format!("messages[{index}]");
+    if says(message.function_call.as_ref()) {
+        let field = format!("{at}.function_call");
+        return Err(Problem::unsupported(field, "this field", "use `tool_calls`"));
+    }
+    let role = match message.role.as_str() {
+        "system" | "developer" => Role::System,
+        "user" => Role::User,
+        "assistant" => Role::Assistant,
+        "tool" => Role::Tool,
+        _ => {
+            let expected = "must be `system`, `developer`, `user`, `assistant` or `tool`";
+            return Err(Problem::field(format!("{at}.role"), expected));
+        }
+    };
+    // An assistant's parts are pieces of one text; parts of other messages are texts.
+    let separator = if role == Role::Assistant { "" } else { "\n" };
+    let mut text = text_of(message.content, &format!("{at}.content"), separator)?;
+    if role == Role::Assistant {
+        if text.is_empty() {
+            text = message.refusal.unwrap_or_default();
+        }
+        let calls = message.tool_calls.unwrap_or_default().into_iter().enumerate();
+        let calls = calls.map(|(index, call)| call.convert(&format!("{at}.tool_calls[{index}]")));
+        let reasoning = message.reasoning_content.or(message.reasoning);
+        return Ok(Message {
+            reasoning: reasoning.filter(|text| !text.is_empty()),
+            tool_calls: calls.collect::<Result<_, _>>()?,
+            ..Message::new(role, text)
+        });
+    }
+    if role == Role::Tool {
+        let id = message.tool_call_id.ok_or_else(|| {
+            Problem::field(format!("{at}.tool_call_id"), "a tool message names the call it answers")
+        })?;
+        return Ok(Message::tool(id, text));
+    }
+    Ok(Message::new(role, text))
+}
+
+impl CallParam {
+    fn convert(self, at: &str) -> Result<ToolCall, Problem> {
+        let function = self
+            .function
+            .ok_or_else(|| Problem::field(format!("{at}.function"), "a call has a function"))?;
+        let id = self.id.ok_or_else(|| Problem::field(format!("{at}.id"), "a call has an id"))?;
+        let arguments = function.arguments.unwrap_or_default();
+        Ok(ToolCall { id, name: function.name, arguments })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn request(body: &Value) -> Result<(SampleRequest, Chat), Problem> {
+        parse(body.to_string().as_bytes())
+    }
+
+    #[test]
+    fn a_whole_history_is_understood() {
+        let (request, form) = request(&json!({
+            "model": "any", "stream": true, "n": 2, "stop": "END", "max_tokens": 9,
+            "max_completion_tokens": 7, "temperature": 0.5, "seed": 3, "unknown": {},
+            "logprobs": true, "top_logprobs": 5, "stream_options": {"include_usage": true},
+            "tools": [{"type": "function", "function": {"name": "ls"}}],
+            "tool_choice": {"type": "function", "function": {"name": "ls"}},
+            "messages": [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {"role": "assistant", "content": null, "reasoning": "hm", "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": "{ }"}}]},
+                {"role": "tool", "tool_call_id": "c1", "content": "x"},
+            ],
+        }))
+        .unwrap();
+        assert!(form.stream && form.replies == 2 && form.logprobs && form.usage_at_end);
+        assert_eq!((request.max_tokens, request.stop), (Some(7), vec!["END".to_owned()]));
+        assert_eq!(request.tool_choice, ToolChoice::Named("ls".into()));
+        assert_eq!(request.messages[0], Message::new(Role::System, "Be brief."));
+        assert_eq!(request.messages[1], Message::new(Role::User, "a\nb"));
+        assert_eq!(request.messages[2].reasoning.as_deref(), Some("hm"));
+        assert_eq!(request.messages[2].tool_calls[0].arguments, "{ }");
+        assert_eq!(request.messages[3], Message::tool("c1", "x"));
+        assert_eq!(request.thinking, None);
+    }
+
+    #[test]
+    fn thinking_is_read_from_the_fields_that_clients_use() {
+        for (field, value, thinking) in [
+            ("enable_thinking", json!(false), false),
+            ("chat_template_kwargs", json!({"enable_thinking": true}), true),
+            ("reasoning_effort", json!("none"), false),
+            ("reasoning_effort", json!("low"), true),
+        ] {
+            let mut body = json!({"messages": [{"role": "user", "content": "a"}]});
+            body[field] = value;
+            assert_eq!(request(&body).unwrap().0.thinking, Some(thinking), "{body}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_honoured_is_refused_and_named() {
+        let user = json!([{"role": "user", "content": "a"}]);
+        for (field, value) in [
+            ("functions", json!([{"name": "f"}])),
+            ("logit_bias", json!({"1": 2})),
+            ("response_format", json!({"type": "json_object"})),
+            ("best_of", json!(2)),
+            ("n", json!(0)),
+            ("n", json!(129)),
+            ("n", json!(-1)),
+            ("max_tokens", json!(0)),
+            ("max_tokens", json!("7")),
+            ("top_logprobs", json!(3)),
+            ("stop", json!([""])),
+            ("tool_choice", json!("sometimes")),
+            ("tool_choice", json!({"type": "function", "function": {"name": "f"}})),
+            ("tool_choice", json!("required")),
+            ("messages", json!([])),
+            ("messages", json!("a")),
+        ] {
+            let mut body = json!({"messages": user});
+            body[field] = value;
+            assert_eq!(request(&body).unwrap_err().field.as_deref(), Some(field), "{body}");
+        }
+        for (message, field) in [
+            (json!({"role": "function", "content": "a"}), "messages[0].role"),
+            (json!({"role": "tool", "content": "a"}), "messages[0].tool_call_id"),
+            (
+                json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}),
+                "messages[0].content[0].type",
+            ),
+            (
+                json!({"role": "assistant", "tool_calls": [{"id": "a"}]}),
+                "messages[0].tool_calls[0].function",
+            ),
+            (
+                json!({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": 1}}]}),
+                "messages[0].tool_calls[0].function.name",
+            ),
+        ] {
+            let problem = request(&json!({"messages": [message]})).unwrap_err();
+            assert_eq!(problem.field.as_deref(), Some(field), "{}", problem.message);
+            assert!(problem.message.contains(field), "{}", problem.message);
+        }
+    }
+
+    #[test]
+    fn fields_that_say_nothing_are_accepted() {
+        let body = json!({
+            "messages": [{"role": "user", "content": "a"}], "tools": null, "tool_choice": "auto",
+            "functions": null, "logit_bias": {}, "response_format": {"type": "text"}, "stop": null,
+            "n": null, "frequency_penalty": 0, "parallel_tool_calls": false, "store": true,
+        });
+        assert_eq!(request(&body).unwrap().1, Chat { replies: 1, ..Chat::default() });
+    }
+}

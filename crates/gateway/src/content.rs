@@ -1,0 +1,231 @@
+//! What the request bodies of all dialects share: text or lists, text parts, and typed parsing with
+//! errors that name the field.
+
+use crate::problem::{Kind, Problem};
+use crate::sampler::{Tool, ToolChoice};
+use serde::Deserialize;
+use serde::de::value::SeqAccessDeserializer;
+use serde::de::{DeserializeOwned, Deserializer, SeqAccess, Visitor};
+use serde_json::{Value, json};
+use std::fmt;
+use std::marker::PhantomData;
+
+/// Most stop strings of a request.
+const MAX_STOP_STRINGS: usize = 64;
+
+/// Parses a body.
+///
+/// # Errors
+/// Names the first field with a wrong type, or the place where the JSON is malformed.
+pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+    let mut json = serde_json::Deserializer::from_slice(body);
+    let parsed = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+        let field = error.path().to_string();
+        let error = error.into_inner();
+        if error.is_data() && field != "." {
+            return Problem::field(field, error);
+        }
+        Problem::new(Kind::Invalid, format!("the body is not a valid request: {error}"))
+    })?;
+    json.end().map_err(|error| Problem::new(Kind::Invalid, format!("after the body: {error}")))?;
+    Ok(parsed)
+}
+
+/// A string or a list.
+#[derive(Clone, Debug)]
+pub(crate) enum TextOr<T> {
+    Text(String),
+    List(Vec<T>),
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for TextOr<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Either<T> {
+            type Value = TextOr<T>;
+
+            fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+                out.write_str("a string or a list")
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
+                Ok(TextOr::Text(text.to_owned()))
+            }
+
+            fn visit_string<E>(self, text: String) -> Result<Self::Value, E> {
+                Ok(TextOr::Text(text))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Self::Value, A::Error> {
+                Vec::deserialize(SeqAccessDeserializer::new(list)).map(TextOr::List)
+            }
+        }
+        deserializer.deserialize_any(Either(PhantomData))
+    }
+}
+
+/// A part of a message's content in OpenAI's dialects.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Part {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    text: Option<String>,
+    refusal: Option<String>,
+}
+
+impl Part {
+    fn into_text(self, at: &str) -> Result<String, Problem> {
+        match self.kind.as_deref() {
+            Some("text" | "input_text" | "output_text" | "summary_text" | "reasoning_text")
+            | None => self
+                .text
+                .ok_or_else(|| Problem::field(format!("{at}.text"), "a text part has a text")),
+            Some("refusal") => Ok(self.refusal.unwrap_or_default()),
+            Some(kind) => Err(only_text(format!("{at}.type"), kind)),
+        }
+    }
+}
+
+/// The error for content other than text.
+pub(crate) fn only_text(field: String, kind: &str) -> Problem {
+    let kind: String = kind.chars().take(64).collect();
+    Problem::unsupported(field, &format!("content of type `{kind}`"), "the model reads text only")
+}
+
+/// The text of a content; parts that are not empty are joined with `separator`.
+pub(crate) fn text_of(
+    content: Option<TextOr<Part>>,
+    at: &str,
+    separator: &str,
+) -> Result<String, Problem> {
+    match content {
+        None => Ok(String::new()),
+        Some(TextOr::Text(text)) => Ok(text),
+        Some(TextOr::List(parts)) => {
+            let texts = parts.into_iter().enumerate();
+            let texts = texts.map(|(index, part)| part.into_text(&format!("{at}[{index}]")));
+            Ok(join(texts.collect::<Result<Vec<_>, _>>()?, separator))
+        }
+    }
+}
+
+/// Joins the texts that are not empty.
+pub(crate) fn join(mut texts: Vec<String>, separator: &str) -> String {
+    texts.retain(|text| !text.is_empty());
+    if texts.len() == 1 { texts.pop().unwrap_or_default() } else { texts.join(separator) }
+}
+
+/// Checked stop strings.
+pub(crate) fn stop_strings(stop: Option<TextOr<String>>, at: &str) -> Result<Vec<String>, Problem> {
+    let stop = match stop {
+        None => Vec::new(),
+        Some(TextOr::Text(text)) => vec![text],
+        Some(TextOr::List(list)) => list,
+    };
+    if stop.len() > MAX_STOP_STRINGS {
+        return Err(Problem::field(at, format!("at most {MAX_STOP_STRINGS} strings")));
+    }
+    if stop.iter().any(String::is_empty) {
+        return Err(Problem::field(at, "a stop string must not be empty"));
+    }
+    Ok(stop)
+}
+
+/// A token limit, which must be at least 1.
+pub(crate) fn limit(value: Option<u64>, at: &str) -> Result<Option<usize>, Problem> {
+    match value {
+        Some(0) => Err(Problem::field(at, "must be at least 1")),
+        value => Ok(value.map(|value| usize::try_from(value).unwrap_or(usize::MAX))),
+    }
+}
+
+/// A checked tool. Without a schema it takes no arguments.
+pub(crate) fn tool(
+    name: Option<String>,
+    description: Option<String>,
+    schema: Option<Value>,
+    at: &str,
+) -> Result<Tool, Problem> {
+    let name = name.filter(|name| !name.is_empty());
+    let name = name.ok_or_else(|| Problem::field(format!("{at}.name"), "a tool has a name"))?;
+    let parameters = match schema {
+        None | Some(Value::Null) => json!({"type": "object", "properties": {}}),
+        Some(schema @ Value::Object(_)) => schema,
+        Some(_) => return Err(Problem::field(at, "the schema of a tool is an object")),
+    };
+    let description = description.filter(|text| !text.is_empty());
+    Ok(Tool { name, description, parameters })
+}
+
+/// Checks that a forced tool exists.
+pub(crate) fn known(choice: ToolChoice, tools: &[Tool]) -> Result<ToolChoice, Problem> {
+    match &choice {
+        ToolChoice::Named(name) if !tools.iter().any(|tool| tool.name == *name) => {
+            Err(Problem::field("tool_choice", format!("there is no tool `{name}`")))
+        }
+        ToolChoice::Required if tools.is_empty() => {
+            Err(Problem::field("tool_choice", "the request has no tools"))
+        }
+        _ => Ok(choice),
+    }
+}
+
+/// Whether a value says something: not absent, null, false, empty or zero.
+pub(crate) fn says(value: Option<&Value>) -> bool {
+    match value {
+        None | Some(Value::Null | Value::Bool(false)) => false,
+        Some(Value::Object(map)) => !map.is_empty(),
+        Some(Value::Array(list)) => !list.is_empty(),
+        Some(Value::String(text)) => !text.is_empty(),
+        Some(Value::Number(number)) => number.as_f64() != Some(0.0),
+        Some(Value::Bool(true)) => true,
+    }
+}
+
+/// Whether a `response_format` or `text.format` asks for anything but text.
+pub(crate) fn structured(format: Option<&Value>) -> bool {
+    says(format) && format.and_then(|format| format.get("type")).is_none_or(|kind| kind != "text")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Deserialize)]
+    struct Body {
+        content: Option<TextOr<Part>>,
+    }
+
+    fn text(body: &str) -> Result<String, Problem> {
+        text_of(parse::<Body>(body.as_bytes())?.content, "content", "\n")
+    }
+
+    #[test]
+    fn strings_and_parts_give_the_same_text() {
+        for body in [
+            r#"{"content": "a\nb"}"#,
+            r#"{"content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}"#,
+            r#"{"content": [{"text": "a\nb"}, {"type": "text", "text": ""}]}"#,
+        ] {
+            assert_eq!(text(body).unwrap(), "a\nb");
+        }
+        assert_eq!(text("{}").unwrap(), text(r#"{"content": null}"#).unwrap());
+    }
+
+    #[test]
+    fn errors_name_the_field() {
+        for (body, field, word) in [
+            (r#"{"content": 3}"#, Some("content"), "a string or a list"),
+            (r#"{"content": [{"text": []}]}"#, Some("content[0].text"), "expected a string"),
+            (r#"{"content": [{"type": "image"}]}"#, Some("content[0].type"), "text only"),
+            (r#"{"content": [{"type": "text"}]}"#, Some("content[0].text"), "has a text"),
+            (r#"{"content": "a"} x"#, None, "after the body"),
+            ("{", None, "not a valid request"),
+            ("[]", None, "not a valid request"),
+        ] {
+            let problem = text(body).unwrap_err();
+            assert_eq!(problem.field.as_deref(), field, "{body}");
+            assert!(problem.message.contains(word), "{body}: {}", problem.message);
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! The episode that a request belongs to.
+
+use crate::problem::{Kind, Problem};
+use crate::sampler::Sampler;
+use axum::http::{HeaderMap, header};
+use std::fmt;
+use std::sync::Arc;
+
+/// An episode behind the routes.
+#[derive(Clone)]
+pub(crate) struct Episode {
+    sampler: Arc<dyn Sampler>,
+    /// The key that clients must send.
+    key: Option<Arc<str>>,
+}
+
+impl fmt::Debug for Episode {
+    /// Without the key.
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Episode").field("sampler", &self.sampler).finish_non_exhaustive()
+    }
+}
+
+impl Episode {
+    pub(crate) fn new(sampler: Arc<dyn Sampler>, key: Option<Arc<str>>) -> Self {
+        Self { sampler, key }
+    }
+
+    pub(crate) fn sampler(&self) -> &Arc<dyn Sampler> {
+        &self.sampler
+    }
+
+    /// Checks the key in `authorization` or `x-api-key`, where one is required.
+    pub(crate) fn check_key(&self, headers: &HeaderMap) -> Result<(), Problem> {
+        let Some(key) = &self.key else { return Ok(()) };
+        let bearer = headers.get(header::AUTHORIZATION).map(|value| value.as_bytes());
+        let bearer = bearer.and_then(|value| value.strip_prefix(b"Bearer "));
+        let plain = headers.get("x-api-key").map(|value| value.as_bytes());
+        if [bearer, plain].into_iter().flatten().any(|sent| is_equal(sent, key.as_bytes())) {
+            return Ok(());
+        }
+        let message = "the API key must be the secret of the episode's base URL";
+        Err(Problem::new(Kind::Key, message))
+    }
+}
+
+/// Compares in a time that depends on the lengths alone.
+fn is_equal(sent: &[u8], key: &[u8]) -> bool {
+    let differs = sent.iter().zip(key).fold(0, |differs, (a, b)| differs | (a ^ b));
+    sent.len() == key.len() && std::hint::black_box(differs) == 0
+}

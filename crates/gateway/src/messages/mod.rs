@@ -1,0 +1,46 @@
+//! Anthropic Messages.
+
+mod history;
+mod reply;
+mod request;
+
+use crate::problem::Problem;
+use crate::sampler::{Dialect, SampleRequest, Sampled};
+use crate::wire::{Envelope, Purpose, Wire, event};
+use bytes::Bytes;
+use serde_json::{Value, json};
+
+/// What a request says about its reply.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Messages {
+    stream: bool,
+}
+
+impl Wire for Messages {
+    const DIALECT: Dialect = Dialect::Messages;
+    const KEEP_ALIVE: &'static str = "event: ping\ndata: {\"type\": \"ping\"}\n\n";
+
+    fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Self), Problem> {
+        request::parse(body, purpose)
+    }
+
+    fn streams(&self) -> bool {
+        self.stream
+    }
+
+    fn reply(&self, envelope: &Envelope, replies: &[Sampled]) -> Value {
+        replies.first().map_or(Value::Null, |reply| reply::message(envelope, reply))
+    }
+
+    fn events(&self, envelope: &Envelope, replies: &[Sampled]) -> Vec<Bytes> {
+        replies.first().map_or_else(Vec::new, |reply| reply::events(envelope, reply))
+    }
+
+    fn late_error(&self, _: &Envelope, problem: &Problem) -> Vec<Bytes> {
+        vec![event(Some("error"), &problem.body(Self::DIALECT))]
+    }
+
+    fn count(tokens: usize) -> Value {
+        json!({"input_tokens": tokens})
+    }
+}

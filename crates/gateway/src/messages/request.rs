@@ -1,0 +1,227 @@
+//! Requests.
+
+use super::Messages;
+use super::history::{self, Block, MessageParam};
+use crate::content::{self, TextOr, known, limit, says, stop_strings, structured};
+use crate::message::{History, Message, Role};
+use crate::problem::Problem;
+use crate::sampler::{Dialect, SampleRequest, Tool, ToolChoice};
+use crate::wire::Purpose;
+use serde::Deserialize;
+use serde_json::Value;
+
+/// Tools that the vendor defines and the client runs: the model would need their schemas.
+const DEFINED_BY_VENDOR: &[&str] = &["bash_", "text_editor_", "computer_", "memory_", "browser_"];
+
+#[derive(Debug, Deserialize)]
+struct Body {
+    messages: Vec<MessageParam>,
+    system: Option<TextOr<Block>>,
+    max_tokens: Option<u64>,
+    tools: Option<Vec<ToolParam>>,
+    tool_choice: Option<ChoiceParam>,
+    thinking: Option<ThinkingParam>,
+    stop_sequences: Option<Vec<String>>,
+    stream: Option<bool>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    mcp_servers: Option<Value>,
+    container: Option<Value>,
+    output_format: Option<Value>,
+    output_config: Option<OutputParam>,
+}
+
+#[derive(Debug, Deserialize)]
+struct OutputParam {
+    format: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ThinkingParam {
+    #[serde(rename = "type")]
+    kind: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct ChoiceParam {
+    #[serde(rename = "type")]
+    kind: String,
+    name: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ToolParam {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    name: Option<String>,
+    description: Option<String>,
+    input_schema: Option<Value>,
+    defer_loading: Option<bool>,
+}
+
+/// Parses a body.
+pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Messages), Problem> {
+    let body: Body = content::parse(body)?;
+    refuse(&body)?;
+    let max_tokens = limit(body.max_tokens, "max_tokens")?;
+    if max_tokens.is_none() && purpose == Purpose::Sample {
+        return Err(Problem::field("max_tokens", "this field is required"));
+    }
+    if body.messages.is_empty() {
+        return Err(Problem::field("messages", "must not be empty"));
+    }
+    let mut messages = History::default();
+    let system = history::system(body.system, "system")?;
+    if !system.is_empty() {
+        messages.push(Message::new(Role::System, system));
+    }
+    for (index, message) in body.messages.into_iter().enumerate() {
+        history::append(&mut messages, message, &format!("messages[{index}]"))?;
+    }
+    let tools = tools(body.tools.unwrap_or_default())?;
+    let request = SampleRequest {
+        dialect: Dialect::Messages,
+        messages: messages.finish(),
+        tool_choice: known(choice(body.tool_choice)?, &tools)?,
+        tools,
+        max_tokens,
+        stop: stop_strings(body.stop_sequences.map(TextOr::List), "stop_sequences")?,
+        temperature: body.temperature,
+        top_p: body.top_p,
+        thinking: body.thinking.map(|thinking| thinking.kind != "disabled"),
+        repeats: false,
+    };
+    Ok((request, Messages { stream: body.stream.unwrap_or(false) }))
+}
+
+/// Refuses what would need another reply than the sampled one, or services behind it.
+fn refuse(body: &Body) -> Result<(), Problem> {
+    let replies = "the reply is exactly what the model sampled";
+    let format = body.output_config.as_ref().and_then(|config| config.format.as_ref());
+    for (field, format) in
+        [("output_format", body.output_format.as_ref()), ("output_config.format", format)]
+    {
+        if structured(format) {
+            return Err(Problem::unsupported(field, "a format other than text", replies));
+        }
+    }
+    let services = "the model has only the tools of the request";
+    for (field, value) in [("mcp_servers", &body.mcp_servers), ("container", &body.container)] {
+        if says(value.as_ref()) {
+            return Err(Problem::unsupported(field, "this field", services));
+        }
+    }
+    Ok(())
+}
+
+/// The client's own tools. Tools that the vendor's servers would run are left out, as are those
+/// that the client has not loaded yet.
+fn tools(tools: Vec<ToolParam>) -> Result<Vec<Tool>, Problem> {
+    let mut found = Vec::with_capacity(tools.len());
+    for (index, tool) in tools.into_iter().enumerate() {
+        let at = format!("tools[{index}]");
+        if tool.defer_loading == Some(true) {
+            continue;
+        }
+        match tool.kind.as_deref() {
+            None | Some("custom") => {
+                if tool.input_schema.is_none() {
+                    return Err(Problem::field(
+                        format!("{at}.input_schema"),
+                        "a tool has a schema",
+                    ));
+                }
+                found.push(content::tool(tool.name, tool.description, tool.input_schema, &at)?);
+            }
+            Some(kind) if DEFINED_BY_VENDOR.iter().any(|prefix| kind.starts_with(prefix)) => {
+                let why = "the model does not know its schema; declare a tool with `input_schema`";
+                return Err(Problem::unsupported(format!("{at}.type"), "this type of tool", why));
+            }
+            Some(kind) => tracing::debug!(kind, "a tool that servers would run is left out"),
+        }
+    }
+    Ok(found)
+}
+
+fn choice(choice: Option<ChoiceParam>) -> Result<ToolChoice, Problem> {
+    let Some(choice) = choice else { return Ok(ToolChoice::Auto) };
+    match (choice.kind.as_str(), choice.name) {
+        ("auto", _) => Ok(ToolChoice::Auto),
+        ("none", _) => Ok(ToolChoice::None),
+        ("any", _) => Ok(ToolChoice::Required),
+        ("tool", Some(name)) => Ok(ToolChoice::Named(name)),
+        ("tool", None) => Err(Problem::field("tool_choice.name", "this field is required")),
+        _ => {
+            let expected = "must be `auto`, `any`, `tool` or `none`";
+            Err(Problem::field("tool_choice.type", expected))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn request(fields: Value) -> Result<SampleRequest, Problem> {
+        let mut body = json!({"max_tokens": 5, "messages": [{"role": "user", "content": "a"}]});
+        for (name, value) in fields.as_object().unwrap() {
+            body[name] = value.clone();
+        }
+        parse(body.to_string().as_bytes(), Purpose::Sample).map(|(request, _)| request)
+    }
+
+    #[test]
+    fn settings_are_understood() {
+        let request = request(json!({
+            "system": [
+                {"type": "text", "text": "x-anthropic-billing-header: cc_version=2;"},
+                {"type": "text", "text": "You are", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": "brief."}],
+            "thinking": {"type": "adaptive"}, "stop_sequences": ["END"], "top_k": 4,
+            "context_management": {"edits": []}, "output_config": {"effort": "high"},
+            "tools": [
+                {"name": "f", "description": "d", "input_schema": {"type": "object"}},
+                {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+                {"name": "later", "input_schema": {}, "defer_loading": true}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": true},
+        }));
+        let request = request.unwrap();
+        assert_eq!(request.messages[0], Message::new(Role::System, "You are\nbrief."));
+        assert_eq!(request.messages[1], Message::new(Role::User, "a"));
+        assert_eq!(request.tools.len(), 1);
+        assert_eq!(request.tool_choice, ToolChoice::Required);
+        assert_eq!((request.thinking, request.max_tokens), (Some(true), Some(5)));
+        assert_eq!(request.stop, ["END"]);
+    }
+
+    #[test]
+    fn what_cannot_be_honoured_is_refused_and_named() {
+        let schema = json!([{"name": "f", "input_schema": {}}]);
+        for (fields, field) in [
+            (json!({"max_tokens": null}), "max_tokens"),
+            (json!({"max_tokens": 0}), "max_tokens"),
+            (json!({"messages": []}), "messages"),
+            (json!({"mcp_servers": [{"url": "x"}]}), "mcp_servers"),
+            (json!({"output_format": {"type": "json_schema"}}), "output_format"),
+            (json!({"output_config": {"format": {"type": "json_schema"}}}), "output_config.format"),
+            (json!({"tools": [{"type": "bash_20250124", "name": "bash"}]}), "tools[0].type"),
+            (json!({"tools": [{"name": "f"}]}), "tools[0].input_schema"),
+            (json!({"tools": [{"input_schema": {}}]}), "tools[0].name"),
+            (json!({"tools": schema, "tool_choice": {"type": "tool", "name": "g"}}), "tool_choice"),
+            (json!({"tool_choice": {"type": "most"}}), "tool_choice.type"),
+            (json!({"thinking": 3}), "thinking"),
+            (json!({"system": 3}), "system"),
+        ] {
+            let problem = request(fields.clone()).unwrap_err();
+            assert_eq!(problem.field.as_deref(), Some(field), "{fields}: {}", problem.message);
+        }
+    }
+
+    #[test]
+    fn only_sampling_needs_a_token_limit() {
+        let body = br#"{"messages": [{"role": "user", "content": "a"}]}"#;
+        assert!(parse(body, Purpose::Sample).is_err());
+        assert_eq!(parse(body, Purpose::Count).unwrap().0.max_tokens, None);
+    }
+}

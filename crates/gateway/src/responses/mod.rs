@@ -1,0 +1,69 @@
+//! OpenAI Responses.
+
+mod history;
+mod opaque;
+mod reply;
+mod request;
+mod stream;
+mod tools;
+
+use crate::problem::Problem;
+use crate::sampler::{Dialect, SampleRequest, Sampled};
+use crate::wire::{Envelope, Purpose, Wire};
+use bytes::Bytes;
+use serde_json::{Value, json};
+use tools::ToolNames;
+
+/// What a request says about its reply.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Responses {
+    stream: bool,
+    /// `include` has `reasoning.encrypted_content`.
+    encrypted_reasoning: bool,
+    /// What the reply repeats of the request.
+    echo: Echo,
+    /// The client's names of the tools.
+    names: ToolNames,
+}
+
+/// What a reply repeats of its request.
+#[derive(Clone, Debug, Default)]
+struct Echo {
+    instructions: Option<String>,
+    max_output_tokens: Option<usize>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    parallel_tool_calls: bool,
+    metadata: Value,
+}
+
+impl Wire for Responses {
+    const DIALECT: Dialect = Dialect::Responses;
+    const KEEP_ALIVE: &'static str = ": keep-alive\n\n";
+    // Codex compacts its history after this code in a `response.failed` event, not after status 400.
+    const LONG_PROMPT_IN_STREAM: bool = true;
+
+    fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Self), Problem> {
+        request::parse(body, purpose)
+    }
+
+    fn streams(&self) -> bool {
+        self.stream
+    }
+
+    fn reply(&self, envelope: &Envelope, replies: &[Sampled]) -> Value {
+        replies.first().map_or(Value::Null, |reply| reply::response(self, envelope, reply))
+    }
+
+    fn events(&self, envelope: &Envelope, replies: &[Sampled]) -> Vec<Bytes> {
+        replies.first().map_or_else(Vec::new, |reply| stream::events(self, envelope, reply))
+    }
+
+    fn late_error(&self, envelope: &Envelope, problem: &Problem) -> Vec<Bytes> {
+        stream::failed(self, envelope, problem)
+    }
+
+    fn count(tokens: usize) -> Value {
+        json!({"object": "response.input_tokens", "input_tokens": tokens})
+    }
+}

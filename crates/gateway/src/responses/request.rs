@@ -1,0 +1,184 @@
+//! Requests.
+
+use super::history::{self, Item};
+use super::tools::{self, ToolParam, Tools};
+use super::{Echo, Responses};
+use crate::content::{self, TextOr, known, limit, says, structured};
+use crate::message::{History, Message, Role};
+use crate::problem::Problem;
+use crate::sampler::{Dialect, SampleRequest};
+use crate::wire::Purpose;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+#[derive(Debug, Deserialize)]
+struct Body {
+    input: Option<TextOr<Item>>,
+    instructions: Option<String>,
+    tools: Option<Vec<ToolParam>>,
+    tool_choice: Option<Value>,
+    max_output_tokens: Option<u64>,
+    stream: Option<bool>,
+    include: Option<Vec<String>>,
+    reasoning: Option<ReasoningParam>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    parallel_tool_calls: Option<bool>,
+    metadata: Option<Value>,
+    text: Option<TextParam>,
+    previous_response_id: Option<String>,
+    conversation: Option<Value>,
+    background: Option<bool>,
+    prompt: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ReasoningParam {
+    effort: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct TextParam {
+    format: Option<Value>,
+}
+
+/// Parses a body.
+pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Responses), Problem> {
+    let body: Body = content::parse(body)?;
+    refuse(&body)?;
+    let max_tokens = limit(body.max_output_tokens, "max_output_tokens")?;
+    let echo = Echo {
+        instructions: body.instructions.clone(),
+        max_output_tokens: max_tokens,
+        temperature: body.temperature,
+        top_p: body.top_p,
+        parallel_tool_calls: body.parallel_tool_calls.unwrap_or(true),
+        metadata: body.metadata.clone().unwrap_or_else(|| json!({})),
+    };
+    let messages = messages(body.instructions, body.input)?;
+    if messages.is_empty() && purpose == Purpose::Sample {
+        return Err(Problem::field("input", "must not be empty"));
+    }
+    let mut tools = Tools::default();
+    tools.add(body.tools.unwrap_or_default(), None, "tools", 0)?;
+    let effort = body.reasoning.and_then(|reasoning| reasoning.effort);
+    let request = SampleRequest {
+        dialect: Dialect::Responses,
+        messages,
+        tool_choice: known(tools::choice(body.tool_choice.as_ref())?, &tools.tools)?,
+        tools: tools.tools,
+        max_tokens,
+        stop: Vec::new(),
+        temperature: body.temperature,
+        top_p: body.top_p,
+        thinking: effort.map(|effort| effort != "none"),
+        repeats: false,
+    };
+    let encrypted = "reasoning.encrypted_content";
+    let form = Responses {
+        stream: body.stream.unwrap_or(false),
+        encrypted_reasoning: body
+            .include
+            .is_some_and(|fields| fields.iter().any(|it| it == encrypted)),
+        echo,
+        names: tools.names,
+    };
+    Ok((request, form))
+}
+
+fn messages(
+    instructions: Option<String>,
+    input: Option<TextOr<Item>>,
+) -> Result<Vec<Message>, Problem> {
+    let mut history = History::default();
+    if let Some(instructions) = instructions.filter(|text| !text.is_empty()) {
+        history.push(Message::new(Role::System, instructions));
+    }
+    match input {
+        None => {}
+        Some(TextOr::Text(text)) => history.push(Message::new(Role::User, text)),
+        Some(TextOr::List(items)) => {
+            for (index, item) in items.into_iter().enumerate() {
+                history::append(&mut history, item, &format!("input[{index}]"))?;
+            }
+        }
+    }
+    Ok(history.finish())
+}
+
+/// Refuses what would need stored state, or another reply than the sampled one.
+fn refuse(body: &Body) -> Result<(), Problem> {
+    let stateless = "the gateway stores no replies; send the whole conversation in `input`";
+    let replies = "the reply is exactly what the model sampled";
+    let previous = body.previous_response_id.as_ref().is_some_and(|id| !id.is_empty());
+    let format = body.text.as_ref().and_then(|text| text.format.as_ref());
+    for (field, is_set, why) in [
+        ("previous_response_id", previous, stateless),
+        ("conversation", says(body.conversation.as_ref()), stateless),
+        ("prompt", says(body.prompt.as_ref()), "the gateway stores no prompts; send its text"),
+        ("background", body.background == Some(true), stateless),
+        ("text.format", structured(format), replies),
+    ] {
+        if is_set {
+            return Err(Problem::unsupported(field, "this field", why));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sampler::ToolChoice;
+
+    fn request(body: &Value) -> Result<(SampleRequest, Responses), Problem> {
+        parse(body.to_string().as_bytes(), Purpose::Sample)
+    }
+
+    #[test]
+    fn text_and_items_give_the_same_history() {
+        let (text, _) = request(&json!({"input": "a", "instructions": "b"})).unwrap();
+        let items = json!([{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]);
+        let (items, form) = request(&json!({
+            "input": items, "stream": true, "store": true, "max_output_tokens": null,
+            "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"},
+            "text": {"format": {"type": "text"}, "verbosity": "low"}, "truncation": "auto",
+        }))
+        .unwrap();
+        assert_eq!(text, items);
+        assert!(form.stream && form.encrypted_reasoning);
+    }
+
+    #[test]
+    fn settings_are_understood() {
+        let (request, _) = request(&json!({
+            "input": "a", "max_output_tokens": 9, "reasoning": {"effort": "none"},
+            "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}],
+            "tool_choice": {"type": "function", "namespace": "n", "name": "f"},
+        }))
+        .unwrap();
+        assert_eq!((request.max_tokens, request.thinking), (Some(9), Some(false)));
+        assert_eq!(request.tool_choice, ToolChoice::Named("n__f".into()));
+    }
+
+    #[test]
+    fn what_cannot_be_honoured_is_refused_and_named() {
+        for (field, value) in [
+            ("previous_response_id", json!("resp_1")),
+            ("conversation", json!({"id": "conv_1"})),
+            ("background", json!(true)),
+            ("prompt", json!({"id": "pmpt_1"})),
+            ("input", json!([])),
+            ("input", json!(3)),
+            ("max_output_tokens", json!(0)),
+            ("tool_choice", json!({"type": "web_search_preview"})),
+            ("tool_choice", json!({"type": "function", "name": "g"})),
+        ] {
+            let mut body = json!({"input": "a"});
+            body[field] = value;
+            assert_eq!(request(&body).unwrap_err().field.as_deref(), Some(field), "{body}");
+        }
+        let schema = json!({"input": "a", "text": {"format": {"type": "json_schema"}}});
+        assert_eq!(request(&schema).unwrap_err().field.as_deref(), Some("text.format"));
+    }
+}

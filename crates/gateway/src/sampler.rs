@@ -1,0 +1,247 @@
+//! The seam: what the gateway asks of an episode, and what it is given.
+
+use crate::message::{Message, ToolCall};
+use async_trait::async_trait;
+use serde_json::Value;
+use std::fmt::Debug;
+use std::sync::Arc;
+use thiserror::Error;
+use tokio::sync::oneshot;
+
+/// The conversations of one episode.
+#[async_trait]
+pub trait Sampler: Send + Sync + Debug {
+    /// Name of the served model.
+    fn model(&self) -> &str;
+
+    /// Longest sequence, in tokens.
+    fn context(&self) -> usize;
+
+    /// Samples one reply. A request for `n` replies makes `n` calls at the same time, with
+    /// `sample` from 0 to n − 1. The future is dropped when the client goes away.
+    async fn sample(
+        &self,
+        request: &Arc<SampleRequest>,
+        sample: usize,
+    ) -> Result<Sampled, SampleError>;
+
+    /// Prompt tokens of a request.
+    async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError>;
+}
+
+/// A wire format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dialect {
+    /// OpenAI Chat Completions.
+    Chat,
+    /// OpenAI Responses.
+    Responses,
+    /// Anthropic Messages.
+    Messages,
+}
+
+/// A request in the internal form.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SampleRequest {
+    /// How it arrived.
+    pub dialect: Dialect,
+    /// The history, oldest first; never empty.
+    pub messages: Vec<Message>,
+    /// Tools that the model may call.
+    pub tools: Vec<Tool>,
+    /// Whether it may, or must.
+    pub tool_choice: ToolChoice,
+    /// Most tokens of the reply; at least 1.
+    pub max_tokens: Option<usize>,
+    /// Strings that end the reply; none is empty.
+    pub stop: Vec<String>,
+    /// The client's temperature. The run's settings decide.
+    pub temperature: Option<f32>,
+    /// The client's nucleus. The run's settings decide.
+    pub top_p: Option<f32>,
+    /// Whether the client asks for thinking or declines it, if it says so.
+    pub thinking: Option<bool>,
+    /// The client's library says that it sends this request again.
+    pub repeats: bool,
+}
+
+/// A tool that the client offers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tool {
+    /// Its name in calls.
+    pub name: String,
+    /// What it does.
+    pub description: Option<String>,
+    /// JSON schema of its arguments: always an object.
+    pub parameters: Value,
+}
+
+/// Whether the reply must call a tool.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum ToolChoice {
+    /// The model decides.
+    #[default]
+    Auto,
+    /// It must not.
+    None,
+    /// It must call some tool.
+    Required,
+    /// It must call this one, which is among the request's tools.
+    Named(String),
+}
+
+/// A sampled reply.
+#[derive(Debug)]
+pub struct Sampled {
+    /// Thinking, without its markers.
+    pub reasoning: Option<String>,
+    /// Text for the user.
+    pub content: String,
+    /// Calls, in order; ids are unique in the episode.
+    pub tool_calls: Vec<ToolCall>,
+    /// Why it ended.
+    pub finish: Finish,
+    /// Token counts.
+    pub usage: Usage,
+    /// Every sampled token, thinking and markers included.
+    pub tokens: Vec<SampledToken>,
+    /// Told when the client has been sent everything.
+    pub receipt: Receipt,
+}
+
+/// Why a reply ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// The model ended its turn.
+    Stop,
+    /// It wrote this stop string.
+    StopString(String),
+    /// A token limit.
+    Length,
+    /// It called tools.
+    ToolCalls,
+}
+
+/// Token counts of a reply.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Tokens of the prompt, cached ones included.
+    pub prompt: usize,
+    /// Prompt tokens that were not computed again.
+    pub cached: usize,
+    /// Sampled tokens, thinking included.
+    pub completion: usize,
+    /// Sampled tokens of thinking.
+    pub reasoning: usize,
+}
+
+/// A sampled token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SampledToken {
+    /// In the tokenizer's vocabulary.
+    pub id: u32,
+    /// Its text; U+FFFD for a part of a character.
+    pub text: String,
+    /// Its bytes.
+    pub bytes: Vec<u8>,
+    /// Natural logarithm of its probability.
+    pub logprob: f32,
+}
+
+/// Told that the client was sent a whole reply. Dropped without that, the reply was not delivered:
+/// a client that repeats the request is owed the same tokens.
+#[derive(Debug)]
+pub struct Receipt(Option<oneshot::Sender<()>>);
+
+impl Receipt {
+    /// A receipt and the end that waits for it.
+    pub fn new() -> (Self, Delivery) {
+        let (sender, receiver) = oneshot::channel();
+        (Self(Some(sender)), Delivery { receiver, known: None })
+    }
+
+    /// A receipt that informs no one.
+    pub fn ignored() -> Self {
+        Self(None)
+    }
+
+    /// The last byte was handed to the connection.
+    pub fn delivered(self) {
+        if let Some(sender) = self.0 {
+            // Without a receiver no one waits.
+            let _ = sender.send(());
+        }
+    }
+}
+
+/// Waits for a [`Receipt`].
+#[derive(Debug)]
+pub struct Delivery {
+    receiver: oneshot::Receiver<()>,
+    /// The answer, once it was read.
+    known: Option<bool>,
+}
+
+impl Delivery {
+    /// Whether the reply was delivered, once that is certain.
+    pub async fn wait(self) -> bool {
+        match self.known {
+            Some(known) => known,
+            None => self.receiver.await.is_ok(),
+        }
+    }
+
+    /// Whether the reply was delivered; `None` while it is being sent.
+    pub fn now(&mut self) -> Option<bool> {
+        if self.known.is_none() {
+            self.known = match self.receiver.try_recv() {
+                Ok(()) => Some(true),
+                Err(oneshot::error::TryRecvError::Closed) => Some(false),
+                Err(oneshot::error::TryRecvError::Empty) => None,
+            };
+        }
+        self.known
+    }
+}
+
+/// Why there is no reply. Each has the status and form of the client's dialect.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum SampleError {
+    /// The request is invalid: status 400.
+    #[error("{0}")]
+    Refused(String),
+    /// The prompt leaves no room for a reply: status 400, in words that make clients compact.
+    #[error("the prompt has {prompt} tokens and the model reads at most {context}")]
+    TooLong {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Longest sequence, in tokens.
+        context: usize,
+    },
+    /// The episode is over: status 400, which clients do not retry.
+    #[error("the episode is over: {0}")]
+    Ended(String),
+    /// A passing failure: status 503 or 529, which clients retry.
+    #[error("{0}")]
+    Unavailable(String),
+    /// Anything else: status 500.
+    #[error("{0}")]
+    Failed(String),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_receipt_that_is_dropped_was_not_delivered() {
+        let (receipt, mut delivery) = Receipt::new();
+        assert_eq!(delivery.now(), None);
+        receipt.delivered();
+        assert!(delivery.wait().await);
+        let (receipt, mut delivery) = Receipt::new();
+        drop(receipt);
+        assert_eq!(delivery.now(), Some(false));
+        assert!(!delivery.wait().await);
+    }
+}

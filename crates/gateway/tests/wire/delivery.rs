@@ -1,0 +1,142 @@
+//! Keep-alives, receipts, and clients that go away.
+
+use crate::http::requests;
+use crate::scripted::{ScriptedReply, ScriptedSampler, ScriptedTurn};
+use crate::server::{Server, quick};
+use orchestrate_gateway::SampleError;
+use serde_json::{Value, json};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+
+/// Waits until `is_true`.
+async fn until(mut is_true: impl FnMut() -> bool) {
+    let waiting = async {
+        while !is_true() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), waiting).await.unwrap();
+}
+
+fn slow(turn: ScriptedTurn) -> ScriptedTurn {
+    ScriptedTurn::After(Duration::from_millis(120), Box::new(turn))
+}
+
+#[tokio::test]
+async fn a_slow_reply_begins_with_keep_alives() {
+    let reply = ScriptedReply { content: "hello", ..ScriptedReply::default() };
+    let sampler = ScriptedSampler::new(move |_, _| slow(ScriptedTurn::Reply(reply.clone())));
+    let server = Server::start(sampler.clone(), quick()).await;
+    for (path, mut body) in requests() {
+        body["stream"] = json!(true);
+        let text = server.post(&format!("/v1/{path}"), &body).await.text().await.unwrap();
+        let keep_alive = if path == "messages" { "event: ping\n" } else { ": keep-alive\n\n" };
+        assert!(text.starts_with(keep_alive), "{text}");
+        assert!(text.contains("hello"), "{text}");
+        assert!(text.matches(keep_alive).count() >= 3, "{text}");
+    }
+    assert_eq!(sampler.delivered().await, [true; 3]);
+}
+
+#[tokio::test]
+async fn a_late_error_is_an_event() {
+    let turn = ScriptedTurn::Fail(SampleError::Ended("the time is up".into()));
+    let server = Server::start(ScriptedSampler::new(move |_, _| slow(turn.clone())), quick()).await;
+    for (path, mut body) in requests() {
+        body["stream"] = json!(true);
+        let reply = server.post(&format!("/v1/{path}"), &body).await;
+        assert_eq!(reply.status(), 200);
+        let text = reply.text().await.unwrap();
+        assert!(text.contains("the time is up"), "{text}");
+        let end = match path {
+            "messages" => "event: error\n",
+            "responses" => "\"invalid_prompt\"",
+            _ => "data: {\"error\"",
+        };
+        assert!(text.contains(end), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_reply_that_was_read_to_its_end_is_delivered() {
+    let sampler = ScriptedSampler::writing("hello");
+    let server = Server::start(sampler.clone(), quick()).await;
+    for stream in [false, true] {
+        for (path, mut body) in requests() {
+            body["stream"] = json!(stream);
+            server.post(&format!("/v1/{path}"), &body).await.text().await.unwrap();
+            assert_eq!(sampler.delivered().await, [true], "{path}, stream: {stream}");
+        }
+    }
+    let mut body = requests()[0].1.clone();
+    body["n"] = json!(3);
+    let reply: Value = server.post("/v1/chat/completions", &body).await.json().await.unwrap();
+    assert_eq!(reply["choices"].as_array().unwrap().len(), 3);
+    assert_eq!(sampler.delivered().await, [true; 3]);
+}
+
+impl Server {
+    /// Sends a request over a connection of its own, which stays open.
+    async fn send(&self, path: &str, body: &Value) -> TcpStream {
+        let body = body.to_string();
+        let head = format!(
+            "POST {}/v1/{path} HTTP/1.1\r\nhost: a\r\ncontent-length: {}\r\n\r\n{body}",
+            self.episode.path(),
+            body.len()
+        );
+        let mut stream = TcpStream::connect(self.address).await.unwrap();
+        stream.write_all(head.as_bytes()).await.unwrap();
+        stream
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_ends_its_sampling() {
+    let sampler = ScriptedSampler::new(|_, _| ScriptedTurn::Hang);
+    let server = Server::start(sampler.clone(), quick()).await;
+    let mut dropped = 0;
+    for stream in [false, true] {
+        for (path, mut body) in requests() {
+            body["stream"] = json!(stream);
+            let connection = server.send(path, &body).await;
+            until(|| sampler.requests().len() > dropped).await;
+            if stream {
+                // The stream has begun.
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            drop(connection);
+            dropped += 1;
+            until(|| sampler.dropped() == dropped).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_reply_that_was_read_in_part_is_not_delivered() {
+    let content: &'static str = "x".repeat(20 << 20).leak();
+    let sampler = ScriptedSampler::writing(content);
+    let server = Server::start(sampler.clone(), quick()).await;
+    for stream in [false, true] {
+        for (path, mut body) in requests() {
+            body["stream"] = json!(stream);
+            let mut connection = server.send(path, &body).await;
+            connection.read_exact(&mut [0; 4000]).await.unwrap();
+            drop(connection);
+            assert_eq!(sampler.delivered().await, [false], "{path}, stream: {stream}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_repeated_request_is_marked() {
+    let sampler = ScriptedSampler::writing("hello");
+    let server = Server::start(sampler.clone(), quick()).await;
+    for count in ["0", "1"] {
+        let request = server.client().post(server.url("/v1/messages")).json(&requests()[2].1);
+        let request = request.header("x-stainless-retry-count", count);
+        assert_eq!(request.send().await.unwrap().status(), 200);
+    }
+    let marks: Vec<bool> = sampler.requests().iter().map(|request| request.repeats).collect();
+    assert_eq!(marks, [false, true]);
+}

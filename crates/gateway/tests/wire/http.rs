@@ -1,0 +1,150 @@
+//! Routes, statuses and keys.
+
+use crate::scripted::{ScriptedSampler, ScriptedTurn};
+use crate::server::{Server, quick};
+use orchestrate_gateway::{GatewayOptions, SampleError};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+
+/// A minimal request of each dialect, with its path.
+pub fn requests() -> [(&'static str, Value); 3] {
+    let messages = json!([{"role": "user", "content": "hi"}]);
+    [
+        ("chat/completions", json!({"messages": messages})),
+        ("responses", json!({"input": "hi"})),
+        ("messages", json!({"messages": messages, "max_tokens": 50})),
+    ]
+}
+
+/// Whether a document is an error in the form of the dialect at `path`.
+pub fn is_error_of(path: &str, error: &Value) -> bool {
+    let message = &error["error"]["message"];
+    let form = if path.contains("messages") {
+        error["type"] == "error" && error["error"]["type"].is_string()
+    } else {
+        let fields = error["error"].as_object().unwrap();
+        fields.contains_key("param") && fields.contains_key("code") && fields["type"].is_string()
+    };
+    form && message.is_string()
+}
+
+#[tokio::test]
+async fn every_dialect_answers_with_and_without_the_version() {
+    let server = Server::start(ScriptedSampler::writing("hello"), quick()).await;
+    for (path, body) in requests() {
+        for prefix in ["/", "/v1/", "/v1/v1/"] {
+            let reply = server.post(&format!("{prefix}{path}"), &body).await;
+            assert_eq!(reply.status(), 200, "{prefix}{path}");
+            assert!(reply.headers().contains_key("request-id"));
+            assert!(reply.text().await.unwrap().contains("hello"));
+        }
+    }
+    for (path, field) in
+        [("responses/input_tokens", "input"), ("messages/count_tokens", "messages")]
+    {
+        let body = json!({field: [{"role": "user", "content": "four"}]});
+        let counted: Value = server.post(&format!("/v1/{path}"), &body).await.json().await.unwrap();
+        assert_eq!(counted["input_tokens"], 4, "{path}");
+    }
+    let models: Value = server.get("/v1/models").await.json().await.unwrap();
+    assert_eq!(models["data"][0]["id"], "policy");
+    assert_eq!(server.get("/v1/models/policy").await.status(), 200);
+    assert_eq!(server.get("/v1/models/org/other").await.status(), 404);
+}
+
+#[tokio::test]
+async fn errors_have_the_form_of_the_dialect() {
+    let options = GatewayOptions { body_limit: 1000, ..quick() };
+    let server = Server::start(ScriptedSampler::writing("hello"), options).await;
+    for (path, mut body) in requests() {
+        let url = format!("/v1/{path}");
+        for (reply, status) in [
+            (server.post(&url, &json!({})).await, 400),
+            (server.post(&url, &json!([])).await, 400),
+            (server.post(&url, &json!({"input": "x".repeat(1000)})).await, 413),
+            (server.get(&url).await, 405),
+            (server.post(&format!("{url}/unknown"), &body).await, 404),
+        ] {
+            assert_eq!(reply.status(), status, "{path}");
+            let error: Value = reply.json().await.unwrap();
+            assert!(is_error_of(path, &error), "{path}: {error}");
+        }
+        let compressed = server.client().post(server.url(&url)).header("content-encoding", "gzip");
+        let reply = compressed.body("x").send().await.unwrap();
+        assert_eq!(reply.status(), 415);
+        assert!(is_error_of(path, &reply.json().await.unwrap()));
+        body["stream"] = json!("yes");
+        let error: Value = server.post(&url, &body).await.json().await.unwrap();
+        let message = error["error"]["message"].as_str().unwrap();
+        assert!(message.contains("stream") && message.contains("boolean"), "{message}");
+    }
+    let chunk = format!("258\r\n{}\r\n", " ".repeat(0x258));
+    let head = format!(
+        "POST {}/v1/messages HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n",
+        server.episode.path()
+    );
+    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    stream.write_all(format!("{head}{chunk}{chunk}").as_bytes()).await.unwrap();
+    let mut line = [0; 12];
+    stream.read_exact(&mut line).await.unwrap();
+    assert_eq!(std::str::from_utf8(&line).unwrap(), "HTTP/1.1 413");
+}
+
+#[tokio::test]
+async fn sampling_errors_are_statuses_or_events() {
+    for error in [
+        SampleError::Ended("the time is up".into()),
+        SampleError::Unavailable("no engine is up".into()),
+        SampleError::TooLong { prompt: 20, context: 10 },
+    ] {
+        let turn = ScriptedTurn::Fail(error.clone());
+        let server = Server::start(ScriptedSampler::new(move |_, _| turn.clone()), quick()).await;
+        for (path, mut body) in requests() {
+            let reply = server.post(&format!("/v1/{path}"), &body).await;
+            let status = match &error {
+                SampleError::Unavailable(_) if path == "messages" => 529,
+                SampleError::Unavailable(_) => 503,
+                _ => 400,
+            };
+            assert_eq!(reply.status(), status);
+            let retry = if status == 400 { "false" } else { "true" };
+            assert_eq!(reply.headers()["x-should-retry"], retry);
+            body["stream"] = json!(true);
+            let reply = server.post(&format!("/v1/{path}"), &body).await;
+            let in_stream = path == "responses" && matches!(error, SampleError::TooLong { .. });
+            assert_eq!(reply.status().as_u16(), if in_stream { 200 } else { status });
+            let text = reply.text().await.unwrap();
+            assert_eq!(text.contains("event: response.failed"), in_stream, "{text}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn only_the_secret_path_leads_to_an_episode_and_only_while_it_lasts() {
+    let options = GatewayOptions { require_key: true, ..quick() };
+    let server = Server::start(ScriptedSampler::writing("hello"), options).await;
+    let body = &requests()[2].1;
+    let post = |url: String| server.client().post(url).json(body);
+    let url = server.url("/v1/messages");
+    assert_eq!(post(url.clone()).send().await.unwrap().status(), 401);
+    assert_eq!(post(url.clone()).header("x-api-key", "sk").send().await.unwrap().status(), 401);
+    let secret = server.episode.secret().to_owned();
+    let with_key = || post(url.clone()).header("x-api-key", &secret);
+    assert_eq!(with_key().send().await.unwrap().status(), 200);
+    assert_eq!(post(url.clone()).bearer_auth(&secret).send().await.unwrap().status(), 200);
+    assert_eq!(server.get("/v1/models").await.status(), 401);
+    let other = format!("http://{}/e/{}/v1/messages", server.address, "0".repeat(secret.len()));
+    let reply = post(other).send().await.unwrap();
+    assert_eq!(reply.status(), 404);
+    assert!(is_error_of("messages", &reply.json().await.unwrap()));
+    assert_eq!(server.registry.len(), 1);
+    let printed = format!("{:?} {:?}", server.registry, server.episode);
+    assert!(!printed.contains(&secret), "{printed}");
+    let client = server.client().clone();
+    let registry = server.registry.clone();
+    drop(server.episode);
+    assert!(registry.is_empty());
+    let gone = client.post(&url).header("x-api-key", &secret).json(body).send().await;
+    assert_eq!(gone.unwrap().status(), 404);
+}

@@ -1,0 +1,9 @@
+//! The gateway over HTTP, with a scripted sampler behind it.
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "test helpers")]
+
+mod any_body;
+mod clients;
+mod delivery;
+mod http;
+mod scripted;
+mod server;

@@ -1,0 +1,188 @@
+//! A scripted sampler.
+
+use async_trait::async_trait;
+use orchestrate_gateway::{
+    Delivery, Finish, Receipt, SampleError, SampleRequest, Sampled, SampledToken, Sampler,
+    ToolCall, Usage,
+};
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// What a [`ScriptedSampler`] does with a request.
+#[derive(Clone, Debug)]
+pub enum ScriptedTurn {
+    /// Replies.
+    Reply(ScriptedReply),
+    /// Replies after a time.
+    After(Duration, Box<ScriptedTurn>),
+    /// Fails.
+    Fail(SampleError),
+    /// Never replies.
+    Hang,
+}
+
+/// A reply of a [`ScriptedSampler`].
+#[derive(Clone, Debug, Default)]
+pub struct ScriptedReply {
+    /// Thinking.
+    pub reasoning: Option<&'static str>,
+    /// Text.
+    pub content: &'static str,
+    /// Names and arguments of calls.
+    pub calls: Vec<(&'static str, String)>,
+    /// Why it ended; by default because of the calls, or else by itself.
+    pub finish: Option<Finish>,
+}
+
+type Script = dyn Fn(&SampleRequest, usize) -> ScriptedTurn + Send + Sync;
+
+/// Answers requests by a function, and records them. Its model is `policy`, its context 4,096
+/// tokens, and every character is a token.
+pub struct ScriptedSampler {
+    script: Box<Script>,
+    requests: Mutex<Vec<Arc<SampleRequest>>>,
+    deliveries: Mutex<Vec<Delivery>>,
+    calls: AtomicUsize,
+    dropped: Arc<AtomicUsize>,
+}
+
+impl fmt::Debug for ScriptedSampler {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("ScriptedSampler")
+            .field("requests", &self.requests)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ScriptedSampler {
+    /// A sampler whose replies `script` makes, from the request and the number of the reply.
+    pub fn new(
+        script: impl Fn(&SampleRequest, usize) -> ScriptedTurn + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            script: Box::new(script),
+            requests: Mutex::default(),
+            deliveries: Mutex::default(),
+            calls: AtomicUsize::new(0),
+            dropped: Arc::default(),
+        })
+    }
+
+    /// A sampler that always writes the same text.
+    pub fn writing(content: &'static str) -> Arc<Self> {
+        let reply = ScriptedReply { content, ..ScriptedReply::default() };
+        Self::new(move |_, _| ScriptedTurn::Reply(reply.clone()))
+    }
+
+    /// The requests so far.
+    pub fn requests(&self) -> Vec<Arc<SampleRequest>> {
+        self.requests.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Which of the replies since the last call were delivered, once all are sent or given up.
+    pub async fn delivered(&self) -> Vec<bool> {
+        let deliveries =
+            std::mem::take(&mut *self.deliveries.lock().unwrap_or_else(PoisonError::into_inner));
+        futures::future::join_all(deliveries.into_iter().map(Delivery::wait)).await
+    }
+
+    /// Requests whose client went away before the reply.
+    pub fn dropped(&self) -> usize {
+        self.dropped.load(Ordering::SeqCst)
+    }
+
+    fn reply(&self, request: &SampleRequest, reply: ScriptedReply) -> Sampled {
+        let tokens = |text: &str| -> Vec<SampledToken> {
+            let token = |text: char| SampledToken {
+                id: u32::from(text),
+                text: text.to_string(),
+                bytes: text.to_string().into_bytes(),
+                logprob: -0.5,
+            };
+            text.chars().map(token).collect()
+        };
+        let call = |(name, arguments): (&str, String)| ToolCall {
+            id: format!("call_{}", self.calls.fetch_add(1, Ordering::SeqCst)),
+            name: name.to_owned(),
+            arguments,
+        };
+        let tool_calls: Vec<ToolCall> = reply.calls.into_iter().map(call).collect();
+        let natural = if tool_calls.is_empty() { Finish::Stop } else { Finish::ToolCalls };
+        let thinking = reply.reasoning.unwrap_or_default();
+        let tokens = [tokens(thinking), tokens(reply.content)].concat();
+        let (receipt, delivery) = Receipt::new();
+        self.deliveries.lock().unwrap_or_else(PoisonError::into_inner).push(delivery);
+        Sampled {
+            reasoning: reply.reasoning.map(str::to_owned),
+            content: reply.content.to_owned(),
+            tool_calls,
+            finish: reply.finish.unwrap_or(natural),
+            usage: Usage {
+                prompt: length(request),
+                cached: 0,
+                completion: tokens.len(),
+                reasoning: thinking.chars().count(),
+            },
+            tokens,
+            receipt,
+        }
+    }
+}
+
+fn length(request: &SampleRequest) -> usize {
+    request.messages.iter().map(|message| message.content.chars().count()).sum()
+}
+
+#[async_trait]
+impl Sampler for ScriptedSampler {
+    fn model(&self) -> &'static str {
+        "policy"
+    }
+
+    fn context(&self) -> usize {
+        4096
+    }
+
+    async fn sample(
+        &self,
+        request: &Arc<SampleRequest>,
+        sample: usize,
+    ) -> Result<Sampled, SampleError> {
+        self.requests.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(request));
+        let mut guard = CountDrop { dropped: Arc::clone(&self.dropped), is_armed: true };
+        let mut turn = (self.script)(request, sample);
+        let result = loop {
+            turn = match turn {
+                ScriptedTurn::Reply(reply) => break Ok(self.reply(request, reply)),
+                ScriptedTurn::Fail(error) => break Err(error),
+                ScriptedTurn::Hang => std::future::pending().await,
+                ScriptedTurn::After(time, next) => {
+                    tokio::time::sleep(time).await;
+                    *next
+                }
+            };
+        };
+        guard.is_armed = false;
+        result
+    }
+
+    async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError> {
+        Ok(length(request))
+    }
+}
+
+/// Counts futures that are dropped before their end.
+struct CountDrop {
+    dropped: Arc<AtomicUsize>,
+    is_armed: bool,
+}
+
+impl Drop for CountDrop {
+    fn drop(&mut self) {
+        if self.is_armed {
+            self.dropped.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}
