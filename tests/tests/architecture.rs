@@ -16,7 +16,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("engine", &["routing", "settings", "types"]),
     ("sandbox", &["settings", "supervisor", "types"]),
     ("tasks", &["settings", "types"]),
-    ("rollout", &["engine", "routing", "sandbox", "settings", "tasks", "types"]),
+    ("rollout", &["engine", "gateway", "routing", "sandbox", "settings", "tasks", "types"]),
     ("gateway", &["types"]),
     ("store", &["types"]),
     ("handoff", &["routing", "settings", "types"]),

@@ -70,6 +70,7 @@
 
 mod answer;
 mod chat;
+mod connection;
 mod content;
 mod episode;
 mod message;
@@ -87,6 +88,7 @@ mod golden;
 #[cfg(test)]
 mod round_trip;
 
+pub use connection::serve_stream;
 pub use message::{Message, Role, ToolCall};
 pub use options::GatewayOptions;
 pub use registry::{Registration, Registry};

@@ -1,10 +1,12 @@
 //! The request for an attempt, its report, and the messages of a conversation.
 
 use crate::buffer::Fork;
+use crate::conversation::ForkCause;
 use orchestrate_routing::RoutingMask;
 use orchestrate_tasks::{Task, Verdict};
 use orchestrate_types::{AttemptId, Outcome, PolicyVersion, RunId, Trajectory};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
@@ -127,6 +129,8 @@ pub struct EpisodeReport {
     /// The branches of the conversation, in the order of their first reply; empty if there was no reply.
     /// An agent that only appends to its conversation has one.
     pub branches: Vec<EpisodeBranch>,
+    /// Number of branches that began, by cause, without the first.
+    pub forks: BTreeMap<ForkCause, u64>,
     /// Why a routing mask is missing.
     pub routing_problem: Option<String>,
     /// The turns in readable form.

@@ -3,6 +3,7 @@
 
 mod act;
 
+use crate::conversation::FinishedConversation;
 use crate::api::{EpisodeReport, EpisodeRequest, Timings, TurnLog};
 use crate::editor::Editor;
 use crate::line::{Calls, FinishedLine, GenerationId, Line, NoReply};
@@ -20,6 +21,8 @@ use tracing::{Instrument, Span};
 pub(crate) struct Attempt {
     pub(crate) calls: Calls,
     pub(crate) line: Line,
+    /// The conversation of an agent with its own loop, which then has all tokens and turns.
+    pub(crate) finished: Option<FinishedConversation>,
     turns: Vec<TurnLog>,
     editor: Editor,
     /// Of the turn that was sampled last; none before the first.
@@ -40,6 +43,7 @@ impl Attempt {
         Self {
             calls,
             line,
+            finished: None,
             turns: Vec::new(),
             editor: Editor::default(),
             turn_span: Span::current(),
@@ -118,13 +122,26 @@ impl Attempt {
 
     /// The report of the attempt.
     pub(crate) fn report(self, outcome: Outcome) -> EpisodeReport {
-        let FinishedLine { branch, routing_problem, rows, counters } = self.line.finish();
+        let finished = self.finished.unwrap_or_else(|| {
+            let FinishedLine { branch, routing_problem, rows, counters } = self.line.finish();
+            FinishedConversation {
+                branches: branch.into_iter().collect(),
+                routing_problem,
+                rows,
+                counters,
+                turns: self.turns,
+                ..FinishedConversation::default()
+            }
+        });
+        let FinishedConversation { branches, routing_problem, rows, counters, turns, forks, .. } =
+            finished;
         EpisodeReport {
             attempt: self.calls.request.attempt,
             outcome,
-            branches: branch.into_iter().collect(),
+            branches,
+            forks,
             routing_problem,
-            turns: self.turns,
+            turns,
             patch: self.patch,
             verdict: self.verdict,
             routing_drift: rows.drift,

@@ -300,6 +300,11 @@ impl ChatModel {
         self.codec.decode(ids).map_err(|error| self.error(ChatErrorKind::Tokenizer(error)))
     }
 
+    /// The bytes of one token.
+    pub(crate) fn token_bytes(&self, id: TokenId) -> Vec<u8> {
+        self.codec.token_bytes(id)
+    }
+
     /// Token ids of an assistant turn in the model's own format, including the closing token.
     ///
     /// For supervised data only; a sampled turn is never built this way.

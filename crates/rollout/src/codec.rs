@@ -76,6 +76,15 @@ impl Codec {
             None => self.tokenizer.decode(ids, false),
         }
     }
+
+    /// The bytes of one token; of a part of a character, where the tokenizer does not tell them, those
+    /// of U+FFFD.
+    pub(crate) fn token_bytes(&self, id: TokenId) -> Vec<u8> {
+        match &self.fast_decoder {
+            Some(decoder) => decoder.bytes(id).to_vec(),
+            None => self.tokenizer.decode(&[id], false).unwrap_or_default().into_bytes(),
+        }
+    }
 }
 
 /// Splits text into words as a byte-level tokenizer does, and encodes each with its model.
@@ -362,14 +371,18 @@ impl FastDecoder {
         Some(table)
     }
 
+    /// The bytes of one token.
+    fn bytes(&self, id: TokenId) -> &[u8] {
+        let id = id as usize;
+        let start = id.checked_sub(1).and_then(|before| self.ends.get(before));
+        let end = self.ends.get(id).copied().unwrap_or(0);
+        self.bytes.get(start.copied().unwrap_or(0)..end).unwrap_or_default()
+    }
+
     fn decode(&self, ids: &[TokenId]) -> String {
         let mut bytes = Vec::with_capacity(4 * ids.len());
         for &id in ids {
-            let id = id as usize;
-            let start = id.checked_sub(1).and_then(|before| self.ends.get(before));
-            let end = self.ends.get(id).copied().unwrap_or(0);
-            let token = self.bytes.get(start.copied().unwrap_or(0)..end);
-            bytes.extend_from_slice(token.unwrap_or_default());
+            bytes.extend_from_slice(self.bytes(id));
         }
         String::from_utf8(bytes)
             .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())

@@ -8,6 +8,7 @@
 //! The invariant: token in, token out. What the policy sampled is never rendered or tokenized
 //! again; only the environment's new text is.
 
+mod agent;
 mod api;
 mod attempt;
 mod buffer;
@@ -36,6 +37,7 @@ mod toolbox;
 mod tree;
 mod vocabulary;
 
+pub use agent::{AGENT_FOLDER, AgentPreset, AgentSection, AgentSettings};
 pub use api::{
     Action, EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog, opening_messages,
 };

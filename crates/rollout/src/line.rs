@@ -41,7 +41,7 @@ const MAX_PAUSE: Duration = Duration::from_secs(30);
 const MESSAGE_MISMATCH: &str = "a message in reply to tokens, or tokens in reply to a message";
 
 /// What all lines of an attempt share.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Calls {
     pub(crate) request: EpisodeRequest,
     pub(crate) engine: Arc<dyn Engine>,

@@ -7,6 +7,8 @@
 //! The invariant: every sandbox that was opened is closed before the report is returned, whatever
 //! happened, and no engine call is running while a tool runs.
 
+use crate::agent::AgentSettings;
+use crate::scaffold::Scaffold;
 use crate::api::{EpisodeReport, EpisodeRequest, Episodes};
 use crate::attempt::Attempt;
 use crate::chat::ChatModel;
@@ -53,6 +55,8 @@ pub struct EpisodeRunner {
     pub chat: Arc<ChatModel>,
     /// The checked `[rollout]` section.
     pub plan: Arc<RolloutSettings>,
+    /// The agent of the scaffold `command`; `None` for the others.
+    pub agent: Option<Arc<AgentSettings>>,
     /// Resource limits of every container.
     pub container_limits: SandboxLimits,
     /// The rules that turn a test log into a verdict.
@@ -97,7 +101,11 @@ impl EpisodeRunner {
 
     async fn run_inner(&self, request: EpisodeRequest, stop: &CancellationToken) -> EpisodeReport {
         let context = self.engine.shape().context;
-        let (mut machine, mut command) = EpisodeMachine::new(self.plan.limits(context));
+        let limits = self.plan.limits(context);
+        let (mut machine, mut command) = match self.plan.scaffold {
+            Scaffold::Command => EpisodeMachine::with_agent(limits),
+            Scaffold::Tools | Scaffold::R2eXml | Scaffold::Mini => EpisodeMachine::new(limits),
+        };
         let mut attempt = Attempt::new(self, request, stop);
         let mut agent = Agent::default();
         let outcome = loop {
@@ -112,6 +120,13 @@ impl EpisodeRunner {
                 EpisodeCommand::Act => match agent.sandbox.as_deref_mut() {
                     Some(sandbox) => attempt.act(sandbox).await,
                     None => failed(Stage::Exec, "no sandbox is open"),
+                },
+                EpisodeCommand::RunAgent => match (agent.sandbox.as_deref_mut(), &self.agent) {
+                    (Some(sandbox), Some(settings)) => {
+                        attempt.run_agent(settings, limits, sandbox).await
+                    }
+                    (None, _) => failed(Stage::Exec, "no sandbox is open"),
+                    (_, None) => failed(Stage::Setup, "there is no section [agent]"),
                 },
                 EpisodeCommand::Grade => self.grade(&mut attempt, &mut agent).await,
             };

@@ -13,7 +13,7 @@ mod served;
 mod tree;
 
 use crate::api::{EpisodeBranch, Message, RowCounts, TurnLog};
-use crate::chat::ChatError;
+use crate::chat::{ChatError, ChatModel};
 use crate::line::{Calls, Counters, GenerationId, Line, NoReply, Sampled};
 use crate::machine::{EpisodeLimits, MAX_ABORTS_PER_TURN};
 use crate::prefix::History;
@@ -25,6 +25,7 @@ pub use served::SampledReply;
 use served::{Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::Notify;
 use tokio::time::Instant;
 use tracing::Instrument;
 pub use tree::{ForkCause, Said};
@@ -73,6 +74,8 @@ pub(crate) struct Conversation {
     calls: Calls,
     limits: EpisodeLimits,
     state: Mutex<State>,
+    /// Notified when `State::end` is set.
+    changed: Notify,
 }
 
 #[derive(Debug)]
@@ -98,7 +101,7 @@ enum End {
 }
 
 /// What a conversation ended with.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct FinishedConversation {
     pub(crate) branches: Vec<EpisodeBranch>,
     pub(crate) routing_problem: Option<String>,
@@ -135,11 +138,15 @@ impl Conversation {
             generate_s: 0.0,
             end: None,
         };
-        Self { calls, limits, state: Mutex::new(state) }
+        Self { calls, limits, state: Mutex::new(state), changed: Notify::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn chat(&self) -> &ChatModel {
+        &self.calls.chat
     }
 
     /// Longest sequence in tokens.
@@ -238,6 +245,9 @@ impl Conversation {
             } else if state.generations >= self.limits.max_turns {
                 state.end = Some(End::Limit(Limit::Turns));
             }
+        }
+        if state.end.is_some() {
+            self.changed.notify_waiters();
         }
         match &state.end {
             None => Ok(()),
@@ -444,9 +454,16 @@ impl Conversation {
         Err(NoReply::Failed(format!("turn {turn} was aborted {} times", MAX_ABORTS_PER_TURN + 1)))
     }
 
-    /// Whether the engine failed, so that nothing that the agent does counts any more.
-    pub(crate) fn has_failed(&self) -> bool {
-        matches!(self.state().end, Some(End::Failed(_)))
+    /// Waits until no more requests are answered; whether the engine failed, so that nothing that the
+    /// agent does counts any more.
+    pub(crate) async fn ended(&self) -> bool {
+        loop {
+            let changed = self.changed.notified();
+            if let Some(end) = &self.state().end {
+                return matches!(end, End::Failed(_));
+            }
+            changed.await;
+        }
     }
 
     /// Ends the conversation: later requests are refused. Generations that still run are not part of it.
@@ -456,16 +473,10 @@ impl Conversation {
         let mut branches = std::mem::replace(&mut state.tree, Tree::new()).branches;
         hand_over(&mut branches);
         let mut finished = FinishedConversation {
-            branches: Vec::new(),
-            routing_problem: None,
-            rows: RowCounts::default(),
-            counters: Counters::default(),
             turns: std::mem::take(&mut state.turns),
             forks: std::mem::take(&mut state.forks),
             generate_s: state.generate_s,
-            limit: None,
-            failure: None,
-            stopped: false,
+            ..FinishedConversation::default()
         };
         match end {
             Some(End::Limit(limit)) => finished.limit = Some(limit),

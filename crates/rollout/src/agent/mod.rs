@@ -1,0 +1,148 @@
+//! An agent that brings its own loop: a command that runs in the task's sandbox and samples through
+//! the gateway.
+//!
+//! The sandbox has no network. Process 1 listens on the container's loopback and carries the bytes of
+//! each connection over its own channel to this program, where the gateway answers them. What the
+//! agent sends is placed in a [`Conversation`].
+
+mod config;
+mod sampler;
+
+use crate::attempt::Attempt;
+use crate::conversation::Conversation;
+use crate::machine::{EpisodeEvent, EpisodeLimits};
+use crate::runner::{failed, sandbox_failed};
+pub use config::{AgentPreset, AgentSection, AgentSettings};
+use orchestrate_gateway::{GatewayOptions, router, serve_stream};
+use orchestrate_sandbox::{Command, ExecResult, Exit, Forward, Sandbox};
+use orchestrate_types::{Limit, Stage};
+use sampler::ConversationSampler;
+use std::sync::Arc;
+use tokio::io::DuplexStream;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+/// Folder of the agent's files in the sandbox.
+pub const AGENT_FOLDER: &str = "/opt/agent";
+
+/// Name under which the policy is served.
+const MODEL: &str = "policy";
+
+/// Connections that wait to be served.
+const BACKLOG: usize = 64;
+
+/// Bytes kept of each end of the agent's output.
+const OUTPUT_BYTES: usize = 64 * 1024;
+
+impl Attempt {
+    /// Runs the agent until it ends or must be ended, and takes over its conversation.
+    #[tracing::instrument(name = "agent", skip_all)]
+    pub(crate) async fn run_agent(
+        &mut self,
+        settings: &AgentSettings,
+        limits: EpisodeLimits,
+        sandbox: &mut dyn Sandbox,
+    ) -> EpisodeEvent {
+        let Some(script) = settings.script() else {
+            return failed(Stage::Setup, "neither agent.command nor agent.preset is set");
+        };
+        let conversation = Arc::new(Conversation::new(self.calls.clone(), limits));
+        let sampler = Arc::new(ConversationSampler {
+            conversation: Arc::clone(&conversation),
+            model: MODEL.to_owned(),
+        });
+        let routes = router(sampler, GatewayOptions::default());
+        let command = self.command(settings, script, limits);
+        let stop = CancellationToken::new();
+        let (accepted, mut connections) = mpsc::channel::<DuplexStream>(BACKLOG);
+        let served = TaskTracker::new();
+        let began = Instant::now();
+        let result = {
+            let forward = Forward { port: settings.port, accepted, stop: &stop };
+            let agent = sandbox.exec_forwarding(&command, forward);
+            tokio::pin!(agent);
+            let end = self.wait_for_end(&conversation, settings);
+            tokio::pin!(end);
+            loop {
+                tokio::select! {
+                    result = &mut agent => break result,
+                    Some(connection) = connections.recv() => {
+                        served.spawn(serve_stream(connection, routes.clone()));
+                    }
+                    () = &mut end, if !stop.is_cancelled() => stop.cancel(),
+                }
+            }
+        };
+        served.close();
+        self.timings.exec_s += began.elapsed().as_secs_f64();
+        let finished = conversation.finish();
+        self.timings.generate_s += finished.generate_s;
+        let event = match (result, &finished.failure) {
+            (_, Some(error)) => failed(Stage::Generate, error),
+            (_, None) if finished.stopped || self.calls.stop.is_cancelled() => {
+                EpisodeEvent::StopRequested
+            }
+            (Err(error), None) => sandbox_failed(Stage::Exec, error),
+            // Nothing was sampled, so nothing that the policy did can be the reason.
+            (Ok(result), None) if finished.branches.is_empty() && !result.success() => {
+                failed(Stage::Setup, never_asked(&result))
+            }
+            (Ok(result), None) => {
+                let timed_out = matches!(result.exit, Exit::TimedOut);
+                let time = timed_out.then_some(Limit::EpisodeTime);
+                EpisodeEvent::AgentEnded { truncated_by: finished.limit.or(time) }
+            }
+        };
+        self.finished = Some(finished);
+        event
+    }
+
+    /// Waits until the agent must be ended: the run stops, the engine failed, or nothing is left to
+    /// sample and the agent does not end by itself.
+    async fn wait_for_end(&self, conversation: &Conversation, settings: &AgentSettings) {
+        tokio::select! {
+            () = self.calls.stop.cancelled() => {}
+            failed = conversation.ended() => {
+                if !failed {
+                    tokio::time::sleep(settings.grace.0).await;
+                }
+            }
+        }
+    }
+
+    fn command(&self, settings: &AgentSettings, script: &str, limits: EpisodeLimits) -> Command {
+        let task = &self.calls.request.task;
+        let opening = self.calls.plan.opening(task);
+        let prompt = opening.last().map_or("", |message| message.content.as_str());
+        let host = format!("http://127.0.0.1:{}", settings.port);
+        let fixed = [
+            ("HOME", "/tmp/home".to_owned()),
+            ("TASK_PROMPT", prompt.to_owned()),
+            ("MODEL", MODEL.to_owned()),
+            ("MODEL_CONTEXT", limits.max_sequence_tokens.to_string()),
+            ("AGENT_DIR", AGENT_FOLDER.to_owned()),
+            ("OPENAI_BASE_URL", format!("{host}/v1")),
+            ("OPENAI_API_KEY", "none".to_owned()),
+            ("ANTHROPIC_BASE_URL", host),
+            ("ANTHROPIC_API_KEY", "none".to_owned()),
+        ];
+        let own = settings.env.iter().filter_map(|variable| variable.split_once('='));
+        let own = own.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let script = format!("mkdir -p \"$HOME\"\n{script}");
+        Command {
+            argv: vec!["/bin/sh".to_owned(), "-c".to_owned(), script],
+            env: fixed.map(|(name, value)| (name.to_owned(), value)).into_iter().chain(own).collect(),
+            timeout: self.calls.remaining(),
+            keep_bytes: OUTPUT_BYTES,
+        }
+    }
+}
+
+/// Why an attempt without a single generation is broken.
+fn never_asked(result: &ExecResult) -> String {
+    let output = result.text();
+    let tail: String = output.trim().chars().rev().take(500).collect::<Vec<_>>().into_iter().rev().collect();
+    format!("the agent sampled nothing and ended with {:?}: {tail}", result.exit)
+}

@@ -1,0 +1,139 @@
+//! The gateway's seam over a [`Conversation`].
+
+use crate::api::{Action, Message};
+use crate::conversation::{Ask, AskError, Conversation, Said, SampledReply};
+use orchestrate_engine::Finish;
+use orchestrate_gateway as gateway;
+use orchestrate_gateway::{Receipt, Role, SampleError, SampleRequest, Sampled, Sampler, ToolChoice};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// Lets the gateway sample from a conversation.
+#[derive(Debug)]
+pub(crate) struct ConversationSampler {
+    pub(crate) conversation: Arc<Conversation>,
+    pub(crate) model: String,
+}
+
+#[async_trait::async_trait]
+impl Sampler for ConversationSampler {
+    fn model(&self) -> &str {
+        &self.model
+    }
+
+    fn context(&self) -> usize {
+        self.conversation.context()
+    }
+
+    async fn sample(
+        &self,
+        request: &Arc<SampleRequest>,
+        sample: usize,
+    ) -> Result<Sampled, SampleError> {
+        let reply = self.conversation.sample(&ask(request, sample)).await.map_err(refused)?;
+        Ok(self.sampled(&reply))
+    }
+
+    async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError> {
+        self.conversation.count(&ask(request, 0)).map_err(refused)
+    }
+}
+
+impl ConversationSampler {
+    fn sampled(&self, reply: &Arc<SampledReply>) -> Sampled {
+        let (receipt, delivery) = Receipt::new();
+        let owed = Arc::clone(reply);
+        tokio::spawn(async move {
+            if delivery.wait().await {
+                owed.delivered();
+            }
+        });
+        let calls = reply.message.tool_calls.iter().enumerate();
+        let tool_calls: Vec<gateway::ToolCall> = calls
+            .map(|(index, action)| gateway::ToolCall {
+                id: format!("call_{:05}{index:03}", reply.number),
+                name: action.name.clone(),
+                arguments: action.arguments.to_string(),
+            })
+            .collect();
+        let chat = self.conversation.chat();
+        let pairs = reply.token_ids.iter().zip(&reply.logprobs);
+        let tokens = pairs.map(|(&id, &logprob)| {
+            let bytes = chat.token_bytes(id);
+            let text = String::from_utf8_lossy(&bytes).into_owned();
+            gateway::SampledToken { id, text, bytes, logprob }
+        });
+        let finish = match reply.finish {
+            Finish::Length | Finish::Abort => gateway::Finish::Length,
+            Finish::Stop if tool_calls.is_empty() => gateway::Finish::Stop,
+            Finish::Stop => gateway::Finish::ToolCalls,
+        };
+        Sampled {
+            reasoning: reply.reasoning.clone(),
+            content: reply.message.content.clone(),
+            tool_calls,
+            finish,
+            usage: gateway::Usage {
+                prompt: reply.prompt_tokens,
+                cached: reply.cached_tokens.min(reply.prompt_tokens),
+                completion: reply.token_ids.len(),
+                reasoning: 0,
+            },
+            tokens: tokens.collect(),
+            receipt,
+        }
+    }
+}
+
+fn refused(error: AskError) -> SampleError {
+    match error {
+        AskError::Refused(problem) => SampleError::Refused(problem),
+        AskError::TooLong { prompt, limit } => SampleError::TooLong { prompt, context: limit },
+        AskError::Ended(reason) => SampleError::Ended(reason),
+        AskError::Failed(error) => SampleError::Failed(error),
+    }
+}
+
+/// A request in the form that the conversation compares and renders.
+fn ask(request: &SampleRequest, sample: usize) -> Ask {
+    let offered = match &request.tool_choice {
+        ToolChoice::None => &[][..],
+        ToolChoice::Auto | ToolChoice::Required | ToolChoice::Named(_) => request.tools.as_slice(),
+    };
+    Ask {
+        said: request.messages.iter().map(said).collect(),
+        tools: Arc::new(offered.iter().map(schema).collect()),
+        max_tokens: request.max_tokens,
+        sample,
+        repeats: request.repeats,
+    }
+}
+
+/// A tool in the form that chat templates read.
+fn schema(tool: &gateway::Tool) -> Value {
+    let mut function = json!({"name": tool.name, "parameters": tool.parameters});
+    if let (Some(text), Some(function)) = (&tool.description, function.as_object_mut()) {
+        function.insert("description".to_owned(), Value::from(text.as_str()));
+    }
+    json!({"type": "function", "function": function})
+}
+
+fn said(message: &gateway::Message) -> Arc<Said> {
+    let role = match message.role {
+        Role::System => "system",
+        Role::User => "user",
+        Role::Assistant => "assistant",
+        Role::Tool => "tool",
+    };
+    let calls = message.tool_calls.iter().map(|call| {
+        let arguments = call.parsed().unwrap_or_else(|| Value::from(call.arguments.as_str()));
+        Action { name: call.name.clone(), arguments }
+    });
+    let reasoning = message.reasoning.clone();
+    let message = Message {
+        role: role.to_owned(),
+        content: message.content.clone(),
+        tool_calls: calls.collect(),
+    };
+    Arc::new(Said { message, reasoning })
+}
