@@ -4,6 +4,7 @@ use super::change::{GradedPart, PatchListing, exclude_option};
 use super::graded::{GradeError, GradedChange, LOG_BYTES, check_started, log_bytes};
 use super::logs::APPLY_FAILED;
 use super::rules::GradingRules;
+use super::set_up;
 use super::swe_reported::{SplitScript, log_of};
 use super::tests_run::{TestRun, run_by_log, run_reported};
 use crate::collection::failed_here;
@@ -152,8 +153,8 @@ pub(super) async fn grade_swe_bench(
     let eval =
         if is_strict { strict_eval_script(row) } else { swe::eval_script(row, rules.harness) };
     let eval = eval.map_err(error)?;
-    let split = if is_strict { SplitScript::of(&eval) } else { None };
-    let script_to_run = split.as_ref().map_or(&eval, |split| &split.setup);
+    let split = if is_strict { SplitScript::of(&eval, &row.base_commit) } else { None };
+    let script_to_run = split.as_ref().map_or(&eval, |split| &split.install);
     sandbox.write_files(&[staged("patch", patch), staged("eval.sh", script_to_run)]).await?;
     let mut graded = GradedChange {
         verdict: row.verdict(None),
@@ -164,12 +165,12 @@ pub(super) async fn grade_swe_bench(
         problem: None,
         test_time: Duration::ZERO,
     };
-    let (mut part, mut tracing) = (GradedPart::default(), Vec::new());
+    let (mut part, mut listing) = (GradedPart::default(), None);
     if is_strict && !patch.is_empty() {
         match list_patch(sandbox).await {
-            Ok(listing) => {
-                part = listing.strict_part();
-                tracing = listing.tracing;
+            Ok(found) => {
+                part = found.strict_part();
+                listing = Some(found);
             }
             Err(GradeError::NotApplied(message)) => {
                 graded.apply_log = message;
@@ -200,7 +201,25 @@ pub(super) async fn grade_swe_bench(
         }
         _ => return Err(refused(sandbox, "apply", graded.apply_log).into()),
     }
-    let mut result = sandbox.exec(&test_command(task, &task.test_command)).await?;
+    let mut result = match &split {
+        Some(split) => {
+            let existed = listing.as_ref().map(|listing| |path: &str| listing.existed(path));
+            let existed = existed.as_ref().map(|existed| existed as &(dyn Fn(&str) -> bool + Sync));
+            let set_up = set_up::run(sandbox, task, &row.repo, split, existed).await?;
+            if let Some(what) = set_up.refused {
+                tracing::info!(task_id = task.id.as_str(), what, "the set-up changed the system");
+                graded.log = log_bytes(&set_up.result);
+                graded.test_time = set_up.result.elapsed;
+                graded.problem = Some(format!("the set-up of the changed tree changed {what}"));
+                let findings = part.findings.into_iter().chain([Finding::SystemTouched]);
+                graded.verdict = graded.verdict.with_findings(findings);
+                return Ok(graded);
+            }
+            set_up.result
+        }
+        None => sandbox.exec(&test_command(task, &task.test_command)).await?,
+    };
+    let tracing = listing.map(|listing| listing.tracing).unwrap_or_default();
     if let Some(split) = &split
         && result.exit != Exit::TimedOut
     {
@@ -284,7 +303,7 @@ fn script(text: &str, arguments: &[String]) -> Command {
 
 /// The command that runs the tests in the image's own environment, without the variables that make
 /// the output of an agent's commands readable, because tests may notice those.
-fn test_command(task: &Task, runner: &str) -> Command {
+pub(super) fn test_command(task: &Task, runner: &str) -> Command {
     // Without a network, pip would retry for minutes in vain.
     let environment = "unset PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED PAGER GIT_PAGER LANG\n\
         export PIP_RETRIES=0";
