@@ -281,7 +281,7 @@ pub trait Sandbox: Send + std::fmt::Debug {
 
     /// Marks the whole file system of the container as it is, for
     /// [`Sandbox::list_system_changes`]. Paths in `skip`, relative to the root, are left out with
-    /// what is below them. Contents are not read, so it takes about a microsecond per file.
+    /// what is below them. Contents are not read.
     async fn mark_system(&mut self, skip: &[String]) -> Result<(), SandboxError>;
 
     /// Lists what commands changed in the file system since it was marked, and forgets the mark.

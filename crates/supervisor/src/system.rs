@@ -182,7 +182,7 @@ mod tests {
             .send_changes(root, |reply| {
                 match reply {
                     Reply::TreeItem(ChangedItem::Removed { path }) => {
-                        items.push(format!("-{path}"))
+                        items.push(format!("-{path}"));
                     }
                     Reply::TreeItem(ChangedItem::Written { path, is_new, .. }) => {
                         items.push(format!("{}{path}", if is_new { '+' } else { '~' }));
@@ -197,9 +197,17 @@ mod tests {
         (items, end.unwrap())
     }
 
+    /// Returns when the clock of change times has advanced.
     fn later() {
-        // Change times advance with the kernel's clock ticks.
-        std::thread::sleep(Duration::from_millis(20));
+        let probe = || {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            let meta = file.as_file().metadata().unwrap();
+            (meta.ctime(), meta.ctime_nsec())
+        };
+        let first = probe();
+        while probe() == first {
+            std::thread::yield_now();
+        }
     }
 
     #[test]
@@ -241,7 +249,7 @@ mod tests {
         assert_eq!(found, expected);
         assert_eq!(end, TreeEnd::Complete { files: 7 });
 
-        // A folder of older files in the place of another one: all names are the same.
+        // A folder of older files in place of another one: all names are the same.
         fs::create_dir(root.join("json")).unwrap();
         fs::write(root.join("json/a"), "three").unwrap();
         later();

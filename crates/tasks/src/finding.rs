@@ -92,10 +92,7 @@ impl Finding {
 
     /// Whether a verdict with this finding has the reward 0.
     pub fn voids(self) -> bool {
-        matches!(
-            self,
-            Self::Tampered | Self::ExitStatus | Self::NotApplied | Self::SystemTouched
-        )
+        matches!(self, Self::Tampered | Self::ExitStatus | Self::NotApplied | Self::SystemTouched)
     }
 }
 

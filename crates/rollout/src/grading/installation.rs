@@ -4,6 +4,7 @@
 //! set-up are those of the image, and no code of the tree is loaded before the tests' reporter is in
 //! place.
 
+use camino::Utf8Path;
 use orchestrate_sandbox::TreeChanges;
 use orchestrate_tasks::Finding;
 use orchestrate_tasks::patch::rules::{check_path, is_test_path};
@@ -25,7 +26,7 @@ pub(super) struct Installed {
     sites: Vec<String>,
     /// Folder of installed scripts.
     scripts: String,
-    /// Files by which Python and pytest load code, by path; `None` for one that is no short text.
+    /// Files by which Python and pytest load code, by path; `None` for one that is not a short text.
     files: BTreeMap<String, Option<String>>,
 }
 
@@ -124,7 +125,8 @@ impl<'a> InstallationRules<'a> {
     }
 
     fn is_compiled(&self, path: &str) -> bool {
-        path.ends_with(".pyc") && (path.contains("/__pycache__/") || self.in_tree(path).is_some())
+        has_extension(path, "pyc")
+            && (path.contains("/__pycache__/") || self.in_tree(path).is_some())
     }
 
     /// `path` relative to the tree, if it is in it.
@@ -137,7 +139,7 @@ impl<'a> InstallationRules<'a> {
         if let Some(path) = self.in_tree(path) {
             return self.allows_in_tree(path);
         }
-        if path.ends_with(".pyc") && path.contains("/__pycache__/") {
+        if has_extension(path, "pyc") && path.contains("/__pycache__/") {
             return is_new.is_none();
         }
         let below =
@@ -178,16 +180,16 @@ impl<'a> InstallationRules<'a> {
         }
         // A compiled module is found under the same name as one in Python.
         let first = path.split('/').next().unwrap_or(path);
-        let shadow = if first == path && path.contains('.') && is_library(path) {
+        let shadow = if first == path && path.contains('.') && has_extension(path, "so") {
             format!("{}.py", stem(path))
         } else {
             path.to_owned()
         };
         match check_path(&shadow, self.existed) {
             Ok(()) | Err(Finding::EnvironmentTouched) => {
-                !(is_test_path(path) && path.ends_with(".py"))
+                !(is_test_path(path) && has_extension(path, "py"))
             }
-            Err(Finding::TestsChanged) => !path.ends_with(".py"),
+            Err(Finding::TestsChanged) => !has_extension(path, "py"),
             Err(_) => false,
         }
     }
@@ -203,7 +205,7 @@ impl<'a> InstallationRules<'a> {
                 .strip_suffix("-nspkg.pth")
                 .is_some_and(|name| self.names.contains(&distribution(name)));
             let is_own_hook = first.starts_with("__editable__")
-                && (first.ends_with(".pth") || first.ends_with(".py"));
+                && (has_extension(first, "pth") || has_extension(first, "py"));
             // Their contents are checked as well.
             if first == "easy-install.pth" || is_own_link || is_own_namespace || is_own_hook {
                 return true;
@@ -229,7 +231,7 @@ impl<'a> InstallationRules<'a> {
             let name = path.rsplit('/').next().unwrap_or(path);
             match name {
                 "entry_points.txt" => entry_points(text).is_subset(&self.entry_points_before()),
-                _ if name.ends_with(".pth") => self.allows_path_file(text),
+                _ if has_extension(name, "pth") => self.allows_path_file(text),
                 _ if name.starts_with("__editable__") => self.allows_finder(text),
                 _ => true,
             }
@@ -255,7 +257,7 @@ impl<'a> InstallationRules<'a> {
     /// the file that maps names to such folders.
     fn allows_path_file(&self, text: &str) -> bool {
         let before: BTreeSet<&str> =
-            self.texts_before(|known| known.ends_with(".pth")).flat_map(str::lines).collect();
+            self.texts_before(|known| has_extension(known, "pth")).flat_map(str::lines).collect();
         let is_folder_name = |part: &str| {
             !part.is_empty()
                 && part.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-'))
@@ -266,7 +268,7 @@ impl<'a> InstallationRules<'a> {
         };
         let is_own_egg = |line: &str| {
             let name = line.rsplit('/').next().unwrap_or(line);
-            name.ends_with(".egg")
+            has_extension(name, "egg")
                 && self.names.contains(&distribution(name))
                 && (line == format!("./{name}")
                     || self.before.sites.iter().any(|site| line == format!("{site}/{name}")))
@@ -296,7 +298,7 @@ impl<'a> InstallationRules<'a> {
             text.lines().filter(|line| !is_table(line)).map(ToOwned::to_owned).collect()
         };
         let is_known = self
-            .texts_before(|path| path.ends_with(".py") && path.contains("/__editable__"))
+            .texts_before(|path| has_extension(path, "py") && path.contains("/__editable__"))
             .any(|known| code(known) == code(text));
         let plain = |c: char| c.is_ascii_alphanumeric() || "_-./:,'\"{}[]= ".contains(c);
         let is_in_tree = |value: &str| {
@@ -310,8 +312,9 @@ impl<'a> InstallationRules<'a> {
     }
 }
 
-fn is_library(path: &str) -> bool {
-    path.ends_with(".so")
+/// Whether Python or pip tell the file's kind by this extension, which is case-sensitive.
+fn has_extension(path: &str, extension: &str) -> bool {
+    Utf8Path::new(path).extension() == Some(extension)
 }
 
 /// The project name of a file or folder `NAME-VERSION…`, normalized.

@@ -6,7 +6,10 @@
 
 use super::installation::{InstallationRules, Installed, JudgedChanges};
 use super::swe_reported::{PYTHON, SplitScript};
-use super::{graded::LOG_BYTES, image::test_command};
+use super::{
+    graded::LOG_BYTES,
+    image::{MOVE_SCRIPT, test_command},
+};
 use crate::sandboxes::{file_entry, refused};
 use orchestrate_sandbox::{Command, ExecResult, Exit, Sandbox, SandboxError, SandboxErrorKind};
 use orchestrate_tasks::{Task, TaskFile};
@@ -146,9 +149,8 @@ async fn write_tests(
         split.patch.replacen("cd /testbed\n", &format!("cd /testbed\n{RESTORE_INDEX}"), 1);
     let file = TaskFile { path: ".grading/eval.sh".to_owned(), content };
     sandbox.write_files(&[file_entry(&file)]).await?;
-    let start = "mv .grading/eval.sh /eval.sh && rm -rf .grading";
     let written =
-        sandbox.exec(&test_command(task, &format!("{start}\n{}", task.test_command))).await?;
+        sandbox.exec(&test_command(task, &format!("{MOVE_SCRIPT}\n{}", task.test_command))).await?;
     if written.exit == Exit::NotStarted {
         return Err(refused(sandbox, "test patch", written.text()));
     }

@@ -99,7 +99,7 @@ fn an_installation_of_the_project_is_accepted_and_nothing_else() {
         let changes = TreeChanges { written: Vec::new(), removed };
         assert_eq!(rules.judge(&changes).refused.as_deref(), Some(path));
     }
-    // A link in the place of a file that may be written.
+    // A link in place of a file that may be written.
     let written = vec![file("/env/bin/calc", 0o12_0777, true)];
     let changes = TreeChanges { written, removed: Vec::new() };
     assert_eq!(rules.judge(&changes).refused.as_deref(), Some("/env/bin/calc"));
