@@ -207,6 +207,9 @@ pub(super) async fn grade_swe_bench(
     if let Some(what) = set_up.refused {
         return Ok(refused_set_up(task, graded, part, &what, &set_up.result));
     }
+    if is_strict && !set_up.is_checked {
+        part.findings.insert(Finding::Unprotected);
+    }
     let mut result = set_up.result;
     let tracing = listing.map(|listing| listing.tracing).unwrap_or_default();
     if let Some(split) = &split
@@ -263,7 +266,7 @@ async fn set_up_tree(
 ) -> Result<SetUp, SandboxError> {
     let Some(split) = split else {
         let result = sandbox.exec(&test_command(task, &task.test_command)).await?;
-        return Ok(SetUp { result, refused: None });
+        return Ok(SetUp { result, refused: None, is_checked: false });
     };
     let existed = listing.map(|listing| |path: &str| listing.existed(path));
     let existed = existed.as_ref().map(|existed| existed as &(dyn Fn(&str) -> bool + Sync));

@@ -38,6 +38,8 @@ pub(super) struct SetUp {
     pub(super) result: ExecResult,
     /// What it changed that an installation may not change.
     pub(super) refused: Option<String>,
+    /// Whether what it changed was looked at, where that was asked for.
+    pub(super) is_checked: bool,
 }
 
 /// Sets the tree up and writes the hidden tests. `install` is in `/eval.sh` already. `existed` says
@@ -60,17 +62,19 @@ pub(super) async fn run(
         let skip: Vec<String> = SKIPPED.iter().map(|&path| path.to_owned()).collect();
         sandbox.mark_system(&skip).await?;
     }
+    let is_checked = existed.is_none() || before.is_some();
     let result = sandbox.exec(&test_command(task, &task.test_command)).await?;
     if let (Some(before), Some(existed)) = (&before, existed) {
         let rules = InstallationRules::new(&task.workdir, repo, &split.install, before, existed);
         if let Some(what) = check(sandbox, task, &rules).await? {
-            return Ok(SetUp { result, refused: Some(what) });
+            return Ok(SetUp { result, refused: Some(what), is_checked });
         }
     }
     if result.exit == Exit::TimedOut {
-        return Ok(SetUp { result, refused: None });
+        return Ok(SetUp { result, refused: None, is_checked });
     }
-    write_tests(sandbox, task, split, result).await
+    let result = write_tests(sandbox, task, split, result).await?;
+    Ok(SetUp { result, refused: None, is_checked })
 }
 
 /// Runs `first`, and reads what is installed, with the text of `more`; `None` if this image's
@@ -144,7 +148,7 @@ async fn write_tests(
     task: &Task,
     split: &SplitScript,
     mut result: ExecResult,
-) -> Result<SetUp, SandboxError> {
+) -> Result<ExecResult, SandboxError> {
     let content =
         split.patch.replacen("cd /testbed\n", &format!("cd /testbed\n{RESTORE_INDEX}"), 1);
     let file = TaskFile { path: ".grading/eval.sh".to_owned(), content };
@@ -158,5 +162,5 @@ async fn write_tests(
     result.tail.extend(written.tail);
     result.total_bytes = result.total_bytes.saturating_add(written.total_bytes);
     result.elapsed = result.elapsed.saturating_add(written.elapsed);
-    Ok(SetUp { result, refused: None })
+    Ok(result)
 }
