@@ -279,6 +279,17 @@ pub trait Sandbox: Send + std::fmt::Debug {
     /// much to be walked.
     async fn list_changes(&mut self) -> Result<TreeChanges, SandboxError>;
 
+    /// Marks the whole file system of the container as it is, for
+    /// [`Sandbox::list_system_changes`]. Paths in `skip`, relative to the root, are left out with
+    /// what is below them. Contents are not read.
+    async fn mark_system(&mut self, skip: &[String]) -> Result<(), SandboxError>;
+
+    /// Lists what commands changed in the file system since it was marked, and forgets the mark.
+    /// Paths are relative to the root, modes have the bits of the file's type, and everything that is
+    /// not a folder is listed, symlinks included. Fails with
+    /// [`TooLarge`](crate::SandboxErrorKind::TooLarge) if it has grown too much to be walked.
+    async fn list_system_changes(&mut self) -> Result<TreeChanges, SandboxError>;
+
     /// Reads the regular files among these paths below the working directory, in this order; others
     /// are left out. Fails with [`TooLarge`](crate::SandboxErrorKind::TooLarge) if their contents
     /// exceed `cap` bytes.

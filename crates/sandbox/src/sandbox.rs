@@ -345,6 +345,15 @@ impl Sandbox for DockerSandbox {
         self.call("list_changes", TREE_TIMEOUT, async |this| this.changes().await).await
     }
 
+    async fn mark_system(&mut self, skip: &[String]) -> Result<(), SandboxError> {
+        self.call("mark_system", TREE_TIMEOUT, async |this| this.mark_all(skip).await).await
+    }
+
+    async fn list_system_changes(&mut self) -> Result<TreeChanges, SandboxError> {
+        let call = "list_system_changes";
+        self.call(call, TREE_TIMEOUT, async |this| this.system_changes().await).await
+    }
+
     async fn read_files(
         &mut self,
         paths: &[String],

@@ -17,6 +17,7 @@ pub mod protocol;
 mod reset;
 mod serve;
 mod sys;
+mod system;
 mod tree;
 mod wire;
 

@@ -12,7 +12,7 @@ use std::error::Error;
 use std::fmt;
 
 /// Version of this protocol, sent in [`Reply::Hello`].
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Largest content of a file or an output in one frame, in bytes.
 pub const CHUNK: usize = 256 * 1024;
 
@@ -85,6 +85,16 @@ pub enum Request {
         /// Limit of the content together, in bytes.
         cap: u64,
     },
+    /// Record every entry of the container's file system that is not a folder, for
+    /// [`Request::ListSystem`]. Answered by [`Reply::TreeEnd`].
+    MarkSystem {
+        /// Paths relative to the root that are left out with what is below them.
+        skip: Vec<String>,
+    },
+    /// List what changed in the file system since it was marked, and forget the mark. Answered by
+    /// [`Reply::TreeItem`] with paths relative to the root and modes with the file's type, then
+    /// [`Reply::TreeEnd`].
+    ListSystem,
     /// Kill every process, wipe every writable folder and verify both. Answered by [`Reply::Ack`].
     Reset,
     /// Move the container's deadline, at most to the end of its lifetime. Answered by
@@ -266,6 +276,8 @@ impl Request {
             Self::MarkTree { skip, send, cap } => w.u64(*cap).text(send).texts(skip).frame(id, 8),
             Self::ListChanges => w.frame(id, 9),
             Self::ReadFiles { paths, cap } => w.u64(*cap).texts(paths).frame(id, 10),
+            Self::MarkSystem { skip } => w.texts(skip).frame(id, 11),
+            Self::ListSystem => w.frame(id, 12),
         }
     }
 
@@ -296,6 +308,8 @@ impl Request {
                 let cap = r.u64()?;
                 Some(Self::ReadFiles { paths: r.texts()?, cap })
             })(),
+            11 => r.texts().map(|skip| Self::MarkSystem { skip }),
+            12 => Some(Self::ListSystem),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(request, r, kind)

@@ -14,6 +14,7 @@ use crate::protocol::{
 };
 use crate::reset::{Baseline, ResetError};
 use crate::sys::ProcessState;
+use crate::system::{self, MarkedSystem};
 use crate::{protection, sys, tree};
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
@@ -43,6 +44,8 @@ struct Server {
     write_failure: Option<WriteError>,
     /// The tree as it was before the commands whose changes count.
     marked: Option<MarkedTree>,
+    /// The whole file system as it was before the commands whose changes matter.
+    marked_system: Option<MarkedSystem>,
     /// Properties of this process before the first command.
     own_state: ProcessState,
     /// Whether a command has run since the start or the last reset.
@@ -81,6 +84,7 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
         baseline,
         write_failure: None,
         marked: None,
+        marked_system: None,
         own_state: sys::process_state()?,
         has_run: false,
         was_changed: false,
@@ -167,6 +171,8 @@ impl Server {
             }
             Request::MarkTree { skip, send, cap } => self.mark_tree(frame.id, &skip, &send, cap),
             Request::ListChanges => self.list_changes(frame.id),
+            Request::MarkSystem { skip } => self.mark_system(frame.id, &skip),
+            Request::ListSystem => self.list_system(frame.id),
             Request::ReadFiles { paths, cap } => {
                 let (output, has_run) = (&mut self.output, self.has_run);
                 changes::send_files(Path::new(&self.options.workdir), &paths, cap, |reply| {
@@ -203,6 +209,7 @@ impl Server {
         self.kill_everything(None).map_err(Refusal::new)?;
         self.write_failure = None;
         self.marked = None;
+        self.marked_system = None;
         // The deadline belonged to the attempt; now only the container's lifetime remains.
         self.deadline.set(Duration::MAX);
         if let Some(damage) = &self.damage {
@@ -249,6 +256,29 @@ impl Server {
         };
         let (output, has_run) = (&mut self.output, self.has_run);
         tree.send_changes(Path::new(&self.options.workdir), |reply| {
+            let reply = blame(reply, has_run);
+            output.write_all(&reply.encode(id).map_err(io::Error::other)?)
+        })
+    }
+
+    fn mark_system(&mut self, id: u64, skip: &[String]) -> io::Result<()> {
+        let end = match system::mark(Path::new("/"), skip) {
+            Ok(marked) => {
+                self.marked_system = Some(marked);
+                TreeEnd::Complete { files: 0 }
+            }
+            Err(end) => end,
+        };
+        self.reply(id, &Reply::TreeEnd(end))
+    }
+
+    fn list_system(&mut self, id: u64) -> io::Result<()> {
+        let Some(marked) = self.marked_system.take() else {
+            let end = TreeEnd::Failed("the file system was not marked".to_owned());
+            return self.reply(id, &Reply::TreeEnd(end));
+        };
+        let (output, has_run) = (&mut self.output, self.has_run);
+        marked.send_changes(Path::new("/"), |reply| {
             let reply = blame(reply, has_run);
             output.write_all(&reply.encode(id).map_err(io::Error::other)?)
         })
@@ -357,6 +387,8 @@ impl Server {
                 | Request::ReadTree { .. }
                 | Request::MarkTree { .. }
                 | Request::ListChanges
+                | Request::MarkSystem { .. }
+                | Request::ListSystem
                 | Request::ReadFiles { .. }
                 | Request::Reset
                 | Request::Deadline { .. } => {

@@ -71,6 +71,14 @@ impl Sandbox for SyntheticSandbox {
         Ok(TreeChanges::default())
     }
 
+    async fn mark_system(&mut self, _skip: &[String]) -> Result<(), SandboxError> {
+        Ok(())
+    }
+
+    async fn list_system_changes(&mut self) -> Result<TreeChanges, SandboxError> {
+        Ok(TreeChanges::default())
+    }
+
     async fn read_files(
         &mut self,
         paths: &[String],

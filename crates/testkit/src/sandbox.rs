@@ -307,6 +307,16 @@ impl Sandbox for ScriptedSandbox {
         })
     }
 
+    async fn mark_system(&mut self, _skip: &[String]) -> Result<(), SandboxError> {
+        FakeSandboxes::check(&self.records, Operation::MarkTree, self.purpose)?;
+        Ok(())
+    }
+
+    async fn list_system_changes(&mut self) -> Result<TreeChanges, SandboxError> {
+        FakeSandboxes::check(&self.records, Operation::Collect, self.purpose)?;
+        Ok(TreeChanges::default())
+    }
+
     async fn read_files(
         &mut self,
         paths: &[String],

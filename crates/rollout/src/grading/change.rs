@@ -110,10 +110,15 @@ impl PatchListing {
         is_complete.then_some(listing)
     }
 
+    /// Whether a file or folder is at one of the places from which Python imports.
+    pub(super) fn existed(&self, path: &str) -> bool {
+        self.entries.contains(path)
+    }
+
     /// The part of the patch that strict grading accepts.
     pub(super) fn strict_part(&self) -> GradedPart {
         let mut part = GradedPart::default();
-        let existed = |path: &str| self.entries.contains(path);
+        let existed = |path: &str| self.existed(path);
         for (path, old) in &self.paths {
             let is_deleted = self.deleted.contains(path);
             if old != path && check_path(old, existed).is_err() {

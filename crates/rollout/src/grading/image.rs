@@ -4,12 +4,13 @@ use super::change::{GradedPart, PatchListing, exclude_option};
 use super::graded::{GradeError, GradedChange, LOG_BYTES, check_started, log_bytes};
 use super::logs::APPLY_FAILED;
 use super::rules::GradingRules;
+use super::set_up::{self, SetUp};
 use super::swe_reported::{SplitScript, log_of};
 use super::tests_run::{TestRun, run_by_log, run_reported};
 use crate::collection::failed_here;
 use crate::offload;
 use crate::sandboxes::{file_entry, refused};
-use orchestrate_sandbox::{Command, Exit, FileEntry, Sandbox};
+use orchestrate_sandbox::{Command, ExecResult, Exit, FileEntry, Sandbox, SandboxError};
 use orchestrate_tasks::r2e::HIDDEN_FOLDER;
 use orchestrate_tasks::reporter::{self, TestCommand, TestPlan};
 use orchestrate_tasks::swe::{self, Harness, SweRow};
@@ -18,6 +19,9 @@ use std::time::Duration;
 
 /// Folder, inside the task's, to which files are uploaded; the scripts move them from there.
 const STAGING_FOLDER: &str = ".grading";
+
+/// Moves an uploaded `eval.sh` to its place.
+pub(super) const MOVE_SCRIPT: &str = "mv .grading/eval.sh /eval.sh && rm -rf .grading";
 
 /// Timeout for applying a change to the tree.
 const APPLY_TIMEOUT: Duration = Duration::from_mins(2);
@@ -148,12 +152,11 @@ pub(super) async fn grade_swe_bench(
     rules: GradingRules,
 ) -> Result<GradedChange, GradeError> {
     let is_strict = rules.strict_swe_bench;
-    let error = |error: swe::SpecError| refused(sandbox, "eval.sh", error.to_string());
     let eval =
         if is_strict { strict_eval_script(row) } else { swe::eval_script(row, rules.harness) };
-    let eval = eval.map_err(error)?;
-    let split = if is_strict { SplitScript::of(&eval) } else { None };
-    let script_to_run = split.as_ref().map_or(&eval, |split| &split.setup);
+    let eval = eval.map_err(|error| refused(sandbox, "eval.sh", error.to_string()))?;
+    let split = if is_strict { SplitScript::of(&eval, &row.base_commit) } else { None };
+    let script_to_run = split.as_ref().map_or(&eval, |split| &split.install);
     sandbox.write_files(&[staged("patch", patch), staged("eval.sh", script_to_run)]).await?;
     let mut graded = GradedChange {
         verdict: row.verdict(None),
@@ -164,12 +167,12 @@ pub(super) async fn grade_swe_bench(
         problem: None,
         test_time: Duration::ZERO,
     };
-    let (mut part, mut tracing) = (GradedPart::default(), Vec::new());
+    let (mut part, mut listing) = (GradedPart::default(), None);
     if is_strict && !patch.is_empty() {
         match list_patch(sandbox).await {
-            Ok(listing) => {
-                part = listing.strict_part();
-                tracing = listing.tracing;
+            Ok(found) => {
+                part = found.strict_part();
+                listing = Some(found);
             }
             Err(GradeError::NotApplied(message)) => {
                 graded.apply_log = message;
@@ -200,7 +203,15 @@ pub(super) async fn grade_swe_bench(
         }
         _ => return Err(refused(sandbox, "apply", graded.apply_log).into()),
     }
-    let mut result = sandbox.exec(&test_command(task, &task.test_command)).await?;
+    let set_up = set_up_tree(sandbox, task, row, split.as_ref(), listing.as_ref()).await?;
+    if let Some(what) = set_up.refused {
+        return Ok(refused_set_up(task, graded, part, &what, &set_up.result));
+    }
+    if is_strict && !set_up.is_checked {
+        part.findings.insert(Finding::Unprotected);
+    }
+    let mut result = set_up.result;
+    let tracing = listing.map(|listing| listing.tracing).unwrap_or_default();
     if let Some(split) = &split
         && result.exit != Exit::TimedOut
     {
@@ -217,8 +228,7 @@ pub(super) async fn grade_swe_bench(
             return Ok(graded);
         }
         sandbox.write_files(&[staged("eval.sh", &split.tests)]).await?;
-        let start = format!("mv {STAGING_FOLDER}/eval.sh /eval.sh && rm -rf {STAGING_FOLDER}");
-        let start = format!("{start}\n{}", task.test_command);
+        let start = format!("{MOVE_SCRIPT}\n{}", task.test_command);
         result = sandbox.exec(&test_command(task, &start)).await?;
     }
     check_started(sandbox, &result)?;
@@ -243,6 +253,41 @@ pub(super) async fn grade_swe_bench(
         graded
     });
     judged.await.map_err(|error| failed_here(sandbox, error).into())
+}
+
+/// Sets the tree up, with a check of what that changes if the tree has a change. A script of another
+/// form than the harness's runs as a whole.
+async fn set_up_tree(
+    sandbox: &mut dyn Sandbox,
+    task: &Task,
+    row: &SweRow,
+    split: Option<&SplitScript>,
+    listing: Option<&PatchListing>,
+) -> Result<SetUp, SandboxError> {
+    let Some(split) = split else {
+        let result = sandbox.exec(&test_command(task, &task.test_command)).await?;
+        return Ok(SetUp { result, refused: None, is_checked: false });
+    };
+    let existed = listing.map(|listing| |path: &str| listing.existed(path));
+    let existed = existed.as_ref().map(|existed| existed as &(dyn Fn(&str) -> bool + Sync));
+    set_up::run(sandbox, task, &row.repo, split, existed).await
+}
+
+/// The verdict on a change whose set-up changed `what`, which an installation may not change.
+fn refused_set_up(
+    task: &Task,
+    mut graded: GradedChange,
+    part: GradedPart,
+    what: &str,
+    result: &ExecResult,
+) -> GradedChange {
+    tracing::info!(task_id = task.id.as_str(), what, "the set-up changed the system");
+    graded.log = log_bytes(result);
+    graded.test_time = result.elapsed;
+    graded.problem = Some(format!("the set-up of the changed tree changed {what}"));
+    let findings = part.findings.into_iter().chain([Finding::SystemTouched]);
+    graded.verdict = graded.verdict.with_findings(findings);
+    graded
 }
 
 /// The script of version 5, whose exit status is that of the tests.
@@ -284,7 +329,7 @@ fn script(text: &str, arguments: &[String]) -> Command {
 
 /// The command that runs the tests in the image's own environment, without the variables that make
 /// the output of an agent's commands readable, because tests may notice those.
-fn test_command(task: &Task, runner: &str) -> Command {
+pub(super) fn test_command(task: &Task, runner: &str) -> Command {
     // Without a network, pip would retry for minutes in vain.
     let environment = "unset PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED PAGER GIT_PAGER LANG\n\
         export PIP_RETRIES=0";

@@ -8,8 +8,10 @@ mod change;
 mod files;
 mod graded;
 mod image;
+mod installation;
 mod logs;
 mod rules;
+mod set_up;
 mod swe_reported;
 mod tests_run;
 

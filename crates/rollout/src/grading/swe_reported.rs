@@ -1,7 +1,8 @@
 //! Training runs of SWE-bench tests through the reporter.
 //!
-//! The harness's script is run in two parts: what prepares the tree, and then the tests, whose results
-//! the reporter collects. The invariant: the nonce exists only after the first part has ended.
+//! The harness's script is run in parts: what installs the tree, what writes the hidden tests, and then
+//! the tests, whose results the reporter collects. The invariant: the nonce exists only after the first
+//! two have ended.
 
 use super::tests_run::{TestRun, run_reported};
 use crate::sandboxes::{file_entry, refused};
@@ -11,40 +12,81 @@ use orchestrate_tasks::{Task, TestStatus};
 use std::fmt::Write as _;
 
 /// The interpreter of SWE-bench's images, and the path that activating its environment gives.
-const PYTHON: &str = "/opt/miniconda3/envs/testbed/bin/python";
+pub(super) const PYTHON: &str = "/opt/miniconda3/envs/testbed/bin/python";
 const PATH: &str = "/opt/miniconda3/envs/testbed/bin:/opt/miniconda3/bin:/usr/local/sbin:/usr/local/bin:\
     /usr/sbin:/usr/bin:/sbin:/bin";
+/// The image's own programs, without those that an installation may write.
+const SYSTEM_PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
+const HEAD: &str = "#!/bin/bash\nset -uxo pipefail\n";
+const ACTIVATE: &str = "source /opt/miniconda3/bin/activate\nconda activate testbed\n";
+/// Set before the set-up already, for every folder.
+const SAFE_DIRECTORY: &str = "git config --global --add safe.directory /testbed";
+/// Starts of the lines before the installation that need no run of their own: they are part of each
+/// part, or only show the tree.
+const KNOWN: &[&str] = &[
+    "#!",
+    "set -",
+    "source /opt/miniconda3/bin/activate",
+    "conda activate testbed",
+    "cd /testbed",
+    "export ",
+    SAFE_DIRECTORY,
+    "git status",
+    "git show",
+    "git -c core.fileMode=false diff",
+];
 const START: &str = ": '>>>>> Start Test Output'\n";
 
-/// A script of the harness in two parts.
+/// A script of the harness in parts.
 #[derive(Debug)]
 pub(super) struct SplitScript {
-    /// Prepares the tree: installs it and applies the test patch.
-    pub(super) setup: String,
-    /// Runs the tests without the reporter, if it cannot start.
+    /// What the environment needs besides the installation; mostly empty.
+    pub(super) prelude: String,
+    /// Installs the changed tree. Only this runs code of the tree.
+    pub(super) install: String,
+    /// Writes the hidden tests.
+    pub(super) patch: String,
+    /// Runs the tests without the reporter: if it cannot start, or does not know their command.
     pub(super) tests: String,
-    command: TestCommand,
+    /// `None` if one pytest command does not run all tests.
+    command: Option<TestCommand>,
 }
 
 impl SplitScript {
-    /// Splits the script; `None` if one pytest command does not run all its tests.
-    pub(super) fn of(script: &str) -> Option<Self> {
+    /// Splits the script of a task that starts from `base`; `None` if it has another form than the
+    /// harness's.
+    pub(super) fn of(script: &str, base: &str) -> Option<Self> {
         let (setup, tests) = script.split_once(START)?;
-        let (line, rest) = tests.split_once('\n')?;
-        let arguments = line.strip_prefix("pytest ")?;
-        if !rest.starts_with("SWEBENCH_TEST_EXIT_CODE=") {
-            return None;
-        }
-        let mut command = TestCommand::parse(&format!("python -m pytest {arguments}"))?;
-        PYTHON.clone_into(&mut command.python);
-        command.env.insert("PATH".to_owned(), PATH.to_owned());
-        command.env.insert("PIP_RETRIES".to_owned(), "0".to_owned());
-        let activate = "source /opt/miniconda3/bin/activate\nconda activate testbed\ncd /testbed";
-        let tests = format!("#!/bin/bash\n{activate}\nset -uxo pipefail\n{START}{tests}");
-        Some(Self { setup: setup.to_owned(), tests, command })
+        let at = setup.find(&format!("\ngit checkout {base} "))? + 1;
+        let (before, patch) = setup.split_at_checked(at)?;
+        let (prelude, install) = before.rsplit_once("\nconda activate testbed\n")?;
+        let is_kept = |line: &&str| *line != SAFE_DIRECTORY;
+        let install: String =
+            install.lines().filter(is_kept).flat_map(|line| [line, "\n"]).collect();
+        let exports: String = prelude
+            .lines()
+            .filter(|line| line.starts_with("export "))
+            .flat_map(|line| [line, "\n"])
+            .collect();
+        let others: String = prelude
+            .lines()
+            .filter(|line| !KNOWN.iter().any(|known| line.starts_with(known)))
+            .flat_map(|line| [line, "\n"])
+            .collect();
+        let start = format!("{HEAD}{ACTIVATE}{exports}cd /testbed\n");
+        let prelude =
+            if others.is_empty() { others } else { format!("{exports}cd /testbed\n{others}") };
+        Some(Self {
+            prelude,
+            install: format!("{start}{install}"),
+            patch: format!("{HEAD}export PATH={SYSTEM_PATH}\ncd /testbed\n{patch}"),
+            tests: format!("{start}{START}{tests}"),
+            command: test_command(tests),
+        })
     }
 
-    /// Runs the tests in the prepared tree; `None` if the reporter cannot start in this image.
+    /// Runs the tests in the prepared tree; `None` if the reporter does not know their command or
+    /// cannot start in this image.
     pub(super) async fn run(
         &self,
         sandbox: &mut dyn Sandbox,
@@ -53,20 +95,35 @@ impl SplitScript {
         tracing: &[String],
         folder: &str,
     ) -> Result<Option<TestRun>, SandboxError> {
+        let Some(command) = &self.command else { return Ok(None) };
         let is_path = |argument: &&String| !argument.starts_with('-');
-        let hidden = self.command.arguments.iter().filter(is_path);
+        let hidden = command.arguments.iter().filter(is_path);
         let plan = TestPlan {
             touched: touched.to_vec(),
             tracing: tracing.to_vec(),
             hidden: hidden.map(|path| path.split("::").next().unwrap_or(path).to_owned()).collect(),
             unset: ["PAGER", "GIT_PAGER", "LANG"].map(ToOwned::to_owned).to_vec(),
         };
-        let files = reporter::files(task, &self.command, &plan, folder)
+        let files = reporter::files(task, command, &plan, folder)
             .map_err(|error| refused(sandbox, "plan", error.to_string()))?;
         let files: Vec<FileEntry> = files.iter().map(file_entry).collect();
         sandbox.write_files(&files).await?;
-        run_reported(sandbox, task, &self.command, folder).await
+        run_reported(sandbox, task, command, folder).await
     }
+}
+
+/// The one pytest command in the part of the script that runs the tests.
+fn test_command(tests: &str) -> Option<TestCommand> {
+    let (line, rest) = tests.split_once('\n')?;
+    let arguments = line.strip_prefix("pytest ")?;
+    if !rest.starts_with("SWEBENCH_TEST_EXIT_CODE=") {
+        return None;
+    }
+    let mut command = TestCommand::parse(&format!("python -m pytest {arguments}"))?;
+    PYTHON.clone_into(&mut command.python);
+    command.env.insert("PATH".to_owned(), PATH.to_owned());
+    command.env.insert("PIP_RETRIES".to_owned(), "0".to_owned());
+    Some(command)
 }
 
 /// The log that the harness would read for these results.
@@ -90,17 +147,43 @@ pub(super) fn log_of(results: &[(String, TestStatus)]) -> String {
 mod tests {
     use super::*;
 
+    const SCRIPT: &str = "#!/bin/bash\nset -uxo pipefail\nsource /opt/miniconda3/bin/activate\n\
+        conda activate testbed\ncd /testbed\nsed -i x /etc/locale.gen\nexport LANG=en_US.UTF-8\n\
+        git config --global --add safe.directory /testbed\ncd /testbed\ngit status\ngit show\n\
+        git -c core.fileMode=false diff c0ffee\nsource /opt/miniconda3/bin/activate\n\
+        conda activate testbed\npython -m pip install -e .\ngit checkout c0ffee tests/test_a.py\n\
+        git apply -v - <<'EOF_1'\n+git checkout c0ffee x\nEOF_1\n\
+        : '>>>>> Start Test Output'\npytest -rA tests/test_a.py\n\
+        SWEBENCH_TEST_EXIT_CODE=$?\n: '>>>>> End Test Output'\n";
+
     #[test]
-    fn scripts_with_one_pytest_command_are_split() {
-        let script = "#!/bin/bash\nsetup\n: '>>>>> Start Test Output'\npytest -rA tests/test_a.py\n\
-            SWEBENCH_TEST_EXIT_CODE=$?\n: '>>>>> End Test Output'\n";
-        let split = SplitScript::of(script).unwrap();
-        assert_eq!(split.setup, "#!/bin/bash\nsetup\n");
-        assert_eq!(split.command.arguments, ["-rA", "tests/test_a.py"]);
+    fn scripts_are_split_into_what_runs_code_of_the_tree_and_what_does_not() {
+        let split = SplitScript::of(SCRIPT, "c0ffee").unwrap();
+        assert_eq!(
+            split.prelude,
+            "export LANG=en_US.UTF-8\ncd /testbed\nsed -i x /etc/locale.gen\n"
+        );
+        assert!(split.install.ends_with("cd /testbed\npython -m pip install -e .\n"));
+        assert!(split.install.contains("\nexport LANG=en_US.UTF-8\n"));
+        assert!(!split.install.contains("git"));
+        assert!(split.patch.ends_with(
+            "cd /testbed\ngit checkout c0ffee tests/test_a.py\n\
+             git apply -v - <<'EOF_1'\n+git checkout c0ffee x\nEOF_1\n"
+        ));
+        assert!(!split.patch.contains("conda"));
+        let plain = SCRIPT.replace("sed -i x /etc/locale.gen\n", "");
+        assert_eq!(SplitScript::of(&plain, "c0ffee").unwrap().prelude, "");
+        assert!(SplitScript::of(SCRIPT, "decade").is_none());
+    }
+
+    #[test]
+    fn one_pytest_command_is_run_by_the_reporter() {
+        let split = SplitScript::of(SCRIPT, "c0ffee").unwrap();
+        assert_eq!(split.command.unwrap().arguments, ["-rA", "tests/test_a.py"]);
         assert!(split.tests.contains("pytest -rA tests/test_a.py\nSWEBENCH_TEST_EXIT_CODE=$?"));
         for other in ["./tests/runtests.py x", "pytest -rA a; pytest b", "tox -epy39"] {
-            let script = script.replace("pytest -rA tests/test_a.py", other);
-            assert!(SplitScript::of(&script).is_none(), "{other}");
+            let script = SCRIPT.replace("pytest -rA tests/test_a.py", other);
+            assert_eq!(SplitScript::of(&script, "c0ffee").unwrap().command, None, "{other}");
         }
     }
 

@@ -54,6 +54,27 @@ impl DockerSandbox {
     /// Lists what changed since the mark.
     pub(super) async fn changes(&mut self) -> Result<TreeChanges, SandboxError> {
         let id = self.link.send(&Request::ListChanges).await?;
+        self.receive_changes("list_changes", id).await
+    }
+
+    /// Marks the file system.
+    pub(super) async fn mark_all(&mut self, skip: &[String]) -> Result<(), SandboxError> {
+        let id = self.link.send(&Request::MarkSystem { skip: skip.to_vec() }).await?;
+        self.receive_changes("mark_system", id).await.map(|_| ())
+    }
+
+    /// Lists what changed in the file system since the mark.
+    pub(super) async fn system_changes(&mut self) -> Result<TreeChanges, SandboxError> {
+        let id = self.link.send(&Request::ListSystem).await?;
+        self.receive_changes("list_system_changes", id).await
+    }
+
+    /// Receives changes, then the end.
+    async fn receive_changes(
+        &mut self,
+        call: &'static str,
+        id: u64,
+    ) -> Result<TreeChanges, SandboxError> {
         let (mut changes, mut bytes) = (TreeChanges::default(), 0);
         loop {
             let item = match self.link.receive().await? {
@@ -62,7 +83,7 @@ impl DockerSandbox {
                     return match end {
                         TreeEnd::Complete { .. } => Ok(changes),
                         TreeEnd::TooLarge(what) => Err(self.too_large(what)),
-                        TreeEnd::Failed(why) => Err(self.refused("list_changes", Refusal(why))),
+                        TreeEnd::Failed(why) => Err(self.refused(call, Refusal(why))),
                     };
                 }
                 (_, other) => {

@@ -27,6 +27,8 @@ fn request() -> impl Strategy<Value = Request> {
         (proptest::collection::vec(text(), 0..4), text(), any::<u64>())
             .prop_map(|(skip, send, cap)| Request::MarkTree { skip, send, cap }),
         Just(Request::ListChanges),
+        proptest::collection::vec(text(), 0..4).prop_map(|skip| Request::MarkSystem { skip }),
+        Just(Request::ListSystem),
         (proptest::collection::vec(text(), 0..4), any::<u64>())
             .prop_map(|(paths, cap)| Request::ReadFiles { paths, cap }),
         Just(Request::Reset),

@@ -4,10 +4,14 @@
 
 
 def _begin():
+    import _functools
+    import _signal
     import _thread
     import ast
     import builtins
+    import gc
     import json
+    import opcode
     import os
     import posix
     import sys
@@ -23,15 +27,57 @@ def _begin():
     # The folder of the repository is not searched before pytest is there.
     sys.path[:] = [p for p in sys.path if p not in ("", here) or p == here and p != sys.path[0]]
 
-    write, read, fork, leave = posix.write, posix.read, posix.fork, posix._exit
+    def raw_fork():
+        """A fork without the handlers that tested code may have registered. There is one thread."""
+        try:
+            import _ctypes
+
+            address = _ctypes.dlsym(_ctypes.dlopen(None, 0), "fork")
+            call_function = _ctypes.call_function
+            return lambda: call_function(address, ())
+        except (ImportError, AttributeError, OSError):
+            return posix.fork
+
+    write, read, fork, leave = posix.write, posix.read, raw_fork(), posix._exit
     waitpid, process_id = posix.waitpid, posix.getpid
     realpath, get_frame, get_trace = os.path.realpath, sys._getframe, sys.gettrace
     get_profile, AssertionFailure = sys.getprofile, AssertionError
+    alter, copy_of = _alteration(ast, posix.urandom)
     lock = _thread.allocate_lock()
     state = {"canary": None, "parent_of": None, "pending": [], "sent": set(), "ready": False}
     state["gate"] = None
     first_trace, first_profile = get_trace(), get_profile()
 
+    # What must not be looked into.
+    private = set()
+
+    def hide(function):
+        """A callable without attributes that lead to `function` and to what it holds."""
+        wrapper = _functools._lru_cache_wrapper(function, 0, False, None)
+        private.add(id(wrapper))
+        return wrapper
+
+    every_signal = frozenset(range(1, 65)) - {9, 19, 32, 33}
+    block, set_mask, sigmask = _signal.SIG_BLOCK, _signal.SIG_SETMASK, _signal.pthread_sigmask
+
+    def guard(function):
+        """The same as `hide`, and no handler of a signal or of the collector runs in between: it would
+        be given the frames of this file. The outer function has no variables to find."""
+
+        def guarded(*args, run=hide(function), sigmask=sigmask, gc=(gc.isenabled, gc.disable, gc.enable)):
+            was_enabled = gc[0]()
+            gc[1]()
+            mask = sigmask(block, every_signal)
+            try:
+                return run(*args)
+            finally:
+                sigmask(set_mask, mask)
+                if was_enabled:
+                    gc[2]()
+
+        return hide(guarded)
+
+    @hide
     def take(size):
         data = b""
         while len(data) < size:
@@ -43,6 +89,7 @@ def _begin():
 
     cookie = take(16)
 
+    @hide
     def send(fields):
         data = cookie
         for field in fields:
@@ -52,6 +99,7 @@ def _begin():
         while data:
             data = data[write(events, data) :]
 
+    @hide
     def tell(*fields):
         """Sends a message. A copy of the process sends nothing."""
         if state["canary"] is not None:
@@ -65,6 +113,7 @@ def _begin():
         finally:
             lock.release()
 
+    @hide
     def ask(*fields):
         """Sends a message and waits for the answer."""
         if state["canary"] is not None:
@@ -73,9 +122,11 @@ def _begin():
         answer = take(1)
         return answer + take(16) if answer in (b"k", b"p") else answer
 
+    @hide
     def note(finding, why):
-        if (finding, why) not in state["sent"] and len(state["sent"]) < 100:
-            state["sent"].add((finding, why))
+        # The first reason is enough.
+        if finding not in state["sent"]:
+            state["sent"].add(finding)
             state["pending"].append((finding, why))
 
     # What pytest and unittest consist of, compared after every test.
@@ -102,6 +153,7 @@ def _begin():
 
     absent = object()
 
+    @hide
     def check():
         for space, name, value, code, defaults in watched:
             if space.get(name, absent) is not value:
@@ -112,24 +164,52 @@ def _begin():
         if get_trace() is not first_trace or get_profile() is not first_profile:
             note("introspection", "a trace function is set")
 
+    # Code of each test by its tokens, and where the code loads them.
+    homes = {}
+    load, has_words = opcode.opmap["LOAD_CONST"], sys.version_info >= (3, 6)
+
+    def find_homes(code):
+        for number, const in enumerate(code.co_consts):
+            if type(const) is type(code):
+                find_homes(const)
+            elif type(const) is str and const in tokens:
+                raw = code.co_code
+                places = range(0, len(raw), 2) if has_words else ()
+                at = [i for i in places if raw[i] == load and raw[i + 1] == number & 0xFF]
+                homes[const] = (code, frozenset(at))
+
+    def is_home(frame, token):
+        """Whether `frame` calls where its test does it: right after it has loaded the token."""
+        code, places = homes.get(token, (None, ()))
+        if frame.f_code is not code and frame.f_code != code:
+            return False
+        return not has_words or any(frame.f_lasti - back in places for back in (2, 4, 6, 8))
+
+    @guard
     def done(token):
-        """Called where a test has reached its end."""
+        """Called where a test has reached its end. Returns what the test then raises."""
         check()
+        if not is_home(get_frame(2), token):
+            note("tampered", "the end of a test was reported from elsewhere")
         state["checked"] = True
         answer = ask("done", token)
         if answer[:1] not in (b"k", b"p"):
-            return
+            return ()
         parent_fails = answer[:1] == b"p"
         copy = fork()
         if (copy != 0) == parent_fails:
             state["parent_of"] = copy if parent_fails else None
             state["canary"] = (token, answer[1:].decode())
-            raise AssertionFailure("made to fail: " + answer[1:].decode())
+            return (AssertionFailure("made to fail: " + answer[1:].decode()),)
         if parent_fails:
             ask("moved", str(process_id()))
+        return ()
 
+    @guard
     def altered(token):
         """Whether this copy of the process runs the test with other expected values."""
+        if not is_home(get_frame(2), token):
+            note("tampered", "a test was repeated from elsewhere")
         answer = ask("altered", token)
         if answer[:1] not in (b"k", b"p"):
             return False
@@ -150,6 +230,7 @@ def _begin():
             ask("moved", str(process_id()))
         return False
 
+    @hide
     def end_canary(outcome, message):
         """Reports the forced failure and ends this copy of the process."""
         token, _ = state["canary"]
@@ -178,12 +259,14 @@ def _begin():
         "sys.addaudithook",
     )
 
+    @hide
     def is_touched(name, cache={}):
         known = cache.get(name)
         if known is None:
             known = cache[name] = realpath(name) in touched
         return known
 
+    @hide
     def caller(every):
         """A file of the change in the stack (`every`) or at its top."""
         frame = get_frame(2)
@@ -213,6 +296,8 @@ def _begin():
                     note(kind, "the tested code opens %s" % ("a test" if is_hidden else "/proc"))
             finally:
                 busy[0] = False
+        elif event == "gc.get_referents" and any(id(value) in private for value in args[0]):
+            note("tampered", "the tested code looks into the reporter")
         elif event in trace_events or event in inspecting or event.startswith("ctypes."):
             busy[0] = True
             try:
@@ -232,6 +317,7 @@ def _begin():
     libraries = ("%ssite-packages%s" % (os.sep, os.sep), "%sdist-packages%s" % (os.sep, os.sep))
     standard = realpath(os.path.dirname(os.__file__)) + os.sep
 
+    @hide
     def is_library(name, cache={}):
         known = cache.get(name)
         if known is None:
@@ -246,7 +332,8 @@ def _begin():
         word = posix.urandom(3).hex()
         return (number, number + 1, -number - 1, word, word + "x", [number], (word,), Stranger())
 
-    def probe(value):
+    @hide
+    def probe(value, plain_types=plain_types, is_library=is_library, strangers=strangers, note=note):
         """Returns `value`, after a check that it is not equal to everything, or to what comes first."""
         kind = type(value)
         if kind in plain_types:
@@ -320,8 +407,13 @@ def _begin():
             return [keep, mark(self.token, node), node]
 
     def mark(token, like):
-        text = ast.copy_location(ast.parse(repr(token)).body[0].value, like)
-        return call(marks, text, like)
+        """The test raises by itself, so that no traceback leads to the reporter."""
+        node = ast.parse("for x in f(%r):\n    raise x" % token).body[0]
+        node.iter.func.id = marks
+        node.target.id = node.body[0].exc.id = "@failure"
+        for part in ast.walk(node):
+            ast.copy_location(part, like)
+        return node
 
     def own_yield(function):
         stack = list(function.body)
@@ -342,65 +434,6 @@ def _begin():
                 node = node.value
         return getattr(node, "id", "")
 
-    class Other(ast.NodeTransformer):
-        """Replaces expected values by values that no honest result equals."""
-
-        def __init__(self):
-            self.count = 0
-
-        def visit_Constant(self, node):
-            # Old versions have a class for each kind of literal.
-            value = getattr(node, "value", getattr(node, "n", getattr(node, "s", None)))
-            kind = type(value)
-            if kind in (int, float):
-                if value - value != 0:  # An infinity has no other value near it.
-                    return node
-                value = value * 3 + 1000003
-            elif kind in (str, bytes):
-                value = value + (u"\u2420other" if kind is str else b"\x00other")
-            else:
-                return node
-            self.count += 1
-            return ast.copy_location(ast.Constant(value=value), node)
-
-        visit_Num = visit_Str = visit_Bytes = visit_Constant
-
-        def generic_visit(self, node):
-            # Only literals: what is computed may not change with its parts.
-            literals = (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.USub, ast.Load)
-            return super().generic_visit(node) if isinstance(node, literals) else node
-
-    def alter(statement):
-        """A copy of an assertion that expects something else; None if it has no such form."""
-        copied = copy_of(statement)
-        if isinstance(copied, ast.Assert) and isinstance(copied.test, ast.Compare):
-            test = copied.test
-            if len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
-                return None
-            other = Other()
-            if not isinstance(test.left, ast.Constant):
-                test.comparators = [other.visit(test.comparators[0])]
-            else:
-                test.left = other.visit(test.left)
-            return copied if other.count else None
-        if isinstance(copied, ast.Expr) and isinstance(copied.value, ast.Call):
-            name = getattr(copied.value.func, "attr", "")
-            if name in ("assertEqual", "assertEquals") and len(copied.value.args) >= 2:
-                other = Other()
-                at = 0 if isinstance(copied.value.args[0], ast.Constant) else 1
-                copied.value.args[at] = other.visit(copied.value.args[at])
-                return copied if other.count else None
-        return None
-
-    def copy_of(node):
-        if not isinstance(node, ast.AST):
-            return [copy_of(item) for item in node] if isinstance(node, list) else node
-        new = type(node)(**{name: copy_of(value) for name, value in ast.iter_fields(node)})
-        for name in node._attributes:
-            if hasattr(node, name):
-                setattr(new, name, getattr(node, name))
-        return new
-
     def add_altered(node, prefix, has_cleanup):
         """Appends to tests a second body with other expected values, for copies of the process."""
         for function in node.body:
@@ -417,6 +450,7 @@ def _begin():
                 continue
             changed = [new or copy_of(old) for new, old in zip(changed, function.body)]
             token = posix.urandom(8).hex()
+            tokens.add(token)
             text = ast.copy_location(ast.parse(repr(token)).body[0].value, function)
             condition = call(others, text, function).value
             second = ast.If(test=condition, body=changed, orelse=[])
@@ -446,6 +480,7 @@ def _begin():
             if not function.name.startswith("test") or own_yield(function):
                 continue
             token = posix.urandom(8).hex()
+            tokens.add(token)
             names = [decorator(item) for item in function.decorator_list]
             required = all(name in harmless for name in names)
             plain = not names or all(name == "mark" for name in names)
@@ -461,6 +496,7 @@ def _begin():
             repeated = getattr(function, "altered_token", "")
             tell("function", path, prefix + function.name, token, required, plain, repeated)
 
+    tokens = set()
     compiled = {}
     own_source = (
         b"__file__",
@@ -526,22 +562,21 @@ def _begin():
             if tree is None:
                 return original(fn, config)
             code = compile(tree, str(fn), "exec", dont_inherit=True)
+            find_homes(code)
             return os.stat(str(fn)), code
 
         def asserts(tree, source, path, config):
             rewriting.rewrite_asserts(tree, source, path, config)
 
         compile_tests(config, asserts)
-        rewriting._rewrite_test = rewritten
+        rewriting._rewrite_test = hide(rewritten)
+        watch(vars(rewriting), "_rewrite_test", rewriting._rewrite_test)
         # A copy that pytest wrote earlier would be used instead, and this one must not stay.
         rewriting._read_pyc = lambda *args, **kwargs: None
         rewriting._write_pyc = lambda *args, **kwargs: True
-        vars(builtins)[marks] = done
-        vars(builtins)[probes] = probe
-        vars(builtins)[others] = altered
-        watch(vars(builtins), marks, done)
-        watch(vars(builtins), others, altered)
-        watch(vars(builtins), probes, probe)
+        for name, function in ((marks, done), (probes, probe), (others, altered)):
+            vars(builtins)[name] = function
+            watch(vars(builtins), name, vars(builtins)[name])
         for name in spec["builtins"]:
             watch(vars(builtins), name, vars(builtins)[name])
         for name, module in sorted(sys.modules.items()):
@@ -549,55 +584,52 @@ def _begin():
                 watch_module(module)
         if hasattr(sys, "addaudithook"):
             sys.addaudithook(audit)
+        # No list of all objects contains those that exist now.
+        if hasattr(gc, "freeze"):
+            gc.freeze()
         state["ready"] = True
         ask("ready", str(process_id()))
 
     import pytest
 
-    class Plugin(object):
-        @pytest.hookimpl(tryfirst=True)
-        def pytest_load_initial_conftests(self, early_config):
-            sys.path[:0] = state.pop("path")
-            install(early_config)
+    name = "plugin_" + posix.urandom(4).hex()
 
-        @pytest.hookimpl(tryfirst=True)
-        def pytest_runtest_logstart(self, nodeid):
-            if state["canary"] is not None:
-                end_canary("lost", "")
-            tell("start", nodeid)
+    def load_conftests(early_config):
+        sys.path[:0] = state.pop("path")
+        sys.modules.pop(name, None)
+        install(early_config)
 
-        @pytest.hookimpl(tryfirst=True)
-        def pytest_runtest_logreport(self, report):
-            if state["canary"] is not None:
-                expected = hasattr(report, "wasxfail") and report.outcome == "skipped"
-                outcome = "expected" if expected else str(report.outcome)
-                end_canary(outcome, str(report.longrepr)[-2000:])
-            if report.when == "call" and not state.pop("checked", False):
-                check()
-            is_plain = type(report).__name__ == "TestReport" and not hasattr(report, "wasxfail")
-            kind = "plain" if is_plain else "other"
-            if report.when != "call" and report.outcome == "passed":
-                return
-            tell("report", str(report.nodeid), str(report.when), str(report.outcome), kind)
+    def start(test):
+        if state["canary"] is not None:
+            end_canary("lost", "")
+        tell("start", test)
 
-        def pytest_collectreport(self, report):
-            if report.failed:
-                tell("collect", str(report.nodeid))
-
-        @pytest.hookimpl(trylast=True)
-        def pytest_sessionfinish(self, exitstatus):
-            if state["canary"] is not None:
-                end_canary("lost", "")
+    def report(test, when, outcome, kind, message):
+        if state["canary"] is not None:
+            end_canary("expected" if kind == "expected" else outcome, message[-2000:])
+        if when == "call" and not state.pop("checked", False):
             check()
-            ask("finish", str(int(exitstatus)))
+        if when == "call" or outcome != "passed":
+            tell("report", test, when, outcome, "plain" if kind == "plain" else "other")
 
-    plugin = types.ModuleType("orchestrate_reporter", "PYTEST_DONT_REWRITE")
-    instance = Plugin()
-    for name in [name for name in dir(Plugin) if name.startswith("pytest_")]:
-        setattr(plugin, name, getattr(instance, name))
-    sys.modules["orchestrate_reporter"] = plugin
+    def collected(test):
+        tell("collect", test)
+
+    def finish(status):
+        if state["canary"] is not None:
+            end_canary("lost", "")
+        check()
+        ask("finish", status)
+
+    def is_canary():
+        return state["canary"] is not None
+
+    calls = [hide(load_conftests)] + [guard(f) for f in (start, report, collected, finish, is_canary)]
+    plugin = types.ModuleType(name, "PYTEST_DONT_REWRITE")
+    vars(plugin).update(_hooks(pytest, *calls))
+    sys.modules[name] = plugin
     state["path"] = [here] if spec["script"] is None else []
-    arguments = ["-p", "orchestrate_reporter"] + arguments
+    arguments = ["-p", name] + arguments
     if spec["script"] is None:
         sys.argv = [os.path.join(os.path.dirname(pytest.__file__), "__main__.py")] + arguments
         return pytest, None
@@ -605,12 +637,49 @@ def _begin():
     return pytest, spec["script"]
 
 
+def _hooks(pytest, load_conftests, start, report, collected, finish, is_canary):
+    """Functions that pytest calls. They hold nothing but what they pass plain text to, so that code of
+    an object that is given to them finds nothing in their frames."""
+
+    def text(value):
+        return "".join((str(value),))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(early_config):
+        load_conftests(early_config)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(nodeid):
+        start(text(nodeid))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(report):
+        is_expected = hasattr(report, "wasxfail")
+        kind = "other" if is_expected or type(report).__name__ != "TestReport" else "plain"
+        outcome = text(report.outcome)
+        if is_expected and outcome == "skipped":
+            kind = "expected"
+        message = text(report.longrepr) if is_canary() else ""
+        passed_on(text(report.nodeid), text(report.when), outcome, kind, message)
+
+    def pytest_collectreport(report):
+        if report.failed:
+            collected(text(report.nodeid))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(exitstatus):
+        finish(text(int(exitstatus)))
+
+    passed_on = report
+    return {k: v for k, v in locals().items() if k.startswith("pytest_")}
+
+
 def _run(started):
     import sys
 
     pytest, script = started
     main = sys.modules["__main__"]
-    for name in ("_begin", "_run"):
+    for name in ("_alteration", "_begin", "_hooks", "_run"):
         vars(main).pop(name, None)
     if script is None:
         sys.exit(pytest.main())

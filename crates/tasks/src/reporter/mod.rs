@@ -183,7 +183,7 @@ pub fn files(
     let file = |name: &str, content: String| TaskFile { path: format!("{folder}/{name}"), content };
     Ok([
         file(REPORTER, include_str!("reporter.py").to_owned()),
-        file(CHILD, include_str!("child.py").to_owned()),
+        file(CHILD, concat!(include_str!("alter.py"), include_str!("child.py")).to_owned()),
         file(PLAN, serde_json::to_string(&plan)?),
     ])
 }

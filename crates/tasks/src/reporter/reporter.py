@@ -435,6 +435,10 @@ def remove(folder):
 def prepare():
     import json
 
+    # This program ends with the death of every process but the first one's, so it runs in sandboxes only.
+    with open("/proc/1/comm", encoding="utf-8") as file:
+        if not file.read().startswith("orchestrate-sup"):
+            raise RuntimeError("process 1 is not a sandbox's supervisor")
     folder = os.path.dirname(os.path.abspath(sys.argv[0]))
     nonce = os.environ.pop(NONCE)
     hide()
