@@ -3,6 +3,9 @@
 use crate::error::SandboxError;
 use orchestrate_types::{AttemptId, ByteSize, RunId};
 use std::time::Duration;
+use tokio::io::DuplexStream;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 /// What a sandbox is used for. Agent and grader never share a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -95,6 +98,20 @@ pub enum Exit {
     TimedOut,
     /// The program could not be started (missing, not executable).
     NotStarted,
+    /// It was killed because [`Forward::stop`] asked for it, with everything it had started.
+    Stopped,
+}
+
+/// How the connections of a command are carried: see [`Sandbox::exec_forwarding`].
+#[derive(Debug)]
+pub struct Forward<'a> {
+    /// Port of the container's loopback.
+    pub port: u16,
+    /// Receives each connection that a process of the container opens to it. If it is full or dropped,
+    /// connections are closed.
+    pub accepted: mpsc::Sender<DuplexStream>,
+    /// Ends the command when it is cancelled.
+    pub stop: &'a CancellationToken,
 }
 
 /// The complete result of a command.
@@ -258,6 +275,14 @@ pub trait Sandbox: Send + std::fmt::Debug {
 
     /// Runs one command to its end. Everything it started is dead when this returns.
     async fn exec(&mut self, command: &Command) -> Result<ExecResult, SandboxError>;
+
+    /// Like [`Sandbox::exec`], while connections to a port of the container's loopback are carried to
+    /// this program. They are all that the command reaches outside its container.
+    async fn exec_forwarding(
+        &mut self,
+        command: &Command,
+        forward: Forward<'_>,
+    ) -> Result<ExecResult, SandboxError>;
 
     /// Writes regular files below the working directory, creating folders as needed.
     async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError>;

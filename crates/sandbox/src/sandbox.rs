@@ -1,8 +1,9 @@
 //! One open container.
 
 mod changes;
+mod forward;
 
-use crate::api::{Command, ExecResult, Exit, FileEntry, Sandbox, TreeChanges, TreeMark};
+use crate::api::{Command, ExecResult, Exit, FileEntry, Forward, Sandbox, TreeChanges, TreeMark};
 use crate::error::{SandboxError, SandboxErrorKind};
 use crate::guard::ContainerGuard;
 use crate::link::SupervisorLink;
@@ -12,11 +13,13 @@ use crate::state::ProviderState;
 use orchestrate_supervisor::protocol::{
     CHUNK, CommandEnd, CommandReport, ExecRequest, Refusal, Reply, Request, is_safe_path,
 };
+use forward::Connections;
 use orchestrate_types::{ByteSize, HumanDuration};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
+use tokio_util::sync::CancellationToken;
 
 /// Interval between pings during a command. The supervisor kills a command after a minute
 /// without one.
@@ -186,7 +189,11 @@ impl DockerSandbox {
         }
     }
 
-    async fn run(&mut self, command: &Command) -> Result<ExecResult, SandboxError> {
+    async fn run(
+        &mut self,
+        command: &Command,
+        forward: Option<Forward<'_>>,
+    ) -> Result<ExecResult, SandboxError> {
         let keep = command.keep_bytes as u64;
         let request = Request::Exec(ExecRequest {
             argv: command.argv.clone(),
@@ -194,7 +201,10 @@ impl DockerSandbox {
             timeout_ms: u64::try_from(command.timeout.as_millis()).unwrap_or(u64::MAX),
             keep,
             max_output: self.provider.config.max_output.0,
+            forward_port: forward.as_ref().map_or(0, |forward| forward.port),
         });
+        let mut connections = forward.as_ref().map(Connections::new);
+        let mut stop = forward.map(|forward| forward.stop);
         let id = self.link.send(&request).await?;
         self.has_run = true;
         let mut pings = tokio::time::interval_at(Instant::now() + PING_INTERVAL, PING_INTERVAL);
@@ -205,6 +215,15 @@ impl DockerSandbox {
             let (from, reply) = tokio::select! {
                 biased;
                 received = self.link.receive() => received?,
+                Some(request) = next_request(connections.as_mut()) => {
+                    self.link.send(&request).await?;
+                    continue;
+                }
+                () = stopped(stop) => {
+                    stop = None;
+                    self.link.send(&Request::Stop).await?;
+                    continue;
+                }
                 _ = pings.tick() => {
                     self.link.send(&Request::Ping).await?;
                     continue;
@@ -220,6 +239,23 @@ impl DockerSandbox {
                 }
                 Reply::Done(report) if from == id => return self.result(&report, head, tail),
                 Reply::Ack(Err(reason)) if from == id => return Err(self.refused("exec", reason)),
+                Reply::Opened { connection } if from == id => {
+                    let refused = connections.as_mut().and_then(|all| all.opened(connection));
+                    if let Some(close) = refused {
+                        self.link.send(&close).await?;
+                    }
+                }
+                Reply::Bytes { connection, data } if from == id => {
+                    let lost = connections.as_mut().and_then(|all| all.bytes(connection, data));
+                    if let Some(close) = lost {
+                        self.link.send(&close).await?;
+                    }
+                }
+                Reply::Closed { connection } if from == id => {
+                    if let Some(all) = &mut connections {
+                        all.closed(connection);
+                    }
+                }
                 // Later ids belong to the pings.
                 Reply::Ack(Ok(())) if from > id => {}
                 other => {
@@ -241,6 +277,7 @@ impl DockerSandbox {
             CommandEnd::Code(code) => Exit::Code(code),
             CommandEnd::Signal(signal) => Exit::Signal(signal),
             CommandEnd::TimedOut => Exit::TimedOut,
+            CommandEnd::Stopped => Exit::Stopped,
             CommandEnd::NotStarted => Exit::NotStarted,
             CommandEnd::Flooded => Exit::Signal(SIGKILL),
             CommandEnd::Abandoned => {
@@ -310,6 +347,22 @@ impl DockerSandbox {
     }
 }
 
+/// The next request of the connections; never without them.
+async fn next_request(connections: Option<&mut Connections>) -> Option<Request> {
+    match connections {
+        Some(connections) => connections.next_request().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Waits until the command is to be stopped; for ever without a token.
+async fn stopped(stop: Option<&CancellationToken>) {
+    match stop {
+        Some(stop) => stop.cancelled().await,
+        None => std::future::pending().await,
+    }
+}
+
 #[async_trait::async_trait]
 impl Sandbox for DockerSandbox {
     fn name(&self) -> &str {
@@ -319,7 +372,17 @@ impl Sandbox for DockerSandbox {
     async fn exec(&mut self, command: &Command) -> Result<ExecResult, SandboxError> {
         let HumanDuration(grace) = self.provider.config.command_grace;
         let after = command.timeout.saturating_add(grace);
-        self.call("exec", after, async |this| this.run(command).await).await
+        self.call("exec", after, async |this| this.run(command, None).await).await
+    }
+
+    async fn exec_forwarding(
+        &mut self,
+        command: &Command,
+        forward: Forward<'_>,
+    ) -> Result<ExecResult, SandboxError> {
+        let HumanDuration(grace) = self.provider.config.command_grace;
+        let after = command.timeout.saturating_add(grace);
+        self.call("exec", after, async |this| this.run(command, Some(forward)).await).await
     }
 
     async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError> {

@@ -40,7 +40,8 @@ impl Error for Refusal {}
 /// A request from the host to the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// Run a program. Answered by any number of [`Reply::Output`], then [`Reply::Done`].
+    /// Run a program. Answered by any number of [`Reply::Output`], then [`Reply::Done`]; while it runs,
+    /// with a forwarded port, also by [`Reply::Opened`], [`Reply::Bytes`] and [`Reply::Closed`].
     Exec(ExecRequest),
     /// Shows that the host is alive and checks that the supervisor is. Answered by [`Reply::Ack`].
     Ping,
@@ -97,6 +98,20 @@ pub enum Request {
     ListSystem,
     /// Kill every process, wipe every writable folder and verify both. Answered by [`Reply::Ack`].
     Reset,
+    /// Bytes for a connection of the running command. Gets no reply; ignored if the connection is gone.
+    Bytes {
+        /// Number of the connection, from [`Reply::Opened`].
+        connection: u64,
+        /// Raw bytes, at most [`CHUNK`].
+        data: Vec<u8>,
+    },
+    /// Ends the host's side of a connection. Gets no reply; ignored if the connection is gone.
+    CloseConnection {
+        /// Number of the connection.
+        connection: u64,
+    },
+    /// End the running command now. Gets no reply of its own; ignored if none is running.
+    Stop,
     /// Move the container's deadline, at most to the end of its lifetime. Answered by
     /// [`Reply::Ack`].
     Deadline {
@@ -118,6 +133,8 @@ pub struct ExecRequest {
     pub keep: u64,
     /// Bytes of output; the command is killed one second after it has written more.
     pub max_output: u64,
+    /// Port of the loopback whose connections are carried to the host while the command runs; 0 = none.
+    pub forward_port: u16,
 }
 
 /// A reply from the supervisor to the host.
@@ -139,6 +156,23 @@ pub enum Reply {
         tail: bool,
         /// Raw bytes, at most [`CHUNK`].
         data: Vec<u8>,
+    },
+    /// A process of the command has opened a connection to the forwarded port.
+    Opened {
+        /// Its number, counted from 1 for each command.
+        connection: u64,
+    },
+    /// Bytes of such a connection.
+    Bytes {
+        /// Number of the connection.
+        connection: u64,
+        /// Raw bytes, at most [`CHUNK`].
+        data: Vec<u8>,
+    },
+    /// The command's side of a connection has ended.
+    Closed {
+        /// Number of the connection.
+        connection: u64,
     },
     /// A command ended.
     Done(CommandReport),
@@ -233,6 +267,8 @@ pub enum CommandEnd {
     Flooded,
     /// It was killed because the host sent no frame for a minute.
     Abandoned,
+    /// It was killed because the host asked for it.
+    Stopped,
 }
 
 /// Whether a path stays below the working directory.
@@ -255,6 +291,7 @@ impl Request {
         match self {
             Self::Exec(exec) => {
                 let mut w = w.u64(exec.timeout_ms).u64(exec.keep).u64(exec.max_output);
+                w = w.u32(u32::from(exec.forward_port));
                 w = w.u64(exec.argv.len() as u64);
                 for arg in &exec.argv {
                     w = w.text(arg);
@@ -278,6 +315,9 @@ impl Request {
             Self::ReadFiles { paths, cap } => w.u64(*cap).texts(paths).frame(id, 10),
             Self::MarkSystem { skip } => w.texts(skip).frame(id, 11),
             Self::ListSystem => w.frame(id, 12),
+            Self::Bytes { connection, data } => w.u64(*connection).rest(data).frame(id, 13),
+            Self::CloseConnection { connection } => w.u64(*connection).frame(id, 14),
+            Self::Stop => w.frame(id, 15),
         }
     }
 
@@ -310,6 +350,9 @@ impl Request {
             })(),
             11 => r.texts().map(|skip| Self::MarkSystem { skip }),
             12 => Some(Self::ListSystem),
+            13 => r.u64().map(|connection| Self::Bytes { connection, data: r.rest() }),
+            14 => r.u64().map(|connection| Self::CloseConnection { connection }),
+            15 => Some(Self::Stop),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(request, r, kind)
@@ -317,11 +360,12 @@ impl Request {
 
     fn decode_exec(r: &mut Reader<'_>) -> Option<Self> {
         let (timeout_ms, keep, max_output) = (r.u64()?, r.u64()?, r.u64()?);
+        let forward_port = u16::try_from(r.u32()?).ok()?;
         // Every element has its own length, so an excessive count fails at the end of the payload.
         let argv = (0..r.u64()?).map(|_| r.text()).collect::<Option<Vec<_>>>()?;
         let env =
             (0..r.u64()?).map(|_| Some((r.text()?, r.text()?))).collect::<Option<Vec<_>>>()?;
-        Some(Self::Exec(ExecRequest { argv, env, timeout_ms, keep, max_output }))
+        Some(Self::Exec(ExecRequest { argv, env, timeout_ms, keep, max_output, forward_port }))
     }
 }
 
@@ -346,6 +390,7 @@ impl Reply {
                     CommandEnd::NotStarted => (3, 0),
                     CommandEnd::Flooded => (4, 0),
                     CommandEnd::Abandoned => (5, 0),
+                    CommandEnd::Stopped => (6, 0),
                 };
                 w.u8(tag)
                     .rest(&value.to_le_bytes())
@@ -357,6 +402,9 @@ impl Reply {
             Self::Ack(Ok(())) => w.u8(0).text("").frame(id, 67),
             Self::Ack(Err(Refusal(reason))) => w.u8(1).text(reason).frame(id, 67),
             Self::Damaged(what) => w.text(what).frame(id, 73),
+            Self::Opened { connection } => w.u64(*connection).frame(id, 74),
+            Self::Bytes { connection, data } => w.u64(*connection).rest(data).frame(id, 75),
+            Self::Closed { connection } => w.u64(*connection).frame(id, 76),
             Self::TreeFile { path, mode, size } => w.text(path).u32(*mode).u64(*size).frame(id, 68),
             Self::TreeData { data } => w.rest(data).frame(id, 69),
             Self::TreeItem(ChangedItem::Removed { path }) => w.u8(0).text(path).frame(id, 72),
@@ -402,6 +450,9 @@ impl Reply {
             71 => free_space(r).map(Self::DiskFull),
             72 => changed_item(r).map(Self::TreeItem),
             73 => r.text().map(Self::Damaged),
+            74 => r.u64().map(|connection| Self::Opened { connection }),
+            75 => r.u64().map(|connection| Self::Bytes { connection, data: r.rest() }),
+            76 => r.u64().map(|connection| Self::Closed { connection }),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(reply, r, kind)
@@ -416,6 +467,7 @@ impl Reply {
             3 => CommandEnd::NotStarted,
             4 => CommandEnd::Flooded,
             5 => CommandEnd::Abandoned,
+            6 => CommandEnd::Stopped,
             _ => return None,
         };
         let (total_bytes, oom_kills, elapsed_us) = (r.u64()?, r.u32()?, r.u64()?);

@@ -6,6 +6,7 @@ use crate::changes::{self, MarkedTree};
 use crate::deadline::DeadlineTimer;
 use crate::disk::CHECK_INTERVAL;
 use crate::files::{self, WriteError};
+use crate::forward::Forwarder;
 use crate::job::{Job, StartError, TERM_GRACE, oom_kills};
 use crate::options::Options;
 use crate::protocol::{
@@ -13,7 +14,7 @@ use crate::protocol::{
     TreeEnd, VERSION,
 };
 use crate::reset::{Baseline, ResetError};
-use crate::sys::ProcessState;
+use crate::sys::{Interest, ProcessState};
 use crate::system::{self, MarkedSystem};
 use crate::{protection, sys, tree};
 use std::fs::File;
@@ -95,12 +96,13 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
         while let Some(frame) = server.next_frame()? {
             server.handle(&frame).or_else(|error| server.give_up(frame.id, error))?;
         }
-        let [input, child] =
-            sys::poll_readable([Some(server.input.as_fd()), Some(server.children.as_fd())], None)?;
-        if child {
+        let own = [server.input.as_fd(), server.children.as_fd()].map(Interest::reading);
+        let ready = sys::poll(&own, None)?;
+        let is_ready = |index: usize| ready.get(index).is_some_and(|ready| ready.readable);
+        if is_ready(1) {
             server.reap_all()?;
         }
-        if input && !server.receive()? {
+        if is_ready(0) && !server.receive()? {
             return Ok(());
         }
     }
@@ -144,13 +146,22 @@ impl Server {
     fn handle(&mut self, frame: &Frame) -> io::Result<()> {
         let request = Request::decode(frame.kind, &frame.payload).map_err(io::Error::other)?;
         // A piece of a file has no reply of its own, and a reset reports its own refusal.
-        let is_answered = !matches!(request, Request::Write { .. } | Request::Reset);
+        let is_answered = !matches!(
+            request,
+            Request::Write { .. }
+                | Request::Reset
+                | Request::Bytes { .. }
+                | Request::CloseConnection { .. }
+                | Request::Stop
+        );
         if let Some(what) = self.damage.clone().filter(|_| is_answered) {
             return self.reply(frame.id, &Reply::Damaged(what));
         }
         match request {
             Request::Exec(exec) => self.exec(frame.id, &exec),
             Request::Ping => self.reply(frame.id, &Reply::Ack(Ok(()))),
+            // The host did not know yet that the command had ended.
+            Request::Bytes { .. } | Request::CloseConnection { .. } | Request::Stop => Ok(()),
             Request::Write { path, mode, first, data } => {
                 if self.write_failure.is_none() {
                     let root = Path::new(&self.options.workdir);
@@ -286,15 +297,27 @@ impl Server {
 
     fn exec(&mut self, id: u64, request: &ExecRequest) -> io::Result<()> {
         let oom_before = oom_kills();
+        let mut forwarder = None;
+        if request.forward_port != 0 {
+            match Forwarder::bind(request.forward_port) {
+                Ok(bound) => forwarder = Some(bound),
+                Err(error) => {
+                    let port = request.forward_port;
+                    let reason = format!("cannot listen on port {port} of the loopback: {error}");
+                    return self.reply(id, &Reply::Ack(Err(Refusal(reason))));
+                }
+            }
+        }
         match Job::start(request, &self.options.workdir) {
             Ok(mut job) => {
                 self.has_run = true;
                 self.last_frame_at = Instant::now();
-                let cause = self.watch(&mut job)?;
+                let cause = self.watch(id, &mut job, forwarder.as_mut())?;
                 // Before the kill, because deleted files free their space once their holders are
                 // dead.
                 self.check_disk()?;
                 self.kill_everything(Some(&mut job))?;
+                drop(forwarder);
                 self.restore_own_state();
                 while job.read_available()? {}
                 let elapsed = job.started.elapsed();
@@ -330,8 +353,14 @@ impl Server {
         }
     }
 
-    /// Reads the command's output until the command ends (`None`) or must be killed (the reason).
-    fn watch(&mut self, job: &mut Job) -> io::Result<Option<CommandEnd>> {
+    /// Reads the command's output and carries its connections until the command ends (`None`) or must be
+    /// killed (the reason).
+    fn watch(
+        &mut self,
+        id: u64,
+        job: &mut Job,
+        mut forwarder: Option<&mut Forwarder>,
+    ) -> io::Result<Option<CommandEnd>> {
         let mut killing_at = None;
         loop {
             let now = Instant::now();
@@ -355,32 +384,59 @@ impl Server {
             if self.watches_disk {
                 until = until.min(now + CHECK_INTERVAL);
             }
-            let fds = [Some(self.input.as_fd()), Some(self.children.as_fd()), job.output()];
-            let [input, child, output] =
-                sys::poll_readable(fds, Some(until.saturating_duration_since(now)))?;
-            if output {
+            // The output is last of these three, because it may have ended.
+            let own = [Some(self.input.as_fd()), Some(self.children.as_fd()), job.output()];
+            let mut interests: Vec<Interest<'_>> =
+                own.into_iter().flatten().map(Interest::reading).collect();
+            let own = interests.len();
+            interests.extend(forwarder.iter().flat_map(|forwarder| forwarder.interests()));
+            let ready = sys::poll(&interests, Some(until.saturating_duration_since(now)))?;
+            let (own, forwarded) = ready.split_at(own.min(ready.len()));
+            let is_ready = |index: usize| own.get(index).is_some_and(|ready| ready.readable);
+            if is_ready(2) {
                 job.read_available()?;
             }
-            if child {
+            if let Some(forwarder) = forwarder.as_deref_mut() {
+                forwarder.serve(forwarded, |reply| self.reply(id, &reply))?;
+            }
+            if is_ready(1) {
                 self.reap_into(Some(job))?;
                 if job.status.is_some() {
                     return Ok(killing_at.map(|_| CommandEnd::TimedOut));
                 }
             }
-            if input {
+            if is_ready(0) {
                 if !self.receive()? {
                     return Err(io::ErrorKind::UnexpectedEof.into());
                 }
-                self.handle_while_busy()?;
+                if self.handle_while_busy(id, forwarder.as_deref_mut())? {
+                    return Ok(Some(CommandEnd::Stopped));
+                }
             }
         }
     }
 
-    /// While a command runs, only pings are accepted.
-    fn handle_while_busy(&mut self) -> io::Result<()> {
+    /// While a command runs, only pings and what concerns the command are accepted. `true` if it is to
+    /// be stopped.
+    fn handle_while_busy(
+        &mut self,
+        id: u64,
+        mut forwarder: Option<&mut Forwarder>,
+    ) -> io::Result<bool> {
         while let Some(frame) = self.next_frame()? {
             match Request::decode(frame.kind, &frame.payload).map_err(io::Error::other)? {
                 Request::Ping => self.reply(frame.id, &Reply::Ack(Ok(())))?,
+                Request::Bytes { connection, data } => {
+                    if let Some(forwarder) = forwarder.as_deref_mut() {
+                        forwarder.write(connection, &data, |reply| self.reply(id, &reply))?;
+                    }
+                }
+                Request::CloseConnection { connection } => {
+                    if let Some(forwarder) = forwarder.as_deref_mut() {
+                        forwarder.close(connection);
+                    }
+                }
+                Request::Stop => return Ok(true),
                 Request::Exec(_)
                 | Request::Write { .. }
                 | Request::WriteEnd
@@ -397,7 +453,7 @@ impl Server {
                 }
             }
         }
-        Ok(())
+        Ok(false)
     }
 
     fn send_output(&mut self, id: u64, tail: bool, bytes: &[u8]) -> io::Result<()> {
@@ -434,8 +490,11 @@ impl Server {
                 return Err(io::Error::other("a killed process does not end"));
             }
             let fds = [Some(self.children.as_fd()), job.as_deref().and_then(Job::output)];
-            let [_, output] = sys::poll_readable(fds, Some(Duration::from_millis(10)))?;
-            if let (true, Some(job)) = (output, job.as_deref_mut()) {
+            let interests: Vec<Interest<'_>> =
+                fds.into_iter().flatten().map(Interest::reading).collect();
+            let ready = sys::poll(&interests, Some(Duration::from_millis(10)))?;
+            let has_output = ready.get(1).is_some_and(|ready| ready.readable);
+            if let (true, Some(job)) = (has_output, job.as_deref_mut()) {
                 job.read_available()?;
             }
         }

@@ -70,7 +70,8 @@ unsafe extern "C" {
     fn waitpid(pid: c_int, status: *mut c_int, options: c_int) -> c_int;
     fn signalfd(fd: c_int, mask: *const SigSet, flags: c_int) -> c_int;
     fn sigprocmask(how: c_int, set: *const SigSet, old: *mut SigSet) -> c_int;
-    fn poll(fds: *mut PollFd, count: c_ulong, timeout_ms: c_int) -> c_int;
+    #[link_name = "poll"]
+    fn c_poll(fds: *mut PollFd, count: c_ulong, timeout_ms: c_int) -> c_int;
     fn fcntl(fd: c_int, command: c_int, ...) -> c_int;
     fn statvfs(path: *const c_char, into: *mut StatVfs) -> c_int;
     fn setsid() -> c_int;
@@ -175,20 +176,66 @@ pub(crate) fn reap() -> io::Result<Option<(i32, ExitStatus)>> {
     }
 }
 
-/// Waits until a descriptor is readable or closed. Returns which are; all `false` after a timeout.
-pub(crate) fn poll_readable<const N: usize>(
-    fds: [Option<BorrowedFd<'_>>; N],
+/// A descriptor to wait for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Interest<'a> {
+    pub(crate) fd: BorrowedFd<'a>,
+    pub(crate) reads: bool,
+    pub(crate) writes: bool,
+}
+
+impl<'a> Interest<'a> {
+    /// Waits until `fd` is readable.
+    pub(crate) fn reading(fd: BorrowedFd<'a>) -> Self {
+        Self { fd, reads: true, writes: false }
+    }
+}
+
+/// What a descriptor is ready for.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Ready {
+    /// It can be read, or is closed or broken.
+    pub(crate) readable: bool,
+    /// It can be written.
+    pub(crate) writable: bool,
+    /// It is closed on both sides, or broken.
+    pub(crate) hung_up: bool,
+}
+
+/// Waits until a descriptor is ready. Returns what each is ready for: nothing after a timeout.
+pub(crate) fn poll(
+    interests: &[Interest<'_>],
     timeout: Option<Duration>,
-) -> io::Result<[bool; N]> {
+) -> io::Result<Vec<Ready>> {
     const POLLIN: c_short = 1;
-    // A negative descriptor is skipped. One millisecond is added so that a wait never ends early.
-    let mut polled =
-        fds.map(|fd| PollFd { fd: fd.map_or(-1, |fd| fd.as_raw_fd()), events: POLLIN, revents: 0 });
+    const POLLOUT: c_short = 4;
+    const POLLERR: c_short = 8;
+    const POLLHUP: c_short = 16;
+    let events = |interest: &Interest<'_>| {
+        let reads = if interest.reads { POLLIN } else { 0 };
+        reads | if interest.writes { POLLOUT } else { 0 }
+    };
+    let entry = |interest: &Interest<'_>| PollFd {
+        fd: interest.fd.as_raw_fd(),
+        events: events(interest),
+        revents: 0,
+    };
+    let mut polled: Vec<PollFd> = interests.iter().map(entry).collect();
+    // One millisecond is added so that a wait never ends early.
     let millis = timeout.map_or(-1, |t| c_int::try_from(t.as_millis() + 1).unwrap_or(c_int::MAX));
-    // SAFETY: the array is valid for N entries while the call runs.
-    match check(unsafe { poll(polled.as_mut_ptr(), N as c_ulong, millis) }) {
-        Ok(_) => Ok(polled.map(|entry| entry.revents != 0)),
-        Err(error) if error.raw_os_error() == Some(EINTR) => Ok([false; N]),
+    // SAFETY: the array is valid for as many entries while the call runs.
+    match check(unsafe { c_poll(polled.as_mut_ptr(), polled.len() as c_ulong, millis) }) {
+        Ok(_) => {
+            let ready = |entry: &PollFd| Ready {
+                readable: entry.revents & !POLLOUT != 0,
+                writable: entry.revents & POLLOUT != 0,
+                hung_up: entry.revents & (POLLHUP | POLLERR) != 0,
+            };
+            Ok(polled.iter().map(ready).collect())
+        }
+        Err(error) if error.raw_os_error() == Some(EINTR) => {
+            Ok(vec![Ready::default(); polled.len()])
+        }
         Err(error) => Err(error),
     }
 }

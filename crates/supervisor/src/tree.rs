@@ -215,6 +215,9 @@ mod tests {
                 | Reply::DiskFull(_)
                 | Reply::Damaged(_)
                 | Reply::Output { .. }
+                | Reply::Opened { .. }
+                | Reply::Bytes { .. }
+                | Reply::Closed { .. }
                 | Reply::Done(_)
                 | Reply::TreeItem(_)
                 | Reply::Ack(_) => {

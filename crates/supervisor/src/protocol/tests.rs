@@ -10,14 +10,16 @@ fn request() -> impl Strategy<Value = Request> {
         proptest::collection::vec(text(), 0..4),
         proptest::collection::vec((text(), text()), 0..3),
         any::<[u64; 3]>(),
+        any::<u16>(),
     );
     prop_oneof![
-        exec.prop_map(|(argv, env, [timeout_ms, keep, max_output])| Request::Exec(ExecRequest {
+        exec.prop_map(|(argv, env, [timeout_ms, keep, max_output], forward_port)| Request::Exec(ExecRequest {
             argv,
             env,
             timeout_ms,
             keep,
-            max_output
+            max_output,
+            forward_port
         })),
         Just(Request::Ping),
         (text(), any::<u32>(), any::<bool>(), any::<Vec<u8>>())
@@ -29,6 +31,10 @@ fn request() -> impl Strategy<Value = Request> {
         Just(Request::ListChanges),
         proptest::collection::vec(text(), 0..4).prop_map(|skip| Request::MarkSystem { skip }),
         Just(Request::ListSystem),
+        (any::<u64>(), any::<Vec<u8>>())
+            .prop_map(|(connection, data)| Request::Bytes { connection, data }),
+        any::<u64>().prop_map(|connection| Request::CloseConnection { connection }),
+        Just(Request::Stop),
         (proptest::collection::vec(text(), 0..4), any::<u64>())
             .prop_map(|(paths, cap)| Request::ReadFiles { paths, cap }),
         Just(Request::Reset),
@@ -44,6 +50,7 @@ fn reply() -> impl Strategy<Value = Reply> {
         Just(CommandEnd::NotStarted),
         Just(CommandEnd::Flooded),
         Just(CommandEnd::Abandoned),
+        Just(CommandEnd::Stopped),
     ];
     prop_oneof![
         (any::<u32>(), any::<[u64; 2]>()).prop_map(|(version, [bytes, files])| Reply::Hello {
@@ -63,6 +70,10 @@ fn reply() -> impl Strategy<Value = Reply> {
         Just(Reply::Ack(Ok(()))),
         text().prop_map(|reason| Reply::Ack(Err(Refusal(reason)))),
         text().prop_map(Reply::Damaged),
+        any::<u64>().prop_map(|connection| Reply::Opened { connection }),
+        (any::<u64>(), any::<Vec<u8>>())
+            .prop_map(|(connection, data)| Reply::Bytes { connection, data }),
+        any::<u64>().prop_map(|connection| Reply::Closed { connection }),
         (text(), any::<u32>(), any::<u64>()).prop_map(|(path, mode, size)| Reply::TreeFile {
             path,
             mode,
