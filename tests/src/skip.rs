@@ -12,6 +12,7 @@
 //! | `ssh` | an SSH server, started by the test |
 //! | `mount` | the right to mount a tmpfs |
 //! | `python` | a Python with the packages that the test names |
+//! | `agents-python` | a Python with `openai`, `anthropic` and `openai-agents`, in `ORCHESTRATE_AGENTS_PYTHON` |
 //! | `sglang`, `vllm` | a real server, see `crates/engine/tests/conformance` |
 //! | `advisories`, `pip-audit`, `miri`, `asan` | of scripts: see `scripts/deny`, `audit-python`, `miri`, `asan` |
 //! | `qwen3` | the folder of Qwen3's tokenizer in `ORCHESTRATE_QWEN3` |

@@ -65,21 +65,14 @@ async fn try_sample<W: Wire>(
         return Ok(with_headers(body, "application/json", &envelope));
     }
     // A reply or an error that comes soon has its status; later the stream has begun.
-    let frames = match timeout(options.keep_alive, &mut sampling).await {
-        Ok(Ok(replies)) => Frames::of(wire.events(&envelope, &replies), replies).stream().boxed(),
-        Ok(Err(error)) => {
-            let problem = Problem::from(error);
-            if !(W::LONG_PROMPT_IN_STREAM && matches!(problem.kind, Kind::TooLong { .. })) {
-                return Err(problem);
-            }
-            Frames::of(wire.late_error(&envelope, &problem), Vec::new()).stream().boxed()
-        }
-        Err(_) => {
-            let first = stream::iter([Ok(Bytes::from_static(W::KEEP_ALIVE.as_bytes()))]);
-            let envelope = envelope.clone();
-            let waiting = Waiting { wire, envelope, sampling, keep_alive: options.keep_alive };
-            first.chain(waiting.stream()).boxed()
-        }
+    let frames = if let Ok(replies) = timeout(options.keep_alive, &mut sampling).await {
+        let replies = replies?;
+        Frames::of(wire.events(&envelope, 0, &replies), replies).stream().boxed()
+    } else {
+        let first = wire.keep_alive(&envelope, 0);
+        let (envelope, keep_alive) = (envelope.clone(), options.keep_alive);
+        let waiting = Waiting { wire, envelope, sampling, keep_alive, sent: 1 };
+        stream::iter([Ok(first)]).chain(waiting.stream()).boxed()
     };
     Ok(with_headers(Body::from_stream(frames), "text/event-stream", &envelope))
 }
@@ -175,6 +168,8 @@ struct Waiting<W> {
     envelope: Envelope,
     sampling: Sampling,
     keep_alive: Duration,
+    /// Keep-alives so far.
+    sent: usize,
 }
 
 enum Stage<W> {
@@ -188,13 +183,13 @@ impl<W: Wire> Waiting<W> {
             let mut frames = match stage {
                 Stage::Sending(frames) => frames,
                 Stage::Waiting(mut waiting) => {
-                    match timeout(waiting.keep_alive, &mut waiting.sampling).await {
-                        Ok(result) => waiting.frames(result),
-                        Err(_) => {
-                            let frame = Bytes::from_static(W::KEEP_ALIVE.as_bytes());
-                            return Some((Ok(frame), Stage::Waiting(waiting)));
-                        }
-                    }
+                    let Ok(result) = timeout(waiting.keep_alive, &mut waiting.sampling).await
+                    else {
+                        let frame = waiting.wire.keep_alive(&waiting.envelope, waiting.sent);
+                        waiting.sent += 1;
+                        return Some((Ok(frame), Stage::Waiting(waiting)));
+                    };
+                    waiting.frames(result)
                 }
             };
             Some((Ok(frames.next()?), Stage::Sending(frames)))
@@ -203,10 +198,12 @@ impl<W: Wire> Waiting<W> {
 
     fn frames(&self, result: Result<Vec<Sampled>, SampleError>) -> Frames {
         match result {
-            Ok(replies) => Frames::of(self.wire.events(&self.envelope, &replies), replies),
+            Ok(replies) => {
+                Frames::of(self.wire.events(&self.envelope, self.sent, &replies), replies)
+            }
             Err(error) => {
                 let problem = Problem::from(error);
-                Frames::of(self.wire.late_error(&self.envelope, &problem), Vec::new())
+                Frames::of(self.wire.late_error(&self.envelope, self.sent, &problem), Vec::new())
             }
         }
     }

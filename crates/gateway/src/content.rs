@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::fmt;
 use std::marker::PhantomData;
 
-/// Most stop strings of a request.
+/// Maximum number of stop strings of a request.
 const MAX_STOP_STRINGS: usize = 64;
 
 /// Parses a body.

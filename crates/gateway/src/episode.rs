@@ -2,7 +2,7 @@
 
 use crate::problem::{Kind, Problem};
 use crate::sampler::Sampler;
-use axum::http::{HeaderMap, header};
+use axum::http::{HeaderMap, HeaderValue, header};
 use std::fmt;
 use std::sync::Arc;
 
@@ -33,9 +33,9 @@ impl Episode {
     /// Checks the key in `authorization` or `x-api-key`, where one is required.
     pub(crate) fn check_key(&self, headers: &HeaderMap) -> Result<(), Problem> {
         let Some(key) = &self.key else { return Ok(()) };
-        let bearer = headers.get(header::AUTHORIZATION).map(|value| value.as_bytes());
+        let bearer = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
         let bearer = bearer.and_then(|value| value.strip_prefix(b"Bearer "));
-        let plain = headers.get("x-api-key").map(|value| value.as_bytes());
+        let plain = headers.get("x-api-key").map(HeaderValue::as_bytes);
         if [bearer, plain].into_iter().flatten().any(|sent| is_equal(sent, key.as_bytes())) {
             return Ok(());
         }

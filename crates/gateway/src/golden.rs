@@ -60,7 +60,7 @@ fn form<W: Wire>(fields: Value) -> W {
 fn transcript<W: Wire>(form: &W, replies: &[Sampled]) -> String {
     let reply = serde_json::to_string_pretty(&form.reply(&envelope(), replies)).unwrap();
     let mut text = format!("{reply}\n\n");
-    for event in form.events(&envelope(), replies) {
+    for event in form.events(&envelope(), 0, replies) {
         text.push_str(std::str::from_utf8(&event).unwrap());
     }
     text
@@ -107,7 +107,7 @@ fn late_errors<W: Wire>(out: &mut String, form: &W) {
         let problem = Problem::from(error);
         let body = problem.body(W::DIALECT);
         writeln!(out, "{:?} {} {body}", W::DIALECT, problem.response(W::DIALECT).status()).unwrap();
-        let events = form.late_error(&envelope(), &problem);
+        let events = form.late_error(&envelope(), 0, &problem);
         writeln!(out, "{}", std::str::from_utf8(events.last().unwrap()).unwrap()).unwrap();
     }
 }

@@ -46,7 +46,7 @@
 //! | `include` | | `reasoning.encrypted_content`; others ignored | |
 //! | `seed`, penalties, `top_k`, `service_tier`, `parallel_tool_calls`, `disable_parallel_tool_use`, `truncation`, caching, `metadata`, `store` | ignored | ignored | ignored |
 //! | format other than text | `response_format` refused | `text.format` refused | `output_format`, `output_config.format` refused |
-//! | state on the server | | `previous_response_id`, `conversation`, `prompt`, `background`, `item_reference` refused: a request holds its whole history | `container` refused |
+//! | state on the server | | `previous_response_id`, `conversation`, `prompt`, `background`, `item_reference` refused: a request holds its whole history | `thread` (the client then sends whole histories), `container`, `compaction` refused |
 //! | images, audio, files | refused | refused | refused |
 //! | older forms | `functions`, `function_call`, role `function` refused | | |
 //! | `logit_bias`, `web_search_options`, `audio` | refused | | |
@@ -65,8 +65,9 @@
 //! Each [`SampleError`] has a status, type and words by which the dialect's clients recognise it; an
 //! episode that is over is status 400 with `x-should-retry: false`, which no known client repeats.
 //! A stream begins with its reply, or with keep-alives after [`GatewayOptions::keep_alive`]; errors
-//! after that are events. A prompt that is too long is always an event in a Responses stream, as
-//! Codex recognises it only there. If the client goes away, the future of its sample is dropped.
+//! after that are events. Keep-alives are comments in Chat, `ping` in Messages, and the stream's
+//! first events in Responses, as Codex does not count comments. If the client goes away, the future
+//! of its sample is dropped.
 
 mod answer;
 mod chat;

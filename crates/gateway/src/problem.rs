@@ -2,7 +2,7 @@
 
 use crate::sampler::{Dialect, SampleError};
 use axum::body::Body;
-use axum::http::{HeaderName, StatusCode, header};
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::{Value, json};
 
@@ -19,8 +19,13 @@ pub(crate) struct Problem {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Invalid,
-    TooLong { prompt: usize, context: usize },
+    TooLong {
+        prompt: usize,
+        context: usize,
+    },
     Ended,
+    /// The client asks the server to hold the history.
+    Thread,
     TooLarge,
     Encoding,
     Key,
@@ -49,7 +54,7 @@ impl Problem {
 
     fn status(&self, dialect: Dialect) -> u16 {
         match self.kind {
-            Kind::Invalid | Kind::TooLong { .. } | Kind::Ended => 400,
+            Kind::Invalid | Kind::TooLong { .. } | Kind::Ended | Kind::Thread => 400,
             Kind::Key => 401,
             Kind::NotFound => 404,
             Kind::Method => 405,
@@ -69,7 +74,12 @@ impl Problem {
             Kind::Key => Some("invalid_api_key"),
             Kind::Unavailable => Some("server_is_overloaded"),
             Kind::Failed => Some("server_error"),
-            Kind::Invalid | Kind::TooLarge | Kind::Encoding | Kind::NotFound | Kind::Method => None,
+            Kind::Invalid
+            | Kind::Thread
+            | Kind::TooLarge
+            | Kind::Encoding
+            | Kind::NotFound
+            | Kind::Method => None,
         }
     }
 
@@ -82,7 +92,7 @@ impl Problem {
 
     fn anthropic_type(&self) -> &'static str {
         match self.kind {
-            Kind::Invalid | Kind::TooLong { .. } | Kind::Ended | Kind::Encoding => {
+            Kind::Invalid | Kind::TooLong { .. } | Kind::Ended | Kind::Thread | Kind::Encoding => {
                 "invalid_request_error"
             }
             Kind::Key => "authentication_error",
@@ -111,7 +121,14 @@ impl Problem {
     pub(crate) fn body(&self, dialect: Dialect) -> Value {
         let message = self.message(dialect);
         if dialect == Dialect::Messages {
-            return json!({"type": "error", "error": {"type": self.anthropic_type(), "message": message}});
+            let mut error = json!({"type": self.anthropic_type(), "message": message});
+            if let (Kind::Thread, Some(error)) = (self.kind, error.as_object_mut()) {
+                // The vendor's library then sends whole histories.
+                let details =
+                    json!({"error_code": "thread_unsupported_request", "unsupported": ["thread"]});
+                error.insert("details".into(), details);
+            }
+            return json!({"type": "error", "error": error});
         }
         json!({"error": {
             "message": message,
@@ -132,7 +149,11 @@ impl Problem {
             // Read by the vendors' libraries, before they look at the status.
             (HeaderName::from_static("x-should-retry"), retry),
         ];
-        (status, headers, body).into_response()
+        let mut reply = (status, headers, body).into_response();
+        if self.kind == Kind::Unavailable {
+            reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        reply
     }
 }
 

@@ -91,7 +91,7 @@ impl fmt::Debug for Registration {
 }
 
 impl Registration {
-    /// The secret. Whoever knows it can sample.
+    /// The secret: all that a client needs to sample.
     pub fn secret(&self) -> &str {
         &self.secret
     }

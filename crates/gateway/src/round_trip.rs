@@ -64,7 +64,7 @@ fn message(reply: &Sampled) -> Message {
 
 /// The data of events.
 fn data<W: Wire>(form: &W, reply: &[Sampled]) -> Vec<Value> {
-    let events = form.events(&envelope(), reply);
+    let events = form.events(&envelope(), 0, reply);
     let data = events.iter().filter_map(|event| {
         let text = std::str::from_utf8(event).unwrap();
         assert!(text.ends_with("\n\n"), "{text}");

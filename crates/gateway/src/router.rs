@@ -14,6 +14,7 @@ use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// What clients put before a route: base URLs differ in whether they include the version, and some
@@ -79,14 +80,14 @@ async fn models(Extension(episode): Extension<Episode>, uri: Uri, headers: Heade
 
 async fn model(
     Extension(episode): Extension<Episode>,
-    Path(id): Path<String>,
+    Path(parameters): Path<HashMap<String, String>>,
     uri: Uri,
     headers: HeaderMap,
 ) -> Response {
     let sampler = episode.sampler();
     let found = episode.check_key(&headers).and_then(|()| {
         let message = || format!("the model `{}` is served here, no other", sampler.model());
-        let known = id == sampler.model();
+        let known = parameters.get("id").is_some_and(|id| id == sampler.model());
         known.then_some(()).ok_or_else(|| Problem::new(Kind::NotFound, message()))
     });
     match found {

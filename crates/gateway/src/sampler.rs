@@ -51,7 +51,7 @@ pub struct SampleRequest {
     pub tools: Vec<Tool>,
     /// Whether it may, or must.
     pub tool_choice: ToolChoice,
-    /// Most tokens of the reply; at least 1.
+    /// Maximum number of tokens of the reply; at least 1.
     pub max_tokens: Option<usize>,
     /// Strings that end the reply; none is empty.
     pub stop: Vec<String>,

@@ -8,17 +8,13 @@ use serde_json::Value;
 /// Shortest piece of a streamed text, in bytes, except the last one.
 const PIECE_BYTES: usize = 48;
 
-/// Most pieces of a streamed text.
+/// Maximum number of pieces of a streamed text.
 const MAX_PIECES: usize = 512;
 
 /// A dialect: what a parsed request says about the form of its reply.
 pub(crate) trait Wire: Sized + Send + 'static {
     /// Which one.
     const DIALECT: Dialect;
-    /// Sent while nothing else is.
-    const KEEP_ALIVE: &'static str;
-    /// Whether clients understand a prompt that is too long only from inside of a stream.
-    const LONG_PROMPT_IN_STREAM: bool = false;
 
     /// Parses a request to sample, or one to count tokens.
     fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Self), Problem>;
@@ -34,11 +30,14 @@ pub(crate) trait Wire: Sized + Send + 'static {
     /// The reply as one JSON document.
     fn reply(&self, envelope: &Envelope, replies: &[Sampled]) -> Value;
 
-    /// The reply as events.
-    fn events(&self, envelope: &Envelope, replies: &[Sampled]) -> Vec<Bytes>;
+    /// What is sent while the model samples, after `sent` such frames.
+    fn keep_alive(&self, envelope: &Envelope, sent: usize) -> Bytes;
 
-    /// An error after the stream has begun.
-    fn late_error(&self, envelope: &Envelope, problem: &Problem) -> Vec<Bytes>;
+    /// The reply as events, after `sent` keep-alives.
+    fn events(&self, envelope: &Envelope, sent: usize, replies: &[Sampled]) -> Vec<Bytes>;
+
+    /// An error after the stream has begun, with `sent` keep-alives.
+    fn late_error(&self, envelope: &Envelope, sent: usize, problem: &Problem) -> Vec<Bytes>;
 
     /// The reply to a request to count tokens.
     fn count(tokens: usize) -> Value;

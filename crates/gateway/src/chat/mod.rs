@@ -14,17 +14,24 @@ use serde_json::{Value, json};
 pub(crate) struct Chat {
     stream: bool,
     replies: usize,
-    /// `logprobs`.
-    logprobs: bool,
-    /// `top_logprobs` above 0: the sampled token is listed as its own alternative.
-    alternatives: bool,
+    logprobs: Logprobs,
     /// `stream_options.include_usage`.
     usage_at_end: bool,
 }
 
+/// Which log-probabilities a reply has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Logprobs {
+    #[default]
+    None,
+    /// `logprobs`.
+    Sampled,
+    /// `top_logprobs` above 0, too: the sampled token is listed as its own alternative.
+    Listed,
+}
+
 impl Wire for Chat {
     const DIALECT: Dialect = Dialect::Chat;
-    const KEEP_ALIVE: &'static str = ": keep-alive\n\n";
 
     fn parse(body: &[u8], _: Purpose) -> Result<(SampleRequest, Self), Problem> {
         request::parse(body)
@@ -42,11 +49,16 @@ impl Wire for Chat {
         reply::completion(*self, envelope, replies)
     }
 
-    fn events(&self, envelope: &Envelope, replies: &[Sampled]) -> Vec<Bytes> {
+    fn keep_alive(&self, _: &Envelope, _: usize) -> Bytes {
+        // A comment: some clients refuse events of another form.
+        Bytes::from_static(b": keep-alive\n\n")
+    }
+
+    fn events(&self, envelope: &Envelope, _: usize, replies: &[Sampled]) -> Vec<Bytes> {
         reply::chunks(*self, envelope, replies)
     }
 
-    fn late_error(&self, _: &Envelope, problem: &Problem) -> Vec<Bytes> {
+    fn late_error(&self, _: &Envelope, _: usize, problem: &Problem) -> Vec<Bytes> {
         vec![event(None, &problem.body(Self::DIALECT))]
     }
 

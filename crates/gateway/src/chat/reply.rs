@@ -1,6 +1,6 @@
 //! Replies.
 
-use super::Chat;
+use super::{Chat, Logprobs};
 use crate::sampler::{Finish, Sampled, SampledToken, Usage};
 use crate::wire::{Envelope, event, pieces};
 use bytes::Bytes;
@@ -12,7 +12,7 @@ const LOGPROBS_PER_CHUNK: usize = 128;
 /// The reply as one document.
 pub(super) fn completion(form: Chat, envelope: &Envelope, replies: &[Sampled]) -> Value {
     let choice = |(index, reply): (usize, &Sampled)| {
-        let logprobs = form.logprobs.then(|| logprobs(form, &reply.tokens));
+        let logprobs = (form.logprobs != Logprobs::None).then(|| logprobs(form, &reply.tokens));
         json!({
             "index": index,
             "message": message(reply),
@@ -72,13 +72,13 @@ fn usage(replies: &[Sampled]) -> Value {
     })
 }
 
-/// Every sampled token, those of thinking and calls included.
+/// Every sampled token, including those of thinking and calls.
 fn logprobs(form: Chat, tokens: &[SampledToken]) -> Value {
     let of_token = |token: &SampledToken| {
         let one = json!({"token": token.text, "logprob": token.logprob, "bytes": token.bytes});
         let mut with = one.clone();
         if let Some(map) = with.as_object_mut() {
-            let top = if form.alternatives { vec![one] } else { Vec::new() };
+            let top = if form.logprobs == Logprobs::Listed { vec![one] } else { Vec::new() };
             map.insert("top_logprobs".into(), Value::Array(top));
         }
         with
@@ -127,7 +127,7 @@ impl Chunks<'_> {
                 self.delta(index, &json!({"tool_calls": [more]}));
             }
         }
-        if self.form.logprobs {
+        if self.form.logprobs != Logprobs::None {
             for tokens in reply.tokens.chunks(LOGPROBS_PER_CHUNK) {
                 let logprobs = logprobs(self.form, tokens);
                 self.choice_chunk(index, &json!({}), &logprobs, &Value::Null);

@@ -1,6 +1,6 @@
 //! Requests.
 
-use super::Chat;
+use super::{Chat, Logprobs};
 use crate::content::{self, Part, TextOr, known, limit, says, stop_strings, structured, text_of};
 use crate::message::{Message, Role, ToolCall};
 use crate::problem::Problem;
@@ -8,7 +8,7 @@ use crate::sampler::{Dialect, SampleRequest, Tool, ToolChoice};
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Most replies to one request, as in the vendor's API.
+/// Maximum number of replies to one request, as in the vendor's API.
 const MAX_REPLIES: u64 = 128;
 
 #[derive(Debug, Deserialize)]
@@ -156,8 +156,11 @@ fn form(body: &Body) -> Result<Chat, Problem> {
     Ok(Chat {
         stream: body.stream.unwrap_or(false),
         replies: usize::try_from(replies).unwrap_or(1),
-        logprobs,
-        alternatives: alternatives > 0,
+        logprobs: match (logprobs, alternatives) {
+            (false, _) => Logprobs::None,
+            (true, 0) => Logprobs::Sampled,
+            (true, _) => Logprobs::Listed,
+        },
         usage_at_end: options.and_then(|options| options.include_usage).unwrap_or(false),
     })
 }
@@ -281,7 +284,8 @@ mod tests {
             ],
         }))
         .unwrap();
-        assert!(form.stream && form.replies == 2 && form.logprobs && form.usage_at_end);
+        assert!(form.stream && form.replies == 2 && form.usage_at_end);
+        assert_eq!(form.logprobs, Logprobs::Listed);
         assert_eq!((request.max_tokens, request.stop), (Some(7), vec!["END".to_owned()]));
         assert_eq!(request.tool_choice, ToolChoice::Named("ls".into()));
         assert_eq!(request.messages[0], Message::new(Role::System, "Be brief."));

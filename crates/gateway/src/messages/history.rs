@@ -90,7 +90,10 @@ pub(super) fn append(
 /// Results of tools come before the text, wherever the client put them.
 fn user(history: &mut History, content: TextOr<Block>, at: &str) -> Result<(), Problem> {
     let blocks = match content {
-        TextOr::Text(text) => return Ok(push_user(history, text)),
+        TextOr::Text(text) => {
+            push_user(history, text);
+            return Ok(());
+        }
         TextOr::List(blocks) => blocks,
     };
     let mut texts = Vec::new();

@@ -18,7 +18,6 @@ pub(crate) struct Messages {
 
 impl Wire for Messages {
     const DIALECT: Dialect = Dialect::Messages;
-    const KEEP_ALIVE: &'static str = "event: ping\ndata: {\"type\": \"ping\"}\n\n";
 
     fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Self), Problem> {
         request::parse(body, purpose)
@@ -32,11 +31,15 @@ impl Wire for Messages {
         replies.first().map_or(Value::Null, |reply| reply::message(envelope, reply))
     }
 
-    fn events(&self, envelope: &Envelope, replies: &[Sampled]) -> Vec<Bytes> {
+    fn keep_alive(&self, _: &Envelope, _: usize) -> Bytes {
+        event(Some("ping"), &json!({"type": "ping"}))
+    }
+
+    fn events(&self, envelope: &Envelope, _: usize, replies: &[Sampled]) -> Vec<Bytes> {
         replies.first().map_or_else(Vec::new, |reply| reply::events(envelope, reply))
     }
 
-    fn late_error(&self, _: &Envelope, problem: &Problem) -> Vec<Bytes> {
+    fn late_error(&self, _: &Envelope, _: usize, problem: &Problem) -> Vec<Bytes> {
         vec![event(Some("error"), &problem.body(Self::DIALECT))]
     }
 

@@ -4,7 +4,7 @@ use super::Messages;
 use super::history::{self, Block, MessageParam};
 use crate::content::{self, TextOr, known, limit, says, stop_strings, structured};
 use crate::message::{History, Message, Role};
-use crate::problem::Problem;
+use crate::problem::{Kind, Problem};
 use crate::sampler::{Dialect, SampleRequest, Tool, ToolChoice};
 use crate::wire::Purpose;
 use serde::Deserialize;
@@ -27,6 +27,8 @@ struct Body {
     top_p: Option<f32>,
     mcp_servers: Option<Value>,
     container: Option<Value>,
+    thread: Option<Value>,
+    compaction: Option<Value>,
     output_format: Option<Value>,
     output_config: Option<OutputParam>,
 }
@@ -105,6 +107,14 @@ fn refuse(body: &Body) -> Result<(), Problem> {
             return Err(Problem::unsupported(field, "a format other than text", replies));
         }
     }
+    if says(body.thread.as_ref()) {
+        let why = "the gateway stores no replies; send the whole conversation in `messages`";
+        let problem = Problem::unsupported("thread", "this field", why);
+        return Err(Problem { kind: Kind::Thread, ..problem });
+    }
+    if says(body.compaction.as_ref()) {
+        return Err(Problem::unsupported("compaction", "this field", replies));
+    }
     let services = "the model has only the tools of the request";
     for (field, value) in [("mcp_servers", &body.mcp_servers), ("container", &body.container)] {
         if says(value.as_ref()) {
@@ -163,7 +173,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn request(fields: Value) -> Result<SampleRequest, Problem> {
+    fn request(fields: &Value) -> Result<SampleRequest, Problem> {
         let mut body = json!({"max_tokens": 5, "messages": [{"role": "user", "content": "a"}]});
         for (name, value) in fields.as_object().unwrap() {
             body[name] = value.clone();
@@ -173,7 +183,7 @@ mod tests {
 
     #[test]
     fn settings_are_understood() {
-        let request = request(json!({
+        let request = request(&json!({
             "system": [
                 {"type": "text", "text": "x-anthropic-billing-header: cc_version=2;"},
                 {"type": "text", "text": "You are", "cache_control": {"type": "ephemeral"}},
@@ -202,6 +212,8 @@ mod tests {
             (json!({"max_tokens": null}), "max_tokens"),
             (json!({"max_tokens": 0}), "max_tokens"),
             (json!({"messages": []}), "messages"),
+            (json!({"thread": {"type": "create"}}), "thread"),
+            (json!({"compaction": {"type": "enabled"}}), "compaction"),
             (json!({"mcp_servers": [{"url": "x"}]}), "mcp_servers"),
             (json!({"output_format": {"type": "json_schema"}}), "output_format"),
             (json!({"output_config": {"format": {"type": "json_schema"}}}), "output_config.format"),
@@ -213,7 +225,7 @@ mod tests {
             (json!({"thinking": 3}), "thinking"),
             (json!({"system": 3}), "system"),
         ] {
-            let problem = request(fields.clone()).unwrap_err();
+            let problem = request(&fields).unwrap_err();
             assert_eq!(problem.field.as_deref(), Some(field), "{fields}: {}", problem.message);
         }
     }

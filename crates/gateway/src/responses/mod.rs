@@ -39,9 +39,6 @@ struct Echo {
 
 impl Wire for Responses {
     const DIALECT: Dialect = Dialect::Responses;
-    const KEEP_ALIVE: &'static str = ": keep-alive\n\n";
-    // Codex compacts its history after this code in a `response.failed` event, not after status 400.
-    const LONG_PROMPT_IN_STREAM: bool = true;
 
     fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Self), Problem> {
         request::parse(body, purpose)
@@ -55,12 +52,18 @@ impl Wire for Responses {
         replies.first().map_or(Value::Null, |reply| reply::response(self, envelope, reply))
     }
 
-    fn events(&self, envelope: &Envelope, replies: &[Sampled]) -> Vec<Bytes> {
-        replies.first().map_or_else(Vec::new, |reply| stream::events(self, envelope, reply))
+    fn keep_alive(&self, envelope: &Envelope, sent: usize) -> Bytes {
+        // Events: Codex ends a stream without any for a time, and does not count comments.
+        stream::keep_alive(self, envelope, sent)
     }
 
-    fn late_error(&self, envelope: &Envelope, problem: &Problem) -> Vec<Bytes> {
-        stream::failed(self, envelope, problem)
+    fn events(&self, envelope: &Envelope, sent: usize, replies: &[Sampled]) -> Vec<Bytes> {
+        let reply = replies.first();
+        reply.map_or_else(Vec::new, |reply| stream::events(self, envelope, sent, reply))
+    }
+
+    fn late_error(&self, envelope: &Envelope, sent: usize, problem: &Problem) -> Vec<Bytes> {
+        stream::failed(self, envelope, sent, problem)
     }
 
     fn count(tokens: usize) -> Value {

@@ -8,9 +8,25 @@ use crate::wire::{Envelope, event, pieces};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 
+/// The first events; the last of them is repeated while the model samples.
+const BEGIN: [&str; 2] = ["response.created", "response.in_progress"];
+
+/// The event number `sent` of a stream whose reply is not there yet.
+pub(super) fn keep_alive(form: &Responses, envelope: &Envelope, sent: usize) -> Bytes {
+    let mut out = Sequence { form, envelope, sent, events: Vec::new() };
+    let name = if sent == 0 { BEGIN[0] } else { BEGIN[1] };
+    out.push(name, json!({"response": head(form, envelope, "in_progress")}));
+    out.events.pop().unwrap_or_default()
+}
+
 /// The reply as events.
-pub(super) fn events(form: &Responses, envelope: &Envelope, reply: &Sampled) -> Vec<Bytes> {
-    let mut out = Events { form, envelope, events: Vec::new() };
+pub(super) fn events(
+    form: &Responses,
+    envelope: &Envelope,
+    sent: usize,
+    reply: &Sampled,
+) -> Vec<Bytes> {
+    let mut out = Sequence { form, envelope, sent, events: Vec::new() };
     out.begin();
     for (index, output) in outputs(reply).into_iter().enumerate() {
         out.item(index, output);
@@ -23,8 +39,13 @@ pub(super) fn events(form: &Responses, envelope: &Envelope, reply: &Sampled) -> 
 }
 
 /// The end of a stream without a reply.
-pub(super) fn failed(form: &Responses, envelope: &Envelope, problem: &Problem) -> Vec<Bytes> {
-    let mut out = Events { form, envelope, events: Vec::new() };
+pub(super) fn failed(
+    form: &Responses,
+    envelope: &Envelope,
+    sent: usize,
+    problem: &Problem,
+) -> Vec<Bytes> {
+    let mut out = Sequence { form, envelope, sent, events: Vec::new() };
     out.begin();
     // Clients repeat the request after other codes than these two.
     let code = match problem.kind {
@@ -38,26 +59,29 @@ pub(super) fn failed(form: &Responses, envelope: &Envelope, problem: &Problem) -
     out.events
 }
 
-struct Events<'a> {
+struct Sequence<'a> {
     form: &'a Responses,
     envelope: &'a Envelope,
+    /// Events that the stream already has.
+    sent: usize,
     events: Vec<Bytes>,
 }
 
-impl Events<'_> {
+impl Sequence<'_> {
     /// Adds an event with its type and number.
     fn push(&mut self, name: &str, fields: Value) {
         let mut data = Map::new();
         data.insert("type".into(), json!(name));
-        data.insert("sequence_number".into(), json!(self.events.len()));
+        data.insert("sequence_number".into(), json!(self.sent + self.events.len()));
         if let Value::Object(fields) = fields {
             data.extend(fields);
         }
         self.events.push(event(Some(name), &Value::Object(data)));
     }
 
+    /// Adds what the beginning of the stream lacks.
     fn begin(&mut self) {
-        for name in ["response.created", "response.in_progress"] {
+        for name in BEGIN.iter().skip(self.sent) {
             self.push(name, json!({"response": head(self.form, self.envelope, "in_progress")}));
         }
     }

@@ -178,7 +178,7 @@ def failures(url, vendor):
         try:
             outcome[name] = str(attempt())
         except Exception as error:
-            outcome[name] = f"{type(error).__name__}: {error}"
+            outcome[name] = f"{type(error).__name__}: {error} {getattr(error, 'code', None)}"
     return outcome
 
 

@@ -55,7 +55,7 @@ async fn run(python: &str, scenario: &str, sampler: Arc<ScriptedSampler>) -> Val
     let mut command = Command::new(python);
     command.arg(script).args([scenario, &server.url("")]).kill_on_drop(true);
     command.env_remove("http_proxy").env_remove("HTTP_PROXY").env("NO_PROXY", "*");
-    let output = tokio::time::timeout(Duration::from_secs(120), command.output());
+    let output = tokio::time::timeout(Duration::from_mins(2), command.output());
     let output = output.await.unwrap().unwrap();
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{scenario}: {error}");
@@ -83,7 +83,9 @@ async fn adds(python: &str, scenario: &str, keeps_thinking: bool) -> Value {
     assert_eq!(seen["text"], "The sum is 5.", "{scenario}");
     let requests = sampler.requests();
     assert_eq!(requests.len(), 2, "{scenario}");
-    let [.., assistant, result] = requests[1].messages.as_slice() else { panic!("{scenario}") };
+    let [.., assistant, result] = requests[1].messages.as_slice() else {
+        panic!("{scenario}: {requests:?}")
+    };
     let mut expected = sampled();
     if !keeps_thinking {
         expected.reasoning = None;
@@ -178,7 +180,6 @@ async fn the_clients_retry_what_passes_and_nothing_else() {
             _ => "context_length_exceeded",
         };
         assert!(called.contains(words), "{called}");
-        let words = if scenario == "fail-responses" { "response.failed" } else { words };
         assert!(streamed.contains(words), "{streamed}");
     }
 }

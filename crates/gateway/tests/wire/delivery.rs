@@ -31,10 +31,23 @@ async fn a_slow_reply_begins_with_keep_alives() {
     for (path, mut body) in requests() {
         body["stream"] = json!(true);
         let text = server.post(&format!("/v1/{path}"), &body).await.text().await.unwrap();
-        let keep_alive = if path == "messages" { "event: ping\n" } else { ": keep-alive\n\n" };
-        assert!(text.starts_with(keep_alive), "{text}");
+        let (first, keep_alive) = match path {
+            "messages" => ("event: ping\n", "event: ping\n"),
+            "responses" => ("event: response.created\n", "event: response.in_progress\n"),
+            _ => (": keep-alive\n\n", ": keep-alive\n\n"),
+        };
+        assert!(text.starts_with(first), "{text}");
         assert!(text.contains("hello"), "{text}");
         assert!(text.matches(keep_alive).count() >= 3, "{text}");
+        let events = text.lines().filter_map(|line| line.strip_prefix("data: "));
+        let events = events.filter_map(|data| serde_json::from_str::<Value>(data).ok());
+        let numbers: Vec<u64> =
+            events.filter_map(|event| event["sequence_number"].as_u64()).collect();
+        assert!(numbers.iter().copied().eq(0..numbers.len() as u64), "{numbers:?}");
+        assert_eq!(
+            text.matches("event: response.created").count(),
+            usize::from(path == "responses")
+        );
     }
     assert_eq!(sampler.delivered().await, [true; 3]);
 }

@@ -1,5 +1,5 @@
 //! The gateway over HTTP, with a scripted sampler behind it.
-#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "test helpers")]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, clippy::panic, reason = "test helpers")]
 
 mod any_body;
 mod clients;

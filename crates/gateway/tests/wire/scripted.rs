@@ -12,7 +12,7 @@ use std::time::Duration;
 
 /// What a [`ScriptedSampler`] does with a request.
 #[derive(Clone, Debug)]
-pub enum ScriptedTurn {
+pub(crate) enum ScriptedTurn {
     /// Replies.
     Reply(ScriptedReply),
     /// Replies after a time.
@@ -25,22 +25,25 @@ pub enum ScriptedTurn {
 
 /// A reply of a [`ScriptedSampler`].
 #[derive(Clone, Debug, Default)]
-pub struct ScriptedReply {
+pub(crate) struct ScriptedReply {
     /// Thinking.
-    pub reasoning: Option<&'static str>,
+    pub(crate) reasoning: Option<&'static str>,
     /// Text.
-    pub content: &'static str,
+    pub(crate) content: &'static str,
     /// Names and arguments of calls.
-    pub calls: Vec<(&'static str, String)>,
+    pub(crate) calls: Vec<(&'static str, String)>,
     /// Why it ended; by default because of the calls, or else by itself.
-    pub finish: Option<Finish>,
+    pub(crate) finish: Option<Finish>,
 }
+
+/// Maximum number of recorded tokens of a text.
+const MAX_TOKENS: usize = 1000;
 
 type Script = dyn Fn(&SampleRequest, usize) -> ScriptedTurn + Send + Sync;
 
 /// Answers requests by a function, and records them. Its model is `policy`, its context 4,096
 /// tokens, and every character is a token.
-pub struct ScriptedSampler {
+pub(crate) struct ScriptedSampler {
     script: Box<Script>,
     requests: Mutex<Vec<Arc<SampleRequest>>>,
     deliveries: Mutex<Vec<Delivery>>,
@@ -58,7 +61,7 @@ impl fmt::Debug for ScriptedSampler {
 
 impl ScriptedSampler {
     /// A sampler whose replies `script` makes, from the request and the number of the reply.
-    pub fn new(
+    pub(crate) fn new(
         script: impl Fn(&SampleRequest, usize) -> ScriptedTurn + Send + Sync + 'static,
     ) -> Arc<Self> {
         Arc::new(Self {
@@ -71,25 +74,25 @@ impl ScriptedSampler {
     }
 
     /// A sampler that always writes the same text.
-    pub fn writing(content: &'static str) -> Arc<Self> {
+    pub(crate) fn writing(content: &'static str) -> Arc<Self> {
         let reply = ScriptedReply { content, ..ScriptedReply::default() };
         Self::new(move |_, _| ScriptedTurn::Reply(reply.clone()))
     }
 
     /// The requests so far.
-    pub fn requests(&self) -> Vec<Arc<SampleRequest>> {
+    pub(crate) fn requests(&self) -> Vec<Arc<SampleRequest>> {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Which of the replies since the last call were delivered, once all are sent or given up.
-    pub async fn delivered(&self) -> Vec<bool> {
+    pub(crate) async fn delivered(&self) -> Vec<bool> {
         let deliveries =
             std::mem::take(&mut *self.deliveries.lock().unwrap_or_else(PoisonError::into_inner));
         futures::future::join_all(deliveries.into_iter().map(Delivery::wait)).await
     }
 
     /// Requests whose client went away before the reply.
-    pub fn dropped(&self) -> usize {
+    pub(crate) fn dropped(&self) -> usize {
         self.dropped.load(Ordering::SeqCst)
     }
 
@@ -101,7 +104,7 @@ impl ScriptedSampler {
                 bytes: text.to_string().into_bytes(),
                 logprob: -0.5,
             };
-            text.chars().map(token).collect()
+            text.chars().take(MAX_TOKENS).map(token).collect()
         };
         let call = |(name, arguments): (&str, String)| ToolCall {
             id: format!("call_{}", self.calls.fetch_add(1, Ordering::SeqCst)),

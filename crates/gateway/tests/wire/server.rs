@@ -11,21 +11,21 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
 /// A gateway with one episode.
-pub struct Server {
-    pub address: SocketAddr,
-    pub registry: Registry,
-    pub episode: Registration,
+pub(crate) struct Server {
+    pub(crate) address: SocketAddr,
+    pub(crate) registry: Registry,
+    pub(crate) episode: Registration,
     client: Client,
     _tasks: JoinSet<()>,
 }
 
 /// Options with keep-alives after 20 ms.
-pub fn quick() -> GatewayOptions {
+pub(crate) fn quick() -> GatewayOptions {
     GatewayOptions { keep_alive: Duration::from_millis(20), ..GatewayOptions::default() }
 }
 
 impl Server {
-    pub async fn start(sampler: Arc<ScriptedSampler>, options: GatewayOptions) -> Self {
+    pub(crate) async fn start(sampler: Arc<ScriptedSampler>, options: GatewayOptions) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let registry = Registry::new(options);
@@ -38,19 +38,19 @@ impl Server {
     }
 
     /// The URL of a path of the episode.
-    pub fn url(&self, path: &str) -> String {
+    pub(crate) fn url(&self, path: &str) -> String {
         format!("http://{}{}{path}", self.address, self.episode.path())
     }
 
-    pub async fn post(&self, path: &str, body: &Value) -> Response {
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> Response {
         self.client.post(self.url(path)).json(body).send().await.unwrap()
     }
 
-    pub async fn get(&self, path: &str) -> Response {
+    pub(crate) async fn get(&self, path: &str) -> Response {
         self.client.get(self.url(path)).send().await.unwrap()
     }
 
-    pub fn client(&self) -> &Client {
+    pub(crate) fn client(&self) -> &Client {
         &self.client
     }
 }
