@@ -11,7 +11,7 @@ use orchestrate_engine::EngineSection;
 use orchestrate_handoff::protocol::RoutingReplay;
 use orchestrate_handoff::{AlgorithmSection, HandoffSection, TrainerSection};
 use orchestrate_moe::infer::WeightFormat;
-use orchestrate_rollout::{RewardSection, RolloutSection};
+use orchestrate_rollout::{AgentSection, RewardSection, RolloutSection, Scaffold};
 use orchestrate_routing::RoutingSection;
 use orchestrate_sandbox::{DockerHostSection, SandboxSection};
 use orchestrate_settings::{
@@ -136,6 +136,7 @@ sections! {
     run: RunSection,
     tasks: TasksSection,
     rollout: RolloutSection,
+    agent: AgentSection,
     reward: RewardSection,
     routing: RoutingSection,
     engine: EngineSection,
@@ -326,6 +327,19 @@ fn check_across(
             "must be \"micro\"; to load tasks from files, set tasks.file and \
              tasks.held_out_file",
         ));
+    }
+    if are_read(&["rollout", "agent"]) && sections.rollout.fill().scaffold == Scaffold::Command {
+        let agent = sections.agent.fill();
+        if agent.script().is_none() {
+            problems.push(ConfigProblem::new(
+                "agent.command",
+                "none",
+                "rollout.scaffold = \"command\" needs agent.command or agent.preset",
+            ));
+        }
+        if let Some(folder) = agent.folder.as_ref().filter(|folder| !folder.is_dir()) {
+            problems.push(ConfigProblem::new("agent.folder", folder, "must be a folder"));
+        }
     }
     if are_read(&["tasks", "run"])
         && tasks.file.is_some()

@@ -21,10 +21,12 @@ use orchestrate_moe::http::{AllowedFolders, HttpLimits, HttpOptions};
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{
-    ChatModel, EpisodeRunner, GradeLogs, History, PrefillLeaders, RowSharing,
+    AGENT_FOLDER, ChatModel, EpisodeRunner, GradeLogs, History, PrefillLeaders, RowSharing,
+    Scaffold,
 };
 use orchestrate_sandbox::{
-    DockerHosts, ImageHooks, ImageListener, SandboxLimits, SandboxProvider, SandboxSettings,
+    DockerHosts, ImageHooks, ImageLayer, ImageListener, SandboxLimits, SandboxProvider,
+    SandboxSettings,
 };
 use orchestrate_store::Store;
 use orchestrate_tasks::Task;
@@ -322,6 +324,15 @@ fn plan(settings: &Settings) -> Plan {
     }
 }
 
+/// Packs the files of an agent.
+async fn agent_layer(folder: Utf8PathBuf) -> anyhow::Result<ImageLayer> {
+    output::say(format!("packing the agent's files in {folder}"));
+    let name = folder.clone();
+    tokio::task::spawn_blocking(move || ImageLayer::of_folder(&folder, AGENT_FOLDER))
+        .await?
+        .with_context(|| format!("agent.folder {name} cannot be packed"))
+}
+
 /// The parts that a run and an evaluation have in common.
 pub(crate) struct Parts {
     episodes: Arc<EpisodeRunner>,
@@ -347,7 +358,14 @@ pub(crate) async fn parts(
             2 * episodes
         ));
     }
+    let agent = (settings.rollout.scaffold == Scaffold::Command).then(|| settings.agent.clone());
+    let folder_of_agent = agent.as_ref().and_then(|agent| agent.folder.clone());
+    let agent_layer = match folder_of_agent {
+        Some(folder) => Some(agent_layer(folder).await?),
+        None => None,
+    };
     let around = ImageHooks {
+        agent_layer,
         lock: Some(Arc::new(images::Journal(store.image_records()))),
         listener: image_listener,
     };
@@ -365,6 +383,7 @@ pub(crate) async fn parts(
         sandboxes: sandboxes.clone(),
         chat: Arc::new(chat),
         plan: Arc::new(settings.rollout.clone()),
+        agent: agent.map(Arc::new),
         container_limits: limits(settings),
         rules: settings.reward.rules(),
         logs: Some(GradeLogs { root: folder.to_owned(), model: model_name(settings) }),

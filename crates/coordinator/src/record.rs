@@ -6,13 +6,14 @@ use jiff::Timestamp;
 use orchestrate_handoff::protocol::{StepMetrics, StepResult};
 use orchestrate_handoff::{BatchSample, Overlong};
 use orchestrate_metrics::SCHEMA_VERSION;
-use orchestrate_rollout::{EpisodeBranch, EpisodeReport, Timings, TurnLog};
+use orchestrate_rollout::{EpisodeBranch, EpisodeReport, ForkCause, Timings, TurnLog};
 use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_store::{AttemptRow, EpisodeRecord, RowSpan, StepRow, StoredBranch, StoredRouting};
 use orchestrate_tasks::{Finding, Verdict};
 use orchestrate_types::{GroupId, ModelShape, Outcome, PolicyVersion, Trajectory, now};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// A metrics line as the journal stores it.
@@ -108,6 +109,9 @@ pub struct EpisodeSummary {
     pub cacheable_tokens: u64,
     /// Time spent in each stage.
     pub timings: Timings,
+    /// Branches that began after the first, by cause.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub forks: BTreeMap<ForkCause, u64>,
     /// What the grader noticed besides the results.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub suspicious: Vec<Finding>,
@@ -166,6 +170,7 @@ pub(crate) fn to_record(
         cached_tokens: report.cached_tokens,
         cacheable_tokens: report.cacheable_tokens,
         timings: report.timings,
+        forks: report.forks,
         suspicious: report.verdict.as_ref().map(|v| v.suspicious.clone()).unwrap_or_default(),
     };
     let detail = EpisodeDetail {
@@ -194,6 +199,7 @@ pub(crate) fn broken_report(
         attempt,
         outcome,
         branches: Vec::new(),
+        forks: BTreeMap::new(),
         routing_problem: None,
         turns: Vec::new(),
         patch: String::new(),

@@ -3,8 +3,8 @@
 
 mod act;
 
-use crate::conversation::FinishedConversation;
 use crate::api::{EpisodeReport, EpisodeRequest, Timings, TurnLog};
+use crate::conversation::FinishedConversation;
 use crate::editor::Editor;
 use crate::line::{Calls, FinishedLine, GenerationId, Line, NoReply};
 use crate::machine::EpisodeEvent;
@@ -133,8 +133,9 @@ impl Attempt {
                 ..FinishedConversation::default()
             }
         });
-        let FinishedConversation { branches, routing_problem, rows, counters, turns, forks, .. } =
-            finished;
+        let FinishedConversation {
+            branches, routing_problem, rows, counters, turns, forks, ..
+        } = finished;
         EpisodeReport {
             attempt: self.calls.request.attempt,
             outcome,

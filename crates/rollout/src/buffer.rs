@@ -177,10 +177,12 @@ impl TokenBuffer {
     #[must_use]
     pub(crate) fn branch(&self, tokens: usize) -> Self {
         let ids = self.ids().get(..tokens).unwrap_or_default();
-        let mut branch = Self { ids: Arc::new(ids.to_vec()), committed: ids.len(), ..Self::default() };
+        let mut branch =
+            Self { ids: Arc::new(ids.to_vec()), committed: ids.len(), ..Self::default() };
         let inherited = self.replies.iter().filter(|reply| reply.range.end <= tokens);
         branch.replies = inherited.cloned().collect();
-        branch.turns = self.turns.iter().filter(|turn| turn.output_end <= tokens).cloned().collect();
+        branch.turns =
+            self.turns.iter().filter(|turn| turn.output_end <= tokens).cloned().collect();
         branch.excluded = branch.replies.iter().map(|reply| reply.range.clone()).collect();
         branch
     }
@@ -202,13 +204,6 @@ impl TokenBuffer {
         let start = self.turns.last().map_or(0, |turn| turn.prompt_end);
         let replies = self.replies.iter().filter(|reply| reply.range.start >= start);
         replies.flat_map(|reply| reply.logprobs.iter().copied()).collect()
-    }
-
-    /// Number of sampled tokens that carry loss.
-    #[cfg(test)]
-    pub(crate) fn trained(&self) -> usize {
-        let excluded = |at: &usize| self.excluded.iter().any(|range| range.contains(at));
-        self.replies.iter().flat_map(|reply| reply.range.clone()).filter(|at| !excluded(at)).count()
     }
 
     /// Sampled tokens of the last turn.

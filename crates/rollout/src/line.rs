@@ -93,8 +93,7 @@ pub(crate) struct Sampled {
     pub(crate) resumed: bool,
     /// The reply as text, if the engine returned a message.
     pub(crate) message_text: Option<String>,
-    /// Prompt tokens that were sent, and how many of them the engine had cached.
-    pub(crate) prompt_tokens: usize,
+    /// How many of the prompt's tokens the engine had cached.
     pub(crate) cached_tokens: usize,
 }
 
@@ -199,7 +198,11 @@ impl Line {
     /// and with their rows. Their loss stays with this line.
     pub(crate) fn branch(&self, calls: &Calls, branch: usize, tokens: usize) -> Self {
         let buffer = self.buffer.branch(tokens);
-        Self { buffer, rows: self.rows.as_ref().map(|rows| rows.branch(tokens)), ..self.empty(calls, branch) }
+        Self {
+            buffer,
+            rows: self.rows.as_ref().map(|rows| rows.branch(tokens)),
+            ..self.empty(calls, branch)
+        }
     }
 
     /// A line without tokens, which has the rows of its first `common` tokens from this one.
@@ -275,19 +278,11 @@ impl Line {
         };
         let finish = generation.finish().clone();
         let tokens = generation.output_ids().len();
-        let prompt_tokens = self.buffer.prompt_len();
         let cached_tokens = generation.cached_tokens;
         let resumed = self.turn_is_open;
         if tokens == 0 {
             // Aborted before its first token, or without room for one: nothing is stored.
-            return Ok(Sampled {
-                finish,
-                tokens,
-                resumed,
-                message_text: None,
-                prompt_tokens,
-                cached_tokens,
-            });
+            return Ok(Sampled { finish, tokens, resumed, message_text: None, cached_tokens });
         }
         Span::current().record("engine", generation.worker.as_str());
         self.count(&generation, id.turn, resumed);
@@ -306,7 +301,7 @@ impl Line {
             let end = self.buffer.len();
             self.buffer.exclude(end - tokens..end);
         }
-        Ok(Sampled { finish, tokens, resumed, message_text, prompt_tokens, cached_tokens })
+        Ok(Sampled { finish, tokens, resumed, message_text, cached_tokens })
     }
 
     async fn try_generate(&mut self, calls: &Calls, id: GenerationId) -> Result<Reply, NoReply> {
@@ -392,8 +387,8 @@ impl Line {
             versions: if end == 0 { Vec::new() } else { vec![span] },
             output_ids,
         };
-        let mut generation = Generation::new(sampled, reply.finish, usize::MAX)
-            .map_err(|error| failed(&error))?;
+        let mut generation =
+            Generation::new(sampled, reply.finish, usize::MAX).map_err(|error| failed(&error))?;
         generation.cached_tokens = reply.cached_tokens;
         generation.worker = reply.worker;
         Ok((generation, text))

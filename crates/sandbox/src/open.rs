@@ -1,11 +1,11 @@
 //! Opening a sandbox on one Docker host: reuse an idle one, or create and start a container.
 
-use crate::api::SandboxSpec;
+use crate::api::{Purpose, SandboxSpec};
 use crate::container::{attempt_name, create_body, pooled_name};
 use crate::daemon::{CallError, Daemon};
 use crate::error::{SandboxError, SandboxErrorKind};
 use crate::guard::{BackgroundJob, ContainerGuard};
-use crate::image::{self, Images};
+use crate::image::{self, Additions, Images};
 use crate::link::SupervisorLink;
 use crate::sandbox::DockerSandbox;
 use crate::slots::{Grant, IdleSandbox, ReuseKey, Slot};
@@ -65,7 +65,12 @@ impl ProviderState {
         // The semaphore is never closed, so this cannot fail.
         let _permit = self.starts.acquire().await;
         self.disk.check(&self.daemon).await?;
-        let image = self.images.prepare(&spec.image, spec.reusable).await?;
+        let additions = match spec.purpose {
+            Purpose::Agent if self.images.has_agent_layer() => Additions::Agent,
+            _ if spec.reusable => Additions::Supervisor,
+            _ => Additions::None,
+        };
+        let image = self.images.prepare(&spec.image, additions).await?;
         let (wanted, lifetime) = if spec.reusable {
             let number = self.next_number.fetch_add(1, Ordering::Relaxed);
             let lifetime = self.config.reuse_lifetime.0.max(spec.deadline);

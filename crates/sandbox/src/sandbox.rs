@@ -10,10 +10,10 @@ use crate::link::SupervisorLink;
 use crate::loss;
 use crate::slots::{IdleSandbox, ReuseKey};
 use crate::state::ProviderState;
+use forward::Connections;
 use orchestrate_supervisor::protocol::{
     CHUNK, CommandEnd, CommandReport, ExecRequest, Refusal, Reply, Request, is_safe_path,
 };
-use forward::Connections;
 use orchestrate_types::{ByteSize, HumanDuration};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

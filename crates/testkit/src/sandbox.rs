@@ -1,13 +1,16 @@
 //! In-memory sandboxes with a scripted shell and planned faults.
 
 use orchestrate_sandbox::{
-    ChangedFile, Command, ExecResult, Exit, FileEntry, Purpose, Sandbox, SandboxError,
+    ChangedFile, Command, ExecResult, Exit, FileEntry, Forward, Purpose, Sandbox, SandboxError,
     SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport, TreeChanges, TreeMark,
 };
 use orchestrate_types::{ByteSize, RunId};
 use std::collections::BTreeMap;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use tokio::io::DuplexStream;
+use tokio::sync::mpsc;
 
 /// Mode and content of files, by path.
 pub type FakeTree = BTreeMap<String, (u32, Vec<u8>)>;
@@ -32,6 +35,14 @@ impl FakeExec {
 
 /// Runs a shell script on a tree.
 pub type FakeShell = dyn Fn(&mut FakeTree, &str) -> FakeExec + Send + Sync;
+
+/// An agent that runs in a sandbox: opens connections by sending their far ends, and changes the tree.
+pub type FakeAgent = dyn for<'a> Fn(
+        mpsc::Sender<DuplexStream>,
+        &'a mut FakeTree,
+    ) -> Pin<Box<dyn Future<Output = FakeExec> + Send + 'a>>
+    + Send
+    + Sync;
 
 /// A sandbox operation that can be made to fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,6 +88,7 @@ struct Records {
 #[derive(Clone)]
 pub struct FakeSandboxes {
     shell: Arc<FakeShell>,
+    agent: Option<Arc<FakeAgent>>,
     records: Arc<Mutex<Records>>,
 }
 
@@ -93,7 +105,22 @@ fn lock(records: &Mutex<Records>) -> MutexGuard<'_, Records> {
 impl FakeSandboxes {
     /// A provider whose sandboxes run shell scripts with `shell`.
     pub fn new(shell: impl Fn(&mut FakeTree, &str) -> FakeExec + Send + Sync + 'static) -> Self {
-        Self { shell: Arc::new(shell), records: Arc::default() }
+        Self { shell: Arc::new(shell), agent: None, records: Arc::default() }
+    }
+
+    /// Lets [`Sandbox::exec_forwarding`] run `agent` instead of the command.
+    #[must_use]
+    pub fn with_agent(
+        self,
+        agent: impl for<'a> Fn(
+            mpsc::Sender<DuplexStream>,
+            &'a mut FakeTree,
+        ) -> Pin<Box<dyn Future<Output = FakeExec> + Send + 'a>>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Self {
+        Self { agent: Some(Arc::new(agent)), ..self }
     }
 
     /// Makes `operation` fail `times` times for sandboxes of `purpose`, after `skip` successes.
@@ -176,6 +203,7 @@ impl SandboxProvider for FakeSandboxes {
             purpose: spec.purpose,
             tree: FakeTree::new(),
             marked: FakeTree::new(),
+            agent: self.agent.clone(),
             shell: Arc::clone(&self.shell),
             records: Arc::clone(&self.records),
             is_closed: false,
@@ -201,6 +229,7 @@ pub struct ScriptedSandbox {
     tree: FakeTree,
     marked: FakeTree,
     shell: Arc<FakeShell>,
+    agent: Option<Arc<FakeAgent>>,
     records: Arc<Mutex<Records>>,
     is_closed: bool,
 }
@@ -265,6 +294,31 @@ impl Sandbox for ScriptedSandbox {
             total_bytes: bytes.len() as u64,
             oom_kills: 0,
             elapsed: result.takes,
+        })
+    }
+
+    async fn exec_forwarding(
+        &mut self,
+        command: &Command,
+        forward: Forward<'_>,
+    ) -> Result<ExecResult, SandboxError> {
+        FakeSandboxes::check(&self.records, Operation::Exec, self.purpose)?;
+        let Some(agent) = self.agent.clone() else { return self.exec(command).await };
+        let Forward { accepted, stop, .. } = forward;
+        let ended = tokio::select! {
+            ended = tokio::time::timeout(command.timeout, agent(accepted, &mut self.tree)) => {
+                ended.map_err(|_| Exit::TimedOut)
+            }
+            () = stop.cancelled() => Err(Exit::Stopped),
+        };
+        let result = ended.unwrap_or_else(|exit| FakeExec { exit, ..FakeExec::new(0, "") });
+        Ok(ExecResult {
+            exit: result.exit,
+            total_bytes: result.output.len() as u64,
+            head: result.output.into_bytes(),
+            tail: Vec::new(),
+            oom_kills: 0,
+            elapsed: Duration::ZERO,
         })
     }
 

@@ -109,6 +109,7 @@ impl World {
             plan: Arc::new(config.check().unwrap()),
             container_limits: LIMITS,
             rules: RewardSettings::default().rules(),
+            agent: None,
             logs: None,
             rows: RowSharing::default(),
             prefill_leaders: PrefillLeaders::default(),

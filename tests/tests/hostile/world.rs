@@ -90,6 +90,7 @@ impl World {
                 tmpfs: ByteSize::mib(48),
             },
             rules: GradingRules::new(grade_by_summary),
+            agent: None,
             logs: None,
             rows: RowSharing::default(),
             prefill_leaders: PrefillLeaders::default(),

@@ -280,6 +280,7 @@ fn runner(kind: &Kind, world: &World, engine: Arc<dyn Engine>) -> anyhow::Result
             tmpfs: ByteSize::mib(1),
         },
         rules: GradingRules::new(grade),
+        agent: None,
         logs: None,
         rows: RowSharing {
             cache: Some(Arc::new(cache)),

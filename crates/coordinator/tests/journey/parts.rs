@@ -11,7 +11,9 @@ use orchestrate_handoff::protocol::{
     StepRequest, StepResult, TrainerInfo,
 };
 use orchestrate_handoff::{Batch, TrainerError, TrainerErrorKind};
-use orchestrate_rollout::{EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Timings, TurnLog};
+use orchestrate_rollout::{
+    EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Timings, TurnLog,
+};
 use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, SweepReport};
 use orchestrate_store::Failpoint;
@@ -172,6 +174,7 @@ fn report(request: &EpisodeRequest, outcome: Outcome) -> EpisodeReport {
         attempt: request.attempt,
         outcome,
         branches: vec![EpisodeBranch { trajectory, routing }],
+        forks: BTreeMap::new(),
         routing_problem: missing.then(|| "engine sent none".to_owned()),
         turns: vec![turn; 2],
         patch: format!("patch of {}", request.task.id),

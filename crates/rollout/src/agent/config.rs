@@ -97,7 +97,8 @@ mod tests {
         let own = AgentSection { command: Some("run".to_owned()), ..section };
         assert_eq!(own.check().unwrap().script(), Some("run"));
         assert_eq!(AgentSection::default().check().unwrap().script(), None);
-        let wrong = AgentSection { env: Some(vec!["=x".into(), "a b=c".into(), "x".into()]), ..own };
+        let wrong =
+            AgentSection { env: Some(vec!["=x".into(), "a b=c".into(), "x".into()]), ..own };
         assert_eq!(wrong.check().unwrap_err().len(), 3);
     }
 }

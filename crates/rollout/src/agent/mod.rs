@@ -52,6 +52,7 @@ impl Attempt {
         let sampler = Arc::new(ConversationSampler {
             conversation: Arc::clone(&conversation),
             model: MODEL.to_owned(),
+            show_tools: self.calls.plan.show_tools,
         });
         let routes = router(sampler, GatewayOptions::default());
         let command = self.command(settings, script, limits);
@@ -133,7 +134,11 @@ impl Attempt {
         let script = format!("mkdir -p \"$HOME\"\n{script}");
         Command {
             argv: vec!["/bin/sh".to_owned(), "-c".to_owned(), script],
-            env: fixed.map(|(name, value)| (name.to_owned(), value)).into_iter().chain(own).collect(),
+            env: fixed
+                .map(|(name, value)| (name.to_owned(), value))
+                .into_iter()
+                .chain(own)
+                .collect(),
             timeout: self.calls.remaining(),
             keep_bytes: OUTPUT_BYTES,
         }
@@ -143,6 +148,7 @@ impl Attempt {
 /// Why an attempt without a single generation is broken.
 fn never_asked(result: &ExecResult) -> String {
     let output = result.text();
-    let tail: String = output.trim().chars().rev().take(500).collect::<Vec<_>>().into_iter().rev().collect();
+    let tail: String =
+        output.trim().chars().rev().take(500).collect::<Vec<_>>().into_iter().rev().collect();
     format!("the agent sampled nothing and ended with {:?}: {tail}", result.exit)
 }

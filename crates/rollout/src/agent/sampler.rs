@@ -4,7 +4,9 @@ use crate::api::{Action, Message};
 use crate::conversation::{Ask, AskError, Conversation, Said, SampledReply};
 use orchestrate_engine::Finish;
 use orchestrate_gateway as gateway;
-use orchestrate_gateway::{Receipt, Role, SampleError, SampleRequest, Sampled, Sampler, ToolChoice};
+use orchestrate_gateway::{
+    Receipt, Role, SampleError, SampleRequest, Sampled, Sampler, ToolChoice,
+};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -13,6 +15,8 @@ use std::sync::Arc;
 pub(crate) struct ConversationSampler {
     pub(crate) conversation: Arc<Conversation>,
     pub(crate) model: String,
+    /// Whether prompts show the tools that the agent sends.
+    pub(crate) show_tools: bool,
 }
 
 #[async_trait::async_trait]
@@ -30,16 +34,33 @@ impl Sampler for ConversationSampler {
         request: &Arc<SampleRequest>,
         sample: usize,
     ) -> Result<Sampled, SampleError> {
-        let reply = self.conversation.sample(&ask(request, sample)).await.map_err(refused)?;
+        let reply = self.conversation.sample(&self.ask(request, sample)).await.map_err(refused)?;
         Ok(self.sampled(&reply))
     }
 
     async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError> {
-        self.conversation.count(&ask(request, 0)).map_err(refused)
+        self.conversation.count(&self.ask(request, 0)).map_err(refused)
     }
 }
 
 impl ConversationSampler {
+    /// A request in the form that the conversation compares and renders.
+    fn ask(&self, request: &SampleRequest, sample: usize) -> Ask {
+        let offered = match &request.tool_choice {
+            ToolChoice::Auto | ToolChoice::Required | ToolChoice::Named(_) if self.show_tools => {
+                request.tools.as_slice()
+            }
+            _ => &[],
+        };
+        Ask {
+            said: request.messages.iter().map(said).collect(),
+            tools: Arc::new(offered.iter().map(schema).collect()),
+            max_tokens: request.max_tokens,
+            sample,
+            repeats: request.repeats,
+        }
+    }
+
     fn sampled(&self, reply: &Arc<SampledReply>) -> Sampled {
         let (receipt, delivery) = Receipt::new();
         let owed = Arc::clone(reply);
@@ -91,21 +112,6 @@ fn refused(error: AskError) -> SampleError {
         AskError::TooLong { prompt, limit } => SampleError::TooLong { prompt, context: limit },
         AskError::Ended(reason) => SampleError::Ended(reason),
         AskError::Failed(error) => SampleError::Failed(error),
-    }
-}
-
-/// A request in the form that the conversation compares and renders.
-fn ask(request: &SampleRequest, sample: usize) -> Ask {
-    let offered = match &request.tool_choice {
-        ToolChoice::None => &[][..],
-        ToolChoice::Auto | ToolChoice::Required | ToolChoice::Named(_) => request.tools.as_slice(),
-    };
-    Ask {
-        said: request.messages.iter().map(said).collect(),
-        tools: Arc::new(offered.iter().map(schema).collect()),
-        max_tokens: request.max_tokens,
-        sample,
-        repeats: request.repeats,
     }
 }
 

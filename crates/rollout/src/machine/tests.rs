@@ -277,7 +277,8 @@ fn pairs_outside_the_table_are_refused_and_change_nothing() {
         for event in &events {
             let listed =
                 rows.iter().any(|(_, p, e, _, _)| kind(p) == kind(phase) && kind(e) == kind(event));
-            let mut machine = EpisodeMachine { limits: LIMITS, has_agent: false, phase: phase.clone() };
+            let mut machine =
+                EpisodeMachine { limits: LIMITS, has_agent: false, phase: phase.clone() };
             assert_eq!(machine.step(event.clone()).is_ok(), listed, "{phase:?} {event:?}");
             assert!(listed || machine.phase() == phase);
         }

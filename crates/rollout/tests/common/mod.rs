@@ -31,6 +31,7 @@ pub(crate) fn runner(
         plan: Arc::new(plan),
         container_limits,
         rules,
+        agent: None,
         logs: None,
         rows,
         prefill_leaders,

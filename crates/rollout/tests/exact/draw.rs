@@ -176,7 +176,9 @@ impl Draw {
 
     fn submit(scaffold: Scaffold) -> &'static str {
         match scaffold {
-            Scaffold::Tools => "<tool_call>{\"name\": \"submit\", \"arguments\": {}}</tool_call>",
+            Scaffold::Tools | Scaffold::Command => {
+                "<tool_call>{\"name\": \"submit\", \"arguments\": {}}</tool_call>"
+            }
             Scaffold::R2eXml => {
                 "<function=finish>\n<parameter=command>submit</parameter>\n</function>"
             }
@@ -192,7 +194,7 @@ impl Draw {
         }
         text.push_str(&self.words(3));
         let call = match scaffold {
-            Scaffold::Tools => self.tools(),
+            Scaffold::Tools | Scaffold::Command => self.tools(),
             Scaffold::R2eXml => self.r2e(),
             Scaffold::Mini => self.mini(),
         };

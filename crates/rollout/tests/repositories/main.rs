@@ -158,6 +158,7 @@ async fn play(
         sandboxes: sandboxes.clone(),
         chat: chat(),
         plan: Arc::new(config.check().unwrap()),
+        agent: None,
         container_limits: sandboxes.config().limits(),
         rules: reward.rules(),
         logs: Some(GradeLogs { root: folder.to_owned(), model: "org/policy".parse().unwrap() }),

@@ -3,6 +3,7 @@
 use super::cache::{self, CachedImage};
 use super::event::{ImageEvent, ImageListener};
 use super::hooks::ImageHooks;
+use super::layer::ImageLayer;
 use super::lock::{ImageIdentity, ImageLock, InMemoryImageLock};
 use super::name::ImageName;
 use super::pull::{self, PullError};
@@ -27,11 +28,22 @@ const FAILURE_VALID_FOR: Duration = Duration::from_secs(30);
 /// Shortest interval between two records that an image is in use.
 const USE_RECORD_INTERVAL: Duration = Duration::from_mins(1);
 
-/// An image with its id, and its derived image with the supervisor once that was needed.
+/// What an image is given before a container is created from it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Additions {
+    /// Nothing: the supervisor is copied into the container.
+    None,
+    /// The supervisor.
+    Supervisor,
+    /// The supervisor, and the files of the run's agent if it has some.
+    Agent,
+}
+
+/// An image with its id, and its derived images once they were needed.
 #[derive(Debug, Clone)]
 pub(super) struct ResolvedImage {
     id: String,
-    derived: Option<String>,
+    derived: HashMap<Additions, String>,
     /// When its use was last recorded; `None` if this program did not pull it.
     use_recorded_at: Option<Instant>,
 }
@@ -98,6 +110,7 @@ pub(crate) struct Images {
     upcoming: watch::Sender<Vec<String>>,
     lock: Arc<dyn ImageLock>,
     listener: ImageListener,
+    agent_layer: Option<ImageLayer>,
 }
 
 impl Images {
@@ -116,6 +129,7 @@ impl Images {
             upcoming: watch::Sender::default(),
             lock: hooks.lock.unwrap_or_else(|| Arc::new(InMemoryImageLock::default())),
             listener: hooks.listener,
+            agent_layer: hooks.agent_layer,
         })
     }
 
@@ -124,21 +138,26 @@ impl Images {
         Arc::clone(known.entry(name.to_string()).or_default())
     }
 
+    /// Whether agents have files in addition to their image.
+    pub(crate) fn has_agent_layer(&self) -> bool {
+        self.agent_layer.is_some()
+    }
+
     /// Prepares an image for a container: pulls it if necessary, checks it against the image lock,
-    /// and adds the supervisor if requested.
+    /// and makes the additions.
     pub(crate) async fn prepare(
         &self,
         image: &str,
-        with_supervisor: bool,
+        additions: Additions,
     ) -> Result<PreparedImage, SandboxError> {
         self.remove_expected(image);
-        self.ensure(image, with_supervisor).await
+        self.ensure(image, additions).await
     }
 
     async fn ensure(
         &self,
         image: &str,
-        with_supervisor: bool,
+        additions: Additions,
     ) -> Result<PreparedImage, SandboxError> {
         let entry = self.entry(&ImageName::parse(image));
         // Held during the pull, so that concurrent requests wait for the same pull.
@@ -148,7 +167,7 @@ impl Images {
         {
             return Err(self.daemon.error(kind.clone()));
         }
-        match self.resolve(&mut state, image, with_supervisor).await {
+        match self.resolve(&mut state, image, additions).await {
             Ok(reference) => {
                 state.failed = None;
                 entry.users.fetch_add(1, Ordering::AcqRel);
@@ -170,7 +189,7 @@ impl Images {
         &self,
         state: &mut EntryState,
         image: &str,
-        with_supervisor: bool,
+        additions: Additions,
     ) -> Result<String, SandboxError> {
         let name = ImageName::parse(image);
         let resolved = match &mut state.resolved {
@@ -181,14 +200,17 @@ impl Images {
             self.record_use(&resolved.id, &name).await;
             resolved.use_recorded_at = Some(Instant::now());
         }
-        if !with_supervisor {
-            return Ok(resolved.id.clone());
+        let layer = match additions {
+            Additions::None => return Ok(resolved.id.clone()),
+            Additions::Supervisor => None,
+            Additions::Agent => self.agent_layer.as_ref(),
+        };
+        if let Some(derived) = resolved.derived.get(&additions) {
+            return Ok(derived.clone());
         }
-        if resolved.derived.is_none() {
-            let derived = supervisor::add_to_image(&self.daemon, image, &resolved.id).await?;
-            resolved.derived = Some(derived);
-        }
-        Ok(resolved.derived.clone().unwrap_or_else(|| resolved.id.clone()))
+        let derived = supervisor::add_to_image(&self.daemon, image, &resolved.id, layer).await?;
+        resolved.derived.insert(additions, derived.clone());
+        Ok(derived)
     }
 
     /// Finds or pulls the image that this name stands for in the run.
@@ -206,7 +228,7 @@ impl Images {
             self.record_use(&found.id, name).await;
         }
         let use_recorded_at = pulled_by_us.then(Instant::now);
-        Ok(ResolvedImage { id: found.id, derived: None, use_recorded_at })
+        Ok(ResolvedImage { id: found.id, derived: HashMap::new(), use_recorded_at })
     }
 
     fn missing(&self, image: &str) -> SandboxError {
@@ -431,7 +453,7 @@ impl Images {
             while upcoming.changed().await.is_ok() {
                 let images = upcoming.borrow_and_update().clone();
                 for image in images {
-                    if let Err(error) = self.ensure(&image, false).await {
+                    if let Err(error) = self.ensure(&image, Additions::None).await {
                         tracing::warn!(%error, image, "cannot pull the image of a coming task");
                     }
                     // A new list takes effect after the current image.

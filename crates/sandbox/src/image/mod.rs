@@ -12,16 +12,18 @@
 //! | `pull.rs` | pulling one image, with retries |
 //! | `cache.rs` | which images this program pulled, and when they were last used |
 //! | `supervisor.rs` | adding the supervisor to containers and images |
+//! | `layer.rs` | a folder of this machine as a part of agents' images |
 //! | `presence.rs` | whether a host has an image, for choosing among hosts |
 //! | `inventory.rs` | which images the hosts of some settings have |
 //! | `event.rs` | progress of pulls, for people |
-//! | `hooks.rs` | the lock and the listener of a run |
+//! | `hooks.rs` | what a run adds: the lock, the listener, the layer of its agent |
 
 mod cache;
 mod event;
 mod hooks;
 mod images;
 mod inventory;
+mod layer;
 mod lock;
 mod name;
 mod presence;
@@ -30,9 +32,10 @@ mod supervisor;
 
 pub use event::{ImageEvent, ImageListener};
 pub use hooks::ImageHooks;
-pub(crate) use images::Images;
 pub use images::PulledImage;
+pub(crate) use images::{Additions, Images};
 pub use inventory::{ImagesOnHost, images_on_hosts};
+pub use layer::ImageLayer;
 pub(crate) use lock::InMemoryImageLock;
 pub use lock::{ImageIdentity, ImageLock};
 pub(crate) use supervisor::install as install_supervisor;

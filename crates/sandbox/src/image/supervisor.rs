@@ -3,6 +3,7 @@
 //! Docker's archive call cannot write to a read-only root, so reusable containers start from a
 //! derived image: the task's image with the supervisor added, built once per image and supervisor.
 
+use super::layer::ImageLayer;
 use crate::container::{LABEL_DEADLINE, LABEL_RUN};
 use crate::daemon::{CallError, Daemon};
 use crate::error::{SandboxError, SandboxErrorKind};
@@ -58,14 +59,28 @@ pub(crate) async fn install(daemon: &Daemon, name: &str) -> Result<(), SandboxEr
     daemon.call(upload).await.map_err(|error| error.at(name, "archive put"))
 }
 
-/// Returns the name of the image with the supervisor added. Builds it if the daemon does not have
-/// it.
+/// Copies a layer's files into a container.
+async fn add_layer(daemon: &Daemon, name: &str, layer: &ImageLayer) -> Result<(), SandboxError> {
+    let archive = tokio::fs::read(layer.path()).await.map_err(|error| SandboxError {
+        sandbox: name.to_owned(),
+        kind: SandboxErrorKind::Failed { call: "agent layer", source: Arc::new(error) },
+    })?;
+    let options = UploadToContainerOptions { path: "/".to_owned(), ..Default::default() };
+    let body = bollard::body_full(Bytes::from(archive));
+    let upload = daemon.docker.upload_to_container(name, Some(options), body);
+    daemon.call(upload).await.map_err(|error| error.at(name, "archive put"))
+}
+
+/// Returns the name of the image with the supervisor, and a layer, added. Builds it if the daemon does
+/// not have it.
 pub(super) async fn add_to_image(
     daemon: &Daemon,
     image: &str,
     id: &str,
+    layer: Option<&ImageLayer>,
 ) -> Result<String, SandboxError> {
-    let tag = format!("{}-{}", short_id(id), *DIGEST);
+    let layer_tag = layer.map_or_else(String::new, |layer| format!("-{}", layer.digest()));
+    let tag = format!("{}-{}{layer_tag}", short_id(id), *DIGEST);
     let reference = format!("{REPOSITORY}:{tag}");
     if daemon.inspect_image(&reference).await?.is_some() {
         return Ok(reference);
@@ -97,6 +112,9 @@ pub(super) async fn add_to_image(
     }
     let result = async {
         install(daemon, &name).await?;
+        if let Some(layer) = layer {
+            add_layer(daemon, &name, layer).await?;
+        }
         let commit = CommitContainerOptions {
             container: Some(name.clone()),
             repo: Some(REPOSITORY.to_owned()),

@@ -13,14 +13,9 @@ fn request() -> impl Strategy<Value = Request> {
         any::<u16>(),
     );
     prop_oneof![
-        exec.prop_map(|(argv, env, [timeout_ms, keep, max_output], forward_port)| Request::Exec(ExecRequest {
-            argv,
-            env,
-            timeout_ms,
-            keep,
-            max_output,
-            forward_port
-        })),
+        exec.prop_map(|(argv, env, [timeout_ms, keep, max_output], forward_port)| Request::Exec(
+            ExecRequest { argv, env, timeout_ms, keep, max_output, forward_port }
+        )),
         Just(Request::Ping),
         (text(), any::<u32>(), any::<bool>(), any::<Vec<u8>>())
             .prop_map(|(path, mode, first, data)| Request::Write { path, mode, first, data }),
