@@ -69,7 +69,7 @@ mod state;
 mod sweep;
 
 pub use api::{
-    ChangedFile, Command, ExecResult, Exit, FileEntry, HostUsage, Owner, Purpose,
+    ChangedFile, Command, ExecResult, Exit, FileEntry, HostUsage, LINK_MODE, Owner, Purpose,
     QuarantinedContainer, Sandbox, SandboxLimits, SandboxProvider, SandboxSpec, SweepReport,
     TreeChanges, TreeMark,
 };

@@ -49,7 +49,7 @@ pub enum Request {
     Write {
         /// Path relative to the working directory, see [`is_safe_path`].
         path: String,
-        /// Permission bits.
+        /// Permission bits, or [`LINK_MODE`] for a symbolic link, which has one piece.
         mode: u32,
         /// Whether this is the file's first piece. Later pieces are appended.
         first: bool,
@@ -158,10 +158,10 @@ pub enum Reply {
     TreeEnd(TreeEnd),
 }
 
-/// A regular file that differs from the marked tree.
+/// A regular file or symbolic link that differs from the marked tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ChangedItem {
-    /// It does not exist any more, or is not a regular file any more.
+    /// It does not exist any more, or is neither a regular file nor a symbolic link any more.
     Removed {
         /// Path relative to the working directory.
         path: String,
@@ -170,7 +170,7 @@ pub enum ChangedItem {
     Written {
         /// Path relative to the working directory.
         path: String,
-        /// Permission bits.
+        /// Permission bits, with [`LINK_MODE`] for a symbolic link.
         mode: u32,
         /// Bytes of content.
         size: u64,
@@ -223,6 +223,14 @@ pub enum CommandEnd {
     Flooded,
     /// It was killed because the host sent no frame for a minute.
     Abandoned,
+}
+
+/// The type of a symbolic link in a file's mode, as in git. Its content is its target.
+pub const LINK_MODE: u32 = 0o120_000;
+
+/// Whether `mode` is that of a symbolic link.
+pub fn is_link(mode: u32) -> bool {
+    mode & 0o170_000 == LINK_MODE
 }
 
 /// Whether a path stays below the working directory.

@@ -10,6 +10,7 @@ use crate::collection::failed_here;
 use crate::offload;
 use crate::sandboxes::{file_entry, refused};
 use orchestrate_sandbox::{Command, Exit, FileEntry, Sandbox};
+use orchestrate_tasks::patch;
 use orchestrate_tasks::r2e::HIDDEN_FOLDER;
 use orchestrate_tasks::reporter::{self, TestCommand, TestPlan};
 use orchestrate_tasks::swe::{self, Harness, SweRow};
@@ -50,7 +51,8 @@ pub(super) async fn grade_r2e(
     }));
     sandbox.write_files(&files).await?;
     let listing = list_patch(sandbox).await?;
-    let part = if rules.is_strict() { listing.strict_part() } else { GradedPart::default() };
+    let part =
+        if rules.is_strict() { strict_part(&listing, patch)? } else { GradedPart::default() };
     let options = exclusions(&part.refused)?;
     let prepared = sandbox.exec(&script(PREPARE_R2E, &options)).await?;
     let apply_log = prepared.text();
@@ -91,6 +93,14 @@ async fn list_patch(sandbox: &mut dyn Sandbox) -> Result<PatchListing, GradeErro
     }
     PatchListing::read(&listed.text())
         .ok_or_else(|| GradeError::NotApplied("its list of files cannot be read".to_owned()))
+}
+
+/// The part of the patch that strict grading accepts.
+fn strict_part(listing: &PatchListing, patch: &str) -> Result<GradedPart, GradeError> {
+    let links = patch::created_links(patch).ok_or_else(|| {
+        GradeError::NotApplied("the name of a symbolic link in it cannot be read".to_owned())
+    })?;
+    Ok(listing.strict_part(&links))
 }
 
 /// Options of `git apply` that leave out the hidden tests and these paths.
@@ -166,11 +176,9 @@ pub(super) async fn grade_swe_bench(
     };
     let (mut part, mut tracing) = (GradedPart::default(), Vec::new());
     if is_strict && !patch.is_empty() {
-        match list_patch(sandbox).await {
-            Ok(listing) => {
-                part = listing.strict_part();
-                tracing = listing.tracing;
-            }
+        let listed = list_patch(sandbox).await;
+        match listed.and_then(|listing| Ok((strict_part(&listing, patch)?, listing.tracing))) {
+            Ok(accepted) => (part, tracing) = accepted,
             Err(GradeError::NotApplied(message)) => {
                 graded.apply_log = message;
                 graded.problem = Some(APPLY_FAILED.to_owned());
