@@ -172,7 +172,7 @@ fn walk_error(path: &str, error: &io::Error) -> TreeEnd {
 /// Lets the owner list and enter a folder, for as long as it exists: root without capabilities is
 /// bound by the permissions of its own folders, and everything below needs them. Failures show when
 /// the folder is used.
-fn make_accessible(folder: &Path) {
+pub(crate) fn make_accessible(folder: &Path) {
     if let Ok(meta) = std::fs::symlink_metadata(folder)
         && meta.is_dir()
         && meta.mode() & 0o500 != 0o500

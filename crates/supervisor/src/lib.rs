@@ -8,6 +8,7 @@
 mod changes;
 mod deadline;
 mod disk;
+mod disk_use;
 mod files;
 mod job;
 mod log;
@@ -20,7 +21,7 @@ mod sys;
 mod tree;
 mod wire;
 
-pub use disk::FreeSpace;
+pub use disk::{DiskUse, FreeSpace};
 pub use options::{Options, OptionsError};
 
 use std::error::Error;

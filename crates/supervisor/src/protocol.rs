@@ -6,13 +6,13 @@
 
 pub use crate::wire::{MAX_FRAME, ProtocolError};
 
-use crate::disk::FreeSpace;
+use crate::disk::{DiskUse, FreeSpace};
 use crate::wire::{HEADER, Reader, Writer};
 use std::error::Error;
 use std::fmt;
 
 /// Version of this protocol, sent in [`Reply::Hello`].
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Largest content of a file or an output in one frame, in bytes.
 pub const CHUNK: usize = 256 * 1024;
 
@@ -85,6 +85,9 @@ pub enum Request {
         /// Limit of the content together, in bytes.
         cap: u64,
     },
+    /// Measure what commands have put on the host's disk. Answered by [`Reply::DiskUse`]; ends a command
+    /// that still runs.
+    DiskUse,
     /// Kill every process, wipe every writable folder and verify both. Answered by [`Reply::Ack`].
     Reset,
     /// Move the container's deadline, at most to the end of its lifetime. Answered by
@@ -123,6 +126,8 @@ pub enum Reply {
     /// The file system of the container's writable root is full, so no later result of this
     /// container can be trusted. Sent once, with id 0, at any time.
     DiskFull(FreeSpace),
+    /// What commands have put on the host's disk.
+    DiskUse(DiskUse),
     /// A piece of a command's output.
     Output {
         /// Whether the piece belongs to the tail (after the cut) or to the head.
@@ -274,6 +279,7 @@ impl Request {
             Self::MarkTree { skip, send, cap } => w.u64(*cap).text(send).texts(skip).frame(id, 8),
             Self::ListChanges => w.frame(id, 9),
             Self::ReadFiles { paths, cap } => w.u64(*cap).texts(paths).frame(id, 10),
+            Self::DiskUse => w.frame(id, 11),
         }
     }
 
@@ -304,6 +310,7 @@ impl Request {
                 let cap = r.u64()?;
                 Some(Self::ReadFiles { paths: r.texts()?, cap })
             })(),
+            11 => Some(Self::DiskUse),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(request, r, kind)
@@ -331,6 +338,7 @@ impl Reply {
                 w.u32(*version).u64(free.bytes).u64(free.files).frame(id, 64)
             }
             Self::DiskFull(free) => w.u64(free.bytes).u64(free.files).frame(id, 71),
+            Self::DiskUse(used) => w.u64(used.bytes).u64(used.files).frame(id, 74),
             Self::Output { tail, data } => w.u8(u8::from(*tail)).rest(data).frame(id, 65),
             Self::Done(report) => {
                 let (tag, value) = match report.end {
@@ -396,6 +404,7 @@ impl Reply {
             71 => free_space(r).map(Self::DiskFull),
             72 => changed_item(r).map(Self::TreeItem),
             73 => r.text().map(Self::Damaged),
+            74 => (|| Some(Self::DiskUse(DiskUse { bytes: r.u64()?, files: r.u64()? })))(),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(reply, r, kind)

@@ -27,6 +27,7 @@ fn request() -> impl Strategy<Value = Request> {
         (proptest::collection::vec(text(), 0..4), text(), any::<u64>())
             .prop_map(|(skip, send, cap)| Request::MarkTree { skip, send, cap }),
         Just(Request::ListChanges),
+        Just(Request::DiskUse),
         (proptest::collection::vec(text(), 0..4), any::<u64>())
             .prop_map(|(paths, cap)| Request::ReadFiles { paths, cap }),
         Just(Request::Reset),
@@ -49,6 +50,7 @@ fn reply() -> impl Strategy<Value = Reply> {
             free: FreeSpace { bytes, files }
         }),
         any::<[u64; 2]>().prop_map(|[bytes, files]| Reply::DiskFull(FreeSpace { bytes, files })),
+        any::<[u64; 2]>().prop_map(|[bytes, files]| Reply::DiskUse(DiskUse { bytes, files })),
         (any::<bool>(), any::<Vec<u8>>()).prop_map(|(tail, data)| Reply::Output { tail, data }),
         (end, any::<u64>(), any::<u32>(), any::<u64>()).prop_map(
             |(end, total_bytes, oom_kills, elapsed_us)| Reply::Done(CommandReport {

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 /// The path in the tree that the link `path` points to.
 ///
 /// # Errors
-/// [`Finding::LinkOutside`] if the target is absolute or outside of the tree, or is no path, and
+/// [`Finding::LinkOutside`] if the target is absolute or outside of the tree, or not a path, and
 /// [`Finding::EnvironmentTouched`] if it cannot be part of a change itself.
 pub fn link_target(path: &str, target: &[u8]) -> Result<String, Finding> {
     let target = std::str::from_utf8(target).map_err(|_| Finding::LinkOutside)?;
@@ -30,7 +30,7 @@ pub fn link_target(path: &str, target: &[u8]) -> Result<String, Finding> {
         }
     }
     if parts.is_empty() {
-        // A link to the whole tree has no end for whoever walks it.
+        // Programs that follow links would walk a tree that contains itself without end.
         return Err(Finding::LinkOutside);
     }
     let resolved = parts.join("/");
