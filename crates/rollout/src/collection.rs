@@ -9,7 +9,9 @@
 mod ignored;
 
 use ignored::IgnoreRules;
-use orchestrate_sandbox::{FileEntry, Sandbox, SandboxError, SandboxErrorKind, TreeMark};
+use orchestrate_sandbox::{
+    FileEntry, LINK_MODE, Sandbox, SandboxError, SandboxErrorKind, TreeMark,
+};
 use orchestrate_tasks::patch::rules::is_source_path;
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::ByteSize;
@@ -37,8 +39,8 @@ pub(crate) struct CollectionBaseline {
     ignored: Option<IgnoreRules>,
 }
 
-/// The files that the agent changed and that may count. Those that are not text are left out when they
-/// are compared.
+/// The files and symbolic links that the agent changed and that may count. Binary files and links out of
+/// the tree are left out when they are compared.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct CollectedChange {
     /// New and changed files, sorted by path.
@@ -64,7 +66,7 @@ pub(crate) async fn mark(
     let mut ignore_files = sandbox.mark_tree(&mark).await?;
     let Some(tracked) = tracked else { return Ok(CollectionBaseline::default()) };
     let exclude = sandbox.read_files(&[EXCLUDE_FILE.to_owned()], MAX_IGNORE_FILES).await?;
-    ignore_files.extend(exclude);
+    ignore_files.extend(exclude.into_iter().filter(|file| !file.is_link()));
     Ok(CollectionBaseline { ignored: Some(IgnoreRules::new(ignore_files, tracked)) })
 }
 
@@ -101,14 +103,14 @@ pub(crate) async fn collect(
         Err(error) => return too_large(error),
     };
     for file in &mut written {
-        file.mode &= 0o777;
+        file.mode &= LINK_MODE | 0o777;
     }
     Ok(Some(CollectedChange { written, removed }))
 }
 
-/// The content of a text file; `None` for a binary one.
-pub(crate) fn text(file: &FileEntry) -> Option<&str> {
-    std::str::from_utf8(&file.content).ok().filter(|text| !text.contains('\0'))
+/// Whether a file is binary, as git tells it: text in any encoding has no NUL.
+pub(crate) fn is_binary(file: &FileEntry) -> bool {
+    file.content.contains(&0)
 }
 
 fn too_large<T>(error: SandboxError) -> Result<Option<T>, SandboxError> {

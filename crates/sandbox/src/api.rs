@@ -1,6 +1,8 @@
 //! The traits through which the rest of the program uses sandboxes. No Docker types here.
 
 use crate::error::SandboxError;
+pub use orchestrate_supervisor::protocol::LINK_MODE;
+use orchestrate_supervisor::protocol::is_link;
 use orchestrate_types::{AttemptId, ByteSize, RunId};
 use std::time::Duration;
 use tokio::io::DuplexStream;
@@ -151,15 +153,22 @@ impl ExecResult {
     }
 }
 
-/// A regular file, with its path relative to a folder.
+/// A regular file or symbolic link, with its path relative to a folder.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FileEntry {
     /// Relative path with `/` as separator, without `..`.
     pub path: String,
-    /// Permission bits.
+    /// Permission bits, with [`LINK_MODE`] for a symbolic link.
     pub mode: u32,
-    /// Content of the file.
+    /// Content of the file; the target of a symbolic link.
     pub content: Vec<u8>,
+}
+
+impl FileEntry {
+    /// Whether it is a symbolic link.
+    pub fn is_link(&self) -> bool {
+        is_link(self.mode)
+    }
 }
 
 /// How to mark a tree.
@@ -174,12 +183,12 @@ pub struct TreeMark {
     pub cap: ByteSize,
 }
 
-/// A regular file that is new, or whose content or mode differs from the marked tree.
+/// A regular file or symbolic link that is new, or whose content or mode differs from the marked tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChangedFile {
     /// Relative path with `/` as separator, without `..`.
     pub path: String,
-    /// Permission bits.
+    /// Permission bits, with [`LINK_MODE`] for a symbolic link.
     pub mode: u32,
     /// Size in bytes.
     pub size: u64,
@@ -194,7 +203,7 @@ pub struct ChangedFile {
 pub struct TreeChanges {
     /// Files that are new or differ, sorted by path.
     pub written: Vec<ChangedFile>,
-    /// Paths of marked files that no longer exist or are not regular files any more, sorted.
+    /// Paths of marked files that no longer exist or became something else, sorted.
     pub removed: Vec<String>,
 }
 
@@ -284,7 +293,8 @@ pub trait Sandbox: Send + std::fmt::Debug {
         forward: Forward<'_>,
     ) -> Result<ExecResult, SandboxError>;
 
-    /// Writes regular files below the working directory, creating folders as needed.
+    /// Writes regular files and symbolic links below the working directory, creating folders as
+    /// needed. Symbolic links on the way to a file are refused.
     async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError>;
 
     /// Reads all regular files below the working directory, sorted by path.
@@ -293,14 +303,13 @@ pub trait Sandbox: Send + std::fmt::Debug {
     /// [`TooLarge`](crate::SandboxErrorKind::TooLarge) if contents and paths exceed `cap` bytes.
     async fn read_tree(&mut self, cap: ByteSize) -> Result<Vec<FileEntry>, SandboxError>;
 
-    /// Marks the regular files below the working directory as they are, for
-    /// [`Sandbox::list_changes`], and returns those with the name that `mark` asks for.
+    /// Marks the regular files and symbolic links below the working directory as they are, for
+    /// [`Sandbox::list_changes`], and returns the regular ones with the name that `mark` asks for.
     ///
     /// The mark is out of reach for commands, and no program of the image takes part in it.
     async fn mark_tree(&mut self, mark: &TreeMark) -> Result<Vec<FileEntry>, SandboxError>;
 
-    /// Lists what commands changed since the tree was marked. Symlinks are never followed and never
-    /// listed. Fails with [`TooLarge`](crate::SandboxErrorKind::TooLarge) if the tree has grown too
+    /// Lists what commands changed since the tree was marked. Symlinks are never followed. Fails with [`TooLarge`](crate::SandboxErrorKind::TooLarge) if the tree has grown too
     /// much to be walked.
     async fn list_changes(&mut self) -> Result<TreeChanges, SandboxError>;
 
@@ -315,7 +324,8 @@ pub trait Sandbox: Send + std::fmt::Debug {
     /// [`TooLarge`](crate::SandboxErrorKind::TooLarge) if it has grown too much to be walked.
     async fn list_system_changes(&mut self) -> Result<TreeChanges, SandboxError>;
 
-    /// Reads the regular files among these paths below the working directory, in this order; others
+    /// Reads the regular files and symbolic links among these paths below the working directory, in
+    /// this order; others
     /// are left out. Fails with [`TooLarge`](crate::SandboxErrorKind::TooLarge) if their contents
     /// exceed `cap` bytes.
     async fn read_files(

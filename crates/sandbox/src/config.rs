@@ -103,8 +103,14 @@ settings! {
     /// Age at which a reusable container is replaced.
     reuse_lifetime: HumanDuration = HumanDuration::secs(7200), times();
     /// Free disk space on the Docker host below which no container is started there. An attempt that
-    /// ran in a writable root while less than 256 MiB were free always counts as broken.
+    /// ran in a writable root while less than 256 MiB were free counts as broken, unless its own commands
+    /// had put more than `disk` there.
     min_free_disk: ByteSize = ByteSize::mib(2048);
+    /// What the commands of one container may put on the host's disk if that becomes full: those that put
+    /// more are the reason, and the attempt has no reward and is not repeated. One file counts as 16 KiB at
+    /// least. A host whose disk has room for this many bytes per container in addition to
+    /// `min_free_disk` is not filled by containers that stay below.
+    disk: Option<ByteSize> = None => "half of min_free_disk", at_least(ByteSize::mib(1));
     /// What happens if an image is not on the Docker host.
     pull: PullPolicy = PullPolicy::default();
     /// Registry from which images are pulled whose name does not start with a registry, e.g.
@@ -189,6 +195,11 @@ impl SandboxSettings {
             pids: self.pids,
             tmpfs: self.tmpfs,
         }
+    }
+
+    /// The checked [`SandboxSettings::disk`], or its default.
+    pub fn disk_limit(&self) -> ByteSize {
+        self.disk.unwrap_or(ByteSize(self.min_free_disk.0 / 2))
     }
 
     /// The Docker hosts, at least one.

@@ -69,9 +69,9 @@ mod state;
 mod sweep;
 
 pub use api::{
-    ChangedFile, Command, ExecResult, Exit, FileEntry, Forward, HostUsage, Owner, Purpose,
-    QuarantinedContainer, Sandbox, SandboxLimits, SandboxProvider, SandboxSpec, SweepReport,
-    TreeChanges, TreeMark,
+    ChangedFile, Command, ExecResult, Exit, FileEntry, Forward, HostUsage, LINK_MODE, Owner,
+    Purpose, QuarantinedContainer, Sandbox, SandboxLimits, SandboxProvider, SandboxSpec,
+    SweepReport, TreeChanges, TreeMark,
 };
 pub use bare_container::BareContainer;
 pub use config::{PullPolicy, SandboxSection, SandboxSettings, Seccomp, UserNamespace};

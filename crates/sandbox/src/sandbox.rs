@@ -28,6 +28,10 @@ const PING_INTERVAL: Duration = Duration::from_secs(15);
 const RESET_TIMEOUT: Duration = Duration::from_secs(30);
 /// A supervisor gives up a walk over a tree after a minute and a half.
 const TREE_TIMEOUT: Duration = Duration::from_mins(3);
+/// A supervisor gives up counting files after ten seconds, and kills the command before that.
+const DISK_USE_TIMEOUT: Duration = Duration::from_secs(40);
+/// Space that one file stands for at least, as file systems have one inode per 16 KiB.
+const BYTES_PER_FILE: u64 = 16 << 10;
 /// The signal reported for a command that was killed because of its output.
 const SIGKILL: i32 = 9;
 
@@ -185,8 +189,49 @@ impl DockerSandbox {
                 };
                 SandboxError { kind, ..error }
             }
+            SandboxErrorKind::DiskFull(reason) if self.has_run && self.writes_to_host_disk => {
+                let kind = match self.excessive_disk_use().await {
+                    Some(what) => SandboxErrorKind::Damaged { what: format!("{what}: {reason}") },
+                    None => SandboxErrorKind::DiskFull(reason),
+                };
+                SandboxError { kind, ..error }
+            }
             _ => error,
         }
+    }
+
+    /// What the commands in this sandbox put on the host's disk, if that is more than they may. Ends
+    /// the command that still runs. `None` also if the supervisor does not answer.
+    async fn excessive_disk_use(&mut self) -> Option<String> {
+        let used = async {
+            let id = self.link.send(&Request::DiskUse).await?;
+            loop {
+                match self.link.receive().await {
+                    Ok((from, Reply::DiskUse(used))) if from == id => return Ok(used),
+                    // The rest of the call that failed, and the report of the full disk itself.
+                    Ok(_) | Err(SandboxError { kind: SandboxErrorKind::DiskFull(_), .. }) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        };
+        let used = match tokio::time::timeout(DISK_USE_TIMEOUT, used).await {
+            Ok(Ok(used)) => used,
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "the use of the host's disk is not known");
+                return None;
+            }
+            Err(_) => return None,
+        };
+        let limit = self.provider.config.disk_limit();
+        let is_excessive = used.bytes > limit.0 || used.files > limit.0 / BYTES_PER_FILE;
+        is_excessive.then(|| {
+            let bytes = ByteSize(used.bytes);
+            format!(
+                "the Docker host's disk is full, and its commands put {bytes} in {} files there, more \
+                 than sandbox.disk = {limit}",
+                used.files
+            )
+        })
     }
 
     async fn run(
@@ -380,6 +425,8 @@ impl Sandbox for DockerSandbox {
         command: &Command,
         forward: Forward<'_>,
     ) -> Result<ExecResult, SandboxError> {
+        // Connections count in the loopback's statistics, which no reset can clear.
+        self.key = None;
         let HumanDuration(grace) = self.provider.config.command_grace;
         let after = command.timeout.saturating_add(grace);
         self.call("exec", after, async |this| this.run(command, Some(forward)).await).await

@@ -2,16 +2,18 @@
 //!
 //! The mark is kept in this process's memory, which no command can read or write. No program of the
 //! container takes part, so nothing that a command replaces or leaves behind changes the result. No
-//! other process is alive when a tree is walked; symlinks are never followed.
+//! other process is alive when a tree is walked; symlinks are never followed. A symlink is a file of its own
+//! kind whose content is its target.
 
-use crate::protocol::{ChangedItem, Reply, TreeEnd, is_safe_path};
+use crate::protocol::{CHUNK, ChangedItem, LINK_MODE, Reply, TreeEnd, is_link, is_safe_path};
 use crate::sys;
 use crate::tree::{MAX_DEPTH, send_content, with_access};
 use std::collections::BTreeMap;
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io::{self, Read as _};
+use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Entries of all folders together that a marked tree may have.
@@ -61,7 +63,7 @@ struct Stat {
 impl Stat {
     fn of(meta: &Metadata) -> Self {
         Self {
-            mode: meta.mode() & 0o7777,
+            mode: mode_of(meta),
             size: meta.len(),
             inode: meta.ino(),
             modified: (meta.mtime(), meta.mtime_nsec()),
@@ -74,7 +76,13 @@ impl Stat {
     }
 }
 
-/// A walk over the regular files of a tree, within limits.
+/// Permission bits, with [`LINK_MODE`] for a symlink.
+fn mode_of(meta: &Metadata) -> u32 {
+    let kind = if meta.is_symlink() { LINK_MODE } else { 0 };
+    kind | (meta.mode() & 0o7777)
+}
+
+/// A walk over the regular files and symlinks of a tree, within limits.
 struct Walk<'a> {
     root: &'a Path,
     skip: &'a [String],
@@ -137,7 +145,7 @@ impl Walk<'_> {
             if meta.is_dir() {
                 self.folder(&path, depth + 1)?;
                 self.folders.push(path);
-            } else if meta.is_file() && is_safe_path(&path) {
+            } else if (meta.is_file() || meta.is_symlink()) && is_safe_path(&path) {
                 self.files.push((path, Stat::of(&meta)));
             }
         }
@@ -164,7 +172,7 @@ fn walk_error(path: &str, error: &io::Error) -> TreeEnd {
 /// Lets the owner list and enter a folder, for as long as it exists: root without capabilities is
 /// bound by the permissions of its own folders, and everything below needs them. Failures show when
 /// the folder is used.
-fn make_accessible(folder: &Path) {
+pub(crate) fn make_accessible(folder: &Path) {
     if let Ok(meta) = std::fs::symlink_metadata(folder)
         && meta.is_dir()
         && meta.mode() & 0o500 != 0o500
@@ -173,7 +181,7 @@ fn make_accessible(folder: &Path) {
     }
 }
 
-/// Records the regular files below `root`. Entries whose name is in `skip`, or whose path is in it
+/// Records the regular files and symlinks below `root`. Entries whose name is in `skip`, or whose path is in it
 /// after a `/`, are left out here and later.
 pub(crate) fn mark(root: &Path, skip: &[String]) -> Result<MarkedTree, TreeEnd> {
     let now = Instant::now();
@@ -214,9 +222,10 @@ impl MarkedTree {
         cap: u64,
         emit: impl FnMut(Reply) -> io::Result<()>,
     ) -> io::Result<()> {
-        let has_name = |path: &&str| path.rsplit('/').next() == Some(name);
-        let paths: Vec<String> =
-            self.files.keys().map(AsRef::as_ref).filter(has_name).map(str::to_owned).collect();
+        let has_name = |path: &str| path.rsplit('/').next() == Some(name);
+        let named =
+            self.files.iter().filter(|(path, marked)| has_name(path) && !is_link(marked.stat.mode));
+        let paths: Vec<String> = named.map(|(path, _)| path.to_string()).collect();
         send_files(root, &paths, cap, emit)
     }
 
@@ -260,7 +269,7 @@ impl MarkedTree {
                     mode: stat.mode,
                     size: stat.size,
                     is_new: marked.is_none(),
-                    is_binary: is_binary(&place),
+                    is_binary: !is_link(stat.mode) && is_binary(&place),
                     path,
                 };
                 emit(Reply::TreeItem(item))?;
@@ -273,15 +282,16 @@ impl MarkedTree {
 impl Marked {
     /// Whether only the metadata differs, as after `git stash pop`.
     fn is_unchanged(&self, place: &Path, stat: &Stat, buffer: &mut [u8]) -> bool {
-        self.stat.size == stat.size
+        is_link(self.stat.mode) == is_link(stat.mode)
+            && self.stat.size == stat.size
             && self.stat.is_executable() == stat.is_executable()
             && self.digest.is_some()
             && self.digest == digest(place, stat.size, buffer)
     }
 }
 
-/// Sends the regular files among `paths`, with at most `cap` bytes of content together, then the end.
-/// What does not exist or is reached through a symlink is left out.
+/// Sends the regular files and symlinks among `paths`, with at most `cap` bytes of content together,
+/// then the end. What does not exist or is reached through a symlink is left out.
 pub(crate) fn send_files(
     root: &Path,
     paths: &[String],
@@ -290,19 +300,15 @@ pub(crate) fn send_files(
 ) -> io::Result<()> {
     let (mut left, mut count) = (cap, 0);
     for path in paths {
-        let Some(size) = regular_size(root, path) else { continue };
-        let Some(rest) = left.checked_sub(size) else {
+        let Some((place, meta)) = find(root, path) else { continue };
+        let Some(rest) = left.checked_sub(meta.len()) else {
             return emit(Reply::TreeEnd(TreeEnd::TooLarge(path.clone())));
         };
         left = rest;
-        let place = root.join(path);
-        let sent = open(&place).and_then(|file| Ok((file.metadata()?.mode() & 0o7777, file)));
-        let sent = match sent {
-            Ok((mode, file)) => {
-                emit(Reply::TreeFile { path: path.clone(), mode, size })?;
-                send_content(file, size, &mut emit)?
-            }
-            Err(error) => Err(error),
+        let sent = if meta.is_symlink() {
+            send_link(path, &place, &meta, &mut emit)?
+        } else {
+            send_file(path, &place, meta.len(), &mut emit)?
         };
         if let Err(error) = sent {
             return emit(Reply::TreeEnd(TreeEnd::Failed(format!("{path}: {error}"))));
@@ -312,8 +318,46 @@ pub(crate) fn send_files(
     emit(Reply::TreeEnd(TreeEnd::Complete { files: count }))
 }
 
-/// Size of the regular file `path`; `None` if it is anything else, or a folder on the way to it is.
-fn regular_size(root: &Path, path: &str) -> Option<u64> {
+/// The outer error is one of sending, the inner one of reading.
+fn send_file(
+    path: &str,
+    place: &Path,
+    size: u64,
+    emit: &mut impl FnMut(Reply) -> io::Result<()>,
+) -> io::Result<io::Result<()>> {
+    let opened = open(place).and_then(|file| Ok((mode_of(&file.metadata()?), file)));
+    match opened {
+        Ok((mode, file)) => {
+            emit(Reply::TreeFile { path: path.to_owned(), mode, size })?;
+            send_content(file, size, emit)
+        }
+        Err(error) => Ok(Err(error)),
+    }
+}
+
+/// As [`send_file`]. The target of a symlink is never longer than a piece of a file.
+fn send_link(
+    path: &str,
+    place: &Path,
+    meta: &Metadata,
+    emit: &mut impl FnMut(Reply) -> io::Result<()>,
+) -> io::Result<io::Result<()>> {
+    let data = match std::fs::read_link(place) {
+        Ok(target) => target.into_os_string().into_vec(),
+        Err(error) => return Ok(Err(error)),
+    };
+    let size = data.len() as u64;
+    if size != meta.len() || data.len() > CHUNK {
+        return Ok(Err(io::ErrorKind::UnexpectedEof.into()));
+    }
+    emit(Reply::TreeFile { path: path.to_owned(), mode: mode_of(meta), size })?;
+    emit(Reply::TreeData { data })?;
+    Ok(Ok(()))
+}
+
+/// Place and metadata of the regular file or symlink `path`; `None` if it is anything else, or a
+/// folder on the way to it is.
+fn find(root: &Path, path: &str) -> Option<(PathBuf, Metadata)> {
     if !is_safe_path(path) || !std::fs::symlink_metadata(root).ok()?.is_dir() {
         return None;
     }
@@ -329,7 +373,7 @@ fn regular_size(root: &Path, path: &str) -> Option<u64> {
     make_accessible(&place);
     place.push(name);
     let meta = std::fs::symlink_metadata(&place).ok()?;
-    meta.is_file().then_some(meta.len())
+    (meta.is_file() || meta.is_symlink()).then_some((place, meta))
 }
 
 fn open(place: &Path) -> io::Result<File> {

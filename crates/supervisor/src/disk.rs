@@ -42,10 +42,18 @@ impl fmt::Display for FreeSpace {
     }
 }
 
+/// What commands have put on the host's disk.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DiskUse {
+    /// Bytes of files, and of deleted files that processes held open.
+    pub bytes: u64,
+    /// Number of files and folders.
+    pub files: u64,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-
     #[test]
     fn disk_is_exhausted_without_bytes_or_without_inodes() {
         let FreeSpace { bytes, files } = FreeSpace::MIN;

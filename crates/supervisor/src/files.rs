@@ -1,11 +1,13 @@
-//! Writing regular files below the working directory. Symlinks are never followed.
+//! Writing regular files and symlinks below the working directory. Symlinks are never followed.
 
-use crate::protocol::is_safe_path;
+use crate::protocol::{is_link, is_safe_path};
 use crate::sys;
 use std::error::Error;
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs::{DirBuilder, OpenOptions, Permissions};
 use std::io::{self, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
@@ -44,7 +46,7 @@ fn io_error(path: &Path) -> impl Fn(io::Error) -> WriteError + '_ {
 
 /// Writes one piece of a file.
 ///
-/// Missing parent folders are created; a symlink or special file at the path is replaced. A folder
+/// A symlink has one piece, its target. Missing parent folders are created; a symlink or special file at the path is replaced. A folder
 /// at the path is an error, and so is a parent that is not a folder.
 pub(crate) fn write(
     root: &Path,
@@ -55,6 +57,10 @@ pub(crate) fn write(
 ) -> Result<(), WriteError> {
     let failed = io_error(Path::new(path));
     let target = if first { prepare(root, path)? } else { resolve(root, path)? };
+    if is_link(mode) {
+        let points_to = Path::new(OsStr::from_bytes(data));
+        return std::os::unix::fs::symlink(points_to, &target).map_err(&failed);
+    }
     let mut options = OpenOptions::new();
     options.write(true).custom_flags(sys::O_NOFOLLOW | sys::O_NONBLOCK).mode(0o600);
     if first {
@@ -114,6 +120,20 @@ mod tests {
         assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o7777, 0o755);
         write(dir.path(), "a/b/c.py", 0o644, true, b"x").unwrap();
         assert_eq!(std::fs::read(&file).unwrap(), b"x");
+    }
+
+    #[test]
+    fn write_creates_links_and_replaces_them_by_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let link = dir.path().join("d/link");
+        for target in ["../a", "/etc/passwd"] {
+            let mode = crate::protocol::LINK_MODE | 0o777;
+            write(dir.path(), "d/link", mode, true, target.as_bytes()).unwrap();
+            assert_eq!(std::fs::read_link(&link).unwrap(), Path::new(target));
+        }
+        assert!(write(dir.path(), "d/link/x", 0o644, true, b"x").is_err());
+        write(dir.path(), "d/link", 0o644, true, b"x").unwrap();
+        assert!(std::fs::symlink_metadata(&link).unwrap().is_file());
     }
 
     #[test]

@@ -8,6 +8,7 @@
 mod changes;
 mod deadline;
 mod disk;
+mod disk_use;
 mod files;
 mod forward;
 mod job;
@@ -22,7 +23,7 @@ mod system;
 mod tree;
 mod wire;
 
-pub use disk::FreeSpace;
+pub use disk::{DiskUse, FreeSpace};
 pub use options::{Options, OptionsError};
 
 use std::error::Error;

@@ -6,7 +6,7 @@
 
 pub use crate::wire::{MAX_FRAME, ProtocolError};
 
-use crate::disk::FreeSpace;
+use crate::disk::{DiskUse, FreeSpace};
 use crate::wire::{HEADER, Reader, Writer};
 use std::error::Error;
 use std::fmt;
@@ -50,7 +50,7 @@ pub enum Request {
     Write {
         /// Path relative to the working directory, see [`is_safe_path`].
         path: String,
-        /// Permission bits.
+        /// Permission bits, or [`LINK_MODE`] for a symbolic link, which has one piece.
         mode: u32,
         /// Whether this is the file's first piece. Later pieces are appended.
         first: bool,
@@ -96,6 +96,9 @@ pub enum Request {
     /// [`Reply::TreeItem`] with paths relative to the root and modes with the file's type, then
     /// [`Reply::TreeEnd`].
     ListSystem,
+    /// Measure what commands have put on the host's disk. Answered by [`Reply::DiskUse`]; ends a command
+    /// that still runs.
+    DiskUse,
     /// Kill every process, wipe every writable folder and verify both. Answered by [`Reply::Ack`].
     Reset,
     /// Bytes for a connection of the running command. Gets no reply; ignored if the connection is gone.
@@ -150,6 +153,8 @@ pub enum Reply {
     /// The file system of the container's writable root is full, so no later result of this
     /// container can be trusted. Sent once, with id 0, at any time.
     DiskFull(FreeSpace),
+    /// What commands have put on the host's disk.
+    DiskUse(DiskUse),
     /// A piece of a command's output.
     Output {
         /// Whether the piece belongs to the tail (after the cut) or to the head.
@@ -202,10 +207,10 @@ pub enum Reply {
     TreeEnd(TreeEnd),
 }
 
-/// A regular file that differs from the marked tree.
+/// A regular file or symbolic link that differs from the marked tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ChangedItem {
-    /// It does not exist any more, or is not a regular file any more.
+    /// It does not exist any more, or is neither a regular file nor a symbolic link any more.
     Removed {
         /// Path relative to the working directory.
         path: String,
@@ -214,7 +219,7 @@ pub enum ChangedItem {
     Written {
         /// Path relative to the working directory.
         path: String,
-        /// Permission bits.
+        /// Permission bits, with [`LINK_MODE`] for a symbolic link.
         mode: u32,
         /// Bytes of content.
         size: u64,
@@ -271,6 +276,14 @@ pub enum CommandEnd {
     Stopped,
 }
 
+/// The type of a symbolic link in a file's mode, as in git. Its content is its target.
+pub const LINK_MODE: u32 = 0o120_000;
+
+/// Whether `mode` is that of a symbolic link.
+pub fn is_link(mode: u32) -> bool {
+    mode & 0o170_000 == LINK_MODE
+}
+
 /// Whether a path stays below the working directory.
 ///
 /// It must be relative, not empty, shorter than 4,096 bytes, and consist of normal components of
@@ -318,6 +331,7 @@ impl Request {
             Self::Bytes { connection, data } => w.u64(*connection).rest(data).frame(id, 13),
             Self::CloseConnection { connection } => w.u64(*connection).frame(id, 14),
             Self::Stop => w.frame(id, 15),
+            Self::DiskUse => w.frame(id, 16),
         }
     }
 
@@ -353,6 +367,7 @@ impl Request {
             13 => r.u64().map(|connection| Self::Bytes { connection, data: r.rest() }),
             14 => r.u64().map(|connection| Self::CloseConnection { connection }),
             15 => Some(Self::Stop),
+            16 => Some(Self::DiskUse),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(request, r, kind)
@@ -381,6 +396,7 @@ impl Reply {
                 w.u32(*version).u64(free.bytes).u64(free.files).frame(id, 64)
             }
             Self::DiskFull(free) => w.u64(free.bytes).u64(free.files).frame(id, 71),
+            Self::DiskUse(used) => w.u64(used.bytes).u64(used.files).frame(id, 77),
             Self::Output { tail, data } => w.u8(u8::from(*tail)).rest(data).frame(id, 65),
             Self::Done(report) => {
                 let (tag, value) = match report.end {
@@ -453,6 +469,7 @@ impl Reply {
             74 => r.u64().map(|connection| Self::Opened { connection }),
             75 => r.u64().map(|connection| Self::Bytes { connection, data: r.rest() }),
             76 => r.u64().map(|connection| Self::Closed { connection }),
+            77 => (|| Some(Self::DiskUse(DiskUse { bytes: r.u64()?, files: r.u64()? })))(),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(reply, r, kind)

@@ -4,7 +4,8 @@
 
 use crate::changes::{self, MarkedTree};
 use crate::deadline::DeadlineTimer;
-use crate::disk::CHECK_INTERVAL;
+use crate::disk::{CHECK_INTERVAL, DiskUse};
+use crate::disk_use::{WrittenBytes, changed_since};
 use crate::files::{self, WriteError};
 use crate::forward::Forwarder;
 use crate::job::{Job, StartError, TERM_GRACE, oom_kills};
@@ -22,13 +23,16 @@ use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// A host that sends no frame for this long while a command runs is considered gone.
 const HOST_SILENCE: Duration = Duration::from_mins(1);
 /// The container's root, which is on the host's disk. If it is writable, all other places that
 /// commands can write to are on that disk, too.
 const ROOT: &std::ffi::CStr = c"/";
+/// Some file systems free the space of deleted files only a while after the last process that held them
+/// has ended.
+const FREEING_TIME: Duration = Duration::from_secs(2);
 /// A killed process may take a while to free its memory; one that takes longer than this is stuck.
 const KILL_TIMEOUT: Duration = Duration::from_secs(15);
 
@@ -58,10 +62,19 @@ struct Server {
     damage: Option<String>,
     /// Whether commands can write to the host's disk and it has not been full yet.
     watches_disk: bool,
+    started_at: SystemTime,
+    written: WrittenBytes,
+    /// Bytes of deleted files that the last command's processes held at its end.
+    deleted_bytes: u64,
+    /// The request for the use of the disk that came while a command was running.
+    disk_use_asked: Option<u64>,
 }
 
 /// Serves requests until the host closes the stream. Fails if the stream or a system call fails.
 pub(crate) fn serve(options: Options) -> io::Result<()> {
+    #[expect(clippy::disallowed_methods, reason = "files have times of the wall clock")]
+    let started_at = SystemTime::now();
+    let written = WrittenBytes::open();
     sys::harden_process()?;
     protection::check()?;
     let children = sys::open_child_signal()?;
@@ -90,6 +103,10 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
         has_run: false,
         was_changed: false,
         damage: None,
+        started_at,
+        written,
+        deleted_bytes: 0,
+        disk_use_asked: None,
     };
     server.reply(0, &Reply::Hello { version: VERSION, free })?;
     loop {
@@ -191,6 +208,7 @@ impl Server {
                     output.write_all(&reply.encode(frame.id).map_err(io::Error::other)?)
                 })
             }
+            Request::DiskUse => self.send_disk_use(frame.id),
             Request::Reset => {
                 let result = self.reset();
                 self.reply(frame.id, &Reply::Ack(result))
@@ -214,6 +232,38 @@ impl Server {
         }
         self.watches_disk = false;
         self.reply(0, &Reply::DiskFull(free))
+    }
+
+    fn send_disk_use(&mut self, id: u64) -> io::Result<()> {
+        let mut used = if self.options.reusable {
+            DiskUse::default()
+        } else {
+            changed_since(Path::new("/"), self.started_at)
+        };
+        used.bytes = used.bytes.saturating_add(self.deleted_bytes);
+        self.reply(id, &Reply::DiskUse(used))
+    }
+
+    /// Kills the command and everything else, and finds out how much space its deleted files took: at
+    /// most what became free meanwhile, because others may free space too, and at most what was written
+    /// here.
+    fn end_command(&mut self, job: &mut Job) -> io::Result<()> {
+        if self.options.reusable {
+            return self.kill_everything(Some(job));
+        }
+        let before = sys::free_space(ROOT)?.bytes;
+        self.kill_everything(Some(job))?;
+        let written = self.written.total();
+        let wait_until = Instant::now() + FREEING_TIME;
+        loop {
+            let freed = sys::free_space(ROOT)?.bytes.saturating_sub(before);
+            self.deleted_bytes = freed.min(written);
+            let is_needed = self.disk_use_asked.is_some() && freed < written;
+            if !is_needed || Instant::now() >= wait_until {
+                return Ok(());
+            }
+            sys::poll(&[], Some(CHECK_INTERVAL))?;
+        }
     }
 
     fn reset(&mut self) -> Result<(), Refusal> {
@@ -316,7 +366,7 @@ impl Server {
                 // Before the kill, because deleted files free their space once their holders are
                 // dead.
                 self.check_disk()?;
-                self.kill_everything(Some(&mut job))?;
+                self.end_command(&mut job)?;
                 drop(forwarder);
                 self.restore_own_state();
                 while job.read_available()? {}
@@ -329,7 +379,11 @@ impl Server {
                     oom_kills: oom_kills().saturating_sub(oom_before),
                     elapsed_us: u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX),
                 };
-                self.reply(id, &Reply::Done(report))
+                self.reply(id, &Reply::Done(report))?;
+                match self.disk_use_asked.take() {
+                    Some(asked) => self.send_disk_use(asked),
+                    None => Ok(()),
+                }
             }
             Err(StartError::Command(reason)) => {
                 self.send_output(id, false, reason.as_bytes())?;
@@ -368,7 +422,7 @@ impl Server {
             if job.exceeded_output(now) {
                 return Ok(Some(CommandEnd::Flooded));
             }
-            if now >= self.last_frame_at + HOST_SILENCE {
+            if self.disk_use_asked.is_some() || now >= self.last_frame_at + HOST_SILENCE {
                 return Ok(Some(CommandEnd::Abandoned));
             }
             match killing_at {
@@ -437,6 +491,7 @@ impl Server {
                     }
                 }
                 Request::Stop => return Ok(true),
+                Request::DiskUse => self.disk_use_asked = Some(frame.id),
                 Request::Exec(_)
                 | Request::Write { .. }
                 | Request::WriteEnd

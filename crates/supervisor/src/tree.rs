@@ -213,6 +213,7 @@ mod tests {
                 Reply::TreeEnd(e) => end = Some(e),
                 Reply::Hello { .. }
                 | Reply::DiskFull(_)
+                | Reply::DiskUse(_)
                 | Reply::Damaged(_)
                 | Reply::Output { .. }
                 | Reply::Opened { .. }

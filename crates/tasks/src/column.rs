@@ -1,6 +1,8 @@
 //! Checks of a row's columns: names, revisions, and the sizes of texts and lists.
 
+use crate::text::printable;
 use orchestrate_types::is_unprintable;
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// Maximum length of a name (repository, version, family), in bytes.
@@ -11,6 +13,10 @@ const TEXT_BYTES: usize = 64 << 20;
 const TEST_BYTES: usize = 64 << 10;
 /// Maximum number of tests or files in a row.
 const COUNT: usize = 200_000;
+/// Folder in which graders keep files of their own while they grade.
+const STAGING_FOLDER: &str = ".grading";
+/// Number of characters of a refused path that a message repeats.
+const PATH_CHARS: usize = 120;
 
 /// A column whose value no task may have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -75,6 +81,35 @@ pub(crate) fn files<'a>(
         text(column, content)?;
     }
     count(column, number)
+}
+
+/// Checks that files can exist next to each other and next to `others`, and returns their paths: no
+/// two of them have the same path, and no file has the path of another one's folder.
+pub(crate) fn paths<'a>(
+    column: &'static str,
+    paths: impl IntoIterator<Item = &'a str>,
+    others: &BTreeSet<&'a str>,
+) -> Result<BTreeSet<&'a str>, ColumnProblem> {
+    let problem = |path: &str, reason: &str| {
+        Err(ColumnProblem::new(column, format!("`{}` {reason}", printable(path, PATH_CHARS))))
+    };
+    let mut own = BTreeSet::new();
+    for path in paths {
+        if path.split('/').next() == Some(STAGING_FOLDER) {
+            return problem(path, "is in the folder of the grader's own files");
+        }
+        if !own.insert(path) {
+            return problem(path, "occurs twice");
+        }
+    }
+    let all: BTreeSet<&str> = own.union(others).copied().collect();
+    for path in &all {
+        let mut folders = path.match_indices('/').filter_map(|(at, _)| path.get(..at));
+        if let Some(folder) = folders.find(|folder| all.contains(folder)) {
+            return problem(folder, "is both a file and the folder of another file");
+        }
+    }
+    Ok(own)
 }
 
 /// Checks the length of a list.

@@ -176,6 +176,51 @@ fn invalid_rows_are_refused_with_id_and_reason_and_the_others_load() {
 }
 
 #[test]
+fn rows_whose_files_cannot_exist_together_are_refused_by_column() {
+    let row = |id: &str, given: &[&str], hidden: &[&str]| {
+        let files: Vec<Value> =
+            given.iter().map(|path| json!({"path": path, "content": ""})).collect();
+        let codes = vec![""; hidden.len()];
+        let mut row = r2e_row(id);
+        row["repair"] = json!({"family": "f", "agent_files": files, "test_command": "true",
+            "test_timeout_s": 9});
+        row["execution_result_content"] =
+            json!({"test_file_names": hidden, "test_file_codes": codes});
+        row
+    };
+    let rows = [
+        row("fine", &["a.py", "a/b", "a-b", "test_a.py"], &["test_a.py"]),
+        row("folder", &["a/b", "a-", "a"], &["test_a.py"]),
+        row("deep", &["a", "a-", "a/b/c"], &["test_a.py"]),
+        row("twice", &["a", "b", "a"], &["test_a.py"]),
+        row("dot", &["a", "./a"], &["test_a.py"]),
+        row("slash", &["a/b", "a//b"], &["test_a.py"]),
+        row("hidden", &["tests"], &["tests/test_a.py"]),
+        row("below", &["tests/x/y"], &["tests/x"]),
+        row("again", &["a"], &["t.py", "t.py"]),
+        row("staged", &[".grading"], &["t.py"]),
+    ];
+    let (good, bad) = loaded(json_lines(&rows).as_bytes());
+    assert_eq!(good.iter().map(Row::id).collect::<Vec<_>>(), ["aiohttp__fine"]);
+    let found: Vec<(usize, &str)> = bad.iter().map(|bad| (bad.row, bad.reason.as_str())).collect();
+    let both = "`a` is both a file and the folder of another file";
+    for ((row, reason), (column, part)) in found.iter().zip([
+        ("`repair.agent_files`", both),
+        ("`repair.agent_files`", both),
+        ("`repair.agent_files`", "`a` occurs twice"),
+        ("repair.agent_files[1].path", "not a valid path"),
+        ("repair.agent_files[1].path", "not a valid path"),
+        ("`execution_result_content`", "`tests` is both"),
+        ("`execution_result_content`", "`tests/x` is both"),
+        ("`execution_result_content`", "`t.py` occurs twice"),
+        ("`repair.agent_files`", "the grader's own files"),
+    ]) {
+        assert!(reason.contains(column) && reason.contains(part), "{row}: {reason}");
+    }
+    assert_eq!(found.len(), 9);
+}
+
+#[test]
 fn compressed_files_and_json_lists_load_like_json_lines() {
     let values = [swe_row("a-1"), r2e_row("b")];
     let lines = json_lines(&values);

@@ -182,8 +182,15 @@ impl GradingRun {
 }
 
 impl ModelName {
-    /// The name as a file or folder: `/` becomes `__`, as SWE-bench's harness does.
+    /// The name as a file or folder, different for different names: `/` becomes `__`, as SWE-bench's
+    /// harness does. In names where that would be ambiguous, an underscore next to `/` or to another
+    /// underscore becomes `%5F`, and every `%` becomes `%25`.
     pub fn file_name(&self) -> String {
+        model_file_name(&self.0)
+    }
+
+    /// The name as a file or folder in logs of earlier versions, which some names share.
+    pub fn shared_file_name(&self) -> String {
         self.0.replace('/', "__")
     }
 
@@ -205,6 +212,26 @@ impl ModelName {
     pub fn none() -> Self {
         Self("None".to_owned())
     }
+}
+
+/// See [`ModelName::file_name`]. A pair of underscores stands for `/`, because every other underscore
+/// is single, and so the name can be told from its file name.
+fn model_file_name(name: &str) -> String {
+    let mut file_name = String::with_capacity(name.len());
+    let (mut previous, mut rest) = (None, name.chars().peekable());
+    while let Some(c) = rest.next() {
+        let is_separator = |c: Option<char>| matches!(c, Some('/' | '_'));
+        match c {
+            '/' => file_name.push_str("__"),
+            '_' if is_separator(previous) || is_separator(rest.peek().copied()) => {
+                file_name.push_str("%5F");
+            }
+            '%' => file_name.push_str("%25"),
+            c => file_name.push(c),
+        }
+        previous = Some(c);
+    }
+    file_name
 }
 
 /// An id made of any text.
@@ -246,7 +273,7 @@ fn check_id(text: &str) -> Result<(), String> {
 
 fn check_model(text: &str) -> Result<(), String> {
     // Its form in a path may be longer than the name.
-    check_length(&text.replace('/', "__"), NAME_BYTES)?;
+    check_length(&model_file_name(text), NAME_BYTES)?;
     if let Some(c) = text.chars().find(|&c| is_unprintable(c)) {
         return Err(format!("it contains {c:?}"));
     }
@@ -363,6 +390,11 @@ mod tests {
             ("/models/Qwen", "__models__Qwen"),
             ("GPT 4 (May)", "GPT 4 (May)"),
             ("a/...", "a__..."),
+            ("a_b", "a_b"),
+            ("a__b", "a%5F%5Fb"),
+            ("a_/b", "a%5F__b"),
+            ("a/_b", "a__%5Fb"),
+            ("a%5Fb", "a%255Fb"),
         ] {
             assert_eq!(ModelName::new(name).unwrap().file_name(), file);
         }
@@ -372,6 +404,21 @@ mod tests {
         {
             assert!(ModelName::new(name).is_err(), "{name:?}");
         }
+    }
+
+    #[test]
+    fn different_model_names_have_different_file_names() {
+        let mut names = vec![String::new()];
+        for length in 0..6 {
+            let longer = names.iter().filter(|name| name.len() == length);
+            let add =
+                |name: &String| ["a", "_", "/", "%", "5F"].map(|next| format!("{name}{next}"));
+            names.extend(longer.flat_map(add).collect::<Vec<_>>());
+        }
+        let names: std::collections::BTreeSet<String> = names.into_iter().collect();
+        let files: std::collections::BTreeSet<String> =
+            names.iter().map(|name| model_file_name(name)).collect();
+        assert_eq!(files.len(), names.len());
     }
 
     #[test]

@@ -34,7 +34,8 @@ case $version in
     attempt git apply --check --reverse $patch && exit 0
     ;;
   strict)
-    attempt git apply --verbose "$@" $patch && exit 0
+    # Every byte of a file counts, whatever the repository's own attributes say.
+    attempt git --git-dir=/tmp/grading/git --work-tree=. apply --verbose "$@" $patch && exit 0
     ;;
   none) exit 0 ;;
 esac

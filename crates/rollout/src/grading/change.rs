@@ -2,9 +2,10 @@
 
 use crate::tree::TreeChange;
 use orchestrate_sandbox::FileEntry;
+use orchestrate_tasks::patch::check_link;
 use orchestrate_tasks::patch::rules::{check_path, is_test_path};
 use orchestrate_tasks::{Finding, Task};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The part of a change that is graded, and what was noticed in the rest.
 #[derive(Debug, Default)]
@@ -17,9 +18,19 @@ pub(super) struct GradedPart {
 }
 
 impl GradedPart {
-    /// Decides about `path`, which the change deletes or writes.
-    pub(super) fn add(&mut self, path: &str, is_deleted: bool, existed: impl Fn(&str) -> bool) {
-        match check_path(path, existed) {
+    /// Decides about `path`, which the change deletes or writes, as a link if it has a target.
+    pub(super) fn add(
+        &mut self,
+        path: &str,
+        is_deleted: bool,
+        target: Option<&[u8]>,
+        existed: impl Fn(&str) -> bool,
+    ) {
+        let checked = match target {
+            Some(target) => check_link(path, target, existed),
+            None => check_path(path, existed),
+        };
+        match checked {
             Ok(()) => self.touched.push(path.to_owned()),
             Err(finding) => {
                 let finding = match finding {
@@ -30,6 +41,24 @@ impl GradedPart {
                 self.refused.push(path.to_owned());
             }
         }
+    }
+
+    /// Refuses what takes the place of a folder in which a refused deletion leaves a file, and what
+    /// is below such a file: neither can be created, and the rest of the change could not be applied.
+    fn leave_out_conflicts(&mut self) {
+        let refused: BTreeSet<String> = self.refused.iter().cloned().collect();
+        let conflicts = |path: &str| {
+            let below = format!("{path}/");
+            let next = refused.range(below.clone()..).next();
+            next.is_some_and(|next| next.starts_with(&below))
+                || path
+                    .match_indices('/')
+                    .any(|(at, _)| path.get(..at).is_some_and(|folder| refused.contains(folder)))
+        };
+        let (left_out, touched) =
+            std::mem::take(&mut self.touched).into_iter().partition(|path| conflicts(path));
+        self.touched = touched;
+        self.refused.extend::<Vec<String>>(left_out);
     }
 }
 
@@ -44,17 +73,18 @@ pub(super) fn strict_change(task: &Task, change: &TreeChange) -> (TreeChange, Gr
         })
     };
     for file in &change.written {
-        part.add(&file.path, false, existed);
+        part.add(&file.path, false, file.is_link().then_some(file.content.as_slice()), existed);
     }
     for path in &change.removed {
-        part.add(path, true, existed);
+        part.add(path, true, None, existed);
     }
     let accepted: BTreeSet<&String> = part.touched.iter().collect();
     let written: Vec<FileEntry> =
         change.written.iter().filter(|file| accepted.contains(&file.path)).cloned().collect();
     let removed: Vec<String> =
         change.removed.iter().filter(|path| accepted.contains(path)).cloned().collect();
-    let change = TreeChange { written, removed, patch: change.patch.clone() };
+    let TreeChange { patch, findings, .. } = change;
+    let change = TreeChange { written, removed, patch: patch.clone(), findings: findings.clone() };
     (change, part)
 }
 
@@ -115,8 +145,9 @@ impl PatchListing {
         self.entries.contains(path)
     }
 
-    /// The part of the patch that strict grading accepts.
-    pub(super) fn strict_part(&self) -> GradedPart {
+    /// The part of the patch that strict grading accepts. `links` are those that it creates, with
+    /// their targets.
+    pub(super) fn strict_part(&self, links: &BTreeMap<String, String>) -> GradedPart {
         let mut part = GradedPart::default();
         let existed = |path: &str| self.existed(path);
         for (path, old) in &self.paths {
@@ -127,9 +158,10 @@ impl PatchListing {
                     if is_test_path(old) { Finding::TestsDeleted } else { Finding::ConfigTouched };
                 part.findings.insert(finding);
             } else {
-                part.add(path, is_deleted, existed);
+                part.add(path, is_deleted, links.get(path).map(String::as_bytes), existed);
             }
         }
+        part.leave_out_conflicts();
         part
     }
 }
@@ -189,6 +221,25 @@ mod tests {
     }
 
     #[test]
+    fn what_would_be_created_over_or_below_a_kept_file_is_left_out() {
+        let mut part = GradedPart::default();
+        for (path, is_deleted) in [
+            ("pkg", false),
+            ("pkg/core.py", true),
+            ("pkg/tests/test_a.py", true),
+            ("setup.cfg", true),
+            ("setup.cfg/x.py", false),
+            ("setup", false),
+        ] {
+            part.add(path, is_deleted, None, |_| true);
+        }
+        part.leave_out_conflicts();
+        assert_eq!(part.touched, ["pkg/core.py", "setup"]);
+        let refused = ["pkg/tests/test_a.py", "setup.cfg", "pkg", "setup.cfg/x.py"];
+        assert_eq!(part.refused, refused);
+    }
+
+    #[test]
     fn the_listing_of_a_patch_names_renamed_and_deleted_files() {
         let new = ["1\t1\tcalc.py", "-\t-\tdata [x].bin", "0\t0\tnew.py", "0\t3\ttests/test_b.py"];
         let old = [new[3], "0\t0\ttests/test_a.py", new[1], new[0]];
@@ -201,10 +252,15 @@ mod tests {
         let listing = PatchListing::read(&output).unwrap();
         assert_eq!(listing.runner, "python -m pytest\n");
         assert_eq!(listing.tracing, ["calc.py"]);
-        let part = listing.strict_part();
+        let links = BTreeMap::from([("calc.py".to_owned(), "impl.py".to_owned())]);
+        let part = listing.strict_part(&links);
         assert_eq!(part.touched, ["calc.py", "data [x].bin"]);
         assert_eq!(part.refused, ["new.py", "tests/test_b.py"]);
         assert_eq!(part.findings.into_iter().collect::<Vec<_>>(), [Finding::TestsDeleted]);
+        let links = BTreeMap::from([("calc.py".to_owned(), "/etc/passwd".to_owned())]);
+        let part = listing.strict_part(&links);
+        assert_eq!(part.refused, ["calc.py", "new.py", "tests/test_b.py"]);
+        assert!(part.findings.contains(&Finding::LinkOutside));
         assert!(PatchListing::read("\u{1}entries\n").is_none());
         assert_eq!(exclude_option("data [x].bin"), "--exclude=data \\[x\\].bin");
     }

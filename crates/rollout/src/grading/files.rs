@@ -6,7 +6,7 @@ use super::rules::GradingRules;
 use super::tests_run::{TestRun, run_by_log, run_reported};
 use crate::sandboxes::{file_entry, refused};
 use crate::tree::TreeChange;
-use orchestrate_sandbox::{Command, FileEntry, Sandbox, SandboxError};
+use orchestrate_sandbox::{Command, FileEntry, LINK_MODE, Sandbox, SandboxError};
 use orchestrate_tasks::Task;
 use orchestrate_tasks::patch::{self, PatchError};
 use orchestrate_tasks::reporter::{self, TestCommand, TestPlan};
@@ -30,7 +30,12 @@ pub(super) fn apply_patch(task: &Task, patch: &str) -> Result<TreeChange, PatchE
     let removed = task.agent_files.iter().map(|file| &file.path);
     let removed = removed.filter(|path| !paths.contains(path.as_str())).cloned().collect();
     let written = patched.iter().filter(|file| !task.agent_files.contains(file)).map(file_entry);
-    Ok(TreeChange { written: written.collect(), removed, patch: patch.to_owned() })
+    let mut written: Vec<FileEntry> = written.collect();
+    let links = patch::created_links(patch).unwrap_or_default();
+    for file in written.iter_mut().filter(|file| links.contains_key(&file.path)) {
+        file.mode = LINK_MODE | 0o777;
+    }
+    Ok(TreeChange { written, removed, patch: patch.to_owned(), ..TreeChange::default() })
 }
 
 /// Writes the task's files, the change over them and the hidden files over both, then runs the

@@ -11,6 +11,7 @@ use crate::collection::failed_here;
 use crate::offload;
 use crate::sandboxes::{file_entry, refused};
 use orchestrate_sandbox::{Command, ExecResult, Exit, FileEntry, Sandbox, SandboxError};
+use orchestrate_tasks::patch;
 use orchestrate_tasks::r2e::HIDDEN_FOLDER;
 use orchestrate_tasks::reporter::{self, TestCommand, TestPlan};
 use orchestrate_tasks::swe::{self, Harness, SweRow};
@@ -54,7 +55,8 @@ pub(super) async fn grade_r2e(
     }));
     sandbox.write_files(&files).await?;
     let listing = list_patch(sandbox).await?;
-    let part = if rules.is_strict() { listing.strict_part() } else { GradedPart::default() };
+    let part =
+        if rules.is_strict() { strict_part(&listing, patch)? } else { GradedPart::default() };
     let options = exclusions(&part.refused)?;
     let prepared = sandbox.exec(&script(PREPARE_R2E, &options)).await?;
     let apply_log = prepared.text();
@@ -95,6 +97,14 @@ async fn list_patch(sandbox: &mut dyn Sandbox) -> Result<PatchListing, GradeErro
     }
     PatchListing::read(&listed.text())
         .ok_or_else(|| GradeError::NotApplied("its list of files cannot be read".to_owned()))
+}
+
+/// The part of the patch that strict grading accepts.
+fn strict_part(listing: &PatchListing, patch: &str) -> Result<GradedPart, GradeError> {
+    let links = patch::created_links(patch).ok_or_else(|| {
+        GradeError::NotApplied("the name of a symbolic link in it cannot be read".to_owned())
+    })?;
+    Ok(listing.strict_part(&links))
 }
 
 /// Options of `git apply` that leave out the hidden tests and these paths.
@@ -169,9 +179,10 @@ pub(super) async fn grade_swe_bench(
     };
     let (mut part, mut listing) = (GradedPart::default(), None);
     if is_strict && !patch.is_empty() {
-        match list_patch(sandbox).await {
-            Ok(found) => {
-                part = found.strict_part();
+        let listed = list_patch(sandbox).await;
+        match listed.and_then(|listing| Ok((strict_part(&listing, patch)?, listing))) {
+            Ok((accepted, found)) => {
+                part = accepted;
                 listing = Some(found);
             }
             Err(GradeError::NotApplied(message)) => {

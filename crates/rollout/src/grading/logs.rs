@@ -20,8 +20,17 @@ pub struct GradeLogs {
 impl GradeLogs {
     /// The folder of one graded change.
     pub fn folder(&self, run: &GradingRun, task: &Task) -> Utf8PathBuf {
+        self.folder_of(run, task, &self.model.file_name())
+    }
+
+    /// The folder that earlier versions used, which other models may share; often the same.
+    pub fn earlier_folder(&self, run: &GradingRun, task: &Task) -> Utf8PathBuf {
+        self.folder_of(run, task, &self.model.shared_file_name())
+    }
+
+    fn folder_of(&self, run: &GradingRun, task: &Task, model: &str) -> Utf8PathBuf {
         let evaluation = self.root.join("logs/run_evaluation").join(run.as_str());
-        evaluation.join(self.model.file_name()).join(task.id.as_str())
+        evaluation.join(model).join(task.id.as_str())
     }
 }
 
@@ -29,9 +38,8 @@ impl GradeLogs {
 /// path.
 ///
 /// It contains `patch.diff`, `eval.sh`, `test_output.txt`, `report.json` and `run_instance.log`; a
-/// file without content is left out. In the model's name `/` becomes `__`; none of the three names
-/// can lead out of [`GradeLogs::root`]. For families other than
-/// SWE-bench `report.json` is the verdict.
+/// file without content is left out. MODEL is [`ModelName::file_name`]; none of the three names can
+/// lead out of [`GradeLogs::root`]. For families other than SWE-bench `report.json` is the verdict.
 ///
 /// # Errors
 /// If a file cannot be written.

@@ -68,13 +68,15 @@ async fn grade_in(
         GradedInput::Change(change) => Cow::Borrowed(change),
         GradedInput::Files(files) => Cow::Owned(tree::change_in(sandbox, files).await?),
     };
-    match &task.origin {
+    let mut graded = match &task.origin {
         Origin::Files => files::grade(sandbox, task, &change, rules).await,
         Origin::R2e => image::grade_r2e(sandbox, task, &change.patch, rules).await,
         Origin::SweBench(row) => {
             image::grade_swe_bench(sandbox, task, row, &change.patch, rules).await
         }
-    }
+    }?;
+    graded.verdict = graded.verdict.with_findings(change.findings.iter().copied());
+    Ok(graded)
 }
 
 /// Grades a text patch in the same way as an episode's change.

@@ -8,6 +8,8 @@ RUN set -eu; git init -q -b main; mkdir -p tests .venv/bin; \
   printf 'def total(items):\n    return sum(items[:-1])\n' > calc.py; \
   printf 'def near(a, b):\n    return a == b\n' > tests/helper.py; \
   printf 'a\r\nb\r\n' > windows.txt; printf 'caf\351\n' > latin.txt; echo x > gone.txt; \
+  printf '# -*- coding: latin-1 -*-\nNAME = "caf\351"\n' > cafe.py; ln -s calc.py alias.py; \
+  ln -s calc.py moved.py; ln -s windows.txt dropped; echo 'NAME = 1' > plain.py; echo x > kept.txt; \
   printf '*.txt text=auto\n' > .gitattributes; printf '*.log\nkept.log\n' > .gitignore; \
   echo 1 > kept.log; git add -A; git add -f kept.log; git commit -qm old; \
   printf 'def total(items):\n    return sum(items)\n' > calc.py; git commit -qam 'the fix'; \

@@ -10,7 +10,7 @@ use orchestrate_sandbox::{
     SandboxSpec,
 };
 use orchestrate_tasks::Task;
-use orchestrate_types::{ByteSize, Outcome, RunId, Stage};
+use orchestrate_types::{ByteSize, Limit, Outcome, RunId, Stage};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -106,9 +106,9 @@ async fn docker_full_disk_breaks_attempts_and_gives_no_verdict() {
     let report = attempt(&ours, &task, WRITES, &logs).await;
     assert!(scored(&report) > 0.5, "{:?}", report.verdict);
 
-    // An agent that fills the disk itself gets no observation and no verdict, and leaves nothing.
+    // An agent that fills the disk itself gets no observation and no other attempt, and leaves nothing.
     let report = attempt(&ours, &task, FILL, &logs).await;
-    broken(&report, Stage::Exec);
+    assert_eq!(report.outcome, Outcome::Truncated { limit: Limit::SandboxDamage, reward: 0.0 });
     assert_eq!(report.turns[0].observation, "");
     let report = attempt(&ours, &task, FIX, &logs).await;
     assert!(scored(&report) > 0.5, "{:?}", report.verdict);

@@ -19,7 +19,7 @@ use orchestrate_sandbox::{
 };
 use orchestrate_tasks::r2e::R2eRow;
 use orchestrate_tasks::swe::{Harness, SweRow};
-use orchestrate_tasks::{Task, patch};
+use orchestrate_tasks::{Finding, Task, patch};
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
 use orchestrate_types::{Limit, Outcome, PolicyVersion, RunId};
 use serde_json::json;
@@ -243,6 +243,9 @@ async fn docker_r2e_every_byte_of_a_text_change_reaches_the_tests_and_nothing_el
         FIX,
         "sed -i 's/b/B/' windows.txt; printf 'th\\351\\n' > latin.txt; printf '\\0\\1\\2' > blob; \
          echo 2 > kept.log; rm gone.txt; chmod +x calc.py; ln -s calc.py link; touch want_bytes",
+        "rm alias.py; echo 'NAME = 2' > alias.py; ln -sf alias.py plain.py; ln -sf plain.py moved.py; \
+         rm dropped; ln -sf /etc/hostname kept.txt; ln -s ../tmp outside; ln -s .venv/bin tools; \
+         printf '# -*- coding: latin-1 -*-\\nNAME = \"th\\351\"\\n' > cafe.py",
         // None of this may have an effect.
         "rm -rf .git; git config --global diff.noprefix true; git config --global core.autocrlf true; \
          git config --global core.excludesFile /x; echo '*' > /x; echo noise > new.pyc; \
@@ -253,6 +256,10 @@ async fn docker_r2e_every_byte_of_a_text_change_reaches_the_tests_and_nothing_el
             .await;
     assert!(scored(&report) > 0.5, "{:?}\n{}", report.verdict, report.patch);
     assert!(!report.patch.contains("r2e_tests") && !report.patch.contains("new.pyc"));
+    let noticed = report.verdict.unwrap().suspicious;
+    for finding in [Finding::LinkOutside, Finding::EnvironmentTouched] {
+        assert!(noticed.contains(&finding), "{noticed:?}");
+    }
 }
 
 #[tokio::test]

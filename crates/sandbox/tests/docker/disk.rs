@@ -4,7 +4,7 @@ use crate::common::{Fixture, IMAGE, SHORT};
 use orchestrate_e2e::{Daemon, SMALL_DISK_FILES};
 use orchestrate_sandbox::{
     Command, DockerHostSection, DockerHosts, ExecResult, ImageHooks, Sandbox, SandboxError,
-    SandboxErrorKind, SandboxProvider as _, SandboxSection, SandboxSpec,
+    SandboxErrorKind, SandboxProvider as _, SandboxSection, SandboxSpec, Seccomp,
 };
 use orchestrate_types::ByteSize;
 use std::time::{Duration, Instant};
@@ -45,6 +45,14 @@ async fn open_writable(fixture: &Fixture, attempt: u32) -> Result<Box<dyn Sandbo
 
 async fn run(sandbox: &mut Box<dyn Sandbox>, script: &str) -> Result<ExecResult, SandboxError> {
     sandbox.exec(&Command::shell(script, SHORT)).await
+}
+
+/// The message for a sandbox whose own commands filled the disk.
+fn own_doing_message(result: Result<ExecResult, SandboxError>) -> String {
+    let error = result.unwrap_err();
+    assert!(matches!(error.kind, SandboxErrorKind::Damaged { .. }), "{error}");
+    assert!(error.is_agents_doing() && error.to_string().contains("sandbox.disk"), "{error}");
+    error.to_string()
 }
 
 fn disk_full_message(result: Result<ExecResult, SandboxError>) -> String {
@@ -95,13 +103,14 @@ async fn docker_results_on_a_full_disk_are_rejected() {
         // Its tmpfs is full after 64 MiB, which does not affect other sandboxes.
         run(&mut in_memory, "sleep 3; cat /dev/zero > full; rm full; echo later > x; cat x"),
     );
-    assert!(disk_full_message(filled).contains("MiB free"));
+    assert!(own_doing_message(filled).contains("MiB free"));
     disk_full_message(waited);
     assert!(start.elapsed() < Duration::from_secs(12), "{:?}", start.elapsed());
     let text = in_memory_result.unwrap().text();
     assert!(text.contains("No space left on device") && text.ends_with("later\n"), "{text}");
 
-    let write = ["exec", "witness", "sh", "-c", "head -c 9000000 /dev/zero > /x"];
+    // The filler was stopped before nothing at all was free.
+    let write = ["exec", "witness", "sh", "-c", "head -c 300000000 /dev/zero > /x; rm /x"];
     let write = daemon.docker(&write).unwrap();
     assert!(orchestrate_e2e::stderr(&write).contains("No space left on device"), "{write:?}");
     let file = orchestrate_sandbox::FileEntry {
@@ -129,16 +138,66 @@ async fn docker_results_on_a_full_disk_are_rejected() {
 async fn docker_disk_filled_by_the_last_write_or_without_inodes_counts_as_full() {
     let test = "docker_disk_filled_by_the_last_write_or_without_inodes_counts_as_full";
     let Some(daemon) = daemon(test) else { return };
-    let fixture = fixture(&daemon).await;
+    // `fallocate` fills the disk at once, and only the daemon's own list of system calls allows it.
+    let raw = SandboxSection {
+        docker_host: Some(daemon.host()),
+        min_free_disk: Some(MIN_FREE),
+        seccomp: Some(Seccomp::Daemon),
+        ..SandboxSection::default()
+    };
+    let fixture = Fixture::with(raw).await.unwrap();
     let at_once = "for n in 9 8 7 6 5 4; do fallocate -l ${n}00M /fill && break; done".to_owned();
     let files = format!("mkdir /many; cd /many; seq {SMALL_DISK_FILES} | xargs touch 2> /dev/null");
     for (attempt, (script, message)) in (1..).zip([(&at_once, "MiB free"), (&files, "inodes")]) {
         let mut sandbox = open_after_recovery(&fixture, attempt).await;
-        let error = disk_full_message(run(&mut sandbox, script).await);
+        let error = own_doing_message(run(&mut sandbox, script).await);
         assert!(error.contains(message), "{error}");
         sandbox.close().await.unwrap();
     }
     open_after_recovery(&fixture, 3).await.close().await.unwrap();
+    fixture.finish().await;
+}
+
+#[tokio::test]
+async fn docker_full_disk_is_the_doing_of_the_sandbox_whose_files_are_there() {
+    let test = "docker_full_disk_is_the_doing_of_the_sandbox_whose_files_are_there";
+    let Some(daemon) = daemon(test) else { return };
+    let fixture = fixture(&daemon).await;
+    let hidden = [
+        "exec 3> /fill; rm /fill; cat /dev/zero >&3; sleep 15",
+        // In a folder that this process may not enter at first.
+        "mkdir /d; exec 3> /d/fill; chmod 0 /d; cat /dev/zero >&3; sleep 15",
+        // Below a path that is longer than system calls accept.
+        "n=$(printf %0200d 0); for i in $(seq 30); do mkdir $n; cd $n; done; cat /dev/zero > fill; sleep 15",
+        "cat /dev/zero > /etc/hosts; sleep 15",
+        // Without writing: denied, so that Python writes instead.
+        "python3 -c \"
+import os, time
+fd = os.open('/fill', os.O_RDWR | os.O_CREAT)
+os.unlink('/fill')
+os.posix_fallocate(fd, 0, 1800 << 20)
+\"; sleep 15",
+        "truncate -s 1800M /fill; python3 -c \"
+import mmap, os, time
+fd = os.open('/fill', os.O_RDWR)
+os.unlink('/fill')
+map = mmap.mmap(fd, 1800 << 20)
+for at in range(0, len(map), 4096):
+    map[at] = 1
+\"; sleep 15",
+    ];
+    for (attempt, script) in (1..).zip(hidden) {
+        let mut neighbour = open_after_recovery(&fixture, 20 + attempt).await;
+        let mut sandbox = open_after_recovery(&fixture, attempt).await;
+        let (filled, waited) = tokio::join!(
+            run(&mut sandbox, script),
+            run(&mut neighbour, "head -c 9000000 /dev/zero > /x; sleep 15"),
+        );
+        own_doing_message(filled);
+        disk_full_message(waited);
+        sandbox.close().await.unwrap();
+        neighbour.close().await.unwrap();
+    }
     fixture.finish().await;
 }
 
@@ -154,7 +213,7 @@ async fn docker_full_disk_rejects_results_of_other_sandboxes_on_the_host() {
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert!(daemon.docker(&["pause", &name]).unwrap().status.success());
         let mut filler = open_writable(&fixture, 2).await.unwrap();
-        disk_full_message(run(&mut filler, FILL).await);
+        own_doing_message(run(&mut filler, FILL).await);
         filler.close().await.unwrap();
         open_after_recovery(&fixture, 3).await.close().await.unwrap();
         assert!(daemon.docker(&["unpause", &name]).unwrap().status.success());

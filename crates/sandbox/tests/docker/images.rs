@@ -89,7 +89,11 @@ impl Fixture {
             events.events.lock().unwrap().push(event.clone());
             events.added.notify_waiters();
         });
-        let hooks = ImageHooks { lock: Some(Arc::clone(&self.lock) as _), listener, ..ImageHooks::default() };
+        let hooks = ImageHooks {
+            lock: Some(Arc::clone(&self.lock) as _),
+            listener,
+            ..ImageHooks::default()
+        };
         DockerProvider::connect_with(raw.check().unwrap(), hooks).await.unwrap()
     }
 

@@ -80,9 +80,43 @@ fn changes_are_those_of_content_and_executable_bit() {
     std::fs::write(root.join(".mypy_cache/CACHEDIR.TAG"), "x").unwrap();
     std::fs::write(root.join(".mypy_cache/3.11/builtins.data.json"), "{}").unwrap();
     let (items, end) = changes(&tree, root);
-    let expected = ["-gone", "-linked", "+deep/.venv/evil.pth", "~edited", "+new(binary)", "~run"];
+    let expected = ["-gone", "+deep/.venv/evil.pth", "~edited", "~linked", "+new(binary)", "~run"];
     assert_eq!(paths(&items), expected);
     assert_eq!(end, TreeEnd::Complete { files: 6 });
+}
+
+#[test]
+fn links_are_files_whose_content_is_their_target() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    std::fs::create_dir(root.join("d")).unwrap();
+    for (name, target) in [("same", "d"), ("moved", "d"), ("file", "d"), ("gone", "absent")] {
+        symlink(target, root.join(name)).unwrap();
+    }
+    std::fs::write(root.join("real"), "d").unwrap();
+    symlink("d", root.join(".gitignore")).unwrap();
+    let tree = mark(root, &skip()).unwrap();
+    assert_eq!(changes(&tree, root).0, []);
+    tree.send_named(root, ".gitignore", 99, |reply| {
+        assert_eq!(reply, Reply::TreeEnd(TreeEnd::Complete { files: 0 }));
+        Ok(())
+    })
+    .unwrap();
+    for name in ["moved", "file", "gone", "real"] {
+        std::fs::remove_file(root.join(name)).unwrap();
+    }
+    symlink("real", root.join("moved")).unwrap();
+    std::fs::write(root.join("file"), "d").unwrap();
+    symlink("d", root.join("real")).unwrap();
+    symlink("/etc", root.join("d/new")).unwrap();
+    let (items, _) = changes(&tree, root);
+    assert_eq!(paths(&items), ["-gone", "+d/new", "~file", "~moved", "~real"]);
+    let modes = items.iter().filter_map(|item| match item {
+        ChangedItem::Written { path, mode, .. } => Some((path.as_str(), is_link(*mode))),
+        ChangedItem::Removed { .. } => None,
+    });
+    let expected = [("d/new", true), ("file", false), ("moved", true), ("real", true)];
+    assert_eq!(modes.collect::<Vec<_>>(), expected);
 }
 
 #[test]
@@ -117,8 +151,10 @@ fn files_are_read_without_following_symlinks_and_within_a_cap() {
     symlink("d/a", root.join("file")).unwrap();
     File::create(root.join("sparse")).unwrap().set_len(3 << 30).unwrap();
     let asked = ["d/a", "link/a", "file", "absent", "../x", "d"];
-    let found = vec![("d/a".to_owned(), b"12345".to_vec())];
-    assert_eq!(read(root, &asked, 5), (found, TreeEnd::Complete { files: 1 }));
+    let found = [("d/a", "12345"), ("file", "d/a")];
+    let found = found.map(|(path, text)| (path.to_owned(), text.as_bytes().to_vec())).to_vec();
+    assert_eq!(read(root, &asked, 8), (found, TreeEnd::Complete { files: 2 }));
+    assert_eq!(read(root, &asked, 7).1, TreeEnd::TooLarge("file".into()));
     assert_eq!(read(root, &["d/a"], 4).1, TreeEnd::TooLarge("d/a".into()));
     assert_eq!(read(root, &["sparse"], 1 << 20).1, TreeEnd::TooLarge("sparse".into()));
 }

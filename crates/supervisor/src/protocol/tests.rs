@@ -30,6 +30,7 @@ fn request() -> impl Strategy<Value = Request> {
             .prop_map(|(connection, data)| Request::Bytes { connection, data }),
         any::<u64>().prop_map(|connection| Request::CloseConnection { connection }),
         Just(Request::Stop),
+        Just(Request::DiskUse),
         (proptest::collection::vec(text(), 0..4), any::<u64>())
             .prop_map(|(paths, cap)| Request::ReadFiles { paths, cap }),
         Just(Request::Reset),
@@ -53,6 +54,7 @@ fn reply() -> impl Strategy<Value = Reply> {
             free: FreeSpace { bytes, files }
         }),
         any::<[u64; 2]>().prop_map(|[bytes, files]| Reply::DiskFull(FreeSpace { bytes, files })),
+        any::<[u64; 2]>().prop_map(|[bytes, files]| Reply::DiskUse(DiskUse { bytes, files })),
         (any::<bool>(), any::<Vec<u8>>()).prop_map(|(tail, data)| Reply::Output { tail, data }),
         (end, any::<u64>(), any::<u32>(), any::<u64>()).prop_map(
             |(end, total_bytes, oom_kills, elapsed_us)| Reply::Done(CommandReport {

@@ -3,11 +3,14 @@
 //! The invariant: `apply(old, &diff(old, new)) == new` for any two trees of text files. Hunks are
 //! applied without fuzz or offset: every context line must be exactly where the hunk says.
 
+mod binary;
 mod bounded;
+mod links;
 mod parse;
 pub mod rules;
 
-pub use bounded::{DiffLimits, FileChange, FileVersion, bounded_diff};
+pub use bounded::{DiffLimits, FileChange, FileMode, FileVersion, bounded_diff};
+pub use links::{check_link, created_links, link_target};
 pub use parse::{FilePatch, Hunk, HunkLine, LineKind, parse};
 
 use crate::task::TaskFile;

@@ -238,7 +238,7 @@ fn hunk_head(line: &str) -> Option<(Hunk, (usize, usize))> {
 
 /// The path in `a/PATH b/PATH`. Both paths are equal, because a rename has lines of its own, so the
 /// text can be split in the middle even if the path contains spaces.
-fn header_path(names: &str) -> Option<String> {
+pub(super) fn header_path(names: &str) -> Option<String> {
     if names.starts_with('"') {
         return unquoted(names)
             .map(|(path, _)| path.strip_prefix("a/").unwrap_or(&path).to_owned());

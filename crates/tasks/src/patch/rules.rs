@@ -87,9 +87,13 @@ fn git_settings(path: &str) -> Option<Finding> {
 }
 
 fn runner(path: &str) -> Option<Finding> {
+    is_runner_path(path).then_some(Finding::RunnerTouched)
+}
+
+/// Whether a path belongs to the hidden tests or their runner.
+pub(super) fn is_runner_path(path: &str) -> bool {
     let first = path.split('/').next().unwrap_or_default();
-    let is_runner = matches!(first, "r2e_tests" | "run_tests.sh" | ".grading");
-    is_runner.then_some(Finding::RunnerTouched)
+    matches!(first, "r2e_tests" | "run_tests.sh" | ".grading")
 }
 
 /// Files by which pytest, unittest, coverage, tox and setuptools load code or select tests.
@@ -136,7 +140,7 @@ fn test(path: &str) -> Option<Finding> {
 }
 
 /// Folders that may be on Python's search path, so that a module in them has no package.
-const ROOTS: &[&str] = &["src/", "lib/", "python/"];
+pub(super) const ROOTS: &[&str] = &["src/", "lib/", "python/"];
 
 fn shadowed(path: &str, existed: impl Fn(&str) -> bool) -> Option<Finding> {
     let root = ROOTS.iter().find(|root| path.starts_with(**root)).copied().unwrap_or_default();

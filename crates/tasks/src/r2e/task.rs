@@ -5,6 +5,7 @@ use crate::column::{self, ColumnProblem};
 use crate::task::{Origin, Split, Task, TaskFile};
 use crate::{micro, repair};
 use orchestrate_types::{ImageName, RelativePath, TaskId};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// Names of test runners that discover the other test files of a row with `unittest`.
@@ -87,6 +88,7 @@ impl R2eRow {
             task.test_timeout = repair.test_timeout_s.get();
             task.origin = Origin::Files;
         }
+        check_paths(&task).map_err(|problem| RowError::Column { row: self.id(), problem })?;
         Ok(task)
     }
 
@@ -121,6 +123,20 @@ impl R2eRow {
         }
         Ok(id)
     }
+}
+
+/// Checks that the agent's files and the hidden files can exist in one tree. A hidden file may take the
+/// place of an agent's file.
+fn check_paths(task: &Task) -> Result<(), ColumnProblem> {
+    let column = match task.environment.as_str() {
+        repair::ENVIRONMENT => "repair.agent_files",
+        _ => "micro.agent_files",
+    };
+    let own = task.agent_files.iter().map(|file| file.path.as_str());
+    let own = column::paths(column, own, &BTreeSet::new())?;
+    let hidden = task.hidden_files.iter().map(|file| file.path.as_str());
+    column::paths("execution_result_content", hidden, &own)?;
+    Ok(())
 }
 
 /// The test command of R2E-Gym's images, which depends on the repository and its test runner.

@@ -123,7 +123,8 @@ async fn grade(
     }
     let model = prediction.model_name_or_path.clone();
     let logs = GradeLogs { root: args.out.clone(), model };
-    if let Some(known) = known(&logs.folder(&args.run_id, task), task, patch) {
+    let folders = [logs.folder(&args.run_id, task), logs.earlier_folder(&args.run_id, task)];
+    if let Some(known) = folders.iter().find_map(|folder| known(folder, task, patch)) {
         return Ok(known);
     }
     match grader.grade(task, patch).await {
