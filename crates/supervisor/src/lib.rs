@@ -9,6 +9,7 @@ mod changes;
 mod deadline;
 mod disk;
 mod files;
+mod forward;
 mod job;
 mod log;
 mod options;

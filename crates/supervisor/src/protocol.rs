@@ -4,7 +4,10 @@
 //! The decoder is bounded: a frame longer than [`MAX_FRAME`] is rejected before any of it is
 //! stored.
 
+mod connection;
+
 pub use crate::wire::{MAX_FRAME, ProtocolError};
+pub use connection::{AgentEvent, HostEvent, MAX_CONNECTIONS, WINDOW};
 
 use crate::disk::FreeSpace;
 use crate::wire::{HEADER, Reader, Writer};
@@ -12,7 +15,7 @@ use std::error::Error;
 use std::fmt;
 
 /// Version of this protocol, sent in [`Reply::Hello`].
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Largest content of a file or an output in one frame, in bytes.
 pub const CHUNK: usize = 256 * 1024;
 
@@ -40,7 +43,8 @@ impl Error for Refusal {}
 /// A request from the host to the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// Run a program. Answered by any number of [`Reply::Output`], then [`Reply::Done`].
+    /// Run a program. Answered by any number of [`Reply::Connection`], then of [`Reply::Output`],
+    /// then [`Reply::Done`].
     Exec(ExecRequest),
     /// Shows that the host is alive and checks that the supervisor is. Answered by [`Reply::Ack`].
     Ping,
@@ -93,6 +97,16 @@ pub enum Request {
         /// Milliseconds from now.
         millis: u64,
     },
+    /// Something about a connection to the forwarded port of the running command. Gets no reply,
+    /// and is ignored if no command runs.
+    Connection {
+        /// Number of the connection.
+        number: u64,
+        /// What happened to it.
+        event: HostEvent,
+    },
+    /// Kill the running command now. Gets no reply of its own, and is ignored if no command runs.
+    Stop,
 }
 
 /// A command to run.
@@ -108,6 +122,10 @@ pub struct ExecRequest {
     pub keep: u64,
     /// Bytes of output; the command is killed one second after it has written more.
     pub max_output: u64,
+    /// Port of the loopback interface on which this process listens while the command runs, and
+    /// whose connections it reports by [`Reply::Connection`]; 0 for none. The command is refused if
+    /// it cannot listen there.
+    pub forward_port: u16,
 }
 
 /// A reply from the supervisor to the host.
@@ -129,6 +147,13 @@ pub enum Reply {
         tail: bool,
         /// Raw bytes, at most [`CHUNK`].
         data: Vec<u8>,
+    },
+    /// Something about a connection to the forwarded port of the running command.
+    Connection {
+        /// Number of the connection.
+        number: u64,
+        /// What happened to it.
+        event: AgentEvent,
     },
     /// A command ended.
     Done(CommandReport),
@@ -223,6 +248,8 @@ pub enum CommandEnd {
     Flooded,
     /// It was killed because the host sent no frame for a minute.
     Abandoned,
+    /// It was killed because the host asked for it.
+    Stopped,
 }
 
 /// Whether a path stays below the working directory.
@@ -253,7 +280,7 @@ impl Request {
                 for (key, value) in &exec.env {
                     w = w.text(key).text(value);
                 }
-                w.frame(id, 1)
+                w.u32(exec.forward_port.into()).frame(id, 1)
             }
             Self::Ping => w.frame(id, 2),
             Self::Write { path, mode, first, data } => {
@@ -266,6 +293,8 @@ impl Request {
             Self::MarkTree { skip, send, cap } => w.u64(*cap).text(send).texts(skip).frame(id, 8),
             Self::ListChanges => w.frame(id, 9),
             Self::ReadFiles { paths, cap } => w.u64(*cap).texts(paths).frame(id, 10),
+            Self::Connection { number, event } => event.write(w.u64(*number)).frame(id, 11),
+            Self::Stop => w.frame(id, 12),
         }
     }
 
@@ -296,6 +325,8 @@ impl Request {
                 let cap = r.u64()?;
                 Some(Self::ReadFiles { paths: r.texts()?, cap })
             })(),
+            11 => (|| Some(Self::Connection { number: r.u64()?, event: HostEvent::read(r)? }))(),
+            12 => Some(Self::Stop),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(request, r, kind)
@@ -307,7 +338,8 @@ impl Request {
         let argv = (0..r.u64()?).map(|_| r.text()).collect::<Option<Vec<_>>>()?;
         let env =
             (0..r.u64()?).map(|_| Some((r.text()?, r.text()?))).collect::<Option<Vec<_>>>()?;
-        Some(Self::Exec(ExecRequest { argv, env, timeout_ms, keep, max_output }))
+        let forward_port = u16::try_from(r.u32()?).ok()?;
+        Some(Self::Exec(ExecRequest { argv, env, timeout_ms, keep, max_output, forward_port }))
     }
 }
 
@@ -332,6 +364,7 @@ impl Reply {
                     CommandEnd::NotStarted => (3, 0),
                     CommandEnd::Flooded => (4, 0),
                     CommandEnd::Abandoned => (5, 0),
+                    CommandEnd::Stopped => (6, 0),
                 };
                 w.u8(tag)
                     .rest(&value.to_le_bytes())
@@ -357,6 +390,7 @@ impl Reply {
             Self::TreeEnd(TreeEnd::Complete { files }) => w.u8(0).u64(*files).frame(id, 70),
             Self::TreeEnd(TreeEnd::TooLarge(path)) => w.u8(1).text(path).frame(id, 70),
             Self::TreeEnd(TreeEnd::Failed(reason)) => w.u8(2).text(reason).frame(id, 70),
+            Self::Connection { number, event } => event.write(w.u64(*number)).frame(id, 74),
         }
     }
 
@@ -388,6 +422,7 @@ impl Reply {
             71 => free_space(r).map(Self::DiskFull),
             72 => changed_item(r).map(Self::TreeItem),
             73 => r.text().map(Self::Damaged),
+            74 => (|| Some(Self::Connection { number: r.u64()?, event: AgentEvent::read(r)? }))(),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(reply, r, kind)
@@ -402,6 +437,7 @@ impl Reply {
             3 => CommandEnd::NotStarted,
             4 => CommandEnd::Flooded,
             5 => CommandEnd::Abandoned,
+            6 => CommandEnd::Stopped,
             _ => return None,
         };
         let (total_bytes, oom_kills, elapsed_us) = (r.u64()?, r.u32()?, r.u64()?);

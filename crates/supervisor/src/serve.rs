@@ -1,12 +1,14 @@
 //! The main loop of process 1: it serves one request after the other, in one thread.
 //!
-//! A second thread ends the process at its deadline, even while the first is blocked on a write.
+//! `serve/watch.rs` is the loop in which it waits while a command runs. A second thread ends the process at its deadline, even while the first is blocked on a write.
+
+mod watch;
 
 use crate::changes::{self, MarkedTree};
 use crate::deadline::DeadlineTimer;
-use crate::disk::CHECK_INTERVAL;
 use crate::files::{self, WriteError};
-use crate::job::{Job, StartError, TERM_GRACE, oom_kills};
+use crate::forward::Forwarder;
+use crate::job::{Job, StartError, oom_kills};
 use crate::options::Options;
 use crate::protocol::{
     CHUNK, CommandEnd, CommandReport, ExecRequest, Frame, FrameBuffer, Refusal, Reply, Request,
@@ -22,13 +24,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A host that sends no frame for this long while a command runs is considered gone.
-const HOST_SILENCE: Duration = Duration::from_mins(1);
 /// The container's root, which is on the host's disk. If it is writable, all other places that
 /// commands can write to are on that disk, too.
 const ROOT: &std::ffi::CStr = c"/";
-/// A killed process may take a while to free its memory; one that takes longer than this is stuck.
-const KILL_TIMEOUT: Duration = Duration::from_secs(15);
 
 struct Server {
     options: Options,
@@ -139,8 +137,11 @@ impl Server {
 
     fn handle(&mut self, frame: &Frame) -> io::Result<()> {
         let request = Request::decode(frame.kind, &frame.payload).map_err(io::Error::other)?;
-        // A piece of a file has no reply of its own, and a reset reports its own refusal.
-        let is_answered = !matches!(request, Request::Write { .. } | Request::Reset);
+        // Some requests have no reply of their own, and a reset reports its own refusal.
+        let is_answered = !matches!(
+            request,
+            Request::Write { .. } | Request::Reset | Request::Connection { .. } | Request::Stop
+        );
         if let Some(what) = self.damage.clone().filter(|_| is_answered) {
             return self.reply(frame.id, &Reply::Damaged(what));
         }
@@ -182,6 +183,8 @@ impl Server {
                 self.deadline.set(Duration::from_millis(millis));
                 self.reply(frame.id, &Reply::Ack(Ok(())))
             }
+            // The command ended before the host knew.
+            Request::Connection { .. } | Request::Stop => Ok(()),
         }
     }
 
@@ -256,15 +259,23 @@ impl Server {
 
     fn exec(&mut self, id: u64, request: &ExecRequest) -> io::Result<()> {
         let oom_before = oom_kills();
+        let mut forwarder = match Forwarder::bind(request.forward_port) {
+            Ok(forwarder) => forwarder,
+            Err(error) => {
+                let reason = format!("cannot listen on 127.0.0.1:{}: {error}", request.forward_port);
+                return self.reply(id, &Reply::Ack(Err(Refusal(reason))));
+            }
+        };
         match Job::start(request, &self.options.workdir) {
             Ok(mut job) => {
                 self.has_run = true;
                 self.last_frame_at = Instant::now();
-                let cause = self.watch(&mut job)?;
+                let cause = self.watch(id, &mut job, &mut forwarder)?;
                 // Before the kill, because deleted files free their space once their holders are
                 // dead.
                 self.check_disk()?;
                 self.kill_everything(Some(&mut job))?;
+                drop(forwarder);
                 self.restore_own_state();
                 while job.read_available()? {}
                 let elapsed = job.started.elapsed();
@@ -300,114 +311,11 @@ impl Server {
         }
     }
 
-    /// Reads the command's output until the command ends (`None`) or must be killed (the reason).
-    fn watch(&mut self, job: &mut Job) -> io::Result<Option<CommandEnd>> {
-        let mut killing_at = None;
-        loop {
-            let now = Instant::now();
-            self.check_disk()?;
-            if job.exceeded_output(now) {
-                return Ok(Some(CommandEnd::Flooded));
-            }
-            if now >= self.last_frame_at + HOST_SILENCE {
-                return Ok(Some(CommandEnd::Abandoned));
-            }
-            match killing_at {
-                None if job.timed_out(now) => {
-                    sys::signal_group(job.pid, sys::SIGTERM);
-                    killing_at = Some(now + TERM_GRACE);
-                }
-                Some(at) if now >= at => return Ok(Some(CommandEnd::TimedOut)),
-                None | Some(_) => {}
-            }
-            let mut until =
-                killing_at.unwrap_or(job.next_check()).min(self.last_frame_at + HOST_SILENCE);
-            if self.watches_disk {
-                until = until.min(now + CHECK_INTERVAL);
-            }
-            let fds = [Some(self.input.as_fd()), Some(self.children.as_fd()), job.output()];
-            let [input, child, output] =
-                sys::poll_readable(fds, Some(until.saturating_duration_since(now)))?;
-            if output {
-                job.read_available()?;
-            }
-            if child {
-                self.reap_into(Some(job))?;
-                if job.status.is_some() {
-                    return Ok(killing_at.map(|_| CommandEnd::TimedOut));
-                }
-            }
-            if input {
-                if !self.receive()? {
-                    return Err(io::ErrorKind::UnexpectedEof.into());
-                }
-                self.handle_while_busy()?;
-            }
-        }
-    }
-
-    /// While a command runs, only pings are accepted.
-    fn handle_while_busy(&mut self) -> io::Result<()> {
-        while let Some(frame) = self.next_frame()? {
-            match Request::decode(frame.kind, &frame.payload).map_err(io::Error::other)? {
-                Request::Ping => self.reply(frame.id, &Reply::Ack(Ok(())))?,
-                Request::Exec(_)
-                | Request::Write { .. }
-                | Request::WriteEnd
-                | Request::ReadTree { .. }
-                | Request::MarkTree { .. }
-                | Request::ListChanges
-                | Request::ReadFiles { .. }
-                | Request::Reset
-                | Request::Deadline { .. } => {
-                    let busy = Reply::Ack(Err(Refusal::new("a command is running")));
-                    self.reply(frame.id, &busy)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
     fn send_output(&mut self, id: u64, tail: bool, bytes: &[u8]) -> io::Result<()> {
         for piece in bytes.chunks(CHUNK) {
             self.reply(id, &Reply::Output { tail, data: piece.to_vec() })?;
         }
         Ok(())
-    }
-
-    fn reap_all(&mut self) -> io::Result<()> {
-        self.reap_into(None)
-    }
-
-    fn reap_into(&mut self, mut job: Option<&mut Job>) -> io::Result<()> {
-        // One signal may stand for several ended children, so reading it only resets the
-        // descriptor.
-        let mut info = [0; 128];
-        while matches!(self.children.read(&mut info), Ok(count) if count > 0) {}
-        while let Some((pid, status)) = sys::reap()? {
-            if let Some(job) = job.as_deref_mut().filter(|job| job.pid == pid) {
-                job.status = Some(status);
-            }
-        }
-        Ok(())
-    }
-
-    /// Kills all other processes until none is alive. Meanwhile reads the command's output, so that
-    /// its writers do not block.
-    fn kill_everything(&mut self, mut job: Option<&mut Job>) -> io::Result<()> {
-        let give_up_at = Instant::now() + KILL_TIMEOUT;
-        while sys::kill_all()? {
-            self.reap_into(job.as_deref_mut())?;
-            if Instant::now() >= give_up_at {
-                return Err(io::Error::other("a killed process does not end"));
-            }
-            let fds = [Some(self.children.as_fd()), job.as_deref().and_then(Job::output)];
-            let [_, output] = sys::poll_readable(fds, Some(Duration::from_millis(10)))?;
-            if let (true, Some(job)) = (output, job.as_deref_mut()) {
-                job.read_available()?;
-            }
-        }
-        self.reap_into(job)
     }
 }
 

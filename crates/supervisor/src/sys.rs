@@ -175,22 +175,61 @@ pub(crate) fn reap() -> io::Result<Option<(i32, ExitStatus)>> {
     }
 }
 
+/// A descriptor to wait for. One that is waited for neither way is skipped, even if it is closed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Watched<'a> {
+    pub(crate) fd: BorrowedFd<'a>,
+    pub(crate) read: bool,
+    pub(crate) write: bool,
+}
+
+/// What a descriptor is ready for. If it failed or was closed, everything that was waited for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Ready {
+    pub(crate) read: bool,
+    pub(crate) write: bool,
+}
+
+/// Waits until a descriptor is ready. Returns what each is ready for; nothing after a timeout.
+pub(crate) fn wait(fds: &[Watched<'_>], timeout: Option<Duration>) -> io::Result<Vec<Ready>> {
+    const POLLIN: c_short = 1;
+    const POLLOUT: c_short = 4;
+    let entry = |watched: &Watched<'_>| PollFd {
+        // A negative descriptor is skipped.
+        fd: if watched.read || watched.write { watched.fd.as_raw_fd() } else { -1 },
+        events: if watched.read { POLLIN } else { 0 } | if watched.write { POLLOUT } else { 0 },
+        revents: 0,
+    };
+    let mut polled: Vec<PollFd> = fds.iter().map(entry).collect();
+    // One millisecond is added so that a wait never ends early.
+    let millis = timeout.map_or(-1, |t| c_int::try_from(t.as_millis() + 1).unwrap_or(c_int::MAX));
+    // SAFETY: the list is valid for its number of entries while the call runs.
+    match check(unsafe { poll(polled.as_mut_ptr(), polled.len() as c_ulong, millis) }) {
+        Ok(_) => {}
+        Err(error) if error.raw_os_error() == Some(EINTR) => {
+            return Ok(vec![Ready::default(); fds.len()]);
+        }
+        Err(error) => return Err(error),
+    }
+    let ready = |(entry, watched): (&PollFd, &Watched<'_>)| {
+        let failed = entry.revents & !(POLLIN | POLLOUT) != 0;
+        Ready {
+            read: watched.read && (failed || entry.revents & POLLIN != 0),
+            write: watched.write && (failed || entry.revents & POLLOUT != 0),
+        }
+    };
+    Ok(polled.iter().zip(fds).map(ready).collect())
+}
+
 /// Waits until a descriptor is readable or closed. Returns which are; all `false` after a timeout.
 pub(crate) fn poll_readable<const N: usize>(
     fds: [Option<BorrowedFd<'_>>; N],
     timeout: Option<Duration>,
 ) -> io::Result<[bool; N]> {
-    const POLLIN: c_short = 1;
-    // A negative descriptor is skipped. One millisecond is added so that a wait never ends early.
-    let mut polled =
-        fds.map(|fd| PollFd { fd: fd.map_or(-1, |fd| fd.as_raw_fd()), events: POLLIN, revents: 0 });
-    let millis = timeout.map_or(-1, |t| c_int::try_from(t.as_millis() + 1).unwrap_or(c_int::MAX));
-    // SAFETY: the array is valid for N entries while the call runs.
-    match check(unsafe { poll(polled.as_mut_ptr(), N as c_ulong, millis) }) {
-        Ok(_) => Ok(polled.map(|entry| entry.revents != 0)),
-        Err(error) if error.raw_os_error() == Some(EINTR) => Ok([false; N]),
-        Err(error) => Err(error),
-    }
+    let watched: Vec<Watched<'_>> =
+        fds.iter().flatten().map(|&fd| Watched { fd, read: true, write: false }).collect();
+    let mut ready = wait(&watched, timeout)?.into_iter();
+    Ok(fds.map(|fd| fd.is_some() && ready.next().unwrap_or_default().read))
 }
 
 /// Makes a pipe non-blocking. Its size stays as it is: the kernel limits the pipes of all

@@ -10,15 +10,17 @@ fn request() -> impl Strategy<Value = Request> {
         proptest::collection::vec(text(), 0..4),
         proptest::collection::vec((text(), text()), 0..3),
         any::<[u64; 3]>(),
+        any::<u16>(),
     );
+    let event = prop_oneof![
+        any::<Vec<u8>>().prop_map(HostEvent::Bytes),
+        any::<u64>().prop_map(HostEvent::Taken),
+        Just(HostEvent::Closed),
+    ];
     prop_oneof![
-        exec.prop_map(|(argv, env, [timeout_ms, keep, max_output])| Request::Exec(ExecRequest {
-            argv,
-            env,
-            timeout_ms,
-            keep,
-            max_output
-        })),
+        exec.prop_map(|(argv, env, [timeout_ms, keep, max_output], forward_port)| {
+            Request::Exec(ExecRequest { argv, env, timeout_ms, keep, max_output, forward_port })
+        }),
         Just(Request::Ping),
         (text(), any::<u32>(), any::<bool>(), any::<Vec<u8>>())
             .prop_map(|(path, mode, first, data)| Request::Write { path, mode, first, data }),
@@ -31,6 +33,8 @@ fn request() -> impl Strategy<Value = Request> {
             .prop_map(|(paths, cap)| Request::ReadFiles { paths, cap }),
         Just(Request::Reset),
         any::<u64>().prop_map(|millis| Request::Deadline { millis }),
+        (any::<u64>(), event).prop_map(|(number, event)| Request::Connection { number, event }),
+        Just(Request::Stop),
     ]
 }
 
@@ -42,6 +46,14 @@ fn reply() -> impl Strategy<Value = Reply> {
         Just(CommandEnd::NotStarted),
         Just(CommandEnd::Flooded),
         Just(CommandEnd::Abandoned),
+        Just(CommandEnd::Stopped),
+    ];
+    let event = prop_oneof![
+        Just(AgentEvent::Opened),
+        any::<Vec<u8>>().prop_map(AgentEvent::Bytes),
+        any::<u64>().prop_map(AgentEvent::Taken),
+        Just(AgentEvent::Ended),
+        Just(AgentEvent::Closed),
     ];
     prop_oneof![
         (any::<u32>(), any::<[u64; 2]>()).prop_map(|(version, [bytes, files])| Reply::Hello {
@@ -80,6 +92,7 @@ fn reply() -> impl Strategy<Value = Reply> {
         any::<u64>().prop_map(|files| Reply::TreeEnd(TreeEnd::Complete { files })),
         text().prop_map(|path| Reply::TreeEnd(TreeEnd::TooLarge(path))),
         text().prop_map(|reason| Reply::TreeEnd(TreeEnd::Failed(reason))),
+        (any::<u64>(), event).prop_map(|(number, event)| Reply::Connection { number, event }),
     ]
 }
 
@@ -133,6 +146,9 @@ fn trailing_bytes_and_unknown_kinds_are_rejected() {
     assert_eq!(Request::decode(2, &[0]), Err(ProtocolError::Malformed(2)));
     assert_eq!(Reply::decode(65, &[2]), Err(ProtocolError::Malformed(65)));
     assert_eq!(Request::decode(99, &[]), Err(ProtocolError::UnknownKind(99)));
+    // A connection's number without an event, and an unknown event.
+    assert_eq!(Request::decode(11, &[0; 8]), Err(ProtocolError::Malformed(11)));
+    assert_eq!(Reply::decode(74, &[9; 9]), Err(ProtocolError::Malformed(74)));
 }
 
 #[test]
