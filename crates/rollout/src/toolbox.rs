@@ -197,7 +197,11 @@ impl Toolbox<'_> {
         match listed.exit {
             Exit::Code(45) => {}
             Exit::Code(44) => return Ok(format!("ERROR: The path '{path}' does not exist.")),
-            Exit::Code(_) | Exit::Signal(_) | Exit::TimedOut | Exit::NotStarted => {
+            Exit::Code(_)
+            | Exit::Signal(_)
+            | Exit::TimedOut
+            | Exit::NotStarted
+            | Exit::Stopped => {
                 let listed = format!(
                     "Here's the files and directories up to 2 levels deep in {path}, excluding \
                      hidden:\n{}",
@@ -244,7 +248,7 @@ impl Toolbox<'_> {
         Ok(match result.exit {
             Exit::Code(code @ (0..=2)) => search_observation(&result.text(), term, code),
             Exit::TimedOut => "The search took too long. Please narrow it.".to_owned(),
-            Exit::Code(_) | Exit::Signal(_) | Exit::NotStarted => {
+            Exit::Code(_) | Exit::Signal(_) | Exit::NotStarted | Exit::Stopped => {
                 format!("Directory '{path}' not found or not a directory.")
             }
         })

@@ -3,6 +3,9 @@
 use crate::error::SandboxError;
 use orchestrate_types::{AttemptId, ByteSize, RunId};
 use std::time::Duration;
+use tokio::io::DuplexStream;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 /// What a sandbox is used for. Agent and grader never share a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -84,6 +87,27 @@ impl Command {
     }
 }
 
+/// One port of a sandbox's loopback interface that leads to this program while a command runs.
+///
+/// It is the only way out of a sandbox, and it leads to whoever receives the streams: no process of
+/// the sandbox can choose another end.
+#[derive(Debug)]
+pub struct Forward<'a> {
+    /// The port that process 1 listens on at 127.0.0.1, above 1023.
+    pub port: u16,
+    /// Receives a stream for each connection that a process of the sandbox opens, at most
+    /// [`Forward::MAX_CONNECTIONS`] at once. A connection is closed if the channel is full, and all
+    /// are if its receiver is dropped. When the command has ended, all streams are at their end.
+    pub accepted: mpsc::Sender<DuplexStream>,
+    /// Kills the command when it is cancelled, which then ends as [`Exit::Stopped`].
+    pub stop: &'a CancellationToken,
+}
+
+impl Forward<'_> {
+    /// Connections that exist at once. Further ones are closed as soon as they are opened.
+    pub const MAX_CONNECTIONS: usize = orchestrate_supervisor::protocol::MAX_CONNECTIONS;
+}
+
 /// How a command ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
@@ -95,6 +119,8 @@ pub enum Exit {
     TimedOut,
     /// The program could not be started (missing, not executable).
     NotStarted,
+    /// It was killed because its caller asked for it, with everything it had started.
+    Stopped,
 }
 
 /// The complete result of a command.
@@ -258,6 +284,16 @@ pub trait Sandbox: Send + std::fmt::Debug {
 
     /// Runs one command to its end. Everything it started is dead when this returns.
     async fn exec(&mut self, command: &Command) -> Result<ExecResult, SandboxError>;
+
+    /// Runs one command to its end, as [`Sandbox::exec`] does, and meanwhile carries the connections
+    /// to one port. Nothing listens there when this returns.
+    ///
+    /// Fails with [`Refused`](crate::SandboxErrorKind::Refused) if the port cannot be used.
+    async fn exec_forwarding(
+        &mut self,
+        command: &Command,
+        forward: Forward<'_>,
+    ) -> Result<ExecResult, SandboxError>;
 
     /// Writes regular files below the working directory, creating folders as needed.
     async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError>;

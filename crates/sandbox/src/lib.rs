@@ -50,6 +50,7 @@ mod daemon;
 mod disk;
 mod doctor;
 mod error;
+mod forward;
 mod guard;
 mod host;
 mod hosts;
@@ -69,7 +70,7 @@ mod state;
 mod sweep;
 
 pub use api::{
-    ChangedFile, Command, ExecResult, Exit, FileEntry, HostUsage, Owner, Purpose,
+    ChangedFile, Command, ExecResult, Exit, FileEntry, Forward, HostUsage, Owner, Purpose,
     QuarantinedContainer, Sandbox, SandboxLimits, SandboxProvider, SandboxSpec, SweepReport,
     TreeChanges, TreeMark,
 };

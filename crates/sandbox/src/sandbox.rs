@@ -2,8 +2,11 @@
 
 mod changes;
 
-use crate::api::{Command, ExecResult, Exit, FileEntry, Sandbox, TreeChanges, TreeMark};
+use crate::api::{
+    Command, ExecResult, Exit, FileEntry, Forward, Sandbox, TreeChanges, TreeMark,
+};
 use crate::error::{SandboxError, SandboxErrorKind};
+use crate::forward::Carrier;
 use crate::guard::ContainerGuard;
 use crate::link::SupervisorLink;
 use crate::loss;
@@ -186,7 +189,17 @@ impl DockerSandbox {
         }
     }
 
-    async fn run(&mut self, command: &Command) -> Result<ExecResult, SandboxError> {
+    /// Time after which the result of a command is not waited for any longer.
+    fn command_limit(&self, command: &Command) -> Duration {
+        let HumanDuration(grace) = self.provider.config.command_grace;
+        command.timeout.saturating_add(grace)
+    }
+
+    async fn run(
+        &mut self,
+        command: &Command,
+        forward: Option<Forward<'_>>,
+    ) -> Result<ExecResult, SandboxError> {
         let keep = command.keep_bytes as u64;
         let request = Request::Exec(ExecRequest {
             argv: command.argv.clone(),
@@ -194,23 +207,35 @@ impl DockerSandbox {
             timeout_ms: u64::try_from(command.timeout.as_millis()).unwrap_or(u64::MAX),
             keep,
             max_output: self.provider.config.max_output.0,
+            forward_port: forward.as_ref().map_or(0, |forward| forward.port),
         });
         let id = self.link.send(&request).await?;
         self.has_run = true;
         let mut pings = tokio::time::interval_at(Instant::now() + PING_INTERVAL, PING_INTERVAL);
         pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut carrier = Carrier::new(forward);
         let (mut head, mut tail) = (Vec::new(), Vec::new());
         loop {
-            // Cancel-safe: an unread frame stays in the link, and a missed tick comes again.
-            let (from, reply) = tokio::select! {
-                biased;
-                received = self.link.receive() => received?,
+            // Cancel-safe: unread frames and unwritten requests stay in the link, and a missed tick
+            // comes again. Not biased, because a flood of frames must not hold up the pings.
+            let received = tokio::select! {
+                received = self.link.progress() => received?,
+                requests = carrier.requests(), if !self.link.is_writing() => {
+                    for request in requests {
+                        self.link.queue(&request)?;
+                    }
+                    continue;
+                }
                 _ = pings.tick() => {
-                    self.link.send(&Request::Ping).await?;
+                    self.link.queue(&Request::Ping)?;
                     continue;
                 }
             };
+            let Some((from, reply)) = received else { continue };
             match reply {
+                Reply::Connection { number, event } if from == id => carrier
+                    .receive(number, event)
+                    .map_err(|problem| self.link.protocol_error(problem))?,
                 Reply::Output { tail: part, data } if from == id => {
                     let kept = if part { &mut tail } else { &mut head };
                     kept.extend_from_slice(&data);
@@ -243,6 +268,7 @@ impl DockerSandbox {
             CommandEnd::TimedOut => Exit::TimedOut,
             CommandEnd::NotStarted => Exit::NotStarted,
             CommandEnd::Flooded => Exit::Signal(SIGKILL),
+            CommandEnd::Stopped => Exit::Stopped,
             CommandEnd::Abandoned => {
                 let reason =
                     "the supervisor received nothing from this program for a minute".to_owned();
@@ -317,9 +343,21 @@ impl Sandbox for DockerSandbox {
     }
 
     async fn exec(&mut self, command: &Command) -> Result<ExecResult, SandboxError> {
-        let HumanDuration(grace) = self.provider.config.command_grace;
-        let after = command.timeout.saturating_add(grace);
-        self.call("exec", after, async |this| this.run(command).await).await
+        let after = self.command_limit(command);
+        self.call("exec", after, async |this| this.run(command, None).await).await
+    }
+
+    async fn exec_forwarding(
+        &mut self,
+        command: &Command,
+        forward: Forward<'_>,
+    ) -> Result<ExecResult, SandboxError> {
+        if forward.port == 0 {
+            let refusal = Refusal("the forwarded port must not be 0".to_owned());
+            return Err(self.refused("exec", refusal));
+        }
+        let after = self.command_limit(command);
+        self.call("exec", after, async |this| this.run(command, Some(forward)).await).await
     }
 
     async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError> {

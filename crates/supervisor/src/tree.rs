@@ -214,6 +214,7 @@ mod tests {
                 Reply::Hello { .. }
                 | Reply::DiskFull(_)
                 | Reply::Damaged(_)
+                | Reply::Connection { .. }
                 | Reply::Output { .. }
                 | Reply::Done(_)
                 | Reply::TreeItem(_)

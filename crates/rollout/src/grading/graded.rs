@@ -61,7 +61,7 @@ pub(super) fn check_started(
     result: &ExecResult,
 ) -> Result<(), SandboxError> {
     match result.exit {
-        Exit::Code(_) | Exit::Signal(_) | Exit::TimedOut => Ok(()),
+        Exit::Code(_) | Exit::Signal(_) | Exit::TimedOut | Exit::Stopped => Ok(()),
         Exit::NotStarted => Err(refused(
             sandbox,
             "test command",

@@ -84,6 +84,7 @@ pub(super) fn observation(result: &ExecResult, limits: ToolLimits) -> Option<Str
             (Some(format!("the command timed out after {time} seconds")), -1)
         }
         Exit::NotStarted => (Some("the shell could not be started".to_owned()), -1),
+        Exit::Stopped => (Some("the command was stopped".to_owned()), -1),
     };
     let exception = exception.map_or_else(String::new, |e| format!("<exception>{e}</exception>\n"));
     let output = output_section(&output, limits.observation_chars);

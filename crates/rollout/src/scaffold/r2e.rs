@@ -182,6 +182,7 @@ fn command_observation(result: &ExecResult, limits: ToolLimits) -> String {
         Exit::Code(0) => 0,
         Exit::Code(code) => code,
         Exit::Signal(signal) => 128 + signal,
+        Exit::Stopped => 128 + 9,
         Exit::NotStarted => 127,
         Exit::TimedOut => {
             let time = limits.command_timeout.as_secs();

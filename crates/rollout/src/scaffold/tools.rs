@@ -146,6 +146,7 @@ pub(super) fn bash_observation(result: &ExecResult, timeout: Duration) -> String
         Exit::Signal(signal) => Some(format!("killed by signal {signal}")),
         Exit::TimedOut => Some(format!("timed out after {}s", timeout.as_secs_f64())),
         Exit::NotStarted => Some("the shell could not be started".to_owned()),
+        Exit::Stopped => Some("stopped".to_owned()),
     };
     let output = result.text();
     let output = output.trim_end();
