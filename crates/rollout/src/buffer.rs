@@ -177,10 +177,12 @@ impl TokenBuffer {
     #[must_use]
     pub(crate) fn branch(&self, tokens: usize) -> Self {
         let ids = self.ids().get(..tokens).unwrap_or_default();
-        let mut branch = Self { ids: Arc::new(ids.to_vec()), committed: ids.len(), ..Self::default() };
+        let mut branch =
+            Self { ids: Arc::new(ids.to_vec()), committed: ids.len(), ..Self::default() };
         let inherited = self.replies.iter().filter(|reply| reply.range.end <= tokens);
         branch.replies = inherited.cloned().collect();
-        branch.turns = self.turns.iter().filter(|turn| turn.output_end <= tokens).cloned().collect();
+        branch.turns =
+            self.turns.iter().filter(|turn| turn.output_end <= tokens).cloned().collect();
         branch.excluded = branch.replies.iter().map(|reply| reply.range.clone()).collect();
         branch
     }

@@ -375,7 +375,10 @@ impl ChatModel {
         if message.role == "assistant" || !self.any_control_text.is_match(&message.content) {
             return Cow::Borrowed(message);
         }
-        Cow::Owned(Message { content: self.break_control_texts(&message.content), ..message.clone() })
+        Cow::Owned(Message {
+            content: self.break_control_texts(&message.content),
+            ..message.clone()
+        })
     }
 
     /// The text with a space after the first character of each control token.

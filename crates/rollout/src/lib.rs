@@ -37,12 +37,13 @@ mod tree;
 mod vocabulary;
 
 pub use api::{
-    Action, EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog, opening_messages,
+    Action, EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog,
+    opening_messages,
 };
 pub use buffer::{Fork, TokenBuffer};
 pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatOptions};
-pub use conversation::{Ask, AskError, ForkCause, Said, SampledReply};
 pub use config::{RolloutSection, RolloutSettings};
+pub use conversation::{Ask, AskError, ForkCause, Said, SampledReply};
 pub use expert::{ExpertEpisode, ExpertTurn, SupervisedExample};
 pub use grading::{
     GradeError, GradeLogs, GradedChange, GradingRules, LogGrader, grade_as_r2e, grade_by_summary,

@@ -199,7 +199,11 @@ impl Line {
     /// and with their rows. Their loss stays with this line.
     pub(crate) fn branch(&self, calls: &Calls, branch: usize, tokens: usize) -> Self {
         let buffer = self.buffer.branch(tokens);
-        Self { buffer, rows: self.rows.as_ref().map(|rows| rows.branch(tokens)), ..self.empty(calls, branch) }
+        Self {
+            buffer,
+            rows: self.rows.as_ref().map(|rows| rows.branch(tokens)),
+            ..self.empty(calls, branch)
+        }
     }
 
     /// A line without tokens, which has the rows of its first `common` tokens from this one.
@@ -392,8 +396,8 @@ impl Line {
             versions: if end == 0 { Vec::new() } else { vec![span] },
             output_ids,
         };
-        let mut generation = Generation::new(sampled, reply.finish, usize::MAX)
-            .map_err(|error| failed(&error))?;
+        let mut generation =
+            Generation::new(sampled, reply.finish, usize::MAX).map_err(|error| failed(&error))?;
         generation.cached_tokens = reply.cached_tokens;
         generation.worker = reply.worker;
         Ok((generation, text))

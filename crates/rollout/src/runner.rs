@@ -12,11 +12,11 @@ use crate::attempt::Attempt;
 use crate::chat::ChatModel;
 use crate::collection::{self, CollectedChange, CollectionBaseline};
 use crate::config::RolloutSettings;
-use crate::line::Calls;
 use crate::dialogue::Dialogue;
 use crate::grading::{
     self, GradeError, GradeLogs, GradedChange, GradedInput, GradingRules, write_log_folder,
 };
+use crate::line::Calls;
 use crate::machine::{EpisodeCommand, EpisodeEvent, EpisodeMachine};
 use crate::prefill::PrefillLeaders;
 use crate::repository;
@@ -239,14 +239,11 @@ impl EpisodeRunner {
         }
     }
 
-    async fn grade_change(
-        &self,
-        attempt: &mut Attempt,
-        input: GradedInput<'_>,
-    ) -> EpisodeEvent {
+    async fn grade_change(&self, attempt: &mut Attempt, input: GradedInput<'_>) -> EpisodeEvent {
         let task = Arc::clone(&attempt.calls.request.task);
         let spec = self.spec(&attempt.calls.request, Purpose::Grader, task.test_timeout);
-        let is_evaluation = matches!(attempt.calls.request.attempt.episode.group, GroupId::Eval { .. });
+        let is_evaluation =
+            matches!(attempt.calls.request.attempt.episode.group, GroupId::Eval { .. });
         let rules = if is_evaluation { self.rules.for_evaluation() } else { self.rules };
         let mut tries = 0;
         let graded = loop {

@@ -197,11 +197,7 @@ impl Toolbox<'_> {
         match listed.exit {
             Exit::Code(45) => {}
             Exit::Code(44) => return Ok(format!("ERROR: The path '{path}' does not exist.")),
-            Exit::Code(_)
-            | Exit::Signal(_)
-            | Exit::TimedOut
-            | Exit::NotStarted
-            | Exit::Stopped => {
+            Exit::Code(_) | Exit::Signal(_) | Exit::TimedOut | Exit::NotStarted | Exit::Stopped => {
                 let listed = format!(
                     "Here's the files and directories up to 2 levels deep in {path}, excluding \
                      hidden:\n{}",

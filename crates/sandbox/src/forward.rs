@@ -154,13 +154,7 @@ impl<'a> Carrier<'a> {
         let window = Arc::new(Semaphore::new(WINDOW));
         let events = self.events.clone();
         let task = if forward.accepted.try_send(served).is_ok() {
-            self.tasks.spawn(carry(
-                number,
-                stream,
-                Arc::clone(&inbox),
-                Arc::clone(&window),
-                events,
-            ))
+            self.tasks.spawn(carry(number, stream, Arc::clone(&inbox), Arc::clone(&window), events))
         } else {
             self.tasks.spawn(close(number, events))
         };

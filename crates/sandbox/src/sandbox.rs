@@ -2,9 +2,7 @@
 
 mod changes;
 
-use crate::api::{
-    Command, ExecResult, Exit, FileEntry, Forward, Sandbox, TreeChanges, TreeMark,
-};
+use crate::api::{Command, ExecResult, Exit, FileEntry, Forward, Sandbox, TreeChanges, TreeMark};
 use crate::error::{SandboxError, SandboxErrorKind};
 use crate::forward::Carrier;
 use crate::guard::ContainerGuard;

@@ -4,8 +4,9 @@
 
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_store::{
-    AfterBreak, AttemptState, BatchMember, BatchState, Claim, EpisodeRecord, StoredBranch, EpisodeState,
+    AfterBreak, AttemptState, BatchMember, BatchState, Claim, EpisodeRecord, EpisodeState,
     GroupState, ImageRow, JOURNAL_FILE, NewRun, Reader, Sealing, StepState, Store, StoreError,
+    StoredBranch,
 };
 use orchestrate_types::{
     AttemptId, EpisodeId, GroupId, Outcome, PolicyVersion, RunId, Stage, Trajectory,

@@ -262,7 +262,8 @@ impl Server {
         let mut forwarder = match Forwarder::bind(request.forward_port) {
             Ok(forwarder) => forwarder,
             Err(error) => {
-                let reason = format!("cannot listen on 127.0.0.1:{}: {error}", request.forward_port);
+                let reason =
+                    format!("cannot listen on 127.0.0.1:{}: {error}", request.forward_port);
                 return self.reply(id, &Reply::Ack(Err(Refusal(reason))));
             }
         };

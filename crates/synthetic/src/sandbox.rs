@@ -2,8 +2,8 @@
 
 use async_trait::async_trait;
 use orchestrate_sandbox::{
-    Command, ExecResult, Exit, FileEntry, Forward, Sandbox, SandboxError, SandboxProvider, SandboxSpec,
-    SweepReport, TreeChanges, TreeMark,
+    Command, ExecResult, Exit, FileEntry, Forward, Sandbox, SandboxError, SandboxProvider,
+    SandboxSpec, SweepReport, TreeChanges, TreeMark,
 };
 use orchestrate_types::{ByteSize, RunId};
 use std::time::Duration;

@@ -72,8 +72,7 @@ impl FakeAgent {
 }
 
 /// Runs a command that may open connections.
-type AgentRun =
-    dyn Fn(FakeAgent) -> Pin<Box<dyn Future<Output = FakeExec> + Send>> + Send + Sync;
+type AgentRun = dyn Fn(FakeAgent) -> Pin<Box<dyn Future<Output = FakeExec> + Send>> + Send + Sync;
 
 /// A sandbox operation that can be made to fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

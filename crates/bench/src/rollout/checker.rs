@@ -91,7 +91,8 @@ impl Checked {
         self.shared_rows += report.routing_rows_shared;
         self.routing_wire_bytes += report.routing_wire_bytes;
         let scored = matches!(report.outcome, Outcome::Scored { .. });
-        let (Some(trajectory), Some(mask), true) = (&report.trajectory(), &report.routing(), scored)
+        let (Some(trajectory), Some(mask), true) =
+            (&report.trajectory(), &report.routing(), scored)
         else {
             self.lost += 1;
             if self.note.is_empty() {

@@ -8,7 +8,9 @@ use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary, RunError};
 use orchestrate_metrics::MetricsLine;
 use orchestrate_report::{RunReport, metrics_lines};
 use orchestrate_rollout::{Action, TurnLog};
-use orchestrate_store::{EpisodeRecord, JOURNAL_FILE, Reader, StoreError, StoredBranch, StoredEpisode};
+use orchestrate_store::{
+    EpisodeRecord, JOURNAL_FILE, Reader, StoreError, StoredBranch, StoredEpisode,
+};
 use orchestrate_tasks::printable;
 use orchestrate_types::{EpisodeId, Outcome, Trajectory};
 use serde::Serialize;
@@ -150,7 +152,13 @@ fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
             detail: &detail,
             trajectory: record.branches.first().map(|branch| &branch.trajectory),
             mask_rows: record.branches.first().and_then(|b| b.routing.as_ref()).map(routing_rows),
-            branches: record.branches.get(1..).unwrap_or_default().iter().map(branch_view).collect(),
+            branches: record
+                .branches
+                .get(1..)
+                .unwrap_or_default()
+                .iter()
+                .map(branch_view)
+                .collect(),
         });
     }
     output::data(format!(

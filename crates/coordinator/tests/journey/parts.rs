@@ -11,7 +11,9 @@ use orchestrate_handoff::protocol::{
     StepRequest, StepResult, TrainerInfo,
 };
 use orchestrate_handoff::{Batch, TrainerError, TrainerErrorKind};
-use orchestrate_rollout::{EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Timings, TurnLog};
+use orchestrate_rollout::{
+    EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Timings, TurnLog,
+};
 use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, SweepReport};
 use orchestrate_store::Failpoint;

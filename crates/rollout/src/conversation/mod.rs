@@ -27,8 +27,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::time::Instant;
 use tracing::Instrument;
-pub use tree::{ForkCause, Said};
 use tree::{Branch, Place, Step, Tree};
+pub use tree::{ForkCause, Said};
 
 /// A request for a reply.
 #[derive(Debug, Clone)]
@@ -173,9 +173,7 @@ impl Conversation {
         if let Some(planned) = planned {
             let (this, served) = (Arc::clone(self), Arc::clone(&served));
             let said = ask.said.clone();
-            tokio::spawn(
-                async move { this.run(planned, said, &served).await }.in_current_span(),
-            );
+            tokio::spawn(async move { this.run(planned, said, &served).await }.in_current_span());
         }
         waiting.await
     }
@@ -187,7 +185,8 @@ impl Conversation {
             return Err(AskError::Refused("the request has no messages".to_owned()));
         };
         if message.role == "assistant" {
-            let problem = "the last message is the assistant's: a reply that was begun cannot be continued";
+            let problem =
+                "the last message is the assistant's: a reply that was begun cannot be continued";
             return Err(AskError::Refused(problem.to_owned()));
         }
         let (tools, tools_digest) = tools_of(ask);
@@ -247,9 +246,9 @@ impl Conversation {
                 "all {} generations of this episode are used (rollout.max_turns)",
                 self.limits.max_turns
             ))),
-            Some(End::Limit(_)) => {
-                Err(AskError::Ended("the episode's time is up (rollout.episode_timeout)".to_owned()))
-            }
+            Some(End::Limit(_)) => Err(AskError::Ended(
+                "the episode's time is up (rollout.episode_timeout)".to_owned(),
+            )),
             Some(End::Failed(error)) => Err(AskError::Failed(error.clone())),
         }
     }
@@ -336,9 +335,8 @@ impl Conversation {
     /// A line for a conversation that begins anew. Rows of tokens that it has in common with another
     /// branch are shared.
     fn root_line(&self, tree: &Tree<Line>, number: usize, prompt: &[TokenId]) -> Line {
-        let common = |line: &Line| {
-            line.buffer.ids().iter().zip(prompt).take_while(|(a, b)| a == b).count()
-        };
+        let common =
+            |line: &Line| line.buffer.ids().iter().zip(prompt).take_while(|(a, b)| a == b).count();
         let lines = tree.branches.iter().map(|branch| &branch.line);
         match lines.map(|line| (common(line), line)).max_by_key(|(common, _)| *common) {
             Some((common, line)) => line.sibling(&self.calls, number, common),
@@ -347,7 +345,12 @@ impl Conversation {
     }
 
     /// If the chat template leaves out the thinking of a branch's last reply: a branch without it.
-    fn dropped_thinking(&self, state: &State, branch: usize, number: usize) -> Option<Branch<Line>> {
+    fn dropped_thinking(
+        &self,
+        state: &State,
+        branch: usize,
+        number: usize,
+    ) -> Option<Branch<Line>> {
         let chat = &self.calls.chat;
         if chat.options.history != History::Template {
             return None;
@@ -390,7 +393,18 @@ impl Conversation {
             let ids = line.buffer.last_turn().to_vec();
             let text = self.calls.chat.decode(&ids).map_err(|e| NoReply::Failed(e.to_string()))?;
             let parts = ReplyParts::parse(&text);
-            Ok((text, SampledReply::new(parts, finish, id.ordinal, prompt_tokens, cached, ids, line.buffer.last_logprobs())))
+            Ok((
+                text,
+                SampledReply::new(
+                    parts,
+                    finish,
+                    id.ordinal,
+                    prompt_tokens,
+                    cached,
+                    ids,
+                    line.buffer.last_logprobs(),
+                ),
+            ))
         });
         match reply {
             Ok((text, reply)) => {
@@ -412,7 +426,8 @@ impl Conversation {
                 };
                 state.end.get_or_insert(end);
                 let error = self.check_open(&mut state).err();
-                let error = error.unwrap_or_else(|| AskError::Ended("the episode has ended".into()));
+                let error =
+                    error.unwrap_or_else(|| AskError::Ended("the episode has ended".into()));
                 served.answer(Err(error));
             }
         }
@@ -492,9 +507,9 @@ fn hand_over(branches: &mut Vec<Branch<Line>>) {
         let (before, after) = branches.split_at_mut(index + 1);
         let Some(parent) = before.last() else { continue };
         let end = parent.line.buffer.len();
-        let heir = after.iter_mut().find(|child| {
-            child.parent == Some((index, end)) && child.line.buffer.len() > end
-        });
+        let heir = after
+            .iter_mut()
+            .find(|child| child.parent == Some((index, end)) && child.line.buffer.len() > end);
         if let (Some(heir), Some(part)) = (heir, is_whole.get_mut(index)) {
             heir.line.buffer.take_over(&parent.line.buffer);
             *part = true;

@@ -22,7 +22,8 @@ fn chat() -> Arc<ChatModel> {
     let make = || {
         let folder = tempfile::tempdir().unwrap();
         let path = Utf8Path::from_path(folder.path()).unwrap();
-        let call = Action { name: "bash".to_owned(), arguments: json!({"command": "cat total.py"}) };
+        let call =
+            Action { name: "bash".to_owned(), arguments: json!({"command": "cat total.py"}) };
         let episode = ExpertEpisode {
             prompt: vec![message("user", "total in total.py should include the last item.")],
             turns: vec![ExpertTurn {
@@ -47,7 +48,10 @@ fn engine() -> Arc<FakeEngine> {
         let calls = if seed.is_multiple_of(3) {
             Vec::new()
         } else {
-            vec![Action { name: "bash".to_owned(), arguments: json!({"command": format!("ls {seed}")}) }]
+            vec![Action {
+                name: "bash".to_owned(),
+                arguments: json!({"command": format!("ls {seed}")}),
+            }]
         };
         let mut ids = chat().assistant(&format!("say {seed}"), &calls).unwrap();
         ids.truncate(request.sampling.max_new_tokens);
@@ -88,13 +92,7 @@ fn said(role: &str, text: &str) -> Arc<Said> {
 }
 
 fn ask(said: &[Arc<Said>]) -> Ask {
-    Ask {
-        said: said.to_vec(),
-        tools: Arc::default(),
-        max_tokens: None,
-        sample: 0,
-        repeats: false,
-    }
+    Ask { said: said.to_vec(), tools: Arc::default(), max_tokens: None, sample: 0, repeats: false }
 }
 
 fn repeated(reply: &SampledReply) -> Arc<Said> {
@@ -156,9 +154,11 @@ async fn a_linear_conversation_is_one_branch_with_the_tokens_of_the_built_in_loo
         expected.extend(&reply.token_ids);
         let observation = message("tool", &format!("result {turn}"));
         if turn < 3 {
-            expected.extend(chat().delta(&[observation.clone()], expected.last().copied()).unwrap());
+            expected
+                .extend(chat().delta(&[observation.clone()], expected.last().copied()).unwrap());
         }
-        history.extend([repeated(&reply), Arc::new(Said { message: observation, reasoning: None })]);
+        history
+            .extend([repeated(&reply), Arc::new(Said { message: observation, reasoning: None })]);
         replies.push(reply);
     }
     let finished = conversation.finish();
@@ -264,7 +264,9 @@ fn naive_prompt(known: &[Known], tools: usize, said: &[Arc<Said>]) -> Vec<u32> {
 }
 
 fn tool_set(number: usize) -> Vec<serde_json::Value> {
-    (0..number).map(|n| json!({"type": "function", "function": {"name": format!("t{n}")}})).collect()
+    (0..number)
+        .map(|n| json!({"type": "function", "function": {"name": format!("t{n}")}}))
+        .collect()
 }
 
 /// An agent that does with its history whatever agents do.
@@ -318,7 +320,13 @@ impl Agent {
         (tools, history)
     }
 
-    fn learn(&mut self, tools: usize, mut said: Vec<Arc<Said>>, prompt: &[u32], reply: &Arc<SampledReply>) {
+    fn learn(
+        &mut self,
+        tools: usize,
+        mut said: Vec<Arc<Said>>,
+        prompt: &[u32],
+        reply: &Arc<SampledReply>,
+    ) {
         if reply.number as usize >= self.replies.len() {
             self.replies.push(Arc::clone(reply));
         }

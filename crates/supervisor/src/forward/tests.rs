@@ -51,7 +51,9 @@ impl World {
 
     fn bytes(&self, of: u64) -> usize {
         let bytes = self.sent.iter().filter(|(number, _)| *number == of);
-        bytes.map(|(_, event)| if let AgentEvent::Bytes(data) = event { data.len() } else { 0 }).sum()
+        bytes
+            .map(|(_, event)| if let AgentEvent::Bytes(data) = event { data.len() } else { 0 })
+            .sum()
     }
 }
 
@@ -134,9 +136,8 @@ fn many_connections_are_bounded_in_number_and_rate() {
         clients.push(world.connect());
         world.step();
     }
-    let opened = |world: &World| {
-        world.sent.iter().filter(|(_, event)| *event == AgentEvent::Opened).count()
-    };
+    let opened =
+        |world: &World| world.sent.iter().filter(|(_, event)| *event == AgentEvent::Opened).count();
     assert_eq!(opened(&world), MAX_CONNECTIONS);
     assert_eq!(world.forwarder.connections.len(), MAX_CONNECTIONS);
     // The refused ones are at their end.

@@ -93,8 +93,7 @@ impl Server {
         // Once the output has ended, the input stands in its place, so that positions are fixed.
         let output = job.output();
         let own = [self.input.as_fd(), self.children.as_fd(), output.unwrap_or(self.input.as_fd())];
-        let watched: Vec<_> =
-            own.into_iter().map(readable).chain(forwarder.watched(now)).collect();
+        let watched: Vec<_> = own.into_iter().map(readable).chain(forwarder.watched(now)).collect();
         let mut ready = sys::wait(&watched, Some(timeout))?;
         let forwarded = ready.split_off(own.len().min(ready.len()));
         let mut own = ready.into_iter().map(|ready| ready.read);
