@@ -68,7 +68,8 @@ async fn a_server_that_does_not_read_holds_up_nobody_and_one_that_writes_waits_f
     }
     let (_deaf, mut other) = (streams.recv().await.unwrap(), streams.recv().await.unwrap());
     carrier.receive(1, AgentEvent::Bytes(vec![0; WINDOW])).unwrap();
-    let writer = tokio::spawn(async move { other.write_all(&vec![7; 2 * WINDOW]).await });
+    let mut writer = JoinSet::new();
+    writer.spawn(async move { other.write_all(&vec![7; 2 * WINDOW]).await });
     let mut sent = 0;
     let until_quiet = async {
         loop {
@@ -82,7 +83,7 @@ async fn a_server_that_does_not_read_holds_up_nobody_and_one_that_writes_waits_f
     let quiet = std::time::Duration::from_millis(300);
     assert!(tokio::time::timeout(quiet, until_quiet).await.is_err());
     assert_eq!(sent, WINDOW);
-    writer.abort();
+    assert!(writer.try_join_next().is_none(), "the server waits for the window");
 }
 
 #[tokio::test]

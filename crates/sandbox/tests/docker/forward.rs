@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::io::DuplexStream;
 use tokio::sync::{Notify, mpsc};
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 const PORT: u16 = 8471;
@@ -81,7 +82,7 @@ fn server() -> Router {
         async { Body::from_stream(both) }
     };
     let endless = || async {
-        let piece = Bytes::from_static(&[0; 65536]);
+        let piece = Bytes::from(vec![0; 65536]);
         Body::from_stream(futures::stream::repeat_with(move || Ok::<_, io::Error>(piece.clone())))
     };
     Router::new()
@@ -95,12 +96,11 @@ fn server() -> Router {
 /// Runs Python code while the server answers its requests.
 async fn serve(sandbox: &mut Box<dyn Sandbox>, code: &str) -> ExecResult {
     let (accepted, streams) = mpsc::channel(Forward::MAX_CONNECTIONS);
-    let server = tokio::spawn(axum::serve(Streams(streams), server()).into_future());
+    let mut server_task = JoinSet::new();
+    server_task.spawn(axum::serve(Streams(streams), server()).into_future());
     let stop = CancellationToken::new();
     let forward = Forward { port: PORT, accepted, stop: &stop };
-    let result = sandbox.exec_forwarding(&python(code), forward).await.unwrap();
-    server.abort();
-    result
+    sandbox.exec_forwarding(&python(code), forward).await.unwrap()
 }
 
 fn python(code: &str) -> Command {
@@ -143,7 +143,12 @@ assert reply.read() == b"second\n"
     assert_eq!(again.exit, Exit::Code(0), "{}", again.text());
     let closed = sandbox.exec(&python("raw()")).await.unwrap();
     assert!(closed.text().contains("ConnectionRefusedError"), "{}", closed.text());
+    // Ports of closed connections stay in use for a while, so the container serves nobody else.
+    let name = sandbox.name().to_owned();
     sandbox.close().await.unwrap();
+    let next = fixture.open().await;
+    assert_ne!(next.name(), name);
+    next.close().await.unwrap();
     fixture.finish().await;
 }
 
