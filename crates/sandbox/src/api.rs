@@ -89,7 +89,7 @@ impl Command {
 
 /// One port of a sandbox's loopback interface that leads to this program while a command runs.
 ///
-/// It is the only way out of a sandbox, and it leads to whoever receives the streams: no process of
+/// It is the only way out of a sandbox, and it leads to the receiver of the streams: no process of
 /// the sandbox can choose another end.
 #[derive(Debug)]
 pub struct Forward<'a> {

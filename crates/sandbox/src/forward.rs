@@ -1,7 +1,7 @@
 //! The host's side of the connections that a command opens to the forwarded port: each becomes a
 //! stream, served by a task of its own.
 //!
-//! No step here waits for whoever serves a stream. At most one window of bytes of a connection is
+//! No step here waits for the server of a stream. At most one window of bytes of a connection is
 //! kept in each direction, because the supervisor stops reading, and a task stops sending, until the
 //! other side has taken the earlier ones.
 
@@ -207,7 +207,7 @@ impl Inbox {
     }
 }
 
-/// Carries one connection until whoever serves the stream has closed it.
+/// Carries one connection until the server of the stream has closed it.
 async fn carry(
     number: u64,
     stream: DuplexStream,
@@ -228,7 +228,7 @@ async fn carry(
     close(number, events).await;
 }
 
-/// Tells the supervisor that a connection is closed. If nobody reads the events, the command has
+/// Tells the supervisor that a connection is closed. If the events are not read any more, the command has
 /// ended.
 async fn close(number: u64, events: mpsc::Sender<Event>) {
     let _ = events.send((number, HostEvent::Closed)).await;

@@ -64,7 +64,7 @@ pub struct FakeAgent {
 }
 
 impl FakeAgent {
-    /// Opens a connection to the forwarded port; `None` if nobody receives it any more.
+    /// Opens a connection to the forwarded port; `None` if its receiver was dropped.
     pub async fn connect(&self) -> Option<DuplexStream> {
         let (stream, served) = tokio::io::duplex(64 * 1024);
         self.accepted.send(served).await.ok().map(|()| stream)

@@ -50,7 +50,7 @@ async fn what_the_protocol_does_not_allow_is_refused() {
     for bytes in [1, u64::MAX] {
         assert!(carrier.receive(1, AgentEvent::Taken(bytes)).is_err());
     }
-    // Nobody reads the stream, so that this waits here.
+    // Nothing reads the stream, so that this waits here.
     carrier.receive(1, AgentEvent::Bytes(vec![0; WINDOW])).unwrap();
     assert!(carrier.receive(1, AgentEvent::Bytes(vec![0; WINDOW])).is_err());
     for number in 2..=MAX_CONNECTIONS as u64 {

@@ -143,7 +143,7 @@ assert reply.read() == b"second\n"
     assert_eq!(again.exit, Exit::Code(0), "{}", again.text());
     let closed = sandbox.exec(&python("raw()")).await.unwrap();
     assert!(closed.text().contains("ConnectionRefusedError"), "{}", closed.text());
-    // Ports of closed connections stay in use for a while, so the container serves nobody else.
+    // Ports of closed connections stay in use for a while, so the container is not reused.
     let name = sandbox.name().to_owned();
     sandbox.close().await.unwrap();
     let next = fixture.open().await;
