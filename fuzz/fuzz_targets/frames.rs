@@ -8,8 +8,8 @@ use orchestrate_fuzz::heap::bounded;
 use orchestrate_fuzz::input::{self, Change};
 use orchestrate_supervisor::FreeSpace;
 use orchestrate_supervisor::protocol::{
-    CommandEnd, CommandReport, ExecRequest, Frame, FrameBuffer, Refusal, Reply, Request, TreeEnd,
-    is_safe_path,
+    AgentEvent, CommandEnd, CommandReport, ExecRequest, Frame, FrameBuffer, HostEvent, Refusal,
+    Reply, Request, TreeEnd, is_safe_path,
 };
 
 #[derive(Debug, Arbitrary)]
@@ -24,7 +24,7 @@ struct Input {
 fn message(kind: u8, id: u64, text: &str, data: &[u8]) -> Vec<u8> {
     let (text, data) = (text.to_owned(), data.to_vec());
     let free = FreeSpace { bytes: id, files: id ^ 7 };
-    let reply = match kind % 20 {
+    let reply = match kind % 25 {
         0 => {
             let exec = ExecRequest {
                 argv: vec![text.clone(), "-c".to_owned()],
@@ -32,6 +32,7 @@ fn message(kind: u8, id: u64, text: &str, data: &[u8]) -> Vec<u8> {
                 timeout_ms: id,
                 keep: 9,
                 max_output: id >> 3,
+                forward_port: u16::from(kind),
             };
             return Request::Exec(exec).encode(id).expect("short");
         }
@@ -59,6 +60,15 @@ fn message(kind: u8, id: u64, text: &str, data: &[u8]) -> Vec<u8> {
         15 => Reply::TreeData { data },
         16 => Reply::TreeEnd(TreeEnd::Complete { files: id }),
         17 => Reply::TreeEnd(TreeEnd::TooLarge(text)),
+        18 => return Request::Stop.encode(id).expect("short"),
+        19 => {
+            let event = if id % 2 == 0 { HostEvent::Bytes(data) } else { HostEvent::Taken(id) };
+            return Request::Connection { number: id, event }.encode(id).expect("short");
+        }
+        20 => Reply::Connection { number: id, event: AgentEvent::Opened },
+        21 => Reply::Connection { number: id, event: AgentEvent::Bytes(data) },
+        22 => Reply::Connection { number: id, event: AgentEvent::Taken(id) },
+        23 => Reply::Connection { number: id, event: AgentEvent::Ended },
         _ => Reply::TreeEnd(TreeEnd::Failed(text)),
     };
     reply.encode(id).expect("short")

@@ -89,6 +89,27 @@ impl Command {
     }
 }
 
+/// One port of a sandbox's loopback interface that leads to this program while a command runs.
+///
+/// It is the only way out of a sandbox, and it leads to the receiver of the streams: no process of
+/// the sandbox can choose another end.
+#[derive(Debug)]
+pub struct Forward<'a> {
+    /// The port that process 1 listens on at 127.0.0.1, above 1023.
+    pub port: u16,
+    /// Receives a stream for each connection that a process of the sandbox opens, at most
+    /// [`Forward::MAX_CONNECTIONS`] at once. A connection is closed if the channel is full, and all
+    /// are if its receiver is dropped. When the command has ended, all streams are at their end.
+    pub accepted: mpsc::Sender<DuplexStream>,
+    /// Kills the command when it is cancelled, which then ends as [`Exit::Stopped`].
+    pub stop: &'a CancellationToken,
+}
+
+impl Forward<'_> {
+    /// Connections that exist at once. Further ones are closed as soon as they are opened.
+    pub const MAX_CONNECTIONS: usize = orchestrate_supervisor::protocol::MAX_CONNECTIONS;
+}
+
 /// How a command ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
@@ -100,20 +121,8 @@ pub enum Exit {
     TimedOut,
     /// The program could not be started (missing, not executable).
     NotStarted,
-    /// It was killed because [`Forward::stop`] asked for it, with everything it had started.
+    /// It was killed because its caller asked for it, with everything it had started.
     Stopped,
-}
-
-/// How the connections of a command are carried: see [`Sandbox::exec_forwarding`].
-#[derive(Debug)]
-pub struct Forward<'a> {
-    /// Port of the container's loopback.
-    pub port: u16,
-    /// Receives each connection that a process of the container opens to it. If it is full or dropped,
-    /// connections are closed.
-    pub accepted: mpsc::Sender<DuplexStream>,
-    /// Ends the command when it is cancelled.
-    pub stop: &'a CancellationToken,
 }
 
 /// The complete result of a command.
@@ -285,8 +294,10 @@ pub trait Sandbox: Send + std::fmt::Debug {
     /// Runs one command to its end. Everything it started is dead when this returns.
     async fn exec(&mut self, command: &Command) -> Result<ExecResult, SandboxError>;
 
-    /// Like [`Sandbox::exec`], while connections to a port of the container's loopback are carried to
-    /// this program. They are all that the command reaches outside its container.
+    /// Runs one command to its end, as [`Sandbox::exec`] does, and meanwhile carries the connections
+    /// to one port. Nothing listens there when this returns.
+    ///
+    /// Fails with [`Refused`](crate::SandboxErrorKind::Refused) if the port cannot be used.
     async fn exec_forwarding(
         &mut self,
         command: &Command,

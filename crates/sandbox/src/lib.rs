@@ -50,6 +50,7 @@ mod daemon;
 mod disk;
 mod doctor;
 mod error;
+mod forward;
 mod guard;
 mod host;
 mod hosts;

@@ -24,6 +24,9 @@ pub(crate) struct SupervisorLink {
     frames: FrameBuffer,
     stderr: Vec<u8>,
     last_id: u64,
+    /// Encoded requests that are not written yet, and how much of them is.
+    unwritten: Vec<u8>,
+    written: usize,
 }
 
 impl std::fmt::Debug for SupervisorLink {
@@ -54,6 +57,8 @@ impl SupervisorLink {
             frames: FrameBuffer::default(),
             stderr: Vec::new(),
             last_id: 0,
+            unwritten: Vec::new(),
+            written: 0,
         })
     }
 
@@ -89,24 +94,44 @@ impl SupervisorLink {
 
     /// Sends a request and returns the id of its replies.
     pub(crate) async fn send(&mut self, request: &Request) -> Result<u64, SandboxError> {
+        let id = self.queue(request)?;
+        let written = write(&mut self.input, &mut self.unwritten, &mut self.written);
+        written.await.map_err(|error| self.gone_error(&format!("the stream broke: {error}")))?;
+        Ok(id)
+    }
+
+    /// Queues a request and returns the id of its replies. [`SupervisorLink::progress`] writes it.
+    pub(crate) fn queue(&mut self, request: &Request) -> Result<u64, SandboxError> {
         self.last_id += 1;
         let id = self.last_id;
         let frame = request.encode(id).map_err(|error| {
             self.error(SandboxErrorKind::Failed { call: "send", source: Arc::new(error) })
         })?;
-        let written = async {
-            self.input.write_all(&frame).await?;
-            self.input.flush().await
-        };
-        written.await.map_err(|error| self.gone_error(&format!("the stream broke: {error}")))?;
+        self.unwritten.extend_from_slice(&frame);
         Ok(id)
     }
 
+    /// Whether queued requests are not written yet.
+    pub(crate) fn is_writing(&self) -> bool {
+        !self.unwritten.is_empty()
+    }
+
     /// Receives the next frame. Cancel-safe: a frame is returned whole or stays in the buffer.
+    pub(crate) async fn receive(&mut self) -> Result<(u64, Reply), SandboxError> {
+        loop {
+            if let Some(received) = self.progress().await? {
+                return Ok(received);
+            }
+        }
+    }
+
+    /// Receives the next frame or writes what is queued, whichever is complete first; `None` if all
+    /// was written. Both go on at once, because the supervisor reads nothing while it waits for its
+    /// own frames to be received. Cancel-safe.
     ///
     /// A full disk on the host and damage by commands are errors at any time, because nothing that
     /// the container sends after that can be trusted.
-    pub(crate) async fn receive(&mut self) -> Result<(u64, Reply), SandboxError> {
+    pub(crate) async fn progress(&mut self) -> Result<Option<(u64, Reply)>, SandboxError> {
         loop {
             if let Some(frame) = self.frames.next_frame().map_err(|e| self.protocol_error(e))? {
                 let reply = Reply::decode(frame.kind, &frame.payload)
@@ -118,9 +143,19 @@ impl SupervisorLink {
                 if let Reply::Damaged(what) = reply {
                     return Err(self.error(SandboxErrorKind::Damaged { what }));
                 }
-                return Ok((frame.id, reply));
+                return Ok(Some((frame.id, reply)));
             }
-            match self.output.next().await {
+            let is_writing = self.is_writing();
+            let received = tokio::select! {
+                received = self.output.next() => received,
+                written = write(&mut self.input, &mut self.unwritten, &mut self.written),
+                    if is_writing =>
+                {
+                    let broke = |error| self.gone_error(&format!("the stream broke: {error}"));
+                    return written.map(|()| None).map_err(broke);
+                }
+            };
+            match received {
                 Some(Ok(LogOutput::StdOut { message })) => self.frames.push(&message),
                 Some(Ok(LogOutput::StdErr { message })) => {
                     let room = STDERR_BYTES.saturating_sub(self.stderr.len()).min(message.len());
@@ -166,4 +201,23 @@ impl SupervisorLink {
             Err(_) => Err(self.error(SandboxErrorKind::TimedOut { call, after: limit })),
         }
     }
+}
+
+/// Writes and clears `bytes`, of which `written` are written already. Cancel-safe: what was written
+/// is counted before the next wait.
+async fn write(
+    input: &mut Pin<Box<dyn AsyncWrite + Send>>,
+    bytes: &mut Vec<u8>,
+    written: &mut usize,
+) -> std::io::Result<()> {
+    while let Some(rest) = bytes.get(*written..).filter(|rest| !rest.is_empty()) {
+        match input.write(rest).await? {
+            0 => return Err(std::io::ErrorKind::WriteZero.into()),
+            count => *written += count,
+        }
+    }
+    input.flush().await?;
+    bytes.clear();
+    *written = 0;
+    Ok(())
 }

@@ -1,16 +1,15 @@
 //! One open container.
 
 mod changes;
-mod forward;
 
 use crate::api::{Command, ExecResult, Exit, FileEntry, Forward, Sandbox, TreeChanges, TreeMark};
 use crate::error::{SandboxError, SandboxErrorKind};
+use crate::forward::Carrier;
 use crate::guard::ContainerGuard;
 use crate::link::SupervisorLink;
 use crate::loss;
 use crate::slots::{IdleSandbox, ReuseKey};
 use crate::state::ProviderState;
-use forward::Connections;
 use orchestrate_supervisor::protocol::{
     CHUNK, CommandEnd, CommandReport, ExecRequest, Refusal, Reply, Request, is_safe_path,
 };
@@ -19,7 +18,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
-use tokio_util::sync::CancellationToken;
 
 /// Interval between pings during a command. The supervisor kills a command after a minute
 /// without one.
@@ -234,6 +232,12 @@ impl DockerSandbox {
         })
     }
 
+    /// Time after which the result of a command is not waited for any longer.
+    fn command_limit(&self, command: &Command) -> Duration {
+        let HumanDuration(grace) = self.provider.config.command_grace;
+        command.timeout.saturating_add(grace)
+    }
+
     async fn run(
         &mut self,
         command: &Command,
@@ -248,33 +252,33 @@ impl DockerSandbox {
             max_output: self.provider.config.max_output.0,
             forward_port: forward.as_ref().map_or(0, |forward| forward.port),
         });
-        let mut connections = forward.as_ref().map(Connections::new);
-        let mut stop = forward.map(|forward| forward.stop);
         let id = self.link.send(&request).await?;
         self.has_run = true;
         let mut pings = tokio::time::interval_at(Instant::now() + PING_INTERVAL, PING_INTERVAL);
         pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut carrier = Carrier::new(forward);
         let (mut head, mut tail) = (Vec::new(), Vec::new());
         loop {
-            // Cancel-safe: an unread frame stays in the link, and a missed tick comes again.
-            let (from, reply) = tokio::select! {
-                biased;
-                received = self.link.receive() => received?,
-                Some(request) = next_request(connections.as_mut()) => {
-                    self.link.send(&request).await?;
-                    continue;
-                }
-                () = stopped(stop) => {
-                    stop = None;
-                    self.link.send(&Request::Stop).await?;
+            // Cancel-safe: unread frames and unwritten requests stay in the link, and a missed tick
+            // comes again. Not biased, because a flood of frames must not hold up the pings.
+            let received = tokio::select! {
+                received = self.link.progress() => received?,
+                requests = carrier.requests(), if !self.link.is_writing() => {
+                    for request in requests {
+                        self.link.queue(&request)?;
+                    }
                     continue;
                 }
                 _ = pings.tick() => {
-                    self.link.send(&Request::Ping).await?;
+                    self.link.queue(&Request::Ping)?;
                     continue;
                 }
             };
+            let Some((from, reply)) = received else { continue };
             match reply {
+                Reply::Connection { number, event } if from == id => carrier
+                    .receive(number, event)
+                    .map_err(|problem| self.link.protocol_error(problem))?,
                 Reply::Output { tail: part, data } if from == id => {
                     let kept = if part { &mut tail } else { &mut head };
                     kept.extend_from_slice(&data);
@@ -284,23 +288,6 @@ impl DockerSandbox {
                 }
                 Reply::Done(report) if from == id => return self.result(&report, head, tail),
                 Reply::Ack(Err(reason)) if from == id => return Err(self.refused("exec", reason)),
-                Reply::Opened { connection } if from == id => {
-                    let refused = connections.as_mut().and_then(|all| all.opened(connection));
-                    if let Some(close) = refused {
-                        self.link.send(&close).await?;
-                    }
-                }
-                Reply::Bytes { connection, data } if from == id => {
-                    let lost = connections.as_mut().and_then(|all| all.bytes(connection, data));
-                    if let Some(close) = lost {
-                        self.link.send(&close).await?;
-                    }
-                }
-                Reply::Closed { connection } if from == id => {
-                    if let Some(all) = &mut connections {
-                        all.closed(connection);
-                    }
-                }
                 // Later ids belong to the pings.
                 Reply::Ack(Ok(())) if from > id => {}
                 other => {
@@ -322,9 +309,9 @@ impl DockerSandbox {
             CommandEnd::Code(code) => Exit::Code(code),
             CommandEnd::Signal(signal) => Exit::Signal(signal),
             CommandEnd::TimedOut => Exit::TimedOut,
-            CommandEnd::Stopped => Exit::Stopped,
             CommandEnd::NotStarted => Exit::NotStarted,
             CommandEnd::Flooded => Exit::Signal(SIGKILL),
+            CommandEnd::Stopped => Exit::Stopped,
             CommandEnd::Abandoned => {
                 let reason =
                     "the supervisor received nothing from this program for a minute".to_owned();
@@ -392,22 +379,6 @@ impl DockerSandbox {
     }
 }
 
-/// The next request of the connections; never without them.
-async fn next_request(connections: Option<&mut Connections>) -> Option<Request> {
-    match connections {
-        Some(connections) => connections.next_request().await,
-        None => std::future::pending().await,
-    }
-}
-
-/// Waits until the command is to be stopped; for ever without a token.
-async fn stopped(stop: Option<&CancellationToken>) {
-    match stop {
-        Some(stop) => stop.cancelled().await,
-        None => std::future::pending().await,
-    }
-}
-
 #[async_trait::async_trait]
 impl Sandbox for DockerSandbox {
     fn name(&self) -> &str {
@@ -415,8 +386,7 @@ impl Sandbox for DockerSandbox {
     }
 
     async fn exec(&mut self, command: &Command) -> Result<ExecResult, SandboxError> {
-        let HumanDuration(grace) = self.provider.config.command_grace;
-        let after = command.timeout.saturating_add(grace);
+        let after = self.command_limit(command);
         self.call("exec", after, async |this| this.run(command, None).await).await
     }
 
@@ -425,10 +395,13 @@ impl Sandbox for DockerSandbox {
         command: &Command,
         forward: Forward<'_>,
     ) -> Result<ExecResult, SandboxError> {
+        if forward.port == 0 {
+            let refusal = Refusal("the forwarded port must not be 0".to_owned());
+            return Err(self.refused("exec", refusal));
+        }
         // Connections count in the loopback's statistics, which no reset can clear.
         self.key = None;
-        let HumanDuration(grace) = self.provider.config.command_grace;
-        let after = command.timeout.saturating_add(grace);
+        let after = self.command_limit(command);
         self.call("exec", after, async |this| this.run(command, Some(forward)).await).await
     }
 

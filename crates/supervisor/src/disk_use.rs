@@ -116,7 +116,7 @@ mod tests {
         let last = Duration::new(u64::try_from(last.ctime()).unwrap(), nanoseconds);
         let since = UNIX_EPOCH + last + Duration::from_nanos(1);
         // The clock of file systems is coarse.
-        crate::sys::poll(&[], Some(Duration::from_millis(50))).unwrap();
+        crate::sys::poll_readable([None], Some(Duration::from_millis(50))).unwrap();
         assert_eq!(changed_since(root, since), DiskUse::default());
         std::fs::create_dir(root.join("new")).unwrap();
         let mut file = File::create(root.join("new/file")).unwrap();

@@ -1,273 +1,292 @@
-//! Connections that a command opens to a port of the container's loopback, carried to the host as
-//! frames.
+//! The connections of a command's processes to one port of the loopback interface, which process 1
+//! carries to the host.
 //!
-//! The container has no network; this byte stream is all that a command reaches through it. What a
-//! command does to its connections cannot make this process grow, spin or wait: their number and the
-//! bytes that wait for them are limited, and all sockets are non-blocking.
+//! What a process can cause is bounded: the number of connections, how often they are opened, and
+//! the bytes that are read before the host has taken the earlier ones.
 
-use crate::protocol::Reply;
-use crate::sys::{Interest, Ready};
-use std::collections::BTreeMap;
+use crate::protocol::{AgentEvent, HostEvent, MAX_CONNECTIONS, WINDOW};
+use crate::sys::{Ready, Watched};
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, Read as _, Write as _};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::os::fd::AsFd as _;
+use std::time::{Duration, Instant};
 
-/// Open connections; more are closed at once.
-const MAX_CONNECTIONS: usize = 64;
-/// Bytes that wait for a command to read them; a connection with more is closed.
-const MAX_UNSENT: usize = 4 << 20;
-/// Bytes read from a connection at a time, so that all of them take turns.
+/// Largest piece that is read from one connection before the others have their turn.
 const READ_BYTES: usize = 64 * 1024;
+/// Connections that are accepted in one [`ACCEPT_INTERVAL`]; the rest waits in the kernel's queue.
+const ACCEPTS: usize = 200;
+const ACCEPT_INTERVAL: Duration = Duration::from_millis(100);
+/// How long a connection that the host has closed waits for the process to close it, too. Closing it
+/// at once would discard what the process has not read yet.
+const LINGER: Duration = Duration::from_secs(1);
 
-/// A connection of a command.
-#[derive(Debug)]
+/// Takes an event of the connection with this number to the host.
+type Send<'a> = &'a mut dyn FnMut(u64, AgentEvent) -> io::Result<()>;
+
 struct Connection {
     stream: TcpStream,
-    /// Bytes from the host that the command has not taken yet.
-    unsent: Vec<u8>,
-    /// Whether the command has ended its side.
-    is_read: bool,
-    /// Whether the host has ended its side: the connection is closed once everything is sent.
-    is_ending: bool,
+    /// Bytes of the host that the process has not received yet.
+    unsent: VecDeque<u8>,
+    /// Bytes that may be read before the host reports that it has taken some.
+    window: usize,
+    /// The process sends no more bytes.
+    has_ended: bool,
+    /// The host sends and takes no more bytes.
+    is_closed: bool,
+    /// Set when the host has closed the connection and everything was passed on.
+    linger_until: Option<Instant>,
 }
 
-/// A port on which this process listens, and its connections.
-#[derive(Debug)]
+/// How a step of a connection went.
+#[derive(PartialEq, Eq)]
+enum Step {
+    Open,
+    Gone,
+}
+
+/// The port and its connections. Dropping it closes all of them.
 pub(crate) struct Forwarder {
-    listener: TcpListener,
+    /// `None` if no port is forwarded.
+    listener: Option<TcpListener>,
     connections: BTreeMap<u64, Connection>,
-    last: u64,
+    last_number: u64,
+    /// When the current interval of [`ACCEPTS`] began, and the connections accepted in it.
+    accepted: (Instant, usize),
+    buffer: Vec<u8>,
 }
 
 impl Forwarder {
-    /// Listens on a port of the loopback.
+    /// Listens on `port`; on none if it is 0.
+    ///
+    /// Nothing else can hold the port, because no process of an earlier command is alive. Connections
+    /// that such a command closed do not prevent it: the standard library sets `SO_REUSEADDR`.
     pub(crate) fn bind(port: u16) -> io::Result<Self> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port))?;
-        listener.set_nonblocking(true)?;
-        Ok(Self { listener, connections: BTreeMap::new(), last: 0 })
+        let listener = if port == 0 {
+            None
+        } else {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port))?;
+            listener.set_nonblocking(true)?;
+            Some(listener)
+        };
+        Ok(Self {
+            buffer: if listener.is_some() { vec![0; READ_BYTES] } else { Vec::new() },
+            listener,
+            connections: BTreeMap::new(),
+            last_number: 0,
+            accepted: (Instant::now(), 0),
+        })
     }
 
-    /// What to wait for: the listener, then the connections in the order of their numbers.
-    pub(crate) fn interests(&self) -> impl Iterator<Item = Interest<'_>> {
-        let listener = Interest { fd: self.listener.as_fd(), reads: true, writes: false };
-        let connections = self.connections.values().map(|connection| Interest {
-            fd: connection.stream.as_fd(),
-            reads: !connection.is_read,
-            writes: !connection.unsent.is_empty(),
-        });
-        std::iter::once(listener).chain(connections)
+    /// The descriptors to wait for: first the connections, in the order of their numbers, then the
+    /// listener.
+    pub(crate) fn watched(&self, now: Instant) -> impl Iterator<Item = Watched<'_>> {
+        let accepts = self.accepts_at(now).is_none();
+        let connections = self.connections.values().map(Connection::watched);
+        let listener = self.listener.iter();
+        connections.chain(listener.map(move |listener| Watched {
+            fd: listener.as_fd(),
+            read: accepts,
+            write: false,
+        }))
     }
 
-    /// Takes what is ready, in the order of [`Self::interests`], and sends it to the host.
-    pub(crate) fn serve(
+    /// When something must be done even if no descriptor is ready.
+    pub(crate) fn next_check(&self, now: Instant) -> Option<Instant> {
+        let lingering = self.connections.values().filter_map(|c| c.linger_until);
+        lingering.chain(self.accepts_at(now)).min()
+    }
+
+    /// When connections are accepted again, if not now.
+    fn accepts_at(&self, now: Instant) -> Option<Instant> {
+        let (since, count) = self.accepted;
+        let until = since + ACCEPT_INTERVAL;
+        (count >= ACCEPTS && now < until).then_some(until)
+    }
+
+    /// Reads, writes and accepts what the descriptors of [`Forwarder::watched`] are ready for. Fails
+    /// only if `send` does.
+    pub(crate) fn advance(
         &mut self,
         ready: &[Ready],
-        mut send: impl FnMut(Reply) -> io::Result<()>,
+        now: Instant,
+        send: Send<'_>,
     ) -> io::Result<()> {
-        let Some((listener, connections)) = ready.split_first() else { return Ok(()) };
-        let mut buffer = vec![0; READ_BYTES];
+        let mut ready = ready.iter().copied();
         let mut gone = Vec::new();
-        for ((&number, connection), ready) in self.connections.iter_mut().zip(connections) {
-            if ready.readable && !connection.is_read {
-                match connection.stream.read(&mut buffer) {
-                    Ok(0) => {
-                        connection.is_read = true;
-                        send(Reply::Closed { connection: number })?;
-                    }
-                    Ok(count) => {
-                        let data = buffer.get(..count).unwrap_or_default().to_vec();
-                        send(Reply::Bytes { connection: number, data })?;
-                    }
-                    Err(error) if is_passing(&error) => {}
-                    Err(_) => gone.push(number),
-                }
-            } else if ready.hung_up {
-                // Nothing can be read or written any more.
-                gone.push(number);
-            }
-            if ready.writable && !connection.flush() {
+        for (&number, connection) in &mut self.connections {
+            let ready = ready.next().unwrap_or_default();
+            let step = connection.advance(number, ready, now, &mut self.buffer, send)?;
+            if step == Step::Gone {
                 gone.push(number);
             }
         }
         for number in gone {
-            self.drop_connection(number, &mut send)?;
+            self.remove(number, send)?;
         }
-        if listener.readable {
-            self.accept(&mut send)?;
-        }
-        Ok(())
-    }
-
-    fn accept(&mut self, mut send: impl FnMut(Reply) -> io::Result<()>) -> io::Result<()> {
-        // A bounded number at a time, so that a flood of connections does not hold up the rest.
-        for _ in 0..MAX_CONNECTIONS {
-            let stream = match self.listener.accept() {
-                Ok((stream, _)) => stream,
-                // Too many open files, a connection that was reset: later ones may succeed.
-                Err(_) => return Ok(()),
-            };
-            if self.connections.len() >= MAX_CONNECTIONS {
-                continue;
-            }
-            if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_err() {
-                continue;
-            }
-            self.last += 1;
-            let connection =
-                Connection { stream, unsent: Vec::new(), is_read: false, is_ending: false };
-            self.connections.insert(self.last, connection);
-            send(Reply::Opened { connection: self.last })?;
+        if ready.next().unwrap_or_default().read {
+            self.accept(now, send)?;
         }
         Ok(())
     }
 
-    /// Passes bytes of the host on. A connection that is gone ignores them.
-    pub(crate) fn write(
-        &mut self,
-        number: u64,
-        data: &[u8],
-        send: impl FnMut(Reply) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
-        connection.unsent.extend_from_slice(data);
-        if connection.flush() && connection.unsent.len() <= MAX_UNSENT {
-            return Ok(());
-        }
-        self.drop_connection(number, send)
-    }
-
-    /// Ends the host's side of a connection.
-    pub(crate) fn close(&mut self, number: u64) {
-        let Some(connection) = self.connections.get_mut(&number) else { return };
-        connection.is_ending = true;
-        if connection.unsent.is_empty() {
-            self.connections.remove(&number);
-        }
-    }
-
-    fn drop_connection(
-        &mut self,
-        number: u64,
-        mut send: impl FnMut(Reply) -> io::Result<()>,
-    ) -> io::Result<()> {
+    fn remove(&mut self, number: u64, send: Send<'_>) -> io::Result<()> {
         match self.connections.remove(&number) {
-            Some(connection) if !connection.is_read => send(Reply::Closed { connection: number }),
+            Some(connection) if !connection.is_closed => send(number, AgentEvent::Closed),
             Some(_) | None => Ok(()),
         }
+    }
+
+    fn accept(&mut self, now: Instant, send: Send<'_>) -> io::Result<()> {
+        let Some(listener) = &self.listener else { return Ok(()) };
+        if now >= self.accepted.0 + ACCEPT_INTERVAL {
+            self.accepted = (now, 0);
+        }
+        while self.accepted.1 < ACCEPTS {
+            let stream = match listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                // Without descriptors or memory, the next attempt would fail at once, too.
+                Err(_) => {
+                    self.accepted = (now, ACCEPTS);
+                    break;
+                }
+            };
+            self.accepted.1 += 1;
+            let is_full = self.connections.len() >= MAX_CONNECTIONS;
+            if is_full || stream.set_nonblocking(true).is_err() || stream.set_nodelay(true).is_err()
+            {
+                continue;
+            }
+            self.last_number += 1;
+            self.connections.insert(self.last_number, Connection::new(stream));
+            send(self.last_number, AgentEvent::Opened)?;
+        }
+        Ok(())
+    }
+
+    /// Carries out what the host reports about a connection. Unknown numbers are ignored.
+    pub(crate) fn handle(
+        &mut self,
+        number: u64,
+        event: HostEvent,
+        now: Instant,
+        send: Send<'_>,
+    ) -> io::Result<()> {
+        let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
+        let step = match event {
+            HostEvent::Bytes(data) if connection.unsent.len() + data.len() <= WINDOW => {
+                connection.unsent.extend(data);
+                connection.write(number, now, send)?
+            }
+            // More than the host may send.
+            HostEvent::Bytes(_) => Step::Gone,
+            HostEvent::Taken(bytes) => {
+                let bytes = usize::try_from(bytes).unwrap_or(WINDOW);
+                connection.window = connection.window.saturating_add(bytes).min(WINDOW);
+                Step::Open
+            }
+            HostEvent::Closed => {
+                connection.is_closed = true;
+                connection.write(number, now, send)?
+            }
+        };
+        if step == Step::Gone { self.remove(number, send) } else { Ok(()) }
     }
 }
 
 impl Connection {
-    /// Writes as much as the command takes. `false` once the connection is over.
-    fn flush(&mut self) -> bool {
+    fn new(stream: TcpStream) -> Self {
+        Self {
+            stream,
+            unsent: VecDeque::new(),
+            window: WINDOW,
+            has_ended: false,
+            is_closed: false,
+            linger_until: None,
+        }
+    }
+
+    fn watched(&self) -> Watched<'_> {
+        Watched {
+            fd: self.stream.as_fd(),
+            read: !self.has_ended && (self.window > 0 || self.is_closed),
+            write: !self.unsent.is_empty(),
+        }
+    }
+
+    fn advance(
+        &mut self,
+        number: u64,
+        ready: Ready,
+        now: Instant,
+        buffer: &mut [u8],
+        send: Send<'_>,
+    ) -> io::Result<Step> {
+        if self.linger_until.is_some_and(|until| now >= until) {
+            return Ok(Step::Gone);
+        }
+        if ready.write && self.write(number, now, send)? == Step::Gone {
+            return Ok(Step::Gone);
+        }
+        if ready.read { self.read(number, buffer, send) } else { Ok(Step::Open) }
+    }
+
+    /// Reads once. What arrives after the host has closed the connection is discarded.
+    fn read(&mut self, number: u64, buffer: &mut [u8], send: Send<'_>) -> io::Result<Step> {
+        let limit = if self.is_closed { buffer.len() } else { self.window.min(buffer.len()) };
+        let buffer = buffer.get_mut(..limit).unwrap_or_default();
+        match self.stream.read(buffer) {
+            Ok(0) => {
+                self.has_ended = true;
+                if self.is_closed {
+                    let is_done = self.unsent.is_empty();
+                    return Ok(if is_done { Step::Gone } else { Step::Open });
+                }
+                send(number, AgentEvent::Ended)?;
+            }
+            Ok(_) if self.is_closed => {}
+            Ok(count) => {
+                self.window -= count;
+                let data = buffer.get(..count).unwrap_or_default().to_vec();
+                send(number, AgentEvent::Bytes(data))?;
+            }
+            Err(error) if is_temporary(&error) => {}
+            Err(_) => return Ok(Step::Gone),
+        }
+        Ok(Step::Open)
+    }
+
+    /// Writes as much as the process takes, then ends the connection if the host has closed it.
+    fn write(&mut self, number: u64, now: Instant, send: Send<'_>) -> io::Result<Step> {
+        let mut taken = 0;
         while !self.unsent.is_empty() {
-            match self.stream.write(&self.unsent) {
-                Ok(0) => return false,
+            match self.stream.write(self.unsent.as_slices().0) {
+                Ok(0) => break,
                 Ok(count) => {
                     self.unsent.drain(..count);
+                    taken += count as u64;
                 }
-                Err(error) if is_passing(&error) => return true,
-                Err(_) => return false,
+                Err(error) if is_temporary(&error) => break,
+                Err(_) => return Ok(Step::Gone),
             }
         }
-        !self.is_ending
+        if taken > 0 && !self.is_closed {
+            send(number, AgentEvent::Taken(taken))?;
+        }
+        if self.is_closed && self.unsent.is_empty() && self.linger_until.is_none() {
+            if self.has_ended || self.stream.shutdown(Shutdown::Write).is_err() {
+                return Ok(Step::Gone);
+            }
+            self.linger_until = Some(now + LINGER);
+        }
+        Ok(Step::Open)
     }
 }
 
-fn is_passing(error: &io::Error) -> bool {
+fn is_temporary(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::sys;
-    use std::time::Duration;
-
-    /// Polls and serves until `done`, and collects what the host would get.
-    fn pump(forwarder: &mut Forwarder, mut done: impl FnMut(&[Reply]) -> bool) -> Vec<Reply> {
-        let mut sent = Vec::new();
-        for _ in 0..10_000 {
-            if done(&sent) {
-                return sent;
-            }
-            let interests: Vec<_> = forwarder.interests().collect();
-            let ready = sys::poll(&interests, Some(Duration::from_millis(20))).unwrap();
-            forwarder
-                .serve(&ready, |reply| {
-                    sent.push(reply);
-                    Ok(())
-                })
-                .unwrap();
-        }
-        panic!("nothing came: {} replies", sent.len());
-    }
-
-    fn forwarder() -> (Forwarder, u16) {
-        let forwarder = Forwarder::bind(0).unwrap();
-        let port = forwarder.listener.local_addr().unwrap().port();
-        (forwarder, port)
-    }
-
-    fn connect(port: u16) -> TcpStream {
-        TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap()
-    }
-
-    #[test]
-    fn bytes_go_both_ways_and_each_side_ends_for_itself() {
-        let (mut forwarder, port) = forwarder();
-        let mut command = connect(port);
-        command.write_all(b"ask").unwrap();
-        let sent = pump(&mut forwarder, |sent| sent.len() == 2);
-        let data = b"ask".to_vec();
-        assert_eq!(sent, [Reply::Opened { connection: 1 }, Reply::Bytes { connection: 1, data }]);
-        forwarder.write(1, b"answer", |_| Ok(())).unwrap();
-        command.shutdown(std::net::Shutdown::Write).unwrap();
-        let sent = pump(&mut forwarder, |sent| !sent.is_empty());
-        assert_eq!(sent, [Reply::Closed { connection: 1 }]);
-        // The command has ended its side and still reads.
-        forwarder.write(1, b" more", |_| Ok(())).unwrap();
-        forwarder.close(1);
-        let mut got = String::new();
-        command.read_to_string(&mut got).unwrap();
-        assert_eq!(got, "answer more");
-        assert!(forwarder.connections.is_empty());
-        // What comes later for it is ignored.
-        forwarder.write(1, b"x", |_| unreachable!()).unwrap();
-        forwarder.close(1);
-    }
-
-    #[test]
-    fn a_command_that_never_reads_loses_its_connection() {
-        let (mut forwarder, port) = forwarder();
-        let _command = connect(port);
-        pump(&mut forwarder, |sent| !sent.is_empty());
-        let piece = vec![7; 1 << 20];
-        let mut closed = false;
-        for _ in 0..40 {
-            let note = |reply| {
-                closed |= reply == Reply::Closed { connection: 1 };
-                Ok(())
-            };
-            forwarder.write(1, &piece, note).unwrap();
-        }
-        assert!(closed && forwarder.connections.is_empty());
-    }
-
-    #[test]
-    fn a_flood_of_connections_is_bounded_and_a_reset_ends_one() {
-        let (mut forwarder, port) = forwarder();
-        let commands: Vec<TcpStream> = (0..100).map(|_| connect(port)).collect();
-        pump(&mut forwarder, |sent| sent.len() == MAX_CONNECTIONS);
-        assert_eq!(forwarder.connections.len(), MAX_CONNECTIONS);
-        drop(commands);
-        let is_closed = |reply: &&Reply| matches!(reply, Reply::Closed { .. });
-        pump(&mut forwarder, |sent| sent.iter().filter(is_closed).count() == MAX_CONNECTIONS);
-        for number in 1..=MAX_CONNECTIONS as u64 {
-            forwarder.close(number);
-        }
-        assert!(forwarder.connections.is_empty());
-        connect(port);
-        pump(&mut forwarder, |sent| sent.contains(&Reply::Opened { connection: 65 }));
-    }
-}
+mod tests;

@@ -4,7 +4,10 @@
 //! The decoder is bounded: a frame longer than [`MAX_FRAME`] is rejected before any of it is
 //! stored.
 
+mod connection;
+
 pub use crate::wire::{MAX_FRAME, ProtocolError};
+pub use connection::{AgentEvent, HostEvent, MAX_CONNECTIONS, WINDOW};
 
 use crate::disk::{DiskUse, FreeSpace};
 use crate::wire::{HEADER, Reader, Writer};
@@ -40,8 +43,8 @@ impl Error for Refusal {}
 /// A request from the host to the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// Run a program. Answered by any number of [`Reply::Output`], then [`Reply::Done`]; while it runs,
-    /// with a forwarded port, also by [`Reply::Opened`], [`Reply::Bytes`] and [`Reply::Closed`].
+    /// Run a program. Answered by any number of [`Reply::Connection`], then of [`Reply::Output`],
+    /// then [`Reply::Done`].
     Exec(ExecRequest),
     /// Shows that the host is alive and checks that the supervisor is. Answered by [`Reply::Ack`].
     Ping,
@@ -86,6 +89,9 @@ pub enum Request {
         /// Limit of the content together, in bytes.
         cap: u64,
     },
+    /// Measure what commands have put on the host's disk. Answered by [`Reply::DiskUse`]; ends a command
+    /// that still runs.
+    DiskUse,
     /// Record every entry of the container's file system that is not a folder, for
     /// [`Request::ListSystem`]. Answered by [`Reply::TreeEnd`].
     MarkSystem {
@@ -96,31 +102,24 @@ pub enum Request {
     /// [`Reply::TreeItem`] with paths relative to the root and modes with the file's type, then
     /// [`Reply::TreeEnd`].
     ListSystem,
-    /// Measure what commands have put on the host's disk. Answered by [`Reply::DiskUse`]; ends a command
-    /// that still runs.
-    DiskUse,
     /// Kill every process, wipe every writable folder and verify both. Answered by [`Reply::Ack`].
     Reset,
-    /// Bytes for a connection of the running command. Gets no reply; ignored if the connection is gone.
-    Bytes {
-        /// Number of the connection, from [`Reply::Opened`].
-        connection: u64,
-        /// Raw bytes, at most [`CHUNK`].
-        data: Vec<u8>,
-    },
-    /// Ends the host's side of a connection. Gets no reply; ignored if the connection is gone.
-    CloseConnection {
-        /// Number of the connection.
-        connection: u64,
-    },
-    /// End the running command now. Gets no reply of its own; ignored if none is running.
-    Stop,
     /// Move the container's deadline, at most to the end of its lifetime. Answered by
     /// [`Reply::Ack`].
     Deadline {
         /// Milliseconds from now.
         millis: u64,
     },
+    /// Something about a connection to the forwarded port of the running command. Gets no reply,
+    /// and is ignored if no command runs.
+    Connection {
+        /// Number of the connection.
+        number: u64,
+        /// What happened to it.
+        event: HostEvent,
+    },
+    /// Kill the running command now. Gets no reply of its own, and is ignored if no command runs.
+    Stop,
 }
 
 /// A command to run.
@@ -136,7 +135,9 @@ pub struct ExecRequest {
     pub keep: u64,
     /// Bytes of output; the command is killed one second after it has written more.
     pub max_output: u64,
-    /// Port of the loopback whose connections are carried to the host while the command runs; 0 = none.
+    /// Port of the loopback interface on which this process listens while the command runs, and
+    /// whose connections it reports by [`Reply::Connection`]; 0 for none. The command is refused if
+    /// it cannot listen there.
     pub forward_port: u16,
 }
 
@@ -162,22 +163,12 @@ pub enum Reply {
         /// Raw bytes, at most [`CHUNK`].
         data: Vec<u8>,
     },
-    /// A process of the command has opened a connection to the forwarded port.
-    Opened {
-        /// Its number, counted from 1 for each command.
-        connection: u64,
-    },
-    /// Bytes of such a connection.
-    Bytes {
+    /// Something about a connection to the forwarded port of the running command.
+    Connection {
         /// Number of the connection.
-        connection: u64,
-        /// Raw bytes, at most [`CHUNK`].
-        data: Vec<u8>,
-    },
-    /// The command's side of a connection has ended.
-    Closed {
-        /// Number of the connection.
-        connection: u64,
+        number: u64,
+        /// What happened to it.
+        event: AgentEvent,
     },
     /// A command ended.
     Done(CommandReport),
@@ -304,7 +295,6 @@ impl Request {
         match self {
             Self::Exec(exec) => {
                 let mut w = w.u64(exec.timeout_ms).u64(exec.keep).u64(exec.max_output);
-                w = w.u32(u32::from(exec.forward_port));
                 w = w.u64(exec.argv.len() as u64);
                 for arg in &exec.argv {
                     w = w.text(arg);
@@ -313,7 +303,7 @@ impl Request {
                 for (key, value) in &exec.env {
                     w = w.text(key).text(value);
                 }
-                w.frame(id, 1)
+                w.u32(exec.forward_port.into()).frame(id, 1)
             }
             Self::Ping => w.frame(id, 2),
             Self::Write { path, mode, first, data } => {
@@ -326,12 +316,11 @@ impl Request {
             Self::MarkTree { skip, send, cap } => w.u64(*cap).text(send).texts(skip).frame(id, 8),
             Self::ListChanges => w.frame(id, 9),
             Self::ReadFiles { paths, cap } => w.u64(*cap).texts(paths).frame(id, 10),
+            Self::DiskUse => w.frame(id, 13),
             Self::MarkSystem { skip } => w.texts(skip).frame(id, 11),
             Self::ListSystem => w.frame(id, 12),
-            Self::Bytes { connection, data } => w.u64(*connection).rest(data).frame(id, 13),
-            Self::CloseConnection { connection } => w.u64(*connection).frame(id, 14),
+            Self::Connection { number, event } => event.write(w.u64(*number)).frame(id, 14),
             Self::Stop => w.frame(id, 15),
-            Self::DiskUse => w.frame(id, 16),
         }
     }
 
@@ -362,12 +351,11 @@ impl Request {
                 let cap = r.u64()?;
                 Some(Self::ReadFiles { paths: r.texts()?, cap })
             })(),
+            13 => Some(Self::DiskUse),
             11 => r.texts().map(|skip| Self::MarkSystem { skip }),
             12 => Some(Self::ListSystem),
-            13 => r.u64().map(|connection| Self::Bytes { connection, data: r.rest() }),
-            14 => r.u64().map(|connection| Self::CloseConnection { connection }),
+            14 => (|| Some(Self::Connection { number: r.u64()?, event: HostEvent::read(r)? }))(),
             15 => Some(Self::Stop),
-            16 => Some(Self::DiskUse),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(request, r, kind)
@@ -375,11 +363,11 @@ impl Request {
 
     fn decode_exec(r: &mut Reader<'_>) -> Option<Self> {
         let (timeout_ms, keep, max_output) = (r.u64()?, r.u64()?, r.u64()?);
-        let forward_port = u16::try_from(r.u32()?).ok()?;
         // Every element has its own length, so an excessive count fails at the end of the payload.
         let argv = (0..r.u64()?).map(|_| r.text()).collect::<Option<Vec<_>>>()?;
         let env =
             (0..r.u64()?).map(|_| Some((r.text()?, r.text()?))).collect::<Option<Vec<_>>>()?;
+        let forward_port = u16::try_from(r.u32()?).ok()?;
         Some(Self::Exec(ExecRequest { argv, env, timeout_ms, keep, max_output, forward_port }))
     }
 }
@@ -396,7 +384,7 @@ impl Reply {
                 w.u32(*version).u64(free.bytes).u64(free.files).frame(id, 64)
             }
             Self::DiskFull(free) => w.u64(free.bytes).u64(free.files).frame(id, 71),
-            Self::DiskUse(used) => w.u64(used.bytes).u64(used.files).frame(id, 77),
+            Self::DiskUse(used) => w.u64(used.bytes).u64(used.files).frame(id, 74),
             Self::Output { tail, data } => w.u8(u8::from(*tail)).rest(data).frame(id, 65),
             Self::Done(report) => {
                 let (tag, value) = match report.end {
@@ -418,9 +406,6 @@ impl Reply {
             Self::Ack(Ok(())) => w.u8(0).text("").frame(id, 67),
             Self::Ack(Err(Refusal(reason))) => w.u8(1).text(reason).frame(id, 67),
             Self::Damaged(what) => w.text(what).frame(id, 73),
-            Self::Opened { connection } => w.u64(*connection).frame(id, 74),
-            Self::Bytes { connection, data } => w.u64(*connection).rest(data).frame(id, 75),
-            Self::Closed { connection } => w.u64(*connection).frame(id, 76),
             Self::TreeFile { path, mode, size } => w.text(path).u32(*mode).u64(*size).frame(id, 68),
             Self::TreeData { data } => w.rest(data).frame(id, 69),
             Self::TreeItem(ChangedItem::Removed { path }) => w.u8(0).text(path).frame(id, 72),
@@ -435,6 +420,7 @@ impl Reply {
             Self::TreeEnd(TreeEnd::Complete { files }) => w.u8(0).u64(*files).frame(id, 70),
             Self::TreeEnd(TreeEnd::TooLarge(path)) => w.u8(1).text(path).frame(id, 70),
             Self::TreeEnd(TreeEnd::Failed(reason)) => w.u8(2).text(reason).frame(id, 70),
+            Self::Connection { number, event } => event.write(w.u64(*number)).frame(id, 75),
         }
     }
 
@@ -466,10 +452,8 @@ impl Reply {
             71 => free_space(r).map(Self::DiskFull),
             72 => changed_item(r).map(Self::TreeItem),
             73 => r.text().map(Self::Damaged),
-            74 => r.u64().map(|connection| Self::Opened { connection }),
-            75 => r.u64().map(|connection| Self::Bytes { connection, data: r.rest() }),
-            76 => r.u64().map(|connection| Self::Closed { connection }),
-            77 => (|| Some(Self::DiskUse(DiskUse { bytes: r.u64()?, files: r.u64()? })))(),
+            74 => (|| Some(Self::DiskUse(DiskUse { bytes: r.u64()?, files: r.u64()? })))(),
+            75 => (|| Some(Self::Connection { number: r.u64()?, event: AgentEvent::read(r)? }))(),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(reply, r, kind)

@@ -1,6 +1,9 @@
 //! The main loop of process 1: it serves one request after the other, in one thread.
 //!
-//! A second thread ends the process at its deadline, even while the first is blocked on a write.
+//! `serve/watch.rs` is the loop in which it waits while a command runs. A second thread ends the process
+//! at its deadline, even while the first is blocked on a write.
+
+mod watch;
 
 use crate::changes::{self, MarkedTree};
 use crate::deadline::DeadlineTimer;
@@ -8,14 +11,14 @@ use crate::disk::{CHECK_INTERVAL, DiskUse};
 use crate::disk_use::{WrittenBytes, changed_since};
 use crate::files::{self, WriteError};
 use crate::forward::Forwarder;
-use crate::job::{Job, StartError, TERM_GRACE, oom_kills};
+use crate::job::{Job, StartError, oom_kills};
 use crate::options::Options;
 use crate::protocol::{
     CHUNK, CommandEnd, CommandReport, ExecRequest, Frame, FrameBuffer, Refusal, Reply, Request,
     TreeEnd, VERSION,
 };
 use crate::reset::{Baseline, ResetError};
-use crate::sys::{Interest, ProcessState};
+use crate::sys::ProcessState;
 use crate::system::{self, MarkedSystem};
 use crate::{protection, sys, tree};
 use std::fs::File;
@@ -25,16 +28,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-/// A host that sends no frame for this long while a command runs is considered gone.
-const HOST_SILENCE: Duration = Duration::from_mins(1);
 /// The container's root, which is on the host's disk. If it is writable, all other places that
 /// commands can write to are on that disk, too.
 const ROOT: &std::ffi::CStr = c"/";
 /// Some file systems free the space of deleted files only a while after the last process that held them
 /// has ended.
 const FREEING_TIME: Duration = Duration::from_secs(2);
-/// A killed process may take a while to free its memory; one that takes longer than this is stuck.
-const KILL_TIMEOUT: Duration = Duration::from_secs(15);
 
 struct Server {
     options: Options,
@@ -113,13 +112,12 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
         while let Some(frame) = server.next_frame()? {
             server.handle(&frame).or_else(|error| server.give_up(frame.id, error))?;
         }
-        let own = [server.input.as_fd(), server.children.as_fd()].map(Interest::reading);
-        let ready = sys::poll(&own, None)?;
-        let is_ready = |index: usize| ready.get(index).is_some_and(|ready| ready.readable);
-        if is_ready(1) {
+        let [input, child] =
+            sys::poll_readable([Some(server.input.as_fd()), Some(server.children.as_fd())], None)?;
+        if child {
             server.reap_all()?;
         }
-        if is_ready(0) && !server.receive()? {
+        if input && !server.receive()? {
             return Ok(());
         }
     }
@@ -162,14 +160,10 @@ impl Server {
 
     fn handle(&mut self, frame: &Frame) -> io::Result<()> {
         let request = Request::decode(frame.kind, &frame.payload).map_err(io::Error::other)?;
-        // A piece of a file has no reply of its own, and a reset reports its own refusal.
+        // Some requests have no reply of their own, and a reset reports its own refusal.
         let is_answered = !matches!(
             request,
-            Request::Write { .. }
-                | Request::Reset
-                | Request::Bytes { .. }
-                | Request::CloseConnection { .. }
-                | Request::Stop
+            Request::Write { .. } | Request::Reset | Request::Connection { .. } | Request::Stop
         );
         if let Some(what) = self.damage.clone().filter(|_| is_answered) {
             return self.reply(frame.id, &Reply::Damaged(what));
@@ -177,8 +171,6 @@ impl Server {
         match request {
             Request::Exec(exec) => self.exec(frame.id, &exec),
             Request::Ping => self.reply(frame.id, &Reply::Ack(Ok(()))),
-            // The host did not know yet that the command had ended.
-            Request::Bytes { .. } | Request::CloseConnection { .. } | Request::Stop => Ok(()),
             Request::Write { path, mode, first, data } => {
                 if self.write_failure.is_none() {
                     let root = Path::new(&self.options.workdir);
@@ -217,6 +209,8 @@ impl Server {
                 self.deadline.set(Duration::from_millis(millis));
                 self.reply(frame.id, &Reply::Ack(Ok(())))
             }
+            // The command ended before the host knew.
+            Request::Connection { .. } | Request::Stop => Ok(()),
         }
     }
 
@@ -262,7 +256,7 @@ impl Server {
             if !is_needed || Instant::now() >= wait_until {
                 return Ok(());
             }
-            sys::poll(&[], Some(CHECK_INTERVAL))?;
+            sys::poll_readable([None], Some(CHECK_INTERVAL))?;
         }
     }
 
@@ -347,22 +341,19 @@ impl Server {
 
     fn exec(&mut self, id: u64, request: &ExecRequest) -> io::Result<()> {
         let oom_before = oom_kills();
-        let mut forwarder = None;
-        if request.forward_port != 0 {
-            match Forwarder::bind(request.forward_port) {
-                Ok(bound) => forwarder = Some(bound),
-                Err(error) => {
-                    let port = request.forward_port;
-                    let reason = format!("cannot listen on port {port} of the loopback: {error}");
-                    return self.reply(id, &Reply::Ack(Err(Refusal(reason))));
-                }
+        let mut forwarder = match Forwarder::bind(request.forward_port) {
+            Ok(forwarder) => forwarder,
+            Err(error) => {
+                let reason =
+                    format!("cannot listen on 127.0.0.1:{}: {error}", request.forward_port);
+                return self.reply(id, &Reply::Ack(Err(Refusal(reason))));
             }
-        }
+        };
         match Job::start(request, &self.options.workdir) {
             Ok(mut job) => {
                 self.has_run = true;
                 self.last_frame_at = Instant::now();
-                let cause = self.watch(id, &mut job, forwarder.as_mut())?;
+                let cause = self.watch(id, &mut job, &mut forwarder)?;
                 // Before the kill, because deleted files free their space once their holders are
                 // dead.
                 self.check_disk()?;
@@ -407,153 +398,11 @@ impl Server {
         }
     }
 
-    /// Reads the command's output and carries its connections until the command ends (`None`) or must be
-    /// killed (the reason).
-    fn watch(
-        &mut self,
-        id: u64,
-        job: &mut Job,
-        mut forwarder: Option<&mut Forwarder>,
-    ) -> io::Result<Option<CommandEnd>> {
-        let mut killing_at = None;
-        loop {
-            let now = Instant::now();
-            self.check_disk()?;
-            if job.exceeded_output(now) {
-                return Ok(Some(CommandEnd::Flooded));
-            }
-            if self.disk_use_asked.is_some() || now >= self.last_frame_at + HOST_SILENCE {
-                return Ok(Some(CommandEnd::Abandoned));
-            }
-            match killing_at {
-                None if job.timed_out(now) => {
-                    sys::signal_group(job.pid, sys::SIGTERM);
-                    killing_at = Some(now + TERM_GRACE);
-                }
-                Some(at) if now >= at => return Ok(Some(CommandEnd::TimedOut)),
-                None | Some(_) => {}
-            }
-            let mut until =
-                killing_at.unwrap_or(job.next_check()).min(self.last_frame_at + HOST_SILENCE);
-            if self.watches_disk {
-                until = until.min(now + CHECK_INTERVAL);
-            }
-            // The output is last of these three, because it may have ended.
-            let own = [Some(self.input.as_fd()), Some(self.children.as_fd()), job.output()];
-            let mut interests: Vec<Interest<'_>> =
-                own.into_iter().flatten().map(Interest::reading).collect();
-            let own = interests.len();
-            interests.extend(forwarder.iter().flat_map(|forwarder| forwarder.interests()));
-            let ready = sys::poll(&interests, Some(until.saturating_duration_since(now)))?;
-            let (own, forwarded) = ready.split_at(own.min(ready.len()));
-            let is_ready = |index: usize| own.get(index).is_some_and(|ready| ready.readable);
-            if is_ready(2) {
-                job.read_available()?;
-            }
-            if let Some(forwarder) = forwarder.as_deref_mut() {
-                forwarder.serve(forwarded, |reply| self.reply(id, &reply))?;
-            }
-            if is_ready(1) {
-                self.reap_into(Some(job))?;
-                if job.status.is_some() {
-                    return Ok(killing_at.map(|_| CommandEnd::TimedOut));
-                }
-            }
-            if is_ready(0) {
-                if !self.receive()? {
-                    return Err(io::ErrorKind::UnexpectedEof.into());
-                }
-                if self.handle_while_busy(id, forwarder.as_deref_mut())? {
-                    return Ok(Some(CommandEnd::Stopped));
-                }
-            }
-        }
-    }
-
-    /// While a command runs, only pings and what concerns the command are accepted. `true` if it is to
-    /// be stopped.
-    fn handle_while_busy(
-        &mut self,
-        id: u64,
-        mut forwarder: Option<&mut Forwarder>,
-    ) -> io::Result<bool> {
-        while let Some(frame) = self.next_frame()? {
-            match Request::decode(frame.kind, &frame.payload).map_err(io::Error::other)? {
-                Request::Ping => self.reply(frame.id, &Reply::Ack(Ok(())))?,
-                Request::Bytes { connection, data } => {
-                    if let Some(forwarder) = forwarder.as_deref_mut() {
-                        forwarder.write(connection, &data, |reply| self.reply(id, &reply))?;
-                    }
-                }
-                Request::CloseConnection { connection } => {
-                    if let Some(forwarder) = forwarder.as_deref_mut() {
-                        forwarder.close(connection);
-                    }
-                }
-                Request::Stop => return Ok(true),
-                Request::DiskUse => self.disk_use_asked = Some(frame.id),
-                Request::Exec(_)
-                | Request::Write { .. }
-                | Request::WriteEnd
-                | Request::ReadTree { .. }
-                | Request::MarkTree { .. }
-                | Request::ListChanges
-                | Request::MarkSystem { .. }
-                | Request::ListSystem
-                | Request::ReadFiles { .. }
-                | Request::Reset
-                | Request::Deadline { .. } => {
-                    let busy = Reply::Ack(Err(Refusal::new("a command is running")));
-                    self.reply(frame.id, &busy)?;
-                }
-            }
-        }
-        Ok(false)
-    }
-
     fn send_output(&mut self, id: u64, tail: bool, bytes: &[u8]) -> io::Result<()> {
         for piece in bytes.chunks(CHUNK) {
             self.reply(id, &Reply::Output { tail, data: piece.to_vec() })?;
         }
         Ok(())
-    }
-
-    fn reap_all(&mut self) -> io::Result<()> {
-        self.reap_into(None)
-    }
-
-    fn reap_into(&mut self, mut job: Option<&mut Job>) -> io::Result<()> {
-        // One signal may stand for several ended children, so reading it only resets the
-        // descriptor.
-        let mut info = [0; 128];
-        while matches!(self.children.read(&mut info), Ok(count) if count > 0) {}
-        while let Some((pid, status)) = sys::reap()? {
-            if let Some(job) = job.as_deref_mut().filter(|job| job.pid == pid) {
-                job.status = Some(status);
-            }
-        }
-        Ok(())
-    }
-
-    /// Kills all other processes until none is alive. Meanwhile reads the command's output, so that
-    /// its writers do not block.
-    fn kill_everything(&mut self, mut job: Option<&mut Job>) -> io::Result<()> {
-        let give_up_at = Instant::now() + KILL_TIMEOUT;
-        while sys::kill_all()? {
-            self.reap_into(job.as_deref_mut())?;
-            if Instant::now() >= give_up_at {
-                return Err(io::Error::other("a killed process does not end"));
-            }
-            let fds = [Some(self.children.as_fd()), job.as_deref().and_then(Job::output)];
-            let interests: Vec<Interest<'_>> =
-                fds.into_iter().flatten().map(Interest::reading).collect();
-            let ready = sys::poll(&interests, Some(Duration::from_millis(10)))?;
-            let has_output = ready.get(1).is_some_and(|ready| ready.readable);
-            if let (true, Some(job)) = (has_output, job.as_deref_mut()) {
-                job.read_available()?;
-            }
-        }
-        self.reap_into(job)
     }
 }
 

@@ -70,8 +70,7 @@ unsafe extern "C" {
     fn waitpid(pid: c_int, status: *mut c_int, options: c_int) -> c_int;
     fn signalfd(fd: c_int, mask: *const SigSet, flags: c_int) -> c_int;
     fn sigprocmask(how: c_int, set: *const SigSet, old: *mut SigSet) -> c_int;
-    #[link_name = "poll"]
-    fn c_poll(fds: *mut PollFd, count: c_ulong, timeout_ms: c_int) -> c_int;
+    fn poll(fds: *mut PollFd, count: c_ulong, timeout_ms: c_int) -> c_int;
     fn fcntl(fd: c_int, command: c_int, ...) -> c_int;
     fn statvfs(path: *const c_char, into: *mut StatVfs) -> c_int;
     fn setsid() -> c_int;
@@ -176,68 +175,61 @@ pub(crate) fn reap() -> io::Result<Option<(i32, ExitStatus)>> {
     }
 }
 
-/// A descriptor to wait for.
+/// A descriptor to wait for. One that is waited for neither way is skipped, even if it is closed.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Interest<'a> {
+pub(crate) struct Watched<'a> {
     pub(crate) fd: BorrowedFd<'a>,
-    pub(crate) reads: bool,
-    pub(crate) writes: bool,
+    pub(crate) read: bool,
+    pub(crate) write: bool,
 }
 
-impl<'a> Interest<'a> {
-    /// Waits until `fd` is readable.
-    pub(crate) fn reading(fd: BorrowedFd<'a>) -> Self {
-        Self { fd, reads: true, writes: false }
-    }
-}
-
-/// What a descriptor is ready for.
-#[derive(Debug, Clone, Copy, Default)]
+/// What a descriptor is ready for. If it failed or was closed, everything that was waited for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Ready {
-    /// It can be read, or is closed or broken.
-    pub(crate) readable: bool,
-    /// It can be written.
-    pub(crate) writable: bool,
-    /// It is closed on both sides, or broken.
-    pub(crate) hung_up: bool,
+    pub(crate) read: bool,
+    pub(crate) write: bool,
 }
 
-/// Waits until a descriptor is ready. Returns what each is ready for: nothing after a timeout.
-pub(crate) fn poll(
-    interests: &[Interest<'_>],
-    timeout: Option<Duration>,
-) -> io::Result<Vec<Ready>> {
+/// Waits until a descriptor is ready. Returns what each is ready for; nothing after a timeout.
+pub(crate) fn wait(fds: &[Watched<'_>], timeout: Option<Duration>) -> io::Result<Vec<Ready>> {
     const POLLIN: c_short = 1;
     const POLLOUT: c_short = 4;
-    const POLLERR: c_short = 8;
-    const POLLHUP: c_short = 16;
-    let events = |interest: &Interest<'_>| {
-        let reads = if interest.reads { POLLIN } else { 0 };
-        reads | if interest.writes { POLLOUT } else { 0 }
-    };
-    let entry = |interest: &Interest<'_>| PollFd {
-        fd: interest.fd.as_raw_fd(),
-        events: events(interest),
+    let entry = |watched: &Watched<'_>| PollFd {
+        // A negative descriptor is skipped.
+        fd: if watched.read || watched.write { watched.fd.as_raw_fd() } else { -1 },
+        events: if watched.read { POLLIN } else { 0 } | if watched.write { POLLOUT } else { 0 },
         revents: 0,
     };
-    let mut polled: Vec<PollFd> = interests.iter().map(entry).collect();
+    let mut polled: Vec<PollFd> = fds.iter().map(entry).collect();
     // One millisecond is added so that a wait never ends early.
     let millis = timeout.map_or(-1, |t| c_int::try_from(t.as_millis() + 1).unwrap_or(c_int::MAX));
-    // SAFETY: the array is valid for as many entries while the call runs.
-    match check(unsafe { c_poll(polled.as_mut_ptr(), polled.len() as c_ulong, millis) }) {
-        Ok(_) => {
-            let ready = |entry: &PollFd| Ready {
-                readable: entry.revents & !POLLOUT != 0,
-                writable: entry.revents & POLLOUT != 0,
-                hung_up: entry.revents & (POLLHUP | POLLERR) != 0,
-            };
-            Ok(polled.iter().map(ready).collect())
-        }
+    // SAFETY: the list is valid for its number of entries while the call runs.
+    match check(unsafe { poll(polled.as_mut_ptr(), polled.len() as c_ulong, millis) }) {
+        Ok(_) => {}
         Err(error) if error.raw_os_error() == Some(EINTR) => {
-            Ok(vec![Ready::default(); polled.len()])
+            return Ok(vec![Ready::default(); fds.len()]);
         }
-        Err(error) => Err(error),
+        Err(error) => return Err(error),
     }
+    let ready = |(entry, watched): (&PollFd, &Watched<'_>)| {
+        let failed = entry.revents & !(POLLIN | POLLOUT) != 0;
+        Ready {
+            read: watched.read && (failed || entry.revents & POLLIN != 0),
+            write: watched.write && (failed || entry.revents & POLLOUT != 0),
+        }
+    };
+    Ok(polled.iter().zip(fds).map(ready).collect())
+}
+
+/// Waits until a descriptor is readable or closed. Returns which are; all `false` after a timeout.
+pub(crate) fn poll_readable<const N: usize>(
+    fds: [Option<BorrowedFd<'_>>; N],
+    timeout: Option<Duration>,
+) -> io::Result<[bool; N]> {
+    let watched: Vec<Watched<'_>> =
+        fds.iter().flatten().map(|&fd| Watched { fd, read: true, write: false }).collect();
+    let mut ready = wait(&watched, timeout)?.into_iter();
+    Ok(fds.map(|fd| fd.is_some() && ready.next().unwrap_or_default().read))
 }
 
 /// Makes a pipe non-blocking. Its size stays as it is: the kernel limits the pipes of all

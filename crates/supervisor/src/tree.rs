@@ -215,10 +215,8 @@ mod tests {
                 | Reply::DiskFull(_)
                 | Reply::DiskUse(_)
                 | Reply::Damaged(_)
+                | Reply::Connection { .. }
                 | Reply::Output { .. }
-                | Reply::Opened { .. }
-                | Reply::Bytes { .. }
-                | Reply::Closed { .. }
                 | Reply::Done(_)
                 | Reply::TreeItem(_)
                 | Reply::Ack(_) => {

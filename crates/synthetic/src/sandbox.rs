@@ -54,6 +54,7 @@ impl Sandbox for SyntheticSandbox {
         })
     }
 
+    /// Its commands open no connections.
     async fn exec_forwarding(
         &mut self,
         command: &Command,

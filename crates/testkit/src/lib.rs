@@ -12,8 +12,6 @@ mod spans;
 mod toy;
 
 pub use engine::{EngineScript, FakeEngine, FakeReply, FakeRequest, toy_shape, well_behaved};
-pub use sandbox::{
-    FakeAgent, FakeExec, FakeSandboxes, FakeShell, FakeTree, Operation, ScriptedSandbox,
-};
+pub use sandbox::{FakeExec, FakeSandboxes, FakeShell, FakeTree, Operation, ScriptedSandbox};
 pub use spans::{Fields, SpanCollector, SpanPath};
 pub use toy::{TOY_FIX, grade_toy, toy_shell, toy_task};

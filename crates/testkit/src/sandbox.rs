@@ -33,23 +33,53 @@ impl FakeExec {
     }
 }
 
+impl FakeExec {
+    /// The result of which `keep_bytes` of the output are kept from each end.
+    fn kept(self, keep_bytes: usize) -> ExecResult {
+        let bytes = self.output.into_bytes();
+        let (head, rest) = bytes.split_at(bytes.len().min(keep_bytes));
+        let (_, tail) = rest.split_at(rest.len().saturating_sub(keep_bytes));
+        ExecResult {
+            exit: self.exit,
+            head: head.to_vec(),
+            tail: tail.to_vec(),
+            total_bytes: bytes.len() as u64,
+            oom_kills: 0,
+            elapsed: self.takes,
+        }
+    }
+}
+
 /// Runs a shell script on a tree.
 pub type FakeShell = dyn Fn(&mut FakeTree, &str) -> FakeExec + Send + Sync;
 
-/// An agent that runs in a sandbox: opens connections by sending their far ends, and changes the tree.
-pub type FakeAgent = dyn for<'a> Fn(
-        mpsc::Sender<DuplexStream>,
-        &'a mut FakeTree,
-    ) -> Pin<Box<dyn Future<Output = FakeExec> + Send + 'a>>
-    + Send
-    + Sync;
+/// The processes of a command whose connections are carried to the program under test.
+#[derive(Debug, Clone)]
+pub struct FakeAgent {
+    /// The command as it was asked for.
+    pub command: Command,
+    /// The forwarded port.
+    pub port: u16,
+    accepted: mpsc::Sender<DuplexStream>,
+}
+
+impl FakeAgent {
+    /// Opens a connection to the forwarded port; `None` if its receiver was dropped.
+    pub async fn connect(&self) -> Option<DuplexStream> {
+        let (stream, served) = tokio::io::duplex(64 * 1024);
+        self.accepted.send(served).await.ok().map(|()| stream)
+    }
+}
+
+/// Runs a command that may open connections.
+type AgentRun = dyn Fn(FakeAgent) -> Pin<Box<dyn Future<Output = FakeExec> + Send>> + Send + Sync;
 
 /// A sandbox operation that can be made to fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
     /// [`SandboxProvider::open`].
     Open,
-    /// [`Sandbox::exec`].
+    /// [`Sandbox::exec`] and [`Sandbox::exec_forwarding`].
     Exec,
     /// [`Sandbox::write_files`].
     Write,
@@ -88,7 +118,7 @@ struct Records {
 #[derive(Clone)]
 pub struct FakeSandboxes {
     shell: Arc<FakeShell>,
-    agent: Option<Arc<FakeAgent>>,
+    agent: Option<Arc<AgentRun>>,
     records: Arc<Mutex<Records>>,
 }
 
@@ -108,19 +138,14 @@ impl FakeSandboxes {
         Self { shell: Arc::new(shell), agent: None, records: Arc::default() }
     }
 
-    /// Lets [`Sandbox::exec_forwarding`] run `agent` instead of the command.
+    /// Runs commands whose connections are forwarded with `agent` instead of the shell.
     #[must_use]
-    pub fn with_agent(
-        self,
-        agent: impl for<'a> Fn(
-            mpsc::Sender<DuplexStream>,
-            &'a mut FakeTree,
-        ) -> Pin<Box<dyn Future<Output = FakeExec> + Send + 'a>>
-        + Send
-        + Sync
-        + 'static,
-    ) -> Self {
-        Self { agent: Some(Arc::new(agent)), ..self }
+    pub fn with_agent<F>(mut self, agent: impl Fn(FakeAgent) -> F + Send + Sync + 'static) -> Self
+    where
+        F: Future<Output = FakeExec> + Send + 'static,
+    {
+        self.agent = Some(Arc::new(move |side| Box::pin(agent(side))));
+        self
     }
 
     /// Makes `operation` fail `times` times for sandboxes of `purpose`, after `skip` successes.
@@ -203,8 +228,8 @@ impl SandboxProvider for FakeSandboxes {
             purpose: spec.purpose,
             tree: FakeTree::new(),
             marked: FakeTree::new(),
-            agent: self.agent.clone(),
             shell: Arc::clone(&self.shell),
+            agent: self.agent.clone(),
             records: Arc::clone(&self.records),
             is_closed: false,
         }))
@@ -229,7 +254,7 @@ pub struct ScriptedSandbox {
     tree: FakeTree,
     marked: FakeTree,
     shell: Arc<FakeShell>,
-    agent: Option<Arc<FakeAgent>>,
+    agent: Option<Arc<AgentRun>>,
     records: Arc<Mutex<Records>>,
     is_closed: bool,
 }
@@ -284,42 +309,35 @@ impl Sandbox for ScriptedSandbox {
             result.takes = command.timeout;
         }
         tokio::time::sleep(result.takes).await;
-        let bytes = result.output.into_bytes();
-        let (head, rest) = bytes.split_at(bytes.len().min(command.keep_bytes));
-        let (_, tail) = rest.split_at(rest.len().saturating_sub(command.keep_bytes));
-        Ok(ExecResult {
-            exit: result.exit,
-            head: head.to_vec(),
-            tail: tail.to_vec(),
-            total_bytes: bytes.len() as u64,
-            oom_kills: 0,
-            elapsed: result.takes,
-        })
+        Ok(result.kept(command.keep_bytes))
     }
 
+    /// Runs the provider's agent, or the shell if it has none, until it ends or is stopped.
     async fn exec_forwarding(
         &mut self,
         command: &Command,
         forward: Forward<'_>,
     ) -> Result<ExecResult, SandboxError> {
-        FakeSandboxes::check(&self.records, Operation::Exec, self.purpose)?;
-        let Some(agent) = self.agent.clone() else { return self.exec(command).await };
-        let Forward { accepted, stop, .. } = forward;
-        let ended = tokio::select! {
-            ended = tokio::time::timeout(command.timeout, agent(accepted, &mut self.tree)) => {
-                ended.map_err(|_| Exit::TimedOut)
-            }
-            () = stop.cancelled() => Err(Exit::Stopped),
+        let Forward { port, accepted, stop } = forward;
+        let ended = |exit| {
+            let exec = FakeExec { exit, output: String::new(), takes: Duration::ZERO };
+            Ok(exec.kept(command.keep_bytes))
         };
-        let result = ended.unwrap_or_else(|exit| FakeExec { exit, ..FakeExec::new(0, "") });
-        Ok(ExecResult {
-            exit: result.exit,
-            total_bytes: result.output.len() as u64,
-            head: result.output.into_bytes(),
-            tail: Vec::new(),
-            oom_kills: 0,
-            elapsed: Duration::ZERO,
-        })
+        let Some(agent) = self.agent.clone() else {
+            return tokio::select! {
+                result = self.exec(command) => result,
+                () = stop.cancelled() => ended(Exit::Stopped),
+            };
+        };
+        FakeSandboxes::check(&self.records, Operation::Exec, self.purpose)?;
+        tokio::select! {
+            result = agent(FakeAgent { command: command.clone(), port, accepted }) => {
+                tokio::time::sleep(result.takes).await;
+                Ok(result.kept(command.keep_bytes))
+            }
+            () = stop.cancelled() => ended(Exit::Stopped),
+            () = tokio::time::sleep(command.timeout) => ended(Exit::TimedOut),
+        }
     }
 
     async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError> {

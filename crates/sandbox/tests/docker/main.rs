@@ -5,6 +5,7 @@
 mod common;
 mod disk;
 mod faults;
+mod forward;
 mod hosts;
 mod images;
 mod isolation;

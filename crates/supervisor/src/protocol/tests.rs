@@ -12,10 +12,15 @@ fn request() -> impl Strategy<Value = Request> {
         any::<[u64; 3]>(),
         any::<u16>(),
     );
+    let event = prop_oneof![
+        any::<Vec<u8>>().prop_map(HostEvent::Bytes),
+        any::<u64>().prop_map(HostEvent::Taken),
+        Just(HostEvent::Closed),
+    ];
     prop_oneof![
-        exec.prop_map(|(argv, env, [timeout_ms, keep, max_output], forward_port)| Request::Exec(
-            ExecRequest { argv, env, timeout_ms, keep, max_output, forward_port }
-        )),
+        exec.prop_map(|(argv, env, [timeout_ms, keep, max_output], forward_port)| {
+            Request::Exec(ExecRequest { argv, env, timeout_ms, keep, max_output, forward_port })
+        }),
         Just(Request::Ping),
         (text(), any::<u32>(), any::<bool>(), any::<Vec<u8>>())
             .prop_map(|(path, mode, first, data)| Request::Write { path, mode, first, data }),
@@ -24,17 +29,15 @@ fn request() -> impl Strategy<Value = Request> {
         (proptest::collection::vec(text(), 0..4), text(), any::<u64>())
             .prop_map(|(skip, send, cap)| Request::MarkTree { skip, send, cap }),
         Just(Request::ListChanges),
+        Just(Request::DiskUse),
         proptest::collection::vec(text(), 0..4).prop_map(|skip| Request::MarkSystem { skip }),
         Just(Request::ListSystem),
-        (any::<u64>(), any::<Vec<u8>>())
-            .prop_map(|(connection, data)| Request::Bytes { connection, data }),
-        any::<u64>().prop_map(|connection| Request::CloseConnection { connection }),
-        Just(Request::Stop),
-        Just(Request::DiskUse),
         (proptest::collection::vec(text(), 0..4), any::<u64>())
             .prop_map(|(paths, cap)| Request::ReadFiles { paths, cap }),
         Just(Request::Reset),
         any::<u64>().prop_map(|millis| Request::Deadline { millis }),
+        (any::<u64>(), event).prop_map(|(number, event)| Request::Connection { number, event }),
+        Just(Request::Stop),
     ]
 }
 
@@ -47,6 +50,13 @@ fn reply() -> impl Strategy<Value = Reply> {
         Just(CommandEnd::Flooded),
         Just(CommandEnd::Abandoned),
         Just(CommandEnd::Stopped),
+    ];
+    let event = prop_oneof![
+        Just(AgentEvent::Opened),
+        any::<Vec<u8>>().prop_map(AgentEvent::Bytes),
+        any::<u64>().prop_map(AgentEvent::Taken),
+        Just(AgentEvent::Ended),
+        Just(AgentEvent::Closed),
     ];
     prop_oneof![
         (any::<u32>(), any::<[u64; 2]>()).prop_map(|(version, [bytes, files])| Reply::Hello {
@@ -67,10 +77,6 @@ fn reply() -> impl Strategy<Value = Reply> {
         Just(Reply::Ack(Ok(()))),
         text().prop_map(|reason| Reply::Ack(Err(Refusal(reason)))),
         text().prop_map(Reply::Damaged),
-        any::<u64>().prop_map(|connection| Reply::Opened { connection }),
-        (any::<u64>(), any::<Vec<u8>>())
-            .prop_map(|(connection, data)| Reply::Bytes { connection, data }),
-        any::<u64>().prop_map(|connection| Reply::Closed { connection }),
         (text(), any::<u32>(), any::<u64>()).prop_map(|(path, mode, size)| Reply::TreeFile {
             path,
             mode,
@@ -90,6 +96,7 @@ fn reply() -> impl Strategy<Value = Reply> {
         any::<u64>().prop_map(|files| Reply::TreeEnd(TreeEnd::Complete { files })),
         text().prop_map(|path| Reply::TreeEnd(TreeEnd::TooLarge(path))),
         text().prop_map(|reason| Reply::TreeEnd(TreeEnd::Failed(reason))),
+        (any::<u64>(), event).prop_map(|(number, event)| Reply::Connection { number, event }),
     ]
 }
 
@@ -143,6 +150,9 @@ fn trailing_bytes_and_unknown_kinds_are_rejected() {
     assert_eq!(Request::decode(2, &[0]), Err(ProtocolError::Malformed(2)));
     assert_eq!(Reply::decode(65, &[2]), Err(ProtocolError::Malformed(65)));
     assert_eq!(Request::decode(99, &[]), Err(ProtocolError::UnknownKind(99)));
+    // A connection's number without an event, and an unknown event.
+    assert_eq!(Request::decode(11, &[0; 8]), Err(ProtocolError::Malformed(11)));
+    assert_eq!(Reply::decode(74, &[9; 9]), Err(ProtocolError::Malformed(74)));
 }
 
 #[test]
