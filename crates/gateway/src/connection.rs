@@ -1,4 +1,4 @@
-//! HTTP over a stream that is no socket: the connection of an agent in a sandbox.
+//! HTTP over a stream that is not a socket: the connection of an agent in a sandbox.
 
 use axum::Router;
 use hyper::server::conn::http1;

@@ -79,7 +79,7 @@ pub(crate) struct GenerationId {
     pub(crate) ordinal: u32,
     /// Number of earlier generations with the same prompt, which must not repeat their tokens.
     pub(crate) repetition: u32,
-    /// Most tokens to sample.
+    /// Maximum number of tokens to sample.
     pub(crate) max_new_tokens: usize,
 }
 
@@ -526,7 +526,9 @@ impl Line {
                 MixedRows::Keep => Some(rows),
                 MixedRows::Mask => {
                     let mixed: Vec<Range<usize>> = rows.mixed_tokens();
-                    mixed.into_iter().for_each(|range| self.buffer.exclude(range));
+                    for range in mixed {
+                        self.buffer.exclude(range);
+                    }
                     Some(rows)
                 }
                 MixedRows::Drop => {

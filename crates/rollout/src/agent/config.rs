@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum AgentPreset {
-    /// mini-swe-agent (PyPI `mini-swe-agent`): Chat Completions. The folder holds its site-packages.
+    /// `mini-swe-agent` (from the Python package index): Chat Completions. The folder holds its `site-packages`.
     MiniSweAgent,
     /// Codex CLI (npm `@openai/codex`): Responses. The folder holds the binary `codex`.
     Codex,
@@ -93,7 +93,7 @@ mod tests {
             env: Some(vec!["A_1=b=c".to_owned()]),
             ..AgentSection::default()
         };
-        assert!(section.check().unwrap().script().unwrap().contains("codex exec"));
+        assert!(section.check().unwrap().script().unwrap().contains("CODEX_HOME"));
         let own = AgentSection { command: Some("run".to_owned()), ..section };
         assert_eq!(own.check().unwrap().script(), Some("run"));
         assert_eq!(AgentSection::default().check().unwrap().script(), None);

@@ -63,12 +63,7 @@ impl ConversationSampler {
 
     fn sampled(&self, reply: &Arc<SampledReply>) -> Sampled {
         let (receipt, delivery) = Receipt::new();
-        let owed = Arc::clone(reply);
-        tokio::spawn(async move {
-            if delivery.wait().await {
-                owed.delivered();
-            }
-        });
+        reply.sending(delivery);
         let calls = reply.message.tool_calls.iter().enumerate();
         let tool_calls: Vec<gateway::ToolCall> = calls
             .map(|(index, action)| gateway::ToolCall {

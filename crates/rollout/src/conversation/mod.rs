@@ -1,8 +1,8 @@
 //! The conversation of an agent that brings its own loop and sends whole histories.
 //!
 //! [`Conversation::sample`] takes a request in messages and returns a sampled reply. The request is
-//! placed in a [`Tree`] of branches; each branch is a [`Line`]. What continues a branch goes on with the
-//! tokens that were sampled, and only what is new is tokenised; what departs from all branches begins
+//! placed in a [`Tree`] of branches; each branch is a [`Line`]. What continues a branch keeps the tokens
+//! that were sampled, and only what is new is tokenised; what departs from all branches begins
 //! another one, whose cause is counted.
 //!
 //! The invariants: every sampled token carries loss in exactly one branch, whatever the agent does with
@@ -26,6 +26,7 @@ use served::{Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::Instrument;
 use tree::{Branch, Place, Step, Tree};
@@ -38,7 +39,7 @@ pub struct Ask {
     pub said: Vec<Arc<Said>>,
     /// JSON schemas of the tools that the agent offers, in the form that chat templates read.
     pub tools: Arc<Vec<serde_json::Value>>,
-    /// Most tokens that the agent wants.
+    /// Maximum number of tokens that the agent asks for.
     pub max_tokens: Option<usize>,
     /// Number of this sample among those that one request asks for.
     pub sample: usize,
@@ -88,6 +89,8 @@ struct State {
     turns: Vec<TurnLog>,
     forks: BTreeMap<ForkCause, u64>,
     generate_s: f64,
+    /// The generations that run.
+    generating: JoinSet<()>,
     end: Option<End>,
 }
 
@@ -136,6 +139,7 @@ impl Conversation {
             turns: Vec::new(),
             forks: BTreeMap::new(),
             generate_s: 0.0,
+            generating: JoinSet::new(),
             end: None,
         };
         Self { calls, limits, state: Mutex::new(state), changed: Notify::new() }
@@ -166,22 +170,22 @@ impl Conversation {
     /// Samples a reply. Sampling goes on if the caller is dropped; a request with the same content then
     /// gets that reply.
     pub(crate) async fn sample(self: &Arc<Self>, ask: &Ask) -> Result<Arc<SampledReply>, AskError> {
-        let (served, planned) = {
+        let waiting = {
             let mut state = self.state();
             let digest = digest_of(ask);
             if let Some(served) = state.receipts.find(digest, ask.repeats) {
-                (served, None)
+                served.wait()
             } else {
                 let planned = self.plan(&mut state, ask)?;
-                (state.receipts.open(digest), Some(planned))
+                let served = state.receipts.open(digest);
+                let waiting = served.wait();
+                let (this, said) = (Arc::clone(self), ask.said.clone());
+                let run = async move { this.run(planned, said, &served).await };
+                while state.generating.try_join_next().is_some() {}
+                state.generating.spawn(run.in_current_span());
+                waiting
             }
         };
-        let waiting = served.wait();
-        if let Some(planned) = planned {
-            let (this, served) = (Arc::clone(self), Arc::clone(&served));
-            let said = ask.said.clone();
-            tokio::spawn(async move { this.run(planned, said, &served).await }.in_current_span());
-        }
         waiting.await
     }
 
@@ -337,7 +341,7 @@ impl Conversation {
         (number, None)
     }
 
-    /// A line for a conversation that begins anew. Rows of tokens that it has in common with another
+    /// A line for a conversation without a common reply. Rows of tokens that it has in common with another
     /// branch are shared.
     fn root_line(&self, tree: &Tree<Line>, number: usize, prompt: &[TokenId]) -> Line {
         let common =
@@ -394,22 +398,22 @@ impl Conversation {
             return;
         };
         target.is_busy = false;
-        let reply = result.and_then(|(finish, cached)| {
+        let reply = result.and_then(|(finish, cached_tokens)| {
             let ids = line.buffer.last_turn().to_vec();
             let text = self.calls.chat.decode(&ids).map_err(|e| NoReply::Failed(e.to_string()))?;
             let parts = ReplyParts::parse(&text);
-            Ok((
-                text,
-                SampledReply::new(
-                    parts,
-                    finish,
-                    id.ordinal,
-                    prompt_tokens,
-                    cached,
-                    ids,
-                    line.buffer.last_logprobs(),
-                ),
-            ))
+            let reply = SampledReply {
+                message: parts.message(),
+                reasoning: parts.reasoning,
+                finish,
+                number: id.ordinal,
+                prompt_tokens,
+                cached_tokens,
+                token_ids: ids,
+                logprobs: line.buffer.last_logprobs(),
+                deliveries: Mutex::default(),
+            };
+            Ok((text, reply))
         });
         match reply {
             Ok((text, reply)) => {
@@ -480,6 +484,8 @@ impl Conversation {
     pub(crate) fn finish(&self) -> FinishedConversation {
         let mut state = self.state();
         let end = state.end.replace(End::Closed);
+        state.generating.abort_all();
+        state.receipts.close();
         let mut branches = std::mem::replace(&mut state.tree, Tree::new()).branches;
         hand_over(&mut branches);
         let mut finished = FinishedConversation {

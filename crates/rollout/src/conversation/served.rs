@@ -1,18 +1,18 @@
 //! Replies by the content of their request, so that a request whose reply was lost on the way gets the
 //! same one again.
 //!
-//! A reply is owed until a client has got it: while its request still runs and nobody waits for it, or
+//! A reply is owed until a client has got it: while its request still runs and no client waits for it, or
 //! when it was sent into a connection that broke. A request with the same content takes it over. Once a
 //! client has got it, the same content asks for another sample.
 
 use super::AskError;
-use super::reply::ReplyParts;
 use crate::api::Message;
 use orchestrate_engine::Finish;
+use orchestrate_gateway::Delivery;
 use orchestrate_types::TokenId;
 use std::collections::HashMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::watch;
 
 /// A sampled reply.
@@ -34,35 +34,20 @@ pub struct SampledReply {
     pub token_ids: Vec<TokenId>,
     /// Their log-probabilities, `[N]`, in nats.
     pub logprobs: Vec<f32>,
-    delivered: AtomicBool,
+    /// How it was sent to each client that got it or was to get it.
+    pub(super) deliveries: Mutex<Vec<Delivery>>,
 }
 
 impl SampledReply {
-    pub(super) fn new(
-        parts: ReplyParts,
-        finish: Finish,
-        number: u32,
-        prompt_tokens: usize,
-        cached_tokens: usize,
-        token_ids: Vec<TokenId>,
-        logprobs: Vec<f32>,
-    ) -> Self {
-        Self {
-            message: parts.message(),
-            reasoning: parts.reasoning,
-            finish,
-            number,
-            prompt_tokens,
-            cached_tokens,
-            token_ids,
-            logprobs,
-            delivered: AtomicBool::new(false),
-        }
+    /// Notes that the reply is being sent to a client.
+    pub(crate) fn sending(&self, delivery: Delivery) {
+        self.deliveries.lock().unwrap_or_else(PoisonError::into_inner).push(delivery);
     }
 
-    /// Notes that the client has got the whole reply.
-    pub fn delivered(&self) {
-        self.delivered.store(true, Ordering::Release);
+    /// Whether no client has got the whole reply, and none is getting it.
+    fn is_owed(&self) -> bool {
+        let mut deliveries = self.deliveries.lock().unwrap_or_else(PoisonError::into_inner);
+        deliveries.iter_mut().all(|delivery| delivery.now() == Some(false))
     }
 }
 
@@ -108,7 +93,7 @@ impl Served {
     fn is_owed(&self, repeats: bool) -> bool {
         match &*self.answer.borrow() {
             None => repeats || self.waiting.load(Ordering::Acquire) == 0,
-            Some(Ok(reply)) => repeats || !reply.delivered.load(Ordering::Acquire),
+            Some(Ok(reply)) => repeats || reply.is_owed(),
             Some(Err(_)) => false,
         }
     }
@@ -125,6 +110,15 @@ impl Receipts {
     pub(super) fn find(&self, content: [u8; 32], repeats: bool) -> Option<Arc<Served>> {
         let served = self.by_content.get(&content)?;
         served.iter().rev().find(|served| served.is_owed(repeats)).cloned()
+    }
+
+    /// Tells everyone who still waits that nothing is coming.
+    pub(super) fn close(&mut self) {
+        for served in self.by_content.drain().flat_map(|(_, served)| served) {
+            if served.answer.borrow().is_none() {
+                served.answer(Err(AskError::Ended("the episode has ended".to_owned())));
+            }
+        }
     }
 
     /// Notes a request that will be answered.

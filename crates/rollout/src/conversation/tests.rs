@@ -8,6 +8,7 @@ use crate::rows::RowSharing;
 use crate::template::ChatTemplate;
 use crate::vocabulary::{MICRO_CHAT_TEMPLATE, train_tokenizer};
 use camino::Utf8Path;
+use orchestrate_gateway::Receipt;
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape, toy_task};
 use orchestrate_types::{ModelShape, PolicyVersion};
 use rand_chacha::ChaCha8Rng;
@@ -15,6 +16,7 @@ use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
 use serde_json::json;
 use std::sync::OnceLock;
 use std::time::Duration;
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 fn chat() -> Arc<ChatModel> {
@@ -83,7 +85,7 @@ fn conversation(engine: &Arc<FakeEngine>, max_turns: u32) -> Arc<Conversation> {
         stop: CancellationToken::new(),
         deadline: None,
     };
-    calls.start_clock(Duration::from_secs(600));
+    calls.start_clock(Duration::from_mins(10));
     Arc::new(Conversation::new(calls, limits))
 }
 
@@ -93,6 +95,13 @@ fn said(role: &str, text: &str) -> Arc<Said> {
 
 fn ask(said: &[Arc<Said>]) -> Ask {
     Ask { said: said.to_vec(), tools: Arc::default(), max_tokens: None, sample: 0, repeats: false }
+}
+
+/// A client gets the whole reply.
+fn deliver(reply: &SampledReply) {
+    let (receipt, delivery) = Receipt::new();
+    reply.sending(delivery);
+    receipt.delivered();
 }
 
 fn repeated(reply: &SampledReply) -> Arc<Said> {
@@ -150,12 +159,13 @@ async fn a_linear_conversation_is_one_branch_with_the_tokens_of_the_built_in_loo
     let mut expected = chat().prompt(&[message("user", "mend it")]).unwrap().to_vec();
     for turn in 0..4 {
         let reply = conversation.sample(&ask(&history)).await.unwrap();
-        reply.delivered();
+        deliver(&reply);
         expected.extend(&reply.token_ids);
         let observation = message("tool", &format!("result {turn}"));
         if turn < 3 {
-            expected
-                .extend(chat().delta(&[observation.clone()], expected.last().copied()).unwrap());
+            expected.extend(
+                chat().delta(std::slice::from_ref(&observation), expected.last().copied()).unwrap(),
+            );
         }
         history
             .extend([repeated(&reply), Arc::new(Said { message: observation, reasoning: None })]);
@@ -177,10 +187,10 @@ async fn a_reply_that_no_client_got_is_given_again() {
     let lost = conversation.sample(&request).await.unwrap();
     let again = conversation.sample(&request).await.unwrap();
     assert!(Arc::ptr_eq(&lost, &again), "the first was not delivered");
-    again.delivered();
+    deliver(&again);
     let other = conversation.sample(&request).await.unwrap();
     assert_ne!(other.token_ids, again.token_ids, "another sample");
-    other.delivered();
+    deliver(&other);
     let retried = conversation.sample(&Ask { repeats: true, ..request.clone() }).await.unwrap();
     assert!(Arc::ptr_eq(&other, &retried), "the client says that it did not get it");
     let finished = conversation.finish();
@@ -197,20 +207,20 @@ async fn a_dropped_client_leaves_its_reply_to_the_next_one() {
         let first = conversation.sample(&request);
         tokio::pin!(first);
         // Polled once, so that it has begun.
-        assert!(futures_poll(first.as_mut()).await || true);
+        poll_once(first.as_mut()).await;
     }
     let reply = conversation.sample(&request).await.unwrap();
     assert_eq!(engine.requests().len(), 1);
     check(&engine, &conversation.finish(), &[reply]);
 }
 
-/// Polls a future once; whether it was ready.
-async fn futures_poll<F: Future + Unpin>(mut future: F) -> bool {
+/// Polls a future once.
+async fn poll_once<F: Future + Unpin>(mut future: F) {
     std::future::poll_fn(|context| {
-        let polled = std::pin::Pin::new(&mut future).poll(context);
-        std::task::Poll::Ready(polled.is_ready())
+        let _ = std::pin::Pin::new(&mut future).poll(context);
+        std::task::Poll::Ready(())
     })
-    .await
+    .await;
 }
 
 #[tokio::test]
@@ -222,7 +232,7 @@ async fn limits_end_the_conversation_with_their_names() {
     let long = said("user", &"word ".repeat(70_000));
     let too_long = conversation.sample(&ask(&[long])).await.unwrap_err();
     assert!(matches!(too_long, AskError::TooLong { .. }), "{too_long}");
-    conversation.sample(&ask(&[said("user", "a")])).await.unwrap().delivered();
+    conversation.sample(&ask(&[said("user", "a")])).await.unwrap();
     let ended = conversation.sample(&ask(&[said("user", "b")])).await.unwrap_err();
     assert!(ended.to_string().contains("rollout.max_turns"), "{ended}");
     assert_eq!(conversation.finish().limit, Some(Limit::Turns));
@@ -275,7 +285,7 @@ struct Agent {
 
 impl Agent {
     fn below(&mut self, limit: usize) -> usize {
-        (self.rng.next_u64() % limit as u64) as usize
+        usize::try_from(self.rng.next_u64() % limit as u64).unwrap()
     }
 
     /// The next request: tools and messages.
@@ -350,17 +360,16 @@ async fn random_conversation(seed: u64, requests: usize) -> BTreeMap<ForkCause, 
         // Sometimes several samples at once, or a client that goes away.
         let samples = if agent.below(6) == 0 { 3 } else { 1 };
         let asked = (0..samples).map(|sample| Ask { sample, ..request.clone() });
-        let replies: Vec<_> = asked
-            .map(|ask| {
-                let conversation = Arc::clone(&conversation);
-                tokio::spawn(async move { conversation.sample(&ask).await.unwrap() })
-            })
-            .collect();
+        let mut asking = JoinSet::new();
+        for ask in asked {
+            let conversation = Arc::clone(&conversation);
+            asking.spawn(async move { conversation.sample(&ask).await.unwrap() });
+        }
         let lost = agent.below(10) == 0;
-        for reply in replies {
-            let reply = reply.await.unwrap();
+        while let Some(reply) = asking.join_next().await {
+            let reply = reply.unwrap();
             if !lost {
-                reply.delivered();
+                deliver(&reply);
             }
             let prompts = engine.requests();
             if reply.number as usize >= before {
@@ -385,7 +394,6 @@ async fn random_histories_equal_the_naive_reference() {
             *causes.entry(cause).or_insert(0) += number;
         }
     }
-    println!("{causes:?}");
     for cause in [ForkCause::Tools, ForkCause::Opening, ForkCause::History, ForkCause::Repeated] {
         assert!(causes.contains_key(&cause), "{cause:?} did not occur: {causes:?}");
     }

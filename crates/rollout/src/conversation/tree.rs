@@ -20,7 +20,7 @@ pub struct Said {
 
 impl Said {
     /// Whether an agent that sends this repeats the reply `sampled`. Agents drop thinking, trim text and
-    /// write the JSON of tool calls anew, so these do not count.
+    /// write the JSON of tool calls again, so these do not count.
     fn repeats(&self, sampled: &Message) -> bool {
         self.message.role == "assistant"
             && self.message.content.trim() == sampled.content.trim()

@@ -251,14 +251,26 @@ pub(super) async fn grade_swe_bench(
         graded.problem = Some(format!("Test timed out after {seconds} seconds."));
         return Ok(graded);
     }
+    judge_log(sandbox, row, rules, graded, part, result.exit).await
+}
+
+/// The verdict by the log of the tests.
+async fn judge_log(
+    sandbox: &mut dyn Sandbox,
+    row: &SweRow,
+    rules: GradingRules,
+    mut graded: GradedChange,
+    mut part: GradedPart,
+    exit: Exit,
+) -> Result<GradedChange, GradeError> {
     let row = row.clone();
     let judged = offload::run(move || {
         match swe::grade(&row, rules.harness, graded.log.as_slice()) {
             Ok(report) => graded.verdict = row.verdict(Some(report)),
             Err(error) => graded.problem = Some(error.to_string()),
         }
-        if is_strict {
-            part.findings.extend(strict_findings(&graded, result.exit));
+        if rules.strict_swe_bench {
+            part.findings.extend(strict_findings(&graded, exit));
         }
         graded.verdict = graded.verdict.with_findings(part.findings);
         graded
