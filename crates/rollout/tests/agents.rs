@@ -20,6 +20,7 @@ use orchestrate_types::{ByteSize, ModelShape, Outcome};
 use serde_json::json;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio_util::sync::CancellationToken;
 
 const IMAGE: &str = "orchestrate/micro:latest";
@@ -46,7 +47,9 @@ fn has_image() -> bool {
 fn tasks(count: usize) -> Vec<Task> {
     let counts = micro::MicroCounts { train: count, held_out: 0, held_out_families: 0 };
     let mut tasks = micro::generate(8, counts);
-    tasks.iter_mut().for_each(|task| IMAGE.clone_into(&mut task.image));
+    for task in &mut tasks {
+        IMAGE.clone_into(&mut task.image);
+    }
     tasks
 }
 
@@ -55,10 +58,11 @@ fn repair(task: &Task) -> String {
     let solved = patch::apply(&task.agent_files, &task.gold_patch).unwrap();
     let changed = task.agent_files.iter().zip(&solved).filter(|(a, b)| a.content != b.content);
     let files: Vec<_> = changed.map(|(_, file)| (&file.path, &file.content)).collect();
-    let files = serde_json::to_string(&files).unwrap().replace('\'', "\\u0027");
-    format!(
-        "python3 -c 'import json; [open(p, \"w\").write(t) for p, t in json.loads(r\"\"\"{files}\"\"\")]'"
-    )
+    // In hexadecimal, because agents change quotes and escapes in commands.
+    let json = serde_json::to_vec(&files).unwrap();
+    let hex: Vec<String> = json.iter().map(|byte| format!("{byte:02x}")).collect();
+    let program = "import json; [open(p, 'w').write(t) for p, t in json.loads(bytes.fromhex";
+    format!("python3 -c \"{program}('{}'))]\"", hex.concat())
 }
 
 /// Replies: a look around, the repair, and the end.
@@ -108,8 +112,10 @@ async fn run(case: &Case, task: &Task, layer: ImageLayer) -> (EpisodeReport, usi
     let replies = script(case, task, &chat);
     let end = chat.assistant("It is done.", &[]).unwrap();
     let shape = ModelShape { context: 1 << 19, ..toy_shape(chat.vocab_size()) };
-    let engine = Arc::new(FakeEngine::new(shape, move |_, call| FakeReply::Tokens {
-        ids: replies.get(call).unwrap_or(&end).clone(),
+    // Counted over all branches.
+    let calls = AtomicUsize::new(0);
+    let engine = Arc::new(FakeEngine::new(shape, move |_, _| FakeReply::Tokens {
+        ids: replies.get(calls.fetch_add(1, Ordering::Relaxed)).unwrap_or(&end).clone(),
         finish: Finish::Stop,
     }));
     let runner = common::runner(
