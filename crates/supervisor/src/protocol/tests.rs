@@ -151,7 +151,7 @@ fn trailing_bytes_and_unknown_kinds_are_rejected() {
     assert_eq!(Reply::decode(65, &[2]), Err(ProtocolError::Malformed(65)));
     assert_eq!(Request::decode(99, &[]), Err(ProtocolError::UnknownKind(99)));
     // A connection's number without an event, and an unknown event.
-    assert_eq!(Request::decode(11, &[0; 8]), Err(ProtocolError::Malformed(14)));
+    assert_eq!(Request::decode(14, &[0; 8]), Err(ProtocolError::Malformed(14)));
     assert_eq!(Reply::decode(75, &[9; 9]), Err(ProtocolError::Malformed(75)));
 }
 
