@@ -16,10 +16,10 @@ pub use config::{AgentPreset, AgentSection, AgentSettings};
 use orchestrate_gateway::{GatewayOptions, router, serve_stream};
 use orchestrate_sandbox::{Command, ExecResult, Exit, Forward, Sandbox};
 use orchestrate_types::{Limit, Stage};
-use sampler::ConversationSampler;
+use sampler::{ConversationSampler, PLACES};
 use std::sync::Arc;
 use tokio::io::DuplexStream;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -53,8 +53,11 @@ impl Attempt {
             conversation: Arc::clone(&conversation),
             model: MODEL.to_owned(),
             show_tools: self.calls.plan.show_tools,
+            places: Semaphore::new(PLACES),
         });
-        let routes = router(sampler, GatewayOptions::default());
+        let options =
+            GatewayOptions { body_limit: body_limit(limits), ..GatewayOptions::default() };
+        let routes = router(sampler, options);
         let command = self.command(settings, script, limits);
         let stop = CancellationToken::new();
         let (accepted, mut connections) = mpsc::channel::<DuplexStream>(BACKLOG);
@@ -143,6 +146,12 @@ impl Attempt {
             keep_bytes: OUTPUT_BYTES,
         }
     }
+}
+
+/// Largest request body: a history that fills the longest sequence, with ample space for its JSON. What
+/// all connections of an episode hold together stays below a few hundred MiB.
+fn body_limit(limits: EpisodeLimits) -> usize {
+    limits.max_sequence_tokens.saturating_mul(64).clamp(1 << 20, 8 << 20)
 }
 
 /// Why an attempt without a single generation is broken.

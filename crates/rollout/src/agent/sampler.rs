@@ -9,6 +9,7 @@ use orchestrate_gateway::{
 };
 use serde_json::{Value, json};
 use std::sync::Arc;
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// Lets the gateway sample from a conversation.
 #[derive(Debug)]
@@ -17,7 +18,12 @@ pub(crate) struct ConversationSampler {
     pub(crate) model: String,
     /// Whether prompts show the tools that the agent sends.
     pub(crate) show_tools: bool,
+    /// Places for requests that are being answered: commands of the policy can send requests, too.
+    pub(crate) places: Semaphore,
 }
+
+/// Requests of one episode that are answered at the same time.
+pub(crate) const PLACES: usize = 16;
 
 #[async_trait::async_trait]
 impl Sampler for ConversationSampler {
@@ -34,31 +40,37 @@ impl Sampler for ConversationSampler {
         request: &Arc<SampleRequest>,
         sample: usize,
     ) -> Result<Sampled, SampleError> {
+        let _place = self.place().await?;
         let reply = self.conversation.sample(&self.ask(request, sample)).await.map_err(refused)?;
         Ok(self.sampled(&reply))
     }
 
     async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError> {
-        self.conversation.count(&self.ask(request, 0)).map_err(refused)
+        let _place = self.place().await?;
+        self.conversation.count(&self.ask(request, 0)).await.map_err(refused)
     }
 }
 
 impl ConversationSampler {
+    async fn place(&self) -> Result<SemaphorePermit<'_>, SampleError> {
+        self.places.acquire().await.map_err(|error| SampleError::Ended(error.to_string()))
+    }
+
     /// A request in the form that the conversation compares and renders.
-    fn ask(&self, request: &SampleRequest, sample: usize) -> Ask {
+    fn ask(&self, request: &SampleRequest, sample: usize) -> Arc<Ask> {
         let offered = match &request.tool_choice {
             ToolChoice::Auto | ToolChoice::Required | ToolChoice::Named(_) if self.show_tools => {
                 request.tools.as_slice()
             }
             _ => &[],
         };
-        Ask {
+        Arc::new(Ask {
             said: request.messages.iter().map(said).collect(),
             tools: Arc::new(offered.iter().map(schema).collect()),
             max_tokens: request.max_tokens,
             sample,
             repeats: request.repeats,
-        }
+        })
     }
 
     fn sampled(&self, reply: &Arc<SampledReply>) -> Sampled {

@@ -16,6 +16,7 @@ use crate::api::{EpisodeBranch, Message, RowCounts, TurnLog};
 use crate::chat::{ChatError, ChatModel};
 use crate::line::{Calls, Counters, GenerationId, Line, NoReply, Sampled};
 use crate::machine::{EpisodeLimits, MAX_ABORTS_PER_TURN};
+use crate::offload;
 use crate::prefix::History;
 use crate::template::tools_value;
 use orchestrate_engine::Finish;
@@ -25,12 +26,16 @@ pub use served::SampledReply;
 use served::{Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tokio::sync::Notify;
+use std::time::Duration;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::Instrument;
 use tree::{Branch, Place, Step, Tree};
 pub use tree::{ForkCause, Said};
+
+/// Bytes of text that one token stands for at most, on the average of a whole prompt.
+const BYTES_PER_TOKEN: usize = 32;
 
 /// A request for a reply.
 #[derive(Debug, Clone)]
@@ -75,8 +80,8 @@ pub(crate) struct Conversation {
     calls: Calls,
     limits: EpisodeLimits,
     state: Mutex<State>,
-    /// Notified when `State::end` is set.
-    changed: Notify,
+    /// Whether the engine failed, once the conversation has ended.
+    ended: watch::Sender<Option<bool>>,
 }
 
 #[derive(Debug)]
@@ -129,6 +134,23 @@ struct Planned {
     room: usize,
 }
 
+/// A generation that has run.
+struct Generated {
+    branch: usize,
+    line: Line,
+    id: GenerationId,
+    elapsed: Duration,
+    /// Why it ended, and tokens of its prompt: all of them, and those that the engine had cached.
+    sampled: Result<(Finish, usize, usize), NoReply>,
+}
+
+/// Runs work on an agent's bytes away from the event loop.
+async fn offloaded<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, AskError> + Send + 'static,
+) -> Result<T, AskError> {
+    offload::run(work).await.map_err(|error| AskError::Ended(error.to_string()))?
+}
+
 impl Conversation {
     pub(crate) fn new(calls: Calls, limits: EpisodeLimits) -> Self {
         let state = State {
@@ -142,7 +164,7 @@ impl Conversation {
             generating: JoinSet::new(),
             end: None,
         };
-        Self { calls, limits, state: Mutex::new(state), changed: Notify::new() }
+        Self { calls, limits, state: Mutex::new(state), ended: watch::Sender::new(None) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -159,34 +181,47 @@ impl Conversation {
     }
 
     /// Prompt tokens of a request, as if it were sampled now.
-    pub(crate) fn count(&self, ask: &Ask) -> Result<usize, AskError> {
-        let (tools, digest) = tools_of(ask);
-        let state = self.state();
-        let place = state.tree.locate(&digest, &ask.said);
-        let (head, tail) = self.prompt_at(&state.tree, place, &ask.said, &tools)?;
-        Ok(head + tail.len())
+    pub(crate) async fn count(self: &Arc<Self>, ask: &Arc<Ask>) -> Result<usize, AskError> {
+        let (this, ask) = (Arc::clone(self), Arc::clone(ask));
+        offloaded(move || {
+            let (tools, digest) = tools_of(&ask);
+            let state = this.state();
+            let place = state.tree.locate(&digest, &ask.said);
+            let (head, tail) = this.prompt_at(&state.tree, place, &ask, &tools)?;
+            Ok(head + tail.len())
+        })
+        .await
     }
 
-    /// Samples a reply. Sampling goes on if the caller is dropped; a request with the same content then
+    /// Samples a reply. Sampling continues if the caller is dropped; a request with the same content then
     /// gets that reply.
-    pub(crate) async fn sample(self: &Arc<Self>, ask: &Ask) -> Result<Arc<SampledReply>, AskError> {
-        let waiting = {
-            let mut state = self.state();
-            let digest = digest_of(ask);
-            if let Some(served) = state.receipts.find(digest, ask.repeats) {
-                served.wait()
-            } else {
-                let planned = self.plan(&mut state, ask)?;
-                let served = state.receipts.open(digest);
-                let waiting = served.wait();
-                let (this, said) = (Arc::clone(self), ask.said.clone());
-                let run = async move { this.run(planned, said, &served).await };
-                while state.generating.try_join_next().is_some() {}
-                state.generating.spawn(run.in_current_span());
-                waiting
-            }
-        };
+    pub(crate) async fn sample(
+        self: &Arc<Self>,
+        ask: &Arc<Ask>,
+    ) -> Result<Arc<SampledReply>, AskError> {
+        let (this, ask) = (Arc::clone(self), Arc::clone(ask));
+        let waiting = offloaded(move || this.begin(&ask)).await?;
         waiting.await
+    }
+
+    /// Begins to sample, or finds the reply that the request is owed. Tokenizes what is new.
+    fn begin(
+        self: &Arc<Self>,
+        ask: &Ask,
+    ) -> Result<impl Future<Output = Result<Arc<SampledReply>, AskError>> + use<>, AskError> {
+        let digest = digest_of(ask);
+        let mut state = self.state();
+        if let Some(served) = state.receipts.find(digest, ask.repeats) {
+            return Ok(served.wait());
+        }
+        let planned = self.plan(&mut state, ask)?;
+        let served = state.receipts.open(digest);
+        let waiting = served.wait();
+        let (this, said) = (Arc::clone(self), ask.said.clone());
+        let run = async move { this.run(planned, said, served).await };
+        while state.generating.try_join_next().is_some() {}
+        state.generating.spawn(run.in_current_span());
+        Ok(waiting)
     }
 
     /// Finds the place of a request and prepares its line.
@@ -197,7 +232,7 @@ impl Conversation {
         }
         let (tools, tools_digest) = tools_of(ask);
         let place = state.tree.locate(&tools_digest, &ask.said);
-        let (head, tail) = self.prompt_at(&state.tree, place, &ask.said, &tools)?;
+        let (head, tail) = self.prompt_at(&state.tree, place, ask, &tools)?;
         let prompt = head + tail.len();
         let room = self.limits.max_sequence_tokens.saturating_sub(prompt);
         if room == 0 {
@@ -244,8 +279,8 @@ impl Conversation {
                 state.end = Some(End::Limit(Limit::Turns));
             }
         }
-        if state.end.is_some() {
-            self.changed.notify_waiters();
+        if let Some(end) = &state.end {
+            self.ended.send_replace(Some(matches!(end, End::Failed(_))));
         }
         match &state.end {
             None => Ok(()),
@@ -267,11 +302,17 @@ impl Conversation {
         &self,
         tree: &Tree<Line>,
         place: Place,
-        said: &[Arc<Said>],
+        ask: &Ask,
         tools: &minijinja::Value,
     ) -> Result<(usize, Vec<TokenId>), AskError> {
-        let new: Vec<Message> =
-            said.iter().skip(place.steps(tree)).map(|said| self.rendered(said)).collect();
+        let limit = self.limits.max_sequence_tokens;
+        let new = || ask.said.iter().skip(place.steps(tree));
+        let bytes: usize = new().map(|said| said.bytes()).sum();
+        if bytes / BYTES_PER_TOKEN > limit {
+            // Certainly too long, so it is not tokenized.
+            return Err(AskError::TooLong { prompt: bytes / BYTES_PER_TOKEN, limit });
+        }
+        let new: Vec<Message> = new().map(|said| self.rendered(said)).collect();
         let refused = |error: ChatError| AskError::Refused(error.to_string());
         let chat = &self.calls.chat;
         let (branch, tokens) = match place {
@@ -384,12 +425,25 @@ impl Conversation {
     }
 
     /// Samples one reply, with all of its continuations after aborts, and stores it.
-    async fn run(&self, planned: Planned, said: Vec<Arc<Said>>, served: &Served) {
+    async fn run(self: Arc<Self>, planned: Planned, said: Vec<Arc<Said>>, served: Arc<Served>) {
         let Planned { branch, mut line, id, room } = planned;
         let prompt_tokens = line.buffer.prompt_len();
         let started = Instant::now();
         let result = self.generate(&mut line, id, room).await;
         let elapsed = started.elapsed();
+        let sampled = result.map(|(finish, cached_tokens)| (finish, prompt_tokens, cached_tokens));
+        let reply = Arc::clone(&served);
+        let stored = offload::run(move || {
+            self.store(Generated { branch, line, id, elapsed, sampled }, &said, &served);
+        });
+        if let Err(error) = stored.await {
+            reply.answer(Err(AskError::Failed(error.to_string())));
+        }
+    }
+
+    /// Stores a generation in its branch and answers its request.
+    fn store(&self, generated: Generated, said: &[Arc<Said>], served: &Served) {
+        let Generated { branch, line, id, elapsed, sampled } = generated;
         let mut state = self.state();
         state.generate_s += elapsed.as_secs_f64();
         let Some(target) = state.tree.branches.get_mut(branch) else {
@@ -398,7 +452,7 @@ impl Conversation {
             return;
         };
         target.is_busy = false;
-        let reply = result.and_then(|(finish, cached_tokens)| {
+        let reply = sampled.and_then(|(finish, prompt_tokens, cached_tokens)| {
             let ids = line.buffer.last_turn().to_vec();
             let text = self.calls.chat.decode(&ids).map_err(|e| NoReply::Failed(e.to_string()))?;
             let parts = ReplyParts::parse(&text);
@@ -420,7 +474,7 @@ impl Conversation {
                 let end = line.buffer.len();
                 target.steps.push(Step::Reply { message: Arc::new(reply.message.clone()), end });
                 target.line = line;
-                state.log(text, &reply, &said, elapsed);
+                state.log(text, &reply, said, elapsed);
                 served.answer(Ok(Arc::new(reply)));
             }
             Err(no_reply) => {
@@ -471,13 +525,9 @@ impl Conversation {
     /// Waits until no more requests are answered; whether the engine failed, so that nothing that the
     /// agent does counts any more.
     pub(crate) async fn ended(&self) -> bool {
-        loop {
-            let changed = self.changed.notified();
-            if let Some(end) = &self.state().end {
-                return matches!(end, End::Failed(_));
-            }
-            changed.await;
-        }
+        let mut ended = self.ended.subscribe();
+        // The sender is this conversation's own.
+        ended.wait_for(Option::is_some).await.is_ok_and(|failed| *failed == Some(true))
     }
 
     /// Ends the conversation: later requests are refused. Generations that still run are not part of it.
@@ -536,13 +586,7 @@ fn hand_over(branches: &mut Vec<Branch<Line>>) {
 
 impl State {
     /// Logs a turn. What the agent added since the turn before is that one's observation.
-    fn log(
-        &mut self,
-        text: String,
-        reply: &SampledReply,
-        said: &[Arc<Said>],
-        elapsed: std::time::Duration,
-    ) {
+    fn log(&mut self, text: String, reply: &SampledReply, said: &[Arc<Said>], elapsed: Duration) {
         let new = said.iter().rev().take_while(|said| said.message.role != "assistant");
         let mut observation: Vec<&str> = new.map(|said| said.message.content.as_str()).collect();
         observation.reverse();

@@ -9,7 +9,7 @@ use crate::template::ChatTemplate;
 use crate::vocabulary::{MICRO_CHAT_TEMPLATE, train_tokenizer};
 use camino::Utf8Path;
 use orchestrate_gateway::Receipt;
-use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape, toy_task};
+use orchestrate_testkit::{FakeEngine, FakeReply, FakeRequest, toy_shape, toy_task};
 use orchestrate_types::{ModelShape, PolicyVersion};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
@@ -93,8 +93,14 @@ fn said(role: &str, text: &str) -> Arc<Said> {
     Arc::new(Said { message: message(role, text), reasoning: None })
 }
 
-fn ask(said: &[Arc<Said>]) -> Ask {
-    Ask { said: said.to_vec(), tools: Arc::default(), max_tokens: None, sample: 0, repeats: false }
+fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
+    Arc::new(Ask {
+        said: said.to_vec(),
+        tools: Arc::default(),
+        max_tokens: None,
+        sample: 0,
+        repeats: false,
+    })
 }
 
 /// A client gets the whole reply.
@@ -106,6 +112,15 @@ fn deliver(reply: &SampledReply) {
 
 fn repeated(reply: &SampledReply) -> Arc<Said> {
     Arc::new(Said { message: reply.message.clone(), reasoning: None })
+}
+
+/// The engine's requests by the number in their ids.
+fn by_number(engine: &FakeEngine) -> BTreeMap<u32, FakeRequest> {
+    let number = |request: FakeRequest| {
+        let (_, number) = request.request_id.as_str().rsplit_once("-n").unwrap();
+        (number.split_once('-').unwrap().0.parse().unwrap(), request)
+    };
+    engine.requests().into_iter().map(number).collect()
 }
 
 /// Checks a finished conversation against the engine's log: every row is the one that a prefill of the
@@ -124,11 +139,11 @@ fn check(engine: &FakeEngine, finished: &FinishedConversation, replies: &[Arc<Sa
             }
         }
     }
-    let requests = engine.requests();
+    let requests = by_number(engine);
     assert_eq!(requests.len(), replies.len());
     let mut trained = 0;
     for reply in replies {
-        let prompt = &requests[reply.number as usize].token_ids;
+        let prompt = &requests[&reply.number].token_ids;
         let owners = finished.branches.iter().filter(|branch| {
             let (ids, mask) = (branch.trajectory.token_ids(), branch.trajectory.loss_mask());
             let end = prompt.len() + reply.token_ids.len();
@@ -140,8 +155,7 @@ fn check(engine: &FakeEngine, finished: &FinishedConversation, replies: &[Arc<Sa
         });
         // Short replies to the same prompt may be equal.
         let equal = replies.iter().filter(|other| {
-            requests[other.number as usize].token_ids == *prompt
-                && other.token_ids == reply.token_ids
+            requests[&other.number].token_ids == *prompt && other.token_ids == reply.token_ids
         });
         assert_eq!(owners.count(), equal.count(), "reply {}", reply.number);
         trained += reply.token_ids.len();
@@ -191,7 +205,10 @@ async fn a_reply_that_no_client_got_is_given_again() {
     let other = conversation.sample(&request).await.unwrap();
     assert_ne!(other.token_ids, again.token_ids, "another sample");
     deliver(&other);
-    let retried = conversation.sample(&Ask { repeats: true, ..request.clone() }).await.unwrap();
+    let retried = conversation
+        .sample(&Arc::new(Ask { repeats: true, ..Ask::clone(&request) }))
+        .await
+        .unwrap();
     assert!(Arc::ptr_eq(&other, &retried), "the client says that it did not get it");
     let finished = conversation.finish();
     assert_eq!(finished.forks, [(ForkCause::Repeated, 1)].into());
@@ -334,9 +351,7 @@ impl Agent {
         prompt: &[u32],
         reply: &Arc<SampledReply>,
     ) {
-        if reply.number as usize >= self.replies.len() {
-            self.replies.push(Arc::clone(reply));
-        }
+        self.replies.push(Arc::clone(reply));
         said.push(repeated(reply));
         let tokens = [prompt, &reply.token_ids].concat();
         self.known.push(Known { tools, said, tokens });
@@ -352,14 +367,15 @@ async fn random_conversation(seed: u64, requests: usize) -> BTreeMap<ForkCause, 
     for _ in 0..requests {
         let (tools, history) = agent.request();
         let before = engine.requests().len();
-        let mut request = ask(&history);
+        let mut request = Ask::clone(&ask(&history));
         request.tools = Arc::new(tool_set(tools));
         request.max_tokens = (agent.below(8) == 0).then(|| agent.below(20) + 1);
         let expected = naive_prompt(&agent.known, tools, &history);
-        assert_eq!(conversation.count(&request).unwrap(), expected.len());
+        let counted = conversation.count(&Arc::new(request.clone())).await.unwrap();
+        assert_eq!(counted, expected.len());
         // Sometimes several samples at once, or a client that goes away.
         let samples = if agent.below(6) == 0 { 3 } else { 1 };
-        let asked = (0..samples).map(|sample| Ask { sample, ..request.clone() });
+        let asked = (0..samples).map(|sample| Arc::new(Ask { sample, ..request.clone() }));
         let mut asking = JoinSet::new();
         for ask in asked {
             let conversation = Arc::clone(&conversation);
@@ -371,9 +387,9 @@ async fn random_conversation(seed: u64, requests: usize) -> BTreeMap<ForkCause, 
             if !lost {
                 deliver(&reply);
             }
-            let prompts = engine.requests();
+            let prompts = by_number(&engine);
             if reply.number as usize >= before {
-                assert_eq!(*prompts[reply.number as usize].token_ids, expected);
+                assert_eq!(*prompts[&reply.number].token_ids, expected);
             }
             agent.learn(tools, history.clone(), &expected, &reply);
         }

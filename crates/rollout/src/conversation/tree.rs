@@ -19,6 +19,14 @@ pub struct Said {
 }
 
 impl Said {
+    /// Bytes of its texts.
+    pub(super) fn bytes(&self) -> usize {
+        let Message { content, tool_calls, .. } = &self.message;
+        let calls =
+            tool_calls.iter().map(|call| call.name.len() + call.arguments.to_string().len());
+        content.len() + self.reasoning.as_ref().map_or(0, String::len) + calls.sum::<usize>()
+    }
+
     /// Whether an agent that sends this repeats the reply `sampled`. Agents drop thinking, trim text and
     /// write the JSON of tool calls again, so these do not count.
     fn repeats(&self, sampled: &Message) -> bool {
