@@ -14,6 +14,7 @@ use anyhow::{Context, bail, ensure};
 use camino::{Utf8Path, Utf8PathBuf};
 use futures::stream::{self, StreamExt};
 use journal::{Journal, Outcome};
+use orchestrate_rollout::GradedChange;
 use orchestrate_tasks::r2e::{R2eRow, write_rows};
 use orchestrate_tasks::repair::{Mutant, Rejection, Repository, TaskGenerator, is_held_out};
 use orchestrate_tasks::verify::Health;
@@ -285,12 +286,7 @@ impl Maker<'_> {
         }
         let repeated = self.grader.grade(&generator.baseline_task(), "").await?;
         if repeated.verdict.reward <= 0.5 {
-            let differing = printable(&repeated.verdict.differing.join(", "), WHY_CHARS);
-            let why = format!(
-                "some tests gave other results in a third run: {differing}; choose reliable tests with \
-                 --tests"
-            );
-            bail!(unusable(self.args, why));
+            bail!(unusable(self.args, third_run(&repeated)));
         }
         Ok(left_out)
     }
@@ -347,4 +343,25 @@ fn tail(log: &[u8]) -> String {
     let lines: Vec<&str> = text.lines().collect();
     let end = lines.get(lines.len().saturating_sub(LOG_LINES)..).unwrap_or_default();
     printable_lines(&end.join("\n"))
+}
+/// Why the tests that passed twice did not pass a third time.
+fn third_run(graded: &GradedChange) -> String {
+    let verdict = &graded.verdict;
+    if !verdict.differing.is_empty() {
+        let differing = printable(&verdict.differing.join(", "), WHY_CHARS);
+        return format!(
+            "some tests gave other results in a third run: {differing}; choose reliable tests with \
+             --tests"
+        );
+    }
+    let findings: Vec<&str> = verdict.suspicious.iter().map(|finding| finding.name()).collect();
+    let noticed = match findings.as_slice() {
+        [] => String::new(),
+        names => format!("; noticed: {}", names.join(", ")),
+    };
+    format!(
+        "a third run of its tests has no result (it may have timed out on a busy machine){noticed}; \
+         repeat the command, or choose fewer --tests; end of the log:\n{}",
+        tail(&graded.log)
+    )
 }
