@@ -103,6 +103,7 @@ fn with_episodes(line: StepLine, members: &[SealedMember]) -> StepLine {
         episodes: Some(members.len() as u64),
         truncated_episodes: Some(truncated as u64),
         suspicious: Some(suspicious(members)),
+        forks: Some(forks(members)).filter(|forks| !forks.is_empty()),
         turns_mean: mean(members.iter().map(|m| m.summary.turns as f64)),
         response_tokens_mean: mean(members.iter().map(|m| m.summary.response_tokens as f64)),
         routing_bytes_wire: Some(sum(|m| m.summary.routing_wire_bytes)),
@@ -122,6 +123,15 @@ fn suspicious(members: &[SealedMember]) -> BTreeMap<String, u64> {
     let mut counts = BTreeMap::new();
     for finding in members.iter().flat_map(|member| &member.summary.suspicious) {
         *counts.entry(finding.name().to_owned()).or_default() += 1;
+    }
+    counts
+}
+
+/// Branches by cause; only causes that occur.
+fn forks(members: &[SealedMember]) -> BTreeMap<String, u64> {
+    let mut counts = BTreeMap::new();
+    for (cause, number) in members.iter().flat_map(|member| &member.summary.forks) {
+        *counts.entry(cause.name().to_owned()).or_default() += number;
     }
     counts
 }

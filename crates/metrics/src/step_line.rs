@@ -74,6 +74,9 @@ metrics_line! {
         /// Episodes by what their graders noticed besides the results, for example `tampered`,
         /// `conftest_touched` or `tests_deleted`; only what occurs.
         suspicious: BTreeMap<String, u64>, "episodes by finding", healthy: "few; a rise means that the policy works on the tests instead of the task";
+        /// Branches that began in conversations of agents with their own loop, by cause: `tools`, `opening`,
+        /// `history`, `repeated`, `thinking`. Absent if none did.
+        forks: BTreeMap<String, u64>, "branches by cause", healthy: "as many as the agent compacts its history or starts sub-agents; `history` in every episode means that it edits its history";
         /// Staleness of the oldest token of each trained episode, mean.
         staleness_mean: f64, "policy versions, ≥ 0", healthy: "at most `run.max_staleness`";
         /// Staleness of the oldest token of all trained episodes.

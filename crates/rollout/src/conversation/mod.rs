@@ -23,9 +23,9 @@ use orchestrate_engine::Finish;
 use orchestrate_types::{Limit, TokenId};
 use reply::ReplyParts;
 pub use served::SampledReply;
-use served::{Receipts, Served};
+use served::{Client, Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -200,23 +200,32 @@ impl Conversation {
         ask: &Arc<Ask>,
     ) -> Result<Arc<SampledReply>, AskError> {
         let (this, ask) = (Arc::clone(self), Arc::clone(ask));
-        let waiting = offloaded(move || this.begin(&ask)).await?;
-        waiting.await
+        // Dropped with this future, at any time.
+        let client = Arc::new(Client);
+        let asking = Arc::downgrade(&client);
+        let waiting = offloaded(move || this.begin(&ask, &asking)).await?;
+        let answer = waiting.await;
+        drop(client);
+        answer
     }
 
     /// Begins to sample, or finds the reply that the request is owed. Tokenizes what is new.
     fn begin(
         self: &Arc<Self>,
         ask: &Ask,
+        client: &Weak<Client>,
     ) -> Result<impl Future<Output = Result<Arc<SampledReply>, AskError>> + use<>, AskError> {
         let digest = digest_of(ask);
         let mut state = self.state();
+        if client.strong_count() == 0 {
+            return Err(AskError::Ended("the client is gone".to_owned()));
+        }
         if let Some(served) = state.receipts.find(digest, ask.repeats) {
-            return Ok(served.wait());
+            return Ok(served.wait(client));
         }
         let planned = self.plan(&mut state, ask)?;
         let served = state.receipts.open(digest);
-        let waiting = served.wait();
+        let waiting = served.wait(client);
         let (this, said) = (Arc::clone(self), ask.said.clone());
         let run = async move { this.run(planned, said, served).await };
         while state.generating.try_join_next().is_some() {}

@@ -11,8 +11,7 @@ use orchestrate_engine::Finish;
 use orchestrate_gateway::Delivery;
 use orchestrate_types::TokenId;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokio::sync::watch;
 
 /// A sampled reply.
@@ -57,18 +56,13 @@ type Answer = Result<Arc<SampledReply>, AskError>;
 #[derive(Debug)]
 pub(super) struct Served {
     answer: watch::Sender<Option<Answer>>,
-    /// Number of clients that wait for it.
-    waiting: AtomicUsize,
+    /// The clients that asked for it, as long as they wait.
+    clients: Mutex<Vec<Weak<Client>>>,
 }
 
-/// Counts a client for as long as it waits.
-struct Waiting(Arc<Served>);
-
-impl Drop for Waiting {
-    fn drop(&mut self) {
-        self.0.waiting.fetch_sub(1, Ordering::AcqRel);
-    }
-}
+/// Held by a client for as long as it waits for a reply.
+#[derive(Debug)]
+pub(super) struct Client;
 
 impl Served {
     /// Gives the answer to everyone who waits or comes later.
@@ -76,23 +70,30 @@ impl Served {
         self.answer.send_replace(Some(answer));
     }
 
-    /// A future of the answer. The client counts as waiting from this call on.
-    pub(super) fn wait(self: &Arc<Self>) -> impl Future<Output = Answer> + Send + use<> {
-        self.waiting.fetch_add(1, Ordering::AcqRel);
-        let waiting = Waiting(Arc::clone(self));
+    /// A future of the answer.
+    pub(super) fn wait(
+        &self,
+        client: &Weak<Client>,
+    ) -> impl Future<Output = Answer> + Send + use<> {
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner).push(Weak::clone(client));
         let mut answer = self.answer.subscribe();
         async move {
             let answered = answer.wait_for(Option::is_some).await.map(|answer| answer.clone());
-            drop(waiting);
             let gone = || Err(AskError::Ended("the episode has ended".to_owned()));
             answered.ok().flatten().unwrap_or_else(gone)
         }
     }
 
+    /// Whether a client still waits.
+    fn is_awaited(&self) -> bool {
+        let clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        clients.iter().any(|client| client.strong_count() > 0)
+    }
+
     /// Whether a client that sends the request again is owed this answer.
     fn is_owed(&self, repeats: bool) -> bool {
         match &*self.answer.borrow() {
-            None => repeats || self.waiting.load(Ordering::Acquire) == 0,
+            None => repeats || !self.is_awaited(),
             Some(Ok(reply)) => repeats || reply.is_owed(),
             Some(Err(_)) => false,
         }
@@ -124,7 +125,7 @@ impl Receipts {
     /// Notes a request that will be answered.
     pub(super) fn open(&mut self, content: [u8; 32]) -> Arc<Served> {
         let served =
-            Arc::new(Served { answer: watch::Sender::new(None), waiting: AtomicUsize::new(0) });
+            Arc::new(Served { answer: watch::Sender::new(None), clients: Mutex::default() });
         self.by_content.entry(content).or_default().push(Arc::clone(&served));
         served
     }

@@ -53,6 +53,19 @@ pub enum ForkCause {
     Thinking,
 }
 
+impl ForkCause {
+    /// Its name in metrics and records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tools => "tools",
+            Self::Opening => "opening",
+            Self::History => "history",
+            Self::Repeated => "repeated",
+            Self::Thinking => "thinking",
+        }
+    }
+}
+
 /// One element of a branch.
 #[derive(Debug, Clone)]
 pub(crate) enum Step {
