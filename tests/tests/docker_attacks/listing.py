@@ -86,7 +86,8 @@ print("nice", os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), sort
 for name in ("shm", "sem", "msg"):
     print("ipc", name, attempt(lambda: open("/proc/sysvipc/" + name).read().split("\n")[1:]))
 print("keys", attempt(lambda: [line for line in open("/proc/keys") if "solution" in line]))
-print("locks", attempt(lambda: len(open("/proc/locks").readlines())))
+# Locks of open file descriptions carry no process (-1), so the kernel lists those of every container.
+print("locks", attempt(lambda: sum(line.split(" -> ")[-1].split()[-4] != "-1" for line in open("/proc/locks"))))
 print("processes", sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid())))
 print("environment", sorted((key, value) for key, value in os.environ.items() if key != "HOSTNAME"))
 print("descriptors", sorted(os.listdir("/proc/self/fd"))[:8])
