@@ -52,11 +52,7 @@ async fn try_sample<W: Wire>(
     request: Request,
 ) -> Result<Response, Problem> {
     let (request, wire) = read::<W>(options, episode, request, Purpose::Sample).await?;
-    let envelope = Envelope {
-        id: uuid::Uuid::now_v7().simple().to_string(),
-        created: unix_micros().div_euclid(1_000_000),
-        model: episode.sampler().model().to_owned(),
-    };
+    let envelope = envelope(episode);
     let mut sampling = sampling(episode, request, wire.replies());
     if !wire.streams() {
         let replies = sampling.await?;
@@ -77,6 +73,15 @@ async fn try_sample<W: Wire>(
     Ok(with_headers(Body::from_stream(frames), "text/event-stream", &envelope))
 }
 
+/// What a reply says about itself.
+pub(crate) fn envelope(episode: &Episode) -> Envelope {
+    Envelope {
+        id: uuid::Uuid::now_v7().simple().to_string(),
+        created: unix_micros().div_euclid(1_000_000),
+        model: episode.sampler().model().to_owned(),
+    }
+}
+
 /// Checks and parses a request.
 async fn read<W: Wire>(
     options: &GatewayOptions,
@@ -84,6 +89,18 @@ async fn read<W: Wire>(
     request: Request,
     purpose: Purpose,
 ) -> Result<(SampleRequest, W), Problem> {
+    let (body, repeats) = body_of(options, episode, request).await?;
+    let (mut request, wire) = W::parse(&body, purpose)?;
+    request.repeats = repeats;
+    Ok((request, wire))
+}
+
+/// Checks a request; its body, and whether the client's library says that it sends it again.
+pub(crate) async fn body_of(
+    options: &GatewayOptions,
+    episode: &Episode,
+    request: Request,
+) -> Result<(Bytes, bool), Problem> {
     let (parts, body) = request.into_parts();
     episode.check_key(&parts.headers)?;
     check_encoding(&parts.headers)?;
@@ -96,10 +113,8 @@ async fn read<W: Wire>(
     }
     // The error says no more than this: a broken connection gets no reply.
     let body = to_bytes(body, limit).await.map_err(|_| too_large())?;
-    let (mut request, wire) = W::parse(&body, purpose)?;
     let retries = parts.headers.get("x-stainless-retry-count");
-    request.repeats = retries.is_some_and(|count| count != "0");
-    Ok((request, wire))
+    Ok((body, retries.is_some_and(|count| count != "0")))
 }
 
 fn check_encoding(headers: &HeaderMap) -> Result<(), Problem> {
@@ -123,7 +138,11 @@ fn sampling(episode: &Episode, request: SampleRequest, replies: usize) -> Sampli
     all.boxed()
 }
 
-fn with_headers(body: Body, content_type: &'static str, envelope: &Envelope) -> Response {
+pub(crate) fn with_headers(
+    body: Body,
+    content_type: &'static str,
+    envelope: &Envelope,
+) -> Response {
     let id = format!("req_{}", envelope.id);
     let headers = [
         (header::CONTENT_TYPE, content_type),
@@ -137,15 +156,18 @@ fn with_headers(body: Body, content_type: &'static str, envelope: &Envelope) -> 
 
 /// What is left to send of a reply, and who is told at its end.
 #[derive(Debug)]
-struct Frames {
+pub(crate) struct Frames {
     frames: std::vec::IntoIter<Bytes>,
     receipts: Vec<Receipt>,
 }
 
 impl Frames {
-    fn of(frames: Vec<Bytes>, replies: Vec<Sampled>) -> Self {
-        let receipts = replies.into_iter().map(|reply| reply.receipt).collect();
+    pub(crate) fn new(frames: Vec<Bytes>, receipts: Vec<Receipt>) -> Self {
         Self { frames: frames.into_iter(), receipts }
+    }
+
+    fn of(frames: Vec<Bytes>, replies: Vec<Sampled>) -> Self {
+        Self::new(frames, replies.into_iter().map(|reply| reply.receipt).collect())
     }
 
     /// The next frame. The connection asks for one after the last when it has taken that one.
@@ -157,7 +179,7 @@ impl Frames {
         next
     }
 
-    fn stream(self) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
+    pub(crate) fn stream(self) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
         stream::unfold(self, async |mut frames| Some((Ok(frames.next()?), frames)))
     }
 }

@@ -15,6 +15,13 @@
 //! `POST chat/completions`, `responses`, `responses/input_tokens`, `messages` and
 //! `messages/count_tokens`, `GET models` and `models/{id}`, each with and without `v1/` before it.
 //!
+//! `POST inference/v1/generate` is vLLM's interface in tokens, for clients that render prompts
+//! themselves; an episode may refuse it. `token_ids`, `sampling_params.max_tokens` and
+//! `sampling_params.routed_experts_prompt_start` are honoured. The reply has `choices[0]` with
+//! `token_ids`, `finish_reason`, `logprobs.content` (`token` is `token_id:ID`) and `routed_experts`:
+//! `data` (base64), `shape` `[rows, MoE layers, top_k]`, `dtype` and `start`, up to the row of the
+//! last token but one. Errors have OpenAI's form.
+//!
 //! # Histories
 //!
 //! * `developer` is `system`. Text parts of one message that are not empty are joined: with a line
@@ -82,6 +89,7 @@ mod registry;
 mod responses;
 mod router;
 mod sampler;
+mod tokens;
 mod wire;
 
 #[cfg(test)]
@@ -95,6 +103,6 @@ pub use options::GatewayOptions;
 pub use registry::{Registration, Registry};
 pub use router::router;
 pub use sampler::{
-    Delivery, Dialect, Finish, Receipt, SampleError, SampleRequest, Sampled, SampledToken, Sampler,
-    Tool, ToolChoice, Usage,
+    Delivery, Dialect, Finish, Receipt, RoutedExperts, SampleError, SampleRequest, Sampled,
+    SampledToken, SampledTokens, Sampler, TokenRequest, Tool, ToolChoice, Usage,
 };

@@ -8,6 +8,7 @@ use crate::options::GatewayOptions;
 use crate::problem::{Kind, Problem};
 use crate::responses::Responses;
 use crate::sampler::{Dialect, Sampler};
+use crate::tokens::generate;
 use axum::extract::{Extension, Path, Request};
 use axum::http::{HeaderMap, Uri};
 use axum::response::{IntoResponse as _, Response};
@@ -41,6 +42,7 @@ pub(crate) fn routes(options: GatewayOptions) -> Router {
             .route(&path("models/{*id}"), get(model));
     }
     router
+        .route("/inference/v1/generate", post(generate))
         // What Claude Code asks to see whether there is a server.
         .route("/api/hello", get(async || Json(json!({"message": "hello"}))))
         .fallback(not_found)

@@ -27,6 +27,54 @@ pub trait Sampler: Send + Sync + Debug {
 
     /// Prompt tokens of a request.
     async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError>;
+
+    /// Samples one reply to a prompt in tokens, if the episode's agent may write its own prompts.
+    async fn generate(&self, _: TokenRequest) -> Result<SampledTokens, SampleError> {
+        Err(SampleError::Refused("this episode takes messages, not tokens".to_owned()))
+    }
+}
+
+/// A prompt in tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TokenRequest {
+    /// The whole prompt, `[P]`; never empty.
+    pub token_ids: Arc<[u32]>,
+    /// Maximum number of tokens of the reply; at least 1.
+    pub max_tokens: Option<usize>,
+    /// The first routing row that the client wants.
+    pub rows_from: usize,
+    /// The client's library says that it sends this request again.
+    pub repeats: bool,
+}
+
+/// A sampled reply in tokens.
+#[derive(Debug)]
+pub struct SampledTokens {
+    /// Sampled token ids, `[N]`, with the one that ended the reply.
+    pub token_ids: Vec<u32>,
+    /// Their log-probabilities, `[N]`, in nats.
+    pub logprobs: Vec<f32>,
+    /// Why it ended: `Stop` or `Length`.
+    pub finish: Finish,
+    /// Prompt tokens that were not computed again.
+    pub cached: usize,
+    /// Routing rows up to the last token but one, if the model has them.
+    pub rows: Option<RoutedExperts>,
+    /// Told when the client has been sent everything.
+    pub receipt: Receipt,
+}
+
+/// Routing rows in the form of the wire.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RoutedExperts {
+    /// Index of the first row.
+    pub start: usize,
+    /// Row-major expert ids, little-endian.
+    pub bytes: Vec<u8>,
+    /// Rows, MoE layers, top-k.
+    pub shape: [usize; 3],
+    /// `uint8` or `uint16`.
+    pub dtype: &'static str,
 }
 
 /// A wire format.

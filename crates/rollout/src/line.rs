@@ -15,7 +15,7 @@ use orchestrate_engine::{
     Engine, Finish, GenerateRequest, Generation, MessageReply, Prompt, Reply, SampledTokens,
     Sampling, SessionOpening, TokenPrompt, VersionSpan,
 };
-use orchestrate_routing::MixedRows;
+use orchestrate_routing::{MixedRows, RoutingMask};
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, Retry, TokenId};
 use std::ops::Range;
 use std::sync::Arc;
@@ -245,6 +245,11 @@ impl Line {
     /// Appends text of the environment.
     pub(crate) fn extend(&mut self, tokens: &[TokenId]) {
         self.buffer.add_pending(tokens);
+    }
+
+    /// Routing rows of all tokens so far, which end with a reply. No rows are copied.
+    pub(crate) fn rows_so_far(&self) -> Option<RoutingMask> {
+        self.rows.clone()?.finish(self.buffer.len()).ok()
     }
 
     /// The policy version that sampled last.

@@ -7,3 +7,4 @@ mod delivery;
 mod http;
 mod scripted;
 mod server;
+mod tokens;

@@ -2,8 +2,8 @@
 
 use async_trait::async_trait;
 use orchestrate_gateway::{
-    Delivery, Finish, Receipt, SampleError, SampleRequest, Sampled, SampledToken, Sampler,
-    ToolCall, Usage,
+    Delivery, Finish, Receipt, RoutedExperts, SampleError, SampleRequest, Sampled, SampledToken,
+    SampledTokens, Sampler, TokenRequest, ToolCall, Usage,
 };
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -173,6 +173,28 @@ impl Sampler for ScriptedSampler {
 
     async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError> {
         Ok(length(request))
+    }
+
+    /// Always tokens 8 and 9. Row `t` of two layers is `t` for each.
+    async fn generate(&self, request: TokenRequest) -> Result<SampledTokens, SampleError> {
+        let (receipt, delivery) = Receipt::new();
+        self.deliveries.lock().unwrap_or_else(PoisonError::into_inner).push(delivery);
+        let end = request.token_ids.len() + 1;
+        let rows = request.rows_from..end;
+        let rows = RoutedExperts {
+            start: rows.start,
+            shape: [rows.len(), 2, 1],
+            bytes: rows.flat_map(|row| [u8::try_from(row).unwrap(); 2]).collect(),
+            dtype: "uint8",
+        };
+        Ok(SampledTokens {
+            token_ids: vec![8, 9],
+            logprobs: vec![-0.5, -0.5],
+            finish: Finish::Stop,
+            cached: 0,
+            rows: Some(rows),
+            receipt,
+        })
     }
 }
 

@@ -53,6 +53,7 @@ impl Attempt {
             conversation: Arc::clone(&conversation),
             model: MODEL.to_owned(),
             show_tools: self.calls.plan.show_tools,
+            takes_tokens: false,
             places: Semaphore::new(PLACES),
         });
         let options =

@@ -1,12 +1,14 @@
 //! The gateway's seam over a [`Conversation`].
 
 use crate::api::{Action, Message};
-use crate::conversation::{Ask, AskError, Conversation, Said, SampledReply};
+use crate::conversation::{Ask, AskError, Conversation, Past, Said, SampledReply};
 use orchestrate_engine::Finish;
 use orchestrate_gateway as gateway;
 use orchestrate_gateway::{
-    Receipt, Role, SampleError, SampleRequest, Sampled, Sampler, ToolChoice,
+    Receipt, Role, RoutedExperts, SampleError, SampleRequest, Sampled, SampledTokens, Sampler,
+    TokenRequest, ToolChoice,
 };
+use orchestrate_routing::RoutingMask;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use tokio::sync::{Semaphore, SemaphorePermit};
@@ -18,6 +20,9 @@ pub(crate) struct ConversationSampler {
     pub(crate) model: String,
     /// Whether prompts show the tools that the agent sends.
     pub(crate) show_tools: bool,
+    /// Whether the agent may write prompts in tokens. Commands of the policy could otherwise put control
+    /// tokens into them.
+    pub(crate) takes_tokens: bool,
     /// Places for requests that are being answered: commands of the policy can send requests, too.
     pub(crate) places: Semaphore,
 }
@@ -49,6 +54,43 @@ impl Sampler for ConversationSampler {
         let _place = self.place().await?;
         self.conversation.count(&self.ask(request, 0)).await.map_err(refused)
     }
+
+    async fn generate(&self, request: TokenRequest) -> Result<SampledTokens, SampleError> {
+        if !self.takes_tokens {
+            let problem = "an agent in a sandbox sends messages, not tokens";
+            return Err(SampleError::Refused(problem.to_owned()));
+        }
+        let _place = self.place().await?;
+        let TokenRequest { token_ids, max_tokens, rows_from, repeats } = request;
+        let past = Past::Tokens(token_ids);
+        let ask = Arc::new(Ask { past, max_tokens, sample: 0, repeats });
+        let reply = self.conversation.sample(&ask).await.map_err(refused)?;
+        let (receipt, delivery) = Receipt::new();
+        reply.sending(delivery);
+        Ok(SampledTokens {
+            token_ids: reply.token_ids.clone(),
+            logprobs: reply.logprobs.clone(),
+            finish: match reply.finish {
+                Finish::Length | Finish::Abort => gateway::Finish::Length,
+                Finish::Stop => gateway::Finish::Stop,
+            },
+            cached: reply.cached_tokens.min(reply.prompt_tokens),
+            rows: reply.rows.as_ref().map(|rows| routed_experts(rows, rows_from)),
+            receipt,
+        })
+    }
+}
+
+/// The rows from `start` on.
+fn routed_experts(rows: &RoutingMask, start: usize) -> RoutedExperts {
+    let shape = rows.shape();
+    let start = start.min(rows.rows());
+    RoutedExperts {
+        start,
+        bytes: (start..rows.rows()).filter_map(|row| rows.row(row)).collect::<Vec<_>>().concat(),
+        shape: [rows.rows() - start, shape.moe_layers.len(), shape.top_k],
+        dtype: if shape.id_bytes() == 1 { "uint8" } else { "uint16" },
+    }
 }
 
 impl ConversationSampler {
@@ -65,8 +107,10 @@ impl ConversationSampler {
             _ => &[],
         };
         Arc::new(Ask {
-            said: request.messages.iter().map(said).collect(),
-            tools: Arc::new(offered.iter().map(schema).collect()),
+            past: Past::Messages {
+                said: request.messages.iter().map(said).collect(),
+                tools: Arc::new(offered.iter().map(schema).collect()),
+            },
             max_tokens: request.max_tokens,
             sample,
             repeats: request.repeats,

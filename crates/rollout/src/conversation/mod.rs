@@ -10,6 +10,7 @@
 
 mod reply;
 mod served;
+mod tokens;
 mod tree;
 
 use crate::api::{EpisodeBranch, Message, RowCounts, TurnLog};
@@ -27,6 +28,7 @@ use served::{Client, Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
+use tokens::IN_TOKENS;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -37,13 +39,42 @@ pub use tree::{ForkCause, Said};
 /// Bytes of text that one token stands for at most, on the average of a whole prompt.
 const BYTES_PER_TOKEN: usize = 32;
 
+/// What a request wants continued: always the whole history, without the reply.
+#[derive(Debug, Clone)]
+pub enum Past {
+    /// Messages, which the chat template renders.
+    Messages {
+        /// Oldest first.
+        said: Vec<Arc<Said>>,
+        /// JSON schemas of the tools that the agent offers, in the form that chat templates read.
+        tools: Arc<Vec<serde_json::Value>>,
+    },
+    /// The prompt in token ids, `[P]`, of a client that renders it itself.
+    Tokens(Arc<[TokenId]>),
+}
+
+impl Past {
+    /// The messages; none of a prompt in tokens.
+    fn said(&self) -> &[Arc<Said>] {
+        match self {
+            Self::Messages { said, .. } => said,
+            Self::Tokens(_) => &[],
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::Messages { said, .. } => said.is_empty(),
+            Self::Tokens(ids) => ids.is_empty(),
+        }
+    }
+}
+
 /// A request for a reply.
 #[derive(Debug, Clone)]
 pub struct Ask {
-    /// The whole history, without the reply.
-    pub said: Vec<Arc<Said>>,
-    /// JSON schemas of the tools that the agent offers, in the form that chat templates read.
-    pub tools: Arc<Vec<serde_json::Value>>,
+    /// What the reply continues.
+    pub past: Past,
     /// Maximum number of tokens that the agent asks for.
     pub max_tokens: Option<usize>,
     /// Number of this sample among those that one request asks for.
@@ -130,6 +161,8 @@ pub(crate) struct FinishedConversation {
 struct Planned {
     branch: usize,
     line: Line,
+    /// Tokens of the prompt that are new on the line.
+    tail: Vec<TokenId>,
     id: GenerationId,
     room: usize,
 }
@@ -184,10 +217,9 @@ impl Conversation {
     pub(crate) async fn count(self: &Arc<Self>, ask: &Arc<Ask>) -> Result<usize, AskError> {
         let (this, ask) = (Arc::clone(self), Arc::clone(ask));
         offloaded(move || {
-            let (tools, digest) = tools_of(&ask);
             let state = this.state();
-            let place = state.tree.locate(&digest, &ask.said);
-            let (head, tail) = this.prompt_at(&state.tree, place, &ask, &tools)?;
+            let place = state.locate(&ask.past).0;
+            let (head, tail) = this.prompt_at(&state.tree, place, &ask.past)?;
             Ok(head + tail.len())
         })
         .await
@@ -226,8 +258,8 @@ impl Conversation {
         let planned = self.plan(&mut state, ask)?;
         let served = state.receipts.open(digest);
         let waiting = served.wait(client);
-        let (this, said) = (Arc::clone(self), ask.said.clone());
-        let run = async move { this.run(planned, said, served).await };
+        let (this, past) = (Arc::clone(self), ask.past.clone());
+        let run = async move { this.run(planned, past, served).await };
         while state.generating.try_join_next().is_some() {}
         state.generating.spawn(run.in_current_span());
         Ok(waiting)
@@ -236,35 +268,33 @@ impl Conversation {
     /// Finds the place of a request and prepares its line.
     fn plan(&self, state: &mut State, ask: &Ask) -> Result<Planned, AskError> {
         self.check_open(state)?;
-        if ask.said.is_empty() {
-            return Err(AskError::Refused("the request has no messages".to_owned()));
+        if ask.past.is_empty() {
+            return Err(AskError::Refused("the request has no history".to_owned()));
         }
-        let (tools, tools_digest) = tools_of(ask);
-        let place = state.tree.locate(&tools_digest, &ask.said);
-        let (head, tail) = self.prompt_at(&state.tree, place, ask, &tools)?;
+        let (place, tools) = state.locate(&ask.past);
+        let (head, tail) = self.prompt_at(&state.tree, place, &ask.past)?;
         let prompt = head + tail.len();
         let room = self.limits.max_sequence_tokens.saturating_sub(prompt);
         if room == 0 {
             return Err(AskError::TooLong { prompt, limit: self.limits.max_sequence_tokens });
         }
         let known = place.steps(&state.tree);
-        let (branch, forked) = self.branch_at(state, place, tools_digest, &tail);
+        let (branch, forked) = self.branch_at(state, place, tools, &tail);
         for cause in place.cause().into_iter().chain(forked) {
             *state.forks.entry(cause).or_default() += 1;
         }
         let Some(target) = state.tree.branches.get_mut(branch) else {
             return Err(AskError::Refused("the branch is gone".to_owned()));
         };
-        let new = ask.said.iter().skip(known).cloned();
+        let new = ask.past.said().iter().skip(known).cloned();
         target.steps.extend(new.map(Step::Given));
         target.is_busy = true;
         let turn = target.steps.iter().filter(|step| matches!(step, Step::Reply { .. })).count();
         let mut line = target.line.copy();
         line.extend(&tail);
         let repetition = {
-            let ids = line.buffer.prompt_for_turn();
-            let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-            let count = state.prompts.entry(*blake3::hash(&bytes).as_bytes()).or_default();
+            let digest = digest_of_ids(&line.buffer.prompt_for_turn());
+            let count = state.prompts.entry(digest).or_default();
             let repetition = *count;
             *count += 1;
             repetition
@@ -275,7 +305,7 @@ impl Conversation {
         let room = ask.max_tokens.map_or(longest, |wanted| wanted.max(1).min(longest));
         let turn = u32::try_from(turn).unwrap_or(u32::MAX);
         let id = GenerationId { turn, ordinal, repetition, max_new_tokens: room };
-        Ok(Planned { branch, line, id, room })
+        Ok(Planned { branch, line, tail, id, room })
     }
 
     fn check_open(&self, state: &mut State) -> Result<(), AskError> {
@@ -311,11 +341,14 @@ impl Conversation {
         &self,
         tree: &Tree<Line>,
         place: Place,
-        ask: &Ask,
-        tools: &minijinja::Value,
+        past: &Past,
     ) -> Result<(usize, Vec<TokenId>), AskError> {
+        let (said, tools) = match past {
+            Past::Messages { said, tools } => (said, tools_value(tools)),
+            Past::Tokens(ids) => return self.tokens_at(tree, place, ids),
+        };
         let limit = self.limits.max_sequence_tokens;
-        let new = || ask.said.iter().skip(place.steps(tree));
+        let new = || said.iter().skip(place.steps(tree));
         let bytes: usize = new().map(|said| said.bytes()).sum();
         if bytes / BYTES_PER_TOKEN > limit {
             // Certainly too long, so it is not tokenized.
@@ -326,7 +359,7 @@ impl Conversation {
         let chat = &self.calls.chat;
         let (branch, tokens) = match place {
             Place::Root { .. } => {
-                return Ok((0, chat.prompt_with(&new, tools).map_err(refused)?.to_vec()));
+                return Ok((0, chat.prompt_with(&new, &tools).map_err(refused)?.to_vec()));
             }
             Place::Tip { branch } => (branch, None),
             Place::Fork { branch, tokens, .. } => (branch, Some(tokens)),
@@ -335,7 +368,30 @@ impl Conversation {
         let ids = branch.line.buffer.ids();
         let head = tokens.unwrap_or(ids.len());
         let last = head.checked_sub(1).and_then(|last| ids.get(last)).copied();
-        Ok((head, chat.delta_with(&new, last, tools).map_err(refused)?))
+        Ok((head, chat.delta_with(&new, last, &tools).map_err(refused)?))
+    }
+
+    /// The prompt of a request in tokens at a place.
+    fn tokens_at(
+        &self,
+        tree: &Tree<Line>,
+        place: Place,
+        prompt: &[TokenId],
+    ) -> Result<(usize, Vec<TokenId>), AskError> {
+        let vocabulary = self.calls.engine.shape().vocab;
+        if let Some(id) = prompt.iter().find(|id| **id as usize >= vocabulary) {
+            let problem =
+                format!("token id {id} is not below {vocabulary}, the model's vocabulary");
+            return Err(AskError::Refused(problem));
+        }
+        let head = match place {
+            Place::Root { .. } => 0,
+            Place::Fork { tokens, .. } => tokens,
+            Place::Tip { branch } => {
+                tree.branches.get(branch).map_or(0, |branch| branch.line.buffer.len())
+            }
+        };
+        Ok((head, prompt.get(head..).unwrap_or_default().to_vec()))
     }
 
     /// A message as the template shows it. An agent's text cannot hold control tokens, even in replies
@@ -414,7 +470,7 @@ impl Conversation {
         if chat.options.history != History::Template {
             return None;
         }
-        let from = state.tree.branches.get(branch)?;
+        let from = state.tree.branches.get(branch).filter(|from| from.tools != IN_TOKENS)?;
         let buffer = &from.line.buffer;
         let turn = buffer.last_turn();
         let (header, thinking) = chat.dropped_tokens(turn);
@@ -434,8 +490,8 @@ impl Conversation {
     }
 
     /// Samples one reply, with all of its continuations after aborts, and stores it.
-    async fn run(self: Arc<Self>, planned: Planned, said: Vec<Arc<Said>>, served: Arc<Served>) {
-        let Planned { branch, mut line, id, room } = planned;
+    async fn run(self: Arc<Self>, planned: Planned, past: Past, served: Arc<Served>) {
+        let Planned { branch, mut line, tail, id, room } = planned;
         let prompt_tokens = line.buffer.prompt_len();
         let started = Instant::now();
         let result = self.generate(&mut line, id, room).await;
@@ -443,7 +499,8 @@ impl Conversation {
         let sampled = result.map(|(finish, cached_tokens)| (finish, prompt_tokens, cached_tokens));
         let reply = Arc::clone(&served);
         let stored = offload::run(move || {
-            self.store(Generated { branch, line, id, elapsed, sampled }, &said, &served);
+            let asked = self.observation(&past, &tail);
+            self.store(Generated { branch, line, id, elapsed, sampled }, asked, &served);
         });
         if let Err(error) = stored.await {
             reply.answer(Err(AskError::Failed(error.to_string())));
@@ -451,7 +508,7 @@ impl Conversation {
     }
 
     /// Stores a generation in its branch and answers its request.
-    fn store(&self, generated: Generated, said: &[Arc<Said>], served: &Served) {
+    fn store(&self, generated: Generated, asked: String, served: &Served) {
         let Generated { branch, line, id, elapsed, sampled } = generated;
         let mut state = self.state();
         state.generate_s += elapsed.as_secs_f64();
@@ -474,6 +531,7 @@ impl Conversation {
                 cached_tokens,
                 token_ids: ids,
                 logprobs: line.buffer.last_logprobs(),
+                rows: if target.tools == IN_TOKENS { line.rows_so_far() } else { None },
                 deliveries: Mutex::default(),
             };
             Ok((text, reply))
@@ -483,7 +541,7 @@ impl Conversation {
                 let end = line.buffer.len();
                 target.steps.push(Step::Reply { message: Arc::new(reply.message.clone()), end });
                 target.line = line;
-                state.log(text, &reply, said, elapsed);
+                state.log(text, &reply, asked, elapsed);
                 served.answer(Ok(Arc::new(reply)));
             }
             Err(no_reply) => {
@@ -502,6 +560,19 @@ impl Conversation {
                     error.unwrap_or_else(|| AskError::Ended("the episode has ended".into()));
                 served.answer(Err(error));
             }
+        }
+    }
+
+    /// What the agent added since its last reply, as text.
+    fn observation(&self, past: &Past, tail: &[TokenId]) -> String {
+        match past {
+            Past::Messages { said, .. } => {
+                let new = said.iter().rev().take_while(|said| said.message.role != "assistant");
+                let mut new: Vec<&str> = new.map(|said| said.message.content.as_str()).collect();
+                new.reverse();
+                new.join("\n")
+            }
+            Past::Tokens(_) => self.calls.chat.decode(tail).unwrap_or_default(),
         }
     }
 
@@ -594,13 +665,25 @@ fn hand_over(branches: &mut Vec<Branch<Line>>) {
 }
 
 impl State {
+    /// Where a request belongs, and the digest of its tools.
+    fn locate(&self, past: &Past) -> (Place, [u8; 32]) {
+        match past {
+            Past::Messages { said, tools } => {
+                let text = serde_json::to_vec(&**tools).unwrap_or_default();
+                let digest = *blake3::hash(&text).as_bytes();
+                (self.tree.locate(&digest, said), digest)
+            }
+            Past::Tokens(ids) => {
+                let was_answered = self.prompts.contains_key(&digest_of_ids(ids));
+                (self.tree.locate_tokens(ids, was_answered), IN_TOKENS)
+            }
+        }
+    }
+
     /// Logs a turn. What the agent added since the turn before is that one's observation.
-    fn log(&mut self, text: String, reply: &SampledReply, said: &[Arc<Said>], elapsed: Duration) {
-        let new = said.iter().rev().take_while(|said| said.message.role != "assistant");
-        let mut observation: Vec<&str> = new.map(|said| said.message.content.as_str()).collect();
-        observation.reverse();
+    fn log(&mut self, text: String, reply: &SampledReply, asked: String, elapsed: Duration) {
         if let Some(before) = self.turns.last_mut() {
-            before.observation = observation.join("\n");
+            before.observation = asked;
         }
         self.turns.push(TurnLog {
             text,
@@ -613,10 +696,10 @@ impl State {
     }
 }
 
-/// The tools as the template reads them, and their digest.
-fn tools_of(ask: &Ask) -> (minijinja::Value, [u8; 32]) {
-    let text = serde_json::to_vec(&*ask.tools).unwrap_or_default();
-    (tools_value(&ask.tools), *blake3::hash(&text).as_bytes())
+/// Digest of a prompt, `[P]`.
+fn digest_of_ids(ids: &[TokenId]) -> [u8; 32] {
+    let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+    *blake3::hash(&bytes).as_bytes()
 }
 
 /// Digest of everything that makes two requests the same.
@@ -625,9 +708,17 @@ fn digest_of(ask: &Ask) -> [u8; 32] {
     let mut part = |bytes: &[u8]| {
         hasher.update(&(bytes.len() as u64).to_le_bytes()).update(bytes);
     };
-    part(&serde_json::to_vec(&*ask.tools).unwrap_or_default());
-    for said in &ask.said {
-        part(&serde_json::to_vec(&said.message).unwrap_or_default());
+    match &ask.past {
+        Past::Messages { said, tools } => {
+            part(&serde_json::to_vec(&**tools).unwrap_or_default());
+            for said in said {
+                part(&serde_json::to_vec(&said.message).unwrap_or_default());
+            }
+        }
+        Past::Tokens(ids) => {
+            part(b"tokens");
+            part(&digest_of_ids(ids));
+        }
     }
     part(&(ask.sample as u64).to_le_bytes());
     part(&(ask.max_tokens.unwrap_or(0) as u64).to_le_bytes());

@@ -9,6 +9,7 @@ use super::AskError;
 use crate::api::Message;
 use orchestrate_engine::Finish;
 use orchestrate_gateway::Delivery;
+use orchestrate_routing::RoutingMask;
 use orchestrate_types::TokenId;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -33,6 +34,9 @@ pub struct SampledReply {
     pub token_ids: Vec<TokenId>,
     /// Their log-probabilities, `[N]`, in nats.
     pub logprobs: Vec<f32>,
+    /// Routing rows of the branch up to this reply, `[P + N − 1, moe layers, top_k]`, for a request in
+    /// tokens.
+    pub rows: Option<RoutingMask>,
     /// How it was sent to each client that got it or was to get it.
     pub(super) deliveries: Mutex<Vec<Delivery>>,
 }

@@ -95,8 +95,7 @@ fn said(role: &str, text: &str) -> Arc<Said> {
 
 fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
     Arc::new(Ask {
-        said: said.to_vec(),
-        tools: Arc::default(),
+        past: Past::Messages { said: said.to_vec(), tools: Arc::default() },
         max_tokens: None,
         sample: 0,
         repeats: false,
@@ -257,6 +256,9 @@ async fn limits_end_the_conversation_with_their_names() {
     assert!(matches!(ended, AskError::Ended(_)), "{ended}");
 }
 
+/// In place of a number of tools: the request was in tokens.
+const IN_TOKENS: usize = usize::MAX;
+
 /// Everything that was said up to a reply, and the tokens of it: the naive reference.
 struct Known {
     tools: usize,
@@ -305,14 +307,39 @@ impl Agent {
         usize::try_from(self.rng.next_u64() % limit as u64).unwrap()
     }
 
+    /// A number of a reply: mostly the latest one, else any.
+    fn earlier(&mut self, of: &[usize]) -> Option<usize> {
+        let last = of.len().checked_sub(1)?;
+        let index = if self.below(3) > 0 { last } else { self.below(of.len()) };
+        of.get(index).copied()
+    }
+
+    /// The next request in tokens: a history that goes on, was cut or was edited, or a new one.
+    fn tokens(&mut self) -> Vec<u32> {
+        let all: Vec<usize> = (0..self.known.len()).collect();
+        let from = self.earlier(&all);
+        let mut prompt = from.map_or_else(Vec::new, |from| self.known[from].tokens.clone());
+        match self.below(6) {
+            0 => prompt.truncate(self.below(prompt.len() + 1)),
+            1 => prompt.clear(),
+            2 if !prompt.is_empty() => {
+                let at = self.below(prompt.len());
+                prompt[at] = (prompt[at] + 1) % 64;
+            }
+            _ => {}
+        }
+        let fresh = if prompt.is_empty() { 1 } else { 0 } + self.below(9);
+        prompt.extend((0..fresh).map(|_| self.rng.next_u32() % 64));
+        prompt
+    }
+
     /// The next request: tools and messages.
     fn request(&mut self) -> (usize, Vec<Arc<Said>>) {
         let fresh = format!("input {}", self.rng.next_u32());
-        let Some(count) = Some(self.known.len()).filter(|count| *count > 0) else {
+        let in_messages = (0..self.known.len()).filter(|n| self.known[*n].tools != IN_TOKENS);
+        let Some(from) = self.earlier(&in_messages.collect::<Vec<_>>()) else {
             return (0, vec![said("user", &fresh)]);
         };
-        // Mostly the latest reply, else any.
-        let from = if self.below(3) > 0 { count - 1 } else { self.below(count) };
         let (mut tools, mut history) = (self.known[from].tools, self.known[from].said.clone());
         match self.below(12) {
             0 => history = vec![said("system", "a sub-agent"), said("user", &fresh)],
@@ -352,7 +379,9 @@ impl Agent {
         reply: &Arc<SampledReply>,
     ) {
         self.replies.push(Arc::clone(reply));
-        said.push(repeated(reply));
+        if tools != IN_TOKENS {
+            said.push(repeated(reply));
+        }
         let tokens = [prompt, &reply.token_ids].concat();
         self.known.push(Known { tools, said, tokens });
     }
@@ -365,12 +394,18 @@ async fn random_conversation(seed: u64, requests: usize) -> BTreeMap<ForkCause, 
     let mut agent =
         Agent { rng: ChaCha8Rng::seed_from_u64(seed), known: Vec::new(), replies: Vec::new() };
     for _ in 0..requests {
-        let (tools, history) = agent.request();
         let before = engine.requests().len();
-        let mut request = Ask::clone(&ask(&history));
-        request.tools = Arc::new(tool_set(tools));
+        let (tools, history, past, expected) = if agent.below(4) == 0 {
+            let prompt = agent.tokens();
+            (IN_TOKENS, Vec::new(), Past::Tokens(prompt.clone().into()), prompt)
+        } else {
+            let (tools, history) = agent.request();
+            let expected = naive_prompt(&agent.known, tools, &history);
+            let past = Past::Messages { said: history.clone(), tools: Arc::new(tool_set(tools)) };
+            (tools, history, past, expected)
+        };
+        let mut request = Ask { past, ..Ask::clone(&ask(&[])) };
         request.max_tokens = (agent.below(8) == 0).then(|| agent.below(20) + 1);
-        let expected = naive_prompt(&agent.known, tools, &history);
         let counted = conversation.count(&Arc::new(request.clone())).await.unwrap();
         assert_eq!(counted, expected.len());
         // Sometimes several samples at once, or a client that goes away.
@@ -390,6 +425,10 @@ async fn random_conversation(seed: u64, requests: usize) -> BTreeMap<ForkCause, 
             let prompts = by_number(&engine);
             if reply.number as usize >= before {
                 assert_eq!(*prompts[&reply.number].token_ids, expected);
+            }
+            if tools == IN_TOKENS {
+                let rows = reply.rows.as_ref().unwrap().rows();
+                assert_eq!(rows, expected.len() + reply.token_ids.len() - 1);
             }
             agent.learn(tools, history.clone(), &expected, &reply);
         }
