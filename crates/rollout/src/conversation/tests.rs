@@ -328,7 +328,7 @@ impl Agent {
             }
             _ => {}
         }
-        let fresh = if prompt.is_empty() { 1 } else { 0 } + self.below(9);
+        let fresh = usize::from(prompt.is_empty()) + self.below(9);
         prompt.extend((0..fresh).map(|_| self.rng.next_u32() % 64));
         prompt
     }
