@@ -4,7 +4,7 @@
 use crate::error::RunError;
 use jiff::Timestamp;
 use orchestrate_handoff::protocol::{StepMetrics, StepResult};
-use orchestrate_handoff::{BatchSample, Overlong};
+use orchestrate_handoff::{BatchSample, BranchWeight, Overlong};
 use orchestrate_metrics::SCHEMA_VERSION;
 use orchestrate_rollout::{EpisodeBranch, EpisodeReport, ForkCause, Timings, TurnLog};
 use orchestrate_routing::{RoutingMask, RowVersion};
@@ -229,11 +229,13 @@ pub(crate) fn summary_of(row: &AttemptRow) -> Result<EpisodeSummary, RunError> {
         .map_err(|e| RunError::stored(format!("summary of attempt {}", row.id), e))
 }
 
-/// The branches of a stored episode as training samples, all with the episode's advantage; `overlong`
-/// lowers the reward of long episodes. Every routing row is checked again against the model's shape.
+/// The branches of a stored episode as training samples, whose advantages come from the episode's
+/// `advantage` by `weight`; `overlong` lowers the reward of long episodes. Every routing row is checked again
+/// against the model's shape.
 pub(crate) fn to_samples(
     record: EpisodeRecord,
     advantage: f64,
+    weight: BranchWeight,
     overlong: Option<Overlong>,
     shape: &Arc<ModelShape>,
 ) -> Result<Vec<BatchSample>, RunError> {
@@ -255,6 +257,7 @@ pub(crate) fn to_samples(
     if record.branches.is_empty() {
         return Err(RunError::stored(what(), "no trajectory"));
     }
+    let advantage = weight.advantage(advantage, record.branches.len());
     let sample = |branch: StoredBranch| {
         let routing = branch.routing.map(|rows| {
             let versions = rows

@@ -142,11 +142,12 @@ impl Driver {
                 .map_err(|source| RunError::File { path: manifest, source })?;
             Ok::<_, RunError>(blake3::hash(&bytes).to_hex().to_string())
         });
-        let overlong = self.plan().algorithm.overlong;
+        let (overlong, weight) =
+            (self.plan().algorithm.overlong, self.plan().algorithm.branch_weight);
         let loading = async move {
             for (attempt, advantage) in &attempts {
                 let record = reader.load_record(attempt).await?;
-                for sample in to_samples(record, *advantage, overlong, &shape)? {
+                for sample in to_samples(record, *advantage, weight, overlong, &shape)? {
                     if loaded.send(sample).await.is_err() {
                         // The writer failed and returns the reason itself.
                         return Ok(());

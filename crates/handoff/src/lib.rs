@@ -19,7 +19,7 @@ pub mod rules;
 
 pub use advantage::{AdvantageNorm, GroupAdvantages, GroupSignal, group_advantages};
 pub use algorithm::{
-    AggregationSettings, AlgorithmSection, AlgorithmSettings, CorrectionSettings,
+    AggregationSettings, AlgorithmSection, AlgorithmSettings, BranchWeight, CorrectionSettings,
     KlEstimatorSettings, KlSettings, LossSettings, OptimizerSettings, ReplaySettings,
     RouterShiftSettings, TruncatedEpisodes,
 };

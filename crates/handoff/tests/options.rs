@@ -26,6 +26,7 @@ fn options() -> Vec<(&'static str, Vec<Value>)> {
         ("routing_replay", texts(&["none", "recompute", "rollout", "predictive"])),
         ("mini_steps", vec![json!(1), json!(4)]),
         ("advantage_normalisation", texts(&["std", "population_std", "none", "rloo"])),
+        ("branch_weight", texts(&["full", "shared"])),
         ("warmup_steps", vec![json!(0), json!(20)]),
         ("truncated", texts(&["train", "mask"])),
         ("overlong_max_tokens", vec![json!(100)]),
@@ -85,6 +86,7 @@ fn is_contradiction(section: &Map<String, Value>) -> bool {
         given("kl_unbiased") == Some(&json!(true)) && !is("kl_estimator", "k3", &["k3"]),
         is("routing_replay", "", &["predictive"]) && number("mini_steps") < 2.0,
         given("advantage_normalisation").is_some() && loss(&["ppo"]),
+        given("branch_weight").is_some() && loss(&["ppo"]),
     ]
     .contains(&true)
 }

@@ -173,7 +173,11 @@ fn report(request: &EpisodeRequest, outcome: Outcome) -> EpisodeReport {
     EpisodeReport {
         attempt: request.attempt,
         outcome,
-        branches: vec![EpisodeBranch { trajectory, routing }],
+        // A task called so has episodes whose conversation forked.
+        branches: vec![
+            EpisodeBranch { trajectory, routing };
+            if request.task.id.contains("forked") { 2 } else { 1 }
+        ],
         forks: BTreeMap::new(),
         routing_problem: missing.then(|| "engine sent none".to_owned()),
         turns: vec![turn; 2],

@@ -428,6 +428,34 @@ async fn long_episodes_lose_reward_in_the_batch_but_not_in_the_metrics() {
 }
 
 #[tokio::test]
+async fn branches_share_a_reward_and_weigh_as_configured() {
+    let script = |r: &orchestrate_rollout::EpisodeRequest| scored(r.attempt.episode.member == 1);
+    for (weight, divisor) in [("full", 1.0), ("shared", 2.0)] {
+        let mut world = World::new(plan(1), script);
+        let section = format!("branch_weight = \"{weight}\"");
+        let section: AlgorithmSection = toml::from_str(&section).unwrap();
+        world.plan.algorithm = section.check().unwrap();
+        world.tasks.train = vec![task("forked", Split::Train)];
+        world.finish().await;
+        let batch = Batch::open(&world.folder.join("batches/000001/manifest.json")).unwrap();
+        let mut episodes: BTreeMap<String, Vec<(f32, f32)>> = BTreeMap::new();
+        for sequence in batch.sequences().map(Result::unwrap) {
+            let pair = (sequence.reward, sequence.advantage);
+            episodes.entry(sequence.episode_id.to_string()).or_default().push(pair);
+        }
+        let rewards: Vec<Option<f64>> = vec![Some(0.0), Some(1.0), Some(0.0)];
+        let expected = group_advantages(&rewards, AdvantageNorm::Std).values;
+        for (id, branches) in episodes {
+            let member: usize = id.rsplit_once('.').unwrap().1.parse().unwrap();
+            let [first, second] = branches.as_slice() else { panic!("{id}: {branches:?}") };
+            assert_eq!(first, second);
+            let advantage = expected[member].unwrap() / divisor;
+            assert!((f64::from(first.1) - advantage).abs() < 1e-5, "{weight} {id}: {first:?}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn collapse_ends_the_run_if_configured_but_not_after_a_resume() {
     let reported = |world: &World| {
         let events = world.events.lock().unwrap();

@@ -20,7 +20,7 @@ use orchestrate_types::ConfigProblem;
 
 pub(crate) use declaration::rules;
 pub use declaration::{
-    AggregationSettings, AlgorithmSection, CorrectionSettings, Hyperparameters,
+    AggregationSettings, AlgorithmSection, BranchWeight, CorrectionSettings, Hyperparameters,
     ImportanceCorrection, ImportanceLevel, KlEstimator, KlEstimatorSettings, LossAggregation,
     LossSettings, PolicyLoss, ReplaySettings, RouterShift, RouterShiftSettings, RoutingReplay,
     TruncatedEpisodes,
@@ -92,6 +92,8 @@ pub struct AlgorithmSettings {
     pub optimizer: OptimizerSettings,
     /// How rewards of a group become advantages; `None` = a value head gives them.
     pub advantage: Option<AdvantageNorm>,
+    /// How the branches of an episode weigh.
+    pub branch_weight: BranchWeight,
     /// How truncated episodes are used.
     pub truncated: TruncatedEpisodes,
     /// Penalty for long episodes; `None` = off.
@@ -163,6 +165,7 @@ impl AlgorithmSettings {
         }
         AlgorithmSection {
             advantage_normalisation: self.advantage,
+            branch_weight: self.advantage.map(|_| self.branch_weight),
             truncated: Some(self.truncated),
             overlong_max_tokens: self.overlong.map(|overlong| overlong.max_tokens),
             overlong_cache_tokens: self.overlong.map(|overlong| overlong.cache_tokens),
@@ -218,6 +221,7 @@ impl AlgorithmSection {
                 max_grad_norm: h.max_grad_norm,
             },
             advantage: (!by_value_head).then_some(values.advantage_normalisation),
+            branch_weight: values.branch_weight,
             truncated: values.truncated,
             overlong,
         };
@@ -243,11 +247,15 @@ impl AlgorithmSection {
             let value = written.get(key).map(ToString::to_string).unwrap_or_default();
             problems.refuse(key, value, format!("only applies with {options}; remove it"));
         }
-        if let (Some(given), PolicyLoss::Ppo) = (self.advantage_normalisation, h.policy_loss) {
-            let value = serde_json::json!(given);
-            let remedy = "does not apply with policy_loss = \"ppo\", whose advantages come from \
-                          its value head; remove it";
-            problems.refuse("advantage_normalisation", value, remedy);
+        if h.policy_loss == PolicyLoss::Ppo {
+            for key in ["advantage_normalisation", "branch_weight"] {
+                let Some(value) = written.get(key).filter(|value| !value.is_null()) else {
+                    continue;
+                };
+                let remedy = "does not apply with policy_loss = \"ppo\", whose advantages come \
+                              from its value head; remove it";
+                problems.refuse(key, value, remedy);
+            }
         }
     }
 
