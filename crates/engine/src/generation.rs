@@ -160,6 +160,26 @@ impl Generation {
         })
     }
 
+    /// Keeps the first `tokens` sampled tokens and their rows, as if the last of them had been a stop
+    /// token. Does nothing if there are no more.
+    pub fn stop_after(&mut self, tokens: usize) {
+        let dropped = self.sampled.output_ids.len().saturating_sub(tokens);
+        if dropped == 0 {
+            return;
+        }
+        let SampledTokens { output_ids, logprobs, versions } = &mut self.sampled;
+        output_ids.truncate(tokens);
+        logprobs.truncate(tokens);
+        versions.retain_mut(|span| {
+            span.end = span.end.min(tokens);
+            span.start < span.end
+        });
+        if let Some(rows) = &mut self.routed_experts {
+            rows.drop_last(dropped);
+        }
+        self.finish = Finish::Stop;
+    }
+
     /// Sampled token ids, `[N]`, each below the vocabulary size.
     pub fn output_ids(&self) -> &[TokenId] {
         &self.sampled.output_ids
@@ -184,6 +204,44 @@ impl Generation {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use orchestrate_types::ModelShape;
+
+    #[test]
+    fn a_stopped_generation_keeps_the_rows_and_versions_of_its_tokens() {
+        let shape = ModelShape {
+            hidden_layers: 1,
+            moe_layers: vec![0],
+            experts: 8,
+            top_k: 1,
+            vocab: 10,
+            context: 1000,
+        };
+        let span =
+            |version, start, end| VersionSpan { version: PolicyVersion(version), start, end };
+        for kept in 1..=6 {
+            let sampled = SampledTokens {
+                output_ids: (0..5).collect(),
+                logprobs: vec![-0.5; 5],
+                versions: vec![span(1, 0, 2), span(2, 2, 5)],
+            };
+            let mut generation = Generation::new(sampled, Finish::Abort, 5).unwrap();
+            // A prompt of 63 tokens, so that the rows cross a block's end; row `t` is `t` mod 8.
+            let ids: Vec<u16> = (60..67).map(|t| t % 8).collect();
+            generation.routed_experts = Some(RoutedRows::from_ids(&shape, 60, &ids).unwrap());
+            generation.stop_after(kept);
+            let left = kept.min(5);
+            assert_eq!(generation.output_ids(), (0..5).take(left).collect::<Vec<u32>>());
+            assert_eq!(generation.logprobs().len(), left);
+            assert_eq!(generation.versions().last().unwrap().end, left);
+            let rows = generation.routed_experts.as_ref().unwrap();
+            assert_eq!(rows.start() + rows.rows(), 63 + left - 1);
+            let expected: Vec<u8> =
+                (60..63 + left - 1).map(|t| u8::try_from(t % 8).unwrap()).collect();
+            assert_eq!(rows.to_vec(), expected);
+            let finish = if kept < 5 { Finish::Stop } else { Finish::Abort };
+            assert_eq!(generation.finish(), &finish);
+        }
+    }
 
     #[test]
     fn arrays_of_different_length_are_refused() {

@@ -123,9 +123,30 @@ pub(crate) struct Line {
     version: PolicyVersion,
     /// Number of calls for the current generation. Part of the request id, so that none is used twice.
     tries: u32,
+    /// Strings that end a reply: it is cut after the token that completes the first of them.
+    pub(crate) stops: Arc<[String]>,
     /// Whether the last stored reply was aborted, so that the next reply continues its turn.
     turn_is_open: bool,
     counters: Counters,
+}
+
+/// Number of `new` tokens up to the one that completes a stop string in the turn of `begun` and `new`.
+fn stop_at(
+    chat: &ChatModel,
+    stops: &[String],
+    begun: &[TokenId],
+    new: &[TokenId],
+) -> Option<usize> {
+    let longest = stops.iter().map(String::len).max()?;
+    let mut text: Vec<u8> = begun.iter().flat_map(|id| chat.token_bytes(*id)).collect();
+    new.iter()
+        .position(|id| {
+            let from = text.len().saturating_sub(longest - 1);
+            text.extend(chat.token_bytes(*id));
+            let seen = text.get(from..).unwrap_or_default();
+            stops.iter().any(|stop| seen.windows(stop.len()).any(|part| part == stop.as_bytes()))
+        })
+        .map(|last| last + 1)
 }
 
 /// The conversation's name at the engine. Dropping it closes the session.
@@ -189,6 +210,7 @@ impl Line {
             routing_problem,
             version: policy_version,
             tries: 0,
+            stops: Arc::default(),
             turn_is_open: false,
             counters: Counters::default(),
         }
@@ -221,6 +243,7 @@ impl Line {
             routing_problem: self.routing_problem.clone(),
             version: self.version,
             tries: 0,
+            stops: Arc::default(),
             turn_is_open: false,
             counters: Counters::default(),
         }
@@ -237,6 +260,7 @@ impl Line {
             routing_problem: self.routing_problem.clone(),
             version: self.version,
             tries: self.tries,
+            stops: Arc::clone(&self.stops),
             turn_is_open: self.turn_is_open,
             counters: self.counters,
         }
@@ -335,7 +359,7 @@ impl Line {
                 return Err(NoReply::TimeUp);
             };
             let (error, retry) = match result {
-                Ok(mut reply) => match self.accept(&mut reply, prompt_tokens) {
+                Ok(mut reply) => match self.accept(&calls.chat, &mut reply, prompt_tokens) {
                     Ok(()) => return Ok(reply),
                     Err(Refusal::Reply(problem)) => (problem, Retry::Now),
                     Err(Refusal::Routing(problem)) => {
@@ -465,7 +489,12 @@ impl Line {
 
     /// Takes the rows of a reply to a prompt of `prompt` tokens, whose tokens the engine has checked.
     /// A refused reply leaves no trace.
-    fn accept(&mut self, reply: &mut Reply, prompt: usize) -> Result<(), Refusal> {
+    fn accept(
+        &mut self,
+        chat: &ChatModel,
+        reply: &mut Reply,
+        prompt: usize,
+    ) -> Result<(), Refusal> {
         let generation = match (&self.dialogue, reply) {
             (None, Reply::Tokens(generation)) => generation,
             (Some(_), Reply::Message(_)) => return Ok(()),
@@ -481,6 +510,10 @@ impl Line {
                     Err(Refusal::Reply("the reply has no tokens, but was not aborted".to_owned()))
                 }
             };
+        }
+        let begun = if self.turn_is_open { self.buffer.last_turn() } else { &[] };
+        if let Some(tokens) = stop_at(chat, &self.stops, begun, generation.output_ids()) {
+            generation.stop_after(tokens);
         }
         let Some(rows) = &mut self.rows else { return Ok(()) };
         rows.accept(generation, prompt, self.version).map_err(|refused| match refused {

@@ -103,6 +103,17 @@ impl RoutedRows {
         self.row_bytes
     }
 
+    /// Leaves out the last `rows` rows, or all if there are fewer.
+    pub fn drop_last(&mut self, rows: usize) {
+        self.rows = self.rows.saturating_sub(rows);
+        let mut left = self.rows * self.row_bytes;
+        self.pieces.retain_mut(|piece| {
+            piece.truncate(left);
+            left -= piece.len();
+            !piece.is_empty()
+        });
+    }
+
     /// The bytes in order, one slice per block touched; every slice holds whole rows.
     pub fn chunks(&self) -> impl Iterator<Item = &[u8]> {
         self.pieces.iter().map(Vec::as_slice)

@@ -63,7 +63,7 @@ impl Sampler for ConversationSampler {
         let _place = self.place().await?;
         let TokenRequest { token_ids, max_tokens, rows_from, repeats } = request;
         let past = Past::Tokens(token_ids);
-        let ask = Arc::new(Ask { past, max_tokens, sample: 0, repeats });
+        let ask = Arc::new(Ask { past, max_tokens, stops: Arc::default(), sample: 0, repeats });
         let reply = self.conversation.sample(&ask).await.map_err(refused)?;
         let (receipt, delivery) = Receipt::new();
         reply.sending(delivery);
@@ -112,6 +112,7 @@ impl ConversationSampler {
                 tools: Arc::new(offered.iter().map(schema).collect()),
             },
             max_tokens: request.max_tokens,
+            stops: request.stop.clone().into(),
             sample,
             repeats: request.repeats,
         })
@@ -137,6 +138,9 @@ impl ConversationSampler {
         });
         let finish = match reply.finish {
             Finish::Length | Finish::Abort => gateway::Finish::Length,
+            Finish::Stop if reply.stop_string.is_some() && tool_calls.is_empty() => {
+                gateway::Finish::StopString(reply.stop_string.clone().unwrap_or_default())
+            }
             Finish::Stop if tool_calls.is_empty() => gateway::Finish::Stop,
             Finish::Stop => gateway::Finish::ToolCalls,
         };

@@ -77,6 +77,8 @@ pub struct Ask {
     pub past: Past,
     /// Maximum number of tokens that the agent asks for.
     pub max_tokens: Option<usize>,
+    /// Strings that end the reply; none is empty.
+    pub stops: Arc<[String]>,
     /// Number of this sample among those that one request asks for.
     pub sample: usize,
     /// Whether the agent says that it repeats a request whose reply it did not get.
@@ -292,6 +294,7 @@ impl Conversation {
         let turn = target.steps.iter().filter(|step| matches!(step, Step::Reply { .. })).count();
         let mut line = target.line.copy();
         line.extend(&tail);
+        line.stops = Arc::clone(&ask.stops);
         let repetition = {
             let digest = digest_of_ids(&line.buffer.prompt_for_turn());
             let count = state.prompts.entry(digest).or_default();
@@ -521,11 +524,16 @@ impl Conversation {
         let reply = sampled.and_then(|(finish, prompt_tokens, cached_tokens)| {
             let ids = line.buffer.last_turn().to_vec();
             let text = self.calls.chat.decode(&ids).map_err(|e| NoReply::Failed(e.to_string()))?;
-            let parts = ReplyParts::parse(&text);
+            // The agent gets what is before the stop string; the branch keeps all that was sampled.
+            let stopped = first_stop(&text, &line.stops);
+            let said = stopped.map_or(text.as_str(), |(before, _)| before);
+            let parts = ReplyParts::parse(said);
+            let stop_string = stopped.map(|(_, stop)| stop.to_owned());
             let reply = SampledReply {
                 message: parts.message(),
                 reasoning: parts.reasoning,
                 finish,
+                stop_string,
                 number: id.ordinal,
                 prompt_tokens,
                 cached_tokens,
@@ -696,6 +704,13 @@ impl State {
     }
 }
 
+/// The text before the first stop string, and that string.
+fn first_stop<'a>(text: &'a str, stops: &'a [String]) -> Option<(&'a str, &'a str)> {
+    let found = stops.iter().filter_map(|stop| Some((text.find(stop.as_str())?, stop)));
+    let (at, stop) = found.min_by_key(|(at, _)| *at)?;
+    Some((text.get(..at)?, stop))
+}
+
 /// Digest of a prompt, `[P]`.
 fn digest_of_ids(ids: &[TokenId]) -> [u8; 32] {
     let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
@@ -722,6 +737,7 @@ fn digest_of(ask: &Ask) -> [u8; 32] {
     }
     part(&(ask.sample as u64).to_le_bytes());
     part(&(ask.max_tokens.unwrap_or(0) as u64).to_le_bytes());
+    ask.stops.iter().for_each(|stop| part(stop.as_bytes()));
     *hasher.finalize().as_bytes()
 }
 

@@ -24,6 +24,8 @@ pub struct SampledReply {
     pub reasoning: Option<String>,
     /// Why sampling stopped: `Stop` or `Length`.
     pub finish: Finish,
+    /// The stop string that ended it, which is not part of the message.
+    pub stop_string: Option<String>,
     /// Number of this reply among all of the attempt, from 0.
     pub number: u32,
     /// Tokens of the prompt, and how many of them the engine had cached.

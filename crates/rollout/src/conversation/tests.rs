@@ -97,6 +97,7 @@ fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
     Arc::new(Ask {
         past: Past::Messages { said: said.to_vec(), tools: Arc::default() },
         max_tokens: None,
+        stops: Arc::default(),
         sample: 0,
         repeats: false,
     })
@@ -111,6 +112,19 @@ fn deliver(reply: &SampledReply) {
 
 fn repeated(reply: &SampledReply) -> Arc<Said> {
     Arc::new(Said { message: reply.message.clone(), reasoning: None })
+}
+
+/// A reply ends with the token that completes its first stop string, and its message before that string.
+fn check_stop(reply: &SampledReply, stops: &[String]) {
+    let text = |ids: &[u32]| chat().decode(ids).unwrap();
+    let ends = |ids: &[u32]| stops.iter().any(|stop| text(ids).contains(stop.as_str()));
+    let Some((_, before)) = reply.token_ids.split_last() else { return };
+    assert!(!ends(before), "{reply:?}");
+    assert_eq!(reply.stop_string.is_some(), ends(&reply.token_ids), "{reply:?}");
+    if reply.stop_string.is_some() {
+        assert_eq!(reply.finish, Finish::Stop);
+        assert!(stops.iter().all(|stop| !reply.message.content.contains(stop.as_str())));
+    }
 }
 
 /// The engine's requests by the number in their ids.
@@ -387,8 +401,9 @@ impl Agent {
     }
 }
 
-/// One conversation with random histories, compared with the naive reference.
-async fn random_conversation(seed: u64, requests: usize) -> BTreeMap<ForkCause, u64> {
+/// One conversation with random histories, compared with the naive reference: its forks, and the
+/// number of replies that a stop string ended.
+async fn random_conversation(seed: u64, requests: usize) -> (BTreeMap<ForkCause, u64>, usize) {
     let engine = engine();
     let conversation = conversation(&engine, 10_000);
     let mut agent =
@@ -406,6 +421,11 @@ async fn random_conversation(seed: u64, requests: usize) -> BTreeMap<ForkCause, 
         };
         let mut request = Ask { past, ..Ask::clone(&ask(&[])) };
         request.max_tokens = (agent.below(8) == 0).then(|| agent.below(20) + 1);
+        if agent.below(6) == 0 {
+            // Behind the number that makes a reply's message unique.
+            let stops = ["bash\"", "all>\n", "_cal"];
+            request.stops = stops[agent.below(3)..].iter().map(|&stop| stop.to_owned()).collect();
+        }
         let counted = conversation.count(&Arc::new(request.clone())).await.unwrap();
         assert_eq!(counted, expected.len());
         // Sometimes several samples at once, or a client that goes away.
@@ -426,6 +446,7 @@ async fn random_conversation(seed: u64, requests: usize) -> BTreeMap<ForkCause, 
             if reply.number as usize >= before {
                 assert_eq!(*prompts[&reply.number].token_ids, expected);
             }
+            check_stop(&reply, &request.stops);
             if tools == IN_TOKENS {
                 let rows = reply.rows.as_ref().unwrap().rows();
                 assert_eq!(rows, expected.len() + reply.token_ids.len() - 1);
@@ -437,19 +458,23 @@ async fn random_conversation(seed: u64, requests: usize) -> BTreeMap<ForkCause, 
     }
     let finished = conversation.finish();
     check(&engine, &finished, &agent.replies);
-    finished.forks
+    let stopped = agent.replies.iter().filter(|reply| reply.stop_string.is_some()).count();
+    (finished.forks, stopped)
 }
 
 #[tokio::test]
 async fn random_histories_equal_the_naive_reference() {
     let count = std::env::var("ORCHESTRATE_HISTORIES").ok().and_then(|n| n.parse().ok());
-    let mut causes = BTreeMap::new();
+    let (mut causes, mut stopped) = (BTreeMap::new(), 0);
     for seed in 0..count.unwrap_or(60) {
-        for (cause, number) in random_conversation(seed, 20).await {
+        let (forks, number) = random_conversation(seed, 20).await;
+        stopped += number;
+        for (cause, number) in forks {
             *causes.entry(cause).or_insert(0) += number;
         }
     }
     for cause in [ForkCause::Tools, ForkCause::Opening, ForkCause::History, ForkCause::Repeated] {
         assert!(causes.contains_key(&cause), "{cause:?} did not occur: {causes:?}");
     }
+    assert!(stopped > 20, "{stopped}");
 }
