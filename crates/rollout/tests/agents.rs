@@ -18,6 +18,8 @@ use orchestrate_tasks::{Task, micro, patch};
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
 use orchestrate_types::{ByteSize, ModelShape, Outcome};
 use serde_json::json;
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -201,6 +203,49 @@ async fn docker_a_minimal_agent_repairs_micro_tasks() {
     let agent = AgentSection { command: Some(command), ..AgentSection::default() };
     let name = "minimal agent";
     solves(Case { name, agent, tool: "bash", argument: "command", last: None }, folder).await;
+}
+
+/// A tunnel to the listed address, one to another address, then the minimal agent.
+const THROUGH_THE_PROXY: &str = r#"python3 - <<'END' || exit 3
+import http.client, os, urllib.parse
+proxy = urllib.parse.urlsplit(os.environ["HTTPS_PROXY"])
+def tunnel(port):
+    client = http.client.HTTPConnection(proxy.hostname, proxy.port, timeout=20)
+    client.set_tunnel("127.0.0.1", port)
+    client.request("GET", "/")
+    return client.getresponse().read()
+port = int(os.environ["LISTED"])
+assert tunnel(port) == b"outside"
+try:
+    raise SystemExit(f"not refused: {tunnel(port + 1)}")
+except OSError as error:
+    assert "403" in str(error), error
+END
+exec python3 "$AGENT_DIR/agent.py"
+"#;
+
+#[tokio::test]
+async fn docker_an_agent_reaches_the_listed_address_and_no_other() {
+    if !has_image() {
+        return;
+    }
+    let outside = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = outside.local_addr().unwrap().port();
+    let server = std::thread::spawn(move || {
+        let (mut stream, _) = outside.accept().unwrap();
+        assert!(stream.read(&mut [0; 4096]).unwrap() > 0);
+        stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\noutside").unwrap();
+    });
+    let folder = Utf8Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/minimal-agent");
+    let agent = AgentSection {
+        command: Some(THROUGH_THE_PROXY.to_owned()),
+        env: Some(vec![format!("LISTED={port}")]),
+        egress: Some(vec![format!("127.0.0.1:{port}")]),
+        ..AgentSection::default()
+    };
+    let name = "agent with a proxy";
+    solves(Case { name, agent, tool: "bash", argument: "command", last: None }, folder).await;
+    server.join().unwrap();
 }
 
 #[tokio::test]

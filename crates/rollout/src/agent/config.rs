@@ -1,5 +1,6 @@
 //! The section `[agent]`: an agent with its own loop, for `rollout.scaffold = "command"`.
 
+use super::egress::is_address;
 use camino::Utf8PathBuf;
 use orchestrate_settings::{Problems, between, setting_types, settings};
 use orchestrate_types::HumanDuration;
@@ -43,11 +44,23 @@ settings! {
     env: Vec<String> = Vec::new();
     /// Port of the container's loopback on which the gateway listens.
     port: u16 = 4180, between(1, 65_535);
+    /// Addresses outside the sandbox, as `host:port`, to which a client may open connections through the
+    /// gateway's port, which is then its HTTPS proxy (`HTTPS_PROXY`): an index of packages, a tool
+    /// server. The policy's commands can reach them, too. Each connection is logged.
+    egress: Vec<String> = Vec::new();
     /// Time that an agent has to end by itself after its last generation was refused.
     grace: HumanDuration = HumanDuration::secs(20);
 }
 
 fn check_together(_: &AgentSection, settings: &AgentSettings, problems: &mut Problems) {
+    for address in &settings.egress {
+        problems.require(
+            is_address(address),
+            "egress",
+            format!("{address:?}"),
+            "must be host:port in lower case, like \"pypi.org:443\"",
+        );
+    }
     for variable in &settings.env {
         let name = variable.split_once('=').map(|(name, _)| name);
         let is_name = |name: &str| {

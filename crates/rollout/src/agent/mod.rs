@@ -6,6 +6,7 @@
 //! agent sends is placed in a [`Conversation`].
 
 mod config;
+mod egress;
 mod sampler;
 
 use crate::attempt::Attempt;
@@ -13,7 +14,7 @@ use crate::conversation::Conversation;
 use crate::machine::{EpisodeEvent, EpisodeLimits};
 use crate::runner::{failed, sandbox_failed};
 pub use config::{AgentPreset, AgentSection, AgentSettings};
-use orchestrate_gateway::{GatewayOptions, router, serve_stream};
+use orchestrate_gateway::{GatewayOptions, router};
 use orchestrate_sandbox::{Command, ExecResult, Exit, Forward, Sandbox};
 use orchestrate_types::{Limit, Stage};
 use sampler::{ConversationSampler, PLACES};
@@ -56,6 +57,7 @@ impl Attempt {
             takes_tokens: false,
             places: Semaphore::new(PLACES),
         });
+        let egress = Arc::new(settings.egress.clone());
         let options =
             GatewayOptions { body_limit: body_limit(limits), ..GatewayOptions::default() };
         let routes = router(sampler, options);
@@ -74,7 +76,8 @@ impl Attempt {
                 tokio::select! {
                     result = &mut agent => break result,
                     Some(connection) = connections.recv() => {
-                        served.spawn(serve_stream(connection, routes.clone()));
+                        let (routes, egress) = (routes.clone(), Arc::clone(&egress));
+                        served.spawn(egress::serve(connection, routes, egress));
                     }
                     () = &mut end, if !stop.is_cancelled() => stop.cancel(),
                 }
@@ -130,17 +133,27 @@ impl Attempt {
             ("AGENT_DIR", AGENT_FOLDER.to_owned()),
             ("OPENAI_BASE_URL", format!("{host}/v1")),
             ("OPENAI_API_KEY", "none".to_owned()),
-            ("ANTHROPIC_BASE_URL", host),
+            ("ANTHROPIC_BASE_URL", host.clone()),
             ("ANTHROPIC_API_KEY", "none".to_owned()),
         ];
+        let proxy = (!settings.egress.is_empty()).then(|| {
+            let loopback = "127.0.0.1,localhost".to_owned();
+            [
+                ("HTTPS_PROXY", host.clone()),
+                ("https_proxy", host.clone()),
+                ("NO_PROXY", loopback.clone()),
+                ("no_proxy", loopback),
+            ]
+        });
         let own = settings.env.iter().filter_map(|variable| variable.split_once('='));
         let own = own.map(|(name, value)| (name.to_owned(), value.to_owned()));
         let script = format!("mkdir -p \"$HOME\"\n{script}");
         Command {
             argv: vec!["/bin/sh".to_owned(), "-c".to_owned(), script],
             env: fixed
-                .map(|(name, value)| (name.to_owned(), value))
                 .into_iter()
+                .chain(proxy.into_iter().flatten())
+                .map(|(name, value)| (name.to_owned(), value))
                 .chain(own)
                 .collect(),
             timeout: self.calls.remaining(),
