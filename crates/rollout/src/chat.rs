@@ -16,6 +16,7 @@ use crate::codec::Codec;
 use crate::prefix::{EarlierThinking, History};
 use crate::scaffold::Scaffold;
 use crate::template::{ChatTemplate, tools_value};
+use crate::tool_format::ToolFormat;
 use aho_corasick::AhoCorasick;
 use camino::{Utf8Path, Utf8PathBuf};
 use lru::LruCache;
@@ -72,6 +73,14 @@ pub enum ChatErrorKind {
          the tokenizer, so the thinking cannot be cut there; set rollout.history = \"sampled\""
     )]
     ThinkingIsNotOneToken(&'static str),
+    /// Calls that the template shows are not read back as they were.
+    #[error(
+        "the chat template shows tool calls in a format that is not known exactly (known: JSON or \
+         <function=NAME> between <tool_call> tags), so the policy's calls could not be read; set \
+         rollout.scaffold to \"r2e-xml\" or \"mini\", or rollout.show_tools = false with a prompt that \
+         describes the tools"
+    )]
+    UnknownToolFormat,
 }
 
 /// An error of a model's tokenizer or chat template.
@@ -107,6 +116,7 @@ pub struct ChatModel {
     pub(crate) template: ChatTemplate,
     pub(crate) options: ChatOptions,
     pub(crate) thinking: EarlierThinking,
+    tool_format: ToolFormat,
     end_of_turn: TokenId,
     end_of_turn_text: String,
     stop_token_ids: Vec<TokenId>,
@@ -135,12 +145,26 @@ impl ChatModel {
     /// turn and the next delta. It may only drop the thinking of earlier turns; `options.history`
     /// says whether prompts then drop it too.
     ///
+    /// Calls that the template shows must be read back as they were, where the policy's calls are read.
+    ///
     /// # Errors
-    /// If a file is missing or malformed, or if the template drops or rewrites other text.
+    /// If a file is missing or malformed, or if the template drops or rewrites other text, or shows
+    /// calls in another format than those of [`ToolFormat`].
     pub fn load_for(folder: &Utf8Path, options: ChatOptions) -> Result<Self, ChatError> {
         let run = || {
             let mut model = Self::read(folder, options)?;
             model.thinking = model.detect_thinking()?;
+            let format = ToolFormat::of(|calls| model.assistant_text("", calls));
+            let reads_calls = match model.options.scaffold {
+                Scaffold::Tools => !model.options.tools.is_empty(),
+                Scaffold::Command => true,
+                Scaffold::R2eXml | Scaffold::Mini => false,
+            };
+            model.tool_format = match format.ok().flatten() {
+                Some(format) => format,
+                None if reads_calls => return Err(ChatErrorKind::UnknownToolFormat),
+                None => ToolFormat::default(),
+            };
             Ok(model)
         };
         run().map_err(|kind| ChatError { folder: folder.to_owned(), kind })
@@ -187,6 +211,7 @@ impl ChatModel {
             template,
             options,
             thinking: EarlierThinking::Kept,
+            tool_format: ToolFormat::default(),
             end_of_turn: 0,
             end_of_turn_text: String::new(),
             stop_token_ids,
@@ -204,6 +229,11 @@ impl ChatModel {
                       to the token that does",
         })?;
         Ok(model)
+    }
+
+    /// The format in which the template shows tool calls.
+    pub fn tool_format(&self) -> ToolFormat {
+        self.tool_format
     }
 
     /// The token that closes an assistant turn in the template.

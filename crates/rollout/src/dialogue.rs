@@ -142,6 +142,7 @@ mod tests {
     use super::*;
     use crate::chat::message;
     use crate::scaffold::{Call, Scaffold};
+    use crate::tool_format::ToolFormat;
     use orchestrate_engine::{FunctionCall, ToolCall};
 
     fn call(id: &str, name: &str, arguments: &str) -> ToolCall {
@@ -173,7 +174,7 @@ mod tests {
         let turn = dialogue.push_turn(turn);
         assert!(turn.text.starts_with("<think>\na <tool_call> is needed\n</think>\n\nLook.\n"));
         assert!(turn.kept.starts_with("Look.\n<tool_call>"), "{}", turn.kept);
-        let calls = Scaffold::Tools.parse(&turn.text);
+        let calls = Scaffold::Tools.parse(ToolFormat::Json, &turn.text);
         let commands: Vec<_> = calls.into_iter().map(|call| call.map(|(_, call)| call)).collect();
         let bash = Call::Bash { command: "grep '</tool_call>' x </think>".to_owned() };
         assert_eq!(commands[0], Ok(bash));
@@ -237,7 +238,10 @@ mod tests {
             reasoning: None,
             tool_calls: vec![call("c9", "submit", "{}")],
         };
-        assert_eq!(Scaffold::Tools.parse(&dialogue.push_turn(both).text).len(), 2);
+        assert_eq!(
+            Scaffold::Tools.parse(ToolFormat::Json, &dialogue.push_turn(both).text).len(),
+            2
+        );
         dialogue.push_observations(&[message("tool", "first"), message("tool", "second")]);
         let expected = [
             row("user", None, "no tool call found"),

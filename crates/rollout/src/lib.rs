@@ -33,6 +33,7 @@ mod runner;
 mod sandboxes;
 mod scaffold;
 mod template;
+mod tool_format;
 mod toolbox;
 mod tree;
 mod vocabulary;
@@ -45,7 +46,7 @@ pub use api::{
 pub use buffer::{Fork, TokenBuffer};
 pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatOptions};
 pub use config::{RolloutSection, RolloutSettings};
-pub use conversation::{Ask, AskError, ForkCause, Said, SampledReply};
+pub use conversation::{Ask, AskError, ForkCause, Past, Said, SampledReply};
 pub use expert::{ExpertEpisode, ExpertTurn, SupervisedExample};
 pub use grading::{
     GradeError, GradeLogs, GradedChange, GradingRules, LogGrader, grade_as_r2e, grade_by_summary,
@@ -61,5 +62,6 @@ pub use rows::RowSharing;
 pub use runner::EpisodeRunner;
 pub use scaffold::{Call, Change, EditorCommand, Mistake, Prompts, Scaffold};
 pub use template::ChatTemplate;
+pub use tool_format::ToolFormat;
 pub use tree::TreeChange;
 pub use vocabulary::{CONTROL_TOKENS, MICRO_CHAT_TEMPLATE, train_tokenizer};

@@ -4,7 +4,7 @@
 use camino::Utf8Path;
 use orchestrate_rollout::{
     Action, ChatErrorKind, ChatModel, ChatOptions, ChatTemplate, ExpertEpisode, ExpertTurn,
-    History, MICRO_CHAT_TEMPLATE, Message, Scaffold, opening_messages, train_tokenizer,
+    History, MICRO_CHAT_TEMPLATE, Message, Scaffold, ToolFormat, opening_messages, train_tokenizer,
 };
 use proptest::prelude::*;
 use serde_json::json;
@@ -67,6 +67,45 @@ fn micro_template_renders_native_calls_and_closes_each_turn() {
         "<|im_start|>assistant\n<tool_call>{\"name\": \"edit\", \"arguments\": {\"path\": \"shop.py\", \
          \"line\": 2, \"new\": \"    return sum(items)\"}}</tool_call><|im_end|>\n<|im_start|>tool\nok<|im_end|>\n"
     ));
+}
+
+#[test]
+fn a_template_decides_in_which_format_calls_are_read() {
+    let json = r#"{{- '<tool_call>{"name": "' + c.function.name + '", "arguments": ' -}}{{- c.function.arguments | tojson -}}{{- '}</tool_call>' -}}"#;
+    assert!(MICRO_CHAT_TEMPLATE.contains(json));
+    // As Qwen3-Coder writes them.
+    let xml = r"{{- '<tool_call>\n<function=' + c.function.name + '>\n' -}}
+        {%- for k, v in c.function.arguments | items -%}
+        {{- '<parameter=' + k + '>\n' + (v if v is string else v | tojson) + '\n</parameter>\n' -}}
+        {%- endfor -%}{{- '</function>\n</tool_call>' -}}";
+    assert_eq!(shared().tool_format(), ToolFormat::Json);
+    let (_folder, chat) = micro(&MICRO_CHAT_TEMPLATE.replace(json, xml));
+    let chat = chat.unwrap();
+    assert_eq!(chat.tool_format(), ToolFormat::Xml);
+    // Rendered, tokenized, decoded and read, calls are what they were.
+    let edit = json!({"path": "12", "line": 2, "new": "    return [\"a\",\n\ttrue]\n"});
+    let calls =
+        [bash("ls | grep '<b>'\n\npwd"), Action { name: "edit".to_owned(), arguments: edit }];
+    let ids = chat.assistant("Look.", &calls).unwrap();
+    let read = Scaffold::Tools.parse(chat.tool_format(), &chat.decode(&ids).unwrap());
+    let read: Vec<Action> = read.into_iter().map(|call| call.unwrap().0).collect();
+    assert_eq!(read, calls);
+    assert_eq!(chat.assistant("Look.", &read).unwrap(), ids);
+
+    let other = r"{{- '[TOOL_CALLS]' + c.function.name + (c.function.arguments | tojson) -}}";
+    let (folder, chat) = micro(&MICRO_CHAT_TEMPLATE.replace(json, other));
+    // A prompt may describe a format that the template does not know.
+    chat.unwrap();
+    let path = Utf8Path::from_path(folder.path()).unwrap();
+    for scaffold in [Scaffold::Tools, Scaffold::Command] {
+        let options = ChatOptions {
+            scaffold,
+            tools: Scaffold::Tools.tool_schemas(),
+            ..ChatOptions::default()
+        };
+        let error = ChatModel::load_for(path, options).unwrap_err();
+        assert!(matches!(error.kind, ChatErrorKind::UnknownToolFormat), "{error}");
+    }
 }
 
 #[test]

@@ -279,10 +279,10 @@ fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<St
 #[cfg(test)]
 mod tests {
     use super::*;
-    use orchestrate_rollout::{Fork, Scaffold};
+    use orchestrate_rollout::{Fork, Scaffold, ToolFormat};
 
     fn shown(scaffold: Scaffold, text: &str) -> String {
-        let calls = scaffold.parse(text).into_iter().flatten();
+        let calls = scaffold.parse(ToolFormat::Json, text).into_iter().flatten();
         let turn = TurnLog {
             text: text.to_owned(),
             actions: calls.map(|(action, _)| action).collect(),

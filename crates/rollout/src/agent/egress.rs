@@ -47,9 +47,8 @@ async fn try_serve(mut stream: DuplexStream, routes: Router, allowed: &[String])
         return Ok(());
     }
     let read = timeout(PATIENCE, read_head(&mut stream, &mut head)).await;
-    let target = match read.unwrap_or(Ok(None))? {
-        Some(target) => target,
-        None => return refuse(&mut stream, "400 Bad Request", "not a request for a tunnel").await,
+    let Some(target) = read.unwrap_or(Ok(None))? else {
+        return refuse(&mut stream, "400 Bad Request", "not a request for a tunnel").await;
     };
     if !allowed.contains(&target) {
         tracing::warn!(target, "an agent asked for an address that agent.egress does not list");
@@ -126,11 +125,9 @@ mod tests {
         tasks.spawn(async move {
             loop {
                 let (mut stream, _) = listener.accept().await.unwrap();
-                tokio::spawn(async move {
-                    let mut got = [0; 4];
-                    stream.read_exact(&mut got).await.unwrap();
-                    stream.write_all(&got.map(|byte| byte.to_ascii_uppercase())).await.unwrap();
-                });
+                let mut got = [0; 4];
+                stream.read_exact(&mut got).await.unwrap();
+                stream.write_all(&got.map(|byte| byte.to_ascii_uppercase())).await.unwrap();
             }
         });
         address
@@ -141,7 +138,8 @@ mod tests {
         let routes = Router::new().route("/hello", get(async || "from the gateway"));
         let list = Arc::new(allowed.iter().map(|&text| text.to_owned()).collect());
         let (mut agent, stream) = duplex(1024);
-        let served = tokio::spawn(serve(stream, routes, list));
+        let mut served = JoinSet::new();
+        served.spawn(serve(stream, routes, list));
         for piece in pieces {
             agent.write_all(piece.as_bytes()).await.unwrap();
             tokio::task::yield_now().await;
@@ -152,7 +150,7 @@ mod tests {
         }
         agent.read_to_string(&mut reply).await.unwrap();
         drop(agent);
-        served.await.unwrap();
+        served.join_next().await.unwrap().unwrap();
         reply
     }
 

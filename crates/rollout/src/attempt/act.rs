@@ -6,6 +6,7 @@ use crate::chat::message;
 use crate::machine::EpisodeEvent;
 use crate::runner::{failed, sandbox_failed};
 use crate::scaffold::{Call, Mistake, ToolLimits, truncate_middle};
+use crate::tool_format::ToolFormat;
 use crate::toolbox::Toolbox;
 use orchestrate_sandbox::{Sandbox, SandboxError};
 use orchestrate_types::{Stage, TokenId};
@@ -18,7 +19,12 @@ impl Attempt {
     pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> EpisodeEvent {
         let started = Instant::now();
         let text = self.turns.last().map_or("", |turn| turn.text.as_str());
-        let calls = self.calls.plan.scaffold.parse(text);
+        // A message of an engine that takes messages was written in this program's own format.
+        let format = match &self.line.dialogue {
+            Some(_) => ToolFormat::Json,
+            None => self.calls.chat.tool_format(),
+        };
+        let calls = self.calls.plan.scaffold.parse(format, text);
         let event = self.perform(sandbox, calls).await;
         self.timings.exec_s += started.elapsed().as_secs_f64();
         if let Some(turn) = self.turns.last_mut() {

@@ -62,6 +62,13 @@ impl Past {
         }
     }
 
+    fn tools(&self) -> Arc<Vec<serde_json::Value>> {
+        match self {
+            Self::Messages { tools, .. } => Arc::clone(tools),
+            Self::Tokens(_) => Arc::default(),
+        }
+    }
+
     fn is_empty(&self) -> bool {
         match self {
             Self::Messages { said, .. } => said.is_empty(),
@@ -177,6 +184,8 @@ struct Generated {
     elapsed: Duration,
     /// Why it ended, and tokens of its prompt: all of them, and those that the engine had cached.
     sampled: Result<(Finish, usize, usize), NoReply>,
+    /// The tools of its request.
+    tools: Arc<Vec<serde_json::Value>>,
 }
 
 /// Runs work on an agent's bytes away from the event loop.
@@ -503,7 +512,8 @@ impl Conversation {
         let reply = Arc::clone(&served);
         let stored = offload::run(move || {
             let asked = self.observation(&past, &tail);
-            self.store(Generated { branch, line, id, elapsed, sampled }, asked, &served);
+            let tools = past.tools();
+            self.store(Generated { branch, line, id, elapsed, sampled, tools }, asked, &served);
         });
         if let Err(error) = stored.await {
             reply.answer(Err(AskError::Failed(error.to_string())));
@@ -512,7 +522,7 @@ impl Conversation {
 
     /// Stores a generation in its branch and answers its request.
     fn store(&self, generated: Generated, asked: String, served: &Served) {
-        let Generated { branch, line, id, elapsed, sampled } = generated;
+        let Generated { branch, line, id, elapsed, sampled, tools } = generated;
         let mut state = self.state();
         state.generate_s += elapsed.as_secs_f64();
         let Some(target) = state.tree.branches.get_mut(branch) else {
@@ -527,7 +537,7 @@ impl Conversation {
             // The agent gets what is before the stop string; the branch keeps all that was sampled.
             let stopped = first_stop(&text, &line.stops);
             let said = stopped.map_or(text.as_str(), |(before, _)| before);
-            let parts = ReplyParts::parse(said);
+            let parts = ReplyParts::parse(self.calls.chat.tool_format(), &tools, said);
             let stop_string = stopped.map(|(_, stop)| stop.to_owned());
             let reply = SampledReply {
                 message: parts.message(),

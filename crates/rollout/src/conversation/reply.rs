@@ -1,12 +1,11 @@
 //! A sampled reply, split into the parts that agents read: thinking, text and tool calls.
 //!
-//! The format is the one that Hermes and Qwen models write: thinking up to `</think>`, then text, and
-//! each call as JSON between `<tool_call>` tags.
+//! Thinking is everything up to `</think>`; calls are in the [`ToolFormat`] of the model.
 
 use crate::api::{Action, Message};
+use crate::tool_format::{Piece, ToolFormat};
+use serde_json::Value;
 
-const OPEN: &str = "<tool_call>";
-const CLOSE: &str = "</tool_call>";
 const THINK: &str = "<think>";
 const END_THINK: &str = "</think>";
 
@@ -19,9 +18,9 @@ pub(crate) struct ReplyParts {
 }
 
 impl ReplyParts {
-    /// Splits the text of a reply. A call that is not closed or not valid JSON stays in the text,
-    /// together with all others: an agent must not perform half of what the policy wrote.
-    pub(crate) fn parse(text: &str) -> Self {
+    /// Splits the text of a reply. A call that is not closed or not valid stays in the text, together
+    /// with all others: an agent must not perform half of what the policy wrote.
+    pub(crate) fn parse(format: ToolFormat, tools: &[Value], text: &str) -> Self {
         let (reasoning, rest) = match text.split_once(END_THINK) {
             Some((thinking, rest)) => {
                 let thinking = thinking.trim_start().strip_prefix(THINK).unwrap_or(thinking);
@@ -30,7 +29,7 @@ impl ReplyParts {
             None => (None, text),
         };
         let reasoning = reasoning.filter(|thinking| !thinking.is_empty());
-        match calls(rest) {
+        match calls(format, tools, rest) {
             Some((content, calls)) => Self { reasoning, content, calls },
             None => Self { reasoning, content: rest.to_owned(), calls: Vec::new() },
         }
@@ -47,19 +46,17 @@ impl ReplyParts {
 }
 
 /// The text outside the calls, and the calls; `None` if one of them is not valid.
-fn calls(text: &str) -> Option<(String, Vec<Action>)> {
-    let (mut content, mut calls, mut rest) = (String::new(), Vec::new(), text);
-    while let Some((before, after)) = rest.split_once(OPEN) {
-        let (body, after) = after.split_once(CLOSE)?;
-        let call: Action = serde_json::from_str(body.trim()).ok()?;
-        if call.name.is_empty() || !call.arguments.is_object() {
-            return None;
+fn calls(format: ToolFormat, tools: &[Value], text: &str) -> Option<(String, Vec<Action>)> {
+    let (mut content, mut calls) = (String::new(), Vec::new());
+    for piece in format.read(text, tools) {
+        match piece {
+            Piece::Text(text) => content.push_str(text),
+            Piece::Call(Ok(call)) if !call.name.is_empty() && call.arguments.is_object() => {
+                calls.push(call);
+            }
+            Piece::Call(_) | Piece::Unclosed => return None,
         }
-        content.push_str(before);
-        calls.push(call);
-        rest = after;
     }
-    content.push_str(rest);
     if !calls.is_empty() {
         content.truncate(content.trim_end().len());
     }
@@ -71,6 +68,10 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    fn parse(text: &str) -> ReplyParts {
+        ReplyParts::parse(ToolFormat::Json, &[], text)
+    }
+
     fn call(name: &str, arguments: serde_json::Value) -> Action {
         Action { name: name.to_owned(), arguments }
     }
@@ -79,15 +80,15 @@ mod tests {
     fn thinking_text_and_calls_are_separated() {
         let text = "<think>\nhm\n</think>\n\nLook.\n<tool_call>\n{\"name\": \"bash\", \"arguments\": \
                     {\"command\": \"ls\"}}\n</tool_call>\n<tool_call>{\"name\": \"submit\", \"arguments\": {}}</tool_call>";
-        let parts = ReplyParts::parse(text);
+        let parts = parse(text);
         let calls = vec![call("bash", json!({"command": "ls"})), call("submit", json!({}))];
         let expected =
             ReplyParts { reasoning: Some("hm".to_owned()), content: "Look.".to_owned(), calls };
         assert_eq!(parts, expected);
         // The template opened the thinking.
-        assert_eq!(ReplyParts::parse("hm</think>yes").reasoning.as_deref(), Some("hm"));
-        assert_eq!(ReplyParts::parse("<think>\n\n</think>\n\nyes").reasoning, None);
-        assert_eq!(ReplyParts::parse("plain\n").content, "plain\n");
+        assert_eq!(parse("hm</think>yes").reasoning.as_deref(), Some("hm"));
+        assert_eq!(parse("<think>\n\n</think>\n\nyes").reasoning, None);
+        assert_eq!(parse("plain\n").content, "plain\n");
     }
 
     #[test]
@@ -98,7 +99,7 @@ mod tests {
             "<tool_call>{\"name\": \"bash\", \"arguments\": \"ls\"}</tool_call>",
             "<tool_call>{\"name\": \"submit\", \"arguments\": {}}</tool_call><tool_call>",
         ] {
-            let parts = ReplyParts::parse(body);
+            let parts = parse(body);
             assert_eq!((parts.content.as_str(), parts.calls.len()), (body, 0));
         }
     }

@@ -16,6 +16,7 @@ mod tools;
 mod truncate;
 
 use crate::api::{Action, Message, opening_messages};
+use crate::tool_format::ToolFormat;
 pub use call::{Call, Change, EditorCommand, Mistake};
 pub(crate) use call::{STDERR_MARKER, ToolLimits, ToolResult};
 use orchestrate_tasks::Task;
@@ -64,14 +65,15 @@ impl Scaffold {
         opening_messages(system.as_deref(), &self.message_text(prompt, turns))
     }
 
-    /// The calls of one assistant text, in order: each a parsed call, or the mistake in it.
+    /// The calls of one assistant text, in order: each a parsed call, or the mistake in it. `format` is
+    /// that of [`Self::Tools`].
     ///
     /// Never empty, because a text without a call is a mistake; more than one only for
     /// [`Self::Tools`]. Calls inside a `<think>` part do not count.
-    pub fn parse(self, text: &str) -> Vec<Result<(Action, Call), Mistake>> {
+    pub fn parse(self, format: ToolFormat, text: &str) -> Vec<Result<(Action, Call), Mistake>> {
         let text = text.rsplit_once("</think>").map_or(text, |(_, after)| after);
         match self {
-            Self::Tools | Self::Command => tools::parse(text),
+            Self::Tools | Self::Command => tools::parse(format, text),
             Self::R2eXml => vec![r2e::parse(text)],
             Self::Mini => vec![mini::parse(text)],
         }

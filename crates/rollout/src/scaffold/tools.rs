@@ -2,12 +2,11 @@
 
 use super::call::{Call, Change, Mistake};
 use crate::api::Action;
+use crate::tool_format::{Piece, ToolFormat};
 use orchestrate_sandbox::{ExecResult, Exit};
 use serde::Deserialize;
+use std::sync::LazyLock;
 use std::time::Duration;
-
-const OPEN: &str = "<tool_call>";
-const CLOSE: &str = "</tool_call>";
 
 /// Observation of a turn without a call.
 const NO_CALL: &str = "no tool call found: each turn needs a bash, edit or submit call";
@@ -32,38 +31,37 @@ struct EditArguments {
 #[serde(deny_unknown_fields)]
 struct SubmitArguments {}
 
-/// The text of a call as a policy writes it and [`parse`] reads it. `arguments` may be invalid
+/// The text of a call as a policy writes it and [`parse`] reads it in [`ToolFormat::Json`]. `arguments` may be invalid
 /// JSON.
 pub(crate) fn call_text(name: &str, arguments: &str) -> String {
     let name = serde_json::Value::from(name);
     let arguments = if arguments.trim().is_empty() { "{}" } else { arguments };
     // Means the same in JSON, and cannot close a tag.
     let arguments = arguments.replace("</", "<\\/");
-    format!("{OPEN}\n{{\"name\": {name}, \"arguments\": {arguments}}}\n{CLOSE}")
+    format!("<tool_call>\n{{\"name\": {name}, \"arguments\": {arguments}}}\n</tool_call>")
 }
 
 /// The calls of a text, in order; never empty.
-pub(super) fn parse(text: &str) -> Vec<Result<(Action, Call), Mistake>> {
-    let mut rest = text;
-    let mut calls = Vec::new();
-    while let Some((_, after)) = rest.split_once(OPEN) {
-        if let Some((body, after)) = after.split_once(CLOSE) {
-            calls.push(parse_call(body));
-            rest = after;
-        } else {
-            calls.push(Err(Mistake("tool call is not closed".to_owned())));
-            rest = "";
-        }
-    }
+pub(super) fn parse(format: ToolFormat, text: &str) -> Vec<Result<(Action, Call), Mistake>> {
+    static SCHEMAS: LazyLock<Vec<serde_json::Value>> = LazyLock::new(schemas);
+    let pieces = format.read(text, &SCHEMAS).into_iter();
+    let mut calls: Vec<_> = pieces
+        .filter_map(|piece| match piece {
+            Piece::Text(_) => None,
+            Piece::Call(Ok(action)) => Some(checked(action)),
+            Piece::Call(Err(problem)) => {
+                Some(Err(Mistake(format!("tool call is not valid: {problem}"))))
+            }
+            Piece::Unclosed => Some(Err(Mistake("tool call is not closed".to_owned()))),
+        })
+        .collect();
     if calls.is_empty() {
         calls.push(Err(Mistake(NO_CALL.to_owned())));
     }
     calls
 }
 
-fn parse_call(body: &str) -> Result<(Action, Call), Mistake> {
-    let action: Action = serde_json::from_str(body.trim())
-        .map_err(|e| Mistake(format!("tool call is not valid: {e}")))?;
+fn checked(action: Action) -> Result<(Action, Call), Mistake> {
     let arguments = action.arguments.clone();
     let invalid = |e: serde_json::Error| Mistake(format!("{} call is not valid: {e}", action.name));
     let call = match action.name.as_str() {
@@ -160,7 +158,7 @@ mod tests {
     use super::*;
 
     fn parse_one(text: &str) -> Result<Call, Mistake> {
-        let mut calls = parse(text);
+        let mut calls = parse(ToolFormat::Json, text);
         assert_eq!(calls.len(), 1, "{text}");
         calls.remove(0).map(|(_, call)| call)
     }
@@ -169,7 +167,8 @@ mod tests {
     fn calls_are_parsed_in_the_models_own_format() {
         let text = "I look.\n<tool_call>\n{\"name\": \"bash\", \"arguments\": {\"command\": \"ls\"}}\n</tool_call>\
                     <tool_call>{\"name\": \"submit\", \"arguments\": {}}</tool_call>";
-        let calls: Vec<Call> = parse(text).into_iter().map(|c| c.unwrap().1).collect();
+        let calls: Vec<Call> =
+            parse(ToolFormat::Json, text).into_iter().map(|c| c.unwrap().1).collect();
         assert_eq!(calls, [Call::Bash { command: "ls".to_owned() }, Call::Submit]);
         let edit = r#"<tool_call>{"name": "edit", "arguments": {"path": "a.py", "line": 3, "new": "x"}}</tool_call>"#;
         let change = Change::Line { line: 3, new: "x".to_owned() };
