@@ -57,7 +57,10 @@ What is measured:
   workers_N runs all conversations on N engines at once. In workers_N_kill, the first engine is
   killed after half of the turns (a single engine is restarted a second later). open_4096 keeps
   4,096 conversations open on 4 engines at 500 turns per second, busy_4096 at 1,500: a turn that
-  arrives at an idle processor with cold caches costs more.
+  arrives at an idle processor with cold caches costs more. In gateway_4 and gateway_1024, each
+  conversation is that of an agent with its own loop, on a thread of the engines' processors,
+  which streams chat completions and sends its whole history with every request: compare
+  gateway_4 with workers_4.
 
   CPU    CPU time of this process per turn, over the second half of the turns, without the
          threads that only check rows or observe the machine. Finished episodes are passed
@@ -95,7 +98,7 @@ pub(crate) struct BenchRolloutArgs {
     /// Number of conversations with a common prompt.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) group_size: u32,
-    /// Turns of each conversation of `open_4096` and `busy_4096`.
+    /// Turns of each conversation of `open_4096`, `busy_4096` and `gateway_1024`.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=128))]
     pub(crate) open_turns: u32,
     /// Print JSON on standard output.

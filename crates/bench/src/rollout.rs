@@ -1,6 +1,7 @@
 //! `orchestrate-bench rollout`: many conversations through the episode machinery and the fleet,
 //! against engine processes that compute nothing.
 
+mod agents;
 mod case;
 mod checker;
 mod engines;
@@ -29,6 +30,10 @@ use world::World;
 const OPEN: usize = 4096;
 const OPEN_TURNS_PER_S: f64 = 500.0;
 const BUSY_TURNS_PER_S: f64 = 1500.0;
+
+/// Number of agents with an open stream in `gateway_1024`, and their pace.
+const STREAMS: usize = 1024;
+const STREAMS_TURNS_PER_S: f64 = 500.0;
 
 #[derive(serde::Serialize)]
 struct Report {
@@ -87,6 +92,7 @@ fn kinds(args: &BenchRolloutArgs) -> Vec<Kind> {
         turns: wide(args.turns),
         workers,
         fate,
+        has_agents: false,
         latency,
         ramp: Duration::ZERO,
         limits: Limits { hit_share: Some(0.99), ..Limits::default() },
@@ -118,6 +124,12 @@ fn kinds(args: &BenchRolloutArgs) -> Vec<Kind> {
         },
         kind("workers_4", 4, Fate::Lives),
         kind("workers_4_kill", 4, Fate::Dies),
+        Kind { has_agents: true, ..kind("gateway_4", 4, Fate::Lives) },
+        Kind {
+            has_agents: true,
+            conversations: STREAMS,
+            ..open("gateway_1024", STREAMS_TURNS_PER_S, Limits::default())
+        },
         open("open_4096", OPEN_TURNS_PER_S, waiting),
         open("busy_4096", BUSY_TURNS_PER_S, Limits::default()),
     ]

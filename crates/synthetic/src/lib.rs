@@ -19,6 +19,6 @@ mod task;
 pub use engine::{EnginePlan, EngineStats, serve};
 pub use latency::Latency;
 pub use rows::expected_rows;
-pub use sandbox::SyntheticSandboxes;
+pub use sandbox::{AgentJob, SyntheticSandboxes};
 pub use script::Script;
 pub use task::{grade, task};

@@ -7,18 +7,37 @@ use orchestrate_sandbox::{
 };
 use orchestrate_types::{ByteSize, RunId};
 use std::time::Duration;
+use tokio::io::DuplexStream;
+use tokio::sync::{mpsc, oneshot};
 
 /// A provider of sandboxes in which every command succeeds with the same output.
 #[derive(Debug, Clone)]
 pub struct SyntheticSandboxes {
     /// Output of every command.
     pub output: String,
+    /// Who does the work of commands with a forwarded port; `None` = such commands do nothing.
+    pub agents: Option<mpsc::UnboundedSender<AgentJob>>,
 }
+
+/// A command with a forwarded port.
+#[derive(Debug)]
+pub struct AgentJob {
+    /// The variable `TASK_PROMPT`.
+    pub prompt: String,
+    /// The only connection to the port.
+    pub stream: DuplexStream,
+    /// Told at the end; a failure ends the command with status 1 and this output.
+    pub done: oneshot::Sender<Result<(), String>>,
+}
+
+/// Bytes of the connection that are on their way in each direction.
+const WINDOW: usize = 256 * 1024;
 
 #[async_trait]
 impl SandboxProvider for SyntheticSandboxes {
     async fn open(&self, _spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
-        Ok(Box::new(SyntheticSandbox { files: Vec::new(), output: self.output.clone() }))
+        let Self { output, agents } = self.clone();
+        Ok(Box::new(SyntheticSandbox { files: Vec::new(), output, agents }))
     }
 
     async fn sweep(&self, _run: RunId, _epoch: i64) -> Result<SweepReport, SandboxError> {
@@ -34,6 +53,25 @@ impl SandboxProvider for SyntheticSandboxes {
 struct SyntheticSandbox {
     files: Vec<FileEntry>,
     output: String,
+    agents: Option<mpsc::UnboundedSender<AgentJob>>,
+}
+
+impl SyntheticSandbox {
+    /// The result of a command whose work is done by an agent elsewhere.
+    async fn work(&self, command: &Command, forward: Forward<'_>) -> Option<Result<(), String>> {
+        let agents = self.agents.as_ref()?;
+        let prompt = command.env.iter().find(|(name, _)| name == "TASK_PROMPT");
+        let prompt = prompt.map(|(_, prompt)| prompt.clone()).unwrap_or_default();
+        let (stream, served) = tokio::io::duplex(WINDOW);
+        let (done, ended) = oneshot::channel();
+        if forward.accepted.send(served).await.is_err() {
+            return Some(Err("nobody serves the port".to_owned()));
+        }
+        if agents.send(AgentJob { prompt, stream, done }).is_err() {
+            return Some(Err("no agent does the work".to_owned()));
+        }
+        Some(ended.await.unwrap_or_else(|error| Err(error.to_string())))
+    }
 }
 
 #[async_trait]
@@ -54,13 +92,19 @@ impl Sandbox for SyntheticSandbox {
         })
     }
 
-    /// Its commands open no connections.
     async fn exec_forwarding(
         &mut self,
         command: &Command,
-        _forward: Forward<'_>,
+        forward: Forward<'_>,
     ) -> Result<ExecResult, SandboxError> {
-        self.exec(command).await
+        let worked = self.work(command, forward).await;
+        let result = self.exec(command).await?;
+        match worked {
+            Some(Err(error)) => {
+                Ok(ExecResult { exit: Exit::Code(1), head: error.into_bytes(), ..result })
+            }
+            Some(Ok(())) | None => Ok(result),
+        }
     }
 
     async fn write_files(&mut self, files: &[FileEntry]) -> Result<(), SandboxError> {

@@ -1,5 +1,6 @@
 //! One case: its processes and episodes, and the resulting numbers.
 
+use super::agents::Agents;
 use super::checker::Checker;
 use super::engines::Engines;
 use super::observed::Observed;
@@ -13,16 +14,18 @@ use camino::Utf8Path;
 use orchestrate_cli::output;
 use orchestrate_engine::{Engine, Fleet, FleetOptions, FleetWorker, SglangClient, SglangOptions};
 use orchestrate_rollout::{
-    EpisodeRequest, EpisodeRunner, Episodes, GradingRules, PrefillLeaders, RowSharing,
+    AgentSection, EpisodeRequest, EpisodeRunner, Episodes, GradingRules, PrefillLeaders,
+    RowSharing, Scaffold,
 };
 use orchestrate_routing::{CacheOptions, MixedRows, PrefixCache, SharingScope};
 use orchestrate_sandbox::SandboxLimits;
-use orchestrate_synthetic::{Latency, SyntheticSandboxes, grade};
+use orchestrate_synthetic::{AgentJob, Latency, SyntheticSandboxes, grade};
 use orchestrate_types::{AttemptId, ByteSize, EpisodeId, GroupId, PolicyVersion, RunId};
 use rustix::process::Pid;
 use serde::Serialize;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -52,6 +55,9 @@ pub(super) struct Kind {
     pub(super) turns: usize,
     pub(super) workers: usize,
     pub(super) fate: Fate,
+    /// Whether each conversation is that of an agent with its own loop, which samples through the
+    /// gateway.
+    pub(super) has_agents: bool,
     pub(super) latency: Latency,
     /// Time over which the starts of episodes are spread.
     pub(super) ramp: Duration,
@@ -131,7 +137,12 @@ pub(super) async fn measure(
     let half = (kind.conversations * kind.turns / 2).max(1);
     let observed = Arc::new(Observed::new(Arc::clone(&fleet), world.page_tokens, half));
     observed.sync_weights(Utf8Path::new("/synthetic"), VERSION).await?;
-    let runner = Arc::new(runner(kind, world, Arc::clone(&observed) as Arc<dyn Engine>)?);
+    let agents = kind
+        .has_agents
+        .then(|| Agents::begin(processors.engines.clone(), world.observation.trim_end()))
+        .transpose()?;
+    let jobs = agents.as_ref().map(|agents| agents.jobs.clone());
+    let runner = Arc::new(runner(kind, world, Arc::clone(&observed) as Arc<dyn Engine>, jobs)?);
     let run = RunId::generate();
     let requests: Vec<EpisodeRequest> =
         (0..kind.conversations).map(|index| request(kind, run, index)).collect();
@@ -144,6 +155,7 @@ pub(super) async fn measure(
         output::say(format!("pauses of the machine are not detected: {error:#}"));
     }
     let watches = stalls.iter().flat_map(Stalls::threads).chain([checker.thread()]);
+    let watches = watches.chain(agents.as_ref().map(Agents::thread));
     let observers: Vec<Pid> = watches.collect();
     let heap = Counting::begin();
     let begun = Instant::now();
@@ -184,6 +196,10 @@ pub(super) async fn measure(
     let mut stats = engines.stats().await?;
     stats.gaps_us.sort_unstable();
     let checked = tokio::task::spawn_blocking(|| checker.end()).await??;
+    drop(runner);
+    if let Some(agents) = agents {
+        tokio::task::spawn_blocking(|| agents.end()).await??;
+    }
     let summary = observed.summary();
     let turns = observed.turns();
     let open = halfway.open_sessions.max(1) as f64;
@@ -266,13 +282,21 @@ async fn fleet(kind: &Kind, world: &World, urls: &[String]) -> anyhow::Result<Fl
     Ok(Fleet::start(members, options)?)
 }
 
-fn runner(kind: &Kind, world: &World, engine: Arc<dyn Engine>) -> anyhow::Result<EpisodeRunner> {
+fn runner(
+    kind: &Kind,
+    world: &World,
+    engine: Arc<dyn Engine>,
+    agents: Option<mpsc::UnboundedSender<AgentJob>>,
+) -> anyhow::Result<EpisodeRunner> {
+    let scaffold = if kind.has_agents { Scaffold::Command } else { Scaffold::Tools };
+    let agent = AgentSection { command: Some("work".to_owned()), ..AgentSection::default() };
+    let agent = agent.check().map_err(|problems| anyhow::anyhow!("{problems:?}"))?;
     let cache = PrefixCache::open(CacheOptions { bytes: ByteSize::mib(512).0, spill: None })?;
     Ok(EpisodeRunner {
         engine,
-        sandboxes: Arc::new(SyntheticSandboxes { output: world.observation.to_owned() }),
+        sandboxes: Arc::new(SyntheticSandboxes { output: world.observation.to_owned(), agents }),
         chat: Arc::clone(&world.chat),
-        plan: Arc::new(World::rollout_plan(kind.turns)?),
+        plan: Arc::new(World::rollout_plan(kind.turns, scaffold)?),
         container_limits: SandboxLimits {
             memory: ByteSize::mib(1),
             cpu_millis: 1,
@@ -280,7 +304,7 @@ fn runner(kind: &Kind, world: &World, engine: Arc<dyn Engine>) -> anyhow::Result
             tmpfs: ByteSize::mib(1),
         },
         rules: GradingRules::new(grade),
-        agent: None,
+        agent: kind.has_agents.then(|| Arc::new(agent)),
         logs: None,
         rows: RowSharing {
             cache: Some(Arc::new(cache)),

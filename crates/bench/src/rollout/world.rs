@@ -2,7 +2,7 @@
 
 use camino::Utf8Path;
 use orchestrate_rollout::{
-    ChatModel, MICRO_CHAT_TEMPLATE, RolloutSection, RolloutSettings, opening_messages,
+    ChatModel, MICRO_CHAT_TEMPLATE, RolloutSection, RolloutSettings, Scaffold, opening_messages,
     train_tokenizer,
 };
 use orchestrate_synthetic::{EnginePlan, Latency, Script, task};
@@ -103,9 +103,13 @@ impl World {
     }
 
     /// Limits that no episode reaches.
-    pub(super) fn rollout_plan(turns: usize) -> anyhow::Result<RolloutSettings> {
+    pub(super) fn rollout_plan(
+        turns: usize,
+        scaffold: Scaffold,
+    ) -> anyhow::Result<RolloutSettings> {
         let hours = HumanDuration(Duration::from_hours(2));
         let config = RolloutSection {
+            scaffold: Some(scaffold),
             max_turns: Some(u32::try_from(turns)? + 1),
             max_sequence_tokens: Some(CONTEXT),
             max_response_tokens: Some(512),
