@@ -16,7 +16,7 @@ pub struct SyntheticSandboxes {
     /// Output of every command.
     pub output: String,
     /// Who does the work of commands with a forwarded port; `None` = such commands do nothing.
-    pub agents: Option<mpsc::UnboundedSender<AgentJob>>,
+    pub agents: Option<mpsc::Sender<AgentJob>>,
 }
 
 /// A command with a forwarded port.
@@ -53,7 +53,7 @@ impl SandboxProvider for SyntheticSandboxes {
 struct SyntheticSandbox {
     files: Vec<FileEntry>,
     output: String,
-    agents: Option<mpsc::UnboundedSender<AgentJob>>,
+    agents: Option<mpsc::Sender<AgentJob>>,
 }
 
 impl SyntheticSandbox {
@@ -67,7 +67,7 @@ impl SyntheticSandbox {
         if forward.accepted.send(served).await.is_err() {
             return Some(Err("nobody serves the port".to_owned()));
         }
-        if agents.send(AgentJob { prompt, stream, done }).is_err() {
+        if agents.send(AgentJob { prompt, stream, done }).await.is_err() {
             return Some(Err("no agent does the work".to_owned()));
         }
         Some(ended.await.unwrap_or_else(|error| Err(error.to_string())))

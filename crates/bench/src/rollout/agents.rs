@@ -11,16 +11,19 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
+/// Agents that may wait to begin.
+const WAITING: usize = 1024;
+
 /// The thread of all agents.
 #[derive(Debug)]
 pub(super) struct Agents {
-    pub(super) jobs: mpsc::UnboundedSender<AgentJob>,
+    pub(super) jobs: mpsc::Sender<AgentJob>,
     thread: Observer<anyhow::Result<()>>,
 }
 
 impl Agents {
     pub(super) fn begin(processors: Vec<usize>, output: &'static str) -> anyhow::Result<Self> {
-        let (jobs, mut waiting) = mpsc::unbounded_channel::<AgentJob>();
+        let (jobs, mut waiting) = mpsc::channel::<AgentJob>(WAITING);
         let thread = Observer::begin(
             move || keep_thread_to(&processors),
             move || {
@@ -47,10 +50,11 @@ impl Agents {
         self.thread.id()
     }
 
-    /// Ends the thread, whose agents must have ended.
-    pub(super) fn end(self) -> anyhow::Result<()> {
-        drop(self.jobs);
-        self.thread.end()?
+    /// Ends the thread, if there is one, whose agents must have ended.
+    pub(super) async fn end(agents: Option<Self>) -> anyhow::Result<()> {
+        let Some(Self { jobs, thread }) = agents else { return Ok(()) };
+        drop(jobs);
+        tokio::task::spawn_blocking(|| thread.end()).await??
     }
 }
 

@@ -137,10 +137,8 @@ pub(super) async fn measure(
     let half = (kind.conversations * kind.turns / 2).max(1);
     let observed = Arc::new(Observed::new(Arc::clone(&fleet), world.page_tokens, half));
     observed.sync_weights(Utf8Path::new("/synthetic"), VERSION).await?;
-    let agents = kind
-        .has_agents
-        .then(|| Agents::begin(processors.engines.clone(), world.observation.trim_end()))
-        .transpose()?;
+    let begin = || Agents::begin(processors.engines.clone(), world.observation.trim_end());
+    let agents = kind.has_agents.then(begin).transpose()?;
     let jobs = agents.as_ref().map(|agents| agents.jobs.clone());
     let runner = Arc::new(runner(kind, world, Arc::clone(&observed) as Arc<dyn Engine>, jobs)?);
     let run = RunId::generate();
@@ -197,9 +195,7 @@ pub(super) async fn measure(
     stats.gaps_us.sort_unstable();
     let checked = tokio::task::spawn_blocking(|| checker.end()).await??;
     drop(runner);
-    if let Some(agents) = agents {
-        tokio::task::spawn_blocking(|| agents.end()).await??;
-    }
+    Agents::end(agents).await?;
     let summary = observed.summary();
     let turns = observed.turns();
     let open = halfway.open_sessions.max(1) as f64;
@@ -286,7 +282,7 @@ fn runner(
     kind: &Kind,
     world: &World,
     engine: Arc<dyn Engine>,
-    agents: Option<mpsc::UnboundedSender<AgentJob>>,
+    agents: Option<mpsc::Sender<AgentJob>>,
 ) -> anyhow::Result<EpisodeRunner> {
     let scaffold = if kind.has_agents { Scaffold::Command } else { Scaffold::Tools };
     let agent = AgentSection { command: Some("work".to_owned()), ..AgentSection::default() };
