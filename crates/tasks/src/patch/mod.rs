@@ -7,11 +7,13 @@ mod binary;
 mod bounded;
 mod links;
 mod parse;
+mod reverse;
 pub mod rules;
 
 pub use bounded::{DiffLimits, FileChange, FileMode, FileVersion, bounded_diff};
 pub use links::{check_link, created_links, link_target};
 pub use parse::{FilePatch, Hunk, HunkLine, LineKind, parse};
+pub use reverse::reversed;
 
 use crate::task::TaskFile;
 use similar::{Algorithm, DiffTag, capture_diff_slices_deadline, group_diff_ops};
