@@ -24,10 +24,12 @@ pub mod repair;
 pub mod reporter;
 pub mod swe;
 mod task;
+mod task_file;
 mod text;
 pub mod verify;
 
 pub use finding::Finding;
 pub use log::{SummaryRule, grade, grade_by, grade_log, grade_log_by, grade_reported};
-pub use task::{Origin, Split, Task, TaskFile, TaskStart, TestStatus, Verdict};
+pub use task::{Origin, Split, Task, TaskStart, TestStatus, Verdict};
+pub use task_file::TaskFile;
 pub use text::{LINE_BYTES, printable, printable_lines};

@@ -2,8 +2,9 @@
 
 use crate::finding::Finding;
 use crate::swe::{Report, SweFamily, SweRow};
-use orchestrate_types::{RelativePath, TaskId};
-use serde::{Deserialize, Deserializer, Serialize};
+use crate::task_file::TaskFile;
+use orchestrate_types::TaskId;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -17,21 +18,6 @@ pub enum Split {
     HeldOut,
     /// Not trained on: unseen bug families.
     HeldOutFamilies,
-}
-
-/// A text file of a task, relative to the task's folder.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TaskFile {
-    /// Relative path, which is checked to be a [`RelativePath`] when the file is read from a row.
-    #[serde(deserialize_with = "inside")]
-    pub path: String,
-    /// Content.
-    pub content: String,
-}
-
-/// A path that stays inside its tree.
-fn inside<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
-    RelativePath::deserialize(from).map(String::from)
 }
 
 /// Result of one test, with R2E-Gym's names.

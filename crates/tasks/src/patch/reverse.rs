@@ -57,7 +57,7 @@ fn undone_hunk(hunk: Hunk) -> Hunk {
 mod tests {
     use super::*;
     use crate::patch::{apply, diff};
-    use crate::task::TaskFile;
+    use crate::task_file::TaskFile;
     use proptest::prelude::*;
 
     fn tree() -> impl Strategy<Value = Vec<TaskFile>> {

@@ -1,8 +1,5 @@
 //! Data sets whose rows have SWE-bench's columns, and what each of them does differently.
 
-use super::SweRow;
-use super::spec;
-
 /// A data set of the SWE-bench family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SweFamily {
@@ -31,20 +28,5 @@ impl SweFamily {
     /// SWE-bench's own harness falls back to it.
     pub(super) fn reads_whole_log(self) -> bool {
         self == Self::SweBench
-    }
-}
-
-impl SweRow {
-    /// The data set that the row belongs to, told by its columns and its repository.
-    pub fn family(&self) -> SweFamily {
-        if self.install_config.is_some() {
-            SweFamily::SweRebench
-        } else if self.repo.starts_with("swesmith/") {
-            SweFamily::SweSmith
-        } else if self.eval_script.is_none() && spec::is_of_gym(&self.repo) {
-            SweFamily::SweGym
-        } else {
-            SweFamily::SweBench
-        }
     }
 }

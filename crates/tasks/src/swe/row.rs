@@ -1,9 +1,10 @@
 //! Rows of the SWE-bench family.
 
+use super::family::SweFamily;
 use super::parsers::LogParser;
 use super::rebench::InstallConfig;
 use super::spec::{self, spec};
-use super::{Harness, SweFamily, smith};
+use super::{Harness, smith};
 use crate::column::{self, ColumnProblem};
 use crate::patch;
 use orchestrate_types::{ImageName, TaskId};
@@ -74,6 +75,19 @@ pub enum EvalType {
 }
 
 impl SweRow {
+    /// The data set that the row belongs to, told by its columns and its repository.
+    pub fn family(&self) -> SweFamily {
+        if self.install_config.is_some() {
+            SweFamily::SweRebench
+        } else if self.repo.starts_with("swesmith/") {
+            SweFamily::SweSmith
+        } else if self.eval_script.is_none() && spec::is_of_gym(&self.repo) {
+            SweFamily::SweGym
+        } else {
+            SweFamily::SweBench
+        }
+    }
+
     /// The reason why the row cannot be a task; `None` if it can.
     pub fn problem(&self) -> Option<String> {
         let is_smith = self.family() == SweFamily::SweSmith;
