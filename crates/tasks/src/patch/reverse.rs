@@ -9,14 +9,14 @@ use std::fmt::Write as _;
 /// If the text is not a unified diff, or changes something else than the lines of files with mode
 /// 0644: a rename, a binary file, or a mode.
 pub fn reversed(patch: &str) -> Result<String, PatchError> {
+    if other_mode(patch) {
+        return Err(PatchError::new("-", PatchErrorKind::Unsupported("a change of modes")));
+    }
     let mut out = String::new();
     for file in parse(patch)? {
         let _ = write!(out, "{}", undone(file));
     }
-    match other_mode(patch) {
-        true => Err(PatchError::new("-", PatchErrorKind::Unsupported("a change of modes"))),
-        false => Ok(out),
-    }
+    Ok(out)
 }
 
 /// Whether a header line of the diff names a mode that the reversed diff would lose.
