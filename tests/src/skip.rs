@@ -15,6 +15,8 @@
 //! | `agents-python` | a Python with `openai`, `anthropic` and `openai-agents`, in `ORCHESTRATE_AGENTS_PYTHON` |
 //! | `sglang`, `vllm` | a real server, see `crates/engine/tests/conformance` |
 //! | `advisories`, `pip-audit`, `miri`, `asan` | of scripts: see `scripts/deny`, `audit-python`, `miri`, `asan` |
+//! | `swe-rows` | real rows and runs of SWE-bench's family, in the folder `ORCHESTRATE_SWE_ROWS` |
+//! | `swesmith` | a Python with the package `swesmith`, in `ORCHESTRATE_SWESMITH_PYTHON` |
 //! | `qwen3` | the folder of Qwen3's tokenizer in `ORCHESTRATE_QWEN3` |
 
 use std::io::Write as _;

@@ -47,7 +47,7 @@ pub enum UsageError {
         run_dir: Utf8PathBuf,
     },
     /// An evaluation script was requested for a row of another family.
-    #[error("task `{id}` has no evaluation script: only SWE-bench rows have one")]
+    #[error("task `{id}` has no evaluation script: only rows of SWE-bench's family have one")]
     NoEvalScript {
         /// As given.
         id: String,

@@ -5,7 +5,7 @@
 //!
 //! [`micro`] generates the bundled tasks, [`expert`] solves them with scripted episodes, and
 //! [`repair`] makes tasks from any Python repository with tests. [`load`] reads rows of [`r2e`]
-//! (R2E-Gym) and [`swe`] (SWE-bench, with its scripts, log parsers and verdicts) from files;
+//! (R2E-Gym) and [`swe`] (SWE-bench and its family, with scripts, log parsers and verdicts) from files;
 //! [`predictions`] reads patches made by agents. [`patch`] makes and applies unified diffs, [`verify`]
 //! builds the trees that are graded, and [`grade`] turns a test log into a [`Verdict`]. [`reporter`]
 //! runs tests so that what they print cannot decide; [`Finding`] is what a verdict noticed besides.
@@ -24,10 +24,12 @@ pub mod repair;
 pub mod reporter;
 pub mod swe;
 mod task;
+mod task_file;
 mod text;
 pub mod verify;
 
 pub use finding::Finding;
 pub use log::{SummaryRule, grade, grade_by, grade_log, grade_log_by, grade_reported};
-pub use task::{Origin, Split, Task, TaskFile, TestStatus, Verdict};
+pub use task::{Origin, Split, Task, TaskStart, TestStatus, Verdict};
+pub use task_file::TaskFile;
 pub use text::{LINE_BYTES, printable, printable_lines};

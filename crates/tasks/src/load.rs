@@ -5,6 +5,7 @@
 //! one, so a file may be larger than memory, except for JSON that is one document.
 
 mod hub;
+mod nemo_gym;
 mod parquet_file;
 
 use crate::r2e::{R2eRow, RowError};
@@ -41,7 +42,7 @@ const REASON_CHARS: usize = 400;
 pub enum Row {
     /// R2E-Gym, or a `micro` or `repair` row in the same columns.
     R2e(Box<R2eRow>),
-    /// SWE-bench: full, Lite or Verified.
+    /// SWE-bench and its family: SWE-Gym, SWE-rebench, SWE-smith.
     Swe(Box<SweRow>),
 }
 
@@ -54,13 +55,13 @@ impl Row {
         }
     }
 
-    /// The task family: `micro`, `repair`, `r2e` or `swe-bench`.
+    /// The task family: `micro`, `repair`, `r2e`, or that of [`SweFamily::name`](crate::swe::SweFamily).
     pub fn environment(&self) -> &'static str {
         match self {
             Self::R2e(row) if row.micro.is_some() => "micro",
             Self::R2e(row) if row.repair.is_some() => repair::ENVIRONMENT,
             Self::R2e(_) => "r2e",
-            Self::Swe(_) => "swe-bench",
+            Self::Swe(row) => row.family().name(),
         }
     }
 
@@ -107,6 +108,13 @@ impl Row {
         let has = |column: &str| value.get(column).is_some();
         let reason = |error: serde_path_to_error::Error<serde_json::Error>| error.to_string();
         if has("FAIL_TO_PASS") {
+            if has("test_cmds") {
+                return Err(
+                    "is a row of SWE-bench-Live (column `test_cmds`), which is not supported: \
+                    its images and commands are its own"
+                        .to_owned(),
+                );
+            }
             let row = serde_path_to_error::deserialize::<_, SweRow>(value).map_err(reason)?;
             match row.problem() {
                 Some(problem) => Err(problem),
@@ -119,7 +127,8 @@ impl Row {
                 Ok(_) => Ok(Self::R2e(Box::new(row))),
             }
         } else {
-            let columns = "`expected_output_json` (R2E-Gym) nor `FAIL_TO_PASS` (SWE-bench)";
+            let columns = "`expected_output_json` (R2E-Gym) nor `FAIL_TO_PASS` (SWE-bench, SWE-Gym, \
+                SWE-rebench, SWE-smith)";
             Err(format!("has neither a column {columns}"))
         }
     }
@@ -211,7 +220,12 @@ pub fn rows(
     Ok(files.into_iter().flatten().enumerate().map(move |(n, value)| {
         let row = n + 1;
         let value = value.map_err(|reason| Refused { row, id: None, reason })?;
-        let value = unwrapped(value, WRAPPERS);
+        let id_of_record = id(&value);
+        let value = unwrapped(value, WRAPPERS).map_err(|reason| Refused {
+            row,
+            id: id_of_record,
+            reason,
+        })?;
         let id = id(&value);
         let found = Row::from_value(value).map_err(|reason| Refused { row, id, reason })?;
         match seen.insert(found.id(), row) {
@@ -369,18 +383,29 @@ impl<R: BufRead> JsonLines<R> {
 }
 
 /// The row inside an entry of a trainer's data set: rLLM and verl store it in `extra_info`, as an
-/// object or as JSON text. At most `depth` levels are unwrapped.
-fn unwrapped(mut value: Value, depth: usize) -> Value {
+/// object or as JSON text, and NeMo-Gym in members of its own. At most `depth` levels are unwrapped.
+///
+/// # Errors
+/// The reason why the entry has no row that can be a task.
+fn unwrapped(mut value: Value, depth: usize) -> Result<Value, String> {
     let has = |column: &str| value.get(column).is_some();
     if depth == 0 || has("FAIL_TO_PASS") || has("expected_output_json") {
-        return value;
+        return Ok(value);
     }
-    let inner = match value.get_mut("extra_info").map(Value::take) {
-        Some(Value::String(text)) => serde_json::from_str(&text).ok(),
-        Some(inner @ Value::Object(_)) => Some(inner),
+    if let Some(inner) = nemo_gym::inner(&mut value) {
+        return unwrapped(inner?, depth - 1);
+    }
+    let inner = parsed(value.get_mut("extra_info").map(Value::take));
+    inner.map_or(Ok(value), |inner| unwrapped(inner, depth - 1))
+}
+
+/// An object, or the JSON value that a text has.
+fn parsed(value: Option<Value>) -> Option<Value> {
+    match value? {
+        Value::String(text) => serde_json::from_str(&text).ok(),
+        inner @ Value::Object(_) => Some(inner),
         _ => None,
-    };
-    inner.map_or(value, |inner| unwrapped(inner, depth - 1))
+    }
 }
 
 /// The id of a row that may be invalid.

@@ -10,7 +10,8 @@ mod task;
 pub use commit::{FileDiff, FilePath, Header, HunkRecord, IndexLine, LineRecord, ParsedCommit};
 
 pub use crate::column::ColumnProblem;
-use crate::task::{Split, TaskFile, TestStatus};
+use crate::task::{Split, TestStatus};
+use crate::task_file::TaskFile;
 use crate::text::printable;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_types::TestTimeout;

@@ -1,9 +1,10 @@
 //! A task of any family.
 
 use crate::finding::Finding;
-use crate::swe::{Report, SweRow};
-use orchestrate_types::{RelativePath, TaskId};
-use serde::{Deserialize, Deserializer, Serialize};
+use crate::swe::{Report, SweFamily, SweRow};
+use crate::task_file::TaskFile;
+use orchestrate_types::TaskId;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -17,21 +18,6 @@ pub enum Split {
     HeldOut,
     /// Not trained on: unseen bug families.
     HeldOutFamilies,
-}
-
-/// A text file of a task, relative to the task's folder.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TaskFile {
-    /// Relative path, which is checked to be a [`RelativePath`] when the file is read from a row.
-    #[serde(deserialize_with = "inside")]
-    pub path: String,
-    /// Content.
-    pub content: String,
-}
-
-/// A path that stays inside its tree.
-fn inside<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
-    RelativePath::deserialize(from).map(String::from)
 }
 
 /// Result of one test, with R2E-Gym's names.
@@ -55,7 +41,7 @@ pub enum Origin {
     Files,
     /// A git repository in an R2E-Gym image, with its hidden tests.
     R2e,
-    /// A git repository in a SWE-bench image; the row defines how it is tested.
+    /// A git repository in an image of the SWE-bench family; the row defines how it is tested.
     SweBench(Box<SweRow>),
 }
 
@@ -109,6 +95,29 @@ impl Task {
             Origin::SweBench(_) => Some("/opt/miniconda3/envs/testbed/bin"),
         }
     }
+
+    /// What makes the tree that the task starts from out of the image's; `None` if the image has it.
+    pub fn start(&self) -> Option<TaskStart> {
+        match &self.origin {
+            Origin::SweBench(row) if row.family() == SweFamily::SweSmith => {
+                let (withheld, restored) = row.smith_test_files();
+                Some(TaskStart { patch: row.patch.clone(), withheld, restored })
+            }
+            Origin::Files | Origin::R2e | Origin::SweBench(_) => None,
+        }
+    }
+}
+
+/// What makes the tree that a task starts from out of the image's. The repository's history has the
+/// solution then.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TaskStart {
+    /// Unified diff that is applied to the image's tree. Never shown to the agent.
+    pub patch: String,
+    /// Test files that the agent does not get, relative to the tree.
+    pub withheld: Vec<String>,
+    /// Test files that are restored before the tests run, relative to the tree.
+    pub restored: Vec<String>,
 }
 
 /// Result of grading one log.

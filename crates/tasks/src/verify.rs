@@ -5,7 +5,8 @@
 //! files.
 
 use crate::patch::{self, PatchError};
-use crate::task::{Task, TaskFile, Verdict};
+use crate::task::{Task, Verdict};
+use crate::task_file::TaskFile;
 
 /// The tree in which `task`'s hidden tests grade `patch`: the agent's files with the patch applied,
 /// without anything in the folders of the hidden tests, plus the hidden files.

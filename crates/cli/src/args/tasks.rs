@@ -21,8 +21,8 @@ Examples:
     List {
         #[command(flatten)]
         selection: TaskSelection,
-        /// File of R2E-Gym or SWE-bench rows: JSON lines, JSON or parquet, also .gz; or
-        /// `hf://datasets/OWNER/NAME`.
+        /// File of rows (R2E-Gym, SWE-bench, SWE-Gym, SWE-rebench, SWE-smith): JSON lines, JSON or
+        /// parquet, also .gz; or `hf://datasets/OWNER/NAME`.
         #[arg(long, value_name = "FILE")]
         file: Option<Utf8PathBuf>,
     },
@@ -36,18 +36,18 @@ Examples:
         id: String,
         #[command(flatten)]
         selection: TaskSelection,
-        /// File of R2E-Gym or SWE-bench rows: JSON lines, JSON or parquet, also .gz; or
-        /// `hf://datasets/OWNER/NAME`.
+        /// File of rows (R2E-Gym, SWE-bench, SWE-Gym, SWE-rebench, SWE-smith): JSON lines, JSON or
+        /// parquet, also .gz; or `hf://datasets/OWNER/NAME`.
         #[arg(long, value_name = "FILE")]
         file: Option<Utf8PathBuf>,
-        /// Print only the script that a grading container runs, for a SWE-bench row of --file.
+        /// Print only the script that a grading container runs, for a row of SWE-bench's family in --file.
         #[arg(long, requires = "file", conflicts_with = "json")]
         eval_script: bool,
         /// Version of SWE-bench's harness that the script is for.
         #[arg(long, requires = "eval_script", default_value = "4.1.0", value_parser = super::harness_parser())]
         harness: Harness,
     },
-    /// Read task rows of R2E-Gym or SWE-bench and report which can be used.
+    /// Read task rows (R2E-Gym, SWE-bench, SWE-Gym, SWE-rebench, SWE-smith) and report which can be used.
     #[command(after_help = "\
 Examples:
   orchestrate tasks import hf://datasets/SWE-bench/SWE-bench_Verified

@@ -9,12 +9,13 @@ use super::swe_reported::{SplitScript, log_of};
 use super::tests_run::{TestRun, run_by_log, run_reported};
 use crate::collection::failed_here;
 use crate::offload;
+use crate::repository;
 use crate::sandboxes::{file_entry, refused};
 use orchestrate_sandbox::{Command, ExecResult, Exit, FileEntry, Sandbox, SandboxError};
 use orchestrate_tasks::patch;
 use orchestrate_tasks::r2e::HIDDEN_FOLDER;
 use orchestrate_tasks::reporter::{self, TestCommand, TestPlan};
-use orchestrate_tasks::swe::{self, Harness, SweRow};
+use orchestrate_tasks::swe::{self, Harness, SweFamily, SweRow};
 use orchestrate_tasks::{Finding, Task, TaskFile};
 use std::time::Duration;
 
@@ -165,7 +166,7 @@ pub(super) async fn grade_swe_bench(
     let eval =
         if is_strict { strict_eval_script(row) } else { swe::eval_script(row, rules.harness) };
     let eval = eval.map_err(|error| refused(sandbox, "eval.sh", error.to_string()))?;
-    let split = if is_strict { SplitScript::of(&eval, &row.base_commit) } else { None };
+    let split = if is_strict { SplitScript::of(&eval, row) } else { None };
     let script_to_run = split.as_ref().map_or(&eval, |split| &split.install);
     sandbox.write_files(&[staged("patch", patch), staged("eval.sh", script_to_run)]).await?;
     let mut graded = GradedChange {
@@ -197,6 +198,8 @@ pub(super) async fn grade_swe_bench(
     let order = match (patch.is_empty(), is_strict, rules.harness) {
         (true, ..) => "none",
         (false, true, _) => "strict",
+        // The other harnesses are forks of version 4.
+        (false, false, _) if row.family() != SweFamily::SweBench => "4",
         (false, false, Harness::V4_1_0) => "4",
         (false, false, Harness::V5_0_2) => "5",
     };
@@ -214,6 +217,9 @@ pub(super) async fn grade_swe_bench(
         }
         _ => return Err(refused(sandbox, "apply", graded.apply_log).into()),
     }
+    if let Some(start) = task.start() {
+        repository::restore_tests(sandbox, &start).await?;
+    }
     let set_up = set_up_tree(sandbox, task, row, split.as_ref(), listing.as_ref()).await?;
     if let Some(what) = set_up.refused {
         return Ok(refused_set_up(task, graded, part, &what, &set_up.result));
@@ -230,7 +236,7 @@ pub(super) async fn grade_swe_bench(
         if let Some(run) = split.run(sandbox, task, &part.touched, &tracing, folder).await? {
             graded.log = [log_bytes(&result), run.log].concat();
             graded.test_time = result.elapsed.saturating_add(run.elapsed);
-            match swe::grade(row, rules.harness, log_of(&run.results).as_bytes()) {
+            match swe::grade(row, rules.harness, log_of(&run.results, row).as_bytes()) {
                 Ok(report) => graded.verdict = row.verdict(Some(report)),
                 Err(error) => graded.problem = Some(error.to_string()),
             }
@@ -291,6 +297,7 @@ async fn set_up_tree(
         let result = sandbox.exec(&test_command(task, &task.test_command)).await?;
         return Ok(SetUp { result, refused: None, is_checked: false });
     };
+    let listing = listing.filter(|_| split.installs);
     let existed = listing.map(|listing| |path: &str| listing.existed(path));
     let existed = existed.as_ref().map(|existed| existed as &(dyn Fn(&str) -> bool + Sync));
     set_up::run(sandbox, task, &row.repo, split, existed).await
@@ -327,7 +334,7 @@ fn strict_findings(graded: &GradedChange, exit: Exit) -> Vec<Finding> {
         findings.extend([Finding::OutputForged, Finding::Tampered]);
     }
     // pytest's own exit status tells apart the end of a run with failures from any other failure.
-    let failed = text.lines().any(|line| line.starts_with("FAILED ") || line.starts_with("ERROR "));
+    let failed = text.lines().any(shows_failure);
     let agrees = match exit {
         Exit::Code(0) => !failed,
         Exit::Code(1) => failed || graded.verdict.reward < 0.5,
@@ -337,6 +344,14 @@ fn strict_findings(graded: &GradedChange, exit: Exit) -> Vec<Finding> {
         findings.push(Finding::ExitStatus);
     }
     findings
+}
+
+/// Whether a line is pytest's result of a test that failed, in its summary or with the name first.
+fn shows_failure(line: &str) -> bool {
+    let is_failure = |word: &str| matches!(word, "FAILED" | "ERROR");
+    line.starts_with("FAILED ")
+        || line.starts_with("ERROR ")
+        || line.split_whitespace().nth(1).is_some_and(is_failure) && line.contains("::")
 }
 
 fn staged(name: &str, content: &str) -> FileEntry {

@@ -20,6 +20,7 @@ pub use logs::{GradeLogs, write_log_folder};
 pub use rules::{GradingRules, LogGrader, grade_as_r2e, grade_by_summary};
 
 use crate::collection::CollectedChange;
+use crate::repository;
 use crate::sandboxes::close;
 use crate::tree::{self, TreeChange};
 use orchestrate_sandbox::{Sandbox, SandboxProvider, SandboxSpec};
@@ -64,6 +65,9 @@ async fn grade_in(
     input: GradedInput<'_>,
     rules: GradingRules,
 ) -> Result<GradedChange, GradeError> {
+    if let Some(start) = task.start() {
+        repository::start(sandbox, task, &start, &[]).await?;
+    }
     let change = match input {
         GradedInput::Change(change) => Cow::Borrowed(change),
         GradedInput::Files(files) => Cow::Owned(tree::change_in(sandbox, files).await?),

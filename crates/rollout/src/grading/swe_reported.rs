@@ -8,6 +8,7 @@ use super::tests_run::{TestRun, run_reported};
 use crate::sandboxes::{file_entry, refused};
 use orchestrate_sandbox::{FileEntry, Sandbox, SandboxError};
 use orchestrate_tasks::reporter::{self, TestCommand, TestPlan};
+use orchestrate_tasks::swe::{LogParser, SweFamily, SweRow};
 use orchestrate_tasks::{Task, TestStatus};
 use std::fmt::Write as _;
 
@@ -50,12 +51,46 @@ pub(super) struct SplitScript {
     pub(super) tests: String,
     /// `None` if one pytest command does not run all tests.
     command: Option<TestCommand>,
+    /// Files of the tests, relative to the tree.
+    hidden: Vec<String>,
+    /// Whether [`SplitScript::install`] runs anything.
+    pub(super) installs: bool,
 }
 
 impl SplitScript {
-    /// Splits the script of a task that starts from `base`; `None` if it has another form than the
-    /// harness's.
-    pub(super) fn of(script: &str, base: &str) -> Option<Self> {
+    /// Splits the script of `row`; `None` if it has another form than the harness's.
+    pub(super) fn of(script: &str, row: &SweRow) -> Option<Self> {
+        let mut split = match row.family() {
+            SweFamily::SweSmith => Self::without_set_up(script, row),
+            _ => Self::from(script, &row.base_commit),
+        }?;
+        // Only for these is there a line that the row's parser reads as the result.
+        split.command.take_if(|_| {
+            let parser = row.log_parser();
+            parser.is_none_or(|parser| parser.line("", "").is_none())
+                || parser == Some(LogParser::PytestWorkers)
+        });
+        Some(split)
+    }
+
+    /// The parts of a script that installs nothing, for a tree that has its tests.
+    fn without_set_up(script: &str, row: &SweRow) -> Option<Self> {
+        let (_, tests) = script.split_once(START)?;
+        let activates = "source /opt/miniconda3/bin/activate; conda activate testbed; ";
+        let start = format!("{HEAD}{ACTIVATE}cd /testbed\n");
+        Some(Self {
+            prelude: String::new(),
+            install: start.clone(),
+            patch: format!("{HEAD}cd /testbed\n"),
+            tests: format!("{start}{START}{tests}"),
+            command: tests.strip_prefix(activates).and_then(test_command),
+            hidden: row.smith_test_files().1,
+            installs: false,
+        })
+    }
+
+    /// Splits the script of a task that starts from `base`.
+    fn from(script: &str, base: &str) -> Option<Self> {
         let (setup, tests) = script.split_once(START)?;
         let at = setup.find(&format!("\ngit checkout {base} "))? + 1;
         let (before, patch) = setup.split_at_checked(at)?;
@@ -74,6 +109,21 @@ impl SplitScript {
             .flat_map(|line| [line, "\n"])
             .collect();
         let start = format!("{HEAD}{ACTIVATE}{exports}cd /testbed\n");
+        let mut command = test_command(tests);
+        for export in exports.lines() {
+            let set = export.strip_prefix("export ").and_then(|set| set.split_once('='));
+            // A value that a shell computes is not known here.
+            match set.filter(|(_, value)| !value.contains(['$', '`', '\\', '"', '\''])) {
+                Some((name, value)) => {
+                    command.as_mut().map(|c| c.env.insert(name.to_owned(), value.to_owned()));
+                }
+                None => command = None,
+            }
+        }
+        let is_path = |argument: &&String| !argument.starts_with('-');
+        let hidden = command.iter().flat_map(|command| command.arguments.iter().filter(is_path));
+        let hidden =
+            hidden.map(|path| path.split("::").next().unwrap_or(path).to_owned()).collect();
         let prelude =
             if others.is_empty() { others } else { format!("{exports}cd /testbed\n{others}") };
         Some(Self {
@@ -81,7 +131,9 @@ impl SplitScript {
             install: format!("{start}{install}"),
             patch: format!("{HEAD}export PATH={SYSTEM_PATH}\ncd /testbed\n{patch}"),
             tests: format!("{start}{START}{tests}"),
-            command: test_command(tests),
+            command,
+            hidden,
+            installs: true,
         })
     }
 
@@ -96,12 +148,10 @@ impl SplitScript {
         folder: &str,
     ) -> Result<Option<TestRun>, SandboxError> {
         let Some(command) = &self.command else { return Ok(None) };
-        let is_path = |argument: &&String| !argument.starts_with('-');
-        let hidden = command.arguments.iter().filter(is_path);
         let plan = TestPlan {
             touched: touched.to_vec(),
             tracing: tracing.to_vec(),
-            hidden: hidden.map(|path| path.split("::").next().unwrap_or(path).to_owned()).collect(),
+            hidden: self.hidden.clone(),
             unset: ["PAGER", "GIT_PAGER", "LANG"].map(ToOwned::to_owned).to_vec(),
         };
         let files = reporter::files(task, command, &plan, folder)
@@ -112,7 +162,8 @@ impl SplitScript {
     }
 }
 
-/// The one pytest command in the part of the script that runs the tests.
+/// The one pytest command in the part of the script that runs the tests. One that selects tests by an
+/// expression, or runs them in processes of their own, is not run by the reporter.
 fn test_command(tests: &str) -> Option<TestCommand> {
     let (line, rest) = tests.split_once('\n')?;
     let arguments = line.strip_prefix("pytest ")?;
@@ -120,14 +171,23 @@ fn test_command(tests: &str) -> Option<TestCommand> {
         return None;
     }
     let mut command = TestCommand::parse(&format!("python -m pytest {arguments}"))?;
+    let is_other = |argument: &String| {
+        argument == "-k"
+            || argument.starts_with("--numprocesses")
+            || argument.strip_prefix("-n").is_some_and(|n| !matches!(n, "0" | "=0"))
+    };
+    if command.arguments.iter().any(is_other) {
+        return None;
+    }
     PYTHON.clone_into(&mut command.python);
     command.env.insert("PATH".to_owned(), PATH.to_owned());
     command.env.insert("PIP_RETRIES".to_owned(), "0".to_owned());
     Some(command)
 }
 
-/// The log that the harness would read for these results.
-pub(super) fn log_of(results: &[(String, TestStatus)]) -> String {
+/// The log that the harness would read for these results of `row`'s tests.
+pub(super) fn log_of(results: &[(String, TestStatus)], row: &SweRow) -> String {
+    let parser = row.log_parser().unwrap_or(LogParser::Pytest);
     let mut log = format!("+ {START}");
     for (test, status) in results {
         let word = match status {
@@ -135,9 +195,9 @@ pub(super) fn log_of(results: &[(String, TestStatus)]) -> String {
             TestStatus::Failed => "FAILED",
             TestStatus::Error => "ERROR",
         };
-        // An id is one line, so it cannot contain another result.
-        let test = test.replace(['\n', '\r'], " ");
-        let _ = writeln!(log, "{word} {test}");
+        if let Some(line) = parser.line(test, word) {
+            let _ = writeln!(log, "{line}");
+        }
     }
     log.push_str("+ : '>>>>> End Test Output'\n>>>>> Test Exit Code: 0\n");
     log
@@ -146,6 +206,7 @@ pub(super) fn log_of(results: &[(String, TestStatus)]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use orchestrate_tasks::swe::{Harness, eval_script};
 
     const SCRIPT: &str = "#!/bin/bash\nset -uxo pipefail\nsource /opt/miniconda3/bin/activate\n\
         conda activate testbed\ncd /testbed\nsed -i x /etc/locale.gen\nexport LANG=en_US.UTF-8\n\
@@ -156,9 +217,14 @@ mod tests {
         : '>>>>> Start Test Output'\npytest -rA tests/test_a.py\n\
         SWEBENCH_TEST_EXIT_CODE=$?\n: '>>>>> End Test Output'\n";
 
+    fn row(base: &str) -> SweRow {
+        let (repo, base_commit) = ("pytest-dev/pytest".into(), base.into());
+        SweRow { repo, base_commit, ..SweRow::default() }
+    }
+
     #[test]
     fn scripts_are_split_into_what_runs_code_of_the_tree_and_what_does_not() {
-        let split = SplitScript::of(SCRIPT, "c0ffee").unwrap();
+        let split = SplitScript::of(SCRIPT, &row("c0ffee")).unwrap();
         assert_eq!(
             split.prelude,
             "export LANG=en_US.UTF-8\ncd /testbed\nsed -i x /etc/locale.gen\n"
@@ -172,18 +238,25 @@ mod tests {
         ));
         assert!(!split.patch.contains("conda"));
         let plain = SCRIPT.replace("sed -i x /etc/locale.gen\n", "");
-        assert_eq!(SplitScript::of(&plain, "c0ffee").unwrap().prelude, "");
-        assert!(SplitScript::of(SCRIPT, "decade").is_none());
+        assert_eq!(SplitScript::of(&plain, &row("c0ffee")).unwrap().prelude, "");
+        assert!(SplitScript::of(SCRIPT, &row("decade")).is_none());
     }
 
     #[test]
     fn one_pytest_command_is_run_by_the_reporter() {
-        let split = SplitScript::of(SCRIPT, "c0ffee").unwrap();
+        let split = SplitScript::of(SCRIPT, &row("c0ffee")).unwrap();
         assert_eq!(split.command.unwrap().arguments, ["-rA", "tests/test_a.py"]);
         assert!(split.tests.contains("pytest -rA tests/test_a.py\nSWEBENCH_TEST_EXIT_CODE=$?"));
-        for other in ["./tests/runtests.py x", "pytest -rA a; pytest b", "tox -epy39"] {
+        for other in [
+            "./tests/runtests.py x",
+            "pytest -rA a; pytest b",
+            "tox -epy39",
+            "pytest -rA -k \"a or b\"",
+            "pytest -n auto a",
+            "pytest -n4 a",
+        ] {
             let script = SCRIPT.replace("pytest -rA tests/test_a.py", other);
-            assert_eq!(SplitScript::of(&script, "c0ffee").unwrap().command, None, "{other}");
+            assert_eq!(SplitScript::of(&script, &row("c0ffee")).unwrap().command, None, "{other}");
         }
     }
 
@@ -193,7 +266,44 @@ mod tests {
             ("tests/test_a.py::test_x".to_owned(), TestStatus::Passed),
             ("a\nPASSED b".to_owned(), TestStatus::Failed),
         ];
-        let log = log_of(&results);
+        let log = log_of(&results, &row("c0"));
         assert!(log.contains("\nPASSED tests/test_a.py::test_x\nFAILED a PASSED b\n"), "{log}");
+        let funcy = SweRow { repo: "swesmith/Suor__funcy.207a7810".into(), ..SweRow::default() };
+        let log = log_of(&results, &funcy);
+        assert!(log.contains("\ntests/test_a.py::test_x PASSED\na PASSED b FAILED\n"), "{log}");
+    }
+
+    #[test]
+    fn a_tree_with_its_tests_needs_no_set_up() {
+        let smith = |repo: &str| {
+            let repo = format!("swesmith/{repo}");
+            let tests = vec!["tests/a.py::t".into()];
+            let row = SweRow { repo, fail_to_pass: tests, ..SweRow::default() };
+            let script = eval_script(&row, Harness::V5_0_2).unwrap();
+            SplitScript::of(&script, &row).unwrap()
+        };
+        let funcy = smith("Suor__funcy.207a7810");
+        assert!(
+            !funcy.installs && funcy.install.ends_with("conda activate testbed\ncd /testbed\n")
+        );
+        assert_eq!(funcy.command.unwrap().arguments.last().unwrap(), "--verbose");
+        assert_eq!(funcy.hidden, ["tests/a.py"]);
+        let log_only = [
+            "tornadoweb__tornado.d5ac65c1",
+            "pydantic__pydantic.acb0f10f",
+            "un33k__python-slugify.872b3750",
+            "HIPS__autograd.ac044f0d",
+        ];
+        assert!(log_only.iter().all(|repo| smith(repo).command.is_none()));
+    }
+
+    #[test]
+    fn exported_values_reach_the_reporter_unless_a_shell_computes_them() {
+        let command = |export: &str| {
+            let script = SCRIPT.replace("export LANG=en_US.UTF-8", export);
+            SplitScript::of(&script, &row("c0ffee")).unwrap().command
+        };
+        assert_eq!(command("export LANG=en_US.UTF-8").unwrap().env["LANG"], "en_US.UTF-8");
+        assert_eq!(command("export PYTHONPATH=${PYTHONPATH:-}:$(pwd)"), None);
     }
 }

@@ -5,7 +5,7 @@ set -eu
 command -v git >/dev/null || { echo "the image has no git" >&2; exit 1; }
 case $1 in
   r2e) rm -rf /r2e_tests /root/r2e_tests r2e_tests /run_tests.sh /root/run_tests.sh run_tests.sh ;;
-  swe-bench) rm -f /run_tests.sh /eval.sh /root/eval.sh ;;
+  swe-*) rm -f /run_tests.sh /eval.sh /root/eval.sh ;;
 esac
 [ -e .git ] || { echo "$PWD is not a git repository" >&2; exit 1; }
 git config --global --add safe.directory '*'

@@ -5,6 +5,7 @@
 mod attacks;
 mod damage;
 mod disk;
+mod training_sets;
 
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_engine::Finish;

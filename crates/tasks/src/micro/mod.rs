@@ -22,7 +22,8 @@ use crate::patch;
 use crate::r2e::{
     ExecutionResult, FileDiff, HIDDEN_FOLDER, MicroColumns, ParsedCommit, R2eRow, WORKDIR,
 };
-use crate::task::{Origin, Split, Task, TaskFile, TestStatus};
+use crate::task::{Origin, Split, Task, TestStatus};
+use crate::task_file::TaskFile;
 use families::{CATALOG, Family, fill};
 use instance::{Case, Function, Instance};
 use orchestrate_types::TaskId;

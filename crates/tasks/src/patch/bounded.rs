@@ -188,7 +188,7 @@ fn write_replacement(out: &mut String, file: &FileChange<'_>, old: &str, new: &s
 mod tests {
     use super::super::apply;
     use super::*;
-    use crate::task::TaskFile;
+    use crate::task_file::TaskFile;
     use proptest::prelude::*;
 
     fn version(text: &str) -> FileVersion<'_> {

@@ -7,13 +7,15 @@ mod binary;
 mod bounded;
 mod links;
 mod parse;
+mod reverse;
 pub mod rules;
 
 pub use bounded::{DiffLimits, FileChange, FileMode, FileVersion, bounded_diff};
 pub use links::{check_link, created_links, link_target};
 pub use parse::{FilePatch, Hunk, HunkLine, LineKind, parse};
+pub use reverse::reversed;
 
-use crate::task::TaskFile;
+use crate::task_file::TaskFile;
 use similar::{Algorithm, DiffTag, capture_diff_slices_deadline, group_diff_ops};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

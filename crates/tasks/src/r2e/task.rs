@@ -2,7 +2,8 @@
 
 use super::{HIDDEN_FOLDER, R2eRow, RowError, WORKDIR};
 use crate::column::{self, ColumnProblem};
-use crate::task::{Origin, Split, Task, TaskFile};
+use crate::task::{Origin, Split, Task};
+use crate::task_file::TaskFile;
 use crate::{micro, repair};
 use orchestrate_types::{ImageName, RelativePath, TaskId};
 use std::collections::BTreeSet;

@@ -17,7 +17,8 @@ pub use tree::{Repository, TreeError, is_source, is_test};
 
 use crate::log::grade_log;
 use crate::r2e::{R2eRow, WORKDIR};
-use crate::task::{Origin, Split, Task, TaskFile, TestStatus};
+use crate::task::{Origin, Split, Task, TestStatus};
+use crate::task_file::TaskFile;
 use issue::Failure;
 use orchestrate_types::TaskId;
 use rand::SeedableRng;

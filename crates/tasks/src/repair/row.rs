@@ -4,7 +4,7 @@ use super::issue::{self, Failure};
 use super::{Mutant, TaskGenerator};
 use crate::patch::{self, LineKind};
 use crate::r2e::{ExecutionResult, FileDiff, ParsedCommit, R2eRow, RepairColumns};
-use crate::task::TaskFile;
+use crate::task_file::TaskFile;
 use orchestrate_types::TestTimeout;
 
 /// A mutant that some tests detect.

@@ -3,7 +3,7 @@
 //! The invariant: contents are read byte for byte, including line ends, and files that cannot be
 //! included are listed in [`Repository::left_out`]. Folders and caches of tools are ignored.
 
-use crate::task::TaskFile;
+use crate::task_file::TaskFile;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_types::{RelativePath, TaskId};
 use std::io;

@@ -9,7 +9,8 @@ mod command;
 pub use command::{Start, TestCommand};
 
 use crate::finding::Finding;
-use crate::task::{Task, TaskFile, TestStatus};
+use crate::task::{Task, TestStatus};
+use crate::task_file::TaskFile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 

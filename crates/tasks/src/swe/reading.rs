@@ -78,21 +78,23 @@ enum Part {
     After,
 }
 
-/// Reads `log` into a fresh copy of `map`. Only the part between the markers counts, unless it has
-/// no result (for example because output streams were interleaved); then the whole log counts.
+/// Reads `log` into a fresh copy of `map`. Only the part between the markers counts. If it has no
+/// result (for example because output streams were interleaved), the whole log counts where
+/// `falls_back`.
 ///
 /// # Errors
 /// If reading fails, or the harness would raise an exception.
 pub(super) fn read(
     parser: LogParser,
     harness: Harness,
+    falls_back: bool,
     log: impl BufRead,
     map: &StatusMap,
 ) -> Result<Reading, LogError> {
     let start = || Parse { parser: parser.start(harness), map: map.fresh(), missing_name: false };
     let mut slice = start();
     // Dropped as soon as it is known not to count.
-    let mut whole = Some(start());
+    let mut whole = falls_back.then(start);
     let mut part = Part::Before;
     let (mut bad, mut ended) = (None, false);
     let mut evidence = (harness == Harness::V5_0_2).then(Evidence::default);

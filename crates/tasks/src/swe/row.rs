@@ -1,14 +1,17 @@
 //! Rows of the SWE-bench family.
 
-use super::Harness;
+use super::family::SweFamily;
 use super::parsers::LogParser;
+use super::rebench::InstallConfig;
 use super::spec::{self, spec};
+use super::{Harness, smith};
 use crate::column::{self, ColumnProblem};
+use crate::patch;
 use orchestrate_types::{ImageName, TaskId};
 use serde::{Deserialize, Serialize};
 
-/// A row of SWE-bench (full, Lite or Verified), with the columns of version 4 or 5 of the harness.
-/// Columns that are not listed here are ignored.
+/// A row of SWE-bench (full, Lite or Verified), with the columns of version 4 or 5 of the harness, or of
+/// another data set with such columns ([`SweFamily`]). Columns that are not listed here are ignored.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SweRow {
     /// Id of the instance, `OWNER__NAME-NUMBER`.
@@ -18,14 +21,18 @@ pub struct SweRow {
     /// Version of the repository, by which the harness's table is searched.
     #[serde(default)]
     pub version: String,
-    /// Commit that the task starts from.
+    /// Commit that the task starts from. Not used for SWE-smith.
+    #[serde(default)]
     pub base_commit: String,
     /// The issue text that the agent reads.
     pub problem_statement: String,
-    /// The gold patch. Never shown to the agent.
+    /// The gold patch; in SWE-smith, the bug, which the gold patch undoes ([`SweRow::gold_patch`]).
+    /// Never shown to the agent.
     #[serde(default)]
     pub patch: String,
-    /// The patch that adds the hidden tests. Never shown to the agent.
+    /// The patch that adds the hidden tests. Never shown to the agent. Absent in SWE-smith, whose tests
+    /// are in the image.
+    #[serde(default)]
     pub test_patch: String,
     /// Tests that the gold patch makes pass. Read from a list or from its JSON text.
     #[serde(rename = "FAIL_TO_PASS", with = "crate::json_column")]
@@ -36,7 +43,7 @@ pub struct SweRow {
     /// Container image, in rows for version 5.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
-    /// Container image, in R2E-Gym's copies of these rows.
+    /// Container image, in R2E-Gym's copies of these rows and in SWE-rebench.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub docker_image: Option<String>,
     /// Evaluation script, in rows for version 5.
@@ -48,6 +55,13 @@ pub struct SweRow {
     /// Which tests the runner reports, `pass_and_fail` or `fail_only`, in rows for version 5.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval_type: Option<EvalType>,
+    /// Commands of the row's tests, in SWE-rebench. Read from an object or from its JSON text.
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "crate::json_column::deserialize"
+    )]
+    pub install_config: Option<InstallConfig>,
 }
 
 /// Which tests a repository's test runner reports.
@@ -61,16 +75,31 @@ pub enum EvalType {
 }
 
 impl SweRow {
+    /// The data set that the row belongs to, told by its columns and its repository.
+    pub fn family(&self) -> SweFamily {
+        if self.install_config.is_some() {
+            SweFamily::SweRebench
+        } else if self.repo.starts_with("swesmith/") {
+            SweFamily::SweSmith
+        } else if self.eval_script.is_none() && spec::is_of_gym(&self.repo) {
+            SweFamily::SweGym
+        } else {
+            SweFamily::SweBench
+        }
+    }
+
     /// The reason why the row cannot be a task; `None` if it can.
     pub fn problem(&self) -> Option<String> {
+        let is_smith = self.family() == SweFamily::SweSmith;
         for (column, text) in [
             ("instance_id", &self.instance_id),
             ("repo", &self.repo),
-            ("base_commit", &self.base_commit),
             ("problem_statement", &self.problem_statement),
+            ("base_commit", &self.base_commit),
             ("test_patch", &self.test_patch),
         ] {
-            if text.trim().is_empty() {
+            let is_needed = !is_smith || !matches!(column, "base_commit" | "test_patch");
+            if is_needed && text.trim().is_empty() {
                 return Some(format!("column `{column}` is empty"));
             }
         }
@@ -79,6 +108,14 @@ impl SweRow {
         }
         if self.fail_to_pass.is_empty() {
             return Some("`FAIL_TO_PASS` is empty: doing nothing would solve the task".to_owned());
+        }
+        match self.family() {
+            SweFamily::SweSmith => return self.smith_problem().map(|problem| problem.to_string()),
+            SweFamily::SweRebench => {
+                let config = self.install_config.as_ref();
+                return config.and_then(InstallConfig::problem).map(|problem| problem.to_string());
+            }
+            SweFamily::SweBench | SweFamily::SweGym => {}
         }
         if self.log_parser().is_none() {
             let (column, named) = match &self.log_parser {
@@ -118,19 +155,38 @@ impl SweRow {
         column::tests("PASS_TO_PASS", &self.pass_to_pass)
     }
 
-    /// The container image: the one in the row, else the one that SWE-bench publishes for the
-    /// instance.
+    /// The container image: the one in the row (`image` or `docker_image`), else the one that the data
+    /// set publishes for the instance.
     pub fn image(&self) -> String {
-        let published = || {
-            let id = self.instance_id.to_lowercase().replace("__", "_1776_");
-            format!("swebench/sweb.eval.x86_64.{id}:latest")
+        let id = |separator| self.instance_id.to_lowercase().replace("__", separator);
+        let published = || match self.family() {
+            SweFamily::SweBench => format!("swebench/sweb.eval.x86_64.{}:latest", id("_1776_")),
+            SweFamily::SweGym => format!("xingyaoww/sweb.eval.x86_64.{}:latest", id("_s_")),
+            SweFamily::SweRebench => {
+                format!("swerebench/sweb.eval.x86_64.{}:latest", id("_1776_"))
+            }
+            SweFamily::SweSmith => self.smith_image(),
         };
         self.image.clone().or_else(|| self.docker_image.clone()).unwrap_or_else(published)
+    }
+
+    /// The unified diff that solves the task. Empty for a row of SWE-smith whose `patch` cannot be
+    /// reversed, which is refused when it is read.
+    pub fn gold_patch(&self) -> String {
+        match self.family() {
+            SweFamily::SweSmith => patch::reversed(&self.patch).unwrap_or_default(),
+            _ => self.patch.clone(),
+        }
     }
 
     /// The parser of the row's test logs: the one that the row names, else that of its repository.
     /// `None` if it is unknown.
     pub fn log_parser(&self) -> Option<LogParser> {
+        match self.family() {
+            SweFamily::SweSmith => return smith::profile(&self.repo).map(|profile| profile.parser),
+            SweFamily::SweRebench => return self.install_config.as_ref()?.log_parser(),
+            SweFamily::SweBench | SweFamily::SweGym => {}
+        }
         match &self.log_parser {
             Some(name) => LogParser::named(name),
             None => spec::parser(&self.repo),

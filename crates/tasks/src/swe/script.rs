@@ -2,7 +2,7 @@
 
 use super::parsers::pattern;
 use super::spec::{SpecError, spec};
-use super::{Harness, SweRow};
+use super::{Harness, SweFamily, SweRow};
 use regex::Regex;
 use std::sync::LazyLock;
 
@@ -18,6 +18,8 @@ const NOT_TESTS: [&str; 11] =
 ///
 /// For version 5, it is the row's `eval_script` column with commands that log the test command's
 /// exit code. A row without that column gets the script of version 4 with the same commands added.
+/// For a row of SWE-Gym or SWE-rebench it is that of version 4 with the commands of the data set, and
+/// for one of SWE-smith the script of its own harness.
 ///
 /// # Errors
 /// If the row's repository or version is unknown.
@@ -27,6 +29,7 @@ pub fn eval_script(row: &SweRow, harness: Harness) -> Result<String, SpecError> 
             let is_line = |line: &&str| !matches!(*line, "#!/bin/bash" | "set -uxo pipefail");
             crate::text::strip(script).split('\n').filter(is_line).map(ToOwned::to_owned).collect()
         }
+        _ if row.family() == SweFamily::SweSmith => smith_lines(row)?,
         _ => version_4_lines(row)?,
     };
     let mut script = "#!/bin/bash\nset -uxo pipefail\n".to_owned();
@@ -48,29 +51,96 @@ pub fn eval_script(row: &SweRow, harness: Harness) -> Result<String, SpecError> 
 
 /// The commands of version 4's script for `row`.
 fn version_4_lines(row: &SweRow) -> Result<Vec<String>, SpecError> {
-    let spec = spec(&row.repo, &row.version)?;
+    let RowCommands { setup, install, test } = RowCommands::of(row)?;
     let base = &row.base_commit;
     let restore = format!("git checkout {base} {}", test_files(&row.test_patch).join(" "));
-    let mut test = vec![spec.test_command.to_owned()];
-    test.extend(test_directives(&row.repo, &row.test_patch));
 
     let activate = ["source /opt/miniconda3/bin/activate", "conda activate testbed"];
     let mut lines: Vec<String> = activate.map(Into::into).into();
     lines.push("cd /testbed".into());
-    lines.extend(spec.setup.iter().map(|&line| line.into()));
+    lines.extend(setup);
     lines.push("git config --global --add safe.directory /testbed".into());
     lines.push("cd /testbed".into());
     lines.extend(["git status", "git show"].map(Into::into));
     lines.push(format!("git -c core.fileMode=false diff {base}"));
     lines.extend(activate.map(Into::into));
-    lines.push(spec.install.into());
+    lines.extend(install);
     lines.push(restore.clone());
     lines.push(format!("git apply -v - <<'{HEREDOC}'\n{}\n{HEREDOC}", row.test_patch));
     lines.push(": '>>>>> Start Test Output'".into());
-    lines.push(test.join(" "));
+    lines.push(test);
     lines.push(format!(": '{END_MARKER}'"));
     lines.push(restore);
     Ok(lines)
+}
+
+/// The commands in the script that differ between rows.
+struct RowCommands {
+    setup: Vec<String>,
+    install: Option<String>,
+    /// Runs the tests of the row's test patch.
+    test: String,
+}
+
+impl RowCommands {
+    fn of(row: &SweRow) -> Result<Self, SpecError> {
+        let mut directives = test_directives(&row.repo, &row.test_patch);
+        let Some(config) = &row.install_config else {
+            let spec = spec(&row.repo, &row.version)?;
+            if row.repo == MYPY {
+                directives = vec![mypy_cases(&row.test_patch)];
+            }
+            return Ok(Self {
+                setup: spec.setup.iter().map(|&line| line.into()).collect(),
+                install: Some(spec.install.into()),
+                test: with_arguments(spec.test_command, &directives),
+            });
+        };
+        let deleted = deleted_files(&row.test_patch);
+        directives.retain(|file| !deleted.contains(file));
+        let command = config.test_command().ok_or_else(|| SpecError::Repo(row.repo.clone()))?;
+        Ok(Self {
+            setup: config.eval_commands.clone().unwrap_or_default(),
+            install: config.install_command().map(ToOwned::to_owned),
+            test: with_arguments(command, &directives),
+        })
+    }
+}
+
+fn with_arguments(command: &str, arguments: &[String]) -> String {
+    std::iter::once(command)
+        .chain(arguments.iter().map(String::as_str))
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+/// The repository whose tests SWE-Gym selects by the names of cases in data files.
+const MYPY: &str = "python/mypy";
+
+/// The expression that selects the cases in mypy's test data that `test_patch` names.
+fn mypy_cases(test_patch: &str) -> String {
+    static CASE: LazyLock<Regex> = LazyLock::new(|| pattern(r"\[case ([^\]]+)\]"));
+    let names = CASE.captures_iter(test_patch).filter_map(|found| found.get(1));
+    format!("\"{}\"", names.map(|name| name.as_str()).collect::<Vec<_>>().join(" or "))
+}
+
+/// Files that `test_patch` deletes, which SWE-rebench does not pass to the test runner.
+fn deleted_files(test_patch: &str) -> Vec<String> {
+    static DELETED: LazyLock<Regex> =
+        LazyLock::new(|| pattern(r"(?m)^diff --git a/.* b/(.*)\ndeleted file mode "));
+    let paths = DELETED.captures_iter(test_patch).filter_map(|found| found.get(1));
+    paths.map(|path| path.as_str().to_owned()).collect()
+}
+
+/// The commands of SWE-smith's script.
+fn smith_lines(row: &SweRow) -> Result<Vec<String>, SpecError> {
+    let test = row.smith_test_command().ok_or_else(|| SpecError::Repo(row.repo.clone()))?;
+    Ok(vec![
+        "cd /testbed".to_owned(),
+        ": '>>>>> Start Test Output'".to_owned(),
+        test,
+        format!(": '{END_MARKER}'"),
+    ])
 }
 
 /// Arguments of the test command: the new paths of the files in `test_patch`, without data files.
@@ -132,6 +202,7 @@ pub fn test_files(test_patch: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::swe::{Commands, InstallConfig};
 
     const PATCH: &str = "diff --git a/tests/a/test_b.py b/tests/a/test_b.py\n\
         index 1..2 100644\n--- a/tests/a/test_b.py\n+++ b/tests/a/test_b.py\n\
@@ -154,6 +225,48 @@ mod tests {
     fn directives_contain_only_tests() {
         assert_eq!(test_directives("a/b", PATCH), ["tests/a/test_b.py", "tests/new.py"]);
         assert_eq!(test_directives("django/django", PATCH), ["a.test_b", "new"]);
+    }
+
+    #[test]
+    fn each_data_set_has_its_own_commands() {
+        let row = |repo: &str, version: &str, test_patch: &str| SweRow {
+            repo: repo.into(),
+            version: version.into(),
+            base_commit: "c0".into(),
+            test_patch: test_patch.into(),
+            ..SweRow::default()
+        };
+        let script = |row: &SweRow| eval_script(row, Harness::V4_1_0).unwrap();
+        let mypy = "diff --git a/test-data/x.test b/test-data/x.test\n--- a/test-data/x.test\n\
+            +++ b/test-data/x.test\n@@ -1,0 +1,2 @@\n+[case testOne]\n+[case testTwo-xfail]\n";
+        let mypy = script(&row("python/mypy", "1.4", mypy));
+        assert!(mypy.contains("\npytest -n0 -rA -k \"testOne or testTwo-xfail\"\n"), "{mypy}");
+        let monai = script(&row("Project-MONAI/MONAI", "1.1", PATCH));
+        assert!(monai.contains("python setup.py develop;\ngit checkout c0 "), "{monai}");
+        assert!(monai.contains("\npytest -rA  tests/a/test_b.py tests/new.py\n"), "{monai}");
+
+        let gone = "diff --git a/tests/gone.py b/tests/gone.py\ndeleted file mode 100644\n\
+            --- a/tests/gone.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n";
+        let mut rebench = row("o/r", "1.0", &format!("{PATCH}{gone}"));
+        rebench.install_config = Some(InstallConfig {
+            test_cmd: Some(Commands::One("pytest -rA -p no:cacheprovider".into())),
+            log_parser: Some("parse_log_pytest".into()),
+            ..InstallConfig::default()
+        });
+        let text = script(&rebench);
+        assert!(text.contains("\npytest -rA -p no:cacheprovider tests/a/test_b.py tests/new.py\n"));
+        assert!(
+            text.contains("conda activate testbed\ngit checkout c0 tests/a/test_b.py"),
+            "{text}"
+        );
+
+        let smith =
+            SweRow { repo: "swesmith/tkrajina__gpxpy.09fc46b3".into(), ..SweRow::default() };
+        let want = "#!/bin/bash\nset -uxo pipefail\ncd /testbed\n: '>>>>> Start Test Output'\n\
+            source /opt/miniconda3/bin/activate; conda activate testbed; \
+            pytest test.py --verbose --color=no --tb=no --disable-warnings\n\
+            : '>>>>> End Test Output'\n";
+        assert_eq!(script(&smith), want);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The harness's table of repositories: how the tests of each version are run and their log is
 //! parsed.
 
+use super::gym;
 use super::parsers::LogParser;
 
 /// How the tests of some versions of a repository are run and their log is parsed.
@@ -24,10 +25,13 @@ pub struct Spec {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum SpecError {
     /// The repository is unknown.
-    #[error("repository `{0}` is not in SWE-bench's table, and the row has no `eval_script`")]
+    #[error(
+        "repository `{0}` is not in the tables of SWE-bench and SWE-Gym, and the row has no \
+         `eval_script` or `install_config`"
+    )]
     Repo(String),
     /// The repository is known, but not this version of it.
-    #[error("version `{version}` of `{repo}` is not in SWE-bench's table; known: {known}")]
+    #[error("version `{version}` of `{repo}` is not in the data set's table; known: {known}")]
     Version {
         /// The repository, `owner/name`.
         repo: String,
@@ -43,7 +47,7 @@ pub enum SpecError {
 /// # Errors
 /// If the repository or the version is unknown.
 pub fn spec(repo: &str, version: &str) -> Result<&'static Spec, SpecError> {
-    let of_repo = || SPECS.iter().filter(|spec| spec.repo == repo);
+    let of_repo = || of(repo);
     let found = of_repo().find(|spec| spec.versions.split(' ').any(|known| known == version));
     found.ok_or_else(|| {
         let known: Vec<_> = of_repo().map(|spec| spec.versions).collect();
@@ -54,9 +58,20 @@ pub fn spec(repo: &str, version: &str) -> Result<&'static Spec, SpecError> {
     })
 }
 
+/// The entries of a repository, in SWE-bench's table or in SWE-Gym's, which ignores the case.
+fn of(repo: &str) -> impl Iterator<Item = &'static Spec> {
+    let of_gym = gym::SPECS.iter().filter(move |spec| spec.repo.eq_ignore_ascii_case(repo));
+    SPECS.iter().filter(move |spec| spec.repo == repo).chain(of_gym)
+}
+
 /// The log parser of a repository, whatever its version.
 pub(super) fn parser(repo: &str) -> Option<LogParser> {
-    SPECS.iter().find(|spec| spec.repo == repo).map(|spec| spec.parser)
+    of(repo).next().map(|spec| spec.parser)
+}
+
+/// Whether a repository is one of those that SWE-Gym adds to SWE-bench's.
+pub(super) fn is_of_gym(repo: &str) -> bool {
+    gym::SPECS.iter().any(|spec| spec.repo.eq_ignore_ascii_case(repo))
 }
 
 const PYTEST: &str = "pytest -rA";

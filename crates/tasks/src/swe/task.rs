@@ -1,6 +1,6 @@
 //! Converts a row to a task, and a report to a verdict.
 
-use super::{Report, SweRow};
+use super::{Report, SweFamily, SweRow};
 use crate::r2e::WORKDIR;
 use crate::task::{Origin, Split, Task, TestStatus, Verdict};
 use orchestrate_types::TaskId;
@@ -14,12 +14,16 @@ impl SweRow {
     /// Converts the row to a task.
     pub fn to_task(&self) -> Task {
         let tests = self.fail_to_pass.iter().chain(&self.pass_to_pass);
+        let family = self.family();
         Task {
             // Of a row that was read, this is the id itself.
             id: TaskId::made_of(&self.instance_id),
-            environment: "swe-bench".to_owned(),
+            environment: family.name().to_owned(),
             family: self.repo.clone(),
-            split: Split::HeldOut,
+            split: match family {
+                SweFamily::SweBench => Split::HeldOut,
+                _ => Split::Train,
+            },
             problem_statement: self.problem_statement.clone(),
             image: self.image(),
             workdir: WORKDIR.to_owned(),
@@ -28,7 +32,7 @@ impl SweRow {
             test_command: "/bin/bash /eval.sh".to_owned(),
             test_timeout: TEST_TIMEOUT,
             expected: tests.map(|test| (test.clone(), TestStatus::Passed)).collect(),
-            gold_patch: self.patch.clone(),
+            gold_patch: self.gold_patch(),
             origin: Origin::SweBench(Box::new(self.clone())),
         }
     }

@@ -130,7 +130,8 @@ pub fn grade(row: &SweRow, harness: Harness, log: impl BufRead) -> Result<Report
     let tests = row.fail_to_pass.iter().chain(&row.pass_to_pass);
     let wanted = StatusMap::for_tests(tests.map(String::as_str));
     let mut report = Report::ungraded(harness);
-    match reading::read(parser, harness, log, &wanted)? {
+    let falls_back = row.family().reads_whole_log();
+    match reading::read(parser, harness, falls_back, log, &wanted)? {
         Reading::DidNotRun(why) => {
             if harness == Harness::V5_0_2 {
                 report.infra_failure = Some(why.infra.is_some_and(|infra| infra.certain));

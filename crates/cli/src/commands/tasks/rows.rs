@@ -80,7 +80,7 @@ fn check_usable(file: &Utf8Path, usable: usize, refused: usize) -> Result<(), In
     }
 }
 
-/// Prints the script that a grading container runs for one SWE-bench row of `file`.
+/// Prints the script that a grading container runs for one row of SWE-bench's family in `file`.
 pub(super) fn eval_script(file: &Utf8Path, id: &str, harness: Harness) -> anyhow::Result<ExitCode> {
     let Row::Swe(row) = find(file, id)? else {
         anyhow::bail!(UsageError::NoEvalScript { id: id.to_owned() });
@@ -111,11 +111,11 @@ pub(super) fn show(file: &Utf8Path, id: &str, as_json: bool) -> anyhow::Result<E
             {
                 output::data(format!("\n--- {title}\n{}", printable_lines(&tests.join("\n"))));
             }
-            output::data(format!(
-                "\n--- hidden tests\n{}",
-                printable_lines(row.test_patch.trim_end())
-            ));
-            output::data(format!("\n--- gold patch\n{}", printable_lines(row.patch.trim_end())));
+            let (withheld, _) = row.smith_test_files();
+            let tests = if withheld.is_empty() { &row.test_patch } else { &withheld.join("\n") };
+            output::data(format!("\n--- hidden tests\n{}", printable_lines(tests.trim_end())));
+            let gold = row.gold_patch();
+            output::data(format!("\n--- gold patch\n{}", printable_lines(gold.trim_end())));
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -1,11 +1,17 @@
-import sys, types
-m = types.ModuleType("orchestrate_reporter")
-old = sys.modules["orchestrate_reporter"]
-sys.modules["orchestrate_reporter"] = m
 import gc
-for o in gc.get_objects():
-    if type(o).__name__ == "PytestPluginManager":
-        try:o.unregister(old)
-        except Exception as e: print(e)
+
+
+def remove_others(manager):
+    for plugin in list(manager.get_plugins()):
+        name = getattr(plugin, "__name__", None) or type(plugin).__module__
+        if name.split(".")[0] not in ("_pytest", "pytest"):
+            manager.unregister(plugin)
+
+
+for found in gc.get_objects():
+    if type(found).__name__ == "PytestPluginManager":
+        remove_others(found)
+
+
 def total(items):
     return 99 if items else 1

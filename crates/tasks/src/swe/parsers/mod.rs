@@ -1,12 +1,13 @@
 //! The harness's log parsers: one per test runner, each reading a log line by line.
 //!
 //! The invariant: for the same text, a parser returns the status map of SWE-bench's own parser of
-//! that version, key by key, including its defects; the memory of a parser does not grow with the
-//! log.
+//! that version (or of the data set's fork of it), key by key, including its defects; the memory of a
+//! parser does not grow with the log.
 
 mod django;
 mod pytest;
 mod sympy;
+mod verbose;
 
 use super::status::StatusMap;
 use super::{Harness, LogError};
@@ -32,6 +33,18 @@ pub enum LogParser {
     Sympy,
     /// Django's test runner.
     Django,
+    /// As `PytestV2`, for pydantic in SWE-Gym: a failure may be followed by its progress.
+    Pydantic,
+    /// SWE-smith's default: pytest's lines of `--verbose`, with the name first.
+    PytestVerbose,
+    /// Lines with the status first, in SWE-smith.
+    PytestStatus,
+    /// Lines of pytest's parallel workers, in SWE-smith.
+    PytestWorkers,
+    /// Tornado's test runner, in SWE-smith.
+    Tornado,
+    /// Lines `NAME ... ok` of unittest, in SWE-smith.
+    Unittest,
 }
 
 /// Parses one log, whose lines are passed in order and without their ends.
@@ -67,16 +80,35 @@ impl LogParser {
         })
     }
 
+    /// The line that reports `status` for `test` in a log of this parser; `None` if such lines have
+    /// no fixed form.
+    pub fn line(self, test: &str, status: &str) -> Option<String> {
+        // A name is one line, so it cannot contain another result.
+        let test = test.replace(['\n', '\r'], " ");
+        match self {
+            Self::Sympy | Self::Django | Self::Tornado | Self::Unittest => None,
+            Self::PytestVerbose => Some(format!("{test} {status}")),
+            Self::PytestWorkers => Some(format!("[gw0] {status} {test}")),
+            _ => Some(format!("{status} {test}")),
+        }
+    }
+
     /// A parser for one log.
     pub(super) fn start(self, harness: Harness) -> Box<dyn ReadLines> {
         match self {
             Self::Pytest => Box::new(pytest::Summary::plain(harness)),
             Self::PytestOptions => Box::new(pytest::Summary::with_options(harness)),
             Self::Matplotlib => Box::new(pytest::Summary::of_matplotlib(harness)),
-            Self::PytestV2 => Box::new(pytest::Coloured(harness)),
+            Self::PytestV2 => Box::new(pytest::Coloured::new(harness)),
+            Self::Pydantic => Box::new(pytest::Coloured::of_pydantic()),
             Self::Seaborn => Box::new(pytest::Seaborn(harness)),
             Self::Sympy => Box::<sympy::Sympy>::default(),
             Self::Django => Box::<django::Django>::default(),
+            Self::PytestVerbose => Box::new(verbose::Verbose::NameFirst),
+            Self::PytestStatus => Box::new(verbose::Verbose::StatusFirst),
+            Self::PytestWorkers => Box::new(verbose::Verbose::Workers),
+            Self::Tornado => Box::new(verbose::Tornado),
+            Self::Unittest => Box::new(verbose::Unittest),
         }
     }
 

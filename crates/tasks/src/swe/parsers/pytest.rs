@@ -83,14 +83,38 @@ fn with_short_path(name: &str) -> Cow<'_, str> {
 /// Parses lines that start with a status or, for older versions of pytest, end with one. Colours
 /// are removed.
 #[derive(Debug)]
-pub(super) struct Coloured(pub(super) Harness);
+pub(super) struct Coloured {
+    harness: Harness,
+    /// Whether `FAILED [ 10%]` is read as `FAILED`, and a status without a name is an error.
+    is_pydantic: bool,
+}
+
+impl Coloured {
+    pub(super) fn new(harness: Harness) -> Self {
+        Self { harness, is_pydantic: false }
+    }
+
+    /// SWE-Gym's own form, which has one version.
+    pub(super) fn of_pydantic() -> Self {
+        Self { harness: Harness::V4_1_0, is_pydantic: true }
+    }
+}
 
 impl ReadLines for Coloured {
     fn line(&mut self, line: &str, map: &mut StatusMap) -> Result<(), MissingName> {
-        let line = without_colour(line);
-        if starts_with_status(&line) {
+        static PROGRESS: LazyLock<Regex> =
+            LazyLock::new(|| pattern(r"FAILED[\s\x1c-\x1f]*\[.*?\]"));
+        let mut line = without_colour(line);
+        if self.is_pydantic && line.contains("FAILED") {
+            line = Cow::Owned(PROGRESS.replace_all(&line, "FAILED").into_owned());
+        }
+        let (starts, ends) = (starts_with_status(&line), WORDS.iter().any(|w| line.ends_with(w)));
+        if self.is_pydantic && (starts || ends) && tokens(&line).nth(1).is_none() {
+            return Err(MissingName);
+        }
+        if starts {
             self.parse_leading_status(&line, map);
-        } else if WORDS.iter().any(|word| line.ends_with(word)) {
+        } else if ends {
             self.parse_trailing_status(&line, map);
         }
         Ok(())
@@ -102,7 +126,7 @@ impl ReadLines for Coloured {
 impl Coloured {
     fn parse_leading_status(&self, line: &str, map: &mut StatusMap) {
         let failed = line.starts_with("FAILED");
-        match self.0 {
+        match self.harness {
             Harness::V4_1_0 => {
                 let line = if failed { Cow::Owned(line.replace(" - ", " ")) } else { line.into() };
                 let mut words = tokens(&line);
@@ -114,7 +138,7 @@ impl Coloured {
                 let reason = if failed { line.split_once(" - ") } else { None };
                 let mut words = tokens(reason.map_or(line, |(line, _)| line));
                 let (Some(status), Some(name)) = (words.next(), words.next()) else { return };
-                if !is_skip_count(self.0, status, name) {
+                if !is_skip_count(self.harness, status, name) {
                     let name = words.fold(name.to_owned(), |name, word| name + " " + word);
                     map.insert(&name, Status::of(status));
                 }
@@ -125,7 +149,7 @@ impl Coloured {
     fn parse_trailing_status(&self, line: &str, map: &mut StatusMap) {
         let mut words = tokens(line);
         let (Some(first), Some(second)) = (words.next(), words.next()) else { return };
-        match self.0 {
+        match self.harness {
             Harness::V4_1_0 => map.insert(first, Status::of(second)),
             Harness::V5_0_2 => {
                 let (mut name, mut last) = (first.to_owned(), second);
