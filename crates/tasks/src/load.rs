@@ -7,6 +7,7 @@
 mod hub;
 mod parquet_file;
 
+use crate::plain::{self, PlainRow};
 use crate::r2e::{R2eRow, RowError};
 use crate::repair;
 use crate::swe::SweRow;
@@ -43,6 +44,8 @@ pub enum Row {
     R2e(Box<R2eRow>),
     /// SWE-bench: full, Lite or Verified.
     Swe(Box<SweRow>),
+    /// A task of an environment that a worker outside has.
+    Plain(Box<PlainRow>),
 }
 
 impl Row {
@@ -51,16 +54,18 @@ impl Row {
         match self {
             Self::R2e(row) => row.id(),
             Self::Swe(row) => row.instance_id.clone(),
+            Self::Plain(row) => row.id().to_owned(),
         }
     }
 
-    /// The task family: `micro`, `repair`, `r2e` or `swe-bench`.
+    /// The task family: `micro`, `repair`, `r2e`, `swe-bench` or `plain`.
     pub fn environment(&self) -> &'static str {
         match self {
             Self::R2e(row) if row.micro.is_some() => "micro",
             Self::R2e(row) if row.repair.is_some() => repair::ENVIRONMENT,
             Self::R2e(_) => "r2e",
             Self::Swe(_) => "swe-bench",
+            Self::Plain(_) => plain::ENVIRONMENT,
         }
     }
 
@@ -69,6 +74,7 @@ impl Row {
         match self {
             Self::R2e(row) => &row.repo_name,
             Self::Swe(row) => &row.repo,
+            Self::Plain(row) => row.family(),
         }
     }
 
@@ -77,14 +83,16 @@ impl Row {
         match self {
             Self::R2e(row) => row.issue(),
             Self::Swe(row) => &row.problem_statement,
+            Self::Plain(row) => row.prompt(),
         }
     }
 
-    /// The container image that the task runs in.
+    /// The container image that the task runs in; empty for plain rows.
     pub fn image(&self) -> String {
         match self {
             Self::R2e(row) => row.docker_image.clone(),
             Self::Swe(row) => row.image(),
+            Self::Plain(_) => String::new(),
         }
     }
 
@@ -96,6 +104,7 @@ impl Row {
         match self {
             Self::R2e(row) => row.to_task(),
             Self::Swe(row) => Ok(row.to_task()),
+            Self::Plain(row) => Ok(row.to_task()),
         }
     }
 
@@ -118,9 +127,12 @@ impl Row {
                 Err(error) => Err(error.to_string()),
                 Ok(_) => Ok(Self::R2e(Box::new(row))),
             }
+        } else if PlainRow::matches(&value) {
+            Ok(Self::Plain(Box::new(PlainRow::from_value(value)?)))
         } else {
-            let columns = "`expected_output_json` (R2E-Gym) nor `FAIL_TO_PASS` (SWE-bench)";
-            Err(format!("has neither a column {columns}"))
+            Err("has none of the columns `expected_output_json` (R2E-Gym), `FAIL_TO_PASS` \
+                 (SWE-bench), and `id` with `prompt` (plain rows)"
+                .to_owned())
         }
     }
 }
@@ -387,5 +399,5 @@ fn unwrapped(mut value: Value, depth: usize) -> Value {
 fn id(row: &Value) -> Option<String> {
     let text = |column: &str| Some(row.get(column)?.as_str()?.to_owned());
     let of_commit = || Some(format!("{}__{}", text("repo_name")?, text("commit_hash")?));
-    text("instance_id").or_else(of_commit)
+    text("instance_id").or_else(of_commit).or_else(|| text("id"))
 }

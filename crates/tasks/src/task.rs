@@ -57,6 +57,9 @@ pub enum Origin {
     R2e,
     /// A git repository in a SWE-bench image; the row defines how it is tested.
     SweBench(Box<SweRow>),
+    /// A worker outside has the environment and gives the reward; these are the row's columns, which it
+    /// gets.
+    Outside(Box<serde_json::Map<String, serde_json::Value>>),
 }
 
 impl Origin {
@@ -104,7 +107,7 @@ impl Task {
     /// `None` if the image does not need it.
     pub fn programs(&self) -> Option<&'static str> {
         match self.origin {
-            Origin::Files => None,
+            Origin::Files | Origin::Outside(_) => None,
             Origin::R2e => Some("/testbed/.venv/bin"),
             Origin::SweBench(_) => Some("/opt/miniconda3/envs/testbed/bin"),
         }

@@ -281,6 +281,7 @@ fn runner(kind: &Kind, world: &World, engine: Arc<dyn Engine>) -> anyhow::Result
         },
         rules: GradingRules::new(grade),
         agent: None,
+        outside: None,
         logs: None,
         rows: RowSharing {
             cache: Some(Arc::new(cache)),

@@ -6,6 +6,7 @@
 //! agent sends is placed in a [`Conversation`].
 
 mod config;
+mod outside;
 mod sampler;
 
 use crate::attempt::Attempt;
@@ -16,6 +17,7 @@ pub use config::{AgentPreset, AgentSection, AgentSettings};
 use orchestrate_gateway::{GatewayOptions, router, serve_stream};
 use orchestrate_sandbox::{Command, ExecResult, Exit, Forward, Sandbox};
 use orchestrate_types::{Limit, Stage};
+pub use outside::Outside;
 use sampler::{ConversationSampler, PLACES};
 use std::sync::Arc;
 use tokio::io::DuplexStream;

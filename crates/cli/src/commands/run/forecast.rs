@@ -5,6 +5,7 @@ use crate::config::{self, Settings};
 use crate::{output, tables, task_source};
 use orchestrate_engine::EngineKind;
 use orchestrate_moe::ModelConfig;
+use orchestrate_rollout::Scaffold;
 use orchestrate_sandbox::images_on_hosts;
 use orchestrate_tasks::load::LoadError;
 use orchestrate_types::ModelShape;
@@ -98,7 +99,8 @@ pub(super) async fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<
         }
     };
     let mut forecast = forecast(&settings, shape.as_ref(), tasks, notes);
-    if let Some(images) = images {
+    let has_containers = settings.rollout.scaffold != Scaffold::Outside;
+    if let Some(images) = images.filter(|_| has_containers) {
         add_images(&images, &settings, &mut forecast).await;
     }
     if as_json {
