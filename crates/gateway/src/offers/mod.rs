@@ -10,8 +10,6 @@
 
 mod lease;
 mod routes;
-#[cfg(test)]
-mod tests;
 mod wire;
 
 use crate::registry::Registry;

@@ -5,5 +5,6 @@ mod any_body;
 mod clients;
 mod delivery;
 mod http;
+mod offers;
 mod scripted;
 mod server;
