@@ -150,6 +150,7 @@ def main(function: Function | Environment) -> None:
     )
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _interrupt)
     with Gateway(options.url, os.environ.get(options.secret_env)) as gateway:
         try:
