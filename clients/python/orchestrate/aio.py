@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from .client import PAUSES_S, is_passing, pauses
+from .client import NEVER_SENT, PAUSES_S, is_passing, pauses
 from .wire import (
     WAIT_S,
     AgentFailure,
@@ -79,6 +79,8 @@ class AsyncGateway:
                     return check(reply.status_code, reply.text)
                 problem = f"status {reply.status_code}: {reply.text[:300]}"
             except httpx.TransportError as error:
+                if isinstance(error, NEVER_SENT):
+                    raise
                 problem = f"{type(error).__name__}: {error}"
             if time.monotonic() + pause > end:
                 raise Unreachable(f"the gateway {self.url} does not answer: {problem}")
@@ -144,6 +146,8 @@ class AsyncEpisode:
                     return check_reply(reply.status_code, reply.text)
                 problem = f"status {reply.status_code}: {reply.text[:300]}"
             except httpx.TransportError as error:
+                if isinstance(error, NEVER_SENT):
+                    raise
                 problem = f"{type(error).__name__}: {error}"
             if pause is not None:
                 await asyncio.sleep(pause)

@@ -35,6 +35,9 @@ from .wire import (
 #: Pauses between the tries of a request, in seconds; the last one is repeated.
 PAUSES_S = (0.1, 0.3, 1.0, 2.0, 5.0)
 
+#: Requests that cannot be sent, e.g. because the secret has a line break.
+NEVER_SENT = (httpx.LocalProtocolError, httpx.UnsupportedProtocol)
+
 
 def is_passing(status: int) -> bool:
     """Whether the same request may be answered later."""
@@ -125,6 +128,8 @@ class Gateway:
                     return check(reply.status_code, reply.text)
                 problem = f"status {reply.status_code}: {reply.text[:300]}"
             except httpx.TransportError as error:
+                if isinstance(error, NEVER_SENT):
+                    raise
                 problem = f"{type(error).__name__}: {error}"
             if time.monotonic() + pause > end:
                 raise Unreachable(f"the gateway {self.url} does not answer: {problem}")
@@ -218,6 +223,8 @@ class Episode:
                     return check_reply(reply.status_code, reply.text)
                 problem = f"status {reply.status_code}: {reply.text[:300]}"
             except httpx.TransportError as error:
+                if isinstance(error, NEVER_SENT):
+                    raise
                 problem = f"{type(error).__name__}: {error}"
             if pause is not None:
                 time.sleep(pause)

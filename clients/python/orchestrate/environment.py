@@ -31,7 +31,7 @@ START_S = 300.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of an episode: a reward, or a failure with its text."""
+    """The end of an episode: a reward, or a failure with its text."""
 
     #: `reward`, or the kind of a failure: `environment`, `agent`, `timeout`.
     kind: str
@@ -112,7 +112,7 @@ def judged(function: Function, episode: Episode) -> Verdict:
 
 
 def give_back(episode: Episode, verdict: Verdict) -> None:
-    """Returns what came of an episode."""
+    """Returns an episode with its verdict."""
     if verdict.kind != "reward":
         episode.fail(verdict.kind, verdict.message)
         return

@@ -147,9 +147,9 @@ def test_refusals_are_typed_and_not_repeated(scripted: Start) -> None:
     garbage = scripted(lambda path, body: (418, "tea"))
     with Gateway(garbage.url) as gateway, pytest.raises(orchestrate.Refused):
         gateway.take()
-    nobody = Gateway("http://127.0.0.1:9", patience=0.3)
+    absent = Gateway("http://127.0.0.1:9", patience=0.3)
     with pytest.raises(orchestrate.Unreachable, match=r"127\.0\.0\.1:9"):
-        nobody.take()
+        absent.take()
     none = scripted(lambda path, body: (204, None))
     with Gateway(none.url) as gateway, pytest.raises(TimeoutError):
         gateway.take(timeout=0.2)

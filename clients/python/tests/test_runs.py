@@ -6,7 +6,9 @@ Needs the orchestrator's program: `ORCHESTRATE_BIN`, or one below `target/`.
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import ROOT, Run
+from conftest import ROOT, Run, program
 
 import orchestrate
 
@@ -134,8 +136,11 @@ def test_a_killed_run_loses_no_acknowledged_result_and_doubles_none(
     def lines() -> list[str]:
         return [line for file in files if file.exists() for line in file.read_text().splitlines()]
 
-    for kill in range(1, 4):
-        wait_for(lambda: run.process.poll() is not None or len(lines()) > 12 * kill, "progress")
+    for wanted in (12, 24, 36):
+        wait_for(
+            lambda wanted=wanted: run.process.poll() is not None or len(lines()) > wanted,
+            "progress",
+        )
         if run.process.poll() is not None:
             break
         run.kill()
@@ -156,7 +161,7 @@ def test_a_killed_run_loses_no_acknowledged_result_and_doubles_none(
 def test_secrets_are_checked_and_an_agent_never_has_that_of_workers(start_run: Start) -> None:
     secret = settings("gateway.secret_env=GATEWAY_SECRET", "run.retry_pause=0s")
     run = start_run("run", *CONFIG, *listen(), *secret)
-    for wrong in (None, "wrong", "right "):
+    for wrong in (None, "wrong", "righ", "rightt"):
         with (
             orchestrate.Gateway(run.url, wrong) as gateway,
             pytest.raises(orchestrate.Refused) as e,
@@ -202,3 +207,30 @@ def test_secrets_are_checked_and_an_agent_never_has_that_of_workers(start_run: S
         assert (truncated["limit"], truncated["reward"]) == ("sandbox_damage", 0.0)
         assert by_attempt[taken[3].taken.attempt]["limit"] == "episode_time"
         assert "mine" in by_attempt[taken[4].taken.attempt]["error"]
+
+
+def test_tls_is_served_and_an_open_address_needs_a_secret(start_run: Start, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=gateway", "-addext", "subjectAltName=IP:127.0.0.1"]
+    usage = ["-addext", "basicConstraints=critical,CA:FALSE"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*made, *names, *usage, *files], check=True, capture_output=True)
+    tls = settings(f"gateway.tls_cert={cert}", f"gateway.tls_key={key}")
+    run = start_run("run", *CONFIG, *listen(), *tls)
+    assert run.url.startswith("https://")
+    with orchestrate.Gateway(run.url, verify=ssl.create_default_context(cafile=cert)) as gateway:
+        episode = gateway.take()
+        assert episode.chat([{"role": "user", "content": "hello"}]).finish_reason
+        assert episode.finish(0.0) == "scored"
+    distrusting = orchestrate.Gateway(run.url, patience=0.2)
+    with distrusting, pytest.raises(orchestrate.Unreachable, match="certificate"):
+        distrusting.take()
+    run.kill()
+    command = [program(), "run", *CONFIG, *settings("gateway.listen=0.0.0.0:0")]
+    command = [*command, "--run-dir", tmp_path / "open"]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 3, refused.stderr
+    assert "is reachable from other hosts" in refused.stderr

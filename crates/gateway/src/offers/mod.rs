@@ -49,7 +49,7 @@ impl fmt::Debug for Terms {
 pub enum FailureKind {
     /// The environment's: the attempt is void and repeated.
     Environment,
-    /// The policy's: what it did made the episode impossible to go on with.
+    /// The policy's: what it did made it impossible to continue the episode.
     Agent,
     /// The episode took longer than its environment allows.
     TimeOut,

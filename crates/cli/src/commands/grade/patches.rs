@@ -34,7 +34,7 @@ enum Outcome {
 
 pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
     let settings = config::load(&args.source)?.check()?;
-    let tasks = task_source::of_file(&args.tasks, &settings.tasks.skip)?;
+    let tasks = task_source::tested_of_file(&args.tasks, &settings.tasks.skip)?;
     let by_id: HashMap<&str, &Task> = tasks.iter().map(|task| (task.id.as_str(), task)).collect();
     let mut work = Vec::new();
     for prediction in chosen(args)? {
