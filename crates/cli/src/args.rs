@@ -190,9 +190,9 @@ Examples:
       --set gateway.secret_env=SECRET
   orchestrate gateway --run-dir runs/fleet --resume
 
-The same as `orchestrate eval` with rollout.scaffold = \"outside\": nothing is trained, and no Docker is
-needed. Each row of --tasks has `id`, `prompt`, and what else its environment reads. Workers use the
-Python package in clients/python, or the routes that docs/src/agents-outside.md describes.")]
+The same as `orchestrate eval` with rollout.scaffold = \"outside\": nothing is trained, and Docker is
+not needed. Each row of --tasks has `id`, `prompt`, and what else its environment reads. Workers
+use the Python package in clients/python, or the routes in docs/src/agents-outside.md.")]
 pub(crate) struct GatewayArgs {
     #[command(flatten)]
     pub(crate) eval: EvalArgs,

@@ -229,9 +229,6 @@ impl EpisodeMachine {
             (EpisodePhase::AgentRunning, EpisodeEvent::AgentEnded { truncated_by }) => {
                 grade(*truncated_by)
             }
-            (EpisodePhase::AgentRunning, EpisodeEvent::Returned { reward, truncated_by }) => {
-                end(scored(*reward, *truncated_by))
-            }
             (EpisodePhase::Created, EpisodeEvent::SandboxOpened) => {
                 (EpisodePhase::SandboxReady, EpisodeCommand::RenderPrompt)
             }
@@ -266,8 +263,12 @@ impl EpisodeMachine {
                 | EpisodePhase::AgentRunning,
                 EpisodeEvent::StopRequested,
             ) => end(Outcome::Aborted { by: AbortCause::Shutdown }),
-            (EpisodePhase::Grading { truncated_by }, EpisodeEvent::Graded { reward }) => {
-                end(scored(*reward, *truncated_by))
+            (EpisodePhase::AgentRunning, EpisodeEvent::Returned { reward, truncated_by })
+            | (EpisodePhase::Grading { truncated_by }, EpisodeEvent::Graded { reward }) => {
+                end(match *truncated_by {
+                    None => Outcome::Scored { reward: *reward },
+                    Some(limit) => Outcome::Truncated { limit, reward: *reward },
+                })
             }
             // This decides the reward, whatever limit ended the episode.
             (EpisodePhase::Grading { .. }, EpisodeEvent::ChangeTooLarge) => {
@@ -364,13 +365,6 @@ impl EpisodeMachine {
 
 fn grade(truncated_by: Option<Limit>) -> (EpisodePhase, EpisodeCommand) {
     (EpisodePhase::Grading { truncated_by }, EpisodeCommand::Grade)
-}
-
-fn scored(reward: f64, truncated_by: Option<Limit>) -> Outcome {
-    match truncated_by {
-        None => Outcome::Scored { reward },
-        Some(limit) => Outcome::Truncated { limit, reward },
-    }
 }
 
 fn end(outcome: Outcome) -> (EpisodePhase, EpisodeCommand) {

@@ -1,9 +1,8 @@
 //! The rules of leases, without I/O.
 
+use super::terms::{Begin, OfferEnd, Returned, Terms};
 use super::wire::{Problem, Taken};
-use super::{OfferEnd, Terms};
 use crate::registry::{Registration, Registry, secret};
-use crate::sampler::Sampler;
 use orchestrate_types::AttemptId;
 use serde_json::Value;
 use std::collections::{HashMap, VecDeque};
@@ -14,8 +13,6 @@ use tokio::time::Instant;
 
 /// Leases that are over and whose end is remembered.
 const REMEMBERED: usize = 4096;
-
-type Begin = Box<dyn FnOnce() -> Arc<dyn Sampler> + Send>;
 
 /// An attempt that is offered.
 pub(super) struct Slot {
@@ -70,19 +67,11 @@ enum Over {
     Ended(String),
 }
 
-/// What a worker returned.
-#[derive(Debug)]
-pub(super) struct Returned {
-    pub(super) end: OfferEnd,
-    /// Of the content, so that a repeated result is known as such.
-    pub(super) digest: [u8; 32],
-}
-
 /// All offers and leases.
 #[derive(Default)]
 pub(super) struct Leases {
     waiting: VecDeque<Arc<Slot>>,
-    leases: HashMap<Arc<str>, Lease>,
+    by_id: HashMap<Arc<str>, Lease>,
     /// Leases by the id of the request that took them.
     takes: HashMap<String, Arc<str>>,
     over: HashMap<Arc<str>, Over>,
@@ -99,7 +88,7 @@ impl Leases {
 
     /// Numbers of offers that wait, and of leases.
     pub(super) fn counts(&self) -> (usize, usize) {
-        (self.waiting.len(), self.leases.len())
+        (self.waiting.len(), self.by_id.len())
     }
 
     /// Gives a worker the oldest offer, or again the one that the same request got; `None` if there is
@@ -110,7 +99,7 @@ impl Leases {
         (worker, take_id): (&str, &str),
         (now, lease): (Instant, Duration),
     ) -> Option<Arc<Taken>> {
-        if let Some(held) = self.takes.get(take_id).and_then(|id| self.leases.get(id)) {
+        if let Some(held) = self.takes.get(take_id).and_then(|id| self.by_id.get(id)) {
             return Some(Arc::clone(&held.taken));
         }
         let (slot, begin) = loop {
@@ -150,7 +139,7 @@ impl Leases {
             taken: Arc::clone(&taken),
             _registration: registration,
         };
-        self.leases.insert(id, held);
+        self.by_id.insert(id, held);
         Some(taken)
     }
 
@@ -162,7 +151,7 @@ impl Leases {
         lease: Duration,
     ) -> Result<(), Problem> {
         self.expire_id(id, now);
-        let Some(held) = self.leases.get_mut(id) else { return Err(self.why_over(id)) };
+        let Some(held) = self.by_id.get_mut(id) else { return Err(self.why_over(id)) };
         held.until = now + lease;
         held.slot.phase.send_replace(Phase::Leased { until: held.until, limit: held.limit });
         Ok(())
@@ -177,7 +166,7 @@ impl Leases {
         now: Instant,
     ) -> Result<watch::Receiver<Option<&'static str>>, Problem> {
         self.expire_id(id, now);
-        let Some(held) = self.leases.get(id) else {
+        let Some(held) = self.by_id.get(id) else {
             return match self.over.get(id) {
                 Some(Over::Returned { digest, recorded }) if *digest == returned.digest => {
                     Ok(recorded.clone())
@@ -196,7 +185,7 @@ impl Leases {
     /// Gives an episode back without a result.
     pub(super) fn abandon(&mut self, id: &str, now: Instant) -> Result<(), Problem> {
         self.expire_id(id, now);
-        match self.leases.get(id) {
+        match self.by_id.get(id) {
             Some(held) => {
                 let end = OfferEnd::Abandoned { worker: held.worker.clone() };
                 self.end(id, Over::Abandoned, Some(end));
@@ -230,12 +219,12 @@ impl Leases {
     }
 
     fn lease_of(&self, slot: &Arc<Slot>) -> Option<Arc<str>> {
-        let mut held = self.leases.iter().filter(|(_, held)| Arc::ptr_eq(&held.slot, slot));
+        let mut held = self.by_id.iter().filter(|(_, held)| Arc::ptr_eq(&held.slot, slot));
         held.next().map(|(id, _)| Arc::clone(id))
     }
 
     fn expire_id(&mut self, id: &str, now: Instant) {
-        let Some(held) = self.leases.get(id) else { return };
+        let Some(held) = self.by_id.get(id) else { return };
         let worker = held.worker.clone();
         let silent = Duration::from_secs_f64(held.taken.lease_s);
         let (reason, end) = if now >= held.limit {
@@ -252,7 +241,7 @@ impl Leases {
 
     /// Moves a lease to those that are over.
     fn end(&mut self, id: &str, over: Over, end: Option<OfferEnd>) {
-        let Some((id, held)) = self.leases.remove_entry(id) else { return };
+        let Some((id, held)) = self.by_id.remove_entry(id) else { return };
         self.takes.remove(&held.take_id);
         if let Some(end) = end {
             held.slot.phase.send_replace(Phase::Ended(end));

@@ -1,7 +1,6 @@
 //! Bodies of the workers' routes.
 
-use super::lease::Returned;
-use super::{FailureKind, OfferEnd};
+use super::terms::{FailureKind, OfferEnd, Returned};
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
@@ -20,6 +19,7 @@ const MESSAGE_CHARS: usize = 4000;
 /// A request for an episode.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[expect(clippy::struct_field_names, reason = "the names of the protocol")]
 pub(super) struct Take {
     /// Name of the worker, for messages.
     pub(super) worker: String,

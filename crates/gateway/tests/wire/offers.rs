@@ -20,7 +20,7 @@ struct World {
     _tasks: JoinSet<()>,
 }
 
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_mins(1);
 
 impl World {
     async fn new(lease: Duration) -> Self {

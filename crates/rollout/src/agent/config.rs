@@ -1,10 +1,13 @@
-//! The section `[agent]`: an agent with its own loop, for `rollout.scaffold = "command"`.
+//! The section `[agent]`: an agent with its own loop, for `rollout.scaffold = "command"`; and where
+//! episodes are offered for `rollout.scaffold = "outside"`.
 
 use camino::Utf8PathBuf;
+use orchestrate_gateway::Offers;
 use orchestrate_settings::{Problems, between, setting_types, settings};
 use orchestrate_types::HumanDuration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::time::Duration;
 
 /// An agent whose command line is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -45,6 +48,15 @@ settings! {
     port: u16 = 4180, between(1, 65_535);
     /// Time that an agent has to end by itself after its last generation was refused.
     grace: HumanDuration = HumanDuration::secs(20);
+}
+
+/// Where episodes are offered to workers.
+#[derive(Debug, Clone)]
+pub struct Outside {
+    /// The offers.
+    pub offers: Offers,
+    /// Time that a worker has after `rollout.episode_timeout` to return its reward.
+    pub grace: Duration,
 }
 
 fn check_together(_: &AgentSection, settings: &AgentSettings, problems: &mut Problems) {

@@ -7,13 +7,13 @@
 //! neither earns another attempt. Before its first reply the policy can have done nothing, and
 //! everything breaks the attempt.
 
-use super::MODEL;
-use super::sampler::{ConversationSampler, PLACES};
+use super::config::Outside;
+use super::sampler::{ConversationSampler, MODEL, PLACES};
 use crate::attempt::Attempt;
 use crate::conversation::{Conversation, FinishedConversation};
 use crate::machine::{EpisodeEvent, EpisodeLimits};
 use crate::runner::failed;
-use orchestrate_gateway::{FailureKind, OfferEnd, Offers, Sampler, Terms};
+use orchestrate_gateway::{FailureKind, OfferEnd, Sampler, Terms};
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{Limit, Stage};
 use serde_json::{Map, Value, json};
@@ -21,15 +21,6 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::Instant;
-
-/// Where episodes are offered to workers.
-#[derive(Debug, Clone)]
-pub struct Outside {
-    /// The offers.
-    pub offers: Offers,
-    /// Time that a worker has after `rollout.episode_timeout` to return its reward.
-    pub grace: Duration,
-}
 
 impl Attempt {
     /// Offers the episode, and waits until a worker has returned it.
