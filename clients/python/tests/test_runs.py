@@ -209,6 +209,29 @@ def test_secrets_are_checked_and_an_agent_never_has_that_of_workers(start_run: S
         assert "mine" in by_attempt[taken[4].taken.attempt]["error"]
 
 
+def test_an_environment_that_always_fails_stops_the_run_with_its_traceback(
+    start_run: Start, worker: Worker, tmp_path: Path
+) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import orchestrate\n"
+        "@orchestrate.environment\n"
+        "def broken(episode):\n"
+        "    episode.chat([{'role': 'user', 'content': 'hello'}])\n"
+        "    raise KeyError('my own mistake')\n"
+        "if __name__ == '__main__':\n"
+        "    broken.main()\n"
+    )
+    run = start_run("run", *CONFIG, *listen(), *settings("run.retry_pause=0s"))
+    process = worker(script, "--workers", "4", ORCHESTRATE_URL=run.url)
+    assert run.wait() == 5
+    assert "KeyError: 'my own mistake'" in run.log()
+    assert "did not stop in time" not in run.log()
+    # The workers end with the run, although it failed.
+    assert process.wait(30) == 0
+    assert run.states().keys() <= {"broken", "intended"}
+
+
 def test_tls_is_served_and_an_open_address_needs_a_secret(start_run: Start, tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")

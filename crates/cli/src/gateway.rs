@@ -26,6 +26,8 @@ const WORKER_BYTES: usize = 16 << 20;
 const AGENT_BYTES: usize = 8 << 20;
 /// Time between two requests of a connection: longer than clients keep one that they do not use.
 const IDLE: Duration = Duration::from_secs(90);
+/// Time for which workers are told that the run is over.
+const GOODBYE: Duration = Duration::from_millis(500);
 
 /// A gateway that listens, and is not served yet.
 #[derive(Debug)]
@@ -69,13 +71,16 @@ impl Gateway {
     /// Serves workers until `stop` is cancelled.
     pub(crate) async fn serve(self, stop: CancellationToken) {
         let routes = Routes { open: &[], own: "/e/", max_body_bytes: WORKER_BYTES, reply: denied };
-        let offers = self.offers.clone();
-        let closing = stop.clone();
+        let (offers, unserved) = (self.offers.clone(), CancellationToken::new());
+        let closed = unserved.clone();
         let close = async move {
-            closing.cancelled().await;
+            stop.cancelled().await;
             offers.close();
+            // Workers that ask for another episode now learn that there is none.
+            tokio::time::sleep(GOODBYE).await;
+            closed.cancel();
         };
-        tokio::join!(self.server.serve(self.offers.router(), routes, stop), close);
+        tokio::join!(self.server.serve(self.offers.router(), routes, unserved), close);
     }
 }
 

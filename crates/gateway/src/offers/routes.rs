@@ -18,12 +18,14 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
 use std::time::Duration;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until};
 
 /// Longest time that a request waits for an episode.
 const LONGEST_WAIT: Duration = Duration::from_mins(1);
 /// Longest time that a request waits until its result is stored.
 const STORING: Duration = Duration::from_mins(1);
+/// Why a result does not count although it arrived.
+const NEVER_STORED: &str = "the run ended before it stored the result";
 /// Largest body.
 const BODY_BYTES: usize = 256 << 10;
 
@@ -90,11 +92,13 @@ async fn finish(
     let returned = parsed::<Finish>(&body)?.check()?;
     drop(body);
     let mut recorded = offers.leases().finish(&lease, returned, Instant::now())?;
-    let outcome = timeout(STORING, recorded.wait_for(Option::is_some)).await;
-    match outcome.map(|outcome| outcome.map(|outcome| *outcome)) {
-        Ok(Ok(Some(outcome))) => Ok(Json(json!({"outcome": outcome}))),
-        Ok(Ok(None) | Err(_)) | Err(_) => Err(Problem::NotStored),
-    }
+    let stored = tokio::select! {
+        biased;
+        stored = recorded.wait_for(Option::is_some) => stored.ok().and_then(|outcome| *outcome),
+        () = offers.closed.cancelled() => return Err(Problem::Over(NEVER_STORED.to_owned())),
+        () = sleep(STORING) => None,
+    };
+    stored.map(|outcome| Json(json!({"outcome": outcome}))).ok_or(Problem::NotStored)
 }
 
 async fn abandon(

@@ -273,10 +273,15 @@ async fn an_attempt_that_ends_takes_its_offer_and_its_lease_with_it() {
         assert_eq!(world.lease(&taken, "abandon", &json!({})).await.0, 200);
     }
     assert_eq!(offer.ended().await, OfferEnd::Abandoned { worker: "w".to_owned() });
+    let _unstored = world.offer("t000001.00-a04", LONG);
+    let (_, taken) = world.take("d", 0.0).await;
+    let result = json!({"reward": 1.0});
     // A worker that waits when the run ends is told so.
-    let (over, ()) = tokio::join!(world.take("d", 30.0), async {
-        sleep(Duration::from_millis(50)).await;
+    let finishing = world.lease(&taken, "finish", &result);
+    let (over, unstored, ()) = tokio::join!(world.take("e", 30.0), finishing, async {
+        sleep(Duration::from_millis(200)).await;
         world.offers.close();
     });
+    assert_eq!(code(&unstored), (410, "lease_over"));
     assert_eq!(code(&over), (410, "run_over"));
 }
