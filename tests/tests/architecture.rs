@@ -17,7 +17,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("sandbox", &["settings", "supervisor", "types"]),
     ("tasks", &["settings", "types"]),
     ("rollout", &["engine", "gateway", "routing", "sandbox", "settings", "tasks", "types"]),
-    ("gateway", &["types"]),
+    ("gateway", &["settings", "types"]),
     ("store", &["types"]),
     ("handoff", &["routing", "settings", "types"]),
     ("metrics", &["handoff", "types"]),

@@ -69,6 +69,8 @@ pub(crate) enum Command {
     Run(RunArgs),
     /// Measure Pass@1 (and pass@k) of a checkpoint on held-out tasks.
     Eval(EvalArgs),
+    /// Serve episodes of held-out tasks to workers outside, and record what they return.
+    Gateway(GatewayArgs),
     /// Grade patches in sandboxes, or a recorded test log without Docker.
     Grade(GradeArgs),
     /// List, show, import, make or verify tasks.
@@ -178,6 +180,28 @@ pub(crate) struct EvalArgs {
     /// Print the result as JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate gateway --tasks rows.jsonl --run-dir runs/outside --set engine.model=policies/start
+  SECRET=... orchestrate gateway --config eval.toml --run-dir runs/fleet --listen 0.0.0.0:4170 \\
+      --set gateway.secret_env=SECRET
+  orchestrate gateway --run-dir runs/fleet --resume
+
+The same as `orchestrate eval` with rollout.scaffold = \"outside\": nothing is trained, and Docker is
+not needed. Each row of --tasks has `id`, `prompt`, and what else its environment reads. Workers
+use the Python package in clients/python, or the routes in docs/src/agents-outside.md.")]
+pub(crate) struct GatewayArgs {
+    #[command(flatten)]
+    pub(crate) eval: EvalArgs,
+    /// Task rows to serve [default: `tasks.held_out_file`, or the held-out tasks of the environment].
+    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    pub(crate) tasks: Option<Utf8PathBuf>,
+    /// Address and port to listen on [default: `gateway.listen`].
+    #[arg(long, value_name = "ADDRESS", conflicts_with = "resume")]
+    pub(crate) listen: Option<std::net::SocketAddr>,
 }
 
 #[derive(Debug, Args)]

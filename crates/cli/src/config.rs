@@ -8,6 +8,7 @@ use crate::args::ConfigSource;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{DiagnosticsSection, RunSection, TasksSection};
 use orchestrate_engine::EngineSection;
+use orchestrate_gateway::GatewaySection;
 use orchestrate_handoff::protocol::RoutingReplay;
 use orchestrate_handoff::{AlgorithmSection, HandoffSection, TrainerSection};
 use orchestrate_moe::infer::WeightFormat;
@@ -137,6 +138,7 @@ sections! {
     tasks: TasksSection,
     rollout: RolloutSection,
     agent: AgentSection,
+    gateway: GatewaySection,
     reward: RewardSection,
     routing: RoutingSection,
     engine: EngineSection,

@@ -52,6 +52,20 @@ pub enum UsageError {
         /// As given.
         id: String,
     },
+    /// A log of a plain row was to be graded.
+    #[error("task `{id}` has no tests: its environment is outside, and a worker gives its reward")]
+    GradedOutside {
+        /// As given.
+        id: String,
+    },
+    /// The address of the gateway cannot be listened on.
+    #[error("the gateway cannot listen on {address}; choose another gateway.listen")]
+    ListenForWorkers {
+        /// As set.
+        address: SocketAddr,
+        /// The system's reason.
+        source: std::io::Error,
+    },
     /// None of the predictions is for a task of the file.
     #[error("no prediction in {predictions} is for a usable row of {tasks}")]
     NoPrediction {

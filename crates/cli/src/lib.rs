@@ -11,6 +11,7 @@ mod commands;
 mod config;
 mod error;
 mod exit;
+mod gateway;
 mod glob;
 mod grader;
 mod images;
@@ -49,6 +50,7 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
     match command {
         Command::Run(args) => commands::run::run(args).await,
         Command::Eval(args) => commands::eval::run(args).await,
+        Command::Gateway(args) => commands::gateway::run(args).await,
         Command::Grade(args) => commands::grade::run(args).await,
         Command::Tasks(args) => commands::tasks::run(args).await,
         Command::Config(args) => commands::config::run(args),

@@ -1,11 +1,11 @@
 //! Where tasks come from: an environment that generates them, or task files.
 
 use crate::config::Settings;
-use crate::error::InputError;
+use crate::error::{InputError, UsageError};
 use crate::output;
 use camino::Utf8Path;
 use orchestrate_coordinator::TaskSet;
-use orchestrate_tasks::{Split, Task, load, micro};
+use orchestrate_tasks::{Origin, Split, Task, load, micro};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -68,6 +68,19 @@ pub(crate) fn of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Ta
         !tasks.is_empty(),
         InputError::NoUsableRow { file: file.to_owned(), refused, skipped: skip.len() }
     );
+    Ok(tasks)
+}
+
+/// The usable rows of `file` whose tasks have tests.
+///
+/// # Errors
+/// As [`of_file`]; and if a row is a plain one, whose environment a worker outside has.
+pub(crate) fn tested_of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Task>> {
+    let tasks = of_file(file, skip)?;
+    let plain = tasks.iter().find(|task| matches!(task.origin, Origin::Outside(_)));
+    if let Some(task) = plain {
+        anyhow::bail!(UsageError::GradedOutside { id: task.id.as_str().to_owned() });
+    }
     Ok(tasks)
 }
 

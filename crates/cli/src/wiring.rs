@@ -4,6 +4,7 @@
 use crate::args::ConfigSource;
 use crate::config::{self, Settings};
 use crate::error::UsageError;
+use crate::gateway::{self, Gateway, NoSandboxes};
 use crate::{images, output, task_source};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -29,7 +30,7 @@ use orchestrate_sandbox::{
     SandboxSettings,
 };
 use orchestrate_store::Store;
-use orchestrate_tasks::Task;
+use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{ModelName, ModelShape};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -350,13 +351,17 @@ pub(crate) async fn parts(
     image_listener: ImageListener,
 ) -> anyhow::Result<Parts> {
     let (containers, episodes) = (settings.sandbox.capacity(), settings.rollout.max_in_flight);
-    if settings.sandbox.reuse && containers < 2 * episodes as usize {
+    let is_outside = settings.rollout.scaffold == Scaffold::Outside;
+    if !is_outside && settings.sandbox.reuse && containers < 2 * episodes as usize {
         output::say(format!(
             "note: {containers} containers for {episodes} episodes in flight: idle containers are \
              restarted as agents and graders alternate; {} containers in total avoid that \
              (sandbox.max_containers applies to each Docker host)",
             2 * episodes
         ));
+    }
+    if is_outside {
+        return outside_parts(settings, folder, servers).await;
     }
     let agent = (settings.rollout.scaffold == Scaffold::Command).then(|| settings.agent.clone());
     let folder_of_agent = agent.as_ref().and_then(|agent| agent.folder.clone());
@@ -374,16 +379,54 @@ pub(crate) async fn parts(
     let known: Vec<_> = known.map(|row| (row.name.clone(), images::identity(row))).collect();
     provider.check_images(&known).await?;
     let sandboxes: Arc<dyn SandboxProvider> = Arc::new(provider);
+    let tasks = task_source::task_set(settings)?;
+    let mut all = tasks.train.iter().chain(&tasks.held_out);
+    if all.any(|task| matches!(task.origin, Origin::Outside(_))) {
+        let problem = gateway::needs_workers(&settings.rollout);
+        anyhow::bail!(config::ConfigError::Problems(vec![problem]));
+    }
+    let agent = agent.map(Arc::new);
+    let runner = runner(settings, folder, servers, sandboxes).await?;
+    Ok(Parts::new(EpisodeRunner { agent, ..runner }, tasks))
+}
+
+/// The parts of a run whose episodes workers outside take.
+async fn outside_parts(
+    settings: &Settings,
+    folder: &Utf8Path,
+    servers: &mut Servers,
+) -> anyhow::Result<Parts> {
+    let tasks = task_source::task_set(settings)?;
+    let runner = runner(settings, folder, servers, Arc::new(NoSandboxes)).await?;
+    // Last: from now on there are episodes to take.
+    let gateway = Gateway::listen(&settings.gateway).await?;
+    let outside = Some(gateway.outside());
+    let cancel = servers.cancel.clone();
+    servers.tasks.spawn(async move {
+        gateway.serve(cancel).await;
+        Ok(())
+    });
+    Ok(Parts::new(EpisodeRunner { outside, ..runner }, tasks))
+}
+
+/// Connects the engine, and builds the runner of episodes.
+async fn runner(
+    settings: &Settings,
+    folder: &Utf8Path,
+    servers: &mut Servers,
+    sandboxes: Arc<dyn SandboxProvider>,
+) -> anyhow::Result<EpisodeRunner> {
     let engine: Arc<dyn Engine> =
         Arc::new(engine(settings, servers, (&settings.engine.model, folder)).await?);
     let chat =
         ChatModel::load_for(settings.engine.tokenizer_folder(), settings.rollout.chat_options())?;
-    let episodes = Arc::new(EpisodeRunner {
-        engine: engine.clone(),
-        sandboxes: sandboxes.clone(),
+    Ok(EpisodeRunner {
+        engine,
+        sandboxes,
         chat: Arc::new(chat),
         plan: Arc::new(settings.rollout.clone()),
-        agent: agent.map(Arc::new),
+        agent: None,
+        outside: None,
         container_limits: limits(settings),
         rules: settings.reward.rules(),
         logs: Some(GradeLogs { root: folder.to_owned(), model: model_name(settings) }),
@@ -393,11 +436,15 @@ pub(crate) async fn parts(
             mixed: settings.routing.mixed,
         },
         prefill_leaders: PrefillLeaders::default(),
-    });
-    Ok(Parts { episodes, engine, sandboxes, tasks: task_source::task_set(settings)? })
+    })
 }
 
 impl Parts {
+    fn new(runner: EpisodeRunner, tasks: TaskSet) -> Self {
+        let (engine, sandboxes) = (runner.engine.clone(), runner.sandboxes.clone());
+        Self { episodes: Arc::new(runner), engine, sandboxes, tasks }
+    }
+
     /// A training run over an open journal.
     pub(crate) fn coordinator(
         self,

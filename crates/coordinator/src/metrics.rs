@@ -104,6 +104,7 @@ fn with_episodes(line: StepLine, members: &[SealedMember]) -> StepLine {
         truncated_episodes: Some(truncated as u64),
         suspicious: Some(suspicious(members)),
         forks: Some(forks(members)).filter(|forks| !forks.is_empty()),
+        worker_metrics: Some(worker_metrics(members)).filter(|means| !means.is_empty()),
         turns_mean: mean(members.iter().map(|m| m.summary.turns as f64)),
         response_tokens_mean: mean(members.iter().map(|m| m.summary.response_tokens as f64)),
         routing_bytes_wire: Some(sum(|m| m.summary.routing_wire_bytes)),
@@ -125,6 +126,19 @@ fn suspicious(members: &[SealedMember]) -> BTreeMap<String, u64> {
         *counts.entry(finding.name().to_owned()).or_default() += 1;
     }
     counts
+}
+
+/// Means of what workers returned, by name.
+fn worker_metrics(members: &[SealedMember]) -> BTreeMap<String, f64> {
+    let mut sums: BTreeMap<String, (f64, f64)> = BTreeMap::new();
+    for (name, value) in members.iter().flat_map(|member| &member.summary.metrics) {
+        let (sum, count) = sums.entry(name.clone()).or_default();
+        *sum += value;
+        *count += 1.0;
+    }
+    let means = sums.into_iter().map(|(name, (sum, count))| (name, sum / count));
+    // A sum of very large numbers has no place in a line of JSON.
+    means.filter(|(_, mean)| mean.is_finite()).collect()
 }
 
 /// Branches by cause; only causes that occur.

@@ -196,21 +196,27 @@ async fn run_episode(
             context.warn(warning);
         }
         let record = to_record(report, &task.id, settings.want_routing)?;
-        match outcome {
+        match &outcome {
             Outcome::Scored { .. } | Outcome::Truncated { .. } => {
                 context.store.seal_attempt(&record).await?;
+                context.episodes.recorded(attempt, &outcome);
                 return Ok(EpisodeEnd::Sealed);
             }
             Outcome::Aborted { by: AbortCause::Shutdown } => {
                 context.store.abort_attempt(attempt).await?;
+                context.episodes.recorded(attempt, &outcome);
                 return Ok(EpisodeEnd::Stopped);
             }
             Outcome::Broken { stage, error } => {
                 tracing::warn!(%attempt, %stage, error, "attempt broken");
                 let limit = context.plan.sampling.max_attempts;
-                match context.store.break_attempt(&record, limit).await? {
-                    AfterBreak::Quarantined => return Ok(EpisodeEnd::GivenUp { stage, error }),
-                    AfterBreak::Retry => last = (stage, error),
+                let after = context.store.break_attempt(&record, limit).await?;
+                context.episodes.recorded(attempt, &outcome);
+                match after {
+                    AfterBreak::Quarantined => {
+                        return Ok(EpisodeEnd::GivenUp { stage: *stage, error: error.clone() });
+                    }
+                    AfterBreak::Retry => last = (*stage, error.clone()),
                 }
                 tokio::select! {
                     () = context.stop.drain.cancelled() => {}

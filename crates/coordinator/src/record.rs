@@ -112,6 +112,9 @@ pub struct EpisodeSummary {
     /// Branches that began after the first, by cause.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub forks: BTreeMap<ForkCause, u64>,
+    /// Numbers that a worker outside returned with its reward, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub metrics: BTreeMap<String, f64>,
     /// What the grader noticed besides the results.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub suspicious: Vec<Finding>,
@@ -171,6 +174,7 @@ pub(crate) fn to_record(
         cacheable_tokens: report.cacheable_tokens,
         timings: report.timings,
         forks: report.forks,
+        metrics: report.metrics,
         suspicious: report.verdict.as_ref().map(|v| v.suspicious.clone()).unwrap_or_default(),
     };
     let detail = EpisodeDetail {
@@ -204,6 +208,7 @@ pub(crate) fn broken_report(
         turns: Vec::new(),
         patch: String::new(),
         verdict: None,
+        metrics: BTreeMap::new(),
         routing_drift: 0,
         routing_wire_bytes: 0,
         routing_rows_reused: 0,

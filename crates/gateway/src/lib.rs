@@ -3,7 +3,8 @@
 //! It translates three wire formats, OpenAI Chat Completions, OpenAI Responses and Anthropic
 //! Messages, to one [`SampleRequest`] and back, streaming or not. It knows nothing of tokens,
 //! engines or sandboxes: a [`Sampler`] answers each request. [`router`] has the routes of one
-//! episode, a [`Registry`] those of many, each below a secret path. Read `answer.rs` next.
+//! episode, a [`Registry`] those of many, each below a secret path. [`Offers`] are episodes that
+//! workers outside take, run and return. Read `answer.rs` next.
 //!
 //! Invariants: a reply is sent as it was sampled, never shortened or rewritten; equal histories give
 //! equal [`Message`]s in every dialect; a reply that comes back in the next request gives the
@@ -78,11 +79,13 @@
 
 mod answer;
 mod chat;
+mod config;
 mod connection;
 mod content;
 mod episode;
 mod message;
 mod messages;
+mod offers;
 mod options;
 mod problem;
 mod registry;
@@ -97,8 +100,10 @@ mod golden;
 #[cfg(test)]
 mod round_trip;
 
+pub use config::{GatewaySection, GatewaySettings};
 pub use connection::serve_stream;
 pub use message::{Message, Role, ToolCall};
+pub use offers::{FailureKind, Offer, OfferEnd, Offers, Terms};
 pub use options::GatewayOptions;
 pub use registry::{Registration, Registry};
 pub use router::router;

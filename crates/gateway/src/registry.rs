@@ -16,6 +16,16 @@ use std::sync::{Arc, PoisonError, RwLock};
 /// Random bytes of a secret.
 const SECRET_BYTES: usize = 24;
 
+/// A new secret, in hexadecimal.
+pub(crate) fn secret() -> String {
+    let mut secret = String::with_capacity(2 * SECRET_BYTES);
+    for byte in rand::random::<[u8; SECRET_BYTES]>() {
+        // Writing to a string does not fail.
+        let _ = write!(secret, "{byte:02x}");
+    }
+    secret
+}
+
 /// Episodes by their secrets; clones are the same registry.
 #[derive(Clone)]
 pub struct Registry {
@@ -40,12 +50,7 @@ impl Registry {
     /// Adds an episode under a new secret. Dropping the registration removes it; replies that are
     /// being sampled are not interrupted by that.
     pub fn register(&self, sampler: Arc<dyn Sampler>) -> Registration {
-        let mut secret = String::with_capacity(2 * SECRET_BYTES);
-        for byte in rand::random::<[u8; SECRET_BYTES]>() {
-            // Writing to a string does not fail.
-            let _ = write!(secret, "{byte:02x}");
-        }
-        let secret: Arc<str> = secret.into();
+        let secret: Arc<str> = secret().into();
         let key = self.options.require_key.then(|| Arc::clone(&secret));
         let episode = Episode::new(sampler, key);
         self.write().insert(Arc::clone(&secret), episode);

@@ -139,6 +139,8 @@ pub struct EpisodeReport {
     pub patch: String,
     /// The grader's verdict; `None` if nothing was graded.
     pub verdict: Option<Verdict>,
+    /// Numbers that a worker outside returned with its reward, by name.
+    pub metrics: BTreeMap<String, f64>,
     /// Rows that a later reply repeated with other experts; the first ones are kept.
     pub routing_drift: u64,
     /// Size of the received routing payloads, in bytes.
@@ -181,6 +183,9 @@ pub trait Episodes: Send + Sync + std::fmt::Debug {
     /// this never returns an error. If `stop` is cancelled, the attempt ends with
     /// `Aborted{Shutdown}` after the current turn.
     async fn run(&self, request: EpisodeRequest, stop: &CancellationToken) -> EpisodeReport;
+
+    /// Called once the outcome of an attempt is in the journal.
+    fn recorded(&self, _attempt: AttemptId, _outcome: &Outcome) {}
 }
 
 /// The opening messages of a task: the system prompt, if any, and the problem statement.

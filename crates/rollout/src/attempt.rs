@@ -11,6 +11,7 @@ use crate::machine::EpisodeEvent;
 use crate::runner::{EpisodeRunner, failed};
 use orchestrate_tasks::Verdict;
 use orchestrate_types::{Outcome, Stage};
+use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -29,6 +30,7 @@ pub(crate) struct Attempt {
     pub(crate) turn_span: Span,
     pub(crate) patch: String,
     pub(crate) verdict: Option<Verdict>,
+    pub(crate) metrics: BTreeMap<String, f64>,
     pub(crate) timings: Timings,
 }
 
@@ -49,6 +51,7 @@ impl Attempt {
             turn_span: Span::current(),
             patch: String::new(),
             verdict: None,
+            metrics: BTreeMap::new(),
             timings: Timings::default(),
         }
     }
@@ -145,6 +148,7 @@ impl Attempt {
             turns,
             patch: self.patch,
             verdict: self.verdict,
+            metrics: self.metrics,
             routing_drift: rows.drift,
             routing_wire_bytes: rows.wire_bytes,
             routing_rows_reused: rows.reused,

@@ -116,7 +116,7 @@ pub struct ChatModel {
     pub(crate) template: ChatTemplate,
     pub(crate) options: ChatOptions,
     pub(crate) thinking: EarlierThinking,
-    tool_format: ToolFormat,
+    tool_format: Option<ToolFormat>,
     end_of_turn: TokenId,
     end_of_turn_text: String,
     stop_token_ids: Vec<TokenId>,
@@ -158,13 +158,13 @@ impl ChatModel {
             let reads_calls = match model.options.scaffold {
                 Scaffold::Tools => !model.options.tools.is_empty(),
                 Scaffold::Command => true,
-                Scaffold::R2eXml | Scaffold::Mini => false,
+                // Of requests from outside, those with tools are refused.
+                Scaffold::Outside | Scaffold::R2eXml | Scaffold::Mini => false,
             };
-            model.tool_format = match format.ok().flatten() {
-                Some(format) => format,
-                None if reads_calls => return Err(ChatErrorKind::UnknownToolFormat),
-                None => ToolFormat::default(),
-            };
+            model.tool_format = format.ok().flatten();
+            if reads_calls && model.tool_format.is_none() {
+                return Err(ChatErrorKind::UnknownToolFormat);
+            }
             Ok(model)
         };
         run().map_err(|kind| ChatError { folder: folder.to_owned(), kind })
@@ -211,7 +211,7 @@ impl ChatModel {
             template,
             options,
             thinking: EarlierThinking::Kept,
-            tool_format: ToolFormat::default(),
+            tool_format: None,
             end_of_turn: 0,
             end_of_turn_text: String::new(),
             stop_token_ids,
@@ -231,9 +231,14 @@ impl ChatModel {
         Ok(model)
     }
 
-    /// The format in which the template shows tool calls.
+    /// The format in which the template shows tool calls; the default one if that is none of them.
     pub fn tool_format(&self) -> ToolFormat {
-        self.tool_format
+        self.tool_format.unwrap_or_default()
+    }
+
+    /// Whether tool calls are read as the template shows them.
+    pub(crate) fn reads_tool_calls(&self) -> bool {
+        self.tool_format.is_some()
     }
 
     /// The token that closes an assistant turn in the template.

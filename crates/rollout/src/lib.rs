@@ -38,7 +38,7 @@ mod toolbox;
 mod tree;
 mod vocabulary;
 
-pub use agent::{AGENT_FOLDER, AgentPreset, AgentSection, AgentSettings};
+pub use agent::{AGENT_FOLDER, AgentPreset, AgentSection, AgentSettings, Outside};
 pub use api::{
     Action, EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog,
     opening_messages,

@@ -8,6 +8,7 @@
 //! |---|---|---|---|
 //! | `Created` | `SandboxOpened` | `SandboxReady` | `RenderPrompt` |
 //! | `Created`, agent with its own loop | `SandboxOpened` | `AgentRunning` | `RunAgent` |
+//! | `AgentRunning`, offered to workers | `Returned` | `Ended` `Scored`, or `Truncated` if a limit was reached | `Finish` |
 //! | `AgentRunning` | `AgentEnded` | `Grading`, truncated if a limit ended it | `Grade` |
 //! | `SandboxReady` | `PromptRendered`, room left | `Generating` turn 0 | `Generate` |
 //! | `SandboxReady` | `PromptRendered`, no room | `Grading` truncated by `SequenceTokens` | `Grade` |
@@ -113,6 +114,13 @@ pub enum EpisodeEvent {
         /// The limit that ended it; `None` if it ended by itself.
         truncated_by: Option<Limit>,
     },
+    /// A worker outside returned the episode.
+    Returned {
+        /// Its reward, 0.0 to 1.0.
+        reward: f64,
+        /// The limit that the episode reached, if it reached one.
+        truncated_by: Option<Limit>,
+    },
     /// The grader gave its verdict.
     Graded {
         /// The reward, 0.0 to 1.0.
@@ -159,6 +167,8 @@ pub enum EpisodeCommand {
     Act,
     /// Run the agent with its own loop until it ends.
     RunAgent,
+    /// Offer the episode to workers outside, and wait for its return.
+    Offer,
     /// Collect the agent's change, close its sandbox and grade the change.
     Grade,
     /// Close what is open and report this outcome.
@@ -192,6 +202,13 @@ impl EpisodeMachine {
     pub fn with_agent(limits: EpisodeLimits) -> (Self, EpisodeCommand) {
         let machine = Self { limits, has_agent: true, phase: EpisodePhase::Created };
         (machine, EpisodeCommand::OpenSandbox)
+    }
+
+    /// A machine of an episode that a worker outside runs and grades: it starts in `AgentRunning`, with
+    /// the command [`EpisodeCommand::Offer`].
+    pub fn outside(limits: EpisodeLimits) -> (Self, EpisodeCommand) {
+        let machine = Self { limits, has_agent: true, phase: EpisodePhase::AgentRunning };
+        (machine, EpisodeCommand::Offer)
     }
 
     /// The current phase.
@@ -246,7 +263,8 @@ impl EpisodeMachine {
                 | EpisodePhase::AgentRunning,
                 EpisodeEvent::StopRequested,
             ) => end(Outcome::Aborted { by: AbortCause::Shutdown }),
-            (EpisodePhase::Grading { truncated_by }, EpisodeEvent::Graded { reward }) => {
+            (EpisodePhase::AgentRunning, EpisodeEvent::Returned { reward, truncated_by })
+            | (EpisodePhase::Grading { truncated_by }, EpisodeEvent::Graded { reward }) => {
                 end(match *truncated_by {
                     None => Outcome::Scored { reward: *reward },
                     Some(limit) => Outcome::Truncated { limit, reward: *reward },
@@ -287,6 +305,7 @@ impl EpisodeMachine {
                 | EpisodeEvent::Generated { .. }
                 | EpisodeEvent::Acted { .. }
                 | EpisodeEvent::AgentEnded { .. }
+                | EpisodeEvent::Returned { .. }
                 | EpisodeEvent::Graded { .. }
                 | EpisodeEvent::ChangeTooLarge
                 | EpisodeEvent::SandboxDamaged { .. }

@@ -7,7 +7,7 @@
 //! The invariant: every sandbox that was opened is closed before the report is returned, whatever
 //! happened, and no engine call is running while a tool runs.
 
-use crate::agent::AgentSettings;
+use crate::agent::{AgentSettings, Outside};
 use crate::api::{EpisodeReport, EpisodeRequest, Episodes};
 use crate::attempt::Attempt;
 use crate::chat::ChatModel;
@@ -31,7 +31,7 @@ use orchestrate_sandbox::{
     SandboxProvider, SandboxSpec,
 };
 use orchestrate_tasks::{Origin, Task};
-use orchestrate_types::{GradingRun, GroupId, Outcome, Retry, Stage};
+use orchestrate_types::{AttemptId, GradingRun, GroupId, Outcome, Retry, Stage};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -57,6 +57,8 @@ pub struct EpisodeRunner {
     pub plan: Arc<RolloutSettings>,
     /// The agent of the scaffold `command`; `None` for the others.
     pub agent: Option<Arc<AgentSettings>>,
+    /// Where episodes of the scaffold `outside` are offered; `None` for the others.
+    pub outside: Option<Outside>,
     /// Resource limits of every container.
     pub container_limits: SandboxLimits,
     /// The rules that turn a test log into a verdict.
@@ -82,6 +84,12 @@ impl Episodes for EpisodeRunner {
         // Boxed, because the future holds a whole episode and callers keep hundreds of them.
         Box::pin(self.run_inner(request, stop)).instrument(span).await
     }
+
+    fn recorded(&self, attempt: AttemptId, outcome: &Outcome) {
+        if let Some(outside) = &self.outside {
+            outside.offers.recorded(attempt, outcome.name());
+        }
+    }
 }
 
 impl EpisodeRunner {
@@ -104,6 +112,7 @@ impl EpisodeRunner {
         let limits = self.plan.limits(context);
         let (mut machine, mut command) = match self.plan.scaffold {
             Scaffold::Command => EpisodeMachine::with_agent(limits),
+            Scaffold::Outside => EpisodeMachine::outside(limits),
             Scaffold::Tools | Scaffold::R2eXml | Scaffold::Mini => EpisodeMachine::new(limits),
         };
         let mut attempt = Attempt::new(self, request, stop);
@@ -127,6 +136,10 @@ impl EpisodeRunner {
                     }
                     (None, _) => failed(Stage::Exec, "no sandbox is open"),
                     (_, None) => failed(Stage::Setup, "there is no section [agent]"),
+                },
+                EpisodeCommand::Offer => match &self.outside {
+                    Some(outside) => attempt.run_outside(outside, limits).await,
+                    None => failed(Stage::Setup, "there is no gateway for workers"),
                 },
                 EpisodeCommand::Grade => self.grade(&mut attempt, &mut agent).await,
             };

@@ -5,7 +5,8 @@
 //!
 //! [`micro`] generates the bundled tasks, [`expert`] solves them with scripted episodes, and
 //! [`repair`] makes tasks from any Python repository with tests. [`load`] reads rows of [`r2e`]
-//! (R2E-Gym) and [`swe`] (SWE-bench and its family, with scripts, log parsers and verdicts) from files;
+//! (R2E-Gym), [`PlainRow`]s and [`swe`] (SWE-bench and its family, with scripts, log parsers and verdicts)
+//! from files;
 //! [`predictions`] reads patches made by agents. [`patch`] makes and applies unified diffs, [`verify`]
 //! builds the trees that are graded, and [`grade`] turns a test log into a [`Verdict`]. [`reporter`]
 //! runs tests so that what they print cannot decide; [`Finding`] is what a verdict noticed besides.
@@ -18,6 +19,7 @@ pub mod load;
 mod log;
 pub mod micro;
 pub mod patch;
+mod plain;
 pub mod predictions;
 pub mod r2e;
 pub mod repair;
@@ -30,6 +32,7 @@ pub mod verify;
 
 pub use finding::Finding;
 pub use log::{SummaryRule, grade, grade_by, grade_log, grade_log_by, grade_reported};
+pub use plain::PlainRow;
 pub use task::{Origin, Split, Task, TaskStart, TestStatus, Verdict};
 pub use task_file::TaskFile;
 pub use text::{LINE_BYTES, printable, printable_lines};

@@ -8,6 +8,7 @@ mod hub;
 mod nemo_gym;
 mod parquet_file;
 
+use crate::plain::{self, PlainRow};
 use crate::r2e::{R2eRow, RowError};
 use crate::repair;
 use crate::swe::SweRow;
@@ -44,6 +45,8 @@ pub enum Row {
     R2e(Box<R2eRow>),
     /// SWE-bench and its family: SWE-Gym, SWE-rebench, SWE-smith.
     Swe(Box<SweRow>),
+    /// A task of an environment that a worker outside has.
+    Plain(Box<PlainRow>),
 }
 
 impl Row {
@@ -52,16 +55,19 @@ impl Row {
         match self {
             Self::R2e(row) => row.id(),
             Self::Swe(row) => row.instance_id.clone(),
+            Self::Plain(row) => row.id().to_owned(),
         }
     }
 
-    /// The task family: `micro`, `repair`, `r2e`, or that of [`SweFamily::name`](crate::swe::SweFamily).
+    /// The task family: `micro`, `repair`, `r2e`, `plain`, or that of
+    /// [`SweFamily::name`](crate::swe::SweFamily).
     pub fn environment(&self) -> &'static str {
         match self {
             Self::R2e(row) if row.micro.is_some() => "micro",
             Self::R2e(row) if row.repair.is_some() => repair::ENVIRONMENT,
             Self::R2e(_) => "r2e",
             Self::Swe(row) => row.family().name(),
+            Self::Plain(_) => plain::ENVIRONMENT,
         }
     }
 
@@ -70,6 +76,7 @@ impl Row {
         match self {
             Self::R2e(row) => &row.repo_name,
             Self::Swe(row) => &row.repo,
+            Self::Plain(row) => row.family(),
         }
     }
 
@@ -78,14 +85,16 @@ impl Row {
         match self {
             Self::R2e(row) => row.issue(),
             Self::Swe(row) => &row.problem_statement,
+            Self::Plain(row) => row.prompt(),
         }
     }
 
-    /// The container image that the task runs in.
+    /// The container image that the task runs in; empty for plain rows.
     pub fn image(&self) -> String {
         match self {
             Self::R2e(row) => row.docker_image.clone(),
             Self::Swe(row) => row.image(),
+            Self::Plain(_) => String::new(),
         }
     }
 
@@ -97,6 +106,7 @@ impl Row {
         match self {
             Self::R2e(row) => row.to_task(),
             Self::Swe(row) => Ok(row.to_task()),
+            Self::Plain(row) => Ok(row.to_task()),
         }
     }
 
@@ -126,10 +136,12 @@ impl Row {
                 Err(error) => Err(error.to_string()),
                 Ok(_) => Ok(Self::R2e(Box::new(row))),
             }
+        } else if PlainRow::matches(&value) {
+            Ok(Self::Plain(Box::new(PlainRow::from_value(value)?)))
         } else {
-            let columns = "`expected_output_json` (R2E-Gym) nor `FAIL_TO_PASS` (SWE-bench, SWE-Gym, \
-                SWE-rebench, SWE-smith)";
-            Err(format!("has neither a column {columns}"))
+            Err("has none of the columns `expected_output_json` (R2E-Gym), `FAIL_TO_PASS` (SWE-bench, \
+                 SWE-Gym, SWE-rebench, SWE-smith), and `id` with `prompt` (plain rows)"
+                .to_owned())
         }
     }
 }
@@ -412,5 +424,5 @@ fn parsed(value: Option<Value>) -> Option<Value> {
 fn id(row: &Value) -> Option<String> {
     let text = |column: &str| Some(row.get(column)?.as_str()?.to_owned());
     let of_commit = || Some(format!("{}__{}", text("repo_name")?, text("commit_hash")?));
-    text("instance_id").or_else(of_commit)
+    text("instance_id").or_else(of_commit).or_else(|| text("id"))
 }

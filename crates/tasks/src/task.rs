@@ -43,6 +43,9 @@ pub enum Origin {
     R2e,
     /// A git repository in an image of the SWE-bench family; the row defines how it is tested.
     SweBench(Box<SweRow>),
+    /// A worker outside has the environment and gives the reward; these are the row's columns, which it
+    /// gets.
+    Outside(Box<serde_json::Map<String, serde_json::Value>>),
 }
 
 impl Origin {
@@ -90,7 +93,7 @@ impl Task {
     /// `None` if the image does not need it.
     pub fn programs(&self) -> Option<&'static str> {
         match self.origin {
-            Origin::Files => None,
+            Origin::Files | Origin::Outside(_) => None,
             Origin::R2e => Some("/testbed/.venv/bin"),
             Origin::SweBench(_) => Some("/opt/miniconda3/envs/testbed/bin"),
         }
@@ -103,7 +106,7 @@ impl Task {
                 let (withheld, restored) = row.smith_test_files();
                 Some(TaskStart { patch: row.patch.clone(), withheld, restored })
             }
-            Origin::Files | Origin::R2e | Origin::SweBench(_) => None,
+            Origin::Files | Origin::R2e | Origin::SweBench(_) | Origin::Outside(_) => None,
         }
     }
 }

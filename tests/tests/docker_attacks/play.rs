@@ -110,6 +110,7 @@ impl World {
             container_limits: LIMITS,
             rules: RewardSettings::default().rules(),
             agent: None,
+            outside: None,
             logs: None,
             rows: RowSharing::default(),
             prefill_leaders: PrefillLeaders::default(),

@@ -91,6 +91,7 @@ impl World {
             },
             rules: GradingRules::new(grade_by_summary),
             agent: None,
+            outside: None,
             logs: None,
             rows: RowSharing::default(),
             prefill_leaders: PrefillLeaders::default(),

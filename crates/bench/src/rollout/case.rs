@@ -301,6 +301,7 @@ fn runner(
         },
         rules: GradingRules::new(grade),
         agent: kind.has_agents.then(|| Arc::new(agent)),
+        outside: None,
         logs: None,
         rows: RowSharing {
             cache: Some(Arc::new(cache)),

@@ -5,6 +5,7 @@ pub(crate) mod compare;
 pub(crate) mod config;
 pub(crate) mod doctor;
 pub(crate) mod eval;
+pub(crate) mod gateway;
 pub(crate) mod gc;
 pub(crate) mod grade;
 pub(crate) mod remove_unstarted;

@@ -11,6 +11,7 @@ use camino::Utf8Path;
 use futures::future::BoxFuture;
 use orchestrate_coordinator::{RunEnd, RunError, Stop};
 use orchestrate_report::RunReport;
+use orchestrate_rollout::Scaffold;
 use orchestrate_store::Store;
 use std::process::ExitCode;
 
@@ -68,7 +69,10 @@ pub(crate) async fn drive(
     if job == Job::Train {
         settings.check_training()?;
     }
-    let helper = Helper::start(settings, store.reader().run().await?.run, store.epoch());
+    let run = store.reader().run().await?.run;
+    // Episodes outside have no containers.
+    let has_containers = settings.rollout.scaffold != Scaffold::Outside;
+    let helper = has_containers.then(|| Helper::start(settings, run, store.epoch())).flatten();
     let view = live::View::new(settings.run.steps);
     let mut servers = wiring::servers();
     let parts = wiring::parts(settings, folder, &store, &mut servers, view.image_listener());

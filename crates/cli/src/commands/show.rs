@@ -263,6 +263,7 @@ fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<St
         0 | 1 => String::new(),
         count => format!(" in {count} branches"),
     };
+    let returned = summary.as_ref().map(returned_metrics).unwrap_or_default();
     let cache = summary.map_or_else(String::new, |s| {
         format!("; prefix cache {} of {} prompt tokens", s.cached_tokens, s.prompt_tokens)
     });
@@ -273,7 +274,14 @@ fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<St
     } else {
         format!("{written} by the policy")
     };
-    Ok(format!("{tokens} tokens{forks}, {origin}; {mask}{cache}"))
+    Ok(format!("{tokens} tokens{forks}, {origin}; {mask}{cache}{returned}"))
+}
+
+/// The numbers that a worker returned with its reward.
+fn returned_metrics(summary: &EpisodeSummary) -> String {
+    let metrics = summary.metrics.iter().map(|(name, value)| format!("{name} {value}"));
+    let metrics = metrics.collect::<Vec<_>>().join(", ");
+    if metrics.is_empty() { metrics } else { format!("; its worker returned {metrics}") }
 }
 
 #[cfg(test)]

@@ -74,7 +74,7 @@ fn to_verify(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)>
         return select(selection);
     }
     let settings = config::load(&selection.source)?.check()?;
-    let tasks = task_source::of_file(file, &settings.tasks.skip)?;
+    let tasks = task_source::tested_of_file(file, &settings.tasks.skip)?;
     Ok((settings, tasks))
 }
 

@@ -183,6 +183,7 @@ fn report(request: &EpisodeRequest, outcome: Outcome) -> EpisodeReport {
         turns: vec![turn; 2],
         patch: format!("patch of {}", request.task.id),
         verdict: None,
+        metrics: BTreeMap::new(),
         routing_drift: 0,
         routing_wire_bytes: 10,
         routing_rows_reused: 1,

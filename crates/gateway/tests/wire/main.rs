@@ -5,6 +5,7 @@ mod any_body;
 mod clients;
 mod delivery;
 mod http;
+mod offers;
 mod scripted;
 mod server;
 mod tokens;

@@ -31,11 +31,17 @@ const TOO_MANY: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n
     connection: close\r\ncontent-length: 0\r\n\r\n";
 
 /// A listener with the options by which it serves.
-pub(crate) struct HttpServer {
+pub struct HttpServer {
     listener: TcpListener,
     address: SocketAddr,
     options: HttpOptions,
     tls: Option<TlsAcceptor>,
+}
+
+impl std::fmt::Debug for HttpServer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HttpServer").field("address", &self.address).finish_non_exhaustive()
+    }
 }
 
 impl HttpServer {
@@ -44,7 +50,7 @@ impl HttpServer {
     /// # Errors
     /// [`HttpSetupError`] for an address that other hosts reach without a secret, or TLS files
     /// that cannot be used.
-    pub(crate) fn new(listener: TcpListener, options: HttpOptions) -> Result<Self, HttpSetupError> {
+    pub fn new(listener: TcpListener, options: HttpOptions) -> Result<Self, HttpSetupError> {
         let address = listener.local_addr().map_err(HttpSetupError::Address)?;
         options.check(address)?;
         let tls = options.tls.as_ref().map(tls::acceptor).transpose()?;
@@ -52,7 +58,7 @@ impl HttpServer {
     }
 
     /// Serves an application until `stop` is cancelled and its connections have ended.
-    pub(crate) async fn serve(self, app: Router, routes: Routes, stop: CancellationToken) {
+    pub async fn serve(self, app: Router, routes: Routes, stop: CancellationToken) {
         let app = guarded(app, &self.options, self.address, routes);
         let limits = self.options.limits;
         let mut connections = JoinSet::new();

@@ -4,33 +4,42 @@ use axum::http::StatusCode;
 
 /// Why a request is denied. The text is sent to the client.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Denial {
+pub enum Denial {
+    /// The token is missing or wrong.
     #[error("a valid bearer token is required")]
     Unauthorized,
+    /// There is no `host`.
     #[error("the request must name its host")]
     MissingHost,
+    /// This host is not one of the server's.
     #[error(
         "host `{0}` is not allowed; use localhost or an IP address, or start the server with \
              --allowed-host"
     )]
     Host(String),
+    /// A browser sends it for a page of another site.
     #[error("requests from pages of other sites are not allowed")]
     CrossSite,
+    /// The body is not declared as JSON.
     #[error("a request with a body must have `content-type: application/json`")]
     ContentType,
+    /// The body has more than this number of bytes.
     #[error("the request body must be at most {0} bytes")]
     BodyTooLarge(usize),
+    /// The body did not arrive in time.
     #[error("the request body did not arrive in time")]
     BodyTimedOut,
+    /// The connection broke, for this reason.
     #[error("the request body ended early: {0}")]
     BodyEnded(String),
+    /// The bodies in memory are too large together.
     #[error("too many request bodies are being received; try again later")]
     BodiesFull,
 }
 
 impl Denial {
     /// HTTP status code of the reply.
-    pub(crate) fn status(&self) -> StatusCode {
+    pub fn status(&self) -> StatusCode {
         match self {
             Self::Unauthorized => StatusCode::UNAUTHORIZED,
             Self::MissingHost | Self::BodyEnded(_) => StatusCode::BAD_REQUEST,
@@ -43,7 +52,7 @@ impl Denial {
     }
 
     /// Code of the reply, for programs.
-    pub(crate) fn code(&self) -> &'static str {
+    pub fn code(&self) -> &'static str {
         match self {
             Self::Unauthorized => "unauthorized",
             Self::MissingHost | Self::BodyEnded(_) => "bad_request",

@@ -1,4 +1,4 @@
-//! What the HTTP servers of the engine and of the trainer have in common.
+//! What the HTTP servers of the engine, the trainer and the gateway have in common.
 //!
 //! [`HttpOptions`] says who may reach a server. `HttpServer::new` refuses an address that other
 //! hosts reach without a token or client certificates. `connections` accepts connections, TLS ones
@@ -15,8 +15,8 @@ mod hosts;
 mod options;
 mod tls;
 
-pub(crate) use connections::HttpServer;
-pub(crate) use denial::Denial;
+pub use connections::HttpServer;
+pub use denial::Denial;
 pub use folders::{AllowedFolders, NotAllowed};
-pub(crate) use guard::Routes;
+pub use guard::Routes;
 pub use options::{HttpLimits, HttpOptions, HttpSetupError, TlsFiles};

@@ -58,8 +58,8 @@ pub async fn serve_engine(
     threads.spawn_blocking(move || scheduler.run(inbox));
 
     let stop = CancellationToken::new();
-    let routes =
-        Routes { open: &OPEN, max_body_bytes: engine.options.max_body_bytes, reply: denied };
+    let max_body_bytes = engine.options.max_body_bytes;
+    let routes = Routes { open: &OPEN, own: "", max_body_bytes, reply: denied };
     let mut server = Box::pin(http.serve(router(Arc::clone(&engine)), routes, stop.clone()));
     // `cancelled` and `join_next` are cancel-safe; the server is polled again below.
     let ended_early = tokio::select! {

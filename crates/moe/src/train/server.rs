@@ -49,7 +49,7 @@ pub async fn serve_trainer(
 ) -> Result<(), ServeTrainerError> {
     let http = HttpServer::new(listener, options.http.clone())?;
     let (trainer, thread) = tokio::task::spawn_blocking(move || start(&options)).await??;
-    let guard = Routes { open: &[], max_body_bytes: BODY_LIMIT, reply: denied };
+    let guard = Routes { open: &[], own: "", max_body_bytes: BODY_LIMIT, reply: denied };
     http.serve(routes(Server { trainer }), guard, stop).await;
     tokio::task::spawn_blocking(move || thread.stop()).await?;
     Ok(())

@@ -1,11 +1,14 @@
-//! The section `[agent]`: an agent with its own loop, for `rollout.scaffold = "command"`.
+//! The section `[agent]`: an agent with its own loop, for `rollout.scaffold = "command"`; and where
+//! episodes are offered for `rollout.scaffold = "outside"`.
 
 use super::egress::is_address;
 use camino::Utf8PathBuf;
+use orchestrate_gateway::Offers;
 use orchestrate_settings::{Problems, between, setting_types, settings};
 use orchestrate_types::HumanDuration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::time::Duration;
 
 /// An agent whose command line is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -50,6 +53,15 @@ settings! {
     egress: Vec<String> = Vec::new();
     /// Time that an agent has to end by itself after its last generation was refused.
     grace: HumanDuration = HumanDuration::secs(20);
+}
+
+/// Where episodes are offered to workers.
+#[derive(Debug, Clone)]
+pub struct Outside {
+    /// The offers.
+    pub offers: Offers,
+    /// Time that a worker has after `rollout.episode_timeout` to return its reward.
+    pub grace: Duration,
 }
 
 fn check_together(_: &AgentSection, settings: &AgentSettings, problems: &mut Problems) {

@@ -7,17 +7,18 @@
 
 mod config;
 mod egress;
+mod outside;
 mod sampler;
 
 use crate::attempt::Attempt;
 use crate::conversation::Conversation;
 use crate::machine::{EpisodeEvent, EpisodeLimits};
 use crate::runner::{failed, sandbox_failed};
-pub use config::{AgentPreset, AgentSection, AgentSettings};
+pub use config::{AgentPreset, AgentSection, AgentSettings, Outside};
 use orchestrate_gateway::{GatewayOptions, router};
 use orchestrate_sandbox::{Command, ExecResult, Exit, Forward, Sandbox};
 use orchestrate_types::{Limit, Stage};
-use sampler::{ConversationSampler, PLACES};
+use sampler::{ConversationSampler, MODEL, PLACES};
 use std::sync::Arc;
 use tokio::io::DuplexStream;
 use tokio::sync::{Semaphore, mpsc};
@@ -27,9 +28,6 @@ use tokio_util::task::TaskTracker;
 
 /// Folder of the agent's files in the sandbox.
 pub const AGENT_FOLDER: &str = "/opt/agent";
-
-/// Name under which the policy is served.
-const MODEL: &str = "policy";
 
 /// Connections that wait to be served.
 const BACKLOG: usize = 64;

@@ -27,6 +27,9 @@ pub(crate) struct ConversationSampler {
     pub(crate) places: Semaphore,
 }
 
+/// Name under which the policy is served.
+pub(crate) const MODEL: &str = "policy";
+
 /// Requests of one episode that are answered at the same time.
 pub(crate) const PLACES: usize = 16;
 

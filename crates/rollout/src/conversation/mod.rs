@@ -14,7 +14,7 @@ mod tokens;
 mod tree;
 
 use crate::api::{EpisodeBranch, Message, RowCounts, TurnLog};
-use crate::chat::{ChatError, ChatModel};
+use crate::chat::{ChatError, ChatErrorKind, ChatModel};
 use crate::line::{Calls, Counters, GenerationId, Line, NoReply, Sampled};
 use crate::machine::{EpisodeLimits, MAX_ABORTS_PER_TURN};
 use crate::offload;
@@ -281,6 +281,9 @@ impl Conversation {
         self.check_open(state)?;
         if ask.past.is_empty() {
             return Err(AskError::Refused("the request has no history".to_owned()));
+        }
+        if !ask.past.tools().is_empty() && !self.calls.chat.reads_tool_calls() {
+            return Err(AskError::Refused(ChatErrorKind::UnknownToolFormat.to_string()));
         }
         let (place, tools) = state.locate(&ask.past);
         let (head, tail) = self.prompt_at(&state.tree, place, &ask.past)?;

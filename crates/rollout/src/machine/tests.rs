@@ -78,6 +78,20 @@ fn table() -> Vec<(&'static str, EpisodePhase, EpisodeEvent, EpisodePhase, Episo
             EpisodeCommand::Grade,
         ),
         (
+            "returned by a worker",
+            EpisodePhase::AgentRunning,
+            EpisodeEvent::Returned { reward: 1.0, truncated_by: None },
+            scored.clone(),
+            finish_scored.clone(),
+        ),
+        (
+            "returned by a worker at a limit",
+            EpisodePhase::AgentRunning,
+            EpisodeEvent::Returned { reward: 0.0, truncated_by: Some(Limit::Turns) },
+            truncated.clone(),
+            finish_truncated.clone(),
+        ),
+        (
             "damaged by an agent",
             EpisodePhase::AgentRunning,
             damage.clone(),
@@ -272,7 +286,7 @@ fn pairs_outside_the_table_are_refused_and_change_nothing() {
             events.push(event.clone());
         }
     }
-    assert_eq!((phases.len(), events.len()), (7, 11), "a phase or an event has no row");
+    assert_eq!((phases.len(), events.len()), (7, 12), "a phase or an event has no row");
     for phase in &phases {
         for event in &events {
             let listed =
@@ -322,6 +336,7 @@ fn any_event() -> impl Strategy<Value = EpisodeEvent> {
         (finish, 0usize..25, 0usize..110).prop_map(|(f, s, t)| generated(f, s, t)),
         (any::<bool>(), 0usize..120).prop_map(|(s, t)| acted(s, t)),
         Just(EpisodeEvent::AgentEnded { truncated_by: None }),
+        Just(EpisodeEvent::Returned { reward: 1.0, truncated_by: None }),
         Just(EpisodeEvent::Graded { reward: 1.0 }),
         Just(EpisodeEvent::ChangeTooLarge),
         Just(EpisodeEvent::SandboxDamaged { what: "x".to_owned() }),
@@ -336,12 +351,17 @@ proptest! {
     /// turns stay below the limit, and `Ended` is final.
     #[test]
     fn prop_random_episodes_follow_the_table(
-        has_agent in any::<bool>(),
+        kind in 0..3,
         events in prop::collection::vec(any_event(), 0..60),
     ) {
-        let new = if has_agent { EpisodeMachine::with_agent } else { EpisodeMachine::new };
-        let (mut machine, first) = new(LIMITS);
-        prop_assert_eq!(first, EpisodeCommand::OpenSandbox);
+        let (mut machine, first) = match kind {
+            0 => EpisodeMachine::new(LIMITS),
+            1 => EpisodeMachine::with_agent(LIMITS),
+            _ => EpisodeMachine::outside(LIMITS),
+        };
+        let is_outside = first == EpisodeCommand::Offer;
+        prop_assert_eq!(is_outside, kind == 2);
+        prop_assert!(is_outside || first == EpisodeCommand::OpenSandbox);
         for event in events {
             let from = machine.phase().clone();
             match machine.step(event.clone()) {

@@ -39,6 +39,9 @@ pub enum Scaffold {
     /// An agent with its own loop, which runs in the sandbox and samples through the gateway: see the
     /// section `[agent]`.
     Command,
+    /// An agent or an environment outside: a worker takes the episode from the gateway and returns the
+    /// reward. See the section `[gateway]`.
+    Outside,
 }
 
 /// Prompts of a run that replace those of its scaffold.
@@ -54,7 +57,7 @@ impl Scaffold {
     /// The opening messages of a task, for a policy that has `turns` turns.
     pub fn opening(self, prompts: Prompts<'_>, task: &Task, turns: u32) -> Vec<Message> {
         let (system, prompt) = match self {
-            Self::Tools | Self::Command => (None, "{problem_statement}"),
+            Self::Tools | Self::Command | Self::Outside => (None, "{problem_statement}"),
             Self::R2eXml => (Some(r2e::SYSTEM.trim_end()), r2e::TASK.trim_end()),
             Self::Mini => (Some(mini::SYSTEM.trim_end()), mini::TASK.trim_end()),
         };
@@ -73,7 +76,7 @@ impl Scaffold {
     pub fn parse(self, format: ToolFormat, text: &str) -> Vec<Result<(Action, Call), Mistake>> {
         let text = text.rsplit_once("</think>").map_or(text, |(_, after)| after);
         match self {
-            Self::Tools | Self::Command => tools::parse(format, text),
+            Self::Tools | Self::Command | Self::Outside => tools::parse(format, text),
             Self::R2eXml => vec![r2e::parse(text)],
             Self::Mini => vec![mini::parse(text)],
         }
@@ -82,7 +85,7 @@ impl Scaffold {
     /// Role of the messages that carry observations.
     pub fn observation_role(self) -> &'static str {
         match self {
-            Self::Tools | Self::Command => "tool",
+            Self::Tools | Self::Command | Self::Outside => "tool",
             Self::R2eXml | Self::Mini => "user",
         }
     }
@@ -93,14 +96,14 @@ impl Scaffold {
         match self {
             Self::Tools => tools::schemas(),
             // An agent sends its own tools with its requests.
-            Self::R2eXml | Self::Mini | Self::Command => Vec::new(),
+            Self::R2eXml | Self::Mini | Self::Command | Self::Outside => Vec::new(),
         }
     }
 
     /// Environment variables of the policy's commands, in addition to the image's.
     pub(crate) fn environment(self) -> &'static [(&'static str, &'static str)] {
         match self {
-            Self::Tools | Self::R2eXml | Self::Command => &[],
+            Self::Tools | Self::R2eXml | Self::Command | Self::Outside => &[],
             Self::Mini => &mini::ENVIRONMENT,
         }
     }
@@ -114,11 +117,11 @@ impl Scaffold {
     ) -> Option<String> {
         match (self, result) {
             (_, ToolResult::Submitted) => None,
-            (Self::Tools | Self::Command, ToolResult::Command(result)) => {
+            (Self::Tools | Self::Command | Self::Outside, ToolResult::Command(result)) => {
                 let text = tools::bash_observation(&result, limits.command_timeout);
                 Some(truncate_middle(text, limits.observation_chars))
             }
-            (Self::Tools | Self::Mini | Self::Command, ToolResult::Text(text)) => {
+            (Self::Tools | Self::Mini | Self::Command | Self::Outside, ToolResult::Text(text)) => {
                 Some(truncate_middle(text, limits.observation_chars))
             }
             (Self::R2eXml, result) => Some(r2e::observation(call, result, limits)),
@@ -129,7 +132,7 @@ impl Scaffold {
     /// The text of the message for an observation or a prompt, with what the scaffold adds to it.
     pub(crate) fn message_text(self, text: String, turns_left: u32) -> String {
         match self {
-            Self::Tools | Self::Mini | Self::Command => text,
+            Self::Tools | Self::Mini | Self::Command | Self::Outside => text,
             Self::R2eXml => r2e::with_turns_left(&text, turns_left),
         }
     }

@@ -32,6 +32,7 @@ pub(crate) fn runner(
         container_limits,
         rules,
         agent: None,
+        outside: None,
         logs: None,
         rows,
         prefill_leaders,

@@ -137,7 +137,7 @@ impl Checked<'_> {
     /// Texts of the messages in the delta after a turn.
     fn contents(&self, delta: &str) -> Vec<String> {
         let (open, close) = match self.scaffold {
-            Scaffold::Tools | Scaffold::Command => self.model.tool,
+            Scaffold::Tools | Scaffold::Command | Scaffold::Outside => self.model.tool,
             Scaffold::R2eXml | Scaffold::Mini => ("<|im_start|>user\n", "<|im_end|>"),
         };
         let parts = delta.split(open).skip(1);

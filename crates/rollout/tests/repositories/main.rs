@@ -160,6 +160,7 @@ async fn play(
         chat: chat(),
         plan: Arc::new(config.check().unwrap()),
         agent: None,
+        outside: None,
         container_limits: sandboxes.config().limits(),
         rules: reward.rules(),
         logs: Some(GradeLogs { root: folder.to_owned(), model: "org/policy".parse().unwrap() }),

@@ -34,7 +34,7 @@ enum Outcome {
 
 pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
     let settings = config::load(&args.source)?.check()?;
-    let tasks = task_source::of_file(&args.tasks, &settings.tasks.skip)?;
+    let tasks = task_source::tested_of_file(&args.tasks, &settings.tasks.skip)?;
     let by_id: HashMap<&str, &Task> = tasks.iter().map(|task| (task.id.as_str(), task)).collect();
     let mut work = Vec::new();
     for prediction in chosen(args)? {
@@ -153,7 +153,7 @@ fn known(folder: &Utf8Path, task: &Task, patch: &str) -> Option<Outcome> {
     let report: Value = serde_json::from_slice(&report).ok()?;
     let resolved = match task.origin {
         Origin::SweBench(_) => report.get(task.id.as_str())?.get("resolved")?.as_bool()?,
-        Origin::R2e | Origin::Files => report.get("reward")?.as_f64()? > 0.5,
+        Origin::R2e | Origin::Files | Origin::Outside(_) => report.get("reward")?.as_f64()? > 0.5,
     };
     let outcome = if resolved { Outcome::Resolved } else { Outcome::Unresolved };
     (graded == patch).then_some(outcome)

@@ -5,6 +5,7 @@ use crate::config::{self, Settings};
 use crate::{output, tables, task_source};
 use orchestrate_engine::EngineKind;
 use orchestrate_moe::ModelConfig;
+use orchestrate_rollout::Scaffold;
 use orchestrate_sandbox::images_on_hosts;
 use orchestrate_tasks::load::LoadError;
 use orchestrate_types::ModelShape;
@@ -98,7 +99,9 @@ pub(super) async fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<
         }
     };
     let mut forecast = forecast(&settings, shape.as_ref(), tasks, notes);
-    if let Some(images) = images {
+    if settings.rollout.scaffold == Scaffold::Outside {
+        forecast.images = None;
+    } else if let Some(images) = images {
         add_images(&images, &settings, &mut forecast).await;
     }
     if as_json {
@@ -167,8 +170,11 @@ fn forecast(
     // Containers of repositories are removed after one use; others are kept for the next agent or grader.
     let wanted = if of_files { in_flight } else { 2 * in_flight };
     let sandbox = &settings.sandbox;
-    let containers = (sandbox.capacity() as u64).min(wanted);
-    let docker_hosts = sandbox.docker_hosts().into_iter().map(|host| {
+    // Episodes outside have no containers.
+    let is_outside = rollout.scaffold == Scaffold::Outside;
+    let containers = if is_outside { 0 } else { (sandbox.capacity() as u64).min(wanted) };
+    let hosts = if is_outside { Vec::new() } else { sandbox.docker_hosts() };
+    let docker_hosts = hosts.into_iter().map(|host| {
         let max_containers = sandbox.on(&host).max_containers as u64;
         let memory_bytes = max_containers.min(wanted) * sandbox.memory.0;
         let host = host.title().to_owned();

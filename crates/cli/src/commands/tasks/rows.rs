@@ -95,6 +95,8 @@ pub(super) fn show(file: &Utf8Path, id: &str, as_json: bool) -> anyhow::Result<E
     match find(file, id)? {
         Row::R2e(row) if as_json => output::json(&row.to_task()?)?,
         Row::R2e(row) => super::print(&row.to_task()?),
+        Row::Plain(row) if as_json => output::json(&row.to_task())?,
+        Row::Plain(row) => super::print(&row.to_task()),
         Row::Swe(row) if as_json => output::json(&row)?,
         Row::Swe(row) => {
             let name = |text: &str| printable(text, NAME_CHARS);

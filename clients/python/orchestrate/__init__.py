@@ -1,0 +1,59 @@
+"""Agents and environments outside: take episodes from a run of `orchestrate`, and return rewards.
+
+```python
+import orchestrate
+
+@orchestrate.environment(timeout=60)
+def sums(episode: orchestrate.Episode) -> float:
+    reply = episode.chat([{"role": "user", "content": episode.task.prompt}])
+    return float(reply.content.strip() == episode.task.row["answer"])
+
+if __name__ == "__main__":
+    sums.main()
+```
+"""
+
+from .aio import AsyncEpisode, AsyncGateway
+from .client import Connection, Episode, Gateway
+from .environment import Environment, environment
+from .version import __version__
+from .wire import (
+    AgentFailure,
+    EnvironmentFailure,
+    EpisodeEnded,
+    LeaseOver,
+    OrchestrateError,
+    Refused,
+    Reply,
+    RunOver,
+    Taken,
+    Task,
+    ToolCall,
+    Unreachable,
+)
+from .workers import main, work
+
+__all__ = [
+    "AgentFailure",
+    "AsyncEpisode",
+    "AsyncGateway",
+    "Connection",
+    "Environment",
+    "EnvironmentFailure",
+    "Episode",
+    "EpisodeEnded",
+    "Gateway",
+    "LeaseOver",
+    "OrchestrateError",
+    "Refused",
+    "Reply",
+    "RunOver",
+    "Taken",
+    "Task",
+    "ToolCall",
+    "Unreachable",
+    "__version__",
+    "environment",
+    "main",
+    "work",
+]

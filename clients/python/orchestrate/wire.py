@@ -1,0 +1,220 @@
+"""What workers and the gateway exchange, without I/O."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Seconds that one request waits for an episode.
+WAIT_S = 25.0
+
+#: Characters of a failure's message that are sent.
+MESSAGE_CHARS = 4000
+
+
+class OrchestrateError(Exception):
+    """Anything that this package raises by itself."""
+
+
+class Refused(OrchestrateError):
+    """The gateway refuses a request; sending it again would not help."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"{message} ({code}, status {status})")
+        self.status = status
+        self.code = code
+
+
+class Unreachable(OrchestrateError):
+    """The gateway does not answer. The run may have ended, or not have started yet."""
+
+
+class LeaseOver(OrchestrateError):
+    """The episode is no longer this worker's, so its result does not count."""
+
+
+class RunOver(OrchestrateError):
+    """The run has ended: there are no more episodes."""
+
+
+class EpisodeEnded(OrchestrateError):
+    """The policy has no turns, tokens or time left, or cannot read the request. Grade what there
+    is."""
+
+
+class AgentFailure(Exception):
+    """Raised by an environment: what the policy did makes the episode impossible. Its reward is
+    0."""
+
+
+class EnvironmentFailure(Exception):
+    """Raised by an environment: it failed by itself. The attempt is repeated, never rewarded."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task as workers see it: hidden tests and solutions are not part of it."""
+
+    id: str
+    environment: str
+    family: str
+    #: What the policy is asked.
+    prompt: str
+    #: The container image; empty for plain rows.
+    image: str
+    #: The folder of the repository in the image; empty for plain rows.
+    workdir: str
+    #: Files that the agent finds in `workdir`, by their path.
+    files: Mapping[str, str]
+    #: All columns of a plain row; empty for other tasks.
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool in a reply."""
+
+    id: str
+    name: str
+    #: The arguments, if they are a JSON object; else `{}`.
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply of the policy."""
+
+    content: str
+    tool_calls: list[ToolCall]
+    #: `stop`, `length` or `tool_calls`.
+    finish_reason: str
+    #: The reply as the next request's history has it.
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An episode that was taken."""
+
+    lease: str
+    attempt: str
+    task: Task
+    model: str
+    context: int
+    api_key: str
+    openai_path: str
+    anthropic_path: str
+    lease_s: float
+    time_s: float
+
+    @staticmethod
+    def read(body: Mapping[str, Any]) -> Taken:
+        """Reads the gateway's answer. Fields that are unknown are ignored."""
+        task = {name: body["task"][name] for name in Task.__dataclass_fields__}
+        rest = {name: body[name] for name in Taken.__dataclass_fields__ if name != "task"}
+        return Taken(task=Task(**task), **rest)
+
+
+@dataclass
+class TakeRequest:
+    """A request for one episode, which may be repeated: it never takes a second one."""
+
+    worker: str
+    take_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def body(self, wait_s: float) -> dict[str, Any]:
+        """The body of the request."""
+        return {"worker": self.worker, "take_id": self.take_id, "wait_s": max(0.0, wait_s)}
+
+
+def default_worker() -> str:
+    """The name of this process, for messages of the run."""
+    return f"{socket.gethostname()}-{os.getpid()}"[:100]
+
+
+def finish_body(reward: float, metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """The body of a result.
+
+    Raises:
+        ValueError: The reward is not from 0 to 1, or a metric is not finite.
+    """
+    reward = float(reward)
+    if not 0.0 <= reward <= 1.0:  # False for NaN, too.
+        raise ValueError(f"reward = {reward}: must be from 0 to 1")
+    numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise ValueError(f"metric {name} = {value}: must be finite")
+    return {"reward": reward, "metrics": numbers}
+
+
+def failure_body(kind: str, message: str) -> dict[str, Any]:
+    """The body of a failure: `kind` is `environment`, `agent` or `timeout`."""
+    return {"failure": {"kind": kind, "message": message[-MESSAGE_CHARS:]}}
+
+
+def check(status: int, text: str) -> Any:
+    """The body of a reply; `None` if it is empty.
+
+    Raises:
+        LeaseOver: The lease is over.
+        RunOver: The run has ended.
+        Refused: The request is invalid, or not allowed.
+    """
+    try:
+        body: Any = json.loads(text) if text else None
+    except ValueError:
+        body = None
+    if status < 300:
+        return body
+    error = body.get("error") if isinstance(body, dict) else None
+    error = error if isinstance(error, dict) else {}
+    code, message = str(error.get("code", "unknown")), str(error.get("message", text[:300]))
+    if code == "run_over":
+        raise RunOver(message)
+    if code in ("lease_over", "lease_unknown", "other_result"):
+        raise LeaseOver(message)
+    raise Refused(status, code, message)
+
+
+def read_reply(body: Mapping[str, Any]) -> Reply:
+    """A reply of Chat Completions."""
+    choice = body["choices"][0]
+    message = choice["message"]
+    calls = []
+    for call in message.get("tool_calls") or []:
+        try:
+            arguments = json.loads(call["function"]["arguments"])
+        except ValueError:
+            arguments = {}
+        arguments = arguments if isinstance(arguments, dict) else {}
+        calls.append(ToolCall(call["id"], call["function"]["name"], arguments))
+    history = {key: value for key, value in message.items() if value is not None}
+    return Reply(message.get("content") or "", calls, str(choice["finish_reason"]), history)
+
+
+def check_reply(status: int, text: str) -> Reply:
+    """A reply of the policy.
+
+    Raises:
+        EpisodeEnded: The policy is not asked any more.
+        LeaseOver: The episode is no longer this worker's.
+        Refused: The request is invalid, or not allowed.
+    """
+    if status < 300:
+        return read_reply(json.loads(text))
+    try:
+        message = str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = text[:300]
+    if status == 400:
+        raise EpisodeEnded(message)
+    if status == 404:
+        raise LeaseOver(message)
+    raise Refused(status, "policy", message)

@@ -1,0 +1,166 @@
+"""Workers: take episodes and run a function on each."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import types
+
+from .client import Episode, Gateway
+from .environment import Child, Environment, Function, give_back, judged
+from .wire import LeaseOver, OrchestrateError, RunOver
+
+logger = logging.getLogger("orchestrate")
+
+
+def work(
+    function: Function | Environment,
+    gateway: Gateway,
+    *,
+    workers: int = 1,
+    episodes: int | None = None,
+    in_process: bool | None = None,
+) -> int:
+    """Runs `function` on episodes with `workers` workers, until the run ends or `episodes` were
+    returned. Returns how many were.
+
+    An `Environment` runs in child processes, one for each worker, and its script needs the usual
+    `if __name__ == "__main__":`. Any other function runs in threads of this process, where nothing
+    can end it; `in_process=True` does so with an environment, for notebooks.
+
+    Raises:
+        Unreachable: The gateway does not answer.
+        Refused: The secret is wrong, for example.
+    """
+    if in_process is None:
+        in_process = not isinstance(function, Environment)
+    pool = _Pool(function, gateway, episodes, in_process)
+    threads = [threading.Thread(target=pool.run, daemon=True) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)
+    except BaseException:
+        pool.stop.set()
+        for thread in threads:
+            thread.join(10.0)
+        raise
+    if pool.error is not None:
+        raise pool.error
+    return pool.returned
+
+
+class _Pool:
+    def __init__(
+        self,
+        function: Function | Environment,
+        gateway: Gateway,
+        episodes: int | None,
+        in_process: bool,
+    ) -> None:
+        self.function = function
+        self.gateway = gateway
+        self.left = episodes
+        self.in_process = in_process
+        self.stop = threading.Event()
+        self.lock = threading.Lock()
+        self.returned = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """One worker."""
+        child: Child | None = None
+        try:
+            while not self.stop.is_set() and self._may_take():
+                child = self._one(child)
+        except RunOver:
+            pass
+        except BaseException as error:
+            self.error = self.error or error
+            self.stop.set()
+        finally:
+            if child is not None:
+                child.kill()
+
+    def _may_take(self) -> bool:
+        with self.lock:
+            if self.left == 0:
+                return False
+            if self.left is not None:
+                self.left -= 1
+            return True
+
+    def _one(self, child: Child | None) -> Child | None:
+        """Runs an episode, in `child` or another one; returns the child for the next."""
+        if not self.in_process and (child is None or not child.is_alive):
+            assert isinstance(self.function, Environment)
+            # Before the episode is taken: its clock would run while the child starts.
+            child = Child(self.function, self.gateway.connection, self.gateway.url)
+        episode = self._take()
+        if episode is None:
+            return child
+        try:
+            with episode:
+                if child is None:
+                    give_back(episode, judged(self.function, episode))
+                else:
+                    assert isinstance(self.function, Environment)
+                    verdict = child.run(episode.taken, self.function.timeout, self.stop)
+                    if verdict is not None:
+                        give_back(episode, verdict)
+                    elif self.stop.is_set():
+                        episode.abandon()
+                    else:
+                        raise LeaseOver(episode.lost or "the policy is no longer at its URL")
+            with self.lock:
+                self.returned += 1
+        except LeaseOver as error:
+            logger.warning("episode %s: %s", episode.taken.attempt, error)
+        return child
+
+    def _take(self) -> Episode | None:
+        while not self.stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                return self.gateway.take(timeout=5.0)
+        return None
+
+
+def main(function: Function | Environment) -> None:
+    """Runs workers as a program, which ends with the run.
+
+    Options: `--url` (or the variable `ORCHESTRATE_URL`), `--workers` and `--secret-env`, the name
+    of the variable that holds the secret (by default `ORCHESTRATE_SECRET`).
+    """
+    parser = argparse.ArgumentParser(description=function.__doc__)
+    default = os.environ.get("ORCHESTRATE_URL", "http://127.0.0.1:4170")
+    parser.add_argument("--url", default=default, help=f"the run's gateway [{default}]")
+    parser.add_argument("--workers", type=int, default=1, help="episodes at the same time [1]")
+    parser.add_argument(
+        "--secret-env",
+        default="ORCHESTRATE_SECRET",
+        metavar="NAME",
+        help="environment variable with the gateway's secret [ORCHESTRATE_SECRET]",
+    )
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, _interrupt)
+    with Gateway(options.url, os.environ.get(options.secret_env)) as gateway:
+        try:
+            returned = work(function, gateway, workers=options.workers)
+        except OrchestrateError as error:
+            sys.exit(f"error: {error}")
+        except KeyboardInterrupt:
+            sys.exit(130)
+    print(f"{returned} episodes returned", file=sys.stderr)
+
+
+def _interrupt(_signal: int, _frame: types.FrameType | None) -> None:
+    raise KeyboardInterrupt

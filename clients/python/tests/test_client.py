@@ -1,0 +1,289 @@
+"""The client against a gateway that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import EPISODE, Scripted
+
+import orchestrate
+from orchestrate import Gateway
+
+Start = Callable[..., Scripted]
+
+
+def over(code: str, status: int = 410) -> tuple[int, Any]:
+    return status, {"error": {"code": code, "message": f"it is {code}"}}
+
+
+def plain(path: str, body: Any) -> tuple[int, Any]:
+    """Offers episodes, and takes everything back."""
+    return 200, EPISODE if path.endswith("take") else {"outcome": "scored"}
+
+
+def test_an_episode_has_its_task_and_urls_and_its_heartbeats(scripted: Start) -> None:
+    server = scripted(plain)
+    with Gateway(server.url, "secret", worker="me") as gateway, gateway.take() as episode:
+        assert (episode.task.id, episode.task.row["answer"]) == ("sum__1", "2")
+        assert episode.openai_base_url == server.url + "/e/s/v1"
+        assert (episode.anthropic_base_url, episode.api_key) == (server.url + "/e/s", "k")
+        time.sleep(0.55)
+        episode.metrics["turns"] = 2
+        assert episode.finish(0.5, {"length": 3}) == "scored"
+    assert server.paths("finish") == [{"reward": 0.5, "metrics": {"turns": 2.0, "length": 3.0}}]
+    beats = len(server.paths("heartbeat"))
+    assert 3 <= beats <= 6
+    time.sleep(0.3)
+    assert len(server.paths("heartbeat")) <= beats + 1, "heartbeats go on after the end"
+    assert {header["authorization"] for header in server.headers} == {"Bearer secret"}
+
+
+def test_requests_are_repeated_with_the_same_content_until_one_is_answered(scripted: Start) -> None:
+    tries = {"take": 0, "finish": 0}
+
+    def answer(path: str, body: Any) -> tuple[int, Any] | None:
+        for name in tries:
+            if path.endswith(name):
+                tries[name] += 1
+                if tries[name] == 1:
+                    return None
+                if tries[name] == 2:
+                    return over("not_stored", 503)
+        return plain(path, body)
+
+    server = scripted(answer)
+    with Gateway(server.url) as gateway, gateway.take() as episode:
+        episode.finish(1.0)
+    assert tries == {"take": 3, "finish": 3}
+    assert len({body["take_id"] for body in server.paths("take")}) == 1
+    assert server.paths("finish") == [{"reward": 1.0, "metrics": {}}] * 3
+
+
+def test_rewards_outside_the_range_and_metrics_without_a_value_are_refused(scripted: Start) -> None:
+    server = scripted(plain)
+    with Gateway(server.url) as gateway, gateway.take() as episode:
+        for reward in (float("nan"), float("inf"), -0.01, 1.01):
+            with pytest.raises(ValueError, match="must be from 0 to 1"):
+                episode.finish(reward)
+        with pytest.raises(ValueError, match="must be finite"):
+            episode.finish(1.0, {"a": float("nan")})
+        assert server.paths("finish") == []
+        episode.finish(1.0)
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "sent"),
+    [
+        (
+            None,
+            {"failure": {"kind": "environment", "message": "the worker ended without a reward"}},
+        ),
+        (orchestrate.AgentFailure("no"), {"failure": {"kind": "agent", "message": "no"}}),
+        (orchestrate.EpisodeEnded("turns"), {"reward": 0.0, "metrics": {}}),
+        (Interrupt(), None),
+        (ZeroDivisionError("mine"), "environment"),
+    ],
+)
+def test_a_context_returns_its_episode_whatever_happens(
+    scripted: Start, error: BaseException | None, sent: Any
+) -> None:
+    server = scripted(plain)
+
+    def run() -> None:
+        with Gateway(server.url) as gateway, gateway.take():
+            if error is not None:
+                raise error
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(type(error)):
+            run()
+    finished = server.paths("finish")
+    if sent is None:
+        assert finished == []
+        assert len(server.paths("abandon")) == 1
+    elif sent == "environment":
+        assert finished[0]["failure"]["kind"] == "environment"
+        assert "ZeroDivisionError: mine" in finished[0]["failure"]["message"]
+    else:
+        assert finished == [sent]
+
+
+def test_a_lost_lease_is_known_and_its_result_raises(scripted: Start) -> None:
+    server = scripted(
+        lambda path, body: plain(path, body) if "take" in path else over("lease_over")
+    )
+    with Gateway(server.url) as gateway:
+        episode = gateway.take()
+        time.sleep(0.4)
+        assert episode.lost is not None
+        with pytest.raises(orchestrate.LeaseOver), episode:
+            episode.finish(1.0)
+    assert len(server.paths("heartbeat")) == 1
+
+
+def test_refusals_are_typed_and_not_repeated(scripted: Start) -> None:
+    server = scripted(lambda path, body: over("unauthorized", 401))
+    with Gateway(server.url) as gateway, pytest.raises(orchestrate.Refused) as refused:
+        gateway.take()
+    assert (refused.value.status, len(server.requests)) == (401, 1)
+    ended = scripted(lambda path, body: over("run_over"))
+    with Gateway(ended.url) as gateway, pytest.raises(orchestrate.RunOver):
+        gateway.take()
+    garbage = scripted(lambda path, body: (418, "tea"))
+    with Gateway(garbage.url) as gateway, pytest.raises(orchestrate.Refused):
+        gateway.take()
+    absent = Gateway("http://127.0.0.1:9", patience=0.3)
+    with pytest.raises(orchestrate.Unreachable, match=r"127\.0\.0\.1:9"):
+        absent.take()
+    none = scripted(lambda path, body: (204, None))
+    with Gateway(none.url) as gateway, pytest.raises(TimeoutError):
+        gateway.take(timeout=0.2)
+
+
+def test_chat_reads_calls_and_tells_ends_apart(scripted: Start) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    broken = {"id": "d", "type": "function", "function": {"name": "add", "arguments": "{"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call, broken]}
+    replies = iter(
+        [
+            (503, {}),
+            (200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}),
+            (400, {"error": {"message": "all turns are used"}}),
+            (404, {"error": {"message": "no episode"}}),
+        ]
+    )
+    server = scripted(
+        lambda path, body: next(replies) if path.endswith("completions") else plain(path, body)
+    )
+    with Gateway(server.url) as gateway, gateway.take() as episode:
+        reply = episode.chat([{"role": "user", "content": "hi"}], max_tokens=5)
+        assert [(call.name, call.arguments) for call in reply.tool_calls] == [
+            ("add", {"a": 1}),
+            ("add", {}),
+        ]
+        assert "content" not in reply.message
+        with pytest.raises(orchestrate.EpisodeEnded, match="all turns"):
+            episode.chat([])
+        with pytest.raises(orchestrate.LeaseOver):
+            episode.chat([])
+        episode.finish(0.0)
+    sent = server.paths("completions")[0]
+    assert (sent["model"], sent["max_tokens"]) == ("policy", 5)
+
+
+def test_the_client_to_await_does_the_same(scripted: Start) -> None:
+    server = scripted(plain)
+
+    async def main() -> None:
+        async with orchestrate.AsyncGateway(server.url) as gateway:
+            async with await gateway.take() as episode:
+                await asyncio.sleep(0.35)
+                assert await episode.finish(0.25) == "scored"
+            with pytest.raises(ZeroDivisionError):
+                async with await gateway.take():
+                    raise ZeroDivisionError
+            running = asyncio.create_task(hang(gateway))
+            await asyncio.sleep(0.2)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+
+    async def hang(gateway: orchestrate.AsyncGateway) -> None:
+        async with await gateway.take():
+            await asyncio.sleep(60)
+
+    asyncio.run(main())
+    assert server.paths("finish")[0] == {"reward": 0.25, "metrics": {}}
+    assert server.paths("finish")[1]["failure"]["kind"] == "environment"
+    assert len(server.paths("abandon")) == 1
+    assert len(server.paths("heartbeat")) >= 3
+
+
+@orchestrate.environment(timeout=2.0)
+def behaving(episode: orchestrate.Episode) -> float | tuple[float, dict[str, float]]:
+    """Does what the row says."""
+    what = episode.task.row["do"]
+    if what == "pid":
+        return 1.0, {"pid": os.getpid()}
+    if what == "hang":
+        child = subprocess.Popen(["sleep", "600"])
+        with open(episode.task.row["file"], "w") as file:
+            file.write(str(child.pid))
+        while True:  # Also while the interpreter is busy.
+            pass
+    if what == "die":
+        os._exit(3)
+    if what == "nan":
+        return float("nan")
+    if what == "agent":
+        raise orchestrate.AgentFailure("it deleted everything")
+    if what == "ended":
+        raise orchestrate.EpisodeEnded("no turns")
+    raise KeyError(what)
+
+
+def behaviours(server: Start, names: list[str], file: str = "") -> Scripted:
+    left = iter(names)
+    lock = threading.Lock()
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        if not path.endswith("take"):
+            return 200, {"outcome": "scored"}
+        with lock:
+            name = next(left, None)
+        if name is None:
+            return over("run_over")
+        task = {**EPISODE["task"], "row": {"do": name, "file": file}}
+        return 200, {**EPISODE, "task": task}
+
+    return server(answer)
+
+
+def test_an_environment_that_hangs_or_dies_is_ended_and_replaced(
+    scripted: Start, tmp_path: Any
+) -> None:
+    file = tmp_path / "pid"
+    names = ["pid", "pid", "agent", "ended", "nan", "bug", "pid", "die", "pid", "hang", "pid"]
+    server = behaviours(scripted, names, str(file))
+    with Gateway(server.url) as gateway:
+        assert orchestrate.work(behaving, gateway) == len(names)
+    sent = server.paths("finish")
+    kinds = [body.get("failure", {}).get("kind", "reward") for body in sent]
+    assert kinds == [
+        *("reward", "reward", "agent", "reward", "environment", "environment", "reward"),
+        *("agent", "reward", "timeout", "reward"),
+    ]
+    pids = [body["metrics"]["pid"] for body in sent if body.get("metrics")]
+    # One process runs all episodes, until it is replaced.
+    assert pids[0] == pids[1] == pids[2] != pids[3] != pids[4] != os.getpid()
+    assert "KeyError: 'bug'" in sent[5]["failure"]["message"]
+    assert "exit code 3" in sent[7]["failure"]["message"]
+    started = int(file.read_text())
+    time.sleep(0.2)
+    status = Path(f"/proc/{started}/stat")
+    alive = status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    assert not alive, "what the environment started outlives it"
+
+
+def test_functions_run_in_threads_and_work_stops_after_so_many(scripted: Start) -> None:
+    server = behaviours(scripted, ["a"] * 100)
+    with Gateway(server.url) as gateway:
+        assert orchestrate.work(lambda episode: 0.5, gateway, workers=3, episodes=7) == 7
+        assert orchestrate.work(behaving, gateway, episodes=1, in_process=True) == 1
+    assert [body["reward"] for body in server.paths("finish")[:7]] == [0.5] * 7
+    assert json.dumps(server.paths("finish")[7]).count("KeyError") == 2

@@ -1,0 +1,259 @@
+"""Workers and real runs: the examples, kills of either side, and what is refused.
+
+Needs the orchestrator's program: `ORCHESTRATE_BIN`, or one below `target/`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import ROOT, Run, program
+
+import orchestrate
+
+Start = Callable[..., Run]
+Worker = Callable[..., "subprocess.Popen[bytes]"]
+
+EXAMPLES = ROOT / "examples"
+CONFIG = ("--config", str(EXAMPLES / "python-environment/run.toml"))
+SLOW = Path(__file__).parent / "slow_worker.py"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def listen(port: int = 0) -> tuple[str, str]:
+    return "--set", f"gateway.listen=127.0.0.1:{port}"
+
+
+def settings(*assignments: str) -> list[str]:
+    return [word for assignment in assignments for word in ("--set", assignment)]
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, f"not within {timeout} s: {what}"
+        time.sleep(0.05)
+
+
+def check_journal(run: Run) -> None:
+    """Every episode has one result, every attempt one state, and no batch has one twice."""
+    assert run.rows("SELECT count(*) FROM attempts WHERE state = 'intended'") == [(0,)]
+    sealed = "SELECT episode_id FROM attempts WHERE state = 'sealed'"
+    assert run.rows(f"SELECT count(*) FROM ({sealed} GROUP BY 1 HAVING count(*) > 1)") == [(0,)]
+    assert run.rows("SELECT count(*) FROM episodes WHERE state = 'open'") == [(0,)]
+    member = "SELECT count(*) FROM batch_members WHERE episode_id NOT IN"
+    assert run.rows(f"{member} ({sealed})") == [(0,)]
+
+
+def test_the_python_environment_trains_the_bundled_policy(start_run: Start, worker: Worker) -> None:
+    run = start_run("run", *CONFIG, *listen())
+    script = EXAMPLES / "python-environment/environment.py"
+    process = worker(script, "--workers", "3", ORCHESTRATE_URL=run.url)
+    assert run.wait() == 0, run.log()
+    assert process.wait(60) == 0
+    check_journal(run)
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward_mean" in line]
+    assert len(steps) == 3, run.log()
+    for line in steps:
+        assert 0.0 < line["reward_mean"] < 1.0
+        assert line["worker_metrics"]["messages"] >= 2
+        assert line["routing_missing"] == 0
+    assert run.states().keys() == {"sealed"}
+
+
+def test_the_agent_without_the_client_is_evaluated(start_run: Start, worker: Worker) -> None:
+    rows = EXAMPLES / "python-environment/rows.jsonl"
+    policy = "engine.model=environments/micro/policy"
+    run = start_run(
+        *("gateway", "--tasks", str(rows), "--listen", "127.0.0.1:0"),
+        *settings(policy, "rollout.max_response_tokens=32"),
+    )
+    process = worker(EXAMPLES / "outside-agent/agent.py", "--url", run.url)
+    assert run.wait() == 0, run.log()
+    assert process.wait(60) == 0
+    check_journal(run)
+    count = len(rows.read_text().splitlines())
+    assert run.states() == {"sealed": count}
+    summaries = [json.loads(row[0]) for row in run.rows("SELECT summary FROM attempts")]
+    assert all(summary["response_tokens"] > 0 for summary in summaries)
+    assert all(summary["metrics"].keys() == {"characters"} for summary in summaries)
+
+
+def test_a_killed_worker_costs_one_attempt(
+    start_run: Start, worker: Worker, tmp_path: Path
+) -> None:
+    lease = settings("gateway.lease=2s", "run.steps=1", "run.retry_pause=0s")
+    run = start_run("run", *CONFIG, *listen(), *lease)
+    held, done = tmp_path / "held", tmp_path / "done"
+    killed = worker(SLOW, run.url, str(held), "600")
+    with orchestrate.Gateway(run.url) as gateway:
+        mine = gateway.take()
+        mine.chat([{"role": "user", "content": mine.task.prompt}])
+        wait_for(lambda: gateway_count(run) >= 2, "the other worker has an episode")
+        time.sleep(0.5)
+        killed.kill()
+        wait_for(lambda: run.states().get("broken", 0) == 1, "the attempt is broken")
+        (outcome,) = run.rows("SELECT outcome FROM attempts WHERE state = 'broken'")
+        assert "sent no heartbeat" in outcome[0]
+        # The worker whose heartbeats went on has lost nothing.
+        assert mine.finish(1.0) == "scored"
+    worker(SLOW, run.url, str(done), "0")
+    assert run.wait() == 0, run.log()
+    check_journal(run)
+    assert run.states()["broken"] == 1
+    again = "SELECT count(*) FROM attempts WHERE state = 'sealed' AND attempt = 2"
+    assert run.rows(again) == [(1,)]
+
+
+def gateway_count(run: Run) -> int:
+    leased: int = httpx.get(f"{run.url}/v1/episodes").json()["leased"]
+    return leased
+
+
+def test_a_killed_run_loses_no_acknowledged_result_and_doubles_none(
+    start_run: Start, worker: Worker, tmp_path: Path
+) -> None:
+    run = start_run("run", *CONFIG, *listen(free_port()), *settings("run.retry_pause=0s"))
+    files = [tmp_path / f"worker-{number}" for number in range(3)]
+    processes = [worker(SLOW, run.url, str(file), "0.1") for file in files]
+
+    def lines() -> list[str]:
+        return [line for file in files if file.exists() for line in file.read_text().splitlines()]
+
+    for wanted in (12, 24, 36):
+        wait_for(
+            lambda wanted=wanted: run.process.poll() is not None or len(lines()) > wanted,
+            "progress",
+        )
+        if run.process.poll() is not None:
+            break
+        run.kill()
+        run.resume()
+    assert run.wait() == 0, run.log()
+    for process in processes:
+        assert process.wait(90) == 0
+    check_journal(run)
+    results = [line.split(" ", 1) for line in lines()]
+    acknowledged = [attempt for what, attempt in results if what in ("scored", "truncated")]
+    states = dict(run.rows("SELECT attempt_id, state FROM attempts"))
+    assert len(acknowledged) == len(set(acknowledged)) > 12
+    assert {states[attempt] for attempt in acknowledged} == {"sealed"}
+    assert set(states.values()) <= {"sealed", "lost"}
+    assert any(what == "over" for what, _ in results), "a late result was to be refused"
+
+
+def test_secrets_are_checked_and_an_agent_never_has_that_of_workers(start_run: Start) -> None:
+    secret = settings("gateway.secret_env=GATEWAY_SECRET", "run.retry_pause=0s")
+    run = start_run("run", *CONFIG, *listen(), *secret)
+    for wrong in (None, "wrong", "righ", "rightt"):
+        with (
+            orchestrate.Gateway(run.url, wrong) as gateway,
+            pytest.raises(orchestrate.Refused) as e,
+        ):
+            gateway.take()
+        assert e.value.status == 401
+    with orchestrate.Gateway(run.url, "right") as gateway:
+        episode = gateway.take()
+        headers = {"authorization": f"Bearer {episode.api_key}"}
+        take = {"worker": "w", "take_id": "t"}
+        url = f"{run.url}/v1/episodes/take"
+        assert httpx.post(url, json=take, headers=headers).status_code == 401
+        chat = f"{episode.openai_base_url}/chat/completions"
+        for key in ("right", "none"):
+            reply = httpx.post(chat, json={}, headers={"authorization": f"Bearer {key}"})
+            assert reply.status_code == 401
+        other = chat.replace(episode.api_key, "0" * 48)
+        assert httpx.post(other, json={}, headers=headers).status_code == 404
+        # Another site's page, and garbage.
+        page = {"authorization": "Bearer right", "origin": "http://evil.example"}
+        assert httpx.post(url, json=take, headers=page).status_code == 403
+        right = {"authorization": "Bearer right"}
+        assert httpx.post(url, content=b"\x00", headers=right).status_code == 415
+        as_json = {**right, "content-type": "application/json"}
+        assert httpx.post(url, content=b"\x00", headers=as_json).status_code == 400
+        # Given back before the policy was asked, it is offered again at no cost.
+        attempt = episode.taken.attempt
+        episode.abandon()
+        taken = [gateway.take() for _ in range(8)]
+        assert attempt in {one.taken.attempt for one in taken}
+        # A reward without a question to the policy is not a result.
+        assert taken[0].finish(1.0) == "broken"
+        assert taken[1].fail("agent", "before the policy said anything") == "broken"
+        taken[2].chat([{"role": "user", "content": "hello"}])
+        assert taken[2].fail("agent", "it broke everything") == "truncated"
+        taken[3].chat([{"role": "user", "content": "hello"}])
+        assert taken[3].fail("timeout", "it took too long") == "truncated"
+        taken[4].chat([{"role": "user", "content": "hello"}])
+        assert taken[4].fail("environment", "mine") == "broken"
+        outcomes = run.rows("SELECT attempt_id, outcome FROM attempts WHERE outcome IS NOT NULL")
+        by_attempt = {attempt: json.loads(outcome) for attempt, outcome in outcomes}
+        truncated = by_attempt[taken[2].taken.attempt]
+        assert (truncated["limit"], truncated["reward"]) == ("sandbox_damage", 0.0)
+        assert by_attempt[taken[3].taken.attempt]["limit"] == "episode_time"
+        assert "mine" in by_attempt[taken[4].taken.attempt]["error"]
+
+
+def test_an_environment_that_always_fails_stops_the_run_with_its_traceback(
+    start_run: Start, worker: Worker, tmp_path: Path
+) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import orchestrate\n"
+        "@orchestrate.environment\n"
+        "def broken(episode):\n"
+        "    episode.chat([{'role': 'user', 'content': 'hello'}])\n"
+        "    raise KeyError('my own mistake')\n"
+        "if __name__ == '__main__':\n"
+        "    broken.main()\n"
+    )
+    run = start_run("run", *CONFIG, *listen(), *settings("run.retry_pause=0s"))
+    process = worker(script, "--workers", "4", ORCHESTRATE_URL=run.url)
+    assert run.wait() == 5
+    assert "KeyError: 'my own mistake'" in run.log()
+    assert "did not stop in time" not in run.log()
+    # The workers end with the run, although it failed.
+    assert process.wait(30) == 0
+    assert run.states().keys() <= {"broken", "intended"}
+
+
+def test_tls_is_served_and_an_open_address_needs_a_secret(start_run: Start, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=gateway", "-addext", "subjectAltName=IP:127.0.0.1"]
+    usage = ["-addext", "basicConstraints=critical,CA:FALSE"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*made, *names, *usage, *files], check=True, capture_output=True)
+    tls = settings(f"gateway.tls_cert={cert}", f"gateway.tls_key={key}")
+    run = start_run("run", *CONFIG, *listen(), *tls)
+    assert run.url.startswith("https://")
+    with orchestrate.Gateway(run.url, verify=ssl.create_default_context(cafile=cert)) as gateway:
+        episode = gateway.take()
+        assert episode.chat([{"role": "user", "content": "hello"}]).finish_reason
+        assert episode.finish(0.0) == "scored"
+    distrusting = orchestrate.Gateway(run.url, patience=0.2)
+    with distrusting, pytest.raises(orchestrate.Unreachable, match="certificate"):
+        distrusting.take()
+    run.kill()
+    command = [program(), "run", *CONFIG, *settings("gateway.listen=0.0.0.0:0")]
+    command = [*command, "--run-dir", tmp_path / "open"]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 3, refused.stderr
+    assert "is reachable from other hosts" in refused.stderr

@@ -1,0 +1,151 @@
+//! The gateway of a run whose episodes workers outside take: its server, and the sandboxes that such a run
+//! does not have.
+
+use crate::config::ConfigError;
+use crate::error::UsageError;
+use crate::output;
+use axum::Json;
+use axum::response::{IntoResponse as _, Response};
+use orchestrate_gateway::{GatewayOptions, GatewaySettings, Offers, Registry};
+use orchestrate_moe::http::{Denial, HttpLimits, HttpOptions, HttpServer, Routes, TlsFiles};
+use orchestrate_rollout::{Outside, RolloutSettings};
+use orchestrate_sandbox::{
+    Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
+};
+use orchestrate_types::{ConfigProblem, RunId};
+use serde_json::json;
+use std::net::SocketAddr;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+/// Bytes of all requests of workers that are received at the same time. Those of agents have a limit of
+/// their own.
+const WORKER_BYTES: usize = 16 << 20;
+/// Largest request of an agent, in bytes.
+const AGENT_BYTES: usize = 8 << 20;
+/// Time between two requests of a connection: longer than clients keep one that they do not use.
+const IDLE: Duration = Duration::from_secs(90);
+/// Time for which workers are told that the run is over.
+const GOODBYE: Duration = Duration::from_millis(500);
+
+/// A gateway that listens, and is not served yet.
+#[derive(Debug)]
+pub(crate) struct Gateway {
+    server: HttpServer,
+    offers: Offers,
+    grace: Duration,
+}
+
+impl Gateway {
+    /// Listens at the address of the settings, and says so.
+    ///
+    /// # Errors
+    /// If the secret is missing, the address is in use or open to other hosts without a secret, or a TLS
+    /// file cannot be used.
+    pub(crate) async fn listen(settings: &GatewaySettings) -> anyhow::Result<Self> {
+        let problems = |problem| ConfigError::Problems(vec![problem]);
+        let address = settings.address().map_err(problems)?;
+        let options = http_options(settings, address).map_err(problems)?;
+        let scheme = if options.tls.is_some() { "https" } else { "http" };
+        let listener = TcpListener::bind(address)
+            .await
+            .map_err(|source| UsageError::ListenForWorkers { address, source })?;
+        let bound = listener.local_addr()?;
+        let server = HttpServer::new(listener, options)?;
+        output::say(format!("gateway: workers take episodes at {scheme}://{bound}"));
+        let agents = GatewayOptions {
+            body_limit: AGENT_BYTES,
+            require_key: true,
+            ..GatewayOptions::default()
+        };
+        let offers = Offers::new(Registry::new(agents), settings.lease.0);
+        Ok(Self { server, offers, grace: settings.grace.0 })
+    }
+
+    /// Where episodes are offered.
+    pub(crate) fn outside(&self) -> Outside {
+        Outside { offers: self.offers.clone(), grace: self.grace }
+    }
+
+    /// Serves workers until `stop` is cancelled.
+    pub(crate) async fn serve(self, stop: CancellationToken) {
+        let routes = Routes { open: &[], own: "/e/", max_body_bytes: WORKER_BYTES, reply: denied };
+        let (offers, unserved) = (self.offers.clone(), CancellationToken::new());
+        let closed = unserved.clone();
+        let close = async move {
+            stop.cancelled().await;
+            offers.close();
+            // Workers that ask for another episode now learn that there is none.
+            tokio::time::sleep(GOODBYE).await;
+            closed.cancel();
+        };
+        tokio::join!(self.server.serve(self.offers.router(), routes, unserved), close);
+    }
+}
+
+fn http_options(
+    settings: &GatewaySettings,
+    address: SocketAddr,
+) -> Result<HttpOptions, ConfigProblem> {
+    let tls = match (&settings.tls_cert, &settings.tls_key) {
+        (Some(certificate), Some(key)) => Some(TlsFiles {
+            certificate: certificate.clone(),
+            key: key.clone(),
+            client_ca: settings.tls_client_ca.clone(),
+        }),
+        (None, _) | (_, None) => None,
+    };
+    let is_mutual = settings.tls_client_ca.is_some();
+    let token = settings.secret()?;
+    if token.is_none() && !is_mutual && !address.ip().is_loopback() {
+        return Err(ConfigProblem::new(
+            "gateway.listen",
+            address,
+            "is reachable from other hosts, which could take episodes and sample without a secret: \
+             set gateway.secret_env or gateway.tls_client_ca",
+        ));
+    }
+    let limits = HttpLimits {
+        max_connections: settings.max_connections,
+        header_time: IDLE,
+        ..HttpLimits::default()
+    };
+    let allowed_hosts = settings.allowed_hosts.clone();
+    Ok(HttpOptions { token, tls, allowed_hosts, insecure: false, limits })
+}
+
+fn denied(denial: &Denial) -> Response {
+    let error = json!({"error": {"code": denial.code(), "message": denial.to_string()}});
+    (denial.status(), Json(error)).into_response()
+}
+
+/// Refuses plain rows for a scaffold that needs a sandbox.
+pub(crate) fn needs_workers(rollout: &RolloutSettings) -> ConfigProblem {
+    let scaffold = serde_json::to_value(rollout.scaffold).unwrap_or_default();
+    ConfigProblem::new(
+        "rollout.scaffold",
+        scaffold.as_str().unwrap_or_default(),
+        "must be \"outside\": the task file has plain rows, whose environment a worker has",
+    )
+}
+
+/// The sandboxes of a run whose episodes all run outside: there are none.
+#[derive(Debug)]
+pub(crate) struct NoSandboxes;
+
+#[async_trait::async_trait]
+impl SandboxProvider for NoSandboxes {
+    async fn open(&self, _spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
+        let kind = SandboxErrorKind::Protocol("this run has no sandboxes".to_owned());
+        Err(SandboxError { sandbox: "none".to_owned(), kind })
+    }
+
+    async fn sweep(&self, _run: RunId, _epoch: i64) -> Result<SweepReport, SandboxError> {
+        Ok(SweepReport::default())
+    }
+
+    async fn shutdown(&self) -> Result<(), SandboxError> {
+        Ok(())
+    }
+}

@@ -1,0 +1,266 @@
+//! The rules of leases, without I/O.
+
+use super::terms::{Begin, OfferEnd, Returned, Terms};
+use super::wire::{Problem, Taken};
+use crate::registry::{Registration, Registry, secret};
+use orchestrate_types::AttemptId;
+use serde_json::Value;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+/// Leases that are over and whose end is remembered.
+const REMEMBERED: usize = 4096;
+
+/// An attempt that is offered.
+pub(super) struct Slot {
+    pub(super) attempt: AttemptId,
+    pub(super) task: Value,
+    pub(super) time: Duration,
+    begin: Mutex<Option<Begin>>,
+    pub(super) phase: watch::Sender<Phase>,
+}
+
+/// Where an offer is.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Phase {
+    Waiting,
+    Leased {
+        /// When the lease ends without a further heartbeat.
+        until: Instant,
+        /// When the episode must be returned.
+        limit: Instant,
+    },
+    Ended(OfferEnd),
+}
+
+impl Slot {
+    pub(super) fn new(terms: Terms) -> Arc<Self> {
+        let Terms { attempt, task, time, begin } = terms;
+        let phase = watch::Sender::new(Phase::Waiting);
+        Arc::new(Self { attempt, task, time, begin: Mutex::new(Some(begin)), phase })
+    }
+}
+
+/// A lease that a worker holds.
+struct Lease {
+    slot: Arc<Slot>,
+    worker: String,
+    take_id: String,
+    until: Instant,
+    limit: Instant,
+    taken: Arc<Taken>,
+    /// Lets the agent sample.
+    _registration: Registration,
+}
+
+/// A lease that is over.
+#[derive(Clone)]
+enum Over {
+    /// A result was returned: its digest, and the outcome once it is stored.
+    Returned { digest: [u8; 32], recorded: watch::Receiver<Option<&'static str>> },
+    /// The worker gave the episode back.
+    Abandoned,
+    /// The reason, for the worker.
+    Ended(String),
+}
+
+/// All offers and leases.
+#[derive(Default)]
+pub(super) struct Leases {
+    waiting: VecDeque<Arc<Slot>>,
+    by_id: HashMap<Arc<str>, Lease>,
+    /// Leases by the id of the request that took them.
+    takes: HashMap<String, Arc<str>>,
+    over: HashMap<Arc<str>, Over>,
+    /// The order in which leases ended.
+    ended: VecDeque<Arc<str>>,
+    /// Results that are not stored yet.
+    recordings: HashMap<AttemptId, watch::Sender<Option<&'static str>>>,
+}
+
+impl Leases {
+    pub(super) fn add(&mut self, slot: Arc<Slot>) {
+        self.waiting.push_back(slot);
+    }
+
+    /// Numbers of offers that wait, and of leases.
+    pub(super) fn counts(&self) -> (usize, usize) {
+        (self.waiting.len(), self.by_id.len())
+    }
+
+    /// Gives a worker the oldest offer, or again the one that the same request got; `None` if there is
+    /// none.
+    pub(super) fn take(
+        &mut self,
+        registry: &Registry,
+        (worker, take_id): (&str, &str),
+        (now, lease): (Instant, Duration),
+    ) -> Option<Arc<Taken>> {
+        if let Some(held) = self.takes.get(take_id).and_then(|id| self.by_id.get(id)) {
+            return Some(Arc::clone(&held.taken));
+        }
+        let (slot, begin) = loop {
+            let slot = self.waiting.pop_front()?;
+            let begin = slot.begin.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(begin) = begin {
+                break (slot, begin);
+            }
+        };
+        let sampler = begin();
+        let model = sampler.model().to_owned();
+        let context = sampler.context();
+        let registration = registry.register(sampler);
+        let id: Arc<str> = secret().into();
+        let path = registration.path();
+        let taken = Arc::new(Taken {
+            lease: id.to_string(),
+            attempt: slot.attempt.to_string(),
+            task: slot.task.clone(),
+            model,
+            context,
+            api_key: registration.secret().to_owned(),
+            openai_path: format!("{path}/v1"),
+            anthropic_path: path,
+            lease_s: lease.as_secs_f64(),
+            time_s: slot.time.as_secs_f64(),
+        });
+        let (until, limit) = (now + lease, now + slot.time);
+        slot.phase.send_replace(Phase::Leased { until, limit });
+        self.takes.insert(take_id.to_owned(), Arc::clone(&id));
+        let held = Lease {
+            slot,
+            worker: worker.to_owned(),
+            take_id: take_id.to_owned(),
+            until,
+            limit,
+            taken: Arc::clone(&taken),
+            _registration: registration,
+        };
+        self.by_id.insert(id, held);
+        Some(taken)
+    }
+
+    /// Prolongs a lease.
+    pub(super) fn heartbeat(
+        &mut self,
+        id: &str,
+        now: Instant,
+        lease: Duration,
+    ) -> Result<(), Problem> {
+        self.expire_id(id, now);
+        let Some(held) = self.by_id.get_mut(id) else { return Err(self.why_over(id)) };
+        held.until = now + lease;
+        held.slot.phase.send_replace(Phase::Leased { until: held.until, limit: held.limit });
+        Ok(())
+    }
+
+    /// Ends a lease with a result; the same result again is the same call. The receiver has the
+    /// outcome once it is stored.
+    pub(super) fn finish(
+        &mut self,
+        id: &str,
+        returned: Returned,
+        now: Instant,
+    ) -> Result<watch::Receiver<Option<&'static str>>, Problem> {
+        self.expire_id(id, now);
+        let Some(held) = self.by_id.get(id) else {
+            return match self.over.get(id) {
+                Some(Over::Returned { digest, recorded }) if *digest == returned.digest => {
+                    Ok(recorded.clone())
+                }
+                Some(Over::Returned { .. }) => Err(Problem::OtherResult),
+                _ => Err(self.why_over(id)),
+            };
+        };
+        let (stored, recorded) = watch::channel(None);
+        self.recordings.insert(held.slot.attempt, stored);
+        let over = Over::Returned { digest: returned.digest, recorded: recorded.clone() };
+        self.end(id, over, Some(returned.end));
+        Ok(recorded)
+    }
+
+    /// Gives an episode back without a result.
+    pub(super) fn abandon(&mut self, id: &str, now: Instant) -> Result<(), Problem> {
+        self.expire_id(id, now);
+        match self.by_id.get(id) {
+            Some(held) => {
+                let end = OfferEnd::Abandoned { worker: held.worker.clone() };
+                self.end(id, Over::Abandoned, Some(end));
+                Ok(())
+            }
+            None if matches!(self.over.get(id), Some(Over::Abandoned)) => Ok(()),
+            None => Err(self.why_over(id)),
+        }
+    }
+
+    pub(super) fn recorded(&mut self, attempt: AttemptId, outcome: &'static str) {
+        if let Some(stored) = self.recordings.remove(&attempt) {
+            stored.send_replace(Some(outcome));
+        }
+    }
+
+    /// Removes an offer that its attempt no longer makes.
+    pub(super) fn withdraw(&mut self, slot: &Arc<Slot>) {
+        self.waiting.retain(|waiting| !Arc::ptr_eq(waiting, slot));
+        if let Some(id) = self.lease_of(slot) {
+            let reason = "the run ended the episode: it is stopping, or its engine failed";
+            self.end(&id, Over::Ended(reason.to_owned()), None);
+        }
+    }
+
+    /// Ends the lease of an offer if its time is over.
+    pub(super) fn expire(&mut self, slot: &Arc<Slot>, now: Instant) {
+        if let Some(id) = self.lease_of(slot) {
+            self.expire_id(&id, now);
+        }
+    }
+
+    fn lease_of(&self, slot: &Arc<Slot>) -> Option<Arc<str>> {
+        let mut held = self.by_id.iter().filter(|(_, held)| Arc::ptr_eq(&held.slot, slot));
+        held.next().map(|(id, _)| Arc::clone(id))
+    }
+
+    fn expire_id(&mut self, id: &str, now: Instant) {
+        let Some(held) = self.by_id.get(id) else { return };
+        let worker = held.worker.clone();
+        let silent = Duration::from_secs_f64(held.taken.lease_s);
+        let (reason, end) = if now >= held.limit {
+            let reason = format!("the episode was not returned within {:?}", held.slot.time);
+            (reason, OfferEnd::TimeUp { worker })
+        } else if now >= held.until {
+            let reason = format!("no heartbeat arrived for {silent:?} (gateway.lease)");
+            (reason, OfferEnd::Lost { worker, silent })
+        } else {
+            return;
+        };
+        self.end(id, Over::Ended(reason), Some(end));
+    }
+
+    /// Moves a lease to those that are over.
+    fn end(&mut self, id: &str, over: Over, end: Option<OfferEnd>) {
+        let Some((id, held)) = self.by_id.remove_entry(id) else { return };
+        self.takes.remove(&held.take_id);
+        if let Some(end) = end {
+            held.slot.phase.send_replace(Phase::Ended(end));
+        }
+        self.over.insert(Arc::clone(&id), over);
+        self.ended.push_back(id);
+        while self.ended.len() > REMEMBERED {
+            if let Some(oldest) = self.ended.pop_front() {
+                self.over.remove(&oldest);
+            }
+        }
+    }
+
+    fn why_over(&self, id: &str) -> Problem {
+        match self.over.get(id) {
+            Some(Over::Ended(reason)) => Problem::Over(reason.clone()),
+            Some(Over::Returned { .. }) => Problem::Over("its result was returned".to_owned()),
+            Some(Over::Abandoned) => Problem::Over("the worker gave it back".to_owned()),
+            None => Problem::Unknown,
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! An agent outside: a worker on any machine takes the episode from the gateway, runs it, and returns the
+//! reward.
+//!
+//! Whose doing an end is decides what it means. A dead worker, a failure of the environment and an engine
+//! that fails break the attempt, which is retried. Once the policy has replied, a failure that the worker
+//! ascribes to it and an episode that takes too long are the policy's result, with reward 0, so that
+//! neither earns another attempt. Before its first reply the policy can have done nothing, and
+//! everything breaks the attempt.
+
+use super::config::Outside;
+use super::sampler::{ConversationSampler, MODEL, PLACES};
+use crate::attempt::Attempt;
+use crate::conversation::{Conversation, FinishedConversation};
+use crate::machine::{EpisodeEvent, EpisodeLimits};
+use crate::runner::failed;
+use orchestrate_gateway::{FailureKind, OfferEnd, Sampler, Terms};
+use orchestrate_tasks::{Origin, Task};
+use orchestrate_types::{Limit, Stage};
+use serde_json::{Map, Value, json};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time::Instant;
+
+impl Attempt {
+    /// Offers the episode, and waits until a worker has returned it.
+    #[tracing::instrument(name = "outside", skip_all)]
+    pub(crate) async fn run_outside(
+        &mut self,
+        outside: &Outside,
+        limits: EpisodeLimits,
+    ) -> EpisodeEvent {
+        loop {
+            let (began, conversation) = oneshot::channel();
+            let offered = Instant::now();
+            let mut offer = outside.offers.offer(self.terms(outside.grace, limits, began));
+            let stop = self.calls.stop.clone();
+            let conversation = tokio::select! {
+                biased;
+                () = stop.cancelled() => return EpisodeEvent::StopRequested,
+                begun = conversation => begun,
+            };
+            let Ok(conversation) = conversation else {
+                return failed(Stage::Setup, "the offer was lost");
+            };
+            self.timings.setup_s += offered.elapsed().as_secs_f64();
+            let started = Instant::now();
+            let end = tokio::select! {
+                biased;
+                end = offer.ended() => Some(end),
+                () = stop.cancelled() => None,
+                () = engine_failure(&conversation) => None,
+            };
+            drop(offer);
+            let finished = conversation.finish();
+            self.timings.exec_s += started.elapsed().as_secs_f64();
+            self.timings.generate_s += finished.generate_s;
+            let is_untouched = finished.branches.is_empty() && finished.failure.is_none();
+            if is_untouched && matches!(end, Some(OfferEnd::Abandoned { .. })) {
+                continue;
+            }
+            let event = self.end_of(end, &finished);
+            self.finished = Some(finished);
+            return event;
+        }
+    }
+
+    fn terms(
+        &self,
+        grace: Duration,
+        limits: EpisodeLimits,
+        began: oneshot::Sender<Arc<Conversation>>,
+    ) -> Terms {
+        let mut calls = self.calls.clone();
+        let time = calls.plan.episode_timeout.0;
+        let task = shown(&calls.request.task, &self.prompt());
+        let begin = move || -> Arc<dyn Sampler> {
+            calls.start_clock(time);
+            let show_tools = calls.plan.show_tools;
+            let conversation = Arc::new(Conversation::new(calls, limits));
+            // Fails only if the attempt is over; the lease then ends at once.
+            let _ = began.send(Arc::clone(&conversation));
+            Arc::new(ConversationSampler {
+                conversation,
+                model: MODEL.to_owned(),
+                show_tools,
+                // A worker outside is not the policy.
+                takes_tokens: true,
+                places: Semaphore::new(PLACES),
+            })
+        };
+        Terms {
+            attempt: self.calls.request.attempt,
+            task,
+            time: time.saturating_add(grace),
+            begin: Box::new(begin),
+        }
+    }
+
+    fn prompt(&self) -> String {
+        let opening = self.calls.plan.opening(&self.calls.request.task);
+        opening.last().map_or_else(String::new, |message| message.content.clone())
+    }
+
+    fn end_of(&mut self, end: Option<OfferEnd>, finished: &FinishedConversation) -> EpisodeEvent {
+        if let Some(error) = &finished.failure {
+            return failed(Stage::Generate, error);
+        }
+        let Some(end) = end.filter(|_| !finished.stopped) else {
+            return EpisodeEvent::StopRequested;
+        };
+        let asked = !finished.branches.is_empty();
+        let too_long =
+            EpisodeEvent::Returned { reward: 0.0, truncated_by: Some(Limit::EpisodeTime) };
+        match end {
+            OfferEnd::Returned { reward, metrics } if asked => {
+                self.metrics = metrics;
+                EpisodeEvent::Returned { reward, truncated_by: finished.limit }
+            }
+            OfferEnd::Returned { .. } => {
+                failed(Stage::Setup, "the worker returned a reward, but asked the policy nothing")
+            }
+            OfferEnd::Failed { kind: FailureKind::Agent, message } if asked => {
+                EpisodeEvent::SandboxDamaged { what: message }
+            }
+            OfferEnd::Failed { kind: FailureKind::TimeOut, message } if asked => {
+                tracing::warn!(message, "the episode took too long at its worker");
+                too_long
+            }
+            OfferEnd::TimeUp { worker } if asked => {
+                tracing::warn!(worker, "the episode was not returned in time");
+                too_long
+            }
+            OfferEnd::Failed { message, .. } => {
+                failed(Stage::Exec, format!("the environment failed: {message}"))
+            }
+            OfferEnd::TimeUp { worker } => {
+                let what = "asked the policy nothing, and did not return the episode in time";
+                failed(Stage::Exec, format!("worker {worker} {what}"))
+            }
+            OfferEnd::Abandoned { worker } => {
+                failed(Stage::Exec, format!("worker {worker} gave the episode back"))
+            }
+            OfferEnd::Lost { worker, silent } => failed(
+                Stage::Exec,
+                format!("worker {worker} sent no heartbeat for {silent:?} (gateway.lease)"),
+            ),
+        }
+    }
+}
+
+/// Waits until the engine has failed, after which nothing that the agent does counts any more.
+async fn engine_failure(conversation: &Conversation) {
+    if !conversation.ended().await {
+        std::future::pending::<()>().await;
+    }
+}
+
+/// What a worker gets to see of a task: never the hidden tests, nor what solves it.
+fn shown(task: &Task, prompt: &str) -> Value {
+    let files: Map<String, Value> = task
+        .agent_files
+        .iter()
+        .map(|file| (file.path.clone(), Value::from(file.content.as_str())))
+        .collect();
+    let row = match &task.origin {
+        Origin::Outside(columns) => Value::Object(columns.as_ref().clone()),
+        Origin::Files | Origin::R2e | Origin::SweBench(_) => json!({}),
+    };
+    json!({
+        "id": task.id.as_str(),
+        "environment": task.environment,
+        "family": task.family,
+        "prompt": prompt,
+        "image": task.image,
+        "workdir": task.workdir,
+        "files": files,
+        "row": row,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use orchestrate_tasks::micro;
+
+    #[test]
+    fn a_worker_sees_neither_hidden_tests_nor_the_solution() {
+        let counts = micro::MicroCounts { train: 20, held_out: 0, held_out_families: 0 };
+        for task in micro::generate(1, counts) {
+            let shown = shown(&task, &task.problem_statement).to_string();
+            for file in &task.hidden_files {
+                let hidden = serde_json::to_string(&file.content).unwrap();
+                assert!(!shown.contains(hidden.trim_matches('"')), "{}", file.path);
+            }
+            let patch = serde_json::to_string(&task.gold_patch).unwrap();
+            assert!(!shown.contains(patch.trim_matches('"')), "{}", task.id.as_str());
+            for test in task.expected.keys() {
+                assert!(!shown.contains(test.as_str()), "{test}");
+            }
+        }
+    }
+}

@@ -1,0 +1,38 @@
+"""A Python environment: repair one line of a module, which is compared and never executed."""
+
+import orchestrate
+
+
+def act(call: orchestrate.ToolCall, lines: list[str], fixed: list[str]) -> str:
+    """Performs a call on the module's lines, and returns what the policy gets to see."""
+    arguments = call.arguments
+    match call.name:
+        case "bash" if str(arguments.get("command")).startswith("cat"):
+            return "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, 1))
+        case "bash":
+            return "ok" if lines == fixed else "exit 1\nFAILED"
+        case "edit" if arguments.get("line") in range(1, len(lines) + 1):
+            lines[arguments["line"] - 1] = str(arguments.get("new"))
+            return "ok"
+    return f"{call.name} call is not valid"
+
+
+@orchestrate.environment(timeout=60)
+def repair(episode: orchestrate.Episode) -> tuple[float, dict[str, float]]:
+    """Lets the policy read, edit and check a module until it submits."""
+    lines, fixed = (episode.task.row[name].splitlines() for name in ("module", "fixed"))
+    messages = [{"role": "user", "content": episode.task.prompt}]
+    while True:
+        reply = episode.chat(messages)
+        messages.append(reply.message)
+        if not reply.tool_calls:
+            messages.append({"role": "user", "content": "no tool call found: each turn needs one"})
+        for call in reply.tool_calls:
+            if call.name == "submit":
+                return float(lines == fixed), {"messages": len(messages)}
+            text = act(call, lines, fixed)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+
+
+if __name__ == "__main__":
+    repair.main()
