@@ -7,6 +7,7 @@
 mod hub;
 mod parquet_file;
 
+use crate::harbor::{self, HarborRow};
 use crate::r2e::{R2eRow, RowError};
 use crate::repair;
 use crate::swe::SweRow;
@@ -43,6 +44,8 @@ pub enum Row {
     R2e(Box<R2eRow>),
     /// SWE-bench: full, Lite or Verified.
     Swe(Box<SweRow>),
+    /// A Harbor task.
+    Harbor(Box<HarborRow>),
 }
 
 impl Row {
@@ -51,16 +54,18 @@ impl Row {
         match self {
             Self::R2e(row) => row.id(),
             Self::Swe(row) => row.instance_id.clone(),
+            Self::Harbor(row) => row.id.clone(),
         }
     }
 
-    /// The task family: `micro`, `repair`, `r2e` or `swe-bench`.
+    /// The task family: `micro`, `repair`, `r2e`, `swe-bench` or `harbor`.
     pub fn environment(&self) -> &'static str {
         match self {
             Self::R2e(row) if row.micro.is_some() => "micro",
             Self::R2e(row) if row.repair.is_some() => repair::ENVIRONMENT,
             Self::R2e(_) => "r2e",
             Self::Swe(_) => "swe-bench",
+            Self::Harbor(_) => harbor::ENVIRONMENT,
         }
     }
 
@@ -69,6 +74,7 @@ impl Row {
         match self {
             Self::R2e(row) => &row.repo_name,
             Self::Swe(row) => &row.repo,
+            Self::Harbor(row) => &row.name,
         }
     }
 
@@ -77,6 +83,7 @@ impl Row {
         match self {
             Self::R2e(row) => row.issue(),
             Self::Swe(row) => &row.problem_statement,
+            Self::Harbor(row) => row.steps.first().map_or("", |step| &step.instruction),
         }
     }
 
@@ -85,6 +92,7 @@ impl Row {
         match self {
             Self::R2e(row) => row.docker_image.clone(),
             Self::Swe(row) => row.image(),
+            Self::Harbor(row) => row.image.name.clone(),
         }
     }
 
@@ -96,6 +104,9 @@ impl Row {
         match self {
             Self::R2e(row) => row.to_task(),
             Self::Swe(row) => Ok(row.to_task()),
+            Self::Harbor(row) => row
+                .to_task()
+                .map_err(|problem| RowError::Column { row: row.id.clone(), problem }),
         }
     }
 
@@ -103,23 +114,29 @@ impl Row {
     ///
     /// # Errors
     /// The reason why it is not a row, or cannot be a task.
-    fn from_value(value: Value) -> Result<Self, String> {
-        let has = |column: &str| value.get(column).is_some();
+    fn from_value(mut value: Value) -> Result<Self, String> {
+        let has = |value: &Value, column: &str| value.get(column).is_some();
         let reason = |error: serde_path_to_error::Error<serde_json::Error>| error.to_string();
-        if has("FAIL_TO_PASS") {
+        if has(&value, "FAIL_TO_PASS") {
             let row = serde_path_to_error::deserialize::<_, SweRow>(value).map_err(reason)?;
             match row.problem() {
                 Some(problem) => Err(problem),
                 None => Ok(Self::Swe(Box::new(row))),
             }
-        } else if has("expected_output_json") || has("parsed_commit_content") {
+        } else if has(&value, "expected_output_json") || has(&value, "parsed_commit_content") {
             let row = serde_path_to_error::deserialize::<_, R2eRow>(value).map_err(reason)?;
             match row.to_task() {
                 Err(error) => Err(error.to_string()),
                 Ok(_) => Ok(Self::R2e(Box::new(row))),
             }
+        } else if let Some(row) = value.get_mut("harbor").map(Value::take) {
+            let row = serde_path_to_error::deserialize::<_, HarborRow>(row).map_err(reason)?;
+            match row.to_task() {
+                Err(problem) => Err(problem.to_string()),
+                Ok(_) => Ok(Self::Harbor(Box::new(row))),
+            }
         } else {
-            let columns = "`expected_output_json` (R2E-Gym) nor `FAIL_TO_PASS` (SWE-bench)";
+            let columns = "`expected_output_json` (R2E-Gym), `FAIL_TO_PASS` (SWE-bench) nor `harbor`";
             Err(format!("has neither a column {columns}"))
         }
     }
@@ -372,7 +389,7 @@ impl<R: BufRead> JsonLines<R> {
 /// object or as JSON text. At most `depth` levels are unwrapped.
 fn unwrapped(mut value: Value, depth: usize) -> Value {
     let has = |column: &str| value.get(column).is_some();
-    if depth == 0 || has("FAIL_TO_PASS") || has("expected_output_json") {
+    if depth == 0 || has("FAIL_TO_PASS") || has("expected_output_json") || has("harbor") {
         return value;
     }
     let inner = match value.get_mut("extra_info").map(Value::take) {
@@ -387,5 +404,6 @@ fn unwrapped(mut value: Value, depth: usize) -> Value {
 fn id(row: &Value) -> Option<String> {
     let text = |column: &str| Some(row.get(column)?.as_str()?.to_owned());
     let of_commit = || Some(format!("{}__{}", text("repo_name")?, text("commit_hash")?));
-    text("instance_id").or_else(of_commit)
+    let of_harbor = || Some(row.get("harbor")?.get("id")?.as_str()?.to_owned());
+    text("instance_id").or_else(of_commit).or_else(of_harbor)
 }

@@ -1,6 +1,7 @@
 //! A task of any family.
 
 use crate::finding::Finding;
+use crate::harbor::HarborRow;
 use crate::swe::{Report, SweRow};
 use orchestrate_types::{RelativePath, TaskId};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -47,7 +48,7 @@ pub enum TestStatus {
 }
 
 /// Where a task's tree comes from, which decides how a change is extracted and graded.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Origin {
     /// [`Task::agent_files`], in an otherwise empty folder.
@@ -57,6 +58,8 @@ pub enum Origin {
     R2e,
     /// A git repository in a SWE-bench image; the row defines how it is tested.
     SweBench(Box<SweRow>),
+    /// The container of a Harbor task; the row has its tests and defines how they run.
+    Harbor(Box<HarborRow>),
 }
 
 impl Origin {
@@ -66,7 +69,7 @@ impl Origin {
 }
 
 /// One problem, with its environment and its hidden tests.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Task {
     /// Unique within its family, e.g. `micro__000123` or `aiohttp__<commit>`.
     pub id: TaskId,
@@ -104,10 +107,19 @@ impl Task {
     /// `None` if the image does not need it.
     pub fn programs(&self) -> Option<&'static str> {
         match self.origin {
-            Origin::Files => None,
+            Origin::Files | Origin::Harbor(_) => None,
             Origin::R2e => Some("/testbed/.venv/bin"),
             Origin::SweBench(_) => Some("/opt/miniconda3/envs/testbed/bin"),
         }
+    }
+
+    /// Variables that the task sets for every command, besides those of its image.
+    pub fn variables(&self) -> impl Iterator<Item = (&str, &str)> {
+        let of_row = match &self.origin {
+            Origin::Harbor(row) => Some(&row.image.env),
+            Origin::Files | Origin::R2e | Origin::SweBench(_) => None,
+        };
+        of_row.into_iter().flatten().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 }
 
