@@ -104,9 +104,9 @@ impl Row {
         match self {
             Self::R2e(row) => row.to_task(),
             Self::Swe(row) => Ok(row.to_task()),
-            Self::Harbor(row) => row
-                .to_task()
-                .map_err(|problem| RowError::Column { row: row.id.clone(), problem }),
+            Self::Harbor(row) => {
+                row.to_task().map_err(|problem| RowError::Column { row: row.id.clone(), problem })
+            }
         }
     }
 
@@ -136,7 +136,8 @@ impl Row {
                 Ok(_) => Ok(Self::Harbor(Box::new(row))),
             }
         } else {
-            let columns = "`expected_output_json` (R2E-Gym), `FAIL_TO_PASS` (SWE-bench) nor `harbor`";
+            let columns =
+                "`expected_output_json` (R2E-Gym), `FAIL_TO_PASS` (SWE-bench) nor `harbor`";
             Err(format!("has neither a column {columns}"))
         }
     }

@@ -30,6 +30,7 @@ pub(crate) async fn run(args: GradeArgs) -> anyhow::Result<ExitCode> {
     match find(&args.tasks, instance)? {
         Row::R2e(row) => r2e(&row, log, &args)?,
         Row::Swe(row) => swe_bench(&row, log, &args)?,
+        Row::Harbor(row) => anyhow::bail!(UsageError::NotByLog { id: row.id }),
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -137,9 +137,10 @@ impl Attempt {
         let script = format!("mkdir -p \"$HOME\"\n{script}");
         Command {
             argv: vec!["/bin/sh".to_owned(), "-c".to_owned(), script],
-            env: fixed
-                .map(|(name, value)| (name.to_owned(), value))
-                .into_iter()
+            env: task
+                .variables()
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                .chain(fixed.map(|(name, value)| (name.to_owned(), value)))
                 .chain(own)
                 .collect(),
             timeout: self.calls.remaining(),

@@ -60,7 +60,9 @@ pub fn write_log_folder(
     }
     let report = match (&task.origin, &graded.verdict.report) {
         (Origin::SweBench(_), report) => report.as_ref().map(|r| r.file(&task.id)).transpose()?,
-        (Origin::R2e | Origin::Files, _) => Some(serde_json::to_value(&graded.verdict)?),
+        (Origin::R2e | Origin::Files | Origin::Harbor(_), _) => {
+            Some(serde_json::to_value(&graded.verdict)?)
+        }
     };
     let path = folder.join("report.json");
     match report {

@@ -34,7 +34,6 @@ pub(super) struct Environment {
     pub(super) docker_image: Option<String>,
     pub(super) cpus: Option<f64>,
     pub(super) memory_mb: Option<i64>,
-    pub(super) storage_mb: Option<i64>,
     pub(super) env: BTreeMap<String, String>,
     pub(super) healthcheck: Option<Healthcheck>,
     pub(super) workdir: Option<String>,
@@ -187,6 +186,7 @@ impl Reading {
             self.unsupported.push("MCP servers".to_owned());
         }
         section.text("skills_dir")?;
+        size(section, "storage", "storage_mb")?;
         let allow_internet = section.flag("allow_internet")?;
         let default = match allow_internet {
             Some(false) if !section.has("allowed_hosts") => NetworkMode::NoNetwork,
@@ -198,7 +198,6 @@ impl Reading {
             docker_image: section.text("docker_image")?.filter(|s| !s.is_empty()).map(Into::into),
             cpus,
             memory_mb: size(section, "memory", "memory_mb")?,
-            storage_mb: size(section, "storage", "storage_mb")?,
             env: resolved(section, "env", &mut self.unsupported)?,
             healthcheck: self.healthcheck(section)?,
             workdir: section.text("workdir")?.filter(|s| !s.is_empty()).map(Into::into),
@@ -222,9 +221,7 @@ impl Reading {
             Some("shared") => Some(false),
             Some("separate") => Some(true),
             Some(_) => {
-                return Err(
-                    section.wrong("environment_mode", "must be \"shared\" or \"separate\"")
-                );
+                return Err(section.wrong("environment_mode", "must be \"shared\" or \"separate\""));
             }
         };
         let environment = section.section("environment")?;
@@ -289,10 +286,7 @@ impl Reading {
         })
     }
 
-    fn healthcheck(
-        &mut self,
-        section: &Section<'_>,
-    ) -> Result<Option<Healthcheck>, HarborProblem> {
+    fn healthcheck(&mut self, section: &Section<'_>) -> Result<Option<Healthcheck>, HarborProblem> {
         let Some(check) = section.section("healthcheck")? else { return Ok(None) };
         let command = check.text("command")?.ok_or_else(|| check.wrong("command", "is missing"))?;
         let mut seconds = |key, default| -> Result<f64, HarborProblem> {
@@ -455,8 +449,7 @@ fn check_step_name(name: &str) -> Result<(), HarborProblem> {
         matches!(stem.as_str(), "CON" | "PRN" | "AUX" | "NUL" | "CONIN$" | "CONOUT$")
             || numbered.is_some_and(is_number)
     };
-    let is_bad = |c: char| matches!(c, '<'..='>' | ':' | '"' | '/' | '\\' | '|' | '?' | '*') && c != '='
-        || c.is_ascii_control();
+    let is_bad = |c: char| "<>:\"/\\|?*".contains(c) || c.is_ascii_control();
     let is_valid = !name.trim().is_empty()
         && !matches!(name, "." | "..")
         && !name.ends_with(['.', ' '])

@@ -79,7 +79,9 @@ impl TaskFolder {
         depth: usize,
     ) -> Result<(), HarborProblem> {
         if depth == 0 {
-            return Err(HarborProblem::invalid(format!("{folder} is too deep, or a cycle of links")));
+            return Err(HarborProblem::invalid(format!(
+                "{folder} is too deep, or a cycle of links"
+            )));
         }
         let own_rules = rules.len();
         if filter && folder.join(IGNORE_FILE).exists() {

@@ -44,9 +44,8 @@ pub fn task_folders(path: &Utf8Path) -> std::io::Result<Vec<Utf8PathBuf>> {
 /// here.
 pub fn read_task(path: &Utf8Path) -> Result<HarborRow, HarborProblem> {
     let mut folder = TaskFolder::open(path)?;
-    let text = folder
-        .text("task.toml")?
-        .ok_or_else(|| HarborProblem::invalid("task.toml is missing"))?;
+    let text =
+        folder.text("task.toml")?.ok_or_else(|| HarborProblem::invalid("task.toml is missing"))?;
     let config = Config::parse(&text)?;
     let mut reader = Reader { folder: &mut folder, config: &config };
     let row = reader.row()?;
@@ -72,8 +71,8 @@ impl Reader<'_> {
         };
         let folder_name = self.folder.root().file_name().unwrap_or("task");
         let name = config.package.clone().unwrap_or_else(|| folder_name.to_owned());
-        let strategy = (!config.steps.is_empty())
-            .then(|| config.strategy.unwrap_or(RewardStrategy::Mean));
+        let strategy =
+            (!config.steps.is_empty()).then(|| config.strategy.unwrap_or(RewardStrategy::Mean));
         Ok(HarborRow {
             id: String::from(TaskId::made_of(&name.replace('/', "__"))),
             name,
@@ -179,7 +178,9 @@ impl Reader<'_> {
 
     fn refuse_trajectory(&self, relative: &str) -> Result<(), HarborProblem> {
         if self.folder.path(relative).exists() {
-            return Err(HarborProblem::unsupported(format!("{relative} (context of earlier turns)")));
+            return Err(HarborProblem::unsupported(format!(
+                "{relative} (context of earlier turns)"
+            )));
         }
         Ok(())
     }
@@ -246,6 +247,9 @@ impl Reader<'_> {
         if is_separate && artifacts.iter().any(|artifact| !artifact.source.starts_with('/')) {
             return Err(HarborProblem::unsupported("artifacts with relative paths"));
         }
+        let baseline = if is_separate { effective } else { &self.config.environment };
+        let network = own.and_then(|verifier| verifier.network.clone());
+        let network = network.or(task.network.clone()).unwrap_or(baseline.network.clone());
         let mut env = task.env.clone();
         env.extend(own.iter().flat_map(|verifier| verifier.env.clone()));
         let mut collect = task.collect.clone();
@@ -257,6 +261,7 @@ impl Reader<'_> {
             has_bundled_tests,
             collect,
             artifacts,
+            network,
         };
         Ok((verifier, tests))
     }
@@ -269,9 +274,8 @@ impl Reader<'_> {
         let effective = step.and_then(|step| step.verifier.environment.as_ref());
         let effective = effective.or(self.config.verifier.environment.as_ref());
         let settings = effective.unwrap_or(&self.config.environment).clone();
-        let of_step = step.map(|step| {
-            (step.verifier.environment.as_ref(), format!("steps/{}/tests", step.name))
-        });
+        let of_step = step
+            .map(|step| (step.verifier.environment.as_ref(), format!("steps/{}/tests", step.name)));
         let of_task = (self.config.verifier.environment.as_ref(), "tests".to_owned());
         for (environment, folder) in of_step.into_iter().chain([of_task]) {
             if let Some(name) = environment.and_then(|env| env.docker_image.clone()) {

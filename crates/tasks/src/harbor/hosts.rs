@@ -47,9 +47,11 @@ pub(super) fn policy(
         None => None,
         Some(hosts) => {
             let hosts = hosts.iter().map(|host| normalized(host));
-            Some(hosts.collect::<Result<Vec<_>, _>>().map_err(|why| {
-                section.wrong("allowed_hosts", why)
-            })?)
+            Some(
+                hosts
+                    .collect::<Result<Vec<_>, _>>()
+                    .map_err(|why| section.wrong("allowed_hosts", why))?,
+            )
         }
     };
     Ok(match mode {

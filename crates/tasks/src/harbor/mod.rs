@@ -5,6 +5,7 @@
 //! ([`HarborProblem::Unsupported`]); nothing is left out silently.
 
 mod config;
+mod export;
 mod files;
 mod folder;
 mod hosts;
@@ -12,11 +13,13 @@ mod reward;
 mod row;
 mod value;
 
+pub use export::{ExportError, export_task};
 pub use folder::{read_task, task_folders};
 pub use hosts::{NetworkMode, NetworkPolicy};
 pub use reward::{REWARD_FILES, RewardProblem, VERIFIER_FOLDER, reward, rewards};
 pub use row::{
-    Artifact, CollectHook, ENVIRONMENT, FOLDER_MODE, HarborFile, HarborImage, HarborRow, HarborStep,
-    HarborVerifier, Healthcheck, ImageFacts, RewardStrategy, TEST_SCRIPT, seconds,
+    Artifact, CollectHook, ENVIRONMENT, FOLDER_MODE, HarborFile, HarborImage, HarborLine,
+    HarborRow, HarborStep, HarborVerifier, Healthcheck, ImageFacts, RewardStrategy, TEST_SCRIPT,
+    seconds,
 };
 pub use value::HarborProblem;

@@ -206,6 +206,9 @@ pub struct HarborVerifier {
     pub collect: Vec<CollectHook>,
     /// What a separate container receives.
     pub artifacts: Vec<Artifact>,
+    /// The network that the tests ask for.
+    #[serde(default)]
+    pub network: NetworkPolicy,
 }
 
 /// One instruction with its tests.
@@ -254,7 +257,7 @@ pub struct HarborRow {
     /// Checked before the agent starts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub healthcheck: Option<Healthcheck>,
-    /// The network that the task asks for.
+    /// The network that the task asks for while the agent works.
     #[serde(default)]
     pub network: NetworkPolicy,
     /// CPUs that the task asks for.
@@ -288,7 +291,8 @@ impl HarborRow {
 
     /// Whether the task asks for a network, which it does not get.
     pub fn wants_network(&self) -> bool {
-        self.network.mode != NetworkMode::NoNetwork
+        let of_tests = self.steps.iter().map(|step| &step.verifier.network);
+        of_tests.chain([&self.network]).any(|network| network.mode != NetworkMode::NoNetwork)
     }
 
     /// Whether it has several steps, which agents of a run cannot take.
@@ -303,10 +307,8 @@ impl HarborRow {
     pub fn to_task(&self) -> Result<Task, ColumnProblem> {
         let id = TaskId::new(self.id.as_str()).map_err(|e| ColumnProblem::new("harbor.id", e))?;
         crate::column::name("harbor.category", &self.category)?;
-        let step = self
-            .steps
-            .first()
-            .ok_or_else(|| ColumnProblem::new("harbor.steps", "it is empty"))?;
+        let step =
+            self.steps.first().ok_or_else(|| ColumnProblem::new("harbor.steps", "it is empty"))?;
         for image in self.images() {
             ImageName::new(image.name.as_str())
                 .map_err(|error| ColumnProblem::new("harbor.image", error))?;
@@ -358,6 +360,13 @@ impl HarborRow {
         }
         Ok(())
     }
+}
+
+/// A Harbor task as it is written in a file of rows, in a column of its own.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct HarborLine {
+    /// The task.
+    pub harbor: HarborRow,
 }
 
 /// A time limit, at least one second.

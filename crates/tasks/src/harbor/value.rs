@@ -45,7 +45,8 @@ impl<'a> Section<'a> {
     }
 
     pub(super) fn wrong(&self, key: &str, what: &str) -> HarborProblem {
-        let place = if self.name.is_empty() { key.to_owned() } else { format!("{}.{key}", self.name) };
+        let place =
+            if self.name.is_empty() { key.to_owned() } else { format!("{}.{key}", self.name) };
         HarborProblem::invalid(format!("task.toml: {place} {what}"))
     }
 
