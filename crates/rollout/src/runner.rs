@@ -151,6 +151,7 @@ impl EpisodeRunner {
         let started = Instant::now();
         let task = Arc::clone(&attempt.calls.request.task);
         let mut time = self.plan.episode_timeout.0;
+        let mut grading_time = Duration::ZERO;
         if let Origin::Harbor(row) = &task.origin {
             if row.has_steps() {
                 let reason = "an agent cannot take a Harbor task with several steps";
@@ -158,8 +159,11 @@ impl EpisodeRunner {
             }
             let own = row.steps.iter().filter_map(|step| step.agent_timeout_s).map(seconds);
             time = own.fold(time, Duration::min);
+            // Its tests may run in the same container.
+            grading_time = task.test_timeout;
         }
-        let spec = self.spec(&attempt.calls.request, Purpose::Agent, time);
+        let lifetime = time.saturating_add(grading_time);
+        let spec = self.spec(&attempt.calls.request, Purpose::Agent, lifetime);
         let files: Vec<FileEntry> = task.agent_files.iter().map(file_entry).collect();
         let mut tries = 0;
         let opened = loop {

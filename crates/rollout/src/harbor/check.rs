@@ -86,9 +86,14 @@ async fn run_steps(
         }
         let is_last = at + 1 == row.steps.len();
         let result = if step.verifier.separate.is_some() {
-            grade_separately(provider, spec, sandbox, row, step, !is_last).await?
+            grade_separately(provider, spec, sandbox, row, step, !is_last).await
         } else {
-            grade_in_agents(open, row, step, prepared).await?
+            grade_in_agents(open, row, step, prepared).await
+        };
+        // As for an agent: what commands did to their container earns nothing.
+        let result = match result {
+            Err(error) if error.is_agents_doing() => GradedStep::failed(error.to_string()),
+            result => result?,
         };
         let goes_on = goes_on(step, &result);
         graded.push(result);

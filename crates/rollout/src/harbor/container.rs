@@ -9,6 +9,9 @@ use tokio::time::Instant;
 /// Time limit of small commands.
 pub(super) const HELPER_TIMEOUT: Duration = Duration::from_mins(1);
 
+/// Longest pause of a health check, in seconds.
+const MAX_PAUSE_S: f64 = 86_400.0;
+
 const PREPARE: &str = "mkdir -p /logs/agent /logs/verifier /logs/artifacts && \
      chmod 777 /logs/agent /logs/verifier /logs/artifacts || exit 1; \
      if [ -e /tests ]; then echo tests; fi";
@@ -105,7 +108,7 @@ async fn run_healthcheck(
     row: &HarborRow,
     check: &Healthcheck,
 ) -> Result<(), SandboxError> {
-    let pause = |time: f64| Duration::try_from_secs_f64(time).unwrap_or_default();
+    let pause = |time: f64| Duration::try_from_secs_f64(time.min(MAX_PAUSE_S)).unwrap_or_default();
     let start_period_end = Instant::now() + pause(check.start_period_s);
     let mut failures = 0;
     loop {
