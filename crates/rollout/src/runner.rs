@@ -286,12 +286,13 @@ impl EpisodeRunner {
         }
         match graded {
             Ok(graded) => {
-                let verdict = graded.verdict();
-                let reward = verdict.reward;
-                if let Err(problem) = &graded.rewards {
+                let graded = graded.graded();
+                if let Some(problem) = &graded.problem {
                     tracing::info!(task = row.name, problem, "the tests stated no reward");
                 }
-                attempt.verdict = Some(verdict);
+                self.write_log(&attempt.calls.request, &graded).await;
+                let reward = graded.verdict.reward;
+                attempt.verdict = Some(graded.verdict);
                 EpisodeEvent::Graded { reward }
             }
             Err(error) if step.verifier.separate.is_none() => sandbox_failed(Stage::Collect, error),

@@ -75,3 +75,34 @@ fn docker_harbor_tasks_are_imported_and_their_rewards_verified() {
         assert_eq!(found[task.name], task.rewards, "{}", task.name);
     }
 }
+
+#[test]
+fn docker_harbor_tasks_are_evaluated_with_a_shared_and_a_separate_verifier() {
+    if !docker_or_skip("docker_harbor_tasks_are_evaluated").unwrap() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("tasks");
+    // What the bundled policy does is not what these reward: the variable is set where they run.
+    for task in tasks::given() {
+        task.write(&folder);
+    }
+    let rows = dir.path().join("rows.jsonl");
+    assert_eq!(import(&folder, &rows)["usable"], 3);
+    let rows = format!("={}", rows.to_str().unwrap());
+    let files = ["tasks.held_out_file", "tasks.file"].map(|key| format!("{key}{rows}"));
+    let mut arguments = vec!["eval", "--json", "--run-dir"];
+    let run_dir = dir.path().join("eval");
+    arguments.push(run_dir.to_str().unwrap());
+    let fixed = ["run.eval_samples=1", "run.eval_held_out_families=0", "rollout.max_turns=2"];
+    for set in fixed.into_iter().chain(files.iter().map(String::as_str)) {
+        arguments.extend(["--set", set]);
+    }
+    let output = run(&arguments).unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("1 Harbor tasks with several steps"), "{}", stderr(&output));
+    let found: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(found["baseline"]["tasks"], 2, "{found:#}");
+    assert_eq!(found["baseline"]["pass_at_1"], 1.0, "{found:#}");
+    assert_eq!(found["baseline"]["broken"], 0, "{found:#}");
+}

@@ -280,6 +280,24 @@ fn separate() -> Vec<TaskFolder> {
     ]
 }
 
+/// Tasks that reward every agent, and one with several steps.
+pub(crate) fn given() -> Vec<TaskFolder> {
+    const GIVEN: &str = "#!/bin/bash\n[ \"$GIVEN\" = here ]\n\
+                         echo $((!$?)) > /logs/verifier/reward.txt\n";
+    let changes = [("tests/test.sh", GIVEN)];
+    let mut tasks = vec![
+        task("given-shared", [1.0, 1.0], "[environment.env]\nGIVEN = \"here\"\n", &changes),
+        task(
+            "given-separate",
+            [1.0, 1.0],
+            "[verifier]\nenvironment_mode = \"separate\"\n[verifier.env]\nGIVEN = \"here\"\n",
+            &changes,
+        ),
+    ];
+    tasks.extend(steps().into_iter().take(1));
+    tasks
+}
+
 /// Solutions that reach for the reward instead of solving their task. Harbor rewards them.
 pub(crate) fn attacks() -> Vec<TaskFolder> {
     const SILENT: &str = "#!/bin/bash\n[ ! -e /app/out ] || echo 1 > /logs/verifier/reward.txt\n";

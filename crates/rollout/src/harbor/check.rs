@@ -1,7 +1,7 @@
 //! Checks of a task: what its solution is rewarded with, and what doing nothing is.
 
 use super::container::{Prepared, entries, prepare, prepare_step, shell};
-use super::verifier::{GradedStep, grade_in_agents, grade_separately, verdict_of};
+use super::verifier::{GradedStep, grade_in_agents, grade_separately};
 use crate::grading::{GradeError, GradedChange};
 use crate::sandboxes::close;
 use orchestrate_sandbox::{
@@ -51,16 +51,13 @@ pub async fn check_harbor(
     let steps = graded?;
     let rewards = joined(row, &steps);
     let is_separate = steps.iter().all(|step| step.is_separate);
-    let problem = rewards.as_ref().err().cloned();
-    Ok(GradedChange {
-        verdict: verdict_of(&rewards, is_separate),
-        patch: String::new(),
+    let all = GradedStep {
+        rewards,
+        is_separate,
         log: steps.iter().flat_map(|step| step.log.iter().copied()).collect(),
-        apply_log: String::new(),
-        eval_script: None,
-        problem,
-        test_time: steps.iter().map(|step| step.elapsed).sum::<Duration>(),
-    })
+        elapsed: steps.iter().map(|step| step.elapsed).sum::<Duration>(),
+    };
+    Ok(all.graded())
 }
 
 async fn run_steps(

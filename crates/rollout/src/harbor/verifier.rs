@@ -2,6 +2,7 @@
 
 use super::artifacts::{self, Collected};
 use super::container::{HELPER_TIMEOUT, Prepared, entries, shell, write};
+use crate::grading::GradedChange;
 use crate::sandboxes::{close, refused};
 use orchestrate_sandbox::{
     Command, Exit, FileEntry, Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
@@ -43,17 +44,22 @@ impl GradedStep {
         Self { rewards: Err(problem), is_separate: false, log: Vec::new(), elapsed: Duration::ZERO }
     }
 
-    /// The verdict of an episode with this step alone. Without a reward it is 0.
-    pub(crate) fn verdict(&self) -> Verdict {
-        verdict_of(&self.rewards, self.is_separate)
+    /// The result of an episode with this step alone. Without a reward its reward is 0.
+    pub(crate) fn graded(self) -> GradedChange {
+        GradedChange {
+            verdict: verdict_of(&self.rewards, self.is_separate),
+            patch: String::new(),
+            log: self.log,
+            apply_log: String::new(),
+            eval_script: None,
+            problem: self.rewards.err(),
+            test_time: self.elapsed,
+        }
     }
 }
 
 /// The verdict with these rewards. Its statuses are those of the named rewards: passed from 1 upwards.
-pub(super) fn verdict_of(
-    rewards: &Result<BTreeMap<String, f64>, String>,
-    is_separate: bool,
-) -> Verdict {
+fn verdict_of(rewards: &Result<BTreeMap<String, f64>, String>, is_separate: bool) -> Verdict {
     let scalar = rewards
         .as_ref()
         .map_err(Clone::clone)

@@ -92,7 +92,7 @@ impl ImageBuilder {
         Ok(Self { daemons, pull: settings.pull })
     }
 
-    /// Builds `image` on every host that does not have it. With `has_network`, the steps of the build may
+    /// Builds `image` on every host that does not have it, and returns on how many that was. With `has_network`, the steps of the build may
     /// use the network of the host.
     ///
     /// # Errors
@@ -103,7 +103,8 @@ impl ImageBuilder {
         context: &[FileEntry],
         limit: Duration,
         has_network: bool,
-    ) -> Result<(), BuildError> {
+    ) -> Result<usize, BuildError> {
+        let mut built = 0;
         for daemon in &self.daemons {
             if daemon.inspect_image(image).await?.is_some() {
                 continue;
@@ -116,8 +117,9 @@ impl ImageBuilder {
                     return Err(BuildError::TimedOut { image: image.to_owned(), limit });
                 }
             }
+            built += 1;
         }
-        Ok(())
+        Ok(built)
     }
 
     /// How containers of `image` run. It is pulled if no host has it.

@@ -106,6 +106,11 @@ impl TaskFolder {
             let metadata = fs::symlink_metadata(full).map_err(|e| unreadable(full, &e))?;
             if metadata.is_symlink() {
                 let target = full.read_link_utf8().map_err(|e| unreadable(full, &e))?;
+                if is_dir {
+                    let real = folder.canonicalize_utf8().map_err(|e| unreadable(folder, &e))?;
+                    let mut above = real.ancestors().map(Utf8Path::to_owned).collect();
+                    self.follow(full, &mut above, &mut 0)?;
+                }
                 self.count(full, target.as_str().len() as u64)?;
                 let content = target.into_string().into_bytes();
                 found.push(HarborFile { path, mode: 0o120_777, content });
@@ -124,6 +129,31 @@ impl TaskFolder {
             found.push(HarborFile { path: prefix.to_owned(), mode, content: Vec::new() });
         }
         rules.truncate(own_rules);
+        Ok(())
+    }
+
+    /// Checks what a link to a folder leads to: it may neither contain itself nor lead out of the task.
+    fn follow(
+        &self,
+        folder: &Utf8Path,
+        above: &mut Vec<Utf8PathBuf>,
+        count: &mut usize,
+    ) -> Result<(), HarborProblem> {
+        self.check_inside(folder)?;
+        let real = folder.canonicalize_utf8().map_err(|e| unreadable(folder, &e))?;
+        *count += 1;
+        if above.contains(&real) || *count > MAX_FILES {
+            return Err(HarborProblem::invalid(format!("{folder} is part of a cycle of links")));
+        }
+        above.push(real);
+        for entry in folder.read_dir_utf8().map_err(|e| unreadable(folder, &e))? {
+            let entry = entry.map_err(|error| unreadable(folder, &error))?;
+            self.check_inside(entry.path())?;
+            if entry.path().is_dir() {
+                self.follow(entry.path(), above, count)?;
+            }
+        }
+        above.pop();
         Ok(())
     }
 

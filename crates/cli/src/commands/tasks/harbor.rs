@@ -103,8 +103,9 @@ async fn facts(
     if let Some(context) = &image.context {
         let context: Vec<FileEntry> = context.iter().map(entry).collect();
         let limit = harbor::seconds(image.build_timeout_s);
-        output::say(format!("building {}", image.name));
-        builder.build(&image.name, &context, limit, has_network).await?;
+        if builder.build(&image.name, &context, limit, has_network).await? > 0 {
+            output::say(format!("built {}", image.name));
+        }
     }
     let found = builder.config(&image.name).await?;
     Ok(ImageFacts {
