@@ -1,4 +1,4 @@
-//! Which Harbor task folders are read, beside the `harbor` package. `ORCHESTRATE_HARBOR` names its
+//! Which Harbor task folders are read, compared with the `harbor` package. `ORCHESTRATE_HARBOR` names its
 //! virtual environment.
 
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a panic fails the test")]

@@ -1,4 +1,4 @@
-//! Harbor tasks from folder to verdict, alone and beside the `harbor` package.
+//! Harbor tasks from folder to verdict, alone and compared with the `harbor` package.
 
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a panic fails the test")]
 

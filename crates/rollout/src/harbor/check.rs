@@ -18,7 +18,7 @@ const SOLUTION_TIMEOUT_S: f64 = 3600.0;
 /// Who acts in a checked task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HarborActor {
-    /// Nobody: Harbor's agent `nop`.
+    /// No one: Harbor's agent `nop`.
     Nothing,
     /// The task's own solution: Harbor's agent `oracle`.
     Solution,
