@@ -75,8 +75,7 @@ pub fn export_task(task: &Task) -> Result<Vec<HarborFile>, ExportError> {
     let is_hidden = |path: &str| task.hidden_files.iter().any(|file| file.path == path);
     let given = task.agent_files.iter();
     let given = given.filter(|file| is_cleared(&file.path) && !is_hidden(&file.path));
-    let lines: String = cleared.iter().map(|folder| format!("{folder}\n")).collect();
-    files.push(text("tests/cleared.txt".to_owned(), &lines, 0o644));
+    files.push(text("tests/cleared.txt".to_owned(), &lines(cleared.iter().copied()), 0o644));
     for file in task.hidden_files.iter().chain(given) {
         files.push(text(format!("tests/hidden/{}", file.path), &file.content, 0o644));
     }
@@ -85,10 +84,7 @@ pub fn export_task(task: &Task) -> Result<Vec<HarborFile>, ExportError> {
     }
     let is_gone = |path: &str| solved.iter().all(|file| file.path != path);
     let removed = task.agent_files.iter().filter(|file| is_gone(&file.path));
-    let removed: String = removed.fold(String::new(), |mut list, file| {
-        let _ = writeln!(list, "{}", file.path);
-        list
-    });
+    let removed = lines(removed.map(|file| file.path.as_str()));
     files.push(text("solution/removed.txt".to_owned(), &removed, 0o644));
     Ok(files)
 }
@@ -108,6 +104,13 @@ fn config(task: &Task) -> String {
         name.replace("..", "__"),
         task.test_timeout.as_secs().max(1),
     )
+}
+
+fn lines<'a>(paths: impl Iterator<Item = &'a str>) -> String {
+    paths.fold(String::new(), |mut list, path| {
+        let _ = writeln!(list, "{path}");
+        list
+    })
 }
 
 /// The outermost folder of `path` whose name contains `test`.

@@ -17,6 +17,9 @@ const MAX_DEPTH: usize = 64;
 /// Names of the files that say which inputs are left out.
 const IGNORE_FILE: &str = ".harborignore";
 
+/// Rules of one ignore file, and the length of its folder's path.
+type FolderRules = (usize, Gitignore);
+
 /// Reads files of one task folder, within limits that hold for all of them together.
 #[derive(Debug)]
 pub(super) struct TaskFolder {
@@ -63,18 +66,18 @@ impl TaskFolder {
         let mut found = Vec::new();
         if folder.is_dir() {
             self.check_inside(&folder)?;
-            let mut rules = Vec::new();
-            self.visit(&folder, "", filter, &mut rules, &mut found, MAX_DEPTH)?;
+            let mut rules = filter.then(Vec::new);
+            self.visit(&folder, "", &mut rules, &mut found, MAX_DEPTH)?;
         }
         Ok(found)
     }
 
+    /// Reads a folder whose path is `prefix`. Without `rules`, nothing is left out.
     fn visit(
         &mut self,
         folder: &Utf8Path,
         prefix: &str,
-        filter: bool,
-        rules: &mut Vec<(usize, Gitignore)>,
+        rules: &mut Option<Vec<FolderRules>>,
         found: &mut Vec<HarborFile>,
         depth: usize,
     ) -> Result<(), HarborProblem> {
@@ -83,8 +86,10 @@ impl TaskFolder {
                 "{folder} is too deep, or a cycle of links"
             )));
         }
-        let own_rules = rules.len();
-        if filter && folder.join(IGNORE_FILE).exists() {
+        let outer = rules.as_ref().map_or(0, Vec::len);
+        if let Some(rules) = rules
+            && folder.join(IGNORE_FILE).exists()
+        {
             let text = self.text_at(&folder.join(IGNORE_FILE))?;
             rules.push((prefix.len(), parse(&text)));
         }
@@ -99,7 +104,10 @@ impl TaskFolder {
             let path = if prefix.is_empty() { name.into() } else { format!("{prefix}/{name}") };
             let full = entry.path();
             let is_dir = full.is_dir();
-            if filter && (name == IGNORE_FILE || is_ignored(rules, &path, is_dir)) {
+            if rules
+                .as_ref()
+                .is_some_and(|rules| name == IGNORE_FILE || is_ignored(rules, &path, is_dir))
+            {
                 continue;
             }
             self.check_inside(full)?;
@@ -115,7 +123,7 @@ impl TaskFolder {
                 let content = target.into_string().into_bytes();
                 found.push(HarborFile { path, mode: 0o120_777, content });
             } else if is_dir {
-                self.visit(full, &path, filter, rules, found, depth - 1)?;
+                self.visit(full, &path, rules, found, depth - 1)?;
             } else if metadata.is_file() {
                 let content = self.content(full)?;
                 let mode = metadata.permissions().mode() & 0o777;
@@ -128,7 +136,9 @@ impl TaskFolder {
             let mode = FOLDER_MODE | 0o755;
             found.push(HarborFile { path: prefix.to_owned(), mode, content: Vec::new() });
         }
-        rules.truncate(own_rules);
+        if let Some(rules) = rules {
+            rules.truncate(outer);
+        }
         Ok(())
     }
 
@@ -209,9 +219,8 @@ fn parse(text: &str) -> Gitignore {
     builder.build().unwrap_or_else(|_| Gitignore::empty())
 }
 
-/// Whether the innermost rule that matches leaves the entry out. `rules` have the length of their folder's
-/// path.
-fn is_ignored(rules: &[(usize, Gitignore)], path: &str, is_dir: bool) -> bool {
+/// Whether the innermost rule that matches leaves the entry out.
+fn is_ignored(rules: &[FolderRules], path: &str, is_dir: bool) -> bool {
     let mut ignored = false;
     for (length, rule) in rules {
         let inner = path.get(*length..).unwrap_or(path).trim_start_matches('/');

@@ -8,6 +8,7 @@ use super::row::{
 use super::value::HarborProblem;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_types::TaskId;
+use std::collections::BTreeMap;
 
 /// What a task publishes by convention, for a separate verifier.
 const PUBLISHED: &str = "/logs/artifacts";
@@ -141,7 +142,7 @@ impl Reader<'_> {
             tests,
             solution: self.solution("solution", false)?,
             verifier,
-            min_reward: Default::default(),
+            min_reward: BTreeMap::new(),
         })
     }
 
