@@ -1,7 +1,7 @@
 //! Which Harbor task folders are read, compared with the `harbor` package. `ORCHESTRATE_HARBOR` names its
 //! virtual environment.
 
-#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a panic fails the test")]
+#![expect(clippy::unwrap_used, reason = "a panic fails the test")]
 
 use camino::Utf8Path;
 use orchestrate_e2e::skip;

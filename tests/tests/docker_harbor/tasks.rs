@@ -198,10 +198,10 @@ fn rewards() -> Vec<TaskFolder> {
         task(
             "tests-out-of-time",
             [1.0, 0.0],
-            "[verifier]\ntimeout_sec = 3.0\n",
+            "[verifier]\ntimeout_sec = 20.0\n",
             &[(
                 "tests/test.sh",
-                "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n[ -e /app/out ] || sleep 20\n",
+                "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n[ -e /app/out ] || sleep 300\n",
             )],
         ),
         task(

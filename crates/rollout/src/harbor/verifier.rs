@@ -72,12 +72,11 @@ fn verdict_of(rewards: &Result<BTreeMap<String, f64>, String>, is_separate: bool
             (name.clone(), status)
         })
         .collect();
-    let differing = match &scalar {
-        Err(problem) => vec![problem.clone()],
-        Ok(_) => {
-            let failed = statuses.iter().filter(|(_, status)| **status != TestStatus::Passed);
-            failed.map(|(name, _)| name.clone()).collect()
-        }
+    let differing = if let Err(problem) = &scalar {
+        vec![problem.clone()]
+    } else {
+        let failed = statuses.iter().filter(|(_, status)| **status != TestStatus::Passed);
+        failed.map(|(name, _)| name.clone()).collect()
     };
     let reward = scalar.unwrap_or(0.0);
     let verdict = Verdict {
@@ -232,14 +231,15 @@ async fn read_rewards(
     sandbox: &mut dyn Sandbox,
 ) -> Result<Result<BTreeMap<String, f64>, RewardProblem>, SandboxError> {
     let files = reward_files(sandbox).await?;
-    let [json, text] = REWARD_FILES.map(|name| {
-        let found = files.iter().find(|file| file.path.ends_with(name));
-        found.map(|file| if file.is_link() { Err(RewardProblem::Link(name)) } else { Ok(file) })
-    });
-    Ok(match (json.transpose(), text.transpose()) {
-        (Err(problem), _) => Err(problem),
-        (Ok(Some(json)), _) => rewards(Some(&json.content), None),
-        (Ok(None), Err(problem)) => Err(problem),
-        (Ok(None), Ok(text)) => rewards(None, text.map(|file| file.content.as_slice())),
-    })
+    let content = |name: &'static str| match files.iter().find(|file| file.path.ends_with(name)) {
+        None => Ok(None),
+        Some(file) if file.is_link() => Err(RewardProblem::Link(name)),
+        Some(file) => Ok(Some(file.content.as_slice())),
+    };
+    let [json, text] = REWARD_FILES;
+    let read = || match content(json)? {
+        Some(json) => rewards(Some(json), None),
+        None => rewards(None, content(text)?),
+    };
+    Ok(read())
 }

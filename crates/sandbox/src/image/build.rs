@@ -110,13 +110,11 @@ impl ImageBuilder {
                 continue;
             }
             let building = build_on(daemon, image, context, has_network);
-            match tokio::time::timeout(limit, Box::pin(building)).await {
-                Ok(result) => result?,
-                Err(_) => {
-                    let limit = HumanDuration(limit);
-                    return Err(BuildError::TimedOut { image: image.to_owned(), limit });
-                }
-            }
+            let Ok(result) = tokio::time::timeout(limit, Box::pin(building)).await else {
+                let limit = HumanDuration(limit);
+                return Err(BuildError::TimedOut { image: image.to_owned(), limit });
+            };
+            result?;
             built += 1;
         }
         Ok(built)
