@@ -352,6 +352,10 @@ pub(crate) fn attacks() -> Vec<TaskFolder> {
     ]
 }
 
+const MEAN: &str = "[[steps]]\nname = \"first\"\n[[steps]]\nname = \"second\"\n";
+const FINAL: &str = "multi_step_reward_strategy = \"final\"\n[[steps]]\nname = \"first\"\n\
+                     [[steps]]\nname = \"second\"\n";
+const GATED: &str = "[[steps]]\nname = \"first\"\nmin_reward = 1\n[[steps]]\nname = \"second\"\n";
 const STEP_TEST: &str = "#!/bin/bash\n. /tests/shared.sh\nreward /app/two\n";
 const SHARED: &str = "reward() { [ -e $1 ] && r=1 || r=0; echo $r > /logs/verifier/reward.txt; }\n";
 
@@ -371,11 +375,6 @@ fn steps() -> Vec<TaskFolder> {
     let half =
         [files.as_slice(), &[("steps/second/solution/solve.sh", "#!/bin/bash\n:\n")]].concat();
     let half: Vec<_> = half.into_iter().rev().collect();
-    const MEAN: &str = "[[steps]]\nname = \"first\"\n[[steps]]\nname = \"second\"\n";
-    const FINAL: &str = "multi_step_reward_strategy = \"final\"\n[[steps]]\nname = \"first\"\n\
-                         [[steps]]\nname = \"second\"\n";
-    const GATED: &str =
-        "[[steps]]\nname = \"first\"\nmin_reward = 1\n[[steps]]\nname = \"second\"\n";
     vec![
         task("two-steps", [1.0, 0.0], MEAN, &files),
         task("half-of-two-steps", [0.5, 0.0], MEAN, &unique(&half)),

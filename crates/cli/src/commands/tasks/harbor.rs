@@ -82,12 +82,11 @@ async fn row_of(
 ) -> Result<HarborRow, String> {
     let mut row = harbor::read_task(folder).map_err(|error: HarborProblem| error.to_string())?;
     for image in row.images_mut() {
-        let facts = match known.get(&image.name) {
-            Some(facts) => facts.clone(),
-            None => {
-                let facts = facts(image, builder, has_network).await.map_err(|e| e.to_string());
-                known.entry(image.name.clone()).or_insert(facts).clone()
-            }
+        let facts = if let Some(facts) = known.get(&image.name) {
+            facts.clone()
+        } else {
+            let facts = facts(image, builder, has_network).await.map_err(|e| e.to_string());
+            known.entry(image.name.clone()).or_insert(facts).clone()
         };
         image.settle(&facts?).map_err(|error| error.to_string())?;
     }
@@ -121,7 +120,7 @@ fn entry(file: &HarborFile) -> FileEntry {
 
 /// Prints a row for people, including what is hidden from the agent.
 pub(super) fn print(row: &HarborRow) {
-    let name = |text: &str| printable(text, NAME_CHARS).to_string();
+    let name = |text: &str| printable(text, NAME_CHARS);
     output::data(format!(
         "{} (format {}, image {})",
         name(&row.id),
