@@ -13,6 +13,7 @@
 //! | `mount` | the right to mount a tmpfs |
 //! | `python` | a Python with the packages that the test names |
 //! | `agents-python` | a Python with `openai`, `anthropic` and `openai-agents`, in `ORCHESTRATE_AGENTS_PYTHON` |
+//! | `harbor` | the virtual environment of the package `harbor`, in `ORCHESTRATE_HARBOR` |
 //! | `sglang`, `vllm` | a real server, see `crates/engine/tests/conformance` |
 //! | `advisories`, `pip-audit`, `miri`, `asan` | of scripts: see `scripts/deny`, `audit-python`, `miri`, `asan` |
 //! | `swe-rows` | real rows and runs of SWE-bench's family, in the folder `ORCHESTRATE_SWE_ROWS` |

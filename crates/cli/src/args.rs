@@ -5,7 +5,10 @@ mod tasks;
 mod variant;
 
 pub(crate) use network::NetworkArgs;
-pub(crate) use tasks::{MakeArgs, SplitArg, TaskSelection, TasksArgs, TasksCommand};
+pub(crate) use tasks::{
+    ExportArgs, ExportTo, HarborExportArgs, HarborImportArgs, ImportArgs, ImportFrom, MakeArgs,
+    SplitArg, TaskSelection, TasksArgs, TasksCommand,
+};
 pub(crate) use variant::Variant;
 
 use crate::output;

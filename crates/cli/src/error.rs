@@ -66,6 +66,15 @@ pub enum UsageError {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// `tasks import` without a file.
+    #[error("name a file of rows, or `harbor FOLDER --out FILE`")]
+    NothingToImport,
+    /// The log of a Harbor task does not decide.
+    #[error("task `{id}` cannot be graded by a log: a Harbor task states its reward in a file")]
+    NotByLog {
+        /// As given.
+        id: String,
+    },
     /// None of the predictions is for a task of the file.
     #[error("no prediction in {predictions} is for a usable row of {tasks}")]
     NoPrediction {

@@ -2,8 +2,11 @@
 
 use crate::config::Settings;
 use crate::wiring;
-use orchestrate_rollout::{GradeError, GradedChange, GradingRules, grade_patch};
+use orchestrate_rollout::{
+    GradeError, GradedChange, GradingRules, HarborActor, check_harbor, grade_patch,
+};
 use orchestrate_sandbox::{DockerHosts, ImageHooks, Owner, Purpose, SandboxProvider, SandboxSpec};
+use orchestrate_tasks::harbor::seconds;
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, Retry, RunId};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,6 +16,9 @@ use std::time::Duration;
 const TRIES: u32 = 2;
 /// Time that a sandbox may live beyond the timeout of its tests.
 const SLACK: Duration = Duration::from_mins(5);
+
+/// Seconds of a solution whose task has no time limit.
+const SOLUTION_S: f64 = 3600.0;
 
 /// Grades patches, each in a new sandbox.
 #[derive(Debug)]
@@ -41,11 +47,32 @@ impl<'a> Grader<'a> {
 
     /// Grades `patch`, and tries another sandbox if the first one fails.
     pub(crate) async fn grade(&self, task: &Task, patch: &str) -> Result<GradedChange, GradeError> {
+        self.repeated(task, async |spec| {
+            grade_patch(&self.provider, spec, task, patch, self.rules).await
+        })
+        .await
+    }
+
+    /// Grades what `actor` does in a Harbor task, in the same way.
+    pub(crate) async fn check_harbor(
+        &self,
+        task: &Task,
+        actor: HarborActor,
+    ) -> Result<GradedChange, GradeError> {
+        self.repeated(task, async |spec| check_harbor(&self.provider, spec, task, actor).await)
+            .await
+    }
+
+    async fn repeated(
+        &self,
+        task: &Task,
+        grade: impl AsyncFn(&SandboxSpec) -> Result<GradedChange, GradeError>,
+    ) -> Result<GradedChange, GradeError> {
         let mut tries = 0;
         loop {
             tries += 1;
             let spec = self.spec(task);
-            match grade_patch(&self.provider, &spec, task, patch, self.rules).await {
+            match grade(&spec).await {
                 Err(GradeError::Sandbox(error)) if tries < TRIES => match error.retry() {
                     Retry::Never => return Err(error.into()),
                     Retry::Now => {}
@@ -70,8 +97,17 @@ impl<'a> Grader<'a> {
             owner: Owner { run: self.run, epoch: 0, attempt: AttemptId { episode, attempt: 1 } },
             workdir: task.workdir.clone(),
             limits: wiring::limits(self.settings),
-            deadline: task.test_timeout.saturating_add(SLACK),
+            deadline: task.test_timeout.saturating_add(SLACK).saturating_add(solution_time(task)),
             reusable: task.origin == Origin::Files,
         }
     }
+}
+
+/// Time for the solutions of a Harbor task, which run in its sandbox before the tests.
+fn solution_time(task: &Task) -> Duration {
+    let Origin::Harbor(row) = &task.origin else { return Duration::ZERO };
+    let times = row.steps.iter().map(|step| {
+        seconds(step.agent_timeout_s.unwrap_or(SOLUTION_S)) + seconds(step.verifier.timeout_s)
+    });
+    times.sum()
 }

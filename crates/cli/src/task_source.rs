@@ -32,6 +32,15 @@ pub(crate) fn task_set(settings: &Settings) -> anyhow::Result<TaskSet> {
     let part = |file: &Option<String>, split, count: Option<u32>| -> anyhow::Result<Vec<_>> {
         let Some(file) = file else { return Ok(Vec::new()) };
         let mut rows = of_file(Utf8Path::new(file), &tasks.skip)?;
+        let all = rows.len();
+        rows.retain(|task| !matches!(&task.origin, Origin::Harbor(row) if row.has_steps()));
+        if rows.len() < all {
+            let left_out = all - rows.len();
+            output::say(format!(
+                "note: {file}: {left_out} Harbor tasks with several steps are left out; an agent \
+                 takes only one"
+            ));
+        }
         rows.truncate(count.map_or(usize::MAX, |count| count as usize));
         Ok(rows.into_iter().map(|task| Arc::new(Task { split, ..task })).collect())
     };

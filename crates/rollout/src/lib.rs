@@ -21,6 +21,7 @@ mod dialogue;
 mod editor;
 mod expert;
 mod grading;
+mod harbor;
 mod line;
 mod machine;
 mod offload;
@@ -52,6 +53,7 @@ pub use grading::{
     GradeError, GradeLogs, GradedChange, GradingRules, LogGrader, grade_as_r2e, grade_by_summary,
     grade_patch, write_log_folder,
 };
+pub use harbor::{HarborActor, check_harbor};
 pub use machine::{
     EpisodeCommand, EpisodeEvent, EpisodeLimits, EpisodeMachine, EpisodePhase, IllegalTransition,
 };

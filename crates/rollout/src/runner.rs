@@ -17,6 +17,7 @@ use crate::dialogue::Dialogue;
 use crate::grading::{
     self, GradeError, GradeLogs, GradedChange, GradedInput, GradingRules, write_log_folder,
 };
+use crate::harbor;
 use crate::line::Calls;
 use crate::machine::{EpisodeCommand, EpisodeEvent, EpisodeMachine};
 use crate::prefill::PrefillLeaders;
@@ -30,6 +31,7 @@ use orchestrate_sandbox::{
     FileEntry, Owner, Purpose, Sandbox, SandboxError, SandboxErrorKind, SandboxLimits,
     SandboxProvider, SandboxSpec,
 };
+use orchestrate_tasks::harbor::{HarborRow, seconds};
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{AttemptId, GradingRun, GroupId, Outcome, Retry, Stage};
 use std::sync::Arc;
@@ -161,8 +163,20 @@ impl EpisodeRunner {
     async fn open_agent(&self, attempt: &mut Attempt, agent: &mut Agent) -> EpisodeEvent {
         let started = Instant::now();
         let task = Arc::clone(&attempt.calls.request.task);
-        let time = self.plan.episode_timeout.0;
-        let spec = self.spec(&attempt.calls.request, Purpose::Agent, time);
+        let mut time = self.plan.episode_timeout.0;
+        let mut grading_time = Duration::ZERO;
+        if let Origin::Harbor(row) = &task.origin {
+            if row.has_steps() {
+                let reason = "an agent cannot take a Harbor task with several steps";
+                return failed(Stage::Setup, reason);
+            }
+            let own = row.steps.iter().filter_map(|step| step.agent_timeout_s).map(seconds);
+            time = own.fold(time, Duration::min);
+            // Its tests may run in the same container.
+            grading_time = task.test_timeout;
+        }
+        let lifetime = time.saturating_add(grading_time);
+        let spec = self.spec(&attempt.calls.request, Purpose::Agent, lifetime);
         let files: Vec<FileEntry> = task.agent_files.iter().map(file_entry).collect();
         let mut tries = 0;
         let opened = loop {
@@ -177,8 +191,8 @@ impl EpisodeRunner {
         };
         attempt.timings.setup_s += started.elapsed().as_secs_f64();
         match opened {
-            Ok((sandbox, baseline)) => {
-                *agent = Agent { sandbox: Some(sandbox), baseline };
+            Ok(opened) => {
+                *agent = opened;
                 attempt.calls.start_clock(time);
                 EpisodeEvent::SandboxOpened
             }
@@ -191,9 +205,14 @@ impl EpisodeRunner {
         spec: &SandboxSpec,
         task: &Task,
         files: &[FileEntry],
-    ) -> Result<(Box<dyn Sandbox>, CollectionBaseline), SandboxError> {
+    ) -> Result<Agent, SandboxError> {
         let mut sandbox = self.sandboxes.open(spec).await?;
+        let mut prepared = harbor::Prepared::default();
         let filled = async {
+            if let Origin::Harbor(row) = &task.origin {
+                prepared = harbor::prepare(sandbox.as_mut(), row).await?;
+                return Ok(CollectionBaseline::default());
+            }
             if !files.is_empty() {
                 sandbox.write_files(files).await?;
             }
@@ -205,7 +224,7 @@ impl EpisodeRunner {
             collection::mark(sandbox.as_mut(), task, tracked).await
         };
         match filled.await {
-            Ok(baseline) => Ok((sandbox, baseline)),
+            Ok(baseline) => Ok(Agent { sandbox: Some(sandbox), baseline, prepared }),
             Err(error) => {
                 close(sandbox).await;
                 Err(error)
@@ -235,6 +254,12 @@ impl EpisodeRunner {
             return failed(Stage::Collect, "no sandbox is open");
         };
         let started = Instant::now();
+        let task = Arc::clone(&attempt.calls.request.task);
+        if let Origin::Harbor(row) = &task.origin {
+            let event = self.grade_harbor(attempt, sandbox, row, agent.prepared).await;
+            attempt.timings.grade_s += started.elapsed().as_secs_f64();
+            return event;
+        }
         let collected = collection::collect(sandbox.as_mut(), &agent.baseline).await;
         close(sandbox).await;
         let event = match collected {
@@ -244,6 +269,48 @@ impl EpisodeRunner {
         };
         attempt.timings.grade_s += started.elapsed().as_secs_f64();
         event
+    }
+
+    /// Grades a Harbor task by the state in which the agent left its container.
+    async fn grade_harbor(
+        &self,
+        attempt: &mut Attempt,
+        sandbox: Box<dyn Sandbox>,
+        row: &HarborRow,
+        prepared: harbor::Prepared,
+    ) -> EpisodeEvent {
+        let Some(step) = row.steps.first() else {
+            return failed(Stage::Grade, "the task has no step");
+        };
+        let provider = self.sandboxes.as_ref();
+        let mut open = Some(sandbox);
+        let graded = match open.as_deref_mut() {
+            Some(sandbox) if step.verifier.separate.is_none() => {
+                harbor::grade_in_agents(sandbox, row, step, prepared).await
+            }
+            _ => {
+                let time = seconds(step.verifier.timeout_s);
+                let spec = self.spec(&attempt.calls.request, Purpose::Grader, time);
+                harbor::grade_separately(provider, &spec, &mut open, row, step, false).await
+            }
+        };
+        if let Some(sandbox) = open.take() {
+            close(sandbox).await;
+        }
+        match graded {
+            Ok(graded) => {
+                let graded = graded.graded();
+                if let Some(problem) = &graded.problem {
+                    tracing::info!(task = row.name, problem, "the tests stated no reward");
+                }
+                self.write_log(&attempt.calls.request, &graded).await;
+                let reward = graded.verdict.reward;
+                attempt.verdict = Some(graded.verdict);
+                EpisodeEvent::Graded { reward }
+            }
+            Err(error) if step.verifier.separate.is_none() => sandbox_failed(Stage::Collect, error),
+            Err(error) => sandbox_failed(Stage::Grade, error),
+        }
     }
 
     async fn grade_collected(
@@ -357,6 +424,7 @@ impl EpisodeRunner {
 struct Agent {
     sandbox: Option<Box<dyn Sandbox>>,
     baseline: CollectionBaseline,
+    prepared: harbor::Prepared,
 }
 
 /// Waits for as long as an error advises; `false` if retrying is useless.

@@ -60,6 +60,8 @@ pub(crate) struct Toolbox<'a> {
     pub(crate) workdir: &'a str,
     /// Folder to put first in `PATH`. If there is one, commands run in bash.
     pub(crate) programs: Option<&'a str>,
+    /// Variables that the task sets.
+    pub(crate) variables: &'a [(&'a str, &'a str)],
     /// Time for one command, and how much of its output is kept.
     pub(crate) limits: ToolLimits,
 }
@@ -120,7 +122,7 @@ impl Toolbox<'_> {
             run.argv = owned(&[&BASH_ARGV[..], &[folder, line]].concat());
         }
         let variable = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
-        run.env = self.scaffold.environment().iter().map(variable).collect();
+        run.env = self.variables.iter().chain(self.scaffold.environment()).map(variable).collect();
         // A character has at most four bytes. The observation truncates the rest.
         run.keep_bytes = self.limits.observation_chars.saturating_mul(4).max(1024);
         run
@@ -383,6 +385,7 @@ mod tests {
             scaffold: Scaffold::Tools,
             workdir: "/testbed",
             programs: None,
+            variables: &[],
             limits: ToolLimits { command_timeout: Duration::from_secs(1), observation_chars: 10 },
         };
         for (path, expected) in [

@@ -345,6 +345,13 @@ pub trait Sandbox: Send + std::fmt::Debug {
         cap: ByteSize,
     ) -> Result<Vec<FileEntry>, SandboxError>;
 
+    /// From here on, [`Sandbox::write_files`], [`Sandbox::read_files`] and [`Sandbox::read_tree`] are relative
+    /// to this absolute path instead of the working directory. Commands, marks and lists of changes keep
+    /// theirs.
+    ///
+    /// Fails with [`Refused`](crate::SandboxErrorKind::Refused) in a reusable sandbox.
+    async fn set_root(&mut self, path: &str) -> Result<(), SandboxError>;
+
     /// Gives the sandbox back. A reusable one is reset and verified; any other is removed.
     async fn close(self: Box<Self>) -> Result<(), SandboxError>;
 }

@@ -81,8 +81,8 @@ pub use error::{Cause, SandboxError, SandboxErrorKind};
 pub use host::{DockerHost, DockerHostSection};
 pub use hosts::DockerHosts;
 pub use image::{
-    ImageEvent, ImageHooks, ImageIdentity, ImageLayer, ImageListener, ImageLock, ImagesOnHost,
-    PulledImage, images_on_hosts,
+    BuildError, ImageBuilder, ImageConfig, ImageEvent, ImageHooks, ImageIdentity, ImageLayer,
+    ImageListener, ImageLock, ImagesOnHost, PulledImage, images_on_hosts,
 };
 pub use memory::MemoryUse;
 pub use provider::{DockerProvider, ProviderStats};

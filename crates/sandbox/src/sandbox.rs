@@ -446,6 +446,17 @@ impl Sandbox for DockerSandbox {
         self.call("read_files", limit, async |this| this.read_named(paths, cap).await).await
     }
 
+    async fn set_root(&mut self, path: &str) -> Result<(), SandboxError> {
+        let limit = self.provider.config.call_timeout.0;
+        let request = Request::Root { path: path.to_owned() };
+        self.call("set_root", limit, async |this| {
+            let id = this.link.send(&request).await?;
+            let answer = this.link.acknowledgement(id).await?;
+            answer.map_err(|reason| this.refused("set_root", reason))
+        })
+        .await
+    }
+
     async fn close(mut self: Box<Self>) -> Result<(), SandboxError> {
         let is_sound = self.state == State::Ready && !self.is_tainted;
         if let Some(key) = self.key.take().filter(|_| is_sound) {

@@ -15,7 +15,7 @@ use std::error::Error;
 use std::fmt;
 
 /// Version of this protocol, sent in [`Reply::Hello`].
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Largest content of a file or an output in one frame, in bytes.
 pub const CHUNK: usize = 256 * 1024;
 
@@ -120,6 +120,13 @@ pub enum Request {
     },
     /// Kill the running command now. Gets no reply of its own, and is ignored if no command runs.
     Stop,
+    /// From here on, [`Request::Write`], [`Request::ReadTree`] and [`Request::ReadFiles`] are relative to
+    /// this folder instead of the working directory. Answered by [`Reply::Ack`]; refused in a container
+    /// that is reset.
+    Root {
+        /// Absolute path.
+        path: String,
+    },
 }
 
 /// A command to run.
@@ -321,6 +328,7 @@ impl Request {
             Self::ListSystem => w.frame(id, 12),
             Self::Connection { number, event } => event.write(w.u64(*number)).frame(id, 14),
             Self::Stop => w.frame(id, 15),
+            Self::Root { path } => w.text(path).frame(id, 16),
         }
     }
 
@@ -356,6 +364,7 @@ impl Request {
             12 => Some(Self::ListSystem),
             14 => (|| Some(Self::Connection { number: r.u64()?, event: HostEvent::read(r)? }))(),
             15 => Some(Self::Stop),
+            16 => r.text().map(|path| Self::Root { path }),
             _ => return Err(ProtocolError::UnknownKind(kind)),
         };
         complete(request, r, kind)

@@ -15,7 +15,7 @@ use crate::job::{Job, StartError, oom_kills};
 use crate::options::Options;
 use crate::protocol::{
     CHUNK, CommandEnd, CommandReport, ExecRequest, Frame, FrameBuffer, Refusal, Reply, Request,
-    TreeEnd, VERSION,
+    TreeEnd, VERSION, is_safe_path,
 };
 use crate::reset::{Baseline, ResetError};
 use crate::sys::ProcessState;
@@ -24,7 +24,7 @@ use crate::{protection, sys, tree};
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -37,6 +37,8 @@ const FREEING_TIME: Duration = Duration::from_secs(2);
 
 struct Server {
     options: Options,
+    /// Folder that files are written to and read from.
+    root: PathBuf,
     input: File,
     output: File,
     children: File,
@@ -87,6 +89,7 @@ pub(crate) fn serve(options: Options) -> io::Result<()> {
     let mut server = Server {
         // With a read-only root, commands write only to tmpfs mounts, each with its own size limit.
         watches_disk: !options.reusable,
+        root: PathBuf::from(&options.workdir),
         options,
         input: File::from(io::stdin().as_fd().try_clone_to_owned()?),
         output: File::from(io::stdout().as_fd().try_clone_to_owned()?),
@@ -173,8 +176,7 @@ impl Server {
             Request::Ping => self.reply(frame.id, &Reply::Ack(Ok(()))),
             Request::Write { path, mode, first, data } => {
                 if self.write_failure.is_none() {
-                    let root = Path::new(&self.options.workdir);
-                    self.write_failure = files::write(root, &path, mode, first, &data).err();
+                    self.write_failure = files::write(&self.root, &path, mode, first, &data).err();
                 }
                 self.check_disk()
             }
@@ -184,7 +186,7 @@ impl Server {
             }
             Request::ReadTree { cap } => {
                 let (output, has_run) = (&mut self.output, self.has_run);
-                tree::send(Path::new(&self.options.workdir), cap, |reply| {
+                tree::send(&self.root, cap, |reply| {
                     let reply = blame(reply, has_run);
                     output.write_all(&reply.encode(frame.id).map_err(io::Error::other)?)
                 })
@@ -195,7 +197,7 @@ impl Server {
             Request::ListSystem => self.list_system(frame.id),
             Request::ReadFiles { paths, cap } => {
                 let (output, has_run) = (&mut self.output, self.has_run);
-                changes::send_files(Path::new(&self.options.workdir), &paths, cap, |reply| {
+                changes::send_files(&self.root, &paths, cap, |reply| {
                     let reply = blame(reply, has_run);
                     output.write_all(&reply.encode(frame.id).map_err(io::Error::other)?)
                 })
@@ -208,6 +210,10 @@ impl Server {
             Request::Deadline { millis } => {
                 self.deadline.set(Duration::from_millis(millis));
                 self.reply(frame.id, &Reply::Ack(Ok(())))
+            }
+            Request::Root { path } => {
+                let result = self.set_root(&path);
+                self.reply(frame.id, &Reply::Ack(result))
             }
             // The command ended before the host knew.
             Request::Connection { .. } | Request::Stop => Ok(()),
@@ -258,6 +264,15 @@ impl Server {
             }
             sys::poll_readable([None], Some(CHECK_INTERVAL))?;
         }
+    }
+
+    fn set_root(&mut self, path: &str) -> Result<(), Refusal> {
+        let is_absolute = path == "/" || path.strip_prefix('/').is_some_and(is_safe_path);
+        if self.options.reusable || !is_absolute {
+            return Err(Refusal(format!("`{path}` cannot be the root of files")));
+        }
+        self.root = PathBuf::from(path);
+        Ok(())
     }
 
     fn reset(&mut self) -> Result<(), Refusal> {

@@ -141,6 +141,10 @@ impl Sandbox for SyntheticSandbox {
         Ok(asked.cloned().collect())
     }
 
+    async fn set_root(&mut self, _path: &str) -> Result<(), SandboxError> {
+        Ok(())
+    }
+
     async fn close(self: Box<Self>) -> Result<(), SandboxError> {
         Ok(())
     }

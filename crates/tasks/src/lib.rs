@@ -6,7 +6,7 @@
 //! [`micro`] generates the bundled tasks, [`expert`] solves them with scripted episodes, and
 //! [`repair`] makes tasks from any Python repository with tests. [`load`] reads rows of [`r2e`]
 //! (R2E-Gym), [`PlainRow`]s and [`swe`] (SWE-bench and its family, with scripts, log parsers and verdicts)
-//! from files;
+//! from files, and [`harbor`] reads Harbor's task folders;
 //! [`predictions`] reads patches made by agents. [`patch`] makes and applies unified diffs, [`verify`]
 //! builds the trees that are graded, and [`grade`] turns a test log into a [`Verdict`]. [`reporter`]
 //! runs tests so that what they print cannot decide; [`Finding`] is what a verdict noticed besides.
@@ -14,6 +14,7 @@
 mod column;
 pub mod expert;
 mod finding;
+pub mod harbor;
 mod json_column;
 pub mod load;
 mod log;

@@ -8,6 +8,7 @@ mod hub;
 mod nemo_gym;
 mod parquet_file;
 
+use crate::harbor::{self, HarborRow};
 use crate::plain::{self, PlainRow};
 use crate::r2e::{R2eRow, RowError};
 use crate::repair;
@@ -47,6 +48,8 @@ pub enum Row {
     Swe(Box<SweRow>),
     /// A task of an environment that a worker outside has.
     Plain(Box<PlainRow>),
+    /// A Harbor task.
+    Harbor(Box<HarborRow>),
 }
 
 impl Row {
@@ -56,10 +59,11 @@ impl Row {
             Self::R2e(row) => row.id(),
             Self::Swe(row) => row.instance_id.clone(),
             Self::Plain(row) => row.id().to_owned(),
+            Self::Harbor(row) => row.id.clone(),
         }
     }
 
-    /// The task family: `micro`, `repair`, `r2e`, `plain`, or that of
+    /// The task family: `micro`, `repair`, `r2e`, `plain`, `harbor`, or that of
     /// [`SweFamily::name`](crate::swe::SweFamily).
     pub fn environment(&self) -> &'static str {
         match self {
@@ -68,6 +72,7 @@ impl Row {
             Self::R2e(_) => "r2e",
             Self::Swe(row) => row.family().name(),
             Self::Plain(_) => plain::ENVIRONMENT,
+            Self::Harbor(_) => harbor::ENVIRONMENT,
         }
     }
 
@@ -77,6 +82,7 @@ impl Row {
             Self::R2e(row) => &row.repo_name,
             Self::Swe(row) => &row.repo,
             Self::Plain(row) => row.family(),
+            Self::Harbor(row) => &row.name,
         }
     }
 
@@ -86,6 +92,7 @@ impl Row {
             Self::R2e(row) => row.issue(),
             Self::Swe(row) => &row.problem_statement,
             Self::Plain(row) => row.prompt(),
+            Self::Harbor(row) => row.steps.first().map_or("", |step| &step.instruction),
         }
     }
 
@@ -95,6 +102,7 @@ impl Row {
             Self::R2e(row) => row.docker_image.clone(),
             Self::Swe(row) => row.image(),
             Self::Plain(_) => String::new(),
+            Self::Harbor(row) => row.image.name.clone(),
         }
     }
 
@@ -107,6 +115,9 @@ impl Row {
             Self::R2e(row) => row.to_task(),
             Self::Swe(row) => Ok(row.to_task()),
             Self::Plain(row) => Ok(row.to_task()),
+            Self::Harbor(row) => {
+                row.to_task().map_err(|problem| RowError::Column { row: row.id.clone(), problem })
+            }
         }
     }
 
@@ -114,11 +125,11 @@ impl Row {
     ///
     /// # Errors
     /// The reason why it is not a row, or cannot be a task.
-    fn from_value(value: Value) -> Result<Self, String> {
-        let has = |column: &str| value.get(column).is_some();
+    fn from_value(mut value: Value) -> Result<Self, String> {
+        let has = |value: &Value, column: &str| value.get(column).is_some();
         let reason = |error: serde_path_to_error::Error<serde_json::Error>| error.to_string();
-        if has("FAIL_TO_PASS") {
-            if has("test_cmds") {
+        if has(&value, "FAIL_TO_PASS") {
+            if has(&value, "test_cmds") {
                 return Err(
                     "is a row of SWE-bench-Live (column `test_cmds`), which is not supported: \
                     its images and commands are its own"
@@ -130,17 +141,23 @@ impl Row {
                 Some(problem) => Err(problem),
                 None => Ok(Self::Swe(Box::new(row))),
             }
-        } else if has("expected_output_json") || has("parsed_commit_content") {
+        } else if has(&value, "expected_output_json") || has(&value, "parsed_commit_content") {
             let row = serde_path_to_error::deserialize::<_, R2eRow>(value).map_err(reason)?;
             match row.to_task() {
                 Err(error) => Err(error.to_string()),
                 Ok(_) => Ok(Self::R2e(Box::new(row))),
             }
+        } else if let Some(row) = value.get_mut("harbor").map(Value::take) {
+            let row = serde_path_to_error::deserialize::<_, HarborRow>(row).map_err(reason)?;
+            match row.to_task() {
+                Err(problem) => Err(problem.to_string()),
+                Ok(_) => Ok(Self::Harbor(Box::new(row))),
+            }
         } else if PlainRow::matches(&value) {
             Ok(Self::Plain(Box::new(PlainRow::from_value(value)?)))
         } else {
             Err("has none of the columns `expected_output_json` (R2E-Gym), `FAIL_TO_PASS` (SWE-bench, \
-                 SWE-Gym, SWE-rebench, SWE-smith), and `id` with `prompt` (plain rows)"
+                 SWE-Gym, SWE-rebench, SWE-smith), `harbor`, and `id` with `prompt` (plain rows)"
                 .to_owned())
         }
     }
@@ -401,7 +418,7 @@ impl<R: BufRead> JsonLines<R> {
 /// The reason why the entry has no row that can be a task.
 fn unwrapped(mut value: Value, depth: usize) -> Result<Value, String> {
     let has = |column: &str| value.get(column).is_some();
-    if depth == 0 || has("FAIL_TO_PASS") || has("expected_output_json") {
+    if depth == 0 || has("FAIL_TO_PASS") || has("expected_output_json") || has("harbor") {
         return Ok(value);
     }
     if let Some(inner) = nemo_gym::inner(&mut value) {
@@ -424,5 +441,6 @@ fn parsed(value: Option<Value>) -> Option<Value> {
 fn id(row: &Value) -> Option<String> {
     let text = |column: &str| Some(row.get(column)?.as_str()?.to_owned());
     let of_commit = || Some(format!("{}__{}", text("repo_name")?, text("commit_hash")?));
-    text("instance_id").or_else(of_commit).or_else(|| text("id"))
+    let of_harbor = || Some(row.get("harbor")?.get("id")?.as_str()?.to_owned());
+    text("instance_id").or_else(of_commit).or_else(of_harbor).or_else(|| text("id"))
 }

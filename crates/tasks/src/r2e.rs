@@ -199,7 +199,7 @@ impl R2eRow {
 ///
 /// # Errors
 /// If the file cannot be written.
-pub fn write_rows(path: &Utf8Path, rows: &[R2eRow]) -> Result<(), RowError> {
+pub fn write_rows<R: Serialize>(path: &Utf8Path, rows: &[R]) -> Result<(), RowError> {
     let partial = Utf8PathBuf::from(format!("{path}.partial"));
     let mut file = BufWriter::new(fs_err::File::create(&partial)?);
     for (n, row) in rows.iter().enumerate() {

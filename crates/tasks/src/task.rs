@@ -1,6 +1,7 @@
 //! A task of any family.
 
 use crate::finding::Finding;
+use crate::harbor::HarborRow;
 use crate::swe::{Report, SweFamily, SweRow};
 use crate::task_file::TaskFile;
 use orchestrate_types::TaskId;
@@ -33,7 +34,7 @@ pub enum TestStatus {
 }
 
 /// Where a task's tree comes from, which decides how a change is extracted and graded.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Origin {
     /// [`Task::agent_files`], in an otherwise empty folder.
@@ -46,6 +47,8 @@ pub enum Origin {
     /// A worker outside has the environment and gives the reward; these are the row's columns, which it
     /// gets.
     Outside(Box<serde_json::Map<String, serde_json::Value>>),
+    /// The container of a Harbor task; the row has its tests and defines how they run.
+    Harbor(Box<HarborRow>),
 }
 
 impl Origin {
@@ -55,7 +58,7 @@ impl Origin {
 }
 
 /// One problem, with its environment and its hidden tests.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Task {
     /// Unique within its family, e.g. `micro__000123` or `aiohttp__<commit>`.
     pub id: TaskId,
@@ -93,7 +96,7 @@ impl Task {
     /// `None` if the image does not need it.
     pub fn programs(&self) -> Option<&'static str> {
         match self.origin {
-            Origin::Files | Origin::Outside(_) => None,
+            Origin::Files | Origin::Outside(_) | Origin::Harbor(_) => None,
             Origin::R2e => Some("/testbed/.venv/bin"),
             Origin::SweBench(_) => Some("/opt/miniconda3/envs/testbed/bin"),
         }
@@ -106,8 +109,21 @@ impl Task {
                 let (withheld, restored) = row.smith_test_files();
                 Some(TaskStart { patch: row.patch.clone(), withheld, restored })
             }
-            Origin::Files | Origin::R2e | Origin::SweBench(_) | Origin::Outside(_) => None,
+            Origin::Files
+            | Origin::R2e
+            | Origin::SweBench(_)
+            | Origin::Outside(_)
+            | Origin::Harbor(_) => None,
         }
+    }
+
+    /// Variables that the task sets for every command, besides those of its image.
+    pub fn variables(&self) -> impl Iterator<Item = (&str, &str)> {
+        let of_row = match &self.origin {
+            Origin::Harbor(row) => Some(&row.image.env),
+            Origin::Files | Origin::R2e | Origin::SweBench(_) | Origin::Outside(_) => None,
+        };
+        of_row.into_iter().flatten().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 }
 

@@ -404,6 +404,11 @@ impl Sandbox for ScriptedSandbox {
         Ok(files)
     }
 
+    /// Its files have only one root.
+    async fn set_root(&mut self, _path: &str) -> Result<(), SandboxError> {
+        FakeSandboxes::check(&self.records, Operation::Write, self.purpose)
+    }
+
     async fn close(mut self: Box<Self>) -> Result<(), SandboxError> {
         self.is_closed = true;
         let mut records = lock(&self.records);

@@ -47,18 +47,16 @@ Examples:
         #[arg(long, requires = "eval_script", default_value = "4.1.0", value_parser = super::harness_parser())]
         harness: Harness,
     },
-    /// Read task rows (R2E-Gym, SWE-bench, SWE-Gym, SWE-rebench, SWE-smith) and report which can be used.
+    /// Read task rows (R2E-Gym, SWE-bench, SWE-Gym, SWE-rebench, SWE-smith) and report which can be used,
+    /// or make rows of Harbor task folders.
     #[command(after_help = "\
 Examples:
   orchestrate tasks import hf://datasets/SWE-bench/SWE-bench_Verified
-  orchestrate tasks import r2e-rows.jsonl --json")]
-    Import {
-        /// JSON lines, JSON or parquet, also .gz; or `hf://datasets/OWNER/NAME[@REVISION][/PATH]`.
-        file: Utf8PathBuf,
-        /// Print JSON on standard output.
-        #[arg(long)]
-        json: bool,
-    },
+  orchestrate tasks import r2e-rows.jsonl --json
+  orchestrate tasks import harbor terminal-bench-2 --out terminal-bench-2.jsonl")]
+    Import(ImportArgs),
+    /// Write tasks in another program's format.
+    Export(ExportArgs),
     /// Make repair tasks from a Python repository: small faults that some of its tests detect.
     Make(MakeArgs),
     /// Check in sandboxes, twice, that the gold patch is rewarded 1 and no patch 0. Takes an
@@ -84,6 +82,76 @@ Examples:
         #[arg(long, value_name = "DIR")]
         out: Option<Utf8PathBuf>,
     },
+}
+
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct ImportArgs {
+    #[command(subcommand)]
+    pub(crate) from: Option<ImportFrom>,
+    /// JSON lines, JSON or parquet, also .gz; or `hf://datasets/OWNER/NAME[@REVISION][/PATH]`.
+    #[arg(required = true)]
+    pub(crate) file: Option<Utf8PathBuf>,
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ImportFrom {
+    /// Make rows of Harbor task folders, and build or inspect their images.
+    Harbor(HarborImportArgs),
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate tasks import harbor terminal-bench-2 --out terminal-bench-2.jsonl
+  orchestrate tasks import harbor tasks/hello-world --out hello.jsonl --build-network")]
+pub(crate) struct HarborImportArgs {
+    /// A task folder (with a `task.toml`), or a folder of task folders.
+    pub(crate) folder: Utf8PathBuf,
+    /// Task file to write, for `tasks.file`.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: Utf8PathBuf,
+    /// Let the steps of a Dockerfile use the network. Without it, an image whose build needs the network
+    /// is refused.
+    #[arg(long)]
+    pub(crate) build_network: bool,
+    #[command(flatten)]
+    pub(crate) source: ConfigSource,
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ExportArgs {
+    #[command(subcommand)]
+    pub(crate) to: ExportTo,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ExportTo {
+    /// Write micro or repair tasks as Harbor task folders.
+    Harbor(HarborExportArgs),
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate tasks export harbor micro --sample 20 --out harbor-micro
+  orchestrate tasks export harbor sqlparse.jsonl --out harbor-sqlparse
+  harbor run --path harbor-micro --agent oracle")]
+pub(crate) struct HarborExportArgs {
+    #[command(flatten)]
+    pub(crate) selection: TaskSelection,
+    /// Folder in which a folder for each task is made.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: Utf8PathBuf,
+    /// Number of tasks, drawn by the seed; 0 = all.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) sample: usize,
 }
 
 /// Selects tasks.

@@ -1,10 +1,14 @@
 //! `orchestrate tasks`: lists, shows, imports, makes and verifies tasks.
 
+mod export;
+mod harbor;
 mod make;
 mod rows;
 mod verify;
 
-use crate::args::{SplitArg, TaskSelection, TasksArgs, TasksCommand};
+use crate::args::{
+    ExportArgs, ExportTo, ImportArgs, ImportFrom, SplitArg, TaskSelection, TasksArgs, TasksCommand,
+};
 use crate::config::{self, Sections, Settings};
 use crate::error::UsageError;
 use crate::{output, tables, task_source, wiring};
@@ -31,7 +35,14 @@ pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
         TasksCommand::Show { id, selection, file: Some(file), .. } => {
             rows::show(&file, &id, selection.json)
         }
-        TasksCommand::Import { file, json } => rows::import(&file, json),
+        TasksCommand::Import(ImportArgs { from: Some(ImportFrom::Harbor(args)), .. }) => {
+            Box::pin(harbor::import(&args)).await
+        }
+        TasksCommand::Import(ImportArgs { file, json, .. }) => match file {
+            Some(file) => rows::import(&file, json),
+            None => anyhow::bail!(UsageError::NothingToImport),
+        },
+        TasksCommand::Export(ExportArgs { to: ExportTo::Harbor(args) }) => export::harbor(&args),
         TasksCommand::Make(args) => Box::pin(make::make(args)).await,
         TasksCommand::Verify { selection, ids, sample, all, out } => {
             let (settings, mut tasks) = to_verify(&selection)?;

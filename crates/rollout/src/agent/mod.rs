@@ -148,10 +148,11 @@ impl Attempt {
         let script = format!("mkdir -p \"$HOME\"\n{script}");
         Command {
             argv: vec!["/bin/sh".to_owned(), "-c".to_owned(), script],
-            env: fixed
-                .into_iter()
-                .chain(proxy.into_iter().flatten())
-                .map(|(name, value)| (name.to_owned(), value))
+            env: task
+                .variables()
+                .chain(fixed.iter().map(|(name, value)| (*name, value.as_str())))
+                .chain(proxy.iter().flatten().map(|(name, value)| (*name, value.as_str())))
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
                 .chain(own)
                 .collect(),
             timeout: self.calls.remaining(),

@@ -165,7 +165,7 @@ fn shown(task: &Task, prompt: &str) -> Value {
         .collect();
     let row = match &task.origin {
         Origin::Outside(columns) => Value::Object(columns.as_ref().clone()),
-        Origin::Files | Origin::R2e | Origin::SweBench(_) => json!({}),
+        Origin::Files | Origin::R2e | Origin::SweBench(_) | Origin::Harbor(_) => json!({}),
     };
     json!({
         "id": task.id.as_str(),

@@ -96,10 +96,12 @@ impl Attempt {
             command_timeout: plan.command_timeout.0.min(self.calls.remaining()),
             observation_chars: plan.observation_chars,
         };
+        let variables: Vec<(&str, &str)> = task.variables().collect();
         let toolbox = Toolbox {
             scaffold: plan.scaffold,
             workdir: &task.workdir,
             programs: task.programs(),
+            variables: &variables,
             limits: terms,
         };
         if let Some(turn) = self.turns.last_mut() {

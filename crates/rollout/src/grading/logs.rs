@@ -60,7 +60,7 @@ pub fn write_log_folder(
     }
     let report = match (&task.origin, &graded.verdict.report) {
         (Origin::SweBench(_), report) => report.as_ref().map(|r| r.file(&task.id)).transpose()?,
-        (Origin::R2e | Origin::Files | Origin::Outside(_), _) => {
+        (Origin::R2e | Origin::Files | Origin::Outside(_) | Origin::Harbor(_), _) => {
             Some(serde_json::to_value(&graded.verdict)?)
         }
     };

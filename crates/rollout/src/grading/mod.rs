@@ -78,9 +78,15 @@ async fn grade_in(
         Origin::SweBench(row) => {
             image::grade_swe_bench(sandbox, task, row, &change.patch, rules).await
         }
+        Origin::Harbor(_) => Err(not_by_patch()),
     }?;
     graded.verdict = graded.verdict.with_findings(change.findings.iter().copied());
     Ok(graded)
+}
+
+fn not_by_patch() -> GradeError {
+    let reason = "a Harbor task is graded by the state of its container, not by a patch";
+    GradeError::NotApplied(reason.to_owned())
 }
 
 /// Grades a text patch in the same way as an episode's change.
@@ -101,6 +107,7 @@ pub async fn grade_patch(
         Origin::R2e | Origin::SweBench(_) => {
             TreeChange { patch: patch.to_owned(), ..TreeChange::default() }
         }
+        Origin::Harbor(_) => return Err(not_by_patch()),
     };
     let rules = rules.for_evaluation();
     grade(provider, spec, task, GradedInput::Change(&change), rules).await

@@ -18,6 +18,7 @@
 //! | `event.rs` | progress of pulls, for people |
 //! | `hooks.rs` | what a run adds: the lock, the listener, the layer of its agent |
 
+mod build;
 mod cache;
 mod event;
 mod hooks;
@@ -30,6 +31,7 @@ mod presence;
 mod pull;
 mod supervisor;
 
+pub use build::{BuildError, ImageBuilder, ImageConfig};
 pub use event::{ImageEvent, ImageListener};
 pub use hooks::ImageHooks;
 pub use images::PulledImage;

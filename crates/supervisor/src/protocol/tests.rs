@@ -38,6 +38,7 @@ fn request() -> impl Strategy<Value = Request> {
         any::<u64>().prop_map(|millis| Request::Deadline { millis }),
         (any::<u64>(), event).prop_map(|(number, event)| Request::Connection { number, event }),
         Just(Request::Stop),
+        text().prop_map(|path| Request::Root { path }),
     ]
 }
 

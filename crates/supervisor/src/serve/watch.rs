@@ -124,7 +124,8 @@ impl Server {
                 | Request::ListSystem
                 | Request::ReadFiles { .. }
                 | Request::Reset
-                | Request::Deadline { .. } => {
+                | Request::Deadline { .. }
+                | Request::Root { .. } => {
                     let busy = Reply::Ack(Err(Refusal::new("a command is running")));
                     self.reply(frame.id, &busy)?;
                 }

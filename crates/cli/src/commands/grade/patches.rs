@@ -153,7 +153,9 @@ fn known(folder: &Utf8Path, task: &Task, patch: &str) -> Option<Outcome> {
     let report: Value = serde_json::from_slice(&report).ok()?;
     let resolved = match task.origin {
         Origin::SweBench(_) => report.get(task.id.as_str())?.get("resolved")?.as_bool()?,
-        Origin::R2e | Origin::Files | Origin::Outside(_) => report.get("reward")?.as_f64()? > 0.5,
+        Origin::R2e | Origin::Files | Origin::Outside(_) | Origin::Harbor(_) => {
+            report.get("reward")?.as_f64()? > 0.5
+        }
     };
     let outcome = if resolved { Outcome::Resolved } else { Outcome::Unresolved };
     (graded == patch).then_some(outcome)

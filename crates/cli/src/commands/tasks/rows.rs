@@ -1,6 +1,6 @@
 //! `orchestrate tasks` with a task file.
 
-use super::NAME_CHARS;
+use super::{NAME_CHARS, harbor};
 use crate::commands::grade::find;
 use crate::error::{InputError, UsageError};
 use crate::{output, tables};
@@ -119,6 +119,8 @@ pub(super) fn show(file: &Utf8Path, id: &str, as_json: bool) -> anyhow::Result<E
             let gold = row.gold_patch();
             output::data(format!("\n--- gold patch\n{}", printable_lines(gold.trim_end())));
         }
+        Row::Harbor(row) if as_json => output::json(&row)?,
+        Row::Harbor(row) => harbor::print(&row),
     }
     Ok(ExitCode::SUCCESS)
 }

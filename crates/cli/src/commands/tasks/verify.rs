@@ -9,10 +9,10 @@ use crate::output;
 use crate::progress::Progress;
 use camino::Utf8Path;
 use futures::stream::{self, StreamExt};
-use orchestrate_rollout::{GradeError, GradeLogs, write_log_folder};
+use orchestrate_rollout::{GradeError, GradeLogs, HarborActor, write_log_folder};
 use orchestrate_sandbox::SandboxError;
 use orchestrate_tasks::verify::{Check, Health};
-use orchestrate_tasks::{Task, printable};
+use orchestrate_tasks::{Origin, Task, printable};
 use orchestrate_types::{GradingRun, ModelName};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -22,6 +22,9 @@ use std::process::ExitCode;
 pub(super) const WHY_CHARS: usize = 2000;
 /// Number of checks of each task. Two detect most flaky tasks.
 const ROUNDS: usize = 2;
+
+/// Name of the solution in logs.
+const GOLD: &str = "gold";
 
 /// Result of checking one task.
 pub(super) enum Finding {
@@ -108,7 +111,13 @@ pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Pat
     let mut rounds = Vec::new();
     for round in 1..=ROUNDS {
         let grade = async |model: &str, patch: &str| {
-            let graded = grader.grade(task, patch).await?;
+            let graded = match &task.origin {
+                Origin::Harbor(_) if model == GOLD => {
+                    grader.check_harbor(task, HarborActor::Solution).await?
+                }
+                Origin::Harbor(_) => grader.check_harbor(task, HarborActor::Nothing).await?,
+                _ => grader.grade(task, patch).await?,
+            };
             if let Some(root) = out {
                 let run = GradingRun::made_of(&format!("round-{round}"));
                 let logs = GradeLogs { root: root.to_owned(), model: ModelName::made_of(model) };
@@ -121,7 +130,7 @@ pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Pat
             Ok::<_, GradeError>(graded.verdict)
         };
         let both = async {
-            let gold = grade("gold", &task.gold_patch).await?;
+            let gold = grade(GOLD, &task.gold_patch).await?;
             Ok::<_, GradeError>(Check { gold, noop: grade("nothing", "").await? })
         };
         match both.await {

@@ -1,0 +1,160 @@
+//! Checks of a task: what its solution is rewarded with, and what doing nothing is.
+
+use super::container::{Prepared, entries, prepare, prepare_step, shell};
+use super::verifier::{GradedStep, grade_in_agents, grade_separately};
+use crate::grading::{GradeError, GradedChange};
+use crate::sandboxes::close;
+use orchestrate_sandbox::{
+    FileEntry, Purpose, Sandbox, SandboxError, SandboxProvider, SandboxSpec,
+};
+use orchestrate_tasks::harbor::{HarborRow, HarborStep, RewardStrategy, seconds};
+use orchestrate_tasks::{Origin, Task};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// Time limit of a solution whose task has none for the agent.
+const SOLUTION_TIMEOUT_S: f64 = 3600.0;
+
+/// Who acts in a checked task.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HarborActor {
+    /// No one: Harbor's agent `nop`.
+    Nothing,
+    /// The task's own solution: Harbor's agent `oracle`.
+    Solution,
+}
+
+/// Runs all steps of a Harbor task with `actor` and grades them, in new containers with `spec`'s limits
+/// and owner.
+///
+/// # Errors
+/// [`GradeError::NotApplied`] if the task is of another family, or has no solution to run;
+/// [`GradeError::Sandbox`] if a sandbox fails.
+pub async fn check_harbor(
+    provider: &dyn SandboxProvider,
+    spec: &SandboxSpec,
+    task: &Task,
+    actor: HarborActor,
+) -> Result<GradedChange, GradeError> {
+    let Origin::Harbor(row) = &task.origin else {
+        return Err(GradeError::NotApplied("it is not a Harbor task".to_owned()));
+    };
+    if actor == HarborActor::Solution && row.steps.iter().any(|step| step.solution.is_empty()) {
+        return Err(GradeError::NotApplied("the task has no solution/solve.sh".to_owned()));
+    }
+    let opened = SandboxSpec { purpose: Purpose::Agent, reusable: false, ..spec.clone() };
+    let mut sandbox = Some(provider.open(&opened).await?);
+    let graded = run_steps(provider, spec, &mut sandbox, row, actor).await;
+    if let Some(sandbox) = sandbox.take() {
+        close(sandbox).await;
+    }
+    let steps = graded?;
+    let rewards = joined(row, &steps);
+    let is_separate = steps.iter().all(|step| step.is_separate);
+    let all = GradedStep {
+        rewards,
+        is_separate,
+        log: steps.iter().flat_map(|step| step.log.iter().copied()).collect(),
+        elapsed: steps.iter().map(|step| step.elapsed).sum::<Duration>(),
+    };
+    Ok(all.graded())
+}
+
+async fn run_steps(
+    provider: &dyn SandboxProvider,
+    spec: &SandboxSpec,
+    sandbox: &mut Option<Box<dyn Sandbox>>,
+    row: &HarborRow,
+    actor: HarborActor,
+) -> Result<Vec<GradedStep>, SandboxError> {
+    let mut graded: Vec<GradedStep> = Vec::new();
+    let mut prepared = Prepared::default();
+    for (at, step) in row.steps.iter().enumerate() {
+        let Some(open) = sandbox.as_deref_mut() else { break };
+        if at == 0 {
+            prepared = prepare(open, row).await?;
+        }
+        if let Err(problem) = prepare_step(open, row, step).await? {
+            graded.push(GradedStep::failed(problem));
+            break;
+        }
+        if actor == HarborActor::Solution {
+            solve(open, row, step).await?;
+        }
+        let is_last = at + 1 == row.steps.len();
+        let result = if step.verifier.separate.is_some() {
+            grade_separately(provider, spec, sandbox, row, step, !is_last).await
+        } else {
+            grade_in_agents(open, row, step, prepared).await
+        };
+        // As for an agent: what commands did to their container earns nothing.
+        let result = match result {
+            Err(error) if error.is_agents_doing() => GradedStep::failed(error.to_string()),
+            result => result?,
+        };
+        let goes_on = goes_on(step, &result);
+        graded.push(result);
+        if !goes_on {
+            break;
+        }
+    }
+    Ok(graded)
+}
+
+/// Runs a step's solution as Harbor's oracle does. How it ends does not matter.
+async fn solve(
+    sandbox: &mut dyn Sandbox,
+    row: &HarborRow,
+    step: &HarborStep,
+) -> Result<(), SandboxError> {
+    sandbox.set_root("/").await?;
+    let mut files: Vec<FileEntry> = entries(&step.solution, "solution/").collect();
+    for script in files.iter_mut().filter(|file| file.path == "solution/solve.sh") {
+        script.mode |= 0o111;
+    }
+    sandbox.write_files(&files).await?;
+    let limit = seconds(step.agent_timeout_s.unwrap_or(SOLUTION_TIMEOUT_S));
+    let script = "(/solution/solve.sh) > /logs/agent/oracle.txt 2>&1";
+    let mut command = shell(row, script, limit);
+    command.env.push(("DEBIAN_FRONTEND".to_owned(), "noninteractive".to_owned()));
+    command.env.extend(row.solution_env.iter().map(|(k, v)| (k.clone(), v.clone())));
+    let ended = sandbox.exec(&command).await?;
+    if !ended.success() {
+        tracing::info!(task = row.name, exit = ?ended.exit, "the solution ended with an error");
+    }
+    Ok(())
+}
+
+/// Whether the next step begins.
+fn goes_on(step: &HarborStep, graded: &GradedStep) -> bool {
+    let Ok(rewards) = &graded.rewards else { return false };
+    let is_met = |(name, least): (&String, &f64)| {
+        rewards.get(name).copied().unwrap_or(f64::NEG_INFINITY) >= *least
+    };
+    step.min_reward.iter().all(is_met)
+}
+
+/// The rewards of the task from those of its steps.
+fn joined(row: &HarborRow, steps: &[GradedStep]) -> Result<BTreeMap<String, f64>, String> {
+    let last = || match steps.last() {
+        Some(step) => step.rewards.clone(),
+        None => Err("no step was run".to_owned()),
+    };
+    match row.strategy {
+        None | Some(RewardStrategy::Final) => last(),
+        Some(RewardStrategy::Mean) => {
+            let graded: Vec<_> =
+                steps.iter().filter_map(|step| step.rewards.as_ref().ok()).collect();
+            if graded.is_empty() {
+                return last();
+            }
+            let names: BTreeSet<&String> =
+                graded.iter().flat_map(|rewards| rewards.keys()).collect();
+            let mean = |name: &String| {
+                let sum: f64 = graded.iter().filter_map(|rewards| rewards.get(name)).sum();
+                sum / graded.len() as f64
+            };
+            Ok(names.into_iter().map(|name| (name.clone(), mean(name))).collect())
+        }
+    }
+}

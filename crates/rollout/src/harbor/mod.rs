@@ -1,0 +1,14 @@
+//! Harbor tasks: their containers are prepared, used and graded by Harbor's rules.
+//!
+//! With a shared verifier the tests run in the agent's own container, because that is what such a task
+//! asks for. With a separate one they run in a fresh container that receives the task's artifacts and
+//! nothing else. Files are written and read by the supervisor, not by programs of the container.
+
+mod artifacts;
+mod check;
+mod container;
+mod verifier;
+
+pub use check::{HarborActor, check_harbor};
+pub(crate) use container::{Prepared, prepare};
+pub(crate) use verifier::{grade_in_agents, grade_separately};

@@ -1,0 +1,245 @@
+//! Runs the tests of a step and reads the reward that they state.
+
+use super::artifacts::{self, Collected};
+use super::container::{HELPER_TIMEOUT, Prepared, entries, shell, write};
+use crate::grading::GradedChange;
+use crate::sandboxes::{close, refused};
+use orchestrate_sandbox::{
+    Command, Exit, FileEntry, Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
+};
+use orchestrate_tasks::harbor::{
+    HarborImage, HarborRow, HarborStep, REWARD_FILES, RewardProblem, TEST_SCRIPT, VERIFIER_FOLDER,
+    reward, rewards, seconds,
+};
+use orchestrate_tasks::{Finding, TestStatus, Verdict};
+use orchestrate_types::ByteSize;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Bytes of a test log that are kept from its start, and as many from its end.
+const LOG_BYTES: usize = 4 << 20;
+/// Largest reward file.
+const MAX_REWARD: ByteSize = ByteSize::mib(1);
+
+/// Empties the verifier's folder, and `/tests` if `$0` says so. Exits with 0 if that worked.
+const CLEAR: &str = "rm -rf /logs/verifier && mkdir -p /logs/verifier && chmod 777 /logs/verifier \
+     && { [ \"$0\" != all ] || rm -rf /tests; }";
+
+/// A step whose tests ran.
+#[derive(Debug, Clone)]
+pub(crate) struct GradedStep {
+    /// The rewards by name, or why there are none.
+    pub(crate) rewards: Result<BTreeMap<String, f64>, String>,
+    /// Whether the tests ran in a container that the agent never touched.
+    pub(crate) is_separate: bool,
+    /// Output of the tests.
+    pub(crate) log: Vec<u8>,
+    /// How long they ran.
+    pub(crate) elapsed: Duration,
+}
+
+impl GradedStep {
+    /// A step without tests, because of `problem`.
+    pub(super) fn failed(problem: String) -> Self {
+        Self { rewards: Err(problem), is_separate: false, log: Vec::new(), elapsed: Duration::ZERO }
+    }
+
+    /// The result of an episode with this step alone. Without a reward its reward is 0.
+    pub(crate) fn graded(self) -> GradedChange {
+        GradedChange {
+            verdict: verdict_of(&self.rewards, self.is_separate),
+            patch: String::new(),
+            log: self.log,
+            apply_log: String::new(),
+            eval_script: None,
+            problem: self.rewards.err(),
+            test_time: self.elapsed,
+        }
+    }
+}
+
+/// The verdict with these rewards. Its statuses are those of the named rewards: passed from 1 upwards.
+fn verdict_of(rewards: &Result<BTreeMap<String, f64>, String>, is_separate: bool) -> Verdict {
+    let scalar = rewards
+        .as_ref()
+        .map_err(Clone::clone)
+        .and_then(|rewards| reward(rewards).map_err(|problem: RewardProblem| problem.to_string()));
+    let statuses: BTreeMap<String, TestStatus> = rewards
+        .iter()
+        .flatten()
+        .map(|(name, reward)| {
+            let status = if *reward >= 1.0 { TestStatus::Passed } else { TestStatus::Failed };
+            (name.clone(), status)
+        })
+        .collect();
+    let differing = if let Err(problem) = &scalar {
+        vec![problem.clone()]
+    } else {
+        let failed = statuses.iter().filter(|(_, status)| **status != TestStatus::Passed);
+        failed.map(|(name, _)| name.clone()).collect()
+    };
+    let reward = scalar.unwrap_or(0.0);
+    let verdict = Verdict {
+        reward,
+        official_reward: reward,
+        statuses,
+        differing,
+        report: None,
+        suspicious: Vec::new(),
+    };
+    // In the agent's container, the programs that the tests use are the agent's as well.
+    verdict.with_findings((!is_separate).then_some(Finding::Unprotected))
+}
+
+/// Grades a step in the agent's container. Every process of the agent is dead by then, but what it did
+/// to the container's programs stays.
+pub(crate) async fn grade_in_agents(
+    sandbox: &mut dyn Sandbox,
+    row: &HarborRow,
+    step: &HarborStep,
+    prepared: Prepared,
+) -> Result<GradedStep, SandboxError> {
+    let with_tests = !prepared.has_tests || row.has_steps();
+    clear(sandbox, row, with_tests).await?;
+    sandbox.set_root("/").await?;
+    upload_tests(sandbox, step).await?;
+    let mut graded = run_tests(sandbox, row, &row.image, step).await?;
+    graded.is_separate = false;
+    Ok(graded)
+}
+
+/// Takes the artifacts from the agent's container, and grades the step in a fresh one that has `spec`'s
+/// limits and owner. With `stays`, the agent's container stays open for the next step.
+pub(crate) async fn grade_separately(
+    provider: &dyn SandboxProvider,
+    spec: &SandboxSpec,
+    agents: &mut Option<Box<dyn Sandbox>>,
+    row: &HarborRow,
+    step: &HarborStep,
+    stays: bool,
+) -> Result<GradedStep, SandboxError> {
+    let Some(image) = &step.verifier.separate else {
+        return Ok(GradedStep::failed("the step has no verifier of its own".to_owned()));
+    };
+    let mut collected = Vec::new();
+    if let Some(sandbox) = agents.as_deref_mut() {
+        collected = artifacts::collect(sandbox, row, step).await?;
+    }
+    if !stays && let Some(sandbox) = agents.take() {
+        close(sandbox).await;
+    }
+    let spec = SandboxSpec {
+        image: image.name.clone(),
+        workdir: image.workdir.clone().unwrap_or_default(),
+        ..spec.clone()
+    };
+    let mut sandbox = provider.open(&spec).await?;
+    let graded = grade_alone(sandbox.as_mut(), row, image, step, &collected).await;
+    close(sandbox).await;
+    graded
+}
+
+async fn grade_alone(
+    sandbox: &mut dyn Sandbox,
+    row: &HarborRow,
+    image: &HarborImage,
+    step: &HarborStep,
+    collected: &[Collected],
+) -> Result<GradedStep, SandboxError> {
+    write(sandbox, &image.uploads).await?;
+    clear(sandbox, row, false).await?;
+    sandbox.set_root("/").await?;
+    for artifact in collected {
+        if artifact.is_folder {
+            let mut empty =
+                shell(row, "mkdir -p \"$0\" && find \"$0\" -mindepth 1 -delete", HELPER_TIMEOUT);
+            empty.argv.push(artifact.source.clone());
+            let emptied = sandbox.exec(&empty).await?;
+            if !emptied.success() {
+                return Err(refused(sandbox, "artifacts", emptied.text()));
+            }
+        }
+        sandbox.write_files(&artifact.files).await?;
+    }
+    if !step.verifier.has_bundled_tests {
+        upload_tests(sandbox, step).await?;
+    }
+    let mut graded = run_tests(sandbox, row, image, step).await?;
+    graded.is_separate = true;
+    Ok(graded)
+}
+
+/// Removes what an earlier command left where the tests write, and checks that it is gone: a program of
+/// the container removes it.
+async fn clear(
+    sandbox: &mut dyn Sandbox,
+    row: &HarborRow,
+    with_tests: bool,
+) -> Result<(), SandboxError> {
+    let mut command = shell(row, CLEAR, HELPER_TIMEOUT);
+    command.argv.push(if with_tests { "all" } else { "logs" }.to_owned());
+    let cleared = sandbox.exec(&command).await?;
+    sandbox.set_root("/").await?;
+    let left = reward_files(sandbox).await?;
+    if cleared.success() && left.is_empty() {
+        return Ok(());
+    }
+    let what = format!("{VERIFIER_FOLDER} and /tests cannot be cleared: {}", cleared.text().trim());
+    Err(SandboxError {
+        sandbox: sandbox.name().to_owned(),
+        kind: SandboxErrorKind::Damaged { what },
+    })
+}
+
+async fn upload_tests(sandbox: &mut dyn Sandbox, step: &HarborStep) -> Result<(), SandboxError> {
+    let mut files: Vec<FileEntry> = entries(&step.tests, "tests/").collect();
+    for script in files.iter_mut().filter(|file| file.path == "tests/test.sh") {
+        script.mode |= 0o111;
+    }
+    if files.is_empty() { Ok(()) } else { sandbox.write_files(&files).await }
+}
+
+/// Runs the tests. The root of files must be `/`.
+async fn run_tests(
+    sandbox: &mut dyn Sandbox,
+    row: &HarborRow,
+    image: &HarborImage,
+    step: &HarborStep,
+) -> Result<GradedStep, SandboxError> {
+    let verifier = &step.verifier;
+    let mut command = shell(row, &format!("({TEST_SCRIPT}) 2>&1"), seconds(verifier.timeout_s));
+    let variables = image.env.iter().chain(&verifier.env);
+    command.env = variables.map(|(name, value)| (name.clone(), value.clone())).collect();
+    let command = Command { keep_bytes: LOG_BYTES, ..command };
+    let result = sandbox.exec(&command).await?;
+    let rewards = if result.exit == Exit::TimedOut {
+        Err(format!("the tests ran for more than {} seconds", verifier.timeout_s))
+    } else {
+        read_rewards(sandbox).await?.map_err(|problem| problem.to_string())
+    };
+    let log = result.text().into_bytes();
+    Ok(GradedStep { rewards, is_separate: false, log, elapsed: result.elapsed })
+}
+
+async fn reward_files(sandbox: &mut dyn Sandbox) -> Result<Vec<FileEntry>, SandboxError> {
+    let folder = VERIFIER_FOLDER.trim_start_matches('/');
+    let paths = REWARD_FILES.map(|name| format!("{folder}/{name}"));
+    sandbox.read_files(&paths, MAX_REWARD).await
+}
+
+async fn read_rewards(
+    sandbox: &mut dyn Sandbox,
+) -> Result<Result<BTreeMap<String, f64>, RewardProblem>, SandboxError> {
+    let files = reward_files(sandbox).await?;
+    let content = |name: &'static str| match files.iter().find(|file| file.path.ends_with(name)) {
+        None => Ok(None),
+        Some(file) if file.is_link() => Err(RewardProblem::Link(name)),
+        Some(file) => Ok(Some(file.content.as_slice())),
+    };
+    let [json, text] = REWARD_FILES;
+    let read = || match content(json)? {
+        Some(json) => rewards(Some(json), None),
+        None => rewards(None, content(text)?),
+    };
+    Ok(read())
+}
