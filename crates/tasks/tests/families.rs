@@ -151,7 +151,7 @@ fn what_cannot_be_run_exactly_is_refused_with_the_reason() {
         (changed(gym("m-1"), "test_cmds", json!(["pytest"])), "SWE-bench-Live"),
         (nemo("nv-internal-1"), "nv-internal-1"),
         (nemo("deepswe"), "Harbor"),
-        (nemo("SWE-Gym/SWE-Gym"), "nor `FAIL_TO_PASS`"),
+        (nemo("SWE-Gym/SWE-Gym"), "`FAIL_TO_PASS` (SWE-bench"),
         (
             json!({"responses_create_params": {"input": []}, "expected_action": {"name": "edit"}}),
             "a single step",
