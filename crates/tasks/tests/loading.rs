@@ -163,7 +163,7 @@ fn invalid_rows_are_refused_with_id_and_reason_and_the_others_load() {
         ("bad-base_commit", "base_commit"),
         ("bad-test_patch", "`test_patch` is empty"),
         ("-", "is not JSON"),
-        ("other", "nor `harbor`"),
+        ("other", "`harbor`, and `id`"),
         ("aiohttp__u", "1 `test_file_names` but 0"),
         ("aiohttp__o", "not a plain file name"),
         ("good-1", "has the id of row 1"),
