@@ -65,7 +65,7 @@ impl SyntheticSandbox {
         let (stream, served) = tokio::io::duplex(WINDOW);
         let (done, ended) = oneshot::channel();
         if forward.accepted.send(served).await.is_err() {
-            return Some(Err("nobody serves the port".to_owned()));
+            return Some(Err("the port is not served".to_owned()));
         }
         if agents.send(AgentJob { prompt, stream, done }).await.is_err() {
             return Some(Err("no agent does the work".to_owned()));
