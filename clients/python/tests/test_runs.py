@@ -6,6 +6,7 @@ Needs the orchestrator's program: `ORCHESTRATE_BIN`, or one below `target/`.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import ssl
@@ -93,6 +94,33 @@ def test_the_agent_without_the_client_is_evaluated(start_run: Start, worker: Wor
     summaries = [json.loads(row[0]) for row in run.rows("SELECT summary FROM attempts")]
     assert all(summary["response_tokens"] > 0 for summary in summaries)
     assert all(summary["metrics"].keys() == {"characters"} for summary in summaries)
+
+
+def test_an_environment_of_verifiers_trains_the_bundled_policy(start_run: Start) -> None:
+    python = os.environ.get("ORCHESTRATE_VERIFIERS_PYTHON")
+    if python is None:
+        pytest.skip("ORCHESTRATE_VERIFIERS_PYTHON is not a Python with verifiers, httpx and uv")
+    config = EXAMPLES / "verifiers/run.toml"
+    run = start_run("run", "--config", str(config), *listen(), *settings("run.steps=2"))
+    path = f"{EXAMPLES / 'verifiers'}{os.pathsep}{ROOT / 'clients/python'}"
+    programs = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
+    script, model = EXAMPLES / "verifiers/worker.py", ROOT / "environments/micro/policy"
+    process = subprocess.Popen(
+        [python, str(script), "--url", run.url, "--model", str(model)],
+        env=os.environ | {"PYTHONPATH": path, "PATH": programs},
+    )
+    try:
+        assert run.wait() == 0, run.log()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    check_journal(run)
+    assert run.states().keys() == {"sealed"}
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward_mean" in line]
+    assert [line["routing_missing"] for line in steps] == [0, 0]
+    # Tokens that went through another renderer still continue what was sampled.
+    assert all(line.get("forks") is None for line in steps)
 
 
 def test_a_killed_worker_costs_one_attempt(
