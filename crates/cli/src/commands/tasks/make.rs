@@ -355,13 +355,16 @@ fn third_run(graded: &GradedChange) -> String {
         );
     }
     let findings: Vec<&str> = verdict.suspicious.iter().map(|finding| finding.name()).collect();
-    let noticed = match findings.as_slice() {
-        [] => String::new(),
-        names => format!("; noticed: {}", names.join(", ")),
+    let problem = match findings.as_slice() {
+        [] => "a third run of its tests has no result (it may have timed out on a busy machine); repeat \
+               the command, or choose fewer --tests"
+            .to_owned(),
+        names => format!(
+            "a third run of its tests was refused: {}, which tests of the repository can cause \
+             themselves, for example by a value that is equal to everything; -v prints the reason, and \
+             --tests leaves such tests out",
+            names.join(", ")
+        ),
     };
-    format!(
-        "a third run of its tests has no result (it may have timed out on a busy machine){noticed}; \
-         repeat the command, or choose fewer --tests; end of the log:\n{}",
-        tail(&graded.log)
-    )
+    format!("{problem}; end of the log:\n{}", tail(&graded.log))
 }
