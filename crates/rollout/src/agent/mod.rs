@@ -11,7 +11,7 @@ mod outside;
 mod sampler;
 
 use crate::attempt::Attempt;
-use crate::conversation::Conversation;
+use crate::conversation::{Conversation, EndOnDrop};
 use crate::machine::{EpisodeEvent, EpisodeLimits};
 use crate::runner::{failed, sandbox_failed};
 pub use config::{AgentPreset, AgentSection, AgentSettings, Outside};
@@ -48,6 +48,7 @@ impl Attempt {
             return failed(Stage::Setup, "neither agent.command nor agent.preset is set");
         };
         let conversation = Arc::new(Conversation::new(self.calls.clone(), limits));
+        let _end = EndOnDrop(Arc::clone(&conversation));
         let sampler = Arc::new(ConversationSampler {
             conversation: Arc::clone(&conversation),
             model: MODEL.to_owned(),

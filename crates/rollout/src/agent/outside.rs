@@ -10,7 +10,7 @@
 use super::config::Outside;
 use super::sampler::{ConversationSampler, MODEL, PLACES};
 use crate::attempt::Attempt;
-use crate::conversation::{Conversation, FinishedConversation};
+use crate::conversation::{Conversation, EndOnDrop, FinishedConversation};
 use crate::machine::{EpisodeEvent, EpisodeLimits};
 use crate::runner::failed;
 use orchestrate_gateway::{FailureKind, OfferEnd, Sampler, Terms};
@@ -43,6 +43,7 @@ impl Attempt {
             let Ok(conversation) = conversation else {
                 return failed(Stage::Setup, "the offer was lost");
             };
+            let _end = EndOnDrop(Arc::clone(&conversation));
             self.timings.setup_s += offered.elapsed().as_secs_f64();
             let started = Instant::now();
             let end = tokio::select! {

@@ -662,6 +662,17 @@ impl Conversation {
     }
 }
 
+/// Ends a conversation when it is dropped, if that was not done before: an attempt that is given up must
+/// not leave generations behind, which would wait for an engine that may be gone.
+#[derive(Debug)]
+pub(crate) struct EndOnDrop(pub(crate) Arc<Conversation>);
+
+impl Drop for EndOnDrop {
+    fn drop(&mut self) {
+        self.0.finish();
+    }
+}
+
 /// Lets a branch that ends where another one forked from it be part of that one, and drops branches
 /// without a reply of their own.
 fn hand_over(branches: &mut Vec<Branch<Line>>) {
