@@ -1,10 +1,10 @@
-"""A Python environment: repair one line of a module, which is compared and never executed."""
+"""A Python environment: repair one line of a module. The module is compared, never executed."""
 
 import orchestrate
 
 
 def act(call: orchestrate.ToolCall, lines: list[str], fixed: list[str]) -> str:
-    """Performs a call on the module's lines, and returns what the policy gets to see."""
+    """Performs a call on the module's lines, and returns the observation for the policy."""
     arguments = call.arguments
     match call.name:
         case "bash" if str(arguments.get("command")).startswith("cat"):

@@ -1,7 +1,8 @@
-"""Plays episodes of a verifiers environment for a run of orchestrate.
+"""Runs episodes of a verifiers environment for a run of orchestrate.
 
-The environment, its harness and its rewards are verifiers' own; its training client sends prompts
-in tokens to the run's gateway, which keeps every sampled token with its log-probability and routes.
+The environment, its harness and its rewards are those of verifiers. Its training client sends
+tokenised prompts to the run's gateway, which keeps every sampled token with its log-probability
+and routing row.
 """
 
 import argparse
@@ -15,27 +16,27 @@ from verifiers.v1.runtimes import SubprocessConfig
 import orchestrate
 
 
-class PlayFailed(Exception):
-    """verifiers could not play an episode to its end."""
+class EpisodeFailed(Exception):
+    """verifiers could not complete an episode."""
 
 
-async def play(env: vf.Env, task: vf.Task, episode: orchestrate.AsyncEpisode, model: str) -> float:
-    """Plays one episode, and returns its reward."""
+async def run(env: vf.Env, task: vf.Task, episode: orchestrate.AsyncEpisode, model: str) -> float:
+    """Runs one episode, and returns its reward."""
     client = vf.TrainClientConfig(
         base_url=episode.openai_base_url,
         headers={"x-api-key": episode.api_key},
         renderer_model_name=model,
     )
     context = vf.ModelContext(model=episode.model, client=client)
-    played = await env.run_episode(task, context)
-    if not played.ok:
-        errors = [error.message for trace in played.traces for error in trace.errors]
-        raise PlayFailed(f"verifiers: {played.errors or errors}")
-    return sum(trace.reward for trace in played.traces) / len(played.traces)
+    result = await env.run_episode(task, context)
+    if not result.ok:
+        errors = [error.message for trace in result.traces for error in trace.errors]
+        raise EpisodeFailed(f"verifiers: {result.errors or errors}")
+    return sum(trace.reward for trace in result.traces) / len(result.traces)
 
 
 async def work(env: vf.Env, gateway: orchestrate.AsyncGateway, model: str) -> None:
-    """Plays one episode after the other, until the run is over."""
+    """Runs one episode after another, until the run is over."""
     tasks = list(env.taskset)
     while True:
         try:
@@ -44,15 +45,15 @@ async def work(env: vf.Env, gateway: orchestrate.AsyncGateway, model: str) -> No
             return
         try:
             async with episode:
-                reward = await play(env, tasks[episode.task.row["index"]], episode, model)
+                reward = await run(env, tasks[episode.task.row["index"]], episode, model)
                 await episode.finish(reward)
-        except PlayFailed as error:
-            # The gateway knows: the attempt is repeated.
+        except EpisodeFailed as error:
+            # The failure was reported to the gateway, which retries the attempt.
             print(error, file=sys.stderr)
 
 
 async def main() -> None:
-    """Plays with some workers until the run is over."""
+    """Runs episodes with several workers until the run is over."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:4170", help="the run's gateway")
     parser.add_argument("--env", default="short_reply", help="a taskset, as verifiers names it")
@@ -62,7 +63,7 @@ async def main() -> None:
     env = vf.SingleAgentEnv(
         vf.SingleAgentEnvConfig(
             taskset=vf.TasksetConfig(id=args.env),
-            # A chat without tools: verifiers renders tools for models that it knows.
+            # A chat without tools: verifiers renders tools only for models that it knows.
             agent=vf.AgentConfig(harness=NullHarnessConfig(id="null"), runtime=SubprocessConfig()),
         )
     )

@@ -1,4 +1,4 @@
-"""Agents and environments outside: take episodes from a run of `orchestrate`, and return rewards.
+"""External agents and environments: take episodes from a run of `orchestrate`, and return rewards.
 
 ```python
 import orchestrate

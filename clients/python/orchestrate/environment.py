@@ -1,4 +1,4 @@
-"""Environments as functions, in processes of their own."""
+"""Environments as functions, run in child processes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .wire import AgentFailure, EpisodeEnded, LeaseOver, OrchestrateError, Taken
 Result = float | tuple[float, dict[str, float]]
 Function = Callable[[Episode], Result]
 
-#: How often a running child is looked at, in seconds.
+#: Interval at which a running child is polled, in seconds.
 LOOK_S = 0.2
-#: How long a child may take to import its environment, in seconds.
+#: Time limit for a child to import its environment, in seconds.
 START_S = 300.0
 
 
@@ -41,10 +41,10 @@ class Verdict:
 
 
 class Environment:
-    """A function that runs an episode and returns its reward; `environment` makes one.
+    """A function that runs an episode and returns its reward; `environment` creates one.
 
-    Called directly, it is the function itself. `work` runs it in child processes: a child that
-    takes longer than `timeout` is killed, with the processes that it started.
+    A direct call runs the function in this process. `work` runs it in child processes. A child that
+    takes longer than `timeout` seconds is killed, with the processes that it started.
     """
 
     def __init__(self, function: Function, timeout: float) -> None:
@@ -78,17 +78,17 @@ def environment(*, timeout: float = 600.0) -> Callable[[Function], Environment]:
 def environment(
     function: Function | None = None, *, timeout: float = 600.0
 ) -> Environment | Callable[[Function], Environment]:
-    """Makes a function an environment, as `@environment` or `@environment(timeout=60)`.
+    """Turns a function into an environment, as `@environment` or `@environment(timeout=60)`.
 
     The function gets an `Episode`, asks the policy, and returns the reward from 0 to 1, or the
-    reward and a dictionary of metrics. What else can happen:
+    reward and a dictionary of metrics. Other ways to end:
 
-    * It raises `AgentFailure`: the policy's doing, reward 0.
-    * It lets `EpisodeEnded` pass: the policy has no turns or tokens left, reward 0, truncated.
+    * It raises `AgentFailure`: the policy's result, reward 0.
+    * It does not catch `EpisodeEnded`: the policy has no turns or tokens left, reward 0, truncated.
     * It takes longer than `timeout` seconds, or its process dies: once the policy has replied, this
-      is the policy's doing, reward 0. Otherwise the attempt is repeated.
-    * It raises anything else: a failure of the environment. The attempt is repeated, never
-      rewarded, and the run stops if there are many.
+      is the policy's result, reward 0. Otherwise the attempt is retried.
+    * It raises anything else: a failure of the environment. The attempt is retried, never
+      rewarded, and the run stops if there are many such failures.
     """
     if function is None:
         return functools.partial(Environment, timeout=timeout)
@@ -96,7 +96,7 @@ def environment(
 
 
 def judged(function: Function, episode: Episode) -> Verdict:
-    """Runs a function on an episode."""
+    """Runs a function on an episode, and turns its result or exception into a verdict."""
     try:
         result = function(episode)
         reward, metrics = result if isinstance(result, tuple) else (result, {})
@@ -112,7 +112,7 @@ def judged(function: Function, episode: Episode) -> Verdict:
 
 
 def give_back(episode: Episode, verdict: Verdict) -> None:
-    """Returns an episode with its verdict."""
+    """Returns an episode to the gateway with its verdict."""
     if verdict.kind != "reward":
         episode.fail(verdict.kind, verdict.message)
         return
@@ -123,7 +123,7 @@ def give_back(episode: Episode, verdict: Verdict) -> None:
 
 
 class Child:
-    """A process that runs an environment, one episode after the other."""
+    """A process that runs an environment, one episode after another."""
 
     def __init__(self, function: Environment, connection: Connection, url: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -143,8 +143,8 @@ class Child:
             )
 
     def run(self, taken: Taken, timeout: float, stop: threading.Event) -> Verdict | None:
-        """Runs an episode; `None` if `stop` was set, after which the child is unusable, as it is
-        after a verdict other than a reward or an exception."""
+        """Runs an episode. Returns `None` if `stop` was set or the lease is over. The child is dead
+        after `stop`, after a timeout, and after it ended by itself."""
         end = time.monotonic() + timeout
         try:
             self._pipe.send(taken)
@@ -153,7 +153,7 @@ class Child:
                     verdict: Verdict | None = self._pipe.recv()
                     if verdict is not None:
                         return verdict
-                    # The episode is no longer ours.
+                    # The lease is over.
                     return None
                 if time.monotonic() >= end:
                     self.kill()
@@ -174,7 +174,7 @@ class Child:
         return self._process.is_alive()
 
     def kill(self) -> None:
-        """Ends it, and what it started."""
+        """Kills the process and everything that it started."""
         pid = self._process.pid
         if pid is not None:
             with contextlib.suppress(OSError):
@@ -186,7 +186,7 @@ class Child:
 
 def _serve(function: Environment, connection: Connection, url: str, pipe: Pipe) -> None:
     """The child's main function."""
-    # A process group of its own, so that it is ended together with what it starts.
+    # A process group of its own, so that it can be killed with everything that it starts.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -207,6 +207,6 @@ def _serve(function: Environment, connection: Connection, url: str, pipe: Pipe) 
 
 
 def _end_with(sentinel: int) -> None:
-    """Ends this process group when the parent has ended."""
+    """Kills this process group once the parent has exited."""
     wait([sentinel])
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What workers and the gateway exchange, without I/O."""
+"""Messages between workers and the gateway, without I/O."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Seconds that one request waits for an episode.
+#: Maximum seconds that one request waits for an episode.
 WAIT_S = 25.0
 
-#: Characters of a failure's message that are sent.
+#: Maximum number of characters sent of a failure's message.
 MESSAGE_CHARS = 4000
 
 
 class OrchestrateError(Exception):
-    """Anything that this package raises by itself."""
+    """Base class of the errors that this package raises."""
 
 
 class Refused(OrchestrateError):
@@ -44,33 +44,32 @@ class RunOver(OrchestrateError):
 
 
 class EpisodeEnded(OrchestrateError):
-    """The policy has no turns, tokens or time left, or cannot read the request. Grade what there
-    is."""
+    """The policy has no turns, tokens or time left, or the request cannot be honoured. Grade the
+    work so far."""
 
 
 class AgentFailure(Exception):
-    """Raised by an environment: what the policy did makes the episode impossible. Its reward is
-    0."""
+    """Raised by an environment: the policy made it impossible to continue. The reward is 0."""
 
 
 class EnvironmentFailure(Exception):
-    """Raised by an environment: it failed by itself. The attempt is repeated, never rewarded."""
+    """Raised by an environment that failed. The attempt is retried, never rewarded."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task as workers see it: hidden tests and solutions are not part of it."""
+    """A task as workers see it, without hidden tests and solutions."""
 
     id: str
     environment: str
     family: str
-    #: What the policy is asked.
+    #: The prompt for the policy.
     prompt: str
     #: The container image; empty for plain rows.
     image: str
     #: The folder of the repository in the image; empty for plain rows.
     workdir: str
-    #: Files that the agent finds in `workdir`, by their path.
+    #: Contents of files in `workdir`, by path.
     files: Mapping[str, str]
     #: All columns of a plain row; empty for other tasks.
     row: Mapping[str, Any]
@@ -78,11 +77,11 @@ class Task:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool in a reply."""
+    """A tool call in a reply."""
 
     id: str
     name: str
-    #: The arguments, if they are a JSON object; else `{}`.
+    #: The arguments if they are a JSON object, else `{}`.
     arguments: Mapping[str, Any]
 
 
@@ -94,7 +93,7 @@ class Reply:
     tool_calls: list[ToolCall]
     #: `stop`, `length` or `tool_calls`.
     finish_reason: str
-    #: The reply as the next request's history has it.
+    #: The reply as a message for the history of the next request.
     message: dict[str, Any]
 
 
@@ -115,7 +114,7 @@ class Taken:
 
     @staticmethod
     def read(body: Mapping[str, Any]) -> Taken:
-        """Reads the gateway's answer. Fields that are unknown are ignored."""
+        """Reads the gateway's answer. Unknown fields are ignored."""
         task = {name: body["task"][name] for name in Task.__dataclass_fields__}
         rest = {name: body[name] for name in Taken.__dataclass_fields__ if name != "task"}
         return Taken(task=Task(**task), **rest)
@@ -123,7 +122,7 @@ class Taken:
 
 @dataclass
 class TakeRequest:
-    """A request for one episode, which may be repeated: it never takes a second one."""
+    """A request for one episode. Repeating it never takes a second one."""
 
     worker: str
     take_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -134,7 +133,7 @@ class TakeRequest:
 
 
 def default_worker() -> str:
-    """The name of this process, for messages of the run."""
+    """The default worker name: host and process id."""
     return f"{socket.gethostname()}-{os.getpid()}"[:100]
 
 
@@ -184,7 +183,7 @@ def check(status: int, text: str) -> Any:
 
 
 def read_reply(body: Mapping[str, Any]) -> Reply:
-    """A reply of Chat Completions."""
+    """Parses a reply of Chat Completions."""
     choice = body["choices"][0]
     message = choice["message"]
     calls = []
@@ -203,7 +202,7 @@ def check_reply(status: int, text: str) -> Reply:
     """A reply of the policy.
 
     Raises:
-        EpisodeEnded: The policy is not asked any more.
+        EpisodeEnded: The policy cannot be asked any more.
         LeaseOver: The episode is no longer this worker's.
         Refused: The request is invalid, or not allowed.
     """

@@ -27,15 +27,15 @@ def work(
     in_process: bool | None = None,
 ) -> int:
     """Runs `function` on episodes with `workers` workers, until the run ends or `episodes` were
-    returned. Returns how many were.
+    returned. Returns the number of returned episodes.
 
     An `Environment` runs in child processes, one for each worker, and its script needs the usual
-    `if __name__ == "__main__":`. Any other function runs in threads of this process, where nothing
-    can end it; `in_process=True` does so with an environment, for notebooks.
+    `if __name__ == "__main__":`. Any other function runs in threads of this process, without a time
+    limit. `in_process=True` runs an environment in the same way, for notebooks.
 
     Raises:
         Unreachable: The gateway does not answer.
-        Refused: The secret is wrong, for example.
+        Refused: The gateway refuses a request, e.g. because the secret is wrong.
     """
     if in_process is None:
         in_process = not isinstance(function, Environment)
@@ -75,7 +75,7 @@ class _Pool:
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """One worker."""
+        """The loop of one worker."""
         child: Child | None = None
         try:
             while not self.stop.is_set() and self._may_take():
@@ -98,10 +98,10 @@ class _Pool:
             return True
 
     def _one(self, child: Child | None) -> Child | None:
-        """Runs an episode, in `child` or another one; returns the child for the next."""
+        """Runs an episode in `child` or a new one. Returns the child for the next episode."""
         if not self.in_process and (child is None or not child.is_alive):
             assert isinstance(self.function, Environment)
-            # Before the episode is taken: its clock would run while the child starts.
+            # Start it before taking an episode, whose time limit runs from then on.
             child = Child(self.function, self.gateway.connection, self.gateway.url)
         episode = self._take()
         if episode is None:
@@ -118,7 +118,7 @@ class _Pool:
                     elif self.stop.is_set():
                         episode.abandon()
                     else:
-                        raise LeaseOver(episode.lost or "the policy is no longer at its URL")
+                        raise LeaseOver(episode.lost or "the gateway no longer serves this episode")
             with self.lock:
                 self.returned += 1
         except LeaseOver as error:
@@ -133,7 +133,7 @@ class _Pool:
 
 
 def main(function: Function | Environment) -> None:
-    """Runs workers as a program, which ends with the run.
+    """Runs workers as a program, which exits when the run ends.
 
     Options: `--url` (or the variable `ORCHESTRATE_URL`), `--workers` and `--secret-env`, the name
     of the variable that holds the secret (by default `ORCHESTRATE_SECRET`).

@@ -1,4 +1,4 @@
-"""A gateway that follows a script, and real runs of the program."""
+"""A scripted gateway, and real runs of the program."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Scripted:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def paths(self, end: str) -> list[Any]:
-        """The bodies that were sent to routes that end so."""
+        """The bodies sent to routes with this ending."""
         return [body for path, body in self.requests if path.endswith(end)]
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ def program() -> Path:
 
 
 class Run:
-    """A run whose episodes workers take."""
+    """A run whose episodes are taken by workers."""
 
     def __init__(self, folder: Path, arguments: list[str], log: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""A worker that writes down which results were acknowledged. Its environment asks the policy once.
+"""A worker that records which results were acknowledged. Its environment asks the policy once.
 
 Arguments: URL, file, and how many seconds it holds an episode after the reply.
 """

@@ -1,4 +1,4 @@
-"""The client against a gateway that follows a script."""
+"""The client against a scripted gateway."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_an_environment_of_verifiers_trains_the_bundled_policy(start_run: Start)
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "reward_mean" in line]
     assert [line["routing_missing"] for line in steps] == [0, 0]
-    # Tokens that went through another renderer still continue what was sampled.
+    # Prompts from another renderer still continue the sampled tokens.
     assert all(line.get("forks") is None for line in steps)
 
 
@@ -215,7 +215,7 @@ def test_secrets_are_checked_and_an_agent_never_has_that_of_workers(start_run: S
         assert httpx.post(url, content=b"\x00", headers=right).status_code == 415
         as_json = {**right, "content-type": "application/json"}
         assert httpx.post(url, content=b"\x00", headers=as_json).status_code == 400
-        # Given back before the policy was asked, it is offered again at no cost.
+        # Abandoned before the policy was asked, it is offered again at no cost.
         attempt = episode.taken.attempt
         episode.abandon()
         taken = [gateway.take() for _ in range(8)]

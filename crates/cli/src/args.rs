@@ -72,7 +72,7 @@ pub(crate) enum Command {
     Run(RunArgs),
     /// Measure Pass@1 (and pass@k) of a checkpoint on held-out tasks.
     Eval(EvalArgs),
-    /// Serve episodes of held-out tasks to workers outside, and record what they return.
+    /// Serve episodes of held-out tasks to external workers, and record what they return.
     Gateway(GatewayArgs),
     /// Grade patches in sandboxes, or a recorded test log without Docker.
     Grade(GradeArgs),
@@ -194,12 +194,14 @@ Examples:
   orchestrate gateway --run-dir runs/fleet --resume
 
 The same as `orchestrate eval` with rollout.scaffold = \"outside\": nothing is trained, and Docker is
-not needed. Each row of --tasks has `id`, `prompt`, and what else its environment reads. Workers
-use the Python package in clients/python, or the routes in docs/src/agents-outside.md.")]
+not needed. Rows of --tasks may be of any family; a plain row has `id`, `prompt` and the columns
+that its environment reads. Workers use the Python package in clients/python, or the protocol in
+docs/src/agents-outside.md.")]
 pub(crate) struct GatewayArgs {
     #[command(flatten)]
     pub(crate) eval: EvalArgs,
-    /// Task rows to serve [default: `tasks.held_out_file`, or the held-out tasks of the environment].
+    /// Task rows to serve [default: `tasks.held_out_file`, or the held-out tasks of the
+    /// environment].
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     pub(crate) tasks: Option<Utf8PathBuf>,
     /// Address and port to listen on [default: `gateway.listen`].

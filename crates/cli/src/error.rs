@@ -52,13 +52,13 @@ pub enum UsageError {
         /// As given.
         id: String,
     },
-    /// A log of a plain row was to be graded.
-    #[error("task `{id}` has no tests: its environment is outside, and a worker gives its reward")]
+    /// Grading a log was requested for a plain row.
+    #[error("task `{id}` has no tests: an external worker returns its reward")]
     GradedOutside {
         /// As given.
         id: String,
     },
-    /// The address of the gateway cannot be listened on.
+    /// The gateway cannot bind its address.
     #[error("the gateway cannot listen on {address}; choose another gateway.listen")]
     ListenForWorkers {
         /// As set.
@@ -69,8 +69,8 @@ pub enum UsageError {
     /// `tasks import` without a file.
     #[error("name a file of rows, or `harbor FOLDER --out FILE`")]
     NothingToImport,
-    /// The log of a Harbor task does not decide.
-    #[error("task `{id}` cannot be graded by a log: a Harbor task states its reward in a file")]
+    /// Grading a log was requested for a Harbor task.
+    #[error("task `{id}` cannot be graded by a log: a Harbor task is graded by its reward file")]
     NotByLog {
         /// As given.
         id: String,

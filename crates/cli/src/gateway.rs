@@ -1,5 +1,5 @@
-//! The gateway of a run whose episodes workers outside take: its server, and the sandboxes that such a run
-//! does not have.
+//! The gateway of a run whose episodes are run by external workers: its server, and a sandbox
+//! provider that has no sandboxes.
 
 use crate::config::ConfigError;
 use crate::error::UsageError;
@@ -19,17 +19,17 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-/// Bytes of all requests of workers that are received at the same time. Those of agents have a limit of
-/// their own.
+/// Bytes of all worker requests that are received at the same time. Requests of agents have their
+/// own limit.
 const WORKER_BYTES: usize = 16 << 20;
 /// Largest request of an agent, in bytes.
 const AGENT_BYTES: usize = 8 << 20;
-/// Time between two requests of a connection: longer than clients keep one that they do not use.
+/// Maximum time between two requests of a connection: longer than clients keep an idle one.
 const IDLE: Duration = Duration::from_secs(90);
-/// Time for which workers are told that the run is over.
+/// Time for which the server still answers workers that the run is over.
 const GOODBYE: Duration = Duration::from_millis(500);
 
-/// A gateway that listens, and is not served yet.
+/// A gateway that listens but does not serve yet.
 #[derive(Debug)]
 pub(crate) struct Gateway {
     server: HttpServer,
@@ -38,11 +38,11 @@ pub(crate) struct Gateway {
 }
 
 impl Gateway {
-    /// Listens at the address of the settings, and says so.
+    /// Listens on the configured address, and prints it.
     ///
     /// # Errors
-    /// If the secret is missing, the address is in use or open to other hosts without a secret, or a TLS
-    /// file cannot be used.
+    /// If the secret is missing, the address is in use, other hosts can reach it without a secret,
+    /// or a TLS file is invalid.
     pub(crate) async fn listen(settings: &GatewaySettings) -> anyhow::Result<Self> {
         let problems = |problem| ConfigError::Problems(vec![problem]);
         let address = settings.address().map_err(problems)?;
@@ -63,7 +63,7 @@ impl Gateway {
         Ok(Self { server, offers, grace: settings.grace.0 })
     }
 
-    /// Where episodes are offered.
+    /// The offers of this gateway, for the runner.
     pub(crate) fn outside(&self) -> Outside {
         Outside { offers: self.offers.clone(), grace: self.grace }
     }
@@ -76,7 +76,7 @@ impl Gateway {
         let close = async move {
             stop.cancelled().await;
             offers.close();
-            // Workers that ask for another episode now learn that there is none.
+            // Workers that ask for another episode are now told that the run is over.
             tokio::time::sleep(GOODBYE).await;
             closed.cancel();
         };
@@ -102,7 +102,7 @@ fn http_options(
         return Err(ConfigProblem::new(
             "gateway.listen",
             address,
-            "is reachable from other hosts, which could take episodes and sample without a secret: \
+            "is reachable from other hosts, which could take episodes and sample without a secret; \
              set gateway.secret_env or gateway.tls_client_ca",
         ));
     }
@@ -126,11 +126,11 @@ pub(crate) fn needs_workers(rollout: &RolloutSettings) -> ConfigProblem {
     ConfigProblem::new(
         "rollout.scaffold",
         scaffold.as_str().unwrap_or_default(),
-        "must be \"outside\": the task file has plain rows, whose environment a worker has",
+        "must be \"outside\": the task file has plain rows, whose environment an external worker provides",
     )
 }
 
-/// The sandboxes of a run whose episodes all run outside: there are none.
+/// The sandbox provider of a run whose episodes all run at external workers. It opens no sandbox.
 #[derive(Debug)]
 pub(crate) struct NoSandboxes;
 

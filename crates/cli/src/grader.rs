@@ -17,7 +17,7 @@ const TRIES: u32 = 2;
 /// Time that a sandbox may live beyond the timeout of its tests.
 const SLACK: Duration = Duration::from_mins(5);
 
-/// Seconds of a solution whose task has no time limit.
+/// Time limit, in seconds, of a solution whose task has none.
 const SOLUTION_S: f64 = 3600.0;
 
 /// Grades patches, each in a new sandbox.
@@ -53,7 +53,8 @@ impl<'a> Grader<'a> {
         .await
     }
 
-    /// Grades what `actor` does in a Harbor task, in the same way.
+    /// Runs `actor` in a Harbor task and grades the result; tries another sandbox if the first one
+    /// fails.
     pub(crate) async fn check_harbor(
         &self,
         task: &Task,

@@ -83,7 +83,7 @@ pub(crate) fn of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Ta
 /// The usable rows of `file` whose tasks have tests.
 ///
 /// # Errors
-/// As [`of_file`]; and if a row is a plain one, whose environment a worker outside has.
+/// As [`of_file`]; and if a row is a plain row, whose environment an external worker provides.
 pub(crate) fn tested_of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Task>> {
     let tasks = of_file(file, skip)?;
     let plain = tasks.iter().find(|task| matches!(task.origin, Origin::Outside(_)));

@@ -390,7 +390,7 @@ pub(crate) async fn parts(
     Ok(Parts::new(EpisodeRunner { agent, ..runner }, tasks))
 }
 
-/// The parts of a run whose episodes workers outside take.
+/// The parts of a run whose episodes are run by external workers.
 async fn outside_parts(
     settings: &Settings,
     folder: &Utf8Path,
@@ -398,7 +398,7 @@ async fn outside_parts(
 ) -> anyhow::Result<Parts> {
     let tasks = task_source::task_set(settings)?;
     let runner = runner(settings, folder, servers, Arc::new(NoSandboxes)).await?;
-    // Last: from now on there are episodes to take.
+    // Last: from now on workers can take episodes.
     let gateway = Gateway::listen(&settings.gateway).await?;
     let outside = Some(gateway.outside());
     let cancel = servers.cancel.clone();

@@ -128,7 +128,7 @@ fn suspicious(members: &[SealedMember]) -> BTreeMap<String, u64> {
     counts
 }
 
-/// Means of what workers returned, by name.
+/// Means of the metrics that external workers returned, by name.
 fn worker_metrics(members: &[SealedMember]) -> BTreeMap<String, f64> {
     let mut sums: BTreeMap<String, (f64, f64)> = BTreeMap::new();
     for (name, value) in members.iter().flat_map(|member| &member.summary.metrics) {
@@ -137,7 +137,7 @@ fn worker_metrics(members: &[SealedMember]) -> BTreeMap<String, f64> {
         *count += 1.0;
     }
     let means = sums.into_iter().map(|(name, (sum, count))| (name, sum / count));
-    // A sum of very large numbers has no place in a line of JSON.
+    // A sum of very large numbers may overflow, and JSON cannot represent infinity.
     means.filter(|(_, mean)| mean.is_finite()).collect()
 }
 

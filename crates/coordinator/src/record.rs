@@ -112,7 +112,7 @@ pub struct EpisodeSummary {
     /// Branches that began after the first, by cause.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub forks: BTreeMap<ForkCause, u64>,
-    /// Numbers that a worker outside returned with its reward, by name.
+    /// Numbers that an external worker returned with its reward, by name. All are finite.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub metrics: BTreeMap<String, f64>,
     /// What the grader noticed besides the results.
@@ -235,8 +235,8 @@ pub(crate) fn summary_of(row: &AttemptRow) -> Result<EpisodeSummary, RunError> {
 }
 
 /// The branches of a stored episode as training samples, whose advantages come from the episode's
-/// `advantage` by `weight`; `overlong` lowers the reward of long episodes. Every routing row is checked again
-/// against the model's shape.
+/// `advantage` by `weight`; `overlong` lowers the reward of long episodes. Every routing row is
+/// checked again against the model's shape.
 pub(crate) fn to_samples(
     record: EpisodeRecord,
     advantage: f64,

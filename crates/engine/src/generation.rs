@@ -160,8 +160,8 @@ impl Generation {
         })
     }
 
-    /// Keeps the first `tokens` sampled tokens and their rows, as if the last of them had been a stop
-    /// token. Does nothing if there are no more.
+    /// Keeps the first `tokens` sampled tokens and their rows, as if the last of them had been a
+    /// stop token. Does nothing if there are no more tokens than that.
     pub fn stop_after(&mut self, tokens: usize) {
         let dropped = self.sampled.output_ids.len().saturating_sub(tokens);
         if dropped == 0 {

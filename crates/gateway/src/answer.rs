@@ -73,7 +73,7 @@ async fn try_sample<W: Wire>(
     Ok(with_headers(Body::from_stream(frames), "text/event-stream", &envelope))
 }
 
-/// What a reply says about itself.
+/// The metadata of a reply: id, model and creation time.
 pub(crate) fn envelope(episode: &Episode) -> Envelope {
     Envelope {
         id: uuid::Uuid::now_v7().simple().to_string(),
@@ -95,7 +95,7 @@ async fn read<W: Wire>(
     Ok((request, wire))
 }
 
-/// Checks a request; its body, and whether the client's library says that it sends it again.
+/// Checks a request. Returns its body, and whether the client's library marks it as a retry.
 pub(crate) async fn body_of(
     options: &GatewayOptions,
     episode: &Episode,

@@ -1,4 +1,4 @@
-//! The section `[gateway]`: the server at which workers outside take episodes.
+//! The section `[gateway]`: the server from which external workers take episodes.
 
 use camino::Utf8PathBuf;
 use orchestrate_settings::{Problems, at_least, satisfies, settings, variable_name};
@@ -6,36 +6,37 @@ use orchestrate_types::{ConfigProblem, HumanDuration};
 use std::net::SocketAddr;
 
 settings! {
-    /// The server at which workers outside take episodes, and at which their agents sample. Used with
-    /// `rollout.scaffold = "outside"`.
+    /// The server from which external workers take episodes, and through which their agents sample.
+    /// Used with `rollout.scaffold = "outside"`.
     #[derive(Eq)]
     [gateway] pub GatewaySection -> GatewaySettings, check: check_together;
 
-    /// Address and port to listen on. Port 0 takes a free one, which is printed.
+    /// Address and port to listen on. Port 0 chooses a free port, which is printed.
     listen: String = "127.0.0.1:4170".to_owned(),
         satisfies(
             |text: &str| text.parse::<SocketAddr>().is_ok(),
             "an address and a port",
             "must be an IP address and a port, like \"127.0.0.1:4170\"",
         );
-    /// Name of the environment variable that holds the bearer token of workers. Required on an address
-    /// that other hosts reach.
-    secret_env: Option<String> = None => "no token is asked for",
+    /// Name of the environment variable that holds the bearer token of workers. Required on an
+    /// address that other hosts can reach, unless `tls_client_ca` is set.
+    secret_env: Option<String> = None => "no token required",
         variable_name("must be the name of an environment variable, not the token itself");
     /// PEM file with the server's certificate: serve HTTPS.
     tls_cert: Option<Utf8PathBuf> = None => "plain HTTP";
     /// PEM file with the private key of `tls_cert`.
     tls_key: Option<Utf8PathBuf> = None => "none";
-    /// PEM file with authorities: only clients with a certificate of one of them are served (mutual TLS).
-    tls_client_ca: Option<Utf8PathBuf> = None => "clients show no certificate";
-    /// Host names by which clients address the server. On a loopback address, or without a token, only
-    /// localhost, IP addresses and these names are answered.
+    /// PEM file with authorities: only clients with a certificate of one of them are served (mutual
+    /// TLS).
+    tls_client_ca: Option<Utf8PathBuf> = None => "no client certificate required";
+    /// Host names by which clients address the server. On a loopback address, or without a token,
+    /// only localhost, IP addresses and these names are answered.
     allowed_hosts: Vec<String> = Vec::new();
-    /// Maximum number of open connections. Each worker uses one or two, and its agent as many as it
-    /// sends requests at the same time.
+    /// Maximum number of open connections. Each worker uses one or two, and its agent one for each
+    /// concurrent request.
     max_connections: usize = 4096, at_least(1);
-    /// Time without a heartbeat after which a worker is taken for dead. Its attempt is broken, and
-    /// retried as `rollout.max_attempts` allows.
+    /// Time without a heartbeat after which a worker is considered dead. Its attempt is broken, and
+    /// retried within `rollout.max_attempts`.
     lease: HumanDuration = HumanDuration::secs(60), at_least(HumanDuration::secs(1));
     /// Time that a worker has after `rollout.episode_timeout` to return its reward.
     grace: HumanDuration = HumanDuration::secs(60);
@@ -61,7 +62,7 @@ impl GatewaySettings {
     /// The address to listen on.
     ///
     /// # Errors
-    /// If it is not an address and a port, which the check of the section excludes.
+    /// If it is not an address and a port, which the section's check rules out.
     pub fn address(&self) -> Result<SocketAddr, ConfigProblem> {
         self.listen.parse().map_err(|_| {
             ConfigProblem::new("gateway.listen", &self.listen, "must be an address and a port")
@@ -71,7 +72,7 @@ impl GatewaySettings {
     /// The workers' token from the environment; `None` if no variable is named.
     ///
     /// # Errors
-    /// If the named variable is not set, or empty.
+    /// If the named variable is unset or empty.
     pub fn secret(&self) -> Result<Option<String>, ConfigProblem> {
         let Some(name) = &self.secret_env else { return Ok(None) };
         match std::env::var(name) {

@@ -4,7 +4,7 @@
 //! Messages, to one [`SampleRequest`] and back, streaming or not. It knows nothing of tokens,
 //! engines or sandboxes: a [`Sampler`] answers each request. [`router`] has the routes of one
 //! episode, a [`Registry`] those of many, each below a secret path. [`Offers`] are episodes that
-//! workers outside take, run and return. Read `answer.rs` next.
+//! external workers take, run and return. Read `answer.rs` next.
 //!
 //! Invariants: a reply is sent as it was sampled, never shortened or rewritten; equal histories give
 //! equal [`Message`]s in every dialect; a reply that comes back in the next request gives the
@@ -16,12 +16,12 @@
 //! `POST chat/completions`, `responses`, `responses/input_tokens`, `messages` and
 //! `messages/count_tokens`, `GET models` and `models/{id}`, each with and without `v1/` before it.
 //!
-//! `POST inference/v1/generate` is vLLM's interface in tokens, for clients that render prompts
+//! `POST inference/v1/generate` is vLLM's token-level API, for clients that render prompts
 //! themselves; an episode may refuse it. `token_ids`, `sampling_params.max_tokens` and
 //! `sampling_params.routed_experts_prompt_start` are honoured. The reply has `choices[0]` with
-//! `token_ids`, `finish_reason`, `logprobs.content` (`token` is `token_id:ID`) and `routed_experts`:
-//! `data` (base64), `shape` `[rows, MoE layers, top_k]`, `dtype` and `start`, up to the row of the
-//! last token but one. Errors have OpenAI's form.
+//! `token_ids`, `finish_reason`, `logprobs.content` (`token` is `token_id:ID`) and
+//! `routed_experts`: `data` (base64), `shape` `[rows, MoE layers, top_k]`, `dtype` and `start`, up
+//! to the row of the second-to-last token. Errors have OpenAI's form.
 //!
 //! # Histories
 //!

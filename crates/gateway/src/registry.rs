@@ -16,7 +16,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 /// Random bytes of a secret.
 const SECRET_BYTES: usize = 24;
 
-/// A new secret, in hexadecimal.
+/// Generates a secret, in hexadecimal.
 pub(crate) fn secret() -> String {
     let mut secret = String::with_capacity(2 * SECRET_BYTES);
     for byte in rand::random::<[u8; SECRET_BYTES]>() {

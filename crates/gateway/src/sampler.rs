@@ -28,50 +28,53 @@ pub trait Sampler: Send + Sync + Debug {
     /// Prompt tokens of a request.
     async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError>;
 
-    /// Samples one reply to a prompt in tokens, if the episode's agent may write its own prompts.
+    /// Samples one reply to a tokenised prompt.
+    ///
+    /// # Errors
+    /// [`SampleError::Refused`] by default: an episode must allow its agent to send tokens.
     async fn generate(&self, _: TokenRequest) -> Result<SampledTokens, SampleError> {
         Err(SampleError::Refused("this episode takes messages, not tokens".to_owned()))
     }
 }
 
-/// A prompt in tokens.
+/// A request with a tokenised prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TokenRequest {
     /// The whole prompt, `[P]`; never empty.
     pub token_ids: Arc<[u32]>,
     /// Maximum number of tokens of the reply; at least 1.
     pub max_tokens: Option<usize>,
-    /// The first routing row that the client wants.
+    /// Index of the first routing row to return.
     pub rows_from: usize,
-    /// The client's library says that it sends this request again.
+    /// Whether the client's library marks this request as a retry.
     pub repeats: bool,
 }
 
-/// A sampled reply in tokens.
+/// A sampled reply as tokens.
 #[derive(Debug)]
 pub struct SampledTokens {
-    /// Sampled token ids, `[N]`, with the one that ended the reply.
+    /// Sampled token ids, `[N]`, including the one that ended the reply.
     pub token_ids: Vec<u32>,
     /// Their log-probabilities, `[N]`, in nats.
     pub logprobs: Vec<f32>,
-    /// Why it ended: `Stop` or `Length`.
+    /// Why the reply ended: `Stop` or `Length`.
     pub finish: Finish,
-    /// Prompt tokens that were not computed again.
+    /// Number of prompt tokens served from the cache.
     pub cached: usize,
-    /// Routing rows up to the last token but one, if the model has them.
+    /// Routing rows up to the second-to-last token; `None` if the model has no routers.
     pub rows: Option<RoutedExperts>,
-    /// Told when the client has been sent everything.
+    /// Notified once the whole reply was sent to the client.
     pub receipt: Receipt,
 }
 
-/// Routing rows in the form of the wire.
+/// Routing rows as they are sent to the client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RoutedExperts {
     /// Index of the first row.
     pub start: usize,
-    /// Row-major expert ids, little-endian.
+    /// Expert ids `[rows, MoE layers, top_k]`, row-major, little-endian, in `dtype`.
     pub bytes: Vec<u8>,
-    /// Rows, MoE layers, top-k.
+    /// Number of rows, of MoE layers, and top-k.
     pub shape: [usize; 3],
     /// `uint8` or `uint16`.
     pub dtype: &'static str,
@@ -109,7 +112,7 @@ pub struct SampleRequest {
     pub top_p: Option<f32>,
     /// Whether the client asks for thinking or declines it, if it says so.
     pub thinking: Option<bool>,
-    /// The client's library says that it sends this request again.
+    /// Whether the client's library marks this request as a retry.
     pub repeats: bool,
 }
 
@@ -153,7 +156,7 @@ pub struct Sampled {
     pub usage: Usage,
     /// Every sampled token, thinking and markers included.
     pub tokens: Vec<SampledToken>,
-    /// Told when the client has been sent everything.
+    /// Notified once the whole reply was sent to the client.
     pub receipt: Receipt,
 }
 
@@ -175,7 +178,7 @@ pub enum Finish {
 pub struct Usage {
     /// Tokens of the prompt, cached ones included.
     pub prompt: usize,
-    /// Prompt tokens that were not computed again.
+    /// Number of prompt tokens served from the cache.
     pub cached: usize,
     /// Sampled tokens, thinking included.
     pub completion: usize,

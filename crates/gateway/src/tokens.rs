@@ -1,4 +1,5 @@
-//! Sampling in tokens: vLLM's `/inference/v1/generate`, for clients that render prompts themselves.
+//! Token-level sampling: vLLM's `/inference/v1/generate`, for clients that render prompts
+//! themselves.
 
 use crate::answer::{Frames, body_of, envelope, with_headers};
 use crate::episode::Episode;
@@ -14,7 +15,8 @@ use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// What is read of a request. Other fields are ignored, as are sampling parameters: the run's decide.
+/// The fields of a request that are read. All others are ignored, including sampling parameters,
+/// which the run decides.
 #[derive(Deserialize)]
 struct Wanted {
     token_ids: Vec<u32>,
@@ -61,7 +63,7 @@ struct Logprob {
     logprob: f32,
 }
 
-/// Clients cut `data` out of the text of the reply, so it comes first.
+/// Routing rows. `data` comes first, because clients cut it out of the reply's text.
 #[derive(Serialize)]
 struct Rows {
     data: String,
@@ -83,7 +85,7 @@ struct Cached {
     cached_tokens: usize,
 }
 
-/// Samples a reply to a prompt in tokens. Errors have OpenAI's form.
+/// Samples a reply to a tokenised prompt. Errors have OpenAI's format.
 pub(crate) async fn generate(
     State(options): State<Arc<GatewayOptions>>,
     Extension(episode): Extension<Episode>,

@@ -77,8 +77,8 @@ metrics_line! {
         /// Branches that began in conversations of agents with their own loop, by cause: `tools`, `opening`,
         /// `history`, `repeated`, `thinking`. Absent if none did.
         forks: BTreeMap<String, u64>, "branches by cause", healthy: "as many as the agent compacts its history or starts sub-agents; `history` in every episode means that it edits its history";
-        /// Numbers that workers outside returned with their rewards, by name: the mean over the episodes
-        /// that have one. Absent if none has.
+        /// Numbers that external workers returned with their rewards, by name: the mean over the
+        /// episodes that have the number. Absent if no episode has one.
         worker_metrics: BTreeMap<String, f64>, "any, by name", healthy: "as the environment defines them";
         /// Staleness of the oldest token of each trained episode, mean.
         staleness_mean: f64, "policy versions, ≥ 0", healthy: "at most `run.max_staleness`";

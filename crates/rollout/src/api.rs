@@ -139,7 +139,7 @@ pub struct EpisodeReport {
     pub patch: String,
     /// The grader's verdict; `None` if nothing was graded.
     pub verdict: Option<Verdict>,
-    /// Numbers that a worker outside returned with its reward, by name.
+    /// Numbers that an external worker returned with its reward, by name. All are finite.
     pub metrics: BTreeMap<String, f64>,
     /// Rows that a later reply repeated with other experts; the first ones are kept.
     pub routing_drift: u64,

@@ -73,7 +73,7 @@ pub enum ChatErrorKind {
          the tokenizer, so the thinking cannot be cut there; set rollout.history = \"sampled\""
     )]
     ThinkingIsNotOneToken(&'static str),
-    /// Calls that the template shows are not read back as they were.
+    /// Tool calls rendered by the template cannot be read back unchanged.
     #[error(
         "the chat template shows tool calls in a format that is not known exactly (known: JSON or \
          <function=NAME> between <tool_call> tags), so the policy's calls could not be read; set \
@@ -145,11 +145,12 @@ impl ChatModel {
     /// turn and the next delta. It may only drop the thinking of earlier turns; `options.history`
     /// says whether prompts then drop it too.
     ///
-    /// Calls that the template shows must be read back as they were, where the policy's calls are read.
+    /// If the policy's tool calls are read, calls rendered by the template must be read back
+    /// unchanged.
     ///
     /// # Errors
     /// If a file is missing or malformed, or if the template drops or rewrites other text, or shows
-    /// calls in another format than those of [`ToolFormat`].
+    /// calls in a format other than those of [`ToolFormat`].
     pub fn load_for(folder: &Utf8Path, options: ChatOptions) -> Result<Self, ChatError> {
         let run = || {
             let mut model = Self::read(folder, options)?;
@@ -158,7 +159,7 @@ impl ChatModel {
             let reads_calls = match model.options.scaffold {
                 Scaffold::Tools => !model.options.tools.is_empty(),
                 Scaffold::Command => true,
-                // Of requests from outside, those with tools are refused.
+                // Requests with tools are refused later, one by one.
                 Scaffold::Outside | Scaffold::R2eXml | Scaffold::Mini => false,
             };
             model.tool_format = format.ok().flatten();
@@ -231,12 +232,13 @@ impl ChatModel {
         Ok(model)
     }
 
-    /// The format in which the template shows tool calls; the default one if that is none of them.
+    /// The format in which the template shows tool calls; the default format if it is not a known
+    /// one.
     pub fn tool_format(&self) -> ToolFormat {
         self.tool_format.unwrap_or_default()
     }
 
-    /// Whether tool calls are read as the template shows them.
+    /// Whether the template shows tool calls in a known format.
     pub(crate) fn reads_tool_calls(&self) -> bool {
         self.tool_format.is_some()
     }

@@ -130,7 +130,8 @@ pub(crate) struct Line {
     counters: Counters,
 }
 
-/// Number of `new` tokens up to the one that completes a stop string in the turn of `begun` and `new`.
+/// Number of `new` tokens up to and including the one that completes a stop string, in a turn that
+/// consists of `begun` and then `new`. `None` if no stop string occurs.
 fn stop_at(
     chat: &ChatModel,
     stops: &[String],

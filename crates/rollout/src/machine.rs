@@ -114,7 +114,7 @@ pub enum EpisodeEvent {
         /// The limit that ended it; `None` if it ended by itself.
         truncated_by: Option<Limit>,
     },
-    /// A worker outside returned the episode.
+    /// An external worker returned the episode.
     Returned {
         /// Its reward, 0.0 to 1.0.
         reward: f64,
@@ -167,7 +167,7 @@ pub enum EpisodeCommand {
     Act,
     /// Run the agent with its own loop until it ends.
     RunAgent,
-    /// Offer the episode to workers outside, and wait for its return.
+    /// Offer the episode to external workers, and wait for its return.
     Offer,
     /// Collect the agent's change, close its sandbox and grade the change.
     Grade,
@@ -204,8 +204,8 @@ impl EpisodeMachine {
         (machine, EpisodeCommand::OpenSandbox)
     }
 
-    /// A machine of an episode that a worker outside runs and grades: it starts in `AgentRunning`, with
-    /// the command [`EpisodeCommand::Offer`].
+    /// The machine of an episode that an external worker runs and grades. It starts in
+    /// `AgentRunning`, with the command [`EpisodeCommand::Offer`].
     pub fn outside(limits: EpisodeLimits) -> (Self, EpisodeCommand) {
         let machine = Self { limits, has_agent: true, phase: EpisodePhase::AgentRunning };
         (machine, EpisodeCommand::Offer)

@@ -18,11 +18,11 @@ const TRACKED_BYTES: usize = 1 << 20;
 const TRACKED: &str = "git -c safe.directory='*' ls-files -z -c -i --exclude-standard 2>/dev/null";
 const RESET: &str = include_str!("repository/reset.sh");
 const START: &str = include_str!("repository/start.sh");
-/// Restores files of HEAD. One that HEAD does not have stays as it is.
+/// Restores files from HEAD. Files that are not in HEAD are left alone.
 const RESTORE: &str = "for file; do git checkout -q HEAD -- \"$file\" || true; done";
 
-/// Makes the tree that the task starts from out of the image's, as HEAD of its repository, and removes
-/// `withheld` from it.
+/// Creates the task's starting tree from the image's tree, commits it as HEAD of the repository,
+/// and then removes the withheld files.
 pub(crate) async fn start(
     sandbox: &mut dyn Sandbox,
     task: &Task,
@@ -41,7 +41,7 @@ pub(crate) async fn start(
     Err(refused(sandbox, "start", problem))
 }
 
-/// Restores the test files of a task whose start is HEAD, whatever the change made of them.
+/// Restores the test files of a task whose starting tree is HEAD, whatever the change did to them.
 pub(crate) async fn restore_tests(
     sandbox: &mut dyn Sandbox,
     start: &TaskStart,
@@ -61,10 +61,10 @@ fn script(text: &str, arguments: &[String]) -> Command {
     command
 }
 
-/// Makes the tree that the agent starts from: removes the hidden tests and, with `hide_history`, the
-/// repository's history. Returns the files that git tracks although an ignore file names them.
+/// Creates the tree that the agent starts from: removes the hidden tests and, with `hide_history`,
+/// the repository's history. Returns the files that git tracks although an ignore file names them.
 ///
-/// A history that has the solution is hidden without `hide_history` too.
+/// A history that contains the solution is always hidden.
 pub(crate) async fn reset(
     sandbox: &mut dyn Sandbox,
     task: &Task,

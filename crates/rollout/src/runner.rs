@@ -141,7 +141,7 @@ impl EpisodeRunner {
                 },
                 EpisodeCommand::Offer => match &self.outside {
                     Some(outside) => attempt.run_outside(outside, limits).await,
-                    None => failed(Stage::Setup, "there is no gateway for workers"),
+                    None => failed(Stage::Setup, "the run has no gateway for workers"),
                 },
                 EpisodeCommand::Grade => self.grade(&mut attempt, &mut agent).await,
             };
@@ -172,7 +172,7 @@ impl EpisodeRunner {
             }
             let own = row.steps.iter().filter_map(|step| step.agent_timeout_s).map(seconds);
             time = own.fold(time, Duration::min);
-            // Its tests may run in the same container.
+            // The tests may run in the same container.
             grading_time = task.test_timeout;
         }
         let lifetime = time.saturating_add(grading_time);
@@ -271,7 +271,7 @@ impl EpisodeRunner {
         event
     }
 
-    /// Grades a Harbor task by the state in which the agent left its container.
+    /// Grades a Harbor task by the state of the container that the agent left.
     async fn grade_harbor(
         &self,
         attempt: &mut Attempt,
@@ -301,7 +301,7 @@ impl EpisodeRunner {
             Ok(graded) => {
                 let graded = graded.graded();
                 if let Some(problem) = &graded.problem {
-                    tracing::info!(task = row.name, problem, "the tests stated no reward");
+                    tracing::info!(task = row.name, problem, "the tests wrote no valid reward");
                 }
                 self.write_log(&attempt.calls.request, &graded).await;
                 let reward = graded.verdict.reward;

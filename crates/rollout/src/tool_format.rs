@@ -1,7 +1,7 @@
 //! The formats in which models write tool calls.
 //!
-//! A format is used only with a chat template that shows calls in it exactly: [`ToolFormat::of`] has the
-//! template render calls and reads them back.
+//! A format is used only if the chat template renders calls in exactly this format:
+//! [`ToolFormat::of`] renders probe calls and reads them back.
 
 use crate::api::Action;
 use serde_json::{Map, Value, json};
@@ -19,19 +19,19 @@ pub enum ToolFormat {
     /// `{"name": …, "arguments": {…}}`: Hermes, Qwen 2.5, Qwen 3.
     #[default]
     Json,
-    /// `<function=NAME>` with a `<parameter=KEY>` for each argument: Qwen3-Coder, Qwen 3.5, Nemotron 3.
-    /// Texts are not quoted, so the tool's schema decides which values are texts.
+    /// `<function=NAME>` with a `<parameter=KEY>` for each argument: Qwen3-Coder, Qwen 3.5,
+    /// Nemotron 3. Strings are not quoted, so the tool's schema decides which values are strings.
     Xml,
 }
 
 /// A part of a reply.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Piece<'a> {
-    /// Text outside of calls.
+    /// Text outside calls.
     Text(&'a str),
-    /// What is between the tags, read.
+    /// A call, or why the text between the tags is not one.
     Call(Result<Action, String>),
-    /// A call that does not end.
+    /// A call without a closing tag.
     Unclosed,
 }
 
@@ -39,8 +39,8 @@ impl ToolFormat {
     /// Every format.
     pub const ALL: [Self; 2] = [Self::Json, Self::Xml];
 
-    /// The format in which `render` shows calls; `None` if it is none of [`Self::ALL`]. `render` gets
-    /// calls of the tool `probe` and gives the text of a turn that has them.
+    /// The format in which `render` writes calls; `None` if it is none of [`Self::ALL`]. `render`
+    /// gets calls of the tool `probe` and returns the text of a turn with these calls.
     pub(crate) fn of<E>(
         render: impl Fn(&[Action]) -> Result<String, E>,
     ) -> Result<Option<Self>, E> {
@@ -55,7 +55,7 @@ impl ToolFormat {
         Ok(Self::ALL.into_iter().find(exact))
     }
 
-    /// Splits a text at its calls. `tools` are JSON schemas, in the form that chat templates read.
+    /// Splits a text at its calls. `tools` are the JSON schemas that chat templates get.
     pub(crate) fn read<'a>(self, text: &'a str, tools: &[Value]) -> Vec<Piece<'a>> {
         let (mut pieces, mut rest) = (Vec::new(), text);
         while let Some((before, after)) = rest.split_once(OPEN) {
@@ -85,7 +85,7 @@ fn xml(body: &str, tools: &[Value]) -> Result<Action, String> {
     let schema = schema.find_map(|tool| tool.pointer("/parameters/properties"));
     let (mut arguments, mut rest) = (Map::new(), inside.trim_start());
     while !rest.is_empty() {
-        let parameter = rest.strip_prefix(PARAMETER).ok_or("text outside of a <parameter=KEY>")?;
+        let parameter = rest.strip_prefix(PARAMETER).ok_or("text outside a <parameter=KEY>")?;
         let (key, after) = parameter.split_once('>').ok_or("<parameter=KEY> is not closed")?;
         let (value, after) =
             after.split_once(END_PARAMETER).ok_or("a parameter has no </parameter>")?;
@@ -100,8 +100,9 @@ fn xml(body: &str, tools: &[Value]) -> Result<Action, String> {
     Ok(Action { name: name.to_owned(), arguments: Value::Object(arguments) })
 }
 
-/// A value by its declared type: a text as it is, everything else as JSON. A value that is not of its
-/// type, or has none, is JSON if it can be, else text.
+/// Reads a value by its declared type: a string as it is, everything else as JSON. A value that
+/// does not match its type, or has none declared, is read as JSON if that is possible, else as a
+/// string.
 fn typed(value: &str, declared: Option<&Value>) -> Value {
     let kind = declared.and_then(|schema| schema.get("type"));
     let is = |name: &str| {
@@ -114,7 +115,7 @@ fn typed(value: &str, declared: Option<&Value>) -> Value {
     {
         return if is("null") && value == "null" { Value::Null } else { Value::from(value) };
     }
-    // Python's words, which some templates show.
+    // Python's spelling, which some templates write.
     let value = match value {
         "True" if is("boolean") => "true",
         "False" if is("boolean") => "false",
@@ -124,7 +125,7 @@ fn typed(value: &str, declared: Option<&Value>) -> Value {
     serde_json::from_str(value).unwrap_or_else(|_| Value::from(value))
 }
 
-/// Calls with every type of argument, and texts that look like something else.
+/// Calls with every type of argument, and strings that look like other types.
 fn probes() -> Vec<Action> {
     let call = |arguments: Value| Action { name: "probe".to_owned(), arguments };
     vec![
@@ -154,7 +155,7 @@ mod tests {
     use crate::template::ChatTemplate;
     use proptest::prelude::*;
 
-    /// The part of a template that shows calls, as Qwen 3 and Qwen3-Coder have it.
+    /// The part of the templates of Qwen 3 and Qwen3-Coder that renders calls.
     const JSON_TEMPLATE: &str = r#"{% for m in messages %}{% for c in m.tool_calls or [] %}<tool_call>
 {"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
 </tool_call>{% endfor %}{% endfor %}"#;
@@ -181,7 +182,7 @@ mod tests {
         assert_eq!(detected(JSON_TEMPLATE), Some(ToolFormat::Json));
         assert_eq!(detected(XML_TEMPLATE), Some(ToolFormat::Xml));
         assert_eq!(detected(OTHER_TEMPLATE), None);
-        // Shows texts and numbers in the same way, but loses line breaks.
+        // Renders strings and numbers alike, but loses line breaks.
         assert_eq!(
             detected(&XML_TEMPLATE.replace("v if v is string", "v | trim if v is string")),
             Some(ToolFormat::Xml)

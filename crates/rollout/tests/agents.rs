@@ -205,7 +205,7 @@ async fn docker_a_minimal_agent_repairs_micro_tasks() {
     solves(Case { name, agent, tool: "bash", argument: "command", last: None }, folder).await;
 }
 
-/// A tunnel to the listed address, one to another address, then the minimal agent.
+/// Opens a tunnel to the listed address, tries another address, then runs the minimal agent.
 const THROUGH_THE_PROXY: &str = r#"python3 - <<'END' || exit 3
 import http.client, os, urllib.parse
 proxy = urllib.parse.urlsplit(os.environ["HTTPS_PROXY"])

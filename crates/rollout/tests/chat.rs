@@ -82,7 +82,7 @@ fn a_template_decides_in_which_format_calls_are_read() {
     let (_folder, chat) = micro(&MICRO_CHAT_TEMPLATE.replace(json, xml));
     let chat = chat.unwrap();
     assert_eq!(chat.tool_format(), ToolFormat::Xml);
-    // Rendered, tokenized, decoded and read, calls are what they were.
+    // Calls survive rendering, tokenising, decoding and parsing unchanged.
     let edit = json!({"path": "12", "line": 2, "new": "    return [\"a\",\n\ttrue]\n"});
     let calls =
         [bash("ls | grep '<b>'\n\npwd"), Action { name: "edit".to_owned(), arguments: edit }];
@@ -94,7 +94,7 @@ fn a_template_decides_in_which_format_calls_are_read() {
 
     let other = r"{{- '[TOOL_CALLS]' + c.function.name + (c.function.arguments | tojson) -}}";
     let (folder, chat) = micro(&MICRO_CHAT_TEMPLATE.replace(json, other));
-    // A prompt may describe a format that the template does not know.
+    // Without tools, the prompt may describe any format.
     chat.unwrap();
     let path = Utf8Path::from_path(folder.path()).unwrap();
     for scaffold in [Scaffold::Tools, Scaffold::Command] {

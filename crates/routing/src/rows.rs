@@ -103,7 +103,7 @@ impl RoutedRows {
         self.row_bytes
     }
 
-    /// Leaves out the last `rows` rows, or all if there are fewer.
+    /// Drops the last `rows` rows, or all if there are fewer.
     pub fn drop_last(&mut self, rows: usize) {
         self.rows = self.rows.saturating_sub(rows);
         let mut left = self.rows * self.row_bytes;

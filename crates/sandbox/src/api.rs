@@ -345,9 +345,9 @@ pub trait Sandbox: Send + std::fmt::Debug {
         cap: ByteSize,
     ) -> Result<Vec<FileEntry>, SandboxError>;
 
-    /// From here on, [`Sandbox::write_files`], [`Sandbox::read_files`] and [`Sandbox::read_tree`] are relative
-    /// to this absolute path instead of the working directory. Commands, marks and lists of changes keep
-    /// theirs.
+    /// Makes the paths of later calls of [`Sandbox::write_files`], [`Sandbox::read_files`] and
+    /// [`Sandbox::read_tree`] relative to the absolute path `path` instead of the working
+    /// directory. Commands, marks and lists of changes still use the working directory.
     ///
     /// Fails with [`Refused`](crate::SandboxErrorKind::Refused) in a reusable sandbox.
     async fn set_root(&mut self, path: &str) -> Result<(), SandboxError>;

@@ -120,9 +120,9 @@ pub enum Request {
     },
     /// Kill the running command now. Gets no reply of its own, and is ignored if no command runs.
     Stop,
-    /// From here on, [`Request::Write`], [`Request::ReadTree`] and [`Request::ReadFiles`] are relative to
-    /// this folder instead of the working directory. Answered by [`Reply::Ack`]; refused in a container
-    /// that is reset.
+    /// Makes the paths of later [`Request::Write`], [`Request::ReadTree`] and
+    /// [`Request::ReadFiles`] requests relative to this folder instead of the working directory.
+    /// Answered by [`Reply::Ack`]; refused in a container that is reset.
     Root {
         /// Absolute path.
         path: String,

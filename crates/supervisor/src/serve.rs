@@ -37,7 +37,7 @@ const FREEING_TIME: Duration = Duration::from_secs(2);
 
 struct Server {
     options: Options,
-    /// Folder that files are written to and read from.
+    /// Folder to which paths of written and read files are relative.
     root: PathBuf,
     input: File,
     output: File,

@@ -15,22 +15,23 @@ use tokio::sync::{mpsc, oneshot};
 pub struct SyntheticSandboxes {
     /// Output of every command.
     pub output: String,
-    /// Who does the work of commands with a forwarded port; `None` = such commands do nothing.
+    /// Receives commands with a forwarded port, to run them as agents; `None` = such commands do
+    /// nothing.
     pub agents: Option<mpsc::Sender<AgentJob>>,
 }
 
-/// A command with a forwarded port.
+/// A command with a forwarded port, to be run as an agent.
 #[derive(Debug)]
 pub struct AgentJob {
-    /// The variable `TASK_PROMPT`.
+    /// Value of the variable `TASK_PROMPT`.
     pub prompt: String,
-    /// The only connection to the port.
+    /// The single connection to the port.
     pub stream: DuplexStream,
-    /// Told at the end; a failure ends the command with status 1 and this output.
+    /// Receives the result; a failure ends the command with status 1 and this output.
     pub done: oneshot::Sender<Result<(), String>>,
 }
 
-/// Bytes of the connection that are on their way in each direction.
+/// Bytes in flight on the connection, in each direction.
 const WINDOW: usize = 256 * 1024;
 
 #[async_trait]
@@ -57,7 +58,7 @@ struct SyntheticSandbox {
 }
 
 impl SyntheticSandbox {
-    /// The result of a command whose work is done by an agent elsewhere.
+    /// Runs a command as an agent, if agents are attached; `None` for all other commands.
     async fn work(&self, command: &Command, forward: Forward<'_>) -> Option<Result<(), String>> {
         let agents = self.agents.as_ref()?;
         let prompt = command.env.iter().find(|(name, _)| name == "TASK_PROMPT");
@@ -68,7 +69,7 @@ impl SyntheticSandbox {
             return Some(Err("the port is not served".to_owned()));
         }
         if agents.send(AgentJob { prompt, stream, done }).await.is_err() {
-            return Some(Err("no agent does the work".to_owned()));
+            return Some(Err("no agent took the command".to_owned()));
         }
         Some(ended.await.unwrap_or_else(|error| Err(error.to_string())))
     }

@@ -5,11 +5,11 @@
 //!
 //! [`micro`] generates the bundled tasks, [`expert`] solves them with scripted episodes, and
 //! [`repair`] makes tasks from any Python repository with tests. [`load`] reads rows of [`r2e`]
-//! (R2E-Gym), [`PlainRow`]s and [`swe`] (SWE-bench and its family, with scripts, log parsers and verdicts)
-//! from files, and [`harbor`] reads Harbor's task folders;
-//! [`predictions`] reads patches made by agents. [`patch`] makes and applies unified diffs, [`verify`]
-//! builds the trees that are graded, and [`grade`] turns a test log into a [`Verdict`]. [`reporter`]
-//! runs tests so that what they print cannot decide; [`Finding`] is what a verdict noticed besides.
+//! (R2E-Gym), [`PlainRow`]s and [`swe`] (SWE-bench and its family, with scripts, log parsers and
+//! verdicts) from files, and [`harbor`] reads Harbor's task folders; [`predictions`] reads patches
+//! made by agents. [`patch`] makes and applies unified diffs, [`verify`] builds the trees that are
+//! graded, and [`grade`] turns a test log into a [`Verdict`]. [`reporter`] runs tests so that what
+//! they print cannot decide; [`Finding`] is what a verdict noticed besides.
 
 mod column;
 pub mod expert;

@@ -46,7 +46,7 @@ pub enum Row {
     R2e(Box<R2eRow>),
     /// SWE-bench and its family: SWE-Gym, SWE-rebench, SWE-smith.
     Swe(Box<SweRow>),
-    /// A task of an environment that a worker outside has.
+    /// A task whose environment an external worker provides.
     Plain(Box<PlainRow>),
     /// A Harbor task.
     Harbor(Box<HarborRow>),
@@ -412,7 +412,8 @@ impl<R: BufRead> JsonLines<R> {
 }
 
 /// The row inside an entry of a trainer's data set: rLLM and verl store it in `extra_info`, as an
-/// object or as JSON text, and NeMo-Gym in members of its own. At most `depth` levels are unwrapped.
+/// object or as JSON text, and NeMo-Gym in members of its own. At most `depth` levels are
+/// unwrapped.
 ///
 /// # Errors
 /// The reason why the entry has no row that can be a task.
@@ -428,7 +429,7 @@ fn unwrapped(mut value: Value, depth: usize) -> Result<Value, String> {
     inner.map_or(Ok(value), |inner| unwrapped(inner, depth - 1))
 }
 
-/// An object, or the JSON value that a text has.
+/// An object as it is, or the JSON value that a text contains.
 fn parsed(value: Option<Value>) -> Option<Value> {
     match value? {
         Value::String(text) => serde_json::from_str(&text).ok(),

@@ -1,7 +1,7 @@
-//! Plain rows: tasks of an environment that a worker outside has.
+//! Plain rows: tasks whose environment an external worker provides.
 //!
-//! A plain row has the columns `id` and `prompt`, and any others that its environment reads. The worker
-//! gets all of them, because it gives the reward.
+//! A plain row has the columns `id` and `prompt`, and any others that its environment reads. The
+//! worker gets all of them, because it determines the reward.
 
 use crate::column::ColumnProblem;
 use crate::task::{Origin, Split, Task};
@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Name of the environment of plain rows.
 pub(crate) const ENVIRONMENT: &str = "plain";
 
-/// Longest prompt, and longest row as JSON, in bytes.
+/// Maximum size of a row as JSON, in bytes.
 const ROW_BYTES: usize = 4 << 20;
 
 /// A checked row.
@@ -29,7 +29,7 @@ impl PlainRow {
         row.get("id").is_some() && row.get("prompt").is_some()
     }
 
-    /// Checks a row.
+    /// Checks a row. The error says what is wrong, to be appended to the row's name.
     pub(crate) fn from_value(row: Value) -> Result<Self, String> {
         let Value::Object(columns) = row else { return Err("is not an object".to_owned()) };
         let text = |column: &str| {
@@ -41,7 +41,7 @@ impl PlainRow {
             .map_err(|error| ColumnProblem::new("id", error).to_string())?;
         let size = serde_json::to_string(&columns).map_err(|error| error.to_string())?.len();
         if size > ROW_BYTES {
-            return Err(format!("has {size} bytes; at most {ROW_BYTES} are possible"));
+            return Err(format!("has {size} bytes; at most {ROW_BYTES} are allowed"));
         }
         Ok(Self { id, prompt, columns })
     }
@@ -51,12 +51,12 @@ impl PlainRow {
         self.id.as_str()
     }
 
-    /// What the policy is asked.
+    /// The prompt for the policy.
     pub fn prompt(&self) -> &str {
         &self.prompt
     }
 
-    /// The family, for reports: the column `family`, if it is text.
+    /// The family, for reports: the column `family` if it is text.
     pub fn family(&self) -> &str {
         self.columns.get("family").and_then(Value::as_str).unwrap_or(ENVIRONMENT)
     }

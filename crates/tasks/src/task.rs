@@ -44,10 +44,10 @@ pub enum Origin {
     R2e,
     /// A git repository in an image of the SWE-bench family; the row defines how it is tested.
     SweBench(Box<SweRow>),
-    /// A worker outside has the environment and gives the reward; these are the row's columns, which it
-    /// gets.
+    /// An external worker provides the environment and returns the reward; these are the row's
+    /// columns, which it gets.
     Outside(Box<serde_json::Map<String, serde_json::Value>>),
-    /// The container of a Harbor task; the row has its tests and defines how they run.
+    /// The container of a Harbor task; the row contains its tests and defines how they run.
     Harbor(Box<HarborRow>),
 }
 
@@ -102,7 +102,7 @@ impl Task {
         }
     }
 
-    /// What makes the tree that the task starts from out of the image's; `None` if the image has it.
+    /// How the task's starting tree is made from the image's tree; `None` if they are the same.
     pub fn start(&self) -> Option<TaskStart> {
         match &self.origin {
             Origin::SweBench(row) if row.family() == SweFamily::SweSmith => {
@@ -117,7 +117,7 @@ impl Task {
         }
     }
 
-    /// Variables that the task sets for every command, besides those of its image.
+    /// Environment variables that the task sets for every command, in addition to its image's.
     pub fn variables(&self) -> impl Iterator<Item = (&str, &str)> {
         let of_row = match &self.origin {
             Origin::Harbor(row) => Some(&row.image.env),
@@ -127,8 +127,8 @@ impl Task {
     }
 }
 
-/// What makes the tree that a task starts from out of the image's. The repository's history has the
-/// solution then.
+/// How a task's starting tree is made from the image's tree. In that case the repository's history
+/// contains the solution.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TaskStart {
     /// Unified diff that is applied to the image's tree. Never shown to the agent.

@@ -201,7 +201,7 @@ fn a_log_of_verbose_lines_is_graded_by_its_lines_between_the_markers() {
     assert!(resolved(&log("", "PASSED")));
     assert!(!resolved(&log("", "FAILED")));
     assert!(!resolved(&log("tests/test_seqs.py::test_take PASSED", "GONE")));
-    // SWE-bench's harness reads the whole log here; those of the other data sets do not.
+    // SWE-bench's harness falls back to the whole log here; those of the other data sets do not.
     let empty = "tests/test_seqs.py::test_take PASSED\ntests/test_seqs.py::test_drop PASSED\n\
         tests/test_colls.py::test_zip PASSED\n+ : '>>>>> Start Test Output'\n\
         + : '>>>>> End Test Output'\n";

@@ -1,5 +1,5 @@
-//! Which Harbor task folders are read, compared with the `harbor` package. `ORCHESTRATE_HARBOR` names its
-//! virtual environment.
+//! Compares which task folders are accepted here and by the `harbor` package. `ORCHESTRATE_HARBOR`
+//! names the package's virtual environment.
 
 #![expect(clippy::unwrap_used, reason = "a panic fails the test")]
 
@@ -137,7 +137,7 @@ fn write(folder: &Path, files: &[(&str, &str)]) {
     }
 }
 
-/// Folders with one `task.toml` each, and folders whose files are wrong in some way.
+/// Folders with one `task.toml` each, and folders with invalid files.
 fn folders(root: &Path) -> Vec<PathBuf> {
     let usual = [
         ("instruction.md", "Do it.\n"),

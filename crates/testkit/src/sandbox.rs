@@ -404,7 +404,7 @@ impl Sandbox for ScriptedSandbox {
         Ok(files)
     }
 
-    /// Its files have only one root.
+    /// Changes nothing: scripted files have only one root.
     async fn set_root(&mut self, _path: &str) -> Result<(), SandboxError> {
         FakeSandboxes::check(&self.records, Operation::Write, self.purpose)
     }

@@ -1,4 +1,4 @@
-"""An environment of verifiers: a task is rewarded for a short reply."""
+"""A verifiers environment that rewards short replies."""
 
 from collections.abc import Iterable
 

@@ -52,7 +52,8 @@ fn named(task: &TaskFolder) -> String {
     if task.name == "packaged" { "org__packaged".to_owned() } else { task.name.to_owned() }
 }
 
-/// Four tasks, and three whose solutions reach for the reward file instead of solving them.
+/// Imports and verifies four tasks, and three whose solutions forge the reward instead of solving
+/// them.
 #[test]
 fn docker_harbor_tasks_are_imported_and_their_rewards_verified() {
     if !docker_or_skip("docker_harbor_tasks_are_imported").unwrap() {
@@ -93,7 +94,7 @@ fn docker_harbor_tasks_are_evaluated_with_a_shared_and_a_separate_verifier() {
     }
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("tasks");
-    // What the bundled policy does is not what these reward: the variable is set where they run.
+    // These tasks reward every agent: they only check that a variable is set where the tests run.
     for task in tasks::given() {
         task.write(&folder);
     }

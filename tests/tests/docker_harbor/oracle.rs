@@ -1,4 +1,5 @@
-//! The same tasks run by the `harbor` package: `ORCHESTRATE_HARBOR` names its virtual environment.
+//! Runs the same tasks with the `harbor` package: `ORCHESTRATE_HARBOR` names its virtual
+//! environment.
 
 use super::{import, is_same, named, tasks, verified};
 use orchestrate_e2e::{docker_or_skip, run, say, skip, stderr};
@@ -18,7 +19,8 @@ fn harbor(test: &str) -> Option<PathBuf> {
     Some(path)
 }
 
-/// A folder of Docker's client in which Compose is this test's own, where the client has none.
+/// A Docker client configuration whose Compose plugin is a stand-in, for clients without that
+/// plugin.
 fn docker_config(harbor: &Path, dir: &Path) -> Option<PathBuf> {
     let compose = Command::new("docker").args(["compose", "version"]).output().unwrap();
     if compose.status.success() {
@@ -121,7 +123,7 @@ fn docker_exported_tasks_have_the_same_verdicts_in_harbor() {
         run(&["tasks", "export", "harbor", "micro", "--sample", "4", "--out", out]).unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     for task in std::fs::read_dir(&folder).unwrap() {
-        // Harbor's way to take the network away needs an image from a registry.
+        // Harbor disables the network with an image that it pulls from a registry.
         let config = task.unwrap().path().join("task.toml");
         let text = std::fs::read_to_string(&config).unwrap();
         std::fs::write(&config, text.replace("no-network", "public")).unwrap();

@@ -1,11 +1,11 @@
-//! Small Harbor tasks on the image of the micro environment, each about one rule.
+//! Small Harbor tasks on the image of the micro environment. Each tests one rule.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
-/// Writes `/app/out` with the wanted content.
+/// Writes the expected content to `/app/out`.
 const SOLVE: &str = "#!/bin/bash\necho done > /app/out\n";
-/// The reward is 1 if `/app/out` has it.
+/// Rewards 1 if `/app/out` has the expected content.
 const TEST: &str = "#!/bin/bash\nif [ \"$(cat /app/out 2>/dev/null)\" = done ]; then r=1; else r=0; fi\n\
      echo $r > /logs/verifier/reward.txt\n";
 const DOCKERFILE: &str = "FROM orchestrate/micro:latest\nWORKDIR /app\n";
@@ -30,7 +30,7 @@ impl TaskFolder {
     }
 }
 
-/// A task with the usual files, of which `changes` replaces some and adds others.
+/// A task with the usual files. `changes` replaces or adds files.
 fn task(
     name: &'static str,
     rewards: [f64; 2],
@@ -45,13 +45,13 @@ fn task(
     ];
     let is_changed = |path: &str| changes.iter().any(|(changed, _)| *changed == path);
     let mut files: Vec<_> = usual.into_iter().filter(|(path, _)| !is_changed(path)).collect();
-    // An empty content removes a usual file.
+    // Empty content removes a usual file.
     files.extend(changes.iter().filter(|(_, content)| !content.is_empty()));
     files.push(("task.toml", config));
     TaskFolder { name, rewards, files }
 }
 
-/// All tasks. Each runs in seconds.
+/// All tasks that are compared with Harbor. Each runs in seconds.
 pub(crate) fn tasks() -> Vec<TaskFolder> {
     let mut tasks = plain();
     tasks.extend(rewards());
@@ -181,7 +181,7 @@ fn rewards() -> Vec<TaskFolder> {
             "#!/bin/bash\n[ -e /app/out ] && echo 1 > /logs/verifier/reward.txt\n",
         ),
         json(
-            "reward-that-is-no-number",
+            "reward-that-is-not-a-number",
             [1.0, 0.0],
             "#!/bin/bash\n[ -e /app/out ] && r=1 || r=none\necho $r > /logs/verifier/reward.txt\n",
         ),
@@ -298,7 +298,7 @@ pub(crate) fn given() -> Vec<TaskFolder> {
     tasks
 }
 
-/// Solutions that reach for the reward instead of solving their task. Harbor rewards them.
+/// Tasks whose solutions forge the reward instead of solving them. Harbor rewards these solutions.
 pub(crate) fn attacks() -> Vec<TaskFolder> {
     const SILENT: &str = "#!/bin/bash\n[ ! -e /app/out ] || echo 1 > /logs/verifier/reward.txt\n";
     vec![

@@ -1,5 +1,5 @@
-//! Agents with their own loops, on a thread of the engines' processors: they stream chat completions,
-//! and send their whole history with every request.
+//! Agents with their own loops, on a thread pinned to the engines' processors: they stream chat
+//! completions, and send their whole history with every request.
 
 use super::observers::Observer;
 use super::processors::keep_thread_to;
@@ -11,10 +11,10 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-/// Agents that may wait to begin.
+/// Maximum number of agents that wait to begin.
 const WAITING: usize = 1024;
 
-/// The thread of all agents.
+/// The thread on which all agents run.
 #[derive(Debug)]
 pub(super) struct Agents {
     pub(super) jobs: mpsc::Sender<AgentJob>,
@@ -33,7 +33,7 @@ impl Agents {
                     while let Some(AgentJob { prompt, stream, done }) = waiting.recv().await {
                         agents.spawn(async move {
                             let worked = work(&prompt, stream, output).await;
-                            // Without a receiver the sandbox is gone.
+                            // Fails only if the sandbox is gone.
                             let _ = done.send(worked.map_err(|error| format!("{error:#}")));
                         });
                         while agents.try_join_next().is_some() {}
@@ -50,7 +50,7 @@ impl Agents {
         self.thread.id()
     }
 
-    /// Ends the thread, if there is one, whose agents must have ended.
+    /// Joins the thread, if there is one. All agents must have ended.
     pub(super) async fn end(agents: Option<Self>) -> anyhow::Result<()> {
         let Some(Self { jobs, thread }) = agents else { return Ok(()) };
         drop(jobs);
@@ -107,7 +107,7 @@ async fn ask(stream: &mut DuplexStream, messages: &[Value]) -> anyhow::Result<Va
         }
     }
     if call.is_null() {
-        bail!("the reply has no call: {text}");
+        bail!("the reply has no tool call: {text}");
     }
     if let Some(call) = call.as_object_mut() {
         call.remove("index");
@@ -115,7 +115,7 @@ async fn ask(stream: &mut DuplexStream, messages: &[Value]) -> anyhow::Result<Va
     Ok(call)
 }
 
-/// Reads a chunked body, of which `got` has arrived.
+/// Reads a chunked body. `got` is the part that has arrived.
 async fn chunks(stream: &mut DuplexStream, mut got: Vec<u8>) -> anyhow::Result<Vec<u8>> {
     let mut body = Vec::new();
     loop {
@@ -126,7 +126,7 @@ async fn chunks(stream: &mut DuplexStream, mut got: Vec<u8>) -> anyhow::Result<V
             read(stream, &mut got).await?;
         };
         let size = std::str::from_utf8(got.get(..line).unwrap_or_default())?;
-        let size = usize::from_str_radix(size, 16).context("the size of a chunk")?;
+        let size = usize::from_str_radix(size, 16).context("invalid size of a chunk")?;
         let (from, to) = (line + 2, line + 2 + size);
         while got.len() < to + 2 {
             read(stream, &mut got).await?;

@@ -55,7 +55,7 @@ pub(super) struct Kind {
     pub(super) turns: usize,
     pub(super) workers: usize,
     pub(super) fate: Fate,
-    /// Whether each conversation is that of an agent with its own loop, which samples through the
+    /// Whether each conversation belongs to an agent with its own loop, which samples through the
     /// gateway.
     pub(super) has_agents: bool,
     pub(super) latency: Latency,

@@ -40,15 +40,16 @@ Examples:
         /// parquet, also .gz; or `hf://datasets/OWNER/NAME`.
         #[arg(long, value_name = "FILE")]
         file: Option<Utf8PathBuf>,
-        /// Print only the script that a grading container runs, for a row of SWE-bench's family in --file.
+        /// Print only the script that a grading container runs, for a row of SWE-bench's family in
+        /// --file.
         #[arg(long, requires = "file", conflicts_with = "json")]
         eval_script: bool,
         /// Version of SWE-bench's harness that the script is for.
         #[arg(long, requires = "eval_script", default_value = "4.1.0", value_parser = super::harness_parser())]
         harness: Harness,
     },
-    /// Read task rows (R2E-Gym, SWE-bench, SWE-Gym, SWE-rebench, SWE-smith) and report which can be used,
-    /// or make rows of Harbor task folders.
+    /// Read task rows (R2E-Gym, SWE-bench, SWE-Gym, SWE-rebench, SWE-smith) and report which can be
+    /// used, or convert Harbor task folders to rows.
     #[command(after_help = "\
 Examples:
   orchestrate tasks import hf://datasets/SWE-bench/SWE-bench_Verified
@@ -99,7 +100,7 @@ pub(crate) struct ImportArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ImportFrom {
-    /// Make rows of Harbor task folders, and build or inspect their images.
+    /// Convert Harbor task folders to task rows, and build or inspect their images.
     Harbor(HarborImportArgs),
 }
 
@@ -114,8 +115,8 @@ pub(crate) struct HarborImportArgs {
     /// Task file to write, for `tasks.file`.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Utf8PathBuf,
-    /// Let the steps of a Dockerfile use the network. Without it, an image whose build needs the network
-    /// is refused.
+    /// Let the steps of a Dockerfile use the network. Without it, an image whose build needs the
+    /// network is refused.
     #[arg(long)]
     pub(crate) build_network: bool,
     #[command(flatten)]
@@ -146,7 +147,7 @@ Examples:
 pub(crate) struct HarborExportArgs {
     #[command(flatten)]
     pub(crate) selection: TaskSelection,
-    /// Folder in which a folder for each task is made.
+    /// Output folder; each task becomes a folder in it.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Utf8PathBuf,
     /// Number of tasks, drawn by the seed; 0 = all.
@@ -157,7 +158,7 @@ pub(crate) struct HarborExportArgs {
 /// Selects tasks.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct TaskSelection {
-    /// Environment; `verify` also takes a task file.
+    /// Environment; `verify` and `export` also take a task file.
     #[arg(default_value = "micro")]
     pub(crate) environment: String,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `orchestrate gateway`: an evaluation whose episodes workers outside take.
+//! `orchestrate gateway`: an evaluation whose episodes are run by external workers.
 
 use super::eval;
 use crate::args::GatewayArgs;

@@ -70,7 +70,7 @@ pub(crate) async fn drive(
         settings.check_training()?;
     }
     let run = store.reader().run().await?.run;
-    // Episodes outside have no containers.
+    // External episodes have no containers.
     let has_containers = settings.rollout.scaffold != Scaffold::Outside;
     let helper = has_containers.then(|| Helper::start(settings, run, store.epoch())).flatten();
     let view = live::View::new(settings.run.steps);

@@ -277,7 +277,7 @@ fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<St
     Ok(format!("{tokens} tokens{forks}, {origin}; {mask}{cache}{returned}"))
 }
 
-/// The numbers that a worker returned with its reward.
+/// The metrics that an external worker returned with its reward, as the end of a line.
 fn returned_metrics(summary: &EpisodeSummary) -> String {
     let metrics = summary.metrics.iter().map(|(name, value)| format!("{name} {value}"));
     let metrics = metrics.collect::<Vec<_>>().join(", ");

@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// Leases that are over and whose end is remembered.
+/// Maximum number of ended leases that are remembered.
 const REMEMBERED: usize = 4096;
 
 /// An attempt that is offered.
@@ -23,7 +23,7 @@ pub(super) struct Slot {
     pub(super) phase: watch::Sender<Phase>,
 }
 
-/// Where an offer is.
+/// State of an offer.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Phase {
     Waiting,
@@ -52,7 +52,7 @@ struct Lease {
     until: Instant,
     limit: Instant,
     taken: Arc<Taken>,
-    /// Lets the agent sample.
+    /// Admits the agent's requests while the lease is held.
     _registration: Registration,
 }
 
@@ -63,7 +63,7 @@ enum Over {
     Returned { digest: [u8; 32], recorded: watch::Receiver<Option<&'static str>> },
     /// The worker gave the episode back.
     Abandoned,
-    /// The reason, for the worker.
+    /// It ended in another way; the reason is for the worker.
     Ended(String),
 }
 
@@ -72,10 +72,10 @@ enum Over {
 pub(super) struct Leases {
     waiting: VecDeque<Arc<Slot>>,
     by_id: HashMap<Arc<str>, Lease>,
-    /// Leases by the id of the request that took them.
+    /// Lease ids by the `take_id` of the request that took them.
     takes: HashMap<String, Arc<str>>,
     over: HashMap<Arc<str>, Over>,
-    /// The order in which leases ended.
+    /// Ended leases, oldest first.
     ended: VecDeque<Arc<str>>,
     /// Results that are not stored yet.
     recordings: HashMap<AttemptId, watch::Sender<Option<&'static str>>>,
@@ -86,13 +86,13 @@ impl Leases {
         self.waiting.push_back(slot);
     }
 
-    /// Numbers of offers that wait, and of leases.
+    /// Number of waiting offers, and of leases.
     pub(super) fn counts(&self) -> (usize, usize) {
         (self.waiting.len(), self.by_id.len())
     }
 
-    /// Gives a worker the oldest offer, or again the one that the same request got; `None` if there is
-    /// none.
+    /// Gives a worker the oldest offer, or the same episode again if the request is repeated;
+    /// `None` if no offer waits.
     pub(super) fn take(
         &mut self,
         registry: &Registry,
@@ -143,7 +143,7 @@ impl Leases {
         Some(taken)
     }
 
-    /// Prolongs a lease.
+    /// Extends a lease.
     pub(super) fn heartbeat(
         &mut self,
         id: &str,
@@ -157,7 +157,7 @@ impl Leases {
         Ok(())
     }
 
-    /// Ends a lease with a result; the same result again is the same call. The receiver has the
+    /// Ends a lease with a result. Repeating the same result has no effect. The receiver gets the
     /// outcome once it is stored.
     pub(super) fn finish(
         &mut self,
@@ -202,7 +202,7 @@ impl Leases {
         }
     }
 
-    /// Removes an offer that its attempt no longer makes.
+    /// Removes an offer whose attempt has ended, and ends its lease.
     pub(super) fn withdraw(&mut self, slot: &Arc<Slot>) {
         self.waiting.retain(|waiting| !Arc::ptr_eq(waiting, slot));
         if let Some(id) = self.lease_of(slot) {
@@ -211,7 +211,7 @@ impl Leases {
         }
     }
 
-    /// Ends the lease of an offer if its time is over.
+    /// Ends the lease of an offer if it has expired.
     pub(super) fn expire(&mut self, slot: &Arc<Slot>, now: Instant) {
         if let Some(id) = self.lease_of(slot) {
             self.expire_id(&id, now);
@@ -239,7 +239,7 @@ impl Leases {
         self.end(id, Over::Ended(reason), Some(end));
     }
 
-    /// Moves a lease to those that are over.
+    /// Ends a lease, and remembers how.
     fn end(&mut self, id: &str, over: Over, end: Option<OfferEnd>) {
         let Some((id, held)) = self.by_id.remove_entry(id) else { return };
         self.takes.remove(&held.take_id);
@@ -259,7 +259,7 @@ impl Leases {
         match self.over.get(id) {
             Some(Over::Ended(reason)) => Problem::Over(reason.clone()),
             Some(Over::Returned { .. }) => Problem::Over("its result was returned".to_owned()),
-            Some(Over::Abandoned) => Problem::Over("the worker gave it back".to_owned()),
+            Some(Over::Abandoned) => Problem::Over("the worker abandoned it".to_owned()),
             None => Problem::Unknown,
         }
     }

@@ -1,12 +1,13 @@
-//! Episodes that workers outside take, run and return over HTTP.
+//! Episodes that external workers take, run and return over HTTP.
 //!
 //! An attempt [`Offers::offer`]s its task and waits for [`Offer::ended`]. A worker takes it under a
 //! *lease*: it gets the task and a secret base URL of the gateway, sends heartbeats, and returns a
-//! reward or a failure. `routes.rs` has the HTTP form of it, `lease.rs` the rules of leases.
+//! reward or a failure. `routes.rs` has the HTTP routes, `lease.rs` the rules of leases.
 //!
-//! Invariants: an offer ends exactly once, and belongs to at most one lease; what arrives for a lease
-//! that is over changes nothing and is answered with the reason; a result is acknowledged only after
-//! [`Offers::recorded`] was told that it is stored, so that an acknowledged result outlives a crash.
+//! Invariants: an offer ends exactly once, and belongs to at most one lease; a request for a lease
+//! that is over changes nothing and is answered with the reason; a result is acknowledged only
+//! after a call of [`Offers::recorded`] reports it as stored, so that an acknowledged result
+//! survives a crash.
 
 mod lease;
 mod routes;
@@ -25,14 +26,14 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-/// The episodes that are offered to workers; clones are the same.
+/// The episodes that are offered to workers. Clones share the same offers.
 #[derive(Clone)]
 pub struct Offers {
     leases: Arc<Mutex<Leases>>,
     registry: Registry,
     /// Time without a heartbeat after which a lease ends.
     lease: Duration,
-    /// Counts what may be of interest to workers that wait for an episode.
+    /// Version counter: it changes whenever a worker that waits for an episode should look again.
     changes: watch::Sender<u64>,
     closed: CancellationToken,
 }
@@ -46,8 +47,8 @@ impl fmt::Debug for Offers {
 }
 
 impl Offers {
-    /// No offers yet. Episodes that are taken sample through `registry`; a lease ends after `lease`
-    /// without a heartbeat.
+    /// Creates an empty set of offers. Agents of taken episodes sample through `registry`; a lease
+    /// ends after `lease` without a heartbeat.
     pub fn new(registry: Registry, lease: Duration) -> Self {
         let (changes, closed) = (watch::Sender::new(0), CancellationToken::new());
         Self { leases: Arc::default(), registry, lease, changes, closed }
@@ -62,18 +63,18 @@ impl Offers {
         Offer { slot, phase, offers: self.clone() }
     }
 
-    /// Tells the worker of an attempt, if there is one, that its result is stored: `outcome` is its
-    /// name.
+    /// Tells the worker of an attempt, if there is one, that its result is stored. `outcome` is the
+    /// outcome's name, e.g. `scored`.
     pub fn recorded(&self, attempt: AttemptId, outcome: &'static str) {
         self.leases().recorded(attempt, outcome);
     }
 
-    /// Tells workers that there are no more episodes.
+    /// Closes the offers: workers are told that the run is over.
     pub fn close(&self) {
         self.closed.cancel();
     }
 
-    /// The routes of workers below `/v1/episodes`, and those of their agents below `/e/SECRET`.
+    /// The routes for workers below `/v1/episodes`, and for their agents below `/e/SECRET`.
     pub fn router(&self) -> Router {
         routes::router(self.clone())
     }
@@ -97,7 +98,7 @@ impl fmt::Debug for Offer {
 }
 
 impl Offer {
-    /// Waits for the end. Dropping the future loses nothing.
+    /// Waits until the offer ends. Cancel-safe.
     pub async fn ended(&mut self) -> OfferEnd {
         loop {
             let until = match &*self.phase.borrow_and_update() {

@@ -1,4 +1,4 @@
-//! Routes of workers. Who may use them is checked before: by the server that they are part of.
+//! Routes for workers. The server that mounts them checks the workers' secret first.
 //!
 //! | Route | Body | Reply |
 //! |---|---|---|
@@ -6,7 +6,7 @@
 //! | `POST /v1/episodes/{lease}/heartbeat` | | 200, or 410 if the lease is over |
 //! | `POST /v1/episodes/{lease}/finish` | `reward` and `metrics`, or `failure` | 200 once the result is stored |
 //! | `POST /v1/episodes/{lease}/abandon` | | 200 |
-//! | `GET /v1/episodes` | | numbers of offers that wait, and of leases |
+//! | `GET /v1/episodes` | | `waiting` offers and `leased` episodes, as numbers |
 
 use super::Offers;
 use super::wire::{Finish, Problem, Take, parsed};
@@ -20,13 +20,13 @@ use serde_json::{Value, json};
 use std::time::Duration;
 use tokio::time::{Instant, sleep, sleep_until};
 
-/// Longest time that a request waits for an episode.
+/// Maximum time that a request waits for an episode.
 const LONGEST_WAIT: Duration = Duration::from_mins(1);
-/// Longest time that a request waits until its result is stored.
+/// Maximum time that a request waits until its result is stored.
 const STORING: Duration = Duration::from_mins(1);
-/// Why a result does not count although it arrived.
+/// Reason for refusing a result that arrived but will not be stored.
 const NEVER_STORED: &str = "the run ended before it stored the result";
-/// Largest body.
+/// Maximum size of a body.
 const BODY_BYTES: usize = 256 << 10;
 
 pub(super) fn router(offers: Offers) -> Router {

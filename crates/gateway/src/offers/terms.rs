@@ -8,16 +8,16 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Begins an episode: the sampler that answers its requests.
+/// Begins an episode: returns the sampler that answers its requests.
 pub(super) type Begin = Box<dyn FnOnce() -> Arc<dyn Sampler> + Send>;
 
 /// An attempt as it is offered to workers.
 pub struct Terms {
     /// The attempt.
     pub attempt: AttemptId,
-    /// What the worker gets to see of its task: a JSON object.
+    /// The part of its task that the worker sees: a JSON object.
     pub task: Value,
-    /// Time from the moment at which it is taken to its return.
+    /// Time limit from taking the episode to returning it.
     pub time: Duration,
     /// Called when a worker takes it; answers its requests from then on.
     pub begin: Begin,
@@ -29,12 +29,12 @@ impl fmt::Debug for Terms {
     }
 }
 
-/// Whose doing a failure is, as the worker sees it.
+/// The cause of a failure, as reported by the worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailureKind {
-    /// The environment's: the attempt is void and repeated.
+    /// The environment failed: the attempt is void and is retried.
     Environment,
-    /// The policy's: what it did made it impossible to continue the episode.
+    /// The policy made it impossible to continue the episode.
     Agent,
     /// The episode took longer than its environment allows.
     TimeOut,
@@ -52,12 +52,12 @@ pub enum OfferEnd {
     },
     /// The worker reported a failure.
     Failed {
-        /// Whose doing it is.
+        /// The reported cause.
         kind: FailureKind,
-        /// What failed, for a person.
+        /// Human-readable description, as the worker sent it.
         message: String,
     },
-    /// The worker gave the episode back.
+    /// The worker abandoned the episode.
     Abandoned {
         /// Name of the worker.
         worker: String,
@@ -80,6 +80,6 @@ pub enum OfferEnd {
 #[derive(Debug)]
 pub(super) struct Returned {
     pub(super) end: OfferEnd,
-    /// Of the content, so that a repeated result is known as such.
+    /// Digest of the content, by which a repeated result is recognised.
     pub(super) digest: [u8; 32],
 }

@@ -1,4 +1,4 @@
-//! Bodies of the workers' routes.
+//! Request and reply bodies of the routes for workers.
 
 use super::terms::{FailureKind, OfferEnd, Returned};
 use axum::Json;
@@ -9,11 +9,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Longest name of a worker, of a request and of a metric, in bytes.
+/// Maximum length of a worker's name, of a `take_id` and of a metric's name, in bytes.
 const NAME_BYTES: usize = 128;
-/// Number of metrics of an episode.
+/// Maximum number of metrics of an episode.
 const METRICS: usize = 64;
-/// Characters of a failure's message that are kept.
+/// Maximum number of characters kept of a failure's message.
 const MESSAGE_CHARS: usize = 4000;
 
 /// A request for an episode.
@@ -21,7 +21,7 @@ const MESSAGE_CHARS: usize = 4000;
 #[serde(deny_unknown_fields)]
 #[expect(clippy::struct_field_names, reason = "the names of the protocol")]
 pub(super) struct Take {
-    /// Name of the worker, for messages.
+    /// Name of the worker, used in messages.
     pub(super) worker: String,
     /// Drawn by the worker for each new episode: a request with the same id gets the same episode.
     pub(super) take_id: String,
@@ -79,7 +79,7 @@ pub(super) enum Problem {
     #[error("this lease is over: {0}; take another episode")]
     Over(String),
     #[error(
-        "this lease is unknown: the run was started again, or the lease ended long ago; take \
+        "this lease is unknown: the run was restarted, or the lease ended long ago; take \
          another episode"
     )]
     Unknown,
@@ -89,7 +89,7 @@ pub(super) enum Problem {
     NotStored,
     #[error("the run is over: there are no more episodes")]
     RunOver,
-    #[error("there is no such route: workers use /v1/episodes/take and /v1/episodes/LEASE/...")]
+    #[error("no such route; workers use /v1/episodes/take and /v1/episodes/LEASE/...")]
     NoRoute,
 }
 

@@ -111,7 +111,7 @@ async fn an_episode_is_taken_sampled_and_returned_and_the_reply_waits_for_the_jo
     assert_eq!(answer, (200, json!({"outcome": "scored"})));
     assert!(began.elapsed() >= Duration::from_millis(200), "acknowledged before it was stored");
     assert_eq!(world.chat(&taken, taken["api_key"].as_str().unwrap()).await, 404);
-    // The same result again is the same call; another one is refused.
+    // Repeating the same result has no effect; a different one is refused.
     assert_eq!(world.lease(&taken, "finish", &result).await, answer);
     let other = world.lease(&taken, "finish", &json!({"reward": 1.0})).await;
     assert_eq!(code(&other), (409, "other_result"));
@@ -135,7 +135,7 @@ async fn a_worker_without_heartbeats_loses_its_lease_and_its_late_result_is_refu
     assert!(late.1["error"]["message"].as_str().unwrap().contains("no heartbeat"), "{late:?}");
     assert_eq!(world.chat(&taken, taken["api_key"].as_str().unwrap()).await, 404);
     drop(offer);
-    // The next attempt is another lease, which the dead worker's requests do not touch.
+    // The next attempt has another lease, which the dead worker's requests do not affect.
     let mut offer = world.offer("t000001.00-a02", LONG);
     let (_, again) = world.take("b", 0.0).await;
     assert_ne!(again["lease"], taken["lease"]);

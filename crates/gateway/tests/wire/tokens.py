@@ -1,4 +1,4 @@
-"""Samples once through the generate client of `renderers`, with a renderer of fixed tokens."""
+"""Samples once through the generate client of `renderers`, with a renderer that returns fixed values."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-//! Sampling in tokens, with the client of the Python package `renderers`, which `verifiers` uses.
+//! Token-level sampling, with the client of the Python package `renderers`, which `verifiers` uses.
 //! `ORCHESTRATE_VERIFIERS_PYTHON` names a Python that has it.
 
 use crate::scripted::ScriptedSampler;
@@ -23,7 +23,7 @@ async fn a_prompt_in_tokens_gets_tokens_and_rows() {
         "model": "any", "token_ids": [5, 6, 7], "sampling_params": parameters, "cache_salt": "x",
     });
     let text = server.post(PATH, &body).await.text().await.unwrap();
-    // Clients look for these bytes.
+    // Clients search for these bytes.
     assert!(text.contains(r#""routed_experts":{"data":""#), "{text}");
     let reply: Value = serde_json::from_str(&text).unwrap();
     let choice = &reply["choices"][0];

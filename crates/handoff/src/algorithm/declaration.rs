@@ -154,18 +154,19 @@ pub enum TruncatedEpisodes {
     Mask,
 }
 
-/// How the branches of an episode whose conversation forked weigh.
+/// Weights of the branches of an episode whose conversation forked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BranchWeight {
-    /// Each has the episode's advantage: every sampled token counts alike.
+    /// Each branch has the episode's advantage: every sampled token counts alike.
     Full,
-    /// Each has the episode's advantage divided by the number of branches.
+    /// Each branch has the episode's advantage divided by the number of branches.
     Shared,
 }
 
 impl BranchWeight {
-    /// The advantage of each of `branches` branches of an episode.
+    /// The advantage of each branch of an episode with `branches` branches and the advantage
+    /// `episode`.
     pub fn advantage(self, episode: f64, branches: usize) -> f64 {
         match self {
             Self::Full => episode,
@@ -265,10 +266,11 @@ hyperparameters! {
         /// How the rewards of a group become advantages. Not with `ppo`, whose advantages come from
         /// its value head.
         advantage_normalisation: AdvantageNorm = AdvantageNorm::Std;
-        /// How the branches of an episode whose conversation forked weigh. `full` does not depend on how
-        /// often an agent rewrites its history, and with `token-mean` an episode weighs by its sampled
-        /// tokens, as one without forks does. With a mean over sequences, each branch is a sequence;
-        /// `shared` then gives all of them together the weight of one. Not with `ppo`.
+        /// Weights of the branches of an episode whose conversation forked. With `full` the weights
+        /// do not depend on how often an agent rewrites its history, and with `token-mean` an
+        /// episode counts by its sampled tokens, as one without forks does. With a mean over
+        /// sequences, each branch is a sequence; `shared` then gives all of them together the
+        /// weight of one. Not with `ppo`.
         branch_weight: BranchWeight = BranchWeight::Full;
         /// How episodes that were ended by a limit are used.
         truncated: TruncatedEpisodes = TruncatedEpisodes::Train;

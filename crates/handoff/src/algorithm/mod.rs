@@ -92,7 +92,7 @@ pub struct AlgorithmSettings {
     pub optimizer: OptimizerSettings,
     /// How rewards of a group become advantages; `None` = a value head gives them.
     pub advantage: Option<AdvantageNorm>,
-    /// How the branches of an episode weigh.
+    /// Weights of the branches of an episode.
     pub branch_weight: BranchWeight,
     /// How truncated episodes are used.
     pub truncated: TruncatedEpisodes,

@@ -18,8 +18,8 @@ use std::sync::Arc;
 pub struct Routes {
     /// Paths of health checks, which need no token. Their requests have no body.
     pub open: &'static [&'static str],
-    /// Beginning of the paths whose requests the application authorises, and whose bodies it reads,
-    /// by itself; empty if there are none.
+    /// Prefix of the paths whose requests the application authorises and whose bodies it reads by
+    /// itself; empty if there are none.
     pub own: &'static str,
     /// Maximum size of a request body, in bytes.
     pub max_body_bytes: usize,

@@ -1,4 +1,4 @@
-//! What the HTTP servers of the engine, the trainer and the gateway have in common.
+//! Shared parts of the HTTP servers of the engine, the trainer and the gateway.
 //!
 //! [`HttpOptions`] says who may reach a server. `HttpServer::new` refuses an address that other
 //! hosts reach without a token or client certificates. `connections` accepts connections, TLS ones

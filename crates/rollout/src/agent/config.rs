@@ -1,5 +1,5 @@
-//! The section `[agent]`: an agent with its own loop, for `rollout.scaffold = "command"`; and where
-//! episodes are offered for `rollout.scaffold = "outside"`.
+//! The section `[agent]`: an agent with its own loop, for `rollout.scaffold = "command"`; and the
+//! offers to external workers for `rollout.scaffold = "outside"`.
 
 use super::egress::is_address;
 use camino::Utf8PathBuf;
@@ -47,18 +47,18 @@ settings! {
     env: Vec<String> = Vec::new();
     /// Port of the container's loopback on which the gateway listens.
     port: u16 = 4180, between(1, 65_535);
-    /// Addresses outside the sandbox, as `host:port`, to which a client may open connections through the
-    /// gateway's port, which is then its HTTPS proxy (`HTTPS_PROXY`): an index of packages, a tool
-    /// server. The policy's commands can reach them, too. Each connection is logged.
+    /// Addresses outside the sandbox, as `host:port`, that the agent may connect to, e.g. a package
+    /// index or a tool server. The gateway's port is then an HTTPS proxy (`HTTPS_PROXY`). The
+    /// policy's commands can reach these addresses, too. Each connection is logged.
     egress: Vec<String> = Vec::new();
     /// Time that an agent has to end by itself after its last generation was refused.
     grace: HumanDuration = HumanDuration::secs(20);
 }
 
-/// Where episodes are offered to workers.
+/// Offers episodes to external workers (`rollout.scaffold = "outside"`).
 #[derive(Debug, Clone)]
 pub struct Outside {
-    /// The offers.
+    /// Open offers and leases.
     pub offers: Offers,
     /// Time that a worker has after `rollout.episode_timeout` to return its reward.
     pub grace: Duration,

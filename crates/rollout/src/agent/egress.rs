@@ -1,8 +1,9 @@
-//! The few addresses outside the sandbox that an agent may reach (`agent.egress`), through the port on
-//! which the gateway listens: a client that has it as its HTTPS proxy asks for a tunnel with `CONNECT`.
+//! Lets an agent reach the listed addresses outside its sandbox (`agent.egress`), through the port
+//! on which the gateway listens: a client that uses it as HTTPS proxy requests a tunnel with
+//! `CONNECT`.
 //!
-//! The sandbox itself has no network. Names are resolved and connections opened by this program, and
-//! commands of the policy can use whatever the agent can.
+//! The sandbox itself has no network: this program resolves names and opens connections. The
+//! policy's commands can use every address that the agent can.
 
 use axum::Router;
 use orchestrate_gateway::serve_stream;
@@ -15,13 +16,13 @@ use tokio::time::timeout;
 
 const METHOD: &[u8] = b"CONNECT ";
 const END_OF_HEAD: &[u8] = b"\r\n\r\n";
-/// Longest head of a request for a tunnel, in bytes.
+/// Maximum size of the head of a tunnel request, in bytes.
 const HEAD_BYTES: usize = 8 * 1024;
-/// Time for the head of a request, and for opening a connection.
+/// Time limit for reading the head of a request, and for opening a connection.
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// Serves one connection of an agent: a tunnel to an address in `allowed` (`host:port`), or requests to
-/// the gateway.
+/// Serves one connection of an agent: a tunnel to an address in `allowed` (`host:port`), or
+/// requests to the gateway.
 pub(super) async fn serve(stream: DuplexStream, routes: Router, allowed: Arc<Vec<String>>) {
     if allowed.is_empty() {
         return serve_stream(stream, routes).await;
@@ -51,7 +52,7 @@ async fn try_serve(mut stream: DuplexStream, routes: Router, allowed: &[String])
         return refuse(&mut stream, "400 Bad Request", "not a request for a tunnel").await;
     };
     if !allowed.contains(&target) {
-        tracing::warn!(target, "an agent asked for an address that agent.egress does not list");
+        tracing::warn!(target, "an agent requested an address that agent.egress does not list");
         let problem = format!("agent.egress does not list {target}");
         return refuse(&mut stream, "403 Forbidden", &problem).await;
     }
@@ -59,19 +60,20 @@ async fn try_serve(mut stream: DuplexStream, routes: Router, allowed: &[String])
     let mut outside = match opened.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
         Ok(outside) => outside,
         Err(error) => {
-            tracing::warn!(target, %error, "an agent's connection could not be opened");
+            tracing::warn!(target, %error, "cannot open an agent's connection");
             let problem = format!("{target}: {error}");
             return refuse(&mut stream, "502 Bad Gateway", &problem).await;
         }
     };
     stream.write_all(b"HTTP/1.1 200 Connection established\r\n\r\n").await?;
-    tracing::info!(target, "an agent's connection leaves the sandbox");
+    tracing::info!(target, "an agent's connection to an outside address was opened");
     let (sent, received) = copy_bidirectional(&mut stream, &mut outside).await?;
     tracing::info!(target, sent, received, "an agent's connection ended");
     Ok(())
 }
 
-/// Reads the head of a request; the address it names, in lower case, or `None` if it is not valid.
+/// Reads the head of a request. Returns the address it names, in lower case, or `None` if it is
+/// invalid.
 async fn read_head(stream: &mut DuplexStream, head: &mut Vec<u8>) -> io::Result<Option<String>> {
     while !head.ends_with(END_OF_HEAD) {
         // Byte by byte: what follows the head belongs to the tunnel.
@@ -118,7 +120,7 @@ mod tests {
     use tokio::net::TcpListener;
     use tokio::task::JoinSet;
 
-    /// A server outside that sends back what it gets, in upper case.
+    /// Starts a server that sends its input back in upper case.
     async fn outside(tasks: &mut JoinSet<()>) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -133,7 +135,7 @@ mod tests {
         address
     }
 
-    /// Sends text in pieces, and reads everything that comes back.
+    /// Sends text in pieces, and returns the whole reply.
     async fn ask(pieces: &[&str], allowed: &[&str]) -> String {
         let routes = Router::new().route("/hello", get(async || "from the gateway"));
         let list = Arc::new(allowed.iter().map(|&text| text.to_owned()).collect());

@@ -1,11 +1,11 @@
-//! An agent outside: a worker on any machine takes the episode from the gateway, runs it, and returns the
-//! reward.
+//! An external agent: a worker on any machine takes the episode from the gateway, runs it, and
+//! returns the reward.
 //!
-//! Whose doing an end is decides what it means. A dead worker, a failure of the environment and an engine
-//! that fails break the attempt, which is retried. Once the policy has replied, a failure that the worker
-//! ascribes to it and an episode that takes too long are the policy's result, with reward 0, so that
-//! neither earns another attempt. Before its first reply the policy can have done nothing, and
-//! everything breaks the attempt.
+//! The outcome depends on the cause of the end. A dead worker, a failure of the environment and a
+//! failure of the engine break the attempt, which is retried. Once the policy has replied, a
+//! failure that the worker attributes to the policy, and an episode that takes too long, are the
+//! policy's result with reward 0, so that neither earns another attempt. Before its first reply the
+//! policy cannot be the cause, so every failure breaks the attempt.
 
 use super::config::Outside;
 use super::sampler::{ConversationSampler, MODEL, PLACES};
@@ -79,13 +79,13 @@ impl Attempt {
             calls.start_clock(time);
             let show_tools = calls.plan.show_tools;
             let conversation = Arc::new(Conversation::new(calls, limits));
-            // Fails only if the attempt is over; the lease then ends at once.
+            // Fails only if the attempt is over; then the lease ends at once.
             let _ = began.send(Arc::clone(&conversation));
             Arc::new(ConversationSampler {
                 conversation,
                 model: MODEL.to_owned(),
                 show_tools,
-                // A worker outside is not the policy.
+                // An external worker is trusted, unlike commands of the policy.
                 takes_tokens: true,
                 places: Semaphore::new(PLACES),
             })
@@ -119,28 +119,28 @@ impl Attempt {
                 EpisodeEvent::Returned { reward, truncated_by: finished.limit }
             }
             OfferEnd::Returned { .. } => {
-                failed(Stage::Setup, "the worker returned a reward, but asked the policy nothing")
+                failed(Stage::Setup, "the worker returned a reward without asking the policy")
             }
             OfferEnd::Failed { kind: FailureKind::Agent, message } if asked => {
                 EpisodeEvent::SandboxDamaged { what: message }
             }
             OfferEnd::Failed { kind: FailureKind::TimeOut, message } if asked => {
-                tracing::warn!(message, "the episode took too long at its worker");
+                tracing::warn!(message, "the worker reported a timeout");
                 too_long
             }
             OfferEnd::TimeUp { worker } if asked => {
-                tracing::warn!(worker, "the episode was not returned in time");
+                tracing::warn!(worker, "the worker did not return the episode in time");
                 too_long
             }
             OfferEnd::Failed { message, .. } => {
                 failed(Stage::Exec, format!("the environment failed: {message}"))
             }
             OfferEnd::TimeUp { worker } => {
-                let what = "asked the policy nothing, and did not return the episode in time";
+                let what = "did not ask the policy, and did not return the episode in time";
                 failed(Stage::Exec, format!("worker {worker} {what}"))
             }
             OfferEnd::Abandoned { worker } => {
-                failed(Stage::Exec, format!("worker {worker} gave the episode back"))
+                failed(Stage::Exec, format!("worker {worker} abandoned the episode"))
             }
             OfferEnd::Lost { worker, silent } => failed(
                 Stage::Exec,
@@ -150,14 +150,14 @@ impl Attempt {
     }
 }
 
-/// Waits until the engine has failed, after which nothing that the agent does counts any more.
+/// Waits until the engine fails. After that, the agent's actions no longer count.
 async fn engine_failure(conversation: &Conversation) {
     if !conversation.ended().await {
         std::future::pending::<()>().await;
     }
 }
 
-/// What a worker gets to see of a task: never the hidden tests, nor what solves it.
+/// The part of a task that a worker sees: never the hidden tests or a solution.
 fn shown(task: &Task, prompt: &str) -> Value {
     let files: Map<String, Value> = task
         .agent_files

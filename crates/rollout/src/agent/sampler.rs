@@ -20,14 +20,14 @@ pub(crate) struct ConversationSampler {
     pub(crate) model: String,
     /// Whether prompts show the tools that the agent sends.
     pub(crate) show_tools: bool,
-    /// Whether the agent may write prompts in tokens. Commands of the policy could otherwise put control
-    /// tokens into them.
+    /// Whether the agent may send tokenised prompts. An agent in a sandbox may not: commands of the
+    /// policy could insert control tokens.
     pub(crate) takes_tokens: bool,
     /// Places for requests that are being answered: commands of the policy can send requests, too.
     pub(crate) places: Semaphore,
 }
 
-/// Name under which the policy is served.
+/// Model name under which the policy is served.
 pub(crate) const MODEL: &str = "policy";
 
 /// Requests of one episode that are answered at the same time.
@@ -84,7 +84,7 @@ impl Sampler for ConversationSampler {
     }
 }
 
-/// The rows from `start` on.
+/// The routing rows from index `start` on, as they are sent.
 fn routed_experts(rows: &RoutingMask, start: usize) -> RoutedExperts {
     let shape = rows.shape();
     let start = start.min(rows.rows());

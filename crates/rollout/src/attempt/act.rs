@@ -19,7 +19,7 @@ impl Attempt {
     pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> EpisodeEvent {
         let started = Instant::now();
         let text = self.turns.last().map_or("", |turn| turn.text.as_str());
-        // A message of an engine that takes messages was written in this program's own format.
+        // An engine that takes messages gets its calls in this program's own format.
         let format = match &self.line.dialogue {
             Some(_) => ToolFormat::Json,
             None => self.calls.chat.tool_format(),

@@ -346,7 +346,8 @@ fn strict_findings(graded: &GradedChange, exit: Exit) -> Vec<Finding> {
     findings
 }
 
-/// Whether a line is pytest's result of a test that failed, in its summary or with the name first.
+/// Whether a line is pytest's result of a failed test, in the summary or with the test's name
+/// first.
 fn shows_failure(line: &str) -> bool {
     let is_failure = |word: &str| matches!(word, "FAILED" | "ERROR");
     line.starts_with("FAILED ")

@@ -64,7 +64,7 @@ impl SplitScript {
             SweFamily::SweSmith => Self::without_set_up(script, row),
             _ => Self::from(script, &row.base_commit),
         }?;
-        // Only for these is there a line that the row's parser reads as the result.
+        // Only for these parsers can a line be written that they read as the result.
         split.command.take_if(|_| {
             let parser = row.log_parser();
             parser.is_none_or(|parser| parser.line("", "").is_none())
@@ -73,7 +73,7 @@ impl SplitScript {
         Some(split)
     }
 
-    /// The parts of a script that installs nothing, for a tree that has its tests.
+    /// The parts of a script that installs nothing, for a tree that already has its tests.
     fn without_set_up(script: &str, row: &SweRow) -> Option<Self> {
         let (_, tests) = script.split_once(START)?;
         let activates = "source /opt/miniconda3/bin/activate; conda activate testbed; ";
@@ -112,7 +112,7 @@ impl SplitScript {
         let mut command = test_command(tests);
         for export in exports.lines() {
             let set = export.strip_prefix("export ").and_then(|set| set.split_once('='));
-            // A value that a shell computes is not known here.
+            // A value that a shell computes is unknown here.
             match set.filter(|(_, value)| !value.contains(['$', '`', '\\', '"', '\''])) {
                 Some((name, value)) => {
                     command.as_mut().map(|c| c.env.insert(name.to_owned(), value.to_owned()));
@@ -162,8 +162,8 @@ impl SplitScript {
     }
 }
 
-/// The one pytest command in the part of the script that runs the tests. One that selects tests by an
-/// expression, or runs them in processes of their own, is not run by the reporter.
+/// The one pytest command in the part of the script that runs the tests. One that selects tests by
+/// an expression, or runs them in processes of their own, is not run by the reporter.
 fn test_command(tests: &str) -> Option<TestCommand> {
     let (line, rest) = tests.split_once('\n')?;
     let arguments = line.strip_prefix("pytest ")?;

@@ -1,4 +1,4 @@
-//! What a separate verifier receives from the agent's container.
+//! Artifacts: the files that a separate verifier receives from the agent's container.
 
 use super::container::{HELPER_TIMEOUT, shell};
 use ignore::gitignore::{Gitignore, GitignoreBuilder};
@@ -6,22 +6,22 @@ use orchestrate_sandbox::{FileEntry, Sandbox, SandboxError};
 use orchestrate_tasks::harbor::{Artifact, HarborRow, HarborStep, seconds};
 use orchestrate_types::ByteSize;
 
-/// Largest content of all artifacts together.
+/// Maximum total size of all artifacts.
 const MAX_ARTIFACTS: ByteSize = ByteSize::mib(64);
 
-/// One artifact that exists.
+/// An artifact that exists in the agent's container.
 #[derive(Debug)]
 pub(super) struct Collected {
     /// Its absolute path, in both containers.
     pub(super) source: String,
-    /// Files relative to the root; of a folder, all that it contains.
+    /// Its files, relative to the root; for a folder, all its contents.
     pub(super) files: Vec<FileEntry>,
     /// Whether it is a folder, which replaces the one in the verifier's container.
     pub(super) is_folder: bool,
 }
 
-/// Runs the collect hooks and reads the artifacts. What does not exist is left out, as in Harbor.
-/// Symbolic links are not followed, and are left out.
+/// Runs the collect hooks and reads the artifacts. Missing artifacts are skipped, as in Harbor, and
+/// so are symbolic links.
 pub(super) async fn collect(
     sandbox: &mut dyn Sandbox,
     row: &HarborRow,
@@ -76,7 +76,7 @@ async fn read(
     Ok(Some(Collected { source, files, is_folder: true }))
 }
 
-/// Patterns of names, as `tar --exclude` takes them.
+/// Name patterns in the syntax of `tar --exclude`.
 fn patterns(exclude: &[String]) -> Gitignore {
     let mut builder = GitignoreBuilder::new("");
     for pattern in exclude {

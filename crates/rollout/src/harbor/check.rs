@@ -1,4 +1,4 @@
-//! Checks of a task: what its solution is rewarded with, and what doing nothing is.
+//! Checks a task: grades its solution, and grades doing nothing.
 
 use super::container::{Prepared, entries, prepare, prepare_step, shell};
 use super::verifier::{GradedStep, grade_in_agents, grade_separately};
@@ -15,17 +15,17 @@ use std::time::Duration;
 /// Time limit of a solution whose task has none for the agent.
 const SOLUTION_TIMEOUT_S: f64 = 3600.0;
 
-/// Who acts in a checked task.
+/// The actor whose work is graded in a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HarborActor {
-    /// No one: Harbor's agent `nop`.
+    /// Does nothing, as Harbor's agent `nop`.
     Nothing,
-    /// The task's own solution: Harbor's agent `oracle`.
+    /// Runs the task's own solution, as Harbor's agent `oracle`.
     Solution,
 }
 
-/// Runs all steps of a Harbor task with `actor` and grades them, in new containers with `spec`'s limits
-/// and owner.
+/// Runs all steps of a Harbor task with `actor` and grades them, in new containers with `spec`'s
+/// limits and owner.
 ///
 /// # Errors
 /// [`GradeError::NotApplied`] if the task is of another family, or has no solution to run;
@@ -87,7 +87,7 @@ async fn run_steps(
         } else {
             grade_in_agents(open, row, step, prepared).await
         };
-        // As for an agent: what commands did to their container earns nothing.
+        // As for an agent: a container that the commands damaged is rewarded 0.
         let result = match result {
             Err(error) if error.is_agents_doing() => GradedStep::failed(error.to_string()),
             result => result?,
@@ -101,7 +101,7 @@ async fn run_steps(
     Ok(graded)
 }
 
-/// Runs a step's solution as Harbor's oracle does. How it ends does not matter.
+/// Runs a step's solution as Harbor's oracle does. Its exit code does not matter.
 async fn solve(
     sandbox: &mut dyn Sandbox,
     row: &HarborRow,
@@ -125,7 +125,7 @@ async fn solve(
     Ok(())
 }
 
-/// Whether the next step begins.
+/// Whether the task continues with the next step.
 fn goes_on(step: &HarborStep, graded: &GradedStep) -> bool {
     let Ok(rewards) = &graded.rewards else { return false };
     let is_met = |(name, least): (&String, &f64)| {
@@ -134,7 +134,7 @@ fn goes_on(step: &HarborStep, graded: &GradedStep) -> bool {
     step.min_reward.iter().all(is_met)
 }
 
-/// The rewards of the task from those of its steps.
+/// The task's rewards, computed from those of its steps.
 fn joined(row: &HarborRow, steps: &[GradedStep]) -> Result<BTreeMap<String, f64>, String> {
     let last = || match steps.last() {
         Some(step) => step.rewards.clone(),

@@ -1,4 +1,4 @@
-//! The container before a step: its files, its folders for logs, and the task's health check.
+//! Prepares the container before a step: its files, its log folders, and the task's health check.
 
 use crate::sandboxes::refused;
 use orchestrate_sandbox::{Command, Exit, FileEntry, Sandbox, SandboxError};
@@ -6,20 +6,20 @@ use orchestrate_tasks::harbor::{HarborFile, HarborRow, HarborStep, Healthcheck, 
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Time limit of small commands.
+/// Time limit of helper commands.
 pub(super) const HELPER_TIMEOUT: Duration = Duration::from_mins(1);
 
-/// Longest pause of a health check, in seconds.
+/// Maximum pause between two tries of a health check, in seconds.
 const MAX_PAUSE_S: f64 = 86_400.0;
 
 const PREPARE: &str = "mkdir -p /logs/agent /logs/verifier /logs/artifacts && \
      chmod 777 /logs/agent /logs/verifier /logs/artifacts || exit 1; \
      if [ -e /tests ]; then echo tests; fi";
 
-/// What the container had before the agent.
+/// Facts about the container before the agent starts.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Prepared {
-    /// Whether its image has a folder `/tests`, to which the task's tests are added.
+    /// Whether the image has a folder `/tests`; if so, the task's tests are added to it.
     pub(super) has_tests: bool,
 }
 
@@ -82,7 +82,7 @@ pub(super) async fn write(
     if files.is_empty() { Ok(()) } else { sandbox.write_files(&files).await }
 }
 
-/// The files below `folder`, which ends with `/` or is empty. Folders come into being with their files.
+/// The files below `folder`, which ends with `/` or is empty. Folders are created with their files.
 pub(super) fn entries<'a>(
     files: &'a [HarborFile],
     folder: &'a str,

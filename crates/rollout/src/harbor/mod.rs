@@ -1,8 +1,8 @@
 //! Harbor tasks: their containers are prepared, used and graded by Harbor's rules.
 //!
-//! With a shared verifier the tests run in the agent's own container, because that is what such a task
-//! asks for. With a separate one they run in a fresh container that receives the task's artifacts and
-//! nothing else. Files are written and read by the supervisor, not by programs of the container.
+//! With a shared verifier the tests run in the agent's own container, as such a task requires. With
+//! a separate one they run in a fresh container that receives the task's artifacts and nothing
+//! else. The supervisor writes and reads files; programs of the container do not take part.
 
 mod artifacts;
 mod check;

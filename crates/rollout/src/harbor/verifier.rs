@@ -1,4 +1,4 @@
-//! Runs the tests of a step and reads the reward that they state.
+//! Runs the tests of a step and reads the reward that they write.
 
 use super::artifacts::{self, Collected};
 use super::container::{HELPER_TIMEOUT, Prepared, entries, shell, write};
@@ -16,12 +16,12 @@ use orchestrate_types::ByteSize;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Bytes of a test log that are kept from its start, and as many from its end.
+/// Bytes of a test log that are kept at its start; the same number is kept at its end.
 const LOG_BYTES: usize = 4 << 20;
-/// Largest reward file.
+/// Maximum size of a reward file.
 const MAX_REWARD: ByteSize = ByteSize::mib(1);
 
-/// Empties the verifier's folder, and `/tests` if `$0` says so. Exits with 0 if that worked.
+/// Empties the verifier's folder, and removes `/tests` if `$0` is `all`. Exits with 0 on success.
 const CLEAR: &str = "rm -rf /logs/verifier && mkdir -p /logs/verifier && chmod 777 /logs/verifier \
      && { [ \"$0\" != all ] || rm -rf /tests; }";
 
@@ -30,11 +30,11 @@ const CLEAR: &str = "rm -rf /logs/verifier && mkdir -p /logs/verifier && chmod 7
 pub(crate) struct GradedStep {
     /// The rewards by name, or why there are none.
     pub(crate) rewards: Result<BTreeMap<String, f64>, String>,
-    /// Whether the tests ran in a container that the agent never touched.
+    /// Whether the tests ran in a container that the agent never used.
     pub(crate) is_separate: bool,
     /// Output of the tests.
     pub(crate) log: Vec<u8>,
-    /// How long they ran.
+    /// Duration of the tests.
     pub(crate) elapsed: Duration,
 }
 
@@ -58,7 +58,7 @@ impl GradedStep {
     }
 }
 
-/// The verdict with these rewards. Its statuses are those of the named rewards: passed from 1 upwards.
+/// The verdict for these rewards. Each named reward is one test status: passed if it is at least 1.
 fn verdict_of(rewards: &Result<BTreeMap<String, f64>, String>, is_separate: bool) -> Verdict {
     let scalar = rewards
         .as_ref()
@@ -87,12 +87,12 @@ fn verdict_of(rewards: &Result<BTreeMap<String, f64>, String>, is_separate: bool
         report: None,
         suspicious: Vec::new(),
     };
-    // In the agent's container, the programs that the tests use are the agent's as well.
+    // In the agent's container, the agent may have replaced the programs that the tests use.
     verdict.with_findings((!is_separate).then_some(Finding::Unprotected))
 }
 
-/// Grades a step in the agent's container. Every process of the agent is dead by then, but what it did
-/// to the container's programs stays.
+/// Grades a step in the agent's container. Every process of the agent is dead by then, but changes
+/// that it made to the container's programs remain.
 pub(crate) async fn grade_in_agents(
     sandbox: &mut dyn Sandbox,
     row: &HarborRow,
@@ -108,8 +108,8 @@ pub(crate) async fn grade_in_agents(
     Ok(graded)
 }
 
-/// Takes the artifacts from the agent's container, and grades the step in a fresh one that has `spec`'s
-/// limits and owner. With `stays`, the agent's container stays open for the next step.
+/// Takes the artifacts from the agent's container, and grades the step in a fresh one that has
+/// `spec`'s limits and owner. With `stays`, the agent's container is kept for the next step.
 pub(crate) async fn grade_separately(
     provider: &dyn SandboxProvider,
     spec: &SandboxSpec,
@@ -169,8 +169,8 @@ async fn grade_alone(
     Ok(graded)
 }
 
-/// Removes what an earlier command left where the tests write, and checks that it is gone: a program of
-/// the container removes it.
+/// Removes what earlier commands left where the tests write. A program of the container removes it,
+/// so the result is checked through the supervisor.
 async fn clear(
     sandbox: &mut dyn Sandbox,
     row: &HarborRow,

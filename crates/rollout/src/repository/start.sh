@@ -1,5 +1,5 @@
-# Makes the tree that a task starts from out of an image's clean one, in its folder: applies the diff in
-# .grading/start and commits it, so that HEAD is that tree. "$@": files that are removed from it.
+# Creates a task's starting tree from the clean tree of its image, in the working directory: applies the
+# diff in .grading/start and commits it, so that HEAD is that tree. "$@": files to remove afterwards.
 set -eu
 command -v git >/dev/null || { echo "the image has no git" >&2; exit 1; }
 [ -e .git ] || { echo "$PWD is not a git repository" >&2; exit 1; }

@@ -39,7 +39,7 @@ pub enum Scaffold {
     /// An agent with its own loop, which runs in the sandbox and samples through the gateway: see the
     /// section `[agent]`.
     Command,
-    /// An agent or an environment outside: a worker takes the episode from the gateway and returns the
+    /// An external agent or environment: a worker takes the episode from the gateway and returns the
     /// reward. See the section `[gateway]`.
     Outside,
 }
@@ -68,8 +68,8 @@ impl Scaffold {
         opening_messages(system.as_deref(), &self.message_text(prompt, turns))
     }
 
-    /// The calls of one assistant text, in order: each a parsed call, or the mistake in it. `format` is
-    /// that of [`Self::Tools`].
+    /// The calls of one assistant text, in order: each a parsed call, or the mistake in it. `format`
+    /// is the format of calls; only [`Self::Tools`], [`Self::Command`] and [`Self::Outside`] use it.
     ///
     /// Never empty, because a text without a call is a mistake; more than one only for
     /// [`Self::Tools`]. Calls inside a `<think>` part do not count.

@@ -31,8 +31,8 @@ struct EditArguments {
 #[serde(deny_unknown_fields)]
 struct SubmitArguments {}
 
-/// The text of a call as a policy writes it and [`parse`] reads it in [`ToolFormat::Json`]. `arguments` may be invalid
-/// JSON.
+/// The text of a call as a policy writes it and [`parse`] reads it in [`ToolFormat::Json`].
+/// `arguments` may be invalid JSON.
 pub(crate) fn call_text(name: &str, arguments: &str) -> String {
     let name = serde_json::Value::from(name);
     let arguments = if arguments.trim().is_empty() { "{}" } else { arguments };

@@ -1,4 +1,5 @@
-//! Tasks of the data sets that are made for training, SWE-smith and SWE-rebench, in images like theirs.
+//! Tasks of the training data sets SWE-smith and SWE-rebench, in images that resemble the published
+//! ones.
 
 use crate::{FIX, episode, folder, graded, image, scored, swe_task};
 use orchestrate_rollout::{RewardSettings, RolloutSection};

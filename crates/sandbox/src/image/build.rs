@@ -1,4 +1,4 @@
-//! Builds images from a task's own context, and reads how their containers run.
+//! Builds images from a task's own build context, and reads their run configuration.
 
 use super::event::ImageListener;
 use super::name::ImageName;
@@ -14,9 +14,9 @@ use futures::StreamExt as _;
 use orchestrate_types::HumanDuration;
 use std::time::Duration;
 
-/// Characters of a build's output that an error repeats.
+/// Characters of a build's output that an error includes.
 const OUTPUT_CHARS: usize = 1500;
-/// The type of a folder in a mode.
+/// The file type bits of a folder.
 const FOLDER_MODE: u32 = 0o040_000;
 
 /// Why an image was not built.
@@ -25,7 +25,7 @@ pub enum BuildError {
     /// The daemon failed.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
-    /// A step of the build failed; with the end of its output.
+    /// A step of the build failed.
     #[error("{host} cannot build {image}: {reason}")]
     Failed {
         /// Name of the Docker host.
@@ -43,12 +43,12 @@ pub enum BuildError {
         /// Its time limit.
         limit: HumanDuration,
     },
-    /// The image is not there and cannot be pulled.
+    /// The image is missing and cannot be pulled.
     #[error("cannot pull {image}: {reason}")]
     NotPulled {
         /// Name of the image.
         image: String,
-        /// Why.
+        /// Reason given by the daemon or the settings.
         reason: String,
     },
     /// The context cannot be packed.
@@ -56,23 +56,23 @@ pub enum BuildError {
     Context {
         /// Name of the image.
         image: String,
-        /// The packer's error.
+        /// Error of the archive writer.
         source: std::io::Error,
     },
 }
 
-/// How containers of an image run, by its own settings.
+/// The configuration that an image gives its containers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ImageConfig {
-    /// Working directory; empty for `/`.
+    /// Working directory; empty means `/`.
     pub workdir: String,
-    /// User; empty for root.
+    /// User; empty means root.
     pub user: String,
     /// Whether it has an entry point.
     pub has_entrypoint: bool,
 }
 
-/// Builds and inspects images on all Docker hosts of some settings.
+/// Builds and inspects images on all configured Docker hosts.
 #[derive(Debug)]
 pub struct ImageBuilder {
     daemons: Vec<Daemon>,
@@ -92,8 +92,8 @@ impl ImageBuilder {
         Ok(Self { daemons, pull: settings.pull })
     }
 
-    /// Builds `image` on every host that does not have it, and returns on how many that was. With `has_network`, the steps of the build may
-    /// use the network of the host.
+    /// Builds `image` on every host that does not have it, and returns the number of these hosts.
+    /// With `has_network`, the steps of the build may use the host's network.
     ///
     /// # Errors
     /// If a step fails, or the build takes longer than `limit`.
@@ -120,7 +120,7 @@ impl ImageBuilder {
         Ok(built)
     }
 
-    /// How containers of `image` run. It is pulled if no host has it.
+    /// The run configuration of `image`, which is pulled if no host has it.
     ///
     /// # Errors
     /// If it is missing and cannot be pulled.
@@ -196,7 +196,7 @@ async fn build_on(
     }
 }
 
-/// The context as a tar archive, the same for the same files.
+/// The context as a reproducible tar archive: the same files give the same bytes.
 fn archive(context: &[FileEntry]) -> std::io::Result<Vec<u8>> {
     let mut archive = tar::Builder::new(Vec::new());
     for file in context {

@@ -1,4 +1,5 @@
-//! A `task.toml`, read by the rules of Harbor's data model: formats 1.0 to 1.4, and their older keys.
+//! Reads a `task.toml` by the rules of Harbor's data model: formats 1.0 to 1.4, including older
+//! keys.
 
 use super::hosts::{NetworkMode, NetworkPolicy, policy};
 use super::row::{Artifact, CollectHook, Healthcheck, RewardStrategy};
@@ -11,7 +12,7 @@ const DEFAULT_TIMEOUT_S: f64 = 600.0;
 /// The service of the agent's container in a compose file.
 const MAIN_SERVICE: &str = "main";
 
-/// What a `task.toml` says, checked. What cannot run here is listed in [`Config::unsupported`].
+/// A checked `task.toml`. Features that cannot run here are listed in [`Config::unsupported`].
 #[derive(Debug, Clone, Default)]
 pub(super) struct Config {
     pub(super) schema_version: String,
@@ -57,7 +58,7 @@ pub(super) struct Verifier {
 }
 
 impl Verifier {
-    /// Whether it has a container of its own, if this section decides that.
+    /// Whether the verifier has its own container; `None` if this section does not decide it.
     pub(super) fn mode(&self) -> Option<bool> {
         self.is_separate.or(self.environment.as_ref().map(|_| true))
     }
@@ -158,7 +159,7 @@ fn package(section: Option<Section<'_>>) -> Result<Option<String>, HarborProblem
     Ok(Some(name.to_owned()))
 }
 
-/// Collects what is valid but cannot run here.
+/// Collects features that are valid but cannot run here.
 #[derive(Debug, Default)]
 struct Reading {
     unsupported: Vec<String>,
@@ -349,7 +350,7 @@ impl Reading {
         Ok(Some(Artifact { source: source.to_owned(), exclude }))
     }
 
-    /// Commands run as root here.
+    /// Checks a `user` key: commands can only run as root here.
     fn user(&mut self, section: &Section<'_>, what: &str) -> Result<(), HarborProblem> {
         let user = match section.get("user") {
             None => return Ok(()),
@@ -363,7 +364,7 @@ impl Reading {
         Ok(())
     }
 
-    /// A time in seconds, at most a day.
+    /// A time in seconds. More than a day is unsupported.
     fn time(&mut self, seconds: f64, what: &str) -> f64 {
         if seconds.is_nan() || seconds < 0.0 {
             self.unsupported.push(format!("{what}, {seconds} seconds"));
@@ -406,8 +407,8 @@ fn size(section: &Section<'_>, old: &str, key: &str) -> Result<Option<i64>, Harb
     }
 }
 
-/// Variables with their `${NAME:-default}` templates replaced. The environment of this program is not
-/// given to containers.
+/// Variables with `${NAME:-default}` replaced by the default. Containers never get variables from
+/// the environment of this program.
 fn resolved<'a>(
     section: &Section<'a>,
     key: &'a str,
@@ -459,5 +460,5 @@ fn check_step_name(name: &str) -> Result<(), HarborProblem> {
     if is_valid {
         return Ok(());
     }
-    Err(HarborProblem::invalid(format!("`{name}` is not a portable name of a step")))
+    Err(HarborProblem::invalid(format!("`{name}` is not a portable step name")))
 }

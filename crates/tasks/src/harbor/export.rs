@@ -1,4 +1,4 @@
-//! Tasks that bring their own files, as Harbor task folders.
+//! Exports tasks that carry their own files as Harbor task folders.
 
 use super::row::HarborFile;
 use crate::patch::{self, PatchError};
@@ -14,22 +14,22 @@ const SOLVE: &str = include_str!("export/solve.sh");
 /// Why a task cannot be exported.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
-    /// Its tree is in an image, and its tests rely on more than their log.
+    /// The task's tree is in an image, and its tests need more than their log.
     #[error("only micro and repair tasks can be exported")]
     Family,
     /// Its solution does not apply to its files.
     #[error("its solution does not apply")]
     Solution(#[from] PatchError),
-    /// Its tests cannot be described.
+    /// Its expected results cannot be written as JSON.
     #[error("its expected results cannot be written")]
     Expected(#[from] serde_json::Error),
-    /// Docker would read its image, its working directory or a path in another way.
+    /// Its image or working directory would be misread in a Dockerfile.
     #[error("the image or the working directory contains a line break")]
     Name,
 }
 
-/// The files of `task` as a Harbor task folder in format 1.4: with Harbor's oracle its reward is 1, and
-/// with no change 0.
+/// The files of `task` as a Harbor task folder in format 1.4: with Harbor's oracle its reward is 1,
+/// and with no change 0.
 ///
 /// # Errors
 /// If it is not a micro or repair task, or its solution does not apply.
@@ -64,7 +64,7 @@ pub fn export_task(task: &Task) -> Result<Vec<HarborFile>, ExportError> {
     for file in &task.agent_files {
         files.push(text(format!("environment/files/{}", file.path), &file.content, 0o644));
     }
-    // Nothing that the agent wrote into a folder of tests takes part.
+    // Files that the agent wrote into a test folder must not take part.
     let cleared: BTreeSet<&str> =
         task.hidden_files.iter().filter_map(|file| test_folder(&file.path)).collect();
     let is_cleared = |path: &str| {
@@ -120,7 +120,7 @@ fn test_folder(path: &str) -> Option<&str> {
     folders.into_iter().find(is_of_tests)
 }
 
-/// `text` as one word of a shell.
+/// `text`, quoted as one shell word.
 fn shell_word(text: &str) -> String {
     format!("'{}'", text.replace('\'', "'\\''"))
 }

@@ -1,4 +1,4 @@
-//! Files of a task folder, which may be anyone's: nothing outside it is read.
+//! Reads the files of an untrusted task folder, and nothing outside it.
 
 use super::row::{FOLDER_MODE, HarborFile};
 use super::value::HarborProblem;
@@ -8,16 +8,16 @@ use ignore::Match;
 use ignore::gitignore::{Gitignore, GitignoreBuilder};
 use std::os::unix::fs::PermissionsExt as _;
 
-/// Largest content of one task's files together, in bytes.
+/// Maximum total size of one task's files, in bytes.
 const MAX_BYTES: u64 = 64 << 20;
-/// Largest number of one task's files.
+/// Maximum number of files of one task.
 const MAX_FILES: usize = 20_000;
-/// Deepest folder, which also ends cycles of links.
+/// Maximum depth of folders. Also stops cycles of links.
 const MAX_DEPTH: usize = 64;
-/// Names of the files that say which inputs are left out.
+/// Name of the files that list ignored inputs.
 const IGNORE_FILE: &str = ".harborignore";
 
-/// Rules of one ignore file, and the length of its folder's path.
+/// Rules of one ignore file, with the length of its folder's path.
 type FolderRules = (usize, Gitignore);
 
 /// Reads files of one task folder, within limits that hold for all of them together.
@@ -56,7 +56,7 @@ impl TaskFolder {
     }
 
     /// All files below `relative`, sorted by path; empty if there is no such folder. With `filter`,
-    /// ignore files in it leave files out, themselves included.
+    /// files that its ignore files name are left out, and so are the ignore files.
     pub(super) fn tree(
         &mut self,
         relative: &str,
@@ -72,7 +72,7 @@ impl TaskFolder {
         Ok(found)
     }
 
-    /// Reads a folder whose path is `prefix`. Without `rules`, nothing is left out.
+    /// Reads the folder with the path `prefix`. Without `rules`, nothing is left out.
     fn visit(
         &mut self,
         folder: &Utf8Path,
@@ -83,7 +83,7 @@ impl TaskFolder {
     ) -> Result<(), HarborProblem> {
         if depth == 0 {
             return Err(HarborProblem::invalid(format!(
-                "{folder} is too deep, or a cycle of links"
+                "{folder} is nested too deeply, or part of a cycle of links"
             )));
         }
         let outer = rules.as_ref().map_or(0, Vec::len);
@@ -142,7 +142,7 @@ impl TaskFolder {
         Ok(())
     }
 
-    /// Checks what a link to a folder leads to: it may neither contain itself nor lead out of the task.
+    /// Checks a link to a folder: it may neither form a cycle nor lead out of the task folder.
     fn follow(
         &self,
         folder: &Utf8Path,
@@ -194,7 +194,7 @@ impl TaskFolder {
     pub(super) fn check_inside(&self, path: &Utf8Path) -> Result<(), HarborProblem> {
         let is_inside = match path.canonicalize_utf8() {
             Ok(real) => real.starts_with(&self.root),
-            // A link to nothing, which is kept as it is.
+            // A dangling link is kept as it is.
             Err(_) => path.read_link_utf8().is_ok_and(|target| {
                 !target.is_absolute() && target.components().all(|part| part.as_str() != "..")
             }),
@@ -219,7 +219,7 @@ fn parse(text: &str) -> Gitignore {
     builder.build().unwrap_or_else(|_| Gitignore::empty())
 }
 
-/// Whether the innermost rule that matches leaves the entry out.
+/// Whether the innermost matching rule ignores the entry.
 fn is_ignored(rules: &[FolderRules], path: &str, is_dir: bool) -> bool {
     let mut ignored = false;
     for (length, rule) in rules {

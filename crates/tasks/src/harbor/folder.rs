@@ -10,14 +10,15 @@ use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_types::TaskId;
 use std::collections::BTreeMap;
 
-/// What a task publishes by convention, for a separate verifier.
+/// Folder whose contents a separate verifier receives by convention.
 const PUBLISHED: &str = "/logs/artifacts";
-/// Repository of images that are built from a task's context.
+/// Name prefix of images that are built from a task's build context.
 const BUILT: &str = "orchestrate/harbor";
-/// Digits of a context's digest in the tag of its image.
+/// Number of hex digits of a context's digest in the tag of its image.
 const TAG_DIGITS: usize = 20;
 
-/// The task folders in `path`: itself if it has a `task.toml`, else its folders that have one, sorted.
+/// The task folders in `path`: itself if it has a `task.toml`, else its folders that have one,
+/// sorted.
 ///
 /// # Errors
 /// If the folder cannot be read.
@@ -37,12 +38,12 @@ pub fn task_folders(path: &Utf8Path) -> std::io::Result<Vec<Utf8PathBuf>> {
     Ok(folders)
 }
 
-/// Reads one task folder by Harbor's rules. Where a task leaves its working directory to its image, it
-/// is missing until [`HarborImage::settle`].
+/// Reads one task folder by Harbor's rules. If the task takes its working directory from its image,
+/// the row's is `None` until [`HarborImage::settle`] is called.
 ///
 /// # Errors
-/// [`HarborProblem::Invalid`] if Harbor refuses the task, [`HarborProblem::Unsupported`] if it cannot run
-/// here.
+/// [`HarborProblem::Invalid`] if Harbor refuses the task, [`HarborProblem::Unsupported`] if it
+/// cannot run here.
 pub fn read_task(path: &Utf8Path) -> Result<HarborRow, HarborProblem> {
     let mut folder = TaskFolder::open(path)?;
     let text =
@@ -90,7 +91,7 @@ impl Reader<'_> {
         })
     }
 
-    /// The image of `environment/`, with the settings of `environment`.
+    /// The agent's image, from the folder `environment/` and the section `environment`.
     fn agent_image(&mut self, environment: &Environment) -> Result<HarborImage, HarborProblem> {
         let docker_image = self.config.environment.docker_image.clone();
         let exists = |name: &str| self.folder.path("environment").join(name).exists();
@@ -310,7 +311,7 @@ fn image(
     }
 }
 
-/// Identifies a build context.
+/// Digest of a build context, which identifies the image built from it.
 fn digest(context: &[HarborFile]) -> String {
     let mut hasher = blake3::Hasher::new();
     for file in context {
@@ -323,7 +324,7 @@ fn digest(context: &[HarborFile]) -> String {
     hasher.finalize().to_hex().chars().take(TAG_DIGITS).collect()
 }
 
-/// The text without the comment lines at its start that mark it for searches in training data.
+/// The text without the canary lines at its start, by which it can be found in training data.
 fn without_canary(text: &str) -> String {
     let is_canary = |line: &str| {
         let line = line.trim();

@@ -1,34 +1,34 @@
-//! The network that a task asks for.
+//! The network access that a task requests.
 
 use super::value::{HarborProblem, Section};
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// The network that a part of a task may use.
+/// Network access of a part of a task.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NetworkMode {
-    /// None.
+    /// No network.
     NoNetwork,
-    /// Everything: the default of Harbor.
+    /// Every host: Harbor's default.
     #[default]
     Public,
-    /// Only some hosts.
+    /// Only listed hosts.
     Allowlist,
 }
 
-/// What a task asks for. Containers have no network here, whatever it says.
+/// The network access that a task requests. It is recorded only: containers have no network here.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetworkPolicy {
     /// Kind of access.
     #[serde(default)]
     pub mode: NetworkMode,
-    /// Host names, addresses and ranges, for [`NetworkMode::Allowlist`].
+    /// Host names, IP addresses and CIDR ranges, for [`NetworkMode::Allowlist`]; empty otherwise.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allowed_hosts: Vec<String>,
 }
 
-/// The policy of a section, which may have none if there is no default.
+/// The policy of a section; `None` if the section sets none and there is no default.
 pub(super) fn policy(
     section: &Section<'_>,
     default: Option<NetworkMode>,
@@ -71,7 +71,7 @@ fn only_with_allowlist(section: &Section<'_>) -> HarborProblem {
     section.wrong("allowed_hosts", "is only valid with network_mode = \"allowlist\"")
 }
 
-/// An entry of an allow-list in its normal form.
+/// Normalises an entry of an allow-list.
 fn normalized(host: &str) -> Result<String, &'static str> {
     const FORM: &str = "must be host names, IP addresses or CIDR ranges, not URLs, ports or paths";
     const WILDCARD: &str = "may have a wildcard only as a leading `*.` before a host name";
@@ -107,7 +107,7 @@ fn is_label(label: &str) -> bool {
         && !label.ends_with('-')
 }
 
-/// A range whose host bits are zero, in its shortest form.
+/// A CIDR range without host bits, in its shortest form.
 fn network(text: &str) -> Option<String> {
     let (address, length) = text.split_once('/')?;
     let address: IpAddr = address.parse().ok()?;
@@ -128,7 +128,7 @@ fn network(text: &str) -> Option<String> {
     Some(format!("{address}/{length}"))
 }
 
-/// The length of a netmask or of a host mask.
+/// The prefix length of a netmask or host mask.
 fn mask_length(mask: Ipv4Addr) -> Option<u32> {
     let bits = u32::from(mask);
     if bits.leading_ones() + bits.trailing_zeros() == 32 || bits == 0 {

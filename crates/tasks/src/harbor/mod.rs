@@ -1,8 +1,8 @@
 //! Harbor tasks (the format of Terminal-Bench 2): read from folders by Harbor's own rules, kept as
 //! rows, and graded by the reward file that their tests write.
 //!
-//! The invariant: what Harbor accepts and this program cannot run is refused with its reason
-//! ([`HarborProblem::Unsupported`]); nothing is left out silently.
+//! The invariant: a task that Harbor accepts and this program cannot run is refused with the reason
+//! ([`HarborProblem::Unsupported`]); no feature is ignored silently.
 
 mod config;
 mod export;

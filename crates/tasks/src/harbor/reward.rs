@@ -1,15 +1,15 @@
-//! The reward that a verifier's files state.
+//! Reads the reward from a verifier's files.
 
 use super::value::python_float;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// Folder of a verifier's files.
+/// Folder to which a verifier writes its files.
 pub const VERIFIER_FOLDER: &str = "/logs/verifier";
-/// The files that state a reward. The first one that exists counts.
+/// The files that can hold a reward. The first one that exists counts.
 pub const REWARD_FILES: [&str; 2] = ["reward.json", "reward.txt"];
 
-/// Why a verifier stated no reward. Harbor ends such a trial with an exception and without a reward,
+/// Why a verifier gave no reward. Harbor ends such a trial with an exception and without a reward,
 /// which its metrics count as 0.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RewardProblem {
@@ -22,18 +22,19 @@ pub enum RewardProblem {
     /// The file is not a regular file.
     #[error("/logs/verifier/{0} is a symbolic link")]
     Link(&'static str),
-    /// It does not state finite numbers.
-    #[error("/logs/verifier/{0} does not state finite numbers")]
+    /// The file does not contain finite numbers.
+    #[error("/logs/verifier/{0} does not contain finite numbers")]
     Invalid(&'static str),
-    /// It states several rewards, and none is named `reward`.
-    #[error("/logs/verifier/reward.json states several rewards, and none is named `reward`")]
+    /// The file contains several rewards, and none is named `reward`.
+    #[error("/logs/verifier/reward.json contains several rewards, and none is named `reward`")]
     Ambiguous,
 }
 
 /// The rewards by name: those of `reward.json`, else `reward` with the number in `reward.txt`.
 ///
 /// # Errors
-/// If the file that counts does not state finite numbers. A reward in the other file does not help.
+/// If neither file exists, or the file that counts does not contain finite numbers. There is no
+/// fallback to the other file.
 pub fn rewards(
     json: Option<&[u8]>,
     text: Option<&[u8]>,

@@ -1,4 +1,4 @@
-//! A Harbor task as a row: everything that running and grading it needs.
+//! A Harbor task as a row: everything needed to run and grade it.
 
 use super::hosts::{NetworkMode, NetworkPolicy};
 use super::value::HarborProblem;
@@ -12,21 +12,21 @@ use std::time::Duration;
 
 /// Name of the task family.
 pub const ENVIRONMENT: &str = "harbor";
-/// The tests' script in the container.
+/// Path of the test script in the container.
 pub const TEST_SCRIPT: &str = "/tests/test.sh";
-/// The type of an empty folder in [`HarborFile::mode`].
+/// File type bits that mark an empty folder in [`HarborFile::mode`].
 pub const FOLDER_MODE: u32 = 0o040_000;
-/// Characters of a refused path that a message repeats.
+/// Maximum number of characters of a refused path in a message.
 const PATH_CHARS: usize = 120;
 
 /// A regular file, symbolic link or empty folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HarborFile {
-    /// Path relative to the folder that it belongs to, with `/`.
+    /// Path relative to its base folder, separated by `/`.
     pub path: String,
     /// Permission bits, with the type of a symbolic link (`0o120000`) or folder ([`FOLDER_MODE`]).
     pub mode: u32,
-    /// Content; the target of a symbolic link.
+    /// Content; for a symbolic link, its target.
     pub content: Vec<u8>,
 }
 
@@ -37,7 +37,7 @@ impl HarborFile {
     }
 }
 
-/// How a file is written: text as it is, anything else in base64.
+/// Serialised form of a file: UTF-8 text as it is, anything else in base64.
 #[derive(Serialize, Deserialize)]
 struct WrittenFile {
     path: RelativePath,
@@ -67,26 +67,27 @@ impl<'de> Deserialize<'de> for HarborFile {
             (None, Some(base64)) => base64_simd::STANDARD
                 .decode_to_vec(base64)
                 .map_err(|_| serde::de::Error::custom("`base64` is not valid base64"))?,
-            _ => return Err(serde::de::Error::custom("a file has either `text` or `base64`")),
+            _ => return Err(serde::de::Error::custom("expected either `text` or `base64`")),
         };
         Ok(Self { path: String::from(path), mode, content })
     }
 }
 
-/// A container image, and how it is built.
+/// A container image, and how it is built or pulled.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HarborImage {
-    /// Name of the image; for a built one, a tag that its context determines.
+    /// Name of the image; for a built image, its tag is derived from the build context.
     pub name: String,
     /// Build context with its `Dockerfile`; `None` if the image is pulled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context: Option<Vec<HarborFile>>,
     /// Time limit of the build, in seconds.
     pub build_timeout_s: f64,
-    /// Working directory of commands; `None` until the image is known, if the task names none.
+    /// Working directory of commands; `None` if the task names none, until [`Self::settle`] is
+    /// called.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workdir: Option<String>,
-    /// Files to write into the working directory: `environment/` of a task with a prepared image.
+    /// Files to write into the working directory: `environment/` of a task with a prebuilt image.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub uploads: Vec<HarborFile>,
     /// Variables of every command.
@@ -94,23 +95,23 @@ pub struct HarborImage {
     pub env: BTreeMap<String, String>,
 }
 
-/// What an image says about how its containers run.
+/// The run configuration of an image, as the Docker daemon reports it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ImageFacts {
-    /// Working directory; empty for `/`.
+    /// Working directory; empty means `/`.
     pub workdir: String,
-    /// User; empty for root.
+    /// User; empty means root.
     pub user: String,
     /// Whether it has an entry point.
     pub has_entrypoint: bool,
 }
 
 impl HarborImage {
-    /// Completes what the task leaves to its image.
+    /// Fills in the values that the task takes from its image.
     ///
     /// # Errors
-    /// [`HarborProblem::Unsupported`] if the image relies on another user, an entry point or a working
-    /// directory that sandboxes do not have.
+    /// [`HarborProblem::Unsupported`] if the image relies on another user, an entry point or a
+    /// working directory that sandboxes do not have.
     pub fn settle(&mut self, facts: &ImageFacts) -> Result<(), HarborProblem> {
         if facts.has_entrypoint {
             let reason = "an image with an ENTRYPOINT, which may start services";
@@ -125,7 +126,7 @@ impl HarborImage {
     }
 }
 
-/// Folders in which no sandbox works.
+/// Top-level folders that cannot contain the working directory.
 const RESERVED: &[&str] = &["tmp", "dev", "proc", "sys"];
 
 fn check_workdir(workdir: &str) -> Result<(), HarborProblem> {
@@ -150,11 +151,11 @@ pub struct Healthcheck {
     pub interval_s: f64,
     /// Time limit of one try, in seconds.
     pub timeout_s: f64,
-    /// Time at the start in which failures do not count, in seconds.
+    /// Start period in which failures do not count, in seconds.
     pub start_period_s: f64,
-    /// Pause between tries in that time, in seconds.
+    /// Pause between tries in the start period, in seconds.
     pub start_interval_s: f64,
-    /// Failures in a row after which the environment is broken.
+    /// Number of consecutive failures after which the attempt is broken.
     pub retries: u32,
 }
 
@@ -172,18 +173,18 @@ pub struct CollectHook {
 pub struct Artifact {
     /// Path in both containers.
     pub source: String,
-    /// Patterns of names that are left out of a folder.
+    /// Name patterns of files that are left out of a folder.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exclude: Vec<String>,
 }
 
-/// How the reward of a task with several steps is made from those of its steps.
+/// How the reward of a task with several steps is computed from those of its steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RewardStrategy {
     /// The mean over the steps that were graded.
     Mean,
-    /// That of the last step that was run.
+    /// The reward of the last step that was run.
     Final,
 }
 
@@ -195,18 +196,18 @@ pub struct HarborVerifier {
     /// Variables of the tests.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
-    /// The container of the tests; `None` if they run in the agent's.
+    /// Image of the tests' own container; `None` if they run in the agent's container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub separate: Option<HarborImage>,
-    /// Whether the image of a separate container brings the tests.
+    /// Whether the image of a separate container already has the tests.
     #[serde(default)]
     pub has_bundled_tests: bool,
-    /// Commands in the agent's container before artifacts are taken from it.
+    /// Commands that run in the agent's container before artifacts are read from it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub collect: Vec<CollectHook>,
-    /// What a separate container receives.
+    /// Files and folders that a separate container receives.
     pub artifacts: Vec<Artifact>,
-    /// The network that the tests ask for.
+    /// Network access that the tests request. Recorded only.
     #[serde(default)]
     pub network: NetworkPolicy,
 }
@@ -217,12 +218,13 @@ pub struct HarborStep {
     /// Name; empty in a task without `[[steps]]`.
     #[serde(default)]
     pub name: String,
-    /// What the agent reads.
+    /// The agent's instruction.
     pub instruction: String,
-    /// Time limit of the agent, in seconds; `None` = that of the run.
+    /// Time limit of the agent, in seconds; `None` means the run's limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent_timeout_s: Option<f64>,
-    /// Files that are written into the working directory before the step; a `setup.sh` among them runs.
+    /// Files that are written into the working directory before the step; a `setup.sh` among them
+    /// is run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<HarborFile>,
     /// Checked before the agent starts.
@@ -230,12 +232,12 @@ pub struct HarborStep {
     pub healthcheck: Option<Healthcheck>,
     /// Files in `/tests`. Never in the container while the agent works.
     pub tests: Vec<HarborFile>,
-    /// Files in `/solution`; empty without a solution. Only checks of the task use them.
+    /// Files for `/solution`; empty without a solution. Used only when the task is checked.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub solution: Vec<HarborFile>,
-    /// How it is graded.
+    /// How the step is graded.
     pub verifier: HarborVerifier,
-    /// The least reward of each name with which the next step begins.
+    /// Minimum of each named reward for continuing with the next step.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub min_reward: BTreeMap<String, f64>,
 }
@@ -243,7 +245,7 @@ pub struct HarborStep {
 /// A Harbor task.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HarborRow {
-    /// The task's id, made of its name.
+    /// The task's id, derived from its name.
     pub id: String,
     /// Its name in Harbor.
     pub name: String,
@@ -257,21 +259,21 @@ pub struct HarborRow {
     /// Checked before the agent starts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub healthcheck: Option<Healthcheck>,
-    /// The network that the task asks for while the agent works.
+    /// Network access that the task requests while the agent works. Recorded only.
     #[serde(default)]
     pub network: NetworkPolicy,
-    /// CPUs that the task asks for.
+    /// Number of CPUs that the task requests. Recorded only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpus: Option<f64>,
-    /// Memory that the task asks for, in MiB.
+    /// Memory that the task requests, in MiB. Recorded only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mb: Option<i64>,
-    /// Variables of the solution.
+    /// Environment variables of the solution.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub solution_env: BTreeMap<String, String>,
-    /// At least one.
+    /// The steps; at least one.
     pub steps: Vec<HarborStep>,
-    /// How the steps' rewards are joined; `None` in a task without `[[steps]]`.
+    /// How the steps' rewards are combined; `None` in a task without `[[steps]]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strategy: Option<RewardStrategy>,
 }
@@ -283,19 +285,19 @@ impl HarborRow {
         std::iter::once(&mut self.image).chain(separate)
     }
 
-    /// The same images.
+    /// The image of the agent, and those of separate verifiers.
     pub fn images(&self) -> impl Iterator<Item = &HarborImage> {
         let separate = self.steps.iter().filter_map(|step| step.verifier.separate.as_ref());
         std::iter::once(&self.image).chain(separate)
     }
 
-    /// Whether the task asks for a network, which it does not get.
+    /// Whether any part of the task requests network access, which its containers do not get.
     pub fn wants_network(&self) -> bool {
         let of_tests = self.steps.iter().map(|step| &step.verifier.network);
         of_tests.chain([&self.network]).any(|network| network.mode != NetworkMode::NoNetwork)
     }
 
-    /// Whether it has several steps, which agents of a run cannot take.
+    /// Whether the task has several steps, which agents of a run do not support.
     pub fn has_steps(&self) -> bool {
         self.steps.len() > 1
     }
@@ -362,14 +364,14 @@ impl HarborRow {
     }
 }
 
-/// A Harbor task as it is written in a file of rows, in a column of its own.
+/// A line of a task file that contains a Harbor task, in the column `harbor`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HarborLine {
     /// The task.
     pub harbor: HarborRow,
 }
 
-/// A time limit, at least one second.
+/// Converts a time limit in seconds, clamped to one second to one day.
 pub fn seconds(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.clamp(1.0, 86_400.0)).unwrap_or(Duration::from_mins(10))
 }

@@ -1,9 +1,9 @@
-//! Values of a `task.toml`, converted as Harbor's data model converts them.
+//! Values of a `task.toml`, converted by the rules of Harbor's data model.
 
 use std::collections::BTreeMap;
 use toml::{Table, Value};
 
-/// Why a task folder is not a task that can be run here.
+/// Why a task folder is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HarborProblem {
     /// Harbor itself refuses it.
@@ -24,7 +24,7 @@ impl HarborProblem {
     }
 }
 
-/// One table of a `task.toml`, with its name for messages.
+/// One table of a `task.toml`, with the name that messages use.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Section<'a> {
     table: &'a Table,
@@ -58,7 +58,7 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// A number: a string with one counts, and so does a boolean.
+    /// A number. A string that contains one is accepted, and so is a boolean.
     pub(super) fn number(&self, key: &str) -> Result<Option<f64>, HarborProblem> {
         let Some(value) = self.get(key) else { return Ok(None) };
         number(value).map(Some).ok_or_else(|| self.wrong(key, "must be a number"))

@@ -1,13 +1,13 @@
-//! Rows in NeMo-Gym's records, as Nemotron's training data for software engineering has them.
+//! Rows inside NeMo-Gym's records, the format of Nemotron's training data for software engineering.
 
 use super::parsed;
 use serde_json::Value;
 
-/// Data sets that these records name and that cannot be run here, with what to do instead.
+/// Data sets that these records name and that cannot be run here, with the reason.
 const REFUSED: [(&str, &str); 6] = [
     ("nv-internal-1", "its tests are run by scripts of its own images, which are not public"),
     ("swe-bench-ext", "its tests are run by commands that its records do not have"),
-    ("deepswe", "it is a Harbor task; read it from its task folder"),
+    ("deepswe", "it is a Harbor task; use `tasks import harbor`"),
     ("denovoswe", "its tasks start from an empty tree and are graded by a script of NeMo-Gym's"),
     ("SWE-bench-Live", "its images and commands are its own"),
     ("SWE-bench_Multilingual", "its repositories are not in SWE-bench's table"),

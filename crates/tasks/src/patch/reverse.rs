@@ -1,4 +1,4 @@
-//! The diff that undoes another one.
+//! Reverses a diff.
 
 use super::{FilePatch, Hunk, HunkLine, LineKind, PatchError, PatchErrorKind, parse};
 use std::fmt::Write as _;
@@ -6,8 +6,8 @@ use std::fmt::Write as _;
 /// The unified diff that undoes `patch`: applied to the new tree, it gives the old one.
 ///
 /// # Errors
-/// If the text is not a unified diff, or changes something else than the lines of files with mode
-/// 0644: a rename, a binary file, or a mode.
+/// If the text is not a unified diff, or changes anything other than lines of files with mode 0644,
+/// e.g. by a rename, a binary patch or a change of mode.
 pub fn reversed(patch: &str) -> Result<String, PatchError> {
     if other_mode(patch) {
         return Err(PatchError::new("-", PatchErrorKind::Unsupported("a change of modes")));
@@ -25,7 +25,7 @@ fn other_mode(patch: &str) -> bool {
         let known = ["new file mode ", "deleted file mode "];
         known.iter().find_map(|start| line.strip_prefix(start)).map(|mode| mode.trim() != "100644")
     };
-    // Lines of hunks start with a blank, a sign or a backslash.
+    // Lines of hunks start with a space, `+`, `-` or a backslash.
     patch.lines().any(|line| mode(line).unwrap_or_else(|| line.starts_with("old mode ")))
 }
 

@@ -1,4 +1,4 @@
-//! Data sets whose rows have SWE-bench's columns, and what each of them does differently.
+//! Data sets whose rows have SWE-bench's columns, and their differences.
 
 /// A data set of the SWE-bench family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -7,14 +7,14 @@ pub enum SweFamily {
     SweBench,
     /// SWE-Gym: other repositories, in the table of its fork of the harness.
     SweGym,
-    /// SWE-rebench: each row brings its commands (`install_config`).
+    /// SWE-rebench: each row contains its own commands (`install_config`).
     SweRebench,
-    /// SWE-smith: bugs put into a fixed commit; `patch` is the bug.
+    /// SWE-smith: bugs injected into a fixed commit; `patch` is the bug.
     SweSmith,
 }
 
 impl SweFamily {
-    /// The name that tasks of the data set have as their environment.
+    /// The environment name of the data set's tasks, e.g. `swe-smith`.
     pub fn name(self) -> &'static str {
         match self {
             Self::SweBench => "swe-bench",
@@ -25,7 +25,7 @@ impl SweFamily {
     }
 
     /// Whether the whole log counts where the part between its markers has no result. Only
-    /// SWE-bench's own harness falls back to it.
+    /// SWE-bench's own harness has this fallback.
     pub(super) fn reads_whole_log(self) -> bool {
         self == Self::SweBench
     }

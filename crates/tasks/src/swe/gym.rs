@@ -1,7 +1,7 @@
 //! SWE-Gym's table: the repositories that its fork of the harness adds to SWE-bench's.
 //!
-//! The commands are those of the fork at the commit of January 2025. Its scripts have no markers around
-//! the tests; ours do, so that what an installation prints is never read as a result.
+//! The commands are those of the fork at its commit of January 2025. Its scripts have no markers
+//! around the tests; ours do, so that the output of an installation is never read as a result.
 
 use super::parsers::LogParser;
 use super::spec::Spec;

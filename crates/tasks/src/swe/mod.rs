@@ -1,9 +1,10 @@
 //! SWE-bench and its family: rows, evaluation scripts, log parsers and verdicts.
 //!
-//! The invariant: for the same row and log of SWE-bench, the script, status map, test lists and verdict
-//! equal those of the official harness in the version that [`Harness`] names. Rows of other data sets
-//! ([`SweFamily`]) are run by the commands, and their logs parsed by the parsers, of those data sets'
-//! own harnesses, which are forks of SWE-bench's. A row for which these are unknown is refused.
+//! The invariant: for the same row and log of SWE-bench, the script, status map, test lists and
+//! verdict equal those of the official harness in the version that [`Harness`] names. Rows of other
+//! data sets ([`SweFamily`]) are run by the commands, and their logs parsed by the parsers, of
+//! those data sets' own harnesses, which are forks of SWE-bench's. A row for which these are
+//! unknown is refused.
 //!
 //! [`SweRow`] is a row, [`eval_script`] writes the script that a grading container runs, and
 //! [`grade`] turns the log of that script into a [`Report`].

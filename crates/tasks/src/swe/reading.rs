@@ -79,8 +79,8 @@ enum Part {
 }
 
 /// Reads `log` into a fresh copy of `map`. Only the part between the markers counts. If it has no
-/// result (for example because output streams were interleaved), the whole log counts where
-/// `falls_back`.
+/// result (for example because output streams were interleaved), the whole log counts if
+/// `falls_back` is set.
 ///
 /// # Errors
 /// If reading fails, or the harness would raise an exception.

@@ -1,16 +1,16 @@
-//! Rows of SWE-rebench, which bring the commands that its fork of the harness runs.
+//! Rows of SWE-rebench, which contain the commands that its fork of the harness runs.
 
 use super::parsers::LogParser;
 use crate::column::{self, ColumnProblem};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// What a row of SWE-rebench says about running its tests. Only what the evaluation script uses is
-/// kept; the other members describe how the image was built.
+/// How to run the tests of a row of SWE-rebench. Only the members that the evaluation script uses
+/// are kept; the others describe how the image was built.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstallConfig {
-    /// Shell command to which the test files are appended. A list of commands, as rows of
-    /// SWE-rebench-V2 have it, is kept to be refused.
+    /// Shell command to which the test files are appended. A list of commands, as in rows of
+    /// SWE-rebench-V2, is read only to be refused with a clear reason.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub test_cmd: Option<Commands>,
     /// Shell command that installs the repository again before the tests run.
@@ -31,9 +31,9 @@ pub struct InstallConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Commands {
-    /// One, as rows of SWE-rebench have it.
+    /// One command, as in rows of SWE-rebench.
     One(String),
-    /// Several, as rows of SWE-rebench-V2 have it.
+    /// Several commands, as in rows of SWE-rebench-V2.
     Several(Vec<String>),
 }
 
@@ -75,7 +75,7 @@ impl InstallConfig {
             );
         }
         let Some(command) = self.test_command().filter(|command| !command.trim().is_empty()) else {
-            return problem("it has no `test_cmd`, so that the tests cannot be run");
+            return problem("it has no `test_cmd`, so its tests cannot be run");
         };
         if self.log_parser().is_none() {
             let named = self.log_parser.as_deref().unwrap_or_default();

@@ -10,8 +10,9 @@ use crate::patch;
 use orchestrate_types::{ImageName, TaskId};
 use serde::{Deserialize, Serialize};
 
-/// A row of SWE-bench (full, Lite or Verified), with the columns of version 4 or 5 of the harness, or of
-/// another data set with such columns ([`SweFamily`]). Columns that are not listed here are ignored.
+/// A row of SWE-bench (full, Lite or Verified), with the columns of version 4 or 5 of the harness,
+/// or of another data set with such columns ([`SweFamily`]). Columns that are not listed here are
+/// ignored.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SweRow {
     /// Id of the instance, `OWNER__NAME-NUMBER`.
@@ -30,8 +31,8 @@ pub struct SweRow {
     /// Never shown to the agent.
     #[serde(default)]
     pub patch: String,
-    /// The patch that adds the hidden tests. Never shown to the agent. Absent in SWE-smith, whose tests
-    /// are in the image.
+    /// The patch that adds the hidden tests. Never shown to the agent. Absent in SWE-smith, whose
+    /// tests are in the image.
     #[serde(default)]
     pub test_patch: String,
     /// Tests that the gold patch makes pass. Read from a list or from its JSON text.
@@ -75,7 +76,7 @@ pub enum EvalType {
 }
 
 impl SweRow {
-    /// The data set that the row belongs to, told by its columns and its repository.
+    /// The data set that the row belongs to, recognised by its columns and its repository.
     pub fn family(&self) -> SweFamily {
         if self.install_config.is_some() {
             SweFamily::SweRebench
@@ -155,8 +156,8 @@ impl SweRow {
         column::tests("PASS_TO_PASS", &self.pass_to_pass)
     }
 
-    /// The container image: the one in the row (`image` or `docker_image`), else the one that the data
-    /// set publishes for the instance.
+    /// The container image: the one in the row (`image` or `docker_image`), else the one that the
+    /// data set publishes for the instance.
     pub fn image(&self) -> String {
         let id = |separator| self.instance_id.to_lowercase().replace("__", separator);
         let published = || match self.family() {

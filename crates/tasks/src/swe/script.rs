@@ -18,8 +18,8 @@ const NOT_TESTS: [&str; 11] =
 ///
 /// For version 5, it is the row's `eval_script` column with commands that log the test command's
 /// exit code. A row without that column gets the script of version 4 with the same commands added.
-/// For a row of SWE-Gym or SWE-rebench it is that of version 4 with the commands of the data set, and
-/// for one of SWE-smith the script of its own harness.
+/// For a row of SWE-Gym or SWE-rebench it is that of version 4 with the commands of the data set,
+/// and for one of SWE-smith the script of its own harness.
 ///
 /// # Errors
 /// If the row's repository or version is unknown.

@@ -1,8 +1,9 @@
-//! SWE-smith: bugs that were put into fixed commits of repositories.
+//! SWE-smith: bugs that were injected into fixed commits of repositories.
 //!
-//! A row's `patch` is the bug. The tree that a task starts from is the image's with that bug, and the
-//! agent's lacks the test files of `FAIL_TO_PASS`. SWE-smith's own containers fetch a branch with both
-//! commits; applied to the image's tree, the patch gives the same tree without a network.
+//! A row's `patch` is the bug. A task starts from the image's tree with that bug applied, and the
+//! agent's copy lacks the test files of `FAIL_TO_PASS`. SWE-smith's own containers fetch a branch
+//! with these two commits; applying the patch to the image's tree gives the same tree without a
+//! network.
 
 use super::parsers::LogParser;
 use super::row::SweRow;
@@ -10,7 +11,7 @@ use crate::column::ColumnProblem;
 use crate::patch::{self, is_inside};
 use std::collections::BTreeSet;
 
-/// Repositories, `OWNER__NAME.COMMIT`, whose tests all run.
+/// Repositories, as `OWNER__NAME.COMMIT`, whose whole test suite runs.
 const WHOLE_SUITE: &str = "\
     adrienverge__yamllint.8513d9b9 agronholm__exceptiongroup.0b4f4937 \
     agronholm__typeguard.b6a7e438 aio-libs__async-timeout.d0baa9f1 \
@@ -54,7 +55,7 @@ const WHOLE_SUITE: &str = "\
     termcolor__termcolor.3a42086f theskumar__python-dotenv.2b8635b7 tox-dev__pipdeptree.c31b6418 \
     tweepy__tweepy.91a41c6e vi3k6i5__flashtext.b316c7e9 weaveworks__grafanalib.5c3b17ed";
 
-/// Repositories of which only the test files of a row's tests run.
+/// Repositories of which only the files with a row's tests run.
 const TEST_FILES: &str = "\
     scrapy__scrapy.35212ec5 sqlfluff__sqlfluff.50a1c4b6 tobymao__sqlglot.036601ba \
     sunpy__sunpy.f8edfd5c sympy__sympy.2ab64612 getmoto__moto.694ce1f4 \
@@ -78,7 +79,7 @@ pub(super) struct Profile {
     tests_are: TestNames,
 }
 
-/// How the name of a test tells its file.
+/// How the file of a test is found from its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TestNames {
     /// `FILE::TEST`.
@@ -157,8 +158,8 @@ impl SweRow {
         format!("swebench/swesmith.x86_64.{}", name.replace("__", "_1776_")).to_lowercase()
     }
 
-    /// Test files of `FAIL_TO_PASS`, which the agent does not get, and those of all tests, which are
-    /// restored before the tests run. Empty for other families than SWE-smith.
+    /// Test files of `FAIL_TO_PASS`, which the agent does not get, and those of all tests, which
+    /// are restored before the tests run. Empty for other families than SWE-smith.
     pub fn smith_test_files(&self) -> (Vec<String>, Vec<String>) {
         let Some(profile) = profile(&self.repo) else { return Default::default() };
         let owned = |files: BTreeSet<std::borrow::Cow<'_, str>>| -> Vec<String> {
@@ -189,7 +190,7 @@ impl SweRow {
     pub(super) fn smith_problem(&self) -> Option<ColumnProblem> {
         if profile(&self.repo).is_none() {
             let reason = format!(
-                "`{}` is not a Python repository of SWE-smith's whose tests run in a known way",
+                "`{}` is not a Python repository of SWE-smith with a known profile",
                 self.repo
             );
             return Some(ColumnProblem::new("repo", reason));
@@ -204,7 +205,7 @@ impl SweRow {
             Ok(bug)
         }) {
             Ok(bug) if bug.is_empty() => {
-                return Some(ColumnProblem::new("patch", "it has no bug to put into the tree"));
+                return Some(ColumnProblem::new("patch", "it has no bug to inject"));
             }
             Ok(bug) => bug,
             Err(error) => return Some(ColumnProblem::new("patch", error)),
@@ -217,7 +218,7 @@ impl SweRow {
                 return Some(ColumnProblem::new("FAIL_TO_PASS", reason));
             }
         }
-        // Test files are restored before the tests run, and with them the bug.
+        // Restoring the test files before the tests run would restore the bug.
         let is_restored = |path: &Option<String>| {
             path.as_ref().is_some_and(|path| files.binary_search(path).is_ok())
         };

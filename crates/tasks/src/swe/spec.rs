@@ -58,7 +58,7 @@ pub fn spec(repo: &str, version: &str) -> Result<&'static Spec, SpecError> {
     })
 }
 
-/// The entries of a repository, in SWE-bench's table or in SWE-Gym's, which ignores the case.
+/// The entries of a repository in SWE-bench's table, or in SWE-Gym's, which ignores case.
 fn of(repo: &str) -> impl Iterator<Item = &'static Spec> {
     let of_gym = gym::SPECS.iter().filter(move |spec| spec.repo.eq_ignore_ascii_case(repo));
     SPECS.iter().filter(move |spec| spec.repo == repo).chain(of_gym)

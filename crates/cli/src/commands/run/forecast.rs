@@ -170,7 +170,7 @@ fn forecast(
     // Containers of repositories are removed after one use; others are kept for the next agent or grader.
     let wanted = if of_files { in_flight } else { 2 * in_flight };
     let sandbox = &settings.sandbox;
-    // Episodes outside have no containers.
+    // External episodes have no containers.
     let is_outside = rollout.scaffold == Scaffold::Outside;
     let containers = if is_outside { 0 } else { (sandbox.capacity() as u64).min(wanted) };
     let hosts = if is_outside { Vec::new() } else { sandbox.docker_hosts() };

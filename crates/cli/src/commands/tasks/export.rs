@@ -14,7 +14,7 @@ use serde_json::json;
 use std::os::unix::fs::PermissionsExt as _;
 use std::process::ExitCode;
 
-/// Writes a folder for each task that can be exported.
+/// Writes each task that can be exported to a folder of its own.
 pub(super) fn harbor(args: &HarborExportArgs) -> anyhow::Result<ExitCode> {
     let (settings, mut tasks) = to_verify(&args.selection)?;
     if args.sample > 0 {

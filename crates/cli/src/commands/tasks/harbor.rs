@@ -1,4 +1,4 @@
-//! `orchestrate tasks import harbor`: makes rows of Harbor task folders.
+//! `orchestrate tasks import harbor`: converts Harbor task folders to rows.
 
 use super::NAME_CHARS;
 use crate::args::HarborImportArgs;
@@ -17,10 +17,10 @@ use serde_json::json;
 use std::collections::HashMap;
 use std::process::ExitCode;
 
-/// Characters of a reason that are printed.
+/// Printed characters of a reason.
 const REASON_CHARS: usize = 2000;
 
-/// Reads the folders, completes the rows from their images, and writes the usable ones.
+/// Reads the folders, completes the rows with facts of their images, and writes the usable ones.
 pub(super) async fn import(args: &HarborImportArgs) -> anyhow::Result<ExitCode> {
     let settings = config::load(&args.source)?.check()?;
     let folders = harbor::task_folders(&args.folder)
@@ -67,13 +67,13 @@ pub(super) async fn import(args: &HarborImportArgs) -> anyhow::Result<ExitCode> 
     if networked > 0 {
         output::say(format!(
             "note: {networked} tasks allow a network, which their containers do not get; \
-             `orchestrate tasks verify` tells which of them need it"
+             `orchestrate tasks verify` shows which of them need it"
         ));
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// The row of one folder, with images that exist.
+/// The row of one folder. Builds or pulls its images.
 async fn row_of(
     folder: &Utf8Path,
     builder: &ImageBuilder,
@@ -118,7 +118,7 @@ fn entry(file: &HarborFile) -> FileEntry {
     FileEntry { path: file.path.clone(), mode: file.mode, content: file.content.clone() }
 }
 
-/// Prints a row for people, including what is hidden from the agent.
+/// Prints a row in readable form, including the parts that are hidden from the agent.
 pub(super) fn print(row: &HarborRow) {
     let name = |text: &str| printable(text, NAME_CHARS);
     output::data(format!(

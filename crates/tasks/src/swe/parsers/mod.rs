@@ -1,8 +1,8 @@
 //! The harness's log parsers: one per test runner, each reading a log line by line.
 //!
 //! The invariant: for the same text, a parser returns the status map of SWE-bench's own parser of
-//! that version (or of the data set's fork of it), key by key, including its defects; the memory of a
-//! parser does not grow with the log.
+//! that version (or of the data set's fork of it), key by key, including its defects; the memory of
+//! a parser does not grow with the log.
 
 mod django;
 mod pytest;
@@ -35,7 +35,7 @@ pub enum LogParser {
     Django,
     /// As `PytestV2`, for pydantic in SWE-Gym: a failure may be followed by its progress.
     Pydantic,
-    /// SWE-smith's default: pytest's lines of `--verbose`, with the name first.
+    /// SWE-smith's default: the lines of `pytest --verbose`, with the name first.
     PytestVerbose,
     /// Lines with the status first, in SWE-smith.
     PytestStatus,
@@ -83,7 +83,7 @@ impl LogParser {
     /// The line that reports `status` for `test` in a log of this parser; `None` if such lines have
     /// no fixed form.
     pub fn line(self, test: &str, status: &str) -> Option<String> {
-        // A name is one line, so it cannot contain another result.
+        // Keep a name on one line, so that it cannot forge another result.
         let test = test.replace(['\n', '\r'], " ");
         match self {
             Self::Sympy | Self::Django | Self::Tornado | Self::Unittest => None,

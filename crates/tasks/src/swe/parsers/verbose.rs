@@ -1,6 +1,6 @@
-//! Parses logs of SWE-smith's profiles, in which most results are pytest's lines of `--verbose`.
+//! Parses logs of SWE-smith's profiles, most of which are output of `pytest --verbose`.
 //!
-//! A map has the same keys and statuses as that of the profile's own parser.
+//! The resulting map has the same keys and statuses as that of the profile's own parser.
 
 use super::{MissingName, ReadLines, pattern};
 use crate::swe::status::{Status, StatusMap, WORDS};
@@ -8,7 +8,7 @@ use crate::text::{is_space, tokens};
 use regex::Regex;
 use std::sync::LazyLock;
 
-/// Where a line has a test's name and its status.
+/// The position of the test's name and status in a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verbose {
     /// `NAME STATUS`, followed by anything.
