@@ -24,7 +24,7 @@ Result = float | tuple[float, dict[str, float]]
 Function = Callable[[Episode], Result]
 
 #: Interval at which a running child is polled, in seconds.
-LOOK_S = 0.2
+POLL_S = 0.2
 #: Time limit for a child to import its environment, in seconds.
 START_S = 300.0
 
@@ -95,7 +95,7 @@ def environment(
     return Environment(function, timeout)
 
 
-def judged(function: Function, episode: Episode) -> Verdict:
+def run_function(function: Function, episode: Episode) -> Verdict:
     """Runs a function on an episode, and turns its result or exception into a verdict."""
     try:
         result = function(episode)
@@ -111,7 +111,7 @@ def judged(function: Function, episode: Episode) -> Verdict:
         return Verdict("environment", message="".join(traceback.format_exception(error)))
 
 
-def give_back(episode: Episode, verdict: Verdict) -> None:
+def return_verdict(episode: Episode, verdict: Verdict) -> None:
     """Returns an episode to the gateway with its verdict."""
     if verdict.kind != "reward":
         episode.fail(verdict.kind, verdict.message)
@@ -149,7 +149,7 @@ class Child:
         try:
             self._pipe.send(taken)
             while not stop.is_set():
-                if self._pipe.poll(min(LOOK_S, max(0.0, end - time.monotonic()))):
+                if self._pipe.poll(min(POLL_S, max(0.0, end - time.monotonic()))):
                     verdict: Verdict | None = self._pipe.recv()
                     if verdict is not None:
                         return verdict
@@ -201,7 +201,7 @@ def _serve(function: Environment, connection: Connection, url: str, pipe: Pipe) 
             return
         episode = Episode(taken, url, http, None)
         try:
-            pipe.send(judged(function.function, episode))
+            pipe.send(run_function(function.function, episode))
         except LeaseOver:
             pipe.send(None)
 

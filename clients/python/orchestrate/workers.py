@@ -12,7 +12,7 @@ import threading
 import types
 
 from .client import Episode, Gateway
-from .environment import Child, Environment, Function, give_back, judged
+from .environment import Child, Environment, Function, return_verdict, run_function
 from .wire import LeaseOver, OrchestrateError, RunOver
 
 logger = logging.getLogger("orchestrate")
@@ -109,12 +109,12 @@ class _Pool:
         try:
             with episode:
                 if child is None:
-                    give_back(episode, judged(self.function, episode))
+                    return_verdict(episode, run_function(self.function, episode))
                 else:
                     assert isinstance(self.function, Environment)
                     verdict = child.run(episode.taken, self.function.timeout, self.stop)
                     if verdict is not None:
-                        give_back(episode, verdict)
+                        return_verdict(episode, verdict)
                     elif self.stop.is_set():
                         episode.abandon()
                     else:

@@ -96,7 +96,7 @@ def test_the_agent_without_the_client_is_evaluated(start_run: Start, worker: Wor
     assert all(summary["metrics"].keys() == {"characters"} for summary in summaries)
 
 
-def test_an_environment_of_verifiers_trains_the_bundled_policy(start_run: Start) -> None:
+def test_a_verifiers_environment_trains_the_bundled_policy(start_run: Start) -> None:
     python = os.environ.get("ORCHESTRATE_VERIFIERS_PYTHON")
     if python is None:
         pytest.skip("ORCHESTRATE_VERIFIERS_PYTHON is not a Python with verifiers, httpx and uv")
@@ -186,7 +186,7 @@ def test_a_killed_run_loses_no_acknowledged_result_and_doubles_none(
     assert any(what == "over" for what, _ in results), "a late result was to be refused"
 
 
-def test_secrets_are_checked_and_an_agent_never_has_that_of_workers(start_run: Start) -> None:
+def test_secrets_are_checked_and_agents_never_get_the_workers_secret(start_run: Start) -> None:
     secret = settings("gateway.secret_env=GATEWAY_SECRET", "run.retry_pause=0s")
     run = start_run("run", *CONFIG, *listen(), *secret)
     for wrong in (None, "wrong", "righ", "rightt"):

@@ -27,7 +27,7 @@ const AGENT_BYTES: usize = 8 << 20;
 /// Maximum time between two requests of a connection: longer than clients keep an idle one.
 const IDLE: Duration = Duration::from_secs(90);
 /// Time for which the server still answers workers that the run is over.
-const GOODBYE: Duration = Duration::from_millis(500);
+const CLOSING_TIME: Duration = Duration::from_millis(500);
 
 /// A gateway that listens but does not serve yet.
 #[derive(Debug)]
@@ -77,7 +77,7 @@ impl Gateway {
             stop.cancelled().await;
             offers.close();
             // Workers that ask for another episode are now told that the run is over.
-            tokio::time::sleep(GOODBYE).await;
+            tokio::time::sleep(CLOSING_TIME).await;
             closed.cancel();
         };
         tokio::join!(self.server.serve(self.offers.router(), routes, unserved), close);

@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_format_of_a_template_is_the_one_that_reads_what_it_shows() {
+    fn the_detected_format_reads_back_what_the_template_renders() {
         assert_eq!(detected(JSON_TEMPLATE), Some(ToolFormat::Json));
         assert_eq!(detected(XML_TEMPLATE), Some(ToolFormat::Xml));
         assert_eq!(detected(OTHER_TEMPLATE), None);
@@ -248,7 +248,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_shown_is_read_and_shown_again(arguments in prop::collection::vec(arguments(), 1..4)) {
+        fn prop_rendered_calls_survive_a_round_trip(arguments in prop::collection::vec(arguments(), 1..4)) {
             let tools = [probe_tool()];
             let calls: Vec<Action> = arguments
                 .into_iter()

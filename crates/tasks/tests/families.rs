@@ -122,7 +122,7 @@ fn the_gold_patch_of_a_bug_undoes_it() {
 }
 
 #[test]
-fn what_cannot_be_run_exactly_is_refused_with_the_reason() {
+fn rows_that_cannot_be_run_exactly_are_refused_with_the_reason() {
     let changed = |mut row: Value, column: &str, value: Value| {
         row[column] = value;
         row
@@ -294,7 +294,7 @@ for name in sorted(k for k in registry.keys() if k.startswith("swesmith/")):
 "#;
 
 #[test]
-fn commands_files_images_and_parsers_equal_those_of_the_package() {
+fn smith_profiles_equal_those_of_the_package() {
     let Some(python) = std::env::var_os("ORCHESTRATE_SWESMITH_PYTHON") else {
         let why = "ORCHESTRATE_SWESMITH_PYTHON names no Python with the package swesmith";
         orchestrate_e2e::skip::skip("swesmith", why);

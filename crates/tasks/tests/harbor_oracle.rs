@@ -185,7 +185,7 @@ fn folders(root: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn folders_are_accepted_and_refused_as_by_the_harbor_package() {
+fn task_folders_are_accepted_exactly_if_harbor_accepts_them() {
     let Some(harbor) = std::env::var_os("ORCHESTRATE_HARBOR").map(PathBuf::from) else {
         skip::skip("harbor", "ORCHESTRATE_HARBOR names no virtual environment");
         return;

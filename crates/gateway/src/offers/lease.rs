@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 /// Maximum number of ended leases that are remembered.
-const REMEMBERED: usize = 4096;
+const MAX_ENDED: usize = 4096;
 
 /// An attempt that is offered.
 pub(super) struct Slot {
@@ -248,7 +248,7 @@ impl Leases {
         }
         self.over.insert(Arc::clone(&id), over);
         self.ended.push_back(id);
-        while self.ended.len() > REMEMBERED {
+        while self.ended.len() > MAX_ENDED {
             if let Some(oldest) = self.ended.pop_front() {
                 self.over.remove(&oldest);
             }

@@ -21,9 +21,9 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, sleep_until};
 
 /// Maximum time that a request waits for an episode.
-const LONGEST_WAIT: Duration = Duration::from_mins(1);
+const MAX_WAIT: Duration = Duration::from_mins(1);
 /// Maximum time that a request waits until its result is stored.
-const STORING: Duration = Duration::from_mins(1);
+const RECORD_TIMEOUT: Duration = Duration::from_mins(1);
 /// Reason for refusing a result that arrived but will not be stored.
 const NEVER_STORED: &str = "the run ended before it stored the result";
 /// Maximum size of a body.
@@ -52,7 +52,7 @@ async fn take(State(offers): State<Offers>, body: Bytes) -> Result<Response, Pro
     let take: Take = parsed(&body)?;
     take.check()?;
     drop(body);
-    let wait = Duration::try_from_secs_f64(take.wait_s).unwrap_or_default().min(LONGEST_WAIT);
+    let wait = Duration::try_from_secs_f64(take.wait_s).unwrap_or_default().min(MAX_WAIT);
     let end = Instant::now() + wait;
     let mut changes = offers.changes.subscribe();
     loop {
@@ -96,7 +96,7 @@ async fn finish(
         biased;
         stored = recorded.wait_for(Option::is_some) => stored.ok().and_then(|outcome| *outcome),
         () = offers.closed.cancelled() => return Err(Problem::Over(NEVER_STORED.to_owned())),
-        () = sleep(STORING) => None,
+        () = sleep(RECORD_TIMEOUT) => None,
     };
     stored.map(|outcome| Json(json!({"outcome": outcome}))).ok_or(Problem::NotStored)
 }

@@ -153,7 +153,7 @@ async fn a_worker_without_heartbeats_loses_its_lease_and_its_late_result_is_refu
 }
 
 #[tokio::test]
-async fn a_worker_that_keeps_its_episode_too_long_is_ended() {
+async fn an_episode_that_is_not_returned_in_time_loses_its_lease() {
     let world = World::new(LONG).await;
     let mut offer = world.offer("t000001.00-a01", Duration::from_millis(300));
     let (_, taken) = world.take("a", 0.0).await;
@@ -259,7 +259,7 @@ async fn invalid_results_are_refused_and_change_nothing() {
 }
 
 #[tokio::test]
-async fn an_attempt_that_ends_takes_its_offer_and_its_lease_with_it() {
+async fn an_attempt_that_ends_withdraws_its_offer_and_ends_its_lease() {
     let world = World::new(LONG).await;
     drop(world.offer("t000001.00-a01", LONG));
     assert_eq!(world.take("a", 0.0).await.0, 204);

@@ -12,7 +12,7 @@ use tokio::process::Command;
 const PATH: &str = "/inference/v1/generate";
 
 #[tokio::test]
-async fn a_prompt_in_tokens_gets_tokens_and_rows() {
+async fn tokenised_prompts_get_tokens_and_rows() {
     let sampler = ScriptedSampler::writing("unused");
     let server = Server::start(sampler.clone(), quick()).await;
     let parameters = json!({
@@ -39,7 +39,7 @@ async fn a_prompt_in_tokens_gets_tokens_and_rows() {
 }
 
 #[tokio::test]
-async fn requests_in_tokens_that_cannot_be_honoured_are_refused_by_field() {
+async fn token_requests_that_cannot_be_honoured_are_refused_by_field() {
     let server = Server::start(ScriptedSampler::writing("unused"), quick()).await;
     for (body, field) in [
         (json!({}), "token_ids"),
@@ -62,7 +62,7 @@ async fn requests_in_tokens_that_cannot_be_honoured_are_refused_by_field() {
 }
 
 #[tokio::test]
-async fn the_client_of_verifiers_gets_tokens_and_rows() {
+async fn verifiers_client_gets_tokens_and_rows() {
     let python = std::env::var("ORCHESTRATE_VERIFIERS_PYTHON").unwrap_or("python3".into());
     let able = std::process::Command::new(&python).args(["-c", "import renderers"]).output();
     if !able.is_ok_and(|output| output.status.success()) {

@@ -19,7 +19,7 @@ const END_OF_HEAD: &[u8] = b"\r\n\r\n";
 /// Maximum size of the head of a tunnel request, in bytes.
 const HEAD_BYTES: usize = 8 * 1024;
 /// Time limit for reading the head of a request, and for opening a connection.
-const PATIENCE: Duration = Duration::from_secs(15);
+const SETUP_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Serves one connection of an agent: a tunnel to an address in `allowed` (`host:port`), or
 /// requests to the gateway.
@@ -47,7 +47,7 @@ async fn try_serve(mut stream: DuplexStream, routes: Router, allowed: &[String])
         serve_stream(stream, routes).await;
         return Ok(());
     }
-    let read = timeout(PATIENCE, read_head(&mut stream, &mut head)).await;
+    let read = timeout(SETUP_TIMEOUT, read_head(&mut stream, &mut head)).await;
     let Some(target) = read.unwrap_or(Ok(None))? else {
         return refuse(&mut stream, "400 Bad Request", "not a request for a tunnel").await;
     };
@@ -56,7 +56,7 @@ async fn try_serve(mut stream: DuplexStream, routes: Router, allowed: &[String])
         let problem = format!("agent.egress does not list {target}");
         return refuse(&mut stream, "403 Forbidden", &problem).await;
     }
-    let opened = timeout(PATIENCE, TcpStream::connect(&target)).await;
+    let opened = timeout(SETUP_TIMEOUT, TcpStream::connect(&target)).await;
     let mut outside = match opened.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
         Ok(outside) => outside,
         Err(error) => {

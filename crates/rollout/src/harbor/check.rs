@@ -92,9 +92,9 @@ async fn run_steps(
             Err(error) if error.is_agents_doing() => GradedStep::failed(error.to_string()),
             result => result?,
         };
-        let goes_on = goes_on(step, &result);
+        let continues = continues(step, &result);
         graded.push(result);
-        if !goes_on {
+        if !continues {
             break;
         }
     }
@@ -126,7 +126,7 @@ async fn solve(
 }
 
 /// Whether the task continues with the next step.
-fn goes_on(step: &HarborStep, graded: &GradedStep) -> bool {
+fn continues(step: &HarborStep, graded: &GradedStep) -> bool {
     let Ok(rewards) = &graded.rewards else { return false };
     let is_met = |(name, least): (&String, &f64)| {
         rewards.get(name).copied().unwrap_or(f64::NEG_INFINITY) >= *least

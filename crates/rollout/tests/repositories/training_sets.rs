@@ -32,7 +32,7 @@ fn smith_task() -> Option<Task> {
 }
 
 #[tokio::test]
-async fn docker_smith_gold_patch_solves_and_nothing_does_not() {
+async fn docker_smith_gold_patch_is_resolved_and_no_patch_is_not() {
     let Some(task) = smith_task() else { return };
     for harness in [Harness::V4_1_0, Harness::V5_0_2] {
         let gold = graded(&task, &task.gold_patch, Some(harness)).await.unwrap();

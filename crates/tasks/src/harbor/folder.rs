@@ -39,7 +39,7 @@ pub fn task_folders(path: &Utf8Path) -> std::io::Result<Vec<Utf8PathBuf>> {
 }
 
 /// Reads one task folder by Harbor's rules. If the task takes its working directory from its image,
-/// the row's is `None` until [`HarborImage::settle`] is called.
+/// the row's is `None` until [`HarborImage::complete`] is called.
 ///
 /// # Errors
 /// [`HarborProblem::Invalid`] if Harbor refuses the task, [`HarborProblem::Unsupported`] if it

@@ -83,7 +83,7 @@ pub struct HarborImage {
     pub context: Option<Vec<HarborFile>>,
     /// Time limit of the build, in seconds.
     pub build_timeout_s: f64,
-    /// Working directory of commands; `None` if the task names none, until [`Self::settle`] is
+    /// Working directory of commands; `None` if the task names none, until [`Self::complete`] is
     /// called.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workdir: Option<String>,
@@ -112,7 +112,7 @@ impl HarborImage {
     /// # Errors
     /// [`HarborProblem::Unsupported`] if the image relies on another user, an entry point or a
     /// working directory that sandboxes do not have.
-    pub fn settle(&mut self, facts: &ImageFacts) -> Result<(), HarborProblem> {
+    pub fn complete(&mut self, facts: &ImageFacts) -> Result<(), HarborProblem> {
         if facts.has_entrypoint {
             let reason = "an image with an ENTRYPOINT, which may start services";
             return Err(HarborProblem::unsupported(reason));

@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_diff_of_lines_cannot_undo_is_refused() {
+    fn diffs_that_change_more_than_lines_are_refused() {
         for patch in [
             "diff --git a/x b/x\nold mode 100644\nnew mode 100755\n",
             "diff --git a/x b/x\ndeleted file mode 100755\n--- a/x\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n",

@@ -88,7 +88,7 @@ async fn row_of(
             let facts = facts(image, builder, has_network).await.map_err(|e| e.to_string());
             known.entry(image.name.clone()).or_insert(facts).clone()
         };
-        image.settle(&facts?).map_err(|error| error.to_string())?;
+        image.complete(&facts?).map_err(|error| error.to_string())?;
     }
     row.to_task().map_err(|problem| problem.to_string())?;
     Ok(row)
