@@ -109,6 +109,8 @@ pub struct SampleRequest {
     pub top_p: Option<f32>,
     /// Whether the client asks for thinking or declines it, if it says so.
     pub thinking: Option<bool>,
+    /// Whether the reply lists every sampled token.
+    pub logprobs: bool,
     /// The client's library says that it sends this request again.
     pub repeats: bool,
 }
@@ -151,7 +153,7 @@ pub struct Sampled {
     pub finish: Finish,
     /// Token counts.
     pub usage: Usage,
-    /// Every sampled token, thinking and markers included.
+    /// Every sampled token, thinking and markers included, if the request asks for them.
     pub tokens: Vec<SampledToken>,
     /// Told when the client has been sent everything.
     pub receipt: Receipt,
