@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from .client import NEVER_SENT, PAUSES_S, is_passing, pauses
+from .shared import (
+    CHAT_PAUSES_S,
+    EpisodeBase,
+    GatewayBase,
+    client_options,
+    pauses,
+    problem_of,
+)
 from .wire import (
     WAIT_S,
-    AgentFailure,
-    EpisodeEnded,
     LeaseOver,
     OrchestrateError,
     Refused,
@@ -26,36 +30,23 @@ from .wire import (
     Unreachable,
     check,
     check_reply,
-    default_worker,
     failure_body,
-    finish_body,
 )
 
 
-class AsyncGateway:
+async def post(http: httpx.AsyncClient, **request: Any) -> httpx.Response | httpx.TransportError:
+    """Sends a request; a failure of the connection is returned."""
+    try:
+        return await http.post(**request)
+    except httpx.TransportError as error:
+        return error
+
+
+class AsyncGateway(GatewayBase):
     """Like `Gateway`, with methods to await."""
 
-    def __init__(
-        self,
-        url: str,
-        secret: str | None = None,
-        *,
-        worker: str | None = None,
-        patience: float = 60.0,
-        verify: Any = True,
-        cert: Any = None,
-    ) -> None:
-        self.url = url.rstrip("/")
-        self.worker = worker or default_worker()
-        self.patience = patience
-        self.headers = {"authorization": f"Bearer {secret}"} if secret else {}
-        self.http = httpx.AsyncClient(
-            timeout=httpx.Timeout(90.0, connect=10.0),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=5.0),
-            verify=verify,
-            cert=cert,
-            trust_env=False,
-        )
+    def _connect(self, verify: Any, cert: Any) -> None:
+        self.http = httpx.AsyncClient(**client_options(verify, cert))
 
     async def take(self, timeout: float | None = None) -> AsyncEpisode:
         """Takes an episode; see `Gateway.take`."""
@@ -73,15 +64,10 @@ class AsyncGateway:
         """Sends a request, again and again while the gateway does not answer."""
         end = time.monotonic() + (self.patience if patience is None else patience)
         for pause in pauses():
-            try:
-                reply = await self.http.post(self.url + path, json=body, headers=self.headers)
-                if not is_passing(reply.status_code):
-                    return check(reply.status_code, reply.text)
-                problem = f"status {reply.status_code}: {reply.text[:300]}"
-            except httpx.TransportError as error:
-                if isinstance(error, NEVER_SENT):
-                    raise
-                problem = f"{type(error).__name__}: {error}"
+            reply = await post(self.http, url=self.url + path, json=body, headers=self.headers)
+            problem = problem_of(reply)
+            if isinstance(reply, httpx.Response) and not problem:
+                return check(reply.status_code, reply.text)
             if time.monotonic() + pause > end:
                 raise Unreachable(f"the gateway {self.url} does not answer: {problem}")
             await asyncio.sleep(pause)
@@ -98,27 +84,14 @@ class AsyncGateway:
         await self.aclose()
 
 
-class AsyncEpisode:
+class AsyncEpisode(EpisodeBase):
     """Like `Episode`, with methods to await. Heartbeats are sent while it is open as a context."""
 
     def __init__(self, taken: Taken, gateway: AsyncGateway) -> None:
-        self.taken = taken
-        self.task = taken.task
-        self.model = taken.model
-        self.context = taken.context
-        self.api_key = taken.api_key
-        self.openai_base_url = gateway.url + taken.openai_path
-        self.anthropic_base_url = gateway.url + taken.anthropic_path
-        self.metrics: dict[str, float] = {}
+        super().__init__(taken, gateway.url)
         self._gateway = gateway
         self._is_open = True
-        self._lost: str | None = None
         self._beating: asyncio.Task[None] | None = None
-
-    @property
-    def lost(self) -> str | None:
-        """Why the episode is no longer this worker's; `None` while it is."""
-        return self._lost
 
     async def chat(
         self,
@@ -128,36 +101,20 @@ class AsyncEpisode:
         max_tokens: int | None = None,
     ) -> Reply:
         """Asks the policy; see `Episode.chat`."""
-        body: dict[str, Any] = {"model": self.model, "messages": list(messages)}
-        if tools:
-            body["tools"] = list(tools)
-        if max_tokens is not None:
-            body["max_tokens"] = max_tokens
+        request = self._chat_request(messages, tools, max_tokens)
         problem = ""
-        for pause in (*PAUSES_S[:3], None):
-            try:
-                reply = await self._gateway.http.post(
-                    f"{self.openai_base_url}/chat/completions",
-                    json=body,
-                    headers={"authorization": f"Bearer {self.api_key}"},
-                    timeout=httpx.Timeout(self.taken.time_s + 60.0, connect=10.0),
-                )
-                if not is_passing(reply.status_code):
-                    return check_reply(reply.status_code, reply.text)
-                problem = f"status {reply.status_code}: {reply.text[:300]}"
-            except httpx.TransportError as error:
-                if isinstance(error, NEVER_SENT):
-                    raise
-                problem = f"{type(error).__name__}: {error}"
+        for pause in CHAT_PAUSES_S:
+            reply = await post(self._gateway.http, **request)
+            problem = problem_of(reply)
+            if isinstance(reply, httpx.Response) and not problem:
+                return check_reply(reply.status_code, reply.text)
             if pause is not None:
                 await asyncio.sleep(pause)
-        raise Unreachable(f"the policy does not answer: {problem}")
+        raise Unreachable(f"the policy at {self._gateway.url} does not answer: {problem}")
 
     async def finish(self, reward: float, metrics: Mapping[str, float] | None = None) -> str:
         """Returns the reward; see `Episode.finish`."""
-        return await self._return(
-            "finish", finish_body(reward, {**self.metrics, **(metrics or {})})
-        )
+        return await self._return("finish", self._result(reward, metrics))
 
     async def fail(self, kind: str, message: str) -> str:
         """Returns a failure; see `Episode.fail`."""
@@ -169,18 +126,17 @@ class AsyncEpisode:
 
     async def _return(self, what: str, body: Mapping[str, Any]) -> str:
         try:
-            reply = await self._gateway.post(f"/v1/episodes/{self.taken.lease}/{what}", body)
+            reply = await self._gateway.post(self._path(what), body)
         finally:
             self._is_open = False
         return str((reply or {}).get("outcome", ""))
 
     async def _beat(self) -> None:
-        path = f"/v1/episodes/{self.taken.lease}/heartbeat"
         period = self.taken.lease_s / 4
         while self._is_open:
             await asyncio.sleep(period)
             try:
-                await self._gateway.post(path, {}, patience=period)
+                await self._gateway.post(self._path("heartbeat"), {}, patience=period)
             except (LeaseOver, RunOver, Refused) as error:
                 self._lost = str(error)
                 return
@@ -199,25 +155,13 @@ class AsyncEpisode:
     ) -> None:
         try:
             if self._is_open and not isinstance(error, LeaseOver):
-                await self._end(error)
-        finally:
-            self._is_open = False
-            if self._beating is not None:
-                self._beating.cancel()
-
-    async def _end(self, error: BaseException | None) -> None:
-        try:
-            if error is None:
-                await self.fail("environment", "the worker ended without a reward")
-            elif isinstance(error, EpisodeEnded):
-                await self.finish(0.0)
-            elif isinstance(error, AgentFailure):
-                await self.fail("agent", str(error))
-            elif isinstance(error, Exception):
-                await self.fail("environment", "".join(traceback.format_exception(error)))
-            else:
-                await asyncio.shield(self.abandon())
+                # A cancelled worker still returns its episode.
+                await asyncio.shield(self._return(*self._ending(error)))
         except OrchestrateError:
             # The run repeats the attempt; the error under way says more.
             if error is None:
                 raise
+        finally:
+            self._is_open = False
+            if self._beating is not None:
+                self._beating.cancel()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import httpx
 
+from .shared import (
+    CHAT_PAUSES_S,
+    EpisodeBase,
+    GatewayBase,
+    client_options,
+    pauses,
+    problem_of,
+)
 from .wire import (
     WAIT_S,
-    AgentFailure,
-    EpisodeEnded,
     LeaseOver,
     OrchestrateError,
     Refused,
@@ -23,32 +28,11 @@ from .wire import (
     RunOver,
     Taken,
     TakeRequest,
-    Task,
     Unreachable,
     check,
     check_reply,
-    default_worker,
     failure_body,
-    finish_body,
 )
-
-#: Pauses between the tries of a request, in seconds; the last one is repeated.
-PAUSES_S = (0.1, 0.3, 1.0, 2.0, 5.0)
-
-#: Requests that cannot be sent, e.g. because the secret has a line break.
-NEVER_SENT = (httpx.LocalProtocolError, httpx.UnsupportedProtocol)
-
-
-def is_passing(status: int) -> bool:
-    """Whether the same request may be answered later."""
-    return status in (408, 425, 429) or status >= 500
-
-
-def pauses() -> Iterator[float]:
-    """The pauses between tries, without end."""
-    yield from PAUSES_S
-    while True:
-        yield PAUSES_S[-1]
 
 
 @dataclass(frozen=True)
@@ -60,16 +44,18 @@ class Connection:
 
     def client(self) -> httpx.Client:
         """A new client. Variables for proxies are ignored."""
-        return httpx.Client(
-            timeout=httpx.Timeout(90.0, connect=10.0),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=5.0),
-            verify=self.verify,
-            cert=self.cert,
-            trust_env=False,
-        )
+        return httpx.Client(**client_options(self.verify, self.cert))
 
 
-class Gateway:
+def post(http: httpx.Client, **request: Any) -> httpx.Response | httpx.TransportError:
+    """Sends a request; a failure of the connection is returned."""
+    try:
+        return http.post(**request)
+    except httpx.TransportError as error:
+        return error
+
+
+class Gateway(GatewayBase):
     """A run's gateway, as one worker process sees it. Threads may share it.
 
     Args:
@@ -77,24 +63,12 @@ class Gateway:
         secret: The token of `gateway.secret_env`, if the run asks for one.
         worker: Name of this worker in the run's messages; by default host and process.
         patience: Seconds for which a gateway that does not answer is asked again: it may be
-        starting. verify: What `httpx` verifies certificates with.
+            starting.
+        verify: What `httpx` verifies certificates with.
         cert: Certificate and key of this client, for a gateway that asks for one.
     """
 
-    def __init__(
-        self,
-        url: str,
-        secret: str | None = None,
-        *,
-        worker: str | None = None,
-        patience: float = 60.0,
-        verify: Any = True,
-        cert: Any = None,
-    ) -> None:
-        self.url = url.rstrip("/")
-        self.worker = worker or default_worker()
-        self.patience = patience
-        self.headers = {"authorization": f"Bearer {secret}"} if secret else {}
+    def _connect(self, verify: Any, cert: Any) -> None:
         #: How connections are made; another process can make its own with it.
         self.connection = Connection(verify, cert)
         self.http = self.connection.client()
@@ -122,15 +96,10 @@ class Gateway:
         """Sends a request, again and again while the gateway does not answer."""
         end = time.monotonic() + (self.patience if patience is None else patience)
         for pause in pauses():
-            try:
-                reply = self.http.post(self.url + path, json=body, headers=self.headers)
-                if not is_passing(reply.status_code):
-                    return check(reply.status_code, reply.text)
-                problem = f"status {reply.status_code}: {reply.text[:300]}"
-            except httpx.TransportError as error:
-                if isinstance(error, NEVER_SENT):
-                    raise
-                problem = f"{type(error).__name__}: {error}"
+            reply = post(self.http, url=self.url + path, json=body, headers=self.headers)
+            problem = problem_of(reply)
+            if isinstance(reply, httpx.Response) and not problem:
+                return check(reply.status_code, reply.text)
             if time.monotonic() + pause > end:
                 raise Unreachable(f"the gateway {self.url} does not answer: {problem}")
             time.sleep(pause)
@@ -147,7 +116,7 @@ class Gateway:
         self.close()
 
 
-class Episode:
+class Episode(EpisodeBase):
     """An episode that this worker runs. Heartbeats are sent while it is open.
 
     Used as a context manager, it is returned in any case: an exception is a failure of the
@@ -155,33 +124,14 @@ class Episode:
     """
 
     def __init__(self, taken: Taken, url: str, http: httpx.Client, gateway: Gateway | None) -> None:
-        self.taken = taken
-        self.task: Task = taken.task
-        #: Name of the policy in requests.
-        self.model = taken.model
-        #: Longest sequence of the policy, in tokens.
-        self.context = taken.context
-        #: Key of the episode's requests.
-        self.api_key = taken.api_key
-        #: Base URL for OpenAI's clients: Chat Completions and Responses.
-        self.openai_base_url = url + taken.openai_path
-        #: Base URL for Anthropic's clients: Messages.
-        self.anthropic_base_url = url + taken.anthropic_path
-        #: Numbers that are returned with the reward.
-        self.metrics: dict[str, float] = {}
+        super().__init__(taken, url)
         self._url = url
         self._gateway = gateway
         self._http = http
         self._over = threading.Event()
-        self._lost: str | None = None
         if gateway is not None:
             thread = threading.Thread(target=self._beat, args=(gateway,), daemon=True)
             thread.start()
-
-    @property
-    def lost(self) -> str | None:
-        """Why the episode is no longer this worker's; `None` while it is."""
-        return self._lost
 
     @property
     def is_open(self) -> bool:
@@ -202,30 +152,13 @@ class Episode:
             LeaseOver: The episode is no longer this worker's.
             Unreachable: The gateway does not answer.
         """
-        body: dict[str, Any] = {"model": self.model, "messages": list(messages)}
-        if tools:
-            body["tools"] = list(tools)
-        if max_tokens is not None:
-            body["max_tokens"] = max_tokens
-        # A reply may take long; the episode's own time limit ends it.
-        timeout = httpx.Timeout(self.taken.time_s + 60.0, connect=10.0)
-        headers = {"authorization": f"Bearer {self.api_key}"}
+        request = self._chat_request(messages, tools, max_tokens)
         problem = ""
-        for pause in (*PAUSES_S[:3], None):
-            try:
-                reply = self._http.post(
-                    f"{self.openai_base_url}/chat/completions",
-                    json=body,
-                    headers=headers,
-                    timeout=timeout,
-                )
-                if not is_passing(reply.status_code):
-                    return check_reply(reply.status_code, reply.text)
-                problem = f"status {reply.status_code}: {reply.text[:300]}"
-            except httpx.TransportError as error:
-                if isinstance(error, NEVER_SENT):
-                    raise
-                problem = f"{type(error).__name__}: {error}"
+        for pause in CHAT_PAUSES_S:
+            reply = post(self._http, **request)
+            problem = problem_of(reply)
+            if isinstance(reply, httpx.Response) and not problem:
+                return check_reply(reply.status_code, reply.text)
             if pause is not None:
                 time.sleep(pause)
         raise Unreachable(f"the policy at {self._url} does not answer: {problem}")
@@ -240,7 +173,7 @@ class Episode:
             LeaseOver: The episode is no longer this worker's.
             Unreachable: The gateway does not answer.
         """
-        return self._return("finish", finish_body(reward, {**self.metrics, **(metrics or {})}))
+        return self._return("finish", self._result(reward, metrics))
 
     def fail(self, kind: str, message: str) -> str:
         """Returns a failure: `environment` (the attempt is repeated), `agent` or `timeout` (the
@@ -261,17 +194,16 @@ class Episode:
         if self._gateway is None:
             raise OrchestrateError("an environment returns its reward; it does not call finish")
         try:
-            reply = self._gateway.post(f"/v1/episodes/{self.taken.lease}/{what}", body)
+            reply = self._gateway.post(self._path(what), body)
         finally:
             self._over.set()
         return str((reply or {}).get("outcome", ""))
 
     def _beat(self, gateway: Gateway) -> None:
-        path = f"/v1/episodes/{self.taken.lease}/heartbeat"
         period = self.taken.lease_s / 4
         while not self._over.wait(period):
             try:
-                gateway.post(path, {}, patience=period)
+                gateway.post(self._path("heartbeat"), {}, patience=period)
             except (LeaseOver, RunOver, Refused) as error:
                 if not self._over.is_set():
                     self._lost = str(error)
@@ -290,20 +222,9 @@ class Episode:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self.is_open or isinstance(error, LeaseOver):
-            self._over.set()
-            return
         try:
-            if error is None:
-                self.fail("environment", "the worker ended without a reward")
-            elif isinstance(error, EpisodeEnded):
-                self.finish(0.0)
-            elif isinstance(error, AgentFailure):
-                self.fail("agent", str(error))
-            elif isinstance(error, Exception):
-                self.fail("environment", "".join(traceback.format_exception(error)))
-            else:
-                self.abandon()
+            if self.is_open and not isinstance(error, LeaseOver):
+                self._return(*self._ending(error))
         except OrchestrateError:
             # The run repeats the attempt; the error under way says more.
             if error is None:

@@ -112,6 +112,8 @@ pub struct SampleRequest {
     pub top_p: Option<f32>,
     /// Whether the client asks for thinking or declines it, if it says so.
     pub thinking: Option<bool>,
+    /// Whether the reply lists every sampled token.
+    pub logprobs: bool,
     /// Whether the client's library marks this request as a retry.
     pub repeats: bool,
 }
@@ -154,7 +156,7 @@ pub struct Sampled {
     pub finish: Finish,
     /// Token counts.
     pub usage: Usage,
-    /// Every sampled token, thinking and markers included.
+    /// Every sampled token, thinking and markers included, if the request asks for them.
     pub tokens: Vec<SampledToken>,
     /// Notified once the whole reply was sent to the client.
     pub receipt: Receipt,

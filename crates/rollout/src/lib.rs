@@ -47,7 +47,7 @@ pub use api::{
 pub use buffer::{Fork, TokenBuffer};
 pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatOptions};
 pub use config::{RolloutSection, RolloutSettings};
-pub use conversation::{Ask, AskError, ForkCause, Past, Said, SampledReply};
+pub use conversation::ForkCause;
 pub use expert::{ExpertEpisode, ExpertTurn, SupervisedExample};
 pub use grading::{
     GradeError, GradeLogs, GradedChange, GradingRules, LogGrader, grade_as_r2e, grade_by_summary,

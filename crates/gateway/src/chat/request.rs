@@ -110,6 +110,7 @@ pub(super) fn parse(body: &[u8]) -> Result<(SampleRequest, Chat), Problem> {
         temperature: body.temperature,
         top_p: body.top_p,
         thinking,
+        logprobs: form.logprobs != Logprobs::None,
         repeats: false,
     };
     Ok((request, form))

@@ -91,6 +91,7 @@ pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Mes
         temperature: body.temperature,
         top_p: body.top_p,
         thinking: body.thinking.map(|thinking| thinking.kind != "disabled"),
+        logprobs: false,
         repeats: false,
     };
     Ok((request, Messages { stream: body.stream.unwrap_or(false) }))

@@ -72,6 +72,7 @@ pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Res
         temperature: body.temperature,
         top_p: body.top_p,
         thinking: effort.map(|effort| effort != "none"),
+        logprobs: false,
         repeats: false,
     };
     let encrypted = "reasoning.encrypted_content";

@@ -22,9 +22,9 @@ use sampler::{ConversationSampler, MODEL, PLACES};
 use std::sync::Arc;
 use tokio::io::DuplexStream;
 use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 
 /// Folder of the agent's files in the sandbox.
 pub const AGENT_FOLDER: &str = "/opt/agent";
@@ -63,7 +63,8 @@ impl Attempt {
         let command = self.command(settings, script, limits);
         let stop = CancellationToken::new();
         let (accepted, mut connections) = mpsc::channel::<DuplexStream>(BACKLOG);
-        let served = TaskTracker::new();
+        // Dropped with what is under way: a tunnel may outlive the command that opened it.
+        let mut served = JoinSet::new();
         let began = Instant::now();
         let result = {
             let forward = Forward { port: settings.port, accepted, stop: &stop };
@@ -76,13 +77,14 @@ impl Attempt {
                     result = &mut agent => break result,
                     Some(connection) = connections.recv() => {
                         let (routes, egress) = (routes.clone(), Arc::clone(&egress));
+                        while served.try_join_next().is_some() {}
                         served.spawn(egress::serve(connection, routes, egress));
                     }
                     () = &mut end, if !stop.is_cancelled() => stop.cancel(),
                 }
             }
         };
-        served.close();
+        drop(served);
         self.timings.exec_s += began.elapsed().as_secs_f64();
         let finished = conversation.finish();
         self.timings.generate_s += finished.generate_s;

@@ -50,7 +50,7 @@ impl Sampler for ConversationSampler {
     ) -> Result<Sampled, SampleError> {
         let _place = self.place().await?;
         let reply = self.conversation.sample(&self.ask(request, sample)).await.map_err(refused)?;
-        Ok(self.sampled(&reply))
+        Ok(self.sampled(&reply, request.logprobs))
     }
 
     async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError> {
@@ -121,7 +121,7 @@ impl ConversationSampler {
         })
     }
 
-    fn sampled(&self, reply: &Arc<SampledReply>) -> Sampled {
+    fn sampled(&self, reply: &Arc<SampledReply>, lists_tokens: bool) -> Sampled {
         let (receipt, delivery) = Receipt::new();
         reply.sending(delivery);
         let calls = reply.message.tool_calls.iter().enumerate();
@@ -134,7 +134,7 @@ impl ConversationSampler {
             .collect();
         let chat = self.conversation.chat();
         let pairs = reply.token_ids.iter().zip(&reply.logprobs);
-        let tokens = pairs.map(|(&id, &logprob)| {
+        let tokens = pairs.filter(|_| lists_tokens).map(|(&id, &logprob)| {
             let bytes = chat.token_bytes(id);
             let text = String::from_utf8_lossy(&bytes).into_owned();
             gateway::SampledToken { id, text, bytes, logprob }

@@ -1,29 +1,34 @@
 //! The conversation of an agent that brings its own loop and sends whole histories.
 //!
-//! [`Conversation::sample`] takes a request in messages and returns a sampled reply. The request is
-//! placed in a [`Tree`] of branches; each branch is a [`Line`]. What continues a branch keeps the tokens
-//! that were sampled, and only what is new is tokenised; what departs from all branches begins
-//! another one, whose cause is counted.
+//! [`Conversation::sample`] takes a request, in messages or in tokens ([`Ask`]), and returns a sampled
+//! reply. The request is placed in a [`Tree`] of branches; each branch is a [`Line`]. A request that
+//! continues a branch keeps the tokens that were sampled, and only its new messages are tokenised
+//! (`prompt.rs`); one that departs from all branches begins another, whose cause is counted.
 //!
 //! The invariants: every sampled token carries loss in exactly one branch, whatever the agent does with
 //! its history; and a request that is repeated after a broken connection gets the same reply.
 
+mod ask;
+mod finished;
+mod prompt;
 mod reply;
 mod served;
 mod tokens;
 mod tree;
 
-use crate::api::{EpisodeBranch, Message, RowCounts, TurnLog};
-use crate::chat::{ChatError, ChatErrorKind, ChatModel};
-use crate::line::{Calls, Counters, GenerationId, Line, NoReply, Sampled};
+use crate::api::TurnLog;
+use crate::chat::{ChatErrorKind, ChatModel};
+use crate::line::{Calls, GenerationId, Line, NoReply, Sampled};
 use crate::machine::{EpisodeLimits, MAX_ABORTS_PER_TURN};
 use crate::offload;
-use crate::prefix::History;
-use crate::template::tools_value;
+pub(crate) use ask::{Ask, AskError, Past};
+use ask::{digest_of, digest_of_ids};
+use finished::hand_over;
+pub(crate) use finished::{EndOnDrop, FinishedConversation};
 use orchestrate_engine::Finish;
 use orchestrate_types::{Limit, TokenId};
-use reply::ReplyParts;
-pub use served::SampledReply;
+use reply::{ReplyParts, first_stop};
+pub(crate) use served::SampledReply;
 use served::{Client, Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -33,86 +38,9 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::Instrument;
-use tree::{Branch, Place, Step, Tree};
-pub use tree::{ForkCause, Said};
-
-/// Bytes of text that one token stands for at most, on the average of a whole prompt.
-const BYTES_PER_TOKEN: usize = 32;
-
-/// What a request wants continued: always the whole history, without the reply.
-#[derive(Debug, Clone)]
-pub enum Past {
-    /// Messages, which the chat template renders.
-    Messages {
-        /// Oldest first.
-        said: Vec<Arc<Said>>,
-        /// JSON schemas of the tools that the agent offers, in the form that chat templates read.
-        tools: Arc<Vec<serde_json::Value>>,
-    },
-    /// The prompt in token ids, `[P]`, of a client that renders it itself.
-    Tokens(Arc<[TokenId]>),
-}
-
-impl Past {
-    /// The messages; none of a prompt in tokens.
-    fn said(&self) -> &[Arc<Said>] {
-        match self {
-            Self::Messages { said, .. } => said,
-            Self::Tokens(_) => &[],
-        }
-    }
-
-    fn tools(&self) -> Arc<Vec<serde_json::Value>> {
-        match self {
-            Self::Messages { tools, .. } => Arc::clone(tools),
-            Self::Tokens(_) => Arc::default(),
-        }
-    }
-
-    fn is_empty(&self) -> bool {
-        match self {
-            Self::Messages { said, .. } => said.is_empty(),
-            Self::Tokens(ids) => ids.is_empty(),
-        }
-    }
-}
-
-/// A request for a reply.
-#[derive(Debug, Clone)]
-pub struct Ask {
-    /// What the reply continues.
-    pub past: Past,
-    /// Maximum number of tokens that the agent asks for.
-    pub max_tokens: Option<usize>,
-    /// Strings that end the reply; none is empty.
-    pub stops: Arc<[String]>,
-    /// Number of this sample among those that one request asks for.
-    pub sample: usize,
-    /// Whether the agent says that it repeats a request whose reply it did not get.
-    pub repeats: bool,
-}
-
-/// Why there is no reply.
-#[derive(Debug, Clone, thiserror::Error)]
-pub enum AskError {
-    /// The request cannot be rendered as a prompt.
-    #[error("{0}")]
-    Refused(String),
-    /// The prompt leaves no room for a reply.
-    #[error("the prompt has {prompt} tokens, but at most {limit} are possible")]
-    TooLong {
-        /// Its length in tokens.
-        prompt: usize,
-        /// Longest sequence in tokens.
-        limit: usize,
-    },
-    /// The episode has no generations or time left, or has ended.
-    #[error("{0}")]
-    Ended(String),
-    /// The engine failed. The attempt is broken.
-    #[error("{0}")]
-    Failed(String),
-}
+pub use tree::ForkCause;
+pub(crate) use tree::Said;
+use tree::{Place, Step, Tree};
 
 /// One agent's conversation.
 #[derive(Debug)]
@@ -146,24 +74,6 @@ enum End {
     Limit(Limit),
     Stopped,
     Failed(String),
-}
-
-/// What a conversation ended with.
-#[derive(Debug, Default)]
-pub(crate) struct FinishedConversation {
-    pub(crate) branches: Vec<EpisodeBranch>,
-    pub(crate) routing_problem: Option<String>,
-    pub(crate) rows: RowCounts,
-    pub(crate) counters: Counters,
-    pub(crate) turns: Vec<TurnLog>,
-    pub(crate) forks: BTreeMap<ForkCause, u64>,
-    pub(crate) generate_s: f64,
-    /// The limit that ended it.
-    pub(crate) limit: Option<Limit>,
-    /// The engine's failure, which breaks the attempt.
-    pub(crate) failure: Option<String>,
-    /// Whether the run stops.
-    pub(crate) stopped: bool,
 }
 
 /// A generation that is about to run.
@@ -351,159 +261,6 @@ impl Conversation {
         }
     }
 
-    /// The prompt of a request at a place: number of tokens that the branch has, and those that follow.
-    fn prompt_at(
-        &self,
-        tree: &Tree<Line>,
-        place: Place,
-        past: &Past,
-    ) -> Result<(usize, Vec<TokenId>), AskError> {
-        let (said, tools) = match past {
-            Past::Messages { said, tools } => (said, tools_value(tools)),
-            Past::Tokens(ids) => return self.tokens_at(tree, place, ids),
-        };
-        let limit = self.limits.max_sequence_tokens;
-        let new = || said.iter().skip(place.steps(tree));
-        let bytes: usize = new().map(|said| said.bytes()).sum();
-        if bytes / BYTES_PER_TOKEN > limit {
-            // Certainly too long, so it is not tokenized.
-            return Err(AskError::TooLong { prompt: bytes / BYTES_PER_TOKEN, limit });
-        }
-        let new: Vec<Message> = new().map(|said| self.rendered(said)).collect();
-        let refused = |error: ChatError| AskError::Refused(error.to_string());
-        let chat = &self.calls.chat;
-        let (branch, tokens) = match place {
-            Place::Root { .. } => {
-                return Ok((0, chat.prompt_with(&new, &tools).map_err(refused)?.to_vec()));
-            }
-            Place::Tip { branch } => (branch, None),
-            Place::Fork { branch, tokens, .. } => (branch, Some(tokens)),
-        };
-        let Some(branch) = tree.branches.get(branch) else { return Ok((0, Vec::new())) };
-        let ids = branch.line.buffer.ids();
-        let head = tokens.unwrap_or(ids.len());
-        let last = head.checked_sub(1).and_then(|last| ids.get(last)).copied();
-        Ok((head, chat.delta_with(&new, last, &tools).map_err(refused)?))
-    }
-
-    /// The prompt of a request in tokens at a place.
-    fn tokens_at(
-        &self,
-        tree: &Tree<Line>,
-        place: Place,
-        prompt: &[TokenId],
-    ) -> Result<(usize, Vec<TokenId>), AskError> {
-        let vocabulary = self.calls.engine.shape().vocab;
-        if let Some(id) = prompt.iter().find(|id| **id as usize >= vocabulary) {
-            let problem =
-                format!("token id {id} is not below {vocabulary}, the model's vocabulary");
-            return Err(AskError::Refused(problem));
-        }
-        let head = match place {
-            Place::Root { .. } => 0,
-            Place::Fork { tokens, .. } => tokens,
-            Place::Tip { branch } => {
-                tree.branches.get(branch).map_or(0, |branch| branch.line.buffer.len())
-            }
-        };
-        Ok((head, prompt.get(head..).unwrap_or_default().to_vec()))
-    }
-
-    /// A message as the template shows it. An agent's text cannot hold control tokens, even in replies
-    /// that it made up.
-    fn rendered(&self, said: &Said) -> Message {
-        let mut message = said.message.clone();
-        if message.role == "assistant" {
-            message.content = self.calls.chat.break_control_texts(&message.content);
-            if let Some(thinking) = &said.reasoning {
-                let thinking = self.calls.chat.break_control_texts(thinking);
-                message.content = format!("<think>\n{thinking}\n</think>\n\n{}", message.content);
-            }
-        }
-        message
-    }
-
-    /// The branch for a place, begun if necessary, without the messages and tokens that are new.
-    fn branch_at(
-        &self,
-        state: &mut State,
-        place: Place,
-        tools: [u8; 32],
-        tail: &[TokenId],
-    ) -> (usize, Option<ForkCause>) {
-        let number = state.tree.branches.len();
-        let (parent, steps, tokens) = match place {
-            Place::Tip { branch } => match self.dropped_thinking(state, branch, number) {
-                Some(forked) => {
-                    state.tree.branches.push(forked);
-                    return (number, Some(ForkCause::Thinking));
-                }
-                None => return (branch, None),
-            },
-            Place::Fork { branch, steps, tokens, .. } => (branch, steps, tokens),
-            Place::Root { .. } => {
-                let line = self.root_line(&state.tree, number, tail);
-                let branch =
-                    Branch { tools, steps: Vec::new(), is_busy: false, parent: None, line };
-                state.tree.branches.push(branch);
-                return (number, None);
-            }
-        };
-        if let Some(from) = state.tree.branches.get(parent) {
-            let branch = Branch {
-                tools,
-                steps: from.steps.get(..steps).unwrap_or_default().to_vec(),
-                is_busy: false,
-                parent: Some((parent, tokens)),
-                line: from.line.branch(&self.calls, number, tokens),
-            };
-            state.tree.branches.push(branch);
-        }
-        (number, None)
-    }
-
-    /// A line for a conversation without a common reply. Rows of tokens that it has in common with another
-    /// branch are shared.
-    fn root_line(&self, tree: &Tree<Line>, number: usize, prompt: &[TokenId]) -> Line {
-        let common =
-            |line: &Line| line.buffer.ids().iter().zip(prompt).take_while(|(a, b)| a == b).count();
-        let lines = tree.branches.iter().map(|branch| &branch.line);
-        match lines.map(|line| (common(line), line)).max_by_key(|(common, _)| *common) {
-            Some((common, line)) => line.sibling(&self.calls, number, common),
-            None => Line::new(&self.calls, number),
-        }
-    }
-
-    /// If the chat template leaves out the thinking of a branch's last reply: a branch without it.
-    fn dropped_thinking(
-        &self,
-        state: &State,
-        branch: usize,
-        number: usize,
-    ) -> Option<Branch<Line>> {
-        let chat = &self.calls.chat;
-        if chat.options.history != History::Template {
-            return None;
-        }
-        let from = state.tree.branches.get(branch).filter(|from| from.tools != IN_TOKENS)?;
-        let buffer = &from.line.buffer;
-        let turn = buffer.last_turn();
-        let (header, thinking) = chat.dropped_tokens(turn);
-        if header + thinking == 0 {
-            return None;
-        }
-        let end = buffer.len();
-        let at = end.checked_sub(turn.len() + header)?;
-        let kept = turn.get(thinking..).unwrap_or_default();
-        let mut line = from.line.branch(&self.calls, number, at);
-        line.extend(kept);
-        let mut steps = from.steps.clone();
-        if let Some(Step::Reply { end, .. }) = steps.last_mut() {
-            *end = at + kept.len();
-        }
-        Some(Branch { tools: from.tools, steps, is_busy: false, parent: Some((branch, at)), line })
-    }
-
     /// Samples one reply, with all of its continuations after aborts, and stores it.
     async fn run(self: Arc<Self>, planned: Planned, past: Past, served: Arc<Served>) {
         let Planned { branch, mut line, tail, id, room } = planned;
@@ -662,40 +419,6 @@ impl Conversation {
     }
 }
 
-/// Ends a conversation when it is dropped, if that was not done before: an attempt that is given up must
-/// not leave generations behind, which would wait for an engine that may be gone.
-#[derive(Debug)]
-pub(crate) struct EndOnDrop(pub(crate) Arc<Conversation>);
-
-impl Drop for EndOnDrop {
-    fn drop(&mut self) {
-        self.0.finish();
-    }
-}
-
-/// Lets a branch that ends where another one forked from it be part of that one, and drops branches
-/// without a reply of their own.
-fn hand_over(branches: &mut Vec<Branch<Line>>) {
-    let mut is_whole = vec![false; branches.len()];
-    for index in 0..branches.len() {
-        let (before, after) = branches.split_at_mut(index + 1);
-        let Some(parent) = before.last() else { continue };
-        let end = parent.line.buffer.len();
-        let heir = after
-            .iter_mut()
-            .find(|child| child.parent == Some((index, end)) && child.line.buffer.len() > end);
-        if let (Some(heir), Some(part)) = (heir, is_whole.get_mut(index)) {
-            heir.line.buffer.take_over(&parent.line.buffer);
-            *part = true;
-        }
-    }
-    let mut part_of_another = is_whole.into_iter();
-    branches.retain(|branch| {
-        let is_part = part_of_another.next().unwrap_or(false);
-        !is_part && branch.line.buffer.has_own_reply()
-    });
-}
-
 impl State {
     /// Where a request belongs, and the digest of its tools.
     fn locate(&self, past: &Past) -> (Place, [u8; 32]) {
@@ -726,43 +449,6 @@ impl State {
             fork: None,
         });
     }
-}
-
-/// The text before the first stop string, and that string.
-fn first_stop<'a>(text: &'a str, stops: &'a [String]) -> Option<(&'a str, &'a str)> {
-    let found = stops.iter().filter_map(|stop| Some((text.find(stop.as_str())?, stop)));
-    let (at, stop) = found.min_by_key(|(at, _)| *at)?;
-    Some((text.get(..at)?, stop))
-}
-
-/// Digest of a prompt, `[P]`.
-fn digest_of_ids(ids: &[TokenId]) -> [u8; 32] {
-    let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-    *blake3::hash(&bytes).as_bytes()
-}
-
-/// Digest of everything that makes two requests the same.
-fn digest_of(ask: &Ask) -> [u8; 32] {
-    let mut hasher = blake3::Hasher::new();
-    let mut part = |bytes: &[u8]| {
-        hasher.update(&(bytes.len() as u64).to_le_bytes()).update(bytes);
-    };
-    match &ask.past {
-        Past::Messages { said, tools } => {
-            part(&serde_json::to_vec(&**tools).unwrap_or_default());
-            for said in said {
-                part(&serde_json::to_vec(&said.message).unwrap_or_default());
-            }
-        }
-        Past::Tokens(ids) => {
-            part(b"tokens");
-            part(&digest_of_ids(ids));
-        }
-    }
-    part(&(ask.sample as u64).to_le_bytes());
-    part(&(ask.max_tokens.unwrap_or(0) as u64).to_le_bytes());
-    ask.stops.iter().for_each(|stop| part(stop.as_bytes()));
-    *hasher.finalize().as_bytes()
 }
 
 #[cfg(test)]

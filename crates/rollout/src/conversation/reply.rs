@@ -63,6 +63,13 @@ fn calls(format: ToolFormat, tools: &[Value], text: &str) -> Option<(String, Vec
     Some((content, calls))
 }
 
+/// The text before the first stop string, and that string.
+pub(super) fn first_stop<'a>(text: &'a str, stops: &'a [String]) -> Option<(&'a str, &'a str)> {
+    let found = stops.iter().filter_map(|stop| Some((text.find(stop.as_str())?, stop)));
+    let (at, stop) = found.min_by_key(|(at, _)| *at)?;
+    Some((text.get(..at)?, stop))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -17,28 +17,28 @@ use tokio::sync::watch;
 
 /// A sampled reply.
 #[derive(Debug)]
-pub struct SampledReply {
+pub(crate) struct SampledReply {
     /// Text and tool calls.
-    pub message: Message,
+    pub(crate) message: Message,
     /// Thinking, if there was any.
-    pub reasoning: Option<String>,
+    pub(crate) reasoning: Option<String>,
     /// Why sampling stopped: `Stop` or `Length`.
-    pub finish: Finish,
+    pub(crate) finish: Finish,
     /// The stop string that ended it, which is not part of the message.
-    pub stop_string: Option<String>,
+    pub(crate) stop_string: Option<String>,
     /// Number of this reply among all of the attempt, from 0.
-    pub number: u32,
+    pub(crate) number: u32,
     /// Tokens of the prompt, and how many of them the engine had cached.
-    pub prompt_tokens: usize,
+    pub(crate) prompt_tokens: usize,
     /// Prompt tokens that the engine took from its prefix cache.
-    pub cached_tokens: usize,
+    pub(crate) cached_tokens: usize,
     /// Sampled token ids, `[N]`.
-    pub token_ids: Vec<TokenId>,
+    pub(crate) token_ids: Vec<TokenId>,
     /// Their log-probabilities, `[N]`, in nats.
-    pub logprobs: Vec<f32>,
+    pub(crate) logprobs: Vec<f32>,
     /// Routing rows of the branch up to this reply, `[P + N − 1, moe layers, top_k]`, for a request in
     /// tokens.
-    pub rows: Option<RoutingMask>,
+    pub(crate) rows: Option<RoutingMask>,
     /// How it was sent to each client that got it or was to get it.
     pub(super) deliveries: Mutex<Vec<Delivery>>,
 }

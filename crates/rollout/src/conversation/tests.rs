@@ -1,11 +1,11 @@
 use super::*;
-use crate::api::{Action, EpisodeRequest};
+use crate::api::{Action, EpisodeRequest, Message};
 use crate::chat::{ChatModel, message};
 use crate::config::RolloutSection;
 use crate::expert::{ExpertEpisode, ExpertTurn};
 use crate::prefill::PrefillLeaders;
 use crate::rows::RowSharing;
-use crate::template::ChatTemplate;
+use crate::template::{ChatTemplate, tools_value};
 use crate::vocabulary::{MICRO_CHAT_TEMPLATE, train_tokenizer};
 use camino::Utf8Path;
 use orchestrate_gateway::Receipt;
@@ -268,6 +268,19 @@ async fn limits_end_the_conversation_with_their_names() {
     assert_eq!(conversation.finish().limit, Some(Limit::Turns));
     let ended = conversation.sample(&ask(&[said("user", "b")])).await.unwrap_err();
     assert!(matches!(ended, AskError::Ended(_)), "{ended}");
+}
+
+#[tokio::test]
+async fn an_attempt_that_is_given_up_ends_its_conversation() {
+    let engine = engine();
+    let conversation = conversation(&engine, 10);
+    let end = EndOnDrop(Arc::clone(&conversation));
+    let reply = conversation.sample(&ask(&[said("user", "a")])).await.unwrap();
+    drop(end);
+    let again = [said("user", "a"), repeated(&reply), said("user", "b")];
+    let error = conversation.sample(&ask(&again)).await.unwrap_err();
+    assert!(matches!(error, AskError::Ended(_)), "{error}");
+    assert!(conversation.finish().branches.is_empty());
 }
 
 /// In place of a number of tools: the request was in tokens.

@@ -11,11 +11,11 @@ use std::sync::Arc;
 
 /// A message of a request.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Said {
+pub(crate) struct Said {
     /// Role, text and tool calls.
-    pub message: Message,
+    pub(crate) message: Message,
     /// The thinking of an assistant message, if the agent sent it back.
-    pub reasoning: Option<String>,
+    pub(crate) reasoning: Option<String>,
 }
 
 impl Said {

@@ -1,0 +1,110 @@
+//! Requests for replies, and why there may be none.
+
+use super::tree::Said;
+use orchestrate_types::TokenId;
+use std::sync::Arc;
+
+/// What a request wants continued: always the whole history, without the reply.
+#[derive(Debug, Clone)]
+pub(crate) enum Past {
+    /// Messages, which the chat template renders.
+    Messages {
+        /// Oldest first.
+        said: Vec<Arc<Said>>,
+        /// JSON schemas of the tools that the agent offers, in the form that chat templates read.
+        tools: Arc<Vec<serde_json::Value>>,
+    },
+    /// The prompt in token ids, `[P]`, of a client that renders it itself.
+    Tokens(Arc<[TokenId]>),
+}
+
+impl Past {
+    /// The messages; none of a prompt in tokens.
+    pub(super) fn said(&self) -> &[Arc<Said>] {
+        match self {
+            Self::Messages { said, .. } => said,
+            Self::Tokens(_) => &[],
+        }
+    }
+
+    pub(super) fn tools(&self) -> Arc<Vec<serde_json::Value>> {
+        match self {
+            Self::Messages { tools, .. } => Arc::clone(tools),
+            Self::Tokens(_) => Arc::default(),
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        match self {
+            Self::Messages { said, .. } => said.is_empty(),
+            Self::Tokens(ids) => ids.is_empty(),
+        }
+    }
+}
+
+/// A request for a reply.
+#[derive(Debug, Clone)]
+pub(crate) struct Ask {
+    /// What the reply continues.
+    pub(crate) past: Past,
+    /// Maximum number of tokens that the agent asks for.
+    pub(crate) max_tokens: Option<usize>,
+    /// Strings that end the reply; none is empty.
+    pub(crate) stops: Arc<[String]>,
+    /// Number of this sample among those that one request asks for.
+    pub(crate) sample: usize,
+    /// Whether the agent says that it repeats a request whose reply it did not get.
+    pub(crate) repeats: bool,
+}
+
+/// Why there is no reply.
+#[derive(Debug, Clone, thiserror::Error)]
+pub(crate) enum AskError {
+    /// The request cannot be rendered as a prompt.
+    #[error("{0}")]
+    Refused(String),
+    /// The prompt leaves no room for a reply.
+    #[error("the prompt has {prompt} tokens, but at most {limit} are possible")]
+    TooLong {
+        /// Its length in tokens.
+        prompt: usize,
+        /// Longest sequence in tokens.
+        limit: usize,
+    },
+    /// The episode has no generations or time left, or has ended.
+    #[error("{0}")]
+    Ended(String),
+    /// The engine failed. The attempt is broken.
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// Digest of a prompt, `[P]`.
+pub(super) fn digest_of_ids(ids: &[TokenId]) -> [u8; 32] {
+    let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+    *blake3::hash(&bytes).as_bytes()
+}
+
+/// Digest of everything that makes two requests the same.
+pub(super) fn digest_of(ask: &Ask) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new();
+    let mut part = |bytes: &[u8]| {
+        hasher.update(&(bytes.len() as u64).to_le_bytes()).update(bytes);
+    };
+    match &ask.past {
+        Past::Messages { said, tools } => {
+            part(&serde_json::to_vec(&**tools).unwrap_or_default());
+            for said in said {
+                part(&serde_json::to_vec(&said.message).unwrap_or_default());
+            }
+        }
+        Past::Tokens(ids) => {
+            part(b"tokens");
+            part(&digest_of_ids(ids));
+        }
+    }
+    part(&(ask.sample as u64).to_le_bytes());
+    part(&(ask.max_tokens.unwrap_or(0) as u64).to_le_bytes());
+    ask.stops.iter().for_each(|stop| part(stop.as_bytes()));
+    *hasher.finalize().as_bytes()
+}
