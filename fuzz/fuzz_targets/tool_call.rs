@@ -6,7 +6,7 @@ use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use orchestrate_fuzz::heap::bounded;
 use orchestrate_fuzz::input::{self, Change};
-use orchestrate_rollout::Scaffold;
+use orchestrate_rollout::{Scaffold, ToolFormat};
 
 const PIECES: [&str; 40] = [
     "<tool_call>",
@@ -62,8 +62,14 @@ fuzz_target!(|input: Input| {
     let mut bytes = pieces.collect::<String>().into_bytes();
     input::change(&mut bytes, &input.changes);
     let text = String::from_utf8_lossy(&bytes);
-    for scaffold in [Scaffold::Tools, Scaffold::R2eXml, Scaffold::Mini] {
-        let calls = bounded((1 << 20) + 64 * text.len(), || scaffold.parse(&text));
+    let readers = [
+        (Scaffold::Tools, ToolFormat::Json),
+        (Scaffold::Tools, ToolFormat::Xml),
+        (Scaffold::R2eXml, ToolFormat::default()),
+        (Scaffold::Mini, ToolFormat::default()),
+    ];
+    for (scaffold, format) in readers {
+        let calls = bounded((1 << 20) + 64 * text.len(), || scaffold.parse(format, &text));
         assert!(!calls.is_empty(), "a text without a call is a mistake");
         assert!(calls.len() == 1 || matches!(scaffold, Scaffold::Tools));
         for call in &calls {
@@ -76,6 +82,6 @@ fuzz_target!(|input: Input| {
                 Err(mistake) => assert!(!mistake.0.is_empty()),
             }
         }
-        assert_eq!(calls, scaffold.parse(&text));
+        assert_eq!(calls, scaffold.parse(format, &text));
     }
 });

@@ -14,7 +14,6 @@ use orchestrate_sandbox::{
 };
 use orchestrate_types::{ConfigProblem, RunId};
 use serde_json::json;
-use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -46,7 +45,7 @@ impl Gateway {
     pub(crate) async fn listen(settings: &GatewaySettings) -> anyhow::Result<Self> {
         let problems = |problem| ConfigError::Problems(vec![problem]);
         let address = settings.address().map_err(problems)?;
-        let options = http_options(settings, address).map_err(problems)?;
+        let options = http_options(settings).map_err(problems)?;
         let scheme = if options.tls.is_some() { "https" } else { "http" };
         let listener = TcpListener::bind(address)
             .await
@@ -84,10 +83,7 @@ impl Gateway {
     }
 }
 
-fn http_options(
-    settings: &GatewaySettings,
-    address: SocketAddr,
-) -> Result<HttpOptions, ConfigProblem> {
+fn http_options(settings: &GatewaySettings) -> Result<HttpOptions, ConfigProblem> {
     let tls = match (&settings.tls_cert, &settings.tls_key) {
         (Some(certificate), Some(key)) => Some(TlsFiles {
             certificate: certificate.clone(),
@@ -96,16 +92,7 @@ fn http_options(
         }),
         (None, _) | (_, None) => None,
     };
-    let is_mutual = settings.tls_client_ca.is_some();
     let token = settings.secret()?;
-    if token.is_none() && !is_mutual && !address.ip().is_loopback() {
-        return Err(ConfigProblem::new(
-            "gateway.listen",
-            address,
-            "is reachable from other hosts, which could take episodes and sample without a secret; \
-             set gateway.secret_env or gateway.tls_client_ca",
-        ));
-    }
     let limits = HttpLimits {
         max_connections: settings.max_connections,
         header_time: IDLE,

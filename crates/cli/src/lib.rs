@@ -49,7 +49,7 @@ pub fn main() -> ExitCode {
 async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
     match command {
         Command::Run(args) => commands::run::run(args).await,
-        Command::Eval(args) => commands::eval::run(args).await,
+        Command::Eval(args) => commands::eval::run(args, "eval").await,
         Command::Gateway(args) => commands::gateway::run(args).await,
         Command::Grade(args) => commands::grade::run(args).await,
         Command::Tasks(args) => commands::tasks::run(args).await,

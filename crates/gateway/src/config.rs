@@ -56,6 +56,15 @@ fn check_together(_: &GatewaySection, settings: &GatewaySettings, problems: &mut
         settings.tls_client_ca.as_ref().map_or("none", |file| file.as_str()),
         "needs tls_cert and tls_key",
     );
+    let is_secured = settings.secret_env.is_some() || settings.tls_client_ca.is_some();
+    let is_open = settings.address().is_ok_and(|address| !address.ip().is_loopback());
+    problems.require(
+        is_secured || !is_open,
+        "listen",
+        &settings.listen,
+        "is reachable from other hosts, which could take episodes and sample without a secret; \
+         set gateway.secret_env or gateway.tls_client_ca",
+    );
 }
 
 impl GatewaySettings {
@@ -102,5 +111,11 @@ mod tests {
         let problems = wrong.check().unwrap_err();
         let keys: Vec<&str> = problems.iter().map(|problem| problem.key.as_str()).collect();
         assert_eq!(keys, ["gateway.listen", "gateway.tls_key"]);
+        // An address that other hosts reach needs a secret.
+        let open = GatewaySection { listen: Some("0.0.0.0:1".to_owned()), ..Default::default() };
+        let problem = open.check().unwrap_err().remove(0);
+        assert!(problem.to_string().contains("gateway.secret_env"), "{problem}");
+        let secret = GatewaySection { secret_env: Some("S".to_owned()), ..open };
+        secret.check().unwrap();
     }
 }

@@ -21,8 +21,8 @@ use std::process::ExitCode;
 /// Largest share of broken episodes at which a headline number is given.
 const MOST_BROKEN: f64 = 0.01;
 
-/// Runs the command.
-pub(crate) async fn run(args: EvalArgs) -> anyhow::Result<ExitCode> {
+/// Runs the command, which was given as `name`.
+pub(crate) async fn run(args: EvalArgs, name: &str) -> anyhow::Result<ExitCode> {
     let folder = wiring::absolute(&args.run_dir)?;
     let (settings, store) = if args.resume {
         run_folder::resume(&folder, &args.source).await?
@@ -35,7 +35,7 @@ pub(crate) async fn run(args: EvalArgs) -> anyhow::Result<ExitCode> {
         RunEnd::Finished(report) => report,
         RunEnd::Stopped(_) => {
             output::say(format!(
-                "stopped; resume with: orchestrate eval --run-dir {folder} --resume"
+                "stopped; resume with: orchestrate {name} --run-dir {folder} --resume"
             ));
             return Ok(ExitCode::from(STOPPED));
         }

@@ -17,5 +17,5 @@ pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<ExitCode> {
             set(format!("gateway.listen={:?}", address.to_string()));
         }
     }
-    eval::run(eval).await
+    eval::run(eval, "gateway").await
 }

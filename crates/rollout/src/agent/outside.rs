@@ -132,8 +132,11 @@ impl Attempt {
                 tracing::warn!(worker, "the worker did not return the episode in time");
                 too_long
             }
-            OfferEnd::Failed { message, .. } => {
+            OfferEnd::Failed { kind: FailureKind::Environment, message } => {
                 failed(Stage::Exec, format!("the environment failed: {message}"))
+            }
+            OfferEnd::Failed { kind: FailureKind::Agent | FailureKind::TimeOut, message } => {
+                failed(Stage::Exec, format!("it failed before the policy was asked: {message}"))
             }
             OfferEnd::TimeUp { worker } => {
                 let what = "did not ask the policy, and did not return the episode in time";
