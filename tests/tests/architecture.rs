@@ -22,6 +22,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("handoff", &["routing", "settings", "types"]),
     ("metrics", &["handoff", "types"]),
     ("report", &["handoff", "metrics", "store", "types"]),
+    ("sinks", &["metrics", "settings", "store", "types"]),
     ("synthetic", &["routing", "sandbox", "tasks", "types"]),
     ("moe", &["handoff", "routing", "settings", "types"]),
     (
