@@ -1,7 +1,9 @@
 //! A Docker daemon started by a test, which may fill its disk or kill it.
 
 use crate::certificates;
+use crate::namespaces::Namespaces;
 use std::net::{Ipv4Addr, TcpListener};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -51,12 +53,31 @@ pub fn containers(host: Option<&str>, label: Option<&str>) -> anyhow::Result<Vec
 /// Number of files that fit on a small disk.
 pub const SMALL_DISK_FILES: u32 = 100_000;
 
-/// A daemon without a container network. Dropping this stops it and removes all of its data.
+/// Starts the name of every folder and control group that belongs to a test's daemon, by which
+/// `scripts/lib/machine.py` recognises those of a killed test.
+const NAME: &str = "orchestrate-daemon-";
+
+/// Runs a daemon with its arguments.
+const DAEMON: &str = r#"exec dockerd "$@""#;
+
+/// The same with a socket on standard input, which it inherits as from systemd.
+const DAEMON_WITH_LISTENER: &str = r#"
+exec 3<&0 </dev/null
+export LISTEN_FDS=1 LISTEN_PID=$$
+exec dockerd --host fd:// "$@"
+"#;
+
+/// A daemon without a container network, in namespaces of its own: it sees neither interfaces nor
+/// mounts nor processes of the machine, and cannot change them. Its Unix socket and its TLS port
+/// are reachable as usual. Dropping this stops it and removes all of its data.
 #[derive(Debug)]
 pub struct Daemon {
     folder: tempfile::TempDir,
+    /// `None` once they are gone.
+    namespaces: Option<Namespaces>,
+    /// The parent of the daemon's process.
     child: Option<Child>,
-    /// Port on which it also listens, for clients with a certificate.
+    /// Port on which it also listens, for clients with a certificate; 0 before it is known.
     tls_port: Option<u16>,
 }
 
@@ -66,9 +87,7 @@ impl Daemon {
     /// # Errors
     /// Fails if its folder cannot be created.
     pub fn start() -> anyhow::Result<Option<Self>> {
-        let folder = tempfile::tempdir()?;
-        let mut daemon = Self { folder, child: None, tls_port: None };
-        Ok(daemon.spawn()?.then_some(daemon))
+        Self::start_in(folder()?, None)
     }
 
     /// Like [`Daemon::start`], and also listens on a loopback port with TLS; `None` also if no
@@ -77,12 +96,11 @@ impl Daemon {
     /// # Errors
     /// The errors of [`Daemon::start`].
     pub fn start_with_tls() -> anyhow::Result<Option<Self>> {
-        let folder = tempfile::tempdir()?;
+        let folder = folder()?;
         if !certificates::make(folder.path())? {
             return Ok(None);
         }
-        let mut daemon = Self { folder, child: None, tls_port: Some(free_port()?) };
-        Ok(daemon.spawn()?.then_some(daemon))
+        Self::start_in(folder, Some(0))
     }
 
     /// Like [`Daemon::start_with_tls`], with its data on a separate file system (ext4 in a file) of
@@ -91,7 +109,7 @@ impl Daemon {
     /// # Errors
     /// The errors of [`Daemon::start`].
     pub fn start_small(mib: u32) -> anyhow::Result<Option<Self>> {
-        let folder = tempfile::tempdir()?;
+        let folder = folder()?;
         if !certificates::make(folder.path())? {
             return Ok(None);
         }
@@ -103,11 +121,30 @@ impl Daemon {
         };
         let files = SMALL_DISK_FILES.to_string();
         let made = done(Command::new("mkfs.ext4").args(["-q", "-m0", "-N", &files]).arg(&disk));
+        // Mounted outside as well: the program under test reads how much space is free.
         if !made || !done(Command::new("mount").args(["-o", "loop"]).args([&disk, &data])) {
             return Ok(None);
         }
-        let mut daemon = Self { folder, child: None, tls_port: Some(free_port()?) };
-        Ok(daemon.spawn()?.then_some(daemon))
+        Self::start_in(folder, Some(0))
+    }
+
+    fn start_in(folder: tempfile::TempDir, tls_port: Option<u16>) -> anyhow::Result<Option<Self>> {
+        let mut daemon = Self { folder, namespaces: None, child: None, tls_port };
+        daemon.namespaces = Namespaces::create()?;
+        Ok((daemon.namespaces.is_some() && daemon.spawn()?).then_some(daemon))
+    }
+
+    /// Listens on a loopback port of the daemon's network, where it finds servers of the test such
+    /// as a registry; port 0 stands for a free one.
+    ///
+    /// # Errors
+    /// Fails if the port is taken, or this process may not enter the network.
+    pub fn listen(&self, port: u16) -> anyhow::Result<TcpListener> {
+        self.namespaces()?.listen(port)
+    }
+
+    fn namespaces(&self) -> anyhow::Result<&Namespaces> {
+        self.namespaces.as_ref().ok_or_else(|| anyhow::anyhow!("the daemon was never started"))
     }
 
     /// Its URL with TLS, if it has one.
@@ -127,6 +164,12 @@ impl Daemon {
 
     fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
+    }
+
+    /// The name of its folder and its control group.
+    fn name(&self) -> String {
+        let name = self.folder.path().file_name().unwrap_or_default();
+        name.to_string_lossy().into_owned()
     }
 
     /// Runs `docker` with this daemon as its host.
@@ -151,31 +194,44 @@ impl Daemon {
     /// Starts or restarts the daemon. Returns whether it answers.
     ///
     /// # Errors
-    /// Fails if its log file cannot be created.
+    /// Fails if its log file cannot be created, or its port is taken.
     pub fn spawn(&mut self) -> anyhow::Result<bool> {
         let argument = |name: &str| self.path(name).display().to_string();
         let log = std::fs::File::create(self.path("log"))?;
-        let mut command = Command::new("dockerd");
-        if let Some(host) = self.tls_host() {
-            command.args(["--host", &host, "--tlsverify"]);
+        let listener = match self.tls_port {
+            Some(port) => Some(TcpListener::bind((Ipv4Addr::LOCALHOST, port))?),
+            None => None,
+        };
+        let port = listener.as_ref().map(TcpListener::local_addr).transpose()?;
+        let mut command = self.namespaces()?.command("sh");
+        if let Some(listener) = listener {
+            command.args(["-c", DAEMON_WITH_LISTENER, "sh", "--tlsverify"]);
             for (option, file) in
                 [("cacert", "ca.pem"), ("cert", "server-cert.pem"), ("key", "server-key.pem")]
             {
                 command.arg(format!("--tls{option}")).arg(self.path(file));
             }
+            command.stdin(OwnedFd::from(listener));
+        } else {
+            command.args(["-c", DAEMON, "sh"]).stdin(Stdio::null());
         }
         let spawned = command
             .args(["--host", &self.host(), "--data-root", &argument("data")])
             .args(["--exec-root", &argument("exec"), "--pidfile", &argument("pid")])
             .args(["--bridge", "none", "--iptables=false", "--ip6tables=false"])
             .args(["--containerd-namespace", "orchestrate-test"])
-            .stdin(Stdio::null())
+            // systemd would take the process ids for its own.
+            .args(["--exec-opt", "native.cgroupdriver=cgroupfs"])
+            .args(["--cgroup-parent", &format!("/{}", self.name())])
             .stdout(Stdio::null())
             .stderr(log)
             .spawn();
+        // Closes this process's copy of the listener: a killed daemon must refuse connections.
+        drop(command);
+        self.tls_port = port.map(|address| address.port());
+        let host = self.host();
         let Ok(child) = spawned else { return Ok(false) };
         let child = self.child.insert(child);
-        let host = format!("unix://{}", self.folder.path().join("docker.sock").display());
         let began = Instant::now();
         while began.elapsed() < Duration::from_mins(2) {
             if docker(Some(&host), &["version"])?.status.success() {
@@ -195,15 +251,48 @@ impl Daemon {
     /// Fails if it cannot be killed.
     pub fn kill(&mut self) -> anyhow::Result<()> {
         if let Some(mut child) = self.child.take() {
-            child.kill()?;
+            let parent = child.id().to_string();
+            let killed = Command::new("pkill").args(["-KILL", "--parent", &parent]).status()?;
+            anyhow::ensure!(killed.success(), "the daemon had ended before it was killed");
             child.wait()?;
         }
         remove_if_there(&self.path("pid"))
     }
 }
 
-fn free_port() -> anyhow::Result<u16> {
-    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
+fn folder() -> std::io::Result<tempfile::TempDir> {
+    tempfile::Builder::new().prefix(NAME).tempdir()
+}
+
+/// Whether a process ends in time.
+pub(crate) fn ends_within_30_s(child: &mut Child) -> bool {
+    for _ in 0..300 {
+        if !matches!(child.try_wait(), Ok(None)) {
+            return true;
+        }
+        pause(Duration::from_millis(100));
+    }
+    false
+}
+
+/// Removes a control group of this name and those inside, below every hierarchy.
+fn remove_control_groups(name: &str) {
+    let root = Path::new("/sys/fs/cgroup");
+    for hierarchy in folders(root).into_iter().chain([root.to_owned()]) {
+        remove_control_group(&hierarchy.join(name));
+    }
+}
+
+fn remove_control_group(group: &Path) {
+    for inside in folders(group) {
+        remove_control_group(&inside);
+    }
+    let _ = std::fs::remove_dir(group);
+}
+
+fn folders(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().map_while(Result::ok);
+    entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect()
 }
 
 fn remove_if_there(path: &Path) -> anyhow::Result<()> {
@@ -221,23 +310,78 @@ impl Drop for Daemon {
             let ids = left.split_whitespace();
             let _ = self.docker(&["rm", "--force"].into_iter().chain(ids).collect::<Vec<_>>());
         }
+        // Ends the daemon and all that it started.
+        self.namespaces = None;
         if let Some(child) = &mut self.child {
-            let _ = Command::new("kill").arg(child.id().to_string()).status();
-            for _ in 0..300 {
-                if !matches!(child.try_wait(), Ok(None)) {
-                    break;
-                }
-                pause(Duration::from_millis(100));
-            }
-            let _ = child.kill();
             let _ = child.wait();
         }
-        // All processes that it started have this folder among their arguments.
-        let folder = self.folder.path().display().to_string();
-        let _ = Command::new("pkill").args(["-KILL", "-f", &folder]).status();
-        // The daemon mounts its folder and leaves the mount behind; a small disk is another mount.
-        let data = self.path("data");
-        let unmount = || Command::new("umount").arg("-l").arg(&data).stderr(Stdio::null()).status();
-        while unmount().is_ok_and(|status| status.success()) {}
+        remove_control_groups(&self.name());
+        let unmount = Command::new("umount").arg(self.path("data")).stderr(Stdio::null()).status();
+        drop(unmount);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpStream;
+
+    const IMAGE: &str = "orchestrate/micro:latest";
+
+    /// Index of the interface of Docker's default network. An interface that replaces it has another.
+    fn bridge() -> Option<String> {
+        std::fs::read_to_string("/sys/class/net/docker0/ifindex").ok()
+    }
+
+    /// Mounts, processes and control groups of the machine whose names contain `name`.
+    fn left(name: &str) -> Vec<String> {
+        let processes = folders(Path::new("/proc")).into_iter().filter_map(|process| {
+            std::fs::read(process.join("cmdline"))
+                .ok()
+                .map(|line| String::from_utf8_lossy(&line).into_owned())
+        });
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let root = Path::new("/sys/fs/cgroup");
+        let hierarchies = folders(root).into_iter().chain([root.to_owned()]);
+        let groups = hierarchies.flat_map(|hierarchy| folders(&hierarchy));
+        let groups = groups.map(|group| group.display().to_string());
+        let all = processes.chain(mounts.lines().map(str::to_owned)).chain(groups);
+        all.filter(|text| text.contains(name)).collect()
+    }
+
+    #[test]
+    fn docker_daemon_leaves_interfaces_mounts_processes_and_control_groups_as_they_were() {
+        let test = "docker_daemon_leaves_interfaces_mounts_processes_and_control_groups";
+        if !crate::docker_or_skip(test).unwrap() {
+            return;
+        }
+        let before = bridge();
+        let Some(mut daemon) = Daemon::start_with_tls().unwrap() else {
+            crate::skip::skip_test(test, "daemons", "no second daemon can be started");
+            return;
+        };
+        let (name, port) = (daemon.name(), daemon.tls_port.unwrap());
+        daemon.load(IMAGE).unwrap();
+        daemon.kill().unwrap();
+        // Nothing accepts connections for a dead daemon.
+        let refused = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
+        assert!(daemon.spawn().unwrap() || daemon.spawn().unwrap(), "the daemon did not restart");
+        assert_eq!(daemon.tls_port, Some(port));
+        TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+
+        drop(daemon.listen(0).unwrap());
+        let started = daemon.docker(&["run", "-d", "--network=none", IMAGE, "sleep", "1000"]);
+        assert!(started.as_ref().unwrap().status.success(), "{started:?}");
+        let seen = left(&name);
+        assert!(seen.iter().any(|text| text.starts_with("/sys/fs/cgroup")), "{seen:?}");
+        assert!(!seen.iter().any(|text| text.contains("overlay")), "a visible mount: {seen:?}");
+        // The container outlives the daemon, but not the test.
+        daemon.kill().unwrap();
+        let folder = daemon.folder.path().to_owned();
+        drop(daemon);
+        assert_eq!(left(&name), Vec::<String>::new());
+        assert!(!folder.exists(), "{} is left", folder.display());
+        assert_eq!(bridge(), before, "docker0 was removed or replaced");
     }
 }

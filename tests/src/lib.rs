@@ -2,6 +2,7 @@
 
 pub mod certificates;
 mod daemon;
+mod namespaces;
 pub mod skip;
 
 pub use daemon::{Daemon, SMALL_DISK_FILES, containers, docker, pause};

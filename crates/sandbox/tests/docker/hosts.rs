@@ -320,7 +320,7 @@ async fn docker_image_is_the_same_on_all_hosts() {
         orchestrate_e2e::skip::skip_test(test, "daemons", "no further daemons");
         return;
     };
-    let registry = Registry::start().await;
+    let registry = Registry::start(&[&first, &second]);
     let image = |name: &str| format!("{}/team/{name}:1", registry.host);
     let at = |daemon: &Daemon| DockerHostSection { url: Some(daemon.host()), ..Default::default() };
     // Capacity for one agent on each host.

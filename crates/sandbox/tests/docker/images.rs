@@ -70,7 +70,7 @@ struct Fixture {
 }
 
 impl Fixture {
-    async fn new(test: &str) -> Option<Self> {
+    fn new(test: &str) -> Option<Self> {
         if !orchestrate_e2e::docker_or_skip(test).unwrap() {
             return None;
         }
@@ -79,7 +79,8 @@ impl Fixture {
             return None;
         };
         let (lock, events) = (Arc::default(), Arc::default());
-        Some(Self { daemon, registry: Registry::start().await, lock, events })
+        let registry = Registry::start(&[&daemon]);
+        Some(Self { daemon, registry, lock, events })
     }
 
     async fn provider(&self, raw: SandboxSection) -> DockerProvider {
@@ -147,7 +148,7 @@ fn assert_not_pulled(error: &SandboxError, message: &str) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn docker_missing_images_are_pulled_once_and_locked_despite_temporary_registry_errors() {
-    let Some(fixture) = Fixture::new("docker_missing_images_are_pulled").await else { return };
+    let Some(fixture) = Fixture::new("docker_missing_images_are_pulled") else { return };
     let pushed = fixture.registry.push("team/a", "1", 1000);
     let image = fixture.name("team/a:1");
     let limited = r#"{"errors":[{"code":"TOOMANYREQUESTS","message":"You have reached your pull rate limit."}]}"#;
@@ -197,7 +198,7 @@ async fn docker_missing_images_are_pulled_once_and_locked_despite_temporary_regi
 
 #[tokio::test(flavor = "multi_thread")]
 async fn docker_run_keeps_the_image_that_it_first_used() {
-    let Some(fixture) = Fixture::new("docker_run_keeps_the_image").await else { return };
+    let Some(fixture) = Fixture::new("docker_run_keeps_the_image") else { return };
     let first = fixture.registry.push("team/b", "1", 10);
     let image = fixture.name("team/b:1");
     let provider = fixture.provider(SandboxSection::default()).await;
@@ -244,7 +245,7 @@ async fn docker_run_keeps_the_image_that_it_first_used() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn docker_only_unused_images_of_this_program_are_evicted() {
-    let Some(fixture) = Fixture::new("docker_only_unused_images").await else { return };
+    let Some(fixture) = Fixture::new("docker_only_unused_images") else { return };
     let image = |name: &str| fixture.name(&format!("team/{name}:1"));
     for name in ["used", "idle", "named", "later", "last", "foreign"] {
         fixture.registry.push(&format!("team/{name}"), "1", LAYER);

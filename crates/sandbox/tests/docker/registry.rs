@@ -1,5 +1,6 @@
 //! An image registry that supports pulls and injects faults.
 
+use orchestrate_e2e::Daemon;
 use serde_json::json;
 use std::collections::HashMap;
 use std::io::Write as _;
@@ -41,20 +42,25 @@ pub(crate) struct Registry {
 }
 
 impl Registry {
-    pub(crate) async fn start() -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let host = listener.local_addr().unwrap().to_string();
-        let content = Arc::<Mutex<Content>>::default();
-        let shared = Arc::clone(&content);
-        let mut served = JoinSet::new();
-        served.spawn(async move {
-            let mut connections = JoinSet::new();
-            while let Ok((stream, _)) = listener.accept().await {
-                let content = Arc::clone(&shared);
-                connections.spawn(async move { drop(answer(stream, content).await) });
-            }
-        });
-        Self { host, content, _served: served }
+    /// Starts a registry that these daemons reach at one address, in the network of each.
+    pub(crate) fn start(daemons: &[&Daemon]) -> Self {
+        let (content, mut served) = (Arc::<Mutex<Content>>::default(), JoinSet::new());
+        let mut port = 0;
+        for daemon in daemons {
+            let listener = daemon.listen(port).unwrap();
+            port = listener.local_addr().unwrap().port();
+            listener.set_nonblocking(true).unwrap();
+            let listener = TcpListener::from_std(listener).unwrap();
+            let shared = Arc::clone(&content);
+            served.spawn(async move {
+                let mut connections = JoinSet::new();
+                while let Ok((stream, _)) = listener.accept().await {
+                    let content = Arc::clone(&shared);
+                    connections.spawn(async move { drop(answer(stream, content).await) });
+                }
+            });
+        }
+        Self { host: format!("127.0.0.1:{port}"), content, _served: served }
     }
 
     /// Pushes an image of one layer with a file of `bytes` bytes. Its content includes repository
