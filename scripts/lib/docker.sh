@@ -50,6 +50,22 @@ _start_dockerd() {
   return 1
 }
 
+# _forget_dead PIDFILE NAME: removes the pid file of a program that was killed. After a kill -9 the number may belong
+# to another process, or to one that nothing has collected, and the program then refuses to start. Fails if the
+# program is running.
+_forget_dead() {
+  local file=$1 name=$2 pid status
+  [ -e "$file" ] || return 0
+  pid=$(cat "$file")
+  status=$(sed -n 's/^\(Name\|State\):[[:space:]]*//p' "/proc/$pid/status" 2>/dev/null | paste -sd ' ' -)
+  case "$status" in
+    "$name Z"*) ;;
+    "$name "*) return 1 ;;
+  esac
+  _say "removing $file, left by a $name that was killed"
+  rm -f "$file"
+}
+
 ensure_docker() {
   local log=/var/log/orchestrate-dockerd.log attempt
   if command -v docker >/dev/null 2>&1 && _docker_answers; then return 0; fi
@@ -67,6 +83,11 @@ ensure_docker() {
     _say "starting the docker service with systemctl"
     systemctl start docker >&2 && _docker_answers && return 0
   fi
+  if ! _forget_dead /var/run/docker.pid dockerd; then
+    _say "dockerd (process $(cat /var/run/docker.pid)) is running but does not answer within 10 s; restart it, or end it and run this again"
+    return 1
+  fi
+  _forget_dead /var/run/docker/containerd/containerd.pid containerd || true
   if ! grep -q ' /sys/fs/cgroup' /proc/mounts; then
     _need cgroupfs-mount -- cgroupfs-mount || return 1
     _say "mounting the control groups (cgroupfs-mount)"
