@@ -2,9 +2,10 @@
 //! episodes, real containers and real grading; only the sampler is scripted.
 //!
 //! No attack may be rewarded, earn another attempt, or affect another episode.
-//! `ORCHESTRATE_ATTACKS` selects them: `sample` (the default, every sixth of them), `all`, `K/N` (those
-//! whose number leaves the remainder K; like the sample without those that wait for a timeout), or words separated by commas of which a name contains one. `ORCHESTRATE_ATTACK_REPEATS` is the number of
-//! repeats, which must all end in the same way. A table of all results is written to
+//! `ORCHESTRATE_ATTACKS` selects them: `sample` (the default, every twelfth of them), `all` (as
+//! `scripts/nightly` does), `K/N` (those whose number leaves the remainder K; like the sample without
+//! those that wait for a timeout), or words separated by commas of which a name contains one.
+//! `ORCHESTRATE_ATTACK_REPEATS` is the number of repeats, which must all end in the same way. A table of all results is written to
 //! `target/attacks/FAMILY.md`.
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
 
@@ -26,6 +27,8 @@ use std::fmt::Write as _;
 
 /// Attackers that run at the same time, next to one honest neighbour.
 const AT_ONCE: usize = 3;
+/// One of so many attacks is in the sample, another one for each family.
+const SAMPLE: usize = 12;
 /// Rewards are 0 or 1; this is the greatest that counts as 0.
 const NOTHING: f64 = 1e-9;
 
@@ -50,7 +53,7 @@ fn selected(family: Family, target: &Target) -> Vec<Attack> {
         .and_then(|(k, n)| Some((k.parse::<usize>().ok()?, n.parse::<usize>().ok()?)));
     let chosen = |(number, attack): &(usize, Attack)| match (choice.as_str(), part) {
         ("all", _) => true,
-        ("sample", _) => !attack.slow && number % 6 == family as usize,
+        ("sample", _) => !attack.slow && number % SAMPLE == family as usize,
         (_, Some((k, n))) => !attack.slow && number % n == k,
         (words, None) => words.split(',').any(|word| attack.name.contains(word.trim())),
     };
