@@ -12,12 +12,15 @@
 //! | `ssh` | an SSH server, started by the test |
 //! | `mount` | the right to mount a tmpfs |
 //! | `python` | a Python with the packages that the test names |
+//! | `agents` | an agent that `scripts/agents` installs, in the folder `ORCHESTRATE_AGENTS` |
 //! | `agents-python` | a Python with `openai`, `anthropic` and `openai-agents`, in `ORCHESTRATE_AGENTS_PYTHON` |
+//! | `mcp-python` | a Python with `mcp`, in `ORCHESTRATE_MCP_PYTHON` |
 //! | `harbor` | the virtual environment of the package `harbor`, in `ORCHESTRATE_HARBOR` |
 //! | `sglang`, `vllm` | a real server, see `crates/engine/tests/conformance` |
 //! | `advisories`, `pip-audit`, `miri`, `asan` | of scripts: see `scripts/deny`, `audit-python`, `miri`, `asan` |
 //! | `swe-rows` | real rows and runs of SWE-bench's family, in the folder `ORCHESTRATE_SWE_ROWS` |
 //! | `swesmith` | a Python with the package `swesmith`, in `ORCHESTRATE_SWESMITH_PYTHON` |
+//! | `sinks` | a Python with `tensorboard`, `pandas` and `pyarrow` in `ORCHESTRATE_SINKS_PYTHON`, or `prometheus` and `promtool`, in the folder `ORCHESTRATE_PROMETHEUS` or on the search path; `scripts/test` provides both |
 //! | `qwen3` | the folder of Qwen3's tokenizer in `ORCHESTRATE_QWEN3` |
 
 use std::io::Write as _;

@@ -23,6 +23,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("handoff", &["routing", "settings", "types"]),
     ("metrics", &["handoff", "types"]),
     ("report", &["handoff", "metrics", "store", "types"]),
+    ("sinks", &["metrics", "settings", "store", "types"]),
     ("synthetic", &["routing", "sandbox", "tasks", "types"]),
     ("moe", &["cpu", "handoff", "routing", "settings", "types"]),
     (

@@ -249,6 +249,7 @@ fn eval_accepts_the_config_of_a_training_run_with_each_policy_loss() {
             .unwrap();
         let text = stderr(&output);
         assert_eq!(output.status.code(), Some(5), "{}: {text}", loss.name());
-        assert!(dir.join("plan.toml").exists());
+        // It got as far as the sandboxes, and left nothing behind.
+        assert!(!dir.exists());
     }
 }

@@ -33,33 +33,6 @@ fn far(daemon: &Daemon) -> String {
 }
 
 #[test]
-fn gc_of_a_run_uses_the_hosts_of_its_plan() {
-    let folder = tempfile::tempdir().unwrap();
-    let dir = folder.path().join("run");
-    let dir = dir.to_str().unwrap();
-    let nowhere = "unix:///nonexistent/of-the-plan.sock";
-    let set = format!("sandbox.docker_host=\"{nowhere}\"");
-    let output = run(&["run", "--run-dir", dir, "--set", &set]).unwrap();
-    assert_eq!(output.status.code(), Some(5), "{}", stderr(&output));
-    let gc = |more: &[&str]| {
-        let mut command = orchestrate(&[&["gc", "--run-dir", dir], more].concat()).unwrap();
-        command.env("DOCKER_HOST", "unix:///nonexistent/of-the-environment.sock").output().unwrap()
-    };
-    for more in [&[][..], &["--all"], &["--dry-run"]] {
-        let output = gc(more);
-        assert_eq!(output.status.code(), Some(5), "{}", stderr(&output));
-        assert!(stderr(&output).contains(nowhere), "{}", stderr(&output));
-    }
-    let both = gc(&["--set", "sandbox.docker_host=\"unix:///x\""]);
-    assert_eq!(both.status.code(), Some(3), "{}", stderr(&both));
-    // Without a run, the host of the environment is used.
-    let mut command = orchestrate(&["gc"]).unwrap();
-    let unused = "unix:///nonexistent/of-the-environment.sock";
-    let output = command.env("DOCKER_HOST", unused).output().unwrap();
-    assert!(stderr(&output).contains(unused), "{}", stderr(&output));
-}
-
-#[test]
 fn docker_gc_and_doctor_cover_all_hosts() {
     let test = "docker_gc_and_doctor_cover_all_hosts";
     if !docker_or_skip(test).unwrap() {

@@ -223,7 +223,8 @@ fn docker_run_is_not_resumed_with_another_image_of_the_same_name() {
     let container = docker(&["create", &name]);
     docker(&["commit", "-m", "another", &container, &name]);
     docker(&["rm", &container]);
-    let output = start(&run_dir, &["--resume"]).output().unwrap();
+    let more = ["--resume", "--set", "run.steps=2"];
+    let output = start(&run_dir, &more).output().unwrap();
     docker(&["rmi", &name]);
     assert_eq!(output.status.code(), Some(5), "{}", stderr(&output));
     let said = stderr(&output);

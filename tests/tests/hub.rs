@@ -11,9 +11,10 @@ use axum::routing::get;
 use orchestrate_e2e::{orchestrate, stderr};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::process::Output;
+use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 use tokio::task::JoinSet;
 
 /// Commit of `main` before and after a push.
@@ -126,9 +127,14 @@ async fn hub() -> (Arc<Hub>, JoinSet<std::io::Result<()>>) {
 }
 
 /// Runs the program with its own cache.
-async fn program(hub: &str, cache: &std::path::Path, args: &[&str]) -> Output {
+fn command(hub: &str, cache: &std::path::Path, args: &[&str]) -> Command {
     let mut command = orchestrate(args).unwrap();
     command.env("HF_ENDPOINT", hub).env("HF_HOME", cache).env_remove("HF_TOKEN");
+    command
+}
+
+async fn program(hub: &str, cache: &std::path::Path, args: &[&str]) -> Output {
+    let mut command = command(hub, cache, args);
     tokio::task::spawn_blocking(move || command.output()).await.unwrap().unwrap()
 }
 
@@ -204,10 +210,20 @@ async fn the_plan_of_a_run_names_the_commit() {
     let folder = cache.path().join("run");
     let set = "tasks.held_out_file=hf://datasets/R2E-Gym/Tiny/data/*";
     let args = ["run", "--run-dir", folder.to_str().unwrap(), "--set", set];
-    let docker = ["--set", "sandbox.docker_host=unix:///nonexistent/docker.sock"];
-    let output = program(&hub.url, cache.path(), &[&args[..], &docker].concat()).await;
-    assert!(stderr(&output).contains("/nonexistent/docker.sock"), "{}", stderr(&output));
-    let plan = std::fs::read_to_string(folder.join("plan.toml")).unwrap();
+    // A daemon that never answers: the run waits with its plan written.
+    let socket = cache.path().join("docker.sock");
+    let _daemon = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let host = format!("sandbox.docker_host=unix://{}", socket.display());
+    let mut command = command(&hub.url, cache.path(), &[&args[..], &["--set", &host]].concat());
+    let mut run = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let path = folder.join("plan.toml");
+    while !path.exists() {
+        assert_eq!(run.try_wait().unwrap(), None, "the run ended before it had a plan");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let plan = std::fs::read_to_string(path).unwrap();
+    run.kill().unwrap();
+    run.wait().unwrap();
     let pinned = format!("hf://datasets/R2E-Gym/Tiny@{}/data/*", COMMITS[0]);
     assert!(plan.contains(&pinned), "{plan}");
 }

@@ -1,21 +1,124 @@
 """Causal attention over packed sequences, registered with transformers under the name ``packed``.
 
-Each sequence of a pack gets its own call of PyTorch's ``scaled_dot_product_attention``, so no
-sequence sees another. PyTorch uses its flash kernel for that on CUDA in bf16, and a blocked kernel
-on the CPU. A mask for the whole pack is never built; sliding-window layers build one per sequence.
+No sequence sees another. Three kernels compute the same:
+
+* ``varlen``: one call of PyTorch's flash attention for the whole pack (CUDA, bf16 or f16).
+* ``flex``: one call of PyTorch's flex attention with a block mask: for what flash attention lacks,
+  such as attention sinks, values of another width than keys, or f32. Compiled on CUDA. PyTorch
+  has no backward of it on the CPU.
+* ``loop``: one ``scaled_dot_product_attention`` per sequence, on any device. Sliding windows build
+  a mask for each sequence; a mask for the whole pack is never built.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 from transformers import AttentionInterface, AttentionMaskInterface
 
-__all__ = ["NAME"]
+from .cost import head_widths
+from .data import on_device
+
+__all__ = ["KERNELS", "NAME", "Packing", "choose_kernel", "obstacle"]
 
 #: Name to pass to transformers as ``attn_implementation``.
 NAME = "packed"
+#: Kernels, the preferred one first.
+KERNELS = ("varlen", "flex", "loop")
+#: Tokens in a block of flex attention.
+FLEX_BLOCK = 128
+#: PyTorch's flash attention of packed sequences, which versions before 2.10 lack.
+varlen_attn: Any = None
+with contextlib.suppress(ImportError):
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+
+
+class Packing:
+    """Where the sequences of a pack are, and the kernel that computes their attention.
+
+    Not a dataclass: FSDP copies those, for every layer, to cast the tensors in them.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], kernel: str, device: torch.device) -> None:
+        """A pack of sequences of ``lengths`` tokens, on ``device``."""
+        if kernel == "flex" and device.type == "cuda" and sum(lengths) < FLEX_BLOCK:
+            # Its compiled form (PyTorch 2.11) refuses less than a block.
+            kernel = "loop"
+        self.lengths, self.kernel, self.device = lengths, kernel, device
+        ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+        #: Offsets of the sequences, int32 ``[S + 1]``.
+        self.offsets = on_device(ends.to(torch.int32), device)
+        self._masks: dict[int | None, BlockMask] = {}
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Which blocks of a flex attention see which, made once for all layers."""
+        if window not in self._masks:
+            tokens = sum(self.lengths)
+            counts = torch.tensor(self.lengths)
+            document = torch.arange(len(counts)).repeat_interleave(counts).to(self.device)
+
+            def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                seen = (document[query] == document[key]) & (key <= query)
+                return seen if window is None else seen & (query - key < window)
+
+            self._masks[window] = _on_cuda_compiled(create_block_mask, self.device)(
+                visible, None, None, tokens, tokens, device=self.device
+            )
+        return self._masks[window]
+
+
+def obstacle(kernel: str, model: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why ``kernel`` cannot compute the attention of a transformers model, or ``None``."""
+    if kernel == "loop":
+        return None
+    if kernel == "flex":
+        if device.type != "cuda" or not torch.utils._triton.has_triton():
+            return "flex attention requires a CUDA device and Triton"
+        return None
+    if kernel != "varlen":
+        return f"unknown kernel; choose one of {', '.join(KERNELS)}"
+    if varlen_attn is None or not {"scale", "window_size"} <= _varlen_options():
+        return "this version of PyTorch has no varlen attention with windows"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return "varlen attention requires a CUDA device of compute capability 8.0 or higher"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "varlen attention computes in bf16 or f16 only"
+    attention = model.model.layers[0].self_attn
+    keys, values = head_widths(attention)
+    if hasattr(attention, "sinks"):
+        return "varlen attention has no attention sinks"
+    if keys != values or keys % 8 or keys > 256:
+        return "varlen attention requires keys and values of one width, a multiple of 8 up to 256"
+    return None
+
+
+def choose_kernel(asked: str, model: Any, dtype: torch.dtype, device: torch.device) -> str:
+    """The kernel ``asked`` for, or with ``auto`` the best one for model, dtype and device.
+
+    Raises ``ValueError`` if the kernel cannot be used. ``auto`` is ``loop`` on the CPU.
+    """
+    if asked == "auto":
+        if device.type != "cuda":
+            return "loop"
+        return next(name for name in KERNELS if obstacle(name, model, dtype, device) is None)
+    problem = obstacle(asked, model, dtype, device)
+    if problem is not None:
+        raise ValueError(f"attention kernel `{asked}`: {problem}")
+    return asked
 
 
 def packed_attention(
@@ -25,29 +128,81 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_lengths: tuple[int, ...],
+    packing: Packing,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention outputs ``[1, T, H, D_v]`` of sequences with ``packed_lengths`` tokens each.
+    """Attention outputs ``[1, T, H, D_v]`` of packed sequences.
 
     ``query`` is ``[1, H, T, D]``, ``key`` and ``value`` are ``[1, H_kv, T, D]``; ``s_aux`` ``[H]``
     are attention sinks. The signature is that of transformers' attention functions.
     """
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    outputs = [
-        _attend(q, k, v, scaling, sliding_window, s_aux)
-        for q, k, v in zip(
-            query.split(packed_lengths, dim=2),
-            key.split(packed_lengths, dim=2),
-            value.split(packed_lengths, dim=2),
-            strict=True,
-        )
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    if packing.kernel == "varlen":
+        assert s_aux is None, "the kernel was chosen for a model without attention sinks"
+        return _varlen(query, key, value, packing, scaling, sliding_window), None
+    if packing.kernel == "flex":
+        output = _flex(query, key, value, packing, scaling, sliding_window, s_aux)
+    else:
+        parts = (tensor.split(packing.lengths, dim=2) for tensor in (query, key, value))
+        outputs = [
+            _attend(q, k, v, scaling, sliding_window, s_aux) for q, k, v in zip(*parts, strict=True)
+        ]
+        output = torch.cat(outputs, dim=2)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float, window: int | None
+) -> Tensor:
+    """Attention of all sequences by one flash attention call, ``[1, T, H, D]``."""
+    options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
+    if "enable_gqa" not in _varlen_options():
+        del options["enable_gqa"]
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    longest = max(packing.lengths)
+    output: Tensor = varlen_attn(
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+        packing.offsets,
+        packing.offsets,
+        longest,
+        longest,
+        scale=scaling,
+        # Counted without the token itself.
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
+    )
+    return output.unsqueeze(0)
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of all sequences by one flex attention call, ``[1, H, T, D_v]``."""
+    output, aux = _on_cuda_compiled(flex_attention, query.device)(
+        query,
+        key,
+        value,
+        block_mask=packing.block_mask(window),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks is None:
+        return cast("Tensor", output)
+    # A sink is a further term of the softmax's denominator, so it scales the output.
+    kept = torch.sigmoid(aux.lse - sinks.to(aux.lse).view(1, -1, 1))
+    return cast("Tensor", output * kept.unsqueeze(-1).to(output.dtype))
 
 
 def _attend(
@@ -101,6 +256,22 @@ def _with_sink(
     scores = torch.zeros_like(key)
     scores[:, :, 0, place] = (sinks / scaling).to(key.dtype)
     return query + ones, key + scores, F.pad(value, (0, 0, 1, 0))
+
+
+@cache
+def _varlen_options() -> frozenset[str]:
+    """Parameters of PyTorch's function, which differ between versions."""
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _on_cuda_compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """``function``, compiled if it is for a CUDA device."""
+    return _compiled(function) if device.type == "cuda" else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 AttentionInterface.register(NAME, packed_attention)

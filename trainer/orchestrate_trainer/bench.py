@@ -1,19 +1,22 @@
-"""Measures the cost of replay and its effect on the mismatch with the sampler, on one device.
+"""Measures the trainer on one device: cost of replay, utilisation, and plain transformers.
 
-    python -m orchestrate_trainer.bench --out bench.json
+    python -m orchestrate_trainer.bench --model-slice 4 --out bench.json --markdown bench.md
 
 A model with random weights, in the shape of Qwen3-30B-A3B but with fewer layers, is sampled in low
-precision by transformers, and the experts that it executes are recorded. The trainer then runs
-recompute and update on these sequences, alternating between replay and no replay, and transformers
-runs a plain forward and backward on them. Nothing is downloaded, and the weights do not change.
+precision by transformers, and the experts that it executes are recorded. Three arms then compute
+the log-probs of these samples and their gradients in turn: the trainer with replay, the trainer
+without, and plain transformers. Both arms of the trainer run the same code and count the same
+measurements. At the end whole steps are measured, with recompute, optimizer and all metrics.
+Nothing is downloaded, and the weights do not change.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
+import os
+import platform
 import statistics
 import sys
 import tempfile
@@ -22,35 +25,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from .batch import Batch, Sequence
+from .batch import Batch
+from .bench_batch import SampledBatch, random_model, round_to_fp8, sample
+from .corrections import Tokens
 from .learner import Learner
-from .policy import ModelOptions, load_policy
-from .routers import spec_of
+from .measures import Load, Mismatch
+from .passes import forward, own_mini_steps
+from .policy import ModelOptions, Policy, load_policy
 from .settings import Hyperparameters
-from .shard import Array
 from .step import apply
 from .world import World
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 #: Dense bf16 peak of a device in TFLOP/s, by a part of its name.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0}
-#: Largest number in the fp8 format e4m3.
-E4M3_MAX = 448.0
+#: Forward passes that the operations of an arm are worth; a backward counts as two. Activation
+#: checkpointing runs a further forward, which utilisation does not count.
+PASSES = {"forward": 1, "train": 3, "step": 4}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Prints a table and writes its numbers to ``--out``. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="orchestrate_trainer.bench", description=__doc__)
-    add = parser.add_argument
-    add("--layers", type=int, default=6, help="6 layers have 4.4 billion parameters")
+def parser() -> argparse.ArgumentParser:
+    """The benchmark's options. The default shape is that of Qwen3-30B-A3B."""
+    options = argparse.ArgumentParser(
+        prog="orchestrate_trainer.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = options.add_argument
+    add("--model-slice", "--layers", dest="layers", type=int, default=4, metavar="LAYERS",
+        help="number of layers; 4 have 3.1 billion parameters (default: %(default)s)")  # fmt: skip
     add("--hidden", type=int, default=2048)
     add("--heads", type=int, default=32)
     add("--kv-heads", type=int, default=4)
@@ -60,351 +69,345 @@ def main(arguments: list[str] | None = None) -> int:
     add("--expert-width", type=int, default=768)
     add("--vocab", type=int, default=151_936)
     add("--sequences", type=int, default=8)
-    add("--tokens", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
+    add("--tokens", type=int, default=8192, help="tokens of a sequence (default: %(default)s)")
     add("--sampled", type=int, default=512, help="of these, sampled (default: %(default)s)")
+    add("--micro-batch-tokens", type=int, default=16_384, help="(default: %(default)s)")
     add("--sampler", choices=("bf16", "fp8"), default="bf16", help="precision of the sampler")
     add("--kernel", help="expert kernel of transformers, e.g. eager or grouped_mm")
-    add("--repeat", type=int, default=3, help="measurements of each kind")
+    add("--attention", choices=("auto", "varlen", "flex", "loop"), default="auto")
+    add("--moments", choices=("f32", "bf16"), default="f32")
+    add("--repeat", type=int, default=5, help="measurements of each arm (default: %(default)s)")
+    add("--time-limit", type=float, default=420.0, metavar="SECONDS",
+        help="begin no further repetition after this time (default: %(default)s)")  # fmt: skip
     add("--peak-tflops", type=float, help="the device's dense bf16 peak, if unknown")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--out", type=Path, help="JSON file to write the numbers to")
-    given = parser.parse_args(arguments)
+    add("--markdown", type=Path, help="file to write the table to")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a table in Markdown and writes its numbers to ``--out``. Returns the exit status."""
+    options = parser()
+    given = options.parse_args(arguments)
     if not 0 < given.sampled < given.tokens:
-        parser.error("--sampled must be at least 1 and below --tokens")
+        options.error("--sampled must be at least 1 and below --tokens")
+    for name in ("layers", "sequences", "repeat", "micro_batch_tokens"):
+        if getattr(given, name) < 1:
+            options.error(f"--{name.replace('_', '-')} must be at least 1")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        options.error("--device cuda: PyTorch finds no GPU")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     world = World.join(given.device)
     try:
-        report = _measure(given, world)
+        report = _Bench(given, world).run()
     finally:
         world.leave()
-    print(_table(report))
+    table = markdown(report)
+    print(table)
     if given.out:
         given.out.write_text(json.dumps(report, indent=2) + "\n")
+    if given.markdown:
+        given.markdown.write_text(table + "\n")
     return 0
 
 
-def _measure(given: argparse.Namespace, world: World) -> dict[str, Any]:
-    torch.manual_seed(0)
-    device = world.device
-    with tempfile.TemporaryDirectory(prefix="orchestrate-bench-") as folder:
-        _log("creating a model with random weights")
-        model = _random_model(given)
-        model.to(device)
-        model.save_pretrained(folder)
-        if given.sampler == "fp8":
-            _round_to_fp8(model)
-        _log(f"sampling {given.sequences} sequences in {given.sampler}")
-        batch = _sample(model, given)
-        del model
-        rows: dict[str, dict[str, Any]] = {}
-        _log("measuring plain transformers")
-        rows["plain_forward_backward"] = _plain(Path(folder), batch, given, device)
-        gc.collect()
-        _log("measuring the trainer")
-        trained, mismatch = _trainer(Path(folder), batch, given, world)
-        rows |= trained
-    flops = _flops(given)
-    name = world.device_names()[0]
-    peak = given.peak_tflops or next((p for part, p in PEAK_TFLOPS.items() if part in name), None)
-    tokens = given.sequences * given.tokens
-    for kind, row in rows.items():
-        passes = 1 if kind.startswith("recompute") else 3
-        row["tokens_per_s"] = tokens / row["seconds"]
-        row["tflops"] = passes * flops / row["seconds"] / 1e12
-        row["mfu"] = row["tflops"] / peak if peak else None
-    step = {
-        mode: sum(rows[f"{kind}_{mode}"]["seconds"] for kind in ("recompute", "update"))
-        for mode in ("replay", "no_replay")
-    }
-    return {
-        "device": name,
-        "peak_tflops": peak,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "settings": {k: v for k, v in vars(given).items() if k not in ("out", "device")},
-        "rows": rows,
-        "replay_cost": step["replay"] / step["no_replay"] - 1,
-        "mismatch": mismatch,
-    }
+class _Bench:
+    """One run of the benchmark."""
 
+    def __init__(self, given: argparse.Namespace, world: World) -> None:
+        self.given, self.world, self.device = given, world, world.device
+        self.started = time.monotonic()
+        #: Measurements of each arm: seconds, GiB held before, and GiB at the peak.
+        self.seconds: dict[str, list[float]] = {}
+        self.held: dict[str, float] = {}
+        self.peak: dict[str, float] = {}
+        self.failed: dict[str, str] = {}
 
-def _random_model(given: argparse.Namespace) -> Any:
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        hidden_size=given.hidden,
-        intermediate_size=given.expert_width,
-        moe_intermediate_size=given.expert_width,
-        num_hidden_layers=given.layers,
-        num_attention_heads=given.heads,
-        num_key_value_heads=given.kv_heads,
-        head_dim=given.head_width,
-        num_experts=given.experts,
-        num_experts_per_tok=given.top_k,
-        norm_topk_prob=True,
-        vocab_size=given.vocab,
-        max_position_embeddings=max(given.tokens, 4096),
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model: Any = AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, attn_implementation="sdpa"
-    )
-    return model.eval()
-
-
-@torch.no_grad()
-def _round_to_fp8(model: nn.Module) -> None:
-    """Rounds the weights of attention and experts to fp8 (e4m3) with a scale per output row, as an
-    inference server stores them."""
-    for name, parameter in model.named_parameters():
-        kept = any(part in name for part in ("embed", "lm_head", "norm", ".gate."))
-        if parameter.dim() < 2 or kept:
-            continue
-        whole = parameter.float()
-        scale = whole.abs().amax(-1, keepdim=True).clamp(min=1e-12) / E4M3_MAX
-        parameter.copy_((whole / scale).to(torch.float8_e4m3fn).float() * scale)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    """Sequences in memory, with the methods of :class:`~orchestrate_trainer.batch.Batch` that a
-    step calls."""
-
-    sequences: list[Sequence]
-
-    def lengths(self) -> Array:
-        """Tokens of each sequence."""
-        return np.array([len(sequence) for sequence in self.sequences])
-
-    def sequence(self, index: int) -> Sequence:
-        """Sequence ``index``."""
-        return self.sequences[index]
-
-
-@torch.no_grad()
-def _sample(model: Any, given: argparse.Namespace) -> _Batch:
-    """Random prompts continued by the model, with the log-probs and experts of its own forward."""
-    chosen: list[torch.Tensor] = []
-    routers = [module for module in model.modules() if spec_of(module) is not None]
-    layers = tuple(range(given.layers))
-    sequences = []
-    for index in range(given.sequences):
-        prompt = torch.randint(given.vocab, (1, given.tokens - given.sampled))
-        tokens = model.generate(
-            prompt.to(model.device),
-            attention_mask=torch.ones_like(prompt).to(model.device),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            min_new_tokens=given.sampled,
-            max_new_tokens=given.sampled,
-        )
-        hooks = [
-            router.register_forward_hook(lambda _, __, out: chosen.append(out[2]))
-            for router in routers
-        ]
-        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[0]
-        for hook in hooks:
-            hook.remove()
-        logits = model.lm_head(hidden[-given.sampled - 1 : -1]).float()
-        picked = tokens[0, -given.sampled :, None]
-        scored = torch.log_softmax(logits, -1).gather(-1, picked).squeeze(-1)
-        mask = np.zeros(given.tokens, "u1")
-        mask[-given.sampled :] = 1
-        logprobs = np.zeros(given.tokens, "f4")
-        logprobs[-given.sampled :] = scored.cpu().numpy()
-        valid = np.ones(given.tokens, "u1")
-        valid[-1] = 0
-        rows = torch.stack(chosen, dim=1).to(torch.int16).cpu().numpy()
-        chosen.clear()
-        sequences.append(
-            Sequence(
-                index=index,
-                episode_id=f"bench.{index:02}",
-                group=0,
-                advantage=1.0 if index % 2 else -1.0,
-                reward=float(index % 2),
-                token_ids=tokens[0].cpu().numpy().astype("u4"),
-                loss_mask=mask,
-                rollout_logprobs=logprobs,
-                policy_versions=np.zeros(given.tokens, "i8"),
-                routing_valid=valid,
-                layers=layers,
-                _rows=rows.astype("u1" if given.experts <= 256 else "u2"),
-                _row_index=None,
-                _columns=slice(None),
-                _positions=layers,
+    def run(self) -> dict[str, Any]:
+        given = self.given
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory(prefix="orchestrate-bench-") as name:
+            folder = Path(name)
+            self._log("creating a model with random weights")
+            model = random_model(given, self.device)
+            model.save_pretrained(folder)
+            if given.sampler == "fp8":
+                round_to_fp8(model)
+            self._log(f"sampling {given.sequences} sequences in {given.sampler}")
+            batch = sample(model, given)
+            del model
+            _collect()
+            self._log("loading the trainer and plain transformers")
+            options = ModelOptions(
+                experts=given.kernel, attention=given.attention, moments=given.moments
             )
-        )
-    return _Batch(sequences)
-
-
-def _plain(
-    folder: Path, batch: _Batch, given: argparse.Namespace, device: torch.device
-) -> dict[str, float]:
-    """Times forward and backward of plain transformers: one sequence at a time, with activation
-    checkpointing."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
-    )
-    model.to(device)
-    if given.kernel:
-        model.set_experts_implementation(given.kernel)
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-
-    def once() -> None:
-        model.zero_grad(set_to_none=True)
-        for sequence in batch.sequences:
-            tokens = torch.from_numpy(sequence.token_ids.astype("i8")).to(device)
-            hidden = model.model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
-            logits = model.lm_head(hidden[-given.sampled - 1 : -1]).float()
-            F.cross_entropy(logits, tokens[-given.sampled :]).backward()
-
-    return _timed(once, given.repeat, device)
-
-
-def _trainer(
-    folder: Path, batch: _Batch, given: argparse.Namespace, world: World
-) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Times the trainer; returns rows of the table, and the mismatch with and without replay."""
-    device = world.device
-    policy = load_policy(folder, ModelOptions(experts=given.kernel), world)
-    learner = Learner.of(policy, world)
-
-    def step(replay: str, **changed: Any) -> tuple[dict[str, Any], dict[str, float]]:
-        settings = Hyperparameters(
-            policy_loss="grpo",
-            clip_low=0.2,
-            clip_high=0.28,
-            dual_clip=None,
-            aggregation="token-mean",
-            loss_norm_tokens=1.0,
-            routing_replay=replay,
-            mini_steps=1,
-            micro_batch_tokens=given.tokens,
-            learning_rate=0.0,
-            betas=(0.9, 0.98),
-            adam_eps=1e-8,
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            temperature=1.0,
-            measure_no_replay=False,
-        )
-        settings = dataclasses.replace(settings, **changed)
-        started: dict[str, float] = {}
-
-        def progress(phase: str, _: float) -> bool:
-            _synchronize(device)
-            started.setdefault(phase, time.perf_counter())
-            return True
-
-        metrics = apply(learner, lambda: policy, cast("Batch", batch), settings, world, progress)
-        _synchronize(device)
-        started["end"] = time.perf_counter()
-        return metrics, started
-
-    metrics, _ = step("rollout", measure_no_replay=True)
-    mismatch = {
-        "replay": metrics["mismatch"]["kl_k3"],
-        "no_replay": metrics["mismatch_no_replay"]["kl_k3"],
-    }
-    modes = {"replay": "rollout", "no_replay": "none"}
-    seconds: dict[str, list[float]] = {}
-    peaks: dict[str, float] = {}
-    for round_number in range(given.repeat):
-        order = list(modes) if round_number % 2 else list(modes)[::-1]
-        for mode in order:
-            _reset_peak(device)
-            _, at = step(modes[mode], mini_steps=2)
-            for kind, a, b in (("recompute", "recompute", "update"), ("update", "update", "end")):
-                seconds.setdefault(f"{kind}_{mode}", []).append(at[b] - at[a])
-            peaks[mode] = max(peaks.get(mode, 0.0), _peak(device))
-    rows = {
-        name: {
-            "seconds": statistics.median(values),
-            "least_seconds": min(values),
-            "peak_gib": peaks[name.split("_", 1)[1]],
+            policy = load_policy(folder, options, self.world)
+            trainer = _TrainerArm(policy, batch, given, self.world)
+            plain = _PlainArm(folder, batch, given, self.device)
+        arms: dict[str, Callable[[], None]] = {
+            "forward_replay": lambda: trainer.forward(True),
+            "forward_own_routes": lambda: trainer.forward(False),
+            "train_replay": lambda: trainer.train(True),
+            "train_own_routes": lambda: trainer.train(False),
+            "train_plain_transformers": plain.train,
         }
-        for name, values in seconds.items()
-    }
-    return rows, mismatch
+        mismatch = {
+            name: trainer.mismatch(replay)
+            for name, replay in (("replay", True), ("own_routes", False))
+        }
+        self._alternate(arms)
+        del plain, arms
+        _collect()
+        learner = Learner.of(policy, self.world, given.moments)
+        self._alternate({"step_replay": lambda: _step(learner, batch, given, self.world)})
+        return self._report(policy, mismatch)
 
+    def _alternate(self, arms: dict[str, Callable[[], None]]) -> None:
+        """Warms up every arm, then measures them in turn, each time in another order."""
+        for name, work in arms.items():
+            self._log(f"warming up {name}")
+            try:
+                work()
+            except torch.OutOfMemoryError as error:
+                self.failed[name] = str(error).partition(". ")[0]
+                _collect()
+        names = [name for name in arms if name not in self.failed]
+        for number in range(self.given.repeat):
+            elapsed = time.monotonic() - self.started
+            if number > 0 and elapsed > self.given.time_limit:
+                self._log(f"time limit reached after {number} repetitions")
+                return
+            for name in names[::-1] if number % 2 else names:
+                self._measure(name, arms[name])
 
-def _flops(given: argparse.Namespace) -> float:
-    """Floating-point operations of one forward pass over the batch.
-
-    Counts two per weight that a token uses, the causal half of attention, and the output head for
-    sampled tokens only.
-    """
-    attention = 2 * given.hidden * given.head_width * (given.heads + given.kv_heads)
-    experts = 3 * given.top_k * given.hidden * given.expert_width
-    router = given.hidden * given.experts
-    scores = given.tokens * given.heads * given.head_width
-    token = given.layers * 2 * (attention + experts + router + scores)
-    head = 2 * given.hidden * given.vocab
-    return float(given.sequences * (given.tokens * token + given.sampled * head))
-
-
-def _timed(work: Callable[[], None], repeat: int, device: torch.device) -> dict[str, float]:
-    """Times ``work`` after one warm-up call."""
-    work()
-    _reset_peak(device)
-    values = []
-    for _ in range(repeat):
-        _synchronize(device)
+    def _measure(self, name: str, work: Callable[[], None]) -> None:
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.held[name] = torch.cuda.memory_allocated(self.device) / 2**30
         started = time.perf_counter()
         work()
-        _synchronize(device)
-        values.append(time.perf_counter() - started)
+        if cuda:
+            torch.cuda.synchronize(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device) / 2**30
+            self.peak[name] = max(self.peak.get(name, 0.0), peak)
+        self.seconds.setdefault(name, []).append(time.perf_counter() - started)
+
+    def _report(self, policy: Policy, mismatch: dict[str, float]) -> dict[str, Any]:
+        given, name = self.given, self.world.device_names()[0]
+        known = (value for part, value in PEAK_TFLOPS.items() if part in name)
+        peak = given.peak_tflops or next(known, None)
+        tokens = given.sequences * given.tokens
+        cost = policy.cost
+        layers = given.sequences * cost.sequence(given.tokens)
+        forward = layers + given.sequences * given.sampled * cost.head
+        rows: dict[str, dict[str, Any]] = {}
+        for arm, values in self.seconds.items():
+            seconds = statistics.median(values)
+            tflops = PASSES[arm.partition("_")[0]] * forward / seconds / 1e12
+            rows[arm] = {
+                "seconds": seconds,
+                "least_seconds": min(values),
+                "most_seconds": max(values),
+                "repetitions": len(values),
+                "tokens_per_s": tokens / seconds,
+                "tflops": tflops,
+                "mfu": tflops / peak if peak else None,
+                "held_gib": self.held.get(arm),
+                "peak_gib": self.peak.get(arm),
+            }
+        products = given.sequences * (cost.token * given.tokens) + forward - layers
+        return {
+            "device": name,
+            "peak_tflops": peak,
+            "versions": _versions(),
+            "attention": policy.attention_kernel,
+            "experts": policy.model.config._experts_implementation,
+            "parameters": sum(parameter.numel() for parameter in policy.parameters()),
+            "flops_per_token": 3 * forward / tokens,
+            "attention_share": 1 - products / forward,
+            "settings": {k: v for k, v in vars(given).items() if k not in ("out", "markdown")},
+            "rows": rows,
+            "failed": self.failed,
+            "replay_cost": {
+                kind: self._ratio(f"{kind}_replay", f"{kind}_own_routes")
+                for kind in ("forward", "train")
+            },
+            "time_of_plain": self._ratio("train_plain_transformers", "train_replay"),
+            "mismatch": mismatch,
+        }
+
+    def _ratio(self, arm: str, other: str) -> dict[str, float] | None:
+        """Median and range of an arm's time over another's in the same repetition."""
+        pairs = list(zip(self.seconds.get(arm, []), self.seconds.get(other, []), strict=False))
+        ratios = [one / two for one, two in pairs]
+        if not ratios:
+            return None
+        return {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+
+    def _log(self, line: str) -> None:
+        seconds = time.monotonic() - self.started
+        print(f"{seconds:6.1f} s  {line}", file=sys.stderr, flush=True)
+
+
+class _TrainerArm:
+    """The trainer's passes over a batch, with or without replay: the same code and counting."""
+
+    def __init__(
+        self, policy: Policy, batch: SampledBatch, given: argparse.Namespace, world: World
+    ) -> None:
+        self.policy, self.world = policy, world
+        budget = given.micro_batch_tokens
+        (self.micros,) = own_mini_steps(cast("Batch", batch), 1, budget, policy, world)
+        self.scored = given.sequences * given.sampled
+
+    def mismatch(self, replay: bool) -> float:
+        """Mean k3 divergence from the sampler, nats."""
+        with torch.no_grad():
+            return float(self._pass(replay, False).finish(self.world)[0]["kl_k3"])
+
+    @torch.no_grad()
+    def forward(self, replay: bool) -> None:
+        self._pass(replay, False)
+
+    def train(self, replay: bool) -> None:
+        self._pass(replay, True)
+        self.policy.zero_grad(set_to_none=True)
+
+    def _pass(self, replay: bool, backward: bool) -> Mismatch:
+        policy, device = self.policy, self.world.device
+        mismatch = Mismatch(device)
+        load = Load(len(policy.shape["moe_layers"]), policy.shape["experts"], device)
+        for micro in self.micros:
+            with forward(policy, micro, 1.0, device, micro.recorded() if replay else None) as out:
+                load.add(policy.routing.executed(), out.micro.inner)
+                tokens = Tokens(out.micro.owner, len(micro.sequences))
+                mismatch.add(out.logp, out.micro.rollout, tokens)
+                if backward:
+                    (-out.logp.sum() / self.scored).backward()
+        return mismatch
+
+
+class _PlainArm:
+    """Forward and backward of transformers' own model in bf16, with activation checkpointing, on as
+    many sequences at once as a micro-batch of the trainer holds."""
+
+    def __init__(
+        self, folder: Path, batch: SampledBatch, given: argparse.Namespace, device: torch.device
+    ) -> None:
+        self.sampled = given.sampled
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+        self.model = model.to(device)
+        if given.kernel:
+            self.model.set_experts_implementation(given.kernel)
+        self.model.train()
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        rows = [torch.from_numpy(s.token_ids.astype("i8")) for s in batch.sequences]
+        together = max(1, given.micro_batch_tokens // given.tokens)
+        self.parts = torch.stack(rows).to(device).split(together)
+        self.scored = given.sequences * given.sampled
+
+    def train(self) -> None:
+        for tokens in self.parts:
+            hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
+            logits = self.model.lm_head(hidden[:, -self.sampled - 1 : -1]).float().flatten(0, 1)
+            targets = tokens[:, -self.sampled :].flatten()
+            (F.cross_entropy(logits, targets, reduction="sum") / self.scored).backward()
+        self.model.zero_grad(set_to_none=True)
+
+
+def _step(learner: Learner, batch: SampledBatch, given: argparse.Namespace, world: World) -> None:
+    """A whole step of two mini steps with replay: recompute, update, optimizer and metrics."""
+    settings = Hyperparameters(
+        policy_loss="grpo",
+        clip_low=0.2,
+        clip_high=0.28,
+        dual_clip=None,
+        aggregation="token-mean",
+        loss_norm_tokens=1.0,
+        routing_replay="rollout",
+        mini_steps=2,
+        micro_batch_tokens=given.micro_batch_tokens,
+        learning_rate=0.0,
+        betas=(0.9, 0.98),
+        adam_eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        temperature=1.0,
+        measure_no_replay=False,
+    )
+    policy = learner.policy
+    apply(learner, lambda: policy, cast("Batch", batch), settings, world, lambda *_: True)
+
+
+def _versions() -> dict[str, str]:
+    cuda = torch.version.cuda if torch.cuda.is_available() else None
     return {
-        "seconds": statistics.median(values),
-        "least_seconds": min(values),
-        "peak_gib": _peak(device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "cuda": cuda or "none",
+        "processors": f"{platform.machine()}, {os.cpu_count()}",
     }
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
+def _collect() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
-def _peak(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-
-
-def _table(report: dict[str, Any]) -> str:
+def markdown(report: dict[str, Any]) -> str:
+    """The report as a table in Markdown, below the machine and versions."""
+    given, versions = report["settings"], report["versions"]
+    described = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
-        f"{report['device']}, torch {report['torch']}, transformers {report['transformers']}",
-        f"{'':26} {'seconds':>9} {'tokens/s':>10} {'TFLOP/s':>9} {'MFU':>7} {'peak GiB':>9}",
+        f"{report['device']}; {described}.",
+        "",
+        f"{given['layers']} layers, {report['parameters'] / 1e9:.2f} billion parameters; "
+        f"{given['sequences']} sequences of {given['tokens']} tokens, {given['sampled']} of them "
+        f"scored; micro-batches of {given['micro_batch_tokens']} tokens; attention "
+        f"`{report['attention']}`, experts `{report['experts']}`. A token costs "
+        f"{report['flops_per_token'] / 1e9:.3g} GFLOP in forward and backward, "
+        f"{report['attention_share']:.0%} of it in attention scores.",
+        "",
+        "| arm | seconds (range) | tokens/s | TFLOP/s | MFU | held GiB | peak GiB |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, row in report["rows"].items():
         used = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        memory = " | ".join(
+            "-" if row[key] is None else f"{row[key]:.1f}" for key in ("held_gib", "peak_gib")
+        )
+        spread = f"{row['least_seconds']:.3f} to {row['most_seconds']:.3f}"
         lines.append(
-            f"{name:26} {row['seconds']:9.3f} {row['tokens_per_s']:10.0f} {row['tflops']:9.2f} "
-            f"{used:>7} {row['peak_gib']:9.1f}"
+            f"| {name.replace('_', ' ')} | {row['seconds']:.3f} ({spread}, {row['repetitions']}×) "
+            f"| {row['tokens_per_s']:.0f} | {row['tflops']:.2f} | {used} | {memory} |"
+        )
+    lines += [f"| {name.replace('_', ' ')} | {why} |" for name, why in report["failed"].items()]
+    lines.append("")
+    for kind, ratio in report["replay_cost"].items():
+        if ratio is not None:
+            change = (f"{ratio[key] - 1:+.2%}" for key in ("median", "least", "most"))
+            lines.append("Replay changes the time of {} by {} ({} to {}).".format(kind, *change))
+    plain = report["time_of_plain"]
+    if plain is not None:
+        spread = f"{plain['least']:.2f} to {plain['most']:.2f}"
+        lines.append(
+            f"Plain transformers takes {plain['median']:.2f} times as long ({spread}) as the "
+            "trainer with replay."
         )
     mismatch = report["mismatch"]
-    lines.append(f"replay costs {report['replay_cost']:+.2%} of recompute and update")
     lines.append(
-        f"mismatch with the {report['settings']['sampler']} sampler (k3, nats): "
-        f"{mismatch['replay']:.3e} with replay, {mismatch['no_replay']:.3e} without"
+        f"Mismatch with the {given['sampler']} sampler (k3, nats): {mismatch['replay']:.3e} with "
+        f"replay, {mismatch['own_routes']:.3e} without."
     )
     return "\n".join(lines)
-
-
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -115,5 +115,17 @@ def parser() -> argparse.ArgumentParser:
         help="keep parameters and optimizer in host memory (CUDA)",
     )
     add("--experts", help="name of the expert kernel in transformers, e.g. eager or grouped_mm")
+    add(
+        "--attention",
+        choices=("auto", "varlen", "flex", "loop"),
+        default="auto",
+        help="attention kernel (default: the best one for model, dtype and device)",
+    )
+    add(
+        "--moments",
+        choices=("f32", "bf16"),
+        default="f32",
+        help="dtype of the optimizer's moments (default: %(default)s)",
+    )
     add("--threads", type=int, default=0, help="CPU threads per process (default: all)")
     return options

@@ -36,7 +36,9 @@ class Tokens:
     @cached_property
     def counts(self) -> Tensor:
         """Loss tokens per sequence, int64 ``[S]``."""
-        return torch.bincount(self.sequence, minlength=self.sequences)
+        # Unlike bincount, this does not make the host wait for the device.
+        zeros = self.sequence.new_zeros(self.sequences)
+        return zeros.index_add(0, self.sequence, torch.ones_like(self.sequence))
 
     @cached_property
     def present(self) -> Tensor:

@@ -1,5 +1,8 @@
 """Histograms of bounded size, in the trainer protocol's form: counts that processes and steps can
-add up."""
+add up.
+
+Counts stay on the device of what is counted until ``finish``: adding never makes the host wait.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch import Tensor
 
 from .world import World
 
-__all__ = ["HalfDecades", "ProbabilityGrid", "load_curve"]
+__all__ = ["HalfDecades", "ProbabilityGrid", "count", "load_curve"]
 
 ROOT_OF_TEN = 3.1622776601683795
 #: Boundaries between the bins of :class:`HalfDecades`; a boundary belongs to the bin above it.
@@ -25,21 +28,30 @@ GRID_EDGES = (torch.arange(1, BINS, dtype=torch.float64) / 8) ** 2
 CURVE_POINTS = 16
 
 
+def count(counts: Tensor, places: Tensor, weights: Tensor | None = None) -> None:
+    """Adds ``weights`` ``[n]``, or 1 each, to ``counts`` float64 ``[m]`` at ``places`` ``[n]``."""
+    if weights is None:
+        weights = counts.new_ones(len(places))
+    counts.index_add_(0, places, weights.to(counts.dtype))
+
+
 class HalfDecades:
     """Histogram of sizes in half decades: 18 counts, the first for sizes below 1e-7, the last for
     sizes of 10 and above."""
 
-    def __init__(self) -> None:
-        self._counts = torch.zeros(len(EDGES) + 1, dtype=torch.float64)
+    def __init__(self, device: torch.device | None = None) -> None:
+        """``device`` is that of the sizes, by default the CPU."""
+        self._edges = EDGES.to(device)
+        self._counts = torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=device)
 
-    def add(self, values: Tensor) -> None:
-        """Counts sizes ``[n]``, each at least 0."""
-        bins = torch.bucketize(values.detach().double().cpu(), EDGES, right=True)
-        self._counts += torch.bincount(bins, minlength=len(self._counts))
+    def add(self, values: Tensor, counted: Tensor | None = None) -> None:
+        """Counts sizes ``[n]``, each at least 0, or those where ``counted`` bool ``[n]`` is set."""
+        bins = torch.bucketize(values.detach().double(), self._edges, right=True)
+        count(self._counts, bins, counted)
 
     def finish(self, world: World) -> list[int]:
         """The counts over all processes; an empty list if nothing was added."""
-        counts = [int(count) for count in world.sum(self._counts.tolist())]
+        counts = [int(n) for n in world.sum(self._counts.tolist())]
         return counts if any(counts) else []
 
 
@@ -50,18 +62,22 @@ class ProbabilityGrid:
     holds everything above.
     """
 
-    def __init__(self) -> None:
-        self._counts = torch.zeros(BINS * BINS, dtype=torch.float64)
+    def __init__(self, device: torch.device | None = None) -> None:
+        """``device`` is that of the log-probs, by default the CPU."""
+        self._edges = GRID_EDGES.to(device)
+        self._counts = torch.zeros(BINS * BINS, dtype=torch.float64, device=device)
 
     def add(self, sampler: Tensor, trainer: Tensor) -> None:
         """Counts tokens by their log-probs under both, nats, ``[n]`` each."""
-        cells = _bins(sampler) * BINS + _bins(trainer)
-        self._counts += torch.bincount(cells, minlength=BINS * BINS)
+        count(self._counts, self._bins(sampler) * BINS + self._bins(trainer))
 
     def finish(self, world: World) -> list[list[int]]:
         """``[sampler's bin, trainer's bin, tokens]`` of every cell that is not empty."""
         counts = world.sum(self._counts.tolist())
         return [[*divmod(cell, BINS), int(n)] for cell, n in enumerate(counts) if n > 0]
+
+    def _bins(self, logprobs: Tensor) -> Tensor:
+        return torch.bucketize(-logprobs.detach().double(), self._edges, right=True)
 
 
 def load_curve(counts: Tensor) -> list[float]:
@@ -75,7 +91,3 @@ def load_curve(counts: Tensor) -> list[float]:
     groups = counts.sort(descending=True).values.split(max(-(-experts // CURVE_POINTS), 1))
     # Half is rounded up, as in the embedded trainer.
     return [int(float(group.mean()) / even * 1e3 + 0.5) / 1e3 for group in groups]
-
-
-def _bins(logprobs: Tensor) -> Tensor:
-    return torch.bucketize(-logprobs.detach().double().cpu(), GRID_EDGES, right=True)

@@ -18,12 +18,19 @@ __all__ = [
     "OwnSequence",
     "check",
     "distribute",
-    "pack",
+    "on_device",
 ]
 
 
 class InvalidSequenceError(ValueError):
     """A sequence with values that the model cannot take."""
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``, without making the host wait for the device's earlier work."""
+    if tensor.device.type == "cpu" and device.type == "cuda" and tensor.numel():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def distribute(lengths: list[int], parts: int) -> list[list[int]]:
@@ -154,6 +161,11 @@ class MicroBatch:
     advantages: Tensor = field(init=False)
     #: float32 ``[S]``
     rewards: Tensor = field(init=False)
+    #: Number of each token's sequence, int64 ``[T]``.
+    member: Tensor = field(init=False)
+    #: Whether a token's experts matter to a later one, bool ``[T]``: not of a sequence's last token
+    #: nor of the placeholder of a micro-batch without sequences.
+    inner: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         """Builds the packed tensors."""
@@ -179,13 +191,17 @@ class MicroBatch:
         self.rollout = rollout[place]
         self.advantages = torch.tensor([s.advantage for s in own] or [0.0])
         self.rewards = torch.tensor([s.reward for s in own] or [0.0])
+        counts = torch.tensor(self.lengths)
+        self.member = torch.arange(len(counts)).repeat_interleave(counts)
+        self.inner = torch.ones(len(flat), dtype=torch.bool)
+        self.inner[counts.cumsum(0) - 1] = False
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on ``device``."""
         moved = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                setattr(moved, name, value.to(device, non_blocking=True))
+                setattr(moved, name, on_device(value, device))
         return moved
 
     def recorded(self) -> tuple[Tensor, Tensor]:
@@ -195,19 +211,3 @@ class MicroBatch:
 
     def _scored(self, sequence: OwnSequence) -> Tensor:
         return torch.arange(1, len(sequence)) if self.every_token else sequence.scored
-
-
-def pack(sequences: list[OwnSequence], budget: int, every_token: bool = False) -> list[MicroBatch]:
-    """Micro-batches of at most ``budget`` tokens, in order.
-
-    A sequence longer than ``budget`` gets a micro-batch to itself.
-    """
-    packs: list[list[OwnSequence]] = []
-    held = 0
-    for sequence in sequences:
-        if not packs or held + len(sequence) > budget:
-            packs.append([])
-            held = 0
-        packs[-1].append(sequence)
-        held += len(sequence)
-    return [MicroBatch(pack, every_token) for pack in packs]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .heads import Heads
+from .moments import Bf16AdamW
 from .policy import Policy
 from .settings import Hyperparameters
 from .world import World
@@ -23,12 +24,20 @@ class Learner:
     heads: Heads
 
     @classmethod
-    def of(cls, policy: Policy, world: World) -> Learner:
-        """A learner for a model that has not been trained yet."""
+    def of(cls, policy: Policy, world: World, moments: str = "f32") -> Learner:
+        """A learner for a model that has not been trained yet.
+
+        ``moments`` is the dtype of the optimizer's moments, ``f32`` or ``bf16``.
+        """
         shape = policy.shape
         layers, experts = len(shape["moe_layers"]), shape["experts"]
         heads = Heads(layers, experts, policy.model.config.hidden_size, world.device)
-        return cls(policy, torch.optim.AdamW(policy.parameters(), lr=0.0, foreach=True), heads)
+        optimizer: torch.optim.Optimizer
+        if moments == "bf16":
+            optimizer = Bf16AdamW(policy.parameters(), seed=world.rank)
+        else:
+            optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, foreach=True)
+        return cls(policy, optimizer, heads)
 
     def next_rate(self, settings: Hyperparameters) -> float:
         """Learning rate of the next optimizer step.

@@ -1,6 +1,7 @@
 """Diagnostics of a step: how far the trainer is from the engine, in probabilities and in routes.
 
-Each class sums over one process's tokens; its ``finish`` combines the processes.
+Each class sums over one process's tokens, on their device and without making the host wait; its
+``finish`` reads the sums and combines the processes. ``device`` is by default the CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .corrections import Tokens, bounded_ratio
-from .counts import HalfDecades, ProbabilityGrid, load_curve
+from .counts import HalfDecades, ProbabilityGrid, count, load_curve
 from .world import World
 
 __all__ = ["Disagreement", "Load", "Mismatch", "Ratio", "differing", "k3"]
@@ -43,11 +44,11 @@ def differing(sampler: Tensor, trainer: Tensor) -> Tensor:
 class Mismatch:
     """Mismatch of log-probs between sampler and trainer, over loss tokens."""
 
-    def __init__(self) -> None:
-        self._sums = torch.zeros(6 + len(TAUS), dtype=torch.float64)
-        self._largest = 0.0
-        self._by_token, self._by_sequence = HalfDecades(), HalfDecades()
-        self._grid = ProbabilityGrid()
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._sums = _zeros(device, 6 + len(TAUS))
+        self._largest = _zeros(device)
+        self._by_token, self._by_sequence = HalfDecades(device), HalfDecades(device)
+        self._grid = ProbabilityGrid(device)
 
     def add(self, trainer: Tensor, sampler: Tensor, tokens: Tokens) -> None:
         """Adds log-probs of the loss tokens of whole sequences, nats, ``[n]``."""
@@ -65,18 +66,18 @@ class Mismatch:
             ratio * ratio,
             *(extreme(trainer, sampler, tau) for tau in TAUS.values()),
         ]
-        self._sums += torch.stack([part.double().sum() for part in parts]).cpu()
+        self._sums += torch.stack([part.double().sum() for part in parts])
         if len(ratio):
-            self._largest = max(self._largest, float(ratio.max()))
+            self._largest = torch.maximum(self._largest, ratio.max())
         sizes = (trainer - sampler).abs()
         self._by_token.add(sizes)
-        self._by_sequence.add(tokens.means(sizes)[tokens.present])
+        self._by_sequence.add(tokens.means(sizes), tokens.present)
 
     def finish(self, world: World) -> tuple[dict[str, Any], dict[str, float]]:
         """The protocol's ``Mismatch``, and the moments of ρ for its ``RolloutRatio``."""
-        count, *sums = world.sum(self._sums.tolist())
+        number, *sums = world.sum(self._sums.tolist())
         divergence, difference, probability, first, second, *beyond = (
-            value / max(count, 1) for value in sums
+            value / max(number, 1) for value in sums
         )
         mismatch = {
             "kl_k3": divergence,
@@ -89,7 +90,7 @@ class Mismatch:
         }
         ratio = {
             "mean": first,
-            "max": max(world.gather(self._largest)),
+            "max": max(world.gather(float(self._largest))),
             "effective_share": first * first / second if second > 0 else 0.0,
         }
         return mismatch, ratio
@@ -98,42 +99,46 @@ class Mismatch:
 class Disagreement:
     """Disagreement of recorded experts and the trainer's own, over tokens that have a row."""
 
-    def __init__(self, layers: int, top_k: int) -> None:
-        self._pairs = torch.zeros(top_k + 1, dtype=torch.float64)
-        self._by_layer = torch.zeros(layers, dtype=torch.float64)
-        self._tokens = torch.zeros(layers + 1, dtype=torch.float64)
-        self._sequences = HalfDecades()
+    def __init__(self, layers: int, top_k: int, device: torch.device | None = None) -> None:
+        self._pairs = _zeros(device, top_k + 1)
+        self._by_layer = _zeros(device, layers)
+        self._tokens = _zeros(device, layers + 1)
+        self._sequences = HalfDecades(device)
         #: Number of sequences; sums over them of the mean number of differing routers and experts.
-        self._sums = [0.0] * 3
+        self._sums = _zeros(device, 3)
 
-    def add(self, recorded: Tensor, own: Tensor) -> None:
-        """Adds one sequence: experts ``[t, L, K]`` of its tokens that have a row."""
-        if len(recorded) == 0:
-            return
-        found = differing(recorded.to(torch.int16), own.to(torch.int16)).cpu()
-        routers = (found > 0).sum(-1)
-        self._pairs += torch.bincount(found.flatten(), minlength=len(self._pairs))
-        self._by_layer += (found > 0).sum(0)
-        self._tokens += torch.bincount(routers, minlength=len(self._tokens))
-        self._sequences.add(routers.sum(0, keepdim=True) / found.numel())
-        means = (1.0, float(routers.double().mean()), float(found.sum(-1).double().mean()))
-        self._sums = [a + b for a, b in zip(self._sums, means)]
+    def add(self, recorded: Tensor, own: Tensor, valid: Tensor, tokens: Tokens) -> None:
+        """Adds packed sequences of ``T`` tokens: experts ``[T, L, K]`` of both, which tokens have a
+        row, bool ``[T]``, and the sequence of each of the ``T`` tokens."""
+        found = differing(recorded.to(torch.int16), own.to(torch.int16))
+        weights = valid.double()
+        moved = (found > 0).double()
+        routers = moved.sum(-1)
+        count(self._pairs, found.flatten(), weights.unsqueeze(1).expand_as(found).flatten())
+        count(self._tokens, routers.long(), weights)
+        self._by_layer += weights @ moved
+        rows = tokens.sums(weights)
+        present = rows > 0
+        per_token = torch.stack([weights, routers * weights, found.sum(-1) * weights])
+        means = [tokens.sums(part) / rows.clamp(min=1) for part in per_token]
+        self._sequences.add(means[1] / found.shape[1], present)
+        self._sums += torch.stack([part.sum() for part in means])
 
     def finish(self, world: World) -> dict[str, Any]:
         """The protocol's ``Disagreement``."""
         pairs = world.sum(self._pairs.tolist())
         by_layer = world.sum(self._by_layer.tolist())
         by_token = world.sum(self._tokens.tolist())
-        sequences, routers, experts = world.sum(self._sums)
+        sequences, routers, experts = world.sum(self._sums.tolist())
         tokens = max(sum(by_token), 1)
         return {
             "router": sum(pairs[1:]) / max(sum(pairs), 1),
             "token": sum(by_token[1:]) / tokens,
             "sequence_mean": routers / max(sequences, 1),
             "sequence_mean_experts": experts / max(sequences, 1),
-            "histogram": [count / max(sum(pairs), 1) for count in pairs],
-            "by_layer": [count / tokens for count in by_layer],
-            "token_histogram": [count / tokens for count in by_token],
+            "histogram": [n / max(sum(pairs), 1) for n in pairs],
+            "by_layer": [n / tokens for n in by_layer],
+            "token_histogram": [n / tokens for n in by_token],
             "sequence_histogram": self._sequences.finish(world),
         }
 
@@ -141,15 +146,18 @@ class Disagreement:
 class Load:
     """How evenly the experts of each MoE layer are used."""
 
-    def __init__(self, layers: int, experts: int) -> None:
-        self._counts = torch.zeros(layers, experts, dtype=torch.float64)
+    def __init__(self, layers: int, experts: int, device: torch.device | None = None) -> None:
+        self._counts = _zeros(device, layers, experts)
 
-    def add(self, executed: Tensor) -> None:
-        """Adds executed experts ``[T, L, K]``."""
+    def add(self, executed: Tensor, counted: Tensor | None = None) -> None:
+        """Adds executed experts ``[T, L, K]``, or those of the tokens where ``counted`` bool
+        ``[T]`` is set."""
         layers, experts = self._counts.shape
         offsets = torch.arange(layers, device=executed.device).view(1, -1, 1) * experts
-        places = (executed.long() + offsets).flatten()
-        self._counts += torch.bincount(places, minlength=layers * experts).view(layers, -1).cpu()
+        places = executed.long() + offsets
+        if counted is not None:
+            counted = counted.view(-1, 1, 1).expand_as(places).flatten()
+        count(self._counts.view(-1), places.flatten(), counted)
 
     def finish(self, world: World) -> dict[str, Any]:
         """Per layer: the entropy of the experts' shares, 1 = evenly used, and their curve."""
@@ -166,32 +174,33 @@ class Load:
 class Ratio:
     """Ratio of the updated policy to the one at the weights of the rollout, over loss tokens."""
 
-    def __init__(self) -> None:
-        self._sums = [0.0] * 4
-        self._largest = 0.0
+    def __init__(self, device: torch.device | None = None) -> None:
+        #: Number of tokens of this process.
+        self.count = 0
+        self._sums = _zeros(device, 3)
+        self._largest = _zeros(device)
 
     def add(self, log_ratio: Tensor, clipped_high: Tensor, clipped_low: Tensor) -> None:
         """Adds loss tokens of one mini step, ``[n]``."""
         if len(log_ratio) == 0:
             return
         ratio = bounded_ratio(log_ratio.detach().double())
-        parts = [ratio.sum(), clipped_high.sum(), clipped_low.sum()]
-        values = [float(len(ratio)), *map(float, parts)]
-        self._sums = [a + b for a, b in zip(self._sums, values)]
-        self._largest = max(self._largest, float(ratio.max()))
-
-    @property
-    def count(self) -> int:
-        """Number of tokens of this process."""
-        return int(self._sums[0])
+        self.count += len(ratio)
+        self._sums += torch.stack([ratio.sum(), clipped_high.sum(), clipped_low.sum()])
+        self._largest = torch.maximum(self._largest, ratio.max())
 
     def finish(self, world: World) -> dict[str, float]:
         """The protocol's ``PolicyRatio``."""
-        count, total, high, low = world.sum(self._sums)
-        count = max(count, 1)
+        tokens, total, high, low = world.sum([float(self.count), *self._sums.tolist()])
+        tokens = max(tokens, 1)
         return {
-            "mean": total / count,
-            "max": max(world.gather(self._largest)),
-            "clipped_high": high / count,
-            "clipped_low": low / count,
+            "mean": total / tokens,
+            "max": max(world.gather(float(self._largest))),
+            "clipped_high": high / tokens,
+            "clipped_low": low / tokens,
         }
+
+
+def _zeros(device: torch.device | None, *shape: int) -> Tensor:
+    """Sums of ``shape``, float64."""
+    return torch.zeros(shape, dtype=torch.float64, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from . import losses
@@ -38,13 +39,14 @@ class Critic:
 class Objective:
     """The loss of a step's micro-batches, and the metrics that come from it."""
 
-    def __init__(self, settings: Hyperparameters) -> None:
+    def __init__(self, settings: Hyperparameters, device: torch.device | None = None) -> None:
+        """``device`` is that of the micro-batches, by default the CPU."""
         self.settings = settings
-        self._ratio = Ratio()
+        self._ratio = Ratio(device)
         #: Sums over loss tokens: importance weight, tokens that the correction changed, γ, tokens
         #: at γ's floor, tokens with a γ. Sum over mini steps: the value loss.
         names = ("weight", "corrected", "gamma", "floored", "shifted", "value")
-        self._sums = dict.fromkeys(names, 0.0)
+        self._sums = dict.fromkeys(names, torch.zeros((), dtype=torch.float64, device=device))
 
     def loss(
         self,
@@ -87,7 +89,8 @@ class Objective:
     def finish(self, world: World) -> dict[str, object]:
         """Part of the protocol's ``StepMetrics``: of ``rollout_ratio`` only the correction's two
         fields; ``value_loss`` is a sum over mini steps."""
-        count, *values = world.sum([float(self._ratio.count), *self._sums.values()])
+        noted = torch.stack(list(self._sums.values())).tolist()
+        count, *values = world.sum([float(self._ratio.count), *noted])
         sums = dict(zip(self._sums, values))
         count = max(count, 1)
         ratio = self._ratio.finish(world)
@@ -108,7 +111,7 @@ class Objective:
 
     def _note(self, **values: Tensor | int) -> None:
         for name, value in values.items():
-            self._sums[name] += float(value)
+            self._sums[name] = self._sums[name] + value
 
     def _weight(self, micro: MicroBatch, tokens: Tokens, logp: Tensor, old: Tensor) -> Tensor:
         settings = self.settings

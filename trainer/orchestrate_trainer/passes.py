@@ -16,8 +16,9 @@ from torch import Tensor
 
 from .batch import Batch
 from .corrections import Tokens
-from .data import MicroBatch, OwnSequence, check, distribute, pack
+from .data import MicroBatch, OwnSequence, check, distribute, on_device
 from .measures import Disagreement, Mismatch
+from .packs import plan_packs
 from .policy import Policy
 from .world import World
 
@@ -28,7 +29,6 @@ __all__ = [
     "forward",
     "measure_logprobs",
     "own_mini_steps",
-    "pack_equally",
 ]
 
 
@@ -64,76 +64,74 @@ def forward(
     replay: tuple[Tensor, Tensor] | None = None,
     watch: Tensor | bool = False,
     keep: Tensor | None = None,
+    compare: bool = False,
 ) -> Iterator[ForwardOutput]:
     """Runs the forward pass of ``micro``. Its backward pass must run inside the context.
 
-    ``replay`` holds recorded experts ``[T, L, K]`` and which rows were recorded, bool ``[T]``;
-    ``watch`` and ``keep`` are those of
+    ``replay`` holds recorded experts ``[T, L, K]``, and which rows were recorded, bool ``[T]`` on
+    the CPU; ``watch``, ``keep`` and ``compare`` are those of
     :meth:`~orchestrate_trainer.replay.Routing.micro_batch`.
     """
-    on_device = micro.to(device)
-    rows, valid = (None, None) if replay is None else (part.to(device) for part in replay)
+    moved = micro.to(device)
+    rows, valid = (None, None) if replay is None else (on_device(replay[0], device), replay[1])
     if isinstance(watch, Tensor):
-        watch = watch.to(device)
-    keep = None if keep is None else keep.to(device)
-    with policy.routing.micro_batch(rows, valid, watch, keep):
+        watch = on_device(watch, device)
+    keep = None if keep is None else on_device(keep, device)
+    with policy.routing.micro_batch(rows, valid, watch, keep, compare):
         logp, entropy, hidden = policy(
-            on_device.tokens,
-            on_device.positions,
-            on_device.lengths,
-            on_device.rows,
-            on_device.targets,
-            temperature,
+            moved.tokens, moved.positions, moved.lengths, moved.rows, moved.targets, temperature
         )
-        yield ForwardOutput(logp, entropy, hidden, on_device)
+        yield ForwardOutput(logp, entropy, hidden, moved)
 
 
 def own_mini_steps(
-    batch: Batch, count: int, policy: Policy, world: World
-) -> list[list[OwnSequence]]:
-    """Reads and checks this process's sequences of each of ``count`` mini steps.
+    batch: Batch,
+    count: int,
+    budget: int,
+    policy: Policy,
+    world: World,
+    every_token: bool = False,
+) -> list[list[MicroBatch]]:
+    """Reads and checks this process's micro-batches of each of ``count`` mini steps.
 
-    The batch's sequences are distributed over the mini steps, and those of a mini step over the
-    processes. Raises :class:`StepError` in all processes if any process finds an invalid sequence.
+    The batch's sequences are distributed over the mini steps by tokens, and those of a mini step
+    over the processes by cost (:func:`~orchestrate_trainer.packs.plan_packs`), in micro-batches of
+    at most ``budget`` tokens. All processes get the same number of micro-batches; some may have no
+    sequences. Raises :class:`StepError` in all processes if any process finds an invalid sequence.
     """
     lengths: list[int] = batch.lengths().tolist()
     problem = None
-    own: list[list[OwnSequence]] = []
+    own: list[list[list[OwnSequence]]] = []
     try:
         for part in distribute(lengths, min(count, len(lengths))):
-            mine = distribute([lengths[number] for number in part], world.size)[world.rank]
-            for place in mine:
-                check(batch.sequence(part[place]), policy.shape)
-            own.append([OwnSequence.read(batch, part[place]) for place in mine])
+            tokens = [lengths[number] for number in part]
+            costs = [policy.cost.sequence(n) for n in tokens]
+            packs = plan_packs(tokens, costs, world.size, budget)[world.rank]
+            numbers = [[part[place] for place in pack] for pack in packs]
+            for number in (number for pack in numbers for number in pack):
+                check(batch.sequence(number), policy.shape)
+            own.append([[OwnSequence.read(batch, n) for n in pack] for pack in numbers])
     except (OSError, ValueError) as error:
         problem = str(error)
     problems = [found for found in world.gather(problem) if found is not None]
     if problems:
         raise StepError(problems[0])
-    return own
-
-
-def pack_equally(
-    own: list[OwnSequence], budget: int, world: World, every_token: bool = False
-) -> list[MicroBatch]:
-    """Micro-batches of this process's sequences, followed by ones without sequences so that every
-    process has the same number."""
-    micros = pack(own, budget, every_token)
-    count = world.max(len(micros))
-    return micros + [MicroBatch([], every_token) for _ in range(count - len(micros))]
+    return [[MicroBatch(pack, every_token) for pack in packs] for packs in own]
 
 
 class RouteDisagreement:
     """Accumulates :class:`~orchestrate_trainer.measures.Disagreement` over micro-batches."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._sums = Disagreement(len(policy.shape["moe_layers"]), policy.shape["top_k"])
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        layers, top_k = len(policy.shape["moe_layers"]), policy.shape["top_k"]
+        self._sums = Disagreement(layers, top_k, device)
 
     def add(self, micro: MicroBatch, own: Tensor) -> None:
-        """Compares the recorded experts of ``micro`` with the routers' own choice ``[T, L, K]``."""
-        # A micro-batch without sequences has a placeholder token, which is left out here.
-        for sequence, chosen in zip(micro.sequences, own.cpu().split(micro.lengths), strict=False):
-            self._sums.add(sequence.routes[sequence.valid], chosen[sequence.valid])
+        """Compares the recorded experts of ``micro``, which is on the device of ``own``, with the
+        routers' own choice ``own`` ``[T, L, K]``."""
+        if micro.sequences:
+            rows, valid = (on_device(part, own.device) for part in micro.recorded())
+            self._sums.add(rows, own, valid, Tokens(micro.member, len(micro.sequences)))
 
     def finish(self, world: World) -> dict[str, Any]:
         """The protocol's ``Disagreement``, over all processes."""
@@ -148,14 +146,15 @@ def measure_logprobs(
     Returns the protocol's ``LogprobsReply`` without its version, complete in every process. The
     weights do not change. A micro-batch has at most ``budget`` tokens. Raises :class:`StepError`.
     """
-    (own,) = own_mini_steps(batch, 1, policy, world)
-    mismatch, disagreement = Mismatch(), RouteDisagreement(policy)
+    (micros,) = own_mini_steps(batch, 1, budget, policy, world, every_token=True)
+    mismatch, disagreement = Mismatch(), RouteDisagreement(policy, world.device)
     found: dict[int, list[float]] = {}
     with torch.no_grad():
-        for micro in pack_equally(own, budget, world, every_token=True):
+        for micro in micros:
             rows = micro.recorded() if replay and micro.sequences else None
             with forward(policy, micro, temperature, world.device, rows) as out:
-                disagreement.add(micro, policy.routing.own())
+                if not replay:
+                    disagreement.add(out.micro, policy.routing.own())
                 logp = out.logp.float().cpu()
             for number, sequence in enumerate(micro.sequences):
                 scored = logp[micro.owner == number] if micro.live else logp[:0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .batch import Batch
 from .data import MicroBatch
 from .losses import Totals
-from .passes import StepError, own_mini_steps, pack_equally
+from .passes import StepError, own_mini_steps
 from .policy import Policy
 from .settings import Hyperparameters
 from .world import World
@@ -54,8 +54,9 @@ def plan_step(batch: Batch, settings: Hyperparameters, policy: Policy, world: Wo
 
     Raises :class:`StepError` in all processes if a sequence is invalid or no token has a loss.
     """
-    own = own_mini_steps(batch, settings.mini_steps, policy, world)
-    parts = [pack_equally(part, settings.micro_batch_tokens, world) for part in own]
+    budget = settings.micro_batch_tokens
+    parts = own_mini_steps(batch, settings.mini_steps, budget, policy, world)
+    own = [[sequence for micro in micros for sequence in micro.sequences] for micros in parts]
     counts = [[len(part), sum(len(s.scored) for s in part)] for part in own]
     sizes = world.sum([float(n) for pair in counts for n in pair])
     totals = [

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from . import attention
+from .cost import ForwardCost
 from .replay import Routing
 from .world import World
 
@@ -40,7 +41,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How the model is stored and computed."""
+    """How the model and its optimizer are stored and computed."""
 
     #: Compute dtype; ``auto`` is bf16 on CUDA and f32 on the CPU.
     compute: Literal["auto", "bf16", "f32"] = "auto"
@@ -50,6 +51,10 @@ class ModelOptions:
     cpu_offload: bool = False
     #: Name of the expert kernel in transformers; ``None`` is its default.
     experts: str | None = None
+    #: Attention kernel; ``auto`` is the best for model, dtype and device.
+    attention: Literal["auto", "varlen", "flex", "loop"] = "auto"
+    #: Dtype of the optimizer's moments.
+    moments: Literal["f32", "bf16"] = "f32"
 
     def dtype(self, world: World) -> torch.dtype:
         """The compute dtype on the device of ``world``."""
@@ -61,15 +66,21 @@ class ModelOptions:
 class Policy(nn.Module):
     """A model that computes log-probs with replayed routing."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Wraps ``model`` and replaces its routers; ``dtype`` is the compute dtype.
+    def __init__(
+        self, model: PreTrainedModel, dtype: torch.dtype, attention_kernel: str = "loop"
+    ) -> None:
+        """Wraps ``model`` and replaces its routers; ``dtype`` is the compute dtype, and
+        ``attention_kernel`` one of :data:`~orchestrate_trainer.attention.KERNELS`.
 
         Raises :class:`~orchestrate_trainer.routers.UnknownRouterError`.
         """
         super().__init__()
         self.model: Any = model
         self.dtype = dtype
+        self.attention_kernel = attention_kernel
         self.routing = Routing(model)
+        #: Operations of a forward pass.
+        self.cost = ForwardCost.of(model, self.routing.spec)
         config = model.config
         #: What the trainer and a batch must agree on: the protocol's ``ModelShape``.
         self.shape: dict[str, Any] = {
@@ -99,8 +110,9 @@ class Policy(nn.Module):
         ``tokens`` and ``positions`` are ``[1, T]``: packed sequences of ``lengths`` tokens each,
         with positions counted from 0 in every sequence.
         """
+        packing = attention.Packing(lengths, self.attention_kernel, tokens.device)
         hidden = self.model.model(
-            input_ids=tokens, position_ids=positions, use_cache=False, packed_lengths=lengths
+            input_ids=tokens, position_ids=positions, use_cache=False, packing=packing
         ).last_hidden_state
         picked = hidden[0, rows]
         step = max(1, MAX_LOGITS // self.shape["vocab"])
@@ -139,7 +151,11 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
     if options.experts is not None:
         skeleton.set_experts_implementation(options.experts)
     dtype = options.dtype(world)
-    policy = Policy(skeleton, dtype)
+    try:
+        kernel = attention.choose_kernel(options.attention, skeleton, dtype, world.device)
+    except ValueError as error:
+        raise ModelError(f"{error}; choose another --attention") from None
+    policy = Policy(skeleton, dtype, kernel)
     _shard(policy, dtype, options, world)
     policy.to_empty(device="cpu" if options.cpu_offload else world.device)
     skeleton.tie_weights()

@@ -53,13 +53,13 @@ class Features:
     logits: Tensor
 
 
-def accumulate_gradient(old: Features, logits: Tensor, predictor: Tensor) -> float:
+def accumulate_gradient(old: Features, logits: Tensor, predictor: Tensor) -> Tensor:
     """Adds the loss's gradient to that of ``predictor`` ``[L, E, d]`` and returns the loss.
 
     ``logits`` ``[R, L, E]`` are the routers' logits at the current weights. Loss and gradient are
     sums over rows and layers.
     """
-    total = 0.0
+    total = predictor.new_zeros((), dtype=torch.float64)
     if len(logits) == 0:
         return total
     for layer in range(len(predictor)):
@@ -68,7 +68,7 @@ def accumulate_gradient(old: Features, logits: Tensor, predictor: Tensor) -> flo
         loss = predictor_loss(inputs, before, logits[:, layer].to(predictor), predictor[layer].T)
         loss = loss * len(inputs)
         loss.backward()
-        total += float(loss.detach())
+        total += loss.detach()
     return total
 
 

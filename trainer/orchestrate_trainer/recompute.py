@@ -42,18 +42,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RecomputedPass:
-    """One micro-batch at the rollout weights; all tensors are on the CPU."""
+    """One micro-batch at the rollout weights.
+
+    Tensors stay on the device, so that the host need not wait for it, except for the predictor's
+    features, which are large. Executed experts take 384 bytes per token and 48 layers of 8 ids.
+    """
 
     #: Log-probs of the scored tokens, nats, ``[n]``.
     logp: Tensor
-    #: Executed experts, int16 ``[T, L, K]``.
+    #: Executed experts, uint8 or int16 ``[T, L, K]``.
     executed: Tensor
     #: Router log-probs of the executed experts at the scored tokens, ``[n, L, K]``; only with
     #: router shift.
     router_logprobs: Tensor | None = None
     #: Outputs of the value head, ``[n]``; only with a value head.
     values: Tensor | None = None
-    #: Router inputs and logits that train the router predictor; only with one.
+    #: Router inputs and logits that train the router predictor, on the CPU; only with one.
     features: Features | None = None
 
 
@@ -68,39 +72,36 @@ class WithoutReplay:
 class RecomputeStatistics:
     """Accumulates measurements of this process's micro-batches at the rollout weights."""
 
-    def __init__(self, policy: Policy, settings: Hyperparameters) -> None:
-        """Empty statistics of a step."""
+    def __init__(self, policy: Policy, settings: Hyperparameters, device: torch.device) -> None:
+        """Empty statistics of a step on ``device``."""
         self._settings = settings
-        self.mismatch = Mismatch()
+        self.mismatch = Mismatch(device)
         #: Recorded experts against the routers' own; filled unless the rollout's are replayed.
-        self.disagreement = RouteDisagreement(policy)
-        self.load = Load(len(policy.shape["moe_layers"]), policy.shape["experts"])
-        #: Sum over loss tokens, nats.
-        self.entropy = 0.0
-        #: Sum over loss tokens of the divergence from the reference policy, nats.
-        self.divergence = 0.0
+        self.disagreement = RouteDisagreement(policy, device)
+        self.load = Load(len(policy.shape["moe_layers"]), policy.shape["experts"], device)
+        #: Sum over loss tokens, nats, float64.
+        self.entropy = torch.zeros((), dtype=torch.float64, device=device)
+        #: Sum over loss tokens of the divergence from the reference policy, nats, float64.
+        self.divergence = torch.zeros((), dtype=torch.float64, device=device)
 
-    def add(
-        self, policy: Policy, micro: MicroBatch, out: ForwardOutput, reference: Tensor | None
-    ) -> RecomputedPass:
+    def add(self, policy: Policy, out: ForwardOutput, reference: Tensor | None) -> RecomputedPass:
         """Adds a forward pass and returns what the update needs of it.
 
         ``reference`` are the log-probs under the reference policy ``[n]``, on the device.
         """
-        routing, on_device = policy.routing, out.micro
-        executed, logp = routing.executed().cpu(), out.logp.detach()
-        for sequence in executed.split(on_device.lengths) if on_device.sequences else ():
-            self.load.add(sequence[:-1])
+        routing, micro = policy.routing, out.micro
+        executed, logp = routing.executed(), out.logp.detach()
+        self.load.add(executed, micro.inner)
         if not self._settings.replays_rollout:
             self.disagreement.add(micro, routing.own())
-        if on_device.live:
-            self.mismatch.add(logp, on_device.rollout, _tokens(on_device))
-            self.entropy += float(out.entropy.double().sum())
+        if micro.live:
+            self.mismatch.add(logp, micro.rollout, _tokens(micro))
+            self.entropy += out.entropy.double().sum()
             if reference is not None:
                 estimator = self._settings.kl_estimator
                 penalty = kl_penalty(logp.double(), reference.double(), estimator)
-                self.divergence += float(penalty.sum())
-        return RecomputedPass(logp.cpu(), executed)
+                self.divergence += penalty.sum()
+        return RecomputedPass(logp, executed)
 
 
 def recorded_routes(micro: MicroBatch, settings: Hyperparameters) -> tuple[Tensor, Tensor] | None:
@@ -118,10 +119,10 @@ def measure_without_replay(
     policy: Policy, plan: StepPlan, settings: Hyperparameters, world: World
 ) -> WithoutReplay:
     """Compares the trainer with the sampler in a forward pass without replay."""
-    mismatch, disagreement = Mismatch(), RouteDisagreement(policy)
+    mismatch, disagreement = Mismatch(world.device), RouteDisagreement(policy, world.device)
     for micro in plan.micros:
         with forward(policy, micro, settings.temperature, world.device) as out:
-            disagreement.add(micro, policy.routing.own())
+            disagreement.add(out.micro, policy.routing.own())
             if micro.live:
                 mismatch.add(out.logp, out.micro.rollout, _tokens(out.micro))
     return WithoutReplay(mismatch.finish(world)[0], disagreement.finish(world))
@@ -131,22 +132,20 @@ def measure_without_replay(
 def reference_logprobs(
     reference: Policy, plan: StepPlan, settings: Hyperparameters, world: World
 ) -> list[Tensor]:
-    """Log-probs ``[n]`` of each micro-batch under the reference policy, on the CPU.
+    """Log-probs ``[n]`` of each micro-batch under the reference policy, on the device.
 
     The reference policy's routers choose freely.
     """
     logprobs = []
     for micro in plan.micros:
         with forward(reference, micro, settings.temperature, world.device) as out:
-            logprobs.append(out.logp.cpu())
+            logprobs.append(out.logp)
     return logprobs
 
 
-def reference_at(
-    references: list[Tensor] | None, place: int, device: torch.device
-) -> Tensor | None:
-    """Log-probs of micro-batch ``place`` under the reference policy, on ``device``."""
-    return None if references is None else references[place].to(device)
+def reference_at(references: list[Tensor] | None, place: int) -> Tensor | None:
+    """Log-probs of micro-batch ``place`` under the reference policy, on the device."""
+    return None if references is None else references[place]
 
 
 @torch.no_grad()
@@ -170,13 +169,12 @@ def recompute(
         keep = kept_rows(micro, settings)
         replay = recorded_routes(micro, settings)
         with forward(policy, micro, settings.temperature, world.device, replay, watch, keep) as out:
-            reference = reference_at(references, number, world.device)
-            base = statistics.add(policy, micro, out, reference)
+            base = statistics.add(policy, out, reference_at(references, number))
             routing = policy.routing
             if watch:
-                base = replace(base, router_logprobs=routing.watched()[out.micro.rows].cpu())
+                base = replace(base, router_logprobs=routing.watched()[out.micro.rows])
             if head is not None:
-                base = replace(base, values=values_of(out.hidden, head).cpu())
+                base = replace(base, values=values_of(out.hidden, head))
             if keep is not None:
                 features = Features(*(part.cpu() for part in routing.kept()))
                 base = replace(base, features=features)
@@ -195,8 +193,9 @@ def estimate_advantages(
     olds = []
     for number, (micro, base) in enumerate(zip(plan.micros, passes, strict=True)):
         assert base.values is not None, "recompute runs the value head for these settings"
-        reference = None if references is None else references[number]
-        olds.append(RolloutValues(micro, base.values, base.logp, reference))
+        reference = reference_at(references, number)
+        reference = None if reference is None else reference.cpu()
+        olds.append(RolloutValues(micro, base.values.cpu(), base.logp.cpu(), reference))
     return estimate(olds, settings, world)
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .data import on_device
 from .routers import FAMILIES, RouterSpec, UnknownRouterError, log_router_probs, spec_of
 
 __all__ = ["Routing"]
@@ -40,9 +41,12 @@ class _Router:
         recorded: tuple[Tensor, Tensor] | None = None,
         watch: Tensor | bool = False,
         keep: Tensor | None = None,
+        compare: bool = False,
     ) -> None:
-        """Starts a micro-batch; the arguments are those of :meth:`Routing.micro_batch`."""
+        """Starts a micro-batch. ``recorded`` holds this layer's experts ``[T, K]`` and the
+        placeholder rows among them, int64; the others are those of :meth:`Routing.micro_batch`."""
         self.recorded, self.watch, self.keep = recorded, watch, keep
+        self.compare = compare
         self.kept: tuple[Tensor, Tensor] | None = None
         self.own: Tensor | None = None
         self.chosen: Tensor | None = None
@@ -66,14 +70,19 @@ class _Router:
 
     def _choose(self, logits: Tensor) -> None:
         correction = getattr(self.module, "e_score_correction_bias", None)
-        self.own = own = self.spec.select(logits, correction)
+        if self.compare or self.recorded is None:
+            self.own = self.spec.select(logits, correction)
         if self.recorded is None:
-            self.chosen = own
+            self.chosen = chosen = _require(self.own)
         else:
-            rows, valid = self.recorded
-            self.chosen = torch.where(valid.unsqueeze(-1), rows.to(own), own)
+            rows, placeholders = self.recorded
+            self.chosen = chosen = rows.to(torch.int64, copy=True)
+            if len(placeholders):
+                # Activation checkpointing runs without this part, so nothing may be saved here.
+                free = logits.detach()[placeholders]
+                chosen[placeholders] = self.spec.select(free, correction)
         if self.watch is not False:
-            watched = self.chosen if isinstance(self.watch, bool) else self.watch.to(own)
+            watched = chosen if isinstance(self.watch, bool) else self.watch.long()
             with torch.no_grad():
                 self.log_probs = log_router_probs(self.spec, logits, watched)
 
@@ -111,23 +120,32 @@ class Routing:
         valid: Tensor | None = None,
         watch: Tensor | bool = False,
         keep: Tensor | None = None,
+        compare: bool = False,
     ) -> Iterator[None]:
         """Context for the forward and backward passes of one micro-batch of ``T`` tokens.
 
         ``rows`` ``[T, L, K]`` are recorded experts. They are executed where ``valid`` bool ``[T]``
-        is set; elsewhere, or if ``rows`` is ``None``, the routers choose.
+        is set; elsewhere, or if ``rows`` is ``None``, the routers choose. If ``rows`` are on a GPU,
+        ``valid`` should be on the CPU, so that the host need not wait to count placeholders.
 
         ``watch`` records log-probs of the routers for :meth:`watched`: those of the executed
         experts if ``True``, or those of the experts in a tensor ``[T, L, K]``.
 
         ``keep`` int64 ``[R]`` are rows whose router inputs and logits are recorded for
         :meth:`kept`.
+
+        ``compare`` has the routers choose for every token even if recorded experts are executed,
+        for :meth:`own`.
         """
+        placeholders = None
+        if rows is not None and valid is not None:
+            placeholders = on_device((~valid).nonzero().squeeze(-1), rows.device)
         for place, router in enumerate(self._routers):
             router.start(
-                None if rows is None or valid is None else (rows[:, place], valid),
+                None if rows is None or placeholders is None else (rows[:, place], placeholders),
                 watch if isinstance(watch, bool) else watch[:, place],
                 keep,
+                compare,
             )
         try:
             yield
@@ -136,12 +154,17 @@ class Routing:
                 router.start()
 
     def executed(self) -> Tensor:
-        """Experts executed in this micro-batch, int16 ``[T, L, K]``."""
-        chosen = [_require(router.chosen).to(torch.int16) for router in self._routers]
+        """Experts executed in this micro-batch, ``[T, L, K]``: uint8 if the model has at most 256
+        experts, else int16."""
+        dtype = torch.uint8 if self.spec.experts <= 256 else torch.int16
+        chosen = [_require(router.chosen).to(dtype) for router in self._routers]
         return torch.stack(chosen, dim=1)
 
     def own(self) -> Tensor:
-        """The routers' own choice in this micro-batch, executed or not, int16 ``[T, L, K]``."""
+        """The routers' own choice in this micro-batch, executed or not, int16 ``[T, L, K]``.
+
+        It is known if ``compare`` was set, or if nothing is replayed.
+        """
         own = [_require(router.own).to(torch.int16) for router in self._routers]
         return torch.stack(own, dim=1)
 
@@ -160,9 +183,9 @@ class Routing:
 
 
 def _require(value: T | None) -> T:
-    """State of the current micro-batch, which its first forward sets."""
+    """State of the current micro-batch, which its first forward sets if it was asked for."""
     if value is None:
-        raise RuntimeError("no forward pass has run in this micro-batch")
+        raise RuntimeError("no forward pass has run in this micro-batch, or it did not record this")
     return value
 
 

@@ -102,8 +102,20 @@ def log_router_probs(spec: RouterSpec, logits: Tensor, chosen: Tensor) -> Tensor
 
 
 def _top(key: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` largest values; the lower index wins a tie, unlike ``topk``."""
-    return key.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    """Indices of the ``count`` largest of finite or infinite values, int64; the lower index wins a
+    tie.
+
+    ``topk`` leaves ties open. For float32, value and index are therefore combined to one integer:
+    the bits of a float in the order of its values, and below them the index, counted from the end.
+    """
+    if key.dtype != torch.float32:
+        return key.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    # Adding 0 turns -0 into 0. The bits of negative values are in reverse order.
+    bits = (key + 0.0).view(torch.int32)
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    width = key.shape[-1]
+    from_end = torch.arange(width - 1, -1, -1, device=key.device)
+    return (bits * width + from_end).topk(count, dim=-1).indices
 
 
 def _softmax(router: Any) -> dict[str, Any]:

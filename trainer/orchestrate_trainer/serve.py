@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -67,6 +69,8 @@ def serve(given: argparse.Namespace) -> int:
         activation_checkpointing=not given.keep_activations,
         cpu_offload=given.cpu_offload,
         experts=given.experts,
+        attention=given.attention,
+        moments=given.moments,
     )
     exported = {"bf16": torch.bfloat16, "f32": torch.float32}
     dtype = exported.get(given.export, options.dtype(world))
@@ -95,13 +99,31 @@ def serve(given: argparse.Namespace) -> int:
         scheme = "http" if network.tls_cert is None else "https"
         log.info("listening on %s://%s:%d", scheme, given.host, server.port)
     # Only the leader decides when to stop; it tells the others.
+    stop = stop_once(threading.Event() if service is None else service.stopping)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: service.stopping.set() if service else None)
+        signal.signal(number, stop)
     run_jobs(trainer, service)
     if server is not None:
         server.close()
     world.leave()
     return 0
+
+
+def stop_once(stopping: threading.Event) -> Callable[..., None]:
+    """A signal handler that sets ``stopping`` on the first signal and ignores further ones.
+
+    A second signal may interrupt the handler while it holds the event's lock, for which it would
+    then wait forever. A launcher that dies can send several.
+    """
+    asked = False
+
+    def handle(*_: object) -> None:
+        nonlocal asked
+        if not asked:
+            asked = True
+            stopping.set()
+
+    return handle
 
 
 def _exit_with_launcher() -> None:

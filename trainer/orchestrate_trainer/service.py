@@ -83,7 +83,7 @@ class Trainer:
         position = store.open(model)
         version = position.policy_version
         policy = load_policy(store.folder(version), options, world)
-        learner = Learner.of(policy, world)
+        learner = Learner.of(policy, world, options.moments)
         if version > 0:
             store.restore(learner, version)
         return cls(world, store, learner, position, options)

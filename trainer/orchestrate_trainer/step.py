@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .batch import Batch
 from .learner import Learner
 from .objective import Objective
@@ -55,7 +57,7 @@ def apply(
     if settings.kl_coefficient > 0:
         references = reference_logprobs(reference(), plan, settings, world)
 
-    statistics = RecomputeStatistics(policy, settings)
+    statistics = RecomputeStatistics(policy, settings, world.device)
     passes = estimates = None
     # A single mini step's own forward pass is at the rollout weights, so no other is needed. A
     # value head's advantages must be known before it.
@@ -72,7 +74,7 @@ def apply(
         passes,
         references,
         estimates,
-        Objective(settings),
+        Objective(settings, world.device),
         statistics,
     )
     done: list[MiniStepResult] = []
@@ -97,7 +99,8 @@ def _metrics(
     statistics, estimates = updater.statistics, updater.estimates
     drift = sum((result.drift for result in done), RouteDrift())
     replays = settings.replays_rollout
-    sums = [statistics.entropy, statistics.divergence, drift.moved, drift.pairs]
+    at_rollout = torch.stack([statistics.entropy, statistics.divergence]).tolist()
+    sums = [*at_rollout, drift.moved, drift.pairs]
     entropy, divergence, drifted, pairs = world.sum(sums)
     objective: dict[str, Any] = updater.objective.finish(world)
     value_loss = objective.pop("value_loss")

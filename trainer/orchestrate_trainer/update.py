@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .data import MicroBatch
+from .data import MicroBatch, on_device
 from .learner import Learner
 from .measures import differing
 from .objective import Critic, Objective, Shift
@@ -63,15 +63,6 @@ class RouteDrift:
 
 
 @dataclass(frozen=True)
-class _BackwardResult:
-    """What the forward and backward pass of one micro-batch gave in this process."""
-
-    loss: float
-    predictor_loss: float
-    drift: RouteDrift
-
-
-@dataclass(frozen=True)
 class Updater:
     """Runs the mini steps of one step, given the results of the earlier phases."""
 
@@ -98,13 +89,11 @@ class Updater:
         """
         settings, world, learner = self.settings, self.world, self.learner
         learner.optimizer.zero_grad(set_to_none=True)
-        loss = predictor_loss = 0.0
-        drift = RouteDrift()
+        sums = torch.zeros(4, dtype=torch.float64, device=world.device)
         for place, micro in enumerate(mini_step.micros, start=mini_step.first):
-            part = self._backward(mini_step, place, micro)
-            loss += part.loss
-            predictor_loss += part.predictor_loss
-            drift += part.drift
+            sums += self._backward(mini_step, place, micro)
+        # The host waits for the device here, and not between micro-batches.
+        loss, predictor_loss, *drift = sums.tolist()
         loss, predictor_loss = world.sum([loss, predictor_loss])
         _require_finite(loss, "the loss", mini_step.number, moved)
         routers = _gradient_norm(learner.policy.routing.parameters())
@@ -121,10 +110,14 @@ class Updater:
             self._update_weights(rate)
         learner.optimizer.zero_grad(set_to_none=True)
         learner.heads.clear_gradients()
-        return MiniStepResult(loss, norm, routers, rate, moves, predictor_mean, drift)
+        return MiniStepResult(loss, norm, routers, rate, moves, predictor_mean, RouteDrift(*drift))
 
-    def _backward(self, mini_step: MiniStep, place: int, micro: MicroBatch) -> _BackwardResult:
-        """Adds the gradients of micro-batch ``place`` of the step."""
+    def _backward(self, mini_step: MiniStep, place: int, micro: MicroBatch) -> Tensor:
+        """Adds the gradients of micro-batch ``place`` of the step.
+
+        Returns loss, predictor's loss, and the two fields of :class:`RouteDrift` of this process's
+        micro-batch, float64 ``[4]`` on the device.
+        """
         settings, world, policy = self.settings, self.world, self.learner.policy
         base = None if self.passes is None else self.passes[place]
         replay = recorded_routes(micro, settings)
@@ -134,22 +127,26 @@ class Updater:
         shifted = mini_step.number > 0 and base is not None and base.router_logprobs is not None
         watch = base.executed if base is not None and shifted else False
         keep = kept_rows(micro, settings) if self._trains_predictor(mini_step) else None
-        reference = reference_at(self.references, place, world.device)
-        predictor_loss = 0.0
-        drift = RouteDrift()
-        with forward(policy, micro, settings.temperature, world.device, replay, watch, keep) as out:
+        reference = reference_at(self.references, place)
+        is_last = 0 < mini_step.number == len(self.plan.mini_steps) - 1
+        drifts = is_last and replay is not None
+        predictor_loss = torch.zeros(1, dtype=torch.float64, device=world.device)
+        drift = predictor_loss.new_zeros(2)
+        with forward(
+            policy, micro, settings.temperature, world.device, replay, watch, keep, drifts
+        ) as out:
             if base is None:
-                self.statistics.add(policy, micro, out, reference)
-            if mini_step.number > 0 and mini_step.number + 1 == len(self.plan.mini_steps):
-                drift = _route_drift(policy, micro, replay)
+                self.statistics.add(policy, out, reference)
+            if drifts and replay is not None:
+                drift = _route_drift(policy, out.micro, replay)
             if keep is not None and base is not None and base.features is not None:
                 weights = self.learner.heads.predictor().weights
                 logits = policy.routing.kept()[1]
-                predictor_loss = accumulate_gradient(base.features, logits, weights)
+                predictor_loss = accumulate_gradient(base.features, logits, weights).view(1)
             loss = self.objective.loss(
                 out.micro,
                 out.logp,
-                out.logp.detach() if base is None else base.logp.to(world.device),
+                out.logp.detach() if base is None else base.logp,
                 mini_step.totals,
                 reference,
                 _shift(policy, out.micro, base) if base is not None and shifted else None,
@@ -157,7 +154,7 @@ class Updater:
             )
             # Gradients are averaged over the processes, but the loss is a sum over them.
             (loss * world.size).backward()
-            return _BackwardResult(float(loss.detach()), predictor_loss, drift)
+            return torch.cat([loss.detach().double().view(1), predictor_loss, drift])
 
     def _trains_predictor(self, mini_step: MiniStep) -> bool:
         return self.settings.predicts and mini_step.number > 0
@@ -202,19 +199,15 @@ def _shift(policy: Policy, micro: MicroBatch, base: RecomputedPass) -> Shift:
     return Shift(new, base.router_logprobs.to(new))
 
 
-def _route_drift(
-    policy: Policy, micro: MicroBatch, replay: tuple[Tensor, Tensor] | None
-) -> RouteDrift:
-    """Compares the routers' own choice with the replayed experts."""
-    if replay is None:
-        return RouteDrift()
-    rows, valid = replay
+def _route_drift(policy: Policy, micro: MicroBatch, replay: tuple[Tensor, Tensor]) -> Tensor:
+    """Compares the routers' own choice with the replayed experts: (token, layer) pairs that moved,
+    and all pairs, float64 ``[2]``. ``micro`` is on the device."""
+    own = policy.routing.own()
+    rows, valid = (on_device(part, own.device) for part in replay)
     # No loss depends on the experts of a sequence's last token.
-    valid = valid.clone()
-    valid[torch.tensor(micro.lengths).cumsum(0) - 1] = False
-    own = policy.routing.own().cpu()
-    found = differing(rows[valid].to(torch.int16), own[valid]) > 0
-    return RouteDrift(float(found.sum()), found.numel())
+    counted = (valid & micro.inner).double()
+    moved = (differing(rows.to(torch.int16), own) > 0).double()
+    return torch.stack([(counted @ moved).sum(), counted.sum() * moved.shape[1]])
 
 
 def _require_finite(value: float, what: str, number: int, moved: bool) -> None:

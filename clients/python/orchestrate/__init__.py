@@ -15,7 +15,10 @@ if __name__ == "__main__":
 
 from .aio import AsyncEpisode, AsyncGateway
 from .client import Connection, Episode, Gateway
+from .container import SandboxLimits
+from .docker import SandboxFailure
 from .environment import Environment, environment
+from .sandbox import CommandResult, Sandbox
 from .version import __version__
 from .wire import (
     AgentFailure,
@@ -37,6 +40,7 @@ __all__ = [
     "AgentFailure",
     "AsyncEpisode",
     "AsyncGateway",
+    "CommandResult",
     "Connection",
     "Environment",
     "EnvironmentFailure",
@@ -48,6 +52,9 @@ __all__ = [
     "Refused",
     "Reply",
     "RunOver",
+    "Sandbox",
+    "SandboxFailure",
+    "SandboxLimits",
     "Taken",
     "Task",
     "ToolCall",

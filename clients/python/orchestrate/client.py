@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from .sandbox import CommandResult, Sandbox, SandboxOptions
 from .shared import (
     CHAT_PAUSES_S,
     EpisodeBase,
@@ -129,6 +130,11 @@ class Episode(EpisodeBase):
         self._gateway = gateway
         self._http = http
         self._over = threading.Event()
+        #: How the sandbox is made; an environment sets it.
+        self.sandbox_options = SandboxOptions()
+        self._sandbox: Sandbox | None = None
+        #: Whether the policy's work is over and being graded.
+        self.is_graded = False
         if gateway is not None:
             thread = threading.Thread(target=self._beat, args=(gateway,), daemon=True)
             thread.start()
@@ -152,6 +158,8 @@ class Episode(EpisodeBase):
             LeaseOver: The episode is no longer this worker's.
             Unreachable: The gateway does not answer.
         """
+        if self.is_graded:
+            raise OrchestrateError("a reward function cannot ask the policy")
         request = self._chat_request(messages, tools, max_tokens)
         problem = ""
         for pause in CHAT_PAUSES_S:
@@ -162,6 +170,35 @@ class Episode(EpisodeBase):
             if pause is not None:
                 time.sleep(pause)
         raise Unreachable(f"the policy at {self._url} does not answer: {problem}")
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """The episode's sandbox, with the task's files. It is opened when it is first used, and
+        closed when the episode ends.
+
+        Raises:
+            SandboxFailure: The image is missing, or Docker failed.
+        """
+        if self._sandbox is None:
+            self._sandbox = self.sandbox_options.open(self.task)
+        return self._sandbox
+
+    def run(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float = 60.0,
+        input: str | bytes = b"",  # noqa: A002
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """Runs a command in the episode's sandbox; see `Sandbox.run`."""
+        return self.sandbox.run(command, timeout=timeout, input=input, env=env)
+
+    def close_sandbox(self) -> None:
+        """Removes the sandbox, if one was opened."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            sandbox.close()
 
     def finish(self, reward: float, metrics: Mapping[str, float] | None = None) -> str:
         """Returns the reward, from 0 to 1, and further numbers. The outcome in the run's journal is
@@ -231,3 +268,4 @@ class Episode(EpisodeBase):
                 raise
         finally:
             self._over.set()
+            self.close_sandbox()

@@ -12,7 +12,15 @@ import threading
 import types
 
 from .client import Episode, Gateway
-from .environment import Child, Environment, Function, return_verdict, run_function
+from .environment import (
+    Child,
+    Environment,
+    Function,
+    Verdict,
+    grade_apart,
+    return_verdict,
+    run_here,
+)
 from .wire import LeaseOver, OrchestrateError, RunOver
 
 logger = logging.getLogger("orchestrate")
@@ -109,10 +117,10 @@ class _Pool:
         try:
             with episode:
                 if child is None:
-                    return_verdict(episode, run_function(self.function, episode))
+                    return_verdict(episode, run_here(self.function, episode))
                 else:
                     assert isinstance(self.function, Environment)
-                    verdict = child.run(episode.taken, self.function.timeout, self.stop)
+                    verdict = self._run_apart(child, self.function, episode)
                     if verdict is not None:
                         return_verdict(episode, verdict)
                     elif self.stop.is_set():
@@ -124,6 +132,18 @@ class _Pool:
         except LeaseOver as error:
             logger.warning("episode %s: %s", episode.taken.attempt, error)
         return child
+
+    def _run_apart(
+        self, child: Child, environment: Environment, episode: Episode
+    ) -> Verdict | None:
+        """Runs an environment in `child`, and its reward function in another process."""
+        verdict = child.run(episode.taken, environment.timeout, self.stop)
+        if verdict is None or verdict.kind != "work":
+            return verdict
+        gateway = self.gateway
+        return grade_apart(
+            environment, gateway.connection, gateway.url, episode.taken, verdict, self.stop
+        )
 
     def _take(self) -> Episode | None:
         while not self.stop.is_set():

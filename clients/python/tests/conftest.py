@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 
+import orchestrate
+from orchestrate.docker import Daemon
+
 ROOT = Path(__file__).resolve().parents[3]
 TASK = {
     "id": "sum__1",
@@ -111,6 +114,38 @@ def program() -> Path:
     required = os.environ.get("ORCHESTRATE_REQUIRE", "")
     assert "embedded" not in required, "the program orchestrate is required, but not built"
     pytest.skip("the program orchestrate is not built: `cargo build`, or set ORCHESTRATE_BIN")
+
+
+@pytest.fixture
+def image() -> str:
+    """The image of sandboxes; skips the test if there is no Docker or no image."""
+    name = "orchestrate/micro"
+    try:
+        Daemon().call("GET", f"/images/{name}/json")
+    except orchestrate.SandboxFailure as error:
+        required = os.environ.get("ORCHESTRATE_REQUIRE", "").split(",")
+        if "docker" in required:
+            pytest.fail(f"Docker is required: {error}")
+        pytest.skip(f"Docker with the image {name} is missing: {error}")
+    return name
+
+
+def is_gone(container: str) -> bool:
+    """Whether Docker has no such container."""
+    try:
+        Daemon().call("GET", f"/containers/{container}/json")
+    except orchestrate.SandboxFailure as error:
+        if error.status != 404:
+            raise
+        return True
+    return False
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, f"not within {timeout} s: {what}"
+        time.sleep(0.05)
 
 
 class Run:

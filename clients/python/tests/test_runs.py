@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import ROOT, Run, program
+from conftest import ROOT, Run, program, wait_for
 
 import orchestrate
 
@@ -44,13 +44,6 @@ def settings(*assignments: str) -> list[str]:
     return [word for assignment in assignments for word in ("--set", assignment)]
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, f"not within {timeout} s: {what}"
-        time.sleep(0.05)
-
-
 def check_journal(run: Run) -> None:
     """Every episode has one result, every attempt one state, and no batch has one twice."""
     assert run.rows("SELECT count(*) FROM attempts WHERE state = 'intended'") == [(0,)]
@@ -75,6 +68,23 @@ def test_the_python_environment_trains_the_bundled_policy(start_run: Start, work
         assert 0.0 < line["reward_mean"] < 1.0
         assert line["worker_metrics"]["messages"] >= 2
         assert line["routing_missing"] == 0
+    assert run.states().keys() == {"sealed"}
+
+
+def test_a_python_environment_with_sandboxes_trains_the_bundled_policy(
+    start_run: Start, worker: Worker, image: str
+) -> None:
+    config = str(EXAMPLES / "python-sandbox/run.toml")
+    run = start_run("run", "--config", config, *listen(), *settings("run.steps=1"))
+    script = EXAMPLES / "python-sandbox/environment.py"
+    process = worker(script, "--workers", "2", ORCHESTRATE_URL=run.url)
+    assert run.wait(600) == 0, run.log()
+    assert process.wait(60) == 0
+    check_journal(run)
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    (step,) = [line for line in lines if "reward_mean" in line]
+    assert 0.0 < step["reward_mean"] < 1.0
+    assert step["routing_missing"] == 0
     assert run.states().keys() == {"sealed"}
 
 

@@ -59,8 +59,8 @@ What is measured:
   4,096 conversations open on 4 engines at 500 turns per second, busy_4096 at 1,500: a turn that
   arrives at an idle processor with cold caches costs more. In gateway_4 and gateway_1024, each
   conversation is that of an agent with its own loop, on a thread of the engines' processors,
-  which streams chat completions and sends its whole history with every request: compare
-  gateway_4 with workers_4.
+  which streams chat completions and sends its whole history with every request; in
+  gateway_4_whole it does not stream them: compare both with workers_4.
 
   CPU    CPU time of this process per turn, over the second half of the turns, without the
          threads that only check rows or observe the machine. Finished episodes are passed
@@ -69,6 +69,7 @@ What is measured:
          and rows
   added  time from an engine's sending a reply to its having read the conversation's next request,
          including both ends of HTTP
+  text   time from the first token of a streamed reply at an engine to its first text at the agent
   hits   prompt tokens answered by the engines' prefix caches, as a share of those that could be:
          all earlier tokens of the conversation, and a group's prompt for all but the first member
          on an engine, in whole pages

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     match Cli::try_parse() {
         Ok(cli) => {
-            orchestrate_cli::output::init_logging(&cli.log);
+            orchestrate_cli::output::init_logging(&cli.log, false);
             orchestrate_cli::process::block_on(dispatch(cli.command))
         }
         Err(error) => orchestrate_cli::usage(&error),

@@ -14,6 +14,7 @@ mod world;
 
 use crate::args::BenchRolloutArgs;
 use crate::machine::Machine;
+use agents::Reading;
 use anyhow::{Context, ensure};
 use camino::Utf8Path;
 use case::{Case, Fate, Kind, Limits};
@@ -30,6 +31,9 @@ use world::World;
 const OPEN: usize = 4096;
 const OPEN_TURNS_PER_S: f64 = 500.0;
 const BUSY_TURNS_PER_S: f64 = 1500.0;
+
+/// Sampled tokens of most turns, about.
+const TOKENS_PER_TURN: f64 = 100.0;
 
 /// Number of agents with an open stream in `gateway_1024`, and their pace.
 const STREAMS: usize = 1024;
@@ -92,7 +96,7 @@ fn kinds(args: &BenchRolloutArgs) -> Vec<Kind> {
         turns: wide(args.turns),
         workers,
         fate,
-        has_agents: false,
+        agents: None,
         latency,
         ramp: Duration::ZERO,
         limits: Limits { hit_share: Some(0.99), ..Limits::default() },
@@ -109,6 +113,13 @@ fn kinds(args: &BenchRolloutArgs) -> Vec<Kind> {
             ..kind(name, 4, Fate::Lives)
         }
     };
+    let mut streams = open("gateway_1024", STREAMS_TURNS_PER_S, Limits::default());
+    streams.agents = Some(Reading::Stream);
+    streams.conversations = STREAMS;
+    // A quarter of the time is over before the first token, so most streams have sent text and are open.
+    let turn_ms = STREAMS as f64 / STREAMS_TURNS_PER_S * 1e3;
+    streams.latency.base_ms = turn_ms / 4.0;
+    streams.latency.decode_ms = turn_ms * 0.75 / TOKENS_PER_TURN;
     let waiting = Limits {
         bytes_per_open_episode: Some(65_536.0),
         added_p99_ms: Some(5.0),
@@ -124,12 +135,9 @@ fn kinds(args: &BenchRolloutArgs) -> Vec<Kind> {
         },
         kind("workers_4", 4, Fate::Lives),
         kind("workers_4_kill", 4, Fate::Dies),
-        Kind { has_agents: true, ..kind("gateway_4", 4, Fate::Lives) },
-        Kind {
-            has_agents: true,
-            conversations: STREAMS,
-            ..open("gateway_1024", STREAMS_TURNS_PER_S, Limits::default())
-        },
+        Kind { agents: Some(Reading::Whole), ..kind("gateway_4_whole", 4, Fate::Lives) },
+        Kind { agents: Some(Reading::Stream), ..kind("gateway_4", 4, Fate::Lives) },
+        streams,
         open("open_4096", OPEN_TURNS_PER_S, waiting),
         open("busy_4096", BUSY_TURNS_PER_S, Limits::default()),
     ]
@@ -145,6 +153,8 @@ fn table(cases: &[Case]) -> comfy_table::Table {
         "CPU µs/turn",
         "KiB/episode",
         "added p50 ms",
+        "p99",
+        "text p50 ms",
         "p99",
         "hits",
         "unmoved",
@@ -169,6 +179,8 @@ fn table(cases: &[Case]) -> comfy_table::Table {
             format!("{:.1}", case.bytes_per_open_episode / 1024.0),
             format!("{:.2}", case.added_p50_ms),
             format!("{:.2}", case.added_p99_ms),
+            case.first_text_p50_ms.map_or_else(String::new, |ms| format!("{ms:.2}")),
+            case.first_text_p99_ms.map_or_else(String::new, |ms| format!("{ms:.2}")),
             format!("{:.4}", case.hit_share),
             format!("{:.4}", case.hit_share_unmoved),
             format!("{:.2}", case.loop_lag_p99_ms),

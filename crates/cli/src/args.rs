@@ -38,7 +38,7 @@ Exit codes:
   2    usage: a malformed command line, an unknown id, an address in use
   3    config: settings, checkpoint, or an input file that cannot be used
   4    engine
-  5    sandbox: Docker, a sandbox, or broken episodes
+  5    sandbox: Docker, a sandbox, a tool server, or broken episodes
   6    store: run folder or another output file, a full disk
   7    trainer
   130  stopped, can be resumed")]
@@ -82,6 +82,10 @@ pub(crate) enum Command {
     Config(ConfigArgs),
     /// Check that this machine is ready for a run: Docker, image, policy, engine.
     Doctor(DoctorArgs),
+    /// List the runs and evaluations below a folder, with their state and result.
+    Runs(RunsArgs),
+    /// Say what a run is doing and what it waits for.
+    Status(StatusArgs),
     /// Show a run, or one episode turn by turn.
     Show(ShowArgs),
     /// Write report.html with all charts of a run, and report whether training collapsed.
@@ -102,6 +106,13 @@ pub(crate) enum Command {
     RemoveUnstarted(RemoveUnstartedArgs),
     /// Print a completion script for a shell.
     Completions(CompletionsArgs),
+}
+
+impl Command {
+    /// Whether the command drives a run, whose status others can read.
+    pub(crate) fn has_status(&self) -> bool {
+        matches!(self, Self::Run(_) | Self::Eval(_) | Self::Gateway(_))
+    }
 }
 
 /// An assignment of a setting, which is checked further with all others.
@@ -129,6 +140,7 @@ Examples:
   orchestrate run --config configs/quickstart.toml --run-dir runs/first
   orchestrate run --config configs/micro-learn.toml --set run.seed=2 --run-dir runs/seed2
   orchestrate run --run-dir runs/first --resume      # after a crash, a kill or Ctrl-C
+  orchestrate run --run-dir runs/first --resume --set run.steps=200
   orchestrate run --config configs/r3-qwen3-30b-a3b-r2e.toml --dry-run
 
 The first Ctrl-C ends episodes at their next turn, the second one ends at once; both leave a run
@@ -144,7 +156,8 @@ pub(crate) struct RunArgs {
         required_unless_present = "dry_run"
     )]
     pub(crate) run_dir: Option<Utf8PathBuf>,
-    /// Resume the run in this folder, by its stored plan.
+    /// Resume the run in this folder, by its stored plan. --set may change addresses, concurrency,
+    /// time limits, names, diagnostics and run.steps (docs/src/operations.md).
     #[arg(long, requires = "run_dir")]
     pub(crate) resume: bool,
     /// Only print what the run would need: episodes, tokens, bytes, images, containers.
@@ -316,14 +329,62 @@ pub(crate) struct DoctorArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
+  orchestrate runs                  # runs in ./runs
+  orchestrate runs /data --tag r3   # runs below /data that have the tag
+  orchestrate runs --json
+
+A run is `running` while a process of this machine has its folder open, `finished` when nothing is left to
+do, and else `stopped`. The result is the newest Pass@1, or the mean reward of the last step.")]
+pub(crate) struct RunsArgs {
+    /// Folder that is searched, three levels deep.
+    #[arg(default_value = "runs")]
+    pub(crate) folder: Utf8PathBuf,
+    /// List only runs with this tag (`run.tags`).
+    #[arg(long, value_name = "TAG")]
+    pub(crate) tag: Option<String>,
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  orchestrate status runs/first
+  watch -n 2 orchestrate status runs/first
+  orchestrate status runs/first --json | jq .status.waits[0]
+
+What a running command does is read from status.json in its folder, which it writes once a second. A stopped or
+finished run is described from its journal. Nothing in the folder is changed.")]
+pub(crate) struct StatusArgs {
+    /// Run folder.
+    pub(crate) run_dir: Utf8PathBuf,
+    /// Number of waits that are listed.
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub(crate) waits: usize,
+    /// Print JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
   orchestrate show runs/first                 # steps, evaluations, episodes
-  orchestrate show runs/first t000003.01      # one episode, turn by turn
+  orchestrate show runs/first --step 3 --last 50
+  orchestrate show runs/first t000003.01      # one episode: prompt, turns, patch, verdict
   orchestrate show runs/first v00000-00012.00 # an evaluation episode")]
 pub(crate) struct ShowArgs {
     /// Run folder.
     pub(crate) run_dir: Utf8PathBuf,
     /// Episode id, e.g. t000012.03.
     pub(crate) episode: Option<String>,
+    /// Number of newest attempts that are listed.
+    #[arg(long, value_name = "N", default_value_t = 12)]
+    pub(crate) last: u32,
+    /// List only training attempts of this step.
+    #[arg(long, value_name = "N")]
+    pub(crate) step: Option<u32>,
     /// Print JSON on standard output.
     #[arg(long)]
     pub(crate) json: bool,

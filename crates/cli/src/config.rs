@@ -12,12 +12,15 @@ use orchestrate_gateway::GatewaySection;
 use orchestrate_handoff::protocol::RoutingReplay;
 use orchestrate_handoff::{AlgorithmSection, HandoffSection, TrainerSection};
 use orchestrate_moe::infer::WeightFormat;
-use orchestrate_rollout::{AgentSection, RewardSection, RolloutSection, Scaffold};
+use orchestrate_rollout::{
+    AgentSection, RewardSection, RolloutSection, Scaffold, ToolServerSection,
+};
 use orchestrate_routing::RoutingSection;
 use orchestrate_sandbox::{DockerHostSection, SandboxSection};
 use orchestrate_settings::{
     Layers, NOT_SHOWN, Origins, Section, SectionKeys, at_least, documentation, settings,
 };
+use orchestrate_sinks::SinksSection;
 use orchestrate_types::{ConfigProblem, Found, has_credentials};
 use schemars::{JsonSchema, Schema};
 use serde::{Deserialize, Serialize};
@@ -148,6 +151,7 @@ sections! {
     sandbox: SandboxSection,
     embedded: EmbeddedSection,
     diagnostics: DiagnosticsSection,
+    sinks: SinksSection,
 }
 
 /// Removes the defaults of whole sections from the schema; those of their keys say it all.
@@ -191,17 +195,22 @@ fn read_limited(file: &Utf8Path) -> std::io::Result<String> {
     Ok(text)
 }
 
-/// Reads the plan that a run stored, by this version or an older one.
-pub(crate) fn load_plan(file: &Utf8Path) -> Result<Sections, ConfigError> {
-    let text = fs_err::read_to_string(file)
-        .map_err(|error| ConfigError::Unreadable { file: file.to_owned(), error })?;
-    parse_layer(file.as_str(), &text)
+/// Reads the plan that a run of this version or an older one stored; `name` stands for it in messages.
+pub(crate) fn parse_layer(name: &str, text: &str) -> Result<Sections, ConfigError> {
+    parse_plan(name, text, &[])
 }
 
-/// As [`load_plan`], from the text of the plan; `name` stands for it in messages.
-pub(crate) fn parse_layer(name: &str, text: &str) -> Result<Sections, ConfigError> {
+/// As [`parse_layer`], with assignments that win over the plan.
+pub(crate) fn parse_plan(
+    name: &str,
+    text: &str,
+    assignments: &[String],
+) -> Result<Sections, ConfigError> {
     let mut layers = Layers::of::<Sections>();
     layers.add_file(name, text);
+    for assignment in assignments {
+        layers.add_assignment(assignment);
+    }
     let sections = merged(layers)?;
     Ok(Sections { algorithm: sections.algorithm.clone().without_unused_norm(), ..sections })
 }
@@ -295,6 +304,10 @@ impl Sections {
         let hosts = (DockerHostSection::NAME, documentation::<DockerHostSection>());
         let after = pages.iter().position(|(name, _)| *name == SandboxSection::NAME);
         pages.insert(after.map_or(0, |index| index + 1), hosts);
+        // So are the tool servers of a scaffold.
+        let servers = (ToolServerSection::NAME, documentation::<ToolServerSection>());
+        let after = pages.iter().position(|(name, _)| *name == RolloutSection::NAME);
+        pages.insert(after.map_or(0, |index| index + 1), servers);
         let pages: Vec<String> = pages.into_iter().map(|(_, page)| page).collect();
         format!("{PAGE_HEAD}\n{}", pages.join("\n"))
     }

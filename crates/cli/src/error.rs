@@ -124,11 +124,23 @@ pub enum UsageError {
         /// The output.
         path: Utf8PathBuf,
     },
-    /// A resumed run was given settings.
-    #[error("a resumed run keeps the plan in {plan}; remove --config and --set")]
-    SettingsOfResumedRun {
+    /// A resumed run was given a config file.
+    #[error(
+        "a resumed run keeps the plan in {plan}; remove --config (--set changes addresses, limits and \
+         run.steps)"
+    )]
+    ConfigOfResumedRun {
         /// The recorded plan.
         plan: Utf8PathBuf,
+    },
+    /// A setting that cannot change in a run that has started.
+    #[error(
+        "{key} is fixed once a run has started; addresses, concurrency, time limits, run.steps, names and \
+         diagnostics may change (docs/src/operations.md lists them); for anything else start a new run"
+    )]
+    Fixed {
+        /// The setting.
+        key: String,
     },
     /// The output is one of the inputs.
     #[error("{path} is an input of this command and would be overwritten; choose another file")]
@@ -255,6 +267,11 @@ pub(crate) enum InputError {
 fn listed(skipped: usize) -> String {
     if skipped == 0 { String::new() } else { format!(", {skipped} listed in tasks.skip") }
 }
+
+/// A signal ended the command while it waited for servers. Exit code 130.
+#[derive(Debug, thiserror::Error)]
+#[error("stopped while the run was starting; nothing was sampled")]
+pub(crate) struct StoppedAtStart;
 
 /// A file that cannot be written. Exit code 6.
 #[derive(Debug, thiserror::Error)]

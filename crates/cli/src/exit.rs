@@ -1,7 +1,7 @@
 //! Exit codes, and the message of a failed command.
 
 use crate::config::ConfigError;
-use crate::error::{BrokenMeasurement, InputError, OutputError, UsageError};
+use crate::error::{BrokenMeasurement, InputError, OutputError, StoppedAtStart, UsageError};
 use crate::output;
 use clap::error::{ContextKind, ContextValue};
 use orchestrate_coordinator::{FailureClass, RunError};
@@ -12,7 +12,7 @@ use orchestrate_moe::CheckpointError;
 use orchestrate_moe::http::HttpSetupError;
 use orchestrate_moe::infer::EngineServeError;
 use orchestrate_moe::train::ServeTrainerError;
-use orchestrate_rollout::ChatError;
+use orchestrate_rollout::{ChatError, ToolServerError};
 use orchestrate_sandbox::{SandboxError, SandboxErrorKind};
 use orchestrate_store::StoreError;
 use orchestrate_tasks::load::{LoadError, Refused};
@@ -30,7 +30,7 @@ const USAGE: u8 = 2;
 const CONFIG: u8 = 3;
 /// 4: the inference engine.
 const ENGINE: u8 = 4;
-/// 5: Docker, a sandbox, or broken episodes.
+/// 5: Docker, a sandbox, a tool server, or broken episodes.
 const SANDBOX: u8 = 5;
 /// 6: run folder, journal, blobs or another output file; a full disk.
 const STORE: u8 = 6;
@@ -85,8 +85,13 @@ fn causes(error: &anyhow::Error) -> impl Iterator<Item = &(dyn Error + 'static)>
     })
 }
 
-/// Whether the cause is a full disk or an exceeded quota, on this machine or on the trainer's.
-fn is_disk_full(cause: &(dyn Error + 'static)) -> bool {
+/// Whether an error was caused by a full disk or an exceeded quota, on this machine or on the trainer's.
+pub(crate) fn is_disk_full(error: &anyhow::Error) -> bool {
+    causes(error).any(is_full)
+}
+
+/// Whether this cause is a full disk or an exceeded quota.
+fn is_full(cause: &(dyn Error + 'static)) -> bool {
     if let Some(error) = cause.downcast_ref::<io::Error>() {
         return matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
     }
@@ -112,7 +117,7 @@ fn is_disk_full(cause: &(dyn Error + 'static)) -> bool {
 const NO_SPACE: &str = "No space left on device";
 
 fn code(error: &anyhow::Error) -> u8 {
-    if causes(error).any(is_disk_full) {
+    if is_disk_full(error) {
         return STORE;
     }
     // A server that cannot load its model fails because of the model, not because of serving.
@@ -130,6 +135,9 @@ fn code(error: &anyhow::Error) -> u8 {
         return CONFIG;
     }
     for cause in causes(error) {
+        if cause.is::<StoppedAtStart>() {
+            return STOPPED;
+        }
         if let Some(run) = cause.downcast_ref::<RunError>() {
             return match run.class() {
                 FailureClass::Config => CONFIG,
@@ -148,7 +156,8 @@ fn code(error: &anyhow::Error) -> u8 {
         if cause.is::<EngineError>() || cause.is::<EngineServeError>() {
             return ENGINE;
         }
-        if cause.is::<SandboxError>() || cause.is::<BrokenMeasurement>() {
+        let is_tool_server = cause.is::<ToolServerError>();
+        if is_tool_server || cause.is::<SandboxError>() || cause.is::<BrokenMeasurement>() {
             return SANDBOX;
         }
         if cause.is::<StoreError>() || cause.is::<OutputError>() {
@@ -162,7 +171,7 @@ fn code(error: &anyhow::Error) -> u8 {
 }
 
 fn hint(error: &anyhow::Error) -> Option<&'static str> {
-    if causes(error).any(is_disk_full) {
+    if is_disk_full(error) {
         return Some(
             "free some space, then repeat the command (a run: with --resume); nothing finished is lost",
         );

@@ -6,11 +6,13 @@
 //! This is a library only so that `orchestrate-bench` reads settings, prints and exits the way
 //! `orchestrate` does; its public items are what the two programs share.
 
+mod amend;
 mod args;
 mod commands;
 mod config;
 mod error;
 mod exit;
+mod files;
 mod gateway;
 mod glob;
 mod grader;
@@ -20,8 +22,12 @@ pub mod output;
 pub mod process;
 mod progress;
 mod run_folder;
+mod sinks;
+mod spans;
+mod status;
 pub mod tables;
 mod task_source;
+mod tool_servers;
 mod wiring;
 
 pub use args::{ConfigSource, LogArgs};
@@ -39,7 +45,7 @@ use std::process::ExitCode;
 pub fn main() -> ExitCode {
     match Cli::try_parse() {
         Ok(cli) => {
-            output::init_logging(&cli.log);
+            output::init_logging(&cli.log, cli.command.has_status());
             process::block_on(dispatch(cli.command))
         }
         Err(error) => exit::usage(&error),
@@ -64,6 +70,8 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         Command::Tasks(args) => commands::tasks::run(args).await,
         Command::Config(args) => commands::config::run(args),
         Command::Doctor(args) => commands::doctor::run(args).await,
+        Command::Runs(args) => commands::runs::run(args).await,
+        Command::Status(args) => commands::status::run(args).await,
         Command::Show(args) => commands::show::run(args).await,
         Command::Analyze(args) => commands::analyze::run(args).await,
         Command::Compare(args) => commands::compare::run(args).await,

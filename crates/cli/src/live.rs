@@ -7,19 +7,31 @@ use orchestrate_handoff::protocol::StepState;
 use orchestrate_metrics::{EvalLine, StepLine, is_solved};
 use orchestrate_sandbox::ImageListener;
 use orchestrate_types::{Outcome, RunId};
+use serde::{Deserialize, Serialize};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Counters of the current stage.
+/// Counters of the current stage, as the status of the run has them.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct StageCounts {
+    /// The stage in words.
+    pub(crate) title: String,
+    /// Attempts under way.
+    pub(crate) in_flight: u64,
+    /// Episodes with an outcome, and those that the stage will have, as far as known.
+    pub(crate) ended: u64,
+    pub(crate) planned: u64,
+    pub(crate) solved: u64,
+    /// Attempts that the infrastructure broke.
+    pub(crate) broken: u64,
+    /// Groups that are trained on, and those without a gradient.
+    pub(crate) kept: u64,
+    pub(crate) dropped: u64,
+}
+
+/// The current stage.
 #[derive(Debug, Default)]
 struct Stage {
-    title: String,
-    in_flight: u64,
-    ended: u64,
-    planned: u64,
-    solved: u64,
-    broken: u64,
-    kept: u64,
-    dropped: u64,
+    counts: StageCounts,
     last_kl: Option<f64>,
     /// An evaluation without training.
     standalone: bool,
@@ -43,6 +55,11 @@ impl View {
     pub(crate) fn reporter(&self) -> Arc<dyn Reporter> {
         let view = self.clone();
         Arc::new(move |event: &Event| view.show(event))
+    }
+
+    /// The counters of the current stage.
+    pub(crate) fn counts(&self) -> StageCounts {
+        self.stage.lock().unwrap_or_else(PoisonError::into_inner).counts.clone()
     }
 
     /// Receives the progress of image pulls and builds.
@@ -78,12 +95,12 @@ impl View {
             }
             Event::StepSampling { step, groups, group_size } => {
                 let kl = stage.last_kl;
-                *stage = Stage {
+                let counts = StageCounts {
                     title: format!("step {step}/{} rollout", self.steps),
                     planned: u64::from(*groups) * u64::from(*group_size),
-                    last_kl: kl,
-                    ..Stage::default()
+                    ..StageCounts::default()
                 };
+                *stage = Stage { counts, last_kl: kl, ..Stage::default() };
             }
             Event::EvalStarted { round, episodes } => {
                 let kl = stage.last_kl;
@@ -92,19 +109,15 @@ impl View {
                 } else {
                     format!("evaluation after step {round}")
                 };
-                *stage = Stage {
-                    title,
-                    planned: *episodes as u64,
-                    last_kl: kl,
-                    standalone: stage.standalone,
-                    ..Stage::default()
-                };
+                let counts =
+                    StageCounts { title, planned: *episodes as u64, ..StageCounts::default() };
+                *stage = Stage { counts, last_kl: kl, standalone: stage.standalone };
             }
             Event::GroupOpened { group, task_id } => {
                 tracing::debug!(group_id = %group, task_id, "group opened");
             }
             Event::AttemptStarted { attempt } => {
-                stage.in_flight += 1;
+                stage.counts.in_flight += 1;
                 tracing::debug!(%attempt, "attempt started");
             }
             Event::AttemptEnded { attempt, outcome, turns } => {
@@ -116,9 +129,9 @@ impl View {
             }
             Event::GroupDecided { dropped, .. } => {
                 if dropped.is_some() {
-                    stage.dropped += 1;
+                    stage.counts.dropped += 1;
                 } else {
-                    stage.kept += 1;
+                    stage.counts.kept += 1;
                 }
             }
             Event::Training { step, state } => stage.training(*step, self.steps, state),
@@ -136,21 +149,22 @@ impl View {
                     .line("stopping: episodes end after their current turn (Ctrl-C again: now)");
             }
         }
-        self.progress.update(stage.ended, stage.planned.max(stage.ended).max(1), &stage.message());
+        let StageCounts { ended, planned, .. } = stage.counts;
+        self.progress.update(ended, planned.max(ended).max(1), &stage.message());
     }
 }
 
 impl Stage {
     fn ended(&mut self, attempt: &orchestrate_types::AttemptId, outcome: &Outcome, turns: usize) {
-        self.in_flight = self.in_flight.saturating_sub(1);
+        self.counts.in_flight = self.counts.in_flight.saturating_sub(1);
         match outcome {
             Outcome::Scored { reward } | Outcome::Truncated { reward, .. } => {
-                self.ended += 1;
-                self.solved += u64::from(is_solved(*reward));
+                self.counts.ended += 1;
+                self.counts.solved += u64::from(is_solved(*reward));
             }
             Outcome::Aborted { .. } => {}
             Outcome::Broken { stage, error } => {
-                self.broken += 1;
+                self.counts.broken += 1;
                 tracing::warn!(%attempt, %stage, error, "attempt broken");
             }
         }
@@ -164,20 +178,21 @@ impl Stage {
             StepState::Done { .. } => "done".to_owned(),
             StepState::Failed { error } => format!("failed: {error}"),
         };
-        self.title = format!("step {step}/{steps} training: {phase}");
+        self.counts.title = format!("step {step}/{steps} training: {phase}");
     }
 
     fn message(&self) -> String {
-        let mut text = format!("{}  in flight {}", self.title, self.in_flight);
-        if self.ended > 0 {
-            let rate = 100.0 * self.solved as f64 / self.ended as f64;
+        let counts = &self.counts;
+        let mut text = format!("{}  in flight {}", counts.title, counts.in_flight);
+        if counts.ended > 0 {
+            let rate = 100.0 * counts.solved as f64 / counts.ended as f64;
             text = format!("{text}  pass {rate:.0}%");
         }
-        if self.kept + self.dropped > 0 {
-            text = format!("{text}  groups {}+{} dropped", self.kept, self.dropped);
+        if counts.kept + counts.dropped > 0 {
+            text = format!("{text}  groups {}+{} dropped", counts.kept, counts.dropped);
         }
-        if self.broken > 0 {
-            text = format!("{text}  broken {}", self.broken);
+        if counts.broken > 0 {
+            text = format!("{text}  broken {}", counts.broken);
         }
         if let Some(kl) = self.last_kl {
             text = format!("{text}  KL {kl:.1e}");

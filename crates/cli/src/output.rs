@@ -5,32 +5,35 @@
 //! [`raw`] is for scripts alone. Messages and logs never contain the password of a URL.
 
 use crate::args::LogArgs;
+use crate::spans;
 use orchestrate_tasks::{printable, printable_lines};
 use orchestrate_types::{is_unprintable, without_credentials};
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 use std::sync::OnceLock;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{EnvFilter, Layer as _};
 
 /// Maximum number of characters of one message.
 const MESSAGE_CHARS: usize = 200_000;
 /// Maximum number of characters of one line of the log.
 const LOG_CHARS: usize = 20_000;
 
-/// Starts logging to standard error.
-pub fn init_logging(args: &LogArgs) {
+/// Starts logging to standard error and, `with_status`, keeps the open spans for the status of a run.
+pub fn init_logging(args: &LogArgs, with_status: bool) {
     let level = match args.verbose {
         0 => "warn",
         1 => "debug",
         _ => "trace",
     };
     let default = format!("{level},hyper=warn,hyper_util=warn,bollard=warn,sqlx=warn");
-    tracing_subscriber::fmt()
-        .with_env_filter(EnvFilter::new(args.log_filter.as_ref().unwrap_or(&default)))
+    let log = tracing_subscriber::fmt::layer()
         .with_writer(EscapedLog::default)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(args.verbose > 0)
-        .init();
+        .with_filter(EnvFilter::new(args.log_filter.as_ref().unwrap_or(&default)));
+    tracing_subscriber::registry().with(log).with(with_status.then(spans::layer)).init();
 }
 
 /// The first error of writing to standard output.

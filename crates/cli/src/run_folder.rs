@@ -1,25 +1,27 @@
 //! The folder of a run or an evaluation: its plan and its journal.
 
+use crate::amend;
 use crate::args::ConfigSource;
 use crate::config::{self, ConfigError, Sections, Settings};
 use crate::error::UsageError;
+use crate::files::write_whole;
 use crate::wiring;
 use anyhow::Context;
-use camino::Utf8Path;
-use orchestrate_coordinator::RunError;
+use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_engine::{EngineKind, EngineSettings};
-use orchestrate_store::{JOURNAL_FILE, NewRun, Store, StoreError, check_new};
+use orchestrate_store::{
+    JOURNAL_FILE, LOCK_FILE, NewRun, Reader, RunHold, Store, StoreError, check_new,
+};
 use orchestrate_tasks::load;
 use orchestrate_types::{ConfigProblem, RunId};
-use std::fs::Permissions;
-use std::io::Write as _;
-use std::os::unix::fs::PermissionsExt as _;
+use std::io::ErrorKind;
+use std::time::Duration;
 
 /// The recorded plan inside a run folder.
 pub(crate) const PLAN_FILE: &str = "plan.toml";
 
 /// Records the plan of a new run or evaluation, with every default filled in, and creates its journal.
-pub(crate) async fn create(folder: &Utf8Path, raw: &Sections) -> anyhow::Result<(Settings, Store)> {
+pub(crate) async fn create(folder: &Utf8Path, raw: &Sections) -> anyhow::Result<Opened> {
     let mut raw = raw.with_defaults()?;
     pin_data_sets(&mut raw).await?;
     let settings = raw.check()?;
@@ -33,7 +35,8 @@ pub(crate) async fn create(folder: &Utf8Path, raw: &Sections) -> anyhow::Result<
     if !folder.join(JOURNAL_FILE).exists() {
         write_whole(&folder.join(PLAN_FILE), &plan)?;
     }
-    Ok((settings, Store::create(folder, &new).await?))
+    let store = Store::create(folder, &new).await?;
+    Ok(Opened { settings, store, changes: Vec::new() })
 }
 
 /// Fails if `folder` holds a run already, as [`create`] would.
@@ -65,58 +68,171 @@ async fn pin_data_sets(raw: &mut Sections) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Opens a run or evaluation that was stopped, killed or finished; `source` must be empty.
-pub(crate) async fn resume(
-    folder: &Utf8Path,
-    source: &ConfigSource,
-) -> anyhow::Result<(Settings, Store)> {
-    anyhow::ensure!(
-        source.files.is_empty() && source.sets.is_empty(),
-        UsageError::SettingsOfResumedRun { plan: folder.join(PLAN_FILE) }
-    );
+/// A run or evaluation that is open for writing.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    /// What it runs with: its plan, all recorded changes, and those of this command.
+    pub(crate) settings: Settings,
+    pub(crate) store: Store,
+    /// Changes of this command, which [`Opened::store`] has not recorded yet: a start that fails leaves
+    /// the settings as they were.
+    pub(crate) changes: Vec<String>,
+}
+
+/// Opens a run or evaluation that was stopped, killed or finished; `source` may change some settings.
+pub(crate) async fn resume(folder: &Utf8Path, source: &ConfigSource) -> anyhow::Result<Opened> {
     let path = folder.join(PLAN_FILE);
+    anyhow::ensure!(source.files.is_empty(), UsageError::ConfigOfResumedRun { plan: path });
+    // Unknown keys and values are reported before the rule for a run that has started.
+    config::load(source)?;
     if path.exists() && !folder.join(JOURNAL_FILE).exists() {
         // Killed between plan and journal: nothing was started.
-        let raw = config::load_plan(&path)?;
+        let text = read_plan(&path)?;
+        let raw = amend::amended(&path, &text, &source.sets)?;
         return create(folder, &raw).await;
     }
+    amend::check(&source.sets)?;
     let store = Store::open(folder).await?;
-    let text = fs_err::read_to_string(&path)
-        .map_err(|error| ConfigError::Unreadable { file: path.clone(), error })?;
-    let recorded = store.reader().run().await?.plan_digest;
+    let reader = store.reader();
     anyhow::ensure!(
-        digest(&text) == recorded,
+        digest(&read_plan(&path)?) == reader.run().await?.plan_digest,
         ConfigError::Layer {
             name: path.to_string(),
             error: "was changed after the run started; restore it, or start a new run".into(),
         }
     );
-    let raw: Sections = config::parse_layer(path.as_str(), &text)?;
-    Ok((raw.check()?, store))
+    let before = planned(folder, reader, &[]).await?.check()?;
+    let settings = planned(folder, reader, &source.sets).await?.check()?;
+    check_changes(&before, &settings, reader).await?;
+    Ok(Opened { settings, store, changes: source.sets.clone() })
+}
+
+/// The recorded plan of a run with all recorded changes, and then `changes`.
+pub(crate) async fn planned(
+    folder: &Utf8Path,
+    reader: &Reader,
+    changes: &[String],
+) -> anyhow::Result<Sections> {
+    let path = folder.join(PLAN_FILE);
+    let text = read_plan(&path)?;
+    let recorded = reader.amendments().await?.into_iter().map(|row| row.assignment);
+    let all: Vec<String> = recorded.chain(changes.iter().cloned()).collect();
+    Ok(amend::amended(&path, &text, &all)?)
+}
+
+fn read_plan(path: &Utf8Path) -> Result<String, ConfigError> {
+    fs_err::read_to_string(path)
+        .map_err(|error| ConfigError::Unreadable { file: path.to_owned(), error })
+}
+
+/// Refuses changes that the values themselves allow, but the state of the run does not.
+async fn check_changes(before: &Settings, after: &Settings, reader: &Reader) -> anyhow::Result<()> {
+    let mut problems = Vec::new();
+    let begun = reader.steps().await?.iter().map(|row| row.step).max().unwrap_or(0);
+    if after.run.steps < begun && after.run.steps != before.run.steps {
+        let remedy = format!("must be at least {begun}: that step has started");
+        problems.push(ConfigProblem::new("run.steps", after.run.steps, remedy));
+    }
+    let is_embedded = |settings: &Settings| settings.engine.is_embedded();
+    if is_embedded(before) != is_embedded(after) {
+        let remedy =
+            "must stay as it is: the run samples with the embedded engine; start a new run";
+        problems.push(ConfigProblem::new("engine.url", "an address", remedy));
+    }
+    if before.trainer.url.is_some() != after.trainer.url.is_some() {
+        let remedy =
+            "must stay as it is: the run trains with the embedded trainer; start a new run";
+        problems.push(ConfigProblem::new("trainer.url", "an address", remedy));
+    }
+    if problems.is_empty() { Ok(()) } else { Err(ConfigError::Problems(problems).into()) }
+}
+
+/// Entries of a run folder that this program makes.
+const ENTRIES: [&str; 18] = [
+    PLAN_FILE,
+    "status.json",
+    "tool-servers.json",
+    "metrics.jsonl",
+    "metrics.csv",
+    "metrics.parquet",
+    "report.html",
+    "predictions.jsonl",
+    "tensorboard",
+    "routing",
+    "checkpoints",
+    "batches",
+    "blobs",
+    "logs",
+    "orchestrate.db-wal",
+    "orchestrate.db-shm",
+    JOURNAL_FILE,
+    // Last, because a folder with a lock and without a journal is refused.
+    LOCK_FILE,
+];
+
+/// What a folder held before a run was created in it.
+#[derive(Debug)]
+pub(crate) struct Before {
+    folder: Utf8PathBuf,
+    existed: bool,
+    /// Which of [`ENTRIES`] it held.
+    entries: Vec<&'static str>,
+}
+
+impl Before {
+    /// Looks at the folder of a run that is about to be created.
+    pub(crate) fn of(folder: &Utf8Path) -> Self {
+        let is_there = |name: &&str| folder.join(name).symlink_metadata().is_ok();
+        let entries = ENTRIES.into_iter().filter(is_there).collect();
+        Self { folder: folder.to_owned(), existed: folder.exists(), entries }
+    }
+
+    /// Removes what a failed start has written, unless something was sampled: the corrected command can then
+    /// use the same folder. Files of others stay. Returns whether it did. The journal must be closed.
+    pub(crate) async fn restore(self) -> anyhow::Result<bool> {
+        if self.entries.contains(&JOURNAL_FILE) || !self.folder.join(JOURNAL_FILE).exists() {
+            return Ok(false);
+        }
+        // No other process resumes the run meanwhile.
+        let Some(_hold) = hold(&self.folder).await? else { return Ok(false) };
+        let reader = Reader::open(&self.folder).await?;
+        let has_begun = reader.has_begun().await;
+        reader.close().await;
+        if has_begun? {
+            return Ok(false);
+        }
+        for name in ENTRIES.into_iter().filter(|name| !self.entries.contains(name)) {
+            let path = self.folder.join(name);
+            let removed = match path.symlink_metadata() {
+                Ok(meta) if meta.is_dir() => fs_err::remove_dir_all(&path),
+                Ok(_) => fs_err::remove_file(&path),
+                Err(error) => Err(error),
+            };
+            match removed {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error.into()),
+                Ok(()) | Err(_) => {}
+            }
+        }
+        if !self.existed {
+            // Unless others have put something into it.
+            let _ = std::fs::remove_dir(&self.folder);
+        }
+        Ok(true)
+    }
+}
+
+/// Keeps other processes out of a run folder; `None` if one is in it. A sink of this process may need a moment
+/// to let it go.
+async fn hold(folder: &Utf8Path) -> Result<Option<RunHold>, StoreError> {
+    for _ in 0..20 {
+        match RunHold::take(folder) {
+            Err(StoreError::Locked { .. }) => tokio::time::sleep(Duration::from_millis(100)).await,
+            held => return held.map(Some),
+        }
+    }
+    Ok(None)
 }
 
 fn digest(plan: &str) -> String {
     blake3::hash(plan.as_bytes()).to_hex().to_string()
-}
-
-/// Writes a file atomically, and creates missing parent folders. A link is followed; a device or a
-/// pipe is written to, not replaced.
-pub(crate) fn write_whole(path: &Utf8Path, text: &str) -> Result<(), RunError> {
-    let write = || {
-        let target = path.canonicalize_utf8().unwrap_or_else(|_| path.to_owned());
-        if target.metadata().is_ok_and(|meta| !meta.is_file() && !meta.is_dir()) {
-            return fs_err::write(&target, text);
-        }
-        let folder = target.parent().unwrap_or(&target);
-        fs_err::create_dir_all(folder)?;
-        // Removed on an error.
-        let mut file = tempfile::Builder::new()
-            .permissions(Permissions::from_mode(0o600))
-            .tempfile_in(folder)?;
-        file.write_all(text.as_bytes())?;
-        file.as_file().sync_all()?;
-        file.persist(&target).map_err(|error| error.error)?;
-        Ok(())
-    };
-    write().map_err(|source| RunError::File { path: path.to_owned(), source })
 }

@@ -5,7 +5,7 @@ use crate::args::ConfigSource;
 use crate::config::{self, Settings};
 use crate::error::UsageError;
 use crate::gateway::{self, Gateway, NoSandboxes};
-use crate::{images, output, task_source};
+use crate::{images, output, task_source, tool_servers};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use futures::future::join_all;
@@ -56,6 +56,18 @@ impl Servers {
     fn new() -> Self {
         let cancel = CancellationToken::new();
         Self { tasks: JoinSet::new(), _guard: cancel.clone().drop_guard(), cancel }
+    }
+
+    /// Starts another server, which serves until its token is cancelled.
+    pub(crate) fn add<F>(&mut self, serve: impl FnOnce(CancellationToken) -> F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let serving = serve(self.cancel.clone());
+        self.tasks.spawn(async {
+            serving.await;
+            Ok(())
+        });
     }
 
     /// Does `work`; fails if an embedded server ends first.
@@ -401,25 +413,29 @@ async fn outside_parts(
     // Last: from now on workers can take episodes.
     let gateway = Gateway::listen(&settings.gateway).await?;
     let outside = Some(gateway.outside());
-    let cancel = servers.cancel.clone();
-    servers.tasks.spawn(async move {
-        gateway.serve(cancel).await;
-        Ok(())
-    });
+    servers.add(|stop| gateway.serve(stop));
     Ok(Parts::new(EpisodeRunner { outside, ..runner }, tasks))
 }
 
-/// Connects the engine, and builds the runner of episodes.
+/// Connects the tool servers and the engine, and builds the runner of episodes.
 async fn runner(
     settings: &Settings,
     folder: &Utf8Path,
     servers: &mut Servers,
     sandboxes: Arc<dyn SandboxProvider>,
 ) -> anyhow::Result<EpisodeRunner> {
+    let tool_servers = tool_servers::connect(settings, folder).await?;
     let engine: Arc<dyn Engine> =
         Arc::new(engine(settings, servers, (&settings.engine.model, folder)).await?);
-    let chat =
-        ChatModel::load_for(settings.engine.tokenizer_folder(), settings.rollout.chat_options())?;
+    let options = settings.rollout.chat_options(tool_servers.schemas());
+    let chat = ChatModel::load_for(settings.engine.tokenizer_folder(), options)?;
+    let has_tools = !tool_servers.schemas().is_empty();
+    if has_tools && !engine.takes_messages() && !chat.shows_tools() {
+        output::say(
+            "warning: the chat template shows no tools, so the policy does not see those of the tool \
+             servers: describe them in rollout.system_prompt",
+        );
+    }
     Ok(EpisodeRunner {
         engine,
         sandboxes,
@@ -427,6 +443,7 @@ async fn runner(
         plan: Arc::new(settings.rollout.clone()),
         agent: None,
         outside: None,
+        tool_servers,
         container_limits: limits(settings),
         rules: settings.reward.rules(),
         logs: Some(GradeLogs { root: folder.to_owned(), model: model_name(settings) }),

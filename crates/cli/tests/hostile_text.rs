@@ -130,29 +130,4 @@ fn files_are_private_whatever_the_mask_was() {
     ]);
     assert!(graded.status.success(), "{graded:?}");
     assert_eq!(mode(&report), 0o600);
-    // The run does not get far without an engine, but its folder and plan are there.
-    let run = path("runs/run");
-    orchestrate(&[
-        "run",
-        "--run-dir",
-        &run,
-        "--set",
-        "engine.url=http://127.0.0.1:9",
-        "--set",
-        "engine.start_timeout=0.1",
-        "--set",
-        "sandbox.docker_host=unix:///nonexistent.sock",
-        "--set",
-        &format!("engine.model={}/../../environments/micro/policy", env!("CARGO_MANIFEST_DIR")),
-    ]);
-    for folder in ["runs", "runs/run"] {
-        assert_eq!(mode(&path(folder)), 0o700, "{folder}");
-    }
-    for entry in std::fs::read_dir(&run).unwrap() {
-        let file = entry.unwrap().path();
-        let wanted = if file.is_dir() { 0o700 } else { 0o600 };
-        assert_eq!(mode(file.to_str().unwrap()), wanted, "{}", file.display());
-    }
-    assert_eq!(mode(&path("runs/run/plan.toml")), 0o600);
-    assert_eq!(mode(&path("runs/run/orchestrate.db")), 0o600);
 }

@@ -68,7 +68,7 @@ fn forecast_reports_what_would_stop_the_run_at_its_start() {
         temp.path().to_str().unwrap(),
         "--resume",
         "--set",
-        "run.steps=1",
+        "run.seed=1",
     ]);
     assert_eq!(code, Some(2), "{error}");
 }

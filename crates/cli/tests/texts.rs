@@ -228,7 +228,7 @@ fn output_of_every_exit_status() {
         &["gc"],
         &["gc", "--run-dir", &absent],
         &["warm-start", "--out", &empty, "--from", &absent],
-        &["serve-engine", "--model", &absent, "--listen", "127.0.0.1:39741"],
+        &["serve-engine", "--model", &absent, "--listen", "127.0.0.1:21741"],
         &["serve-engine", "--model", &empty, "--listen", "nowhere"],
         &[
             "serve-trainer",
@@ -237,7 +237,7 @@ fn output_of_every_exit_status() {
             "--checkpoints",
             &empty,
             "--listen",
-            "127.0.0.1:39742",
+            "127.0.0.1:21742",
         ],
         &["completions", "nosuch"],
     ];

@@ -14,6 +14,10 @@ settings! {
     /// How long the run is, and when it is evaluated.
     [run] pub RunSection -> RunSettings, check: check_run;
 
+    /// What the run is called where runs are listed.
+    name: Option<String> = None => "the folder's name", not_blank("must be a name; leave it out for none");
+    /// Words by which runs can be found where they are listed.
+    tags: Vec<String> = Vec::new();
     /// Seed of the order of tasks and of every episode.
     seed: u64 = 0;
     /// Global steps.

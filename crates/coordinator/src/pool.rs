@@ -171,7 +171,7 @@ async fn run_episode(
         let permit = tokio::select! {
             biased;
             () = context.stop.drain.cancelled() => return Ok(EpisodeEnd::Stopped),
-            permit = context.in_flight.acquire() => permit,
+            permit = context.in_flight.acquire().instrument(tracing::info_span!("queue")) => permit,
         };
         let attempt = match context.store.claim_attempt(episode).await? {
             Claim::Attempt(attempt) => attempt,

@@ -62,6 +62,7 @@ pub struct EngineInfo {
 ///         },
 ///         priority: 0,
 ///         deadline: Duration::from_secs(60),
+///         listener: None,
 ///     })
 ///     .await?;
 ///

@@ -5,8 +5,9 @@ use crate::api::{Engine, EngineInfo};
 use crate::capability::Severity;
 use crate::dialect::{Capabilities, Dialect, GenerateOptions};
 use crate::error::{EngineError, EngineErrorKind, ErrorDetail};
+use crate::frames::new_tokens;
 use crate::generation::{Reply, VersionSpan};
-use crate::http::{Server, send};
+use crate::http::{Server, send, send_streaming};
 use crate::reply::{CheckedReply, ExpectedReply};
 use crate::request::{GenerateRequest, Prompt, TokenPrompt};
 use async_trait::async_trait;
@@ -78,6 +79,8 @@ pub struct Client<D> {
     sync_timeout: Duration,
     /// Whether the server was started for priorities. Otherwise it refuses them.
     priorities: AtomicBool,
+    /// Whether it can stream replies. Unknown before the first probe, when nothing is streamed.
+    streams: AtomicBool,
     /// Number of data-parallel ranks behind the address.
     ranks: AtomicUsize,
     /// Maximum sequence length in tokens: the smaller of the model's and the server's.
@@ -102,6 +105,7 @@ impl<D: Dialect> Client<D> {
             require_routed_experts: options.require_routed_experts,
             sync_timeout: options.sync_timeout,
             priorities: AtomicBool::new(false),
+            streams: AtomicBool::new(false),
             ranks: AtomicUsize::new(1),
             weights: Mutex::new(Weights::NotSynced),
             syncing: tokio::sync::Mutex::new(()),
@@ -126,6 +130,7 @@ impl<D: Dialect> Client<D> {
     pub(crate) async fn query_capabilities(&self) -> Result<Capabilities, EngineError> {
         let found = D::capabilities(&self.server, &self.shape).await?;
         self.priorities.store(found.priorities, Ordering::Relaxed);
+        self.streams.store(D::STREAMS && !found.streams_increments, Ordering::Relaxed);
         self.ranks.store(found.ranks.max(1), Ordering::Relaxed);
         let context = found.info.context.unwrap_or(usize::MAX).min(self.shape.context);
         self.context.store(context, Ordering::Relaxed);
@@ -229,7 +234,10 @@ impl<D: Dialect> Client<D> {
             }
         };
         let send_priority = self.priorities.load(Ordering::Relaxed);
-        let options = GenerateOptions { max_new_tokens, send_priority, rank };
+        let listener = request.listener.as_deref();
+        let streamed = listener.filter(|_| self.streams.load(Ordering::Relaxed));
+        let options =
+            GenerateOptions { max_new_tokens, send_priority, rank, stream: streamed.is_some() };
         let body = D::body(request, prompt, &options);
         let mut post = self.server.sampling_request(D::GENERATE, body, &request.session);
         if let (Some(header), Some(rank)) = (D::RANK_HEADER, rank) {
@@ -243,7 +251,21 @@ impl<D: Dialect> Client<D> {
             shape: Arc::clone(&self.shape),
             serving,
         };
-        let body = send(post, request.deadline, expected.body_limit()).await;
+        if let Some(listener) = listener {
+            listener.begin();
+        }
+        let body = match streamed {
+            None => send(post, request.deadline, expected.body_limit()).await,
+            Some(listener) => {
+                let mut known = 0;
+                let progress = |frame: &[u8]| {
+                    let new = new_tokens(frame, known);
+                    known += new.len();
+                    listener.sampled(&new);
+                };
+                send_streaming(post, request.deadline, expected.body_limit(), progress).await
+            }
+        };
         if matches!(body, Err(EngineErrorKind::TimedOut(_))) {
             // The closed connection aborts the request, too, but only when the server notices.
             if let Err(error) = D::abort(&self.server, &request.request_id).await {

@@ -17,6 +17,9 @@ pub trait Dialect: Debug + Send + Sync + Sized + 'static {
     const GENERATE: &'static str;
     /// Header that names the data-parallel rank, for servers that do not read it from the body.
     const RANK_HEADER: Option<&'static str>;
+    /// Whether a streamed reply repeats in each frame what was sampled so far, so that the last frame is
+    /// the whole reply. Replies of other servers are not streamed.
+    const STREAMS: bool;
 
     /// The JSON body of a request that samples. `prompt` is the request's prompt.
     fn body(request: &GenerateRequest, prompt: &TokenPrompt, options: &GenerateOptions) -> String;
@@ -66,6 +69,8 @@ pub struct GenerateOptions {
     pub send_priority: bool,
     /// The data-parallel rank that is to answer; `None` leaves the choice to the server.
     pub rank: Option<usize>,
+    /// Whether the reply is to be streamed.
+    pub stream: bool,
 }
 
 /// Properties of a server, as it reports them.
@@ -79,6 +84,8 @@ pub struct Capabilities {
     pub facts: Vec<(&'static str, String)>,
     /// Whether it supports priorities, higher first.
     pub priorities: bool,
+    /// Whether it was set to stream new tokens alone, against [`Dialect::STREAMS`].
+    pub streams_increments: bool,
     /// Data-parallel ranks that a request can name, at least 1.
     pub ranks: usize,
 }

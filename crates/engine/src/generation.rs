@@ -161,12 +161,9 @@ impl Generation {
     }
 
     /// Keeps the first `tokens` sampled tokens and their rows, as if the last of them had been a
-    /// stop token. Does nothing if there are no more tokens than that.
+    /// stop token. Does nothing if there are fewer tokens.
     pub fn stop_after(&mut self, tokens: usize) {
-        let dropped = self.sampled.output_ids.len().saturating_sub(tokens);
-        if dropped == 0 {
-            return;
-        }
+        let Some(dropped) = self.sampled.output_ids.len().checked_sub(tokens) else { return };
         let SampledTokens { output_ids, logprobs, versions } = &mut self.sampled;
         output_ids.truncate(tokens);
         logprobs.truncate(tokens);
@@ -238,7 +235,8 @@ mod tests {
             let expected: Vec<u8> =
                 (60..63 + left - 1).map(|t| u8::try_from(t % 8).unwrap()).collect();
             assert_eq!(rows.to_vec(), expected);
-            let finish = if kept < 5 { Finish::Stop } else { Finish::Abort };
+            // An aborted reply whose last token ends it must not be continued.
+            let finish = if kept <= 5 { Finish::Stop } else { Finish::Abort };
             assert_eq!(generation.finish(), &finish);
         }
     }

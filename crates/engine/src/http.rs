@@ -1,11 +1,12 @@
 //! One HTTP exchange with an engine: bounded in time and bytes, with errors of our own types.
 
 use crate::error::{EngineError, EngineErrorKind, ErrorDetail};
+use crate::frames::{Frames, error_of};
 use bytes::Bytes;
 use orchestrate_settings::TlsClientPem;
 use orchestrate_types::TokenId;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
-use reqwest::{Method, RequestBuilder, Url};
+use reqwest::{Method, RequestBuilder, Response, Url};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -272,33 +273,85 @@ pub(crate) async fn send(
         .unwrap_or(Err(EngineErrorKind::TimedOut(timeout)))
 }
 
-async fn read(request: RequestBuilder, limit: usize) -> Result<Bytes, EngineErrorKind> {
+/// Like [`send`], for a reply that is an event stream: `progress` gets its frames as they arrive, and
+/// the last one is returned.
+pub(crate) async fn send_streaming(
+    request: RequestBuilder,
+    timeout: Duration,
+    limit: usize,
+    progress: impl FnMut(&[u8]),
+) -> Result<Bytes, EngineErrorKind> {
+    tokio::time::timeout(timeout, read_frames(request, limit, progress))
+        .await
+        .unwrap_or(Err(EngineErrorKind::TimedOut(timeout)))
+}
+
+async fn read_frames(
+    request: RequestBuilder,
+    limit: usize,
+    mut progress: impl FnMut(&[u8]),
+) -> Result<Bytes, EngineErrorKind> {
     let mut response = request.send().await.map_err(unreachable)?;
-    let status = response.status();
-    if status.is_success() {
-        let announced = response.content_length().unwrap_or(0);
-        if announced > limit as u64 {
+    if !response.status().is_success() {
+        return Err(refusal(response).await);
+    }
+    let content_type = response.headers().get(CONTENT_TYPE);
+    if !content_type.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream")) {
+        // It answers whole, as some routers do.
+        return whole(response, limit).await;
+    }
+    let mut frames = Frames::default();
+    while let Some(chunk) = response.chunk().await.map_err(unreachable)? {
+        if frames.push(&chunk) {
+            progress(frames.newest());
+        }
+        // A frame and the beginning of the next one.
+        if frames.held() > limit.saturating_mul(2) {
             return Err(too_long(limit));
         }
-        // The first chunk is nearly always the whole body.
-        let mut first = Bytes::new();
-        let mut body = Vec::new();
-        while let Some(chunk) = response.chunk().await.map_err(unreachable)? {
-            if first.len().max(body.len()) + chunk.len() > limit {
-                return Err(too_long(limit));
-            }
-            if first.is_empty() {
-                first = chunk;
-                continue;
-            }
-            if body.is_empty() {
-                body.reserve_exact(usize::try_from(announced).unwrap_or(0));
-                body.extend_from_slice(&first);
-            }
-            body.extend_from_slice(&chunk);
-        }
-        return Ok(if body.is_empty() { first } else { Bytes::from(body) });
     }
+    let last = frames.into_last();
+    error_of(&last).map_or_else(|| Ok(Bytes::from(last)), Err)
+}
+
+async fn read(request: RequestBuilder, limit: usize) -> Result<Bytes, EngineErrorKind> {
+    let response = request.send().await.map_err(unreachable)?;
+    if response.status().is_success() {
+        whole(response, limit).await
+    } else {
+        Err(refusal(response).await)
+    }
+}
+
+/// The body of a successful reply.
+async fn whole(mut response: Response, limit: usize) -> Result<Bytes, EngineErrorKind> {
+    let announced = response.content_length().unwrap_or(0);
+    if announced > limit as u64 {
+        return Err(too_long(limit));
+    }
+    // The first chunk is nearly always the whole body.
+    let mut first = Bytes::new();
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(unreachable)? {
+        if first.len().max(body.len()) + chunk.len() > limit {
+            return Err(too_long(limit));
+        }
+        if first.is_empty() {
+            first = chunk;
+            continue;
+        }
+        if body.is_empty() {
+            body.reserve_exact(usize::try_from(announced).unwrap_or(0));
+            body.extend_from_slice(&first);
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(if body.is_empty() { first } else { Bytes::from(body) })
+}
+
+/// The error that a reply without success stands for.
+async fn refusal(mut response: Response) -> EngineErrorKind {
+    let status = response.status();
     let retry_after = response.headers().get(RETRY_AFTER).and_then(parse_retry_after);
     let mut body = Vec::new();
     while body.len() < ERROR_LIMIT {
@@ -309,7 +362,7 @@ async fn read(request: RequestBuilder, limit: usize) -> Result<Bytes, EngineErro
         }
     }
     let message = error_message(&body).unwrap_or_else(|| excerpt(&body));
-    Err(EngineErrorKind::Refused { status: status.as_u16(), message, retry_after })
+    EngineErrorKind::Refused { status: status.as_u16(), message, retry_after }
 }
 
 /// The pause that `Retry-After` requests, in seconds. The date form is ignored: it would need

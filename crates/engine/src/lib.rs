@@ -18,6 +18,7 @@ mod config;
 mod dialect;
 mod error;
 mod fleet;
+mod frames;
 mod generation;
 mod http;
 mod kind;
@@ -39,7 +40,9 @@ pub use fleet::{Fleet, FleetOptions, FleetWorker, WorkerStatus, discover};
 pub use generation::{Finish, Generation, MessageReply, Reply, SampledTokens, VersionSpan};
 pub use kind::EngineKind;
 pub use message::{AssistantMessage, ChatMessage, FunctionCall, ToolCall};
-pub use request::{GenerateRequest, MessagePrompt, Prompt, Sampling, SessionOpening, TokenPrompt};
+pub use request::{
+    GenerateRequest, MessagePrompt, Prompt, Sampling, SessionOpening, TokenListener, TokenPrompt,
+};
 pub use sglang::Sglang;
 pub use vllm::Vllm;
 

@@ -221,6 +221,7 @@ impl<D: Dialect> Probe<'_, D> {
             },
             priority: 0,
             deadline: DEADLINE,
+            listener: None,
         };
         // Always the same rank: each has its own prefix cache.
         let rank = (self.client.data_parallel_ranks() > 1).then_some(0);

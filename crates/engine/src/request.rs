@@ -2,6 +2,7 @@
 
 use crate::message::ChatMessage;
 use orchestrate_types::{PolicyVersion, RequestId, TokenId};
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,6 +37,20 @@ pub struct GenerateRequest {
     pub priority: i32,
     /// Maximum time that this call may take.
     pub deadline: Duration,
+    /// Who is told of tokens before the reply is complete. An engine that cannot stream tells nothing.
+    pub listener: Option<Arc<dyn TokenListener>>,
+}
+
+/// Is told the tokens of a generation while the engine samples them.
+///
+/// The reply itself is not affected: it has all tokens, and only it was checked. The methods are called
+/// while a reply is read, so they must be fast.
+pub trait TokenListener: Debug + Send + Sync {
+    /// A call begins. What an earlier call of the same request reported is void: it failed.
+    fn begin(&self);
+
+    /// These tokens follow those since [`TokenListener::begin`]. Their ids are as the server sent them.
+    fn sampled(&self, ids: &[TokenId]);
 }
 
 /// A conversation, in the form that the engine takes; see

@@ -53,6 +53,15 @@ struct SamplingParams<'a> {
     stop_token_ids: &'a [TokenId],
     skip_special_tokens: bool,
     sampling_seed: u64,
+    /// Tokens between two frames of a stream.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stream_interval: Option<usize>,
+}
+
+/// Tokens between two frames of a stream of up to `max_new_tokens`. Each frame repeats the whole reply, so
+/// their number is limited; the first one comes with the first token in any case.
+fn frame_tokens(max_new_tokens: usize) -> usize {
+    (max_new_tokens / 256).max(8)
 }
 
 #[derive(Deserialize)]
@@ -71,6 +80,7 @@ struct UpdateReply {
 impl Dialect for Sglang {
     const GENERATE: &'static str = "/generate";
     const RANK_HEADER: Option<&'static str> = None;
+    const STREAMS: bool = true;
 
     fn body(request: &GenerateRequest, prompt: &TokenPrompt, options: &GenerateOptions) -> String {
         let sampling = &request.sampling;
@@ -86,6 +96,7 @@ impl Dialect for Sglang {
                 skip_special_tokens: false,
                 // The server takes a signed 64-bit number.
                 sampling_seed: sampling.seed >> 1,
+                stream_interval: options.stream.then(|| frame_tokens(options.max_new_tokens)),
             },
             return_logprob: true,
             // For output tokens only: with 0 the server would not use its prefix cache.
@@ -96,7 +107,7 @@ impl Dialect for Sglang {
             extra_key: format!("w{}", prompt.cache_namespace),
             priority: options.send_priority.then_some(request.priority),
             routed_dp_rank: options.rank,
-            stream: false,
+            stream: options.stream,
         };
         body_with_ids("input_ids", &prompt.ids, &body)
     }
@@ -129,6 +140,7 @@ impl Dialect for Sglang {
             },
             facts: info.facts(),
             priorities: info.supports_priorities(),
+            streams_increments: info.incremental_streaming_output.unwrap_or(false),
             ranks: info.ranks(),
             findings,
         })

@@ -67,6 +67,8 @@ struct Success {
 impl Dialect for Vllm {
     const GENERATE: &'static str = "/inference/v1/generate";
     const RANK_HEADER: Option<&'static str> = Some("x-data-parallel-rank");
+    // Its frames hold new tokens alone.
+    const STREAMS: bool = false;
 
     fn body(request: &GenerateRequest, prompt: &TokenPrompt, options: &GenerateOptions) -> String {
         let sampling = &request.sampling;
@@ -133,6 +135,7 @@ impl Dialect for Vllm {
             facts,
             // They need another scheduling policy, which the server does not report.
             priorities: false,
+            streams_increments: true,
             ranks: settings.as_ref().map_or(1, ServerSettings::ranks),
             findings,
         })

@@ -4,6 +4,7 @@ use crate::episode::Episode;
 use crate::options::GatewayOptions;
 use crate::problem::{Kind, Problem};
 use crate::sampler::{Receipt, SampleError, SampleRequest, Sampled};
+use crate::text::{Sent, ShownText, TextSink};
 use crate::wire::{Envelope, Purpose, Wire};
 use axum::body::{Body, to_bytes};
 use axum::extract::{Extension, Request, State};
@@ -14,9 +15,11 @@ use futures::future::{BoxFuture, FutureExt as _, try_join_all};
 use futures::stream::{self, Stream, StreamExt as _};
 use orchestrate_types::unix_micros;
 use std::convert::Infallible;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::timeout;
+use tokio::select;
+use tokio::time::sleep;
 
 /// Samples.
 pub(crate) async fn sample<W: Wire>(
@@ -53,22 +56,29 @@ async fn try_sample<W: Wire>(
 ) -> Result<Response, Problem> {
     let (request, wire) = read::<W>(options, episode, request, Purpose::Sample).await?;
     let envelope = envelope(episode);
-    let mut sampling = sampling(episode, request, wire.replies());
+    // Of several replies, or one with its tokens, nothing is sent before the end.
+    let shows_text = wire.streams() && wire.replies() == 1 && !request.logprobs;
+    let (sink, text) = shows_text.then(TextSink::new).unzip();
+    let sampling = sampling(episode, request, wire.replies(), sink);
     if !wire.streams() {
         let replies = sampling.await?;
         let body = Bytes::from(wire.reply(&envelope, &replies).to_string());
         let body = Body::from_stream(Frames::of(vec![body], replies).stream());
         return Ok(with_headers(body, "application/json", &envelope));
     }
-    // A reply or an error that comes soon has its status; later the stream has begun.
-    let frames = if let Ok(replies) = timeout(options.keep_alive, &mut sampling).await {
-        let replies = replies?;
-        Frames::of(wire.events(&envelope, 0, &replies), replies).stream().boxed()
-    } else {
-        let first = wire.keep_alive(&envelope, 0);
-        let (envelope, keep_alive) = (envelope.clone(), options.keep_alive);
-        let waiting = Waiting { wire, envelope, sampling, keep_alive, sent: 1 };
-        stream::iter([Ok(first)]).chain(waiting.stream()).boxed()
+    let keep_alive = options.keep_alive;
+    let mut live = Live {
+        wire,
+        envelope: envelope.clone(),
+        sampling,
+        text,
+        keep_alive,
+        sent: Sent::default(),
+    };
+    // An error that comes soon has its status; later the stream has begun.
+    let frames = match live.next().await {
+        Next::Ended(result) => live.last(Ok(result?)).stream().boxed(),
+        Next::Frame(first) => stream::iter([Ok(first)]).chain(live.stream()).boxed(),
     };
     Ok(with_headers(Body::from_stream(frames), "text/event-stream", &envelope))
 }
@@ -126,14 +136,24 @@ fn check_encoding(headers: &HeaderMap) -> Result<(), Problem> {
     }
 }
 
+/// The end of a stream whose text was contradicted.
+const CONTRADICTION: &str = "the engine failed in the middle of this reply, and the reply that was \
+                             sampled instead begins differently; send the request again";
+
 type Sampling = BoxFuture<'static, Result<Vec<Sampled>, SampleError>>;
 
 /// All replies to a request; dropped with the connection.
-fn sampling(episode: &Episode, request: SampleRequest, replies: usize) -> Sampling {
+fn sampling(
+    episode: &Episode,
+    request: SampleRequest,
+    replies: usize,
+    mut text: Option<TextSink>,
+) -> Sampling {
     let sampler = Arc::clone(episode.sampler());
     let request = Arc::new(request);
     let all = async move {
-        try_join_all((0..replies).map(|index| sampler.sample(&request, index))).await
+        let sample = |index| sampler.sample(&request, index, text.take());
+        try_join_all((0..replies).map(sample)).await
     };
     all.boxed()
 }
@@ -184,49 +204,101 @@ impl Frames {
     }
 }
 
-/// A stream that began before its reply.
-struct Waiting<W> {
+/// A stream whose reply is being sampled.
+struct Live<W> {
     wire: W,
     envelope: Envelope,
     sampling: Sampling,
+    /// The text so far; `None` if it is only sent at the end.
+    text: Option<ShownText>,
     keep_alive: Duration,
-    /// Keep-alives so far.
-    sent: usize,
+    sent: Sent,
+}
+
+/// What a [`Live`] stream does next.
+enum Next {
+    /// It sends text or a keep-alive.
+    Frame(Bytes),
+    Ended(Result<Vec<Sampled>, SampleError>),
 }
 
 enum Stage<W> {
-    Waiting(Waiting<W>),
+    Live(Box<Live<W>>),
     Sending(Frames),
 }
 
-impl<W: Wire> Waiting<W> {
+impl<W: Wire> Live<W> {
+    /// Waits for new text, the end of sampling, or the time of a keep-alive. May be dropped and called
+    /// again.
+    async fn next(&mut self) -> Next {
+        let mut silence = pin!(sleep(self.keep_alive));
+        loop {
+            // All branches wait for something that is still there at the next call.
+            select! {
+                biased;
+                result = &mut self.sampling => return Next::Ended(result),
+                is_open = changed(self.text.as_mut()) => {
+                    if !is_open {
+                        self.text = None;
+                    } else if let Some(frame) = self.new_text() {
+                        return Next::Frame(frame);
+                    }
+                }
+                () = &mut silence => {
+                    let frame = self.wire.keep_alive(&self.envelope, self.sent.events);
+                    self.sent.events += 1;
+                    return Next::Frame(frame);
+                }
+            }
+        }
+    }
+
+    /// The events of new text. None if it does not continue what was sent: then the reply decides.
+    fn new_text(&mut self) -> Option<Bytes> {
+        let text = self.text.as_mut()?.now();
+        let is_longer = text.content.len() > self.sent.content.len()
+            || text.reasoning.len() > self.sent.reasoning.len();
+        if !is_longer || !self.sent.is_continued_by(&text.reasoning, &text.content) {
+            return None;
+        }
+        let events = self.wire.text(&self.envelope, &self.sent, &text);
+        self.sent.add(events.len(), &text);
+        Some(Bytes::from(events.concat()))
+    }
+
+    /// What is left to send once sampling has ended.
+    fn last(&self, result: Result<Vec<Sampled>, SampleError>) -> Frames {
+        let problem = match result {
+            Ok(replies) if replies.iter().all(|reply| self.sent.is_continued_by_reply(reply)) => {
+                let events = self.wire.events(&self.envelope, &self.sent, &replies);
+                return Frames::of(vec![Bytes::from(events.concat())], replies);
+            }
+            // Without its receipt, the reply is owed to a client that sends the request again.
+            Ok(_) => Problem::new(Kind::Unavailable, CONTRADICTION),
+            Err(error) => Problem::from(error),
+        };
+        let events = self.wire.late_error(&self.envelope, &self.sent, &problem);
+        Frames::new(vec![Bytes::from(events.concat())], Vec::new())
+    }
+
     fn stream(self) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
-        stream::unfold(Stage::Waiting(self), async |stage| {
+        stream::unfold(Stage::Live(Box::new(self)), async |stage| {
             let mut frames = match stage {
                 Stage::Sending(frames) => frames,
-                Stage::Waiting(mut waiting) => {
-                    let Ok(result) = timeout(waiting.keep_alive, &mut waiting.sampling).await
-                    else {
-                        let frame = waiting.wire.keep_alive(&waiting.envelope, waiting.sent);
-                        waiting.sent += 1;
-                        return Some((Ok(frame), Stage::Waiting(waiting)));
-                    };
-                    waiting.frames(result)
-                }
+                Stage::Live(mut live) => match live.next().await {
+                    Next::Frame(frame) => return Some((Ok(frame), Stage::Live(live))),
+                    Next::Ended(result) => live.last(result),
+                },
             };
             Some((Ok(frames.next()?), Stage::Sending(frames)))
         })
     }
+}
 
-    fn frames(&self, result: Result<Vec<Sampled>, SampleError>) -> Frames {
-        match result {
-            Ok(replies) => {
-                Frames::of(self.wire.events(&self.envelope, self.sent, &replies), replies)
-            }
-            Err(error) => {
-                let problem = Problem::from(error);
-                Frames::of(self.wire.late_error(&self.envelope, self.sent, &problem), Vec::new())
-            }
-        }
+/// Waits for new text; `false` if there will be none.
+async fn changed(text: Option<&mut ShownText>) -> bool {
+    match text {
+        Some(text) => text.changed().await,
+        None => std::future::pending().await,
     }
 }

@@ -6,6 +6,7 @@ use crate::messages::Messages;
 use crate::problem::Problem;
 use crate::responses::Responses;
 use crate::sampler::{Finish, Receipt, SampleError, Sampled, SampledToken, Usage};
+use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, Purpose, Wire};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -60,10 +61,38 @@ fn form<W: Wire>(fields: Value) -> W {
 fn transcript<W: Wire>(form: &W, replies: &[Sampled]) -> String {
     let reply = serde_json::to_string_pretty(&form.reply(&envelope(), replies)).unwrap();
     let mut text = format!("{reply}\n\n");
-    for event in form.events(&envelope(), 0, replies) {
+    for event in form.events(&envelope(), &Sent::default(), replies) {
         text.push_str(std::str::from_utf8(&event).unwrap());
     }
     text
+}
+
+/// The events of a reply whose text is sent while it is sampled, with a keep-alive in the middle.
+fn stream<W: Wire>(form: &W, reply: Sampled) -> String {
+    let mut sent = Sent::default();
+    let mut all = Vec::new();
+    for (reasoning, content) in
+        [("They", ""), ("They want a listing.", ""), ("They want a listing.", "I will")]
+    {
+        let (reasoning, content) = (reasoning.into(), content.into());
+        let text = SampledText { prompt: 30, reasoning, content };
+        let events = form.text(&envelope(), &sent, &text);
+        sent.add(events.len(), &text);
+        all.extend(events);
+        if text.content.is_empty() {
+            all.push(form.keep_alive(&envelope(), sent.events));
+            sent.events += 1;
+        }
+    }
+    all.extend(form.events(&envelope(), &sent, &[reply]));
+    all.iter().map(|event| std::str::from_utf8(event).unwrap()).collect()
+}
+
+#[test]
+fn streamed_replies() {
+    insta::assert_snapshot!("chat-stream", stream(&form::<Chat>(json!({})), sampled()));
+    insta::assert_snapshot!("responses-stream", stream(&form::<Responses>(json!({})), sampled()));
+    insta::assert_snapshot!("messages-stream", stream(&form::<Messages>(json!({})), sampled()));
 }
 
 #[test]
@@ -107,7 +136,7 @@ fn late_errors<W: Wire>(out: &mut String, form: &W) {
         let problem = Problem::from(error);
         let body = problem.body(W::DIALECT);
         writeln!(out, "{:?} {} {body}", W::DIALECT, problem.response(W::DIALECT).status()).unwrap();
-        let events = form.late_error(&envelope(), 0, &problem);
+        let events = form.late_error(&envelope(), &Sent::default(), &problem);
         writeln!(out, "{}", std::str::from_utf8(events.last().unwrap()).unwrap()).unwrap();
     }
 }

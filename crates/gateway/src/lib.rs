@@ -72,10 +72,16 @@
 //!
 //! Each [`SampleError`] has a status, type and words by which the dialect's clients recognise it; an
 //! episode that is over is status 400 with `x-should-retry: false`, which no known client repeats.
-//! A stream begins with its reply, or with keep-alives after [`GatewayOptions::keep_alive`]; errors
-//! after that are events. Keep-alives are comments in Chat, `ping` in Messages, and the stream's
-//! first events in Responses, as Codex does not count comments. If the client goes away, the future
-//! of its sample is dropped.
+//! A stream begins with the first text that its sampler shows ([`TextSink`]), with the whole reply, or
+//! with keep-alives after [`GatewayOptions::keep_alive`]; errors after that are events. Text that was
+//! sent is the beginning of the reply: if the reply turns out to be another one, the stream ends with an
+//! error, and the reply counts as not delivered. Calls are sent when the reply is complete, as are
+//! several replies to one request, and replies with `logprobs`. Usage in a stream of Messages is complete
+//! in its `message_delta`; a stream that begins early does not know yet how much of the prompt was
+//! cached.
+//!
+//! Keep-alives are comments in Chat, `ping` in Messages, and the stream's first events in Responses, as
+//! Codex does not count comments. If the client goes away, the future of its sample is dropped.
 
 mod answer;
 mod chat;
@@ -92,6 +98,7 @@ mod registry;
 mod responses;
 mod router;
 mod sampler;
+mod text;
 mod tokens;
 mod wire;
 
@@ -111,3 +118,4 @@ pub use sampler::{
     Delivery, Dialect, Finish, Receipt, RoutedExperts, SampleError, SampleRequest, Sampled,
     SampledToken, SampledTokens, Sampler, TokenRequest, Tool, ToolChoice, Usage,
 };
+pub use text::{SampledText, ShownText, TextSink};

@@ -6,6 +6,7 @@ use crate::message::{Message, Role, ToolCall};
 use crate::messages::Messages;
 use crate::responses::Responses;
 use crate::sampler::{Finish, Receipt, Sampled, Usage};
+use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, Purpose, Wire};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -54,6 +55,14 @@ fn reply() -> impl Strategy<Value = Sampled> {
     })
 }
 
+/// Where the pieces of a streamed text end; none if it is sent at once.
+fn cuts() -> impl Strategy<Value = Vec<usize>> {
+    prop::collection::vec(0_usize..=1000, 0..6).prop_map(|mut cuts| {
+        cuts.sort_unstable();
+        cuts
+    })
+}
+
 fn message(reply: &Sampled) -> Message {
     Message {
         reasoning: reply.reasoning.clone(),
@@ -62,9 +71,29 @@ fn message(reply: &Sampled) -> Message {
     }
 }
 
-/// The data of events.
-fn data<W: Wire>(form: &W, reply: &[Sampled]) -> Vec<Value> {
-    let events = form.events(&envelope(), 0, reply);
+/// The data of the events of a reply whose thinking and text are sampled in pieces; `cuts` are their
+/// ends, in thousandths.
+fn data<W: Wire>(form: &W, reply: &[Sampled], cuts: &[usize]) -> Vec<Value> {
+    let mut sent = Sent::default();
+    let mut events = Vec::new();
+    let [Sampled { reasoning, content, .. }] = reply else { panic!("one reply") };
+    let reasoning = reasoning.as_deref().unwrap_or_default();
+    let all = reasoning.len() + content.len();
+    for cut in cuts {
+        let end = all * cut / 1000;
+        let part = |text: &str, end: usize| text[..text.floor_char_boundary(end)].to_owned();
+        let content = part(content, end.saturating_sub(reasoning.len()));
+        // All of the thinking comes before the text.
+        let thought = if content.is_empty() { end } else { reasoning.len() };
+        let text = SampledText { prompt: 0, reasoning: part(reasoning, thought), content };
+        if (text.reasoning.len(), text.content.len()) > (sent.reasoning.len(), sent.content.len()) {
+            let new = form.text(&envelope(), &sent, &text);
+            sent.add(new.len(), &text);
+            events.extend(new);
+        }
+    }
+    assert!(sent.is_continued_by_reply(&reply[0]));
+    events.extend(form.events(&envelope(), &sent, reply));
     let data = events.iter().filter_map(|event| {
         let text = std::str::from_utf8(event).unwrap();
         assert!(text.ends_with("\n\n"), "{text}");
@@ -147,19 +176,19 @@ fn of_events(events: &[Value]) -> Value {
 
 proptest! {
     #[test]
-    fn of_chat(reply in reply()) {
+    fn of_chat(reply in reply(), cuts in cuts()) {
         let ask = json!({"role": "user", "content": "a"});
         let form: Chat = parse(&json!({"messages": [ask]}));
         let expected = message(&reply);
         let replies = [reply];
         let whole = form.reply(&envelope(), &replies)["choices"][0]["message"].clone();
         prop_assert_eq!(&last::<Chat>(&json!({"messages": [ask, whole]})), &expected);
-        let streamed = of_chunks(&data(&form, &replies));
+        let streamed = of_chunks(&data(&form, &replies, &cuts));
         prop_assert_eq!(&last::<Chat>(&json!({"messages": [ask, streamed]})), &expected);
     }
 
     #[test]
-    fn of_responses(reply in reply(), include in any::<bool>()) {
+    fn of_responses(reply in reply(), include in any::<bool>(), cuts in cuts()) {
         let ask = json!({"role": "user", "content": "a"});
         let tools = json!([
             {"type": "function", "name": "ls"}, {"type": "custom", "name": "patch"},
@@ -175,7 +204,7 @@ proptest! {
             last::<Responses>(&json!({"input": input}))
         };
         prop_assert_eq!(&again(&form.reply(&envelope(), &replies)["output"]), &expected);
-        let events = data(&form, &replies);
+        let events = data(&form, &replies, &cuts);
         let numbers = events.iter().map(|event| event["sequence_number"].as_u64());
         prop_assert!(numbers.eq((0..events.len() as u64).map(Some)));
         let done = events.iter().filter(|event| event["type"] == "response.output_item.done");
@@ -185,7 +214,7 @@ proptest! {
     }
 
     #[test]
-    fn of_messages(reply in reply()) {
+    fn of_messages(reply in reply(), cuts in cuts()) {
         let ask = json!({"role": "user", "content": "a"});
         let form: Messages = parse(&json!({"messages": [ask], "max_tokens": 9}));
         let expected = message(&reply);
@@ -195,6 +224,6 @@ proptest! {
             last::<Messages>(&json!({"messages": [ask, message], "max_tokens": 9}))
         };
         prop_assert_eq!(&again(&form.reply(&envelope(), &replies)["content"]), &expected);
-        prop_assert_eq!(&again(&of_events(&data(&form, &replies))), &expected);
+        prop_assert_eq!(&again(&of_events(&data(&form, &replies, &cuts))), &expected);
     }
 }

@@ -1,6 +1,7 @@
 //! The seam: what the gateway asks of an episode, and what it is given.
 
 use crate::message::{Message, ToolCall};
+use crate::text::TextSink;
 use async_trait::async_trait;
 use serde_json::Value;
 use std::fmt::Debug;
@@ -19,10 +20,14 @@ pub trait Sampler: Send + Sync + Debug {
 
     /// Samples one reply. A request for `n` replies makes `n` calls at the same time, with
     /// `sample` from 0 to n − 1. The future is dropped when the client goes away.
+    ///
+    /// `text` is there if the client reads a stream of text. What it is shown must be the beginning of
+    /// the reply's thinking and text; a sampler may also show it nothing.
     async fn sample(
         &self,
         request: &Arc<SampleRequest>,
         sample: usize,
+        text: Option<TextSink>,
     ) -> Result<Sampled, SampleError>;
 
     /// Prompt tokens of a request.

@@ -2,6 +2,7 @@
 
 use crate::problem::Problem;
 use crate::sampler::{Dialect, SampleRequest, Sampled};
+use crate::text::{SampledText, Sent};
 use bytes::Bytes;
 use serde_json::Value;
 
@@ -30,14 +31,19 @@ pub(crate) trait Wire: Sized + Send + 'static {
     /// The reply as one JSON document.
     fn reply(&self, envelope: &Envelope, replies: &[Sampled]) -> Value;
 
-    /// What is sent while the model samples, after `sent` such frames.
+    /// What is sent while nothing else is, after `sent` events.
     fn keep_alive(&self, envelope: &Envelope, sent: usize) -> Bytes;
 
-    /// The reply as events, after `sent` keep-alives.
-    fn events(&self, envelope: &Envelope, sent: usize, replies: &[Sampled]) -> Vec<Bytes>;
+    /// The events of `text` that the stream does not have yet. It continues what was `sent`, and has
+    /// more.
+    fn text(&self, envelope: &Envelope, sent: &Sent, text: &SampledText) -> Vec<Bytes>;
 
-    /// An error after the stream has begun, with `sent` keep-alives.
-    fn late_error(&self, envelope: &Envelope, sent: usize, problem: &Problem) -> Vec<Bytes>;
+    /// The events of a reply that the stream does not have yet. A single reply continues what was
+    /// `sent`.
+    fn events(&self, envelope: &Envelope, sent: &Sent, replies: &[Sampled]) -> Vec<Bytes>;
+
+    /// An error after the stream has begun.
+    fn late_error(&self, envelope: &Envelope, sent: &Sent, problem: &Problem) -> Vec<Bytes>;
 
     /// The reply to a request to count tokens.
     fn count(tokens: usize) -> Value;
@@ -67,6 +73,11 @@ pub(crate) fn event(name: Option<&str>, data: &Value) -> Bytes {
         Some(name) => format!("event: {name}\ndata: {data}\n\n"),
         None => format!("data: {data}\n\n"),
     })
+}
+
+/// A text in pieces, none if it is empty.
+pub(crate) fn pieces_of_rest(text: &str) -> impl Iterator<Item = &str> {
+    pieces(text).filter(|piece| !piece.is_empty())
 }
 
 /// A text in pieces: at least one, at most about [`MAX_PIECES`].

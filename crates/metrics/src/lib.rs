@@ -21,6 +21,6 @@ pub use collapse::{Collapse, Detector, Finding, Symptom, detect_collapse};
 pub use eval_line::EvalLine;
 pub use extreme::{ExtremeTokens, Threshold};
 pub use line::{LineError, MetricsLine, SCHEMA_VERSION};
-pub use metric::Metric;
+pub use metric::{Metric, ValueKind};
 pub use score::{TaskScore, is_solved, mean_and_se};
 pub use step_line::{BrokenByStage, SandboxHost, StepLine};

@@ -40,6 +40,7 @@ macro_rules! metrics_line {
                 $($crate::Metric {
                     name: stringify!($field),
                     unit: $unit,
+                    kind: $crate::ValueKind::of(stringify!($type)),
                     meaning: concat!($($meaning),+),
                     healthy: metrics_line!(@healthy $($healthy)?),
                 },)*
@@ -58,8 +59,32 @@ pub struct Metric {
     pub name: &'static str,
     /// Unit and range, for example `share, 0 to 1`.
     pub unit: &'static str,
+    /// Form of its values.
+    pub kind: ValueKind,
     /// What it measures. Markdown, with a space in front of every line.
     pub meaning: &'static str,
     /// What to expect of a healthy run; `None` where nothing can be said in general.
     pub healthy: Option<&'static str>,
+}
+
+/// Form of a metric's values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ValueKind {
+    /// A whole number, at least 0.
+    Count,
+    /// A number.
+    Number,
+    /// An object or a list of numbers.
+    Structured,
+}
+
+impl ValueKind {
+    /// The form of the values of a Rust type, given by its name.
+    pub(crate) const fn of(rust_type: &str) -> Self {
+        match rust_type.as_bytes() {
+            b"u64" => Self::Count,
+            b"f64" => Self::Number,
+            _ => Self::Structured,
+        }
+    }
 }

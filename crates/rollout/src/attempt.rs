@@ -9,6 +9,7 @@ use crate::editor::Editor;
 use crate::line::{Calls, FinishedLine, GenerationId, Line, NoReply};
 use crate::machine::EpisodeEvent;
 use crate::runner::{EpisodeRunner, failed};
+use crate::tool_server::ToolSessions;
 use orchestrate_tasks::Verdict;
 use orchestrate_types::{Outcome, Stage};
 use std::collections::BTreeMap;
@@ -26,6 +27,7 @@ pub(crate) struct Attempt {
     pub(crate) finished: Option<FinishedConversation>,
     turns: Vec<TurnLog>,
     editor: Editor,
+    pub(crate) servers: ToolSessions,
     /// Of the turn that was sampled last; none before the first.
     pub(crate) turn_span: Span,
     pub(crate) patch: String,
@@ -48,6 +50,7 @@ impl Attempt {
             finished: None,
             turns: Vec::new(),
             editor: Editor::default(),
+            servers: ToolSessions::default(),
             turn_span: Span::current(),
             patch: String::new(),
             verdict: None,

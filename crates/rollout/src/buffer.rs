@@ -206,6 +206,12 @@ impl TokenBuffer {
         replies.flat_map(|reply| reply.logprobs.iter().copied()).collect()
     }
 
+    /// The prompt of the last turn.
+    pub(crate) fn last_prompt(&self) -> &[TokenId] {
+        let end = self.turns.last().map_or(0, |turn| turn.prompt_end);
+        self.ids.get(..end).unwrap_or_default()
+    }
+
     /// Sampled tokens of the last turn.
     pub fn last_turn(&self) -> &[TokenId] {
         let range = self.turns.last().map_or(0..0, |turn| turn.prompt_end..turn.output_end);

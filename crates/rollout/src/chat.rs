@@ -15,7 +15,7 @@ use crate::api::{Action, Message};
 use crate::codec::Codec;
 use crate::prefix::{EarlierThinking, History};
 use crate::scaffold::Scaffold;
-use crate::template::{ChatTemplate, tools_value};
+use crate::template::{ChatTemplate, tools_value, with_strings};
 use crate::tool_format::ToolFormat;
 use aho_corasick::AhoCorasick;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -28,6 +28,9 @@ use tokenizers::Tokenizer;
 
 /// Stands for the sampled text while a delta is derived. Templates render it unchanged.
 const PLACEHOLDER: &str = "ORCHESTRATE-SAMPLED-TEXT";
+
+/// Tokens at the end of a prompt in which `<think>` and the line break after it lie.
+const THINKING_HEADER_TOKENS: usize = 16;
 
 /// Number of opening prompts whose tokens are cached: enough for the groups that start together.
 const CACHED_PROMPTS: NonZeroUsize = NonZeroUsize::new(256).unwrap();
@@ -205,7 +208,7 @@ impl ChatModel {
             AhoCorasick::new(&control_texts).map_err(|e| malformed("tokenizer.json", e))?;
         let mut model = Self {
             any_control_text,
-            tools: tools_value(&options.tools),
+            tools: minijinja::Value::UNDEFINED,
             folder: folder.to_owned(),
             prompts: Mutex::new(LruCache::new(CACHED_PROMPTS)),
             codec: Codec::new(tokenizer),
@@ -218,6 +221,11 @@ impl ChatModel {
             stop_token_ids,
             control_texts,
         };
+        // A tool server's description could otherwise inject turns, like a message.
+        let safe = |tool| with_strings(tool, &|text| model.break_control_texts(text));
+        let tools: Vec<_> = model.options.tools.iter().map(safe).collect();
+        model.tools = tools_value(&tools);
+        model.options.tools = tools;
         let role = model.options.scaffold.observation_role();
         let closing = model.text_after_turn(&[message(role, "x")])?;
         let found = model.stop_token_ids.iter().find_map(|&id| {
@@ -241,6 +249,13 @@ impl ChatModel {
     /// Whether the template shows tool calls in a known format.
     pub(crate) fn reads_tool_calls(&self) -> bool {
         self.tool_format.is_some()
+    }
+
+    /// Whether the template shows the tools that it is given.
+    pub fn shows_tools(&self) -> bool {
+        let opening = [message("user", "x")];
+        let shown = |tools| self.render_with(&opening, tools).ok();
+        shown(&self.tools) != shown(&tools_value(&[]))
     }
 
     /// The token that closes an assistant turn in the template.
@@ -335,6 +350,22 @@ impl ChatModel {
             Some(_) | None => ids,
         };
         self.codec.decode(ids).map_err(|error| self.error(ChatErrorKind::Tokenizer(error)))
+    }
+
+    /// Whether text can be read off tokens before all of them are there.
+    pub(crate) fn decodes_in_parts(&self) -> bool {
+        self.codec.is_byte_level()
+    }
+
+    /// The bytes of one token, if [`Self::decodes_in_parts`].
+    pub(crate) fn known_bytes(&self, id: TokenId) -> &[u8] {
+        self.codec.known_bytes(id)
+    }
+
+    /// Whether a prompt opens the thinking of its reply.
+    pub(crate) fn opens_thinking(&self, prompt: &[TokenId]) -> bool {
+        let (_, end) = prompt.split_at(prompt.len().saturating_sub(THINKING_HEADER_TOKENS));
+        self.decode(end).is_ok_and(|text| text.trim_end().ends_with("<think>"))
     }
 
     /// The bytes of one token.

@@ -77,6 +77,16 @@ impl Codec {
         }
     }
 
+    /// Whether the text of tokens is their bytes, one after the other.
+    pub(crate) fn is_byte_level(&self) -> bool {
+        self.fast_decoder.is_some()
+    }
+
+    /// The bytes of one token of a byte-level tokenizer.
+    pub(crate) fn known_bytes(&self, id: TokenId) -> &[u8] {
+        self.fast_decoder.as_ref().map(|decoder| decoder.bytes(id)).unwrap_or_default()
+    }
+
     /// The bytes of one token; of a part of a character, where the tokenizer does not tell them, those
     /// of U+FFFD.
     pub(crate) fn token_bytes(&self, id: TokenId) -> Vec<u8> {

@@ -47,6 +47,8 @@ pub(crate) struct CollectedChange {
     pub(crate) written: Vec<FileEntry>,
     /// Paths of removed files, sorted.
     pub(crate) removed: Vec<String>,
+    /// Whether binary files were left out.
+    pub(crate) has_binary: bool,
 }
 
 /// Marks the tree that the agent is given. `tracked` are the files that count although the
@@ -84,13 +86,20 @@ pub(crate) async fn collect(
         let counts = |path: &str| {
             is_source_path(path) && ignored.as_ref().is_none_or(|rules| !rules.ignores(path))
         };
-        let written: Vec<_> =
-            changes.written.into_iter().filter(|f| !f.is_binary && counts(&f.path)).collect();
+        let (binary, written): (Vec<_>, Vec<_>) = changes
+            .written
+            .into_iter()
+            .filter(|file| counts(&file.path))
+            .partition(|file| file.is_binary);
         let removed: Vec<String> =
             changes.removed.into_iter().filter(|path| counts(path)).collect();
-        (written, removed)
+        if let Some(first) = binary.first() {
+            tracing::info!(files = binary.len(), first = first.path, "binary files are left out");
+        }
+        (written, removed, !binary.is_empty())
     });
-    let (written, removed) = picked.await.map_err(|error| failed_here(sandbox, error))?;
+    let (written, removed, has_binary) =
+        picked.await.map_err(|error| failed_here(sandbox, error))?;
     let size: u64 = written.iter().map(|file| file.size).fold(0, u64::saturating_add);
     let files = written.len() + removed.len();
     if size > MAX_CHANGE.0 || files > MAX_CHANGED_FILES {
@@ -105,7 +114,7 @@ pub(crate) async fn collect(
     for file in &mut written {
         file.mode &= LINK_MODE | 0o777;
     }
-    Ok(Some(CollectedChange { written, removed }))
+    Ok(Some(CollectedChange { written, removed, has_binary }))
 }
 
 /// Whether a file is binary, as git tells it: text in any encoding has no NUL.

@@ -5,6 +5,7 @@ use crate::chat::ChatOptions;
 use crate::machine::EpisodeLimits;
 use crate::prefix::History;
 use crate::scaffold::{Prompts, Scaffold};
+use crate::tool_server::{self, ToolServerSettings};
 use orchestrate_settings::{Problems, above, at_least, satisfies, setting_types, settings};
 use orchestrate_tasks::Task;
 use orchestrate_types::HumanDuration;
@@ -66,6 +67,9 @@ settings! {
     /// Whether the chat template is given the JSON schemas of the tools. `false` is for models that
     /// were trained on the scaffold and know its tools.
     show_tools: bool = true;
+    /// Servers whose tools the policy can call in addition to the built-in ones of the scaffold
+    /// `tools`; see `[[rollout.tool_servers]]`.
+    tool_servers: Vec<ToolServerSettings> = Vec::new();
     /// Whether an agent's repository has its history removed, which may contain the solution, and
     /// holds one commit with the files as given.
     hide_history: bool = true;
@@ -88,6 +92,8 @@ fn check_together(_: &RolloutSection, settings: &RolloutSettings, problems: &mut
         settings.command_timeout,
         format!("must be at most episode_timeout, \"{}\"", settings.episode_timeout),
     );
+    let has_tools = settings.scaffold == Scaffold::Tools;
+    tool_server::check_settings(&settings.tool_servers, has_tools, problems);
 }
 
 impl RolloutSettings {
@@ -100,9 +106,14 @@ impl RolloutSettings {
         }
     }
 
-    /// How the chat model of a run renders conversations.
-    pub fn chat_options(&self) -> ChatOptions {
-        let tools = if self.show_tools { self.scaffold.tool_schemas() } else { Vec::new() };
+    /// How the chat model of a run renders conversations. `server_tools` are the JSON schemas of the
+    /// tools of tool servers.
+    pub fn chat_options(&self, server_tools: &[serde_json::Value]) -> ChatOptions {
+        let tools = if self.show_tools {
+            [self.scaffold.tool_schemas().as_slice(), server_tools].concat()
+        } else {
+            Vec::new()
+        };
         ChatOptions { tools, scaffold: self.scaffold, history: self.history }
     }
 

@@ -7,6 +7,7 @@
 
 use crate::api::Message;
 use crate::scaffold::call_text;
+use crate::template::with_strings;
 use orchestrate_engine::{AssistantMessage, ChatMessage, MessagePrompt};
 use std::sync::Arc;
 
@@ -44,9 +45,10 @@ impl Dialogue {
     pub(crate) fn open(messages: &[Message], tools: &[serde_json::Value]) -> Self {
         let messages =
             messages.iter().map(|message| environment_message(&message.role, &message.content));
+        let tools = tools.iter().map(|tool| with_strings(tool, &break_control_tokens));
         Self {
             messages: Arc::new(messages.collect()),
-            tools: Arc::new(tools.to_vec()),
+            tools: Arc::new(tools.collect()),
             call_ids: Vec::new(),
         }
     }
@@ -174,7 +176,7 @@ mod tests {
         let turn = dialogue.push_turn(turn);
         assert!(turn.text.starts_with("<think>\na <tool_call> is needed\n</think>\n\nLook.\n"));
         assert!(turn.kept.starts_with("Look.\n<tool_call>"), "{}", turn.kept);
-        let calls = Scaffold::Tools.parse(ToolFormat::Json, &turn.text);
+        let calls = Scaffold::Tools.parse(ToolFormat::Json, &turn.text, &[]);
         let commands: Vec<_> = calls.into_iter().map(|call| call.map(|(_, call)| call)).collect();
         let bash = Call::Bash { command: "grep '</tool_call>' x </think>".to_owned() };
         assert_eq!(commands[0], Ok(bash));
@@ -239,7 +241,7 @@ mod tests {
             tool_calls: vec![call("c9", "submit", "{}")],
         };
         assert_eq!(
-            Scaffold::Tools.parse(ToolFormat::Json, &dialogue.push_turn(both).text).len(),
+            Scaffold::Tools.parse(ToolFormat::Json, &dialogue.push_turn(both).text, &[]).len(),
             2
         );
         dialogue.push_observations(&[message("tool", "first"), message("tool", "second")]);

@@ -35,6 +35,7 @@ mod sandboxes;
 mod scaffold;
 mod template;
 mod tool_format;
+mod tool_server;
 mod toolbox;
 mod tree;
 mod vocabulary;
@@ -65,5 +66,8 @@ pub use runner::EpisodeRunner;
 pub use scaffold::{Call, Change, EditorCommand, Mistake, Prompts, Scaffold};
 pub use template::ChatTemplate;
 pub use tool_format::ToolFormat;
+pub use tool_server::{
+    ToolServerError, ToolServerErrorKind, ToolServerSection, ToolServerSettings, ToolServers,
+};
 pub use tree::TreeChange;
 pub use vocabulary::{CONTROL_TOKENS, MICRO_CHAT_TEMPLATE, train_tokenizer};

@@ -13,7 +13,7 @@ use crate::prefill::{PrefillKey, PrefillLeader, PrefillLeaders, PrefillRole};
 use crate::rows::{EpisodeRows, RowSharing, RowsRefused};
 use orchestrate_engine::{
     Engine, Finish, GenerateRequest, Generation, MessageReply, Prompt, Reply, SampledTokens,
-    Sampling, SessionOpening, TokenPrompt, VersionSpan,
+    Sampling, SessionOpening, TokenListener, TokenPrompt, VersionSpan,
 };
 use orchestrate_routing::{MixedRows, RoutingMask};
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, Retry, TokenId};
@@ -125,6 +125,8 @@ pub(crate) struct Line {
     tries: u32,
     /// Strings that end a reply: it is cut after the token that completes the first of them.
     pub(crate) stops: Arc<[String]>,
+    /// Who is told of tokens while they are sampled.
+    pub(crate) listener: Option<Arc<dyn TokenListener>>,
     /// Whether the last stored reply was aborted, so that the next reply continues its turn.
     turn_is_open: bool,
     counters: Counters,
@@ -212,6 +214,7 @@ impl Line {
             version: policy_version,
             tries: 0,
             stops: Arc::default(),
+            listener: None,
             turn_is_open: false,
             counters: Counters::default(),
         }
@@ -245,6 +248,7 @@ impl Line {
             version: self.version,
             tries: 0,
             stops: Arc::default(),
+            listener: None,
             turn_is_open: false,
             counters: Counters::default(),
         }
@@ -262,6 +266,7 @@ impl Line {
             version: self.version,
             tries: self.tries,
             stops: Arc::clone(&self.stops),
+            listener: None,
             turn_is_open: self.turn_is_open,
             counters: self.counters,
         }
@@ -478,6 +483,7 @@ impl Line {
                 cache_namespace: self.version,
             }),
         };
+        let may_be_refused = self.rows.as_ref().is_some_and(EpisodeRows::has_unconfirmed_seed);
         GenerateRequest {
             request_id: RequestId::new(run, attempt, ordinal, self.tries),
             session: self.session.name.clone(),
@@ -485,6 +491,8 @@ impl Line {
             sampling,
             priority: i32::try_from(turn).unwrap_or(i32::MAX),
             deadline: calls.plan.generate_timeout.0.min(calls.remaining()),
+            // A reply that may be refused is shown once it is accepted.
+            listener: self.listener.clone().filter(|_| !may_be_refused),
         }
     }
 

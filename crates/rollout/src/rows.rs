@@ -61,6 +61,12 @@ pub(crate) struct EpisodeRows {
 }
 
 impl EpisodeRows {
+    /// Whether its rows were seeded from the cache and no reply has confirmed them yet: the next reply may
+    /// be refused.
+    pub(crate) fn has_unconfirmed_seed(&self) -> bool {
+        self.seeded > 0 && self.builder.rows() == self.seeded
+    }
+
     /// `model` distinguishes the weights of this run from others with the same version number.
     pub(crate) fn new(
         shape: Arc<ModelShape>,

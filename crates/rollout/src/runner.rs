@@ -4,8 +4,8 @@
 //! grades, and leaves sampling and acting to [`crate::attempt::Attempt`], which owns the token
 //! buffer and the routing rows.
 //!
-//! The invariant: every sandbox that was opened is closed before the report is returned, whatever
-//! happened, and no engine call is running while a tool runs.
+//! The invariant: every sandbox and session that was opened is closed before the report is returned,
+//! whatever happened, and no engine call is running while a tool runs.
 
 use crate::agent::{AgentSettings, Outside};
 use crate::api::{EpisodeReport, EpisodeRequest, Episodes};
@@ -25,6 +25,7 @@ use crate::repository;
 use crate::rows::RowSharing;
 use crate::sandboxes::{close, file_entry};
 use crate::scaffold::Scaffold;
+use crate::tool_server::ToolServers;
 use crate::tree;
 use orchestrate_engine::Engine;
 use orchestrate_sandbox::{
@@ -61,6 +62,8 @@ pub struct EpisodeRunner {
     pub agent: Option<Arc<AgentSettings>>,
     /// Where episodes of the scaffold `outside` are offered; `None` for the others.
     pub outside: Option<Outside>,
+    /// Servers of tools that the policy can call in addition to the built-in ones.
+    pub tool_servers: Arc<ToolServers>,
     /// Resource limits of every container.
     pub container_limits: SandboxLimits,
     /// The rules that turn a test log into a verdict.
@@ -124,7 +127,7 @@ impl EpisodeRunner {
                 EpisodeCommand::Finish(outcome) => break outcome,
                 EpisodeCommand::OpenSandbox if stop.is_cancelled() => EpisodeEvent::StopRequested,
                 EpisodeCommand::OpenSandbox => self.open_agent(&mut attempt, &mut agent).await,
-                EpisodeCommand::RenderPrompt => self.render_prompt(&mut attempt),
+                EpisodeCommand::RenderPrompt => self.render_prompt(&mut attempt).await,
                 EpisodeCommand::Generate { turn, resumed, max_new_tokens } => {
                     attempt.generate(turn, resumed, max_new_tokens).await
                 }
@@ -153,6 +156,7 @@ impl EpisodeRunner {
                 }
             }
         };
+        std::mem::take(&mut attempt.servers).close().await;
         if let Some(sandbox) = agent.sandbox.take() {
             close(sandbox).await;
         }
@@ -160,6 +164,7 @@ impl EpisodeRunner {
         attempt.report(outcome)
     }
 
+    #[tracing::instrument(name = "open_sandbox", skip_all)]
     async fn open_agent(&self, attempt: &mut Attempt, agent: &mut Agent) -> EpisodeEvent {
         let started = Instant::now();
         let task = Arc::clone(&attempt.calls.request.task);
@@ -232,7 +237,12 @@ impl EpisodeRunner {
         }
     }
 
-    fn render_prompt(&self, attempt: &mut Attempt) -> EpisodeEvent {
+    /// Opens the sessions with tool servers, whose tools are part of the prompt, and renders it.
+    async fn render_prompt(&self, attempt: &mut Attempt) -> EpisodeEvent {
+        match self.tool_servers.open().await {
+            Ok(sessions) => attempt.servers = sessions,
+            Err(error) => return failed(Stage::Setup, error.with_causes()),
+        }
         let messages = self.plan.opening(&attempt.calls.request.task);
         if self.engine.takes_messages() {
             let messages = self.chat.without_control_tokens(&messages);

@@ -81,6 +81,25 @@ pub(crate) fn tools_value(tools: &[serde_json::Value]) -> Value {
     if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) }
 }
 
+/// The value with all of its strings changed, names of fields included.
+pub(crate) fn with_strings(
+    value: &serde_json::Value,
+    change: &dyn Fn(&str) -> String,
+) -> serde_json::Value {
+    match value {
+        serde_json::Value::String(text) => change(text).into(),
+        serde_json::Value::Array(all) => {
+            all.iter().map(|value| with_strings(value, change)).collect()
+        }
+        serde_json::Value::Object(fields) => {
+            fields.iter().map(|(name, value)| (change(name), with_strings(value, change))).collect()
+        }
+        serde_json::Value::Null | serde_json::Value::Bool(_) | serde_json::Value::Number(_) => {
+            value.clone()
+        }
+    }
+}
+
 /// A message in the form that chat templates expect, with calls wrapped as `{type, function}`.
 #[derive(Serialize)]
 struct MessageView<'a> {

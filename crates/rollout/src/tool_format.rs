@@ -6,7 +6,7 @@
 use crate::api::Action;
 use serde_json::{Map, Value, json};
 
-const OPEN: &str = "<tool_call>";
+pub(crate) const OPEN: &str = "<tool_call>";
 const CLOSE: &str = "</tool_call>";
 const FUNCTION: &str = "<function=";
 const END_FUNCTION: &str = "</function>";
@@ -104,13 +104,8 @@ fn xml(body: &str, tools: &[Value]) -> Result<Action, String> {
 /// does not match its type, or has none declared, is read as JSON if that is possible, else as a
 /// string.
 fn typed(value: &str, declared: Option<&Value>) -> Value {
+    let is = |name: &str| declared.is_some_and(|schema| allows(schema, name));
     let kind = declared.and_then(|schema| schema.get("type"));
-    let is = |name: &str| {
-        kind.is_some_and(|kind| match kind {
-            Value::Array(kinds) => kinds.iter().any(|kind| kind == name),
-            kind => kind == name,
-        })
-    };
     if is("string") || declared.is_some_and(|schema| schema.get("enum").is_some() && kind.is_none())
     {
         return if is("null") && value == "null" { Value::Null } else { Value::from(value) };
@@ -123,6 +118,18 @@ fn typed(value: &str, declared: Option<&Value>) -> Value {
         value => value,
     };
     serde_json::from_str(value).unwrap_or_else(|_| Value::from(value))
+}
+
+/// Whether a schema allows values of a type, by itself or as one of its alternatives.
+fn allows(schema: &Value, kind: &str) -> bool {
+    let by_type = match schema.get("type") {
+        Some(Value::Array(kinds)) => kinds.iter().any(|other| other == kind),
+        Some(other) => other == kind,
+        None => false,
+    };
+    let mut alternatives =
+        ["anyOf", "oneOf"].into_iter().filter_map(|key| schema.get(key)?.as_array()).flatten();
+    by_type || alternatives.any(|schema| allows(schema, kind))
 }
 
 /// Calls with every type of argument, and strings that look like other types.
@@ -232,6 +239,10 @@ mod tests {
         ] {
             assert_eq!(typed(value, Some(&json!({"type": kind}))), expected, "{kind} {value}");
         }
+        // An optional argument, as Python's SDK of tool servers declares it.
+        let optional = json!({"anyOf": [{"type": "string"}, {"type": "null"}]});
+        assert_eq!(typed("12", Some(&optional)), json!("12"));
+        assert_eq!(typed("null", Some(&optional)), Value::Null);
         assert_eq!(typed("yes", Some(&json!({"enum": ["yes", "1"]}))), json!("yes"));
         assert_eq!(typed("1.5", None), json!(1.5));
     }

@@ -1,12 +1,13 @@
-//! Performs the policy's calls in its sandbox.
+//! Performs the policy's calls, in its sandbox or by a tool server.
 //!
 //! The invariant: a mistake of the policy becomes an observation; an error is always a failure of the
-//! sandbox.
+//! sandbox or of a tool server.
 
 use crate::editor::{self, Editor};
 use crate::scaffold::{
     Call, Change, EditorCommand, Mistake, STDERR_MARKER, Scaffold, ToolLimits, ToolResult,
 };
+use crate::tool_server::{ToolServerError, ToolSessions};
 use orchestrate_sandbox::{Command, Exit, FileEntry, Sandbox, SandboxError, SandboxErrorKind};
 use std::time::Duration;
 
@@ -64,6 +65,17 @@ pub(crate) struct Toolbox<'a> {
     pub(crate) variables: &'a [(&'a str, &'a str)],
     /// Time for one command, and how much of its output is kept.
     pub(crate) limits: ToolLimits,
+    /// The attempt's sessions with tool servers.
+    pub(crate) servers: &'a ToolSessions,
+}
+
+/// A failure of the infrastructure during a call.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ToolFailure {
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
+    #[error(transparent)]
+    Server(#[from] ToolServerError),
 }
 
 /// The result of reading a file.
@@ -82,13 +94,13 @@ impl Toolbox<'_> {
     /// Performs one call.
     ///
     /// # Errors
-    /// Only for failures of the sandbox.
+    /// Only for failures of the sandbox or of a tool server.
     pub(crate) async fn perform(
         &self,
         sandbox: &mut dyn Sandbox,
         call: &Call,
         editor: &mut Editor,
-    ) -> Result<ToolResult, SandboxError> {
+    ) -> Result<ToolResult, ToolFailure> {
         Ok(match call {
             Call::Bash { command } => {
                 ToolResult::Command(sandbox.exec(&self.command(command)).await?)
@@ -104,6 +116,10 @@ impl Toolbox<'_> {
             }
             Call::Search { term, path } => {
                 ToolResult::Text(self.search(sandbox, term, path).await?)
+            }
+            Call::Remote { tool, arguments } => {
+                let time = self.limits.command_timeout;
+                ToolResult::Text(self.servers.call(tool, arguments.clone(), time).await?)
             }
             Call::Submit => ToolResult::Submitted,
         })
@@ -387,6 +403,7 @@ mod tests {
             programs: None,
             variables: &[],
             limits: ToolLimits { command_timeout: Duration::from_secs(1), observation_chars: 10 },
+            servers: &ToolSessions::default(),
         };
         for (path, expected) in [
             ("a.py", Some("a.py")),

@@ -80,7 +80,12 @@ fn compare(
         originals.into_iter().map(|file| (file.path.clone(), file)).collect();
     let is_text = |path: &str| originals.get(path).is_none_or(|file| !is_binary(file));
     let mut findings = BTreeSet::new();
-    let CollectedChange { mut written, mut removed } = collected;
+    let CollectedChange { mut written, mut removed, has_binary } = collected;
+    let touches_binary = |file: &FileEntry| is_binary(file) || !is_text(&file.path);
+    let removes_binary = |path: &String| !is_text(path);
+    if has_binary || written.iter().any(touches_binary) || removed.iter().any(removes_binary) {
+        findings.insert(Finding::BinaryLeftOut);
+    }
     written.retain(|file| {
         !is_binary(file)
             && is_text(&file.path)
@@ -145,8 +150,10 @@ mod tests {
                 file("same.py", 0o644, b"s"),
             ],
             removed: ["gone.py", "never", "old"].map(str::to_owned).to_vec(),
+            has_binary: false,
         };
         let change = compare(before, collected, DiffLimits::default()).unwrap();
+        assert_eq!(change.findings, BTreeSet::from([Finding::BinaryLeftOut]));
         let written: Vec<&str> = change.written.iter().map(|f| f.path.as_str()).collect();
         assert_eq!(written, ["a.py", "new.py"]);
         assert_eq!(change.removed, ["gone.py"]);
@@ -177,13 +184,17 @@ mod tests {
             file("utf-16", 0o644, b"t\0"),
             link("venv", ".venv/bin"),
         ];
-        let collected = CollectedChange { written, removed: vec!["c".to_owned()] };
+        let collected =
+            CollectedChange { written, removed: vec!["c".to_owned()], has_binary: false };
         let change = compare(before, collected, DiffLimits::default()).unwrap();
         let written: Vec<&str> = change.written.iter().map(|f| f.path.as_str()).collect();
         assert_eq!(written, ["a", "b", "latin"]);
         assert_eq!(change.removed, ["c"]);
         let findings: Vec<Finding> = change.findings.iter().copied().collect();
-        assert_eq!(findings, [Finding::EnvironmentTouched, Finding::LinkOutside]);
+        assert_eq!(
+            findings,
+            [Finding::EnvironmentTouched, Finding::LinkOutside, Finding::BinaryLeftOut]
+        );
         let headers = change.patch.lines().filter(|line| line.contains(" mode "));
         let expected = [
             "deleted file mode 120000",

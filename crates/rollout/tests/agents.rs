@@ -14,10 +14,11 @@ use orchestrate_rollout::{
 use orchestrate_sandbox::{
     DockerProvider, ImageHooks, ImageLayer, SandboxProvider as _, SandboxSection,
 };
-use orchestrate_tasks::{Task, micro, patch};
+use orchestrate_tasks::{Task, TaskFile, load, micro, patch};
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
 use orchestrate_types::{ByteSize, ModelShape, Outcome};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 use std::process::Command;
@@ -27,14 +28,69 @@ use tokio_util::sync::CancellationToken;
 
 const IMAGE: &str = "orchestrate/micro:latest";
 
-/// An agent under test: its settings, and the name and argument of its tool that runs commands.
+/// An agent under test.
 struct Case {
     name: &'static str,
     agent: AgentSection,
-    tool: &'static str,
-    argument: &'static str,
-    /// The command that ends its work; `None` if it ends with a reply without calls.
-    last: Option<&'static str>,
+    work: Work,
+}
+
+/// How the scripted policy works with an agent.
+#[derive(Clone, Copy)]
+enum Work {
+    /// With a tool that runs the command in one of its arguments.
+    Calls {
+        tool: &'static str,
+        argument: &'static str,
+        /// Further arguments that the tool requires.
+        further: &'static [(&'static str, &'static str)],
+        /// The command that ends the work; `None` if it ends with a reply without calls.
+        last: Option<&'static str>,
+    },
+    /// With aider's edit blocks in text.
+    EditBlocks,
+    /// With keystrokes for a terminal, in JSON.
+    Keystrokes,
+}
+
+impl Work {
+    const fn calls(tool: &'static str, argument: &'static str) -> Self {
+        Self::Calls { tool, argument, further: &[], last: None }
+    }
+
+    /// Replies, each a text with at most one call: a look around, the repair, and the end.
+    fn replies(self, task: &Task) -> Vec<(String, Option<Action>)> {
+        match self {
+            Self::Calls { tool, argument, further, last } => {
+                let call = |command: &str| {
+                    let mut arguments = json!({ argument: command });
+                    for (name, value) in further {
+                        arguments[*name] = (*value).into();
+                    }
+                    Some(Action { name: tool.to_owned(), arguments })
+                };
+                // An agent that asks for a call gets one that ends it.
+                let submit = Action { name: "submit".to_owned(), arguments: json!({}) };
+                vec![
+                    ("I look around.".to_owned(), call("ls")),
+                    ("I repair it.".to_owned(), call(&repair(task))),
+                    ("It is done.".to_owned(), last.and_then(call)),
+                    (String::new(), Some(submit)),
+                ]
+            }
+            Self::EditBlocks => {
+                vec![(edit_blocks(task, "not in the file\n"), None), (edit_blocks(task, ""), None)]
+            }
+            Self::Keystrokes => {
+                let typed = |command: &str| {
+                    let keys = json!({"keystrokes": format!("{command}\n"), "duration": 0.1});
+                    json!({"analysis": "", "commands": [keys]}).to_string()
+                };
+                let end = json!({"commands": [], "task_complete": true}).to_string();
+                [typed("ls"), typed(&repair(task)), end].map(|text| (text, None)).to_vec()
+            }
+        }
+    }
 }
 
 fn has_image() -> bool {
@@ -46,7 +102,16 @@ fn has_image() -> bool {
     false
 }
 
-fn tasks(count: usize) -> Vec<Task> {
+/// Micro tasks, or those of the file that `ORCHESTRATE_AGENT_ROWS` names.
+fn tasks() -> Vec<Task> {
+    let count = std::env::var("ORCHESTRATE_AGENT_TASKS").ok().and_then(|n| n.parse().ok());
+    let count = count.unwrap_or(1);
+    if let Ok(file) = std::env::var("ORCHESTRATE_AGENT_ROWS") {
+        let rows = load::rows(Utf8Path::new(&file)).unwrap();
+        let tasks: Vec<_> = rows.take(count).map(|row| row.unwrap().to_task().unwrap()).collect();
+        assert_eq!(tasks.len(), count, "{file}");
+        return tasks;
+    }
     let counts = micro::MicroCounts { train: count, held_out: 0, held_out_families: 0 };
     let mut tasks = micro::generate(8, counts);
     for task in &mut tasks {
@@ -55,41 +120,49 @@ fn tasks(count: usize) -> Vec<Task> {
     tasks
 }
 
-/// A command that writes the solved files.
+/// A command that repairs the files: it replaces the bytes in which they differ from the solved ones.
 fn repair(task: &Task) -> String {
     let solved = patch::apply(&task.agent_files, &task.gold_patch).unwrap();
-    let changed = task.agent_files.iter().zip(&solved).filter(|(a, b)| a.content != b.content);
-    let files: Vec<_> = changed.map(|(_, file)| (&file.path, &file.content)).collect();
-    // In hexadecimal, because agents change quotes and escapes in commands.
-    let json = serde_json::to_vec(&files).unwrap();
-    let hex: Vec<String> = json.iter().map(|byte| format!("{byte:02x}")).collect();
-    let program = "import json; [open(p, 'w').write(t) for p, t in json.loads(bytes.fromhex";
-    format!("python3 -c \"{program}('{}'))]\"", hex.concat())
-}
-
-/// Replies: a look around, the repair, and the end.
-fn script(case: &Case, task: &Task, chat: &ChatModel) -> Vec<Vec<u32>> {
-    let call = |command: &str| {
-        let mut arguments = json!({ case.argument: command });
-        if case.agent.preset.is_some() {
-            arguments["description"] = "run a command".into();
-        }
-        Action { name: case.tool.to_owned(), arguments }
+    let replaced = |solved: &TaskFile| {
+        let file = task.agent_files.iter().find(|file| file.path == solved.path).unwrap();
+        let (old, new) = (file.content.as_bytes(), solved.content.as_bytes());
+        let same = |(a, b): &(&u8, &u8)| a == b;
+        let head = old.iter().zip(new).take_while(same).count();
+        let (old_rest, new_rest) = (&old[head..], &new[head..]);
+        let tail = old_rest.iter().rev().zip(new_rest.iter().rev()).take_while(same).count();
+        let middle = &new_rest[..new_rest.len() - tail];
+        (old != new).then(|| (&file.path, head, old.len() - tail, middle.to_vec()))
     };
-    let mut replies = vec![
-        chat.assistant("I look around.", &[call("ls")]).unwrap(),
-        chat.assistant("I repair it.", &[call(&repair(task))]).unwrap(),
-    ];
-    replies.push(match case.last {
-        Some(command) => chat.assistant("Done.", &[call(command)]).unwrap(),
-        None => chat.assistant("It is done.", &[]).unwrap(),
-    });
-    // An agent that asks for a call gets one that ends it.
-    let submit = Action { name: "submit".to_owned(), arguments: json!({}) };
-    replies.push(chat.assistant("", &[submit]).unwrap());
-    replies
+    let changed: Vec<_> = solved.iter().filter_map(replaced).collect();
+    let json = serde_json::to_vec(&changed).unwrap();
+    // In hexadecimal, because agents change quotes and escapes in commands.
+    let hex: Vec<String> = json.iter().map(|byte| format!("{byte:02x}")).collect();
+    let program = "import json; [open(p, 'wb').write(t[:a] + bytes(m) + t[b:]) \
+                   for p, a, b, m in json.loads(bytes.fromhex";
+    format!("python3 -c \"{program}('{}')) for t in [open(p, 'rb').read()]]\"", hex.concat())
 }
 
+/// An edit block for each hunk of the solution. `more` is a line that the old text is said to have in
+/// addition.
+fn edit_blocks(task: &Task, more: &str) -> String {
+    let block = |path: &str, hunk: &str| {
+        let side = |sign: char| {
+            let lines = hunk.lines().skip(1);
+            let lines = lines.filter_map(|line| line.strip_prefix([' ', sign]));
+            lines.flat_map(|line| [line, "\n"]).collect::<String>()
+        };
+        let (old, new) = (side('-'), side('+'));
+        format!("{path}\n```\n<<<<<<< SEARCH\n{old}{more}=======\n{new}>>>>>>> REPLACE\n```\n")
+    };
+    let files = task.gold_patch.split("--- a/").skip(1);
+    let blocks = files.flat_map(|file| {
+        let path = file.lines().next().unwrap();
+        file.split("\n@@ -").skip(1).map(move |hunk| block(path, hunk))
+    });
+    blocks.collect::<Vec<_>>().concat()
+}
+
+/// A report, and the number of tokens that the engine sampled for it.
 async fn run(case: &Case, task: &Task, layer: ImageLayer) -> (EpisodeReport, usize) {
     let hooks = ImageHooks { agent_layer: Some(layer), ..ImageHooks::default() };
     let config = SandboxSection {
@@ -105,20 +178,24 @@ async fn run(case: &Case, task: &Task, layer: ImageLayer) -> (EpisodeReport, usi
     let config = RolloutSection {
         scaffold: Some(Scaffold::Command),
         max_sequence_tokens: Some(1 << 18),
-        episode_timeout: Some("3m".parse().unwrap()),
+        episode_timeout: Some("10m".parse().unwrap()),
         ..RolloutSection::default()
     };
     let plan = config.check().unwrap();
     let policy = Utf8Path::new(env!("CARGO_MANIFEST_DIR")).join("../../environments/micro/policy");
-    let chat = Arc::new(ChatModel::load_for(&policy, plan.chat_options()).unwrap());
-    let replies = script(case, task, &chat);
+    let chat = Arc::new(ChatModel::load_for(&policy, plan.chat_options(&[])).unwrap());
+    let replies = case.work.replies(task).into_iter();
+    let replies: Vec<_> =
+        replies.map(|(text, call)| chat.assistant(&text, call.as_slice()).unwrap()).collect();
     let end = chat.assistant("It is done.", &[]).unwrap();
     let shape = ModelShape { context: 1 << 19, ..toy_shape(chat.vocab_size()) };
     // Counted over all branches.
-    let calls = AtomicUsize::new(0);
-    let engine = Arc::new(FakeEngine::new(shape, move |_, _| FakeReply::Tokens {
-        ids: replies.get(calls.fetch_add(1, Ordering::Relaxed)).unwrap_or(&end).clone(),
-        finish: Finish::Stop,
+    let (calls, sampled) = (AtomicUsize::new(0), Arc::new(AtomicUsize::new(0)));
+    let count = Arc::clone(&sampled);
+    let engine = Arc::new(FakeEngine::new(shape, move |_, _| {
+        let ids = replies.get(calls.fetch_add(1, Ordering::Relaxed)).unwrap_or(&end).clone();
+        count.fetch_add(ids.len(), Ordering::Relaxed);
+        FakeReply::Tokens { ids, finish: Finish::Stop }
     }));
     let runner = common::runner(
         Arc::clone(&engine) as _,
@@ -131,12 +208,12 @@ async fn run(case: &Case, task: &Task, layer: ImageLayer) -> (EpisodeReport, usi
     let runner = EpisodeRunner { agent, container_limits, ..runner };
     let report = runner.run(common::request(task.clone()), &CancellationToken::new()).await;
     sandboxes.shutdown().await.unwrap();
-    let sampled = report.branches.iter().map(|branch| branch.trajectory.response_tokens()).sum();
-    (report, sampled)
+    (report, sampled.load(Ordering::Relaxed))
 }
 
-/// Every row is a function of position, token and version 0 in this engine.
-fn check_rows(report: &EpisodeReport) {
+/// Checks all rows, and returns their number. Every row is a function of position, token and version 0
+/// in this engine.
+fn check_rows(report: &EpisodeReport) -> usize {
     assert_eq!(report.routing_problem, None);
     for branch in &report.branches {
         let tokens = branch.trajectory.token_ids();
@@ -150,59 +227,56 @@ fn check_rows(report: &EpisodeReport) {
             }
         }
     }
+    report.branches.iter().filter_map(|branch| Some(branch.routing.as_ref()?.rows())).sum()
 }
 
 async fn solves(case: Case, folder: Utf8PathBuf) {
     let layer = ImageLayer::of_folder(&folder, AGENT_FOLDER).unwrap();
-    let count = std::env::var("ORCHESTRATE_AGENT_TASKS").ok().and_then(|n| n.parse().ok());
-    let mut forks = 0;
-    let tasks = tasks(count.unwrap_or(1));
+    let (mut forks, mut rows) = (BTreeMap::new(), 0);
+    let tasks = tasks();
     for task in &tasks {
         let (report, sampled) = run(&case, task, layer.clone()).await;
         let shown: Vec<_> = report.turns.iter().map(|t| (&t.text, &t.observation)).collect();
         assert_eq!(report.outcome, Outcome::Scored { reward: 1.0 }, "{}: {shown:?}", case.name);
-        check_rows(&report);
-        // Sampled tokens are those of all turns, each once.
-        assert!(sampled > 0 && report.turns.len() >= 3);
-        forks += report.forks.values().sum::<u64>();
+        rows += check_rows(&report);
+        // Every sampled token carries loss once.
+        let trained = report.branches.iter().map(|branch| branch.trajectory.response_tokens());
+        assert_eq!(trained.sum::<usize>(), sampled, "{}", case.name);
+        assert!(report.turns.len() >= 2, "{}: {shown:?}", case.name);
+        for (cause, count) in report.forks {
+            *forks.entry(cause).or_insert(0) += count;
+        }
     }
     let (name, count) = (case.name, tasks.len());
     orchestrate_e2e::say(&format!(
-        "{name}: {count} of {count} tasks solved, {forks} forks, 0 wrong rows"
+        "{name}: {count} of {count} tasks solved, forks {forks:?}, {rows} rows, 0 wrong"
     ));
 }
 
-async fn preset(
-    preset: AgentPreset,
-    name: &'static str,
-    tool: &'static str,
-    argument: &'static str,
-) {
+/// Runs an agent that is installed in the folder `name` of `ORCHESTRATE_AGENTS`.
+async fn installed(name: &'static str, agent: AgentSection, work: Work) {
     if !has_image() {
         return;
     }
     let folder = std::env::var("ORCHESTRATE_AGENTS").map(|root| Utf8PathBuf::from(root).join(name));
     let Some(folder) = folder.ok().filter(|folder| folder.is_dir()) else {
-        let why = format!("set ORCHESTRATE_AGENTS to a folder that has {name}");
+        let why = format!("set ORCHESTRATE_AGENTS to a folder of scripts/agents that has {name}");
         orchestrate_e2e::skip::skip("agents", &why);
         return;
     };
-    let agent = AgentSection { preset: Some(preset), ..AgentSection::default() };
-    let last = (preset == AgentPreset::MiniSweAgent)
-        .then_some("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT");
-    solves(Case { name, agent, tool, argument, last }, folder).await;
+    solves(Case { name, agent, work }, folder).await;
 }
 
-#[tokio::test]
-async fn docker_a_minimal_agent_repairs_micro_tasks() {
-    if !has_image() {
-        return;
-    }
-    let folder = Utf8Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/minimal-agent");
-    let command = "exec python3 \"$AGENT_DIR/agent.py\"".to_owned();
-    let agent = AgentSection { command: Some(command), ..AgentSection::default() };
-    let name = "minimal agent";
-    solves(Case { name, agent, tool: "bash", argument: "command", last: None }, folder).await;
+async fn preset(preset: AgentPreset, name: &'static str, work: Work) {
+    installed(name, AgentSection { preset: Some(preset), ..AgentSection::default() }, work).await;
+}
+
+fn command(command: &str) -> AgentSection {
+    AgentSection { command: Some(command.to_owned()), ..AgentSection::default() }
+}
+
+fn example(name: &str) -> Utf8PathBuf {
+    Utf8Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples").join(name)
 }
 
 /// Opens a tunnel to the listed address, tries another address, then runs the minimal agent.
@@ -236,39 +310,83 @@ async fn docker_an_agent_reaches_the_listed_address_and_no_other() {
         assert!(stream.read(&mut [0; 4096]).unwrap() > 0);
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\noutside").unwrap();
     });
-    let folder = Utf8Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/minimal-agent");
     let agent = AgentSection {
         command: Some(THROUGH_THE_PROXY.to_owned()),
         env: Some(vec![format!("LISTED={port}")]),
         egress: Some(vec![format!("127.0.0.1:{port}")]),
         ..AgentSection::default()
     };
-    let name = "agent with a proxy";
-    solves(Case { name, agent, tool: "bash", argument: "command", last: None }, folder).await;
+    let case = Case { name: "agent with a proxy", agent, work: Work::calls("bash", "command") };
+    solves(case, example("minimal-agent")).await;
     server.join().unwrap();
 }
 
 #[tokio::test]
+async fn docker_a_terminal_agent_repairs_micro_tasks() {
+    if has_image() {
+        let agent = command(r#"exec python3 "$AGENT_DIR/agent.py""#);
+        let case = Case { name: "terminal-agent", agent, work: Work::Keystrokes };
+        solves(case, example("terminal-agent")).await;
+    }
+}
+
+#[tokio::test]
 async fn docker_mini_swe_agent_repairs_micro_tasks() {
-    preset(AgentPreset::MiniSweAgent, "mini-swe-agent", "bash", "command").await;
+    let last = Some("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT");
+    let work = Work::Calls { tool: "bash", argument: "command", further: &[], last };
+    preset(AgentPreset::MiniSweAgent, "mini-swe-agent", work).await;
 }
 
 #[tokio::test]
 async fn docker_codex_repairs_micro_tasks() {
-    preset(AgentPreset::Codex, "codex", "exec_command", "cmd").await;
+    preset(AgentPreset::Codex, "codex", Work::calls("exec_command", "cmd")).await;
 }
 
 #[tokio::test]
 async fn docker_claude_code_repairs_micro_tasks() {
-    preset(AgentPreset::ClaudeCode, "claude-code", "Bash", "command").await;
+    preset(AgentPreset::ClaudeCode, "claude-code", Work::calls("Bash", "command")).await;
 }
 
 #[tokio::test]
 async fn docker_qwen_code_repairs_micro_tasks() {
-    preset(AgentPreset::QwenCode, "qwen-code", "run_shell_command", "command").await;
+    let further = &[("description", "run a command")];
+    let work = Work::Calls { tool: "run_shell_command", argument: "command", further, last: None };
+    preset(AgentPreset::QwenCode, "qwen-code", work).await;
 }
 
 #[tokio::test]
 async fn docker_opencode_repairs_micro_tasks() {
-    preset(AgentPreset::Opencode, "opencode", "bash", "command").await;
+    let further = &[("description", "run a command")];
+    let work = Work::Calls { tool: "bash", argument: "command", further, last: None };
+    preset(AgentPreset::Opencode, "opencode", work).await;
+}
+
+#[tokio::test]
+async fn docker_aider_repairs_micro_tasks() {
+    preset(AgentPreset::Aider, "aider", Work::EditBlocks).await;
+}
+
+#[tokio::test]
+async fn docker_openhands_repairs_micro_tasks() {
+    let further = &[("summary", "run a command"), ("security_risk", "LOW")];
+    let work = Work::Calls { tool: "terminal", argument: "command", further, last: None };
+    preset(AgentPreset::Openhands, "openhands", work).await;
+}
+
+#[tokio::test]
+async fn docker_the_openai_agents_sdk_repairs_micro_tasks_through_chat_completions() {
+    let agent = command(r#"exec python3 "$AGENT_DIR/agent.py" chat"#);
+    installed("openai-agents", agent, Work::calls("bash", "command")).await;
+}
+
+#[tokio::test]
+async fn docker_the_openai_agents_sdk_repairs_micro_tasks_through_responses() {
+    let agent = command(r#"exec python3 "$AGENT_DIR/agent.py" responses"#);
+    installed("openai-agents", agent, Work::calls("bash", "command")).await;
+}
+
+#[tokio::test]
+async fn docker_the_tool_runner_of_anthropic_repairs_micro_tasks() {
+    let agent = command(r#"exec python3 "$AGENT_DIR/agent.py""#);
+    installed("anthropic-tool-runner", agent, Work::calls("bash", "command")).await;
 }

@@ -3,7 +3,7 @@
 
 use camino::Utf8Path;
 use orchestrate_rollout::{
-    Action, ChatErrorKind, ChatModel, ChatOptions, ChatTemplate, ExpertEpisode, ExpertTurn,
+    Action, Call, ChatErrorKind, ChatModel, ChatOptions, ChatTemplate, ExpertEpisode, ExpertTurn,
     History, MICRO_CHAT_TEMPLATE, Message, Scaffold, ToolFormat, opening_messages, train_tokenizer,
 };
 use proptest::prelude::*;
@@ -69,15 +69,19 @@ fn micro_template_renders_native_calls_and_closes_each_turn() {
     ));
 }
 
-#[test]
-fn a_template_decides_in_which_format_calls_are_read() {
-    let json = r#"{{- '<tool_call>{"name": "' + c.function.name + '", "arguments": ' -}}{{- c.function.arguments | tojson -}}{{- '}</tool_call>' -}}"#;
-    assert!(MICRO_CHAT_TEMPLATE.contains(json));
-    // As Qwen3-Coder writes them.
-    let xml = r"{{- '<tool_call>\n<function=' + c.function.name + '>\n' -}}
+/// How the micro template renders a call.
+const JSON_CALL: &str = r#"{{- '<tool_call>{"name": "' + c.function.name + '", "arguments": ' -}}{{- c.function.arguments | tojson -}}{{- '}</tool_call>' -}}"#;
+
+/// How Qwen3-Coder writes a call.
+const XML_CALL: &str = r"{{- '<tool_call>\n<function=' + c.function.name + '>\n' -}}
         {%- for k, v in c.function.arguments | items -%}
         {{- '<parameter=' + k + '>\n' + (v if v is string else v | tojson) + '\n</parameter>\n' -}}
         {%- endfor -%}{{- '</function>\n</tool_call>' -}}";
+
+#[test]
+fn a_template_decides_in_which_format_calls_are_read() {
+    let (json, xml) = (JSON_CALL, XML_CALL);
+    assert!(MICRO_CHAT_TEMPLATE.contains(json));
     assert_eq!(shared().tool_format(), ToolFormat::Json);
     let (_folder, chat) = micro(&MICRO_CHAT_TEMPLATE.replace(json, xml));
     let chat = chat.unwrap();
@@ -87,7 +91,7 @@ fn a_template_decides_in_which_format_calls_are_read() {
     let calls =
         [bash("ls | grep '<b>'\n\npwd"), Action { name: "edit".to_owned(), arguments: edit }];
     let ids = chat.assistant("Look.", &calls).unwrap();
-    let read = Scaffold::Tools.parse(chat.tool_format(), &chat.decode(&ids).unwrap());
+    let read = Scaffold::Tools.parse(chat.tool_format(), &chat.decode(&ids).unwrap(), &[]);
     let read: Vec<Action> = read.into_iter().map(|call| call.unwrap().0).collect();
     assert_eq!(read, calls);
     assert_eq!(chat.assistant("Look.", &read).unwrap(), ids);
@@ -230,7 +234,70 @@ fn template_that_hides_assistant_turns_is_rejected() {
     assert!(matches!(micro(hiding).1.unwrap_err().kind, ChatErrorKind::NotAppendOnly(_)));
 }
 
+/// A model whose template writes calls like Qwen3-Coder's.
+fn shared_xml() -> &'static ChatModel {
+    static MODEL: OnceLock<ChatModel> = OnceLock::new();
+    MODEL.get_or_init(|| micro(&MICRO_CHAT_TEMPLATE.replace(JSON_CALL, XML_CALL)).1.unwrap())
+}
+
+/// An argument: its schema and a value.
+fn argument() -> impl Strategy<Value = (serde_json::Value, serde_json::Value)> {
+    let kind = |kind: &str| json!({"type": kind});
+    let optional = |kind: &str| json!({"anyOf": [{"type": kind}, {"type": "null"}]});
+    // A text that closes a tag cannot be written in these formats, and a carriage return is lost.
+    let text = "[^<\r]{0,20}";
+    let words = prop::collection::vec("[a-z \"]{0,8}", 0..3);
+    prop_oneof![
+        text.prop_map(move |text| (kind("string"), json!(text))),
+        "[a-z0-9 ]{5,12}".prop_map(move |text| (optional("string"), json!(text))),
+        Just((optional("string"), serde_json::Value::Null)),
+        any::<i64>().prop_map(move |number| (kind("integer"), json!(number))),
+        any::<i64>().prop_map(move |number| (optional("integer"), json!(number))),
+        any::<bool>().prop_map(move |flag| (kind("boolean"), json!(flag))),
+        words.clone().prop_map(move |words| (kind("array"), json!(words))),
+        words.prop_map(move |words| (kind("object"), json!({"deep": {"words": words}}))),
+        any::<i64>().prop_map(|number| (json!({}), json!({"untyped": number}))),
+    ]
+}
+
+/// A tool of a tool server with a call of it.
+fn tool_call() -> impl Strategy<Value = (serde_json::Value, Action)> {
+    let fields = prop::collection::btree_map("[a-z_]{1,8}", argument(), 0..5);
+    ("[a-z]{1,8}__[A-Za-z0-9_-]{1,20}", fields).prop_map(|(name, fields)| {
+        let properties: serde_json::Map<_, _> =
+            fields.iter().map(|(key, (schema, _))| (key.clone(), schema.clone())).collect();
+        let arguments = fields.into_iter().map(|(key, (_, value))| (key, value)).collect();
+        let parameters = json!({"type": "object", "properties": properties});
+        let function = json!({"name": name, "parameters": parameters});
+        (json!({"type": "function", "function": function}), Action { name, arguments })
+    })
+}
+
 proptest! {
+    #[test]
+    fn prop_calls_of_random_tools_survive_rendering_and_tokenising(
+        tools in prop::collection::vec(tool_call(), 1..4),
+    ) {
+        // Of two tools with one name, the first would decide how the other's call is read.
+        let mut names = std::collections::BTreeSet::new();
+        let tools = tools.into_iter().filter(|(_, call)| names.insert(call.name.clone()));
+        let (schemas, calls): (Vec<_>, Vec<Action>) = tools.unzip();
+        for chat in [shared(), shared_xml()] {
+            let ids = chat.assistant("I look.", &calls).unwrap();
+            let text = chat.decode(&ids).unwrap();
+            let read = Scaffold::Tools.parse(chat.tool_format(), &text, &schemas);
+            let read: Vec<(Action, Call)> = read.into_iter().map(Result::unwrap).collect();
+            prop_assert_eq!(read.len(), calls.len());
+            for ((action, call), expected) in read.iter().zip(&calls) {
+                prop_assert_eq!(action, expected);
+                let is_same = matches!(call, Call::Remote { tool, arguments } if *tool == expected.name
+                    && expected.arguments.as_object() == Some(arguments));
+                prop_assert!(is_same, "{:?}", call);
+            }
+            prop_assert_eq!(chat.assistant("I look.", &calls).unwrap(), ids);
+        }
+    }
+
     #[test]
     fn prop_decode_inverts_encode(text in any::<String>()) {
         let chat = shared();

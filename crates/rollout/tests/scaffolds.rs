@@ -59,7 +59,7 @@ async fn episode(task: &Task, scaffold: Scaffold, turns: &[String]) -> EpisodeRe
     };
     let plan = config.check().unwrap();
     let policy = Utf8Path::new(env!("CARGO_MANIFEST_DIR")).join("../../environments/micro/policy");
-    let chat = Arc::new(ChatModel::load_for(&policy, plan.chat_options()).unwrap());
+    let chat = Arc::new(ChatModel::load_for(&policy, plan.chat_options(&[])).unwrap());
     let replies: Vec<Vec<u32>> = turns
         .iter()
         .map(|turn| [chat.encode(turn).unwrap(), vec![chat.end_of_turn()]].concat())

@@ -8,6 +8,7 @@ use bollard::query_parameters::AttachContainerOptions;
 use futures::{Stream, StreamExt as _};
 use orchestrate_supervisor::FreeSpace;
 use orchestrate_supervisor::protocol::{FrameBuffer, Refusal, Reply, Request, VERSION};
+use std::collections::BTreeSet;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,6 +28,8 @@ pub(crate) struct SupervisorLink {
     /// Encoded requests that are not written yet, and how much of them is.
     unwritten: Vec<u8>,
     written: usize,
+    /// Ids of pings that were not answered yet.
+    pings: BTreeSet<u64>,
 }
 
 impl std::fmt::Debug for SupervisorLink {
@@ -59,6 +62,7 @@ impl SupervisorLink {
             last_id: 0,
             unwritten: Vec::new(),
             written: 0,
+            pings: BTreeSet::new(),
         })
     }
 
@@ -108,6 +112,9 @@ impl SupervisorLink {
             self.error(SandboxErrorKind::Failed { call: "send", source: Arc::new(error) })
         })?;
         self.unwritten.extend_from_slice(&frame);
+        if *request == Request::Ping {
+            self.pings.insert(id);
+        }
         Ok(id)
     }
 
@@ -142,6 +149,10 @@ impl SupervisorLink {
                 }
                 if let Reply::Damaged(what) = reply {
                     return Err(self.error(SandboxErrorKind::Damaged { what }));
+                }
+                // The answer to a ping may come after the end of the call during which it was sent.
+                if reply == Reply::Ack(Ok(())) && self.pings.remove(&frame.id) {
+                    continue;
                 }
                 return Ok(Some((frame.id, reply)));
             }
@@ -220,4 +231,35 @@ async fn write(
     bytes.clear();
     *written = 0;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytes::Bytes;
+
+    #[tokio::test]
+    async fn an_answer_to_a_ping_that_comes_during_the_next_call_is_not_that_calls_answer() {
+        let answers = [1, 2, 3, 9].map(|id| Reply::Ack(Ok(())).encode(id).unwrap());
+        let message = |frame: Vec<u8>| Ok(LogOutput::StdOut { message: Bytes::from(frame) });
+        let mut link = SupervisorLink {
+            name: "s".to_owned(),
+            output: Box::pin(futures::stream::iter(answers.map(message))),
+            input: Box::pin(tokio::io::sink()),
+            frames: FrameBuffer::default(),
+            stderr: Vec::new(),
+            last_id: 0,
+            unwritten: Vec::new(),
+            written: 0,
+            pings: BTreeSet::new(),
+        };
+        link.queue(&Request::Ping).unwrap();
+        let reset = link.send(&Request::Reset).await.unwrap();
+        assert_eq!(link.acknowledgement(reset).await.unwrap(), Ok(()));
+        // An acknowledgement that no ping asked for is still an error.
+        let reset = link.send(&Request::Reset).await.unwrap();
+        assert_eq!(link.acknowledgement(reset).await.unwrap(), Ok(()));
+        let error = link.acknowledgement(reset + 1).await.unwrap_err();
+        assert!(matches!(error.kind, SandboxErrorKind::Protocol(_)), "{error}");
+    }
 }

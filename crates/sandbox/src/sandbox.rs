@@ -288,8 +288,6 @@ impl DockerSandbox {
                 }
                 Reply::Done(report) if from == id => return self.result(&report, head, tail),
                 Reply::Ack(Err(reason)) if from == id => return Err(self.refused("exec", reason)),
-                // Later ids belong to the pings.
-                Reply::Ack(Ok(())) if from > id => {}
                 other => {
                     return Err(self
                         .link

@@ -22,6 +22,7 @@ const READERS: u32 = 4;
 const MIGRATIONS: &[(i64, &str, &str)] = &[
     (1, "create journal", include_str!("../../../migrations/sqlite/0001_create_journal.sql")),
     (2, "record images", include_str!("../../../migrations/sqlite/0002_record_images.sql")),
+    (3, "record amendments", include_str!("../../../migrations/sqlite/0003_record_amendments.sql")),
 ];
 
 fn migrator() -> Migrator {

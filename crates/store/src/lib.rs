@@ -7,6 +7,7 @@
 //! [`Reader`] reads a live or finished run without a lock. See `store.rs` for how a journal
 //! is opened, `attempts.rs` and `steps.rs` for its transitions, `record.rs` for the file format.
 
+mod amendments;
 mod attempts;
 mod blob;
 mod db;
@@ -22,17 +23,19 @@ mod sql;
 mod steps;
 mod store;
 
+pub use amendments::AmendmentRow;
 pub use attempts::{AfterBreak, Claim, Sealing};
 pub use db::JOURNAL_FILE;
 pub use error::StoreError;
 #[cfg(feature = "failpoints")]
 pub use failpoint::Failpoint;
 pub use images::{ImageRecords, ImageRow};
-pub use read::{Reader, RunRow, StoredEpisode};
+pub use lock::{LOCK_FILE, holder};
+pub use read::{NewestRow, Reader, RunRow, StoredEpisode};
 pub use record::{EpisodeRecord, RecordError, RowSpan, StoredBranch, StoredRouting};
 pub use rows::{
     AttemptRow, AttemptState, BatchRow, BatchState, EpisodeRow, EpisodeState, EvalRow, GroupRow,
     GroupState, StepRow, StepState, VersionRow,
 };
 pub use steps::BatchMember;
-pub use store::{NewRun, Store, check_new};
+pub use store::{Closer, NewRun, RunHold, Store, check_new};

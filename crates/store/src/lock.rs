@@ -6,7 +6,8 @@ use fs_err::{File, OpenOptions};
 use std::fs::TryLockError;
 use std::io::{Read, Seek, SeekFrom, Write};
 
-const LOCK_FILE: &str = "run.lock";
+/// Name of the lock inside a run folder.
+pub const LOCK_FILE: &str = "run.lock";
 
 /// An exclusive operating-system lock on `run.lock`. The kernel releases it when the process ends
 /// for any reason. The file's text names the holder and the highest epoch of the run.
@@ -20,6 +21,24 @@ pub(crate) struct RunLock {
 /// The highest epoch that the lock file in `folder` records; 0 if there is none.
 pub(crate) fn recorded_epoch(folder: &Utf8Path) -> i64 {
     epoch(&fs_err::read_to_string(folder.join(LOCK_FILE)).unwrap_or_default())
+}
+
+/// The process that uses the run in `folder`, as text like `pid 12 on host gpu-a`; `None` if none does, as
+/// far as this machine can tell. The kernel's list of locks is read: taking the lock to find out would
+/// make a coordinator that starts at that moment fail.
+pub fn holder(folder: &Utf8Path) -> Option<String> {
+    use std::os::unix::fs::MetadataExt as _;
+    let path = folder.join(LOCK_FILE);
+    let inode = fs_err::metadata(&path).ok()?.ino().to_string();
+    let locks = fs_err::read_to_string("/proc/locks").ok()?;
+    // `1: FLOCK  ADVISORY  WRITE 4242 fe:00:131090 0 EOF`; waiting ones have `->` after the number.
+    let is_held = locks.lines().any(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let file = fields.get(5).and_then(|id| id.rsplit(':').next());
+        fields.get(1) == Some(&"FLOCK") && file == Some(inode.as_str())
+    });
+    let text = is_held.then(|| fs_err::read_to_string(&path)).and_then(Result::ok)?;
+    Some(text.lines().next().unwrap_or("another process").to_owned())
 }
 
 fn epoch(text: &str) -> i64 {

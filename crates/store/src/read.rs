@@ -10,7 +10,7 @@ use crate::rows::{
 };
 use crate::sql;
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_types::{EpisodeId, GroupId, PolicyVersion, RunId};
+use orchestrate_types::{EpisodeId, GroupId, Outcome, PolicyVersion, RunId};
 use sqlx::sqlite::SqlitePool;
 use std::collections::HashSet;
 use std::fmt::Display;
@@ -41,6 +41,21 @@ pub struct StoredEpisode {
     pub record: Option<EpisodeRecord>,
 }
 
+/// An attempt, or an episode without one, in a list of the newest.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NewestRow {
+    /// Id of the attempt, or of the episode.
+    pub id: String,
+    /// Id of its task.
+    pub task_id: String,
+    /// State of the attempt, or of the episode, by its name in the journal.
+    pub state: String,
+    /// How it ended; `None` while it is running, or if it was aborted or lost.
+    pub outcome: Option<Outcome>,
+    /// JSON object with the numbers that metrics are computed from; null if nothing was recorded.
+    pub summary: serde_json::Value,
+}
+
 /// Reads the journal of one run. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Reader {
@@ -51,6 +66,8 @@ pub struct Reader {
 
 type AttemptTuple =
     (String, String, Option<String>, Option<String>, Option<String>, Option<i64>, i64, Option<i64>);
+type NewestTuple =
+    (String, String, String, Option<String>, Option<String>, Option<String>, Option<String>);
 type GroupTuple = (String, i64, String, i64, String, Option<String>);
 type StepTuple = (i64, String, String, i64, Option<String>, Option<String>, Option<String>);
 
@@ -71,6 +88,11 @@ impl Reader {
         Ok(Self { journal, pool, blobs: Arc::new(Blobs::new(folder)) })
     }
 
+    /// Closes all connections, and waits for that.
+    pub async fn close(self) {
+        self.pool.close().await;
+    }
+
     /// The run's own row: id, epoch, plan digest, creation time.
     ///
     /// # Errors
@@ -83,6 +105,18 @@ impl Reader {
         let (run, epoch, plan_digest, created_us) =
             row.ok_or_else(|| StoreError::Absent { what: "the run".to_owned() })?;
         Ok(RunRow { run: self.parse(&run)?, epoch, plan_digest, created_us })
+    }
+
+    /// Whether anything was sampled yet.
+    ///
+    /// # Errors
+    /// Any database error.
+    pub async fn has_begun(&self) -> Result<bool, StoreError> {
+        let (groups,): (i64,) = sqlx::query_as(sql::HAS_BEGUN)
+            .fetch_one(&self.pool)
+            .await
+            .map_err(self.fail("has_begun"))?;
+        Ok(groups > 0)
     }
 
     /// All global steps, in order.
@@ -319,6 +353,34 @@ impl Reader {
             .await
             .map_err(self.fail("attempts"))?;
         rows.into_iter().map(|row| self.attempt_row(row)).collect()
+    }
+
+    /// The newest attempts, newest first: of all episodes, or of training in `step`. Episodes without an
+    /// attempt are among them.
+    ///
+    /// # Errors
+    /// Any database error.
+    pub async fn newest(
+        &self,
+        step: Option<u32>,
+        limit: u32,
+    ) -> Result<Vec<NewestRow>, StoreError> {
+        let rows: Vec<NewestTuple> = sqlx::query_as(sql::SELECT_NEWEST)
+            .bind(step)
+            .bind(limit)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(self.fail("newest"))?;
+        let row = |(episode, open, task_id, attempt, state, outcome, summary): NewestTuple| {
+            Ok(NewestRow {
+                id: attempt.unwrap_or(episode),
+                task_id,
+                state: state.unwrap_or(open),
+                outcome: self.json(outcome)?,
+                summary: self.json(summary)?.unwrap_or_default(),
+            })
+        };
+        rows.into_iter().map(row).collect()
     }
 
     /// An episode with its attempts and its trajectory, checked against the digest.

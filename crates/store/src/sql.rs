@@ -24,6 +24,11 @@ pub(crate) const INSERT_IMAGE: &str = "INSERT INTO images \
      ON CONFLICT (name) DO NOTHING";
 pub(crate) const SELECT_IMAGE: &str = "SELECT name, image_id, digest FROM images WHERE name = $1";
 pub(crate) const SELECT_IMAGES: &str = "SELECT name, image_id, digest FROM images ORDER BY name";
+pub(crate) const INSERT_AMENDMENT: &str =
+    "INSERT INTO amendments (assignment, epoch, recorded_us) VALUES ($1, $2, $3)";
+pub(crate) const SELECT_AMENDMENTS: &str =
+    "SELECT assignment, epoch, recorded_us FROM amendments ORDER BY seq";
+pub(crate) const HAS_BEGUN: &str = "SELECT COUNT(*) FROM groups";
 pub(crate) const NAMED_BLOBS: &str = "SELECT blob FROM attempts WHERE blob IS NOT NULL";
 
 pub(crate) const INSERT_GROUP: &str = "INSERT INTO groups \
@@ -69,6 +74,12 @@ pub(crate) const SELECT_SEALED: &str = "SELECT a.attempt_id, a.state, a.outcome,
      a.blob, a.blob_bytes, a.opened_us, a.closed_us FROM attempts a \
      JOIN episodes e ON e.episode_id = a.episode_id \
      WHERE e.group_id = $1 AND a.state = 'sealed' ORDER BY e.member";
+/// `$1` is a step of training, or NULL for all episodes. An episode without an attempt has one row.
+pub(crate) const SELECT_NEWEST: &str = "SELECT e.episode_id, e.state, g.task_id, a.attempt_id, a.state, \
+     a.outcome, a.summary FROM episodes e JOIN groups g ON g.group_id = e.group_id \
+     LEFT JOIN attempts a ON a.episode_id = e.episode_id \
+     WHERE $1 IS NULL OR (g.kind = 'train' AND g.step = $1) \
+     ORDER BY COALESCE(a.closed_us, a.opened_us, g.opened_us) DESC, e.episode_id DESC LIMIT $2";
 pub(crate) const COUNT_ATTEMPTS_OF_STEP: &str = "SELECT COUNT(*) FROM attempts a \
      JOIN episodes e ON e.episode_id = a.episode_id JOIN groups g ON g.group_id = e.group_id \
      WHERE g.kind = $1 AND g.step = $2 AND a.state = $3";
@@ -176,4 +187,8 @@ pub(crate) const ALL: &[&str] = &[
     INSERT_IMAGE,
     SELECT_IMAGE,
     SELECT_IMAGES,
+    INSERT_AMENDMENT,
+    SELECT_AMENDMENTS,
+    HAS_BEGUN,
+    SELECT_NEWEST,
 ];

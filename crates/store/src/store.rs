@@ -31,9 +31,41 @@ pub struct Store {
     pub(crate) blobs: Arc<Blobs>,
     pub(crate) epoch: i64,
     reader: Reader,
-    _lock: RunLock,
+    lock: Arc<RunLock>,
     #[cfg(feature = "failpoints")]
     failpoint: Option<Arc<dyn Failpoint>>,
+}
+
+/// Closes a journal after its [`Store`] was dropped or given away.
+#[derive(Debug)]
+pub struct Closer {
+    writer: SqlitePool,
+    reader: SqlitePool,
+}
+
+impl Closer {
+    /// Closes all connections. SQLite then merges its log into the journal, which becomes a single file
+    /// that can be copied, and read where nothing can be written.
+    pub async fn close(self) {
+        self.reader.close().await;
+        self.writer.close().await;
+    }
+}
+
+/// Keeps other processes from opening a run, after its [`Store`] is dropped as well.
+#[derive(Debug, Clone)]
+pub struct RunHold {
+    _lock: Arc<RunLock>,
+}
+
+impl RunHold {
+    /// Takes the run in `folder` without opening it.
+    ///
+    /// # Errors
+    /// [`StoreError::Locked`] if another process uses it, or another part of this one, and any file error.
+    pub fn take(folder: &Utf8Path) -> Result<Self, StoreError> {
+        Ok(Self { _lock: Arc::new(RunLock::take(folder)?) })
+    }
 }
 
 /// Folders of a run that have entries once it has started. A trainer may write its first checkpoint before
@@ -149,7 +181,7 @@ impl Store {
             blobs,
             epoch,
             reader,
-            _lock: lock,
+            lock: Arc::new(lock),
             #[cfg(feature = "failpoints")]
             failpoint: None,
         })
@@ -158,6 +190,16 @@ impl Store {
     /// This coordinator's epoch: 1 at the first start of the run, then counting up.
     pub fn epoch(&self) -> i64 {
         self.epoch
+    }
+
+    /// A handle that closes this journal once the store is no longer used.
+    pub fn closer(&self) -> Closer {
+        Closer { writer: self.pool.clone(), reader: self.reader.pool().clone() }
+    }
+
+    /// Keeps the run from being opened by another process until it is dropped.
+    pub fn hold(&self) -> RunHold {
+        RunHold { _lock: self.lock.clone() }
     }
 
     /// A reader of the same journal, for queries without the epoch check.

@@ -4,18 +4,21 @@ use crate::cache::PageCache;
 use crate::latency::Latency;
 use crate::rows::expected_rows;
 use crate::script::Script;
+use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
+use futures::stream::{self, StreamExt as _};
 use orchestrate_routing::encode_sglang;
-use orchestrate_types::{ModelShape, PolicyVersion, TokenId};
+use orchestrate_types::{ModelShape, PolicyVersion, TokenId, unix_micros};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::net::TcpListener;
@@ -40,7 +43,14 @@ pub struct EnginePlan {
     pub cache_tokens: usize,
     /// Duration of a weight update, in milliseconds.
     pub update_ms: u64,
+    /// Whether a streamed reply begins with the time at which it was begun, in microseconds since 1970,
+    /// written with the script's ten `drawn` tokens as digits.
+    #[serde(default)]
+    pub tells_time: bool,
 }
+
+/// Tokens between two frames of a streamed reply.
+const TOKENS_PER_FRAME: usize = 8;
 
 /// Measurements of an engine.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -84,6 +94,8 @@ struct GenerateBody<'a> {
     session_id: Cow<'a, str>,
     #[serde(borrow, default)]
     extra_key: Cow<'a, str>,
+    #[serde(default)]
+    stream: bool,
 }
 
 #[derive(Deserialize)]
@@ -162,6 +174,15 @@ async fn generate(State(engine): State<Arc<Engine>>, body: Bytes) -> Response {
     };
     let version = engine.lock().version.clone();
     let time = plan.latency.time(prompt - cached, output.len(), sampling_seed);
+    if request.stream {
+        let first = plan.latency.time(prompt - cached, 0, sampling_seed).min(time);
+        tokio::time::sleep(first).await;
+        let clock = if plan.tells_time { plan.script.digits(unix_micros()) } else { Vec::new() };
+        let first_frame = clock.len().max(TOKENS_PER_FRAME);
+        output.splice(0..0, clock);
+        let rest = (first_frame, time.saturating_sub(first));
+        return streamed(&engine, &request, &output, &version, cached, rest);
+    }
     let started = Instant::now();
     let is_aborted = tokio::select! {
         biased;
@@ -177,7 +198,57 @@ async fn generate(State(engine): State<Arc<Engine>>, body: Bytes) -> Response {
         (false, true) => json!({"type": "stop", "matched": output.last()}),
         (false, false) => json!({"type": "length", "length": output.len()}),
     };
-    reply(&engine, &request, &output, &version, &finish, cached)
+    match reply(&engine, &request, &output, &version, &finish, cached) {
+        Ok(body) => ([(header::CONTENT_TYPE, "application/json")], body).into_response(),
+        Err(refusal) => *refusal,
+    }
+}
+
+/// A reply as an event stream, whose first frame has `first` tokens, over the time `rest`. It is never
+/// aborted.
+fn streamed(
+    engine: &Arc<Engine>,
+    request: &GenerateBody<'_>,
+    output: &[TokenId],
+    version: &str,
+    cached: usize,
+    (first, rest): (usize, Duration),
+) -> Response {
+    let finish = json!({"type": "stop", "matched": output.last()});
+    let last = match reply(engine, request, output, version, &finish, cached) {
+        Ok(last) => last,
+        Err(refusal) => return *refusal,
+    };
+    let ends = (first..output.len()).step_by(TOKENS_PER_FRAME);
+    let mut frames: Vec<Bytes> = ends
+        .map(|end| {
+            let ids = output.get(..end).unwrap_or_default();
+            let meta = json!({"id": request.rid, "finish_reason": null, "output_token_logprobs": triples(ids)});
+            frame(&json!({"output_ids": ids, "meta_info": meta}).to_string())
+        })
+        .collect();
+    frames.push(Bytes::from([frame(&last), Bytes::from_static(b"data: [DONE]\n\n")].concat()));
+    let pause = rest / u32::try_from(frames.len()).unwrap_or(u32::MAX);
+    let (engine, session) = (Arc::clone(engine), request.session_id.clone().into_owned());
+    let frames = stream::iter(frames.into_iter().enumerate()).then(move |(index, frame)| {
+        let (engine, session) = (Arc::clone(&engine), session.clone());
+        async move {
+            if index > 0 {
+                tokio::time::sleep(pause).await;
+            }
+            engine.lock().replied.insert(session, Instant::now());
+            Ok::<_, Infallible>(frame)
+        }
+    });
+    ([(header::CONTENT_TYPE, "text/event-stream")], Body::from_stream(frames)).into_response()
+}
+
+fn frame(data: &str) -> Bytes {
+    Bytes::from(format!("data: {data}\n\n"))
+}
+
+fn triples(ids: &[TokenId]) -> Vec<(f64, TokenId, Value)> {
+    ids.iter().map(|id| (-0.5, *id, Value::Null)).collect()
 }
 
 /// `share` of `whole`, rounded down.
@@ -192,7 +263,7 @@ fn reply(
     version: &str,
     finish: &Value,
     cached: usize,
-) -> Response {
+) -> Result<String, Box<Response>> {
     let plan = &engine.plan;
     let prompt = request.input_ids.len();
     let mut tokens = request.input_ids.clone();
@@ -208,16 +279,13 @@ fn reply(
         "weight_version": version,
         "weight_versions": [{"version": version, "start": 0, "end": output.len()}],
         "num_retractions": 0,
-        "output_token_logprobs":
-            output.iter().map(|id| (-0.5, *id, Value::Null)).collect::<Vec<_>>(),
+        "output_token_logprobs": triples(output),
     });
     if request.return_routed_experts {
         let start = request.routed_experts_start_len;
         if start > prompt {
-            return refused(
-                StatusCode::BAD_REQUEST,
-                "routed_experts_start_len is beyond the prompt",
-            );
+            let problem = "routed_experts_start_len is beyond the prompt";
+            return Err(Box::new(refused(StatusCode::BAD_REQUEST, problem)));
         }
         let rows = expected_rows(&plan.shape, number, &tokens, start..computed)
             .and_then(|rows| encode_sglang(&rows, &plan.shape));
@@ -225,7 +293,9 @@ fn reply(
             (Ok(text), Some(meta)) => {
                 meta.insert("routed_experts".to_owned(), Value::String(text));
             }
-            (Err(error), _) => return refused(StatusCode::INTERNAL_SERVER_ERROR, error),
+            (Err(error), _) => {
+                return Err(Box::new(refused(StatusCode::INTERNAL_SERVER_ERROR, error)));
+            }
             (Ok(_), None) => {}
         }
     }
@@ -237,8 +307,7 @@ fn reply(
     }
     state.stats.answered += 1;
     state.replied.insert(request.session_id.clone().into_owned(), Instant::now());
-    drop(state);
-    ([(header::CONTENT_TYPE, "application/json")], body).into_response()
+    Ok(body)
 }
 
 async fn server_info(State(engine): State<Arc<Engine>>) -> Json<Value> {

@@ -31,6 +31,13 @@ pub struct Script {
 }
 
 impl Script {
+    /// A number, with the drawn tokens as its digits.
+    pub(crate) fn digits(&self, number: i64) -> Vec<TokenId> {
+        let digits = number.to_string().into_bytes();
+        let token = |digit: u8| self.drawn.get(usize::from(digit.wrapping_sub(b'0'))).copied();
+        digits.into_iter().filter_map(token).collect()
+    }
+
     /// The tokens that follow `prompt` until the end of the turn. A prompt that ends inside a turn,
     /// because its reply was aborted, is continued.
     pub fn continuation(&self, prompt: &[TokenId], seed: u64) -> Vec<TokenId> {

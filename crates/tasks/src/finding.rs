@@ -25,6 +25,8 @@ pub enum Finding {
     EnvironmentTouched,
     /// The change replaces a file by a symbolic link that leaves the tree.
     LinkOutside,
+    /// The change has binary files, or replaces or removes some: these files are not graded.
+    BinaryLeftOut,
     /// The tests printed a second summary, or a line that looks like a report. What they print does
     /// not decide.
     OutputForged,
@@ -49,7 +51,7 @@ pub enum Finding {
 
 impl Finding {
     /// All findings, in the order in which they are listed.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::ConftestTouched,
         Self::TestsDeleted,
         Self::TestsChanged,
@@ -58,6 +60,7 @@ impl Finding {
         Self::ShadowsModule,
         Self::EnvironmentTouched,
         Self::LinkOutside,
+        Self::BinaryLeftOut,
         Self::OutputForged,
         Self::Tampered,
         Self::Introspection,
@@ -79,6 +82,7 @@ impl Finding {
             Self::ShadowsModule => "shadows_module",
             Self::EnvironmentTouched => "environment_touched",
             Self::LinkOutside => "link_outside",
+            Self::BinaryLeftOut => "binary_left_out",
             Self::OutputForged => "output_forged",
             Self::Tampered => "tampered",
             Self::Introspection => "introspection",

@@ -6,17 +6,17 @@
 use camino::Utf8PathBuf;
 use orchestrate_engine::{
     Engine, EngineError, EngineErrorKind, Finish, GenerateRequest, Generation, Prompt, Sampling,
-    TokenPrompt,
+    TokenListener, TokenPrompt,
 };
-use orchestrate_routing::MaskBuilder;
+use orchestrate_routing::{MaskBuilder, RoutedRows};
 use orchestrate_types::{
     AttemptId, EpisodeId, GroupId, ModelShape, PolicyVersion, RequestId, Retry, RunId, TokenId,
 };
 use std::any::Any;
 use std::fmt;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The prompt of a turn (from 0), given all tokens so far; `None` after the last turn.
@@ -135,6 +135,7 @@ impl Subject {
             },
             priority: 0,
             deadline: Duration::from_mins(5),
+            listener: None,
         }
     }
 
@@ -361,6 +362,55 @@ pub async fn concurrent_requests_do_not_mix(subject: &Subject) -> Kept {
     Ok(())
 }
 
+/// Tokens reported by one call.
+#[derive(Debug, Default)]
+struct HeardTokens {
+    calls: AtomicU32,
+    ids: Mutex<Vec<TokenId>>,
+}
+
+impl HeardTokens {
+    fn ids(&self) -> MutexGuard<'_, Vec<TokenId>> {
+        self.ids.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl TokenListener for HeardTokens {
+    fn begin(&self) {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        self.ids().clear();
+    }
+
+    fn sampled(&self, ids: &[TokenId]) {
+        self.ids().extend_from_slice(ids);
+    }
+}
+
+/// A listener does not change the reply, and hears its tokens in order. An engine that cannot stream
+/// tells it nothing.
+///
+/// # Errors
+/// The promise that was broken.
+pub async fn a_listener_hears_the_tokens_of_the_reply(subject: &Subject) -> Kept {
+    let (prompt, whole) = subject.converse().await?;
+    let heard = Arc::new(HeardTokens::default());
+    let mut request = subject.request(&prompt, Some(0));
+    request.listener = Some(Arc::clone(&heard) as _);
+    let got = subject.generate(request).await?;
+    promise!(got.output_ids() == whole.output_ids(), "tokens depend on whether they are streamed");
+    let rows = [&got, &whole].map(|got| got.routed_experts.as_ref().map(RoutedRows::rows));
+    let [streamed, not_streamed] = rows;
+    promise!(streamed == not_streamed, "{streamed:?} rows, but {not_streamed:?} if not streamed");
+    let ids = heard.ids().clone();
+    promise!(
+        ids.is_empty() || ids == got.output_ids(),
+        "the listener heard {ids:?} of {:?}",
+        got.output_ids()
+    );
+    promise!(ids.is_empty() || heard.calls.load(Ordering::Relaxed) > 0, "no call began");
+    Ok(())
+}
+
 /// Requests that would harm an engine are refused permanently, and the next request is answered.
 ///
 /// # Errors
@@ -439,6 +489,7 @@ pub async fn all(subject: &Subject) -> Kept {
     an_abort_returns_what_was_sampled(subject).await.map_err(named("abort"))?;
     callers_that_disconnect_do_no_harm(subject).await.map_err(named("disconnect"))?;
     concurrent_requests_do_not_mix(subject).await.map_err(named("concurrency"))?;
+    a_listener_hears_the_tokens_of_the_reply(subject).await.map_err(named("listener"))?;
     prompts_that_cannot_be_served_are_refused_permanently(subject)
         .await
         .map_err(named("refusal"))?;
@@ -460,6 +511,7 @@ macro_rules! engine_conformance {
                 an_abort_returns_what_was_sampled
                 callers_that_disconnect_do_no_harm
                 concurrent_requests_do_not_mix
+                a_listener_hears_the_tokens_of_the_reply
                 prompts_that_cannot_be_served_are_refused_permanently
                 a_sync_versions_every_token_and_clears_the_cache
                 after_a_failed_sync_nothing_is_sampled

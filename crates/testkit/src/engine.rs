@@ -3,7 +3,7 @@
 use camino::Utf8Path;
 use orchestrate_engine::{
     Engine, EngineError, EngineErrorKind, EngineInfo, Finish, GenerateRequest, Generation, Prompt,
-    Reply, SampledTokens, Sampling, VersionSpan,
+    Reply, SampledTokens, Sampling, TokenListener, VersionSpan,
 };
 use orchestrate_routing::RoutedRows;
 use orchestrate_types::{ModelShape, PolicyVersion, RequestId, TokenId};
@@ -66,9 +66,34 @@ pub enum FakeReply {
     },
     /// An error.
     Fail(EngineErrorKind),
+    /// An error after these tokens, which only a listener is told.
+    Break {
+        /// Sampled ids.
+        ids: Vec<TokenId>,
+        /// The error.
+        kind: EngineErrorKind,
+    },
     /// No reply, ever.
     Hang,
 }
+
+impl FakeReply {
+    /// The tokens that a listener is told.
+    fn ids(&self) -> &[TokenId] {
+        match self {
+            Self::Tokens { ids, .. }
+            | Self::ShortRows { ids }
+            | Self::NoRows { ids }
+            | Self::Retracted { ids }
+            | Self::UntilAborted { ids }
+            | Self::Break { ids, .. } => ids,
+            Self::Fail(_) | Self::Hang => &[],
+        }
+    }
+}
+
+/// Number of tokens that a listener is told at once.
+const TOKENS_PER_REPORT: usize = 3;
 
 /// Returns the reply to a request, given the number of earlier calls in the same session.
 pub type EngineScript = dyn Fn(&FakeRequest, usize) -> FakeReply + Send + Sync;
@@ -77,6 +102,7 @@ pub type EngineScript = dyn Fn(&FakeRequest, usize) -> FakeReply + Send + Sync;
 /// version. It has a prefix cache per session, and records all requests.
 pub struct FakeEngine {
     shape: ModelShape,
+    row_shift: usize,
     script: Box<EngineScript>,
     state: Mutex<State>,
 }
@@ -142,7 +168,14 @@ impl FakeEngine {
         shape: ModelShape,
         script: impl Fn(&FakeRequest, usize) -> FakeReply + Send + Sync + 'static,
     ) -> Self {
-        Self { shape, script: Box::new(script), state: Mutex::default() }
+        Self { shape, row_shift: 0, script: Box::new(script), state: Mutex::default() }
+    }
+
+    /// An engine whose routing rows differ from those of others: every expert's number is `shift` higher,
+    /// modulo the number of experts.
+    #[must_use]
+    pub fn with_row_shift(self, shift: usize) -> Self {
+        Self { row_shift: shift, ..self }
     }
 
     /// All requests so far, in order of arrival.
@@ -173,7 +206,8 @@ impl FakeEngine {
     /// of experts.
     fn row(&self, position: usize, token: TokenId, version: PolicyVersion, ids: &mut Vec<u16>) {
         for layer in &self.shape.moe_layers {
-            let first = position * 7 + token as usize * 3 + layer * 5 + version_shift(version);
+            let shift = self.row_shift + version_shift(version);
+            let first = position * 7 + token as usize * 3 + layer * 5 + shift;
             let ring = (0..self.shape.top_k).map(|slot| (first + slot) % self.shape.experts);
             ids.extend(ring.filter_map(|id| u16::try_from(id).ok()));
         }
@@ -261,7 +295,11 @@ impl FakeEngine {
         Ok(generation)
     }
 
-    async fn generate_tokens(&self, request: FakeRequest) -> Result<Generation, EngineError> {
+    async fn generate_tokens(
+        &self,
+        request: FakeRequest,
+        listener: Option<Arc<dyn TokenListener>>,
+    ) -> Result<Generation, EngineError> {
         self.check(&request)?;
         let call = {
             let mut state = self.lock();
@@ -270,7 +308,12 @@ impl FakeEngine {
             session.1 += 1;
             session.1 - 1
         };
-        match (self.script)(&request, call) {
+        let reply = (self.script)(&request, call);
+        if let Some(listener) = listener {
+            listener.begin();
+            reply.ids().chunks(TOKENS_PER_REPORT).for_each(|ids| listener.sampled(ids));
+        }
+        match reply {
             FakeReply::Tokens { ids, finish } => self.reply(&request, ids, finish, Some(0)),
             FakeReply::ShortRows { ids } => self.reply(&request, ids, Finish::Stop, Some(1)),
             FakeReply::NoRows { ids } => self.reply(&request, ids, Finish::Stop, None),
@@ -280,7 +323,7 @@ impl FakeEngine {
                 Ok(generation)
             }
             FakeReply::UntilAborted { ids } => self.hold(&request, ids).await,
-            FakeReply::Fail(kind) => Err(Self::error(kind)),
+            FakeReply::Fail(kind) | FakeReply::Break { kind, .. } => Err(Self::error(kind)),
             FakeReply::Hang => std::future::pending().await,
         }
     }
@@ -316,6 +359,7 @@ impl Engine for FakeEngine {
             let message = "prompts must be tokens, not messages";
             return Err(Self::error(EngineErrorKind::unsupported(message)));
         };
+        let listener = request.listener;
         let request = FakeRequest {
             request_id: request.request_id,
             session: request.session,
@@ -325,7 +369,7 @@ impl Engine for FakeEngine {
             priority: request.priority,
             deadline: request.deadline,
         };
-        self.generate_tokens(request).await.map(Reply::Tokens)
+        self.generate_tokens(request, listener).await.map(Reply::Tokens)
     }
 
     async fn sync_weights(

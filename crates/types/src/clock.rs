@@ -13,3 +13,11 @@ pub fn now() -> Timestamp {
     let now = Timestamp::now();
     now.round(Unit::Millisecond).unwrap_or(now)
 }
+
+/// A time in µs since the Unix epoch as text, to the second and in UTC.
+pub fn utc(micros: i64) -> String {
+    Timestamp::from_microsecond(micros).map_or_else(
+        |_| "unknown".to_owned(),
+        |time| time.strftime("%Y-%m-%d %H:%M:%SZ").to_string(),
+    )
+}

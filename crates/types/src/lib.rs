@@ -15,7 +15,7 @@ mod secret;
 mod test_timeout;
 mod trajectory;
 
-pub use clock::{now, unix_micros};
+pub use clock::{now, unix_micros, utc};
 pub use duration::{ByteSize, HumanDuration, ParseUnitError};
 pub use id::{AttemptId, EpisodeId, GroupId, IdError, PolicyVersion, RequestId, RunId, TokenId};
 pub use model::ModelShape;

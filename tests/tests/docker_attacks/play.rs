@@ -113,6 +113,7 @@ impl World {
             outside: None,
             logs: None,
             rows: RowSharing::default(),
+            tool_servers: Arc::default(),
             prefill_leaders: PrefillLeaders::default(),
         };
         let request = EpisodeRequest {

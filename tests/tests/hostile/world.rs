@@ -94,6 +94,7 @@ impl World {
             outside: None,
             logs: None,
             rows: RowSharing::default(),
+            tool_servers: Arc::default(),
             prefill_leaders: PrefillLeaders::default(),
         };
         let group = GroupId::Eval { round: 0, index: number };

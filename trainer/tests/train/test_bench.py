@@ -12,34 +12,86 @@ import needs  # noqa: F401
 
 import pytest
 
+import torch  # isort: skip
+
+from orchestrate_trainer import bench
+
 PACKAGE = Path(__file__).resolve().parents[2]
 SHAPE = {
-    "--layers": 2, "--hidden": 32, "--heads": 4, "--kv-heads": 2, "--head-width": 8,
-    "--experts": 8, "--top-k": 2, "--expert-width": 16, "--vocab": 61, "--sequences": 3,
-    "--tokens": 24, "--sampled": 8, "--repeat": 1, "--device": "cpu", "--peak-tflops": 1,
+    "--model-slice": 2, "--hidden": 32, "--heads": 4, "--kv-heads": 2, "--head-width": 8,
+    "--experts": 8, "--top-k": 2, "--expert-width": 16, "--vocab": 61, "--sequences": 4,
+    "--tokens": 24, "--sampled": 8, "--micro-batch-tokens": 48, "--repeat": 2, "--device": "cpu",
+    "--peak-tflops": 1,
+}  # fmt: skip
+ARMS = {
+    "forward_replay", "forward_own_routes", "train_replay", "train_own_routes",
+    "train_plain_transformers", "step_replay",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("sampler", ["bf16", "fp8"])
-def test_benchmark_reports_every_row(tmp_path: Path, sampler: str) -> None:
-    out = tmp_path / "bench.json"
+def test_benchmark_reports_every_arm(tmp_path: Path, sampler: str) -> None:
+    out, table = tmp_path / "bench.json", tmp_path / "bench.md"
     arguments = [str(part) for pair in SHAPE.items() for part in pair]
     command = [sys.executable, "-m", "orchestrate_trainer.bench", *arguments]
     done = subprocess.run(
-        [*command, "--sampler", sampler, "--out", str(out)],
+        [*command, "--sampler", sampler, "--out", str(out), "--markdown", str(table)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
-    assert set(report["rows"]) == {
-        "plain_forward_backward",
-        *(f"{kind}_{mode}" for kind in ("recompute", "update") for mode in ("replay", "no_replay")),
-    }
+    assert set(report["rows"]) == ARMS and report["failed"] == {}
     for row in report["rows"].values():
-        assert row["seconds"] > 0 and row["tokens_per_s"] > 0 and 0 < row["mfu"] < 1
+        assert row["repetitions"] == 2
+        assert 0 < row["least_seconds"] <= row["seconds"] <= row["most_seconds"]
+        assert row["tokens_per_s"] > 0 and 0 < row["mfu"] < 1
+    assert report["attention"] == "loop" and report["versions"]["torch"] == torch.__version__
+    # Two layers: weights, 4 heads of 8 values over half of 24 tokens, and a head for 8 of 24.
+    weights = 32 * 8 * (4 + 2 + 2 + 4) + 32 * 8 + 2 * 3 * 32 * 16
+    forward = 2 * (2 * weights + 2 * 4 * 16 * 25 / 2) + 2 * 32 * 61 / 3
+    assert report["flops_per_token"] == pytest.approx(3 * forward)
+    assert 0 < report["attention_share"] < 1
     mismatch = report["mismatch"]
-    assert mismatch["replay"] > 0 and mismatch["no_replay"] > 0, (
+    assert mismatch["replay"] > 0 and mismatch["own_routes"] > 0, (
         "the sampler is less precise than the trainer"
     )
+    lines = table.read_text().splitlines()
+    assert done.stdout.splitlines() == lines
+    rows = [line for line in lines if line.startswith("| ")]
+    assert len(rows) == 1 + len(ARMS) and len({row.count("|") for row in rows}) == 1
+    assert "torch " in lines[0] and any(line.startswith("Replay changes") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--sampled", "0"], "--sampled must be"),
+        (["--sampled", "8192"], "--sampled must be"),
+        (["--model-slice", "0"], "--layers must be at least 1"),
+        (["--repeat", "0"], "--repeat must be at least 1"),
+        (["--attention", "paged"], "invalid choice"),
+        (["--model-slice", "four"], "invalid int"),
+    ],
+)
+def test_invalid_arguments_are_refused(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        bench.main(arguments)
+    assert raised.value.code == 2 and problem in capsys.readouterr().err
+
+
+def test_the_default_is_a_slice_of_qwen3_30b_a3b() -> None:
+    given = bench.parser().parse_args(["--model-slice", "3"])
+    shape = (given.hidden, given.heads, given.kv_heads, given.head_width, given.experts)
+    assert given.layers == 3 and shape == (2048, 32, 4, 128, 128)
+    assert (given.top_k, given.expert_width, given.vocab) == (8, 768, 151_936)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cuda"])
+    assert "PyTorch finds no GPU" in capsys.readouterr().err

@@ -12,7 +12,8 @@ import torch  # isort: skip
 
 from orchestrate_trainer.corrections import Tokens
 from orchestrate_trainer.counts import HalfDecades, ProbabilityGrid, load_curve
-from orchestrate_trainer.measures import Load, Mismatch
+from orchestrate_trainer.measures import Disagreement, Load, Mismatch, Ratio
+from orchestrate_trainer.routers import RouterSpec
 
 
 class Copies:
@@ -81,3 +82,56 @@ def test_expert_load_is_ordered_from_busiest_to_idlest(world: Any) -> None:
     assert found["expert_load_entropy"] == pytest.approx([1.0, 0.5])
     many = torch.cat([torch.ones(64), torch.zeros(64)]).double()
     assert load_curve(many) == [2.0] * 8 + [0.0] * 8
+
+
+def drawn_routes(tokens: int, seed: int) -> torch.Tensor:
+    """Random distinct experts, uint8 ``[tokens, 3, 2]`` of 8."""
+    chance = torch.rand(tokens, 3, 8, generator=torch.Generator().manual_seed(seed))
+    return chance.argsort(-1)[..., :2].to(torch.uint8)
+
+
+def test_packed_sequences_are_compared_as_single_ones(world: Any) -> None:
+    lengths = (5, 1, 9, 4)
+    recorded, own = drawn_routes(sum(lengths), 0), drawn_routes(sum(lengths), 1)
+    valid = torch.rand(sum(lengths), generator=torch.Generator().manual_seed(2)) > 0.3
+    # The second sequence has no row at all.
+    valid[5] = False
+    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    packed, single = Disagreement(3, 2), Disagreement(3, 2)
+    packed.add(recorded, own, valid, Tokens(owner, len(lengths)))
+    for rows, others, kept in zip(*(t.split(lengths) for t in (recorded, own, valid)), strict=True):
+        alone = Tokens(torch.zeros(int(kept.sum()), dtype=torch.long), 1)
+        single.add(rows[kept], others[kept], kept[kept], alone)
+    assert sum(single.finish(world)["sequence_histogram"]) == 3
+    found, wanted = packed.finish(world), single.finish(world)
+    assert {name: pytest.approx(value) for name, value in wanted.items()} == found
+    load, split = Load(3, 8), Load(3, 8)
+    load.add(recorded, valid)
+    split.add(recorded[valid])
+    assert load.finish(world) == split.finish(world)
+
+
+def count_everything(device: torch.device) -> None:
+    """Adds to every measurement of a micro-batch on ``device``."""
+
+    def on(values: Any) -> torch.Tensor:
+        return torch.as_tensor(values).to(device)
+
+    owner = Tokens(on([0, 0, 2]), 3)
+    logp = on([-0.5, -1.0, -2.0])
+    Mismatch(device).add(logp, logp - 0.1, owner)
+    recorded, valid = on(drawn_routes(3, 0)), on([True, True, False])
+    Disagreement(3, 2, device).add(recorded, recorded, valid, owner)
+    Load(3, 8, device).add(recorded, valid)
+    Ratio(device).add(logp, valid, ~valid)
+    RouterSpec("softmax", 8, 2).select(on(torch.randn(3, 8)))
+
+
+def test_counting_never_reads_from_the_device() -> None:
+    """Tensors on the meta device have no values, so whatever reads one, or has a shape that depends
+    on one, fails."""
+    meta = torch.device("meta")
+    count_everything(meta)
+    for reads in (torch.bincount, torch.nonzero, float):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            reads(torch.zeros(1, dtype=torch.long, device=meta))

@@ -21,7 +21,7 @@ from transformers.integrations import moe
 
 from orchestrate_trainer.batch import Batch
 from orchestrate_trainer.learner import Learner
-from orchestrate_trainer.policy import ModelOptions, Policy, load_policy
+from orchestrate_trainer.policy import ModelError, ModelOptions, Policy, load_policy
 from orchestrate_trainer.settings import Hyperparameters
 from orchestrate_trainer.step import apply
 
@@ -100,6 +100,28 @@ def test_kernels_agree_on_log_probs_and_gradients(
         # A gradient that is nearly zero is compared with the model's largest.
         size = max(float(gradient.norm()), 1e-3 * largest)
         assert float((found[name] - gradient).norm()) <= GRADIENT * size, name
+
+
+@families
+def test_attention_kernels_agree_on_log_probs(
+    family: str, folders: dict[str, Path], world: Any
+) -> None:
+    """Sinks, sliding windows, grouped heads and values of another width come from the families.
+    Flex attention has no backward on the CPU."""
+    tokens = draw_tokens(LENGTHS)
+    policy = load_policy(folders[family], ModelOptions(experts="eager"), world)
+    routes = draw_routes(len(tokens), len(policy.routing.layers), seed=1)
+    found = []
+    for kernel in ("loop", "flex"):
+        policy.attention_kernel = kernel
+        with torch.no_grad(), replaying(policy, routes):
+            found.append(run(policy, tokens))
+    torch.testing.assert_close(found[1], found[0], rtol=FORWARD, atol=FORWARD)
+
+
+def test_attention_kernel_that_cannot_run_is_refused(folders: dict[str, Path], world: Any) -> None:
+    with pytest.raises(ModelError, match=r"requires a CUDA device .*; choose another --attention"):
+        load_policy(folders["qwen3_moe"], ModelOptions(attention="varlen"), world)
 
 
 @families

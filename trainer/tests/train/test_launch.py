@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from test_service import request
 from torch.distributed.run import get_args_parser
 
 from orchestrate_trainer.cli import parser
+from orchestrate_trainer.serve import stop_once
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "train-node"
@@ -123,3 +125,23 @@ def test_two_machines_train_together_and_number_0_serves(
     leader = first.pids()[1]
     os.kill(leader, signal.SIGTERM)
     assert (first.wait(), second.wait()) == (0, 0)
+
+
+def test_a_second_signal_does_not_set_the_event_again() -> None:
+    """Python runs the handler of a second signal inside that of the first, where the event's lock
+    may be held."""
+
+    class Interrupted(threading.Event):
+        calls = 0
+
+        def set(self) -> None:
+            self.calls += 1
+            if self.calls < 3:
+                handle(signal.SIGTERM, None)
+            super().set()
+
+    stopping = Interrupted()
+    handle = stop_once(stopping)
+    handle(signal.SIGTERM, None)
+    handle(signal.SIGINT, None)
+    assert stopping.is_set() and stopping.calls == 1

@@ -379,7 +379,9 @@ def test_disagreement_and_load(world: Any) -> None:
     file = vectors("measures")
     sums, load = measures.Disagreement(3, file["top_k"]), measures.Load(3, file["experts"])
     for engine, train in zip(file["engine_routes"], file["train_routes"]):
-        sums.add(torch.tensor(engine), torch.tensor(train))
+        one = Tokens(torch.zeros(len(engine), dtype=torch.long), 1)
+        valid = torch.ones(len(engine), dtype=torch.bool)
+        sums.add(torch.tensor(engine), torch.tensor(train), valid, one)
         load.add(torch.tensor(engine))
     same(sums.finish(world), file["expected"]["disagreement"], "disagreement")
     found, expected = load.finish(world), file["expected"]["expert_load"]

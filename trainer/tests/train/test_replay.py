@@ -123,11 +123,16 @@ def test_placeholder_rows_use_the_routers_own_choice(policy: Policy) -> None:
     tokens = draw_tokens(LENGTHS)
     routes = torch.as_tensor(draw_routes(len(tokens), len(policy.routing.layers)))
     valid = torch.arange(len(tokens)) % 3 > 0
-    with torch.no_grad(), policy.routing.micro_batch(routes, valid):
+    with torch.no_grad(), policy.routing.micro_batch(routes, valid, compare=True):
         run(policy, tokens)
         executed, own = policy.routing.executed(), policy.routing.own()
-    assert torch.equal(executed[valid], routes[valid].short())
-    assert torch.equal(executed[~valid], own[~valid])
+    assert torch.equal(executed[valid], routes[valid])
+    assert torch.equal(executed[~valid].short(), own[~valid])
+    with torch.no_grad(), policy.routing.micro_batch(routes, valid):
+        run(policy, tokens)
+        assert torch.equal(policy.routing.executed(), executed)
+        with pytest.raises(RuntimeError, match="did not record"):
+            policy.routing.own()
 
 
 def test_gradients_reach_the_router_rows_of_replayed_experts(policy: Policy, family: str) -> None:

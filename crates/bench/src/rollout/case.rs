@@ -1,6 +1,6 @@
 //! One case: its processes and episodes, and the resulting numbers.
 
-use super::agents::Agents;
+use super::agents::{Agents, Reading};
 use super::checker::Checker;
 use super::engines::Engines;
 use super::observed::Observed;
@@ -55,9 +55,9 @@ pub(super) struct Kind {
     pub(super) turns: usize,
     pub(super) workers: usize,
     pub(super) fate: Fate,
-    /// Whether each conversation belongs to an agent with its own loop, which samples through the
-    /// gateway.
-    pub(super) has_agents: bool,
+    /// If each conversation belongs to an agent with its own loop, which samples through the gateway:
+    /// how it reads replies.
+    pub(super) agents: Option<Reading>,
     pub(super) latency: Latency,
     /// Time over which the starts of episodes are spread.
     pub(super) ramp: Duration,
@@ -96,6 +96,10 @@ pub(super) struct Case {
     /// Time between a reply and the conversation's next request, as seen by the engine.
     pub(super) added_p50_ms: f64,
     pub(super) added_p99_ms: f64,
+    /// Time between a reply's first token at the engine and its first text at the agent; absent without
+    /// agents that read streams.
+    pub(super) first_text_p50_ms: Option<f64>,
+    pub(super) first_text_p99_ms: Option<f64>,
     /// Share of the possible prefix-cache hits, in prompt tokens.
     pub(super) hit_share: f64,
     /// The same, over conversations that stayed on their worker.
@@ -137,8 +141,7 @@ pub(super) async fn measure(
     let half = (kind.conversations * kind.turns / 2).max(1);
     let observed = Arc::new(Observed::new(Arc::clone(&fleet), world.page_tokens, half));
     observed.sync_weights(Utf8Path::new("/synthetic"), VERSION).await?;
-    let begin = || Agents::begin(processors.engines.clone(), world.observation.trim_end());
-    let agents = kind.has_agents.then(begin).transpose()?;
+    let agents = kind.agents.map(|reading| begin_agents(reading, world, processors)).transpose()?;
     let jobs = agents.as_ref().map(|agents| agents.jobs.clone());
     let runner = Arc::new(runner(kind, world, Arc::clone(&observed) as Arc<dyn Engine>, jobs)?);
     let run = RunId::generate();
@@ -195,7 +198,7 @@ pub(super) async fn measure(
     stats.gaps_us.sort_unstable();
     let checked = tokio::task::spawn_blocking(|| checker.end()).await??;
     drop(runner);
-    Agents::end(agents).await?;
+    let first_texts = Agents::end(agents).await?;
     let summary = observed.summary();
     let turns = observed.turns();
     let open = halfway.open_sessions.max(1) as f64;
@@ -213,6 +216,8 @@ pub(super) async fn measure(
         bytes_per_open_episode: (grown as f64 - own as f64) / open,
         added_p50_ms: quantile_ms(&stats.gaps_us, 50),
         added_p99_ms: quantile_ms(&stats.gaps_us, 99),
+        first_text_p50_ms: (!first_texts.is_empty()).then(|| quantile_ms(&first_texts, 50)),
+        first_text_p99_ms: (!first_texts.is_empty()).then(|| quantile_ms(&first_texts, 99)),
         hit_share: summary.all.share(),
         hit_share_unmoved: summary.unmoved.share(),
         loop_lag_p99_ms: lag.p99.as_secs_f64() * 1e3,
@@ -284,7 +289,7 @@ fn runner(
     engine: Arc<dyn Engine>,
     agents: Option<mpsc::Sender<AgentJob>>,
 ) -> anyhow::Result<EpisodeRunner> {
-    let scaffold = if kind.has_agents { Scaffold::Command } else { Scaffold::Tools };
+    let scaffold = if kind.agents.is_some() { Scaffold::Command } else { Scaffold::Tools };
     let agent = AgentSection { command: Some("work".to_owned()), ..AgentSection::default() };
     let agent = agent.check().map_err(|problems| anyhow::anyhow!("{problems:?}"))?;
     let cache = PrefixCache::open(CacheOptions { bytes: ByteSize::mib(512).0, spill: None })?;
@@ -300,7 +305,7 @@ fn runner(
             tmpfs: ByteSize::mib(1),
         },
         rules: GradingRules::new(grade),
-        agent: kind.has_agents.then(|| Arc::new(agent)),
+        agent: kind.agents.map(|_| Arc::new(agent)),
         outside: None,
         logs: None,
         rows: RowSharing {
@@ -308,6 +313,7 @@ fn runner(
             scope: SharingScope::Worker,
             mixed: MixedRows::Mask,
         },
+        tool_servers: Arc::default(),
         prefill_leaders: PrefillLeaders::default(),
     })
 }
@@ -338,6 +344,14 @@ async fn apply(fate: Fate, engines: &mut Engines) -> anyhow::Result<()> {
             engines.restart(0).await
         }
     }
+}
+
+fn begin_agents(
+    reading: Reading,
+    world: &World,
+    processors: &Processors,
+) -> anyhow::Result<Agents> {
+    Agents::begin(processors.engines.clone(), world.observation.trim_end(), reading)
 }
 
 fn checker(world: &World, processors: &Processors) -> anyhow::Result<Checker> {

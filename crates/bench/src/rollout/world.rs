@@ -95,6 +95,7 @@ impl World {
             page_tokens: self.page_tokens,
             cache_tokens: 0,
             update_ms: 20,
+            tells_time: true,
         })
     }
 

@@ -2,7 +2,7 @@
 
 use crate::args::AnalyzeArgs;
 use crate::error::UsageError;
-use crate::run_folder::write_whole;
+use crate::files::write_whole;
 use crate::{output, tables, wiring};
 use camino::Utf8Path;
 use orchestrate_coordinator::RunError;

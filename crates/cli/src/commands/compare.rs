@@ -7,7 +7,8 @@ use super::run::{Job, drive};
 use crate::args::{CompareArgs, ConfigSource};
 use crate::config::{self, ConfigError, Sections};
 use crate::exit::{STOPPED, TRAINER};
-use crate::run_folder::{self, write_whole};
+use crate::files::write_whole;
+use crate::run_folder;
 use crate::{live, output, tables, wiring};
 use camino::Utf8Path;
 use matrix::{Cell, Matrix};
@@ -137,12 +138,12 @@ enum Made {
 async fn make(cell: &Cell, title: &str, stop: &Stop) -> anyhow::Result<Made> {
     let state = State::of(cell).await?;
     output::say(format!("{title}: {}", state.text()));
-    let (settings, store) = match state {
+    let opened = match state {
         State::Done => return Ok(Made::Done),
         State::Started => run_folder::resume(&cell.folder, &ConfigSource::default()).await?,
         State::New => run_folder::create(&cell.folder, &cell.raw).await?,
     };
-    let driven = drive(&settings, &cell.folder, store, Job::Train, stop.clone());
+    let driven = drive(opened, &cell.folder, Job::Train, stop.clone());
     match Box::pin(driven).await {
         Ok(RunEnd::Finished(_)) => Ok(Made::Done),
         Ok(RunEnd::Stopped(_)) => Ok(Made::Stopped),

@@ -11,7 +11,7 @@ use orchestrate_engine::{
     ClientOptions, EngineError, EngineErrorKind, EngineKind, ProbeReport, Severity,
 };
 use orchestrate_moe::ModelConfig;
-use orchestrate_rollout::ChatModel;
+use orchestrate_rollout::{ChatModel, ToolServers};
 use orchestrate_sandbox::{
     DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
     SelfTestResult, SharedLimit, run_self_test, self_test_cases,
@@ -46,7 +46,8 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
     if let Some(pattern) = &args.self_test {
         check_pattern(pattern)?;
     }
-    let mut findings = vec![finding("policy", policy(&settings))];
+    let (mut findings, tools) = tool_servers(&settings).await;
+    findings.insert(0, finding("policy", policy(&settings, &tools)));
     let (hosts, mut saved) = (settings.sandbox.docker_hosts(), BTreeMap::new());
     for host in &hosts {
         let on_host = Settings { sandbox: settings.sandbox.on(host), ..settings.clone() };
@@ -106,11 +107,11 @@ fn finding(what: &'static str, result: anyhow::Result<String>) -> Finding {
     }
 }
 
-fn policy(settings: &Settings) -> anyhow::Result<String> {
+fn policy(settings: &Settings, tools: &[serde_json::Value]) -> anyhow::Result<String> {
     let plan = &settings.engine;
     run_folder::check_model(settings)?;
-    let chat =
-        ChatModel::load_for(settings.engine.tokenizer_folder(), settings.rollout.chat_options())?;
+    let options = settings.rollout.chat_options(tools);
+    let chat = ChatModel::load_for(settings.engine.tokenizer_folder(), options)?;
     if plan.kind == EngineKind::Openai {
         return Ok(format!("{}: vocabulary {}", plan.tokenizer_folder(), chat.vocab_size()));
     }
@@ -123,6 +124,21 @@ fn policy(settings: &Settings) -> anyhow::Result<String> {
         config.num_experts_per_tok,
         chat.vocab_size()
     ))
+}
+
+/// Checks each tool server. Returns the tools of those that answer.
+async fn tool_servers(settings: &Settings) -> (Vec<Finding>, Vec<serde_json::Value>) {
+    let (mut findings, mut tools) = (Vec::new(), Vec::new());
+    for server in &settings.rollout.tool_servers {
+        let listed = ToolServers::connect(std::slice::from_ref(server)).await;
+        let result = listed.map(|listed| {
+            tools.extend_from_slice(listed.schemas());
+            let names: Vec<&str> = listed.names().collect();
+            format!("{} at {}: {}", server.name, server.url, names.join(", "))
+        });
+        findings.push(finding("tool server", result.map_err(anyhow::Error::from)));
+    }
+    (findings, tools)
 }
 
 /// Checks one Docker host: its daemon, a sandbox, and on request the self-test.

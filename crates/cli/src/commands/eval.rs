@@ -1,18 +1,19 @@
 //! `orchestrate eval`: evaluates one checkpoint, without training.
 
-use super::run::{Job, drive};
+use super::run::{Job, drive, undone_if_failed};
 use crate::args::EvalArgs;
 use crate::config::{self, ConfigError, Sections, Settings};
 use crate::error::BrokenMeasurement;
 use crate::exit::STOPPED;
-use crate::{live, output, run_folder, tables, task_source, wiring};
+use crate::run_folder::{self, Before, Opened};
+use crate::{live, output, tables, task_source, wiring};
 use camino::Utf8Path;
 use comfy_table::Table;
 use orchestrate_coordinator::{RunEnd, Stop};
 use orchestrate_engine::EngineKind;
 use orchestrate_metrics::is_solved;
 use orchestrate_report::{EvalPoint, RunReport};
-use orchestrate_store::{Reader, Store};
+use orchestrate_store::Reader;
 use orchestrate_types::{ConfigProblem, Outcome};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
@@ -24,14 +25,16 @@ const MOST_BROKEN: f64 = 0.01;
 /// Runs the command, which was given as `name`.
 pub(crate) async fn run(args: EvalArgs, name: &str) -> anyhow::Result<ExitCode> {
     let folder = wiring::absolute(&args.run_dir)?;
-    let (settings, store) = if args.resume {
+    let before = (!args.resume).then(|| Before::of(&folder));
+    let opened = if args.resume {
         run_folder::resume(&folder, &args.source).await?
     } else {
         create(&args, &folder).await?
     };
+    let settings = opened.settings.clone();
     let stop = Stop::default();
-    let driven = Box::pin(drive(&settings, &folder, store, Job::Evaluate, stop.clone()));
-    let report = match live::until_stopped(stop, driven).await? {
+    let driven = Box::pin(drive(opened, &folder, Job::Evaluate, stop.clone()));
+    let report = match undone_if_failed(live::until_stopped(stop, driven).await, before).await? {
         RunEnd::Finished(report) => report,
         RunEnd::Stopped(_) => {
             output::say(format!(
@@ -60,7 +63,7 @@ pub(crate) async fn run(args: EvalArgs, name: &str) -> anyhow::Result<ExitCode> 
 }
 
 /// Records the plan of a new evaluation.
-async fn create(args: &EvalArgs, folder: &Utf8Path) -> anyhow::Result<(Settings, Store)> {
+async fn create(args: &EvalArgs, folder: &Utf8Path) -> anyhow::Result<Opened> {
     let mut raw: Sections = config::load(&args.source)?;
     if let Some(checkpoint) = &args.checkpoint {
         if raw.check()?.engine.kind == EngineKind::Openai {

@@ -2,7 +2,7 @@
 
 use crate::args::{ConfigSource, GcArgs};
 use crate::config::{self, ConfigError, Sections};
-use crate::run_folder::PLAN_FILE;
+use crate::run_folder::{PLAN_FILE, planned};
 use crate::{output, wiring};
 use camino::Utf8Path;
 use orchestrate_sandbox::{
@@ -15,7 +15,7 @@ use std::process::ExitCode;
 /// Runs the command on every Docker host; one that does not answer does not affect the others.
 pub(crate) async fn run(args: GcArgs) -> anyhow::Result<ExitCode> {
     let folder = args.run_dir.as_deref().map(wiring::absolute).transpose()?;
-    let config = settings(folder.as_deref(), &args.source)?;
+    let config = settings(folder.as_deref(), &args.source).await?;
     let only = match &folder {
         Some(folder) => Some(Reader::open(folder).await?.run().await?.run),
         None => None,
@@ -44,16 +44,18 @@ pub(crate) async fn run(args: GcArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The settings with the Docker hosts: those of the run's plan, or of the command line.
-fn settings(folder: Option<&Utf8Path>, source: &ConfigSource) -> anyhow::Result<SandboxSettings> {
-    let plan = folder.map(|folder| folder.join(PLAN_FILE));
-    let raw: Sections = match plan {
-        Some(plan) if !source.files.is_empty() || !source.sets.is_empty() => {
+/// The settings with the Docker hosts: those of the run, or of the command line.
+async fn settings(
+    folder: Option<&Utf8Path>,
+    source: &ConfigSource,
+) -> anyhow::Result<SandboxSettings> {
+    let raw: Sections = match folder {
+        Some(folder) if !source.files.is_empty() || !source.sets.is_empty() => {
             let error =
                 "names the Docker hosts of the run already; remove --config and --set".to_owned();
-            anyhow::bail!(ConfigError::Layer { name: plan.into_string(), error });
+            anyhow::bail!(ConfigError::Layer { name: folder.join(PLAN_FILE).into_string(), error });
         }
-        Some(plan) => config::load_plan(&plan)?,
+        Some(folder) => planned(folder, &Reader::open(folder).await?, &[]).await?,
         None => config::load(source)?,
     };
     let sandbox = raw.sandbox.check().map_err(ConfigError::Problems)?;

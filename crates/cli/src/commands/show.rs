@@ -3,16 +3,19 @@
 use super::tasks::NAME_CHARS;
 use crate::args::ShowArgs;
 use crate::error::UsageError;
+use crate::run_folder::planned;
 use crate::{output, tables, wiring};
+use camino::Utf8Path;
 use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary, RunError};
 use orchestrate_metrics::MetricsLine;
 use orchestrate_report::{RunReport, metrics_lines};
-use orchestrate_rollout::{Action, TurnLog};
+use orchestrate_rollout::{Action, ChatModel, TurnLog};
 use orchestrate_store::{
-    EpisodeRecord, JOURNAL_FILE, Reader, StoreError, StoredBranch, StoredEpisode,
+    AmendmentRow, EpisodeRecord, JOURNAL_FILE, NewestRow, Reader, StoreError, StoredBranch,
+    StoredEpisode,
 };
 use orchestrate_tasks::printable;
-use orchestrate_types::{EpisodeId, Outcome, Trajectory};
+use orchestrate_types::{EpisodeId, Outcome, Trajectory, utc};
 use serde::Serialize;
 use serde_json::Value;
 use std::process::ExitCode;
@@ -21,7 +24,7 @@ use std::process::ExitCode;
 pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {
     let reader = Reader::open(&wiring::absolute(&args.run_dir)?).await?;
     match &args.episode {
-        None => overview(&reader, args.json).await?,
+        None => overview(&reader, &args).await?,
         Some(id) => {
             let unknown =
                 || UsageError::UnknownEpisode { id: id.clone(), run_dir: args.run_dir.clone() };
@@ -30,7 +33,8 @@ pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {
                 Err(StoreError::Absent { .. }) => anyhow::bail!(unknown()),
                 loaded => loaded?,
             };
-            episode(&stored, args.json)?;
+            let prompt = prompt(&args.run_dir, &reader, &stored).await;
+            episode(&stored, prompt, args.json)?;
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -40,8 +44,59 @@ pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {
 #[derive(Debug, Serialize)]
 struct Overview<'a> {
     report: &'a RunReport,
+    /// Settings that were changed when the run was resumed; absent if there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    changed_settings: Vec<ChangedSetting<'a>>,
     metrics: &'a [MetricsLine],
     episodes: Vec<EpisodeEntry<'a>>,
+    /// The newest attempts and open episodes, newest first.
+    newest: Vec<AttemptEntry<'a>>,
+}
+
+/// An attempt in [`Overview`].
+#[derive(Debug, Serialize)]
+struct AttemptEntry<'a> {
+    id: &'a str,
+    task: &'a str,
+    state: &'a str,
+    outcome: Option<&'a Outcome>,
+    reward: Option<f64>,
+    turns: Option<u64>,
+    tokens: Option<u64>,
+}
+
+fn attempt_entry(row: &NewestRow) -> AttemptEntry<'_> {
+    // The numbers of attempts that stored nothing are unknown.
+    let summary: Option<EpisodeSummary> = serde_json::from_value(row.summary.clone()).ok();
+    let reward = match row.outcome {
+        Some(Outcome::Scored { reward } | Outcome::Truncated { reward, .. }) => Some(reward),
+        Some(Outcome::Aborted { .. } | Outcome::Broken { .. }) | None => None,
+    };
+    AttemptEntry {
+        id: &row.id,
+        task: &row.task_id,
+        state: &row.state,
+        outcome: row.outcome.as_ref(),
+        reward,
+        turns: summary.as_ref().map(|summary| summary.turns),
+        tokens: summary.as_ref().map(|summary| summary.tokens),
+    }
+}
+
+/// A change in [`Overview`].
+#[derive(Debug, Serialize)]
+struct ChangedSetting<'a> {
+    /// As `KEY=VALUE`.
+    setting: &'a str,
+    /// Epoch of the coordinator that was started with it.
+    epoch: i64,
+    /// When it was recorded, µs since the Unix epoch.
+    recorded_us: i64,
+}
+
+fn changed_setting(row: &AmendmentRow) -> ChangedSetting<'_> {
+    let AmendmentRow { assignment, epoch, recorded_us } = row;
+    ChangedSetting { setting: assignment, epoch: *epoch, recorded_us: *recorded_us }
 }
 
 /// An episode in [`Overview`].
@@ -52,11 +107,13 @@ struct EpisodeEntry<'a> {
     state: &'static str,
 }
 
-async fn overview(reader: &Reader, json: bool) -> anyhow::Result<()> {
+async fn overview(reader: &Reader, args: &ShowArgs) -> anyhow::Result<()> {
     let metrics = metrics_lines(reader).await.map_err(RunError::from)?;
     let episodes = reader.episodes().await?;
     let report = RunReport::from_journal(reader).await.map_err(RunError::from)?;
-    if json {
+    let changes = reader.amendments().await?;
+    let newest = reader.newest(args.step, args.last).await?;
+    if args.json {
         let episodes = episodes
             .iter()
             .map(|row| EpisodeEntry {
@@ -65,7 +122,14 @@ async fn overview(reader: &Reader, json: bool) -> anyhow::Result<()> {
                 state: row.state.name(),
             })
             .collect();
-        return output::json(&Overview { report: &report, metrics: &metrics, episodes });
+        let changed_settings = changes.iter().map(changed_setting).collect();
+        return output::json(&Overview {
+            report: &report,
+            changed_settings,
+            metrics: &metrics,
+            episodes,
+            newest: newest.iter().map(attempt_entry).collect(),
+        });
     }
     let mut steps =
         tables::table(&["step", "version", "reward", "solve rate", "KL", "KL no replay", "Pass@1"]);
@@ -74,25 +138,45 @@ async fn overview(reader: &Reader, json: bool) -> anyhow::Result<()> {
     }
     output::data(steps);
     output::data(tables::final_table(&report));
-    let mut last = tables::table(&["newest episodes", "task", "state", "attempts"]);
-    for row in episodes.iter().rev().take(12) {
-        let state = row.state.name().to_owned();
-        let task = printable(&row.task_id, NAME_CHARS);
-        last.add_row([row.id.to_string(), task, state, row.attempts.to_string()]);
+    if !changes.is_empty() {
+        let mut table = tables::table(&["changed settings", "at start", "time"]);
+        for change in &changes {
+            let start = change.epoch.to_string();
+            let time = utc(change.recorded_us);
+            table.add_row([tables::cell(&change.assignment), start, time]);
+        }
+        output::data(table);
+    }
+    let columns = ["newest attempts", "task", "state", "reward", "turns", "tokens"];
+    let mut last = tables::table(&columns);
+    for entry in newest.iter().map(attempt_entry) {
+        let number = |value: Option<u64>| value.map(|n| n.to_string()).unwrap_or_default();
+        last.add_row([
+            entry.id.to_owned(),
+            printable(entry.task, NAME_CHARS),
+            entry.state.to_owned(),
+            cell(entry.reward),
+            number(entry.turns),
+            number(entry.tokens),
+        ]);
     }
     output::data(last);
     Ok(())
 }
 
-/// A metrics line in the columns of the overview; empty where it has no value.
-fn overview_row(line: &MetricsLine) -> [String; 7] {
-    let cell = |value: Option<f64>| match value {
+/// A number in a table; empty if there is none.
+fn cell(value: Option<f64>) -> String {
+    match value {
         Some(number) if number != 0.0 && number.abs() < 1e-3 => format!("{number:.2e}"),
         Some(number) => {
             format!("{number:.4}").trim_end_matches('0').trim_end_matches('.').to_owned()
         }
         None => String::new(),
-    };
+    }
+}
+
+/// A metrics line in the columns of the overview; empty where it has no value.
+fn overview_row(line: &MetricsLine) -> [String; 7] {
     let (step, version) = match line {
         MetricsLine::Step(line) => (line.global_step, line.policy_version),
         MetricsLine::Evaluation(line) => (line.global_step, line.policy_version),
@@ -114,6 +198,8 @@ fn overview_row(line: &MetricsLine) -> [String; 7] {
 struct EpisodeView<'a> {
     attempt: String,
     outcome: &'a Outcome,
+    /// The opening prompt as text, if the run's tokenizer can be read here.
+    prompt: Option<&'a str>,
     detail: &'a EpisodeDetail,
     /// The first branch of the conversation.
     trajectory: Option<&'a Trajectory>,
@@ -135,7 +221,19 @@ fn branch_view(branch: &StoredBranch) -> BranchView<'_> {
     BranchView { trajectory: &branch.trajectory, mask_rows }
 }
 
-fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
+/// The opening prompt as text: the tokens before the first sampled one. `None` if nothing was recorded, or the
+/// tokenizer of the run cannot be read here.
+async fn prompt(run_dir: &Utf8Path, reader: &Reader, stored: &StoredEpisode) -> Option<String> {
+    let trajectory = &stored.record.as_ref()?.branches.first()?.trajectory;
+    let first = trajectory.turns().first()?.prompt_end;
+    let ids = trajectory.token_ids().get(..first)?;
+    let settings = planned(run_dir, reader, &[]).await.ok()?.check().ok()?;
+    let options = settings.rollout.chat_options(&[]);
+    let chat = ChatModel::load_for(settings.engine.tokenizer_folder(), options).ok()?;
+    chat.decode(ids).ok()
+}
+
+fn episode(stored: &StoredEpisode, prompt: Option<String>, json: bool) -> anyhow::Result<()> {
     let Some(record) = &stored.record else {
         output::data(format!(
             "{}: {}, nothing recorded yet",
@@ -149,6 +247,7 @@ fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
         return output::json(&EpisodeView {
             attempt: record.attempt.to_string(),
             outcome: &record.outcome,
+            prompt: prompt.as_deref(),
             detail: &detail,
             trajectory: record.branches.first().map(|branch| &branch.trajectory),
             mask_rows: record.branches.first().and_then(|b| b.routing.as_ref()).map(routing_rows),
@@ -168,6 +267,9 @@ fn episode(stored: &StoredEpisode, json: bool) -> anyhow::Result<()> {
         outcome(&record.outcome)
     ));
     output::data(coverage(record, stored)?);
+    if let Some(prompt) = prompt {
+        output::data(format!("\n── prompt\n{}", prompt.trim_end()));
+    }
     for (index, turn) in detail.turns.iter().enumerate() {
         output::data(turn_text(index + 1, turn));
     }
@@ -217,7 +319,10 @@ fn call_text(action: &Action) -> String {
     match action.name.as_str() {
         "bash" => format!("$ {}", argument("command")),
         "search" => format!("search \"{}\" in {}", argument("search_term"), argument("path")),
-        name => format!("{name} {}", argument("path")).trim_end().to_owned(),
+        name @ ("view" | "edit" | "submit") => {
+            format!("{name} {}", argument("path")).trim_end().to_owned()
+        }
+        name => format!("{name} {}", action.arguments),
     }
 }
 
@@ -290,7 +395,7 @@ mod tests {
     use orchestrate_rollout::{Fork, Scaffold, ToolFormat};
 
     fn shown(scaffold: Scaffold, text: &str) -> String {
-        let calls = scaffold.parse(ToolFormat::Json, text).into_iter().flatten();
+        let calls = scaffold.parse(ToolFormat::Json, text, &[]).into_iter().flatten();
         let turn = TurnLog {
             text: text.to_owned(),
             actions: calls.map(|(action, _)| action).collect(),

@@ -11,6 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
+use tracing::Instrument as _;
 
 /// How a fleet treats its workers.
 #[derive(Debug, Clone)]
@@ -130,7 +131,9 @@ impl Shared {
                 return Ok(found);
             }
             // The sender lives in `self`: the only possible error is the timeout.
-            if !matches!(tokio::time::timeout_at(end, changes.changed()).await, Ok(Ok(()))) {
+            let change = tokio::time::timeout_at(end, changes.changed());
+            let change = change.instrument(tracing::info_span!("engines_away"));
+            if !matches!(change.await, Ok(Ok(()))) {
                 return Err(self.no_worker(format!("no worker was in service for {timeout:?}")));
             }
         }

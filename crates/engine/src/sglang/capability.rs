@@ -20,6 +20,7 @@ pub(super) struct ServerInfo {
     pub(super) context_length: Option<usize>,
     pub(super) page_size: Option<usize>,
     pub(super) enable_return_routed_experts: Option<bool>,
+    pub(super) incremental_streaming_output: Option<bool>,
     tp_size: Option<usize>,
     dp_size: Option<usize>,
     pp_size: Option<usize>,

@@ -141,6 +141,7 @@ async fn chat_api(options: ClientOptions) {
             },
             priority: 0,
             deadline: START_TIMEOUT,
+            listener: None,
         }
     };
     let opening = vec![message("user", "hello".to_owned())];

@@ -244,6 +244,7 @@ pub(crate) fn request(session: &str, tokens: usize) -> GenerateRequest {
         },
         priority: 0,
         deadline: Duration::from_mins(2),
+        listener: None,
     }
 }
 

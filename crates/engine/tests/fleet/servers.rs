@@ -45,7 +45,15 @@ fn plan() -> EnginePlan {
         submit: vec![12, 2],
     };
     let latency = Latency { base_ms: 20.0, prefill_ms_per_1k: 0.0, decode_ms: 0.0, jitter: 0.5 };
-    EnginePlan { shape: shape(), script, latency, page_tokens: 4, cache_tokens: 0, update_ms: 5 }
+    EnginePlan {
+        shape: shape(),
+        script,
+        latency,
+        page_tokens: 4,
+        cache_tokens: 0,
+        update_ms: 5,
+        tells_time: false,
+    }
 }
 
 /// A server with its own runtime, so that killing it also closes all connections.

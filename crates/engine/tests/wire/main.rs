@@ -8,6 +8,7 @@ mod probing;
 mod scripted;
 mod server;
 mod sglang_recorded;
+mod streaming;
 mod vllm_recorded;
 mod vllm_scripted;
 mod weights;

@@ -39,6 +39,8 @@ pub(crate) type Script = dyn Fn(&str, &Value) -> Reply + Send + Sync;
 
 pub(crate) enum Reply {
     Now(u16, String),
+    /// An event stream with this text.
+    Stream(String),
     /// An error that requests a pause: the status, and the value of `Retry-After`.
     Busy(u16, &'static str),
     /// Answers with the text that the sender sends. A connection that closes before that is reported to
@@ -89,6 +91,9 @@ async fn handle(State(server): State<Server>, request: Request<Body>) -> Respons
     server.seen.try_send(Seen { path, headers: parts.headers, body }).ok();
     match reply {
         Reply::Now(status, text) => (StatusCode::from_u16(status).unwrap(), text).into_response(),
+        Reply::Stream(text) => {
+            ([("content-type", "text/event-stream; charset=utf-8")], text).into_response()
+        }
         Reply::Busy(status, pause) => {
             let header = [("retry-after", pause)];
             (StatusCode::from_u16(status).unwrap(), header, "full").into_response()
@@ -142,6 +147,7 @@ pub(crate) fn request(
         },
         priority: 3,
         deadline: Duration::from_secs(10),
+        listener: None,
     }
 }
 

@@ -5,6 +5,7 @@ mod request;
 
 use crate::problem::Problem;
 use crate::sampler::{Dialect, SampleRequest, Sampled};
+use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, Purpose, Wire, event};
 use bytes::Bytes;
 use serde_json::{Value, json};
@@ -54,11 +55,15 @@ impl Wire for Chat {
         Bytes::from_static(b": keep-alive\n\n")
     }
 
-    fn events(&self, envelope: &Envelope, _: usize, replies: &[Sampled]) -> Vec<Bytes> {
-        reply::chunks(*self, envelope, replies)
+    fn text(&self, envelope: &Envelope, sent: &Sent, text: &SampledText) -> Vec<Bytes> {
+        reply::text_chunks(*self, envelope, sent, text)
     }
 
-    fn late_error(&self, _: &Envelope, _: usize, problem: &Problem) -> Vec<Bytes> {
+    fn events(&self, envelope: &Envelope, sent: &Sent, replies: &[Sampled]) -> Vec<Bytes> {
+        reply::chunks(*self, envelope, sent, replies)
+    }
+
+    fn late_error(&self, _: &Envelope, _: &Sent, problem: &Problem) -> Vec<Bytes> {
         vec![event(None, &problem.body(Self::DIALECT))]
     }
 

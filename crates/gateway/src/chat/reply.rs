@@ -2,7 +2,8 @@
 
 use super::{Chat, Logprobs};
 use crate::sampler::{Finish, Sampled, SampledToken, Usage};
-use crate::wire::{Envelope, event, pieces};
+use crate::text::{SampledText, Sent};
+use crate::wire::{Envelope, event, pieces, pieces_of_rest};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 
@@ -86,11 +87,34 @@ fn logprobs(form: Chat, tokens: &[SampledToken]) -> Value {
     json!({"content": tokens.iter().map(of_token).collect::<Vec<_>>(), "refusal": null})
 }
 
-/// The reply as chunks. Choices follow each other.
-pub(super) fn chunks(form: Chat, envelope: &Envelope, replies: &[Sampled]) -> Vec<Bytes> {
+/// Chunks with the text that was sampled after what was `sent`.
+pub(super) fn text_chunks(
+    form: Chat,
+    envelope: &Envelope,
+    sent: &Sent,
+    text: &SampledText,
+) -> Vec<Bytes> {
+    let mut out = Chunks { form, envelope, events: Vec::new() };
+    out.begin(0, sent);
+    for piece in pieces_of_rest(sent.more_reasoning(&text.reasoning)) {
+        out.delta(0, &json!({"reasoning_content": piece}));
+    }
+    for piece in pieces_of_rest(sent.more_content(&text.content)) {
+        out.delta(0, &json!({"content": piece}));
+    }
+    out.events
+}
+
+/// The chunks of a reply after what was `sent`. Choices follow each other.
+pub(super) fn chunks(
+    form: Chat,
+    envelope: &Envelope,
+    sent: &Sent,
+    replies: &[Sampled],
+) -> Vec<Bytes> {
     let mut out = Chunks { form, envelope, events: Vec::new() };
     for (index, reply) in replies.iter().enumerate() {
-        out.choice(index, reply);
+        out.choice(index, sent, reply);
     }
     if form.usage_at_end {
         let usage = usage(replies);
@@ -107,15 +131,20 @@ struct Chunks<'a> {
 }
 
 impl Chunks<'_> {
-    fn choice(&mut self, index: usize, reply: &Sampled) {
-        self.delta(index, &json!({"role": "assistant", "content": ""}));
-        for piece in reply.reasoning.iter().flat_map(|text| pieces(text)) {
+    fn begin(&mut self, index: usize, sent: &Sent) {
+        if !sent.has_text() {
+            self.delta(index, &json!({"role": "assistant", "content": ""}));
+        }
+    }
+
+    fn choice(&mut self, index: usize, sent: &Sent, reply: &Sampled) {
+        self.begin(index, sent);
+        let reasoning = reply.reasoning.as_deref().unwrap_or_default();
+        for piece in pieces_of_rest(sent.more_reasoning(reasoning)) {
             self.delta(index, &json!({"reasoning_content": piece}));
         }
-        if !reply.content.is_empty() {
-            for piece in pieces(&reply.content) {
-                self.delta(index, &json!({"content": piece}));
-            }
+        for piece in pieces_of_rest(sent.more_content(&reply.content)) {
+            self.delta(index, &json!({"content": piece}));
         }
         for (position, call) in reply.tool_calls.iter().enumerate() {
             let function = json!({"name": call.name, "arguments": ""});

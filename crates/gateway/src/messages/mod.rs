@@ -6,6 +6,7 @@ mod request;
 
 use crate::problem::Problem;
 use crate::sampler::{Dialect, SampleRequest, Sampled};
+use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, Purpose, Wire, event};
 use bytes::Bytes;
 use serde_json::{Value, json};
@@ -35,11 +36,15 @@ impl Wire for Messages {
         event(Some("ping"), &json!({"type": "ping"}))
     }
 
-    fn events(&self, envelope: &Envelope, _: usize, replies: &[Sampled]) -> Vec<Bytes> {
-        replies.first().map_or_else(Vec::new, |reply| reply::events(envelope, reply))
+    fn text(&self, envelope: &Envelope, sent: &Sent, text: &SampledText) -> Vec<Bytes> {
+        reply::text_events(envelope, sent, text)
     }
 
-    fn late_error(&self, _: &Envelope, _: usize, problem: &Problem) -> Vec<Bytes> {
+    fn events(&self, envelope: &Envelope, sent: &Sent, replies: &[Sampled]) -> Vec<Bytes> {
+        replies.first().map_or_else(Vec::new, |reply| reply::events(envelope, sent, reply))
+    }
+
+    fn late_error(&self, _: &Envelope, _: &Sent, problem: &Problem) -> Vec<Bytes> {
         vec![event(Some("error"), &problem.body(Self::DIALECT))]
     }
 

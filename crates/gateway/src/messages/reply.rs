@@ -1,8 +1,9 @@
 //! Replies.
 
 use crate::message::ToolCall;
-use crate::sampler::{Finish, Sampled};
-use crate::wire::{Envelope, event, pieces};
+use crate::sampler::{Finish, Sampled, Usage};
+use crate::text::{SampledText, Sent};
+use crate::wire::{Envelope, event, pieces, pieces_of_rest};
 use bytes::Bytes;
 use serde_json::{Value, json};
 
@@ -26,7 +27,7 @@ fn blocks(reply: &Sampled) -> Vec<Block<'_>> {
 /// The reply as one document.
 pub(super) fn message(envelope: &Envelope, reply: &Sampled) -> Value {
     let blocks = blocks(reply);
-    let mut message = head(envelope, reply, reply.usage.completion);
+    let mut message = head(envelope, reply.usage, reply.usage.completion);
     if let Some(map) = message.as_object_mut() {
         map.insert("content".into(), blocks.iter().map(Block::whole).collect());
         let (reason, sequence) = stop(&reply.finish);
@@ -37,7 +38,7 @@ pub(super) fn message(envelope: &Envelope, reply: &Sampled) -> Value {
 }
 
 /// A message without content.
-fn head(envelope: &Envelope, reply: &Sampled, output_tokens: usize) -> Value {
+fn head(envelope: &Envelope, counts: Usage, output_tokens: usize) -> Value {
     json!({
         "id": format!("msg_{}", envelope.id),
         "type": "message",
@@ -46,12 +47,16 @@ fn head(envelope: &Envelope, reply: &Sampled, output_tokens: usize) -> Value {
         "content": [],
         "stop_reason": null,
         "stop_sequence": null,
-        "usage": {
-            "input_tokens": reply.usage.prompt.saturating_sub(reply.usage.cached),
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": reply.usage.cached,
-            "output_tokens": output_tokens,
-        },
+        "usage": usage(counts, output_tokens),
+    })
+}
+
+fn usage(counts: Usage, output_tokens: usize) -> Value {
+    json!({
+        "input_tokens": counts.prompt.saturating_sub(counts.cached),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": counts.cached,
+        "output_tokens": output_tokens,
     })
 }
 
@@ -104,15 +109,13 @@ impl Block<'_> {
         }
     }
 
-    fn deltas(&self) -> Vec<Value> {
+    /// The deltas of a block. `more` is the part of its text that was not sent yet.
+    fn deltas(&self, more: &str) -> Vec<Value> {
         match self {
-            Self::Thinking(text) => pieces(text)
-                .map(|piece| json!({"type": "thinking_delta", "thinking": piece}))
-                .chain([json!({"type": "signature_delta", "signature": SIGNATURE})])
-                .collect(),
-            Self::Text(text) => {
-                pieces(text).map(|piece| json!({"type": "text_delta", "text": piece})).collect()
+            Self::Thinking(_) => {
+                pieces_of_rest(more).map(thinking_delta).chain([signature_delta()]).collect()
             }
+            Self::Text(_) => pieces_of_rest(more).map(text_delta).collect(),
             Self::ToolUse(call) => {
                 let (text, _) = input(call);
                 let deltas = pieces(&text);
@@ -124,27 +127,106 @@ impl Block<'_> {
     }
 }
 
-/// The reply as events.
-pub(super) fn events(envelope: &Envelope, reply: &Sampled) -> Vec<Bytes> {
-    let mut events = Vec::new();
-    let mut push = |name: &str, data: Value| events.push(event(Some(name), &data));
-    let begin = json!({"type": "message_start", "message": head(envelope, reply, 1)});
-    push("message_start", begin);
-    push("ping", json!({"type": "ping"}));
-    for (index, block) in blocks(reply).iter().enumerate() {
-        let name = "content_block_start";
-        push(name, json!({"type": name, "index": index, "content_block": block.opened()}));
-        for delta in block.deltas() {
-            let name = "content_block_delta";
-            push(name, json!({"type": name, "index": index, "delta": delta}));
+fn thinking_delta(piece: &str) -> Value {
+    json!({"type": "thinking_delta", "thinking": piece})
+}
+
+fn signature_delta() -> Value {
+    json!({"type": "signature_delta", "signature": SIGNATURE})
+}
+
+fn text_delta(piece: &str) -> Value {
+    json!({"type": "text_delta", "text": piece})
+}
+
+/// The events with the text that was sampled after what was `sent`.
+pub(super) fn text_events(envelope: &Envelope, sent: &Sent, text: &SampledText) -> Vec<Bytes> {
+    let mut out = Events::default();
+    let usage = Usage { prompt: text.prompt, ..Usage::default() };
+    out.begin(envelope, sent, usage);
+    let (reasoning, content) =
+        (sent.more_reasoning(&text.reasoning), sent.more_content(&text.content));
+    if !reasoning.is_empty() {
+        if sent.reasoning.is_empty() {
+            out.open(0, &Block::Thinking(""));
         }
-        let name = "content_block_stop";
-        push(name, json!({"type": name, "index": index}));
+        pieces(reasoning).for_each(|piece| out.delta(0, &thinking_delta(piece)));
+    }
+    if !content.is_empty() {
+        let index = usize::from(!text.reasoning.is_empty());
+        if sent.content.is_empty() {
+            if index > 0 {
+                out.delta(0, &signature_delta());
+                out.close(0);
+            }
+            out.open(index, &Block::Text(""));
+        }
+        pieces(content).for_each(|piece| out.delta(index, &text_delta(piece)));
+    }
+    out.events
+}
+
+/// The events of a reply after what was `sent`.
+pub(super) fn events(envelope: &Envelope, sent: &Sent, reply: &Sampled) -> Vec<Bytes> {
+    let mut out = Events::default();
+    out.begin(envelope, sent, reply.usage);
+    for (index, block) in blocks(reply).iter().enumerate() {
+        let (is_open, is_closed, more) = match block {
+            Block::Thinking(text) => {
+                let is_open = !sent.reasoning.is_empty();
+                (is_open, is_open && !sent.content.is_empty(), sent.more_reasoning(text))
+            }
+            Block::Text(text) => (!sent.content.is_empty(), false, sent.more_content(text)),
+            Block::ToolUse(_) => (false, false, ""),
+        };
+        if is_closed {
+            continue;
+        }
+        if !is_open {
+            out.open(index, block);
+        }
+        block.deltas(more).iter().for_each(|delta| out.delta(index, delta));
+        out.close(index);
     }
     let (reason, sequence) = stop(&reply.finish);
     let delta = json!({"stop_reason": reason, "stop_sequence": sequence});
-    let usage = json!({"output_tokens": reply.usage.completion});
-    push("message_delta", json!({"type": "message_delta", "delta": delta, "usage": usage}));
-    push("message_stop", json!({"type": "message_stop"}));
-    events
+    // All of them: a stream that began early did not know which tokens were cached.
+    let usage = usage(reply.usage, reply.usage.completion);
+    out.push("message_delta", &json!({"type": "message_delta", "delta": delta, "usage": usage}));
+    out.push("message_stop", &json!({"type": "message_stop"}));
+    out.events
+}
+
+#[derive(Default)]
+struct Events {
+    events: Vec<Bytes>,
+}
+
+impl Events {
+    fn push(&mut self, name: &str, data: &Value) {
+        self.events.push(event(Some(name), data));
+    }
+
+    fn begin(&mut self, envelope: &Envelope, sent: &Sent, usage: Usage) {
+        if !sent.has_text() {
+            let begin = json!({"type": "message_start", "message": head(envelope, usage, 1)});
+            self.push("message_start", &begin);
+            self.push("ping", &json!({"type": "ping"}));
+        }
+    }
+
+    fn open(&mut self, index: usize, block: &Block<'_>) {
+        let name = "content_block_start";
+        self.push(name, &json!({"type": name, "index": index, "content_block": block.opened()}));
+    }
+
+    fn delta(&mut self, index: usize, delta: &Value) {
+        let name = "content_block_delta";
+        self.push(name, &json!({"type": name, "index": index, "delta": delta}));
+    }
+
+    fn close(&mut self, index: usize) {
+        let name = "content_block_stop";
+        self.push(name, &json!({"type": name, "index": index}));
+    }
 }

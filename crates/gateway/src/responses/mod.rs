@@ -9,6 +9,7 @@ mod tools;
 
 use crate::problem::Problem;
 use crate::sampler::{Dialect, SampleRequest, Sampled};
+use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, Purpose, Wire};
 use bytes::Bytes;
 use serde_json::{Value, json};
@@ -57,13 +58,17 @@ impl Wire for Responses {
         stream::keep_alive(self, envelope, sent)
     }
 
-    fn events(&self, envelope: &Envelope, sent: usize, replies: &[Sampled]) -> Vec<Bytes> {
+    fn text(&self, envelope: &Envelope, sent: &Sent, text: &SampledText) -> Vec<Bytes> {
+        stream::text_events(self, envelope, sent, text)
+    }
+
+    fn events(&self, envelope: &Envelope, sent: &Sent, replies: &[Sampled]) -> Vec<Bytes> {
         let reply = replies.first();
         reply.map_or_else(Vec::new, |reply| stream::events(self, envelope, sent, reply))
     }
 
-    fn late_error(&self, envelope: &Envelope, sent: usize, problem: &Problem) -> Vec<Bytes> {
-        stream::failed(self, envelope, sent, problem)
+    fn late_error(&self, envelope: &Envelope, sent: &Sent, problem: &Problem) -> Vec<Bytes> {
+        stream::failed(self, envelope, sent.events, problem)
     }
 
     fn count(tokens: usize) -> Value {

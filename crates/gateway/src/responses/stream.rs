@@ -2,9 +2,11 @@
 
 use super::Responses;
 use super::reply::{Output, call_text, head, outputs, response, text_part, with};
+use crate::message::ToolCall;
 use crate::problem::{Kind, Problem};
 use crate::sampler::{Dialect, Sampled};
-use crate::wire::{Envelope, event, pieces};
+use crate::text::{SampledText, Sent};
+use crate::wire::{Envelope, event, pieces_of_rest};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 
@@ -19,17 +21,68 @@ pub(super) fn keep_alive(form: &Responses, envelope: &Envelope, sent: usize) -> 
     out.events.pop().unwrap_or_default()
 }
 
-/// The reply as events.
+/// The events with the text that was sampled after what was `sent`.
+pub(super) fn text_events(
+    form: &Responses,
+    envelope: &Envelope,
+    sent: &Sent,
+    text: &SampledText,
+) -> Vec<Bytes> {
+    let mut out = Sequence { form, envelope, sent: sent.events, events: Vec::new() };
+    out.begin();
+    let thinking = Output::Reasoning(&text.reasoning);
+    let more = sent.more_reasoning(&text.reasoning);
+    if !more.is_empty() {
+        if sent.reasoning.is_empty() {
+            out.open(0, thinking);
+        }
+        out.more(0, thinking, more);
+    }
+    let more = sent.more_content(&text.content);
+    if !more.is_empty() {
+        let index = usize::from(!text.reasoning.is_empty());
+        let message = Output::Message(&text.content);
+        if sent.content.is_empty() {
+            if index > 0 {
+                out.close(0, thinking);
+            }
+            out.open(index, message);
+        }
+        out.more(index, message, more);
+    }
+    out.events
+}
+
+/// The events of a reply after what was `sent`.
 pub(super) fn events(
     form: &Responses,
     envelope: &Envelope,
-    sent: usize,
+    sent: &Sent,
     reply: &Sampled,
 ) -> Vec<Bytes> {
-    let mut out = Sequence { form, envelope, sent, events: Vec::new() };
+    let mut out = Sequence { form, envelope, sent: sent.events, events: Vec::new() };
     out.begin();
     for (index, output) in outputs(reply).into_iter().enumerate() {
-        out.item(index, output);
+        let (is_open, is_closed) = match output {
+            Output::Reasoning(_) => {
+                let is_open = !sent.reasoning.is_empty();
+                (is_open, is_open && !sent.content.is_empty())
+            }
+            Output::Message(_) => (!sent.content.is_empty(), false),
+            Output::Call(..) => (false, false),
+        };
+        if is_closed {
+            continue;
+        }
+        if !is_open {
+            out.open(index, output);
+        }
+        match output {
+            Output::Reasoning(text) => out.more(index, output, sent.more_reasoning(text)),
+            Output::Message(text) => out.more(index, output, sent.more_content(text)),
+            Output::Call(_, call) => out.more(index, output, &call_text(form, call).1),
+        }
+        out.close(index, output);
     }
     let response = response(form, envelope, reply);
     let is_complete = response.get("status").is_some_and(|status| status == "completed");
@@ -86,20 +139,62 @@ impl Sequence<'_> {
         }
     }
 
-    fn item(&mut self, index: usize, output: Output<'_>) {
+    /// Opens an item.
+    fn open(&mut self, index: usize, output: Output<'_>) {
         let item = output.opened(self.form, self.envelope);
         self.push("response.output_item.added", json!({"output_index": index, "item": item}));
-        let place = Place { index, id: output.id(self.form, self.envelope) };
+        let place = self.place(index, output);
         match output {
-            Output::Reasoning(text) => self.reasoning(&place, text),
-            Output::Message(text) => self.message(&place, text),
+            Output::Reasoning(_) => {
+                let added = place.with([summary_index(), ("part", summary_part(""))]);
+                self.push("response.reasoning_summary_part.added", added);
+            }
+            Output::Message(_) => {
+                let added = place.with([content_index(), ("part", text_part(""))]);
+                self.push("response.content_part.added", added);
+            }
+            Output::Call(..) => {}
+        }
+    }
+
+    /// Adds text to an open item.
+    fn more(&mut self, index: usize, output: Output<'_>, text: &str) {
+        let place = self.place(index, output);
+        match output {
+            Output::Reasoning(_) => {
+                self.deltas(&place, "response.reasoning_summary_text", text, [summary_index()]);
+            }
+            Output::Message(_) => {
+                let fields = [content_index(), ("logprobs", json!([]))];
+                self.deltas(&place, "response.output_text", text, fields);
+            }
             Output::Call(_, call) => {
-                let (field, text) = call_text(self.form, call);
-                let name = match field {
-                    "input" => "response.custom_tool_call_input",
-                    _ => "response.function_call_arguments",
-                };
-                self.deltas(&place, name, &text, []);
+                let (name, _) = self.call_event(call);
+                self.deltas(&place, name, text, []);
+            }
+        }
+    }
+
+    /// Closes an item, which has all of its text.
+    fn close(&mut self, index: usize, output: Output<'_>) {
+        let place = self.place(index, output);
+        match output {
+            Output::Reasoning(text) => {
+                let done = place.with([summary_index(), ("text", json!(text))]);
+                self.push("response.reasoning_summary_text.done", done);
+                let done = place.with([summary_index(), ("part", summary_part(text))]);
+                self.push("response.reasoning_summary_part.done", done);
+            }
+            Output::Message(text) => {
+                let logprobs = ("logprobs", json!([]));
+                let done = place.with([content_index(), ("text", json!(text)), logprobs]);
+                self.push("response.output_text.done", done);
+                let done = place.with([content_index(), ("part", text_part(text))]);
+                self.push("response.content_part.done", done);
+            }
+            Output::Call(_, call) => {
+                let (name, field) = self.call_event(call);
+                let (_, text) = call_text(self.form, call);
                 self.push(&format!("{name}.done"), place.with([(field, json!(text))]));
             }
         }
@@ -107,29 +202,16 @@ impl Sequence<'_> {
         self.push("response.output_item.done", json!({"output_index": index, "item": item}));
     }
 
-    fn reasoning(&mut self, place: &Place, text: &str) {
-        let part = |text: &str| json!({"type": "summary_text", "text": text});
-        let at = || ("summary_index", json!(0));
-        let added = place.with([at(), ("part", part(""))]);
-        self.push("response.reasoning_summary_part.added", added);
-        let name = "response.reasoning_summary_text";
-        self.deltas(place, name, text, [at()]);
-        self.push(&format!("{name}.done"), place.with([at(), ("text", json!(text))]));
-        let done = place.with([at(), ("part", part(text))]);
-        self.push("response.reasoning_summary_part.done", done);
+    fn place(&self, index: usize, output: Output<'_>) -> Place {
+        Place { index, id: output.id(self.form, self.envelope) }
     }
 
-    fn message(&mut self, place: &Place, text: &str) {
-        let at = || ("content_index", json!(0));
-        let logprobs = || ("logprobs", json!([]));
-        let added = place.with([at(), ("part", text_part(""))]);
-        self.push("response.content_part.added", added);
-        let name = "response.output_text";
-        self.deltas(place, name, text, [at(), logprobs()]);
-        let done = place.with([at(), ("text", json!(text)), logprobs()]);
-        self.push(&format!("{name}.done"), done);
-        let done = place.with([at(), ("part", text_part(text))]);
-        self.push("response.content_part.done", done);
+    /// The events of a call's text, and the field that holds it.
+    fn call_event(&self, call: &ToolCall) -> (&'static str, &'static str) {
+        match call_text(self.form, call).0 {
+            "input" => ("response.custom_tool_call_input", "input"),
+            field => ("response.function_call_arguments", field),
+        }
     }
 
     fn deltas<const N: usize>(
@@ -141,10 +223,22 @@ impl Sequence<'_> {
     ) {
         let name = format!("{name}.delta");
         let fields = place.with(fields);
-        for piece in pieces(text).filter(|piece| !piece.is_empty()) {
+        for piece in pieces_of_rest(text) {
             self.push(&name, with(fields.clone(), [("delta", json!(piece))]));
         }
     }
+}
+
+fn summary_index() -> (&'static str, Value) {
+    ("summary_index", json!(0))
+}
+
+fn summary_part(text: &str) -> Value {
+    json!({"type": "summary_text", "text": text})
+}
+
+fn content_index() -> (&'static str, Value) {
+    ("content_index", json!(0))
 }
 
 /// An output item of the response.

@@ -8,4 +8,5 @@ mod http;
 mod offers;
 mod scripted;
 mod server;
+mod streaming;
 mod tokens;

@@ -3,12 +3,13 @@
 use async_trait::async_trait;
 use orchestrate_gateway::{
     Delivery, Finish, Receipt, RoutedExperts, SampleError, SampleRequest, Sampled, SampledToken,
-    SampledTokens, Sampler, TokenRequest, ToolCall, Usage,
+    SampledTokens, Sampler, TextSink, TokenRequest, ToolCall, Usage,
 };
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+use tokio::sync::Notify;
 
 /// What a [`ScriptedSampler`] does with a request.
 #[derive(Clone, Debug)]
@@ -21,6 +22,10 @@ pub(crate) enum ScriptedTurn {
     Fail(SampleError),
     /// Never replies.
     Hang,
+    /// Shows thinking and text to a client that reads a stream.
+    Show(&'static str, &'static str, Box<ScriptedTurn>),
+    /// Waits for a permit.
+    Wait(Arc<Notify>, Box<ScriptedTurn>),
 }
 
 /// A reply of a [`ScriptedSampler`].
@@ -152,6 +157,7 @@ impl Sampler for ScriptedSampler {
         &self,
         request: &Arc<SampleRequest>,
         sample: usize,
+        text: Option<TextSink>,
     ) -> Result<Sampled, SampleError> {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(request));
         let mut guard = CountDrop { dropped: Arc::clone(&self.dropped), is_armed: true };
@@ -161,6 +167,16 @@ impl Sampler for ScriptedSampler {
                 ScriptedTurn::Reply(reply) => break Ok(self.reply(request, reply)),
                 ScriptedTurn::Fail(error) => break Err(error),
                 ScriptedTurn::Hang => std::future::pending().await,
+                ScriptedTurn::Show(reasoning, content, next) => {
+                    if let Some(text) = &text {
+                        text.show(length(request), reasoning, content);
+                    }
+                    *next
+                }
+                ScriptedTurn::Wait(permit, next) => {
+                    permit.notified().await;
+                    *next
+                }
                 ScriptedTurn::After(time, next) => {
                     tokio::time::sleep(time).await;
                     *next

@@ -14,7 +14,7 @@ use std::time::Duration;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum AgentPreset {
-    /// `mini-swe-agent` (from the Python package index): Chat Completions. The folder holds its `site-packages`.
+    /// `mini-swe-agent` (from the Python package index): Chat Completions. The folder holds its packages.
     MiniSweAgent,
     /// Codex CLI (npm `@openai/codex`): Responses. The folder holds the binary `codex`.
     Codex,
@@ -25,6 +25,11 @@ pub enum AgentPreset {
     QwenCode,
     /// opencode (npm `opencode-ai`): Chat Completions. The folder holds the binary `opencode`.
     Opencode,
+    /// aider (from the Python package index, `aider-chat`): Chat Completions. The folder holds its packages.
+    Aider,
+    /// `OpenHands` CLI (from the Python package index, `openhands`): Chat Completions. The folder holds its
+    /// packages, and Python 3.12 as `python`.
+    Openhands,
 }
 
 setting_types!(AgentPreset);
@@ -91,11 +96,15 @@ impl AgentPreset {
     /// The preset's shell script.
     fn command(self) -> &'static str {
         match self {
-            Self::MiniSweAgent => include_str!("mini-swe-agent.sh"),
+            Self::MiniSweAgent => {
+                concat!(include_str!("python.sh"), include_str!("mini-swe-agent.sh"))
+            }
             Self::Codex => include_str!("codex.sh"),
             Self::ClaudeCode => include_str!("claude-code.sh"),
             Self::QwenCode => include_str!("qwen-code.sh"),
             Self::Opencode => include_str!("opencode.sh"),
+            Self::Aider => concat!(include_str!("python.sh"), include_str!("aider.sh")),
+            Self::Openhands => concat!(include_str!("python.sh"), include_str!("openhands.sh")),
         }
     }
 }

@@ -10,6 +10,9 @@ mod egress;
 mod outside;
 mod sampler;
 
+#[cfg(test)]
+mod histories;
+
 use crate::attempt::Attempt;
 use crate::conversation::{Conversation, EndOnDrop};
 use crate::machine::{EpisodeEvent, EpisodeLimits};
@@ -19,7 +22,7 @@ use orchestrate_gateway::{GatewayOptions, router};
 use orchestrate_sandbox::{Command, ExecResult, Exit, Forward, Sandbox};
 use orchestrate_types::{Limit, Stage};
 use sampler::{ConversationSampler, MODEL, PLACES};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use tokio::io::DuplexStream;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
@@ -54,6 +57,7 @@ impl Attempt {
             model: MODEL.to_owned(),
             show_tools: self.calls.plan.show_tools,
             takes_tokens: false,
+            schemas: Mutex::default(),
             places: Semaphore::new(PLACES),
         });
         let egress = Arc::new(settings.egress.clone());

@@ -17,7 +17,7 @@ use orchestrate_gateway::{FailureKind, OfferEnd, Sampler, Terms};
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{Limit, Stage};
 use serde_json::{Map, Value, json};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::Instant;
@@ -87,6 +87,7 @@ impl Attempt {
                 show_tools,
                 // An external worker is trusted, unlike commands of the policy.
                 takes_tokens: true,
+                schemas: Mutex::default(),
                 places: Semaphore::new(PLACES),
             })
         };

@@ -6,11 +6,11 @@ use orchestrate_engine::Finish;
 use orchestrate_gateway as gateway;
 use orchestrate_gateway::{
     Receipt, Role, RoutedExperts, SampleError, SampleRequest, Sampled, SampledTokens, Sampler,
-    TokenRequest, ToolChoice,
+    TextSink, TokenRequest, ToolChoice,
 };
 use orchestrate_routing::RoutingMask;
 use serde_json::{Value, json};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// Lets the gateway sample from a conversation.
@@ -23,8 +23,17 @@ pub(crate) struct ConversationSampler {
     /// Whether the agent may send tokenised prompts. An agent in a sandbox may not: commands of the
     /// policy could insert control tokens.
     pub(crate) takes_tokens: bool,
+    /// The tools of the latest request, and their schemas.
+    pub(crate) schemas: Mutex<Option<KnownTools>>,
     /// Places for requests that are being answered: commands of the policy can send requests, too.
     pub(crate) places: Semaphore,
+}
+
+/// Tools as an agent declares them, and in the form that chat templates read.
+#[derive(Debug)]
+pub(crate) struct KnownTools {
+    declared: Vec<gateway::Tool>,
+    schemas: Arc<Vec<Value>>,
 }
 
 /// Model name under which the policy is served.
@@ -47,9 +56,11 @@ impl Sampler for ConversationSampler {
         &self,
         request: &Arc<SampleRequest>,
         sample: usize,
+        text: Option<TextSink>,
     ) -> Result<Sampled, SampleError> {
         let _place = self.place().await?;
-        let reply = self.conversation.sample(&self.ask(request, sample)).await.map_err(refused)?;
+        let ask = self.ask(request, sample);
+        let reply = self.conversation.sample_live(&ask, text).await.map_err(refused)?;
         Ok(self.sampled(&reply, request.logprobs))
     }
 
@@ -112,13 +123,27 @@ impl ConversationSampler {
         Arc::new(Ask {
             past: Past::Messages {
                 said: request.messages.iter().map(said).collect(),
-                tools: Arc::new(offered.iter().map(schema).collect()),
+                tools: self.schemas(offered),
             },
             max_tokens: request.max_tokens,
             stops: request.stop.clone().into(),
             sample,
             repeats: request.repeats,
         })
+    }
+
+    /// The schemas of tools. An agent declares the same ones in every request.
+    fn schemas(&self, declared: &[gateway::Tool]) -> Arc<Vec<Value>> {
+        if declared.is_empty() {
+            return Arc::default();
+        }
+        let mut latest = self.schemas.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = latest.as_ref().filter(|known| known.declared == declared) {
+            return Arc::clone(&known.schemas);
+        }
+        let schemas: Arc<Vec<Value>> = Arc::new(declared.iter().map(schema).collect());
+        *latest = Some(KnownTools { declared: declared.to_vec(), schemas: Arc::clone(&schemas) });
+        schemas
     }
 
     fn sampled(&self, reply: &Arc<SampledReply>, lists_tokens: bool) -> Sampled {

@@ -7,8 +7,8 @@ use crate::machine::EpisodeEvent;
 use crate::runner::{failed, sandbox_failed};
 use crate::scaffold::{Call, Mistake, ToolLimits, truncate_middle};
 use crate::tool_format::ToolFormat;
-use crate::toolbox::Toolbox;
-use orchestrate_sandbox::{Sandbox, SandboxError};
+use crate::toolbox::{ToolFailure, Toolbox};
+use orchestrate_sandbox::Sandbox;
 use orchestrate_types::{Stage, TokenId};
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -24,7 +24,7 @@ impl Attempt {
             Some(_) => ToolFormat::Json,
             None => self.calls.chat.tool_format(),
         };
-        let calls = self.calls.plan.scaffold.parse(format, text);
+        let calls = self.calls.plan.scaffold.parse(format, text, self.servers.schemas());
         let event = self.perform(sandbox, calls).await;
         self.timings.exec_s += started.elapsed().as_secs_f64();
         if let Some(turn) = self.turns.last_mut() {
@@ -51,7 +51,10 @@ impl Attempt {
             let observation = match call {
                 Ok((action, call)) => match self.perform_one(sandbox, action, &call).await {
                     Ok(observation) => observation,
-                    Err(error) => return sandbox_failed(Stage::Exec, error),
+                    Err(ToolFailure::Sandbox(error)) => return sandbox_failed(Stage::Exec, error),
+                    Err(ToolFailure::Server(error)) => {
+                        return failed(Stage::Exec, error.with_causes());
+                    }
                 },
                 Err(mistake) => Some(truncate_middle(mistake.0, plan.observation_chars)),
             };
@@ -89,7 +92,7 @@ impl Attempt {
         sandbox: &mut dyn Sandbox,
         action: Action,
         call: &Call,
-    ) -> Result<Option<String>, SandboxError> {
+    ) -> Result<Option<String>, ToolFailure> {
         let task = Arc::clone(&self.calls.request.task);
         let plan = Arc::clone(&self.calls.plan);
         let terms = ToolLimits {
@@ -103,6 +106,7 @@ impl Attempt {
             programs: task.programs(),
             variables: &variables,
             limits: terms,
+            servers: &self.servers,
         };
         if let Some(turn) = self.turns.last_mut() {
             turn.actions.push(action);

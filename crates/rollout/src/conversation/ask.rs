@@ -1,6 +1,7 @@
 //! Requests for replies, and why there may be none.
 
 use super::tree::Said;
+use crate::api::Message;
 use orchestrate_types::TokenId;
 use std::sync::Arc;
 
@@ -25,6 +26,12 @@ impl Past {
             Self::Messages { said, .. } => said,
             Self::Tokens(_) => &[],
         }
+    }
+
+    /// Bytes of the texts of the messages from number `first` on. Tokens are counted as 0: they are not
+    /// tokenized.
+    pub(super) fn bytes_from(&self, first: usize) -> usize {
+        self.said().iter().skip(first).map(|said| said.bytes()).sum()
     }
 
     pub(super) fn tools(&self) -> Arc<Vec<serde_json::Value>> {
@@ -81,21 +88,34 @@ pub(crate) enum AskError {
 
 /// Digest of a prompt, `[P]`.
 pub(super) fn digest_of_ids(ids: &[TokenId]) -> [u8; 32] {
-    let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+    let mut bytes = Vec::with_capacity(size_of_val(ids));
+    for id in ids {
+        bytes.extend_from_slice(&id.to_le_bytes());
+    }
     *blake3::hash(&bytes).as_bytes()
 }
 
-/// Digest of everything that makes two requests the same.
-pub(super) fn digest_of(ask: &Ask) -> [u8; 32] {
+/// Digest of everything that makes two requests the same. `tools` is the digest of the request's tools.
+pub(super) fn digest_of(ask: &Ask, tools: &[u8; 32]) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new();
     let mut part = |bytes: &[u8]| {
         hasher.update(&(bytes.len() as u64).to_le_bytes()).update(bytes);
     };
     match &ask.past {
-        Past::Messages { said, tools } => {
-            part(&serde_json::to_vec(&**tools).unwrap_or_default());
+        Past::Messages { said, .. } => {
+            part(tools);
+            part(&(said.len() as u64).to_le_bytes());
             for said in said {
-                part(&serde_json::to_vec(&said.message).unwrap_or_default());
+                let Message { role, content, tool_calls } = &said.message;
+                part(role.as_bytes());
+                part(content.as_bytes());
+                part(&(tool_calls.len() as u64).to_le_bytes());
+                for call in tool_calls {
+                    part(call.name.as_bytes());
+                    part(call.arguments.to_string().as_bytes());
+                }
+                // Prompts show the thinking of replies that were not sampled here.
+                part(said.reasoning.as_deref().unwrap_or_default().as_bytes());
             }
         }
         Past::Tokens(ids) => {

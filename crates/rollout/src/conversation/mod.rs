@@ -9,38 +9,42 @@
 //! its history; and a request that is repeated after a broken connection gets the same reply.
 
 mod ask;
+mod begin;
 mod finished;
+mod live;
 mod prompt;
 mod reply;
 mod served;
 mod tokens;
+mod tool_set;
 mod tree;
 
 use crate::api::TurnLog;
-use crate::chat::{ChatErrorKind, ChatModel};
+use crate::chat::ChatModel;
 use crate::line::{Calls, GenerationId, Line, NoReply, Sampled};
 use crate::machine::{EpisodeLimits, MAX_ABORTS_PER_TURN};
 use crate::offload;
+use ask::digest_of_ids;
 pub(crate) use ask::{Ask, AskError, Past};
-use ask::{digest_of, digest_of_ids};
 use finished::hand_over;
 pub(crate) use finished::{EndOnDrop, FinishedConversation};
-use orchestrate_engine::Finish;
+use live::LiveText;
+use orchestrate_engine::{Finish, TokenListener};
+use orchestrate_gateway::TextSink;
 use orchestrate_types::{Limit, TokenId};
 use reply::{ReplyParts, first_stop};
 pub(crate) use served::SampledReply;
-use served::{Client, Receipts, Served};
+use served::{AnswerAtEnd, Client, Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokens::IN_TOKENS;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
-use tracing::Instrument;
+use tool_set::{ToolSet, ToolSets};
 pub use tree::ForkCause;
 pub(crate) use tree::Said;
-use tree::{Place, Step, Tree};
+use tree::{IN_TOKENS, Place, Step, Tree};
 
 /// One agent's conversation.
 #[derive(Debug)]
@@ -48,6 +52,7 @@ pub(crate) struct Conversation {
     calls: Calls,
     limits: EpisodeLimits,
     state: Mutex<State>,
+    tools: ToolSets,
     /// Whether the engine failed, once the conversation has ended.
     ended: watch::Sender<Option<bool>>,
 }
@@ -84,6 +89,8 @@ struct Planned {
     tail: Vec<TokenId>,
     id: GenerationId,
     room: usize,
+    /// The reply's text for clients that read it as a stream.
+    live: Option<Arc<LiveText>>,
 }
 
 /// A generation that has run.
@@ -97,6 +104,14 @@ struct Generated {
     /// The tools of its request.
     tools: Arc<Vec<serde_json::Value>>,
 }
+
+/// Why an attempt is broken whose agent did not ask again for a reply that it got a part of.
+const CUT_OFF: &str =
+    "a reply was cut off because an engine call failed, and the agent did not ask for it again";
+
+/// Longest reply that is decoded on a thread of the event loop, with the new part of its prompt, in
+/// tokens.
+const TOKENS_HERE: usize = 4096;
 
 /// Runs work on an agent's bytes away from the event loop.
 async fn offloaded<T: Send + 'static>(
@@ -118,7 +133,13 @@ impl Conversation {
             generating: JoinSet::new(),
             end: None,
         };
-        Self { calls, limits, state: Mutex::new(state), ended: watch::Sender::new(None) }
+        Self {
+            calls,
+            limits,
+            state: Mutex::new(state),
+            tools: ToolSets::default(),
+            ended: watch::Sender::new(None),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -138,9 +159,10 @@ impl Conversation {
     pub(crate) async fn count(self: &Arc<Self>, ask: &Arc<Ask>) -> Result<usize, AskError> {
         let (this, ask) = (Arc::clone(self), Arc::clone(ask));
         offloaded(move || {
+            let tools = this.tools_of(&ask.past);
             let state = this.state();
-            let place = state.locate(&ask.past).0;
-            let (head, tail) = this.prompt_at(&state.tree, place, &ask.past)?;
+            let place = state.locate(&ask.past, &tools);
+            let (head, tail) = this.prompt_at(&state.tree, place, &ask.past, &tools)?;
             Ok(head + tail.len())
         })
         .await
@@ -152,85 +174,26 @@ impl Conversation {
         self: &Arc<Self>,
         ask: &Arc<Ask>,
     ) -> Result<Arc<SampledReply>, AskError> {
+        self.sample_live(ask, None).await
+    }
+
+    /// Like [`Self::sample`]. `text` is shown the reply while it is sampled.
+    pub(crate) async fn sample_live(
+        self: &Arc<Self>,
+        ask: &Arc<Ask>,
+        text: Option<TextSink>,
+    ) -> Result<Arc<SampledReply>, AskError> {
         let (this, ask) = (Arc::clone(self), Arc::clone(ask));
         // Dropped with this future, at any time.
         let client = Arc::new(Client);
         let asking = Arc::downgrade(&client);
-        let waiting = offloaded(move || this.begin(&ask, &asking)).await?;
-        let answer = waiting.await;
+        let begun = match self.begin_here(&ask, &asking, text) {
+            Ok(begun) => begun,
+            Err(text) => offloaded(move || Ok(this.begin(&ask, &asking, text))).await?,
+        };
+        let answer = begun?.await;
         drop(client);
         answer
-    }
-
-    /// Begins to sample, or finds the reply that the request is owed. Tokenizes what is new.
-    fn begin(
-        self: &Arc<Self>,
-        ask: &Ask,
-        client: &Weak<Client>,
-    ) -> Result<impl Future<Output = Result<Arc<SampledReply>, AskError>> + use<>, AskError> {
-        let digest = digest_of(ask);
-        let mut state = self.state();
-        if client.strong_count() == 0 {
-            return Err(AskError::Ended("the client is gone".to_owned()));
-        }
-        if let Some(served) = state.receipts.find(digest, ask.repeats) {
-            return Ok(served.wait(client));
-        }
-        let planned = self.plan(&mut state, ask)?;
-        let served = state.receipts.open(digest);
-        let waiting = served.wait(client);
-        let (this, past) = (Arc::clone(self), ask.past.clone());
-        let run = async move { this.run(planned, past, served).await };
-        while state.generating.try_join_next().is_some() {}
-        state.generating.spawn(run.in_current_span());
-        Ok(waiting)
-    }
-
-    /// Finds the place of a request and prepares its line.
-    fn plan(&self, state: &mut State, ask: &Ask) -> Result<Planned, AskError> {
-        self.check_open(state)?;
-        if ask.past.is_empty() {
-            return Err(AskError::Refused("the request has no history".to_owned()));
-        }
-        if !ask.past.tools().is_empty() && !self.calls.chat.reads_tool_calls() {
-            return Err(AskError::Refused(ChatErrorKind::UnknownToolFormat.to_string()));
-        }
-        let (place, tools) = state.locate(&ask.past);
-        let (head, tail) = self.prompt_at(&state.tree, place, &ask.past)?;
-        let prompt = head + tail.len();
-        let room = self.limits.max_sequence_tokens.saturating_sub(prompt);
-        if room == 0 {
-            return Err(AskError::TooLong { prompt, limit: self.limits.max_sequence_tokens });
-        }
-        let known = place.steps(&state.tree);
-        let (branch, forked) = self.branch_at(state, place, tools, &tail);
-        for cause in place.cause().into_iter().chain(forked) {
-            *state.forks.entry(cause).or_default() += 1;
-        }
-        let Some(target) = state.tree.branches.get_mut(branch) else {
-            return Err(AskError::Refused("the branch is gone".to_owned()));
-        };
-        let new = ask.past.said().iter().skip(known).cloned();
-        target.steps.extend(new.map(Step::Given));
-        target.is_busy = true;
-        let turn = target.steps.iter().filter(|step| matches!(step, Step::Reply { .. })).count();
-        let mut line = target.line.copy();
-        line.extend(&tail);
-        line.stops = Arc::clone(&ask.stops);
-        let repetition = {
-            let digest = digest_of_ids(&line.buffer.prompt_for_turn());
-            let count = state.prompts.entry(digest).or_default();
-            let repetition = *count;
-            *count += 1;
-            repetition
-        };
-        let ordinal = state.generations;
-        state.generations += 1;
-        let longest = room.min(self.limits.max_response_tokens);
-        let room = ask.max_tokens.map_or(longest, |wanted| wanted.max(1).min(longest));
-        let turn = u32::try_from(turn).unwrap_or(u32::MAX);
-        let id = GenerationId { turn, ordinal, repetition, max_new_tokens: room };
-        Ok(Planned { branch, line, tail, id, room })
     }
 
     fn check_open(&self, state: &mut State) -> Result<(), AskError> {
@@ -263,27 +226,50 @@ impl Conversation {
 
     /// Samples one reply, with all of its continuations after aborts, and stores it.
     async fn run(self: Arc<Self>, planned: Planned, past: Past, served: Arc<Served>) {
-        let Planned { branch, mut line, tail, id, room } = planned;
+        let Planned { branch, mut line, tail, id, room, live } = planned;
+        // A panic must not leave the client waiting.
+        let _answered = AnswerAtEnd(Arc::clone(&served));
         let prompt_tokens = line.buffer.prompt_len();
         let started = Instant::now();
-        let result = self.generate(&mut line, id, room).await;
+        line.listener = live.clone().map(|live| live as Arc<dyn TokenListener>);
+        let result = self.generate(&mut line, id, room, live.as_deref()).await;
+        line.listener = None;
         let elapsed = started.elapsed();
         let sampled = result.map(|(finish, cached_tokens)| (finish, prompt_tokens, cached_tokens));
+        let tools = past.tools();
+        let generated = Generated { branch, line, id, elapsed, sampled, tools };
+        let Err(generated) = self.store_here(generated, &past, &tail, &served) else { return };
         let reply = Arc::clone(&served);
         let stored = offload::run(move || {
             let asked = self.observation(&past, &tail);
-            let tools = past.tools();
-            self.store(Generated { branch, line, id, elapsed, sampled, tools }, asked, &served);
+            self.store(&mut self.state(), *generated, asked, &served);
         });
         if let Err(error) = stored.await {
             reply.answer(Err(AskError::Failed(error.to_string())));
         }
     }
 
+    /// Stores a generation on this thread if that is a matter of microseconds; otherwise gives it back.
+    fn store_here(
+        &self,
+        generated: Generated,
+        past: &Past,
+        tail: &[TokenId],
+        served: &Served,
+    ) -> Result<(), Box<Generated>> {
+        let tokens = tail.len() + generated.line.buffer.last_turn().len();
+        match self.state.try_lock() {
+            Ok(mut state) if tokens <= TOKENS_HERE => {
+                self.store(&mut state, generated, self.observation(past, tail), served);
+                Ok(())
+            }
+            Ok(_) | Err(_) => Err(Box::new(generated)),
+        }
+    }
+
     /// Stores a generation in its branch and answers its request.
-    fn store(&self, generated: Generated, asked: String, served: &Served) {
+    fn store(&self, state: &mut State, generated: Generated, asked: String, served: &Served) {
         let Generated { branch, line, id, elapsed, sampled, tools } = generated;
-        let mut state = self.state();
         state.generate_s += elapsed.as_secs_f64();
         let Some(target) = state.tree.branches.get_mut(branch) else {
             // The conversation was ended meanwhile.
@@ -297,11 +283,19 @@ impl Conversation {
             // The agent gets what is before the stop string; the branch keeps all that was sampled.
             let stopped = first_stop(&text, &line.stops);
             let said = stopped.map_or(text.as_str(), |(before, _)| before);
-            let parts = ReplyParts::parse(self.calls.chat.tool_format(), &tools, said);
+            let chat = &self.calls.chat;
+            let thinks = chat.opens_thinking(line.buffer.last_prompt());
+            let parts = ReplyParts::parse(chat.tool_format(), &tools, thinks, said);
             let stop_string = stopped.map(|(_, stop)| stop.to_owned());
+            let message = parts.message();
+            let thinking = parts.reasoning.as_deref().unwrap_or_default();
+            let live = served.live.as_ref();
+            let contradicts =
+                live.is_some_and(|live| live.was_contradicted(thinking, &message.content));
             let reply = SampledReply {
-                message: parts.message(),
+                message,
                 reasoning: parts.reasoning,
+                contradicts,
                 finish,
                 stop_string,
                 number: id.ordinal,
@@ -333,7 +327,7 @@ impl Conversation {
                     NoReply::Failed(error) => End::Failed(error),
                 };
                 state.end.get_or_insert(end);
-                let error = self.check_open(&mut state).err();
+                let error = self.check_open(state).err();
                 let error =
                     error.unwrap_or_else(|| AskError::Ended("the episode has ended".into()));
                 served.answer(Err(error));
@@ -359,6 +353,7 @@ impl Conversation {
         line: &mut Line,
         mut id: GenerationId,
         room: usize,
+        live: Option<&LiveText>,
     ) -> Result<(Finish, usize), NoReply> {
         let (mut sampled, mut cached) = (0, 0);
         for aborts in 0..=MAX_ABORTS_PER_TURN {
@@ -367,7 +362,13 @@ impl Conversation {
             sampled += reply.tokens;
             cached += reply.cached_tokens;
             match reply.finish {
-                Finish::Abort if sampled < room => {}
+                Finish::Abort if sampled < room => {
+                    let turn = line.buffer.last_turn();
+                    let part = turn.len().saturating_sub(reply.tokens);
+                    if let (Some(live), Some(part)) = (live, turn.get(part..)) {
+                        live.keep(part);
+                    }
+                }
                 // The engine's context may be shorter than the episode's limit.
                 Finish::Stop | Finish::Length if sampled == 0 => {
                     return Err(NoReply::Failed("the engine returned no tokens".to_owned()));
@@ -393,6 +394,7 @@ impl Conversation {
         let mut state = self.state();
         let end = state.end.replace(End::Closed);
         state.generating.abort_all();
+        let was_cut_off = state.receipts.has_cut_off();
         state.receipts.close();
         let mut branches = std::mem::replace(&mut state.tree, Tree::new()).branches;
         hand_over(&mut branches);
@@ -408,6 +410,10 @@ impl Conversation {
             Some(End::Stopped) => finished.stopped = true,
             Some(End::Closed) | None => {}
         }
+        if was_cut_off {
+            // What the agent did after the error is not the policy's result.
+            finished.failure.get_or_insert_with(|| CUT_OFF.to_owned());
+        }
         for branch in branches {
             let line = branch.line.finish();
             finished.branches.extend(line.branch);
@@ -420,17 +426,13 @@ impl Conversation {
 }
 
 impl State {
-    /// Where a request belongs, and the digest of its tools.
-    fn locate(&self, past: &Past) -> (Place, [u8; 32]) {
+    /// Where a request belongs.
+    fn locate(&self, past: &Past, tools: &ToolSet) -> Place {
         match past {
-            Past::Messages { said, tools } => {
-                let text = serde_json::to_vec(&**tools).unwrap_or_default();
-                let digest = *blake3::hash(&text).as_bytes();
-                (self.tree.locate(&digest, said), digest)
-            }
+            Past::Messages { said, .. } => self.tree.locate(&tools.digest, said),
             Past::Tokens(ids) => {
                 let was_answered = self.prompts.contains_key(&digest_of_ids(ids));
-                (self.tree.locate_tokens(ids, was_answered), IN_TOKENS)
+                self.tree.locate_tokens(ids, was_answered)
             }
         }
     }
@@ -451,5 +453,7 @@ impl State {
     }
 }
 
+#[cfg(test)]
+mod live_tests;
 #[cfg(test)]
 mod tests;

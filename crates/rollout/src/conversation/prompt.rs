@@ -1,14 +1,14 @@
 //! The prompt of a request, and the branch on which it goes on.
 
 use super::ask::{AskError, Past};
-use super::tokens::IN_TOKENS;
+use super::tool_set::ToolSet;
+use super::tree::IN_TOKENS;
 use super::tree::{Branch, ForkCause, Place, Said, Step, Tree};
 use super::{Conversation, State};
 use crate::api::Message;
 use crate::chat::ChatError;
 use crate::line::Line;
 use crate::prefix::History;
-use crate::template::tools_value;
 use orchestrate_types::TokenId;
 
 /// Bytes of text that one token stands for at most, on the average of a whole prompt.
@@ -21,14 +21,15 @@ impl Conversation {
         tree: &Tree<Line>,
         place: Place,
         past: &Past,
+        tools: &ToolSet,
     ) -> Result<(usize, Vec<TokenId>), AskError> {
-        let (said, tools) = match past {
-            Past::Messages { said, tools } => (said, tools_value(tools)),
+        let said = match past {
+            Past::Messages { said, .. } => said,
             Past::Tokens(ids) => return self.tokens_at(tree, place, ids),
         };
         let limit = self.limits.max_sequence_tokens;
         let new = || said.iter().skip(place.steps(tree));
-        let bytes: usize = new().map(|said| said.bytes()).sum();
+        let bytes = past.bytes_from(place.steps(tree));
         if bytes / BYTES_PER_TOKEN > limit {
             // Certainly too long, so it is not tokenized.
             return Err(AskError::TooLong { prompt: bytes / BYTES_PER_TOKEN, limit });
@@ -38,7 +39,7 @@ impl Conversation {
         let chat = &self.calls.chat;
         let (branch, tokens) = match place {
             Place::Root { .. } => {
-                return Ok((0, chat.prompt_with(&new, &tools).map_err(refused)?.to_vec()));
+                return Ok((0, chat.prompt_with(&new, &tools.shown).map_err(refused)?.to_vec()));
             }
             Place::Tip { branch } => (branch, None),
             Place::Fork { branch, tokens, .. } => (branch, Some(tokens)),
@@ -47,7 +48,7 @@ impl Conversation {
         let ids = branch.line.buffer.ids();
         let head = tokens.unwrap_or(ids.len());
         let last = head.checked_sub(1).and_then(|last| ids.get(last)).copied();
-        Ok((head, chat.delta_with(&new, last, &tools).map_err(refused)?))
+        Ok((head, chat.delta_with(&new, last, &tools.shown).map_err(refused)?))
     }
 
     /// The prompt of a request in tokens at a place.

@@ -6,12 +6,14 @@
 //! client has got it, the same content asks for another sample.
 
 use super::AskError;
+use super::live::LiveText;
 use crate::api::Message;
 use orchestrate_engine::Finish;
 use orchestrate_gateway::Delivery;
 use orchestrate_routing::RoutingMask;
 use orchestrate_types::TokenId;
 use std::collections::HashMap;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokio::sync::watch;
 
@@ -39,6 +41,8 @@ pub(crate) struct SampledReply {
     /// Routing rows of the branch up to this reply, `[P + N − 1, moe layers, top_k]`, for a request in
     /// tokens.
     pub(crate) rows: Option<RoutingMask>,
+    /// Whether a client was shown another text, because an engine call failed: it has seen an error.
+    pub(super) contradicts: bool,
     /// How it was sent to each client that got it or was to get it.
     pub(super) deliveries: Mutex<Vec<Delivery>>,
 }
@@ -58,12 +62,17 @@ impl SampledReply {
 
 type Answer = Result<Arc<SampledReply>, AskError>;
 
+/// A future of an answer.
+pub(super) type Waiting = Pin<Box<dyn Future<Output = Answer> + Send>>;
+
 /// A request that is being answered, or was.
 #[derive(Debug)]
 pub(super) struct Served {
     answer: watch::Sender<Option<Answer>>,
     /// The clients that asked for it, as long as they wait.
     clients: Mutex<Vec<Weak<Client>>>,
+    /// The text so far, if the request that began it reads it as a stream.
+    pub(super) live: Option<Arc<LiveText>>,
 }
 
 /// Held by a client for as long as it waits for a reply.
@@ -74,20 +83,20 @@ impl Served {
     /// Gives the answer to everyone who waits or comes later.
     pub(super) fn answer(&self, answer: Answer) {
         self.answer.send_replace(Some(answer));
+        if let Some(live) = &self.live {
+            live.end();
+        }
     }
 
     /// A future of the answer.
-    pub(super) fn wait(
-        &self,
-        client: &Weak<Client>,
-    ) -> impl Future<Output = Answer> + Send + use<> {
+    pub(super) fn wait(&self, client: &Weak<Client>) -> Waiting {
         self.clients.lock().unwrap_or_else(PoisonError::into_inner).push(Weak::clone(client));
         let mut answer = self.answer.subscribe();
-        async move {
+        Box::pin(async move {
             let answered = answer.wait_for(Option::is_some).await.map(|answer| answer.clone());
             let gone = || Err(AskError::Ended("the episode has ended".to_owned()));
             answered.ok().flatten().unwrap_or_else(gone)
-        }
+        })
     }
 
     /// Whether a client still waits.
@@ -106,6 +115,17 @@ impl Served {
     }
 }
 
+/// Answers a request with an error if nothing else has answered it when this is dropped.
+pub(super) struct AnswerAtEnd(pub(super) Arc<Served>);
+
+impl Drop for AnswerAtEnd {
+    fn drop(&mut self) {
+        if self.0.answer.borrow().is_none() {
+            self.0.answer(Err(AskError::Failed("sampling ended unexpectedly".to_owned())));
+        }
+    }
+}
+
 /// The requests of a conversation by content.
 #[derive(Debug, Default)]
 pub(super) struct Receipts {
@@ -119,6 +139,14 @@ impl Receipts {
         served.iter().rev().find(|served| served.is_owed(repeats)).cloned()
     }
 
+    /// Whether an agent saw an error because an engine call failed, and has not got the reply since.
+    pub(super) fn has_cut_off(&self) -> bool {
+        self.by_content.values().flatten().any(|served| match &*served.answer.borrow() {
+            Some(Ok(reply)) => reply.contradicts && reply.is_owed(),
+            Some(Err(_)) | None => false,
+        })
+    }
+
     /// Tells everyone who still waits that nothing is coming.
     pub(super) fn close(&mut self) {
         for served in self.by_content.drain().flat_map(|(_, served)| served) {
@@ -129,9 +157,9 @@ impl Receipts {
     }
 
     /// Notes a request that will be answered.
-    pub(super) fn open(&mut self, content: [u8; 32]) -> Arc<Served> {
-        let served =
-            Arc::new(Served { answer: watch::Sender::new(None), clients: Mutex::default() });
+    pub(super) fn open(&mut self, content: [u8; 32], live: Option<Arc<LiveText>>) -> Arc<Served> {
+        let (answer, clients) = (watch::Sender::new(None), Mutex::default());
+        let served = Arc::new(Served { answer, clients, live });
         self.by_content.entry(content).or_default().push(Arc::clone(&served));
         served
     }

@@ -19,7 +19,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-fn chat() -> Arc<ChatModel> {
+pub(super) fn chat() -> Arc<ChatModel> {
     static CHAT: OnceLock<Arc<ChatModel>> = OnceLock::new();
     let make = || {
         let folder = tempfile::tempdir().unwrap();
@@ -62,7 +62,7 @@ fn engine() -> Arc<FakeEngine> {
     }))
 }
 
-fn conversation(engine: &Arc<FakeEngine>, max_turns: u32) -> Arc<Conversation> {
+pub(super) fn conversation(engine: &Arc<FakeEngine>, max_turns: u32) -> Arc<Conversation> {
     let plan = RolloutSection { max_turns: Some(max_turns), ..RolloutSection::default() };
     let plan = plan.check().unwrap();
     let limits = plan.limits(1 << 16);
@@ -89,11 +89,11 @@ fn conversation(engine: &Arc<FakeEngine>, max_turns: u32) -> Arc<Conversation> {
     Arc::new(Conversation::new(calls, limits))
 }
 
-fn said(role: &str, text: &str) -> Arc<Said> {
+pub(super) fn said(role: &str, text: &str) -> Arc<Said> {
     Arc::new(Said { message: message(role, text), reasoning: None })
 }
 
-fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
+pub(super) fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
     Arc::new(Ask {
         past: Past::Messages { said: said.to_vec(), tools: Arc::default() },
         max_tokens: None,
@@ -104,7 +104,7 @@ fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
 }
 
 /// A client gets the whole reply.
-fn deliver(reply: &SampledReply) {
+pub(super) fn deliver(reply: &SampledReply) {
     let (receipt, delivery) = Receipt::new();
     reply.sending(delivery);
     receipt.delivered();
@@ -447,7 +447,14 @@ async fn random_conversation(seed: u64, requests: usize) -> (BTreeMap<ForkCause,
         let mut asking = JoinSet::new();
         for ask in asked {
             let conversation = Arc::clone(&conversation);
-            asking.spawn(async move { conversation.sample(&ask).await.unwrap() });
+            asking.spawn(async move {
+                let (sink, mut shown) = TextSink::new();
+                let reply = conversation.sample_live(&ask, Some(sink)).await.unwrap();
+                let shown = shown.now().clone();
+                assert!(reply.message.content.starts_with(&shown.content), "{shown:?} {reply:?}");
+                assert_eq!(shown.reasoning, "");
+                reply
+            });
         }
         let lost = agent.below(10) == 0;
         while let Some(reply) = asking.join_next().await {
@@ -477,10 +484,12 @@ async fn random_conversation(seed: u64, requests: usize) -> (BTreeMap<ForkCause,
 
 #[tokio::test]
 async fn random_histories_equal_the_naive_reference() {
-    let count = std::env::var("ORCHESTRATE_HISTORIES").ok().and_then(|n| n.parse().ok());
+    const REQUESTS: usize = 20;
+    let all = std::env::var("ORCHESTRATE_HISTORIES").ok().and_then(|n| n.parse().ok());
+    let conversations = all.unwrap_or(1200_u64).div_ceil(REQUESTS as u64);
     let (mut causes, mut stopped) = (BTreeMap::new(), 0);
-    for seed in 0..count.unwrap_or(60) {
-        let (forks, number) = random_conversation(seed, 20).await;
+    for seed in 0..conversations {
+        let (forks, number) = random_conversation(seed, REQUESTS).await;
         stopped += number;
         for (cause, number) in forks {
             *causes.entry(cause).or_insert(0) += number;

@@ -1,11 +1,8 @@
 //! Requests of clients that render their prompts themselves and send token ids.
 
-use super::tree::{ForkCause, Place, Step, Tree};
+use super::tree::{ForkCause, IN_TOKENS, Place, Step, Tree};
 use crate::line::Line;
 use orchestrate_types::TokenId;
-
-/// In place of the digest of tools, for branches whose prompts are sent in tokens.
-pub(super) const IN_TOKENS: [u8; 32] = [0xff; 32];
 
 impl Tree<Line> {
     /// Finds the place of a prompt in tokens: after the longest common beginning that ends with a

@@ -9,6 +9,9 @@ use crate::api::Message;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
+/// In place of the digest of tools, for branches whose prompts are sent in tokens.
+pub(super) const IN_TOKENS: [u8; 32] = [0xff; 32];
+
 /// A message of a request.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Said {
@@ -135,9 +138,10 @@ impl<L> Tree<L> {
     }
 
     /// Finds the place of a request: after the longest common history that ends with a reply. Of equal
-    /// ones, the end of a branch is preferred, so that nothing forks without need.
+    /// ones, the end of a branch is preferred, so that nothing forks without need, and then a branch that
+    /// answered the same request.
     pub(crate) fn locate(&self, tools: &[u8; 32], said: &[Arc<Said>]) -> Place {
-        let mut best: Option<(usize, bool, Place)> = None;
+        let mut best: Option<((usize, bool, bool), Place)> = None;
         for (index, branch) in self.branches.iter().enumerate() {
             if branch.tools != *tools {
                 continue;
@@ -145,32 +149,38 @@ impl<L> Tree<L> {
             let common = branch.common(said);
             let Some((steps, tokens)) = branch.last_reply(common) else { continue };
             let is_tip = steps == branch.steps.len() && !branch.is_busy;
-            if best.is_some_and(|(most, tip, _)| (most, tip) >= (steps, is_tip)) {
+            let cause = branch.cause_of_fork(common, said);
+            let rank = (steps, is_tip, cause == ForkCause::Repeated);
+            if best.is_some_and(|(most, _)| most >= rank) {
                 continue;
             }
             let place = if is_tip {
                 Place::Tip { branch: index }
             } else {
-                let cause = branch.cause_of_fork(common, said);
                 Place::Fork { branch: index, steps, tokens, cause }
             };
-            best = Some((steps, is_tip, place));
+            best = Some((rank, place));
         }
-        best.map_or_else(|| Place::Root { cause: self.cause_of_root(tools, said) }, |(_, _, p)| p)
+        best.map_or_else(
+            || Place::Root { cause: self.cause_of_root(tools, said) },
+            |(_, place)| place,
+        )
     }
 
     fn cause_of_root(&self, tools: &[u8; 32], said: &[Arc<Said>]) -> Option<ForkCause> {
-        if self.branches.is_empty() {
-            return None;
-        }
-        let mut alike = self.branches.iter().filter(|branch| branch.tools == *tools).peekable();
+        let mut others = self.branches.iter().filter(|branch| branch.tools != IN_TOKENS).peekable();
+        others.peek()?;
+        let mut alike = others.filter(|branch| branch.tools == *tools).peekable();
         if alike.peek().is_none() {
             return Some(ForkCause::Tools);
         }
-        let most = alike.map(|branch| (branch.common(said), branch)).max_by_key(|(n, _)| *n);
-        Some(match most {
+        let causes = alike.map(|branch| {
+            let common = branch.common(said);
+            (common, branch.cause_of_fork(common, said))
+        });
+        Some(match causes.max_by_key(|(common, cause)| (*common, *cause == ForkCause::Repeated)) {
             None | Some((0, _)) => ForkCause::Opening,
-            Some((common, branch)) => branch.cause_of_fork(common, said),
+            Some((_, cause)) => cause,
         })
     }
 }
@@ -256,6 +266,37 @@ mod tests {
         }
         assert_eq!(tree().locate(&[2; 32], &request(&["u", "a", "v"])), root(ForkCause::Tools));
         assert_eq!(Tree::<()>::new().locate(&TOOLS, &request(&["u"])), Place::Root { cause: None });
+    }
+
+    /// Another branch, `u a w c`, begins after the reply `a`.
+    fn forked() -> Tree<()> {
+        let mut tree = tree();
+        let mut steps = tree.branches[0].steps[..2].to_vec();
+        steps.extend([Step::Given(said("user", "w")), reply("c", 18)]);
+        let parent = Some((0, 10));
+        tree.branches.push(Branch { tools: TOOLS, steps, is_busy: false, parent, line: () });
+        tree
+    }
+
+    #[test]
+    fn a_request_is_repeated_whichever_branch_answered_it() {
+        let place = forked().locate(&TOOLS, &request(&["u", "a", "w"]));
+        let cause = ForkCause::Repeated;
+        assert_eq!(place, Place::Fork { branch: 1, steps: 2, tokens: 10, cause });
+        // One branch answered `u`, a later one has more messages before its first reply.
+        let mut tree = tree();
+        let steps =
+            vec![Step::Given(said("user", "u")), Step::Given(said("user", "x")), reply("d", 9)];
+        tree.branches.push(Branch { tools: TOOLS, steps, is_busy: false, parent: None, line: () });
+        let place = tree.locate(&TOOLS, &request(&["u"]));
+        assert_eq!(place, Place::Root { cause: Some(cause) });
+    }
+
+    #[test]
+    fn prompts_in_tokens_do_not_count_as_branches_of_messages() {
+        let mut tree = tree();
+        tree.branches[0].tools = IN_TOKENS;
+        assert_eq!(tree.locate(&TOOLS, &request(&["u"])), Place::Root { cause: None });
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::api::Action;
 use orchestrate_sandbox::ExecResult;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use std::time::Duration;
 
 /// Separates a command's stdout from its stderr, for scaffolds that show the streams separately.
@@ -36,6 +36,13 @@ pub enum Call {
         term: String,
         /// Path as the policy wrote it.
         path: String,
+    },
+    /// Uses a tool of a tool server.
+    Remote {
+        /// The name by which the policy calls it.
+        tool: String,
+        /// The arguments as the policy wrote them, for the server to check.
+        arguments: Map<String, Value>,
     },
     /// Ends the episode and hands in the repository.
     Submit,
@@ -94,7 +101,8 @@ pub enum EditorCommand {
 }
 
 impl Call {
-    /// The call in the form that all scaffolds share: `bash`, `view`, `edit`, `search` or `submit`.
+    /// The call in the form that all scaffolds share: `bash`, `view`, `edit`, `search`, `submit` or a
+    /// tool of a tool server.
     pub(crate) fn action(&self) -> Action {
         let action = |name: &str, arguments| Action { name: name.to_owned(), arguments };
         match self {
@@ -123,6 +131,7 @@ impl Call {
             Self::Search { term, path } => {
                 action("search", json!({"search_term": term, "path": path}))
             }
+            Self::Remote { tool, arguments } => action(tool, arguments.clone().into()),
             Self::Submit => action("submit", json!({})),
         }
     }

@@ -69,14 +69,20 @@ impl Scaffold {
     }
 
     /// The calls of one assistant text, in order: each a parsed call, or the mistake in it. `format`
-    /// is the format of calls; only [`Self::Tools`], [`Self::Command`] and [`Self::Outside`] use it.
+    /// is the format of calls, and `server_tools` are the JSON schemas of the tools of tool servers; only
+    /// [`Self::Tools`], [`Self::Command`] and [`Self::Outside`] use them.
     ///
     /// Never empty, because a text without a call is a mistake; more than one only for
     /// [`Self::Tools`]. Calls inside a `<think>` part do not count.
-    pub fn parse(self, format: ToolFormat, text: &str) -> Vec<Result<(Action, Call), Mistake>> {
+    pub fn parse(
+        self,
+        format: ToolFormat,
+        text: &str,
+        server_tools: &[serde_json::Value],
+    ) -> Vec<Result<(Action, Call), Mistake>> {
         let text = text.rsplit_once("</think>").map_or(text, |(_, after)| after);
         match self {
-            Self::Tools | Self::Command | Self::Outside => tools::parse(format, text),
+            Self::Tools | Self::Command | Self::Outside => tools::parse(format, text, server_tools),
             Self::R2eXml => vec![r2e::parse(text)],
             Self::Mini => vec![mini::parse(text)],
         }

@@ -165,7 +165,11 @@ fn range(text: &str) -> Result<(i64, i64), Mistake> {
 pub(super) fn observation(call: &Call, result: ToolResult, limits: ToolLimits) -> String {
     let name = match call {
         Call::Search { .. } => "search",
-        Call::Bash { .. } | Call::Edit { .. } | Call::Editor { .. } | Call::Submit => "file_editor",
+        Call::Bash { .. }
+        | Call::Edit { .. }
+        | Call::Editor { .. }
+        | Call::Remote { .. }
+        | Call::Submit => "file_editor",
     };
     match result {
         ToolResult::Command(result) => command_observation(&result, limits),

@@ -15,7 +15,7 @@ pub(super) fn command_result(exit: Exit, output: &str) -> ExecResult {
 }
 
 fn parse_one(scaffold: Scaffold, text: &str) -> Result<Call, Mistake> {
-    let mut calls = scaffold.parse(ToolFormat::Json, text);
+    let mut calls = scaffold.parse(ToolFormat::Json, text, &[]);
     assert_eq!(calls.len(), 1, "{text}");
     calls.remove(0).map(|(_, call)| call)
 }
@@ -55,7 +55,7 @@ fn same_command_is_the_same_action_in_every_scaffold() {
     for (scaffold, text) in texts {
         let call = Call::Bash { command: "ls".to_owned() };
         assert_eq!(
-            scaffold.parse(ToolFormat::Json, text),
+            scaffold.parse(ToolFormat::Json, text, &[]),
             [Ok((action.clone(), call))],
             "{scaffold:?}"
         );

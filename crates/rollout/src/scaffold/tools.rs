@@ -3,13 +3,15 @@
 use super::call::{Call, Change, Mistake};
 use crate::api::Action;
 use crate::tool_format::{Piece, ToolFormat};
+use crate::tool_server::called;
 use orchestrate_sandbox::{ExecResult, Exit};
 use serde::Deserialize;
+use serde_json::Value;
 use std::sync::LazyLock;
 use std::time::Duration;
 
-/// Observation of a turn without a call.
-const NO_CALL: &str = "no tool call found: each turn needs a bash, edit or submit call";
+/// Names of the built-in tools.
+const BUILT_IN: [&str; 3] = ["bash", "edit", "submit"];
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -41,14 +43,20 @@ pub(crate) fn call_text(name: &str, arguments: &str) -> String {
     format!("<tool_call>\n{{\"name\": {name}, \"arguments\": {arguments}}}\n</tool_call>")
 }
 
-/// The calls of a text, in order; never empty.
-pub(super) fn parse(format: ToolFormat, text: &str) -> Vec<Result<(Action, Call), Mistake>> {
-    static SCHEMAS: LazyLock<Vec<serde_json::Value>> = LazyLock::new(schemas);
-    let pieces = format.read(text, &SCHEMAS).into_iter();
+/// The calls of a text, in order; never empty. `server_tools` are the schemas of the tools that are not
+/// built in.
+pub(super) fn parse(
+    format: ToolFormat,
+    text: &str,
+    server_tools: &[Value],
+) -> Vec<Result<(Action, Call), Mistake>> {
+    static SCHEMAS: LazyLock<Vec<Value>> = LazyLock::new(schemas);
+    let all = (!server_tools.is_empty()).then(|| [&SCHEMAS[..], server_tools].concat());
+    let pieces = format.read(text, all.as_ref().unwrap_or(&SCHEMAS)).into_iter();
     let mut calls: Vec<_> = pieces
         .filter_map(|piece| match piece {
             Piece::Text(_) => None,
-            Piece::Call(Ok(action)) => Some(checked(action)),
+            Piece::Call(Ok(action)) => Some(checked(action, server_tools)),
             Piece::Call(Err(problem)) => {
                 Some(Err(Mistake(format!("tool call is not valid: {problem}"))))
             }
@@ -56,12 +64,23 @@ pub(super) fn parse(format: ToolFormat, text: &str) -> Vec<Result<(Action, Call)
         })
         .collect();
     if calls.is_empty() {
-        calls.push(Err(Mistake(NO_CALL.to_owned())));
+        let names = names(server_tools);
+        calls.push(Err(Mistake(format!("no tool call found: each turn needs a {names} call"))));
     }
     calls
 }
 
-fn checked(action: Action) -> Result<(Action, Call), Mistake> {
+/// The names of all tools, as a list in words.
+fn names(server_tools: &[Value]) -> String {
+    let all: Vec<&str> =
+        BUILT_IN.into_iter().chain(server_tools.iter().filter_map(called)).collect();
+    match all.split_last() {
+        Some((last, rest)) => format!("{} or {last}", rest.join(", ")),
+        None => String::new(),
+    }
+}
+
+fn checked(action: Action, server_tools: &[Value]) -> Result<(Action, Call), Mistake> {
     let arguments = action.arguments.clone();
     let invalid = |e: serde_json::Error| Mistake(format!("{} call is not valid: {e}", action.name));
     let call = match action.name.as_str() {
@@ -74,7 +93,18 @@ fn checked(action: Action) -> Result<(Action, Call), Mistake> {
             let SubmitArguments {} = serde_json::from_value(arguments).map_err(invalid)?;
             Call::Submit
         }
-        other => return Err(Mistake(format!("no tool `{other}`: use bash, edit or submit"))),
+        other if server_tools.iter().any(|tool| called(tool) == Some(other)) => {
+            let Value::Object(arguments) = arguments else {
+                return Err(Mistake(format!(
+                    "{other} call is not valid: arguments must be an object"
+                )));
+            };
+            Call::Remote { tool: other.to_owned(), arguments }
+        }
+        other => {
+            let names = names(server_tools);
+            return Err(Mistake(format!("no tool `{other}`: use {names}")));
+        }
     };
     Ok((action, call))
 }
@@ -93,8 +123,8 @@ fn edit(arguments: EditArguments) -> Result<Call, Mistake> {
 }
 
 /// JSON schemas of the tools, for chat templates that show them.
-pub(super) fn schemas() -> Vec<serde_json::Value> {
-    let tool = |name: &str, description: &str, parameters: serde_json::Value| {
+pub(super) fn schemas() -> Vec<Value> {
+    let tool = |name: &str, description: &str, parameters: Value| {
         serde_json::json!({
             "type": "function",
             "function": {"name": name, "description": description, "parameters": parameters},
@@ -158,7 +188,7 @@ mod tests {
     use super::*;
 
     fn parse_one(text: &str) -> Result<Call, Mistake> {
-        let mut calls = parse(ToolFormat::Json, text);
+        let mut calls = parse(ToolFormat::Json, text, &[]);
         assert_eq!(calls.len(), 1, "{text}");
         calls.remove(0).map(|(_, call)| call)
     }
@@ -168,7 +198,7 @@ mod tests {
         let text = "I look.\n<tool_call>\n{\"name\": \"bash\", \"arguments\": {\"command\": \"ls\"}}\n</tool_call>\
                     <tool_call>{\"name\": \"submit\", \"arguments\": {}}</tool_call>";
         let calls: Vec<Call> =
-            parse(ToolFormat::Json, text).into_iter().map(|c| c.unwrap().1).collect();
+            parse(ToolFormat::Json, text, &[]).into_iter().map(|c| c.unwrap().1).collect();
         assert_eq!(calls, [Call::Bash { command: "ls".to_owned() }, Call::Submit]);
         let edit = r#"<tool_call>{"name": "edit", "arguments": {"path": "a.py", "line": 3, "new": "x"}}</tool_call>"#;
         let change = Change::Line { line: 3, new: "x".to_owned() };
@@ -199,6 +229,24 @@ mod tests {
             let error = parse_one(&text).unwrap_err().0;
             assert!(error.starts_with(start), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn tools_of_servers_are_called_by_name_with_any_object() {
+        let tool = serde_json::json!({"type": "function", "function": {"name": "s__find"}});
+        let read = |body: &str| {
+            let text = format!("<tool_call>{body}</tool_call>");
+            parse(ToolFormat::Json, &text, std::slice::from_ref(&tool)).remove(0)
+        };
+        let (action, call) = read(r#"{"name": "s__find", "arguments": {"n": [1, null]}}"#).unwrap();
+        assert_eq!(call.action(), action);
+        assert!(matches!(call, Call::Remote { tool, .. } if tool == "s__find"));
+        let error = read(r#"{"name": "s__find", "arguments": "n"}"#).unwrap_err().0;
+        assert_eq!(error, "s__find call is not valid: arguments must be an object");
+        let error = read(r#"{"name": "find", "arguments": {}}"#).unwrap_err().0;
+        assert_eq!(error, "no tool `find`: use bash, edit, submit or s__find");
+        let error = parse(ToolFormat::Json, "", &[]).remove(0).unwrap_err().0;
+        assert_eq!(error, "no tool call found: each turn needs a bash, edit or submit call");
     }
 
     #[test]

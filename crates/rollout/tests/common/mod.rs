@@ -33,6 +33,7 @@ pub(crate) fn runner(
         rules,
         agent: None,
         outside: None,
+        tool_servers: Arc::default(),
         logs: None,
         rows,
         prefill_leaders,

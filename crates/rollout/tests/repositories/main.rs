@@ -161,6 +161,7 @@ async fn play(
         plan: Arc::new(config.check().unwrap()),
         agent: None,
         outside: None,
+        tool_servers: Arc::default(),
         container_limits: sandboxes.config().limits(),
         rules: reward.rules(),
         logs: Some(GradeLogs { root: folder.to_owned(), model: "org/policy".parse().unwrap() }),
@@ -259,7 +260,7 @@ async fn docker_r2e_every_byte_of_a_text_change_reaches_the_tests_and_nothing_el
     assert!(scored(&report) > 0.5, "{:?}\n{}", report.verdict, report.patch);
     assert!(!report.patch.contains("r2e_tests") && !report.patch.contains("new.pyc"));
     let noticed = report.verdict.unwrap().suspicious;
-    for finding in [Finding::LinkOutside, Finding::EnvironmentTouched] {
+    for finding in [Finding::LinkOutside, Finding::EnvironmentTouched, Finding::BinaryLeftOut] {
         assert!(noticed.contains(&finding), "{noticed:?}");
     }
 }

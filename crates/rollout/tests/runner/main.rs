@@ -9,8 +9,10 @@ mod bounds;
 #[path = "../common/mod.rs"]
 mod common;
 mod faults;
+mod mcp;
 mod sharing;
 mod spans;
+mod tools;
 mod world;
 
 use crate::world::*;

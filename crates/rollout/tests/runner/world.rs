@@ -4,14 +4,14 @@ use crate::common;
 use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
-    Action, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes,
-    ExpertEpisode, ExpertTurn, GradingRules, MICRO_CHAT_TEMPLATE, RolloutSection, opening_messages,
-    train_tokenizer,
+    Action, ChatModel, ChatOptions, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner,
+    Episodes, ExpertEpisode, ExpertTurn, GradingRules, MICRO_CHAT_TEMPLATE, RolloutSection,
+    opening_messages, train_tokenizer,
 };
 use orchestrate_testkit::{
     FakeEngine, FakeReply, FakeSandboxes, TOY_FIX, grade_toy, toy_shape, toy_shell, toy_task,
 };
-use orchestrate_types::RunId;
+use orchestrate_types::{ModelShape, RunId};
 use serde_json::json;
 use std::sync::{Arc, OnceLock};
 use tokio_util::sync::CancellationToken;
@@ -51,16 +51,34 @@ pub(crate) fn expert() -> ExpertEpisode {
     }
 }
 
-pub(crate) fn chat() -> Arc<ChatModel> {
-    static CHAT: OnceLock<Arc<ChatModel>> = OnceLock::new();
-    let make = || {
+/// The files of a tokenizer that was trained on the expert's episode.
+fn tokenizer_files() -> &'static [(String, Vec<u8>)] {
+    static FILES: OnceLock<Vec<(String, Vec<u8>)>> = OnceLock::new();
+    FILES.get_or_init(|| {
         let folder = tempfile::tempdir().unwrap();
         let path = Utf8Path::from_path(folder.path()).unwrap();
         let text = expert().text(&ChatTemplate::new(MICRO_CHAT_TEMPLATE).unwrap()).unwrap();
         let corpus = std::iter::repeat_n(text, 3);
         train_tokenizer(corpus, 400, MICRO_CHAT_TEMPLATE, path).unwrap();
-        Arc::new(ChatModel::load(path).unwrap())
-    };
+        let entries = path.read_dir_utf8().unwrap().map(Result::unwrap);
+        entries.map(|e| (e.file_name().to_owned(), std::fs::read(e.path()).unwrap())).collect()
+    })
+}
+
+/// The tokenizer with another chat template.
+pub(crate) fn chat_with(template: &str, options: ChatOptions) -> ChatModel {
+    let folder = tempfile::tempdir().unwrap();
+    let path = Utf8Path::from_path(folder.path()).unwrap();
+    for (name, content) in tokenizer_files() {
+        std::fs::write(path.join(name), content).unwrap();
+    }
+    std::fs::write(path.join("chat_template.jinja"), template).unwrap();
+    ChatModel::load_for(path, options).unwrap()
+}
+
+pub(crate) fn chat() -> Arc<ChatModel> {
+    static CHAT: OnceLock<Arc<ChatModel>> = OnceLock::new();
+    let make = || Arc::new(chat_with(MICRO_CHAT_TEMPLATE, ChatOptions::default()));
     Arc::clone(CHAT.get_or_init(make))
 }
 
@@ -91,7 +109,16 @@ pub(crate) fn world_with(
     config: &RolloutSection,
     script: impl Fn(usize) -> FakeReply + Send + Sync + 'static,
 ) -> World {
-    let shape = toy_shape(chat().vocab_size());
+    world_in(toy_shape(chat().vocab_size()).context, config, script)
+}
+
+/// Like [`world_with`], with a context of this many tokens.
+pub(crate) fn world_in(
+    context: usize,
+    config: &RolloutSection,
+    script: impl Fn(usize) -> FakeReply + Send + Sync + 'static,
+) -> World {
+    let shape = ModelShape { context, ..toy_shape(chat().vocab_size()) };
     let engine = Arc::new(FakeEngine::new(shape, move |_, call| script(call)));
     let sandboxes = FakeSandboxes::new(toy_shell);
     let runner = common::runner(

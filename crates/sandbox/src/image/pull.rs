@@ -73,6 +73,7 @@ fn classify(message: &str) -> FailureKind {
 }
 
 /// Pulls an image, retrying temporary failures.
+#[tracing::instrument(name = "pull_image", skip_all, fields(image = %name, host = daemon.host))]
 pub(super) async fn pull(
     daemon: &Daemon,
     name: &ImageName,

@@ -1,8 +1,8 @@
 //! Runs that exist already, made by any command, on this machine or another.
 
-use crate::config::{self, Sections};
+use crate::config::Sections;
 use crate::error::{InputError, OutputError, UsageError};
-use crate::run_folder::PLAN_FILE;
+use crate::run_folder::planned;
 use crate::wiring;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{RunError, RunSettings, is_finished};
@@ -97,7 +97,7 @@ fn from_file(path: &Utf8Path) -> anyhow::Result<Vec<ConfigRuns>> {
 async fn from_folder(folder: &Utf8Path) -> anyhow::Result<ConfigRuns> {
     // Opened first: its error says what is missing if the folder holds no run at all.
     let reader = Reader::open(folder).await?;
-    let raw = config::load_plan(&folder.join(PLAN_FILE))?.with_defaults()?;
+    let raw = planned(folder, &reader, &[]).await?.with_defaults()?;
     let run = read_run(&reader, folder, &raw.check()?.run).await?;
     Ok(ConfigRuns { name: name_of(folder), plan: plan(&raw)?, runs: vec![run] })
 }
@@ -117,6 +117,7 @@ pub(super) async fn read_run(
 pub(super) fn plan(raw: &Sections) -> anyhow::Result<serde_json::Value> {
     let mut raw = raw.clone();
     raw.run.seed = None;
+    (raw.run.name, raw.run.tags) = (None, None);
     Ok(serde_json::to_value(&raw)?)
 }
 
