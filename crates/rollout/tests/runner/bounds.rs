@@ -88,7 +88,8 @@ async fn hostile_episodes_do_not_delay_a_neighbours_timer() {
         while ended < 8 {
             let began = orchestrate_e2e::thread_cpu_time().unwrap();
             tokio::time::sleep(Duration::from_millis(5)).await;
-            longest = longest.max(orchestrate_e2e::thread_cpu_time().unwrap() - began);
+            longest =
+                longest.max(orchestrate_e2e::thread_cpu_time().unwrap().saturating_sub(began));
             while attacks.try_join_next().is_some_and(|attack| attack.is_ok()) {
                 ended += 1;
             }
